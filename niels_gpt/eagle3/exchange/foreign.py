@@ -72,7 +72,7 @@ def checked_sample(
     input_ids, loss_mask: integers [L]. states: [L, K * H] or [L, K, H]. last: [L, H].
     Raises: BadSample.
     """
-    ids, mask = (_integers(name, part, values) for part, values in (("input_ids", input_ids), ("loss_mask", loss_mask)))
+    ids, mask = integers(name, "input_ids", input_ids), integers(name, "loss_mask", loss_mask)
     length = len(ids)
     if not length or len(mask) != length or len(states) != length or len(last) != length:
         found = f"{length} input_ids, {len(mask)} loss_mask, {len(states)} auxiliary and {len(last)} last states"
@@ -95,8 +95,12 @@ def checked_sample(
     return ForeignSample(ids, mask == 1, states.reshape(length, -1, hidden_size), last)
 
 
-def _integers(name: str, part: str, values: Any) -> Tensor:
-    tensor = values if isinstance(values, Tensor) else torch.as_tensor(values)
+def integers(name: str, part: str, values: Any) -> Tensor:
+    """Return a list or tensor of integers as int64 [L]. Raises: BadSample."""
+    try:
+        tensor = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:  # null, text, lists of several lengths, too large
+        raise BadSample("mismatched", name, f"{part} is no list of integers ({error})") from error
     if tensor.dim() != 1 or tensor.is_floating_point() or tensor.is_complex():
         found = f"{part} is {tensor.dtype} {list(tensor.shape)}, expected integers in one dimension"
         raise BadSample("mismatched", name, found)

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from niels_gpt.eagle3.exchange.describe import add_draft_vocab, write_meta
 from niels_gpt.eagle3.exchange.foreign import BadSample, ForeignFiles, ForeignSample, fresh_folder
@@ -244,14 +243,12 @@ class _Shards:
         positions = torch.from_numpy(target_positions(loss))
         last = foreign.last[positions]
         normalizers, argmax = self._head.log_normalizer_and_argmax(last)
-        aux = foreign.aux[: int(positions[-1]) if len(positions) else 0].contiguous()
-        scales: Tensor | None = None
+        aux = foreign.aux[: int(positions[-1]) if len(positions) else 0]
         if self.layout is None:
             dtypes = _DTYPE_NAMES[last.dtype], "fp8" if self._aux_fp8 else _DTYPE_NAMES[aux.dtype]
             self._refuse_other_layers(aux.shape[1])
             self.layout = NativeLayout(aux.shape[2], aux.shape[1], *dtypes)
-        if self._aux_fp8:
-            aux, scales = quantized(aux)
+        aux, scales = quantized(aux) if self._aux_fp8 else (aux.clone(), None)  # a clone, for each file's map to end
         self.num_tokens += len(loss)
         self.seq_length = max(self.seq_length, len(loss))
         ids = foreign.input_ids.numpy().astype(np.uint32)

@@ -21,11 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from niels_gpt.eagle3.exchange.foreign import BadSample, ForeignSample, checked_sample
+from niels_gpt.eagle3.exchange.foreign import BadSample, ForeignSample, checked_sample, integers
 from niels_gpt.eagle3.format.layout import open_file, read_file
 from niels_gpt.eagle3.format.manifest import load_safetensors
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.meta_json import shortened
 
 USUAL_LAST = "pre_norm"
 STATES = "hidden_states"
@@ -47,9 +48,9 @@ class SpeculatorsFiles:
     def read(self, index: int) -> ForeignSample:
         """Return a sample. Raises: BadSample."""
         name, row = self.names[index], self._rows[index]
-        ids = torch.as_tensor(row["input_ids"], dtype=torch.int64)
-        if len(ids) != row["seq_len"] or len(row["loss_mask"]) != len(ids):
-            found = f"{len(ids)} input_ids, {len(row['loss_mask'])} loss_mask, seq_len {row['seq_len']}"
+        ids = integers(name, "input_ids", row["input_ids"])
+        if len(ids) != row["seq_len"]:
+            found = f"{len(ids)} input_ids, seq_len {shortened(row['seq_len'])}"
             raise BadSample("mismatched", name, f"{found}, expected one length")
         tensors = self._file(index)
         states, was_fp8 = tensors[STATES], _SCALES in tensors

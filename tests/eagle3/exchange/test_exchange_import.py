@@ -256,3 +256,24 @@ def test_a_torch_file_never_takes_more_than_its_own_size(tmp_path: Path) -> None
     (tmp_path / "c.ckpt.gz").write_bytes(gzip.compress(path.read_bytes())[:-9])
     with pytest.raises(ValueError, match="no whole gzip stream"):
         load_tensors(tmp_path / "c.ckpt.gz", ("x",))
+
+
+def test_rows_that_are_no_integers_are_mismatched(given: list[Chat], importing: Import, tmp_path: Path) -> None:
+    import datasets
+
+    chat = given[0]
+    good = {"input_ids": chat.ids.tolist(), "loss_mask": chat.mask.long().tolist(), "seq_len": len(chat.ids)}
+    for key, value, words in (
+        ("input_ids", None, "no list of integers"),
+        ("input_ids", [0.5] * len(chat.ids), "torch.float32"),
+        ("loss_mask", [None] * len(chat.ids), "no list of integers"),
+        ("loss_mask", good["loss_mask"][:-1], "15 input_ids, 14 loss_mask"),
+        ("seq_len", 14, "15 input_ids, seq_len 14"),
+    ):
+        folder = write_speculators(tmp_path / "f", [chat])
+        datasets.disable_progress_bars()
+        datasets.Dataset.from_list([{**good, key: value}]).save_to_disk(str(folder))
+        datasets.enable_progress_bars()
+        with pytest.raises(CacheError, match=f"row 0 is mismatched: .*{words}"):
+            importing("speculators", folder, tmp_path / "c")
+        shutil.rmtree(folder)
