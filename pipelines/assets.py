@@ -5,7 +5,7 @@ The built-in caches come from the table of sources (niels_gpt/data/sources.py), 
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -13,8 +13,11 @@ import dagster as dg
 
 from niels_gpt.data.sources import SOURCES, SourceSpec
 from niels_gpt.progress import Progress
-from niels_gpt.recipes.eagle3.asset import KEY as EAGLE3_KEY
-from niels_gpt.recipes.eagle3.asset import SMALL_TARGET, build_targets, raw_source
+from niels_gpt.recipes.eagle3.asset import build_targets
+from niels_gpt.recipes.eagle3.draft_vocab import build_draft_vocab, committed_content
+from niels_gpt.recipes.eagle3.draft_vocab import settings_fingerprint as vocab_fingerprint
+from niels_gpt.recipes.eagle3.of_settings import KEY as EAGLE3_KEY
+from niels_gpt.recipes.eagle3.of_settings import SMALL_TARGET, VOCAB_KEY, raw_source
 from niels_gpt.recipes.plan import built_at, needs_no_tokenizer, observe, settings_fingerprint
 from niels_gpt.recipes.rollouts.caches import build_rollout_cache
 from niels_gpt.recipes.rollouts.trees import TREES
@@ -23,7 +26,7 @@ from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.recipes.tokenizer import NoSentinels, ensure_tokenizer
 from niels_gpt.settings import Settings
 from niels_gpt.storage.locks import file_lock
-from pipelines.metadata import materialize_result, targets_result
+from pipelines.metadata import draft_vocab_result, materialize_result, targets_result
 from pipelines.resources import SettingsResource
 
 SFT_ROOT = dg.AssetKey(["sft", ""])
@@ -163,15 +166,45 @@ def user_assets(specs: Iterable[SourceSpec], prefix: Sequence[str]) -> list[dg.A
     return [*observed, *(_cache(spec, prefix) for spec in specs)]
 
 
+def eagle3_draft_vocab(chosen: Settings, prefix: Sequence[str]) -> dg.AssetsDefinition:
+    """Return eagle3/draft_vocab. A factory for the same reason as `eagle3_targets`."""
+
+    @dg.asset(
+        key=[*prefix, *VOCAB_KEY.split("/")],
+        deps=_of_chats(chosen, prefix),
+        group_name="eagle3",
+        retry_policy=NETWORK_RETRIES,
+        output_required=False,  # as of chats
+        description=f"The tokens that an EAGLE-3 draft knows: the target's ids that {chosen.eagle3_source} supervises "
+        "most often, counted without the target's weights. eagle3/targets takes them from here; another size builds "
+        "this again, and of a native eagle3/targets the manifest alone.\n\n"
+        "Read it with niels_gpt.eagle3.vocab.load_token_mapping.",
+    )
+    def draft_vocab(
+        context: dg.AssetExecutionContext, settings: SettingsResource
+    ) -> Iterator[dg.MaterializeResult[None]]:
+        core = settings.of_run(context)
+        with _clear_errors():
+            try:
+                outcome = build_draft_vocab(core, observed=_newer_chats(context, core, prefix, VOCAB_KEY))
+            except NoSentinels as error:
+                _leave_out(context, error)
+                return
+            if core.eagle3_target is None:
+                _report_tokenizer(context, dg.AssetKey([*prefix, TOKENIZER_KEY]), core)
+            result = _result(context, outcome, draft_vocab_result)
+        yield result
+
+    made: dg.AssetsDefinition = draft_vocab
+    return made
+
+
 def eagle3_targets(chosen: Settings, prefix: Sequence[str]) -> dg.AssetsDefinition:
     """Return eagle3/targets. A factory, because the settings decide its chats and its target, and so its upstream."""
-    source, of_sample = raw_source(chosen), chosen.eagle3_target is None
-    deps = [raw_key(source, prefix)] if source else []  # files of chats or rows are not observed
-    deps += [dg.AssetKey([*prefix, TOKENIZER_KEY])] if of_sample else []
 
     @dg.asset(
         key=[*prefix, *EAGLE3_KEY.split("/")],
-        deps=deps,
+        deps=[*_of_chats(chosen, prefix), dg.AssetKey([*prefix, *VOCAB_KEY.split("/")])],
         group_name="eagle3",
         kinds={"torch", "safetensors"},
         retry_policy=NETWORK_RETRIES,
@@ -183,22 +216,34 @@ def eagle3_targets(chosen: Settings, prefix: Sequence[str]) -> dg.AssetsDefiniti
     )
     def targets(context: dg.AssetExecutionContext, settings: SettingsResource) -> Iterator[dg.MaterializeResult[None]]:
         core = settings.of_run(context)
-        observed, source = None, raw_source(core)
-        if source is not None:
-            observed = _newer_observation(context, raw_key(source, prefix), built_at(core, EAGLE3_KEY))
         with _clear_errors():
             try:
+                observed = _newer_chats(context, core, prefix, EAGLE3_KEY)
                 outcome = build_targets(core, observed=observed, progress=_target_log(context))
             except NoSentinels as error:
                 _leave_out(context, error)
                 return
             if core.eagle3_target is None:
                 _report_tokenizer(context, dg.AssetKey([*prefix, TOKENIZER_KEY]), core)
+            _report_draft_vocab(context, dg.AssetKey([*prefix, *VOCAB_KEY.split("/")]), core)
             result = _result(context, outcome, targets_result)
         yield result
 
     made: dg.AssetsDefinition = targets
     return made
+
+
+def _of_chats(chosen: Settings, prefix: Sequence[str]) -> list[dg.AssetKey]:
+    """Return what the chats of eagle3 and their ids depend on; files of chats or rows are not observed."""
+    source = raw_source(chosen)
+    tokenizer = [dg.AssetKey([*prefix, TOKENIZER_KEY])] if chosen.eagle3_target is None else []
+    return [*([raw_key(source, prefix)] if source else []), *tokenizer]
+
+
+def _newer_chats(context: dg.AssetExecutionContext, settings: Settings, prefix: Sequence[str], key: str) -> str | None:
+    """Return the newest observed fingerprint of the chats if the observation is newer than the cache, else None."""
+    source = raw_source(settings)
+    return None if source is None else _newer_observation(context, raw_key(source, prefix), built_at(settings, key))
 
 
 def _result(
@@ -229,8 +274,7 @@ def _turn(settings: Settings) -> AbstractContextManager[None]:
 
 def _report_tokenizer(context: dg.AssetExecutionContext, key: dg.AssetKey, settings: Settings) -> None:
     """Record it in Dagster if a cache's step has replaced the tokenizer, so that other caches become stale."""
-    event = context.instance.get_latest_materialization_event(key)
-    tags = event.asset_materialization.tags if event is not None and event.asset_materialization else None
+    tags = _recorded_tags(context, key)
     if not tags:  # a fresh clone: no other cache depends on an older one
         return
     outcome = ensure_tokenizer(settings)
@@ -238,6 +282,22 @@ def _report_tokenizer(context: dg.AssetExecutionContext, key: dg.AssetKey, setti
     if tags.get(DATA_VERSION) != content:
         tags = {DATA_VERSION: content, "dagster/code_version": settings_fingerprint(settings, TOKENIZER_KEY)}
         context.log_event(dg.AssetMaterialization(key, metadata=materialize_result(outcome).metadata, tags=tags))
+
+
+def _report_draft_vocab(context: dg.AssetExecutionContext, key: dg.AssetKey, settings: Settings) -> None:
+    """Record it in Dagster if the step of eagle3/targets has replaced the draft's vocabulary."""
+    tags = _recorded_tags(context, key)
+    if not tags or tags.get(DATA_VERSION) == committed_content(settings):
+        return
+    outcome = build_draft_vocab(settings)
+    tags = {DATA_VERSION: str(outcome.meta["content_sha256"]), "dagster/code_version": vocab_fingerprint(settings)}
+    context.log_event(dg.AssetMaterialization(key, metadata=draft_vocab_result(outcome).metadata, tags=tags))
+
+
+def _recorded_tags(context: dg.AssetExecutionContext, key: dg.AssetKey) -> Mapping[str, str]:
+    """Return the tags of an asset's last materialization; {} without one."""
+    event = context.instance.get_latest_materialization_event(key)
+    return (event.asset_materialization.tags if event is not None and event.asset_materialization else None) or {}
 
 
 def _newer_observation(context: dg.AssetExecutionContext, raw: dg.AssetKey, built: float) -> str | None:

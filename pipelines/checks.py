@@ -8,6 +8,9 @@ import dagster as dg
 from niels_gpt.eagle3.inspect.checks import CHECKS as EAGLE3_CHECKS
 from niels_gpt.inspection.verify import CHECKS, Limits, verify
 from niels_gpt.recipes.eagle3.asset import check_targets
+from niels_gpt.recipes.eagle3.draft_vocab import CHECK as DRAFT_VOCAB_CHECK
+from niels_gpt.recipes.eagle3.draft_vocab import check_draft_vocab
+from niels_gpt.recipes.eagle3.of_settings import VOCAB_KEY
 from niels_gpt.recipes.rollouts import checks as rollouts
 from niels_gpt.recipes.run_recipe import cache_root
 from niels_gpt.storage.checks import Check, Verdict
@@ -58,6 +61,17 @@ def checks_of_targets(key: dg.AssetKey) -> dg.AssetChecksDefinition:
                 description="; ".join(verdict.problems or [verdict.note or verdict.figures, *verdict.remarks]) or None,
                 metadata={"problems": len(verdict.problems)},
             )
+
+    return check
+
+
+def check_of_draft_vocab(key: dg.AssetKey) -> dg.AssetChecksDefinition:
+    """Return the check of eagle3/draft_vocab, which is blocking."""
+
+    @dg.asset_check(asset=key, name=DRAFT_VOCAB_CHECK.name, description=DRAFT_VOCAB_CHECK.description, blocking=True)
+    def check(context: dg.AssetCheckExecutionContext, settings: SettingsResource) -> dg.AssetCheckResult:
+        path = cache_root(settings.of_run(context)) / VOCAB_KEY
+        return _result(key, DRAFT_VOCAB_CHECK, check_draft_vocab(path))
 
     return check
 

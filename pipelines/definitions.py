@@ -4,6 +4,7 @@ tokenizer                                          one tokenizer for all caches
 pretrain/{fineweb_edu,wikitext,roam,gutenberg}     token shards
 sft/{dolly15k,oasst1}                              chats with their loss
 trees/oasst1                                       message trees, whose threads fold into one row each
+eagle3/draft_vocab                                 the tokens that a draft knows
 eagle3/targets                                     a target model's outputs over chats, to train a draft
 pretrain/NAME, sft/NAME                            the same of your own text and chats: sources.toml
 rollouts/NAME                                      recorded rollouts of your own
@@ -17,12 +18,15 @@ from typing import Any, cast
 import dagster as dg
 
 from niels_gpt.recipes.eagle3 import asset as eagle3_asset
+from niels_gpt.recipes.eagle3 import draft_vocab
+from niels_gpt.recipes.eagle3.of_settings import KEY as TARGETS_KEY
+from niels_gpt.recipes.eagle3.of_settings import VOCAB_KEY
 from niels_gpt.recipes.plan import recipes, settings_fingerprint
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY
 from niels_gpt.recipes.user_sources import user_sources
 from niels_gpt.settings import Settings
 from pipelines import assets
-from pipelines.checks import checks_of, checks_of_targets
+from pipelines.checks import check_of_draft_vocab, checks_of, checks_of_targets
 from pipelines.resources import SettingsResource, settings_from_environment
 
 
@@ -43,17 +47,23 @@ def niels_definitions(
 
     paths = (TOKENIZER_KEY, *recipes(chosen))
     versions = {key(path): settings_fingerprint(chosen, path) for path in paths}
-    versions[key(eagle3_asset.KEY)] = eagle3_asset.settings_fingerprint(chosen)
+    versions[key(TARGETS_KEY)] = eagle3_asset.settings_fingerprint(chosen)
+    versions[key(VOCAB_KEY)] = draft_vocab.settings_fingerprint(chosen)
     return dg.Definitions(
         assets=dg.map_asset_specs(
             lambda spec: spec.replace_attributes(code_version=versions.get(spec.key)),
             [
                 *cast(Any, dg.load_assets_from_modules([assets], key_prefix=prefix or None)),
                 *assets.user_assets([user.spec for user in user_sources(chosen).values()], prefix),
+                assets.eagle3_draft_vocab(chosen, prefix),
                 assets.eagle3_targets(chosen, prefix),
             ],
         ),
-        asset_checks=[*(checks_of(key(path), path) for path in paths), checks_of_targets(key(eagle3_asset.KEY))],
+        asset_checks=[
+            *(checks_of(key(path), path) for path in paths),
+            check_of_draft_vocab(key(VOCAB_KEY)),
+            checks_of_targets(key(TARGETS_KEY)),
+        ],
         resources={"settings": SettingsResource.of(chosen)},
     )
 

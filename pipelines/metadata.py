@@ -36,6 +36,23 @@ def materialize_result(outcome: Outcome) -> dg.MaterializeResult[None]:
     )
 
 
+def draft_vocab_result(outcome: Outcome) -> dg.MaterializeResult[None]:
+    """Return what Dagster records of eagle3/draft_vocab: meta.json key by key, and a picture of coverage by size."""
+    from niels_gpt.recipes.eagle3.draft_vocab import picture
+
+    meta = mirrored(outcome)
+    try:
+        png = base64.b64encode(picture(outcome.meta, outcome.key)).decode()
+        shown: dg.MetadataValue[Any] = dg.MetadataValue.md(f"![coverage by size](data:image/png;base64,{png})")
+    except (LookupError, TypeError, ValueError) as error:
+        shown = dg.MetadataValue.text(f"the cache cannot be read: {error!r}")
+    first = {name: meta[name] for name in ("draft_vocab_size", "coverage")}
+    return dg.MaterializeResult(
+        metadata={"picture": shown, **first, **_of_the_run(outcome), **meta},
+        data_version=dg.DataVersion(str(outcome.meta["content_sha256"])),
+    )
+
+
 def targets_result(outcome: Outcome) -> dg.MaterializeResult[None]:
     """Return what Dagster records of eagle3/targets: manifest.json key by key, and what meta.json adds to it."""
     from niels_gpt.eagle3.format.manifest import read_manifest
@@ -49,6 +66,7 @@ def targets_result(outcome: Outcome) -> dg.MaterializeResult[None]:
             **_picture_of_targets(outcome),
             **{name: dg.MetadataValue.int(number) for name, number in outcome.meta["totals"].items()},
             **{name: meta[name] for name in ("bytes_per_token", "supervised_share", "kept_mass", "draft_mass")},
+            **{f"token_bytes/{part}": _typed(size) for part, size in outcome.meta.get("token_bytes", {}).items()},
             **_of_the_run(outcome),
             **meta,
             "sidecar_version": meta["format_version"],

@@ -354,6 +354,10 @@ def damage_of(cache: Path, *, deep: bool, progress: Progress | None) -> list[Any
     kind = kind_of(cache)
     if kind == "rollouts":
         return list(rollout_damage(cache, deep=deep, progress=progress))
+    if kind == "draft_vocab":
+        from niels_gpt.recipes.eagle3.draft_vocab import check_draft_vocab
+
+        return [Damage("", 0, 0, problem) for problem in check_draft_vocab(cache).problems]
     if kind != "eagle3":
         return find_damage(cache, deep=deep, progress=progress)
     from niels_gpt.eagle3.inspect.verify import verify

@@ -68,18 +68,23 @@ def _bar(key: str) -> AbstractContextManager[Any]:
 
 
 def _add_targets(settings: Settings, outcomes: list[Outcome], failures: dict[str, Exception]) -> str:
-    """Build eagle3/targets; returns why it was left out, as a line, or nothing."""
+    """Build eagle3/draft_vocab and eagle3/targets; returns why they were left out, as a line, or nothing."""
     try:
         import transformers  # noqa: F401
     except ImportError:
         return "eagle3/targets was left out: it needs transformers. pip install 'niels-gpt[eagle3]'\n"
-    from niels_gpt.recipes.eagle3.asset import KEY, build_targets
+    from niels_gpt.recipes.eagle3.asset import build_targets
+    from niels_gpt.recipes.eagle3.draft_vocab import build_draft_vocab
+    from niels_gpt.recipes.eagle3.of_settings import KEY, VOCAB_KEY
 
-    with progress_bar(KEY) as progress:
-        try:
+    key = VOCAB_KEY
+    try:
+        outcomes.append(build_draft_vocab(settings))
+        key = KEY
+        with progress_bar(key) as progress:
             outcomes.append(build_targets(settings, progress=progress))
-        except (ValueError, OSError, RuntimeError) as error:
-            failures[KEY] = error
+    except (ValueError, OSError, RuntimeError) as error:
+        failures[key] = error
     return ""
 
 

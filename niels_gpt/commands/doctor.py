@@ -184,7 +184,7 @@ def _of_content(cache: Path) -> Iterator[Care]:
         yield Care(str(cache), f"readers refuse it: {reason}", shlex.join(["niels-gpt", "verify", str(cache)]), True)
         return
     meta: dict[str, Any] = find_meta(cache) or {}
-    if meta.get("kind") in ("eagle3", "rollouts"):
+    if meta.get("kind") in ("eagle3", "rollouts", "draft_vocab"):
         verify = ["niels-gpt", *(["eagle3"] if meta["kind"] == "eagle3" else []), "verify", str(cache)]
         for damage in damage_of(cache, deep=False, progress=None)[:1]:
             yield Care(str(cache), damage.problem, shlex.join(verify), True)

@@ -88,6 +88,8 @@ def _cells(outcome: Outcome) -> list[str]:
     counts = [count_text(totals.get(f"{split}_tokens", 0)) for split in ("train", "val")]
     if outcome.key == TOKENIZER_KEY:
         holds, counts = number_of(outcome.meta["vocab_size"], "id"), ["-", "-"]
+    elif kind == "draft_vocab":
+        holds, counts = number_of(outcome.meta["draft_vocab_size"], "id"), ["-", "-"]
     elif kind == "eagle3":  # of one piece
         holds, counts = number_of(totals["samples"], "sample"), [count_text(totals["tokens"]), "-"]
     elif kind == "rollouts":

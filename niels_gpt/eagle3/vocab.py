@@ -20,8 +20,10 @@ from torch import Tensor
 from niels_gpt.eagle3.cache import read_manifest
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
-from niels_gpt.storage.meta_json import MAX_JSON_BYTES, read_regular
+from niels_gpt.storage.meta_json import MAX_JSON_BYTES, parse_object, read_regular
 
+MAPPING_NAME = "draft_vocab.json"
+"""The file of eagle3/draft_vocab: JSON with the keys of `save_token_mapping`, whose bytes depend on no library."""
 _EXPECTED = "a file of save_token_mapping"
 _COUNT = "or leave it out to count the tokens of this input"
 
@@ -126,14 +128,16 @@ def save_token_mapping(
 def load_token_mapping(
     path: str | os.PathLike[str], *, target_vocab_size: int, draft_vocab_size: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Read a choice of tokens from a file of `save_token_mapping`, or from the manifest of a cache folder.
+    """Read a choice of tokens: a file of `save_token_mapping` or of JSON, the folder of eagle3/draft_vocab, or a cache.
 
     draft_vocab_size: the required number; None accepts any.
     Returns selected_token_ids int64 [D] and selected_token_mask bool [V].
     Raises: FileNotFoundError; CacheError for a file that is damaged or holds something else, and for other sizes.
     """
     where = os.fspath(path)
-    mapping = read_manifest(where) if os.path.isdir(where) else _read_file(where)
+    has_file = os.path.lexists(os.path.join(where, MAPPING_NAME))
+    is_cache = os.path.isdir(where) and not has_file
+    mapping = read_manifest(where) if is_cache else _read_file(os.path.join(where, MAPPING_NAME) if has_file else where)
     ids, size = mapping.get("selected_token_ids"), mapping.get("target_vocab_size")
     try:
         if size != target_vocab_size:
@@ -157,6 +161,8 @@ def _read_file(where: str) -> dict[str, Any]:
     except FileNotFoundError:
         raise FileNotFoundError(f"{where}: no such file. Name {_EXPECTED} or a cache folder, {_COUNT}") from None
     try:
+        if content[:1] == b"{":
+            return parse_object(content)
         mapping = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:  # pickle's, zipfile's or torch's, depending on the damage
         found = f"{len(content):,} bytes that are no file of torch.save ({type(error).__name__})"

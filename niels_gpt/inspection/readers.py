@@ -201,7 +201,7 @@ def _check_size(files: CacheFiles, record: dict[str, Any]) -> None:
         raise CacheError(files.folder / damage.file, damage.problem, remedy=REBUILD, code="E203")
 
 
-_OTHER_KINDS = ("eagle3",)  # has its own readers and checks
+_OTHER_KINDS = ("eagle3", "draft_vocab")  # have their own readers and checks
 _READERS: dict[str, Callable[[Path, Meta, bool], Iterator[Step]]] = {
     "pretrain": _pretrain,
     "sft": _sft,

@@ -55,7 +55,7 @@ _VERSION = re.compile(r"[0-9a-f]{12}|adopted\d+")
 _ADOPTED = re.compile(r"adopted\d+")
 _MAX_LINE = 1 << 24  # bytes of a line of a journal
 RECIPE_NAME = "recipe.json"
-KINDS = ("pretrain", "sft", "tokenizer", "rollouts", "eagle3")
+KINDS = ("pretrain", "sft", "tokenizer", "rollouts", "eagle3", "draft_vocab")
 """`kind` in the meta.json of every kind of cache."""
 
 

@@ -17,7 +17,7 @@ def test_the_demo_builds_every_cache_and_what_it_says_to_try_works(
     monkeypatch.chdir(tmp_path)
     assert main(["demo", "cache"]) == 0
     out = capsys.readouterr().out
-    for key in ("tokenizer", *RECIPES, "eagle3/targets"):
+    for key in ("tokenizer", *RECIPES, "eagle3/draft_vocab", "eagle3/targets"):
         assert (tmp_path / "cache" / "sample" / key / "meta.json").is_file()
     assert "[[" in out, "no loss mask"
     tries = re.findall(r"^  niels-gpt (.*?)  ", out.partition("Try next:")[2], re.MULTILINE)

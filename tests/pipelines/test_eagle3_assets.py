@@ -6,6 +6,7 @@ import errno
 import itertools
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,10 @@ from niels_gpt.eagle3.cache import CachedEagle3Dataset, read_manifest
 from niels_gpt.eagle3.format.layout import read_header, row_bytes_of, shard_path
 from niels_gpt.eagle3.inspect.checks import CHECKS
 from niels_gpt.eagle3.target import write_small_target
+from niels_gpt.eagle3.vocab import load_token_mapping
 from niels_gpt.recipes.eagle3.asset import build_targets, settings_fingerprint, target_of
+from niels_gpt.recipes.eagle3.draft_vocab import build_draft_vocab
+from niels_gpt.recipes.eagle3.draft_vocab import settings_fingerprint as vocab_fingerprint
 from niels_gpt.recipes.tokenizer import NoSentinels
 from niels_gpt.settings import Settings
 from niels_gpt.storage import fileio, versions
@@ -34,6 +38,7 @@ from niels_gpt.tokenizers.sentinels import add_sentinels
 from pipelines.definitions import niels_definitions
 
 KEY = "eagle3/targets"
+VOCAB = "eagle3/draft_vocab"
 DOLLY = Settings().dolly_dataset
 SAMPLE = 7  # row 2 of shard 1
 
@@ -109,12 +114,90 @@ def test_what_lies_before_it_are_the_chats_and_for_the_small_target_the_tokenize
         graph = niels_definitions(settings=chosen).resolve_asset_graph()
         return {key.to_user_string() for key in graph.get(dg.AssetKey(KEY.split("/"))).parent_keys}
 
-    assert parents() == {"raw/dolly15k"}
-    assert parents(eagle3_target=None) == {"raw/dolly15k", "tokenizer"}
-    assert parents(eagle3_source="oasst1") == {"raw/oasst1"}
+    assert parents() == {"raw/dolly15k", VOCAB}
+    assert parents(eagle3_target=None) == {"raw/dolly15k", "tokenizer", VOCAB}
+    assert parents(eagle3_source="oasst1") == {"raw/oasst1", VOCAB}
     (tmp_path / "own.jsonl").write_text('{"messages": []}\n')
-    assert parents(sft=f"own={tmp_path / 'own.jsonl'}", eagle3_source="own") == {"raw/own"}
-    assert parents(eagle3_source=str(tmp_path / "own.jsonl")) == set()
+    assert parents(sft=f"own={tmp_path / 'own.jsonl'}", eagle3_source="own") == {"raw/own", VOCAB}
+    assert parents(eagle3_source=str(tmp_path / "own.jsonl")) == {VOCAB}
+
+
+def test_the_draft_vocabulary_is_an_asset_that_targets_and_precompute_read(
+    instance: dg.DagsterInstance, settings: Settings
+) -> None:
+    result = run(instance, settings, VOCAB)
+    assert built(result) == {VOCAB} and verdicts(result) == {"mapping_fits": True} and not cache_of(settings).exists()
+    found, folder = metadata(result)[VOCAB], Path(settings.cache_dir, *VOCAB.split("/"))
+    assert (found["draft_vocab_size"], found["run/state"]) == (40, "built") and 0.5 < found["coverage"] < 1
+    assert base64.b64decode(found["picture"].split("base64,")[1].rstrip(")")).startswith(b"\x89PNG")
+    assert built(run(instance, settings, VOCAB, KEY)) == {KEY}
+    selected = read_manifest(cache_of(settings))["selected_token_ids"]
+    for path in (folder, folder / "draft_vocab.json"):
+        size = found["target_vocab_size"]
+        assert load_token_mapping(path, target_vocab_size=size, draft_vocab_size=40)[0].tolist() == selected
+    (folder / "draft_vocab.json").write_bytes((folder / "draft_vocab.json").read_bytes().replace(b"1", b"2"))
+    assert verdicts(check_alone(instance, settings, VOCAB, "mapping_fits")) == {"mapping_fits": False}
+    assert cli.main(["verify", settings.cache_dir]) == 1
+
+
+def test_it_covers_what_the_counted_tokens_say(settings: Settings, tmp_path: Path) -> None:
+    # Supervised are 7 three times, 9 twice and 11 once. The first of the draft's tokens is the target's end of turn.
+    rows = [{"input_ids": [5, 7, 7, 9, 5], "loss_mask": [0, 1, 1, 1, 0]}]
+    rows += [{"input_ids": [7, 7, 9, 11], "loss_mask": [0, 1, 1, 1]}]
+    path = write(tmp_path / "rows.jsonl", lines(*rows))
+    meta = build_draft_vocab(dataclasses.replace(settings, eagle3_source=str(path), eagle3_draft_vocab_size=3)).meta
+    shares = dict(map(tuple, meta["coverage_by_size"]))
+    assert [shares[size] for size in (1, 2, 3, 4, meta["target_vocab_size"])] == [0, 3 / 6, 5 / 6, 1, 1]
+    assert meta["coverage"] == 5 / 6 and meta["totals"] == {"samples": 2, "tokens": 9, "supervised_tokens": 6}
+
+
+def test_another_draft_vocabulary_of_a_native_cache_runs_no_target_and_copies_no_state(
+    instance: dg.DagsterInstance, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native = dataclasses.replace(settings, eagle3_format="native", eagle3_shard_size=256)
+    native = dataclasses.replace(native, eagle3_aux_dtype="fp8", eagle3_aux_layers="2,5")
+    result = run(instance, native, VOCAB, KEY)
+    assert built(result) == {VOCAB, KEY} and all(verdicts(result).values())
+    found, shard = metadata(result)[KEY], Path(shard_path(cache_of(native), 0))
+    assert (found["format_version"], found["aux_layer_ids"], found["aux_dtype"]) == ("native-1", [2, 5], "fp8")
+    assert found["token_bytes/input_ids"] == 4 and found["token_bytes/aux_hidden_states"] < 2 * 64
+    monkeypatch.setattr("niels_gpt.recipes.eagle3.asset.carry_out", partial(carried_out, monkeypatch))
+    larger = dataclasses.replace(native, eagle3_draft_vocab_size=300)
+    before, inode = shard.read_bytes(), shard.stat().st_ino
+    assert set(stale(instance, larger)) == {VOCAB, KEY}
+    assert built(run(instance, larger, VOCAB, KEY)) == {VOCAB, KEY}
+    assert (shard.stat().st_ino, shard.read_bytes()) == (inode, before)
+    assert (
+        read_manifest(cache_of(native))["draft_vocab_size"] == 300 and len(CachedEagle3Dataset(cache_of(native))) == 12
+    )
+    fresh = dataclasses.replace(larger, cache_dir=f"{native.cache_dir}-fresh")
+    monkeypatch.undo()
+    assert build_targets(fresh).meta == read_meta(str(cache_of(larger) / "meta.json"))
+
+
+def carried_out(monkeypatch: pytest.MonkeyPatch, *arguments: Any, **named: Any) -> Any:
+    """Finish a cache where the target must not be loaded."""
+    from niels_gpt.recipes.eagle3 import prepare
+
+    monkeypatch.setattr(prepare, "open_target", lambda *_, **__: pytest.fail("the target was loaded"))
+    return prepare.carry_out(*arguments, **named)
+
+
+def test_what_only_the_states_need_leaves_the_draft_vocabulary_as_it_is(settings: Settings) -> None:
+    before = build_draft_vocab(settings)
+    for changed in ({"dtype": "fp32"}, {"batch_size": 3}, {"format": "native", "shard_size": 256}, {"topk": 4}):
+        other = dataclasses.replace(settings, **{f"eagle3_{name}": value for name, value in changed.items()})
+        assert build_draft_vocab(other).reused and vocab_fingerprint(other) == vocab_fingerprint(settings)
+        assert settings_fingerprint(other) != settings_fingerprint(settings)
+    for changed in ({"draft_vocab_size": 41}, {"seq_length": 32}, {"max_samples": 11}, {"source": "oasst1"}):
+        other = dataclasses.replace(settings, **{f"eagle3_{name}": value for name, value in changed.items()})
+        after = build_draft_vocab(other)
+        assert not after.reused and after.fingerprint != before.fingerprint
+        assert vocab_fingerprint(other) != vocab_fingerprint(settings)
+
+
+def test_the_code_version_of_older_deployments_stays() -> None:
+    assert settings_fingerprint(Settings(source_root="sample", eagle3_max_samples=6)) == "240dbab57c5f"
 
 
 def test_a_flipped_bit_fails_the_checks_and_with_them_the_run(instance: dg.DagsterInstance, settings: Settings) -> None:
@@ -313,9 +396,10 @@ def test_a_commit_that_failed_is_done_by_the_next_run_without_the_target(setting
     with pytest.MonkeyPatch.context() as patch:
         commit = versions.commit
 
-        def fail(*arguments: Any) -> None:
-            failing(patch, fileio, step, lambda *_: True)
-            commit(*arguments)
+        def fail(*arguments: Any) -> Path:
+            if arguments[1] == cache_of(settings):
+                failing(patch, fileio, step, lambda *_: True)
+            return commit(*arguments)
 
         patch.setattr(versions, "commit", fail)
         with pytest.raises(OSError, match="No space left"):
@@ -337,7 +421,8 @@ def test_the_command_line_lists_verifies_and_clears_it(settings: Settings, capsy
         build_targets(dataclasses.replace(settings, eagle3_max_samples=number))
     capsys.readouterr()
     assert cli.main(["gc", settings.cache_dir]) == 0
-    assert capsys.readouterr().out.count("an old version") == 2
+    told = capsys.readouterr().out
+    assert told.count(f"{KEY} (version ") == told.count(f"{VOCAB} (version ") == 2
     flip(settings)
     assert cli.main(["verify", settings.cache_dir]) == 0
     assert cli.main(["verify", settings.cache_dir, "--deep"]) == 1

@@ -103,6 +103,7 @@ class Options:
         _FORM,
         "native: ragged, hidden states in place of probabilities; 1 and 2: padded, with probabilities, as other tools "
         "read them (default: 1; 2 with --target-probs-topk)",
+        setting="eagle3_format",
         choices=("1", "2", "native"),
     )
     target_probs_topk: int = _of_setting("eagle3_topk", _FORM, forms=_DENSE)
@@ -115,6 +116,7 @@ class Options:
         None,
         _FORM,
         "dtype of a native cache's captured layers; fp8 has a scale for each token and layer (default: as --dtype)",
+        setting="eagle3_aux_dtype",
         choices=("bf16", "fp8"),
         forms=_NATIVE,
     )
@@ -123,6 +125,7 @@ class Options:
         _FORM,
         "blocks to capture: eagle3 (1, n/2-1 and n-4 of n), dflash:N, or ids from 0 such as 1,15,28; --format 1 and 2 "
         "have three",
+        setting="eagle3_aux_layers",
         metavar="LAYERS",
     )
 

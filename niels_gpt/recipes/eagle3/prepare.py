@@ -94,11 +94,14 @@ class Prepared:
 # --- options -> Resolved ----------------------------------------------------------------------------------------------
 
 
-def resolve(options: Options, settings: Settings, *, plan_from: Path | None = None) -> Resolved:
+def resolve(
+    options: Options, settings: Settings, *, plan_from: Path | None = None, hash_weights: bool = True
+) -> Resolved:
     """Look up target, tokenizer and input.
 
     plan_from: folder whose plan supplies unset options (revisions, device, dtype, threads), even if the plan differs
         otherwise. None: with `resume` output_dir, whose plan must then be that of this run.
+    hash_weights: as of target_facts.
     Raises: FileNotFoundError, ConnectionError, ImportError, ValueError where one of them is missing or unusable;
         CacheError where output_dir cannot be used, holds a cache and `resume` is not set, or holds another plan.
     """
@@ -113,7 +116,8 @@ def resolve(options: Options, settings: Settings, *, plan_from: Path | None = No
         if not options.resume:
             refuse_existing(options.output_dir)
     recorded = recorded_plan(options.output_dir if plan_from is None and options.resume else plan_from)
-    target = target_facts(options.target_model, revision=_revision(options, recorded.get("target", {})))
+    revision = _revision(options, recorded.get("target", {}))
+    target = target_facts(options.target_model, revision=revision, hash_weights=hash_weights)
     if target.max_positions is not None and options.seq_length > target.max_positions:
         raise coded(
             "E705",

@@ -1,0 +1,193 @@
+"""The asset eagle3/draft_vocab: chats + a target's tokenizer -> the tokens that the draft knows, in a file.
+
+Its fingerprint has what decides these tokens, and nothing else of the target: weights, layers and dtypes leave it as it
+is. Another size builds it again without the target. eagle3/targets takes its tokens from it, and makes it where it is
+not current.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from niels_gpt.cache.meta import find_meta, read_meta
+from niels_gpt.pictures import new_figure, plain_axes, png, set_title
+from niels_gpt.recipes.eagle3.of_settings import VOCAB_KEY, fingerprint_of, resolved, sha256
+from niels_gpt.recipes.eagle3.prepare import Prepared, Resolved, prepare
+from niels_gpt.recipes.run_recipe import (
+    Measurement,
+    Outcome,
+    cache_root,
+    finish,
+    is_current,
+    record_recipe,
+    recorded_recipe,
+)
+from niels_gpt.settings import Settings
+from niels_gpt.storage import versions
+from niels_gpt.storage.checks import Check, Verdict, first_problems
+from niels_gpt.storage.errors import REBUILD, CacheError
+from niels_gpt.storage.fileio import META_NAME, canonical_json, write_bytes
+from niels_gpt.storage.meta_json import file_records, meta_bytes, path_inside, sha256_regular
+from niels_gpt.storage.meta_json import resolved as resolved_path
+
+KIND = "draft_vocab"
+"""`kind` in its meta.json."""
+FORMAT_VERSION = 1
+CHECK = Check(
+    "mapping_fits",
+    "The file of tokens has the bytes that meta.json names, and as many distinct ids of the target as it says.",
+)
+_OF_SETTINGS = (
+    "eagle3_target",
+    "eagle3_source",
+    "eagle3_max_samples",
+    "eagle3_seq_length",
+    "eagle3_draft_vocab_size",
+)
+_MOST_SIZES = 48  # in coverage_by_size
+
+
+def settings_fingerprint(settings: Settings) -> str:
+    """Return twelve hex digits of the settings that decide the file's bytes; no file is looked at."""
+    return fingerprint_of(settings, _OF_SETTINGS)
+
+
+def build_draft_vocab(settings: Settings, *, observed: str | None = None) -> Outcome:
+    """Build eagle3/draft_vocab, or reuse it. observed, Raises: as `asset.build_targets`; no weights are read."""
+    path = cache_root(settings) / VOCAB_KEY
+    with Measurement() as measured:
+        newest = observed or (recorded_recipe(path).get("source") or {}).get("fingerprint")
+        found = resolved(settings, observed=newest, hash_weights=False)
+        reused = current_draft_vocab(found) is not None
+        meta = read_meta(str(path / META_NAME)) if reused else commit_draft_vocab(prepare(found))
+    return finish(settings, VOCAB_KEY, path, meta, reused, measured, _fingerprint(found))
+
+
+def committed_content(settings: Settings) -> str | None:
+    """Return content_sha256 of the committed file; None without one."""
+    meta = find_meta(cache_root(settings) / VOCAB_KEY)
+    return None if meta is None else str(meta.get("content_sha256"))
+
+
+def current_draft_vocab(found: Resolved) -> list[int] | None:
+    """Return the target's id of each token of the draft, of the committed file; None where that is not current."""
+    from niels_gpt.eagle3.vocab import load_token_mapping
+
+    path = cache_root(found.settings) / VOCAB_KEY
+    if not is_current(path, _fingerprint(found)):
+        return None
+    ids, _ = load_token_mapping(path, target_vocab_size=found.target.vocab_size, draft_vocab_size=None)
+    return [int(number) for number in ids]
+
+
+def commit_draft_vocab(prepared: Prepared) -> dict[str, Any]:
+    """Commit the draft's vocabulary of a plan, counted from its samples; returns meta.json."""
+    from niels_gpt.eagle3.vocab import MAPPING_NAME
+
+    found, selected = prepared.resolved, prepared.plan.manifest["selected_token_ids"]
+    path, size = cache_root(found.settings) / VOCAB_KEY, found.target.vocab_size
+    with versions.building(path) as work:
+        content = canonical_json({"selected_token_ids": selected, "target_vocab_size": size})
+        write_bytes(work / MAPPING_NAME, content)
+        record = {"name": MAPPING_NAME, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        supervised, coverage = _coverage(prepared, selected)
+        content_sha256 = sha256([record])
+        meta: dict[str, Any] = {
+            "kind": KIND,
+            "format_version": FORMAT_VERSION,
+            "built": True,
+            "content_sha256": content_sha256,
+            "target_model": found.options.target_name or found.options.target_model,
+            "target_vocab_size": size,
+            "draft_vocab_size": len(selected),
+            "totals": {"samples": len(prepared.samples), "tokens": len(prepared.samples.ids)}
+            | {"supervised_tokens": supervised},
+            "coverage": next(share for number, share in coverage if number == len(selected)),
+            "coverage_by_size": coverage,
+            "dropped": prepared.plan.dropped,
+            "source": prepared.plan.source,
+            "tokenizer_sha256": found.tokenizer.sha256,
+            "files": [record],
+        }
+        write_bytes(work / META_NAME, meta_bytes(meta))
+        version = versions.commit(work, path, content_sha256)
+        made = read_meta(str(version / META_NAME))
+        record_recipe(path, _fingerprint(found), found.source, made)
+    return made
+
+
+def _coverage(prepared: Prepared, selected: list[int]) -> tuple[int, list[tuple[int, float]]]:
+    """Return the number of supervised tokens; and sizes, each with the share of these that so many ids would cover."""
+    import numpy as np
+
+    from niels_gpt.eagle3.vocab import build_eagle3_token_mapping
+
+    found, samples = prepared.resolved, prepared.samples
+    size, supervised = found.target.vocab_size, samples.ids[samples.loss_mask == 1]
+    order, _ = build_eagle3_token_mapping(
+        [{"input_ids": samples.ids, "loss_mask": samples.loss_mask}],
+        target_vocab_size=size,
+        draft_vocab_size=max(1, size - 1),  # all ids would come in their own order
+        special_token_ids=found.tokenizer.special_token_ids,
+    )
+    covered = np.cumsum(np.bincount(supervised, minlength=size)[order.numpy()])
+    sizes = {len(selected), size, *np.geomspace(1, size, _MOST_SIZES).astype(int).tolist()}
+    shares = ((number, 1.0 if number >= size else int(covered[number - 1]) / len(supervised)) for number in sizes)
+    return len(supervised), sorted(shares)
+
+
+def _fingerprint(found: Resolved) -> str:
+    options = {name: getattr(found.options, name) for name in ("seq_length", "limit", "draft_vocab_size")}
+    about = ("fingerprint", "form", "settings", "limit", "exclude")
+    parts = {
+        "recipe": VOCAB_KEY,
+        "options": options,
+        "target_vocab_size": found.target.vocab_size,
+        "tokenizer": found.tokenizer_record,
+        "source": {name: found.source[name] for name in about if name in found.source},
+        "versions": [FORMAT_VERSION],
+    }
+    return sha256(parts)
+
+
+def check_draft_vocab(path: Path) -> Verdict:
+    """Check a committed file of tokens. Raises: FileNotFoundError and CacheError where meta.json cannot be read."""
+    meta = read_meta(str(path / META_NAME))
+    return Verdict(first_problems(_problems(path, meta)), figures=f"{meta.get('draft_vocab_size')} tokens")
+
+
+def _problems(path: Path, meta: Mapping[str, Any]) -> Iterator[str]:
+    from niels_gpt.eagle3.vocab import load_token_mapping
+
+    try:
+        for record in file_records(meta, str(path / META_NAME)):
+            file = path_inside(resolved_path(path), record["name"])
+            if (sha := sha256_regular(file)) != record["sha256"]:
+                yield str(CacheError(path / record["name"], f"sha256 {sha[:12]}", record["sha256"][:12], REBUILD))
+        sizes = {name: meta[name] for name in ("target_vocab_size", "draft_vocab_size")}
+        load_token_mapping(path, **sizes)
+    except (CacheError, OSError) as error:
+        yield str(error)
+    except (LookupError, TypeError, ValueError) as error:
+        yield f"{path / META_NAME}: not as docs/formats.md describes it ({error!r})"
+
+
+def picture(meta: Mapping[str, Any], name: str) -> bytes:
+    """Return a PNG of the share of supervised tokens that so many ids cover. Raises: ImportError without matplotlib."""
+    figure = new_figure(7.2, 2.8, layout="constrained")
+    size, coverage = meta["draft_vocab_size"], meta["coverage"]
+    of = f"{size:,} of {meta['target_vocab_size']:,} tokens"
+    set_title(figure, f"{name}: {of} cover {100 * coverage:.2f} % of the supervised ones")
+    axes = figure.subplots()
+    numbers, shares = zip(*meta["coverage_by_size"], strict=True)
+    axes.semilogx(numbers, [100 * share for share in shares], color="#1d5f9e")
+    axes.axvline(size, color="#c2410c", linestyle="--", linewidth=1.2)
+    axes.set_xlabel("tokens that the draft knows (dashed: as built)")
+    axes.set_ylabel("supervised tokens covered")
+    axes.set_ylim(0, 102)
+    axes.yaxis.set_major_formatter("{x:.0f} %")
+    plain_axes(axes)
+    return png(figure, 32)

@@ -1,0 +1,119 @@
+"""Settings -> what the assets of EAGLE-3 are made of: target, options, the revision of the chats.
+
+Decides the sample's target and sizes, and which revision of chats and target an asset keeps until it is told of a newer
+one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from niels_gpt.data.sources import SOURCES
+from niels_gpt.recipes.eagle3.options import Options
+from niels_gpt.recipes.eagle3.prepare import Resolved, resolve
+from niels_gpt.recipes.run_recipe import cache_root
+from niels_gpt.recipes.tokenizer import ensure_tokenizer, no_sentinels
+from niels_gpt.recipes.user_sources import user_sources
+from niels_gpt.settings import Settings
+from niels_gpt.storage import versions
+from niels_gpt.storage.codes import coded
+from niels_gpt.storage.fileio import canonical_json
+
+KEY = "eagle3/targets"
+VOCAB_KEY = "eagle3/draft_vocab"
+SMALL_TARGET = "small_target"
+"""The manifest's name of the small random Llama that is the sample's target."""
+_OF_DEFAULT = ("eagle3_format", "eagle3_aux_dtype", "eagle3_aux_layers")
+"""Settings that fingerprints leave out while they have their defaults: older caches have been made without them."""
+_SIZES = {"draft_vocab_size": 32_000}  # as the published drafts have
+_SMALL_SIZES = {"seq_length": 256, "draft_vocab_size": 512, "threads": 1}
+"""For the sample's target: its longest chat has 129 tokens, and one thread is fastest and independent of the cores."""
+_TARGETS_DIR = ".small_target"
+_DIGITS = 12
+
+
+def fingerprint_of(settings: Settings, names: Iterable[str]) -> str:
+    """Return twelve hex digits of settings, and of those that decide what is read of the chats' source."""
+    spec = SOURCES.get(settings.eagle3_source)
+    names = [*names, *(spec.own_settings if spec and spec.family == "sft" else ())]
+    defaults = {name: getattr(Settings, name) for name in _OF_DEFAULT}
+    chosen = {name: getattr(settings, name) for name in names}
+    return sha256({name: value for name, value in chosen.items() if defaults.get(name, ...) != value})[:_DIGITS]
+
+
+def sha256(value: Any) -> str:
+    """Return the sha256 of a value as canonical JSON."""
+    return hashlib.sha256(canonical_json(value)).hexdigest()
+
+
+def raw_source(settings: Settings) -> str | None:
+    """Return the name of the source that is observed as raw/NAME; None where the chats are files."""
+    names = {*(spec.name for spec in SOURCES.values() if spec.family == "sft"), *user_sources(settings)}
+    return settings.eagle3_source if settings.eagle3_source in names else None
+
+
+def target_name(settings: Settings) -> str:
+    """Return the folder or id of the target; for the sample, write a small Llama with the tokenizer's vocabulary.
+
+    Raises: ValueError where none is named, except for the sample; NoSentinels there for a tokenizer without them.
+    """
+    if settings.eagle3_target is not None:
+        return settings.eagle3_target
+    if settings.source_root != "sample":
+        raise coded(
+            "E705",
+            ValueError(
+                f"{KEY}: no target is named, and the small random Llama stands in for one in the sample only. Name the "
+                "folder or the hub id of a model: the setting eagle3_target, NIELS_GPT_EAGLE3_TARGET"
+            ),
+        )
+    from niels_gpt.eagle3.target import write_small_target
+    from niels_gpt.tokenizer import load_tokenizer
+
+    path = ensure_tokenizer(settings).path
+    tokenizer = load_tokenizer(path, follow_links=False)
+    if not tokenizer.special_token_ids():
+        raise no_sentinels(settings, [KEY], path)
+    folder = cache_root(settings) / "eagle3" / _TARGETS_DIR / tokenizer.sha256[:_DIGITS]
+    return str(write_small_target(folder, tokenizer))
+
+
+def resolved(settings: Settings, *, observed: str | None, hash_weights: bool = True) -> Resolved:
+    """Return what the settings stand for; a hub source has the observed revision, or that of eagle3/targets (D12).
+
+    observed: fingerprint of the source, newer than the asset. hash_weights: as of target_facts.
+    """
+    from niels_gpt.recipes.eagle3.input import input_facts
+
+    target = target_name(settings)
+    sizes = _SMALL_SIZES if settings.eagle3_target is None else _SIZES
+    options = Options.from_settings(settings, target_model=target, target_name=_stable_name(settings, target), **sizes)
+    folder = _folder_with_plan(cache_root(settings) / KEY)
+    found = resolve(options, settings, plan_from=folder, hash_weights=hash_weights)
+    source = found.source
+    dataset, _, revision = (observed or "").rpartition("@")
+    if source["kind"] == "hub" and dataset == str(source["fingerprint"]).rpartition("@")[0] and revision != "None":
+        newer = {**source, "fingerprint": observed, "revision": revision}
+        source = {**source, **input_facts(settings, settings.eagle3_source, recorded=newer)}
+    return replace(found, source=source)
+
+
+def _folder_with_plan(path: Path) -> Path | None:
+    """Return the committed cache, else the unfinished version that was written last, of those that have a plan."""
+    from niels_gpt.eagle3.produce.resume_checks import recorded_plan
+
+    unfinished = (folder for folder in versions.versions_dir(path).glob(f"{versions.BUILDING}-*") if not folder.suffix)
+    newest_first = sorted(unfinished, key=lambda folder: folder.lstat().st_mtime_ns, reverse=True)
+    return next((folder for folder in (path, *newest_first) if recorded_plan(folder)), None)
+
+
+def _stable_name(settings: Settings, target: str) -> str:
+    """Return the target's name in the cache: a hub id, or a folder's name without its path."""
+    if settings.eagle3_target is None:
+        return SMALL_TARGET
+    return Path(target).expanduser().resolve().name if os.path.isdir(os.path.expanduser(target)) else target
