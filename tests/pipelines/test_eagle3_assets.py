@@ -6,7 +6,6 @@ import errno
 import itertools
 import os
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from niels_gpt.eagle3.format.layout import read_header, row_bytes_of, shard_path
 from niels_gpt.eagle3.inspect.checks import CHECKS
 from niels_gpt.eagle3.target import write_small_target
 from niels_gpt.eagle3.vocab import load_token_mapping
+from niels_gpt.recipes.eagle3 import prepare
 from niels_gpt.recipes.eagle3.asset import build_targets, settings_fingerprint, target_of
 from niels_gpt.recipes.eagle3.draft_vocab import build_draft_vocab
 from niels_gpt.recipes.eagle3.draft_vocab import settings_fingerprint as vocab_fingerprint
@@ -152,7 +152,7 @@ def test_it_covers_what_the_counted_tokens_say(settings: Settings, tmp_path: Pat
 
 
 def test_another_draft_vocabulary_of_a_native_cache_runs_no_target_and_copies_no_state(
-    instance: dg.DagsterInstance, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    instance: dg.DagsterInstance, settings: Settings
 ) -> None:
     native = dataclasses.replace(settings, eagle3_format="native", eagle3_shard_size=256)
     native = dataclasses.replace(native, eagle3_aux_dtype="fp8", eagle3_aux_layers="2,5")
@@ -161,26 +161,17 @@ def test_another_draft_vocabulary_of_a_native_cache_runs_no_target_and_copies_no
     found, shard = metadata(result)[KEY], Path(shard_path(cache_of(native), 0))
     assert (found["format_version"], found["aux_layer_ids"], found["aux_dtype"]) == ("native-1", [2, 5], "fp8")
     assert found["token_bytes/input_ids"] == 4 and found["token_bytes/aux_hidden_states"] < 2 * 64
-    monkeypatch.setattr("niels_gpt.recipes.eagle3.asset.carry_out", partial(carried_out, monkeypatch))
     larger = dataclasses.replace(native, eagle3_draft_vocab_size=300)
     before, inode = shard.read_bytes(), shard.stat().st_ino
     assert set(stale(instance, larger)) == {VOCAB, KEY}
-    assert built(run(instance, larger, VOCAB, KEY)) == {VOCAB, KEY}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "open_target", lambda *_, **__: pytest.fail("the target was loaded"))
+        assert built(run(instance, larger, VOCAB, KEY)) == {VOCAB, KEY}
     assert (shard.stat().st_ino, shard.read_bytes()) == (inode, before)
-    assert (
-        read_manifest(cache_of(native))["draft_vocab_size"] == 300 and len(CachedEagle3Dataset(cache_of(native))) == 12
-    )
+    cache = cache_of(larger)
+    assert read_manifest(cache)["draft_vocab_size"] == 300 and len(CachedEagle3Dataset(cache)) == 12
     fresh = dataclasses.replace(larger, cache_dir=f"{native.cache_dir}-fresh")
-    monkeypatch.undo()
-    assert build_targets(fresh).meta == read_meta(str(cache_of(larger) / "meta.json"))
-
-
-def carried_out(monkeypatch: pytest.MonkeyPatch, *arguments: Any, **named: Any) -> Any:
-    """Finish a cache where the target must not be loaded."""
-    from niels_gpt.recipes.eagle3 import prepare
-
-    monkeypatch.setattr(prepare, "open_target", lambda *_, **__: pytest.fail("the target was loaded"))
-    return prepare.carry_out(*arguments, **named)
+    assert build_targets(fresh).meta == read_meta(str(cache / "meta.json"))
 
 
 def test_what_only_the_states_need_leaves_the_draft_vocabulary_as_it_is(settings: Settings) -> None:

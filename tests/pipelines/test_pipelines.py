@@ -21,7 +21,7 @@ from pipelines.resources import SettingsResource, settings_from_environment
 def test_the_assets_are_the_tokenizer_the_caches_and_what_is_observed() -> None:
     graph = defs.resolve_asset_graph()
     made = {key.to_user_string() for key in graph.materializable_asset_keys}
-    assert made == {"tokenizer", "eagle3/targets", *RECIPES}
+    assert made == {"tokenizer", "eagle3/draft_vocab", "eagle3/targets", *RECIPES}
     observed = {key.to_user_string() for key in graph.observable_asset_keys}
     assert observed == {f"raw/{key.split('/')[1]}" for key in RECIPES} | {"sft/"}
     assert all(graph.get(key).description for key in graph.get_all_asset_keys())

@@ -12,7 +12,7 @@ from niels_gpt.cache.meta import read_meta
 from niels_gpt.commands import cache as cli
 from niels_gpt.commands import prefix_tree, train_tokenizer
 from niels_gpt.commands.eagle3 import group as eagle3
-from niels_gpt.commands.eagle3 import precompute
+from niels_gpt.commands.eagle3 import precompute, respond
 from niels_gpt.commands.main import ROOT as ROOT_COMMAND
 from niels_gpt.commands.main import TREE
 from niels_gpt.recipes.plan import RECIPES
@@ -31,6 +31,7 @@ FACES: dict[str, click.Command] = {
     "cache.cli": cli.FACE,
     "eagle3": eagle3.FACE,
     "eagle3.precompute": precompute.PRECOMPUTE,
+    "eagle3.respond": respond.respond,
     "prefix_tree": prefix_tree.FACE,
     "prefix_tree.demo": TREE.commands["demo"],
     "train_tokenizer": train_tokenizer.train,

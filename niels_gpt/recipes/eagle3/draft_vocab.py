@@ -28,7 +28,7 @@ from niels_gpt.recipes.run_recipe import (
 from niels_gpt.settings import Settings
 from niels_gpt.storage import versions
 from niels_gpt.storage.checks import Check, Verdict, first_problems
-from niels_gpt.storage.errors import REBUILD, CacheError
+from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, canonical_json, write_bytes
 from niels_gpt.storage.meta_json import file_records, meta_bytes, path_inside, sha256_regular
 from niels_gpt.storage.meta_json import resolved as resolved_path
@@ -47,6 +47,7 @@ _OF_SETTINGS = (
     "eagle3_seq_length",
     "eagle3_draft_vocab_size",
 )
+_OF_TOKENIZER = ("sha256", "template_sha256", "mask_by", "special_token_ids")
 _MOST_SIZES = 48  # in coverage_by_size
 
 
@@ -146,7 +147,7 @@ def _fingerprint(found: Resolved) -> str:
         "recipe": VOCAB_KEY,
         "options": options,
         "target_vocab_size": found.target.vocab_size,
-        "tokenizer": found.tokenizer_record,
+        "tokenizer": {name: getattr(found.tokenizer, name) for name in _OF_TOKENIZER},
         "source": {name: found.source[name] for name in about if name in found.source},
         "versions": [FORMAT_VERSION],
     }
@@ -166,7 +167,7 @@ def _problems(path: Path, meta: Mapping[str, Any]) -> Iterator[str]:
         for record in file_records(meta, str(path / META_NAME)):
             file = path_inside(resolved_path(path), record["name"])
             if (sha := sha256_regular(file)) != record["sha256"]:
-                yield str(CacheError(path / record["name"], f"sha256 {sha[:12]}", record["sha256"][:12], REBUILD))
+                yield str(CacheError(path / record["name"], f"sha256 {sha[:12]}", record["sha256"][:12], code="E201"))
         sizes = {name: meta[name] for name in ("target_vocab_size", "draft_vocab_size")}
         load_token_mapping(path, **sizes)
     except (CacheError, OSError) as error:
