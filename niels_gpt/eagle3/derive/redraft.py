@@ -19,11 +19,19 @@ from numpy.typing import NDArray
 
 from niels_gpt.eagle3.exchange.foreign import fresh_folder
 from niels_gpt.eagle3.format.convert import content_sha256, eagle3_meta
-from niels_gpt.eagle3.format.layout import LOCK_NAME, MANIFEST_NAME, SHARD_NAME, SIDECAR, PathLike, open_file
+from niels_gpt.eagle3.format.layout import (
+    LOCK_NAME,
+    MANIFEST_NAME,
+    SHARD_NAME,
+    SIDECAR,
+    PathLike,
+    open_file,
+    shard_path,
+)
 from niels_gpt.eagle3.format.manifest import is_native, manifest_bytes, read_manifest
 from niels_gpt.eagle3.format.native.shard_reader import MappedShard, NativeShards
 from niels_gpt.eagle3.format.native.weights import WEIGHTS_NAME
-from niels_gpt.eagle3.produce.positions import Counts
+from niels_gpt.eagle3.produce.positions import Counts, native_positions
 from niels_gpt.eagle3.vocab import build_eagle3_token_mapping
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
@@ -111,19 +119,8 @@ def _frequent(shards: NativeShards, size: int | None, special: Sequence[int | No
 
 def _positions(shards: NativeShards, selected: Sequence[int]) -> int:
     """Return the supervised target rows whose most probable token is in the draft's vocabulary."""
-    known, count = np.zeros(shards.manifest["target_vocab_size"], np.bool_), 0
-    known[[*selected]] = True
-    for index in range(shards.num_shards):
-        shard = shards.opened(index)
-        _, loss = _ids_and_loss(shard)
-        rows = loss.copy()
-        rows[1:] |= loss[:-1]
-        rows[shard.starts[:-1, 0]] = False  # the first position of each sample
-        argmax = shard.tensors["argmax_ids"].numpy()
-        if int(argmax.max(initial=0)) >= len(known):
-            raise CacheError(shards.cache_dir, f"argmax id {argmax.max()}", f"ids below {len(known)}", code="E701")
-        count += int((loss[rows] & known[argmax]).sum())
-    return count
+    opened = ((shard_path(shards.cache_dir, index), shards.opened(index)) for index in range(shards.num_shards))
+    return native_positions(opened, selected, shards.manifest["target_vocab_size"])
 
 
 def _ids_and_loss(shard: MappedShard) -> tuple[NDArray[np.uint32], NDArray[np.bool_]]:

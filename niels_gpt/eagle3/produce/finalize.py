@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from niels_gpt.eagle3.format.convert import content_sha256
 from niels_gpt.eagle3.format.embeddings import has_embeddings
 from niels_gpt.eagle3.format.layout import EMBEDDINGS_NAME, LOCK_NAME, MANIFEST_NAME, SIDECAR, shard_path
@@ -15,7 +13,7 @@ from niels_gpt.eagle3.format.native.shard_reader import map_shard
 from niels_gpt.eagle3.format.native.weights import WEIGHTS_NAME, has_weights
 from niels_gpt.eagle3.format.plan import BUILDER_VERSION, SIDECAR_VERSION, Plan
 from niels_gpt.eagle3.format.shard_writer import read_receipt, receipt_path
-from niels_gpt.eagle3.produce.positions import Counts
+from niels_gpt.eagle3.produce.positions import Counts, native_positions
 from niels_gpt.eagle3.produce.resume_checks import finished_meta
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, sha256_file, write_bytes
@@ -57,7 +55,7 @@ def describe(folder: Path, plan: Plan) -> dict[str, Any]:
     names = ("tokens", "supervised", *(("aux_rows", "target_rows") if plan.is_native else ("positions",)))
     totals = {name: sum(each[name] for each in facts) for name in names}
     if plan.is_native:
-        totals["positions"] = native_positions(folder, plan)
+        totals["positions"] = _native_positions(folder, plan)
     tokens, supervised, positions = (totals[name] for name in ("tokens", "supervised", "positions"))
     shard_bytes = sum(receipt["bytes"] for receipt in receipts)
     topk = 0 if plan.is_native else plan.layout.topk
@@ -100,26 +98,10 @@ def describe(folder: Path, plan: Plan) -> dict[str, Any]:
     }
 
 
-def native_positions(folder: Path, plan: Plan) -> int:
-    """Count the supervised target rows of a native cache whose most probable token is in the draft's vocabulary.
-
-    Raises: CacheError for a shard that is not as the plan has it.
-    """
-    in_draft, count = np.zeros(plan.manifest["target_vocab_size"], np.bool_), 0
-    in_draft[plan.manifest["selected_token_ids"]] = True
-    for shard in range(plan.num_shards):
-        path = shard_path(folder, shard)
-        mapped, _ = map_shard(path, plan.native_layout)
-        loss = mapped.loss_mask(0, len(mapped.tensors["input_ids"]))
-        rows = loss.copy()
-        rows[1:] |= loss[:-1]
-        rows[mapped.starts[:-1, 0]] = False  # position 0 of each sample
-        argmax = mapped.tensors["argmax_ids"].numpy()
-        if rows.sum() != len(argmax) or int(argmax.max(initial=0)) >= len(in_draft):
-            found = f"{len(argmax)} target rows, with argmax_ids up to {argmax.max(initial=0)}"
-            raise CacheError(path, found, f"{rows.sum()}, below {len(in_draft)}", code="E701")
-        count += int((loss[rows] & in_draft[argmax]).sum())
-    return count
+def _native_positions(folder: Path, plan: Plan) -> int:
+    paths = (shard_path(folder, shard) for shard in range(plan.num_shards))
+    shards = ((path, map_shard(path, plan.native_layout)[0]) for path in paths)
+    return native_positions(shards, plan.manifest["selected_token_ids"], plan.manifest["target_vocab_size"])
 
 
 def _receipt(folder: Path, shard: int) -> dict[str, Any]:
