@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from niels_gpt.eagle3.exchange.foreign import fresh_folder
-from niels_gpt.eagle3.format.embeddings import read_target_embeddings, write_embeddings
+from niels_gpt.eagle3.format.embeddings import read_target_embeddings, write_embeddings, write_target_embeddings
 from niels_gpt.eagle3.format.layout import DTYPES, INT_FIELDS, SIDECAR, PathLike, row_bytes_of
 from niels_gpt.eagle3.format.manifest import layout_of, manifest_path, write_manifest
 from niels_gpt.eagle3.format.plan import Plan, make_plan, open_plan, read_record
@@ -114,7 +114,9 @@ class Published:
                 for name, content in {**plan.sidecar_files(), **samples.files()}.items():
                     write_bytes(work / SIDECAR / name, content)
             write_manifest(work, self.manifest)
-            write_embeddings(work, read_target_embeddings(self._folder, follow_links=self._links))
+            # A receipt of the embeddings is a file of the producer, which stands for a plan.
+            write = write_target_embeddings if planned is None else write_embeddings
+            write(work, read_target_embeddings(self._folder, follow_links=self._links))
             self._write_shards(work, {} if planned is None else {"plan": planned[0].sha256}, progress)
             return None if planned is None else finish(work, planned[0])
 

@@ -8,9 +8,14 @@ from typing import Any
 import pytest
 import torch
 from support import eagle3_native, small_eagle3
+from support.eagle3_runs import whole_tree
 from support.exchange_files import BLOCKS, Chat, in_bf16
 
+from niels_gpt.eagle3.cache import CachedEagle3Dataset
+from niels_gpt.eagle3.derive.published import Published
+from niels_gpt.eagle3.derive.redraft import redraft
 from niels_gpt.eagle3.exchange.exporting import export_cache
+from niels_gpt.eagle3.inspect.verify import verify
 from niels_gpt.eagle3.native import NativeEagle3Dataset
 from niels_gpt.storage.errors import CacheError
 
@@ -82,3 +87,18 @@ def test_an_export_is_refused_where_the_tool_needs_what_the_cache_lacks(
     (tmp_path / "full" / "a").touch()
     with pytest.raises(CacheError, match="exists already"):
         export_cache(tmp_path / "two", "speculators", tmp_path / "full")
+
+
+def test_an_imported_cache_gets_another_draft_vocabulary_and_becomes_version_1(
+    folders: dict[str, Path], importing: Import, tmp_path: Path
+) -> None:
+    for size in (300, 200):
+        importing("specforge", folders["specforge"], tmp_path / str(size), draft_vocab_size=size)
+    redraft(tmp_path / "300", tmp_path / "out", draft_vocab_size=200, special_token_ids=[1, 2])
+    assert whole_tree(tmp_path / "out") == whole_tree(tmp_path / "200")
+    Published(tmp_path / "200", 1, shard_size=4).write(tmp_path / "1")
+    for folder in ("out", "1"):
+        assert not [problem for each in verify(tmp_path / folder).values() for problem in each.problems]
+    loss, probs = (CachedEagle3Dataset(tmp_path / "1")[0][name] for name in ("loss_mask", "target_probs"))
+    expected = CachedEagle3Dataset(tmp_path / "200")[0]
+    assert torch.equal(probs[loss == 1], expected["target_probs"][expected["loss_mask"] == 1])
