@@ -10,9 +10,7 @@ these parts by running a few tokens through the model, and proves on them that i
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -22,18 +20,13 @@ from torch.nn import functional
 from niels_gpt.eagle3.format.layout import PathLike
 from niels_gpt.eagle3.format.manifest import PRODUCE_AGAIN, is_native, read_manifest
 from niels_gpt.eagle3.format.native.weights import WEIGHTS, WEIGHTS_NAME, read_weights
-from niels_gpt.eagle3.target import PART_VALUES, _blocks
-from niels_gpt.storage.codes import coded
+from niels_gpt.eagle3.target import PART_VALUES
+from niels_gpt.eagle3.targets.probe import Probe, difference, final_norm, normed, other_logits, tolerance
 from niels_gpt.storage.errors import CacheError
 
 __all__ = ["TargetHead"]
 
-NORMS = ("rms", "gemma_rms", "layer", "none")
-"""Kinds of the final norm: w * rms(x); (1 + w) * rms(x), as Gemma has it; LayerNorm; none at all."""
 _COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32}
-_TOLERANCES = {torch.bfloat16: 3e-2, torch.float16: 5e-3}  # of the largest value; float32: 1e-4
-_PROBED = 8  # tokens
-_EPS_NAMES = ("eps", "variance_epsilon", "epsilon", "norm_eps")
 
 
 class TargetHead(nn.Module):
@@ -53,9 +46,10 @@ class TargetHead(nn.Module):
     ) -> None:
         """weights: `lm_head` [V, H], or `embeddings` [V, H] where tied; `norm`, `norm_bias` [H], `lm_head_bias` [V].
 
-        norm: one of `NORMS`. eps: of the norm. logit_scale: the logits are multiplied by it. softcap c: and then
-        become c * tanh(logits / c). tied: lm_head is the embeddings. dtype: in which all is computed; a norm's mean
-        and variance are always float32. last_hidden: pre_norm, or post_norm: the states are the lm_head's input, and
+        norm: rms, gemma_rms, layer or none, see targets/probe.py. eps: of the norm. logit_scale: the logits are
+        multiplied by it. softcap c: and then become c * tanh(logits / c). tied: lm_head is the embeddings.
+        dtype: in which all is computed; a norm's mean and variance are always float32.
+        last_hidden: pre_norm, or post_norm: the states are the lm_head's input, and
         `norm` is "none".
         """
         super().__init__()
@@ -79,17 +73,17 @@ class TargetHead(nn.Module):
     def of_model(cls, model: nn.Module) -> Self:
         """Return the head of a causal language model, sharing its weights; a few tokens run through the model.
 
-        Where no norm of `NORMS` turns the last block's output into the lm_head's input, `last_hidden` is "post_norm".
+        Where no known norm turns the last block's output into the lm_head's input, `last_hidden` is "post_norm".
         Raises: ValueError (E705) where the head's logits are not the model's, with what was found.
         """
-        probe = _Probe.of(model)
+        probe = Probe.of(model)
         lm_head: Any = model.get_output_embeddings()  # type: ignore[operator]
         embeddings: Tensor = model.get_input_embeddings().weight  # type: ignore[operator]
         tied = embeddings.shape == lm_head.weight.shape and embeddings.data_ptr() == lm_head.weight.data_ptr()
         weights = {"embeddings": embeddings, "lm_head_bias": getattr(lm_head, "bias", None)}
         if not tied:
             weights["lm_head"] = lm_head.weight
-        kind, eps, about_norm = _norm_of(probe) or (None, None, {})
+        kind, eps, about_norm = final_norm(probe) or (None, None, {})
         dtype = torch.bfloat16 if lm_head.weight.dtype == torch.bfloat16 else torch.float32
         head = cls(
             {name: tensor for name, tensor in {**weights, **about_norm}.items() if tensor is not None},
@@ -100,6 +94,10 @@ class TargetHead(nn.Module):
             last_hidden="post_norm" if kind is None else "pre_norm",
         )
         head._fit_logits(model, probe)
+        states = probe.post_norm if head.last_hidden == "post_norm" else probe.pre_norm
+        error = difference(head.logits(states), probe.logits)
+        if not error <= tolerance(probe.logits):
+            raise other_logits(model, error)
         return head
 
     @classmethod
@@ -151,7 +149,7 @@ class TargetHead(nn.Module):
 
     def normed(self, states: Tensor) -> Tensor:
         """Return what lm_head takes, [R, H] of the head's dtype and device, of states as `last_hidden` says."""
-        return _normed(self.norm, states.to(self._lm_head), self._norm, self._norm_bias, self.eps)
+        return normed(self.norm, states.to(self._lm_head), self._norm, self._norm_bias, self.eps)
 
     def logits(self, states: Tensor, ids: Sequence[int] | Tensor | None = None) -> Tensor:
         """Return the logits of some states, in the head's dtype and on its device.
@@ -254,154 +252,24 @@ class TargetHead(nn.Module):
         return self._part[1:]
 
     @torch.no_grad()
-    def _fit_logits(self, model: nn.Module, probe: _Probe) -> None:
+    def _fit_logits(self, model: nn.Module, probe: Probe) -> None:
         """Take the scale and softcap of the model's config that give its logits. Raises: ValueError where none does."""
         config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
-        states = probe.post_norm if self.last_hidden == "post_norm" else probe.pre_norm
-        raw = self.logits(states).float()
         scales = [getattr(config, name, None) for name in ("logit_scale", "logits_scaling", "output_multiplier")]
         given = [float(scale) for scale in scales if isinstance(scale, int | float) and scale]
-        caps = [None, getattr(config, "final_logit_softcapping", None) or None]
-        best = None
-        for scale in dict.fromkeys((1.0, *given, *(1 / each for each in given))):
-            for cap in dict.fromkeys(caps):
-                made = raw * scale if cap is None else torch.tanh(raw * scale / cap) * cap
-                error = _difference(made, probe.logits)
-                if best is None or error < best[0]:
-                    best = error, scale, cap
-        assert best is not None
-        if not best[0] <= _TOLERANCES.get(probe.logits.dtype, 1e-4):
-            raise coded(
-                "E705",
-                ValueError(
-                    f"{type(model).__name__}: its final norm, lm_head, logit scale and softcap give logits that differ "
-                    f"from the model's by {best[0]:.1e} of the largest one; it does something else to them. A native "
-                    "cache needs a target whose logits follow from its last hidden state. Produce --format 1 or 2"
-                ),
-            )
-        _, self.logit_scale, self.softcap = best
-
-
-# --- the parts of a model ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Probe:
-    """What a model does to a few tokens."""
-
-    pre_norm: Tensor
-    """The last block's output [T, H]; a tensor of no element where it has another form."""
-    post_norm: Tensor
-    """The input of lm_head [T, H]."""
-    logits: Tensor
-    """[T, V]"""
-    norms: list[nn.Module]
-    """The modules without children, outside of the blocks, that took the last block's output."""
-
-    @classmethod
-    def of(cls, model: nn.Module) -> _Probe:
-        """Run a few tokens through a model. Raises: ValueError (E705) for one without an lm_head."""
-        lm_head = getattr(model, "get_output_embeddings", lambda: None)()
-        if not isinstance(getattr(lm_head, "weight", None), Tensor):
-            found = (
-                f"{type(model).__name__}: has no output embeddings, expected a causal language model with an lm_head"
-            )
-            raise coded("E705", ValueError(found))
-        seen: dict[str, Tensor] = {}
-        norms: list[nn.Module] = []
-        blocks = _blocks(model)
-        inside = {id(module) for block in blocks for module in block.modules()}
-
-        def of_block(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            seen["pre"] = output[0] if isinstance(output, tuple) else output
-
-        def of_leaf(module: nn.Module, inputs: Any) -> None:
-            if module is lm_head and inputs:
-                seen["post"] = inputs[0]
-            elif "pre" in seen and inputs and isinstance(inputs[0], Tensor) and inputs[0].shape == seen["pre"].shape:
-                norms.extend([module] * torch.equal(inputs[0], seen["pre"]))
-
-        handles = [blocks[-1].register_forward_hook(of_block)]
-        leaves = (module for module in model.modules() if not any(True for _ in module.children()))
-        handles += [leaf.register_forward_pre_hook(of_leaf) for leaf in leaves if id(leaf) not in inside]
-        was_training = model.training
-        try:
-            with torch.inference_mode(False), torch.no_grad():
-                logits = _run(model.eval(), lm_head)
-        finally:
-            model.train(was_training)
-            for handle in handles:
-                handle.remove()
-        if "post" not in seen or seen["post"].dim() != 3:
-            found = f"{type(model).__name__}: its lm_head is not called with [B, S, H], so its input cannot be captured"
-            raise coded("E705", ValueError(found))
-        pre, post = seen.get("pre", logits), seen["post"]
-        return cls(pre[0] if pre.shape == post.shape else pre.new_empty(0), post[0], logits[0], norms)
-
-
-def _run(model: nn.Module, lm_head: Any) -> Tensor:
-    vocab_size = lm_head.weight.shape[0]
-    ids = (torch.arange(_PROBED, device=lm_head.weight.device) + _PROBED).remainder(vocab_size)[None]
-    knows_cache = "use_cache" in inspect.signature(model.forward).parameters
-    output = model(input_ids=ids, attention_mask=torch.ones_like(ids), **({"use_cache": False} if knows_cache else {}))
-    logits: Tensor = output[0] if isinstance(output, tuple) else output.logits
-    return logits
-
-
-def _norm_of(probe: _Probe) -> tuple[str, float | None, dict[str, Tensor | None]] | None:
-    """Return the kind, eps and weights of the final norm; None where none of `NORMS` gives the lm_head's input."""
-    if not probe.pre_norm.numel():
-        return None
-    tolerance = _TOLERANCES.get(probe.post_norm.dtype, 1e-4)
-    if torch.equal(probe.pre_norm, probe.post_norm):
-        return "none", None, {}
-    # Values with a mean distinguish a norm that subtracts it from one that does not; those of a model may have none.
-    drawn = torch.randn(probe.pre_norm.shape, generator=torch.Generator().manual_seed(0)) + 0.5
-    given, halves = torch.cat((drawn.to(probe.pre_norm), probe.pre_norm)), (slice(_PROBED), slice(_PROBED, None))
-    for module in probe.norms:
-        weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-        stated = [value for name in _EPS_NAMES if isinstance(value := getattr(module, name, None), float)]
-        with torch.no_grad():
-            made = module(given)
-            errors = {
-                (kind, eps): max(
-                    _difference(_normed(kind, given, weight, bias, eps)[half], made[half]) for half in halves
-                )
-                for kind in _kinds(weight, bias)
-                for eps in stated[:1] or (1e-5, 1e-6)
-            }
-        kind, eps = min(errors, key=lambda each: errors[each])
-        if errors[kind, eps] <= tolerance and _difference(made[_PROBED:], probe.post_norm) <= tolerance:
-            return kind, eps, {"norm": weight, "norm_bias": bias}
-    return None
-
-
-def _kinds(weight: Tensor | None, bias: Tensor | None) -> tuple[str, ...]:
-    return ("layer",) if bias is not None else ("layer", "rms") if weight is None else NORMS[:3]
-
-
-def _normed(kind: str, states: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float | None) -> Tensor:
-    """Return the normed states; mean and variance are computed in float32."""
-    if kind == "none":
-        return states
-    if kind == "layer":
-        return functional.layer_norm(states, states.shape[-1:], weight, bias, eps or 0.0)
-    wide = states.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + (eps or 0.0))
-    if kind == "gemma_rms":
-        assert weight is not None
-        return (wide * (1.0 + weight.float())).to(states.dtype)
-    scaled = wide.to(states.dtype)
-    return scaled if weight is None else (weight * scaled).to(states.dtype)
-
-
-def _difference(found: Tensor, expected: Tensor) -> float:
-    """Return the largest difference as a share of the largest expected value; infinite where shapes differ."""
-    if found.shape != expected.shape:
-        return torch.inf
-    wanted = expected.float()
-    difference = float((found.float() - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30))
-    return difference if difference == difference else torch.inf  # NaN
+        stated = getattr(config, "final_logit_softcapping", None) or None
+        if stated is not None:  # small logits hardly show a softcap, so larger ones are made
+            gain = 2 * stated / float(probe.logits.abs().max().clamp_min(1e-6))
+            probe = Probe.of(model, gain=max(1.0, gain))
+        raw = functional.linear(probe.post_norm.to(self._lm_head), self._lm_head, self._lm_head_bias).float()
+        errors = {
+            (scale, cap): difference(raw * scale if cap is None else torch.tanh(raw * scale / cap) * cap, probe.logits)
+            for scale in dict.fromkeys((1.0, *given, *(1 / each for each in given)))
+            for cap in dict.fromkeys((None, stated))
+        }
+        self.logit_scale, self.softcap = best = min(errors, key=lambda each: errors[each])
+        if not errors[best] <= tolerance(probe.logits):
+            raise other_logits(model, errors[best])
 
 
 def _parts(rows: int, values: int) -> Iterator[slice]:

@@ -88,6 +88,15 @@ def facts_of(head: TargetHead) -> dict[str, Any]:
     return {name: value for name, value in head.facts().items() if name != "compute_dtype"}
 
 
+def test_a_softcap_that_small_logits_hardly_show_is_found_and_one_that_is_not_applied_is_not() -> None:
+    model: Any = made("gemma2", torch.bfloat16)
+    model.config.final_logit_softcapping = 1000.0
+    assert TargetHead.of_model(model).softcap == 1000.0
+    model = made("llama", torch.bfloat16)
+    model.config.final_logit_softcapping = 1000.0
+    assert TargetHead.of_model(model).softcap is None
+
+
 def test_the_head_computes_in_bf16_as_a_model_of_bf16() -> None:
     model = made("llama", torch.bfloat16)
     head = TargetHead.of_model(model)
