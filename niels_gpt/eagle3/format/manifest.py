@@ -44,7 +44,8 @@ _NATIVE_NUMBERS = {
     "num_samples": (0, 2**63 - 1),
     "num_shards": (0, _MAX_SHARDS),
     "hidden_size": (1, 2**24),
-    **dict.fromkeys(("seq_length", "target_vocab_size", "draft_vocab_size"), (1, 2**31)),
+    "seq_length": (1, 2**24),
+    **dict.fromkeys(("target_vocab_size", "draft_vocab_size"), (1, 2**31)),
     "shard_bytes": (1, 2**63 - 1),
 }
 """Integers of a native manifest: the least and the largest."""

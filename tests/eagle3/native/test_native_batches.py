@@ -75,6 +75,25 @@ def test_workers_give_the_batches_of_the_process_itself(tmp_path: Path) -> None:
             assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+def test_each_rank_has_its_share_in_the_order_of_its_epoch(tmp_path: Path) -> None:
+    write_native(tmp_path, [[0, 1]] * 7)
+    ids = [sample.input_ids[1] for sample in NativeEagle3Dataset(tmp_path)]
+    fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")  # two ranks, of which this is the second
+    torch.distributed.init_process_group("fake", rank=1, world_size=2, store=fake.FakeStore())
+    try:
+        loader = build_native_dataloader(tmp_path, 2, True, distributed=True)
+        orders = []
+        for epoch in (0, 1):
+            loader.sampler.set_epoch(epoch)
+            batches = list(loader)
+            assert [len(batch["input_ids"]) for batch in batches] == [2, 2]  # 7 samples and one repeated, by two
+            orders.append([int(row) for batch in batches for row in batch["input_ids"][:, 0]])
+            order = torch.randperm(7, generator=torch.Generator().manual_seed(epoch)).tolist()
+            assert orders[-1] == [ids[index] for index in [*order, order[0]][1::2]]
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_a_batch_without_target_rows_and_samples_that_do_not_fit(tmp_path: Path) -> None:
     write_native(tmp_path / "a", MASKS)
     write_native(tmp_path / "b", MASKS, hidden_size=8)
