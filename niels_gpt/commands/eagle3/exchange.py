@@ -113,17 +113,21 @@ def _opened(
     )
     if layers is None:
         how["capture"] = capture_of(model, facts.num_layers, place)
-    config = model.config.get_text_config()
-    special: list[Any] = [getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "unk")]
-    opened = Target(
-        target,
-        TargetHead.of_model(model),
-        facts.hidden_size,
-        facts.vocab_size,
-        [each[0] if isinstance(each, list) and each else each for each in special],
-        asdict(facts),
-    )
-    return opened, how
+    special = _special_ids(target, revision, model.config.get_text_config())
+    sizes = facts.hidden_size, facts.vocab_size
+    return Target(target, TargetHead.of_model(model), *sizes, special, asdict(facts)), how
+
+
+def _special_ids(target: str, revision: str | None, config: Any) -> list[int | None]:
+    """Return bos, eos, pad and unk of the target's tokenizer, else those of its config."""
+    from niels_gpt.chat.tokenizers import open_tokenizer
+
+    try:
+        return list(open_tokenizer(target, revision=revision).special_token_ids)
+    except (OSError, ValueError):  # of states alone no tokenizer is needed
+        say("note: the target's tokenizer cannot be opened; its special tokens are those of its config")
+    given: list[Any] = [getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "unk")]
+    return [each[0] if isinstance(each, list) and each else each for each in given]
 
 
 def _import_lines(out: Path, done: Imported) -> list[str]:

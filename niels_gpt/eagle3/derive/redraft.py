@@ -73,9 +73,9 @@ def redraft(
     shards = NativeShards(folder, follow_links=follow_links)
     selected = [*selected_token_ids] if selected_token_ids is not None else []
     if selected_token_ids is None:
-        selected = _frequent(shards, draft_vocab_size, special_token_ids)
+        selected = frequent_tokens(shards, draft_vocab_size, special_token_ids)
     manifest = {**shards.manifest, "draft_vocab_size": len(selected), "selected_token_ids": selected}
-    totals = {**meta["totals"], "positions": _positions(shards, selected)}
+    totals = {**meta["totals"], "positions": positions_of(shards, selected)}
     counts = Counts.of_meta({"totals": totals})
     if counts.problem:
         raise CacheError(folder, counts.problem, code="E709")
@@ -104,7 +104,9 @@ def _meta_of(folder: Path, follow_links: bool) -> dict[str, Any]:
     return meta
 
 
-def _frequent(shards: NativeShards, size: int | None, special: Sequence[int | None]) -> list[int]:
+def frequent_tokens(shards: NativeShards, size: int | None, special: Sequence[int | None]) -> list[int]:
+    """Return the tokens that a draft knows, by the stored ids and loss masks; as `redraft`."""
+
     def batches() -> Iterator[dict[str, Any]]:
         for index in range(shards.num_shards):
             ids, loss = _ids_and_loss(shards.opened(index))
@@ -117,7 +119,7 @@ def _frequent(shards: NativeShards, size: int | None, special: Sequence[int | No
     return [int(number) for number in chosen]
 
 
-def _positions(shards: NativeShards, selected: Sequence[int]) -> int:
+def positions_of(shards: NativeShards, selected: Sequence[int]) -> int:
     """Return the supervised target rows whose most probable token is in the draft's vocabulary."""
     opened = ((shard_path(shards.cache_dir, index), shards.opened(index)) for index in range(shards.num_shards))
     return native_positions(opened, selected, shards.manifest["target_vocab_size"])

@@ -126,7 +126,7 @@ def import_cache(
         write_weights(work, head.weights())
         write_manifest(work, _manifest(shards, target, head, convention, tool))
         add_draft_vocab(work, draft_vocab_size, target.special_token_ids)
-        write_meta(work, tool, target.facts, importing.dropped)
+        write_meta(work, source, tool, target.facts, importing.dropped)
         rows = int(NativeShards(work).counts[:, 2].sum())
     return Imported(
         convention,

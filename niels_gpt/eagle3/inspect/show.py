@@ -77,7 +77,16 @@ def summary(path: Path, *, follow_links: bool = False) -> Table:
         *form.more_rows(about),
     ]
     rows += [(name, f"{shape} {dtype}") for name, (dtype, shape) in about["layout"].items()]
+    if imported := manifest.get("imported"):
+        return [*rows, ("imported", _imported_text(imported))]
     return [*rows, *(_plan_rows(plan) if plan else [("sidecar", sidecar)])]
+
+
+def _imported_text(imported: Any) -> str:
+    """Return which tool an imported cache is from, and how its layers and norm are known."""
+    samples = imported["proved"]["samples"]
+    known = f"found with the target on {count_text(samples)} samples" if samples else "as stated, not compared"
+    return _printable(f"from {imported['from']}; layers and norm {known}")
 
 
 def _state(about: dict[str, Any]) -> tuple[str, str]:

@@ -35,6 +35,8 @@ def test_import_says_what_it_found_and_export_what_it_left_zero(
     for words in ("outputs of blocks 1, 3, 4", "last hidden       pre_norm", "of 8 samples: 0.00", "to float8"):
         assert words in text
     assert NativeEagle3Dataset(cache).manifest["aux_layer_ids"] == [*BLOCKS]
+    assert main(["inspect", cache]) == 0
+    assert "from speculators; layers and norm found with the target on 8 samples" in capsys.readouterr().out
     assert main(["export", cache, out, "--to", "specforge", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["without_last"] > found["without_aux"] > 0 and found["last_hidden"] == "post_norm"

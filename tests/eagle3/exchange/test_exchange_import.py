@@ -226,13 +226,17 @@ def test_a_mask_of_the_next_token_is_noticed_and_taken_where_it_is_named(
 
 
 def test_a_stated_convention_is_taken_and_said_to_be_unproved(
-    folders: dict[str, Path], importing: Import, tmp_path: Path
+    folders: dict[str, Path], given: list[Chat], importing: Import, tmp_path: Path
 ) -> None:
     done = importing("specforge", folders["specforge"], tmp_path / "c", stated=Convention((0, 2, 6), "post_norm"))
     assert done.convention.samples == 0
     assert NativeEagle3Dataset(tmp_path / "c").manifest["imported"]["proved"]["samples"] == 0
     with pytest.raises(CacheError, match=r"3 auxiliary layers, expected 2, for the blocks \[1, 2\]"):
         importing("specforge", folders["specforge"], tmp_path / "d", stated=Convention((1, 2), "post_norm"))
+    unsupervised = write_specforge(tmp_path / "f", [replace(given[0], mask=given[0].mask & False)])
+    with pytest.raises(CacheError, match="/f: ") as caught:
+        importing("specforge", unsupervised, tmp_path / "e")
+    assert caught.value.code == "E709"
     with pytest.raises(CacheError, match="exists already") as caught:
         importing("specforge", folders["specforge"], tmp_path / "c")
     assert caught.value.code == "E704"
