@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
@@ -65,10 +65,12 @@ from niels_gpt.eagle3.format.manifest import (
 from niels_gpt.eagle3.format.native.damage import native_shard_damage
 from niels_gpt.eagle3.format.shard_reader import COMMON_FIELDS, ShardSet
 from niels_gpt.eagle3.format.shard_writer import ShardWriter, shard_damage
-from niels_gpt.eagle3.native_view import NativeLoader, NativeView
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import shortened
 from niels_gpt.storage.versions import version_name
+
+if TYPE_CHECKING:
+    from niels_gpt.eagle3.native_view import NativeView
 
 __all__ = [
     "CACHE_KEYS",
@@ -209,6 +211,8 @@ class CachedEagle3Dataset(Dataset[dict[str, torch.Tensor]]):
         how: dict[str, Any] = {"follow_links": follow_links}
         view = None
         if native:
+            from niels_gpt.eagle3.native_view import NativeView  # versions 1 and 2 need no target's head
+
             view = NativeView(cache_dir, max_open_shards, device=device, target_probs=target_probs, **how)
         self._native: NativeView | None = view
         shards = ShardSet(cache_dir, max_open_shards, **how) if view is None else view.dataset
@@ -309,5 +313,7 @@ def build_cached_eagle3_dataloader(
         "pin_memory": torch.cuda.is_available(),
     }
     if dataset._native is not None:
+        from niels_gpt.eagle3.native_view import NativeLoader
+
         return NativeLoader(dataset._native, **how)
     return DataLoader(dataset, collate_fn=_collate_cached, **how)

@@ -9,10 +9,14 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 from support import ROOT
+from support.eagle3_native import write_native
 from support.power_loss import put
 from support.small_caches import built_caches
 from support.small_eagle3 import write_cache
+
+from niels_gpt.eagle3.format.native.weights import write_weights
 
 PROGRAM = """
 import sys
@@ -46,6 +50,7 @@ assert forest.num_tokens == 4 and int(dense_mask(forest).sum()) == 9 and LossEdg
 """
 EAGLE3 = """
 import sys
+from pathlib import Path
 from niels_gpt.eagle3.cache import CachedEagle3Dataset, build_cached_eagle3_dataloader, read_target_embeddings
 
 try:
@@ -55,6 +60,8 @@ except ImportError as error:
 batches = build_cached_eagle3_dataloader(sys.argv[1], 2, shuffle=False)
 print(len(data), repr(data).count("3 samples"), [len(batch["input_ids"]) for batch in batches])
 print(data[0]["target_probs"].sum(-1).round().tolist(), list(read_target_embeddings(sys.argv[1]).shape))
+native = Path(sys.argv[1]).with_name("native")
+print(CachedEagle3Dataset(native)[0]["target_probs"].sum(-1).round()[:4].tolist())
 """
 
 
@@ -106,12 +113,15 @@ def test_readers_samplers_and_folds_need_only_numpy_and_torch(tmp_path: Path, si
 
 def test_the_eagle3_reader_needs_safetensors_too_and_says_so(tmp_path: Path, site: Path) -> None:
     write_cache(tmp_path / "cache", samples=3, shard_size=2, topk=3)
+    write_native(tmp_path / "native", [[0, 1, 0, 1]])
+    shapes = {"embeddings": (50, 4), "lm_head": (50, 4), "norm": (4,)}
+    write_weights(tmp_path / "native", {name: torch.ones(shape) for name, shape in shapes.items()})
     without = run(site, EAGLE3, tmp_path / "cache")
     assert "pip install safetensors" in without.stderr and "Traceback" not in without.stderr
     link(site, "safetensors")
     done = run(site, EAGLE3, tmp_path / "cache")
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "3 1 [2, 1]\n[1.0, 1.0, 1.0, 1.0] [20, 2]\n"
+    assert done.stdout == "3 1 [2, 1]\n[1.0, 1.0, 1.0, 1.0] [20, 2]\n[1.0, 0.0, 1.0, 0.0]\n"
 
 
 def test_the_commands_say_in_one_line_that_their_packages_are_missing(tmp_path: Path, site: Path) -> None:
