@@ -26,6 +26,7 @@ from niels_gpt.eagle3.format.layout import (
     SIDECAR,
     PathLike,
     open_file,
+    refuse_links,
     shard_path,
 )
 from niels_gpt.eagle3.format.manifest import is_native, manifest_bytes, read_manifest
@@ -69,6 +70,8 @@ def redraft(
         system, and a vocabulary with which a draft could learn nothing; FileNotFoundError.
     """
     folder, to = Path(cache_dir), Path(out)
+    if not follow_links:
+        refuse_links(folder)
     meta = _meta_of(folder, follow_links)
     shards = NativeShards(folder, follow_links=follow_links)
     selected = [*selected_token_ids] if selected_token_ids is not None else []

@@ -36,7 +36,9 @@ TOPK_FIELDS = ("target_probs_values", "target_probs_indices")
 SHARD_NAME = re.compile(r"^shard-(\d{6})\.safetensors$")
 SIDECAR = "sidecar"
 MANIFEST_NAME, EMBEDDINGS_NAME = "manifest.json", "target_embeddings.safetensors"
-_WRITTEN = (MANIFEST_NAME, EMBEDDINGS_NAME, META_NAME)
+WEIGHTS_NAME = "target_weights.safetensors"
+"""Of a native cache, in place of the embeddings."""
+_WRITTEN = (MANIFEST_NAME, EMBEDDINGS_NAME, WEIGHTS_NAME, META_NAME)
 LOCK_NAME = "lock"
 """In the sidecar: locked by the process that writes the cache."""
 

@@ -65,7 +65,8 @@ _NATIVE_OBJECTS: dict[str, dict[str, tuple[Any, ...]]] = {
         "compute_dtype": ("bf16", "fp32"),
     },
 }
-"""Objects of a native manifest: what each of their keys may be; `float` stands for any number."""
+"""Objects of a native manifest: what each of their keys may be; `float` stands for a number below _LARGEST."""
+_LARGEST = 1e9
 _TEXTS = ("target_model", "dtype", "input_data", "split")
 _LISTS = ("aux_layer_ids", "selected_token_ids")
 _OF_A_CACHE = (SIDECAR, EMBEDDINGS_NAME)
@@ -211,7 +212,8 @@ def check_native(manifest: Mapping[str, Any], where: PathLike) -> None:
     for above, parts in _NATIVE_OBJECTS.items():
         for key, choices in parts.items():
             value = manifest[above].get(key) if isinstance(manifest.get(above), dict) else None
-            number = float in choices and type(value) in (int, float)
+            number = float in choices and isinstance(value, int | float) and abs(value) < _LARGEST
+            number = number and not isinstance(value, bool)
             if not number and not any(value == each and type(value) is type(each) for each in choices):
                 names = ", ".join("a number" if each is float else str(each) for each in choices)
                 raise refuse(f"{above}.{key}", value, f"one of {names}" if len(choices) > 1 else names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from niels_gpt.eagle3.produce.positions import Counts, native_positions
 from niels_gpt.eagle3.produce.resume_checks import finished_meta
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, sha256_file, write_bytes
-from niels_gpt.storage.meta_json import meta_bytes, parse_object, read_regular
+from niels_gpt.storage.meta_json import meta_bytes, parse_object, read_regular, shortened
 
 
 def complete_meta(folder: Path, plan: Plan) -> dict[str, Any] | None:
@@ -50,9 +51,9 @@ def describe(folder: Path, plan: Plan) -> dict[str, Any]:
 
     Raises: CacheError where a receipt is missing.
     """
-    receipts = [_receipt(folder, shard) for shard in range(plan.num_shards)]
-    facts = [receipt["facts"] for receipt in receipts]
     names = ("tokens", "supervised", *(("aux_rows", "target_rows") if plan.is_native else ("positions",)))
+    receipts = [_receipt(folder, shard, names) for shard in range(plan.num_shards)]
+    facts = [receipt["facts"] for receipt in receipts]
     totals = {name: sum(each[name] for each in facts) for name in names}
     if plan.is_native:
         totals["positions"] = _native_positions(folder, plan)
@@ -104,10 +105,15 @@ def _native_positions(folder: Path, plan: Plan) -> int:
     return native_positions(shards, plan.manifest["selected_token_ids"], plan.manifest["target_vocab_size"])
 
 
-def _receipt(folder: Path, shard: int) -> dict[str, Any]:
+def _receipt(folder: Path, shard: int, counted: Sequence[str]) -> dict[str, Any]:
+    """Return a receipt whose facts have these counts. Raises: CacheError."""
     receipt = read_receipt(folder, shard)
     if receipt is None:
         raise CacheError(
             receipt_path(folder, shard), "no such file", remedy="Run the same command with --resume", code="E702"
         )
+    for name in counted:
+        if type(number := receipt["facts"].get(name)) is not int:
+            path, remedy = receipt_path(folder, shard), "Remove it and produce the shard again: precompute --resume"
+            raise CacheError(path, f"{name} is {shortened(number)}", "a count", remedy, code="E701")
     return receipt

@@ -24,13 +24,14 @@ from niels_gpt.eagle3.format.layout import (
     refuse_sparse,
     tensors_header,
 )
+from niels_gpt.eagle3.format.layout import WEIGHTS_NAME as WEIGHTS_NAME
 from niels_gpt.eagle3.format.manifest import PRODUCE_AGAIN, atomic_write, load_safetensors
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import SizedFile, canonical_json, sha256_file, write_bytes
 from niels_gpt.storage.meta_json import parse_object, read_regular, shortened
 
-WEIGHTS_NAME, WEIGHTS_RECEIPT = "target_weights.safetensors", "weights.json"
+WEIGHTS_RECEIPT = "weights.json"
 WEIGHTS = {"embeddings": 2, "lm_head": 2, "norm": 1, "norm_bias": 1, "lm_head_bias": 1}
 """The tensors and their dimensions: [V, H], [V, H] (absent where tied to the embeddings), [H], [H], [V]."""
 _RECEIPT_BYTES = 4096

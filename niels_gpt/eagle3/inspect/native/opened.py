@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +73,10 @@ class NativeCache(OpenCache):
                 return cuts
         except (NotChecked, CacheError, OSError):
             pass
-        return [0, *accumulate(self._stated_rows(shard) for shard in range(self.num_shards))]
+        stated = np.zeros(self.num_shards + 1, np.int64)
+        for shard in self.shards:
+            stated[shard + 1] = self._stated_rows(shard)
+        return [int(first) for first in np.cumsum(stated)]
 
     def _stated_rows(self, shard: int) -> int:
         """Return the samples of a shard by its receipt, else by its header; 0 where neither can be read."""
