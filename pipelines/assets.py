@@ -30,7 +30,7 @@ from pipelines.metadata import draft_vocab_result, materialize_result, targets_r
 from pipelines.resources import SettingsResource
 
 SFT_ROOT = dg.AssetKey(["sft", ""])
-DATA_VERSION = "dagster/data_version"
+DATA_VERSION, CODE_VERSION = "dagster/data_version", "dagster/code_version"
 BUILD_POOL = BUILD_TAG = "niels_gpt/pretrain_build"
 """Pretrain builds run one at a time, because each encodes on all cores. Within a run the tag enforces it, on one cache
 folder `_turn`, and where a deployment of several machines gives the pool a limit, the pool."""
@@ -280,7 +280,7 @@ def _report_tokenizer(context: dg.AssetExecutionContext, key: dg.AssetKey, setti
     outcome = ensure_tokenizer(settings)
     content = str(outcome.meta["content_sha256"])
     if tags.get(DATA_VERSION) != content:
-        tags = {DATA_VERSION: content, "dagster/code_version": settings_fingerprint(settings, TOKENIZER_KEY)}
+        tags = {DATA_VERSION: content, CODE_VERSION: settings_fingerprint(settings, TOKENIZER_KEY)}
         context.log_event(dg.AssetMaterialization(key, metadata=materialize_result(outcome).metadata, tags=tags))
 
 
@@ -290,8 +290,10 @@ def _report_draft_vocab(context: dg.AssetExecutionContext, key: dg.AssetKey, set
     if not tags or tags.get(DATA_VERSION) == committed_content(settings):
         return
     outcome = build_draft_vocab(settings)
-    tags = {DATA_VERSION: str(outcome.meta["content_sha256"]), "dagster/code_version": vocab_fingerprint(settings)}
-    context.log_event(dg.AssetMaterialization(key, metadata=draft_vocab_result(outcome).metadata, tags=tags))
+    now = {DATA_VERSION: str(outcome.meta["content_sha256"]), CODE_VERSION: vocab_fingerprint(settings)}
+    kept = {name: value for name, value in tags.items() if name.startswith("dagster/input_")}  # as it read them
+    metadata = draft_vocab_result(outcome).metadata
+    context.log_event(dg.AssetMaterialization(key, metadata=metadata, tags={**kept, **now}))
 
 
 def _recorded_tags(context: dg.AssetExecutionContext, key: dg.AssetKey) -> Mapping[str, str]:

@@ -185,6 +185,8 @@ def stats(cache: Path, plot: Path | None) -> Result:
 
     if kind_of(cache) == "rollouts":
         return _stats_of_rollouts(cache, plot)
+    if kind_of(cache) == "draft_vocab":
+        return _stats_of_draft_vocab(cache, plot)
     if plot is not None:
         write_plot(cache, plot)
     rows = inspection.stats(cache)
@@ -201,6 +203,19 @@ def _stats_of_rollouts(cache: Path, plot: Path | None) -> Result:
         check_png(plot)
         write_bytes(plot, look.picture(cache, cache.name))
     rows = look.stats(cache)
+    say(rows)
+    return Result(dict(rows))
+
+
+def _stats_of_draft_vocab(cache: Path, plot: Path | None) -> Result:
+    from niels_gpt.pictures import check_png
+    from niels_gpt.recipes.eagle3 import draft_vocab
+    from niels_gpt.storage.fileio import write_bytes
+
+    if plot is not None:
+        check_png(plot)
+        write_bytes(plot, draft_vocab.picture(draft_vocab.read(cache), cache.name))
+    rows = draft_vocab.stats(cache)
     say(rows)
     return Result(dict(rows))
 
@@ -225,6 +240,8 @@ def show(cache: Path, split: str, at: int, color: str, tokens: int, tokenizer: s
     if kind_of(cache) == "rollouts":
         text = _of_rollouts("show", cache, tokenizer, split=split, group=at, num_tokens=tokens)
         return Result({"cache": str(cache), "split": split, "at": at, "text": text})
+    if kind_of(cache) == "draft_vocab":  # its ids have no text without the target's tokenizer
+        return _stats_of_draft_vocab(cache, None)
     open_version(cache)  # a wrong path is reported before a missing tokenizer
     model = inspection.tokenizer_of(cache, tokenizer)
     text = inspection.show(cache, model, split=split, position=at, num_tokens=tokens, color=is_colored)

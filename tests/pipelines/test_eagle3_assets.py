@@ -140,6 +140,20 @@ def test_the_draft_vocabulary_is_an_asset_that_targets_and_precompute_read(
     assert cli.main(["verify", settings.cache_dir]) == 1
 
 
+def test_targets_alone_make_a_draft_vocabulary_that_is_not_current_and_record_that(
+    instance: dg.DagsterInstance, settings: Settings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(instance, settings, VOCAB, KEY)
+    larger = dataclasses.replace(settings, eagle3_draft_vocab_size=300)
+    assert built(run(instance, larger, KEY)) >= {KEY}
+    assert stale(instance, larger).keys() == {KEY}, "its own step began with the one before"
+    assert built(run(instance, larger, KEY)) == set() and stale(instance, larger) == {}
+    capsys.readouterr()
+    for command in ("stats", "show"):
+        assert cli.main([command, f"{settings.cache_dir}/{VOCAB}"]) == 0
+        assert "300 of the target's" in capsys.readouterr().out
+
+
 def test_it_covers_what_the_counted_tokens_say(settings: Settings, tmp_path: Path) -> None:
     # Supervised are 7 three times, 9 twice and 11 once. The first of the draft's tokens is the target's end of turn.
     rows = [{"input_ids": [5, 7, 7, 9, 5], "loss_mask": [0, 1, 1, 1, 0]}]

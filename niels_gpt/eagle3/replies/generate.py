@@ -3,7 +3,9 @@
 A reply is greedy, or sampled. A sampled token is the first whose cumulative probability, in the order of the ids,
 exceeds a uniform number; the numbers of a reply depend on the seed and the prompt's name alone. So neither the other
 prompts of a batch nor their order choose a token. They may still change the rounding of the logits: padding and batch
-size select other kernels. Where two tokens are that close, replies of another batch size differ from there on.
+size select other kernels. Where two tokens are that close, replies of another batch size differ from there on. With a
+random Llama of four layers, whose logits are flat, none of 48 replies of 64 tokens differed in fp32 between batch sizes
+1, 4, 8 and 16; in bf16 a third to a half did, and most of the sampled ones.
 """
 
 from __future__ import annotations

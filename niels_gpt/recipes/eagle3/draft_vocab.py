@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.cache.meta import find_meta, read_meta
+from niels_gpt.inspection.stats import Stats, meta_errors
 from niels_gpt.pictures import new_figure, plain_axes, png, set_title
 from niels_gpt.recipes.eagle3.of_settings import VOCAB_KEY, fingerprint_of, resolved, sha256
 from niels_gpt.recipes.eagle3.prepare import Prepared, Resolved, prepare
@@ -30,7 +31,7 @@ from niels_gpt.storage import versions
 from niels_gpt.storage.checks import Check, Verdict, first_problems
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, canonical_json, write_bytes
-from niels_gpt.storage.meta_json import file_records, meta_bytes, path_inside, sha256_regular
+from niels_gpt.storage.meta_json import file_records, meta_bytes, path_inside, printable, sha256_regular
 from niels_gpt.storage.meta_json import resolved as resolved_path
 
 KIND = "draft_vocab"
@@ -174,6 +175,31 @@ def _problems(path: Path, meta: Mapping[str, Any]) -> Iterator[str]:
         yield str(error)
     except (LookupError, TypeError, ValueError) as error:
         yield f"{path / META_NAME}: not as docs/formats.md describes it ({error!r})"
+
+
+def read(cache: Path) -> dict[str, Any]:
+    """Return meta.json of a committed file of tokens. Raises: FileNotFoundError and CacheError."""
+    return read_meta(str(cache / META_NAME))
+
+
+def stats(cache: Path) -> Stats:
+    """Return what a file of tokens holds, and what other sizes would. Raises: as `read`."""
+    meta = read(cache)
+    with meta_errors(cache):
+        totals, source, sizes = meta["totals"], meta["source"], meta["coverage_by_size"]
+        shown = [f"{size:,}: {share:.2%}" for size, share in sizes if size >= meta["draft_vocab_size"] / 8]
+        rows = [
+            ("cache", f"{cache} (draft_vocab, built)"),
+            ("target", meta["target_model"]),
+            ("tokens", f"{meta['draft_vocab_size']:,} of the target's {meta['target_vocab_size']:,}"),
+            ("coverage", f"{meta['coverage']:.2%} of {totals['supervised_tokens']:,} supervised tokens"),
+            ("coverage by size", ", ".join(shown)),
+            ("samples", f"{totals['samples']:,}, of {totals['tokens']:,} tokens"),
+            ("dropped", ", ".join(f"{reason} {number:,}" for reason, number in meta["dropped"].items()) or "none"),
+            *((name, source.get(name) or "not stated") for name in ("input_data", "licence", "attribution")),
+            ("tokenizer", meta["tokenizer_sha256"][:12]),
+        ]
+        return Stats((name, printable(str(value))) for name, value in rows)
 
 
 def picture(meta: Mapping[str, Any], name: str) -> bytes:

@@ -91,7 +91,8 @@ class Responder:
     def record(self) -> dict[str, Any]:
         """All that decides the rows."""
         chosen = {name: getattr(self.options, name) for name in ("limit", "turns", "form", "batch_size")}
-        target = {name: value for name, value in asdict(self.target).items() if name != "name"}
+        is_folder = self.target.revision is None  # which may lie elsewhere
+        target = {name: value for name, value in asdict(self.target).items() if name != "name" or not is_folder}
         source = {name: value for name, value in self.source.items() if name != "input_data"}
         tokenizer = {name: getattr(self.tokenizer, name) for name in ("sha256", "template_sha256")}
         parts = {"target": target, "tokenizer": tokenizer, "source": source, "run": self.run}
@@ -126,7 +127,9 @@ def resolve(options: RespondOptions, settings: Settings) -> Responder:
 
     sampling, of_cache = options.sampling, options.as_of_a_cache
     before = (recorded(options.output) or {}).get("settings", {})
-    target = target_facts(options.target_model, revision=options.revision or before.get("target", {}).get("revision"))
+    made_by = before.get("target", {})
+    revision = made_by.get("revision") if made_by.get("name") == options.target_model else None
+    target = target_facts(options.target_model, revision=options.revision or revision)
     tokenizer = open_tokenizer(options.target_model, revision=target.revision, chat_template=options.chat_template)
     source = input_facts(settings, options.input_data, recorded=before.get("source"))
     stop_ids = tokenizer.turn_ends()
