@@ -19,8 +19,8 @@ _PATH = click.Path(path_type=Path)
 @command(
     "convert",
     "Convert a cache: versions 1 and 2 into each other in place, a native one into a new cache of version 1 or 2.",
-    examples="""niels-gpt eagle3 convert CACHE --format 2                        version 1 -> 2: no shard is rewritten
-niels-gpt eagle3 convert CACHE --format 1 --output-dir OUT       native -> 1""",
+    examples="""niels-gpt eagle3 convert CACHE --format 2                     1 -> 2: no shard is rewritten
+niels-gpt eagle3 convert CACHE --format 1 --output-dir OUT    native -> 1""",
 )
 @of_cache
 @option(
@@ -58,8 +58,12 @@ def _in_place(cache: Path, version: int, follow_links: bool) -> Result:
 def _published(
     cache: Path, version: int, out: Path | None, *, follow_links: bool, shard_size: int, device: str
 ) -> Result:
+    import torch
+
     from niels_gpt.eagle3.derive.published import Published
 
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch finds no usable GPU here. Use --device cpu")
     if out is None:
         raise click.UsageError(f"{cache} is native, and version {version} has other shards: name --output-dir OUT")
     published = Published(cache, version, shard_size=shard_size, device=device, follow_links=follow_links)
@@ -70,7 +74,7 @@ def _published(
     )
     if cost.rounded_from is not None:
         say(f"the auxiliary states are {cost.rounded_from}: they are written as {published.manifest['dtype']}")
-    with progress_bar("convert", "samples") as progress:
+    with progress_bar("convert", "tok") as progress:
         published.write(out, progress=progress)
     say(f"{out}: version {version}; distributions where there is loss, uniform ones in the other slots")
     made = {"cache": str(out), "format_version": version, "changed": True, "bytes": cost.apparent_bytes}
@@ -99,7 +103,7 @@ def _not_to_native(cache: Path, manifest: dict[str, Any], follow_links: bool) ->
     examples="niels-gpt eagle3 redraft CACHE OUT --draft-vocab-size 16000",
 )
 @of_cache
-@argument("out", type=_PATH)
+@argument("out", type=_PATH, help="folder of the new cache: empty or absent, on the same file system")
 @option("--draft-vocab-size", type=click.IntRange(1), metavar="D", help="tokens of the draft: the most frequent ones")
 @option("--draft-vocab-from", metavar="FILE", help="take them from a token mapping or a cache")
 @option("--tokenizer", metavar="MODEL", help="folder or hub id that has the special tokens, for a cache without a plan")
@@ -139,8 +143,6 @@ def redraft(
     )
     size, (linked, copied) = len(made.selected_token_ids), (made.linked_bytes, made.copied_bytes)
     say(f"{out}: draft vocabulary {size:,}; {made.counts}; {linked:,} bytes linked, {copied:,} copied")
-    if made.counts.warning:
-        say(f"warning: {made.counts.warning}")
     return Result(
         {"cache": str(out), "draft_vocab_size": size, "positions": made.counts.positions, "linked_bytes": linked},
         next=shlex.join(["niels-gpt", "eagle3", "verify", str(out)]),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import logging
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -38,6 +39,8 @@ from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, write_bytes
 from niels_gpt.storage.meta_json import meta_bytes
+
+logger = logging.getLogger(__name__)
 
 
 class Redrafted(NamedTuple):
@@ -86,6 +89,8 @@ def redraft(
         linked, copied = _take_files(folder, work, copy=copy, follow_links=follow_links)
         write_bytes(work / MANIFEST_NAME, manifest_bytes(manifest))
         write_bytes(work / META_NAME, meta_bytes(_described(meta, manifest, totals, work)))
+    if counts.warning:
+        logger.warning("%s: %s", to, counts.warning, extra={"code": "W703"})
     return Redrafted(selected, counts, linked, copied)
 
 

@@ -253,3 +253,12 @@ def test_fp8_states_become_those_of_the_manifests_dtype(tmp_path: Path) -> None:
     expected = stored.aux_hidden_states.float() * stored.aux_scales[..., None]  # type: ignore[index]
     assert item["aux_hidden_states"].dtype == torch.float32
     assert torch.equal(item["aux_hidden_states"][:3], expected.bfloat16().float().flatten(1))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_target_probs_are_made_on_a_gpu(both: tuple[Path, Path]) -> None:
+    (found, expected) = (
+        next(iter(build_cached_eagle3_dataloader(both[1], 4, False, device=device))) for device in ("cuda", "cpu")
+    )
+    assert found["target_probs"].is_cuda and not found["aux_hidden_states"].is_cuda
+    torch.testing.assert_close(found["target_probs"].cpu(), expected["target_probs"], rtol=1e-3, atol=1e-5)
