@@ -8,7 +8,6 @@ SpecForge's trainer later shifts ids and target states by one token, but not the
 
 from __future__ import annotations
 
-import io
 import os
 from pathlib import Path
 
@@ -16,7 +15,6 @@ import torch
 
 from niels_gpt.eagle3.exchange.foreign import BadSample, ForeignSample, checked_sample
 from niels_gpt.eagle3.exchange.torch_files import load_tensors
-from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
 
 USUAL_LAST = "post_norm"
@@ -68,23 +66,18 @@ class SpecForgeWriter:
         self._folder, self._digits = folder, max(6, len(str(num_samples)))
 
     def write(self, index: int, sample: ForeignSample) -> int:
-        """Write a sample, atomically, and return its bytes."""
+        """Write a sample and return its bytes."""
         begin = index - index % _FILES_OF_A_FOLDER
         rows = f"rows_{begin:0{self._digits}d}-{begin + _FILES_OF_A_FOLDER:0{self._digits}d}"
-        length = len(sample.input_ids)
-        content = io.BytesIO()
-        torch.save(
-            {
-                "input_ids": sample.input_ids,
-                "loss_mask": sample.loss_mask.to(torch.int64),
-                "hidden_state": sample.last[None],
-                "aux_hidden_state": sample.aux.reshape(1, length, -1),
-            },
-            content,
-        )
         path = self._folder / rows / f"data_{index:0{self._digits}d}.ckpt"
-        fileio.make_dir(path.parent)
-        fileio.write_bytes(path, content.getvalue())
+        path.parent.mkdir(exist_ok=True)
+        held = {
+            "input_ids": sample.input_ids,
+            "loss_mask": sample.loss_mask.to(torch.int64),
+            "hidden_state": sample.last[None],
+            "aux_hidden_state": sample.aux.flatten(1)[None],
+        }
+        torch.save(held, path)
         return path.stat().st_size
 
     def finish(self) -> None:
