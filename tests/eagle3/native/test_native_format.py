@@ -166,6 +166,8 @@ def test_fp8_is_what_torch_makes_of_it_and_brought_back_exactly() -> None:
         for dtype in (torch.float32, torch.bfloat16):
             expected = (some.float() * factors[:, None]).to(dtype)
             assert torch.equal(dequantized(some, factors, dtype).nan_to_num(7), expected.nan_to_num(7))
+    tiny = torch.tensor([[8.8e-43, 0.0]])  # whose scale is rounded down by a third
+    assert torch.isfinite(dequantized(*quantized(tiny), torch.float32)).all()
     with pytest.raises(ValueError, match="not finite"):
         quantized(torch.tensor([[1.0, float("nan")]]))
 

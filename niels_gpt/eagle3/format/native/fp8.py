@@ -23,7 +23,7 @@ def quantized(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if not bool(torch.isfinite(scales).all()):
         raise ValueError("hidden states with values that are not finite: expected finite ones, to be stored as fp8")
     divisors = torch.where(scales > 0, scales, torch.ones_like(scales))
-    scaled = (values / divisors.unsqueeze(-1)).clamp_(-_LARGEST, _LARGEST)  # a cast of what is above would give NaN
+    scaled = (values / divisors.unsqueeze(-1)).clamp_(-_LARGEST, _LARGEST)  # casts of earlier torch give NaN above
     return scaled.to(torch.float8_e4m3fn), scales
 
 
