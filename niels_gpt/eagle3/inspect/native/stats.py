@@ -64,7 +64,7 @@ class NativeStats(Stats):
         """Return the sizes as pairs of a name and a text."""
         parts = ", ".join(f"{name} {size:,.1f}" for name, size in self.part_bytes.items() if size)
         weights = f"{size_text(self.weights_bytes)}, once; {self.weights_bytes / max(1, self.tokens):,.1f} B a token"
-        fp8 = " in fp8, each within a sixteenth of its value" if self.aux_dtype == "fp8" else ""
+        fp8 = ", in fp8: off by 1/16 of a value, or by 2**-18 of its row's largest" * (self.aux_dtype == "fp8")
         return [
             ("auxiliary rows", f"{count_text(self.aux_rows)} ({self.share(self.aux_rows):.1%} of the tokens){fp8}"),
             ("target rows", f"{count_text(self.target_rows)} ({self.share(self.target_rows):.1%} of the tokens)"),
