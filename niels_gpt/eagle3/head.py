@@ -21,7 +21,7 @@ from niels_gpt.eagle3.format.layout import PathLike
 from niels_gpt.eagle3.format.manifest import PRODUCE_AGAIN, is_native, read_manifest
 from niels_gpt.eagle3.format.native.weights import WEIGHTS, WEIGHTS_NAME, read_weights
 from niels_gpt.eagle3.target import PART_VALUES
-from niels_gpt.eagle3.targets.probe import Probe, difference, final_norm, normed, other_logits, tolerance
+from niels_gpt.eagle3.targets.probe import RMS, Probe, difference, final_norm, normed, other_logits, tolerance
 from niels_gpt.storage.errors import CacheError
 
 __all__ = ["TargetHead"]
@@ -46,7 +46,7 @@ class TargetHead(nn.Module):
     ) -> None:
         """weights: `lm_head` [V, H], or `embeddings` [V, H] where tied; `norm`, `norm_bias` [H], `lm_head_bias` [V].
 
-        norm: rms, gemma_rms, layer or none, see targets/probe.py. eps: of the norm. logit_scale: the logits are
+        norm: one of `probe.RMS`, layer or none. eps: of the norm. logit_scale: the logits are
         multiplied by it. softcap c: and then become c * tanh(logits / c). tied: lm_head is the embeddings.
         dtype: in which all is computed; a norm's mean and variance are always float32.
         last_hidden: pre_norm, or post_norm: the states are the lm_head's input, and
@@ -130,8 +130,10 @@ class TargetHead(nn.Module):
             if list(tensor.shape) != expected:
                 found = f"{WEIGHTS_NAME} has {name} of shape {list(tensor.shape)}"
                 raise CacheError(cache_dir, found, f"{expected} by the manifest", PRODUCE_AGAIN, code="E701")
-        if ("embeddings" if facts["tied"] else "lm_head") not in weights:
-            raise CacheError(cache_dir, f"{WEIGHTS_NAME} has no lm_head", remedy=PRODUCE_AGAIN, code="E701")
+        needed = ["embeddings" if facts["tied"] else "lm_head", *["norm"] * (facts["norm"] in RMS[1:])]
+        for name in needed:
+            if name not in weights:
+                raise CacheError(cache_dir, f"{WEIGHTS_NAME} has no {name}", remedy=PRODUCE_AGAIN, code="E701")
         head = cls(
             {name: tensor.to(device or "cpu") for name, tensor in weights.items()},
             **facts,
@@ -175,7 +177,7 @@ class TargetHead(nn.Module):
 
         The logits are made in parts of `PART_VALUES`.
         """
-        normalizers = torch.empty(len(states), device=self._lm_head.device)
+        normalizers = torch.empty(len(states), dtype=torch.float32, device=self._lm_head.device)
         argmax = torch.empty(len(states), dtype=torch.int64, device=self._lm_head.device)
         for part, logits in self.parts_of_logits(states):
             normalizers[part], argmax[part] = logits.logsumexp(-1), logits.argmax(-1)
@@ -195,7 +197,7 @@ class TargetHead(nn.Module):
         rows, width = batch["input_ids"].shape
         states, slots = batch["last_hidden_states"], batch["target_slots"].to(self._lm_head.device)
         size = self.vocab_size if ids is None else len(ids)
-        probs = torch.zeros(rows * width, size, device=self._lm_head.device)
+        probs = torch.zeros(rows * width, size, dtype=torch.float32, device=self._lm_head.device)
         for part, logits in self.parts_of_logits(states, ids):
             probs[slots[part]] = logits.softmax(-1)
         return probs.view(rows, width, size)
@@ -245,7 +247,8 @@ class TargetHead(nn.Module):
     def _rows(self, ids: Sequence[int] | Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the rows of lm_head and its bias for some ids; the last ones asked for are kept."""
         wanted = ids.tolist() if isinstance(ids, Tensor) else list(ids)
-        if self._part is None or self._part[0] != wanted or self._part[1].device != self._lm_head.device:
+        kept = None if self._part is None else (self._part[0], self._part[1].dtype, self._part[1].device)
+        if self._part is None or kept != (wanted, self._lm_head.dtype, self._lm_head.device):
             index = torch.tensor(wanted, dtype=torch.int64, device=self._lm_head.device)
             bias = self._lm_head_bias
             self._part = wanted, self._lm_head[index], None if bias is None else bias[index]

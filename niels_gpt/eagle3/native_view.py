@@ -1,7 +1,9 @@
 """A native cache as version 1 has it: the six keys of CachedEagle3Dataset, shifted and padded to seq_length.
 
-Ids and masks are those of version 1 of the same input, bit for bit. Auxiliary states after the last target row, and the
-distributions of slots without loss, which no draft's loss depends on, are not in a native cache: they are zeros here.
+Ids and masks are those of version 1 of the same input, bit for bit. Of two tokens that are nearly as likely in bf16, a
+run for version 1 may find the other one to be the most probable; position_mask may then differ. Auxiliary states after
+the last target row, and the distributions of slots without loss, which no draft's loss depends on, are zeros here: a
+native cache does not have them.
 """
 
 from __future__ import annotations
@@ -78,7 +80,13 @@ class NativeView:
         batch = native_batch(samples, selected_token_ids=self._selected, pad_to=self.seq_length)
         ids, attention = batch["input_ids"], batch["attention_mask"]
         ids[:, :-1].masked_fill_(attention[:, 1:] == 0, self.pad_id)  # after the last slot a 0, whatever pads
-        batch["aux_hidden_states"] = batch["aux_hidden_states"].to(DTYPES[self.manifest["dtype"]])
+        states, dtype = batch["aux_hidden_states"], DTYPES[self.manifest["dtype"]]
+        batch["aux_hidden_states"] = states.to(dtype)
+        if dtype == torch.float16 != states.dtype and not bool(batch["aux_hidden_states"].isfinite().all()):
+            found = (
+                f"an auxiliary state of {float(states.abs().max()):g}, which fp16, its manifest's dtype, cannot hold"
+            )
+            raise CacheError(self.dataset.cache_dir, found, remedy="Read it by niels_gpt.eagle3.native", code="E708")
         return batch
 
     def with_probs(self, batch: Batch) -> Batch:

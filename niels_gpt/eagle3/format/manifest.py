@@ -57,7 +57,7 @@ _NATIVE_OBJECTS: dict[str, dict[str, tuple[Any, ...]]] = {
         "loss_mask": ("raw",),
     },
     "head": {
-        "norm": ("rms", "gemma_rms", "layer", "none"),
+        "norm": ("rms", "wide_rms", "gemma_rms", "layer", "none"),
         "eps": (float, None),
         "logit_scale": (float,),
         "softcap": (float, None),
@@ -217,6 +217,15 @@ def check_native(manifest: Mapping[str, Any], where: PathLike) -> None:
             if not number and not any(value == each and type(value) is type(each) for each in choices):
                 names = ", ".join("a number" if each is float else str(each) for each in choices)
                 raise refuse(f"{above}.{key}", value, f"one of {names}" if len(choices) > 1 else names)
+    head = manifest["head"]
+    if (
+        (head["eps"] or 0) < 0
+        or not head["logit_scale"] > 0
+        or (head["softcap"] is not None and not head["softcap"] > 0)
+    ):
+        raise refuse("head", head, "eps of 0 or more, logit_scale and softcap above 0")
+    if manifest["conventions"]["last_hidden"] == "post_norm" and head["norm"] != "none":
+        raise refuse("head.norm", head["norm"], "none, as the stored states are behind the norm")
 
 
 def _no_manifest(path: str) -> FileNotFoundError:

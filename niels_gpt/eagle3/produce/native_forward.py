@@ -52,7 +52,9 @@ class NativeForward:
         self.head = TargetHead.of_model(model) if head is None else head
         found = self.head.last_hidden, self.head.facts()
         if found != (plan.manifest["conventions"]["last_hidden"], plan.manifest["head"]):
-            raise coded("E705", ValueError(f"{plan.target.get('name')}: its head is {found}, expected the manifest's"))
+            stated = plan.manifest["conventions"]["last_hidden"], plan.manifest["head"]
+            problem = f"{plan.target.get('name')}: its head is {found}, expected {stated}, as manifest.json has it"
+            raise coded("E705", ValueError(f"{problem}. Remove manifest.json, and run again with --resume"))
         self._in_draft = np.zeros(plan.manifest["target_vocab_size"], np.bool_)
         self._in_draft[plan.manifest["selected_token_ids"]] = True
 

@@ -23,7 +23,7 @@ from niels_gpt.eagle3.format.samples import Samples
 from niels_gpt.eagle3.produce.estimate import estimate, refuse_without_room
 from niels_gpt.eagle3.produce.finalize import complete_meta, finish
 from niels_gpt.eagle3.produce.positions import Counts
-from niels_gpt.eagle3.produce.resume_checks import finished_shards, is_finished, leftovers
+from niels_gpt.eagle3.produce.resume_checks import finished_meta, finished_shards, is_finished, leftovers
 from niels_gpt.eagle3.produce.trial import Found
 from niels_gpt.eagle3.produce.workers import Job, Load, load_and_try, run_here, run_workers, try_in_subprocess
 from niels_gpt.progress import Progress
@@ -107,10 +107,15 @@ def _tried(
 
 
 def _recorded_head(folder: Path, plan: Plan) -> Found:
-    """Return what the manifest in a folder states of the target's head; None where there is none, or no native one."""
+    """Return what the manifest of a finished native cache states of the target's head; None for any other folder.
+
+    meta.json has the same, and its own checksum: a manifest that differs from it is not believed.
+    """
     with suppress(FileNotFoundError, CacheError):
-        manifest = read_manifest(folder) if plan.is_native else {}
-        return (manifest["head"], manifest["conventions"]["last_hidden"]) if manifest else None
+        if plan.is_native and (meta := finished_meta(folder)) is not None:
+            manifest, checked = read_manifest(folder), meta["manifest"]
+            if all(manifest[name] == checked.get(name) for name in ("head", "conventions")):
+                return manifest["head"], manifest["conventions"]["last_hidden"]
     return None
 
 

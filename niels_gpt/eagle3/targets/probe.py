@@ -13,8 +13,9 @@ from torch.nn import functional
 from niels_gpt.eagle3.target import _blocks
 from niels_gpt.storage.codes import coded
 
-NORMS = ("rms", "gemma_rms", "layer", "none")
-"""Kinds of the final norm: w * rms(x); (1 + w) * rms(x), as Gemma has it; LayerNorm; none at all."""
+RMS = ("rms", "wide_rms", "gemma_rms")
+"""Kinds of RMS norm: w * rms(x), rounded before the product; the same, rounded after it, as OLMo 2 and GPT-OSS have it,
+which differs in bf16 alone; (1 + w) * rms(x), as Gemma has it."""
 _TOLERANCES = {torch.bfloat16: 3e-2, torch.float16: 5e-3}  # of the largest value; float32: 1e-4
 _PROBED = 8  # tokens
 _EPS_NAMES = ("eps", "variance_epsilon", "epsilon", "norm_eps")
@@ -104,7 +105,7 @@ def _run(model: nn.Module, lm_head: Any) -> Tensor:
 
 
 def final_norm(probe: Probe) -> tuple[str, float | None, dict[str, Tensor | None]] | None:
-    """Return the kind, eps and weights of the final norm; None where none of `NORMS` gives the lm_head's input."""
+    """Return the kind, eps and weights of the final norm; None where no known one gives the lm_head's input."""
     if not probe.pre_norm.numel():
         return None
     allowed = tolerance(probe.post_norm)
@@ -132,7 +133,7 @@ def final_norm(probe: Probe) -> tuple[str, float | None, dict[str, Tensor | None
 
 
 def _kinds(weight: Tensor | None, bias: Tensor | None) -> tuple[str, ...]:
-    return ("layer",) if bias is not None else ("layer", "rms") if weight is None else NORMS[:3]
+    return ("layer",) if bias is not None else ("layer", "rms") if weight is None else ("layer", *RMS)
 
 
 def normed(kind: str, states: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float | None) -> Tensor:
@@ -146,6 +147,9 @@ def normed(kind: str, states: Tensor, weight: Tensor | None, bias: Tensor | None
     if kind == "gemma_rms":
         assert weight is not None
         return (wide * (1.0 + weight.float())).to(states.dtype)
+    if kind == "wide_rms":
+        assert weight is not None
+        return (wide * weight.float()).to(states.dtype)
     scaled = wide.to(states.dtype)
     return scaled if weight is None else (weight * scaled).to(states.dtype)
 

@@ -190,7 +190,13 @@ class Options:
         if self.part is None:
             return None
         number, slash, parts = self.part.partition("/")
-        if slash and number.isdecimal() and parts.isdecimal() and 1 <= int(number) <= int(parts):
+        if (
+            slash
+            and self.part.isascii()
+            and number.isdecimal()
+            and parts.isdecimal()
+            and 1 <= int(number) <= int(parts)
+        ):
             return int(number), int(parts)
         raise ValueError(f"--part is {self.part!r}, expected i/N with 1 <= i <= N, such as 1/4")
 
@@ -203,6 +209,11 @@ class Options:
                     f"{flag_name(each.name)} is {getattr(self, each.name)}, and it applies to --format "
                     f"{' and '.join(forms)} only, not to {self.form}: leave it out"
                 )
+        if self.dtype == "fp16" and self.aux_dtype not in (None, "fp16"):
+            raise ValueError(
+                f"--dtype fp16 with --aux-dtype {self.aux_dtype}: versions 1 and 2 have one dtype, and fp16 cannot "
+                "hold what the other can. Name --dtype bf16"
+            )
         if self.format == "1" and self.target_probs_topk:
             raise ValueError(
                 f"--format 1 stores every probability, and --target-probs-topk is {self.target_probs_topk}: "

@@ -34,6 +34,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("Cohere", {**_ROTARY, "logit_scale": 0.3}),
     "granite": ("Granite", {**_ROTARY, "logits_scaling": 7.0, "embedding_multiplier": 12.0}),
     "olmo": ("Olmo", {**_ROTARY}),
+    "olmo2": ("Olmo2", {**_ROTARY}),
     "phi": ("Phi", {**_ROTARY}),
 }
 NORMS = {"gemma2": "gemma_rms"} | dict.fromkeys(("gpt2", "gpt_neox", "cohere", "olmo", "phi"), "layer")
@@ -97,11 +98,18 @@ def test_a_softcap_that_small_logits_hardly_show_is_found_and_one_that_is_not_ap
     assert TargetHead.of_model(model).softcap is None
 
 
-def test_the_head_computes_in_bf16_as_a_model_of_bf16() -> None:
-    model = made("llama", torch.bfloat16)
+@pytest.mark.parametrize(("name", "norm"), [("llama", "rms"), ("olmo2", "wide_rms"), ("gemma2", "gemma_rms")])
+def test_the_head_computes_in_bf16_as_a_model_of_bf16(name: str, norm: str) -> None:
+    model = made(name, torch.bfloat16)
     head = TargetHead.of_model(model)
     states, logits = states_and_logits(model)
-    assert head.facts()["compute_dtype"] == "bf16" and torch.equal(head(states), logits)
+    assert (head.facts()["compute_dtype"], head.norm) == ("bf16", norm) and torch.equal(head(states), logits)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)  # as training scripts do
+    try:
+        assert head.log_normalizer_and_argmax(states)[0].dtype == torch.float32
+    finally:
+        torch.set_default_dtype(before)
 
 
 class Twisted(nn.Module):
