@@ -152,7 +152,7 @@ def test_a_run_that_does_not_fit_is_refused_within_seconds(tmp_path: Path, run: 
         (["--device", "tpu"], "'--device': 'tpu' is not one of"),
         (["--format-version", "1", "--target-probs-topk", "4"], "--format 1 stores every probability"),
         (["--format", "native", "--target-probs-topk", "4"], "--target-probs-topk is 4, and it applies to --format 1"),
-        (["--format", "native"], "--shard-size is 4, and it applies to --format 1 and 2 only"),
+        (["--format", "native", "--shard-size", "256"], "--shard-size is 256, and it applies to --format 1 and 2 only"),
         (["--format-version=2", "--aux-dtype", "fp8"], "--aux-dtype is fp8, and it applies to --format native only"),
         (["--shard-bytes", "9"], "--shard-bytes is 9, and it applies to --format native only, not to 1"),
         *((["--part", part], f"--part is '{part}', expected i/N") for part in ("0/2", "3/2", "1", "1/", "a/2")),

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 from rich_click import RichOption
 
 from niels_gpt.commands.console import ERRORS, Command, ExitCode, Result, is_color_wanted, run, say
@@ -47,7 +48,10 @@ def _precompute(source_root: str, dry_run: bool, **given: Any) -> Result:
 def _options(given: dict[str, Any]) -> Options:
     template = given["chat_template"]
     is_own = template is None or str(template) == OF_TOKENIZER  # as of `build`
-    return Options(**{**given, "chat_template": None if is_own else template.read_text(encoding="utf-8")})
+    options = Options(**{**given, "chat_template": None if is_own else template.read_text(encoding="utf-8")})
+    source, unstated = click.get_current_context().get_parameter_source, (None, ParameterSource.DEFAULT)
+    options.check_form([name for name in given if source(name) not in unstated])  # also those stated as their default
+    return options
 
 
 def _run(options: Options, settings: Settings, *, dry_run: bool) -> Result:

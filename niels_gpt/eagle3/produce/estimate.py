@@ -31,10 +31,11 @@ from niels_gpt.eagle3.format.plan import Plan, shards_of_part
 from niels_gpt.eagle3.format.samples import Samples
 from niels_gpt.eagle3.produce.resume_checks import finished_meta, leftovers
 from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import canonical_json
 
 _BLOCK = 4096
 _RECEIPT_BYTES = 60  # of a sample: its checksum as text and its number of slots
-_META_BYTES = 300  # of a shard: the record of its receipt
+_SHARD_BYTES = 900  # of a shard: the rest of its receipt, and the record of that in meta.json
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,8 @@ def estimate(
     names = sum(len(name) + 1 for name in samples.source_ids)
     sidecar = 5 * len(samples.ids) + 8 * len(lengths) + names + len(plan.batches_bytes())
     sidecar += len(manifest_bytes(plan.manifest))  # a line for each id of the draft's
-    small = _weights_bytes(plan) + sidecar + _RECEIPT_BYTES * len(lengths) + _META_BYTES * len(sizes)
+    sidecar += 2 * len(canonical_json(plan.record)) + _BLOCK  # meta.json has most of it, too
+    small = _weights_bytes(plan) + sidecar + _RECEIPT_BYTES * len(lengths) + _SHARD_BYTES * len(sizes)
     is_whole = not left and finished_meta(cache_dir, plan) is not None
     return Estimate(
         samples=len(lengths),

@@ -7,6 +7,7 @@ its own.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -171,7 +172,7 @@ class Options:
                 raise ValueError(f"{flag_name(each.name)} is {value}, expected {least} or more")
             if value is not None and choices and value not in choices:
                 raise ValueError(f"{flag_name(each.name)} is {value!r}, expected one of {', '.join(map(str, choices))}")
-        self._check_form()
+        self.check_form([each.name for each in fields(self) if getattr(self, each.name) != each.default])
         _ = self.part_numbers
         if self.revision is not None and is_local(self.target_model):
             raise ValueError(
@@ -200,11 +201,14 @@ class Options:
             return int(number), int(parts)
         raise ValueError(f"--part is {self.part!r}, expected i/N with 1 <= i <= N, such as 1/4")
 
-    def _check_form(self) -> None:
-        """Raise ValueError, naming the flag, for an option that does not apply to the form."""
+    def check_form(self, stated: Collection[str]) -> None:
+        """Raise ValueError, naming the flag, for an option that does not apply to the form.
+
+        stated: names of the options that somebody has set.
+        """
         for each in fields(self):
             forms = each.metadata["forms"]
-            if forms and self.form not in forms and getattr(self, each.name) != each.default:
+            if forms and self.form not in forms and each.name in stated:
                 raise ValueError(
                     f"{flag_name(each.name)} is {getattr(self, each.name)}, and it applies to --format "
                     f"{' and '.join(forms)} only, not to {self.form}: leave it out"

@@ -17,6 +17,8 @@ from niels_gpt.eagle3.cache import CachedEagle3Dataset
 from niels_gpt.eagle3.format.native.shard_reader import NativeShards
 from niels_gpt.eagle3.format.native.weights import read_weights
 from niels_gpt.eagle3.head import TargetHead
+from niels_gpt.eagle3.produce.estimate import estimate
+from niels_gpt.eagle3.produce.resume_checks import finished_shards
 from niels_gpt.eagle3.produce.supervision import NonFiniteError
 from niels_gpt.storage.errors import CacheError
 
@@ -129,6 +131,42 @@ def test_targets_with_other_heads_have_theirs_in_the_manifest(tmp_path: Path, na
             logits = model(torch.from_numpy(found.input_ids.astype("int64"))[None], use_cache=False).logits[0]
         torch.testing.assert_close(head.logits(found.last_hidden_states), logits[found.positions], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(found.log_normalizers, logits[found.positions].logsumexp(-1), rtol=1e-5, atol=1e-4)
+
+
+def squashed(device: torch.device) -> Any:
+    """Return a target whose final norm is none that a head could have."""
+    model = tiny_model("llama", vocab_size=small.VOCAB)
+    model.model.norm = torch.nn.Tanh()
+    return model.to(device)
+
+
+def test_where_the_norm_is_not_known_the_lm_heads_input_is_stored(tmp_path: Path) -> None:
+    form = {**NATIVE, "hidden_size": 32, "aux_layer_ids": [1], "dtype": "fp32", "aux_dtype": "fp32"}
+    given = small.plan(samples_of(4), **form, target={"hidden_size": 32})
+    run(tmp_path / "c", samples=samples_of(4), given=given, load=squashed)
+    shards = NativeShards(tmp_path / "c")
+    assert shards.manifest["conventions"]["last_hidden"] == "post_norm" and shards.manifest["head"]["norm"] == "none"
+    found = next(sample for sample in map(shards.sample, range(4)) if len(sample.positions) > 2)
+    inner = found.positions[found.positions < len(found.aux_hidden_states)]
+    last = found.last_hidden_states[: len(inner)]
+    torch.testing.assert_close(last, found.aux_hidden_states[inner, 0].tanh())
+
+
+def test_the_estimate_is_the_size_of_the_files_and_a_little_more(tmp_path: Path) -> None:
+    samples = samples_of(40)
+    given = small.plan(samples, **NATIVE)
+    whole, part = (estimate(tmp_path / "c", given, samples, part=part) for part in (None, (2, 3)))
+    run(tmp_path / "c", samples=samples, given=given, part=(2, 3))
+    assert sum(map(len, whole_tree(tmp_path / "c").values())) <= part.to_write_bytes < whole.to_write_bytes
+    assert part.shards_left == len([*(tmp_path / "c").glob("shard-*")]) < whole.shards_left == given.num_shards
+    done = finished_shards(tmp_path / "c", given, resume=True)
+    left = estimate(tmp_path / "c", given, samples, done=done).to_write_bytes
+    run(tmp_path / "c", samples=samples, given=given, resume=True)
+    size = sum(map(len, whole_tree(tmp_path / "c").values()))
+    assert size <= whole.apparent_bytes < 1.5 * size and left < whole.to_write_bytes
+    shards = sum(path.stat().st_size for path in (tmp_path / "c").glob("shard-*"))
+    assert shards == sum(map(given.bytes_of, range(given.num_shards)))
+    assert whole.bytes_per_token == shards / whole.tokens > sum(whole.token_bytes.values())
 
 
 # --- what is not finite, and another draft vocabulary -----------------------------------------------------------------
