@@ -84,7 +84,7 @@ def test_a_manifest_that_was_changed_since_is_refused(cache: Path) -> None:
     convert(cache, 2)
     error = refused(cache, "converted to version 2", resume=True)
     assert "['manifest.format_version', 'manifest.target_probs_topk']" in error.found
-    assert error.remedy.endswith(f"niels-gpt eagle3 convert {cache} --format-version 1")
+    assert error.remedy.endswith(f"niels-gpt eagle3 convert {cache} --format 1")
     convert(cache, 1)
     path = cache / "manifest.json"
     path.write_bytes(path.read_bytes().replace(b"bf16", b"fp16"))

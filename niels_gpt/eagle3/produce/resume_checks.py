@@ -188,7 +188,7 @@ def _refuse_other(
     """Raise CacheError for a folder of another plan. record, manifest: its content. in_...: the differing fields."""
     names = sorted({*in_plan, *in_manifest})
     if not in_plan and {*names} <= {*CONVERTED}:
-        back = f"niels-gpt eagle3 convert {os.fspath(cache_dir)} --format-version"
+        back = f"niels-gpt eagle3 convert {os.fspath(cache_dir)} --format"
         differences = f"it was converted to version {manifest.get('format_version')} since"
         remedy = f"Convert it back first: {back} {plan.manifest['format_version']}"
     else:
