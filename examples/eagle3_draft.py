@@ -112,10 +112,11 @@ def run_target(model: Any, ids: Tensor, past: DynamicCache, layers: Sequence[int
 @torch.no_grad()
 def greedy(model: Any, prompt: Tensor, tokens: int) -> list[int]:
     """Return the target's greedy reply, a token a pass: up to the token that ends it, or so many tokens."""
-    past, ids, found = DynamicCache(), prompt, cast("list[int]", [])
-    while len(found) < tokens and model.config.eos_token_id not in found:
+    past, ids, found, ended = DynamicCache(), prompt, cast("list[int]", []), False
+    while len(found) < tokens and not ended:
         ids = run_target(model, ids, past, [0])[1][-1:]
-        found += ids.tolist()
+        kept, ended = up_to_end(model, ids)
+        found += kept
     return found
 
 
@@ -129,20 +130,24 @@ def speculate(
     """
     past, of_draft, passes = DynamicCache(), None, cast("list[tuple[int, int]]", [])
     aux, best = run_target(model, prompt, past, layers)
-    ids, found = torch.cat([prompt[1:], best[-1:]]), best[-1:].tolist()  # ids: the token after each of aux
-    while len(found) < tokens and model.config.eos_token_id not in found:
+    ids = torch.cat([prompt[1:], best[-1:]])  # the token after each of aux
+    found, ended = up_to_end(model, ids[-1:])
+    while len(found) < tokens and not ended:
         proposals, of_draft = draft.propose(aux, ids, of_draft, chain)
         aux, best = run_target(model, torch.cat([ids[-1:], proposals]), past, layers)
         accepted = int((proposals == best[:-1]).cumprod(0).sum())
         if accepted < chain:
             past.crop(accepted - chain)  # forget the rejected ones
         aux, ids = aux[: accepted + 1], best[: accepted + 1]
-        kept = up_to(model.config.eos_token_id, ids.tolist())
+        kept, ended = up_to_end(model, ids)
         passes.append((min(accepted, len(kept)), len(kept)))
         found += kept
     return found[:tokens], passes
 
 
-def up_to(end: int, ids: list[int]) -> list[int]:
-    """Return the ids up to the first `end`, or all."""
-    return ids[: ids.index(end) + 1] if end in ids else ids
+def up_to_end(model: Any, ids: Tensor) -> tuple[list[int], bool]:
+    """Return the ids [n] up to the first one that ends a reply, or all; and whether there is such a one."""
+    ends = model.config.eos_token_id
+    of_all = ends if isinstance(ends, list) else [ends]
+    stop = next((place for place, token in enumerate(ids.tolist(), start=1) if token in of_all), None)
+    return ids[:stop].tolist(), stop is not None

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from eagle3_draft import Batch, Draft, greedy, speculate, ttt_losses
@@ -149,16 +149,15 @@ def main(argv: list[str] | None = None) -> None:
     if options.online:
         live = partial(live_batch, HFEagle3TargetModel(model, options.layers), selected)
         batches = DataLoader(list(rows(options.online)), options.batch_size, shuffle=True, collate_fn=live)
-    runs: list[dict[str, Any]] = []
+    runs, numbers = cast("list[dict[str, Any]]", []), options.out.with_suffix(".json")
     for seed in options.seeds:
         torch.manual_seed(seed)
         draft = Draft(read_target_embeddings(options.cache), selected, len(options.layers))
         losses = [] if options.draft == "untrained" else train(draft, batches, options)
         runs.append({"seed": seed, **evaluate(model, draft, prompts, replies, options), "losses": losses})
+        numbers.write_text(json.dumps(runs) + "\n")
         rates = " ".join(f"{rate:.3f}" for rate in runs[-1]["acceptance"])
         print(f"seed {seed}: acceptance length {runs[-1]['acceptance_length']:.3f}, by position {rates}", flush=True)
-    numbers = options.out.with_suffix(".json")
-    numbers.write_text(json.dumps(runs) + "\n")
     plot({path.stem: json.loads(path.read_text()) for path in [*options.beside, numbers]}, options.out)
 
 

@@ -178,7 +178,7 @@ def test_what_is_accepted_and_counted_by_hand(parts: ModuleType, target: Any, mo
     found, passes = parts.speculate(target, Oracle(reply, right=False), prompt, 12, LAYERS, 3)
     assert (found, passes) == (reply[:12], [(0, 1)] * 11)
     assert reply.index(reply[10]) == 10
-    monkeypatch.setattr(target.config, "eos_token_id", reply[10])
+    monkeypatch.setattr(target.config, "eos_token_id", [388, reply[10]])
     assert parts.greedy(target, prompt, 12) == reply[:11]
     found, passes = parts.speculate(target, Oracle(reply, right=True), prompt, 12, LAYERS, 3)
     assert (found, passes) == (reply[:11], [(3, 4), (3, 4), (2, 2)])  # what follows the end does not count
