@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from niels_gpt.eagle3.exchange.foreign import fresh_folder
 from niels_gpt.eagle3.format.embeddings import read_target_embeddings, write_embeddings, write_target_embeddings
 from niels_gpt.eagle3.format.layout import DTYPES, INT_FIELDS, SIDECAR, PathLike, row_bytes_of
 from niels_gpt.eagle3.format.manifest import layout_of, manifest_path, write_manifest
@@ -32,6 +31,7 @@ from niels_gpt.eagle3.target import NUM_AUX_LAYERS
 from niels_gpt.progress import Progress
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import make_dir, write_bytes
+from niels_gpt.storage.fresh_folder import fresh_folder
 
 
 @dataclass(frozen=True)

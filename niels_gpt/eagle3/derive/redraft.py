@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.eagle3.exchange.foreign import fresh_folder
 from niels_gpt.eagle3.format.convert import content_sha256, eagle3_meta
 from niels_gpt.eagle3.format.layout import (
     LOCK_NAME,
@@ -38,6 +37,7 @@ from niels_gpt.eagle3.vocab import build_eagle3_token_mapping
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, write_bytes
+from niels_gpt.storage.fresh_folder import fresh_folder
 from niels_gpt.storage.meta_json import meta_bytes
 
 logger = logging.getLogger(__name__)

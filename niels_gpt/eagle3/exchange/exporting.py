@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from niels_gpt.eagle3.exchange.foreign import ForeignSample, fresh_folder
+from niels_gpt.eagle3.exchange.foreign import ForeignSample
 from niels_gpt.eagle3.exchange.specforge import NUM_LAYERS, SpecForgeWriter
 from niels_gpt.eagle3.exchange.speculators import SpeculatorsWriter
 from niels_gpt.eagle3.format.layout import DTYPES
@@ -27,6 +27,7 @@ from niels_gpt.eagle3.format.native.shard_reader import NativeShards
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.progress import Progress
 from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fresh_folder import fresh_folder
 
 WRITERS: dict[str, Callable[[Path, int], Any]] = {"specforge": SpecForgeWriter, "speculators": SpeculatorsWriter}
 """The tools whose files are written."""

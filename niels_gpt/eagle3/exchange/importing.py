@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from niels_gpt.eagle3.exchange.describe import add_draft_vocab, write_meta
-from niels_gpt.eagle3.exchange.foreign import BadSample, ForeignFiles, ForeignSample, fresh_folder
+from niels_gpt.eagle3.exchange.foreign import BadSample, ForeignFiles, ForeignSample
 from niels_gpt.eagle3.exchange.proof import Capture, Convention, prove, refuse_shifted_mask
 from niels_gpt.eagle3.exchange.specforge import SpecForgeFiles
 from niels_gpt.eagle3.exchange.speculators import SpeculatorsFiles
@@ -36,6 +36,7 @@ from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.progress import Progress
 from niels_gpt.storage.codes import coded
 from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fresh_folder import fresh_folder
 
 FILES: dict[str, type[SpecForgeFiles] | type[SpeculatorsFiles]] = {
     "specforge": SpecForgeFiles,

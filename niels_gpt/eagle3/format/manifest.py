@@ -117,6 +117,22 @@ def existing_shard_indices(cache_dir: PathLike) -> set[int]:
     return {index for index in indices if os.path.lexists(shard_path(cache_dir, index))}  # \d matches other digits too
 
 
+def check_shard_indices(cache_dir: PathLike, num_samples: int, num_shards: int) -> None:
+    """Raise CacheError unless the shards of a folder are those that its manifest declares, 0 to num_shards - 1."""
+    indices = existing_shard_indices(cache_dir)
+    if len(indices) == num_shards and max(indices, default=-1) < num_shards:
+        return
+    first = ", ".join(map(str, sorted(indices)[:20]))
+    more = f" and {len(indices) - 20:,} more" if len(indices) > 20 else ""
+    raise CacheError(
+        cache_dir,
+        f"EAGLE-3 cache declares {num_samples} samples ({num_shards} shards) but found {len(indices)} shard files "
+        f"(shard indices [{first}]{more})",
+        remedy="Produce the rest: precompute --resume",
+        code="E702",
+    )
+
+
 def is_compressed(target_probs_topk: int | None, draft_vocab_size: int) -> bool:
     """Return whether top-k drops probabilities: k is neither None nor 0, and below the size of the draft vocabulary."""
     return target_probs_topk is not None and 0 < int(target_probs_topk) < draft_vocab_size

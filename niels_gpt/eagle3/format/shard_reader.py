@@ -20,7 +20,7 @@ from niels_gpt.eagle3.format.layout import (
     shard_path,
 )
 from niels_gpt.eagle3.format.manifest import (
-    existing_shard_indices,
+    check_shard_indices,
     is_compressed,
     load_safetensors,
     manifest_path,
@@ -96,17 +96,7 @@ class ShardSet:
             raise CacheError(manifest_path(self.cache_dir), found, expected, code="E701")
 
     def _check(self) -> None:
-        indices = existing_shard_indices(self.cache_dir)
-        if len(indices) != self.num_shards or max(indices, default=-1) >= self.num_shards:
-            first = ", ".join(map(str, sorted(indices)[:20]))
-            more = f" and {len(indices) - 20:,} more" if len(indices) > 20 else ""
-            raise CacheError(
-                self.cache_dir,
-                f"EAGLE-3 cache declares {self.num_samples} samples ({self.num_shards} shards) but found "
-                f"{len(indices)} shard files (shard indices [{first}]{more})",
-                remedy="Produce the rest: precompute --resume",
-                code="E702",
-            )
+        check_shard_indices(self.cache_dir, self.num_samples, self.num_shards)
         for index in range(self.num_shards):
             self._check_shard(index)
 

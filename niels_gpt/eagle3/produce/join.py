@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from niels_gpt.eagle3.exchange.foreign import fresh_folder
 from niels_gpt.eagle3.format.embeddings import EMBEDDINGS_RECEIPT, has_embeddings
 from niels_gpt.eagle3.format.layout import (
     EMBEDDINGS_NAME,
@@ -32,6 +31,7 @@ from niels_gpt.eagle3.produce.resume_checks import is_finished
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import sha256_file, write_bytes
+from niels_gpt.storage.fresh_folder import fresh_folder
 from niels_gpt.storage.locks import file_lock
 
 _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -151,6 +150,7 @@ def respond(responder: Responder, *, progress: Progress | None = None) -> dict[s
     progress: called with the tokens of replies, the chats that are done, and None.
     Raises: CacheError as output.opened; as load_target and input_chats; ValueError where not one chat has a reply.
     """
+    from niels_gpt.eagle3.produce.workers import torch_threads
     from niels_gpt.eagle3.replies.output import ReplyFile, opened
 
     options = responder.options
@@ -159,7 +159,7 @@ def respond(responder: Responder, *, progress: Progress | None = None) -> dict[s
             return file
         dropped = Counter[str]()
         speaker: Speaker | None = None
-        with _threads(responder.run["threads"]):
+        with torch_threads(responder.run["threads"]):
             for batch in _batches(responder, dropped, file.done):
                 speaker = speaker or _load(responder)
                 _answer(responder, speaker, [answered for _, answered in batch])
@@ -260,16 +260,3 @@ def _cut(items: Iterable[_Item], size: int) -> Iterator[list[_Item]]:
     stream = iter(items)
     while part := list(islice(stream, size)):
         yield part
-
-
-@contextmanager
-def _threads(number: int) -> Iterator[None]:
-    """Set torch's threads, which may change the rounding."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

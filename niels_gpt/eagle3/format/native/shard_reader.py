@@ -28,7 +28,7 @@ from niels_gpt.eagle3.format.layout import (
 )
 from niels_gpt.eagle3.format.manifest import (
     PRODUCE_AGAIN,
-    existing_shard_indices,
+    check_shard_indices,
     is_native,
     manifest_path,
     read_manifest,
@@ -159,7 +159,7 @@ class NativeShards:
         self.num_samples, self.num_shards = self.manifest["num_samples"], self.manifest["num_shards"]
         self._open: dict[int, MappedShard] = {}
         self._pid = os.getpid()
-        self._check_indices()
+        check_shard_indices(self.cache_dir, self.num_samples, self.num_shards)
         counts = [self._map(index)[1] for index in range(self.num_shards)]
         self._firsts = np.cumsum([0, *map(len, counts)]).tolist()
         if self._firsts[-1] != self.num_samples:
@@ -205,16 +205,3 @@ class NativeShards:
         path = shard_path(self.cache_dir, shard_index)
         mapped, _ = map_shard(path, self.layout, follow_links=self._follow_links)
         return mapped, checked_counts(path, mapped, self.manifest["seq_length"])
-
-    def _check_indices(self) -> None:
-        indices = existing_shard_indices(self.cache_dir)
-        if len(indices) != self.num_shards or max(indices, default=-1) >= self.num_shards:
-            first = ", ".join(map(str, sorted(indices)[:20]))
-            more = f" and {len(indices) - 20:,} more" if len(indices) > 20 else ""
-            raise CacheError(
-                self.cache_dir,
-                f"EAGLE-3 cache declares {self.num_samples} samples ({self.num_shards} shards) but found "
-                f"{len(indices)} shard files (shard indices [{first}]{more})",
-                remedy="Produce the rest: precompute --resume",
-                code="E702",
-            )
