@@ -60,7 +60,8 @@ def produce(
 ) -> Produced:
     """Make the cache of a plan in a folder, or what is missing of it.
 
-    load: returns the target on a device. Called only where work is left, once in each process.
+    load: returns the target on a device. Called once in each process where work is left, and once for a native cache
+        that is not finished, whose manifest is not believed about the target's head.
     workers: processes; 1 does the work in this one. The bytes do not depend on it.
     part: (i, N): make only the shards whose index divided by N leaves i - 1, and no meta.json; join.py finishes it.
     progress: items are the bytes that this run wrote, units are tokens; first called with the tokens already done.
