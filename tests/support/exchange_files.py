@@ -70,11 +70,11 @@ def chats(model: Any, number: int = 10) -> list[Chat]:
             parts.append(torch.randint(20, VOCAB, (4,), generator=chance))
             mask += [0] * 4
         ids = torch.cat(parts)
-        made.append(Chat(ids, torch.tensor(mask) == 1, *_states(model, ids)))
+        made.append(Chat(ids, torch.tensor(mask) == 1, *states_of(model, ids)))
     return made
 
 
-def _states(model: Any, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def states_of(model: Any, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The outputs of all blocks [L, n, H], that of the last one, and what lm_head takes [L, H]."""
     seen: list[Tensor] = []
     hooks = [layer.register_forward_hook(lambda _, __, out: seen.append(out[0])) for layer in model.model.layers]

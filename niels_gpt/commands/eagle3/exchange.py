@@ -33,8 +33,15 @@ niels-gpt eagle3 import DIR OUT --from specforge --target MODEL --trust --layers
 @option("--from", "tool", type=click.Choice(TOOLS), required=True, help="the tool that wrote the files")
 @option("--target", metavar="MODEL", required=True, help="folder or hub id of the model that the states are of")
 @option("--revision", metavar="REV", help="hub commit, tag or branch of the target")
-@option("-k", "--samples", type=int, default=8, metavar="N", help="samples to run, which show what the states are")
-@option("--seed", type=int, default=0, metavar="N", help="seed of the draw")
+@option(
+    "-k",
+    "--samples",
+    type=click.IntRange(1),
+    default=8,
+    metavar="N",
+    help="samples to run, which show what the states are",
+)
+@option("--seed", type=click.IntRange(0, (1 << 63) - 1), default=0, metavar="N", help="seed of the draw")
 @option("--device", type=click.Choice(["cpu", "cuda"]), help="where the target runs; cuda where there is one")
 @option("--trust", is_flag=True, help="run nothing; the states are what --layers and --last-hidden say")
 @option("--layers", metavar="IDS", help="with --trust: the blocks, from 0: eagle3, dflash:N, or ids such as 1,15,28")
@@ -46,7 +53,7 @@ niels-gpt eagle3 import DIR OUT --from specforge --target MODEL --trust --layers
 @option(
     "--loss-mask",
     type=click.Choice(["raw", "shifted"]),
-    help="of each token itself, or of the next; raw, and checked, if not given",
+    help="of each token itself, or of the next; if not given, raw, and checked where the drawn samples have 8 replies",
 )
 @option("--draft-vocab-size", type=click.IntRange(1), metavar="D", help="tokens that the draft knows; all if not given")
 @option("--aux-dtype", type=click.Choice(["stored", "fp8"]), default="stored", help="of the auxiliary states")
@@ -137,7 +144,7 @@ def _import_lines(out: Path, done: Imported) -> list[str]:
         f"{out}: {done.samples:,} samples of {done.tokens:,} tokens, {done.target_rows:,} of them with a target row",
         f"  auxiliary states  the outputs of blocks {blocks}, counted from 0",
         f"  last hidden       {convention.last_hidden}",
-        f"  loss mask         {done.loss_mask}",
+        f"  loss mask         {done.loss_mask}, {'checked' if done.mask_checked else 'not checked'}",
     ]
     if convention.samples:
         apart = ", ".join(f"{each:.2g}" for each in convention.distances)
@@ -169,7 +176,7 @@ def export(cache: Path, out: Path, follow_links: bool, tool: str) -> Result:
         f"{out}: {done.samples:,} samples of {done.tokens:,} tokens, {done.num_bytes:,} bytes of states",
         f"  last hidden  {done.last_hidden}",
         f"  zeros        {done.without_aux:,} tokens without auxiliary states, {done.without_last:,} without a last "
-        "one: no loss needs them, and the loss mask is 0 there",
+        "one, which the loss of EAGLE-3 does not need",
     ]
     say("\n".join([*lines, *(f"  note: {note}" for note in done.notes)]))
     return Result({"out": str(out), "tool": tool, **asdict(done)})

@@ -1,8 +1,9 @@
 """A native cache -> a folder of another tool: every state in its place, zeros where the cache has none.
 
 A native cache has no state where no loss can need it: its auxiliary states end before the last target row, and target
-rows are stored where a loss mask, shifted or not, can be 1. All other states are zeros in the folder, and the other
-tool's loss mask is 0 at each of them. The masks and ids are whole.
+rows are stored where a loss mask, shifted or not, can be 1. All other states are zeros in the folder, and the loss of
+EAGLE-3, of either tool, looks at none of them. Drafts of other kinds, such as MTP and DFlash, read more states than
+these. The masks and ids are whole.
 """
 
 from __future__ import annotations
@@ -134,7 +135,9 @@ def _spread(states: Tensor, positions: Tensor, length: int) -> Tensor:
 
 
 def _notes(manifest: dict[str, Any], to_post_norm: bool) -> list[str]:
-    notes = ["the final norm was applied to the last hidden states"] if to_post_norm else []
+    notes = ["for EAGLE-3 only: drafts such as MTP and DFlash read states that are zeros here"]
+    if to_post_norm:
+        notes.append("the final norm was applied to the last hidden states")
     if manifest["aux_dtype"] == "fp8":
         notes.append(f"the auxiliary states were dequantized from float8 to {manifest['dtype']}")
     return notes

@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 
 from niels_gpt.eagle3.exchange.describe import add_draft_vocab, write_meta
 from niels_gpt.eagle3.exchange.foreign import BadSample, ForeignFiles, ForeignSample
-from niels_gpt.eagle3.exchange.proof import Capture, Convention, prove, refuse_shifted_mask
+from niels_gpt.eagle3.exchange.proof import PROOF_TOKENS, Capture, Convention, prove, reach, refuse_shifted_mask
 from niels_gpt.eagle3.exchange.specforge import SpecForgeFiles
 from niels_gpt.eagle3.exchange.speculators import SpeculatorsFiles
-from niels_gpt.eagle3.format.layout import DTYPES
+from niels_gpt.eagle3.format.layout import DTYPES, MAX_ROWS
 from niels_gpt.eagle3.format.manifest import NATIVE_VERSION, write_manifest
 from niels_gpt.eagle3.format.native.fp8 import quantized
-from niels_gpt.eagle3.format.native.layout import DEFAULT_SHARD_BYTES, NativeLayout
+from niels_gpt.eagle3.format.native.layout import DEFAULT_SHARD_BYTES, NativeLayout, room_bits
 from niels_gpt.eagle3.format.native.rows import row_counts, target_positions
 from niels_gpt.eagle3.format.native.sample import NativeSample
 from niels_gpt.eagle3.format.native.shard_reader import NativeShards
@@ -69,6 +69,8 @@ class Imported:
     convention: Convention
     loss_mask: str
     """raw or shifted: how the tool's mask was taken."""
+    mask_checked: bool
+    """Whether the drawn samples had replies enough to show a mask of the next token; False where it was stated."""
     samples: int
     tokens: int
     target_rows: int
@@ -115,9 +117,8 @@ def import_cache(
         raise ValueError("either a capture and one sample or more to prove the conventions on, or stated ones")
     files = FILES[tool](source, target.hidden_size, target.vocab_size, follow_links=follow_links)
     importing = _Import(source, files, drop_bad, is_shifted=loss_mask == "shifted")
-    drawn = importing.drawn(samples, seed)
-    if loss_mask is None:
-        refuse_shifted_mask(source, [sample for _, sample in drawn])
+    drawn = importing.drawn(samples, seed, to_compare=capture is not None)
+    mask_checked = loss_mask is None and refuse_shifted_mask(source, [sample for _, sample in drawn])
     convention = prove(source, drawn, capture) if capture else stated
     assert convention is not None
     head = _head_for(convention.last_hidden, target.head)
@@ -132,6 +133,7 @@ def import_cache(
     return Imported(
         convention,
         loss_mask or "raw",
+        mask_checked,
         shards.num_samples,
         shards.num_tokens,
         rows,
@@ -149,7 +151,7 @@ class _Import:
         self.dropped: Counter[str] = Counter()
         self.first_dropped: list[str] = []
         self.was_fp8 = False
-        self._form: tuple[int, torch.dtype, torch.dtype] | None = None
+        self._form: tuple[int, torch.dtype, torch.dtype] | None = None  # layers, dtypes
 
     def read(self, index: int, *, is_counted: bool = True) -> ForeignSample | None:
         """Return a sample; None for a bad one that is left out. Raises: CacheError."""
@@ -171,27 +173,48 @@ class _Import:
         self.was_fp8 |= sample.was_fp8
         return sample
 
-    def drawn(self, samples: int, seed: int) -> list[tuple[str, ForeignSample]]:
-        """Return samples that a seed draws, with their names. Raises: CacheError."""
+    def drawn(self, samples: int, seed: int, *, to_compare: bool) -> list[tuple[str, ForeignSample]]:
+        """Return samples that a seed draws, with their names; all others must have the commonest form of these.
+
+        to_compare: pass over samples without stored states among the tokens that the target is run over, as exports
+            have them; where no other is there, take those whose states come later.
+        Raises: CacheError.
+        """
         order = torch.randperm(len(self.files.names), generator=torch.Generator().manual_seed(seed)).tolist()
-        drawn: list[tuple[str, ForeignSample]] = []
+        near: dict[int, ForeignSample] = {}
+        late: dict[int, ForeignSample] = {}
+        empty = 0
         for index in order:
-            if len(drawn) == samples:
+            if len(near) == samples:
                 break
             sample = self.read(index, is_counted=False)
-            if sample is not None:
-                drawn.append((self.files.names[index], sample))
+            if sample is None:
+                continue
+            tokens = reach(sample) if to_compare else PROOF_TOKENS
+            if tokens == PROOF_TOKENS:
+                near[index] = sample
+            elif tokens is not None and len(late) < samples:
+                late[index] = sample
+            empty += tokens is None
+        drawn = near or late
         if not drawn:
-            raise CacheError(self.source, f"not one of {len(order):,} samples can be used", code="E711")
-        return drawn
+            found = f"not one of {len(order):,} samples can be used"
+            found += f"; {empty:,} have zeros for all states, and give nothing to compare" if empty else ""
+            raise CacheError(self.source, found, code="E711")
+        self._form = Counter(map(_form_of, drawn.values())).most_common(1)[0][0]
+        kept = [index for index in drawn if _form_of(drawn[index]) == self._form or self.read(index, is_counted=False)]
+        return [(self.files.names[index], drawn[index]) for index in kept]
 
     def _refuse_other_form(self, name: str, sample: ForeignSample) -> None:
-        """Raise BadSample where layers or dtypes are not those of the first sample."""
-        form = sample.aux.shape[1], sample.aux.dtype, sample.last.dtype
-        self._form = self._form or form
-        if form != self._form:
+        """Raise BadSample where layers or dtypes are not those of most of the drawn samples."""
+        form = _form_of(sample)
+        if self._form is not None and form != self._form:
             texts = (f"{layers} layers of {aux}, last {last}" for layers, aux, last in (form, self._form))
-            raise BadSample("mismatched", name, "{}, expected {} as samples before it have".format(*texts))
+            raise BadSample("mismatched", name, "{}, expected {}, as most of the drawn samples have".format(*texts))
+
+
+def _form_of(sample: ForeignSample) -> tuple[int, torch.dtype, torch.dtype]:
+    return sample.aux.shape[1], sample.aux.dtype, sample.last.dtype
 
 
 def _refuse_zeros(name: str, sample: ForeignSample) -> None:
@@ -225,6 +248,7 @@ class _Shards:
         self.num_shards = self.num_samples = self.num_tokens = self.seq_length = 0
         self._waiting: list[NativeSample] = []
         self._counts: list[NDArray[np.int64]] = []
+        self._bits = 0
 
     def write(self) -> None:
         """Write all shards. Raises: CacheError where no sample is left, and where none has a target row."""
@@ -265,9 +289,10 @@ class _Shards:
         """Keep a sample until its shard is full; a full one is written before it."""
         assert self.layout is not None
         counts = row_counts(np.array([0, len(sample.loss_mask)]), sample.loss_mask)
-        waiting = np.concatenate([*self._counts, counts])
-        if self._waiting and len(self.layout.cut(waiting, self.shard_bytes)) > 2:
-            self._flush()
+        bits = int(self.layout.sample_bits(counts)[0])
+        if self._waiting and (self._bits + bits > room_bits(self.shard_bytes) or len(self._waiting) == MAX_ROWS):
+            self._flush()  # as NativeLayout.cut
+        self._bits += bits
         self._waiting.append(sample)
         self._counts.append(counts)
 
@@ -287,7 +312,7 @@ class _Shards:
         finally:
             writer.discard()
         self.num_shards, self.num_samples = self.num_shards + 1, self.num_samples + len(self._waiting)
-        self._waiting, self._counts = [], []
+        self._waiting, self._counts, self._bits = [], [], 0
 
 
 def _head_for(last_hidden: str, head: TargetHead) -> TargetHead:

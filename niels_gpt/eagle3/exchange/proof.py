@@ -30,7 +30,8 @@ FAR, FAR_SHARE = 0.2, 0.02
 APART = 2.0
 """The next best block must be this many times as far: else it is not known which of the two it is."""
 PROOF_TOKENS = 512
-"""Tokens of a sample that the target is run over: the first ones, as no later token changes their states."""
+"""Tokens of a sample that the target is run over: the first ones, as no later token changes their states. More only
+where no drawn sample has stored states among these: then up to the first that it has."""
 _NEAR_ZERO = 1e-6
 _REPLIES, _SAME, _MANY = 8, 0.9, 0.5  # of the rule about shifted masks
 
@@ -73,7 +74,7 @@ def capture_of(model: nn.Module, num_layers: int, device: torch.device) -> Captu
 
 
 def prove(folder: Path, samples: Sequence[tuple[str, ForeignSample]], capture: Capture) -> Convention:
-    """Return the convention that fits all samples, given with their names.
+    """Return the convention that fits all samples, given with their names, all with a `reach`.
 
     Raises: CacheError where a layer fits no block or two of them, and where one of the samples does not fit.
     """
@@ -81,8 +82,6 @@ def prove(folder: Path, samples: Sequence[tuple[str, ForeignSample]], capture: C
     found = [_distances(sample, capture) for _, sample in samples]
     layers = torch.cat([each.layers for each in found])
     last = torch.cat([each.last for each in found])
-    if not len(layers) or not len(last):
-        raise _refusal(folder, "all states of the drawn samples are zeros", "those of a target")
     chosen = []
     for place in range(layers.shape[1]):
         what = f"auxiliary layer {place} of {layers.shape[1]}"
@@ -104,8 +103,16 @@ def prove(folder: Path, samples: Sequence[tuple[str, ForeignSample]], capture: C
     return Convention(tuple(chosen), LAST_HIDDEN[side], len(samples), len(layers), distances)
 
 
-def refuse_shifted_mask(folder: Path, samples: Sequence[ForeignSample]) -> None:
+def reach(sample: ForeignSample) -> int | None:
+    """Return how many tokens of a sample the target is run over; None where a stored layer is zeros at all tokens."""
+    stored = [filled.nonzero()[:, 0] for filled in _filled(sample.aux, sample.last)]
+    return max(PROOF_TOKENS, *(int(each[0]) + 1 for each in stored)) if all(map(len, stored)) else None
+
+
+def refuse_shifted_mask(folder: Path, samples: Sequence[ForeignSample]) -> bool:
     """Raise CacheError where replies show that the loss mask is not of each token, but of the one after it.
+
+    Returns False where the replies are too few to show anything.
 
     Before a reply stands the last token of its header, the same in every chat, and then come tokens that vary. With a
     mask of the next token, the first token with loss is that of the header.
@@ -119,7 +126,7 @@ def refuse_shifted_mask(folder: Path, samples: Sequence[ForeignSample]) -> None:
         seconds.update(sample.input_ids[begins + 1].tolist())
     replies = firsts.total()
     if replies < _REPLIES:
-        return
+        return False
     (token, same), (_, varied) = firsts.most_common(1)[0], seconds.most_common(1)[0]
     if same >= _SAME * replies and varied < _MANY * replies:
         raise CacheError(
@@ -130,6 +137,7 @@ def refuse_shifted_mask(folder: Path, samples: Sequence[ForeignSample]) -> None:
             "If so, pass --loss-mask shifted; if these tokens belong to the replies, --loss-mask raw",
             code="E711",
         )
+    return True
 
 
 @dataclass(frozen=True)
@@ -144,12 +152,17 @@ class _Distances:
     """Shift -> the same two, of stored state p and the computed one of token p + shift."""
 
 
+def _filled(aux: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which tokens have all auxiliary states, and which a last one: bool [L] each."""
+    return aux.any(-1).all(-1), last.any(-1)
+
+
 def _distances(sample: ForeignSample, capture: Capture) -> _Distances:
-    ids = sample.input_ids[:PROOF_TOKENS]
+    ids = sample.input_ids[: reach(sample)]
     blocks, before, after = capture(ids)
     aux, last = sample.aux[: len(ids)].float(), sample.last[: len(ids)].float()
     sides = torch.stack([before, after], dim=1)
-    has_aux, has_last = aux.any(-1).all(-1), last.any(-1)
+    has_aux, has_last = _filled(aux, last)
 
     def compared(stored: slice, computed: slice) -> tuple[Tensor, Tensor]:
         some, one = has_aux[stored], has_last[stored]

@@ -82,6 +82,8 @@ class SpeculatorsFiles:
             raise BadSample("missing", name, f"no such file: {self._name(index)}") from error
         except CacheError as error:
             raise BadSample("unreadable", name, f"{self._name(index)}: {error.problem}") from error
+        except (OSError, MemoryError):  # no fault of the file
+            raise
         except Exception as error:  # safetensors raises its own error, a direct subclass of Exception
             raise BadSample("unreadable", name, f"{self._name(index)}: safetensors refuses it ({error})") from error
         if missing := sorted({"token_ids", STATES} - {*tensors}):
@@ -129,25 +131,33 @@ class SpeculatorsWriter:
 
 def _open_rows(folder: Path, follow_links: bool) -> Any:
     """Return the rows. Raises: CacheError."""
-    from datasets import load_from_disk
+    from datasets import Value, load_from_disk
 
     expected = "a folder of datasets.save_to_disk with input_ids, loss_mask and seq_len"
     try:
         _refuse_other_files(folder, follow_links)
         rows = load_from_disk(str(folder)).with_format(None)
-        columns = rows.column_names
-        missing = sorted({*_COLUMNS} - {*columns})
+        missing = sorted({*_COLUMNS} - {*rows.column_names})
     except CacheError:
         raise
     except Exception as error:  # of datasets, pyarrow or json, depending on the damage
         raise CacheError(folder, f"datasets cannot read it ({error!r:.300})", expected, code="E711") from error
     if missing:
         raise CacheError(folder, f"its rows have no {', '.join(missing)}", expected, code="E711")
+    for name in _COLUMNS:
+        feature = rows.features[name]
+        if not isinstance(getattr(feature, "feature", feature), Value):  # an Image opens the file that a row names
+            found = f"the feature of {name} is {shortened(feature)}"
+            raise CacheError(folder, found, "integers, or a list of them", code="E711")
     return rows.select_columns(list(_COLUMNS))
 
 
 def _refuse_other_files(folder: Path, follow_links: bool) -> None:
-    """Raise CacheError for a folder whose state.json names files outside of it; ValueError for another state.json."""
+    """Raise CacheError for links and for a state.json that names files elsewhere; ValueError for another state.json."""
+    os.close(open_file(folder / "dataset_info.json", follow_links=follow_links))
+    if not follow_links and os.path.islink(folder / STATES):
+        found, remedy = "a link to a folder", "Pass --follow-links, or copy the folder here"
+        raise CacheError(folder / STATES, found, "the folder of the states", remedy, code="E711")
     state = json.loads(read_file(folder / "state.json", follow_links=follow_links))
     for each in state["_data_files"]:
         name = each["filename"]

@@ -1,14 +1,17 @@
 """Files of torch.save from strangers: read with weights_only, after their sizes were bounded.
 
 torch.load(weights_only=True) runs none of a file's code. What is left is a file that takes far more memory than its
-size: by compression, inside the zip archive or around it. Members of the archive must not be larger than the file, as
-torch.save compresses nothing, and a gzip stream is inflated to a limit.
+size: by compression, inside the zip archive or around it, or by a pickle that makes something large. Members of the
+archive must be stored as they are, as torch.save stores them and as they are mapped. The pickle may name only what
+torch.save writes for tensors. A gzip stream is inflated to a limit.
 """
 
 from __future__ import annotations
 
+import errno
 import gzip
 import os
+import pickletools
 import tempfile
 import zipfile
 import zlib
@@ -27,13 +30,17 @@ MAX_RATIO, RATIO_FROM = 200, 1 << 26
 """A gzip stream may inflate to more than 64 MiB only if that is at most 200 times its size. States take half of their
 size as gzip, zeros a thousandth."""
 _MAX_PICKLE = 1 << 20
+_STORAGES = ("BFloat16", "Half", "Float", "Double", "Bool", "Byte", "Char", "Short", "Int", "Long")
+_GLOBALS = {"collections OrderedDict", "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter"}
+_GLOBALS |= {f"torch {each}Storage" for each in _STORAGES}
 _PART = 1 << 20
 
 
 def load_tensors(path: Path, names: tuple[str, ...], *, follow_links: bool = False) -> dict[str, Tensor]:
     """Return the named tensors of a file of torch.save that holds a dict, mapped from the file; gzip where it ends .gz.
 
-    Raises: FileNotFoundError; CacheError for a link; ValueError that says what is wrong with the file.
+    Raises: FileNotFoundError; CacheError for a link; ValueError that says what is wrong with the file; any other
+        OSError where the fault is not the file's: a disk that is full, no permission.
     """
     with open(open_file(path, follow_links=follow_links), "rb") as file:
         if path.suffix != ".gz":
@@ -44,7 +51,10 @@ def load_tensors(path: Path, names: tuple[str, ...], *, follow_links: bool = Fal
 
 
 def inflate(source: IO[bytes], target: IO[bytes], most: int = MAX_INFLATED, ratio_from: int = RATIO_FROM) -> None:
-    """Copy what a gzip stream inflates to. Raises: ValueError for a damaged one, and for one that inflates too far."""
+    """Copy what a gzip stream inflates to.
+
+    Raises: ValueError for a damaged one, and for one that inflates too far; OSError where `target` cannot be written.
+    """
     size, done = os.fstat(source.fileno()).st_size, 0
     limit = min(most, max(ratio_from, MAX_RATIO * size))
     try:
@@ -54,7 +64,7 @@ def inflate(source: IO[bytes], target: IO[bytes], most: int = MAX_INFLATED, rati
                 if done > limit:
                     raise ValueError(f"{size:,} bytes of gzip inflate to more than {limit:,}")
                 target.write(part)
-    except (OSError, EOFError, zlib.error) as error:
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"no whole gzip stream ({error})") from error
     target.flush()
 
@@ -63,27 +73,46 @@ def _tensors(path: Path, file: IO[bytes], names: tuple[str, ...]) -> dict[str, T
     _refuse_odd_archive(file)
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, MemoryError):
+        raise
     except Exception as error:  # pickle's, zipfile's or torch's, depending on the damage
         raise ValueError(f"torch.load(weights_only=True) refuses it ({type(error).__name__})") from error
     if not isinstance(content, dict):
         raise ValueError(f"holds a {type(content).__name__}, expected a dict of {', '.join(names)}")
     for name in names:
         _refuse_odd_tensor(name, content.get(name))
-    return {name: content[name] for name in names}
+    return {name: content[name].detach() for name in names}
 
 
 def _refuse_odd_archive(file: IO[bytes]) -> None:
-    """Raise ValueError unless the file is a zip archive whose members take no more memory than the file has bytes."""
+    """Raise ValueError unless the file is a zip archive that takes no more memory than the file has bytes."""
     size = file.seek(0, os.SEEK_END)
     try:
-        members = zipfile.ZipFile(file).infolist()
-    except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError) as error:
+        archive = zipfile.ZipFile(file)
+        members = archive.infolist()
+        pickles = [each for each in members if each.filename.lower().endswith(".pkl")]
+        packed = [each.filename for each in members if each.compress_type != zipfile.ZIP_STORED]
+        total, pickled = (sum(each.file_size for each in some) for some in (members, pickles))
+        if packed or total > size or pickled > _MAX_PICKLE or len({each.filename for each in members}) < len(members):
+            found = f"an archive of {size:,} bytes with {total:,} in its members, {pickled:,} of pickle, "
+            expected = f"not more than the file has, each name once, none compressed, and {_MAX_PICKLE:,} of pickle"
+            raise ValueError(f"{found}{len(packed)} compressed, expected {expected} at most")
+        for each in pickles:
+            _refuse_odd_pickle(archive.read(each))
+    except (zipfile.BadZipFile, EOFError, OverflowError, RuntimeError, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # what a wrong offset in the archive gives
+            raise
         raise ValueError(f"no whole archive of torch.save ({error})") from error
-    total = sum(each.file_size for each in members)
-    pickled = max((each.file_size for each in members if each.filename.endswith(".pkl")), default=0)
-    if total > size or pickled > _MAX_PICKLE:
-        expected = f"not more than the file has, and {_MAX_PICKLE:,} of pickle at most"
-        raise ValueError(f"an archive of {size:,} bytes with {total:,} in its members, expected {expected}")
+
+
+def _refuse_odd_pickle(content: bytes) -> None:
+    """Raise ValueError for a pickle that names anything but what torch.save writes for tensors in dicts and lists."""
+    try:
+        named = {str(argument) for opcode, argument, _ in pickletools.genops(content) if opcode.name == "GLOBAL"}
+    except Exception as error:  # of any kind, depending on the damage
+        raise ValueError(f"no whole pickle ({type(error).__name__})") from error
+    if odd := sorted(named - _GLOBALS):
+        raise ValueError(f"its pickle names {shortened(odd[0])}, expected tensors of torch.save alone")
 
 
 def _refuse_odd_tensor(name: str, value: Any) -> None:

@@ -32,7 +32,13 @@ def test_import_says_what_it_found_and_export_what_it_left_zero(
     source, cache, out = str(folders["speculators"]), str(tmp_path / "c"), str(tmp_path / "f")
     assert main(["import", source, cache, "--from", "speculators", "--target", target, "--aux-dtype", "fp8"]) == 0
     text = capsys.readouterr().out
-    for words in ("outputs of blocks 1, 3, 4", "last hidden       pre_norm", "of 8 samples: 0.00", "to float8"):
+    for words in (
+        "outputs of blocks 1, 3, 4",
+        "last hidden       pre_norm",
+        "raw, checked",
+        "of 8 samples: 0.00",
+        "to float8",
+    ):
         assert words in text
     assert NativeEagle3Dataset(cache).manifest["aux_layer_ids"] == [*BLOCKS]
     assert main(["inspect", cache]) == 0
@@ -49,13 +55,19 @@ def test_a_trusted_import_needs_layers_and_a_name_of_a_file_never_commands_the_t
     folder.mkdir()
     for index, chat in enumerate(given[:3]):
         torch.save(specforge_dict(in_bf16(chat)), folder / f"{index}.ckpt")
-    (folder / "\x1b[31m.ckpt").write_bytes(b"no archive")
+    (folder / "\x1b[31m\n.ckpt").write_bytes(b"no archive")
     command = ["import", str(folder), out, "--from", "specforge", "--target", target]
+    assert main([*command, "-k", "0"]) == 2 == main([*command, "--seed", str(1 << 70)])
     assert main([*command, "--trust"]) == 2 and "--trust needs --layers" in capsys.readouterr().err
     assert main([*command, "--trust", "--layers", "0,2,5"]) == 1
-    assert "\x1b" not in (text := capsys.readouterr().err) and "[31m.ckpt is unreadable" in text
+    assert "\x1b" not in (text := capsys.readouterr().err) and "[31m\\n.ckpt is unreadable" in text
     assert main([*command, "--trust", "--layers", "0,2,5", "--drop-bad"]) == 0
     text = capsys.readouterr().out
-    assert "\x1b" not in text and "left out          1 unreadable" in text and "compared          nothing" in text
+    assert (
+        "\x1b" not in text
+        and "left out          1 unreadable" in text
+        and "loss mask         raw, not checked" in text
+        and "compared          nothing" in text
+    )
     manifest = NativeEagle3Dataset(out).manifest
     assert (manifest["aux_layer_ids"], manifest["conventions"]["last_hidden"]) == ([0, 2, 5], "post_norm")

@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,13 @@ import pytest
 import torch
 from support import eagle3_native, small_eagle3
 from support.eagle3_runs import whole_tree
-from support.exchange_files import BLOCKS, Chat, in_bf16
+from support.exchange_files import BLOCKS, Chat, in_bf16, states_of, write_speculators
 
 from niels_gpt.eagle3.cache import CachedEagle3Dataset
 from niels_gpt.eagle3.derive.published import Published
 from niels_gpt.eagle3.derive.redraft import redraft
 from niels_gpt.eagle3.exchange.exporting import export_cache
+from niels_gpt.eagle3.exchange.proof import PROOF_TOKENS
 from niels_gpt.eagle3.inspect.verify import verify
 from niels_gpt.eagle3.native import NativeEagle3Dataset
 from niels_gpt.storage.errors import CacheError
@@ -39,11 +41,31 @@ def test_a_round_trip_gives_the_same_cache_bit_for_bit(
     importing(tool, folders[tool], tmp_path / "c")
     done = export_cache(tmp_path / "c", tool, tmp_path / "f")
     counts = NativeEagle3Dataset(tmp_path / "c").counts.sum(0).tolist()
-    assert (done.last_hidden, done.samples, done.notes) == (last, 10, ())
+    assert (done.last_hidden, done.samples, len(done.notes)) == (last, 10, 1) and "EAGLE-3 only" in done.notes[0]
     assert [done.tokens, done.tokens - done.without_aux, done.tokens - done.without_last] == counts
     again = importing(tool, tmp_path / "f", tmp_path / "again")  # zeros, which no loss needs, are not compared
     assert (again.convention.aux_layer_ids, again.convention.last_hidden) == (BLOCKS, last)
     assert_same_samples(tmp_path / "c", tmp_path / "again")
+
+
+def test_an_export_of_few_or_late_replies_is_imported_again(
+    given: list[Chat], importing: Import, model: Any, tmp_path: Path
+) -> None:
+    silent = [replace(chat, mask=chat.mask & (index == 6)) for index, chat in enumerate(given)]
+    ids = torch.cat([chat.ids for chat in given] * 3)[: PROOF_TOKENS + 20]
+    late = Chat(ids, torch.arange(len(ids)) >= PROOF_TOKENS + 4, *states_of(model, ids))
+    for name, chats in (("silent", silent), ("late", [late])):
+        source = write_speculators(tmp_path / f"{name}-f", [in_bf16(chat) for chat in chats])
+        importing("speculators", source, tmp_path / f"{name}-c")
+        export_cache(tmp_path / f"{name}-c", "speculators", tmp_path / f"{name}-e")
+        done = importing("speculators", tmp_path / f"{name}-e", tmp_path / f"{name}-again", samples=1)
+        assert done.convention.aux_layer_ids == BLOCKS and not done.mask_checked
+        assert_same_samples(tmp_path / f"{name}-c", tmp_path / f"{name}-again")
+    nothing = write_speculators(
+        tmp_path / "n", [replace(given[0], blocks=given[0].blocks * 0, mask=given[0].mask & False)]
+    )
+    with pytest.raises(CacheError, match="not one of 1 samples can be used; 1 have zeros"):
+        importing("speculators", nothing, tmp_path / "d")
 
 
 def test_an_export_has_the_states_of_every_token_with_loss_and_zeros_elsewhere(
@@ -51,7 +73,7 @@ def test_an_export_has_the_states_of_every_token_with_loss_and_zeros_elsewhere(
 ) -> None:
     importing("speculators", folders["speculators"], tmp_path / "c", aux_fp8=True)
     done = export_cache(tmp_path / "c", "specforge", tmp_path / "f")
-    assert len(done.notes) == 2 and "norm was applied" in done.notes[0] and "float8 to bf16" in done.notes[1]
+    assert len(done.notes) == 3 and "norm was applied" in done.notes[1] and "float8 to bf16" in done.notes[2]
     paths = sorted((tmp_path / "f").rglob("*.ckpt"), key=str)
     assert len(paths) == len(given)
     for path, chat in zip(paths, map(in_bf16, given), strict=True):

@@ -1,6 +1,7 @@
 """Other tools' folders become native caches: conventions found by the target, bad samples refused by name."""
 
 import gzip
+import pickle
 import shutil
 import zipfile
 from collections.abc import Callable
@@ -143,7 +144,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path, Chat], object], str]] = {
     ),
     "a layer less": (
         "speculators",
-        lambda f, c: write_row(f, 2, c, hidden_states=torch.zeros(len(c.ids), 3, 16)),
+        lambda f, c: write_row(f, 2, c, hidden_states=torch.ones(len(c.ids), 3, 16)),
         "row 2 is mismatched: 2 layers",
     ),
     "cut archive": ("specforge", lambda f, c: cut(f / CKPT), "data_002.ckpt is unreadable: no whole archive"),
@@ -175,9 +176,18 @@ DAMAGE: dict[str, tuple[str, Callable[[Path, Chat], object], str]] = {
     "code": (
         "specforge",
         lambda f, c: torch.save({"input_ids": Path("x")}, f / CKPT),
-        r"unreadable: torch.load\(weights_only=True\) refuses it",
+        "unreadable: its pickle names 'pathlib PosixPath'",
+    ),
+    "another form": (
+        "specforge",
+        lambda f, c: torch.save(specforge_dict(c, hidden_state=c.post[None].float()), f / CKPT),
+        r"data_002.ckpt is mismatched: 3 layers of torch.bfloat16, last torch.float32, expected .* most",
     ),
 }
+
+
+SEED = next(seed for seed in range(100) if torch.randperm(10, generator=torch.Generator().manual_seed(seed))[0] == 2)
+"""With which the sample that is damaged is the first one drawn."""
 
 
 @pytest.mark.parametrize("fault", DAMAGE)
@@ -188,9 +198,9 @@ def test_a_bad_sample_is_refused_by_name_or_left_out_and_counted(
     folder = shutil.copytree(folders[tool], tmp_path / "f")
     damage(folder, in_bf16(given[2]))
     with pytest.raises(CacheError, match=words) as caught:
-        importing(tool, folder, tmp_path / "c")
+        importing(tool, folder, tmp_path / "c", seed=SEED)
     assert caught.value.code == "E711" and [path.name for path in tmp_path.iterdir()] == ["f"]
-    done = importing(tool, folder, tmp_path / "c", drop_bad=True)
+    done = importing(tool, folder, tmp_path / "c", seed=SEED, drop_bad=True)
     assert done.samples == len(given) - 1 and sum(done.dropped.values()) == 1 and len(done.first_dropped) == 1
     left = [sample.input_ids.tolist() for sample in NativeEagle3Dataset(tmp_path / "c")]
     assert left == [chat.ids.tolist() for index, chat in enumerate(given) if index != 2]
@@ -251,12 +261,21 @@ def test_a_torch_file_never_takes_more_than_its_own_size(tmp_path: Path) -> None
     with zipfile.ZipFile(path) as whole, zipfile.ZipFile(tmp_path / "b.ckpt", "w", zipfile.ZIP_DEFLATED) as packed:
         for member in whole.infolist():
             packed.writestr(member.filename, whole.read(member))
-    with pytest.raises(ValueError, match="in its members, expected not more than the file has"):
+        packed.comment = bytes(60_000)  # to be as large as its members
+    with pytest.raises(ValueError, match=r"compressed, expected .*, none compressed"):
         load_tensors(tmp_path / "b.ckpt", ("x",))
+    with zipfile.ZipFile(tmp_path / "d.ckpt", "w") as made:
+        made.writestr("a/data.pkl", b"cbuiltins\nbytearray\n" + pickle.dumps((1 << 40,), 2)[2:-1] + b"R.")
+        made.writestr("a/version", "3")
+    with pytest.raises(ValueError, match="its pickle names 'builtins bytearray'"):
+        load_tensors(tmp_path / "d.ckpt", ("x",))
     (tmp_path / "bomb.gz").write_bytes(gzip.compress(bytes(1 << 20)))
     refused = pytest.raises(ValueError, match="bytes of gzip inflate to more than")
     with open(tmp_path / "bomb.gz", "rb") as bomb, open(tmp_path / "out", "wb") as out, refused:
         inflate(bomb, out, ratio_from=1 << 16)
+    refused = pytest.raises(OSError, match="No space left")  # no fault of the sample
+    with open(tmp_path / "bomb.gz", "rb") as bomb, open("/dev/full", "wb", buffering=0) as out, refused:
+        inflate(bomb, out)
     (tmp_path / "c.ckpt.gz").write_bytes(gzip.compress(path.read_bytes())[:-9])
     with pytest.raises(ValueError, match="no whole gzip stream"):
         load_tensors(tmp_path / "c.ckpt.gz", ("x",))
@@ -281,3 +300,32 @@ def test_rows_that_are_no_integers_are_mismatched(given: list[Chat], importing: 
         with pytest.raises(CacheError, match=f"row 0 is mismatched: .*{words}"):
             importing("speculators", folder, tmp_path / "c")
         shutil.rmtree(folder)
+
+
+def test_a_folder_never_leads_to_other_files_or_loses_samples_by_links(
+    folders: dict[str, Path], given: list[Chat], importing: Import, tmp_path: Path
+) -> None:
+    import datasets
+
+    folder = shutil.copytree(folders["specforge"], tmp_path / "s")
+    (folder / "more").symlink_to(shutil.copytree(folder, tmp_path / "more"))
+    with pytest.raises(CacheError, match="s/more: a link to a folder, whose samples would be left out"):
+        importing("specforge", folder, tmp_path / "c")
+    assert importing("specforge", folder, tmp_path / "c", follow_links=True).samples == 2 * len(given)
+    (folder / "circle").symlink_to(folder)
+    with pytest.raises(CacheError, match="a folder that is reached twice"):
+        importing("specforge", folder, tmp_path / "d", follow_links=True)
+    for name in ("hidden_states", "dataset_info.json"):
+        folder = shutil.copytree(folders["speculators"], tmp_path / f"f-{name}")
+        (folder / name).rename(tmp_path / name)
+        (folder / name).symlink_to(tmp_path / name)
+        with pytest.raises(CacheError, match=f"{name}: a (symbolic )?link"):
+            importing("speculators", folder, tmp_path / "d")
+    chat = {"input_ids": [{"path": "/etc/hostname", "bytes": None}], "loss_mask": [[0, 1]], "seq_len": [2]}
+    kinds = {"input_ids": datasets.Image(), "loss_mask": datasets.Sequence(datasets.Value("int64"))}
+    features = datasets.Features({**kinds, "seq_len": datasets.Value("int64")})
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_dict(chat, features).save_to_disk(str(tmp_path / "i"))
+    datasets.enable_progress_bars()
+    with pytest.raises(CacheError, match="the feature of input_ids is Image"):
+        importing("speculators", tmp_path / "i", tmp_path / "d")

@@ -29,6 +29,11 @@ DEFAULT_SHARD_BYTES = 1 << 30
 _HEADER_ROOM = 2048  # a header of at most 10 tensors takes less
 
 
+def room_bits(limit: int) -> int:
+    """Return how many bits of samples a file of `limit` bytes has room for; the rest is kept for its header."""
+    return 8 * (limit - _HEADER_ROOM)
+
+
 @dataclass(frozen=True)
 class NativeLayout:
     """What a native manifest states of a shard's tensors."""
@@ -66,7 +71,7 @@ class NativeLayout:
 
     def sample_bytes(self, counts: Counts) -> NDArray[np.int64]:
         """Return the bytes that each sample adds to its shard, loss bits rounded up: int64 [n]."""
-        return -(-self._sample_bits(counts) // 8)
+        return -(-self.sample_bits(counts) // 8)
 
     def cut(self, counts: Counts, limit: int = DEFAULT_SHARD_BYTES) -> list[int]:
         """Return the first sample of each shard, and n at the end.
@@ -74,8 +79,8 @@ class NativeLayout:
         A shard ends before the sample that would take its file over `limit` bytes, of which 2,048 are kept for the
         header, and after MAX_ROWS samples; it has one sample at least.
         """
-        ends = np.cumsum(self._sample_bits(counts))
-        room, first, cuts = 8 * (limit - _HEADER_ROOM), 0, [0]
+        ends = np.cumsum(self.sample_bits(counts))
+        room, first, cuts = room_bits(limit), 0, [0]
         while first < len(counts):
             before = int(ends[first - 1]) if first else 0
             behind = int(np.searchsorted(ends, before + room, side="right"))
@@ -88,7 +93,7 @@ class NativeLayout:
         tokens = int(counts[:, 0].sum()) or 1
         return {name: row_bytes_of(tensor) / tokens for name, tensor in self.fields(counts).items()}
 
-    def _sample_bits(self, counts: Counts) -> NDArray[np.int64]:
+    def sample_bits(self, counts: Counts) -> NDArray[np.int64]:
         """Return the bits of each sample: int64 [n]."""
         token, aux, row = 32 + 1, *(8 * size for size in self._row_sizes())
         return counts @ np.array([token, aux, row], np.int64) + 8 * 8 * len(STARTS)
