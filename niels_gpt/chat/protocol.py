@@ -33,6 +33,10 @@ CHANGED: Final = (UNUSED_TOOLS, UNUSED_REASONING, UNUSED_WORDS, UNUSED_WEIGHT, A
 """Counters of chats that are kept, of what the template does with them."""
 
 
+class UnstableError(ValueError):
+    """A template is not prefix-stable for one chat; it may be for others."""
+
+
 class RefusedChat(NamedTuple):
     """A chat that cannot be used."""
 
@@ -82,9 +86,10 @@ class ChatTokenizer(Protocol):
     """Ids of the special tokens, whose literals no chat may hold."""
 
     def encode_chats(self, chats: Sequence[Chat]) -> list[EncodedChat | RefusedChat]:
-        """Encode chats together. Raises: ValueError for a template that cannot be used.
+        """Encode chats together.
 
-        Such a template is also found with no chats.
+        Raises: ValueError for a template that cannot be used, which is also found with no chats; UnstableError for one
+            that cannot be used for these chats.
         """
 
     def plain_ids(self, chats: Sequence[Chat], *, prompt: bool) -> list[list[int] | RefusedChat]:

@@ -36,6 +36,7 @@ from niels_gpt.chat.protocol import (
     TOO_LARGE,
     UNKNOWN_TURNS,
     RefusedChat,
+    UnstableError,
 )
 from niels_gpt.chat.template_code import (
     CLOSES,
@@ -106,10 +107,6 @@ class _RefusedError(Exception):
         self.reason = reason
 
 
-class _UnstableError(ValueError):
-    """A template is not prefix-stable for one chat; it may be for others."""
-
-
 @dataclass(frozen=True)
 class ChatTemplate:
     """The template of one tokenizer."""
@@ -171,8 +168,12 @@ class ChatTemplate:
         for probe, roles in _PROBES.items():
             try:
                 self._try(probe, Chat(probe, [{"role": role, "content": _WORDS[role]} for role in roles]))
-            except _UnstableError as error:
-                logger.warning("%s. The first chat that shows it ends the run", error, extra={"code": "W409"})
+            except UnstableError as error:
+                logger.warning(
+                    "%s. The first chat that shows it ends a run that needs its loss mask",
+                    error,
+                    extra={"code": "W409"},
+                )
             except jinja2.TemplateError as error:
                 raised.append(f"for {probe}: {error}")
             except _RefusedError as error:
@@ -423,8 +424,8 @@ class ChatTemplate:
         found = f"the rendering {what} continues at token {at} with {one!r}, and that {what_longer} with {other!r}"
         raise self._unstable(subject, found)
 
-    def _unstable(self, subject: str, found: str) -> _UnstableError:
-        return _UnstableError(
+    def _unstable(self, subject: str, found: str) -> UnstableError:
+        return UnstableError(
             f"{self.name}: its chat template is not prefix-stable, so the assistant's tokens are not known. "
             f"In {subject} {found}. {REMEDY}"
         )

@@ -146,7 +146,7 @@ def test_an_unstable_template_is_warned_of_and_refused_with_the_first_chat(
     assert len(messages) == 2, "once for each probe, and not for each batch of chats"
     for message, probe in zip(messages, ("two turns the", "two turns with a system message the"), strict=True):
         assert f"not prefix-stable, so the assistant's tokens are not known. In a probe chat of {probe}" in message
-        assert "--chat-template FILE. The first chat that shows it ends the run" in message
+        assert "--chat-template FILE. The first chat that shows it ends a run that needs its loss mask" in message
     with pytest.raises(ValueError, match=r"not prefix-stable.*In chat 'chat 1' the rendering of messages 1 to 2"):
         rows_of(tokenizer, turns("Why?", "It rained."), CHAT)
 

@@ -136,7 +136,9 @@ def test_a_models_own_generation_config_changes_nothing(speaker: Speaker) -> Non
 # --- chats ------------------------------------------------------------------------------------------------------------
 
 
-def answered(folder: Path, chat: list[dict[str, Any]], *texts: str, turns: str = "all") -> tuple[Any, list[str]]:
+def answered(
+    folder: Path, chat: list[dict[str, Any]], *texts: str, turns: str = "all", form: str = "messages"
+) -> tuple[Any, list[str]]:
     """Reply to a chat with these texts in turn, each ended unless it ends with "..."; returns it and the prompts."""
     tokenizer, prompts, left = open_tokenizer(str(folder)), list[str](), list(texts)
 
@@ -151,7 +153,7 @@ def answered(folder: Path, chat: list[dict[str, Any]], *texts: str, turns: str =
         ]
 
     found = answering.started(Chat("c", chat), turns)
-    answering.reply_to_all([found], tokenizer, generate)
+    answering.reply_to_all([found], tokenizer, generate, form)
     assert not left
     return found, prompts
 
@@ -174,8 +176,10 @@ def test_each_turn_is_replaced_in_turn_and_a_last_question_gets_a_reply(folder: 
     assert [(each["message"], each["exact"]) for each in found.replies] == [(1, True), (3, True), (5, True)]
     assert found.counts["replies"] == 3 and found.counts["other_ids"] == 0
 
+    assert found.counts["turns_of_the_source"] == 0
     found, prompts = answered(folder, kinds.turns("A?", "a", "B?", "b"), "two", turns="last")
     assert prompts == [chatml("A?", "a", "B?")] and contents_of(found) == ["A?", "a", "B?", "two"]
+    assert found.counts["turns_of_the_source"] == 1
 
 
 def test_a_chat_ends_with_a_cut_reply_and_before_one_that_no_template_can_hold(folder: Path) -> None:
@@ -216,6 +220,36 @@ def test_white_space_that_the_template_writes_itself_is_left_out_of_the_content(
     found, _ = answered(folder, kinds.turns("A?"), "I am well.")
     assert contents_of(found) == ["A?", "I am well."] and not found.replies[0]["exact"], "the template adds a space"
     assert found.counts["other_ids"] == 1
+
+
+def test_messages_end_where_the_template_writes_an_earlier_reply_otherwise_and_ids_hold_each(tmp_path: Path) -> None:
+    chat, said = kinds.turns("A?", "a", "B?", "b"), ("<think>hm</think> one", "<think>so</think> two")
+    cut = kinds.write_tokenizer(tmp_path / "cut", template=kinds.EARLIER_REPLIES_CUT)
+    found, _ = answered(cut, chat, said[0])
+    assert (contents_of(found), found.ended_by, found.replies[0]["exact"]) == (
+        ["A?", said[0]],
+        "not_prefix_stable",
+        True,
+    )
+    tokenizer = open_tokenizer(str(cut))
+    assert not isinstance(tokenizer.encode_chats([Chat("c", found.messages)])[0], answering.RefusedChat)
+    plain, _ = answered(cut, chat, "one", "two")
+    assert contents_of(plain) == ["A?", "one", "B?", "two"], "without reasoning no turn is cut"
+    found, prompts = answered(cut, chat, *said, form="ids")
+    assert [tokenizer.decode(row["input_ids"]) for row in found.rows] == [
+        f"{chatml('A?')}{said[0]}<|im_end|>",
+        f"{prompts[1]}{said[1]}<|im_end|>",
+    ]
+    assert prompts[1] == chatml("A?", " one", "B?") and "other_ids" not in found.counts
+
+    thinks = kinds.write_tokenizer(tmp_path / "thinks", template=kinds.LAST_REPLY_THINKS)
+    found, _ = answered(thinks, chat, turns="last")
+    assert (found.ended_by, found.replies) == ("not_prefix_stable", [])
+
+    marked = kinds.EARLIER_REPLIES_CUT.replace("{{ message.content if", "{% generation %}{{ message.content if")
+    marked = marked.replace("[-1] }}", "[-1] }}{% endgeneration %}")
+    found, _ = answered(kinds.write_tokenizer(tmp_path / "marked", template=marked), chat, *said)
+    assert [reply["exact"] for reply in found.replies] == [False, True] and found.counts["other_ids"] == 1
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -277,20 +311,38 @@ def test_a_killed_run_resumes_to_the_same_bytes_and_other_settings_are_refused(
     monkeypatch.setattr(ReplyFile, "append", killed)
     status, path = run(*how)
     part = Path(f"{path}.part")
-    assert status == 130 and not path.exists() and len(part.read_bytes().splitlines()) == sum(runs[:3])
+    assert status == 130 and not path.exists() and len(part.read_bytes().splitlines()) == 1 + sum(runs[:3])
     part.write_bytes(part.read_bytes()[:-30])  # a torn line
     assert (
         run(*how, "--seed", "1")[0] == 1 and "error[E703]" in (told := capsys.readouterr().err) and "sampling" in told
     )
+    left, record = part.read_bytes(), Path(f"{path}.record")
+    record.unlink()
+    assert run(*how, "--seed", "1")[0] == 1 and "error[E703]" in (told := capsys.readouterr().err) and ".part" in told
+    assert not record.exists() and part.read_bytes() == left
     assert run(*how)[0] == 0 and path.read_bytes() == whole.read_bytes() and not part.exists()
     assert json.loads(Path(f"{path}.record").read_text()) == json.loads(Path(f"{whole}.record").read_text())
 
     monkeypatch.setattr("niels_gpt.recipes.eagle3.respond._load", lambda _: pytest.fail("the target was loaded"))
-    assert run(*how)[0] == 0, "it is done"
+    part.write_bytes(left)
+    assert run(*how)[0] == 0 and not part.exists(), "it is done"
     path.write_bytes(b"")
     assert run(*how)[0] == 1 and "error[E701]" in capsys.readouterr().err
     part.with_name("other.jsonl").write_bytes(b"{}")
     assert run(*how, name="other.jsonl")[0] == 1 and "error[E704]" in capsys.readouterr().err
+
+
+def test_chats_of_one_id_and_prompt_get_replies_of_their_own(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat, asked = {"id": "x", "messages": kinds.turns("A?", "a", "B?")}, tmp_path / "same.jsonl"
+    asked.write_text(3 * (json.dumps(chat) + "\n"))
+    how = ("--temperature", "1", "--turns", "last", "--input-data", str(asked))
+    rows = rows_of(run(*how)[1])
+    told = capsys.readouterr().out
+    assert "turns_of_the_source 3" in told and "precompute puts loss on turns_of_the_source too" in told
+    assert len({json.dumps(row) for row in rows}) == len(rows) == 3
+    assert rows_of(run(*how, "--limit", "1", name="one.jsonl")[1]) == rows[:1]
 
 
 def test_a_trial_says_what_would_run_and_loads_no_weights(

@@ -25,9 +25,10 @@ from niels_gpt.eagle3.inspect.checks import CHECKS
 from niels_gpt.eagle3.target import write_small_target
 from niels_gpt.eagle3.vocab import load_token_mapping
 from niels_gpt.recipes.eagle3 import prepare
-from niels_gpt.recipes.eagle3.asset import build_targets, settings_fingerprint, target_of
+from niels_gpt.recipes.eagle3.asset import _fingerprint, build_targets, settings_fingerprint, target_of
 from niels_gpt.recipes.eagle3.draft_vocab import build_draft_vocab
 from niels_gpt.recipes.eagle3.draft_vocab import settings_fingerprint as vocab_fingerprint
+from niels_gpt.recipes.eagle3.of_settings import resolved
 from niels_gpt.recipes.tokenizer import NoSentinels
 from niels_gpt.settings import Settings
 from niels_gpt.storage import fileio, versions
@@ -204,8 +205,11 @@ def test_what_only_the_states_need_leaves_the_draft_vocabulary_as_it_is(settings
         assert vocab_fingerprint(other) != vocab_fingerprint(settings)
 
 
-def test_the_code_version_of_older_deployments_stays() -> None:
+def test_the_code_version_of_older_deployments_stays(settings: Settings) -> None:
     assert settings_fingerprint(Settings(source_root="sample", eagle3_max_samples=6)) == "240dbab57c5f"
+    found = resolved(settings, observed=None)
+    in_parts = dataclasses.replace(found, options=dataclasses.replace(found.options, part="1/2"))
+    assert _fingerprint(in_parts) == _fingerprint(found), "which shards a folder has decides no byte"
 
 
 def test_a_flipped_bit_fails_the_checks_and_with_them_the_run(instance: dg.DagsterInstance, settings: Settings) -> None:

@@ -38,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     "stands before it, with the replies before; a chat that ends with a question gets a reply too. A chat ends with "
     "the first reply that is cut, and before one that is empty or holds a special token; all are counted, and a cut "
     "one is marked in its row. FILE appears when all is done: the same command resumes a run that was killed.\n\n"
-    "A reply depends on the seed and the chat's id alone, not on the order of chats or on resuming. Another batch size "
+    "A reply depends on the seed and the chat's id alone, not on the order of chats or on resuming; of chats with one "
+    "id, also on how many stand before it. Another batch size "
     "may round otherwise, and change replies where two tokens are nearly equal: seldom in fp32, often in bf16.",
     examples="""niels-gpt eagle3 respond --target-model MODEL --input-data chats.jsonl --output replies.jsonl
 niels-gpt eagle3 respond --target-model MODEL --input-data dolly15k --output replies.jsonl --temperature 0.7 --seed 1
@@ -59,13 +60,15 @@ niels-gpt eagle3 precompute --target-model MODEL --input-data replies.jsonl --ou
     "--form",
     type=click.Choice(["messages", "ids"]),
     default="messages",
-    help="a row for each chat with its messages, or for each reply with ids and loss mask, exactly as the target chose",
+    help="a row for each chat with its messages, or for each reply with ids and loss mask, exactly as the target chose "
+    "them; with messages a chat ends where the template would write its earlier replies otherwise",
 )
 @option(
     "--turns",
     type=click.Choice(["all", "last"]),
     default="all",
-    help="the assistant's turns to replace: all of them in turn, or the last one alone",
+    help="the assistant's turns to replace: all of them in turn, or the last one alone, where precompute puts loss on "
+    "the others too, unless the form is ids",
 )
 @option("--max-new-tokens", type=_COUNT, default=1024, metavar="N", help="tokens of a reply, at most")
 @option("--temperature", type=float, default=0.0, metavar="X", help="of sampling; 0: the most probable token")
@@ -100,6 +103,7 @@ def respond(source_root: str, chat_template: Path | None, dry_run: bool, **given
         say(f"replies left out behind the end of their chat: {left_out:,}")
     _say_counts("left out by the source", dropped)
     _say_counts("of chats and replies", counts)
+    _say_advice(counts)
     target = shlex.join(["--target-model", options.target_model, "--input-data", str(options.output)])
     return Result(record, next=f"niels-gpt eagle3 precompute {target} --output-dir DIR")
 
@@ -113,6 +117,7 @@ def _trial(responder: recipe.Responder) -> Result:
     )
     _say_counts("left out by the source", found.dropped)
     _say_counts("without a prompt", found.counts)
+    _say_advice(found.counts)
     return Result({**asdict(found), "stop_ids": list(responder.stop_ids)})
 
 
@@ -120,6 +125,15 @@ def _say_counts(what: str, counts: Mapping[str, int]) -> None:
     shown = ", ".join(f"{reason} {number:,}" for reason, number in counts.items() if number)
     if shown:
         say(f"{what}: {shown}")
+
+
+def _say_advice(counts: Mapping[str, int]) -> None:
+    from niels_gpt.eagle3.replies.chats import NOT_STABLE, SOURCE_TURNS
+
+    if counts.get(NOT_STABLE):
+        say("the chat template writes earlier replies otherwise when a reply follows: --form ids has a row for each")
+    if counts.get(SOURCE_TURNS):
+        say(f"precompute puts loss on {SOURCE_TURNS} too: with --form ids on the target's replies alone")
 
 
 @contextmanager

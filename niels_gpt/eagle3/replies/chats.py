@@ -11,21 +11,28 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from niels_gpt.chat.protocol import SPECIAL_TEXT, ChatTokenizer, RefusedChat
+from niels_gpt.chat.protocol import SPECIAL_TEXT, ChatTokenizer, RefusedChat, UnstableError
 from niels_gpt.chat.template_process import Chat, Messages
-from niels_gpt.chat.turns import assistant_turns, calls_tools
+from niels_gpt.chat.turns import assistant_turns, calls_tools, supervised_turns
 from niels_gpt.eagle3.replies.generate import CONTEXT, LENGTH, STOP, Prompt, Reply
 
 TURNS: Final = ("all", "last")
 """Which of the assistant's turns are replaced: each of them, or the last alone, with the others as they are."""
 FORMS: Final = ("messages", "ids")
 """A row for each chat, with its messages; or a row for each reply, with the ids of prompt and reply and a loss mask."""
+MESSAGES: Final = FORMS[0]
 NO_PROMPT, CALLS_TOOLS, OVER_CONTEXT, EMPTY_REPLY = "no_prompt", "calls_tools", "over_context", "empty_reply"
 """Why a chat, or its rest, has no reply: nobody asks, the turn calls a tool, the prompt leaves no room, the reply has
 no words. Beside these: the reasons of the tokenizer's RefusedChat, and SPECIAL_TEXT for a special token in it."""
+NOT_STABLE = "not_prefix_stable"
+"""Why a chat of the form "messages" has no further reply: behind one, the template writes its earlier turns otherwise.
+The file would be refused as input, since it is not known which tokens are the assistant's."""
+SOURCE_TURNS = "turns_of_the_source"
+"""Counter of the assistant's turns of the form "messages" that the target did not write, and that get loss."""
 CUT: Final = {LENGTH: "cut_at_max_new_tokens", CONTEXT: "cut_at_context"}
 """Counters of replies that are cut, by why."""
 Generate = Callable[[Sequence[Prompt]], list[Reply]]
+_ANY_REPLY = {"role": "assistant", "content": "Yes."}
 _ASKING = frozenset({"user", "tool", "function", "ipython", "observation"})
 
 
@@ -39,12 +46,15 @@ class Answered:
     messages: list[Mapping[str, Any]] = field(default_factory=list)
     """Up to the last reply."""
     replies: list[dict[str, Any]] = field(default_factory=list)
-    """Of each reply: message, its number; tokens; finish; exact, whether its text has the ids that the target chose."""
+    """Of each reply: message, its number; tokens; finish; exact, whether all messages, as text, have the ids up to its
+    end that the target saw and chose."""
     rows: list[dict[str, Any]] = field(default_factory=list)
     """Of the form "ids"."""
     ended_by: str | None = None
     """Why the chat ends before its last spot, or with a cut reply."""
     counts: Counter[str] = field(default_factory=Counter)
+    before: int = 0
+    """Chats of the same name that stand before it in the source."""
 
     @property
     def next_prompt(self) -> Chat | None:
@@ -78,9 +88,12 @@ def reply_spots(messages: Messages, turns: str) -> list[int]:
     return spots if turns == "all" else spots[-1:]
 
 
-def started(chat: Chat, turns: str) -> Answered:
-    """Return a chat without replies, which has ended where there is nothing to reply to, or a turn calls a tool."""
-    answered = Answered(chat, reply_spots(chat.messages, turns))
+def started(chat: Chat, turns: str, before: int = 0) -> Answered:
+    """Return a chat without replies, which has ended where there is nothing to reply to, or a turn calls a tool.
+
+    before: chats of the same name that stand before it in the source.
+    """
+    answered = Answered(chat, reply_spots(chat.messages, turns), before=before)
     if not answered.spots:
         answered.end(NO_PROMPT)
     elif any(spot < len(chat.messages) and calls_tools(chat.messages[spot]) for spot in answered.spots):
@@ -88,22 +101,70 @@ def started(chat: Chat, turns: str) -> Answered:
     return answered
 
 
-def reply_to_all(chats: Sequence[Answered], tokenizer: ChatTokenizer, generate: Generate) -> None:
-    """Let the target reply to chats until each has ended, one turn of all of them at a time."""
-    while waiting := [(each, prompt) for each in chats if (prompt := each.next_prompt) is not None]:
-        encoded = tokenizer.plain_ids([prompt for _, prompt in waiting], prompt=True)
-        asked = []
-        for (each, prompt), ids in zip(waiting, encoded, strict=True):
-            if isinstance(ids, RefusedChat):
-                each.end(ids.reason)
-            else:
-                asked.append((each, prompt, ids))
-        replies = generate([Prompt(f"{len(prompt.messages)}\n{prompt.name}", ids) for _, prompt, ids in asked])
+def next_prompts(
+    chats: Sequence[Answered], tokenizer: ChatTokenizer, form: str
+) -> list[tuple[Answered, Chat, list[int]]]:
+    """Return the chats that go on, each with its next prompt and the ids of it; the others have ended. form: of FORMS.
+
+    Raises: ValueError as ChatTokenizer.encode_chats.
+    """
+    waiting = [(each, prompt) for each in chats if (prompt := each.next_prompt) is not None]
+    encoded = tokenizer.plain_ids([prompt for _, prompt in waiting], prompt=True)
+    asked = []
+    for (each, prompt), ids in zip(waiting, encoded, strict=True):
+        if isinstance(ids, RefusedChat):
+            each.end(ids.reason)
+        elif form == MESSAGES and not _keeps_its_turns(prompt, tokenizer):
+            each.end(NOT_STABLE)
+        else:
+            asked.append((each, prompt, ids))
+    return asked
+
+
+def _keeps_its_turns(prompt: Chat, tokenizer: ChatTokenizer) -> bool:
+    """Whether the template writes the assistant's turns of a prompt as it did, once another one stands behind them."""
+    if not assistant_turns(prompt.messages):
+        return True
+    try:
+        tokenizer.encode_chats([prompt._replace(messages=[*prompt.messages, _ANY_REPLY])])
+    except UnstableError:
+        return False
+    return True
+
+
+def reply_to_all(chats: Sequence[Answered], tokenizer: ChatTokenizer, generate: Generate, form: str = MESSAGES) -> None:
+    """Let the target reply to chats until each has ended, one turn of all of them at a time. form: of FORMS.
+
+    Raises: ValueError as `next_prompts`.
+    """
+    while asked := next_prompts(chats, tokenizer, form):
+        replies = generate([Prompt(_name(each, prompt), ids) for each, prompt, ids in asked])
         for (each, prompt, ids), reply in zip(asked, replies, strict=True):
             _add(each, prompt, ids, reply, tokenizer)
+    if form == MESSAGES:
+        _compare_whole([each for each in chats if len(each.replies) > 1], tokenizer)
     for each in chats:
         left = len(each.spots) - len(each.replies)
         each.counts += Counter(replies=len(each.replies), replies_left_out=left if each.replies else 0)
+        if form == MESSAGES and each.replies:
+            turns = sum(number > 0 for number in supervised_turns(each.messages, "assistant"))  # a first one has none
+            other = sum(not reply["exact"] for reply in each.replies)
+            each.counts += Counter({"other_ids": other, SOURCE_TURNS: turns - len(each.replies)})
+
+
+def _name(answered: Answered, prompt: Chat) -> str:
+    """Return what a reply's random numbers depend on, beside the seed."""
+    again = f" {answered.before}" if answered.before else ""
+    return f"{len(prompt.messages)}{again}\n{prompt.name}"
+
+
+def _compare_whole(chats: Sequence[Answered], tokenizer: ChatTokenizer) -> None:
+    """Compare each reply's ids with those of all messages: a template may write a turn otherwise once others follow."""
+    whole = tokenizer.plain_ids([each.chat._replace(messages=each.messages) for each in chats], prompt=False)
+    for each, ids in zip(chats, whole, strict=True):
+        for reply, row in zip(each.replies, each.rows, strict=True):
+            own: list[int] = row["input_ids"]
+            reply["exact"] = not isinstance(ids, RefusedChat) and ids[: len(own)] == own
 
 
 def _add(answered: Answered, prompt: Chat, ids: list[int], reply: Reply, tokenizer: ChatTokenizer) -> None:
@@ -129,7 +190,7 @@ def _add(answered: Answered, prompt: Chat, ids: list[int], reply: Reply, tokeniz
     answered.replies.append(facts)
     row = {"id": f"{prompt.name}#{number}", "input_ids": [*ids, *own], "loss_mask": [0] * len(ids) + [1] * len(own)}
     answered.rows.append({**row, "finish": reply.finish})
-    answered.counts += Counter(reply_tokens=len(own), other_ids=int(not exact))
+    answered.counts["reply_tokens"] += len(own)
     if reply.finish != STOP:
         answered.end(CUT[reply.finish])
 

@@ -2,7 +2,8 @@
 
     replies.jsonl          the rows in the order of the chats; it appears when all are done
     replies.jsonl.record   what decides the rows; once done, the counts and the file's sha256
-    replies.jsonl.part     while it is made: a line for each chat that is done, with its rows and counts, in any order
+    replies.jsonl.part     while it is made: the sha256 of what decides the rows; then a line for each chat that is
+                           done, with its rows and counts, in any order
 
 The same command resumes: a torn last line is dropped, and only chats without a line run again. Other settings are
 refused. Neither suffix is one of a file of chats, so a folder of replies can be read as it is.
@@ -10,6 +11,7 @@ refused. Neither suffix is one of a file of chats, so a folder of replies can be
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections import Counter
@@ -34,6 +36,8 @@ class ReplyFile:
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self.path, self._settings = path, json.loads(json.dumps(settings))
+        sha256 = hashlib.sha256(canonical_json(self._settings)).hexdigest()
+        self._head = json.dumps({"settings_sha256": sha256}).encode() + b"\n"
         self.counts: Counter[str] = Counter()
         """Of all chats that are done."""
         self.done: set[int] = set()
@@ -80,24 +84,41 @@ class ReplyFile:
 
     def _start(self) -> dict[str, Any] | None:
         """Open the part file, at the end of its last whole line; returns the record if all is done already."""
-        record = recorded(self.path)
-        if record is None:
-            if os.path.lexists(self.path):
-                raise CacheError(self.path, "is there, and no run made it", remedy="Name another --output", code="E704")
-            fileio.write_bytes(_beside(self.path, _RECORD), canonical_json(self._record()))
-        else:
+        record, part = recorded(self.path), _beside(self.path, _PART)
+        if record is None and os.path.lexists(self.path):
+            raise CacheError(self.path, "is there, and no run made it", remedy="Name another --output", code="E704")
+        if record is not None:
             refuse_other(self.path, record, self._settings)
             if "sha256" in record:
                 _refuse_changed(self.path, record)
+                if part.is_file():  # the run was killed before it removed it
+                    fileio.remove(part)
                 return record
-        part = _beside(self.path, _PART)
-        self._part = OutputFile(part, keep=self._read(part) if part.exists() else 0)
+        keep = self._read(part) if part.exists() else 0
+        if record is None:
+            fileio.write_bytes(_beside(self.path, _RECORD), canonical_json(self._record()))
+        self._part = OutputFile(part, keep=keep)
+        if not keep:
+            self._part.write(self._head)
         return None
 
     def _read(self, part: Path) -> int:
-        """Read the whole lines of a part file; returns their length in bytes."""
-        keep = 0
+        """Read the whole lines of a part file; returns their length in bytes.
+
+        Raises: CacheError for one that is damaged, or that a run with other settings left behind.
+        """
         with open(open_regular(part), "rb") as file:
+            first = file.readline(_MAX_LINE)
+            if not first.endswith(b"\n"):
+                return 0
+            if first != self._head:
+                raise CacheError(
+                    part,
+                    "was started with other settings",
+                    remedy="Use those, or remove it, or name another --output",
+                    code="E703",
+                )
+            keep = len(first)
             while line := file.readline(_MAX_LINE):
                 try:
                     if not line.endswith(b"\n"):

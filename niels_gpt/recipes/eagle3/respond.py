@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from niels_gpt.chat.template_process import Chat
     from niels_gpt.chat.tokenizers import ChatTokenizer
     from niels_gpt.eagle3.replies.chats import Answered
-    from niels_gpt.eagle3.replies.generate import Sampling, Speaker
+    from niels_gpt.eagle3.replies.generate import Prompt, Reply, Sampling, Speaker
     from niels_gpt.eagle3.targets.loading import TargetFacts
     from niels_gpt.progress import Progress
 
@@ -168,7 +168,9 @@ def respond(responder: Responder, *, progress: Progress | None = None) -> dict[s
                     progress(file.counts["reply_tokens"], len(file.done), None)
         if not file.counts["replies"]:
             reasons = ", ".join(f"{number:,} {reason}" for reason, number in (file.counts + dropped).items() if number)
-            raise coded("E709", ValueError(f"{options.input_data}: not one chat has a reply: {reasons or 'none read'}"))
+            remedy = ". Take --form ids" if file.counts["not_prefix_stable"] else ""
+            found = f"not one chat has a reply: {reasons or 'none read'}{remedy}"
+            raise coded("E709", ValueError(f"{options.input_data}: {found}"))
         return file.finish(dropped)
 
 
@@ -184,31 +186,28 @@ def tried(responder: Responder) -> Trial:
     return Trial(chats, len(lengths), sum(lengths), max(lengths, default=0), counts, dict(dropped))
 
 
-def _chats(responder: Responder, dropped: Counter[str]) -> Iterator[Chat]:
+def _chats(responder: Responder, dropped: Counter[str]) -> Iterator[tuple[Chat, int]]:
+    """Yield each chat, and how many of the same name stand before it."""
     from niels_gpt.recipes.eagle3.input import input_chats
 
     options = responder.options
     found = input_chats(
         responder.settings, options.input_data, responder.tokenizer, counters=dropped, facts=responder.source
     )
-    return islice(found, options.limit)
+    seen = Counter[str]()
+    for chat in islice(found, options.limit):
+        yield chat, seen[chat.name]
+        seen[chat.name] += 1
 
 
-def _first_prompts(responder: Responder, chats: Sequence[Chat]) -> tuple[list[Answered], list[int]]:
+def _first_prompts(responder: Responder, chats: Sequence[tuple[Chat, int]]) -> tuple[list[Answered], list[int]]:
     """Return the chats without replies, and the tokens of their first prompts; 0 for one that has ended."""
-    from niels_gpt.chat.protocol import RefusedChat
-    from niels_gpt.eagle3.replies.chats import started
+    from niels_gpt.eagle3.replies.chats import next_prompts, started
 
-    answered = [started(chat, responder.options.turns) for chat in chats]
-    prompts = [(at, prompt) for at, each in enumerate(answered) if (prompt := each.next_prompt) is not None]
-    lengths = [0] * len(answered)
-    encoded = responder.tokenizer.plain_ids([prompt for _, prompt in prompts], prompt=True)
-    for (at, _), ids in zip(prompts, encoded, strict=True):
-        if isinstance(ids, RefusedChat):
-            answered[at].end(ids.reason)
-        else:
-            lengths[at] = len(ids)
-    return answered, lengths
+    answered = [started(chat, responder.options.turns, before) for chat, before in chats]
+    asked = next_prompts(answered, responder.tokenizer, responder.options.form)
+    lengths = {id(each): len(ids) for each, _, ids in asked}
+    return answered, [lengths.get(id(each), 0) for each in answered]
 
 
 def _batches(responder: Responder, dropped: Counter[str], done: set[int]) -> Iterator[list[tuple[int, Answered]]]:
@@ -228,7 +227,10 @@ def _batches(responder: Responder, dropped: Counter[str], done: set[int]) -> Ite
 def _answer(responder: Responder, speaker: Speaker, chats: list[Answered]) -> None:
     from niels_gpt.eagle3.replies.chats import reply_to_all
 
-    reply_to_all(chats, responder.tokenizer, lambda prompts: speaker.replies(prompts, responder.sampling))
+    def generate(prompts: Sequence[Prompt]) -> list[Reply]:
+        return speaker.replies(prompts, responder.sampling)
+
+    reply_to_all(chats, responder.tokenizer, generate, responder.options.form)
 
 
 def _rows(answered: Answered, form: str) -> list[dict[str, Any]]:
