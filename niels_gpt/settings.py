@@ -174,10 +174,10 @@ class Settings:
         "tools read them); none: 1, or 2 with eagle3_topk",
     )
     eagle3_aux_dtype: str | None = _setting(
-        None, "dtype of a native cache's captured layers: bf16 or fp8; none: as eagle3_dtype"
+        None, "dtype of a native cache's auxiliary states: bf16 or fp8; none: as eagle3_dtype"
     )
     eagle3_aux_layers: str = _setting(
-        "eagle3", "blocks to capture: eagle3 (1, n/2-1 and n-4 of n), dflash:N, or ids from 0 such as 1,15,28"
+        "eagle3", "auxiliary layers: eagle3 (blocks 1, n/2-1 and n-4 of n), dflash:N, or blocks from 0 such as 1,15,28"
     )
     eagle3_topk: int = _setting(0, "probabilities kept of each slot, renormalised; 0: all of them, unchanged", least=0)
     eagle3_shard_size: int = _setting(256, "samples of a shard", least=1)

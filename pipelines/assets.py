@@ -210,8 +210,9 @@ def eagle3_targets(chosen: Settings, prefix: Sequence[str]) -> dg.AssetsDefiniti
         retry_policy=NETWORK_RETRIES,
         output_required=False,  # as of chats
         description=f"EAGLE-3 cache of {chosen.eagle3_source} by the target {chosen.eagle3_target or SMALL_TARGET}: "
-        "for each token three hidden states and the distribution of what comes next, for a draft to be trained without "
-        "the target. Made from the chats themselves by the target's own tokenizer and template; needs the extra eagle3."
+        "for each token hidden states of some layers, and the distribution of what comes next (in the native form, the "
+        "hidden state that it follows from), for a draft to be trained without the target. Made from the chats "
+        "themselves by the target's own tokenizer and template; needs the extra eagle3."
         "\n\nRead it with niels_gpt.eagle3.cache.CachedEagle3Dataset.",
     )
     def targets(context: dg.AssetExecutionContext, settings: SettingsResource) -> Iterator[dg.MaterializeResult[None]]:

@@ -227,7 +227,7 @@ def _run_hooked(
     if len(captured) != len(layers):
         raise RuntimeError(
             f"the model ran, but of the layers {sorted(layers)} only {sorted(captured)} did: expected {len(layers)} "
-            "captured aux layers. Pass aux_layer_ids of blocks that its forward calls"
+            "auxiliary layers. Pass aux_layer_ids of blocks that its forward calls"
         )
     return captured, output
 

@@ -110,7 +110,7 @@ def test_the_plan_comes_first_and_meta_json_last(folder: Path, weight: str, form
 @pytest.mark.parametrize(
     ("kills", "more"),
     [
-        (8, ["--seed", "1"]),
+        pytest.param(8, ["--seed", "1"], marks=pytest.mark.slow),
         pytest.param(50, ["--seed", "0"], marks=pytest.mark.faults),
         pytest.param(6, ["--command"], marks=pytest.mark.faults),  # the real command
     ],

@@ -282,6 +282,7 @@ def test_the_samples_target_takes_any_tokenizer_that_has_the_sentinels(settings:
     assert (small / "tokenizer.json").read_bytes() == installed.read_bytes()
 
 
+@pytest.mark.slow
 def test_new_chats_make_it_stale_and_are_built(
     instance: dg.DagsterInstance, settings: Settings, tmp_path: Path
 ) -> None:

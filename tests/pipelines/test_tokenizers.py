@@ -21,6 +21,7 @@ def plain(settings: Settings) -> Settings:
     return dataclasses.replace(settings, tokenizer=str(made_tokenizer("t5")))
 
 
+@pytest.mark.slow
 def test_a_run_of_all_assets_leaves_out_the_chats_and_builds_the_others(
     instance: dg.DagsterInstance, plain: Settings, tmp_path: Path
 ) -> None:

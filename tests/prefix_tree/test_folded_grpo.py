@@ -62,6 +62,7 @@ def test_six_steps_are_those_of_the_unfolded_trainer(example: ModuleType, option
     assert apart(*gradient) < 1e-5, "which samples share a micro-batch shows in the step"
 
 
+@pytest.mark.slow
 def test_six_steps_of_an_adapter_are_those_of_the_unfolded_trainer(example: ModuleType, folder: str) -> None:
     peft = pytest.importorskip("peft", reason="the extra `rl` brings it")
     found, options = [], example.parse([*SMALL.split(), "--lr", "2e-2"])

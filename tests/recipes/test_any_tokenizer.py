@@ -184,6 +184,7 @@ def test_the_caches_of_a_run_have_one_tokenizer_until_its_files_change(
     assert RECIPES["pretrain/roam"](settings).meta["document_end"]["token"] == "<extra_id_0>"
 
 
+@pytest.mark.slow
 def test_an_eos_that_was_text_decides_which_texts_are_dropped_and_so_what_is_built_again(tmp_path: Path) -> None:
     folder = shutil.copytree(made_tokenizer("qwen2"), tmp_path / "tokenizer")
     settings = own(tmp_path, folder, [*TEXTS, "a <tool_call> is text"], document_end="none")

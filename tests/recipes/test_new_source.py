@@ -55,6 +55,7 @@ with dg.DagsterInstance.ephemeral() as instance:
 """
 
 
+@pytest.mark.slow
 def test_a_row_of_the_table_is_a_cache_of_the_command_line_and_an_asset(
     tmp_path: Path, tiny_model_path: Path, settings: Settings
 ) -> None:

@@ -69,6 +69,7 @@ def cache_command(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": "200"})
 
 
+@pytest.mark.slow
 def test_one_command_makes_a_cache_of_a_folder_of_notes_and_one_of_a_file_of_chats(home: Path) -> None:
     notes = cache_command("build", "--pretrain", "notes=notes", "--vocab-size", "400")
     assert notes.returncode == 0, notes.stderr

@@ -20,7 +20,7 @@ LAST_HIDDEN = ("pre_norm", "post_norm")
 
 @dataclass(frozen=True)
 class ForeignSample:
-    """A sample of another tool: L tokens, K captured layers, hidden size H."""
+    """A sample of another tool: L tokens, K auxiliary layers, hidden size H."""
 
     input_ids: Tensor
     """int64 [L]"""

@@ -66,7 +66,7 @@ def summary(path: Path, *, follow_links: bool = False) -> Table:
         ("cache", f"{path} ({state})"),
         ("form", form.form_text(about)),
         ("target", _printable(str(manifest.get("target_model")))),
-        ("captured", f"blocks {', '.join(map(str, manifest.get('aux_layer_ids') or []))}, counted from 0"),
+        ("auxiliary layers", f"blocks {', '.join(map(str, manifest.get('aux_layer_ids') or []))}, counted from 0"),
         (
             "draft vocabulary",
             f"{selected['count']:,} of {manifest.get('target_vocab_size'):,} ids: "

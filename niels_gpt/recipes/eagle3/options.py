@@ -116,7 +116,7 @@ class Options:
     aux_dtype: str | None = _option(
         None,
         _FORM,
-        "dtype of a native cache's captured layers; fp8 has a scale for each token and layer (default: as --dtype)",
+        "dtype of a native cache's auxiliary states; fp8 has a scale for each token and layer (default: as --dtype)",
         setting="eagle3_aux_dtype",
         choices=("bf16", "fp8"),
         forms=_NATIVE,
@@ -124,8 +124,8 @@ class Options:
     aux_layers: str = _option(
         "eagle3",
         _FORM,
-        "blocks to capture: eagle3 (1, n/2-1 and n-4 of n), dflash:N, or ids from 0 such as 1,15,28; --format 1 and 2 "
-        "have three",
+        "auxiliary layers: eagle3 (blocks 1, n/2-1 and n-4 of n), dflash:N, or blocks from 0 such as 1,15,28; "
+        "--format 1 and 2 have three",
         setting="eagle3_aux_layers",
         metavar="LAYERS",
     )

@@ -19,9 +19,12 @@ Captured = pytest.CaptureFixture[str]
 def target(model: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
     from transformers.utils import logging
 
-    logging.disable_progress_bar()
     folder = tmp_path_factory.mktemp("target")
-    model.save_pretrained(folder)
+    logging.disable_progress_bar()
+    try:
+        model.save_pretrained(folder)
+    finally:
+        logging.enable_progress_bar()
     return str(folder)
 
 

@@ -41,7 +41,7 @@ class NativeLayout:
     hidden_size: int
     """H."""
     layers: int
-    """Captured blocks, K."""
+    """Auxiliary layers, K."""
     dtype: str
     """Of the last hidden states: a key of DTYPES."""
     aux_dtype: str
