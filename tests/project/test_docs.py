@@ -69,7 +69,8 @@ def test_every_flag_named_in_a_document_exists() -> None:
     known = flags_below(ROOT_COMMAND) | {"--help"}
     known |= {"--no-append-eot"}  # the changelog names it as removed
     of_pip = {"--constraint", "--find-links", "--no-deps", "--python"}
-    written = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks").glob("*.py"))
+    scripts = [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "examples").glob("*.py")]
+    written = "".join(path.read_text(encoding="utf-8") for path in scripts)
     for document in DOCUMENTS:
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z_-]+", document.read_text(encoding="utf-8")):
             if flag not in of_pip | {"--fix", "--select", "--config-json", "--config-settings"}:  # of other tools
