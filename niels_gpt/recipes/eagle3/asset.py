@@ -199,7 +199,7 @@ def _build_key(plan: Plan) -> str:
 
 
 def _link_states(path: Path, work: Path, plan: Plan) -> None:
-    """Link the files of a committed native cache of the same plan into an empty folder, but meta.json.
+    """Link the files of a committed native cache of the same plan into an empty folder: meta.json proves its manifest.
 
     Another draft vocabulary writes manifest.json and meta.json alone, and the target is not run. Producers replace
     files, they change none, so the committed version stays as it is.
@@ -211,6 +211,6 @@ def _link_states(path: Path, work: Path, plan: Plan) -> None:
         return
     for file in sorted(version.rglob("*")):
         copy = work / file.relative_to(version)
-        if file.is_file() and not file.is_symlink() and file.name != META_NAME:
+        if file.is_file() and not file.is_symlink():
             fileio.make_dir(copy.parent)
             os.link(file, copy)
