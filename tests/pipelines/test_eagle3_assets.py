@@ -170,17 +170,18 @@ def test_it_covers_what_the_counted_tokens_say(settings: Settings, tmp_path: Pat
 
 
 def test_another_draft_vocabulary_of_a_native_cache_runs_no_target_and_copies_no_state(
-    instance: dg.DagsterInstance, settings: Settings
+    instance: dg.DagsterInstance, settings: Settings, caplog: pytest.LogCaptureFixture
 ) -> None:
     native = dataclasses.replace(settings, eagle3_format="native", eagle3_shard_size=256)
     native = dataclasses.replace(native, eagle3_aux_dtype="fp8", eagle3_aux_layers="2,5")
     result = run(instance, native, VOCAB, KEY)
     assert built(result) == {VOCAB, KEY} and all(verdicts(result).values())
+    assert f"{cache_of(native)}: few positions" in caplog.text and "building-" not in caplog.text
     found, shard = metadata(result)[KEY], Path(shard_path(cache_of(native), 0))
     assert (found["format_version"], found["aux_layer_ids"], found["aux_dtype"]) == ("native-1", [2, 5], "fp8")
     assert found["token_bytes/input_ids"] == 4 and found["token_bytes/aux_hidden_states"] < 2 * 64
     larger = dataclasses.replace(native, eagle3_draft_vocab_size=300)
-    before, inode = shard.read_bytes(), shard.stat().st_ino
+    before, inode, first = shard.read_bytes(), shard.stat().st_ino, read_meta(str(cache_of(native) / "meta.json"))
     assert set(stale(instance, larger)) == {VOCAB, KEY}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepare, "open_target", lambda *_, **__: pytest.fail("the target was loaded"))
@@ -190,6 +191,22 @@ def test_another_draft_vocabulary_of_a_native_cache_runs_no_target_and_copies_no
     assert read_manifest(cache)["draft_vocab_size"] == 300 and len(CachedEagle3Dataset(cache)) == 12
     fresh = dataclasses.replace(larger, cache_dir=f"{native.cache_dir}-fresh")
     assert build_targets(fresh).meta == read_meta(str(cache / "meta.json"))
+    with pytest.MonkeyPatch.context() as patch:  # where files cannot be linked
+        patch.setattr(prepare, "open_target", lambda *_, **__: pytest.fail("the target was loaded"))
+        failing(patch, os, "link", lambda *_: True, errno.EPERM)
+        assert build_targets(dataclasses.replace(fresh, eagle3_draft_vocab_size=40)).meta == first
+    assert (copied := Path(shard_path(cache_of(fresh), 0))).read_bytes() == before and copied.stat().st_nlink == 1
+
+
+def test_settings_that_do_not_fit_are_named_as_settings(settings: Settings) -> None:
+    changes: dict[str, dict[str, Any]] = {
+        "eagle3_topk is 4, and it applies to eagle3_format 1 and 2": {"format": "native", "shard_size": 256, "topk": 4},
+        "eagle3_aux_dtype is fp8, and it applies to eagle3_format native": {"aux_dtype": "fp8"},
+        "^eagle3_aux_layers 99: ": {"aux_layers": "99"},
+    }
+    for said, changed in changes.items():
+        with pytest.raises(ValueError, match=said):
+            build_targets(dataclasses.replace(settings, **{f"eagle3_{name}": each for name, each in changed.items()}))
 
 
 def test_what_only_the_states_need_leaves_the_draft_vocabulary_as_it_is(settings: Settings) -> None:
@@ -375,13 +392,15 @@ def test_a_cache_that_lost_a_shard_is_built_again(settings: Settings) -> None:
     assert build_targets(settings).reused
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, when: Callable[..., bool]) -> None:
-    """Let a function fail with a full disk for the calls that `when` picks."""
+def failing(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, when: Callable[..., bool], number: int = errno.ENOSPC
+) -> None:
+    """Let a function fail, with a full disk if no other number is given, for the calls that `when` picks."""
     real = getattr(owner, name)
 
     def fail(*arguments: Any, **named: Any) -> Any:
         if when(*arguments):
-            raise OSError(errno.ENOSPC, "No space left on device", str(arguments[-1]))
+            raise OSError(number, os.strerror(number), str(arguments[-1]))
         return real(*arguments, **named)
 
     monkeypatch.setattr(owner, name, fail)

@@ -75,7 +75,7 @@ def join(out: PathLike, parts: Sequence[PathLike]) -> Joined:
         linked = copied = 0
         for name, source in sources.items():
             size = source.stat().st_size
-            is_linked = _link(source, work / name)
+            is_linked = link_or_copy(source, work / name)
             linked, copied = linked + size * is_linked, copied + size * (not is_linked)
         return Joined(finish(work, plan, Path(out)), linked, copied)
 
@@ -157,7 +157,7 @@ def _small_files(folders: Sequence[Path], plan: Plan) -> Iterator[tuple[Path, tu
         yield folder, names
 
 
-def _link(source: Path, path: Path) -> bool:
+def link_or_copy(source: Path, path: Path) -> bool:
     """Link a file, or copy it where it cannot be linked; return whether it was linked."""
     try:
         os.link(source, path)

@@ -21,8 +21,8 @@ FEW = 0.05
 ENOUGH = 10_000
 """Supervised slots: a run stops after so many without a position."""
 REMEDY = (
-    "Use a draft vocabulary of these samples and this target: leave --draft-vocab-from out, raise --draft-vocab-size, "
-    "and name a fresh --output-dir"
+    "Use a draft vocabulary of these samples and this target, in place of --draft-vocab-from, or a larger one "
+    "(--draft-vocab-size; in Dagster eagle3_draft_vocab_size), and a fresh folder for a cache of it"
 )
 
 

@@ -52,6 +52,7 @@ def produce(
     samples: Samples,
     load: Load,
     *,
+    named: Path | None = None,
     workers: int = 1,
     resume: bool = False,
     part: tuple[int, int] | None = None,
@@ -62,6 +63,7 @@ def produce(
 
     load: returns the target on a device. Called once in each process where work is left, and once for a native cache
         that is not finished, whose manifest is not believed about the target's head.
+    named: what errors and warnings about the finished cache call the folder, where it gets another name later.
     workers: processes; 1 does the work in this one. The bytes do not depend on it.
     part: (i, N): make only the shards whose index divided by N leaves i - 1, and no meta.json; join.py finishes it.
     progress: items are the bytes that this run wrote, units are tokens; first called with the tokens already done.
@@ -83,10 +85,10 @@ def produce(
         meta = None if left else complete_meta(folder, plan)
         is_described = meta is None and part is None
         if meta is None:
-            how: Any = {"workers": workers, "progress": progress, "start": start}
+            how: Any = {"named": named, "workers": workers, "progress": progress, "start": start}
             meta = _make(folder, plan, samples, load, left, is_described=is_described, **how)
         if meta and (warning := Counts.of_meta(meta).warning):
-            logger.warning("%s: %s", folder, warning, extra={"code": "W703"})
+            logger.warning("%s: %s", named or folder, warning, extra={"code": "W703"})
         return Produced(meta, len(left), is_described)
 
 
@@ -128,6 +130,7 @@ def _make(
     left: list[int],
     *,
     is_described: bool,
+    named: Path | None,
     workers: int,
     progress: Progress | None,
     start: str,
@@ -146,7 +149,7 @@ def _make(
             run_workers(job, left, workers, totals.add, start=start)
         elif left or job.weights:
             run_here(job, samples, left, totals.add)
-        return finish(folder, plan) if is_described else {}
+        return finish(folder, plan, named) if is_described else {}
     except OSError as error:
         if error.errno is None or error.strerror is None:  # a library's, which has a text of its own
             raise

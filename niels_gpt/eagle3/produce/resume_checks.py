@@ -24,7 +24,7 @@ from niels_gpt.eagle3.format.layout import (
     refuse_links,
     shard_path,
 )
-from niels_gpt.eagle3.format.manifest import existing_shard_indices, manifest_path, read_manifest
+from niels_gpt.eagle3.format.manifest import existing_shard_indices, is_native, manifest_path, read_manifest
 from niels_gpt.eagle3.format.plan import CONVERTED, FREE, PLAN_NAME, Plan, differing_fields, open_plan, read_record
 from niels_gpt.eagle3.format.shard_writer import read_receipt, receipt_path
 from niels_gpt.storage.errors import CacheError
@@ -38,6 +38,8 @@ _LEFTOVER = re.compile(
     r"|target_(embeddings|weights)\.safetensors|samples\.safetensors|ids\.txt|batches\.jsonl)\.[0-9a-f]{8}\.tmp"
 )
 _FRESH = "Name a fresh folder, or remove this one"
+_ORIGINAL = "Run it with the original settings"
+_MISMATCH = "--resume was requested, but the recorded plan does not match the current run configuration"
 _MOST_VALUES = 6
 _FOLLOWS = ("dropped.", "altered.", "samples.", "batches.sha256", "manifest.selected_token_ids", "manifest.num_samples")
 """Fields that follow from the settings and the files."""
@@ -90,6 +92,29 @@ def refuse_other_plan(folder: Path, manifest: Mapping[str, Any], parts: Mapping[
     now = replace(recorded, manifest=dict(manifest) | sizes, **parts)
     if differing_fields(recorded.record, now.record) or _differing_manifest(read_manifest(folder), now):
         finished_shards(folder, now, resume=True)
+
+
+def refuse_other_draft(folder: Path, selected: list[int] | None, size: int, *, is_stated: bool) -> None:
+    """Raise CacheError if a run would give a native cache in a folder another draft vocabulary.
+
+    An unfinished cache may get one that is stated: it may be unfinished because the first one had no position.
+    selected: target ids of the run's draft tokens; None: `size` of them, another number than the manifest has.
+    is_stated: whether somebody has set the run's draft vocabulary.
+    """
+    try:
+        manifest = read_manifest(folder)
+    except FileNotFoundError:
+        return
+    is_finished = os.path.lexists(folder / META_NAME)
+    if not is_native(manifest) or manifest["selected_token_ids"] == selected or (is_stated and not is_finished):
+        return
+    recorded, names = manifest["draft_vocab_size"], ["manifest.selected_token_ids"]
+    if recorded != size:
+        names.insert(0, "manifest.draft_vocab_size")
+    values = f": manifest.draft_vocab_size: {recorded}, now {size}" if recorded != size else ""
+    other = f"niels-gpt eagle3 redraft {os.fspath(folder)} OUT makes a cache of another draft vocabulary without a run"
+    remedy = f"{_ORIGINAL}. {other if is_finished else 'Another draft vocabulary is to be stated'}"
+    raise CacheError(folder, f"{_MISMATCH} (mismatched fields: {names}){values}", remedy=remedy, code="E703")
 
 
 def recorded_plan(folder: Path | None) -> dict[str, Any]:
@@ -186,7 +211,9 @@ def _refuse_other(
     in_manifest: list[str],
 ) -> None:
     """Raise CacheError for a folder of another plan. record, manifest: its content. in_...: the differing fields."""
-    names = sorted({*in_plan, *in_manifest})
+    names = sorted({*in_plan, *in_manifest}, key=lambda name: (name != CONVERTED[0], name))
+    if CONVERTED[0] in in_plan and plan.is_native != is_native(record["manifest"]):
+        names = names[:1]  # the other fields differ because the form does
     if not in_plan and {*names} <= {*CONVERTED}:
         back = f"niels-gpt eagle3 convert {os.fspath(cache_dir)} --format"
         differences = f"it was converted to version {manifest.get('format_version')} since"
@@ -198,11 +225,10 @@ def _refuse_other(
         values = [_values(name, record, manifest, plan) for name in shown]
         more = f"; and {len(values) - _MOST_VALUES} more" if len(values) > _MOST_VALUES else ""
         differences = "; ".join(values[:_MOST_VALUES]) + more
-        remedy = "Run it with the original settings, or remove the folder and start from scratch"
+        remedy = f"{_ORIGINAL}, or remove the folder and start from scratch"
     raise CacheError(
         cache_dir,
-        "--resume was requested, but the recorded plan does not match the current run configuration "
-        f"(mismatched fields: {names}): {differences}",
+        f"{_MISMATCH} (mismatched fields: {names}): {differences}",
         remedy=remedy,
         code="E703",
     )

@@ -182,7 +182,9 @@ def _build(found: Resolved, path: Path, fingerprint: str, progress: Progress | N
                 if journal.last is None:
                     _link_states(path, work, plan)
                     journal.append(Checkpoint())
-                sealed = str(carry_out(prepared, work, resume=True, progress=progress).meta["content_sha256"])
+                sealed = str(
+                    carry_out(prepared, work, named=path, resume=True, progress=progress).meta["content_sha256"]
+                )
                 fileio.remove(work / SIDECAR / LOCK_NAME)
                 journal.append(Checkpoint(documents=len(prepared.samples), ended=True, sealed=sealed))
         finally:
@@ -199,18 +201,24 @@ def _build_key(plan: Plan) -> str:
 
 
 def _link_states(path: Path, work: Path, plan: Plan) -> None:
-    """Link the files of a committed native cache of the same plan into an empty folder: meta.json proves its manifest.
+    """Link the files of a committed native cache of the same plan into an empty folder; copy what cannot be linked.
 
-    Another draft vocabulary writes manifest.json and meta.json alone, and the target is not run. Producers replace
-    files, they change none, so the committed version stays as it is.
+    Another draft vocabulary then writes manifest.json and meta.json alone. The target is not loaded, for its head is
+    known from a finished cache: hence meta.json too. Producers replace files, they change none, so the committed
+    version stays as it is.
     """
+    from niels_gpt.eagle3.produce.join import link_or_copy
+
     if not plan.is_native or not recorded_recipe(path).get("fingerprint"):  # without one it is to be built from scratch
         return
     version = path.resolve()
     if read_meta(str(version / META_NAME)).get("plan_sha256") != plan.sha256 or not _has_its_shards(version):
         return
+    is_linked = True
     for file in sorted(version.rglob("*")):
         copy = work / file.relative_to(version)
         if file.is_file() and not file.is_symlink():
             fileio.make_dir(copy.parent)
-            os.link(file, copy)
+            is_linked = link_or_copy(file, copy) and is_linked
+    if not is_linked:  # a shard of the right size counts as finished, so copies are durable before the journal says so
+        fileio.sync_tree(work)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
-from dataclasses import replace
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from niels_gpt.data.sources import SOURCES
-from niels_gpt.recipes.eagle3.options import Options
+from niels_gpt.recipes.eagle3.options import Options, flag_name
 from niels_gpt.recipes.eagle3.prepare import Resolved, resolve
 from niels_gpt.recipes.run_recipe import cache_root
 from niels_gpt.recipes.tokenizer import ensure_tokenizer, no_sentinels
@@ -22,6 +24,7 @@ from niels_gpt.recipes.user_sources import user_sources
 from niels_gpt.settings import Settings
 from niels_gpt.storage import versions
 from niels_gpt.storage.codes import coded
+from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import canonical_json
 
 KEY = "eagle3/targets"
@@ -87,20 +90,37 @@ def resolved(settings: Settings, *, observed: str | None, hash_weights: bool = T
     """Return what the settings stand for; a hub source has the observed revision, or that of eagle3/targets (D12).
 
     observed: fingerprint of the source, newer than the asset. hash_weights: as of target_facts.
+    Raises: ValueError naming the settings that do not fit; as `prepare.resolve`.
     """
     from niels_gpt.recipes.eagle3.input import input_facts
 
     target = target_name(settings)
     sizes = _SMALL_SIZES if settings.eagle3_target is None else _SIZES
-    options = Options.from_settings(settings, target_model=target, target_name=_stable_name(settings, target), **sizes)
-    folder = _folder_with_plan(cache_root(settings) / KEY)
-    found = resolve(options, settings, plan_from=folder, hash_weights=hash_weights)
+    with _named_by_settings():
+        name = _stable_name(settings, target)
+        options = Options.from_settings(settings, target_model=target, target_name=name, **sizes)
+        folder = _folder_with_plan(cache_root(settings) / KEY)
+        found = resolve(options, settings, plan_from=folder, hash_weights=hash_weights)
     source = found.source
     dataset, _, revision = (observed or "").rpartition("@")
     if source["kind"] == "hub" and dataset == str(source["fingerprint"]).rpartition("@")[0] and revision != "None":
         newer = {**source, "fingerprint": observed, "revision": revision}
         source = {**source, **input_facts(settings, settings.eagle3_source, recorded=newer)}
     return replace(found, source=source)
+
+
+@contextmanager
+def _named_by_settings() -> Iterator[None]:
+    """Let a ValueError that names flags of precompute name the settings in their place."""
+    settings = {flag_name(each.name): each.metadata["setting"] for each in fields(Options) if each.metadata["setting"]}
+    try:
+        yield
+    except CacheError:  # of a file
+        raise
+    except ValueError as error:
+        if len(error.args) == 1:
+            error.args = (re.sub("--[a-z][a-z-]*", lambda flag: settings.get(flag[0], flag[0]), str(error)),)
+        raise
 
 
 def _folder_with_plan(path: Path) -> Path | None:

@@ -143,7 +143,10 @@ def resolve(
         aux_layer_ids=layers,
         draft_vocab=_known_vocab(options, target.vocab_size),
     )
-    return resolved if plan_from is not None or not recorded else _resumed(resolved, recorded)
+    if plan_from is None and recorded:
+        resolved = _resumed(resolved, recorded)
+    _refuse_other_draft(resolved)
+    return resolved
 
 
 def _revision(options: Options, recorded: dict[str, Any]) -> str | None:
@@ -167,6 +170,17 @@ def _resumed(resolved: Resolved, recorded: dict[str, Any]) -> Resolved:
     selected = resolved.draft_vocab or list(range(size))  # of another size than the plan's, so the plans differ
     refuse_other_plan(options.output_dir, manifest_of(resolved, selected), resolved.known_parts)
     return resolved
+
+
+def _refuse_other_draft(resolved: Resolved) -> None:
+    """Raise CacheError where --resume would give a native cache another draft vocabulary that nobody has asked for."""
+    from niels_gpt.eagle3.produce.resume_checks import refuse_other_draft
+
+    options = resolved.options
+    if options.resume and options.output_dir is not None and options.form == "native":
+        is_stated = options.draft_vocab_size is not None or options.draft_vocab_from is not None
+        size = len(resolved.draft_vocab or ()) or _draft_size(options, resolved.target.vocab_size)
+        refuse_other_draft(options.output_dir, resolved.draft_vocab, size, is_stated=is_stated)
 
 
 def run_facts(options: Options, recorded: dict[str, Any]) -> dict[str, Any]:
@@ -320,9 +334,14 @@ def _reported(
 
 
 def carry_out(
-    prepared: Prepared, folder: str | os.PathLike[str], *, resume: bool = False, progress: Progress | None = None
+    prepared: Prepared,
+    folder: str | os.PathLike[str],
+    *,
+    named: Path | None = None,
+    resume: bool = False,
+    progress: Progress | None = None,
 ) -> Produced:
-    """Make the cache in a folder, or what is missing of it. progress, Raises: as `produce`."""
+    """Make the cache in a folder, or what is missing of it. named, progress, Raises: as `produce`."""
     from niels_gpt.eagle3.produce.producer import produce
 
     options, run = prepared.resolved.options, prepared.resolved.run
@@ -338,6 +357,7 @@ def carry_out(
         prepared.plan,
         prepared.samples,
         load,
+        named=named,
         workers=options.workers,
         resume=resume,
         part=options.part_numbers,

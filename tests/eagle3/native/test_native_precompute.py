@@ -242,8 +242,20 @@ def test_the_command_makes_one_and_says_what_it_takes(
     shown = f"{sum(meta['token_bytes'].values()):,.0f} bytes a token (aux_hidden_states "
     assert out.count(shown) == 2 and f"{meta['totals']['target_rows']:,} target rows" in out
     assert meta["totals"]["shards"] > 1 and meta["draft_mass"] is None
-    status, out, _ = native_run("--shard-bytes", "20000", "--resume", "--draft-vocab-size", "64")
+    again, size = ("--shard-bytes", "20000", "--resume"), "--draft-vocab-size"
+    whole, before = meta["manifest"]["draft_vocab_size"], whole_tree(tmp_path / "c")
+    status, _, errors = native_run(*again, size, "64")
+    assert status == 1 and f"manifest.draft_vocab_size: {whole}, now 64" in errors and "eagle3 redraft /" in errors
+    status, _, errors = native_run("--resume", "--format", "1")
+    assert status == 1 and "(mismatched fields: ['manifest.format_version']): manifest.format_version: 'nat" in errors
+    assert whole_tree(tmp_path / "c") == before
+    (tmp_path / "c" / "meta.json").unlink()  # what is not finished may get another one that is stated
+    status, out, _ = native_run(*again, size, "64")
     assert status == 0 and "all shards were there, meta.json was written" in out
     assert "another draft vocabulary, of 64 tokens in place of " in caplog.text
+    (tmp_path / "c" / "meta.json").unlink()
+    status, _, errors = native_run(*again)
+    assert status == 1 and f"manifest.draft_vocab_size: 64, now {whole}" in errors
+    assert native_run(*again, size, "64")[0] == 0
     status, out, _ = native_run("--output-dir", str(tmp_path / "d"), "--aux-layers", "dflash:2", "--aux-dtype", "fp8")
     assert status == 0 and "fp8 of the blocks 1, 5" in out
