@@ -343,7 +343,7 @@ that differ.
 Name a fresh folder, or remove this one
 
 E704 eagle3-folder
-The output folder already holds a cache or other files. Nothing is overwritten.
+The output folder already holds a cache or other files, or lies in a cache that it is made from. Nothing is overwritten.
 > Pass `--resume` to continue the cache, or name a fresh folder.
 = targets: already has shards. Pass --resume to continue it, or name a fresh folder
 

@@ -264,6 +264,18 @@ def hold_version(folder: Path) -> VersionHold:
 
 
 @contextmanager
+def hold_folder(folder: Path) -> Iterator[None]:
+    """Hold a shared lock on a folder, which `unless_held` finds; nothing is held where there are no locks."""
+    handle = _open_folder(folder)
+    try:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextmanager
 def unless_held(folder: Path) -> Iterator[str]:
     """Yield why a version may have a reader, "" if it has none; then no reader can take a hold within the block.
 

@@ -195,6 +195,11 @@ W703 few-positions
 The EAGLE-3 cache has few supervised positions for a draft to learn from.
 > Add chats, or take a larger `--seq-length`.
 
+W704 left-folders
+A run of `eagle3 redraft`, `join`, `convert`, `import` or `export` was stopped, and left an unfinished folder beside
+the place of the new one. Files that are linked there take room even when their cache is removed.
+> Remove the folders that the message names, unless a run, perhaps on another machine, still writes them.
+
 W801 active-dropout
 Dropout or other noise is active. A token that several samples share gets one draw when folded, and one for each
 sample when unfolded.

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from rich_click import argument, option
 
 from niels_gpt.commands.console import Result, progress_bar, say
@@ -36,14 +37,24 @@ def convert(cache: Path, follow_links: bool, form: str, output_dir: Path | None,
     manifest = read_manifest(cache, follow_links=follow_links)
     if is_native(manifest) and form != "native":
         return _published(cache, int(form), output_dir, follow_links=follow_links, **how)
+    if form == "native" and not is_native(manifest):
+        raise _not_to_native(cache, manifest, follow_links)
+    _refuse_stated("output_dir", "shard_size", "device")
     if form == "native":
-        if not is_native(manifest):
-            raise _not_to_native(cache, manifest, follow_links)
         say(f"{cache}: is native already; nothing was written")
         return Result({"cache": str(cache), "format": form, "changed": False})
-    if output_dir is not None:
-        raise click.UsageError("--output-dir: versions 1 and 2 are converted in place. Leave it out, or copy first")
     return _in_place(cache, int(form), follow_links)
+
+
+def _refuse_stated(*names: str) -> None:
+    """Raise UsageError for an option that the command line states and no shard is written by."""
+    given = click.get_current_context().get_parameter_source
+    if stated := [name for name in names if given(name) not in (None, ParameterSource.DEFAULT)]:
+        flags = ", ".join("--" + name.replace("_", "-") for name in stated)
+        raise click.UsageError(
+            f"{flags}: only where a native cache becomes one of version 1 or 2. Here no shard is written, and the "
+            "cache stays in its place. Leave it out, or copy the cache first"
+        )
 
 
 def _in_place(cache: Path, version: int, follow_links: bool) -> Result:
@@ -82,19 +93,32 @@ def _published(
 
 
 def _not_to_native(cache: Path, manifest: dict[str, Any], follow_links: bool) -> CacheError:
-    """Return the refusal, with the command that makes a native cache of the same input, where the plan has it."""
+    """Return the refusal, with the command that makes a native cache of the same input, as far as the plan has it."""
     from niels_gpt.eagle3.format.plan import read_record
 
     record = read_record(cache, follow_links=follow_links) or {}
-    target = record.get("target", {}).get("name") or manifest.get("target_model") or "MODEL"
-    source = record.get("source", {}).get("input_data") or manifest.get("input_data") or "SOURCE"
-    words = ["niels-gpt", "eagle3", "precompute", "--format", "native", "--target-model", str(target)]
-    words += ["--input-data", str(source), "--seq-length", str(manifest.get("seq_length")), "--output-dir", "DIR"]
+    target, source = record.get("target", {}), record.get("source", {})
+    root = {"sample": "sample", "hub": "hub", "mirror": "FOLDER"}.get(str(source.get("kind")))
+    is_whole = manifest["draft_vocab_size"] == manifest["target_vocab_size"]
+    options = {
+        "target-model": target.get("name") or manifest.get("target_model") or "MODEL",
+        "revision": target.get("revision"),
+        "input-data": source.get("input_data") or manifest.get("input_data") or "SOURCE",
+        "source-root": root,
+        "limit": source.get("limit"),
+        "seq-length": manifest["seq_length"],
+        "draft-vocab-from": None if is_whole else cache,
+        "output-dir": "DIR",
+    }
+    words = ["niels-gpt", "eagle3", "precompute", "--format", "native"]
+    words += [str(word) for name, value in options.items() if value is not None for word in (f"--{name}", value)]
+    has_template = record.get("tokenizer", {}).get("template_sha256") is not None
+    template = "With the --chat-template of the first run, if it had one. " if has_template else ""
     found = (
         f"version {manifest['format_version']} holds neither the target's last hidden states nor its log-normalizers, "
         "of which a native cache is made"
     )
-    return CacheError(cache, found, remedy=f"Run the target again: {shlex.join(words)}", code="E710")
+    return CacheError(cache, found, remedy=f"{template}Run the target again: {shlex.join(words)}", code="E710")
 
 
 @command(
@@ -142,7 +166,8 @@ def redraft(
         follow_links=follow_links,
     )
     size, (linked, copied) = len(made.selected_token_ids), (made.linked_bytes, made.copied_bytes)
-    say(f"{out}: draft vocabulary {size:,}; {made.counts}; {linked:,} bytes linked, {copied:,} copied")
+    fewer = f", which is all of the target's, not {draft_vocab_size:,}" if size < (draft_vocab_size or 0) else ""
+    say(f"{out}: draft vocabulary {size:,}{fewer}; {made.counts}; {linked:,} bytes linked, {copied:,} copied")
     return Result(
         {"cache": str(out), "draft_vocab_size": size, "positions": made.counts.positions, "linked_bytes": linked},
         next=shlex.join(["niels-gpt", "eagle3", "verify", str(out)]),

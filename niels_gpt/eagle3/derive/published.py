@@ -100,14 +100,14 @@ class Published:
         """Write the cache, which is there whole or not at all; return meta.json, None where the old one has no plan.
 
         progress: items are samples, units tokens.
-        Raises: CacheError where `out` exists or the disk has no room; OSError.
+        Raises: CacheError where `out` exists or lies in the cache, or the disk has no room; OSError.
         """
         cost = self.cost(out)
         if cost.written_bytes > cost.free_bytes:
             found = f"this writes {cost.written_bytes:,} bytes, and {cost.free_bytes:,} are free there"
             raise CacheError(out, found, remedy="Make room, or name another --output-dir", code="E501")
         planned = self._plan()
-        with fresh_folder(Path(out)) as work:
+        with fresh_folder(Path(out), sources=[self._folder]) as work:
             make_dir(work / SIDECAR)
             if planned is not None:
                 plan, samples = planned

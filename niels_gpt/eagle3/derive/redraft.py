@@ -69,8 +69,8 @@ def redraft(
     draft_vocab_size: its tokens, chosen from the stored ids and loss masks as `build_eagle3_token_mapping` does.
     special_token_ids: bos, eos, pad and unk, which come first. selected_token_ids: the vocabulary itself, in place of
     both. copy: copy the files, where `out` is on another file system. follow_links: as `CachedEagle3Dataset`.
-    Raises: CacheError for a cache of version 1 or 2, one that is not finished, `out` that exists or is on another file
-        system, and a vocabulary with which a draft could learn nothing; FileNotFoundError.
+    Raises: CacheError for a cache of version 1 or 2, one that is not finished, `out` that exists, lies in the cache or
+        is on another file system, and a vocabulary with which a draft could learn nothing; FileNotFoundError.
     """
     folder, to = Path(cache_dir), Path(out)
     if not follow_links:
@@ -84,9 +84,9 @@ def redraft(
     totals = {**meta["totals"], "positions": positions_of(shards, selected)}
     counts = Counts.of_meta({"totals": totals})
     if counts.problem:
-        raise CacheError(folder, counts.problem, code="E709")
-    with fresh_folder(to) as work:
-        linked, copied = _take_files(folder, work, copy=copy, follow_links=follow_links)
+        raise CacheError(to, counts.problem, code="E709")
+    with fresh_folder(to, sources=[folder]) as work:
+        linked, copied = _take_files(folder, work, out=to, copy=copy, follow_links=follow_links)
         write_bytes(work / MANIFEST_NAME, manifest_bytes(manifest))
         write_bytes(work / META_NAME, meta_bytes(_described(meta, manifest, totals, work)))
     if counts.warning:
@@ -138,8 +138,11 @@ def _ids_and_loss(shard: MappedShard) -> tuple[NDArray[np.uint32], NDArray[np.bo
     return ids, shard.loss_mask(0, len(ids))
 
 
-def _take_files(folder: Path, to: Path, *, copy: bool, follow_links: bool) -> tuple[int, int]:
-    """Link or copy every file but manifest.json and meta.json; return the bytes linked and copied."""
+def _take_files(folder: Path, to: Path, *, out: Path, copy: bool, follow_links: bool) -> tuple[int, int]:
+    """Link or copy every file but manifest.json and meta.json; return the bytes linked and copied.
+
+    out: what errors call `to`, which gets that name later.
+    """
     fileio.make_dir(to / SIDECAR)
     names = [Path(entry.name) for entry in folder.iterdir() if SHARD_NAME.match(entry.name)]
     names += [Path(SIDECAR, entry.name) for entry in (folder / SIDECAR).iterdir() if entry.name != LOCK_NAME]
@@ -159,10 +162,8 @@ def _take_files(folder: Path, to: Path, *, copy: bool, follow_links: bool) -> tu
         except OSError as error:
             if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP):
                 raise
-            found = f"its files cannot be linked from there ({os.strerror(error.errno)})"
-            raise CacheError(
-                to.parent, found, "a folder on the same file system", "Pass --copy", code="E710"
-            ) from error
+            found = f"files of {folder} cannot be linked there ({os.strerror(error.errno)})"
+            raise CacheError(out, found, "a folder on its file system", "Pass --copy", code="E710") from error
         linked += os.stat(source).st_size
     return linked, total - linked
 

@@ -68,7 +68,7 @@ def export_cache(
     to_post_norm = tool == "specforge" and manifest["conventions"]["last_hidden"] == "pre_norm"
     head = TargetHead.of_cache(cache, follow_links=follow_links) if to_post_norm else None
     num_bytes = 0
-    with fresh_folder(out) as work:
+    with fresh_folder(out, sources=[cache]) as work:
         writer = kind(work, stored.num_samples)
         for index in range(stored.num_samples):
             num_bytes += writer.write(

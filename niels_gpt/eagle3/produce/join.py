@@ -54,10 +54,10 @@ def join(out: PathLike, parts: Sequence[PathLike]) -> Joined:
 
     Raises: FileNotFoundError for a part without a plan; CacheError where parts have different plans or draft
         vocabularies, where a shard is missing, or is there twice with different bytes, where no part has the samples or
-        the target's weights undamaged, while a part is being written, and where `out` holds anything.
+        the target's weights undamaged, while a part is being written, and where `out` holds anything or lies in a part.
     """
     folders = list({os.path.realpath(part): Path(part) for part in parts}.values())
-    with fresh_folder(Path(out)) as work, ExitStack() as locks:
+    with fresh_folder(Path(out), sources=folders) as work, ExitStack() as locks:
         for folder in folders:
             refuse_links(folder)
             if (folder / SIDECAR).is_dir():
@@ -87,7 +87,10 @@ def _files_of(shard: int) -> tuple[Path, Path]:
 
 def _common_plan(folders: Sequence[Path]) -> Plan:
     """Return the plan of all parts. Raises: FileNotFoundError, CacheError."""
-    first, *others = (open_plan(folder) for folder in folders)
+    try:
+        first, *others = (open_plan(folder) for folder in folders)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{error}. Expected a part that precompute --part made") from error
     for folder, plan in zip(folders[1:], others, strict=True):
         names = differing_fields(first.record, plan.record)
         names += differing_fields(first.manifest, plan.manifest, "manifest.")

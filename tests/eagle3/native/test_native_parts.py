@@ -95,7 +95,8 @@ def test_what_is_missing_or_does_not_fit_is_refused(tmp_path: Path, parts: list[
     (out / "mine").touch()
     with pytest.raises(CacheError, match="exists already"):
         join(out, [*parts, double])
-    with pytest.raises(FileNotFoundError, match=r"this cache has no plan"):
+    refused(first / "c", [first, double], "lies in .*1, which it is made from")
+    with pytest.raises(FileNotFoundError, match=r"this cache has no plan. Expected a part that precompute --part made"):
         join(tmp_path / "d", [first, tmp_path / "nowhere"])
 
 

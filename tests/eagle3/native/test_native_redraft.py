@@ -1,6 +1,7 @@
 """eagle3 redraft and eagle3 convert of native caches, against what precompute writes for the same input."""
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from support import eagle3_native
 from support.eagle3_runs import disk, whole_tree
 
-from niels_gpt.commands.eagle3 import group
+from niels_gpt.commands.eagle3 import group, precompute
 from niels_gpt.eagle3.cache import CACHE_KEYS, CachedEagle3Dataset, read_manifest, read_target_embeddings
 from niels_gpt.eagle3.format.plan import read_record
 from niels_gpt.eagle3.vocab import save_token_mapping
@@ -93,6 +94,26 @@ def test_redraft_refuses_what_it_cannot_do_and_leaves_nothing(
     assert not (tmp_path / "out").exists() and not [*tmp_path.glob(".out*")]
 
 
+def test_redraft_says_which_folder_and_what_it_does_with_a_size(cache: Path, eagle3: Command, tmp_path: Path) -> None:
+    whole = whole_tree(cache)
+    vocab_size = read_manifest(cache)["target_vocab_size"]
+    status, said, _ = eagle3("redraft", cache, tmp_path / "all", "--draft-vocab-size", vocab_size + 1)
+    assert status == 0 and f"which is all of the target's, not {vocab_size + 1:,}" in said
+    save_token_mapping(tmp_path / "ids.pt", [0], vocab_size)
+    _, _, errors = eagle3("redraft", cache, tmp_path / "out", "--draft-vocab-from", tmp_path / "ids.pt")
+    assert f"{tmp_path / 'out'}: 0 positions" in errors and "--output-dir" not in errors
+    for words in (
+        ["redraft", cache, cache / "sub", "--draft-vocab-size", 60],
+        ["export", cache, cache / "x", "--to", "specforge"],
+    ):
+        status, _, errors = eagle3(*words)
+        assert status == 1 and "error[E704]" in errors and "which it is made from" in errors
+    with disk(tmp_path / "other", "8m") as other:
+        _, _, errors = eagle3("redraft", cache, other / "a" / "out", "--draft-vocab-size", 60)
+        assert f"{other / 'a' / 'out'}: files of {cache} cannot be linked there" in errors
+    assert whole_tree(cache) == whole
+
+
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_native_cache_becomes_one_of_version_1_or_2_that_verify_accepts(
     cache: Path, eagle3: Command, tmp_path: Path, version: int
@@ -149,14 +170,29 @@ def test_the_target_is_run_over_a_converted_cache_again(
     assert status != 0 and "run again" in said
 
 
+def test_the_command_of_a_refused_conversion_takes_the_same_samples_and_the_same_tokens(
+    native_run: Run, eagle3: Command, tmp_path: Path
+) -> None:
+    old, out = tmp_path / "old", tmp_path / "out"
+    form = ("--format", "1", "--limit", "6", "--draft-vocab-size", "60", "--output-dir", str(old))
+    assert native_run(*form)[0] == 0
+    status, _, errors = eagle3("convert", old, "--format", "native")
+    assert status == 1 and "error[E710]" in errors and "log-normalizers" in errors
+    words = shlex.split(errors.rpartition("Run the target again: ")[2])
+    assert words[:3] == ["niels-gpt", "eagle3", "precompute"] and words[-1] == "DIR"
+    assert precompute.main([*words[3:-1], str(out)]) == 0
+    assert read_record(out)["samples"] == read_record(old)["samples"]  # type: ignore[index]
+    assert read_manifest(out)["selected_token_ids"] == read_manifest(old)["selected_token_ids"]
+
+
 def test_conversions_that_would_lose_something_are_refused(
     cache: Path, made: Path, eagle3: Command, tmp_path: Path
 ) -> None:
-    status, _, errors = eagle3("convert", made, "--format", "native")
-    assert status == 1 and "error[E710]" in errors and "log-normalizers" in errors
-    assert "precompute --format native --target-model" in errors and "chats.jsonl" in errors
     eagle3_native.write_native(tmp_path / "two", [[0, 1, 1]])
     status, _, errors = eagle3("convert", tmp_path / "two", "--format", 1, "--output-dir", tmp_path / "out")
     assert status == 1 and "2 auxiliary layers, and versions 1 and 2 have 3" in errors
     status, _, errors = eagle3("convert", cache, "--format", 1)
     assert status == 2 and "name --output-dir" in errors and not (tmp_path / "out").exists()
+    for folder, form, flag in ((made, 2, "--shard-size"), (made, 2, "--output-dir"), (cache, "native", "--output-dir")):
+        status, _, errors = eagle3("convert", folder, "--format", form, flag, 256)
+        assert status == 2 and f"{flag}: only where a native cache becomes one of version 1 or 2" in errors
