@@ -17,6 +17,7 @@ from support.data_files import lines, write
 from support.loopback_hub import LoopbackHub
 from support.made_tokenizers import made_tokenizer
 
+from niels_gpt.builders import journal
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.commands import cache as cli
 from niels_gpt.eagle3.cache import CachedEagle3Dataset, read_manifest
@@ -191,10 +192,15 @@ def test_another_draft_vocabulary_of_a_native_cache_runs_no_target_and_copies_no
     assert read_manifest(cache)["draft_vocab_size"] == 300 and len(CachedEagle3Dataset(cache)) == 12
     fresh = dataclasses.replace(larger, cache_dir=f"{native.cache_dir}-fresh")
     assert build_targets(fresh).meta == read_meta(str(cache / "meta.json"))
+    smaller = dataclasses.replace(fresh, eagle3_draft_vocab_size=40)
+    with pytest.MonkeyPatch.context() as patch:  # stopped after the links, before the first checkpoint
+        failing(patch, journal, "OutputFile", lambda *_: True)
+        with pytest.raises(OSError, match="No space"):
+            build_targets(smaller)
     with pytest.MonkeyPatch.context() as patch:  # where files cannot be linked
         patch.setattr(prepare, "open_target", lambda *_, **__: pytest.fail("the target was loaded"))
         failing(patch, os, "link", lambda *_: True, errno.EPERM)
-        assert build_targets(dataclasses.replace(fresh, eagle3_draft_vocab_size=40)).meta == first
+        assert build_targets(smaller).meta == first
     assert (copied := Path(shard_path(cache_of(fresh), 0))).read_bytes() == before and copied.stat().st_nlink == 1
 
 

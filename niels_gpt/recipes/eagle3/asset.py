@@ -201,7 +201,7 @@ def _build_key(plan: Plan) -> str:
 
 
 def _link_states(path: Path, work: Path, plan: Plan) -> None:
-    """Link the files of a committed native cache of the same plan into an empty folder; copy what cannot be linked.
+    """Link the files of a committed native cache of the same plan into a folder; copy what cannot be linked.
 
     Another draft vocabulary then writes manifest.json and meta.json alone. The target is not loaded, for its head is
     known from a finished cache: hence meta.json too. Producers replace files, they change none, so the committed
@@ -214,6 +214,7 @@ def _link_states(path: Path, work: Path, plan: Plan) -> None:
     version = path.resolve()
     if read_meta(str(version / META_NAME)).get("plan_sha256") != plan.sha256 or not _has_its_shards(version):
         return
+    fileio.remove(work)  # what a run left that was killed before its first checkpoint
     is_linked = True
     for file in sorted(version.rglob("*")):
         copy = work / file.relative_to(version)
