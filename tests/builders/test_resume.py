@@ -271,7 +271,9 @@ def run_kills(*arguments: object) -> dict[str, Any]:
     return printed
 
 
-@pytest.mark.parametrize(("kills", "seed"), [(4, 3), pytest.param(200, 0, marks=pytest.mark.faults)])
+@pytest.mark.parametrize(
+    ("kills", "seed"), [pytest.param(4, 3, marks=pytest.mark.slow), pytest.param(200, 0, marks=pytest.mark.faults)]
+)
 def test_killed_builds_end_with_the_same_bytes(tmp_path: Path, kills: int, seed: int) -> None:
     found = run_kills(tmp_path, "--kills", kills, "--seed", seed)
     assert sum(found["kills"].values()) == kills

@@ -31,6 +31,7 @@ def opened(folder: Path | str, revision: str | None = None, dtype: torch.dtype =
     return load_target(str(folder), revision=revision, dtype=dtype, attention="sdpa", device="cpu")
 
 
+@pytest.mark.slow
 def test_the_small_target_has_the_same_bytes_in_every_process(model: Path, tmp_path: Path) -> None:
     program = (
         "import sys, torch\n"

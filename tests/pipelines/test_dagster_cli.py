@@ -61,6 +61,7 @@ def events(home: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
         }
 
 
+@pytest.mark.slow
 def test_the_command_of_the_readme_builds_exactly_the_sft_caches(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chats = [{"prompt": f"What is {number} plus 1?", "response": f"{number + 1}."} for number in range(30)]
     (home / "chats.json").write_text(json.dumps(chats))

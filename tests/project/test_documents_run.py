@@ -28,10 +28,12 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 SLOW = {
     "docs/building.md",
+    "docs/chat_templates.md",
     "docs/eagle3.md",
     "docs/eagle3_exchange.md",
     "docs/folded_training.md",
     "docs/index.md",
+    "docs/packing.md",
     "docs/prefix_tree.md",
     "docs/tokenizers.md",
     "docs/tutorials/dagster.md",

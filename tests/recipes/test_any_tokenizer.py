@@ -203,7 +203,7 @@ def test_an_eos_that_was_text_decides_which_texts_are_dropped_and_so_what_is_bui
     assert not sum(build_token_cache(settings, "own").meta["dropped"].values())
 
 
-@pytest.mark.parametrize("name", ["gpt2", "qwen2"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("qwen2", marks=pytest.mark.slow)])
 def test_special_tokens_in_texts_are_dropped_refused_or_text_and_never_the_token(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
@@ -234,6 +234,7 @@ def test_special_tokens_in_texts_are_dropped_refused_or_text_and_never_the_token
         build_token_cache(dataclasses.replace(settings, on_special="raise"), "own")
 
 
+@pytest.mark.slow
 def test_an_ordinary_token_that_ends_documents_comes_from_no_text(tmp_path: Path) -> None:
     special = ["x <tool_call> y", "<tool_call>"]
     settings = own(tmp_path, made_tokenizer("qwen2"), [*TEXTS, *special], document_end="<tool_call>")
@@ -250,6 +251,7 @@ def test_an_ordinary_token_that_ends_documents_comes_from_no_text(tmp_path: Path
             build_token_cache(dataclasses.replace(settings, on_special=choice), "own")
 
 
+@pytest.mark.slow
 def test_the_way_back_has_the_settings_that_each_cache_was_built_with(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -296,6 +296,7 @@ def with_file(home: Path, tiny_model_path: Path, mirror: Path) -> Settings:
     return own(home, tokenizer=str(tiny_model_path), source_root=str(mirror))
 
 
+@pytest.mark.slow
 def test_sources_toml_makes_two_assets_and_what_changes_in_a_source_is_stale(
     with_file: Settings, instance: dg.DagsterInstance, home: Path
 ) -> None:
