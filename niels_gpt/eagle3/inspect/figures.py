@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ class Mass(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stats:
+class Stats(ABC):
     """Numbers of one cache."""
 
     num_shards: int
@@ -60,13 +61,13 @@ class Stats:
         """Return a number of slots as a share of the tokens."""
         return count / max(1, self.tokens)
 
+    @abstractmethod
     def sizes(self) -> dict[str, Any]:
         """Return what the form says of its sizes, ready for JSON."""
-        raise NotImplementedError
 
+    @abstractmethod
     def size_rows(self) -> list[tuple[str, str]]:
         """Return the same as pairs of a name and a text."""
-        raise NotImplementedError
 
     def as_json(self) -> dict[str, Any]:
         """Return everything ready for JSON, with percentiles in place of the lists of numbers."""

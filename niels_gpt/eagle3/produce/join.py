@@ -34,7 +34,8 @@ from niels_gpt.storage.fileio import sha256_file, write_bytes
 from niels_gpt.storage.fresh_folder import fresh_folder
 from niels_gpt.storage.locks import file_lock
 
-_NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP)
+NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP)
+"""Errors of os.link where files cannot be linked, and can be copied."""
 _MOST_NAMED = 20
 
 
@@ -166,7 +167,7 @@ def link_or_copy(source: Path, path: Path) -> bool:
         os.link(source, path)
         return True
     except OSError as error:
-        if error.errno not in _NO_LINK:
+        if error.errno not in NO_LINK:
             raise
     shutil.copyfile(source, path)
     return False

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from niels_gpt.eagle3.format.layout import PathLike
+from niels_gpt.eagle3.format.native.rows import has_target_row
 from niels_gpt.eagle3.format.native.shard_reader import MappedShard
 from niels_gpt.storage.errors import CacheError
 
@@ -95,9 +96,7 @@ def native_positions(
     in_draft[[*selected_token_ids]] = True
     for path, shard in shards:
         loss = shard.loss_mask(0, len(shard.tensors["input_ids"]))
-        rows = loss.copy()
-        rows[1:] |= loss[:-1]
-        rows[shard.starts[:-1, 0]] = False  # position 0 of each sample
+        rows = has_target_row(shard.starts[:, 0], loss)
         argmax = shard.tensors["argmax_ids"].numpy()
         if rows.sum() != len(argmax) or int(argmax.max(initial=0)) >= vocab_size:
             found = f"{len(argmax)} target rows, with argmax_ids up to {argmax.max(initial=0)}"

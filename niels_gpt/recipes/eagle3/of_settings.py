@@ -1,7 +1,7 @@
 """Settings -> what the assets of EAGLE-3 are made of: target, options, the revision of the chats.
 
-Decides the sample's target and sizes, and which revision of chats and target an asset keeps until it is told of a newer
-one.
+Decides the sample's target and sizes, and which revision of chats and target an asset keeps until a newer one is
+observed.
 """
 
 from __future__ import annotations

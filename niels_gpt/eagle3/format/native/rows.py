@@ -19,7 +19,8 @@ def target_positions(loss_mask: NDArray[Any]) -> NDArray[np.int64]:
 
     loss_mask: [L], raw; 0 or False where no loss is.
     """
-    return np.flatnonzero(_needed(np.asarray(loss_mask) != 0))
+    length = len(loss_mask)
+    return np.flatnonzero(has_target_row(np.array([0, length] if length else [0]), loss_mask))
 
 
 def row_counts(starts: NDArray[np.int64], loss_mask: NDArray[Any]) -> NDArray[np.int64]:
@@ -28,9 +29,7 @@ def row_counts(starts: NDArray[np.int64], loss_mask: NDArray[Any]) -> NDArray[np
     starts: int64 [n + 1], from 0 to T: where each sample begins; each has a token or more. loss_mask: [T], raw.
     """
     begins, ends = starts[:-1], starts[1:]
-    needed = _needed(np.asarray(loss_mask) != 0)
-    needed[begins] = False  # position 0 of each sample
-    positions = np.flatnonzero(needed)
+    positions = np.flatnonzero(has_target_row(starts, loss_mask))
     first, behind = np.searchsorted(positions, begins), np.searchsorted(positions, ends)
     target_rows = behind - first
     last = np.zeros(len(begins), np.int64)
@@ -39,9 +38,10 @@ def row_counts(starts: NDArray[np.int64], loss_mask: NDArray[Any]) -> NDArray[np
     return np.stack([ends - begins, last, target_rows], axis=1)
 
 
-def _needed(loss: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return where a target row is, [T]; of samples end to end the first position of each is not yet left out."""
-    needed = loss.copy()
-    needed[1:] |= loss[:-1]
-    needed[:1] = False
-    return needed
+def has_target_row(starts: NDArray[np.int64], loss_mask: NDArray[Any]) -> NDArray[np.bool_]:
+    """Return which tokens of samples end to end have a target row: bool [T]. starts, loss_mask: as `row_counts`."""
+    loss: NDArray[np.bool_] = np.asarray(loss_mask) != 0
+    stored = loss.copy()
+    stored[1:] |= loss[:-1]
+    stored[starts[:-1]] = False  # position 0 of each sample
+    return stored
