@@ -1,12 +1,14 @@
-"""Documents as columns: what a loader of files gives a builder, many documents at a time.
+"""Documents as columns: what a loader of files gives a builder, many documents at a time; and parts of a source.
 
 A loader that reads rows one by one yields (split, text, id) instead; a builder takes both.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 NO_COUNTERS: tuple[tuple[int, Mapping[str, int]], ...] = ((0, {}),)
 
@@ -35,3 +37,36 @@ class DocumentBatch:
     def __len__(self) -> int:
         """Number of documents."""
         return len(self.texts)
+
+
+MAX_PARTITIONS = 100_000
+
+
+class Partition(NamedTuple):
+    """One of the parts that a source is read in, and its cache is built in, each alone.
+
+    Which files or rows it has is decided in data/files/part.py.
+    """
+
+    number: int
+    """From 0."""
+    total: int
+    """Number of all partitions of the source: 2 to MAX_PARTITIONS."""
+
+    @classmethod
+    def checked(cls, number: int, total: int) -> Partition:
+        """Return a partition. Raises: ValueError for numbers that there are not."""
+        if not 2 <= total <= MAX_PARTITIONS:
+            raise ValueError(f"{total} partitions: expected 2 to {MAX_PARTITIONS:,}")
+        if not 0 <= number < total:
+            raise ValueError(f"partition {number} of {total}: expected 0 to {total - 1}")
+        return cls(number, total)
+
+    def seed(self, seed: int) -> int:
+        """Return the seed of this partition's own shuffle, 0 to 2**63 - 1: of the seed of all and its number."""
+        digest = hashlib.sha256(f"{seed}\npartition {self.number}".encode()).digest()
+        return int.from_bytes(digest[:8], "big") >> 1
+
+    def budget(self, tokens: int | None) -> int | None:
+        """Return this partition's part of a token budget; the parts differ by a token at most. None: no limit."""
+        return None if tokens is None else (tokens + self.total - 1 - self.number) // self.total

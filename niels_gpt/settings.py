@@ -54,6 +54,13 @@ class Settings:
         "hub revisions to build from, SOURCE=COMMIT_TAG_OR_BRANCH,...; others: as recorded, at first main. A source "
         "may be `tokenizer`",
     )
+    partitions: int = _setting(
+        1,
+        "parts that a pretrain cache is built in, each alone and on any machine; they decide the order of its tokens. "
+        "1: not partitioned",
+        least=1,
+        most=100_000,
+    )
     threads: int = _setting(0, "tokenizer threads; 0: one per usable core. Never changes the output", least=0)
 
     tokenizer: str | None = _setting(

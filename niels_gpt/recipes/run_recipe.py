@@ -176,6 +176,8 @@ def recipe_fingerprint(
         parts["control_ids"] = sorted(tokenizer.control_ids)
     if stated := stated_credit(settings, key.rpartition("/")[2]):
         parts["credit"] = stated
+    if settings.partitions > 1 and key.startswith("pretrain/"):
+        parts["partitions"] = settings.partitions
     if settings.exclude is not None:
         parts["exclude"] = read_exclusion(settings.exclude).facts["sha256"]
     return hashlib.sha256(canonical_json(parts)).hexdigest()
