@@ -1,0 +1,4 @@
+"""A pretrain cache in P partitions: each is built alone, by any process on any machine; all are sealed to one cache.
+
+run.py        prepare, build_partition, seal_cache: what every machine calls
+"""
