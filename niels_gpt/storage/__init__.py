@@ -3,7 +3,7 @@
 fileio.py      every write (atomic, synced; tests replay them as a loss of power) and open; canonical JSON, checksums
 versions.py    a cache's versions and unfinished builds: commits one, resumes one; which of them `gc` may remove
 fresh_folder.py a folder that is whole or does not exist
-locks.py       one builder for each cache; readers that keep their version from gc
+locks/         one builder for each cache; readers that keep their version from gc
 meta_json.py   meta.json's checksum and file records; what is refused when a file of a cache is read
 filemaps.py    many files mapped as one array
 errors.py      CacheError: path, found, expected, remedy, code

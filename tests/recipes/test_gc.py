@@ -27,7 +27,6 @@ from niels_gpt.cache import CacheError
 from niels_gpt.commands import cache as cli
 from niels_gpt.recipes import gc as garbage
 from niels_gpt.recipes.gc import collect
-from niels_gpt.storage import locks
 from niels_gpt.storage.locks import hold_version
 from niels_gpt.storage.versions import VERSIONS_DIR, build_lock, removable, version_name, versions_dir
 
@@ -435,7 +434,7 @@ def test_without_locks_on_folders_a_version_is_read_and_kept(
 
     old, *_ = three_versions(folder / "c")
     real = fcntl.flock
-    monkeypatch.setattr(locks.fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", flock)
     assert not hold_version(old)
     (line,) = collect(folder, dry_run=False)
     assert line.startswith(f"kept {version_name(old)} (") and "nobody can know whether a reader has it open" in line
