@@ -23,6 +23,7 @@ from niels_gpt.data.files.walk import note_links
 from niels_gpt.data.local import LocalFiles
 from niels_gpt.data.types import ChatSample, PretrainSample, RawChat, SequenceGroup, TextBlock
 from niels_gpt.data.upstream_rows import UpstreamRows, documents_of_pieces
+from niels_gpt.documents import Partition
 from niels_gpt.settings import Settings
 from niels_gpt.storage.codes import coded
 
@@ -63,6 +64,8 @@ class LoadRequest:
     """Whether documents of files may come as TextBlocks, many at a time."""
     raw: bool = False
     """Whether chats of files come as RawChats, for a chat template."""
+    partition: Partition | None = None
+    """The part of a pretrain source to read: see data.files.part. None: all of it."""
 
     @property
     def reading(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from niels_gpt.data.exclude import remaining
 from niels_gpt.data.files.text import WITH_NUL, note
 from niels_gpt.data.sources import Loader, LoadRequest
 from niels_gpt.data.types import ChatSample, PretrainSample, RawChat, SequenceGroup, TextBlock, source_id
-from niels_gpt.documents import DocumentBatch
+from niels_gpt.documents import DocumentBatch, Partition
 from niels_gpt.recipes.resolve import ResolvedSource
 from niels_gpt.settings import Settings
 
@@ -52,12 +52,15 @@ def document_batches(
     revision: str | None,
     counters: Counter[str],
     position: dict[str, int] | None = None,
+    partition: Partition | None = None,
 ) -> Iterator[DocumentBatch]:
     """Yield the documents of `document_rows` as columns: those of files many at a time, without Python for each row.
 
     counters, position: as far as the loader has read, which may be behind the batch that it gave last.
+    partition: whose documents alone are read: see LoadRequest.
     """
-    parts = _parts(settings, source, revision, counters, position, blocks=settings.exclude is None)
+    blocks = settings.exclude is None
+    parts = _parts(settings, source, revision, counters, position, blocks=blocks, partition=partition)
     return _batches(parts, _Gathered(counters, {} if position is None else position))
 
 
@@ -170,13 +173,14 @@ def _parts(
     load: Loader | None = None,
     blocks: bool = False,
     raw: bool = False,
+    partition: Partition | None = None,
 ) -> Iterator[tuple[str | None, Any]]:
     """Yield samples with their split: PretrainSamples of a pretrain source, ChatSamples of an sft source or of
     trees, SequenceGroups of rollouts.
 
     blocks: also TextBlocks. raw: also RawChats.
     """
-    request = LoadRequest(settings, source.found, revision, counters, source.splits, position, blocks, raw)
+    request = LoadRequest(settings, source.found, revision, counters, source.splits, position, blocks, raw, partition)
     loaded = (load or source.spec.load)(request)
     return chain.from_iterable(_kept(settings, source, split, samples, counters) for split, samples in loaded)
 

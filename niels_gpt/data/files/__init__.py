@@ -5,6 +5,7 @@ walk.py           the files below a folder: their order, which links are followe
 columns.py        texts of rows as columns, many at a time where rows are as usual
 rows.py           rows of a .jsonl, .json, .parquet or .txt file, and the position from which a resumed build reads on
 text.py           text of a file: its encoding, the largest document, and what is counted as repaired or dropped
+part.py           which files and rows of a source a partition has
 rollouts.py       samples of token ids of a row of recorded rollouts
 json_stream.py    items of a JSON array of any length, in bounded memory
 parquet.py        rows of a parquet file, in bounded memory
