@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from niels_gpt.data.files import mirrors
@@ -74,6 +76,32 @@ def iter_notes(
     for path in paths:
         for text in rows.document(Path(path)):
             yield PretrainSample(text, SOURCE, {"path": os.path.relpath(path, folder)})
+
+
+def notes_by_split(
+    paths: Sequence[Path],
+    *,
+    folder: Path,
+    val_frac: float,
+    seed: int,
+    counters: Counter[str],
+    max_document_bytes: int,
+) -> Iterator[tuple[str, Iterator[PretrainSample]]]:
+    """Yield train and val with their notes: `split_roam_paths` splits distinct notes, and equal ones follow the first.
+
+    All notes are read twice, so that only 16 bytes of each are held.
+    """
+    read = partial(iter_notes, folder=folder, max_document_bytes=max_document_bytes)
+    digests = {
+        note.meta["path"]: hashlib.sha256(note.text.encode()).digest()[:16] for note in read(paths, counters=counters)
+    }
+    first = {digest: name for name, digest in reversed(digests.items())}
+    distinct = [name for name, digest in digests.items() if first[digest] == name]
+    in_val = set(split_roam_paths(distinct, val_frac=val_frac, seed=seed)[1])
+    counted = Counter(counters)  # the first reading has counted and logged everything
+    for split in ("train", "val"):
+        names = [name for name, digest in digests.items() if (first[digest] in in_val) == (split == "val")]
+        yield split, read((os.path.join(folder, name) for name in names), counters=counted)
 
 
 def split_roam_paths(paths: Sequence[str], *, val_frac: float = 0.1, seed: int) -> tuple[list[str], list[str]]:

@@ -7,7 +7,6 @@ dataset id, a token budget or a filter, is a field of niels_gpt/settings.py that
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import os
 from collections import Counter
@@ -256,25 +255,17 @@ def _roam_files(settings: Settings, root: Path | None) -> LocalFiles:
 
 
 def _load_roam(request: LoadRequest) -> Iterator[Part]:
-    """The notes of train, then of val. The split goes by file (PR-02); notes with equal text follow the first one.
-
-    All notes are read twice, so that only 16 bytes of each are held.
-    """
-    settings, found = request.settings, request.found
-    assert found is not None
-    note_links(request.counters, found.links)
-    read = partial(roam.iter_notes, folder=found.root, max_document_bytes=settings.max_document_bytes)
-    digests = {
-        note.meta["path"]: hashlib.sha256(note.text.encode()).digest()[:16]
-        for note in read(map(os.fspath, found.files), counters=request.counters)
-    }
-    first = {digest: name for name, digest in reversed(digests.items())}
-    distinct = [name for name, digest in digests.items() if first[digest] == name]
-    in_val = set(roam.split_roam_paths(distinct, val_frac=settings.roam_val_frac, seed=settings.seed)[1])
-    counted = Counter(request.counters)  # the first reading has counted and logged everything
-    for split in ("train", "val"):
-        names = [name for name, digest in digests.items() if (first[digest] in in_val) == (split == "val")]
-        yield split, read((os.path.join(found.root, name) for name in names), counters=counted)
+    """The notes of train, then of val. The split goes by file (PR-02); notes with equal text follow the first one."""
+    assert request.found is not None
+    note_links(request.counters, request.found.links)
+    yield from roam.notes_by_split(
+        request.found.files,
+        folder=request.found.root,
+        val_frac=request.settings.roam_val_frac,
+        seed=request.settings.seed,
+        counters=request.counters,
+        max_document_bytes=request.settings.max_document_bytes,
+    )
 
 
 def _gutenberg_files(settings: Settings, root: Path | None) -> LocalFiles:
