@@ -125,6 +125,10 @@ class Build:
             self.files[name] = self._opened(name)
         fileio.fsync_dir(self.folder)
 
+    def keeps(self, name: str) -> bool:
+        """Whether a file that is still written becomes a file of the cache."""
+        return self._places[name] is not None
+
     def close(self) -> None:
         """Close all files."""
         for file in self.files.values():

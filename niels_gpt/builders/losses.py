@@ -99,20 +99,30 @@ class Losses:
 
     def warn(self, where: str | os.PathLike[str], meta: Mapping[str, Any]) -> None:
         """Log what was counted in a cache that was just built, with an example if this run has seen one."""
-        trip, unknown = meta["roundtrip"], meta["unknown_ids"]
-        if trip["differ"]:
-            logger.warning(
-                "%s: the tokenizer is lossy: %d of the first %d texts are changed by encoding and decoding%s. A "
-                "tokenizer that is trained here with the default normalization loses nothing",
-                where,
-                trip["differ"],
-                trip["texts"],
-                f"; {self._changed}" if self._changed else "",
-                extra={"code": "W401"},
-            )
-        warn_of_unknown(where, unknown, self._unknown)
-        if meta["kind"] == "sft":
-            _warn_of_chats(where, meta)
+        warn_of_losses(where, meta, self._changed, self._unknown)
+
+
+def warn_of_losses(
+    where: str | os.PathLike[str], meta: Mapping[str, Any], changed: str = "", unknown: str = ""
+) -> None:
+    """Log what was counted in a cache that was just made.
+
+    changed: an example of a text that decoding changes; unknown: one of an unknown character, which continues the text.
+    """
+    trip = meta["roundtrip"]
+    if trip["differ"]:
+        logger.warning(
+            "%s: the tokenizer is lossy: %d of the first %d texts are changed by encoding and decoding%s. A "
+            "tokenizer that is trained here with the default normalization loses nothing",
+            where,
+            trip["differ"],
+            trip["texts"],
+            f"; {changed}" if changed else "",
+            extra={"code": "W401"},
+        )
+    warn_of_unknown(where, meta["unknown_ids"], unknown)
+    if meta["kind"] == "sft":
+        _warn_of_chats(where, meta)
 
 
 def warn_of_unknown(where: str | os.PathLike[str], count: int, example: str = "") -> None:

@@ -165,7 +165,8 @@ def describe_and_commit(
     meta = build.committed_meta()
     if meta is None:
         meta = write_description(build.work, **known, **finish())
-        warn_of_share(out_dir, meta)
+        if "partition" not in meta:
+            warn_of_share(out_dir, meta)
     build.seal(str(meta["content_sha256"]))
     versions.commit(build.work, out_dir, str(meta["content_sha256"]))
     if committed is not None:

@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from typing import Any, cast
 
-from niels_gpt.builders.build import CHECKPOINT_SECONDS
+from niels_gpt.builders.build import CHECKPOINT_SECONDS, Build
 from niels_gpt.builders.meta_keys import Source, build_identity, describe_and_commit, vocabulary_of, write_description
 from niels_gpt.builders.resume import NoTextError, open_build
-from niels_gpt.builders.shards import FILES, Shards, with_ids
+from niels_gpt.builders.shards import Shards, files_of, with_ids
 from niels_gpt.builders.source import SHUFFLE_ALGORITHM, Shuffled
 from niels_gpt.builders.split import SPLITS, TextSplit, TokenBudget, asked_share
-from niels_gpt.documents import DocumentBatch
+from niels_gpt.documents import DocumentBatch, Partition
 from niels_gpt.encoding import TextEncoder
 from niels_gpt.progress import Progress
 from niels_gpt.special_tokens import SPECIAL_TOKENS
 from niels_gpt.storage import fileio, versions
+from niels_gpt.storage.meta_json import checked_sha256
 from niels_gpt.tokenizers.document_end import DocumentEnd
 from niels_gpt.tokenizers.document_end import document_end as document_end_of
 from niels_gpt.tokenizers.engine import open_engine
@@ -30,15 +31,19 @@ from niels_gpt.tokenizers.protocol import FullTokenizer, Tokenizer, token_dtype
 
 logger = logging.getLogger(__name__)
 
-_BY_TEXT = (
-    "by text: to val where the first 8 bytes of sha256(seed, newline, text), big-endian, are below {} * 2**64; where "
-    "that would leave a split without a document, the nearest one goes there, to train first"
-)
-BUDGET_RULE = (
-    _BY_TEXT.format("max_val_tokens / (max_train_tokens + max_val_tokens)")
-    + "; the document that meets a full budget is cut and its rest dropped, and so are later ones of that split"
-)
-FRACTION_RULE = _BY_TEXT.format("val_frac")
+_BY_TEXT = "by text: to val where the first 8 bytes of sha256(seed, newline, text), big-endian, are below {} * 2**64; "
+_MOVED = "where that would leave a split without a document, the nearest one goes there, to train first"
+_NOT_MOVED = "none is moved where that leaves a split without a document"
+_OF_BUDGETS = "max_val_tokens / (max_train_tokens + max_val_tokens)"
+_CUT = "; the document that meets a full budget is cut and its rest dropped, and so are later ones of that split"
+_EACH = "; each partition has its part of the budgets"
+BUDGET_RULE = _BY_TEXT.format(_OF_BUDGETS) + _MOVED + _CUT
+FRACTION_RULE = _BY_TEXT.format("val_frac") + _MOVED
+_IN_PARTITIONS = {
+    BUDGET_RULE: _BY_TEXT.format(f"the whole cache's {_OF_BUDGETS}") + _NOT_MOVED + _CUT + _EACH,
+    FRACTION_RULE: _BY_TEXT.format("val_frac") + _NOT_MOVED,
+}
+"""What a partition does instead: it does not know the documents of the others."""
 
 
 def build_pretrain(
@@ -61,6 +66,8 @@ def build_pretrain(
     split_rule: str = BUDGET_RULE,
     partial: bool = False,
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
+    partition: Partition | None = None,
+    plan: str | None = None,
     committed: Callable[[dict[str, Any]], None] | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
@@ -70,12 +77,14 @@ def build_pretrain(
     max_train_tokens, max_val_tokens: tokens, document ends included; None: no limit.
     val_frac: the share of val, 0 <= val_frac < 1, among documents that name no split; None: max_val_tokens / both. If
         documents name their split, the share to expect: a warning is logged if the tokens are far from it.
-    shuffle_buffer: documents held by the torch shuffle buffer; None or 0: the order of the stream.
-    document_end: the token that ends each document, as the setting names it. on_special: see TextEncoder.
+    shuffle_buffer: documents that torch's shuffle buffer holds; None or 0: the order of the stream. document_end: the
+        token that ends each document, as the setting names it. on_special: see TextEncoder.
     num_threads: threads that encode, 0: the caller's own; executor: encodes instead. engine: what computes the ids
         (open_engine). None of them changes the output.
     partial: upstream lacks a split; train may then be empty, and `built` in the meta is "partial". checkpoint_seconds:
         between two checkpoints; 0: one after each batch.
+    partition: `documents` are its own, budgets and seed those of all; its splits may be empty, and it warns of nothing
+        that is a matter of all. plan: the sha256 of plan.json. `seal` makes one cache of all partitions.
     committed: called with the meta after the commit; if it fails, the next run finishes this build. progress: called
         with documents read, tokens written, and tokens of both budgets.
     Raises: ValueError for bad arguments, for an empty train split, and for text with a sentinel if on_special="raise";
@@ -85,21 +94,17 @@ def build_pretrain(
     budget = TokenBudget({"train": max_train_tokens, "val": max_val_tokens})
     source, vocabulary, end = source or Source(), vocabulary_of(tokenizer), _document_end(tokenizer, document_end)
     settings = _settings(split_rule, shard_bytes, end, on_special, partial, budget, shuffle_buffer or 0, val_frac)
-    rule = TextSplit(asked_share(settings), seed)
+    rule = TextSplit(asked_share(settings), seed, moves=partition is None)
     encoder = _encoder(tokenizer, settings, rule, engine)
+    settings |= _of_partition(partition, plan, budget, split_rule)
+    shuffled = Shuffled(shuffle_buffer, seed if partition is None else partition.seed(seed))
     identity = build_identity(source, tokenizer, seed=seed, **settings)
-    shuffled = Shuffled(shuffle_buffer, seed)
-    with open_build(out_dir, identity, FILES, checkpoint_seconds, source) as build:
+    with open_build(out_dir, identity, files_of(partition), checkpoint_seconds, source) as build:
         shards = Shards(build, budget, rule, encoder, shard_bytes, progress)
         exhausted = shards.fill(with_ids(documents, source.position), shuffled, source, num_threads, executor)
-        if not shards.tokens["train"] and not partial:
-            raise NoTextError(f"{os.fspath(out_dir)}: no token for the train split: {_shortage(shards, source)}")
-        build.checkpoint(shards.state(), ended=True)
-        counters = source.counters if exhausted else build.state.counters
-        known = {"vocabulary": vocabulary, "source": source, "counters": counters, "seed": seed, **settings}
-        meta = describe_and_commit(build, out_dir, shards.described, committed, **known)
-    shards.losses.warn(out_dir, meta)
-    _warn_of_unmet_budgets(out_dir, budget, source)
+        known = {"vocabulary": vocabulary, "source": source, "seed": seed, **settings}
+        meta = _finished(build, shards, out_dir, committed, exhausted, known)
+    _warn(shards, out_dir, meta)
     return meta
 
 
@@ -182,6 +187,40 @@ def _settings(
     }
 
 
+def _of_partition(
+    partition: Partition | None, plan: str | None, budget: TokenBudget, split_rule: str
+) -> dict[str, Any]:
+    """Give a partition its part of the budgets; returns its keys of meta.json. Raises: ValueError for bad arguments."""
+    if partition is None and plan is None:
+        return {}
+    if partition is None or plan is None:
+        raise ValueError("expected both a partition and the sha256 of its plan, or neither")
+    Partition.checked(*partition)
+    budget.limits = {split: partition.budget(limit) for split, limit in budget.limits.items()}
+    return {
+        "partition": {**partition._asdict(), "plan": checked_sha256(plan, "plan", "build_pretrain")},
+        "split_rule": _IN_PARTITIONS.get(split_rule, split_rule),
+        **{f"max_{split}_tokens": limit for split, limit in budget.limits.items()},
+    }
+
+
+def _finished(
+    build: Build,
+    shards: Shards,
+    out_dir: str | os.PathLike[str],
+    committed: Callable[[dict[str, Any]], None] | None,
+    exhausted: bool,
+    known: dict[str, Any],
+) -> dict[str, Any]:
+    """Commit a build whose documents are all in the shards; returns its meta. Raises: NoTextError without train."""
+    source: Source = known["source"]
+    if not shards.tokens["train"] and known["built"] is True and "partition" not in known:
+        raise NoTextError(f"{os.fspath(out_dir)}: no token for the train split: {_shortage(shards, source)}")
+    build.checkpoint(shards.state(), ended=True)
+    counters = source.counters if exhausted else build.state.counters
+    return describe_and_commit(build, out_dir, shards.described, committed, counters=counters, **known)
+
+
 def _shortage(shards: Shards, source: Source) -> str:
     loader = ", ".join(f"{name} {count}" for name, count in sorted(source.counters.items())) or "none"
     counts = sorted(shards.counts.items())
@@ -192,15 +231,21 @@ def _shortage(shards: Shards, source: Source) -> str:
     )
 
 
-def _warn_of_unmet_budgets(out_dir: str | os.PathLike[str], budget: TokenBudget, source: Source) -> None:
-    is_small_on_purpose = source.provenance.get("kind") == "sample"
-    for split, limit in budget.limits.items():
-        if limit is not None and not budget.full(split) and not is_small_on_purpose:
+def _warn(shards: Shards, out_dir: str | os.PathLike[str], meta: Mapping[str, Any]) -> None:
+    if "partition" not in meta:
+        shards.losses.warn(out_dir, meta)
+        warn_of_unmet_budgets(out_dir, meta)
+
+
+def warn_of_unmet_budgets(out_dir: str | os.PathLike[str], meta: Mapping[str, Any]) -> None:
+    """Log a warning for each split with fewer tokens than its budget, but for the bundled sample, small on purpose."""
+    for split in SPLITS:
+        if meta["budget_reached"][split] is False and meta["source"].get("kind") != "sample":
             logger.warning(
                 "%s: %s has %s of %s tokens: the source ended first",
                 out_dir,
                 split,
-                f"{budget.used[split]:,}",
-                f"{limit:,}",
+                f"{meta['totals'][f'{split}_tokens']:,}",
+                f"{meta[f'max_{split}_tokens']:,}",
                 extra={"code": "W306"},
             )

@@ -23,7 +23,7 @@ from niels_gpt.builders.resume import seek
 from niels_gpt.builders.source import Batch, Change, Chunk, ItemKind, Shuffled, first_number
 from niels_gpt.builders.split import SPLITS, Document, TextSplit, TokenBudget, count_duplicates
 from niels_gpt.builders.writer import OFFSET_DTYPE, npy_parts
-from niels_gpt.documents import DocumentBatch
+from niels_gpt.documents import DocumentBatch, Partition
 from niels_gpt.encoding import DIGEST_BYTES, EncodedTexts, TextEncoder
 from niels_gpt.progress import Progress
 from niels_gpt.storage import fileio
@@ -33,7 +33,7 @@ from niels_gpt.storage.fileio import id_lines
 from niels_gpt.tokenizers.protocol import Ids
 
 _NOT_DROPS = {"documents_read", "cut_documents", "cut_tokens"}
-FILES = {
+FILES: dict[str, str | None] = {
     **{f"{split}.bin": split + "/shard_{:05d}.bin" for split in SPLITS},
     **{f"{split}_docs.bin": None for split in SPLITS},
     **{f"{split}_ids.txt": f"index/{split}_ids.txt" for split in SPLITS},
@@ -42,6 +42,13 @@ FILES = {
 """The files that a build appends to, for each split: the shard that is being filled, and the starts, source ids and
 text digests of its documents.
 """
+TEXTS_OF = {split: f"index/{split}_texts.bin" for split in SPLITS}
+"""The text digests of each split, where they are files of a cache: in a partition."""
+
+
+def files_of(partition: Partition | None) -> dict[str, str | None]:
+    """Return the files that a build appends to; a partition keeps text digests: duplicates are counted over all."""
+    return FILES if partition is None else FILES | {f"{split}_texts.bin": name for split, name in TEXTS_OF.items()}
 
 
 def with_ids(
@@ -218,8 +225,11 @@ class Shards:
         for record in build.finished:
             of_split = shards[record["name"].partition("/")[0]]
             of_split.append({**record, "tokens": record["bytes"] // self._token_bytes})
+        counts = self._counts()
         files: dict[str, Any] = {"shards": shards, "index": index, "ids": ids}
-        return {**files, "checksums": build.add_checksums(**files), **self._counts()}
+        if build.keeps("train_texts.bin"):
+            files["files"] = [build.finish(f"{split}_texts.bin") for split in SPLITS]
+        return {**files, "checksums": build.add_checksums(**files), **counts}
 
     def _counts(self) -> dict[str, Any]:
         full = {split: self._budget.room(split) == 0 for split in SPLITS}

@@ -44,9 +44,12 @@ class TextSplit:
     texts are always in one split.
     """
 
-    def __init__(self, share: Fraction | None, seed: int) -> None:
-        """share: of the documents that go to val, 0 to 1; None if every document names its split."""
-        self.share, self.seed = share, seed
+    def __init__(self, share: Fraction | None, seed: int, *, moves: bool = True) -> None:
+        """share: of the documents that go to val, 0 to 1; None if every document names its split.
+
+        moves: whether `settled` may change the bound; False for a partition, which does not know the other documents.
+        """
+        self.share, self.seed, self._moves = share, seed, moves
         self.bound = math.ceil((share or 0) * _KEYS)
         """Keys below it mean val. Final once `settled` has yielded the first document."""
 
@@ -63,7 +66,7 @@ class TextSplit:
         each split one on average. After that, or at a document that names its split, `bound` stays as it is.
         drops: whether a text enters no split.
         """
-        if self.share is None or not 0 < self.bound < _KEYS:
+        if self.share is None or not self._moves or not 0 < self.bound < _KEYS:
             yield from chunks
             return
         limit = min(math.ceil(_HELD_CHANCES / min(self.share, 1 - self.share)), _HELD_DOCUMENTS)

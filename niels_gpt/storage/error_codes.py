@@ -313,6 +313,14 @@ E509 disk-error
 The system reported an error of a file or folder that has no code of its own here.
 > Read the system's words in the message. After an input or output error look at the disk's health.
 
+E510 partitions-not-finished
+A cache of several partitions cannot be sealed: some of them are missing, unfinished, damaged or of another plan.
+> Run the command that the message has for each of them, then seal again. The other partitions are kept.
+
+E511 another-plan
+The partitions of this cache were planned by another version of the program, or from another source.
+> Use the same version of the program and the same source on all machines, or build from scratch with `--restart`.
+
 E601 hub-unreachable
 The Hugging Face hub could not be reached, or did not answer after several attempts.
 > Run the command again later: it resumes. Without network use `--source-root MIRROR` or `--source-root sample`.

@@ -1,0 +1,6 @@
+"""A pretrain cache in partitions: each is built alone, as a cache of its own; `seal` makes the one cache of all.
+
+plan.py       plan.json: what all partitions of a cache share; where a partition lies; which plans there are
+receipts.py   the state of every partition by its receipt, which is its meta.json, and by its files
+seal.py       checks all partitions and commits the cache: shards linked, index, ids and checksums streamed together
+"""
