@@ -61,6 +61,11 @@ class Settings:
         least=1,
         most=100_000,
     )
+    lock: str = _setting(
+        "auto",
+        "how builders lock the folder of caches: flock, lease (where flock does not reach other machines), or auto, as "
+        "the folder says, flock at first. Never changes the output",
+    )
     threads: int = _setting(0, "tokenizer threads; 0: one per usable core. Never changes the output", least=0)
 
     tokenizer: str | None = _setting(

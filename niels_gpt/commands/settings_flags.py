@@ -30,6 +30,7 @@ _LINES = ("pretrain", "sft", "rollouts", "licence", "attribution")
 _CHOICES = {
     "on_special": ["drop", "raise", "text"],
     "loss_on": ["assistant", "assistant,tool_calls", "tool_calls", "last"],
+    "lock": ["auto", "flock", "lease"],
     "engine": ["auto", "gigatoken", "reference"],
     "tokenizer_kind": ["sentencepiece", "bpe"],
 }

@@ -321,6 +321,14 @@ E511 another-plan
 The partitions of this cache were planned by another version of the program, or from another source.
 > Use the same version of the program and the same source on all machines, or build from scratch with `--restart`.
 
+E512 shared-locks
+The folder cannot be shared in this way: it is locked in another way than was asked, a process lost its lease while it
+was stopped, or its file system lacks what builds need.
+> Follow the message. A process that lost its lease has kept what was durable: the same command resumes it, or waits for
+the process that took over.
+= cache/pretrain/notes: this process lost its lease to user ada, host node7, pid 4711. It was stopped for longer than a
+lease lasts. Run the same command again
+
 E601 hub-unreachable
 The Hugging Face hub could not be reached, or did not answer after several attempts.
 > Run the command again later: it resumes. Without network use `--source-root MIRROR` or `--source-root sample`.

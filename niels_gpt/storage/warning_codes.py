@@ -178,6 +178,13 @@ A worker process died. Its batches are encoded once more, each alone.
 = a worker died while 2 batches were in work, from documents 0 to 8 on (A child process terminated abruptly); each of
 them is tried once more, alone
 
+W504 locks-of-one-machine
+The file system of the caches keeps locks on one machine, or is not known to pass them on. Two machines could build the
+same cache at once.
+> Nothing if one machine alone uses the folder. If several do, build with `--lock lease`.
+= /shared/cache: nfs is mounted with nolock, so flock does not leave the machine: two machines could build the same
+cache at once. If several use this folder: --lock lease
+
 W601 hub-retry
 A request to the Hugging Face hub failed and is repeated after a pause.
 > Nothing: after the last attempt the command ends with E601.

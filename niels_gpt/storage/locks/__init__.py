@@ -1,18 +1,30 @@
 """Locks: one builder for each cache, and readers that keep their version from gc.
 
-kernel.py      a builder's lock on a file, whose text names the holder; the kernel drops it with the process
+builders.py    the lock of a builder: a flock, or a lease where the folder says so
+folder.py      how a folder of caches is locked: its .locks.json, and the setting `lock`
+kernel.py      a lock of the kernel on a file, whose text names the holder; it ends with the process
+leases.py      a lock that reaches other machines without the kernel: a file whose holder raises a counter in it
+holders.py     what a lease's file says of its holder, and whether that process is dead
+mounts.py      whether a folder's file system passes flock on to other machines
 readers.py     a reader's lock on the folder of its version, which gc looks for
 """
 
-from niels_gpt.storage.locks.kernel import file_lock, logger, refuse_if_held
+from niels_gpt.storage.locks.builders import file_lock, is_leased, refuse_if_held
+from niels_gpt.storage.locks.folder import apply_lock_setting, lock_kind
+from niels_gpt.storage.locks.kernel import logger
+from niels_gpt.storage.locks.leases import check_lease
 from niels_gpt.storage.locks.readers import OPEN, VersionHold, hold_folder, hold_version, unless_held
 
 __all__ = [
     "OPEN",
     "VersionHold",
+    "apply_lock_setting",
+    "check_lease",
     "file_lock",
     "hold_folder",
     "hold_version",
+    "is_leased",
+    "lock_kind",
     "logger",
     "refuse_if_held",
     "unless_held",

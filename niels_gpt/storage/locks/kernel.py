@@ -17,12 +17,13 @@ from pathlib import Path
 
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import NO_LINK, PathLike, make_dir
+from niels_gpt.storage.meta_json import printable
 
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def file_lock(path: Path, locked: PathLike, state: str = "is in use", *, wait: bool) -> Iterator[None]:
+def kernel_lock(path: Path, locked: PathLike, state: str = "is in use", *, wait: bool) -> Iterator[None]:
     """Hold a lock file, which is made if it is absent.
 
     locked, state: what the lock protects, and what its holder does, for the message "LOCKED: STATE by user ...".
@@ -36,7 +37,7 @@ def file_lock(path: Path, locked: PathLike, state: str = "is in use", *, wait: b
     try:
         if holder:
             if not wait:
-                raise _in_use(holder, path, locked, state)
+                raise in_use(holder, path, locked, state)
             logger.info("%s: %s by %s; waiting", os.fspath(locked), state, holder)
         while holder:
             if handle is None:
@@ -48,7 +49,7 @@ def file_lock(path: Path, locked: PathLike, state: str = "is in use", *, wait: b
         assert handle is not None
         with suppress(OSError):  # a full disk: the lock holds without its text
             os.ftruncate(handle, 0)
-            os.pwrite(handle, f"user {_user()}, host {socket.gethostname()}, pid {os.getpid()}\n".encode(), 0)
+            os.pwrite(handle, f"user {user_name()}, host {socket.gethostname()}, pid {os.getpid()}\n".encode(), 0)
         try:
             yield
         finally:
@@ -70,9 +71,9 @@ def _attempt(path: Path, locked: PathLike, state: str) -> tuple[int | None, str]
         if here is not None:
             return None, _holder(here)
         handle = _open(path, locked, state)
-        _refuse_other_files(handle, path)
         _held.add(handle)
         try:
+            refuse_other_files(handle, path)
             _lock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return handle, ""
         except _RecordLockedError:
@@ -139,51 +140,65 @@ def _open(path: Path, locked: PathLike, state: str) -> int:
         return os.open(path, os.O_RDWR | os.O_CREAT | NO_LINK, 0o666)
     except OSError as error:
         if isinstance(error, PermissionError):
-            refuse_if_held(path, locked, state)
-        advice = f"user {_user()} cannot write there. Let it, or name another folder for the caches"
-        raise OSError(error.errno, f"{error.strerror}; {advice}", str(path)) from error
+            refuse_if_flocked(path, locked, state)
+        raise not_written(error, path) from error
 
 
-def _refuse_other_files(handle: int, path: Path) -> None:
-    """Close a file that is not a lock file of this project, and raise CacheError."""
+def not_written(error: OSError, path: Path) -> OSError:
+    """Return the error of a file that could not be made, with the user's name and what to do."""
+    advice = f"user {user_name()} cannot write there. Let it, or name another folder for the caches"
+    return OSError(error.errno, f"{error.strerror}; {advice}", str(path))
+
+
+def refuse_other_files(handle: int, path: Path) -> None:
+    """Raise CacheError for a file that is not a lock file of this project."""
     status = os.fstat(handle)
     if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
         return
-    os.close(handle)
     is_file = stat.S_ISREG(status.st_mode)
     kind = f"a file with {status.st_nlink} names (hard links)" if is_file else "not a regular file"
     raise CacheError(path, kind, "a lock file with one name", f"Remove it: rm -r {path}", code="E504")
 
 
-def refuse_if_held(path: Path, locked: PathLike, state: str = "is in use") -> None:
+def refuse_if_flocked(path: Path, locked: PathLike, state: str = "is in use") -> str:
     """Raise CacheError that names the holder of a lock file; nothing is written, and the file may be absent.
 
-    locked, state: as for `file_lock`. Works without write permission.
+    Returns the file's text: it names a holder that was killed, or one that the lock does not show; "" without any.
+    locked, state: as for `kernel_lock`. Works without write permission.
     """
     with _guard:
         if (here := _record_lock_here(path)) is not None:
-            raise _in_use(_holder(here), path, locked, state)
+            raise in_use(_holder(here), path, locked, state)
         try:
             handle = os.open(path, os.O_RDONLY | NO_LINK)
         except OSError:
-            return
+            return ""
         try:
             _lock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise _in_use(_holder(handle), path, locked, state) from None
-        except OSError:
-            return
+            raise in_use(_holder(handle), path, locked, state) from None
+        except OSError:  # no locks there
+            return _text(handle)
+        else:
+            return _text(handle)
         finally:
             _record_locked.discard(handle)
             os.close(handle)
 
 
-def _in_use(holder: str, path: Path, locked: PathLike, state: str) -> CacheError:
+def in_use(holder: str, path: Path, locked: PathLike, state: str) -> CacheError:
+    """Return the error that names a holder."""
     return CacheError(locked, f"{state} by {holder}", remedy=f"Wait for it, or stop that process ({path})", code="E503")
 
 
 def _holder(handle: int) -> str:
-    return os.pread(handle, 4096, 0).decode(errors="replace").strip() or "a process that has just started"
+    return _text(handle) or "a process that has just started"
+
+
+def _text(handle: int) -> str:
+    with suppress(OSError):  # a folder
+        return printable(os.pread(handle, 4096, 0).decode(errors="replace").strip())
+    return ""
 
 
 # Held while a lock file is looked at, opened, locked or closed, never while one waits: a record lock has no say between
@@ -207,7 +222,8 @@ def _release_in_child() -> None:
 os.register_at_fork(after_in_child=_release_in_child)
 
 
-def _user() -> str:
+def user_name() -> str:
+    """Return the name of this process's user, or its number."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # a uid without an account, as in many containers

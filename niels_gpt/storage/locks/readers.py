@@ -10,8 +10,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from niels_gpt.storage.fileio import META_NAME
+from niels_gpt.storage.locks.folder import FLOCK, lock_kind
 from niels_gpt.storage.locks.kernel import NOT_OFFERED
 
+_LEASES = "builders lock this folder by leases, which readers have not, so nobody can know whether one has it open"
 _NO_FOLDER = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}
 OPEN = "open in a reader"
 """Why `unless_held` keeps a version: the only reason that is certain."""
@@ -75,14 +77,15 @@ def hold_folder(folder: Path) -> Iterator[None]:
 def unless_held(folder: Path) -> Iterator[str]:
     """Yield why a version may have a reader, "" if it has none; then no reader can take a hold within the block.
 
-    Without locks on its file system a version always may have one. A path that is no folder has none.
+    Without locks on its file system, and where builders take leases, a version always may have one. A path that is no
+    folder has none.
     """
     handle = None
     try:
         try:
             handle = _open_folder(folder)
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            why = ""
+            why = "" if lock_kind(folder) == FLOCK else _LEASES
         except BlockingIOError:
             why = OPEN
         except OSError as error:

@@ -1,0 +1,168 @@
+"""What the machines of one build must share: the same program, and a folder whose file system keeps its promises."""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+import niels_gpt
+from niels_gpt.builders.meta_keys import BUILDER_VERSION, FORMAT_VERSION
+from niels_gpt.storage import fileio
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.locks import lock_kind
+from niels_gpt.storage.locks.mounts import mount_of
+from niels_gpt.storage.meta_json import read_regular
+
+logger = logging.getLogger(__name__)
+
+LIBRARIES = ("torch", "numpy", "sentencepiece", "tokenizers", "pyarrow", "orjson", "datasets")
+"""Those that read, shuffle or encode: another version may give other bytes."""
+_MAX_FILES, _MAX_FILE_BYTES = 5_000, 1 << 22
+
+
+@functools.cache
+def code_identity() -> dict[str, Any]:
+    """Return what decides a cache's bytes beside its recipe: equal on all machines that build one cache.
+
+    {"version": of this program, "sources": hex sha256 over its .py files and their names, "format": int,
+    "builder": int, "libraries": {name: version, without the part after "+", which names a variant; None: not
+    installed}}. Nothing is imported. Computed once in a process.
+    """
+    return {
+        "version": niels_gpt.__version__,
+        "sources": _sources_sha256(Path(niels_gpt.__file__).parent),
+        "format": FORMAT_VERSION,
+        "builder": BUILDER_VERSION,
+        "libraries": {name: _installed(name) for name in LIBRARIES},
+    }
+
+
+def _sources_sha256(package: Path) -> str:
+    digest = hashlib.sha256()
+    names = sorted(path.relative_to(package).as_posix() for path in package.rglob("*.py"))
+    for name in names[:_MAX_FILES]:
+        content = read_regular(package / name, _MAX_FILE_BYTES)
+        digest.update(f"{name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
+
+
+def _installed(package: str) -> str | None:
+    with suppress(PackageNotFoundError):
+        return version(package).partition("+")[0]
+    return None
+
+
+_warned: set[str] = set()  # folders, so that a process that builds many partitions says it once
+
+
+def check_shared_folder(folder: Path) -> None:
+    """Check what builds on several machines need of a folder's file system, in a hidden folder that is removed again.
+
+    folder: of the caches; it is made if it is absent. Hard links are only noted: without them sealing copies.
+    Warns (W504) where locks are flock's and the file system is known, or may be thought, to keep them on one machine.
+    Raises: CacheError E512 naming what the file system lacks; OSError that names the folder.
+    """
+    fileio.make_dir(folder)
+    probe = folder / f".probe-{token_hex(4)}"
+    os.mkdir(probe)
+    try:
+        by_flock = lock_kind(probe) == "flock"
+        for what, works in _PROBES.items():
+            if what == _FLOCK and not by_flock:
+                continue
+            if not works(probe):
+                remedy = "Add --lock lease" if what == _FLOCK else "Name another folder for the caches (--cache-dir)"
+                raise CacheError(folder, f"its file system has no {what}", remedy=remedy, code="E512")
+        if not _has_hard_links(probe):
+            logger.info("%s: its file system has no hard links; files are copied instead", folder)
+    finally:
+        fileio.remove(probe)
+    hidden = mount_of(folder).hidden
+    if by_flock and hidden and str(folder) not in _warned:
+        _warned.add(str(folder))
+        logger.warning(
+            "%s: %s: two machines could build the same cache at once. If several use this folder: --lock lease",
+            *(folder, hidden),
+            extra={"code": "W504"},
+        )
+
+
+@contextmanager
+def _opened(path: Path, flags: int = 0) -> Iterator[int]:
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | flags, 0o666)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _replaces_a_file(probe: Path) -> bool:
+    old, new = probe / "old", probe / "new"
+    old.write_bytes(b"old")
+    new.write_bytes(b"new")
+    try:
+        os.replace(new, old)
+    except OSError:
+        return False
+    return old.read_bytes() == b"new" and not new.exists()
+
+
+def _replaces_a_link(probe: Path) -> bool:
+    old, new = probe / "old-link", probe / "new-link"
+    try:
+        os.symlink("old", old)
+        os.symlink("new", new)
+        os.replace(new, old)
+    except OSError:
+        return False
+    return os.readlink(old) == "new"
+
+
+def _creates_once(probe: Path) -> bool:
+    try:
+        for _ in range(2):
+            with _opened(probe / "once", os.O_EXCL):
+                pass
+    except FileExistsError:
+        return True
+    return False
+
+
+def _locks(probe: Path) -> bool:
+    """Whether flock keeps a second description of a file out."""
+    with _opened(probe / "lock") as first, _opened(probe / "lock") as second:
+        try:
+            fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+    return False
+
+
+def _has_hard_links(probe: Path) -> bool:
+    try:
+        os.link(probe / "old", probe / "linked")
+    except OSError:
+        return False
+    return True
+
+
+_FLOCK = "locks (flock) that keep a second process out"
+_PROBES: dict[str, Callable[[Path], bool]] = {
+    "renames that replace a file": _replaces_a_file,
+    "renames that replace a symbolic link": _replaces_a_link,
+    "files that are created by exactly one (O_EXCL)": _creates_once,
+    _FLOCK: _locks,
+}
+"""What a folder must offer, for the message "its file system has no ..."."""

@@ -1,0 +1,229 @@
+"""Leases: locks that need nothing of a file system but O_EXCL and reads of what another machine has synced.
+
+The lease of the lock at PATH is a file PATH.N. Its holder raises a counter in it every few seconds; who wants it
+watches the counter by a clock of its own. A counter that stood still for LEASE_SECONDS has run out.
+
+Taking one: create PATH.(N+1) with O_EXCL, where N is the highest there; so of several takers one goes on. It lists the
+folder again: a file that it has not seen run out belongs to another, and it gives up its own. Then it removes those
+that have run out, so that their holders, if they wake up, find theirs gone. Two holders cannot both go on: of two files
+one was created later, and its creator has seen the other. A holder removes its file at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from secrets import token_hex
+
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import NO_LINK, PathLike, make_dir
+from niels_gpt.storage.locks.folder import refuse_kernel_lock
+from niels_gpt.storage.locks.holders import Holder, read_lease
+from niels_gpt.storage.locks.kernel import in_use, logger, not_written
+
+BEAT_SECONDS = 2.0
+"""Between two raises of the counter. Who tries a lease that is held waits as long to see it move."""
+LEASE_SECONDS = 60.0
+"""A counter that stood still as long has run out: 30 raises, and longer than a server's restart or a full queue."""
+_POLL_SECONDS = 0.2
+_NUMBER = re.compile(r"[1-9]\d{0,8}")
+
+
+class Lease:
+    """A lease that this process holds; a thread raises its counter."""
+
+    def __init__(self, path: Path, locked: PathLike) -> None:
+        """path: of the file PATH.N, which is created. Raises: FileExistsError; OSError, and then there is no file."""
+        self.path, self.locked, self.process = path, locked, os.getpid()
+        self._holder, self._ended = Holder.of_this_process(token_hex(16)), threading.Event()
+        self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | NO_LINK, 0o666)
+        self._thread = threading.Thread(target=self._beat, name="lease", daemon=True)
+        try:
+            self._write()
+        except OSError as error:  # a full disk: nobody could see that it is held
+            self.give_back()
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def is_held(self) -> bool:
+        """Whether the file is still this lease's, as a read of it by its name says: that asks the server."""
+        found = read_lease(self.path)
+        return found is not None and found.token == self._holder.token
+
+    def release(self) -> None:
+        """Stop the thread, and remove the file if it is still this lease's."""
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        with suppress(OSError, CacheError):
+            if self.is_held():
+                os.unlink(self.path)
+        self.close()
+
+    def give_back(self) -> None:
+        """Remove the file that was just created."""
+        with suppress(OSError):
+            os.unlink(self.path)
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        handle, self._handle = self._handle, -1
+        if handle >= 0:
+            os.close(handle)
+
+    def _write(self) -> None:
+        os.pwrite(self._handle, self._holder.content(), 0)
+        os.fsync(self._handle)
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT_SECONDS):
+            with suppress(OSError, CacheError):  # a server that does not answer for a while; `check_lease` decides
+                self._holder.counter += 1
+                self._write()
+                if not self.is_held():
+                    return
+
+
+HELD: dict[str, Lease] = {}
+"""The leases of this process by the absolute paths of their locks."""
+
+
+def _forget_in_child() -> None:
+    # The thread is not in a forked child, and the lease is the parent's: it is neither kept alive nor removed.
+    while HELD:
+        HELD.popitem()[1].close()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+@contextmanager
+def lease(path: Path, locked: PathLike, state: str, *, wait: bool) -> Iterator[None]:
+    """Hold the lease of the lock at `path`; as `file_lock`.
+
+    One that has run out is taken over, and one whose process on this machine is dead at once. Without `wait` it takes
+    up to LEASE_SECONDS to know that another one has run out.
+    Raises: CacheError E503; CacheError E504 for a file at the lease's name that is none; CacheError E512 where a
+        builder without leases may hold the lock; OSError, also where the disk is full.
+    """
+    held = _taken(path, locked, state, wait)
+    key = os.path.abspath(path)
+    HELD[key] = held
+    try:
+        held.start()
+        yield
+    finally:
+        if os.getpid() == held.process:  # not in a forked child
+            del HELD[key]
+            held.release()
+
+
+def check_lease(path: Path) -> None:
+    """Raise CacheError E512 if this process has lost its lease of the lock at `path`; nothing to do without a lease.
+
+    Call it before what others will see: a process that was stopped does not know for how long. It reads a small file.
+    """
+    held = HELD.get(os.path.abspath(path))
+    if held is None or held.is_held():
+        return
+    taker = max(_leases(path).items(), default=(0, None))[1]
+    found = f"this process lost its lease to {taker or 'another process, which has ended'}"
+    remedy = "It was stopped for longer than a lease lasts. Run the same command again"
+    raise CacheError(held.locked, found, remedy=remedy, code="E512")
+
+
+def refuse_if_leased(path: Path, locked: PathLike, state: str) -> None:
+    """Raise CacheError E503 for a lease whose process is not known to be dead; nothing is written."""
+    refuse_kernel_lock(path, locked, state)
+    for found in _leases(path).values():
+        if not found.is_dead():
+            raise in_use(str(found), path, locked, state)
+
+
+class _Watch:
+    """What a taker has seen of the leases of a lock, by its own clock."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[Holder, float]] = {}
+        self.moved: Holder | None = None
+        """A holder that is alive: its counter was seen to move."""
+
+    def is_over(self, number: int, found: Holder) -> bool:
+        """Whether a lease has run out, or its process is known to be dead."""
+        before, since = self._seen.get(number, (None, 0.0))
+        if before != found:
+            self._seen[number] = found, time.monotonic()
+            self.moved = found if before is not None else self.moved
+            return found.is_dead()
+        return found.is_dead() or time.monotonic() - since >= LEASE_SECONDS
+
+
+def _taken(path: Path, locked: PathLike, state: str, wait: bool) -> Lease:
+    watch, said = _Watch(), False
+    try:
+        make_dir(path.parent)
+    except PermissionError as error:
+        raise not_written(error, path) from error
+    while True:
+        refuse_kernel_lock(path, locked, state)
+        found = _leases(path)
+        held = [each for number, each in found.items() if not watch.is_over(number, each)]
+        if not held:
+            taken = _attempt(path, locked, watch, max(found, default=0) + 1)
+            if taken is not None:
+                return taken
+            time.sleep(random.random() * _POLL_SECONDS)  # two that met must not meet again
+            continue
+        here = os.path.abspath(path) in HELD
+        if not wait and (here or watch.moved is not None):
+            raise in_use(str(held[-1] if here else watch.moved), path, locked, state)
+        if wait and not said:
+            logger.info("%s: %s by %s; waiting", os.fspath(locked), state, held[-1])
+            said = True
+        time.sleep(_POLL_SECONDS)
+
+
+def _attempt(path: Path, locked: PathLike, watch: _Watch, number: int) -> Lease | None:
+    """Create the lease of a number, and remove those that have run out; None where another process was faster."""
+    try:
+        mine = Lease(path.with_name(f"{path.name}.{number}"), locked)
+    except FileExistsError:
+        return None
+    except PermissionError as error:
+        raise not_written(error, path) from error
+    try:
+        others = {each: found for each, found in _leases(path).items() if each != number}
+        if all(watch.is_over(each, found) for each, found in others.items()):
+            for each in others:
+                with suppress(FileNotFoundError):
+                    os.unlink(path.with_name(f"{path.name}.{each}"))
+            if mine.is_held():
+                return mine
+    except BaseException:
+        mine.give_back()
+        raise
+    mine.release()
+    return None
+
+
+def _leases(path: Path) -> dict[int, Holder]:
+    """Return the leases of a lock by their numbers, the lowest first. Raises: CacheError E504."""
+    found = {}
+    with suppress(FileNotFoundError, NotADirectoryError):
+        for name in os.listdir(path.parent):
+            stem, _, number = name.rpartition(".")
+            if stem == path.name and _NUMBER.fullmatch(number):
+                holder = read_lease(path.parent / name)
+                if holder is not None:
+                    found[int(number)] = holder
+    return dict(sorted(found.items()))
