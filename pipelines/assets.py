@@ -3,39 +3,48 @@
 The built-in caches come from the table of sources (niels_gpt/data/sources.py), so a new row is a new asset.
 """
 
-import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import dagster as dg
 
 from niels_gpt.data.sources import SOURCES, SourceSpec
-from niels_gpt.progress import Progress
 from niels_gpt.recipes.eagle3.asset import build_targets
 from niels_gpt.recipes.eagle3.draft_vocab import build_draft_vocab, committed_content
 from niels_gpt.recipes.eagle3.draft_vocab import settings_fingerprint as vocab_fingerprint
 from niels_gpt.recipes.eagle3.of_settings import KEY as EAGLE3_KEY
 from niels_gpt.recipes.eagle3.of_settings import SMALL_TARGET, VOCAB_KEY, raw_source
-from niels_gpt.recipes.plan import built_at, needs_no_tokenizer, observe, settings_fingerprint
+from niels_gpt.recipes.plan import built_at, needs_no_tokenizer, observe
 from niels_gpt.recipes.rollouts.caches import build_rollout_cache
 from niels_gpt.recipes.rollouts.trees import TREES
-from niels_gpt.recipes.run_recipe import RUNS_DIR, TOKENIZER_KEY, Outcome, cache_root
+from niels_gpt.recipes.run_recipe import TOKENIZER_KEY
 from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.recipes.tokenizer import NoSentinels, ensure_tokenizer
 from niels_gpt.settings import Settings
-from niels_gpt.storage.locks import file_lock
-from pipelines.metadata import draft_vocab_result, materialize_result, targets_result
+from pipelines.metadata import draft_vocab_result, targets_result
 from pipelines.resources import SettingsResource
+from pipelines.steps import (
+    BUILD_POOL,
+    BUILD_TAG,
+    CODE_VERSION,
+    DATA_VERSION,
+    NETWORK_RETRIES,
+    clear_errors,
+    leave_out,
+    newer_observation,
+    observed_of_cache,
+    progress_log,
+    raw_key,
+    recorded_tags,
+    report,
+    report_tokenizer,
+    target_log,
+    turn,
+)
 
 SFT_ROOT = dg.AssetKey(["sft", ""])
-DATA_VERSION, CODE_VERSION = "dagster/data_version", "dagster/code_version"
-BUILD_POOL = BUILD_TAG = "niels_gpt/pretrain_build"
-"""Pretrain builds run one at a time, because each encodes on all cores. Within a run the tag enforces it, on one cache
-folder `_turn`, and where a deployment of several machines gives the pool a limit, the pool."""
-NETWORK_RETRIES = dg.RetryPolicy(max_retries=3, delay=15, backoff=dg.Backoff.EXPONENTIAL, jitter=dg.Jitter.PLUS_MINUS)
-"""After about 15, 30 and 60 seconds; only errors that may pass by themselves are retried (`_clear_errors`)."""
 _BY_FAMILY: dict[str, dict[str, Any]] = {
     "pretrain": {"pool": BUILD_POOL, "op_tags": {BUILD_TAG: "true"}},
     "sft": {},
@@ -48,12 +57,6 @@ _READERS = {
     "trees": "niels_gpt.prefix_tree.rollouts.reader.RolloutDataset",
     "rollouts": "niels_gpt.prefix_tree.rollouts.reader.RolloutDataset",
 }
-_LOG_SECONDS = 10.0
-
-
-def raw_key(source: str, prefix: Sequence[str] = ()) -> dg.AssetKey:
-    """Return the key of the observable that stands for a source's text."""
-    return dg.AssetKey([*prefix, "raw", source])
 
 
 def _observable(spec: SourceSpec, prefix: Sequence[str] = ()) -> dg.AssetsDefinition:
@@ -70,7 +73,7 @@ def _observable(spec: SourceSpec, prefix: Sequence[str] = ()) -> dg.AssetsDefini
     @dg.multi_observable_source_asset(specs=[asset], name="__".join([*prefix, "raw", spec.name]))
     def raw(context: dg.AssetExecutionContext, settings: SettingsResource) -> Iterator[dg.ObserveResult]:
         core = settings.of_run(context)
-        with _clear_errors():
+        with clear_errors():
             provenance, warning = observe(core, spec.key)
         if warning:
             context.log.warning(warning)
@@ -97,26 +100,25 @@ def _cache(spec: SourceSpec, prefix: Sequence[str] = ()) -> dg.AssetsDefinition:
         group_name=spec.family,
         kinds={"numpy"},
         retry_policy=NETWORK_RETRIES,
-        output_required=False,  # a tokenizer without sentinels builds no chats: _leave_out
+        output_required=False,  # a tokenizer without sentinels builds no chats: leave_out
         **_BY_FAMILY[spec.family],
     )
     def cache(context: dg.AssetExecutionContext, settings: SettingsResource) -> Iterator[dg.MaterializeResult[None]]:
         # Dagster's staleness is advisory: the recipe decides whether there is anything to do.
         core, (*before, family, name) = settings.of_run(context), context.asset_key.path
-        observed = _newer_observation(context, raw_key(name, before), built_at(core, f"{family}/{name}"))
-        with _clear_errors(), _turn(core) if family == "pretrain" else nullcontext():
+        with clear_errors(), turn(core) if family == "pretrain" else nullcontext():
             try:
-                how: dict[str, Any] = {"observed": observed, "progress": _progress_log(context)}
+                how: dict[str, Any] = {"observed": observed_of_cache(context, core), "progress": progress_log(context)}
                 if family in ("trees", "rollouts"):
                     outcome = build_rollout_cache(core, f"{family}/{name}", **how)
                 else:
                     outcome = build_token_cache(core, name, **how)
             except NoSentinels as error:
-                _leave_out(context, error)
+                leave_out(context, error)
                 return
-            result = _result(context, outcome)
+            result = report(context, outcome)
             if tokenizer:
-                _report_tokenizer(context, dg.AssetKey([*before, TOKENIZER_KEY]), core)
+                report_tokenizer(context, dg.AssetKey([*before, TOKENIZER_KEY]), core)
         yield result
 
     asset: dg.AssetsDefinition = cache
@@ -150,8 +152,8 @@ with warnings.catch_warnings():  # Dagster calls observables beta; docs/decision
 def tokenizer(context: dg.AssetExecutionContext, settings: SettingsResource) -> dg.MaterializeResult[None]:
     """Tokenizer of all caches: the one that the settings name, else what is there, else one trained on the sources."""
     core = settings.of_run(context)
-    with _clear_errors():
-        return _result(context, ensure_tokenizer(core))
+    with clear_errors():
+        return report(context, ensure_tokenizer(core))
 
 
 CACHES = [_cache(spec) for spec in (*SOURCES.values(), *TREES.values())]
@@ -184,15 +186,15 @@ def eagle3_draft_vocab(chosen: Settings, prefix: Sequence[str]) -> dg.AssetsDefi
         context: dg.AssetExecutionContext, settings: SettingsResource
     ) -> Iterator[dg.MaterializeResult[None]]:
         core = settings.of_run(context)
-        with _clear_errors():
+        with clear_errors():
             try:
                 outcome = build_draft_vocab(core, observed=_newer_chats(context, core, prefix, VOCAB_KEY))
             except NoSentinels as error:
-                _leave_out(context, error)
+                leave_out(context, error)
                 return
             if core.eagle3_target is None:
-                _report_tokenizer(context, dg.AssetKey([*prefix, TOKENIZER_KEY]), core)
-            result = _result(context, outcome, draft_vocab_result)
+                report_tokenizer(context, dg.AssetKey([*prefix, TOKENIZER_KEY]), core)
+            result = report(context, outcome, draft_vocab_result)
         yield result
 
     made: dg.AssetsDefinition = draft_vocab
@@ -217,17 +219,17 @@ def eagle3_targets(chosen: Settings, prefix: Sequence[str]) -> dg.AssetsDefiniti
     )
     def targets(context: dg.AssetExecutionContext, settings: SettingsResource) -> Iterator[dg.MaterializeResult[None]]:
         core = settings.of_run(context)
-        with _clear_errors():
+        with clear_errors():
             try:
                 observed = _newer_chats(context, core, prefix, EAGLE3_KEY)
-                outcome = build_targets(core, observed=observed, progress=_target_log(context))
+                outcome = build_targets(core, observed=observed, progress=target_log(context))
             except NoSentinels as error:
-                _leave_out(context, error)
+                leave_out(context, error)
                 return
             if core.eagle3_target is None:
-                _report_tokenizer(context, dg.AssetKey([*prefix, TOKENIZER_KEY]), core)
+                report_tokenizer(context, dg.AssetKey([*prefix, TOKENIZER_KEY]), core)
             _report_draft_vocab(context, dg.AssetKey([*prefix, *VOCAB_KEY.split("/")]), core)
-            result = _result(context, outcome, targets_result)
+            result = report(context, outcome, targets_result)
         yield result
 
     made: dg.AssetsDefinition = targets
@@ -244,50 +246,12 @@ def _of_chats(chosen: Settings, prefix: Sequence[str]) -> list[dg.AssetKey]:
 def _newer_chats(context: dg.AssetExecutionContext, settings: Settings, prefix: Sequence[str], key: str) -> str | None:
     """Return the newest observed fingerprint of the chats if the observation is newer than the cache, else None."""
     source = raw_source(settings)
-    return None if source is None else _newer_observation(context, raw_key(source, prefix), built_at(settings, key))
-
-
-def _result(
-    context: dg.AssetExecutionContext,
-    outcome: Outcome,
-    described: Callable[[Outcome], dg.MaterializeResult[None]] = materialize_result,
-) -> dg.MaterializeResult[None]:
-    context.log.info(f"{outcome.key}: {'reused' if outcome.reused else 'built'} in {outcome.seconds:.1f} s")
-    return described(outcome)
-
-
-def _leave_out(context: dg.AssetExecutionContext, error: NoSentinels) -> None:
-    """Log why an asset is not materialized, so that its step is skipped; raise `error` in a run of such assets alone.
-
-    A run of all assets with a tokenizer without sentinels materializes those that it can.
-    """
-    selected = {key.path[-2] for key in context.job_def.asset_layer.selected_asset_keys if len(key.path) > 1}
-    if not selected - {"sft", "trees", "eagle3", "raw"}:
-        raise error
-    context.log.warning(f"left out [W411]: {error}")
-
-
-def _turn(settings: Settings) -> AbstractContextManager[None]:
-    """Wait until no other run builds a pretrain cache in this folder."""
-    lock = cache_root(settings) / RUNS_DIR / "pretrain.turn"
-    return file_lock(lock, lock.parent.parent, "a pretrain cache is being built", wait=True)
-
-
-def _report_tokenizer(context: dg.AssetExecutionContext, key: dg.AssetKey, settings: Settings) -> None:
-    """Record it in Dagster if a cache's step has replaced the tokenizer, so that other caches become stale."""
-    tags = _recorded_tags(context, key)
-    if not tags:  # a fresh clone: no other cache depends on an older one
-        return
-    outcome = ensure_tokenizer(settings)
-    content = str(outcome.meta["content_sha256"])
-    if tags.get(DATA_VERSION) != content:
-        tags = {DATA_VERSION: content, CODE_VERSION: settings_fingerprint(settings, TOKENIZER_KEY)}
-        context.log_event(dg.AssetMaterialization(key, metadata=materialize_result(outcome).metadata, tags=tags))
+    return None if source is None else newer_observation(context, raw_key(source, prefix), built_at(settings, key))
 
 
 def _report_draft_vocab(context: dg.AssetExecutionContext, key: dg.AssetKey, settings: Settings) -> None:
     """Record it in Dagster if the step of eagle3/targets has replaced the draft's vocabulary."""
-    tags = _recorded_tags(context, key)
+    tags = recorded_tags(context, key)
     if not tags or tags.get(DATA_VERSION) == committed_content(settings):
         return
     outcome = build_draft_vocab(settings)
@@ -295,59 +259,3 @@ def _report_draft_vocab(context: dg.AssetExecutionContext, key: dg.AssetKey, set
     kept = {name: value for name, value in tags.items() if name.startswith("dagster/input_")}  # as it read them
     metadata = draft_vocab_result(outcome).metadata
     context.log_event(dg.AssetMaterialization(key, metadata=metadata, tags={**kept, **now}))
-
-
-def _recorded_tags(context: dg.AssetExecutionContext, key: dg.AssetKey) -> Mapping[str, str]:
-    """Return the tags of an asset's last materialization; {} without one."""
-    event = context.instance.get_latest_materialization_event(key)
-    return (event.asset_materialization.tags if event is not None and event.asset_materialization else None) or {}
-
-
-def _newer_observation(context: dg.AssetExecutionContext, raw: dg.AssetKey, built: float) -> str | None:
-    """Return the newest observed fingerprint if the observation is newer than the cache, else None."""
-    for record in context.instance.fetch_observations(raw, limit=1).records:
-        if record.timestamp > built and record.asset_observation is not None:
-            return (record.asset_observation.tags or {}).get(DATA_VERSION)
-    return None
-
-
-def _progress_log(context: dg.AssetExecutionContext) -> Progress:
-    """Return a builder's progress callback that writes a line to the run's log every ten seconds."""
-    begin = last = time.monotonic()
-
-    def log(documents: int, tokens: int, expected: int | None) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last < _LOG_SECONDS:
-            return
-        last, speed = now, tokens / (now - begin)
-        left = f" of {expected:,}, about {(expected - tokens) / speed:,.0f} s left" if expected and tokens else ""
-        context.log.info(f"{documents:,} documents, {tokens:,} tokens{left}, {speed:,.0f} tokens/s")
-
-    return log
-
-
-def _target_log(context: dg.AssetExecutionContext) -> Progress:
-    """Return a progress callback of bytes, tokens and all tokens that writes a line to the run's log now and then."""
-    begin = last = time.monotonic()
-
-    def log(num_bytes: int, tokens: int, expected: int | None) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= _LOG_SECONDS:
-            last = now
-            context.log.info(f"{tokens:,} of {expected or 0:,} tokens, {num_bytes / (now - begin) / 1e6:,.1f} MB/s")
-
-    return log
-
-
-@contextmanager
-def _clear_errors() -> Iterator[None]:
-    """Turn the core's errors into a dg.Failure with their message. Only network errors are left to the retries."""
-    try:
-        yield
-    except (ConnectionError, TimeoutError):  # every error of the hub's client is one of these
-        raise
-    except Exception as error:
-        hint = " (here a flag is a field of the resource settings, as source_root)" if " --" in str(error) else ""
-        raise dg.Failure(f"{type(error).__name__}: {error}{hint}", allow_retries=False) from error

@@ -28,6 +28,7 @@ from niels_gpt.settings import Settings
 from pipelines import assets
 from pipelines.checks import check_of_draft_vocab, checks_of, checks_of_targets
 from pipelines.resources import SettingsResource, settings_from_environment
+from pipelines.steps import BUILD_TAG
 
 
 def niels_definitions(
@@ -49,15 +50,16 @@ def niels_definitions(
     versions = {key(path): settings_fingerprint(chosen, path) for path in paths}
     versions[key(TARGETS_KEY)] = eagle3_asset.settings_fingerprint(chosen)
     versions[key(VOCAB_KEY)] = draft_vocab.settings_fingerprint(chosen)
+    made: list[dg.AssetsDefinition] = [
+        *cast(Any, dg.load_assets_from_modules([assets], key_prefix=prefix or None)),
+        *assets.user_assets([user.spec for user in user_sources(chosen).values()], prefix),
+        assets.eagle3_draft_vocab(chosen, prefix),
+        assets.eagle3_targets(chosen, prefix),
+    ]
     return dg.Definitions(
         assets=dg.map_asset_specs(
             lambda spec: spec.replace_attributes(code_version=versions.get(spec.key)),
-            [
-                *cast(Any, dg.load_assets_from_modules([assets], key_prefix=prefix or None)),
-                *assets.user_assets([user.spec for user in user_sources(chosen).values()], prefix),
-                assets.eagle3_draft_vocab(chosen, prefix),
-                assets.eagle3_targets(chosen, prefix),
-            ],
+            made,
         ),
         asset_checks=[
             *(checks_of(key(path), path) for path in paths),
@@ -72,7 +74,7 @@ EXECUTOR = dg.multiprocess_executor.configured(
     lambda config: {
         **config,
         "start_method": {"forkserver": {}},  # a step starts in a fraction of spawn's time: docs/decisions/0003
-        "tag_concurrency_limits": [{"key": assets.BUILD_TAG, "value": "true", "limit": 1}],
+        "tag_concurrency_limits": [{"key": BUILD_TAG, "value": "true", "limit": 1}],
     },
     config_schema={
         "max_concurrent": dg.Field(int, default_value=0, description="steps at a time, one process each; 0: one a core")

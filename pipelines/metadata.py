@@ -91,11 +91,14 @@ def mirrored(outcome: Outcome) -> Metadata:
     """Return every key of meta.json as typed metadata; Dagster's UI plots the numbers from one run to the next.
 
     The lists of files, which grow with the corpus, are mirrored as count, tokens, bytes and the place of the full list.
+    So are the partitions: their number, their rule, and the least, the mean and the greatest of each count.
     """
     listed_in = str(outcome.path / META_NAME)
     lists: dict[str, Any] = {
         key: _counted(outcome.meta[key], listed_in) for key in ("shards", "files") if key in outcome.meta
     }
+    if "partitions" in outcome.meta:
+        lists["partitions"] = {**_ranges(outcome.meta["partitions"]), "listed_in": listed_in}
     meta: dict[str, Any] = {**outcome.meta, **lists}
     return {key: _typed(meta[key]) for key in sorted(meta)}
 
@@ -115,6 +118,17 @@ def _typed(value: Any) -> dg.MetadataValue[Any]:
 def _counted(value: Any, listed_in: str) -> dict[str, Any]:
     sums = {split: _sums(records) for split, records in value.items()} if isinstance(value, dict) else _sums(value)
     return {**sums, "listed_in": listed_in}
+
+
+def _ranges(partitions: dict[str, Any]) -> dict[str, Any]:
+    """Return the partitions of a meta.json with the range of each count in the place of the list."""
+    of_each = partitions["of_each"]
+    ranges = {
+        key: {"min": min(counts), "mean": round(sum(counts) / len(counts), 1), "max": max(counts)}
+        for key in of_each[0]
+        for counts in [[each[key] for each in of_each]]
+    }
+    return {**{key: value for key, value in partitions.items() if key != "of_each"}, "of_each": ranges}
 
 
 def _sums(records: list[dict[str, Any]]) -> dict[str, int]:

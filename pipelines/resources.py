@@ -73,6 +73,8 @@ class SettingsResource(dg.ConfigurableResource[None]):
 
 def _reads_config(node: object) -> bool:
     # An op without a config class takes anything and reads nothing: all of ours. Another deployment's may read some.
+    if isinstance(node, dg.GraphDefinition) and node.config_mapping is None:
+        return any(_reads_config(inner.definition) for inner in node.nodes)
     field = node.config_field if isinstance(node, dg.OpDefinition) else None
     return field is None or field.config_type.given_name != "Any"
 

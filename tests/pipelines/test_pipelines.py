@@ -13,7 +13,7 @@ from support.dagster_runs import metadata, run
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.recipes.plan import RECIPES
 from niels_gpt.settings import RENAMED, Settings
-from pipelines import assets
+from pipelines import assets, steps
 from pipelines.definitions import defs, niels_definitions
 from pipelines.resources import SettingsResource, settings_from_environment
 
@@ -169,7 +169,7 @@ def test_bad_input_fails_at_once_with_the_cores_own_words(instance: dg.DagsterIn
     ],
 )
 def test_only_what_time_may_mend_is_tried_again(error: Exception, again: bool) -> None:
-    with pytest.raises(type(error) if again else dg.Failure) as raised, assets._clear_errors():
+    with pytest.raises(type(error) if again else dg.Failure) as raised, steps.clear_errors():
         raise error
     if not again:
         assert raised.value.allow_retries is False
@@ -208,4 +208,4 @@ def test_pretrain_builds_share_a_pool_and_whatever_asks_the_hub_is_retried() -> 
     pools = {key.to_user_string(): graph.get(key).pools for key in graph.materializable_asset_keys}
     assert {key for key, pool in pools.items() if pool} == {key for key in RECIPES if key.startswith("pretrain/")}
     made = (assets.tokenizer, *assets.CACHES)
-    assert all(definition.op.retry_policy == assets.NETWORK_RETRIES for definition in made)
+    assert all(definition.op.retry_policy == steps.NETWORK_RETRIES for definition in made)

@@ -1,0 +1,129 @@
+"""What the steps of the assets share: which revision they build, whose turn it is, what they log and report, errors."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+import dagster as dg
+
+from niels_gpt.progress import Progress
+from niels_gpt.recipes.plan import built_at, settings_fingerprint
+from niels_gpt.recipes.run_recipe import RUNS_DIR, TOKENIZER_KEY, Outcome, cache_root
+from niels_gpt.recipes.tokenizer import NoSentinels, ensure_tokenizer
+from niels_gpt.settings import Settings
+from niels_gpt.storage.locks import file_lock
+from pipelines.metadata import materialize_result
+
+DATA_VERSION, CODE_VERSION = "dagster/data_version", "dagster/code_version"
+BUILD_POOL = BUILD_TAG = "niels_gpt/pretrain_build"
+"""Pretrain builds run one at a time, because each encodes on all cores. Within a run the tag enforces it, on one cache
+folder `turn`, and where a deployment of several machines gives the pool a limit, the pool."""
+NETWORK_RETRIES = dg.RetryPolicy(max_retries=3, delay=15, backoff=dg.Backoff.EXPONENTIAL, jitter=dg.Jitter.PLUS_MINUS)
+"""After about 15, 30 and 60 seconds; only errors that may pass by themselves are retried (`clear_errors`)."""
+_LOG_SECONDS = 10.0
+
+
+def raw_key(source: str, prefix: Sequence[str] = ()) -> dg.AssetKey:
+    """Return the key of the observable that stands for a source's text."""
+    return dg.AssetKey([*prefix, "raw", source])
+
+
+def observed_of_cache(context: dg.AssetExecutionContext, settings: Settings) -> str | None:
+    """Return the newest observed fingerprint of the source of the step's cache, FAMILY/NAME, or None."""
+    *prefix, family, name = context.asset_key.path
+    return newer_observation(context, raw_key(name, prefix), built_at(settings, f"{family}/{name}"))
+
+
+def newer_observation(context: dg.AssetExecutionContext, raw: dg.AssetKey, built: float) -> str | None:
+    """Return the newest observed fingerprint if the observation is newer than the cache, else None."""
+    for record in context.instance.fetch_observations(raw, limit=1).records:
+        if record.timestamp > built and record.asset_observation is not None:
+            return (record.asset_observation.tags or {}).get(DATA_VERSION)
+    return None
+
+
+def recorded_tags(context: dg.AssetExecutionContext, key: dg.AssetKey) -> Mapping[str, str]:
+    """Return the tags of an asset's last materialization; {} without one."""
+    event = context.instance.get_latest_materialization_event(key)
+    return (event.asset_materialization.tags if event is not None and event.asset_materialization else None) or {}
+
+
+def report(
+    context: dg.AssetExecutionContext,
+    outcome: Outcome,
+    described: Callable[[Outcome], dg.MaterializeResult[None]] = materialize_result,
+) -> dg.MaterializeResult[None]:
+    """Log what a run of a recipe has done, and return what Dagster records of it."""
+    context.log.info(f"{outcome.key}: {'reused' if outcome.reused else 'built'} in {outcome.seconds:.1f} s")
+    return described(outcome)
+
+
+def leave_out(context: dg.AssetExecutionContext, error: NoSentinels) -> None:
+    """Log why an asset is not materialized, so that its step is skipped; raise `error` in a run of such assets alone.
+
+    A run of all assets with a tokenizer without sentinels materializes those that it can.
+    """
+    selected = {key.path[-2] for key in context.job_def.asset_layer.selected_asset_keys if len(key.path) > 1}
+    if not selected - {"sft", "trees", "eagle3", "raw"}:
+        raise error
+    context.log.warning(f"left out [W411]: {error}")
+
+
+def turn(settings: Settings) -> AbstractContextManager[None]:
+    """Wait until no other run builds a pretrain cache in this folder."""
+    lock = cache_root(settings) / RUNS_DIR / "pretrain.turn"
+    return file_lock(lock, lock.parent.parent, "a pretrain cache is being built", wait=True)
+
+
+def report_tokenizer(context: dg.AssetExecutionContext, key: dg.AssetKey, settings: Settings) -> None:
+    """Record it in Dagster if a cache's step has replaced the tokenizer, so that other caches become stale."""
+    tags = recorded_tags(context, key)
+    if not tags:  # a fresh clone: no other cache depends on an older one
+        return
+    outcome = ensure_tokenizer(settings)
+    content = str(outcome.meta["content_sha256"])
+    if tags.get(DATA_VERSION) != content:
+        tags = {DATA_VERSION: content, CODE_VERSION: settings_fingerprint(settings, TOKENIZER_KEY)}
+        context.log_event(dg.AssetMaterialization(key, metadata=materialize_result(outcome).metadata, tags=tags))
+
+
+def progress_log(context: dg.AssetExecutionContext) -> Progress:
+    """Return a builder's progress callback that writes a line to the run's log every ten seconds."""
+    begin = last = time.monotonic()
+
+    def log(documents: int, tokens: int, expected: int | None) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last < _LOG_SECONDS:
+            return
+        last, speed = now, tokens / (now - begin)
+        left = f" of {expected:,}, about {(expected - tokens) / speed:,.0f} s left" if expected and tokens else ""
+        context.log.info(f"{documents:,} documents, {tokens:,} tokens{left}, {speed:,.0f} tokens/s")
+
+    return log
+
+
+def target_log(context: dg.AssetExecutionContext) -> Progress:
+    """Return a progress callback of bytes, tokens and all tokens that writes a line to the run's log now and then."""
+    begin = last = time.monotonic()
+
+    def log(num_bytes: int, tokens: int, expected: int | None) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= _LOG_SECONDS:
+            last = now
+            context.log.info(f"{tokens:,} of {expected or 0:,} tokens, {num_bytes / (now - begin) / 1e6:,.1f} MB/s")
+
+    return log
+
+
+@contextmanager
+def clear_errors() -> Iterator[None]:
+    """Turn the core's errors into a dg.Failure with their message. Only network errors are left to the retries."""
+    try:
+        yield
+    except (ConnectionError, TimeoutError):  # every error of the hub's client is one of these
+        raise
+    except Exception as error:
+        hint = " (here a flag is a field of the resource settings, as source_root)" if " --" in str(error) else ""
+        raise dg.Failure(f"{type(error).__name__}: {error}{hint}", allow_retries=False) from error
