@@ -7,11 +7,12 @@ head.py          public: hidden states -> logits by the target's norm and lm_hea
 vocab.py         public: which of the target's tokens the draft knows, and the files of that choice
 precompute.py    public: python -m niels_gpt.eagle3.precompute (commands/eagle3/precompute.py)
 respond.py       public: python -m niels_gpt.eagle3.respond (commands/eagle3/respond.py)
-__main__.py      public: python -m niels_gpt.eagle3 verify | inspect | convert | stats (commands/eagle3/group.py)
+__main__.py      public: python -m niels_gpt.eagle3 verify | inspect | convert | seal | stats (commands/eagle3/group.py)
 native_view.py   the six keys of version 1, made of a native cache
 format/          the files of a cache: what is in them, their writers and readers, the plan
 targets/         loads target models: by folder or hub id, or the sample's small one
 produce/         plan + samples + target -> a finished cache; when a run may be resumed
+parts/           several machines make one cache in one folder: locks of parts, and the seal at the end
 replies/         the target's own replies to chats, which are input of a cache
 inspect/         a finished cache: is it good, does the target still agree, what is in it
 derive/          a finished native cache -> another draft vocabulary, or version 1 or 2, without the target

@@ -404,6 +404,13 @@ fit its row or the target.
 = features: rows_0-2000/data_7.ckpt is not finite: NaN or infinity in the last states of token 3. Write it again with
 the tool that made it, or leave such samples out: --drop-bad
 
+E712 eagle3-parts
+A part of an EAGLE-3 cache does not fit the folder that it is to be made in, or the parts in a folder cannot be sealed
+yet: the plan or the code differs, or shards are missing or damaged.
+> Run the parts that the message names, with the options of the others, and then `niels-gpt eagle3 seal DIR`.
+= targets: 1 shards cannot be sealed; missing: 5. Run these parts again, on any machine, and seal again:
+niels-gpt eagle3 precompute --target-model MODEL --input-data chats.jsonl --output-dir targets --part 2/4
+
 E801 tree-input
 The sequences, masks, paths or weights that a prefix tree is made from do not have the expected shape or values.
 > Correct the argument that the message names.

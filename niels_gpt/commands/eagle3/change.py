@@ -1,4 +1,4 @@
-"""eagle3 convert, redraft, join: other forms, other draft vocabularies of a cache; parts that become one."""
+"""eagle3 convert, redraft, seal, join: other forms, other draft vocabularies; parts that become one cache."""
 
 from __future__ import annotations
 
@@ -194,8 +194,29 @@ def _special_ids(cache: Path, name: str | None, follow_links: bool) -> list[int 
 
 
 @command(
+    "seal",
+    "Finish a folder in which precompute --part made all parts: every shard is checked, then meta.json is written.",
+    examples="niels-gpt eagle3 seal DIR",
+)
+@argument("cache", type=_PATH, metavar="DIR", help="folder that the parts were made in")
+def seal(cache: Path) -> Result:
+    """Seal a folder of parts."""
+    from niels_gpt.eagle3.parts.seal import seal
+
+    with progress_bar("seal", "B") as progress:
+        sealed = seal(cache, progress=progress)
+    totals = sealed.meta["totals"]
+    done = "sealed" if sealed.is_new else "was sealed already; nothing was written"
+    say(f"{cache}: {done}; {totals['shards']:,} shards, {totals['samples']:,} samples, {totals['tokens']:,} tokens")
+    return Result(
+        {"folder": str(cache), "totals": totals, "changed": sealed.is_new},
+        next=shlex.join(["niels-gpt", "eagle3", "verify", str(cache)]),
+    )
+
+
+@command(
     "join",
-    "Put the parts that precompute --part made together: links where possible, the bytes of one run.",
+    "Put parts together that were made in folders of their own: links where possible, the bytes of one run.",
     examples="niels-gpt eagle3 join CACHE part-1 part-2 part-3",
 )
 @argument("out", type=click.Path(path_type=Path), help="folder of the cache: empty or absent")

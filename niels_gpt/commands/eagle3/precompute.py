@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from niels_gpt.eagle3.produce.producer import Produced
 
 _LINE_EVERY_S = 10.0
+_UNSTATED = (None, ParameterSource.DEFAULT)
+_NAMES = {each.name for each in fields(Options)} - {"part", "resume", "show"} | {"source_root"}
+"""Options that all parts of a cache may be made with."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,19 +45,31 @@ def _precompute(source_root: str, dry_run: bool, **given: Any) -> Result:
         options = _options(given)
     except (ValueError, OSError) as error:
         raise click.UsageError(str(error), click.get_current_context()) from error
-    return _run(options, Settings(source_root=source_root), dry_run=dry_run)
+    return _run(options, Settings(source_root=source_root), _stated_words(), dry_run=dry_run)
+
+
+def _stated_words() -> list[str]:
+    """Return the words of the command, without what each part states for itself: for other machines to run it."""
+    context = click.get_current_context()
+    words = ["niels-gpt", "eagle3", "precompute"]
+    for flag in context.command.params:
+        value, source = context.params.get(flag.name or ""), context.get_parameter_source(flag.name or "")
+        if source not in _UNSTATED and flag.name in _NAMES and isinstance(flag, click.Option):
+            words += [flag.opts[0], str(value)]
+    return words
 
 
 def _options(given: dict[str, Any]) -> Options:
     template = given["chat_template"]
     is_own = template is None or str(template) == OF_TOKENIZER  # as of `build`
     options = Options(**{**given, "chat_template": None if is_own else template.read_text(encoding="utf-8")})
-    source, unstated = click.get_current_context().get_parameter_source, (None, ParameterSource.DEFAULT)
-    options.check_form([name for name in given if source(name) not in unstated])  # also those stated as their default
+    source = click.get_current_context().get_parameter_source
+    options.check_form([name for name in given if source(name) not in _UNSTATED])  # also those stated as their default
     return options
 
 
-def _run(options: Options, settings: Settings, *, dry_run: bool) -> Result:
+def _run(options: Options, settings: Settings, command: list[str], *, dry_run: bool) -> Result:
+    from niels_gpt.eagle3.parts.progress import progress_text
     from niels_gpt.eagle3.produce.estimate import estimate, refuse_without_room
     from niels_gpt.eagle3.produce.resume_checks import finished_shards
 
@@ -67,15 +82,17 @@ def _run(options: Options, settings: Settings, *, dry_run: bool) -> Result:
         from niels_gpt.chat.rows import show_rows
 
         say(show_rows(prepared.shown, resolved.tokenizer, color=is_color_wanted()), is_safe=True)
-    done = finished_shards(options.output_dir, prepared.plan, resume=options.resume)
     part = options.part_numbers
+    done = finished_shards(options.output_dir, prepared.plan, resume=options.resume, part=part)
     sizes = estimate(options.output_dir, prepared.plan, prepared.samples, done=done, part=part)
     _print_estimate(sizes, prepared, options.output_dir)
+    if state := progress_text(options.output_dir, prepared.plan, done):
+        say(f"{options.output_dir}: {state}")
     if dry_run:
         return Result(asdict(sizes) | {"fits": sizes.fits}, ExitCode.GOOD if sizes.fits else ExitCode.FAILED)
     refuse_without_room(options.output_dir, sizes)
     with _progress("target", "tok") as show:
-        produced = carry_out(prepared, options.output_dir, resume=options.resume, progress=show)
+        produced = carry_out(prepared, options.output_dir, resume=options.resume, command=command, progress=show)
     made = {"folder": str(options.output_dir), "shards": produced.shards}
     if not produced.meta:
         return _part_made(prepared, options, made)
@@ -88,11 +105,11 @@ def _part_made(prepared: Prepared, options: Options, made: dict[str, Any]) -> Re
     """Print what a run of a part made, and what to do next."""
     say(
         f"{options.output_dir}: made {made['shards']:,} of {prepared.plan.num_shards:,} shards, part {options.part}. "
-        "The cache is not finished: make the other parts with the same options, each into its own folder, and join them"
+        "The cache is not finished: make the other parts with the same options, here or on other machines, and seal it"
     )
     return Result(
         made | {"part": options.part, "of_shards": prepared.plan.num_shards},
-        next=shlex.join(["niels-gpt", "eagle3", "join", "OUT", str(options.output_dir), "PART"]) + " ...",
+        next=shlex.join(["niels-gpt", "eagle3", "seal", str(options.output_dir)]),
     )
 
 

@@ -26,6 +26,7 @@ from niels_gpt.eagle3.format.native.weights import WEIGHTS_NAME, WEIGHTS_RECEIPT
 from niels_gpt.eagle3.format.plan import Plan, differing_fields, open_plan
 from niels_gpt.eagle3.format.samples import IDS_NAME, SAMPLES_NAME
 from niels_gpt.eagle3.format.shard_writer import receipt_path
+from niels_gpt.eagle3.parts.folder import refuse_running
 from niels_gpt.eagle3.produce.finalize import finish
 from niels_gpt.eagle3.produce.resume_checks import is_finished
 from niels_gpt.storage import fileio
@@ -63,6 +64,7 @@ def join(out: PathLike, parts: Sequence[PathLike]) -> Joined:
             refuse_links(folder)
             if (folder / SIDECAR).is_dir():
                 locks.enter_context(file_lock(folder / SIDECAR / LOCK_NAME, folder, "is being written", wait=False))
+                refuse_running(folder)
         plan = _common_plan(folders)
         sources: dict[str, Path] = {}
         for shard, folder in _shards_of(folders, plan).items():

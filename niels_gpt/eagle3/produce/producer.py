@@ -8,22 +8,42 @@ was killed is resumed by making the shards without a receipt.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from niels_gpt.eagle3.format.convert import file_sha256
 from niels_gpt.eagle3.format.embeddings import has_embeddings
 from niels_gpt.eagle3.format.layout import LOCK_NAME, MANIFEST_NAME, SIDECAR, PathLike
 from niels_gpt.eagle3.format.manifest import manifest_bytes, read_manifest
 from niels_gpt.eagle3.format.native.weights import has_weights
 from niels_gpt.eagle3.format.plan import Plan, shards_of_part
 from niels_gpt.eagle3.format.samples import Samples
+from niels_gpt.eagle3.parts.folder import (
+    Part,
+    fix_settings,
+    part_lock,
+    refuse_other_code,
+    refuse_running,
+    remove_parts,
+    weights_claim,
+)
 from niels_gpt.eagle3.produce.estimate import estimate, refuse_without_room
 from niels_gpt.eagle3.produce.finalize import complete_meta, finish
 from niels_gpt.eagle3.produce.positions import Counts
-from niels_gpt.eagle3.produce.resume_checks import finished_meta, finished_shards, is_finished, leftovers
+from niels_gpt.eagle3.produce.resume_checks import (
+    differing_manifest,
+    finished_meta,
+    finished_shards,
+    is_finished,
+    leftovers,
+    refuse_other_manifest,
+)
 from niels_gpt.eagle3.produce.trial import Found
 from niels_gpt.eagle3.produce.workers import Job, Load, load_and_try, run_here, run_workers, try_in_subprocess
 from niels_gpt.progress import Progress
@@ -39,7 +59,7 @@ class Produced(NamedTuple):
     """The result of a run."""
 
     meta: dict[str, Any]
-    """The cache's meta.json; empty after a run with `part`, which leaves the cache unfinished."""
+    """The cache's meta.json; empty after a run with `part` in a folder that is not sealed."""
     shards: int
     """Shards that this run made; 0 where none was missing."""
     is_described: bool = False
@@ -55,7 +75,9 @@ def produce(
     named: Path | None = None,
     workers: int = 1,
     resume: bool = False,
-    part: tuple[int, int] | None = None,
+    part: Part | None = None,
+    code: Mapping[str, Any] | None = None,
+    command: Sequence[str] = (),
     progress: Progress | None = None,
     start: str = "spawn",
 ) -> Produced:
@@ -65,31 +87,94 @@ def produce(
         that is not finished, whose manifest is not believed about the target's head.
     named: what errors and warnings about the finished cache call the folder, where it gets another name later.
     workers: processes; 1 does the work in this one. The bytes do not depend on it.
-    part: (i, N): make only the shards whose index divided by N leaves i - 1, and no meta.json; join.py finishes it.
+    part: (i, N): make only the shards whose index divided by N leaves i - 1, and no meta.json, also beside other parts
+        that are being made in the same folder; it continues without `resume`. eagle3.parts.seal finishes the folder.
+    code: of this machine, which all parts must have in common. command: as eagle3.parts.folder.fix_settings.
     progress: items are the bytes that this run wrote, units are tokens; first called with the tokens already done.
     start: how processes are started: spawn, or fork where nothing has used torch's threads yet.
     Before anything is written, the target is run over a few tokens.
     Raises: as `finished_shards` and `load_and_try`; CacheError where the disk has no room, before anything is written,
-        while another process writes the cache, and where a draft could learn nothing (positions.py); NonFiniteError
-        naming sample and layer; OSError on a full disk; RuntimeError where a worker died. Finished shards then stay,
-        and a run with `resume` makes the others.
+        while another process writes the cache or a shard of this part, and where a draft could learn nothing
+        (positions.py); NonFiniteError naming sample and layer; OSError on a full disk; RuntimeError where a worker
+        died. Finished shards then stay, and a run with `resume` makes the others.
     """
-    done = finished_shards(cache_dir, plan, resume=resume)
+    folder, wanted = Path(cache_dir), shards_of_part(plan.num_shards, part)
+    done = finished_shards(cache_dir, plan, resume=resume, part=part)
     refuse_without_room(cache_dir, estimate(cache_dir, plan, samples, done=done, part=part))
-    wanted, folder = shards_of_part(plan.num_shards, part), Path(cache_dir)
     left = [shard for shard in wanted if shard not in done]
+    if part is not None and not left and _has_all_but_shards(folder, plan, samples):
+        return Produced(finished_meta(folder, plan) or {}, 0)
     plan, load = _tried(folder, plan, samples, load, workers=min(workers, len(left)), is_fresh=not done, start=start)
+    make = partial(_make, folder, plan, samples, load, workers=workers, progress=progress, start=start)
+    if part is None:
+        meta, made, is_described = _whole(folder, plan, samples, make, resume=resume, named=named)
+    else:
+        made = _part(folder, plan, samples, make, part, code or {}, command)
+        meta, is_described = finished_meta(folder, plan) or {}, False
+    if meta and (warning := Counts.of_meta(meta).warning):
+        logger.warning("%s: %s", named or folder, warning, extra={"code": "W703"})
+    return Produced(meta, made, is_described)
+
+
+def _whole(
+    folder: Path, plan: Plan, samples: Samples, make: Callable[..., None], *, resume: bool, named: Path | None
+) -> tuple[dict[str, Any], int, bool]:
+    """Make all that is missing; return meta.json, the number of shards made, and whether meta.json was written."""
     with file_lock(folder / SIDECAR / LOCK_NAME, folder, "is being written", wait=False):
-        done = finished_shards(cache_dir, plan, resume=resume)  # another run may have ended meanwhile
-        left = [shard for shard in wanted if shard not in done]
+        refuse_running(folder)
+        done = finished_shards(folder, plan, resume=resume)  # another run may have ended meanwhile
+        left = [shard for shard in range(plan.num_shards) if shard not in done]
         meta = None if left else complete_meta(folder, plan)
-        is_described = meta is None and part is None
+        is_described = meta is None
         if meta is None:
-            how: Any = {"named": named, "workers": workers, "progress": progress, "start": start}
-            meta = _make(folder, plan, samples, load, left, is_described=is_described, **how)
-        if meta and (warning := Counts.of_meta(meta).warning):
-            logger.warning("%s: %s", named or folder, warning, extra={"code": "W703"})
-        return Produced(meta, len(left), is_described)
+            with _cleaned_up(folder, plan):
+                write_plan(folder, plan, samples)
+                make(left)
+                meta = finish(folder, plan, named)
+        remove_parts(folder)
+        return meta, len(left), is_described
+
+
+def _part(
+    folder: Path,
+    plan: Plan,
+    samples: Samples,
+    make: Callable[..., None],
+    part: Part,
+    code: Mapping[str, Any],
+    command: Sequence[str],
+) -> int:
+    """Make what is missing of a part; return the number of shards made. Other parts may be made at the same time."""
+    wanted = shards_of_part(plan.num_shards, part)
+    with ExitStack() as held:
+        with file_lock(folder / SIDECAR / LOCK_NAME, folder, "is being written", wait=True):
+            refuse_running(folder, part)
+            done = finished_shards(folder, plan, resume=True, part=part)
+            left = [shard for shard in wanted if shard not in done]
+            if not left and _has_all_but_shards(folder, plan, samples):
+                return 0  # another machine has made them meanwhile
+            refuse_other_manifest(folder, plan, part)
+            refuse_other_code(folder, code)
+            with _cleaned_up(folder, plan, wanted):
+                write_plan(folder, plan, samples, wanted)
+                fix_settings(folder, code, command)
+            held.enter_context(part_lock(folder, part))
+        with _cleaned_up(folder, plan, wanted), weights_claim(folder) as is_ours:
+            make(left, may_write_weights=is_ours)
+    return len(left)
+
+
+def _has_all_but_shards(folder: Path, plan: Plan, samples: Samples) -> bool:
+    """Return whether a folder has all files of a plan but shards, so that a part with all its shards has no work."""
+    files = {name: hashlib.sha256(content).hexdigest() for name, content in plan.sidecar_files().items()}
+    files |= samples.checksums
+    with suppress(FileNotFoundError, CacheError):
+        return (
+            not differing_manifest(read_manifest(folder), plan)
+            and all(file_sha256(folder / SIDECAR / name) == sha256 for name, sha256 in files.items())
+            and (has_weights(folder) if plan.is_native else has_embeddings(folder))
+        )
+    return False
 
 
 def _tried(
@@ -129,27 +214,30 @@ def _make(
     load: Load,
     left: list[int],
     *,
-    is_described: bool,
-    named: Path | None,
     workers: int,
     progress: Progress | None,
     start: str,
-) -> dict[str, Any]:
-    """Make what is missing, of the shards those that are left, and return meta.json. The folder's lock is held.
-
-    is_described: whether to write meta.json; else {} is returned.
-    """
+    may_write_weights: bool = True,
+) -> None:
+    """Make those shards that are left, and the target's weights if they are missing. The lock is held."""
     totals = _Totals(progress, plan, samples, left)
     workers = min(workers, len(left))
+    has = not may_write_weights or (has_weights(folder) if plan.is_native else has_embeddings(folder))
+    job = Job(os.fspath(folder), plan, load, weights=not has)
+    if workers > 1:
+        run_workers(job, left, workers, totals.add, start=start)
+    elif left or job.weights:
+        run_here(job, samples, left, totals.add)
+
+
+@contextmanager
+def _cleaned_up(folder: Path, plan: Plan, shards: Collection[int] | None = None) -> Iterator[None]:
+    """Say on a full disk, or another error of it, what is kept, and remove the temporary files of the block.
+
+    shards: as `leftovers`.
+    """
     try:
-        write_plan(folder, plan, samples)
-        has = has_weights(folder) if plan.is_native else has_embeddings(folder)
-        job = Job(os.fspath(folder), plan, load, weights=not has)
-        if workers > 1:
-            run_workers(job, left, workers, totals.add, start=start)
-        elif left or job.weights:
-            run_here(job, samples, left, totals.add)
-        return finish(folder, plan, named) if is_described else {}
+        yield
     except OSError as error:
         if error.errno is None or error.strerror is None:  # a library's, which has a text of its own
             raise
@@ -158,12 +246,15 @@ def _make(
         raise OSError(error.errno, f"{error.strerror}. {advice}", error.filename) from error
     finally:
         with suppress(OSError):  # a better error is on its way, and the next run removes them
-            _remove_leftovers(folder)
+            _remove_leftovers(folder, shards)
 
 
-def write_plan(folder: Path, plan: Plan, samples: Samples) -> None:
-    """Write what comes before the weights, if it is not there yet. `finished_shards` has refused other caches."""
-    _remove_leftovers(folder)
+def write_plan(folder: Path, plan: Plan, samples: Samples, shards: Collection[int] | None = None) -> None:
+    """Write what comes before the weights, if it is not there yet. `finished_shards` has refused other caches.
+
+    shards: of the part that is made, if not the whole cache.
+    """
+    _remove_leftovers(folder, shards)
     if (folder / META_NAME).is_file():  # the cache is not complete any more
         fileio.remove(folder / META_NAME)
         fileio.fsync_dir(folder)
@@ -192,8 +283,8 @@ def _write_if_other(path: Path, content: bytes) -> None:
         write_bytes(path, content)
 
 
-def _remove_leftovers(folder: Path) -> None:
-    for path in leftovers(folder):
+def _remove_leftovers(folder: Path, shards: Collection[int] | None = None) -> None:
+    for path in leftovers(folder, shards):
         fileio.remove(path)
 
 

@@ -10,7 +10,8 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,12 +35,13 @@ from niels_gpt.storage.meta_json import meta_bytes, parse_object, shortened
 logger = logging.getLogger(__name__)
 
 _LEFTOVER = re.compile(
-    r"\.(shard-[0-9]{6}\.(safetensors|json)|(manifest|meta|plan|embeddings|weights)\.json"
+    r"\.(shard-([0-9]{6})\.(safetensors|json)|(manifest|meta|plan|embeddings|weights)\.json"
     r"|target_(embeddings|weights)\.safetensors|samples\.safetensors|ids\.txt|batches\.jsonl)\.[0-9a-f]{8}\.tmp"
 )
 _FRESH = "Name a fresh folder, or remove this one"
 _ORIGINAL = "Run it with the original settings"
-_MISMATCH = "--resume was requested, but the recorded plan does not match the current run configuration"
+_RESUMED = "--resume was requested, but "
+_MISMATCH = f"{_RESUMED}the recorded plan does not match the current run configuration"
 _MOST_VALUES = 6
 _FOLLOWS = ("dropped.", "altered.", "samples.", "batches.sha256", "manifest.selected_token_ids", "manifest.num_samples")
 """Fields that follow from the settings and the files."""
@@ -48,20 +50,33 @@ _FOLLOWS = ("dropped.", "altered.", "samples.", "batches.sha256", "manifest.sele
 # --- may this run continue what the folder holds? ---------------------------------------------------------------------
 
 
-def finished_shards(cache_dir: PathLike, plan: Plan, *, resume: bool) -> set[int]:
+def finished_shards(cache_dir: PathLike, plan: Plan, *, resume: bool, part: tuple[int, int] | None = None) -> set[int]:
     """Return the shards of a plan that are finished in a folder, which may be absent; see `is_finished`.
 
+    part: the one that is to be made, if not the whole cache; it continues what is there without `resume`.
     Raises: CacheError where the plan may not be run there: without `resume` in a folder that holds anything; with it in
         one of another plan (its differing fields are named), of another tool, or with another cache's meta.json; and
         where one of its files, or the sidecar, is a link, because nothing is written or removed through one.
     """
     refuse_links(cache_dir)
+    if part is not None:
+        with _refusing_a_part(part):
+            return _finished_shards(cache_dir, plan)
     if not resume:
         refuse_existing(cache_dir)
         return set()
+    return _finished_shards(cache_dir, plan)
+
+
+def _finished_shards(cache_dir: PathLike, plan: Plan) -> set[int]:
     shards = existing_shard_indices(cache_dir)
     if not _is_of_plan(cache_dir, plan, shards):
-        _refuse_foreign(cache_dir)
+        try:
+            _refuse_foreign(cache_dir)
+        except CacheError:
+            if not os.path.lexists(os.path.join(cache_dir, SIDECAR, PLAN_NAME)):
+                raise
+            return _finished_shards(cache_dir, plan)  # another part has fixed the plan meanwhile
         return set()
     _refuse_foreign_meta(cache_dir)
     if extra := sorted(shard for shard in shards if shard >= plan.num_shards):
@@ -78,10 +93,29 @@ def finished_shards(cache_dir: PathLike, plan: Plan, *, resume: bool) -> set[int
     return done
 
 
-def refuse_other_plan(folder: Path, manifest: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
+@contextmanager
+def _refusing_a_part(part: tuple[int, int]) -> Iterator[None]:
+    """Say of another plan, in the block, what it means for a part."""
+    try:
+        yield
+    except CacheError as error:
+        if error.code != "E703":
+            raise
+        raise CacheError(
+            error.path,
+            f"part {part[0]}/{part[1]} does not belong to this cache: {error.found.removeprefix(_RESUMED)}",
+            remedy="Run every part with the same options and versions, on the same kind of device; what a command does "
+            "not state is taken from the plan that is there. For another plan name another folder",
+            code="E712",
+        ) from error
+
+
+def refuse_other_plan(
+    folder: Path, manifest: Mapping[str, Any], known: Mapping[str, Any], part: tuple[int, int] | None = None
+) -> None:
     """Raise CacheError, as `finished_shards`, if no input could make a run's plan the one in a folder.
 
-    manifest: of the run, without num_samples. parts: those of its plan that are known before the input is read.
+    manifest: of the run, without num_samples. known: the parts of its plan that are known before the input is read.
     A folder without a complete plan is left to `finished_shards`.
     """
     try:
@@ -89,9 +123,21 @@ def refuse_other_plan(folder: Path, manifest: Mapping[str, Any], parts: Mapping[
     except (FileNotFoundError, CacheError):
         return
     sizes = {name: recorded.manifest[name] for name in ("num_samples", "num_shards") if name in recorded.manifest}
-    now = replace(recorded, manifest=dict(manifest) | sizes, **parts)
-    if differing_fields(recorded.record, now.record) or _differing_manifest(read_manifest(folder), now):
-        finished_shards(folder, now, resume=True)
+    now = replace(recorded, manifest=dict(manifest) | sizes, **known)
+    if differing_fields(recorded.record, now.record) or differing_manifest(read_manifest(folder), now):
+        finished_shards(folder, now, resume=True, part=part)
+
+
+def refuse_other_manifest(folder: Path, plan: Plan, part: tuple[int, int]) -> None:
+    """Raise CacheError where a folder's manifest is not that of a part's plan: another draft vocabulary, another head.
+
+    A whole run may change them; other parts may be running.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        manifest = read_manifest(folder)
+        if names := differing_fields(manifest, plan.manifest, "manifest."):
+            with _refusing_a_part(part):
+                _refuse_other(folder, plan, plan.record, manifest, [], names)
 
 
 def refuse_other_draft(folder: Path, selected: list[int] | None, size: int, *, is_stated: bool) -> None:
@@ -129,8 +175,8 @@ def _is_of_plan(cache_dir: PathLike, plan: Plan, shards: set[int]) -> bool:
 
     Raises: CacheError where there is another plan, or a cache that is not known to be of this one.
     """
+    has_manifest = os.path.lexists(manifest_path(cache_dir))  # written after the plan, perhaps at this moment
     record, damage = _read_record(cache_dir)
-    has_manifest = os.path.lexists(manifest_path(cache_dir))
     in_plan = [] if record is None else differing_fields(record, plan.record)
     if record is None or in_plan:
         made_by = _plans_named(cache_dir, shards)
@@ -148,13 +194,13 @@ def _is_of_plan(cache_dir: PathLike, plan: Plan, shards: set[int]) -> bool:
                 return False
             _refuse_without_plan(cache_dir, plan, made_by, damage)
     manifest = read_manifest(cache_dir) if has_manifest else plan.manifest
-    in_manifest = _differing_manifest(manifest, plan)
+    in_manifest = differing_manifest(manifest, plan)
     if in_plan or in_manifest:
         _refuse_other(cache_dir, plan, record or {}, manifest, in_plan, in_manifest)
     return True
 
 
-def _differing_manifest(manifest: Mapping[str, Any], plan: Plan) -> list[str]:
+def differing_manifest(manifest: Mapping[str, Any], plan: Plan) -> list[str]:
     """Return the fields in which a folder's manifest differs from a plan's, but those that decide no shard's bytes."""
     names = differing_fields(manifest, plan.manifest, "manifest.")
     if plan.is_native and manifest.get("format_version") == plan.manifest["format_version"]:
@@ -199,7 +245,7 @@ def _refuse_without_plan(cache_dir: PathLike, plan: Plan, made_by: set[str], dam
         problem = f"it has no {name}: another tool wrote it, so it cannot be continued"
     else:
         problem = "its manifest is missing, so the shards in it cannot be compared with this run"
-    raise CacheError(cache_dir, f"--resume was requested, but {problem}", remedy=remedy, code="E703")
+    raise CacheError(cache_dir, f"{_RESUMED}{problem}", remedy=remedy, code="E703")
 
 
 def _refuse_other(
@@ -345,8 +391,12 @@ def finished_meta(cache_dir: PathLike, plan: Plan | None = None) -> dict[str, An
         return None
 
 
-def leftovers(cache_dir: PathLike) -> list[Path]:
-    """Return the temporary files in a folder; if its lock is free, no process writes them any more."""
+def leftovers(cache_dir: PathLike, shards: Collection[int] | None = None) -> list[Path]:
+    """Return the temporary files in a folder; if its lock is free, no process writes them any more.
+
+    shards: only theirs, of a part whose lock is held: other parts may be running. None: all of the folder.
+    """
     folders = [folder for folder in (Path(cache_dir), Path(cache_dir, SIDECAR)) if folder.is_dir()]
-    paths = (path for folder in folders for path in folder.iterdir() if _LEFTOVER.fullmatch(path.name))
+    found = ((path, _LEFTOVER.fullmatch(path.name)) for folder in folders for path in folder.iterdir())
+    paths = (path for path, match in found if match and (shards is None or (match[2] and int(match[2]) in shards)))
     return sorted(path for path in paths if path.is_file() and not path.is_symlink())

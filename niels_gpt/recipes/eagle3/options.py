@@ -159,7 +159,11 @@ class Options:
         choices=("sdpa", "eager"),
     )
     part: str | None = _option(
-        None, _HOW, "make every Nth shard, from the i-th on, for `eagle3 join` to put together", metavar="i/N"
+        None,
+        _HOW,
+        "make every Nth shard, from the i-th on; other machines make the others in the same DIR, and "
+        "`eagle3 seal DIR` finishes it. Continues what is there",
+        metavar="i/N",
     )
     resume: bool = _option(False, _HOW, "continue the cache in DIR if its plan is the same (default: refuse)")
 
@@ -184,6 +188,11 @@ class Options:
     def form(self) -> str:
         """The form of the cache, where none is named, too; "1" may become "2", as prepare.py decides."""
         return self.format or "1"
+
+    @property
+    def may_continue(self) -> bool:
+        """Whether the run may continue what is in the folder: a part always does."""
+        return self.resume or self.part is not None
 
     @property
     def part_numbers(self) -> tuple[int, int] | None:

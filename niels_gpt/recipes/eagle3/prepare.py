@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -100,7 +100,7 @@ def resolve(
     """Look up target, tokenizer and input.
 
     plan_from: folder whose plan supplies unset options (revisions, device, dtype, threads), even if the plan differs
-        otherwise. None: with `resume` output_dir, whose plan must then be that of this run.
+        otherwise. None: with `resume` or `part` output_dir, whose plan must then be that of this run.
     hash_weights: as of target_facts.
     Raises: FileNotFoundError, ConnectionError, ImportError, ValueError where one of them is missing or unusable;
         CacheError where output_dir cannot be used, holds a cache and `resume` is not set, or holds another plan.
@@ -113,9 +113,9 @@ def resolve(
 
     if options.output_dir is not None:
         refuse_unusable(options.output_dir)
-        if not options.resume:
+        if not options.may_continue:
             refuse_existing(options.output_dir)
-    recorded = recorded_plan(options.output_dir if plan_from is None and options.resume else plan_from)
+    recorded = recorded_plan(options.output_dir if plan_from is None and options.may_continue else plan_from)
     revision = _revision(options, recorded.get("target", {}))
     target = target_facts(options.target_model, revision=revision, hash_weights=hash_weights)
     if target.max_positions is not None and options.seq_length > target.max_positions:
@@ -168,7 +168,7 @@ def _resumed(resolved: Resolved, recorded: dict[str, Any]) -> Resolved:
         resolved = replace(resolved, source={**resolved.source, "input_data": source.get("input_data")})
     size = _draft_size(options, resolved.target.vocab_size)
     selected = resolved.draft_vocab or list(range(size))  # of another size than the plan's, so the plans differ
-    refuse_other_plan(options.output_dir, manifest_of(resolved, selected), resolved.known_parts)
+    refuse_other_plan(options.output_dir, manifest_of(resolved, selected), resolved.known_parts, options.part_numbers)
     return resolved
 
 
@@ -177,8 +177,9 @@ def _refuse_other_draft(resolved: Resolved) -> None:
     from niels_gpt.eagle3.produce.resume_checks import refuse_other_draft
 
     options = resolved.options
-    if options.resume and options.output_dir is not None and options.form == "native":
+    if options.may_continue and options.output_dir is not None and options.form == "native":
         is_stated = options.draft_vocab_size is not None or options.draft_vocab_from is not None
+        is_stated = is_stated and options.part is None  # other parts have the first one
         size = len(resolved.draft_vocab or ()) or _draft_size(options, resolved.target.vocab_size)
         refuse_other_draft(options.output_dir, resolved.draft_vocab, size, is_stated=is_stated)
 
@@ -213,7 +214,7 @@ def _known_vocab(options: Options, vocab_size: int) -> list[int] | None:
     if source is not None:
         ids, _ = load_token_mapping(source, target_vocab_size=vocab_size, draft_vocab_size=options.draft_vocab_size)
         return [int(number) for number in ids]
-    if options.resume and folder is not None and os.path.exists(manifest_path(folder)):
+    if options.may_continue and folder is not None and os.path.exists(manifest_path(folder)):
         manifest = read_manifest(folder)
         sizes = manifest.get("target_vocab_size"), manifest.get("draft_vocab_size")
         if sizes == (vocab_size, _draft_size(options, vocab_size)):
@@ -339,9 +340,10 @@ def carry_out(
     *,
     named: Path | None = None,
     resume: bool = False,
+    command: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> Produced:
-    """Make the cache in a folder, or what is missing of it. named, progress, Raises: as `produce`."""
+    """Make the cache in a folder, or what is missing of it. named, command, progress, Raises: as `produce`."""
     from niels_gpt.eagle3.produce.producer import produce
 
     options, run = prepared.resolved.options, prepared.resolved.run
@@ -361,6 +363,7 @@ def carry_out(
         workers=options.workers,
         resume=resume,
         part=options.part_numbers,
+        command=command,
         progress=progress,
     )
 

@@ -1,0 +1,217 @@
+"""`.parts` of an unfinished cache: the locks of its parts, and what all machines that make them have in common.
+
+    DIR/.parts/settings.json   the code of the machine that fixed the plan, and its command
+    DIR/.parts/1-of-4.lock     held by the process that makes part 1 of 4; the file stays until the cache is sealed
+    DIR/.parts/weights.lock    held by the process that writes the target's weights
+
+A part's lock is taken while the folder's own lock is held. So a process that holds the folder's lock, and finds no part
+locked, has the folder alone. No file here is part of the finished cache: the seal removes the folder.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from math import gcd
+from pathlib import Path
+from typing import Any
+
+from niels_gpt.eagle3.format.plan import differing_fields
+from niels_gpt.storage import fileio
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import canonical_json, write_bytes
+from niels_gpt.storage.locks import file_lock, refuse_if_held
+from niels_gpt.storage.meta_json import parse_object, read_regular, shortened
+
+Part = tuple[int, int]
+"""(i, N): the shards whose index divided by N leaves i - 1."""
+PARTS_NAME = ".parts"
+_SETTINGS, _WEIGHTS_LOCK = "settings.json", "weights.lock"
+_LOCK = re.compile(r"([1-9][0-9]{0,8})-of-([1-9][0-9]{0,8})\.lock")
+_LEFTOVER = re.compile(r"\.settings\.json\.[0-9a-f]{8}\.tmp")
+_COMMAND = ("niels-gpt", "eagle3", "precompute")
+_MOST_BYTES = 1 << 16
+
+
+def part_text(part: Part) -> str:
+    """Return i/N."""
+    return f"{part[0]}/{part[1]}"
+
+
+def has_parts(folder: Path) -> bool:
+    """Return whether parts were made in a folder that is not sealed."""
+    return (folder / PARTS_NAME).is_dir() and not os.path.lexists(folder / fileio.META_NAME)
+
+
+def known_parts(folder: Path) -> list[Part]:
+    """Return the parts that were ever started in a folder, by N and i. Raises: CacheError as `_checked`."""
+    found = (_LOCK.fullmatch(name) for name in _names(folder))
+    parts = [(int(match[1]), int(match[2])) for match in found if match]
+    return sorted((part for part in parts if part[0] <= part[1]), key=lambda part: part[::-1])
+
+
+def refuse_running(folder: Path, part: Part | None = None) -> None:
+    """Raise CacheError where a process makes a part now that has a shard in common with `part`; None: any part.
+
+    To be called while the folder's lock is held, so that no part starts behind this check.
+    """
+    for other in known_parts(folder):
+        if part is None or (other[0] - part[0]) % gcd(other[1], part[1]) == 0:
+            refuse_if_held(_lock_path(folder, other), folder, _state(other))
+    if part is None:
+        refuse_if_held(_checked(folder) / _WEIGHTS_LOCK, folder, "the target's weights are being written")
+
+
+@contextmanager
+def part_lock(folder: Path, part: Part) -> Iterator[None]:
+    """Hold a part. Raises: CacheError where another process holds it."""
+    with file_lock(_lock_path(folder, part), folder, _state(part), wait=False):
+        yield
+
+
+@contextmanager
+def weights_claim(folder: Path) -> Iterator[bool]:
+    """Yield whether this process is to write the target's weights: no other one holds the claim."""
+    state = "the target's weights are being written"
+    with ExitStack() as held:
+        try:
+            held.enter_context(file_lock(_checked(folder) / _WEIGHTS_LOCK, folder, state, wait=False))
+            is_ours = True
+        except CacheError as error:
+            if error.code != "E503":
+                raise
+            is_ours = False
+        yield is_ours
+
+
+# --- what all machines have in common ---------------------------------------------------------------------------------
+
+
+def fix_settings(folder: Path, code: Mapping[str, Any], command: Sequence[str]) -> None:
+    """Record the code and the command of the first machine, or compare the code with the recorded one.
+
+    command: the words of precompute's command without --part, for messages; () where it is not known.
+    The folder's lock is held. Raises: CacheError where the code is another one, naming what differs.
+    """
+    if (settings := _settings(folder)) is None:
+        fileio.make_dir(_checked(folder))
+        content = canonical_json({"code": dict(code), "command": list(command)})
+        write_bytes(folder / PARTS_NAME / _SETTINGS, content)
+    else:
+        _refuse_other_code(folder, settings["code"], code)
+
+
+def refuse_other_code(folder: Path, code: Mapping[str, Any]) -> None:
+    """Raise CacheError where the parts of a folder were started by other code, naming what differs."""
+    if (settings := _settings(folder)) is not None:
+        _refuse_other_code(folder, settings["code"], code)
+
+
+def _refuse_other_code(folder: Path, recorded: Mapping[str, Any], code: Mapping[str, Any]) -> None:
+    if names := differing_fields(recorded, code):
+        values = (f"{name}: {shortened(_value(recorded, name))}, now {shortened(_value(code, name))}" for name in names)
+        raise CacheError(
+            folder,
+            f"its parts are made by other code than this machine has: {'; '.join(values)}",
+            remedy="Install the same version on all machines, or name another folder",
+            code="E712",
+        )
+
+
+def _value(record: Any, name: str) -> Any:
+    """Return the value of a dotted name; None where there is none."""
+    for key in name.split("."):
+        record = record.get(key) if isinstance(record, Mapping) else None
+    return record
+
+
+def part_command(folder: Path, part: Part | None) -> str:
+    """Return the command that makes a part of a folder, as far as it is known; None: of all that is missing."""
+    flags = ["--resume"] if part is None else ["--part", part_text(part)]
+    words = (_settings(folder) or {"command": []})["command"]
+    if words[: len(_COMMAND)] != [*_COMMAND]:  # another's words are not printed as a command
+        return shlex.join([*_COMMAND, "--output-dir", str(folder), *flags]) + " with the options of the other parts"
+    if "--output-dir" in words[:-1]:  # another machine may have another path to it
+        words[words.index("--output-dir") + 1] = str(folder)
+    return shlex.join([*words, *flags])
+
+
+def part_of(shard: int, parts: Sequence[Part]) -> Part | None:
+    """Return the part that has a shard: one that was started, the smallest; else one of the N that most parts have.
+
+    None where no part was ever started.
+    """
+    if not parts:
+        return None
+    own = [part for part in parts if shard % part[1] == part[0] - 1]
+    total = max(part[1] for part in own) if own else Counter(part[1] for part in parts).most_common(1)[0][0]
+    return shard % total + 1, total
+
+
+def _settings(folder: Path) -> dict[str, Any] | None:
+    """Return settings.json; None where there is none. Raises: CacheError for one that no part wrote."""
+    path = _checked(folder) / _SETTINGS
+    try:
+        settings = parse_object(read_regular(path, _MOST_BYTES))
+        command = settings["command"]
+        if not isinstance(settings["code"], dict) or not isinstance(command, list):
+            raise ValueError("code is no object, or command no list")
+        if not all(isinstance(word, str) and word.isprintable() for word in command):
+            raise ValueError("command is no list of printable words")
+        return settings
+    except FileNotFoundError:
+        return None
+    except (ValueError, LookupError) as error:
+        raise CacheError(
+            path,
+            f"not as a part writes it ({error!r:.200})",
+            remedy=f"Remove it, and run a part again: rm {shlex.quote(str(path))}",
+            code="E712",
+        ) from error
+
+
+# --- the folder itself ------------------------------------------------------------------------------------------------
+
+
+def remove_parts(folder: Path) -> None:
+    """Remove the folder `.parts` of a cache that is finished. The folder's lock is held, and no part is running.
+
+    Raises: CacheError where it holds a file that no part made; nothing is removed then.
+    """
+    names = _names(folder)
+    own = {_SETTINGS, _WEIGHTS_LOCK}
+    if foreign := [
+        name for name in names if name not in own and not _LOCK.fullmatch(name) and not _LEFTOVER.match(name)
+    ]:
+        raise CacheError(
+            folder / PARTS_NAME / foreign[0], "no file of a part", remedy="Move it away, and seal again", code="E712"
+        )
+    if os.path.lexists(folder / PARTS_NAME):
+        fileio.remove(folder / PARTS_NAME)
+        fileio.fsync_dir(folder)
+
+
+def _state(part: Part) -> str:
+    return f"part {part_text(part)} is being written"
+
+
+def _lock_path(folder: Path, part: Part) -> Path:
+    return _checked(folder) / f"{part[0]}-of-{part[1]}.lock"
+
+
+def _names(folder: Path) -> list[str]:
+    with suppress(FileNotFoundError):
+        return sorted(os.listdir(_checked(folder)))
+    return []
+
+
+def _checked(folder: Path) -> Path:
+    """Return `.parts`, which may be absent. Raises: CacheError for a link or a file, as nothing is written there."""
+    path = folder / PARTS_NAME
+    if os.path.lexists(path) and (path.is_symlink() or not path.is_dir()):
+        raise CacheError(path, "a link or a file", "a folder, or nothing", "Move it away", code="E205")
+    return path

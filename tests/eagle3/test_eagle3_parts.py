@@ -1,0 +1,243 @@
+"""Processes make parts in one folder, which is sealed to the bytes of one run; what does not fit is refused."""
+
+import json
+import multiprocessing
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import eagle3_runs as small
+from support.eagle3_damage import flip_bit
+from support.eagle3_runs import NATIVE, has_shard, never, run, samples_of, times, whole_tree
+
+from niels_gpt.commands.eagle3 import precompute
+from niels_gpt.commands.eagle3.group import main
+from niels_gpt.eagle3.parts.folder import PARTS_NAME, part_lock
+from niels_gpt.eagle3.parts.seal import seal
+from niels_gpt.eagle3.produce.join import join
+from niels_gpt.eagle3.produce.producer import produce
+from niels_gpt.storage.errors import CacheError
+
+FORMS: dict[str, dict[str, Any]] = {"dense": {}, "native": NATIVE}
+FORK = multiprocessing.get_context("fork")
+
+
+def make(folder: Path, part: tuple[int, int], form: str = "native", **how: Any) -> int:
+    """Make a part of a cache of three shards; returns the shards that were made."""
+    return run(folder, given=small.plan(samples_of(), **FORMS[form]), part=part, **how).shards
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def form(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def whole(form: str, eagle3_caches: dict[str, Path]) -> dict[str, bytes]:
+    return whole_tree(eagle3_caches[form])
+
+
+@pytest.fixture(scope="module")
+def finished_parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three parts in one folder, not sealed. Nothing may change it."""
+    folder = tmp_path_factory.mktemp("parts") / "c"
+    for number in (3, 1, 2):
+        make(folder, (number, 3))
+    return folder
+
+
+@pytest.fixture
+def parts(finished_parts: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(finished_parts, tmp_path / "c")
+
+
+def refused(action: Callable[[], object], *words: str, code: str = "E712") -> CacheError:
+    with pytest.raises(CacheError) as caught:
+        action()
+    assert caught.value.code == code and all(word in str(caught.value) for word in words), str(caught.value)
+    return caught.value
+
+
+def started(folder: Path, part: tuple[int, int], form: str, **how: Any) -> Any:
+    process = FORK.Process(target=make, args=(folder, part, form), kwargs=how)
+    process.start()
+    return process
+
+
+def test_parts_at_once_and_sealed_are_the_bytes_of_one_run(tmp_path: Path, form: str, whole: dict[str, bytes]) -> None:
+    folder = tmp_path / "c"
+    processes = [started(folder, (number, 3), form) for number in (1, 2, 3)]  # each may be the first: the plan's race
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    before = times(folder)
+    assert make(folder, (2, 3), form, load=never) == 0 and times(folder) == before, "a repeated part does nothing"
+    assert seal(folder).is_new
+    assert whole_tree(folder) == whole and not (folder / PARTS_NAME).exists()
+    before = times(folder)
+    assert not seal(folder).is_new and make(folder, (2, 3), form, load=never) == 0
+    assert whole_tree(folder) == whole and {**before, "sidecar/lock": 0} == {**times(folder), "sidecar/lock": 0}
+
+
+def test_a_part_that_was_killed_is_made_elsewhere_while_others_run(
+    tmp_path: Path, form: str, whole: dict[str, bytes]
+) -> None:
+    folder, ready = tmp_path / "c", tmp_path / "ready"
+
+    def hang(*_: object) -> None:
+        if (folder / PARTS_NAME / "2-of-3.lock").exists():  # not in the trial
+            ready.touch()
+            time.sleep(600)
+
+    def load(device: Any) -> Any:  # in the process that is forked
+        model = small.load(device)
+        model.register_forward_pre_hook(hang)
+        return model
+
+    make(folder, (1, 3), form)
+    process = started(folder, (2, 3), form, load=load)
+    while not ready.exists() and process.is_alive():
+        time.sleep(0.01)
+    writing = folder / ".shard-000001.safetensors.01234567.tmp"  # of the part that runs
+    own = folder / ".shard-000002.safetensors.01234567.tmp"  # of a process that was killed
+    writing.touch()
+    own.touch()
+    make(folder, (3, 3), form)
+    assert writing.exists() and not own.exists()
+    for action in (
+        lambda: make(folder, (2, 3), form),
+        lambda: make(folder, (2, 6), form),
+        lambda: run(folder, given=small.plan(samples_of(), **FORMS[form]), resume=True),
+        lambda: seal(folder),
+        lambda: join(tmp_path / "j", [folder]),
+    ):
+        refused(action, "part 2/3 is being written", code="E503")
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert make(folder, (2, 3), form) == 1 and seal(folder).is_new
+    assert whole_tree(folder) == whole
+
+
+def test_parts_of_other_numbers_and_a_run_without_parts_go_on(
+    tmp_path: Path, form: str, whole: dict[str, bytes]
+) -> None:
+    folder = tmp_path / "c"
+    assert make(folder, (1, 2), form) == 2 and make(folder, (3, 4), form) == 0
+    assert make(folder, (2, 5), form) == 1
+    seal(folder)
+    assert whole_tree(folder) == whole
+    shutil.rmtree(folder)
+    make(folder, (3, 3), form)
+    assert run(folder, given=small.plan(samples_of(), **FORMS[form]), resume=True).shards == 2
+    assert whole_tree(folder) == whole
+
+
+def test_the_seal_names_what_is_missing_damaged_or_foreign(parts: Path, tmp_path: Path) -> None:
+    (parts / "shard-000000.safetensors").unlink()
+    flip_bit(parts / "shard-000001.safetensors", -1)
+    receipt = parts / "sidecar" / "shard-000002.json"
+    other = json.loads(receipt.read_bytes())
+    other["facts"]["plan"] = "0" * 64
+    receipt.write_text(json.dumps(other))
+    before = whole_tree(parts)
+    error = refused(lambda: seal(parts), "missing: 0", "damaged: 1", "of another plan: 2", "--part 1/3", "--part 3/3")
+    assert whole_tree(parts) == before
+    remove = error.remedy.splitlines()[1].split()
+    assert remove == ["rm", *(f"{parts}/shard-00000{shard}.safetensors" for shard in (1, 2))]
+    subprocess.run(remove, check=True)
+    assert [make(parts, (number, 3)) for number in (1, 2, 3)] == [1, 1, 1]
+    shutil.copy(parts / "shard-000001.safetensors", parts / "shard-000003.safetensors")
+    refused(lambda: seal(parts), "shard-000003", "3 shards", "Move it away")
+    (parts / "shard-000003.safetensors").unlink()
+    (parts / PARTS_NAME / "mine").touch()
+    refused(lambda: seal(parts), ".parts/mine")
+    (parts / PARTS_NAME / "mine").unlink()
+    assert seal(parts).meta["totals"]["shards"] == 3
+
+
+@pytest.mark.parametrize("name", ["sidecar/samples.safetensors", "target_weights.safetensors", "sidecar/batches.jsonl"])
+def test_what_no_shard_holds_is_written_again_by_any_part(
+    parts: Path, name: str, whole_native: dict[str, bytes]
+) -> None:
+    flip_bit(parts / name, -1)
+    refused(lambda: seal(parts), "Run a part again")
+    assert make(parts, (2, 3)) == 0
+    seal(parts)
+    assert whole_tree(parts) == whole_native
+
+
+@pytest.fixture
+def whole_native(eagle3_caches: dict[str, Path]) -> dict[str, bytes]:
+    return whole_tree(eagle3_caches["native"])
+
+
+def test_a_machine_with_another_plan_or_other_code_is_refused(tmp_path: Path) -> None:
+    folder, samples = tmp_path / "c", samples_of()
+    first = small.plan(samples, **NATIVE)
+    produce(folder, first, samples, small.load, part=(1, 3), code={"niels_gpt": "1", "libraries": {"torch": "2"}})
+    before = whole_tree(folder)
+
+    def other(code: str = "2", **changed: Any) -> object:
+        given = small.plan(samples, **{**NATIVE, **changed})
+        libraries = {"niels_gpt": "1", "libraries": {"torch": code}}
+        return produce(folder, given, samples, small.load, part=(2, 3), code=libraries)
+
+    refused(lambda: other(run={"threads": 2}), "part 2/3", "run.threads: 1, now 2")
+    refused(lambda: other(target={"config_sha256": "d" * 64}), "target.config_sha256")
+    refused(lambda: other(batch_size=2), "batches.batch_size: 3, now 2")
+    refused(lambda: other(selected_token_ids=[1, 2, 3], draft_vocab_size=3), "manifest.draft_vocab_size")
+    refused(lambda: other("3"), "libraries.torch: '2', now '3'", "Install the same version")
+    assert whole_tree(folder) == before
+    other()
+    assert has_shard(folder, 1)
+
+
+def test_an_unsealed_folder_says_so(parts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (parts / "shard-000001.safetensors").unlink()
+    for command in ("verify", "stats"):
+        assert main([command, "--json", str(parts)]) == 1
+        error = json.loads(capsys.readouterr().out)["error"]
+        assert error["code"] == "E712" and f"niels-gpt eagle3 seal {parts}" in json.dumps(error)
+        assert "2 of 3 shards are there" in json.dumps(error) and "part 2/3 0 of 1" in json.dumps(error)
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    make(folder, (1, 3))
+    shutil.move(folder / PARTS_NAME, tmp_path / "elsewhere")
+    (folder / PARTS_NAME).symlink_to(tmp_path / "elsewhere")
+    refused(lambda: make(folder, (2, 3)), PARTS_NAME, code="E205")
+    refused(lambda: seal(folder), PARTS_NAME, code="E205")
+    (folder / PARTS_NAME).unlink()
+    with part_lock(folder, (2, 3)):
+        refused(lambda: seal(folder), "part 2/3", code="E503")
+
+
+def test_the_commands_make_parts_in_one_folder_and_seal_it(
+    tmp_path: Path, model: Path, chats: Path, made: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "a folder"
+
+    def part(*flags: str) -> str:
+        capsys.readouterr()
+        words = ["--target-model", str(model), "--input-data", str(chats), "--output-dir", str(folder)]
+        status = precompute.main([*words, "--seq-length", "40", "--shard-size", "4", "--device", "cpu", *flags])
+        assert status == 0, capsys.readouterr().err
+        return capsys.readouterr().out
+
+    assert "to make in part 1/2" in part("--part", "1/2", "--threads", "1")
+    assert "part 1/2" not in part("--part", "2/2", "--dry-run")
+    assert main(["seal", "--json", str(folder)]) == 1
+    command = json.loads(capsys.readouterr().out)["error"]["message"].splitlines()[-1].strip()
+    assert command.endswith("--part 2/2") and "--threads 1" in command
+    assert precompute.main(shlex.split(command)[3:]) == 0
+    assert main(["seal", str(folder)]) == 0
+    assert whole_tree(folder) == whole_tree(made)
+    assert not subprocess.run(["diff", "-r", str(folder), str(made)], capture_output=True, check=False).stdout
