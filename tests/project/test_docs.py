@@ -69,7 +69,7 @@ def test_every_flag_named_in_a_document_exists() -> None:
     known = flags_below(ROOT_COMMAND) | {"--help"}
     known |= {"--no-append-eot"}  # the changelog names it as removed
     of_pip = {"--constraint", "--find-links", "--no-deps", "--python"}
-    scripts = [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "examples").glob("*.py")]
+    scripts = [path for folder in ("benchmarks", "examples", "tools") for path in (ROOT / folder).glob("*.py")]
     written = "".join(path.read_text(encoding="utf-8") for path in scripts)
     for document in DOCUMENTS:
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z_-]+", document.read_text(encoding="utf-8")):

@@ -1,0 +1,141 @@
+"""Pretrain caches of very many shards and documents that take little disk: for simulate_scale.py.
+
+They are as docs/formats.md says. Their shards are hard links of a few real files.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from niels_gpt.builders.build import CHECKSUMS
+from niels_gpt.builders.meta_keys import Source, write_description
+from niels_gpt.builders.writer import BLOCK_BYTES, npy_header
+from niels_gpt.storage import fileio, versions
+
+MAX_LINKS = 30_000  # of one file; ext4 allows 65,000
+VOCAB = 50_257
+CHUNK = 1 << 20  # documents whose index is written at once
+NAME = Path("pretrain", "simulated")
+
+
+class LinkedShards:
+    """Hard links of one content, which is written to the disk once for MAX_LINKS of them."""
+
+    def __init__(self, folder: Path, num_bytes: int, seed: int) -> None:
+        ids = np.random.default_rng(seed).integers(VOCAB, size=num_bytes // 2, dtype=np.uint16)
+        self._content, self._folder, self._links = ids.tobytes(), folder, 0
+        self._sha256 = ""
+        blocks = range(0, num_bytes, BLOCK_BYTES)
+        crcs = [zlib.crc32(self._content[at : at + BLOCK_BYTES]) for at in blocks]
+        self.checksums = np.array(crcs, dtype="<u4").tobytes()
+        """Those of index/crc32.bin for one shard."""
+
+    def link(self, work: Path, name: str) -> dict[str, Any]:
+        """Make one shard; returns its record."""
+        real = self._folder / f"{self._links // MAX_LINKS}.bin"
+        if self._links % MAX_LINKS == 0:
+            real.parent.mkdir(parents=True, exist_ok=True)
+            real.write_bytes(self._content)
+            self._sha256 = fileio.sha256_file(real)
+        os.link(real, work / name)
+        self._links += 1
+        size = len(self._content)
+        return {"name": name, "tokens": size // 2, "bytes": size, "sha256": self._sha256}
+
+
+def make_cache(root: Path, *, shards: int, shard_bytes: int, documents: int, version: int = 0) -> Path:
+    """Commit a pretrain cache below `root`, with one shard and one document in val; returns its public folder.
+
+    version: another number gives other tokens.
+    """
+    work, real = root / f"building{version}", root / f"real{version}"
+    linked = LinkedShards(real, shard_bytes, version)
+    counts, docs = {"train": shards - 1, "val": 1}, {"train": documents - 1, "val": 1}
+    for folder in (*counts, "index"):
+        (work / folder).mkdir(parents=True)
+    records = {
+        split: [linked.link(work, f"{split}/shard_{number:05}.bin") for number in range(count)]
+        for split, count in counts.items()
+    }
+    totals = {split: sum(record["tokens"] for record in records[split]) for split in counts}
+    index = {split: written(work, f"index/{split}_docs.npy", starts(docs[split], totals[split])) for split in counts}
+    ids = {split: written(work, f"index/{split}_ids.txt", id_lines(docs[split])) for split in counts}
+    rest = (blocks_of(work / record["name"]) for record in (*index.values(), *ids.values()))
+    checksums = written(work, CHECKSUMS, itertools.chain(itertools.repeat(linked.checksums, shards), rest))
+    meta = write_description(
+        work,
+        vocabulary={
+            "tokenizer_sha256": None,
+            "vocab_size": VOCAB,
+            "token_dtype": "uint16-le",
+            "special_token_ids": {},
+        },
+        source=Source("simulated"),
+        counters=Counter(),
+        seed=0,
+        shards=records,
+        index={split: {**record, "entries": docs[split] + 1} for split, record in index.items()},
+        totals={f"{split}_tokens": total for split, total in totals.items()},
+        kind="pretrain",
+        built=True,
+        split_rule="simulated",
+        shard_bytes=shard_bytes,
+        ids={split: {**record, "entries": docs[split]} for split, record in ids.items()},
+        checksums={**checksums, "block_bytes": BLOCK_BYTES},
+        docs=docs,
+        documents_read=documents,
+        dropped={},
+        duplicates=dict.fromkeys(docs, 0),
+        utf8_bytes={split: 4 * total for split, total in totals.items()},
+        document_end=None,
+    )
+    shutil.rmtree(real)  # the links stay
+    return published(work, root / NAME, str(meta["content_sha256"]))
+
+
+def published(work: Path, path: Path, content_sha256: str) -> Path:
+    """Do what a commit does, without its fsync of each file."""
+    version = versions.versions_dir(path) / content_sha256[: versions.VERSION_DIGITS]
+    version.parent.mkdir(parents=True, exist_ok=True)
+    work.rename(version)
+    path.unlink(missing_ok=True)
+    path.symlink_to(version.relative_to(path.parent))
+    return path
+
+
+def written(work: Path, name: str, parts: Iterable[bytes]) -> dict[str, Any]:
+    """Write a file from its parts; returns its record."""
+    with open(work / name, "wb") as file:
+        file.writelines(parts)
+    return {"name": name, "bytes": (work / name).stat().st_size, "sha256": fileio.sha256_file(work / name)}
+
+
+def starts(documents: int, tokens: int) -> Iterator[bytes]:
+    """Yield the .npy file of the starts of documents of equal length."""
+    yield npy_header(documents + 1)
+    for first in range(0, documents + 1, CHUNK):
+        numbers = np.arange(first, min(first + CHUNK, documents + 1), dtype=np.int64)
+        # In two parts, for the product of documents and tokens may be above 2**63.
+        whole, rest = divmod(tokens, documents)
+        yield (numbers * whole + numbers * rest // documents).astype("<i8").tobytes()
+
+
+def id_lines(documents: int) -> Iterator[bytes]:
+    """Yield lines as long as those of fineweb-edu, whose ids are UUIDs in angle brackets."""
+    for first in range(0, documents, CHUNK):
+        yield b"".join(b"<urn:uuid:%036d>\n" % number for number in range(first, min(first + CHUNK, documents)))
+
+
+def blocks_of(path: Path) -> bytes:
+    """Return the CRC-32 of the blocks of a file."""
+    with open(path, "rb") as file:
+        return b"".join(zlib.crc32(block).to_bytes(4, "little") for block in iter(lambda: file.read(BLOCK_BYTES), b""))
