@@ -5,9 +5,10 @@ others have some, with exit codes of 0, 1 and 2. The script niels-gpt is `start`
 
 main.py             niels-gpt: every command, in groups
 console.py          what all commands share: --json, --strict, help, exit codes, Ctrl-C, log lines, bars, tables
-settings_flags.py   one option for each field of Settings, and which of them --help shows
+settings_flags.py   one option for each field of Settings, and which of them --help shows; names of sources
 cache.py            build, snapshot, list, show, stats, locate, diff, verify, gc; python -m niels_gpt.cache.cli
 build.py            runs builds and snapshots: one cache after the other, each checked
+partitions.py       seal; build --partition, and what is left to do
 report.py           the text that list, build, --dry-run, snapshot, verify and diff print
 train_tokenizer.py  train-tokenizer, add-sentinels; python -m niels_gpt.train_tokenizer
 eagle3/             the commands for EAGLE-3 caches; python -m niels_gpt.eagle3 and niels_gpt.eagle3.precompute

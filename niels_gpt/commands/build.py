@@ -11,14 +11,16 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from niels_gpt.commands.console import ExitCode, Result, exit_code_of, print_error, print_warning, progress_bar, say
-from niels_gpt.commands.report import checked, listed, notices, outcomes_table, plan_table, snapshot_lines
-from niels_gpt.display.numbers import number_of
+from niels_gpt.commands.report import checked, listed, notices, outcome_line, outcomes_table, plan_table, snapshot_lines
 from niels_gpt.recipes import run_recipe
 from niels_gpt.recipes.disk import DiskNeed, free_bytes, needed_bytes, refuse_without_room, unfinished_bytes
+from niels_gpt.recipes.partitions.documents import built_whole, without_partitions
 from niels_gpt.recipes.plan import RECIPES, Plan, needs_no_tokenizer, plan, recipes
 from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Outcome, cache_root
@@ -45,21 +47,38 @@ class UnknownSourceError(UsageError):
 
 
 def build_caches(
-    settings: Settings, sources: Sequence[str] | None, *, dry_run: bool, refresh: bool, restart: bool
+    settings: Settings,
+    sources: Sequence[str] | None,
+    *,
+    dry_run: bool,
+    refresh: bool,
+    restart: bool,
+    in_partitions: Callable[..., Outcome] | None = None,
 ) -> Result:
-    """Build caches and print what was built, or with `dry_run` what would be. sources: None for all."""
+    """Build caches and print what was built, or with `dry_run` what would be. sources: None for all.
+
+    in_partitions: see `build_each`.
+    Raises: UsageError where there are to be partitions, and none of the caches can have them; as `build_each`.
+    """
     chosen = chosen_keys(settings, sources)
+    if settings.partitions > 1 and not any(key.startswith("pretrain/") for key in chosen):
+        why = "the split of chats needs all chats, and trees need all messages"
+        raise UsageError(
+            f"--partitions {settings.partitions}: only pretrain caches have partitions, not "
+            f"{', '.join(chosen)}: {why}. Leave it out"
+        )
     if dry_run:
         return _planned(settings, chosen, of_all=sources is None)
     _return_large_blocks()
     outcomes: list[Outcome] = []
     failures: dict[str, Exception] = {}
-    flags = {"refresh": refresh, "restart": restart, "of_all": sources is None}
+    flags: dict[str, Any] = {"refresh": refresh, "restart": restart, "of_all": sources is None}
+    flags["in_partitions"] = in_partitions
     try:
         build_each(settings, chosen, outcomes, failures, bar=lambda key: progress_bar(key, items="documents"), **flags)
     finally:
         if outcomes or failures:
-            say(_built(outcomes, failures))
+            print_built(outcomes, failures)
     return Result(
         {"caches": built_rows(settings, outcomes, failures)},
         print_failures(failures),
@@ -90,34 +109,14 @@ def _planned(settings: Settings, chosen: list[str], *, of_all: bool) -> Result:
     )
 
 
-def _built(outcomes: Sequence[Outcome], failures: Mapping[str, Exception]) -> str:
-    """Return a table; of one cache a line, after that of a new tokenizer."""
+def print_built(outcomes: Sequence[Outcome], failures: Mapping[str, Exception] = MappingProxyType({})) -> None:
+    """Print a table; of one cache a line, after that of a new tokenizer."""
     caches = [outcome for outcome in outcomes if outcome.key != TOKENIZER_KEY]
     if failures or len(caches) != 1:
-        return outcomes_table(outcomes, failures)
+        say(outcomes_table(outcomes, failures))
+        return
     new = [outcome for outcome in outcomes if outcome in caches or not outcome.reused]
-    return "\n".join([*map(_line, new), *filter(None, map(notices, new))])
-
-
-def _line(outcome: Outcome) -> str:
-    """Return what was built in one line: "pretrain/notes: 1,204 documents, 5.81M tokens, in 3.2 s"."""
-    meta, totals = outcome.meta, outcome.meta.get("totals", {})
-    if outcome.key == TOKENIZER_KEY:
-        what = number_of(meta["vocab_size"], "id")
-    elif meta.get("built") is False:
-        what = "not built, a stub"
-    elif meta["kind"] == "rollouts":
-        units = (number_of(_sum(totals, f"{unit}s"), unit) for unit in ("group", "sample", "token"))
-        what = ", ".join(units)
-    elif meta["kind"] == "sft":
-        what = f"{number_of(_sum(totals, 'examples'), 'chat')}, {number_of(_sum(totals, 'tokens'), 'token')}"
-    else:
-        what = f"{number_of(sum(meta['docs'].values()), 'document')}, {number_of(_sum(totals, 'tokens'), 'token')}"
-    return f"{outcome.key}: {what}, {'up to date' if outcome.reused else f'in {outcome.seconds:.1f} s'}"
-
-
-def _sum(totals: Mapping[str, int], unit: str) -> int:
-    return sum(totals[f"{split}_{unit}"] for split in ("train", "val"))
+    say("\n".join([*map(outcome_line, new), *filter(None, map(notices, new))]))
 
 
 def _look(settings: Settings, outcomes: Sequence[Outcome]) -> str:
@@ -184,6 +183,7 @@ def build_each(
     refresh: bool,
     restart: bool = False,
     of_all: bool = False,
+    in_partitions: Callable[..., Outcome] | None = None,
     bar: Callable[[str], AbstractContextManager[Any]],
 ) -> None:
     """Build the tokenizer, if a cache needs one, and then each cache, and check it. Warnings go to stderr.
@@ -192,6 +192,8 @@ def build_each(
         failing source does not stop the others.
     refresh: ask the hub for its newest revisions. restart: build each from scratch. of_all: leave out, with a warning,
         the caches of chats that the tokenizer has no sentinels for; else each of them fails.
+    in_partitions: builds and seals a cache in partitions, as build_token_cache does in this process; called with
+        settings, name, refresh and progress.
     bar: gives a progress callback, or None, for the time of one build.
     Raises: as `check_early` and `stage_tokenizer`.
     """
@@ -210,12 +212,17 @@ def build_each(
         if left_out:
             reason = no_sentinels(settings, left_out, tokenizer.path)
             print_warning("W411", f"{', '.join(left_out)} left out: {reason}")
+    whole = built_whole(settings, chosen)
+    own = without_partitions(settings, whole) if whole else settings
     for key in (key for key in chosen if key not in left_out):
+        recipe = known[key]
+        if in_partitions is not None and key not in whole:
+            recipe = partial(in_partitions, name=key.rpartition("/")[2])
         with bar(key) as progress:
             try:
                 if restart:
                     run_recipe.restart(settings, key)
-                outcome = known[key](settings, refresh=refresh, progress=progress)
+                outcome = recipe(own if key in whole else settings, refresh=refresh, progress=progress)
                 for warning in checked(outcome, settings):
                     print_warning("W201", f"{key}: {warning}")
                 outcomes.append(outcome)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.shell_completion import CompletionItem
 from rich_click import argument, option
 
 from niels_gpt.commands.console import (
@@ -32,7 +31,8 @@ from niels_gpt.commands.console import (
     say,
     token_position,
 )
-from niels_gpt.commands.settings_flags import settings_of, settings_options
+from niels_gpt.commands.partitions import seal
+from niels_gpt.commands.settings_flags import settings_of, settings_options, source_names
 from niels_gpt.data.sources import SOURCES
 from niels_gpt.progress import Progress
 from niels_gpt.recipes.rollouts.trees import TREES
@@ -49,15 +49,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 # --- build ------------------------------------------------------------------------------------------------------------
-
-
-def _source_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    from niels_gpt.recipes.user_sources import user_sources
-
-    names = {name: spec.family for name, spec in SOURCES.items()} | {key: "trees" for key in TREES}
-    with contextlib.suppress(ValueError, OSError):  # a sources.toml that cannot be read completes nothing
-        names |= {name: user.family for name, user in user_sources(settings_of(ctx.params)).items()}
-    return [CompletionItem(name, help=family) for name, family in names.items() if name.startswith(incomplete)]
 
 
 def _how_to_build(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,17 +73,30 @@ niels-gpt build --pretrain notes='notes/**/*.md'       a cache of your own text:
 niels-gpt build --all --source-root MIRROR --dry-run   what would be built, and the disk it needs""",
 )
 @argument(
-    "source", nargs=-1, shell_complete=_source_names, panel="What", help=f"{', '.join((*SOURCES, *TREES))}, or yours"
+    "source", nargs=-1, shell_complete=source_names, panel="What", help=f"{', '.join((*SOURCES, *TREES))}, or yours"
 )
 @option("--all", "is_all", is_flag=True, help="every cache of tokens; eagle3/targets is built by Dagster", panel="What")
+@option("--partition", type=int, metavar="I", help="build partition I alone, from 0, of --partitions", panel="Build")
 @_how_to_build
-def build(source: tuple[str, ...], is_all: bool, dry_run: bool, refresh: bool, restart: bool, **given: Any) -> Result:
+def build(
+    source: tuple[str, ...],
+    is_all: bool,
+    partition: int | None,
+    dry_run: bool,
+    refresh: bool,
+    restart: bool,
+    **given: Any,
+) -> Result:
     """Build what was named."""
     from niels_gpt.commands.build import build_caches
+    from niels_gpt.commands.partitions import build_one
 
-    if is_all and source:
-        raise click.UsageError(f"--all builds every source, and {source[0]} is named too: leave out one of them")
+    if is_all and (source or partition is not None):
+        other = f"{source[0]} is named" if source else "--partition is of one of them"
+        raise click.UsageError(f"--all builds every source, and {other} too: leave out one of them")
     settings, chosen = settings_of(given), None if is_all else source
+    if partition is not None and not dry_run:
+        return build_one(settings, source, partition, refresh=refresh, restart=restart)
     return build_caches(settings, chosen, dry_run=dry_run, refresh=refresh, restart=restart)
 
 
@@ -152,7 +156,7 @@ def list_caches(cache_dir: Path) -> Result:
     """Print what is there."""
     from niels_gpt.commands.build import print_failures
     from niels_gpt.commands.report import listed, outcomes_table
-    from niels_gpt.recipes.run_recipe import recorded_outcomes
+    from niels_gpt.recipes.records import recorded_outcomes
 
     try:
         outcomes, damaged = recorded_outcomes(cache_dir)
@@ -411,7 +415,7 @@ def gc(cache_dir: Path, dry_run: bool) -> Result:
     return Result({"lines": lines}, ExitCode.FAILED if failed else ExitCode.GOOD, again)
 
 
-BUILDERS: list[Command] = [build, snapshot]
+BUILDERS: list[Command] = [build, seal, snapshot]
 VIEWERS: list[Command] = [list_caches, show, stats, locate, diff]
 CARERS: list[Command] = [verify, gc]
 FACE = Group(

@@ -9,7 +9,7 @@ import click
 from rich_click import RichCommandPanel
 
 from niels_gpt import __version__
-from niels_gpt.commands import cache, demo, doctor, prefix_tree, train_tokenizer
+from niels_gpt.commands import cache, demo, doctor, partitions, prefix_tree, train_tokenizer
 from niels_gpt.commands.console import Group, run
 from niels_gpt.commands.eagle3 import group as eagle3
 from niels_gpt.commands.eagle3 import precompute
@@ -37,7 +37,14 @@ TREE = Group(
     help="What folding shared prefixes saves on recorded rollouts.",
 )
 _PANELS: dict[str, list[click.Command]] = {
-    "Build": [cache.build, cache.snapshot, train_tokenizer.train, train_tokenizer.sentinels, demo.demo],
+    "Build": [
+        cache.build,
+        partitions.seal,
+        cache.snapshot,
+        train_tokenizer.train,
+        train_tokenizer.sentinels,
+        demo.demo,
+    ],
     "Look inside": [cache.list_caches, cache.show, cache.stats, cache.locate, cache.diff],
     "Care": [cache.verify, cache.gc, doctor.doctor, doctor.explain],
     "More caches": [EAGLE3, TREE],

@@ -21,6 +21,7 @@ from niels_gpt.inspection.readers import in_short, refusal
 from niels_gpt.inspection.source_ids import printable
 from niels_gpt.inspection.verify import CHECKS, Limits, verify
 from niels_gpt.recipes.disk import free_bytes
+from niels_gpt.recipes.partitions.run import MadePartition
 from niels_gpt.recipes.plan import Plan
 from niels_gpt.recipes.rollouts import checks as rollout_checks
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Outcome
@@ -77,6 +78,39 @@ def notices(outcome: Outcome) -> str:
 
 def _noted(text: str) -> str:
     return "\n".join(folded(printable(text), indent="  "))
+
+
+def outcome_line(outcome: Outcome) -> str:
+    """Return what was built in one line: "pretrain/notes: 1,204 documents, 5.81M tokens, in 3.2 s"."""
+    meta, totals = outcome.meta, outcome.meta.get("totals", {})
+    if outcome.key == TOKENIZER_KEY:
+        what = number_of(meta["vocab_size"], "id")
+    elif meta.get("built") is False:
+        what = "not built, a stub"
+    elif meta["kind"] == "rollouts":
+        units = (number_of(_sum(totals, f"{unit}s"), unit) for unit in ("group", "sample", "token"))
+        what = ", ".join(units)
+    elif meta["kind"] == "sft":
+        what = f"{number_of(_sum(totals, 'examples'), 'chat')}, {number_of(_sum(totals, 'tokens'), 'token')}"
+    else:
+        what = f"{number_of(sum(meta['docs'].values()), 'document')}, {number_of(_sum(totals, 'tokens'), 'token')}"
+    if isinstance(parts := meta.get("partitions"), Mapping):
+        what += f", {number_of(parts['total'], 'partition')}"
+    return f"{outcome.key}: {what}, {'up to date' if outcome.reused else f'in {outcome.seconds:.1f} s'}"
+
+
+def _sum(totals: Mapping[str, int], unit: str) -> int:
+    return sum(totals[f"{split}_{unit}"] for split in ("train", "val"))
+
+
+def partition_line(made: MadePartition) -> str:
+    """Return what a partition holds: "pretrain/notes: partition 3 of 8: 1,204 documents, 5.81M tokens, in 3.2 s"."""
+    number, meta = made.partition.number, made.meta
+    if "partition" not in meta:
+        return f"{made.key}: all {number_of(made.partition.total, 'partition')} are sealed, up to date"
+    what = f"{number_of(sum(meta['docs'].values()), 'document')}, {number_of(_sum(meta['totals'], 'tokens'), 'token')}"
+    when = "finished before" if made.reused else f"in {made.seconds:.1f} s"
+    return f"{made.key}: partition {number} of {made.partition.total:,}: {what}, {when}"
 
 
 _MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, OSError)

@@ -1,15 +1,19 @@
-"""The settings as options: one for each field of Settings, with its help, type and default; which ones --help shows."""
+"""The settings as options, one for each field of Settings, and which of them --help shows; names of sources."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from typing import Any, get_type_hints
 
 import click
+from click.shell_completion import CompletionItem
 from rich_click import RichOption
 
+from niels_gpt.data.sources import SOURCES
+from niels_gpt.recipes.rollouts.trees import TREES
 from niels_gpt.settings import Settings
 
 COMMON = {
@@ -22,7 +26,7 @@ COMMON = {
         "own_val_frac",
     ),
     "Tokenizer": ("tokenizer", "vocab_size", "document_end", "chat_template"),
-    "Build": ("cache_dir", "seed", "threads"),
+    "Build": ("cache_dir", "seed", "partitions", "threads"),
 }
 """The settings that --help shows, by their panel; the others are under --help-all."""
 _LINES = ("pretrain", "sft", "rollouts", "licence", "attribution")
@@ -122,3 +126,13 @@ def settings_of(given: Mapping[str, Any]) -> Settings:
         if isinstance(value, tuple):  # several lines of an option are one setting
             values[name] = ";".join(value) or None
     return Settings(**values)
+
+
+def source_names(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Complete the name of a source, built-in or user-defined."""
+    from niels_gpt.recipes.user_sources import user_sources
+
+    names = {name: spec.family for name, spec in SOURCES.items()} | {key: "trees" for key in TREES}
+    with contextlib.suppress(ValueError, OSError):  # a sources.toml that cannot be read completes nothing
+        names |= {name: user.family for name, user in user_sources(settings_of(ctx.params)).items()}
+    return [CompletionItem(name, help=family) for name, family in names.items() if name.startswith(incomplete)]

@@ -21,7 +21,7 @@ from niels_gpt.recipes.resolve import ResolvedSource
 from niels_gpt.settings import Settings
 from niels_gpt.storage.fileio import META_NAME, walked
 from niels_gpt.storage.remedies import build_command
-from niels_gpt.storage.versions import BUILDING, versions_dir
+from niels_gpt.storage.versions import BUILDING, PARTITIONS, versions_dir
 from niels_gpt.tokenizers.protocol import MAX_IDS, token_dtype
 
 logger = logging.getLogger(__name__)
@@ -97,8 +97,9 @@ def free_bytes(folder: Path) -> int:
 
 
 def unfinished_bytes(path: Path) -> int:
-    """Return the bytes that unfinished builds of a cache have written already."""
-    files = (file for folder in versions_dir(path).glob(f"{BUILDING}-*") for file in folder.rglob("*"))
+    """Return the bytes that unfinished builds of a cache, and its partitions, have written already."""
+    folders = (folder for kind in (BUILDING, PARTITIONS) for folder in versions_dir(path).glob(f"{kind}-*"))
+    files = (file for folder in folders for file in folder.rglob("*"))
     return sum(file.lstat().st_size for file in files if file.is_file() and file.name != META_NAME)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -12,9 +13,12 @@ from typing import Any
 
 from niels_gpt.builders.journal import identity_of
 from niels_gpt.builders.meta_keys import OF_ANOTHER_VERSION, is_of_this_version
+from niels_gpt.builders.partitions.receipts import partition_states
 from niels_gpt.data.sources import SOURCES
 from niels_gpt.display.numbers import number_of
 from niels_gpt.recipes.disk import needed_bytes
+from niels_gpt.recipes.partitions.documents import is_partitioned
+from niels_gpt.recipes.partitions.planned import listing_of, planned
 from niels_gpt.recipes.resolve import ResolvedSource, asked_revisions, resolve_source
 from niels_gpt.recipes.rollouts.caches import build_rollout_cache
 from niels_gpt.recipes.rollouts.trees import TREES
@@ -173,9 +177,22 @@ def _plan_of(settings: Settings, key: str, state: str, tokenizer: FullTokenizer 
         return Plan(key, "up to date", where, 0)
     if source.stub:
         return Plan(key, "stub", where, 0)
-    action = f"build{_unfinished(cache_root(settings) / key)}"
+    if is_partitioned(settings, source):
+        action = f"build in {number_of(settings.partitions, 'partition')}{_partitions(settings, source, tokenizer)}"
+    else:
+        action = f"build{_unfinished(cache_root(settings) / key)}"
     need = needed_bytes(settings, source, expected_vocab_size(settings, tokenizer))
     return Plan(key, action, where, need.most, need.least)
+
+
+def _partitions(settings: Settings, source: ResolvedSource, tokenizer: FullTokenizer | None) -> str:
+    """Return how many partitions of the plan of these settings are in which state; "" without a plan."""
+    found = tokenizer and planned(settings, source, tokenizer, listing_of(source), None)
+    if not found or found.plan is None:
+        return ""
+    states = Counter(state.state for state in partition_states(found.plan) if state.number >= 0)
+    order = ("finished", "started", "missing", *sorted(states))
+    return f": {', '.join(f'{states[name]:,} {name}' for name in dict.fromkeys(order) if states[name])}"
 
 
 def _unfinished(path: Path) -> str:
@@ -208,6 +225,10 @@ def _documents(line: bytes) -> int | None:
 
 
 def _is_current(settings: Settings, key: str, source: ResolvedSource, tokenizer: FullTokenizer | None) -> bool:
+    if tokenizer is not None and is_partitioned(settings, source):
+        found = planned(settings, source, tokenizer, listing_of(source), None)
+        if found is not None:  # the text need not be read
+            return found.plan is None
     path = cache_root(settings) / key
     recorded: dict[str, Any] | None = recorded_recipe(path).get("source")
     if recorded is None:

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import json
 import logging
-import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from niels_gpt.builders.journal import sealed_builds, unfinished_builds
 from niels_gpt.builders.meta_keys import BUILDER_VERSION, FORMAT_VERSION, Source
 from niels_gpt.cache.formats import SPLITS
-from niels_gpt.cache.meta import find_meta, listed_meta, read_meta
+from niels_gpt.cache.meta import find_meta, read_meta
 from niels_gpt.data.exclude import read_exclusion
 from niels_gpt.recipes.disk import needed_bytes, refuse_without_room, unfinished_bytes
 from niels_gpt.recipes.resolve import ResolvedSource
@@ -30,10 +27,8 @@ from niels_gpt.settings import Settings, usable_cores
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, canonical_json, write_bytes
 from niels_gpt.storage.meta_json import (
-    checked_count,
     file_records,
     meta_bytes,
-    open_regular,
     parse_object,
     path_inside,
     read_regular,
@@ -59,7 +54,6 @@ logger = logging.getLogger(__name__)
 TOKENIZER_KEY = "tokenizer"
 RUNS_DIR = ".runs"
 """In the cache folder: one line of JSON for each build. Times are here and not in meta.json (D10)."""
-_RUNS_BYTES = 1 << 20  # read from the end of such a file
 
 
 class Measurement:
@@ -216,10 +210,15 @@ def is_current(path: Path, fingerprint: str) -> bool:
     try:
         if sha256_regular(version / META_NAME) != recipe.get("meta_sha256"):
             return False  # damaged, or written by a builder that records no recipe
-        records = file_records(read_meta(str(meta_path)), str(meta_path))
-        files = {path_inside(version, record["name"]): record["bytes"] for record in records}
+        return has_its_files(version, read_meta(str(meta_path)))
     except CacheError:
         return False
+
+
+def has_its_files(version: Path, meta: Mapping[str, Any]) -> bool:
+    """Whether the files in a folder have the sizes in its meta. Raises: CacheError for malformed names and sizes."""
+    records = file_records(meta, str(version / META_NAME))
+    files = {path_inside(version, record["name"]): record["bytes"] for record in records}
     sizes = {file: file.lstat().st_size for file in files if file.is_file()}  # path_inside has refused links
     return sizes == files
 
@@ -260,47 +259,99 @@ def run_recipe(
         One of another dataset, or of files, is ignored.
     tokenizer, tokenizer_folder: to encode with, and the folder that it was opened in; None for recorded ids.
     """
-    path = cache_root(settings) / key
     with Measurement() as measurement:
-        recipe = recipe_settings(settings, reads, tokenizer)
-        unfinished = _unfinished_provenance(source, path, recipe)
+        path = cache_root(settings) / key
+        unfinished = _unfinished_provenance(source, path, recipe_settings(settings, reads, tokenizer))
         recorded = unfinished or None
         if not refresh:
-            recorded = _recorded_provenance(tokenizer_folder, source, path, observed, unfinished)
-        provenance = source.provenance(recorded)
-        fingerprint = recipe_fingerprint(settings, key, reads, tokenizer, str(provenance["fingerprint"]))
-        reused = is_current(path, fingerprint)
-        if reused:
-            meta = read_meta(str(path / META_NAME))
-            _clear_finished_builds(path)
-        else:
-            if settings.disk_check:
-                needs = {key: needed_bytes(settings, source, tokenizer.vocab_size if tokenizer else None)}
-                refuse_without_room(settings, cache_root(settings), needs, unfinished_bytes(path))
-            described = _described(settings, key, source, provenance, recipe)
+            recorded = recorded_provenance(tokenizer_folder, source, path, observed, unfinished)
+        asked = AskedCache.of(settings, key, reads, source, tokenizer, source.provenance(recorded))
+        meta = asked.current_meta()
+        reused = meta is not None
+        if meta is None:
+            asked.refuse_without_room()
+            described = asked.described()
             counters = described.counters
             assert isinstance(counters, Counter)
-            record = partial(record_recipe, path, fingerprint, provenance)
-            meta = build(BuildInputs(tokenizer, described, counters, provenance["revision"], record), path)
-    engine = None if reused or tokenizer is None else engine_name(tokenizer, settings.engine)
-    return finish(settings, key, path, meta, reused, measurement, fingerprint, engine)
+            inputs = BuildInputs(tokenizer, described, counters, asked.provenance["revision"], asked.record)
+            meta = build(inputs, path)
+    return asked.finish(meta, reused, measurement)
 
 
-def _described(
-    settings: Settings, key: str, source: ResolvedSource, provenance: dict[str, Any], recipe: dict[str, Any]
-) -> Source:
-    """Return what meta.json says of the source."""
-    exclude = {} if settings.exclude is None else {"exclude": read_exclusion(settings.exclude).facts}
-    return Source(
-        source.dataset,
-        source.config,
-        source.streaming,
-        {**provenance, **stated_credit(settings, source.source), **exclude},
-        recipe,
-        Counter(),
-        build_command(settings, key, "--restart"),
-        None if source.kind == "hub" else {},  # a position is in files; the hub's fingerprint is not of files
-    )
+@dataclass(frozen=True)
+class AskedCache:
+    """A cache as the settings ask for it: what decides its bytes, and where it lies."""
+
+    settings: Settings
+    key: str
+    path: Path
+    """Its public path."""
+    source: ResolvedSource
+    tokenizer: FullTokenizer | None
+    """To encode with; None for recorded ids."""
+    recipe: dict[str, Any]
+    """The settings that decide its bytes, by name."""
+    provenance: dict[str, Any]
+    """Of the source: of files with the fingerprint of their bytes, on the hub with the revision."""
+    fingerprint: str
+    """Of the recipe."""
+
+    @classmethod
+    def of(
+        cls,
+        settings: Settings,
+        key: str,
+        reads: tuple[str, ...],
+        source: ResolvedSource,
+        tokenizer: FullTokenizer | None,
+        provenance: dict[str, Any],
+    ) -> AskedCache:
+        """Return the cache that is made of a source as `provenance` has it. Raises: as `recipe_fingerprint`."""
+        recipe = recipe_settings(settings, reads, tokenizer)
+        fingerprint = recipe_fingerprint(settings, key, reads, tokenizer, str(provenance["fingerprint"]))
+        return cls(settings, key, cache_root(settings) / key, source, tokenizer, recipe, provenance, fingerprint)
+
+    def current_meta(self) -> dict[str, Any] | None:
+        """Return the meta of the committed cache if it is current, and remove what killed builds have left; else
+        None."""
+        if not is_current(self.path, self.fingerprint):
+            return None
+        meta = read_meta(str(self.path / META_NAME))
+        _clear_finished_builds(self.path)
+        return meta
+
+    def refuse_without_room(self) -> None:
+        """Raise NoRoomError where a build does not fit on the disk, unless the settings leave that unchecked."""
+        if self.settings.disk_check:
+            num_ids = self.tokenizer.vocab_size if self.tokenizer else None
+            needs = {self.key: needed_bytes(self.settings, self.source, num_ids)}
+            refuse_without_room(self.settings, cache_root(self.settings), needs, unfinished_bytes(self.path))
+
+    def described(self, *flags: str) -> Source:
+        """Return what meta.json says of the source. flags: of the command that builds from scratch, before --restart.
+
+        Its counters are new, and a Counter, for the loader to write.
+        """
+        exclude = {} if self.settings.exclude is None else {"exclude": read_exclusion(self.settings.exclude).facts}
+        return Source(
+            self.source.dataset,
+            self.source.config,
+            self.source.streaming,
+            {**self.provenance, **stated_credit(self.settings, self.source.source), **exclude},
+            self.recipe,
+            Counter(),
+            build_command(self.settings, self.key, *flags, "--restart"),
+            None if self.source.kind == "hub" else {},  # a position is in files; the hub's fingerprint is not of files
+        )
+
+    def record(self, meta: dict[str, Any], **more: Any) -> None:
+        """Record which recipe made the committed version. meta: of that version; more: further keys."""
+        record_recipe(self.path, self.fingerprint, self.provenance, meta, **more)
+
+    def finish(self, meta: dict[str, Any], reused: bool, measurement: Measurement) -> Outcome:
+        """Return the outcome, as `finish`."""
+        engine = None if reused or self.tokenizer is None else engine_name(self.tokenizer, self.settings.engine)
+        return finish(self.settings, self.key, self.path, meta, reused, measurement, self.fingerprint, engine)
 
 
 def _clear_finished_builds(path: Path) -> None:
@@ -328,7 +379,7 @@ def _unfinished_provenance(source: ResolvedSource, path: Path, recipe: dict[str,
     return {}
 
 
-def _recorded_provenance(
+def recorded_provenance(
     tokenizer_folder: Path | None, source: ResolvedSource, path: Path, observed: str | None, unfinished: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the source's revision as it was observed, built, or used to train the tokenizer, in this order."""
@@ -346,9 +397,10 @@ def _at(fingerprint: str | None) -> dict[str, Any]:
     return {"fingerprint": fingerprint, "revision": fingerprint.rpartition("@")[2]} if fingerprint else {}
 
 
-def record_recipe(path: Path, fingerprint: str, source: dict[str, Any], meta: dict[str, Any]) -> None:
+def record_recipe(path: Path, fingerprint: str, source: dict[str, Any], meta: dict[str, Any], **more: Any) -> None:
     """Record the recipe of the committed version at `path`. source: its provenance; meta: of that version."""
     record = {
+        **more,
         "fingerprint": fingerprint,
         "meta_sha256": hashlib.sha256(meta_bytes(meta)).hexdigest(),
         "source": source,
@@ -371,7 +423,7 @@ def finish(
     outcome = Outcome(key, path, meta, reused, measurement.seconds, measurement.peak_bytes, fingerprint, engine)
     if reused:
         return outcome
-    runs = _runs_file(cache_root(settings), key)
+    runs = runs_file(cache_root(settings), key)
     path_inside(resolved(cache_root(settings)), f"{RUNS_DIR}/{runs.name}")  # refuses a link that leads outside
     runs.parent.mkdir(parents=True, exist_ok=True)
     line = {
@@ -391,51 +443,6 @@ def finish(
     return outcome
 
 
-def recorded_outcomes(root: Path) -> tuple[list[Outcome], dict[str, Exception]]:
-    """Return the outcome that built each committed cache in `root`, and by key the error of each damaged meta.json.
-
-    A cache that was copied here has no line in .runs/: its seconds are nan and its fingerprint is empty.
-    Raises: FileNotFoundError if there is no cache.
-    """
-    families = [sorted(root.glob(f"{family}/[!.]*")) for family in ("pretrain", "sft", "trees", "rollouts", "eagle3")]
-    outcomes: list[Outcome] = []
-    damaged: dict[str, Exception] = {}
-    for path in itertools.chain([root / TOKENIZER_KEY], *families):
-        key = path.relative_to(root).as_posix()
-        try:
-            meta = listed_meta(path)
-            if key == TOKENIZER_KEY and meta is not None:
-                checked_count(meta.get("vocab_size"), "vocab_size", str(path / META_NAME))
-        except CacheError as error:
-            damaged[key] = error
-            continue
-        if meta is not None:
-            run = _newest_run(root, key)
-            about = (run.get("seconds", math.nan), run.get("peak_bytes"), run.get("fingerprint", ""))
-            outcomes.append(Outcome(key, path, meta, False, *about))
-    if not outcomes and not damaged:
-        raise FileNotFoundError(
-            f"{root}: no cache there. Name the folder that holds pretrain/ and sft/, or build the sample's caches: "
-            "niels-gpt demo cache"
-        )
-    return outcomes, damaged
-
-
-def _newest_run(root: Path, key: str) -> dict[str, Any]:
-    """Return the last whole line of the runs of `key`; {} without one in the last megabyte."""
-    try:
-        with open(open_regular(path_inside(resolved(root), f"{RUNS_DIR}/{_runs_file(root, key).name}")), "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _RUNS_BYTES))
-            lines = file.read(_RUNS_BYTES).splitlines()
-    except (OSError, CacheError):
-        return {}
-    for line in reversed(lines):
-        with contextlib.suppress(ValueError):  # half a line of a killed writer
-            run = parse_object(line)
-            sound = type(run.get("seconds")) in (int, float) and type(run.get("peak_bytes")) in (int, type(None))
-            return run if sound and type(run.get("fingerprint")) is str else {}
-    return {}
-
-
-def _runs_file(root: Path, key: str) -> Path:
+def runs_file(root: Path, key: str) -> Path:
+    """Return the file that has a line for each build of a cache."""
     return root / RUNS_DIR / f"{key.replace('/', '.')}.jsonl"

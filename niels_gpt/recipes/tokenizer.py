@@ -68,7 +68,7 @@ def build_with_tokenizer(settings: Settings, source: ResolvedSource, key: str, *
     """
     refresh = bool(how.get("refresh"))
     staged = stage_tokenizer(settings, user_sources_only=source.user is not None, refresh=refresh)
-    tokenizer = _usable(settings, key, source, staged.path)
+    tokenizer = tokenizer_for(settings, key, source, staged.path)
     outcome = run_recipe(settings, key, source=source, tokenizer=tokenizer, tokenizer_folder=staged.path, **how)
     install_tokenizer(settings, staged)
     if not outcome.reused:
@@ -111,8 +111,8 @@ def stage_tokenizer(
     return finish(settings, TOKENIZER_KEY, folder, meta, reused, measurement, str(meta["tokenizer_sha256"]))
 
 
-def _usable(settings: Settings, key: str, source: ResolvedSource, folder: Path) -> FullTokenizer:
-    """Return the tokenizer of a folder. Raises: CacheError if it is damaged, or of the sample and the text is not."""
+def tokenizer_for(settings: Settings, key: str, source: ResolvedSource, folder: Path) -> FullTokenizer:
+    """Return a folder's tokenizer. Raises: CacheError if it is damaged, or of the sample and the text is not."""
     remove = shlex.join(["rm", *([] if folder.is_symlink() else ["-r"]), str(folder)])
     again = f"{remove} && {build_command(settings, key)}"
     meta = read_meta(str(folder / META_NAME))

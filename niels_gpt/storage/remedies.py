@@ -23,8 +23,8 @@ _MOST_BYTES = 1 << 16  # of the end of a file of run records; a record has about
 _MOST_TEXT = 4096  # characters of a setting
 
 
-def build_command(settings: Settings, keys: str | Sequence[str], *more: str) -> str:
-    """Return the command that builds the caches `keys` with these settings; `more`: further flags.
+def build_command(settings: Settings, keys: str | Sequence[str], *more: str, verb: str = "build") -> str:
+    """Return the command that builds the caches `keys` with these settings; `more`: further flags; verb: or seals one.
 
     For the tokenizer it builds all: every build makes a missing one. Settings with their default value and entries
     of other sources are left out.
@@ -33,12 +33,14 @@ def build_command(settings: Settings, keys: str | Sequence[str], *more: str) -> 
     names = [key.rpartition("/")[2] for key in chosen]
     named = [key if key.startswith("trees/") else name for key, name in zip(chosen, names, strict=True)]
     of_all = names == [_TOKENIZER]
-    words = [PROGRAM, "build", *(["--all"] if of_all else named), *more]
+    words = [PROGRAM, verb, *(["--all"] if of_all else named), *more]
     types = get_type_hints(Settings)
     for field in fields(settings):
         value = getattr(settings, field.name)
         if value in (field.default, None) or field.name.startswith("eagle3_"):
             continue
+        if field.name == "partitions" and not (of_all or any(key.startswith("pretrain/") for key in chosen)):
+            continue  # no command builds other caches in partitions
         flag = "--" + field.name.replace("_", "-")
         if field.name in _LINES:
             lines = (line.strip() for line in value.split(";"))

@@ -185,6 +185,17 @@ same cache at once.
 = /shared/cache: nfs is mounted with nolock, so flock does not leave the machine: two machines could build the same
 cache at once. If several use this folder: --lock lease
 
+W505 built-whole
+These caches are built whole, although the settings have partitions. Only a pretrain cache that holds text has them:
+the split of chats needs all chats, and trees need all messages.
+> Nothing: the same command builds all of it on this machine.
+= sft/oasst1: built whole, without partitions: only pretrain caches that hold text have partitions
+
+W507 other-plan
+Partitions of the same cache are there that belong to another plan: of other settings, or of other text. Nothing of
+them is used.
+> Nothing, if the change was meant: `niels-gpt gc` removes the old plan. Else run the command in the message.
+
 W601 hub-retry
 A request to the Hugging Face hub failed and is repeated after a pause.
 > Nothing: after the last attempt the command ends with E601.

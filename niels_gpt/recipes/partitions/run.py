@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from niels_gpt.builders.partitions.plan import Plan
 from niels_gpt.documents import Partition
 from niels_gpt.progress import Progress
-from niels_gpt.recipes.run_recipe import Outcome
+from niels_gpt.recipes.partitions.prepared import prepared
+from niels_gpt.recipes.resolve import ResolvedSource
+from niels_gpt.recipes.run_recipe import Measurement, Outcome
 from niels_gpt.settings import Settings
-
-Plan = Any
+from niels_gpt.storage.versions import build_lock, discard, discard_unfinished, refuse_foreign
 
 
 class MadePartition(NamedTuple):
@@ -39,7 +41,7 @@ def prepare(settings: Settings, name: str, *, refresh: bool = False, observed: s
     Raises: UsageError for settings without partitions, or for a cache that is never partitioned; CacheError E511 where
         the plan was fixed by other code; as `stage_tokenizer`, `resolve_source` and `refuse_without_room`.
     """
-    raise NotImplementedError
+    return prepared(settings, name, refresh=refresh, observed=observed).plan
 
 
 def build_partition(
@@ -51,7 +53,30 @@ def build_partition(
     progress: receives documents, tokens, and the tokens of both of its budgets (None without budgets).
     Raises: as `prepare` and `build_pretrain`; ValueError for a number that there is not.
     """
-    raise NotImplementedError
+    partition = Partition.checked(number, settings.partitions)
+    with Measurement() as measurement:
+        made = prepared(settings, name)
+        if made.plan is None:
+            meta, reused = made.current_meta(), True
+        else:
+            meta, reused = made.build(made.plan, partition, wait, progress)
+    return MadePartition(made.asked.key, partition, meta, reused, measurement.seconds)
+
+
+def restart_partition(settings: Settings, name: str, number: int) -> None:
+    """Make the next build of a partition start from scratch; the other partitions stay.
+
+    Raises: as `prepare`; CacheError E503 if it is being built.
+    """
+    plan = prepare(settings, name)
+    if plan is None:
+        return
+    path = plan.partition_path(number)
+    refuse_foreign(path)
+    with build_lock(path) as folder:
+        discard_unfinished(folder)
+        if path.is_symlink():
+            discard(path)
 
 
 def seal_cache(
@@ -65,8 +90,56 @@ def seal_cache(
     """Check all partitions and commit the cache that they make; a current cache is reused.
 
     deep: compute the sha256 of every file; else links, receipts and sizes alone are looked at.
-    progress: receives bytes.
-    Raises: CacheError E510 naming the partitions that are not finished, each with its command; E511 where there is no
-        plan of these settings, naming the settings that differ from a plan that is there.
+    progress: receives files, bytes read, and bytes to read in all.
+    Raises: CacheError E510 naming the partitions that are not finished, each with its command, and where there is no
+        plan; E511 where another plan is there, naming the settings that differ; as `prepare`.
     """
-    raise NotImplementedError
+    with Measurement() as measurement:
+        made = prepared(settings, name, observed=observed, fixes=False)
+        reused = made.plan is None
+        meta = made.current_meta() if made.plan is None else made.seal(made.plan, deep, progress)
+    return made.asked.finish(meta, reused, measurement)
+
+
+def build_all_partitions(
+    settings: Settings,
+    name: str,
+    *,
+    refresh: bool = False,
+    observed: str | None = None,
+    progress: Progress | None = None,
+) -> Outcome:
+    """Build the partitions that are missing here, one after the other, and seal them; arguments as `run_recipe`.
+
+    A partition that another process builds is waited for. Files of partitions that were there before are read again.
+    """
+    with Measurement() as measurement:
+        made = prepared(settings, name, refresh=refresh, observed=observed)
+        reused = made.plan is None
+        if made.plan is None:
+            meta = made.current_meta()
+        else:
+            total, deep = _Total(settings, made.asked.source, progress), False
+            for number in range(made.plan.total):
+                receipt, was_there = made.build(made.plan, made.plan.partition(number), True, total)
+                total.add(receipt)
+                deep = deep or was_there
+            meta = made.seal(made.plan, deep, None)
+    return made.asked.finish(meta, reused, measurement)
+
+
+class _Total:
+    """The progress of all partitions that are built here, as that of one cache."""
+
+    def __init__(self, settings: Settings, source: ResolvedSource, progress: Progress | None) -> None:
+        self._progress, self._documents, self._tokens = progress, 0, 0
+        self._budget = sum(getattr(settings, name) for name in source.spec.budget_settings) or None
+
+    def __call__(self, documents: int, tokens: int, _: int | None) -> None:
+        if self._progress is not None:
+            self._progress(self._documents + documents, self._tokens + tokens, self._budget)
+
+    def add(self, receipt: dict[str, Any]) -> None:
+        """Count a finished partition."""
+        self._documents += receipt["documents_read"]
+        self._tokens += sum(receipt["totals"].values())

@@ -1,0 +1,90 @@
+"""seal; and what `build --partition` builds and prints. Heavy modules are imported by the functions, as in cache.py."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from rich_click import argument, option
+
+from niels_gpt.commands.console import Result, command, print_warning, progress_bar, say
+from niels_gpt.commands.settings_flags import settings_of, settings_options, source_names
+from niels_gpt.display.numbers import many
+from niels_gpt.settings import Settings, UsageError
+from niels_gpt.storage.remedies import build_command
+
+
+@command(
+    "seal",
+    "Make the one cache of all partitions.\n\nThe flags are those that the partitions were built with. Each file is "
+    "read once more, and the partitions are removed.",
+    kept=". Nothing is lost; the same command seals it",
+    examples="niels-gpt seal fineweb_edu --partitions 64",
+)
+@argument("source", shell_complete=source_names, help="a pretrain cache whose partitions are built")
+@option("--sizes-only", is_flag=True, help="compare the sizes of files, and do not read them for their sha256")
+def seal(source: str, sizes_only: bool, **given: Any) -> Result:
+    """Seal partitions."""
+    from niels_gpt.commands.build import built_rows, print_built
+    from niels_gpt.commands.report import checked
+    from niels_gpt.recipes.partitions.run import seal_cache
+
+    settings = settings_of(given)
+    key = _partitioned_key(settings, [source])
+    with progress_bar(f"seal {key}", unit="B", items="files") as progress:
+        outcome = seal_cache(settings, key.rpartition("/")[2], deep=not sizes_only, progress=progress)
+    for warning in checked(outcome, settings):
+        print_warning("W201", f"{key}: {warning}")
+    print_built([outcome])
+    return Result({"caches": built_rows(settings, [outcome], {})}, next=_show(settings, key))
+
+
+settings_options(seal)
+
+
+def build_one(settings: Settings, sources: Sequence[str], number: int, *, refresh: bool, restart: bool) -> Result:
+    """Build one partition and print what it holds, and which command is next."""
+    from niels_gpt.builders.partitions.receipts import partition_states
+    from niels_gpt.commands.report import partition_line
+    from niels_gpt.recipes.partitions.run import build_partition, prepare, restart_partition
+
+    key = _partitioned_key(settings, sources)
+    name = key.rpartition("/")[2]
+    if not 0 <= number < settings.partitions:
+        raise UsageError(f"--partition {number}: expected 0 to {settings.partitions - 1}, of --partitions")
+    if refresh:
+        prepare(settings, name, refresh=True)
+    if restart:
+        restart_partition(settings, name, number)
+    with progress_bar(f"{key} {number}", items="documents") as progress:
+        made = build_partition(settings, name, number, progress=progress)
+    say(partition_line(made))
+    data = {"key": key, "partition": number, "partitions": settings.partitions, "reused": made.reused}
+    data |= {"docs": made.meta["docs"], "totals": made.meta["totals"], "seconds": made.seconds}
+    plan = prepare(settings, name)
+    if plan is None:
+        return Result({**data, "sealed": True, "unfinished": []}, next=_show(settings, key))
+    left = [state.number for state in partition_states(plan) if state.number >= 0 and state.state != "finished"]
+    if left:
+        say(f"{key}: {len(left):,} of {many(plan.total, 'partition')} {'is' if len(left) == 1 else 'are'} not finished")
+    seals = "" if left else build_command(settings, key, verb="seal")
+    return Result({**data, "sealed": False, "unfinished": left}, next=seals)
+
+
+def _partitioned_key(settings: Settings, sources: Sequence[str]) -> str:
+    """Return the key of the one cache that is named. Raises: UsageError for several, and without partitions."""
+    from niels_gpt.commands.build import chosen_keys
+
+    keys = chosen_keys(settings, sources)
+    if len(keys) != 1 or not keys[0].startswith("pretrain/"):
+        raise UsageError(f"{', '.join(keys)}: expected one pretrain cache; other caches have no partitions")
+    if settings.partitions < 2:
+        raise UsageError(f"{keys[0]}: how many partitions has it? Pass --partitions P, 2 or more")
+    return keys[0]
+
+
+def _show(settings: Settings, key: str) -> str:
+    from niels_gpt.recipes.run_recipe import cache_root
+
+    return shlex.join(["niels-gpt", "show", str(cache_root(settings) / key)])

@@ -1,0 +1,121 @@
+"""Documents -> a pretrain cache or one of its partitions: how a row of the table of sources becomes arguments."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from niels_gpt.builders.pretrain import BUDGET_RULE, FRACTION_RULE, build_pretrain, build_stub
+from niels_gpt.documents import Partition
+from niels_gpt.progress import Progress
+from niels_gpt.recipes import sources
+from niels_gpt.recipes.resolve import ResolvedSource, resolve_source
+from niels_gpt.recipes.run_recipe import BuildInputs, num_threads
+from niels_gpt.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+
+def build_documents(
+    settings: Settings,
+    source: ResolvedSource,
+    inputs: BuildInputs,
+    path: Path,
+    progress: Progress | None,
+    partition: Partition | None = None,
+    plan: str | None = None,
+) -> dict[str, Any]:
+    """Build a pretrain cache at `path`, or one of its partitions; returns its meta.
+
+    plan: the sha256 of the plan of the partitions. progress: as for `build_token_cache`.
+    """
+    spec = source.spec
+    assert inputs.tokenizer is not None
+    common: dict[str, Any] = {
+        "tokenizer": inputs.tokenizer,
+        "source": inputs.source,
+        "seed": settings.seed,
+        "shard_bytes": settings.shard_bytes,
+    }
+    if source.stub:
+        meta = build_stub(path, **common)
+        inputs.committed(meta)
+        return meta
+    budgets = [getattr(settings, each) for each in spec.budget_settings] or [None, None]
+    # The hub's stream is shuffled by `datasets` already; a second buffer would hold 10,000 documents more (D8).
+    buffer = None if source.ordered or spec.shuffle_buffer is None else getattr(settings, spec.shuffle_buffer)
+    meta = build_pretrain(
+        sources.document_batches(settings, source, inputs.revision, inputs.counters, inputs.source.position, partition),
+        path,
+        max_train_tokens=budgets[0],
+        max_val_tokens=budgets[1],
+        shuffle_buffer=buffer,
+        split_rule=spec.split_rule or (FRACTION_RULE if spec.val_frac else BUDGET_RULE),
+        val_frac=getattr(settings, spec.val_frac) if spec.val_frac else None,
+        document_end=settings.document_end if spec.has_document_end else "none",
+        partial=_is_partial(source),
+        on_special=settings.on_special,
+        num_threads=num_threads(settings),
+        engine=settings.engine,
+        partition=partition,
+        plan=plan,
+        committed=inputs.committed,
+        progress=progress,
+        **common,
+    )
+    if partition is None and spec.split_rule is None and meta["val_frac"] and not meta["val_tokens"]:
+        distinct = meta["docs"]["train"] - meta["duplicates"]["train"]
+        logger.warning("%s: val is empty: too few distinct texts (%d)", path, distinct, extra={"code": "W308"})
+    return meta
+
+
+def is_partitioned(settings: Settings, source: ResolvedSource) -> bool:
+    """Whether the settings build the source's cache in partitions: a pretrain cache, and not a stub."""
+    return settings.partitions > 1 and source.spec.family == "pretrain" and not source.stub
+
+
+def built_whole(settings: Settings, keys: Sequence[str]) -> list[str]:
+    """Return the caches that are built whole, although the settings have partitions. [] for settings without."""
+    whole = []
+    for key in keys if settings.partitions > 1 else ():
+        with suppress(OSError, ValueError):  # its build reports it
+            if not is_partitioned(settings, resolve_source(settings, key)):
+                whole.append(key)
+    return whole
+
+
+def without_partitions(settings: Settings, keys: Sequence[str]) -> Settings:
+    """Return the settings of caches that are built whole, and log a warning that names them."""
+    logger.warning(
+        "%s: built whole, without partitions: only pretrain caches that hold text have partitions",
+        ", ".join(keys),
+        extra={"code": "W505"},
+    )
+    return replace(settings, partitions=1)
+
+
+def check_val_frac(settings: Settings, source: ResolvedSource) -> None:
+    """Raise ValueError for a share of val that no cache can have."""
+    name = source.spec.val_frac
+    if name and not 0 <= getattr(settings, name) < 1:
+        raise ValueError(f"{name} is {getattr(settings, name)}; expected at least 0 and less than 1")
+
+
+def _is_partial(source: ResolvedSource) -> bool:
+    return len(source.splits) < len(source.spec.splits or {})
+
+
+def warn_if_partial(source: ResolvedSource) -> None:
+    """Log a warning where upstream's splits are not all there."""
+    if _is_partial(source):
+        there = " and ".join(source.splits) or "test"
+        logger.warning(
+            "%s: the source has only %s here: the cache is partial",
+            source.source,
+            there,
+            extra={"code": "W301"},
+        )

@@ -1,0 +1,128 @@
+"""Which plan of partitions is that of the settings, without reading the text again; and how another plan differs.
+
+A source of files has the fingerprint of all of their bytes. The machine that fixes the plan reads them once; the others
+compare names, sizes and times of modification, and read the bytes again only where these differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
+
+from niels_gpt.builders.partitions.plan import Plan, plans_of
+from niels_gpt.recipes.resolve import ResolvedSource
+from niels_gpt.recipes.run_recipe import AskedCache, cache_root, is_current, recorded_recipe
+from niels_gpt.settings import Settings
+from niels_gpt.storage.fileio import canonical_json
+from niels_gpt.storage.versions import PLAN_NAME, RECIPE_NAME, versions_dir
+from niels_gpt.tokenizers.protocol import FullTokenizer
+
+
+class Planned(NamedTuple):
+    """A partitioned cache as the settings ask for it."""
+
+    asked: AskedCache
+    plan: Plan | None
+    """None: the committed cache is current."""
+
+
+def listing_of(source: ResolvedSource) -> str | None:
+    """Return the sha256 of the names, sizes and times of the source's files; None on the hub, which has a revision.
+
+    With what else is in the provenance of user-defined text: its field, licence and attribution.
+    """
+    if source.found is None:
+        return None
+    digest = hashlib.sha256(canonical_json([source.kind, source.user and source.user.field, *source.credit]))
+    for path in source.files:
+        about = path.stat()
+        name = os.fsencode(path.relative_to(source.found.root))
+        digest.update(name + f"\0{about.st_size}\0{about.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
+def planned(
+    settings: Settings, source: ResolvedSource, tokenizer: FullTokenizer, listing: str | None, observed: str | None
+) -> Planned | None:
+    """Return the cache by its newest plan of these settings, or by the committed version, if that is newer and current.
+
+    listing: of `listing_of`. observed: a revision of the hub that alone counts; None: any.
+    None: there is neither, or files differ in name, size or time from those that were recorded.
+    """
+    key = source.spec.key
+    path = cache_root(settings) / key
+    dataset, _, revision = (observed or "").rpartition("@")
+    wanted = observed if source.kind == "hub" and dataset == source.dataset and revision != "None" else None
+    for record in _records(settings, key):
+        if listing not in (None, record.listing):
+            continue
+        provenance = source.provenance(record.source, ask_hub=False) if listing is None else record.source
+        if wanted not in (None, provenance.get("fingerprint")):
+            continue
+        asked = AskedCache.of(settings, key, source.spec.settings, source, tokenizer, provenance)
+        if asked.fingerprint != record.fingerprint:
+            continue
+        if is_current(path, asked.fingerprint):
+            return Planned(asked, None)
+        if record.plan is not None:
+            return Planned(asked, record.plan)
+    return None
+
+
+class _Record(NamedTuple):
+    """What was written of a cache of as many partitions: its plan, or the recipe of the committed version."""
+
+    written: int
+    """When, in nanoseconds."""
+    plan: Plan | None
+    source: dict[str, Any]
+    """Its provenance."""
+    listing: Any
+    fingerprint: Any
+
+
+def _records(settings: Settings, key: str) -> list[_Record]:
+    """Return what was written of a cache, newest first."""
+    path = cache_root(settings) / key
+    found = []
+    for plan in plans_of(path):
+        if plan.total == settings.partitions:
+            content, written = plan.content, _written(plan.folder / PLAN_NAME)
+            found.append(_Record(written, plan, content["source"], content.get("listing"), plan.fingerprint))
+    recipe = recorded_recipe(path)
+    if isinstance(source := recipe.get("source"), dict):
+        written = _written(versions_dir(path) / RECIPE_NAME)
+        found.append(_Record(written, None, source, recipe.get("listing"), recipe.get("fingerprint")))
+    return sorted(found, key=lambda record: -record.written)
+
+
+def _written(path: os.PathLike[str]) -> int:
+    try:
+        return os.lstat(path).st_mtime_ns
+    except OSError:
+        return 0
+
+
+def differences(plan: Plan, asked: AskedCache) -> list[str]:
+    """Return in what a plan differs from the cache that is asked for, in words."""
+    found = []
+    if plan.total != asked.settings.partitions:
+        found.append(f"partitions: {plan.total} there, {asked.settings.partitions} here")
+    recipe = plan.content["recipe"]
+    for name in sorted({*recipe, *asked.recipe}):
+        if recipe.get(name) != asked.recipe.get(name):
+            found.append(f"{name}: {recipe.get(name)!r} there, {asked.recipe.get(name)!r} here")
+    if asked.tokenizer is not None and plan.content["tokenizer_sha256"] != asked.tokenizer.sha256:
+        found.append("the tokenizer")
+    if plan.content["source"].get("fingerprint") != asked.provenance.get("fingerprint"):
+        found.append("the text" if asked.source.found else "the hub's revision")
+    return found or ["the licence, the attribution or what --exclude leaves out"]
+
+
+def settings_of(plan: Plan, settings: Settings) -> Settings:
+    """Return settings with those of a plan, as far as it has them."""
+    known = {field.name: type(getattr(settings, field.name)) for field in fields(Settings)}
+    recipe = {name: value for name, value in plan.content["recipe"].items() if known.get(name) is type(value)}
+    return replace(settings, **recipe, partitions=plan.total)

@@ -1,0 +1,269 @@
+"""A partitioned cache with its tokenizer, its source and its plan, which is fixed by the machine that comes first."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from niels_gpt.builders.partitions.plan import Plan, fix_plan, plans_of
+from niels_gpt.builders.partitions.receipts import PartitionState
+from niels_gpt.builders.partitions.seal import seal
+from niels_gpt.cache.meta import find_meta, read_meta
+from niels_gpt.data.files.part import PARTITION_RULE
+from niels_gpt.documents import Partition
+from niels_gpt.progress import Progress
+from niels_gpt.recipes.partitions.documents import build_documents, check_val_frac, is_partitioned, warn_if_partial
+from niels_gpt.recipes.partitions.planned import Planned, differences, listing_of, planned, settings_of
+from niels_gpt.recipes.partitions.shared import check_shared_folder, code_identity
+from niels_gpt.recipes.resolve import ResolvedSource, resolve_source
+from niels_gpt.recipes.run_recipe import (
+    AskedCache,
+    BuildInputs,
+    Outcome,
+    cache_root,
+    has_its_files,
+    is_current,
+    recorded_provenance,
+)
+from niels_gpt.recipes.tokenizer import install_tokenizer, stage_tokenizer, tokenizer_for
+from niels_gpt.recipes.tokenizers.change import log_unseen_source
+from niels_gpt.settings import Settings, UsageError
+from niels_gpt.storage import fileio
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import META_NAME
+from niels_gpt.storage.meta_json import resolved
+from niels_gpt.storage.remedies import build_command
+from niels_gpt.storage.versions import build_lock, refuse_foreign
+from niels_gpt.tokenizers.protocol import FullTokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A partitioned cache whose plan is fixed, with its tokenizer."""
+
+    asked: AskedCache
+    plan: Plan | None
+    """None: the committed cache is current."""
+    staged: Outcome
+    """Its tokenizer, installed or not yet."""
+    listing: str | None
+    """Of `listing_of`."""
+
+    def current_meta(self) -> dict[str, Any]:
+        """Return the meta of the committed cache, which is current; a plan that a killed seal has left is removed."""
+        meta = self.asked.current_meta() or read_meta(str(self.asked.path / META_NAME))
+        for plan in plans_of(self.asked.path):
+            if plan.fingerprint == self.asked.fingerprint:
+                _remove(plan)
+        return meta
+
+    def build(
+        self, plan: Plan, partition: Partition, wait: bool, progress: Progress | None
+    ) -> tuple[dict[str, Any], bool]:
+        """Return the receipt of a partition, which is built first unless it is finished, and whether it was."""
+        path, asked = plan.partition_path(partition.number), self.asked
+        while (meta := _receipt(plan, partition)) is None:
+            described = asked.described("--partition", str(partition.number))
+            counters = described.counters
+            assert isinstance(counters, Counter)
+            inputs = BuildInputs(asked.tokenizer, described, counters, asked.provenance["revision"], _nothing)
+            try:
+                return self._documents(inputs, path, progress, partition, plan), False
+            except CacheError as error:
+                if error.code != "E503" or not wait:
+                    raise
+            with build_lock(path, wait=True):  # another builds it, and may be killed
+                pass
+        return meta, True
+
+    def _documents(
+        self, inputs: BuildInputs, path: Path, progress: Progress | None, partition: Partition, plan: Plan
+    ) -> dict[str, Any]:
+        settings, source = self.asked.settings, self.asked.source
+        return build_documents(settings, source, inputs, path, progress, partition, plan.sha256)
+
+    def seal(self, plan: Plan, deep: bool, progress: Progress | None) -> dict[str, Any]:
+        """Seal all partitions; returns the meta of the cache. Its tokenizer is installed."""
+        warn_if_partial(self.asked.source)
+        meta = seal(
+            plan,
+            source=self.asked.described(),
+            deep=deep,
+            remedy=partial(_remedy, plan, self.asked.settings, self.asked.key),
+            committed=partial(self.asked.record, listing=self.listing),
+            progress=progress,
+        )
+        install_tokenizer(self.asked.settings, self.staged)
+        log_unseen_source(self.asked.settings, self.staged.meta, self.asked.key)
+        return meta
+
+
+def _nothing(_: dict[str, Any]) -> None:
+    """A partition has no record of a recipe: its receipt names its plan."""
+
+
+def _receipt(plan: Plan, partition: Partition) -> dict[str, Any] | None:
+    """Return the receipt of a partition if it is finished, of this plan, and its files have their sizes; else None."""
+    path = plan.partition_path(partition.number)
+    try:
+        meta = find_meta(path)
+        named = {**partition._asdict(), "plan": plan.sha256}
+        is_whole = meta is not None and meta.get("partition") == named and has_its_files(resolved(path), meta)
+    except (CacheError, OSError):
+        return None
+    return meta if is_whole else None
+
+
+def _remedy(plan: Plan, settings: Settings, key: str, state: PartitionState) -> str:
+    """Return the command that mends a partition which is not finished."""
+    scratch = [] if state.state in ("missing", "started") else ["--restart"]
+    return build_command(settings, key, "--partition", str(state.number), *scratch)
+
+
+def _remove(plan: Plan) -> None:
+    """Remove the plan of a sealed cache, if nobody uses it."""
+    try:
+        with build_lock(plan.path):
+            fileio.remove(plan.folder)
+    except (CacheError, OSError) as error:
+        logger.debug("%s stays: %s", plan.folder, error)
+
+
+def prepared(
+    settings: Settings, name: str, *, refresh: bool = False, observed: str | None = None, fixes: bool = True
+) -> Prepared:
+    """Return a cache and its plan. fixes: fix a plan where there is none; else that is an error."""
+    source = resolve_source(settings, name)
+    key = source.spec.key
+    if not is_partitioned(settings, source):
+        why = f"partitions is {settings.partitions}" if settings.partitions < 2 else "a stub, chats or rollouts"
+        raise UsageError(f"{key}: {why}; expected a pretrain cache with text and 2 or more partitions (--partitions)")
+    check_val_frac(settings, source)
+    _check_folder(cache_root(settings))
+    staged = stage_tokenizer(settings, user_sources_only=source.user is not None, refresh=refresh)
+    tokenizer = tokenizer_for(settings, key, source, staged.path)
+    listing = listing_of(source)
+    recorded = partial(planned, settings, source, tokenizer, listing, observed)
+    asks_hub = refresh and source.kind == "hub"
+    found = None if asks_hub else recorded()
+    if found is None:
+        # One machine reads the files for their fingerprint, or asks the hub; the others wait, and find its plan.
+        with build_lock(cache_root(settings) / key, wait=True):
+            found = None if asks_hub else recorded()
+            if found is None:
+                known = None if asks_hub else _last_provenance(settings, source, staged.path, observed)
+                found = _fixed(settings, source, tokenizer, listing, known, fixes)
+    if found.plan is not None:
+        _refuse_other_code(found.plan, settings, key)
+    return Prepared(found.asked, found.plan, staged, listing)
+
+
+def _last_provenance(
+    settings: Settings, source: ResolvedSource, tokenizer_folder: Path, observed: str | None
+) -> dict[str, Any]:
+    return recorded_provenance(tokenizer_folder, source, cache_root(settings) / source.spec.key, observed, {})
+
+
+def _fixed(
+    settings: Settings,
+    source: ResolvedSource,
+    tokenizer: FullTokenizer,
+    listing: str | None,
+    recorded: dict[str, Any] | None,
+    fixes: bool,
+) -> Planned:
+    """Read the source's fingerprint; return the cache with its plan, which is fixed if there is none.
+
+    `build_lock` of the cache is held.
+    """
+    key = source.spec.key
+    asked = AskedCache.of(settings, key, source.spec.settings, source, tokenizer, source.provenance(recorded))
+    if is_current(asked.path, asked.fingerprint):
+        return Planned(asked, None)
+    plans = plans_of(asked.path)
+    plan = next((plan for plan in plans if plan.fingerprint == asked.fingerprint), None)
+    if plan is None and not fixes:
+        raise _without_plan(asked, plans)
+    if plan is None:
+        warn_if_partial(source)
+        refuse_foreign(asked.path)
+        asked.refuse_without_room()
+        for other in plans:
+            _warn_of_other(other, asked)
+        plan = fix_plan(asked.path, _content(asked, tokenizer, listing))
+    return Planned(asked, plan)
+
+
+def _content(asked: AskedCache, tokenizer: FullTokenizer, listing: str | None) -> dict[str, Any]:
+    """Return what plan.json holds."""
+    return {
+        "plan_version": 1,
+        "kind": "partition_plan",
+        "cache": asked.key,
+        "partitions": asked.settings.partitions,
+        "rule": PARTITION_RULE,
+        "fingerprint": asked.fingerprint,
+        "recipe": asked.recipe,
+        "source": asked.provenance,
+        "listing": listing,
+        "tokenizer_sha256": tokenizer.sha256,
+        "code": code_identity(),
+    }
+
+
+@functools.cache
+def _check_folder(folder: Path) -> None:
+    """Check the folder of caches once in a process: another machine may have it mounted differently."""
+    check_shared_folder(folder)
+
+
+def _refuse_other_code(plan: Plan, settings: Settings, key: str) -> None:
+    here, there = map(_flat, (code_identity(), plan.content["code"]))
+    if here == there:
+        return
+    differing = sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
+    found = ", ".join(f"{name} {there.get(name)!s:.12}, here {here.get(name)!s:.12}" for name in differing)
+    raise CacheError(
+        plan.folder,
+        f"partitions are built by another program: {found}",
+        "the same versions on every machine",
+        f"Install these versions here, or start over with those that are here: "
+        f"{build_command(settings, key, '--restart')}",
+        code="E511",
+    )
+
+
+def _flat(code: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what identifies a program, with its libraries' versions among it."""
+    libraries = code.get("libraries")
+    return {**code, **(libraries if isinstance(libraries, dict) else {}), "libraries": None}
+
+
+def _warn_of_other(plan: Plan, asked: AskedCache) -> None:
+    logger.warning(
+        "%s: partitions of another plan are there, and nothing of them is used (%s). To go on with them: %s",
+        asked.path,
+        "; ".join([plan.folder.name, *differences(plan, asked)]),
+        build_command(settings_of(plan, asked.settings), asked.key),
+        extra={"code": "W507"},
+    )
+
+
+def _without_plan(asked: AskedCache, plans: list[Plan]) -> CacheError:
+    """Return the error of a seal that has no plan: none at all, or one of other settings."""
+    if not plans:
+        build = build_command(asked.settings, asked.key)
+        return CacheError(asked.path, "none of its partitions is there", remedy=f"Build them: {build}", code="E510")
+    plan = min(plans, key=lambda plan: len(differences(plan, asked)))
+    found = f"its partitions are of another plan ({'; '.join([plan.folder.name, *differences(plan, asked)])})"
+    there = settings_of(plan, asked.settings)
+    seals = build_command(there, asked.key, verb="seal")
+    return CacheError(asked.path, found, "the flags of their builds", f"With these: {seals}", code="E511")
