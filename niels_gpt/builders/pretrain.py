@@ -39,7 +39,7 @@ _CUT = "; the document that meets a full budget is cut and its rest dropped, and
 _EACH = "; each partition has its part of the budgets"
 BUDGET_RULE = _BY_TEXT.format(_OF_BUDGETS) + _MOVED + _CUT
 FRACTION_RULE = _BY_TEXT.format("val_frac") + _MOVED
-_IN_PARTITIONS = {
+IN_PARTITIONS = {
     BUDGET_RULE: _BY_TEXT.format(f"the whole cache's {_OF_BUDGETS}") + _NOT_MOVED + _CUT + _EACH,
     FRACTION_RULE: _BY_TEXT.format("val_frac") + _NOT_MOVED,
 }
@@ -199,7 +199,7 @@ def _of_partition(
     budget.limits = {split: partition.budget(limit) for split, limit in budget.limits.items()}
     return {
         "partition": {**partition._asdict(), "plan": checked_sha256(plan, "plan", "build_pretrain")},
-        "split_rule": _IN_PARTITIONS.get(split_rule, split_rule),
+        "split_rule": IN_PARTITIONS.get(split_rule, split_rule),
         **{f"max_{split}_tokens": limit for split, limit in budget.limits.items()},
     }
 

@@ -7,7 +7,7 @@ import math
 import os
 import pickle
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from niels_gpt.builders.source import Chunk
 from niels_gpt.encoding import split_keys
+from niels_gpt.storage.meta_json import open_regular
 
 logger = logging.getLogger(__name__)
 
@@ -164,14 +165,14 @@ class TokenBudget:
         return self.room(split) == 0
 
 
-def count_duplicates(path: Path, *, max_digests: int = MAX_DIGESTS) -> int:
-    """Return how many of a file's 8-byte digests equal an earlier one in the file.
+def count_duplicates(*paths: Path, max_digests: int = MAX_DIGESTS) -> int:
+    """Return how many of the 8-byte digests in some files equal an earlier one in them.
 
-    max_digests: about as many are in memory. A larger file is read several times, once for each range of digests.
+    max_digests: about as many are in memory. More are read several times, once for each range of digests.
     """
-    count = path.stat().st_size // _DIGEST_DTYPE.itemsize
+    count = sum(path.stat().st_size // _DIGEST_DTYPE.itemsize for path in paths)
     passes = max(1, -(-count // max_digests))
-    return count - sum(_count_distinct(path, number, passes, max_digests) for number in range(passes))
+    return count - sum(_count_distinct(paths, number, passes, max_digests) for number in range(passes))
 
 
 def num_duplicates(digests: NDArray[np.generic]) -> int:
@@ -179,17 +180,23 @@ def num_duplicates(digests: NDArray[np.generic]) -> int:
     return len(digests) - len(np.unique(digests))
 
 
-def _count_distinct(path: Path, number: int, passes: int, max_digests: int) -> int:
+def _count_distinct(paths: Sequence[Path], number: int, passes: int, max_digests: int) -> int:
     """Count the distinct digests in one of `passes` ranges; equal ones are removed on the way, to bound memory."""
     distinct = np.empty(0, dtype=_DIGEST_DTYPE)
     parts, held = [distinct], 0
-    with open(path, "rb") as file:
-        while len(some := np.fromfile(file, dtype=_DIGEST_DTYPE, count=_READ_DIGESTS)):
-            if passes > 1:
-                some = some[(some >> np.uint64(32)) * np.uint64(passes) >> np.uint64(32) == number]
-            parts.append(some)
-            held += len(some)
-            if held > 2 * max(max_digests, len(distinct)):
-                distinct = np.unique(np.concatenate(parts))
-                parts, held = [distinct], len(distinct)
+    for some in _digests(paths):
+        if passes > 1:
+            some = some[(some >> np.uint64(32)) * np.uint64(passes) >> np.uint64(32) == number]
+        parts.append(some)
+        held += len(some)
+        if held > 2 * max(max_digests, len(distinct)):
+            distinct = np.unique(np.concatenate(parts))
+            parts, held = [distinct], len(distinct)
     return len(np.unique(np.concatenate(parts)))
+
+
+def _digests(paths: Sequence[Path]) -> Iterator[NDArray[np.uint64]]:
+    for path in paths:
+        with open(open_regular(path), "rb") as file:
+            while len(some := np.fromfile(file, dtype=_DIGEST_DTYPE, count=_READ_DIGESTS)):
+                yield some

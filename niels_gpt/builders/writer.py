@@ -110,6 +110,11 @@ def checksums_of(path: Path, num_bytes: int, sha256: str) -> bytes:
     return file.checksums()
 
 
+def num_blocks(num_bytes: int) -> int:
+    """Return how many blocks with a checksum a file has; an empty one has none."""
+    return -(-num_bytes // BLOCK_BYTES)
+
+
 def npy_parts(path: Path, entries: int, last: int) -> Iterator[bytes]:
     """Yield an .npy file of `entries` int64: those in the file at `path`, and `last`."""
     yield npy_header(entries)

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.builders.meta_keys import content_sha256
-from niels_gpt.builders.writer import BLOCK_BYTES, npy_header
+from niels_gpt.builders.writer import BLOCK_BYTES, npy_header, num_blocks
 from niels_gpt.progress import Progress
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, walked
@@ -206,11 +206,6 @@ class CacheFiles:
         with open(open_regular(self.folder / record["name"]), "rb") as file:
             for start in range(0, record["bytes"], BLOCK_BYTES):
                 yield file.read(min(BLOCK_BYTES, record["bytes"] - start))
-
-
-def num_blocks(num_bytes: int) -> int:
-    """Return how many blocks a file has; an empty one has none."""
-    return -(-num_bytes // BLOCK_BYTES)
 
 
 def covered_files(meta: Mapping[str, Any]) -> list[Record]:

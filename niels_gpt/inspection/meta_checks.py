@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.builders.meta_keys import FORMAT_VERSION, content_sha256
-from niels_gpt.builders.writer import OFFSET_DTYPE
+from niels_gpt.builders.writer import OFFSET_DTYPE, num_blocks
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.cache.loss_bits import has_loss_bits, num_bytes
 from niels_gpt.cache.meta import KINDS
@@ -22,7 +22,6 @@ from niels_gpt.inspection.file_checks import (
     CacheFiles,
     Damage,
     covered_files,
-    num_blocks,
 )
 from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES
 from niels_gpt.storage.errors import CacheError

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import secrets
+import shutil
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,6 +20,8 @@ from typing import Any
 
 META_NAME = "meta.json"
 PathLike = str | os.PathLike[str]
+CANNOT_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP)
+"""Errors of os.link where files cannot be linked, and can be copied."""
 NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # follow no link, do not block on a FIFO
 
 
@@ -243,6 +246,28 @@ def make_dir(path: PathLike) -> None:
             os.mkdir(path)
             _note("mkdir", path)
         fsync_dir(os.path.dirname(os.path.abspath(path)))
+
+
+def link_or_copy(source: PathLike, path: PathLike) -> bool:
+    """Link a regular file whose bytes are durable, or copy it where it cannot be linked; return whether it was linked.
+
+    The bytes of a copy are durable once the caller has synced it. Raises: OSError.
+    """
+    with _named(path):
+        try:
+            os.link(source, path, follow_symlinks=False)
+            is_linked = True
+        except OSError as error:
+            if error.errno not in CANNOT_LINK:
+                raise
+            shutil.copyfile(source, path, follow_symlinks=False)
+            is_linked = False
+    if _trace is not None:
+        _note("create", path)
+        _note("write", path, 0, Path(path).read_bytes())
+        if is_linked:
+            _note("fsync", path)
+    return is_linked
 
 
 def symlink(target: PathLike, path: PathLike) -> None:

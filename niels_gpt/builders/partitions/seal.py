@@ -1,15 +1,48 @@
-"""Makes the one cache of all partitions of a plan, and commits it. A seal that was killed is repeated."""
+"""Makes the one cache of all partitions of a plan, and commits it. A seal that was killed is repeated.
+
+Shards are linked, all else is streamed: memory depends on the number of shards alone, whose records meta.json has. The
+bytes depend on the receipts alone: nothing of host, time, plan or code is in the cache.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from niels_gpt.builders.meta_keys import Source
+import numpy as np
+
+from niels_gpt.builders.build import CHECKSUMS
+from niels_gpt.builders.meta_keys import PARTITIONED_VERSION, Source, write_description
 from niels_gpt.builders.partitions.plan import Plan
-from niels_gpt.builders.partitions.receipts import PartitionState
+from niels_gpt.builders.partitions.receipts import SAME, NotFinishedError, Receipt, partition_states, read_receipt
+from niels_gpt.builders.partitions.refusal import not_finished
+from niels_gpt.builders.partitions.sums import Sums, warn_of_whole
+from niels_gpt.builders.resume import NoTextError
+from niels_gpt.builders.shards import TEXTS_OF
+from niels_gpt.builders.split import SPLITS, count_duplicates
+from niels_gpt.builders.writer import BLOCK_BYTES, OFFSET_DTYPE, HashedFile, npy_header, num_blocks
 from niels_gpt.progress import Progress
+from niels_gpt.storage import fileio, versions
 from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import META_NAME
+from niels_gpt.storage.meta_json import MAX_JSON_BYTES, open_regular
+
+logger = logging.getLogger(__name__)
+
+_READ_BYTES = 1 << 20
+_SHARD = "{}/shard_{:05d}.bin"
+
+
+class _Part(NamedTuple):
+    """What the seal keeps of a partition while it streams the files of all."""
+
+    folder: Path
+    docs: dict[str, int]
+    tokens: dict[str, int]
+    blocks: dict[str, int]
+    """Blocks with a checksum in the shards of each split."""
 
 
 def seal(
@@ -17,7 +50,7 @@ def seal(
     *,
     source: Source,
     deep: bool = True,
-    remedy: Callable[[PartitionState], str] | None = None,
+    command: Callable[[int], str] | None = None,
     committed: Callable[[dict[str, Any]], None] | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
@@ -27,10 +60,168 @@ def seal(
     source: name, config, streaming and from_scratch as for `build_pretrain`; provenance: the key `source` of the meta,
         without `counters`, which are the sums of the receipts'. Its position and counters are not looked at.
     deep: compare the sha256 of every file of every partition; else sizes.
-    remedy: returns the command that mends a partition that is not finished; None: one with `source.from_scratch`.
+    command: returns the command that builds the partition of a number, for messages; None: that of `source`.
     committed: called with the meta after the commit, before the plan's folder is removed.
     progress: called with files, bytes read, and bytes to read in all.
     Raises: CacheError E510 naming each partition that is not finished; E503 while a partition is being built or another
         process seals; ValueError E303 where no partition has a token for the train split; OSError.
     """
-    raise CacheError(plan.path, "not made yet", code="E510")
+    with versions.building(plan.path) as work:
+        for number in range(plan.total):
+            versions.refuse_if_building(plan.partition_path(number))
+        states = partition_states(plan, deep=deep, progress=progress)
+        if any(state.state != "finished" for state in states):
+            raise not_finished(plan, states, command, source.from_scratch)
+        meta = _joined(plan, work, source)
+        versions.commit(work, plan.path, str(meta["content_sha256"]))
+        if committed is not None:
+            committed(meta)
+        discard_plan(plan)
+    warn_of_whole(plan.path, meta)
+    return meta
+
+
+def discard_plan(plan: Plan) -> bool:
+    """Remove a plan and its partitions, unless one is being built; return whether it is gone. `build_lock` is held.
+
+    plan.json goes last, so that what a killed process leaves still says whose it is.
+    """
+    try:
+        for number in range(plan.total):
+            versions.refuse_if_building(plan.partition_path(number))
+    except CacheError as error:
+        logger.info("%s is not removed: %s", plan.folder, error)
+        return False
+    versions.discard(plan.folder)
+    return True
+
+
+def _joined(plan: Plan, work: Path, source: Source) -> dict[str, Any]:
+    """Write all files of the cache and meta.json to a folder; returns the meta."""
+    for folder in (*SPLITS, "index"):
+        fileio.make_dir(work / folder)
+    parts, sums, shards = list[_Part](), Sums(), {split: list[dict[str, Any]]() for split in SPLITS}
+    common: dict[str, Any] = {}
+    for number in range(plan.total):
+        receipt = _receipt(plan, number)
+        common = {key: receipt.meta[key] for key in (*SAME, "tokenizer_sha256")}
+        sums.add(receipt.meta)
+        parts.append(_linked(work, receipt, shards))
+    if not any(part.tokens["train"] for part in parts) and common["built"] is True:
+        read = sums.keys()["documents_read"]
+        raise NoTextError(f"{plan.path}: no token for the train split: {read} documents read. Give it more text")
+    crcs: list[bytes] = []
+    index, ids = {}, {}
+    for split in SPLITS:
+        record = _written(work / f"index/{split}_docs.npy", _starts(parts, split), crcs)
+        index[split] = {**record, "entries": sums.of("docs", split) + 1}
+    for split in SPLITS:
+        record = _written(work / f"index/{split}_ids.txt", _lines(parts, split), crcs)
+        ids[split] = {**record, "entries": sums.of("docs", split)}
+    checksums = _written(work / CHECKSUMS, (block for of in (_checksums(parts), crcs) for block in of), [])
+    texts = {split: [part.folder / TEXTS_OF[split] for part in parts] for split in SPLITS}
+    meta = write_description(
+        work,
+        vocabulary={},
+        source=source,
+        counters=sums.counters,
+        shards=shards,
+        index=index,
+        ids=ids,
+        checksums={**checksums, "block_bytes": BLOCK_BYTES},
+        duplicates={split: count_duplicates(*texts[split]) for split in SPLITS},
+        format_version=PARTITIONED_VERSION,
+        partitions={"total": plan.total, "rule": plan.content["rule"], "of_each": sums.of_each},
+        kind="pretrain",
+        **common,
+        **sums.keys(),
+    )
+    if (size := (work / META_NAME).stat().st_size) > MAX_JSON_BYTES:
+        advice = "Build with a larger --shard-bytes or with fewer --partitions"
+        raise CacheError(plan.path, f"its {META_NAME} has {size:,} bytes", f"{MAX_JSON_BYTES:,}", advice, code="E206")
+    return meta
+
+
+def _receipt(plan: Plan, number: int) -> Receipt:
+    try:
+        return read_receipt(plan, number)
+    except NotFinishedError as error:  # it has changed since it was looked at
+        path, found = plan.partition_path(number), f"{error.state}, though it was finished just now: {error.found}"
+        raise CacheError(
+            path, found, remedy="Let nothing change the partitions, and seal again", code="E510"
+        ) from error
+
+
+def _linked(work: Path, receipt: Receipt, shards: dict[str, list[dict[str, Any]]]) -> _Part:
+    """Link a partition's shards behind those that are there, and append their records."""
+    meta, blocks = receipt.meta, {}
+    for split in SPLITS:
+        for record in meta["shards"][split]:
+            name = _SHARD.format(split, len(shards[split]))
+            fileio.link_or_copy(receipt.folder / record["name"], work / name)
+            shards[split].append({key: record[key] for key in ("bytes", "sha256", "tokens")} | {"name": name})
+        blocks[split] = sum(num_blocks(record["bytes"]) for record in meta["shards"][split])
+    docs, tokens = ({split: int(meta[key][name.format(split)]) for split in SPLITS} for key, name in _COUNTS)
+    return _Part(receipt.folder, docs, tokens, blocks)
+
+
+_COUNTS = (("docs", "{}"), ("totals", "{}_tokens"))
+
+
+def _written(path: Path, content: Iterable[Any], crcs: list[bytes]) -> dict[str, Any]:
+    """Write a file of the cache; returns its record, and appends its block checksums to `crcs`."""
+    file = HashedFile(path)
+    try:
+        for part in content:
+            file.write(part)
+        file.sync()
+    finally:
+        file.close()
+    crcs.append(file.checksums())
+    return {"name": f"{path.parent.name}/{path.name}", "bytes": file.num_bytes, "sha256": file.sha256}
+
+
+def _starts(parts: Sequence[_Part], split: str) -> Iterator[bytes]:
+    """Yield the document index of all partitions. Raises: CacheError for one that is not of its partition."""
+    yield npy_header(sum(part.docs[split] for part in parts) + 1)
+    before = 0
+    for part in parts:
+        path, left, last = part.folder / f"index/{split}_docs.npy", part.docs[split], -1
+        with open(open_regular(path), "rb") as file:
+            header = npy_header(left + 1)
+            is_good = file.read(len(header)) == header
+            while is_good and (block := file.read(_READ_BYTES)):
+                starts = np.frombuffer(block, dtype=OFFSET_DTYPE)
+                is_good = (last >= 0 or int(starts[0]) == 0) and bool((np.diff(starts, prepend=last) > 0).all())
+                last = int(starts[-1])
+                yield (starts[:left] + before).astype(OFFSET_DTYPE).tobytes()
+                left -= min(left, len(starts))
+        if not is_good or left or last != part.tokens[split]:
+            raise CacheError(path, "not the index of its partition's documents", code="E510")
+        before += part.tokens[split]
+    yield before.to_bytes(OFFSET_DTYPE.itemsize, "little")
+
+
+def _lines(parts: Sequence[_Part], split: str) -> Iterator[bytes]:
+    """Yield the source ids of all partitions. Raises: CacheError for others than those of its partition."""
+    for part in parts:
+        path, lines, last = part.folder / f"index/{split}_ids.txt", 0, b"\n"
+        with open(open_regular(path), "rb") as file:
+            while block := file.read(_READ_BYTES):
+                lines, last = lines + block.count(b"\n"), block[-1:]
+                yield block
+        if lines != part.docs[split] or last != b"\n":
+            raise CacheError(path, f"{lines} lines", f"{part.docs[split]}, one for each document", code="E510")
+
+
+def _checksums(parts: Sequence[_Part]) -> Iterator[bytes]:
+    """Yield the block checksums of the shards of all partitions."""
+    for split in SPLITS:
+        for part in parts:
+            first, count = part.blocks["train"] if split == "val" else 0, part.blocks[split]
+            with open(open_regular(part.folder / CHECKSUMS), "rb") as file:
+                file.seek(4 * first)
+                left = 4 * count
+                while left and (block := file.read(min(_READ_BYTES, left))):
+                    left -= len(block)
+                    yield block

@@ -1,0 +1,67 @@
+"""The error of a seal: which partitions are not finished, and the command that mends each."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+from niels_gpt.builders.partitions.plan import Plan
+from niels_gpt.builders.partitions.receipts import PartitionState
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.versions import versions_dir
+
+_MOST_REMEDIES = 20
+_MOST_CHARACTERS = 4_000  # of the list of partitions: 100,000 of them may be missing
+_NOT_THERE = ("missing", "started")
+
+
+def not_finished(
+    plan: Plan, states: Sequence[PartitionState], command: Callable[[int], str] | None, from_scratch: str | None
+) -> CacheError:
+    """Return the error that names each partition that is not finished, and the command for each of the first 20."""
+    bad = [state for state in states if state.state != "finished"]
+    bad.sort(key=lambda state: (state.state, state.number))
+    groups = [(name, list(of)) for name, of in groupby(bad, key=lambda state: state.state)]
+    found = "; ".join(f"{name}: {_described(name, of)}" for name, of in groups)
+    if len(found) > _MOST_CHARACTERS:
+        found = f"{found[:_MOST_CHARACTERS]} ..."
+    remedies = [_remedy(plan, state, command, from_scratch) for state in bad[:_MOST_REMEDIES]]
+    remedies = list(dict.fromkeys(remedies))
+    more = [f"and so on for {len(bad) - _MOST_REMEDIES:,} more"] * (len(bad) > _MOST_REMEDIES)
+    finished = sum(state.state == "finished" for state in states)
+    return CacheError(
+        plan.path,
+        f"{finished:,} of {plan.total:,} partitions are finished; {found}",
+        remedy="\n".join(["Then seal again:", *remedies, *more]),
+        code="E510",
+    )
+
+
+def _described(state: str, of: Sequence[PartitionState]) -> str:
+    if state in _NOT_THERE:
+        return _ranges([each.number for each in of])
+    return ", ".join(f"{each.number} ({each.found})" if each.number >= 0 else each.found for each in of)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return ascending numbers as text: `0, 3-5`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _remedy(plan: Plan, state: PartitionState, command: Callable[[int], str] | None, from_scratch: str | None) -> str:
+    """Return the commands that mend a partition, as one line of a shell."""
+    if state.number < 0:
+        name = state.found.partition(": ")[0]
+        return shlex.join(["rm", "-rf", str(plan.folder / name)])
+    build = command(state.number) if command is not None else from_scratch or f"build partition {state.number}"
+    if state.state in _NOT_THERE:
+        return build
+    path = plan.partition_path(state.number)
+    return f"{shlex.join(['rm', '-rf', str(path), str(versions_dir(path))])} && {build}"
