@@ -17,7 +17,10 @@ _NOT_THERE = ("missing", "started")
 
 
 def not_finished(
-    plan: Plan, states: Sequence[PartitionState], command: Callable[[int], str] | None, from_scratch: str | None
+    plan: Plan,
+    states: Sequence[PartitionState],
+    remedy: Callable[[PartitionState], str] | None,
+    from_scratch: str | None,
 ) -> CacheError:
     """Return the error that names each partition that is not finished, and the command for each of the first 20."""
     bad = [state for state in states if state.state != "finished"]
@@ -26,7 +29,7 @@ def not_finished(
     found = "; ".join(f"{name}: {_described(name, of)}" for name, of in groups)
     if len(found) > _MOST_CHARACTERS:
         found = f"{found[:_MOST_CHARACTERS]} ..."
-    remedies = [_remedy(plan, state, command, from_scratch) for state in bad[:_MOST_REMEDIES]]
+    remedies = [_remedy(plan, state, remedy, from_scratch) for state in bad[:_MOST_REMEDIES]]
     remedies = list(dict.fromkeys(remedies))
     more = [f"and so on for {len(bad) - _MOST_REMEDIES:,} more"] * (len(bad) > _MOST_REMEDIES)
     finished = sum(state.state == "finished" for state in states)
@@ -55,12 +58,14 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def _remedy(plan: Plan, state: PartitionState, command: Callable[[int], str] | None, from_scratch: str | None) -> str:
+def _remedy(
+    plan: Plan, state: PartitionState, remedy: Callable[[PartitionState], str] | None, from_scratch: str | None
+) -> str:
     """Return the commands that mend a partition, as one line of a shell."""
     if state.number < 0:
         name = state.found.partition(": ")[0]
         return shlex.join(["rm", "-rf", str(plan.folder / name)])
-    build = command(state.number) if command is not None else from_scratch or f"build partition {state.number}"
+    build = remedy(state) if remedy is not None else from_scratch or f"build partition {state.number}"
     if state.state in _NOT_THERE:
         return build
     path = plan.partition_path(state.number)

@@ -16,7 +16,14 @@ import numpy as np
 from niels_gpt.builders.build import CHECKSUMS
 from niels_gpt.builders.meta_keys import PARTITIONED_VERSION, Source, write_description
 from niels_gpt.builders.partitions.plan import Plan
-from niels_gpt.builders.partitions.receipts import SAME, NotFinishedError, Receipt, partition_states, read_receipt
+from niels_gpt.builders.partitions.receipts import (
+    SAME,
+    NotFinishedError,
+    PartitionState,
+    Receipt,
+    partition_states,
+    read_receipt,
+)
 from niels_gpt.builders.partitions.refusal import not_finished
 from niels_gpt.builders.partitions.sums import Sums, warn_of_whole
 from niels_gpt.builders.resume import NoTextError
@@ -50,7 +57,7 @@ def seal(
     *,
     source: Source,
     deep: bool = True,
-    command: Callable[[int], str] | None = None,
+    remedy: Callable[[PartitionState], str] | None = None,
     committed: Callable[[dict[str, Any]], None] | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
@@ -60,7 +67,7 @@ def seal(
     source: name, config, streaming and from_scratch as for `build_pretrain`; provenance: the key `source` of the meta,
         without `counters`, which are the sums of the receipts'. Its position and counters are not looked at.
     deep: compare the sha256 of every file of every partition; else sizes.
-    command: returns the command that builds the partition of a number, for messages; None: that of `source`.
+    remedy: returns the command that builds a partition which is not finished; None: that of `source`.
     committed: called with the meta after the commit, before the plan's folder is removed.
     progress: called with files, bytes read, and bytes to read in all.
     Raises: CacheError E510 naming each partition that is not finished; E503 while a partition is being built or another
@@ -71,7 +78,7 @@ def seal(
             versions.refuse_if_building(plan.partition_path(number))
         states = partition_states(plan, deep=deep, progress=progress)
         if any(state.state != "finished" for state in states):
-            raise not_finished(plan, states, command, source.from_scratch)
+            raise not_finished(plan, states, remedy, source.from_scratch)
         meta = _joined(plan, work, source)
         versions.commit(work, plan.path, str(meta["content_sha256"]))
         if committed is not None:
