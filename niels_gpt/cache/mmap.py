@@ -18,7 +18,15 @@ from numpy.typing import NDArray
 from niels_gpt.cache.formats import NARROW, OFFSET_DTYPE, Ids
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import PathLike
-from niels_gpt.storage.filemaps import HAS_FILE_MAPS, FileMaps, MapError, mapped_file, memory_bytes, page_starts
+from niels_gpt.storage.filemaps import (
+    HAS_FILE_MAPS,
+    FileMaps,
+    MapError,
+    has_room,
+    mapped_file,
+    memory_bytes,
+    page_starts,
+)
 from niels_gpt.storage.meta_json import is_sparse, open_regular, shortened
 from niels_gpt.storage.remedies import build_again
 from niels_gpt.storage.versions import public_path
@@ -69,7 +77,8 @@ def _check_size(path: PathLike, size: int, expected_bytes: int | None) -> None:
 IO = Literal["mmap", "pread"]
 """How windows are read: from a memory map, or by one positioned read each, which is faster on network file systems.
 
-On systems other than Linux windows of shards are always read by positioned reads.
+On systems other than Linux windows of shards are always read by positioned reads. Elsewhere they are once the process
+has mapped a third as many files as the kernel allows maps (`sysctl vm.max_map_count`: 21,843 files by default).
 """
 
 
@@ -102,6 +111,7 @@ class TokenFiles:
 
     def _set_files(self, paths: list[Path], on_disk: list[_OnDisk], io: IO) -> None:
         self.paths, self._on_disk, self.io = paths, on_disk, io
+        self._is_read = io == "pread" or not HAS_FILE_MAPS  # by positioned reads
         sizes, self._dtypes = [file.size for file in on_disk], sorted({file.dtype for file in on_disk}, key=_itemsize)
         self._sizes = sizes
         self.dtype: np.dtype[Any] = self._dtypes[-1] if self._dtypes else NARROW
@@ -148,9 +158,8 @@ class TokenFiles:
         """
         if len(self._dtypes) > 1:
             return self._gather_mixed(files, places, width)
-        if self.io == "pread" or not HAS_FILE_MAPS:
+        if not self._are_mapped(files):
             return self._read(files, places - self.first_tokens[files], width, self.dtype)
-        self._map_missing(files)
         windows = self._windows
         if windows.shape[1] != width:
             windows = self._windows = self._windows_of(width, self.dtype)
@@ -164,16 +173,23 @@ class TokenFiles:
             if not len(chosen):
                 continue
             some, at = files[chosen], places[chosen]
-            if self.io == "pread" or not HAS_FILE_MAPS:
-                rows[chosen] = self._read(some, at - self.first_tokens[some], width, dtype)
-            else:
-                self._map_missing(some)
+            if self._are_mapped(some):
                 rows[chosen] = self._windows_of(width, dtype)[at]
+            else:
+                rows[chosen] = self._read(some, at - self.first_tokens[some], width, dtype)
         return rows
 
-    def _map_missing(self, files: NDArray[np.int64]) -> None:
+    def _are_mapped(self, files: NDArray[np.int64]) -> bool:
+        """Map what is missing of some files; returns False where they are to be read instead, from now on."""
+        if self._is_read:
+            return False
         if self._num_unmapped and (self._maps is None or not self._is_mapped[files].all()):
-            self._map(np.unique(files[~self._is_mapped[files]]))
+            missing = np.unique(files[~self._is_mapped[files]])
+            if not has_room(len(missing)):
+                self._is_read = True
+                return False
+            self._map(missing)
+        return True
 
     def _map(self, files: NDArray[np.int64]) -> None:
         try:
@@ -213,12 +229,11 @@ class TokenFiles:
         """
         content, itemsize = out.view(np.uint8).data, out.itemsize
         begins, stops = (at * itemsize).tolist(), ((at + ends - places) * itemsize).tolist()
-        if self.io == "pread" or not HAS_FILE_MAPS:
+        if not self._are_mapped(files):
             sources = ((places - self.first_tokens[files]) * itemsize).tolist()
             for file, source, begin, stop in zip(files.tolist(), sources, begins, stops, strict=True):
                 self._read_into(content[begin:stop], file, source)
             return
-        self._map_missing(files)
         if self._content is None:
             self._content = np.asarray(self._maps).data
         tokens, firsts, lasts = self._content, (places * itemsize).tolist(), (ends * itemsize).tolist()

@@ -8,12 +8,13 @@ a cache may have more shards. The calls and their constants are Linux's. On othe
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
 import sys
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,10 +49,13 @@ class FileMaps:
     kills the process.
     """
 
+    num_in_process: ClassVar[int] = 0
+    """Files that are mapped now, by all objects of this class."""
+
     def __init__(self, sizes: Sequence[int]) -> None:
         """sizes: bytes of each file, above 0; at least one. Raises: MapError without such an address range."""
         self.sizes, (*self.starts, end) = sizes, page_starts(sizes)
-        self._num_bytes = 0  # nothing to unmap yet
+        self._num_bytes = self._num_files = 0  # nothing to unmap yet
         self._address = _mmap(None, end, -1, _PROT_NONE, _MAP_PRIVATE | _MAP_ANONYMOUS)
         self._num_bytes = end
         self.__array_interface__: dict[str, Any] = {
@@ -68,12 +72,32 @@ class FileMaps:
         """
         address, size = self._address + self.starts[number], self.sizes[number]
         _mmap(address, size, handle, _PROT_READ, _MAP_SHARED | _MAP_FIXED)
+        self._num_files += 1
+        FileMaps.num_in_process += 1
         if random:
             _libc.madvise(address, size, _MADV_RANDOM)  # advice only: a failure does no harm
 
     def __del__(self, munmap: Callable[[int, int], int] | None = _munmap) -> None:
         if self._num_bytes and munmap is not None:
             munmap(self._address, self._num_bytes)
+            type(self).num_in_process -= self._num_files  # by its type: at exit the name of the class may be gone
+
+
+def has_room(num_files: int) -> bool:
+    """Whether this process may map so many files more: a third as many in all as the maps that Linux allows it.
+
+    A file takes two, itself and the gap before the next one. A process without maps left can allocate no memory at all.
+    """
+    return FileMaps.num_in_process + num_files <= _most_files()
+
+
+@functools.cache
+def _most_files() -> int:
+    try:
+        with open("/proc/sys/vm/max_map_count", encoding="ascii") as file:
+            return int(file.read()) // 3
+    except (OSError, ValueError):
+        return 65_530 // 3  # the kernel's default
 
 
 def mapped_file(handle: int, size: int) -> NDArray[np.uint8]:

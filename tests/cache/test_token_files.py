@@ -184,6 +184,22 @@ def test_pread_gives_the_same_batches_and_maps_nothing(tmp_path: Path) -> None:
     assert mapped(tmp_path) == set() and by_reads == batches("mmap")
 
 
+def test_files_beyond_a_third_of_the_maps_that_a_process_may_have_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gc.collect()
+    monkeypatch.setattr("niels_gpt.storage.filemaps._most_files", lambda: FileMaps.num_in_process + 2)
+    files = TokenFiles([(path, None) for path in sorted(write_shards(tmp_path, [5, 6, 7]).iterdir())])
+    before = FileMaps.num_in_process
+    assert gather(files, [0, 1], [1, 0], 2).tolist() == [[1, 2], [5, 6]] and len(mapped(tmp_path)) == 2
+    monkeypatch.setattr("niels_gpt.storage.filemaps._most_files", lambda: before + 2)
+    assert gather(files, [2, 0], [5, 1], 2).tolist() == [[16, 17], [1, 2]] and len(mapped(tmp_path)) == 2
+    assert gather(pickle.loads(pickle.dumps(files)), [2, 0], [5, 1], 2).tolist() == [[16, 17], [1, 2]]
+    del files
+    gc.collect()
+    assert FileMaps.num_in_process == before
+
+
 def test_pread_keeps_an_eighth_of_the_limit_open_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
     folder = write_shards(tmp_path / "train", [5] * 200)
