@@ -18,7 +18,8 @@ from rich_click import argument, option
 from niels_gpt.commands.console import Result, command, run, say
 from niels_gpt.data.files.rows import TABLE_SUFFIXES, iter_rows
 from niels_gpt.data.files.text import read_text
-from niels_gpt.data.local import expand, in_order
+from niels_gpt.data.files.walk import in_order
+from niels_gpt.data.local import expand
 from niels_gpt.interrupts import ended_at_once
 from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
 from niels_gpt.storage.codes import coded

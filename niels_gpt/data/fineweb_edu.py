@@ -10,6 +10,7 @@ from itertools import islice
 from niels_gpt.data.files.text import MAX_DOCUMENT_BYTES
 from niels_gpt.data.types import PretrainSample
 from niels_gpt.data.upstream_rows import UpstreamRows, check_take, samples_of_rows
+from niels_gpt.documents import Partition
 
 SOURCE = "fineweb_edu"
 DATASET_ID = "HuggingFaceFW/fineweb-edu"
@@ -30,6 +31,7 @@ def iter_fineweb_edu(
     counters: Counter[str] | None = None,
     max_document_bytes: int = MAX_DOCUMENT_BYTES,
     follow_links: bool = False,
+    partition: Partition | None = None,
 ) -> Iterator[PretrainSample]:
     """Stream FineWeb-Edu documents (PR-02), empty ones included.
 
@@ -38,10 +40,12 @@ def iter_fineweb_edu(
     max_document_bytes: of a row. Larger rows count as "too_large", rows that cannot be read as "unreadable_row", rows
         without a text as "missing_field".
     follow_links: below the mirror's folder; otherwise links count as "links_not_followed".
+    partition: whose rows alone are read: see data.files.part. The hub is then streamed, and its shuffle is seeded by
+        Partition.seed.
     Raises: ValueError at the end if rows were dropped and none is left.
     """
     check_take(take)
-    rows = UpstreamRows(SOURCE, counters, max_document_bytes)
+    rows = UpstreamRows(SOURCE, counters, max_document_bytes, partition)
     numbered = rows.read(
         source_root,
         dataset_id,

@@ -11,6 +11,7 @@ from niels_gpt.data.files.mirrors import KNOWN_SUFFIXES
 from niels_gpt.data.files.text import MAX_DOCUMENT_BYTES
 from niels_gpt.data.types import PretrainSample
 from niels_gpt.data.upstream_rows import UpstreamRows, check_take, samples_of_rows
+from niels_gpt.documents import Partition
 
 SOURCE = "gutenberg"
 FOLDER = "gutenberg"
@@ -31,14 +32,15 @@ def iter_gutenberg(
     counters: Counter[str] | None = None,
     max_document_bytes: int = MAX_DOCUMENT_BYTES,
     follow_links: bool = False,
+    partition: Partition | None = None,
 ) -> Iterator[PretrainSample]:
-    """Stream books; shuffling, counters and links as in iter_fineweb_edu (PR-02).
+    """Stream books; shuffling, counters, links and partitions as in iter_fineweb_edu (PR-02).
 
     A mirror and the sample keep them in `gutenberg/`, for any `dataset_id`: a .txt or .md file is one whole book, with
     meta["path"]; a .jsonl or .parquet file has one book per row.
     """
     check_take(take)
-    rows = UpstreamRows(SOURCE, counters, max_document_bytes)
+    rows = UpstreamRows(SOURCE, counters, max_document_bytes, partition)
     numbered = rows.read(
         source_root,
         dataset_id,

@@ -22,6 +22,7 @@ from niels_gpt.data import chat_shapes
 from niels_gpt.data.files import rollouts
 from niels_gpt.data.files.columns import Columns, Reading, rows_or_columns
 from niels_gpt.data.files.parquet import field_names
+from niels_gpt.data.files.part import FilePart, Share
 from niels_gpt.data.files.rows import TABLE_SUFFIXES, Position
 from niels_gpt.data.files.text import (
     MAX_DOCUMENT_BYTES,
@@ -32,9 +33,10 @@ from niels_gpt.data.files.text import (
     count,
     read_text,
 )
-from niels_gpt.data.files.walk import first_link, once_each, walk_folders
+from niels_gpt.data.files.walk import first_link, in_order, once_each, walk_folders
 from niels_gpt.data.types import ChatSample, PretrainSample, RawChat, SequenceGroup, TextBlock
 from niels_gpt.data.upstream_rows import TEXT_FIELDS
+from niels_gpt.documents import Partition
 from niels_gpt.storage.codes import coded
 
 logger = logging.getLogger(__name__)
@@ -163,16 +165,6 @@ def _kind_of(path: Path) -> str:
 _ODD = "pipes, devices or links to nothing"
 
 
-def in_order(files: Iterable[Path], *folders: Path) -> tuple[list[Path], Path]:
-    """Return absolute files, each once, and the folder above them and `folders`.
-
-    They are sorted by the bytes of their paths below it, so that the same files elsewhere have the same order.
-    """
-    once = set(files)
-    root = Path(os.path.commonpath([*(path.parent for path in once), *folders]))
-    return sorted(once, key=lambda path: os.fsencode(path.relative_to(root))), root
-
-
 def iter_texts(
     found: LocalFiles,
     *,
@@ -214,10 +206,12 @@ def iter_documents(
     max_document_bytes: int,
     position: dict[str, int] | None,
     blocks: bool,
+    partition: Partition | None = None,
 ) -> Iterator[PretrainSample | TextBlock]:
-    """Stream the documents of `iter_texts`, with their ids; blocks: as columns where rows are as usual."""
+    """Stream the documents of `iter_texts`, or of one partition; blocks: as columns where rows are as usual."""
     wanted = TEXT_FIELDS if field is None else (field,)
-    reader = _Reader(found, counters, (*wanted, "id"), max_document_bytes, position, wanted if blocks else ())
+    columns = wanted if blocks else ()
+    reader = _Reader(found, counters, (*wanted, "id"), max_document_bytes, position, columns, partition)
     for item, where in reader.read():
         if isinstance(item, Columns):
             yield TextBlock(source, item.texts, _ids_of(item, where["path"]), reader.place(item))
@@ -324,8 +318,10 @@ class _Reader:
         max_document_bytes: int,
         position: dict[str, int] | None,
         as_columns: Sequence[str] = (),
+        partition: Partition | None = None,
     ) -> None:
         """as_columns: fields that may hold a row's text, where usual rows are wanted as columns."""
+        self._partition = partition
         self._found = found
         self._counters = Counter() if counters is None else counters
         self._columns, self._limit = columns, max_document_bytes
@@ -340,13 +336,15 @@ class _Reader:
 
     def read(self, *, rows_only: bool = False) -> Iterator[tuple[Any, dict[str, Any]]]:
         """Yield each document's text, row or Columns, with "path" and, for a row, "row" and "id"."""
+        part = FilePart(self._partition, len(self._found.files))
         for file, path in enumerate(self._found.files):
-            if self._position.skips_file(file):
+            share = part.share(file)
+            if share is None or self._position.skips_file(file):
                 continue
             self._file, skip_to = file, self._position.last_skipped_row(file)
             if rows_only or _has_suffix(path, CHAT_SUFFIXES):
-                yield from self._rows(path, skip_to)
-            elif not skip_to:
+                yield from self._rows(path, skip_to, share)
+            elif share.has(0) and not skip_to:
                 yield from self._document(path)
 
     def meta(self, where: dict[str, Any]) -> dict[str, Any]:
@@ -369,7 +367,7 @@ class _Reader:
         else:
             yield text, {"path": self._found.name_of(path)}
 
-    def _rows(self, path: Path, skip_to: int) -> Iterator[tuple[Any, dict[str, Any]]]:
+    def _rows(self, path: Path, skip_to: int, share: Share) -> Iterator[tuple[Any, dict[str, Any]]]:
         name = self._found.name_of(path)
         reading = Reading(
             counters=self._counters,
@@ -377,6 +375,7 @@ class _Reader:
             unreadable=lambda problem: self._drop_problem(problem.reason, str(path), problem, problem.rows),
             max_document_bytes=self._limit,
             skip_to=skip_to,
+            share=share,
             texts=self._as_columns,
             others=("id",),
         )
@@ -400,8 +399,11 @@ class _Reader:
         self._count(reason, role, f"{path}, row {number}: found {problem or self._fields()}")
 
     def check_any(self, problem: str, expected: str) -> None:
-        """Raise ValueError with the reasons, at the end, if rows were dropped and there was no sample."""
-        if not self._index and self._dropped:
+        """Raise ValueError with the reasons, at the end, if rows were dropped and there was no sample in any of them.
+
+        Not in a partition: others may have samples.
+        """
+        if not self._index and self._dropped and self._partition is None:
             reasons = ", ".join(f"{number} {reason}" for reason, number in sorted(self._dropped.items()))
             first = f"{self._first}. Expected {expected}" if self._first else self._problem
             rows = f"{self._dropped.total()} rows below {self._found.root} ({reasons})"

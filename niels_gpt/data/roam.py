@@ -10,10 +10,12 @@ from functools import partial
 from pathlib import Path
 
 from niels_gpt.data.files import mirrors
-from niels_gpt.data.files.text import MAX_DOCUMENT_BYTES, read_text
+from niels_gpt.data.files.part import FilePart
+from niels_gpt.data.files.text import MAX_DOCUMENT_BYTES, REPAIRED, TOO_LARGE, read_text
 from niels_gpt.data.files.walk import walk_files
 from niels_gpt.data.types import PretrainSample
 from niels_gpt.data.upstream_rows import UpstreamRows
+from niels_gpt.documents import Partition
 
 SOURCE = "roam"
 FOLDER = "roam"
@@ -86,22 +88,29 @@ def notes_by_split(
     seed: int,
     counters: Counter[str],
     max_document_bytes: int,
+    partition: Partition | None = None,
 ) -> Iterator[tuple[str, Iterator[PretrainSample]]]:
     """Yield train and val with their notes: `split_roam_paths` splits distinct notes, and equal ones follow the first.
 
-    All notes are read twice, so that only 16 bytes of each are held.
+    All notes are read for the split, then those that are wanted once more: only 16 bytes of each are held.
+    partition: whose notes alone are yielded and counted.
     """
     read = partial(iter_notes, folder=folder, max_document_bytes=max_document_bytes)
-    digests = {
-        note.meta["path"]: hashlib.sha256(note.text.encode()).digest()[:16] for note in read(paths, counters=counters)
-    }
+    part = FilePart(partition, len(paths))
+    of_others = Counter({REPAIRED: 1, TOO_LARGE: 1})  # not logged: their own partitions count and log them
+    digests, own = dict[str, bytes](), set[str]()
+    for file, path in enumerate(paths):
+        is_own = part.has_document(file)
+        for note in read([path], counters=counters if is_own else of_others):
+            digests[note.meta["path"]] = hashlib.sha256(note.text.encode()).digest()[:16]
+            own |= {note.meta["path"]} if is_own else set()
     first = {digest: name for name, digest in reversed(digests.items())}
     distinct = [name for name, digest in digests.items() if first[digest] == name]
     in_val = set(split_roam_paths(distinct, val_frac=val_frac, seed=seed)[1])
     counted = Counter(counters)  # the first reading has counted and logged everything
     for split in ("train", "val"):
-        names = [name for name, digest in digests.items() if (first[digest] in in_val) == (split == "val")]
-        yield split, read((os.path.join(folder, name) for name in names), counters=counted)
+        chosen = [name for name in digests if name in own and (first[digests[name]] in in_val) == (split == "val")]
+        yield split, read((os.path.join(folder, name) for name in chosen), counters=counted)
 
 
 def split_roam_paths(paths: Sequence[str], *, val_frac: float = 0.1, seed: int) -> tuple[list[str], list[str]]:

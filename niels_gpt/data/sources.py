@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 from niels_gpt.data import dolly, fineweb_edu, gutenberg, oasst1, roam, wikitext
 from niels_gpt.data.files import mirrors
+from niels_gpt.data.files.part import is_first
+from niels_gpt.data.files.rows import from_position
 from niels_gpt.data.files.walk import note_links
 from niels_gpt.data.local import LocalFiles
 from niels_gpt.data.types import ChatSample, PretrainSample, RawChat, SequenceGroup, TextBlock
@@ -77,12 +79,14 @@ class LoadRequest:
             "follow_links": self.settings.follow_links,
         }
 
-    def documents(self, source: str, **how: Any) -> Iterator[PretrainSample | TextBlock]:
-        """Read a built-in source from its files; how: as UpstreamRows.of_files."""
+    def documents(self, source: str, folder: str, **how: Any) -> Iterator[PretrainSample | TextBlock]:
+        """Read a built-in source from its files; folder: below the mirror's root; how: as UpstreamRows.of_files."""
         assert self.found is not None
-        note_links(self.counters, self.found.links)
-        rows = UpstreamRows(source, self.counters, self.settings.max_document_bytes)
-        return documents_of_pieces(rows.of_files(self.found.files, blocks=self.blocks, **how), rows)
+        if is_first(self.partition):
+            note_links(self.counters, self.found.links)
+        rows = UpstreamRows(source, self.counters, self.settings.max_document_bytes, self.partition)
+        how |= {"folder": self.found.root / folder, "blocks": self.blocks}
+        return documents_of_pieces(rows.of_files(self.found.files, **how), rows)
 
 
 Part = tuple[str | None, Iterable[PretrainSample | TextBlock | ChatSample | RawChat | SequenceGroup]]
@@ -199,7 +203,7 @@ def _fineweb_edu_files(settings: Settings, root: Path | None) -> LocalFiles:
 def _load_fineweb_edu(request: LoadRequest) -> list[Part]:
     """The hub's stream is shuffled by `datasets` (D8); a mirror's rows are in file order."""
     if request.found is not None:
-        return [(None, request.documents(fineweb_edu.SOURCE))]
+        return [(None, request.documents(fineweb_edu.SOURCE, request.settings.fineweb_edu_dataset))]
     settings = request.settings
     samples = fineweb_edu.iter_fineweb_edu(
         name=settings.fineweb_edu_config,
@@ -207,6 +211,7 @@ def _load_fineweb_edu(request: LoadRequest) -> list[Part]:
         shuffle_buffer_size=settings.shuffle_buffer,
         seed=settings.seed,
         dataset_id=settings.fineweb_edu_dataset,
+        partition=request.partition,
         **request.reading,
     )
     return [(None, samples)]
@@ -226,20 +231,10 @@ def _load_wikitext(request: LoadRequest) -> Iterator[Part]:
         config=settings.wikitext_config,
         dataset_id=settings.wikitext_dataset,
         position=position,
+        partition=request.partition,
         **request.reading,
     )
-    return _from_position([(split, read(split=upstream)) for split, upstream in request.splits.items()], position)
-
-
-def _from_position(parts: list[Part], position: dict[str, int]) -> Iterator[Part]:
-    """Yield the parts from the one whose number `position` holds as "stream"; each next one clears `position`."""
-    first = position.get("stream", 0)
-    for number, part in enumerate(parts):
-        if number > first or "stream" not in position:
-            position.clear()
-            position["stream"] = number
-        if number >= first:
-            yield part
+    return from_position([(split, read(split=upstream)) for split, upstream in request.splits.items()], position)
 
 
 def _roam_files(settings: Settings, root: Path | None) -> LocalFiles:
@@ -257,7 +252,8 @@ def _roam_files(settings: Settings, root: Path | None) -> LocalFiles:
 def _load_roam(request: LoadRequest) -> Iterator[Part]:
     """The notes of train, then of val. The split goes by file (PR-02); notes with equal text follow the first one."""
     assert request.found is not None
-    note_links(request.counters, request.found.links)
+    if is_first(request.partition):
+        note_links(request.counters, request.found.links)
     yield from roam.notes_by_split(
         request.found.files,
         folder=request.found.root,
@@ -265,6 +261,7 @@ def _load_roam(request: LoadRequest) -> Iterator[Part]:
         seed=request.settings.seed,
         counters=request.counters,
         max_document_bytes=request.settings.max_document_bytes,
+        partition=request.partition,
     )
 
 
@@ -276,14 +273,15 @@ def _gutenberg_files(settings: Settings, root: Path | None) -> LocalFiles:
 def _load_gutenberg(request: LoadRequest) -> list[Part]:
     """Books, in the order that `_load_fineweb_edu` describes."""
     if request.found is not None:
-        where = {"folder": request.found.root / gutenberg.FOLDER, "book_suffixes": gutenberg.BOOK_SUFFIXES}
-        return [(None, request.documents(gutenberg.SOURCE, **where))]
+        books = request.documents(gutenberg.SOURCE, gutenberg.FOLDER, book_suffixes=gutenberg.BOOK_SUFFIXES)
+        return [(None, books)]
     settings = request.settings
     samples = gutenberg.iter_gutenberg(
         dataset_id=settings.gutenberg_dataset,
         shuffle=settings.gutenberg_shuffle_buffer > 0,
         shuffle_buffer_size=settings.gutenberg_shuffle_buffer,
         seed=settings.seed,
+        partition=request.partition,
         **request.reading,
     )
     return [(None, samples)]

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 class PretrainSample:
     """One document, or one wikitext line, as the source has it.
 
-    `meta` has the row's small fields and "index", the row's number within its source and split.
+    `meta` has the row's small fields and "index": the row's number within its source and split, or in a partition of a
+    built-in source PATH#ROW, since the rows before it are not all read.
     """
 
     text: str
@@ -101,7 +102,7 @@ def source_id(sample: PretrainSample | ChatSample | RawChat | SequenceGroup) -> 
     """Return the name by which a document, chat or group can be found in its source.
 
     The row's id; for an oasst1 thread those of the tree and the last message; the file's path, with `#` and the row's
-    number if it has rows; otherwise the row's number within its source and split.
+    number if it has rows; otherwise the sample's "index".
     """
     meta = sample.meta
     if meta.get("id") is not None:

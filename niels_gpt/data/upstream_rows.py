@@ -13,16 +13,18 @@ from typing import Any, TypeVar, cast
 
 from niels_gpt.data.files import mirrors
 from niels_gpt.data.files.columns import Columns, Reading, rows_or_columns
+from niels_gpt.data.files.part import FilePart, Share, is_first
 from niels_gpt.data.files.rows import TABLE_SUFFIXES, Position
 from niels_gpt.data.files.text import MAX_DOCUMENT_BYTES, MISSING_FIELD, TOO_LARGE, Problem, TooLarge, note, read_text
 from niels_gpt.data.types import PretrainSample, TextBlock, source_id
+from niels_gpt.documents import Partition
 from niels_gpt.hub import datasets as hub
 from niels_gpt.storage.codes import coded
 
 T = TypeVar("T")
 Row = dict[str, Any]
-NumberedRows = Iterator[tuple[int, str, Row]]
-"""The row's number from 0, counting dropped rows; its file and row, for messages; and the row."""
+NumberedRows = Iterator[tuple[int | str, str, Row]]
+"""The row's number from 0, counting dropped rows, in a partition PATH#ROW; its file and row, for messages; the row."""
 TEXT_FIELDS = ("text", "content", "document")
 _ID_FIELDS = ("id", "path", "row")  # what source_id reads
 _MAX_META_CHARS = 1_000  # a URL fits, a second copy of the text does not
@@ -33,13 +35,13 @@ _MAX_ESCAPED_BYTES = 6  # of one character in JSON: \u0000
 class NumberedColumns:
     """Rows of a file as columns, in place of NumberedRows."""
 
-    first: int
-    """Number of the first row, from 0; the others follow one by one."""
+    indexes: Sequence[int | str]
+    """Of the rows, as in NumberedRows."""
     rows: Columns
     position: dict[str, list[int]]
 
 
-Pieces = Iterator[tuple[int, str, Row] | NumberedColumns] | NumberedRows
+Pieces = Iterator[tuple[int | str, str, Row] | NumberedColumns] | NumberedRows
 """NumberedRows, in which columns may stand for rows of a file."""
 
 
@@ -47,9 +49,15 @@ class UpstreamRows:
     """The rows of one built-in source. Dropped rows are counted, and the first of each reason is logged."""
 
     def __init__(
-        self, source: str, counters: Counter[str] | None, max_document_bytes: int = MAX_DOCUMENT_BYTES
+        self,
+        source: str,
+        counters: Counter[str] | None,
+        max_document_bytes: int = MAX_DOCUMENT_BYTES,
+        partition: Partition | None = None,
     ) -> None:
+        """partition: whose rows alone are read."""
         self.source = source
+        self._partition = partition
         self.counters: Counter[str] = Counter() if counters is None else counters
         self._limit = max_document_bytes
         self._dropped: Counter[str] = Counter()
@@ -87,19 +95,13 @@ class UpstreamRows:
         root = mirrors.mirror_root(source_root)
         if root is None:
             splits = all_splits if split == "all" and all_splits else (split,)
-            rows = (
-                hub.rows(
-                    dataset_id,
-                    config=config,
-                    split=name,
-                    streaming=streaming,
-                    revision=revision,
-                    shuffle_seed=shuffle_seed,
-                    shuffle_buffer=shuffle_buffer,
-                )
-                for name in splits
-            )
-            return self.of_hub(chain.from_iterable(rows), dataset_id)
+            how: dict[str, Any] = {"config": config, "revision": revision}
+            how |= {"shuffle_seed": shuffle_seed, "shuffle_buffer": shuffle_buffer}
+            if self._partition is not None:
+                named = (hub.rows_of_partition(dataset_id, self._partition, split=name, **how) for name in splits)
+                return self.of_hub(chain.from_iterable(named), dataset_id)
+            rows = (hub.rows(dataset_id, split=name, streaming=streaming, **how) for name in splits)
+            return self.of_hub(enumerate(chain.from_iterable(rows)), dataset_id)
         paths = mirrors.split_files(
             root,
             folder or dataset_id,
@@ -107,66 +109,71 @@ class UpstreamRows:
             suffixes=suffixes,
             folders=inner_folders,
             follow_links=follow_links,
-            counters=self.counters,
+            counters=self.counters if is_first(self._partition) else None,
         )
-        pieces = self.of_files(paths, folder=root / folder, book_suffixes=book_suffixes, position=position)
-        return cast(NumberedRows, pieces)
+        within = root / (folder or dataset_id)
+        return cast(NumberedRows, self.of_files(paths, folder=within, book_suffixes=book_suffixes, position=position))
 
     def of_files(
         self,
-        paths: Iterable[Path],
+        paths: Sequence[Path],
         *,
-        folder: Path | None = None,
+        folder: Path,
         book_suffixes: tuple[str, ...] = (),
         position: dict[str, int] | None = None,
         blocks: bool = False,
     ) -> Pieces:
         """Yield the rows of files in order. blocks: usual rows with a text as columns; the rest: as `read`.
 
-        folder: above the books, whose paths below it are their ids.
+        folder: above the files. Their paths below it are the ids of books, and name the rows of a partition.
         """
-        if not book_suffixes:
-            yield from self._of_tables(paths, position, blocks)
-            return
-        for path in paths:
-            if not path.name.endswith(book_suffixes):
-                yield from self._of_tables([path], None, blocks)
+        place = Position(None if book_suffixes else position)
+        self._num_read += place.number("read")
+        self._resumed = place.resumed
+        part = FilePart(self._partition, len(paths))
+        for file, path in enumerate(paths):
+            share = part.share(file)
+            if share is None or place.skips_file(file):
                 continue
-            self._num_read += 1
-            for text in self.document(path):
-                yield self._num_read - 1, str(path), {"text": text, "path": path.relative_to(folder or "").as_posix()}
+            name = path.relative_to(folder).as_posix()
+            if not path.name.endswith(book_suffixes):
+                yield from self._of_table(path, file, share, name, place, blocks)
+            elif share.has(0):
+                self._num_read += 1
+                for text in self.document(path):
+                    yield self._num_read - 1, str(path), {"text": text, "path": name}
 
-    def _of_tables(self, paths: Iterable[Path], shared: dict[str, int] | None, blocks: bool) -> Pieces:
-        position = Position(shared)
-        self._num_read += position.number("read")
-        self._resumed = position.resumed
-
+    def _of_table(self, path: Path, file: int, share: Share, name: str, position: Position, blocks: bool) -> Pieces:
         def drop(problem: Problem) -> None:
             self._num_read += problem.rows
             self.drop(problem.reason, problem, problem.rows)
 
-        for file, path in enumerate(paths):
-            if position.skips_file(file):
-                continue
-            reading = Reading(
-                texts=TEXT_FIELDS if blocks else (),
-                others=_ID_FIELDS,
-                counters=self.counters,
-                unreadable=drop,
-                max_document_bytes=self._limit,
-                skip_to=position.last_skipped_row(file),
-            )
-            for item in rows_or_columns(path, reading):
-                if isinstance(item, Columns):
-                    first = self._num_read
-                    self._num_read += len(item.texts)
-                    places = position.set_all(file, item.numbers, read=range(first + 1, self._num_read + 1))
-                    yield NumberedColumns(first, item, places)
-                    continue
+        reading = Reading(
+            texts=TEXT_FIELDS if blocks else (),
+            others=_ID_FIELDS,
+            counters=self.counters,
+            unreadable=drop,
+            max_document_bytes=self._limit,
+            skip_to=position.last_skipped_row(file),
+            share=share,
+        )
+        for item in rows_or_columns(path, reading):
+            first = self._num_read
+            if isinstance(item, Columns):
+                self._num_read += len(item.texts)
+                places = position.set_all(file, item.numbers, read=range(first + 1, self._num_read + 1))
+                yield NumberedColumns(self._indexes(first, name, item.numbers), item, places)
+            else:
                 number, row = item
                 self._num_read += 1
                 position.set(file, number, read=self._num_read)
-                yield self._num_read - 1, f"{path}, row {number}", row
+                yield self._indexes(first, name, [number])[0], f"{path}, row {number}", row
+
+    def _indexes(self, first: int, name: str, numbers: Sequence[int]) -> Sequence[int | str]:
+        """Return what names rows that have no id: their numbers from `first`, or in a partition PATH#ROW."""
+        if self._partition is None:
+            return range(first, first + len(numbers))
+        return [f"{name}#{number}" for number in numbers]
 
     def document(self, path: Path) -> Iterator[str]:
         """Yield the text of a file, or nothing if it is too large."""
@@ -175,9 +182,9 @@ class UpstreamRows:
         except TooLarge as error:
             self.drop(TOO_LARGE, str(error))
 
-    def of_hub(self, rows: Iterable[Row], dataset_id: str) -> NumberedRows:
+    def of_hub(self, indexed: Iterable[tuple[int | str, Row]], dataset_id: str) -> NumberedRows:
         """Yield the hub's rows. A row's size is that of its line in a snapshot, so that both drop the same rows."""
-        for index, row in enumerate(rows):
+        for index, row in indexed:
             where = f"{dataset_id}, row {index}"
             if self._is_too_large(row):
                 self.drop(TOO_LARGE, Problem.too_large(where, self._limit))
@@ -191,8 +198,11 @@ class UpstreamRows:
         note(self.counters, reason, problem, number)
 
     def check_any(self, kept: int) -> None:
-        """Raise ValueError, at the end of the rows, if rows were dropped and none was kept."""
-        if self._dropped and not kept and not self._resumed:
+        """Raise ValueError, at the end of the rows, if rows were dropped and none was kept.
+
+        Not in a partition: others may have rows that can be used.
+        """
+        if self._dropped and not kept and not self._resumed and self._partition is None:
             reasons = ", ".join(f"{reason} {number:,}" for reason, number in sorted(self._dropped.items()))
             raise coded(
                 "E303",
@@ -248,18 +258,20 @@ def _ids_of(piece: NumberedColumns, source: str) -> Iterator[str]:
         if type(own := row.get("id")) is str and len(own) <= _MAX_META_CHARS:
             yield own
         else:
-            yield source_id(PretrainSample("", source, {**_small_fields(row), "index": piece.first + at}))
+            yield source_id(PretrainSample("", source, {**_small_fields(row), "index": piece.indexes[at]}))
 
 
-def texts_of_rows(numbered: NumberedRows, rows: UpstreamRows) -> Iterator[tuple[int, Mapping[str, Any], str]]:
-    """Yield each row's number, the row, and its text, blank texts included.
+def texts_of_rows(numbered: NumberedRows, rows: UpstreamRows) -> Iterator[tuple[int | str, Mapping[str, Any], str]]:
+    """Yield each row's index as in NumberedRows, the row, and its text, blank texts included.
 
     A row without a text counts as "missing_field". Raises: ValueError at the end if no row has one.
     """
-    return cast(Iterator[tuple[int, Mapping[str, Any], str]], _with_texts(numbered, rows))
+    return cast(Iterator[tuple[int | str, Mapping[str, Any], str]], _with_texts(numbered, rows))
 
 
-def _with_texts(pieces: Pieces, rows: UpstreamRows) -> Iterator[tuple[int, Mapping[str, Any], str] | NumberedColumns]:
+def _with_texts(
+    pieces: Pieces, rows: UpstreamRows
+) -> Iterator[tuple[int | str, Mapping[str, Any], str] | NumberedColumns]:
     kept = 0
     for piece in pieces:
         if isinstance(piece, NumberedColumns):

@@ -13,6 +13,7 @@ from niels_gpt.data.files.rows import TABLE_SUFFIXES
 from niels_gpt.data.files.text import MAX_DOCUMENT_BYTES, count
 from niels_gpt.data.types import PretrainSample
 from niels_gpt.data.upstream_rows import NumberedRows, UpstreamRows, check_take, texts_of_rows
+from niels_gpt.documents import Partition
 
 SOURCE = "wikitext"
 DATASET_ID = "Salesforce/wikitext"
@@ -30,18 +31,20 @@ def iter_wikitext(
     counters: Counter[str] | None = None,
     max_document_bytes: int = MAX_DOCUMENT_BYTES,
     follow_links: bool = False,
+    partition: Partition | None = None,
     position: dict[str, int] | None = None,
 ) -> Iterator[PretrainSample]:
     """Stream the lines of one split in order, each with its newline; "val" means validation (PR-02).
 
     Blank lines are skipped and count as "blank". meta["index"] is the row's number in the split, blank rows included.
-    In a mirror a folder named like `config` is read alone if it exists. Other counters and links: as iter_fineweb_edu.
+    In a mirror a folder named like `config` is read alone if it exists. Other counters, links and partitions: as
+    iter_fineweb_edu.
     position: of a mirror's files, without `take`: see rows.Position.
     """
     check_take(take)
     split = "validation" if split == "val" else split
     check_split(split)
-    rows = UpstreamRows(SOURCE, counters, max_document_bytes)
+    rows = UpstreamRows(SOURCE, counters, max_document_bytes, partition)
     numbered = rows.read(
         source_root,
         dataset_id,

@@ -6,13 +6,15 @@ the limits, and checked_files.py says what the libraries would lose.
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+from niels_gpt.documents import Partition
 from niels_gpt.hub import checked_files, retries
 from niels_gpt.hub.retries import (
     COMMIT_SHA,
@@ -92,21 +94,118 @@ def rows(
     Raises: ConnectionError after ASK_ATTEMPTS failures to open it, or STREAM_ATTEMPTS without a row in between;
         ValueError if the dataset, revision, config or split does not exist, or this user may not read it.
     """
-    local = dataset_id.startswith((".", "~")) or Path(dataset_id).is_absolute()
-    if not local and not COMMIT_SHA.fullmatch(revision or ""):
-        revision = card_of(dataset_id, revision=revision).revision
-    what = f"the {split} split of {dataset_id}" + (f", config {config}" if config else "")
+    revision = _commit_of(dataset_id, revision)
 
     def open_rows() -> Any:
-        found = _opened(dataset_id, config, split, streaming, revision, local)
-        if shuffle_seed is not None and streaming:
-            return found.shuffle(seed=shuffle_seed, buffer_size=shuffle_buffer or 10_000)
+        builder = _builder(dataset_id, config, streaming, revision)
+        if streaming:
+            return _shuffled_stream(builder.as_streaming_dataset(split=split), shuffle_seed, shuffle_buffer)
+        builder.download_and_prepare()
+        found = builder.as_dataset(split=split)
         return found if shuffle_seed is None else found.shuffle(seed=shuffle_seed)
 
-    if local:
+    yield from _opened_rows(open_rows, dataset_id, config, split)
+
+
+def rows_of_partition(
+    dataset_id: str,
+    partition: Partition,
+    *,
+    config: str | None = None,
+    split: str,
+    revision: str | None = None,
+    shuffle_seed: int | None = None,
+    shuffle_buffer: int | None = None,
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Stream the rows of one partition, each with its name PATH#ROW: its file in the repository, its number from 1.
+
+    File f of the split's n files, from 0, in the library's order, is in partition f mod P where n is at least P;
+    otherwise row r of the split, from 0, is in partition r mod P.
+    shuffle_seed: of all partitions; each is shuffled by its own seed, as `rows` shuffles a stream: also the order of
+        files, unless the partition has rows of all of them.
+    The rows are those of `rows`, whose other arguments and errors these are.
+    """
+    revision = _commit_of(dataset_id, revision)
+    seed = None if shuffle_seed is None else partition.seed(shuffle_seed)
+
+    def open_rows() -> Any:
+        import datasets
+
+        builder = _builder(dataset_id, config, True, revision)
+        # The whole split is opened, as the library takes the columns' types from its first file.
+        stream = builder.as_streaming_dataset(split=split)
+        own = _OwnRows(stream, _paths_of(builder, split), partition)
+        if seed is None:
+            return own
+        generated = datasets.IterableDataset.from_generator(own, gen_kwargs=own.arguments)
+        return _shuffled_stream(generated, seed, shuffle_buffer)
+
+    opened = _opened_rows(open_rows, dataset_id, config, split)
+    return ((row["name"], row["row"]) for row in opened)
+
+
+class _OwnRows:
+    """The rows of a partition in order, as {"name": ..., "row": ...}; an instance is iterated over, or called."""
+
+    def __init__(self, stream: Any, paths: Sequence[str], partition: Partition) -> None:
+        """stream: of the whole split. paths: of its files. Raises: ValueError where it is not streamed by file."""
+        if stream.num_shards != len(paths):
+            raise ValueError(f"streamed in {stream.num_shards} pieces, expected one for each of its {len(paths)} files")
+        self._stream, self._paths, self._partition = stream, paths, partition
+        self._has_files = len(paths) >= partition.total
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Those of a call for all rows. The library shuffles a list; all rows are counted in order from a tuple."""
+        number, total = self._partition
+        if self._has_files:
+            return {"files": list(range(number, len(self._paths), total))}
+        return {"files": tuple(range(len(self._paths)))}
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return self(**self.arguments)
+
+    def __call__(self, files: Sequence[int]) -> Iterator[dict[str, Any]]:
+        """Yield the partition's rows of some files."""
+        at = itertools.count()
+        number, total = self._partition
+        for file in files:
+            rows = self._stream.shard(len(self._paths), file)
+            for in_file, row in enumerate(rows, 1):
+                if self._has_files or next(at) % total == number:
+                    yield {"name": f"{self._paths[file]}#{in_file}", "row": row}
+
+
+def _paths_of(builder: Any, split: str) -> list[str]:
+    """Return the paths of a split's files in the repository, or below the local folder, in the library's order."""
+    names = (str(builder.base_path), *builder.config.data_files[split])
+    base, *files = (re.sub(r"^\w+://", "", name) for name in names)
+    return [file.removeprefix(f"{base}/") for file in files]
+
+
+def _commit_of(dataset_id: str, revision: str | None) -> str | None:
+    """Return the commit of a dataset on the hub at a revision; for a folder the revision."""
+    if _is_folder(dataset_id) or COMMIT_SHA.fullmatch(revision or ""):
+        return revision
+    return card_of(dataset_id, revision=revision).revision
+
+
+def _is_folder(dataset_id: str) -> bool:
+    return dataset_id.startswith((".", "~")) or Path(dataset_id).is_absolute()
+
+
+def _shuffled_stream(stream: Any, seed: int | None, buffer: int | None) -> Any:
+    return stream if seed is None else stream.shuffle(seed=seed, buffer_size=buffer or 10_000)
+
+
+def _opened_rows(
+    open_rows: Callable[[], Any], dataset_id: str, config: str | None, split: str
+) -> Iterator[dict[str, Any]]:
+    if _is_folder(dataset_id):
         yield from open_rows()
-    else:
-        yield from _all_of(_asked(what, dataset_id, open_rows), what, dataset_id)
+        return
+    what = f"the {split} split of {dataset_id}" + (f", config {config}" if config else "")
+    yield from _all_of(_asked(what, dataset_id, open_rows), what, dataset_id)
 
 
 def _all_of(found: Any, what: str, dataset_id: str) -> Iterator[dict[str, Any]]:
@@ -125,10 +224,11 @@ def _all_of(found: Any, what: str, dataset_id: str) -> Iterator[dict[str, Any]]:
             _wait_or_raise(recognized(error), backoff, dataset_id)
 
 
-def _opened(dataset_id: str, config: str | None, split: str, streaming: bool, revision: str | None, local: bool) -> Any:
-    """Do what `datasets.load_dataset` does, in two steps: in between, the files' protocol is replaced by PROTOCOL."""
+def _builder(dataset_id: str, config: str | None, streaming: bool, revision: str | None) -> Any:
+    """Return what `datasets.load_dataset` reads with, after the files' protocol is replaced by PROTOCOL."""
     import datasets
 
+    local = _is_folder(dataset_id)
     # A plain id could be a folder of that name in the current directory (datasets/load.py `remote_only`).
     address = str(Path(dataset_id).expanduser()) if local else f"hf://datasets/{dataset_id}"
     builder = datasets.load_dataset_builder(address, config, revision=revision)
@@ -141,10 +241,7 @@ def _opened(dataset_id: str, config: str | None, split: str, streaming: bool, re
         checked_files.register_checked_files()
         for files in (builder.config.data_files or {}).values():
             files[:] = [re.sub("^hf://", f"{checked_files.PROTOCOL}://", name) for name in files]
-    if streaming:
-        return builder.as_streaming_dataset(split=split)
-    builder.download_and_prepare()
-    return builder.as_dataset(split=split)
+    return builder
 
 
 def _raise_the_hubs_reason(dataset_id: str, revision: str | None) -> None:

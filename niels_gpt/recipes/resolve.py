@@ -172,7 +172,8 @@ def resolve_source(settings: Settings, name: str) -> ResolvedSource:
     found = spec.files(settings, root)
     folder = root / mirror_folder(spec, dataset, config)
     manifest = snapshot.read_manifest(folder)
-    if manifest is not None and _stands_for(manifest, on_hub, folder):
+    is_whole = settings.partitions == 1 or spec.family != "pretrain"
+    if manifest is not None and _stands_for(manifest, on_hub, folder) and is_whole:
         return replace(on_hub, found=found, manifest=manifest)
     if manifest is not None:
         credit = Credit(str(manifest.get("licence")), str(manifest.get("attribution")))
@@ -214,7 +215,8 @@ def _is_stub(settings: Settings, spec: SourceSpec, root: Path | None) -> bool:
 def _stands_for(manifest: Mapping[str, Any], on_hub: ResolvedSource, folder: Path) -> bool:
     """Whether a snapshot's rows are the hub's, in the order in which these settings would read them there.
 
-    With another seed or buffer it is text like any mirror's, and the builder shuffles it.
+    With another seed or buffer it is text like any mirror's, and the builder shuffles it. So it is in a partitioned
+    cache: its files are not the hub's, and files decide which rows a partition has.
     """
     if on_hub.asked_revision not in (None, manifest["revision"], manifest.get("asked_revision")):
         raise CacheError(

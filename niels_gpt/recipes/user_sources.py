@@ -20,12 +20,14 @@ from __future__ import annotations
 import logging
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from niels_gpt.data import local
+from niels_gpt.data.files.part import is_first
 from niels_gpt.data.files.text import PACKED_SUFFIXES, count
 from niels_gpt.data.files.walk import note_links
 from niels_gpt.data.sources import SOURCES, Credit, LoadRequest, Part, SourceSpec
@@ -97,19 +99,8 @@ class UserSource:
     def _load(self, request: LoadRequest) -> list[Part]:
         found, counters = request.found, request.counters
         assert found is not None
-        note_links(counters, found.links)
-        if found.other_files:
-            kinds = ", ".join(f"{number:,} {kind}" for kind, number in found.other_kinds[:_MAX_KINDS])
-            more = ". --as-text .SUFFIX,... reads more kinds as text" if self.family == "pretrain" else ""
-            logger.warning(
-                "%s: %d files of kinds that are not read: %s%s",
-                self.name,
-                found.other_files,
-                kinds,
-                more,
-                extra={"code": "W302"},
-            )
-            count(counters, "other_files", found.other_files)
+        if is_first(request.partition):
+            self._count_what_is_not_read(found, counters)
         how: dict[str, Any] = {
             "source": self.name,
             "counters": counters,
@@ -120,7 +111,24 @@ class UserSource:
             return [(None, local.iter_rollouts(found, **how))]
         if self.family == "sft":
             return [(None, local.iter_chats(found, raw=request.raw, **how))]
-        return [(None, local.iter_documents(found, field=self.field, blocks=request.blocks, **how))]
+        how |= {"field": self.field, "blocks": request.blocks, "partition": request.partition}
+        return [(None, local.iter_documents(found, **how))]
+
+    def _count_what_is_not_read(self, found: local.LocalFiles, counters: Counter[str]) -> None:
+        note_links(counters, found.links)
+        if not found.other_files:
+            return
+        kinds = ", ".join(f"{number:,} {kind}" for kind, number in found.other_kinds[:_MAX_KINDS])
+        more = ". --as-text .SUFFIX,... reads more kinds as text" if self.family == "pretrain" else ""
+        logger.warning(
+            "%s: %d files of kinds that are not read: %s%s",
+            self.name,
+            found.other_files,
+            kinds,
+            more,
+            extra={"code": "W302"},
+        )
+        count(counters, "other_files", found.other_files)
 
 
 def user_sources(settings: Settings) -> dict[str, UserSource]:

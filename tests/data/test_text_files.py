@@ -275,7 +275,7 @@ def test_the_limit_of_a_hub_row_is_that_of_its_line_in_a_snapshot(text: str, lim
     row = {"text": text, "n": [1, None, {"deep": 2.5}]}
     line = (json.dumps(row, ensure_ascii=False) + "\n").encode(errors="replace")
     counters: Counter[str] = Counter()
-    kept = [row for _, _, row in UpstreamRows("x", counters, limit).of_hub([row], "hub/x")]
+    kept = [row for _, _, row in UpstreamRows("x", counters, limit).of_hub(enumerate([row]), "hub/x")]
     assert kept == ([row] if len(line) <= limit else []) and counters["too_large"] == 1 - len(kept)
 
 

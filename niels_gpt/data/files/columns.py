@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.data.files.parquet import iter_batches, rows_of_batch
-from niels_gpt.data.files.rows import numbered_rows, parsed, row_of_line
+from niels_gpt.data.files.part import WHOLE_FILE, Share
+from niels_gpt.data.files.rows import numbered_rows, of_file, parsed, row_of_line
 from niels_gpt.data.files.text import Problem, decode, line_blocks, opened_text, unpacked_name
 
 Rows = Iterator[tuple[int, dict[str, Any]]]
@@ -54,6 +55,7 @@ class Reading:
     columns: Collection[str] | None = None
     max_document_bytes: int
     skip_to: int = 0
+    share: Share = WHOLE_FILE
 
 
 def rows_or_columns(path: Path, reading: Reading) -> Iterator[Columns | tuple[int, dict[str, Any]]]:
@@ -62,7 +64,7 @@ def rows_or_columns(path: Path, reading: Reading) -> Iterator[Columns | tuple[in
     if reading.texts and name.endswith(".parquet"):
         yield from _of_parquet(path, reading)
     elif reading.texts and name.endswith(".jsonl"):
-        with opened_text(path, counters=None if reading.skip_to else reading.counters) as file:
+        with opened_text(path, counters=of_file(reading.counters, reading.skip_to, reading.share)) as file:
             for first, lines in line_blocks(file, reading.max_document_bytes):
                 yield from _of_lines(path, first, lines, reading)
     else:
@@ -73,6 +75,7 @@ def rows_or_columns(path: Path, reading: Reading) -> Iterator[Columns | tuple[in
             unreadable=reading.unreadable,
             max_document_bytes=reading.max_document_bytes,
             skip_to=reading.skip_to,
+            share=reading.share,
         )
 
 
@@ -81,7 +84,8 @@ def _of_lines(
 ) -> Iterator[Columns | tuple[int, dict[str, Any]]]:
     """Yield the rows of a block of lines of JSON; first: number of the first line."""
     numbers, texts, rows = list[int](), list[bytes](), list[dict[str, Any]]()
-    for number, line in enumerate(lines[max(0, reading.skip_to + 1 - first) :], max(first, reading.skip_to + 1)):
+    wanted = reading.share.numbers(max(first, reading.skip_to + 1), first + len(lines))
+    for number, line in zip(wanted, lines[wanted.start - first :: wanted.step], strict=True):
         row = None if line is None else parsed(line)
         if row is not None:
             text = next((value for name in reading.texts if type(value := row.get(name)) is str), None)
@@ -109,18 +113,22 @@ def _columns(numbers: list[int], texts: list[bytes], rows: list[dict[str, Any]],
 def _of_parquet(path: Path, reading: Reading) -> Iterator[Columns | tuple[int, dict[str, Any]]]:
     decode_text = partial(decode, counters=reading.counters, where=os.fspath(path))
     batches = iter_batches(
-        path, columns=reading.columns, max_row_bytes=reading.max_document_bytes, skip_to=reading.skip_to
+        path,
+        columns=reading.columns,
+        max_row_bytes=reading.max_document_bytes,
+        skip_to=reading.skip_to,
+        share=reading.share,
     )
-    for first, batch in batches:
+    for numbers, batch in batches:
         if isinstance(batch, Problem):
             reading.unreadable(batch)
-        elif (columns := _columns_of_batch(batch, first, reading)) is None:
-            yield from rows_of_batch(batch, decode_text, path, first, reading.skip_to)
+        elif (columns := _columns_of_batch(batch, numbers, reading)) is None:
+            yield from rows_of_batch(batch, decode_text, path, numbers, reading.skip_to)
         else:
-            yield columns if first > reading.skip_to else columns.after(reading.skip_to)
+            yield columns if numbers[0] > reading.skip_to else columns.after(reading.skip_to)
 
 
-def _columns_of_batch(batch: Any, first: int, reading: Reading) -> Columns | None:
+def _columns_of_batch(batch: Any, numbers: range, reading: Reading) -> Columns | None:
     """Return a batch of usual rows as columns; None for any other.
 
     A batch is usual if its texts are all in one column of strings, its other columns hold numbers and strings, and all
@@ -139,7 +147,7 @@ def _columns_of_batch(batch: Any, first: int, reading: Reading) -> Columns | Non
     except pa.ArrowInvalid:
         return None
     fields = {name: _values_of(batch.column(name)) for name in reading.others if name in names}
-    return Columns(range(first, first + batch.num_rows), _bytes_of(batch.column(strings[0])), fields)
+    return Columns(numbers, _bytes_of(batch.column(strings[0])), fields)
 
 
 def _is_usual(kind: Any) -> bool:

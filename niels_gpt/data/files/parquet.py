@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from niels_gpt.data.files.parquet_pages import CODES, Page, pages_of
+from niels_gpt.data.files.part import WHOLE_FILE, Share
 from niels_gpt.data.files.text import MAX_DOCUMENT_BYTES, Problem
 from niels_gpt.data.files.text import decode as decode_text
 from niels_gpt.storage.fileio import open_for_reading
@@ -36,6 +37,7 @@ def iter_parquet(
     columns: Collection[str] | None = None,
     max_row_bytes: int = MAX_DOCUMENT_BYTES,
     skip_to: int = 0,
+    share: Share = WHOLE_FILE,
 ) -> Iterator[tuple[int, dict[str, Any] | Problem]]:
     """Yield the rows in order, each with its number from 1; a `Problem` instead of rows that are too large.
 
@@ -46,12 +48,12 @@ def iter_parquet(
     Raises: ValueError naming the file if it is not a whole parquet file, and with column and rows for a value that
         Python cannot represent, such as a date after the year 9999.
     """
-    batches = iter_batches(path, columns=columns, max_row_bytes=max_row_bytes, skip_to=skip_to)
-    for first, batch in batches:
+    batches = iter_batches(path, columns=columns, max_row_bytes=max_row_bytes, skip_to=skip_to, share=share)
+    for numbers, batch in batches:
         if isinstance(batch, Problem):
-            yield first, batch
+            yield numbers[0], batch
         else:
-            yield from rows_of_batch(batch, decode, path, first, skip_to)
+            yield from rows_of_batch(batch, decode, path, numbers, skip_to)
 
 
 def iter_batches(
@@ -60,13 +62,15 @@ def iter_batches(
     columns: Collection[str] | None = None,
     max_row_bytes: int = MAX_DOCUMENT_BYTES,
     skip_to: int = 0,
-) -> Iterator[tuple[int, Any]]:
-    """Yield arrow record batches in order, each with the number of its first row; a `Problem` as in `iter_parquet`.
+    share: Share = WHOLE_FILE,
+) -> Iterator[tuple[range, Any]]:
+    """Yield arrow record batches in order, each with the numbers of its rows; a `Problem` as in `iter_parquet`.
 
     Memory: about BATCH_BYTES of rows, or one row, and one page of each column read, compressed and uncompressed.
     columns: the only ones to read, as far as the file has them; odd values in other columns then do no harm.
     max_row_bytes: of a row's values in the columns read, as arrow holds them.
-    skip_to: batches without a row behind this one are left out. Where batches end depends on the file alone.
+    skip_to: batches without a row behind this one are left out. Where batches end depends on the file and `share`.
+    share: which row groups, where there are at least `share.step` of them, as the others are not read; else which rows.
     Raises: ValueError naming the file if it is not a whole parquet file.
     """
     import pyarrow as pa
@@ -79,26 +83,15 @@ def iter_batches(
         ):
             names = [name for name in dict.fromkeys(table.schema_arrow.names) if columns is None or name in columns]
             read = _Groups(table, names, file, max_row_bytes)
+            by_group = table.num_row_groups >= share.step
             first = 1
             for group in range(table.num_row_groups):
-                group_rows = table.metadata.row_group(group).num_rows
-                if skip_to and first + group_rows - 1 <= skip_to:
-                    first += group_rows
-                    continue
-                chunks = _chunks(table, group, names, file.fileno())
-                largest = max((page.num_bytes for chunk in chunks for page in chunk.pages), default=0)
-                if largest > 2 * max_row_bytes + USUAL_PAGE_BYTES:
-                    where = f"{path}, rows {first} to {first + group_rows - 1}"
-                    found = f"a page of {largest:,} bytes among these rows, which can only be read together"
-                    yield first, Problem.too_large(where, max_row_bytes, rows=group_rows, found=found)
-                    first += group_rows
-                    continue
-                for part in read.parts(group, chunks):
-                    if first > skip_to and part.num_rows == 1 and _size_of(part) > max_row_bytes:
-                        yield first, Problem.too_large(f"{path}, row {first}", max_row_bytes)
-                    elif first + part.num_rows - 1 > skip_to:
-                        yield first, part
-                    first += part.num_rows
+                stop = first + table.metadata.row_group(group).num_rows
+                numbers = range(first, stop) if by_group else share.numbers(first, stop)
+                if numbers and numbers[-1] > skip_to and (share.has(group) or not by_group):
+                    chunks = _chunks(table, group, names, file.fileno())
+                    yield from read.batches(path, group, chunks, first, numbers, skip_to)
+                first = stop
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # of the system: no such file, no permission; a page that does not decompress has no errno
@@ -114,6 +107,29 @@ class _Groups:
         self._table, self._names, self._file, self._limit = table, names, file, max_row_bytes
         self._lists = _coded_lists(table, names)
         self._readers: dict[tuple[str, ...], Any] = {(): table}
+
+    def batches(
+        self, path: Path, group: int, chunks: list[_Chunk], first: int, numbers: range, skip_to: int
+    ) -> Iterator[tuple[range, Any]]:
+        """Yield the batches or the problems of a row group, as `iter_batches`.
+
+        first: number of the group's first row. numbers: of those of its rows that are wanted.
+        """
+        largest = max((page.num_bytes for chunk in chunks for page in chunk.pages), default=0)
+        if largest > 2 * self._limit + USUAL_PAGE_BYTES:
+            where = f"{path}, rows {numbers[0]} to {numbers[-1]}"
+            found = f"a page of {largest:,} bytes among these rows, which can only be read together"
+            yield numbers, Problem.too_large(where, self._limit, rows=len(numbers), found=found)
+            return
+        every = Share((numbers[0] - 1) % numbers.step, numbers.step)
+        for part in self.parts(group, chunks):
+            wanted = every.numbers(first, first + part.num_rows)
+            if wanted and wanted[-1] > skip_to:
+                if part.num_rows == 1 and _size_of(part) > self._limit:
+                    yield wanted, Problem.too_large(f"{path}, row {first}", self._limit)
+                else:
+                    yield wanted, _rows_at(part, [number - first for number in wanted])
+            first += part.num_rows
 
     def parts(self, group: int, chunks: list[_Chunk]) -> Iterator[Any]:
         """Yield the batches of a row group whole, or row by row if a row of the batch may be too large."""
@@ -164,6 +180,16 @@ class _Groups:
         if key not in self._readers:
             self._readers[key] = pq.ParquetFile(self._file, buffer_size=_READ_BYTES, read_dictionary=in_codes)
         return self._readers[key]
+
+
+def _rows_at(batch: Any, places: list[int]) -> Any:
+    """Return some rows of a batch, in order."""
+    import pyarrow as pa
+
+    if len(places) == batch.num_rows:
+        return batch
+    # Not take(), which some types do not have, such as string_view.
+    return pa.concat_batches([batch.slice(place, 1) for place in places])
 
 
 def _is_better_in_codes(chunk: _Chunk, max_row_bytes: int) -> bool:
@@ -255,27 +281,27 @@ def _is_plain(chunk: Any) -> bool:
 
 
 def rows_of_batch(
-    batch: Any, decode: Callable[[bytes], str], path: Path, first: int, skip_to: int
+    batch: Any, decode: Callable[[bytes], str], path: Path, numbers: range, skip_to: int
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the rows of a batch, whose first one has the number `first`; those up to `skip_to` are left out."""
-    if first > skip_to:
-        yield from _rows_of(batch, decode, path, first)
+    """Yield the rows of a batch, which have these numbers; those up to `skip_to` are left out."""
+    if numbers[0] > skip_to:
+        yield from _rows_of(batch, decode, path, numbers)
     else:  # repairs in this batch were counted when its first row was read
-        again = _rows_of(batch, decode_text, path, first)
+        again = _rows_of(batch, decode_text, path, numbers)
         yield from (row for row in again if row[0] > skip_to)
 
 
 def _rows_of(
-    batch: Any, decode: Callable[[bytes], str], path: Path, first: int
+    batch: Any, decode: Callable[[bytes], str], path: Path, numbers: range
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    where = f"{path}, rows {first} to {first + batch.num_rows - 1}"
+    where = f"{path}, rows {numbers[0]} to {numbers[-1]}"
     fields = batch.schema.names
     values = [
         _values_of(column, decode, f"{where}, column {name!r}")
         for name, column in zip(fields, batch.columns, strict=True)
     ]
     rows = zip(*values, strict=True) if values else [()] * batch.num_rows
-    yield from ((first + index, dict(zip(fields, row, strict=True))) for index, row in enumerate(rows))
+    yield from ((number, dict(zip(fields, row, strict=True))) for number, row in zip(numbers, rows, strict=True))
 
 
 def field_names(path: Path) -> list[str]:

@@ -10,12 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import orjson
 
 from niels_gpt.data.files import json_stream
 from niels_gpt.data.files.parquet import iter_parquet
+from niels_gpt.data.files.part import WHOLE_FILE, Share
 from niels_gpt.data.files.text import (
     MAX_DOCUMENT_BYTES,
     REPAIRED,
@@ -27,6 +28,7 @@ from niels_gpt.data.files.text import (
     unpacked_name,
 )
 
+T = TypeVar("T")
 TABLE_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst", ".parquet")
 _MAX_DEPTH = 200
 """Levels of a row of JSON. Python's own limit is 994 or more, according to its release."""
@@ -57,6 +59,7 @@ def numbered_rows(
     unreadable: Callable[[Problem], None] | None = None,
     max_document_bytes: int = MAX_DOCUMENT_BYTES,
     skip_to: int = 0,
+    share: Share = WHOLE_FILE,
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Stream a file's rows, each with its number from 1: the number of the line, array item or parquet row.
 
@@ -66,6 +69,8 @@ def numbered_rows(
     max_document_bytes: of a line or item with its line end, or of a parquet row's values; a larger one is never held.
     skip_to: number of a row that was yielded before. The rows up to it are skipped; they are not counted again, and not
         decoded, except in an array.
+    share: which rows, or row groups of a parquet file that has at least `share.step` of them. Others are not decoded,
+        except in an array, and not counted; a byte-order mark is counted with the first row.
     Raises: ValueError naming the file if it is damaged as a whole or an array that is cut off; without `unreadable`
         also for a row that would be dropped.
     """
@@ -74,12 +79,12 @@ def numbered_rows(
     if name.endswith(".parquet"):
         decode_text = partial(decode, counters=counters, where=os.fspath(path))
         rows = iter_parquet(
-            path, decode=decode_text, columns=columns, max_row_bytes=max_document_bytes, skip_to=skip_to
+            path, decode=decode_text, columns=columns, max_row_bytes=max_document_bytes, skip_to=skip_to, share=share
         )
     elif name.endswith(".txt"):
-        rows = _text_lines(path, counters, max_document_bytes, skip_to)
+        rows = _text_lines(path, counters, max_document_bytes, skip_to, share)
     elif unpacked_name(name).endswith((".jsonl", ".json")):
-        rows = _json_rows(path, counters, max_document_bytes, skip_to)
+        rows = _json_rows(path, counters, max_document_bytes, skip_to, share)
     else:
         raise ValueError(f"{path}: rows come from {' '.join(TABLE_SUFFIXES)} .json .txt, not from this kind of file")
     for number, row in rows:
@@ -92,12 +97,10 @@ def numbered_rows(
 
 
 def _text_lines(
-    path: Path, counters: Counter[str] | None, limit: int, skip_to: int
+    path: Path, counters: Counter[str] | None, limit: int, skip_to: int, share: Share
 ) -> Iterator[tuple[int, dict[str, Any] | Problem]]:
-    with opened_text(path, counters=None if skip_to else counters) as file:
-        for number, line in lines_of(file, limit):
-            if number <= skip_to:
-                continue
+    with opened_text(path, counters=of_file(counters, skip_to, share)) as file:
+        for number, line in lines_of(file, limit, share, skip_to):
             if line is None:
                 yield number, Problem.too_large(f"{path}, line {number}", limit)
                 continue
@@ -108,21 +111,24 @@ def _text_lines(
             yield number, {"text": text}
 
 
+def of_file(counters: Counter[str] | None, skip_to: int, share: Share) -> Counter[str] | None:
+    """Return the counters of what a file has once, such as a byte-order mark; None where it is counted elsewhere."""
+    return None if skip_to or not share.has(0) else counters
+
+
 def _json_rows(
-    path: Path, counters: Counter[str] | None, limit: int, skip_to: int
+    path: Path, counters: Counter[str] | None, limit: int, skip_to: int, share: Share
 ) -> Iterator[tuple[int, dict[str, Any] | Problem]]:
     by_line = _is_read_by_line(path, limit)
-    with opened_text(path, counters=None if skip_to else counters) as file:
+    with opened_text(path, counters=of_file(counters, skip_to, share)) as file:
         if not by_line:
             for number, value, text in json_stream.iter_values(file, str(path), limit):
-                if number <= skip_to:
+                if number <= skip_to or not share.has(number - 1):
                     continue
                 where = f"{path}, item {number}"
                 yield number, value if isinstance(value, Problem) else _json_item(value, text, where, counters)
             return
-        for number, line in lines_of(file, limit):
-            if number <= skip_to:
-                continue
+        for number, line in lines_of(file, limit, share, skip_to):
             row = None if line is None else parsed(line)
             if (found := row_of_line(line, row, path, number, limit, counters)) is not None:
                 yield number, found
@@ -302,3 +308,14 @@ class Position:
         columns = {**{name: [value] * len(rows) for name, value in self._shared.items()}, **columns}
         self._shared.update({name: values[-1] for name, values in columns.items()})
         return columns if self._wanted else {}
+
+
+def from_position(parts: Sequence[T], position: dict[str, int]) -> Iterator[T]:
+    """Yield the parts from the one whose number `position` holds as "stream"; each next one clears `position`."""
+    first = position.get("stream", 0)
+    for number, part in enumerate(parts):
+        if number > first or "stream" not in position:
+            position.clear()
+            position["stream"] = number
+        if number >= first:
+            yield part

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, cast
 
+from niels_gpt.data.files.part import WHOLE_FILE, Share
 from niels_gpt.storage.fileio import open_for_reading
 
 logger = logging.getLogger(__name__)
@@ -134,10 +135,16 @@ def packed_suffix(name: str) -> str:
     return next((suffix for suffix in PACKED_SUFFIXES if name.lower().endswith(suffix)), "")
 
 
-def lines_of(file: BinaryIO, limit: int) -> Iterator[tuple[int, bytes | None]]:
-    """Yield each line with its number from 1 and its line end; None instead of a line of more than `limit` bytes."""
+def lines_of(
+    file: BinaryIO, limit: int, share: Share = WHOLE_FILE, skip_to: int = 0
+) -> Iterator[tuple[int, bytes | None]]:
+    """Yield lines with their numbers from 1 and their line ends; None instead of a line of more than `limit` bytes.
+
+    share: which lines. skip_to: the lines up to this number are left out.
+    """
     for first, lines in line_blocks(file, limit):
-        yield from enumerate(lines, first)
+        numbers = share.numbers(max(first, skip_to + 1), first + len(lines))
+        yield from zip(numbers, lines[numbers.start - first :: numbers.step], strict=True)
 
 
 def line_blocks(file: BinaryIO, limit: int) -> Iterator[tuple[int, list[bytes | None]]]:

@@ -83,6 +83,16 @@ def once_each(paths: Iterable[Path]) -> dict[str, Path]:
     return {real: same[0] if len(same) == 1 else min(same, key=_num_links) for real, same in names.items()}
 
 
+def in_order(files: Iterable[Path], *folders: Path) -> tuple[list[Path], Path]:
+    """Return absolute files, each once, and the folder above them and `folders`.
+
+    They are sorted by the bytes of their paths below it, so that the same files elsewhere have the same order.
+    """
+    once = set(files)
+    root = Path(os.path.commonpath([*(path.parent for path in once), *folders]))
+    return sorted(once, key=lambda path: os.fsencode(path.relative_to(root))), root
+
+
 def _num_links(path: Path) -> tuple[int, int, bytes]:
     return sum(map(os.path.islink, (path, *path.parents))), len(path.parts), os.fsencode(path)
 

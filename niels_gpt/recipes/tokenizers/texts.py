@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from niels_gpt.data.exclude import read_exclusion
 from niels_gpt.data.sources import SOURCES
 from niels_gpt.interrupts import ended_at_once
 from niels_gpt.recipes import sources
-from niels_gpt.recipes.resolve import resolve_source
+from niels_gpt.recipes.resolve import ResolvedSource, resolve_source
 from niels_gpt.recipes.tokenizers.change import warn_of_little_text
 from niels_gpt.recipes.user_sources import text_sources
 from niels_gpt.settings import Settings
@@ -89,7 +90,7 @@ def was_trained_by(settings: Settings, meta: Mapping[str, Any]) -> bool:
 def source_state(settings: Settings, name: str) -> str | None:
     """Return the fingerprint of a source that failed: when it changes, training is tried again. None if unknown."""
     try:
-        return str(resolve_source(settings, name).provenance(None, ask_hub=False)["fingerprint"])
+        return str(_resolved(settings, name).provenance(None, ask_hub=False)["fingerprint"])
     except (OSError, ValueError):
         return None
 
@@ -136,7 +137,7 @@ def _texts(
 
 
 def _texts_of(settings: Settings, name: str, fingerprints: dict[str, str]) -> Iterator[str]:
-    source = resolve_source(settings, name)
+    source = _resolved(settings, name)
     if source.stub:
         raise FileNotFoundError(f"{name} is a stub here")
     revision = None
@@ -146,3 +147,8 @@ def _texts_of(settings: Settings, name: str, fingerprints: dict[str, str]) -> It
         provenance = source.provenance(None)
         revision, fingerprints[name] = provenance["revision"], str(provenance["fingerprint"])
     return sources.training_texts(settings, source, revision)
+
+
+def _resolved(settings: Settings, name: str) -> ResolvedSource:
+    # A tokenizer is trained on whole sources: partitions do not change which one it is.
+    return resolve_source(replace(settings, partitions=1), name)
