@@ -1,7 +1,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-EXTRAS ?= dev,dagster,eagle3,fast
+EXTRAS ?= dev,dagster,dask,eagle3,fast
 # Processes of `make test`: one for each core that it may use, four at most; 0 is the one of pytest itself.
 PYTEST_WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(4, len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()))")
 

@@ -26,6 +26,7 @@ from niels_gpt.storage.errors import CacheError
 
 EXTRAS = {
     "dagster": ("dagster", "caches as Dagster assets, its UI and schedules"),
+    "dask": ("distributed", "partitions of a cache on many machines: build --dask"),
     "eagle3": ("transformers", "target models and chat templates of the Hugging Face hub; eagle3 precompute"),
     "fast": ("gigatoken", "the fast engine for BPE tokenizers: builds many times as fast"),
     "plot": ("matplotlib", "pictures: stats --plot, tree stats --plot"),
