@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
 from types import FrameType
 from typing import Any
 
@@ -63,6 +64,17 @@ def ended_at_once() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def sigint_blocked() -> Iterator[None]:
+    """Start processes and threads in the block that never receive Ctrl-C, which this process handles."""
+    resource_tracker.ensure_running()  # or the first spawn does that, and unblocks the signal
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def say_interrupted(error: KeyboardInterrupt, kept: str = "") -> None:

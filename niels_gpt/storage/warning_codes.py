@@ -191,10 +191,22 @@ the split of chats needs all chats, and trees need all messages.
 > Nothing: the same command builds all of it on this machine.
 = sft/oasst1: built whole, without partitions: only pretrain caches that hold text have partitions
 
+W506 partition-elsewhere
+A worker of Dask died while it built a partition. Another worker resumes the partition where it stopped.
+> Nothing. If it happens often, give the workers more memory.
+= pretrain/notes: worker tcp://10.0.0.7:41355 died while it built partition 3; another one resumes it (death 1 of at
+most 3)
+
 W507 other-plan
 Partitions of the same cache are there that belong to another plan: of other settings, or of other text. Nothing of
 them is used.
 > Nothing, if the change was meant: `niels-gpt gc` removes the old plan. Else run the command in the message.
+
+W508 worker-left-out
+A worker of Dask that came later cannot build this cache: it runs another version of the program, or does not see the
+same folders. The other workers build.
+> Correct what the message names, and start that worker again.
+= tcp://10.0.0.5:8786: left out: worker tcp://10.0.0.9:38211: it does not see the current folder /shared/project
 
 W601 hub-retry
 A request to the Hugging Face hub failed and is repeated after a pause.

@@ -30,6 +30,7 @@ from niels_gpt.eagle3.produce.forward import PlannedForward
 from niels_gpt.eagle3.produce.native_forward import NativeForward
 from niels_gpt.eagle3.produce.shards import Written, make_shards
 from niels_gpt.eagle3.produce.trial import Found, try_target
+from niels_gpt.interrupts import sigint_blocked
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ def try_in_subprocess(plan: Plan, samples: Samples, load: Load, *, start: str) -
     context = multiprocessing.get_context(start)
     ours, theirs = context.Pipe()
     process = context.Process(target=_try_for_parent, args=(plan, samples, load, theirs), daemon=True)  # type: ignore[attr-defined]
-    with _sigint_blocked():
+    with sigint_blocked():
         process.start()
     theirs.close()
     try:
@@ -113,7 +114,7 @@ def run_workers(job: Job, shards: Sequence[int], workers: int, written: Written,
             ours, theirs = context.Pipe()
             arguments = (Job(job.cache_dir, job.plan, job.load, job.weights and not number), number, theirs)
             process = context.Process(target=_work, args=arguments, daemon=True)  # type: ignore[attr-defined]
-            with _sigint_blocked():
+            with sigint_blocked():
                 process.start()
             theirs.close()
             running[ours] = process
@@ -233,13 +234,3 @@ def torch_threads(number: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextmanager
-def _sigint_blocked() -> Iterator[None]:
-    """Start processes in the block that never receive Ctrl-C, which the parent handles."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
