@@ -332,10 +332,8 @@ lease lasts. Run the same command again
 E513 dask-workers
 A build on Dask has no scheduler or no worker, a worker does not see what the command sees, or too many workers died
 with the same partition. Finished partitions stay.
-> Start workers, or correct what the message names, and run the same command again. Workers that die most often need
-more memory.
-= tcp://10.0.0.5:8786: no worker for 60 s. Start workers, and run the same command again: dask worker
-tcp://10.0.0.5:8786
+> Start workers, or correct what the message names, and run the same command again. Workers may need more memory.
+= tcp://10.0.0.5:8786: no worker for 60 s. Start some, and run the same command again: dask worker tcp://10.0.0.5:8786
 
 E601 hub-unreachable
 The Hugging Face hub could not be reached, or did not answer after several attempts.

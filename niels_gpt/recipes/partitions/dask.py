@@ -172,7 +172,7 @@ class _Workers:
         if fit:
             self._seen_at = now
         elif now - self._seen_at > PATIENCE_S:
-            remedy = f"Start workers, and run the same command again: dask worker {self._where}"
+            remedy = f"Start some, and run the same command again: dask worker {self._where}"
             raise CacheError(self._where, f"no worker for {PATIENCE_S:.0f} s", "", remedy, code="E513")
         return fit
 
