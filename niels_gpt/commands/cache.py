@@ -77,11 +77,18 @@ niels-gpt build --all --source-root MIRROR --dry-run   what would be built, and 
 )
 @option("--all", "is_all", is_flag=True, help="every cache of tokens; eagle3/targets is built by Dagster", panel="What")
 @option("--partition", type=int, metavar="I", help="build partition I alone, from 0, of --partitions", panel="Build")
+@option(
+    "--dask",
+    metavar="WHERE",
+    help="build --partitions on the workers of a Dask cluster: tcp://HOST:PORT, or local:N for N processes here",
+    panel="Build",
+)
 @_how_to_build
 def build(
     source: tuple[str, ...],
     is_all: bool,
     partition: int | None,
+    dask: str | None,
     dry_run: bool,
     refresh: bool,
     restart: bool,
@@ -89,15 +96,18 @@ def build(
 ) -> Result:
     """Build what was named."""
     from niels_gpt.commands.build import build_caches
-    from niels_gpt.commands.partitions import build_one
+    from niels_gpt.commands.partitions import build_one, on_dask
 
     if is_all and (source or partition is not None):
         other = f"{source[0]} is named" if source else "--partition is of one of them"
         raise click.UsageError(f"--all builds every source, and {other} too: leave out one of them")
     settings, chosen = settings_of(given), None if is_all else source
+    if partition is not None and dask is not None:
+        raise click.UsageError("--partition builds one partition here, and --dask all of them elsewhere: leave out one")
     if partition is not None and not dry_run:
         return build_one(settings, source, partition, refresh=refresh, restart=restart)
-    return build_caches(settings, chosen, dry_run=dry_run, refresh=refresh, restart=restart)
+    elsewhere = None if dask is None else on_dask(settings, dask)
+    return build_caches(settings, chosen, dry_run=dry_run, refresh=refresh, restart=restart, in_partitions=elsewhere)
 
 
 @command("build-all", "Build every cache of tokens; not eagle3/targets, which Dagster builds.", kept=KEPT)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from rich_click import argument, option
@@ -11,6 +12,7 @@ from rich_click import argument, option
 from niels_gpt.commands.console import Result, command, print_warning, progress_bar, say
 from niels_gpt.commands.settings_flags import settings_of, settings_options, source_names
 from niels_gpt.display.numbers import many
+from niels_gpt.recipes.run_recipe import Outcome
 from niels_gpt.settings import Settings, UsageError
 from niels_gpt.storage.remedies import build_command
 
@@ -70,6 +72,19 @@ def build_one(settings: Settings, sources: Sequence[str], number: int, *, refres
         say(f"{key}: {len(left):,} of {many(plan.total, 'partition')} {'is' if len(left) == 1 else 'are'} not finished")
     seals = "" if left else build_command(settings, key, verb="seal")
     return Result({**data, "sealed": False, "unfinished": left}, next=seals)
+
+
+def on_dask(settings: Settings, where: str) -> Callable[..., Outcome]:
+    """Return what builds and seals a cache in partitions on a Dask cluster, for `build_caches`.
+
+    Raises: UsageError for settings without partitions; as `check_where`.
+    """
+    from niels_gpt.recipes.partitions.dask import build_on_dask, check_where
+
+    if settings.partitions < 2:
+        raise UsageError(f"--dask {where}: a worker builds partitions. Pass --partitions P too, 2 or more")
+    check_where(where)
+    return partial(build_on_dask, where=where)
 
 
 def _partitioned_key(settings: Settings, sources: Sequence[str]) -> str:

@@ -61,7 +61,7 @@ def build_on_dask(
         first one; as `prepare` and `seal_cache`.
     """
     begin = time.perf_counter()
-    _check(where)
+    check_where(where)
     plan = prepare(settings, name, refresh=refresh)
     if plan is not None:
         states = [each for each in partition_states(plan) if each.number >= 0]
@@ -75,7 +75,8 @@ def build_on_dask(
     return outcome if outcome.reused else replace(outcome, seconds=time.perf_counter() - begin)
 
 
-def _check(where: str) -> None:
+def check_where(where: str) -> None:
+    """Raise UsageError for what is no address of Dask, and ImportError without the extra `dask`."""
     if not (_LOCAL.fullmatch(where) or re.fullmatch(r"[a-z]+://\S+", where)):
         raise UsageError(f"--dask {where}: expected tcp://HOST:PORT, the address of a scheduler, or local:N")
     try:
