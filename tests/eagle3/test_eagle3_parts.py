@@ -24,6 +24,7 @@ from niels_gpt.eagle3.parts.seal import seal
 from niels_gpt.eagle3.produce.join import join
 from niels_gpt.eagle3.produce.producer import produce
 from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.locks import apply_lock_setting, is_leased
 
 FORMS: dict[str, dict[str, Any]] = {"dense": {}, "native": NATIVE}
 FORK = multiprocessing.get_context("fork")
@@ -123,6 +124,16 @@ def test_a_part_that_was_killed_is_made_elsewhere_while_others_run(
     process.join()
     assert make(folder, (2, 3), form) == 1 and seal(folder).is_new
     assert whole_tree(folder) == whole
+
+
+def test_leases_leave_nothing_in_the_sealed_folder(tmp_path: Path, form: str, whole: dict[str, bytes]) -> None:
+    folder = tmp_path / "c"
+    apply_lock_setting(folder, "lease")
+    for number in (1, 2):
+        assert make(folder, (number, 2), form) == 3 - number
+    with part_lock(folder, (1, 4)):
+        assert is_leased(folder / PARTS_NAME / "1-of-4.lock")
+    assert seal(folder).is_new and whole_tree(folder) == whole
 
 
 def test_parts_of_other_numbers_and_a_run_without_parts_go_on(

@@ -29,7 +29,7 @@ from niels_gpt.tokenizer import SentencePieceTokenizer
 TOLD = ("target: ", "tokenizing: ", "hint: ")
 FLAGS = """
 --target-model --revision --input-data --source-root --output-dir --seq-length --draft-vocab-size --draft-vocab-from
---target-probs-topk --batch-size --max-batch-tokens --shard-size --dtype --format --aux-layers --workers --part
+--target-probs-topk --batch-size --max-batch-tokens --shard-size --dtype --format --aux-layers --workers --part --lock
 --aux-dtype --shard-bytes --resume --dry-run --device --compute-dtype --chat-template --show --attention --threads
 --limit
 """

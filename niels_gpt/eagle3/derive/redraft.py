@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 
 from niels_gpt.eagle3.format.convert import content_sha256, eagle3_meta
 from niels_gpt.eagle3.format.layout import (
-    LOCK_NAME,
     MANIFEST_NAME,
     SHARD_NAME,
     SIDECAR,
     PathLike,
+    is_lock,
     open_file,
     refuse_links,
     shard_path,
@@ -145,7 +145,7 @@ def _take_files(folder: Path, to: Path, *, out: Path, copy: bool, follow_links: 
     """
     fileio.make_dir(to / SIDECAR)
     names = [Path(entry.name) for entry in folder.iterdir() if SHARD_NAME.match(entry.name)]
-    names += [Path(SIDECAR, entry.name) for entry in (folder / SIDECAR).iterdir() if entry.name != LOCK_NAME]
+    names += [Path(SIDECAR, entry.name) for entry in (folder / SIDECAR).iterdir() if not is_lock(entry.name)]
     linked = 0
     total = 0
     for name in sorted([*names, Path(WEIGHTS_NAME)]):

@@ -41,6 +41,7 @@ WEIGHTS_NAME = "target_weights.safetensors"
 _WRITTEN = (MANIFEST_NAME, EMBEDDINGS_NAME, WEIGHTS_NAME, META_NAME)
 LOCK_NAME = "lock"
 """In the sidecar: locked by the process that writes the cache."""
+_LOCK_FILE = re.compile(r"lock(\.[1-9][0-9]{0,8})?")
 
 # safetensors' names, in the order in which it lays tensors out: by descending alignment, then by name.
 _TYPES = {
@@ -134,6 +135,11 @@ def layout_like(tensors: Mapping[str, torch.Tensor]) -> Layout:
         if tensor.dtype != dtype or tuple(tensor.shape) != (rows, *shape):
             raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {[rows, *shape]}")
     return layout
+
+
+def is_lock(name: str) -> bool:
+    """Return whether a file of the sidecar is the lock or a lease of it, which are no part of a cache."""
+    return _LOCK_FILE.fullmatch(name) is not None
 
 
 def shard_path(cache_dir: PathLike, shard_index: int) -> str:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from niels_gpt.eagle3.format.convert import content_sha256, file_sha256
 from niels_gpt.eagle3.format.layout import (
-    LOCK_NAME,
     MANIFEST_NAME,
     SIDECAR,
+    is_lock,
     open_file,
     read_meta_bytes,
     shard_path,
@@ -81,7 +81,8 @@ def unused_files(cache: OpenCache) -> Iterator[CacheError]:
                 )
             elif (
                 folder != cache.folder
-                and path.name not in (*cache.planned, LOCK_NAME)
+                and path.name not in cache.planned
+                and not is_lock(path.name)
                 and not _RECEIPT.fullmatch(path.name)
             ):
                 yield CacheError(path, "no file of a cache. It is not read", code="E701")

@@ -1,7 +1,8 @@
 """`.parts` of an unfinished cache: the locks of its parts, and what all machines that make them have in common.
 
     DIR/.parts/settings.json   the code of the machine that fixed the plan, and its command
-    DIR/.parts/1-of-4.lock     held by the process that makes part 1 of 4; the file stays until the cache is sealed
+    DIR/.parts/1-of-4          empty: part 1 of 4 was started
+    DIR/.parts/1-of-4.lock     held by the process that makes it
     DIR/.parts/weights.lock    held by the process that writes the target's weights
 
 A part's lock is taken while the folder's own lock is held. So a process that holds the folder's lock, and finds no part
@@ -24,15 +25,20 @@ from niels_gpt.eagle3.format.plan import differing_fields
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import canonical_json, write_bytes
-from niels_gpt.storage.locks import file_lock, refuse_if_held
+from niels_gpt.storage.locks import file_lock, lock_kind, refuse_if_held
+from niels_gpt.storage.locks.folder import LEASE, MARKER
 from niels_gpt.storage.meta_json import parse_object, read_regular, shortened
 
 Part = tuple[int, int]
 """(i, N): the shards whose index divided by N leaves i - 1."""
 PARTS_NAME = ".parts"
 _SETTINGS, _WEIGHTS_LOCK = "settings.json", "weights.lock"
-_LOCK = re.compile(r"([1-9][0-9]{0,8})-of-([1-9][0-9]{0,8})\.lock")
-_LEFTOVER = re.compile(r"\.settings\.json\.[0-9a-f]{8}\.tmp")
+_WEIGHTS_STATE = "the target's weights are being written"
+_PART = re.compile(r"([1-9][0-9]{0,8})-of-([1-9][0-9]{0,8})")
+_OWN = re.compile(
+    rf"{_PART.pattern}|({_PART.pattern}|weights)\.lock(\.[1-9][0-9]{{0,8}})?|settings\.json"
+    rf"|\.({_PART.pattern}|settings\.json)\.[0-9a-f]{{8}}\.tmp"
+)
 _COMMAND = ("niels-gpt", "eagle3", "precompute")
 _MOST_BYTES = 1 << 16
 
@@ -49,7 +55,7 @@ def has_parts(folder: Path) -> bool:
 
 def known_parts(folder: Path) -> list[Part]:
     """Return the parts that were ever started in a folder, by N and i. Raises: CacheError as `_checked`."""
-    found = (_LOCK.fullmatch(name) for name in _names(folder))
+    found = (_PART.fullmatch(name) for name in _names(folder))
     parts = [(int(match[1]), int(match[2])) for match in found if match]
     return sorted((part for part in parts if part[0] <= part[1]), key=lambda part: part[::-1])
 
@@ -61,14 +67,28 @@ def refuse_running(folder: Path, part: Part | None = None) -> None:
     """
     for other in known_parts(folder):
         if part is None or (other[0] - part[0]) % gcd(other[1], part[1]) == 0:
-            refuse_if_held(_lock_path(folder, other), folder, _state(other))
+            _refuse_if_held(_lock_path(folder, other), folder, _state(other))
     if part is None:
-        refuse_if_held(_checked(folder) / _WEIGHTS_LOCK, folder, "the target's weights are being written")
+        _refuse_if_held(_checked(folder) / _WEIGHTS_LOCK, folder, _WEIGHTS_STATE)
+
+
+def _refuse_if_held(lock: Path, folder: Path, state: str) -> None:
+    try:
+        refuse_if_held(lock, folder, state)
+    except CacheError as error:
+        if error.code != "E503" or lock_kind(lock) != LEASE:
+            raise
+        with file_lock(lock, folder, state, wait=False):  # a minute shows whether another machine's lease has run out
+            pass
 
 
 @contextmanager
 def part_lock(folder: Path, part: Part) -> Iterator[None]:
-    """Hold a part. Raises: CacheError where another process holds it."""
+    """Hold a part, and note that it was started. Raises: CacheError where another process holds it."""
+    note = _checked(folder) / f"{part[0]}-of-{part[1]}"
+    fileio.make_dir(note.parent)
+    if not os.path.lexists(note):
+        write_bytes(note, b"")
     with file_lock(_lock_path(folder, part), folder, _state(part), wait=False):
         yield
 
@@ -76,10 +96,9 @@ def part_lock(folder: Path, part: Part) -> Iterator[None]:
 @contextmanager
 def weights_claim(folder: Path) -> Iterator[bool]:
     """Yield whether this process is to write the target's weights: no other one holds the claim."""
-    state = "the target's weights are being written"
     with ExitStack() as held:
         try:
-            held.enter_context(file_lock(_checked(folder) / _WEIGHTS_LOCK, folder, state, wait=False))
+            held.enter_context(file_lock(_checked(folder) / _WEIGHTS_LOCK, folder, _WEIGHTS_STATE, wait=False))
             is_ours = True
         except CacheError as error:
             if error.code != "E503":
@@ -183,14 +202,12 @@ def remove_parts(folder: Path) -> None:
     Raises: CacheError where it holds a file that no part made; nothing is removed then.
     """
     names = _names(folder)
-    own = {_SETTINGS, _WEIGHTS_LOCK}
-    if foreign := [
-        name for name in names if name not in own and not _LOCK.fullmatch(name) and not _LEFTOVER.match(name)
-    ]:
+    if foreign := [name for name in names if not _OWN.fullmatch(name)]:
         raise CacheError(
             folder / PARTS_NAME / foreign[0], "no file of a part", remedy="Move it away, and seal again", code="E712"
         )
     if os.path.lexists(folder / PARTS_NAME):
+        fileio.remove(folder / MARKER)  # how it is locked: written for the parts, and no file of a cache
         fileio.remove(folder / PARTS_NAME)
         fileio.fsync_dir(folder)
 

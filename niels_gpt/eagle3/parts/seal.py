@@ -26,7 +26,7 @@ from niels_gpt.progress import Progress
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import sha256_file
-from niels_gpt.storage.locks import file_lock
+from niels_gpt.storage.locks import check_lease, file_lock
 
 _MOST_SHARDS, _MOST_COMMANDS = 12, 24
 
@@ -69,7 +69,8 @@ def seal(cache_dir: PathLike, *, progress: Progress | None = None) -> Sealed:
             remedy=f"Run a part: {part_command(folder, (1, 2))}",
             code="E712",
         )
-    with file_lock(folder / SIDECAR / LOCK_NAME, folder, "is being written", wait=False):
+    lock = folder / SIDECAR / LOCK_NAME
+    with file_lock(lock, folder, "is being written", wait=False):
         refuse_running(folder)
         plan, parts = _plan(folder), known_parts(folder)
         meta = complete_meta(folder, plan)
@@ -77,6 +78,7 @@ def seal(cache_dir: PathLike, *, progress: Progress | None = None) -> Sealed:
             _refuse_bad(folder, parts, list(_bad_shards(folder, plan, progress)))
             for path in leftovers(folder):
                 fileio.remove(path)
+            check_lease(lock)
         sealed = Sealed(finish(folder, plan), is_new=True) if meta is None else Sealed(meta, is_new=False)
         remove_parts(folder)
         return sealed

@@ -8,7 +8,7 @@ from typing import Any
 
 from niels_gpt.eagle3.format.convert import content_sha256
 from niels_gpt.eagle3.format.embeddings import has_embeddings
-from niels_gpt.eagle3.format.layout import EMBEDDINGS_NAME, LOCK_NAME, MANIFEST_NAME, SIDECAR, shard_path
+from niels_gpt.eagle3.format.layout import EMBEDDINGS_NAME, MANIFEST_NAME, SIDECAR, is_lock, shard_path
 from niels_gpt.eagle3.format.manifest import manifest_bytes
 from niels_gpt.eagle3.format.native.shard_reader import map_shard
 from niels_gpt.eagle3.format.native.weights import WEIGHTS_NAME, has_weights
@@ -62,7 +62,7 @@ def describe(folder: Path, plan: Plan) -> dict[str, Any]:
     topk = 0 if plan.is_native else plan.layout.topk
     kept = None if topk == 0 or not positions else sum(each["kept_mass"] for each in facts) / positions
     draft_mass = None if plan.is_native or not supervised else sum(each["draft_mass"] for each in facts) / supervised
-    sidecar = sorted(entry.name for entry in (folder / SIDECAR).iterdir() if entry.name != LOCK_NAME)
+    sidecar = sorted(entry.name for entry in (folder / SIDECAR).iterdir() if not is_lock(entry.name))
     weights = WEIGHTS_NAME if plan.is_native else EMBEDDINGS_NAME
     names = (MANIFEST_NAME, weights, *(f"{SIDECAR}/{name}" for name in sidecar))
     files: list[dict[str, Any]] = [

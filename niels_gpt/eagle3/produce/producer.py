@@ -50,7 +50,7 @@ from niels_gpt.progress import Progress
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, sha256_file, write_bytes
-from niels_gpt.storage.locks import file_lock
+from niels_gpt.storage.locks import check_lease, file_lock
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,8 @@ def _whole(
     folder: Path, plan: Plan, samples: Samples, make: Callable[..., None], *, resume: bool, named: Path | None
 ) -> tuple[dict[str, Any], int, bool]:
     """Make all that is missing; return meta.json, the number of shards made, and whether meta.json was written."""
-    with file_lock(folder / SIDECAR / LOCK_NAME, folder, "is being written", wait=False):
+    lock = folder / SIDECAR / LOCK_NAME
+    with file_lock(lock, folder, "is being written", wait=False):
         refuse_running(folder)
         done = finished_shards(folder, plan, resume=resume)  # another run may have ended meanwhile
         left = [shard for shard in range(plan.num_shards) if shard not in done]
@@ -130,6 +131,7 @@ def _whole(
             with _cleaned_up(folder, plan):
                 write_plan(folder, plan, samples)
                 make(left)
+                check_lease(lock)
                 meta = finish(folder, plan, named)
         remove_parts(folder)
         return meta, len(left), is_described
@@ -145,9 +147,9 @@ def _part(
     command: Sequence[str],
 ) -> int:
     """Make what is missing of a part; return the number of shards made. Other parts may be made at the same time."""
-    wanted = shards_of_part(plan.num_shards, part)
+    wanted, lock = shards_of_part(plan.num_shards, part), folder / SIDECAR / LOCK_NAME
     with ExitStack() as held:
-        with file_lock(folder / SIDECAR / LOCK_NAME, folder, "is being written", wait=True):
+        with file_lock(lock, folder, "is being written", wait=True):
             refuse_running(folder, part)
             done = finished_shards(folder, plan, resume=True, part=part)
             left = [shard for shard in wanted if shard not in done]
@@ -155,6 +157,7 @@ def _part(
                 return 0  # another machine has made them meanwhile
             refuse_other_manifest(folder, plan, part)
             refuse_other_code(folder, code)
+            check_lease(lock)
             with _cleaned_up(folder, plan, wanted):
                 write_plan(folder, plan, samples, wanted)
                 fix_settings(folder, code, command)

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.eagle3.format.layout import (
-    LOCK_NAME,
     SIDECAR,
     PathLike,
+    is_lock,
     read_file,
     read_meta_bytes,
     refuse_links,
@@ -38,6 +38,8 @@ _LEFTOVER = re.compile(
     r"\.(shard-([0-9]{6})\.(safetensors|json)|(manifest|meta|plan|embeddings|weights)\.json"
     r"|target_(embeddings|weights)\.safetensors|samples\.safetensors|ids\.txt|batches\.jsonl)\.[0-9a-f]{8}\.tmp"
 )
+_OF_LOCKS = re.compile(r"\.locks\.json|\.probe-[0-9a-f]{8}")
+"""How a folder is locked, and what another machine tries there at this moment."""
 _FRESH = "Name a fresh folder, or remove this one"
 _ORIGINAL = "Run it with the original settings"
 _RESUMED = "--resume was requested, but "
@@ -319,9 +321,9 @@ def _refuse_foreign(cache_dir: PathLike) -> None:
         return
     if not folder.is_dir():
         raise CacheError(folder, "is no folder", "one for the cache", "Name a fresh folder", code="E704")
-    paths = [path for path in folder.iterdir() if path != sidecar]
+    paths = [path for path in folder.iterdir() if path != sidecar and not _OF_LOCKS.fullmatch(path.name)]
     if sidecar.is_dir() and not sidecar.is_symlink():
-        paths += [path for path in sidecar.iterdir() if path.name != LOCK_NAME]
+        paths += [path for path in sidecar.iterdir() if not is_lock(path.name)]
     elif os.path.lexists(sidecar):
         paths.append(sidecar)
     foreign = [str(path.relative_to(folder)) for path in paths if not _LEFTOVER.fullmatch(path.name)]

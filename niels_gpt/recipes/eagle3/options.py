@@ -165,6 +165,13 @@ class Options:
         "`eagle3 seal DIR` finishes it. Continues what is there",
         metavar="i/N",
     )
+    lock: str = _option(
+        "auto",
+        _HOW,
+        "how machines that make parts lock DIR: flock, lease (where flock does not reach other machines), or auto, as "
+        "the folder says, flock at first",
+        choices=("auto", "flock", "lease"),
+    )
     resume: bool = _option(False, _HOW, "continue the cache in DIR if its plan is the same (default: refuse)")
 
     def __post_init__(self) -> None:

@@ -345,8 +345,15 @@ def carry_out(
 ) -> Produced:
     """Make the cache in a folder, or what is missing of it. named, command, progress, Raises: as `produce`."""
     from niels_gpt.eagle3.produce.producer import produce
+    from niels_gpt.recipes.partitions.shared import check_shared_folder, code_identity
+    from niels_gpt.storage.locks import apply_lock_setting
 
-    options, run = prepared.resolved.options, prepared.resolved.run
+    options, run, code = prepared.resolved.options, prepared.resolved.run, None
+    if options.lock != "auto":
+        apply_lock_setting(Path(folder), options.lock)
+    if options.part is not None:
+        code = code_identity()
+        check_shared_folder(Path(folder))
     load = partial(
         open_target,
         name=options.target_model,
@@ -363,6 +370,7 @@ def carry_out(
         workers=options.workers,
         resume=resume,
         part=options.part_numbers,
+        code=code,
         command=command,
         progress=progress,
     )

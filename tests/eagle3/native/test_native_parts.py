@@ -119,7 +119,7 @@ def test_the_commands_make_parts_and_join_them(
         what = ["--shard-bytes", "20000", "--part", f"{number}/2", "--output-dir", str(tmp_path / f"{number}")]
         status, out, errors = native_run(*what)
         assert status == 0 and "The cache is not finished: make the other parts" in out, errors
-        assert f"to make in part {number}/2" in out and "niels-gpt eagle3 join OUT " in out
+        assert f"to make in part {number}/2" in out and "niels-gpt eagle3 seal " in out
     assert main(["join", str(tmp_path / "c"), str(tmp_path / "1"), str(tmp_path / "2")]) == 0
     assert "bytes are shared with the parts" in capsys.readouterr().out
     assert native_run("--shard-bytes", "20000", "--output-dir", str(tmp_path / "d"))[0] == 0
