@@ -32,6 +32,7 @@ _DOCUMENT_BYTES = 96  # its start, twice; its digest; its id, and an example's t
 _PROBE_BYTES = 1 << 18  # read from a file to see how long its lines are
 _LONGER_ROWS = 2  # the rows after the probe may be shorter by this factor
 _SFT_COPIES = 2  # the ids of all examples, and of each split
+_INDEX_COPIES = 2  # of a partitioned cache: of each partition, and of all when they are sealed; shards are linked
 _ID_BYTES = 2  # of disk for a byte of recorded ids or floats: four for "1,"
 _TEMPLATE_TOKENS = 512  # that a chat template adds to a chat, at most on average
 _LOSS_BYTES = 2  # of a token of a cache with loss bits: a byte until the splits are made, and a bit
@@ -76,7 +77,7 @@ def needed_bytes(settings: Settings, source: ResolvedSource, vocab_size: int | N
         else:
             tokens, least_tokens, rows = budget, budget, budget // _MIN_HUB_DOCUMENT_TOKENS
     least_bytes, most_bytes = (token_dtype(vocab_size or ids).itemsize for ids in (1, MAX_IDS))
-    most = most_bytes * tokens * copies + _DOCUMENT_BYTES * rows
+    most = most_bytes * tokens * copies + _DOCUMENT_BYTES * rows * (1 if settings.partitions < 2 else _INDEX_COPIES)
     if spec.family == "sft" and settings.chat_template is not None:
         added = _TEMPLATE_TOKENS * rows
         most += (most_bytes * copies) * added + _LOSS_BYTES * (tokens + added)

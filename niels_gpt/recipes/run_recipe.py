@@ -9,13 +9,15 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from niels_gpt.builders.journal import sealed_builds, unfinished_builds
 from niels_gpt.builders.meta_keys import BUILDER_VERSION, FORMAT_VERSION, Source
+from niels_gpt.builders.partitions.plan import plans_of
+from niels_gpt.builders.partitions.seal import discard_plan
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.cache.meta import find_meta, read_meta
 from niels_gpt.data.exclude import read_exclusion
@@ -26,6 +28,7 @@ from niels_gpt.recipes.user_sources import stated_credit
 from niels_gpt.settings import Settings, usable_cores
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, canonical_json, write_bytes
+from niels_gpt.storage.locks import apply_lock_setting
 from niels_gpt.storage.meta_json import (
     file_records,
     meta_bytes,
@@ -210,15 +213,10 @@ def is_current(path: Path, fingerprint: str) -> bool:
     try:
         if sha256_regular(version / META_NAME) != recipe.get("meta_sha256"):
             return False  # damaged, or written by a builder that records no recipe
-        return has_its_files(version, read_meta(str(meta_path)))
+        records = file_records(read_meta(str(meta_path)), str(meta_path))
+        files = {path_inside(version, record["name"]): record["bytes"] for record in records}
     except CacheError:
         return False
-
-
-def has_its_files(version: Path, meta: Mapping[str, Any]) -> bool:
-    """Whether the files in a folder have the sizes in its meta. Raises: CacheError for malformed names and sizes."""
-    records = file_records(meta, str(version / META_NAME))
-    files = {path_inside(version, record["name"]): record["bytes"] for record in records}
     sizes = {file: file.lstat().st_size for file in files if file.is_file()}  # path_inside has refused links
     return sizes == files
 
@@ -226,14 +224,18 @@ def has_its_files(version: Path, meta: Mapping[str, Any]) -> bool:
 def restart(settings: Settings, key: str) -> None:
     """Make the next build of the cache `key` start from scratch.
 
-    Unfinished builds are removed, whatever their settings. A committed cache stays readable but is no longer current.
-    Raises: CacheError if it is being built.
+    Unfinished builds and partitions are removed, whatever their settings. A committed cache stays readable but is no
+    longer current. Raises: CacheError if it, or a partition, is being built.
     """
     path = cache_root(settings) / key
+    apply_lock_setting(cache_root(settings), settings.lock)
     if not versions_dir(path).is_dir():
         return
     with build_lock(path) as folder:
         discard_unfinished(folder)
+        for plan in plans_of(path):
+            if not discard_plan(plan):
+                raise CacheError(plan.folder, "a partition is being built", remedy="Wait for it", code="E503")
         known = recorded_recipe(path)
         if known.pop("fingerprint", None) is not None:  # the hub's revision in it stays
             write_bytes(folder / RECIPE_NAME, canonical_json(known))
@@ -259,6 +261,7 @@ def run_recipe(
         One of another dataset, or of files, is ignored.
     tokenizer, tokenizer_folder: to encode with, and the folder that it was opened in; None for recorded ids.
     """
+    apply_lock_setting(cache_root(settings), settings.lock)
     with Measurement() as measurement:
         path = cache_root(settings) / key
         unfinished = _unfinished_provenance(source, path, recipe_settings(settings, reads, tokenizer))
@@ -328,10 +331,7 @@ class AskedCache:
             refuse_without_room(self.settings, cache_root(self.settings), needs, unfinished_bytes(self.path))
 
     def described(self, *flags: str) -> Source:
-        """Return what meta.json says of the source. flags: of the command that builds from scratch, before --restart.
-
-        Its counters are new, and a Counter, for the loader to write.
-        """
+        """Return what meta.json says of the source. flags: of the command from scratch, before --restart."""
         exclude = {} if self.settings.exclude is None else {"exclude": read_exclusion(self.settings.exclude).facts}
         return Source(
             self.source.dataset,

@@ -29,6 +29,7 @@ from niels_gpt.storage import versions
 from niels_gpt.storage.codes import coded
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, write_bytes
+from niels_gpt.storage.locks import apply_lock_setting
 from niels_gpt.storage.meta_json import checked_sha256, file_records, meta_bytes, parse_object, resolved
 from niels_gpt.storage.remedies import build_command
 from niels_gpt.tokenizer import load_tokenizer
@@ -93,6 +94,7 @@ def stage_tokenizer(
         kind, damaged, or trained on the sample where the text is not; ConnectionError for a hub that cannot be reached:
         a tokenizer outlives an outage; ValueError where there is no text to train on, and for what the hub refuses.
     """
+    apply_lock_setting(cache_root(settings), settings.lock)
     path = folder = cache_root(settings) / TOKENIZER_KEY
     with Measurement() as measurement:
         meta = _installed_for(settings, path, refresh)

@@ -101,7 +101,7 @@ def test_a_build_prints_the_warnings_of_its_checks_and_fails_where_one_blocks(
     assert f"{tokens}: sha256 " in capsys.readouterr().err
 
 
-CHOSEN = {"on_special": "text", "engine": "reference", "tokenizer_kind": "bpe", "loss_on": "last"}
+CHOSEN = {"on_special": "text", "engine": "reference", "tokenizer_kind": "bpe", "loss_on": "last", "lock": "lease"}
 
 
 def test_every_setting_of_a_build_has_a_flag_that_reaches_it() -> None:

@@ -207,7 +207,13 @@ def test_json_of_every_command_is_one_object(
         capsys.readouterr()
         assert main([*name, *arguments, "--json"]) == 0, name
         assert isinstance(json.loads(capsys.readouterr().out), dict), name
-    elsewhere = {("demo",), ("snapshot",), ("tree", "demo"), *(name for name in COMMANDS if name[0] == "eagle3")}
+    elsewhere = {
+        ("demo",),
+        ("seal",),
+        ("snapshot",),
+        ("tree", "demo"),
+        *(name for name in COMMANDS if name[0] == "eagle3"),
+    }
     assert words.keys() | elsewhere == COMMANDS.keys()
 
 

@@ -6,15 +6,16 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from niels_gpt.builders.partitions.plan import Plan, fix_plan, plans_of
-from niels_gpt.builders.partitions.receipts import PartitionState
-from niels_gpt.builders.partitions.seal import seal
-from niels_gpt.cache.meta import find_meta, read_meta
+from niels_gpt.builders.partitions.receipts import NotFinishedError, PartitionState, read_receipt
+from niels_gpt.builders.partitions.seal import discard_plan, seal
+from niels_gpt.cache.meta import read_meta
 from niels_gpt.data.files.part import PARTITION_RULE
 from niels_gpt.documents import Partition
 from niels_gpt.progress import Progress
@@ -27,17 +28,14 @@ from niels_gpt.recipes.run_recipe import (
     BuildInputs,
     Outcome,
     cache_root,
-    has_its_files,
     is_current,
     recorded_provenance,
 )
 from niels_gpt.recipes.tokenizer import install_tokenizer, stage_tokenizer, tokenizer_for
 from niels_gpt.recipes.tokenizers.change import log_unseen_source
 from niels_gpt.settings import Settings, UsageError
-from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
-from niels_gpt.storage.meta_json import resolved
 from niels_gpt.storage.remedies import build_command
 from niels_gpt.storage.versions import build_lock, refuse_foreign
 from niels_gpt.tokenizers.protocol import FullTokenizer
@@ -62,7 +60,8 @@ class Prepared:
         meta = self.asked.current_meta() or read_meta(str(self.asked.path / META_NAME))
         for plan in plans_of(self.asked.path):
             if plan.fingerprint == self.asked.fingerprint:
-                _remove(plan)
+                with suppress(CacheError, OSError), build_lock(plan.path):
+                    discard_plan(plan)
         return meta
 
     def build(
@@ -70,7 +69,7 @@ class Prepared:
     ) -> tuple[dict[str, Any], bool]:
         """Return the receipt of a partition, which is built first unless it is finished, and whether it was."""
         path, asked = plan.partition_path(partition.number), self.asked
-        while (meta := _receipt(plan, partition)) is None:
+        while (meta := _receipt(plan, partition.number)) is None:
             described = asked.described("--partition", str(partition.number))
             counters = described.counters
             assert isinstance(counters, Counter)
@@ -97,7 +96,7 @@ class Prepared:
             plan,
             source=self.asked.described(),
             deep=deep,
-            remedy=partial(_remedy, plan, self.asked.settings, self.asked.key),
+            remedy=partial(_command, self.asked),
             committed=partial(self.asked.record, listing=self.listing),
             progress=progress,
         )
@@ -110,31 +109,19 @@ def _nothing(_: dict[str, Any]) -> None:
     """A partition has no record of a recipe: its receipt names its plan."""
 
 
-def _receipt(plan: Plan, partition: Partition) -> dict[str, Any] | None:
-    """Return the receipt of a partition if it is finished, of this plan, and its files have their sizes; else None."""
-    path = plan.partition_path(partition.number)
+def _receipt(plan: Plan, number: int) -> dict[str, Any] | None:
+    """Return the receipt of a partition if it is finished and its files have their sizes; else None."""
     try:
-        meta = find_meta(path)
-        named = {**partition._asdict(), "plan": plan.sha256}
-        is_whole = meta is not None and meta.get("partition") == named and has_its_files(resolved(path), meta)
-    except (CacheError, OSError):
+        return read_receipt(plan, number).meta
+    except NotFinishedError as error:
+        if error.state not in ("missing", "started"):
+            logger.info("%s is built again: %s, %s", plan.partition_path(number), error.state, error.found)
         return None
-    return meta if is_whole else None
 
 
-def _remedy(plan: Plan, settings: Settings, key: str, state: PartitionState) -> str:
-    """Return the command that mends a partition which is not finished."""
-    scratch = [] if state.state in ("missing", "started") else ["--restart"]
-    return build_command(settings, key, "--partition", str(state.number), *scratch)
-
-
-def _remove(plan: Plan) -> None:
-    """Remove the plan of a sealed cache, if nobody uses it."""
-    try:
-        with build_lock(plan.path):
-            fileio.remove(plan.folder)
-    except (CacheError, OSError) as error:
-        logger.debug("%s stays: %s", plan.folder, error)
+def _command(asked: AskedCache, state: PartitionState) -> str:
+    """Return the command that builds a partition."""
+    return build_command(asked.settings, asked.key, "--partition", str(state.number))
 
 
 def prepared(
