@@ -23,8 +23,9 @@ from niels_gpt.encoding import DIGEST_BYTES
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
+from niels_gpt.storage.locks import check_lease
 from niels_gpt.storage.meta_json import file_records, parse_object, path_inside, read_regular
-from niels_gpt.storage.versions import VERSION_DIGITS
+from niels_gpt.storage.versions import LOCK_NAME, VERSION_DIGITS
 
 T = TypeVar("T")
 
@@ -135,6 +136,10 @@ class Build:
             file.close()
         self._journal.close()
 
+    def check_lease(self) -> None:
+        """Raise CacheError E512 if another process has taken over the lease of this cache, and its files with it."""
+        check_lease(self.folder.parent / LOCK_NAME)
+
     def check_not_forked(self) -> None:
         """Raise RuntimeError in a forked child: it shares this build's open files and must not write to them."""
         if os.getpid() != self._process:
@@ -191,6 +196,7 @@ class Build:
         due = ended or len(self.finished) > self._journaled or now - self._time >= min(self._seconds, early)
         if not due:
             return
+        self.check_lease()
         for file in self.files.values():
             file.sync()
         if self._new_names:
@@ -205,6 +211,7 @@ class Build:
             ended=ended,
             seek=self.source and Seek.between(*self.source, self.previous_state, self.state),
         )
+        self.check_lease()  # again: the syncs may have taken long
         self._journal.append(checkpoint)
         self.last, self._journaled, self._time = checkpoint, len(self.finished), time.monotonic()
         self._cost = self._time - now
@@ -217,6 +224,7 @@ class Build:
     def finish(self, name: str) -> dict[str, Any]:
         """Move a file to its place in the cache and start an empty one; returns its name, bytes and sha256."""
         place = self._place(name)
+        self.check_lease()
         record = self.files[name].moved(self.work, place)
         self.checksums[place] = self.files[name].checksums()
         self.files[name] = HashedFile(self.folder / name)
@@ -226,6 +234,7 @@ class Build:
     def add(self, place: str, content: Iterator[Any]) -> dict[str, Any]:
         """Write a further file of the cache from buffers; returns its name, bytes and sha256."""
         path = self.folder / place.replace("/", "_")
+        self.check_lease()
         fileio.remove(path)
         file = HashedFile(path)
         try:
@@ -256,6 +265,7 @@ class Build:
     def seal(self, content_sha256: str) -> None:
         """Record in the journal that the folder is complete, so that a killed commit can be finished."""
         if self.last.sealed is None:
+            self.check_lease()
             self._journal.append(replace(self.last, finished=[], sealed=content_sha256))
 
     def _place(self, name: str) -> str:

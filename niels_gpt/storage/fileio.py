@@ -345,6 +345,29 @@ def remove(path: PathLike) -> None:
         _note("unlink", path)
 
 
+def renew(folder: Path) -> None:
+    """Copy each file of a folder in place, durably: who has the old one open does not change the new one.
+
+    What a killed call left is removed; folders and links are left alone.
+    """
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith(_COPY):
+            remove(path)
+        elif stat.S_ISREG(path.lstat().st_mode):
+            copy = OutputFile(path.with_name(_COPY + path.name))
+            try:
+                with open(open_for_reading(path), "rb") as file:
+                    while block := file.read(1 << 20):
+                        copy.write(block)
+                copy.sync()
+            finally:
+                copy.close()
+            rename(copy.path, path)
+
+
+_COPY = "copy_"  # a name that a builder's file may have, and has not
+
+
 def write_bytes(path: PathLike, content: bytes) -> None:
     """Write a file atomically: a unique sibling, fsync, rename. Nothing is left on failure; honours the umask."""
     target = Path(path)

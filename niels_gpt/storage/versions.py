@@ -28,7 +28,7 @@ from typing import NamedTuple
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, PathLike, write_bytes
-from niels_gpt.storage.locks import file_lock, refuse_if_held
+from niels_gpt.storage.locks import check_lease, file_lock, is_leased, is_lost, refuse_if_held
 from niels_gpt.storage.meta_json import (
     file_records,
     open_regular,
@@ -41,12 +41,10 @@ from niels_gpt.storage.meta_json import (
 _BUILT = "is being built"  # the state of a locked cache
 VERSIONS_DIR = ".versions"
 VERSION_DIGITS = 12
-BUILDING = "building"
-DAMAGED = "damaged"
-LINK = "link"
+BUILDING, DAMAGED, LINK = "building", "damaged", "link"
 JOURNAL_SUFFIX = ".journal"
-JOURNAL_NAME = "journal.jsonl"
-ATTEMPTS_NAME = "attempts.json"
+JOURNAL_NAME, RECIPE_NAME = "journal.jsonl", "recipe.json"
+ATTEMPTS_NAME, LOCK_NAME = "attempts.json", "lock"
 PARTITIONS = "partitions"
 PLAN_NAME, PLAN_KIND = "plan.json", "partition_plan"
 MAX_PLAN_BYTES = 1 << 22
@@ -57,7 +55,6 @@ _BUILDERS_FILE = re.compile(r"[a-z0-9_]+\.(bin|npy|txt|json|jsonl)")
 _VERSION = re.compile(r"[0-9a-f]{12}|adopted\d+")
 _ADOPTED = re.compile(r"adopted\d+")
 _MAX_LINE = 1 << 24  # bytes of a line of a journal
-RECIPE_NAME = "recipe.json"
 KINDS = ("pretrain", "sft", "tokenizer", "rollouts", "eagle3", "draft_vocab")
 """`kind` in the meta.json of every kind of cache."""
 
@@ -93,13 +90,13 @@ def build_lock(path: PathLike, *, wait: bool = False) -> Iterator[Path]:
             raise CacheError(
                 link, "a symbolic link", "a folder: nothing is written through links", "Remove it", code="E205"
             )
-    with file_lock(folder / "lock", path, _BUILT, wait=wait):
+    with file_lock(folder / LOCK_NAME, path, _BUILT, wait=wait):
         yield folder
 
 
 def refuse_if_building(path: PathLike) -> None:
     """Raise CacheError if another process builds the cache at `path`; nothing is written, and no lock is kept."""
-    refuse_if_held(versions_dir(path) / "lock", path, _BUILT)
+    refuse_if_held(versions_dir(path) / LOCK_NAME, path, _BUILT)
 
 
 @contextmanager
@@ -118,7 +115,7 @@ def building(path: PathLike, *, wait: bool = False) -> Iterator[Path]:
         try:
             yield work
         finally:
-            if os.getpid() == process:  # not in a forked child
+            if os.getpid() == process and not is_lost(folder / LOCK_NAME):  # not in a forked child
                 fileio.remove(work)
 
 
@@ -145,12 +142,15 @@ def resumable(path: PathLike, key: str) -> Iterator[tuple[Path, Path]]:
             fileio.make_dir(journal)
             for above in (folder, folder.parent, folder.parent.parent):  # a killed run may have made them
                 fileio.fsync_dir(above)
+            if is_leased(folder / LOCK_NAME):
+                fileio.renew(journal)  # who lost its lease may still write to the files that it has open
             yield work, journal
         except BaseException:
-            if os.getpid() == process and not (journal / JOURNAL_NAME).is_file():
+            if os.getpid() == process and not is_lost(folder / LOCK_NAME) and not (journal / JOURNAL_NAME).is_file():
                 _remove_build(work, journal)
             raise
         if os.getpid() == process:
+            check_lease(folder / LOCK_NAME)
             _remove_build(work, journal)
 
 
@@ -166,7 +166,7 @@ def clear_leftovers(path: PathLike) -> None:
     """
     folder = versions_dir(path)
     with suppress(CacheError, OSError):
-        if _dead(folder) or (folder / "lock").stat().st_size:  # releasing the lock removes its text
+        if _dead(folder) or (folder / LOCK_NAME).stat().st_size:  # releasing the lock removes its text
             with build_lock(path):
                 _discard_dead(folder)
 
@@ -241,6 +241,7 @@ def store(work: Path, path: PathLike, content_sha256: str) -> Path:
     refuse_foreign(public)  # again: files may have appeared during a long build
     if work.is_dir():
         fileio.sync_tree(work)
+        check_lease(folder / LOCK_NAME)
         if (version / META_NAME).exists() and _same_files(work, version):
             write_bytes(version / META_NAME, read_regular(work / META_NAME))  # equal content, another description
             os.utime(version)  # make it the newest
@@ -259,12 +260,14 @@ def publish(version: Path, path: PathLike) -> None:
     """Point the public name of the cache at `path` to one of its versions; `build_lock` is held."""
     public = Path(os.path.abspath(path))
     folder = versions_dir(public)
+    check_lease(folder / LOCK_NAME)
     _make_way(public, folder)
     link = folder / LINK
     if os.path.lexists(link) and not link.is_symlink():
         raise CacheError(link, "not made by a commit", "the link of a commit, or nothing", "Move it away", code="E504")
     fileio.remove(link)
     fileio.symlink(Path(VERSIONS_DIR) / public.name / version.name, link)
+    check_lease(folder / LOCK_NAME)
     fileio.rename(link, public)
 
 

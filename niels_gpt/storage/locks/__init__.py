@@ -12,7 +12,7 @@ readers.py     a reader's lock on the folder of its version, which gc looks for
 from niels_gpt.storage.locks.builders import file_lock, is_leased, refuse_if_held
 from niels_gpt.storage.locks.folder import apply_lock_setting, lock_kind
 from niels_gpt.storage.locks.kernel import logger
-from niels_gpt.storage.locks.leases import check_lease
+from niels_gpt.storage.locks.leases import check_lease, is_lost
 from niels_gpt.storage.locks.readers import OPEN, VersionHold, hold_folder, hold_version, unless_held
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "hold_folder",
     "hold_version",
     "is_leased",
+    "is_lost",
     "lock_kind",
     "logger",
     "refuse_if_held",

@@ -1,7 +1,11 @@
-"""How a folder of caches is locked: by flock, or by leases where its `.locks.json` says so."""
+"""How a folder of caches is locked: by flock, or by leases where its `.locks.json` says so.
+
+Leases are in `.leases/` beside that file, and not beside the locks: no list of a cache's files has to know them.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shlex
 import socket
@@ -14,7 +18,7 @@ from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.locks.kernel import refuse_if_flocked
 from niels_gpt.storage.meta_json import parse_object, read_regular
 
-MARKER = ".locks.json"
+MARKER, LEASES_DIR = ".locks.json", ".leases"
 FLOCK, LEASE = "flock", "lease"
 _SETTINGS = ("auto", FLOCK, LEASE)
 _CONTENT = {"kind": "locks", "lock": LEASE}
@@ -32,6 +36,24 @@ def lock_kind(path: Path) -> str:
     Raises: CacheError E512 where a `.locks.json` is not a file of this project; PermissionError.
     """
     return FLOCK if _marker_above(path) is None else LEASE
+
+
+def lease_path(path: Path) -> Path:
+    """Return the path of the leases of a lock, to which they add their numbers. The folder is one of leases.
+
+    The name is a hash of the lock's path below the folder of caches: machines may mount that in different places.
+    Raises: CacheError E205 where `.leases` is a link; FileNotFoundError where the folder says nothing any more.
+    """
+    marker = _marker_above(path)
+    if marker is None:
+        raise FileNotFoundError(f"{path}: {MARKER} was removed while a lease was taken")
+    folder = marker.with_name(LEASES_DIR)
+    if folder.is_symlink():
+        raise CacheError(
+            folder, "a symbolic link", "a folder: nothing is written through links", "Remove it", code="E205"
+        )
+    name = os.path.relpath(os.path.realpath(path), marker.parent)
+    return folder / hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
 
 
 def _marker_above(path: Path) -> Path | None:
@@ -54,7 +76,8 @@ def _marker_above(path: Path) -> Path | None:
 def apply_lock_setting(root: Path, setting: str) -> None:
     """Let a folder of caches be locked as the setting `lock` says; call it at the start of a run.
 
-    root: the folder of caches. setting: "auto" (as the folder says, flock where it says nothing), "flock" or "lease".
+    root: the folder of caches; of an EAGLE-3 cache the folder that it lies in, for it has its own files alone.
+    setting: "auto" (as the folder says, flock where it says nothing), "flock" or "lease".
     "lease" writes `.locks.json`, which every later run follows, on every machine.
     Raises: CacheError E512 for "flock" in a folder of leases; CacheError E503 or E512 for "lease" where a builder
         holds a flock, or where one on another machine may.

@@ -1,9 +1,9 @@
 """Leases: locks that need nothing of a file system but O_EXCL and reads of what another machine has synced.
 
-The lease of the lock at PATH is a file PATH.N. Its holder raises a counter in it every few seconds; who wants it
-watches the counter by a clock of its own. A counter that stood still for LEASE_SECONDS has run out.
+The lease of a lock is a file NAME.N in `.leases` (folder.py). Its holder raises a counter in it every few seconds; who
+wants it watches the counter by a clock of its own. A lease whose counter stood still for LEASE_SECONDS has run out.
 
-Taking one: create PATH.(N+1) with O_EXCL, where N is the highest there; so of several takers one goes on. It lists the
+Taking one: create NAME.(N+1) with O_EXCL, where N is the highest there; so of several takers one goes on. It lists the
 folder again: a file that it has not seen run out belongs to another, and it gives up its own. Then it removes those
 that have run out, so that their holders, if they wake up, find theirs gone. Two holders cannot both go on: of two files
 one was created later, and its creator has seen the other. A holder removes its file at the end.
@@ -23,14 +23,14 @@ from secrets import token_hex
 
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import NO_LINK, PathLike, make_dir
-from niels_gpt.storage.locks.folder import refuse_kernel_lock
+from niels_gpt.storage.locks.folder import lease_path, refuse_kernel_lock
 from niels_gpt.storage.locks.holders import Holder, read_lease
 from niels_gpt.storage.locks.kernel import in_use, logger, not_written
 
 BEAT_SECONDS = 2.0
 """Between two raises of the counter. Who tries a lease that is held waits as long to see it move."""
 LEASE_SECONDS = 60.0
-"""A counter that stood still as long has run out: 30 raises, and longer than a server's restart or a full queue."""
+"""A lease whose counter stood still for as long has run out: after 30 raises, and after the restart of a server."""
 _POLL_SECONDS = 0.2
 _NUMBER = re.compile(r"[1-9]\d{0,8}")
 
@@ -39,7 +39,7 @@ class Lease:
     """A lease that this process holds; a thread raises its counter."""
 
     def __init__(self, path: Path, locked: PathLike) -> None:
-        """path: of the file PATH.N, which is created. Raises: FileExistsError; OSError, and then there is no file."""
+        """path: of the file NAME.N, which is created. Raises: FileExistsError; OSError, and then there is no file."""
         self.path, self.locked, self.process = path, locked, os.getpid()
         self._holder, self._ended = Holder.of_this_process(token_hex(16)), threading.Event()
         self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | NO_LINK, 0o666)
@@ -136,18 +136,31 @@ def check_lease(path: Path) -> None:
     held = HELD.get(os.path.abspath(path))
     if held is None or held.is_held():
         return
-    taker = max(_leases(path).items(), default=(0, None))[1]
+    taker = max(_leases(_name_of(held.path)).items(), default=(0, None))[1]
     found = f"this process lost its lease to {taker or 'another process, which has ended'}"
     remedy = "It was stopped for longer than a lease lasts. Run the same command again"
     raise CacheError(held.locked, found, remedy=remedy, code="E512")
 
 
+def is_lost(path: Path) -> bool:
+    """Whether this process had a lease of the lock at `path`, and cannot show that it still has it; never raises.
+
+    What lies in the folder may then be another builder's, and must not be removed.
+    """
+    try:
+        check_lease(path)
+    except (CacheError, OSError):
+        return True
+    return False
+
+
 def refuse_if_leased(path: Path, locked: PathLike, state: str) -> None:
     """Raise CacheError E503 for a lease whose process is not known to be dead; nothing is written."""
     refuse_kernel_lock(path, locked, state)
-    for found in _leases(path).values():
+    name = lease_path(path)
+    for number, found in _leases(name).items():
         if not found.is_dead():
-            raise in_use(str(found), path, locked, state)
+            raise in_use(str(found), name.with_name(f"{name.name}.{number}"), locked, state)
 
 
 class _Watch:
@@ -169,24 +182,25 @@ class _Watch:
 
 
 def _taken(path: Path, locked: PathLike, state: str, wait: bool) -> Lease:
-    watch, said = _Watch(), False
-    try:
-        make_dir(path.parent)
-    except PermissionError as error:
-        raise not_written(error, path) from error
+    watch, said, name = _Watch(), False, lease_path(path)
+    for folder in (path.parent, name.parent):  # callers expect the first, as under flock
+        try:
+            make_dir(folder)
+        except PermissionError as error:
+            raise not_written(error, folder) from error
     while True:
         refuse_kernel_lock(path, locked, state)
-        found = _leases(path)
+        found = _leases(name)
         held = [each for number, each in found.items() if not watch.is_over(number, each)]
         if not held:
-            taken = _attempt(path, locked, watch, max(found, default=0) + 1)
+            taken = _attempt(name, locked, watch, max(found, default=0) + 1)
             if taken is not None:
                 return taken
             time.sleep(random.random() * _POLL_SECONDS)  # two that met must not meet again
             continue
         here = os.path.abspath(path) in HELD
         if not wait and (here or watch.moved is not None):
-            raise in_use(str(held[-1] if here else watch.moved), path, locked, state)
+            raise in_use(str(held[-1] if here else watch.moved), name, locked, state)
         if wait and not said:
             logger.info("%s: %s by %s; waiting", os.fspath(locked), state, held[-1])
             said = True
@@ -216,8 +230,12 @@ def _attempt(path: Path, locked: PathLike, watch: _Watch, number: int) -> Lease 
     return None
 
 
+def _name_of(path: Path) -> Path:
+    return path.with_suffix("")
+
+
 def _leases(path: Path) -> dict[int, Holder]:
-    """Return the leases of a lock by their numbers, the lowest first. Raises: CacheError E504."""
+    """Return the leases of a name by their numbers, the lowest first. Raises: CacheError E504."""
     found = {}
     with suppress(FileNotFoundError, NotADirectoryError):
         for name in os.listdir(path.parent):
