@@ -7,12 +7,13 @@ An sft cache:      train_tokens.bin train_idx.npy val_tokens.bin val_idx.npy met
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.builders.meta_keys import FORMAT_VERSION
+from niels_gpt.builders.meta_keys import FORMAT_VERSION, PARTITIONED_VERSION
 from niels_gpt.builders.split import SPLITS
 from niels_gpt.builders.writer import OFFSET_DTYPE
 from niels_gpt.tokenizers.protocol import Ids
@@ -36,12 +37,18 @@ __all__ = [
     "Ids",
     "TokenDtype",
     "flat_targets",
+    "format_version_of",
     "masked_targets",
     "reply_edges",
     "reply_runs",
     "target_mask",
     "token_dtype_of",
 ]
+
+
+def format_version_of(meta: Mapping[str, Any]) -> int:
+    """Return the format version that a meta.json must have: 2 for a pretrain cache of several partitions, else 1."""
+    return PARTITIONED_VERSION if "partitions" in meta and meta.get("kind") == "pretrain" else FORMAT_VERSION
 
 
 def target_mask(ids: Ids, lengths: NDArray[np.int64], *, asst_id: int, eot_id: int) -> NDArray[np.bool_]:

@@ -138,7 +138,7 @@ def _version(package: str) -> str | None:
 def _caches(folder: Path) -> tuple[str, list[Path], list[Care]]:
     """Return the tokenizer in a folder of caches, the caches, and what they need."""
     from niels_gpt.inspection.caches import caches_below
-    from niels_gpt.storage.versions import versions_below
+    from niels_gpt.storage.leftovers import versions_below
 
     try:
         caches = caches_below(folder)
@@ -198,7 +198,8 @@ def _of_versions(folder: Path, cache: Path) -> Iterator[Care]:
     """Yield what stands beside the versions of a cache: unfinished builds, and what gc would remove."""
     from niels_gpt.builders.journal import unfinished_builds
     from niels_gpt.builders.meta_keys import is_of_this_version
-    from niels_gpt.storage.versions import refuse_if_building, removable
+    from niels_gpt.storage.leftovers import removable
+    from niels_gpt.storage.versions import refuse_if_building
 
     gc = shlex.join(["niels-gpt", "gc", str(folder)])
     try:

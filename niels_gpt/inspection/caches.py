@@ -10,9 +10,11 @@ from niels_gpt.cache.formats import SPLITS
 from niels_gpt.storage.codes import coded
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
+from niels_gpt.storage.leftovers import versions_below
 from niels_gpt.storage.remedies import PROGRAM
-from niels_gpt.storage.versions import BUILDING, VERSIONS_DIR, versions_below
+from niels_gpt.storage.versions import BUILDING, PARTITIONS, VERSIONS_DIR
 
+_UNFINISHED = (BUILDING, f"{PARTITIONS}-")
 _MAX_DEPTH = 4  # sample/pretrain/NAME, and one more
 _ONLY_IN_CACHES = (
     "{train,val}/shard_[0-9]*.bin",
@@ -32,7 +34,7 @@ def caches_below(path: Path) -> list[Path]:
     cache's token files whose meta.json is missing. Links are not followed to look for caches.
     Raises: FileNotFoundError where there is none; CacheError for the folders of a build in progress.
     """
-    if _is_in_versions(path) and path.name.startswith(BUILDING):
+    if _is_in_versions(path) and path.name.startswith(_UNFINISHED):
         raise CacheError(
             path, "a build in progress or unfinished, not a cache", remedy=f"Its cache is {_public(path)}", code="E212"
         )
@@ -99,7 +101,7 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
 
 def _is_cache(path: Path) -> bool:
     if _is_in_versions(path):
-        return path.is_dir() and not path.name.startswith(BUILDING)
+        return path.is_dir() and not path.name.startswith(_UNFINISHED)
     if _has_meta(path) or (not path.is_symlink() and _holds_tokens(path)):
         return True
     return path.is_symlink() and Path(os.readlink(path)).parent.parent.name == VERSIONS_DIR

@@ -48,15 +48,15 @@ def content_damages(files: CacheFiles) -> Iterator[Damage]:
         stream = None
         can_be_read = index["name"] in files.sound and all(record["name"] in files.readable for record in shards)
         if can_be_read and not bits:
-            stream = SentinelScan(meta, _offsets(files, index), control_ids_of(files.folder, meta))
+            stream = SentinelScan(meta, _offsets(files, index), control_ids_of(files.folder, meta), split)
         for record in shards:
             yield from _scanned(files, record, IdScan(record["name"], meta), stream)
         if can_be_read and all(record["name"] in files.sound for record in (*shards, *bits)):
             yield from (damages := [] if stream is None else list(stream.damages()))
             if not pretrain and not damages:
                 yield from supervised_damages(files, split)
-    if "checksums" in meta:
-        yield from _scanned(files, meta["checksums"])
+    for record in (*([meta["checksums"]] if "checksums" in meta else []), *meta.get("files", [])):
+        yield from _scanned(files, record)
 
 
 def _scanned(
@@ -230,6 +230,19 @@ def _is_one_of(tokens: Ids, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
     return found
 
 
+def _cut_places(meta: dict[str, Any], split: str, bounds: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the last token of each document that may be cut and lack its end: of the last one of each partition.
+
+    bounds: where each document of the split starts, and where the last one ends.
+    """
+    if not meta.get("cut", {}).get("documents", 0) or len(bounds) < 2:
+        return np.zeros(0, dtype=np.int64)
+    of_each = meta["partitions"]["of_each"] if "partitions" in meta else [{f"{split}_docs": len(bounds) - 1}]
+    lasts = np.cumsum([each[f"{split}_docs"] for each in of_each])
+    places: NDArray[np.int64] = bounds[np.minimum(lasts, len(bounds) - 1)] - 1
+    return places
+
+
 class SentinelScan:
     """The special tokens of a split's token stream, which may span several files.
 
@@ -240,7 +253,9 @@ class SentinelScan:
     Only the first wrong token is kept.
     """
 
-    def __init__(self, meta: dict[str, Any], bounds: NDArray[np.int64], control: Collection[int] = ()) -> None:
+    def __init__(
+        self, meta: dict[str, Any], bounds: NDArray[np.int64], control: Collection[int] = (), split: str = "train"
+    ) -> None:
         """bounds: where each document starts, in tokens, and in a pretrain split where the last one ends.
 
         control: ids that no text has, the sentinels among them or not.
@@ -253,7 +268,7 @@ class SentinelScan:
         self._end_id = end
         others = () if self._sft else (*control, *(() if end is None else (end,)))
         self._control = np.array(sorted({*self._ids.values(), *others}), dtype=np.int64)
-        self._last_is_cut = meta.get("cut", {}).get("documents", 0) > 0  # it may lack the token that ends it
+        self._may_lack_end = _cut_places(meta, split, bounds)
         self._num_tokens = self._file_start = 0
         self._name = ""
         self._role: tuple[int, int] | None = None  # position and id of the role whose message has not ended
@@ -288,8 +303,8 @@ class SentinelScan:
         if np.array_equal(places, ends) and bool(np.all(is_end)):
             return
         missing = np.setdiff1d(ends, places[is_end])
-        if self._last_is_cut and len(missing) and missing[-1] == self._bounds[-1] - 1:
-            missing = missing[:-1]
+        if len(missing):
+            missing = np.setdiff1d(missing, self._may_lack_end)
         stray = ~np.isin(places, ends) | ~is_end
         if stray.any() and not (len(missing) and missing[0] < places[np.argmax(stray)]):
             place, token = int(places[np.argmax(stray)]), int(ids[np.argmax(stray)])

@@ -102,8 +102,10 @@ def _settings(a: _Side, b: _Side) -> dict[str, dict[str, Any]]:
 
 
 def _own_settings(meta: dict[str, Any]) -> dict[str, Any]:
-    """Leave out the lists of files, and top-level keys that repeat `totals`."""
+    """Leave out the lists of files and of partitions, and top-level keys that repeat `totals`."""
     totals = meta.get("totals", {})
+    if isinstance(partitions := meta.get("partitions"), dict):  # what each has follows from the documents
+        meta = {**meta, "partitions": {key: value for key, value in partitions.items() if key != "of_each"}}
     return {
         key: value
         for key, value in meta.items()

@@ -7,13 +7,14 @@ Decides when a build is warned about dropped documents (`dropped_share`), about 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.builders.meta_keys import FORMAT_VERSION, content_sha256
+from niels_gpt.builders.meta_keys import content_sha256
 from niels_gpt.builders.writer import OFFSET_DTYPE, num_blocks
-from niels_gpt.cache.formats import SPLITS
+from niels_gpt.cache.formats import SPLITS, format_version_of
 from niels_gpt.cache.loss_bits import has_loss_bits, num_bytes
 from niels_gpt.cache.meta import KINDS
 from niels_gpt.inspection.file_checks import (
@@ -26,7 +27,7 @@ from niels_gpt.inspection.file_checks import (
 from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
-from niels_gpt.storage.meta_json import meta_crc32, parse_object, read_regular, shortened
+from niels_gpt.storage.meta_json import checked_count, meta_crc32, parse_object, read_regular, shortened
 from niels_gpt.tokenizers.files import MODEL_NAME, TOKENIZER_JSON
 from niels_gpt.tokenizers.protocol import token_dtype_name
 from niels_gpt.tokenizers.vocabulary import integer, most_ids, token_dtype_of
@@ -111,8 +112,8 @@ def content_sha256_problem(meta: Meta, records: list[dict[str, Any]]) -> str | N
 
 
 def _sum_problems(meta: Meta, records: list[dict[str, Any]]) -> Iterator[Problem]:
-    if meta.get("format_version", FORMAT_VERSION) != FORMAT_VERSION:
-        raise ValueError(f"format_version is {meta['format_version']!r}, expected {FORMAT_VERSION}")
+    if meta.get("format_version", expected := format_version_of(meta)) != expected:
+        raise ValueError(f"format_version is {meta['format_version']!r}, expected {expected}")
     if problem := content_sha256_problem(meta, records):
         yield "content_sha256", problem
     if meta["kind"] == "rollouts":  # its vocabulary may be unknown, and its index is compared by its own checks
@@ -161,11 +162,15 @@ def _split_sums(meta: Meta, split: str) -> Iterator[Problem]:
     yield from _compare(key, key, meta.get(key, tokens), tokens)
     expected = token_dtype_name(meta["vocab_size"])
     yield from _compare("token_dtype", "token_dtype", meta.get("token_dtype", "uint16-le"), expected)
-    itemsize = token_dtype_of(meta, META_NAME).itemsize
+    itemsize, may_be_short = token_dtype_of(meta, META_NAME).itemsize, {len(shards) - 1}
+    if "partitions" in meta:
+        ends = list(accumulate(each[f"{split}_shards"] for each in meta["partitions"]["of_each"]))
+        may_be_short = {end - 1 for end in ends}
+        yield from _partition_sums(meta, split, ends)
     for number, record in enumerate(shards):
         name = f"shards.{split}[{number}]"
         yield from _compare("shards", f"{name}.bytes", record["bytes"], itemsize * record["tokens"])
-        if meta["kind"] == "pretrain" and number + 1 < len(shards):
+        if meta["kind"] == "pretrain" and number not in may_be_short:
             yield from _compare("shards", f"{name}.tokens", record["tokens"], meta["shard_bytes"] // itemsize)
     if meta.get("built") is False:
         return
@@ -179,6 +184,21 @@ def _split_sums(meta: Meta, split: str) -> Iterator[Problem]:
     if "ids" in meta:
         documents = index["entries"] - (meta["kind"] == "pretrain")
         yield from _compare("ids", f"ids.{split}.entries", meta["ids"][split]["entries"], documents)
+
+
+def _partition_sums(meta: Meta, split: str, ends: list[int]) -> Iterator[Problem]:
+    """Compare the numbers of each partition with its shards, and their sums with those of the cache.
+
+    ends: the number of the shard after the last one of each partition.
+    """
+    of_each, shards = meta["partitions"]["of_each"], meta["shards"][split]
+    yield from _compare("partitions", "partitions.total", meta["partitions"]["total"], len(of_each))
+    for name, whole in (("docs", meta["docs"][split]), ("shards", len(shards))):
+        numbers = [checked_count(each[f"{split}_{name}"], f"{split}_{name}", META_NAME) for each in of_each]
+        yield from _compare("partitions", f"the sum of {split}_{name} in partitions.of_each", sum(numbers), whole)
+    for number, (each, first, end) in enumerate(zip(of_each, [0, *ends], ends, strict=False)):
+        tokens, key = sum(record["tokens"] for record in shards[first:end]), f"{split}_tokens"
+        yield from _compare("partitions", f"partitions.of_each[{number}].{key}", each[key], tokens)
 
 
 def _document_counts(meta: Meta) -> Iterator[Problem]:

@@ -212,6 +212,8 @@ def _rows(cache: Path, folder: Path, meta: dict[str, Any]) -> list[tuple[str, st
     ]
     for split in SPLITS:
         rows.append((split, _split_line(folder, meta, split)))
+    if "partitions" in meta:
+        rows.append(("partitions", f"{meta['partitions']['total']:,}: {meta['partitions']['rule']}"))
     rows.append(("dropped", _dropped(meta)))
     rows.append(("duplicates", _duplicates(meta)))
     counters = source.get("counters", {})

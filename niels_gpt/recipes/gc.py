@@ -11,18 +11,18 @@ from niels_gpt.builders.meta_keys import OF_ANOTHER_VERSION, is_of_this_version
 from niels_gpt.display.numbers import size_text
 from niels_gpt.recipes.disk import bytes_below
 from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.leftovers import Leftover, leftovers, removable, versions_below
 from niels_gpt.storage.locks import OPEN, unless_held
 from niels_gpt.storage.versions import (
     BUILDING,
     JOURNAL_SUFFIX,
-    Leftover,
+    PARTITIONS,
     build_lock,
     discard,
-    leftovers,
+    is_plan,
     refuse_if_building,
-    removable,
+    refuse_if_partition_is_built,
     version_name,
-    versions_below,
 )
 
 FAILED = "could not remove"
@@ -33,10 +33,10 @@ def collect(cache_dir: Path, *, dry_run: bool) -> Iterator[str]:
     """Remove what the caches in a folder no longer need; yields a line for each piece, with its size and the reason.
 
     dry_run: remove nothing, and write nothing. A cache that is being built is left alone, and its line names the
-    builder; a version that a reader has open is kept, and
-    every version where the file system has no locks; files that no cache wrote (`storage.versions.leftovers`) are left
-    alone. Links are not followed. A piece that cannot be removed has a line that begins with FAILED; the other caches
-    are still processed.
+    builder; so are the partitions of a cache while one is being built. A version that a reader has open is kept,
+    and every version where the file system has no locks; files that no cache wrote (`storage.leftovers.leftovers`) are
+    left alone. Links are not followed. A piece that cannot be removed has a line that begins with FAILED; the other
+    caches are still processed.
     Raises: FileNotFoundError if the folder does not exist.
     """
     if not cache_dir.is_dir():
@@ -77,9 +77,14 @@ def _remove(piece: Leftover, dry_run: bool) -> str:
     path = piece.path
     if not piece.is_ours:
         return f"left alone {path}: no cache has put it there, by what it holds"
+    if is_plan(path):
+        try:
+            refuse_if_partition_is_built(path)
+        except CacheError as error:
+            return f"left alone {error}"
     num_bytes, name = bytes_below(path), version_name(path)
     with unless_held(path) as why:
-        if why and not path.name.startswith(BUILDING):  # nobody reads an unfinished build
+        if why and not path.name.startswith((BUILDING, PARTITIONS)):  # nobody reads an unfinished build
             remedy = "" if why == OPEN else f". When no reader runs: {shlex.join(['rm', '-r', str(path)])}"
             return f"kept {name} ({size_text(num_bytes)}): {why}{remedy}"
         if not dry_run:

@@ -1,4 +1,4 @@
-"""Versions of a cache: how a build is locked, resumed and committed in one step, and what gc may remove.
+"""Versions of a cache: how a build is locked, resumed and committed in one step.
 
 A cache at PATH is a relative symlink to a finished version. The tokens of a version never change; its meta.json is
 replaced, atomically, when equal tokens get a new description:
@@ -7,6 +7,7 @@ replaced, atomically, when equal tokens get a new description:
     <parent>/.versions/NAME/<sha12>/       a finished version; its meta.json was written last
     <parent>/.versions/NAME/building-KEY/          a build in progress, or an interrupted one that the next run resumes
     <parent>/.versions/NAME/building-KEY.journal/  its checkpoints
+    <parent>/.versions/NAME/partitions-KEY/        a cache that is built in partitions, each a cache in it; see is_plan
     <parent>/.versions/NAME/adoptedN/      a folder without a content_sha256 that was at PATH before
     <parent>/.versions/NAME/attempts.json  runs of an unfinished build without progress, counted for a warning
     <parent>/.versions/NAME/recipe.json    the recipe of the committed version
@@ -19,11 +20,9 @@ import itertools
 import os
 import re
 import stat
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
@@ -31,7 +30,6 @@ from niels_gpt.storage.fileio import META_NAME, PathLike, write_bytes
 from niels_gpt.storage.locks import check_lease, file_lock, is_leased, is_lost, refuse_if_held
 from niels_gpt.storage.meta_json import (
     file_records,
-    open_regular,
     parse_object,
     printable,
     read_regular,
@@ -48,13 +46,12 @@ ATTEMPTS_NAME, LOCK_NAME = "attempts.json", "lock"
 PARTITIONS = "partitions"
 PLAN_NAME, PLAN_KIND = "plan.json", "partition_plan"
 MAX_PLAN_BYTES = 1 << 22
-_SHA256 = re.compile("[0-9a-f]{64}")
-_BUILD = re.compile(r"building-[0-9a-f]{12}(\.journal)?")
-_HALF_WRITTEN = re.compile(r"\.(recipe|meta)\.json\.[0-9a-f]{8}\.tmp")  # of fileio.write_bytes
+SHA256_DIGITS = re.compile("[0-9a-f]{64}")
+BUILD_NAME = re.compile(r"building-[0-9a-f]{12}(\.journal)?")
+_PARTITIONS = re.compile(PARTITIONS + "-[0-9a-f]{12}")
+_HALF_WRITTEN = re.compile(r"\.(recipe|meta|plan)\.json\.[0-9a-f]{8}\.tmp")  # of fileio.write_bytes
 _BUILDERS_FILE = re.compile(r"[a-z0-9_]+\.(bin|npy|txt|json|jsonl)")
-_VERSION = re.compile(r"[0-9a-f]{12}|adopted\d+")
-_ADOPTED = re.compile(r"adopted\d+")
-_MAX_LINE = 1 << 24  # bytes of a line of a journal
+VERSION_NAME = re.compile(r"[0-9a-f]{12}|adopted\d+")
 KINDS = ("pretrain", "sft", "tokenizer", "rollouts", "eagle3", "draft_vocab")
 """`kind` in the meta.json of every kind of cache."""
 
@@ -77,7 +74,7 @@ def version_name(folder: Path) -> str:
     On one line, as `printable`.
     """
     public = public_path(folder)
-    kind = "" if folder.name.startswith(BUILDING) else "version "
+    kind = "" if folder.name.startswith((BUILDING, PARTITIONS)) else "version "
     return printable(str(folder) if public is None else f"{public} ({kind}{folder.name})")
 
 
@@ -181,21 +178,27 @@ def _dead(folder: Path) -> list[Path]:
     without a build in progress they are useless. (The journal of a finished build is removed first.)"""
     dead = []
     for entry in folder.iterdir():
-        if _BUILD.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
+        if BUILD_NAME.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
             journal = entry.with_name(entry.name.removesuffix(JOURNAL_SUFFIX) + JOURNAL_SUFFIX) / JOURNAL_NAME
             dead += [] if os.path.lexists(journal) or not _has_builders_files_only(entry) else [entry]
-        elif _is_half_written(entry) and entry.is_file() and not entry.is_symlink():
+        elif is_half_written(entry) and entry.is_file() and not entry.is_symlink():
             dead.append(entry)
-        elif _VERSION.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
-            dead += [file for file in entry.iterdir() if _is_half_written(file) and not file.is_symlink()]
-    return sorted(dead, key=_journals_first)
+        elif _PARTITIONS.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
+            left = list(entry.iterdir())
+            half = [file for file in left if is_half_written(file) and not file.is_symlink()]
+            dead += [entry] if len(half) == len(left) else half  # killed before plan.json was there
+        elif VERSION_NAME.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
+            dead += [file for file in entry.iterdir() if is_half_written(file) and not file.is_symlink()]
+    return sorted(dead, key=journals_first)
 
 
-def _journals_first(entry: Path) -> tuple[bool, str]:
+def journals_first(entry: Path) -> tuple[bool, str]:
+    """Return a key by which the journals of builds are sorted before the other entries of a versions folder."""
     return entry.suffix != JOURNAL_SUFFIX, entry.name
 
 
-def _is_half_written(entry: Path) -> bool:
+def is_half_written(entry: Path) -> bool:
+    """Whether a file is named as one that a process was killed while writing, by its name alone."""
     return _HALF_WRITTEN.fullmatch(entry.name) is not None
 
 
@@ -205,14 +208,49 @@ def _has_builders_files_only(folder: Path) -> bool:
 
 
 def discard_unfinished(folder: Path) -> None:
-    """Remove every unfinished build in the versions folder of a cache; `build_lock` is held."""
-    for entry in sorted(folder.iterdir(), key=_journals_first):
-        if _BUILD.fullmatch(entry.name):
+    """Remove every unfinished build in the versions folder of a cache, partitions too; `build_lock` is held.
+
+    Raises: CacheError, before anything is removed, while a partition is being built.
+    """
+    entries = sorted(folder.iterdir(), key=journals_first)
+    plans = [entry for entry in entries if is_plan(entry)]
+    for plan in plans:
+        refuse_if_partition_is_built(plan)
+    for entry in entries:
+        if BUILD_NAME.fullmatch(entry.name) or entry in plans:
             discard(entry)
 
 
+def is_plan(folder: Path) -> bool:
+    """Whether a folder is that of the partitions of a cache: it has a plan.json that a build of ours wrote."""
+    if not _PARTITIONS.fullmatch(folder.name) or folder.is_symlink() or not folder.is_dir():
+        return False
+    try:
+        plan = parse_object(read_regular(folder / PLAN_NAME, MAX_PLAN_BYTES))
+    except (OSError, ValueError):
+        return False
+    begins = str(plan.get("fingerprint")).startswith(folder.name.removeprefix(f"{PARTITIONS}-"))
+    return plan.get("kind") == PLAN_KIND and begins
+
+
+def refuse_if_partition_is_built(plan: Path) -> None:
+    """Raise CacheError while a process builds a partition in the folder of a plan; nothing is written."""
+    inner = plan / VERSIONS_DIR
+    for lock in [] if inner.is_symlink() else sorted(inner.glob(f"*/{LOCK_NAME}")):
+        refuse_if_held(lock, plan / lock.parent.name, _BUILT)
+
+
 def discard(path: Path) -> None:
-    """Remove a file or folder of `removable`. A build's journal is removed before the files that it describes."""
+    """Remove a file or folder of `leftovers.removable`.
+
+    A build's journal is removed before the files that it describes, and plan.json after the partitions: what a killed
+    process leaves still says whose it is.
+    """
+    if is_plan(path):
+        for entry in path.iterdir():
+            if entry.name != PLAN_NAME:
+                fileio.remove(entry)
+        fileio.fsync_dir(path)
     if path.suffix == JOURNAL_SUFFIX and path.is_dir() and not path.is_symlink():
         fileio.remove(path / JOURNAL_NAME)
         fileio.fsync_dir(path)
@@ -235,7 +273,7 @@ def store(work: Path, path: PathLike, content_sha256: str) -> Path:
     """Make the finished folder `work` a version of the cache at `path`; new readers still open the committed one."""
     public = Path(os.path.abspath(path))
     folder = versions_dir(public)
-    if not _SHA256.fullmatch(content_sha256):
+    if not SHA256_DIGITS.fullmatch(content_sha256):
         raise CacheError(work / META_NAME, f"content_sha256 is {content_sha256!r:.80}", "64 hex digits", code="E202")
     version = folder / content_sha256[:VERSION_DIGITS]
     refuse_foreign(public)  # again: files may have appeared during a long build
@@ -251,7 +289,7 @@ def store(work: Path, path: PathLike, content_sha256: str) -> Path:
                 fileio.rename(version, folder / DAMAGED)
             fileio.rename(work, version)
     fileio.remove(folder / DAMAGED)
-    for file in filter(_is_half_written, version.iterdir()):
+    for file in filter(is_half_written, version.iterdir()):
         fileio.remove(file)
     return version
 
@@ -271,111 +309,6 @@ def publish(version: Path, path: PathLike) -> None:
     fileio.rename(link, public)
 
 
-def versions_below(folder: Path) -> list[Path]:
-    """Return the folders below a folder that may contain the versions of a cache, sorted; links are not followed."""
-    found: list[Path] = []
-    waiting = [os.fspath(folder)]
-    while waiting:
-        parent = waiting.pop()
-        try:
-            with os.scandir(parent) as entries:
-                folders = [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
-        except OSError:  # not readable, or its path is too long
-            continue
-        if os.path.basename(parent) == VERSIONS_DIR:
-            found += map(Path, folders)
-        waiting += folders
-    return sorted(found)
-
-
-class Leftover(NamedTuple):
-    """A file or folder beside the versions of a cache that the cache does not need."""
-
-    path: Path
-    why: str
-    is_ours: bool
-    """Whether this project made it: only then gc removes it."""
-
-
-def removable(path: PathLike) -> list[tuple[Path, str]]:
-    """Return what gc may remove of the cache at `path`, and why: the `leftovers` that are ours."""
-    return [(entry.path, entry.why) for entry in leftovers(path) if entry.is_ours]
-
-
-def leftovers(path: PathLike) -> list[Leftover]:
-    """Return all versions of the cache at `path` but the two newest, and the rest of dead builds (D11).
-
-    A leftover is ours by its content, at its right place: a version has a meta.json of a known kind and the name of its
-    content; a journal begins with our first line, beside its build. Other names of ours, such as building, count if the
-    folder has recipe.json, a version, or a journal of ours.
-    The committed version always stays. Call this with `build_lock` held, or a build in progress looks dead. Whether a
-    reader has an old version open is not checked here: see `niels_gpt.storage.locks.unless_held`.
-    """
-    folder = versions_dir(path)
-    if folder.is_symlink() or folder.parent.is_symlink():
-        return []  # of another cache
-    names = (entry for entry in folder.parent.parent.iterdir() if entry.is_symlink())
-    committed = {os.path.normpath(name.parent / os.readlink(name)) for name in names}
-    entries = sorted(folder.iterdir(), key=_journals_first)
-    marked = {entry for entry in entries if _is_marked(entry)}
-    found: list[Leftover] = []
-    versions: list[Path] = []
-    for entry in entries:
-        if _BUILD.fullmatch(entry.name):
-            what = "its journal" if entry.suffix == JOURNAL_SUFFIX else "the same build would resume from it"
-            found.append(Leftover(entry, f"an unfinished build: {what}", bool(marked)))
-        elif entry.name == ATTEMPTS_NAME and entry.is_file() and not entry.is_symlink():
-            found.append(Leftover(entry, "of unfinished builds", bool(marked)))
-        elif entry.name in (BUILDING, DAMAGED) or _is_half_written(entry) or _is_link(entry):
-            found.append(Leftover(entry, _KILLED, bool(marked)))
-        elif entry in marked and _VERSION.fullmatch(entry.name):
-            versions.append(entry)
-            found += [Leftover(file, _KILLED, True) for file in entry.iterdir() if _is_half_written(file)]
-        elif _VERSION.fullmatch(entry.name) and not entry.is_symlink() and os.path.lexists(entry / META_NAME):
-            if _ADOPTED.fullmatch(entry.name) and marked and (entry / META_NAME).is_file():
-                versions.append(entry)
-            else:
-                found.append(Leftover(entry, "a version", False))
-    versions.sort(key=lambda entry: entry.lstat().st_mtime_ns)
-    older = [entry for entry in versions if str(entry) not in committed]
-    return found + [Leftover(entry, "an old version", True) for entry in older[: max(0, len(older) - 1)]]
-
-
-_KILLED = "left by a process that was killed"
-
-
-def _is_link(entry: Path) -> bool:
-    return entry.name == LINK and entry.is_symlink()
-
-
-def _is_marked(entry: Path) -> bool:
-    """Whether the content of an entry of the versions folder shows that this project made it."""
-    try:
-        if entry.name == RECIPE_NAME:
-            return {"fingerprint", "meta_sha256", "version"} <= parse_object(read_regular(entry)).keys()
-        if entry.is_symlink() or not entry.is_dir():
-            return False
-        if entry.suffix == JOURNAL_SUFFIX and _BUILD.fullmatch(entry.name):
-            return is_journal(entry / JOURNAL_NAME)
-        if not _VERSION.fullmatch(entry.name):
-            return False
-        meta = parse_object(read_regular(entry / META_NAME))
-    except (OSError, ValueError):
-        return False
-    content = str(meta.get("content_sha256"))
-    named = content.startswith(entry.name) or _ADOPTED.fullmatch(entry.name) is not None
-    return meta.get("kind") in KINDS and named and _SHA256.fullmatch(content) is not None
-
-
-def is_journal(path: Path) -> bool:
-    """Whether a file begins with the first line of a build's journal. Raises as `open_regular`."""
-    with open(open_regular(path), "rb") as file:
-        line = file.readline(_MAX_LINE)
-    if line[-1:] != b"\n" or line[:9] != f"{zlib.crc32(line[9:-1]):08x} ".encode():
-        return False
-    return {"identity", "journal_version"} <= parse_object(line[9:]).keys()
-
-
 def _same_files(left: Path, right: Path) -> bool:
     sizes = _sizes(left)
     if sizes != _sizes(right):
@@ -387,7 +320,7 @@ def _same_files(left: Path, right: Path) -> bool:
 
 
 def _sizes(root: Path) -> dict[str, int]:
-    names = (name for name in _names_below(root) if name != META_NAME and not _is_half_written(Path(name)))
+    names = (name for name in _names_below(root) if name != META_NAME and not is_half_written(Path(name)))
     return {name: (root / name).lstat().st_size for name in names}
 
 
@@ -437,7 +370,7 @@ def _make_way(public: Path, folder: Path) -> None:
         return
     content = str(parse_object(read_regular(public / META_NAME)).get("content_sha256"))
     version = folder / content[:VERSION_DIGITS]
-    if not _SHA256.fullmatch(content):  # untrusted: not part of a file name
+    if not SHA256_DIGITS.fullmatch(content):  # untrusted: not part of a file name
         free = (folder / f"adopted{number}" for number in itertools.count())
         fileio.rename(public, next(path for path in free if not path.exists()))
     elif (version / META_NAME).is_file() and _same_files(public, version):

@@ -27,8 +27,9 @@ from niels_gpt.cache import CacheError
 from niels_gpt.commands import cache as cli
 from niels_gpt.recipes import gc as garbage
 from niels_gpt.recipes.gc import collect
+from niels_gpt.storage.leftovers import removable
 from niels_gpt.storage.locks import hold_version
-from niels_gpt.storage.versions import VERSIONS_DIR, build_lock, removable, version_name, versions_dir
+from niels_gpt.storage.versions import VERSIONS_DIR, build_lock, version_name, versions_dir
 
 
 @pytest.fixture(autouse=True)

@@ -74,8 +74,7 @@ def seal(
         process seals; ValueError E303 where no partition has a token for the train split; OSError.
     """
     with versions.building(plan.path) as work:
-        for number in range(plan.total):
-            versions.refuse_if_building(plan.partition_path(number))
+        versions.refuse_if_partition_is_built(plan.folder)
         states = partition_states(plan, deep=deep, progress=progress)
         if any(state.state != "finished" for state in states):
             raise not_finished(plan, states, remedy, source.from_scratch)
@@ -94,8 +93,7 @@ def discard_plan(plan: Plan) -> bool:
     plan.json goes last, so that what a killed process leaves still says whose it is.
     """
     try:
-        for number in range(plan.total):
-            versions.refuse_if_building(plan.partition_path(number))
+        versions.refuse_if_partition_is_built(plan.folder)
     except CacheError as error:
         logger.info("%s is not removed: %s", plan.folder, error)
         return False

@@ -1,0 +1,212 @@
+"""A pretrain cache in partitions: its bytes depend on their number, never on who built which, when, or how often."""
+
+import json
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.partition_builds import RULE, SHA256, TOTAL, HashedBytes, build_part, content, items_of, planned, whole
+from support.power_loss import tree_of
+from support.small_builds import documents, pretrain, quick_folder, whole_version
+
+from niels_gpt.builders.meta_keys import Source
+from niels_gpt.builders.partitions.plan import Plan, fix_plan, plans_of
+from niels_gpt.builders.partitions.seal import seal
+from niels_gpt.builders.pretrain import build_pretrain
+from niels_gpt.cache.pretrain_dataset import PretrainTokenStreamDataset
+from niels_gpt.documents import Partition
+from niels_gpt.inspection.diff import diff
+from niels_gpt.inspection.locate import locate
+from niels_gpt.inspection.stats import stats
+from niels_gpt.inspection.verify import find_damage
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.meta_json import meta_bytes
+from niels_gpt.storage.versions import build_lock, versions_dir
+
+SPLITS = ("train", "val")
+
+
+@pytest.fixture(scope="module")
+def sealed() -> Any:
+    """A cache of four partitions, and what its folder holds."""
+    with quick_folder() as folder:
+        meta = whole(folder / "c")
+        yield folder / "c", meta, tree_of(folder)
+
+
+def texts_of(path: Path) -> dict[str, Counter[tuple[bytes, bytes]]]:
+    """Return the source id and the tokens of every document of a cache, by split."""
+    meta = json.loads((path / "meta.json").read_bytes())
+    found = {}
+    for split in SPLITS:
+        tokens = b"".join((path / record["name"]).read_bytes() for record in meta["shards"][split])
+        starts = (2 * np.load(path / meta["index"][split]["name"])).tolist()
+        names = (path / meta["ids"][split]["name"]).read_bytes().splitlines()
+        assert len(names) == len(starts) - 1 == meta["docs"][split] and starts[-1] == len(tokens)
+        found[split] = Counter((name, tokens[a:b]) for name, (a, b) in zip(names, pairwise(starts), strict=True))
+    return found
+
+
+@pytest.mark.parametrize("order", [(3, 1, 0, 2), (2, 2, 0, 3, 1, 0)])
+def test_any_order_and_any_repetition_gives_the_same_bytes(sealed: Any, tmp_path: Path, order: Any) -> None:
+    whole(tmp_path / "c", order)
+    assert tree_of(tmp_path) == sealed[2]
+
+
+def test_partitions_have_the_documents_of_the_whole_in_the_same_splits(sealed: Any, tmp_path: Path) -> None:
+    path, meta, _ = sealed
+    common: dict[str, Any] = {"max_train_tokens": None, "max_val_tokens": None, "val_frac": 0.2}
+    alone = pretrain(tmp_path / "c", items=iter(documents(0)), tokenizer=HashedBytes(), **common)
+    assert texts_of(path) == texts_of(tmp_path / "c")
+    same = ("totals", "docs", "utf8_bytes", "documents_read", "dropped", "duplicates", "cut", "roundtrip", "noticed")
+    assert {key: meta[key] for key in same} == {key: alone[key] for key in same}
+    assert meta["source"]["counters"] == {"rows": 90} and whole_version(path) == meta["content_sha256"]
+    assert diff(path, tmp_path / "c", tokenizers=[None, None], limit=0)["moved"]["count"] == 0
+
+
+def test_readers_and_checks_take_a_cache_of_partitions(sealed: Any) -> None:
+    path, meta, _ = sealed
+    assert meta["format_version"] == 2 and meta["partitions"]["total"] == TOTAL and meta["partitions"]["rule"] == RULE
+    assert find_damage(path, deep=True) == []
+    data = PretrainTokenStreamDataset(str(path / "train"), T=1, device="cpu")
+    x, y = data.get_batch(B=3, generator=torch.Generator().manual_seed(0))
+    assert x.shape == y.shape == (3, 1) and data.skipped_shards == 0
+    assert dict(stats(path))["partitions"].startswith("4")
+    position = meta["partitions"]["of_each"][0]["train_tokens"]
+    assert "shard_00002" in locate(path, None, split="train", position=position, num_tokens=4)
+
+
+def test_sums_of_partitions_that_do_not_agree_are_damage(tmp_path: Path) -> None:
+    whole(tmp_path / "c")
+    folder = (tmp_path / "c").resolve()
+    raw = json.loads((folder / "meta.json").read_bytes())
+
+    def problems(**keys: Any) -> str:
+        (folder / "meta.json").write_bytes(meta_bytes({**raw, **keys}))
+        return " ".join(damage.problem for damage in find_damage(tmp_path / "c", deep=False))
+
+    assert problems() == ""
+    each = raw["partitions"]["of_each"]
+    for key in ("train_tokens", "train_docs", "val_shards"):
+        wrong = [{**each[0], key: each[0][key] + 1}, *each[1:]]
+        assert "of_each" in problems(partitions={**raw["partitions"], "of_each": wrong}), key
+    assert "total" in problems(partitions={**raw["partitions"], "total": 3})
+    assert problems(format_version=1) != "" and problems(format_version=3) != ""
+    del raw["partitions"]
+    assert "shards.train[" in problems(format_version=1)  # short shards within a cache that is not partitioned
+
+
+def test_a_partition_is_a_cache_that_verifies(tmp_path: Path) -> None:
+    plan = planned(tmp_path / "c")
+    meta = build_part(plan, 2)
+    assert meta["partition"] == {"number": 2, "total": TOTAL, "plan": plan.sha256} and meta["format_version"] == 1
+    assert [record["name"] for record in meta["files"]] == ["index/train_texts.bin", "index/val_texts.bin"]
+    assert [record["bytes"] for record in meta["files"]] == [8 * meta["docs"][split] for split in SPLITS]
+    assert find_damage(plan.partition_path(2), deep=True) == []
+    texts = plan.partition_path(2) / "index/train_texts.bin"
+    texts.write_bytes(b"x" + texts.read_bytes()[1:])
+    assert [damage.file for damage in find_damage(plan.partition_path(2), deep=True)] == ["index/train_texts.bin"]
+
+
+def test_budgets_are_divided_to_the_token_and_documents_are_cut_in_each_partition(tmp_path: Path) -> None:
+    limits: dict[str, Any] = {"max_train_tokens": 203, "max_val_tokens": 41, "val_frac": None}
+    meta = whole(tmp_path / "c", **limits)
+    assert (meta["max_train_tokens"], meta["max_val_tokens"]) == (203, 41)
+    of_each = meta["partitions"]["of_each"]
+    assert [each["train_tokens"] for each in of_each] == [51, 51, 51, 50]
+    assert meta["budget_reached"]["train"] is True and meta["cut"]["documents"] > 1
+    assert find_damage(tmp_path / "c", deep=True) == []
+
+
+def test_duplicates_are_counted_over_all_partitions(tmp_path: Path) -> None:
+    plan, items = planned(tmp_path / "c", 2), [(None, "same", None), (None, "other", None)]
+    for number in range(2):
+        build_part(plan, number, items=items, val_frac=0)
+    assert seal(plan, source=Source())["duplicates"] == {"train": 2, "val": 0}
+
+
+def test_a_partition_may_be_empty_but_not_the_train_split(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plan = planned(tmp_path / "c", 2)
+    for number in range(2):
+        build_part(plan, number, items=[])
+    with pytest.raises(ValueError, match="train") as error:
+        seal(plan, source=Source())
+    assert error.value.code == "E303"  # type: ignore[attr-defined]
+    plan = planned(tmp_path / "d", 2)
+    build_part(plan, 0, items=[])
+    build_part(plan, 1, items=[("train", "text", None)])
+    caplog.clear()
+    meta = seal(plan, source=Source())
+    assert meta["docs"] == {"train": 1, "val": 0} and find_damage(tmp_path / "d", deep=True) == []
+    assert [record.code for record in caplog.records if record.levelname == "WARNING"] == ["W308"]  # type: ignore
+
+
+def test_a_partition_warns_of_nothing_that_is_a_matter_of_all(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plan = planned(tmp_path / "c", 2)
+    for number in range(2):
+        build_part(plan, number, items=[("train", f"text {number}", None)], max_train_tokens=100, max_val_tokens=50)
+    assert [record for record in caplog.records if record.levelname == "WARNING"] == []
+    seal(plan, source=Source())
+    codes = {record.code for record in caplog.records if record.levelname == "WARNING"}  # type: ignore[attr-defined]
+    assert {"W306", "W308"} <= codes
+
+
+def test_a_plan_is_fixed_once(tmp_path: Path) -> None:
+    plan = planned(tmp_path / "c")
+    again = planned(tmp_path / "c")
+    assert again == plan and again.sha256 == plan.sha256 and plans_of(tmp_path / "c") == [plan]
+    with pytest.raises(CacheError, match="code, source") as error:
+        planned(tmp_path / "c", code={"version": "2"}, source={"revision": "x"})
+    assert error.value.code == "E511"
+    other = planned(tmp_path / "c", fingerprint="e" * 64, partitions=7)
+    assert {each.folder for each in plans_of(tmp_path / "c")} == {plan.folder, other.folder}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"partitions": 1},
+        {"partitions": 1 << 62},
+        {"partitions": True},
+        {"fingerprint": "../../etc"},
+        {"kind": "plan"},
+        {"plan_version": 2},
+        {"recipe": 3},
+        {"tokenizer_sha256": None},
+    ],
+)
+def test_what_is_no_plan_is_not_taken_for_one(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    plan = planned(tmp_path / "c")
+    with pytest.raises(CacheError), build_lock(tmp_path / "c"):
+        fix_plan(tmp_path / "c", content(**wrong))
+    (plan.folder / "plan.json").write_text(json.dumps({**plan.content, **wrong}))
+    assert plans_of(tmp_path / "c") == []
+
+
+def test_a_plan_is_not_read_through_a_link(tmp_path: Path) -> None:
+    plan = planned(tmp_path / "other" / "c")
+    folder = versions_dir(tmp_path / "c")
+    folder.mkdir(parents=True)
+    (folder / plan.folder.name).symlink_to(plan.folder)
+    assert plans_of(tmp_path / "c") == []
+    with pytest.raises(CacheError, match="link"):
+        planned(tmp_path / "c")
+
+
+def test_partition_and_plan_are_given_together(tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"max_train_tokens": 9, "max_val_tokens": 0, "shard_bytes": 20, "seed": 0}
+    for wrong in ({"partition": Partition(0, 2)}, {"plan": SHA256}, {"partition": Partition(2, 2), "plan": SHA256}):
+        with pytest.raises(ValueError):
+            build_pretrain([], tmp_path / "c", tokenizer=HashedBytes(), shuffle_buffer=None, **arguments, **wrong)
+
+
+def test_numbers_of_partitions_are_checked(tmp_path: Path) -> None:
+    plan = Plan(tmp_path / "c", content())
+    assert plan.partition_path(3).name == "00003" and plan.partition(3) == Partition(3, TOTAL)
+    with pytest.raises(ValueError, match="partition 4 of 4"):
+        plan.partition_path(4)
+    assert len(items_of(0)) == 23
