@@ -7,6 +7,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -229,6 +230,22 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     (folder / PARTS_NAME).unlink()
     with part_lock(folder, (2, 3)):
         refused(lambda: seal(folder), "part 2/3", code="E503")
+
+
+@pytest.mark.slow
+def test_commands_at_once_one_of_them_killed(tmp_path: Path, model: Path, chats: Path) -> None:
+    what = ["--target-model", str(model), "--input-data", str(chats), "--seq-length", "40", "--threads", "1"]
+    what += ["--format", "native", "--shard-bytes", "20000", "--device", "cpu", "--output-dir"]
+    folder, program = tmp_path / "c", [sys.executable, "-m", "niels_gpt.eagle3.precompute"]
+    runs = [subprocess.Popen([*program, *what, str(folder), "--part", f"{number}/3"]) for number in (1, 2, 3)]
+    while not (folder / "sidecar" / "plan.json").exists():  # one of the three writes it
+        time.sleep(0.005)
+    runs[1].kill()
+    assert [each.wait() for each in runs][::2] == [0, 0]
+    assert precompute.main([*what, str(folder), "--part", "2/3"]) == 0 and main(["seal", str(folder)]) == 0
+    assert precompute.main([*what, str(tmp_path / "d")]) == 0
+    found = subprocess.run(["diff", "-r", "c", "d"], cwd=tmp_path, capture_output=True, check=False)
+    assert found.returncode == 0, found.stdout
 
 
 def test_the_commands_make_parts_in_one_folder_and_seal_it(

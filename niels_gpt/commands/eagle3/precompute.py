@@ -5,6 +5,7 @@ Its flags are made of recipes/eagle3/options.py; here are the estimate and the p
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import sys
@@ -55,8 +56,14 @@ def _stated_words() -> list[str]:
     for flag in context.command.params:
         value, source = context.params.get(flag.name or ""), context.get_parameter_source(flag.name or "")
         if source not in _UNSTATED and flag.name in _NAMES and isinstance(flag, click.Option):
-            words += [flag.opts[0], str(value)]
+            words += [flag.opts[0], _whole_path(str(value))]
     return words
+
+
+def _whole_path(value: str) -> str:
+    """Return the absolute path of what is written as a path and exists: other machines run in other folders."""
+    is_path = any(sign in value for sign in "/.") and os.path.exists(value)
+    return os.path.abspath(value) if is_path else value
 
 
 def _options(given: dict[str, Any]) -> Options:

@@ -197,7 +197,9 @@ def _settings(folder: Path) -> dict[str, Any] | None:
 
 
 def remove_parts(folder: Path) -> None:
-    """Remove the folder `.parts` of a cache that is finished. The folder's lock is held, and no part is running.
+    """Remove `.parts`, and the `.locks.json` of --lock, of a cache that is finished.
+
+    The folder's lock is held, and no part is running.
 
     Raises: CacheError where it holds a file that no part made; nothing is removed then.
     """
@@ -206,10 +208,10 @@ def remove_parts(folder: Path) -> None:
         raise CacheError(
             folder / PARTS_NAME / foreign[0], "no file of a part", remedy="Move it away, and seal again", code="E712"
         )
-    if os.path.lexists(folder / PARTS_NAME):
-        fileio.remove(folder / MARKER)  # how it is locked: written for the parts, and no file of a cache
-        fileio.remove(folder / PARTS_NAME)
-        fileio.fsync_dir(folder)
+    for name in (MARKER, PARTS_NAME):  # how the folder is locked was written by --lock, and is no file of a cache
+        if os.path.lexists(folder / name):
+            fileio.remove(folder / name)
+            fileio.fsync_dir(folder)
 
 
 def _state(part: Part) -> str:

@@ -11,5 +11,5 @@ native_forward.py the same for the native form: which rows are stored, log-norma
 supervision.py    the target's outputs -> the stored fields, their padding and counts; numbers that are not finite
 positions.py      counts the supervised slots, which train a draft; refuses a cache with none, warns where they are few
 finalize.py       meta.json: where each of its keys comes from
-join.py           parts of one plan, each made by a run of its own -> the finished cache, by links
+join.py           parts of one plan, each made in a folder of its own -> the finished cache, by links
 """

@@ -96,7 +96,9 @@ def estimate(
     folder = _existing(cache_dir)
     holes = has_holes(folder)
     lengths, sizes = samples.lengths, [plan.bytes_of(shard) for shard in range(plan.num_shards)]
-    left = sorted({*shards_of_part(plan.num_shards, part)} - {*done})
+    wanted = shards_of_part(plan.num_shards, part)
+    left = sorted({*wanted} - {*done})
+    unused = leftovers(cache_dir, wanted if part else None)
     shard_of = np.repeat(np.arange(plan.num_shards), np.diff(plan.firsts))
     written = _written_bytes(plan, lengths, holes)[np.isin(shard_of, left)]
     names = sum(len(name) + 1 for name in samples.source_ids)
@@ -116,7 +118,7 @@ def estimate(
         batches=sum(len(plan.batches[shard]) for shard in left) if part else sum(map(len, plan.batches)),
         apparent_bytes=sum(sizes) + small,
         to_write_bytes=0 if is_whole else int(written.sum()) + max(0, small - _small_bytes(cache_dir)),
-        free_bytes=shutil.disk_usage(folder).free + sum(path.stat().st_blocks * 512 for path in leftovers(cache_dir)),
+        free_bytes=shutil.disk_usage(folder).free + sum(path.stat().st_blocks * 512 for path in unused),
         has_holes=holes,
         bytes_per_token=sum(sizes) / int(lengths.sum()),
         token_bytes=plan.token_bytes,

@@ -4,6 +4,9 @@ The files are written in this order, each one complete and durable before the ne
 plan, the samples, manifest.json, the target's weights and then their receipt, each shard and then its receipt, and at
 the end meta.json. So a shard with a receipt is finished, a folder with a meta.json is a finished cache, and a run that
 was killed is resumed by making the shards without a receipt.
+
+Of several runs with `part` in one folder, the first writes all that comes before the weights, while it holds the
+folder's lock; one writes the weights; each makes its shards, and `eagle3.parts.seal` writes meta.json.
 """
 
 from __future__ import annotations
