@@ -414,7 +414,7 @@ E712 eagle3-parts
 A part of an EAGLE-3 cache does not fit the folder that it is to be made in, or the parts in a folder cannot be sealed
 yet: the plan or the code differs, or shards are missing or damaged.
 > Run the parts that the message names, with the options of the others, and then `niels-gpt eagle3 seal DIR`.
-= targets: 1 shards cannot be sealed; missing: 5. Run these parts again, on any machine, and seal again:
+= targets: 1 shard cannot be sealed; missing: 5. Run these parts again, on any machine, and seal again:
 niels-gpt eagle3 precompute --target-model MODEL --input-data chats.jsonl --output-dir targets --part 2/4
 
 E801 tree-input

@@ -110,6 +110,11 @@ def _run(options: Options, settings: Settings, command: list[str], *, dry_run: b
 
 def _part_made(prepared: Prepared, options: Options, made: dict[str, Any]) -> Result:
     """Print what a run of a part made, and what to do next."""
+    from niels_gpt.eagle3.parts.progress import finished_of, progress_text
+
+    assert options.output_dir is not None
+    done = finished_of(options.output_dir, prepared.plan)
+    say(f"{options.output_dir}: {progress_text(options.output_dir, prepared.plan, done)}")
     say(
         f"{options.output_dir}: made {made['shards']:,} of {prepared.plan.num_shards:,} shards, part {options.part}. "
         "The cache is not finished: make the other parts with the same options, here or on other machines, and seal it"

@@ -118,8 +118,8 @@ def fix_settings(folder: Path, code: Mapping[str, Any], command: Sequence[str]) 
     """
     if (settings := _settings(folder)) is None:
         fileio.make_dir(_checked(folder))
-        content = canonical_json({"code": dict(code), "command": list(command)})
-        write_bytes(folder / PARTS_NAME / _SETTINGS, content)
+        words = list(command) if all(word.isprintable() for word in command) else []
+        write_bytes(folder / PARTS_NAME / _SETTINGS, canonical_json({"code": dict(code), "command": words}))
     else:
         _refuse_other_code(folder, settings["code"], code)
 
@@ -196,18 +196,20 @@ def _settings(folder: Path) -> dict[str, Any] | None:
 # --- the folder itself ------------------------------------------------------------------------------------------------
 
 
-def remove_parts(folder: Path) -> None:
-    """Remove `.parts`, and the `.locks.json` of --lock, of a cache that is finished.
-
-    The folder's lock is held, and no part is running.
-
-    Raises: CacheError where it holds a file that no part made; nothing is removed then.
-    """
-    names = _names(folder)
-    if foreign := [name for name in names if not _OWN.fullmatch(name)]:
+def refuse_foreign_files(folder: Path) -> None:
+    """Raise CacheError where `.parts` holds a file that no part made."""
+    if foreign := [name for name in _names(folder) if not _OWN.fullmatch(name)]:
         raise CacheError(
             folder / PARTS_NAME / foreign[0], "no file of a part", remedy="Move it away, and seal again", code="E712"
         )
+
+
+def remove_parts(folder: Path) -> None:
+    """Remove `.parts`, and the `.locks.json` of --lock, of a cache that is finished.
+
+    The folder's lock is held, and no part is running. Raises: as `refuse_foreign_files`; nothing is removed then.
+    """
+    refuse_foreign_files(folder)
     for name in (MARKER, PARTS_NAME):  # how the folder is locked was written by --lock, and is no file of a cache
         if os.path.lexists(folder / name):
             fileio.remove(folder / name)

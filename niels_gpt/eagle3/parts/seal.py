@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from niels_gpt.display.numbers import number_of
 from niels_gpt.eagle3.format.embeddings import has_embeddings
 from niels_gpt.eagle3.format.layout import LOCK_NAME, SIDECAR, PathLike, refuse_links, shard_path
 from niels_gpt.eagle3.format.manifest import existing_shard_indices
@@ -19,7 +20,15 @@ from niels_gpt.eagle3.format.native.weights import has_weights
 from niels_gpt.eagle3.format.plan import PLAN_NAME, Plan, open_plan
 from niels_gpt.eagle3.format.samples import IDS_NAME, SAMPLES_NAME
 from niels_gpt.eagle3.format.shard_writer import read_receipt, receipt_path, shard_damage
-from niels_gpt.eagle3.parts.folder import Part, known_parts, part_command, part_of, refuse_running, remove_parts
+from niels_gpt.eagle3.parts.folder import (
+    Part,
+    known_parts,
+    part_command,
+    part_of,
+    refuse_foreign_files,
+    refuse_running,
+    remove_parts,
+)
 from niels_gpt.eagle3.produce.finalize import complete_meta, finish
 from niels_gpt.eagle3.produce.resume_checks import is_finished, leftovers
 from niels_gpt.progress import Progress
@@ -56,9 +65,10 @@ def seal(cache_dir: PathLike, *, progress: Progress | None = None) -> Sealed:
     """Check all that the parts have made, and write meta.json. A sealed cache is left as it is.
 
     progress: items are shards, units their bytes; all of them are read.
-    Raises: CacheError (E712) naming each shard that is missing, damaged or of another plan, with the commands of the
-        parts that make them again, and where the plan, the samples or the target's weights are missing or damaged;
-        CacheError while a part is being made, and where a draft could learn nothing; OSError.
+    Raises: CacheError (E712) naming the shards that are missing or of another plan, and, where there are none of these,
+        each damaged one, with the commands of the parts that make them again; and where the plan, the samples or the
+        target's weights are missing or damaged; CacheError while a part is being made, and where a draft could learn
+        nothing; OSError.
     """
     folder = Path(cache_dir)
     refuse_links(folder)
@@ -72,10 +82,12 @@ def seal(cache_dir: PathLike, *, progress: Progress | None = None) -> Sealed:
     lock = folder / SIDECAR / LOCK_NAME
     with file_lock(lock, folder, "is being written", wait=False):
         refuse_running(folder)
+        refuse_foreign_files(folder)
         plan, parts = _plan(folder), known_parts(folder)
         meta = complete_meta(folder, plan)
         if meta is None:
-            _refuse_bad(folder, parts, list(_bad_shards(folder, plan, progress)))
+            _refuse_bad(folder, parts, _unfinished(folder, plan))  # before all is read, which may take hours
+            _refuse_bad(folder, parts, list(_damaged(folder, plan, progress)))
             for path in leftovers(folder):
                 fileio.remove(path)
             check_lease(lock)
@@ -112,36 +124,42 @@ def _plan(folder: Path) -> Plan:
     return plan
 
 
-def _bad_shards(folder: Path, plan: Plan, progress: Progress | None) -> Iterator[_Bad]:
-    """Yield the shards that are not as the plan and their receipts say; all bytes are read. Raises: CacheError."""
-    sizes = [plan.bytes_of(shard) for shard in range(plan.num_shards)]
-    done, total = 0, sum(sizes)
-    for shard in range(plan.num_shards):
-        if (bad := _bad(folder, plan, shard)) is not None:
-            yield bad
-        done += sizes[shard]
-        if progress is not None:
-            progress(shard + 1, done, total)
+def _unfinished(folder: Path, plan: Plan) -> list[_Bad]:
+    """Return the shards that are not there as the plan says, by receipts and sizes. Raises: CacheError for others."""
     if extra := sorted(shard for shard in existing_shard_indices(folder) if shard >= plan.num_shards):
         path = shard_path(folder, extra[0])
         raise CacheError(path, f"the plan has {plan.num_shards} shards", remedy="Move it away", code="E712")
+    found = (_by_receipt(folder, plan, shard) for shard in range(plan.num_shards))
+    return [bad for bad in found if bad is not None]
 
 
-def _bad(folder: Path, plan: Plan, shard: int) -> _Bad | None:
-    """Return what is wrong with a shard; None where it is whole."""
-    path = Path(shard_path(folder, shard))
+def _by_receipt(folder: Path, plan: Plan, shard: int) -> _Bad | None:
+    """Return what is wrong with a shard by its receipt and size; None where it may be whole."""
     try:
         receipt = read_receipt(folder, shard)
     except CacheError:
         return _Bad(shard, "damaged", f"{receipt_path('', shard)} is no receipt", False)
-    if receipt is None or not os.path.lexists(path):
+    if receipt is None or not os.path.lexists(shard_path(folder, shard)):
         return _Bad(shard, "missing", "", False)
     if receipt["facts"].get("plan") != plan.sha256:
         return _Bad(shard, "of another plan", "", True)
     if not is_finished(folder, plan, shard):
         return _Bad(shard, "damaged", "its size or its receipt is not as the plan has it", False)
-    damage = (native_shard_damage if plan.is_native else shard_damage)(folder, shard)
-    return _Bad(shard, "damaged", damage[0][1].removeprefix(f"{path}: "), True) if damage else None
+    return None
+
+
+def _damaged(folder: Path, plan: Plan, progress: Progress | None) -> Iterator[_Bad]:
+    """Yield the shards whose bytes do not give their checksums; all of them are read."""
+    damage_of = native_shard_damage if plan.is_native else shard_damage
+    sizes = [plan.bytes_of(shard) for shard in range(plan.num_shards)]
+    done, total = 0, sum(sizes)
+    for shard, size in enumerate(sizes):
+        if damage := damage_of(folder, shard):
+            found = damage[0][1].removeprefix(f"{shard_path(folder, shard)}: ")
+            yield _Bad(shard, "damaged", found, True)
+        done += size
+        if progress is not None:
+            progress(shard + 1, done, total)
 
 
 def _refuse_bad(folder: Path, parts: list[Part], bad: list[_Bad]) -> None:
@@ -162,7 +180,7 @@ def _refuse_bad(folder: Path, parts: list[Part], bad: list[_Bad]) -> None:
     lines = "".join(f"\n  {command}" for command in commands[:_MOST_COMMANDS])
     raise CacheError(
         folder,
-        f"{len(bad):,} shards cannot be sealed; {'; '.join(texts)}",
+        f"{number_of(len(bad), 'shard')} cannot be sealed; {'; '.join(texts)}",
         remedy=f"Run these parts again, on any machine, and seal again:{lines}{more}",
         code="E712",
     )
