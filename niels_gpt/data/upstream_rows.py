@@ -157,23 +157,21 @@ class UpstreamRows:
             skip_to=position.last_skipped_row(file),
             share=share,
         )
+        in_partition = self._partition is not None
         for item in rows_or_columns(path, reading):
             first = self._num_read
             if isinstance(item, Columns):
                 self._num_read += len(item.texts)
+                indexes = (
+                    [f"{name}#{number}" for number in item.numbers] if in_partition else range(first, self._num_read)
+                )
                 places = position.set_all(file, item.numbers, read=range(first + 1, self._num_read + 1))
-                yield NumberedColumns(self._indexes(first, name, item.numbers), item, places)
+                yield NumberedColumns(indexes, item, places)
             else:
                 number, row = item
                 self._num_read += 1
                 position.set(file, number, read=self._num_read)
-                yield self._indexes(first, name, [number])[0], f"{path}, row {number}", row
-
-    def _indexes(self, first: int, name: str, numbers: Sequence[int]) -> Sequence[int | str]:
-        """Return what names rows that have no id: their numbers from `first`, or in a partition PATH#ROW."""
-        if self._partition is None:
-            return range(first, first + len(numbers))
-        return [f"{name}#{number}" for number in numbers]
+                yield f"{name}#{number}" if in_partition else first, f"{path}, row {number}", row
 
     def document(self, path: Path) -> Iterator[str]:
         """Yield the text of a file, or nothing if it is too large."""

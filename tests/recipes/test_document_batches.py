@@ -1,147 +1,20 @@
 """Documents as columns are the documents that come row by row: texts, ids, counters, positions and messages."""
 
-import json
-import logging
 import shutil
-from collections import Counter
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.data_files import invalid_utf8, lines, write, write_parquet
+from support.data_files import lines, write, write_parquet
+from support.readings import FILES, JSONL, LIMIT, TEXTS, Reading, nonzero, put, tables
 
 from niels_gpt.data.files import columns, parquet, rows
-from niels_gpt.documents import DocumentBatch
 from niels_gpt.recipes import sources
-from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.settings import Settings
-
-LIMIT = 600
-TEXTS = st.text(st.characters(codec="utf-8"), max_size=12) | st.sampled_from(
-    ["", "a\0b", "x" * 550, "x" * LIMIT, " \u3000", "\x1f"]
-)
-IDS = st.none() | st.sampled_from(["id-1", "é", 7, 2**70, 1.5, True, "y" * 1_001, ["a"], {}])
-FIELD = st.sampled_from(["text", "content", "document", "other", "path", "row", "message_ids", "message_tree_id"])
-ROWS = st.fixed_dictionaries({"text": TEXTS}, optional={"id": IDS}) | st.dictionaries(FIELD, TEXTS | IDS, max_size=3)
-ODD_LINES = st.sampled_from(
-    [
-        b"\n",
-        b"no row\n",
-        b'{"text": "\xff"}\n',
-        rb'{"text": "\ud83d"}' + b"\n",
-        b"[1]\n",
-        b'{"text": NaN, "content": "c"}\n',
-    ]
-)
-JSONL = st.lists(ROWS.map(lines) | ODD_LINES, max_size=8).map(b"".join)
-NULLABLE = st.none() | TEXTS
-
-
-KINDS: dict[str, Callable[[list[str]], Any]] = {
-    "plain": lambda texts: pa.array(texts, pa.string()),
-    "null": lambda texts: pa.array([None, *texts[1:]], pa.string()),
-    "large": lambda texts: pa.array(texts, pa.large_string()),
-    "view": lambda texts: pa.array(texts, pa.string_view()),
-    "coded": lambda texts: pa.array(texts, pa.string()).dictionary_encode(),
-    "bytes": lambda texts: pa.array([text.encode() for text in texts], pa.binary()),
-    "number": lambda texts: pa.array(range(len(texts))),
-    "broken": lambda texts: invalid_utf8(*(text.encode() for text in texts[1:]), b"\xff"),
-    "list": lambda texts: pa.array([[text] for text in texts]),
-}
-
-
-@st.composite
-def tables(draw: st.DrawFn) -> Any:
-    """Return a table of which most columns are strings, in different arrow types, and how it is written."""
-    size, columns = draw(st.integers(1, 14)), {}
-    for name in draw(st.lists(st.sampled_from(["text", "content", "id", "path", "odd"]), unique=True, min_size=1)):
-        kind = draw(st.sampled_from(["plain", "plain", "plain", *KINDS]))
-        columns[name] = KINDS[kind](draw(st.lists(TEXTS, min_size=size, max_size=size)))
-    return pa.table(columns), {"row_group_size": draw(st.integers(1, 15)), "use_dictionary": draw(st.booleans())}
-
-
-FILES = st.one_of(
-    st.tuples(st.sampled_from([".jsonl", ".jsonl.gz", ".jsonl.zst", ".json"]), JSONL),
-    st.tuples(st.just(".json"), st.lists(ROWS, max_size=4).map(lambda rows: json.dumps(rows).encode())),
-    st.tuples(st.just(".jsonl"), JSONL.map(lambda content: b"\xef\xbb\xbf" + content)),
-    st.tuples(st.just(".jsonl"), JSONL.map(lambda content: content.decode("utf-8", "replace").encode("utf-16"))),
-    st.tuples(st.just(".parquet"), tables()),
-    st.tuples(st.sampled_from([".txt", ".md", ".md.gz", ".txt.zst"]), TEXTS.map(str.encode) | st.just(b"\xff")),
-)
-
-
-class Seen(NamedTuple):
-    """One document, and what its loader had counted, and where it was."""
-
-    split: str | None
-    text: str
-    id: str
-    counters: dict[str, int]
-    position: dict[str, int]
-
-
-def flat(batches: Iterator[DocumentBatch]) -> Iterator[Seen]:
-    for batch in batches:
-        starts = [start for start, _ in batch.counters]
-        assert starts[0] == 0 and starts == sorted(set(starts)) and len(batch) == len(batch.ids) > 0
-        states, counters = dict(batch.counters), batch.counters[0][1]
-        for at, text in enumerate(batch.texts):
-            counters = states.get(at, counters)
-            place = {name: values[at] for name, values in batch.position.items()}
-            yield Seen(batch.split, text.decode(), batch.ids[at], nonzero(counters), place)
-
-
-def nonzero(counters: Any) -> dict[str, int]:
-    return {name: number for name, number in counters.items() if number}
-
-
-class Reading:
-    """One reading of a source, row by row or by columns, from the beginning or from behind a document."""
-
-    def __init__(self, given: Settings, name: str, *, by_column: bool, behind: Seen | None = None) -> None:
-        self.counters: Counter[str] = Counter()
-        self.position: dict[str, int] = {}
-        self.seen: list[Seen] = []
-        self.error = ""
-        self.messages: list[str] = []
-        args = (given, resolve_source(given, name), None, self.counters, self.position)
-        log, logger = Log(self.messages), logging.getLogger("niels_gpt")
-        logger.addHandler(log)
-        try:
-            stream = flat(sources.document_batches(*args)) if by_column else self.rows(sources.document_rows(*args))
-            if behind is not None:  # as a builder does, when the loader was called and before the first row
-                self.counters.clear()
-                self.counters.update(behind.counters)
-                self.position.update(behind.position)
-            self.seen.extend(stream)
-        except ValueError as error:
-            self.error = str(error)
-        finally:
-            logger.removeHandler(log)
-
-    def rows(self, rows: sources.Documents) -> Iterator[Seen]:
-        for split, text, name in rows:
-            yield Seen(split, text, name, nonzero(self.counters), dict(self.position))
-
-    @property
-    def end(self) -> Any:
-        return nonzero(self.counters), self.position if self.seen else {}, self.error
-
-
-class Log(logging.Handler):
-    """Keeps messages."""
-
-    def __init__(self, messages: list[str]) -> None:
-        super().__init__()
-        self._messages = messages
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._messages.append(record.getMessage())
 
 
 def compare(given: Settings, name: str) -> Reading:
@@ -158,16 +31,6 @@ def compare(given: Settings, name: str) -> Reading:
             rows.error,
         )
     return columns
-
-
-def put(folder: Path, files: list[tuple[str, Any]]) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    for number, (suffix, content) in enumerate(files):
-        path = folder / f"{number}{suffix}"
-        if suffix == ".parquet":
-            write_parquet(path, content[0], **content[1])
-        else:
-            write(path, content)
 
 
 @pytest.fixture(autouse=True)

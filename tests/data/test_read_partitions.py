@@ -1,0 +1,239 @@
+"""What a partition reads, by the rule of data/files/part.py: all partitions together have each document once."""
+
+import gzip
+import itertools
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import settings as checks
+from hypothesis import strategies as st
+from support.data_files import invalid_utf8, lines, write, write_parquet
+from support.readings import FILES, LIMIT, Reading, nonzero, put
+
+from niels_gpt.data.files import parquet
+from niels_gpt.data.files.part import FilePart, Share
+from niels_gpt.documents import Partition
+from niels_gpt.recipes import sources
+from niels_gpt.recipes.resolve import resolve_source
+from niels_gpt.settings import Settings
+
+TOTALS = (2, 3, 8)
+
+
+def readings(given: Settings, name: str, total: int) -> list[Reading]:
+    return [Reading(given, name, partition=Partition(number, total)) for number in range(total)]
+
+
+def check_parts(given: Settings, name: str, total: int) -> list[Reading]:
+    """Compare the partitions with the whole, and what is behind their middle documents with a killed build's rest."""
+    whole, parts = Reading(given, name), readings(given, name, total)
+    found = [each for part in parts for each in part.seen]
+    assert Counter((each.split, each.text) for each in found) == Counter((each.split, each.text) for each in whole.seen)
+    if not whole.error:
+        assert sum((Counter(part.counters) for part in parts), Counter()) == Counter(nonzero(whole.counters))
+    for number, part in enumerate(parts):
+        middle = len(part.seen) // 2
+        if part.seen and part.seen[0].position:
+            behind = part.seen[middle]
+            rest = Reading(given, name, behind=behind, partition=Partition(number, total))
+            assert rest.seen == part.seen[middle + 1 :] and nonzero(rest.counters) == nonzero(part.counters)
+    return parts
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet, "BATCH_ROWS", 4)
+    monkeypatch.setattr(sources, "BATCH_DOCUMENTS", 5)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("parts")
+
+
+def own(folder: Path, **more: Any) -> Settings:
+    return Settings(pretrain=f"own={folder}", max_document_bytes=LIMIT, **more)
+
+
+def test_files_go_round_where_there_are_enough_and_else_rows_do() -> None:
+    enough = [FilePart(Partition(1, 3), files=7).share(file) for file in range(7)]
+    assert enough == [None, Share(), None, None, Share(), None, None]
+    few = [[FilePart(Partition(number, 3), files=2).share(file) for file in range(2)] for number in range(3)]
+    assert few == [[Share(0, 3), Share(2, 3)], [Share(1, 3), Share(0, 3)], [Share(2, 3), Share(1, 3)]]
+    assert [*Share(2, 3).numbers(1, 11)] == [3, 6, 9] and [*Share(2, 3).numbers(4, 6)] == []
+    documents = [[FilePart(Partition(number, 3), 2).has_document(file) for number in range(3)] for file in range(2)]
+    assert documents == [[True, False, False], [False, True, False]]
+
+
+@pytest.mark.parametrize("total", TOTALS)
+@pytest.mark.parametrize("files", [1, 2, 3, 7, 8, 20])
+def test_each_unit_is_in_one_partition(files: int, total: int) -> None:
+    for file, unit in itertools.product(range(files), range(2 * total)):
+        shares = [FilePart(Partition(number, total), files).share(file) for number in range(total)]
+        assert sum(share is not None and share.has(unit) for share in shares) == 1
+
+
+def test_rows_of_two_files_in_three_partitions_on_paper(folder: Path) -> None:
+    """Blank and unreadable lines are units too, so line u of file f, both from 0, is in partition (u + f) mod 3."""
+    for name in "ab":
+        content = [{"text": f"{name}{number}"} for number in range(1, 7)]
+        write(folder / "paper" / f"{name}.jsonl", lines(*content[:2]) + b"\nno row\n" + lines(*content[4:]))
+    parts = check_parts(own(folder / "paper"), "own", 3)
+    texts = [[each.text for each in part.seen] for part in parts]
+    assert texts == [["a1", "b6"], ["a2", "a5", "b1"], ["a6", "b2", "b5"]]
+    assert [each.id for each in parts[0].seen] == ["a.jsonl#1", "b.jsonl#6"]
+    assert [nonzero(part.counters) for part in parts] == [{"unreadable_row": 1}, {"unreadable_row": 1}, {}]
+
+
+@pytest.mark.parametrize(
+    ("group_size", "expected"), [(2, [[1, 2, 7, 8], [3, 4, 9], [5, 6]]), (5, [[1, 4, 7], [2, 5, 8], [3, 6, 9]])]
+)
+def test_row_groups_of_a_parquet_file_go_round_where_there_are_enough(
+    folder: Path, group_size: int, expected: list[list[int]]
+) -> None:
+    shutil.rmtree(folder / "groups", ignore_errors=True)
+    table = {"text": [f"row {number}" for number in range(1, 10)]}
+    write_parquet(folder / "groups" / "a.parquet", table, row_group_size=group_size)
+    parts = check_parts(own(folder / "groups"), "own", 3)
+    assert [[int(each.text.removeprefix("row ")) for each in part.seen] for part in parts] == expected
+
+
+def test_row_groups_of_other_partitions_are_not_read(folder: Path) -> None:
+    shutil.rmtree(folder / "damaged", ignore_errors=True)
+    texts = [f"{number:_>300}" for number in range(12)]
+    path = write_parquet(folder / "damaged" / "a.parquet", {"text": texts}, row_group_size=4, compression="gzip")
+    data = bytearray(path.read_bytes())
+    offset = pa.parquet.ParquetFile(path).metadata.row_group(1).column(0).data_page_offset
+    data[offset + 20 : offset + 80] = bytes(60)
+    path.write_bytes(data)
+    errors = [bool(reading.error) for reading in readings(own(folder / "damaged"), "own", 3)]
+    assert errors == [False, True, False]
+
+
+ITEMS = [*({"text": f"item {number}"} for number in range(9)), [], "", {"text": "y" * LIMIT}]
+LINES = lines({"text": "a", "id": "one"}, {"text": "x" * LIMIT}, {"content": 7}) + b"\n\xff\n"
+MIXED: list[tuple[str, Any]] = [
+    (".jsonl", b"\xef\xbb\xbf" + LINES),
+    (".jsonl.gz", lines(*({"text": f"packed {number}"} for number in range(20)))),
+    (".json", json.dumps(ITEMS).encode()),
+    (".parquet", (pa.table({"text": [f"group {n}" for n in range(11)]}), {"row_group_size": 11})),
+    (".parquet", (pa.table({"text": [f"many {n}" for n in range(20)], "id": [*range(20)]}), {"row_group_size": 2})),
+    (".parquet", (pa.table({"text": invalid_utf8(b"\xff", b"good", b"a\xffb", b"z" * 700)}), {"row_group_size": 4})),
+    (".txt", b"a book\n\xff"),
+    (".md", "a note".encode("utf-16")),
+    (".jsonl", "".join(json.dumps({"text": f"wide {n}"}) + "\n" for n in range(7)).encode("utf-16")),
+]
+
+
+@pytest.mark.parametrize("total", TOTALS)
+@pytest.mark.parametrize("number", [1, 3, len(MIXED)])
+def test_files_of_all_formats(folder: Path, total: int, number: int) -> None:
+    put(folder / "own", MIXED[:number])
+    write(folder / "own" / "picture.png", b"no text")
+    (folder / "own" / "link.txt").symlink_to("0.jsonl")
+    given = own(folder / "own")
+    whole = Reading(given, "own")
+    counted = ["links_not_followed", "other_files", "byte_order_mark", "unreadable_row", "too_large", "missing_field"]
+    assert all(whole.counters[reason] for reason in counted)
+    names = [each.id for part in check_parts(given, "own", total) for each in part.seen]
+    assert sorted(names) == sorted(each.id for each in whole.seen) and len(set(names)) == len(names)
+
+
+@pytest.fixture(scope="module")
+def mirrored(folder: Path) -> Settings:
+    """A mirror of all sources of documents, with a fault of each kind."""
+    root = folder / "mirror"
+    home = root / "HuggingFaceFW/fineweb-edu"
+    put(home, [file for file in MIXED if file[0] not in (".txt", ".md", ".json")])
+    wiki = root / "Salesforce/wikitext"
+    write(wiki / "train-0.txt", b" = A = \n\n one\n" + b"w" * LIMIT + b"\n \xff\n two\n three\n")
+    write(wiki / "train-1.jsonl", lines(*({"text": f" line {number}\n"} for number in range(5)), {"text": " "}))
+    write(wiki / "validation.txt", b" v1\n v2\n \n v3\n")
+    for number in range(30):
+        write(root / f"roam/{number % 4}/{number}.md", f"note {number % 20}")
+    write(root / "roam/bad.md", b"\xff note")
+    write(root / "roam/large.md", b"n" * LIMIT + b"!")
+    for number in range(5):
+        write(root / f"gutenberg/{number}.txt", f"book {number}")
+    write(root / "gutenberg/large.txt", b"b" * LIMIT + b"!")
+    write(root / "gutenberg/more.jsonl", lines(*({"text": f"row of books {number}"} for number in range(9)), {"no": 1}))
+    for linked in ("roam/l.md", "gutenberg/l.txt", "Salesforce/wikitext/l.txt", "HuggingFaceFW/fineweb-edu/l.jsonl"):
+        (root / linked).symlink_to("nowhere")
+    return Settings(source_root=str(root), max_document_bytes=LIMIT)
+
+
+@pytest.mark.parametrize("total", TOTALS)
+@pytest.mark.parametrize("name", ["fineweb_edu", "wikitext", "roam", "gutenberg"])
+def test_built_in_sources_of_a_mirror(mirrored: Settings, name: str, total: int) -> None:
+    found = [each for part in check_parts(mirrored, name, total) for each in part.seen]
+    ids = [(each.split, each.id) for each in found]
+    assert len(set(ids)) == len(ids)
+    kept = {"fineweb_edu": {"one", *map(str, range(20))}, "gutenberg": {f"{number}.txt" for number in range(5)}}
+    kept["roam"] = {each.id for each in Reading(mirrored, "roam").seen}
+    assert {each.id for each in found if "#" not in each.id} == kept.get(name, set())
+
+
+def test_a_row_without_an_id_is_named_by_its_file_and_its_number_there(mirrored: Settings) -> None:
+    root = Path(mirrored.source_root)
+    for part in readings(mirrored, "wikitext", 2):
+        for each in part.seen:
+            name, _, number = each.id.rpartition("#")
+            if name.endswith(".txt"):
+                found = (root / "Salesforce/wikitext" / name).read_bytes().splitlines(keepends=True)[int(number) - 1]
+                assert found.decode(errors="replace") == each.text
+    books = [each for part in readings(mirrored, "gutenberg", 3) for each in part.seen]
+    assert {each.id for each in books if each.text == "row of books 3"} == {"more.jsonl#4"}
+    assert {each.id for each in books if each.text == "book 3"} == {"3.txt"}
+
+
+def test_a_partition_of_bad_rows_alone_ends_without_an_error(folder: Path) -> None:
+    put(folder / "bad", [(".jsonl", b"no row\n" + lines({"text": "good"}))])
+    bad, good = readings(own(folder / "bad"), "own", 2)
+    assert not bad.error and not bad.seen and bad.counters == {"unreadable_row": 1}
+    assert [each.text for each in good.seen] == ["good"]
+
+
+def test_lines_of_other_partitions_are_not_parsed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from niels_gpt.data.files import columns
+
+    put(folder / "parsed", [(".jsonl", lines(*({"text": f"line {number}"} for number in range(10))))])
+    seen: list[bytes] = []
+    parse = columns.parsed
+    monkeypatch.setattr(columns, "parsed", lambda line: seen.append(line) or parse(line))
+    assert len(Reading(own(folder / "parsed"), "own", partition=Partition(1, 5)).seen) == len(seen) == 2
+
+
+def test_a_list_of_excluded_documents_counts_in_their_partitions(folder: Path) -> None:
+    rows = [{"text": f"text {number}", **({"id": f"id-{number}"} if number % 2 else {})} for number in range(9)]
+    put(folder / "own", [(".jsonl", lines(*rows)), (".txt", b"a book")])
+    listed = write(folder / "exclude.txt", "id-3\n1.txt\n")
+    parts = check_parts(own(folder / "own", exclude=str(listed)), "own", 3)
+    assert sum(part.counters["excluded"] for part in parts) == 2
+
+
+def test_a_snapshot_is_the_hubs_only_without_partitions(folder: Path) -> None:
+    home = folder / "snapshot" / "HuggingFaceFW/fineweb-edu/CC-MAIN-2024-10"
+    path = write(home / "train-00000.jsonl.gz", lines({"text": "a"}, {"text": "b"}))
+    assert gzip.decompress(path.read_bytes())
+    about = {"dataset": "HuggingFaceFW/fineweb-edu", "config": "CC-MAIN-2024-10", "revision": "0" * 40}
+    about |= {"shuffle": {"seed": 42, "buffer": 10_000}, "finished": True, "ended": True, "text_bytes": 2}
+    write(home / "snapshot.json", json.dumps({**about, "format_version": 1, "files": []}))
+    kinds = [
+        resolve_source(Settings(source_root=str(folder / "snapshot"), partitions=total), "fineweb_edu").kind
+        for total in (1, 2)
+    ]
+    assert kinds == ["hub", "mirror"]
+
+
+@pytest.mark.slow
+@checks(deadline=None, max_examples=100)
+@given(files=st.lists(FILES, min_size=1, max_size=5), total=st.sampled_from(TOTALS))
+def test_any_files(files: list[tuple[str, Any]], total: int, folder: Path) -> None:
+    put(folder / "any", files)
+    check_parts(own(folder / "any"), "own", total)
