@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support import ROOT
 from support.partition_builds import RULE, SHA256, TOTAL, HashedBytes, build_part, content, items_of, planned, whole
 from support.power_loss import tree_of
 from support.small_builds import documents, pretrain, quick_folder, whole_version
@@ -210,3 +211,24 @@ def test_numbers_of_partitions_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="partition 4 of 4"):
         plan.partition_path(4)
     assert len(items_of(0)) == 23
+
+
+def test_the_example_on_paper_is_these_bytes(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "formats.md").read_text().partition("\n## Partitions\n")[2].partition("\n## ")[0]
+    lines = [
+        line.split(maxsplit=1) for block in page.split("```text\n")[1:] for line in block.split("```")[0].splitlines()
+    ]
+    expected = dict(lines)
+    plan = planned(tmp_path / "c", 2)
+    for number, texts in enumerate((("A", "Hi", "B"), ("Yes", "No", "C"))):
+        items = [(None, text, None) for text in texts]
+        build_part(plan, number, items=items, shard_bytes=8, shuffle_buffer=None, val_frac=0.5)
+        folder = plan.partition_path(number)
+        for name in [name for name in expected if name.startswith(folder.name)]:
+            assert (plan.folder / name).read_bytes().hex(" ") == expected.pop(name), name
+    meta = seal(plan, source=Source())
+    assert meta["content_sha256"] == expected.pop("content_sha256")
+    for name, bytes_of in expected.items():
+        raw = (tmp_path / "c" / name).read_bytes()
+        assert raw[128 if name.endswith(".npy") else 0 :].hex(" ") == bytes_of, name
+    assert len(expected) == 11
