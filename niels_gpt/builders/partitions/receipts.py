@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from niels_gpt.builders.build import CHECKSUMS
 from niels_gpt.builders.meta_keys import BUILDER_VERSION, FORMAT_VERSION, content_sha256
 from niels_gpt.builders.partitions.plan import Plan
 from niels_gpt.builders.partitions.sums import Sums
@@ -219,7 +220,7 @@ def _names(meta: Mapping[str, Any]) -> list[str]:
     shards = [f"{split}/shard_{n:05d}.bin" for split in SPLITS for n in range(len(meta["shards"][split]))]
     index = [f"index/{split}_docs.npy" for split in SPLITS]
     ids = [f"index/{split}_ids.txt" for split in SPLITS]
-    return [*shards, *index, *ids, "index/crc32.bin", *TEXTS_OF.values()]
+    return [*shards, *index, *ids, CHECKSUMS, *TEXTS_OF.values()]
 
 
 def _check_files(receipt: Receipt) -> None:
@@ -312,7 +313,7 @@ def _damage(folder: Path, record: dict[str, Any], crcs: bytes | None) -> str:
         return f"{record['name']}: {error}"
     if digest.hexdigest() != record["sha256"]:
         return f"{record['name']} has another sha256 than its receipt says"
-    return f"{record['name']} has other block checksums than stored" if crcs not in (None, bytes(found)) else ""
+    return f"{CHECKSUMS} has other checksums of {record['name']}" if crcs not in (None, bytes(found)) else ""
 
 
 def _filled(file: Any, buffer: memoryview) -> int:
