@@ -18,8 +18,11 @@ import numpy as np
 
 from niels_gpt.builders.build import CHECKSUMS
 from niels_gpt.builders.meta_keys import Source, write_description
+from niels_gpt.builders.partitions.plan import Plan, fix_plan
+from niels_gpt.builders.shards import TEXTS_OF
 from niels_gpt.builders.writer import BLOCK_BYTES, npy_header
 from niels_gpt.storage import fileio, versions
+from niels_gpt.storage.versions import PLAN_KIND
 
 MAX_LINKS = 30_000  # of one file; ext4 allows 65,000
 VOCAB = 50_257
@@ -33,6 +36,7 @@ class LinkedShards:
     def __init__(self, folder: Path, num_bytes: int, seed: int) -> None:
         ids = np.random.default_rng(seed).integers(VOCAB, size=num_bytes // 2, dtype=np.uint16)
         self._content, self._folder, self._links = ids.tobytes(), folder, 0
+        self.num_bytes = len(self._content)
         self._sha256 = ""
         blocks = range(0, num_bytes, BLOCK_BYTES)
         crcs = [zlib.crc32(self._content[at : at + BLOCK_BYTES]) for at in blocks]
@@ -48,17 +52,42 @@ class LinkedShards:
             self._sha256 = fileio.sha256_file(real)
         os.link(real, work / name)
         self._links += 1
-        size = len(self._content)
-        return {"name": name, "tokens": size // 2, "bytes": size, "sha256": self._sha256}
+        return {"name": name, "tokens": self.num_bytes // 2, "bytes": self.num_bytes, "sha256": self._sha256}
 
 
 def make_cache(root: Path, *, shards: int, shard_bytes: int, documents: int, version: int = 0) -> Path:
-    """Commit a pretrain cache below `root`, with one shard and one document in val; returns its public folder.
+    """Make a pretrain cache below `root`, with one shard and one document in val; returns its public folder.
 
     version: another number gives other tokens.
     """
-    work, real = root / f"building{version}", root / f"real{version}"
-    linked = LinkedShards(real, shard_bytes, version)
+    linked = LinkedShards(root / f"real{version}", shard_bytes, version)
+    path = make_files(root / NAME, linked, shards=shards, documents=documents)
+    shutil.rmtree(root / f"real{version}")  # the links stay
+    return path
+
+
+def make_partitions(root: Path, *, partitions: int, shards: int, shard_bytes: int, documents: int) -> Plan:
+    """Fix a plan and make all of its partitions, each with so many shards; returns the plan.
+
+    documents: of all of them, every third one a duplicate.
+    """
+    linked, nothing = LinkedShards(root / "real", shard_bytes, 0), dict[str, Any]()
+    sha256 = "0" * 64
+    content = {"plan_version": 1, "kind": PLAN_KIND, "cache": NAME.as_posix(), "partitions": partitions}
+    content |= {"rule": "simulated", "fingerprint": sha256, "recipe": nothing, "source": nothing, "code": nothing}
+    plan = fix_plan(root / NAME, {**content, "tokenizer_sha256": sha256})
+    for number in range(partitions):
+        claim = {"number": number, "total": partitions, "plan": plan.sha256}
+        count = documents * (number + 1) // partitions - documents * number // partitions
+        path = plan.partition_path(number)
+        make_files(path, linked, shards=shards, documents=count, tokenizer_sha256=sha256, partition=claim)
+    shutil.rmtree(root / "real")
+    return plan
+
+
+def make_files(path: Path, linked: LinkedShards, *, shards: int, documents: int, **keys: Any) -> Path:
+    """Make the files of a cache at `path`. keys: of meta.json; with `partition` it is a receipt."""
+    work = path.with_name(f"{path.name}.work")
     counts, docs = {"train": shards - 1, "val": 1}, {"train": documents - 1, "val": 1}
     for folder in (*counts, "index"):
         (work / folder).mkdir(parents=True)
@@ -69,37 +98,52 @@ def make_cache(root: Path, *, shards: int, shard_bytes: int, documents: int, ver
     totals = {split: sum(record["tokens"] for record in records[split]) for split in counts}
     index = {split: written(work, f"index/{split}_docs.npy", starts(docs[split], totals[split])) for split in counts}
     ids = {split: written(work, f"index/{split}_ids.txt", id_lines(docs[split])) for split in counts}
-    rest = (blocks_of(work / record["name"]) for record in (*index.values(), *ids.values()))
+    if "partition" in keys:
+        keys["files"] = [
+            written(work, TEXTS_OF[split], digests(docs[split], keys["partition"]["number"])) for split in counts
+        ]
+    rest = (blocks_of(work / record["name"]) for record in (*index.values(), *ids.values(), *keys.get("files", ())))
     checksums = written(work, CHECKSUMS, itertools.chain(itertools.repeat(linked.checksums, shards), rest))
     meta = write_description(
         work,
-        vocabulary={
-            "tokenizer_sha256": None,
-            "vocab_size": VOCAB,
-            "token_dtype": "uint16-le",
-            "special_token_ids": {},
-        },
+        vocabulary={"vocab_size": VOCAB, "token_dtype": "uint16-le", "special_token_ids": {}},
         source=Source("simulated"),
         counters=Counter(),
-        seed=0,
         shards=records,
         index={split: {**record, "entries": docs[split] + 1} for split, record in index.items()},
         totals={f"{split}_tokens": total for split, total in totals.items()},
-        kind="pretrain",
-        built=True,
-        split_rule="simulated",
-        shard_bytes=shard_bytes,
         ids={split: {**record, "entries": docs[split]} for split, record in ids.items()},
         checksums={**checksums, "block_bytes": BLOCK_BYTES},
+        shard_bytes=linked.num_bytes,
         docs=docs,
         documents_read=documents,
-        dropped={},
-        duplicates=dict.fromkeys(docs, 0),
         utf8_bytes={split: 4 * total for split, total in totals.items()},
-        document_end=None,
+        **{**KEYS, **keys},
     )
-    shutil.rmtree(real)  # the links stay
-    return published(work, root / NAME, str(meta["content_sha256"]))
+    return published(work, path, str(meta["content_sha256"]))
+
+
+KEYS: dict[str, Any] = {
+    "kind": "pretrain",
+    "built": True,
+    "seed": 0,
+    "split_rule": "simulated",
+    "tokenizer_sha256": None,
+    "document_end": None,
+    "on_special": "drop",
+    "val_frac": None,
+    "shuffle": {"algorithm": None, "buffer": 0},
+    "max_train_tokens": None,
+    "max_val_tokens": None,
+    "dropped": {},
+    "noticed": {},
+    "duplicates": {"train": 0, "val": 0},
+    "cut": {"documents": 0, "tokens": 0},
+    "unknown_ids": 0,
+    "roundtrip": {"texts": 0, "differ": 0},
+    "lossless": None,
+}
+"""Keys of meta.json that are the same in all of these caches."""
 
 
 def published(work: Path, path: Path, content_sha256: str) -> Path:
@@ -133,6 +177,15 @@ def id_lines(documents: int) -> Iterator[bytes]:
     """Yield lines as long as those of fineweb-edu, whose ids are UUIDs in angle brackets."""
     for first in range(0, documents, CHUNK):
         yield b"".join(b"<urn:uuid:%036d>\n" % number for number in range(first, min(first + CHUNK, documents)))
+
+
+def digests(documents: int, seed: int) -> Iterator[bytes]:
+    """Yield the text digests of documents, every third one that of the document before."""
+    generator = np.random.default_rng(seed)
+    for first in range(0, documents, CHUNK):
+        some = generator.integers(1 << 63, size=min(CHUNK, documents - first), dtype=np.uint64)
+        some[2::3] = some[1:-1:3]
+        yield some.astype("<u8").tobytes()
 
 
 def blocks_of(path: Path) -> bytes:

@@ -16,6 +16,7 @@ shards are mapped, it is the memory at the end, without the pages of the files, 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scale_caches import make_cache
+from scale_caches import make_cache, make_partitions
 
 from niels_gpt.display.numbers import size_text
 from niels_gpt.display.tables import table
@@ -42,6 +43,7 @@ Work = Callable[[], Found]
 
 B, T = 32, 1024
 BATCHES = 300
+SHARDS_OF_PARTITION = 15  # 10^12 tokens in 1,000 partitions
 
 
 # --- what is measured -------------------------------------------------------------------------------------------------
@@ -227,6 +229,26 @@ def fingerprint(folder: Path, files: int, file_bytes: int) -> Work:
     return work
 
 
+def sealed(path: Path, deep: bool) -> Work:
+    """Seal partitions; their tokens have no tokenizer and no source, so the builder's seal is called, and no recipe."""
+    from niels_gpt.builders.meta_keys import Source
+    from niels_gpt.builders.partitions.plan import plans_of
+    from niels_gpt.builders.partitions.seal import seal
+
+    (plan,) = plans_of(path)
+
+    def work() -> Found:
+        meta = seal(plan, source=Source("simulated"), deep=deep)
+        files = sum(map(len, meta["shards"].values()))
+        return {
+            "shards": files,
+            "bytes": (path / "meta.json").stat().st_size,
+            "duplicates": meta["duplicates"]["train"],
+        }
+
+    return work
+
+
 def of_process() -> Found:
     """Return the memory that is no page of a file, the files open and the ranges of memory mapped in this process."""
     process = Path("/proc/self")
@@ -255,7 +277,7 @@ OF_DOCUMENTS: dict[str, tuple[Callable[..., Work], dict[str, Any]]] = {
     "stats": (stats, {}),
     "verify": (verified, {}),
 }
-NAMES = (*OF_SHARDS, "documents", "journal", "fingerprint")
+NAMES = (*OF_SHARDS, "documents", "seal", "journal", "fingerprint")
 
 
 # --- running ----------------------------------------------------------------------------------------------------------
@@ -319,6 +341,18 @@ def of_documents(given: argparse.Namespace, wanted: set[str]) -> Iterator[Found]
                 yield measured(name, f"{documents:,} documents", prepare, cache=cache, **arguments)
 
 
+def of_partitions(given: argparse.Namespace, wanted: set[str]) -> Iterator[Found]:
+    """Measure a seal by sizes and a deep one, of each number of partitions with each number of documents."""
+    sizes = itertools.product(given.partitions, given.documents, (False, True))
+    for partitions, documents, deep in sizes if "seal" in wanted else ():
+        num_bytes = partitions * SHARDS_OF_PARTITION * given.seal_bytes
+        of = f"{partitions:,} partitions, {documents:,} documents, {size_text(num_bytes)} of shards"
+        with folder_below(given) as root:
+            made = {"shards": SHARDS_OF_PARTITION, "shard_bytes": given.seal_bytes, "documents": documents}
+            path = make_partitions(root, partitions=partitions, **made).path
+            yield measured("seal, deep" if deep else "seal, by sizes", of, sealed, path=path, deep=deep)
+
+
 def of_the_rest(given: argparse.Namespace, wanted: set[str]) -> Iterator[Found]:
     """Measure what has no cache."""
     if "journal" in wanted:
@@ -351,6 +385,8 @@ def main() -> None:
     parser.add_argument("--shards", type=int, nargs="+", default=[15_000, 150_000], metavar="N")
     parser.add_argument("--shard-bytes", type=int, default=1 << 27, metavar="N")
     parser.add_argument("--documents", type=int, nargs="+", default=[1_000_000, 10_000_000], metavar="N")
+    parser.add_argument("--partitions", type=int, nargs="+", default=[100, 1_000], metavar="N")
+    parser.add_argument("--seal-bytes", type=int, default=1 << 17, metavar="N", help="of a shard that is sealed")
     parser.add_argument("--checkpoints", type=int, default=2_000, metavar="N", help="of the journal that is read")
     parser.add_argument("--files", type=int, default=15_000, metavar="N", help="of the source")
     parser.add_argument("--file-bytes", type=int, default=1 << 20, metavar="N", help="of each of them")
@@ -361,7 +397,8 @@ def main() -> None:
     if min(given.shards) < 2 or min(given.documents) < 2:
         parser.error("a cache has two shards and two documents at least, one for each split")
     wanted = set(given.only)
-    results = [*of_shards(given, wanted), *of_documents(given, wanted), *of_the_rest(given, wanted)]
+    results = [*of_shards(given, wanted), *of_documents(given, wanted), *of_partitions(given, wanted)]
+    results += of_the_rest(given, wanted)
     if given.json:
         print(json.dumps(results, indent=2))
     else:

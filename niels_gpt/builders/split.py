@@ -7,11 +7,12 @@ import math
 import os
 import pickle
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,7 @@ _DIGEST_DTYPE: np.dtype[np.uint64] = np.dtype("<u8")
 MAX_DIGESTS = 1 << 24
 """Distinct digests in a pass over a file: 128 MiB, and as much again while they are sorted."""
 _READ_DIGESTS = 1 << 20  # at once
+_MAX_PASSES = 4  # over files of digests
 
 
 class TextSplit:
@@ -165,14 +167,21 @@ class TokenBudget:
         return self.room(split) == 0
 
 
-def count_duplicates(*paths: Path, max_digests: int = MAX_DIGESTS) -> int:
+def count_duplicates(*paths: Path, folder: Path | None = None, max_digests: int = MAX_DIGESTS) -> int:
     """Return how many of the 8-byte digests in some files equal an earlier one in them.
 
     max_digests: about as many are in memory. More are read several times, once for each range of digests.
+    folder: if that is often, they are written once more instead, by ranges, to an unnamed file in this folder.
     """
     count = sum(path.stat().st_size // _DIGEST_DTYPE.itemsize for path in paths)
     passes = max(1, -(-count // max_digests))
-    return count - sum(_count_distinct(paths, number, passes, max_digests) for number in range(passes))
+    if folder is None or passes <= _MAX_PASSES:
+        ranges = (_of_range(paths, number, passes) for number in range(passes))
+        return count - sum(_num_distinct(digests, max_digests) for digests in ranges)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        stops = _write_by_range(paths, passes, file)
+        parts = (_part(file, start, stop) for start, stop in pairwise(stops))
+        return count - sum(_num_distinct(digests, max_digests) for digests in parts)
 
 
 def num_duplicates(digests: NDArray[np.generic]) -> int:
@@ -180,19 +189,52 @@ def num_duplicates(digests: NDArray[np.generic]) -> int:
     return len(digests) - len(np.unique(digests))
 
 
-def _count_distinct(paths: Sequence[Path], number: int, passes: int, max_digests: int) -> int:
-    """Count the distinct digests in one of `passes` ranges; equal ones are removed on the way, to bound memory."""
+def _num_distinct(digests: Iterable[NDArray[np.uint64]], max_digests: int) -> int:
+    """Count distinct digests; equal ones are removed on the way, to bound memory."""
     distinct = np.empty(0, dtype=_DIGEST_DTYPE)
     parts, held = [distinct], 0
-    for some in _digests(paths):
-        if passes > 1:
-            some = some[(some >> np.uint64(32)) * np.uint64(passes) >> np.uint64(32) == number]
+    for some in digests:
         parts.append(some)
         held += len(some)
         if held > 2 * max(max_digests, len(distinct)):
             distinct = np.unique(np.concatenate(parts))
             parts, held = [distinct], len(distinct)
     return len(np.unique(np.concatenate(parts)))
+
+
+def _ranges(digests: NDArray[np.uint64], passes: int) -> NDArray[np.uint64]:
+    """Return the range of each digest, 0 to passes - 1; ascending for ascending digests."""
+    return (digests >> np.uint64(32)) * np.uint64(passes) >> np.uint64(32)
+
+
+def _of_range(paths: Sequence[Path], number: int, passes: int) -> Iterator[NDArray[np.uint64]]:
+    for some in _digests(paths):
+        yield some if passes == 1 else some[_ranges(some, passes) == number]
+
+
+def _write_by_range(paths: Sequence[Path], passes: int, file: IO[bytes]) -> list[int]:
+    """Write all digests to a file, those of a range together; returns where each begins, and the end, in digests."""
+    counts = np.zeros(passes, dtype=np.int64)
+    for some in _digests(paths):
+        counts += np.bincount(_ranges(some, passes).astype(np.int64), minlength=passes)
+    stops = [0, *np.cumsum(counts).tolist()]
+    places = np.array(stops[:-1])
+    for some in _digests(paths):
+        some.sort()
+        sizes = np.bincount(_ranges(some, passes).astype(np.int64), minlength=passes)
+        ends = np.cumsum(sizes)
+        for number in np.flatnonzero(sizes).tolist():
+            file.seek(_DIGEST_DTYPE.itemsize * int(places[number]))
+            file.write(some[ends[number] - sizes[number] : ends[number]].data)
+        places += sizes
+    file.flush()
+    return stops
+
+
+def _part(file: IO[bytes], start: int, stop: int) -> Iterator[NDArray[np.uint64]]:
+    file.seek(_DIGEST_DTYPE.itemsize * start)
+    for first in range(start, stop, _READ_DIGESTS):
+        yield np.frombuffer(file.read(_DIGEST_DTYPE.itemsize * min(_READ_DIGESTS, stop - first)), dtype=_DIGEST_DTYPE)
 
 
 def _digests(paths: Sequence[Path]) -> Iterator[NDArray[np.uint64]]:

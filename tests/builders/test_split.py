@@ -180,14 +180,20 @@ def test_one_book_of_a_mirror_goes_to_train_and_of_two_one_goes_to_each(settings
         assert recipes(settings)["pretrain/gutenberg"](settings).meta["docs"] == docs
 
 
+@pytest.mark.parametrize("by_ranges", [False, True])
 @pytest.mark.parametrize("most", [1, 100, 1 << 24])
-def test_duplicates_are_counted_in_passes(tmp_path: Path, most: int) -> None:
+def test_duplicates_are_counted_in_passes_or_ranges(tmp_path: Path, most: int, by_ranges: bool) -> None:
+    folder = tmp_path if by_ranges else None
     digests = np.random.default_rng(0).integers(0, 2**64, 300, dtype=np.uint64)
     found = np.concatenate([digests, digests[:50], np.repeat(digests[:1], 100)])
     found.tofile(tmp_path / "texts.bin")
-    assert count_duplicates(tmp_path / "texts.bin", max_digests=most) == 150
-    np.empty(0, np.uint64).tofile(tmp_path / "texts.bin")
-    assert count_duplicates(tmp_path / "texts.bin", max_digests=most) == 0
+    digests[::2].tofile(tmp_path / "more.bin")
+    paths = [tmp_path / "texts.bin", tmp_path / "more.bin"]
+    assert count_duplicates(paths[0], folder=folder, max_digests=most) == 150
+    assert count_duplicates(*paths, folder=folder, max_digests=most) == 300
+    assert sorted(tmp_path.iterdir()) == sorted(paths)
+    np.empty(0, np.uint64).tofile(paths[0])
+    assert count_duplicates(paths[0], folder=folder, max_digests=most) == 0
 
 
 def test_duplicates_of_upstreams_own_splits_are_counted_and_stay(tmp_path: Path) -> None:

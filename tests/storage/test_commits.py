@@ -238,3 +238,14 @@ def test_write_bytes_that_fails_leaves_the_old_file_alone(tmp_path: Path, monkey
     with pytest.raises(OSError, match="disk gone"):
         fileio.write_bytes(tmp_path / "f", b"new")
     assert tree(tmp_path) == {"f": b"old"}
+
+
+def test_all_files_of_a_large_tree_are_synced_before_their_folder(tmp_path: Path) -> None:
+    names = {str(tmp_path / f"{number}.bin") for number in range(600)}
+    for name in names:
+        Path(name).write_bytes(b"x")
+    trace: list[fileio.Operation] = []
+    with fileio.recorded(trace):
+        fileio.sync_tree(tmp_path)
+    assert {path for verb, path, *_ in trace[:-1] if verb == "fsync"} == names
+    assert trace[-1] == ("fsync_dir", str(tmp_path)) and len(trace) == 601

@@ -134,7 +134,7 @@ def _joined(plan: Plan, work: Path, source: Source) -> dict[str, Any]:
         index=index,
         ids=ids,
         checksums={**checksums, "block_bytes": BLOCK_BYTES},
-        duplicates={split: count_duplicates(*texts[split]) for split in SPLITS},
+        duplicates={split: count_duplicates(*texts[split], folder=work) for split in SPLITS},
         format_version=PARTITIONED_VERSION,
         partitions={"total": plan.total, "rule": plan.content["rule"], "of_each": sums.of_each},
         kind="pretrain",
