@@ -1,0 +1,221 @@
+"""What building in partitions costs, and what two machines gain: as ratios within one run.
+
+Run: python benchmarks/partitions.py [--data MIRROR] [--models FOLDER] [--megabytes 200] [--rounds 3] [--quick]
+
+    two processes   four of eight partitions each, at once, beside one process that builds all eight; one thread each.
+                    The limit is bare encoding: two processes of half the texts each beside one of all of them, which
+                    says what two cores of this machine give
+    seal            its share of the whole: of the seconds of all partitions and of the seal, deep and by sizes
+    partitions      eight partitions in one process and their seal, beside one build without partitions; by files, and
+                    by rows, where there are fewer files than partitions
+
+All ways are in each round, in another order each time; a ratio is the median of the rounds' ratios. The corpus is text of
+fineweb-edu (--data, or NIELS_GPT_TEST_DATA; else the packaged sample), copied with a prefix for each copy, as lines of
+JSON in 16 files, and once more in two. --models: a folder with gpt2_tokenizer/tokenizer.json, or NIELS_GPT_TEST_MODELS;
+without it the tokenizer is trained. The comparison of the fast engine with the reference is left out, for it takes the
+first thousand documents of each partition, however long that is: --compare.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import logging
+import os
+import shutil
+import statistics
+import tempfile
+import time
+import warnings
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache, partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from measuring import Ways, measured, ratio
+
+from niels_gpt.data.fineweb_edu import iter_fineweb_edu
+from niels_gpt.recipes.partitions.run import build_partition, prepare, seal_cache
+from niels_gpt.recipes.plan import recipes
+from niels_gpt.settings import Settings
+from niels_gpt.tokenizer import load_tokenizer
+from niels_gpt.tokenizer_training import train_tokenizer
+from niels_gpt.tokenizers import engine
+
+PARTITIONS = 8
+FILES = {"files": 16, "rows": 2}
+"""Of the corpus, by how its partitions are made: of whole files, or of rows."""
+AIM = 1.8  # times the tokens a second of one process, of two
+
+
+def write_corpus(folder: Path, data: str, num_bytes: int) -> int:
+    """Write the corpus in many files, and in few; returns its utf-8 bytes."""
+    texts = [sample.text for sample in iter_fineweb_edu(source_root=data)]
+    copies = max(1, round(num_bytes / sum(len(text.encode()) for text in texts)))
+    documents = [f"Copy {number}. {text}" for number, text in itertools.product(range(copies), texts)]
+    for kind, count in FILES.items():
+        (folder / kind).mkdir(parents=True)
+        for number in range(count):
+            with open(folder / kind / f"{number:02}.jsonl", "w", encoding="utf-8") as file:
+                for at, text in enumerate(documents[number::count]):
+                    file.write(json.dumps({"text": text, "id": f"{number}-{at}"}, ensure_ascii=False) + "\n")
+    return sum(len(document.encode()) for document in documents)
+
+
+# --- in other processes -----------------------------------------------------------------------------------------------
+
+
+def begin(compare: bool) -> None:
+    """Prepare a process: no messages that are meant, and no comparison with the reference unless it is wanted."""
+    logging.getLogger("niels_gpt").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    if not compare:
+        engine.FIRST_COMPARED, engine.ONE_COMPARED_OF = 0, 1 << 62  # type: ignore[misc]
+
+
+@cache
+def texts_of(folder: Path, numbers: range) -> list[bytes]:
+    """Return the texts of some files of the corpus; they are read once in each process."""
+    lines = (line for number in numbers for line in open(folder / f"{number:02}.jsonl", encoding="utf-8"))
+    return [json.loads(line)["text"].encode() for line in lines]
+
+
+@cache
+def opened(tokenizer: str, choice: str) -> engine.Engine:
+    return engine.open_engine(load_tokenizer(Path(tokenizer)), choice)
+
+
+def encode(settings: Settings, folder: Path, numbers: range) -> int:
+    """Encode the texts of some files, and write nothing: the limit. Returns the number of tokens."""
+    texts, encoder = texts_of(folder, numbers), opened(str(settings.tokenizer), settings.engine)
+    return sum(len(encoder.encode(texts[at : at + 256], first=at)[0]) for at in range(0, len(texts), 256))
+
+
+def build_some(settings: Settings, numbers: range) -> float:
+    """Build some partitions; returns the cores that this process used meanwhile."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    for number in numbers:
+        build_partition(settings, "corpus", number)
+    return (time.process_time() - cpu) / (time.perf_counter() - wall)
+
+
+def build_whole(settings: Settings) -> None:
+    recipes(settings)["pretrain/corpus"](settings)
+
+
+# --- the ways ---------------------------------------------------------------------------------------------------------
+
+
+class Bench:
+    """The corpus, two processes, and a folder of caches that is empty before each way."""
+
+    def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
+        self.folder, self.rounds = folder, int(arguments.rounds)
+        tokenizer = (
+            str(Path(arguments.models) / "gpt2_tokenizer") if arguments.models else self._trained(arguments.data)
+        )
+        self.bytes = write_corpus(folder, arguments.data, arguments.megabytes * 10**6)
+        common = {"cache_dir": str(folder / "cache"), "tokenizer": tokenizer, "engine": arguments.engine, "seed": 0}
+        self.whole = Settings(**common, pretrain=f"corpus={folder / 'files'}", threads=1)
+        self.parts = {
+            kind: dataclasses.replace(self.whole, pretrain=f"corpus={folder / kind}", partitions=PARTITIONS)
+            for kind in FILES
+        }
+        context = get_context("spawn")
+        self.processes = [ProcessPoolExecutor(1, context, begin, (arguments.compare,)) for _ in range(2)]
+        self.cores: list[float] = []
+        self.seals: dict[str, list[float]] = {"deep": [], "by sizes": []}
+
+    def _trained(self, data: str) -> str:
+        corpus = (sample.text for sample in iter_fineweb_edu(source_root=data))
+        (self.folder / "spm.model").write_bytes(train_tokenizer(corpus, vocab_size=8000, max_bytes=5_000_000).model)
+        return str(self.folder / "spm.model")
+
+    def encoded(self, processes: int) -> None:
+        """Encode all files, each process as many of them."""
+        share = [range(number, FILES["files"], processes) for number in range(processes)]
+        self._wait(encode, [(self.whole, self.folder / "files", numbers) for numbers in share])
+
+    def built(self, processes: int) -> None:
+        """Build all partitions of files, each process as many of them, and no seal."""
+        prepare(self.parts["files"], "corpus")
+        share = [range(number, PARTITIONS, processes) for number in range(processes)]
+        found = self._wait(build_some, [(self.parts["files"], numbers) for numbers in share])
+        self.cores += found if processes == 1 else []
+
+    def in_parts(self, kind: str) -> None:
+        """Build all partitions in one process, and seal them by sizes, as `build --partitions 8` does."""
+        self._wait(build_some, [(self.parts[kind], range(PARTITIONS))])
+        self._seal(kind, "by sizes")
+
+    def clear(self) -> None:
+        """Seal what is not sealed, deep, and remove the caches."""
+        if not (self.folder / "cache" / "pretrain" / "corpus").exists() and (self.folder / "cache").exists():
+            self._seal("files", "deep")
+        shutil.rmtree(self.folder / "cache", ignore_errors=True)
+
+    def _seal(self, kind: str, how: str) -> None:
+        start = time.perf_counter()
+        seal_cache(self.parts[kind], "corpus", deep=how == "deep")
+        self.seals[how].append(time.perf_counter() - start)
+
+    def _wait(self, work: Any, calls: list[tuple[Any, ...]]) -> list[Any]:
+        waiting = [process.submit(work, *call) for process, call in zip(self.processes, calls, strict=False)]
+        return [future.result() for future in waiting]
+
+    def run(self) -> None:
+        """Time all ways and print their ratios."""
+        one, two = "one process, 8 partitions", "two processes, 4 partitions each"
+        ways: Ways = {
+            "one encodes": partial(self.encoded, 1),
+            "two encode": partial(self.encoded, 2),
+            one: partial(self.built, 1),
+            two: partial(self.built, 2),
+            "not partitioned": partial(self._wait, build_whole, [(self.whole,)]),
+            "8 partitions of files": partial(self.in_parts, "files"),
+            "8 partitions of rows": partial(self.in_parts, "rows"),
+        }
+        seconds = measured(ways, self.rounds, self.clear)
+        for name, times in seconds.items():
+            rounds = ", ".join(f"{time:.2f}" for time in times)
+            speed = self.bytes / 1e6 / statistics.median(times)
+            print(f"  {name:<34} {statistics.median(times):7.2f} s  {speed:6.1f} MB/s  ({rounds})")
+        limit, found = ratio(seconds, "two encode", "one encodes"), ratio(seconds, two, one)
+        print(f"  one process of builds used {statistics.median(self.cores):.2f} cores")
+        print(
+            f"  two processes: {found:.2f} times one, aim {AIM}; bare encoding {limit:.2f}; of that {found / limit:.2f}"
+        )
+        for how, times in self.seals.items():
+            seal, build = statistics.median(times), statistics.median(seconds[one])
+            print(f"  seal, {how}: {seal:.2f} s, {seal / (seal + build):.3f} of the whole")
+        for kind in FILES:
+            name = f"8 partitions of {kind}"
+            print(f"  {name}: {ratio(seconds, name, 'not partitioned'):.3f} of the speed without partitions")
+
+
+def main() -> None:
+    """Make the corpus and run everything."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=os.environ.get("NIELS_GPT_TEST_MODELS"), help="folder of tokenizers")
+    parser.add_argument("--data", default=os.environ.get("NIELS_GPT_TEST_DATA") or "sample", help="a mirror folder")
+    parser.add_argument("--engine", default="auto", choices=engine.CHOICES)
+    parser.add_argument("--compare", action="store_true", help="with the fast engine's comparison with the reference")
+    parser.add_argument("--megabytes", type=int, default=200, help="of text in the corpus")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="one round of little text: does it run at all?")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.megabytes, arguments.rounds = 2, 1
+    begin(arguments.compare)
+    with tempfile.TemporaryDirectory() as name:
+        bench = Bench(arguments, Path(name))
+        print(
+            f"{bench.bytes / 1e6:.0f} MB of text; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores", flush=True
+        )
+        bench.run()
+
+
+if __name__ == "__main__":
+    main()
