@@ -9,11 +9,14 @@ Run: python benchmarks/partitions.py [--data MIRROR] [--models FOLDER] [--megaby
     partitions      eight partitions in one process and their seal, beside one build without partitions; by files, and
                     by rows, where there are fewer files than partitions
 
-All ways are in each round, in another order each time; a ratio is the median of the rounds' ratios. The corpus is text of
-fineweb-edu (--data, or NIELS_GPT_TEST_DATA; else the packaged sample), copied with a prefix for each copy, as lines of
-JSON in 16 files, and once more in two. --models: a folder with gpt2_tokenizer/tokenizer.json, or NIELS_GPT_TEST_MODELS;
-without it the tokenizer is trained. The comparison of the fast engine with the reference is left out, for it takes the
-first thousand documents of each partition, however long that is: --compare.
+All ways are in each round, in another order each time; a ratio is the median of the rounds' ratios. The corpus is
+fineweb-edu's text (--data, or NIELS_GPT_TEST_DATA; else the packaged sample), copied with a prefix for each copy, as
+lines of JSON in 16 files, and once more in two. --models: a folder with gpt2_tokenizer/tokenizer.json, or
+NIELS_GPT_TEST_MODELS; without it the tokenizer is trained. --folder: where the temporary folder is made. In memory, as
+in /dev/shm, no process waits for a disk, which two machines do not share either.
+
+The comparison of the fast engine with the reference is left out: it takes the first thousand documents of each
+partition, which are few in a real one. --compare: with it.
 """
 
 import argparse
@@ -202,6 +205,7 @@ def main() -> None:
     parser.add_argument("--data", default=os.environ.get("NIELS_GPT_TEST_DATA") or "sample", help="a mirror folder")
     parser.add_argument("--engine", default="auto", choices=engine.CHOICES)
     parser.add_argument("--compare", action="store_true", help="with the fast engine's comparison with the reference")
+    parser.add_argument("--folder", type=Path, help="where the temporary folder is made")
     parser.add_argument("--megabytes", type=int, default=200, help="of text in the corpus")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="one round of little text: does it run at all?")
@@ -209,7 +213,7 @@ def main() -> None:
     if arguments.quick:
         arguments.megabytes, arguments.rounds = 2, 1
     begin(arguments.compare)
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         bench = Bench(arguments, Path(name))
         print(
             f"{bench.bytes / 1e6:.0f} MB of text; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores", flush=True

@@ -165,7 +165,7 @@ def verified(cache: Path) -> Work:
 
 def listed(cache: Path) -> Work:
     from niels_gpt.commands import report
-    from niels_gpt.recipes.run_recipe import recorded_outcomes
+    from niels_gpt.recipes.records import recorded_outcomes
 
     def work() -> Found:
         outcomes, damaged = recorded_outcomes(cache.parent.parent)
