@@ -2,6 +2,7 @@
 
 definitions.py  what Dagster loads: `defs` of this checkout, and `niels_definitions` for another deployment
 assets.py       which assets there are, what each depends on, and which run one at a time or are retried
+partitions.py   a pretrain cache with --partitions: a graph of a plan, a step for each partition, and a seal
 steps.py        what the steps share: revisions, turns, logs, errors, what they report
 checks.py       the asset checks, made of the rules of niels_gpt.inspection and niels_gpt.eagle3.inspect
 metadata.py     what the UI shows of a finished asset: meta.json key by key, a picture, decoded examples

@@ -25,7 +25,7 @@ from niels_gpt.recipes.plan import recipes, settings_fingerprint
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY
 from niels_gpt.recipes.user_sources import user_sources
 from niels_gpt.settings import Settings
-from pipelines import assets
+from pipelines import assets, partitions
 from pipelines.checks import check_of_draft_vocab, checks_of, checks_of_targets
 from pipelines.resources import SettingsResource, settings_from_environment
 from pipelines.steps import BUILD_TAG
@@ -50,6 +50,7 @@ def niels_definitions(
     versions = {key(path): settings_fingerprint(chosen, path) for path in paths}
     versions[key(TARGETS_KEY)] = eagle3_asset.settings_fingerprint(chosen)
     versions[key(VOCAB_KEY)] = draft_vocab.settings_fingerprint(chosen)
+    graphs = {key(path) for path in paths if partitions.is_graph(chosen, path)}
     made: list[dg.AssetsDefinition] = [
         *cast(Any, dg.load_assets_from_modules([assets], key_prefix=prefix or None)),
         *assets.user_assets([user.spec for user in user_sources(chosen).values()], prefix),
@@ -59,7 +60,7 @@ def niels_definitions(
     return dg.Definitions(
         assets=dg.map_asset_specs(
             lambda spec: spec.replace_attributes(code_version=versions.get(spec.key)),
-            made,
+            [partitions.as_graph(asset) if asset.key in graphs else asset for asset in made],
         ),
         asset_checks=[
             *(checks_of(key(path), path) for path in paths),

@@ -87,18 +87,18 @@ def report_tokenizer(context: dg.AssetExecutionContext, key: dg.AssetKey, settin
         context.log_event(dg.AssetMaterialization(key, metadata=materialize_result(outcome).metadata, tags=tags))
 
 
-def progress_log(context: dg.AssetExecutionContext) -> Progress:
+def progress_log(context: dg.AssetExecutionContext, counted: str = "documents", measured: str = "tokens") -> Progress:
     """Return a builder's progress callback that writes a line to the run's log every ten seconds."""
     begin = last = time.monotonic()
 
-    def log(documents: int, tokens: int, expected: int | None) -> None:
+    def log(count: int, done: int, expected: int | None) -> None:
         nonlocal last
         now = time.monotonic()
         if now - last < _LOG_SECONDS:
             return
-        last, speed = now, tokens / (now - begin)
-        left = f" of {expected:,}, about {(expected - tokens) / speed:,.0f} s left" if expected and tokens else ""
-        context.log.info(f"{documents:,} documents, {tokens:,} tokens{left}, {speed:,.0f} tokens/s")
+        last, speed = now, done / (now - begin)
+        left = f" of {expected:,}, about {(expected - done) / speed:,.0f} s left" if expected and done else ""
+        context.log.info(f"{count:,} {counted}, {done:,} {measured}{left}, {speed:,.0f} {measured}/s")
 
     return log
 

@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 from dagster._cli import cli
 from support import ROOT
+from support.dagster_runs import environment, shell
 from support.data_files import write
 
 from niels_gpt.cache import PretrainTokenStreamDataset
@@ -31,19 +31,6 @@ def home(tmp_path: Path) -> Path:
     for name in ("dagster.yaml", "workspace.yaml"):
         shutil.copyfile(ROOT / name, tmp_path / name)
     return tmp_path
-
-
-def environment(**more: str) -> dict[str, str]:
-    """Return this environment without what Dagster or the settings would take from it."""
-    ours = {k: v for k, v in os.environ.items() if not k.startswith(("DAGSTER_", "NIELS_GPT_"))}
-    path = os.pathsep.join([str(Path(sys.executable).parent), ours["PATH"]])
-    return {**ours, "PATH": path, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", **more}
-
-
-def shell(home: Path, command: str, **more: str) -> subprocess.CompletedProcess[str]:
-    """Run a line of bash in `home`."""
-    how: Any = {"cwd": home, "env": environment(**more), "capture_output": True, "text": True}
-    return subprocess.run(["bash", "-c", command], check=False, **how)
 
 
 def events(home: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from support import ROOT
-from test_dagster_cli import environment
+from support.dagster_runs import environment
 
 pytestmark = pytest.mark.browser
 SECONDS = 120.0

@@ -1,5 +1,9 @@
-"""What the tests of pipelines/ share: a run in this process with a real instance, and the UI's staleness."""
+"""What the tests of pipelines/ share: a run in this process with a real instance, a command, and the UI's staleness."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import dagster as dg
@@ -8,6 +12,7 @@ from dagster._core.loader import LoadingContextForTest
 
 from niels_gpt.settings import Settings
 from pipelines.definitions import niels_definitions
+from support import ROOT
 
 
 def run(
@@ -73,3 +78,16 @@ def check_alone(instance: dg.DagsterInstance, settings: Settings, key: str, *nam
     job = niels_definitions(settings=settings).resolve_implicit_global_asset_job_def()
     subset = job.get_subset(asset_selection=set(), asset_check_selection=wanted)
     return subset.execute_in_process(instance=instance, raise_on_error=False)
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Return this environment without what Dagster or the settings would take from it."""
+    ours = {k: v for k, v in os.environ.items() if not k.startswith(("DAGSTER_", "NIELS_GPT_"))}
+    path = os.pathsep.join([str(Path(sys.executable).parent), ours["PATH"]])
+    return {**ours, "PATH": path, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", **more}
+
+
+def shell(home: Path, command: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run a line of bash in `home`."""
+    how: Any = {"cwd": home, "env": environment(**more), "capture_output": True, "text": True}
+    return subprocess.run(["bash", "-c", command], check=False, **how)

@@ -1,0 +1,192 @@
+"""A pretrain cache in partitions as an asset: the same asset to Dagster, built by a step for each partition."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+from dagster._core.execution.api import create_execution_plan
+from support import ROOT, TESTS
+from support.dagster_runs import metadata, run, shell, stale, verdicts
+from support.small_builds import quick_folder
+
+from niels_gpt.cache.meta import read_meta
+from niels_gpt.recipes.token_caches import build_token_cache
+from niels_gpt.settings import Settings
+from pipelines.definitions import niels_definitions
+
+KEY = dg.AssetKey(["pretrain", "wikitext"])
+STEP = "pretrain__wikitext"
+
+
+def steps(result: Any, kind: str = "STEP_SUCCESS") -> set[str]:
+    """Return the steps of pretrain/wikitext that an event of this kind was logged of, without the asset's name."""
+    return {
+        event.step_key.removeprefix(f"{STEP}.")
+        for event in result.all_events
+        if event.event_type_value == kind and event.step_key.startswith(f"{STEP}.")
+    }
+
+
+def partitions(*numbers: int) -> set[str]:
+    """Return the steps that build these partitions."""
+    return {f"build_partition[p{number:05d}]" for number in numbers}
+
+
+def assert_same_files(one: Path, other: Path) -> None:
+    """Compare two folders of caches, but for the record of their runs and what Dagster does not decide."""
+    subprocess.run(["diff", "-r", "-x", ".runs", "-x", ".versions", one, other], check=True)
+
+
+@pytest.fixture(scope="module")
+def directly(mirror: Path, tiny_model_path: Path) -> Iterator[Settings]:
+    """Settings of three partitions, and their cache as a build without Dagster makes it."""
+    with quick_folder() as folder:
+        settings = Settings(
+            source_root=str(mirror),
+            cache_dir=str(folder),
+            tokenizer=str(tiny_model_path),
+            partitions=3,
+            threads=1,
+        )
+        build_token_cache(settings, "wikitext")
+        yield settings
+
+
+@pytest.fixture
+def three(directly: Settings, tmp_path: Path) -> Settings:
+    """The same settings with an empty cache folder."""
+    return replace(directly, cache_dir=str(tmp_path / "cache"))
+
+
+def test_each_partition_is_a_step_and_the_cache_is_that_of_a_build_without_dagster(
+    instance: dg.DagsterInstance, three: Settings, directly: Settings
+) -> None:
+    first = run(instance, three, "pretrain/wikitext")
+    assert steps(first) == {"plan_partitions", *partitions(0, 1, 2), "seal_cache"}
+    assert_same_files(Path(directly.cache_dir, "pretrain"), Path(three.cache_dir, "pretrain"))
+    assert all(passed for passed, _ in verdicts(first).values())
+    assert verdicts(first)
+
+    shown, meta = metadata(first)["pretrain/wikitext"], read_meta(f"{three.cache_dir}/pretrain/wikitext/meta.json")
+    listed = ("shards", "files", "partitions")
+    assert {key: shown[key] for key in meta if key not in listed} == {
+        key: value for key, value in meta.items() if key not in listed
+    }
+    tokens = [each["train_tokens"] for each in meta["partitions"]["of_each"]]
+    assert shown["partitions"]["total"] == 3
+    assert shown["partitions"]["of_each"]["train_tokens"] == {
+        "min": min(tokens),
+        "mean": round(sum(tokens) / 3, 1),
+        "max": max(tokens),
+    }
+    event = instance.get_latest_materialization_event(KEY)
+    assert event is not None and event.asset_materialization is not None
+    tags = event.asset_materialization.tags or {}
+    assert tags["dagster/data_version"] == meta["content_sha256"]
+    assert "pretrain/wikitext" not in stale(instance, three)
+
+    again = run(instance, three, "pretrain/wikitext")
+    assert steps(again) == {"plan_partitions", "seal_cache"}
+    assert metadata(again)["pretrain/wikitext"]["run/state"] == "reused: nothing it depends on has changed"
+
+
+def test_to_dagster_it_is_the_same_asset(settings: Settings) -> None:
+    key = dg.AssetKey(["team", "lm", *KEY.path])
+    one, many = (
+        niels_definitions("team/lm", replace(settings, partitions=number)).resolve_asset_graph() for number in (1, 8)
+    )
+    plain, graph = one.get(key), many.get(key)
+    assert plain.code_version != graph.code_version  # of other settings
+    for about in ("parent_keys", "group_name", "description", "kinds", "tags", "owners", "check_keys", "metadata"):
+        assert getattr(plain, about) == getattr(graph, about), about
+    assert "niels_gpt/partition" in graph.pools
+    assert "niels_gpt/partition" not in plain.pools
+    assert plain.pools <= graph.pools
+
+
+def test_what_is_never_partitioned_stays_one_step() -> None:
+    definitions = niels_definitions(settings=Settings(source_root="hub", partitions=8))
+    graphs = {
+        asset.key.to_user_string()
+        for asset in definitions.assets or ()
+        if isinstance(asset, dg.AssetsDefinition) and isinstance(asset.node_def, dg.GraphDefinition)
+    }
+    assert graphs == {"pretrain/fineweb_edu", "pretrain/wikitext", "pretrain/roam"}  # gutenberg is a stub
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("deployed", "asked"), [(3, 2), (3, 1), (1, 2)])
+def test_a_run_may_ask_for_another_number_of_partitions(
+    instance: dg.DagsterInstance, settings: Settings, tmp_path: Path, deployed: int, asked: int
+) -> None:
+    deployment = replace(settings, partitions=deployed)
+    result = run(instance, deployment, "pretrain/wikitext", config={"partitions": asked})
+    expected = replace(settings, partitions=asked, cache_dir=str(tmp_path / "expected"))
+    outcome = build_token_cache(expected, "wikitext")
+    assert_same_files(Path(expected.cache_dir, "pretrain"), Path(settings.cache_dir, "pretrain"))
+    assert metadata(result)["pretrain/wikitext"]["content_sha256"] == outcome.meta["content_sha256"]
+    if deployed > 1:
+        assert steps(result) == {"plan_partitions", *partitions(*range(asked if asked > 1 else 0)), "seal_cache"}
+
+
+def test_a_config_of_a_step_that_nobody_reads_fails_the_run(instance: dg.DagsterInstance, three: Settings) -> None:
+    ignored = {"ops": {STEP: {"ops": {"build_partition": {"config": {"seed": 1}}}}}}
+    result = run(instance, three, "pretrain/wikitext", run_config=ignored, raise_on_error=False)
+    assert steps(result, "STEP_FAILURE") == {"plan_partitions"}
+    assert not Path(three.cache_dir).exists()
+    with pytest.raises(dg.DagsterInvalidConfigError):
+        run(instance, three, "pretrain/wikitext", run_config={"ops": {STEP: {"config": {"seed": 1}}}})
+
+
+@pytest.fixture
+def given(three: Settings, tmp_path: Path) -> dict[str, str]:
+    """The environment of a deployment with the settings `three`, whose folder is this one."""
+    shutil.copyfile(ROOT / "dagster.yaml", tmp_path / "dagster.yaml")
+    names = ("source_root", "cache_dir", "tokenizer", "threads", "partitions")
+    return {f"NIELS_GPT_{name.upper()}": str(getattr(three, name)) for name in names}
+
+
+@pytest.mark.slow
+def test_a_killed_partition_fails_its_run_and_is_alone_built_by_the_reexecution(
+    three: Settings, directly: Settings, given: dict[str, str], tmp_path: Path
+) -> None:
+    path = os.pathsep.join([str(ROOT), str(TESTS)])
+    program = f"{sys.executable} -c 'from support import partition_runs; partition_runs.main()'"
+    done = shell(tmp_path, program, **given, PYTHONPATH=path)
+    assert done.returncode == 0, done.stderr
+    failed, again = json.loads(done.stdout.splitlines()[-1])
+    killed, others = f"{STEP}.build_partition[p00001]", [f"{STEP}.build_partition[p0000{number}]" for number in (0, 2)]
+    assert failed["STEP_FAILURE"] == [killed]
+    assert failed["STEP_SUCCESS"] == [*others, f"{STEP}.plan_partitions"]
+    assert failed["ASSET_MATERIALIZATION"] == []
+    assert again["STEP_FAILURE"] == []
+    assert [step for step in again["STEP_SUCCESS"] if step.startswith(STEP)] == [killed, f"{STEP}.seal_cache"]
+    assert again["ASSET_MATERIALIZATION"] == [f"{STEP}.seal_cache"]
+    assert_same_files(Path(directly.cache_dir, "pretrain"), Path(three.cache_dir, "pretrain"))
+
+
+def test_a_run_over_everything_has_the_steps_of_each_partitioned_cache(settings: Settings) -> None:
+    # With its blocking checks the tokenizer is several steps upstream of each plan.
+    job = niels_definitions(settings=replace(settings, partitions=3)).resolve_implicit_global_asset_job_def()
+    planned = set(create_execution_plan(job).step_keys_to_execute)
+    for name in ("fineweb_edu", "gutenberg", "roam", "wikitext"):
+        for step in ("plan_partitions", "build_partition[?]", "seal_cache"):
+            assert f"pretrain__{name}.{step}" in planned
+
+
+@pytest.mark.slow
+def test_the_command_line_builds_partitions_after_the_tokenizer(
+    three: Settings, directly: Settings, given: dict[str, str], tmp_path: Path
+) -> None:
+    command = "dagster asset materialize -m pipelines.definitions --select tokenizer,pretrain/wikitext"
+    done = shell(tmp_path, command, **given)
+    assert done.returncode == 0, done.stderr
+    assert_same_files(Path(directly.cache_dir, "pretrain"), Path(three.cache_dir, "pretrain"))
