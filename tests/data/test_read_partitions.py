@@ -1,6 +1,5 @@
 """What a partition reads, by the rule of data/files/part.py: all partitions together have each document once."""
 
-import gzip
 import itertools
 import json
 import shutil
@@ -21,7 +20,9 @@ from niels_gpt.data.files.part import FilePart, Share
 from niels_gpt.documents import Partition
 from niels_gpt.recipes import sources
 from niels_gpt.recipes.resolve import resolve_source
+from niels_gpt.recipes.tokenizers.texts import source_state
 from niels_gpt.settings import Settings
+from niels_gpt.storage.fileio import sha256_file
 
 TOTALS = (2, 3, 8)
 
@@ -217,18 +218,17 @@ def test_a_list_of_excluded_documents_counts_in_their_partitions(folder: Path) -
     assert sum(part.counters["excluded"] for part in parts) == 2
 
 
-def test_a_snapshot_is_the_hubs_only_without_partitions(folder: Path) -> None:
+def test_a_snapshot_is_the_hubs_only_without_partitions_and_trains_the_same_tokenizer(folder: Path) -> None:
     home = folder / "snapshot" / "HuggingFaceFW/fineweb-edu/CC-MAIN-2024-10"
     path = write(home / "train-00000.jsonl.gz", lines({"text": "a"}, {"text": "b"}))
-    assert gzip.decompress(path.read_bytes())
+    files = [{"name": path.name, "split": "train", "rows": 2, "sha256": sha256_file(path)}]
     about = {"dataset": "HuggingFaceFW/fineweb-edu", "config": "CC-MAIN-2024-10", "revision": "0" * 40}
     about |= {"shuffle": {"seed": 42, "buffer": 10_000}, "finished": True, "ended": True, "text_bytes": 2}
-    write(home / "snapshot.json", json.dumps({**about, "format_version": 1, "files": []}))
-    kinds = [
-        resolve_source(Settings(source_root=str(folder / "snapshot"), partitions=total), "fineweb_edu").kind
-        for total in (1, 2)
-    ]
-    assert kinds == ["hub", "mirror"]
+    about |= {"format_version": 1, "licence": "mine", "attribution": "me", "datasets_version": "5"}
+    write(home / "snapshot.json", json.dumps({**about, "files": files}))
+    given = [Settings(source_root=str(folder / "snapshot"), partitions=total) for total in (1, 2)]
+    assert [resolve_source(each, "fineweb_edu").kind for each in given] == ["hub", "mirror"]
+    assert {source_state(each, "fineweb_edu") for each in given} == {f"HuggingFaceFW/fineweb-edu@{'0' * 40}"}
 
 
 @pytest.mark.slow
