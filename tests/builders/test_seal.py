@@ -4,11 +4,12 @@ import json
 import os
 import random
 import shutil
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.partition_builds import SHA256, TOTAL, build_part, planned, whole
+from support.partition_builds import SHA256, TOTAL, build_part, cloned, planned, whole
 from support.power_loss import Disk, put, recorded_below, tree_of
 from support.small_builds import quick_folder
 
@@ -298,3 +299,51 @@ def test_the_sealed_cache_has_no_trace_of_its_partitions(plan: Plan) -> None:
     assert plan.sha256 not in text and "plan" not in json.loads(text) and "partition" not in json.loads(text)
     assert find_damage(plan.path, deep=True) == [] and partitions.__doc__
     assert [entry.name for entry in plan.folder.parent.iterdir() if entry.name.startswith("partitions")] == []
+
+
+def cut_partition(folder: Path, every: int, models: tuple[str, ...]) -> int:
+    """Build a partition, cut the build behind every so many operations, and build again."""
+    plan = planned(folder / "first" / "c", 2)
+    before = tree_of(folder / "first")
+    trace = recorded_below(folder / "first", lambda: build_part(plan, 1))
+    expected = without_lock(folder / "first")
+    for number in range(0, len(trace) + 1, every):
+        for model in models:
+            disk = Disk(before)
+            disk.apply(trace[:number])
+            put(disk.left(model, number), folder / "scratch")
+            build_part(planned(folder / "scratch" / "c", 2), 1)
+            assert without_lock(folder / "scratch") == expected, (model, number)
+            shutil.rmtree(folder / "scratch")
+    return len(trace)
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_a_partition_that_was_cut_ends_in_the_same_bytes() -> None:
+    with quick_folder() as folder:
+        assert cut_partition(folder, 67, ("kill", "power")) > 100
+
+
+@pytest.mark.faults
+@pytest.mark.usefixtures("small_batches")
+def test_a_partition_that_was_cut_anywhere_ends_in_the_same_bytes() -> None:
+    with quick_folder() as folder:
+        cut_partition(folder, 1, ("kill", "power", "mixed"))
+
+
+@pytest.mark.slow
+def test_the_memory_of_a_seal_does_not_grow_with_its_partitions(tmp_path: Path) -> None:
+    def peak(total: int) -> int:
+        plan = planned(tmp_path / str(total) / "c", total)
+        items = [(None, f"text {number}", f"name {number}") for number in range(2_000)]
+        build_part(plan, 0, items=items, shard_bytes=1 << 16, checkpoint_seconds=2)
+        cloned(plan, range(1, total))
+        tracemalloc.start()
+        try:
+            meta = seal(plan, source=Source())
+            return tracemalloc.get_traced_memory()[1] - 2 * 8 * sum(meta["docs"].values())  # digests: to 128 MiB
+        finally:
+            tracemalloc.stop()
+
+    few, many = peak(4), peak(100)
+    assert many < few + (4 << 20)  # the records of 96 times as many shards, and a meta.json of them

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from niels_gpt.builders.meta_keys import Source
 from niels_gpt.builders.partitions.plan import Plan, fix_plan
 from niels_gpt.builders.partitions.seal import seal
 from niels_gpt.documents import Partition
-from niels_gpt.storage.versions import build_lock
+from niels_gpt.storage.meta_json import meta_bytes
+from niels_gpt.storage.versions import build_lock, versions_dir
 from support.byte_tokenizer import ByteTokenizer
 from support.small_builds import counting, documents, pretrain
 
@@ -75,3 +77,19 @@ def whole(path: Path, order: Iterable[int] = range(TOTAL), **changed: Any) -> di
     for number in order:
         build_part(plan, number, **changed)
     return seal(plan, source=Source(name="small"))
+
+
+def cloned(plan: Plan, numbers: Iterable[int]) -> None:
+    """Make further partitions of the files of partition 0, linked: the same documents under other numbers."""
+    first = plan.partition_path(0).resolve()
+    meta = json.loads((first / "meta.json").read_bytes())
+    for number in numbers:
+        path = plan.partition_path(number)
+        folder = versions_dir(path) / first.name
+        for file in first.rglob("*"):
+            if file.is_file() and file.name != "meta.json":
+                (folder / file.relative_to(first)).parent.mkdir(parents=True, exist_ok=True)
+                (folder / file.relative_to(first)).hardlink_to(file)
+        claim = {"partition": {**meta["partition"], "number": number}}
+        (folder / "meta.json").write_bytes(meta_bytes(meta | claim))
+        path.symlink_to(f".versions/{path.name}/{first.name}")
