@@ -69,7 +69,7 @@ def build_on_dask(
         if missing:
             done = (sum(each.documents for each in states), sum(each.tokens for each in states))
             report = _Report(plan, *done, _budget(settings, name), progress)
-            with _work(settings, name, plan) as work, _client(where) as client:
+            with work_of(settings, name, plan) as work, _client(where) as client:
                 _Build(plan, work, _Workers(client, where, work), report, deque(missing)).run()
     outcome = seal_cache(settings, name)
     return outcome if outcome.reused else replace(outcome, seconds=time.perf_counter() - begin)
@@ -91,7 +91,7 @@ def _budget(settings: Settings, name: str) -> int | None:
 
 
 @contextmanager
-def _work(settings: Settings, name: str, plan: Plan) -> Iterator[Work]:
+def work_of(settings: Settings, name: str, plan: Plan) -> Iterator[Work]:
     """Yield what a worker is told; the file that it is to see is there until the end of the block."""
     token = secrets.token_hex(16)
     probe, path = tempfile.mkstemp(prefix=".probe-", dir=os.path.abspath(cache_root(settings)))

@@ -1,0 +1,261 @@
+"""Partitions on a Dask cluster: real schedulers and workers on loopback, which are killed, and refused."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import TESTS
+
+import niels_gpt
+from niels_gpt.cache.meta import read_meta
+from niels_gpt.commands import cache as cli
+from niels_gpt.recipes.partitions import dask
+from niels_gpt.recipes.partitions.run import prepare
+from niels_gpt.recipes.partitions.worker import obstacle
+from niels_gpt.recipes.token_caches import build_token_cache
+from niels_gpt.settings import Settings, UsageError
+from niels_gpt.storage.errors import CacheError
+
+needs_dask = pytest.mark.skipif(find_spec("distributed") is None, reason="needs the extra dask")
+KEY = "pretrain/notes"
+
+
+def texts(folder: Path, *, rows: int, words: int = 40) -> str:
+    """Write four files of rows; returns the line that names them, relative to the folder."""
+    (folder / "texts").mkdir()
+    for file in range(4):
+        lines = [
+            json.dumps({"text": " ".join(f"the {file} and {row * word % 97} of it" for word in range(words))})
+            for row in range(rows)
+        ]
+        (folder / "texts" / f"{file}.jsonl").write_text("\n".join(lines))
+    return "notes=texts/*.jsonl"
+
+
+def settings_of(folder: Path, model: Path, *, rows: int = 50, **more: Any) -> Settings:
+    return Settings(cache_dir="cache", tokenizer=str(model), pretrain=texts(folder, rows=rows), partitions=4, **more)
+
+
+class Cluster:
+    """A scheduler and workers of one thread, each a process; `close` ends them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._processes = folder, list[subprocess.Popen[bytes]]()
+        address = folder / "scheduler.json"
+        self._run("scheduler", "--port", "0", "--host", "127.0.0.1", "--scheduler-file", str(address))
+        while not address.exists() or not address.read_text():
+            time.sleep(0.05)
+        self.address: str = json.loads(address.read_text())["address"]
+
+    def worker(self, **environment: str) -> None:
+        """Start a worker, whose current folder is another one than that of the command."""
+        how = ("--nthreads", "1", "--no-nanny", "--local-directory", str(self.folder))
+        self._run("worker", self.address, *how, **environment)
+
+    def _run(self, what: str, *arguments: str, **environment: str) -> None:
+        command = [sys.executable, "-m", f"distributed.cli.dask_{what}", *arguments, "--no-dashboard"]
+        with (self.folder / "log").open("ab") as log:
+            process = subprocess.Popen(
+                command, stdout=log, stderr=log, cwd=self.folder, env={**os.environ, **environment}
+            )
+        self._processes.append(process)
+
+    def wait_for(self, workers: int) -> None:
+        """Wait for a number of workers."""
+        from distributed import Client
+
+        with Client(self.address, set_as_default=False) as client:
+            client.wait_for_workers(workers, timeout=30)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A scheduler with two workers."""
+    made = Cluster(tmp_path_factory.mktemp("cluster"))
+    try:
+        for _ in range(2):
+            made.worker()
+        yield made
+    finally:
+        made.close()
+
+
+def kill_builders(lock: Path, cluster: Cluster, times: int) -> threading.Thread:
+    """Start a thread that kills the process which builds a partition, and starts a worker instead, some times."""
+
+    def kill() -> None:
+        killed = set[int]()
+        while len(killed) < times:
+            found = re.search(r"pid (\d+)", lock.read_text()) if lock.exists() else None
+            if found is None or int(found[1]) in killed:
+                time.sleep(0.01)
+                continue
+            os.kill(int(found[1]), signal.SIGKILL)
+            killed.add(int(found[1]))
+            cluster.worker()
+
+    thread = threading.Thread(target=kill, daemon=True)
+    thread.start()
+    return thread
+
+
+def files_of(cache: Path) -> dict[str, bytes]:
+    return {path.relative_to(cache).as_posix(): path.read_bytes() for path in cache.rglob("*") if path.is_file()}
+
+
+def test_what_is_no_address_and_what_has_no_partitions_is_a_usage_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UsageError, match="local:N"):
+        dask.check_where("four")
+    build = ["build", "--source-root", "sample"]
+    assert cli.main([*build, "roam", "--dask", "local:2"]) == 2
+    assert cli.main([*build, "roam", "--dask", "local:2", "--partitions", "2", "--partition", "0"]) == 2
+    assert cli.main([*build, "oasst1", "--dask", "local:2", "--partitions", "2"]) == 2
+    assert capsys.readouterr().err.count("error[E101]") == 3
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def notes(tmp_path: Path, tiny_model_path: Path) -> Settings:
+    """Settings of a small cache of four partitions, in the current folder."""
+    return settings_of(tmp_path, tiny_model_path)
+
+
+def test_a_worker_says_why_it_cannot_build(notes: Settings, tmp_path: Path) -> None:
+    plan = prepare(notes, "notes")
+    assert plan is not None
+    with dask.work_of(notes, "notes", plan) as work:
+        found = {
+            what: asyncio.run(obstacle(replace(work, **changed)))
+            for what, changed in {
+                "nothing": {},
+                "code": {"code": {**work.code, "version": "0.0.1"}},
+                "folder": {"token": "written elsewhere"},
+                "nowhere": {"probe": str(tmp_path / "gone")},
+                "current": {"folder": str(tmp_path / "gone")},
+                "inputs": {"inputs": {**work.inputs, "source": "3 files"}},
+                "source": {"settings": replace(notes, pretrain="notes=gone/*.jsonl")},
+            }.items()
+        }
+    codes = {what: said and said[0] for what, said in found.items()}
+    others = dict.fromkeys(("folder", "nowhere", "current", "inputs"), "E513")
+    assert codes == {"nothing": None, "code": "E511", **others, "source": "E301"}
+    assert "0.0.1" in str(found["code"]) and "texts" not in str(found["source"])
+    assert not list((tmp_path / "cache").glob(".probe*")), "the file for the workers is removed"
+
+
+@pytest.mark.slow
+@needs_dask
+def test_a_worker_that_is_killed_twice_changes_no_byte(
+    tmp_path: Path, tiny_model_path: Path, cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = settings_of(tmp_path, tiny_model_path, rows=600)
+    here = build_token_cache(replace(settings, cache_dir="here"), "notes")
+    plan = prepare(settings, "notes")
+    assert plan is not None
+    killer = kill_builders(plan.folder / ".versions" / "00002" / "lock", cluster, times=2)
+    outcome = dask.build_on_dask(settings, "notes", cluster.address)
+    killer.join(timeout=1)
+    assert not killer.is_alive(), "it was killed twice"
+    assert [record.code for record in caplog.records if "died" in record.message] == ["W506", "W506"]
+    assert files_of(outcome.path) == files_of(here.path)
+    assert outcome.meta == read_meta("here/pretrain/notes/meta.json") and not outcome.reused
+    assert dask.build_on_dask(settings, "notes", cluster.address).reused
+
+
+@pytest.mark.slow
+@needs_dask
+def test_a_partition_whose_workers_die_too_often_fails_alone(
+    tmp_path: Path, tiny_model_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from distributed import Client
+
+    def no_second_try(dask_scheduler: Any = None) -> None:
+        dask_scheduler.allowed_failures = 0  # then the scheduler says KilledWorker at the first death
+
+    with Client(cluster.address, set_as_default=False) as client:
+        client.run_on_scheduler(no_second_try)
+    monkeypatch.setattr(dask, "MOST_DEATHS", 2)
+    settings = settings_of(tmp_path, tiny_model_path, rows=600)
+    plan = prepare(settings, "notes")
+    assert plan is not None
+    killer = kill_builders(plan.folder / ".versions" / "00001" / "lock", cluster, times=2)
+    with pytest.raises(CacheError, match=r"1 of 4 .*\n +partition 1 ") as failed:
+        dask.build_on_dask(settings, "notes", cluster.address)
+    assert failed.value.code == "E513"
+    killer.join(timeout=1)
+    assert sorted(path.name for path in plan.folder.glob("0*")) == ["00000", "00002", "00003"]
+    assert dask.build_on_dask(settings, "notes", cluster.address).meta["partitions"]["total"] == 4
+
+
+@pytest.mark.slow
+@needs_dask
+def test_a_worker_with_other_code_is_refused_before_anything_is_built(notes: Settings, cluster: Cluster) -> None:
+    other = cluster.folder / "other"
+    shutil.copytree(Path(niels_gpt.__file__).parent, other / "niels_gpt", ignore=shutil.ignore_patterns("__pycache__"))
+    with (other / "niels_gpt" / "settings.py").open("a") as file:
+        file.write("# another version\n")
+    cluster.worker(PYTHONPATH=os.pathsep.join([str(other), str(TESTS)]))
+    cluster.wait_for(3)
+    with pytest.raises(CacheError, match=r"worker tcp://.*sources") as refused:
+        dask.build_on_dask(notes, "notes", cluster.address)
+    assert refused.value.code == "E511"
+
+
+@pytest.mark.slow
+@needs_dask
+def test_an_error_of_a_build_reaches_the_command_line_and_the_others_are_finished(
+    notes: Settings, tiny_model_path: Path, cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (Path("texts") / "1.jsonl.gz").write_bytes(gzip.compress(Path("texts/1.jsonl").read_bytes())[:-20])
+    Path("texts/1.jsonl").unlink()
+    command = ["build", "--pretrain", "notes=texts/*.jsonl*", "--partitions", "4", "--tokenizer", str(tiny_model_path)]
+    assert cli.main([*command, "--dask", cluster.address]) == 1
+    said = capsys.readouterr().err
+    assert re.search(r"error\[E302\]: .*1 of 4 partitions failed", said) and "1.jsonl.gz" in said
+    assert len(list(Path("cache/pretrain/.versions/notes").glob("partitions-*/0*"))) == 3
+
+
+@pytest.mark.slow
+@needs_dask
+def test_a_cluster_of_processes_here_is_one_flag(notes: Settings, tmp_path: Path, tiny_model_path: Path) -> None:
+    command = [sys.executable, "-W", "error", "-m", "niels_gpt.cache.cli", "build", "--pretrain", str(notes.pretrain)]
+    command += ["--partitions", "4", "--tokenizer", str(tiny_model_path)]
+    for more in (["--cache-dir", "here"], ["--dask", "local:2"]):
+        done = subprocess.run([*command, *more], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    assert "distributed" not in done.stderr and "partition 3 of 4" in done.stderr
+    assert files_of(tmp_path / "cache" / KEY) == files_of(tmp_path / "here" / KEY)
+
+
+@pytest.mark.slow
+@needs_dask
+def test_without_workers_or_without_a_scheduler_a_build_ends(
+    notes: Settings, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dask, "PATIENCE_S", 0.5)
+    with pytest.raises(CacheError, match="no scheduler") as refused:
+        dask.build_on_dask(notes, "notes", "tcp://127.0.0.1:1")
+    assert refused.value.code == "E513"
