@@ -35,6 +35,7 @@ SLOW = {
     "docs/index.md",
     "docs/packing.md",
     "docs/prefix_tree.md",
+    "docs/scale.md",
     "docs/tokenizers.md",
     "docs/tutorials/dagster.md",
     "docs/tutorials/eagle3.md",
