@@ -73,7 +73,14 @@ def test_every_flag_named_in_a_document_exists() -> None:
     written = "".join(path.read_text(encoding="utf-8") for path in scripts)
     for document in DOCUMENTS:
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z_-]+", document.read_text(encoding="utf-8")):
-            if flag not in of_pip | {"--fix", "--select", "--config-json", "--config-settings"}:  # of other tools
+            if flag not in of_pip | {
+                "--nthreads",
+                "--memory-limit",
+                "--fix",
+                "--select",
+                "--config-json",
+                "--config-settings",
+            }:  # of other tools
                 assert flag.replace("_", "-") in known or flag in written, f"{document.name}: {flag}"
 
 
