@@ -19,7 +19,7 @@ from niels_gpt.storage.meta_json import parse_object, printable
 
 _BYTES = 1024
 """Of a lease's file, always: a counter is raised by one write over the same bytes."""
-_LOOKS, _PAUSE = 5, 0.05  # a read may meet a write
+_LOOKS, _PAUSE = 5, 0.02  # a read may meet a write
 
 
 @dataclass
@@ -67,12 +67,22 @@ class Holder:
             return True
         except (OSError, OverflowError):
             return False
-        return False
+        return _is_zombie(self.pid)
 
     def __str__(self) -> str:
         if not self.token:
             return "a process that has just started"
         return printable(f"user {self.user}, host {self.host}, pid {self.pid}")
+
+
+def _is_zombie(pid: int) -> bool:
+    """Whether a process has ended and its parent has not asked for its status yet."""
+    try:
+        if os.readlink("/proc/self") != str(os.getpid()):  # /proc is of another namespace
+            return False
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[:1] == [b"Z"]
+    except OSError:
+        return False
 
 
 def read_lease(path: Path) -> Holder | None:
