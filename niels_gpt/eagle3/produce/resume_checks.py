@@ -38,7 +38,7 @@ _LEFTOVER = re.compile(
     r"\.(shard-([0-9]{6})\.(safetensors|json)|(manifest|meta|plan|embeddings|weights)\.json"
     r"|target_(embeddings|weights)\.safetensors|samples\.safetensors|ids\.txt|batches\.jsonl)\.[0-9a-f]{8}\.tmp"
 )
-_OF_LOCKS = re.compile(r"\.locks\.json|\.probe-[0-9a-f]{8}")
+_OF_LOCKS = re.compile(r"\.locks\.json|\.leases|\.probe-[0-9a-f]{8}")
 """How a folder is locked, and what another machine tries there at this moment."""
 _FRESH = "Name a fresh folder, or remove this one"
 _ORIGINAL = "Run it with the original settings"

@@ -66,13 +66,14 @@ class Lease:
             self._thread.join()
         with suppress(OSError, CacheError):
             if self.is_held():
-                os.unlink(self.path)
+                self.give_back()
         self.close()
 
     def give_back(self) -> None:
-        """Remove the file that was just created."""
+        """Remove the file, and the folder of leases with the last one."""
         with suppress(OSError):
             os.unlink(self.path)
+            os.rmdir(self.path.parent)
         self.close()
 
     def close(self) -> None:
@@ -183,12 +184,8 @@ class _Watch:
 
 def _taken(path: Path, locked: PathLike, state: str, wait: bool) -> Lease:
     watch, said, name = _Watch(), False, lease_path(path)
-    for folder in (path.parent, name.parent):  # callers expect the first, as under flock
-        try:
-            make_dir(folder)
-        except PermissionError as error:
-            raise not_written(error, folder) from error
     while True:
+        _make_folder(path.parent)  # callers expect it, as under flock
         refuse_kernel_lock(path, locked, state)
         found = _leases(name)
         held = [each for number, each in found.items() if not watch.is_over(number, each)]
@@ -209,9 +206,10 @@ def _taken(path: Path, locked: PathLike, state: str, wait: bool) -> Lease:
 
 def _attempt(path: Path, locked: PathLike, watch: _Watch, number: int) -> Lease | None:
     """Create the lease of a number, and remove those that have run out; None where another process was faster."""
+    _make_folder(path.parent)
     try:
         mine = Lease(path.with_name(f"{path.name}.{number}"), locked)
-    except FileExistsError:
+    except (FileExistsError, FileNotFoundError):  # the last of others took the folder with it
         return None
     except PermissionError as error:
         raise not_written(error, path) from error
@@ -228,6 +226,13 @@ def _attempt(path: Path, locked: PathLike, watch: _Watch, number: int) -> Lease 
         raise
     mine.release()
     return None
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        make_dir(folder)
+    except PermissionError as error:
+        raise not_written(error, folder) from error
 
 
 def _name_of(path: Path) -> Path:
