@@ -236,8 +236,8 @@ def is_plan(folder: Path) -> bool:
 def refuse_if_partition_is_built(plan: Path) -> None:
     """Raise CacheError while a process builds a partition in the folder of a plan; nothing is written."""
     inner = plan / VERSIONS_DIR
-    for lock in [] if inner.is_symlink() else sorted(inner.glob(f"*/{LOCK_NAME}")):
-        refuse_if_held(lock, plan / lock.parent.name, _BUILT)
+    for folder in [] if inner.is_symlink() else sorted(inner.glob("*")):  # a lease leaves no file in it
+        refuse_if_held(folder / LOCK_NAME, plan / folder.name, _BUILT)
 
 
 def discard(path: Path) -> None:

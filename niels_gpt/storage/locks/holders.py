@@ -42,7 +42,7 @@ class Holder:
         """Return this process."""
         boot = pids = ""
         with suppress(OSError):
-            boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
             pids = os.readlink("/proc/self/ns/pid")
         return cls(token, 0, user_name(), socket.gethostname(), boot, pids, os.getpid())
 
