@@ -23,6 +23,8 @@ from niels_gpt.display.tables import table
 from niels_gpt.settings import Settings
 from niels_gpt.storage.codes import CODES, explained
 from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.locks import lock_kind
+from niels_gpt.storage.locks.mounts import mount_of
 
 EXTRAS = {
     "dagster": ("dagster", "caches as Dagster assets, its UI and schedules"),
@@ -112,8 +114,23 @@ def _machine(cache_dir: Path) -> list[tuple[str, str]]:
         ("cores", f"{num_threads(Settings())} usable"),
         ("memory", memory),
         ("disk", f"{size_text(free_bytes(cache_dir))} free at {cache_dir}"),
+        ("locks", _locks(cache_dir)),
         *((name, _version(name) or "not installed") for name in ("torch", "datasets", "sentencepiece", "tokenizers")),
     ]
+
+
+def _locks(cache_dir: Path) -> str:
+    """Return how a folder of caches is locked, and whether that reaches other machines."""
+    mount = mount_of(cache_dir)
+    on = f"on {mount.kind or 'a file system that is not known'}"
+    try:
+        if lock_kind(cache_dir) == "lease":
+            return f"leases {on}, on all machines that share the folder"
+    except (CacheError, OSError) as error:
+        return str(error)
+    if mount.is_local or not mount.kind:
+        return f"flock {on}, of this machine"
+    return f"flock {on}, {mount.hidden}: --lock lease" if mount.hidden else f"flock {on}, on all machines that mount it"
 
 
 def _extras() -> dict[str, tuple[str | None, str, str]]:

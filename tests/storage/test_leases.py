@@ -38,6 +38,7 @@ from niels_gpt.storage.locks import (
 )
 from niels_gpt.storage.locks.folder import LEASES_DIR, MARKER, lease_path
 from niels_gpt.storage.locks.holders import Holder, read_lease
+from niels_gpt.storage.versions import refuse_if_partition_is_built
 
 HOLD = """
 import pathlib, sys
@@ -354,6 +355,16 @@ def test_gc_keeps_every_version_where_builders_take_leases(lock: Path) -> None:
     hold = hold_version(version)
     with unless_held(version) as why:
         assert hold and why == "open in a reader"
+
+
+def test_a_partition_that_is_built_under_a_lease_is_seen(lock: Path) -> None:
+    inner = lock.parent / "partitions-0123456789ab" / ".versions" / "00003"
+    with (
+        file_lock(inner / "lock", inner, wait=False),
+        pytest.raises(CacheError, match=r"00003: is being built by") as error,
+    ):
+        refuse_if_partition_is_built(inner.parent.parent)
+    assert error.value.code == "E503"
 
 
 # --- another machine --------------------------------------------------------------------------------------------------
