@@ -168,18 +168,20 @@ class _Watch:
     """What a taker has seen of the leases of a lock, by its own clock."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[Holder, float]] = {}
+        self._seen: dict[int, tuple[Holder, float, float]] = {}  # with the times of the first and the last look
         self.moved: Holder | None = None
         """A holder that is alive: its counter was seen to move."""
 
     def is_over(self, number: int, found: Holder) -> bool:
         """Whether a lease has run out, or its process is known to be dead."""
-        before, since = self._seen.get(number, (None, 0.0))
-        if before != found:
-            self._seen[number] = found, time.monotonic()
-            self.moved = found if before is not None else self.moved
-            return found.is_dead()
-        return found.is_dead() or time.monotonic() - since >= LEASE_SECONDS
+        now = time.monotonic()
+        before, since, last = self._seen.get(number, (None, now, now))
+        if before != found and before is not None:
+            self.moved = found
+        if before != found or now - last > LEASE_SECONDS / 2:  # a server that hung has kept the holder waiting, too
+            since = now
+        self._seen[number] = found, since, now
+        return found.is_dead() or now - since >= LEASE_SECONDS
 
 
 def _taken(path: Path, locked: PathLike, state: str, wait: bool) -> Lease:
