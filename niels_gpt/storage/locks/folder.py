@@ -65,6 +65,10 @@ def _marker_above(path: Path) -> Path | None:
                 raise ValueError("of another program, or of a later version of this one")
         except FileNotFoundError:
             continue
+        except PermissionError:
+            if os.access(folder, os.X_OK):  # else nothing below it can be locked, and the lock's own error says so
+                raise
+            continue
         except ValueError as error:  # a CacheError is one
             found = error.problem if isinstance(error, CacheError) else str(error)
             remedy = f"If no build runs in the folder: {shlex.join(['rm', '-r', str(marker)])}"
