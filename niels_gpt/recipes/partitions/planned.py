@@ -64,10 +64,8 @@ def planned(
         asked = AskedCache.of(settings, key, source.spec.settings, source, tokenizer, provenance)
         if asked.fingerprint != record.fingerprint:
             continue
-        if is_current(path, asked.fingerprint):
-            return Planned(asked, None)
-        if record.plan is not None:
-            return Planned(asked, record.plan)
+        if (current := is_current(path, asked.fingerprint)) or record.plan is not None:
+            return Planned(asked, None if current else record.plan)
     return None
 
 

@@ -37,7 +37,7 @@ from niels_gpt.settings import Settings, UsageError
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.remedies import build_command
-from niels_gpt.storage.versions import build_lock, refuse_foreign
+from niels_gpt.storage.versions import PLAN_NAME, build_lock, refuse_foreign
 from niels_gpt.tokenizers.protocol import FullTokenizer
 
 logger = logging.getLogger(__name__)
@@ -70,6 +70,8 @@ class Prepared:
         """Return the receipt of a partition, which is built first unless it is finished, and whether it was."""
         path, asked = plan.partition_path(partition.number), self.asked
         while (meta := _receipt(plan, partition.number)) is None:
+            if not (plan.folder / PLAN_NAME).is_file():  # sealed by another meanwhile
+                return self.current_meta(), True
             described = asked.described("--partition", str(partition.number))
             counters = described.counters
             assert isinstance(counters, Counter)
@@ -88,6 +90,19 @@ class Prepared:
     ) -> dict[str, Any]:
         settings, source = self.asked.settings, self.asked.source
         return build_documents(settings, source, inputs, path, progress, partition, plan.sha256)
+
+    def seal_or_wait(self, plan: Plan, deep: bool) -> dict[str, Any]:
+        """Seal as `seal`, or return the meta of the cache that another process seals at the same time."""
+        try:
+            return self.seal(plan, deep, None)
+        except CacheError as error:
+            if error.code not in ("E503", "E510"):
+                raise
+            with build_lock(plan.path, wait=True):
+                is_sealed = is_current(plan.path, plan.fingerprint)
+            if not is_sealed:
+                raise
+        return self.current_meta()
 
     def seal(self, plan: Plan, deep: bool, progress: Progress | None) -> dict[str, Any]:
         """Seal all partitions; returns the meta of the cache. Its tokenizer is installed."""
@@ -235,11 +250,13 @@ def _flat(code: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _warn_of_other(plan: Plan, asked: AskedCache) -> None:
+    there = settings_of(plan, asked.settings)
+    back = "" if there == asked.settings else f". To go on with them: {build_command(there, asked.key)}"
     logger.warning(
-        "%s: partitions of another plan are there, and nothing of them is used (%s). To go on with them: %s",
+        "%s: partitions of another plan are there, and nothing of them is used (%s)%s",
         asked.path,
         "; ".join([plan.folder.name, *differences(plan, asked)]),
-        build_command(settings_of(plan, asked.settings), asked.key),
+        back,
         extra={"code": "W507"},
     )
 
@@ -252,5 +269,8 @@ def _without_plan(asked: AskedCache, plans: list[Plan]) -> CacheError:
     plan = min(plans, key=lambda plan: len(differences(plan, asked)))
     found = f"its partitions are of another plan ({'; '.join([plan.folder.name, *differences(plan, asked)])})"
     there = settings_of(plan, asked.settings)
+    if there == asked.settings:
+        again = f"Build those of the source as it is now: {build_command(there, asked.key)}"
+        return CacheError(asked.path, found, "the source and tokenizer of their builds", again, code="E511")
     seals = build_command(there, asked.key, verb="seal")
     return CacheError(asked.path, found, "the flags of their builds", f"With these: {seals}", code="E511")

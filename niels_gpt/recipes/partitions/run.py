@@ -124,7 +124,7 @@ def build_all_partitions(
                 receipt, was_there = made.build(made.plan, made.plan.partition(number), True, total)
                 total.add(receipt)
                 deep = deep or was_there
-            meta = made.seal(made.plan, deep, None)
+            meta = made.seal_or_wait(made.plan, deep)
     return made.asked.finish(meta, reused, measurement)
 
 

@@ -1,0 +1,271 @@
+"""Partitions by the recipe: any order, any process, killed and repeated, give the bytes of one command; refusals."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import random
+import shlex
+import signal
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.data_files import write
+from support.tiny_texts import TINY_TEXTS
+
+from niels_gpt.cache.meta import read_meta
+from niels_gpt.commands.main import main
+from niels_gpt.recipes.partitions import prepared
+from niels_gpt.recipes.partitions.run import build_partition, prepare, restart_partition, seal_cache
+from niels_gpt.recipes.run_recipe import Outcome, cache_root
+from niels_gpt.recipes.token_caches import build_token_cache
+from niels_gpt.settings import Settings, UsageError
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.versions import build_lock, versions_dir
+
+TOTAL = 4
+PATTERN = "texts/*.jsonl"
+
+
+@pytest.fixture
+def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Six files of rows below the current folder."""
+    for number in range(6):
+        rows = [{"text": f"{text} {number} {row}"} for row, text in enumerate(TINY_TEXTS[:12])]
+        write(tmp_path / f"texts/{number}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "texts"
+
+
+@pytest.fixture
+def notes(texts: Path, tiny_model_path: Path) -> Settings:
+    """Settings of pretrain/notes in partitions."""
+    return own("cache", tiny_model_path)
+
+
+def own(cache_dir: str, model: Path, **given: Any) -> Settings:
+    pretrain = f"notes={PATTERN}"
+    how = {
+        "cache_dir": cache_dir,
+        "tokenizer": str(model),
+        "pretrain": pretrain,
+        "partitions": TOTAL,
+        "shard_bytes": 900,
+    }
+    return Settings(**{**how, **given})
+
+
+def content_of(outcome: Outcome) -> dict[str, bytes]:
+    """Return the bytes of every file of a cache, by name."""
+    root = outcome.path.resolve()
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def documents_of(path: Path) -> Counter[tuple[str, bytes]]:
+    """Return how often each document is in each split, as the bytes of its ids."""
+    meta, found = read_meta(str(path / "meta.json")), Counter[tuple[str, bytes]]()
+    for split in ("train", "val"):
+        names = [record["name"] for record in meta["shards"][split]]
+        ids = np.concatenate([np.empty(0, "u1"), *(np.fromfile(path / name, "u1") for name in names)])
+        size = np.dtype(meta["token_dtype"].removesuffix("-le")).itemsize
+        starts = np.load(path / "index" / f"{split}_docs.npy")
+        found.update((split, ids[size * a : size * b].tobytes()) for a, b in itertools.pairwise(starts.tolist()))
+    return found
+
+
+def killed(settings: Settings, number: int, seconds: float) -> bool:
+    """Build a partition in a child and kill it after some time; return whether it had ended before."""
+    child = os.fork()
+    if child == 0:
+        try:
+            build_partition(settings, "notes", number)
+        finally:
+            os._exit(0)
+    time.sleep(seconds)
+    os.kill(child, signal.SIGKILL)
+    return bool(os.waitpid(child, 0)[1] == 0)
+
+
+@pytest.mark.parametrize("kills", [0, pytest.param(8, marks=pytest.mark.slow)])
+def test_any_order_and_kills_give_the_bytes_of_one_command(kills: int, notes: Settings, tiny_model_path: Path) -> None:
+    by_one = build_token_cache(own("one", tiny_model_path), "notes")
+    drawn = random.Random(5)
+    for _ in range(kills):
+        killed(notes, drawn.randrange(TOTAL), drawn.uniform(0, 0.06))
+    made = [build_partition(notes, "notes", number) for number in (2, 0, 3, 1)]
+    assert [each.partition.number for each in made] == [2, 0, 3, 1]
+    sealed = seal_cache(notes, "notes")
+    assert content_of(sealed) == content_of(by_one) and not sealed.reused
+    assert os.readlink(sealed.path) == os.readlink(by_one.path), "the version is named by its content"
+    assert not list(versions_dir(sealed.path).glob("partitions-*"))
+    assert all(each.reused for each in (build_token_cache(notes, "notes"), seal_cache(notes, "notes")))
+    again = build_partition(notes, "notes", 2)
+    assert again.reused and again.meta["partitions"]["total"] == TOTAL and prepare(notes, "notes") is None
+
+
+def test_a_repeat_does_nothing_and_restart_builds_one_again(notes: Settings) -> None:
+    first = build_partition(notes, "notes", 1)
+    plan = prepare(notes, "notes")
+    assert plan is not None and not first.reused and first.meta["partition"]["plan"] == plan.sha256
+    assert build_partition(notes, "notes", 1).reused
+    restart_partition(notes, "notes", 1)
+    again = build_partition(notes, "notes", 1)
+    assert not again.reused and again.meta == first.meta
+
+
+def test_two_at_once_on_one_partition(notes: Settings) -> None:
+    plan = prepare(notes, "notes")
+    assert plan is not None
+    path, made = plan.partition_path(0), []
+    waiting = threading.Thread(target=lambda: made.append(build_partition(notes, "notes", 0, wait=True)))
+    with build_lock(path):
+        with pytest.raises(CacheError, match=f"pid {os.getpid()}") as caught:
+            build_partition(notes, "notes", 0)
+        assert caught.value.code == "E503"
+        build_partition(notes, "notes", 1)
+        waiting.start()
+    waiting.join()
+    assert made[0].partition.number == 0
+
+
+def test_two_commands_that_build_all_share_the_work(notes: Settings, tiny_model_path: Path) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        outcomes = list(pool.map(lambda _: build_token_cache(notes, "notes"), range(2)))
+    one = build_token_cache(own("one", tiny_model_path), "notes")
+    assert [content_of(each) for each in outcomes] == [content_of(one)] * 2
+
+
+def test_seal_names_what_is_missing_and_its_commands_work(notes: Settings) -> None:
+    with pytest.raises(CacheError, match="Build them") as caught:
+        seal_cache(notes, "notes")
+    assert caught.value.code == "E510"
+    build_partition(notes, "notes", 2)
+    with pytest.raises(CacheError, match="0-1, 3") as caught:
+        seal_cache(notes, "notes")
+    assert caught.value.code == "E510"
+    commands = [line for line in caught.value.remedy.splitlines() if line.startswith("niels-gpt build")]
+    assert len(commands) == TOTAL - 1
+    for command in commands:
+        assert main(shlex.split(command)[1:]) == 0
+    assert seal_cache(notes, "notes", deep=False).meta["partitions"]["total"] == TOTAL
+
+
+def test_seal_with_other_settings_names_them_and_those_of_the_plan(notes: Settings, tiny_model_path: Path) -> None:
+    for number in range(TOTAL):
+        build_partition(notes, "notes", number)
+    with pytest.raises(CacheError, match=r"seed: 42 there, 7 here") as caught:
+        seal_cache(own("cache", tiny_model_path, seed=7), "notes")
+    assert caught.value.code == "E511"
+    command = caught.value.remedy.partition("niels-gpt ")[2]
+    assert main(shlex.split(command)) == 0
+    with pytest.raises(UsageError):
+        seal_cache(own("cache", tiny_model_path, partitions=1), "notes")
+
+
+def test_changed_text_has_a_plan_of_its_own(notes: Settings, texts: Path, caplog: pytest.LogCaptureFixture) -> None:
+    build_partition(notes, "notes", 0)
+    old = prepare(notes, "notes")
+    os.utime(texts / "1.jsonl")  # the same bytes: read once more, and the plan stays
+    assert prepare(notes, "notes") == old
+    write(texts / "1.jsonl", json.dumps({"text": "another"}) + "\n")
+    with caplog.at_level(logging.WARNING):
+        new = prepare(notes, "notes")
+    assert old is not None and new is not None and new.fingerprint != old.fingerprint
+    warned = [record for record in caplog.records if getattr(record, "code", "") == "W507"]
+    assert len(warned) == 1 and old.folder.name in warned[0].getMessage() and "the text" in warned[0].getMessage()
+    assert not build_partition(notes, "notes", 0).reused
+
+
+def test_other_code_is_refused_and_restart_starts_over(
+    notes: Settings, monkeypatch: pytest.MonkeyPatch, tiny_model_path: Path
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(prepared, "code_identity", lambda: {"version": "0", "libraries": {"torch": "0"}})
+        build_partition(notes, "notes", 0)
+    with pytest.raises(CacheError, match="torch 0, here") as caught:
+        build_partition(notes, "notes", 1)
+    assert caught.value.code == "E511"
+    command = caught.value.remedy.rpartition("niels-gpt ")[2]
+    assert "--restart" in command and main(shlex.split(command)) == 0
+    assert seal_cache(notes, "notes").reused
+
+
+def test_other_numbers_of_partitions_between_change_no_bytes(notes: Settings, tiny_model_path: Path) -> None:
+    whole = own("cache", tiny_model_path, partitions=1)
+    before, first = content_of(build_token_cache(whole, "notes")), content_of(build_token_cache(notes, "notes"))
+    assert before != first
+    build_token_cache(own("cache", tiny_model_path, partitions=3), "notes")
+    assert content_of(build_token_cache(notes, "notes")) == first
+    assert content_of(build_token_cache(whole, "notes")) == before
+
+
+def test_partitions_hold_the_documents_of_the_whole_in_the_same_splits(notes: Settings, tiny_model_path: Path) -> None:
+    whole = documents_of(build_token_cache(own("whole", tiny_model_path, partitions=1), "notes").path)
+    assert documents_of(build_token_cache(notes, "notes").path) == whole
+    many = own("many", tiny_model_path, partitions=9)  # more than there are files
+    assert documents_of(build_token_cache(many, "notes").path) == whole
+
+
+def test_what_is_built_whole_is_said(tmp_path: Path, tiny_model_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings = Settings(source_root="sample", cache_dir=str(tmp_path), tokenizer=str(tiny_model_path), partitions=TOTAL)
+    with caplog.at_level(logging.WARNING):
+        outcome = build_token_cache(settings, "dolly15k")
+    assert [record.code for record in caplog.records if getattr(record, "code", "") == "W505"] == ["W505"]
+    with pytest.raises(UsageError, match="dolly15k"):
+        prepare(settings, "dolly15k")
+    assert outcome.meta["kind"] == "sft"
+
+
+def test_a_listing_spares_reading_the_text_again(notes: Settings, texts: Path) -> None:
+    """Files of the same names, sizes and times are not read for their fingerprint."""
+    plan = prepare(notes, "notes")
+    path = texts / "0.jsonl"
+    about, text = path.stat(), path.read_bytes()
+    path.write_bytes(text[::-1])
+    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
+    assert prepare(notes, "notes") == plan
+    path.write_bytes(text)
+    for number in range(TOTAL):
+        build_partition(notes, "notes", number)
+
+
+# --- real sources -----------------------------------------------------------------------------------------------------
+
+PRETRAIN = ("fineweb_edu", "wikitext", "roam", "gutenberg")
+
+
+def _same_documents(name: str, one: Settings, many: Settings) -> None:
+    whole, parts = (documents_of(build_token_cache(each, name).path) for each in (one, many))
+    meta = read_meta(str(cache_root(one) / f"pretrain/{name}/meta.json"))
+    if "nearest" in meta["split_rule"] and min(meta["docs"].values()) < 2:  # the whole moved one to an empty split
+        whole, parts = (Counter({("", ids): count for (_, ids), count in each.items()}) for each in (whole, parts))
+    assert parts == whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PRETRAIN)
+def test_the_sample_in_partitions_has_the_documents_of_the_whole(
+    name: str, tmp_path: Path, tiny_model_path: Path
+) -> None:
+    common: dict[str, Any] = {"source_root": "sample", "tokenizer": str(tiny_model_path)}
+    one = Settings(cache_dir=str(tmp_path / "one"), **common)
+    _same_documents(name, one, Settings(cache_dir=str(tmp_path / "many"), partitions=8, **common))
+
+
+@pytest.mark.real_text
+@pytest.mark.skipif("NIELS_GPT_TEST_DATA" not in os.environ, reason="NIELS_GPT_TEST_DATA names no mirror")
+@pytest.mark.parametrize("name", PRETRAIN)
+def test_a_mirror_in_partitions_has_the_documents_of_the_whole(
+    name: str, tmp_path: Path, tiny_model_path: Path
+) -> None:
+    common: dict[str, Any] = {"source_root": os.environ["NIELS_GPT_TEST_DATA"], "tokenizer": str(tiny_model_path)}
+    one = Settings(cache_dir=str(tmp_path / "one"), **common)
+    _same_documents(name, one, Settings(cache_dir=str(tmp_path / "many"), partitions=8, **common))
