@@ -36,7 +36,7 @@ def not_finished(
     return CacheError(
         plan.path,
         f"{finished:,} of {plan.total:,} partitions are finished; {found}",
-        remedy="\n".join(["Then seal again:", *remedies, *more]),
+        remedy="\n".join(["Run these commands, then seal again:", *remedies, *more]),
         code="E510",
     )
 
