@@ -17,6 +17,7 @@ import pytest
 from support import eagle3_runs as small
 from support.eagle3_damage import flip_bit
 from support.eagle3_runs import NATIVE, has_shard, never, run, samples_of, times, whole_tree
+from support.power_loss import MODELS, Disk, Tree, put, recorded_below, tree_of
 
 from niels_gpt.commands.eagle3 import precompute
 from niels_gpt.commands.eagle3.group import main
@@ -232,6 +233,44 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     (folder / PARTS_NAME).unlink()
     with part_lock(folder, (2, 3)):
         refused(lambda: seal(folder), "part 2/3", code="E503")
+
+
+def cut_everywhere(trace: list[Any], before: Tree, scratch: Path, after: Callable[[], None], every: int) -> None:
+    """Run `after` on what is left in `scratch` after a cut before each operation, or before each `every`th."""
+    disk = Disk(before)
+    for number in range(len(trace) + 1):
+        if number % every == 0 or number == len(trace):
+            for model in MODELS:
+                put(disk.left(model, number), scratch)
+                after()
+                shutil.rmtree(scratch)
+        disk.apply(trace[number : number + 1])
+
+
+def test_a_seal_that_was_cut_is_repeated(folder: Path, finished_parts: Path, whole_native: dict[str, bytes]) -> None:
+    shutil.copytree(finished_parts, folder / "build" / "c")
+    before = tree_of(folder / "build")
+
+    def again() -> None:
+        seal(folder / "scratch" / "c")
+        assert whole_tree(folder / "scratch" / "c") == whole_native
+
+    trace = recorded_below(folder / "build", lambda: seal(folder / "build" / "c"))
+    cut_everywhere(trace, before, folder / "scratch", again, every=2)
+
+
+@pytest.mark.slow
+def test_a_first_part_that_was_cut_is_made_again(folder: Path, whole_native: dict[str, bytes]) -> None:
+    (folder / "build").mkdir()
+
+    def again() -> None:
+        for number in (2, 1, 3):
+            make(folder / "scratch" / "c", (number, 3))
+        seal(folder / "scratch" / "c")
+        assert whole_tree(folder / "scratch" / "c") == whole_native
+
+    trace = recorded_below(folder / "build", lambda: make(folder / "build" / "c", (1, 3)))
+    cut_everywhere(trace, {}, folder / "scratch", again, every=9)
 
 
 @pytest.mark.slow
