@@ -114,7 +114,8 @@ def _part_made(prepared: Prepared, options: Options, made: dict[str, Any]) -> Re
 
     assert options.output_dir is not None
     done = finished_of(options.output_dir, prepared.plan)
-    say(f"{options.output_dir}: {progress_text(options.output_dir, prepared.plan, done)}")
+    if state := progress_text(options.output_dir, prepared.plan, done):
+        say(f"{options.output_dir}: {state}")
     say(
         f"{options.output_dir}: made {made['shards']:,} of {prepared.plan.num_shards:,} shards, part {options.part}. "
         "The cache is not finished: make the other parts with the same options, here or on other machines, and seal it"
