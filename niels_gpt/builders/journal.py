@@ -217,7 +217,9 @@ def _journal_folders(path: str | os.PathLike[str]) -> list[Path]:
 
 def _is_sealed(folder: Path) -> bool:
     with suppress(OSError, CacheError):
-        lines = read_regular(path_inside(folder.parent, f"{folder.name}/{JOURNAL_NAME}")).splitlines(keepends=True)
+        with open(open_regular(path_inside(folder.parent, f"{folder.name}/{JOURNAL_NAME}")), "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _MAX_LINE))  # a long build's has hundreds of MiB
+            lines = file.read(_MAX_LINE).splitlines(keepends=True)
         last = next((value for line in reversed(lines) if (value := _parsed(line)) is not None), None)
         return isinstance(last, dict) and bool(last.get("sealed")) and not os.path.lexists(folder.with_suffix(""))
     return False

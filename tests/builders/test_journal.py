@@ -15,7 +15,7 @@ from support.fault_builds import KINDS, line, unfinished_tree, values_of
 from support.json_values import JSON, SOME_SHA256
 from support.small_builds import quick_folder
 
-from niels_gpt.builders.journal import Checkpoint, Journal, identity_of
+from niels_gpt.builders.journal import Checkpoint, Journal, identity_of, sealed_builds
 from niels_gpt.cache import CacheError
 
 pytestmark = pytest.mark.usefixtures("small_batches")
@@ -131,3 +131,17 @@ def test_any_object_is_a_checkpoint_or_a_cache_error(value: Any) -> None:
         journal.close()
         assert (journal.last is None) == (value is None)  # null is no line
         assert journal.last is None or 0 <= journal.last.documents < 2**63
+
+
+def test_the_journal_of_a_build_of_days_tells_that_it_was_committed(tmp_path: Path) -> None:
+    folder = tmp_path / ".versions" / "c" / "building-0123456789ab.journal"
+    folder.mkdir(parents=True)
+    journal = Journal(folder, {})
+    journal.append(Checkpoint(1))
+    journal.close()
+    with open(journal.path, "ab") as file:
+        file.write(line({"documents": 2, "padding": "x" * 1000}) * 35_000)  # 35 MB: more than is read of a JSON file
+        file.write(line({"documents": 3, "sealed": SOME_SHA256}))
+    assert sealed_builds(tmp_path / "c") == [folder]
+    folder.with_suffix("").mkdir()  # what is to be committed is there
+    assert sealed_builds(tmp_path / "c") == []
