@@ -89,9 +89,9 @@ class Cluster:
             process.wait()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A scheduler with two workers."""
+    """A scheduler with two workers; a test that kills one starts another."""
     made = Cluster(tmp_path_factory.mktemp("cluster"))
     try:
         for _ in range(2):
@@ -212,20 +212,6 @@ def test_a_partition_whose_workers_die_too_often_fails_alone(
 
 @pytest.mark.slow
 @needs_dask
-def test_a_worker_with_other_code_is_refused_before_anything_is_built(notes: Settings, cluster: Cluster) -> None:
-    other = cluster.folder / "other"
-    shutil.copytree(Path(niels_gpt.__file__).parent, other / "niels_gpt", ignore=shutil.ignore_patterns("__pycache__"))
-    with (other / "niels_gpt" / "settings.py").open("a") as file:
-        file.write("# another version\n")
-    cluster.worker(PYTHONPATH=os.pathsep.join([str(other), str(TESTS)]))
-    cluster.wait_for(3)
-    with pytest.raises(CacheError, match=r"worker tcp://.*sources") as refused:
-        dask.build_on_dask(notes, "notes", cluster.address)
-    assert refused.value.code == "E511"
-
-
-@pytest.mark.slow
-@needs_dask
 def test_an_error_of_a_build_reaches_the_command_line_and_the_others_are_finished(
     notes: Settings, tiny_model_path: Path, cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -236,6 +222,21 @@ def test_an_error_of_a_build_reaches_the_command_line_and_the_others_are_finishe
     said = capsys.readouterr().err
     assert re.search(r"error\[E302\]: .*1 of 4 partitions failed", said) and "1.jsonl.gz" in said
     assert len(list(Path("cache/pretrain/.versions/notes").glob("partitions-*/0*"))) == 3
+
+
+@pytest.mark.slow
+@needs_dask
+def test_a_worker_with_other_code_is_refused_before_anything_is_built(notes: Settings, cluster: Cluster) -> None:
+    # The last test with this cluster, in which that worker stays.
+    other = cluster.folder / "other"
+    shutil.copytree(Path(niels_gpt.__file__).parent, other / "niels_gpt", ignore=shutil.ignore_patterns("__pycache__"))
+    with (other / "niels_gpt" / "settings.py").open("a") as file:
+        file.write("# another version\n")
+    cluster.worker(PYTHONPATH=os.pathsep.join([str(other), str(TESTS)]))
+    cluster.wait_for(3)
+    with pytest.raises(CacheError, match=r"worker tcp://.*sources") as refused:
+        dask.build_on_dask(notes, "notes", cluster.address)
+    assert refused.value.code == "E511"
 
 
 @pytest.mark.slow
@@ -252,9 +253,7 @@ def test_a_cluster_of_processes_here_is_one_flag(notes: Settings, tmp_path: Path
 
 @pytest.mark.slow
 @needs_dask
-def test_without_workers_or_without_a_scheduler_a_build_ends(
-    notes: Settings, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_scheduler_a_build_ends(notes: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dask, "PATIENCE_S", 0.5)
     with pytest.raises(CacheError, match="no scheduler") as refused:
         dask.build_on_dask(notes, "notes", "tcp://127.0.0.1:1")
