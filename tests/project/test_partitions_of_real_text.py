@@ -35,6 +35,7 @@ pytestmark = [
 
 NAME, PARTITIONS, KILLS = "fineweb_edu", 8, 20
 FLAGS = {"tokenizer_max_bytes": 2_000_000, "vocab_size": 4_000, "shard_bytes": 1 << 20, "threads": 1}
+JOURNALS = "pretrain/.versions/*/partitions-*/.versions/*/building-*.journal"
 CLI = [sys.executable, "-m", "niels_gpt.cache.cli"]
 
 
@@ -139,6 +140,25 @@ def test_by_dask_with_a_worker_that_is_killed_twice(base: Path, whole: Path, tmp
             workers[0] = dask_worker(address, tmp_path)
         assert process.wait() == 0
     assert difference(whole, folder) == ""
+
+
+def test_by_dagsters_executor_with_a_step_that_is_killed(base: Path, whole: Path, tmp_path: Path) -> None:
+    folder = copied(base, tmp_path)
+    shutil.copyfile(ROOT / "dagster.yaml", tmp_path / "dagster.yaml")
+    names = ("source_root", "cache_dir", "partitions", "engine", *FLAGS)
+    given = {f"NIELS_GPT_{name.upper()}": str(getattr(of(folder), name)) for name in names}
+    given |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    command = [str(Path(sys.executable).with_name("dagster")), "asset", "materialize", "-m", "pipelines.definitions"]
+    how: Any = {"cwd": tmp_path, "env": {**os.environ, **given}, "stdout": subprocess.DEVNULL}
+    run = subprocess.Popen([*command, "--select", f"pretrain/{NAME}"], stderr=subprocess.DEVNULL, **how)
+    while not (locks := list(folder.glob(JOURNALS + "/../lock"))) or not (text := locks[0].read_text()):
+        assert run.poll() is None
+        time.sleep(0.02)
+    pid = int(text.split("pid ")[1])
+    assert pid != run.pid
+    os.kill(pid, signal.SIGKILL)
+    assert run.wait() == 0, "the step is tried again, by its own policy"
+    assert difference(whole / "pretrain", folder / "pretrain") == ""
 
 
 def test_other_numbers_of_partitions_in_between_change_nothing(base: Path, whole: Path, tmp_path: Path) -> None:
