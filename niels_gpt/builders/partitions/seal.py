@@ -1,7 +1,8 @@
 """Makes the one cache of all partitions of a plan, and commits it. A seal that was killed is repeated.
 
-Shards are linked, all else is streamed: memory depends on the number of shards alone, whose records meta.json has. The
-bytes depend on the receipts alone: nothing of host, time, plan or code is in the cache.
+Shards are linked, all else is streamed: memory depends on the number of shards alone, whose records meta.json has.
+Duplicates are counted range by range of their digests. The bytes depend on the receipts alone: nothing of host, time,
+plan or code is in the cache.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ from niels_gpt.storage.meta_json import MAX_JSON_BYTES, open_regular
 
 logger = logging.getLogger(__name__)
 
+MAX_DIGESTS = 1 << 20
+"""Digests in memory at once: 8 MiB, and four times that while they are sorted. More are counted by ranges."""
 _READ_BYTES = 1 << 20
 _SHARD = "{}/shard_{:05d}.bin"
 
@@ -125,6 +128,9 @@ def _joined(plan: Plan, work: Path, source: Source) -> dict[str, Any]:
         ids[split] = {**record, "entries": sums.of("docs", split)}
     checksums = _written(work / CHECKSUMS, (block for of in (_checksums(parts), crcs) for block in of), [])
     texts = {split: [part.folder / TEXTS_OF[split] for part in parts] for split in SPLITS}
+    duplicates = {
+        split: count_duplicates(*paths, folder=work, max_digests=MAX_DIGESTS) for split, paths in texts.items()
+    }
     meta = write_description(
         work,
         vocabulary={},
@@ -134,7 +140,7 @@ def _joined(plan: Plan, work: Path, source: Source) -> dict[str, Any]:
         index=index,
         ids=ids,
         checksums={**checksums, "block_bytes": BLOCK_BYTES},
-        duplicates={split: count_duplicates(*texts[split], folder=work) for split in SPLITS},
+        duplicates=duplicates,
         format_version=PARTITIONED_VERSION,
         partitions={"total": plan.total, "rule": plan.content["rule"], "of_each": sums.of_each},
         kind="pretrain",

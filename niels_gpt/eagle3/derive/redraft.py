@@ -31,7 +31,6 @@ from niels_gpt.eagle3.format.layout import (
 from niels_gpt.eagle3.format.manifest import is_native, manifest_bytes, read_manifest
 from niels_gpt.eagle3.format.native.shard_reader import MappedShard, NativeShards
 from niels_gpt.eagle3.format.native.weights import WEIGHTS_NAME
-from niels_gpt.eagle3.produce.join import NO_LINK
 from niels_gpt.eagle3.produce.positions import Counts, native_positions
 from niels_gpt.eagle3.vocab import build_eagle3_token_mapping
 from niels_gpt.storage import fileio
@@ -160,7 +159,7 @@ def _take_files(folder: Path, to: Path, *, out: Path, copy: bool, follow_links: 
         try:
             os.link(source, to / name)
         except OSError as error:
-            if error.errno not in NO_LINK:
+            if error.errno not in fileio.CANNOT_LINK:
                 raise
             found = f"files of {folder} cannot be linked there ({os.strerror(error.errno)})"
             raise CacheError(out, found, "a folder on its file system", "Pass --copy", code="E710") from error

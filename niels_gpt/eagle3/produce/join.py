@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import filecmp
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -35,8 +33,6 @@ from niels_gpt.storage.fileio import sha256_file, write_bytes
 from niels_gpt.storage.fresh_folder import fresh_folder
 from niels_gpt.storage.locks import file_lock
 
-NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP)
-"""Errors of os.link where files cannot be linked, and can be copied."""
 _MOST_NAMED = 20
 
 
@@ -78,7 +74,7 @@ def join(out: PathLike, parts: Sequence[PathLike]) -> Joined:
         linked = copied = 0
         for name, source in sources.items():
             size = source.stat().st_size
-            is_linked = link_or_copy(source, work / name)
+            is_linked = fileio.link_or_copy(source, work / name)
             linked, copied = linked + size * is_linked, copied + size * (not is_linked)
         return Joined(finish(work, plan, Path(out)), linked, copied)
 
@@ -161,15 +157,3 @@ def _small_files(folders: Sequence[Path], plan: Plan) -> Iterator[tuple[Path, tu
                 code="E702",
             )
         yield folder, names
-
-
-def link_or_copy(source: Path, path: Path) -> bool:
-    """Link a file, or copy it where it cannot be linked; return whether it was linked."""
-    try:
-        os.link(source, path)
-        return True
-    except OSError as error:
-        if error.errno not in NO_LINK:
-            raise
-    shutil.copyfile(source, path)
-    return False

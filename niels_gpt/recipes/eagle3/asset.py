@@ -207,8 +207,6 @@ def _link_states(path: Path, work: Path, plan: Plan) -> None:
     known from a finished cache: hence meta.json too. Producers replace files, they change none, so the committed
     version stays as it is.
     """
-    from niels_gpt.eagle3.produce.join import link_or_copy
-
     if not plan.is_native or not recorded_recipe(path).get("fingerprint"):  # without one it is to be built from scratch
         return
     version = path.resolve()
@@ -220,6 +218,6 @@ def _link_states(path: Path, work: Path, plan: Plan) -> None:
         copy = work / file.relative_to(version)
         if file.is_file() and not file.is_symlink():
             fileio.make_dir(copy.parent)
-            is_linked = link_or_copy(file, copy) and is_linked
+            is_linked = fileio.link_or_copy(file, copy) and is_linked
     if not is_linked:  # a shard of the right size counts as finished, so copies are durable before the journal says so
         fileio.sync_tree(work)
