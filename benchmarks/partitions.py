@@ -1,22 +1,25 @@
 """What building in partitions costs, and what two machines gain: as ratios within one run.
 
-Run: python benchmarks/partitions.py [--data MIRROR] [--models FOLDER] [--megabytes 200] [--rounds 3] [--quick]
+Run: python benchmarks/partitions.py [--data MIRROR] [--models FOLDER] [--megabytes 26] [--rounds 3] [--quick]
 
-    two processes   four of eight partitions each, at once, beside one process that builds all eight; one thread each.
-                    The limit is bare encoding: two processes of half the texts each beside one of all of them, which
-                    says what two cores of this machine give
+    one core        tokens that a build without partitions makes in a second of CPU, in a new process
+    two processes   four of eight partitions each, at once, beside one process that builds all eight; each process is
+                    pinned to one core, and has one thread that encodes. Bare encoding beside it, two processes of half
+                    the texts each to one of all of them, says what two cores of this machine give
     seal            its share of the whole: of the seconds of all partitions and of the seal, deep and by sizes
     partitions      eight partitions in one process and their seal, beside one build without partitions; by files, and
                     by rows, where there are fewer files than partitions
 
-All ways are in each round, in another order each time; a ratio is the median of the rounds' ratios. The corpus is
-fineweb-edu's text (--data, or NIELS_GPT_TEST_DATA; else the packaged sample), copied with a prefix for each copy, as
-lines of JSON in 16 files, and once more in two. --models: a folder with gpt2_tokenizer/tokenizer.json, or
-NIELS_GPT_TEST_MODELS; without it the tokenizer is trained. --folder: where the temporary folder is made. In memory, as
-in /dev/shm, no process waits for a disk, which two machines do not share either.
+--only-core: the first alone. All ways are in each round, in another order each time; a ratio is the median of the
+rounds' ratios. The corpus is fineweb-edu's text (--data, or NIELS_GPT_TEST_DATA; else the packaged sample), copied with
+a prefix for each copy, as lines of JSON in 16 files, and once more in two. --models: a folder with
+gpt2_tokenizer/tokenizer.json, or NIELS_GPT_TEST_MODELS; without it the tokenizer is trained. --folder: where the
+temporary folder is made. In memory, as in /dev/shm, no process waits for a disk, which two machines do not share
+either.
 
-The comparison of the fast engine with the reference is left out: it takes the first thousand documents of each
-partition, which are few in a real one. --compare: with it.
+--engine gigatoken: its comparison with the reference is left out, for the first thousand documents of each partition
+are few in a real one. --compare share: one document of a hundred, as behind the first thousand. --compare all: both.
+Text of fineweb-edu that does not repeat is 26 MB; with more, gigatoken meets words that it has seen.
 """
 
 import argparse
@@ -69,13 +72,18 @@ def write_corpus(folder: Path, data: str, num_bytes: int) -> int:
 # --- in other processes -----------------------------------------------------------------------------------------------
 
 
-def begin(compare: bool) -> None:
-    """Prepare a process: no messages that are meant, and no comparison with the reference unless it is wanted."""
+def begin(compare: str, core: int | None = None) -> None:
+    """Prepare a process: one core, no messages that are meant, and the comparison with the reference that is wanted."""
+    if core is not None:
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[core % len(cores)]})
     logging.getLogger("niels_gpt").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    if not compare:
-        engine.FIRST_COMPARED, engine.ONE_COMPARED_OF = 0, 1 << 62  # type: ignore[misc]
+    if compare != "all":
+        engine.FIRST_COMPARED = 0  # type: ignore[misc]
+    if compare == "none":
+        engine.ONE_COMPARED_OF = 1 << 62  # type: ignore[misc]
 
 
 @cache
@@ -104,8 +112,22 @@ def build_some(settings: Settings, numbers: range) -> float:
     return (time.process_time() - cpu) / (time.perf_counter() - wall)
 
 
-def build_whole(settings: Settings) -> None:
-    recipes(settings)["pretrain/corpus"](settings)
+def build_whole(settings: Settings) -> float:
+    """Build without partitions; returns tokens a second of CPU."""
+    cpu = time.process_time()
+    made = recipes(settings)["pretrain/corpus"](settings)
+    return float(sum(made.meta["totals"].values())) / (time.process_time() - cpu)
+
+
+def build_cold(settings: Settings, data: str, folder: Path) -> float:
+    """Build a few documents, for the imports, then build without partitions."""
+    with open(folder / "few.jsonl", "w", encoding="utf-8") as file:
+        file.writelines(
+            json.dumps({"text": sample.text}) + "\n"
+            for sample in itertools.islice(iter_fineweb_edu(source_root=data), 9)
+        )
+    build_whole(dataclasses.replace(settings, pretrain=f"corpus={folder}", cache_dir=str(folder / "cache")))
+    return build_whole(settings)
 
 
 # --- the ways ---------------------------------------------------------------------------------------------------------
@@ -115,7 +137,7 @@ class Bench:
     """The corpus, two processes, and a folder of caches that is empty before each way."""
 
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
-        self.folder, self.rounds = folder, int(arguments.rounds)
+        self.folder, self.rounds, self.data = folder, int(arguments.rounds), str(arguments.data)
         tokenizer = (
             str(Path(arguments.models) / "gpt2_tokenizer") if arguments.models else self._trained(arguments.data)
         )
@@ -127,7 +149,7 @@ class Bench:
             for kind in FILES
         }
         context = get_context("spawn")
-        self.processes = [ProcessPoolExecutor(1, context, begin, (arguments.compare,)) for _ in range(2)]
+        self.processes = [ProcessPoolExecutor(1, context, begin, (arguments.compare, core)) for core in range(2)]
         self.cores: list[float] = []
         self.seals: dict[str, list[float]] = {"deep": [], "by sizes": []}
 
@@ -135,6 +157,13 @@ class Bench:
         corpus = (sample.text for sample in iter_fineweb_edu(source_root=data))
         (self.folder / "spm.model").write_bytes(train_tokenizer(corpus, vocab_size=8000, max_bytes=5_000_000).model)
         return str(self.folder / "spm.model")
+
+    def core(self) -> None:
+        """Print the speed of one core."""
+        (self.folder / "few").mkdir()
+        (speed,) = self._wait(build_cold, [(self.whole, self.data, self.folder / "few")])
+        shutil.rmtree(self.folder / "cache")
+        print(f"  one core: {speed / 1e6:.2f} million tokens a second of CPU", flush=True)
 
     def encoded(self, processes: int) -> None:
         """Encode all files, each process as many of them."""
@@ -203,10 +232,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=os.environ.get("NIELS_GPT_TEST_MODELS"), help="folder of tokenizers")
     parser.add_argument("--data", default=os.environ.get("NIELS_GPT_TEST_DATA") or "sample", help="a mirror folder")
-    parser.add_argument("--engine", default="auto", choices=engine.CHOICES)
-    parser.add_argument("--compare", action="store_true", help="with the fast engine's comparison with the reference")
+    parser.add_argument("--engine", default="reference", choices=engine.CHOICES)
+    parser.add_argument(
+        "--compare", default="none", choices=("none", "share", "all"), help="gigatoken with the reference"
+    )
+    parser.add_argument("--only-core", action="store_true", help="the speed of one core alone")
     parser.add_argument("--folder", type=Path, help="where the temporary folder is made")
-    parser.add_argument("--megabytes", type=int, default=200, help="of text in the corpus")
+    parser.add_argument("--megabytes", type=int, default=26, help="of text in the corpus")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="one round of little text: does it run at all?")
     arguments = parser.parse_args()
@@ -218,7 +250,11 @@ def main() -> None:
         print(
             f"{bench.bytes / 1e6:.0f} MB of text; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores", flush=True
         )
-        bench.run()
+        bench.core()
+        if not arguments.only_core:
+            bench.run()
+        for process in bench.processes:
+            process.shutdown()
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from niels_gpt.storage.meta_json import (
     wrong_value,
 )
 from niels_gpt.storage.remedies import build_again
-from niels_gpt.storage.versions import version_name
+from niels_gpt.storage.versions import is_plan, version_name
 from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.tokenizers.files import tokenizer_file
 from niels_gpt.tokenizers.protocol import MAX_IDS, FullTokenizer
@@ -419,7 +419,9 @@ def tokenizer_above(folder: Path) -> Path | None:
 
     Raises: CacheError if it is a symlink out of its parent folder.
     """
-    candidates = (parent / "tokenizer" for parent in list(folder.parents)[:_LEVELS_TO_CACHE_DIR])
+    above = list(folder.parents)
+    first = 3 if is_plan(Path(*above[2:3])) else 0  # of a partition: .versions/NUMBER, in the folder of a plan
+    candidates = (parent / "tokenizer" for parent in above[first : first + _LEVELS_TO_CACHE_DIR])
     found = next((path for path in candidates if (path / META_NAME).is_file()), None)
     return None if found is None else _refuse_link_out(found)
 

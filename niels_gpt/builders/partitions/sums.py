@@ -81,7 +81,13 @@ def warn_of_whole(path: str | os.PathLike[str], meta: Mapping[str, Any]) -> None
     warn_of_unmet_budgets(path, meta)
     if asked_share(meta) and not meta["totals"]["val_tokens"] and meta["split_rule"] in IN_PARTITIONS.values():
         distinct = meta["docs"]["train"] - meta["duplicates"]["train"]
-        logger.warning("%s: val is empty: too few distinct texts (%d)", path, distinct, extra={"code": "W308"})
+        logger.warning(
+            "%s: val is empty: none of %d distinct texts fell to it by its share. With --partitions 1 the nearest one "
+            "goes there",
+            path,
+            distinct,
+            extra={"code": "W308"},
+        )
 
 
 def _checked(numbers: Mapping[str, Any], key: str) -> dict[str, int]:
