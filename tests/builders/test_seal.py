@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+import subprocess
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,17 @@ def test_what_is_no_partition_of_the_plan_is_foreign(plan: Plan) -> None:
     for command in str(error.value).splitlines()[-2:]:
         assert os.system(command) == 0
     seal(plan, source=Source())
+
+
+@pytest.mark.parametrize("name", [": notes", "00001: copy", "it's\na\\b", b"\xff 1"])
+def test_the_command_for_a_stray_file_removes_that_file_alone(plan: Plan, name: str | bytes) -> None:
+    before = without_lock(plan.folder)
+    stray = plan.folder / os.fsdecode(name)
+    stray.touch()
+    with pytest.raises(CacheError) as error:
+        seal(plan, source=Source(), deep=False)
+    subprocess.run(["bash", "-c", str(error.value).splitlines()[-1]], check=True)
+    assert not stray.exists() and without_lock(plan.folder) == before
 
 
 def test_a_partition_that_is_being_built_stops_a_seal_and_gc(plan: Plan) -> None:

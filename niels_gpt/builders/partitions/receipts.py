@@ -76,6 +76,8 @@ class PartitionState(NamedTuple):
     """In both splits, by its receipt; 0 without a good one."""
     found: str
     """What is wrong, for a message; "" where it is finished. Of number -1: the entry's name, then what is wrong."""
+    entry: Path | None = None
+    """Of number -1: the entry, by its name as it is."""
 
 
 class Receipt(NamedTuple):
@@ -116,7 +118,7 @@ def partition_states(plan: Plan, *, deep: bool = False, progress: Progress | Non
     for number, found in _damages(plan, states, num_bytes, progress) if deep else ():
         if states[number].state == "finished":
             states[number] = PartitionState(number, "damaged", 0, 0, found)
-    return states + [PartitionState(-1, "foreign", 0, 0, found) for found in _foreign(plan)]
+    return states + [PartitionState(-1, "foreign", 0, 0, found, entry) for entry, found in _foreign(plan)]
 
 
 def read_receipt(plan: Plan, number: int) -> Receipt:
@@ -235,17 +237,17 @@ def _check_files(receipt: Receipt) -> None:
             raise ValueError(f"{record['name']} has {size} bytes, expected {record['bytes']}")
 
 
-def _foreign(plan: Plan) -> Iterator[str]:
+def _foreign(plan: Plan) -> Iterator[tuple[Path, str]]:
     """Yield what is in the plan's folder, or among the versions of its partitions, and was not put there by a build."""
     names = {plan.partition_path(number).name for number in range(plan.total)}
     for folder, known in ((plan.folder, {*names, PLAN_NAME, VERSIONS_DIR}), (plan.folder / VERSIONS_DIR, names)):
         if folder.is_symlink():
-            yield f"{folder.name}: a symbolic link"
+            yield folder, f"{folder.name}: a symbolic link"
             continue
         for name in sorted(os.listdir(folder)) if folder.is_dir() else ():
             if name not in known and not _HALF_WRITTEN.fullmatch(name):
                 below = "" if folder == plan.folder else f"{VERSIONS_DIR}/"
-                yield f"{below}{printable(name)}: no partition of the {plan.total} of this plan"
+                yield folder / name, f"{below}{printable(name)}: no partition of the {plan.total} of this plan"
 
 
 def _damages(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Callable, Sequence
 from itertools import groupby
@@ -62,11 +63,18 @@ def _remedy(
     plan: Plan, state: PartitionState, remedy: Callable[[PartitionState], str] | None, from_scratch: str | None
 ) -> str:
     """Return the commands that mend a partition, as one line of a shell."""
-    if state.number < 0:
-        name = state.found.partition(": ")[0]
-        return shlex.join(["rm", "-rf", str(plan.folder / name)])
+    if state.entry is not None:
+        return f"rm -rf {_quoted(str(state.entry))}"
     build = remedy(state) if remedy is not None else from_scratch or f"build partition {state.number}"
     if state.state in _NOT_THERE:
         return build
     path = plan.partition_path(state.number)
     return f"{shlex.join(['rm', '-rf', str(path), str(versions_dir(path))])} && {build}"
+
+
+def _quoted(path: str) -> str:
+    """Return a path as a word of bash on one line: other than printable characters by their bytes, in $'...'."""
+    if path.isprintable():
+        return shlex.quote(path)
+    plain = (chr(byte) if 32 <= byte < 127 and byte not in b"\\'" else f"\\{byte:03o}" for byte in os.fsencode(path))
+    return f"$'{''.join(plain)}'"
