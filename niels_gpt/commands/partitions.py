@@ -5,16 +5,18 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich_click import argument, option
 
 from niels_gpt.commands.console import Result, command, print_warning, progress_bar, say
 from niels_gpt.commands.settings_flags import settings_of, settings_options, source_names
 from niels_gpt.display.numbers import many
-from niels_gpt.recipes.run_recipe import Outcome
 from niels_gpt.settings import Settings, UsageError
 from niels_gpt.storage.remedies import build_command
+
+if TYPE_CHECKING:
+    from niels_gpt.recipes.run_recipe import Outcome
 
 
 @command(

@@ -209,9 +209,9 @@ def test_a_read_only_disk_is_named_and_left_as_it_is(namespace: Ask, tmp_path: P
 def quick_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the recipes, too, make a batch of each document and a checkpoint after each batch."""
     monkeypatch.setattr(source, "BATCH_ITEMS", 1)
-    for builder in (build_pretrain, build_sft):
+    for module, builder in (("partitions.documents", build_pretrain), ("token_caches", build_sft)):
         quick = functools.partial(builder, checkpoint_seconds=0)
-        monkeypatch.setattr(f"niels_gpt.recipes.token_caches.{builder.__name__}", quick)
+        monkeypatch.setattr(f"niels_gpt.recipes.{module}.{builder.__name__}", quick)
 
 
 def jsonl(path: Path, rows: list[dict[str, str]]) -> Path:
