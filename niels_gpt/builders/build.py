@@ -116,12 +116,14 @@ class Build:
                     self.folder, "its journal names other files than this build has", remedy=self.remedy, code="E505"
                 )
             self.expect(TEXTS, self.last.documents * DIGEST_BYTES)
-            self._take_back()
-        self._remove_unknown({record["name"] for record in self.finished})
         for record in self.finished:
             with self._remedied(self.work / record["name"]):
                 path = path_inside(self.work, record["name"])
                 self.checksums[record["name"]] = checksums_of(path, record["bytes"], record["sha256"])
+        self.check_lease()  # to read all shards may have taken hours
+        if self.last.documents:
+            self._take_back()
+        self._remove_unknown({record["name"] for record in self.finished})
         for name in self._places:
             self.files[name] = self._opened(name)
         fileio.fsync_dir(self.folder)
@@ -196,7 +198,6 @@ class Build:
         due = ended or len(self.finished) > self._journaled or now - self._time >= min(self._seconds, early)
         if not due:
             return
-        self.check_lease()
         for file in self.files.values():
             file.sync()
         if self._new_names:
@@ -211,7 +212,7 @@ class Build:
             ended=ended,
             seek=self.source and Seek.between(*self.source, self.previous_state, self.state),
         )
-        self.check_lease()  # again: the syncs may have taken long
+        self.check_lease()  # the syncs may have taken long
         self._journal.append(checkpoint)
         self.last, self._journaled, self._time = checkpoint, len(self.finished), time.monotonic()
         self._cost = self._time - now
@@ -224,10 +225,11 @@ class Build:
     def finish(self, name: str) -> dict[str, Any]:
         """Move a file to its place in the cache and start an empty one; returns its name, bytes and sha256."""
         place = self._place(name)
-        self.check_lease()
+        self.files[name].sync()
+        self.check_lease()  # the sync may have taken long
         record = self.files[name].moved(self.work, place)
         self.checksums[place] = self.files[name].checksums()
-        self.files[name] = HashedFile(self.folder / name)
+        self.files[name] = HashedFile(self.folder / name, before_open=self.check_lease)
         self._new_names = True
         return record
 
@@ -241,6 +243,8 @@ class Build:
             for part in content:
                 file.write(part)
             self.checksums[place] = file.checksums()
+            file.sync()
+            self.check_lease()
             return file.moved(self.work, place)
         finally:
             file.close()
@@ -276,18 +280,20 @@ class Build:
     def _opened(self, name: str) -> HashedFile:
         keep, digest = self.last.files.get(name, (0, None))
         with self._remedied(self.folder / name):
-            return HashedFile(path_inside(self.folder, name), keep=keep, sha256=digest)
+            path = path_inside(self.folder, name)
+            return HashedFile(path, keep=keep, sha256=digest, before_open=self.check_lease)
 
     @contextmanager
     def _remedied(self, path: Path) -> Iterator[None]:
-        """Raise CacheError with this build's remedy for a damaged or missing file."""
+        """Raise CacheError with this build's remedy; E512 where the files are another's by now."""
         try:
             yield
-        except FileNotFoundError as error:
-            raise CacheError(path, "no such file", "one by the journal", self.remedy, code="E505") from error
-        except CacheError as error:
-            raise CacheError(error.path, error.found, error.expected, self.remedy, code=error.code) from error
-        except ValueError as error:
+        except (FileNotFoundError, ValueError) as error:
+            self.check_lease()
+            if isinstance(error, CacheError):
+                raise CacheError(error.path, error.found, error.expected, self.remedy, code=error.code) from error
+            if isinstance(error, FileNotFoundError):
+                raise CacheError(path, "no such file", "one by the journal", self.remedy, code="E505") from error
             raise CacheError(path, str(error), remedy=self.remedy, code="E505") from error
 
     def _check_names(self) -> None:

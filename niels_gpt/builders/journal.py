@@ -76,15 +76,18 @@ class Journal:
         self._header = json.loads(json.dumps({"identity": identity, "journal_version": JOURNAL_VERSION}))
         self._file: OutputFile | None = None
         self._remedy = remedy or remedy_of(folder)
-        if self.path.exists():
-            keep = self._read()
-            self._file = OutputFile(self.path, keep=keep)
+        self._keep = self._read() if self.path.exists() else 0
 
     def append(self, checkpoint: Checkpoint) -> None:
-        """Write a checkpoint, whose files have been synced before. The first one creates the journal."""
+        """Write a checkpoint, whose files have been synced before. The first one creates the journal, or cuts it.
+
+        Until then nothing is written: the journal may be another builder's by now, and the caller looks just before.
+        """
         if self._file is None:
-            write_bytes(self.path, line := _line(self._header))
-            self._file = OutputFile(self.path, keep=len(line))
+            if not self._keep:
+                write_bytes(self.path, line := _line(self._header))
+                self._keep = len(line)
+            self._file = OutputFile(self.path, keep=self._keep)
         seek = checkpoint.seek and checkpoint.seek.as_json()
         self._file.write(_line({**vars(checkpoint), "seek": seek}))
         self._file.sync()

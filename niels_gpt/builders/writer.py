@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,18 @@ _READ_BYTES = 1 << 20
 class HashedFile:
     """An append-only file, its sha256, and the CRC-32 of each of its blocks."""
 
-    def __init__(self, path: Path, *, keep: int = 0, sha256: str | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        keep: int = 0,
+        sha256: str | None = None,
+        before_open: Callable[[], None] | None = None,
+    ) -> None:
         """keep, sha256: the bytes to keep of an earlier run, and their hash; later bytes are truncated.
 
-        Raises: CacheError if the file does not begin with those bytes.
+        before_open: called after those bytes were read and before the file is created or truncated.
+        Raises: CacheError if the file does not begin with those bytes; as `before_open`.
         """
         self.path = path
         self.crcs = array("I")
@@ -41,6 +49,8 @@ class HashedFile:
         self._crc = 0
         if keep:
             self._reread(keep, sha256)
+        if before_open is not None:
+            before_open()
         self._file = OutputFile(path, keep=keep)
 
     @property

@@ -11,7 +11,8 @@ replaced, atomically, when equal tokens get a new description:
     <parent>/.versions/NAME/adoptedN/      a folder without a content_sha256 that was at PATH before
     <parent>/.versions/NAME/attempts.json  runs of an unfinished build without progress, counted for a warning
     <parent>/.versions/NAME/recipe.json    the recipe of the committed version
-    <parent>/.versions/NAME/lock           locked with flock(2) during a build; its text names the builder
+    <parent>/.versions/NAME/lock           locked with flock(2) during a build; its text names the builder; where the
+                                           folder of caches says so, a lease takes its place: niels_gpt/storage/locks
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from secrets import token_hex
 
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
@@ -50,7 +52,7 @@ SHA256_DIGITS = re.compile("[0-9a-f]{64}")
 BUILD_NAME = re.compile(r"building-[0-9a-f]{12}(\.journal)?")
 _PARTITIONS = re.compile(PARTITIONS + "-[0-9a-f]{12}")
 _HALF_WRITTEN = re.compile(r"\.(recipe|meta|plan)\.json\.[0-9a-f]{8}\.tmp")  # of fileio.write_bytes
-_BUILDERS_FILE = re.compile(r"[a-z0-9_]+\.(bin|npy|txt|json|jsonl)")
+_BUILDERS_FILE = re.compile(r"[a-z0-9_]+\.(bin|npy|txt|json|jsonl|model)")
 VERSION_NAME = re.compile(r"[0-9a-f]{12}|adopted\d+")
 KINDS = ("pretrain", "sft", "tokenizer", "rollouts", "eagle3", "draft_vocab")
 """`kind` in the meta.json of every kind of cache."""
@@ -105,14 +107,19 @@ def building(path: PathLike, *, wait: bool = False) -> Iterator[Path]:
     refuse_foreign(path)
     with build_lock(path, wait=wait) as folder:
         _discard_dead(folder)
-        work = folder / BUILDING
-        fileio.remove(work)
+        fileio.remove(folder / BUILDING)
+        # Under a lease a name that no other process has: one that was stopped may go on writing beside its taker.
+        name = f"{BUILDING}-{token_hex(VERSION_DIGITS // 2)}" if is_leased(folder / LOCK_NAME) else BUILDING
+        work = folder / name
         fileio.make_dir(work)
         process = os.getpid()
         try:
             yield work
+        except Exception:
+            check_lease(folder / LOCK_NAME)  # its taker has removed this folder
+            raise
         finally:
-            if os.getpid() == process and not is_lost(folder / LOCK_NAME):  # not in a forked child
+            if os.getpid() == process:  # not in a forked child
                 fileio.remove(work)
 
 

@@ -74,7 +74,8 @@ def test_the_generators_state_is_that_of_torch_after_the_draws_so_far() -> None:
 
 def test_a_journal_cut_at_any_byte_is_the_checkpoints_before(tmp_path: Path) -> None:
     lines = [line({"identity": {}, "journal_version": 1})]
-    lines += [line(json.loads(json.dumps(vars(Checkpoint(documents=number))))) for number in (1, 2)]
+    lines += [line(json.loads(json.dumps(vars(Checkpoint(documents=number))))) for number in (1, 2, 3)]
+    third = lines.pop()
     raw, path = b"".join(lines), tmp_path / "journal.jsonl"
     for size in range(len(raw) + 1):
         path.write_bytes(raw[:size])
@@ -83,10 +84,12 @@ def test_a_journal_cut_at_any_byte_is_the_checkpoints_before(tmp_path: Path) -> 
                 Journal(tmp_path, {})
             continue
         journal = Journal(tmp_path, {})
+        assert path.read_bytes() == raw[:size]  # it may be another builder's by now
+        journal.append(Checkpoint(documents=3))
         journal.close()
         whole = (size >= len(lines[0] + lines[1])) + (size == len(raw))
         assert (journal.last.documents if journal.last else 0) == whole
-        assert path.read_bytes() == b"".join(lines[: whole + 1])  # what is no line is cut off
+        assert path.read_bytes() == b"".join([*lines[: whole + 1], third])  # what is no line is cut off
 
 
 def test_damage_before_good_lines_is_refused_and_the_message_says_how_to_go_on_from_before_it(tmp_path: Path) -> None:

@@ -29,7 +29,6 @@ def file_lock(path: Path, locked: PathLike, state: str = "is in use", *, wait: b
         with (kernel_lock if kind == FLOCK else leases.lease)(path, locked, state, wait=wait):
             if lock_kind(path) == kind:  # `apply_lock_setting` writes its file, then looks for locks
                 yield
-                leases.check_lease(path)
                 return
 
 

@@ -80,7 +80,7 @@ def _marker_above(path: Path) -> Path | None:
 def apply_lock_setting(root: Path, setting: str) -> None:
     """Let a folder of caches be locked as the setting `lock` says; call it at the start of a run.
 
-    root: the folder of caches; of an EAGLE-3 cache the folder that it lies in, for it has its own files alone.
+    root: the folder of caches; of an EAGLE-3 cache that cache's own folder.
     setting: "auto" (as the folder says, flock where it says nothing), "flock" or "lease".
     "lease" writes `.locks.json`, which every later run follows, on every machine.
     Raises: CacheError E512 for "flock" in a folder of leases; CacheError E503 or E512 for "lease" where a builder
@@ -96,14 +96,10 @@ def apply_lock_setting(root: Path, setting: str) -> None:
         return
     fileio.make_dir(root)
     _refuse_links(root)
-    # Written first: who takes a flock from now on looks at it once more, and takes a lease instead.
+    for path in _lock_files(root):
+        refuse_kernel_lock(path, path.parent)
+    # Who takes a flock meanwhile is seen by each taker of the same lease. The file stays: others may follow it by now.
     fileio.write_bytes(root / MARKER, fileio.canonical_json(_CONTENT))
-    try:
-        for path in _lock_files(root):
-            refuse_kernel_lock(path, path.parent)
-    except BaseException:
-        fileio.remove(root / MARKER)
-        raise
 
 
 def refuse_kernel_lock(path: Path, locked: fileio.PathLike, state: str = "is in use") -> None:

@@ -23,7 +23,7 @@ from secrets import token_hex
 
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import NO_LINK, PathLike, make_dir
-from niels_gpt.storage.locks.folder import lease_path, refuse_kernel_lock
+from niels_gpt.storage.locks.folder import FLOCK, MARKER, lease_path, lock_kind, refuse_kernel_lock
 from niels_gpt.storage.locks.holders import Holder, read_lease
 from niels_gpt.storage.locks.kernel import in_use, logger, not_written
 
@@ -123,6 +123,7 @@ def lease(path: Path, locked: PathLike, state: str, *, wait: bool) -> Iterator[N
     try:
         held.start()
         yield
+        _refuse_if_lost(held)
     finally:
         if os.getpid() == held.process:  # not in a forked child
             del HELD[key]
@@ -132,10 +133,20 @@ def lease(path: Path, locked: PathLike, state: str, *, wait: bool) -> Iterator[N
 def check_lease(path: Path) -> None:
     """Raise CacheError E512 if this process has lost its lease of the lock at `path`; nothing to do without a lease.
 
-    Call it before what others will see: a process that was stopped does not know for how long. It reads a small file.
+    A lease is lost, too, where the folder of caches says no more that its locks are leases: others take a flock.
+    Call it before what others will see: a process that was stopped does not know for how long. It reads two files.
     """
     held = HELD.get(os.path.abspath(path))
-    if held is None or held.is_held():
+    if held is None:
+        return
+    _refuse_if_lost(held)
+    if lock_kind(path) == FLOCK:
+        found = f"this process has a lease, and {MARKER} was removed meanwhile: others may have a flock"
+        raise CacheError(held.locked, found, remedy="Run the same command again when no other build runs", code="E512")
+
+
+def _refuse_if_lost(held: Lease) -> None:
+    if held.is_held() or os.getpid() != held.process:  # a forked child has no lease
         return
     taker = max(_leases(_name_of(held.path)).items(), default=(0, None))[1]
     found = f"this process lost its lease to {taker or 'another process, which has ended'}"

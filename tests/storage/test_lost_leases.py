@@ -1,0 +1,102 @@
+"""A process that lost its lease while it was stopped changes nothing of its taker's, at whatever step it wakes up."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.fault_builds import TEXTS, build_new
+from support.power_loss import tree_of
+
+from niels_gpt.builders import build
+from niels_gpt.storage import fileio
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.locks import apply_lock_setting, check_lease, file_lock, leases
+from niels_gpt.storage.locks.folder import LEASES_DIR, MARKER
+from niels_gpt.storage.locks.holders import Holder
+from niels_gpt.storage.versions import building, commit
+
+
+def _files(folder: Path) -> dict[str, object]:
+    return {name: content for name, content in tree_of(folder).items() if LEASES_DIR not in name}
+
+
+def lose() -> None:
+    """Let another process have taken over every lease of this one."""
+    for held in leases.HELD.values():
+        held.path.unlink(missing_ok=True)
+        held.path.with_suffix(".9").write_bytes(
+            Holder("a token", 1, "ada", "elsewhere", "a boot", "pid:[1]", 2**30).content()
+        )
+
+
+def losing(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, turn: int = 0) -> None:
+    """Lose all leases at the end of a call of a function, that of the number `turn`."""
+    real, calls = getattr(owner, name), itertools.count()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = real(*args, **kwargs)
+        if next(calls) == turn:
+            lose()
+        return result
+
+    monkeypatch.setattr(owner, name, call)
+
+
+def test_a_folder_that_says_no_more_that_its_locks_are_leases_ends_them(tmp_path: Path) -> None:
+    apply_lock_setting(tmp_path, "lease")
+    lock = tmp_path / "lock"
+    with file_lock(lock, "c", wait=False):
+        (tmp_path / MARKER).unlink()
+        with pytest.raises(CacheError, match="was removed") as error:
+            check_lease(lock)
+    assert error.value.code == "E512" and not (tmp_path / LEASES_DIR).exists()
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_a_build_that_loses_its_lease_while_it_reads_its_shards_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dying() -> Iterator[str]:
+        yield from TEXTS[:25]
+        raise KeyboardInterrupt
+
+    apply_lock_setting(tmp_path, "lease")
+    with pytest.raises(KeyboardInterrupt):
+        build_new(tmp_path / "c", texts=dying())
+    before = _files(tmp_path)
+    assert any("shard" in name for name in before)
+    losing(monkeypatch, build, "checksums_of")
+    with pytest.raises(CacheError, match="lost its lease") as error:
+        build_new(tmp_path / "c")
+    after = _files(tmp_path)
+    assert error.value.code == "E512" and {**after, **before} == after
+
+
+@pytest.mark.parametrize("step", ["sync_tree", "symlink"])
+def test_a_commit_that_loses_its_lease_is_not_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    apply_lock_setting(tmp_path, "lease")
+    before = build_new(tmp_path / "c")
+    losing(monkeypatch, fileio, step)
+    with pytest.raises(CacheError, match="lost its lease") as error, building(tmp_path / "c") as work:
+        (work / "meta.json").write_text("{}")
+        commit(work, tmp_path / "c", "a" * 64)
+    assert error.value.code == "E512" and json.loads((tmp_path / "c" / "meta.json").read_text()) == before
+
+
+def test_two_that_build_without_a_journal_have_two_folders(tmp_path: Path) -> None:
+    apply_lock_setting(tmp_path, "lease")
+    with building(tmp_path / "c") as stopped:
+        pass
+    stopped.mkdir()
+    (stopped / "spm.model").touch()
+    with pytest.raises(CacheError, match="lost its lease"), building(tmp_path / "c") as work:
+        assert work != stopped and list(work.iterdir()) == [] and not stopped.exists()
+        lose()
+        shutil.rmtree(work)  # by the taker
+        (work / "train.bin").touch()
