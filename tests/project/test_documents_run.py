@@ -35,6 +35,8 @@ SLOW = {
     "docs/index.md",
     "docs/packing.md",
     "docs/prefix_tree.md",
+    "docs/reading.md",
+    "docs/rollouts.md",
     "docs/scale.md",
     "docs/tokenizers.md",
     "docs/tutorials/dagster.md",

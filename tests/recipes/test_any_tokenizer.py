@@ -52,7 +52,9 @@ def decoded(settings: Settings) -> list[str]:
     return sorted(document.text.removesuffix(end).removesuffix("<|eot|>") for split in splits for document in split)
 
 
-@pytest.mark.parametrize("name", ENDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "llama3"), id=name) for name in ENDS]
+)
 def test_a_cache_of_any_tokenizer_is_built_read_checked_and_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:

@@ -46,6 +46,7 @@ def own(taken: list[int], source: int) -> list[int]:
     return [first for first in taken if first // APART == source]
 
 
+@pytest.mark.slow
 @settings(derandomize=True, deadline=None, max_examples=4)
 @given(data=st.data())
 def test_sources_that_stay_continue_in_their_own_order_whatever_changes(data: st.DataObject) -> None:
