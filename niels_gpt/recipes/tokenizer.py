@@ -180,7 +180,7 @@ def no_sentinels(settings: Settings, keys: Sequence[str], tokenizer: Path) -> No
 
     tokenizer: the folder or file that is opened; the one of the settings is named if it is a path.
     """
-    is_path = settings.tokenizer is not None and not _is_id(settings.tokenizer)
+    is_path = settings.tokenizer is not None and not is_id(settings.tokenizer)
     source = str(settings.tokenizer) if is_path else str(tokenizer)
     out, is_there = folder_of_copy(os.path.expanduser(settings.tokenizer or TOKENIZER_KEY), tokenizer)
     links = ["--follow-links"] if settings.follow_links else []
@@ -202,7 +202,7 @@ def tokenizer_state(settings: Settings) -> str:
     if _installed_for(settings, cache_root(settings) / TOKENIZER_KEY, refresh=False) is not None:
         return "up to date"
     name = _name_of(settings)
-    if name is None or _is_id(name):
+    if name is None or is_id(name):
         return "train" if name is None else "download"
     try:
         _checked(settings, _find(settings, name))
@@ -219,7 +219,7 @@ def usable_tokenizer(settings: Settings) -> FullTokenizer | None:
     path, name = cache_root(settings) / TOKENIZER_KEY, _name_of(settings)
     if _installed_for(settings, path, refresh=False) is not None:
         return load_tokenizer(path, follow_links=False)
-    return None if name is None or _is_id(name) else _checked(settings, _find(settings, name))
+    return None if name is None or is_id(name) else _checked(settings, _find(settings, name))
 
 
 def expected_vocab_size(settings: Settings, tokenizer: FullTokenizer | None) -> int | None:
@@ -242,8 +242,8 @@ def _installed_for(settings: Settings, path: Path, refresh: bool) -> dict[str, A
     if meta is None or not there:
         return None
     if settings.tokenizer is not None:
-        if _is_id(settings.tokenizer):
-            return meta if not refresh and _is_of_hub(settings, meta) else None
+        if is_id(settings.tokenizer):
+            return meta if not refresh and is_of_hub(settings, meta) else None
         files = _find(settings, settings.tokenizer).files()
         return meta if content_sha256(_records(files)) == meta.get("content_sha256") else None
     if meta.get("origin") == "trained":
@@ -251,7 +251,7 @@ def _installed_for(settings: Settings, path: Path, refresh: bool) -> dict[str, A
     return meta
 
 
-def _is_of_hub(settings: Settings, meta: Mapping[str, Any]) -> bool:
+def is_of_hub(settings: Settings, meta: Mapping[str, Any]) -> bool:
     """Whether a tokenizer was downloaded by the id of the settings, and at a revision that they allow."""
     asked, known = asked_revisions(settings).get(TOKENIZER_KEY), meta.get("hub")
     if not isinstance(known, dict) or known.get("id") != settings.tokenizer:
@@ -267,7 +267,7 @@ def _make(settings: Settings, work: Path, path: Path, user_sources_only: bool) -
         found = _find(settings, name)
         files, about = found.files(), _about(settings, found)
         folder = versions.versions_dir(path) / content_sha256(_records(files))[: versions.VERSION_DIGITS]
-        if (known := _undamaged(folder)) is not None and known.get("hub") == about.get("hub"):
+        if (known := undamaged(folder)) is not None and known.get("hub") == about.get("hub"):
             return folder, known, True
     else:
         if (earlier := _trained_earlier(settings, path)) is not None:
@@ -289,7 +289,7 @@ def _meta_or_none(path: Path) -> dict[str, Any] | None:
     return None
 
 
-def _undamaged(version: Path) -> dict[str, Any] | None:
+def undamaged(version: Path) -> dict[str, Any] | None:
     """Return the meta of a version of a tokenizer; None without one, or if it is damaged."""
     with contextlib.suppress(CacheError, OSError):
         meta = read_meta(str(version / META_NAME))
@@ -308,7 +308,7 @@ def _trained_earlier(settings: Settings, path: Path) -> tuple[Path, dict[str, An
     for version in sorted(candidates, key=lambda version: -version.stat().st_mtime_ns):
         if version.stat().st_mtime_ns <= installed.stat().st_mtime_ns:
             break
-        meta = _undamaged(version)
+        meta = undamaged(version)
         if meta is not None and meta.get("origin") == "trained" and was_trained_by(settings, meta):
             return version, meta
     return None
@@ -344,7 +344,7 @@ def _name_of(settings: Settings) -> str | None:
     return str(DEFAULT_TOKENIZER_PATH) if is_default else None
 
 
-def _is_id(name: str) -> bool:
+def is_id(name: str) -> bool:
     """Whether a name is an id of the hub: not that of a file or folder, and not written like one."""
     path = os.path.expanduser(name)
     return not (hub.is_local(name) or os.path.lexists(path) or name.endswith((".model", ".json")))
@@ -356,7 +356,7 @@ def _find(settings: Settings, name: str) -> _Named:
     Links in a named folder are followed by `follow_links` only: it may be from strangers, and its files are copied.
     Raises: FileNotFoundError, CacheError; as `hub_tokenizer_file`.
     """
-    if _is_id(name):
+    if is_id(name):
         asked = asked_revisions(settings).get(TOKENIZER_KEY)
         if "/" not in name:  # as likely a path with a slip
             logger.info("tokenizer: no file or folder %s; asking the hub", name)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -10,7 +11,9 @@ import pytest
 from support.loopback_hub import LoopbackHub
 from support.made_tokenizers import made_tokenizer
 
+from niels_gpt.builders.partitions.plan import plans_of
 from niels_gpt.commands import cache as cli
+from niels_gpt.recipes.partitions.run import build_partition, prepare, seal_cache
 from niels_gpt.recipes.plan import plan
 from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
@@ -71,6 +74,27 @@ def test_a_newer_revision_is_taken_on_request_and_an_older_one_by_its_commit(
     earlier = ensure_tokenizer(dataclasses.replace(named, revision=f"tokenizer={old}")).meta
     assert earlier["hub"] == {"id": model_id, "revision": old, "asked_revision": old}
     assert earlier["eos"]["token"] == "</s>"
+
+
+def test_the_plan_of_partitions_keeps_its_tokenizer(
+    loopback_hub: LoopbackHub, repository: Path, named: Settings, model_id: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = dataclasses.replace(named, partitions=2)
+    old = loopback_hub.add_model(model_id, repository)
+    build_partition(settings, "own", 0)
+    config = json.loads((repository / "tokenizer_config.json").read_text())
+    (repository / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "<extra_id_0>"}))
+    loopback_hub.add_model(model_id, repository)
+    loopback_hub.requests.clear()
+    build_partition(settings, "own", 1)
+    assert prepare(settings, "own") is not None and not loopback_hub.requests
+    with caplog.at_level(logging.WARNING):
+        refreshed = prepare(settings, "own", refresh=True)
+    assert "the tokenizer's files" in caplog.text and "the licence" not in caplog.text
+    assert refreshed == prepare(settings, "own") and len(plans_of(Path(settings.cache_dir) / "pretrain/own")) == 2
+    before = dataclasses.replace(settings, revision=f"tokenizer={old}")
+    assert seal_cache(before, "own").meta["document_end"]["token"] == "</s>"
+    assert ensure_tokenizer(before).meta["hub"]["revision"] == old
 
 
 def test_a_sentencepiece_model_of_the_hub_is_one_file(

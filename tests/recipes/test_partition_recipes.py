@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import logging
@@ -168,6 +169,33 @@ def test_seal_with_other_settings_names_them_and_those_of_the_plan(notes: Settin
     assert main(shlex.split(command)) == 0
     with pytest.raises(UsageError):
         seal_cache(own("cache", tiny_model_path, partitions=1), "notes")
+
+
+def test_seal_without_the_tokenizer_of_its_builds_trains_none(notes: Settings, tmp_path: Path) -> None:
+    without = dataclasses.replace(notes, tokenizer=None)
+    with pytest.raises(CacheError) as caught:
+        seal_cache(without, "notes")
+    assert caught.value.code == "E510" and not (tmp_path / "cache/tokenizer").exists()
+    for number in range(TOTAL):
+        build_partition(notes, "notes", number)
+    for settings in (without, dataclasses.replace(without, seed=7)):
+        with pytest.raises(CacheError) as caught:
+            seal_cache(settings, "notes")
+        assert caught.value.code == "E511" and not (tmp_path / "cache/tokenizer").exists()
+    assert main(shlex.split(caught.value.remedy.partition("niels-gpt ")[2])) == 0
+
+
+def test_a_remedy_has_the_flags_of_the_plan_alone(notes: Settings, tiny_model_path: Path, tmp_path: Path) -> None:
+    ids = write(tmp_path / "ids.txt", "0.jsonl#1\n")
+    prepare(dataclasses.replace(notes, exclude=str(ids)), "notes")
+    with pytest.raises(CacheError, match="--exclude") as caught:
+        seal_cache(notes, "notes")
+    assert caught.value.code == "E511" and "niels-gpt" not in caught.value.remedy
+    other = own("other", tiny_model_path)
+    prepare(other, "notes")
+    with pytest.raises(CacheError) as caught:
+        seal_cache(dataclasses.replace(other, exclude=str(ids)), "notes")
+    assert "--exclude" not in caught.value.remedy and "niels-gpt seal" in caught.value.remedy
 
 
 def test_changed_text_has_a_plan_of_its_own(notes: Settings, texts: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -33,6 +33,7 @@ def content(total: int = TOTAL, **changed: Any) -> dict[str, Any]:
         "recipe": {"seed": 0},
         "source": {},
         "tokenizer_sha256": SHA256,
+        "tokenizer_content_sha256": SHA256,
         "code": {"version": "1"},
         **changed,
     }

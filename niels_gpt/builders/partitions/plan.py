@@ -75,7 +75,8 @@ def fix_plan(path: str | os.PathLike[str], content: Mapping[str, Any]) -> Plan:
     """Write plan.json unless it is there; return the plan. The caller holds `build_lock(path)`.
 
     content: plan_version 1, kind "partition_plan", cache (such as "pretrain/roam"), partitions (2 or more), rule,
-        fingerprint (of the recipe, 64 hex digits), recipe, source and code (objects), tokenizer_sha256.
+        fingerprint (of the recipe, 64 hex digits), recipe, source and code (objects), tokenizer_sha256,
+        tokenizer_content_sha256; listing and exclude_sha256 (both may be null).
     Raises: CacheError E511 for another content under the same fingerprint, naming the keys that differ; CacheError for
         a content in another form, and for what is no plan.json at its place.
     """
@@ -137,8 +138,11 @@ def _check(content: Mapping[str, Any], where: str) -> None:
     total = content.get("partitions")
     if type(total) is not int or not 2 <= total <= MAX_PARTITIONS:
         raise wrong_value(where, "partitions", total, f"2 to {MAX_PARTITIONS:,}")
-    for key in ("fingerprint", "tokenizer_sha256"):
+    for key in ("fingerprint", "tokenizer_sha256", "tokenizer_content_sha256"):
         checked_sha256(content.get(key), key, where)
+    for key in ("listing", "exclude_sha256"):
+        if content.get(key) is not None:
+            checked_sha256(content[key], key, where)
     for key in _TEXTS:
         if not isinstance(content.get(key), str):
             raise wrong_value(where, key, content.get(key), "a text")

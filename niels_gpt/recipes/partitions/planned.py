@@ -9,14 +9,19 @@ from __future__ import annotations
 import hashlib
 import os
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from niels_gpt.builders.partitions.plan import Plan, plans_of
+from niels_gpt.data.exclude import read_exclusion
 from niels_gpt.recipes.resolve import ResolvedSource
-from niels_gpt.recipes.run_recipe import AskedCache, cache_root, is_current, recorded_recipe
+from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, AskedCache, Outcome, cache_root, is_current, recorded_recipe
+from niels_gpt.recipes.tokenizer import is_id, is_of_hub, undamaged
+from niels_gpt.recipes.tokenizers.texts import was_trained_by
 from niels_gpt.settings import Settings
 from niels_gpt.storage.fileio import canonical_json
-from niels_gpt.storage.versions import PLAN_NAME, RECIPE_NAME, versions_dir
+from niels_gpt.storage.meta_json import resolved
+from niels_gpt.storage.versions import PLAN_NAME, RECIPE_NAME, VERSION_DIGITS, versions_dir
 from niels_gpt.tokenizers.protocol import FullTokenizer
 
 
@@ -103,8 +108,11 @@ def _written(path: os.PathLike[str]) -> int:
         return 0
 
 
-def differences(plan: Plan, asked: AskedCache) -> list[str]:
-    """Return in what a plan differs from the cache that is asked for, in words."""
+def differences(plan: Plan, asked: AskedCache, tokenizer_content: str) -> list[str]:
+    """Return in what a plan differs from the cache that is asked for, in words.
+
+    tokenizer_content: content_sha256 of the tokenizer that is asked for.
+    """
     found = []
     if plan.total != asked.settings.partitions:
         found.append(f"partitions: {plan.total} there, {asked.settings.partitions} here")
@@ -114,13 +122,58 @@ def differences(plan: Plan, asked: AskedCache) -> list[str]:
             found.append(f"{name}: {recipe.get(name)!r} there, {asked.recipe.get(name)!r} here")
     if asked.tokenizer is not None and plan.content["tokenizer_sha256"] != asked.tokenizer.sha256:
         found.append("the tokenizer")
+    elif plan.content["tokenizer_content_sha256"] != tokenizer_content:
+        found.append("the tokenizer's files")
     if plan.content["source"].get("fingerprint") != asked.provenance.get("fingerprint"):
         found.append("the text" if asked.source.found else "the hub's revision")
     return found or ["the licence, the attribution or what --exclude leaves out"]
 
 
-def settings_of(plan: Plan, settings: Settings) -> Settings:
-    """Return settings with those of a plan, as far as it has them."""
+def settings_of(plan: Plan, settings: Settings, tokenizer_content: str | None) -> Settings | None:
+    """Return settings with those of a plan, as far as it has them; None where a file that it needs is not known here.
+
+    tokenizer_content: content_sha256 of the tokenizer of `settings`; None: unknown.
+    """
     known = {field.name: type(getattr(settings, field.name)) for field in fields(Settings)}
     recipe = {name: value for name, value in plan.content["recipe"].items() if known.get(name) is type(value)}
-    return replace(settings, **recipe, partitions=plan.total)
+    there = replace(settings, **recipe, partitions=plan.total)
+    if plan.content["tokenizer_content_sha256"] != tokenizer_content:
+        if undamaged(folder := _staged(plan, settings)) is None:
+            return None
+        there = replace(there, tokenizer=str(folder))
+    excluded = plan.content.get("exclude_sha256")
+    if excluded is None:
+        return replace(there, exclude=None)
+    return there if excluded == excluded_sha256(settings) else None
+
+
+def excluded_sha256(settings: Settings) -> str | None:
+    """Return the sha256 of what --exclude leaves out; None without it."""
+    return None if settings.exclude is None else str(read_exclusion(settings.exclude).facts["sha256"])
+
+
+def _staged(plan: Plan, settings: Settings) -> Path:
+    """Return the folder of the version that a plan's tokenizer is; it may be gone."""
+    versions = versions_dir(cache_root(settings) / TOKENIZER_KEY)
+    return versions / str(plan.content["tokenizer_content_sha256"])[:VERSION_DIGITS]
+
+
+def tokenizer_of_plan(settings: Settings, key: str) -> Outcome | None:
+    """Return the tokenizer of the newest plan of as many partitions, if it was downloaded or trained as the settings
+    say and is still there.
+
+    So a plan keeps its tokenizer, as it keeps the revision of its text: the hub is not asked for a newer one.
+    """
+    for plan in plans_of(cache_root(settings) / key):
+        folder = _staged(plan, settings)
+        if plan.total != settings.partitions or (meta := undamaged(folder)) is None:
+            continue
+        if settings.tokenizer is None:
+            is_asked = meta.get("origin") == "trained" and was_trained_by(settings, meta)
+        else:
+            is_asked = is_id(settings.tokenizer) and is_of_hub(settings, meta)
+        if is_asked and meta["content_sha256"] == plan.content["tokenizer_content_sha256"]:
+            installed = cache_root(settings) / TOKENIZER_KEY
+            path = installed if resolved(installed) == resolved(folder) else folder
+            return Outcome(TOKENIZER_KEY, path, meta, True, 0.0, None, str(meta["tokenizer_sha256"]))
+    return None

@@ -20,7 +20,15 @@ from niels_gpt.data.files.part import PARTITION_RULE
 from niels_gpt.documents import Partition
 from niels_gpt.progress import Progress
 from niels_gpt.recipes.partitions.documents import build_documents, check_val_frac, is_partitioned, warn_if_partial
-from niels_gpt.recipes.partitions.planned import Planned, differences, listing_of, planned, settings_of
+from niels_gpt.recipes.partitions.planned import (
+    Planned,
+    differences,
+    excluded_sha256,
+    listing_of,
+    planned,
+    settings_of,
+    tokenizer_of_plan,
+)
 from niels_gpt.recipes.partitions.shared import check_shared_folder, code_identity
 from niels_gpt.recipes.resolve import ResolvedSource, resolve_source
 from niels_gpt.recipes.run_recipe import (
@@ -31,11 +39,12 @@ from niels_gpt.recipes.run_recipe import (
     is_current,
     recorded_provenance,
 )
-from niels_gpt.recipes.tokenizer import install_tokenizer, stage_tokenizer, tokenizer_for
+from niels_gpt.recipes.tokenizer import install_tokenizer, stage_tokenizer, tokenizer_for, tokenizer_state
 from niels_gpt.recipes.tokenizers.change import log_unseen_source
 from niels_gpt.settings import Settings, UsageError
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
+from niels_gpt.storage.locks import apply_lock_setting
 from niels_gpt.storage.remedies import build_command
 from niels_gpt.storage.versions import PLAN_NAME, build_lock, refuse_foreign
 from niels_gpt.tokenizers.protocol import FullTokenizer
@@ -150,7 +159,7 @@ def prepared(
         raise UsageError(f"{key}: {why}; expected a pretrain cache with text and 2 or more partitions (--partitions)")
     check_val_frac(settings, source)
     _check_folder(cache_root(settings))
-    staged = stage_tokenizer(settings, user_sources_only=source.user is not None, refresh=refresh)
+    staged = _tokenizer(settings, source, refresh, fixes)
     tokenizer = tokenizer_for(settings, key, source, staged.path)
     listing = listing_of(source)
     recorded = partial(planned, settings, source, tokenizer, listing, observed)
@@ -162,7 +171,7 @@ def prepared(
             found = None if asks_hub else recorded()
             if found is None:
                 known = None if asks_hub else _last_provenance(settings, source, staged.path, observed)
-                found = _fixed(settings, source, tokenizer, listing, known, fixes)
+                found = _fixed(settings, source, tokenizer, staged, listing, known, fixes)
     if found.plan is not None:
         _refuse_other_code(found.plan, settings, key)
     return Prepared(found.asked, found.plan, staged, listing)
@@ -178,6 +187,7 @@ def _fixed(
     settings: Settings,
     source: ResolvedSource,
     tokenizer: FullTokenizer,
+    staged: Outcome,
     listing: str | None,
     recorded: dict[str, Any] | None,
     fixes: bool,
@@ -190,22 +200,24 @@ def _fixed(
     asked = AskedCache.of(settings, key, source.spec.settings, source, tokenizer, source.provenance(recorded))
     if is_current(asked.path, asked.fingerprint):
         return Planned(asked, None)
-    plans = plans_of(asked.path)
+    plans, content = plans_of(asked.path), str(staged.meta["content_sha256"])
     plan = next((plan for plan in plans if plan.fingerprint == asked.fingerprint), None)
     if plan is None and not fixes:
-        raise _without_plan(asked, plans)
+        raise _without_plan(asked, plans, content)
     if plan is None:
         warn_if_partial(source)
         refuse_foreign(asked.path)
         asked.refuse_without_room()
         for other in plans:
-            _warn_of_other(other, asked)
-        plan = fix_plan(asked.path, _content(asked, tokenizer, listing))
+            _warn_of_other(other, asked, content)
+        plan = fix_plan(asked.path, _content(asked, tokenizer, content, listing))
     return Planned(asked, plan)
 
 
-def _content(asked: AskedCache, tokenizer: FullTokenizer, listing: str | None) -> dict[str, Any]:
-    """Return what plan.json holds."""
+def _content(
+    asked: AskedCache, tokenizer: FullTokenizer, tokenizer_content: str, listing: str | None
+) -> dict[str, Any]:
+    """Return what plan.json holds. tokenizer_content: content_sha256 of the tokenizer."""
     return {
         "plan_version": 1,
         "kind": "partition_plan",
@@ -217,6 +229,8 @@ def _content(asked: AskedCache, tokenizer: FullTokenizer, listing: str | None) -
         "source": asked.provenance,
         "listing": listing,
         "tokenizer_sha256": tokenizer.sha256,
+        "tokenizer_content_sha256": tokenizer_content,
+        "exclude_sha256": excluded_sha256(asked.settings),
         "code": code_identity(),
     }
 
@@ -249,28 +263,63 @@ def _flat(code: Mapping[str, Any]) -> dict[str, Any]:
     return {**code, **(libraries if isinstance(libraries, dict) else {}), "libraries": None}
 
 
-def _warn_of_other(plan: Plan, asked: AskedCache) -> None:
-    there = settings_of(plan, asked.settings)
-    back = "" if there == asked.settings else f". To go on with them: {build_command(there, asked.key)}"
+def _warn_of_other(plan: Plan, asked: AskedCache, tokenizer_content: str) -> None:
+    there = settings_of(plan, asked.settings, tokenizer_content)
+    back = (
+        ""
+        if there in (None, asked.settings)
+        else f". To go on with them: {build_command(there or asked.settings, asked.key)}"
+    )
     logger.warning(
         "%s: partitions of another plan are there, and nothing of them is used (%s)%s",
         asked.path,
-        "; ".join([plan.folder.name, *differences(plan, asked)]),
+        "; ".join([plan.folder.name, *differences(plan, asked, tokenizer_content)]),
         back,
         extra={"code": "W507"},
     )
 
 
-def _without_plan(asked: AskedCache, plans: list[Plan]) -> CacheError:
+def _without_plan(asked: AskedCache, plans: list[Plan], tokenizer_content: str) -> CacheError:
     """Return the error of a seal that has no plan: none at all, or one of other settings."""
     if not plans:
-        build = build_command(asked.settings, asked.key)
-        return CacheError(asked.path, "none of its partitions is there", remedy=f"Build them: {build}", code="E510")
-    plan = min(plans, key=lambda plan: len(differences(plan, asked)))
-    found = f"its partitions are of another plan ({'; '.join([plan.folder.name, *differences(plan, asked)])})"
-    there = settings_of(plan, asked.settings)
+        return _none_there(asked.settings, asked.key)
+    differing = {plan.sha256: differences(plan, asked, tokenizer_content) for plan in plans}
+    plan = min(plans, key=lambda plan: len(differing[plan.sha256]))
+    found = f"its partitions are of another plan ({'; '.join([plan.folder.name, *differing[plan.sha256]])})"
+    there = settings_of(plan, asked.settings, tokenizer_content)
     if there == asked.settings:
         again = f"Build those of the source as it is now: {build_command(there, asked.key)}"
         return CacheError(asked.path, found, "the source and tokenizer of their builds", again, code="E511")
-    seals = build_command(there, asked.key, verb="seal")
-    return CacheError(asked.path, found, "the flags of their builds", f"With these: {seals}", code="E511")
+    return CacheError(asked.path, found, "the flags of their builds", _seals(there, asked.key), code="E511")
+
+
+def _none_there(settings: Settings, key: str) -> CacheError:
+    build = build_command(settings, key)
+    path = cache_root(settings) / key
+    return CacheError(path, "none of its partitions is there", remedy=f"Build them: {build}", code="E510")
+
+
+def _seals(there: Settings | None, key: str) -> str:
+    """Return the remedy of a seal with other flags than the builds. there: their settings; None: not known here."""
+    if there is None:
+        return "Seal with the flags of the builds, among them --tokenizer and --exclude"
+    return f"With these: {build_command(there, key, verb='seal')}"
+
+
+def _tokenizer(settings: Settings, source: ResolvedSource, refresh: bool, fixes: bool) -> Outcome:
+    """Return the tokenizer: that of a plan where the settings do not say which, else as `stage_tokenizer`.
+
+    Raises: CacheError for one that would have to be trained where no plan may be fixed.
+    """
+    key, root = source.spec.key, cache_root(settings)
+    apply_lock_setting(root, settings.lock)
+    if not refresh and (known := tokenizer_of_plan(settings, key)) is not None:
+        return known
+    if not fixes and tokenizer_state(settings) == "train":
+        if not (plans := plans_of(root / key)):
+            raise _none_there(settings, key)
+        plan = next((plan for plan in plans if plan.total == settings.partitions), plans[0])
+        found = f"its partitions ({plan.folder.name}) have a tokenizer that these settings do not name"
+        remedy = _seals(settings_of(plan, settings, None), key)
+        raise CacheError(root / key, found, "the tokenizer of their builds", remedy, code="E511")
+    return stage_tokenizer(settings, user_sources_only=source.user is not None, refresh=refresh)
