@@ -208,6 +208,11 @@ same folders. The other workers build.
 > Correct what the message names, and start that worker again.
 = tcp://10.0.0.5:8786: left out: worker tcp://10.0.0.9:38211: it does not see the current folder /shared/project
 
+W509 plan-stays
+A cache is sealed, and the folder of its partitions is still there, because a process builds one of them again. The
+cache does not need them.
+> The command in the message, when that build has ended.
+
 W601 hub-retry
 A request to the Hugging Face hub failed and is repeated after a pause.
 > Nothing: after the last attempt the command ends with E601.

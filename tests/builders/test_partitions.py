@@ -1,7 +1,9 @@
 """A pretrain cache in partitions: its bytes depend on their number, never on who built which, when, or how often."""
 
 import json
+import shlex
 from collections import Counter
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from niels_gpt.builders.partitions.plan import Plan, fix_plan, plans_of
 from niels_gpt.builders.partitions.seal import seal
 from niels_gpt.builders.pretrain import build_pretrain
 from niels_gpt.cache.pretrain_dataset import PretrainTokenStreamDataset
+from niels_gpt.commands.main import main
 from niels_gpt.documents import Partition
 from niels_gpt.inspection.diff import diff
 from niels_gpt.inspection.locate import locate
@@ -154,6 +157,33 @@ def test_a_partition_warns_of_nothing_that_is_a_matter_of_all(tmp_path: Path, ca
     seal(plan, source=Source())
     codes = {record.code for record in caplog.records if record.levelname == "WARNING"}  # type: ignore[attr-defined]
     assert {"W306", "W308"} <= codes
+
+
+def test_a_partition_that_is_replaced_while_it_is_sealed_is_refused(tmp_path: Path) -> None:
+    plan = planned(tmp_path / "c", 2)
+    for number in range(2):
+        build_part(plan, number)
+
+    def replace(*_: object) -> None:
+        plan.partition_path(0).unlink(missing_ok=True)
+        build_part(plan, 0, items=items_of(1))
+
+    with pytest.raises(CacheError, match="replaced") as caught:
+        seal(plan, source=Source(), progress=replace)
+    assert caught.value.code == "E510" and not (tmp_path / "c").exists()
+
+
+def test_a_plan_that_stays_after_the_seal_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plan = planned(tmp_path / "c", 2)
+    for number in range(2):
+        build_part(plan, number)
+    with ExitStack() as stack:
+        seal(
+            plan, source=Source(), committed=lambda _: stack.enter_context(build_lock(plan.partition_path(1))) and None
+        )
+    (warned,) = [record for record in caplog.records if getattr(record, "code", "") == "W509"]
+    command = warned.getMessage().rpartition("niels-gpt ")[2]
+    assert main(shlex.split(command)) == 0 and not plan.folder.exists()
 
 
 def test_a_plan_is_fixed_once(tmp_path: Path) -> None:

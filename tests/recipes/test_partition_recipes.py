@@ -26,7 +26,7 @@ from niels_gpt.cache.meta import read_meta
 from niels_gpt.commands.main import main
 from niels_gpt.recipes.partitions import prepared
 from niels_gpt.recipes.partitions.run import build_partition, prepare, restart_partition, seal_cache
-from niels_gpt.recipes.run_recipe import Outcome, cache_root
+from niels_gpt.recipes.run_recipe import Outcome, cache_root, restart
 from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.settings import Settings, UsageError
 from niels_gpt.storage.errors import CacheError
@@ -142,6 +142,37 @@ def test_two_commands_that_build_all_share_the_work(notes: Settings, tiny_model_
         outcomes = list(pool.map(lambda _: build_token_cache(notes, "notes"), range(2)))
     one = build_token_cache(own("one", tiny_model_path), "notes")
     assert [content_of(each) for each in outcomes] == [content_of(one)] * 2
+
+
+def test_text_that_changes_while_partitions_are_built_is_refused(notes: Settings, texts: Path) -> None:
+    plan, changed = prepare(notes, "notes"), texts / "1.jsonl"
+
+    def change(*_: object) -> None:
+        changed.write_text(json.dumps({"text": "in front"}) + "\n" + changed.read_text())
+
+    assert plan is not None
+    build_partition(notes, "notes", 0)
+    before = changed.read_bytes()
+    made = prepared.prepared(notes, "notes")
+    change()
+    with pytest.raises(CacheError, match="changed while partition 1") as caught:
+        made.build(plan, plan.partition(1), False, None)
+    assert caught.value.code == "E306" and not os.path.lexists(plan.partition_path(1))
+    changed.write_bytes(before)  # the same bytes, written later: the plan stays
+    assert not made.build(plan, plan.partition(1), False, None)[1]
+
+
+def test_who_comes_after_the_seal_of_another_builds_nothing(notes: Settings) -> None:
+    made = prepared.prepared(notes, "notes")
+    assert made.plan is not None
+    sealed = build_token_cache(notes, "notes")
+    for meta, reused in (made.build(made.plan, made.plan.partition(3), True, None), made.seal(made.plan, True, None)):
+        assert reused and meta == sealed.meta
+    assert not made.plan.folder.exists()
+    restart(notes, "pretrain/notes")
+    with pytest.raises(CacheError, match=r"plan\.json") as caught:
+        made.build(made.plan, made.plan.partition(3), True, None)
+    assert caught.value.code == "E511" and not made.plan.folder.exists()
 
 
 def test_seal_names_what_is_missing_and_its_commands_work(notes: Settings) -> None:

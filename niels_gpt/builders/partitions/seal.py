@@ -8,7 +8,10 @@ plan or code is in the cache.
 from __future__ import annotations
 
 import logging
+import os
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +38,7 @@ from niels_gpt.progress import Progress
 from niels_gpt.storage import fileio, versions
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
-from niels_gpt.storage.meta_json import MAX_JSON_BYTES, open_regular
+from niels_gpt.storage.meta_json import MAX_JSON_BYTES, open_regular, sha256_regular
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +63,7 @@ def seal(
     *,
     source: Source,
     deep: bool = True,
+    wait: bool = False,
     remedy: Callable[[PartitionState], str] | None = None,
     committed: Callable[[dict[str, Any]], None] | None = None,
     progress: Progress | None = None,
@@ -69,25 +73,44 @@ def seal(
     The caller does not hold `build_lock(plan.path)`: it is held in here.
     source: name, config, streaming and from_scratch as for `build_pretrain`; provenance: the key `source` of the meta,
         without `counters`, which are the sums of the receipts'. Its position and counters are not looked at.
-    deep: compare the sha256 of every file of every partition; else sizes.
+    deep: compare the sha256 of every file of every partition; else sizes. wait: for the lock, as in `build_lock`.
     remedy: returns the command that builds a partition which is not finished; None: that of `source`.
     committed: called with the meta after the commit, before the plan's folder is removed.
     progress: called with files, bytes read, and bytes to read in all.
-    Raises: CacheError E510 naming each partition that is not finished; E503 while a partition is being built or another
-        process seals; ValueError E303 where no partition has a token for the train split; OSError.
+    Warns (W509) where the plan's folder stays, because a partition is being built in it.
+    Raises: CacheError E510 naming each partition that is not finished, or where plan.json is gone; E503 while a
+        partition is being built or, without `wait`, another process seals; ValueError E303 where no partition has a
+        token for the train split; OSError.
     """
-    with versions.building(plan.path) as work:
+    with versions.building(plan.path, wait=wait) as work:
+        if not is_there(plan):
+            raise CacheError(plan.folder, f"has no {versions.PLAN_NAME} of this plan", code="E510")
         versions.refuse_if_partition_is_built(plan.folder)
+        seen = [_version_named(plan, number) for number in range(plan.total)]
         states = partition_states(plan, deep=deep, progress=progress)
         if any(state.state != "finished" for state in states):
             raise not_finished(plan, states, remedy, source.from_scratch)
-        meta = _joined(plan, work, source)
+        meta = _joined(plan, work, source, seen)
         versions.commit(work, plan.path, str(meta["content_sha256"]))
         if committed is not None:
             committed(meta)
-        discard_plan(plan)
+        if not discard_plan(plan):
+            logger.warning(
+                "%s: not removed, because one of its partitions is being built. Later: %s",
+                plan.folder,
+                shlex.join(["niels-gpt", "gc", str(plan.path.parent)]),
+                extra={"code": "W509"},
+            )
     warn_of_whole(plan.path, meta)
     return meta
+
+
+def is_there(plan: Plan) -> bool:
+    """Whether plan.json is there, and is that of the plan: a seal, `restart` and gc remove it."""
+    try:
+        return sha256_regular(plan.folder / versions.PLAN_NAME) == plan.sha256
+    except (OSError, CacheError):
+        return False
 
 
 def discard_plan(plan: Plan) -> bool:
@@ -104,14 +127,14 @@ def discard_plan(plan: Plan) -> bool:
     return True
 
 
-def _joined(plan: Plan, work: Path, source: Source) -> dict[str, Any]:
-    """Write all files of the cache and meta.json to a folder; returns the meta."""
+def _joined(plan: Plan, work: Path, source: Source, seen: Sequence[str]) -> dict[str, Any]:
+    """Write all files of the cache and meta.json to a folder; returns the meta. seen: the versions checked."""
     for folder in (*SPLITS, "index"):
         fileio.make_dir(work / folder)
     parts, sums, shards = list[_Part](), Sums(), {split: list[dict[str, Any]]() for split in SPLITS}
     common: dict[str, Any] = {}
     for number in range(plan.total):
-        receipt = _receipt(plan, number)
+        receipt = _receipt(plan, number, seen[number])
         common = {key: receipt.meta[key] for key in (*SAME, "tokenizer_sha256")}
         sums.add(receipt.meta)
         parts.append(_linked(work, receipt, shards))
@@ -153,9 +176,20 @@ def _joined(plan: Plan, work: Path, source: Source) -> dict[str, Any]:
     return meta
 
 
-def _receipt(plan: Plan, number: int) -> Receipt:
+def _version_named(plan: Plan, number: int) -> str:
+    """Return the name of the version that a partition's link leads to, which its content decides; "" without a link."""
+    with suppress(OSError):
+        return os.path.basename(os.readlink(plan.partition_path(number)))
+    return ""
+
+
+def _receipt(plan: Plan, number: int, seen: str) -> Receipt:
+    """Return the receipt of a partition whose version is still the one that was checked. Raises: CacheError E510."""
     try:
-        return read_receipt(plan, number)
+        receipt = read_receipt(plan, number)
+        if receipt.folder.name != seen:
+            raise NotFinishedError("replaced", f"version {receipt.folder.name}, and {seen} was checked")
+        return receipt
     except NotFinishedError as error:  # it has changed since it was looked at
         path, found = plan.partition_path(number), f"{error.state}, though it was finished just now: {error.found}"
         raise CacheError(

@@ -14,7 +14,7 @@ from typing import Any
 
 from niels_gpt.builders.partitions.plan import Plan, fix_plan, plans_of
 from niels_gpt.builders.partitions.receipts import NotFinishedError, PartitionState, read_receipt
-from niels_gpt.builders.partitions.seal import discard_plan, seal
+from niels_gpt.builders.partitions.seal import discard_plan, is_there, seal
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.data.files.part import PARTITION_RULE
 from niels_gpt.documents import Partition
@@ -46,13 +46,13 @@ from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.locks import apply_lock_setting
 from niels_gpt.storage.remedies import build_command
-from niels_gpt.storage.versions import PLAN_NAME, build_lock, refuse_foreign
+from niels_gpt.storage.versions import PLAN_NAME, build_lock, discard, refuse_foreign, refuse_if_building
 from niels_gpt.tokenizers.protocol import FullTokenizer
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Prepared:
     """A partitioned cache whose plan is fixed, with its tokenizer."""
 
@@ -76,23 +76,69 @@ class Prepared:
     def build(
         self, plan: Plan, partition: Partition, wait: bool, progress: Progress | None
     ) -> tuple[dict[str, Any], bool]:
-        """Return the receipt of a partition, which is built first unless it is finished, and whether it was."""
+        """Return the receipt of a partition, which is built first unless it is finished, and whether it was.
+
+        Its meta, and True, where another process has sealed the cache. Raises: as `_sealed` and `_check_text`.
+        """
         path, asked = plan.partition_path(partition.number), self.asked
-        while (meta := _receipt(plan, partition.number)) is None:
-            if not (plan.folder / PLAN_NAME).is_file():  # sealed by another meanwhile
-                return self.current_meta(), True
+        while True:
+            if (sealed := self._sealed(plan)) is not None:
+                return sealed, True
+            if (meta := _receipt(plan, partition.number)) is not None:
+                return meta, True
             described = asked.described("--partition", str(partition.number))
             counters = described.counters
             assert isinstance(counters, Counter)
             inputs = BuildInputs(asked.tokenizer, described, counters, asked.provenance["revision"], _nothing)
             try:
-                return self._documents(inputs, path, progress, partition, plan), False
-            except CacheError as error:
-                if error.code != "E503" or not wait:
+                meta = self._documents(inputs, path, progress, partition, plan)
+            except (CacheError, OSError) as error:
+                is_built = isinstance(error, CacheError) and error.code == "E503"
+                if not (is_built and wait) and is_there(plan):
                     raise
-            with build_lock(path, wait=True):  # another builds it, and may be killed
-                pass
-        return meta, True
+                if is_built and wait:  # another builds it, and may be killed
+                    _wait_for(path)
+                continue
+            if is_there(plan):
+                self._check_text(path)
+                return meta, False
+
+    def _sealed(self, plan: Plan) -> dict[str, Any] | None:
+        """Return the meta of the cache if another process has sealed it; None: its partitions are needed.
+
+        Raises: CacheError E511 where the plan was removed, and there is no cache of it.
+        """
+        has_plan = is_there(plan)  # asked first: a seal commits, then removes the plan
+        is_sealed = is_current(self.asked.path, plan.fingerprint)
+        if has_plan and not is_sealed:
+            return None
+        with build_lock(plan.path, wait=True):
+            if not is_there(plan):
+                discard_plan(plan)  # what a builder that came too late has put there
+        if is_sealed:
+            return self.current_meta()
+        again = f"Build its partitions again: {build_command(self.asked.settings, self.asked.key)}"
+        raise CacheError(plan.folder, f"another command has removed {PLAN_NAME}", "the plan", again, code="E511")
+
+    def _check_text(self, path: Path) -> None:
+        """Raise CacheError, and remove the partition built at `path`, where the text is not that of the plan."""
+        if self.listing is None:
+            return
+        asked = self.asked
+        source = resolve_source(asked.settings, asked.key.rpartition("/")[2])
+        listing = listing_of(source)
+        if listing != self.listing and source.provenance(None)["fingerprint"] != asked.provenance["fingerprint"]:
+            with build_lock(path, wait=True):
+                discard(path)
+            raise CacheError(
+                asked.path,
+                f"its text changed while partition {int(path.name)} was built, which is removed",
+                "the text of the plan",
+                f"Run the same command when the text no longer changes: it fixes a plan of the text as it is then: "
+                f"{build_command(asked.settings, asked.key)}",
+                code="E306",
+            )
+        self.listing = listing
 
     def _documents(
         self, inputs: BuildInputs, path: Path, progress: Progress | None, partition: Partition, plan: Plan
@@ -100,33 +146,47 @@ class Prepared:
         settings, source = self.asked.settings, self.asked.source
         return build_documents(settings, source, inputs, path, progress, partition, plan.sha256)
 
-    def seal_or_wait(self, plan: Plan, deep: bool) -> dict[str, Any]:
-        """Seal as `seal`, or return the meta of the cache that another process seals at the same time."""
-        try:
-            return self.seal(plan, deep, None)
-        except CacheError as error:
-            if error.code not in ("E503", "E510"):
-                raise
-            with build_lock(plan.path, wait=True):
-                is_sealed = is_current(plan.path, plan.fingerprint)
-            if not is_sealed:
-                raise
-        return self.current_meta()
+    def seal(
+        self, plan: Plan, deep: bool, progress: Progress | None, wait: bool = False
+    ) -> tuple[dict[str, Any], bool]:
+        """Seal all partitions; returns the meta of the cache, and whether another process has sealed it.
 
-    def seal(self, plan: Plan, deep: bool, progress: Progress | None) -> dict[str, Any]:
-        """Seal all partitions; returns the meta of the cache. Its tokenizer is installed."""
+        Its tokenizer is installed. wait: wait for other builders of the cache and of its partitions, instead of E503.
+        """
         warn_if_partial(self.asked.source)
-        meta = seal(
-            plan,
-            source=self.asked.described(),
-            deep=deep,
-            remedy=partial(_command, self.asked),
-            committed=partial(self.asked.record, listing=self.listing),
-            progress=progress,
-        )
+        while True:
+            try:
+                meta = seal(
+                    plan,
+                    source=self.asked.described(),
+                    deep=deep,
+                    wait=wait,
+                    remedy=partial(_command, self.asked),
+                    committed=partial(self.asked.record, listing=self.listing),
+                    progress=progress,
+                )
+                break
+            except CacheError as error:
+                if error.code == "E503" and wait:
+                    deep = True  # they may have been built again
+                    for number in range(plan.total):
+                        _wait_for(plan.partition_path(number))
+                elif error.code != "E510" or (sealed := self._sealed(plan)) is None:
+                    raise
+                else:
+                    return sealed, True
         install_tokenizer(self.asked.settings, self.staged)
         log_unseen_source(self.asked.settings, self.staged.meta, self.asked.key)
-        return meta
+        return meta, False
+
+
+def _wait_for(path: Path) -> None:
+    """Wait until no process builds a partition."""
+    try:
+        refuse_if_building(path)
+    except CacheError:
+        with build_lock(path, wait=True):
+            pass
 
 
 def _nothing(_: dict[str, Any]) -> None:

@@ -15,7 +15,15 @@ from niels_gpt.recipes.partitions.prepared import prepared
 from niels_gpt.recipes.resolve import ResolvedSource
 from niels_gpt.recipes.run_recipe import Measurement, Outcome
 from niels_gpt.settings import Settings
-from niels_gpt.storage.versions import build_lock, discard, discard_unfinished, refuse_foreign
+from niels_gpt.storage.versions import (
+    BUILDING,
+    build_lock,
+    discard,
+    discard_unfinished,
+    refuse_foreign,
+    refuse_if_building,
+    versions_dir,
+)
 
 
 class MadePartition(NamedTuple):
@@ -66,7 +74,7 @@ def build_partition(
 def restart_partition(settings: Settings, name: str, number: int) -> None:
     """Make the next build of a partition start from scratch; the other partitions stay.
 
-    Raises: as `prepare`; CacheError E503 if it is being built.
+    Raises: as `prepare`; CacheError E503 if it is being built, or the cache sealed.
     """
     plan = prepare(settings, name)
     if plan is None:
@@ -74,6 +82,8 @@ def restart_partition(settings: Settings, name: str, number: int) -> None:
     path = plan.partition_path(number)
     refuse_foreign(path)
     with build_lock(path) as folder:
+        if (versions_dir(plan.path) / BUILDING).is_dir():
+            refuse_if_building(plan.path)  # a seal, which reads this partition
         discard_unfinished(folder)
         if path.is_symlink():
             discard(path)
@@ -96,8 +106,10 @@ def seal_cache(
     """
     with Measurement() as measurement:
         made = prepared(settings, name, observed=observed, fixes=False)
-        reused = made.plan is None
-        meta = made.current_meta() if made.plan is None else made.seal(made.plan, deep, progress)
+        if made.plan is None:
+            meta, reused = made.current_meta(), True
+        else:
+            meta, reused = made.seal(made.plan, deep, progress)
     return made.asked.finish(meta, reused, measurement)
 
 
@@ -111,20 +123,21 @@ def build_all_partitions(
 ) -> Outcome:
     """Build the partitions that are missing here, one after the other, and seal them; arguments as `run_recipe`.
 
-    A partition that another process builds is waited for. Files of partitions that were there before are read again.
+    Other processes that build a partition, or seal, are waited for. Files of partitions that were there before are read
+    again; for `progress`, the tokens of those that were read count from 0.
+    Raises: as `build_partition` and `seal_cache`; CacheError E306 where the text changes while partitions are built.
     """
     with Measurement() as measurement:
         made = prepared(settings, name, refresh=refresh, observed=observed)
-        reused = made.plan is None
         if made.plan is None:
-            meta = made.current_meta()
+            meta, reused = made.current_meta(), True
         else:
             total, deep = _Total(settings, made.asked.source, progress), False
             for number in range(made.plan.total):
                 receipt, was_there = made.build(made.plan, made.plan.partition(number), True, total)
                 total.add(receipt)
                 deep = deep or was_there
-            meta = made.seal_or_wait(made.plan, deep)
+            meta, reused = made.seal(made.plan, deep, total.checked, wait=True)
     return made.asked.finish(meta, reused, measurement)
 
 
@@ -143,3 +156,8 @@ class _Total:
         """Count a finished partition."""
         self._documents += receipt["documents_read"]
         self._tokens += sum(receipt["totals"].values())
+
+    def checked(self, _: int, read: int, num_bytes: int | None) -> None:
+        """Show how much of them the seal has read: the bar begins again."""
+        if self._progress is not None and num_bytes:
+            self._progress(self._documents, self._tokens * read // num_bytes, self._tokens)
