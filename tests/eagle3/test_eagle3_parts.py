@@ -23,10 +23,12 @@ from niels_gpt.commands.eagle3 import precompute
 from niels_gpt.commands.eagle3.group import main
 from niels_gpt.eagle3.parts.folder import PARTS_NAME, part_lock
 from niels_gpt.eagle3.parts.seal import seal
+from niels_gpt.eagle3.produce import producer
 from niels_gpt.eagle3.produce.join import join
 from niels_gpt.eagle3.produce.producer import produce
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.locks import apply_lock_setting, is_leased
+from niels_gpt.storage.locks.folder import LEASES_DIR
 
 FORMS: dict[str, dict[str, Any]] = {"dense": {}, "native": NATIVE}
 FORK = multiprocessing.get_context("fork")
@@ -136,6 +138,53 @@ def test_leases_leave_nothing_in_the_sealed_folder(tmp_path: Path, form: str, wh
     with part_lock(folder, (1, 4)):
         assert is_leased(folder / PARTS_NAME / "1-of-4.lock")
     assert seal(folder).is_new and whole_tree(folder) == whole
+
+
+def lose_leases(folder: Path) -> None:
+    """Remove them, as another machine does that has seen them run out."""
+    for path in (folder / LEASES_DIR).iterdir():
+        path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("least", "how"),
+    [(0, {"part": (2, 3)}), (1, {"part": (2, 3)}), (1, {"resume": True, "workers": 2, "start": "fork"})],
+    ids=["part-before-its-shard", "part-in-its-shard", "workers"],
+)
+def test_a_run_that_lost_its_lease_leaves_shards_and_files_alone(
+    tmp_path: Path, least: int, how: dict[str, Any]
+) -> None:
+    folder, given = tmp_path / "c", small.plan(samples_of(), batch_size=1, **NATIVE)  # batches to report between
+    apply_lock_setting(folder, "lease")
+    run(folder, given=given, part=(1, 3))
+    others = folder / ".shard-000001.safetensors.01234567.tmp"
+
+    def lose(size: int, *_: object) -> None:
+        if size >= least and not others.exists():
+            lose_leases(folder)
+            others.touch()
+
+    refused(lambda: run(folder, given=given, progress=lose, **how), "lost its lease", code="E512")
+    assert others.exists() and [path.name for path in folder.glob("shard-*")] == ["shard-000000.safetensors"]
+    assert [path for path in folder.glob(".shard-*") if path != others] == [] or "workers" in how
+
+
+def test_a_run_that_lost_its_lease_writes_no_plan_and_no_meta_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "c"
+    apply_lock_setting(folder, "lease")
+    with monkeypatch.context() as patched:
+        patched.setattr(producer, "refuse_other_code", lambda folder, _: lose_leases(folder))
+        refused(lambda: make(folder, (1, 3)), "lost its lease", code="E512")
+    assert not (folder / "sidecar" / "plan.json").exists()
+
+    def lose(*_: object) -> None:
+        if has_shard(folder, 2):
+            lose_leases(folder)
+
+    refused(lambda: run(folder, progress=lose), "lost its lease", code="E512")
+    assert has_shard(folder, 2) and not (folder / "meta.json").exists()
 
 
 def test_parts_of_other_numbers_and_a_run_without_parts_go_on(

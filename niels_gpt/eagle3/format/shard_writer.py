@@ -102,17 +102,19 @@ class ShardWriter:
         for row, used, pieces in zip(rows, slots, _pieces(self._fields, flat, slots), strict=True):
             self._slots[row], self._digests[row] = used, digest_of(pieces)
 
-    def commit(self, facts: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def commit(
+        self, facts: Mapping[str, Any] | None = None, check: Callable[[], object] | None = None
+    ) -> dict[str, Any]:
         """Rename the shard to its final name, durably, write its receipt, and return the receipt.
 
-        facts: stored in the receipt.
+        facts: stored in the receipt. check: called before the shard is renamed; what it raises prevents that.
         Raises: ValueError if a row was not written.
         """
         if "" in self._digests:
             raise ValueError(f"{self._path}: row {self._digests.index('')} was not written")
         self._file.write(0, self._header)
         return commit_shard(
-            self._file, self._cache_dir, self._index, self._size, self._header, self._slots, self._digests, facts
+            self._file, self._cache_dir, self._index, self._size, self._header, self._slots, self._digests, facts, check
         )
 
     def discard(self) -> None:
@@ -155,10 +157,13 @@ def commit_shard(
     slots: Sequence[int],
     digests: Sequence[str],
     facts: Mapping[str, Any] | None,
+    check: Callable[[], object] | None,
 ) -> dict[str, Any]:
     """Close a written temporary file, make it the shard, durably, write its receipt, and return the receipt."""
     file.sync()
     file.close()
+    if check is not None:  # after the sync, which may take long
+        check()
     receipt = {
         "receipt_version": _RECEIPT_VERSION,
         "shard": shard_index,

@@ -83,28 +83,30 @@ def _refuse_if_held(lock: Path, folder: Path, state: str) -> None:
 
 
 @contextmanager
-def part_lock(folder: Path, part: Part) -> Iterator[None]:
-    """Hold a part, and note that it was started. Raises: CacheError where another process holds it."""
+def part_lock(folder: Path, part: Part) -> Iterator[Path]:
+    """Hold a part, and note that it was started; yield the lock. Raises: CacheError where another process holds it."""
     note = _checked(folder) / f"{part[0]}-of-{part[1]}"
     fileio.make_dir(note.parent)
     if not os.path.lexists(note):
         write_bytes(note, b"")
-    with file_lock(_lock_path(folder, part), folder, _state(part), wait=False):
-        yield
+    lock = _lock_path(folder, part)
+    with file_lock(lock, folder, _state(part), wait=False):
+        yield lock
 
 
 @contextmanager
-def weights_claim(folder: Path) -> Iterator[bool]:
-    """Yield whether this process is to write the target's weights: no other one holds the claim."""
+def weights_claim(folder: Path) -> Iterator[tuple[Path, bool]]:
+    """Yield a lock, and whether it is held: then this process is to write the target's weights, and no other one."""
+    lock = _checked(folder) / _WEIGHTS_LOCK
     with ExitStack() as held:
         try:
-            held.enter_context(file_lock(_checked(folder) / _WEIGHTS_LOCK, folder, _WEIGHTS_STATE, wait=False))
+            held.enter_context(file_lock(lock, folder, _WEIGHTS_STATE, wait=False))
             is_ours = True
         except CacheError as error:
             if error.code != "E503":
                 raise
             is_ours = False
-        yield is_ours
+        yield lock, is_ours
 
 
 # --- what all machines have in common ---------------------------------------------------------------------------------

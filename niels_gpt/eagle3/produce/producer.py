@@ -53,7 +53,7 @@ from niels_gpt.progress import Progress
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, sha256_file, write_bytes
-from niels_gpt.storage.locks import check_lease, file_lock
+from niels_gpt.storage.locks import check_lease, file_lock, is_lost
 
 logger = logging.getLogger(__name__)
 
@@ -131,9 +131,9 @@ def _whole(
         meta = None if left else complete_meta(folder, plan)
         is_described = meta is None
         if meta is None:
-            with _cleaned_up(folder, plan):
+            with _cleaned_up(folder, plan, lock):
                 write_plan(folder, plan, samples)
-                make(left)
+                make(left, locks=[lock])
                 check_lease(lock)
                 meta = finish(folder, plan, named)
         remove_parts(folder)
@@ -161,12 +161,12 @@ def _part(
             refuse_other_manifest(folder, plan, part)
             refuse_other_code(folder, code)
             check_lease(lock)
-            with _cleaned_up(folder, plan, wanted):
+            with _cleaned_up(folder, plan, lock, wanted):
                 write_plan(folder, plan, samples, wanted)
                 fix_settings(folder, code, command)
-            held.enter_context(part_lock(folder, part))
-        with _cleaned_up(folder, plan, wanted), weights_claim(folder) as is_ours:
-            make(left, may_write_weights=is_ours)
+            lock_of_part = held.enter_context(part_lock(folder, part))
+        with _cleaned_up(folder, plan, lock_of_part, wanted), weights_claim(folder) as (lock_of_weights, is_ours):
+            make(left, locks=[lock_of_part, lock_of_weights], may_write_weights=is_ours)
     return len(left)
 
 
@@ -220,27 +220,36 @@ def _make(
     load: Load,
     left: list[int],
     *,
+    locks: Sequence[Path],
     workers: int,
     progress: Progress | None,
     start: str,
     may_write_weights: bool = True,
 ) -> None:
-    """Make those shards that are left, and the target's weights if they are missing. The lock is held."""
+    """Make those shards that are left, and the target's weights if they are missing.
+
+    locks: that are held. A lost lease ends it before the next shard is created or gets its name.
+    """
+
+    def check() -> None:
+        for lock in locks:
+            check_lease(lock)
+
     totals = _Totals(progress, plan, samples, left)
     workers = min(workers, len(left))
     has = not may_write_weights or (has_weights(folder) if plan.is_native else has_embeddings(folder))
     job = Job(os.fspath(folder), plan, load, weights=not has)
     if workers > 1:
-        run_workers(job, left, workers, totals.add, start=start)
+        run_workers(job, left, workers, totals.add, check, start=start)
     elif left or job.weights:
-        run_here(job, samples, left, totals.add)
+        run_here(job, samples, left, totals.add, check)
 
 
 @contextmanager
-def _cleaned_up(folder: Path, plan: Plan, shards: Collection[int] | None = None) -> Iterator[None]:
+def _cleaned_up(folder: Path, plan: Plan, lock: Path, shards: Collection[int] | None = None) -> Iterator[None]:
     """Say on a full disk, or another error of it, what is kept, and remove the temporary files of the block.
 
-    shards: as `leftovers`.
+    lock: where its lease was lost, the files may be another run's. shards: as `leftovers`.
     """
     try:
         yield
@@ -252,7 +261,8 @@ def _cleaned_up(folder: Path, plan: Plan, shards: Collection[int] | None = None)
         raise OSError(error.errno, f"{error.strerror}. {advice}", error.filename) from error
     finally:
         with suppress(OSError):  # a better error is on its way, and the next run removes them
-            _remove_leftovers(folder, shards)
+            if not is_lost(lock):
+                _remove_leftovers(folder, shards)
 
 
 def write_plan(folder: Path, plan: Plan, samples: Samples, shards: Collection[int] | None = None) -> None:

@@ -21,6 +21,8 @@ from niels_gpt.storage.errors import CacheError
 _AHEAD = 2  # batches given to the writer: one that is being written, and one that waits
 Written = Callable[[int, int], None]
 """Called with the tokens and bytes that were written since the last call."""
+Check = Callable[[], object]
+"""Raises CacheError where this run has lost its lease, so that another one may be making the same shards."""
 
 
 class Forward(Protocol):
@@ -46,14 +48,17 @@ class Forward(Protocol):
         """Return a receipt's facts."""
 
 
-def make_shards(cache_dir: PathLike, plan: Plan, forward: Forward, shards: Iterable[int], written: Written) -> None:
+def make_shards(
+    cache_dir: PathLike, plan: Plan, forward: Forward, shards: Iterable[int], written: Written, check: Check
+) -> None:
     """Make shards, one after the other.
 
-    Raises: NonFiniteError, OSError; CacheError once `ENOUGH` supervised slots have no position. A shard that is not
-        finished is then removed.
+    check: called before a shard's file is created and before it is renamed, in a thread.
+    Raises: NonFiniteError, OSError; as `check`; CacheError once `ENOUGH` supervised slots have no position. A shard
+        that is not finished is then removed.
     """
     supervised = positions = 0
-    with _Writer(cache_dir, forward) as writer:
+    with _Writer(cache_dir, forward, check) as writer:
         for shard in shards:
             sums: dict[str, float] = dict.fromkeys(forward.sums, 0.0)
             for batch in plan.batches[shard]:
@@ -81,8 +86,8 @@ class _Writer:
     Leaving the block waits for all of it and raises the thread's error; a shard that was not committed is removed.
     """
 
-    def __init__(self, cache_dir: PathLike, forward: Forward) -> None:
-        self._cache_dir, self._forward = cache_dir, forward
+    def __init__(self, cache_dir: PathLike, forward: Forward, check: Check) -> None:
+        self._cache_dir, self._forward, self._check = cache_dir, forward, check
         self._pool = ThreadPoolExecutor(1)
         self._waiting: deque[Future[None]] = deque()
         self._shard: Any = None
@@ -133,11 +138,12 @@ class _Writer:
 
     def _write(self, shard: int, rows: list[int], lengths: list[int], made: Any) -> None:
         if self._shard is None:
+            self._check()
             self._shard = self._forward.open_shard(self._cache_dir, shard)
         self._bytes += self._forward.write(self._shard, rows, lengths, made)
         self._tokens += sum(lengths)
 
     def _commit(self, facts: dict[str, Any]) -> None:
         assert self._shard is not None
-        self._shard.commit(facts)
+        self._shard.commit(facts, self._check)
         self._shard = None

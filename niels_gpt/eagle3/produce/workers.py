@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any
@@ -28,7 +29,7 @@ from niels_gpt.eagle3.format.plan import Plan
 from niels_gpt.eagle3.format.samples import Samples
 from niels_gpt.eagle3.produce.forward import PlannedForward
 from niels_gpt.eagle3.produce.native_forward import NativeForward
-from niels_gpt.eagle3.produce.shards import Written, make_shards
+from niels_gpt.eagle3.produce.shards import Check, Written, make_shards
 from niels_gpt.eagle3.produce.trial import Found, try_target
 from niels_gpt.interrupts import sigint_blocked
 
@@ -50,10 +51,10 @@ class Job:
     """Whether this worker writes the target's embeddings, and in the native form its head."""
 
 
-def run_here(job: Job, samples: Samples, shards: Sequence[int], written: Written) -> None:
+def run_here(job: Job, samples: Samples, shards: Sequence[int], written: Written, check: Check) -> None:
     """Make shards in this process. Raises: as `make_shards`, and what `job.load` raises."""
     with torch_threads(job.plan.run["threads"]):
-        _run(job, samples, iter(shards), written, _device(job.plan, 0))
+        _run(job, samples, iter(shards), written, check, _device(job.plan, 0))
 
 
 def load_and_try(plan: Plan, samples: Samples, load: Load) -> tuple[Load, Found]:
@@ -101,11 +102,12 @@ def _try_for_parent(plan: Plan, samples: Samples, load: Load, parent: Connection
         parent.send((_sendable(error), None))
 
 
-def run_workers(job: Job, shards: Sequence[int], workers: int, written: Written, *, start: str) -> None:
+def run_workers(job: Job, shards: Sequence[int], workers: int, written: Written, check: Check, *, start: str) -> None:
     """Make shards in several processes, which read the samples from the sidecar.
 
+    check: called in this process, which has the lease; the workers wait for it.
     start: how processes are started, spawn or fork.
-    Raises: a worker's error; RuntimeError where one died.
+    Raises: as `check`; a worker's error; RuntimeError where one died.
     """
     context = multiprocessing.get_context(start)
     running: dict[Connection, Any] = {}
@@ -118,7 +120,7 @@ def run_workers(job: Job, shards: Sequence[int], workers: int, written: Written,
                 process.start()
             theirs.close()
             running[ours] = process
-        _serve(running, iter(shards), written)
+        _serve(running, iter(shards), written, check)
     finally:
         for process in running.values():
             process.terminate()
@@ -129,24 +131,34 @@ def run_workers(job: Job, shards: Sequence[int], workers: int, written: Written,
                 process.join()
 
 
-def _serve(running: dict[Connection, Any], shards: Iterator[int], written: Written) -> None:
-    """Hand out shards until all workers have ended."""
+def _serve(running: dict[Connection, Any], shards: Iterator[int], written: Written, check: Check) -> None:
+    """Hand out shards, and look at the lease for the workers, until all of them have ended."""
     open_ends = list(running)
     while open_ends:
         for end in connection.wait(open_ends):
             assert isinstance(end, Connection)
-            try:
+            with _noticing_death(running[end]):
                 what, *about = end.recv()
-                if what == "next":
-                    end.send(next(shards, None))
-            except (EOFError, OSError):  # it died within a message, or before it read the answer
-                raise _death_of(running[end]) from None
-            if what == "written":
+            if what == "check":
+                check()
+            elif what == "written":
                 written(*about)
             elif what == "failed":
                 raise about[0]
             elif what == "ended":
                 open_ends.remove(end)
+                continue
+            with _noticing_death(running[end]):
+                end.send(next(shards, None) if what == "next" else None)
+
+
+@contextmanager
+def _noticing_death(process: Any) -> Iterator[None]:
+    """Raise RuntimeError where a worker died within a message, or before it read the answer."""
+    try:
+        yield
+    except (EOFError, OSError):
+        raise _death_of(process) from None
 
 
 def _death_of(process: Any) -> RuntimeError:
@@ -165,14 +177,16 @@ def _death_of(process: Any) -> RuntimeError:
 
 def _work(job: Job, number: int, parent: Connection) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    ask = _asking(parent)
     try:
         samples = Samples.open(os.path.join(job.cache_dir, SIDECAR))
         torch.set_num_threads(job.plan.run["threads"])
         _run(
             job,
             samples,
-            _shards_from(parent),
-            lambda *written: parent.send(("written", *written)),
+            iter(partial(ask, "next"), None),
+            lambda *written: ask("written", *written),
+            partial(ask, "check"),
             _device(job.plan, number),
         )
         parent.send(("ended",))
@@ -181,13 +195,16 @@ def _work(job: Job, number: int, parent: Connection) -> None:
         parent.send(("failed", _sendable(error)))
 
 
-def _shards_from(parent: Connection) -> Iterator[int]:
-    while True:
-        parent.send(("next",))
-        shard = parent.recv()
-        if shard is None:
-            return
-        yield shard
+def _asking(parent: Connection) -> Callable[..., Any]:
+    """Return what sends a message to the parent, and returns its answer; of two threads one after the other."""
+    lock = threading.Lock()
+
+    def ask(*message: Any) -> Any:
+        with lock:
+            parent.send(message)
+            return parent.recv()
+
+    return ask
 
 
 def _end_with_parent() -> None:
@@ -208,15 +225,19 @@ def _sendable(error: BaseException) -> BaseException:
 # --- both -------------------------------------------------------------------------------------------------------------
 
 
-def _run(job: Job, samples: Samples, shards: Iterator[int], written: Written, device: torch.device) -> None:
+def _run(
+    job: Job, samples: Samples, shards: Iterator[int], written: Written, check: Check, device: torch.device
+) -> None:
     model = job.load(device)
     native = NativeForward(job.plan, samples, model, device) if job.plan.is_native else None
+    if job.weights:
+        check()
     if job.weights and native is not None:
         write_weights(job.cache_dir, native.head.weights())
     elif job.weights:
         write_embeddings(job.cache_dir, model.get_input_embeddings().weight)
     forward = native or PlannedForward(job.plan, samples, model, device)
-    make_shards(job.cache_dir, job.plan, forward, shards, written)
+    make_shards(job.cache_dir, job.plan, forward, shards, written, check)
 
 
 def _device(plan: Plan, number: int) -> torch.device:

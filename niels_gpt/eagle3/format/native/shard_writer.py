@@ -8,7 +8,7 @@ loss mask as one byte a token, its auxiliary states, scales, last hidden states,
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +87,12 @@ class NativeShardWriter:
         self._put_bits(int(begins[0]), int(ends[0]), loss)
         self._digests[row] = sample_digest(ends - begins, loss, pieces)
 
-    def commit(self, facts: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def commit(
+        self, facts: Mapping[str, Any] | None = None, check: Callable[[], object] | None = None
+    ) -> dict[str, Any]:
         """Rename the shard to its final name, durably, write its receipt, and return the receipt.
 
-        facts: stored in the receipt.
+        facts: stored in the receipt. check: called before the shard is renamed; what it raises prevents that.
         Raises: ValueError if a sample was not written.
         """
         if "" in self._digests:
@@ -100,7 +102,7 @@ class NativeShardWriter:
         self._file.write(self._begins["loss_bits"], self._bits)
         self._file.write(0, self._header)
         return commit_shard(
-            self._file, self._cache_dir, self._index, self._size, self._header, self._slots, self._digests, facts
+            self._file, self._cache_dir, self._index, self._size, self._header, self._slots, self._digests, facts, check
         )
 
     def discard(self) -> None:
