@@ -137,7 +137,10 @@ def test_leases_leave_nothing_in_the_sealed_folder(tmp_path: Path, form: str, wh
         assert make(folder, (number, 2), form) == 3 - number
     with part_lock(folder, (1, 4)):
         assert is_leased(folder / PARTS_NAME / "1-of-4.lock")
+    (folder / ".probe-01234567").mkdir()  # of a check of the file system that was killed
+    (folder / ".probe-01234567" / "old").touch()
     assert seal(folder).is_new and whole_tree(folder) == whole
+    assert not (folder / ".probe-01234567").exists()
 
 
 def lose_leases(folder: Path) -> None:

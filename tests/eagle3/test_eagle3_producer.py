@@ -240,9 +240,9 @@ def test_a_shard_is_written_while_the_next_one_is_computed(tmp_path: Path, monke
     started, commit, order = threading.Event(), ShardWriter.commit, []
     call = forward.PlannedForward.__call__
 
-    def slow_commit(self: ShardWriter, facts: Any) -> Any:
+    def slow_commit(self: ShardWriter, *arguments: Any) -> Any:
         order.append(started.wait(60))  # a writer that is not waited for: the next shard begins meanwhile
-        return commit(self, facts)
+        return commit(self, *arguments)
 
     def noted(self: Any, shard: int, batch: Any) -> Any:
         if shard == 1:

@@ -15,9 +15,12 @@ from niels_gpt.chat.tokenizers import Chat, open_tokenizer
 from niels_gpt.commands.eagle3 import respond as command
 from niels_gpt.eagle3.replies import chats as answering
 from niels_gpt.eagle3.replies.generate import Prompt, Reply, Sampling, Speaker, _sampled
-from niels_gpt.eagle3.replies.output import ReplyFile
+from niels_gpt.eagle3.replies.output import ReplyFile, opened
 from niels_gpt.recipes.eagle3.input import input_facts, input_rows
 from niels_gpt.settings import Settings
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.locks import apply_lock_setting
+from niels_gpt.storage.locks.folder import LEASES_DIR
 
 END = 3
 """Id of <|im_end|>."""
@@ -330,6 +333,20 @@ def test_a_killed_run_resumes_to_the_same_bytes_and_other_settings_are_refused(
     assert run(*how)[0] == 1 and "error[E701]" in capsys.readouterr().err
     part.with_name("other.jsonl").write_bytes(b"{}")
     assert run(*how, name="other.jsonl")[0] == 1 and "error[E704]" in capsys.readouterr().err
+
+
+def test_a_run_that_lost_its_lease_appends_nothing(tmp_path: Path) -> None:
+    apply_lock_setting(tmp_path, "lease")
+    with pytest.raises(CacheError, match="lost its lease") as error, opened(tmp_path / "r.jsonl", {}) as file:
+        assert isinstance(file, ReplyFile)
+        file.append([(0, [{}], {})])
+        for lease in (tmp_path / LEASES_DIR).iterdir():  # as another machine does that takes over
+            lease.unlink()
+        for act in (lambda: file.append([(1, [{}], {})]), lambda: file.finish({})):
+            with pytest.raises(CacheError, match="lost its lease"):
+                act()
+    assert error.value.code == "E512" and not (tmp_path / "r.jsonl").exists()
+    assert len((tmp_path / "r.jsonl.part").read_bytes().splitlines()) == 2
 
 
 def test_chats_of_one_id_and_prompt_get_replies_of_their_own(

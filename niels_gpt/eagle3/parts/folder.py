@@ -39,6 +39,8 @@ _OWN = re.compile(
     rf"{_PART.pattern}|({_PART.pattern}|weights)\.lock(\.[1-9][0-9]{{0,8}})?|settings\.json"
     rf"|\.({_PART.pattern}|settings\.json)\.[0-9a-f]{{8}}\.tmp"
 )
+_PROBE = re.compile(r"\.probe-[0-9a-f]{8}")
+"""Where a machine tried what the file system keeps, and was killed."""
 _COMMAND = ("niels-gpt", "eagle3", "precompute")
 _MOST_BYTES = 1 << 16
 
@@ -207,12 +209,13 @@ def refuse_foreign_files(folder: Path) -> None:
 
 
 def remove_parts(folder: Path) -> None:
-    """Remove `.parts`, and the `.locks.json` of --lock, of a cache that is finished.
+    """Remove `.parts`, the `.locks.json` of --lock, and what killed checks left, of a cache that is finished.
 
     The folder's lock is held, and no part is running. Raises: as `refuse_foreign_files`; nothing is removed then.
     """
     refuse_foreign_files(folder)
-    for name in (MARKER, PARTS_NAME):  # how the folder is locked was written by --lock, and is no file of a cache
+    probes = [name for name in os.listdir(folder) if _PROBE.fullmatch(name) and not (folder / name).is_symlink()]
+    for name in (MARKER, PARTS_NAME, *probes):  # how the folder is locked was written by --lock: no file of a cache
         if os.path.lexists(folder / name):
             fileio.remove(folder / name)
             fileio.fsync_dir(folder)

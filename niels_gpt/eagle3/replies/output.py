@@ -23,7 +23,7 @@ from typing import Any
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import OutputFile, canonical_json, sha256_file
-from niels_gpt.storage.locks import file_lock
+from niels_gpt.storage.locks import check_lease, file_lock
 from niels_gpt.storage.meta_json import open_regular, parse_object, read_regular
 
 RECORD_VERSION = 1
@@ -46,8 +46,12 @@ class ReplyFile:
         self._part: OutputFile | None = None
 
     def append(self, chats: Sequence[tuple[int, Sequence[Mapping[str, Any]], Mapping[str, int]]]) -> None:
-        """Add chats, each its number, rows and counts; durable when it returns. Those that are done are left out."""
+        """Add chats, each its number, rows and counts; durable when it returns. Those that are done are left out.
+
+        Raises: CacheError E512 where this process has lost its lease, so that another one may append.
+        """
         assert self._part is not None
+        self._check_lease()
         for number, rows, counts in chats:
             if number not in self.done:
                 self._places[number] = self._part.num_bytes
@@ -59,6 +63,7 @@ class ReplyFile:
     def finish(self, counters: Mapping[str, int]) -> dict[str, Any]:
         """Write the file, in the order of the chats; returns the record. counters: of what the source dropped."""
         assert self._part is not None
+        self._check_lease()
         temporary = self.path.with_name(f".{self.path.name}.tmp")
         file = OutputFile(temporary)
         with open(open_regular(self._part.path), "rb") as lines:
@@ -74,6 +79,9 @@ class ReplyFile:
         self._part.close()
         fileio.remove(self._part.path)
         return record
+
+    def _check_lease(self) -> None:
+        check_lease(_beside(self.path, _LOCK))
 
     def _record(self, **more: Any) -> dict[str, Any]:
         return {"record_version": RECORD_VERSION, "settings": self._settings, **more}

@@ -353,7 +353,7 @@ def carry_out(
         apply_lock_setting(Path(folder), options.lock)
     if options.part is not None:
         code = code_identity()
-        check_shared_folder(Path(folder))
+        check_shared_folder(Path(folder), "--output-dir")
     load = partial(
         open_target,
         name=options.target_model,

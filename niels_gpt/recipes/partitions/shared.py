@@ -64,10 +64,11 @@ def _installed(package: str) -> str | None:
 _warned: set[str] = set()  # folders, so that a process that builds many partitions says it once
 
 
-def check_shared_folder(folder: Path) -> None:
+def check_shared_folder(folder: Path, flag: str = "--cache-dir") -> None:
     """Check what builds on several machines need of a folder's file system, in a hidden folder that is removed again.
 
-    folder: of the caches; it is made if it is absent. Hard links are only noted: without them sealing copies.
+    folder: of the caches; it is made if it is absent. flag: of the command, which names it.
+    Hard links are only noted: without them sealing copies.
     Warns (W504) where locks are flock's and the file system is known, or may be thought, to keep them on one machine.
     Raises: CacheError E512 naming what the file system lacks; OSError that names the folder.
     """
@@ -80,7 +81,7 @@ def check_shared_folder(folder: Path) -> None:
             if what == _FLOCK and not by_flock:
                 continue
             if not works(probe):
-                remedy = "Add --lock lease" if what == _FLOCK else "Name another folder for the caches (--cache-dir)"
+                remedy = "Add --lock lease" if what == _FLOCK else f"Name another folder ({flag})"
                 raise CacheError(folder, f"its file system has no {what}", remedy=remedy, code="E512")
         if not _has_hard_links(probe):
             logger.info("%s: its file system has no hard links; files are copied instead", folder)
