@@ -87,7 +87,7 @@ def plan_partitions(context: dg.AssetExecutionContext, settings: SettingsResourc
     with clear_errors():
         if is_partitioned(core, resolve_source(core, name)):
             plan = run.prepare(core, name, observed=observed_of_cache(context, core))
-            states = partition_states(plan) if plan else []
+            states = [each for each in partition_states(plan) if each.number >= 0] if plan else []
             unfinished = [each.number for each in states if each.state != "finished"]
             found = f"{len(states) - len(unfinished)} finished, {len(unfinished)} to build" if plan else "up to date"
             context.log.info(f"pretrain/{name}: {core.partitions} partitions: {found}")

@@ -104,7 +104,9 @@ def build(
     settings, chosen = settings_of(given), None if is_all else source
     if partition is not None and dask is not None:
         raise click.UsageError("--partition builds one partition here, and --dask all of them elsewhere: leave out one")
-    if partition is not None and not dry_run:
+    if partition is not None and dry_run:
+        raise click.UsageError("--dry-run shows the partitions of a cache together: leave out --partition")
+    if partition is not None:
         return build_one(settings, source, partition, refresh=refresh, restart=restart)
     elsewhere = None if dask is None else on_dask(settings, dask)
     return build_caches(settings, chosen, dry_run=dry_run, refresh=refresh, restart=restart, in_partitions=elsewhere)

@@ -60,12 +60,17 @@ def build_one(settings: Settings, sources: Sequence[str], number: int, *, refres
     if refresh:
         prepare(settings, name, refresh=True)
     if restart:
+        if prepare(settings, name) is None:
+            whole = build_command(settings, key, "--restart")
+            raise UsageError(f"--partition {number}: {key} is sealed and up to date. To build it from scratch: {whole}")
         restart_partition(settings, name, number)
     with progress_bar(f"{key} {number}", items="documents") as progress:
         made = build_partition(settings, name, number, progress=progress)
     say(partition_line(made))
     data = {"key": key, "partition": number, "partitions": settings.partitions, "reused": made.reused}
-    data |= {"docs": made.meta["docs"], "totals": made.meta["totals"], "seconds": made.seconds}
+    if "partition" in made.meta:  # else it is that of the sealed cache
+        data |= {"docs": made.meta["docs"], "totals": made.meta["totals"]}
+    data["seconds"] = made.seconds
     plan = prepare(settings, name)
     if plan is None:
         return Result({**data, "sealed": True, "unfinished": []}, next=_show(settings, key))

@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import stat
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from niels_gpt.recipes.resolve import ResolvedSource
 from niels_gpt.settings import Settings
 from niels_gpt.storage.fileio import META_NAME, walked
 from niels_gpt.storage.remedies import build_command
-from niels_gpt.storage.versions import BUILDING, PARTITIONS, versions_dir
+from niels_gpt.storage.versions import BUILDING, PARTITIONS, VERSION_DIGITS, versions_dir
 from niels_gpt.tokenizers.protocol import MAX_IDS, token_dtype
 
 logger = logging.getLogger(__name__)
@@ -97,11 +98,20 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(existing).free
 
 
-def unfinished_bytes(path: Path) -> int:
-    """Return the bytes that unfinished builds of a cache, and its partitions, have written already."""
-    folders = (folder for kind in (BUILDING, PARTITIONS) for folder in versions_dir(path).glob(f"{kind}-*"))
-    files = (file for folder in folders for file in folder.rglob("*"))
-    return sum(file.lstat().st_size for file in files if file.is_file() and file.name != META_NAME)
+def unfinished_bytes(path: Path, fingerprint: str = "*") -> int:
+    """Return the bytes that unfinished builds of a cache, and its partitions, have written already.
+
+    fingerprint: of the recipe whose partitions count; * for those of all plans.
+    """
+    names = (f"{BUILDING}-*", f"{PARTITIONS}-{fingerprint[:VERSION_DIGITS]}")
+    folders = (folder for name in names for folder in versions_dir(path).glob(name))
+    files = (os.path.join(inside, name) for folder in folders for inside, _, names in os.walk(folder) for name in names)
+    total = 0
+    for file in files:
+        with suppress(FileNotFoundError):  # its builder has moved or removed it
+            about = os.lstat(file)
+            total += about.st_size if stat.S_ISREG(about.st_mode) and os.path.basename(file) != META_NAME else 0
+    return total
 
 
 def refuse_without_room(settings: Settings, cache_dir: Path, needs: dict[str, DiskNeed], written: int = 0) -> None:

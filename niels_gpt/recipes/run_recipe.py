@@ -328,7 +328,8 @@ class AskedCache:
         if self.settings.disk_check:
             num_ids = self.tokenizer.vocab_size if self.tokenizer else None
             needs = {self.key: needed_bytes(self.settings, self.source, num_ids)}
-            refuse_without_room(self.settings, cache_root(self.settings), needs, unfinished_bytes(self.path))
+            written = unfinished_bytes(self.path, self.fingerprint)
+            refuse_without_room(self.settings, cache_root(self.settings), needs, written)
 
     def described(self, *flags: str) -> Source:
         """Return what meta.json says of the source. flags: of the command from scratch, before --restart."""

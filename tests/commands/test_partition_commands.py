@@ -43,6 +43,13 @@ def test_partitions_are_built_and_sealed_by_the_commands_that_are_printed(
     assert "2 partitions" in capsys.readouterr().out
     assert main(["seal", "notes", "--sizes-only", "--json", *notes]) == 0
     assert json.loads(capsys.readouterr().out)["caches"][0]["state"] == "up to date"
+    assert main(["build", "notes", "--partition", "0", "--json", *notes]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["sealed"], found["reused"]) == (True, True) and not {"docs", "totals"} & {*found}
+    assert main(["build", "notes", "--partition", "0", "--restart", *notes]) == 2
+    again = shlex.split(capsys.readouterr().err.rpartition("scratch: ")[2])
+    assert again[:2] == ["niels-gpt", "build"] and "--restart" in again and "--partition" not in again
+    assert main([*again[1:], "--dry-run"]) == 0
     assert main(["build", "notes", "--partition", "0", *notes]) == 0
     assert "up to date" in capsys.readouterr().out
 
@@ -63,6 +70,7 @@ def test_the_other_face_builds_and_seals_too(notes: list[str]) -> None:
         ["build", "roam", "--partitions", "8", "--partition", "8"],
         ["build", "gutenberg", "--partitions", "8", "--partition", "1"],
         ["build", "--all", "--partitions", "8", "--partition", "1"],
+        ["build", "roam", "--partitions", "8", "--partition", "1", "--dry-run"],
         ["seal", "oasst1", "--partitions", "8"],
         ["seal", "roam"],
     ],

@@ -18,6 +18,7 @@ from support.dagster_runs import metadata, run, shell, stale, verdicts
 from support.small_builds import quick_folder
 
 from niels_gpt.cache.meta import read_meta
+from niels_gpt.recipes.partitions.run import prepare
 from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.settings import Settings
 from pipelines.definitions import niels_definitions
@@ -96,6 +97,17 @@ def test_each_partition_is_a_step_and_the_cache_is_that_of_a_build_without_dagst
     again = run(instance, three, "pretrain/wikitext")
     assert steps(again) == {"plan_partitions", "seal_cache"}
     assert metadata(again)["pretrain/wikitext"]["run/state"] == "reused: nothing it depends on has changed"
+
+
+@pytest.mark.slow
+def test_what_is_no_partition_in_the_plans_folder_is_an_error_of_the_seal(
+    instance: dg.DagsterInstance, three: Settings
+) -> None:
+    plan = prepare(three, "wikitext")
+    assert plan is not None
+    (plan.folder / ".nfs0000001").touch()
+    with pytest.raises(dg.Failure, match=r"E510|nfs0000001"):
+        run(instance, three, "pretrain/wikitext")
 
 
 def test_to_dagster_it_is_the_same_asset(settings: Settings) -> None:

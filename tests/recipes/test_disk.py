@@ -91,6 +91,16 @@ def test_a_token_takes_two_bytes_or_four_by_the_vocabulary_and_either_where_it_i
     assert (unknown.least, unknown.most) == (narrow.least, wide.most)
 
 
+def test_what_other_plans_have_written_is_no_room_for_this_one(tmp_path: Path) -> None:
+    for name in ("building-0123", "partitions-0123456789ab/.versions/00000", "partitions-ba9876543210"):
+        folder = tmp_path / ".versions/notes" / name
+        folder.mkdir(parents=True)
+        (folder / "train").write_bytes(bytes(100))
+        (folder / "link").symlink_to(folder / "train")
+    assert disk.unfinished_bytes(tmp_path / "notes") == 300
+    assert disk.unfinished_bytes(tmp_path / "notes", "0123456789ab" + "c" * 52) == 200
+
+
 @pytest.mark.parametrize("key", sorted(RECIPES))
 def test_the_projects_caches_take_no_more_and_no_less_than_was_said(settings: Settings, key: str) -> None:
     need = needed_bytes(settings, resolve_source(settings, key.split("/")[1]), settings.vocab_size)

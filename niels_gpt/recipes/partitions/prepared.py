@@ -218,7 +218,7 @@ def prepared(
         why = f"partitions is {settings.partitions}" if settings.partitions < 2 else "a stub, chats or rollouts"
         raise UsageError(f"{key}: {why}; expected a pretrain cache with text and 2 or more partitions (--partitions)")
     check_val_frac(settings, source)
-    _check_folder(cache_root(settings))
+    _check_folder(cache_root(settings).absolute())
     staged = _tokenizer(settings, source, refresh, fixes)
     tokenizer = tokenizer_for(settings, key, source, staged.path)
     listing = listing_of(source)
