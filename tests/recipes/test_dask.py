@@ -76,6 +76,15 @@ class Cluster:
             )
         self._processes.append(process)
 
+    @property
+    def workers(self) -> list[subprocess.Popen[bytes]]:
+        return self._processes[1:]
+
+    def signal_workers(self, number: int) -> None:
+        """Send a signal to each worker that is there."""
+        for process in self.workers:
+            process.send_signal(number)
+
     def wait_for(self, workers: int) -> None:
         """Wait for a number of workers."""
         from distributed import Client
@@ -164,6 +173,28 @@ def test_a_worker_says_why_it_cannot_build(notes: Settings, tmp_path: Path) -> N
     assert codes == {"nothing": None, "code": "E511", **others, "source": "E301"}
     assert "0.0.1" in str(found["code"]) and "texts" not in str(found["source"])
     assert not list((tmp_path / "cache").glob(".probe*")), "the file for the workers is removed"
+
+
+@pytest.mark.slow
+@needs_dask
+def test_workers_that_hang_are_left_out_and_the_others_build(
+    notes: Settings, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(dask, "PATIENCE_S", 3.0)
+    cluster.worker()
+    cluster.wait_for(3)
+    try:
+        cluster.signal_workers(signal.SIGSTOP)
+        with pytest.raises(CacheError, match="no worker") as alone:
+            dask.build_on_dask(notes, "notes", cluster.address)
+        assert alone.value.code == "E513"
+    finally:
+        cluster.signal_workers(signal.SIGCONT)
+    hangs = cluster.workers[-1]
+    hangs.send_signal(signal.SIGSTOP)
+    assert not dask.build_on_dask(notes, "notes", cluster.address).reused
+    hangs.kill()
+    assert [record.code for record in caplog.records if "left out" in record.message] == ["W508"] * 4
 
 
 @pytest.mark.slow

@@ -6,6 +6,8 @@ and no worker builds before it has been looked at. What runs on a worker is in w
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import logging
 import os
 import re
@@ -17,7 +19,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from niels_gpt.builders.partitions.plan import Plan
 from niels_gpt.builders.partitions.receipts import partition_states
@@ -25,7 +27,7 @@ from niels_gpt.interrupts import sigint_blocked
 from niels_gpt.progress import Progress
 from niels_gpt.recipes.partitions.run import prepare, seal_cache
 from niels_gpt.recipes.partitions.shared import code_identity
-from niels_gpt.recipes.partitions.worker import Built, Said, Work, build_there, inputs_seen, obstacle
+from niels_gpt.recipes.partitions.worker import BUSY, Built, Said, Work, build_there, inputs_seen, obstacle
 from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.recipes.run_recipe import Outcome, cache_root
 from niels_gpt.settings import Settings, UsageError
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 60.0
-"""How long a build waits for the scheduler, and for a worker while there is none."""
+"""How long a build waits for the scheduler, for a worker while there is none, and for the answer of a new one."""
 MOST_DEATHS = 4
 """How many workers may die with a partition before it is given up."""
 _LOOK_S = 1.0  # between two looks at which workers there are
@@ -149,54 +151,120 @@ def _quiet(level: int) -> Iterator[None]:
         log.setLevel(before)
 
 
+class _Look(NamedTuple):
+    """A worker that is looked at: the call, and when it was first asked."""
+
+    call: concurrent.futures.Future[dict[str, Any]]
+    since: float
+
+    def is_late(self, now: float) -> bool:
+        return now - self.since > PATIENCE_S
+
+    def waits(self, now: float) -> bool:
+        """Whether its answer may come yet."""
+        return not self.call.done() and not self.is_late(now)
+
+
 class _Workers:
     """The workers of a cluster: those that were looked at and can build."""
 
     def __init__(self, client: Client, where: str, work: Work) -> None:
         self.client, self._where, self._work = client, where, work
+        self.changed = threading.Event()
+        """Set where a worker has answered or a task has ended."""
         self._fit: dict[str, bool] = {}
-        self._seen_at = time.monotonic()
+        self._looks: dict[str, _Look] = {}
+        self._busy: set[str] = set()
+        self._seen_at = self._first_at = time.monotonic()
 
     def there(self) -> list[str]:
-        """Return the addresses of those that are there and can build; new ones are looked at first.
+        """Return the addresses of those that are there and can build; new ones are asked, and not waited for.
 
+        The first ones are: there is none before each of them has answered, or has not for too long.
         Raises: CacheError where one of the first workers cannot build, and where there is none for too long.
         """
         try:
             there = list(self.client.nthreads())
         except (OSError, RuntimeError) as error:
             raise CacheError(self._where, f"the scheduler is gone ({error})", code="E513") from error
-        if new := [address for address in there if address not in self._fit]:
-            self._look_at(new)
-        fit = [address for address in there if self._fit.get(address)]
         now = time.monotonic()
-        if fit:
+        if not (self._fit or self._looks):
+            self._first_at = now
+        for address in there:
+            if address not in self._fit and address not in self._looks:
+                self._ask(address, now)
+        waited_for = {address for address, look in self._looks.items() if address in there and look.waits(now)}
+        if not any(self._looks[address].since == self._first_at for address in waited_for):
+            self._take_answers([address for address in self._looks if address not in waited_for], there, now)
+        fit = [address for address in there if self._fit.get(address)]
+        if fit or self._looks:
             self._seen_at = now
         elif now - self._seen_at > PATIENCE_S:
             remedy = f"Start some, and run the same command again: dask worker {self._where}"
             raise CacheError(self._where, f"no worker for {PATIENCE_S:.0f} s", "", remedy, code="E513")
         return fit
 
-    def _look_at(self, addresses: Sequence[str]) -> None:
-        found = self.client.run(obstacle, self._work, workers=list(addresses), on_error="return")
+    def close(self) -> None:
+        """Wait for no answer any more."""
+        for look in self._looks.values():
+            look.call.cancel()
+
+    def _ask(self, address: str, since: float) -> None:
+        # A call for each, in the client's own thread: one that hangs holds up no other, and not the build.
+        how: dict[str, Any] = {"workers": [address], "on_error": "return", "asynchronous": True}
+        coroutine = self.client.run(obstacle, self._work, **how)
+        call = asyncio.run_coroutine_threadsafe(coroutine, self.client.loop.asyncio_loop)
+        call.add_done_callback(lambda _: self.changed.set())
+        self._looks[address] = _Look(call, since)
+
+    def _take_answers(self, addresses: Sequence[str], there: Sequence[str], now: float) -> None:
+        """Note which workers can build. Raises: CacheError for one that cannot, where none is known that can."""
         problems: dict[str, Said] = {}
         is_first = not any(self._fit.values())
-        for address, what in found.items():
-            if isinstance(what, OSError):  # it has gone meanwhile
+        for address in addresses:
+            look = self._looks.pop(address)
+            what = _answer(look.call, address)
+            if address not in there:
                 continue
-            if isinstance(what, Exception):  # as where niels-gpt is not installed
-                what = ("E511", f"it cannot run this niels-gpt: {what}. Install the same version there")
-            self._fit[address] = what is None
-            if what is not None:
-                problems[address] = what
-        if not problems:
-            return
-        told = [f"worker {address}: {text}" for address, (_, text) in sorted(problems.items())]
-        if is_first:
+            if what == BUSY:
+                if address not in self._busy:
+                    logger.info("worker %s: %s; it is asked again until it has ended", address, BUSY[1])
+                self._busy.add(address)
+                self._ask(address, now)
+            elif isinstance(what, OSError):  # it is going, or hangs
+                if look.is_late(now):
+                    self._fit[address] = False
+                    self._leave_out(address, f"it has not answered for {PATIENCE_S:.0f} s")
+                else:
+                    self._ask(address, look.since)
+            else:
+                self._fit[address] = what is None
+                if what is not None:
+                    problems[address] = what
+        if problems and is_first:
+            told = [f"worker {address}: {text}" for address, (_, text) in sorted(problems.items())]
             code = next(iter(problems.values()))[0] or "E513"
             raise CacheError(self._where, _lines(told), code=code)
-        for each in told:
-            logger.warning("%s: left out: %s", self._where, each, extra={"code": "W508"})
+        for address, (_, text) in sorted(problems.items()):
+            self._leave_out(address, text)
+
+    def _leave_out(self, address: str, why: str) -> None:
+        logger.warning("%s: left out: worker %s: %s", self._where, address, why, extra={"code": "W508"})
+
+
+def _answer(call: concurrent.futures.Future[dict[str, Any]], address: str) -> Said | OSError | None:
+    """Return what a worker has said of itself; OSError where it has not."""
+    if not call.done():
+        call.cancel()
+        return TimeoutError()
+    try:
+        what = call.result()[address]
+    except (OSError, RuntimeError) as error:  # of the scheduler: the next look at it says so
+        return OSError(error)
+    if isinstance(what, Exception) and not isinstance(what, OSError):  # as where niels-gpt is not installed
+        return "E511", f"it cannot run this niels-gpt: {what}. Install the same version there"
+    found: Said | OSError | None = what
+    return found
 
 
 @dataclass
@@ -249,29 +317,30 @@ class _Build:
 
         Raises: as `_Workers.there`; CacheError naming the partitions that failed, after the others are finished.
         """
-        changed = threading.Event()
+        changed = self.workers.changed
         try:
             while self.waiting or self.running:
                 there = self.workers.there()
-                self._start(there, changed)
+                self._start(there)
                 changed.wait(_LOOK_S)
                 changed.clear()
                 for number in list(self.running):
                     self._look_after(number, there)
         finally:
+            self.workers.close()
             with suppress(Exception):
                 self.workers.client.cancel([task for task, _ in self.running.values()])
         if self.failures:
             raise self._failed()
 
-    def _start(self, there: Sequence[str], changed: threading.Event) -> None:
+    def _start(self, there: Sequence[str]) -> None:
         busy = {address for _, address in self.running.values()}
         for address in there:
             if address not in busy and self.waiting:
                 number = self.waiting.popleft()
                 key = f"partition {number} of {self.plan.content['cache']} {secrets.token_hex(4)}"
                 task = self.workers.client.submit(build_there, self.work, number, key=key, workers=[address])
-                task.add_done_callback(lambda _: changed.set())
+                task.add_done_callback(lambda _: self.workers.changed.set())
                 self.running[number] = task, address
 
     def _look_after(self, number: int, there: Sequence[str]) -> None:

@@ -25,6 +25,9 @@ from niels_gpt.storage.errors import CacheError
 
 Said = tuple[str | None, str]
 """A warning or an obstacle: its code and its text."""
+BUSY: Said = (None, "it builds for another command")
+"""Of a worker that cannot be looked at yet."""
+_WAIT_S = 5.0  # of a look for the end of a build on the same worker
 _ONE_AT_A_TIME = threading.Lock()  # the current folder is the process's, and a build takes all of its threads
 
 
@@ -68,7 +71,7 @@ class _NotWanted(Exception):
 
 
 async def obstacle(work: Work) -> Said | None:
-    """Return why this worker cannot build the partitions of a cache; None if it can."""
+    """Return why this worker cannot build the partitions of a cache; None if it can, and BUSY if it builds."""
     return await asyncio.to_thread(_obstacle, work)
 
 
@@ -134,11 +137,15 @@ def _obstacle(work: Work) -> Said | None:
         return "E513", f"it does not see the folder of caches: {work.probe} is {token[:80]!r} there"
     if not os.path.isdir(work.folder):
         return "E513", f"it does not see the current folder {work.folder}. Run the command in a folder that all share"
+    if not _ONE_AT_A_TIME.acquire(timeout=_WAIT_S):
+        return BUSY
     try:
-        with _ONE_AT_A_TIME, contextlib.chdir(work.folder), _collected_warnings():
+        with contextlib.chdir(work.folder), _collected_warnings():
             differing = _differing(inputs_seen(work.settings, work.name), work.inputs)
     except Exception as error:
         return code_of(error), str(error)
+    finally:
+        _ONE_AT_A_TIME.release()
     return ("E513", f"it sees other inputs: {differing}") if differing else None
 
 
