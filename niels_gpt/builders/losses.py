@@ -112,11 +112,12 @@ def warn_of_losses(
     trip = meta["roundtrip"]
     if trip["differ"]:
         logger.warning(
-            "%s: the tokenizer is lossy: %d of the first %d texts are changed by encoding and decoding%s. A "
-            "tokenizer that is trained here with the default normalization loses nothing",
+            "%s: the tokenizer is lossy: %d of the first %d texts%s are changed by encoding and "
+            "decoding%s. A tokenizer that is trained here with the default normalization loses nothing",
             where,
             trip["differ"],
             trip["texts"],
+            " of its partitions" if "partitions" in meta else "",
             f"; {changed}" if changed else "",
             extra={"code": "W401"},
         )
@@ -173,6 +174,7 @@ def loss_table(meta: Mapping[str, Any]) -> dict[str, str]:
     if isinstance(trip, Mapping) and _numbers(trip).get("texts"):
         texts, differ = _numbers(trip)["texts"], _numbers(trip).get("differ", 0)
         of = f"{texts:,} probe texts" if meta.get("kind") == "tokenizer" else f"the first {texts:,}"
+        of += " of the partitions" * ("partitions" in meta)
         rows["round trip"] = f"lossy: {differ:,} of {of} differ" if differ else f"{texts:,} texts come back"
     if "unknown_ids" in meta:
         rows["unknown ids"] = f"{_numbers(meta).get('unknown_ids', 0):,}"

@@ -59,6 +59,13 @@ def content_sha256(records: list[dict[str, Any]]) -> str:
     return hashlib.sha256("".join(f"{digest}  {name}\n" for name, digest in lines).encode()).hexdigest()
 
 
+def why_unmet(meta: Mapping[str, Any]) -> str:
+    """Return why a split of a pretrain cache may have fewer tokens than its budget."""
+    if "partitions" in meta:
+        return "partitions with too little text leave a part of the budget unused, which is not given to others"
+    return "the source ended first"
+
+
 def vocabulary_of(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the keys of meta.json that the tokenizer decides. Call it before a build: the model may be replaced."""
     return {

@@ -13,7 +13,14 @@ from concurrent.futures import Executor
 from typing import Any, cast
 
 from niels_gpt.builders.build import CHECKPOINT_SECONDS, Build
-from niels_gpt.builders.meta_keys import Source, build_identity, describe_and_commit, vocabulary_of, write_description
+from niels_gpt.builders.meta_keys import (
+    Source,
+    build_identity,
+    describe_and_commit,
+    vocabulary_of,
+    why_unmet,
+    write_description,
+)
 from niels_gpt.builders.resume import NoTextError, open_build
 from niels_gpt.builders.shards import Shards, files_of, with_ids
 from niels_gpt.builders.source import SHUFFLE_ALGORITHM, Shuffled
@@ -242,10 +249,11 @@ def warn_of_unmet_budgets(out_dir: str | os.PathLike[str], meta: Mapping[str, An
     for split in SPLITS:
         if meta["budget_reached"][split] is False and meta["source"].get("kind") != "sample":
             logger.warning(
-                "%s: %s has %s of %s tokens: the source ended first",
+                "%s: %s has %s of %s tokens: %s",
                 out_dir,
                 split,
                 f"{meta['totals'][f'{split}_tokens']:,}",
                 f"{meta[f'max_{split}_tokens']:,}",
+                why_unmet(meta),
                 extra={"code": "W306"},
             )

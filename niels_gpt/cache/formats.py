@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from niels_gpt.builders.meta_keys import FORMAT_VERSION, PARTITIONED_VERSION
 from niels_gpt.builders.split import SPLITS
 from niels_gpt.builders.writer import OFFSET_DTYPE
+from niels_gpt.storage.meta_json import checked_count, wrong_value
 from niels_gpt.tokenizers.protocol import Ids
 from niels_gpt.tokenizers.vocabulary import NARROW, TokenDtype, token_dtype_of
 
@@ -25,6 +26,8 @@ DEFAULT_SHARD_BYTES = 2**27
 SHARD_GLOB = "shard_*.bin"
 IGNORE_INDEX = -100
 """The target that torch's cross entropy ignores (PR-03)."""
+
+_OF_EACH = frozenset(f"{split}_{name}" for split in SPLITS for name in ("tokens", "docs", "shards"))
 
 __all__ = [
     "DEFAULT_SHARD_BYTES",
@@ -36,6 +39,7 @@ __all__ = [
     "SPLITS",
     "Ids",
     "TokenDtype",
+    "check_partitions",
     "flat_targets",
     "format_version_of",
     "masked_targets",
@@ -49,6 +53,31 @@ __all__ = [
 def format_version_of(meta: Mapping[str, Any]) -> int:
     """Return the format version that a meta.json must have: 2 for a pretrain cache of several partitions, else 1."""
     return PARTITIONED_VERSION if "partitions" in meta and meta.get("kind") == "pretrain" else FORMAT_VERSION
+
+
+def check_partitions(meta: Mapping[str, Any], where: str) -> None:
+    """Check the form of `partitions` in a meta.json, where it is there. Raises: CacheError.
+
+    where: the file, for messages.
+    """
+    if "partitions" not in meta or meta.get("kind") is None:  # without a kind: of another tool
+        return
+    partitions = meta["partitions"]
+    if meta["kind"] != "pretrain" or not isinstance(partitions, dict) or {*partitions} != {"total", "rule", "of_each"}:
+        raise wrong_value(
+            where, "partitions", partitions, "total, rule and of_each of a pretrain cache, and no other key"
+        )
+    checked_count(partitions["total"], "partitions.total", where)
+    if not isinstance(partitions["rule"], str):
+        raise wrong_value(where, "partitions.rule", partitions["rule"], "text")
+    if not isinstance(partitions["of_each"], list):
+        raise wrong_value(where, "partitions.of_each", partitions["of_each"], "a list")
+    for number, each in enumerate(partitions["of_each"]):
+        name = f"partitions.of_each[{number}]"
+        if not isinstance(each, dict) or each.keys() != _OF_EACH:
+            raise wrong_value(where, name, each, f"an object of {', '.join(sorted(_OF_EACH))}")
+        for key, count in each.items():
+            checked_count(count, f"{name}.{key}", where)
 
 
 def target_mask(ids: Ids, lengths: NDArray[np.int64], *, asst_id: int, eot_id: int) -> NDArray[np.bool_]:

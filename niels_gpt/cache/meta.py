@@ -11,7 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.cache.formats import SHARD_GLOB, SPLITS, format_version_of, token_dtype_of
+from niels_gpt.cache.formats import (
+    FORMAT_VERSION,
+    SHARD_GLOB,
+    SPLITS,
+    check_partitions,
+    format_version_of,
+    token_dtype_of,
+)
 from niels_gpt.cache.loss_bits import check_loss_keys
 from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES
 from niels_gpt.storage.errors import REBUILD, CacheError
@@ -161,9 +168,10 @@ def checked_meta(meta: dict[str, Any], where: str, kind: str | None = None) -> N
     if not any(built is value for value in (True, False)) and built != "partial":  # 1 == True, but is not written
         raise wrong_value(where, "built", built, "True or False or 'partial'")
     expected = format_version_of(meta)
-    version = meta.get("format_version", expected)
+    version = meta.get("format_version", FORMAT_VERSION)
     if integer(version, 0, 2**63) != expected:
         raise wrong_value(where, "format_version", version, f"{expected}, which this reader knows")
+    check_partitions(meta, where)
     check_vocab_size(meta, where)
     if "tokenizer_sha256" not in meta and meta.get("kind") in KINDS:
         raise CacheError(

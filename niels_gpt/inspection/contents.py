@@ -39,6 +39,8 @@ def content_damages(files: CacheFiles) -> Iterator[Damage]:
         index, shards = meta["index"][split], meta["shards"][split]
         num_tokens = sum(record["tokens"] for record in shards)
         yield from _scanned(files, index, OffsetsScan(index["name"], num_tokens, with_end=pretrain))
+        if index["name"] in files.sound and "partitions" in meta:
+            yield from _partition_damages(meta, split, _offsets(files, index))
         if split in meta.get("ids", {}):
             ids = meta["ids"][split]
             yield from _scanned(files, ids, LinesScan(ids["name"], index["entries"] - pretrain))
@@ -230,6 +232,27 @@ def _is_one_of(tokens: Ids, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
     return found
 
 
+def _ends(meta: dict[str, Any], split: str, unit: str) -> NDArray[np.int64]:
+    """Return where each partition ends in a split, in tokens or docs: int64 [partitions]."""
+    counts = [each[f"{split}_{unit}"] for each in meta["partitions"]["of_each"]]
+    return np.cumsum(np.array(counts, dtype=np.int64))
+
+
+def _partition_damages(meta: dict[str, Any], split: str, bounds: NDArray[np.int64]) -> Iterator[Damage]:
+    """Yield the first partition whose documents and tokens in meta.json do not end at one place of the index.
+
+    bounds: where each document starts, and where the last one ends.
+    """
+    docs, tokens = _ends(meta, split, "docs"), _ends(meta, split, "tokens")
+    found = bounds[np.clip(docs, 0, len(bounds) - 1)]
+    for number in np.flatnonzero(found != tokens)[:1].tolist():
+        problem = (
+            f"partitions.of_each[{number}] ends {split} at token {tokens[number]:,}, but its {split}_docs end it at "
+            f"{found[number]:,}, by the index"
+        )
+        yield Damage(META_NAME, 0, 0, problem)
+
+
 def _cut_places(meta: dict[str, Any], split: str, bounds: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the last token of each document that may be cut and lack its end: of the last one of each partition.
 
@@ -237,10 +260,7 @@ def _cut_places(meta: dict[str, Any], split: str, bounds: NDArray[np.int64]) -> 
     """
     if not meta.get("cut", {}).get("documents", 0) or len(bounds) < 2:
         return np.zeros(0, dtype=np.int64)
-    of_each = meta["partitions"]["of_each"] if "partitions" in meta else [{f"{split}_docs": len(bounds) - 1}]
-    lasts = np.cumsum([each[f"{split}_docs"] for each in of_each])
-    places: NDArray[np.int64] = bounds[np.minimum(lasts, len(bounds) - 1)] - 1
-    return places
+    return (_ends(meta, split, "tokens") if "partitions" in meta else bounds[-1:]) - 1
 
 
 class SentinelScan:

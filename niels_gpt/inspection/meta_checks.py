@@ -12,9 +12,9 @@ from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.builders.meta_keys import content_sha256
+from niels_gpt.builders.meta_keys import content_sha256, why_unmet
 from niels_gpt.builders.writer import OFFSET_DTYPE, num_blocks
-from niels_gpt.cache.formats import SPLITS, format_version_of
+from niels_gpt.cache.formats import FORMAT_VERSION, SPLITS, check_partitions, format_version_of
 from niels_gpt.cache.loss_bits import has_loss_bits, num_bytes
 from niels_gpt.cache.meta import KINDS
 from niels_gpt.inspection.file_checks import (
@@ -27,7 +27,7 @@ from niels_gpt.inspection.file_checks import (
 from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
-from niels_gpt.storage.meta_json import checked_count, meta_crc32, parse_object, read_regular, shortened
+from niels_gpt.storage.meta_json import meta_crc32, parse_object, read_regular, shortened
 from niels_gpt.tokenizers.files import MODEL_NAME, TOKENIZER_JSON
 from niels_gpt.tokenizers.protocol import token_dtype_name
 from niels_gpt.tokenizers.vocabulary import integer, most_ids, token_dtype_of
@@ -112,8 +112,9 @@ def content_sha256_problem(meta: Meta, records: list[dict[str, Any]]) -> str | N
 
 
 def _sum_problems(meta: Meta, records: list[dict[str, Any]]) -> Iterator[Problem]:
-    if meta.get("format_version", expected := format_version_of(meta)) != expected:
-        raise ValueError(f"format_version is {meta['format_version']!r}, expected {expected}")
+    if (version := meta.get("format_version", FORMAT_VERSION)) != (expected := format_version_of(meta)):
+        raise ValueError(f"format_version is {version!r}, expected {expected}")
+    check_partitions(meta, META_NAME)
     if problem := content_sha256_problem(meta, records):
         yield "content_sha256", problem
     if meta["kind"] == "rollouts":  # its vocabulary may be unknown, and its index is compared by its own checks
@@ -194,8 +195,8 @@ def _partition_sums(meta: Meta, split: str, ends: list[int]) -> Iterator[Problem
     of_each, shards = meta["partitions"]["of_each"], meta["shards"][split]
     yield from _compare("partitions", "partitions.total", meta["partitions"]["total"], len(of_each))
     for name, whole in (("docs", meta["docs"][split]), ("shards", len(shards))):
-        numbers = [checked_count(each[f"{split}_{name}"], f"{split}_{name}", META_NAME) for each in of_each]
-        yield from _compare("partitions", f"the sum of {split}_{name} in partitions.of_each", sum(numbers), whole)
+        total = sum(each[f"{split}_{name}"] for each in of_each)
+        yield from _compare("partitions", f"the sum of {split}_{name} in partitions.of_each", total, whole)
     for number, (each, first, end) in enumerate(zip(of_each, [0, *ends], ends, strict=False)):
         tokens, key = sum(record["tokens"] for record in shards[first:end]), f"{split}_tokens"
         yield from _compare("partitions", f"partitions.of_each[{number}].{key}", each[key], tokens)
@@ -237,8 +238,8 @@ def budget_problems(meta: Meta) -> Iterator[str]:
     for split in SPLITS:
         if meta["budget_reached"][split] is False:  # null: no budget
             yield (
-                f"{split} has {totals[f'{split}_tokens']:,} of {meta[f'max_{split}_tokens']:,} tokens: the source "
-                "ended first. Give it more text, or lower the budget"
+                f"{split} has {totals[f'{split}_tokens']:,} of {meta[f'max_{split}_tokens']:,} tokens: "
+                f"{why_unmet(meta)}. Give it more text, or lower the budget"
             )
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from niels_gpt.builders.losses import loss_table
 from niels_gpt.builders.split import asked_share
-from niels_gpt.cache.formats import OFFSET_DTYPE, SPLITS, Ids, target_mask, token_dtype_of
+from niels_gpt.cache.formats import OFFSET_DTYPE, SPLITS, Ids, check_partitions, target_mask, token_dtype_of
 from niels_gpt.cache.loss_bits import LossBits, has_loss_bits
 from niels_gpt.cache.meta import read_meta, sentinel_names, special_id, tokenizer_above
 from niels_gpt.cache.mmap import load_idx, mmap_tokens
@@ -70,6 +70,7 @@ def open_version(cache: Path, kinds: Sequence[str] = ("pretrain", "sft")) -> tup
     file_records(meta, where)
     if meta.get("kind") not in kinds:
         raise CacheError(where, f"kind is {shortened(meta.get('kind'))}", " or ".join(kinds), code="E208")
+    check_partitions(meta, where)
     built, totals = meta.get("built", True), meta.get("totals", {})
     if not any(built is value for value in (True, False)) and built != "partial":
         raise wrong_value(where, "built", built, 'true, false or "partial"')

@@ -69,7 +69,8 @@ A row or document cannot be used and was left out. The first one is named; the o
 repaired_utf8; more like it are counted only
 
 W306 budget-not-reached
-The source ended before the number of tokens that was asked for. The cache holds all of the source.
+The source ended before the number of tokens that was asked for. The cache holds all of the source. In partitions, one
+of them may have ended first: what it leaves of its part of the budget is not given to others.
 > Nothing, or add text, or ask for fewer tokens.
 = cache/pretrain/fineweb_edu: train has 14,225 of 200,000,000 tokens: the source ended first
 

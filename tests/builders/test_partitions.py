@@ -98,6 +98,15 @@ def test_sums_of_partitions_that_do_not_agree_are_damage(tmp_path: Path) -> None
     for key in ("train_tokens", "train_docs", "val_shards"):
         wrong = [{**each[0], key: each[0][key] + 1}, *each[1:]]
         assert "of_each" in problems(partitions={**raw["partitions"], "of_each": wrong}), key
+    moved = [{**each[0], "val_docs": each[0]["val_docs"] + 1}, {**each[1], "val_docs": each[1]["val_docs"] - 1}]
+    assert problems(partitions={**raw["partitions"], "of_each": [*moved, *each[2:]]}) == ""
+    assert [damage.file for damage in find_damage(tmp_path / "c", deep=True)] == ["meta.json"]
+    for form in (None, [1], {**raw["partitions"], "rule": 7}, {**raw["partitions"], "host": "a"}, {"total": 4}):
+        assert "partitions" in problems(partitions=form)
+        for read in (stats, lambda path: PretrainTokenStreamDataset(str(path / "train"), T=1, device="cpu")):
+            with pytest.raises(CacheError, match="partitions") as error:
+                read(tmp_path / "c")
+            assert error.value.code == "E202"
     assert "total" in problems(partitions={**raw["partitions"], "total": 3})
     assert problems(format_version=1) != "" and problems(format_version=3) != ""
     del raw["partitions"]

@@ -218,6 +218,15 @@ def test_a_partition_that_is_being_built_stops_a_seal_and_gc(plan: Plan) -> None
     assert len(plans_of(plan.path)) == 1 and {state.state for state in partition_states(plan)} == {"finished"}
 
 
+def test_a_seal_refuses_an_index_that_does_not_end_with_its_partition(plan: Plan) -> None:
+    index = version(plan, 1) / "index/train_docs.npy"
+    last = int.from_bytes(index.read_bytes()[-8:], "little")
+    index.write_bytes(index.read_bytes()[:-8] + (last + 1).to_bytes(8, "little"))
+    with pytest.raises(CacheError, match=r"00001.*train_docs\.npy") as error:
+        seal(plan, source=Source(), deep=False)
+    assert error.value.code == "E510" and not plan.path.exists()
+
+
 def test_gc_and_restart_remove_a_plan_of_ours_and_no_other_folder(plan: Plan) -> None:
     other = plan.folder.with_name("partitions-0123456789ab")
     (other / "00000").mkdir(parents=True)
