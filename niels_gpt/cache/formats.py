@@ -18,7 +18,7 @@ from niels_gpt.builders.split import SPLITS
 from niels_gpt.builders.writer import OFFSET_DTYPE
 from niels_gpt.storage.meta_json import checked_count, wrong_value
 from niels_gpt.tokenizers.protocol import Ids
-from niels_gpt.tokenizers.vocabulary import NARROW, TokenDtype, token_dtype_of
+from niels_gpt.tokenizers.vocabulary import NARROW, TokenDtype, integer, token_dtype_of
 
 DEFAULT_SHARD_BYTES = 2**27
 """Default bytes of a pretrain shard: "128 MB" (PR-03)."""
@@ -39,6 +39,7 @@ __all__ = [
     "SPLITS",
     "Ids",
     "TokenDtype",
+    "check_format",
     "check_partitions",
     "flat_targets",
     "format_version_of",
@@ -53,6 +54,14 @@ __all__ = [
 def format_version_of(meta: Mapping[str, Any]) -> int:
     """Return the format version that a meta.json must have: 2 for a pretrain cache of several partitions, else 1."""
     return PARTITIONED_VERSION if "partitions" in meta and meta.get("kind") == "pretrain" else FORMAT_VERSION
+
+
+def check_format(meta: Mapping[str, Any], where: str) -> None:
+    """Check the format version of a meta.json, 1 where it has none, and `partitions`. Raises: as `check_partitions`."""
+    version, expected = meta.get("format_version", FORMAT_VERSION), format_version_of(meta)
+    if integer(version, 0, 2**63) != expected:
+        raise wrong_value(where, "format_version", version, f"{expected}, which this reader knows")
+    check_partitions(meta, where)
 
 
 def check_partitions(meta: Mapping[str, Any], where: str) -> None:

@@ -11,14 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.cache.formats import (
-    FORMAT_VERSION,
-    SHARD_GLOB,
-    SPLITS,
-    check_partitions,
-    format_version_of,
-    token_dtype_of,
-)
+from niels_gpt.cache.formats import SHARD_GLOB, SPLITS, check_format, token_dtype_of
 from niels_gpt.cache.loss_bits import check_loss_keys
 from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES
 from niels_gpt.storage.errors import REBUILD, CacheError
@@ -39,7 +32,7 @@ from niels_gpt.storage.meta_json import (
     wrong_value,
 )
 from niels_gpt.storage.remedies import build_again
-from niels_gpt.storage.versions import is_plan, version_name
+from niels_gpt.storage.versions import VERSION_NAME, VERSIONS_DIR, is_plan, version_name
 from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.tokenizers.files import tokenizer_file
 from niels_gpt.tokenizers.protocol import MAX_IDS, FullTokenizer
@@ -167,11 +160,7 @@ def checked_meta(meta: dict[str, Any], where: str, kind: str | None = None) -> N
     built = meta.get("built", True)
     if not any(built is value for value in (True, False)) and built != "partial":  # 1 == True, but is not written
         raise wrong_value(where, "built", built, "True or False or 'partial'")
-    expected = format_version_of(meta)
-    version = meta.get("format_version", FORMAT_VERSION)
-    if integer(version, 0, 2**63) != expected:
-        raise wrong_value(where, "format_version", version, f"{expected}, which this reader knows")
-    check_partitions(meta, where)
+    check_format(meta, where)
     check_vocab_size(meta, where)
     if "tokenizer_sha256" not in meta and meta.get("kind") in KINDS:
         raise CacheError(
@@ -425,13 +414,24 @@ def _known_id(folder: Path, meta: dict[str, Any] | None, name: str) -> int | Non
 def tokenizer_above(folder: Path) -> Path | None:
     """Return the nearest tokenizer/ with a meta.json beside or above a version; None without one.
 
+    That of a partition may be a version, which is not installed yet.
     Raises: CacheError if it is a symlink out of its parent folder.
     """
     above = list(folder.parents)
     first = 3 if is_plan(Path(*above[2:3])) else 0  # of a partition: .versions/NUMBER, in the folder of a plan
-    candidates = (parent / "tokenizer" for parent in above[first : first + _LEVELS_TO_CACHE_DIR])
+    candidates = [parent / "tokenizer" for parent in above[first : first + _LEVELS_TO_CACHE_DIR]]
+    candidates[:0] = _staged_tokenizers(folder, candidates[-1].parent) if first else []
     found = next((path for path in candidates if (path / META_NAME).is_file()), None)
     return None if found is None else _refuse_link_out(found)
+
+
+def _staged_tokenizers(folder: Path, cache_dir: Path) -> list[Path]:
+    """Return the versions of the tokenizer in a folder of caches that made the ids of a version."""
+    sha256, name = (find_meta(folder) or {}).get("tokenizer_sha256"), f"{VERSIONS_DIR}/tokenizer"
+    names = sorted(path.name for path in (cache_dir / name).glob("*") if VERSION_NAME.fullmatch(path.name))
+    metas = [path_inside(cache_dir, f"{name}/{version}/{META_NAME}") for version in names]
+    known = (meta for meta in metas if meta.is_file())
+    return [meta.parent for meta in known if read_meta(str(meta)).get("tokenizer_sha256") == sha256]
 
 
 def _tokenizer_meta_above(folder: Path) -> tuple[dict[str, Any], str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from niels_gpt.builders.meta_keys import content_sha256, why_unmet
 from niels_gpt.builders.writer import OFFSET_DTYPE, num_blocks
-from niels_gpt.cache.formats import FORMAT_VERSION, SPLITS, check_partitions, format_version_of
+from niels_gpt.cache.formats import SPLITS, check_format
 from niels_gpt.cache.loss_bits import has_loss_bits, num_bytes
 from niels_gpt.cache.meta import KINDS
 from niels_gpt.inspection.file_checks import (
@@ -96,6 +96,7 @@ def sum_damages(files: CacheFiles) -> Iterator[Damage]:
 
     Raises: LookupError, TypeError and the like where a key is missing or of another type.
     """
+    check_format(files.meta, str(files.folder / META_NAME))
     raw = read_regular(files.folder / META_NAME)
     for key, problem in _sum_problems(files.meta, files.records):
         start = max(0, raw.find(f'\n  "{key}":'.encode()) + 1)
@@ -112,9 +113,6 @@ def content_sha256_problem(meta: Meta, records: list[dict[str, Any]]) -> str | N
 
 
 def _sum_problems(meta: Meta, records: list[dict[str, Any]]) -> Iterator[Problem]:
-    if (version := meta.get("format_version", FORMAT_VERSION)) != (expected := format_version_of(meta)):
-        raise ValueError(f"format_version is {version!r}, expected {expected}")
-    check_partitions(meta, META_NAME)
     if problem := content_sha256_problem(meta, records):
         yield "content_sha256", problem
     if meta["kind"] == "rollouts":  # its vocabulary may be unknown, and its index is compared by its own checks

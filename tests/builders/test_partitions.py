@@ -20,6 +20,7 @@ from niels_gpt.builders.meta_keys import Source
 from niels_gpt.builders.partitions.plan import Plan, fix_plan, plans_of
 from niels_gpt.builders.partitions.seal import seal
 from niels_gpt.builders.pretrain import build_pretrain
+from niels_gpt.cache.meta import tokenizer_above
 from niels_gpt.cache.pretrain_dataset import PretrainTokenStreamDataset
 from niels_gpt.commands.main import main
 from niels_gpt.documents import Partition
@@ -123,6 +124,16 @@ def test_a_partition_is_a_cache_that_verifies(tmp_path: Path) -> None:
     texts = plan.partition_path(2) / "index/train_texts.bin"
     texts.write_bytes(b"x" + texts.read_bytes()[1:])
     assert [damage.file for damage in find_damage(plan.partition_path(2), deep=True)] == ["index/train_texts.bin"]
+
+
+def test_a_partition_finds_its_tokenizer_before_that_is_installed(tmp_path: Path) -> None:
+    plan = planned(tmp_path / "pretrain" / "c")
+    build_part(plan, 0)
+    for name, sha256 in (("tokenizer", "0" * 64), (".versions/tokenizer/000000000001", SHA256)):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "meta.json").write_bytes(meta_bytes({"kind": "tokenizer", "tokenizer_sha256": sha256}))
+    assert tokenizer_above(plan.partition_path(0).resolve()) == tmp_path / ".versions/tokenizer/000000000001"
+    assert find_damage(plan.partition_path(0), deep=False) == []
 
 
 def test_budgets_are_divided_to_the_token_and_documents_are_cut_in_each_partition(tmp_path: Path) -> None:
