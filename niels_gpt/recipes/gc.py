@@ -79,7 +79,7 @@ def _remove(piece: Leftover, dry_run: bool) -> str:
         return f"left alone {path}: no cache has put it there, by what it holds"
     if is_plan(path):
         try:
-            refuse_if_partition_is_built(path)
+            refuse_if_partition_is_built(path, dry_run=dry_run)
         except CacheError as error:
             return f"left alone {error}"
     num_bytes, name = bytes_below(path), version_name(path)

@@ -87,14 +87,19 @@ def leftovers(path: PathLike) -> list[Leftover]:
     found: list[Leftover] = []
     versions: list[Path] = []
     for entry in entries:
-        if BUILD_NAME.fullmatch(entry.name):
+        if BUILD_NAME.fullmatch(entry.name) and (entry.suffix or Path(f"{entry}{JOURNAL_SUFFIX}") in entries):
             what = "its journal" if entry.suffix == JOURNAL_SUFFIX else "the same build would resume from it"
             found.append(Leftover(entry, f"an unfinished build: {what}", bool(marked)))
         elif _is_partitions(entry):
             found.append(Leftover(entry, "an unfinished build: its partitions", entry in marked))
         elif entry.name == ATTEMPTS_NAME and entry.is_file() and not entry.is_symlink():
             found.append(Leftover(entry, "of unfinished builds", bool(marked)))
-        elif entry.name in (BUILDING, DAMAGED) or is_half_written(entry) or _is_link(entry):
+        elif (
+            entry.name in (BUILDING, DAMAGED)
+            or BUILD_NAME.fullmatch(entry.name)
+            or is_half_written(entry)
+            or _is_link(entry)
+        ):
             found.append(Leftover(entry, _KILLED, bool(marked)))
         elif entry in marked and VERSION_NAME.fullmatch(entry.name):
             versions.append(entry)

@@ -29,7 +29,7 @@ from secrets import token_hex
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, PathLike, write_bytes
-from niels_gpt.storage.locks import check_lease, file_lock, is_leased, is_lost, refuse_if_held
+from niels_gpt.storage.locks import check_lease, file_lock, is_leased, is_lost, refuse_if_held, refuse_while_held
 from niels_gpt.storage.meta_json import (
     file_records,
     parse_object,
@@ -240,11 +240,16 @@ def is_plan(folder: Path) -> bool:
     return plan.get("kind") == PLAN_KIND and begins
 
 
-def refuse_if_partition_is_built(plan: Path) -> None:
-    """Raise CacheError while a process builds a partition in the folder of a plan; nothing is written."""
+def refuse_if_partition_is_built(plan: Path, *, dry_run: bool = False) -> None:
+    """Raise CacheError while a process builds a partition in the folder of a plan.
+
+    A lease that may have run out is watched, and removed if it has: else that of a machine that died after its
+    partition was committed would stay for ever. dry_run: write nothing; such a lease counts as held.
+    """
+    refuse = refuse_if_held if dry_run else refuse_while_held
     inner = plan / VERSIONS_DIR
     for folder in [] if inner.is_symlink() else sorted(inner.glob("*")):  # a lease leaves no file in it
-        refuse_if_held(folder / LOCK_NAME, plan / folder.name, _BUILT)
+        refuse(folder / LOCK_NAME, plan / folder.name, _BUILT)
 
 
 def discard(path: Path) -> None:

@@ -10,6 +10,7 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -367,6 +368,44 @@ def test_a_partition_that_is_built_under_a_lease_is_seen(lock: Path) -> None:
     assert error.value.code == "E503"
 
 
+@pytest.mark.usefixtures("expiring")
+def test_the_lease_of_a_machine_that_died_with_a_finished_partition_runs_out(lock: Path) -> None:
+    plan = lock.parent / "partitions-0123456789ab"
+    (plan / ".versions" / "00003").mkdir(parents=True)
+    path = plant(plan / ".versions" / "00003" / "lock", elsewhere())
+    with pytest.raises(CacheError, match="host elsewhere"):
+        refuse_if_partition_is_built(plan, dry_run=True)
+    refuse_if_partition_is_built(plan)
+    assert not path.exists()
+
+
+@pytest.mark.usefixtures("expiring")
+def test_the_last_number_of_a_lease_is_named(lock: Path) -> None:
+    path = plant(lock, elsewhere(), 999_999_999)
+    with pytest.raises(CacheError, match=f"rm {path}") as error:
+        file_lock(lock, "c", wait=False).__enter__()
+    assert error.value.code == "E504" and os.listdir(path.parent) == [path.name]
+
+
+def test_a_strangers_file_called_lock_is_no_holder(tmp_path: Path) -> None:
+    (tmp_path / "lock").write_text("the notes on my door's lock\n")
+    apply_lock_setting(tmp_path, "lease")
+    assert lock_kind(tmp_path) == "lease"
+
+
+@pytest.mark.parametrize("kind", ["flock", "lease"])
+@pytest.mark.parametrize(
+    "name", ["\N{GRINNING FACE}" * 300, "\udcff\n", "x" * 1200], ids=["long", "not UTF-8", "longer"]
+)
+def test_any_user_name_takes_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str) -> None:
+    monkeypatch.setenv("LOGNAME", name)
+    apply_lock_setting(tmp_path, kind)
+    with file_lock(tmp_path / "lock", "c", wait=False):
+        check_lease(tmp_path / "lock")
+        with pytest.raises(CacheError, match=f"user .{{1,100}}, host {socket.gethostname()}, pid {os.getpid()}"):
+            file_lock(tmp_path / "lock", "c", wait=False).__enter__()
+
+
 # --- another machine --------------------------------------------------------------------------------------------------
 
 
@@ -394,7 +433,7 @@ def test_a_builder_on_another_machine_is_neither_disturbed_nor_believed_dead(tmp
 CONTEND = """
 import os, pathlib, random, sys
 from niels_gpt.storage.locks import check_lease, file_lock, leases
-leases._POLL_SECONDS, leases.LEASE_SECONDS = 0.002, float(sys.argv[2])
+leases._POLL_SECONDS, leases.BEAT_SECONDS, leases.LEASE_SECONDS = 0.002, 0.1, float(sys.argv[2])
 path, inside = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[1] + ".inside")
 random.seed(int(sys.argv[3]))
 for _ in range(int(sys.argv[4])):
@@ -414,9 +453,8 @@ def contend(lock: Path, takers: int, rounds: int, seconds: float) -> int:
     lock.parent.mkdir(parents=True, exist_ok=True)
     commands = [[sys.executable, "-c", CONTEND, lock, seconds, number, rounds] for number in range(takers)]
     running = [subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True) for command in commands]
-    for each in running:
-        said = each.communicate()[1]
-        assert each.returncode in (0, 9), said
+    said = [each.communicate()[1] for each in running]
+    assert all(each.returncode in (0, 9) for each in running), said
     count = Path(f"{lock}.count")
     number = len(count.read_text())
     count.unlink()

@@ -25,8 +25,8 @@ from niels_gpt.eagle3.format.plan import differing_fields
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import canonical_json, write_bytes
-from niels_gpt.storage.locks import file_lock, lock_kind, refuse_if_held
-from niels_gpt.storage.locks.folder import LEASE, MARKER
+from niels_gpt.storage.locks import file_lock, refuse_while_held
+from niels_gpt.storage.locks.folder import MARKER
 from niels_gpt.storage.meta_json import parse_object, read_regular, shortened
 
 Part = tuple[int, int]
@@ -69,19 +69,9 @@ def refuse_running(folder: Path, part: Part | None = None) -> None:
     """
     for other in known_parts(folder):
         if part is None or (other[0] - part[0]) % gcd(other[1], part[1]) == 0:
-            _refuse_if_held(_lock_path(folder, other), folder, _state(other))
+            refuse_while_held(_lock_path(folder, other), folder, _state(other))
     if part is None:
-        _refuse_if_held(_checked(folder) / _WEIGHTS_LOCK, folder, _WEIGHTS_STATE)
-
-
-def _refuse_if_held(lock: Path, folder: Path, state: str) -> None:
-    try:
-        refuse_if_held(lock, folder, state)
-    except CacheError as error:
-        if error.code != "E503" or lock_kind(lock) != LEASE:
-            raise
-        with file_lock(lock, folder, state, wait=False):  # a minute shows whether another machine's lease has run out
-            pass
+        refuse_while_held(_checked(folder) / _WEIGHTS_LOCK, folder, _WEIGHTS_STATE)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ mounts.py      whether a folder's file system passes flock on to other machines
 readers.py     a reader's lock on the folder of its version, which gc looks for
 """
 
-from niels_gpt.storage.locks.builders import file_lock, is_leased, refuse_if_held
+from niels_gpt.storage.locks.builders import file_lock, is_leased, refuse_if_held, refuse_while_held
 from niels_gpt.storage.locks.folder import apply_lock_setting, lock_kind
 from niels_gpt.storage.locks.kernel import logger
 from niels_gpt.storage.locks.leases import check_lease, is_lost
@@ -28,5 +28,6 @@ __all__ = [
     "lock_kind",
     "logger",
     "refuse_if_held",
+    "refuse_while_held",
     "unless_held",
 ]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import PathLike
 from niels_gpt.storage.locks import leases
 from niels_gpt.storage.locks.folder import FLOCK, lock_kind
@@ -36,12 +37,26 @@ def refuse_if_held(path: Path, locked: PathLike, state: str = "is in use") -> No
     """Raise CacheError that names the holder of a lock; nothing is written, and the file may be absent.
 
     locked, state: as for `file_lock`. Works without write permission. A lease counts as held unless its process is
-    known to be dead: to see its counter move would take seconds.
+    known to be dead; see `refuse_while_held`.
     """
     if lock_kind(path) == FLOCK:
         refuse_if_flocked(path, locked, state)
     else:
         leases.refuse_if_leased(path, locked, state)
+
+
+def refuse_while_held(path: Path, locked: PathLike, state: str = "is in use") -> None:
+    """As `refuse_if_held`, but where a lease may have run out, watch it, and remove it if it has.
+
+    That takes up to `leases.LEASE_SECONDS`, for a machine that died with the lease, and needs write permission.
+    """
+    try:
+        refuse_if_held(path, locked, state)
+    except CacheError as error:
+        if error.code != "E503" or lock_kind(path) == FLOCK:
+            raise
+        with file_lock(path, locked, state, wait=False):
+            pass
 
 
 def is_leased(path: Path) -> bool:

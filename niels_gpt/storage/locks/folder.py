@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shlex
 import socket
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ _CONTENT = {"kind": "locks", "lock": LEASE}
 _MOST_BYTES = 4096
 _MOST_LEVELS = 10
 """Folders that are looked in: from the lock of a partition to the folder of caches there are eight."""
+_HOLDER = re.compile(r"user .+, host (.+), pid [0-9]+")
 _LOCK_NAMES = ("lock", ".lock")
 
 
@@ -109,7 +111,8 @@ def refuse_kernel_lock(path: Path, locked: fileio.PathLike, state: str = "is in 
     show it, and a killed one leaves its name.
     """
     holder = refuse_if_flocked(path, locked, state)
-    if holder and f"host {socket.gethostname()}," not in holder:
+    named = _HOLDER.fullmatch(holder)  # else it is another program's file, whose locks are not ours to judge
+    if named and named[1] != socket.gethostname():
         found = f"{state} by {holder}, or was when that process was killed: flock does not show which"
         raise CacheError(locked, found, remedy=f"If that process has ended: rm {path}", code="E512")
 

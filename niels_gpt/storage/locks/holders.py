@@ -48,7 +48,7 @@ class Holder:
 
     def content(self) -> bytes:
         """Return the bytes of the file."""
-        raw = json.dumps({"kind": "lease", **asdict(self)}).encode()
+        raw = json.dumps({"kind": "lease", **asdict(self)}, ensure_ascii=False).encode(errors="replace")
         if len(raw) >= _BYTES:
             raise ValueError(f"{len(raw)} bytes of user and host names, expected fewer than {_BYTES}")
         return raw.ljust(_BYTES - 1) + b"\n"

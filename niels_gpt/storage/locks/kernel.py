@@ -223,8 +223,8 @@ os.register_at_fork(after_in_child=_release_in_child)
 
 
 def user_name() -> str:
-    """Return the name of this process's user, or its number."""
+    """Return the name of this process's user, printable and not longer than a lease has room for, or its number."""
     try:
-        return getpass.getuser()
+        return printable(getpass.getuser())[:100]
     except (KeyError, OSError):  # a uid without an account, as in many containers
         return str(os.getuid())

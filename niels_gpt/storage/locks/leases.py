@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import shlex
 import threading
 import time
 from collections.abc import Iterator
@@ -211,14 +212,20 @@ def _taken(path: Path, locked: PathLike, state: str, wait: bool) -> Lease:
         here = os.path.abspath(path) in HELD
         if not wait and (here or watch.moved is not None):
             raise in_use(str(held[-1] if here else watch.moved), name, locked, state)
-        if wait and not said:
-            logger.info("%s: %s by %s; waiting", os.fspath(locked), state, held[-1])
+        if not said:
+            what = "waiting" if wait else "watching whether that process is alive"
+            text = "%s: %s by %s; %s. One of a machine that has died is replaced after %g seconds"
+            logger.info(text, os.fspath(locked), state, held[-1], what, LEASE_SECONDS)
             said = True
         time.sleep(_POLL_SECONDS)
 
 
 def _attempt(path: Path, locked: PathLike, watch: _Watch, number: int) -> Lease | None:
     """Create the lease of a number, and remove those that have run out; None where another process was faster."""
+    if not _NUMBER.fullmatch(str(number)):  # nobody would find it
+        last = path.with_name(f"{path.name}.{number - 1}")
+        remedy = f"If no build runs: {shlex.join(['rm', str(last)])}"
+        raise CacheError(last, "has the last number that a lease may have", remedy=remedy, code="E504")
     _make_folder(path.parent)
     try:
         mine = Lease(path.with_name(f"{path.name}.{number}"), locked)
