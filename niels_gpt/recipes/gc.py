@@ -82,11 +82,14 @@ def _remove(piece: Leftover, dry_run: bool) -> str:
             refuse_if_partition_is_built(path, dry_run=dry_run)
         except CacheError as error:
             return f"left alone {error}"
-    num_bytes, name = bytes_below(path), version_name(path)
+    num_bytes, name, why_unneeded = bytes_below(path), version_name(path), piece.why
+    if is_plan(path):
+        finished = sum(entry.is_symlink() for entry in path.iterdir())  # a build ends with the link
+        why_unneeded += f", {finished:,} of them finished"
     with unless_held(path) as why:
         if why and not path.name.startswith((BUILDING, PARTITIONS)):  # nobody reads an unfinished build
             remedy = "" if why == OPEN else f". When no reader runs: {shlex.join(['rm', '-r', str(path)])}"
             return f"kept {name} ({size_text(num_bytes)}): {why}{remedy}"
         if not dry_run:
             discard(path)
-    return f"{'would remove' if dry_run else 'removed'} {name} ({size_text(num_bytes)}): {piece.why}"
+    return f"{'would remove' if dry_run else 'removed'} {name} ({size_text(num_bytes)}): {why_unneeded}"

@@ -315,7 +315,7 @@ The system reported an error of a file or folder that has no code of its own her
 
 E510 partitions-not-finished
 A cache of several partitions cannot be sealed: some of them are missing, unfinished, damaged or of another plan.
-> Run the command that the message has for each of them, then seal again. The other partitions are kept.
+> Run the commands in the message: they build these partitions, and seal. The other partitions are kept.
 
 E511 another-plan
 The partitions of this cache were planned by another version of the program, or from another source.

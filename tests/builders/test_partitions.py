@@ -172,11 +172,12 @@ def test_a_partition_may_be_empty_but_not_the_train_split(tmp_path: Path, caplog
 def test_a_partition_warns_of_nothing_that_is_a_matter_of_all(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     plan = planned(tmp_path / "c", 2)
     for number in range(2):
-        build_part(plan, number, items=[("train", f"text {number}", None)], max_train_tokens=100, max_val_tokens=50)
+        items = [("train", f"text {number} {row}", None) for row in range(10)]
+        build_part(plan, number, items=items, max_train_tokens=1000, max_val_tokens=500)
     assert [record for record in caplog.records if record.levelname == "WARNING"] == []
     seal(plan, source=Source())
     codes = {record.code for record in caplog.records if record.levelname == "WARNING"}  # type: ignore[attr-defined]
-    assert {"W306", "W308"} <= codes
+    assert {"W306", "W307", "W308"} <= codes
 
 
 def test_a_partition_that_is_replaced_while_it_is_sealed_is_refused(tmp_path: Path) -> None:

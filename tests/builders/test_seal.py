@@ -18,6 +18,7 @@ from niels_gpt.builders import partitions
 from niels_gpt.builders.meta_keys import Source
 from niels_gpt.builders.partitions.plan import Plan, plans_of
 from niels_gpt.builders.partitions.receipts import partition_states
+from niels_gpt.builders.partitions.refusal import Commands
 from niels_gpt.builders.partitions.seal import discard_plan, seal
 from niels_gpt.builders.split import count_duplicates
 from niels_gpt.cache.meta import tokenizer_above
@@ -152,6 +153,9 @@ BAD = {
 }
 
 
+COMMANDS = Commands(lambda state: f"build --partition {state.number}", "build", "seal")
+
+
 @pytest.mark.parametrize("spoil", BAD, ids=lambda spoil: spoil.__name__)
 def test_each_kind_of_bad_partition_is_named_with_its_command(plan: Plan, spoil: Any) -> None:
     spoil(plan)
@@ -159,11 +163,12 @@ def test_each_kind_of_bad_partition_is_named_with_its_command(plan: Plan, spoil:
     assert [state.state for state in states] == ["finished", BAD[spoil], "finished", "finished"]
     assert states[1].documents == states[1].tokens == 0 and states[0].documents > 0
     with pytest.raises(CacheError) as error:
-        seal(plan, source=Source(), deep=False, remedy=lambda state: f"build --partition {state.number}")
+        seal(plan, source=Source(), deep=False, commands=COMMANDS)
     text = str(error.value)
     assert error.value.code == "E510" and f"{BAD[spoil]}: 1" in text
     assert not plan.path.exists() and plan.folder.is_dir()
-    command = text.splitlines()[-1]
+    *_, command, last = text.splitlines()
+    assert last == "seal"
     assert command.endswith("build --partition 1")
     if BAD[spoil] not in ("missing", "started"):
         assert os.system(command.partition(" && ")[0]) == 0

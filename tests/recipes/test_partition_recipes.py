@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -183,11 +184,17 @@ def test_seal_names_what_is_missing_and_its_commands_work(notes: Settings) -> No
     with pytest.raises(CacheError, match="0-1, 3") as caught:
         seal_cache(notes, "notes")
     assert caught.value.code == "E510"
-    commands = [line for line in caught.value.remedy.splitlines() if line.startswith("niels-gpt build")]
-    assert len(commands) == TOTAL - 1
+    _, *commands = caught.value.remedy.splitlines()
+    assert len(commands) == TOTAL
     for command in commands:
         assert main(shlex.split(command)[1:]) == 0
     assert seal_cache(notes, "notes", deep=False).meta["partitions"]["total"] == TOTAL
+    many = replace(notes, partitions=30)
+    assert prepare(many, "notes") is not None
+    with pytest.raises(CacheError, match="0-29") as caught:
+        seal_cache(many, "notes")
+    (command,) = caught.value.remedy.splitlines()[1:]
+    assert command.startswith("niels-gpt build notes ") and "--partition " not in command
 
 
 def test_seal_with_other_settings_names_them_and_those_of_the_plan(notes: Settings, tiny_model_path: Path) -> None:

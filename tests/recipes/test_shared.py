@@ -106,7 +106,14 @@ def test_a_good_folder_is_left_as_it_was(tmp_path: Path, caplog: pytest.LogCaptu
         check_shared_folder(tmp_path / "cache")
         apply_lock_setting(tmp_path / "cache", "lease")
         check_shared_folder(tmp_path / "cache")
-    assert os.listdir(tmp_path / "cache") == [".locks.json"]
+        for name in (".probe-0123abcd", ".probe-4567cdef", ".probe-89ab0123", ".probe-notes"):
+            (tmp_path / "cache" / name).mkdir()
+        (tmp_path / "cache/.probe-4567cdef/mine").touch()
+        for name in (".probe-0123abcd", ".probe-4567cdef", ".probe-notes"):
+            os.utime(tmp_path / "cache" / name, (0, 0))
+        check_shared_folder(tmp_path / "cache")  # removes what a killed process has left, when it is old
+    left = [".locks.json", ".probe-4567cdef", ".probe-89ab0123", ".probe-notes"]
+    assert sorted(os.listdir(tmp_path / "cache")) == left
     assert not [each for each in caplog.records if each.levelno > logging.INFO] or mount_of(tmp_path).hidden
 
 

@@ -23,12 +23,11 @@ from niels_gpt.builders.partitions.plan import Plan
 from niels_gpt.builders.partitions.receipts import (
     SAME,
     NotFinishedError,
-    PartitionState,
     Receipt,
     partition_states,
     read_receipt,
 )
-from niels_gpt.builders.partitions.refusal import not_finished
+from niels_gpt.builders.partitions.refusal import Commands, not_finished
 from niels_gpt.builders.partitions.sums import Sums, warn_of_whole
 from niels_gpt.builders.resume import NoTextError
 from niels_gpt.builders.shards import TEXTS_OF
@@ -64,7 +63,7 @@ def seal(
     source: Source,
     deep: bool = True,
     wait: bool = False,
-    remedy: Callable[[PartitionState], str] | None = None,
+    commands: Commands | None = None,
     committed: Callable[[dict[str, Any]], None] | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
@@ -74,7 +73,7 @@ def seal(
     source: name, config, streaming and from_scratch as for `build_pretrain`; provenance: the key `source` of the meta,
         without `counters`, which are the sums of the receipts'. Its position and counters are not looked at.
     deep: compare the sha256 of every file of every partition; else sizes. wait: for the lock, as in `build_lock`.
-    remedy: returns the command that builds a partition which is not finished; None: that of `source`.
+    commands: those that the error E510 names; None: that of `source`.
     committed: called with the meta after the commit, before the plan's folder is removed.
     progress: called with files, bytes read, and bytes to read in all.
     Warns (W509) where the plan's folder stays, because a partition is being built in it.
@@ -89,7 +88,7 @@ def seal(
         seen = [_version_named(plan, number) for number in range(plan.total)]
         states = partition_states(plan, deep=deep, progress=progress)
         if any(state.state != "finished" for state in states):
-            raise not_finished(plan, states, remedy, source.from_scratch)
+            raise not_finished(plan, states, commands, source.from_scratch)
         meta = _joined(plan, work, source, seen)
         versions.commit(work, plan.path, str(meta["content_sha256"]))
         if committed is not None:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.builders.partitions.plan import Plan, fix_plan, plans_of
-from niels_gpt.builders.partitions.receipts import NotFinishedError, PartitionState, read_receipt
+from niels_gpt.builders.partitions.receipts import NotFinishedError, read_receipt
+from niels_gpt.builders.partitions.refusal import Commands
 from niels_gpt.builders.partitions.seal import discard_plan, is_there, seal
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.data.files.part import PARTITION_RULE
@@ -161,7 +162,7 @@ class Prepared:
                     source=self.asked.described(),
                     deep=deep,
                     wait=wait,
-                    remedy=partial(_command, self.asked),
+                    commands=_commands(self.asked),
                     committed=partial(self.asked.record, listing=self.listing),
                     progress=progress,
                 )
@@ -203,9 +204,10 @@ def _receipt(plan: Plan, number: int) -> dict[str, Any] | None:
         return None
 
 
-def _command(asked: AskedCache, state: PartitionState) -> str:
-    """Return the command that builds a partition."""
-    return build_command(asked.settings, asked.key, "--partition", str(state.number))
+def _commands(asked: AskedCache) -> Commands:
+    """Return the commands that build one partition, build all, and seal."""
+    command = partial(build_command, asked.settings, asked.key)
+    return Commands(lambda state: command("--partition", str(state.number)), command(), command(verb="seal"))
 
 
 def prepared(

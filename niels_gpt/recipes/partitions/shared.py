@@ -7,6 +7,8 @@ import functools
 import hashlib
 import logging
 import os
+import re
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -27,6 +29,9 @@ logger = logging.getLogger(__name__)
 LIBRARIES = ("torch", "numpy", "sentencepiece", "tokenizers", "pyarrow", "orjson", "datasets")
 """Those that read, shuffle or encode: another version may give other bytes."""
 _MAX_FILES, _MAX_FILE_BYTES = 5_000, 1 << 22
+_PROBE = re.compile(r"\.probe-[0-9a-f]{8}")
+_PROBE_FILES = {"old", "new", "old-link", "new-link", "once", "lock", "linked"}
+_OLD_SECONDS = 600  # a check takes far less
 
 
 @functools.cache
@@ -75,6 +80,7 @@ def check_shared_folder(folder: Path, flag: str = "--cache-dir") -> None:
     fileio.make_dir(folder)
     probe = folder / f".probe-{token_hex(4)}"
     os.mkdir(probe)
+    _remove_old(folder, probe.lstat().st_mtime)
     try:
         by_flock = lock_kind(probe) == "flock"
         for what, works in _PROBES.items():
@@ -95,6 +101,17 @@ def check_shared_folder(folder: Path, flag: str = "--cache-dir") -> None:
             *(folder, hidden),
             extra={"code": "W504"},
         )
+
+
+def _remove_old(folder: Path, now: float) -> None:
+    """Remove the hidden folders of processes that were killed while they checked the folder. now: by its own clock."""
+    for entry in folder.glob(".probe-*"):
+        with suppress(OSError):
+            about = entry.lstat()
+            if not _PROBE.fullmatch(entry.name) or not stat.S_ISDIR(about.st_mode):
+                continue
+            if now - about.st_mtime > _OLD_SECONDS and set(os.listdir(entry)) <= _PROBE_FILES:
+                fileio.remove(entry)
 
 
 @contextmanager
