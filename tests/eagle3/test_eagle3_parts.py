@@ -289,11 +289,15 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
 
 def cut_everywhere(trace: list[Any], before: Tree, scratch: Path, after: Callable[[], None], every: int) -> None:
     """Run `after` on what is left in `scratch` after a cut before each operation, or before each `every`th."""
-    disk = Disk(before)
+    disk, seen = Disk(before), set()
     for number in range(len(trace) + 1):
         if number % every == 0 or number == len(trace):
             for model in MODELS:
-                put(disk.left(model, number), scratch)
+                left = disk.left(model, number)
+                if (key := tuple(sorted(left.items()))) in seen:
+                    continue
+                seen.add(key)
+                put(left, scratch)
                 after()
                 shutil.rmtree(scratch)
         disk.apply(trace[number : number + 1])
