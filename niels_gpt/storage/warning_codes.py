@@ -42,8 +42,9 @@ Some examples are longer than T. They are truncated or left out, as `over_length
 or more all
 
 W301 partial-source
-The place that the source is read from has only some of its splits, so the cache is marked partial.
-> Complete the mirror, or build from the hub.
+The place that the source is read from has only some of its splits, so the cache is marked partial. Or its files are a
+snapshot that is cut short.
+> Complete the mirror, make the snapshot longer, or build from the hub.
 
 W302 other-files
 The folder holds files of kinds that are not read. They are not part of the cache.

@@ -27,6 +27,7 @@ from niels_gpt.cache.meta import read_meta
 from niels_gpt.commands.main import main
 from niels_gpt.recipes.partitions import prepared
 from niels_gpt.recipes.partitions.run import build_partition, prepare, restart_partition, seal_cache
+from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.recipes.run_recipe import Outcome, cache_root, restart
 from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.settings import Settings, UsageError
@@ -236,11 +237,16 @@ def test_a_remedy_has_the_flags_of_the_plan_alone(notes: Settings, tiny_model_pa
     assert "--exclude" not in caught.value.remedy and "niels-gpt seal" in caught.value.remedy
 
 
-def test_changed_text_has_a_plan_of_its_own(notes: Settings, texts: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_changed_text_has_a_plan_of_its_own(
+    notes: Settings, texts: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     build_partition(notes, "notes", 0)
     old = prepare(notes, "notes")
     os.utime(texts / "1.jsonl")  # the same bytes: read once more, and the plan stays
     assert prepare(notes, "notes") == old
+    with monkeypatch.context() as patched:
+        patched.setattr(prepared, "_fixed", None)
+        assert prepare(notes, "notes") == old
     write(texts / "1.jsonl", json.dumps({"text": "another"}) + "\n")
     with caplog.at_level(logging.WARNING):
         new = prepare(notes, "notes")
@@ -298,9 +304,19 @@ def test_a_listing_spares_reading_the_text_again(notes: Settings, texts: Path) -
     path.write_bytes(text[::-1])
     os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
     assert prepare(notes, "notes") == plan
+    observed = str(resolve_source(notes, "notes").provenance(None)["fingerprint"])
+    new = prepare(notes, "notes", observed=observed)
+    assert new is not None and new != plan and prepare(notes, "notes") == new
     path.write_bytes(text)
+    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
+    assert plan is not None and prepare(notes, "notes", observed=plan.content["source"]["fingerprint"]) == plan
+    assert prepare(notes, "notes") == plan
+    os.utime(path)
     for number in range(TOTAL):
         build_partition(notes, "notes", number)
+    assert plan.folder.joinpath("listings").is_file() and not seal_cache(notes, "notes").reused
+    os.utime(path)
+    assert all(seal_cache(notes, "notes").reused for _ in range(2))
 
 
 # --- real sources -----------------------------------------------------------------------------------------------------

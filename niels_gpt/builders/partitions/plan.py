@@ -28,6 +28,8 @@ from niels_gpt.storage.versions import (
 )
 
 PLAN_VERSION = 1
+LISTINGS_NAME = "listings"
+"""Beside plan.json: more listings of the same text, one a line; none of it is in the plan's sha256."""
 _OBJECTS = ("recipe", "source", "code")
 _TEXTS = ("cache", "rule")
 _DIGITS = 5  # of a partition's folder

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from niels_gpt.builders.build import CHECKSUMS
 from niels_gpt.builders.meta_keys import BUILDER_VERSION, FORMAT_VERSION, content_sha256
-from niels_gpt.builders.partitions.plan import Plan
+from niels_gpt.builders.partitions.plan import LISTINGS_NAME, Plan
 from niels_gpt.builders.partitions.sums import Sums
 from niels_gpt.builders.shards import TEXTS_OF
 from niels_gpt.builders.split import SPLITS
@@ -240,7 +240,10 @@ def _check_files(receipt: Receipt) -> None:
 def _foreign(plan: Plan) -> Iterator[tuple[Path, str]]:
     """Yield what is in the plan's folder, or among the versions of its partitions, and was not put there by a build."""
     names = {plan.partition_path(number).name for number in range(plan.total)}
-    for folder, known in ((plan.folder, {*names, PLAN_NAME, VERSIONS_DIR}), (plan.folder / VERSIONS_DIR, names)):
+    for folder, known in (
+        (plan.folder, {*names, PLAN_NAME, LISTINGS_NAME, VERSIONS_DIR}),
+        (plan.folder / VERSIONS_DIR, names),
+    ):
         if folder.is_symlink():
             yield folder, f"{folder.name}: a symbolic link"
             continue

@@ -110,7 +110,17 @@ def _is_partial(source: ResolvedSource) -> bool:
 
 
 def warn_if_partial(source: ResolvedSource) -> None:
-    """Log a warning where upstream's splits are not all there."""
+    """Log a warning where upstream's splits are not all there, or a snapshot that is read as files is cut short."""
+    if source.manifest is not None and not source.streaming and not source.manifest["ended"]:
+        logger.warning(
+            "%s: the files are a snapshot that is cut short after %s bytes of text: the dataset has more. Make it "
+            "longer: niels-gpt snapshot %s %s --tokens N",
+            source.source,
+            f"{source.manifest['text_bytes']:,}",
+            source.source,
+            source.root,
+            extra={"code": "W301"},
+        )
     if _is_partial(source):
         there = " and ".join(source.splits) or "test"
         logger.warning(

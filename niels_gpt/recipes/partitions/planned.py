@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import hashlib
 import os
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from niels_gpt.builders.partitions.plan import Plan, plans_of
+from niels_gpt.builders.partitions.plan import LISTINGS_NAME, Plan, plans_of
 from niels_gpt.data.exclude import read_exclusion
 from niels_gpt.recipes.resolve import ResolvedSource
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, AskedCache, Outcome, cache_root, is_current, recorded_recipe
 from niels_gpt.recipes.tokenizer import is_id, is_of_hub, undamaged
 from niels_gpt.recipes.tokenizers.texts import was_trained_by
 from niels_gpt.settings import Settings
-from niels_gpt.storage.fileio import canonical_json
-from niels_gpt.storage.meta_json import resolved
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import canonical_json, write_bytes
+from niels_gpt.storage.meta_json import read_regular, resolved
 from niels_gpt.storage.versions import PLAN_NAME, RECIPE_NAME, VERSION_DIGITS, versions_dir
 from niels_gpt.tokenizers.protocol import FullTokenizer
+
+_MAX_LISTINGS_BYTES = 1 << 20
 
 
 class Planned(NamedTuple):
@@ -53,15 +57,16 @@ def planned(
 ) -> Planned | None:
     """Return the cache by its newest plan of these settings, or by the committed version, if that is newer and current.
 
-    listing: of `listing_of`. observed: a revision of the hub that alone counts; None: any.
+    listing: of `listing_of`. observed: a fingerprint of the text that alone counts; None: any.
     None: there is neither, or files differ in name, size or time from those that were recorded.
     """
     key = source.spec.key
     path = cache_root(settings) / key
     dataset, _, revision = (observed or "").rpartition("@")
-    wanted = observed if source.kind == "hub" and dataset == source.dataset and revision != "None" else None
+    is_of_source = not dataset if listing else dataset == source.dataset and revision != "None"
+    wanted = observed if is_of_source else None
     for record in _records(settings, key):
-        if listing not in (None, record.listing):
+        if listing is not None and listing not in record.listings:
             continue
         provenance = source.provenance(record.source, ask_hub=False) if listing is None else record.source
         if wanted not in (None, provenance.get("fingerprint")):
@@ -82,7 +87,7 @@ class _Record(NamedTuple):
     plan: Plan | None
     source: dict[str, Any]
     """Its provenance."""
-    listing: Any
+    listings: set[Any]
     fingerprint: Any
 
 
@@ -93,12 +98,39 @@ def _records(settings: Settings, key: str) -> list[_Record]:
     for plan in plans_of(path):
         if plan.total == settings.partitions:
             content, written = plan.content, _written(plan.folder / PLAN_NAME)
-            found.append(_Record(written, plan, content["source"], content.get("listing"), plan.fingerprint))
+            found.append(_Record(written, plan, content["source"], _listings(plan), plan.fingerprint))
     recipe = recorded_recipe(path)
     if isinstance(source := recipe.get("source"), dict):
         written = _written(versions_dir(path) / RECIPE_NAME)
-        found.append(_Record(written, None, source, recipe.get("listing"), recipe.get("fingerprint")))
+        found.append(_Record(written, None, source, {recipe.get("listing")}, recipe.get("fingerprint")))
     return sorted(found, key=lambda record: -record.written)
+
+
+def _listings(plan: Plan) -> set[str | None]:
+    """Return the listings under which the text of a plan was seen."""
+    more = b""
+    with suppress(OSError, CacheError):
+        more = read_regular(plan.folder / LISTINGS_NAME, _MAX_LISTINGS_BYTES)
+    return {plan.content.get("listing"), *more.decode("ascii", "replace").split("\n")}
+
+
+def add_listing(found: Planned, listing: str) -> None:
+    """Record another listing of the same text, so that later commands need not read it; the cache's lock is held."""
+    path = found.asked.path
+    if found.plan is None:
+        recipe = {**recorded_recipe(path), "listing": listing}
+        write_bytes(versions_dir(path) / RECIPE_NAME, canonical_json(recipe))
+    elif listing not in _listings(found.plan):
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+        with suppress(OSError), open(os.open(found.plan.folder / LISTINGS_NAME, flags, 0o666), "a") as file:
+            file.write(f"{listing}\n")
+
+
+def make_newest(found: Planned) -> None:
+    """Make what was chosen by a revision or an observation that of the next commands, which have neither."""
+    plan = found.plan
+    with suppress(OSError):
+        os.utime(plan.folder / PLAN_NAME if plan else versions_dir(found.asked.path) / RECIPE_NAME)
 
 
 def _written(path: os.PathLike[str]) -> int:

@@ -23,9 +23,11 @@ from niels_gpt.progress import Progress
 from niels_gpt.recipes.partitions.documents import build_documents, check_val_frac, is_partitioned, warn_if_partial
 from niels_gpt.recipes.partitions.planned import (
     Planned,
+    add_listing,
     differences,
     excluded_sha256,
     listing_of,
+    make_newest,
     planned,
     settings_of,
     tokenizer_of_plan,
@@ -234,6 +236,10 @@ def prepared(
             if found is None:
                 known = None if asks_hub else _last_provenance(settings, source, staged.path, observed)
                 found = _fixed(settings, source, tokenizer, staged, listing, known, fixes)
+                if listing is not None:
+                    add_listing(found, listing)
+    if refresh or observed is not None:
+        make_newest(found)
     if found.plan is not None:
         _refuse_other_code(found.plan, settings, key)
     return Prepared(found.asked, found.plan, staged, listing)
