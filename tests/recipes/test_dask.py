@@ -86,11 +86,12 @@ class Cluster:
             process.send_signal(number)
 
     def wait_for(self, workers: int) -> None:
-        """Wait for a number of workers."""
+        """Wait for a number of workers, and until each has imported what it runs."""
         from distributed import Client
 
         with Client(self.address, set_as_default=False) as client:
             client.wait_for_workers(workers, timeout=30)
+            client.run(lambda: bool(__import__(obstacle.__module__)))
 
     def close(self) -> None:
         for process in self._processes:
