@@ -19,7 +19,7 @@ from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.locks import apply_lock_setting, check_lease, file_lock, leases
 from niels_gpt.storage.locks.folder import LEASES_DIR, MARKER
 from niels_gpt.storage.locks.holders import Holder
-from niels_gpt.storage.versions import building, commit
+from niels_gpt.storage.versions import build_lock, building, commit, publish, resumable
 
 
 def _files(folder: Path) -> dict[str, object]:
@@ -100,3 +100,59 @@ def test_two_that_build_without_a_journal_have_two_folders(tmp_path: Path) -> No
         lose()
         shutil.rmtree(work)  # by the taker
         (work / "train.bin").touch()
+
+
+def test_who_lost_its_lease_removes_and_replaces_nothing(tmp_path: Path) -> None:
+    apply_lock_setting(tmp_path, "lease")
+    public = tmp_path / "c"
+    public.mkdir()
+    with pytest.raises(CacheError, match="lost its lease"), build_lock(public) as folder:
+        lose()
+        publish(folder / ("a" * 12), public)
+    assert public.is_dir() and not public.is_symlink()
+    for number, interrupts in enumerate((False, True)):
+        with pytest.raises((CacheError, KeyboardInterrupt)), resumable(public / str(number), "b" * 64) as (_, journal):
+            if not interrupts:
+                (journal / "journal.jsonl").touch()
+            lose()
+            if interrupts:
+                raise KeyboardInterrupt
+        assert journal.is_dir()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_batches")
+def test_a_build_that_loses_its_lease_while_it_syncs_a_file_takes_no_further_step(tmp_path: Path) -> None:
+    apply_lock_setting(tmp_path, "lease")
+    for turn in itertools.count():
+        trace: list[Any] = []
+        with pytest.MonkeyPatch.context() as patched, fileio.recorded(trace):
+            synced = lose_at_sync(patched, turn, trace)
+            try:
+                build_new(tmp_path / str(turn), shard_bytes=2048)
+            except CacheError as error:
+                assert error.code == "E512"
+        if not synced:
+            break
+        if synced[0].endswith(".tmp") and "journal.jsonl" in synced[0]:
+            continue  # the first line of a journal is one step, with the sync in it
+        steps = [op for op in trace[trace.index("lost") :] if op[0] in ("rename", "unlink", "rmdir", "create", "cut")]
+        assert [op for op in steps if not op[-1].endswith("/meta.json")] == [], (turn, synced)
+        assert not any(op[0] == "write" and "journal.jsonl" in op[1] for op in trace[trace.index("lost") :]), turn
+    assert turn > 30
+
+
+def lose_at_sync(patched: pytest.MonkeyPatch, turn: int, trace: list[Any]) -> list[str]:
+    """Lose all leases at the end of a sync of a file; returns a list that has the file's path then."""
+    real, calls, synced = fileio.OutputFile.sync, itertools.count(), list[str]()
+
+    def sync(file: fileio.OutputFile) -> None:
+        before = len(trace)
+        real(file)
+        if len(trace) > before and next(calls) == turn:
+            lose()
+            synced.append(str(file.path))
+            trace.append("lost")
+
+    patched.setattr(fileio.OutputFile, "sync", sync)
+    return synced

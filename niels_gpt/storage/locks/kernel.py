@@ -50,6 +50,7 @@ def kernel_lock(path: Path, locked: PathLike, state: str = "is in use", *, wait:
         with suppress(OSError):  # a full disk: the lock holds without its text
             os.ftruncate(handle, 0)
             os.pwrite(handle, f"user {user_name()}, host {socket.gethostname()}, pid {os.getpid()}\n".encode(), 0)
+            os.fsync(handle)  # where flock does not reach, another machine has this text alone
         try:
             yield
         finally:
