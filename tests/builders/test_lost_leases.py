@@ -69,6 +69,8 @@ def test_a_build_that_loses_its_lease_while_it_reads_its_shards_changes_nothing(
     apply_lock_setting(tmp_path, "lease")
     with pytest.raises(KeyboardInterrupt):
         build_new(tmp_path / "c", texts=dying())
+    (shard,) = tmp_path.rglob("train/shard_00000.bin")
+    shard.with_name("shard_00099.bin").touch()  # by the taker, which has come further
     before = _files(tmp_path)
     assert any("shard" in name for name in before)
     losing(monkeypatch, build, "checksums_of")
