@@ -75,7 +75,8 @@ def make_partitions(root: Path, *, partitions: int, shards: int, shard_bytes: in
     sha256 = "0" * 64
     content = {"plan_version": 1, "kind": PLAN_KIND, "cache": NAME.as_posix(), "partitions": partitions}
     content |= {"rule": "simulated", "fingerprint": sha256, "recipe": nothing, "source": nothing, "code": nothing}
-    plan = fix_plan(root / NAME, {**content, "tokenizer_sha256": sha256})
+    content |= {"tokenizer_sha256": sha256, "tokenizer_content_sha256": sha256, "listing": None, "exclude_sha256": None}
+    plan = fix_plan(root / NAME, content)
     for number in range(partitions):
         claim = {"number": number, "total": partitions, "plan": plan.sha256}
         count = documents * (number + 1) // partitions - documents * number // partitions
