@@ -54,7 +54,7 @@ def of(cache_dir: Path) -> Settings:
 
 
 def copied(base: Path, folder: Path) -> Path:
-    """Return a folder of caches of one's own, with the same tokenizer."""
+    """Return another folder of caches, with the same tokenizer."""
     shutil.copytree(base, folder / "cache", symlinks=True)
     return folder / "cache"
 

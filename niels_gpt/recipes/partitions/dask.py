@@ -94,7 +94,7 @@ def _budget(settings: Settings, name: str) -> int | None:
 
 @contextmanager
 def work_of(settings: Settings, name: str, plan: Plan) -> Iterator[Work]:
-    """Yield what a worker is told; the file that it is to see is there until the end of the block."""
+    """Yield what is sent to a worker; the file that it looks for is there until the end of the block."""
     token = secrets.token_hex(16)
     probe, path = tempfile.mkstemp(prefix=".probe-", dir=os.path.abspath(cache_root(settings)))
     try:
@@ -269,7 +269,7 @@ def _answer(call: concurrent.futures.Future[dict[str, Any]], address: str) -> Sa
 
 @dataclass
 class _Report:
-    """What is told of a build: a bar, or else a line for each partition; each warning of the workers once."""
+    """What is printed of a build: a bar, or else a line for each partition; each warning of the workers once."""
 
     plan: Plan
     documents: int

@@ -33,7 +33,7 @@ _ONE_AT_A_TIME = threading.Lock()  # the current folder is the process's, and a 
 
 @dataclass(frozen=True)
 class Work:
-    """What a worker is told of a cache."""
+    """What the command sends to a worker about a cache."""
 
     settings: Settings
     name: str

@@ -3,7 +3,7 @@
 The lease of a lock is a file NAME.N in `.leases` (folder.py). Its holder raises a counter in it every few seconds; who
 wants it watches the counter by a clock of its own. A lease whose counter stood still for LEASE_SECONDS has run out.
 
-Taking one: create NAME.(N+1) with O_EXCL, where N is the highest there; so of several takers one goes on. It lists the
+Taking one: create NAME.(N+1) with O_EXCL, where N is the highest there; so of several takers one has it. It lists the
 folder again: a file that it has not seen run out belongs to another, and it gives up its own. Then it removes those
 that have run out, so that their holders, if they wake up, find theirs gone. Two holders cannot both go on: of two files
 one was created later, and its creator has seen the other. A holder removes its file at the end.
