@@ -100,9 +100,10 @@ def read_lease(path: Path) -> Holder | None:
             problem = str(error.strerror)  # a link
             break
         try:
-            if os.fstat(handle).st_nlink == 0:  # it was removed meanwhile
+            status = os.fstat(handle)
+            if status.st_nlink == 0:  # it was removed meanwhile
                 return None
-            refuse_other_files(handle, path)
+            refuse_other_files(status, path)
             raw = os.pread(handle, _BYTES + 1, 0)
         finally:
             os.close(handle)

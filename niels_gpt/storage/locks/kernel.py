@@ -74,7 +74,7 @@ def _attempt(path: Path, locked: PathLike, state: str) -> tuple[int | None, str]
         handle = _open(path, locked, state)
         _held.add(handle)
         try:
-            refuse_other_files(handle, path)
+            refuse_other_files(os.fstat(handle), path)
             _lock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return handle, ""
         except _RecordLockedError:
@@ -151,9 +151,8 @@ def not_written(error: OSError, path: Path) -> OSError:
     return OSError(error.errno, f"{error.strerror}; {advice}", str(path))
 
 
-def refuse_other_files(handle: int, path: Path) -> None:
+def refuse_other_files(status: os.stat_result, path: Path) -> None:
     """Raise CacheError for a file that is not a lock file of this project."""
-    status = os.fstat(handle)
     if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
         return
     is_file = stat.S_ISREG(status.st_mode)
