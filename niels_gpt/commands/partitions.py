@@ -59,11 +59,9 @@ def build_one(settings: Settings, sources: Sequence[str], number: int, *, refres
         raise UsageError(f"--partition {number}: expected 0 to {settings.partitions - 1}, of --partitions")
     if refresh:
         prepare(settings, name, refresh=True)
-    if restart:
-        if prepare(settings, name) is None:
-            whole = build_command(settings, key, "--restart")
-            raise UsageError(f"--partition {number}: {key} is sealed and up to date. To build it from scratch: {whole}")
-        restart_partition(settings, name, number)
+    if restart and not restart_partition(settings, name, number):
+        whole = build_command(settings, key, "--restart")
+        raise UsageError(f"--partition {number}: {key} is sealed and up to date. To build it from scratch: {whole}")
     with progress_bar(f"{key} {number}", items="documents") as progress:
         made = build_partition(settings, name, number, progress=progress)
     say(partition_line(made))

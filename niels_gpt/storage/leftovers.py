@@ -30,6 +30,8 @@ from niels_gpt.storage.versions import (
     versions_dir,
 )
 
+PROBE = re.compile(r"\.probe-[0-9a-f]{8}")
+"""The hidden folder in which a build tries what the file system keeps; one that is killed meanwhile leaves it."""
 _ADOPTED = re.compile(r"adopted\d+")
 _MAX_LINE = 1 << 24  # bytes of a line of a journal
 

@@ -146,5 +146,5 @@ def test_the_journal_of_a_build_of_days_tells_that_it_was_committed(tmp_path: Pa
         file.write(line({"documents": 2, "padding": "x" * 1000}) * 35_000)  # 35 MB: more than is read of a JSON file
         file.write(line({"documents": 3, "sealed": SOME_SHA256}))
     assert sealed_builds(tmp_path / "c") == [folder]
-    folder.with_suffix("").mkdir()  # what is to be committed is there
+    folder.with_suffix("").mkdir()  # the folder of the build
     assert sealed_builds(tmp_path / "c") == []

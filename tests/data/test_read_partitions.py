@@ -13,12 +13,10 @@ from hypothesis import given
 from hypothesis import settings as checks
 from hypothesis import strategies as st
 from support.data_files import invalid_utf8, lines, write, write_parquet
-from support.readings import FILES, LIMIT, Reading, nonzero, put
+from support.readings import FILES, LIMIT, Reading, nonzero, put, read_in_small_batches
 
-from niels_gpt.data.files import parquet
 from niels_gpt.data.files.part import FilePart, Share
 from niels_gpt.documents import Partition
-from niels_gpt.recipes import sources
 from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.recipes.tokenizers.texts import source_state
 from niels_gpt.settings import Settings
@@ -49,8 +47,7 @@ def check_parts(given: Settings, name: str, total: int) -> list[Reading]:
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parquet, "BATCH_ROWS", 4)
-    monkeypatch.setattr(sources, "BATCH_DOCUMENTS", 5)
+    read_in_small_batches(monkeypatch)
 
 
 @pytest.fixture(scope="module")

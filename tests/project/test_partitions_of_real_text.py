@@ -133,11 +133,8 @@ def test_by_dask_with_a_worker_that_is_killed_twice(base: Path, whole: Path, tmp
         command = [*CLI, "build", NAME, "--dask", address, *flags(of(folder))]
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         for _ in range(2):
-            journals = set(folder.glob("pretrain/.versions/*/partitions-*/.versions/*/building-*.journal"))
-            while (
-                process.poll() is None
-                and not set(folder.glob("pretrain/.versions/*/partitions-*/.versions/*/building-*.journal")) - journals
-            ):
+            journals = set(folder.glob(JOURNALS))
+            while process.poll() is None and not set(folder.glob(JOURNALS)) - journals:
                 time.sleep(0.02)
             assert process.poll() is None
             workers[0].kill()

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.data_files import lines, write, write_parquet
-from support.readings import FILES, JSONL, LIMIT, TEXTS, Reading, nonzero, put, tables
+from support.readings import FILES, JSONL, LIMIT, TEXTS, Reading, nonzero, put, read_in_small_batches, tables
 
 from niels_gpt.data.files import columns, parquet, rows
-from niels_gpt.recipes import sources
 from niels_gpt.settings import Settings
 
 
@@ -35,8 +34,7 @@ def compare(given: Settings, name: str) -> Reading:
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parquet, "BATCH_ROWS", 4)
-    monkeypatch.setattr(sources, "BATCH_DOCUMENTS", 5)
+    read_in_small_batches(monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
+import pytest
 from hypothesis import strategies as st
 
+from niels_gpt.data.files import parquet
 from niels_gpt.documents import DocumentBatch, Partition
 from niels_gpt.recipes import sources
 from niels_gpt.recipes.resolve import resolve_source
@@ -96,6 +98,12 @@ def flat(batches: Iterator[DocumentBatch]) -> Iterator[Seen]:
 
 def nonzero(counters: Any) -> dict[str, int]:
     return {name: number for name, number in counters.items() if number}
+
+
+def read_in_small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let small files have several batches, of rows of parquet and of documents."""
+    monkeypatch.setattr(parquet, "BATCH_ROWS", 4)
+    monkeypatch.setattr(sources, "BATCH_DOCUMENTS", 5)
 
 
 class Reading:

@@ -24,6 +24,7 @@ from niels_gpt.builders.shards import TEXTS_OF
 from niels_gpt.builders.split import SPLITS
 from niels_gpt.builders.writer import BLOCK_BYTES, OFFSET_DTYPE, npy_header, num_blocks
 from niels_gpt.progress import Progress
+from niels_gpt.settings import usable_cores
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import (
@@ -257,7 +258,7 @@ def _damages(
     plan: Plan, states: list[PartitionState], num_bytes: int, progress: Progress | None
 ) -> Iterator[tuple[int, str]]:
     """Read every file of the finished partitions, several at once; yield the number of one, and what is wrong."""
-    threads = min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    threads = min(16, usable_cores())
     waiting: deque[tuple[int, int, Future[str]]] = deque()
     files = read = 0
     with ThreadPoolExecutor(threads) as executor:

@@ -25,6 +25,7 @@ from niels_gpt.eagle3.format.plan import differing_fields
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import canonical_json, write_bytes
+from niels_gpt.storage.leftovers import PROBE
 from niels_gpt.storage.locks import file_lock, refuse_while_held
 from niels_gpt.storage.locks.folder import MARKER
 from niels_gpt.storage.meta_json import parse_object, read_regular, shortened
@@ -39,8 +40,6 @@ _OWN = re.compile(
     rf"{_PART.pattern}|({_PART.pattern}|weights)\.lock(\.[1-9][0-9]{{0,8}})?|settings\.json"
     rf"|\.({_PART.pattern}|settings\.json)\.[0-9a-f]{{8}}\.tmp"
 )
-_PROBE = re.compile(r"\.probe-[0-9a-f]{8}")
-"""Where a machine tried what the file system keeps, and was killed."""
 _COMMAND = ("niels-gpt", "eagle3", "precompute")
 _MOST_BYTES = 1 << 16
 
@@ -204,7 +203,7 @@ def remove_parts(folder: Path) -> None:
     The folder's lock is held, and no part is running. Raises: as `refuse_foreign_files`; nothing is removed then.
     """
     refuse_foreign_files(folder)
-    probes = [name for name in os.listdir(folder) if _PROBE.fullmatch(name) and not (folder / name).is_symlink()]
+    probes = [name for name in os.listdir(folder) if PROBE.fullmatch(name) and not (folder / name).is_symlink()]
     for name in (MARKER, PARTS_NAME, *probes):  # how the folder is locked was written by --lock: no file of a cache
         if os.path.lexists(folder / name):
             fileio.remove(folder / name)

@@ -30,9 +30,7 @@ def progress_text(folder: Path, plan: Plan, done: Collection[int]) -> str:
             shown.append(f"part {part_text(part)} {len(shards) - missing:,} of {len(shards):,}")
     more = f" and {len(shown) - _MOST_NAMED:,} more parts" if len(shown) > _MOST_NAMED else ""
     each = f"; unfinished: {', '.join(shown[:_MOST_NAMED])}{more}" if shown else ""
-    return (
-        f"{len(found):,} of {plan.num_shards:,} shards are there, {len(parts):,} parts started{each}" if parts else ""
-    )
+    return f"{len(found):,} of {plan.num_shards:,} shards are there, {len(parts):,} parts started{each}"
 
 
 def refuse_unsealed(path: Path) -> None:

@@ -30,6 +30,8 @@ from niels_gpt.eagle3.format.plan import CONVERTED, FREE, PLAN_NAME, Plan, diffe
 from niels_gpt.eagle3.format.shard_writer import read_receipt, receipt_path
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, canonical_json
+from niels_gpt.storage.leftovers import PROBE
+from niels_gpt.storage.locks.folder import LEASES_DIR, MARKER
 from niels_gpt.storage.meta_json import meta_bytes, parse_object, shortened
 
 logger = logging.getLogger(__name__)
@@ -38,7 +40,7 @@ _LEFTOVER = re.compile(
     r"\.(shard-([0-9]{6})\.(safetensors|json)|(manifest|meta|plan|embeddings|weights)\.json"
     r"|target_(embeddings|weights)\.safetensors|samples\.safetensors|ids\.txt|batches\.jsonl)\.[0-9a-f]{8}\.tmp"
 )
-_OF_LOCKS = re.compile(r"\.locks\.json|\.leases|\.probe-[0-9a-f]{8}")
+_OF_LOCKS = re.compile(rf"{re.escape(MARKER)}|{re.escape(LEASES_DIR)}|{PROBE.pattern}")
 """How a folder is locked, and what another machine tries there at this moment."""
 _FRESH = "Name a fresh folder, or remove this one"
 _ORIGINAL = "Run it with the original settings"

@@ -25,6 +25,7 @@ from niels_gpt.builders.partitions.plan import Plan
 from niels_gpt.builders.partitions.receipts import partition_states
 from niels_gpt.interrupts import sigint_blocked
 from niels_gpt.progress import Progress
+from niels_gpt.recipes.partitions.documents import budget_of
 from niels_gpt.recipes.partitions.run import prepare, seal_cache
 from niels_gpt.recipes.partitions.shared import code_identity
 from niels_gpt.recipes.partitions.worker import BUSY, Built, Said, Work, build_there, inputs_seen, obstacle
@@ -70,7 +71,7 @@ def build_on_dask(
         missing = [each.number for each in states if each.state != "finished"]
         if missing:
             done = (sum(each.documents for each in states), sum(each.tokens for each in states))
-            report = _Report(plan, *done, _budget(settings, name), progress)
+            report = _Report(plan, *done, budget_of(settings, resolve_source(settings, name)), progress)
             with work_of(settings, name, plan) as work, _client(where) as client:
                 _Build(plan, work, _Workers(client, where, work), report, deque(missing)).run()
     outcome = seal_cache(settings, name)
@@ -85,11 +86,6 @@ def check_where(where: str) -> None:
         import distributed  # noqa: F401
     except ImportError as error:
         raise ImportError(f"--dask needs distributed ({error}): pip install 'niels-gpt[dask]'") from error
-
-
-def _budget(settings: Settings, name: str) -> int | None:
-    budgets = [getattr(settings, each) for each in resolve_source(settings, name).spec.budget_settings]
-    return sum(budgets) if budgets else None
 
 
 @contextmanager

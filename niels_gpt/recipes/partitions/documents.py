@@ -78,6 +78,11 @@ def is_partitioned(settings: Settings, source: ResolvedSource) -> bool:
     return settings.partitions > 1 and source.spec.family == "pretrain" and not source.stub
 
 
+def budget_of(settings: Settings, source: ResolvedSource) -> int | None:
+    """Return the tokens of both budgets of a pretrain cache; None without budgets."""
+    return sum(getattr(settings, each) for each in source.spec.budget_settings) or None
+
+
 def built_whole(settings: Settings, keys: Sequence[str]) -> list[str]:
     """Return the caches that are built whole, although the settings have partitions. [] for settings without."""
     whole = []

@@ -94,7 +94,7 @@ class Prepared:
             assert isinstance(counters, Counter)
             inputs = BuildInputs(asked.tokenizer, described, counters, asked.provenance["revision"], _nothing)
             try:
-                meta = self._documents(inputs, path, progress, partition, plan)
+                meta = build_documents(asked.settings, asked.source, inputs, path, progress, partition, plan.sha256)
             except (CacheError, OSError) as error:
                 is_built = isinstance(error, CacheError) and error.code == "E503"
                 if not (is_built and wait) and is_there(plan):
@@ -142,12 +142,6 @@ class Prepared:
                 code="E306",
             )
         self.listing = listing
-
-    def _documents(
-        self, inputs: BuildInputs, path: Path, progress: Progress | None, partition: Partition, plan: Plan
-    ) -> dict[str, Any]:
-        settings, source = self.asked.settings, self.asked.source
-        return build_documents(settings, source, inputs, path, progress, partition, plan.sha256)
 
     def seal(
         self, plan: Plan, deep: bool, progress: Progress | None, wait: bool = False
@@ -231,10 +225,10 @@ def prepared(
     found = None if asks_hub else recorded()
     if found is None:
         # One machine reads the files for their fingerprint, or asks the hub; the others wait, and find its plan.
-        with build_lock(cache_root(settings) / key, wait=True):
+        with build_lock(path := cache_root(settings) / key, wait=True):
             found = None if asks_hub else recorded()
             if found is None:
-                known = None if asks_hub else _last_provenance(settings, source, staged.path, observed)
+                known = None if asks_hub else recorded_provenance(staged.path, source, path, observed, {})
                 found = _fixed(settings, source, tokenizer, staged, listing, known, fixes)
                 if listing is not None:
                     add_listing(found, listing)
@@ -243,12 +237,6 @@ def prepared(
     if found.plan is not None:
         _refuse_other_code(found.plan, settings, key)
     return Prepared(found.asked, found.plan, staged, listing)
-
-
-def _last_provenance(
-    settings: Settings, source: ResolvedSource, tokenizer_folder: Path, observed: str | None
-) -> dict[str, Any]:
-    return recorded_provenance(tokenizer_folder, source, cache_root(settings) / source.spec.key, observed, {})
 
 
 def _fixed(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from niels_gpt.builders.partitions.plan import Plan
 from niels_gpt.documents import Partition
 from niels_gpt.progress import Progress
+from niels_gpt.recipes.partitions.documents import budget_of
 from niels_gpt.recipes.partitions.prepared import prepared
 from niels_gpt.recipes.resolve import ResolvedSource
 from niels_gpt.recipes.run_recipe import Measurement, Outcome
@@ -71,14 +72,15 @@ def build_partition(
     return MadePartition(made.asked.key, partition, meta, reused, measurement.seconds)
 
 
-def restart_partition(settings: Settings, name: str, number: int) -> None:
+def restart_partition(settings: Settings, name: str, number: int) -> bool:
     """Make the next build of a partition start from scratch; the other partitions stay.
 
+    Returns False, and does nothing, where the cache is current: it has no partitions any more.
     Raises: as `prepare`; CacheError E503 if it is being built, or the cache sealed.
     """
     plan = prepare(settings, name)
     if plan is None:
-        return
+        return False
     path = plan.partition_path(number)
     refuse_foreign(path)
     with build_lock(path) as folder:
@@ -87,6 +89,7 @@ def restart_partition(settings: Settings, name: str, number: int) -> None:
         discard_unfinished(folder)
         if path.is_symlink():
             discard(path)
+    return True
 
 
 def seal_cache(
@@ -146,7 +149,7 @@ class _Total:
 
     def __init__(self, settings: Settings, source: ResolvedSource, progress: Progress | None) -> None:
         self._progress, self._documents, self._tokens = progress, 0, 0
-        self._budget = sum(getattr(settings, name) for name in source.spec.budget_settings) or None
+        self._budget = budget_of(settings, source)
 
     def __call__(self, documents: int, tokens: int, _: int | None) -> None:
         if self._progress is not None:

@@ -7,7 +7,6 @@ import functools
 import hashlib
 import logging
 import os
-import re
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +19,7 @@ import niels_gpt
 from niels_gpt.builders.meta_keys import BUILDER_VERSION, FORMAT_VERSION
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.leftovers import PROBE
 from niels_gpt.storage.locks import lock_kind
 from niels_gpt.storage.locks.mounts import mount_of
 from niels_gpt.storage.meta_json import read_regular
@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 LIBRARIES = ("torch", "numpy", "sentencepiece", "tokenizers", "pyarrow", "orjson", "datasets")
 """Those that read, shuffle or encode: another version may give other bytes."""
 _MAX_FILES, _MAX_FILE_BYTES = 5_000, 1 << 22
-_PROBE = re.compile(r"\.probe-[0-9a-f]{8}")
 _PROBE_FILES = {"old", "new", "old-link", "new-link", "once", "lock", "linked"}
 _OLD_SECONDS = 600  # a check takes far less
 
@@ -108,7 +107,7 @@ def _remove_old(folder: Path, now: float) -> None:
     for entry in folder.glob(".probe-*"):
         with suppress(OSError):
             about = entry.lstat()
-            if not _PROBE.fullmatch(entry.name) or not stat.S_ISDIR(about.st_mode):
+            if not PROBE.fullmatch(entry.name) or not stat.S_ISDIR(about.st_mode):
                 continue
             if now - about.st_mtime > _OLD_SECONDS and set(os.listdir(entry)) <= _PROBE_FILES:
                 fileio.remove(entry)

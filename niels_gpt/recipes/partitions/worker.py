@@ -105,8 +105,7 @@ def build_there(work: Work, number: int) -> Built:
                 )
         except Exception as error:
             return Built(error=_portable(error), code=code_of(error), warnings=warnings)
-    tokens = sum(meta["totals"][f"{split}_tokens"] for split in ("train", "val"))
-    return Built(sum(meta["docs"].values()), tokens, warnings=warnings)
+    return Built(sum(meta["docs"].values()), sum(meta["totals"].values()), warnings=warnings)
 
 
 def inputs_seen(settings: Settings, name: str) -> dict[str, str]:
