@@ -228,7 +228,8 @@ ATTACKS = {
 @pytest.mark.parametrize("name", ATTACKS)
 def test_a_template_that_takes_too_much_is_refused(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     template, said = ATTACKS[name]
-    monkeypatch.setattr(template_process, "_SECONDS", 0.5)
+    if said == "did not end within":  # the others end by themselves, on a busy machine later
+        monkeypatch.setattr(template_process, "_SECONDS", 0.5)
     folder = kinds.write_tokenizer(tmp_path / "t", template=template)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ValueError, match=said):
