@@ -10,20 +10,21 @@ from niels_gpt.inspection.verify import CHECKS, Limits, verify
 from niels_gpt.recipes.eagle3.asset import check_targets
 from niels_gpt.recipes.eagle3.draft_vocab import CHECK as DRAFT_VOCAB_CHECK
 from niels_gpt.recipes.eagle3.draft_vocab import check_draft_vocab
+from niels_gpt.recipes.eagle3.of_settings import KEY as TARGETS_KEY
 from niels_gpt.recipes.eagle3.of_settings import VOCAB_KEY
 from niels_gpt.recipes.rollouts import checks as rollouts
 from niels_gpt.recipes.run_recipe import cache_root
 from niels_gpt.storage.checks import Check, Verdict
-from pipelines.resources import SettingsResource
+from pipelines.deployment import Deployment
 
 
-def checks_of(key: dg.AssetKey, path: str) -> dg.AssetChecksDefinition:
+def checks_of(deployment: Deployment, path: str) -> dg.AssetChecksDefinition:
     """Return the checks of one asset, as one step: each of them can be run by itself, and none costs a process.
 
     path: of the cache below the folder of the caches: tokenizer, or FAMILY/NAME of a token or rollout cache.
     A blocking check that fails is an error and stops what lies downstream; any other is a warning.
     """
-    family = path.split("/")[0]
+    key, family = deployment.key(path), path.split("/")[0]
     is_rollouts = family in ("trees", "rollouts")
     rules = {check.name: check for check in (rollouts.CHECKS if is_rollouts else CHECKS[family])}
     verified = rollouts.verify if is_rollouts else verify
@@ -32,9 +33,14 @@ def checks_of(key: dg.AssetKey, path: str) -> dg.AssetChecksDefinition:
         for check in rules.values()
     ]
 
-    @dg.multi_asset_check(specs=specs, name=f"check_{path.replace('/', '__')}", can_subset=True)
-    def check(context: dg.AssetCheckExecutionContext, settings: SettingsResource) -> Iterator[dg.AssetCheckResult]:
-        core = settings.of_run(context)
+    @dg.multi_asset_check(
+        specs=specs,
+        name=f"check_{deployment.name(path)}",
+        can_subset=True,
+        required_resource_keys={deployment.resource},
+    )
+    def check(context: dg.AssetCheckExecutionContext) -> Iterator[dg.AssetCheckResult]:
+        core = deployment.run(context).settings
         limits = Limits(deep=core.deep_checks, max_dropped_share=core.max_dropped_share)
         names = {selected.name for selected in context.selected_asset_check_keys}
         for name, verdict in verified(cache_root(core) / path, limits, names=names).items():
@@ -43,17 +49,23 @@ def checks_of(key: dg.AssetKey, path: str) -> dg.AssetChecksDefinition:
     return check
 
 
-def checks_of_targets(key: dg.AssetKey) -> dg.AssetChecksDefinition:
+def checks_of_targets(deployment: Deployment) -> dg.AssetChecksDefinition:
     """Return the checks of eagle3/targets, all of them blocking, as one step that reads the cache once."""
+    key = deployment.key(TARGETS_KEY)
     specs = [
         dg.AssetCheckSpec(check.name, asset=key, description=check.description, blocking=check.blocking)
         for check in EAGLE3_CHECKS.values()
     ]
 
-    @dg.multi_asset_check(specs=specs, name="check_eagle3__targets", can_subset=True)
-    def check(context: dg.AssetCheckExecutionContext, settings: SettingsResource) -> Iterator[dg.AssetCheckResult]:
+    @dg.multi_asset_check(
+        specs=specs,
+        name=f"check_{deployment.name(TARGETS_KEY)}",
+        can_subset=True,
+        required_resource_keys={deployment.resource},
+    )
+    def check(context: dg.AssetCheckExecutionContext) -> Iterator[dg.AssetCheckResult]:
         names = {selected.name for selected in context.selected_asset_check_keys}
-        for name, verdict in check_targets(settings.of_run(context), names).items():
+        for name, verdict in check_targets(deployment.run(context).settings, names).items():
             yield dg.AssetCheckResult(
                 asset_key=key,
                 check_name=name,
@@ -65,12 +77,19 @@ def checks_of_targets(key: dg.AssetKey) -> dg.AssetChecksDefinition:
     return check
 
 
-def check_of_draft_vocab(key: dg.AssetKey) -> dg.AssetChecksDefinition:
+def check_of_draft_vocab(deployment: Deployment) -> dg.AssetChecksDefinition:
     """Return the check of eagle3/draft_vocab, which is blocking."""
+    key = deployment.key(VOCAB_KEY)
 
-    @dg.asset_check(asset=key, name=DRAFT_VOCAB_CHECK.name, description=DRAFT_VOCAB_CHECK.description, blocking=True)
-    def check(context: dg.AssetCheckExecutionContext, settings: SettingsResource) -> dg.AssetCheckResult:
-        path = cache_root(settings.of_run(context)) / VOCAB_KEY
+    @dg.asset_check(
+        asset=key,
+        name=DRAFT_VOCAB_CHECK.name,
+        description=DRAFT_VOCAB_CHECK.description,
+        blocking=True,
+        required_resource_keys={deployment.resource},
+    )
+    def check(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
+        path = cache_root(deployment.run(context).settings) / VOCAB_KEY
         return _result(key, DRAFT_VOCAB_CHECK, check_draft_vocab(path))
 
     return check

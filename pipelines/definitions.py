@@ -12,8 +12,8 @@ raw/NAME                                           observed: the text that a cac
 sft/                                               observed: what `--select sft/*` starts from
 """
 
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import dagster as dg
 
@@ -23,51 +23,63 @@ from niels_gpt.recipes.eagle3.of_settings import KEY as TARGETS_KEY
 from niels_gpt.recipes.eagle3.of_settings import VOCAB_KEY
 from niels_gpt.recipes.plan import recipes, settings_fingerprint
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY
-from niels_gpt.recipes.user_sources import user_sources
 from niels_gpt.settings import Settings
-from pipelines import assets, partitions
+from pipelines import assets, eagle3, partitions
 from pipelines.checks import check_of_draft_vocab, checks_of, checks_of_targets
-from pipelines.resources import SettingsResource, settings_from_environment
+from pipelines.deployment import Deployment
+from pipelines.describe import described
+from pipelines.resources import settings_from_environment, settings_resource
 from pipelines.steps import BUILD_TAG
 
 
 def niels_definitions(
-    key_prefix: str | Sequence[str] | None = None, settings: Settings | None = None
+    key_prefix: str | Sequence[str] | None = None,
+    settings: Settings | None = None,
+    *,
+    owners: Sequence[str] = (),
+    tags: Mapping[str, str] | None = None,
+    op_tags: Mapping[str, Any] | None = None,
+    group_prefix: str = "",
+    automation: bool | Collection[str] = False,
 ) -> dg.Definitions:
-    """Return the assets, their checks and the `settings` resource, for `dg.Definitions.merge` in any deployment.
+    """Return the assets, their checks and their settings as a resource, for `dg.Definitions.merge` in any deployment.
 
-    key_prefix: put before every asset key, so that sft/oasst1 becomes PREFIX/sft/oasst1; "team/llm" is two parts.
+    Several with different prefixes may be merged into one code location.
+
+    key_prefix: put before every asset key, so that sft/oasst1 becomes PREFIX/sft/oasst1; "team/llm" is two parts. Ops,
+        jobs and the resource `settings` have it too, as team__llm__settings.
     settings: of all runs, unless a run's config says otherwise; by default NIELS_GPT_<FIELD> of the environment. The
         user-defined sources are those they name now; a new one is found when the definitions are reloaded.
+    owners, tags: of every asset, as Dagster wants them. op_tags: of every step that builds.
+    group_prefix: put before the name of every group.
+    automation: what is switched on from the start; True: all. See `pipelines.automation`.
     """
-    chosen = settings_from_environment() if settings is None else settings
-    prefix = key_prefix.split("/") if isinstance(key_prefix, str) else list(key_prefix or [])
-
-    def key(path: str) -> dg.AssetKey:
-        return dg.AssetKey([*prefix, *path.split("/")])
-
+    deployment = Deployment(
+        settings=settings_from_environment() if settings is None else settings,
+        prefix=tuple(key_prefix.split("/") if isinstance(key_prefix, str) else key_prefix or ()),
+        owners=tuple(owners),
+        tags=dict(tags or {}),
+        op_tags=dict(op_tags or {}),
+        group_prefix=group_prefix,
+        automation=frozenset(),
+    )
+    chosen = deployment.settings
     paths = (TOKENIZER_KEY, *recipes(chosen))
-    versions = {key(path): settings_fingerprint(chosen, path) for path in paths}
-    versions[key(TARGETS_KEY)] = eagle3_asset.settings_fingerprint(chosen)
-    versions[key(VOCAB_KEY)] = draft_vocab.settings_fingerprint(chosen)
-    graphs = {key(path) for path in paths if partitions.is_graph(chosen, path)}
-    made: list[dg.AssetsDefinition] = [
-        *cast(Any, dg.load_assets_from_modules([assets], key_prefix=prefix or None)),
-        *assets.user_assets([user.spec for user in user_sources(chosen).values()], prefix),
-        assets.eagle3_draft_vocab(chosen, prefix),
-        assets.eagle3_targets(chosen, prefix),
-    ]
+    versions = {deployment.key(path): settings_fingerprint(chosen, path) for path in paths}
+    versions[deployment.key(TARGETS_KEY)] = eagle3_asset.settings_fingerprint(chosen)
+    versions[deployment.key(VOCAB_KEY)] = draft_vocab.settings_fingerprint(chosen)
+    made = [*assets.assets_of(deployment), eagle3.draft_vocab_of(deployment), eagle3.targets_of(deployment)]
     return dg.Definitions(
         assets=dg.map_asset_specs(
-            lambda spec: spec.replace_attributes(code_version=versions.get(spec.key)),
-            [partitions.as_graph(asset) if asset.key in graphs else asset for asset in made],
+            lambda spec: described(deployment, spec).replace_attributes(code_version=versions.get(spec.key)),
+            partitions.in_partitions(deployment, made),
         ),
         asset_checks=[
-            *(checks_of(key(path), path) for path in paths),
-            check_of_draft_vocab(key(VOCAB_KEY)),
-            checks_of_targets(key(TARGETS_KEY)),
+            *(checks_of(deployment, path) for path in paths),
+            check_of_draft_vocab(deployment),
+            checks_of_targets(deployment),
         ],
-        resources={"settings": SettingsResource.of(chosen)},
+        resources={deployment.resource: settings_resource(chosen)},
     )
 
 

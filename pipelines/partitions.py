@@ -6,7 +6,7 @@ The steps pass nothing to each other but their order: what they share is the cac
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import dagster as dg
@@ -19,7 +19,7 @@ from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY
 from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.settings import Settings
-from pipelines.resources import SettingsResource
+from pipelines.deployment import Deployment
 from pipelines.steps import (
     BUILD_POOL,
     BUILD_TAG,
@@ -27,7 +27,6 @@ from pipelines.steps import (
     clear_errors,
     observed_of_cache,
     progress_log,
-    raw_key,
     report,
     report_tokenizer,
     turn,
@@ -53,11 +52,26 @@ def is_graph(settings: Settings, path: str) -> bool:
         return True
 
 
-def as_graph(plain: dg.AssetsDefinition) -> dg.AssetsDefinition:
-    """Return the asset pretrain/NAME with the spec of the plain one, as a graph of steps."""
+def in_partitions(deployment: Deployment, made: Iterable[dg.AssetsDefinition]) -> list[dg.AssetsDefinition]:
+    """Return the assets, those that are built in partitions as graphs with the specs of the plain ones."""
+    steps = [make(deployment) for make in (_plan_partitions, _build_partition, _seal_cache)]
+    return [
+        _as_graph(deployment, asset, *steps) if is_graph(deployment.settings, deployment.path_of(asset.key)) else asset
+        for asset in made
+    ]
+
+
+def _as_graph(
+    deployment: Deployment,
+    plain: dg.AssetsDefinition,
+    plan: dg.OpDefinition,
+    build: dg.OpDefinition,
+    seal: dg.OpDefinition,
+) -> dg.AssetsDefinition:
+    """Return the asset pretrain/NAME as a graph of steps."""
     spec = plain.get_asset_spec()
-    *prefix, _, name = spec.key.path
-    upstream = {"tokenizer": dg.AssetKey([*prefix, TOKENIZER_KEY]), "raw": raw_key(name, prefix)}
+    raw = deployment.path_of(spec.key).replace("pretrain/", "raw/")
+    upstream = {"tokenizer": deployment.key(TOKENIZER_KEY), "raw": deployment.key(raw)}
 
     @dg.graph_asset(
         key=spec.key,
@@ -67,72 +81,108 @@ def as_graph(plain: dg.AssetsDefinition) -> dg.AssetsDefinition:
         kinds=spec.kinds,
     )
     def cache(tokenizer: Any, raw: Any) -> Any:
-        planned = plan_partitions(tokenizer=tokenizer, raw=raw)
-        return seal_cache(built=planned.map(build_partition).collect())
+        planned = plan.alias("plan_partitions")(tokenizer=tokenizer, raw=raw)
+        built = planned.map(build.alias("build_partition"))
+        return seal.alias("seal_cache")(built=built.collect())
 
     asset: dg.AssetsDefinition = cache
     return asset
 
 
-@dg.op(
-    # An input each: with its blocking checks an upstream asset is several steps already, and Dagster nests no lists.
-    ins={"tokenizer": dg.In(dg.Nothing), "raw": dg.In(dg.Nothing)},
-    out=dg.DynamicOut(dg.Nothing),
-    retry_policy=NETWORK_RETRIES,
-)
-def plan_partitions(context: dg.AssetExecutionContext, settings: SettingsResource) -> Iterator[dg.DynamicOutput[None]]:
-    """Fix the plan of the cache, and start a step for each partition that is not finished."""
-    core, name = settings.of_run(context), context.asset_key.path[-1]
-    unfinished: list[int] = []
-    with clear_errors():
-        if is_partitioned(core, resolve_source(core, name)):
-            plan = run.prepare(core, name, observed=observed_of_cache(context, core))
-            states = [each for each in partition_states(plan) if each.number >= 0] if plan else []
-            unfinished = [each.number for each in states if each.state != "finished"]
-            found = f"{len(states) - len(unfinished)} finished, {len(unfinished)} to build" if plan else "up to date"
-            context.log.info(f"pretrain/{name}: {core.partitions} partitions: {found}")
-    for number in unfinished:
-        yield dg.DynamicOutput(None, mapping_key=f"p{number:05d}")
+def _plan_partitions(deployment: Deployment) -> dg.OpDefinition:
+    """Return the step that fixes the plan of a cache, and starts a step for each partition that is not finished."""
+
+    @dg.op(
+        name=deployment.name("plan_partitions"),
+        # An input each: with its blocking checks an upstream asset is several steps already, and Dagster nests no
+        # lists.
+        ins={"tokenizer": dg.In(dg.Nothing), "raw": dg.In(dg.Nothing)},
+        out=dg.DynamicOut(dg.Nothing),
+        retry_policy=NETWORK_RETRIES,
+        required_resource_keys={deployment.resource},
+    )
+    def plan_partitions(context: dg.AssetExecutionContext) -> Iterator[dg.DynamicOutput[None]]:
+        core, path = deployment.run(context).settings, deployment.path_of(context.asset_key)
+        name = path.rpartition("/")[2]
+        unfinished: list[int] = []
+        with clear_errors(deployment):
+            if is_partitioned(core, resolve_source(core, name)):
+                plan = run.prepare(core, name, observed=observed_of_cache(context, deployment, core, path))
+                states = [each for each in partition_states(plan) if each.number >= 0] if plan else []
+                unfinished = [each.number for each in states if each.state != "finished"]
+                found = (
+                    f"{len(states) - len(unfinished)} finished, {len(unfinished)} to build" if plan else "up to date"
+                )
+                context.log.info(f"{path}: {core.partitions} partitions: {found}")
+        for number in unfinished:
+            yield dg.DynamicOutput(None, mapping_key=f"p{number:05d}")
+
+    made: dg.OpDefinition = plan_partitions
+    return made
 
 
-@dg.op(
-    ins={"planned": dg.In(dg.Nothing)},
-    out=dg.Out(dg.Nothing),
-    retry_policy=NETWORK_RETRIES,
-    pool=PARTITION_POOL,
-)
-def build_partition(context: dg.AssetExecutionContext, settings: SettingsResource) -> Iterator[dg.Output[None]]:
-    """Build one partition. It waits where another run builds the same one, and does nothing where it is finished."""
-    core, name = settings.of_run(context), context.asset_key.path[-1]
-    number = int(str(context.op_execution_context.get_mapping_key()).removeprefix("p"))
-    with clear_errors():
-        made = run.build_partition(core, name, number, wait=True, progress=progress_log(context))
-    done = "was finished already" if made.reused else f"built in {made.seconds:.1f} s"
-    context.log.info(f"pretrain/{name}: partition {number} of {made.partition.total} {done}")
-    counts = {} if "partitions" in made.meta else {key: int(made.meta[key]) for key in ("train_tokens", "val_tokens")}
-    yield dg.Output(None, metadata={"partition": number, **counts, "seconds": round(made.seconds, 3)})
+def _build_partition(deployment: Deployment) -> dg.OpDefinition:
+    """Return the step that builds one partition.
+
+    It waits where another run builds the same one, and does nothing where it is finished.
+    """
+
+    @dg.op(
+        name=deployment.name("build_partition"),
+        ins={"planned": dg.In(dg.Nothing)},
+        out=dg.Out(dg.Nothing),
+        retry_policy=NETWORK_RETRIES,
+        pool=PARTITION_POOL,
+        tags=deployment.op_tags,
+        required_resource_keys={deployment.resource},
+    )
+    def build_partition(context: dg.AssetExecutionContext) -> Iterator[dg.Output[None]]:
+        core, path = deployment.run(context).settings, deployment.path_of(context.asset_key)
+        number = int(str(context.op_execution_context.get_mapping_key()).removeprefix("p"))
+        with clear_errors(deployment):
+            name = path.rpartition("/")[2]
+            made = run.build_partition(core, name, number, wait=True, progress=progress_log(context))
+        done = "was finished already" if made.reused else f"built in {made.seconds:.1f} s"
+        context.log.info(f"{path}: partition {number} of {made.partition.total} {done}")
+        counts = (
+            {} if "partitions" in made.meta else {key: int(made.meta[key]) for key in ("train_tokens", "val_tokens")}
+        )
+        yield dg.Output(None, metadata={"partition": number, **counts, "seconds": round(made.seconds, 3)})
+
+    made: dg.OpDefinition = build_partition
+    return made
 
 
-@dg.op(
-    ins={"built": dg.In(dg.Nothing)},
-    out=dg.Out(dg.Nothing),
-    retry_policy=NETWORK_RETRIES,
-    pool=BUILD_POOL,
-    tags={BUILD_TAG: "true"},
-)
-def seal_cache(context: dg.AssetExecutionContext, settings: SettingsResource) -> Iterator[dg.Output[None]]:
-    """Make one cache of all partitions; what the run's settings do not partition is built here, whole."""
-    core, (*prefix, _, name) = settings.of_run(context), context.asset_key.path
-    with clear_errors(), turn(core):
-        if is_partitioned(core, resolve_source(core, name)):
-            # Of the newest plan, as its partitions: an observation may have been made since the plan was fixed.
-            outcome = run.seal_cache(core, name, progress=progress_log(context, "files", "bytes"))
-        else:
-            observed = observed_of_cache(context, core)
-            outcome = build_token_cache(core, name, observed=observed, progress=progress_log(context))
-        result = report(context, outcome)
-        report_tokenizer(context, dg.AssetKey([*prefix, TOKENIZER_KEY]), core)
-    with warnings.catch_warnings():  # Dagster calls the data version of an output beta: that of an asset is the same
-        warnings.simplefilter("ignore", dg.BetaWarning)
-        sealed: dg.Output[None] = dg.Output(None, metadata=result.metadata, data_version=result.data_version)
-    yield sealed
+def _seal_cache(deployment: Deployment) -> dg.OpDefinition:
+    """Return the step that makes one cache of all partitions, and the whole one where a run asks for no partitions."""
+
+    @dg.op(
+        name=deployment.name("seal_cache"),
+        ins={"built": dg.In(dg.Nothing)},
+        out=dg.Out(dg.Nothing),
+        retry_policy=NETWORK_RETRIES,
+        pool=BUILD_POOL,
+        tags={**deployment.op_tags, BUILD_TAG: "true"},
+        required_resource_keys={deployment.resource},
+    )
+    def seal_cache(context: dg.AssetExecutionContext) -> Iterator[dg.Output[None]]:
+        core, path = deployment.run(context).settings, deployment.path_of(context.asset_key)
+        name = path.rpartition("/")[2]
+        with clear_errors(deployment), turn(core):
+            if is_partitioned(core, resolve_source(core, name)):
+                # Of the newest plan, as its partitions: an observation may have been made since the plan was fixed.
+                outcome = run.seal_cache(core, name, progress=progress_log(context, "files", "bytes"))
+            else:
+                observed = observed_of_cache(context, deployment, core, path)
+                outcome = build_token_cache(core, name, observed=observed, progress=progress_log(context))
+            result = report(context, outcome)
+            report_tokenizer(context, deployment, core)
+        with (
+            warnings.catch_warnings()
+        ):  # Dagster calls the data version of an output beta: that of an asset is the same
+            warnings.simplefilter("ignore", dg.BetaWarning)
+            sealed: dg.Output[None] = dg.Output(None, metadata=result.metadata, data_version=result.data_version)
+        yield sealed
+
+    made: dg.OpDefinition = seal_cache
+    return made

@@ -1,82 +1,84 @@
-"""niels_gpt.settings as a Dagster resource: the form in the Launchpad, the run's config, and the environment."""
+"""The settings of a run: a resource whose fields are niels_gpt.settings, and the environment of a deployment."""
 
 import os
 from collections.abc import Mapping
-from dataclasses import fields
-from typing import Any, get_type_hints
+from dataclasses import dataclass, fields, replace
+from types import UnionType
+from typing import Any, get_args, get_type_hints
 
 import dagster as dg
-from pydantic import Field, ValidationError, create_model
+from pydantic import TypeAdapter, ValidationError
 
 from niels_gpt.settings import RENAMED, Settings
 
 ENVIRONMENT_PREFIX = "NIELS_GPT_"
 # Where the tests find real text, real tokenizers and other tools.
 _NOT_SETTINGS = {"NIELS_GPT_TEST_DATA", "NIELS_GPT_TEST_MODELS", "NIELS_GPT_PEERS"}
-_CORE = {field.name: field for field in fields(Settings)}
-_TYPES = get_type_hints(Settings)
+_OF_DEPLOYMENT = "cache_dir"
+"""No field of a run: two folders cannot be the same asset."""
+_HELP = {field.name: field.metadata["help"] for field in fields(Settings)}
+_TYPES: dict[str, Any] = get_type_hints(Settings)
+NAMES = ("force", "wait", *(name for name in _HELP if name != _OF_DEPLOYMENT))
+"""The fields of a run's config."""
 
 
-class SettingsResource(dg.ConfigurableResource[None]):
-    """All settings of all caches. A cache is built again only if one that it reads has changed."""
+@dataclass(frozen=True)
+class Run:
+    """What a run asks for."""
 
-    @classmethod
-    def of(cls, settings: Settings) -> "SettingsResource":
-        """Return a form with a field for each setting: its type, its value as the default, its help as description.
-
-        The values are the defaults of a class of their own, because a run's config that names one setting resets the
-        others to the defaults of the class.
-        """
-        form: Any = {
-            name: (_TYPES[name], Field(default=getattr(settings, name), description=field.metadata["help"]))
-            for name, field in _CORE.items()
-        }
-        for old, new in RENAMED.items():  # Dagster refuses an unknown field before any of our code runs
-            form[old] = (Any, Field(default=None, description=f"of earlier versions: now {new}"))
-        return create_model(cls.__name__, __base__=cls, __doc__=cls.__doc__, **form)()
-
-    def to_core(self) -> Settings:
-        """Return what the recipes take. Raises: dagster.Failure for a setting of an earlier version."""
-        for old, new in RENAMED.items():
-            if getattr(self, old) is not None:
-                raise dg.Failure(f"resources.settings.config.{old}: this setting is now {new}", allow_retries=False)
-        return Settings(**{name: getattr(self, name) for name in _CORE})
-
-    def __init__(self, **given: Any) -> None:
-        if type(self) is SettingsResource:
-            raise TypeError(f"{type(self).__name__} has its fields from Settings: SettingsResource.of(Settings(...))")
-        super().__init__(**given)
-
-    def of_run(self, context: dg.AssetExecutionContext | dg.AssetCheckExecutionContext) -> Settings:
-        """Return the settings of a run. Its config may hold no key that is ignored.
-
-        Dagster refuses an unknown field of this form, but silently ignores an unknown op or resource.
-        Raises: dagster.Failure naming the keys that exist; it is not retried.
-        """
-        try:
-            config, job = context.run.run_config, context.job_def
-        except dg.DagsterError:  # an asset called as a function has no run
-            return self.to_core()
-        readers = {"ops": {node.name for node in job.nodes if _reads_config(node.definition)}}
-        readers["resources"] = set(job.resource_defs)
-        for part, known in readers.items():
-            given: Any = config.get(part) or {}
-            for name in sorted(set(given) - known):
-                raise dg.Failure(
-                    f"run config: {part}.{name} is read by nobody in this run, expected "
-                    f"{' or '.join(f'{part}.{key}' for key in sorted(known)) or f'nothing in {part}'}. The settings of "
-                    f"niels_gpt are all in resources.settings.config: {', '.join(_CORE)}",
-                    allow_retries=False,
-                )
-        return self.to_core()
+    settings: Settings
+    force: bool = False
+    """Build from scratch, whatever there is."""
+    wait: bool = True
+    """Wait for another process that builds the same cache; else the step fails."""
 
 
-def _reads_config(node: object) -> bool:
-    # An op without a config class takes anything and reads nothing: all of ours. Another deployment's may read some.
-    if isinstance(node, dg.GraphDefinition) and node.config_mapping is None:
-        return any(_reads_config(inner.definition) for inner in node.nodes)
-    field = node.config_field if isinstance(node, dg.OpDefinition) else None
-    return field is None or field.config_type.given_name != "Any"
+def settings_resource(settings: Settings) -> dg.ResourceDefinition:
+    """Return the resource whose value is what a run's config names; what it does not name is as in `settings`.
+
+    No setting has a default in the form, so that the Launchpad opens with the two fields that are of a run alone.
+    """
+    form: dict[str, Any] = {
+        "force": dg.Field(bool, default_value=False, description="build from scratch, whatever there is"),
+        "wait": dg.Field(
+            bool, default_value=True, description="wait where another process builds the same cache; off: fail"
+        ),
+    }
+    for name in NAMES[len(form) :]:
+        text = f"{_HELP[name]}. This deployment: {getattr(settings, name)!r}"
+        form[name] = dg.Field(_config_type(_TYPES[name]), is_required=False, description=text)
+    for old, new in RENAMED.items():  # Dagster refuses an unknown field before any of our code runs
+        form[old] = dg.Field(dg.Noneable(dg.Any), is_required=False, description=f"of earlier versions: now {new}")
+
+    @dg.resource(config_schema=form, description="All settings of all caches, and what a run alone may ask for.")
+    def given(context: dg.InitResourceContext) -> dict[str, Any]:
+        return dict(context.resource_config)
+
+    made: dg.ResourceDefinition = given
+    return made
+
+
+def _config_type(kind: Any) -> Any:
+    """Return Dagster's type of a setting's: `str | None` is Noneable(str)."""
+    if isinstance(kind, UnionType):
+        (inner,) = set(get_args(kind)) - {type(None)}
+        return dg.Noneable(inner)
+    return kind
+
+
+def as_run(settings: Settings, given: Mapping[str, Any], resource: str) -> Run:
+    """Return what a run's config asks for. settings: the deployment's; resource: its name in the run's config.
+
+    Raises: dagster.Failure for a setting of an earlier version, or a value that is out of bounds.
+    """
+    for old, new in RENAMED.items():
+        if old in given:
+            raise dg.Failure(f"resources.{resource}.config.{old}: this setting is now {new}", allow_retries=False)
+    chosen = {name: value for name, value in given.items() if name in _HELP}
+    try:
+        return Run(replace(settings, **chosen), force=given.get("force", False), wait=given.get("wait", True))
+    except ValueError as error:
+        raise dg.Failure(f"resources.{resource}.config: {error}", allow_retries=False) from error
 
 
 def settings_from_environment(environ: Mapping[str, str] = os.environ) -> Settings:
@@ -90,17 +92,20 @@ def settings_from_environment(environ: Mapping[str, str] = os.environ) -> Settin
         for name, text in environ.items()
         if name.startswith(ENVIRONMENT_PREFIX) and name not in _NOT_SETTINGS and text
     }
-    for name in sorted(given.keys() - _CORE.keys()):
+    for name in sorted(given.keys() - _HELP.keys()):
         if name in RENAMED:
             old, new = (ENVIRONMENT_PREFIX + each.upper() for each in (name, RENAMED[name]))
             raise ValueError(f"{old}: this setting is now {new}")
         raise ValueError(
             f"{ENVIRONMENT_PREFIX}{name.upper()}: there is no setting of this name. There are "
-            + ", ".join(ENVIRONMENT_PREFIX + field.upper() for field in _CORE)
+            + ", ".join(ENVIRONMENT_PREFIX + field.upper() for field in _HELP)
         )
-    try:
-        form = type(SettingsResource.of(Settings(source_root="sample")))
-        return form(**given).to_core()  # pydantic turns text into numbers
-    except ValidationError as error:
-        problems = [f"{ENVIRONMENT_PREFIX}{item['loc'][0]}".upper() + f": {item['msg']}" for item in error.errors()]
-        raise ValueError("; ".join(problems)) from error
+    chosen, problems = dict[str, Any](), list[str]()
+    for name, text in given.items():
+        try:
+            chosen[name] = TypeAdapter(_TYPES[name]).validate_python(text)  # text into numbers
+        except ValidationError as error:
+            problems.append(f"{ENVIRONMENT_PREFIX}{name}".upper() + f": {error.errors()[0]['msg']}")
+    if problems:
+        raise ValueError("; ".join(problems))
+    return Settings(**{"source_root": "sample", **chosen})

@@ -1,7 +1,7 @@
 """What the steps of the assets share: which revision they build, whose turn it is, what they log and report, errors."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 
 import dagster as dg
@@ -12,6 +12,7 @@ from niels_gpt.recipes.run_recipe import RUNS_DIR, TOKENIZER_KEY, Outcome, cache
 from niels_gpt.recipes.tokenizer import NoSentinels, ensure_tokenizer
 from niels_gpt.settings import Settings
 from niels_gpt.storage.locks import file_lock
+from pipelines.deployment import Deployment
 from pipelines.metadata import materialize_result
 
 DATA_VERSION, CODE_VERSION = "dagster/data_version", "dagster/code_version"
@@ -23,15 +24,12 @@ NETWORK_RETRIES = dg.RetryPolicy(max_retries=3, delay=15, backoff=dg.Backoff.EXP
 _LOG_SECONDS = 10.0
 
 
-def raw_key(source: str, prefix: Sequence[str] = ()) -> dg.AssetKey:
-    """Return the key of the observable that stands for a source's text."""
-    return dg.AssetKey([*prefix, "raw", source])
-
-
-def observed_of_cache(context: dg.AssetExecutionContext, settings: Settings) -> str | None:
-    """Return the newest observed fingerprint of the source of the step's cache, FAMILY/NAME, or None."""
-    *prefix, family, name = context.asset_key.path
-    return newer_observation(context, raw_key(name, prefix), built_at(settings, f"{family}/{name}"))
+def observed_of_cache(
+    context: dg.AssetExecutionContext, deployment: Deployment, settings: Settings, path: str
+) -> str | None:
+    """Return the newest observed fingerprint of the source of a cache, FAMILY/NAME, or None."""
+    raw = deployment.key(f"raw/{path.rpartition('/')[2]}")
+    return newer_observation(context, raw, built_at(settings, path))
 
 
 def newer_observation(context: dg.AssetExecutionContext, raw: dg.AssetKey, built: float) -> str | None:
@@ -58,13 +56,14 @@ def report(
     return described(outcome)
 
 
-def leave_out(context: dg.AssetExecutionContext, error: NoSentinels) -> None:
+def leave_out(context: dg.AssetExecutionContext, deployment: Deployment, error: NoSentinels) -> None:
     """Log why an asset is not materialized, so that its step is skipped; raise `error` in a run of such assets alone.
 
     A run of all assets with a tokenizer without sentinels materializes those that it can.
     """
-    selected = {key.path[-2] for key in context.job_def.asset_layer.selected_asset_keys if len(key.path) > 1}
-    if not selected - {"sft", "trees", "eagle3", "raw"}:
+    selected = {deployment.path_of(key) for key in context.job_def.asset_layer.selected_asset_keys}
+    families = {path.split("/")[0] for path in selected if "/" in path}
+    if not families - {"sft", "trees", "eagle3", "raw"}:
         raise error
     context.log.warning(f"left out [W411]: {error}")
 
@@ -75,8 +74,9 @@ def turn(settings: Settings) -> AbstractContextManager[None]:
     return file_lock(lock, lock.parent.parent, "a pretrain cache is being built", wait=True)
 
 
-def report_tokenizer(context: dg.AssetExecutionContext, key: dg.AssetKey, settings: Settings) -> None:
+def report_tokenizer(context: dg.AssetExecutionContext, deployment: Deployment, settings: Settings) -> None:
     """Record it in Dagster if a cache's step has replaced the tokenizer, so that other caches become stale."""
+    key = deployment.key(TOKENIZER_KEY)
     tags = recorded_tags(context, key)
     if not tags:  # a fresh clone: no other cache depends on an older one
         return
@@ -118,12 +118,15 @@ def target_log(context: dg.AssetExecutionContext) -> Progress:
 
 
 @contextmanager
-def clear_errors() -> Iterator[None]:
+def clear_errors(deployment: Deployment) -> Iterator[None]:
     """Turn the core's errors into a dg.Failure with their message. Only network errors are left to the retries."""
     try:
         yield
     except (ConnectionError, TimeoutError):  # every error of the hub's client is one of these
         raise
+    except dg.Failure:
+        raise
     except Exception as error:
-        hint = " (here a flag is a field of the resource settings, as source_root)" if " --" in str(error) else ""
+        form = f"resources.{deployment.resource}.config"
+        hint = f" (here a flag is a field of {form}, as source_root)" if " --" in str(error) else ""
         raise dg.Failure(f"{type(error).__name__}: {error}{hint}", allow_retries=False) from error

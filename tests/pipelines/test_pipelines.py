@@ -2,9 +2,9 @@
 
 import base64
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import dagster as dg
 import pytest
@@ -15,7 +15,8 @@ from niels_gpt.recipes.plan import RECIPES
 from niels_gpt.settings import RENAMED, Settings
 from pipelines import assets, steps
 from pipelines.definitions import defs, niels_definitions
-from pipelines.resources import SettingsResource, settings_from_environment
+from pipelines.deployment import Deployment
+from pipelines.resources import NAMES, Run, as_run, settings_from_environment, settings_resource
 
 
 def test_the_assets_are_the_tokenizer_the_caches_and_what_is_observed() -> None:
@@ -30,16 +31,14 @@ def test_the_assets_are_the_tokenizer_the_caches_and_what_is_observed() -> None:
     assert {key.to_user_string() for key in children} == {key for key in RECIPES if key.startswith("sft/")}
 
 
-def test_the_form_has_the_settings_of_the_core_name_by_name() -> None:
-    form = type(SettingsResource.of(Settings())).model_fields
-    types = get_type_hints(Settings)
-    assert list(form) == [field.name for field in fields(Settings)] + list(RENAMED)
-    for field in fields(Settings):
-        assert form[field.name].annotation == types[field.name], field.name
-        assert form[field.name].default == field.default, field.name
-        assert form[field.name].description == field.metadata["help"], field.name
-    assert SettingsResource.of(Settings()).to_core() == Settings()
-    assert SettingsResource.of(Settings(seed=7)).to_core() == Settings(seed=7)
+def test_the_form_has_the_settings_of_the_core_name_by_name(settings: Settings) -> None:
+    form = settings_resource(settings).config_schema.config_type.fields
+    assert list(form) == [*NAMES, *RENAMED]
+    assert {*NAMES} - {"force", "wait"} == {field.name for field in fields(Settings)} - {"cache_dir"}
+    assert [name for name, field in form.items() if field.default_provided] == ["force", "wait"]
+    assert as_run(settings, {}, "settings") == Run(settings)
+    asked = as_run(settings, {"seed": 7, "tokenizer": None, "force": True}, "settings")
+    assert asked == Run(replace(settings, seed=7, tokenizer=None), force=True)
 
 
 def test_the_environment_fills_the_settings_and_the_sample_is_the_default() -> None:
@@ -125,7 +124,7 @@ def test_a_run_config_key_that_nobody_reads_fails_the_run_with_the_keys_that_exi
     assert not result.success
     message = failure_of(result, asset.replace("/", "__"))
     assert message.startswith(f"run config: {key} is read by nobody in this run, expected ")
-    assert all(field.name in message for field in fields(Settings))
+    assert all(name in message for name in NAMES)
     assert not Path(settings.cache_dir).exists()
 
 
@@ -153,7 +152,7 @@ def test_bad_input_fails_at_once_with_the_cores_own_words(instance: dg.DagsterIn
     result = run(instance, settings, "pretrain/roam", raise_on_error=False)
     message = failure_of(result, "pretrain__roam")
     assert message.startswith("FileNotFoundError: ") and str(tmp_path / "no") in message
-    assert message.endswith("(here a flag is a field of the resource settings, as source_root)")
+    assert message.endswith("(here a flag is a field of resources.settings.config, as source_root)")
 
 
 @pytest.mark.parametrize(
@@ -169,7 +168,10 @@ def test_bad_input_fails_at_once_with_the_cores_own_words(instance: dg.DagsterIn
     ],
 )
 def test_only_what_time_may_mend_is_tried_again(error: Exception, again: bool) -> None:
-    with pytest.raises(type(error) if again else dg.Failure) as raised, steps.clear_errors():
+    with (
+        pytest.raises(type(error) if again else dg.Failure) as raised,
+        steps.clear_errors(Deployment(settings=Settings())),
+    ):
         raise error
     if not again:
         assert raised.value.allow_retries is False
@@ -177,7 +179,8 @@ def test_only_what_time_may_mend_is_tried_again(error: Exception, again: bool) -
 
 
 def test_an_asset_may_be_called_as_a_function(settings: Settings) -> None:
-    (result,) = assets.CACHES[4](dg.build_asset_context(), settings=SettingsResource.of(settings))
+    made = {asset.key: asset for asset in assets.assets_of(Deployment(settings=settings))}
+    (result,) = made[dg.AssetKey(["sft", "dolly15k"])](dg.build_asset_context(resources={"settings": {}}))
     meta = read_meta(str(Path(settings.cache_dir, "sft/dolly15k/meta.json")))
     assert result.data_version.value == meta["content_sha256"]
 
@@ -207,5 +210,5 @@ def test_pretrain_builds_share_a_pool_and_whatever_asks_the_hub_is_retried() -> 
     graph = defs.resolve_asset_graph()
     pools = {key.to_user_string(): graph.get(key).pools for key in graph.materializable_asset_keys}
     assert {key for key, pool in pools.items() if pool} == {key for key in RECIPES if key.startswith("pretrain/")}
-    made = (assets.tokenizer, *assets.CACHES)
-    assert all(definition.op.retry_policy == steps.NETWORK_RETRIES for definition in made)
+    made = [asset for asset in assets.assets_of(Deployment(settings=Settings())) if asset.is_materializable]
+    assert made and all(definition.op.retry_policy == steps.NETWORK_RETRIES for definition in made)

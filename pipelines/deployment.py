@@ -1,0 +1,101 @@
+"""One deployment: the settings of its caches, the names of what is theirs in Dagster, and what a run asks for.
+
+Several deployments fit into one code location: every key, op, job and resource of one carries its prefix.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import dagster as dg
+
+from niels_gpt.recipes.run_recipe import cache_root
+from niels_gpt.settings import Settings
+from pipelines.resources import NAMES, Run, as_run
+
+Context = dg.AssetExecutionContext | dg.AssetCheckExecutionContext
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """What `niels_definitions` was given."""
+
+    settings: Settings
+    """Of all runs, unless a run's config says otherwise."""
+    prefix: tuple[str, ...] = ()
+    """Before the path of every asset key."""
+    owners: tuple[str, ...] = ()
+    """Of every asset: team:NAME, or an address of e-mail."""
+    tags: Mapping[str, str] = field(default_factory=dict)
+    """Of every asset, beside those of its family and licence."""
+    op_tags: Mapping[str, Any] = field(default_factory=dict)
+    """Of every step that builds, such as dagster-k8s/config."""
+    group_prefix: str = ""
+    """Before the name of every group, such as llm/."""
+    automation: frozenset[str] = frozenset()
+    """What is switched on from the start: see pipelines/automation.py."""
+
+    def key(self, path: str) -> dg.AssetKey:
+        """Return the asset key of a path such as sft/oasst1, raw/oasst1, or sft/, the root of the sft caches."""
+        return dg.AssetKey([*self.prefix, *path.split("/")])
+
+    def path_of(self, key: dg.AssetKey) -> str:
+        """Return the path of one of our asset keys: the inverse of `key`."""
+        return "/".join(key.path[len(self.prefix) :])
+
+    def name(self, path: str) -> str:
+        """Return the name of an op, a job or a resource."""
+        return "__".join([*self.prefix, *path.split("/")])
+
+    def group(self, family: str) -> str:
+        """Return the name of the group of a family of assets."""
+        return f"{self.group_prefix}{family}"
+
+    @property
+    def resource(self) -> str:
+        """The name of the resource that holds the settings in a run's config."""
+        return self.name("settings")
+
+    def run(self, context: Context) -> Run:
+        """Return what a run asks for. Its config may hold no key that is ignored.
+
+        Dagster refuses an unknown field of the settings, but silently ignores an unknown op or resource.
+        Raises: dagster.Failure naming the keys that exist, or where the run's caches would lie in another folder than
+            the deployment's; it is not retried.
+        """
+        self._refuse_ignored_keys(context)
+        run = as_run(self.settings, getattr(context.resources, self.resource), self.resource)
+        asked, ours = cache_root(run.settings), cache_root(self.settings)
+        if asked != ours:
+            raise dg.Failure(
+                f"resources.{self.resource}.config.source_root: with {run.settings.source_root} the caches lie in "
+                f"{asked}, and this deployment's lie in {ours}: its assets are not those of another folder. Set it for "
+                "the deployment (NIELS_GPT_SOURCE_ROOT), or build there with niels-gpt build --source-root",
+                allow_retries=False,
+            )
+        return run
+
+    def _refuse_ignored_keys(self, context: Context) -> None:
+        try:
+            config, job = context.run.run_config, context.job_def
+        except dg.DagsterError:  # an asset called as a function has no run
+            return
+        readers = {"ops": {node.name for node in job.nodes if _reads_config(node.definition)}}
+        readers["resources"] = set(job.resource_defs)
+        for part, known in readers.items():
+            given: Any = config.get(part) or {}
+            for name in sorted(set(given) - known):
+                raise dg.Failure(
+                    f"run config: {part}.{name} is read by nobody in this run, expected "
+                    f"{' or '.join(f'{part}.{key}' for key in sorted(known)) or f'nothing in {part}'}. The settings of "
+                    f"niels_gpt are all in resources.{self.resource}.config: {', '.join(NAMES)}",
+                    allow_retries=False,
+                )
+
+
+def _reads_config(node: object) -> bool:
+    # An op without a config class takes anything and reads nothing: all of ours. Another deployment's may read some.
+    if isinstance(node, dg.GraphDefinition) and node.config_mapping is None:
+        return any(_reads_config(inner.definition) for inner in node.nodes)
+    field = node.config_field if isinstance(node, dg.OpDefinition) else None
+    return field is None or field.config_type.given_name != "Any"

@@ -1,0 +1,131 @@
+"""The assets eagle3/draft_vocab and eagle3/targets, whose settings decide what lies upstream of them."""
+
+from collections.abc import Iterator
+
+import dagster as dg
+
+from niels_gpt.recipes.eagle3.asset import build_targets
+from niels_gpt.recipes.eagle3.draft_vocab import build_draft_vocab, committed_content
+from niels_gpt.recipes.eagle3.draft_vocab import settings_fingerprint as vocab_fingerprint
+from niels_gpt.recipes.eagle3.of_settings import KEY as EAGLE3_KEY
+from niels_gpt.recipes.eagle3.of_settings import SMALL_TARGET, VOCAB_KEY, raw_source
+from niels_gpt.recipes.plan import built_at
+from niels_gpt.recipes.run_recipe import TOKENIZER_KEY
+from niels_gpt.recipes.tokenizer import NoSentinels
+from niels_gpt.settings import Settings
+from pipelines.deployment import Deployment
+from pipelines.metadata import draft_vocab_result, targets_result
+from pipelines.steps import (
+    CODE_VERSION,
+    DATA_VERSION,
+    NETWORK_RETRIES,
+    clear_errors,
+    leave_out,
+    newer_observation,
+    recorded_tags,
+    report,
+    report_tokenizer,
+    target_log,
+)
+
+
+def draft_vocab_of(deployment: Deployment) -> dg.AssetsDefinition:
+    """Return eagle3/draft_vocab."""
+    chosen = deployment.settings
+
+    @dg.asset(
+        key=deployment.key(VOCAB_KEY),
+        deps=_of_chats(deployment),
+        group_name=deployment.group("eagle3"),
+        required_resource_keys={deployment.resource},
+        retry_policy=NETWORK_RETRIES,
+        op_tags=deployment.op_tags,
+        output_required=False,  # as of chats
+        description=f"The tokens that an EAGLE-3 draft knows: the target's ids that {chosen.eagle3_source} supervises "
+        "most often, counted without the target's weights. eagle3/targets takes them from here; another size builds "
+        "this again, and of a native eagle3/targets the manifest alone.\n\n"
+        "Read it with niels_gpt.eagle3.vocab.load_token_mapping.",
+    )
+    def draft_vocab(context: dg.AssetExecutionContext) -> Iterator[dg.MaterializeResult[None]]:
+        core = deployment.run(context).settings
+        with clear_errors(deployment):
+            try:
+                outcome = build_draft_vocab(core, observed=_newer_chats(context, deployment, core, VOCAB_KEY))
+            except NoSentinels as error:
+                leave_out(context, deployment, error)
+                return
+            if core.eagle3_target is None:
+                report_tokenizer(context, deployment, core)
+            result = report(context, outcome, draft_vocab_result)
+        yield result
+
+    made: dg.AssetsDefinition = draft_vocab
+    return made
+
+
+def targets_of(deployment: Deployment) -> dg.AssetsDefinition:
+    """Return eagle3/targets."""
+    chosen = deployment.settings
+
+    @dg.asset(
+        key=deployment.key(EAGLE3_KEY),
+        deps=[*_of_chats(deployment), deployment.key(VOCAB_KEY)],
+        group_name=deployment.group("eagle3"),
+        required_resource_keys={deployment.resource},
+        kinds={"torch", "safetensors"},
+        retry_policy=NETWORK_RETRIES,
+        op_tags=deployment.op_tags,
+        output_required=False,  # as of chats
+        description=f"EAGLE-3 cache of {chosen.eagle3_source} by the target {chosen.eagle3_target or SMALL_TARGET}: "
+        "for each token hidden states of some layers, and the distribution of what comes next (in the native form, the "
+        "hidden state that it follows from), for a draft to be trained without the target. Made from the chats "
+        "themselves by the target's own tokenizer and template; needs the extra eagle3."
+        "\n\nRead it with niels_gpt.eagle3.cache.CachedEagle3Dataset.",
+    )
+    def targets(context: dg.AssetExecutionContext) -> Iterator[dg.MaterializeResult[None]]:
+        core = deployment.run(context).settings
+        with clear_errors(deployment):
+            try:
+                observed = _newer_chats(context, deployment, core, EAGLE3_KEY)
+                outcome = build_targets(core, observed=observed, progress=target_log(context))
+            except NoSentinels as error:
+                leave_out(context, deployment, error)
+                return
+            if core.eagle3_target is None:
+                report_tokenizer(context, deployment, core)
+            _report_draft_vocab(context, deployment, core)
+            result = report(context, outcome, targets_result)
+        yield result
+
+    made: dg.AssetsDefinition = targets
+    return made
+
+
+def _of_chats(deployment: Deployment) -> list[dg.AssetKey]:
+    """Return what the chats of eagle3 and their ids depend on; files of chats or rows are not observed."""
+    source = raw_source(deployment.settings)
+    tokenizer = [deployment.key(TOKENIZER_KEY)] if deployment.settings.eagle3_target is None else []
+    return [*([deployment.key(f"raw/{source}")] if source else []), *tokenizer]
+
+
+def _newer_chats(
+    context: dg.AssetExecutionContext, deployment: Deployment, settings: Settings, path: str
+) -> str | None:
+    """Return the newest observed fingerprint of the chats if the observation is newer than the cache, else None."""
+    source = raw_source(settings)
+    if source is None:
+        return None
+    return newer_observation(context, deployment.key(f"raw/{source}"), built_at(settings, path))
+
+
+def _report_draft_vocab(context: dg.AssetExecutionContext, deployment: Deployment, settings: Settings) -> None:
+    """Record it in Dagster if the step of eagle3/targets has replaced the draft's vocabulary."""
+    key = deployment.key(VOCAB_KEY)
+    tags = recorded_tags(context, key)
+    if not tags or tags.get(DATA_VERSION) == committed_content(settings):
+        return
+    outcome = build_draft_vocab(settings)
+    now = {DATA_VERSION: str(outcome.meta["content_sha256"]), CODE_VERSION: vocab_fingerprint(settings)}
+    kept = {name: value for name, value in tags.items() if name.startswith("dagster/input_")}  # as it read them
+    metadata = draft_vocab_result(outcome).metadata
+    context.log_event(dg.AssetMaterialization(key, metadata=metadata, tags={**kept, **now}))
