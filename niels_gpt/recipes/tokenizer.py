@@ -27,7 +27,7 @@ from niels_gpt.recipes.tokenizers.texts import train, was_trained_by
 from niels_gpt.settings import Settings
 from niels_gpt.storage import versions
 from niels_gpt.storage.codes import coded
-from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.errors import CacheError, LeftOut
 from niels_gpt.storage.fileio import META_NAME, write_bytes
 from niels_gpt.storage.locks import apply_lock_setting
 from niels_gpt.storage.meta_json import checked_sha256, file_records, meta_bytes, parse_object, resolved
@@ -164,7 +164,7 @@ def check_tokenizer(
             raise CacheError(settings.tokenizer or cache_root(settings) / TOKENIZER_KEY, why, code="E102") from error
 
 
-class NoSentinels(CacheError):
+class NoSentinels(CacheError, LeftOut):
     """A cache of chats needs the sentinels, and the tokenizer does not have them: see `no_sentinels`."""
 
 

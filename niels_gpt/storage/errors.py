@@ -1,4 +1,4 @@
-"""CacheError: which path, what was found, what was expected, and the remedy."""
+"""CacheError: which path, what was found, what was expected, and the remedy. LeftOut: why a build lacks a cache."""
 
 from __future__ import annotations
 
@@ -8,6 +8,16 @@ from niels_gpt.storage.remedies import build_again
 
 REBUILD = "rebuild"
 """A remedy that becomes the command that builds the cache at the error's path from scratch."""
+
+
+class LeftOut(Exception):
+    """Base of the errors that no build of all caches ends with: it leaves the cache out, with a warning.
+
+    A build that names the cache fails with the error.
+    """
+
+    warning = "W411"
+    """Code of the warning."""
 
 
 class CacheError(ValueError):

@@ -151,7 +151,7 @@ The fast engine opened the tokenizer, but gives other ids than the reference for
 
 W411 chats-left-out
 A build of all caches left out those of chats, because the tokenizer does not have the sentinels that mark their turns.
-A run of all Dagster assets leaves out the sample's eagle3/targets too, whose small target has this tokenizer.
+The sample's eagle3/targets is left out too, for its small target has this tokenizer.
 > Add the sentinels, as the message says, and build with that tokenizer: the ids of all other tokens stay. Or have the
 chats written in the tokenizer's own chat template: `--chat-template tokenizer`.
 = sft/dolly15k left out: gpt2: the tokenizer has no sentinels, expected one that has them: sft/dolly15k marks the turns
@@ -214,6 +214,12 @@ W509 plan-stays
 A cache is sealed, and the folder of its partitions is still there, because a process builds one of them again. The
 cache does not need them.
 > The command in the message, when that build has ended.
+
+W513 eagle3-left-out
+A build of all caches left out eagle3/draft_vocab and eagle3/targets: no target model is named, or what runs one is not
+installed. With `--strict` this counts only where a target is named.
+> Name a target, `--eagle3-target FOLDER_OR_ID`, or install the extra, as the message says. Nothing, where you want no
+EAGLE-3 cache.
 
 W601 hub-retry
 A request to the Hugging Face hub failed and is repeated after a pause.

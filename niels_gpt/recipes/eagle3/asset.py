@@ -57,7 +57,7 @@ def build_targets(settings: Settings, *, observed: str | None = None, progress: 
     """Build eagle3/targets, or reuse it.
 
     observed: fingerprint of the source from an observation newer than the cache. progress: as `produce`.
-    Raises: ImportError without transformers; ValueError where no target is named, except for the sample; as `resolve`,
+    Raises: LeftOut where no target is named, except for the sample, and without the extra eagle3; as `resolved`,
         `prepare` and `produce`.
     """
     path = cache_root(settings) / KEY

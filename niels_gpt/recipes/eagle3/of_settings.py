@@ -7,6 +7,7 @@ observed.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -23,8 +24,7 @@ from niels_gpt.recipes.tokenizer import ensure_tokenizer, no_sentinels
 from niels_gpt.recipes.user_sources import user_sources
 from niels_gpt.settings import Settings
 from niels_gpt.storage import versions
-from niels_gpt.storage.codes import coded
-from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.errors import CacheError, LeftOut
 from niels_gpt.storage.fileio import canonical_json
 
 KEY = "eagle3/targets"
@@ -38,6 +38,29 @@ _SMALL_SIZES = {"seq_length": 256, "draft_vocab_size": 512, "threads": 1}
 """For the sample's target: its longest chat has 129 tokens, and one thread is fastest and independent of the cores."""
 _TARGETS_DIR = ".small_target"
 _DIGITS = 12
+
+
+class NoTarget(LeftOut, ValueError):
+    """No target is named, and the sample alone has one by default."""
+
+    code, warning = "E705", "W513"
+
+
+class NoExtra(LeftOut, ImportError):
+    """What runs a target is not installed: the extra eagle3."""
+
+    code, warning = "E901", "W513"
+
+
+def check_configured(settings: Settings) -> None:
+    """Raise NoTarget or NoExtra where nothing of eagle3 can be built; nothing is imported or read."""
+    if settings.eagle3_target is None and settings.source_root != "sample":
+        raise NoTarget(
+            "no target is named, and the small random Llama stands in for one in the sample only. Name the folder or "
+            "the hub id of a model: the setting eagle3_target (--eagle3-target, NIELS_GPT_EAGLE3_TARGET)"
+        )
+    if importlib.util.find_spec("transformers") is None:
+        raise NoExtra("running a target needs transformers. Install the extra: pip install 'niels-gpt[eagle3]'")
 
 
 def fingerprint_of(settings: Settings, names: Iterable[str]) -> str:
@@ -63,18 +86,11 @@ def raw_source(settings: Settings) -> str | None:
 def target_name(settings: Settings) -> str:
     """Return the folder or id of the target; for the sample, write a small Llama with the tokenizer's vocabulary.
 
-    Raises: ValueError where none is named, except for the sample; NoSentinels there for a tokenizer without them.
+    Raises: as `check_configured`; for the sample NoSentinels for a tokenizer without them.
     """
+    check_configured(settings)
     if settings.eagle3_target is not None:
         return settings.eagle3_target
-    if settings.source_root != "sample":
-        raise coded(
-            "E705",
-            ValueError(
-                f"{KEY}: no target is named, and the small random Llama stands in for one in the sample only. Name the "
-                "folder or the hub id of a model: the setting eagle3_target, NIELS_GPT_EAGLE3_TARGET"
-            ),
-        )
     from niels_gpt.eagle3.target import write_small_target
     from niels_gpt.tokenizer import load_tokenizer
 
@@ -90,7 +106,7 @@ def resolved(settings: Settings, *, observed: str | None, hash_weights: bool = T
     """Return what the settings stand for; a hub source has the observed revision, or that of eagle3/targets (D12).
 
     observed: fingerprint of the source, newer than the asset. hash_weights: as of target_facts.
-    Raises: ValueError naming the settings that do not fit; as `prepare.resolve`.
+    Raises: as `target_name`; ValueError naming the settings that do not fit; as `prepare.resolve`.
     """
     from niels_gpt.recipes.eagle3.input import input_facts
 
