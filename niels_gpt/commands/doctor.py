@@ -32,6 +32,7 @@ EXTRAS = {
     "eagle3": ("transformers", "target models and chat templates of the Hugging Face hub; eagle3 precompute"),
     "fast": ("gigatoken", "the fast engine for BPE tokenizers: builds many times as fast"),
     "plot": ("matplotlib", "pictures: stats --plot, tree stats --plot"),
+    "postgres": ("dagster_postgres", "Dagster's storage in PostgreSQL"),
     "rl": ("trl", "training on folded rollouts by TRL: the examples"),
     "docs": ("zensical", "the site: make docs"),
     "browser": ("playwright", "the browser tests"),

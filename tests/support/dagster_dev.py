@@ -1,0 +1,126 @@
+"""`dagster dev` as a process on loopback, asked over GraphQL: runs launched, watched, and everything killed at once."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from support.dagster_runs import environment
+
+SECONDS = 120.0
+"""How long anything is waited for."""
+_LAUNCH = """mutation ($given: ExecutionParams!) { launchRun(executionParams: $given) {
+  __typename ... on LaunchRunSuccess { run { runId } } ... on PythonError { message }
+  ... on RunConfigValidationInvalid { errors { message } } } }"""
+_RUNS = "{ runsOrError { ... on Runs { results { runId status } } } }"
+_TERMINATE = """mutation ($run: String!, $policy: TerminateRunPolicy) {
+  terminateRun(runId: $run, terminatePolicy: $policy) { __typename } }"""
+
+
+def until(question: Callable[[], Any], what: str) -> Any:
+    """Return the first answer that is not empty; a connection refused is none."""
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        try:
+            if answer := question():
+                return answer
+        except OSError:
+            pass
+        time.sleep(0.2)
+    raise AssertionError(f"{what}: not within {SECONDS:.0f} s")
+
+
+class Dev:
+    """A running `dagster dev`: webserver, daemon, code servers and the runs that it launches, all in one session."""
+
+    def __init__(self, home: Path, **more: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.address = f"http://127.0.0.1:{port}"
+        # A shell in the background ignores SIGINT, and dagster maps SIGTERM to it: without env it could not be stopped.
+        command = ["env", "--default-signal=INT,TERM", "dagster", "dev", "-h", "127.0.0.1", "-p", str(port)]
+        with open(home / "dev.log", "ab") as log:
+            how: Any = {"stdout": log, "stderr": log, "start_new_session": True}
+            self.process = subprocess.Popen(command, cwd=home, env=environment(**more), **how)
+        until(lambda: self.ask("{ version }"), f"dagster dev, see {home / 'dev.log'}")
+
+    def ask(self, query: str, **variables: Any) -> Any:
+        """Return what the webserver's GraphQL answers."""
+        body = json.dumps({"query": query, "variables": variables}).encode()
+        request = urllib.request.Request(f"{self.address}/graphql", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            found = json.load(answer)
+        assert "errors" not in found, found["errors"]
+        return found["data"]
+
+    def launch(self, *assets: str, location: str = "niels_gpt", tags: dict[str, str] | None = None) -> str:
+        """Launch a run of assets as the UI's button does, and return its id. It waits in the queue for the daemon."""
+        selector = {
+            "repositoryLocationName": location,
+            "repositoryName": "__repository__",
+            "jobName": "__ASSET_JOB",
+            "assetSelection": [{"path": key.split("/")} for key in assets],
+        }
+        named = [{"key": key, "value": value} for key, value in (tags or {}).items()]
+        given = {"selector": selector, "mode": "default", "runConfigData": {}, "executionMetadata": {"tags": named}}
+        answer = self.ask(_LAUNCH, given=given)["launchRun"]
+        assert answer["__typename"] == "LaunchRunSuccess", answer
+        return str(answer["run"]["runId"])
+
+    def statuses(self) -> dict[str, str]:
+        """Return the status of every run by its id."""
+        return {run["runId"]: run["status"] for run in self.ask(_RUNS)["runsOrError"]["results"]}
+
+    def finished(self, *runs: str) -> list[str]:
+        """Wait until the runs are over, and return their statuses."""
+
+        def statuses() -> list[str]:
+            found = self.statuses()
+            return [found[run] for run in runs if found[run] in ("SUCCESS", "FAILURE", "CANCELED")]
+
+        return until(lambda: len(statuses()) == len(runs) and statuses(), "the runs")  # type: ignore[no-any-return]
+
+    def terminate(self, run: str, policy: str) -> str:
+        """Terminate a run as the UI does; return the kind of the answer."""
+        return str(self.ask(_TERMINATE, run=run, policy=policy)["terminateRun"]["__typename"])
+
+    def processes(self) -> list[int]:
+        """Return all living processes of the session: dev, webserver, daemon, code servers, runs and their steps."""
+        found = []
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                state, _, _, session = stat.read_text().rpartition(")")[2].split()[:4]
+            except OSError:  # it has ended
+                continue
+            if int(session) == self.process.pid and state != "Z":
+                found.append(int(stat.parent.name))
+        return found
+
+    def kill(self) -> None:
+        """Kill every process of the session with SIGKILL, as when the machine goes down."""
+        while found := self.processes():
+            for pid in found:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.process.poll()
+        self.process.wait()
+
+
+@contextmanager
+def dagster_dev(home: Path, **more: str) -> Iterator[Dev]:
+    """Run `dagster dev` in `home` with its dagster.yaml and workspace.yaml; `more` is put into its environment."""
+    running = Dev(home, **more)
+    try:
+        yield running
+        running.process.terminate()
+        running.process.wait(timeout=60)
+    finally:
+        running.kill()
