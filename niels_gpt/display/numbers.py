@@ -25,6 +25,11 @@ def many(count: int, thing: str) -> str:
     return f"{count:,} {thing}{'' if count == 1 else 's'}"
 
 
+def share_text(share: float) -> str:
+    """Return a share from 0 to 1 in per cent, to three digits: "0.4 %", "72.8 %"."""
+    return f"{float(f'{100 * share:.3g}'):,g} %"
+
+
 def size_text(num_bytes: int) -> str:
     """Return a number of bytes with a unit, 1,024 of each to the next, and one decimal where it is not 0."""
     size, unit = float(num_bytes), 0

@@ -15,8 +15,10 @@ from niels_gpt.builders.writer import OFFSET_DTYPE
 from niels_gpt.cache.formats import SPLITS, token_dtype_of
 from niels_gpt.cache.loss_bits import has_loss_bits
 from niels_gpt.cache.meta import control_ids_of
+from niels_gpt.display.numbers import many
 from niels_gpt.inspection.file_checks import HEADER_BYTES, CacheFiles, Damage, Record, Scan
 from niels_gpt.inspection.stats import supervised_counts
+from niels_gpt.storage.checks import Figures
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.tokenizers.protocol import Ids
@@ -56,7 +58,7 @@ def content_damages(files: CacheFiles) -> Iterator[Damage]:
         if can_be_read and all(record["name"] in files.sound for record in (*shards, *bits)):
             yield from (damages := [] if stream is None else list(stream.damages()))
             if not pretrain and not damages:
-                yield from supervised_damages(files, split)
+                yield from supervised_damages(files, split, supervised_counts(files.folder, meta, split))
     for record in (*([meta["checksums"]] if "checksums" in meta else []), *meta.get("files", [])):
         yield from _scanned(files, record)
 
@@ -85,8 +87,9 @@ def _offsets(files: CacheFiles, record: Record) -> NDArray[np.int64]:
     return mapped.view(np.ndarray)
 
 
-def id_damages(files: CacheFiles) -> Iterator[Damage]:
+def id_damages(files: CacheFiles, figures: Figures) -> Iterator[Damage]:
     """Yield the ids that are not in the vocabulary, and the token files that cannot be read."""
+    tokens, greatest, vocab_size = 0, -1, int(files.meta["vocab_size"])
     itemsize, records = token_dtype_of(files.meta, files.folder / META_NAME).itemsize, files.records
     num_shards = sum(map(len, files.meta["shards"].values()))
     for record in records[:num_shards]:
@@ -104,16 +107,26 @@ def id_damages(files: CacheFiles) -> Iterator[Damage]:
         except (CacheError, OSError) as error:  # the other files are still checked
             yield Damage(record["name"], 0, record["bytes"], str(error))
             continue
+        tokens, greatest = tokens + scan.num_tokens, max(greatest, scan.greatest)
         yield from scan.damages()
+    if tokens:
+        figures.say(
+            f"The greatest id of {many(tokens, 'token')} is {greatest:,}; the vocabulary has {many(vocab_size, 'id')}.",
+            tokens=tokens,
+            greatest_id=greatest,
+            vocab_size=f"{vocab_size:,}",
+        )
+    else:
+        figures.say("There are no tokens.", tokens=0)
 
 
-def supervised_damages(files: CacheFiles, split: str) -> Iterator[Damage]:
+def supervised_damages(files: CacheFiles, split: str, counts: NDArray[np.int64]) -> Iterator[Damage]:
     """Yield the examples without a supervised token, and a sum other than the one in meta.json.
 
-    Raises: as `supervised_counts`.
+    counts: of `supervised_counts`.
     """
     meta, shards = files.meta, files.meta["shards"]
-    expected, counts = int(meta["supervised_tokens"][split]), supervised_counts(files.folder, meta, split)
+    expected = int(meta["supervised_tokens"][split])
     without = np.flatnonzero(counts == 0)
     if len(without):
         named = ", ".join(map(str, without[:_MAX_EXAMPLES].tolist())) + " and more" * (len(without) > _MAX_EXAMPLES)
@@ -172,24 +185,28 @@ class IdScan:
 
     def __init__(self, name: str, meta: dict[str, Any]) -> None:
         self._name, self._vocab_size, self._dtype = name, int(meta["vocab_size"]), token_dtype_of(meta, META_NAME)
-        self._num_tokens = self._num_wrong = self._first = self._id = 0
+        self._num_wrong = self._first = self._id = self.num_tokens = 0
+        self.greatest = -1
+        """The greatest id, -1 without any."""
 
     def feed(self, content: memoryview, /) -> None:
         """Take the next bytes."""
         tokens = np.frombuffer(content, dtype=self._dtype)
-        if len(tokens) and int(tokens.max()) >= self._vocab_size:
+        greatest = int(tokens.max()) if len(tokens) else -1
+        self.greatest = max(self.greatest, greatest)
+        if greatest >= self._vocab_size:
             wrong = np.flatnonzero(tokens >= self._vocab_size)
             if not self._num_wrong:
-                self._first, self._id = self._num_tokens + int(wrong[0]), int(tokens[wrong[0]])
+                self._first, self._id = self.num_tokens + int(wrong[0]), int(tokens[wrong[0]])
             self._num_wrong += len(wrong)
-        self._num_tokens += len(tokens)
+        self.num_tokens += len(tokens)
 
     def damages(self) -> Iterator[Damage]:
         """Yield the first id that is not in the vocabulary, with the number of all such ids."""
         if self._num_wrong:
             problem = (
                 f"token {self._first} is id {self._id}, expected ids below vocab_size {self._vocab_size}; "
-                f"{self._num_wrong:,} of {self._num_tokens:,} tokens are not"
+                f"{self._num_wrong:,} of {self.num_tokens:,} tokens are not"
             )
             size = self._dtype.itemsize
             yield Damage(self._name, size * self._first, size * (self._first + 1), problem)

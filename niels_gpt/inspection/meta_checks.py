@@ -17,6 +17,7 @@ from niels_gpt.builders.writer import OFFSET_DTYPE, num_blocks
 from niels_gpt.cache.formats import SPLITS, check_format
 from niels_gpt.cache.loss_bits import has_loss_bits, num_bytes
 from niels_gpt.cache.meta import KINDS
+from niels_gpt.display.numbers import number_of, share_text
 from niels_gpt.inspection.file_checks import (
     CRC_DTYPE,
     HEADER_BYTES,
@@ -25,6 +26,7 @@ from niels_gpt.inspection.file_checks import (
     covered_files,
 )
 from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES
+from niels_gpt.storage.checks import Figures
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import meta_crc32, parse_object, read_regular, shortened
@@ -223,11 +225,13 @@ def _document_counts(meta: Meta) -> Iterator[Problem]:
 # --- warnings about the source ----------------------------------------------------------------------------------------
 
 
-def budget_problems(meta: Meta) -> Iterator[str]:
+def budget_problems(meta: Meta, figures: Figures) -> Iterator[str]:
     """Yield the splits with fewer tokens than their budget, but for the bundled sample, and those the source lacks."""
     totals = meta["totals"]
     if meta["built"] is False and "budget_reached" not in meta:
-        return  # a stub: nothing was asked for
+        figures.say("A stub: nothing was asked for.")
+        return
+    _say_budgets(meta, figures)
     if meta["built"] == "partial":
         empty = [split for split in SPLITS if not totals[f"{split}_tokens"]]
         yield f"built is partial: the source lacks a split. Empty: {' and '.join(empty) or 'none'}"
@@ -241,7 +245,23 @@ def budget_problems(meta: Meta) -> Iterator[str]:
             )
 
 
-def dropped_problems(meta: Meta, max_share: float) -> Iterator[str]:
+def _say_budgets(meta: Meta, figures: Figures) -> None:
+    counts = {f"{split}_tokens": int(meta["totals"][f"{split}_tokens"]) for split in SPLITS}
+    asked = [meta[f"max_{split}_tokens"] for split in SPLITS]
+    limits = [f"{number_of(count, 'token')}" if count is not None else "no limit" for count in asked]
+    said = ", ".join(
+        f"{split} has {number_of(counts[f'{split}_tokens'], 'token')} ({limit} asked for)"
+        for split, limit in zip(SPLITS, limits, strict=True)
+    )
+    is_sample = " The bundled sample is small on purpose." if meta["source"].get("kind") == "sample" else ""
+    figures.say(
+        f"{said[0].upper()}{said[1:]}.{is_sample}",
+        **counts,
+        asked=", ".join(f"{split} {limit}" for split, limit in zip(SPLITS, limits, strict=True)),
+    )
+
+
+def dropped_problems(meta: Meta, max_share: float, figures: Figures) -> Iterator[str]:
     """Compare the dropped documents, as a share of those that reached the builder, with the limit.
 
     Of what the loader left out (source.counters), rows that could not be read or were too large count too. The other
@@ -250,7 +270,8 @@ def dropped_problems(meta: Meta, max_share: float) -> Iterator[str]:
     user-defined source, and any source of text, has none of those: there rows without a text or a chat count too.
     """
     if meta["built"] is False:
-        return  # a stub has read nothing
+        figures.say("A stub: nothing was read.")
+        return
     unit = _unit(meta)
     dropped = {reason: count for reason, count in sorted(meta["dropped"].items()) if reason not in _NOT_LOST}
     counters = meta["source"].get("counters", {})
@@ -261,6 +282,15 @@ def dropped_problems(meta: Meta, max_share: float) -> Iterator[str]:
             dropped[reason] = dropped.get(reason, 0) + count
     read, total = int(meta[f"{unit}_read"]) + sum(unread.values()), sum(dropped.values())
     units = "samples and rows" if unit == "samples" and any(unread.values()) else unit  # a row may hold many samples
+    share = total / read if read else 0.0
+    figures.say(
+        f"{share_text(share)} of {read:,} {units} were dropped, at most {share_text(max_share)} may be.",
+        dropped_share=share,
+        dropped=total,
+        read=read,
+        limit=share_text(max_share),
+        reasons=", ".join(f"{reason} {count:,}" for reason, count in dropped.items() if count) or "none",
+    )
     if total > max_share * read:
         yield (
             f"{total:,} of {read:,} {units} were dropped ({total / read:.2%}), expected at most {max_share:.2%}: "
@@ -268,11 +298,21 @@ def dropped_problems(meta: Meta, max_share: float) -> Iterator[str]:
         )
 
 
-def repaired_problems(meta: Meta) -> Iterator[str]:
+def repaired_problems(meta: Meta, figures: Figures) -> Iterator[str]:
     """Yield the counts of kept documents with repaired or odd text, where they are a large share of those read."""
     if meta["built"] is False:
+        figures.say("A stub: nothing was read.")
         return
     read, counters = int(meta[f"{_unit(meta)}_read"]), meta["source"].get("counters", {})
+    most = max(counters.get(reason, 0) for reason in _ODD_TEXTS)
+    share, limit = most / read if read else 0.0, share_text(_MAX_REPAIRED_SHARE)
+    figures.say(
+        f"{share_text(share)} of {read:,} {_unit(meta)} were repaired or hold NUL, at most {limit} may.",
+        repaired_share=share,
+        **{reason: counters.get(reason, 0) for reason in _ODD_TEXTS},
+        read=read,
+        limit=limit,
+    )
     for reason, problem in _ODD_TEXTS.items():
         count = counters.get(reason, 0)
         if count > max(1, _MAX_REPAIRED_SHARE * read):  # a single one is in the build's log

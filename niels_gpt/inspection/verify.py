@@ -21,12 +21,14 @@ from typing import Any
 
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.cache.meta import read_meta, tokenizer_above
+from niels_gpt.display.numbers import many, number_of, share_text, size_text
 from niels_gpt.inspection import meta_checks
 from niels_gpt.inspection.contents import content_damages, id_damages, supervised_damages
 from niels_gpt.inspection.file_checks import CacheFiles, Damage
 from niels_gpt.inspection.readers import refusals, remake_command
+from niels_gpt.inspection.stats import supervised_counts
 from niels_gpt.progress import Progress
-from niels_gpt.storage.checks import Check, Verdict, first_problems
+from niels_gpt.storage.checks import Check, Figures, Verdict, first_problems
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import path_inside, resolved, sha256_regular
@@ -48,8 +50,9 @@ class Limits:
 
 
 Finding = Damage | CacheError | OSError
-Rule = Callable[[CacheFiles, Limits], Iterator[Finding]]
-"""Yields what is wrong. It may raise on a damaged file or a malformed meta.json: that is one more finding."""
+Rule = Callable[[CacheFiles, Limits, Figures], Iterator[Finding]]
+"""Yields what is wrong, and says what it measured. It may raise on a damaged file or a malformed meta.json: that is one
+more finding."""
 
 
 def verify(cache: Path, limits: Limits, *, names: Collection[str] | None = None) -> dict[str, Verdict]:
@@ -68,16 +71,19 @@ def verify(cache: Path, limits: Limits, *, names: Collection[str] | None = None)
     known = [check.name for check in CHECKS[kind]]
     if unknown := [name for name in names or () if name not in known]:
         raise ValueError(f"there is no check {unknown[0]!r} of kind {kind}, expected some of {', '.join(known)}")
-    return {
-        name: Verdict(first_problems(_sentences(cache, folder, _found(_RULES[name], CacheFiles(folder, meta), limits))))
-        for name in known
-        if names is None or name in names
-    }
+    wanted = [name for name in known if names is None or name in names]
+    return {name: _verdict(cache, _RULES[name], CacheFiles(folder, meta), limits) for name in wanted}
 
 
-def _found(rule: Rule, files: CacheFiles, limits: Limits) -> Iterator[Finding]:
+def _verdict(cache: Path, rule: Rule, files: CacheFiles, limits: Limits) -> Verdict:
+    figures = Figures()
+    problems = first_problems(_sentences(cache, files.folder, _found(rule, files, limits, figures)))
+    return Verdict.of(problems, figures)
+
+
+def _found(rule: Rule, files: CacheFiles, limits: Limits, figures: Figures) -> Iterator[Finding]:
     try:
-        yield from rule(files, limits)
+        yield from rule(files, limits, figures)
     except (CacheError, OSError) as error:  # both name their file
         yield error
     except _MALFORMED as error:
@@ -117,12 +123,12 @@ def find_damage(cache: Path, *, deep: bool, progress: Progress | None = None) ->
     if isinstance(meta, Damage):
         return [_with_end(folder, meta)]
     files = CacheFiles(folder, meta, progress)
-    damages = [_as_damage(finding, folder) for finding in _found(_all_damages, files, Limits(deep=deep))]
+    damages = [_as_damage(finding, folder) for finding in _found(_all_damages, files, Limits(deep=deep), Figures())]
     damages = _of_another_cache(files, damages) or [*damages, *_refused(files, damages)]
     return [_with_end(folder, damage) for damage in dict.fromkeys(damages)]
 
 
-def _all_damages(files: CacheFiles, limits: Limits) -> Iterator[Finding]:
+def _all_damages(files: CacheFiles, limits: Limits, figures: Figures) -> Iterator[Finding]:
     yield from meta_checks.sum_damages(files)
     yield from files.unnamed_damages()
     yield from files.size_damages()
@@ -184,21 +190,32 @@ def _with_end(folder: Path, damage: Damage) -> Damage:
 # --- the rules of the named checks ------------------------------------------------------------------------------------
 
 
-def _files_match_meta(files: CacheFiles, limits: Limits) -> Iterator[Finding]:
+def _files_match_meta(files: CacheFiles, limits: Limits, figures: Figures) -> Iterator[Finding]:
+    is_deep = limits.deep or files.meta["kind"] == "tokenizer"  # a model is small
+    count, num_bytes = len(files.records), sum(record["bytes"] for record in files.records)
+    compared = "sizes and sha256 compared with" if is_deep else "sizes compared with"
+    figures.say(
+        f"{many(count, 'file')} of {size_text(num_bytes)} in all, {compared} {META_NAME}.",
+        files=count,
+        bytes=num_bytes,
+        sha256="compared" if is_deep else "not compared: deep_checks is false",
+    )
     yield from files.size_damages()
-    if limits.deep or files.meta["kind"] == "tokenizer":  # a model is small
+    if is_deep:
         yield from files.sha256_damages()
     if problem := meta_checks.content_sha256_problem(files.meta, files.records):
         yield Damage(META_NAME, 0, 0, problem)
 
 
-def _tokenizer_matches(files: CacheFiles, limits: Limits) -> Iterator[Finding]:
+def _tokenizer_matches(files: CacheFiles, limits: Limits, figures: Figures) -> Iterator[Finding]:
     where, expected, tokenizer = files.folder / META_NAME, files.meta["tokenizer_sha256"], tokenizer_above(files.folder)
-    if expected is None and files.meta["kind"] == "rollouts":  # recorded ids, of a tokenizer that is not known
+    if expected is None and files.meta["kind"] == "rollouts":
+        figures.say("The ids were recorded with a tokenizer that the cache does not know.", tokenizer="not known")
         return
     if expected is None:
         yield Damage(META_NAME, 0, 0, "tokenizer_sha256 is null, expected that of the model of the ids")
         return
+    figures.say(f"Ids and model are of tokenizer {expected[:12]}.", tokenizer=expected[:12])
     if tokenizer is None:
         problem = f"no tokenizer/{META_NAME} beside or above it"
         yield CacheError(files.folder, problem, f"tokenizer {expected[:12]}", code="E401")
@@ -219,16 +236,38 @@ def _tokenizer_matches(files: CacheFiles, limits: Limits) -> Iterator[Finding]:
         yield CacheError(model, problem, remedy=again if sha256 == recorded else _remove_first(tokenizer), code="E402")
 
 
-def _examples_supervised(files: CacheFiles, limits: Limits) -> Iterator[Finding]:
+def _readers_open(files: CacheFiles, limits: Limits, figures: Figures) -> Iterator[Finding]:
+    yield from refusals(files.folder)
+    totals = {split: int(files.meta["totals"][f"{split}_tokens"]) for split in SPLITS}
+    opened = [f"{split} ({number_of(count, 'token')})" for split, count in totals.items() if count]
+    figures.say(
+        f"The readers open {' and '.join(opened)}." if opened else "The readers open it; it holds nothing.",
+        splits_opened=len(opened),
+    )
+
+
+def _examples_supervised(files: CacheFiles, limits: Limits, figures: Figures) -> Iterator[Finding]:
+    examples = supervised = 0
     for split in SPLITS:
-        yield from supervised_damages(files, split)
+        counts = supervised_counts(files.folder, files.meta, split)
+        examples, supervised = examples + len(counts), supervised + int(counts.sum())
+        yield from supervised_damages(files, split, counts)
+    tokens = sum(int(files.meta["totals"][f"{split}_tokens"]) for split in SPLITS)
+    share = supervised / max(1, tokens)
+    figures.say(
+        f"Each of {many(examples, 'example')} has tokens with loss: {supervised:,} of {many(tokens, 'token')}, "
+        f"{share_text(share)}.",
+        examples=examples,
+        supervised_tokens=supervised,
+        supervised_share=share,
+    )
 
 
-def _warning(problems: Callable[[dict[str, Any], Limits], Iterator[str]]) -> Rule:
+def _warning(problems: Callable[[dict[str, Any], Limits, Figures], Iterator[str]]) -> Rule:
     """Return the rule of a warning, which names meta.json and has no remedy but its own words."""
 
-    def rule(files: CacheFiles, limits: Limits) -> Iterator[Finding]:
-        for problem in problems(files.meta, limits):
+    def rule(files: CacheFiles, limits: Limits, figures: Figures) -> Iterator[Finding]:
+        for problem in problems(files.meta, limits, figures):
             yield CacheError(files.folder / META_NAME, problem, code="W201")
 
     return rule
@@ -236,13 +275,15 @@ def _warning(problems: Callable[[dict[str, Any], Limits], Iterator[str]]) -> Rul
 
 _RULES: dict[str, Rule] = {
     "files_match_meta": _files_match_meta,
-    "ids_below_vocab_size": lambda files, limits: id_damages(files),
+    "ids_below_vocab_size": lambda files, limits, figures: id_damages(files, figures),
     "tokenizer_matches": _tokenizer_matches,
-    "readers_open": lambda files, limits: refusals(files.folder),
+    "readers_open": _readers_open,
     "examples_supervised": _examples_supervised,
-    "budget_reached": _warning(lambda meta, limits: meta_checks.budget_problems(meta)),
-    "dropped_share": _warning(lambda meta, limits: meta_checks.dropped_problems(meta, limits.max_dropped_share)),
-    "repaired_share": _warning(lambda meta, limits: meta_checks.repaired_problems(meta)),
+    "budget_reached": _warning(lambda meta, limits, figures: meta_checks.budget_problems(meta, figures)),
+    "dropped_share": _warning(
+        lambda meta, limits, figures: meta_checks.dropped_problems(meta, limits.max_dropped_share, figures)
+    ),
+    "repaired_share": _warning(lambda meta, limits, figures: meta_checks.repaired_problems(meta, figures)),
 }
 
 _FILES = Check(

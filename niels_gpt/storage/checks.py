@@ -1,4 +1,7 @@
-"""Check and Verdict: one question to a finished cache and its result, for token caches and EAGLE-3 caches."""
+"""Check and Verdict: one question to a finished cache and its result, for token caches and EAGLE-3 caches.
+
+`Figures` is what a check has measured on the way: a sentence, and the values in it as numbers and texts.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,23 @@ class Check:
     """True: a cache that fails must not be used. False: a warning."""
 
 
+Value = int | float | str
+"""A measured number, a share from 0 to 1, or a text: a limit, a name, and what else does not grow with a cache."""
+
+
+@dataclass
+class Figures:
+    """What a check has measured. It is filled while the check is made, so that no file is read twice."""
+
+    sentence: str = ""
+    values: dict[str, Value] = field(default_factory=dict)
+    """By names in snake case."""
+
+    def say(self, sentence: str, **values: Value) -> None:
+        """Set both."""
+        self.sentence, self.values = sentence, values
+
+
 @dataclass(frozen=True)
 class Verdict:
     """Result of one check."""
@@ -33,7 +53,16 @@ class Verdict:
     remarks: list[str] = field(default_factory=list)
     """Findings that are not damage."""
     figures: str = field(default="", compare=False)
-    """Measured values, as text."""
+    """Measured values, as text: what the command line prints."""
+    sentence: str = field(default="", compare=False)
+    """What was looked at, what was measured, and the limit."""
+    values: dict[str, Value] = field(default_factory=dict, compare=False)
+    """The same as `Figures.values`."""
+
+    @classmethod
+    def of(cls, problems: list[str], figures: Figures) -> Verdict:
+        """Return the verdict of a check that was made."""
+        return cls(problems, sentence=figures.sentence, values=figures.values)
 
 
 def first_problems(problems: Iterator[str]) -> list[str]:

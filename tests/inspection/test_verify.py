@@ -26,6 +26,7 @@ from niels_gpt.recipes.plan import RECIPES
 from niels_gpt.recipes.run_recipe import cache_root, restart
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.settings import Settings
+from niels_gpt.storage.checks import Figures
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import sha256_file
 from niels_gpt.storage.remedies import rebuild_command
@@ -62,6 +63,24 @@ def test_a_good_cache_passes_every_check(root: Path, key: str, deep: bool) -> No
     kind = read_meta(str(root / key / "meta.json"))["kind"]
     assert list(verify(root / key, Limits(deep=deep))) == [check.name for check in CHECKS[kind]]
     assert all_problems(root / key, deep=deep) == {}
+
+
+def test_a_check_says_what_it_measured_and_the_limit_passed_or_failed(root: Path) -> None:
+    found = verify(root / "sft" / "chats", Limits())
+    assert all(verdict.sentence and verdict.values for verdict in found.values())
+    tokens = sum(
+        read_meta(str(root / "sft/chats/meta.json"))["totals"][f"{split}_tokens"] for split in ("train", "val")
+    )
+    assert found["ids_below_vocab_size"].values["tokens"] == tokens
+    assert found["examples_supervised"].values["examples"] == 3
+    assert 0 < float(found["examples_supervised"].values["supervised_share"]) < 1
+    cache = build_notes(root, [(None, text) for text in ("", *["a"] * 9)], max_train_tokens=2_000)
+    found = verify(cache, Limits(max_dropped_share=0.05))
+    assert found["dropped_share"].problems
+    assert found["dropped_share"].values["dropped_share"] == 0.1
+    assert found["dropped_share"].values["limit"] == "5 %"
+    assert found["budget_reached"].values["train_tokens"] == 9
+    assert "2,000" in found["budget_reached"].sentence
 
 
 def test_every_cache_of_the_recipes_passes_every_blocking_check_and_has_no_damage(settings: Settings) -> None:
@@ -191,7 +210,7 @@ def test_dropped_documents_above_the_limit_are_a_problem_with_the_counts(root: P
     assert "1 of 3 examples were dropped (33.33%)" in problem and "no_assistant_turn 1" in problem
     meta = {"kind": "sft", "built": True, "examples_read": 3, "dropped": {"malformed": 1}}
     meta["source"] = {"kind": "own", "counters": {"malformed": 2, "not_text": 1}}
-    assert list(dropped_problems(meta, 0.5)) == [
+    assert list(dropped_problems(meta, 0.5, Figures())) == [
         "4 of 6 examples were dropped (66.67%), expected at most 50.00%: malformed 3, not_text 1"
     ]
     texts = [("train", "a" * 30), ("train", "b" * 30), ("val", "c")]

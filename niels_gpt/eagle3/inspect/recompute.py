@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from niels_gpt.display.numbers import many
 from niels_gpt.eagle3.format.plan import Batch, Plan, differing_fields, open_plan
 from niels_gpt.eagle3.inspect.native import unplanned as native
 from niels_gpt.eagle3.inspect.native.again import NativeAgain
@@ -64,6 +65,9 @@ def recomputed(
     cache = open_cache(path, follow_links=follow_links)
     report, compare = Report(cache), _with_plan if cache.is_planned else _without_plan
     report.ask(compare, cache, target, k, seed, progress or (lambda items, done, total: None))
+    samples = min(k, cache.num_samples)
+    said = f"{many(samples, 'sample')} of {cache.num_samples:,}, drawn by seed {seed}, went through the target again."
+    report.measured.say(said, samples=samples)
     return report.verdict()
 
 

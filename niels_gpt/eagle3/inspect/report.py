@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.eagle3.inspect.open_cache import NotChecked, OpenCache
-from niels_gpt.storage.checks import MOST_PROBLEMS, Verdict, first_problems
+from niels_gpt.storage.checks import MOST_PROBLEMS, Figures, Verdict, first_problems
 from niels_gpt.storage.errors import CacheError
 
 _MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, OSError)
@@ -28,6 +28,8 @@ class Questions:
     remarks: Callable[[OpenCache], Problems] | None = None
     """Yields what is no damage."""
     figures: Callable[[OpenCache], str] | None = None
+    measured: Callable[[OpenCache, Figures], None] | None = None
+    """Says what is looked at, or was measured, without another reading of the shards."""
 
 
 class Report:
@@ -39,6 +41,7 @@ class Report:
         self._note: str | None = None
         self._remarks: list[str] = []
         self._figures = ""
+        self.measured = Figures()
 
     def ask(self, question: Callable[..., Problems], *arguments: object) -> None:
         """Add what a function yields; what it raises is a problem too."""
@@ -66,6 +69,8 @@ class Report:
         with suppress(NotChecked, *_MALFORMED):
             if questions.remarks:
                 self._remarks = [str(remark) for remark in islice(questions.remarks(self._cache), MOST_PROBLEMS + 1)]
+            if questions.measured:
+                questions.measured(self._cache, self.measured)
             if questions.figures:
                 self._figures = questions.figures(self._cache)
 
@@ -75,4 +80,5 @@ class Report:
             first_problems(text.replace(str(self._cache.folder), str(self._cache.path)) for text in texts)
             for texts in (self._problems, self._remarks)
         )
-        return Verdict(problems, self._note, remarks, self._figures)
+        measured = self.measured
+        return Verdict(problems, self._note, remarks, self._figures, measured.sentence, measured.values)

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from niels_gpt.display.numbers import many, share_text
 from niels_gpt.eagle3.format.layout import SIDECAR, shard_path
 from niels_gpt.eagle3.format.samples import IDS_NAME, SAMPLES_NAME
 from niels_gpt.eagle3.inspect.file_checks import incomplete, unused_files, wrong_checksums, wrong_shard_checksums
@@ -21,8 +22,9 @@ from niels_gpt.eagle3.inspect.opening import open_cache
 from niels_gpt.eagle3.inspect.published import row_checks as of_rows
 from niels_gpt.eagle3.inspect.published.opened import PublishedCache
 from niels_gpt.eagle3.inspect.report import Problems, Questions, Report
+from niels_gpt.eagle3.produce.positions import FEW
 from niels_gpt.progress import Progress
-from niels_gpt.storage.checks import Verdict
+from niels_gpt.storage.checks import Figures, Verdict
 from niels_gpt.storage.errors import CacheError
 
 
@@ -125,6 +127,22 @@ def _few_positions(cache: OpenCache) -> Problems:
         yield CacheError(cache.folder, warning, code="W703")
 
 
+def _say_samples(cache: OpenCache, figures: Figures) -> None:
+    shards, samples = cache.num_shards, cache.num_samples
+    figures.say(f"{many(samples, 'sample')} in {many(shards, 'shard')} were read.", samples=samples, shards=shards)
+
+
+def _say_counts(cache: OpenCache, figures: Figures) -> None:
+    counts = cache.counts
+    figures.say(
+        f"{counts}.",
+        positions=counts.positions,
+        supervised_share=counts.supervised_share,
+        position_share=counts.position_share,
+        least=f"{share_text(FEW)} of the supervised tokens are positions",
+    )
+
+
 def _questions(
     weights: Callable[[OpenCache], Problems],
     finite: Callable[[Any], Problems],
@@ -133,12 +151,14 @@ def _questions(
 ) -> dict[str, Questions]:
     """Return which functions answer which check, in the order of CHECKS."""
     return {
-        "complete": Questions(once=incomplete, remarks=unused_files),
-        "checksums": Questions(once=wrong_checksums, per_shard=wrong_shard_checksums),
-        "finite": Questions(once=weights, per_row=finite),
-        "ids_match": Questions(once=_other_samples, per_row=ids),
+        "complete": Questions(once=incomplete, remarks=unused_files, measured=_say_samples),
+        "checksums": Questions(once=wrong_checksums, per_shard=wrong_shard_checksums, measured=_say_samples),
+        "finite": Questions(once=weights, per_row=finite, measured=_say_samples),
+        "ids_match": Questions(once=_other_samples, per_row=ids, measured=_say_samples),
         "distribution": distribution,
-        "positions": Questions(once=_no_positions, remarks=_few_positions, figures=lambda cache: str(cache.counts)),
+        "positions": Questions(
+            once=_no_positions, remarks=_few_positions, figures=lambda cache: str(cache.counts), measured=_say_counts
+        ),
     }
 
 
@@ -147,12 +167,12 @@ _QUESTIONS: dict[type[OpenCache], dict[str, Questions]] = {
         of_rows.embeddings_not_finite,
         of_rows.not_finite,
         of_rows.other_ids,
-        Questions(per_row=of_rows.not_distributions),
+        Questions(per_row=of_rows.not_distributions, measured=_say_samples),
     ),
     NativeCache: _questions(
         of_samples.weights_not_finite,
         of_samples.not_finite,
         of_samples.other_ids,
-        Questions(per_shard=of_samples.not_by_the_head, per_row=of_samples.not_target_rows),
+        Questions(per_shard=of_samples.not_by_the_head, per_row=of_samples.not_target_rows, measured=_say_samples),
     ),
 }

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.cache.meta import find_meta, read_meta
+from niels_gpt.display.numbers import share_text
 from niels_gpt.inspection.stats import Stats, meta_errors
 from niels_gpt.pictures import new_figure, plain_axes, png, set_title
 from niels_gpt.recipes.eagle3.of_settings import VOCAB_KEY, fingerprint_of, resolved, sha256
@@ -28,7 +29,7 @@ from niels_gpt.recipes.run_recipe import (
 )
 from niels_gpt.settings import Settings
 from niels_gpt.storage import versions
-from niels_gpt.storage.checks import Check, Verdict, first_problems
+from niels_gpt.storage.checks import Check, Figures, Verdict, first_problems
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, canonical_json, write_bytes
 from niels_gpt.storage.meta_json import file_records, meta_bytes, path_inside, printable, sha256_regular
@@ -158,7 +159,15 @@ def _fingerprint(found: Resolved) -> str:
 def check_draft_vocab(path: Path) -> Verdict:
     """Check a committed file of tokens. Raises: FileNotFoundError and CacheError where meta.json cannot be read."""
     meta = read_meta(str(path / META_NAME))
-    return Verdict(first_problems(_problems(path, meta)), figures=f"{meta.get('draft_vocab_size')} tokens")
+    figures, problems = Figures(), first_problems(_problems(path, meta))
+    if not problems:
+        ids, of, coverage = meta["draft_vocab_size"], meta["target_vocab_size"], meta["coverage"]
+        figures.say(
+            f"The draft knows {ids:,} of the target's {of:,} tokens: {share_text(coverage)} of the supervised ones.",
+            tokens=ids,
+            coverage=coverage,
+        )
+    return Verdict.of(problems, figures)
 
 
 def _problems(path: Path, meta: Mapping[str, Any]) -> Iterator[str]:

@@ -16,11 +16,12 @@ import numpy as np
 
 from niels_gpt.builders.split import SPLITS
 from niels_gpt.cache.meta import read_meta
+from niels_gpt.display.numbers import many
 from niels_gpt.inspection import verify as inspection
 from niels_gpt.inspection.file_checks import HEADER_BYTES, Damage
 from niels_gpt.inspection.verify import Limits
 from niels_gpt.progress import Progress
-from niels_gpt.storage.checks import Check, Verdict, first_problems
+from niels_gpt.storage.checks import Check, Figures, Verdict, first_problems
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import file_records, resolved, shortened
@@ -46,8 +47,10 @@ def verify(cache: Path, limits: Limits, *, names: Collection[str] | None = None)
     found = inspection.verify(cache, limits, names=[name for name in wanted if name != GROUPS_READ.name])
     if GROUPS_READ.name in wanted:
         folder = resolved(cache)
-        problems = (problem.replace(str(folder), str(cache)) for problem in _problems(folder, deep=limits.deep))
-        found[GROUPS_READ.name] = Verdict(first_problems(problems))
+        figures = Figures()
+        problems = _problems(folder, figures, deep=limits.deep)
+        named = (problem.replace(str(folder), str(cache)) for problem in problems)
+        found[GROUPS_READ.name] = Verdict.of(first_problems(named), figures)
     return {name: found[name] for name in wanted}
 
 
@@ -60,10 +63,11 @@ def find_damage(cache: Path, *, deep: bool, progress: Progress | None = None) ->
     if found:
         return found
     folder = cache.resolve()
-    return [Damage("", 0, 0, f"the reader refuses it: {problem}") for problem in _problems(folder, deep=deep)]
+    problems = _problems(folder, Figures(), deep=deep)
+    return [Damage("", 0, 0, f"the reader refuses it: {problem}") for problem in problems]
 
 
-def _problems(folder: Path, *, deep: bool) -> Iterator[str]:
+def _problems(folder: Path, figures: Figures, *, deep: bool) -> Iterator[str]:
     kept, is_read = Counter[str](), True
     parts = [partial(_of_split, folder, split, kept, deep=deep) for split in SPLITS]
     for part in (*parts, partial(_counts, folder, kept)):
@@ -75,6 +79,13 @@ def _problems(folder: Path, *, deep: bool) -> Iterator[str]:
         except _MALFORMED as error:
             yield f"{folder / META_NAME}: not as docs/formats.md describes it ({error!r})"
             is_read = False
+    held = f"{many(kept['groups'], 'group')} of {many(kept['samples'], 'sample')}"
+    how = "each was read and folded" if deep else "none was read: deep_checks is false"
+    figures.say(
+        f"The reader opens {held}; {how}.",
+        groups=kept["groups"],
+        samples=kept["samples"],
+    )
 
 
 def _of_split(folder: Path, split: str, kept: Counter[str], *, deep: bool) -> Iterator[str]:
