@@ -1,7 +1,8 @@
 """Is a finished cache good? The rules of niels_gpt.inspection.verify, niels_gpt.recipes.rollouts.checks and
 niels_gpt.eagle3.inspect.verify as Dagster's asset checks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import dagster as dg
 
@@ -16,6 +17,8 @@ from niels_gpt.recipes.rollouts import checks as rollouts
 from niels_gpt.recipes.run_recipe import cache_root
 from niels_gpt.storage.checks import Check, Verdict
 from pipelines.deployment import Deployment
+
+_SHOWN_PROBLEMS = 3  # in the text of a check; all of them are in an entry
 
 
 def checks_of(deployment: Deployment, path: str) -> dg.AssetChecksDefinition:
@@ -44,7 +47,7 @@ def checks_of(deployment: Deployment, path: str) -> dg.AssetChecksDefinition:
         limits = Limits(deep=core.deep_checks, max_dropped_share=core.max_dropped_share)
         names = {selected.name for selected in context.selected_asset_check_keys}
         for name, verdict in verified(cache_root(core) / path, limits, names=names).items():
-            yield _result(key, rules[name], verdict)
+            yield _result(deployment, key, rules[name], verdict)
 
     return check
 
@@ -66,13 +69,7 @@ def checks_of_targets(deployment: Deployment) -> dg.AssetChecksDefinition:
     def check(context: dg.AssetCheckExecutionContext) -> Iterator[dg.AssetCheckResult]:
         names = {selected.name for selected in context.selected_asset_check_keys}
         for name, verdict in check_targets(deployment.run(context).settings, names).items():
-            yield dg.AssetCheckResult(
-                asset_key=key,
-                check_name=name,
-                passed=not verdict.problems,
-                description="; ".join(verdict.problems or [verdict.note or verdict.figures, *verdict.remarks]) or None,
-                metadata={"problems": len(verdict.problems)},
-            )
+            yield _result(deployment, key, EAGLE3_CHECKS[name], verdict)
 
     return check
 
@@ -90,17 +87,39 @@ def check_of_draft_vocab(deployment: Deployment) -> dg.AssetChecksDefinition:
     )
     def check(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
         path = cache_root(deployment.run(context).settings) / VOCAB_KEY
-        return _result(key, DRAFT_VOCAB_CHECK, check_draft_vocab(path))
+        return _result(deployment, key, DRAFT_VOCAB_CHECK, check_draft_vocab(path))
 
     return check
 
 
-def _result(key: dg.AssetKey, rule: Check, verdict: Verdict) -> dg.AssetCheckResult:
+def _result(deployment: Deployment, key: dg.AssetKey, rule: Check, verdict: Verdict) -> dg.AssetCheckResult:
+    """Return a verdict as Dagster keeps it: a sentence, and what was measured as entries; it plots the numbers."""
+    found = verdict.problems
+    metadata: dict[str, Any] = {**verdict.values, "problems": len(found)}
+    if len(found) > _SHOWN_PROBLEMS:
+        metadata["all_problems"] = found
     return dg.AssetCheckResult(
         asset_key=key,
         check_name=rule.name,
-        passed=not verdict.problems,
+        passed=not found,
         severity=dg.AssetCheckSeverity.ERROR if rule.blocking else dg.AssetCheckSeverity.WARN,
-        description="; ".join(verdict.problems) or None,
-        metadata={"problems": len(verdict.problems)},
+        description=(_failed(deployment, key, rule, found) if found else _passed(verdict)) or None,
+        metadata=metadata,
+    )
+
+
+def _passed(verdict: Verdict) -> str:
+    return " ".join(filter(None, [verdict.note or verdict.sentence, *verdict.remarks]))
+
+
+def _failed(deployment: Deployment, key: dg.AssetKey, rule: Check, problems: Sequence[str]) -> str:
+    """Return the first problems and, where the cache must not be used, how to repair it."""
+    rest = len(problems) - _SHOWN_PROBLEMS
+    said = "; ".join([*problems[:_SHOWN_PROBLEMS], *([f"and {rest} more in all_problems"] if rest > 0 else [])])
+    if not rule.blocking:
+        return said
+    return (
+        f"{said}\n\nTo repair it, materialize `{key.to_user_string()}` again: after a failed check it is built from "
+        f"scratch. In any case it is with `resources: {{{deployment.resource}: {{config: {{force: true}}}}}}` in the "
+        "run's config."
     )

@@ -35,6 +35,8 @@ def test_a_good_cache_passes_and_an_unmet_budget_is_a_warning_that_fails_no_run(
     names = ("files_match_meta", "ids_below_vocab_size", "tokenizer_matches", "readers_open")
     shares = dict.fromkeys(("dropped_share", "repaired_share"), (True, "WARN"))
     assert verdicts(result) == {**dict.fromkeys(names, (True, "ERROR")), "budget_reached": (False, "WARN"), **shares}
+    for found in result.get_asset_check_evaluations():  # each says what it has measured
+        assert found.description and len(found.metadata) > 1, found.check_name
 
 
 def test_a_share_of_drops_above_the_setting_is_a_warning(instance: dg.DagsterInstance, settings: Settings) -> None:
@@ -42,7 +44,10 @@ def test_a_share_of_drops_above_the_setting_is_a_warning(instance: dg.DagsterIns
     assert result.success
     (found,) = [each for each in result.get_asset_check_evaluations() if each.check_name == "dropped_share"]
     assert not found.passed and found.severity.value == "WARN"
-    assert "sentinel_in_text" in str(found.description)
+    assert "sentinel_in_text" in str(found.description) and "force" not in str(found.description)
+    entries = {name: entry.value for name, entry in found.metadata.items()}
+    assert isinstance(entries["dropped_share"], float) and 0 < entries["dropped_share"] < 1
+    assert entries["limit"] == "0 %", "a limit is no figure to plot"
 
 
 def test_a_flipped_bit_fails_the_deep_check_and_with_it_the_run(
@@ -68,6 +73,8 @@ def test_a_cache_that_cannot_be_decoded_is_left_to_its_checks(instance: dg.Dagst
     assert verdicts(result)["ids_below_vocab_size"] == (False, "ERROR")
     (found,) = [each for each in result.get_asset_check_evaluations() if each.check_name == "ids_below_vocab_size"]
     assert f"{tokens}: token 0 is id 65535" in str(found.description)
+    assert "settings: {config: {force: true}}" in str(found.description)
+    assert found.metadata["greatest_id"].value == 65_535
     assert "cannot be read" in metadata(result)["sft/oasst1"]["picture"]
 
 
