@@ -100,7 +100,8 @@ class Dev:
                 state, _, _, session = stat.read_text().rpartition(")")[2].split()[:4]
             except OSError:  # it has ended
                 continue
-            if int(session) == self.process.pid and state != "Z":
+            threads = list(stat.parent.glob("task/*"))  # a dead first thread is a zombie while others still end
+            if int(session) == self.process.pid and (state != "Z" or len(threads) > 1):
                 found.append(int(stat.parent.name))
         return found
 
