@@ -62,6 +62,42 @@ def test_a_variable_that_names_no_setting_or_no_value_is_an_error(name: str, tex
         settings_from_environment({name: text})
 
 
+def test_the_page_of_an_asset_says_who_owns_it_what_it_gives_and_where_its_code_and_files_are() -> None:
+    ours = niels_definitions("llm", Settings(source_root="hub"), owners=["team:data"], tags={"tier": "gold"})
+    graph = ours.resolve_asset_graph()
+    for key in graph.get_all_asset_keys():
+        node = graph.get(key)
+        assert node.owners == ["team:data"] and node.tags["tier"] == "gold" and node.kinds
+    page = graph.get(dg.AssetKey(["llm", "sft", "oasst1"]))
+    assert page.tags["family"] == "sft" and page.tags["licence"] == "Apache-2.0"
+    assert graph.get(dg.AssetKey(["llm", "pretrain", "wikitext"])).tags["licence"] == "CC-BY-SA-3.0-and-GFDL"
+    schema: Any = page.metadata["dagster/column_schema"]
+    assert [(column.name, column.type) for column in schema.columns][-1] == ("y_masked", "int64 [B, T]")
+    places: Any = page.metadata["dagster/code_references"]
+    for place in places.code_references:
+        line = Path(place.file_path).read_text().splitlines()[place.line_number - 1]
+        name = place.label.split()[1]
+        assert line.startswith((f"def {name}(", f"def _{name}("))
+    assert page.metadata["look_inside"] == "niels-gpt show cache/sft/oasst1"
+    assert "huggingface.co/datasets/OpenAssistant/oasst1" in str(
+        graph.get(dg.AssetKey(["llm", "raw", "oasst1"])).description
+    )
+
+
+def test_the_lines_of_code_in_a_description_read_the_cache(first_run: Any) -> None:
+    ours = niels_definitions(settings=Settings(source_root="mirror", cache_dir=str(first_run.folder / "cache")))
+    graph = ours.resolve_asset_graph()
+    for key in ("tokenizer", *RECIPES):
+        code = str(graph.get(dg.AssetKey(key.split("/"))).description).split("```python\n")[1].split("```")[0]
+        found: dict[str, Any] = {}
+        exec(code.replace("T=1024, device", "T=16, device"), found)  # its shards are short
+        schema: Any = graph.get(dg.AssetKey(key.split("/"))).metadata.get("dagster/column_schema")
+        first = found["samples"][0]._asdict() if "samples" in found else found
+        for column in schema.columns if schema else ():
+            if "int64" in column.type:
+                assert "int64" in str(first[column.name].dtype), (key, column.name)
+
+
 def test_metadata_mirrors_meta_json_key_by_key_and_the_data_version_is_the_content(
     first_run: Any, after_a_run: dg.DagsterInstance, settings: Settings
 ) -> None:
