@@ -9,6 +9,7 @@ steps.py        what the steps share: revisions, turns, logs, errors, what they 
 checks.py       the asset checks, made of the rules of niels_gpt.inspection and niels_gpt.eagle3.inspect
 metadata.py     what the UI shows of a finished asset: meta.json key by key, a picture, decoded examples
 describe.py     what an asset's page says before it is materialized
+automation.py   jobs, the schedule of observations, and the sensors; all off by default
 resources.py    niels_gpt.settings as a run's config, and as environment variables
 
 No module here may use `from __future__ import annotations`: Dagster reads the annotations of assets as types.

@@ -25,6 +25,7 @@ from niels_gpt.recipes.plan import recipes, settings_fingerprint
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY
 from niels_gpt.settings import Settings
 from pipelines import assets, eagle3, partitions
+from pipelines.automation import automation_of, condition_of, switched_on
 from pipelines.checks import check_of_draft_vocab, checks_of, checks_of_targets
 from pipelines.deployment import Deployment
 from pipelines.describe import described
@@ -61,7 +62,7 @@ def niels_definitions(
         tags=dict(tags or {}),
         op_tags=dict(op_tags or {}),
         group_prefix=group_prefix,
-        automation=frozenset(),
+        automation=switched_on(automation),
     )
     chosen = deployment.settings
     paths = (TOKENIZER_KEY, *recipes(chosen))
@@ -69,11 +70,15 @@ def niels_definitions(
     versions[deployment.key(TARGETS_KEY)] = eagle3_asset.settings_fingerprint(chosen)
     versions[deployment.key(VOCAB_KEY)] = draft_vocab.settings_fingerprint(chosen)
     made = [*assets.assets_of(deployment), eagle3.draft_vocab_of(deployment), eagle3.targets_of(deployment)]
-    return dg.Definitions(
-        assets=dg.map_asset_specs(
-            lambda spec: described(deployment, spec).replace_attributes(code_version=versions.get(spec.key)),
-            partitions.in_partitions(deployment, made),
-        ),
+
+    def completed(spec: dg.AssetSpec) -> dg.AssetSpec:
+        condition = condition_of(deployment, deployment.path_of(spec.key))
+        return described(deployment, spec).replace_attributes(
+            code_version=versions.get(spec.key), automation_condition=condition
+        )
+
+    ours = dg.Definitions(
+        assets=dg.map_asset_specs(completed, partitions.in_partitions(deployment, made)),
         asset_checks=[
             *(checks_of(deployment, path) for path in paths),
             check_of_draft_vocab(deployment),
@@ -81,6 +86,7 @@ def niels_definitions(
         ],
         resources={deployment.resource: settings_resource(chosen)},
     )
+    return dg.Definitions.merge(ours, automation_of(deployment))
 
 
 EXECUTOR = dg.multiprocess_executor.configured(

@@ -3,6 +3,7 @@
 Several deployments fit into one code location: every key, op, job and resource of one carries its prefix.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from niels_gpt.recipes.run_recipe import cache_root
 from niels_gpt.settings import Settings
 from pipelines.resources import NAMES, Run, as_run
 
+_PREFIX_PART = re.compile(r"[A-Za-z0-9_.-]+")
 Context = dg.AssetExecutionContext | dg.AssetCheckExecutionContext
 
 
@@ -35,6 +37,15 @@ class Deployment:
     automation: frozenset[str] = frozenset()
     """What is switched on from the start: see pipelines/automation.py."""
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for a prefix that no asset key and no name in Dagster can have."""
+        for part in self.prefix:
+            if not _PREFIX_PART.fullmatch(part):
+                raise ValueError(
+                    f"key_prefix {'/'.join(self.prefix)!r}: found {part!r}, expected parts of letters, digits, _, - "
+                    "and . with / between them"
+                )
+
     def key(self, path: str) -> dg.AssetKey:
         """Return the asset key of a path such as sft/oasst1, raw/oasst1, or sft/, the root of the sft caches."""
         return dg.AssetKey([*self.prefix, *path.split("/")])
@@ -44,8 +55,8 @@ class Deployment:
         return "/".join(key.path[len(self.prefix) :])
 
     def name(self, path: str) -> str:
-        """Return the name of an op, a job or a resource."""
-        return "__".join([*self.prefix, *path.split("/")])
+        """Return the name of an op, a job, a schedule, a sensor or a resource: - and . become _, as Dagster does it."""
+        return "__".join([*self.prefix, *path.split("/")]).replace("-", "_").replace(".", "_")
 
     def group(self, family: str) -> str:
         """Return the name of the group of a family of assets."""

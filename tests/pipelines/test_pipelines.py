@@ -1,4 +1,4 @@
-"""The assets as Dagster and a reader of its pages see them: keys, metadata, settings, errors, embedding."""
+"""The assets as Dagster and a reader of its pages see them: keys, metadata, settings, errors."""
 
 import base64
 import json
@@ -219,27 +219,6 @@ def test_an_asset_may_be_called_as_a_function(settings: Settings) -> None:
     (result,) = made[dg.AssetKey(["sft", "dolly15k"])](dg.build_asset_context(resources={"settings": {}}))
     meta = read_meta(str(Path(settings.cache_dir, "sft/dolly15k/meta.json")))
     assert result.data_version.value == meta["content_sha256"]
-
-
-def test_another_deployment_embeds_the_assets_below_a_prefix_of_its_own(
-    instance: dg.DagsterInstance, settings: Settings
-) -> None:
-    class Epochs(dg.Config):
-        epochs: int = 1
-
-    @dg.asset(deps=[["team", "lm", "sft", "oasst1"]])
-    def model(config: Epochs) -> None: ...
-
-    ours = niels_definitions(key_prefix=["team", "lm"], settings=settings)
-    merged = dg.Definitions.merge(dg.Definitions(assets=[model]), ours)
-    graph = merged.resolve_asset_graph()
-    assert dg.AssetKey(["team", "lm", "sft", ""]) in graph.observable_asset_keys
-    keys = [["team", "lm", "tokenizer"], ["team", "lm", "raw", "oasst1"], ["team", "lm", "sft", "oasst1"], ["model"]]
-    job = merged.resolve_implicit_global_asset_job_def().get_subset(asset_selection={dg.AssetKey(key) for key in keys})
-    result = job.execute_in_process(instance=instance, run_config={"ops": {"model": {"config": {"epochs": 2}}}})
-    assert result.success
-    assert Path(settings.cache_dir, "sft", "oasst1", "meta.json").is_file()
-    assert set(metadata(result)) == {"team/lm/tokenizer", "team/lm/sft/oasst1", "model"}
 
 
 def test_pretrain_builds_share_a_pool_and_whatever_asks_the_hub_is_retried() -> None:

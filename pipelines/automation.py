@@ -1,0 +1,211 @@
+"""Jobs, the schedule and the sensors of a deployment. Schedule and sensors are off until somebody switches them on.
+
+    observe  schedule: every hour a run of the job observe, over raw/* and sft/
+    files    sensor: looks at the files of the sources, and observes those that have changed
+    rebuild  sensor: materializes the caches behind a changed source, and behind a changed tokenizer
+
+The switches are on the page Automation of the UI, and in `niels_definitions(automation=...)`.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Collection, Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import dagster as dg
+
+from niels_gpt.data.sources import SOURCES
+from niels_gpt.recipes.eagle3.of_settings import KEY as TARGETS_KEY
+from niels_gpt.recipes.eagle3.of_settings import VOCAB_KEY
+from niels_gpt.recipes.partitions.planned import listing_of
+from niels_gpt.recipes.plan import recipes
+from niels_gpt.recipes.resolve import ResolvedSource, resolve_source
+from niels_gpt.recipes.run_recipe import TOKENIZER_KEY
+from niels_gpt.recipes.user_sources import user_sources
+from pipelines.assets import SFT_ROOT
+from pipelines.deployment import Deployment
+
+SWITCHES = ("observe", "files", "rebuild")
+"""What `niels_definitions(automation=...)` may name."""
+HOURLY = "0 * * * *"
+FILES_SECONDS = 30.0
+"""Seconds after which a tick of the sensor files leaves the other sources to the next one: Dagster ends it after 60."""
+
+
+def switched_on(automation: bool | Collection[str]) -> frozenset[str]:
+    """Return the names in SWITCHES that `automation` stands for. Raises: ValueError for any other name."""
+    if isinstance(automation, bool):
+        return frozenset(SWITCHES if automation else ())
+    names = {automation} if isinstance(automation, str) else set(automation)
+    for name in sorted(names - set(SWITCHES)):
+        raise ValueError(f"automation: there is no {name!r}. There are {', '.join(SWITCHES)}; True is all of them")
+    return frozenset(names)
+
+
+def automation_of(deployment: Deployment) -> dg.Definitions:
+    """Return the jobs, the schedule and the sensors of a deployment."""
+    made, names = _made(deployment), _sources(deployment)
+
+    def job(name: str, paths: Iterable[str], description: str) -> Any:
+        return dg.define_asset_job(deployment.name(name), _select(deployment, paths), description=description)
+
+    jobs = [
+        job("everything", made, "The tokenizer and every cache."),
+        *(
+            job(family, (path for path in made if path.startswith(f"{family}/")), f"All {family} caches.")
+            for family in ("sft", "pretrain")
+        ),
+        job("observe", [SFT_ROOT, *(f"raw/{name}" for name in names)], "Look at the text of every source."),
+    ]
+    every_hour = dg.ScheduleDefinition(
+        name=deployment.name("observe"),
+        job_name=deployment.name("observe"),
+        cron_schedule=HOURLY,
+        default_status=(
+            dg.DefaultScheduleStatus.RUNNING if "observe" in deployment.automation else dg.DefaultScheduleStatus.STOPPED
+        ),
+        description="Every hour: the text of every source, by its fingerprint or by the hub's newest revision.",
+    )
+    return dg.Definitions(
+        jobs=jobs, schedules=[every_hour], sensors=[_files_sensor(deployment, names), _rebuild_sensor(deployment)]
+    )
+
+
+def condition_of(deployment: Deployment, path: str) -> dg.AutomationCondition[Any] | None:
+    """Return when the sensor `rebuild` materializes an asset: once for each new data version that it depends on.
+
+    Only what was materialized before, and not while it or what it depends on is in progress. None for an asset that
+    depends on nothing, and for what is observed.
+    """
+    if path in (TOKENIZER_KEY, SFT_ROOT) or path.startswith("raw/"):
+        return None
+    changed = dg.AutomationCondition.any_deps_match(dg.AutomationCondition.data_version_changed())
+    root = dg.AssetSelection.assets(deployment.key(SFT_ROOT))  # a constant: its first observation is no change
+    return (
+        changed.ignore(root).since_last_handled()
+        & ~dg.AutomationCondition.missing()
+        & ~dg.AutomationCondition.in_progress()
+        & ~dg.AutomationCondition.any_deps_in_progress()
+    ).with_label("a source or the tokenizer has changed")
+
+
+def _made(deployment: Deployment) -> list[str]:
+    """Return the paths of all assets that are materialized."""
+    return [TOKENIZER_KEY, *recipes(deployment.settings), VOCAB_KEY, TARGETS_KEY]
+
+
+def _sources(deployment: Deployment) -> list[str]:
+    """Return the names of all sources, as raw/NAME has them."""
+    return [*SOURCES, *user_sources(deployment.settings)]
+
+
+def _select(deployment: Deployment, paths: Iterable[str]) -> dg.AssetSelection:
+    return dg.AssetSelection.assets(*(deployment.key(path) for path in paths))
+
+
+def _status(deployment: Deployment, name: str) -> dg.DefaultSensorStatus:
+    return dg.DefaultSensorStatus.RUNNING if name in deployment.automation else dg.DefaultSensorStatus.STOPPED
+
+
+def _rebuild_sensor(deployment: Deployment) -> dg.AutomationConditionSensorDefinition:
+    """Return the sensor that evaluates `condition_of`. Over all of ours, so that Dagster adds none."""
+    return dg.AutomationConditionSensorDefinition(
+        deployment.name("rebuild"),
+        target=_select(deployment, _made(deployment)),
+        default_status=_status(deployment, "rebuild"),
+        description="Materializes the caches behind a source or a tokenizer with a new data version, once for each.",
+    )
+
+
+@dataclass
+class _Cursor:
+    """What the sensor files keeps from tick to tick."""
+
+    requests: int
+    """Of runs; part of their keys. It starts at the time of the first tick, so that no cursor repeats another's."""
+    next: str = ""
+    """The source to look at first: the one that the last tick had no time for."""
+    seen: dict[str, str] = field(default_factory=dict)
+    """Digest of each source's files at the last look."""
+    asked: dict[str, str] = field(default_factory=dict)
+    """Digest that an observation was requested of, or that was there before the first tick."""
+
+
+def _files_sensor(deployment: Deployment, names: list[str]) -> dg.SensorDefinition:
+    """Return the sensor that looks at the files of the sources. names: those that this code location knows."""
+
+    @dg.sensor(
+        name=deployment.name("files"),
+        job_name=deployment.name("observe"),
+        default_status=_status(deployment, "files"),
+        description="Looks at names, sizes and times of the files of all sources, without reading them. A source that "
+        "has changed is observed as soon as two looks find the same.",
+    )
+    def files(context: dg.SensorEvaluationContext) -> dg.SensorResult:
+        cursor = _Cursor(**json.loads(context.cursor)) if context.cursor else _Cursor(int(time.time()))
+        notes = _unknown_sources(deployment, names)
+        changed = _look(deployment, context.instance, names, cursor, notes)
+        for note in notes:
+            context.log.info(note)
+        if not changed:
+            text = "; ".join(notes) or f"nothing has changed in {len(cursor.seen)} sources"
+            return dg.SensorResult(skip_reason=text, cursor=json.dumps(asdict(cursor)))
+        cursor.requests += 1
+        cursor.asked |= changed
+        digest = hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()
+        request = dg.RunRequest(
+            run_key=f"{cursor.requests}-{digest}", asset_selection=[deployment.key(f"raw/{name}") for name in changed]
+        )
+        return dg.SensorResult(run_requests=[request], cursor=json.dumps(asdict(cursor)))
+
+    made: dg.SensorDefinition = files
+    return made
+
+
+def _unknown_sources(deployment: Deployment, names: Collection[str]) -> list[str]:
+    """Return a note on the user-defined sources that the definitions were loaded without."""
+    settings = deployment.settings
+    try:
+        new = [f"{user.family}/{name}" for name, user in user_sources(settings).items() if name not in names]
+    except (OSError, ValueError) as error:
+        return [str(error)]
+    return [f"{', '.join(new)} of {settings.sources_file}: reload the definitions to see it"] if new else []
+
+
+def _look(
+    deployment: Deployment, instance: dg.DagsterInstance, names: list[str], cursor: _Cursor, notes: list[str]
+) -> dict[str, str]:
+    """Return the digests of the sources to observe, by name. Changes `cursor`, and adds to `notes`."""
+    first = names.index(cursor.next) if cursor.next in names else 0
+    end, changed, cursor.next = time.monotonic() + FILES_SECONDS, dict[str, str](), ""
+    for name in (*names[first:], *names[:first]):
+        if time.monotonic() > end:
+            cursor.next = name
+            notes.append(f"no time was left for raw/{name}: the next tick begins with it")
+            break
+        try:
+            source = resolve_source(deployment.settings, name)
+            digest = listing_of(source)
+        except (OSError, ValueError) as error:  # the source is looked at again at the next tick, as are the others
+            notes.append(f"raw/{name}: {error}")
+            continue
+        if digest is None:  # on the hub
+            continue
+        if name not in cursor.seen and _is_observed(deployment, instance, source):
+            cursor.asked[name] = digest
+        if digest == cursor.asked.get(name):
+            pass
+        elif digest == cursor.seen.get(name):
+            changed[name] = digest
+        else:
+            notes.append(f"raw/{name} has changed: it is observed once two ticks find the same files")
+        cursor.seen[name] = digest
+    return changed
+
+
+def _is_observed(deployment: Deployment, instance: dg.DagsterInstance, source: ResolvedSource) -> bool:
+    """Whether a source was observed after the last change of its files."""
+    records = instance.fetch_observations(deployment.key(f"raw/{source.source}"), limit=1).records
+    return bool(records) and all(path.stat().st_ctime <= records[0].timestamp for path in source.files)
