@@ -6,6 +6,7 @@ assets.py       the tokenizer, the sources and their caches: what each depends o
 eagle3.py       the draft's vocabulary and the target's outputs
 partitions.py   a pretrain cache with --partitions: a graph of a plan, a step for each partition, and a seal
 steps.py        what the steps share: revisions, turns, logs, errors, what they report
+versions.py     the versions that Dagster compares: of an asset's code, and of what it was made from
 checks.py       the asset checks, made of the rules of niels_gpt.inspection and niels_gpt.eagle3.inspect
 metadata.py     what the UI shows of a finished asset: meta.json key by key, a picture, decoded examples
 describe.py     what an asset's page says before it is materialized

@@ -11,7 +11,7 @@ from typing import Any
 import dagster as dg
 
 from niels_gpt.data.sources import SOURCES, SourceSpec
-from niels_gpt.recipes.plan import needs_no_tokenizer, observe
+from niels_gpt.recipes.plan import observe
 from niels_gpt.recipes.rollouts.caches import build_rollout_cache
 from niels_gpt.recipes.rollouts.trees import TREES
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY
@@ -28,11 +28,10 @@ from pipelines.steps import (
     observed_of_cache,
     progress_log,
     report,
-    report_tokenizer,
     turn,
 )
+from pipelines.versions import ROOT_VERSION, SFT_ROOT, observed_metadata, upstream_of
 
-SFT_ROOT = "sft/"
 _READERS = {
     "pretrain": "niels_gpt.cache.PretrainTokenStreamDataset",
     "sft": "niels_gpt.cache.SFTExampleDataset",
@@ -71,11 +70,10 @@ def _observable(deployment: Deployment, spec: SourceSpec) -> dg.AssetsDefinition
             provenance, warning = observe(run.settings, spec.key)
         if warning:
             context.log.warning(warning)
-        metadata = {name: value for name, value in provenance.items() if value is not None}
         yield dg.ObserveResult(
             asset_key=context.asset_key,
             data_version=dg.DataVersion(provenance["fingerprint"]),
-            metadata={**metadata, "warning": warning or "none"},
+            metadata=observed_metadata(provenance, warning),
         )
 
     observable: dg.AssetsDefinition = raw
@@ -97,7 +95,7 @@ def _sft_root(deployment: Deployment) -> dg.AssetsDefinition:
     )
     def sft_root(context: dg.AssetExecutionContext) -> Iterator[dg.ObserveResult]:
         deployment.run(context)
-        yield dg.ObserveResult(asset_key=context.asset_key, data_version=dg.DataVersion("root"))
+        yield dg.ObserveResult(asset_key=context.asset_key, data_version=dg.DataVersion(ROOT_VERSION))
 
     observable: dg.AssetsDefinition = sft_root
     return observable
@@ -117,7 +115,7 @@ def _tokenizer(deployment: Deployment) -> dg.AssetsDefinition:
     def tokenizer(context: dg.AssetExecutionContext) -> dg.MaterializeResult[None]:
         run = deployment.run(context)
         with clear_errors(deployment):
-            return report(context, ensure_tokenizer(run.settings))
+            return report(context, deployment, run.settings, ensure_tokenizer(run.settings))
 
     made: dg.AssetsDefinition = tokenizer
     return made
@@ -125,12 +123,10 @@ def _tokenizer(deployment: Deployment) -> dg.AssetsDefinition:
 
 def _cache(deployment: Deployment, spec: SourceSpec) -> dg.AssetsDefinition:
     """Return FAMILY/NAME, the token or rollout cache of a source."""
-    root = [deployment.key(SFT_ROOT)] if spec.family == "sft" else []
-    tokenizer = [] if needs_no_tokenizer(spec.key) else [deployment.key(TOKENIZER_KEY)]
 
     @dg.asset(
         key=deployment.key(spec.key),
-        deps=[*tokenizer, deployment.key(f"raw/{spec.name}"), *root],
+        deps=[deployment.key(path) for path in upstream_of(deployment.settings, spec.key)],
         description=f"{spec.description}\n\nRead it with {_READERS[spec.family]}.",
         group_name=deployment.group(spec.family),
         kinds={"numpy"},
@@ -154,9 +150,7 @@ def _cache(deployment: Deployment, spec: SourceSpec) -> dg.AssetsDefinition:
             except NoSentinels as error:
                 leave_out(context, deployment, error)
                 return
-            result = report(context, outcome)
-            if tokenizer:
-                report_tokenizer(context, deployment, core)
+            result = report(context, deployment, core, outcome)
         yield result
 
     asset: dg.AssetsDefinition = cache

@@ -24,8 +24,8 @@ from niels_gpt.recipes.plan import recipes
 from niels_gpt.recipes.resolve import ResolvedSource, resolve_source
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY
 from niels_gpt.recipes.user_sources import user_sources
-from pipelines.assets import SFT_ROOT
 from pipelines.deployment import Deployment
+from pipelines.versions import SFT_ROOT
 
 SWITCHES = ("observe", "files", "rebuild")
 """What `niels_definitions(automation=...)` may name."""

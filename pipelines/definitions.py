@@ -17,11 +17,7 @@ from typing import Any
 
 import dagster as dg
 
-from niels_gpt.recipes.eagle3 import asset as eagle3_asset
-from niels_gpt.recipes.eagle3 import draft_vocab
-from niels_gpt.recipes.eagle3.of_settings import KEY as TARGETS_KEY
-from niels_gpt.recipes.eagle3.of_settings import VOCAB_KEY
-from niels_gpt.recipes.plan import recipes, settings_fingerprint
+from niels_gpt.recipes.plan import recipes
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY
 from niels_gpt.settings import Settings
 from pipelines import assets, eagle3, partitions
@@ -31,6 +27,7 @@ from pipelines.deployment import Deployment
 from pipelines.describe import described
 from pipelines.resources import settings_from_environment, settings_resource
 from pipelines.steps import BUILD_TAG
+from pipelines.versions import code_versions
 
 
 def niels_definitions(
@@ -66,9 +63,7 @@ def niels_definitions(
     )
     chosen = deployment.settings
     paths = (TOKENIZER_KEY, *recipes(chosen))
-    versions = {deployment.key(path): settings_fingerprint(chosen, path) for path in paths}
-    versions[deployment.key(TARGETS_KEY)] = eagle3_asset.settings_fingerprint(chosen)
-    versions[deployment.key(VOCAB_KEY)] = draft_vocab.settings_fingerprint(chosen)
+    versions = {deployment.key(path): version for path, version in code_versions(chosen).items()}
     made = [*assets.assets_of(deployment), eagle3.draft_vocab_of(deployment), eagle3.targets_of(deployment)]
 
     def completed(spec: dg.AssetSpec) -> dg.AssetSpec:

@@ -5,28 +5,16 @@ from collections.abc import Iterator
 import dagster as dg
 
 from niels_gpt.recipes.eagle3.asset import build_targets
-from niels_gpt.recipes.eagle3.draft_vocab import build_draft_vocab, committed_content
-from niels_gpt.recipes.eagle3.draft_vocab import settings_fingerprint as vocab_fingerprint
+from niels_gpt.recipes.eagle3.draft_vocab import build_draft_vocab
 from niels_gpt.recipes.eagle3.of_settings import KEY as EAGLE3_KEY
 from niels_gpt.recipes.eagle3.of_settings import SMALL_TARGET, VOCAB_KEY, raw_source
 from niels_gpt.recipes.plan import built_at
-from niels_gpt.recipes.run_recipe import TOKENIZER_KEY
 from niels_gpt.recipes.tokenizer import NoSentinels
 from niels_gpt.settings import Settings
 from pipelines.deployment import Deployment
 from pipelines.metadata import draft_vocab_result, targets_result
-from pipelines.steps import (
-    CODE_VERSION,
-    DATA_VERSION,
-    NETWORK_RETRIES,
-    clear_errors,
-    leave_out,
-    newer_observation,
-    recorded_tags,
-    report,
-    report_tokenizer,
-    target_log,
-)
+from pipelines.steps import NETWORK_RETRIES, clear_errors, leave_out, newer_observation, report, target_log
+from pipelines.versions import DATA_VERSION, is_recorded, upstream_of, version_tags
 
 
 def draft_vocab_of(deployment: Deployment) -> dg.AssetsDefinition:
@@ -35,7 +23,7 @@ def draft_vocab_of(deployment: Deployment) -> dg.AssetsDefinition:
 
     @dg.asset(
         key=deployment.key(VOCAB_KEY),
-        deps=_of_chats(deployment),
+        deps=[deployment.key(path) for path in upstream_of(chosen, VOCAB_KEY)],
         group_name=deployment.group("eagle3"),
         required_resource_keys={deployment.resource},
         retry_policy=NETWORK_RETRIES,
@@ -54,9 +42,7 @@ def draft_vocab_of(deployment: Deployment) -> dg.AssetsDefinition:
             except NoSentinels as error:
                 leave_out(context, deployment, error)
                 return
-            if core.eagle3_target is None:
-                report_tokenizer(context, deployment, core)
-            result = report(context, outcome, draft_vocab_result)
+            result = report(context, deployment, core, outcome, draft_vocab_result)
         yield result
 
     made: dg.AssetsDefinition = draft_vocab
@@ -69,7 +55,7 @@ def targets_of(deployment: Deployment) -> dg.AssetsDefinition:
 
     @dg.asset(
         key=deployment.key(EAGLE3_KEY),
-        deps=[*_of_chats(deployment), deployment.key(VOCAB_KEY)],
+        deps=[deployment.key(path) for path in upstream_of(chosen, EAGLE3_KEY)],
         group_name=deployment.group("eagle3"),
         required_resource_keys={deployment.resource},
         kinds={"torch", "safetensors"},
@@ -91,21 +77,12 @@ def targets_of(deployment: Deployment) -> dg.AssetsDefinition:
             except NoSentinels as error:
                 leave_out(context, deployment, error)
                 return
-            if core.eagle3_target is None:
-                report_tokenizer(context, deployment, core)
             _report_draft_vocab(context, deployment, core)
-            result = report(context, outcome, targets_result)
+            result = report(context, deployment, core, outcome, targets_result)
         yield result
 
     made: dg.AssetsDefinition = targets
     return made
-
-
-def _of_chats(deployment: Deployment) -> list[dg.AssetKey]:
-    """Return what the chats of eagle3 and their ids depend on; files of chats or rows are not observed."""
-    source = raw_source(deployment.settings)
-    tokenizer = [deployment.key(TOKENIZER_KEY)] if deployment.settings.eagle3_target is None else []
-    return [*([deployment.key(f"raw/{source}")] if source else []), *tokenizer]
 
 
 def _newer_chats(
@@ -119,13 +96,11 @@ def _newer_chats(
 
 
 def _report_draft_vocab(context: dg.AssetExecutionContext, deployment: Deployment, settings: Settings) -> None:
-    """Record it in Dagster if the step of eagle3/targets has replaced the draft's vocabulary."""
-    key = deployment.key(VOCAB_KEY)
-    tags = recorded_tags(context, key)
-    if not tags or tags.get(DATA_VERSION) == committed_content(settings):
-        return
+    """Log a materialization of the draft's vocabulary if the step of eagle3/targets has made another one than Dagster
+    knows, or found it."""
     outcome = build_draft_vocab(settings)
-    now = {DATA_VERSION: str(outcome.meta["content_sha256"]), CODE_VERSION: vocab_fingerprint(settings)}
-    kept = {name: value for name, value in tags.items() if name.startswith("dagster/input_")}  # as it read them
-    metadata = draft_vocab_result(outcome).metadata
-    context.log_event(dg.AssetMaterialization(key, metadata=metadata, tags={**kept, **now}))
+    if not is_recorded(context, deployment, settings, outcome):
+        tags = version_tags(context, deployment, settings, outcome)
+        tags[DATA_VERSION] = str(outcome.meta["content_sha256"])
+        metadata = draft_vocab_result(outcome).metadata
+        context.log_event(dg.AssetMaterialization(deployment.key(VOCAB_KEY), metadata=metadata, tags=tags))

@@ -12,13 +12,11 @@ from typing import Any
 import dagster as dg
 
 from niels_gpt.builders.partitions.receipts import partition_states
-from niels_gpt.data.sources import SOURCES
 from niels_gpt.recipes.partitions import run
 from niels_gpt.recipes.partitions.documents import is_partitioned
 from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY
 from niels_gpt.recipes.token_caches import build_token_cache
-from niels_gpt.settings import Settings
 from pipelines.deployment import Deployment
 from pipelines.steps import (
     BUILD_POOL,
@@ -28,28 +26,12 @@ from pipelines.steps import (
     observed_of_cache,
     progress_log,
     report,
-    report_tokenizer,
     turn,
 )
+from pipelines.versions import is_graph
 
 PARTITION_POOL = "niels_gpt/partition"
 """Of the steps that build partitions. It has no limit where the deployment gives it none: partitions run at once."""
-
-
-def is_graph(settings: Settings, path: str) -> bool:
-    """Whether the asset of a cache is a graph in a deployment with these settings. path: FAMILY/NAME, or tokenizer.
-
-    No file of a source is looked for, so that definitions load at once.
-    """
-    family, _, name = path.partition("/")
-    if settings.partitions == 1 or family != "pretrain":
-        return False
-    if name not in SOURCES or SOURCES[name].from_hub is None:
-        return True
-    try:
-        return is_partitioned(settings, resolve_source(settings, name))
-    except (OSError, ValueError):  # the step says what is wrong
-        return True
 
 
 def in_partitions(deployment: Deployment, made: Iterable[dg.AssetsDefinition]) -> list[dg.AssetsDefinition]:
@@ -175,13 +157,14 @@ def _seal_cache(deployment: Deployment) -> dg.OpDefinition:
             else:
                 observed = observed_of_cache(context, deployment, core, path)
                 outcome = build_token_cache(core, name, observed=observed, progress=progress_log(context))
-            result = report(context, outcome)
-            report_tokenizer(context, deployment, core)
+            result = report(context, deployment, core, outcome)
         with (
             warnings.catch_warnings()
         ):  # Dagster calls the data version of an output beta: that of an asset is the same
             warnings.simplefilter("ignore", dg.BetaWarning)
-            sealed: dg.Output[None] = dg.Output(None, metadata=result.metadata, data_version=result.data_version)
+            sealed: dg.Output[None] = dg.Output(
+                None, metadata=result.metadata, data_version=result.data_version, tags=result.tags
+            )
         yield sealed
 
     made: dg.OpDefinition = seal_cache

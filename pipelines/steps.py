@@ -1,21 +1,21 @@
 """What the steps of the assets share: which revision they build, whose turn it is, what they log and report, errors."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import dagster as dg
 
 from niels_gpt.progress import Progress
-from niels_gpt.recipes.plan import built_at, settings_fingerprint
-from niels_gpt.recipes.run_recipe import RUNS_DIR, TOKENIZER_KEY, Outcome, cache_root
-from niels_gpt.recipes.tokenizer import NoSentinels, ensure_tokenizer
+from niels_gpt.recipes.plan import built_at
+from niels_gpt.recipes.run_recipe import RUNS_DIR, Outcome, cache_root
+from niels_gpt.recipes.tokenizer import NoSentinels
 from niels_gpt.settings import Settings
 from niels_gpt.storage.locks import file_lock
 from pipelines.deployment import Deployment
 from pipelines.metadata import materialize_result
+from pipelines.versions import DATA_VERSION, version_tags
 
-DATA_VERSION, CODE_VERSION = "dagster/data_version", "dagster/code_version"
 BUILD_POOL = BUILD_TAG = "niels_gpt/pretrain_build"
 """Pretrain builds run one at a time, because each encodes on all cores. Within a run the tag enforces it, on one cache
 folder `turn`, and where a deployment of several machines gives the pool a limit, the pool."""
@@ -40,20 +40,16 @@ def newer_observation(context: dg.AssetExecutionContext, raw: dg.AssetKey, built
     return None
 
 
-def recorded_tags(context: dg.AssetExecutionContext, key: dg.AssetKey) -> Mapping[str, str]:
-    """Return the tags of an asset's last materialization; {} without one."""
-    event = context.instance.get_latest_materialization_event(key)
-    return (event.asset_materialization.tags if event is not None and event.asset_materialization else None) or {}
-
-
 def report(
     context: dg.AssetExecutionContext,
+    deployment: Deployment,
+    settings: Settings,
     outcome: Outcome,
     described: Callable[[Outcome], dg.MaterializeResult[None]] = materialize_result,
 ) -> dg.MaterializeResult[None]:
-    """Log what a run of a recipe has done, and return what Dagster records of it."""
+    """Log what a run of a recipe has done and observed, and return what Dagster records of it. settings: of the run."""
     context.log.info(f"{outcome.key}: {'reused' if outcome.reused else 'built'} in {outcome.seconds:.1f} s")
-    return described(outcome)
+    return described(outcome)._replace(tags=version_tags(context, deployment, settings, outcome))
 
 
 def leave_out(context: dg.AssetExecutionContext, deployment: Deployment, error: NoSentinels) -> None:
@@ -72,19 +68,6 @@ def turn(settings: Settings) -> AbstractContextManager[None]:
     """Wait until no other run builds a pretrain cache in this folder."""
     lock = cache_root(settings) / RUNS_DIR / "pretrain.turn"
     return file_lock(lock, lock.parent.parent, "a pretrain cache is being built", wait=True)
-
-
-def report_tokenizer(context: dg.AssetExecutionContext, deployment: Deployment, settings: Settings) -> None:
-    """Record it in Dagster if a cache's step has replaced the tokenizer, so that other caches become stale."""
-    key = deployment.key(TOKENIZER_KEY)
-    tags = recorded_tags(context, key)
-    if not tags:  # a fresh clone: no other cache depends on an older one
-        return
-    outcome = ensure_tokenizer(settings)
-    content = str(outcome.meta["content_sha256"])
-    if tags.get(DATA_VERSION) != content:
-        tags = {DATA_VERSION: content, CODE_VERSION: settings_fingerprint(settings, TOKENIZER_KEY)}
-        context.log_event(dg.AssetMaterialization(key, metadata=materialize_result(outcome).metadata, tags=tags))
 
 
 def progress_log(context: dg.AssetExecutionContext, counted: str = "documents", measured: str = "tokens") -> Progress:

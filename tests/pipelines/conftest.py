@@ -3,7 +3,7 @@
 import contextlib
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ class FirstRun:
     """What a run over the tokenizer and its caches has left."""
 
     folder: Path
-    """The caches in cache/, and the home of the Dagster instance that knows of them in home/."""
+    """The caches, built in cache/ and then moved to built/, and the home of the Dagster instance that knows of them in
+    home/."""
     metadata: dict[str, dict[str, Any]]
     """Of each asset."""
 
@@ -33,14 +34,24 @@ def first_run(mirror: Path, tiny_model_path: Path) -> Iterator[FirstRun]:
         settings = Settings(source_root=str(mirror), cache_dir=str(folder / "cache"), tokenizer=str(tiny_model_path))
         with dg.instance_for_test(temp_dir=str(folder / "home")) as instance:
             shown = metadata(run(instance, settings))
+        (folder / "cache").rename(folder / "built")
         yield FirstRun(folder, shown)
+
+
+@pytest.fixture
+def settings(settings: Settings, request: pytest.FixtureRequest) -> Settings:
+    """The settings of a test; after a run over everything with the folder of that run, which code versions have."""
+    if "after_a_run" not in request.fixturenames:
+        return settings
+    return replace(settings, cache_dir=str(request.getfixturevalue("first_run").folder / "cache"))
 
 
 @pytest.fixture
 def after_a_run(first_run: FirstRun, settings: Settings) -> Iterator[dg.DagsterInstance]:
     """A real Dagster instance after a run over everything with `settings`: copies of that run's history and caches."""
-    shutil.copytree(first_run.folder / "cache", settings.cache_dir, symlinks=True)
+    shutil.copytree(first_run.folder / "built", settings.cache_dir, symlinks=True)
     with quick_folder() as folder:
         home = str(shutil.copytree(first_run.folder / "home", folder / "home"))
         with dg.instance_for_test(temp_dir=home) as instance:
             yield instance
+    shutil.rmtree(settings.cache_dir)

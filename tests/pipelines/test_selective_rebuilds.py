@@ -24,6 +24,19 @@ def own(settings: Settings, mirror: Path, tmp_path: Path) -> Settings:
     return dataclasses.replace(settings, source_root=str(shutil.copytree(mirror, tmp_path / "own")))
 
 
+def observed(instance: dg.DagsterInstance, key: str) -> str | None:
+    """Return the newest observed data version."""
+    for record in instance.fetch_observations(dg.AssetKey(key.split("/")), limit=1).records:
+        assert record.asset_observation is not None
+        return record.asset_observation.data_version
+    return None
+
+
+def unobserved(instance: dg.DagsterInstance) -> set[str]:
+    """Return what has never been observed."""
+    return {key for key in OBSERVED if observed(instance, key) is None}
+
+
 def with_another_tokenizer(settings: Settings, folder: Path) -> Settings:
     other = write_tokenizer(train_tokenizer(["another text " * 50, "ein anderer Text"], vocab_size=300), folder / "t")
     return dataclasses.replace(settings, tokenizer=str(other.model_path))
@@ -56,15 +69,18 @@ def test_one_changed_setting_rebuilds_the_assets_that_read_it_alone(
     assert stale(after_a_run, changed) == dict.fromkeys(of_source, "has a new code version")
     how = {"config": {"oasst1_max_messages": 2}} if in_launchpad else {}
     assert built(run(after_a_run, settings if in_launchpad else changed, **how)) == of_source
-    assert in_launchpad or stale(after_a_run, changed) == {}
+    assert stale(after_a_run, changed) == {}
+    assert stale(after_a_run, settings) == dict.fromkeys(of_source, "has a new code version"), "a run would build them"
 
 
 def test_a_new_tokenizer_makes_every_cache_stale_and_rebuilds_it(
     after_a_run: dg.DagsterInstance, settings: Settings, tmp_path: Path
 ) -> None:
     new = with_another_tokenizer(settings, tmp_path)
+    assert stale(after_a_run, new) == dict.fromkeys(EVERYTHING, "has a new code version")
     run(after_a_run, settings, "tokenizer", config={"tokenizer": new.tokenizer})
-    assert stale(after_a_run, settings) == dict.fromkeys(RECIPES, "has a new dependency data version")
+    causes = dict.fromkeys(RECIPES, "has a new dependency data version")
+    assert stale(after_a_run, settings) == {**causes, "tokenizer": "has a new code version"}
     assert built(run(after_a_run, new)) == set(RECIPES)
     assert stale(after_a_run, new) == {}
 
@@ -117,13 +133,51 @@ def test_a_touched_note_makes_roam_alone_stale_and_rebuilds_it_alone(
     assert stale(instance, own) == {}
 
 
-def test_a_first_observation_makes_a_cache_stale_once_and_a_run_that_builds_nothing_clears_it(
+def test_after_a_run_all_that_was_read_is_observed_and_an_observation_makes_nothing_stale(
     after_a_run: dg.DagsterInstance, settings: Settings
 ) -> None:
-    run(after_a_run, settings, "raw/roam")
-    assert list(stale(after_a_run, settings)) == ["pretrain/roam"]
-    assert built(run(after_a_run, settings, "pretrain/roam")) == set()
     assert stale(after_a_run, settings) == {}
+    assert unobserved(after_a_run) == set()
+    run(after_a_run, settings, *OBSERVED)
+    assert stale(after_a_run, settings) == {}
+
+
+def test_the_sft_caches_alone_leave_nothing_missing_or_unobserved_that_they_read(
+    instance: dg.DagsterInstance, settings: Settings
+) -> None:
+    run(instance, settings, "sft/dolly15k", "sft/oasst1")
+    assert stale(instance, settings) == {}
+    assert unobserved(instance) == set(OBSERVED) - {"raw/dolly15k", "raw/oasst1", "sft/"}
+    assert instance.get_latest_materialization_event(dg.AssetKey("tokenizer")) is not None
+    run(instance, settings, "tokenizer", "trees/oasst1")
+    assert stale(instance, settings) == {}
+    run(instance, settings, "raw/oasst1")
+    assert stale(instance, settings) == {}
+
+
+def test_a_run_of_other_text_says_nothing_of_the_deployments_sources(
+    after_a_run: dg.DagsterInstance, settings: Settings, own: Settings
+) -> None:
+    chats = Path(own.source_root, settings.oasst1_dataset)
+    for file in filter(Path.is_file, chats.rglob("*")):
+        file.rename(file.with_name(f"other_{file.name}"))
+    before = observed(after_a_run, "raw/oasst1")
+    assert built(run(after_a_run, settings, "sft/oasst1", config={"source_root": own.source_root})) == {"sft/oasst1"}
+    assert observed(after_a_run, "raw/oasst1") == before
+    assert stale(after_a_run, settings) == {"sft/oasst1": "has a new code version"}
+    assert built(run(after_a_run, settings, "sft/oasst1")) == {"sft/oasst1"}
+    assert stale(after_a_run, settings) == {}
+
+
+def test_a_run_in_another_folder_is_refused(instance: dg.DagsterInstance, settings: Settings) -> None:
+    for deployed, asked in ((settings.source_root, "sample"), ("sample", settings.source_root)):
+        deployment = dataclasses.replace(settings, source_root=deployed)
+        result = run(instance, deployment, "sft/oasst1", config={"source_root": asked}, raise_on_error=False)
+        (event,) = [event for event in result.all_events if event.is_step_failure]
+        said = event.step_failure_data.user_failure_data.description
+        assert "source_root" in said and "NIELS_GPT_SOURCE_ROOT" in said
+    assert not Path(settings.cache_dir).exists() and unobserved(instance) == set(OBSERVED)
+    assert instance.get_latest_materialization_event(dg.AssetKey(["sft", "oasst1"])) is None
 
 
 def test_a_caches_run_that_replaces_the_tokenizer_makes_the_other_caches_stale(
@@ -131,7 +185,7 @@ def test_a_caches_run_that_replaces_the_tokenizer_makes_the_other_caches_stale(
 ) -> None:
     new = with_another_tokenizer(settings, tmp_path)
     run(after_a_run, new, "sft/oasst1")
-    # Its own step began with the tokenizer before, so sft/oasst1 is among them until a run that does not build it.
-    assert stale(after_a_run, new) == dict.fromkeys(RECIPES, "has a new dependency data version")
-    assert built(run(after_a_run, new)) == set(RECIPES) - {"sft/oasst1"}
+    others = set(RECIPES) - {"sft/oasst1"}
+    assert stale(after_a_run, new) == dict.fromkeys(others, "has a new code version")
+    assert built(run(after_a_run, new)) == others
     assert stale(after_a_run, new) == {}

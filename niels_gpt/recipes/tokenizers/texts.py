@@ -75,12 +75,17 @@ def train(settings: Settings, user_sources_only: bool) -> tuple[dict[str, bytes]
     return {name: trained.model}, {**trained.meta, **about, "origin": "trained"}
 
 
+def training_settings(settings: Settings) -> dict[str, Any]:
+    """Return those of TRAINING_SETTINGS that a tokenizer of the settings' kind is made by."""
+    read = (name for name in TRAINING_SETTINGS if settings.tokenizer_kind != "bpe" or name not in _OF_SENTENCEPIECE)
+    return {name: getattr(settings, name) for name in read}
+
+
 def was_trained_by(settings: Settings, meta: Mapping[str, Any]) -> bool:
     """Whether these settings would train the tokenizer with this meta again."""
     kind = "bpe" if meta.get("tokenizer_kind") == "huggingface" else "sentencepiece"
-    read = {name: key for name, key in TRAINING_SETTINGS.items() if kind != "bpe" or name not in _OF_SENTENCEPIECE}
     same = kind == settings.tokenizer_kind and all(
-        meta.get(key) == getattr(settings, name) for name, key in read.items()
+        meta.get(TRAINING_SETTINGS[name]) == value for name, value in training_settings(settings).items()
     )
     known = {*training_order(), *text_sources(settings)}
     failed = {name: state for name, state in meta.get("failed_sources", {}).items() if name in known}

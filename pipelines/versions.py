@@ -1,0 +1,288 @@
+"""Which versions Dagster compares: of an asset's code, and of what it was made from.
+
+An asset's code version is a hash of what decides whether a run builds it, as far as that is known without reading a
+source. It is for Dagster alone: the recipe's fingerprint decides what is built. A materialization has the version of
+its run's settings, so that a cache built with others than the deployment's is shown as stale.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import dagster as dg
+
+from niels_gpt.cache.meta import find_meta
+from niels_gpt.data.exclude import read_exclusion
+from niels_gpt.data.sources import SOURCES
+from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
+from niels_gpt.recipes.eagle3 import asset as eagle3_asset
+from niels_gpt.recipes.eagle3 import draft_vocab
+from niels_gpt.recipes.eagle3.of_settings import KEY as TARGETS_KEY
+from niels_gpt.recipes.eagle3.of_settings import VOCAB_KEY, raw_source
+from niels_gpt.recipes.partitions.documents import is_partitioned
+from niels_gpt.recipes.plan import needs_no_tokenizer, recipes, settings_fingerprint
+from niels_gpt.recipes.resolve import asked_revisions, resolve_source
+from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Outcome, cache_root, recorded_recipe
+from niels_gpt.recipes.tokenizer import ensure_tokenizer, is_id
+from niels_gpt.recipes.tokenizers.texts import training_settings
+from niels_gpt.recipes.user_sources import user_sources
+from niels_gpt.settings import Settings
+from niels_gpt.storage.fileio import canonical_json
+from niels_gpt.tokenizers.files import tokenizer_files
+from pipelines.deployment import Deployment
+from pipelines.metadata import materialize_result
+
+DATA_VERSION, CODE_VERSION = "dagster/data_version", "dagster/code_version"
+INPUT_VERSION, INPUT_POINTER = "dagster/input_data_version", "dagster/input_event_pointer"
+SFT_ROOT, ROOT_VERSION = "sft/", "root"
+_DIGITS = 12
+_WHAT_IS_READ = (
+    *("source_root", "revision", "roam_dir", "follow_links", "sources_file", "pretrain", "sft", "rollouts"),
+    *("as_text", "licence", "attribution"),
+    *(each.name for each in fields(Settings) if each.name.endswith(("_dataset", "_config", "_from_hub"))),
+)
+"""The settings that decide which text raw/NAME is."""
+
+
+# --- code versions ----------------------------------------------------------------------------------------------------
+
+
+def code_versions(settings: Settings) -> dict[str, str]:
+    """Return the code version of every asset that is built, by its path."""
+    tokenizer = _asked_tokenizer(settings)
+    paths = (TOKENIZER_KEY, *recipes(settings), VOCAB_KEY, TARGETS_KEY)
+    return {path: _code_version(settings, path, tokenizer) for path in paths}
+
+
+def code_version(settings: Settings, path: str) -> str:
+    """Return the code version of one asset with these settings: twelve hex digits."""
+    return _code_version(settings, path, _asked_tokenizer(settings))
+
+
+def _code_version(settings: Settings, path: str, tokenizer: Any) -> str:
+    parts: dict[str, Any] = {"cache_root": os.path.abspath(cache_root(settings))}
+    if path == TOKENIZER_KEY:
+        return _digits({**parts, "tokenizer": tokenizer})
+    if settings.source_root != "hub":  # elsewhere no revision is chosen
+        settings = replace(settings, revision=None)
+    if path in (VOCAB_KEY, TARGETS_KEY):
+        module = draft_vocab if path == VOCAB_KEY else eagle3_asset
+        parts |= {"settings": module.settings_fingerprint(settings), **_of_chats(settings)}
+    else:
+        if not is_graph(settings, path):
+            settings = replace(settings, partitions=1)
+        name = path.rpartition("/")[2]
+        parts |= {"settings": settings_fingerprint(settings, path), "place": _place(settings, name)}
+    if TOKENIZER_KEY in upstream_of(settings, path):
+        parts["tokenizer"] = tokenizer
+    return _digits(parts)
+
+
+def _digits(parts: Any) -> str:
+    return sha256(canonical_json(parts)).hexdigest()[:_DIGITS]
+
+
+def _place(settings: Settings, name: str) -> str:
+    """Return where the text of a source lies; of one of your own, what its files are relative to."""
+    if user := user_sources(settings).get(name):
+        return "" if Path(user.files).expanduser().is_absolute() else str(user.base)
+    if name not in SOURCES:  # a pattern of files of chats
+        return str(Path(name).expanduser().absolute())
+    if SOURCES[name].dataset is None and settings.source_root == "hub":
+        return str(Path(settings.roam_dir).expanduser().absolute())
+    named = settings.source_root
+    return named if named in ("hub", "sample") else str(Path(named).expanduser().absolute())
+
+
+def _of_chats(settings: Settings) -> dict[str, Any]:
+    """Return what else decides which chats the target is run over."""
+    name = settings.eagle3_source
+    user = user_sources(settings).get(name)
+    return {
+        "place": _place(settings, name),
+        "source": [user.files, user.licence, user.attribution] if user else asked_revisions(settings).get(name),
+        "exclude": _exclude(settings),
+        "max_document_bytes": settings.max_document_bytes,
+    }
+
+
+def _exclude(settings: Settings) -> Any:
+    """Return the content of the file of --exclude; None without one, and where the build reports it."""
+    try:
+        return None if settings.exclude is None else read_exclusion(settings.exclude).facts["sha256"]
+    except (OSError, ValueError):
+        return None
+
+
+def _asked_tokenizer(settings: Settings) -> Any:
+    """Return what decides which tokenizer a run installs: the content of a named one, or how one is trained."""
+    name = settings.tokenizer
+    if name is None:
+        if settings.source_root != "sample" and DEFAULT_TOKENIZER_PATH.is_file():
+            return str(DEFAULT_TOKENIZER_PATH)  # copied where there is none, and kept
+        return {"kind": settings.tokenizer_kind, **training_settings(settings)}
+    if is_id(name):
+        return [name, asked_revisions(settings).get(TOKENIZER_KEY)]
+    path = Path(name).expanduser().absolute()
+    try:
+        found = tokenizer_files(path, follow_links=settings.follow_links or not path.is_dir())
+    except (OSError, ValueError):  # the build reports it
+        return str(path)
+    return {file: sha256(content).hexdigest() for file, content in found.items()}
+
+
+def is_graph(settings: Settings, path: str) -> bool:
+    """Whether the asset of a cache is a graph of partitions with these settings. path: FAMILY/NAME, or tokenizer.
+
+    No file of a source is looked for, so that definitions load at once.
+    """
+    family, _, name = path.partition("/")
+    if settings.partitions == 1 or family != "pretrain":
+        return False
+    if name not in SOURCES or SOURCES[name].from_hub is None:
+        return True
+    try:
+        return is_partitioned(settings, resolve_source(settings, name))
+    except (OSError, ValueError):  # the step says what is wrong
+        return True
+
+
+# --- what an asset is made from ---------------------------------------------------------------------------------------
+
+
+def upstream_of(settings: Settings, path: str) -> list[str]:
+    """Return the paths of the assets that an asset is made from, in the order of its dependencies."""
+    if path == TOKENIZER_KEY:
+        return []
+    if path in (VOCAB_KEY, TARGETS_KEY):
+        source = raw_source(settings)  # files of chats or rows are not observed
+        found = [f"raw/{source}"] if source else []
+        found += [TOKENIZER_KEY] if settings.eagle3_target is None else []
+        return [*found, *([VOCAB_KEY] if path == TARGETS_KEY else [])]
+    tokenizer = [] if needs_no_tokenizer(path) else [TOKENIZER_KEY]
+    root = [SFT_ROOT] if path.startswith(SFT_ROOT) else []
+    return [*tokenizer, f"raw/{path.rpartition('/')[2]}", *root]
+
+
+class _Event(NamedTuple):
+    """An event that gives an asset a data version."""
+
+    version: str | None
+    storage_id: int
+    run_id: str
+
+
+def version_tags(
+    context: dg.AssetExecutionContext, deployment: Deployment, settings: Settings, outcome: Outcome
+) -> dict[str, str]:
+    """Return the tags of a materialization that say what it was really made from, and by which settings.
+
+    Before, log what the step has learnt of its inputs: the fingerprint of its source, and another tokenizer. Dagster's
+    own tags are of the inputs as they were recorded when the step started; they stay where nothing better is known.
+    settings: of the run.
+    """
+    path = outcome.key
+    tags = {CODE_VERSION: code_version(settings, path)}
+    read = set(upstream_of(settings, path))
+    for upstream in upstream_of(deployment.settings, path):
+        if upstream not in read:  # a run may name other chats than the deployment's
+            continue
+        key = deployment.key(upstream)
+        if upstream in (TOKENIZER_KEY, VOCAB_KEY):
+            if upstream == TOKENIZER_KEY:
+                report_tokenizer(context, deployment, settings)
+            version = _content(cache_root(settings) / upstream)
+            event = _newest(context, key, is_observed=False)
+        else:
+            source = recorded_recipe(outcome.path).get("source") or {}
+            version = _observed(context, deployment, settings, upstream, source, outcome.reused)
+            event = _newest(context, key, is_observed=True)
+        if version is None:
+            continue
+        tags[f"{INPUT_VERSION}/{key.to_user_string()}"] = version
+        if event is not None and event.version == version:
+            tags[f"{INPUT_POINTER}/{key.to_user_string()}"] = str(event.storage_id)
+    return tags
+
+
+def _content(path: Path) -> str | None:
+    meta = find_meta(path)
+    return None if meta is None else str(meta["content_sha256"])
+
+
+def _observed(
+    context: dg.AssetExecutionContext,
+    deployment: Deployment,
+    settings: Settings,
+    upstream: str,
+    source: Mapping[str, Any],
+    reused: bool,
+) -> str | None:
+    """Return the version of an observed asset that the step has read; log it as an observation where it is news.
+
+    Of files every step reads the fingerprint, so each run observes them once. The hub is asked for a revision only
+    where none is recorded, so its revision is logged only where nobody has observed the dataset. A run with other
+    settings of the source says nothing of the deployment's.
+    None: as Dagster has it. For the hub that is where the newest observation is of another revision than the cache.
+    """
+    key = deployment.key(upstream)
+    newest = _newest(context, key, is_observed=True)
+    if upstream == SFT_ROOT:
+        if newest is None:
+            context.log_event(dg.AssetObservation(key, tags={DATA_VERSION: ROOT_VERSION}))
+        return ROOT_VERSION
+    version = str(source.get("fingerprint"))
+    is_ours = all(getattr(settings, name) == getattr(deployment.settings, name) for name in _WHAT_IS_READ)
+    same = newest is not None and newest.version == version
+    warning = None
+    if source.get("kind") == "hub":
+        dataset = version.rpartition("@")[0]
+        if newest is not None and not same and str(newest.version).rpartition("@")[0] == dataset:
+            return None
+        is_news = not same
+        warning = (
+            "the revision that the cache was built from: the hub was not asked for a newer one" if reused else None
+        )
+    else:
+        is_news = not (same and newest is not None and newest.run_id == context.op_execution_context.run_id)
+    if is_ours and is_news:
+        tags = {DATA_VERSION: version}
+        context.log_event(dg.AssetObservation(key, metadata=observed_metadata(source, warning), tags=tags))
+    return version
+
+
+def observed_metadata(provenance: Mapping[str, Any], warning: str | None) -> dict[str, Any]:
+    """Return what the page of raw/NAME shows of an observation. provenance: of a source's meta.json."""
+    return {**{name: value for name, value in provenance.items() if value is not None}, "warning": warning or "none"}
+
+
+def _newest(context: dg.AssetExecutionContext, key: dg.AssetKey, *, is_observed: bool) -> _Event | None:
+    fetch = context.instance.fetch_observations if is_observed else context.instance.fetch_materializations
+    for record in fetch(key, limit=1).records:
+        event = record.asset_observation if is_observed else record.asset_materialization
+        tags = (event.tags if event is not None else None) or {}
+        return _Event(tags.get(DATA_VERSION), record.storage_id, record.run_id)
+    return None
+
+
+def is_recorded(
+    context: dg.AssetExecutionContext, deployment: Deployment, settings: Settings, outcome: Outcome
+) -> bool:
+    """Whether Dagster's last materialization of an asset is of this content and of these settings."""
+    event = context.instance.get_latest_materialization_event(deployment.key(outcome.key))
+    tags = (event.asset_materialization.tags if event is not None and event.asset_materialization else None) or {}
+    now = {DATA_VERSION: str(outcome.meta["content_sha256"]), CODE_VERSION: code_version(settings, outcome.key)}
+    return now.items() <= tags.items()
+
+
+def report_tokenizer(context: dg.AssetExecutionContext, deployment: Deployment, settings: Settings) -> None:
+    """Log a materialization of the tokenizer if a cache's step has made another one than Dagster knows, or found it."""
+    outcome = ensure_tokenizer(settings)
+    if not is_recorded(context, deployment, settings, outcome):
+        content, code = str(outcome.meta["content_sha256"]), code_version(settings, TOKENIZER_KEY)
+        tags = {DATA_VERSION: content, CODE_VERSION: code}
+        metadata = materialize_result(outcome).metadata
+        context.log_event(dg.AssetMaterialization(deployment.key(TOKENIZER_KEY), metadata=metadata, tags=tags))
