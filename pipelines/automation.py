@@ -180,29 +180,39 @@ def _look(
     """Return the digests of the sources to observe, by name. Changes `cursor`, and adds to `notes`."""
     first = names.index(cursor.next) if cursor.next in names else 0
     end, changed, cursor.next = time.monotonic() + FILES_SECONDS, dict[str, str](), ""
-    for name in (*names[first:], *names[:first]):
-        if time.monotonic() > end:
-            cursor.next = name
-            notes.append(f"no time was left for raw/{name}: the next tick begins with it")
+    order = (*names[first:], *names[:first])
+    for name, following in zip(order, (*order[1:], None), strict=True):
+        digest = _digest(deployment, instance, name, cursor, notes)
+        if digest and digest != cursor.asked.get(name):
+            if digest == cursor.seen.get(name):
+                changed[name] = digest
+            else:
+                notes.append(f"raw/{name} has changed: it is observed once two ticks find the same files")
+        if digest:
+            cursor.seen[name] = digest
+        if following and time.monotonic() > end:
+            cursor.next = following
+            notes.append(f"no time is left for raw/{following}: the next tick begins with it")
             break
-        try:
-            source = resolve_source(deployment.settings, name)
-            digest = listing_of(source)
-        except (OSError, ValueError) as error:  # the source is looked at again at the next tick, as are the others
-            notes.append(f"raw/{name}: {error}")
-            continue
-        if digest is None:  # on the hub
-            continue
-        if name not in cursor.seen and _is_observed(deployment, instance, source):
-            cursor.asked[name] = digest
-        if digest == cursor.asked.get(name):
-            pass
-        elif digest == cursor.seen.get(name):
-            changed[name] = digest
-        else:
-            notes.append(f"raw/{name} has changed: it is observed once two ticks find the same files")
-        cursor.seen[name] = digest
     return changed
+
+
+def _digest(
+    deployment: Deployment, instance: dg.DagsterInstance, name: str, cursor: _Cursor, notes: list[str]
+) -> str | None:
+    """Return the digest of a source's files; None for one without, and with a note for one that cannot be found.
+
+    At the first look it is taken as asked for if the source was observed since its files have changed.
+    """
+    try:
+        source = resolve_source(deployment.settings, name)
+        digest = listing_of(source)
+        if digest and name not in cursor.seen and _is_observed(deployment, instance, source):
+            cursor.asked[name] = digest
+    except (OSError, ValueError) as error:  # looked at again at the next tick
+        notes.append(f"raw/{name}: {error}")
+        return None
+    return digest
 
 
 def _is_observed(deployment: Deployment, instance: dg.DagsterInstance, source: ResolvedSource) -> bool:

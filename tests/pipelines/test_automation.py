@@ -1,0 +1,192 @@
+"""Jobs, the schedule and the sensors: what they are of, when they ask for a run, and that nothing is on by itself."""
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+from support.dagster_runs import run
+
+from niels_gpt.data.sources import SOURCES
+from niels_gpt.recipes.plan import RECIPES
+from niels_gpt.settings import Settings
+from pipelines import automation
+from pipelines.definitions import defs, niels_definitions
+
+ALL = {f"raw/{name}" for name in SOURCES}
+
+
+@pytest.fixture
+def changing(settings: Settings, mirror: Path, tmp_path: Path) -> Settings:
+    """Settings of a mirror that a test may change."""
+    return replace(settings, source_root=str(shutil.copytree(mirror, tmp_path / "mirror")))
+
+
+def add_a_note(settings: Settings) -> None:
+    notes = Path(settings.source_root, "roam")
+    (notes / f"new{len(list(notes.iterdir()))}.md").write_text("- a heron stands in the river\n" * 20)
+
+
+def statuses(ours: dg.Definitions) -> dict[str, str]:
+    """Return what is on and off: name -> RUNNING or STOPPED."""
+    repository = ours.get_repository_def()
+    return {each.name: each.default_status.value for each in (*repository.schedule_defs, *repository.sensor_defs)}
+
+
+def test_everything_is_off_unless_it_is_named() -> None:
+    assert statuses(defs) == {"observe": "STOPPED", "files": "STOPPED", "rebuild": "STOPPED"}  # no sensor of Dagster's
+    assert set(statuses(niels_definitions(automation=True)).values()) == {"RUNNING"}
+    chosen = statuses(niels_definitions("my-team/llm", automation=["files", "observe"]))
+    assert chosen == {
+        "my_team__llm__observe": "RUNNING",
+        "my_team__llm__files": "RUNNING",
+        "my_team__llm__rebuild": "STOPPED",
+    }
+    with pytest.raises(ValueError, match=r"'hourly'.*observe, files, rebuild"):
+        niels_definitions(automation=["hourly"])
+
+
+def test_a_job_has_the_assets_of_its_deployment_alone() -> None:
+    neighbour = dg.Definitions(assets=[dg.AssetSpec("theirs"), dg.asset(lambda: None, name="mine")])  # type: ignore[call-overload]
+    repository = dg.Definitions.merge(niels_definitions("llm"), neighbour).get_repository_def()
+    selected = {
+        name: {key.to_user_string() for key in repository.get_job(f"llm__{name}").asset_layer.selected_asset_keys}
+        for name in ("everything", "sft", "pretrain", "observe")
+    }
+    made = {f"llm/{path}" for path in ("tokenizer", "eagle3/draft_vocab", "eagle3/targets", *RECIPES)}
+    assert selected["everything"] == made
+    for family in ("sft", "pretrain"):
+        assert selected[family] == {key for key in made if key.startswith(f"llm/{family}/")}
+    assert selected["observe"] == {"llm/sft/", *(f"llm/{key}" for key in ALL)}
+
+
+def requested(ours: dg.Definitions, instance: dg.DagsterInstance, cursor: Any) -> tuple[set[str], Any]:
+    """Return what the conditions ask for since `cursor`, and the next cursor."""
+    target = ours.get_repository_def().get_sensor_def("rebuild").asset_selection
+    found = dg.evaluate_automation_conditions(ours, instance, target, cursor=cursor)
+    return {each.key.to_user_string() for each in found.results if not each.true_subset.is_empty}, found.cursor
+
+
+def test_a_cache_is_asked_for_once_for_each_change_of_what_it_is_made_of(
+    instance: dg.DagsterInstance, changing: Settings
+) -> None:
+    ours = niels_definitions(settings=changing)
+    wanted, cursor = requested(ours, instance, None)
+    assert not wanted
+    sources = ("raw/roam", "raw/dolly15k", "sft/")
+    run(instance, changing, *sources)
+    run(instance, changing, *sources, "tokenizer", "pretrain/roam", "sft/dolly15k")
+
+    def step(*observed: str) -> set[str]:
+        nonlocal cursor
+        if observed:
+            run(instance, changing, *observed)
+        wanted, cursor = requested(ours, instance, cursor)
+        return wanted
+
+    assert step() == set()
+    assert step(*sources) == set()  # as it was
+    add_a_note(changing)
+    assert step(*sources) == {"pretrain/roam"}
+    assert step() == step(*sources) == set()  # asked for already, and still as it was
+    add_a_note(changing)
+    assert step("pretrain/roam") == set()  # built before anybody observed it
+    new = dg.AssetMaterialization("tokenizer", tags={"dagster/data_version": "another"})
+    instance.report_runless_asset_event(new)
+    assert step() == {"pretrain/roam", "sft/dolly15k"}  # never a cache that was never built
+    assert step() == set()
+
+
+class Ticks:
+    """The sensor of files, tick by tick."""
+
+    def __init__(self, settings: Settings, instance: dg.DagsterInstance) -> None:
+        self.definitions = niels_definitions(settings=settings)
+        self.instance = instance
+        self.cursor: str | None = None
+        self.said = ""
+
+    def tick(self) -> tuple[str, set[str]] | None:
+        """Return the key of the run that a tick asks for, and what it observes; None: no run."""
+        repository = self.definitions.get_repository_def()
+        context = dg.build_sensor_context(self.instance, cursor=self.cursor, repository_def=repository)
+        found = repository.get_sensor_def("files").evaluate_tick(context)
+        self.cursor, self.said = found.cursor, found.skip_message or ""
+        if not found.run_requests:
+            return None
+        (request,) = found.run_requests
+        keys = list(request.asset_selection or ())
+        job = repository.get_job("observe").get_subset(asset_selection=set(keys))
+        assert job.execute_in_process(instance=self.instance).success
+        return str(request.run_key), {key.to_user_string() for key in keys}
+
+
+def test_a_source_whose_files_change_is_observed_once_two_ticks_find_the_same(
+    instance: dg.DagsterInstance, changing: Settings
+) -> None:
+    (Path(changing.source_root).parent / "own.txt").write_text("A text of my own.\n" * 9)
+    changing = replace(changing, pretrain="own=own.txt")
+    run(instance, changing, "raw/roam")
+    ticks = Ticks(changing, instance)
+    assert ticks.tick() is None
+    first = ticks.tick()
+    assert first is not None
+    assert first[1] == {*ALL - {"raw/roam"}, "raw/own"}  # whatever was never observed
+    assert ticks.tick() is None and "nothing has changed" in ticks.said
+
+    add_a_note(changing)
+    (Path(changing.source_root).parent / "own.txt").write_text("Another text of my own.\n")
+    assert ticks.tick() is None and "raw/roam has changed" in ticks.said
+    before = ticks.cursor
+    second = ticks.tick()
+    assert second is not None and second[1] == {"raw/roam", "raw/own"}
+    assert ticks.tick() is None
+    ticks.cursor = before
+    assert ticks.tick() == second  # by its key, Dagster starts no second run of a tick that is repeated
+
+
+def test_a_change_that_is_taken_back_and_made_once_more_is_another_run(
+    instance: dg.DagsterInstance, changing: Settings
+) -> None:
+    ticks, note = Ticks(changing, instance), Path(changing.source_root, "roam", "n.md")
+    keys: list[str] = []
+    for text in ("first", "second", "first"):
+        note.write_text(text)
+        os.utime(note, (1, 1 + len(text)))
+        assert ticks.tick() is None
+        found = ticks.tick()
+        assert found is not None
+        keys.append(found[0])
+    assert len(set(keys)) == 3
+
+
+def test_a_source_that_cannot_be_read_and_one_that_is_not_loaded_are_named_and_hide_no_other(
+    instance: dg.DagsterInstance, changing: Settings
+) -> None:
+    run(instance, changing, *ALL)
+    ticks = Ticks(changing, instance)
+    assert ticks.tick() is None
+    shutil.rmtree(Path(changing.source_root, "databricks"))
+    Path("sources.toml").write_text('[pretrain]\nnotes = "notes/*.md"\n')
+    add_a_note(changing)
+    assert ticks.tick() is None
+    assert "raw/dolly15k: " in ticks.said and "pretrain/notes" in ticks.said and "reload" in ticks.said
+    found = ticks.tick()
+    assert found is not None and found[1] == {"raw/roam"}
+    Path("sources.toml").write_text("[pretrain\n")
+    assert ticks.tick() is None and "not TOML" in ticks.said
+
+
+def test_a_tick_that_runs_out_of_time_goes_on_in_the_next_one(
+    instance: dg.DagsterInstance, changing: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(automation, "FILES_SECONDS", 0.0)  # one source a tick
+    ticks, observed = Ticks(changing, instance), set[str]()
+    for _ in range(2 * len(SOURCES)):
+        found = ticks.tick()
+        observed |= found[1] if found else set()
+        assert found or ticks.said
+    assert observed == ALL
