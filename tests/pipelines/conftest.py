@@ -20,8 +20,7 @@ class FirstRun:
     """What a run over the tokenizer and its caches has left."""
 
     folder: Path
-    """The caches, built in cache/ and then moved to built/, and the home of the Dagster instance that knows of them in
-    home/."""
+    """The caches in cache/, a copy in built/, and the home of the Dagster instance that knows of them in home/."""
     metadata: dict[str, dict[str, Any]]
     """Of each asset."""
 
@@ -34,7 +33,7 @@ def first_run(mirror: Path, tiny_model_path: Path) -> Iterator[FirstRun]:
         settings = Settings(source_root=str(mirror), cache_dir=str(folder / "cache"), tokenizer=str(tiny_model_path))
         with dg.instance_for_test(temp_dir=str(folder / "home")) as instance:
             shown = metadata(run(instance, settings))
-        (folder / "cache").rename(folder / "built")
+        shutil.copytree(folder / "cache", folder / "built", symlinks=True)
         yield FirstRun(folder, shown)
 
 
@@ -48,10 +47,11 @@ def settings(settings: Settings, request: pytest.FixtureRequest) -> Settings:
 
 @pytest.fixture
 def after_a_run(first_run: FirstRun, settings: Settings) -> Iterator[dg.DagsterInstance]:
-    """A real Dagster instance after a run over everything with `settings`: copies of that run's history and caches."""
-    shutil.copytree(first_run.folder / "built", settings.cache_dir, symlinks=True)
+    """A real Dagster instance after a run over everything with `settings`: a copy of its history, and its caches, which
+    a test may change."""
     with quick_folder() as folder:
         home = str(shutil.copytree(first_run.folder / "home", folder / "home"))
         with dg.instance_for_test(temp_dir=home) as instance:
             yield instance
     shutil.rmtree(settings.cache_dir)
+    shutil.copytree(first_run.folder / "built", settings.cache_dir, symlinks=True)
