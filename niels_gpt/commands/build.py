@@ -8,7 +8,7 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
@@ -18,10 +18,13 @@ from typing import Any
 
 from niels_gpt.commands.console import ExitCode, Result, exit_code_of, print_error, print_warning, progress_bar, say
 from niels_gpt.commands.report import checked, listed, notices, outcome_line, outcomes_table, plan_table, snapshot_lines
+from niels_gpt.progress import Progress
 from niels_gpt.recipes import run_recipe
 from niels_gpt.recipes.disk import DiskNeed, free_bytes, needed_bytes, refuse_without_room, unfinished_bytes
+from niels_gpt.recipes.eagle3.of_settings import KEY as TARGETS_KEY
+from niels_gpt.recipes.eagle3.of_settings import has_small_target, why_left_out
 from niels_gpt.recipes.partitions.documents import built_whole, without_partitions
-from niels_gpt.recipes.plan import RECIPES, Plan, needs_no_tokenizer, plan, recipes
+from niels_gpt.recipes.plan import OF_EAGLE3, RECIPES, Plan, every_recipe, needs_tokenizer, plan, recipes
 from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Outcome, cache_root
 from niels_gpt.recipes.tokenizer import (
@@ -75,7 +78,7 @@ def build_caches(
     flags: dict[str, Any] = {"refresh": refresh, "restart": restart, "of_all": sources is None}
     flags["in_partitions"] = in_partitions
     try:
-        build_each(settings, chosen, outcomes, failures, bar=lambda key: progress_bar(key, items="documents"), **flags)
+        build_each(settings, chosen, outcomes, failures, bar=bar_of, **flags)
     finally:
         if outcomes or failures:
             print_built(outcomes, failures)
@@ -84,6 +87,17 @@ def build_caches(
         print_failures(failures),
         "" if failures else _look(settings, outcomes),
     )
+
+
+@contextlib.contextmanager
+def bar_of(key: str) -> Iterator[Progress | None]:
+    """Yield a progress callback that draws a bar for the build of a cache; None where stderr is no terminal."""
+    items = {TARGETS_KEY: "MB"}.get(key, "samples" if key in OF_EAGLE3 else "documents")
+    with progress_bar(key, items=items) as show:
+        if show is not None and key == TARGETS_KEY:
+            yield lambda size, tokens, expected: show(size // 10**6, tokens, expected)
+        else:
+            yield show
 
 
 def built_rows(
@@ -120,8 +134,13 @@ def print_built(outcomes: Sequence[Outcome], failures: Mapping[str, Exception] =
 
 
 def _look(settings: Settings, outcomes: Sequence[Outcome]) -> str:
+    """Return the command that looks into the last cache, of eagle3 only where there is no other."""
     built = [outcome.key for outcome in outcomes if outcome.key != TOKENIZER_KEY and outcome.meta.get("built", True)]
-    return shlex.join(["niels-gpt", "show", str(cache_root(settings) / built[-1])]) if built else ""
+    built.sort(key=lambda key: key not in OF_EAGLE3)
+    if not built:
+        return ""
+    words = ["eagle3", "stats"] if built[-1] == TARGETS_KEY else ["stats" if built[-1] in OF_EAGLE3 else "show"]
+    return shlex.join(["niels-gpt", *words, str(cache_root(settings) / built[-1])])
 
 
 def print_failures(failures: Mapping[str, Exception]) -> ExitCode:
@@ -147,14 +166,13 @@ def take(settings: Settings, source: str, dest: Path, tokens: int | None) -> Res
 def chosen_keys(settings: Settings, sources: Sequence[str] | None) -> list[str]:
     """Return the keys of some sources and of those of the settings' lines, such as --pretrain. None: of all.
 
-    A name is that of the cache of tokens: oasst1 is sft/oasst1, and trees/oasst1 is named by its key.
-
-
+    A name is that of the cache of tokens: oasst1 is sft/oasst1; trees/oasst1 and those of eagle3 are named by their
+    keys, and those of eagle3 come last.
     Raises: UnknownSourceError; UsageError for a line of a setting that cannot be parsed.
     """
     stated_credit(settings, "")
-    known = recipes(settings)
-    keys = {key.split("/")[1]: key for key in reversed(known)}  # the first key of a name counts
+    known, of_tokens = every_recipe(settings), recipes(settings)
+    keys = {key.split("/")[1]: key for key in reversed(of_tokens)}  # the first key of a name counts
     names = list(keys) if sources is None else [*sources, *names_in_lines(settings)]
     unknown = [name for name in names if name not in keys and name not in known]
     if unknown or not names:
@@ -163,14 +181,14 @@ def chosen_keys(settings: Settings, sources: Sequence[str] | None) -> list[str]:
             f"{problem}, expected some of {', '.join(_names(known))}, or --pretrain, --sft or --rollouts"
         )
     every = list(known) if sources is None else [keys.get(name, name) for name in names]
-    return list(dict.fromkeys(every))
+    return [*dict.fromkeys(key for key in every if key not in OF_EAGLE3), *(key for key in OF_EAGLE3 if key in every)]
 
 
 def _names(known: Iterable[str]) -> list[str]:
     """Return how the caches are named on a command line: by their source, or by the key where that is taken."""
     keys: dict[str, str] = {}
     for key in known:
-        keys.setdefault(key if key.split("/")[1] in keys else key.split("/")[1], key)
+        keys.setdefault(key if key in OF_EAGLE3 or key.split("/")[1] in keys else key.split("/")[1], key)
     return list(keys)
 
 
@@ -191,32 +209,29 @@ def build_each(
     outcomes: receives what was built, the tokenizer included. failures: receives the errors by a cache's key; one
         failing source does not stop the others.
     refresh: ask the hub for its newest revisions. restart: build each from scratch. of_all: leave out, with a warning,
-        the caches of chats that the tokenizer has no sentinels for; else each of them fails.
+        the caches of chats that the tokenizer has no sentinels for, and those of eagle3 where they are not configured;
+        else each of them fails.
     in_partitions: builds and seals a cache in partitions, as build_token_cache does in this process; called with
         settings, name, refresh and progress.
     bar: gives a progress callback, or None, for the time of one build.
     Raises: as `check_early` and `stage_tokenizer`.
     """
+    chosen = _configured(settings, chosen, failures, of_all=of_all)
     if settings.disk_check:
         _refuse_without_room(settings, chosen)
-    known, tokenizer, left_out = recipes(settings), None, list[str]()
+    known, tokenizer, left_out = every_recipe(settings), None, list[str]()
     if any(key.startswith("sft/") for key in chosen):
         check_early(settings, trains=settings.chat_template is not None and tokenizer_state(settings) == "train")
-    if not all(map(needs_no_tokenizer, chosen)):
-        tokenizer = stage_tokenizer(
-            settings, user_sources_only=not set(chosen) & set(RECIPES), announce=True, refresh=refresh
-        )
+    if any(needs_tokenizer(settings, key) for key in chosen):
+        is_users_own = not set(chosen) & {*RECIPES, *OF_EAGLE3}
+        tokenizer = stage_tokenizer(settings, user_sources_only=is_users_own, announce=True, refresh=refresh)
         outcomes.append(tokenizer)
-        special_ids = tokenizer.meta["special_token_ids"]
-        left_out = [key for key in chosen if of_all and needs_sentinels(settings, key.split("/")[0], special_ids)]
-        if left_out:
-            reason = no_sentinels(settings, left_out, tokenizer.path)
-            print_warning("W411", f"{', '.join(left_out)} left out: {reason}")
-    whole = built_whole(settings, chosen)
+        left_out = _without_sentinels(settings, chosen, tokenizer) if of_all else []
+    whole = built_whole(settings, [key for key in chosen if key not in OF_EAGLE3])
     own = without_partitions(settings, whole) if whole else settings
     for key in (key for key in chosen if key not in left_out):
         recipe = known[key]
-        if in_partitions is not None and key not in whole:
+        if in_partitions is not None and key not in (*whole, *OF_EAGLE3):
             recipe = partial(in_partitions, name=key.rpartition("/")[2])
         with bar(key) as progress:
             try:
@@ -235,6 +250,35 @@ def build_each(
         print(f"{installed} {state}: no cache was built with the new tokenizer", file=sys.stderr)
 
 
+def _configured(
+    settings: Settings, chosen: Sequence[str], failures: dict[str, Exception], *, of_all: bool
+) -> Sequence[str]:
+    """Return the chosen keys; without those of eagle3, which are failures or left out, where nothing makes them."""
+    keys = [key for key in chosen if key in OF_EAGLE3]
+    problem = why_left_out(settings) if keys else None
+    if problem is None:
+        return chosen
+    if of_all:  # for --strict it is a warning only where a target was asked for
+        is_asked = settings.eagle3_target is not None
+        print_warning("W513", f"{' and '.join(keys)} left out: {problem}", is_counted=is_asked)
+    else:
+        failures.update(dict.fromkeys(keys, problem))
+    return [key for key in chosen if key not in keys]
+
+
+def _without_sentinels(settings: Settings, chosen: Sequence[str], tokenizer: Outcome) -> list[str]:
+    """Return the chosen keys that the tokenizer has no sentinels for, and print a warning that names them."""
+    ids = tokenizer.meta["special_token_ids"]
+    is_small = has_small_target(settings) and not ids
+    found = [
+        key for key in chosen if (is_small if key in OF_EAGLE3 else needs_sentinels(settings, key.split("/")[0], ids))
+    ]
+    if found:
+        reason = no_sentinels(settings, found, tokenizer.path)
+        print_warning("W411", f"{', '.join(found)} left out: {reason}")
+    return found
+
+
 def _refuse_without_room(settings: Settings, chosen: Sequence[str]) -> None:
     """Refuse before the first byte is written what does not fit together: the caches that do not exist yet."""
     root, needs, left = cache_root(settings), {}, 0
@@ -242,7 +286,7 @@ def _refuse_without_room(settings: Settings, chosen: Sequence[str]) -> None:
     with contextlib.suppress(OSError, ValueError):  # the build of the tokenizer reports it
         tokenizer = usable_tokenizer(settings)
     num_ids = expected_vocab_size(settings, tokenizer)
-    for key in chosen:
+    for key in (key for key in chosen if key not in OF_EAGLE3):  # those are checked once their chats are tokenized
         with contextlib.suppress(OSError, ValueError):  # the build of that source reports it
             if not (root / key).is_symlink():
                 needs[key] = needed_bytes(settings, resolve_source(settings, key), num_ids)

@@ -6,6 +6,7 @@ The builds themselves are in build.py. Heavy modules are imported by the functio
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -35,6 +36,7 @@ from niels_gpt.commands.partitions import seal
 from niels_gpt.commands.settings_flags import settings_of, settings_options, source_names
 from niels_gpt.data.sources import SOURCES
 from niels_gpt.progress import Progress
+from niels_gpt.recipes.eagle3.options import KEYS as EAGLE3_KEYS
 from niels_gpt.recipes.rollouts.trees import TREES
 from niels_gpt.recipes.snapshot import READS, SPLITS
 from niels_gpt.storage.errors import CacheError
@@ -73,9 +75,13 @@ niels-gpt build --pretrain notes='notes/**/*.md'       a cache of your own text:
 niels-gpt build --all --source-root MIRROR --dry-run   what would be built, and the disk it needs""",
 )
 @argument(
-    "source", nargs=-1, shell_complete=source_names, panel="What", help=f"{', '.join((*SOURCES, *TREES))}, or yours"
+    "source",
+    nargs=-1,
+    shell_complete=source_names,
+    panel="What",
+    help=f"{', '.join((*SOURCES, *TREES, *EAGLE3_KEYS))}, or yours",
 )
-@option("--all", "is_all", is_flag=True, help="every cache of tokens; eagle3/targets is built by Dagster", panel="What")
+@option("--all", "is_all", is_flag=True, help="every cache; of eagle3 where a target is named", panel="What")
 @option("--partition", type=int, metavar="I", help="build partition I alone, from 0, of --partitions", panel="Build")
 @option(
     "--dask",
@@ -112,7 +118,7 @@ def build(
     return build_caches(settings, chosen, dry_run=dry_run, refresh=refresh, restart=restart, in_partitions=elsewhere)
 
 
-@command("build-all", "Build every cache of tokens; not eagle3/targets, which Dagster builds.", kept=KEPT)
+@command("build-all", "Build every cache, those of eagle3 too where a target is named.", kept=KEPT)
 @_how_to_build
 def build_all(dry_run: bool, refresh: bool, restart: bool, **given: Any) -> Result:
     """Build everything."""
@@ -144,8 +150,8 @@ def snapshot(source: str, dest: Path, tokens: int | None, **given: Any) -> Resul
     return take(settings_of(given), source, dest, tokens)
 
 
-settings_options(build)
-settings_options(build_all)
+settings_options(build, with_eagle3=True)
+settings_options(build_all, with_eagle3=True)
 settings_options(snapshot, only=READS)
 
 
@@ -375,7 +381,9 @@ def _remedy(cache: Path) -> str:
 
     if cache.name == "tokenizer":
         return remake_command(cache)
-    return rebuild_command(cache) if cache.parent.name in ("pretrain", "sft", "trees", "rollouts") else ""
+    if cache.parent.name == "eagle3" and not os.path.lexists(cache.parent / ".versions" / cache.name):
+        return ""
+    return rebuild_command(cache) if cache.parent.name in ("pretrain", "sft", "trees", "rollouts", "eagle3") else ""
 
 
 def damage_of(cache: Path, *, deep: bool, progress: Progress | None) -> list[Any]:

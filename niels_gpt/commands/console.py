@@ -357,10 +357,10 @@ def print_error(error: BaseException, of: str = "") -> None:
     print(f"error[{code_of(error)}]: {escaped(f'{of}{error}')}", file=sys.stderr)
 
 
-def print_warning(code: str, message: object) -> None:
-    """Print `warning[CODE]: ` and a message to stderr, control characters escaped; --strict counts it."""
+def print_warning(code: str, message: object, *, is_counted: bool = True) -> None:
+    """Print `warning[CODE]: ` and a message to stderr, control characters escaped; --strict counts it if so told."""
     context = click.get_current_context(silent=True)
-    if context is not None:
+    if context is not None and is_counted:
         context.meta[_WARNINGS] = context.meta.get(_WARNINGS, 0) + 1
     print(f"warning[{code}]: {escaped(message)}" if code else f"warning: {escaped(message)}", file=sys.stderr)
 

@@ -7,14 +7,13 @@ import shlex
 import sys
 import tempfile
 import time
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from rich_click import argument
 
-from niels_gpt.commands.console import ExitCode, Result, command, escaped, is_color_wanted, progress_bar, say
+from niels_gpt.commands.console import ExitCode, Result, command, escaped, is_color_wanted, say
 from niels_gpt.settings import Settings
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ _TOKENS = 120  # of the example
 )
 def demo(folder: Path | None) -> Result:
     """Build the sample."""
-    from niels_gpt.commands.build import build_each, built_rows, chosen_keys, print_failures
+    from niels_gpt.commands.build import bar_of, build_each, built_rows, chosen_keys, print_failures
     from niels_gpt.commands.report import outcomes_table
     from niels_gpt.inspection.show import show, tokenizer_of
     from niels_gpt.recipes.run_recipe import cache_root
@@ -48,10 +47,9 @@ def demo(folder: Path | None) -> Result:
     settings = Settings(source_root="sample", cache_dir=str(place))
     root, outcomes, failures = cache_root(settings), list["Outcome"](), dict[str, Exception]()
     print(f"Building the caches of the bundled sample in {escaped(root)} ...", file=sys.stderr)
-    build_each(settings, chosen_keys(settings, None), outcomes, failures, refresh=False, of_all=True, bar=_bar)
-    missing = _add_targets(settings, outcomes, failures)
+    build_each(settings, chosen_keys(settings, None), outcomes, failures, refresh=False, of_all=True, bar=bar_of)
     say(outcomes_table(outcomes, failures))
-    say(f"{missing}{len(outcomes)} caches in {root}, in {time.monotonic() - start:.0f} s")
+    say(f"{len(outcomes)} caches in {root}, in {time.monotonic() - start:.0f} s")
     code = print_failures(failures)
     if code is ExitCode.GOOD:
         tokenizer = tokenizer_of(root / _SHOWN, None)
@@ -61,31 +59,6 @@ def demo(folder: Path | None) -> Result:
         say(text, is_safe=True)
         say(f"\n{_next(root, outcomes)}")
     return Result({"folder": str(root), "caches": built_rows(settings, outcomes, failures)}, code)
-
-
-def _bar(key: str) -> AbstractContextManager[Any]:
-    return progress_bar(key, items="documents")
-
-
-def _add_targets(settings: Settings, outcomes: list[Outcome], failures: dict[str, Exception]) -> str:
-    """Build eagle3/draft_vocab and eagle3/targets; returns why they were left out, as a line, or nothing."""
-    try:
-        import transformers  # noqa: F401
-    except ImportError:
-        return "eagle3/targets was left out: it needs transformers. pip install 'niels-gpt[eagle3]'\n"
-    from niels_gpt.recipes.eagle3.asset import build_targets
-    from niels_gpt.recipes.eagle3.draft_vocab import build_draft_vocab
-    from niels_gpt.recipes.eagle3.of_settings import KEY, VOCAB_KEY
-
-    key = VOCAB_KEY
-    try:
-        outcomes.append(build_draft_vocab(settings))
-        key = KEY
-        with progress_bar(key) as progress:
-            outcomes.append(build_targets(settings, progress=progress))
-    except (ValueError, OSError, RuntimeError) as error:
-        failures[key] = error
-    return ""
 
 
 def _next(root: Path, outcomes: list[Outcome]) -> str:

@@ -28,9 +28,11 @@ from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Outcome
 from niels_gpt.recipes.snapshot import ORDER_SETTINGS
 from niels_gpt.recipes.tokenizers.templates import template_table
 from niels_gpt.settings import Settings
-from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.meta_json import shortened
 from niels_gpt.storage.remedies import PROGRAM
+
+_OF_EAGLE3 = ("draft_vocab", "eagle3")  # kinds
 
 
 def outcomes_table(
@@ -87,6 +89,10 @@ def outcome_line(outcome: Outcome) -> str:
         what = number_of(meta["vocab_size"], "id")
     elif meta.get("built") is False:
         what = "not built, a stub"
+    elif meta["kind"] == "draft_vocab":
+        what = f"{number_of(meta['draft_vocab_size'], 'id')}, {meta['coverage']:.2%} of the supervised tokens"
+    elif meta["kind"] == "eagle3":
+        what = f"{number_of(totals['samples'], 'sample')}, {number_of(totals['tokens'], 'token')}"
     elif meta["kind"] == "rollouts":
         units = (number_of(_sum(totals, f"{unit}s"), unit) for unit in ("group", "sample", "token"))
         what = ", ".join(units)
@@ -202,12 +208,34 @@ def checked(outcome: Outcome, settings: Settings) -> list[str]:
     """Make the checks of Dagster's assets; returns the warnings. Raises: CacheError for what makes a cache bad."""
     limits = Limits(deep=settings.deep_checks, max_dropped_share=settings.max_dropped_share)
     kind = outcome.meta["kind"]
-    verdicts = (rollout_checks.verify if kind == "rollouts" else verify)(outcome.path, limits)
     found: dict[bool, list[str]] = {True: [], False: []}
+    if kind in _OF_EAGLE3:
+        found[True] = _problems_of_eagle3(outcome, settings)
+        return _refuse_failing(outcome, found)
+    verdicts = (rollout_checks.verify if kind == "rollouts" else verify)(outcome.path, limits)
     for check in rollout_checks.CHECKS if kind == "rollouts" else CHECKS[kind]:
         found[check.blocking] += verdicts[check.name].problems
+    return _refuse_failing(outcome, found)
+
+
+def _problems_of_eagle3(outcome: Outcome, settings: Settings) -> list[str]:
+    """Return what fails of a cache of eagle3. One that was up to date is not read whole, unless `deep_checks` asks."""
+    from niels_gpt.eagle3.inspect.checks import CHECKS as EAGLE3_CHECKS
+    from niels_gpt.recipes.eagle3.asset import check_targets
+    from niels_gpt.recipes.eagle3.draft_vocab import check_draft_vocab
+
+    if outcome.meta["kind"] == "draft_vocab":
+        return check_draft_vocab(outcome.path).problems
+    names = ["complete"] if outcome.reused and not settings.deep_checks else list(EAGLE3_CHECKS)
+    verdicts = check_targets(settings, names)
+    return list(dict.fromkeys(problem for verdict in verdicts.values() for problem in verdict.problems))
+
+
+def _refuse_failing(outcome: Outcome, found: Mapping[bool, list[str]]) -> list[str]:
+    """Return the warnings. found: problems of checks, by whether the check blocks."""
     if found[True]:
-        raise CacheError(outcome.path, "\n".join(["it fails its checks", *found[True]]), code="E211")
+        again = REBUILD if outcome.meta["kind"] in _OF_EAGLE3 else ""  # problems of the others name the command
+        raise CacheError(outcome.path, "\n".join(["it fails its checks", *found[True]]), remedy=again, code="E211")
     return found[False]
 
 

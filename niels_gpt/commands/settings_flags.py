@@ -13,6 +13,8 @@ from click.shell_completion import CompletionItem
 from rich_click import RichOption
 
 from niels_gpt.data.sources import SOURCES
+from niels_gpt.recipes.eagle3.options import KEYS as EAGLE3_KEYS
+from niels_gpt.recipes.eagle3.options import Options
 from niels_gpt.recipes.rollouts.trees import TREES
 from niels_gpt.settings import Settings
 
@@ -26,9 +28,11 @@ COMMON = {
         "own_val_frac",
     ),
     "Tokenizer": ("tokenizer", "vocab_size", "document_end", "chat_template"),
+    "EAGLE-3": ("eagle3_target", "eagle3_source"),
     "Build": ("cache_dir", "seed", "partitions", "threads"),
 }
 """The settings that --help shows, by their panel; the others are under --help-all."""
+_EAGLE3 = "eagle3_"
 _LINES = ("pretrain", "sft", "rollouts", "licence", "attribution")
 """Settings of several entries, each a flag."""
 _CHOICES = {
@@ -37,21 +41,28 @@ _CHOICES = {
     "lock": ["auto", "flock", "lease"],
     "engine": ["auto", "gigatoken", "reference"],
     "tokenizer_kind": ["sentencepiece", "bpe"],
+    **{
+        str(each.metadata["setting"]): list(each.metadata["flag"]["choices"])
+        for each in fields(Options)
+        if each.metadata["setting"] and "choices" in each.metadata["flag"]
+    },
 }
 
 
-def settings_options(command: click.Command, *, only: Collection[str] | None = None) -> click.Command:
+def settings_options(
+    command: click.Command, *, only: Collection[str] | None = None, with_eagle3: bool = False
+) -> click.Command:
     """Give a command an option for each field of Settings, or for some, and --help-all where it hides one.
 
-    The callback gets them all as keywords: `settings_of` makes Settings of these. eagle3_* are the settings of the
-    Dagster asset, and no option.
+    The callback gets them all as keywords: `settings_of` makes Settings of these. with_eagle3: those of eagle3 too,
+    which no cache of tokens reads.
     """
     panels = {name: panel for panel, names in COMMON.items() for name in names}
     types = get_type_hints(Settings)
     options = [
         _option(field, types[field.name], panels.get(field.name), is_hidden=only is None and field.name not in panels)
         for field in fields(Settings)
-        if (not field.name.startswith("eagle3_") if only is None else field.name in only)
+        if (with_eagle3 or not field.name.startswith(_EAGLE3) if only is None else field.name in only)
     ]
     order = list(panels)
     options.sort(key=lambda option: order.index(str(option.name)) if option.name in order else len(order))
@@ -89,7 +100,7 @@ def _option(field: Any, kind: Any, panel: str | None, *, is_hidden: bool) -> Ric
         "help": text,
         "default": field.default,
         "hidden": is_hidden,
-        "panel": panel or "More settings",
+        "panel": panel or ("EAGLE-3" if field.name.startswith(_EAGLE3) else "More settings"),
     }
     if field.name in _LINES:
         how.update(
@@ -135,4 +146,5 @@ def source_names(ctx: click.Context, _: click.Parameter, incomplete: str) -> lis
     names = {name: spec.family for name, spec in SOURCES.items()} | {key: "trees" for key in TREES}
     with contextlib.suppress(ValueError, OSError):  # a sources.toml that cannot be read completes nothing
         names |= {name: user.family for name, user in user_sources(settings_of(ctx.params)).items()}
+    names |= dict.fromkeys(EAGLE3_KEYS, "eagle3")
     return [CompletionItem(name, help=family) for name, family in names.items() if name.startswith(incomplete)]

@@ -17,6 +17,11 @@ from niels_gpt.builders.partitions.receipts import partition_states
 from niels_gpt.data.sources import SOURCES
 from niels_gpt.display.numbers import number_of
 from niels_gpt.recipes.disk import needed_bytes
+from niels_gpt.recipes.eagle3.asset import build_targets
+from niels_gpt.recipes.eagle3.draft_vocab import build_draft_vocab
+from niels_gpt.recipes.eagle3.of_settings import KEY as TARGETS_KEY
+from niels_gpt.recipes.eagle3.of_settings import VOCAB_KEY, has_small_target
+from niels_gpt.recipes.eagle3.planned import described, planned_action
 from niels_gpt.recipes.partitions.documents import is_partitioned
 from niels_gpt.recipes.partitions.planned import listing_of, planned
 from niels_gpt.recipes.resolve import ResolvedSource, asked_revisions, resolve_source
@@ -53,6 +58,8 @@ RECIPES: dict[str, Recipe] = {
     **{key: partial(build_rollout_cache, key=key) for key in TREES},
 }
 """The built-in caches by key, in the order in which build-all builds them, after the tokenizer: `ensure_tokenizer`."""
+OF_EAGLE3: dict[str, Recipe] = {VOCAB_KEY: build_draft_vocab, TARGETS_KEY: build_targets}
+"""What is built last, where `recipes.eagle3.of_settings.check_configured` lets it."""
 _MAX_JOURNAL_BYTES = 1 << 28
 
 
@@ -61,14 +68,15 @@ class Plan:
     """What a run would do for one cache."""
 
     key: str
-    """tokenizer, pretrain/NAME, sft/NAME, trees/NAME or rollouts/NAME."""
+    """tokenizer, pretrain/NAME, sft/NAME, trees/NAME, rollouts/NAME, eagle3/draft_vocab or eagle3/targets."""
     action: str
     """up to date, build (and how far an unfinished one is), stub, copy, download, train, or why it is left out by a
     build of all, or cannot be built."""
     source: str
     """Where the text comes from."""
     disk_bytes: int
-    """Disk that the new version needs while it is built, at most; 0 where nothing is built."""
+    """Disk that the new version needs while it is built, at most; 0 where nothing is built, and for eagle3, whose
+    need is known, and checked, once its chats are tokenized."""
     least_bytes: int = 0
     """The same, at least: a build that has less room is refused."""
 
@@ -84,6 +92,24 @@ def recipes(settings: Settings) -> dict[str, Recipe]:
     }
 
 
+def every_recipe(settings: Settings) -> dict[str, Recipe]:
+    """Return the recipe of every cache but the tokenizer, in build order, also of one that a build of all leaves out.
+
+    Each is called with settings, refresh, observed and progress. Raises: as `user_sources`.
+    """
+    return recipes(settings) | OF_EAGLE3
+
+
+def every_key(settings: Settings) -> list[str]:
+    """Return the keys of all caches of the settings, in build order: what a build of all, and Dagster, materialize."""
+    return [TOKENIZER_KEY, *every_recipe(settings)]
+
+
+def needs_tokenizer(settings: Settings, key: str) -> bool:
+    """Whether a cache of these settings is built with the tokenizer: of eagle3 those of the small target."""
+    return has_small_target(settings) if key in OF_EAGLE3 else not needs_no_tokenizer(key)
+
+
 def needs_no_tokenizer(key: str) -> bool:
     """Whether a cache has no tokenizer: ids of recorded rollouts are stored as they are."""
     return key.startswith("rollouts/")
@@ -91,7 +117,7 @@ def needs_no_tokenizer(key: str) -> bool:
 
 def plan(settings: Settings, keys: list[str]) -> list[Plan]:
     """Return what a run over `keys` would do. Reads files to fingerprint them; never asks the hub; writes nothing."""
-    if keys and all(map(needs_no_tokenizer, keys)):
+    if keys and not any(needs_tokenizer(settings, key) for key in keys):
         return [_plan_of(settings, key, "up to date", None) for key in keys]
     state = tokenizer_state(settings)
     opened = None if state.startswith("cannot") else usable_tokenizer(settings)
@@ -155,6 +181,8 @@ def observe(settings: Settings, key: str) -> tuple[dict[str, Any], str | None]:
 
 def _plan_of(settings: Settings, key: str, state: str, tokenizer: FullTokenizer | None) -> Plan:
     """state, tokenizer: of the tokenizer; None for one that is not there yet."""
+    if key in OF_EAGLE3:
+        return Plan(key, planned_action(settings, key, state, tokenizer), described(settings), 0)
     name = key.split("/")[1]
     try:
         source = resolve_source(settings, key)

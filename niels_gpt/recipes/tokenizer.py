@@ -186,8 +186,8 @@ def no_sentinels(settings: Settings, keys: Sequence[str], tokenizer: Path) -> No
     links = ["--follow-links"] if settings.follow_links else []
     add = shlex.join(["niels-gpt", "add-sentinels", source, out, *links])
     then = build_command(replace(settings, tokenizer=out), keys)
-    if any(key.startswith("eagle3/") for key in keys):  # eagle3/targets, which no command builds
-        then = f"name the folder {out}: the setting tokenizer. Or name a target of your own: the setting eagle3_target"
+    if any(key.startswith("eagle3/") for key in keys):  # by the sample's small target
+        then = f"{then}. Or name a target of your own for eagle3: the setting eagle3_target"
     mark = "marks the turns of its chats" if len(keys) == 1 else "mark the turns of their chats"
     expected = f"one that has them: {', '.join(keys)} {mark} by them"
     remedy = f"A copy has them: {then}" if is_there else f"Add them: {add} && {then}"

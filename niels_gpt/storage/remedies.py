@@ -15,7 +15,9 @@ from niels_gpt.storage.fileio import open_for_reading
 
 PROGRAM = "niels-gpt"
 BUILD_ALL = f"{PROGRAM} build --all"
-_FAMILIES = ("pretrain", "sft", "rollouts", "trees")
+_BY_KEY = ("trees/", "eagle3/")  # named by their key
+_FAMILIES = ("pretrain", "sft", "rollouts", "trees", "eagle3")
+_EAGLE3 = "eagle3"
 _LINES = ("pretrain", "sft", "rollouts", "licence", "attribution")  # settings of several entries, each a flag
 _TOKENIZER = "tokenizer"
 _VERSIONS_DIR, _RUNS_DIR, _SAMPLE = ".versions", ".runs", "sample"
@@ -31,20 +33,22 @@ def build_command(settings: Settings, keys: str | Sequence[str], *more: str, ver
     """
     chosen = [keys] if isinstance(keys, str) else list(keys)
     names = [key.rpartition("/")[2] for key in chosen]
-    named = [key if key.startswith("trees/") else name for key, name in zip(chosen, names, strict=True)]
+    named = [key if key.startswith(_BY_KEY) else name for key, name in zip(chosen, names, strict=True)]
+    of_eagle3 = any(key.startswith(_EAGLE3) for key in chosen)
     of_all = names == [_TOKENIZER]
     words = [PROGRAM, verb, *(["--all"] if of_all else named), *more]
     types = get_type_hints(Settings)
     for field in fields(settings):
         value = getattr(settings, field.name)
-        if value in (field.default, None) or field.name.startswith("eagle3_"):
+        if value in (field.default, None) or (field.name.startswith(_EAGLE3) and not (of_eagle3 or of_all)):
             continue
         if field.name == "partitions" and not (of_all or any(key.startswith("pretrain/") for key in chosen)):
             continue  # no command builds other caches in partitions
         flag = "--" + field.name.replace("_", "-")
         if field.name in _LINES:
             lines = (line.strip() for line in value.split(";"))
-            words += [word for line in lines if of_all or source_of(line) in names for word in (flag, line)]
+            wanted = {*names, settings.eagle3_source} if of_eagle3 else {*names}
+            words += [word for line in lines if of_all or source_of(line) in wanted for word in (flag, line)]
         elif types[field.name] is bool:
             words.append(flag if value else f"--no-{flag[2:]}")
         else:
@@ -98,6 +102,8 @@ def _place_of(path: Path) -> tuple[Path, str] | None:
             below = [part for part in parts[at + 1 :] if part != _VERSIONS_DIR]
             root = Path(*parts[:at])
             places = (root / parts[at], root / parts[at] / _VERSIONS_DIR)
+            if parts[at] == _EAGLE3 and not any(os.path.lexists(places[1] / name) for name in below[:1]):
+                continue  # a folder of this name that `eagle3 precompute` was given
             if below and below[0].isidentifier() and any(os.path.lexists(place / below[0]) for place in places):
                 return root, f"{parts[at]}/{below[0]}"
     return None

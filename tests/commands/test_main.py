@@ -23,6 +23,7 @@ from niels_gpt.commands.console import ExitCode, _Once, is_color_wanted
 from niels_gpt.commands.main import ROOT, main
 from niels_gpt.data.sources import SOURCES
 from niels_gpt.inspection.stats import Stats
+from niels_gpt.recipes.eagle3.options import KEYS as EAGLE3_KEYS
 from niels_gpt.recipes.rollouts.trees import TREES
 from niels_gpt.storage.codes import CODES, CodedWarning
 
@@ -78,7 +79,7 @@ def test_every_help_is_short_and_narrow_and_explains_every_flag(
 def test_few_settings_are_in_the_help_of_build_and_all_in_help_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["build", "--help"]) == 0
     common = capsys.readouterr().out
-    assert len(common.splitlines()) <= 66 and "--cache-dir" in common and "--shard-bytes" not in common
+    assert len(common.splitlines()) <= 70 and "--cache-dir" in common and "--shard-bytes" not in common
     assert main(["build", "--help-all"]) == 0
     full = capsys.readouterr().out
     assert {"--cache-dir", "--shard-bytes", "--oasst1-max-messages"} <= set(re.findall(r"--[a-z0-9-]+", full))
@@ -261,7 +262,7 @@ def completed(line: str, folder: Path) -> list[str]:
 def test_a_shell_completes_commands_sources_and_codes(tmp_path: Path) -> None:
     (tmp_path / "sources.toml").write_text('[pretrain.notes]\nfiles = "notes"\n')
     assert completed("niels-gpt ver", tmp_path) == ["verify"]
-    assert completed("niels-gpt build ", tmp_path) == [*SOURCES, *TREES, "notes"]
+    assert completed("niels-gpt build ", tmp_path) == [*SOURCES, *TREES, "notes", *EAGLE3_KEYS]
     assert completed("niels-gpt explain E20", tmp_path) == [code for code in CODES if code.startswith("E20")]
     assert "--cache-dir" in completed("niels-gpt build --c", tmp_path)
 

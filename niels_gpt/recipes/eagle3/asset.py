@@ -32,6 +32,7 @@ from niels_gpt.settings import Settings
 from niels_gpt.storage import fileio, versions
 from niels_gpt.storage.checks import Verdict
 from niels_gpt.storage.fileio import META_NAME
+from niels_gpt.storage.locks import apply_lock_setting
 
 if TYPE_CHECKING:
     from niels_gpt.eagle3.format.plan import Plan
@@ -53,22 +54,32 @@ def settings_fingerprint(settings: Settings) -> str:
     return fingerprint_of(settings, names)
 
 
-def build_targets(settings: Settings, *, observed: str | None = None, progress: Progress | None = None) -> Outcome:
+def build_targets(
+    settings: Settings, *, refresh: bool = False, observed: str | None = None, progress: Progress | None = None
+) -> Outcome:
     """Build eagle3/targets, or reuse it.
 
-    observed: fingerprint of the source from an observation newer than the cache. progress: as `produce`.
+    refresh: ask the hub for the newest revisions of chats and target. observed: fingerprint of the source from an
+    observation newer than the cache. progress: as `produce`.
     Raises: LeftOut where no target is named, except for the sample, and without the extra eagle3; as `resolved`,
         `prepare` and `produce`.
     """
+    apply_lock_setting(cache_root(settings), settings.lock)
     path = cache_root(settings) / KEY
     with Measurement() as measured:
-        found = resolved(settings, observed=observed)
+        found = resolved(settings, observed=observed, refresh=refresh)
         fingerprint = _fingerprint(found)
-        reused = is_current(path, fingerprint) and _has_its_shards(path)
+        reused = are_current_targets(found)
         if reused and current_draft_vocab(found) is None:  # removed, or of an earlier version
             commit_draft_vocab(prepare(found))
         meta = read_meta(str(path / META_NAME)) if reused else _build(found, path, fingerprint, progress)
     return finish(settings, KEY, path, meta, reused, measured, fingerprint)
+
+
+def are_current_targets(found: Resolved) -> bool:
+    """Whether the committed eagle3/targets is what was asked for, and has its shards."""
+    path = cache_root(found.settings) / KEY
+    return is_current(path, _fingerprint(found)) and _has_its_shards(path)
 
 
 def target_of(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from niels_gpt.cache.meta import find_meta, read_meta
 from niels_gpt.display.numbers import share_text
 from niels_gpt.inspection.stats import Stats, meta_errors
 from niels_gpt.pictures import new_figure, plain_axes, png, set_title
+from niels_gpt.progress import Progress
 from niels_gpt.recipes.eagle3.of_settings import VOCAB_KEY, fingerprint_of, resolved, sha256
 from niels_gpt.recipes.eagle3.prepare import Prepared, Resolved, prepare
 from niels_gpt.recipes.run_recipe import (
@@ -32,6 +34,7 @@ from niels_gpt.storage import versions
 from niels_gpt.storage.checks import Check, Figures, Verdict, first_problems
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, canonical_json, write_bytes
+from niels_gpt.storage.locks import apply_lock_setting
 from niels_gpt.storage.meta_json import file_records, meta_bytes, path_inside, printable, sha256_regular
 from niels_gpt.storage.meta_json import resolved as resolved_path
 
@@ -58,15 +61,34 @@ def settings_fingerprint(settings: Settings) -> str:
     return fingerprint_of(settings, _OF_SETTINGS)
 
 
-def build_draft_vocab(settings: Settings, *, observed: str | None = None) -> Outcome:
-    """Build eagle3/draft_vocab, or reuse it. observed, Raises: as `asset.build_targets`; no weights are read."""
+def build_draft_vocab(
+    settings: Settings, *, refresh: bool = False, observed: str | None = None, progress: Progress | None = None
+) -> Outcome:
+    """Build eagle3/draft_vocab, or reuse it. No weights are read.
+
+    refresh, observed, Raises: as `asset.build_targets`. progress: called with samples, tokens and None.
+    """
+    apply_lock_setting(cache_root(settings), settings.lock)
     path = cache_root(settings) / VOCAB_KEY
     with Measurement() as measured:
-        newest = observed or (recorded_recipe(path).get("source") or {}).get("fingerprint")
-        found = resolved(settings, observed=newest, hash_weights=False)
+        found = resolved_for_vocab(settings, observed=observed, refresh=refresh)
         reused = current_draft_vocab(found) is not None
-        meta = read_meta(str(path / META_NAME)) if reused else commit_draft_vocab(prepare(found))
+        if reused:
+            meta = read_meta(str(path / META_NAME))
+        else:
+            tokenized = None if progress is None else partial(_tokenized, progress)
+            meta = commit_draft_vocab(prepare(found, tokenized=tokenized))
     return finish(settings, VOCAB_KEY, path, meta, reused, measured, _fingerprint(found))
+
+
+def _tokenized(progress: Progress, samples: int, tokens: int) -> None:
+    progress(samples, tokens, None)
+
+
+def resolved_for_vocab(settings: Settings, *, observed: str | None = None, refresh: bool = False) -> Resolved:
+    """Return what the settings stand for; chats of the hub have the revision of the committed file at least."""
+    newest = observed or (recorded_recipe(cache_root(settings) / VOCAB_KEY).get("source") or {}).get("fingerprint")
+    return resolved(settings, observed=newest, refresh=refresh, hash_weights=False)
 
 
 def committed_content(settings: Settings) -> str | None:

@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.data.sources import SOURCES
-from niels_gpt.recipes.eagle3.options import Options, flag_name
+from niels_gpt.hub.models import is_local
+from niels_gpt.recipes.eagle3.options import KEYS, Options, flag_name
 from niels_gpt.recipes.eagle3.prepare import Resolved, resolve
+from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.recipes.run_recipe import cache_root
 from niels_gpt.recipes.tokenizer import ensure_tokenizer, no_sentinels
 from niels_gpt.recipes.user_sources import user_sources
@@ -27,8 +29,7 @@ from niels_gpt.storage import versions
 from niels_gpt.storage.errors import CacheError, LeftOut
 from niels_gpt.storage.fileio import canonical_json
 
-KEY = "eagle3/targets"
-VOCAB_KEY = "eagle3/draft_vocab"
+VOCAB_KEY, KEY = KEYS
 SMALL_TARGET = "small_target"
 """The manifest's name of the small random Llama that is the sample's target."""
 _OF_DEFAULT = ("eagle3_format", "eagle3_aux_dtype", "eagle3_aux_layers")
@@ -52,12 +53,25 @@ class NoExtra(LeftOut, ImportError):
     code, warning = "E901", "W513"
 
 
+def why_left_out(settings: Settings) -> NoTarget | NoExtra | None:
+    """Return why nothing of eagle3 can be built, as `check_configured` raises it; None where it can."""
+    try:
+        check_configured(settings)
+    except (NoTarget, NoExtra) as error:
+        return error
+    return None
+
+
+def has_small_target(settings: Settings) -> bool:
+    """Whether the small random Llama is the target, which has the tokenizer of the caches."""
+    return settings.eagle3_target is None and settings.source_root == "sample"
+
+
 def check_configured(settings: Settings) -> None:
     """Raise NoTarget or NoExtra where nothing of eagle3 can be built; nothing is imported or read."""
-    if settings.eagle3_target is None and settings.source_root != "sample":
+    if settings.eagle3_target is None and not has_small_target(settings):
         raise NoTarget(
-            "no target is named, and the small random Llama stands in for one in the sample only. Name the folder or "
-            "the hub id of a model: the setting eagle3_target (--eagle3-target, NIELS_GPT_EAGLE3_TARGET)"
+            "no target is named: pass --eagle3-target FOLDER_OR_ID (the setting eagle3_target, NIELS_GPT_EAGLE3_TARGET)"
         )
     if importlib.util.find_spec("transformers") is None:
         raise NoExtra("running a target needs transformers. Install the extra: pip install 'niels-gpt[eagle3]'")
@@ -98,24 +112,32 @@ def target_name(settings: Settings) -> str:
     tokenizer = load_tokenizer(path, follow_links=False)
     if not tokenizer.special_token_ids():
         raise no_sentinels(settings, [KEY], path)
-    folder = cache_root(settings) / "eagle3" / _TARGETS_DIR / tokenizer.sha256[:_DIGITS]
-    return str(write_small_target(folder, tokenizer))
+    return str(write_small_target(small_target_folder(settings, tokenizer.sha256), tokenizer))
 
 
-def resolved(settings: Settings, *, observed: str | None, hash_weights: bool = True) -> Resolved:
+def small_target_folder(settings: Settings, tokenizer_sha256: str) -> Path:
+    """Return where the small Llama of a tokenizer is written."""
+    return cache_root(settings) / "eagle3" / _TARGETS_DIR / tokenizer_sha256[:_DIGITS]
+
+
+def resolved(settings: Settings, *, observed: str | None, refresh: bool = False, hash_weights: bool = True) -> Resolved:
     """Return what the settings stand for; a hub source has the observed revision, or that of eagle3/targets (D12).
 
-    observed: fingerprint of the source, newer than the asset. hash_weights: as of target_facts.
+    observed: fingerprint of the source, newer than the asset. refresh: ask the hub for the newest revisions of chats
+    and target. hash_weights: as of target_facts.
     Raises: as `target_name`; ValueError naming the settings that do not fit; as `prepare.resolve`.
     """
     from niels_gpt.recipes.eagle3.input import input_facts
 
     target = target_name(settings)
-    sizes = _SMALL_SIZES if settings.eagle3_target is None else _SIZES
+    sizes: dict[str, Any] = _SMALL_SIZES if settings.eagle3_target is None else _SIZES
     with _named_by_settings():
-        name = _stable_name(settings, target)
+        name = stable_name(settings, target)
+        if refresh:
+            observed = _newest_chats(settings) or observed
+            sizes = sizes if is_local(target) else {**sizes, "revision": "main"}
         options = Options.from_settings(settings, target_model=target, target_name=name, **sizes)
-        folder = _folder_with_plan(cache_root(settings) / KEY)
+        folder = folder_with_plan(cache_root(settings) / KEY)
         found = resolve(options, settings, plan_from=folder, hash_weights=hash_weights)
     source = found.source
     dataset, _, revision = (observed or "").rpartition("@")
@@ -123,6 +145,13 @@ def resolved(settings: Settings, *, observed: str | None, hash_weights: bool = T
         newer = {**source, "fingerprint": observed, "revision": revision}
         source = {**source, **input_facts(settings, settings.eagle3_source, recorded=newer)}
     return replace(found, source=source)
+
+
+def _newest_chats(settings: Settings) -> str | None:
+    """Return the fingerprint of the newest revision of chats on the hub; None for chats of files."""
+    name = raw_source(settings)
+    source = None if name is None else resolve_source(settings, name)
+    return None if source is None or source.kind != "hub" else str(source.provenance(None)["fingerprint"])
 
 
 @contextmanager
@@ -139,7 +168,7 @@ def _named_by_settings() -> Iterator[None]:
         raise
 
 
-def _folder_with_plan(path: Path) -> Path | None:
+def folder_with_plan(path: Path) -> Path | None:
     """Return the committed cache, else the unfinished version that was written last, of those that have a plan."""
     from niels_gpt.eagle3.produce.resume_checks import recorded_plan
 
@@ -148,7 +177,7 @@ def _folder_with_plan(path: Path) -> Path | None:
     return next((folder for folder in (path, *newest_first) if recorded_plan(folder)), None)
 
 
-def _stable_name(settings: Settings, target: str) -> str:
+def stable_name(settings: Settings, target: str) -> str:
     """Return the target's name in the cache: a hub id, or a folder's name without its path."""
     if settings.eagle3_target is None:
         return SMALL_TARGET

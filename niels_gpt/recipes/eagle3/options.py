@@ -15,6 +15,8 @@ from typing import Any
 from niels_gpt.hub.models import is_local
 from niels_gpt.settings import Settings
 
+KEYS = ("eagle3/draft_vocab", "eagle3/targets")
+"""The caches, in the order in which they are built."""
 GROUPS = ("What", "Form of the cache", "How")
 """The groups of flags in the help of the command."""
 _WHAT, _FORM, _HOW = GROUPS

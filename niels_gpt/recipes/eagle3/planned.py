@@ -1,0 +1,80 @@
+"""What a build of eagle3/draft_vocab or eagle3/targets would do, for --dry-run: no weights, no hub, nothing written.
+
+Decides from the record of a committed cache whether it is current. Where that needs the hub, it counts as to be built.
+"""
+
+from __future__ import annotations
+
+from niels_gpt.recipes.eagle3.asset import are_current_targets
+from niels_gpt.recipes.eagle3.draft_vocab import current_draft_vocab, resolved_for_vocab
+from niels_gpt.recipes.eagle3.of_settings import (
+    KEY,
+    SMALL_TARGET,
+    VOCAB_KEY,
+    check_configured,
+    folder_with_plan,
+    has_small_target,
+    raw_source,
+    resolved,
+    small_target_folder,
+    stable_name,
+)
+from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, cache_root, recorded_recipe
+from niels_gpt.recipes.tokenizer import no_sentinels
+from niels_gpt.settings import Settings
+from niels_gpt.storage.errors import LeftOut
+from niels_gpt.tokenizers.protocol import FullTokenizer
+
+
+def planned_action(settings: Settings, key: str, state: str, tokenizer: FullTokenizer | None) -> str:
+    """Return "up to date", "build", why a build of all leaves the cache out, or why it cannot be built.
+
+    state, tokenizer: of the tokenizer of the caches; None for one that is not there yet.
+    """
+    try:
+        check_configured(settings)
+        if has_small_target(settings) and tokenizer is not None and not tokenizer.special_token_ids():
+            raise no_sentinels(settings, [key], cache_root(settings) / TOKENIZER_KEY)
+        if _is_current(settings, key, state, tokenizer):
+            return "up to date"
+    except LeftOut as error:
+        return f"left out: {error}"
+    except (OSError, ValueError, ImportError) as error:
+        return f"cannot be built: {error}"
+    folder = folder_with_plan(cache_root(settings) / KEY) if key == KEY else None
+    is_unfinished = folder is not None and folder != cache_root(settings) / KEY
+    return "build (an unfinished one is there)" if is_unfinished else "build"
+
+
+def described(settings: Settings) -> str:
+    """Return which target is run over which chats."""
+    target = SMALL_TARGET if has_small_target(settings) else settings.eagle3_target
+    return f"{target or 'no target'} over {settings.eagle3_source}"
+
+
+def _is_current(settings: Settings, key: str, state: str, tokenizer: FullTokenizer | None) -> bool:
+    if not recorded_recipe(cache_root(settings) / key).get("fingerprint"):
+        return False
+    if has_small_target(settings):
+        if state != "up to date" or tokenizer is None or not small_target_folder(settings, tokenizer.sha256).is_dir():
+            return False
+    elif not _is_known_without_hub(settings):
+        return False
+    if key == VOCAB_KEY:
+        return current_draft_vocab(resolved_for_vocab(settings)) is not None
+    return are_current_targets(resolved(settings, observed=None))
+
+
+def _is_known_without_hub(settings: Settings) -> bool:
+    """Whether revisions of the target and of the chats are recorded, where these are on the hub."""
+    from niels_gpt.eagle3.produce.resume_checks import recorded_plan
+    from niels_gpt.hub.models import is_local
+    from niels_gpt.recipes.resolve import resolve_source
+
+    target = str(settings.eagle3_target)
+    plan = recorded_plan(folder_with_plan(cache_root(settings) / KEY))
+    name, input_data = plan.get("target", {}).get("name"), plan.get("source", {}).get("input_data")
+    chats = raw_source(settings)
+    is_file = chats is None or resolve_source(settings, chats).kind != "hub"
+    is_target_known = is_local(target) or name == stable_name(settings, target)
+    return is_target_known and (is_file or input_data == settings.eagle3_source)
