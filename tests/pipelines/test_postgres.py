@@ -4,8 +4,8 @@ It wants Debian's package `postgresql` and the extra `postgres`.
 """
 
 import json
-import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -21,10 +21,14 @@ pytestmark = [
     pytest.mark.skipif(postgres.programs() is None, reason="no PostgreSQL: apt-get install postgresql"),
 ]
 PAGE = (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")
+REPOSITORIES = """{ repositoriesOrError { ... on RepositoryConnection { nodes {
+  location { name } assetNodes { assetKey { path } } jobs { name } schedules { name } sensors { name } } } } }"""
+OF_DAGSTER = {"__ASSET_JOB", "default_automation_condition_sensor"}
+"""What every code location has."""
 FILES = {block.title: block.body for block in blocks_of(PAGE) if block.title}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def server() -> Iterator[postgres.Server]:
     with postgres.server() as running:
         yield running
@@ -32,9 +36,9 @@ def server() -> Iterator[postgres.Server]:
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A folder with the dagster.yaml of the page, which is DAGSTER_HOME, and the checkout's workspace.yaml."""
-    (tmp_path / "dagster.yaml").write_text(FILES["dagster.yaml"])
-    shutil.copyfile(ROOT / "workspace.yaml", tmp_path / "workspace.yaml")
+    """A folder with the dagster.yaml of the page, which is DAGSTER_HOME, and its two code locations."""
+    for name in ("dagster.yaml", "workspace.yaml", "team_a.py"):
+        (tmp_path / name).write_text(FILES[name])
     return tmp_path
 
 
@@ -49,3 +53,29 @@ def test_three_runs_at_once_have_their_history_in_postgresql(home: Path, server:
     keys = {"/".join(json.loads(key)) for (key,) in server.rows(materialized)}
     assert keys == {"sft/dolly15k", "sft/oasst1", "trees/oasst1"}
     assert not list(home.rglob("*.db")), "no SQLite beside it"
+
+
+def test_two_code_locations_share_a_database_and_nothing_else(home: Path, server: postgres.Server) -> None:
+    assets = {"niels_gpt": "sft/dolly15k", "team_a": "team_a/sft/dolly15k"}
+    with dagster_dev(home, DAGSTER_HOME=str(home), **server.environment) as dev:
+        found = {each["location"]["name"]: each for each in dev.ask(REPOSITORIES)["repositoriesOrError"]["nodes"]}
+        assert found.keys() == assets.keys()
+        keys = {
+            name: {"/".join(node["assetKey"]["path"]) for node in each["assetNodes"]} for name, each in found.items()
+        }
+        assert keys["team_a"] == {f"team_a/{key}" for key in keys["niels_gpt"]}
+        for kind in ("jobs", "schedules", "sensors"):
+            ours, theirs = ({node["name"] for node in each[kind]} - OF_DAGSTER for each in found.values())
+            assert not ours & theirs
+        with ExitStack() as held:  # both wait for their tokenizer
+            for folder in ("cache", "cache_of_team_a"):
+                held.enter_context(build_lock(home / folder / "sample" / "tokenizer"))
+            runs = {dev.launch(asset, location=name): name for name, asset in assets.items()}
+            until(lambda: [*dev.statuses().values()] == ["STARTED"] * 2, "two runs at once")
+        assert dev.finished(*runs) == ["SUCCESS"] * 2
+    for run, name in runs.items():
+        of_run = server.rows(f"SELECT DISTINCT asset_key FROM event_logs WHERE run_id = '{run}' AND asset_key <> ''")
+        touched = {"/".join(json.loads(key)) for (key,) in of_run}
+        assert assets[name] in touched <= keys[name]
+    for folder in ("cache", "cache_of_team_a"):
+        assert [path.parent.name for path in home.glob(f"{folder}/sample/sft/*/meta.json")] == ["dolly15k"]

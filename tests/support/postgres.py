@@ -29,7 +29,7 @@ class Server:
     @property
     def environment(self) -> dict[str, str]:
         """The variables that the dagster.yaml of docs/deployment.md reads."""
-        return {"PG_HOST": "127.0.0.1", "PG_PORT": str(self.port), "PG_PASSWORD": self.password}
+        return {"DAGSTER_PG_HOST": "127.0.0.1", "DAGSTER_PG_PORT": str(self.port), "DAGSTER_PG_PASSWORD": self.password}
 
     def rows(self, query: str) -> list[tuple[Any, ...]]:
         """Return what a query finds in the database."""
