@@ -81,6 +81,7 @@ def _plan_partitions(deployment: Deployment) -> dg.OpDefinition:
         ins={"tokenizer": dg.In(dg.Nothing), "raw": dg.In(dg.Nothing)},
         out=dg.DynamicOut(dg.Nothing),
         retry_policy=NETWORK_RETRIES,
+        tags=deployment.op_tags,
         required_resource_keys={deployment.resource},
     )
     def plan_partitions(context: dg.AssetExecutionContext) -> Iterator[dg.DynamicOutput[None]]:
