@@ -207,7 +207,7 @@ def _of_cache(
     about = (spec.description or "").split("\n\nRead it with")[0]
     metadata: dict[str, Any] = {
         "path": dg.MetadataValue.path(where),
-        "look_inside": look_inside(path, where),
+        "look inside": look_inside(path, where),
         "dagster/uri": dg.MetadataValue.text(where),
         **_code_of({"recipe": page.recipe, **({"loader": source.load} if source else {})}),
     }

@@ -1,22 +1,43 @@
-"""An outcome as a MaterializeResult: meta.json key by key, what must not stand in it, a picture, decoded examples."""
+"""An outcome as a MaterializeResult: a picture, what a person asks first, meta.json key by key, decoded examples.
+
+Dagster's page shows the entries in their order, but plots every number, by name: so what is no result is text.
+"""
 
 import base64
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import dagster as dg
 
 from niels_gpt.cache.formats import SPLITS
+from niels_gpt.display.numbers import count_text, many, number_of, share_text, size_text
 from niels_gpt.inspection.plot import plot
 from niels_gpt.inspection.show import sample_texts
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Outcome
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.tokenizer import load_tokenizer
+from pipelines.describe import look_inside
 
 Metadata = dict[str, dg.MetadataValue[Any]]
 
 _MIB = 2**20
 _SHOWN_TOKENS = 300  # of the first group of rollouts
 _FIRST_IDS = 8  # of the draft's vocabulary: a list of 32,000 belongs into a file
+_MOST_PARTITIONS = 100  # rows of a table in the event log
+_MOST_REASONS = 3  # named in one line
+_UNITS = {"pretrain": "document", "sft": "example", "rollouts": "group"}
+_RESULTS = frozenset(
+    {
+        *(f"{split}_{unit}" for split in SPLITS for unit in ("groups", "samples", "examples", "tokens")),
+        *(f"{unit}_read" for unit in ("documents", "examples", "samples", "groups")),
+        *("documents", "documents_with_reserved_literal", "documents_with_u2581"),  # of a tokenizer's texts
+        *("bytes_given", "bytes_seen", "share_seen", "unknown_ids"),
+        *("coverage", "disk_bytes", "bytes_per_token", "supervised_share", "kept_mass", "draft_mass"),
+        *("num_samples", "num_shards"),
+    }
+)
+"""Keys of meta.json and manifest.json whose numbers change from one build to the next; the others are settings."""
 
 
 def materialize_result(outcome: Outcome) -> dg.MaterializeResult[None]:
@@ -24,13 +45,16 @@ def materialize_result(outcome: Outcome) -> dg.MaterializeResult[None]:
     meta, (picture, examples) = mirrored(outcome), _to_look_at(outcome)
     headline = [f"{split}_{unit}" for unit in ("groups", "samples", "examples", "tokens") for split in SPLITS]
     return dg.MaterializeResult(
-        # In the order in which the asset's page shows it: what a person looks at first, the long table last.
+        # In the order in which the asset's page shows it: what a person looks at comes first.
         metadata={
             **picture,
+            **_in_words(outcome),
+            **examples,
+            **_figures(outcome),
             **{key: meta[key] for key in headline if key in meta},
             **_of_the_run(outcome),
             **meta,
-            **examples,
+            **_partition_table(outcome),
         },
         data_version=dg.DataVersion(str(outcome.meta["content_sha256"])),
     )
@@ -46,9 +70,15 @@ def draft_vocab_result(outcome: Outcome) -> dg.MaterializeResult[None]:
         shown: dg.MetadataValue[Any] = dg.MetadataValue.md(f"![coverage by size](data:image/png;base64,{png})")
     except (LookupError, TypeError, ValueError) as error:
         shown = dg.MetadataValue.text(f"the cache cannot be read: {error!r}")
-    first = {name: meta[name] for name in ("draft_vocab_size", "coverage")}
     return dg.MaterializeResult(
-        metadata={"picture": shown, **first, **_of_the_run(outcome), **meta},
+        metadata={
+            "picture": shown,
+            **_in_words(outcome),
+            **_figures(outcome),
+            "coverage": meta["coverage"],
+            **_of_the_run(outcome),
+            **meta,
+        },
         data_version=dg.DataVersion(str(outcome.meta["content_sha256"])),
     )
 
@@ -61,19 +91,40 @@ def targets_result(outcome: Outcome) -> dg.MaterializeResult[None]:
     del meta["manifest"]
     selected = manifest["selected_token_ids"]
     manifest["selected_token_ids"] = {"count": len(selected), "first": selected[:_FIRST_IDS]}
+    sizes = outcome.meta.get("token_bytes", {})
     return dg.MaterializeResult(
         metadata={
             **_picture_of_targets(outcome),
+            **_in_words(outcome),
+            **_figures(outcome),
             **{name: dg.MetadataValue.int(number) for name, number in outcome.meta["totals"].items()},
             **{name: meta[name] for name in ("bytes_per_token", "supervised_share", "kept_mass", "draft_mass")},
-            **{f"token_bytes/{part}": _typed(size) for part, size in outcome.meta.get("token_bytes", {}).items()},
+            **{f"token_bytes/{part}": _typed(f"token_bytes/{part}", size) for part, size in sizes.items()},
             **_of_the_run(outcome),
             **meta,
             "sidecar_version": meta["format_version"],
-            **{name: _typed(manifest[name]) for name in sorted(manifest)},
+            **{name: _typed(name, manifest[name]) for name in sorted(manifest)},
         },
         data_version=dg.DataVersion(str(outcome.meta["content_sha256"])),
     )
+
+
+def observation_metadata(
+    provenance: Mapping[str, Any], warning: str | None, files: Sequence[Path] = ()
+) -> dict[str, Any]:
+    """Return what an observation of a source shows: what a person asks first, then the provenance key by key.
+
+    files: those of the source, for their size and age; none of a dataset on the hub.
+    """
+    found: dict[str, Any] = {"warning": warning or "none"}
+    if files:
+        abouts = [file.stat() for file in files]
+        newest = max(about.st_mtime for about in abouts)
+        found["size of the files"] = size_text(sum(about.st_size for about in abouts))
+        found["newest change"] = dg.MetadataValue.timestamp(newest)
+    stated = ("files", "revision", "fingerprint")
+    order = [*stated, *(name for name in sorted(provenance) if name not in stated)]
+    return {**found, **{name: provenance[name] for name in order if provenance.get(name) is not None}}
 
 
 def _picture_of_targets(outcome: Outcome) -> Metadata:
@@ -88,7 +139,7 @@ def _picture_of_targets(outcome: Outcome) -> Metadata:
 
 
 def mirrored(outcome: Outcome) -> Metadata:
-    """Return every key of meta.json as typed metadata; Dagster's UI plots the numbers from one run to the next.
+    """Return every key of meta.json as typed metadata. Numbers are results, which Dagster's UI plots over the runs.
 
     The lists of files, which grow with the corpus, are mirrored as count, tokens, bytes and the place of the full list.
     So are the partitions: their number, their rule, and the least, the mean and the greatest of each count.
@@ -100,14 +151,17 @@ def mirrored(outcome: Outcome) -> Metadata:
     if "partitions" in outcome.meta:
         lists["partitions"] = {**_ranges(outcome.meta["partitions"]), "listed_in": listed_in}
     meta: dict[str, Any] = {**outcome.meta, **lists}
-    return {key: _typed(meta[key]) for key in sorted(meta)}
+    return {key: _typed(key, meta[key]) for key in sorted(meta)}
 
 
-def _typed(value: Any) -> dg.MetadataValue[Any]:
+def _typed(key: str, value: Any) -> dg.MetadataValue[Any]:
+    """Return a value as an entry. A number that is no result of a build is text, for Dagster plots every number."""
     if value is None:
         return dg.MetadataValue.null()
     if isinstance(value, bool):  # before int, for a bool is one
         return dg.MetadataValue.bool(value)
+    if isinstance(value, int | float) and key not in _RESULTS:
+        return dg.MetadataValue.text(str(value))
     if isinstance(value, int):
         return dg.MetadataValue.int(value)
     if isinstance(value, float):
@@ -139,6 +193,83 @@ def _sums(records: list[dict[str, Any]]) -> dict[str, int]:
     return sums
 
 
+def _in_words(outcome: Outcome) -> Metadata:
+    """Return what a person wants to know, in a few words each. A name with a space is no key of meta.json."""
+    meta, found = outcome.meta, dict[str, str]()
+    found["holds"] = _held(outcome)
+    if (totals := meta.get("totals")) and "train_tokens" in totals:
+        found["tokens of each split"] = ", ".join(f"{totals[f'{split}_tokens']:,} {split}" for split in SPLITS)
+    if (share := _supervised_share(outcome)) is not None:
+        found["tokens with loss"] = share_text(share)
+    if "dropped" in meta:
+        most = sorted(meta["dropped"].items(), key=lambda item: (-item[1], item[0]))
+        named = ", ".join(f"{reason} {count:,}" for reason, count in most[:_MOST_REASONS])
+        found["left out"] = f"{named}{', ...' if len(most) > _MOST_REASONS else ''}" if named else "nothing"
+    found["size on disk"] = size_text(outcome.disk_bytes)
+    speed = outcome.tokens_per_second
+    found["time to build"] = "none, it was up to date"
+    if not outcome.reused:
+        found["time to build"] = f"{outcome.seconds:,.3g} s" + (f", {count_text(speed)} tokens/s" if speed else "")
+    found["look inside"] = look_inside(outcome.key, outcome.path)
+    words: Metadata = {name: dg.MetadataValue.text(text) for name, text in found.items()}
+    return {**words, "path": dg.MetadataValue.path(outcome.path.absolute())}
+
+
+def _held(outcome: Outcome) -> str:
+    meta, totals = outcome.meta, outcome.meta.get("totals") or {}
+    if meta.get("built") is False:
+        return "nothing: a stub, for its source was not asked for"
+    if meta["kind"] == "tokenizer":
+        return f"{number_of(meta['vocab_size'], 'id')}, {meta['tokenizer_kind']}"
+    if meta["kind"] == "draft_vocab":
+        of = f"{meta['target_vocab_size']:,} ids, for {share_text(meta['coverage'])} of the supervised tokens"
+        return f"{meta['draft_vocab_size']:,} of the target's {of}"
+    if meta["kind"] == "eagle3":
+        return f"{many(totals['samples'], 'sample')}, {many(totals['tokens'], 'token')}"
+    rows = meta["docs"] if meta["kind"] == "pretrain" else {each: totals[f"{each}_{_unit(meta)}s"] for each in SPLITS}
+    parts = f" in {many(meta['partitions']['total'], 'partition')}" if "partitions" in meta else ""
+    return " and ".join(f"{many(rows[split], _unit(meta))} in {split}" for split in SPLITS) + parts
+
+
+def _unit(meta: Mapping[str, Any]) -> str:
+    return _UNITS[meta["kind"]]
+
+
+def _figures(outcome: Outcome) -> Metadata:
+    """Return rows and bytes under Dagster's own names: its page shows them at the top, and plots them."""
+    meta, totals = outcome.meta, outcome.meta.get("totals") or {}
+    found: Metadata = {"dagster/size_bytes": dg.MetadataValue.int(outcome.disk_bytes)}
+    rows: int | None = None
+    if meta["kind"] == "pretrain":
+        rows = sum((meta.get("docs") or {}).values())
+    elif meta["kind"] in _UNITS:
+        rows = sum(totals.get(f"{split}_{_unit(meta)}s", 0) for split in SPLITS)
+    elif meta["kind"] == "eagle3":
+        rows = totals["samples"]
+    return found if rows is None else {"dagster/row_count": dg.MetadataValue.int(rows), **found}
+
+
+def _partition_table(outcome: Outcome) -> Metadata:
+    """Return the partitions of a cache as a table, one row each; where there are many, the first ones."""
+    of_each = (outcome.meta.get("partitions") or {}).get("of_each") or []
+    rows = [dg.TableRecord({"partition": number, **each}) for number, each in enumerate(of_each[:_MOST_PARTITIONS])]
+    found: Metadata = {"partition_table": dg.MetadataValue.table(rows)} if rows else {}
+    if rest := len(of_each) - len(rows):
+        found["partition_table/rest"] = dg.MetadataValue.text(
+            f"{rest:,} more: partitions.of_each in {outcome.path / META_NAME}"
+        )
+    return found
+
+
+def _supervised_share(outcome: Outcome) -> float | None:
+    """Return the tokens with loss as a share of all, 0 to 1; None where every token has it, or there is none."""
+    meta = outcome.meta
+    if "supervised_share" in meta:
+        return float(meta["supervised_share"])
+    supervised = meta.get("loss_tokens") if meta["kind"] == "rollouts" else meta.get("supervised_tokens")
+    return sum(supervised.values()) / outcome.tokens if supervised and outcome.tokens else None
+
+
 def _of_the_run(outcome: Outcome) -> Metadata:
     """Return what differs between two builds of the same bytes, or is derived; meta.json has none of it (D10)."""
     meta, value = outcome.meta, dg.MetadataValue
@@ -146,7 +277,6 @@ def _of_the_run(outcome: Outcome) -> Metadata:
         "run/state": value.text("reused: nothing it depends on has changed" if outcome.reused else "built"),
         "run/seconds": value.float(round(outcome.seconds, 3)),
         "run/recipe_fingerprint": value.text(outcome.fingerprint),
-        "path": value.path(outcome.path.absolute()),
         "meta_json": value.path((outcome.path / META_NAME).absolute()),
         "size_mib": value.float(round(outcome.disk_bytes / _MIB, 3)),
     }
@@ -170,9 +300,8 @@ def _of_the_run(outcome: Outcome) -> Metadata:
         found["folding/pair_factor"] = value.float(
             round(sum(meta["pairs"].values()) / sum(meta["pairs_after"].values()), 4)
         )
-        found["supervised_share"] = value.float(round(sum(meta["loss_tokens"].values()) / tokens, 4))
-    if tokens and "supervised_tokens" in meta:
-        found["supervised_share"] = value.float(round(sum(meta["supervised_tokens"].values()) / tokens, 4))
+    if (share := _supervised_share(outcome)) is not None:
+        found["supervised_share"] = value.float(round(share, 4))
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import dagster as dg
 import pytest
-from support.dagster_runs import metadata, run
+from support.dagster_runs import metadata, run, typed_metadata
 from support.small_builds import quick_folder
 
 from niels_gpt.settings import Settings
@@ -23,6 +23,8 @@ class FirstRun:
     """The caches in cache/, a copy in built/, and the home of the Dagster instance that knows of them in home/."""
     metadata: dict[str, dict[str, Any]]
     """Of each asset."""
+    typed: dict[str, dict[str, dg.MetadataValue[Any]]]
+    """The same, as Dagster keeps it."""
 
 
 @pytest.fixture(scope="session")
@@ -32,9 +34,9 @@ def first_run(mirror: Path, tiny_model_path: Path) -> Iterator[FirstRun]:
         (folder / "home").mkdir()
         settings = Settings(source_root=str(mirror), cache_dir=str(folder / "cache"), tokenizer=str(tiny_model_path))
         with dg.instance_for_test(temp_dir=str(folder / "home")) as instance:
-            shown = metadata(run(instance, settings))
+            result = run(instance, settings)
         shutil.copytree(folder / "cache", folder / "built", symlinks=True)
-        yield FirstRun(folder, shown)
+        yield FirstRun(folder, metadata(result), typed_metadata(result))
 
 
 @pytest.fixture

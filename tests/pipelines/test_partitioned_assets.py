@@ -14,7 +14,7 @@ import dagster as dg
 import pytest
 from dagster._core.execution.api import create_execution_plan
 from support import ROOT, TESTS
-from support.dagster_runs import metadata, run, shell, stale, verdicts
+from support.dagster_runs import metadata, mirrors, run, shell, stale, verdicts
 from support.small_builds import quick_folder
 
 from niels_gpt.cache.meta import read_meta
@@ -78,9 +78,10 @@ def test_each_partition_is_a_step_and_the_cache_is_that_of_a_build_without_dagst
 
     shown, meta = metadata(first)["pretrain/wikitext"], read_meta(f"{three.cache_dir}/pretrain/wikitext/meta.json")
     listed = ("shards", "files", "partitions")
-    assert {key: shown[key] for key in meta if key not in listed} == {
-        key: value for key, value in meta.items() if key not in listed
-    }
+    assert mirrors(shown, {key: value for key, value in meta.items() if key not in listed})
+    rows = [record.data for record in shown["partition_table"].records]
+    assert [row["train_docs"] for row in rows] == [each["train_docs"] for each in meta["partitions"]["of_each"]]
+    assert [row["partition"] for row in rows] == [0, 1, 2]
     tokens = [each["train_tokens"] for each in meta["partitions"]["of_each"]]
     assert shown["partitions"]["total"] == 3
     assert shown["partitions"]["of_each"]["train_tokens"] == {

@@ -8,7 +8,7 @@ from typing import Any
 
 import dagster as dg
 import pytest
-from support.dagster_runs import metadata, run
+from support.dagster_runs import metadata, mirrors, run
 
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.recipes.plan import RECIPES
@@ -78,7 +78,7 @@ def test_the_page_of_an_asset_says_who_owns_it_what_it_gives_and_where_its_code_
         line = Path(place.file_path).read_text().splitlines()[place.line_number - 1]
         name = place.label.split()[1]
         assert line.startswith((f"def {name}(", f"def _{name}("))
-    assert page.metadata["look_inside"] == "niels-gpt show cache/sft/oasst1"
+    assert page.metadata["look inside"] == "niels-gpt show cache/sft/oasst1"
     assert "huggingface.co/datasets/OpenAssistant/oasst1" in str(
         graph.get(dg.AssetKey(["llm", "raw", "oasst1"])).description
     )
@@ -105,11 +105,26 @@ def test_metadata_mirrors_meta_json_key_by_key_and_the_data_version_is_the_conte
     for key, entries in first_run.metadata.items():
         meta = read_meta(str(Path(settings.cache_dir, key, "meta.json")))
         mirrored = {name: value for name, value in meta.items() if name not in ("shards", "files")}
-        assert {name: entries[name] for name in mirrored} == mirrored, key
+        assert mirrors(entries, mirrored), key
         assert meta.keys() <= entries.keys()
         event = instance.get_latest_materialization_event(dg.AssetKey(key.split("/")))
         assert event is not None and event.asset_materialization is not None
         assert (event.asset_materialization.tags or {})["dagster/data_version"] == meta["content_sha256"]
+
+
+def test_what_a_person_asks_comes_first_and_dagster_plots_results_and_no_settings(first_run: Any) -> None:
+    kinds = (dg.IntMetadataValue, dg.FloatMetadataValue)
+    for key, entries in first_run.typed.items():
+        plotted = {name for name, value in entries.items() if isinstance(value, kinds)}
+        assert {"dagster/size_bytes", "run/seconds"} <= plotted, key
+        assert plotted.isdisjoint({"format_version", "builder_version", "seed", "vocab_size", "val_frac"}), key
+        words = ["holds", *(name for name in entries if " " in name)]
+        assert set(words) <= set(list(entries)[: len(words) + 1]) and len(words) <= 8, key
+        assert all(len(str(entries[name].value)) < 120 or name == "look inside" for name in words), key
+        assert len(json.dumps([str(value.value) for value in entries.values()])) < 40_000
+    chats, examples = first_run.metadata["sft/oasst1"], first_run.metadata["sft/oasst1"]["train_examples"]
+    assert chats["dagster/row_count"] == examples + chats["val_examples"]
+    assert f"{examples} examples in train" in chats["holds"] and " %" in chats["tokens with loss"]
 
 
 def test_the_list_of_shards_is_mirrored_by_count_tokens_bytes_and_place(

@@ -40,12 +40,22 @@ def run(
 
 def metadata(result: dg.ExecuteInProcessResult) -> dict[str, dict[str, Any]]:
     """Return the metadata values of every materialization: the asset's key -> name -> value."""
+    found = typed_metadata(result)
+    return {key: {name: entry.value for name, entry in entries.items()} for key, entries in found.items()}
+
+
+def typed_metadata(result: dg.ExecuteInProcessResult) -> dict[str, dict[str, dg.MetadataValue[Any]]]:
+    """Return the same with Dagster's types."""
     return {
-        event.step_materialization_data.materialization.asset_key.to_user_string(): {
-            name: entry.value for name, entry in event.step_materialization_data.materialization.metadata.items()
-        }
+        made.asset_key.to_user_string(): dict(made.metadata)
         for event in result.get_asset_materialization_events()
+        if (made := event.step_materialization_data.materialization)
     }
+
+
+def mirrors(shown: dict[str, Any], expected: dict[str, Any]) -> bool:
+    """Return whether each key is shown under its own name, settings that are numbers as text: those are not plotted."""
+    return all(shown[key] in (value, str(value)) for key, value in expected.items())
 
 
 def built(result: dg.ExecuteInProcessResult) -> set[str]:
