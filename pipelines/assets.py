@@ -19,6 +19,7 @@ from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.recipes.tokenizer import NoSentinels, ensure_tokenizer
 from niels_gpt.recipes.user_sources import user_sources
 from pipelines.deployment import Deployment
+from pipelines.metadata import observation_metadata
 from pipelines.steps import (
     BUILD_POOL,
     BUILD_TAG,
@@ -30,7 +31,7 @@ from pipelines.steps import (
     report,
     turn,
 )
-from pipelines.versions import ROOT_VERSION, SFT_ROOT, observed_metadata, upstream_of
+from pipelines.versions import ROOT_VERSION, SFT_ROOT, upstream_of
 
 _READERS = {
     "pretrain": "niels_gpt.cache.PretrainTokenStreamDataset",
@@ -73,7 +74,7 @@ def _observable(deployment: Deployment, spec: SourceSpec) -> dg.AssetsDefinition
         yield dg.ObserveResult(
             asset_key=context.asset_key,
             data_version=dg.DataVersion(provenance["fingerprint"]),
-            metadata=observed_metadata(provenance, warning),
+            metadata=observation_metadata(run.settings, spec.key, provenance, warning),
         )
 
     observable: dg.AssetsDefinition = raw

@@ -4,8 +4,8 @@ Dagster's page shows the entries in their order, but plots every number, by name
 """
 
 import base64
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+import os
+from collections.abc import Mapping
 from typing import Any
 
 import dagster as dg
@@ -14,7 +14,9 @@ from niels_gpt.cache.formats import SPLITS
 from niels_gpt.display.numbers import count_text, many, number_of, share_text, size_text
 from niels_gpt.inspection.plot import plot
 from niels_gpt.inspection.show import sample_texts
+from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Outcome
+from niels_gpt.settings import Settings
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.tokenizer import load_tokenizer
 from pipelines.describe import look_inside
@@ -110,21 +112,28 @@ def targets_result(outcome: Outcome) -> dg.MaterializeResult[None]:
 
 
 def observation_metadata(
-    provenance: Mapping[str, Any], warning: str | None, files: Sequence[Path] = ()
+    settings: Settings, name: str, provenance: Mapping[str, Any], warning: str | None
 ) -> dict[str, Any]:
-    """Return what an observation of a source shows: what a person asks first, then the provenance key by key.
+    """Return what the page of raw/NAME shows of an observation: what a person asks first, then the provenance.
 
-    files: those of the source, for their size and age; none of a dataset on the hub.
+    name: of the source, or the key of its cache or observable. provenance: the source's part of a meta.json.
     """
     found: dict[str, Any] = {"warning": warning or "none"}
-    if files:
-        abouts = [file.stat() for file in files]
-        newest = max(about.st_mtime for about in abouts)
+    if abouts := _files_of(settings, name):
         found["size of the files"] = size_text(sum(about.st_size for about in abouts))
-        found["newest change"] = dg.MetadataValue.timestamp(newest)
+        found["newest change"] = dg.MetadataValue.timestamp(max(about.st_mtime for about in abouts))
     stated = ("files", "revision", "fingerprint")
-    order = [*stated, *(name for name in sorted(provenance) if name not in stated)]
-    return {**found, **{name: provenance[name] for name in order if provenance.get(name) is not None}}
+    order = [*stated, *(key for key in sorted(provenance) if key not in stated)]
+    return {**found, **{key: provenance[key] for key in order if provenance.get(key) is not None}}
+
+
+def _files_of(settings: Settings, name: str) -> list[os.stat_result]:
+    """Return size and times of the files of a source; [] of a dataset on the hub, and where one has just gone."""
+    try:
+        source = resolve_source(settings, name)
+        return [] if source.root is None else [(source.root / file).stat() for file in source.files]
+    except (OSError, ValueError):
+        return []
 
 
 def _picture_of_targets(outcome: Outcome) -> Metadata:

@@ -33,7 +33,7 @@ from niels_gpt.settings import Settings
 from niels_gpt.storage.fileio import canonical_json
 from niels_gpt.tokenizers.files import tokenizer_files
 from pipelines.deployment import Deployment
-from pipelines.metadata import materialize_result
+from pipelines.metadata import materialize_result, observation_metadata
 
 DATA_VERSION, CODE_VERSION = "dagster/data_version", "dagster/code_version"
 INPUT_VERSION, INPUT_POINTER = "dagster/input_data_version", "dagster/input_event_pointer"
@@ -249,14 +249,9 @@ def _observed(
     else:
         is_news = not (same and newest is not None and newest.run_id == context.op_execution_context.run_id)
     if is_ours and is_news:
-        tags = {DATA_VERSION: version}
-        context.log_event(dg.AssetObservation(key, metadata=observed_metadata(source, warning), tags=tags))
+        metadata = observation_metadata(settings, upstream, source, warning)
+        context.log_event(dg.AssetObservation(key, metadata=metadata, tags={DATA_VERSION: version}))
     return version
-
-
-def observed_metadata(provenance: Mapping[str, Any], warning: str | None) -> dict[str, Any]:
-    """Return what the page of raw/NAME shows of an observation. provenance: of a source's meta.json."""
-    return {**{name: value for name, value in provenance.items() if value is not None}, "warning": warning or "none"}
 
 
 def _newest(context: dg.AssetExecutionContext, key: dg.AssetKey, *, is_observed: bool) -> _Event | None:

@@ -54,6 +54,11 @@ def test_an_observation_is_a_folders_fingerprint_or_the_hubs_newest_revision(
     run(instance, settings, "raw/oasst1")
     facts, warning = observe(settings, "sft/oasst1")
     assert (data_version(instance, "raw/oasst1"), None) == (facts["fingerprint"], warning)
+    (record,) = instance.fetch_observations(dg.AssetKey(["raw", "oasst1"]), limit=1).records
+    assert record.asset_observation is not None
+    shown = {name: entry.value for name, entry in record.asset_observation.metadata.items()}
+    assert shown["warning"] == "none" and shown["files"] == facts["files"] and "B" in str(shown["size of the files"])
+    assert 0 < float(str(shown["newest change"])) <= time.time()
     hub.faults.clear()
     hub.repositories["OpenAssistant/oasst1"] = Repository({"bbb": {}}, {"main": "bbb"})
     run(instance, of_the_hub, "raw/oasst1")
