@@ -21,7 +21,7 @@ from niels_gpt.recipes.eagle3.asset import build_targets
 from niels_gpt.recipes.eagle3.draft_vocab import build_draft_vocab
 from niels_gpt.recipes.eagle3.of_settings import KEY as TARGETS_KEY
 from niels_gpt.recipes.eagle3.of_settings import VOCAB_KEY, has_small_target
-from niels_gpt.recipes.eagle3.planned import described, planned_action
+from niels_gpt.recipes.eagle3.planned import planned_action
 from niels_gpt.recipes.partitions.documents import is_partitioned
 from niels_gpt.recipes.partitions.planned import listing_of, planned
 from niels_gpt.recipes.resolve import ResolvedSource, asked_revisions, resolve_source
@@ -182,7 +182,7 @@ def observe(settings: Settings, key: str) -> tuple[dict[str, Any], str | None]:
 def _plan_of(settings: Settings, key: str, state: str, tokenizer: FullTokenizer | None) -> Plan:
     """state, tokenizer: of the tokenizer; None for one that is not there yet."""
     if key in OF_EAGLE3:
-        return Plan(key, planned_action(settings, key, state, tokenizer), described(settings), 0)
+        return Plan(key, *planned_action(settings, key, state, tokenizer), 0)
     name = key.split("/")[1]
     try:
         source = resolve_source(settings, key)

@@ -18,6 +18,8 @@ class LeftOut(Exception):
 
     warning = "W411"
     """Code of the warning."""
+    found = ""
+    """The reason in a few words, for a table."""
 
 
 class CacheError(ValueError):

@@ -12,6 +12,7 @@ from support.loopback_hub import LoopbackHub
 from support.tiny_hub_models import CHAT
 
 from niels_gpt.commands.eagle3 import precompute
+from niels_gpt.commands.main import main
 from niels_gpt.eagle3.cache import verify
 from niels_gpt.eagle3.format.shard_writer import receipt_path
 from niels_gpt.storage.fileio import META_NAME
@@ -70,3 +71,25 @@ def test_a_run_is_that_of_the_folder_but_for_what_it_says_of_its_target(
     shards = [f"shard-{number:06d}.safetensors" for number in range(3)]
     for name in (*shards, "target_embeddings.safetensors", "sidecar/samples.safetensors", "sidecar/batches.jsonl"):
         assert (tmp_path / "by_id" / name).read_bytes() == (tmp_path / "by_folder" / name).read_bytes()
+
+
+@pytest.mark.slow
+def test_a_build_keeps_the_commit_of_its_target_until_refresh_asks_for_the_newest(
+    loopback_hub: LoopbackHub, model_id: str, first: Path, second: Path, run: Callable[..., Any], tmp_path: Path
+) -> None:
+    old = loopback_hub.add_model(model_id, first)
+    flags = {"target": model_id, "source": "chats.jsonl", "seq-length": "64", "device": "cpu", "check-samples": "0"}
+    build = ["build", "eagle3/targets", "--cache-dir", "c"]
+    build += [word for name, value in flags.items() for word in (f"--eagle3-{name}", value)]
+
+    def revision() -> Any:
+        return recorded(tmp_path / "c" / "eagle3" / "targets")["revision"]
+
+    assert main(build) == 0 and revision() == old
+    new = loopback_hub.add_model(model_id, second)
+    loopback_hub.requests.clear()
+    assert main([*build, "--dry-run"]) == 0
+    assert main(build) == 0 and revision() == old
+    assert not [one.path for one in loopback_hub.requests if old not in one.path], "nobody asked for a newer one"
+    assert main([*build, "--refresh"]) == 0 and revision() == new
+    assert main(build) == 0 and revision() == new

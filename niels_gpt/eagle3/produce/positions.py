@@ -23,7 +23,7 @@ ENOUGH = 10_000
 """Supervised slots: a run stops after so many without a position."""
 REMEDY = (
     "Use a draft vocabulary of these samples and this target, in place of --draft-vocab-from, or a larger one "
-    "(--draft-vocab-size; in Dagster eagle3_draft_vocab_size), and a fresh folder for a cache of it"
+    "(--draft-vocab-size, the setting eagle3_draft_vocab_size), and a fresh folder for a cache of it"
 )
 
 

@@ -45,12 +45,14 @@ class NoTarget(LeftOut, ValueError):
     """No target is named, and the sample alone has one by default."""
 
     code, warning = "E705", "W513"
+    found = "no target: name one with --eagle3-target"
 
 
 class NoExtra(LeftOut, ImportError):
     """What runs a target is not installed: the extra eagle3."""
 
     code, warning = "E901", "W513"
+    found = "pip install 'niels-gpt[eagle3]'"
 
 
 def why_left_out(settings: Settings) -> NoTarget | NoExtra | None:

@@ -11,13 +11,13 @@ from niels_gpt.recipes.eagle3.of_settings import (
     KEY,
     SMALL_TARGET,
     VOCAB_KEY,
-    check_configured,
     folder_with_plan,
     has_small_target,
     raw_source,
     resolved,
     small_target_folder,
     stable_name,
+    why_left_out,
 )
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, cache_root, recorded_recipe
 from niels_gpt.recipes.tokenizer import no_sentinels
@@ -26,30 +26,28 @@ from niels_gpt.storage.errors import LeftOut
 from niels_gpt.tokenizers.protocol import FullTokenizer
 
 
-def planned_action(settings: Settings, key: str, state: str, tokenizer: FullTokenizer | None) -> str:
-    """Return "up to date", "build", why a build of all leaves the cache out, or why it cannot be built.
+def planned_action(settings: Settings, key: str, state: str, tokenizer: FullTokenizer | None) -> tuple[str, str]:
+    """Return what a build would do, and from what.
 
-    state, tokenizer: of the tokenizer of the caches; None for one that is not there yet.
+    The first is "up to date", "build", or "left out" or "cannot be built" and why; what is not configured is said in
+    the second. state, tokenizer: of the tokenizer of the caches; None for one that is not there yet.
     """
+    problem = why_left_out(settings)
+    if problem is not None:
+        return "left out", problem.found
+    source = f"{SMALL_TARGET if has_small_target(settings) else settings.eagle3_target} over {settings.eagle3_source}"
     try:
-        check_configured(settings)
         if has_small_target(settings) and tokenizer is not None and not tokenizer.special_token_ids():
             raise no_sentinels(settings, [key], cache_root(settings) / TOKENIZER_KEY)
         if _is_current(settings, key, state, tokenizer):
-            return "up to date"
+            return "up to date", source
     except LeftOut as error:
-        return f"left out: {error}"
+        return f"left out: {error.found}", source
     except (OSError, ValueError, ImportError) as error:
-        return f"cannot be built: {error}"
+        return f"cannot be built: {error}", source
     folder = folder_with_plan(cache_root(settings) / KEY) if key == KEY else None
     is_unfinished = folder is not None and folder != cache_root(settings) / KEY
-    return "build (an unfinished one is there)" if is_unfinished else "build"
-
-
-def described(settings: Settings) -> str:
-    """Return which target is run over which chats."""
-    target = SMALL_TARGET if has_small_target(settings) else settings.eagle3_target
-    return f"{target or 'no target'} over {settings.eagle3_source}"
+    return "build (an unfinished one is there)" if is_unfinished else "build", source
 
 
 def _is_current(settings: Settings, key: str, state: str, tokenizer: FullTokenizer | None) -> bool:
