@@ -187,7 +187,7 @@ def _look(
             if digest == cursor.seen.get(name):
                 changed[name] = digest
             else:
-                notes.append(f"raw/{name} has changed: it is observed once two ticks find the same files")
+                notes.append(f"raw/{name}: new or changed files, observed once two ticks find the same")
         if digest:
             cursor.seen[name] = digest
         if following and time.monotonic() > end:

@@ -139,7 +139,7 @@ def test_a_source_whose_files_change_is_observed_once_two_ticks_find_the_same(
 
     add_a_note(changing)
     (Path(changing.source_root).parent / "own.txt").write_text("Another text of my own.\n")
-    assert ticks.tick() is None and "raw/roam has changed" in ticks.said
+    assert ticks.tick() is None and "raw/roam: new or changed" in ticks.said
     before = ticks.cursor
     second = ticks.tick()
     assert second is not None and second[1] == {"raw/roam", "raw/own"}
