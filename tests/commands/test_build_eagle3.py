@@ -60,6 +60,9 @@ def test_they_are_built_by_name_without_the_tokenizer_and_reused_and_listed(
     assert out.count("up to date") == 2 and out.endswith("next: niels-gpt eagle3 stats c/eagle3/targets\n")
     assert main([*build, "--dry-run", "--json"]) == 0
     assert [row["action"] for row in rows(capsys).values()] == ["up to date", "up to date"]
+    Path("c/eagle3/.versions/targets/building-0123456789ab").mkdir()
+    assert main([*build, "--dry-run", "--eagle3-seq-length", "32"]) == 0
+    assert "unfinished" in capsys.readouterr().out
     assert main(["list", "c", "--json"]) == 0 and set(rows(capsys)) == set(KEYS)
     assert main(["build", TARGETS, *build[3:], "--restart"]) == 0
     assert len(Path("c/.runs/eagle3.targets.jsonl").read_text().splitlines()) == 2

@@ -23,6 +23,7 @@ from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, cache_root, recorded_rec
 from niels_gpt.recipes.tokenizer import no_sentinels
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import LeftOut
+from niels_gpt.storage.versions import BUILDING, versions_dir
 from niels_gpt.tokenizers.protocol import FullTokenizer
 
 
@@ -45,9 +46,9 @@ def planned_action(settings: Settings, key: str, state: str, tokenizer: FullToke
         return f"left out: {error.found}", source
     except (OSError, ValueError, ImportError) as error:
         return f"cannot be built: {error}", source
-    folder = folder_with_plan(cache_root(settings) / KEY) if key == KEY else None
-    is_unfinished = folder is not None and folder != cache_root(settings) / KEY
-    return "build (an unfinished one is there)" if is_unfinished else "build", source
+    unfinished = versions_dir(cache_root(settings) / key).glob(f"{BUILDING}-*")
+    is_there = key == KEY and any(not folder.suffix for folder in unfinished)
+    return "build (an unfinished one is there)" if is_there else "build", source
 
 
 def _is_current(settings: Settings, key: str, state: str, tokenizer: FullTokenizer | None) -> bool:
