@@ -15,9 +15,10 @@ from niels_gpt.recipes.eagle3.of_settings import KEY as TARGETS_KEY
 from niels_gpt.recipes.eagle3.of_settings import VOCAB_KEY
 from niels_gpt.recipes.rollouts import checks as rollouts
 from niels_gpt.recipes.run_recipe import cache_root
-from niels_gpt.storage.checks import Check, Verdict
+from niels_gpt.storage.checks import Check, Value, Verdict
 from pipelines.deployment import Deployment
 
+_DIGITS = 6  # of a share
 _SHOWN_PROBLEMS = 3  # in the text of a check; all of them are in an entry
 
 
@@ -95,7 +96,8 @@ def check_of_draft_vocab(deployment: Deployment) -> dg.AssetChecksDefinition:
 def _result(deployment: Deployment, key: dg.AssetKey, rule: Check, verdict: Verdict) -> dg.AssetCheckResult:
     """Return a verdict as Dagster keeps it: a sentence, and what was measured as entries; it plots the numbers."""
     found = verdict.problems
-    metadata: dict[str, Any] = {**verdict.values, "problems": len(found)}
+    metadata: dict[str, Any] = {name: _short(value) for name, value in verdict.values.items()}
+    metadata["problems"] = len(found)
     if len(found) > _SHOWN_PROBLEMS:
         metadata["all_problems"] = found
     return dg.AssetCheckResult(
@@ -106,6 +108,10 @@ def _result(deployment: Deployment, key: dg.AssetKey, rule: Check, verdict: Verd
         description=(_failed(deployment, key, rule, found) if found else _passed(verdict)) or None,
         metadata=metadata,
     )
+
+
+def _short(value: Value) -> Value:
+    return round(value, _DIGITS) if isinstance(value, float) else value
 
 
 def _passed(verdict: Verdict) -> str:

@@ -51,12 +51,12 @@ def materialize_result(outcome: Outcome) -> dg.MaterializeResult[None]:
         metadata={
             **picture,
             **_in_words(outcome),
-            **examples,
             **_figures(outcome),
             **{key: meta[key] for key in headline if key in meta},
             **_of_the_run(outcome),
-            **meta,
             **_partition_table(outcome),
+            **examples,
+            **meta,
         },
         data_version=dg.DataVersion(str(outcome.meta["content_sha256"])),
     )

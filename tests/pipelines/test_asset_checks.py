@@ -3,10 +3,13 @@
 The rules themselves are tested in test_verify.py.
 """
 
+import asyncio
 import dataclasses
 from pathlib import Path
 
 import dagster as dg
+from dagster._core.definitions.asset_health.asset_check_health import AssetCheckHealthState
+from dagster._core.loader import LoadingContextForTest
 from support.dagster_runs import check_alone, metadata, run, verdicts
 
 from niels_gpt.inspection.verify import CHECKS
@@ -14,6 +17,13 @@ from niels_gpt.recipes.plan import RECIPES
 from niels_gpt.recipes.rollouts.checks import CHECKS as ROLLOUT_CHECKS
 from niels_gpt.settings import Settings
 from pipelines.definitions import defs, niels_definitions
+
+
+def health(instance: dg.DagsterInstance, key: str) -> str:
+    """Return an asset's health by its checks, as Dagster+ shows it; the open UI shows its parts."""
+    keys = {each for each in defs.resolve_asset_graph().asset_check_keys if each.asset_key.to_user_string() == key}
+    found = AssetCheckHealthState.compute_for_asset_checks(keys, LoadingContextForTest(instance))
+    return asyncio.run(found).health_status.value
 
 
 def test_every_asset_has_the_checks_of_its_kind_and_they_say_what_they_look_at() -> None:
@@ -48,6 +58,7 @@ def test_a_share_of_drops_above_the_setting_is_a_warning(instance: dg.DagsterIns
     entries = {name: entry.value for name, entry in found.metadata.items()}
     assert isinstance(entries["dropped_share"], float) and 0 < entries["dropped_share"] < 1
     assert entries["limit"] == "0 %", "a limit is no figure to plot"
+    assert health(instance, "sft/dolly15k") == "WARNING"
 
 
 def test_a_flipped_bit_fails_the_deep_check_and_with_it_the_run(
@@ -75,6 +86,7 @@ def test_a_cache_that_cannot_be_decoded_is_left_to_its_checks(instance: dg.Dagst
     assert f"{tokens}: token 0 is id 65535" in str(found.description)
     assert "settings: {config: {force: true}}" in str(found.description)
     assert found.metadata["greatest_id"].value == 65_535
+    assert health(instance, "sft/oasst1") == "DEGRADED"
     assert "cannot be read" in metadata(result)["sft/oasst1"]["picture"]
 
 
