@@ -6,6 +6,7 @@ The built-in caches come from the table of sources (niels_gpt/data/sources.py), 
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import dagster as dg
@@ -14,22 +15,27 @@ from niels_gpt.data.sources import SOURCES, SourceSpec
 from niels_gpt.recipes.plan import observe
 from niels_gpt.recipes.rollouts.caches import build_rollout_cache
 from niels_gpt.recipes.rollouts.trees import TREES
-from niels_gpt.recipes.run_recipe import TOKENIZER_KEY
+from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Outcome
 from niels_gpt.recipes.token_caches import build_token_cache
-from niels_gpt.recipes.tokenizer import NoSentinels, ensure_tokenizer
+from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.recipes.user_sources import user_sources
+from niels_gpt.storage.errors import LeftOut
 from pipelines.deployment import Deployment
 from pipelines.metadata import observation_metadata
 from pipelines.steps import (
     BUILD_POOL,
     BUILD_TAG,
     NETWORK_RETRIES,
+    carried_out,
     clear_errors,
     leave_out,
     observed_of_cache,
     progress_log,
     report,
+    step,
     turn,
+    waited_for,
+    why_from_scratch,
 )
 from pipelines.versions import ROOT_VERSION, SFT_ROOT, upstream_of
 
@@ -115,8 +121,12 @@ def _tokenizer(deployment: Deployment) -> dg.AssetsDefinition:
     )
     def tokenizer(context: dg.AssetExecutionContext) -> dg.MaterializeResult[None]:
         run = deployment.run(context)
-        with clear_errors(deployment):
-            return report(context, deployment, run.settings, ensure_tokenizer(run.settings))
+        with step(context, deployment):
+            why = why_from_scratch(context, deployment, run, TOKENIZER_KEY)
+            if why:
+                context.log.info(f"tokenizer: made again: {why}")
+            make = partial(ensure_tokenizer, run.settings, from_scratch=why is not None)
+            return report(context, deployment, run.settings, waited_for(run, TOKENIZER_KEY, make))
 
     made: dg.AssetsDefinition = tokenizer
     return made
@@ -138,20 +148,23 @@ def _cache(deployment: Deployment, spec: SourceSpec) -> dg.AssetsDefinition:
         op_tags={**deployment.op_tags, **({BUILD_TAG: "true"} if spec.family == "pretrain" else {})},
     )
     def cache(context: dg.AssetExecutionContext) -> Iterator[dg.MaterializeResult[None]]:
-        # Dagster's staleness is advisory: the recipe decides whether there is anything to do.
-        core = deployment.run(context).settings
-        with clear_errors(deployment), turn(core) if spec.family == "pretrain" else nullcontext():
+        run = deployment.run(context)
+
+        def build() -> Outcome:
+            # Dagster's staleness is advisory: the recipe decides whether there is anything to do.
+            observed = observed_of_cache(context, deployment, run.settings, spec.key)
+            how: dict[str, Any] = {"observed": observed, "progress": progress_log(context)}
+            if spec.family in ("trees", "rollouts"):
+                return build_rollout_cache(run.settings, spec.key, **how)
+            return build_token_cache(run.settings, spec.name, **how)
+
+        with step(context, deployment), turn(run) if spec.family == "pretrain" else nullcontext():
             try:
-                observed = observed_of_cache(context, deployment, core, spec.key)
-                how: dict[str, Any] = {"observed": observed, "progress": progress_log(context)}
-                if spec.family in ("trees", "rollouts"):
-                    outcome = build_rollout_cache(core, spec.key, **how)
-                else:
-                    outcome = build_token_cache(core, spec.name, **how)
-            except NoSentinels as error:
+                outcome = carried_out(context, deployment, run, spec.key, build)
+            except LeftOut as error:
                 leave_out(context, deployment, error)
                 return
-            result = report(context, deployment, core, outcome)
+            result = report(context, deployment, run.settings, outcome)
         yield result
 
     asset: dg.AssetsDefinition = cache

@@ -1,7 +1,7 @@
 """Is a finished cache good? The rules of niels_gpt.inspection.verify, niels_gpt.recipes.rollouts.checks and
 niels_gpt.eagle3.inspect.verify as Dagster's asset checks."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import dagster as dg
@@ -19,7 +19,18 @@ from niels_gpt.storage.checks import Check, Value, Verdict
 from pipelines.deployment import Deployment
 
 _DIGITS = 6  # of a share
+_ROLLOUTS = ("trees/", "rollouts/")
 _SHOWN_PROBLEMS = 3  # in the text of a check; all of them are in an entry
+
+
+def rules_of(path: str) -> Mapping[str, Check]:
+    """Return the checks of an asset that is built, by name."""
+    if path == TARGETS_KEY:
+        return EAGLE3_CHECKS
+    if path == VOCAB_KEY:
+        return {DRAFT_VOCAB_CHECK.name: DRAFT_VOCAB_CHECK}
+    checks = rollouts.CHECKS if path.startswith(_ROLLOUTS) else CHECKS[path.split("/")[0]]
+    return {check.name: check for check in checks}
 
 
 def checks_of(deployment: Deployment, path: str) -> dg.AssetChecksDefinition:
@@ -28,10 +39,8 @@ def checks_of(deployment: Deployment, path: str) -> dg.AssetChecksDefinition:
     path: of the cache below the folder of the caches: tokenizer, or FAMILY/NAME of a token or rollout cache.
     A blocking check that fails is an error and stops what lies downstream; any other is a warning.
     """
-    key, family = deployment.key(path), path.split("/")[0]
-    is_rollouts = family in ("trees", "rollouts")
-    rules = {check.name: check for check in (rollouts.CHECKS if is_rollouts else CHECKS[family])}
-    verified = rollouts.verify if is_rollouts else verify
+    key, rules = deployment.key(path), rules_of(path)
+    verified = rollouts.verify if path.startswith(_ROLLOUTS) else verify
     specs = [
         dg.AssetCheckSpec(check.name, asset=key, description=check.description, blocking=check.blocking)
         for check in rules.values()

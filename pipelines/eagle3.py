@@ -9,11 +9,12 @@ from niels_gpt.recipes.eagle3.draft_vocab import build_draft_vocab
 from niels_gpt.recipes.eagle3.of_settings import KEY as EAGLE3_KEY
 from niels_gpt.recipes.eagle3.of_settings import SMALL_TARGET, VOCAB_KEY, raw_source
 from niels_gpt.recipes.plan import built_at
-from niels_gpt.recipes.tokenizer import NoSentinels
+from niels_gpt.recipes.run_recipe import Outcome
 from niels_gpt.settings import Settings
+from niels_gpt.storage.errors import LeftOut
 from pipelines.deployment import Deployment
 from pipelines.metadata import draft_vocab_result, targets_result
-from pipelines.steps import NETWORK_RETRIES, clear_errors, leave_out, newer_observation, report, target_log
+from pipelines.steps import NETWORK_RETRIES, carried_out, leave_out, newer_observation, report, step, target_log
 from pipelines.versions import DATA_VERSION, is_recorded, upstream_of, version_tags
 
 
@@ -35,11 +36,16 @@ def draft_vocab_of(deployment: Deployment) -> dg.AssetsDefinition:
         "Read it with niels_gpt.eagle3.vocab.load_token_mapping.",
     )
     def draft_vocab(context: dg.AssetExecutionContext) -> Iterator[dg.MaterializeResult[None]]:
-        core = deployment.run(context).settings
-        with clear_errors(deployment):
+        run = deployment.run(context)
+        core = run.settings
+
+        def build() -> Outcome:
+            return build_draft_vocab(core, observed=_newer_chats(context, deployment, core, VOCAB_KEY))
+
+        with step(context, deployment):
             try:
-                outcome = build_draft_vocab(core, observed=_newer_chats(context, deployment, core, VOCAB_KEY))
-            except NoSentinels as error:
+                outcome = carried_out(context, deployment, run, VOCAB_KEY, build)
+            except LeftOut as error:
                 leave_out(context, deployment, error)
                 return
             result = report(context, deployment, core, outcome, draft_vocab_result)
@@ -69,12 +75,17 @@ def targets_of(deployment: Deployment) -> dg.AssetsDefinition:
         "\n\nRead it with niels_gpt.eagle3.cache.CachedEagle3Dataset.",
     )
     def targets(context: dg.AssetExecutionContext) -> Iterator[dg.MaterializeResult[None]]:
-        core = deployment.run(context).settings
-        with clear_errors(deployment):
+        run = deployment.run(context)
+        core = run.settings
+
+        def build() -> Outcome:
+            observed = _newer_chats(context, deployment, core, EAGLE3_KEY)
+            return build_targets(core, observed=observed, progress=target_log(context))
+
+        with step(context, deployment):
             try:
-                observed = _newer_chats(context, deployment, core, EAGLE3_KEY)
-                outcome = build_targets(core, observed=observed, progress=target_log(context))
-            except NoSentinels as error:
+                outcome = carried_out(context, deployment, run, EAGLE3_KEY, build)
+            except LeftOut as error:
                 leave_out(context, deployment, error)
                 return
             _report_draft_vocab(context, deployment, core)

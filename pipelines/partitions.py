@@ -15,18 +15,20 @@ from niels_gpt.builders.partitions.receipts import partition_states
 from niels_gpt.recipes.partitions import run
 from niels_gpt.recipes.partitions.documents import is_partitioned
 from niels_gpt.recipes.resolve import resolve_source
-from niels_gpt.recipes.run_recipe import TOKENIZER_KEY
+from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Outcome
 from niels_gpt.recipes.token_caches import build_token_cache
 from pipelines.deployment import Deployment
 from pipelines.steps import (
     BUILD_POOL,
     BUILD_TAG,
     NETWORK_RETRIES,
-    clear_errors,
     observed_of_cache,
     progress_log,
     report,
+    start_over,
+    step,
     turn,
+    waited_for,
 )
 from pipelines.versions import is_graph
 
@@ -85,10 +87,11 @@ def _plan_partitions(deployment: Deployment) -> dg.OpDefinition:
         required_resource_keys={deployment.resource},
     )
     def plan_partitions(context: dg.AssetExecutionContext) -> Iterator[dg.DynamicOutput[None]]:
-        core, path = deployment.run(context).settings, deployment.path_of(context.asset_key)
-        name = path.rpartition("/")[2]
+        asked, path = deployment.run(context), deployment.path_of(context.asset_key)
+        core, name = asked.settings, path.rpartition("/")[2]
         unfinished: list[int] = []
-        with clear_errors(deployment):
+        with step(context, deployment):
+            start_over(context, deployment, asked, path)
             if is_partitioned(core, resolve_source(core, name)):
                 plan = run.prepare(core, name, observed=observed_of_cache(context, deployment, core, path))
                 states = [each for each in partition_states(plan) if each.number >= 0] if plan else []
@@ -120,11 +123,11 @@ def _build_partition(deployment: Deployment) -> dg.OpDefinition:
         required_resource_keys={deployment.resource},
     )
     def build_partition(context: dg.AssetExecutionContext) -> Iterator[dg.Output[None]]:
-        core, path = deployment.run(context).settings, deployment.path_of(context.asset_key)
+        asked, path = deployment.run(context), deployment.path_of(context.asset_key)
         number = int(str(context.op_execution_context.get_mapping_key()).removeprefix("p"))
-        with clear_errors(deployment):
+        with step(context, deployment):
             name = path.rpartition("/")[2]
-            made = run.build_partition(core, name, number, wait=True, progress=progress_log(context))
+            made = run.build_partition(asked.settings, name, number, wait=asked.wait, progress=progress_log(context))
         done = "was finished already" if made.reused else f"built in {made.seconds:.1f} s"
         context.log.info(f"{path}: partition {number} of {made.partition.total} {done}")
         counts = (
@@ -149,16 +152,18 @@ def _seal_cache(deployment: Deployment) -> dg.OpDefinition:
         required_resource_keys={deployment.resource},
     )
     def seal_cache(context: dg.AssetExecutionContext) -> Iterator[dg.Output[None]]:
-        core, path = deployment.run(context).settings, deployment.path_of(context.asset_key)
-        name = path.rpartition("/")[2]
-        with clear_errors(deployment), turn(core):
+        asked, path = deployment.run(context), deployment.path_of(context.asset_key)
+        core, name = asked.settings, path.rpartition("/")[2]
+
+        def build() -> Outcome:
             if is_partitioned(core, resolve_source(core, name)):
                 # Of the newest plan, as its partitions: an observation may have been made since the plan was fixed.
-                outcome = run.seal_cache(core, name, progress=progress_log(context, "files", "bytes"))
-            else:
-                observed = observed_of_cache(context, deployment, core, path)
-                outcome = build_token_cache(core, name, observed=observed, progress=progress_log(context))
-            result = report(context, deployment, core, outcome)
+                return run.seal_cache(core, name, progress=progress_log(context, "files", "bytes"))
+            observed = observed_of_cache(context, deployment, core, path)
+            return build_token_cache(core, name, observed=observed, progress=progress_log(context))
+
+        with step(context, deployment), turn(asked):
+            result = report(context, deployment, core, waited_for(asked, path, build))
         with (
             warnings.catch_warnings()
         ):  # Dagster calls the data version of an output beta: that of an asset is the same

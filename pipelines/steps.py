@@ -1,19 +1,28 @@
-"""What the steps of the assets share: which revision they build, whose turn it is, what they log and report, errors."""
+"""What the steps of the assets share: which revision they build, whether from scratch, whose turn it is, what they log
+and report, errors."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TypeVar
 
 import dagster as dg
+from dagster._core.storage.asset_check_execution_record import AssetCheckExecutionRecordStatus as Status
 
 from niels_gpt.progress import Progress
+from niels_gpt.recipes.eagle3.of_settings import NoExtra, NoTarget
 from niels_gpt.recipes.plan import built_at
-from niels_gpt.recipes.run_recipe import RUNS_DIR, Outcome, cache_root
-from niels_gpt.recipes.tokenizer import NoSentinels
+from niels_gpt.recipes.run_recipe import RUNS_DIR, Outcome, cache_root, recorded_recipe, restart
 from niels_gpt.settings import Settings
+from niels_gpt.storage.errors import CacheError, LeftOut
 from niels_gpt.storage.locks import file_lock
+from niels_gpt.storage.versions import VERSIONS_DIR, build_lock, is_plan, refuse_if_building, versions_dir
+from pipelines.checks import rules_of
 from pipelines.deployment import Deployment
 from pipelines.metadata import materialize_result
+from pipelines.resources import Run
 from pipelines.versions import DATA_VERSION, version_tags
 
 BUILD_POOL = BUILD_TAG = "niels_gpt/pretrain_build"
@@ -22,6 +31,106 @@ folder `turn`, and where a deployment of several machines gives the pool a limit
 NETWORK_RETRIES = dg.RetryPolicy(max_retries=3, delay=15, backoff=dg.Backoff.EXPONENTIAL, jitter=dg.Jitter.PLUS_MINUS)
 """After about 15, 30 and 60 seconds; only errors that may pass by themselves are retried (`clear_errors`)."""
 _LOG_SECONDS = 10.0
+_CORE = "niels_gpt"
+_Result = TypeVar("_Result")
+_CAUSED_ELSEWHERE = ("tokenizer_matches",)
+"""Checks whose failure no build of the asset itself repairs."""
+_PAUSE_SECONDS = 0.2
+"""Between two attempts at a lock: who held it may hold it again."""
+
+
+# --- whether, and from what, a step builds ----------------------------------------------------------------------------
+
+
+def carried_out(
+    context: dg.AssetExecutionContext, deployment: Deployment, run: Run, path: str, build: Callable[[], Outcome]
+) -> Outcome:
+    """Return the outcome of a recipe; the cache is built from scratch where `why_from_scratch` says so.
+
+    Other processes that build the same cache are waited for, and `build` is called again after that.
+    Raises: CacheError E503 where another process builds it and the run does not wait; as `build`.
+    """
+    start_over(context, deployment, run, path)
+    return waited_for(run, path, build)
+
+
+def start_over(context: dg.AssetExecutionContext, deployment: Deployment, run: Run, path: str) -> None:
+    """Make the build of a cache start from scratch where the run, or a failed check, asks for that."""
+    why = why_from_scratch(context, deployment, run, path)
+    if why:
+        waited_for(run, path, lambda: restart(run.settings, path))
+        context.log.info(f"{path}: built from scratch: {why}")
+
+
+def waited_for(run: Run, path: str, act: Callable[[], _Result]) -> _Result:
+    """Return what `act` returns; while another process builds the cache, wait, and call it again.
+
+    Raises: CacheError E503 where the run does not wait; as `act`.
+    """
+    if not run.wait:
+        refuse_if_building(cache_root(run.settings) / path)
+    while True:
+        try:
+            return act()
+        except CacheError as error:
+            if error.code != "E503" or not run.wait or not _wait(Path(error.path)):
+                raise
+        time.sleep(_PAUSE_SECONDS)
+
+
+def _wait(path: Path) -> bool:
+    """Wait until nobody builds at the path of an error E503; False where there is no lock that can be waited for."""
+    from niels_gpt.eagle3.format.layout import LOCK_NAME, SIDECAR
+
+    if (lock := path / SIDECAR / LOCK_NAME).is_file():  # of a folder of eagle3/targets that is being written
+        with file_lock(lock, path, "is being written", wait=True):
+            return True
+    if is_plan(path):
+        for partition in (path / VERSIONS_DIR).glob("*"):
+            _wait(path / partition.name)
+        return True
+    if not versions_dir(path).is_dir():
+        return False
+    with build_lock(path, wait=True):
+        return True
+
+
+def why_from_scratch(context: dg.AssetExecutionContext, deployment: Deployment, run: Run, path: str) -> str | None:
+    """Return why a cache is built from scratch, whatever there is; None: it is not.
+
+    That is so where the run's config says `force`, and where a blocking check has failed since the cache was built. A
+    retry, and the re-execution of a failed run, go on with what the first attempt has built.
+    """
+    operation = context.op_execution_context
+    if getattr(operation, "retry_number", 0):  # an asset called as a function has none
+        return None
+    cache = cache_root(run.settings) / path
+    record = recorded_recipe(cache)
+    is_started = bool(record) and "fingerprint" not in record  # from scratch, by a run that has not finished
+    if run.force:
+        is_again = is_started and operation.run.parent_run_id is not None
+        return None if is_again else f"resources.{deployment.resource}.config.force is set"
+    return None if is_started else _failed_check(context, deployment, run.settings, path)
+
+
+def _failed_check(
+    context: dg.AssetExecutionContext, deployment: Deployment, settings: Settings, path: str
+) -> str | None:
+    """Return which blocking check has failed since the asset was built, here or by the command line."""
+    key, built = deployment.key(path), built_at(settings, path)
+    for record in context.instance.fetch_materializations(key, limit=1).records:
+        built = max(built, record.timestamp)
+    for rule in rules_of(path).values():
+        if not rule.blocking or rule.name in _CAUSED_ELSEWHERE:
+            continue
+        check = dg.AssetCheckKey(key, rule.name)  # a run has planned its own checks already
+        history = context.instance.event_log_storage.get_asset_check_execution_history(
+            check, limit=1, status={Status.FAILED, Status.SUCCEEDED}
+        )
+        for found in history:
+            if found.status == Status.FAILED and found.event is not None and found.event.timestamp > built:
+                return f"its check {rule.name} has failed since it was built"
+    return None
 
 
 def observed_of_cache(
@@ -40,6 +149,32 @@ def newer_observation(context: dg.AssetExecutionContext, raw: dg.AssetKey, built
     return None
 
 
+def turn(run: Run) -> AbstractContextManager[None]:
+    """Hold what one run alone may have that builds a pretrain cache in this folder: it encodes on all cores.
+
+    Raises: CacheError E503 where another has it and the run does not wait.
+    """
+    lock = cache_root(run.settings) / RUNS_DIR / "pretrain.turn"
+    return file_lock(lock, lock.parent.parent, "a pretrain cache is being built", wait=run.wait)
+
+
+def leave_out(context: dg.AssetExecutionContext, deployment: Deployment, error: LeftOut) -> None:
+    """Log why an asset is not materialized, so that its step is skipped; raise `error` in a run of such assets alone.
+
+    A run of all assets materializes those that it can: with a tokenizer without sentinels no chats, and without a
+    target, or the extra eagle3, nothing of eagle3.
+    """
+    selected = {deployment.path_of(key) for key in context.job_def.asset_layer.selected_asset_keys}
+    families = {path.split("/")[0] for path in selected if "/" in path}
+    unbuildable = {"eagle3"} if isinstance(error, NoTarget | NoExtra) else {"sft", "trees", "eagle3"}
+    if not families - unbuildable - {"raw"}:
+        raise error
+    context.log.warning(f"left out [{error.warning}]: {error}")
+
+
+# --- what a step logs and reports -------------------------------------------------------------------------------------
+
+
 def report(
     context: dg.AssetExecutionContext,
     deployment: Deployment,
@@ -52,22 +187,34 @@ def report(
     return described(outcome)._replace(tags=version_tags(context, deployment, settings, outcome))
 
 
-def leave_out(context: dg.AssetExecutionContext, deployment: Deployment, error: NoSentinels) -> None:
-    """Log why an asset is not materialized, so that its step is skipped; raise `error` in a run of such assets alone.
+@contextmanager
+def step(context: dg.AssetExecutionContext, deployment: Deployment) -> Iterator[None]:
+    """Run the body of a step: what the core logs goes to the run's log, and its errors become a dg.Failure."""
+    logger = logging.getLogger(_CORE)
+    handler, level = _ToRun(context), logger.level
+    with clear_errors(deployment):
+        logger.addHandler(handler)
+        if logger.getEffectiveLevel() > logging.INFO:
+            logger.setLevel(logging.INFO)
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
+            logger.removeHandler(handler)
 
-    A run of all assets with a tokenizer without sentinels materializes those that it can.
-    """
-    selected = {deployment.path_of(key) for key in context.job_def.asset_layer.selected_asset_keys}
-    families = {path.split("/")[0] for path in selected if "/" in path}
-    if not families - {"sft", "trees", "eagle3", "raw"}:
-        raise error
-    context.log.warning(f"left out [W411]: {error}")
 
+class _ToRun(logging.Handler):
+    """Passes what the core logs to a run's log, but for loggers that the instance passes on (python_logs)."""
 
-def turn(settings: Settings) -> AbstractContextManager[None]:
-    """Wait until no other run builds a pretrain cache in this folder."""
-    lock = cache_root(settings) / RUNS_DIR / "pretrain.turn"
-    return file_lock(lock, lock.parent.parent, "a pretrain cache is being built", wait=True)
+    def __init__(self, context: dg.AssetExecutionContext) -> None:
+        super().__init__(logging.INFO)
+        self._log, self._managed = context.log, tuple(context.instance.managed_python_loggers)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if any(name in ("root", record.name) or record.name.startswith(f"{name}.") for name in self._managed):
+            return
+        code = getattr(record, "code", None)
+        self._log.log(record.levelno, f"{record.getMessage()} [{code}]" if code else record.getMessage())
 
 
 def progress_log(context: dg.AssetExecutionContext, counted: str = "documents", measured: str = "tokens") -> Progress:

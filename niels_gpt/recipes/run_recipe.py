@@ -200,8 +200,7 @@ def recorded_recipe(path: Path) -> dict[str, Any]:
         recipe = parse_object(read_regular(record))
     except (FileNotFoundError, ValueError):
         return {}
-    committed = path.is_symlink() and recipe.get("version") == Path(os.readlink(path)).name
-    return recipe if committed else {}
+    return recipe if path.is_symlink() and recipe.get("version") == Path(os.readlink(path)).name else {}
 
 
 def is_current(path: Path, fingerprint: str) -> bool:
@@ -224,8 +223,8 @@ def is_current(path: Path, fingerprint: str) -> bool:
 def restart(settings: Settings, key: str) -> None:
     """Make the next build of the cache `key` start from scratch.
 
-    Unfinished builds and partitions are removed, whatever their settings. A committed cache stays readable but is no
-    longer current. Raises: CacheError if it, or a partition, is being built.
+    Unfinished builds and partitions are removed. A committed cache stays readable but is no longer current; when it was
+    built is still known. Raises: CacheError if it, or a partition, is being built.
     """
     path = cache_root(settings) / key
     apply_lock_setting(cache_root(settings), settings.lock)
@@ -238,7 +237,9 @@ def restart(settings: Settings, key: str) -> None:
                 raise CacheError(plan.folder, "a partition is being built", remedy="Wait for it", code="E503")
         known = recorded_recipe(path)
         if known.pop("fingerprint", None) is not None:  # the hub's revision in it stays
-            write_bytes(folder / RECIPE_NAME, canonical_json(known))
+            built = (record := folder / RECIPE_NAME).stat()
+            write_bytes(record, canonical_json(known))
+            os.utime(record, ns=(built.st_atime_ns, built.st_mtime_ns))
 
 
 def run_recipe(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import logging
 import os
 import shlex
@@ -22,6 +21,7 @@ from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
 from niels_gpt.recipes.resolve import ResolvedSource, asked_revisions
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Measurement, Outcome, cache_root, finish, run_recipe
 from niels_gpt.recipes.tokenizers.change import log_unseen_source, warn_of_older_caches
+from niels_gpt.recipes.tokenizers.earlier import meta_or_none, records_of, trained_earlier, undamaged
 from niels_gpt.recipes.tokenizers.templates import opened_template
 from niels_gpt.recipes.tokenizers.texts import train, was_trained_by
 from niels_gpt.settings import Settings
@@ -30,7 +30,7 @@ from niels_gpt.storage.codes import coded
 from niels_gpt.storage.errors import CacheError, LeftOut
 from niels_gpt.storage.fileio import META_NAME, write_bytes
 from niels_gpt.storage.locks import apply_lock_setting
-from niels_gpt.storage.meta_json import checked_sha256, file_records, meta_bytes, parse_object, resolved
+from niels_gpt.storage.meta_json import checked_sha256, file_records, meta_bytes, parse_object
 from niels_gpt.storage.remedies import build_command
 from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.tokenizers.document_end import document_end
@@ -42,12 +42,12 @@ from niels_gpt.tokenizers.sentinels import folder_of_copy
 logger = logging.getLogger(__name__)
 
 
-def ensure_tokenizer(settings: Settings, *, user_sources_only: bool = False) -> Outcome:
+def ensure_tokenizer(settings: Settings, *, user_sources_only: bool = False, from_scratch: bool = False) -> Outcome:
     """Return <cache>/tokenizer, its files and meta.json; it is made and installed first if necessary.
 
     Arguments and errors: see `stage_tokenizer`.
     """
-    staged = stage_tokenizer(settings, user_sources_only=user_sources_only)
+    staged = stage_tokenizer(settings, user_sources_only=user_sources_only, from_scratch=from_scratch)
     install_tokenizer(settings, staged)
     return replace(staged, path=cache_root(settings) / TOKENIZER_KEY)
 
@@ -78,7 +78,12 @@ def build_with_tokenizer(settings: Settings, source: ResolvedSource, key: str, *
 
 
 def stage_tokenizer(
-    settings: Settings, *, user_sources_only: bool = False, announce: bool = False, refresh: bool = False
+    settings: Settings,
+    *,
+    user_sources_only: bool = False,
+    announce: bool = False,
+    refresh: bool = False,
+    from_scratch: bool = False,
 ) -> Outcome:
     """Return the tokenizer of the settings. One that would replace another is checked and made, but not installed.
 
@@ -87,6 +92,7 @@ def stage_tokenizer(
     user_sources_only: train a missing one on user-defined sources alone, so that their caches need no network.
     announce: warn of the caches that a new one makes unreadable even if an earlier call made it.
     refresh: ask the hub for the newest revision of a tokenizer that is named by its id; else the recorded one counts.
+    from_scratch: train it, or copy it, whatever there is. The installed one stays readable until then.
 
     A named tokenizer (`tokenizer`) replaces another one. A model trained here is trained again when its settings
     change, or when a source that failed at that time has changed; other changes of the text do not count.
@@ -97,17 +103,17 @@ def stage_tokenizer(
     apply_lock_setting(cache_root(settings), settings.lock)
     path = folder = cache_root(settings) / TOKENIZER_KEY
     with Measurement() as measurement:
-        meta = _installed_for(settings, path, refresh)
+        meta = None if from_scratch else _installed_for(settings, path, refresh)
         reused = meta is not None
         if reused:
             versions.clear_leftovers(path)
         if meta is None:
             # Of two caches that are built at once, one makes the tokenizer, and the other waits and finds it.
             with versions.building(path, wait=True) as work:
-                meta = _installed_for(settings, path, refresh)
+                meta = None if from_scratch else _installed_for(settings, path, refresh)
                 reused = meta is not None
                 if meta is None:
-                    folder, meta, reused = _make(settings, work, path, user_sources_only)
+                    folder, meta, reused = _make(settings, work, path, user_sources_only, from_scratch)
         if folder != path and (announce or not reused):
             warn_of_older_caches(settings, meta)
     return finish(settings, TOKENIZER_KEY, folder, meta, reused, measurement, str(meta["tokenizer_sha256"]))
@@ -245,7 +251,7 @@ def _installed_for(settings: Settings, path: Path, refresh: bool) -> dict[str, A
         if is_id(settings.tokenizer):
             return meta if not refresh and is_of_hub(settings, meta) else None
         files = _find(settings, settings.tokenizer).files()
-        return meta if content_sha256(_records(files)) == meta.get("content_sha256") else None
+        return meta if content_sha256(records_of(files)) == meta.get("content_sha256") else None
     if meta.get("origin") == "trained":
         return meta if was_trained_by(settings, meta) else None
     return meta
@@ -259,18 +265,21 @@ def is_of_hub(settings: Settings, meta: Mapping[str, Any]) -> bool:
     return asked in (None, known.get("revision"), known.get("asked_revision"))
 
 
-def _make(settings: Settings, work: Path, path: Path, user_sources_only: bool) -> tuple[Path, dict[str, Any], bool]:
+def _make(
+    settings: Settings, work: Path, path: Path, user_sources_only: bool, from_scratch: bool
+) -> tuple[Path, dict[str, Any], bool]:
     """Return the folder of a tokenizer, its meta, and whether an earlier run made it."""
     name = _name_of(settings)
-    installed = _meta_or_none(path)
+    installed = meta_or_none(path)
     if name is not None:
-        found = _find(settings, name)
+        is_of_these = from_scratch and installed is not None and is_id(name) and is_of_hub(settings, installed)
+        found = _find(settings, name, installed["hub"]["revision"] if is_of_these and installed else None)
         files, about = found.files(), _about(settings, found)
-        folder = versions.versions_dir(path) / content_sha256(_records(files))[: versions.VERSION_DIGITS]
-        if (known := undamaged(folder)) is not None and known.get("hub") == about.get("hub"):
+        folder = versions.versions_dir(path) / content_sha256(records_of(files))[: versions.VERSION_DIGITS]
+        if not from_scratch and (known := undamaged(folder)) is not None and known.get("hub") == about.get("hub"):
             return folder, known, True
     else:
-        if (earlier := _trained_earlier(settings, path)) is not None:
+        if not from_scratch and (earlier := trained_earlier(settings, path)) is not None:
             return *earlier, True
         only_user_sources = installed is None or installed.get("trained_on", "own") == "own"
         files, about = train(settings, user_sources_only and only_user_sources)
@@ -280,38 +289,6 @@ def _make(settings: Settings, work: Path, path: Path, user_sources_only: bool) -
         return version, meta, False
     versions.publish(version, path)  # it makes no cache unreadable, and training takes minutes
     return path, meta, False
-
-
-def _meta_or_none(path: Path) -> dict[str, Any] | None:
-    """Return the meta of a tokenizer; None without one, or if it is damaged."""
-    with contextlib.suppress(CacheError):
-        return find_meta(path)
-    return None
-
-
-def undamaged(version: Path) -> dict[str, Any] | None:
-    """Return the meta of a version of a tokenizer; None without one, or if it is damaged."""
-    with contextlib.suppress(CacheError, OSError):
-        meta = read_meta(str(version / META_NAME))
-        records = _records(tokenizer_files(version))
-        return meta if records == file_records(meta) and content_sha256(records) == meta["content_sha256"] else None
-    return None
-
-
-def _trained_earlier(settings: Settings, path: Path) -> tuple[Path, dict[str, Any]] | None:
-    """Return a version that these settings trained after the installed one, and that is not installed yet."""
-    folder = versions.versions_dir(path)
-    installed = resolved(path)
-    if _meta_or_none(path) is None or installed.parent != resolved(folder):
-        return None
-    candidates = [version for version in folder.glob("[0-9a-f]" * versions.VERSION_DIGITS) if not version.is_symlink()]
-    for version in sorted(candidates, key=lambda version: -version.stat().st_mtime_ns):
-        if version.stat().st_mtime_ns <= installed.stat().st_mtime_ns:
-            break
-        meta = undamaged(version)
-        if meta is not None and meta.get("origin") == "trained" and was_trained_by(settings, meta):
-            return version, meta
-    return None
 
 
 # --- a named one ------------------------------------------------------------------------------------------------------
@@ -350,9 +327,10 @@ def is_id(name: str) -> bool:
     return not (hub.is_local(name) or os.path.lexists(path) or name.endswith((".model", ".json")))
 
 
-def _find(settings: Settings, name: str) -> _Named:
+def _find(settings: Settings, name: str, revision: str | None = None) -> _Named:
     """Return where a named tokenizer lies; of one of the hub, its files are downloaded first.
 
+    revision: of the hub; None: the one of the settings, else the newest.
     Links in a named folder are followed by `follow_links` only: it may be from strangers, and its files are copied.
     Raises: FileNotFoundError, CacheError; as `hub_tokenizer_file`.
     """
@@ -360,9 +338,10 @@ def _find(settings: Settings, name: str) -> _Named:
         asked = asked_revisions(settings).get(TOKENIZER_KEY)
         if "/" not in name:  # as likely a path with a slip
             logger.info("tokenizer: no file or folder %s; asking the hub", name)
-        path = hub.hub_tokenizer_file(name, asked, one_of=(TOKENIZER_JSON, *UPSTREAM_MODELS), beside=COMPANIONS)
-        revision = {"id": name, "revision": path.parent.name, **({"asked_revision": asked} if asked else {})}
-        return _Named(name, path, True, revision)
+        one_of = (TOKENIZER_JSON, *UPSTREAM_MODELS)
+        path = hub.hub_tokenizer_file(name, revision or asked, one_of=one_of, beside=COMPANIONS)
+        facts = {"id": name, "revision": path.parent.name, **({"asked_revision": asked} if asked else {})}
+        return _Named(name, path, True, facts)
     path = Path(os.path.expanduser(name))
     try:
         return _Named(name, tokenizer_file(path)[0], settings.follow_links or not path.is_dir())
@@ -416,19 +395,12 @@ def _about(settings: Settings, found: _Named, tokenizer: FullTokenizer | None = 
 # --- its folder -------------------------------------------------------------------------------------------------------
 
 
-def _records(files: Mapping[str, bytes]) -> list[dict[str, Any]]:
-    return [
-        {"name": name, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-        for name, content in files.items()
-    ]
-
-
 def _write(files: Mapping[str, bytes], about: dict[str, Any], work: Path) -> dict[str, Any]:
     """Write all files of a tokenizer; returns its meta."""
     for name, content in files.items():
         write_bytes(work / name, content)
     tokenizer = load_tokenizer(work, follow_links=False)
-    records, trip = _records(files), roundtrip(tokenizer)
+    records, trip = records_of(files), roundtrip(tokenizer)
     eos = None if tokenizer.eos_id is None else {"id": tokenizer.eos_id, "token": tokenizer.token(tokenizer.eos_id)}
     meta = {
         **{key: value for key, value in about.items() if key != "model_sha256"},

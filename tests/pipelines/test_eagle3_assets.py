@@ -12,7 +12,7 @@ from typing import Any
 import dagster as dg
 import pytest
 from support import dagster_runs, numbered_datasets
-from support.dagster_runs import built, check_alone, metadata, mirrors, run, stale
+from support.dagster_runs import builder_of, built, check_alone, metadata, mirrors, run, stale
 from support.data_files import lines, write
 from support.loopback_hub import LoopbackHub
 from support.made_tokenizers import made_tokenizer
@@ -236,8 +236,10 @@ def test_the_code_version_of_older_deployments_stays(settings: Settings) -> None
     assert _fingerprint(in_parts) == _fingerprint(found), "which shards a folder has decides no byte"
 
 
-def test_a_flipped_bit_fails_the_checks_and_with_them_the_run(instance: dg.DagsterInstance, settings: Settings) -> None:
-    build_targets(settings)
+def test_a_flipped_bit_fails_the_checks_and_one_more_run_makes_all_anew(
+    instance: dg.DagsterInstance, settings: Settings
+) -> None:
+    good = build_targets(settings).meta
     flip(settings)
     result = check_alone(instance, settings, KEY, *CHECKS)
     found = verdicts(result)
@@ -247,6 +249,28 @@ def test_a_flipped_bit_fails_the_checks_and_with_them_the_run(instance: dg.Dagst
     assert f"{cache_of(settings)}/shard-000001.safetensors: sample {SAMPLE - 5} of the shard" in str(told.description)
     assert f"It is sample {SAMPLE} (" in str(told.description)
     assert verdicts(check_alone(instance, settings, KEY, "complete")) == {"complete": True}
+    again = run(instance, settings, KEY)
+    assert built(again) >= {KEY} and all(verdicts(again).values())
+    assert metadata(again)[KEY]["content_sha256"] == good["content_sha256"]
+    assert built(run(instance, settings, KEY, config={"force": True})) == {KEY}
+
+
+def test_it_waits_for_another_builder_and_fails_where_a_run_does_not_wait(
+    instance: dg.DagsterInstance, settings: Settings
+) -> None:
+    for key in (VOCAB, KEY):
+        with builder_of(settings, key):
+            refused = run(instance, settings, key, config={"wait": False}, raise_on_error=False)
+            (event,) = [event for event in refused.all_events if event.is_step_failure]
+            assert "is being built by user " in event.step_failure_data.user_failure_data.description
+            assert built(run(instance, settings, key)) == {key}
+
+
+def test_a_run_of_more_leaves_it_out_where_no_target_is_named(instance: dg.DagsterInstance, settings: Settings) -> None:
+    result = run(instance, dataclasses.replace(settings, eagle3_target=None), "sft/dolly15k", VOCAB, KEY)
+    assert result.success and built(result) == {"sft/dolly15k"}
+    (line,) = [entry.user_message for entry in instance.all_logs(result.run_id) if "left out" in entry.user_message]
+    assert line.startswith("left out [W513]: no target is named")
 
 
 def test_the_target_is_run_once_more_for_as_many_samples_as_the_setting_says(

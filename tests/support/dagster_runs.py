@@ -1,8 +1,12 @@
 """What the tests of pipelines/ share: a run in this process with a real instance, a command, and the UI's staleness."""
 
+import logging
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,8 @@ from dagster._core.definitions.data_version import CachingStaleStatusResolver
 from dagster._core.loader import LoadingContextForTest
 
 from niels_gpt.settings import Settings
+from niels_gpt.storage import locks
+from niels_gpt.storage.versions import build_lock
 from pipelines.definitions import niels_definitions
 from support import ROOT
 
@@ -88,6 +94,33 @@ def check_alone(instance: dg.DagsterInstance, settings: Settings, key: str, *nam
     job = niels_definitions(settings=settings).resolve_implicit_global_asset_job_def()
     subset = job.get_subset(asset_selection=set(), asset_check_selection=wanted)
     return subset.execute_in_process(instance=instance, raise_on_error=False)
+
+
+@contextmanager
+def builder_of(settings: Settings, key: str) -> Iterator[None]:
+    """Hold the lock of a cache as another builder does, until somebody waits for it."""
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with build_lock(Path(settings.cache_dir, key)):
+            held.set()
+            done.wait()
+
+    class Waiting(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.getMessage().endswith("; waiting"):
+                done.set()
+
+    builder, handler = threading.Thread(target=hold), Waiting()
+    builder.start()
+    held.wait()
+    locks.logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        done.set()
+        locks.logger.removeHandler(handler)
+        builder.join()
 
 
 def environment(**more: str) -> dict[str, str]:

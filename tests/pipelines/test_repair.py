@@ -1,0 +1,145 @@
+"""A damaged cache is built from scratch by one click, and by `force`; a run waits for another builder, or says who."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+from support.dagster_runs import builder_of, built, check_alone, metadata, run, verdicts
+
+from niels_gpt.cache.meta import read_meta
+from niels_gpt.recipes.token_caches import build_token_cache
+from niels_gpt.recipes.tokenizer import ensure_tokenizer
+from niels_gpt.settings import Settings
+from pipelines import assets, steps
+
+KEY = "sft/dolly15k"
+CHECK = "ids_below_vocab_size"
+
+
+def damage(settings: Settings, key: str = KEY) -> None:
+    """Write ids that no tokenizer has into a cache; its files keep their sizes, so no build notices."""
+    (file,) = Path(settings.cache_dir, key).glob("train_tokens.bin")
+    file.write_bytes(b"\xff" * file.stat().st_size)
+
+
+def said(instance: dg.DagsterInstance, result: dg.ExecuteInProcessResult) -> list[str]:
+    """Return what a run's log says beside Dagster's own events."""
+    return [entry.user_message for entry in instance.all_logs(result.run_id) if entry.dagster_event is None]
+
+
+def failure_of(result: dg.ExecuteInProcessResult) -> str:
+    """Return what the step that failed says."""
+    (event,) = [event for event in result.all_events if event.is_step_failure]
+    return str(event.step_failure_data.user_failure_data.description)
+
+
+def test_a_damaged_cache_is_repaired_by_materializing_it_once_more(
+    instance: dg.DagsterInstance, settings: Settings
+) -> None:
+    content = metadata(run(instance, settings, KEY))[KEY]["content_sha256"]
+    damage(settings)
+    assert built(run(instance, settings, KEY, raise_on_error=False)) == set(), "nothing has failed before its step"
+    again = run(instance, settings, KEY)
+    assert built(again) == {KEY} and metadata(again)[KEY]["content_sha256"] == content
+    assert verdicts(again)[CHECK][0]
+    assert any(f"from scratch: its check {CHECK} has failed" in line for line in said(instance, again))
+    assert built(run(instance, settings, KEY)) == set()
+    damage(settings)
+    assert not check_alone(instance, settings, KEY, CHECK).success
+    steps.restart(settings, KEY)
+    build_token_cache(settings, "dolly15k")  # the command line has repaired it
+    assert built(run(instance, settings, KEY)) == set()
+
+
+def test_force_builds_from_scratch_and_a_retry_goes_on_with_that(
+    instance: dg.DagsterInstance, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = metadata(run(instance, settings, KEY))[KEY]["content_sha256"]
+    damage(settings)
+    result = run(instance, settings, KEY, config={"force": True})
+    assert built(result) == {KEY} and verdicts(result)[CHECK][0]
+    assert metadata(result)[KEY]["content_sha256"] == first
+    assert any("force is set" in line for line in said(instance, result))
+    calls: list[str] = []
+    restart, build = steps.restart, assets.build_token_cache
+
+    def failing_once(*given: Any, **named: Any) -> Any:
+        calls.append("build")
+        if calls.count("build") == 1:
+            raise ConnectionError("the hub is away for a moment")
+        return build(*given, **named)
+
+    monkeypatch.setattr(assets, "NETWORK_RETRIES", dg.RetryPolicy(max_retries=1))
+    monkeypatch.setattr(assets, "build_token_cache", failing_once)
+    monkeypatch.setattr(steps, "restart", lambda *given: calls.append("restart") or restart(*given))
+    assert built(run(instance, settings, KEY, config={"force": True})) == {KEY}
+    assert calls == ["restart", "build", "build"]
+
+
+@pytest.mark.parametrize("partitions", [1, 3])
+def test_force_builds_a_pretrain_cache_from_scratch_whole_or_in_partitions(
+    instance: dg.DagsterInstance, settings: Settings, partitions: int
+) -> None:
+    key, settings = "pretrain/wikitext", replace(settings, partitions=partitions)
+    first = metadata(run(instance, settings, key))[key]["content_sha256"]
+    assert metadata(run(instance, settings, key))[key]["run/state"] != "built"
+    again = metadata(run(instance, settings, key, config={"force": True}))[key]
+    assert (again["run/state"], again["content_sha256"]) == ("built", first)
+
+
+def test_a_damaged_tokenizer_is_copied_again(instance: dg.DagsterInstance, settings: Settings) -> None:
+    run(instance, settings, "tokenizer")
+    model = next(Path(settings.cache_dir, "tokenizer").glob("*.model"))
+    good = model.read_bytes()
+    for config in ({"force": True}, None):
+        model.write_bytes(b"x" * (len(good) - (config is None)))
+        if config is None:
+            assert not check_alone(instance, settings, "tokenizer", "files_match_meta").success
+        else:
+            assert ensure_tokenizer(settings).reused, "a build alone does not see it"
+        assert built(run(instance, settings, "tokenizer", config=config)) == {"tokenizer"}
+        assert model.read_bytes() == good
+    assert built(run(instance, settings, "tokenizer")) == set()
+
+
+def test_a_tokenizer_is_trained_again_to_the_same_bytes(
+    instance: dg.DagsterInstance, mirror: Path, tmp_path: Path
+) -> None:
+    settings = Settings(source_root=str(mirror), cache_dir=str(tmp_path / "cache"), vocab_size=600)
+    keys = ("tokenizer", KEY)
+    run(instance, settings, *keys)
+    before = read_meta(str(tmp_path / "cache" / "tokenizer" / "meta.json"))
+    result = run(instance, settings, "tokenizer", config={"force": True})
+    assert built(result) == {"tokenizer"}
+    assert read_meta(str(tmp_path / "cache" / "tokenizer" / "meta.json")) == before
+    assert built(run(instance, settings, *keys)) == set()
+
+
+@pytest.mark.parametrize("key", ["sft/oasst1", "trees/oasst1", "pretrain/roam", "tokenizer"])
+def test_a_run_waits_for_another_builder_and_says_for_whom(
+    instance: dg.DagsterInstance, settings: Settings, key: str
+) -> None:
+    with builder_of(settings, key):
+        refused = run(instance, settings, key, config={"wait": False}, raise_on_error=False)
+        assert "is being built by user " in failure_of(refused) and "pid " in failure_of(refused)
+        result = run(instance, settings, key)
+    assert built(result) == {key}
+    (line,) = [line for line in said(instance, result) if "is being built by user " in line]
+    assert line.endswith("; waiting")
+
+
+def test_a_pretrain_build_does_not_wait_for_its_turn_where_the_run_waits_for_nobody(
+    instance: dg.DagsterInstance, settings: Settings
+) -> None:
+    with steps.turn(steps.Run(settings)):
+        refused = run(instance, settings, "pretrain/roam", config={"wait": False}, raise_on_error=False)
+    assert "a pretrain cache is being built by user " in failure_of(refused)
+
+
+def test_an_instance_that_passes_the_cores_log_on_has_each_line_once(settings: Settings) -> None:
+    overrides = {"python_logs": {"managed_python_loggers": ["niels_gpt"], "python_log_level": "INFO"}}
+    with dg.instance_for_test(overrides=overrides) as instance, builder_of(settings, KEY):
+        result = run(instance, settings, KEY)
+        assert sum("; waiting" in line for line in said(instance, result)) == 1
