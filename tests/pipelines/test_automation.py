@@ -63,6 +63,13 @@ def test_a_job_has_the_assets_of_its_deployment_alone() -> None:
     assert selected["observe"] == {"llm/sft/", *(f"llm/{key}" for key in ALL)}
 
 
+@pytest.mark.parametrize("partitions", [1, 2])
+def test_what_depends_on_nothing_has_no_condition_and_all_caches_have_one(partitions: int) -> None:
+    graph = niels_definitions(settings=Settings(source_root="sample", partitions=partitions)).resolve_asset_graph()
+    automated = {key.to_user_string() for key in graph.get_all_asset_keys() if graph.get(key).automation_condition}
+    assert automated == {"eagle3/draft_vocab", "eagle3/targets", *RECIPES}
+
+
 def requested(ours: dg.Definitions, instance: dg.DagsterInstance, cursor: Any) -> tuple[set[str], Any]:
     """Return what the conditions ask for since `cursor`, and the next cursor."""
     target = ours.get_repository_def().get_sensor_def("rebuild").asset_selection

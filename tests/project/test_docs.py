@@ -72,7 +72,7 @@ def test_every_flag_named_in_a_document_exists() -> None:
     scripts = [path for folder in ("benchmarks", "examples", "tools") for path in (ROOT / folder).glob("*.py")]
     written = "".join(path.read_text(encoding="utf-8") for path in scripts)
     for document in DOCUMENTS:
-        for flag in re.findall(r"(?<![\w-])--[a-z][a-z_-]+", document.read_text(encoding="utf-8")):
+        for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]*[a-z0-9](?![\w-])", document.read_text(encoding="utf-8")):
             if flag not in of_pip | {
                 "--nthreads",
                 "--memory-limit",
