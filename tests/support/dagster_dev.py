@@ -1,4 +1,4 @@
-"""`dagster dev` as a process on loopback, asked over GraphQL: runs launched, watched, and everything killed at once."""
+"""Dagster's services as processes on loopback, asked over GraphQL: runs launched and watched, all killed at once."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from typing import Any
 
 from support.dagster_runs import environment
 
-SECONDS = 120.0
+SECONDS = 240.0
 """How long anything is waited for."""
 _LAUNCH = """mutation ($given: ExecutionParams!) { launchRun(executionParams: $given) {
   __typename ... on LaunchRunSuccess { run { runId } } ... on PythonError { message }
@@ -37,20 +37,24 @@ def until(question: Callable[[], Any], what: str) -> Any:
     raise AssertionError(f"{what}: not within {SECONDS:.0f} s")
 
 
-class Dev:
-    """A running `dagster dev`: webserver, daemon, code servers and the runs that it launches, all in one session."""
+DEV = "dagster dev -h 127.0.0.1 -p 3000"
 
-    def __init__(self, home: Path, **more: str) -> None:
+
+class Dev:
+    """Commands of Dagster that run: webserver, daemon, code servers, and the runs they launch, all in one session."""
+
+    def __init__(self, home: Path, *commands: str, **more: str) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.address = f"http://127.0.0.1:{port}"
         # A shell in the background ignores SIGINT, and dagster maps SIGTERM to it: without env it could not be stopped.
-        command = ["env", "--default-signal=INT,TERM", "dagster", "dev", "-h", "127.0.0.1", "-p", str(port)]
+        lines = [f"env --default-signal=INT,TERM {each.replace(' 3000', f' {port}')} &" for each in commands or (DEV,)]
         with open(home / "dev.log", "ab") as log:
             how: Any = {"stdout": log, "stderr": log, "start_new_session": True}
+            command = ["bash", "-c", " ".join([*lines, "wait"])]
             self.process = subprocess.Popen(command, cwd=home, env=environment(**more), **how)
-        until(lambda: self.ask("{ version }"), f"dagster dev, see {home / 'dev.log'}")
+        until(lambda: self.ask("{ version }"), f"{lines}, see {home / 'dev.log'}")
 
     def ask(self, query: str, **variables: Any) -> Any:
         """Return what the webserver's GraphQL answers."""
@@ -116,12 +120,15 @@ class Dev:
 
 
 @contextmanager
-def dagster_dev(home: Path, **more: str) -> Iterator[Dev]:
-    """Run `dagster dev` in `home` with its dagster.yaml and workspace.yaml; `more` is put into its environment."""
-    running = Dev(home, **more)
+def dagster_dev(home: Path, *commands: str, **more: str) -> Iterator[Dev]:
+    """Run `dagster dev`, or other commands that serve at the port 3000, in `home` with its yaml files.
+
+    Another port is taken for it. more: variables of the environment.
+    """
+    running = Dev(home, *commands, **more)
     try:
         yield running
-        running.process.terminate()
-        running.process.wait(timeout=60)
+        os.killpg(running.process.pid, signal.SIGTERM)
+        until(lambda: not running.processes(), "the end of all processes")
     finally:
         running.kill()
