@@ -69,7 +69,7 @@ def test_two_code_locations_share_a_database_and_nothing_else(home: Path, server
         assert keys["team_a"] == {f"team_a/{key}" for key in keys["niels_gpt"]}
         for kind in ("jobs", "schedules", "sensors"):
             ours, theirs = ({node["name"] for node in each[kind]} - OF_DAGSTER for each in found.values())
-            assert not ours & theirs
+            assert ours and theirs and not ours & theirs
         with ExitStack() as held:  # both wait for their tokenizer
             for folder in ("cache", "cache_of_team_a"):
                 held.enter_context(build_lock(home / folder / "sample" / "tokenizer"))
