@@ -37,7 +37,7 @@ SOURCES["poems"] = SourceSpec(
 )
 """
 SCRIPT = """
-import json, sys
+import dataclasses, json, sys
 import poems
 import dagster as dg
 from niels_gpt.commands import cache
@@ -49,7 +49,8 @@ flags = [f"--{name.replace('_', '-')}={value}" for name, value in json.loads(sys
 assert cache.main(["build", "poems", *flags]) == 0
 cache.main(["build-all", "--dry-run", *flags])  # 1: the mirror has no other source
 with dg.DagsterInstance.ephemeral() as instance:
-    result = run(instance, settings, "raw/poems", "pretrain/poems", config={"cache_dir": sys.argv[2]})
+    elsewhere = dataclasses.replace(settings, cache_dir=sys.argv[2])
+    result = run(instance, elsewhere, "raw/poems", "pretrain/poems")
     shown = metadata(result)["pretrain/poems"]
     print(json.dumps([shown["run/state"], shown["content_sha256"]]))
 """
