@@ -187,7 +187,7 @@ def test_a_source_that_cannot_be_read_and_one_that_is_not_loaded_are_named_and_h
     assert ticks.tick() is None and "not TOML" in ticks.said
 
 
-def test_a_tick_that_runs_out_of_time_goes_on_in_the_next_one(
+def test_a_tick_that_runs_out_of_time_leaves_the_rest_to_the_next_one(
     instance: dg.DagsterInstance, changing: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(automation, "FILES_SECONDS", 0.0)  # one source a tick
