@@ -92,7 +92,7 @@ _PAGES = {
     "pretrain": _Page(
         build_token_cache,
         "import torch\nfrom niels_gpt.cache import PretrainTokenStreamDataset\n\n"
-        'data = PretrainTokenStreamDataset("{path}/train", T={T}, device="cpu")\n'
+        'data = PretrainTokenStreamDataset(\n    "{path}/train", T={T}, device="cpu"\n)\n'
         "x, y = data.get_batch(B=8, generator=torch.Generator().manual_seed(0))",
         frozenset({"numpy", "pytorch"}),
         columns=_IDS,

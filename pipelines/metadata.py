@@ -236,8 +236,8 @@ def _held(outcome: Outcome) -> str:
     if meta["kind"] == "eagle3":
         return f"{many(totals['samples'], 'sample')}, {many(totals['tokens'], 'token')}"
     rows = meta["docs"] if meta["kind"] == "pretrain" else {each: totals[f"{each}_{_unit(meta)}s"] for each in SPLITS}
-    parts = f" in {many(meta['partitions']['total'], 'partition')}" if "partitions" in meta else ""
-    return " and ".join(f"{many(rows[split], _unit(meta))} in {split}" for split in SPLITS) + parts
+    parts = f", {many(meta['partitions']['total'], 'partition')}" if "partitions" in meta else ""
+    return ", ".join(f"{rows[split]:,} {split}" for split in SPLITS) + f" {_unit(meta)}s{parts}"
 
 
 def _unit(meta: Mapping[str, Any]) -> str:
