@@ -14,7 +14,7 @@ from dagster._core.storage.asset_check_execution_record import AssetCheckExecuti
 from niels_gpt.progress import Progress
 from niels_gpt.recipes.eagle3.of_settings import NoExtra, NoTarget
 from niels_gpt.recipes.plan import built_at
-from niels_gpt.recipes.run_recipe import RUNS_DIR, Outcome, cache_root, recorded_recipe, restart
+from niels_gpt.recipes.run_recipe import RUNS_DIR, TOKENIZER_KEY, Outcome, cache_root, recorded_recipe, restart
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError, LeftOut
 from niels_gpt.storage.locks import file_lock
@@ -104,13 +104,12 @@ def why_from_scratch(context: dg.AssetExecutionContext, deployment: Deployment, 
     operation = context.op_execution_context
     if getattr(operation, "retry_number", 0):  # an asset called as a function has none
         return None
-    cache = cache_root(run.settings) / path
-    record = recorded_recipe(cache)
-    is_started = bool(record) and "fingerprint" not in record  # from scratch, by a run that has not finished
+    # Without a recipe there is nothing, or a run that starts from scratch has not finished.
+    is_unfinished = "fingerprint" not in recorded_recipe(cache_root(run.settings) / path)
     if run.force:
-        is_again = is_started and operation.run.parent_run_id is not None
+        is_again = is_unfinished and path != TOKENIZER_KEY and operation.run.parent_run_id is not None
         return None if is_again else f"resources.{deployment.resource}.config.force is set"
-    return None if is_started else _failed_check(context, deployment, run.settings, path)
+    return None if is_unfinished and path != TOKENIZER_KEY else _failed_check(context, deployment, run.settings, path)
 
 
 def _failed_check(

@@ -4,15 +4,18 @@ import base64
 import dataclasses
 import errno
 import itertools
+import json
 import os
+import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import dagster as dg
 import pytest
-from support import dagster_runs, numbered_datasets
-from support.dagster_runs import builder_of, built, check_alone, metadata, mirrors, run, stale
+from support import ROOT, TESTS, dagster_runs, numbered_datasets
+from support.dagster_runs import builder_of, built, check_alone, metadata, mirrors, run, shell, stale
 from support.data_files import lines, write
 from support.loopback_hub import LoopbackHub
 from support.made_tokenizers import made_tokenizer
@@ -67,6 +70,15 @@ def settings(settings: Settings, target: Path) -> Settings:
 
 def cache_of(settings: Settings) -> Path:
     return Path(settings.cache_dir, *KEY.split("/"))
+
+
+def assert_equal_folders(one: Path, other: Path) -> None:
+    """Compare all files of two versions of a cache."""
+
+    def sums(folder: Path) -> dict[str, str]:
+        return {str(path.relative_to(folder)): sha256_file(path) for path in folder.rglob("*") if path.is_file()}
+
+    assert sums(one.resolve()) == sums(other.resolve())
 
 
 def flip(settings: Settings) -> None:
@@ -399,6 +411,28 @@ def test_another_tokenizer_gives_the_sample_another_target(settings: Settings, t
     assert first["content_sha256"] != second["content_sha256"]
 
 
+@pytest.mark.slow
+def test_a_killed_run_that_is_reexecuted_from_its_failure_keeps_its_shards_and_gives_the_same_bytes(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # the number of cores, which the plan has, is that of the program
+    directly = build_targets(settings)
+    home = tmp_path / "home"
+    home.mkdir()
+    shutil.copyfile(ROOT / "dagster.yaml", home / "dagster.yaml")
+    changed = {each.name for each in dataclasses.fields(Settings) if getattr(settings, each.name) != each.default}
+    given = {f"NIELS_GPT_{name.upper()}": str(getattr(settings, name)) for name in changed}
+    path = os.pathsep.join([str(ROOT), str(TESTS)])
+    program = f"{sys.executable} -c 'from support import target_runs; target_runs.main()'"
+    done = shell(home, program, **{**given, "NIELS_GPT_CACHE_DIR": str(home / "cache"), "PYTHONPATH": path})
+    assert done.returncode == 0, done.stderr
+    killed, again = json.loads(done.stdout.splitlines()[-1])
+    assert killed["STEP_FAILURE"] == ["eagle3__targets"] and killed["ASSET_MATERIALIZATION"] == []
+    assert again["STEP_FAILURE"] == [] and len(again["inodes"]) == 1
+    assert again["inodes"] == killed["inodes"], "the shard is the one of the killed run, although both runs have force"
+    assert_equal_folders(directly.path, home / "cache" / KEY)
+
+
 def test_equal_settings_give_equal_bytes_wherever_the_cache_and_the_target_lie(
     settings: Settings, tmp_path: Path, tiny_model_path: Path
 ) -> None:
@@ -407,10 +441,7 @@ def test_equal_settings_give_equal_bytes_wherever_the_cache_and_the_target_lie(
     first, second = build_targets(settings), build_targets(other)
     assert first.fingerprint == second.fingerprint
 
-    def sums(folder: Path) -> dict[str, str]:
-        return {str(path.relative_to(folder)): sha256_file(path) for path in folder.rglob("*") if path.is_file()}
-
-    assert sums(first.path.resolve()) == sums(second.path.resolve())
+    assert_equal_folders(first.path, second.path)
     assert str(tmp_path) not in (first.path / "meta.json").read_text() + (first.path / "manifest.json").read_text()
 
 
