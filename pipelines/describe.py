@@ -24,7 +24,7 @@ from niels_gpt.recipes.rollouts.trees import TREES
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, cache_root
 from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
-from niels_gpt.recipes.user_sources import user_sources
+from niels_gpt.recipes.user_sources import UNSTATED, user_sources
 from niels_gpt.settings import Settings
 from niels_gpt.storage.remedies import PROGRAM
 from pipelines.deployment import Deployment
@@ -87,7 +87,7 @@ _PAGES = {
         'tokenizer = load_tokenizer("{path}")\n'
         'ids = tokenizer.encode("A text.")',
         frozenset({"file"}),
-        look="stats",
+        look="verify",
     ),
     "pretrain": _Page(
         build_token_cache,
@@ -189,8 +189,9 @@ def _source(settings: Settings, path: str) -> SourceSpec | None:
 def _licence(settings: Settings, source: SourceSpec | None) -> str | None:
     if source is None:
         return None
-    name = source.name
-    return credit_of(name, settings.source_root).licence if name in SOURCES else source.credit.licence
+    if source.dataset and getattr(settings, source.dataset) != getattr(Settings, source.dataset):
+        return UNSTATED  # of a dataset that the project does not know
+    return credit_of(source.name, settings.source_root).licence if source.name in SOURCES else source.credit.licence
 
 
 def _as_tag(text: str) -> str:

@@ -11,6 +11,7 @@ import pytest
 from support.dagster_runs import metadata, mirrors, run
 
 from niels_gpt.cache.meta import read_meta
+from niels_gpt.commands.main import main
 from niels_gpt.recipes.plan import RECIPES
 from niels_gpt.settings import RENAMED, Settings
 from pipelines import assets, steps
@@ -84,12 +85,13 @@ def test_the_page_of_an_asset_says_who_owns_it_what_it_gives_and_where_its_code_
     )
 
 
-def test_the_lines_of_code_in_a_description_read_the_cache(first_run: Any) -> None:
+def test_the_code_and_the_command_of_a_page_read_the_cache(first_run: Any) -> None:
     ours = niels_definitions(settings=Settings(source_root="mirror", cache_dir=str(first_run.folder / "cache")))
     graph = ours.resolve_asset_graph()
     for key in ("tokenizer", *RECIPES):
         code = str(graph.get(dg.AssetKey(key.split("/"))).description).split("```python\n")[1].split("```")[0]
         found: dict[str, Any] = {}
+        assert main(str(graph.get(dg.AssetKey(key.split("/"))).metadata["look inside"]).split()[1:]) == 0, key
         exec(code.replace("T=1024, device", "T=16, device"), found)  # its shards are short
         schema: Any = graph.get(dg.AssetKey(key.split("/"))).metadata.get("dagster/column_schema")
         first = found["samples"][0]._asdict() if "samples" in found else found
