@@ -13,6 +13,7 @@ from support.dagster_runs import built, metadata, run, stale
 from niels_gpt.recipes.plan import RECIPES
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizer_training import train_tokenizer, write_tokenizer
+from pipelines.versions import code_versions
 
 EVERYTHING = {"tokenizer", *RECIPES}
 OBSERVED = [f"raw/{key.split('/')[1]}" for key in RECIPES] + ["sft/"]
@@ -40,6 +41,32 @@ def unobserved(instance: dg.DagsterInstance) -> set[str]:
 def with_another_tokenizer(settings: Settings, folder: Path) -> Settings:
     other = write_tokenizer(train_tokenizer(["another text " * 50, "ein anderer Text"], vocab_size=300), folder / "t")
     return dataclasses.replace(settings, tokenizer=str(other.model_path))
+
+
+def test_a_code_version_has_what_decides_a_build_and_nothing_else(settings: Settings, own: Settings) -> None:
+    named, eagle3 = str(settings.tokenizer), {"eagle3/draft_vocab", "eagle3/targets"}
+    listed, renamed = Path(own.source_root, "excluded"), Path(own.source_root, "renamed.model")
+    listed.write_text("some-id\n")
+    shutil.copyfile(named, renamed)
+    trained = {"tokenizer": None, "vocab_size": 600}
+    pretrain = {key for key in RECIPES if key.startswith("pretrain/")}
+
+    def differing(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
+        one, other = (code_versions(dataclasses.replace(settings, **changed)) for changed in (before, after))
+        return {path for path in one if one[path] != other[path]}
+
+    everything = EVERYTHING | eagle3
+    assert differing({}, {"cache_dir": "elsewhere"}) == everything
+    assert differing({}, {"source_root": own.source_root}) == everything - {"tokenizer"}
+    assert differing({}, {"exclude": str(listed)}) == everything - {"tokenizer"}
+    assert differing({}, {"tokenizer": str(renamed)}) == set(), "the same content"
+    assert differing({}, {"vocab_size": 300}) == differing({}, {"revision": "oasst1=main"}) == set()
+    assert differing(trained, {**trained, "vocab_size": 300}) == everything
+    assert differing(trained, {**trained, "threads": 3, "deep_checks": True, "eagle3_device": "cpu"}) == set()
+    hub = {"source_root": "hub", "partitions": 1}
+    assert differing(hub, {**hub, "partitions": 2}) == pretrain - {"pretrain/gutenberg"}, "which is a stub there"
+    assert differing(hub, {**hub, "roam_dir": "notes"}) == {"pretrain/roam"}
+    assert differing(hub, {**hub, "revision": "dolly15k=main"}) == {"sft/dolly15k", *eagle3}
 
 
 def test_everything_twice_builds_nothing_the_second_time(
