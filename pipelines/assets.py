@@ -39,13 +39,6 @@ from pipelines.steps import (
 )
 from pipelines.versions import ROOT_VERSION, SFT_ROOT, upstream_of
 
-_READERS = {
-    "pretrain": "niels_gpt.cache.PretrainTokenStreamDataset",
-    "sft": "niels_gpt.cache.SFTExampleDataset",
-    "trees": "niels_gpt.prefix_tree.rollouts.reader.RolloutDataset",
-    "rollouts": "niels_gpt.prefix_tree.rollouts.reader.RolloutDataset",
-}
-
 
 def assets_of(deployment: Deployment) -> list[dg.AssetsDefinition]:
     """Return the tokenizer, the root of the sft caches, and raw/NAME and the cache of each source."""
@@ -59,14 +52,7 @@ def assets_of(deployment: Deployment) -> list[dg.AssetsDefinition]:
 
 def _observable(deployment: Deployment, spec: SourceSpec) -> dg.AssetsDefinition:
     """Return raw/NAME of a source."""
-    asset = dg.AssetSpec(
-        deployment.key(f"raw/{spec.name}"),
-        group_name=deployment.group("raw"),
-        description=f"The text that {spec.key} is made of. Observing it takes the fingerprint of its files or, of a "
-        "source of the project with source_root=hub, asks the hub for the newest revision; where the hub cannot be "
-        "reached, the revision that the cache was built from counts, with a warning. A new fingerprint makes the cache "
-        "stale.",
-    )
+    asset = dg.AssetSpec(deployment.key(f"raw/{spec.name}"), group_name=deployment.group("raw"))
 
     @dg.multi_observable_source_asset(
         specs=[asset], name=deployment.name(f"raw/{spec.name}"), required_resource_keys={deployment.resource}
@@ -93,8 +79,6 @@ def _sft_root(deployment: Deployment) -> dg.AssetsDefinition:
         deployment.key(SFT_ROOT),
         group_name=deployment.group("sft"),
         kinds={"root"},  # its only label in the graph: the last part of its key is empty
-        description="The place above the sft caches. It holds nothing and never changes; it is there so that "
-        "`dagster asset materialize --select sft/*` selects them.",
     )
 
     @dg.multi_observable_source_asset(
@@ -112,7 +96,6 @@ def _tokenizer(deployment: Deployment) -> dg.AssetsDefinition:
     @dg.asset(
         key=deployment.key(TOKENIZER_KEY),
         group_name=deployment.group("tokenizer"),
-        kinds={"tokenizer"},
         retry_policy=NETWORK_RETRIES,
         op_tags=deployment.op_tags,
         required_resource_keys={deployment.resource},
@@ -138,9 +121,8 @@ def _cache(deployment: Deployment, spec: SourceSpec) -> dg.AssetsDefinition:
     @dg.asset(
         key=deployment.key(spec.key),
         deps=[deployment.key(path) for path in upstream_of(deployment.settings, spec.key)],
-        description=f"{spec.description}\n\nRead it with {_READERS[spec.family]}.",
+        description=spec.description,
         group_name=deployment.group(spec.family),
-        kinds={"numpy"},
         retry_policy=NETWORK_RETRIES,
         required_resource_keys={deployment.resource},
         output_required=False,  # a tokenizer without sentinels builds no chats: leave_out

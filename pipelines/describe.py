@@ -205,7 +205,7 @@ def _of_cache(
     where = str(cache_root(settings) / path)
     windows = 64 if settings.source_root == "sample" else 1024  # shards of the sample are short
     code = page.reader.replace("{path}", json.dumps(where)[1:-1]).replace("{T}", str(windows))
-    about = (spec.description or "").split("\n\nRead it with")[0]
+    about = spec.description or ""
     metadata: dict[str, Any] = {
         "path": dg.MetadataValue.path(where),
         "look inside": look_inside(path, where),

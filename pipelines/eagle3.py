@@ -32,8 +32,7 @@ def draft_vocab_of(deployment: Deployment) -> dg.AssetsDefinition:
         output_required=False,  # as of chats
         description=f"The tokens that an EAGLE-3 draft knows: the target's ids that {chosen.eagle3_source} supervises "
         "most often, counted without the target's weights. eagle3/targets takes them from here; another size builds "
-        "this again, and of a native eagle3/targets the manifest alone.\n\n"
-        "Read it with niels_gpt.eagle3.vocab.load_token_mapping.",
+        "this again, and of a native eagle3/targets the manifest alone.",
     )
     def draft_vocab(context: dg.AssetExecutionContext) -> Iterator[dg.MaterializeResult[None]]:
         run = deployment.run(context)
@@ -64,15 +63,13 @@ def targets_of(deployment: Deployment) -> dg.AssetsDefinition:
         deps=[deployment.key(path) for path in upstream_of(chosen, EAGLE3_KEY)],
         group_name=deployment.group("eagle3"),
         required_resource_keys={deployment.resource},
-        kinds={"torch", "safetensors"},
         retry_policy=NETWORK_RETRIES,
         op_tags=deployment.op_tags,
         output_required=False,  # as of chats
         description=f"EAGLE-3 cache of {chosen.eagle3_source} by the target {chosen.eagle3_target or SMALL_TARGET}: "
         "for each token hidden states of some layers, and the distribution of what comes next (in the native form, the "
         "hidden state that it follows from), for a draft to be trained without the target. Made from the chats "
-        "themselves by the target's own tokenizer and template; needs the extra eagle3."
-        "\n\nRead it with niels_gpt.eagle3.cache.CachedEagle3Dataset.",
+        "themselves by the target's own tokenizer and template; needs the extra eagle3.",
     )
     def targets(context: dg.AssetExecutionContext) -> Iterator[dg.MaterializeResult[None]]:
         run = deployment.run(context)
