@@ -56,7 +56,9 @@ def test_the_command_of_the_readme_builds_exactly_the_sft_caches(home: Path, mon
     done = shell(home, "DAGSTER_MODULE_NAME=pipelines.definitions dagster asset materialize --select sft/*")
     assert done.returncode == 0, done.stderr
     names = ("dolly15k", "oasst1", "support")
-    assert events(home, monkeypatch) == {f"sft/{name}": ["built"] for name in names}
+    states = events(home, monkeypatch)
+    assert len(states.pop("tokenizer")) >= 1, "which the caches' steps have made"
+    assert states == {f"sft/{name}": ["built"] for name in names}
     built = {str(path.parent.relative_to(home)) for path in home.glob("cache/sample/*/*/meta.json")}
     assert built == {f"cache/sample/sft/{name}" for name in names}
     assert read_meta("cache/sample/sft/support/meta.json")["source"]["attribution"] == "The support team"
