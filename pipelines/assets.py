@@ -1,6 +1,7 @@
 """The assets of a deployment: the tokenizer, what is observed of each source, and its cache.
 
-The built-in caches come from the table of sources (niels_gpt/data/sources.py), so a new row is a new asset.
+The built-in caches come from the table of sources (niels_gpt/data/sources.py), so a new row is a new asset. What else
+their pages say is in describe.py.
 """
 
 import warnings

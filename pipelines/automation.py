@@ -17,10 +17,8 @@ from typing import Any
 import dagster as dg
 
 from niels_gpt.data.sources import SOURCES
-from niels_gpt.recipes.eagle3.of_settings import KEY as TARGETS_KEY
-from niels_gpt.recipes.eagle3.of_settings import VOCAB_KEY
 from niels_gpt.recipes.partitions.planned import listing_of
-from niels_gpt.recipes.plan import recipes
+from niels_gpt.recipes.plan import every_key
 from niels_gpt.recipes.resolve import ResolvedSource, resolve_source
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY
 from niels_gpt.recipes.user_sources import user_sources
@@ -46,7 +44,7 @@ def switched_on(automation: bool | Collection[str]) -> frozenset[str]:
 
 def automation_of(deployment: Deployment) -> dg.Definitions:
     """Return the jobs, the schedule and the sensors of a deployment."""
-    made, names = _made(deployment), _sources(deployment)
+    made, names = every_key(deployment.settings), _sources(deployment)
 
     def job(name: str, paths: Iterable[str], description: str) -> Any:
         return dg.define_asset_job(deployment.name(name), _select(deployment, paths), description=description)
@@ -91,11 +89,6 @@ def condition_of(deployment: Deployment, path: str) -> dg.AutomationCondition[An
     ).with_label("a source or the tokenizer has changed")
 
 
-def _made(deployment: Deployment) -> list[str]:
-    """Return the paths of all assets that are materialized."""
-    return [TOKENIZER_KEY, *recipes(deployment.settings), VOCAB_KEY, TARGETS_KEY]
-
-
 def _sources(deployment: Deployment) -> list[str]:
     """Return the names of all sources, as raw/NAME has them."""
     return [*SOURCES, *user_sources(deployment.settings)]
@@ -113,7 +106,7 @@ def _rebuild_sensor(deployment: Deployment) -> dg.AutomationConditionSensorDefin
     """Return the sensor that evaluates `condition_of`. Over all of ours, so that Dagster adds none."""
     return dg.AutomationConditionSensorDefinition(
         deployment.name("rebuild"),
-        target=_select(deployment, _made(deployment)),
+        target=_select(deployment, every_key(deployment.settings)),
         default_status=_status(deployment, "rebuild"),
         description="Materializes the caches behind a source or a tokenizer with a new data version, once for each.",
     )

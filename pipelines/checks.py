@@ -15,6 +15,7 @@ from niels_gpt.recipes.eagle3.of_settings import KEY as TARGETS_KEY
 from niels_gpt.recipes.eagle3.of_settings import VOCAB_KEY
 from niels_gpt.recipes.rollouts import checks as rollouts
 from niels_gpt.recipes.run_recipe import cache_root
+from niels_gpt.settings import Settings
 from niels_gpt.storage.checks import Check, Value, Verdict
 from pipelines.deployment import Deployment
 
@@ -36,11 +37,10 @@ def rules_of(path: str) -> Mapping[str, Check]:
 def checks_of(deployment: Deployment, path: str) -> dg.AssetChecksDefinition:
     """Return the checks of one asset, as one step: each of them can be run by itself, and none costs a process.
 
-    path: of the cache below the folder of the caches: tokenizer, or FAMILY/NAME of a token or rollout cache.
+    path: of an asset that is built.
     A blocking check that fails is an error and stops what lies downstream; any other is a warning.
     """
     key, rules = deployment.key(path), rules_of(path)
-    verified = rollouts.verify if path.startswith(_ROLLOUTS) else verify
     specs = [
         dg.AssetCheckSpec(check.name, asset=key, description=check.description, blocking=check.blocking)
         for check in rules.values()
@@ -53,53 +53,22 @@ def checks_of(deployment: Deployment, path: str) -> dg.AssetChecksDefinition:
         required_resource_keys={deployment.resource},
     )
     def check(context: dg.AssetCheckExecutionContext) -> Iterator[dg.AssetCheckResult]:
-        core = deployment.run(context).settings
-        limits = Limits(deep=core.deep_checks, max_dropped_share=core.max_dropped_share)
         names = {selected.name for selected in context.selected_asset_check_keys}
-        for name, verdict in verified(cache_root(core) / path, limits, names=names).items():
+        for name, verdict in _verdicts(deployment.run(context).settings, path, names).items():
             yield _result(deployment, key, rules[name], verdict)
 
     return check
 
 
-def checks_of_targets(deployment: Deployment) -> dg.AssetChecksDefinition:
-    """Return the checks of eagle3/targets, all of them blocking, as one step that reads the cache once."""
-    key = deployment.key(TARGETS_KEY)
-    specs = [
-        dg.AssetCheckSpec(check.name, asset=key, description=check.description, blocking=check.blocking)
-        for check in EAGLE3_CHECKS.values()
-    ]
-
-    @dg.multi_asset_check(
-        specs=specs,
-        name=f"check_{deployment.name(TARGETS_KEY)}",
-        can_subset=True,
-        required_resource_keys={deployment.resource},
-    )
-    def check(context: dg.AssetCheckExecutionContext) -> Iterator[dg.AssetCheckResult]:
-        names = {selected.name for selected in context.selected_asset_check_keys}
-        for name, verdict in check_targets(deployment.run(context).settings, names).items():
-            yield _result(deployment, key, EAGLE3_CHECKS[name], verdict)
-
-    return check
-
-
-def check_of_draft_vocab(deployment: Deployment) -> dg.AssetChecksDefinition:
-    """Return the check of eagle3/draft_vocab, which is blocking."""
-    key = deployment.key(VOCAB_KEY)
-
-    @dg.asset_check(
-        asset=key,
-        name=DRAFT_VOCAB_CHECK.name,
-        description=DRAFT_VOCAB_CHECK.description,
-        blocking=True,
-        required_resource_keys={deployment.resource},
-    )
-    def check(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
-        path = cache_root(deployment.run(context).settings) / VOCAB_KEY
-        return _result(deployment, key, DRAFT_VOCAB_CHECK, check_draft_vocab(path))
-
-    return check
+def _verdicts(settings: Settings, path: str, names: set[str]) -> Mapping[str, Verdict]:
+    """Make the checks `names` of an asset."""
+    if path == TARGETS_KEY:
+        return check_targets(settings, names)
+    cache = cache_root(settings) / path
+    if path == VOCAB_KEY:
+        return {DRAFT_VOCAB_CHECK.name: check_draft_vocab(cache)}
+    verified = rollouts.verify if path.startswith(_ROLLOUTS) else verify
+    return verified(cache, Limits(deep=settings.deep_checks, max_dropped_share=settings.max_dropped_share), names=names)
 
 
 def _result(deployment: Deployment, key: dg.AssetKey, rule: Check, verdict: Verdict) -> dg.AssetCheckResult:

@@ -17,12 +17,10 @@ from typing import Any
 
 import dagster as dg
 
-from niels_gpt.recipes.plan import recipes
-from niels_gpt.recipes.run_recipe import TOKENIZER_KEY
 from niels_gpt.settings import Settings
 from pipelines import assets, eagle3, partitions
 from pipelines.automation import automation_of, condition_of, switched_on
-from pipelines.checks import check_of_draft_vocab, checks_of, checks_of_targets
+from pipelines.checks import checks_of
 from pipelines.deployment import Deployment
 from pipelines.describe import described
 from pipelines.resources import settings_from_environment, settings_resource
@@ -62,23 +60,18 @@ def niels_definitions(
         automation=switched_on(automation),
     )
     chosen = deployment.settings
-    paths = (TOKENIZER_KEY, *recipes(chosen))
-    versions = {deployment.key(path): version for path, version in code_versions(chosen).items()}
+    versions = code_versions(chosen)
     made = [*assets.assets_of(deployment), eagle3.draft_vocab_of(deployment), eagle3.targets_of(deployment)]
 
     def completed(spec: dg.AssetSpec) -> dg.AssetSpec:
-        condition = condition_of(deployment, deployment.path_of(spec.key))
+        path = deployment.path_of(spec.key)
         return described(deployment, spec).replace_attributes(
-            code_version=versions.get(spec.key), automation_condition=condition
+            code_version=versions.get(path), automation_condition=condition_of(deployment, path)
         )
 
     ours = dg.Definitions(
         assets=dg.map_asset_specs(completed, partitions.in_partitions(deployment, made)),
-        asset_checks=[
-            *(checks_of(deployment, path) for path in paths),
-            check_of_draft_vocab(deployment),
-            checks_of_targets(deployment),
-        ],
+        asset_checks=[checks_of(deployment, path) for path in versions],
         resources={deployment.resource: settings_resource(chosen)},
     )
     return dg.Definitions.merge(ours, automation_of(deployment))

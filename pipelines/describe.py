@@ -205,7 +205,6 @@ def _of_cache(
     where = str(cache_root(settings) / path)
     windows = 64 if settings.source_root == "sample" else 1024  # shards of the sample are short
     code = page.reader.replace("{path}", json.dumps(where)[1:-1]).replace("{T}", str(windows))
-    about = spec.description or ""
     metadata: dict[str, Any] = {
         "path": dg.MetadataValue.path(where),
         "look inside": look_inside(path, where),
@@ -215,7 +214,7 @@ def _of_cache(
     if page.columns:
         columns = [dg.TableColumn(name, kind, description=text) for name, kind, text in page.columns]
         metadata["dagster/column_schema"] = dg.TableSchema(columns)
-    return f"{about}\n\n```python\n{code}\n```", set(page.kinds), metadata
+    return f"{spec.description}\n\n```python\n{code}\n```", set(page.kinds), metadata
 
 
 def _of_raw(settings: Settings, name: str, source: SourceSpec | None) -> tuple[str, set[str], dict[str, Any]]:

@@ -62,7 +62,6 @@ def _as_graph(
         ins={each: dg.AssetIn(key, dagster_type=dg.Nothing) for each, key in upstream.items()},
         description=spec.description,
         group_name=spec.group_name,
-        kinds=spec.kinds,
     )
     def cache(tokenizer: Any, raw: Any) -> Any:
         planned = plan.alias("plan_partitions")(tokenizer=tokenizer, raw=raw)

@@ -23,7 +23,7 @@ from niels_gpt.recipes.eagle3 import draft_vocab
 from niels_gpt.recipes.eagle3.of_settings import KEY as TARGETS_KEY
 from niels_gpt.recipes.eagle3.of_settings import VOCAB_KEY, raw_source
 from niels_gpt.recipes.partitions.documents import is_partitioned
-from niels_gpt.recipes.plan import needs_no_tokenizer, recipes, settings_fingerprint
+from niels_gpt.recipes.plan import every_key, needs_no_tokenizer, settings_fingerprint
 from niels_gpt.recipes.resolve import asked_revisions, resolve_source
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Outcome, cache_root, recorded_recipe
 from niels_gpt.recipes.tokenizer import ensure_tokenizer, is_id
@@ -53,8 +53,7 @@ _WHAT_IS_READ = (
 def code_versions(settings: Settings) -> dict[str, str]:
     """Return the code version of every asset that is built, by its path."""
     tokenizer = _asked_tokenizer(settings)
-    paths = (TOKENIZER_KEY, *recipes(settings), VOCAB_KEY, TARGETS_KEY)
-    return {path: _code_version(settings, path, tokenizer) for path in paths}
+    return {path: _code_version(settings, path, tokenizer) for path in every_key(settings)}
 
 
 def code_version(settings: Settings, path: str) -> str:
