@@ -127,9 +127,13 @@ def _few_positions(cache: OpenCache) -> Problems:
         yield CacheError(cache.folder, warning, code="W703")
 
 
-def _say_samples(cache: OpenCache, figures: Figures) -> None:
+def _say_samples(cache: OpenCache, figures: Figures, what: str = "were read") -> None:
     shards, samples = cache.num_shards, cache.num_samples
-    figures.say(f"{many(samples, 'sample')} in {many(shards, 'shard')} were read.", samples=samples, shards=shards)
+    figures.say(f"{many(samples, 'sample')} in {many(shards, 'shard')} {what}.", samples=samples, shards=shards)
+
+
+def _say_files(cache: OpenCache, figures: Figures) -> None:
+    _say_samples(cache, figures, "are there; of the shards only the headers were read")
 
 
 def _say_counts(cache: OpenCache, figures: Figures) -> None:
@@ -151,7 +155,7 @@ def _questions(
 ) -> dict[str, Questions]:
     """Return which functions answer which check, in the order of CHECKS."""
     return {
-        "complete": Questions(once=incomplete, remarks=unused_files, measured=_say_samples),
+        "complete": Questions(once=incomplete, remarks=unused_files, measured=_say_files),
         "checksums": Questions(once=wrong_checksums, per_shard=wrong_shard_checksums, measured=_say_samples),
         "finite": Questions(once=weights, per_row=finite, measured=_say_samples),
         "ids_match": Questions(once=_other_samples, per_row=ids, measured=_say_samples),
