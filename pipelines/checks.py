@@ -21,6 +21,8 @@ from pipelines.deployment import Deployment
 
 _DIGITS = 6  # of a share
 _ROLLOUTS = ("trees/", "rollouts/")
+CAUSED_ELSEWHERE = frozenset({"tokenizer_matches", "positions"})
+"""Checks whose failure the asset's own build does not repair: their problems name what does."""
 _SHOWN_PROBLEMS = 3  # in the text of a check; all of them are in an entry
 
 
@@ -97,10 +99,10 @@ def _passed(verdict: Verdict) -> str:
 
 
 def _failed(deployment: Deployment, key: dg.AssetKey, rule: Check, problems: Sequence[str]) -> str:
-    """Return the first problems and, where the cache must not be used, how to repair it."""
+    """Return the first problems and, where a build from scratch repairs the cache, how to start one."""
     rest = len(problems) - _SHOWN_PROBLEMS
     said = "; ".join([*problems[:_SHOWN_PROBLEMS], *([f"and {rest} more in all_problems"] if rest > 0 else [])])
-    if not rule.blocking:
+    if not rule.blocking or rule.name in CAUSED_ELSEWHERE:
         return said
     return (
         f"{said}\n\nTo repair it, materialize `{key.to_user_string()}` again: after a failed check it is built from "

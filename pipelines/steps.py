@@ -19,7 +19,7 @@ from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError, LeftOut
 from niels_gpt.storage.locks import file_lock
 from niels_gpt.storage.versions import VERSIONS_DIR, build_lock, is_plan, refuse_if_building, versions_dir
-from pipelines.checks import rules_of
+from pipelines.checks import CAUSED_ELSEWHERE, rules_of
 from pipelines.deployment import Deployment
 from pipelines.metadata import materialize_result
 from pipelines.resources import Run
@@ -33,8 +33,6 @@ NETWORK_RETRIES = dg.RetryPolicy(max_retries=3, delay=15, backoff=dg.Backoff.EXP
 _LOG_SECONDS = 10.0
 _CORE = "niels_gpt"
 _Result = TypeVar("_Result")
-_CAUSED_ELSEWHERE = ("tokenizer_matches",)
-"""Checks whose failure no build of the asset itself repairs."""
 _PAUSE_SECONDS = 0.2
 """Between two attempts at a lock: who held it may hold it again."""
 
@@ -120,7 +118,7 @@ def _failed_check(
     for record in context.instance.fetch_materializations(key, limit=1).records:
         built = max(built, record.timestamp)
     for rule in rules_of(path).values():
-        if not rule.blocking or rule.name in _CAUSED_ELSEWHERE:
+        if not rule.blocking or rule.name in CAUSED_ELSEWHERE:
             continue
         check = dg.AssetCheckKey(key, rule.name)  # a run has planned its own checks already
         history = context.instance.event_log_storage.get_asset_check_execution_history(
