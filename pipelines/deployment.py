@@ -10,8 +10,9 @@ from typing import Any
 
 import dagster as dg
 
-from niels_gpt.recipes.run_recipe import cache_root
+from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, cache_root
 from niels_gpt.settings import Settings
+from niels_gpt.storage.remedies import build_command
 from pipelines.resources import NAMES, Run, as_run
 
 _PREFIX_PART = re.compile(r"[A-Za-z0-9_.-]+")
@@ -81,7 +82,7 @@ class Deployment:
             raise dg.Failure(
                 f"resources.{self.resource}.config.source_root: with {run.settings.source_root} the caches lie in "
                 f"{asked}, and this deployment's lie in {ours}: its assets are not those of another folder. Set it for "
-                "the deployment (NIELS_GPT_SOURCE_ROOT), or build there with niels-gpt build --source-root",
+                f"the deployment (NIELS_GPT_SOURCE_ROOT), or build there: {build_command(run.settings, TOKENIZER_KEY)}",
                 allow_retries=False,
             )
         return run

@@ -13,7 +13,7 @@ from dagster._core.storage.asset_check_execution_record import AssetCheckExecuti
 
 from niels_gpt.progress import Progress
 from niels_gpt.recipes.eagle3.of_settings import NoExtra, NoTarget
-from niels_gpt.recipes.plan import built_at
+from niels_gpt.recipes.plan import built_at, every_key
 from niels_gpt.recipes.run_recipe import RUNS_DIR, TOKENIZER_KEY, Outcome, cache_root, recorded_recipe, restart
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError, LeftOut
@@ -161,10 +161,11 @@ def leave_out(context: dg.AssetExecutionContext, deployment: Deployment, error: 
     A run of all assets materializes those that it can: with a tokenizer without sentinels no chats, and without a
     target, or the extra eagle3, nothing of eagle3.
     """
-    selected = {deployment.path_of(key) for key in context.job_def.asset_layer.selected_asset_keys}
-    families = {path.split("/")[0] for path in selected if "/" in path}
+    selected = context.job_def.asset_layer.selected_asset_keys  # may be another deployment's too
+    ours = [path for path in every_key(deployment.settings) if deployment.key(path) in selected]
+    families = {path.split("/")[0] for path in ours} - {TOKENIZER_KEY}
     unbuildable = {"eagle3"} if isinstance(error, NoTarget | NoExtra) else {"sft", "trees", "eagle3"}
-    if not families - unbuildable - {"raw"}:
+    if not families - unbuildable:
         raise error
     context.log.warning(f"left out [{error.warning}]: {error}")
 

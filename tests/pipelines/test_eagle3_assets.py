@@ -241,14 +241,14 @@ def test_what_only_the_states_need_leaves_the_draft_vocabulary_as_it_is(settings
         assert vocab_fingerprint(other) != vocab_fingerprint(settings)
 
 
-def test_the_code_version_of_older_deployments_stays(settings: Settings) -> None:
+def test_the_fingerprint_of_caches_of_earlier_versions_stays(settings: Settings) -> None:
     assert settings_fingerprint(Settings(source_root="sample", eagle3_max_samples=6)) == "240dbab57c5f"
     found = resolved(settings, observed=None)
     in_parts = dataclasses.replace(found, options=dataclasses.replace(found.options, part="1/2"))
     assert _fingerprint(in_parts) == _fingerprint(found), "which shards a folder has decides no byte"
 
 
-def test_a_flipped_bit_fails_the_checks_and_one_more_run_makes_all_anew(
+def test_a_flipped_bit_fails_the_checks_and_one_more_run_builds_from_scratch(
     instance: dg.DagsterInstance, settings: Settings
 ) -> None:
     good = build_targets(settings).meta
