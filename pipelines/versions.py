@@ -74,7 +74,7 @@ def _code_version(settings: Settings, path: str, tokenizer: Any) -> str:
         if not is_graph(settings, path):
             settings = replace(settings, partitions=1)
         name = path.rpartition("/")[2]
-        parts |= {"settings": settings_fingerprint(settings, path), "place": _place(settings, name)}
+        parts |= {"settings": settings_fingerprint(settings, path), **_where(settings, name)}
     if TOKENIZER_KEY in upstream_of(settings, path):
         parts["tokenizer"] = tokenizer
     return _digits(parts)
@@ -82,6 +82,11 @@ def _code_version(settings: Settings, path: str, tokenizer: Any) -> str:
 
 def _digits(parts: Any) -> str:
     return sha256(canonical_json(parts)).hexdigest()[:_DIGITS]
+
+
+def _where(settings: Settings, name: str) -> dict[str, Any]:
+    """Return what decides which files of a source are read."""
+    return {"place": _place(settings, name), **({"follow_links": True} if settings.follow_links else {})}
 
 
 def _place(settings: Settings, name: str) -> str:
@@ -101,7 +106,7 @@ def _of_chats(settings: Settings) -> dict[str, Any]:
     name = settings.eagle3_source
     user = user_sources(settings).get(name)
     return {
-        "place": _place(settings, name),
+        **_where(settings, name),
         "source": [user.files, user.licence, user.attribution] if user else asked_revisions(settings).get(name),
         "exclude": _exclude(settings),
         "max_document_bytes": settings.max_document_bytes,
@@ -172,6 +177,7 @@ class _Event(NamedTuple):
     version: str | None
     storage_id: int
     run_id: str
+    timestamp: float
 
 
 def version_tags(
@@ -222,9 +228,10 @@ def _observed(
 ) -> str | None:
     """Return the version of an observed asset that the step has read; log it as an observation where it is news.
 
-    Of files every step reads the fingerprint, so each run observes them once. The hub is asked for a revision only
-    where none is recorded, so its revision is logged only where nobody has observed the dataset. A run with other
-    settings of the source says nothing of the deployment's.
+    Of files every step reads the fingerprint, so each run observes them once; but where somebody has observed other
+    files since the step started, the step may have read the older ones, and says nothing. The hub is asked for a
+    revision only where none is recorded, so its revision is logged only where nobody has observed the dataset. A run
+    with other settings of the source says nothing of the deployment's.
     None: as Dagster has it. For the hub that is where the newest observation is of another revision than the cache.
     """
     key = deployment.key(upstream)
@@ -246,11 +253,22 @@ def _observed(
             "the revision that the cache was built from: the hub was not asked for a newer one" if reused else None
         )
     else:
-        is_news = not (same and newest is not None and newest.run_id == context.op_execution_context.run_id)
+        is_repeated = same and newest is not None and newest.run_id == context.op_execution_context.run_id
+        is_older = not same and newest is not None and newest.timestamp > _started(context)
+        is_news = not is_repeated and not is_older
     if is_ours and is_news:
         metadata = observation_metadata(settings, upstream, source, warning)
         context.log_event(dg.AssetObservation(key, metadata=metadata, tags={DATA_VERSION: version}))
     return version
+
+
+def _started(context: dg.AssetExecutionContext) -> float:
+    """Return when the first step of this asset started in this run, in seconds since the epoch: before it read text."""
+    operation = context.op_execution_context
+    name = operation.op_handle.path[0]
+    stats = context.instance.get_run_step_stats(operation.run_id)
+    of_asset = [each for each in stats if each.step_key.partition(".")[0] == name]
+    return min((each.start_time for each in of_asset if each.start_time is not None), default=0.0)
 
 
 def _newest(context: dg.AssetExecutionContext, key: dg.AssetKey, *, is_observed: bool) -> _Event | None:
@@ -258,7 +276,7 @@ def _newest(context: dg.AssetExecutionContext, key: dg.AssetKey, *, is_observed:
     for record in fetch(key, limit=1).records:
         event = record.asset_observation if is_observed else record.asset_materialization
         tags = (event.tags if event is not None else None) or {}
-        return _Event(tags.get(DATA_VERSION), record.storage_id, record.run_id)
+        return _Event(tags.get(DATA_VERSION), record.storage_id, record.run_id, record.timestamp)
     return None
 
 

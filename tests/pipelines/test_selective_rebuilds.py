@@ -11,8 +11,11 @@ from support import chat_tokenizers
 from support.dagster_runs import built, metadata, run, stale
 
 from niels_gpt.recipes.plan import RECIPES
+from niels_gpt.recipes.run_recipe import Outcome
+from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizer_training import train_tokenizer, write_tokenizer
+from pipelines import assets
 from pipelines.versions import code_versions
 
 EVERYTHING = {"tokenizer", *RECIPES}
@@ -63,6 +66,7 @@ def test_a_code_version_has_what_decides_a_build_and_nothing_else(settings: Sett
     assert differing({}, {"vocab_size": 300}) == differing({}, {"revision": "oasst1=main"}) == set()
     assert differing(trained, {**trained, "vocab_size": 300}) == everything
     assert differing(trained, {**trained, "threads": 3, "deep_checks": True, "eagle3_device": "cpu"}) == set()
+    assert differing({}, {"follow_links": True}) == everything - {"tokenizer"}
     hub = {"source_root": "hub", "partitions": 1}
     assert differing(hub, {**hub, "partitions": 2}) == pretrain - {"pretrain/gutenberg"}, "which is a stub there"
     assert differing(hub, {**hub, "roam_dir": "notes"}) == {"pretrain/roam"}
@@ -194,6 +198,24 @@ def test_a_run_of_other_text_says_nothing_of_the_deployments_sources(
     assert stale(after_a_run, settings) == {"sft/oasst1": "has a new code version"}
     assert built(run(after_a_run, settings, "sft/oasst1")) == {"sft/oasst1"}
     assert stale(after_a_run, settings) == {}
+
+
+def test_files_that_were_observed_while_a_step_read_older_ones_stay_the_newest(
+    instance: dg.DagsterInstance, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(*given: Any, **how: Any) -> Outcome:
+        outcome = build_token_cache(*given, **how)
+        tags = {"dagster/data_version": "of changed files"}
+        instance.report_runless_asset_event(dg.AssetObservation(["raw", "dolly15k"], tags=tags))
+        return outcome
+
+    monkeypatch.setattr(assets, "build_token_cache", build)
+    run(instance, settings, "tokenizer", "sft/dolly15k")
+    assert observed(instance, "raw/dolly15k") == "of changed files"
+    assert stale(instance, settings) == {"sft/dolly15k": "has a new dependency data version"}
+    monkeypatch.undo()
+    run(instance, settings, "sft/dolly15k")
+    assert stale(instance, settings) == {}
 
 
 def test_a_run_in_another_folder_is_refused(instance: dg.DagsterInstance, settings: Settings) -> None:
