@@ -9,17 +9,21 @@ The switches are on the page Automation of the UI, and in `niels_definitions(aut
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import dagster as dg
+from dagster._core.storage.dagster_run import NOT_FINISHED_STATUSES
+from dagster._core.storage.tags import RUN_KEY_TAG, SENSOR_NAME_TAG
+from pydantic import TypeAdapter, ValidationError
 
 from niels_gpt.data.sources import SOURCES
 from niels_gpt.recipes.partitions.planned import listing_of
 from niels_gpt.recipes.plan import every_key
-from niels_gpt.recipes.resolve import ResolvedSource, resolve_source
+from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY
 from niels_gpt.recipes.user_sources import user_sources
 from pipelines.deployment import Deployment
@@ -30,6 +34,10 @@ SWITCHES = ("observe", "files", "rebuild")
 HOURLY = "0 * * * *"
 FILES_SECONDS = 30.0
 """Seconds after which a tick of the sensor files leaves the other sources to the next one: Dagster ends it after 60."""
+AGAIN_SECONDS = 600.0
+"""Seconds after which an observation that has not come is asked for again, unless its run has not finished."""
+DIGITS = 16
+"""Of a digest in the cursor."""
 
 
 def switched_on(automation: bool | Collection[str]) -> frozenset[str]:
@@ -112,6 +120,17 @@ def _rebuild_sensor(deployment: Deployment) -> dg.AutomationConditionSensorDefin
     )
 
 
+class _Asked(NamedTuple):
+    """A request to observe a source."""
+
+    digest: str
+    """Of its files."""
+    key: str
+    """Of the run."""
+    at: float
+    """In seconds since the epoch; 0.0 once the source was observed since."""
+
+
 @dataclass
 class _Cursor:
     """What the sensor files keeps from tick to tick."""
@@ -122,8 +141,19 @@ class _Cursor:
     """The source to look at first: the one that the last tick had no time for."""
     seen: dict[str, str] = field(default_factory=dict)
     """Digest of each source's files at the last look."""
-    asked: dict[str, str] = field(default_factory=dict)
-    """Digest that an observation was requested of, or that was there before the first tick."""
+    asked: dict[str, _Asked] = field(default_factory=dict)
+    """The last request for each source."""
+
+    @classmethod
+    def read(cls, text: str | None, names: Collection[str]) -> "_Cursor":
+        """Return what `text` holds of the sources `names`; a text of another form starts afresh."""
+        try:
+            found = TypeAdapter(cls).validate_json(text or "")
+        except ValidationError:
+            return cls(int(time.time()))
+        found.seen = {name: digest for name, digest in found.seen.items() if name in names}
+        found.asked = {name: asked for name, asked in found.asked.items() if name in names}
+        return found
 
 
 def _files_sensor(deployment: Deployment, names: list[str]) -> dg.SensorDefinition:
@@ -137,7 +167,7 @@ def _files_sensor(deployment: Deployment, names: list[str]) -> dg.SensorDefiniti
         "has changed is observed as soon as two looks find the same.",
     )
     def files(context: dg.SensorEvaluationContext) -> dg.SensorResult:
-        cursor = _Cursor(**json.loads(context.cursor)) if context.cursor else _Cursor(int(time.time()))
+        cursor = _Cursor.read(context.cursor, names)
         notes = _unknown_sources(deployment, names)
         changed = _look(deployment, context.instance, names, cursor, notes)
         for note in notes:
@@ -146,11 +176,10 @@ def _files_sensor(deployment: Deployment, names: list[str]) -> dg.SensorDefiniti
             text = "; ".join(notes) or f"nothing has changed in {len(cursor.seen)} sources"
             return dg.SensorResult(skip_reason=text, cursor=json.dumps(asdict(cursor)))
         cursor.requests += 1
-        cursor.asked |= changed
         digest = hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()
-        request = dg.RunRequest(
-            run_key=f"{cursor.requests}-{digest}", asset_selection=[deployment.key(f"raw/{name}") for name in changed]
-        )
+        key, now = f"{cursor.requests}-{digest[:DIGITS]}", math.floor(time.time() * 1000) / 1000  # SQLite has no more
+        cursor.asked |= {name: _Asked(found, key, now) for name, found in changed.items()}
+        request = dg.RunRequest(run_key=key, asset_selection=[deployment.key(f"raw/{name}") for name in changed])
         return dg.SensorResult(run_requests=[request], cursor=json.dumps(asdict(cursor)))
 
     made: dg.SensorDefinition = files
@@ -175,8 +204,8 @@ def _look(
     end, changed, cursor.next = time.monotonic() + FILES_SECONDS, dict[str, str](), ""
     order = (*names[first:], *names[:first])
     for name, following in zip(order, (*order[1:], None), strict=True):
-        digest = _digest(deployment, instance, name, cursor, notes)
-        if digest and digest != cursor.asked.get(name):
+        digest = _digest(deployment, name, notes)
+        if digest and _is_due(deployment, instance, name, digest, cursor, notes):
             if digest == cursor.seen.get(name):
                 changed[name] = digest
             else:
@@ -190,25 +219,40 @@ def _look(
     return changed
 
 
-def _digest(
-    deployment: Deployment, instance: dg.DagsterInstance, name: str, cursor: _Cursor, notes: list[str]
-) -> str | None:
-    """Return the digest of a source's files; None for one without, and with a note for one that cannot be found.
-
-    At the first look it is taken as asked for if the source was observed since its files have changed.
-    """
+def _digest(deployment: Deployment, name: str, notes: list[str]) -> str | None:
+    """Return the digest of a source's files; None for one without, and with a note for one that cannot be found."""
     try:
-        source = resolve_source(deployment.settings, name)
-        digest = listing_of(source)
-        if digest and name not in cursor.seen and _is_observed(deployment, instance, source):
-            cursor.asked[name] = digest
+        return (listing_of(resolve_source(deployment.settings, name)) or "")[:DIGITS] or None
     except (OSError, ValueError) as error:  # looked at again at the next tick
         notes.append(f"raw/{name}: {error}")
         return None
-    return digest
 
 
-def _is_observed(deployment: Deployment, instance: dg.DagsterInstance, source: ResolvedSource) -> bool:
-    """Whether a source was observed after the last change of its files."""
-    records = instance.fetch_observations(deployment.key(f"raw/{source.source}"), limit=1).records
-    return bool(records) and all(path.stat().st_ctime <= records[0].timestamp for path in source.files)
+def _is_due(
+    deployment: Deployment, instance: dg.DagsterInstance, name: str, digest: str, cursor: _Cursor, notes: list[str]
+) -> bool:
+    """Whether no observation of these files has been asked for, or none has come of it.
+
+    What was observed before the first look counts for nothing: no time of a file tells when another one was removed.
+    """
+    asked = cursor.asked.get(name)
+    if asked is None or asked.digest != digest:
+        return True
+    if not asked.at:
+        return False
+    if _is_observed(instance, deployment.key(f"raw/{name}"), asked.at):
+        cursor.asked[name] = asked._replace(at=0.0)
+        return False
+    notes.append(f"raw/{name}: asked for, and not observed yet")
+    if time.time() < asked.at + AGAIN_SECONDS:
+        return False
+    ours = {RUN_KEY_TAG: asked.key, SENSOR_NAME_TAG: deployment.name("files")}
+    return not instance.get_runs(dg.RunsFilter(tags=ours, statuses=NOT_FINISHED_STATUSES), limit=1)
+
+
+def _is_observed(instance: dg.DagsterInstance, key: dg.AssetKey, since: float) -> bool:
+    """Whether a source was observed by a run that began after `since`: an earlier one may have read earlier files."""
+    for record in instance.fetch_observations(key, limit=1).records:
+        run = instance.get_run_record_by_id(record.run_id)
+        return (run.create_timestamp.timestamp() if run else record.timestamp) >= since
+    return False
