@@ -141,7 +141,7 @@ def _cache(deployment: Deployment, spec: SourceSpec) -> dg.AssetsDefinition:
                 return build_rollout_cache(run.settings, spec.key, **how)
             return build_token_cache(run.settings, spec.name, **how)
 
-        with step(context, deployment), turn(run) if spec.family == "pretrain" else nullcontext():
+        with step(context, deployment), turn(run, spec.key) if spec.family == "pretrain" else nullcontext():
             try:
                 outcome = carried_out(context, deployment, run, spec.key, build)
             except LeftOut as error:

@@ -161,7 +161,7 @@ def _seal_cache(deployment: Deployment) -> dg.OpDefinition:
             observed = observed_of_cache(context, deployment, core, path)
             return build_token_cache(core, name, observed=observed, progress=progress_log(context))
 
-        with step(context, deployment), turn(asked):
+        with step(context, deployment), turn(asked, path):
             result = report(context, deployment, core, waited_for(asked, path, build))
         with (
             warnings.catch_warnings()

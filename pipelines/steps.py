@@ -146,13 +146,16 @@ def newer_observation(context: dg.AssetExecutionContext, raw: dg.AssetKey, built
     return None
 
 
-def turn(run: Run) -> AbstractContextManager[None]:
+def turn(run: Run, path: str) -> AbstractContextManager[None]:
     """Hold what one run alone may have that builds a pretrain cache in this folder: it encodes on all cores.
 
-    Raises: CacheError E503 where another has it and the run does not wait.
+    It waits where another has it: a run that does not wait is about the cache at `path` alone.
+    Raises: CacheError E503 where another process builds that cache and the run does not wait.
     """
+    if not run.wait:
+        refuse_if_building(cache_root(run.settings) / path)
     lock = cache_root(run.settings) / RUNS_DIR / "pretrain.turn"
-    return file_lock(lock, lock.parent.parent, "a pretrain cache is being built", wait=run.wait)
+    return file_lock(lock, lock.parent.parent, "a pretrain cache is being built", wait=True)
 
 
 def leave_out(context: dg.AssetExecutionContext, deployment: Deployment, error: LeftOut) -> None:

@@ -1,7 +1,11 @@
 """A damaged cache is built from scratch by one click, and by `force`; a run waits for another builder, or says who."""
 
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import dagster as dg
@@ -12,7 +16,9 @@ from niels_gpt.cache.meta import read_meta
 from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.settings import Settings
+from niels_gpt.storage import locks
 from pipelines import assets, steps
+from pipelines.deployment import Deployment
 
 KEY = "sft/dolly15k"
 CHECK = "ids_below_vocab_size"
@@ -130,12 +136,39 @@ def test_a_run_waits_for_another_builder_and_says_for_whom(
     assert line.endswith("; waiting")
 
 
-def test_a_pretrain_build_does_not_wait_for_its_turn_where_the_run_waits_for_nobody(
+def test_a_pretrain_build_waits_for_its_turn_also_where_the_run_waits_for_no_other_builder(
     instance: dg.DagsterInstance, settings: Settings
 ) -> None:
-    with steps.turn(steps.Run(settings)):
-        refused = run(instance, settings, "pretrain/roam", config={"wait": False}, raise_on_error=False)
-    assert "a pretrain cache is being built by user " in failure_of(refused)
+    given, waits = steps.Run(settings, wait=False), threading.Event()
+
+    class Waiting(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            waits.set()
+
+    handler = Waiting()
+    locks.logger.addHandler(handler)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            with steps.turn(given, "pretrain/wikitext"):
+                found = pool.submit(run, instance, settings, "pretrain/roam", config={"wait": False})
+                assert waits.wait(60), "it has failed"
+            assert built(found.result()) == {"pretrain/roam"}
+    finally:
+        locks.logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize(("parent", "is_again"), [(None, False), ("first", True)])
+def test_a_reexecuted_run_with_force_goes_on_with_what_the_first_has_built(
+    settings: Settings, parent: str | None, is_again: bool
+) -> None:
+    attempt = SimpleNamespace(retry_number=0, run=SimpleNamespace(parent_run_id=parent))
+    context: Any = SimpleNamespace(op_execution_context=attempt)
+    forced = (context, Deployment(settings=settings), steps.Run(settings, force=True), KEY)
+    assert (steps.why_from_scratch(*forced) is None) == is_again, "nothing was ever committed"
+    build_token_cache(settings, "dolly15k")
+    assert steps.why_from_scratch(*forced) is not None, "what is finished is built once more"
+    steps.restart(settings, KEY)
+    assert (steps.why_from_scratch(*forced) is None) == is_again
 
 
 def test_an_instance_that_passes_the_cores_log_on_has_each_line_once(settings: Settings) -> None:
