@@ -8,14 +8,13 @@ from niels_gpt.recipes.eagle3.asset import build_targets
 from niels_gpt.recipes.eagle3.draft_vocab import build_draft_vocab
 from niels_gpt.recipes.eagle3.of_settings import KEY as EAGLE3_KEY
 from niels_gpt.recipes.eagle3.of_settings import SMALL_TARGET, VOCAB_KEY, raw_source
-from niels_gpt.recipes.plan import built_at
 from niels_gpt.recipes.run_recipe import Outcome
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import LeftOut
 from pipelines.deployment import Deployment
 from pipelines.metadata import draft_vocab_result, targets_result
-from pipelines.steps import NETWORK_RETRIES, carried_out, leave_out, newer_observation, report, step, target_log
-from pipelines.versions import DATA_VERSION, is_recorded, upstream_of, version_tags
+from pipelines.steps import NETWORK_RETRIES, carried_out, leave_out, report, step, target_log
+from pipelines.versions import DATA_VERSION, is_recorded, newer_observation, upstream_of, version_tags
 
 
 def draft_vocab_of(deployment: Deployment) -> dg.AssetsDefinition:
@@ -96,11 +95,11 @@ def targets_of(deployment: Deployment) -> dg.AssetsDefinition:
 def _newer_chats(
     context: dg.AssetExecutionContext, deployment: Deployment, settings: Settings, path: str
 ) -> str | None:
-    """Return the newest observed fingerprint of the chats if the observation is newer than the cache, else None."""
+    """Return the observed fingerprint of the chats that an asset is built of, as `newer_observation`."""
     source = raw_source(settings)
     if source is None:
         return None
-    return newer_observation(context, deployment.key(f"raw/{source}"), built_at(settings, path))
+    return newer_observation(context, deployment, settings, path, f"raw/{source}")
 
 
 def _report_draft_vocab(context: dg.AssetExecutionContext, deployment: Deployment, settings: Settings) -> None:

@@ -23,7 +23,7 @@ from pipelines.checks import CAUSED_ELSEWHERE, rules_of
 from pipelines.deployment import Deployment
 from pipelines.metadata import materialize_result
 from pipelines.resources import Run
-from pipelines.versions import DATA_VERSION, version_tags
+from pipelines.versions import newer_observation, version_tags
 
 BUILD_POOL = BUILD_TAG = "niels_gpt/pretrain_build"
 """Pretrain builds run one at a time, because each encodes on all cores. Within a run the tag enforces it, on one cache
@@ -133,17 +133,9 @@ def _failed_check(
 def observed_of_cache(
     context: dg.AssetExecutionContext, deployment: Deployment, settings: Settings, path: str
 ) -> str | None:
-    """Return the newest observed fingerprint of the source of a cache, FAMILY/NAME, or None."""
-    raw = deployment.key(f"raw/{path.rpartition('/')[2]}")
-    return newer_observation(context, raw, built_at(settings, path))
-
-
-def newer_observation(context: dg.AssetExecutionContext, raw: dg.AssetKey, built: float) -> str | None:
-    """Return the newest observed fingerprint if the observation is newer than the cache, else None."""
-    for record in context.instance.fetch_observations(raw, limit=1).records:
-        if record.timestamp > built and record.asset_observation is not None:
-            return (record.asset_observation.tags or {}).get(DATA_VERSION)
-    return None
+    """Return the observed fingerprint that the cache FAMILY/NAME is built of; None: the recorded one, as
+    `newer_observation`."""
+    return newer_observation(context, deployment, settings, path, f"raw/{path.rpartition('/')[2]}")
 
 
 def turn(run: Run, path: str) -> AbstractContextManager[None]:

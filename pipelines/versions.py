@@ -23,7 +23,7 @@ from niels_gpt.recipes.eagle3 import draft_vocab
 from niels_gpt.recipes.eagle3.of_settings import KEY as TARGETS_KEY
 from niels_gpt.recipes.eagle3.of_settings import VOCAB_KEY, raw_source
 from niels_gpt.recipes.partitions.documents import is_partitioned
-from niels_gpt.recipes.plan import every_key, needs_no_tokenizer, settings_fingerprint
+from niels_gpt.recipes.plan import built_at, every_key, needs_no_tokenizer, settings_fingerprint
 from niels_gpt.recipes.resolve import asked_revisions, resolve_source
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Outcome, cache_root, recorded_recipe
 from niels_gpt.recipes.tokenizer import ensure_tokenizer, is_id
@@ -37,6 +37,9 @@ from pipelines.metadata import materialize_result, observation_metadata
 
 DATA_VERSION, CODE_VERSION = "dagster/data_version", "dagster/code_version"
 INPUT_VERSION, INPUT_POINTER = "dagster/input_data_version", "dagster/input_event_pointer"
+HUB_ASKED = "niels_gpt/hub_asked"
+"""The tag of an observation of a hub's dataset that was logged without asking the hub: it moves no other cache."""
+_LOOKED_AT = 50  # of the observations of a source
 SFT_ROOT, ROOT_VERSION = "sft/", "root"
 _DIGITS = 12
 _WHAT_IS_READ = (
@@ -178,6 +181,8 @@ class _Event(NamedTuple):
     storage_id: int
     run_id: str
     timestamp: float
+    is_of_hub: bool
+    """Not logged without asking the hub."""
 
 
 def version_tags(
@@ -203,7 +208,7 @@ def version_tags(
             event = _newest(context, key, is_observed=False)
         else:
             source = recorded_recipe(outcome.path).get("source") or {}
-            version = _observed(context, deployment, settings, upstream, source, outcome.reused)
+            version = _observed(context, deployment, settings, path, upstream, source, outcome.reused)
             event = _newest(context, key, is_observed=True)
         if version is None:
             continue
@@ -222,6 +227,7 @@ def _observed(
     context: dg.AssetExecutionContext,
     deployment: Deployment,
     settings: Settings,
+    path: str,
     upstream: str,
     source: Mapping[str, Any],
     reused: bool,
@@ -230,9 +236,9 @@ def _observed(
 
     Of files every step reads the fingerprint, so each run observes them once; but where somebody has observed other
     files since the step started, the step may have read the older ones, and says nothing. The hub is asked for a
-    revision only where none is recorded, so its revision is logged only where nobody has observed the dataset. A run
-    with other settings of the source says nothing of the deployment's.
-    None: as Dagster has it. For the hub that is where the newest observation is of another revision than the cache.
+    revision only where none is recorded, so its revision is logged where nobody has observed the dataset, or where the
+    cache is ahead of what is observed. A run with other settings of the source says nothing of the deployment's.
+    None: as Dagster has it.
     """
     key = deployment.key(upstream)
     newest = _newest(context, key, is_observed=True)
@@ -243,12 +249,11 @@ def _observed(
     version = str(source.get("fingerprint"))
     is_ours = all(getattr(settings, name) == getattr(deployment.settings, name) for name in _WHAT_IS_READ)
     same = newest is not None and newest.version == version
-    warning = None
+    warning, tags = None, {DATA_VERSION: version}
     if source.get("kind") == "hub":
-        dataset = version.rpartition("@")[0]
-        if newest is not None and not same and str(newest.version).rpartition("@")[0] == dataset:
-            return None
-        is_news = not same
+        built = built_at(settings, path)
+        is_news = not same and (newest is None or _is_ahead(context, key, settings, newest, source, built))
+        tags[HUB_ASKED] = "no"
         warning = (
             "the revision that the cache was built from: the hub was not asked for a newer one" if reused else None
         )
@@ -258,8 +263,49 @@ def _observed(
         is_news = not is_repeated and not is_older
     if is_ours and is_news:
         metadata = observation_metadata(settings, upstream, source, warning)
-        context.log_event(dg.AssetObservation(key, metadata=metadata, tags={DATA_VERSION: version}))
+        context.log_event(dg.AssetObservation(key, metadata=metadata, tags=tags))
     return version
+
+
+def _is_ahead(
+    context: dg.AssetExecutionContext,
+    key: dg.AssetKey,
+    settings: Settings,
+    newest: _Event,
+    source: Mapping[str, Any],
+    built: float,
+) -> bool:
+    """Whether a cache of the hub is of other text than the newest observation, and of newer.
+
+    So it is where another dataset was observed, and where the command line has asked the hub since (--refresh). A cache
+    of a revision that a run has named, and one of a revision that was observed before, is not ahead.
+    """
+    version = str(source.get("fingerprint"))
+    if str(newest.version).rpartition("@")[0] != version.rpartition("@")[0]:
+        return True
+    if source.get("asked_revision") != asked_revisions(settings).get(key.path[-1]) or built <= newest.timestamp:
+        return False
+    return all(event.version != version for event in _observations(context, key))
+
+
+def newer_observation(
+    context: dg.AssetExecutionContext, deployment: Deployment, settings: Settings, path: str, raw: str
+) -> str | None:
+    """Return the fingerprint of the source raw/NAME that the cache `path` is built of; None: of the recorded one.
+
+    That is the newest observation for which the hub was asked, if it is newer than the cache. A cache of a revision
+    that these settings do not ask for was built by a run with others: the newest observation counts, whatever its age.
+    """
+    key, name = deployment.key(raw), raw.rpartition("/")[2]
+    asked = asked_revisions(settings).get(name)
+    recorded = recorded_recipe(cache_root(settings) / path).get("source") or {}
+    observations = _observations(context, key)
+    if asked != asked_revisions(deployment.settings).get(name):
+        return None  # what was observed is what the deployment asks for
+    if recorded.get("kind") == "hub" and recorded.get("asked_revision") != asked:
+        return next((event.version for event in observations), None)
+    newest = next((event for event in observations if event.is_of_hub), None)
+    return newest.version if newest is not None and newest.timestamp > built_at(settings, path) else None
 
 
 def _started(context: dg.AssetExecutionContext) -> float:
@@ -272,12 +318,23 @@ def _started(context: dg.AssetExecutionContext) -> float:
 
 
 def _newest(context: dg.AssetExecutionContext, key: dg.AssetKey, *, is_observed: bool) -> _Event | None:
+    return next(iter(_events(context, key, is_observed=is_observed, limit=1)), None)
+
+
+def _observations(context: dg.AssetExecutionContext, key: dg.AssetKey) -> list[_Event]:
+    """Return the last observations of a source, the newest first."""
+    return _events(context, key, is_observed=True, limit=_LOOKED_AT)
+
+
+def _events(context: dg.AssetExecutionContext, key: dg.AssetKey, *, is_observed: bool, limit: int) -> list[_Event]:
     fetch = context.instance.fetch_observations if is_observed else context.instance.fetch_materializations
-    for record in fetch(key, limit=1).records:
+    found = []
+    for record in fetch(key, limit=limit).records:
         event = record.asset_observation if is_observed else record.asset_materialization
         tags = (event.tags if event is not None else None) or {}
-        return _Event(tags.get(DATA_VERSION), record.storage_id, record.run_id, record.timestamp)
-    return None
+        is_of_hub = HUB_ASKED not in tags
+        found.append(_Event(tags.get(DATA_VERSION), record.storage_id, record.run_id, record.timestamp, is_of_hub))
+    return found
 
 
 def is_recorded(

@@ -10,7 +10,8 @@ from typing import Any
 
 import dagster as dg
 import pytest
-from support.dagster_runs import run
+from support import numbered_datasets
+from support.dagster_runs import run, stale
 from support.hub_content import Repository
 from support.loopback_hub import LoopbackHub
 
@@ -21,6 +22,8 @@ from niels_gpt.settings import Settings
 from niels_gpt.storage.fileio import canonical_json
 from niels_gpt.storage.versions import versions_dir
 from pipelines import assets
+
+DOLLY = "databricks/databricks-dolly-15k"
 
 
 @pytest.fixture
@@ -101,6 +104,62 @@ def test_an_observation_counts_until_the_cache_is_built_again(
     record = versions_dir(Path(of_the_hub.cache_dir, "sft", "oasst1")) / "recipe.json"
     os.utime(record, (time.time() + 1, time.time() + 1))
     assert given_to_the_recipe(instance, of_the_hub) is None
+
+
+def dolly(instance: dg.DagsterInstance, settings: Settings, **config: str) -> str:
+    """Materialize sft/dolly15k and return its revision, which is also the input version that Dagster records."""
+    run(instance, settings, "sft/dolly15k", config=config or None)
+    event = instance.get_latest_materialization_event(dg.AssetKey(["sft", "dolly15k"]))
+    assert event is not None and event.asset_materialization is not None
+    made = (event.asset_materialization.tags or {})["dagster/input_data_version/raw/dolly15k"].partition("@")[2]
+    cache = Path(settings.cache_dir, "sft", "dolly15k")
+    assert recorded_recipe(cache)["source"]["revision"] == made
+    return made
+
+
+@pytest.mark.slow
+def test_a_revision_named_in_the_launchpad_is_what_the_cache_was_made_from_until_a_plain_run(
+    instance: dg.DagsterInstance, loopback_hub: LoopbackHub, settings: Settings
+) -> None:
+    of_hub = dataclasses.replace(settings, source_root="hub")
+    first = loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=20, start=1_000))
+    second = loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=20, start=1_100))
+    run(instance, of_hub, "tokenizer", "raw/dolly15k")
+    assert dolly(instance, of_hub) == second
+    assert stale(instance, of_hub) == {}
+    for _ in range(2):
+        assert dolly(instance, of_hub, revision=f"dolly15k={first}") == first
+        assert set(stale(instance, of_hub)) == {"sft/dolly15k"}
+    assert dolly(instance, of_hub) == second
+    assert data_version(instance, "raw/dolly15k") == f"{DOLLY}@{second}"
+    assert stale(instance, of_hub) == {}
+
+
+@pytest.mark.slow
+def test_a_cache_that_the_command_line_has_refreshed_is_observed_and_moves_no_other_cache(
+    instance: dg.DagsterInstance, loopback_hub: LoopbackHub, settings: Settings
+) -> None:
+    of_hub = dataclasses.replace(settings, source_root="hub")
+    first = loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=20, start=2_000))
+    run(instance, of_hub, "tokenizer", "raw/dolly15k")
+    assert dolly(instance, of_hub) == first
+    second = loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=20, start=2_100))
+    build_token_cache(of_hub, "dolly15k", refresh=True)
+    assert dolly(instance, of_hub) == second
+    assert data_version(instance, "raw/dolly15k") == f"{DOLLY}@{second}"
+    assert stale(instance, of_hub) == {}
+    # Another cache of the same source, older than that observation: the hub was not asked for it.
+    build_token_cache(dataclasses.replace(of_hub, revision=f"dolly15k={first}"), "dolly15k")
+    cache = Path(of_hub.cache_dir, "sft", "dolly15k")
+    record, known = versions_dir(cache) / "recipe.json", recorded_recipe(cache)
+    del known["source"]["asked_revision"]
+    record.write_bytes(canonical_json(known))
+    os.utime(record, (1, 1))
+    assert dolly(instance, of_hub) == first
+    assert set(stale(instance, of_hub)) == {"sft/dolly15k"}
+    run(instance, of_hub, "raw/dolly15k")
+    assert dolly(instance, of_hub) == second
+    assert stale(instance, of_hub) == {}
 
 
 @pytest.mark.parametrize(
