@@ -1,125 +1,239 @@
-"""`dagster dev` as a person uses it: materialize by a click, read an asset page, see its picture, in a real browser.
+"""`dagster dev` as a person uses it, in a real browser: build, look, repair, another setting, the automation.
 
 It wants Debian's chromium and the extra `browser`. Run: pytest -m browser tests/pipelines/test_ui.py
+Every test begins and ends with fresh assets and a damaged file of none, so each also runs alone.
 """
 
-import json
-import shutil
-import socket
-import subprocess
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import ROOT
-from support.dagster_runs import environment
+from support.browser import HIGH, WIDE, DagsterDev, blemishes, choose, chromium, confirmed, seen, until
 
 pytestmark = pytest.mark.browser
-SECONDS = 120.0
-RUNS = "{ runsOrError { ... on Runs { results { status startTime endTime } } } }"
+GROUP = "/locations/niels_gpt/asset-groups"
+SHARD = "cache/sample/sft/oasst1/train_tokens.bin"
 
 
-def until(question: Any, what: str) -> Any:
-    """Return the first answer that is not empty; a connection refused is none."""
-    end = time.monotonic() + SECONDS
-    while time.monotonic() < end:
-        try:
-            if answer := question():
-                return answer
-        except OSError:
-            pass
-        time.sleep(0.5)
-    raise AssertionError(f"{what}: not within {SECONDS:.0f} s")
-
-
-def ask(address: str, query: str) -> Any:
-    """Return what the web server's GraphQL answers."""
-    body = json.dumps({"query": query}).encode()
-    request = urllib.request.Request(f"{address}/graphql", body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=10) as answer:
-        return json.load(answer)["data"]
-
-
-def finished(address: str) -> list[dict[str, Any]]:
-    """Return all runs, the newest first, once none of them is in progress."""
-    runs: list[dict[str, Any]] = ask(address, RUNS)["runsOrError"]["results"]
-    return runs if all(run["status"] in ("SUCCESS", "FAILURE", "CANCELED") for run in runs) else []
-
-
-@pytest.fixture
-def address(tmp_path: Path) -> Iterator[str]:
-    """The address of a `dagster dev` on loopback, in a folder as a fresh clone is, with chats of one's own."""
-    for name in ("dagster.yaml", "workspace.yaml"):
-        shutil.copyfile(ROOT / name, tmp_path / name)
-    chats = [{"prompt": f"What is {number} plus 1?", "response": f"{number + 1}."} for number in range(30)]
-    (tmp_path / "chats.json").write_text(json.dumps(chats))
-    toml = '[sft.support]\nfiles = "chats.json"\nlicence = "CC BY 4.0"\nattribution = "The support team"\n'
-    (tmp_path / "sources.toml").write_text(toml)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    # A shell in the background ignores SIGINT, and dagster maps SIGTERM to it: without env it could not be stopped.
-    command = ["env", "--default-signal=INT,TERM", "dagster", "dev", "-h", "127.0.0.1", "-p", str(port)]
-    with open(tmp_path / "dev.log", "wb") as log:
-        dev = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=log, stderr=subprocess.STDOUT)
-    found = f"http://127.0.0.1:{port}"
+@pytest.fixture(scope="module")
+def dagster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DagsterDev]:
+    """A `dagster dev` for all tests of this file."""
+    made = DagsterDev(tmp_path_factory.mktemp("clone", numbered=False))
+    made.start()
     try:
-        until(lambda: ask(found, "{ version }"), f"dagster dev, see {tmp_path / 'dev.log'}")
-        yield found
+        yield made
     finally:
-        dev.terminate()
-        assert dev.wait(timeout=60) is not None
+        made.stop()
 
 
 @pytest.fixture
-def page(address: str) -> Iterator[Any]:
-    """A page of a headless Chromium; at the end no request may have left the machine."""
-    from playwright.sync_api import sync_playwright
-
-    chromium = shutil.which("chromium")
-    assert chromium, "no chromium: apt-get install chromium"
-    with sync_playwright() as playwright:
-        flags = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-component-update"]
-        browser = playwright.chromium.launch(executable_path=chromium, args=flags)
-        page = browser.new_page(viewport={"width": 1500, "height": 1200})
-        page.set_default_timeout(SECONDS * 1000)
-        requests: list[str] = []
-        page.on("request", lambda request: requests.append(request.url))
-        yield page
-        browser.close()
-    assert requests
-    assert [url for url in requests if not url.startswith((address, "data:", "blob:"))] == []
+def page(dagster: DagsterDev) -> Iterator[Any]:
+    """A page of a headless Chromium."""
+    with chromium(dagster.address) as made:
+        yield made
 
 
-def test_a_person_materializes_the_sft_group_and_looks_at_a_cache(address: str, page: Any, tmp_path: Path) -> None:
-    page.goto(f"{address}/locations/niels_gpt/asset-groups/sft/lineage")
-    page.get_by_role("button", name="Materialize all (3)").click()
-    page.get_by_role("button", name="Confirm").click()  # the tokenizer is not there yet: the caches make it
-    assert [run["status"] for run in until(lambda: finished(address), "the run")] == ["SUCCESS"]
-    page.screenshot(path=tmp_path / "group.png")
+@pytest.fixture
+def sft(dagster: DagsterDev, page: Any) -> None:
+    """The sft caches, materialized by a click where no other test has done it."""
+    if not (dagster.folder / SHARD).exists():
+        materialize(dagster, page, "sft")
 
-    page.goto(f"{address}/assets/sft/oasst1")
+
+def materialize(dagster: DagsterDev, page: Any, group: str) -> None:
+    """Materialize a group by a click."""
+    page.goto(f"{dagster.address}{GROUP}/{group}/lineage")
+
+    def click() -> None:
+        page.get_by_role("button", name="Materialize").first.click()
+        confirmed(page, launched(page))  # the tokenizer may not be there yet: the caches make it
+
+    assert dagster.run_of(click) == "SUCCESS"
+
+
+def launched(page: Any) -> Any:
+    """Return the note that a run was launched."""
+    return page.get_by_text("Launched run").filter(visible=True)
+
+
+def look(page: Any, picture: Path) -> None:
+    """Take a picture of the window; nothing that is broken may be in it."""
+    page.wait_for_load_state("networkidle")
+    page.screenshot(path=picture)
+    assert blemishes(page) == []
+
+
+def test_a_person_builds_a_group_watches_its_run_and_looks_at_a_cache(
+    dagster: DagsterDev, page: Any, sft: None, tmp_path: Path
+) -> None:
+    page.goto(f"{dagster.address}/runs")
+    page.locator("a[href^='/runs/']:not([href*='?'])").last.click()  # the oldest
+    seen(page, "Success", "RUN_SUCCESS")
+    page.get_by_placeholder("Filter…").fill("oasst1")
+    page.get_by_text("examples").filter(visible=True).first.wait_for()
+    look(page, tmp_path / "run.png")
+
+    page.goto(f"{dagster.address}/assets/sft/oasst1")
     page.get_by_text("Token cache of OpenAssistant chats").first.wait_for()
-    for key in ("train_tokens", "run/seconds", "supervised_share", "content_sha256", "tokenizer_sha256"):
-        page.get_by_text(key, exact=True).first.wait_for()
+    seen(page, "Row count", "NumPy", "family: sft", "licence: MIT", "cache/sample/sft/oasst1")
+    assert "SFTExampleDataset.open(" in page.inner_text("body")  # how it is read
+    seen(page, "x", "y", "y_masked", "int64 [B, T]")
+    page.get_by_text("load_oasst1").first.wait_for()  # its source code
+    look(page, tmp_path / "asset.png")
+    keys = page.get_by_placeholder("Filter metadata keys")
+    keys.evaluate("element => element.scrollIntoView({block: 'start'})")
+    seen(page, "holds", "tokens with loss", "look inside", "train_tokens", "run/seconds", "content_sha256")
+    look(page, tmp_path / "figures.png")
     assert page.get_by_text("[[").first.is_visible()  # the part of an example that carries loss
-    page.screenshot(path=tmp_path / "asset.png", full_page=True)
     page.get_by_text("[Show Markdown]").first.click()
     picture = page.get_by_role("img", name="lengths")
     picture.wait_for()
     assert picture.evaluate("image => image.naturalWidth") > 300
-    page.screenshot(path=tmp_path / "picture.png")
+    look(page, tmp_path / "picture.png")
 
-    page.goto(f"{address}/assets/sft/support")
-    for words in ("Token cache of your own chats", "CC BY 4.0", "The support team"):
+    page.goto(f"{dagster.address}/assets/sft/support")
+    for words in ("Token cache of your own chats", "licence: CC", "The support team"):
         page.get_by_text(words).first.wait_for()
-    page.screenshot(path=tmp_path / "own.png", full_page=True)
+    look(page, tmp_path / "own.png")
 
-    page.goto(f"{address}/assets/sft/oasst1?view=checks")
+
+def test_a_damaged_file_is_seen_and_repaired_by_force_in_the_launchpad(
+    dagster: DagsterDev, page: Any, sft: None, tmp_path: Path
+) -> None:
+    good = damage(dagster.folder / SHARD)
+    check_all(dagster, page)
+    passed = page.get_by_text("Succeeded", exact=True).filter(visible=True)
+    until(lambda: passed.count() == 3, "the results of all checks: those that read the file fail")
+    seen(page, "Failed")
+    look(page, tmp_path / "failed.png")
+    assert "force" in page.inner_text("body")
+    page.goto(f"{dagster.address}{GROUP}/sft/list")
+    page.get_by_text("Materialized").first.wait_for()
+    look(page, tmp_path / "list_failed.png")
+    page.goto(f"{dagster.address}{GROUP}/sft/lineage")
+    page.get_by_text("3 / 7 Passed").wait_for()
+    look(page, tmp_path / "group_failed.png")
+
+    page.goto(f"{dagster.address}/assets/sft/oasst1")
+
+    def click() -> None:
+        choose(page, "Materialize", "Open launchpad")
+        editor = page.locator(".CodeMirror")
+        confirmed(page, editor)
+        editor.get_by_text("false", exact=True).dblclick()  # force: false
+        page.keyboard.type("true")
+        seen(page, "No errors")
+        page.screenshot(path=tmp_path / "launchpad.png")
+        page.get_by_role("button", name="Materialize").last.click()
+
+    assert dagster.run_of(click) == "SUCCESS"
+    assert (dagster.folder / SHARD).read_bytes() == good
+    all_pass(dagster, page)
+
+
+def test_after_a_failed_check_a_click_on_materialize_repairs(dagster: DagsterDev, page: Any, sft: None) -> None:
+    good = damage(dagster.folder / SHARD)
+    check_all(dagster, page)
+    page.goto(f"{dagster.address}/assets/sft/oasst1")
+
+    def click() -> None:
+        page.get_by_role("button", name="Materialize").click()
+        confirmed(page, launched(page))
+
+    assert dagster.run_of(click) == "SUCCESS"
+    assert (dagster.folder / SHARD).read_bytes() == good
+    all_pass(dagster, page)
+
+
+def damage(file: Path) -> bytes:
+    """Cut the last token off a committed file; return what it had."""
+    file.chmod(0o644)
+    good = file.read_bytes()
+    file.write_bytes(good[:-2])
+    return good
+
+
+def check_all(dagster: DagsterDev, page: Any) -> None:
+    """Run all checks of sft/oasst1 by a click; they fail."""
+    page.goto(f"{dagster.address}/assets/sft/oasst1?view=checks&checkDetail=files_match_meta")
+    page.get_by_text("This is a", exact=False).filter(visible=True).first.wait_for()
+    assert dagster.run_of(page.get_by_role("button", name="Execute all").click) == "FAILURE"
+
+
+def all_pass(dagster: DagsterDev, page: Any) -> None:
+    """See that every check of sft/oasst1 has passed and that nothing is stale."""
+    page.goto(f"{dagster.address}/assets/sft/oasst1?view=checks")
     for check in ("files_match_meta", "ids_below_vocab_size", "tokenizer_matches", "examples_supervised"):
-        page.get_by_text(check).first.wait_for()
-    assert page.get_by_text("Succeeded").count() >= 4
-    assert (tmp_path / "cache" / "sample" / "sft" / "oasst1" / "meta.json").is_file()
+        seen(page, check)
+    assert page.get_by_text("Succeeded", exact=True).filter(visible=True).count() == 7
+    assert dagster.stale() == {}
+
+
+def test_another_setting_makes_stale_what_reads_it_and_materialize_unsynced_builds_that(
+    dagster: DagsterDev, page: Any, sft: None, tmp_path: Path
+) -> None:
+    materialize(dagster, page, "trees")
+    assert dagster.stale() == {}
+    dagster.restart(NIELS_GPT_OASST1_MAX_MESSAGES="2")
+    assert set(dagster.stale()) == {"sft/oasst1", "trees/oasst1"}
+    page.goto(f"{dagster.address}{GROUP}/sft/list")
+    seen(page, "Code version")
+    assert page.get_by_text("Code version", exact=True).filter(visible=True).count() == 1
+    look(page, tmp_path / "list_stale.png")
+
+    for group in ("sft", "trees"):
+        page.goto(f"{dagster.address}{GROUP}/{group}/lineage")
+        stale = page.get_by_text("Unsynced (1)").filter(visible=True)
+        stale.wait_for()
+        page.mouse.move(WIDE / 2, HIGH / 2)
+        page.mouse.wheel(0, -150)  # the graph begins above the window
+        stale.hover()
+        seen(page, "has a new code version")
+        assert stale.count() == 1
+        look(page, tmp_path / f"{group}_stale.png")
+        page.mouse.move(5, 5)
+        choose(page, "Materialize", "Materialize unsynced")
+        seen(page, f"{group} / oasst1")
+        assert dagster.run_of(page.get_by_role("button", name="Materialize 1 assets").click) == "SUCCESS"
+    assert dagster.stale() == {}
+    page.goto(f"{dagster.address}{GROUP}/sft/lineage")
+    seen(page, "Materialized")
+    assert page.get_by_text("Unsynced").count() == 0
+    look(page, tmp_path / "group.png")
+
+
+def test_the_switches_of_the_automation_observe_the_sources(
+    dagster: DagsterDev, page: Any, sft: None, tmp_path: Path
+) -> None:
+    page.goto(f"{dagster.address}/automation")
+    page.locator("a[href$='/schedules/observe']").filter(visible=True).first.click()
+    switch = page.locator("label:has(input[type=checkbox])")
+    switch.click()
+    until(lambda: "observe" in running(dagster), "the schedule is switched on")
+    look(page, tmp_path / "schedule.png")
+
+    def click() -> None:
+        page.get_by_role("button", name="Preview tick result").click()
+        page.get_by_role("button", name="Continue").click()
+        page.get_by_role("button", name="Launch all").click()
+
+    assert dagster.run_of(click) == "SUCCESS"
+    page.goto(f"{dagster.address}{GROUP}/raw/list")
+    seen(page, "Observed")
+    assert page.get_by_text("Observed", exact=True).filter(visible=True).count() == 7
+    assert page.get_by_text("Never observed").count() == 0
+    look(page, tmp_path / "raw.png")
+    assert dagster.stale() == {}
+
+    page.goto(f"{dagster.address}/automation")
+    seen(page, "observe", "files", "rebuild")
+    look(page, tmp_path / "automation.png")
+
+
+def running(dagster: DagsterDev) -> list[str]:
+    """Return the schedules that are switched on."""
+    where = '{repositoryLocationName: "niels_gpt", repositoryName: "__repository__"}'
+    what = "{ ... on Schedules { results { name scheduleState { status } } } }"
+    results = dagster.ask(f"{{ schedulesOrError(repositorySelector: {where}) {what} }}")["schedulesOrError"]["results"]
+    return [schedule["name"] for schedule in results if schedule["scheduleState"]["status"] == "RUNNING"]

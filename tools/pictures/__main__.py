@@ -2,7 +2,7 @@
 
     python -m tools.pictures [NAME...]     all, or some: see PICTURES; into docs/images/
 
-All but dagster.png give the same bytes at every run. That one needs the extra `browser` and Debian's chromium.
+All but dagster*.png give the same bytes at every run. Those need the extra `browser` and Debian's chromium.
 """
 
 import sys
