@@ -13,7 +13,6 @@ from typing import Any
 import dagster as dg
 
 from niels_gpt.data.sources import SOURCES, SourceSpec
-from niels_gpt.recipes.plan import observe
 from niels_gpt.recipes.rollouts.caches import build_rollout_cache
 from niels_gpt.recipes.rollouts.trees import TREES
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Outcome
@@ -38,7 +37,7 @@ from pipelines.steps import (
     waited_for,
     why_from_scratch,
 )
-from pipelines.versions import ROOT_VERSION, SFT_ROOT, upstream_of
+from pipelines.versions import HUB_ASKED, ROOT_VERSION, SFT_ROOT, look_at, upstream_of
 
 
 def assets_of(deployment: Deployment) -> list[dg.AssetsDefinition]:
@@ -61,13 +60,14 @@ def _observable(deployment: Deployment, spec: SourceSpec) -> dg.AssetsDefinition
     def raw(context: dg.AssetExecutionContext) -> Iterator[dg.ObserveResult]:
         run = deployment.run(context)
         with clear_errors(deployment):
-            provenance, warning = observe(run.settings, spec.key)
+            provenance, warning = look_at(context, deployment, run.settings, spec.key)
         if warning:
             context.log.warning(warning)
         yield dg.ObserveResult(
             asset_key=context.asset_key,
             data_version=dg.DataVersion(provenance["fingerprint"]),
             metadata=observation_metadata(run.settings, spec.key, provenance, warning),
+            tags={HUB_ASKED: "no"} if warning else None,
         )
 
     observable: dg.AssetsDefinition = raw

@@ -23,7 +23,7 @@ from niels_gpt.recipes.eagle3 import draft_vocab
 from niels_gpt.recipes.eagle3.of_settings import KEY as TARGETS_KEY
 from niels_gpt.recipes.eagle3.of_settings import VOCAB_KEY, raw_source
 from niels_gpt.recipes.partitions.documents import is_partitioned
-from niels_gpt.recipes.plan import built_at, every_key, needs_no_tokenizer, settings_fingerprint
+from niels_gpt.recipes.plan import built_at, every_key, needs_no_tokenizer, observe, settings_fingerprint
 from niels_gpt.recipes.resolve import asked_revisions, resolve_source
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Outcome, cache_root, recorded_recipe
 from niels_gpt.recipes.tokenizer import ensure_tokenizer, is_id
@@ -183,6 +183,8 @@ class _Event(NamedTuple):
     timestamp: float
     is_of_hub: bool
     """Not logged without asking the hub."""
+    facts: dict[str, Any]
+    """What its metadata says of the source beside its version."""
 
 
 def version_tags(
@@ -288,6 +290,28 @@ def _is_ahead(
     return all(event.version != version for event in _observations(context, key))
 
 
+def look_at(
+    context: dg.AssetExecutionContext, deployment: Deployment, settings: Settings, key: str
+) -> tuple[dict[str, Any], str | None]:
+    """Return the provenance of the source of the cache `key` as it is now, and a warning or None.
+
+    Where the hub does not answer, the last observation of the dataset stands for it; the recorded revision, as
+    `observe` has it, only where there is none. Raises: as `observe`.
+    """
+    source = resolve_source(settings, key)
+    for event in _observations(context, deployment.key(f"raw/{source.source}")):
+        dataset, _, revision = str(event.version).rpartition("@")
+        is_same = source.kind == "hub" and dataset == source.dataset and revision != "None"
+        if is_same and event.facts.get("asked_revision") == source.asked_revision:
+            try:
+                return source.provenance(None), None
+            except ConnectionError as error:
+                known = {**event.facts, "fingerprint": event.version, "revision": revision}
+                warning = f"{key}: the revision that was observed last stands for the newest one: {error}"
+                return source.provenance(known, ask_hub=False), warning
+    return observe(settings, key)
+
+
 def newer_observation(
     context: dg.AssetExecutionContext, deployment: Deployment, settings: Settings, path: str, raw: str
 ) -> str | None:
@@ -332,8 +356,11 @@ def _events(context: dg.AssetExecutionContext, key: dg.AssetKey, *, is_observed:
     for record in fetch(key, limit=limit).records:
         event = record.asset_observation if is_observed else record.asset_materialization
         tags = (event.tags if event is not None else None) or {}
+        shown = event.metadata if event is not None else {}
+        facts = {name: shown[name].value for name in ("licence", "attribution", "asked_revision") if name in shown}
         is_of_hub = HUB_ASKED not in tags
-        found.append(_Event(tags.get(DATA_VERSION), record.storage_id, record.run_id, record.timestamp, is_of_hub))
+        event_of = (tags.get(DATA_VERSION), record.storage_id, record.run_id, record.timestamp)
+        found.append(_Event(*event_of, is_of_hub, facts))
     return found
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from niels_gpt.settings import Settings
 from niels_gpt.storage.fileio import canonical_json
 from niels_gpt.storage.versions import versions_dir
 from pipelines import assets
+from pipelines.versions import HUB_ASKED
 
 DOLLY = "databricks/databricks-dolly-15k"
 
@@ -75,6 +77,26 @@ def test_without_the_hub_the_recorded_revision_counts_with_a_warning(
     assert data_version(instance, "raw/oasst1") == "OpenAssistant/oasst1@aaa"
     (record,) = instance.fetch_observations(dg.AssetKey(["raw", "oasst1"]), limit=1).records
     assert "the revision that the cache was built from" in str(record.asset_observation.metadata["warning"].value)
+
+
+def test_without_the_hub_the_last_observation_of_the_dataset_is_repeated(
+    instance: dg.DagsterInstance, hub: LoopbackHub, of_the_hub: Settings
+) -> None:
+    def observe_without_the_hub() -> str | None:
+        assert run(instance, of_the_hub, "raw/oasst1").success
+        (record,) = instance.fetch_observations(dg.AssetKey(["raw", "oasst1"]), limit=1).records
+        assert record.asset_observation is not None
+        assert "observed last" in str(record.asset_observation.metadata["warning"].value)
+        assert (record.asset_observation.tags or {})[HUB_ASKED] == "no"
+        return record.asset_observation.data_version
+
+    for version in ("somebody/else@ccc", "OpenAssistant/oasst1@bbb"):
+        tags = {"dagster/data_version": version}
+        instance.report_runless_asset_event(dg.AssetObservation(["raw", "oasst1"], tags=tags))
+    instance.report_runless_asset_event(dg.AssetObservation(["raw", "oasst1"], tags={"dagster/data_version": "f00d"}))
+    assert observe_without_the_hub() == observe_without_the_hub() == "OpenAssistant/oasst1@bbb"
+    shutil.rmtree(of_the_hub.cache_dir)
+    assert observe_without_the_hub() == "OpenAssistant/oasst1@bbb"
 
 
 def test_without_the_hub_and_without_a_cache_the_observation_fails(hub: LoopbackHub, settings: Settings) -> None:
