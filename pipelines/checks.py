@@ -1,12 +1,13 @@
 """Is a finished cache good? The rules of niels_gpt.inspection.verify, niels_gpt.recipes.rollouts.checks and
 niels_gpt.eagle3.inspect.verify as Dagster's asset checks."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import dagster as dg
 
 from niels_gpt.eagle3.inspect.checks import CHECKS as EAGLE3_CHECKS
+from niels_gpt.eagle3.inspect.checks import RECOMPUTED
 from niels_gpt.inspection.verify import CHECKS, Limits, verify
 from niels_gpt.recipes.eagle3.asset import check_targets
 from niels_gpt.recipes.eagle3.draft_vocab import CHECK as DRAFT_VOCAB_CHECK
@@ -17,12 +18,15 @@ from niels_gpt.recipes.rollouts import checks as rollouts
 from niels_gpt.recipes.run_recipe import cache_root
 from niels_gpt.settings import Settings
 from niels_gpt.storage.checks import Check, Value, Verdict
+from niels_gpt.storage.errors import CacheError, LeftOut
 from pipelines.deployment import Deployment
 
 _DIGITS = 6  # of a share
 _ROLLOUTS = ("trees/", "rollouts/")
 CAUSED_ELSEWHERE = frozenset({"tokenizer_matches", "positions"})
 """Checks whose failure the asset's own build does not repair: their problems name what does."""
+NOT_THERE = "not_there"
+"""Entry of a failed check that a missing file has ended: no reason to build what is there from scratch."""
 _SHOWN_PROBLEMS = 3  # in the text of a check; all of them are in an entry
 
 
@@ -56,10 +60,23 @@ def checks_of(deployment: Deployment, path: str) -> dg.AssetChecksDefinition:
     )
     def check(context: dg.AssetCheckExecutionContext) -> Iterator[dg.AssetCheckResult]:
         names = {selected.name for selected in context.selected_asset_check_keys}
-        for name, verdict in _verdicts(deployment.run(context).settings, path, names).items():
-            yield _result(deployment, key, rules[name], verdict)
+        settings = deployment.run(context).settings
+        # The check that runs the target needs more than the cache: what is not there for it fails no other check.
+        for some in filter(None, (names - {RECOMPUTED}, names & {RECOMPUTED})):
+            for name, verdict in _verdicts_or_error(settings, path, some).items():
+                yield _result(deployment, key, rules[name], verdict)
 
     return check
+
+
+def _verdicts_or_error(settings: Settings, path: str, names: set[str]) -> Mapping[str, Verdict]:
+    """Make the checks `names` of an asset; each has failed where there is no cache, or meta.json cannot be read."""
+    try:
+        return _verdicts(settings, path, names)
+    except (FileNotFoundError, CacheError, LeftOut) as error:
+        is_damage = isinstance(error, CacheError) and (cache_root(settings) / path).exists() and RECOMPUTED not in names
+        values: dict[str, Value] = {} if is_damage else {NOT_THERE: "yes"}
+        return {name: Verdict([str(error)], values=values) for name in names}
 
 
 def _verdicts(settings: Settings, path: str, names: set[str]) -> Mapping[str, Verdict]:
@@ -85,7 +102,7 @@ def _result(deployment: Deployment, key: dg.AssetKey, rule: Check, verdict: Verd
         check_name=rule.name,
         passed=not found,
         severity=dg.AssetCheckSeverity.ERROR if rule.blocking else dg.AssetCheckSeverity.WARN,
-        description=(_failed(deployment, key, rule, found) if found else _passed(verdict)) or None,
+        description=(_failed(deployment, key, rule, verdict) if found else _passed(verdict)) or None,
         metadata=metadata,
     )
 
@@ -98,14 +115,15 @@ def _passed(verdict: Verdict) -> str:
     return " ".join(filter(None, [verdict.note or verdict.sentence, *verdict.remarks]))
 
 
-def _failed(deployment: Deployment, key: dg.AssetKey, rule: Check, problems: Sequence[str]) -> str:
+def _failed(deployment: Deployment, key: dg.AssetKey, rule: Check, verdict: Verdict) -> str:
     """Return the first problems and, where a build from scratch repairs the cache, how to start one."""
+    problems = verdict.problems
     rest = len(problems) - _SHOWN_PROBLEMS
     said = "; ".join([*problems[:_SHOWN_PROBLEMS], *([f"and {rest} more in all_problems"] if rest > 0 else [])])
-    if not rule.blocking or rule.name in CAUSED_ELSEWHERE:
+    if not rule.blocking or rule.name in CAUSED_ELSEWHERE or NOT_THERE in verdict.values:
         return said
     return (
         f"{said}\n\nTo repair it, materialize `{key.to_user_string()}` again: after a failed check it is built from "
-        f"scratch. In any case it is with `resources: {{{deployment.resource}: {{config: {{force: true}}}}}}` in the "
-        "run's config."
+        f"scratch, once. In any case it is with `resources: {{{deployment.resource}: {{config: {{force: true}}}}}}` in "
+        "the run's config."
     )

@@ -3,12 +3,14 @@ and report, errors."""
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import TypeVar
 
 import dagster as dg
+from dagster._core.storage.asset_check_execution_record import AssetCheckExecutionRecord
 from dagster._core.storage.asset_check_execution_record import AssetCheckExecutionRecordStatus as Status
 
 from niels_gpt.progress import Progress
@@ -19,17 +21,19 @@ from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError, LeftOut
 from niels_gpt.storage.locks import file_lock
 from niels_gpt.storage.versions import VERSIONS_DIR, build_lock, is_plan, refuse_if_building, versions_dir
-from pipelines.checks import CAUSED_ELSEWHERE, rules_of
+from pipelines.checks import CAUSED_ELSEWHERE, NOT_THERE, rules_of
 from pipelines.deployment import Deployment
 from pipelines.metadata import materialize_result
 from pipelines.resources import Run
-from pipelines.versions import newer_observation, version_tags
+from pipelines.versions import DATA_VERSION, newer_observation, version_tags
 
 BUILD_POOL = BUILD_TAG = "niels_gpt/pretrain_build"
 """Pretrain builds run one at a time, because each encodes on all cores. Within a run the tag enforces it, on one cache
 folder `turn`, and where a deployment of several machines gives the pool a limit, the pool."""
 NETWORK_RETRIES = dg.RetryPolicy(max_retries=3, delay=15, backoff=dg.Backoff.EXPONENTIAL, jitter=dg.Jitter.PLUS_MINUS)
 """After about 15, 30 and 60 seconds; only errors that may pass by themselves are retried (`clear_errors`)."""
+_HISTORY = 50
+"""Results of a check, from the newest on, that are looked at for a build from scratch that did not help."""
 _LOG_SECONDS = 10.0
 _CORE = "niels_gpt"
 _Result = TypeVar("_Result")
@@ -96,8 +100,9 @@ def _wait(path: Path) -> bool:
 def why_from_scratch(context: dg.AssetExecutionContext, deployment: Deployment, run: Run, path: str) -> str | None:
     """Return why a cache is built from scratch, whatever there is; None: it is not.
 
-    That is so where the run's config says `force`, and where a blocking check has failed since the cache was built. A
-    retry, and the re-execution of a failed run, go on with what the first attempt has built.
+    That is so where the run's config says `force`, and where a blocking check has failed since the cache was built,
+    once for the same content. A retry, and the re-execution of a failed run, go on with what the first attempt has
+    built.
     """
     operation = context.op_execution_context
     if getattr(operation, "retry_number", 0):  # an asset called as a function has none
@@ -122,12 +127,38 @@ def _failed_check(
             continue
         check = dg.AssetCheckKey(key, rule.name)  # a run has planned its own checks already
         history = context.instance.event_log_storage.get_asset_check_execution_history(
-            check, limit=1, status={Status.FAILED, Status.SUCCEEDED}
+            check, limit=_HISTORY, status={Status.FAILED, Status.SUCCEEDED}
         )
-        for found in history:
-            if found.status == Status.FAILED and found.event is not None and found.event.timestamp > built:
-                return f"its check {rule.name} has failed since it was built"
+        failed = [
+            found
+            for found in takewhile(lambda found: found.status == Status.FAILED, history)
+            if found.evaluation and NOT_THERE not in found.evaluation.metadata
+        ]
+        if not failed or failed[0].event is None or failed[0].event.timestamp <= built:
+            continue
+        if not _was_in_vain(context, key, failed):
+            return f"its check {rule.name} has failed since it was built"
+        context.log.warning(
+            f"{path}: its check {rule.name} has failed for the same content before and after a build from scratch, so "
+            f"another one does not help; resources.{deployment.resource}.config.force repeats it"
+        )
     return None
+
+
+def _was_in_vain(
+    context: dg.AssetExecutionContext, key: dg.AssetKey, failed: Sequence[AssetCheckExecutionRecord]
+) -> bool:
+    """Whether the asset was built between two failures of a check, to the same content. failed: newest first."""
+    targets = [found.evaluation and found.evaluation.target_materialization_data for found in failed]
+    ids = list(dict.fromkeys(target.storage_id for target in targets if target))
+    if len(ids) < 2:
+        return False
+    wanted = dg.AssetRecordsFilter(asset_key=key, storage_ids=ids)
+    records = context.instance.fetch_materializations(wanted, limit=len(ids)).records
+    made = [record.asset_materialization for record in records if record.asset_materialization]
+    versions = [(each.tags or {}).get(DATA_VERSION) for each in made]
+    same = [each for each, version in zip(made, versions, strict=True) if version and version == versions[0]]
+    return any("run/state" in each.metadata and each.metadata["run/state"].value == "built" for each in same[:-1])
 
 
 def observed_of_cache(

@@ -13,6 +13,8 @@ import pytest
 from support.dagster_runs import builder_of, built, check_alone, metadata, run, verdicts
 
 from niels_gpt.cache.meta import read_meta
+from niels_gpt.inspection import verify
+from niels_gpt.inspection.file_checks import Damage
 from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.settings import Settings
@@ -82,6 +84,46 @@ def test_force_builds_from_scratch_and_a_retry_goes_on_with_that(
     monkeypatch.setattr(steps, "restart", lambda *given: calls.append("restart") or restart(*given))
     assert built(run(instance, settings, KEY, config={"force": True})) == {KEY}
     assert calls == ["restart", "build", "build"]
+
+
+@pytest.mark.slow
+def test_a_check_that_a_build_from_scratch_does_not_repair_starts_no_other(
+    instance: dg.DagsterInstance, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def examples_never_pass(*_: Any) -> Any:
+        yield Damage("meta.json", 0, 0, "an example has no token with loss")
+
+    monkeypatch.setitem(verify._RULES, "examples_supervised", examples_never_pass)
+    results = [run(instance, settings, KEY, raise_on_error=False) for _ in range(4)]
+    assert [built(result) for result in results] == [{KEY}, {KEY}, set(), set()]
+    for result in results[2:]:
+        assert any("another one does not help" in line and "force" in line for line in said(instance, result))
+    assert built(run(instance, settings, KEY, config={"force": True}, raise_on_error=False)) == {KEY}
+    monkeypatch.undo()
+    damage(settings)  # another check: that a build can repair
+    assert built(run(instance, settings, KEY, raise_on_error=False)) == set()
+    assert built(run(instance, settings, KEY)) == {KEY}
+    damage(settings)
+    assert not check_alone(instance, settings, KEY, CHECK).success
+    assert built(run(instance, settings, KEY)) == {KEY}, "the same content, and it helped"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", [KEY, "tokenizer"])
+def test_a_cache_that_is_away_for_a_while_fails_its_checks_and_is_not_built_again(
+    instance: dg.DagsterInstance, settings: Settings, key: str
+) -> None:
+    run(instance, settings, key)
+    caches = Path(settings.cache_dir)
+    away = caches.rename(caches.parent / "away")
+    result = check_alone(instance, settings, key, "files_match_meta")
+    assert not result.success
+    evaluations = result.get_asset_check_evaluations()
+    assert [found.check_name for found in evaluations] == ["files_match_meta"]
+    for found in evaluations:
+        assert not found.passed and str(caches) in str(found.description) and "force" not in str(found.description)
+    away.rename(caches)
+    assert built(run(instance, settings, key)) == set()
 
 
 @pytest.mark.parametrize("partitions", [1, 3])
