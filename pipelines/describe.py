@@ -7,7 +7,7 @@ import json
 import re
 import shlex
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
@@ -209,7 +209,7 @@ def _of_cache(
         "path": dg.MetadataValue.path(where),
         "look inside": look_inside(path, where),
         "dagster/uri": dg.MetadataValue.text(where),
-        **_code_of({"recipe": page.recipe, **({"loader": source.load} if source else {})}),
+        **_code_of(page.recipe, *([source.load] if source else [])),
     }
     if page.columns:
         columns = [dg.TableColumn(name, kind, description=text) for name, kind, text in page.columns]
@@ -220,7 +220,7 @@ def _of_cache(
 def _of_raw(settings: Settings, name: str, source: SourceSpec | None) -> tuple[str, set[str], dict[str, Any]]:
     where, kinds = _text_of(settings, name, source)
     text = f"The text that {source.key if source else name} is made of: {where}.\n\n{_OBSERVED}"
-    code = _code_of({"loader": source.load}) if source else {}
+    code = _code_of(source.load) if source else {}
     return text, kinds, {"dagster/uri": dg.MetadataValue.text(where), **code}
 
 
@@ -239,7 +239,7 @@ def _text_of(settings: Settings, name: str, source: SourceSpec | None) -> tuple[
     return f"{dataset} in {settings.source_root}", {"file"}
 
 
-def _code_of(functions: Mapping[str, Any]) -> dict[str, Any]:
+def _code_of(*functions: Any) -> dict[str, Any]:
     """Return the places of functions for the page's "Source code", as files of this machine."""
     with warnings.catch_warnings():  # Dagster calls them beta
         warnings.simplefilter("ignore", dg.BetaWarning)
@@ -247,9 +247,9 @@ def _code_of(functions: Mapping[str, Any]) -> dict[str, Any]:
             dg.LocalFileCodeReference(
                 file_path=made.__code__.co_filename,
                 line_number=made.__code__.co_firstlineno,
-                label=f"{label} {made.__name__.strip('_')}",
+                label=made.__name__.strip("_"),
             )
-            for label, function in functions.items()
+            for function in functions
             if isinstance(made := _plain(function), FunctionType)
         ]
         return {"dagster/code_references": dg.CodeReferencesMetadataValue(code_references=[*places])} if places else {}
