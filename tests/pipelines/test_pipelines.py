@@ -77,7 +77,7 @@ def test_the_page_of_an_asset_says_who_owns_it_what_it_gives_and_where_its_code_
     places: Any = page.metadata["dagster/code_references"]
     for place in places.code_references:
         line = Path(place.file_path).read_text().splitlines()[place.line_number - 1]
-        name = place.label.split()[1]
+        name = place.label
         assert line.startswith((f"def {name}(", f"def _{name}("))
     assert page.metadata["look inside"] == "niels-gpt show cache/sft/oasst1"
     assert "huggingface.co/datasets/OpenAssistant/oasst1" in str(
