@@ -17,6 +17,7 @@ import dagster as dg
 from niels_gpt.cache.meta import find_meta
 from niels_gpt.data.exclude import read_exclusion
 from niels_gpt.data.sources import SOURCES
+from niels_gpt.hub.models import is_local
 from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
 from niels_gpt.recipes.eagle3 import asset as eagle3_asset
 from niels_gpt.recipes.eagle3 import draft_vocab
@@ -39,6 +40,7 @@ DATA_VERSION, CODE_VERSION = "dagster/data_version", "dagster/code_version"
 INPUT_VERSION, INPUT_POINTER = "dagster/input_data_version", "dagster/input_event_pointer"
 HUB_ASKED = "niels_gpt/hub_asked"
 """The tag of an observation of a hub's dataset that was logged without asking the hub: it moves no other cache."""
+_MOST_FILES = 1000  # of a target
 _LOOKED_AT = 50  # of the observations of a source
 SFT_ROOT, ROOT_VERSION = "sft/", "root"
 _DIGITS = 12
@@ -73,6 +75,7 @@ def _code_version(settings: Settings, path: str, tokenizer: Any) -> str:
     if path in (VOCAB_KEY, TARGETS_KEY):
         module = draft_vocab if path == VOCAB_KEY else eagle3_asset
         parts |= {"settings": module.settings_fingerprint(settings), **_of_chats(settings)}
+        parts["target"] = _files_of_target(settings, weights=path == TARGETS_KEY)
     else:
         if not is_graph(settings, path):
             settings = replace(settings, partitions=1)
@@ -114,6 +117,19 @@ def _of_chats(settings: Settings) -> dict[str, Any]:
         "exclude": _exclude(settings),
         "max_document_bytes": settings.max_document_bytes,
     }
+
+
+def _files_of_target(settings: Settings, *, weights: bool) -> list[Any] | None:
+    """Return names, sizes and times of the files in the target's folder; None of an id of the hub."""
+    name = settings.eagle3_target
+    if name is None or not is_local(name):
+        return None
+    try:
+        files = sorted(file for file in Path(name).expanduser().iterdir() if file.is_file())[:_MOST_FILES]
+        chosen = [file for file in files if weights or file.suffix not in (".safetensors", ".bin")]
+        return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in chosen]
+    except OSError:  # the build reports it
+        return None
 
 
 def _exclude(settings: Settings) -> Any:

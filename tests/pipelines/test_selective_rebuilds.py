@@ -73,6 +73,18 @@ def test_a_code_version_has_what_decides_a_build_and_nothing_else(settings: Sett
     assert differing(hub, {**hub, "revision": "dolly15k=main"}) == {"sft/dolly15k", *eagle3}
 
 
+def test_other_files_of_a_target_are_another_code_version(settings: Settings, tmp_path: Path) -> None:
+    (target := tmp_path / "target").mkdir()
+    named = dataclasses.replace(settings, eagle3_target=str(target))
+    versions = [code_versions(named)]
+    for name in ("model.safetensors", "config.json"):
+        (target / name).write_text("of another target")
+        versions.append(code_versions(named))
+    none, weights, config = versions
+    assert {path for path in none if none[path] != weights[path]} == {"eagle3/targets"}
+    assert {path for path in none if weights[path] != config[path]} == {"eagle3/draft_vocab", "eagle3/targets"}
+
+
 def test_everything_twice_builds_nothing_the_second_time(
     first_run: Any, after_a_run: dg.DagsterInstance, settings: Settings
 ) -> None:
