@@ -49,7 +49,8 @@ def cache(made: Path, tmp_path: Path) -> Path:
 def test_verify_says_what_was_checked_and_what_not(made: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(made), "--target", str(model), "-k", "3", "--seed", "5", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["recomputed"] == {"problems": [], "note": None, "remarks": [], "figures": ""}
+    made_of = {"sentence": "3 samples of 9, drawn by seed 5, went through the target again.", "values": {"samples": 3}}
+    assert found["recomputed"] == {"problems": [], "note": None, "remarks": [], "figures": "", **made_of}
     assert main(["verify", str(made)]) == 0
     lines = re.sub(r"\n {16}", " ", capsys.readouterr().out).splitlines()[1:]
     said = dict(line.split(maxsplit=1) for line in lines)
