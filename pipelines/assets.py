@@ -6,7 +6,6 @@ their pages say is in describe.py.
 
 import warnings
 from collections.abc import Iterator
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,21 +18,19 @@ from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Outcome
 from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.recipes.user_sources import user_sources
-from niels_gpt.storage.errors import LeftOut
+from niels_gpt.settings import Settings
 from pipelines.deployment import Deployment
 from pipelines.metadata import observation_metadata
 from pipelines.steps import (
     BUILD_POOL,
     BUILD_TAG,
     NETWORK_RETRIES,
-    carried_out,
     clear_errors,
-    leave_out,
+    materialized,
     observed_of_cache,
     progress_log,
     report,
     step,
-    turn,
     waited_for,
     why_from_scratch,
 )
@@ -131,24 +128,15 @@ def _cache(deployment: Deployment, spec: SourceSpec) -> dg.AssetsDefinition:
         op_tags={**deployment.op_tags, **({BUILD_TAG: "true"} if spec.family == "pretrain" else {})},
     )
     def cache(context: dg.AssetExecutionContext) -> Iterator[dg.MaterializeResult[None]]:
-        run = deployment.run(context)
-
-        def build() -> Outcome:
+        def build(settings: Settings) -> Outcome:
             # Dagster's staleness is advisory: the recipe decides whether there is anything to do.
-            observed = observed_of_cache(context, deployment, run.settings, spec.key)
+            observed = observed_of_cache(context, deployment, settings, spec.key)
             how: dict[str, Any] = {"observed": observed, "progress": progress_log(context)}
             if spec.family in ("trees", "rollouts"):
-                return build_rollout_cache(run.settings, spec.key, **how)
-            return build_token_cache(run.settings, spec.name, **how)
+                return build_rollout_cache(settings, spec.key, **how)
+            return build_token_cache(settings, spec.name, **how)
 
-        with step(context, deployment), turn(run, spec.key) if spec.family == "pretrain" else nullcontext():
-            try:
-                outcome = carried_out(context, deployment, run, spec.key, build)
-            except LeftOut as error:
-                leave_out(context, deployment, error)
-                return
-            result = report(context, deployment, run.settings, outcome)
-        yield result
+        yield from materialized(context, deployment, spec.key, build)
 
     asset: dg.AssetsDefinition = cache
     return asset

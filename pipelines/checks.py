@@ -124,6 +124,6 @@ def _failed(deployment: Deployment, key: dg.AssetKey, rule: Check, verdict: Verd
         return said
     return (
         f"{said}\n\nTo repair it, materialize `{key.to_user_string()}` again: after a failed check it is built from "
-        f"scratch, once. In any case it is with `resources: {{{deployment.resource}: {{config: {{force: true}}}}}}` in "
-        "the run's config."
+        f"scratch, once. With `resources: {{{deployment.resource}: {{config: {{force: true}}}}}}` in the run's config "
+        "it always is."
     )

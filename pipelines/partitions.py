@@ -163,9 +163,7 @@ def _seal_cache(deployment: Deployment) -> dg.OpDefinition:
 
         with step(context, deployment), turn(asked, path):
             result = report(context, deployment, core, waited_for(asked, path, build))
-        with (
-            warnings.catch_warnings()
-        ):  # Dagster calls the data version of an output beta: that of an asset is the same
+        with warnings.catch_warnings():  # Dagster calls the data version of an output beta, that of an asset not
             warnings.simplefilter("ignore", dg.BetaWarning)
             sealed: dg.Output[None] = dg.Output(
                 None, metadata=result.metadata, data_version=result.data_version, tags=result.tags

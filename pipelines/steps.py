@@ -4,7 +4,7 @@ and report, errors."""
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import takewhile
 from pathlib import Path
 from typing import TypeVar
@@ -42,6 +42,28 @@ _PAUSE_SECONDS = 0.2
 
 
 # --- whether, and from what, a step builds ----------------------------------------------------------------------------
+
+
+def materialized(
+    context: dg.AssetExecutionContext,
+    deployment: Deployment,
+    path: str,
+    build: Callable[[Settings], Outcome],
+    described: Callable[[Outcome], dg.MaterializeResult[None]] = materialize_result,
+) -> Iterator[dg.MaterializeResult[None]]:
+    """Run the recipe of an asset, and yield what Dagster records of it; nothing where the asset is left out.
+
+    build: called with the run's settings. described: gives the metadata.
+    """
+    run = deployment.run(context)
+    with step(context, deployment), turn(run, path) if path.startswith("pretrain/") else nullcontext():
+        try:
+            outcome = carried_out(context, deployment, run, path, lambda: build(run.settings))
+        except LeftOut as error:
+            leave_out(context, deployment, error)
+            return
+        result = report(context, deployment, run.settings, outcome, described)
+    yield result
 
 
 def carried_out(

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.browser import HIGH, WIDE, DagsterDev, blemishes, choose, chromium, confirmed, seen, until
+from support.browser import HIGH, WIDE, DagsterDev, blemishes, choose, chromium, confirmed, seen
+from support.dagster_dev import until
 
 pytestmark = pytest.mark.browser
 GROUP = "/locations/niels_gpt/asset-groups"

@@ -5,7 +5,6 @@ import re
 import shutil
 import socket
 import subprocess
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from support import ROOT
+from support.dagster_dev import until
 from support.dagster_runs import environment
 
 SECONDS = 180.0
@@ -20,19 +20,6 @@ SECONDS = 180.0
 WIDE, HIGH = 1440, 900
 """Pixels of the window."""
 ENDED = ("SUCCESS", "FAILURE", "CANCELED")
-
-
-def until(question: Callable[[], Any], what: str) -> Any:
-    """Return the first answer that is not empty; a connection refused is none."""
-    end = time.monotonic() + SECONDS
-    while time.monotonic() < end:
-        try:
-            if answer := question():
-                return answer
-        except OSError:
-            pass
-        time.sleep(0.5)
-    raise AssertionError(f"{what}: not within {SECONDS:.0f} s")
 
 
 class DagsterDev:
