@@ -107,7 +107,6 @@ def test_without_a_target_a_build_of_all_leaves_them_out_and_a_named_one_fails(
     assert VOCAB in line and TARGETS in line and "--eagle3-target" in line
     others = sum(line.startswith("warning") for line in err.splitlines()) - 1
     assert main(["build", "--all", *flags, "--strict"]) == (1 if others else 0)
-    assert not others
 
 
 def test_without_transformers_they_are_left_out_and_strict_counts_it_where_a_target_is_named(
