@@ -295,6 +295,7 @@ def test_the_target_is_run_once_more_for_as_many_samples_as_the_setting_says(
         assert verdicts(check_alone(instance, changed, KEY, "recomputed")) == {"recomputed": passed}
 
 
+@pytest.mark.slow
 def test_a_setting_of_its_own_builds_it_anew_and_one_of_an_sft_cache_does_not(
     instance: dg.DagsterInstance, settings: Settings
 ) -> None:
@@ -358,6 +359,7 @@ def test_new_chats_make_it_stale_and_are_built(
     assert KEY not in stale(instance, settings)
 
 
+@pytest.mark.slow
 def test_a_revision_of_the_hub_that_was_observed_since_is_built(
     instance: dg.DagsterInstance, settings: Settings, loopback_hub: LoopbackHub
 ) -> None:

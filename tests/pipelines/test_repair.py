@@ -126,6 +126,7 @@ def test_a_cache_that_is_away_for_a_while_fails_its_checks_and_is_not_built_agai
     assert built(run(instance, settings, key)) == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("partitions", [1, 3])
 def test_force_builds_a_pretrain_cache_from_scratch_whole_or_in_partitions(
     instance: dg.DagsterInstance, settings: Settings, partitions: int
@@ -152,6 +153,7 @@ def test_a_damaged_tokenizer_is_copied_again(instance: dg.DagsterInstance, setti
     assert built(run(instance, settings, "tokenizer")) == set()
 
 
+@pytest.mark.slow
 def test_a_tokenizer_is_trained_again_to_the_same_bytes(
     instance: dg.DagsterInstance, mirror: Path, tmp_path: Path
 ) -> None:

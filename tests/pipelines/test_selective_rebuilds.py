@@ -116,6 +116,7 @@ def test_one_changed_setting_rebuilds_the_assets_that_read_it_alone(
     assert stale(after_a_run, settings) == dict.fromkeys(of_source, "has a new code version"), "a run would build them"
 
 
+@pytest.mark.slow
 def test_a_new_tokenizer_makes_every_cache_stale_and_rebuilds_it(
     after_a_run: dg.DagsterInstance, settings: Settings, tmp_path: Path
 ) -> None:
@@ -128,6 +129,7 @@ def test_a_new_tokenizer_makes_every_cache_stale_and_rebuilds_it(
     assert stale(after_a_run, new) == {}
 
 
+@pytest.mark.slow
 def test_another_chat_template_rebuilds_the_chats_alone(instance: dg.DagsterInstance, tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text(chat_tokenizers.CHATML)
@@ -148,6 +150,7 @@ def test_another_chat_template_rebuilds_the_chats_alone(instance: dg.DagsterInst
     assert stale(instance, last) == {"sft/dolly15k": "has a new code version"}
 
 
+@pytest.mark.slow
 def test_a_retrained_but_identical_tokenizer_makes_nothing_stale_and_rebuilds_nothing(
     instance: dg.DagsterInstance, mirror: Path, tmp_path: Path
 ) -> None:
