@@ -27,14 +27,13 @@ from pipelines.steps import (
     NETWORK_RETRIES,
     clear_errors,
     materialized,
-    observed_of_cache,
     progress_log,
     report,
     step,
     waited_for,
     why_from_scratch,
 )
-from pipelines.versions import HUB_ASKED, ROOT_VERSION, SFT_ROOT, look_at, upstream_of
+from pipelines.versions import HUB_ASKED, ROOT_VERSION, SFT_ROOT, look_at, newer_observation, upstream_of
 
 
 def assets_of(deployment: Deployment) -> list[dg.AssetsDefinition]:
@@ -130,7 +129,7 @@ def _cache(deployment: Deployment, spec: SourceSpec) -> dg.AssetsDefinition:
     def cache(context: dg.AssetExecutionContext) -> Iterator[dg.MaterializeResult[None]]:
         def build(settings: Settings) -> Outcome:
             # Dagster's staleness is advisory: the recipe decides whether there is anything to do.
-            observed = observed_of_cache(context, deployment, settings, spec.key)
+            observed = newer_observation(context, deployment, settings, spec.key)
             how: dict[str, Any] = {"observed": observed, "progress": progress_log(context)}
             if spec.family in ("trees", "rollouts"):
                 return build_rollout_cache(settings, spec.key, **how)

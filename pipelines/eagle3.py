@@ -7,7 +7,7 @@ import dagster as dg
 from niels_gpt.recipes.eagle3.asset import build_targets
 from niels_gpt.recipes.eagle3.draft_vocab import build_draft_vocab
 from niels_gpt.recipes.eagle3.of_settings import KEY as TARGETS_KEY
-from niels_gpt.recipes.eagle3.of_settings import SMALL_TARGET, VOCAB_KEY, raw_source
+from niels_gpt.recipes.eagle3.of_settings import SMALL_TARGET, VOCAB_KEY
 from niels_gpt.recipes.run_recipe import Outcome
 from niels_gpt.settings import Settings
 from pipelines.deployment import Deployment
@@ -20,7 +20,7 @@ def draft_vocab_of(deployment: Deployment) -> dg.AssetsDefinition:
     """Return eagle3/draft_vocab."""
 
     def build(context: dg.AssetExecutionContext, settings: Settings) -> Outcome:
-        return build_draft_vocab(settings, observed=_newer_chats(context, deployment, settings, VOCAB_KEY))
+        return build_draft_vocab(settings, observed=newer_observation(context, deployment, settings, VOCAB_KEY))
 
     text = (
         f"The tokens that an EAGLE-3 draft knows: the target's ids that {deployment.settings.eagle3_source} supervises "
@@ -35,7 +35,7 @@ def targets_of(deployment: Deployment) -> dg.AssetsDefinition:
     chosen = deployment.settings
 
     def build(context: dg.AssetExecutionContext, settings: Settings) -> Outcome:
-        observed = _newer_chats(context, deployment, settings, TARGETS_KEY)
+        observed = newer_observation(context, deployment, settings, TARGETS_KEY)
         outcome = build_targets(settings, observed=observed, progress=target_log(context))
         _report_draft_vocab(context, deployment, settings)
         return outcome
@@ -71,16 +71,6 @@ def _asset(
 
     made: dg.AssetsDefinition = asset
     return made
-
-
-def _newer_chats(
-    context: dg.AssetExecutionContext, deployment: Deployment, settings: Settings, path: str
-) -> str | None:
-    """Return the observed fingerprint of the chats that an asset is built of, as `newer_observation`."""
-    source = raw_source(settings)
-    if source is None:
-        return None
-    return newer_observation(context, deployment, settings, path, f"raw/{source}")
 
 
 def _report_draft_vocab(context: dg.AssetExecutionContext, deployment: Deployment, settings: Settings) -> None:

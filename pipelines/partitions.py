@@ -22,7 +22,6 @@ from pipelines.steps import (
     BUILD_POOL,
     BUILD_TAG,
     NETWORK_RETRIES,
-    observed_of_cache,
     progress_log,
     report,
     start_over,
@@ -30,7 +29,7 @@ from pipelines.steps import (
     turn,
     waited_for,
 )
-from pipelines.versions import is_graph
+from pipelines.versions import is_graph, newer_observation
 
 PARTITION_POOL = "niels_gpt/partition"
 """Of the steps that build partitions. It has no limit where the deployment gives it none: partitions run at once."""
@@ -92,7 +91,7 @@ def _plan_partitions(deployment: Deployment) -> dg.OpDefinition:
         with step(context, deployment):
             start_over(context, deployment, asked, path)
             if is_partitioned(core, resolve_source(core, name)):
-                plan = run.prepare(core, name, observed=observed_of_cache(context, deployment, core, path))
+                plan = run.prepare(core, name, observed=newer_observation(context, deployment, core, path))
                 states = [each for each in partition_states(plan) if each.number >= 0] if plan else []
                 unfinished = [each.number for each in states if each.state != "finished"]
                 found = (
@@ -158,7 +157,7 @@ def _seal_cache(deployment: Deployment) -> dg.OpDefinition:
             if is_partitioned(core, resolve_source(core, name)):
                 # Of the newest plan, as its partitions: an observation may have been made since the plan was fixed.
                 return run.seal_cache(core, name, progress=progress_log(context, "files", "bytes"))
-            observed = observed_of_cache(context, deployment, core, path)
+            observed = newer_observation(context, deployment, core, path)
             return build_token_cache(core, name, observed=observed, progress=progress_log(context))
 
         with step(context, deployment), turn(asked, path):

@@ -25,7 +25,7 @@ from pipelines.checks import CAUSED_ELSEWHERE, NOT_THERE, rules_of
 from pipelines.deployment import Deployment
 from pipelines.metadata import materialize_result
 from pipelines.resources import Run
-from pipelines.versions import DATA_VERSION, newer_observation, version_tags
+from pipelines.versions import DATA_VERSION, version_tags
 
 BUILD_POOL = BUILD_TAG = "niels_gpt/pretrain_build"
 """Pretrain builds run one at a time, because each encodes on all cores. Within a run the tag enforces it, on one cache
@@ -181,14 +181,6 @@ def _was_in_vain(
     versions = [(each.tags or {}).get(DATA_VERSION) for each in made]
     same = [each for each, version in zip(made, versions, strict=True) if version and version == versions[0]]
     return any("run/state" in each.metadata and each.metadata["run/state"].value == "built" for each in same[:-1])
-
-
-def observed_of_cache(
-    context: dg.AssetExecutionContext, deployment: Deployment, settings: Settings, path: str
-) -> str | None:
-    """Return the observed fingerprint that the cache FAMILY/NAME is built of; None: the recorded one, as
-    `newer_observation`."""
-    return newer_observation(context, deployment, settings, path, f"raw/{path.rpartition('/')[2]}")
 
 
 def turn(run: Run, path: str) -> AbstractContextManager[None]:

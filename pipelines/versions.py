@@ -329,13 +329,17 @@ def look_at(
 
 
 def newer_observation(
-    context: dg.AssetExecutionContext, deployment: Deployment, settings: Settings, path: str, raw: str
+    context: dg.AssetExecutionContext, deployment: Deployment, settings: Settings, path: str
 ) -> str | None:
-    """Return the fingerprint of the source raw/NAME that the cache `path` is built of; None: of the recorded one.
+    """Return the fingerprint of the source that the cache `path` is built of; None: of the recorded one, or of files
+    of chats, which are not observed.
 
     That is the newest observation for which the hub was asked, if it is newer than the cache. A cache of a revision
     that these settings do not ask for was built by a run with others: the newest observation counts, whatever its age.
     """
+    raw = next((upstream for upstream in upstream_of(settings, path) if upstream.startswith("raw/")), None)
+    if raw is None:
+        return None
     key, name = deployment.key(raw), raw.rpartition("/")[2]
     asked = asked_revisions(settings).get(name)
     recorded = recorded_recipe(cache_root(settings) / path).get("source") or {}

@@ -358,7 +358,10 @@ def print_error(error: BaseException, of: str = "") -> None:
 
 
 def print_warning(code: str, message: object, *, is_counted: bool = True) -> None:
-    """Print `warning[CODE]: ` and a message to stderr, control characters escaped; --strict counts it if so told."""
+    """Print `warning[CODE]: ` and a message to stderr, control characters escaped.
+
+    is_counted: whether --strict counts it.
+    """
     context = click.get_current_context(silent=True)
     if context is not None and is_counted:
         context.meta[_WARNINGS] = context.meta.get(_WARNINGS, 0) + 1
