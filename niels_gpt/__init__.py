@@ -19,6 +19,7 @@ Data goes from top to bottom. Each package's docstring lists its modules.
     cache/                 the public builders and readers of token caches (PR-03)
     inspection/            a finished token cache: verify, stats, show, diff, locate
     sampling/              epochs, mixtures of caches and evaluation, with a resumable state
+    interop/               other tools' token files, out and in; caches in buckets
     eagle3/                caches of a target model's outputs for training EAGLE-3 drafts
     prefix_tree/           samples with shared prefixes folded into trees
     recipes/               which source, tokenizer and builder make each cache, and when it is built again

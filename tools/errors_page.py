@@ -5,8 +5,8 @@ A test compares the page with the table.
 
 from pathlib import Path
 
+from niels_gpt.storage.code_tables.row import Code
 from niels_gpt.storage.codes import CODES
-from niels_gpt.storage.error_codes import Code
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "errors.md"
 HEAD = """# Errors by code
@@ -21,7 +21,7 @@ The number says what it is about, and `niels-gpt explain E105` prints the same t
 the attribute `code` of a `CacheError`, and a warning of Python ends in it: `... are left out [W202]`. Plain errors such
 as ValueError have no attribute: `niels_gpt.storage.codes.code_of(error)` returns the code of any error.
 
-The table is `niels_gpt/storage/error_codes.py` and `warning_codes.py`; `tools/errors_page.py` writes this page from it.
+The tables are in `niels_gpt/storage/code_tables/`; `tools/errors_page.py` writes this page from them.
 """
 SUBJECTS = {
     "E1": "Errors of usage and arguments",

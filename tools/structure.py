@@ -31,7 +31,7 @@ LEVELS: tuple[frozenset[str], ...] = (
         }
     ),
     frozenset({"cache", "builders"}),
-    frozenset({"inspection", "sampling", "eagle3", "prefix_tree"}),
+    frozenset({"inspection", "sampling", "eagle3", "prefix_tree", "interop"}),
     frozenset({"recipes"}),
     frozenset({"commands", "train_tokenizer"}),
 )
@@ -51,6 +51,7 @@ NEIGHBOURS = {
     "builders": set(),
     "cache": {"builders"},
     "inspection": {"builders", "cache"},
+    "interop": {"builders", "cache", "inspection"},
     "sampling": {"builders", "cache"},
     "eagle3": set(),
     "prefix_tree": {"builders", "cache", "sampling"},

@@ -9,8 +9,7 @@ meta_json.py   meta.json's checksum and file records; what is refused when a fil
 filemaps.py    many files mapped as one array
 errors.py      CacheError: path, found, expected, remedy, code
 codes.py       the code of every error and warning, and the text that explains one
-error_codes.py the table of errors: what each code means, what to do, an example
-warning_codes.py the table of warnings
+code_tables/   what each code means, what to do, an example
 remedies.py    for error messages: the command line that builds a cache again
 checks.py      Check and Verdict: one question to a finished cache and its result
 """

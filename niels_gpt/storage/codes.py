@@ -13,10 +13,12 @@ from traceback import walk_tb
 from typing import TypeVar
 
 from niels_gpt.settings import UsageError
-from niels_gpt.storage.error_codes import ERRORS, Code
-from niels_gpt.storage.warning_codes import WARNINGS
+from niels_gpt.storage.code_tables.data import DATA_ERRORS
+from niels_gpt.storage.code_tables.row import Code
+from niels_gpt.storage.code_tables.runs import RUN_ERRORS
+from niels_gpt.storage.code_tables.warnings import WARNINGS
 
-CODES: dict[str, Code] = {each.code: each for each in (*ERRORS, *WARNINGS)}
+CODES: dict[str, Code] = {each.code: each for each in (*DATA_ERRORS, *RUN_ERRORS, *WARNINGS)}
 """Every code and its row."""
 
 _BY_ERRNO = {

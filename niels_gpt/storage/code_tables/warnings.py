@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from niels_gpt.storage.error_codes import rows
+from niels_gpt.storage.code_tables.row import rows
 
 WARNINGS = rows("""
 W101 short-last-batch

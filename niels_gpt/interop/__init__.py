@@ -1,0 +1,8 @@
+"""Token caches as files of other tools, files of other tools as token caches, and caches in buckets.
+
+token_cache.py  a token cache as an export reads it: shards, borders, loss
+output.py       writes a folder of another tool: links, copies, streams, and the manifest
+exporting.py    export: a cache -> a folder of another tool
+foreign.py      a folder of another tool as an import reads it
+formats/        one module a format: what it writes of a cache, and what it reads of a folder
+"""

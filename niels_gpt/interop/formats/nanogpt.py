@@ -1,0 +1,32 @@
+"""nanoGPT: train.bin and val.bin, ids end to end without a header, and meta.pkl with the vocabulary's size.
+
+Its trainer reads uint16 (`np.memmap(..., dtype=np.uint16)`). Ids of 32 bits need that line changed to np.uint32.
+The files have no borders: a document ends with its end-of-document id.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+from niels_gpt.cache.formats import SPLITS
+from niels_gpt.interop.foreign import ForeignFolder
+from niels_gpt.interop.output import Output
+from niels_gpt.interop.token_cache import TokenCache
+from niels_gpt.storage.errors import CacheError
+
+
+def write(cache: TokenCache, output: Output) -> None:
+    """Write SPLIT.bin: a link where the split is one shard, else the shards end to end."""
+    for split in SPLITS:
+        files = cache.files(split)
+        if len(files) == 1:
+            output.place(f"{split}.bin", files[0])
+        elif files:
+            output.write(f"{split}.bin", (file.ids for file in files), files)
+    output.write("meta.pkl", [pickle.dumps({"vocab_size": cache.vocab_size}, protocol=4)])
+
+
+def read(source: Path) -> ForeignFolder:
+    """Look into a folder with train.bin and val.bin; meta.pkl is not opened, for opening a pickle runs it."""
+    raise CacheError(source, "cannot be imported yet", code="E221")

@@ -1,0 +1,72 @@
+"""Writes a folder of another tool: hard links where the bytes are the same, copies, streams, and the manifest."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from niels_gpt.interop.token_cache import TokenCache, TokenFile
+from niels_gpt.progress import Progress
+from niels_gpt.storage import fileio
+from niels_gpt.storage.fileio import OutputFile
+
+MANIFEST_NAME = "niels_gpt.json"
+"""In every folder that is exported: what came of which cache."""
+MANIFEST_VERSION = 1
+_READ_ONLY = 0o444
+
+
+class Output:
+    """The folder of an export while it is written, and the records of its files."""
+
+    def __init__(self, work: Path, cache: TokenCache, progress: Progress | None) -> None:
+        """work: an empty folder. progress: called with files, bytes written or linked, and bytes of tokens in all."""
+        self.work, self.cache, self._progress = work, cache, progress
+        self.records: list[dict[str, Any]] = []
+        """Of each file, in the order written: name, bytes, sha256; of a token file also its part of the manifest."""
+        self.noted: dict[str, int] = {}
+        """What the format could not hold as the cache has it, by reason, counted."""
+        self._total = sum(int(file.record["bytes"]) for file in cache.all_files)
+        self._done = 0
+
+    def place(self, name: str, file: TokenFile) -> None:
+        """Let `name` be a token file of the cache: the same bytes, a hard link, or a copy where links are impossible.
+
+        A link is made read-only, and the cache's file with it: they are one file with two names.
+        """
+        path = self.work / name
+        fileio.make_dir(path.parent)
+        linked = fileio.link_or_copy(file.path, path)
+        if linked:
+            os.chmod(path, _READ_ONLY)
+        record = {"bytes": int(file.record["bytes"]), "sha256": file.record["sha256"]}
+        self._add(name, record, made="link" if linked else "copy", files=[file])
+
+    def write(self, name: str, content: Iterable[Any], files: Iterable[TokenFile] = ()) -> None:
+        """Write a file from buffers. files: the token files whose tokens are in it, in order."""
+        path, digest = self.work / name, hashlib.sha256()
+        fileio.make_dir(path.parent)
+        file = OutputFile(path)
+        try:
+            for part in content:
+                file.write(part)
+                digest.update(part)
+        finally:
+            file.close()
+        self._add(name, {"bytes": file.num_bytes, "sha256": digest.hexdigest()}, made="written", files=list(files))
+
+    def note(self, reason: str, count: int) -> None:
+        """Count what the format could not hold as the cache has it."""
+        if count:
+            self.noted[reason] = self.noted.get(reason, 0) + count
+
+    def _add(self, name: str, record: dict[str, Any], *, made: str, files: list[TokenFile]) -> None:
+        tokens = [{"name": file.record["name"], "continues": file.continues} for file in files]
+        split = {"split": files[0].split, "of": tokens} if files else {}
+        self.records.append({"name": name, **record, "made": made, **split})
+        self._done += sum(int(file.record["bytes"]) for file in files)
+        if self._progress is not None:
+            self._progress(len(self.records), self._done, self._total)

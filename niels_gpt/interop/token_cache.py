@@ -1,0 +1,131 @@
+"""A token cache as an export reads it: its token files, where documents end in each, and which tokens carry loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from niels_gpt.cache.formats import SPLITS, flat_targets
+from niels_gpt.cache.loss_bits import has_loss_bits
+from niels_gpt.cache.meta import special_id
+from niels_gpt.cache.mmap import mmap_tokens
+from niels_gpt.inspection.readers import open_bits
+from niels_gpt.inspection.stats import bounds, open_version
+from niels_gpt.storage.fileio import META_NAME
+from niels_gpt.storage.locks import hold_version
+from niels_gpt.storage.meta_json import path_inside
+from niels_gpt.tokenizers.protocol import Ids
+from niels_gpt.tokenizers.vocabulary import end_of_documents, token_dtype_of
+
+_BLOCK_TOKENS = 1 << 22
+"""Tokens whose loss is computed at once, whole examples."""
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """One token file of a split: a shard of a pretrain cache, or all of a split of an sft cache."""
+
+    cache: TokenCache
+    split: str
+    number: int
+    """Of the file in its split, from 0."""
+    path: Path
+    record: dict[str, Any]
+    """Its record in meta.json: name, tokens, bytes, sha256."""
+    first: int
+    """The place of its first token in the stream of the split."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in it."""
+        return int(self.record["tokens"])
+
+    @property
+    def ids(self) -> Ids:
+        """Its tokens, mapped: `cache.dtype` [tokens]."""
+        return mmap_tokens(self.path, expected_bytes=int(self.record["bytes"]), dtype=self.cache.dtype)
+
+    @property
+    def ends(self) -> NDArray[np.int64]:
+        """Where each of its documents (examples) ends, in tokens of this file: int64 [documents], the last is `tokens`.
+
+        A document that lies in several files has a piece in each.
+        """
+        bounds, last = self.cache.bounds(self.split), self.first + self.tokens
+        begin, end = np.searchsorted(bounds, (self.first, last), side="right")
+        ends = np.asarray(bounds[begin:end]) - self.first
+        return ends if len(ends) and ends[-1] == self.tokens else np.append(ends, np.int64(self.tokens))
+
+    @property
+    def continues(self) -> bool:
+        """Whether its first document begins in the file before."""
+        bounds = self.cache.bounds(self.split)
+        return bool(bounds[np.searchsorted(bounds, self.first)] != self.first)
+
+    def loss(self) -> Iterator[NDArray[np.bool_]]:
+        """Yield which tokens carry loss, in order: bool arrays, `tokens` in all. For an sft cache."""
+        meta, folder, ends, ids = self.cache.meta, self.cache.folder, self.ends, self.ids
+        bits = open_bits(folder, meta, self.split, self.tokens) if has_loss_bits(meta) else None
+        begin = 0
+        while begin < self.tokens:
+            last = max(int(np.searchsorted(ends, begin + _BLOCK_TOKENS, side="right")) - 1, 0)
+            end = int(ends[last]) if ends[last] > begin else int(ends[np.searchsorted(ends, begin, side="right")])
+            if bits is not None:
+                yield bits.flat(np.array([begin]), np.array([end]))
+            else:
+                some = ends[(ends > begin) & (ends <= end)] - begin
+                sentinels = {f"{name}_id": special_id(folder, meta, name) for name in ("asst", "eot")}
+                yield flat_targets(ids[begin:end], some, np.zeros(len(some), dtype=np.bool_), **sentinels)
+            begin = end
+
+
+class TokenCache:
+    """A pretrain or sft cache, one version of it, which gc leaves while this is alive."""
+
+    def __init__(self, cache: Path) -> None:
+        """cache: its public folder. Raises: FileNotFoundError; CacheError for a stub, another kind, or damage."""
+        self.path = cache
+        self.folder, self.meta = open_version(cache)
+        self._hold = hold_version(self.folder)
+        self.kind = str(self.meta["kind"])
+        self.dtype: np.dtype[Any] = token_dtype_of(self.meta, self.folder / META_NAME)
+        """Of the ids: little-endian uint16 or uint32."""
+        self._bounds: dict[str, NDArray[np.int64]] = {}
+
+    @property
+    def vocab_size(self) -> int:
+        """Every id is below it."""
+        return int(self.meta["vocab_size"])
+
+    @cached_property
+    def document_end(self) -> int | None:
+        """The id that ends each document of a pretrain cache; None where there is none."""
+        end = end_of_documents(self.meta, str(self.folder / META_NAME))
+        return None if end is None else end[0]
+
+    def bounds(self, split: str) -> NDArray[np.int64]:
+        """Where each document starts and the last one ends, in tokens of the split: int64 [documents + 1]."""
+        if split not in self._bounds:
+            self._bounds[split] = bounds(self.folder, self.meta, split)
+        return self._bounds[split]
+
+    def files(self, split: str) -> list[TokenFile]:
+        """Return the token files of a split in order; [] for a split without tokens."""
+        found, first = [], 0
+        for number, record in enumerate(self.meta["shards"][split]):
+            if record["tokens"]:
+                path = path_inside(self.folder, record["name"])
+                found.append(TokenFile(self, split, number, path, record, first))
+            first += record["tokens"]
+        return found
+
+    @property
+    def all_files(self) -> list[TokenFile]:
+        """The token files of train, then those of val."""
+        return [file for split in SPLITS for file in self.files(split)]
