@@ -6,13 +6,38 @@ Folders come from strangers: no link is followed, nothing is executed, and sizes
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from niels_gpt.cache.formats import SPLITS
+from niels_gpt.interop.output import MANIFEST_NAME, MANIFEST_VERSION
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.meta_json import (
+    checked_name,
+    checked_record,
+    checked_sha256,
+    open_regular,
+    parse_object,
+    path_inside,
+    printable,
+    read_regular,
+)
+from niels_gpt.tokenizers.vocabulary import check_vocab_size, end_of_documents, integer
+
+MAX_FILES = 1_000_000
+"""Files of a folder that an import looks at."""
+PIECE_BYTES = 1 << 23
+"""Bytes of a token file that are read at once."""
+_VAL_WORDS = frozenset({"val", "valid", "validation", "dev", "eval"})
+_TEST_WORDS = frozenset({"test"})
 
 
 @dataclass(frozen=True)
@@ -58,3 +83,141 @@ class ForeignFolder:
     """Of an export of this project, checked; None without one."""
     noticed: Mapping[str, int] = field(default_factory=dict)
     """What was left out or changed on the way, by reason, counted: goes to meta.json."""
+
+
+def split_of(name: str, val_glob: str | None = None) -> str | None:
+    """Return the split of a file by its path below the source's folder: train, val, or None for a test split.
+
+    val_glob: the pattern of the files of val, by path or by file name; then all others are train. Without it those are
+    val whose file or one of whose folders has the word val, valid, validation, dev or eval, and test is left out.
+    """
+    if val_glob is not None:
+        return "val" if fnmatchcase(name, val_glob) or fnmatchcase(name.rpartition("/")[2], val_glob) else "train"
+    words = frozenset(re.split("[^a-z]+", name.lower()))
+    if words & _VAL_WORDS:
+        return "val"
+    return None if words & _TEST_WORDS else "train"
+
+
+def natural_order(path: str) -> tuple[tuple[tuple[str | int, ...], ...], str]:
+    """Return the key that sorts paths as people do, part by part: file2 before file10."""
+    parts = (re.split("([0-9]+)", name) for name in path.split("/"))
+    return tuple(tuple(int(part) if at % 2 else part for at, part in enumerate(name)) for name in parts), path
+
+
+def names_below(source: Path, *suffixes: str) -> list[str]:
+    """Return the paths below a folder of the files with one of some suffixes, in natural order; of a file its name.
+
+    Hidden files and folders are left out. A file that is a link is named: opening it is refused.
+    Raises: FileNotFoundError; CacheError E221 for more than MAX_FILES, E205 for a folder that is a link.
+    """
+    if source.is_file():
+        return [source.name]
+    if not source.is_dir():
+        raise FileNotFoundError(f"{source}: no such file or folder")
+    found: list[str] = []
+    for folder, folders, names in os.walk(source):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for path in (Path(folder, name) for name in folders):
+            if path.is_symlink():
+                raise CacheError(path, "a symbolic link", "a folder: links are not followed", code="E205")
+        below = Path(folder).relative_to(source)
+        found += [(below / name).as_posix() for name in names if name.endswith(suffixes) and not name.startswith(".")]
+        if len(found) > MAX_FILES:
+            raise CacheError(source, f"more than {MAX_FILES:,} files", "fewer in one folder", code="E221")
+    return sorted(found, key=natural_order)
+
+
+def read_pieces(path: Path, dtype: np.dtype[Any], *, offset: int = 0, count: int = -1) -> Iterator[NDArray[Any]]:
+    """Yield the numbers of a regular file in order, PIECE_BYTES at a time.
+
+    offset: bytes before the first. count: numbers; -1: all that follow. Links are refused.
+    Raises: FileNotFoundError; CacheError E205 for what is no regular file, E203 where the file ends first.
+    """
+    with open(open_regular(path), "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        left = size - offset if count < 0 else count * dtype.itemsize
+        if offset + left > size or left < 0:
+            raise CacheError(path, f"{size:,} bytes", f"at least {offset + left:,}", code="E203")
+        file.seek(offset)
+        while left:
+            buffer = bytearray(min(left, PIECE_BYTES // dtype.itemsize * dtype.itemsize))
+            view = memoryview(buffer)
+            while view:
+                got = file.readinto(view)
+                if not got:
+                    raise CacheError(path, "ends while it is read", f"{size:,} bytes", code="E203")
+                view = view[got:]
+            left -= len(buffer)
+            yield np.frombuffer(buffer, dtype=dtype)
+
+
+def read_manifest(source: Path, format: str | None = None) -> Mapping[str, Any] | None:
+    """Return the manifest of an export of this project, checked; None for a file, and for a folder without one.
+
+    format: the expected one. The token files that it names are regular files of the sizes that it says, below `source`.
+    Raises: CacheError E221 for one of another kind, version or format, and for a wrong value.
+    """
+    path = source / MANIFEST_NAME
+    if not source.is_dir() or not os.path.lexists(path):
+        return None
+    try:
+        manifest = parse_object(read_regular(path))
+        _check_manifest(manifest, str(path))
+        for record in manifest["files"]:
+            if "of" in record and (size := path_inside(source, record["name"]).stat().st_size) != record["bytes"]:
+                raise ValueError(f"{record['name']} has {size:,} bytes, expected {record['bytes']:,} as it says")
+    except (CacheError, OSError, ValueError) as error:
+        found = error.problem if isinstance(error, CacheError) else printable(str(error))
+        remedy = f"Remove {MANIFEST_NAME} to import the files without it"
+        raise CacheError(path, found, remedy=remedy, code="E221") from error
+    if format not in (None, manifest["format"]):
+        found = f"an export to {printable(manifest['format'])}"
+        raise CacheError(path, found, f"one to {format}", f"Pass --from {printable(manifest['format'])}", code="E221")
+    return manifest
+
+
+def manifest_files(manifest: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
+    """Return the records of the token files of a manifest by name, in its order; {} without one.
+
+    Each has name, bytes, sha256, split, and `of`, a list of name and continues of the shards in the file.
+    """
+    return {record["name"]: record for record in (manifest or {}).get("files", []) if "of" in record}
+
+
+def _check_manifest(manifest: dict[str, Any], where: str) -> None:
+    """Raise CacheError or ValueError unless every key that an import uses has its type."""
+    if manifest.get("kind") != "export" or manifest.get("manifest_version") != MANIFEST_VERSION:
+        version = f"kind {manifest.get('kind')!r:.40}, manifest_version {manifest.get('manifest_version')!r:.40}"
+        raise ValueError(f"{version}, expected 'export' and {MANIFEST_VERSION}")
+    cache, files = manifest.get("cache"), manifest.get("files")
+    source = cache.get("source") if isinstance(cache, dict) else None
+    if not isinstance(cache, dict) or not isinstance(files, list) or not isinstance(source, dict):
+        raise ValueError("expected cache with source, and files")
+    if not isinstance(manifest.get("format"), str) or any(
+        not isinstance(value, str | None) for value in (*source.values(), cache.get("dataset_name"), cache.get("kind"))
+    ):
+        raise ValueError("format, cache.dataset_name and the values of cache.source, expected texts")
+    for key in ("content_sha256", "tokenizer_sha256"):
+        if cache.get(key) is not None:
+            checked_sha256(cache[key], f"cache.{key}", where)
+    check_vocab_size(cache, where)
+    end_of_documents(cache, where)
+    if cache.get("pad_id") is not None and integer(cache["pad_id"], 0, cache.get("vocab_size") or 2**31) is None:
+        raise ValueError(f"cache.pad_id is {cache['pad_id']!r:.40}, expected an id")
+    names = [_check_file(record, f"files[{number}]", where) for number, record in enumerate(files)]
+    if len({*names}) != len(names):
+        raise ValueError("a file is named twice")
+
+
+def _check_file(value: Any, key: str, where: str) -> str:
+    record = checked_record(value, key, where)
+    if "of" not in record:
+        return str(record["name"])
+    if record.get("split") not in SPLITS or not isinstance(record["of"], list) or not record["of"]:
+        raise ValueError(f"{key}: expected a split, and the token files in it")
+    for number, each in enumerate(record["of"]):
+        if not isinstance(each, dict) or not isinstance(each.get("continues"), bool):
+            raise ValueError(f"{key}.of[{number}]: expected name and continues")
+        checked_name(each.get("name"), f"{key}.of[{number}].name", where)
+    return str(record["name"])

@@ -15,6 +15,7 @@ gc.py                runs `gc` over all caches of a folder; which versions are o
 partitions/          pretrain caches in partitions, built on many machines and sealed to one cache
 rollouts/            recorded rollouts -> rollouts/NAME, message trees -> trees/oasst1
 eagle3/              chats + target model -> eagle3/targets
+exchange/            folders of other tools <-> caches
 
 The settings that decide a cache's bytes are `SourceSpec.settings` of its row in niels_gpt/data/sources.py. With the
 tokenizer's sha256, the source's fingerprint and the format version they make the recipe's fingerprint: a cache whose
