@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from niels_gpt.storage.fileio import OutputFile
 MANIFEST_NAME = "niels_gpt.json"
 """In every folder that is exported: what came of which cache."""
 MANIFEST_VERSION = 1
-_READ_ONLY = 0o444
+_WRITES = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
 
 
 class Output:
@@ -35,13 +37,12 @@ class Output:
     def place(self, name: str, file: TokenFile) -> None:
         """Let `name` be a token file of the cache: the same bytes, a hard link, or a copy where links are impossible.
 
-        A link is made read-only, and the cache's file with it: they are one file with two names.
+        A link is made read-only, and the cache's file with it: they are one file with two names. A file of another
+        owner cannot be made so, and is copied.
         """
         path = self.work / name
         fileio.make_dir(path.parent)
-        linked = fileio.link_or_copy(file.path, path)
-        if linked:
-            os.chmod(path, _READ_ONLY)
+        linked = fileio.link_or_copy(file.path, path) and _made_read_only(path)
         record = {"bytes": int(file.record["bytes"]), "sha256": file.record["sha256"]}
         self._add(name, record, made="link" if linked else "copy", files=[file])
 
@@ -70,3 +71,18 @@ class Output:
         self._done += sum(int(file.record["bytes"]) for file in files)
         if self._progress is not None:
             self._progress(len(self.records), self._done, self._total)
+
+
+def _made_read_only(path: Path) -> bool:
+    """Make a hard link read-only, or put a copy in its place; returns whether it is still the link."""
+    mode = stat.S_IMODE(path.stat().st_mode)
+    try:
+        if mode & _WRITES:
+            os.chmod(path, mode & ~_WRITES)
+    except PermissionError:
+        linked = path.with_name(f".{path.name}.link")
+        os.rename(path, linked)
+        shutil.copyfile(linked, path)
+        fileio.remove(linked)
+        return False
+    return True

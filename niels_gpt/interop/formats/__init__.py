@@ -1,6 +1,11 @@
 """The formats of other tools, one module each: `write` makes their files of a cache, `read` looks into their files.
 
-nanogpt.py       train.bin and val.bin: ids without a header
+nanogpt.py         train.bin and val.bin: ids without a header
+modded_nanogpt.py  .bin files with a header
+megatron.py        pairs of .bin and .idx
+datatrove.py       .ds with .ds.index and .ds.metadata
+olmo.py            .npy without a header, and .csv.gz
+chunks.py          what several of them share
 """
 
 from __future__ import annotations
@@ -10,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from niels_gpt.interop.foreign import ForeignFolder
-from niels_gpt.interop.formats import nanogpt
+from niels_gpt.interop.formats import datatrove, megatron, modded_nanogpt, nanogpt, olmo
 from niels_gpt.interop.output import Output
 from niels_gpt.interop.token_cache import TokenCache
 
@@ -31,8 +36,12 @@ class Format:
     """Whether it holds which tokens carry loss: only then an sft cache is written."""
 
 
-FORMATS = {
-    each.name: each
-    for each in (Format("nanogpt", "train.bin and val.bin, ids without a header", nanogpt.write, nanogpt.read),)
-}
+_ALL = (
+    Format("nanogpt", "train.bin and val.bin, ids without a header", nanogpt.write, nanogpt.read),
+    Format("modded-nanogpt", ".bin files with a header, of llm.c too", modded_nanogpt.write, modded_nanogpt.read),
+    Format("megatron", "pairs of .bin and .idx of Megatron-LM", megatron.write, megatron.read),
+    Format("datatrove", ".ds files with .ds.index and .ds.loss", datatrove.write, datatrove.read, has_loss=True),
+    Format("olmo", ".npy and .csv.gz files of OLMo-core, with label masks", olmo.write, olmo.read, has_loss=True),
+)
+FORMATS = {each.name: each for each in _ALL}
 """Every format by its name."""

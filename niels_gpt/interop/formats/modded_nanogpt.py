@@ -1,0 +1,66 @@
+"""modded-nanogpt and llm.c: SPLIT_NNNNNN.bin, a header of 1,024 bytes and ids; beside each a .bos.idx.
+
+All numbers are little-endian. The header is int32 [256]; what is not named is 0:
+    ids of 16 bits: 20240520, 1, tokens                  modded-nanogpt, llm.c and NeMo Automodel read it
+    ids of 32 bits: 278895051, 1, tokens, 4              the variant of NeMo Automodel, which llm.c does not read;
+                                                         with a 2 in place of the 4 it holds ids of 16 bits
+Behind it the ids, uint16 or uint32. `tokens` is an int32, so a file has 2**31 - 1 tokens at most.
+
+SPLIT_NNNNNN.bos.idx: int32 [documents that begin in the file], the place of the first byte of each in the .bin file,
+header included: 1024 + bytes of an id * tokens before it. So the data processor of NeMo Automodel writes it, which puts
+a begin-of-text id there; a document of ours may begin with any id. The rest of a document that begins in the file
+before has no entry. Where a place is beyond an int32 the file is left out, and an end-of-document id is the border.
+(The reader of NeMo Automodel 0.7.0 takes the places for counts of tokens with `align_to_bos=True`. Remove the .bos.idx
+files for it: then it looks for `bos_token` in the ids.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from niels_gpt.cache.formats import SPLITS
+from niels_gpt.interop.foreign import ForeignFolder
+from niels_gpt.interop.formats.chunks import chunked, least_shards
+from niels_gpt.interop.output import Output
+from niels_gpt.interop.token_cache import TokenCache, TokenFile
+from niels_gpt.storage.errors import CacheError
+
+_HEADER_BYTES = 1024
+_MAGIC, _MAGIC_OF_WIDTH = 20240520, 278895051
+_MAX = np.iinfo(np.int32).max
+
+
+def write(cache: TokenCache, output: Output) -> None:
+    """Write SPLIT_NNNNNN.bin of each shard, and its .bos.idx. Raises: CacheError E220 for a shard of 2**31 tokens."""
+    for split in SPLITS:
+        for file in cache.files(split):
+            stem = f"{split}_{file.number:06d}"
+            if file.tokens > _MAX:
+                raise least_shards(file, "the header of modded-nanogpt counts")
+            output.write(f"{stem}.bin", (_header(file), file.ids), [file])
+            if _HEADER_BYTES + file.tokens * cache.dtype.itemsize <= _MAX:
+                output.write(f"{stem}.bos.idx", _starts(file))
+            else:
+                output.note("documents_without_a_border", len(file.ends))
+
+
+def _header(file: TokenFile) -> bytes:
+    header, width = np.zeros(_HEADER_BYTES // 4, dtype="<i4"), file.cache.dtype.itemsize
+    header[:4] = (_MAGIC, 1, file.tokens, 0) if width == 2 else (_MAGIC_OF_WIDTH, 1, file.tokens, width)
+    return header.tobytes()
+
+
+def _starts(file: TokenFile) -> Iterator[bytes]:
+    width, first = file.cache.dtype.itemsize, 0
+    for ends in chunked(file.ends):
+        starts = np.append(first, ends[:-1]) if first or not file.continues else ends[:-1]
+        first = int(ends[-1])
+        yield (_HEADER_BYTES + width * starts).astype("<i4").tobytes()
+
+
+def read(source: Path) -> ForeignFolder:
+    """Look into a folder of .bin files with a header."""
+    raise CacheError(source, "cannot be imported yet", code="E221")
