@@ -13,11 +13,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from niels_gpt.interop.foreign import ForeignFolder
 from niels_gpt.interop.formats import datatrove, megatron, modded_nanogpt, nanogpt, olmo
 from niels_gpt.interop.output import Output
 from niels_gpt.interop.token_cache import TokenCache
+
+
+class Read(Protocol):
+    """Look into a folder or file."""
+
+    def __call__(self, source: Path, *, val_glob: str | None = None, vocab_size: int | None = None) -> ForeignFolder:
+        """Return what is there; its headers, sizes and borders are checked, and no ids are read.
+
+        val_glob: as of `foreign.split_of`. vocab_size: of the ids; tells how wide they are where no file says it.
+        Raises: FileNotFoundError; CacheError E221 for what is not of this format.
+        """
 
 
 @dataclass(frozen=True)
@@ -30,8 +42,8 @@ class Format:
     """A line for --help."""
     write: Callable[[TokenCache, Output], None]
     """Write a cache. Raises: CacheError E220 for a cache that the format cannot hold."""
-    read: Callable[[Path], ForeignFolder]
-    """Look into a folder or file. Raises: FileNotFoundError; CacheError E221 for what is not of this format."""
+    read: Read
+    """Look into a folder or file."""
     has_loss: bool = False
     """Whether it holds which tokens carry loss: only then an sft cache is written."""
 

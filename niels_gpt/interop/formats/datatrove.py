@@ -59,6 +59,6 @@ def _metric(tokens: int) -> str:
     return f"{value:.{digits}f} {['', *'kMGTPEZYRQ'][exponent // 3]}T"
 
 
-def read(source: Path) -> ForeignFolder:
+def read(source: Path, *, val_glob: str | None = None, vocab_size: int | None = None) -> ForeignFolder:
     """Look into a folder of .ds files."""
     raise CacheError(source, "cannot be imported yet", code="E221")

@@ -69,6 +69,6 @@ def _index(ends: NDArray[np.int64], width: int) -> Iterator[bytes]:
         yield np.arange(begin, min(begin + (1 << 20), len(ends) + 1), dtype="<i8").tobytes()
 
 
-def read(source: Path) -> ForeignFolder:
+def read(source: Path, *, val_glob: str | None = None, vocab_size: int | None = None) -> ForeignFolder:
     """Look into a folder of pairs of .bin and .idx files."""
     raise CacheError(source, "cannot be imported yet", code="E221")

@@ -61,6 +61,6 @@ def _starts(file: TokenFile) -> Iterator[bytes]:
         yield (_HEADER_BYTES + width * starts).astype("<i4").tobytes()
 
 
-def read(source: Path) -> ForeignFolder:
+def read(source: Path, *, val_glob: str | None = None, vocab_size: int | None = None) -> ForeignFolder:
     """Look into a folder of .bin files with a header."""
     raise CacheError(source, "cannot be imported yet", code="E221")

@@ -27,6 +27,6 @@ def write(cache: TokenCache, output: Output) -> None:
     output.write("meta.pkl", [pickle.dumps({"vocab_size": cache.vocab_size}, protocol=4)])
 
 
-def read(source: Path) -> ForeignFolder:
+def read(source: Path, *, val_glob: str | None = None, vocab_size: int | None = None) -> ForeignFolder:
     """Look into a folder with train.bin and val.bin; meta.pkl is not opened, for opening a pickle runs it."""
     raise CacheError(source, "cannot be imported yet", code="E221")

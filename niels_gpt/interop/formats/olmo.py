@@ -56,6 +56,6 @@ def _gzip(content: Iterable[bytes]) -> Iterator[bytes]:
     yield packer.flush() + struct.pack("<II", crc, size % 2**32)
 
 
-def read(source: Path) -> ForeignFolder:
+def read(source: Path, *, val_glob: str | None = None, vocab_size: int | None = None) -> ForeignFolder:
     """Look into a folder of .npy files without a header."""
     raise CacheError(source, "cannot be imported yet", code="E221")
