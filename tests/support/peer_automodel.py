@@ -71,6 +71,16 @@ def item(cache_dir: str, index: int) -> dict[str, Any]:
     return dict(peer_module(CACHE).CachedEagle3Dataset(cache_dir)[index])
 
 
+def token_file(path: str, length: int, bos: int | None) -> dict[str, Any]:
+    """Return a file of tokens as NanogptDataset reads it: ids, their type, its index, and its first pass of samples."""
+    module = peer_module("components.datasets.llm.nanogpt_dataset")
+    tokens, index = module.load_bin_shard(path), module._load_bos_index(path)
+    data = module.NanogptDataset([path], length, bos_token=bos, align_to_bos=bos is not None)
+    rows = [row["input_ids"] for row in data._process_file_tokens(path, False, 0, None)]  # __iter__ never ends
+    types = {"ids": tokens.tolist(), "dtype": str(tokens.dtype), "rows": rows}
+    return {**types, "index": None if index is None else index.tolist()}
+
+
 def constants(names: list[str]) -> dict[str, Any]:
     """Return what the peer's cache module has under some names."""
     return {name: getattr(peer_module(CACHE), name) for name in names}

@@ -1,7 +1,8 @@
 """speculators and specforge, each in a process of its own that reads, shifts and writes samples by the package's code.
 
-As a module: `Tool(folder)` starts this file as a script with the installed package in `folder` on the path. As that
-script: requests come pickled on stdin, answers go pickled to stdout. Nothing of niels_gpt is imported there.
+As a module: `Tool(folder)` starts this file, or another one that serves its functions, as a script with the installed
+package in `folder` on the path. As that script: requests come pickled on stdin, answers go pickled to stdout. Nothing
+of niels_gpt is imported there.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ MAX_LEN = 64
 
 
 class Tool:
-    """One package, running. `tool.call(name, ...)` calls a function of this file there."""
+    """One package, running. `tool.call(name, ...)` calls a function of the script there."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, script: str = __file__) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, __file__, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, script, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
 
     def call(self, name: str, *args: Any) -> Any:
@@ -104,7 +105,7 @@ def specforge_write(folder: str, samples: list[dict[str, Any]]) -> None:
         store.put(sample, sample_id=f"data_{index:03d}", metadata={})
 
 
-def serve() -> None:
+def serve(functions: dict[str, Any]) -> None:
     """Answer requests until stdin ends; whatever libraries print goes to stderr."""
     import os
 
@@ -119,7 +120,7 @@ def serve() -> None:
         except EOFError:
             os._exit(0)  # at once: taking torch down in order takes seconds
         try:
-            answer = (True, globals()[name](*args))
+            answer = (True, functions[name](*args))
         except Exception as error:
             answer = (False, f"{type(error).__name__}: {error}")
         pickle.dump(answer, answers)
@@ -128,4 +129,4 @@ def serve() -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, sys.argv[1])
-    serve()
+    serve(globals())
