@@ -8,6 +8,7 @@ console.py          what all commands share: --json, --strict, help, exit codes,
 settings_flags.py   one option for each field of Settings, and which of them --help shows; names of sources
 cache.py            build, snapshot, list, show, stats, locate, diff, verify, gc; python -m niels_gpt.cache.cli
 build.py            runs builds and snapshots: one cache after the other, each checked
+exchange.py         export, import, card; push, pull, stage: other tools' files, and buckets
 partitions.py       seal; build --partition, and what is left to do
 report.py           the text that list, build, --dry-run, snapshot, verify and diff print
 train_tokenizer.py  train-tokenizer, add-sentinels; python -m niels_gpt.train_tokenizer

@@ -32,6 +32,7 @@ from niels_gpt.commands.console import (
     say,
     token_position,
 )
+from niels_gpt.commands.exchange import COMMANDS as EXCHANGERS
 from niels_gpt.commands.partitions import seal
 from niels_gpt.commands.settings_flags import settings_of, settings_options, source_names
 from niels_gpt.data.sources import SOURCES
@@ -440,6 +441,6 @@ VIEWERS: list[Command] = [list_caches, show, stats, locate, diff]
 CARERS: list[Command] = [verify, gc]
 FACE = Group(
     "cache.cli",
-    [build_all, *BUILDERS, *VIEWERS, *CARERS],
+    [build_all, *BUILDERS, *VIEWERS, *CARERS, *EXCHANGERS],
     help="Build token caches and look into them.\n\nThe same commands as niels-gpt, which has more.",
 )

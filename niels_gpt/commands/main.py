@@ -9,7 +9,7 @@ import click
 from rich_click import RichCommandPanel
 
 from niels_gpt import __version__
-from niels_gpt.commands import cache, demo, doctor, partitions, prefix_tree, train_tokenizer
+from niels_gpt.commands import cache, demo, doctor, exchange, partitions, prefix_tree, train_tokenizer
 from niels_gpt.commands.console import Group, run
 from niels_gpt.commands.eagle3 import group as eagle3
 from niels_gpt.commands.eagle3 import precompute
@@ -47,6 +47,7 @@ _PANELS: dict[str, list[click.Command]] = {
     ],
     "Look inside": [cache.list_caches, cache.show, cache.stats, cache.locate, cache.diff],
     "Care": [cache.verify, cache.gc, doctor.doctor, doctor.explain],
+    "Other tools and buckets": [*exchange.COMMANDS],
     "More caches": [EAGLE3, TREE],
 }
 ROOT = Group(

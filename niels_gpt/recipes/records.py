@@ -6,15 +6,21 @@ import contextlib
 import itertools
 import math
 import os
+import re
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from niels_gpt.cache.meta import listed_meta
 from niels_gpt.recipes.run_recipe import RUNS_DIR, TOKENIZER_KEY, Outcome, runs_file
+from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import checked_count, open_regular, parse_object, path_inside, resolved
+from niels_gpt.storage.remedies import build_command, recorded_settings
+from niels_gpt.storage.versions import public_path
 
+_FOLDERS = re.compile(r"(?:(?<=^)|(?<=[=;,:\s]))(?:~|/)[^;,]*/(?=[^;,])")  # of absolute paths in a setting
 _RUNS_BYTES = 1 << 20  # read from the end of a file of runs
 
 
@@ -46,6 +52,21 @@ def recorded_outcomes(root: Path) -> tuple[list[Outcome], dict[str, Exception]]:
             "niels-gpt demo cache"
         )
     return outcomes, damaged
+
+
+def made_by(cache: Path) -> str | None:
+    """Return the command that built a cache, by the record of its last run, without the folders of this machine.
+
+    None: no run is recorded, or that run made another version.
+    """
+    meta, public = listed_meta(cache), public_path(resolved(cache)) or cache.absolute()
+    key = TOKENIZER_KEY if public.name == TOKENIZER_KEY else f"{public.parent.name}/{public.name}"
+    root = public.parent if key == TOKENIZER_KEY else public.parent.parent
+    if meta is None or _newest_run(root, key).get("content_sha256") != meta.get("content_sha256"):
+        return None
+    settings = replace(recorded_settings(root, key), cache_dir=Settings.cache_dir)
+    texts = {name: _FOLDERS.sub("", text) for name, text in asdict(settings).items() if isinstance(text, str)}
+    return build_command(replace(settings, **texts), key)  # type: ignore[arg-type]  # texts of fields that are texts
 
 
 def _newest_run(root: Path, key: str) -> dict[str, Any]:
