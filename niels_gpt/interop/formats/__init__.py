@@ -5,7 +5,8 @@ modded_nanogpt.py  .bin files with a header
 megatron.py        pairs of .bin and .idx
 datatrove.py       .ds with .ds.index and .ds.metadata
 olmo.py            .npy without a header, and .csv.gz
-chunks.py          what several of them share
+listing.py         the token files of a folder: splits, order, and what lies beside them
+chunks.py          what several of them write alike
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What several formats share: arrays in pieces, and the error of a shard that is too long for a format."""
+"""What several formats write alike: arrays in pieces, and the error of a shard that is too long for a format."""
 
 from __future__ import annotations
 

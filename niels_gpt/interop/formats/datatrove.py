@@ -9,19 +9,29 @@ DEST/train. All numbers are little-endian.
                        tokens; the tokens in three digits, such as "1.50 kT"
 The tokenizer's name is "niels_gpt:" and the first 12 digits of `tokenizer_sha256`; in a cache that was imported, the
 name that was in its files. A document that lies in two shards is two documents.
+An import needs no file but .ds: without the others the borders are end-of-document ids, and the vocabulary tells how
+wide the ids are.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.interop.foreign import ForeignFolder
 from niels_gpt.interop.formats.chunks import chunked
+from niels_gpt.interop.formats.listing import Listed, checked_ends, listed, loss_of, numbers
 from niels_gpt.interop.output import Output
 from niels_gpt.interop.token_cache import TokenCache
 from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.meta_json import read_regular
 
 _UNKNOWN = "Unknown Tokenizer"
 _MAX_NAME = 200
@@ -60,5 +70,36 @@ def _metric(tokens: int) -> str:
 
 
 def read(source: Path, *, val_glob: str | None = None, vocab_size: int | None = None) -> ForeignFolder:
-    """Look into a folder of .ds files."""
-    raise CacheError(source, "cannot be imported yet", code="E221")
+    """Look into a folder of .ds files. Raises: CacheError E221 where nothing says how wide the ids are."""
+    listing, tokenizer, files = listed(source, ".ds", "datatrove", val_glob), set[str](), []
+    for each in listing.files:
+        index, about = each.beside(f"{each.name}.index"), each.beside(f"{each.name}.metadata")
+        named, width = _read_metadata(about) if about is not None else (None, None)
+        width = width or listing.width(None) or _width_by_index(each, index) or listing.width(vocab_size) or 2
+        tokenizer |= {named} if named is not None else set()
+        tokens, more = each.tokens_of(width), dict[str, Any]()
+        if index is not None:
+            _ends(index, tokens, listing.noticed)
+            more["ends"] = partial(_ends, index, tokens, None)
+        if loss := each.beside(f"{each.name}.loss"):
+            more["loss"] = loss_of(loss, tokens)
+        files.append(each.plain(width, **more))
+    return listing.folder(files, tokenizer.pop() if len(tokenizer) == 1 else None)
+
+
+def _read_metadata(path: Path) -> tuple[str | None, int]:
+    """Return the tokenizer's name, None for an unknown one, and the bytes of an id. Raises: CacheError E221."""
+    first = read_regular(path, 1 << 16).decode(errors="replace").partition("\n")[0]
+    name, bar, width = first.rpartition("|")
+    if not bar or width not in ("2", "4"):
+        raise CacheError(path, f"begins with {first!r:.80}", "the tokenizer's name, | and 2 or 4", code="E221")
+    return None if name.startswith(_UNKNOWN) else name, int(width)
+
+
+def _width_by_index(file: Listed, index: Path | None) -> int | None:
+    ends = numbers(index, "<i8")[-1:].tolist() if index is not None else []
+    return next((width for width in (2, 4) if ends == [file.size / width]), None)
+
+
+def _ends(index: Path, tokens: int, noticed: Counter[str] | None) -> NDArray[np.int64]:
+    return checked_ends(numbers(index, "<i8"), tokens, index, noticed)

@@ -9,23 +9,36 @@ The gzip file is one member: 1f 8b 08 00, four zeros (no time), 00 ff, the defla
 A document that lies in two shards is two documents. The fixed-length dataset of OLMo-core needs no borders. The packed
 ones look for its end-of-document id in local files unless `use_array_if_local=False`, which reads the .csv.gz: without
 it they lose what is behind the last such id of a file.
+An import also takes masks as open-instruct names them (labels_mask_X.npy of token_ids_X.npy), and leaves out more
+columns of a line. Where neither .csv.gz nor manifest tells how wide the ids are, the vocabulary does.
 """
 
 from __future__ import annotations
 
+import gzip
 import struct
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.interop.foreign import ForeignFolder
 from niels_gpt.interop.formats.chunks import spans
+from niels_gpt.interop.formats.listing import listed, loss_of
 from niels_gpt.interop.output import Output
 from niels_gpt.interop.token_cache import TokenCache, TokenFile
 from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.meta_json import open_regular
 
-_MASKS = "label_mask"
+_MASKS, _MASK_PREFIX, _IDS_PREFIX = "label_mask", "labels_mask_", "token_ids_"
+_NUMPY = b"\x93NUMPY"
+_MAX_LINE, _LINES = 1 << 12, 1 << 12
 _GZIP_HEADER = b"\x1f\x8b\x08\x00" + bytes(4) + b"\x00\xff"  # no name, no time, no system
 
 
@@ -57,5 +70,65 @@ def _gzip(content: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def read(source: Path, *, val_glob: str | None = None, vocab_size: int | None = None) -> ForeignFolder:
-    """Look into a folder of .npy files without a header."""
-    raise CacheError(source, "cannot be imported yet", code="E221")
+    """Look into a folder of .npy files without a header, with .csv.gz files and label masks where there are."""
+    listing, files = listed(source, ".npy", "olmo", val_glob, _is_no_mask), []
+    for each in listing.files:
+        borders, more = each.beside(each.name.removesuffix(".npy") + ".csv.gz"), dict[str, Any]()
+        with open(open_regular(each.path), "rb") as file:
+            if file.read(len(_NUMPY)) == _NUMPY:
+                raise CacheError(each.path, "has a header of numpy", "ids alone, as OLMo-core reads them", code="E221")
+        last = max((int(some[-1, 1]) for some in _read_lines(borders)), default=0) if borders is not None else 0
+        by_borders = next((width for width in (2, 4) if width * last == each.size), None) if last else None
+        width = listing.width(None) or by_borders or listing.width(vocab_size) or 2
+        tokens = each.tokens_of(width)
+        if borders is not None:
+            _ends(borders, tokens, listing.noticed)
+            more["ends"] = partial(_ends, borders, tokens, None)
+        if mask := next(filter(None, map(each.beside, _mask_names(each.name))), None):
+            more["loss"] = loss_of(mask, tokens)
+        files.append(each.plain(width, **more))
+    return listing.folder(files)
+
+
+def _is_no_mask(name: str) -> bool:
+    folder, _, file = f"/{name}".rpartition("/")
+    return not (folder.endswith(f"/{_MASKS}") or file.startswith(_MASK_PREFIX))
+
+
+def _mask_names(name: str) -> list[str]:
+    """Return where the label mask of a token file may lie: as we write it, and as open-instruct does."""
+    folder, slash, file = name.rpartition("/")
+    found = [f"{folder}{slash}{_MASKS}/{file}"]
+    if file.startswith(_IDS_PREFIX):
+        found.append(f"{folder}{slash}{_MASK_PREFIX}{file.removeprefix(_IDS_PREFIX)}")
+    return found
+
+
+def _read_lines(path: Path) -> Iterator[NDArray[np.int64]]:
+    """Yield starts and ends of documents, in pieces: int64 [some documents, 2]. Raises: CacheError E221."""
+    try:
+        with open(open_regular(path), "rb") as raw, gzip.GzipFile(fileobj=raw) as file:
+            while lines := [line for line in (file.readline(_MAX_LINE) for _ in range(_LINES)) if line]:
+                yield np.array([line.split(b",", 2)[:2] for line in lines]).astype(np.int64)
+    except (ValueError, EOFError, zlib.error, gzip.BadGzipFile, OverflowError) as error:
+        if isinstance(error, CacheError):
+            raise
+        raise CacheError(path, f"no lines START,END ({error})"[:200], code="E221") from error
+
+
+def _ends(borders: Path, tokens: int, noticed: Counter[str] | None) -> NDArray[np.int64]:
+    """Return where documents end, in tokens. What lies between documents is a document too, and counted."""
+    parts, last, lines, between = [np.zeros(0, dtype=np.int64)], 0, 0, 0
+    for some in _read_lines(borders):
+        flat, lines = np.append(last, some.ravel()), lines + len(some)
+        if np.any(np.diff(flat) < 0) or flat[-1] > tokens or lines > 2 * tokens + _LINES:
+            raise CacheError(borders, "documents that overlap or end behind", f"{tokens:,} tokens", code="E221")
+        between += int((flat[1::2] - flat[:-1:2]).sum())
+        if noticed is not None:
+            noticed["empty_documents"] += int((flat[1::2] == flat[2::2]).sum())
+        parts.append(np.unique(flat[1:]))
+        last = int(flat[-1])
+    if noticed is not None:
+        noticed["tokens_between_documents"] += between + tokens - last
+    ends = np.unique(np.append(np.concatenate(parts), tokens))
+    return ends[ends > 0]
