@@ -338,6 +338,7 @@ def test_a_wrong_path_is_no_damage(sample: Path, capsys: pytest.CaptureFixture[s
     assert "error[E204]" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command_printed_for_a_damaged_tokenizer_mends_it(sample: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (sample / "tokenizer" / "spm.model").write_bytes(b"no model")
     for command in (["list", sample], ["doctor", sample], ["verify", sample], ["show", sample / "sft/oasst1"]):

@@ -182,7 +182,7 @@ def test_top_k_on_paper() -> None:
     assert [cache.is_compressed(k, 4) for k in (None, 0, 1, 3, 4, 5)] == [False, False, True, True, False, False]
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_workers_of_any_start_method_read_what_the_parent_has_opened(folder: Path, method: str) -> None:
     written = write_cache(folder, samples=5, shard_size=2)
     dataset = CachedEagle3Dataset(folder)

@@ -183,6 +183,7 @@ def test_it_covers_what_the_counted_tokens_say(settings: Settings, tmp_path: Pat
     assert meta["coverage"] == 5 / 6 and meta["totals"] == {"samples": 2, "tokens": 9, "supervised_tokens": 6}
 
 
+@pytest.mark.slow
 def test_another_draft_vocabulary_of_a_native_cache_runs_no_target_and_copies_no_state(
     instance: dg.DagsterInstance, settings: Settings, caplog: pytest.LogCaptureFixture
 ) -> None:

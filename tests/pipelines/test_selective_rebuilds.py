@@ -244,6 +244,7 @@ def test_a_run_in_another_folder_is_refused(instance: dg.DagsterInstance, settin
     assert instance.get_latest_materialization_event(dg.AssetKey(["sft", "oasst1"])) is None
 
 
+@pytest.mark.slow
 def test_a_caches_run_that_replaces_the_tokenizer_makes_the_other_caches_stale(
     after_a_run: dg.DagsterInstance, settings: Settings, tmp_path: Path
 ) -> None:

@@ -35,6 +35,7 @@ SLOW = {
     "docs/index.md",
     "docs/packing.md",
     "docs/prefix_tree.md",
+    "docs/tutorials/folded_step.md",
     "docs/reading.md",
     "docs/rollouts.md",
     "docs/scale.md",

@@ -111,6 +111,7 @@ def test_readers_samplers_and_folds_need_only_numpy_and_torch(tmp_path: Path, si
     assert "pip install sentencepiece" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_eagle3_reader_needs_safetensors_too_and_says_so(tmp_path: Path, site: Path) -> None:
     write_cache(tmp_path / "cache", samples=3, shard_size=2, topk=3)
     write_native(tmp_path / "native", [[0, 1, 0, 1]])

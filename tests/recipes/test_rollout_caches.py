@@ -261,6 +261,7 @@ def test_sources_toml_has_a_table_of_rollouts_and_they_train_no_tokenizer(both: 
     assert not {"maths", "logic", "more"} & about["trained_on_bytes"].keys()
 
 
+@pytest.mark.slow
 def test_both_are_assets_with_checks_and_a_picture(
     both: Settings, instance: dg.DagsterInstance, tmp_path: Path
 ) -> None:

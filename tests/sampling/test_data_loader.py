@@ -98,6 +98,7 @@ def test_a_run_of_epochs_ends_exactly_under_workers(make: Make, workers: int) ->
     assert len(found[-1][0]) == {20: 4, 66: 2}[sum(len(batch[0]) for batch in found)]
 
 
+@pytest.mark.slow
 def test_workers_that_are_spawned_give_the_same_order(folders: list[Path]) -> None:
     stream = mixture(folders)
     stream.load_state_dict(next(iter(mixture(folders))).state)

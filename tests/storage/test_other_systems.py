@@ -82,7 +82,8 @@ def output(program: str, *arguments: str | Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("locks", [pytest.param("flock", marks=pytest.mark.slow), "record locks"])
+@pytest.mark.slow
+@pytest.mark.parametrize("locks", ["flock", "record locks"])
 def test_small_caches_have_equal_bytes_and_batches(tmp_path: Path, locks: str) -> None:
     here = output("import sys, torch" + SMALL, tmp_path / "here")
     there = output(ELSEWHERE + SMALL, locks, tmp_path / "there")

@@ -378,7 +378,7 @@ def encode_there(engine: ComparedEngine, texts: list[bytes]) -> list[int]:
     return ids
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_a_process_encodes_after_a_fork_and_after_pickling(llama: FullTokenizer, method: str) -> None:
     engine = open_engine(llama, "gigatoken")
     texts = [text.encode() for text in TINY_TEXTS]
