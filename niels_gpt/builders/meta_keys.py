@@ -22,7 +22,7 @@ from niels_gpt.storage.meta_json import file_records, meta_bytes, parse_object
 from niels_gpt.tokenizers.protocol import Tokenizer, control_ids, token_dtype_name, tokenizer_identity, tokenizer_sha256
 
 FORMAT_VERSION = 1
-PARTITIONED_VERSION = 2  # of a cache of several partitions, whose shards may be short where one ends
+PARTITIONED_VERSION = 2  # of a cache of several partitions, or imported, whose shards may be short anywhere
 BUILDER_VERSION = 3  # raised when the same input gives other bytes
 OF_ANOTHER_VERSION = "of another version of this program or of a library, which is not used"
 """What messages say of an unfinished build that is not `is_of_this_version`."""
@@ -127,7 +127,7 @@ def write_description(
     vocabulary: Mapping[str, Any],
     source: Source,
     counters: Mapping[str, int],
-    seed: int,
+    seed: int | None,
     shards: dict[str, list[dict[str, Any]]],
     index: dict[str, dict[str, Any]],
     totals: dict[str, int],

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,38 @@ BLOCK_BYTES = 1 << 16
 """Bytes of a file that one CRC-32 of index/crc32.bin stands for."""
 _NPY_HEADER_BYTES = 128
 _READ_BYTES = 1 << 20
+
+
+class BlockHashes:
+    """The sha256 of a stream of bytes, and the CRC-32 of each of its blocks."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        """Bytes so far."""
+        self._sha256, self._crcs, self._crc = hashlib.sha256(), array("I"), 0
+
+    @property
+    def sha256(self) -> str:
+        """The hex sha256 of the bytes so far."""
+        return self._sha256.hexdigest()
+
+    def update(self, content: Any) -> None:
+        """Take the next bytes, or anything with a buffer of them."""
+        view = memoryview(content).cast("B") if len(content) else memoryview(b"")
+        self._sha256.update(view)
+        while len(view):
+            part = view[: BLOCK_BYTES - self.num_bytes % BLOCK_BYTES]
+            self._crc = zlib.crc32(part, self._crc)
+            self.num_bytes += len(part)
+            view = view[len(part) :]
+            if self.num_bytes % BLOCK_BYTES == 0:
+                self._crcs.append(self._crc)
+                self._crc = 0
+
+    def checksums(self) -> bytes:
+        """Return the CRC-32 of each block, as uint32-le; the last block may be shorter."""
+        whole = np.asarray(self._crcs, dtype="<u4").tobytes()
+        return whole + self._crc.to_bytes(4, "little") if self.num_bytes % BLOCK_BYTES else whole
 
 
 class HashedFile:
@@ -44,9 +76,8 @@ class HashedFile:
         Raises: CacheError if the file does not begin with those bytes; as `before_open`.
         """
         self.path = path
-        self.crcs = array("I")
-        self._sha256 = hashlib.sha256()
-        self._crc = 0
+        self.hashes = BlockHashes()
+        """Of the bytes in the file."""
         if keep:
             self._reread(keep, sha256)
         if before_open is not None:
@@ -61,14 +92,12 @@ class HashedFile:
     @property
     def sha256(self) -> str:
         """The hex sha256 of the bytes so far."""
-        return self._sha256.hexdigest()
+        return self.hashes.sha256
 
     def write(self, content: Any) -> None:
         """Append bytes, or anything with a buffer of them."""
-        view = memoryview(content).cast("B") if len(content) else memoryview(b"")
-        position = self._file.num_bytes
-        self._file.write(view)
-        self._hash(view, position)
+        self._file.write(content)
+        self.hashes.update(content)
 
     def sync(self) -> None:
         """Make the bytes written so far durable."""
@@ -88,29 +117,31 @@ class HashedFile:
 
     def checksums(self) -> bytes:
         """Return the CRC-32 of each block, as uint32-le; the last block may be shorter."""
-        whole = np.asarray(self.crcs, dtype="<u4").tobytes()
-        return whole + self._crc.to_bytes(4, "little") if self.num_bytes % BLOCK_BYTES else whole
-
-    def _hash(self, view: memoryview, position: int) -> None:
-        self._sha256.update(view)
-        while len(view):
-            part = view[: BLOCK_BYTES - position % BLOCK_BYTES]
-            self._crc = zlib.crc32(part, self._crc)
-            position += len(part)
-            view = view[len(part) :]
-            if position % BLOCK_BYTES == 0:
-                self.crcs.append(self._crc)
-                self._crc = 0
+        return self.hashes.checksums()
 
     def _reread(self, keep: int, sha256: str | None) -> None:
-        position = 0
         with open(open_regular(self.path), "rb") as file:
-            while position < keep and (content := file.read(min(_READ_BYTES, keep - position))):
-                self._hash(memoryview(content), position)
-                position += len(content)
-        if position < keep or self.sha256 != sha256:
+            while self.hashes.num_bytes < keep and (
+                content := file.read(min(_READ_BYTES, keep - self.hashes.num_bytes))
+            ):
+                self.hashes.update(content)
+        if (position := self.hashes.num_bytes) < keep or self.sha256 != sha256:
             expected = f"{keep} of sha256 {str(sha256)[:12]} by the journal"
             raise CacheError(self.path, f"{position} bytes of sha256 {self.sha256[:12]}", expected, code="E505")
+
+
+def write_whole(root: Path, name: str, content: Iterable[Any], crcs: list[bytes] | None = None) -> dict[str, Any]:
+    """Write a file of a cache and sync it; returns its record, and appends its block checksums to `crcs`."""
+    file = HashedFile(root / name)
+    try:
+        for part in content:
+            file.write(part)
+        file.sync()
+    finally:
+        file.close()
+    if crcs is not None:
+        crcs.append(file.checksums())
+    return {"name": name, "bytes": file.num_bytes, "sha256": file.sha256}
 
 
 def checksums_of(path: Path, num_bytes: int, sha256: str) -> bytes:

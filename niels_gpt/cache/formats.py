@@ -27,9 +27,13 @@ SHARD_GLOB = "shard_*.bin"
 IGNORE_INDEX = -100
 """The target that torch's cross entropy ignores (PR-03)."""
 
+BORDERS = ("index", "document_end", "manifest", "rows", "files")
+"""What an import took the borders of documents from: `imported.borders`."""
+
 _OF_EACH = frozenset(f"{split}_{name}" for split in SPLITS for name in ("tokens", "docs", "shards"))
 
 __all__ = [
+    "BORDERS",
     "DEFAULT_SHARD_BYTES",
     "FORMAT_VERSION",
     "IGNORE_INDEX",
@@ -43,6 +47,7 @@ __all__ = [
     "check_partitions",
     "flat_targets",
     "format_version_of",
+    "is_imported",
     "masked_targets",
     "reply_edges",
     "reply_runs",
@@ -52,16 +57,45 @@ __all__ = [
 
 
 def format_version_of(meta: Mapping[str, Any]) -> int:
-    """Return the format version that a meta.json must have: 2 for a pretrain cache of several partitions, else 1."""
-    return PARTITIONED_VERSION if "partitions" in meta and meta.get("kind") == "pretrain" else FORMAT_VERSION
+    """Return the format version that a meta.json must have: 2 where shards may be short, else 1.
+
+    That is a pretrain cache of several partitions, and one that was imported, of any kind.
+    """
+    is_partitioned = "partitions" in meta and meta.get("kind") == "pretrain"
+    return PARTITIONED_VERSION if is_partitioned or is_imported(meta) else FORMAT_VERSION
+
+
+def is_imported(meta: Mapping[str, Any] | None) -> bool:
+    """Whether a cache was assembled of files that another tool cut: its shards have any lengths."""
+    return meta is not None and "imported" in meta and meta.get("kind") in ("pretrain", "sft")
 
 
 def check_format(meta: Mapping[str, Any], where: str) -> None:
-    """Check the format version of a meta.json, 1 where it has none, and `partitions`. Raises: as `check_partitions`."""
+    """Check the format version of a meta.json, 1 where it has none, `partitions` and `imported`. Raises: CacheError."""
     version, expected = meta.get("format_version", FORMAT_VERSION), format_version_of(meta)
     if integer(version, 0, 2**63) != expected:
         raise wrong_value(where, "format_version", version, f"{expected}, which this reader knows")
     check_partitions(meta, where)
+    _check_imported(meta, where)
+
+
+def _check_imported(meta: Mapping[str, Any], where: str) -> None:
+    """Check the form of `imported` in a meta.json, where it is there. Raises: CacheError."""
+    if not is_imported(meta):
+        return
+    imported = meta["imported"]
+    if not isinstance(imported, dict) or {*imported} != {"format", "borders", "files", "tokenizer"}:
+        raise wrong_value(where, "imported", imported, "format, borders, files and tokenizer, and no other key")
+    if imported["borders"] not in BORDERS:
+        raise wrong_value(where, "imported.borders", imported["borders"], f"one of {', '.join(BORDERS)}")
+    checked_count(imported["files"], "imported.files", where)
+    for key in ("format", "tokenizer"):
+        if not isinstance(imported[key], str) and (key == "format" or imported[key] is not None):
+            raise wrong_value(where, f"imported.{key}", imported[key], "text")
+    if "partitions" in meta:
+        raise wrong_value(where, "imported", imported, "none in a cache of several partitions")
+    if meta.get("shard_bytes") is not None:
+        raise wrong_value(where, "shard_bytes", meta["shard_bytes"], "null in an imported cache")
 
 
 def check_partitions(meta: Mapping[str, Any], where: str) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from niels_gpt.cache.formats import IGNORE_INDEX
+from niels_gpt.cache.formats import IGNORE_INDEX, is_imported
 from niels_gpt.cache.mmap import IO, TokenFiles, mmap_tokens
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME
@@ -22,6 +22,9 @@ from niels_gpt.tokenizers.vocabulary import integer
 
 KEYS = ("loss_bits", "chat_template", "pad_id")
 """Of a meta.json: a cache has all of them or none."""
+
+IMPORTED_TEMPLATE = {"sha256": None, "mask_by": "imported", "loss_on": "imported"}
+"""`chat_template` of an imported cache, whose loss came with the tokens."""
 
 Numbers = NDArray[np.int64]
 _BYTE, _WORD = np.dtype(np.uint8), np.dtype("<u8")
@@ -52,7 +55,8 @@ def check_loss_keys(meta: Mapping[str, Any], where: str) -> None:
     template = meta["chat_template"]
     if not isinstance(template, dict) or not all(isinstance(template.get(key), str) for key in ("mask_by", "loss_on")):
         raise wrong_value(where, "chat_template", template, "an object with sha256, mask_by and loss_on")
-    checked_sha256(template.get("sha256"), "chat_template.sha256", where)
+    if not is_imported(meta) or template != IMPORTED_TEMPLATE:
+        checked_sha256(template.get("sha256"), "chat_template.sha256", where)
     for split, shards in meta.get("shards", {}).items():
         tokens = sum(record.get("tokens", 0) for record in shards)
         size = meta["loss_bits"].get(split, {}).get("bytes")

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.builders.writer import OFFSET_DTYPE
-from niels_gpt.cache.formats import SPLITS, token_dtype_of
+from niels_gpt.cache.formats import SPLITS, is_imported, token_dtype_of
 from niels_gpt.cache.loss_bits import has_loss_bits
 from niels_gpt.cache.meta import control_ids_of
 from niels_gpt.display.numbers import many
@@ -128,7 +128,7 @@ def supervised_damages(files: CacheFiles, split: str, counts: NDArray[np.int64])
     meta, shards = files.meta, files.meta["shards"]
     expected = int(meta["supervised_tokens"][split])
     without = np.flatnonzero(counts == 0)
-    if len(without):
+    if len(without) and not is_imported(meta):  # an import has noticed them
         named = ", ".join(map(str, without[:_MAX_EXAMPLES].tolist())) + " and more" * (len(without) > _MAX_EXAMPLES)
         problem = (
             f"{len(without):,} of {len(counts):,} examples have no token that carries loss, expected at least one in "
@@ -284,7 +284,7 @@ class SentinelScan:
     """The special tokens of a split's token stream, which may span several files.
 
     Pretrain: each document ends with the token of `document_end`, if there is one, and has it and special tokens
-    nowhere else.
+    nowhere else, but in an imported cache, whose documents may hold any token.
     Sft: each example begins with a role; a role is followed by ids and an end-of-text, and that by the next role. With
     loss bits a chat template decides what stands where: nothing is scanned.
     Only the first wrong token is kept.
@@ -305,6 +305,7 @@ class SentinelScan:
         self._end_id = end
         others = () if self._sft else (*control, *(() if end is None else (end,)))
         self._control = np.array(sorted({*self._ids.values(), *others}), dtype=np.int64)
+        self._may_stand_inside = is_imported(meta)
         self._may_lack_end = _cut_places(meta, split, bounds)
         self._num_tokens = self._file_start = 0
         self._name = ""
@@ -343,6 +344,8 @@ class SentinelScan:
         if len(missing):
             missing = np.setdiff1d(missing, self._may_lack_end)
         stray = ~np.isin(places, ends) | ~is_end
+        if self._may_stand_inside:
+            stray[:] = False
         if stray.any() and not (len(missing) and missing[0] < places[np.argmax(stray)]):
             place, token = int(places[np.argmax(stray)]), int(ids[np.argmax(stray)])
             of_end = f"token {self._end_token!a} ({token}), which ends documents,"

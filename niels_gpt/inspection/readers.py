@@ -20,6 +20,7 @@ from niels_gpt.cache.meta import (
     check_tokenizer,
     checked_meta,
     find_meta,
+    has_no_text_bytes,
     recorded_bytes,
     role_ids,
     special_id,
@@ -107,7 +108,8 @@ def _open_split(folder: Path, meta: Meta, split: str) -> None:
     if not path_inside(folder, split).is_dir():
         raise CacheError(folder / split, "no such folder", remedy=REBUILD, code="E204")
     TokenFiles(split_shards(folder, meta, split), dtype=token_dtype_of(meta, folder / META_NAME))
-    text_bytes(folder, meta, split)
+    if not has_no_text_bytes(meta):
+        text_bytes(folder, meta, split)
 
 
 def _sft(folder: Path, meta: Meta, models: bool) -> Iterator[Step]:

@@ -42,7 +42,7 @@ class Output:
         """
         path = self.work / name
         fileio.make_dir(path.parent)
-        linked = fileio.link_or_copy(file.path, path) and _made_read_only(path)
+        linked = fileio.link_or_copy(file.path, path) and made_read_only(path)
         record = {"bytes": int(file.record["bytes"]), "sha256": file.record["sha256"]}
         self._add(name, record, made="link" if linked else "copy", files=[file])
 
@@ -73,7 +73,7 @@ class Output:
             self._progress(len(self.records), self._done, self._total)
 
 
-def _made_read_only(path: Path) -> bool:
+def made_read_only(path: Path) -> bool:
     """Make a hard link read-only, or put a copy in its place; returns whether it is still the link."""
     mode = stat.S_IMODE(path.stat().st_mode)
     try:

@@ -21,6 +21,8 @@ from niels_gpt.storage.remedies import build_command, recorded_settings
 from niels_gpt.storage.versions import public_path
 
 _FOLDERS = re.compile(r"(?:(?<=^)|(?<=[=;,:\s]))(?:~|/)[^;,]*/(?=[^;,])")  # of absolute paths in a setting
+FAMILIES = ("pretrain", "sft", "imported", "trees", "rollouts", "eagle3")
+"""Folders of caches, in the order in which they are listed."""
 _RUNS_BYTES = 1 << 20  # read from the end of a file of runs
 
 
@@ -30,7 +32,7 @@ def recorded_outcomes(root: Path) -> tuple[list[Outcome], dict[str, Exception]]:
     A cache that was copied here has no line in .runs/: its seconds are nan and its fingerprint is empty.
     Raises: FileNotFoundError if there is no cache.
     """
-    families = [sorted(root.glob(f"{family}/[!.]*")) for family in ("pretrain", "sft", "trees", "rollouts", "eagle3")]
+    families = [sorted(root.glob(f"{family}/[!.]*")) for family in FAMILIES]
     outcomes: list[Outcome] = []
     damaged: dict[str, Exception] = {}
     for path in itertools.chain([root / TOKENIZER_KEY], *families):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ from niels_gpt.builders.partitions.sums import Sums, warn_of_whole
 from niels_gpt.builders.resume import NoTextError
 from niels_gpt.builders.shards import TEXTS_OF
 from niels_gpt.builders.split import SPLITS, count_duplicates
-from niels_gpt.builders.writer import BLOCK_BYTES, OFFSET_DTYPE, HashedFile, npy_header, num_blocks
+from niels_gpt.builders.writer import BLOCK_BYTES, OFFSET_DTYPE, npy_header, num_blocks, write_whole
 from niels_gpt.progress import Progress
 from niels_gpt.storage import fileio, versions
 from niels_gpt.storage.errors import CacheError
@@ -143,12 +143,12 @@ def _joined(plan: Plan, work: Path, source: Source, seen: Sequence[str]) -> dict
     crcs: list[bytes] = []
     index, ids = {}, {}
     for split in SPLITS:
-        record = _written(work / f"index/{split}_docs.npy", _starts(parts, split), crcs)
+        record = write_whole(work, f"index/{split}_docs.npy", _starts(parts, split), crcs)
         index[split] = {**record, "entries": sums.of("docs", split) + 1}
     for split in SPLITS:
-        record = _written(work / f"index/{split}_ids.txt", _lines(parts, split), crcs)
+        record = write_whole(work, f"index/{split}_ids.txt", _lines(parts, split), crcs)
         ids[split] = {**record, "entries": sums.of("docs", split)}
-    checksums = _written(work / CHECKSUMS, (block for of in (_checksums(parts), crcs) for block in of), [])
+    checksums = write_whole(work, CHECKSUMS, (block for of in (_checksums(parts), crcs) for block in of))
     texts = {split: [part.folder / TEXTS_OF[split] for part in parts] for split in SPLITS}
     duplicates = {
         split: count_duplicates(*paths, folder=work, max_digests=MAX_DIGESTS) for split, paths in texts.items()
@@ -210,19 +210,6 @@ def _linked(work: Path, receipt: Receipt, shards: dict[str, list[dict[str, Any]]
 
 
 _COUNTS = (("docs", "{}"), ("totals", "{}_tokens"))
-
-
-def _written(path: Path, content: Iterable[Any], crcs: list[bytes]) -> dict[str, Any]:
-    """Write a file of the cache; returns its record, and appends its block checksums to `crcs`."""
-    file = HashedFile(path)
-    try:
-        for part in content:
-            file.write(part)
-        file.sync()
-    finally:
-        file.close()
-    crcs.append(file.checksums())
-    return {"name": f"{path.parent.name}/{path.name}", "bytes": file.num_bytes, "sha256": file.sha256}
 
 
 def _starts(parts: Sequence[_Part], split: str) -> Iterator[bytes]:

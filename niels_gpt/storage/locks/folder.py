@@ -120,7 +120,7 @@ def refuse_kernel_lock(path: Path, locked: fileio.PathLike, state: str = "is in 
 def _refuse_links(root: Path) -> None:
     """Refuse a family of caches that lies elsewhere: its locks would be looked for there."""
     for path in root.iterdir():
-        if path.is_symlink() and path.name in ("pretrain", "sft", "rollouts", "trees", "eagle3"):
+        if path.is_symlink() and path.name in ("pretrain", "sft", "imported", "rollouts", "trees", "eagle3"):
             found = f"a symbolic link to {os.path.realpath(path)}, whose locks are not those of {root}"
             raise CacheError(path, found, "a folder", "Name the folder of caches that it lies in", code="E512")
 
