@@ -47,6 +47,7 @@ __all__ = [
     "check_partitions",
     "flat_targets",
     "format_version_of",
+    "has_no_text_bytes",
     "is_imported",
     "masked_targets",
     "reply_edges",
@@ -68,6 +69,11 @@ def format_version_of(meta: Mapping[str, Any]) -> int:
 def is_imported(meta: Mapping[str, Any] | None) -> bool:
     """Whether a cache was assembled of files that another tool cut: its shards have any lengths."""
     return meta is not None and "imported" in meta and meta.get("kind") in ("pretrain", "sft")
+
+
+def has_no_text_bytes(meta: Mapping[str, Any]) -> bool:
+    """Whether a cache was imported without counting the bytes of its text, which only bits per byte need."""
+    return is_imported(meta) and "utf8_bytes" not in meta
 
 
 def check_format(meta: Mapping[str, Any], where: str) -> None:

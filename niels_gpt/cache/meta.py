@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.cache.formats import SHARD_GLOB, SPLITS, check_format, is_imported, token_dtype_of
+from niels_gpt.cache.formats import SHARD_GLOB, SPLITS, check_format, has_no_text_bytes, token_dtype_of
 from niels_gpt.cache.loss_bits import check_loss_keys
 from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES
 from niels_gpt.storage.errors import REBUILD, CacheError
@@ -226,24 +226,16 @@ def split_shards(folder: Path, meta: dict[str, Any] | None, split: str) -> list[
 def text_bytes(folder: Path, meta: dict[str, Any] | None, split: str) -> int:
     """Return the utf-8 length of the text of a pretrain split. Raises: CacheError if meta.json does not have it."""
     keys, where = meta or {}, str(folder / META_NAME)
-    if has_no_text_bytes(keys):
-        found = "no utf8_bytes: this cache was imported without counting its text"
-        remedy = "Bits per byte need the length of the text: import it again without --no-utf8-bytes"
-        raise CacheError(where, found, remedy=remedy, code="E208")
     by_split = keys.get("utf8_bytes")
     if keys.get("kind", "pretrain") != "pretrain" or not isinstance(by_split, dict) or split not in by_split:
         expected = "the folder of a split of a pretrain cache that this project built"
         remedy = "Bits per byte need the length of the text"
+        remedy += ": import it again without --no-utf8-bytes" * has_no_text_bytes(keys)
         raise CacheError(where, f"no utf8_bytes of a pretrain split {split}", expected, remedy, code="E208")
     num_bytes = checked_count(by_split[split], f"utf8_bytes.{split}", where)
     if num_bytes == 0:
         raise CacheError(where, f"utf8_bytes.{split} is 0", "text", code="E202")
     return num_bytes
-
-
-def has_no_text_bytes(meta: Mapping[str, Any]) -> bool:
-    """Whether a cache was imported without counting the bytes of its text, which only bits per byte need."""
-    return is_imported(meta) and "utf8_bytes" not in meta
 
 
 def check_pair(tokens_path: Path, idx_path: Path, meta: dict[str, Any] | None) -> None:
