@@ -60,7 +60,6 @@ __all__ = [
 
 KINDS = ("tokenizer", "pretrain", "sft", "rollouts")
 """`kind` of the caches that have these keys."""
-
 _LEVELS_TO_CACHE_DIR = 4  # from a version up: NAME, .versions, pretrain, the folder of the caches
 
 
@@ -228,10 +227,10 @@ def text_bytes(folder: Path, meta: dict[str, Any] | None, split: str) -> int:
     keys, where = meta or {}, str(folder / META_NAME)
     by_split = keys.get("utf8_bytes")
     if keys.get("kind", "pretrain") != "pretrain" or not isinstance(by_split, dict) or split not in by_split:
-        expected = "the folder of a split of a pretrain cache that this project built"
-        remedy = "Bits per byte need the length of the text"
-        remedy += ": import it again without --no-utf8-bytes" * has_no_text_bytes(keys)
-        raise CacheError(where, f"no utf8_bytes of a pretrain split {split}", expected, remedy, code="E208")
+        expected = "a split of a pretrain cache with the length of its text"
+        again = "import it again without --no-utf8-bytes" if has_no_text_bytes(keys) else "this cache lacks it"
+        found, remedy = f"no utf8_bytes of a pretrain split {split}", f"Bits per byte need them: {again}"
+        raise CacheError(where, found, expected, remedy, code="E208")
     num_bytes = checked_count(by_split[split], f"utf8_bytes.{split}", where)
     if num_bytes == 0:
         raise CacheError(where, f"utf8_bytes.{split} is 0", "text", code="E202")
