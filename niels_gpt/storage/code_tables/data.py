@@ -145,6 +145,12 @@ The folder or file is not of the format that `--from` names, or it is damaged: a
 > Name the format that wrote it, or copy the files again.
 = data/train.idx: begins with b'PK', expected the header of an index of Megatron-LM
 
+E222 id-outside
+A file that is imported has an id that the tokenizer does not have. Either the tokenizer is another one, or the ids have
+another width than was assumed.
+> Name the tokenizer that made the ids with `--tokenizer`.
+= train_000001.bin: token 17 is id 50257, expected ids below 16,000, of the tokenizer's vocabulary
+
 E301 source-missing
 The files of a source do not exist where they are expected, or no file matches the pattern.
 > Put the files there, correct the pattern, or name another place with `--source-root`.
