@@ -4,11 +4,8 @@ token_cache.py  a token cache as an export reads it: shards, borders, loss
 output.py       writes a folder of another tool: links, copies, streams, and the manifest
 exporting.py    export: a cache -> a folder of another tool
 foreign.py      a folder of another tool as an import reads it
-<<<<<<< HEAD
 names.py        the names of the formats, and how their own tools read them; --help needs no more
 card.py         the card of a cache: README.md of a hub dataset repository
-=======
 assembling.py   files of tokens -> all files of a cache
->>>>>>> 2b3cb3a (A cache assembled of files of tokens: linked or rewritten, hashed and checked in one pass; readers and checks take its short shards)
 formats/        one module a format: what it writes of a cache, and what it reads of a folder
 """
