@@ -4,9 +4,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tools import scale_caches
 
 from niels_gpt.interop.exporting import export_cache
+from tools import scale_caches
 
 SHARDS, SHARD_BYTES, DOCUMENT_TOKENS = 1_000, 1 << 20, 4_096
 
