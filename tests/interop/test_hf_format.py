@@ -1,0 +1,170 @@
+"""Parquet for `datasets`: what it reads of an export, and what an import reads of files like those it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from datasets import Dataset, DatasetDict, load_dataset
+from support import small_builds
+from support.byte_tokenizer import ByteTokenizer, WideByteTokenizer
+
+from niels_gpt.cache.sft_dataset import SFTExampleDataset
+from niels_gpt.interop.exporting import export_cache
+from niels_gpt.interop.foreign import ForeignFile, ForeignFolder
+from niels_gpt.interop.formats import FORMATS, hf
+from niels_gpt.interop.token_cache import TokenCache
+from niels_gpt.storage.errors import CacheError
+
+ROWS = {"input_ids": [[5, 6, 7], [8], [9, 10]], "labels": [[-100, 6, 7], [-100], [-100, 10]]}
+
+
+def read(path: Path) -> ForeignFolder:
+    return FORMATS["hf"].read(path)
+
+
+def ids_of(file: ForeignFile) -> list[int]:
+    return np.concatenate(list(file.pieces())).tolist()
+
+
+def loss_of(file: ForeignFile) -> list[bool]:
+    assert file.loss is not None
+    return np.concatenate(list(file.loss())).tolist()
+
+
+def saved(folder: Path, columns: dict[str, Any], name: str = "rows.parquet") -> Path:
+    folder.mkdir(exist_ok=True)
+    pq.write_table(pa.table(columns), folder / name)
+    return folder
+
+
+def rows_of(out: Path, split: str, tmp_path: Path) -> Dataset:
+    return load_dataset(str(out), cache_dir=str(tmp_path / "hub"))[split]
+
+
+@pytest.fixture(params=["pretrain", "wide", "sft", "templated"])
+def cache(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TokenCache]:
+    path, tokenizer = tmp_path / "cache", WideByteTokenizer() if request.param == "wide" else ByteTokenizer()
+    {**vars(small_builds), "wide": small_builds.pretrain}[request.param](path, tokenizer=tokenizer)
+    yield TokenCache(path)
+
+
+def test_datasets_reads_every_document_once_in_order(
+    cache: TokenCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hf, "_GROUP_TOKENS", 64)
+    done = export_cache(cache.path, "hf", tmp_path / "out")
+    assert done.tokens == sum(cache.meta["totals"][f"{split}_tokens"] for split in ("train", "val"))
+    folder = read(tmp_path / "out")
+    for split, name in hf.SPLIT_NAMES.items():
+        rows, bounds = rows_of(tmp_path / "out", name, tmp_path), cache.bounds(split)
+        stream = np.concatenate([file.ids for file in cache.files(split)])
+        assert [len(ids) for ids in rows["input_ids"]] == np.diff(bounds).tolist()
+        assert np.concatenate(rows["input_ids"]).tolist() == stream.tolist()
+        assert rows["position_ids"][0] == list(range(int(bounds[1])))
+        lines = (cache.folder / f"index/{split}_ids.txt").read_bytes().split(b"\n")[:-1]
+        assert [name.encode("unicode_escape") for name in rows["id"]] == lines
+        again = [file for file in folder.files if file.split == split]
+        assert [each for file in again for each in ids_of(file)] == stream.tolist()
+        ends = np.concatenate([np.diff(file.ends(), prepend=0) for file in again if file.ends])
+        assert ends.tolist() == np.diff(bounds).tolist()
+    pages = [pq.ParquetFile(file).num_row_groups for file in sorted((tmp_path / "out/data").glob("train*"))]
+    assert max(pages) > 1
+
+
+@pytest.mark.parametrize("build", [small_builds.sft, small_builds.templated])
+def test_labels_are_the_targets_of_the_reader(build: Any, tmp_path: Path) -> None:
+    meta = build(tmp_path / "cache")
+    export_cache(tmp_path / "cache", "hf", tmp_path / "out")
+    names = [tmp_path / "cache" / f"train_{name}" for name in ("tokens.bin", "idx.npy")]
+    pad = meta.get("pad_id", ByteTokenizer().special_token_ids()["eot"])
+    reader = SFTExampleDataset(*names, T=200, device="cpu", eot_id=pad)
+    rows = rows_of(tmp_path / "out", "train", tmp_path)
+    labels = {tuple(row["input_ids"]): row["labels"] for row in rows}
+    x, y, masked = reader.get_batch(B=32, generator=torch.Generator().manual_seed(0))
+    for row in range(32):
+        whole = (int(x[row, 0]), *y[row].tolist())
+        ids = next(whole[:end] for end in range(1, 202) if whole[:end] in labels)
+        assert labels[ids] == [-100, *masked[row, : len(ids) - 1].tolist()]
+    (file,) = (file for file in read(tmp_path / "out").files if file.split == "train")
+    assert sum(loss_of(file)) == meta["supervised_tokens"]["train"]
+
+
+def test_what_datasets_saves_is_read(tmp_path: Path) -> None:
+    rows = Dataset.from_dict(ROWS)
+    DatasetDict({"train": rows, "validation": rows.select([2]), "test": rows}).save_to_disk(str(tmp_path / "disk"))
+    folder = read(tmp_path / "disk")
+    assert [(file.split, ids_of(file), loss_of(file)) for file in folder.files] == [
+        ("train", [5, 6, 7, 8, 9, 10], [False, True, True, False, False, True]),
+        ("val", [9, 10], [False, True]),
+    ]
+    assert folder.noticed == {"files_of_a_test_split": 1}
+
+
+@pytest.mark.parametrize("kind", [pa.int64(), pa.uint16(), pa.int32()])
+@pytest.mark.parametrize("mask", ["loss_mask", "assistant_masks", "completion_mask"])
+def test_masks_and_widths(kind: Any, mask: str, tmp_path: Path) -> None:
+    masks = [[0, 1, 1], [0], [0, 1]]
+    folder = read(saved(tmp_path, {"input_ids": pa.array(ROWS["input_ids"], pa.large_list(kind)), mask: masks}))
+    assert (ids_of(folder.files[0]), sum(loss_of(folder.files[0]))) == ([5, 6, 7, 8, 9, 10], 3)
+
+
+def test_padding_and_empty_rows_are_left_out_and_counted(tmp_path: Path) -> None:
+    columns = {
+        "input_ids": [[0, 5, 6], [], [0, 0], [7, 8, 0]],
+        "attention_mask": [[0, 1, 1], [], [0, 0], [1, 1, 0]],
+        "labels": [[-100, -100, 6], [], [-100, -100], [-100, 8, -100]],
+        "id": ["a", "b", "c", "d"],
+    }
+    folder = read(saved(tmp_path, columns))
+    (file,) = folder.files
+    assert file.ends is not None and file.ids is not None
+    assert (ids_of(file), file.ends().tolist(), loss_of(file)) == ([5, 6, 7, 8], [2, 4], [False, True, False, True])
+    assert list(file.ids()) == ["a", "d"]
+    assert folder.noticed == {"padding_tokens": 4, "empty_rows": 2}
+
+
+def test_labels_that_mask_nothing_say_nothing(tmp_path: Path) -> None:
+    folder = read(saved(tmp_path, {"input_ids": [[5, 6]], "labels": [[5, 6]]}))
+    assert folder.files[0].loss is None
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"text": ["a"]}, "input_ids"),
+        ({"input_ids": [5]}, "lists"),
+        ({"input_ids": [[0.5]]}, "integers"),
+        ({"input_ids": [[5, None]]}, "nulls"),
+        ({"input_ids": [["a"]]}, "integers"),
+        ({"input_ids": [[5, 6]], "labels": [[6, -100]]}, "not shifted"),
+        ({"input_ids": [[5, 6]], "labels": [[5]]}, "row 0 has 1 values"),
+        ({"input_ids": [[5, 6]], "loss_mask": [[0, 2]]}, "0 or 1"),
+        ({"input_ids": pa.array([], pa.list_(pa.int32()))}, "no rows"),
+    ],
+)
+def test_other_rows_are_refused(columns: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(CacheError, match=words) as caught:
+        read(saved(tmp_path, columns))
+    assert caught.value.code == "E221"
+
+
+def test_a_mask_in_some_files_alone_a_cut_file_and_a_link_are_refused(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "some", ROWS, "a.parquet")
+    saved(folder, {"input_ids": [[5]]}, "b.parquet")
+    with pytest.raises(CacheError, match="no labels"):
+        read(folder)
+    whole = (folder / "a.parquet").read_bytes()
+    (folder / "b.parquet").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CacheError, match="not a whole file"):
+        read(folder)
+    (folder / "b.parquet").unlink()
+    (folder / "b.parquet").symlink_to(folder / "a.parquet")
+    with pytest.raises(CacheError, match="link"):
+        read(folder)
