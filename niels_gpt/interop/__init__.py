@@ -8,4 +8,5 @@ names.py        the names of the formats, and how their own tools read them; --h
 card.py         the card of a cache: README.md of a hub dataset repository
 assembling.py   files of tokens -> all files of a cache
 formats/        one module a format: what it writes of a cache, and what it reads of a folder
+transfer/       push, pull and stage: caches in buckets
 """

@@ -124,15 +124,16 @@ def building(path: PathLike, *, wait: bool = False) -> Iterator[Path]:
 
 
 @contextmanager
-def resumable(path: PathLike, key: str) -> Iterator[tuple[Path, Path]]:
+def resumable(path: PathLike, key: str, *, wait: bool = False) -> Iterator[tuple[Path, Path]]:
     """Lock the cache at `path`; yield the folder of the build `key` and the folder of its journal, as the last run
     left them.
 
     key: a hash of everything that decides the bytes. A build of another key has other folders, which stay.
+    wait: as in `build_lock`.
     Both folders are removed when the block succeeds. On failure they stay for the next run if there is a journal.
     """
     refuse_foreign(path)
-    with build_lock(path) as folder:
+    with build_lock(path, wait=wait) as folder:
         _discard_dead(folder)
         work = folder / f"{BUILDING}-{key[:VERSION_DIGITS]}"
         journal = work.with_name(work.name + JOURNAL_SUFFIX)

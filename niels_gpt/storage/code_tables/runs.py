@@ -85,6 +85,26 @@ E603 hub-incomplete
 The repository on the hub lacks files that are needed, or holds what cannot be read.
 > Choose another revision, or another repository.
 
+E610 url-taken
+The URL holds another cache, another push or files that are not of a cache, or it was changed in the meantime. Nothing
+of it was removed.
+> Push to another URL. To replace a cache there: `niels-gpt push CACHE URL --replace`.
+= s3://team/caches/wiki: holds another cache (0f4ae32778cc), expected 9162af266a0a. Push to another URL, or replace what
+is there: --replace
+
+E611 transfer-damaged
+A file that was to be sent, or that arrived, is not the one that meta.json describes. Nothing was published or
+committed.
+> Of a cache on this disk: build it again. Of one at a URL: push it again from a good copy.
+= s3://team/caches/wiki/train/shard_00000.bin: damaged: its sha256 is 0f4ae32778cc, expected 9162af266a0a by its
+meta.json. Have the cache pushed again, or take another copy
+
+E612 bucket-unusable
+The bucket could not be reached, refused the request, or has no cache at this URL.
+> Check the URL and the credentials: `docs/buckets.md`. A transfer that was stopped is resumed by the same command.
+= s3://team/caches/wiki: a cache is being pushed there, or a push was killed. Wait for it, or push the cache again: that
+resumes
+
 E701 eagle3-damaged
 A file of an EAGLE-3 cache differs from its format, its manifest, its plan or its checksums.
 > Run `niels-gpt eagle3 verify CACHE` to see all damage. Remove the damaged shard and produce it again with `niels-gpt

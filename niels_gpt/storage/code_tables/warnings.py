@@ -225,6 +225,10 @@ W601 hub-retry
 A request to the Hugging Face hub failed and is repeated after a pause.
 > Nothing: after the last attempt the command ends with E601.
 
+W610 bucket-retry
+A request to a bucket failed and is repeated after a pause.
+> Nothing: after the last attempt the command ends with E612, and the same command resumes.
+
 W701 plan-rewritten
 The plan of an EAGLE-3 cache was missing or damaged, and was written again from the options.
 > Nothing.

@@ -1,0 +1,9 @@
+"""Caches in buckets and on other disks: push, pull and stage, through fsspec.
+
+described.py  a cache by its meta.json, checked before anything is sent or fetched
+remote.py     a folder at a URL: reads, writes, retries; no credentials in what it says
+jobs.py       several files at once, progress, and the end of all at the first error
+push.py       a cache -> a URL: data first, meta.json last
+arrival.py    the files of a cache -> the folder of a build: in ranges, resumed, compared with their sha256
+fetch.py      a URL -> a committed cache: pull and stage
+"""

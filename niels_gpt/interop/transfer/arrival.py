@@ -1,0 +1,99 @@
+"""The files of a cache -> the folder of a build: in ranges, several at once, resumed, compared with their sha256."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from niels_gpt.interop.transfer.described import Described
+from niels_gpt.interop.transfer.jobs import Tally, at_once
+from niels_gpt.interop.transfer.remote import RANGE_BYTES, Bucket
+from niels_gpt.storage import fileio
+from niels_gpt.storage.codes import coded
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import META_NAME, OutputFile
+from niels_gpt.storage.meta_json import MAX_JSON_BYTES, open_regular, path_inside
+
+_FREE_BYTES = 1 << 24  # for meta.json and the file system
+
+
+class Arrival:
+    """The files of one cache on their way from a bucket to a folder."""
+
+    def __init__(self, bucket: Bucket, remote: Described, work: Path, tally: Tally) -> None:
+        """work: of the build; what an earlier run left there is used."""
+        self.bucket, self.remote, self.work, self.tally = bucket, remote, work, tally
+
+    def fetch(self, records: Iterable[dict[str, Any]], jobs: int) -> None:
+        """Fetch these files. Raises: CacheError E611 for a damaged one, E612; OSError E501 without room."""
+        wanted = list(records)
+        refuse_without_room(self.work, sum(int(record["bytes"]) - self._arrived(record) for record in wanted))
+        for folder in sorted({path_inside(self.work, str(record["name"])).parent for record in wanted}):
+            fileio.make_dir(folder)
+        at_once(self._fetch, wanted, jobs, self.tally)
+
+    def _arrived(self, record: dict[str, Any]) -> int:
+        try:
+            return min(path_inside(self.work, str(record["name"])).lstat().st_size, int(record["bytes"]))
+        except (FileNotFoundError, NotADirectoryError):
+            return 0
+
+    def _fetch(self, record: dict[str, Any]) -> None:
+        """Fetch one file. What an earlier run left of it is used; if it was damaged, the file begins again, once."""
+        kept = self._arrived(record)
+        actual = self._fetched(record, kept)
+        if actual != record["sha256"] and kept:
+            self.tally.drop(moved=int(record["bytes"]) - kept, kept=kept)
+            actual = self._fetched(record, 0)
+        if actual != record["sha256"]:
+            fileio.remove(path_inside(self.work, str(record["name"])))
+            self.refuse_if_replaced()
+            found, expected = f"damaged: its sha256 is {actual[:12]}", f"{record['sha256'][:12]} by its {META_NAME}"
+            raise CacheError(self.bucket.at(str(record["name"])), found, expected, PUSH_AGAIN, code="E611")
+        self.tally.add(files=1)
+
+    def _fetched(self, record: dict[str, Any], keep: int) -> str:
+        """Append what is missing of a file, and return the sha256 of all of it."""
+        name, size = str(record["name"]), int(record["bytes"])
+        path, digest = path_inside(self.work, name), hashlib.sha256()
+        if keep:
+            with open(open_regular(path, holes=True), "rb") as begun:
+                for _ in range(0, keep, RANGE_BYTES):
+                    part = begun.read(min(RANGE_BYTES, keep - begun.tell()))
+                    digest.update(part)
+                    self.tally.add(kept=len(part))
+        file = OutputFile(path, keep=keep)
+        try:
+            for piece in self.bucket.pieces(name, keep, size):
+                file.write(piece)
+                digest.update(piece)
+                self.tally.add(moved=len(piece))
+        except FileNotFoundError:
+            self.refuse_if_replaced()
+            raise CacheError(
+                self.bucket.at(name), "no such file", f"a file that {META_NAME} names", PUSH_AGAIN, code="E611"
+            ) from None
+        finally:
+            file.close()
+        return digest.hexdigest()
+
+    def refuse_if_replaced(self) -> None:
+        """Raise CacheError E610 where the URL has another meta.json than when this began, or none."""
+        if self.bucket.read(META_NAME, MAX_JSON_BYTES) != self.remote.raw:
+            found = "its cache was replaced while it was read. Nothing was committed"
+            raise CacheError(self.bucket.shown, found, remedy="Run it again", code="E610")
+
+
+PUSH_AGAIN = "Have the cache pushed again, or take another copy"
+
+
+def refuse_without_room(folder: Path, num_bytes: int) -> None:
+    """Raise OSError with code E501 where so many bytes do not fit on the disk of a folder, which may not exist yet."""
+    existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
+    free = shutil.disk_usage(existing).free
+    if num_bytes and num_bytes + _FREE_BYTES > free:
+        found = f"{folder}: {num_bytes:,} bytes do not fit: {free:,} are free. Make room, or name another folder"
+        raise coded("E501", OSError(found))

@@ -1,0 +1,76 @@
+"""A cache by its meta.json, checked before anything is sent or fetched: nothing in it is trusted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from niels_gpt.builders.meta_keys import content_sha256
+from niels_gpt.cache.meta import checked_meta
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import META_NAME
+from niels_gpt.storage.meta_json import (
+    MAX_JSON_BYTES,
+    checked_sha256,
+    file_records,
+    meta_crc32,
+    parse_object,
+    shortened,
+    wrong_value,
+)
+
+MARK_NAME = "niels_gpt-push.json"
+"""In a bucket while a cache is pushed to it: whose files these are."""
+KINDS = ("pretrain", "sft", "rollouts", "tokenizer", "draft_vocab")
+"""The caches whose meta.json names all their files."""
+
+
+@dataclass(frozen=True)
+class Described:
+    """What a meta.json says."""
+
+    raw: bytes
+    """The meta.json itself."""
+    meta: dict[str, Any]
+    records: dict[str, dict[str, Any]]
+    """The record (name, bytes, sha256) of every file but meta.json, by its name."""
+    content_sha256: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files but meta.json."""
+        return sum(int(record["bytes"]) for record in self.records.values())
+
+
+def described(raw: bytes, where: str) -> Described:
+    """Check the bytes of a meta.json; where: its path or URL, for messages.
+
+    Raises: CacheError for what is not the meta.json of a cache of KINDS, or contradicts itself; for a stub.
+    """
+    if len(raw) > MAX_JSON_BYTES:
+        raise CacheError(where, f"{len(raw):,} bytes", f"at most {MAX_JSON_BYTES:,}", _PUBLISHER, code="E206")
+    try:
+        meta = parse_object(raw)
+    except ValueError as error:
+        raise CacheError(where, str(error), "a cache's meta.json", _PUBLISHER, code="E202") from error
+    stored, computed = meta_crc32(raw)
+    if stored != computed and (stored is not None or "meta_crc32" in meta or "checksums" in meta):
+        found = f"damaged: its bytes have the CRC-32 {computed:08x}"
+        raise CacheError(where, found, "its meta_crc32", _PUBLISHER, code="E202")
+    if meta.get("kind") not in KINDS:
+        found = f"kind is {shortened(meta.get('kind'))}"
+        raise CacheError(where, found, f"one of {', '.join(KINDS)}, whose {META_NAME} names each file", code="E208")
+    if meta.get("built") is False:
+        raise CacheError(where, "built is false, so there is nothing to transfer", code="E207")
+    checked_meta(meta, where)
+    records = {str(record["name"]): record for record in file_records(meta, where)}
+    if MARK_NAME in records:
+        raise wrong_value(where, "a file's name", MARK_NAME, "another one")
+    content = checked_sha256(meta.get("content_sha256"), "content_sha256", where)
+    if (actual := content_sha256(list(records.values()))) != content:
+        found = f"content_sha256 is {content[:12]}, but the files it names give {actual[:12]}"
+        raise CacheError(where, found, remedy=_PUBLISHER, code="E202")
+    return Described(raw, meta, records, content)
+
+
+_PUBLISHER = "Take another copy, or have it pushed again with --replace"

@@ -1,0 +1,149 @@
+"""Pull and stage: a URL or a path -> a committed cache, whose every file was compared with its sha256."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from niels_gpt.builders.journal import Checkpoint, Journal
+from niels_gpt.cache.meta import KINDS as CHECKED_KINDS
+from niels_gpt.inspection.verify import find_damage
+from niels_gpt.interop.transfer.arrival import PUSH_AGAIN, Arrival
+from niels_gpt.interop.transfer.described import MARK_NAME, Described, described
+from niels_gpt.interop.transfer.jobs import Stopped, Tally, at_once
+from niels_gpt.interop.transfer.remote import Bucket, scheme_of
+from niels_gpt.progress import Progress
+from niels_gpt.storage import fileio, versions
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import META_NAME, write_bytes
+from niels_gpt.storage.locks import hold_version
+from niels_gpt.storage.meta_json import MAX_JSON_BYTES, path_inside, resolved, sha256_regular
+from niels_gpt.storage.versions import JOURNAL_NAME, VERSION_DIGITS
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """What a pull or a stage did."""
+
+    path: Path
+    """Where readers open the cache."""
+    version: Path
+    """The folder of its version."""
+    files: int
+    """Of the cache, meta.json included."""
+    num_bytes: int
+    """Of these files."""
+    fetched_bytes: int
+    kept_bytes: int
+    """That were there already."""
+
+
+def pull(url: str, dest: Path, *, jobs: int = 8, wait: bool = False, progress: Progress | None = None) -> Fetched:
+    """Fetch a cache and commit it, as a build does: readers see the cache before or this one, never a mixture.
+
+    url: a path or URL without credentials: the folder that holds a cache. dest: where readers will open it, such as
+    cache/pretrain/wiki. A pull that was stopped is resumed; the same content is not fetched again.
+    jobs: files at once. wait: for another process that writes `dest`, instead of refusing.
+    progress: called with files, bytes done, and bytes in all, by one thread at a time.
+    Raises: ValueError for the URL; CacheError E612 without a cache, E611 for a damaged one, E610 where it was replaced
+        meanwhile, E503 where another process writes `dest`; OSError, E501 without room.
+    """
+    bucket = Bucket(url)
+    return arrived(bucket, remote_cache(bucket), dest, jobs=jobs, wait=wait, progress=progress)
+
+
+def stage(
+    source: str,
+    dest: Path,
+    *,
+    split: str | None = None,
+    max_bytes: int | None = None,
+    jobs: int = 8,
+    progress: Progress | None = None,
+) -> Fetched:
+    """Copy a cache to a disk nearby, whole. Files are copied, never linked, and compared with their sha256.
+
+    source: the public folder of a cache, or a URL. dest: where readers will open the copy.
+    The rest: as `pull`.
+    """
+    if split is not None or max_bytes is not None:
+        raise ValueError("split, max_bytes: a part of a cache cannot be staged yet")
+    if scheme_of(source) != "file":
+        return pull(source, dest, jobs=jobs, progress=progress)
+    folder = resolved(Path(source.partition("://")[2] or source))
+    hold = hold_version(folder)
+    fetched = pull(os.fspath(folder), dest, jobs=jobs, progress=progress)
+    del hold  # until now gc left the version
+    return fetched
+
+
+def remote_cache(bucket: Bucket) -> Described:
+    """Read and check the meta.json at a URL. Raises: CacheError E612 where there is none; others as `described`."""
+    raw = bucket.read(META_NAME, MAX_JSON_BYTES)
+    if raw is None:
+        found, remedy = f"no cache is there: it has no {META_NAME}", ""
+        if bucket.size(MARK_NAME) is not None:
+            found = "a cache is being pushed there, or a push was killed"
+            remedy = "Wait for it, or push the cache again: that resumes"
+        raise CacheError(bucket.shown, found, remedy=remedy, code="E612")
+    return described(raw, bucket.at(META_NAME))
+
+
+def arrived(
+    bucket: Bucket,
+    remote: Described,
+    dest: Path,
+    *,
+    jobs: int,
+    wait: bool = False,
+    progress: Progress | None = None,
+) -> Fetched:
+    """Fetch the files of `remote` and commit them at `dest`."""
+    tally = Tally(remote.num_bytes, progress)
+    identity = {"pull": remote.content_sha256}
+    key = hashlib.sha256(b"pull " + remote.raw).hexdigest()
+    with versions.resumable(dest, key, wait=wait) as (work, notes):
+        version = versions.versions_dir(dest) / remote.content_sha256[:VERSION_DIGITS]
+        if _is_there(version, remote, jobs):
+            versions.publish(version, dest)
+            return _fetched(dest, version, remote, 0, remote.num_bytes)
+        journal = Journal(notes, identity)
+        if journal.last is None:
+            journal.append(Checkpoint())
+        journal.close()
+        fileio.make_dir(work)
+        Arrival(bucket, remote, work, tally).fetch(remote.records.values(), jobs)
+        Arrival(bucket, remote, work, tally).refuse_if_replaced()
+        write_bytes(work / META_NAME, remote.raw)
+        if remote.meta["kind"] in CHECKED_KINDS and (damages := find_damage(work, deep=False)):
+            fileio.remove(notes / JOURNAL_NAME)  # so that the folder is removed: the next run would find the same
+            first = damages[0]
+            raise CacheError(bucket.at(first.file), first.problem, remedy=PUSH_AGAIN, code="E611")
+        version = versions.commit(work, dest, remote.content_sha256)
+    return _fetched(dest, version, remote, tally.moved, tally.kept)
+
+
+def _fetched(dest: Path, version: Path, remote: Described, moved: int, kept: int) -> Fetched:
+    size = remote.num_bytes + len(remote.raw)
+    return Fetched(dest, version, len(remote.records) + 1, size, moved, kept)
+
+
+def _is_there(version: Path, remote: Described, jobs: int) -> bool:
+    """Whether a version of this content is there, whole: every file is read and compared."""
+    if not (version / META_NAME).is_file():
+        return False
+    tally = Tally(0, None)
+
+    def compare(record: dict[str, object]) -> None:
+        tally.add()
+        path = path_inside(version, str(record["name"]))
+        if path.lstat().st_size != record["bytes"] or sha256_regular(path) != record["sha256"]:
+            raise Stopped
+
+    try:
+        at_once(compare, remote.records.values(), jobs, tally)
+    except (Stopped, CacheError, OSError):
+        return False
+    return True

@@ -1,0 +1,65 @@
+"""Several files at once, progress, and the end of all at the first error."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from functools import partial
+from typing import TypeVar
+
+from niels_gpt.progress import Progress
+
+Item = TypeVar("Item")
+
+
+class Stopped(Exception):
+    """Another file failed, and this one was given up for it."""
+
+
+class Tally:
+    """Counts files and bytes of several threads, and reports them."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        """total: bytes in all. progress: called with files that are done, bytes done, and bytes in all."""
+        self.files = self.moved = self.kept = 0
+        self._total, self._progress = total, progress
+        self._lock, self._stop = threading.Lock(), threading.Event()
+
+    def add(self, *, moved: int = 0, kept: int = 0, files: int = 0) -> None:
+        """Count bytes that were sent or fetched, bytes that were there already, and finished files.
+
+        Raises: Stopped after `stop`.
+        """
+        if self._stop.is_set():
+            raise Stopped
+        with self._lock:
+            self.files, self.moved, self.kept = self.files + files, self.moved + moved, self.kept + kept
+            if self._progress is not None:
+                self._progress(self.files, self.moved + self.kept, self._total)
+
+    def drop(self, *, moved: int, kept: int) -> None:
+        """Take back what was counted of a file that begins again."""
+        with self._lock:
+            self.moved, self.kept = self.moved - moved, self.kept - kept
+
+    def stop(self) -> None:
+        """Let the next `add` of each thread raise."""
+        self._stop.set()
+
+
+def at_once(work: Callable[[Item], object], items: Iterable[Item], jobs: int, tally: Tally) -> None:
+    """Do `work` for each item, in `jobs` threads. At the first error the others stop soon, and it is raised."""
+    with ThreadPoolExecutor(jobs, thread_name_prefix="transfer") as executor:
+        futures = [executor.submit(partial(work, item)) for item in items]
+        try:
+            wait(futures, return_when=FIRST_EXCEPTION)
+        finally:
+            if any(future.done() and future.exception() for future in futures) or not all(
+                future.done() for future in futures
+            ):
+                tally.stop()
+                executor.shutdown(cancel_futures=True)
+        errors = [error for future in futures if not future.cancelled() and (error := future.exception())]
+    if errors:
+        raise next((error for error in errors if not isinstance(error, Stopped)), errors[0])

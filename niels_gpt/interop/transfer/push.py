@@ -1,0 +1,277 @@
+"""Push: a cache -> a URL. A note of the push comes first, then the data, meta.json last: who finds it finds all.
+
+The note, niels_gpt-push.json, says of which content_sha256 the files are. A push that was killed leaves it, and the
+next push of the same cache skips the files that have their sizes; one of another cache is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from niels_gpt.interop.transfer.described import MARK_NAME, Described, described
+from niels_gpt.interop.transfer.jobs import Tally, at_once
+from niels_gpt.interop.transfer.remote import Bucket, scheme_of
+from niels_gpt.progress import Progress
+from niels_gpt.storage.errors import REBUILD, CacheError
+from niels_gpt.storage.fileio import META_NAME, canonical_json
+from niels_gpt.storage.locks import hold_version
+from niels_gpt.storage.meta_json import (
+    MAX_JSON_BYTES,
+    checked_name,
+    file_records,
+    open_regular,
+    parse_object,
+    path_inside,
+    read_regular,
+    resolved,
+    sha256_regular,
+)
+
+MARK_VERSION = 1
+_REPLACE = "Push to another URL, or replace what is there: --replace"
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """What a push did."""
+
+    url: str
+    files: int
+    """Of the cache, meta.json included."""
+    num_bytes: int
+    """Of these files."""
+    sent_bytes: int
+    skipped_files: int
+    """That were there already."""
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What is at the URL."""
+
+    content: str | None = None
+    """The content_sha256 of the cache there; None without a meta.json."""
+    raw: bytes = b""
+    """Its meta.json."""
+    mark: dict[str, Any] | None = None
+    """The note of a push."""
+    names: frozenset[str] = frozenset()
+    """Files that the meta.json or the note names."""
+    sizes: tuple[tuple[str, int], ...] = ()
+    """Of all files."""
+
+
+def push(
+    cache: Path,
+    url: str,
+    *,
+    replace: bool = False,
+    check: bool = False,
+    jobs: int = 8,
+    progress: Progress | None = None,
+    public: bool = False,
+    card: bytes | None = None,
+) -> Pushed:
+    """Send a cache. One that is there already is not sent again.
+
+    cache: its public folder. url: a path or URL without credentials: the folder that will have the cache's files.
+    replace: another cache there is replaced. check: read every file back and compare its sha256.
+    jobs: files at once. progress: called with files, bytes done, and bytes in all, by one thread at a time.
+    public, card: of a repository on the Hugging Face hub: whether everybody may read it, and its README.md.
+    Raises: FileNotFoundError; ValueError for the URL; CacheError E610 where something else is there or another push
+        takes its place, E611 for a damaged file, E612 where the bucket cannot be used; OSError.
+    """
+    folder = resolved(cache)
+    hold = hold_version(folder)
+    local = described(read_regular(folder / META_NAME), str(cache / META_NAME))
+    if scheme_of(url) == "hf":
+        raise ValueError("hf:// cannot be pushed to yet")
+    if card is not None:
+        raise ValueError("card: only a repository on the hub has one (hf://datasets/USER/NAME)")
+    pushed = _Push(folder, local, Bucket(url), Tally(local.num_bytes, progress), jobs).run(replace, check)
+    del hold  # until now gc left the version
+    return pushed
+
+
+class _Push:
+    """One push."""
+
+    def __init__(self, folder: Path, local: Described, bucket: Bucket, tally: Tally, jobs: int) -> None:
+        self.folder, self.local, self.bucket, self.tally, self.jobs = folder, local, bucket, tally, jobs
+        self.skipped = 0
+
+    def run(self, replace: bool, check: bool) -> Pushed:
+        """Push. Raises: as `push`."""
+        found = self._found()
+        is_there = found.content == self.local.content_sha256
+        if not is_there:
+            found = self._take(found, replace)
+        resumes = is_there or (found.mark or {}).get("content_sha256") == self.local.content_sha256
+        sizes = dict(found.sizes) if resumes else {}
+        at_once(lambda record: self._send(record, sizes, is_there), self._records(), self.jobs, self.tally)
+        if check:
+            self._check()
+        sent = self.tally.moved
+        if found.raw == self.local.raw:
+            self.skipped += 1
+        else:
+            self._finish(is_there)
+            sent += len(self.local.raw)
+        if not is_there or found.mark is not None:
+            self.bucket.remove(MARK_NAME)
+        records = self.local.records
+        return Pushed(
+            self.bucket.shown, len(records) + 1, self.local.num_bytes + len(self.local.raw), sent, self.skipped
+        )
+
+    def _records(self) -> list[dict[str, Any]]:
+        return list(self.local.records.values())
+
+    def _found(self) -> _Found:
+        """Look at what is at the URL. Raises: CacheError E610 for a meta.json or a note that is none of ours."""
+        raw, note = (self.bucket.read(name, MAX_JSON_BYTES) for name in (META_NAME, MARK_NAME))
+        names, content, mark = {META_NAME, MARK_NAME}, None, None
+        try:
+            if raw is not None:
+                meta = parse_object(raw)
+                names |= {str(record["name"]) for record in file_records(meta)}
+                content = str(meta["content_sha256"])
+            if note is not None:
+                mark = parse_object(note)
+                names |= _names_of(mark)
+        except (ValueError, LookupError, TypeError) as error:
+            found = f"its {META_NAME} or {MARK_NAME} is not of a cache ({error})"
+            raise CacheError(self.bucket.shown, found, remedy="Push to another URL", code="E610") from error
+        sizes = self.bucket.sizes()
+        foreign = sorted(sizes.keys() - names)
+        if foreign and content != self.local.content_sha256:
+            raise self._foreign(foreign)
+        return _Found(content, raw or b"", mark, frozenset(names), tuple(sizes.items()))
+
+    def _foreign(self, names: Collection[str]) -> CacheError:
+        some = ", ".join(list(names)[:3])
+        found = f"holds {len(names):,} files that are not of a cache ({some}). Nothing was changed"
+        return CacheError(self.bucket.shown, found, remedy="Push to an empty folder", code="E610")
+
+    def _take(self, found: _Found, replace: bool) -> _Found:
+        """Write the note of this push, and remove what it replaces. Raises: CacheError E610."""
+        own = self.local.content_sha256
+        marked = (found.mark or {}).get("content_sha256")
+        if found.content is None and marked == own and not found.mark["removing"]:  # type: ignore[index]
+            return found
+        replaces = sorted(found.names - {META_NAME, MARK_NAME}) if found.content or marked else []
+        is_replacing = marked == own and found.mark["removing"]  # type: ignore[index]
+        if found.content is not None and not replace and not is_replacing:
+            raise CacheError(
+                self.bucket.shown, f"holds another cache ({found.content[:12]})", own[:12], _REPLACE, code="E610"
+            )
+        if marked not in (None, own) and not replace:
+            raise self._other_push(str(marked))
+        if not replaces:
+            if found.mark is None and not self.bucket.create(MARK_NAME, self._mark([])):
+                return self._take(self._found(), replace)  # another process was faster
+            return _Found(mark=found.mark)
+        self.bucket.write(MARK_NAME, self._mark(replaces))
+        self.bucket.remove(META_NAME)  # first: from here on no reader takes the rest for a cache
+        at_once(self.bucket.remove, replaces, self.jobs, self.tally)
+        self.bucket.write(MARK_NAME, self._mark([]))
+        return _Found()
+
+    def _mark(self, removing: list[str]) -> bytes:
+        return canonical_json(
+            {
+                "content_sha256": self.local.content_sha256,
+                "files": sorted(self.local.records),
+                "kind": "push",
+                "push_version": MARK_VERSION,
+                "removing": removing,
+            }
+        )
+
+    def _other_push(self, content: str) -> CacheError:
+        found = f"another cache ({content[:12]}) is being pushed there, or a push of it was killed"
+        return CacheError(self.bucket.shown, found, remedy=f"Wait for it. {_REPLACE}", code="E610")
+
+    def _send(self, record: dict[str, Any], sizes: dict[str, int], is_there: bool) -> None:
+        """Send a file, unless it is there; look at its size on arrival."""
+        name, size = str(record["name"]), int(record["bytes"])
+        self.tally.add()
+        if sizes.get(name) == size:
+            self.skipped += 1
+            self.tally.add(kept=size, files=1)
+            return
+        path = path_inside(self.folder, name)
+        if (actual := sha256_regular(path)) != record["sha256"]:
+            found = f"its sha256 is {actual[:12]}"
+            raise CacheError(path, found, f"{record['sha256'][:12]} by its {META_NAME}", REBUILD, code="E611")
+        if not is_there:
+            self._refuse_if_taken()
+        os.close(open_regular(path))  # once more before a library opens it: no link stands there
+        self.bucket.send(name, path)
+        if (arrived := self.bucket.size(name)) != size:
+            found = "is not there after it was sent" if arrived is None else f"{arrived:,} bytes arrived"
+            raise CacheError(self.bucket.at(name), found, f"{size:,}", "Push it again", code="E611")
+        self.tally.add(moved=size, files=1)
+
+    def _refuse_if_taken(self) -> None:
+        """Raise CacheError E610 where the note at the URL is no longer of this cache, unless the cache is there."""
+        note = self.bucket.read(MARK_NAME, MAX_JSON_BYTES)
+        content = None if note is None else _content_of(note)
+        if content == self.local.content_sha256:
+            return
+        raw = self.bucket.read(META_NAME, MAX_JSON_BYTES)
+        if note is None and raw is not None and _content_of(raw) == self.local.content_sha256:
+            return  # another push of the same cache has ended
+        found = f"another push ({(content or 'unknown')[:12]}) took the place of this one"
+        raise CacheError(self.bucket.shown, found, remedy="Push one of the two again", code="E610")
+
+    def _finish(self, is_there: bool) -> None:
+        """Compare all sizes once more, and put meta.json."""
+        if not is_there:
+            self._refuse_if_taken()
+        sizes = self.bucket.sizes()
+        for record in self._records():
+            name, size = str(record["name"]), int(record["bytes"])
+            if sizes.get(name, -1) != size and self.bucket.size(name) != size:  # empty files may not be listed
+                found = "has another size than this push sent, or is gone"
+                raise CacheError(self.bucket.at(name), found, f"{size:,} bytes", "Push it again", code="E611")
+        self.bucket.write(META_NAME, self.local.raw)
+
+    def _check(self) -> None:
+        """Read every file back and compare its sha256."""
+        at_once(self._check_file, self._records(), self.jobs, self.tally)
+
+    def _check_file(self, record: dict[str, Any]) -> None:
+        name, digest = str(record["name"]), hashlib.sha256()
+        try:
+            for piece in self.bucket.pieces(name, 0, int(record["bytes"])):
+                digest.update(piece)
+                self.tally.add()
+        except FileNotFoundError:
+            raise CacheError(self.bucket.at(name), "no such file", "the file that was sent", code="E611") from None
+        if digest.hexdigest() != record["sha256"]:
+            found = f"read back, its sha256 is {digest.hexdigest()[:12]}"
+            expected = f"{record['sha256'][:12]} by its {META_NAME}"
+            raise CacheError(self.bucket.at(name), found, expected, _DAMAGED, code="E611")
+
+
+_DAMAGED = "Remove this file from the bucket and push again"
+
+
+def _content_of(raw: bytes) -> str | None:
+    try:
+        return str(parse_object(raw).get("content_sha256"))
+    except ValueError:
+        return None
+
+
+def _names_of(mark: dict[str, Any]) -> set[str]:
+    """Return the files that the note of a push names. Raises: CacheError, LookupError, TypeError."""
+    if mark["kind"] != "push" or mark["push_version"] != MARK_VERSION or not isinstance(mark["content_sha256"], str):
+        raise ValueError("not the note of a push, or one of a later release")
+    return {checked_name(name, "a file's name", MARK_NAME) for name in [*mark["files"], *mark["removing"]]}

@@ -1,0 +1,281 @@
+"""A folder at a URL: reads, writes, retries. Credentials are the libraries' own, and no message of it holds one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from niels_gpt.storage import fileio
+from niels_gpt.storage.codes import coded
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.meta_json import printable
+
+logger = logging.getLogger(__name__)
+
+RANGE_BYTES = 8 << 20
+"""Bytes that are read at once."""
+ATTEMPTS = 5
+"""Attempts at a request, beside those that the libraries make themselves."""
+FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
+"""Seconds before the second attempt; each later wait is twice as long, up to the longest."""
+
+_LIBRARIES = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gs"), "az": ("adlfs", "az")}
+_SAME = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "local": "file", "": "file"}
+_SCHEMES = ("file", "memory", "hf", *_LIBRARIES)
+_HALF = re.compile(r"(?:.*/)?\.[^/]+\.[0-9a-f]{8}\.tmp")
+_PART_BYTES, _MOST_PARTS, _PARTS_AT_ONCE = 16 << 20, 9_000, 2  # of an upload to S3: memory stays below 32 MiB a job
+_NETWORK = frozenset(
+    {
+        *("HTTPClientError", "EndpointConnectionError", "ResponseParserError"),  # botocore
+        *("ClientConnectionError", "ClientPayloadError", "TransportError"),  # aiohttp, httpx
+        *("IncompleteRead", "IncompleteReadError", "ProtocolError"),  # http, asyncio, urllib3
+        *("ServiceRequestError", "ServiceResponseError"),  # azure
+    }
+)
+"""Classes of errors of the libraries that a later attempt may not meet."""
+_T = TypeVar("_T")
+
+
+def scheme_of(url: str) -> str:
+    """Return the scheme of a URL: file for a path. Raises: ValueError for one of no use here, or with credentials."""
+    scheme, colon, rest = url.partition("://")
+    kind = _SAME.get(scheme.lower(), scheme.lower()) if colon else "file"
+    if kind not in _SCHEMES:
+        raise coded("E102", ValueError(f"{printable(scheme)[:40]}://: expected a path or one of {_known()}"))
+    if kind == "file":
+        return kind
+    user, at, _ = rest.partition("/")[0].rpartition("@")
+    if "?" in rest or (at and (":" in user or kind != "az")):
+        why = "the URL holds credentials or a query, which would be seen in logs. The libraries find credentials"
+        raise coded("E102", ValueError(f"{kind}://...: {why} themselves: name the bucket and the folder only"))
+    return kind
+
+
+def _known() -> str:
+    return ", ".join(f"{each}://" for each in _SCHEMES if each != "memory")
+
+
+def redacted(text: str) -> str:
+    """Return an error's text on one line, without what may be a credential: queries, users and passwords of URLs,
+    and the values of environment variables that hold keys."""
+    for name, value in os.environ.items():
+        if len(value) >= 6 and _SECRET.search(name):
+            text = text.replace(value, "***")
+    text = re.sub(r"(\w+://)[^/\s@]*:[^/\s@]*@", r"\1***@", text)
+    text = re.sub(r"(\w+://[^\s?\"']*)\?[^\s\"']*", r"\1?***", text)
+    return printable(" ".join(_KEYS.sub(r"\1***", text).split()))[:500]
+
+
+_SECRET = re.compile("KEY|SECRET|TOKEN|PASSWORD|CONNECTION_STRING|CREDENTIAL|SAS")
+_KEYS = re.compile(r"(?i)((?:signature|credential|secret|token|password|authorization|access_?key(?:_?id)?)\W{1,4})\S+")
+
+
+class Bucket:
+    """A folder at a URL, of one cache."""
+
+    def __init__(self, url: str) -> None:
+        """url: a path, or scheme://..., without credentials. Raises: ValueError; ImportError without the library."""
+        kind = scheme_of(url)
+        self.shown = printable(url.rstrip("/"))
+        """The URL for messages."""
+        self.is_local = kind == "file"
+        self._fs, self._root = _opened(kind, url)
+        self._is_s3 = kind == "s3"
+
+    def at(self, name: str) -> str:
+        """Return the URL of a file, for messages."""
+        return f"{self.shown}/{printable(name)}"
+
+    def read(self, name: str, most: int) -> bytes | None:
+        """Return a small file; None without one. Raises: CacheError E206 for more than `most` bytes; E612."""
+        size = self.size(name)
+        if size is None:
+            return None
+        if size > most:
+            raise CacheError(self.at(name), f"{size:,} bytes", f"at most {most:,}", code="E206")
+        try:
+            return self.part(name, 0, size) if size else b""
+        except FileNotFoundError:
+            return None
+
+    def size(self, name: str) -> int | None:
+        """Return the bytes of a file; None without one."""
+        try:
+            about = self._asked(name, lambda: self._fs.info(self._path(name)))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return int(about["size"]) if about.get("type") == "file" else None
+
+    def sizes(self) -> dict[str, int]:
+        """Return the bytes of every file below the folder, by its name."""
+        try:
+            found = self._asked("", lambda: self._fs.find(self._root, detail=True))
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        start = len(self._root.rstrip("/")) + 1
+        names = {path[start:]: int(about["size"] or 0) for path, about in found.items()}
+        # Tools for buckets make empty objects for folders; a killed push to a disk leaves half a file.
+        return {name: size for name, size in names.items() if not _HALF.fullmatch(name) and (size or name)}
+
+    def part(self, name: str, begin: int, end: int) -> bytes:
+        """Return bytes of a file, as many as there are. Raises: FileNotFoundError; CacheError E612."""
+        return bytes(self._asked(name, lambda: self._fs.cat_file(self._path(name), start=begin, end=end)))
+
+    def pieces(self, name: str, begin: int, end: int) -> Iterator[bytes]:
+        """Yield the bytes of a file, in ranges. Raises: FileNotFoundError; CacheError E611 for a shorter file, E612."""
+        while begin < end:
+            piece = self.part(name, begin, min(begin + RANGE_BYTES, end))
+            if not piece or len(piece) > end - begin:
+                raise CacheError(self.at(name), f"ends at byte {begin:,}", f"{end:,} by its meta.json", code="E611")
+            yield piece
+            begin += len(piece)
+
+    def send(self, name: str, path: Path) -> None:
+        """Put a file. On a disk it appears whole. Raises: CacheError E612; OSError."""
+        if self.is_local:
+            self._place(name, lambda half: self._fs.put_file(os.fspath(path), half))
+            return
+        more: dict[str, Any] = {}
+        if self._is_s3:
+            chunk = max(_PART_BYTES, -(-path.stat().st_size // _MOST_PARTS))
+            more = {"chunksize": chunk, "max_concurrency": _PARTS_AT_ONCE}
+        self._put(name, lambda: self._fs.put_file(os.fspath(path), self._path(name), **more))
+
+    def write(self, name: str, content: bytes) -> None:
+        """Put a small file, or replace it. Raises: CacheError E612; OSError."""
+        if self.is_local:
+            self._place(name, lambda half: self._fs.pipe_file(half, content))
+        else:
+            self._put(name, lambda: self._fs.pipe_file(self._path(name), content))
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Put a small file unless there is one; False where there is one. Atomic on disks and on S3."""
+        try:
+            if self.is_local:
+                self._place(name, lambda half: self._fs.pipe_file(half, content), os.link)
+            else:
+                self._put(name, lambda: self._fs.pipe_file(self._path(name), content, mode="create"))
+        except FileExistsError:
+            return False
+        return True
+
+    def remove(self, name: str) -> None:
+        """Remove a file; an absent one is accepted."""
+        try:
+            self._asked(name, lambda: self._fs.rm_file(self._path(name)))
+        except FileNotFoundError:
+            return
+
+    def _path(self, name: str) -> str:
+        return f"{self._root.rstrip('/')}/{name}"
+
+    def _place(
+        self, name: str, make: Callable[[str], object], put: Callable[[str, str], object] = fileio.rename
+    ) -> None:
+        """Make a file on a disk beside its name, durably, and let it appear."""
+        folder, _, last = self._path(name).rpartition("/")
+        fileio.make_dir(folder)
+        half = f"{folder}/.{last}.{secrets.token_hex(4)}.tmp"
+        try:
+            make(half)
+            fileio.fsync_file(half)
+            put(half, self._path(name))
+        finally:
+            fileio.remove(half)
+
+    def _put(self, name: str, put: Callable[[], object]) -> None:
+        try:
+            self._asked(name, put)
+        except FileNotFoundError as error:
+            raise CacheError(self.shown, redacted(str(error)), "a bucket that exists", code="E612") from None
+
+    def _asked(self, name: str, ask: Callable[[], _T]) -> _T:
+        """Ask, and again after failures that may pass.
+
+        Raises: FileNotFoundError, NotADirectoryError, FileExistsError; OSError of a disk; CacheError E612 for all else.
+        """
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                return ask()
+            except (FileNotFoundError, NotADirectoryError, FileExistsError):
+                raise
+            except Exception as error:
+                if self.is_local and isinstance(error, OSError):
+                    raise
+                reason = redacted(f"{type(error).__name__}: {error}")
+                if not may_pass(error):
+                    raise CacheError(self.at(name), f"refused: {reason}", remedy=_CREDENTIALS, code="E612") from None
+                if attempt == ATTEMPTS:
+                    found = f"{ATTEMPTS} attempts failed, the last one: {reason}"
+                    raise CacheError(self.at(name), found, remedy="Run it again: it resumes", code="E612") from None
+            seconds = min(FIRST_WAIT_S * 2 ** (attempt - 1), LONGEST_WAIT_S)
+            logger.warning(
+                "%s: attempt %d of %d failed (%s); again in %.1f s",
+                *(self.at(name), attempt, ATTEMPTS, reason, seconds),
+                extra={"code": "W610"},
+            )
+            time.sleep(seconds)
+        raise AssertionError
+
+
+_CREDENTIALS = "Check the name, and the credentials that the library finds (docs/buckets.md)"
+
+
+def _opened(kind: str, url: str) -> tuple[Any, str]:
+    """Return the file system of a URL and the folder in it. Nothing is asked yet."""
+    import fsspec
+
+    if kind == "file":
+        plain = url.partition("://")[2] or url
+        return fsspec.filesystem("file", auto_mkdir=False), os.path.abspath(os.path.expanduser(plain))
+    library, extra = _LIBRARIES.get(kind, ("", ""))
+    # Kept instances and listings would show another process's files as they were.
+    fresh = {"skip_instance_cache": True, "use_listings_cache": False} if library else {}
+    try:
+        fs = fsspec.filesystem(kind, **fresh)
+    except ImportError as error:
+        found = f"{kind}:// needs the package {library}, which is not installed: pip install 'niels-gpt[{extra}]'"
+        raise coded("E901", ImportError(found)) from error
+    except Exception as error:  # such as Azure without an account
+        reason = redacted(f"{type(error).__name__}: {error}")
+        raise CacheError(printable(url), f"refused: {reason}", remedy=_CREDENTIALS, code="E612") from None
+    return fs, str(fs._strip_protocol(url)).rstrip("/")
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether a later attempt may succeed: the HTTP status of an error or of a cause of it decides, else its class."""
+    chain = list(_causes(error))
+    status = next((found for one in chain if (found := _status(one)) is not None), None)
+    if status is not None:
+        return status in (408, 425, 429) or status >= 500
+    if any(isinstance(one, ConnectionError | TimeoutError) for one in chain):
+        return True
+    return any(kind.__name__ in _NETWORK for one in chain for kind in type(one).__mro__)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    current: BaseException | None = error
+    for _ in range(20):
+        if current is None:
+            return
+        yield current
+        current = current.__cause__ or current.__context__
+
+
+def _status(error: BaseException) -> int | None:
+    """Return the HTTP status that an error of a library has, each in its own place."""
+    response = getattr(error, "response", None)
+    of_botocore = response.get("ResponseMetadata", {}) if isinstance(response, dict) else {}
+    places = (
+        of_botocore.get("HTTPStatusCode"),
+        getattr(response, "status_code", None),
+        *(getattr(error, name, None) for name in ("status", "status_code", "code")),
+    )
+    found = next((place for place in places if place is not None), None)
+    return int(found) if isinstance(found, int | str) and str(found).isdigit() else None

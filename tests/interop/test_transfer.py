@@ -1,0 +1,302 @@
+"""push, pull and stage: what a folder at a URL holds afterwards, what is refused, and what a stopped run leaves."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import small_builds
+from support.small_builds import whole_version
+from support.small_caches import change_meta
+
+from niels_gpt.interop.transfer import fetch, push, remote
+from niels_gpt.interop.transfer.described import MARK_NAME
+from niels_gpt.interop.transfer.remote import Bucket
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import META_NAME
+
+KINDS = ("pretrain", "sft", "templated", "rollouts")
+
+
+@pytest.fixture(scope="module")
+def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache of each kind, and another pretrain cache."""
+    root = tmp_path_factory.mktemp("caches")
+    for kind in KINDS:
+        small_builds.BUILDERS[kind](root / kind / "wiki")
+    small_builds.pretrain(root / "pretrain/other", 1)
+    return root
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    """A folder in memory."""
+    import fsspec
+
+    yield "memory://bucket/wiki"
+    memory = fsspec.filesystem("memory")
+    if memory.exists("/bucket"):
+        memory.rm("/bucket", recursive=True)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "FIRST_WAIT_S", 0.001)
+
+
+def refused(code: str, words: str, act: Any) -> str:
+    """Return the error of `act`, which has this code and these words in it."""
+    with pytest.raises(CacheError, match=words) as caught:
+        act()
+    assert caught.value.code == code, caught.value
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_comes_back_as_it_was(kind: str, caches: Path, tmp_path: Path, url: str) -> None:
+    cache = caches / kind / "wiki"
+    sent = push.push(cache, url, check=True)
+    assert sent.sent_bytes == sent.num_bytes and not sent.skipped_files
+    assert set(Bucket(url).sizes()) == {p.relative_to(cache).as_posix() for p in cache.rglob("*") if p.is_file()}
+    again = push.push(cache, url)
+    assert again.sent_bytes == 0 and again.skipped_files == again.files == sent.files
+    calls: list[tuple[int, int, int | None]] = []
+    pulled = fetch.pull(url, tmp_path / "wiki", progress=lambda *seen: calls.append(seen))
+    assert whole_version(tmp_path / "wiki") == whole_version(cache)
+    assert calls[-1][0] == pulled.files - 1 and calls[-1][1] == calls[-1][2] == pulled.fetched_bytes
+    assert (pulled.version / META_NAME).read_bytes() == (cache / META_NAME).read_bytes()
+    assert fetch.pull(url, tmp_path / "wiki").fetched_bytes == 0
+
+
+def test_a_local_folder_is_a_bucket_too_and_a_stage_copies(caches: Path, tmp_path: Path) -> None:
+    push.push(caches / "pretrain/wiki", str(tmp_path / "mirror"))
+    assert not list((tmp_path / "mirror").rglob("*.tmp")) and not (tmp_path / "mirror" / MARK_NAME).exists()
+    fetch.pull(f"file://{tmp_path}/mirror", tmp_path / "pulled")
+    staged = fetch.stage(str(caches / "pretrain/wiki"), tmp_path / "staged")
+    assert whole_version(tmp_path / "pulled") == whole_version(tmp_path / "staged")
+    assert all(path.stat().st_nlink == 1 for path in staged.version.rglob("*.bin"))
+
+
+def test_another_cache_is_refused_without_replace(caches: Path, tmp_path: Path, url: str) -> None:
+    cache, other = caches / "pretrain/wiki", caches / "pretrain/other"
+    push.push(other, url)
+    refused("E610", "another cache", lambda: push.push(cache, url))
+    fetch.pull(url, tmp_path / "wiki")
+    push.push(cache, url, replace=True)
+    assert set(Bucket(url).sizes()) == {p.relative_to(cache).as_posix() for p in cache.rglob("*") if p.is_file()}
+    fetch.pull(url, tmp_path / "wiki")
+    assert whole_version(tmp_path / "wiki") == whole_version(cache)
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "train/shard_00000.bin"])
+def test_foreign_files_stay(name: str, caches: Path, url: str) -> None:
+    bucket = Bucket(url)
+    bucket.write(name, b"mine")
+    refused("E610", "not of a cache", lambda: push.push(caches / "pretrain/wiki", url, replace=True))
+    assert bucket.sizes() == {name: 4}
+
+
+def test_half_a_push_is_no_cache_and_is_resumed(
+    caches: Path, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, send, sent = caches / "pretrain/wiki", Bucket.send, []
+
+    def broken(self: Bucket, name: str, path: Path) -> None:
+        if len(sent) == 3:
+            raise OSError("cut")
+        sent.append(name)
+        send(self, name, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Bucket, "send", broken)
+        with pytest.raises(OSError, match="cut"):
+            push.push(cache, url, jobs=1)
+    refused("E612", "being pushed", lambda: fetch.pull(url, tmp_path / "wiki"))
+    refused("E610", "is being pushed there", lambda: push.push(caches / "pretrain/other", url))
+    assert push.push(cache, url).skipped_files == 3
+    assert MARK_NAME not in Bucket(url).sizes()
+    refused("E612", "no cache is there", lambda: fetch.pull("memory://bucket/none", tmp_path / "none"))
+
+
+def test_a_replacement_that_was_stopped_takes_no_file_of_the_old_cache(
+    caches: Path, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push.push(caches / "pretrain/other", url)
+    remove, removed = Bucket.remove, []
+
+    def broken(self: Bucket, name: str) -> None:
+        if len(removed) == 2:
+            raise OSError("cut")
+        removed.append(name)
+        remove(self, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Bucket, "remove", broken)
+        with pytest.raises(OSError, match="cut"):
+            push.push(caches / "pretrain/wiki", url, replace=True, jobs=1)
+    assert removed[0] == META_NAME
+    assert push.push(caches / "pretrain/wiki", url, check=True).skipped_files == 0
+    fetch.pull(url, tmp_path / "wiki")
+
+
+def test_of_two_pushes_of_different_caches_one_fails(caches: Path, tmp_path: Path, url: str) -> None:
+    errors: list[CacheError] = []
+
+    def send(name: str) -> None:
+        try:
+            push.push(caches / "pretrain" / name, url, jobs=2)
+        except CacheError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=send, args=(name,)) for name in ("wiki", "other", "wiki")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors and {error.code for error in errors} == {"E610"}
+    fetch.pull(url, tmp_path / "wiki")
+
+
+def test_damage_is_not_published(caches: Path, tmp_path: Path, url: str) -> None:
+    small_builds.pretrain(tmp_path / "bad")
+    shard = tmp_path / "bad/train/shard_00001.bin"
+    shard.write_bytes(bytes(len(shard.read_bytes())))
+    refused("E611", "shard_00001", lambda: push.push(tmp_path / "bad", url))
+    assert META_NAME not in Bucket(url).sizes()
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_damage_is_not_pulled(size: int, caches: Path, tmp_path: Path, url: str) -> None:
+    push.push(caches / "pretrain/wiki", url)
+    name, bucket = "train/shard_00001.bin", Bucket(url)
+    length = bucket.sizes()[name]
+    bucket.write(name, b"x" * (length - size))
+    refused("E611", "shard_00001", lambda: fetch.pull(url, tmp_path / "wiki"))
+    assert not os.path.lexists(tmp_path / "wiki")
+    bucket.remove(name)
+    refused("E611", "no such file", lambda: fetch.pull(url, tmp_path / "wiki"))
+    assert push.push(caches / "pretrain/wiki", url).sent_bytes == length
+    assert fetch.pull(url, tmp_path / "wiki").kept_bytes > 0
+
+
+def test_a_replaced_cache_is_refused_in_words(
+    caches: Path, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push.push(caches / "pretrain/wiki", url)
+    part = Bucket.part
+
+    def replacing(self: Bucket, name: str, begin: int, end: int) -> bytes:
+        if name.startswith("val/"):
+            monkeypatch.undo()
+            push.push(caches / "pretrain/other", url, replace=True)
+        return part(self, name, begin, end)
+
+    monkeypatch.setattr(Bucket, "part", replacing)
+    refused("E610", "replaced while", lambda: fetch.pull(url, tmp_path / "wiki", jobs=1))
+    assert not os.path.lexists(tmp_path / "wiki")
+
+
+def test_a_stopped_pull_is_resumed_within_a_file_and_damage_in_it_is_found(
+    caches: Path, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push.push(caches / "sft/wiki", url)
+    monkeypatch.setattr(remote, "RANGE_BYTES", 100)
+    part, asked = Bucket.part, []
+
+    def broken(self: Bucket, name: str, begin: int, end: int) -> bytes:
+        if name == "train_tokens.bin" and begin >= 200:
+            raise KeyboardInterrupt
+        asked.append(name)
+        return part(self, name, begin, end)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Bucket, "part", broken)
+        with pytest.raises(KeyboardInterrupt):
+            fetch.pull(url, tmp_path / "wiki", jobs=1)
+    [work] = [path for path in tmp_path.glob(".versions/wiki/building-*") if path.suffix == ""]
+    assert (work / "train_tokens.bin").stat().st_size == 200
+    resumed = fetch.pull(url, tmp_path / "wiki")
+    assert resumed.kept_bytes >= 200 and whole_version(tmp_path / "wiki") == whole_version(caches / "sft/wiki")
+
+
+HOSTILE = [
+    {"shards": {"train": [{"name": "../../out.bin", "bytes": 1, "sha256": "0" * 64}], "val": []}},
+    {"shards": {"train": [{"name": "/out.bin", "bytes": 1, "sha256": "0" * 64}], "val": []}},
+    {"kind": "other"},
+    {"kind": "eagle3"},
+    {"content_sha256": "0" * 64},
+    {"files": [{"name": MARK_NAME, "bytes": 1, "sha256": "0" * 64}]},
+]
+
+
+@pytest.mark.parametrize("keys", HOSTILE)
+def test_a_hostile_meta_is_refused(keys: dict[str, Any], tmp_path: Path) -> None:
+    small_builds.pretrain(tmp_path / "bad")
+    change_meta(tmp_path / "bad", **keys)
+    before = {path for path in tmp_path.rglob("*")}
+    with pytest.raises(CacheError):
+        fetch.pull(str((tmp_path / "bad").resolve()), tmp_path / "wiki")
+    assert {path for path in tmp_path.rglob("*")} == before
+
+
+def test_no_room_is_said_before_anything_is_fetched(
+    caches: Path, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push.push(caches / "sft/wiki", url)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 5}))
+    with pytest.raises(OSError, match="do not fit") as caught:
+        fetch.pull(url, tmp_path / "wiki")
+    assert caught.value.code == "E501"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://KEYID:geheim@bucket/x", "s3://bucket/x?token=geheim", "hf://geheim@x/y", "https://geheim/x", "a://b"]
+)
+def test_credentials_in_a_url_are_refused_and_not_repeated(url: str, tmp_path: Path) -> None:
+    for act in (lambda: fetch.pull(url, tmp_path / "wiki"), lambda: Bucket(url)):
+        with pytest.raises(ValueError) as caught:
+            act()
+        assert "geheim" not in str(caught.value) + repr(caught.value)
+
+
+def test_errors_of_a_library_are_repeated_and_shown_without_keys(
+    caches: Path, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import fsspec
+
+    push.push(caches / "pretrain/wiki", url)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "geheim-123")
+    said = "https://me:geheim@host/x?X-Amz-Signature=geheim Authorization: geheim-123"
+    memory, failures = type(fsspec.filesystem("memory")), [ConnectionResetError(said), TimeoutError(said)]
+    cat_file = memory.cat_file
+
+    def failing(self: Any, *args: Any, **more: Any) -> bytes:
+        if failures:
+            raise failures.pop()
+        return bytes(cat_file(self, *args, **more))
+
+    monkeypatch.setattr(memory, "cat_file", failing)
+    caplog.set_level(logging.INFO)
+    fetch.pull(url, tmp_path / "wiki")
+    assert [record.code for record in caplog.records if hasattr(record, "code")] == ["W610"] * 2
+    failures += [ConnectionResetError(said)] * remote.ATTEMPTS
+    text = refused("E612", "attempts failed", lambda: fetch.pull(url, tmp_path / "more"))
+    failures.append(PermissionError(said))
+    text += refused("E612", "refused", lambda: fetch.pull(url, tmp_path / "more"))
+    assert "geheim" not in text + caplog.text
+
+
+def test_a_note_of_a_push_says_what_docs_say(caches: Path, url: str) -> None:
+    content = whole_version(caches / "sft/wiki")
+    mark = {"content_sha256": content, "files": [], "kind": "push", "push_version": 1, "removing": []}
+    Bucket(url).write(MARK_NAME, json.dumps(mark).encode())
+    assert push.push(caches / "sft/wiki", url).skipped_files == 0
+    Bucket(url).write(MARK_NAME, json.dumps({**mark, "removing": ["../x"]}).encode())
+    Bucket(url).remove(META_NAME)
+    refused("E610", "not of a cache", lambda: push.push(caches / "sft/wiki", url))
