@@ -294,6 +294,29 @@ def _make(
 # --- a named one ------------------------------------------------------------------------------------------------------
 
 
+def named_tokenizer(settings: Settings) -> FullTokenizer:
+    """Open the tokenizer that the settings name, where it lies; nothing is installed. Raises: as `stage_tokenizer`."""
+    assert settings.tokenizer is not None
+    return _checked(settings, _find(settings, settings.tokenizer))
+
+
+def copy_tokenizer(settings: Settings, path: Path) -> dict[str, Any]:
+    """Make the tokenizer that the settings name the cache at `path`, unless it is; returns its meta.
+
+    For a tokenizer of one cache; that of a folder of caches: `ensure_tokenizer`.
+    """
+    assert settings.tokenizer is not None
+    found = _find(settings, settings.tokenizer)
+    files = found.files()
+    with versions.building(path, wait=True) as work:
+        installed = meta_or_none(path)
+        if installed is not None and installed.get("content_sha256") == content_sha256(records_of(files)):
+            return installed
+        meta = _write(files, _about(settings, found), work)
+        versions.commit(work, path, str(meta["content_sha256"]))
+    return meta
+
+
 class _Named(NamedTuple):
     """Where a tokenizer lies that the settings name."""
 

@@ -151,6 +151,12 @@ another width than was assumed.
 > Name the tokenizer that made the ids with `--tokenizer`.
 = train_000001.bin: token 17 is id 50257, expected ids below 16,000, of the tokenizer's vocabulary
 
+E223 import-tokenizer
+Which tokenizer made the ids is not known, or it is not the one that the folder of caches has: all caches of
+`pretrain/` and `sft/` share one.
+> Name it with `--tokenizer`, and let the cache be `imported/NAME`, which has its own; or name another `--cache-dir`.
+= cache/pretrain/wiki: ids of tokenizer 8b1a9953c461, expected tokenizer 2cf24dba5fb0, that of the other caches
+
 E301 source-missing
 The files of a source do not exist where they are expected, or no file matches the pattern.
 > Put the files there, correct the pattern, or name another place with `--source-root`.

@@ -41,6 +41,12 @@ Some examples are longer than T. They are truncated or left out, as `over_length
 = cache/sft/chats/train_tokens.bin: T=1 loses 13 of 15 supervised tokens (86.7%). T=1 or more keeps 99 % of them, T=1
 or more all
 
+W205 other-tokenizer
+Text that imported ids decode to gives other ids when it is encoded. Ids of another tokenizer do that, and ids that
+were cut where no token ends.
+> Look at `niels-gpt show CACHE`: where the text is no language, name the right tokenizer with `--tokenizer`.
+= cache/imported/wiki: 96 % of the ids of 100 documents change when they are decoded and encoded again
+
 W301 partial-source
 The place that the source is read from has only some of its splits, so the cache is marked partial. Or its files are a
 snapshot that is cut short.

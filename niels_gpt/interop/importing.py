@@ -1,0 +1,186 @@
+"""Import: a folder of another tool -> a version of a cache, committed like a build."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+from niels_gpt.builders.meta_keys import Source, vocabulary_of
+from niels_gpt.builders.split import SPLITS
+from niels_gpt.interop.assembling import About, Assembled, assemble
+from niels_gpt.interop.foreign import ForeignFolder
+from niels_gpt.interop.texts import Texts
+from niels_gpt.progress import Progress
+from niels_gpt.storage import versions
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.tokenizers.document_end import DocumentEnd, document_end
+from niels_gpt.tokenizers.protocol import FullTokenizer
+
+_OF_ROWS = ("hf", "litdata")  # formats whose rows are the documents
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What an import made."""
+
+    path: Path
+    """The public folder."""
+    meta: dict[str, Any]
+    """Its meta.json."""
+    files: int
+    """Token files of the other tool."""
+    linked_bytes: int
+    """Bytes of tokens that are hard links, which take no disk space."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of both splits."""
+        return sum(int(self.meta["totals"][f"{split}_tokens"]) for split in SPLITS)
+
+
+@dataclass(frozen=True)
+class ImportOptions:
+    """What the caller may choose."""
+
+    end: str | None = None
+    """The token that ends documents, as the setting document_end; None: as the manifest, the folder or "auto" says."""
+    copy: bool = False
+    """Copy files that could be linked."""
+    licence: str | None = None
+    attribution: str | None = None
+    pad_id: int | None = None
+    """Of an sft cache; None: that of the manifest, else what ends documents."""
+    utf8_bytes: bool = True
+    """Count the bytes of the text, for bits per byte."""
+
+
+def import_folder(
+    source: Path,
+    folder: ForeignFolder,
+    path: Path,
+    *,
+    format: str,
+    tokenizer: FullTokenizer,
+    options: ImportOptions,
+    before_commit: Callable[[], object] = lambda: None,
+    progress: Progress | None = None,
+) -> Imported:
+    """Make what a format found in `source` the cache at `path`, atomically.
+
+    tokenizer: that made the ids. before_commit: called when all files of the cache are written.
+    progress: called with files, bytes of tokens read, and such bytes in all.
+    Warns (W205) where the ids seem to be of another tokenizer.
+    Raises: CacheError as `assemble`, and E221 for a folder without tokens for train, or with loss in some files only;
+        ValueError for a document end or pad id that the tokenizer does not have.
+    """
+    kind = kind_of(source, folder)
+    end = _end_of(folder, tokenizer, options.end)
+    about = About(
+        kind,
+        vocabulary_of(tokenizer),
+        _source(folder, path.name, options),
+        {
+            "format": format,
+            "borders": _borders(folder, format, end, options.end),
+            "files": len(folder.files),
+            "tokenizer": None if folder.tokenizer is None else PurePath(folder.tokenizer).name[:200],
+        },
+        end=end,
+        noticed=folder.noticed,
+        pad_id=_pad_id(source, folder, tokenizer, end, options.pad_id) if kind == "sft" else None,
+    )
+    linked = []
+
+    def examine(done: Assembled) -> Mapping[str, Any]:
+        linked.append(done.linked_bytes)
+        texts, lacking = Texts(done, kind, tokenizer, end), sum(done.docs.values()) - sum(done.ended.values())
+        unknown = tokenizer.unk_id
+        keys: dict[str, Any] = {
+            "roundtrip": texts.roundtrip(path),
+            "lossless": None,
+            "unknown_ids": 0 if unknown is None else sum(int(each[unknown]) for each in done.id_counts.values()),
+            "noticed": {"documents_without_end": lacking if end is not None and kind == "pretrain" else 0},
+        }
+        if kind == "pretrain" and options.utf8_bytes:
+            counts = texts.utf8_bytes()
+            if all(count or not any(done.shards[split]) for split, count in counts.items()):
+                keys["utf8_bytes"] = counts
+        return keys
+
+    with versions.building(path) as work:
+        meta = assemble(work, folder.files, about, copy=options.copy, examine=examine, progress=progress)
+        before_commit()
+        versions.commit(work, path, str(meta["content_sha256"]))
+    return Imported(path, meta, len(folder.files), sum(linked))
+
+
+def kind_of(source: Path, folder: ForeignFolder) -> str:
+    """Return sft where the files say which tokens carry loss, else pretrain. Raises: CacheError E221."""
+    with_loss = [file for file in folder.files if file.loss is not None]
+    if with_loss and len(with_loss) != len(folder.files):
+        without = next(file.name for file in folder.files if file.loss is None)
+        raise CacheError(source, f"{without} does not say which tokens carry loss, and other files do", code="E221")
+    if not any(file.split == "train" for file in folder.files):
+        raise CacheError(
+            source, "no tokens of train in it", "files of train", "Name those of val by --val", code="E221"
+        )
+    return "sft" if with_loss else "pretrain"
+
+
+def _end_of(folder: ForeignFolder, tokenizer: FullTokenizer, choice: str | None) -> DocumentEnd | None:
+    """Return the token that ends documents: the caller's, the manifest's, the folder's, else the tokenizer's.
+
+    Raises: ValueError where it is needed for borders, and nobody names one.
+    """
+    if choice is not None:
+        return document_end(tokenizer, choice)
+    if folder.manifest is not None:
+        known = folder.manifest["cache"].get("document_end")
+        return None if known is None else DocumentEnd(known["token"], known["id"])
+    if folder.document_end is not None and folder.document_end < tokenizer.vocab_size:
+        return DocumentEnd(tokenizer.token(folder.document_end), folder.document_end)
+    if any(file.ends is None for file in folder.files):
+        return document_end(tokenizer)
+    with suppress(ValueError):
+        return document_end(tokenizer)
+    return None
+
+
+def _borders(folder: ForeignFolder, format: str, end: DocumentEnd | None, choice: str | None) -> str:
+    if all(file.ends is not None for file in folder.files):
+        return "rows" if format in _OF_ROWS else "index"
+    if end is None:
+        return "files"
+    return "manifest" if folder.manifest is not None and choice is None else "document_end"
+
+
+def _pad_id(
+    source: Path, folder: ForeignFolder, tokenizer: FullTokenizer, end: DocumentEnd | None, choice: int | None
+) -> int:
+    """Return the id that fills up rows. Raises: ValueError; CacheError E221 where nobody names one."""
+    known = choice
+    if known is None and folder.manifest is not None:
+        known = folder.manifest["cache"].get("pad_id")
+    if known is None:
+        known = tokenizer.eos_id if end is None else end.id
+    if known is None:
+        raise CacheError(source, "no id is known that fills up a row", remedy="Pass --pad-id ID", code="E221")
+    if not 0 <= known < tokenizer.vocab_size:
+        raise ValueError(f"--pad-id {known}: expected an id of the tokenizer, 0 to {tokenizer.vocab_size - 1}")
+    return int(known)
+
+
+def _source(folder: ForeignFolder, name: str, options: ImportOptions) -> Source:
+    cache = {} if folder.manifest is None else folder.manifest["cache"]
+    known = cache.get("source", {})
+    provenance = {
+        "kind": "imported",
+        "revision": known.get("revision"),
+        "licence": options.licence or known.get("licence"),
+        "attribution": options.attribution or known.get("attribution"),
+        "fingerprint": cache.get("content_sha256"),
+    }
+    return Source(name=cache.get("dataset_name") or name, provenance=provenance)

@@ -1,0 +1,147 @@
+"""Import: where the cache goes, and with which tokenizer; niels_gpt/interop/importing.py makes it.
+
+All caches of pretrain/ and sft/ share the tokenizer of their folder. One of imported/ may have another, which lies
+with its versions, in imported/.versions/NAME/tokenizer, where readers look first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from niels_gpt.cache.meta import find_meta
+from niels_gpt.interop.foreign import read_manifest
+from niels_gpt.interop.formats import FORMATS
+from niels_gpt.interop.importing import Imported, ImportOptions, import_folder, kind_of
+from niels_gpt.progress import Progress
+from niels_gpt.recipes.records import recorded_outcomes
+from niels_gpt.recipes.run_recipe import TOKENIZER_KEY
+from niels_gpt.recipes.tokenizer import copy_tokenizer, ensure_tokenizer, named_tokenizer
+from niels_gpt.settings import Settings
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.locks import apply_lock_setting
+from niels_gpt.storage.versions import versions_dir
+from niels_gpt.tokenizer import load_tokenizer
+from niels_gpt.tokenizers.protocol import FullTokenizer
+
+IMPORTED = "imported"
+"""The folder of caches that no build makes."""
+_NAME = re.compile(r"(?:(pretrain|sft|imported)/)?([A-Za-z][A-Za-z0-9_]*)")
+
+
+def import_cache(
+    source: Path,
+    name: str,
+    *,
+    format: str,
+    cache_dir: Path,
+    tokenizer: str | None = None,
+    val: str | None = None,
+    document_end: str | None = None,
+    copy: bool = False,
+    licence: str | None = None,
+    attribution: str | None = None,
+    pad_id: int | None = None,
+    utf8_bytes: bool = True,
+    progress: Progress | None = None,
+) -> Imported:
+    """Make a folder of another tool a cache of `cache_dir`.
+
+    name: NAME, which is imported/NAME; or imported/NAME, pretrain/NAME, sft/NAME. format: a key of FORMATS.
+    tokenizer: a path or an id of the hub, as the setting; None: the folder is an export of this project, and was made
+        with the tokenizer of `cache_dir`. val: a pattern of the files of val; None: by their names.
+    The other arguments are those of `ImportOptions`. progress: as of `import_folder`.
+    Raises: ValueError for a wrong argument; FileNotFoundError; CacheError E221 for what is not of the format, E222 for
+        an id outside the vocabulary, E223 for a tokenizer that is not known, or not that of the other caches; OSError.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"--from {format}: expected one of {', '.join(FORMATS)}")
+    key, cache_dir = key_of(name), Path(cache_dir)
+    settings = Settings(cache_dir=str(cache_dir), tokenizer=tokenizer)
+    apply_lock_setting(cache_dir, settings.lock)
+    manifest = read_manifest(source, format)
+    of_manifest = None if manifest is None else manifest["cache"].get("tokenizer_sha256")
+    opened = _opened(source, settings, of_manifest)
+    install = _place(cache_dir, key, opened, settings)
+    folder = FORMATS[format].read(source, val_glob=val, vocab_size=opened.vocab_size)
+    if (kind := kind_of(source, folder)) != key.partition("/")[0] and not key.startswith(f"{IMPORTED}/"):
+        raise CacheError(source, f"becomes a cache of kind {kind}", f"one for {key}", "Pass another name", code="E221")
+    return import_folder(
+        source,
+        folder,
+        cache_dir / key,
+        format=format,
+        tokenizer=opened,
+        options=ImportOptions(document_end, copy, licence, attribution, pad_id, utf8_bytes),
+        before_commit=install,
+        progress=progress,
+    )
+
+
+def key_of(name: str) -> str:
+    """Return the key of the cache that an import makes: imported/wiki of wiki. Raises: ValueError."""
+    found = _NAME.fullmatch(name)
+    if found is None:
+        expected = "letters, digits and _, a letter first, alone or behind imported/, pretrain/ or sft/"
+        raise ValueError(f"NAME {name!r}: expected {expected}")
+    return f"{found[1] or IMPORTED}/{found[2]}"
+
+
+def _opened(source: Path, settings: Settings, of_manifest: str | None) -> FullTokenizer:
+    """Return the tokenizer of the ids: the named one, or that of the folder of caches where the manifest has it."""
+    shared = Path(settings.cache_dir) / TOKENIZER_KEY
+    if settings.tokenizer is not None:
+        tokenizer = named_tokenizer(settings)
+    elif of_manifest is None or (find_meta(shared) or {}).get("tokenizer_sha256") != of_manifest:
+        found = "does not say which tokenizer made its ids"
+        if of_manifest is not None:
+            found = f"ids of tokenizer {of_manifest[:12]}, which is not that of {shared}"
+        remedy = "Name the tokenizer: --tokenizer with its folder, its file or its id of the hub"
+        raise CacheError(source, found, remedy=remedy, code="E223")
+    else:
+        tokenizer = load_tokenizer(shared, follow_links=False)
+    if of_manifest not in (None, tokenizer.sha256):
+        found, expected = f"tokenizer {tokenizer.sha256[:12]}", f"{str(of_manifest)[:12]}, which made the ids"
+        raise CacheError(tokenizer.model_path, found, expected, f"{source} was exported with that one", code="E223")
+    return tokenizer
+
+
+def _place(cache_dir: Path, key: str, tokenizer: FullTokenizer, settings: Settings) -> Callable[[], object]:
+    """Return what installs the tokenizer where readers of the cache find it, and no other cache does.
+
+    Raises: CacheError E223 for a cache of pretrain/ or sft/ whose folder has caches of another tokenizer.
+    """
+    shared = _sha256_of(cache_dir / TOKENIZER_KEY)
+    if key.startswith(f"{IMPORTED}/"):
+        own = versions_dir(cache_dir / key) / TOKENIZER_KEY
+        if shared == tokenizer.sha256 and not own.is_symlink():
+            return _nothing
+        if settings.tokenizer is None:  # that of the folder, and an earlier import left another one here
+            settings = Settings(cache_dir=str(cache_dir), tokenizer=str(cache_dir / TOKENIZER_KEY))
+        return lambda: copy_tokenizer(settings, own)
+    others = {shared, *_in_use(cache_dir)} if shared is None else {shared}
+    if other := next((each for each in others if each not in (None, tokenizer.sha256)), None):
+        found, expected = f"ids of tokenizer {tokenizer.sha256[:12]}", f"tokenizer {other[:12]}, that of the others"
+        remedy = f"Import it as {IMPORTED}/{key.partition('/')[2]}, or into another --cache-dir"
+        raise CacheError(cache_dir / key, found, expected, remedy, code="E223")
+    return _nothing if shared is not None else lambda: ensure_tokenizer(settings)
+
+
+def _nothing() -> None:
+    """The tokenizer is there."""
+
+
+def _sha256_of(tokenizer: Path) -> str | None:
+    sha256 = (find_meta(tokenizer) or {}).get("tokenizer_sha256") if tokenizer.is_dir() else None
+    return str(sha256) if sha256 is not None else None
+
+
+def _in_use(cache_dir: Path) -> set[Any]:
+    """Return the tokenizers of the caches of pretrain/ and sft/."""
+    try:
+        outcomes, _ = recorded_outcomes(cache_dir)
+    except FileNotFoundError:
+        return set()
+    return {each.meta.get("tokenizer_sha256") for each in outcomes if not each.key.startswith(f"{IMPORTED}/")}
