@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 _SAMPLE_DOCUMENTS = 128  # of each split
 _SAMPLE_TOKENS = 1 << 12  # of each of them
+_LAST_TOKENS = 16  # of a document that is cut: not compared
 _MOST_CHANGED = 0.2  # of the ids, after decoding and encoding
 _BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 _WORD_START = "\u2581"
@@ -51,7 +52,7 @@ class Texts:
         self._end = -1 if end is None else end.id
         self._control = np.zeros(tokenizer.vocab_size, dtype=np.bool_)
         self._control[sorted(tokenizer.control_ids)] = True
-        self._samples = [ids for split in SPLITS for ids in self._sampled(split)]
+        self._samples = [each for split in SPLITS for each in self._sampled(split)]
 
     def roundtrip(self, where: Path) -> dict[str, Any]:
         """Return `roundtrip`: documents of the sample, and how many get other ids when they are encoded again.
@@ -59,9 +60,9 @@ class Texts:
         Warns (W205) where most ids change: they are of another tokenizer, it seems.
         """
         differ = changed = total = 0
-        for ids in self._samples:
-            share = min(self._changed(ids), self._changed(ids[~self._control[ids]]))
-            differ, changed, total = differ + (share > 0), changed + share, total + len(ids)
+        for ids, is_cut in self._samples:
+            count = min(self._changed(ids, is_cut), self._changed(ids[~self._control[ids]], is_cut))
+            differ, changed, total = differ + (count > 0), changed + count, total + len(ids)
         if changed > _MOST_CHANGED * total:
             logger.warning(
                 "%s: %.0f %% of the ids of %d documents change when they are decoded and encoded again, as ids of "
@@ -71,14 +72,14 @@ class Texts:
             )
         return {"texts": len(self._samples), "differ": differ}
 
-    def _changed(self, ids: Ids) -> int:
+    def _changed(self, ids: Ids, is_cut: bool) -> int:
         """Return how many ids of a document change; of one that is cut, the last ones do not count."""
         try:
             again = np.asarray(self._tokenizer.encode(self._tokenizer.decode(ids.tolist())), dtype=np.int64)
         except ValueError:
             return len(ids)
-        compared = len(ids) if len(ids) < _SAMPLE_TOKENS else len(ids) - 16
-        if np.array_equal(again[:compared], ids[:compared]):
+        compared = max(0, len(ids) - _LAST_TOKENS) if is_cut else len(ids)
+        if np.array_equal(again[:compared], ids[:compared]) and (is_cut or len(again) == len(ids)):
             return 0
         least = min(len(ids), len(again))
         begin = int(np.argmin(np.append(again[:least] == ids[:least], False)))
@@ -120,9 +121,9 @@ class Texts:
 
     def _is_proved(self, table: _Table) -> bool:
         """Whether the sums of a table are the lengths of the decoded texts of the sample."""
-        for sample in self._samples:
+        for sample, is_cut in self._samples:
             ids = sample[~self._control[sample]]
-            for _ in range(4 if len(sample) == _SAMPLE_TOKENS else 0):  # it may be cut inside a character
+            for _ in range(4 * is_cut):  # perhaps inside a character
                 if len(ids) and self._tokenizer.decode(ids.tolist()).endswith("\ufffd"):
                     ids = ids[:-1]
             if len(ids) and int(table.num_bytes[ids].sum() - table.stripped[ids[0]]) != self._decoded_bytes(ids):
@@ -169,19 +170,19 @@ class Texts:
                 parts.append(ids[position - first :])
             position = last
 
-    def _sampled(self, split: str) -> Iterator[Ids]:
-        """Yield the beginnings of some documents, evenly over the split."""
+    def _sampled(self, split: str) -> Iterator[tuple[Ids, bool]]:
+        """Yield the beginnings of some documents, evenly over the split, and whether each is less than all of it."""
         bounds = self._bounds(split)
         firsts = np.cumsum([0, *(record["tokens"] for record in self._done.shards[split])])
-        for number in np.unique(np.linspace(0, len(bounds) - 2, _SAMPLE_DOCUMENTS).astype(np.int64)).tolist():
-            if number < 0:
-                continue
+        chosen = np.unique(np.linspace(0, len(bounds) - 2, _SAMPLE_DOCUMENTS).astype(np.int64)).tolist()
+        for number in chosen if len(bounds) > 1 else ():
             begin, end = int(bounds[number]), int(bounds[number + 1])
             at = int(firsts.searchsorted(begin, side="right")) - 1
             ids = self._mapped(self._done.shards[split][at])[begin - firsts[at] : end - firsts[at]]
+            is_cut = len(ids) < end - begin or len(ids) > _SAMPLE_TOKENS
             ids = self._without_end(ids)[:_SAMPLE_TOKENS]
             if len(ids):
-                yield np.array(ids)
+                yield np.array(ids), is_cut
 
     def _mapped(self, record: dict[str, Any]) -> Ids:
         return mmap_tokens(self._done.work / record["name"], expected_bytes=record["bytes"], dtype=self._done.dtype)

@@ -1,0 +1,150 @@
+"""A folder of another tool becomes a cache: tokens, borders, loss, text, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from niels_gpt.builders.pretrain import build_pretrain
+from niels_gpt.cache import PretrainTokenStreamDataset, read_meta
+from niels_gpt.inspection.verify import find_damage
+from niels_gpt.interop.exporting import export_cache
+from niels_gpt.interop.importing import Imported
+from niels_gpt.interop.output import MANIFEST_NAME
+from niels_gpt.recipes.exchange.imports import import_cache
+from niels_gpt.recipes.tokenizer import ensure_tokenizer
+from niels_gpt.sampling import EpochStream
+from niels_gpt.sampling.evaluation import bits_per_byte, iter_eval
+from niels_gpt.settings import Settings
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.tokenizer import load_tokenizer
+from niels_gpt.tokenizer_training import train_tokenizer, write_tokenizer
+from niels_gpt.tokenizers.protocol import FullTokenizer
+
+WORDS = "the quick brown fox jumps over a lazy dog while it rains, and naïve cats sleep on".split()  # noqa: SIM905
+TEXTS = [" ".join(WORDS[at % 7 : at % 7 + 3 + at % 9]) + f" {at}." for at in range(60)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_tokenizer(train_tokenizer(TEXTS, vocab_size=320, trained_on="a test"), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def caches(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of caches with its tokenizer and pretrain/web, whose documents straddle shards."""
+    root = tmp_path_factory.mktemp("caches")
+    ensure_tokenizer(Settings(cache_dir=str(root), tokenizer=str(model)))
+    build_pretrain(
+        ((None, text) for text in TEXTS),
+        root / "pretrain" / "web",
+        tokenizer=load_tokenizer(root / "tokenizer"),
+        max_train_tokens=None,
+        max_val_tokens=None,
+        val_frac=0.2,
+        shard_bytes=400,
+        seed=0,
+        shuffle_buffer=None,
+        document_end="eot",
+    )
+    return root
+
+
+@pytest.fixture
+def tokenizer(caches: Path) -> FullTokenizer:
+    return load_tokenizer(caches / "tokenizer")
+
+
+def imported(source: Path, caches: Path, name: str = "web", format: str = "megatron", **arguments: Any) -> Imported:
+    return import_cache(source, name, format=format, cache_dir=caches, **arguments)
+
+
+def write_bin(folder: Path, **splits: list[int]) -> Path:
+    folder.mkdir(exist_ok=True)
+    for split, ids in splits.items():
+        np.array(ids, dtype="<u2").tofile(folder / f"{split}.bin")
+    return folder
+
+
+@pytest.mark.parametrize("format", ["megatron", "datatrove", "olmo", "modded-nanogpt"])
+def test_an_exported_cache_is_imported_as_it_was(caches: Path, tmp_path: Path, format: str) -> None:
+    export_cache(caches / "pretrain" / "web", format, tmp_path / "first")
+    done = imported(tmp_path / "first", caches, name=f"web_{format.replace('-', '_')}", format=format)
+    before, after = caches / "pretrain" / "web", done.path
+    for split in ("train", "val"):
+        for name in (f"index/{split}_docs.npy", *(f"{split}/{shard.name}" for shard in (before / split).iterdir())):
+            assert (after / name).read_bytes() == (before / name).read_bytes(), name
+    assert find_damage(after, deep=True) == []
+    original, meta = load(before), done.meta
+    assert meta["utf8_bytes"] == original["utf8_bytes"] and meta["document_end"] == original["document_end"]
+    assert meta["roundtrip"]["differ"] == 0 and meta["imported"]["borders"] == "index"
+    batches = []
+    for cache in (before, after):
+        data = PretrainTokenStreamDataset(cache / "train", T=16, device="cpu")
+        batches.append(data.get_batch(B=4, generator=torch.Generator().manual_seed(3)))
+    assert all(torch.equal(left, right) for left, right in zip(*batches, strict=True))
+    export_cache(after, format, tmp_path / "second")
+    names = [path.relative_to(tmp_path / "first") for path in (tmp_path / "first").rglob("*") if path.is_file()]
+    for name in names:
+        if name.name != MANIFEST_NAME:
+            assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes(), name
+
+
+def load(cache: Path) -> dict[str, Any]:
+    return read_meta(str(cache / "meta.json"))
+
+
+def test_files_without_borders_are_cut_at_the_end_of_documents(
+    caches: Path, tmp_path: Path, tokenizer: FullTokenizer
+) -> None:
+    eot, texts = tokenizer.special_token_ids()["eot"], ["the fox", "a lazy dog", "naïve cats"]
+    ids = [token for text in texts for token in (*tokenizer.encode(text), eot)]
+    source = write_bin(tmp_path / "bins", train=ids, val=tokenizer.encode("it rains"))
+    done = imported(source, caches, "bins", "nanogpt", tokenizer=str(caches / "tokenizer"))
+    meta = done.meta
+    assert meta["docs"] == {"train": 3, "val": 1} and meta["imported"]["borders"] == "document_end"
+    assert meta["utf8_bytes"] == {"train": sum(len(text.encode()) for text in texts), "val": len("it rains")}
+    assert meta["noticed"] == {"documents_without_end": 1} and meta["cut"]["documents"] == 1
+    assert (done.path / "index/train_ids.txt").read_text() == "train.bin#0\ntrain.bin#1\ntrain.bin#2\n"
+    assert find_damage(done.path, deep=True) == []
+    assert (source / "train.bin").samefile(done.path / "train/shard_00000.bin")
+    assert done.linked_bytes == 2 * done.tokens
+    copied = imported(source, caches, "copied", "nanogpt", tokenizer=str(caches / "tokenizer"), copy=True)
+    assert copied.linked_bytes == 0 and copied.meta["content_sha256"] == meta["content_sha256"]
+    assert len(list(EpochStream(done.path / "train", T=4, global_batch_size=1, seed=0, epochs=1))) > 0
+    assert len(list(iter_eval(done.path / "val", T=4, B=1))) > 0
+    assert bits_per_byte(5.0, done.path / "val") > 0
+
+
+def test_an_import_without_the_length_of_its_text_refuses_bits_per_byte(
+    caches: Path, tmp_path: Path, tokenizer: FullTokenizer
+) -> None:
+    source = write_bin(tmp_path / "bins", train=tokenizer.encode("the fox"))
+    done = imported(source, caches, "nobytes", "nanogpt", tokenizer=str(caches / "tokenizer"), utf8_bytes=False)
+    assert "utf8_bytes" not in done.meta and done.meta["built"] == "partial" and find_damage(done.path, deep=True) == []
+    with pytest.raises(CacheError, match="import it again without --no-utf8-bytes"):
+        bits_per_byte(5.0, done.path / "train")
+
+
+def test_an_id_outside_the_vocabulary_is_named(caches: Path, tmp_path: Path) -> None:
+    source = write_bin(tmp_path / "bins", train=[20, 21, 60000])
+    with pytest.raises(CacheError, match=r"train\.bin: token 2 is id 60000") as error:
+        imported(source, caches, "outside", "nanogpt", tokenizer=str(caches / "tokenizer"))
+    assert error.value.code == "E222" and not (caches / "imported" / "outside").exists()
+
+
+def test_ids_of_another_tokenizer_are_warned_of(
+    caches: Path, tmp_path: Path, tokenizer: FullTokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    ids = torch.randint(10, tokenizer.vocab_size, (400,), generator=torch.Generator().manual_seed(0)).tolist()
+    done = imported(
+        write_bin(tmp_path / "bins", train=ids), caches, "odd", "nanogpt", tokenizer=str(caches / "tokenizer")
+    )
+    assert done.meta["roundtrip"]["differ"] == done.meta["roundtrip"]["texts"]
+    assert [record.code for record in caplog.records if hasattr(record, "code")] == ["W205"]
