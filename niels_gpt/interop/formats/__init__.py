@@ -7,6 +7,7 @@ datatrove.py       .ds with .ds.index and .ds.metadata
 olmo.py            .npy without a header, and .csv.gz
 hf.py              parquet files of `datasets`, as they are written
 hf_rows.py         rows with input_ids, as they are read
+litdata.py         a folder a split, with chunk-0-N.bin and index.json
 listing.py         the token files of a folder: splits, order, and what lies beside them
 chunks.py          what several of them write alike
 """
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from niels_gpt.interop.foreign import ForeignFolder
-from niels_gpt.interop.formats import datatrove, hf, hf_rows, megatron, modded_nanogpt, nanogpt, olmo
+from niels_gpt.interop.formats import datatrove, hf, hf_rows, litdata, megatron, modded_nanogpt, nanogpt, olmo
 from niels_gpt.interop.output import Output
 from niels_gpt.interop.token_cache import TokenCache
 
@@ -58,6 +59,7 @@ _ALL = (
     Format("datatrove", ".ds files with .ds.index and .ds.loss", datatrove.write, datatrove.read, has_loss=True),
     Format("olmo", ".npy and .csv.gz files of OLMo-core, with label masks", olmo.write, olmo.read, has_loss=True),
     Format("hf", "parquet files of datasets: input_ids, labels, position_ids", hf.write, hf_rows.read, has_loss=True),
+    Format("litdata", "chunks of litdata for its TokensLoader, a folder a split", litdata.write, litdata.read),
 )
 FORMATS = {each.name: each for each in _ALL}
 """Every format by its name."""
