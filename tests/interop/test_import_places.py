@@ -1,0 +1,134 @@
+"""Where an import goes, which tokenizer it has there, and what the other commands make of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from niels_gpt.cache.meta import read_meta, tokenizer_above, tokenizer_of
+from niels_gpt.inspection.caches import caches_below
+from niels_gpt.inspection.locate import locate
+from niels_gpt.inspection.stats import stats
+from niels_gpt.inspection.verify import Limits, find_damage, verify
+from niels_gpt.interop import importing
+from niels_gpt.interop.exporting import export_cache
+from niels_gpt.interop.foreign import ForeignFile, ForeignFolder
+from niels_gpt.interop.importing import ImportOptions, import_folder
+from niels_gpt.recipes.exchange.imports import import_cache, key_of
+from niels_gpt.recipes.gc import collect
+from niels_gpt.recipes.records import recorded_outcomes
+from niels_gpt.recipes.tokenizer import ensure_tokenizer
+from niels_gpt.settings import Settings
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.tokenizer import load_tokenizer
+from niels_gpt.tokenizer_training import train_tokenizer, write_tokenizer
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two tokenizers."""
+    folders = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("other")
+    for folder, size in zip(folders, (300, 310), strict=True):
+        texts = [f"a quick fox and {at} lazy dogs of size {size}" for at in range(40)]
+        write_tokenizer(train_tokenizer(texts, vocab_size=size, trained_on="a test"), folder)
+    return folders
+
+
+@pytest.fixture
+def source(models: tuple[Path, Path], tmp_path: Path) -> Path:
+    """train.bin and val.bin of the second tokenizer."""
+    (tmp_path / "bins").mkdir()
+    tokenizer = load_tokenizer(models[1])
+    for split, texts in {"train": ["a fox", "dogs"], "val": ["lazy"]}.items():
+        ids = [id for text in texts for id in (*tokenizer.encode(text), tokenizer.special_token_ids()["eot"])]
+        np.array(ids, dtype="<u2").tofile(tmp_path / "bins" / f"{split}.bin")
+    return tmp_path / "bins"
+
+
+def test_names_of_caches() -> None:
+    assert key_of("wiki") == "imported/wiki" and key_of("sft/chats") == "sft/chats"
+    for name in ("../wiki", "tokenizer/a", "a/b/c", "", ".wiki", "imported/"):
+        with pytest.raises(ValueError, match="NAME"):
+            key_of(name)
+
+
+def test_an_import_of_another_tokenizer_has_its_own(models: tuple[Path, Path], source: Path, tmp_path: Path) -> None:
+    root = tmp_path / "cache"
+    ensure_tokenizer(Settings(cache_dir=str(root), tokenizer=str(models[0])))
+    shared = read_meta(str(root / "tokenizer" / "meta.json"))
+    with pytest.raises(CacheError, match="Import it as imported/web") as error:
+        import_cache(source, "pretrain/web", format="nanogpt", cache_dir=root, tokenizer=str(models[1]))
+    assert error.value.code == "E223"
+    done = import_cache(source, "web", format="nanogpt", cache_dir=root, tokenizer=str(models[1]), licence="CC0-1.0")
+    assert read_meta(str(root / "tokenizer" / "meta.json")) == shared
+    version = done.path.resolve()
+    assert tokenizer_above(version) == root / "imported" / ".versions" / "web" / "tokenizer"
+    assert tokenizer_of(version, done.meta["tokenizer_sha256"]).sha256 == load_tokenizer(models[1]).sha256
+    verdicts = verify(done.path, Limits(deep=True))
+    assert [name for name, verdict in verdicts.items() if verdict.problems] == []
+    assert find_damage(done.path, deep=True) == []
+    assert caches_below(root) == [root / "imported" / "web", root / "tokenizer"]
+    assert [outcome.key for outcome in recorded_outcomes(root)[0]] == ["tokenizer", "imported/web"]
+    assert dict(stats(done.path))["licence"] == "CC0-1.0"
+    text = locate(done.path, tokenizer_of(version, None), split="train", position=0, num_tokens=20)
+    assert "train.bin#0" in text and "fox" in text
+    again = import_cache(source, "web", format="nanogpt", cache_dir=root, tokenizer=str(models[1]), document_end="none")
+    assert again.meta["docs"] == {"train": 1, "val": 1} and again.meta["imported"]["borders"] == "files"
+    for _ in range(2):
+        assert not any("tokenizer" in line for line in collect(root, dry_run=False))
+    assert find_damage(done.path, deep=True) == [] and tokenizer_of(done.path.resolve(), None)
+
+
+def test_an_import_into_an_empty_folder_gives_it_its_tokenizer(
+    models: tuple[Path, Path], source: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "cache"
+    done = import_cache(source, "pretrain/web", format="nanogpt", cache_dir=root, tokenizer=str(models[1]))
+    assert load_tokenizer(root / "tokenizer").sha256 == done.meta["tokenizer_sha256"]
+    export_cache(done.path, "nanogpt", tmp_path / "out")
+    again = import_cache(tmp_path / "out", "again", format="nanogpt", cache_dir=root)  # by its manifest
+    assert again.meta["shards"] == done.meta["shards"] and again.meta["imported"]["borders"] == "manifest"
+    with pytest.raises(CacheError) as error:
+        import_cache(tmp_path / "out", "other", format="nanogpt", cache_dir=root, tokenizer=str(models[0]))
+    assert error.value.code == "E223"
+
+
+def test_a_folder_without_a_tokenizer_is_refused(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(CacheError, match="--tokenizer") as error:
+        import_cache(source, "web", format="nanogpt", cache_dir=tmp_path / "cache")
+    assert error.value.code == "E223" and not (tmp_path / "cache" / "imported").exists()
+
+
+def loss_file(name: str, ids: list[int], ends: list[int], loss: list[int], **more: Any) -> ForeignFile:
+    return ForeignFile(
+        "train",
+        name,
+        len(ids),
+        lambda: iter([np.array(ids[:3]), np.array(ids[3:])]),
+        lambda: np.array(ends),
+        loss=lambda: iter([np.array(loss[:2], dtype=bool), np.array(loss[2:], dtype=bool)]),
+        **more,
+    )
+
+
+def test_files_with_loss_become_an_sft_cache(models: tuple[Path, Path], tmp_path: Path) -> None:
+    root = tmp_path / "cache"
+    ensure_tokenizer(Settings(cache_dir=str(root), tokenizer=str(models[0])))
+    files = [loss_file("a", [20, 21, 22, 23, 24], [3, 5], [1, 0, 1, 0, 1]), loss_file("b", [25, 26], [2], [0, 0])]
+    tokenizer = load_tokenizer(models[0])
+    chosen = {"format": "datatrove", "tokenizer": tokenizer, "options": ImportOptions(end="none", pad_id=7)}
+    done = import_folder(tmp_path, ForeignFolder(files), root / "sft" / "chats", **chosen)
+    assert done.meta["noticed"] == {"examples_without_loss": 1, "first_tokens_with_loss": 1}
+    assert (done.path / "train_tokens.bin").read_bytes() == np.arange(20, 27, dtype="<u2").tobytes()
+    assert (done.path / "train_loss.bits").read_bytes() == bytes([0b0010100])
+    assert (done.path / "index/train_ids.txt").read_text() == "a#0\na#1\nb#0\n" and done.meta["pad_id"] == 7
+    assert find_damage(done.path, deep=True) == []
+    assert not any(
+        check.problems for name, check in verify(done.path, Limits(deep=True)).items() if name != "budget_reached"
+    )
+    some = [*files, ForeignFile("train", "c", 2, lambda: iter([np.array([20, 21])]), lambda: np.array([2]))]
+    with pytest.raises(CacheError, match="c does not say which tokens carry loss"):
+        importing.kind_of(tmp_path, ForeignFolder(some))
