@@ -68,6 +68,9 @@ class CacheFiles:
         """Records of the files that are there and have their sizes, by name; filled by `size_damages`."""
         self.sound: set[str] = set()
         """Names of the files whose sha256 is right; filled by `read`."""
+        self.linked: dict[str, int] = {}
+        """Files with other names (hard links) that were written after meta.json: their number of names; filled by
+        `size_damage`."""
         self._files_read = self._bytes_read = self._total_bytes = 0
         self._buffer = memoryview(bytearray(_READ_BYTES))
 
@@ -90,7 +93,10 @@ class CacheFiles:
         name, size = record["name"], record["bytes"]
         try:
             with open(open_regular(path_inside(self.folder, name)), "rb") as file:
-                actual = os.fstat(file.fileno()).st_size
+                about = os.fstat(file.fileno())
+            actual = about.st_size
+            if about.st_nlink > 1 and about.st_mtime_ns > os.stat(self.folder / META_NAME).st_mtime_ns:
+                self.linked[name] = about.st_nlink
         except FileNotFoundError:
             return Damage(name, 0, size, f"no such file, expected {size} bytes by its {META_NAME}")
         except CacheError as error:
@@ -99,8 +105,15 @@ class CacheFiles:
             return Damage(name, 0, size, str(error))
         if actual != size:
             expected = f"{actual} bytes, expected {size} by its {META_NAME}"
-            return Damage(name, min(actual, size), max(actual, size), expected)
+            return Damage(name, min(actual, size), max(actual, size), expected + self._why_linked(name))
         return None
+
+    def _why_linked(self, name: str) -> str:
+        """Say how a damaged file was written to, "" where nothing tells: rebuilding gives the cache its own file."""
+        if (count := self.linked.get(name)) is None:
+            return ""
+        remedy = "rebuild the cache, or put a good copy there by cp --remove-destination"
+        return f". The file has {count} names (hard links, as an export has), and was written through one: {remedy}"
 
     def header_damages(self) -> Iterator[Damage]:
         """Yield the offsets files that do not begin with the header of an int64 array of their length."""
@@ -130,6 +143,13 @@ class CacheFiles:
         checksums = self.meta.get("checksums", {}).get("name")
         for record in sorted(self.readable.values(), key=lambda record: bool(record["name"] == checksums)):
             yield from self.read(record)  # the checksums last: `sound` tells which of their entries can be judged
+
+    def linked_damages(self) -> Iterator[Damage]:
+        """Compare the sha256 of the readable files that may have been written through another name; usually none."""
+        records = [record for name, record in self.readable.items() if name in self.linked]
+        self._total_bytes = sum(record["bytes"] for record in records)
+        for record in records:
+            yield from self.read(record)
 
     def pieces(self, record: Record) -> Iterator[memoryview]:
         """Yield the bytes of a file. Each piece is overwritten by the next one."""
@@ -175,7 +195,8 @@ class CacheFiles:
         ]
         if rest := ranges[_MAX_RANGES:]:
             found.append(Damage(name, rest[0][0], rest[-1][1], f"and {len(rest)} places more"))
-        return found or [Damage(name, 0, record["bytes"], problem)]
+        first, *others_found = found or [Damage(name, 0, record["bytes"], problem)]
+        return [first._replace(problem=first.problem + self._why_linked(name)), *others_found]
 
     def _damaged_ranges(self, record: Record) -> list[tuple[int, int]]:
         """Return the bytes that differ by the CRC-32 of their blocks, as [start, end); [] where none tells."""

@@ -111,6 +111,7 @@ def find_damage(cache: Path, *, deep: bool, progress: Progress | None = None) ->
     """Return what is wrong with the cache at `cache`, [] for a good one. Nothing outside its folder is opened.
 
     Warnings are no damage. A quick look compares sizes, headers and sums; it finds files that meta.json does not name.
+    It reads the files that have another name, a hard link, and were written after meta.json.
     cache: the public folder, such as cache/sft/oasst1, or a version's own. It is resolved once.
     deep: read every file; a tokenizer's model, which is small, is always read.
     progress: called with files, bytes read, and bytes to read in all.
@@ -138,6 +139,8 @@ def _all_damages(files: CacheFiles, limits: Limits, figures: Figures) -> Iterato
         yield from content_damages(files)
     elif limits.deep or is_tokenizer:
         yield from files.sha256_damages()
+    else:
+        yield from files.linked_damages()
 
 
 def _as_damage(finding: Finding, folder: Path) -> Damage:
@@ -201,8 +204,7 @@ def _files_match_meta(files: CacheFiles, limits: Limits, figures: Figures) -> It
         sha256="compared" if is_deep else "not compared: deep_checks is false",
     )
     yield from files.size_damages()
-    if is_deep:
-        yield from files.sha256_damages()
+    yield from files.sha256_damages() if is_deep else files.linked_damages()
     if problem := meta_checks.content_sha256_problem(files.meta, files.records):
         yield Damage(META_NAME, 0, 0, problem)
 
@@ -289,7 +291,8 @@ _RULES: dict[str, Rule] = {
 _FILES = Check(
     "files_match_meta",
     "Every file that meta.json names is there, inside the cache's folder and with its size; a deep check, and any "
-    "check of a tokenizer, compares the sha256 of each file too.",
+    "check of a tokenizer, compares the sha256 of each file too. Another check does so for a file that has a second "
+    "name, as an export gives it, and was written after meta.json.",
 )
 _TOKENS = (
     _FILES,

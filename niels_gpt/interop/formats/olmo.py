@@ -109,7 +109,7 @@ def _read_lines(path: Path) -> Iterator[NDArray[np.int64]]:
     try:
         with open(open_regular(path), "rb") as raw, gzip.GzipFile(fileobj=raw) as file:
             while lines := [line for line in (file.readline(_MAX_LINE) for _ in range(_LINES)) if line]:
-                yield np.array([line.split(b",", 2)[:2] for line in lines]).astype(np.int64)
+                yield np.array([line.split(b",", 2)[:2] for line in lines]).astype(np.int64).reshape(len(lines), 2)
     except (ValueError, EOFError, zlib.error, gzip.BadGzipFile, OverflowError) as error:
         if isinstance(error, CacheError):
             raise
