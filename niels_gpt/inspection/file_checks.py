@@ -112,7 +112,7 @@ class CacheFiles:
         """Say how a damaged file was written to, "" where nothing tells: rebuilding gives the cache its own file."""
         if (count := self.linked.get(name)) is None:
             return ""
-        remedy = "rebuild the cache, or put a good copy there by cp --remove-destination"
+        remedy = "rebuild the cache, or remove this name and copy a good file there"
         return f". The file has {count} names (hard links, as an export has), and was written through one: {remedy}"
 
     def header_damages(self) -> Iterator[Damage]:

@@ -160,7 +160,7 @@ def test_verify_says_that_somebody_wrote_through_a_link(root: Path, tmp_path: Pa
     for deep in (False, True):
         [damage] = find_damage(root / NOTES, deep=deep)
         assert damage.file == "train/shard_00001.bin" and "sha256" in damage.problem
-        assert "hard link" in damage.problem and "--remove-destination" in damage.problem
+        assert "hard link" in damage.problem and "remove this name" in damage.problem
     [problem] = verify(root / NOTES, Limits(), names=["files_match_meta"])["files_match_meta"].problems
     assert "hard link" in problem
 
