@@ -8,6 +8,7 @@ eagle3/draft_vocab                                 the tokens that a draft knows
 eagle3/targets                                     a target model's outputs over chats, to train a draft
 pretrain/NAME, sft/NAME                            the same of your own text and chats: sources.toml
 rollouts/NAME                                      recorded rollouts of your own
+export/NAME                                        a cache as files of another tool: sources.toml
 raw/NAME                                           observed: the text that a cache is made of
 sft/                                               observed: what `--select sft/*` starts from
 """
@@ -23,6 +24,7 @@ from pipelines.automation import automation_of, condition_of, switched_on
 from pipelines.checks import checks_of
 from pipelines.deployment import Deployment
 from pipelines.describe import described
+from pipelines.exchange.outputs import outputs_of
 from pipelines.resources import settings_from_environment, settings_resource
 from pipelines.steps import BUILD_TAG
 from pipelines.versions import code_versions
@@ -63,6 +65,8 @@ def niels_definitions(
     versions = code_versions(chosen)
     made = [*assets.assets_of(deployment), eagle3.draft_vocab_of(deployment), eagle3.targets_of(deployment)]
 
+    outputs, output_checks = outputs_of(deployment)
+
     def completed(spec: dg.AssetSpec) -> dg.AssetSpec:
         path = deployment.path_of(spec.key)
         return described(deployment, spec).replace_attributes(
@@ -70,8 +74,8 @@ def niels_definitions(
         )
 
     ours = dg.Definitions(
-        assets=dg.map_asset_specs(completed, partitions.in_partitions(deployment, made)),
-        asset_checks=[checks_of(deployment, path) for path in versions],
+        assets=[*dg.map_asset_specs(completed, partitions.in_partitions(deployment, made)), *outputs],
+        asset_checks=[*(checks_of(deployment, path) for path in versions), *output_checks],
         resources={deployment.resource: settings_resource(chosen)},
     )
     return dg.Definitions.merge(ours, automation_of(deployment))

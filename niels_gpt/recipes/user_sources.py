@@ -38,6 +38,8 @@ from niels_gpt.storage.fileio import open_for_reading
 logger = logging.getLogger(__name__)
 
 FAMILIES = ("pretrain", "sft", "rollouts")
+DELIVERIES = ("export",)
+"""Tables of sources.toml that define no source: where caches are exported to."""
 _WHAT = {
     "pretrain": ("Token cache", "text"),
     "sft": ("Token cache", "chats"),
@@ -213,25 +215,36 @@ def _of_lines(settings: Settings) -> Iterator[UserSource]:
                 yield _user_source(family, name.strip(), files.strip(), Path.cwd(), named_in)
 
 
-def _of_file(settings: Settings) -> Iterator[UserSource]:
+def sources_tables(settings: Settings) -> tuple[Path, dict[str, Any]]:
+    """Return the path of sources.toml and what it holds; {} where there is none.
+
+    Raises: FileNotFoundError for a `sources_file` other than the default that does not exist; ValueError.
+    """
     path = Path(settings.sources_file).expanduser().absolute()
     if not path.exists():
         if settings.sources_file != Settings.sources_file:
             raise FileNotFoundError(f"{path}: no such file, expected the sources.toml that --sources-file names")
-        return
+        return path, {}
     with open(open_for_reading(path, follow_links=True), "rb") as file:
         raw = file.read(MAX_TOML_BYTES + 1)
     if len(raw) > MAX_TOML_BYTES:
         raise ValueError(f"{path}: more than {MAX_TOML_BYTES:,} bytes, expected a file that defines sources")
     try:
-        content = tomllib.loads(raw.decode("utf-8-sig"))
+        return path, tomllib.loads(raw.decode("utf-8-sig"))
     except RecursionError:
         raise ValueError(f"{path}: TOML that is nested too deeply") from None
     except ValueError as error:  # of utf-8 and of TOML, and of an integer with too many digits
         raise ValueError(f"{path}: not TOML: {error}") from None
+
+
+def _of_file(settings: Settings) -> Iterator[UserSource]:
+    path, content = sources_tables(settings)
     for family, entries in content.items():
+        if family in DELIVERIES and isinstance(entries, Mapping):  # see recipes/exchange/lines.py
+            continue
         if family not in FAMILIES or not isinstance(entries, Mapping):
-            raise ValueError(f"{path}: found {family!r}, expected tables [pretrain], [sft] and [rollouts]")
+            expected = "expected tables [pretrain], [sft], [rollouts] and [export]"
+            raise ValueError(f"{path}: found {family!r}, {expected}")
         for name, entry in entries.items():
             yield _of_entry(family, name, entry, path)
 

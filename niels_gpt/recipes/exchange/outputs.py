@@ -1,0 +1,147 @@
+"""Carries out a line of sources.toml: exports a cache, or pushes it to its bucket, unless that is up to date."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+from niels_gpt.cache.meta import find_meta
+from niels_gpt.interop.output import MANIFEST_NAME
+from niels_gpt.progress import Progress
+from niels_gpt.recipes.exchange.lines import Line
+from niels_gpt.recipes.run_recipe import RUNS_DIR, cache_root
+from niels_gpt.settings import Settings
+from niels_gpt.storage import fileio
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.locks import file_lock
+from niels_gpt.storage.meta_json import checked_name, parse_object, read_regular
+from niels_gpt.storage.remedies import build_command
+
+
+@dataclass(frozen=True)
+class Delivered:
+    """What became of a line."""
+
+    line: Line
+    content_sha256: str
+    """Of the cache."""
+    reused: bool
+    """Nothing was done: it was up to date."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Files and bytes, by the manifest or the push."""
+
+
+def deliver(settings: Settings, line: Line, *, wait: bool = True, progress: Progress | None = None) -> Delivered:
+    """Export or push the cache of a line, unless what is there is of its content and format.
+
+    An export of another version is replaced by the new one, if its folder holds nothing but what its manifest names;
+    a pushed cache, if this line has pushed it. wait: for another process that does the same.
+    Raises: FileNotFoundError without the cache; CacheError E704 where the folder holds anything else, E610 where the
+        bucket does; as `export_cache` and `push`.
+    """
+    cache = cache_root(settings) / line.cache
+    meta = find_meta(cache)
+    if meta is None:
+        command = build_command(settings, line.cache)
+        raise FileNotFoundError(f"{cache}: no cache there, and {line.path} is made of it. Build it: {command}")
+    content = str(meta["content_sha256"])
+    lock = cache_root(settings) / RUNS_DIR / f"{line.kind}.{line.name}.lock"
+    with file_lock(lock, line.place, "is being written", wait=wait):
+        return _export(cache, line, content, progress)
+
+
+# --- exports ----------------------------------------------------------------------------------------------------------
+
+
+def manifest_of(folder: Path) -> dict[str, Any] | None:
+    """Return the manifest of an export; None where there is no folder, or an empty one.
+
+    Raises: CacheError E704 for a folder of anything else.
+    """
+    if not folder.is_symlink() and (not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))):
+        return None
+    try:
+        manifest = parse_object(read_regular(folder / MANIFEST_NAME))
+        if manifest.get("kind") != "export" or folder.is_symlink():
+            raise ValueError("not the manifest of an export")
+        for record in manifest["files"]:
+            checked_name(record["name"], "a file's name", str(folder / MANIFEST_NAME))
+        return manifest
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        found = f"is not an export of this project ({error})"
+        raise CacheError(
+            folder, found, "one, or nothing", "Name another folder in sources.toml", code="E704"
+        ) from error
+
+
+def missing_of(folder: Path, manifest: dict[str, Any]) -> list[str]:
+    """Return what is wrong with the files that a manifest names, by their sizes."""
+    problems = []
+    for record in manifest["files"]:
+        path = folder / record["name"]
+        size = path.lstat().st_size if path.is_file() and not path.is_symlink() else None
+        if size != record["bytes"]:
+            found = "is missing" if size is None else f"has {size:,} bytes"
+            problems.append(f"{path}: {found}, expected {record['bytes']:,} bytes")
+    return problems
+
+
+def _export(cache: Path, line: Line, content: str, progress: Progress | None) -> Delivered:
+    from niels_gpt.interop.exporting import export_cache
+
+    assert line.folder is not None and line.to is not None
+    folder = line.folder
+    manifest = manifest_of(folder)
+    if manifest is not None:
+        _refuse_foreign(folder, manifest)
+        is_same = manifest["format"] == line.to and manifest["cache"]["content_sha256"] == content
+        if is_same and not missing_of(folder, manifest):
+            return Delivered(line, content, True, _facts(manifest))
+    if manifest is None:
+        export_cache(cache, line.to, folder, progress=progress)
+    else:
+        _replace(cache, line.to, folder, progress)
+    manifest = manifest_of(folder)
+    assert manifest is not None
+    return Delivered(line, str(manifest["cache"]["content_sha256"]), False, _facts(manifest))
+
+
+def _replace(cache: Path, to: str, folder: Path, progress: Progress | None) -> None:
+    """Export to a folder beside, and let it take the place of the old one: two renames, at once one after the other."""
+    from niels_gpt.interop.exporting import export_cache
+
+    new, old = (folder.with_name(f".{folder.name}.{token_hex(4)}.tmp") for _ in range(2))
+    try:
+        export_cache(cache, to, new, progress=progress)
+        fileio.rename(folder, old)
+        try:
+            fileio.rename(new, folder)
+        except BaseException:
+            fileio.rename(old, folder)
+            raise
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _refuse_foreign(folder: Path, manifest: dict[str, Any]) -> None:
+    """Raise CacheError E704 where a folder has files that its manifest does not name: they would be removed."""
+    named = {MANIFEST_NAME, *(record["name"] for record in manifest["files"])}
+    there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_symlink() or path.is_file()}
+    if foreign := sorted(there - named):
+        found = f"has {len(foreign)} files that are not of its export (such as {foreign[0]})"
+        raise CacheError(folder, found, remedy="Move them away, then export again", code="E704")
+
+
+def _facts(manifest: dict[str, Any]) -> dict[str, Any]:
+    records = manifest["files"]
+    return {
+        "format": manifest["format"],
+        "files": len(records),
+        "bytes": sum(record["bytes"] for record in records),
+        "linked_bytes": sum(record["bytes"] for record in records if record["made"] == "link"),
+        "noted": manifest["noted"],
+    }

@@ -1,0 +1,115 @@
+"""The assets export/NAME: a cache as files of another tool, one for each line of sources.toml, with its check.
+
+Their data version is the cache's content_sha256, so they are stale when the cache is another one.
+"""
+
+from dataclasses import asdict
+from hashlib import sha256
+from typing import Any
+
+import dagster as dg
+
+from niels_gpt.cache.meta import find_meta
+from niels_gpt.recipes.exchange.lines import Line, lines_of
+from niels_gpt.recipes.exchange.outputs import Delivered, deliver, manifest_of, missing_of
+from niels_gpt.recipes.plan import every_key
+from niels_gpt.recipes.run_recipe import cache_root
+from niels_gpt.settings import Settings
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import canonical_json
+from pipelines.deployment import Deployment
+from pipelines.steps import progress_log, step
+from pipelines.versions import DATA_VERSION, INPUT_VERSION
+
+CHECK = "is_there"
+_DIGITS = 12
+
+
+def outputs_of(deployment: Deployment) -> tuple[list[dg.AssetsDefinition], list[dg.AssetChecksDefinition]]:
+    """Return an asset and a check for each line of sources.toml. Raises: as `lines_of`."""
+    lines = lines_of(deployment.settings).values()
+    return [_asset(deployment, line) for line in lines], [_check(deployment, line) for line in lines]
+
+
+def _asset(deployment: Deployment, line: Line) -> dg.AssetsDefinition:
+    is_ours = line.cache in every_key(deployment.settings)  # an imported cache is no asset
+    cache = deployment.key(line.cache)
+    facts = {name: str(value) for name, value in asdict(line).items() if value is not None}
+
+    @dg.asset(
+        key=deployment.key(line.path),
+        deps=[cache] if is_ours else [],
+        description=f"The cache {line.cache} as files of {line.to}, in {line.place}.",
+        group_name=deployment.group(line.kind),
+        owners=list(deployment.owners),
+        tags={"family": line.kind, **deployment.tags},
+        kinds={"file"},
+        required_resource_keys={deployment.resource},
+        op_tags=deployment.op_tags,
+        code_version=sha256(canonical_json(facts)).hexdigest()[:_DIGITS],
+        metadata={"dagster/uri": line.place},
+    )
+    def output(context: dg.AssetExecutionContext) -> dg.MaterializeResult[None]:
+        run = deployment.run(context)
+        with step(context, deployment):
+            progress = progress_log(context, "files", "bytes")
+            done = deliver(run.settings, line, wait=run.wait, progress=progress)
+        tags = {DATA_VERSION: done.content_sha256}
+        if is_ours:
+            tags[f"{INPUT_VERSION}/{cache.to_user_string()}"] = done.content_sha256
+        return dg.MaterializeResult(metadata=_metadata(done), tags=tags)
+
+    made: dg.AssetsDefinition = output
+    return made
+
+
+def _metadata(done: Delivered) -> dict[str, dg.MetadataValue[Any]]:
+    """Return what the manifest says: numbers as such, which Dagster plots, and the rest as text."""
+    value, facts = dg.MetadataValue, done.facts
+    found: dict[str, dg.MetadataValue[Any]] = {
+        "run/state": value.text("reused: the cache and the format are the same" if done.reused else "built"),
+        "cache": value.text(done.line.cache),
+        "content_sha256": value.text(done.content_sha256),
+        "place": value.path(done.line.place),
+    }
+    for name, fact in facts.items():
+        found[name] = value.int(fact) if isinstance(fact, int) else value.text(str(fact) if fact else "nothing")
+    if "bytes" in facts:
+        found["dagster/size_bytes"] = value.int(facts["bytes"])
+    return found
+
+
+def _check(deployment: Deployment, line: Line) -> dg.AssetChecksDefinition:
+    """Return the check of an export: every file of its manifest is there, and it is of the cache as it is now."""
+    key = deployment.key(line.path)
+
+    @dg.asset_check(
+        name=CHECK,
+        asset=key,
+        description="Every file of the manifest is there with its size, and the cache is still the one that it is of.",
+        required_resource_keys={deployment.resource},
+    )
+    def check(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
+        problems = _problems(deployment.run(context).settings, line)
+        return dg.AssetCheckResult(
+            passed=not problems,
+            severity=dg.AssetCheckSeverity.WARN,
+            description="; ".join(problems[:3]) or "Every file is there.",
+            metadata={"problems": len(problems)},
+        )
+
+    made: dg.AssetChecksDefinition = check
+    return made
+
+
+def _problems(settings: Settings, line: Line) -> list[str]:
+    assert line.folder is not None
+    try:
+        manifest, meta = manifest_of(line.folder), find_meta(cache_root(settings) / line.cache)
+        if manifest is None:
+            return [f"{line.folder}: no export there"]
+        is_same = meta is not None and meta["content_sha256"] == manifest["cache"]["content_sha256"]
+        stale = [] if is_same else [f"{line.folder}: is of another version than {line.cache} is now"]
+        return [*missing_of(line.folder, manifest), *stale]
+    except (CacheError, OSError, LookupError, TypeError) as error:
+        return [str(error)]
