@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.number_caches import NumberTokenizer
 from support.small_caches import build_caches, build_notes
 
+from niels_gpt.builders.pretrain import build_pretrain
 from niels_gpt.interop.exporting import export_cache
 from niels_gpt.interop.foreign import ForeignFile
 from niels_gpt.interop.formats import litdata
@@ -17,6 +19,12 @@ from niels_gpt.storage.errors import CacheError
 
 DOCUMENTS = ((None, "abc"), (None, "de"), (None, "fghij"))
 CONFIG: dict[str, Any] = {"compression": None, "data_format": ["no_header_tensor:20"], "item_loader": "TokensLoader"}
+
+
+class WideTokenizer(NumberTokenizer):
+    """Its ids have 32 bits."""
+
+    vocab_size = 1 << 17
 
 
 @pytest.fixture
@@ -70,6 +78,20 @@ def test_a_chunk_has_the_bytes_on_paper(notes: Path, tmp_path: Path) -> None:
     assert [file.continues for file in files] == [False, True]
     assert [ends_of(file) for file in files] == [[3, 5, 6], [4]]
     assert [*tokens_of(files[0]), *tokens_of(files[1])] == ids
+
+
+def test_ids_of_32_bits_are_int32_for_torch(tmp_path: Path) -> None:
+    limits: dict[str, Any] = {"max_train_tokens": 5, "max_val_tokens": 0, "shuffle_buffer": None, "num_threads": 0}
+    cache = tmp_path / "cache" / "pretrain" / "numbers"
+    documents = [(None, "70000-70003"), (None, "5-7")]
+    build_pretrain(documents, cache, tokenizer=WideTokenizer(), shard_bytes=80, seed=0, **limits)
+    export_cache(cache, "litdata", tmp_path / "out")
+
+    head = "02 00 00 00  10 00 00 00  1c 00 00 00  24 00 00 00"
+    ids = "70 11 01 00  71 11 01 00  72 11 01 00  05 00 00 00  06 00 00 00"
+    assert (tmp_path / "out/train/chunk-0-0.bin").read_bytes() == bytes.fromhex(head + ids)
+    index = json.loads((tmp_path / "out/train/index.json").read_bytes())
+    assert index["config"]["data_format"] == ["no_header_tensor:16"]
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,13 @@ A chunk, little-endian, has a document as each item:
 records it for tensors: no_header_tensor:20 is uint16, no_header_tensor:16 is int32; it knows no uint32 for them.
 StreamingDataset(FOLDER/train, item_loader=TokensLoader(block_size=T)) reads blocks of T tokens without regard to the
 items; the tokens of a chunk behind its last whole block are not read. A document that lies in two shards is an item in
-each. litdata writes the time as `updated_at`, by which it knows that a local copy is stale: here it is content_sha256.
+each. litdata writes the time as `updated_at`, by which it knows that a local copy is stale: here it is the sha256 of
+those of the chunks, as hex digits, so that the same tokens give the same file.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -69,7 +71,8 @@ def write(cache: TokenCache, output: Output) -> None:
             chunks.append({"chunk_bytes": int(offsets[-1]), **about})
         if chunks:
             index = {"chunks": chunks, "config": _config(cache, chunks)}
-            index["updated_at"] = str(cache.meta.get("content_sha256", "0"))
+            hashes = "".join(record["sha256"] for record in output.records[-len(chunks) :])
+            index["updated_at"] = hashlib.sha256(hashes.encode()).hexdigest()
             output.write(f"{split}/{_INDEX}", [json.dumps(index, sort_keys=True).encode()])
 
 
