@@ -33,8 +33,12 @@ EXTRAS = {
     "fast": ("gigatoken", "the fast engine for BPE tokenizers: builds many times as fast"),
     "plot": ("matplotlib", "pictures: stats --plot, tree stats --plot"),
     "postgres": ("dagster_postgres", "Dagster's storage in PostgreSQL"),
+    "s3": ("s3fs", "push and pull: buckets of S3"),
+    "gs": ("gcsfs", "push and pull: buckets of Google Cloud Storage"),
+    "az": ("adlfs", "push and pull: containers of Azure"),
     "rl": ("trl", "training on folded rollouts by TRL: the examples"),
     "docs": ("zensical", "the site: make docs"),
+    "buckets": ("moto", "the tests of buckets"),
     "browser": ("playwright", "the browser tests"),
     "dev": ("pytest", "tests and checks"),
 }

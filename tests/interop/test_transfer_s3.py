@@ -1,0 +1,177 @@
+"""push and pull over a real S3 server: faults of the network, killed clients, several at once, damage."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import small_builds
+from support.s3_server import SECRET, S3Server
+from support.small_builds import whole_version
+
+from niels_gpt.interop.transfer import fetch, push, remote
+from niels_gpt.interop.transfer.described import MARK_NAME
+from niels_gpt.interop.transfer.remote import Bucket
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import META_NAME
+
+pytest.importorskip("s3fs", reason="the extra s3 is not installed")
+pytest.importorskip("moto", reason="the extra buckets is not installed")
+pytestmark = pytest.mark.slow
+
+RUN = """
+import sys
+from pathlib import Path
+from niels_gpt.interop.transfer import fetch, push
+if sys.argv[1] == "push":
+    push.push(Path(sys.argv[2]), sys.argv[3], jobs=2)
+else:
+    fetch.pull(sys.argv[3], Path(sys.argv[2]), jobs=2)
+"""
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[S3Server]:
+    with S3Server() as server:
+        yield server
+
+
+@pytest.fixture
+def server(running: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    """The server without faults, at which the libraries of this process look."""
+    running.refuse, running.cut_after, running.delay_s = 0, None, 0.0
+    for name, value in running.environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(remote, "FIRST_WAIT_S", 0.01)
+    return running
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache of more than 100 files."""
+    path = tmp_path_factory.mktemp("caches") / "wiki"
+    items = small_builds.documents(0, 3000)
+    small_builds.pretrain(path, items=items, max_train_tokens=12_000, max_val_tokens=300)
+    assert len(list(path.rglob("*.bin"))) > 100
+    return path
+
+
+@pytest.fixture
+def url(request: pytest.FixtureRequest) -> str:
+    return f"s3://team/caches/{request.node.name}"
+
+
+def killed(server: S3Server, act: str, path: Path, url: str, when: Any) -> None:
+    """Push or pull in a process, and kill it once `when` holds."""
+    process = subprocess.Popen([sys.executable, "-c", RUN, act, str(path), url])
+    for _ in range(3000):
+        if when() or process.poll() is not None:
+            break
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+
+
+def test_a_hundred_files_with_eight_jobs(server: S3Server, cache: Path, tmp_path: Path, url: str) -> None:
+    sent = push.push(cache, url, check=True)
+    assert sent.files > 100 and push.push(cache, url).sent_bytes == 0
+    assert fetch.pull(url, tmp_path / "wiki").files == sent.files
+    assert whole_version(tmp_path / "wiki") == whole_version(cache)
+
+
+def test_faults_of_the_network_are_waited_out(
+    server: S3Server, cache: Path, tmp_path: Path, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    server.refuse = 2
+    push.push(cache, url)
+    server.cut_after, server.refuse = 20_000, 1
+    fetch.pull(url, tmp_path / "wiki")
+    assert server.cut_after is None and server.refuse == 0
+    assert whole_version(tmp_path / "wiki") == whole_version(cache)
+    server.refuse = 10_000
+    with pytest.raises(CacheError) as caught:
+        fetch.pull(url, tmp_path / "more")
+    server.refuse = 0
+    assert caught.value.code == "E612" and "W610" in {getattr(record, "code", "") for record in caplog.records}
+    assert SECRET not in caplog.text + str(caught.value) and "AKIA" not in caplog.text + str(caught.value)
+
+
+def test_a_killed_push_is_no_cache_and_is_resumed(server: S3Server, cache: Path, tmp_path: Path, url: str) -> None:
+    server.delay_s, bucket = 0.02, Bucket(url)
+    killed(server, "push", cache, url, lambda: len(bucket.sizes()) > 10)
+    server.delay_s = 0
+    with pytest.raises(CacheError, match="being pushed"):
+        fetch.pull(url, tmp_path / "wiki")
+    assert push.push(cache, url, check=True).skipped_files >= 9
+    assert MARK_NAME not in bucket.sizes()
+    fetch.pull(url, tmp_path / "wiki")
+
+
+def test_a_killed_pull_is_resumed(server: S3Server, cache: Path, tmp_path: Path, url: str) -> None:
+    push.push(cache, url)
+    server.delay_s = 0.02
+    killed(
+        server, "pull", tmp_path / "wiki", url, lambda: len(list(tmp_path.glob(".versions/wiki/building-*/*/*"))) > 10
+    )
+    server.delay_s = 0
+    assert not (tmp_path / "wiki").exists()
+    assert fetch.pull(url, tmp_path / "wiki").kept_bytes > 0
+    assert whole_version(tmp_path / "wiki") == whole_version(cache)
+
+
+def at_once(*acts: Any) -> list[CacheError]:
+    """Do several things at the same time; return their errors."""
+    errors: list[CacheError] = []
+
+    def act(one: Any) -> None:
+        try:
+            one()
+        except CacheError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=act, args=(one,)) for one in acts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors
+
+
+def test_two_pushes_and_two_pulls_at_once(server: S3Server, cache: Path, tmp_path: Path, url: str) -> None:
+    assert not at_once(*[lambda: push.push(cache, url)] * 2)
+    assert MARK_NAME not in Bucket(url).sizes()
+    assert not at_once(*[lambda: fetch.pull(url, tmp_path / "wiki", wait=True)] * 2)
+    errors = at_once(*[lambda: fetch.pull(url, tmp_path / "other")] * 2)
+    assert [error.code for error in errors] == ["E503"] * len(errors) and len(errors) < 2
+    assert whole_version(tmp_path / "wiki") == whole_version(tmp_path / "other") == whole_version(cache)
+
+
+def test_of_two_different_pushes_one_fails(server: S3Server, cache: Path, tmp_path: Path, url: str) -> None:
+    small_builds.pretrain(tmp_path / "other", 1)
+    errors = at_once(lambda: push.push(cache, url), lambda: push.push(tmp_path / "other", url))
+    assert [error.code for error in errors] == ["E610"]
+    fetch.pull(url, tmp_path / "wiki")
+
+
+def test_damage_and_foreign_files_are_refused(server: S3Server, cache: Path, tmp_path: Path, url: str) -> None:
+    push.push(cache, url)
+    name, bucket = "train/shard_00007.bin", Bucket(url)
+    bucket.write(name, bytes(bucket.sizes()[name]))
+    with pytest.raises(CacheError, match="shard_00007") as caught:
+        fetch.pull(url, tmp_path / "wiki")
+    assert caught.value.code == "E611" and not (tmp_path / "wiki").exists()
+    Bucket(f"{url}-mine").write("train/shard_00000.bin", b"mine")
+    with pytest.raises(CacheError, match="not of a cache"):
+        push.push(cache, f"{url}-mine", replace=True)
+    with pytest.raises(CacheError, match="bucket"):
+        push.push(cache, "s3://no-such-bucket/wiki")
+    assert META_NAME not in Bucket(f"{url}-mine").sizes()

@@ -1,0 +1,109 @@
+"""A real S3 server on 127.0.0.1, moto's in a process, behind a small proxy that cuts, delays and answers 503."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from contextlib import suppress
+
+SECRET = "geheim-geheim-geheim"
+_REFUSAL = b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+_METHODS = (b"GET ", b"PUT ", b"HEAD", b"POST", b"DELE")
+
+
+class S3Server:
+    """The server; as a context manager. Its attributes are faults, which are used up."""
+
+    def __init__(self) -> None:
+        self.refuse = 0
+        """Requests that are answered with 503."""
+        self.cut_after: int | None = None
+        """Bytes of answers until a connection ends."""
+        self.delay_s = 0.0
+        """Before each request."""
+        self.requests = 0
+        self._port = _free_port()
+
+    def __enter__(self) -> S3Server:
+        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self._port)]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for _ in range(600):
+            with suppress(OSError), socket.create_connection(("127.0.0.1", self._port), 1):
+                break
+            time.sleep(0.05)
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+        self.endpoint = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+        self.make_bucket("team")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.close()
+        self._process.kill()
+        self._process.wait()
+
+    def make_bucket(self, name: str) -> None:
+        request = urllib.request.Request(f"http://127.0.0.1:{self._port}/{name}", method="PUT")
+        urllib.request.urlopen(request).close()
+
+    def environment(self) -> dict[str, str]:
+        """What a client needs to reach it; the library's own retries are left out."""
+        return {
+            "AWS_ACCESS_KEY_ID": "AKIAGEHEIMGEHEIM",
+            "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_ENDPOINT_URL": self.endpoint,
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_MAX_ATTEMPTS": "1",
+            "AWS_CONFIG_FILE": os.devnull,
+            "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+        }
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                server = socket.create_connection(("127.0.0.1", self._port))
+                threading.Thread(target=self._asks, args=(client, server), daemon=True).start()
+                threading.Thread(target=self._answers, args=(server, client), daemon=True).start()
+
+    def _asks(self, client: socket.socket, server: socket.socket) -> None:
+        with suppress(OSError):
+            while content := client.recv(1 << 16):
+                if content.startswith(_METHODS):
+                    self.requests += 1
+                    time.sleep(self.delay_s)
+                    if self.refuse > 0:
+                        self.refuse -= 1
+                        client.sendall(_REFUSAL)
+                        break
+                server.sendall(content)
+        _end(client, server)
+
+    def _answers(self, server: socket.socket, client: socket.socket) -> None:
+        with suppress(OSError):
+            while content := server.recv(1 << 16):
+                if self.cut_after is not None:
+                    if len(content) > self.cut_after:
+                        client.sendall(content[: self.cut_after])
+                        self.cut_after = None
+                        break
+                    self.cut_after -= len(content)
+                client.sendall(content)
+        _end(client, server)
+
+
+def _end(*sockets: socket.socket) -> None:
+    for one in sockets:
+        with suppress(OSError):
+            one.shutdown(socket.SHUT_RDWR)
+        one.close()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
