@@ -378,13 +378,14 @@ def verify(path: tuple[Path, ...], deep: bool) -> Result:
 def _remedy(cache: Path) -> str:
     """Return the command that builds a damaged cache again; of one that another program made, nothing."""
     from niels_gpt.inspection.readers import remake_command
+    from niels_gpt.recipes.records import FAMILIES
     from niels_gpt.storage.remedies import rebuild_command
 
     if cache.name == "tokenizer":
         return remake_command(cache)
     if cache.parent.name == "eagle3" and not os.path.lexists(cache.parent / ".versions" / cache.name):
         return ""
-    return rebuild_command(cache) if cache.parent.name in ("pretrain", "sft", "trees", "rollouts", "eagle3") else ""
+    return rebuild_command(cache) if cache.parent.name in FAMILIES else ""
 
 
 def damage_of(cache: Path, *, deep: bool, progress: Progress | None) -> list[Any]:

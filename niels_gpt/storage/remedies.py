@@ -16,7 +16,7 @@ from niels_gpt.storage.fileio import open_for_reading
 PROGRAM = "niels-gpt"
 BUILD_ALL = f"{PROGRAM} build --all"
 _BY_KEY = ("trees/", "eagle3/")  # named by their key
-_FAMILIES = ("pretrain", "sft", "rollouts", "trees", "eagle3")
+_FAMILIES = ("pretrain", "sft", "imported", "rollouts", "trees", "eagle3")
 _EAGLE3 = "eagle3"
 _LINES = ("pretrain", "sft", "rollouts", "licence", "attribution")  # settings of several entries, each a flag
 _TOKENIZER = "tokenizer"
@@ -69,6 +69,8 @@ def rebuild_command(path: str | os.PathLike[str]) -> str:
     if place is None:
         return BUILD_ALL
     root, key = place
+    if (words := _recorded_import(root, key)) is not None:
+        return shlex.join([PROGRAM, "import", *words])
     of_sample = root.name == _SAMPLE
     settings = recorded_settings(root, key)
     settings = replace(settings, cache_dir=str(root.parent if of_sample else root))
@@ -120,6 +122,15 @@ def recorded_settings(root: Path, key: str) -> Settings:
         return Settings(**good)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return Settings()
+
+
+def _recorded_import(root: Path, key: str) -> list[str] | None:
+    """Return the arguments of `import` where the last recorded run of a cache is one. The record is not trusted."""
+    try:
+        words = json.loads(_last_line(root / _RUNS_DIR / f"{key.replace('/', '.')}.jsonl")).get("import")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return None
+    return words if isinstance(words, list) and words and all(_is_good(word, str) for word in words) else None
 
 
 def _is_good(value: Any, kind: Any) -> bool:

@@ -23,6 +23,7 @@ from niels_gpt.recipes.records import recorded_outcomes
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.remedies import rebuild_command
 from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.tokenizer_training import train_tokenizer, write_tokenizer
 
@@ -75,6 +76,8 @@ def test_an_import_of_another_tokenizer_has_its_own(models: tuple[Path, Path], s
     assert dict(stats(done.path))["licence"] == "CC0-1.0"
     text = locate(done.path, tokenizer_of(version, None), split="train", position=0, num_tokens=20)
     assert "train.bin#0" in text and "fox" in text
+    command = f"niels-gpt import {source} imported/web --from nanogpt --cache-dir {root} "
+    assert rebuild_command(done.path).startswith(command)
     again = import_cache(source, "web", format="nanogpt", cache_dir=root, tokenizer=str(models[1]), document_end="none")
     assert again.meta["docs"] == {"train": 1, "val": 1} and again.meta["imported"]["borders"] == "files"
     for _ in range(2):

@@ -6,7 +6,10 @@ with its versions, in imported/.versions/NAME/tokenizer, where readers look firs
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,11 +20,12 @@ from niels_gpt.interop.formats import FORMATS
 from niels_gpt.interop.importing import Imported, ImportOptions, import_folder, kind_of
 from niels_gpt.progress import Progress
 from niels_gpt.recipes.records import recorded_outcomes
-from niels_gpt.recipes.run_recipe import TOKENIZER_KEY
+from niels_gpt.recipes.run_recipe import RUNS_DIR, TOKENIZER_KEY, runs_file
 from niels_gpt.recipes.tokenizer import copy_tokenizer, ensure_tokenizer, named_tokenizer
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.locks import apply_lock_setting
+from niels_gpt.storage.meta_json import path_inside, resolved
 from niels_gpt.storage.versions import versions_dir
 from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.tokenizers.protocol import FullTokenizer
@@ -68,7 +72,8 @@ def import_cache(
     folder = FORMATS[format].read(source, val_glob=val, vocab_size=opened.vocab_size)
     if (kind := kind_of(source, folder)) != key.partition("/")[0] and not key.startswith(f"{IMPORTED}/"):
         raise CacheError(source, f"becomes a cache of kind {kind}", f"one for {key}", "Pass another name", code="E221")
-    return import_folder(
+    begin = time.perf_counter()
+    done = import_folder(
         source,
         folder,
         cache_dir / key,
@@ -78,6 +83,24 @@ def import_cache(
         before_commit=install,
         progress=progress,
     )
+    flags = {"--tokenizer": tokenizer, "--val": val, "--document-end": document_end, "--licence": licence}
+    flags |= {"--attribution": attribution, "--pad-id": pad_id}
+    words = [str(source.absolute()), key, "--from", format, "--cache-dir", str(cache_dir)]
+    words += [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
+    words += ["--copy"] * copy + ["--no-utf8-bytes"] * (not utf8_bytes)
+    _record(cache_dir, key, words, time.perf_counter() - begin)
+    return done
+
+
+def _record(cache_dir: Path, key: str, words: list[str], seconds: float) -> None:
+    """Append the import to the runs of the cache, from which errors take the command that makes it again."""
+    runs = runs_file(cache_dir, key)
+    path_inside(resolved(cache_dir), f"{RUNS_DIR}/{runs.name}")  # refuses a link that leads outside
+    runs.parent.mkdir(parents=True, exist_ok=True)
+    line = {"time": time.time(), "key": key, "seconds": round(seconds, 3), "peak_bytes": None, "fingerprint": ""}
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    with open(os.open(runs, flags, 0o666), "a") as file:
+        file.write(json.dumps({**line, "import": words, "settings": {}}, sort_keys=True) + "\n")
 
 
 def key_of(name: str) -> str:
