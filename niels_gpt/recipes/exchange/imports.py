@@ -83,8 +83,8 @@ def import_cache(
         before_commit=install,
         progress=progress,
     )
-    flags = {"--tokenizer": tokenizer, "--val": val, "--document-end": document_end, "--licence": licence}
-    flags |= {"--attribution": attribution, "--pad-id": pad_id}
+    flags: dict[str, object] = {"--tokenizer": tokenizer, "--val": val, "--document-end": document_end}
+    flags |= {"--licence": licence, "--attribution": attribution, "--pad-id": pad_id}
     words = [str(source.absolute()), key, "--from", format, "--cache-dir", str(cache_dir)]
     words += [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
     words += ["--copy"] * copy + ["--no-utf8-bytes"] * (not utf8_bytes)
