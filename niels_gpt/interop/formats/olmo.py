@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.interop.foreign import ForeignFolder
 from niels_gpt.interop.formats.chunks import spans
-from niels_gpt.interop.formats.listing import listed, loss_of
+from niels_gpt.interop.formats.listing import Listed, listed, loss_of
 from niels_gpt.interop.output import Output
 from niels_gpt.interop.token_cache import TokenCache, TokenFile
 from niels_gpt.storage.errors import CacheError
@@ -77,9 +77,7 @@ def read(source: Path, *, val_glob: str | None = None, vocab_size: int | None = 
         with open(open_regular(each.path), "rb") as file:
             if file.read(len(_NUMPY)) == _NUMPY:
                 raise CacheError(each.path, "has a header of numpy", "ids alone, as OLMo-core reads them", code="E221")
-        last = max((int(some[-1, 1]) for some in _read_lines(borders)), default=0) if borders is not None else 0
-        by_borders = next((width for width in (2, 4) if width * last == each.size), None) if last else None
-        width = listing.width(None) or by_borders or listing.width(vocab_size) or 2
+        width = listing.width(None) or _width_by_borders(each, borders) or listing.width(vocab_size) or 2
         tokens = each.tokens_of(width)
         if borders is not None:
             _ends(borders, tokens, listing.noticed)
@@ -88,6 +86,11 @@ def read(source: Path, *, val_glob: str | None = None, vocab_size: int | None = 
             more["loss"] = loss_of(mask, tokens)
         files.append(each.plain(width, **more))
     return listing.folder(files)
+
+
+def _width_by_borders(file: Listed, borders: Path | None) -> int | None:
+    last = max((int(some[-1, 1]) for some in _read_lines(borders)), default=0) if borders is not None else 0
+    return next((width for width in (2, 4) if last * width == file.size), None)
 
 
 def _is_no_mask(name: str) -> bool:
@@ -109,7 +112,8 @@ def _read_lines(path: Path) -> Iterator[NDArray[np.int64]]:
     try:
         with open(open_regular(path), "rb") as raw, gzip.GzipFile(fileobj=raw) as file:
             while lines := [line for line in (file.readline(_MAX_LINE) for _ in range(_LINES)) if line]:
-                yield np.array([line.split(b",", 2)[:2] for line in lines]).astype(np.int64).reshape(len(lines), 2)
+                flat = [int(part) for line in lines for part in line.split(b",", 2)[:2]]
+                yield np.array(flat, dtype=np.int64).reshape(len(lines), 2)
     except (ValueError, EOFError, zlib.error, gzip.BadGzipFile, OverflowError) as error:
         if isinstance(error, CacheError):
             raise
