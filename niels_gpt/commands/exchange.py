@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich_click import argument, option
 
 from niels_gpt.commands.console import Command, Result, command, escaped, progress_bar, say
 from niels_gpt.interop.names import FORMAT_NAMES, read_line
+
+if TYPE_CHECKING:
+    from niels_gpt.interop.transfer.fetch import Fetched
 
 _PATH = click.Path(path_type=Path)
 _CACHE = argument("cache", type=_PATH, help="folder of a cache, such as cache/pretrain/wikitext")
@@ -68,4 +73,126 @@ def card(cache: Path, output: Path | None) -> Result:
     return Result({"cache": str(cache), "card": text, "output": str(output)})
 
 
-COMMANDS: list[Command] = [export, card]
+@command(
+    "import",
+    "Make a cache of the files of another tool.\n\n"
+    "Files whose bytes are those of a cache are hard links. Files are of val where their name has the word val, valid, "
+    "validation, dev or eval; those of test are left out.",
+    kept=". Nothing is left of an import that was stopped",
+    examples="""niels-gpt import DIR wiki --from megatron --tokenizer MODEL      becomes cache/imported/wiki
+niels-gpt import DIR pretrain/wiki --from olmo --val '*_held_*.npy'""",
+)
+@argument("source", type=_PATH, metavar="SRC", help="folder or file of the other tool")
+@argument("name", help="NAME is imported/NAME; or pretrain/NAME, sft/NAME")
+@option("--from", "format", type=_FORMAT, required=True, help="the tool that wrote the files")
+@option("--tokenizer", metavar="MODEL", help="file, folder or hub id; of an export, that of the caches if not given")
+@option("--cache-dir", type=_PATH, default="cache", help="folder of the caches")
+@option("--val", metavar="GLOB", help="the files of val; by their names if not given")
+@option("--document-end", metavar="TOKEN", help="the token that ends documents, or none, or auto")
+@option("--copy", is_flag=True, help="copy files that could be linked")
+@option("--licence", metavar="TEXT", help="licence of the text")
+@option("--attribution", metavar="TEXT", help="whom to name")
+@option("--pad-id", type=click.IntRange(0), metavar="ID", help="of chats: the id that fills up rows")
+@option("--utf8-bytes/--no-utf8-bytes", default=True, help="count the bytes of the text, for bits per byte")
+def import_(source: Path, name: str, **how: Any) -> Result:
+    """Import a folder."""
+    from niels_gpt.display.numbers import many, size_text
+    from niels_gpt.recipes.exchange.imports import import_cache
+
+    with progress_bar(f"import {escaped(source)}", "B", "files") as progress:
+        done = import_cache(source, name, **how, progress=progress)
+    linked = f", {size_text(done.linked_bytes)} of them links" if done.linked_bytes else ""
+    lines = [f"{done.path}: {many(done.files, 'file')}, {many(done.tokens, 'token')}{linked}"]
+    for reasons in (done.meta.get("dropped"), done.meta.get("noticed")):
+        lines += [f"  note: {reason}: {count:,}" for reason, count in sorted((reasons or {}).items())]
+    say("\n".join(lines))
+    about = {"cache": str(done.path), "files": done.files, "tokens": done.tokens, "linked_bytes": done.linked_bytes}
+    data = {**about, "content_sha256": done.meta["content_sha256"], "totals": done.meta["totals"]}
+    return Result(data, next=shlex.join(["niels-gpt", "verify", str(done.path)]))
+
+
+# --- buckets ----------------------------------------------------------------------------------------------------------
+
+_JOBS = option("--jobs", type=click.IntRange(1, 256), default=8, metavar="N", help="files at once")
+_URL = "s3://, gs://, az://, hf://datasets/OWNER/NAME, or a path; without credentials"
+
+
+@command(
+    "push",
+    "Send a cache to a bucket, meta.json last.\n\nThe same command resumes; what is there already is not sent again.",
+    kept=". Files that were sent stay; the same command resumes",
+    examples="niels-gpt push cache/pretrain/wikitext s3://BUCKET/wikitext",
+)
+@_CACHE
+@argument("url", help=f"folder of this cache alone: {_URL}")
+@option("--replace", is_flag=True, help="replace another cache that is there")
+@option("--check", is_flag=True, help="read every file back and compare its sha256")
+@option("--public", is_flag=True, help="of hf://: a repository that everybody may read")
+@_JOBS
+def push(cache: Path, url: str, replace: bool, check: bool, public: bool, jobs: int) -> Result:
+    """Push a cache."""
+    from niels_gpt.display.numbers import many, size_text
+    from niels_gpt.interop.card import card_of
+    from niels_gpt.interop.transfer.push import push
+    from niels_gpt.recipes.records import made_by
+
+    card = card_of(cache, command=made_by(cache), url=url).encode() if url.startswith("hf://") else None
+    with progress_bar(f"push {escaped(cache)}", "B", "files") as progress:
+        done = push(cache, url, replace=replace, check=check, jobs=jobs, progress=progress, public=public, card=card)
+    sizes = f"{many(done.files, 'file')}, {size_text(done.num_bytes)}, {size_text(done.sent_bytes)} of them sent"
+    say(f"{done.url}: {sizes}")
+    return Result({"cache": str(cache), **asdict(done)}, next=shlex.join(["niels-gpt", "pull", url, "DEST"]))
+
+
+@command(
+    "pull",
+    "Fetch a cache from a bucket, and commit it as a build does.\n\n"
+    "Every file is compared with its sha256. The same command resumes.",
+    kept=". Files that were fetched stay; the same command resumes",
+    examples="niels-gpt pull s3://BUCKET/wikitext cache/pretrain/wikitext",
+)
+@argument("url", help=f"folder of a cache: {_URL}")
+@argument("dest", type=_PATH, help="where readers open it, such as cache/pretrain/wikitext")
+@option("--wait", is_flag=True, help="wait for another process that writes DEST")
+@_JOBS
+def pull(url: str, dest: Path, wait: bool, jobs: int) -> Result:
+    """Pull a cache."""
+    from niels_gpt.interop.transfer.fetch import pull
+
+    with progress_bar(f"pull {escaped(dest)}", "B", "files") as progress:
+        done = pull(url, dest, jobs=jobs, wait=wait, progress=progress)
+    return _fetched(done)
+
+
+@command(
+    "stage",
+    "Copy a cache to a disk nearby, such as a node's own.",
+    kept=". Files that were fetched stay; the same command resumes",
+    examples="""niels-gpt stage cache/pretrain/wikitext /local/wikitext
+niels-gpt stage s3://BUCKET/wikitext /local/wikitext --split train --max-bytes 100000000""",
+)
+@argument("source", metavar="CACHE_OR_URL", help=f"folder of a cache, or {_URL}")
+@argument("dest", type=_PATH, help="where readers open the copy")
+@option("--split", type=click.Choice(["train", "val"]), help="this split alone")
+@option("--max-bytes", type=click.IntRange(1), metavar="N", help="as many token files as fit, at most")
+@_JOBS
+def stage(source: str, dest: Path, split: str | None, max_bytes: int | None, jobs: int) -> Result:
+    """Stage a cache."""
+    from niels_gpt.interop.transfer.fetch import stage
+
+    with progress_bar(f"stage {escaped(dest)}", "B", "files") as progress:
+        done = stage(source, dest, split=split, max_bytes=max_bytes, jobs=jobs, progress=progress)
+    return _fetched(done)
+
+
+def _fetched(done: Fetched) -> Result:
+    """Print and return what a pull or a stage did."""
+    from niels_gpt.display.numbers import many, size_text
+
+    kept = f", {size_text(done.kept_bytes)} were there already" if done.kept_bytes else ""
+    say(f"{done.path}: {many(done.files, 'file')}, {size_text(done.num_bytes)}{kept}")
+    data = {name: str(fact) if isinstance(fact, Path) else fact for name, fact in asdict(done).items()}
+    return Result(data, next=shlex.join(["niels-gpt", "verify", str(done.path)]))
+
+
+COMMANDS: list[Command] = [export, import_, push, pull, stage, card]
