@@ -7,6 +7,7 @@ fresh_folder.py a folder that is whole or does not exist
 locks/         one builder for each cache; readers that keep their version from gc
 meta_json.py   meta.json's checksum and file records; what is refused when a file of a cache is read
 filemaps.py    many files mapped as one array
+parquet_pages.py the pages of a parquet file by their headers
 errors.py      CacheError: path, found, expected, remedy, code
 codes.py       the code of every error and warning, and the text that explains one
 code_tables/   what each code means, what to do, an example

@@ -18,7 +18,7 @@ from support.byte_tokenizer import ByteTokenizer, WideByteTokenizer
 from niels_gpt.cache.sft_dataset import SFTExampleDataset
 from niels_gpt.interop.exporting import export_cache
 from niels_gpt.interop.foreign import ForeignFile, ForeignFolder
-from niels_gpt.interop.formats import FORMATS, hf
+from niels_gpt.interop.formats import FORMATS, hf, hf_rows
 from niels_gpt.interop.token_cache import TokenCache
 from niels_gpt.storage.errors import CacheError
 
@@ -153,6 +153,15 @@ def test_other_rows_are_refused(columns: Any, words: str, tmp_path: Path) -> Non
     with pytest.raises(CacheError, match=words) as caught:
         read(saved(tmp_path, columns))
     assert caught.value.code == "E221"
+
+
+def test_a_small_file_of_a_huge_row_is_refused_before_it_is_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hf_rows, "MAX_ROW", 1000)
+    ids = pa.array([[7] * 1001], pa.list_(pa.int32()))  # a few bytes: runs of one code
+    with pytest.raises(CacheError, match="page of 1,001 values"):
+        read(saved(tmp_path, {"input_ids": ids}))
 
 
 def test_a_mask_in_some_files_alone_a_cut_file_and_a_link_are_refused(tmp_path: Path) -> None:

@@ -9,6 +9,5 @@ part.py           which files and rows of a source a partition has
 rollouts.py       samples of token ids of a row of recorded rollouts
 json_stream.py    items of a JSON array of any length, in bounded memory
 parquet.py        rows of a parquet file, in bounded memory
-parquet_pages.py  the pages of a parquet file by their headers
 snapshot.py       rows of a hub dataset kept as files of a mirror: how a snapshot is written, resumed and checked
 """

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from niels_gpt.data.files.parquet_pages import CODES, Page, pages_of
 from niels_gpt.data.files.part import WHOLE_FILE, Share
 from niels_gpt.data.files.text import MAX_DOCUMENT_BYTES, Problem
 from niels_gpt.data.files.text import decode as decode_text
 from niels_gpt.storage.fileio import open_for_reading
+from niels_gpt.storage.parquet_pages import CODES, Page, pages_of
 
 if TYPE_CHECKING:
     import numpy as np

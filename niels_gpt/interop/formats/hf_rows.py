@@ -7,7 +7,6 @@ id), or by the first of MASKS that a file has.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -21,6 +20,7 @@ from niels_gpt.cache.formats import IGNORE_INDEX, SPLITS
 from niels_gpt.interop.foreign import ForeignFile, ForeignFolder, names_below, read_manifest, split_of
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import open_regular, path_inside
+from niels_gpt.storage.parquet_pages import pages_of
 from niels_gpt.tokenizers.vocabulary import end_of_documents
 
 if TYPE_CHECKING:
@@ -30,8 +30,10 @@ MASKS = ("loss_mask", "label_mask", "assistant_masks", "completion_mask")
 _ROWS, _BATCH_VALUES, _READ_BYTES = 512, 1 << 20, 1 << 18
 _MAX_FOOTER = 1 << 26
 """Bytes of a text or entries of a list in the footer of a parquet file."""
-_MAX_GROUP = 1 << 34
-"""Bytes of a column in a row group, uncompressed, as the footer says."""
+MAX_ROW = 1 << 27
+"""Tokens of a row, and values in a page."""
+_MAX_PAGE = 9 * MAX_ROW
+"""Bytes of a page, uncompressed: ids of 64 bits, and what says where rows end."""
 
 
 class _Some(NamedTuple):
@@ -125,7 +127,9 @@ def _rows(path: Path) -> Iterator[_Some]:
         for batch in _batches(path):
             yield _converted(path, batch, first)
             first += batch.num_rows
-    except (pa.ArrowException, OSError) as error:
+    except CacheError:
+        raise
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise CacheError(path, f"not a whole file of rows ({error})"[:300], code="E221") from error
 
 
@@ -142,7 +146,7 @@ def _batches(path: Path) -> Iterator[pa.RecordBatch]:
             return
         limits = {"thrift_string_size_limit": _MAX_FOOTER, "thrift_container_size_limit": _MAX_FOOTER}
         with pq.ParquetFile(file, buffer_size=_READ_BYTES, pre_buffer=False, **limits) as rows:
-            _check_sizes(path, rows.metadata, os.fstat(file.fileno()).st_size)
+            _check_pages(path, rows.metadata, file.fileno())
             names = [name for name in rows.schema_arrow.names if name in _COLUMNS]
             yield from rows.iter_batches(_batch_rows(rows.metadata), columns=names, use_threads=False)
 
@@ -159,14 +163,19 @@ def _batch_rows(about: Any) -> int:
 _COLUMNS = {"id", "input_ids", "labels", "attention_mask", *MASKS}
 
 
-def _check_sizes(path: Path, about: Any, size: int) -> None:
-    """Raise CacheError for a column chunk that would take unreasonable memory, or lies outside of the file."""
-    for group in range(about.num_row_groups):
-        for number in range(about.num_columns):
-            column = about.row_group(group).column(number)
-            if not 0 <= column.total_compressed_size <= size or not 0 <= column.total_uncompressed_size <= _MAX_GROUP:
-                found = f"row group {group} has a column of {column.total_uncompressed_size:,} bytes"
-                raise CacheError(path, found, f"at most {_MAX_GROUP:,}", code="E221")
+def _check_pages(path: Path, about: Any, handle: int) -> None:
+    """Raise CacheError for a page of more than MAX_ROW ids: pyarrow decodes whole pages, and a row is in one."""
+    for group in map(about.row_group, range(about.num_row_groups)):
+        for number in range(group.num_columns):
+            column = group.column(number)
+            places = (column.dictionary_page_offset, column.data_page_offset)
+            start = min((place for place in places if place), default=0)
+            pages = pages_of(handle, start, start + column.total_compressed_size)
+            if column.path_in_schema.partition(".")[0] in _COLUMNS:
+                for page in pages:
+                    if page.num_values > MAX_ROW or page.num_bytes > _MAX_PAGE:
+                        found = f"a page of {page.num_values:,} values in {page.num_bytes:,} bytes"
+                        raise CacheError(path, found, f"at most {MAX_ROW:,}, in {_MAX_PAGE:,}", code="E221")
 
 
 def _converted(path: Path, batch: pa.RecordBatch, first: int) -> _Some:
