@@ -20,6 +20,7 @@ wait for an answer with a body: not for a redirect or HEAD.
 
 from __future__ import annotations
 
+import base64
 import gzip
 import hashlib
 import json
@@ -56,6 +57,10 @@ class LoopbackHub:
         self.unfinished: list[str] = []
         self.closing = threading.Event()
         self.lock = threading.Lock()
+        self.created: dict[str, dict[str, Any]] = {}
+        """What was asked for each repository that a client made."""
+        self.uploaded: dict[str, bytes] = {}
+        """LFS objects by their sha256."""
         self._port = port
 
     def __enter__(self) -> LoopbackHub:
@@ -214,10 +219,21 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None: ...
 
+    def _read_body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = b""
+        while size := int(self.rfile.readline(), 16):
+            body += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return body
+
     def _answer(self) -> None:
         address = urlsplit(self.path)
         path = unquote(address.path)
-        form = parse_qs(self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode())
+        self.body = self._read_body()
+        form = parse_qs(self.body.decode(errors="replace"))
         self.fault: Fault | None = None
         self.asked = path
         if fault := self.server.hub.spend(self.command, path, body=False):
@@ -233,7 +249,7 @@ class _Handler(BaseHTTPRequestHandler):
                 return
         self._error(404, "EntryNotFound", f"no such page: {path}")
 
-    do_GET = do_HEAD = do_POST = _answer
+    do_GET = do_HEAD = do_POST = do_PUT = _answer
 
     def _repository(self, repository_id: str, revision: str) -> tuple[Repository, str] | None:
         """Find a commit, or answer with the hub's error."""
@@ -332,6 +348,58 @@ class _Handler(BaseHTTPRequestHandler):
         content = self.server.hub.repositories[repository_id].commits[sha][path]
         self._content(content, {"ETag": f'"{hashlib.md5(content).hexdigest()}"'})
 
+    def create(self, *, form: Mapping[str, Any]) -> None:
+        asked = json.loads(self.body)
+        repository_id = f"{asked.get('organization') or 'somebody'}/{asked['name']}"
+        url = {"url": f"{self.server.hub.endpoint}/datasets/{repository_id}"}
+        if repository_id in self.server.hub.repositories:
+            self._send(409, json.dumps({"error": "exists", **url}).encode(), {"Content-Type": "application/json"})
+            return
+        self.server.hub.created[repository_id] = asked
+        self.server.hub.add(repository_id, {".gitattributes": b"*.bin filter=lfs\n"})
+        self._json(url)
+
+    def validate(self, *, form: Mapping[str, Any]) -> None:
+        self._json({"errors": [], "warnings": []})
+
+    def preupload(self, repository_id: str, revision: str, *, form: Mapping[str, Any]) -> None:
+        files = [{"path": each["path"], "shouldIgnore": False} for each in json.loads(self.body)["files"]]
+        modes = {True: "lfs", False: "regular"}
+        self._json({"files": [{**each, "uploadMode": modes[each["path"].endswith(".bin")]} for each in files]})
+
+    def lfs_batch(self, repository_id: str, *, form: Mapping[str, Any]) -> None:
+        objects = [{"oid": each["oid"], "size": each["size"]} for each in json.loads(self.body)["objects"]]
+        for each in objects:
+            if each["oid"] not in self.server.hub.uploaded:
+                each["actions"] = {
+                    "upload": {"href": f"{self.server.hub.endpoint}/lfs/{each['oid']}?X-Signature=geheim"}
+                }
+        self._json({"transfer": "basic", "objects": objects})
+
+    def lfs_upload(self, oid: str, *, form: Mapping[str, Any]) -> None:
+        assert hashlib.sha256(self.body).hexdigest() == oid
+        self.server.hub.uploaded[oid] = self.body
+        self._send(200, b"", {})
+
+    def commit(self, repository_id: str, revision: str, *, form: Mapping[str, Any]) -> None:
+        hub, lines = self.server.hub, [json.loads(line) for line in self.body.splitlines()]
+        repository = hub.repositories[repository_id]
+        head = repository.refs[revision]
+        files = dict(repository.commits[head])
+        for key, value in ((line["key"], line["value"]) for line in lines):
+            if key == "header" and value.get("parentCommit") not in (None, head):
+                self._error(412, None, "the branch has moved")
+                return
+            if key == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif key == "lfsFile":
+                files[value["path"]] = hub.uploaded[value["oid"]]
+            elif key == "deletedFile":
+                del files[value["path"]]
+        sha = hub.add(repository_id, files, ref=revision)
+        url = f"{hub.endpoint}/datasets/{repository_id}/commit/{sha}"
+        self._json({"success": True, "commitUrl": url, "commitOid": sha, "hookOutput": ""})
+
     def _content(self, content: bytes, headers: Mapping[str, str]) -> None:
         """Answer with a file or the asked range of it (RFC 9110, section 14)."""
         headers = {**headers, "Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"}
@@ -411,6 +479,12 @@ class _Handler(BaseHTTPRequestHandler):
 
 _ID = rf"((?:{MODELS})?[^/]+/[^/]+)"
 _ROUTES: list[tuple[str, Callable[..., None]]] = [
+    (r"/api/repos/create", _Handler.create),
+    (r"/api/validate-yaml", _Handler.validate),
+    (rf"/api/datasets/{_ID}/preupload/([^/]+)", _Handler.preupload),
+    (rf"/api/datasets/{_ID}/commit/([^/]+)", _Handler.commit),
+    (r"/datasets/([^/]+/[^/]+)\.git/info/lfs/objects/batch", _Handler.lfs_batch),
+    (r"/lfs/([0-9a-f]{64})", _Handler.lfs_upload),
     (rf"/api/(?:datasets/)?{_ID}(?:/revision/(.+))?", _Handler.info),
     (rf"/api/(?:datasets/)?{_ID}/auth-check", _Handler.auth_check),
     (rf"/api/(?:datasets/)?{_ID}/tree/([^/]+)(?:/(.+))?", _Handler.tree),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from niels_gpt.builders.meta_keys import content_sha256
 from niels_gpt.cache.meta import checked_meta
-from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import (
     MAX_JSON_BYTES,
@@ -15,6 +16,7 @@ from niels_gpt.storage.meta_json import (
     file_records,
     meta_crc32,
     parse_object,
+    sha256_regular,
     shortened,
     wrong_value,
 )
@@ -40,6 +42,20 @@ class Described:
     def num_bytes(self) -> int:
         """Bytes of all files but meta.json."""
         return sum(int(record["bytes"]) for record in self.records.values())
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """What a push did."""
+
+    url: str
+    files: int
+    """Of the cache, meta.json included."""
+    num_bytes: int
+    """Of these files."""
+    sent_bytes: int
+    skipped_files: int
+    """That were there already."""
 
 
 def described(raw: bytes, where: str) -> Described:
@@ -74,3 +90,11 @@ def described(raw: bytes, where: str) -> Described:
 
 
 _PUBLISHER = "Take another copy, or have it pushed again with --replace"
+
+
+def refuse_damaged(path: Path, record: dict[str, Any]) -> Path:
+    """Return the path of a file of a cache. Raises: CacheError E611 where its sha256 is not that of its record."""
+    if (actual := sha256_regular(path)) != record["sha256"]:
+        found = f"its sha256 is {actual[:12]}"
+        raise CacheError(path, found, f"{record['sha256'][:12]} by its {META_NAME}", REBUILD, code="E611")
+    return path

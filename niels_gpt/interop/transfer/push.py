@@ -7,47 +7,30 @@ next push of the same cache skips the files that have their sizes; one of anothe
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.interop.transfer.described import MARK_NAME, Described, described
+from niels_gpt.interop.transfer.described import MARK_NAME, Described, Pushed, described, refuse_damaged
 from niels_gpt.interop.transfer.jobs import Tally, at_once
 from niels_gpt.interop.transfer.remote import Bucket, scheme_of
 from niels_gpt.progress import Progress
-from niels_gpt.storage.errors import REBUILD, CacheError
+from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, canonical_json
 from niels_gpt.storage.locks import hold_version
 from niels_gpt.storage.meta_json import (
     MAX_JSON_BYTES,
     checked_name,
     file_records,
-    open_regular,
     parse_object,
     path_inside,
     read_regular,
     resolved,
-    sha256_regular,
 )
 
 MARK_VERSION = 1
 _REPLACE = "Push to another URL, or replace what is there: --replace"
-
-
-@dataclass(frozen=True)
-class Pushed:
-    """What a push did."""
-
-    url: str
-    files: int
-    """Of the cache, meta.json included."""
-    num_bytes: int
-    """Of these files."""
-    sent_bytes: int
-    skipped_files: int
-    """That were there already."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +73,9 @@ def push(
     hold = hold_version(folder)
     local = described(read_regular(folder / META_NAME), str(cache / META_NAME))
     if scheme_of(url) == "hf":
-        raise ValueError("hf:// cannot be pushed to yet")
+        from niels_gpt.interop.transfer.hub import push_hub
+
+        return push_hub(folder, local, url, replace=replace, public=public, card=card, progress=progress)
     if card is not None:
         raise ValueError("card: only a repository on the hub has one (hf://datasets/USER/NAME)")
     pushed = _Push(folder, local, Bucket(url), Tally(local.num_bytes, progress), jobs).run(replace, check)
@@ -205,13 +190,9 @@ class _Push:
             self.skipped += 1
             self.tally.add(kept=size, files=1)
             return
-        path = path_inside(self.folder, name)
-        if (actual := sha256_regular(path)) != record["sha256"]:
-            found = f"its sha256 is {actual[:12]}"
-            raise CacheError(path, found, f"{record['sha256'][:12]} by its {META_NAME}", REBUILD, code="E611")
+        path = refuse_damaged(path_inside(self.folder, name), record)
         if not is_there:
             self._refuse_if_taken()
-        os.close(open_regular(path))  # once more before a library opens it: no link stands there
         self.bucket.send(name, path)
         if (arrived := self.bucket.size(name)) != size:
             found = "is not there after it was sent" if arrived is None else f"{arrived:,} bytes arrived"

@@ -245,7 +245,23 @@ def _opened(kind: str, url: str) -> tuple[Any, str]:
     except Exception as error:  # such as Azure without an account
         reason = redacted(f"{type(error).__name__}: {error}")
         raise CacheError(printable(url), f"refused: {reason}", remedy=_CREDENTIALS, code="E612") from None
-    return fs, str(fs._strip_protocol(url)).rstrip("/")
+    root = str(fs._strip_protocol(url)).rstrip("/")
+    return fs, _pinned(fs, root, url) if kind == "hf" else root
+
+
+def _pinned(fs: Any, root: str, url: str) -> str:
+    """Return a folder of a dataset on the hub at the commit that its revision has now: all reads are of one."""
+    from huggingface_hub import HfApi
+
+    if not root.startswith("datasets/"):
+        raise coded("E102", ValueError("hf://...: expected hf://datasets/USER/NAME[@REVISION][/FOLDER]"))
+    try:
+        place = fs.resolve_path(root)
+        sha = HfApi().repo_info(place.repo_id, repo_type="dataset", revision=place.revision).sha
+    except Exception as error:
+        reason = redacted(f"{type(error).__name__}: {error}")
+        raise CacheError(printable(url), f"refused: {reason}", remedy=_CREDENTIALS, code="E612") from None
+    return f"datasets/{place.repo_id}@{sha}/{place.path_in_repo}".rstrip("/")
 
 
 def may_pass(error: BaseException) -> bool:

@@ -1,0 +1,59 @@
+"""A cache in a dataset repository of the hub: one commit, private, read back at one commit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support import small_builds
+from support.loopback_hub import LoopbackHub
+from support.small_builds import whole_version
+
+from niels_gpt.interop.transfer import fetch, push
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import META_NAME
+
+# The library's own upload: httpx has another name for what it passes.
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+URL = "hf://datasets/somebody/wiki-cache"
+
+
+@pytest.fixture(autouse=True)
+def plain_uploads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the library upload by LFS, which the loopback hub has, and know a token."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("HF_TOKEN", "hf_geheim")
+
+
+def test_a_cache_is_one_commit_and_comes_back(loopback_hub: LoopbackHub, tmp_path: Path) -> None:
+    small_builds.pretrain(tmp_path / "wiki")
+    small_builds.pretrain(tmp_path / "other", 1)
+    push.push(tmp_path / "wiki", URL, card=b"# A cache\n")
+    repository = loopback_hub.repositories["somebody/wiki-cache"]
+    assert len(loopback_hub.asked("/commit/main")) == 1 and len(repository.commits) == 2
+    assert {META_NAME, "README.md", "train/shard_00000.bin"} <= repository.commits[repository.refs["main"]].keys()
+    assert loopback_hub.created["somebody/wiki-cache"]["visibility"] == "private"
+    first = repository.refs["main"]
+    assert push.push(tmp_path / "wiki", URL).sent_bytes == 0
+    with pytest.raises(CacheError, match="another cache") as caught:
+        push.push(tmp_path / "other", URL)
+    assert caught.value.code == "E610"
+    push.push(tmp_path / "other", URL, replace=True)
+    fetch.pull(URL, tmp_path / "second")
+    fetch.pull(f"{URL}@{first}", tmp_path / "first")
+    assert whole_version(tmp_path / "first") == whole_version(tmp_path / "wiki")
+    assert whole_version(tmp_path / "second") == whole_version(tmp_path / "other")
+
+
+def test_foreign_files_and_refusals_are_said_without_a_token(loopback_hub: LoopbackHub, tmp_path: Path) -> None:
+    small_builds.pretrain(tmp_path / "wiki")
+    loopback_hub.add("somebody/wiki-cache", {"notes.txt": b"mine"})
+    with pytest.raises(CacheError, match="not of a cache"):
+        push.push(tmp_path / "wiki", URL, replace=True)
+    loopback_hub.add("somebody/wiki-cache", {"README.md": b""})
+    loopback_hub.fail("/lfs/", status=403)
+    with pytest.raises(CacheError, match="refused") as caught:
+        push.push(tmp_path / "wiki", URL)
+    assert caught.value.code == "E612" and "geheim" not in str(caught.value)
+    with pytest.raises(CacheError, match="no cache is there"):
+        fetch.pull(URL, tmp_path / "none")
