@@ -256,3 +256,32 @@ def test_olmo_core_reads_the_masks_of_chats(olmo: Tool, dtype: str, tmp_path: Pa
     seen = olmo.call("read_olmo", files, masks, BLOCK, dtype, cache.end, cache.tokenizer.vocab_size)
     assert seen["ids"].tolist() == cache.stream("train") and seen["labels"] == cache.loss
     assert seen["documents"] == [[(at, at + BLOCK) for at in range(0, 8 * BLOCK, BLOCK)]]
+
+
+@SPLITS
+def test_litdata_reads_an_export(litdata: Tool, cache: Cache, split: str, tmp_path: Path) -> None:
+    folder = str(cache.export("litdata", tmp_path / "out") / split)
+    for block in (BLOCK, UNEVEN):
+        seen = litdata.call("read_litdata", folder, block)
+        assert seen["ids"].tolist() == cache.whole(split, block)
+    assert (seen["items"], seen["tokens"]) == (cache.ends(split), [len(ids) for ids in cache.shards(split)])
+    assert seen["dtype"] == ("torch.uint16" if cache.width == 2 else "torch.int32")
+    assert sha256(litdata.call("read_litdata", folder, BLOCK)["ids"]) == sha256(cache.stream(split))
+
+
+@SPLITS
+def test_datasets_reads_an_export(hf: Tool, cache: Cache, split: str, tmp_path: Path) -> None:
+    folder = cache.export("hf", tmp_path / "out")
+    rows = hf.call("read_hf", str(folder), {"train": "train", "val": "validation"}[split])
+    assert [row["input_ids"] for row in rows] == cache.documents[split]
+    assert [row["position_ids"] for row in rows] == [[*range(len(ids))] for ids in cache.documents[split]]
+    assert sha256([id for row in rows for id in row["input_ids"]]) == sha256(cache.stream(split))
+
+
+@pytest.mark.parametrize("dtype", WIDTHS)
+def test_datasets_reads_the_labels_of_chats(hf: Tool, dtype: str, tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "sft" / "chats", dtype, "sft")
+    rows = hf.call("read_hf", str(cache.export("hf", tmp_path / "out")), "train")
+    assert [row["input_ids"] for row in rows] == cache.documents["train"]
+    ids, labels = cache.stream("train"), [label for row in rows for label in row["labels"]]
+    assert labels == [id if has_loss else -100 for id, has_loss in zip(ids, cache.loss, strict=True)]

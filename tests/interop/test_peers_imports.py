@@ -5,18 +5,28 @@ Each library lies in a folder below the one that NIELS_GPT_PEERS names: .ci/run 
 
 from __future__ import annotations
 
+import gzip
+import json
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from support.interop_peers import library
+from support.made_tokenizers import made_tokenizer
 from support.peer_exchange import Tool
 
+from niels_gpt.inspection.verify import find_damage
+from niels_gpt.interop.exporting import export_cache
 from niels_gpt.interop.formats import FORMATS
+from niels_gpt.interop.output import MANIFEST_NAME
+from niels_gpt.interop.token_cache import TokenCache
+from niels_gpt.recipes.exchange.imports import import_cache
 
 END = 1
 VOCABULARY = {"uint16": 1_100, "uint32": 128_256}
@@ -74,10 +84,30 @@ def by_olmo(tool: Tool, folder: Path, dtype: str, written: Written) -> None:
             tool.call("write_olmo", str(folder / f"{split}_{number:05d}.npy"), documents, dtype, END, mask)
 
 
+def by_litdata(tool: Tool, folder: Path, dtype: str, written: Written) -> None:
+    for split, files in written.files.items():
+        documents = [ids for file in files for ids in file]
+        tool.call("write_litdata", str(folder / split), documents, "int32" if dtype == "uint32" else dtype, 1 << 20)
+        written.files[split] = [documents]  # one chunk
+
+
+def by_datasets(tool: Tool, folder: Path, dtype: str, written: Written) -> None:
+    for split, files in written.files.items():
+        for number, documents in enumerate(files):
+            labels = None
+            if written.loss is not None:
+                pairs = zip(documents, written.loss[split][number], strict=True)
+                labels = [[id if bit else -100 for id, bit in zip(ids, bits, strict=True)] for ids, bits in pairs]
+            name = f"{split}-{number:05d}.parquet"
+            tool.call("write_hf", str(folder), name, documents, labels, "int32" if dtype == "uint32" else dtype)
+
+
 WRITERS: dict[str, Callable[[Tool, Path, str, Written], None]] = {
     "megatron": by_megatron,
     "datatrove": by_datatrove,
     "olmo": by_olmo,
+    "litdata": by_litdata,
+    "hf": by_datasets,
 }
 CASES = [
     (name, dtype, has_loss)
@@ -120,3 +150,66 @@ def test_what_a_library_wrote_is_read_as_it_was_given(
     if written.loss is not None:
         masks = [bit for files in written.loss.values() for file in files for bits in file for bit in bits]
         assert [bit for file in found.files if file.loss for part in file.loss() for bit in part.tolist()] == masks
+
+
+@pytest.mark.parametrize(("name", "dtype", "has_loss"), CASES)
+def test_what_a_library_wrote_is_imported_and_exported_to_the_same_bytes(
+    name: str, dtype: str, has_loss: bool, tools: Tools, tmp_path: Path
+) -> None:
+    written, folder, again = given(dtype, has_loss), tmp_path / "written", tmp_path / "again"
+    folder.mkdir()
+    WRITERS[name](tools(name), folder, dtype, written)
+    tokenizer = str(made_tokenizer("t5" if dtype == "uint16" else "llama3"))
+    end: dict[str, Any] = {"document_end": "none", "pad_id": END if has_loss else None}
+    path = import_cache(folder, "theirs", format=name, cache_dir=tmp_path / "cache", tokenizer=tokenizer, **end).path
+    assert not find_damage(path, deep=True)
+    cache = TokenCache(path)
+    for split, files in written.files.items():
+        documents = [ids for file in files for ids in file]
+        assert [id for file in cache.files(split) for id in file.ids.tolist()] == [
+            id for ids in documents for id in ids
+        ]
+        assert cache.bounds(split).tolist() == [0, *np.cumsum([len(ids) for ids in documents]).tolist()]
+        if written.loss is not None:
+            masks = [bit for file in written.loss[split] for bits in file for bit in bits]
+            assert [bit for file in cache.files(split) for part in file.loss() for bit in part.tolist()] == masks
+    export_cache(path, name, again)
+    if has_loss:  # an sft cache is one file a split, so their files are joined
+        assert joined(again, name) == joined(folder, name)
+    else:
+        assert comparable(again, name) == comparable(folder, name)
+
+
+def comparable(folder: Path, name: str) -> dict[str, Any]:
+    """All files by name: their bytes, but for what depends on the clock or on a setting of the writer.
+
+    olmo: gzip files have the time and their name in them. litdata: index.json has the time and the asked chunk size.
+    hf: parquet files have other names, row groups and columns, so the rows of a split are compared.
+    """
+    found: dict[str, Any] = {}
+    for path in sorted(folder.rglob("*")):
+        if path.suffix == ".parquet":
+            split = "val" if "val" in path.name else "train"
+            columns = ["input_ids", *(["labels"] if "labels" in pq.read_schema(path).names else [])]
+            found.setdefault(split, []).extend(pq.read_table(path, columns=columns).to_pylist())
+        elif path.is_file() and path.name != MANIFEST_NAME:
+            content: Any = path.read_bytes()
+            if path.suffix == ".gz":
+                content = gzip.decompress(content)
+            elif path.name == "index.json":
+                index = json.loads(content)
+                content = [index["chunks"], {**index["config"], "chunk_bytes": None}]
+            found[path.relative_to(folder).as_posix()] = content
+    return found
+
+
+def joined(folder: Path, name: str) -> dict[str, Any]:
+    """Tokens and masks, those of all files of a split end to end."""
+    found: dict[str, Any] = {}
+    for path, content in comparable(folder, name).items():
+        if name == "hf":
+            found[path] = content
+        elif path.endswith((".ds", ".loss", ".npy")):
+            key = f"{'val' if 'val' in path else 'train'} {Path(path).suffix} {'label_mask' in path}"
+            found[key] = found.get(key, b"") + content
+    return found

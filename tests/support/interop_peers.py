@@ -183,16 +183,14 @@ def read_hf(folder: str, split: str) -> list[dict[str, Any]]:
     return list(rows)
 
 
-def write_hf(folder: str, split: str, documents: list[list[int]], labels: list[list[int]] | None, dtype: str) -> None:
-    """Write a tokenized dataset as parquet."""
+def write_hf(folder: str, name: str, documents: list[list[int]], labels: list[list[int]] | None, dtype: str) -> None:
+    """Write a tokenized dataset as one parquet file."""
     import datasets
 
     columns = {"input_ids": documents} | ({} if labels is None else {"labels": labels})
     types = {"input_ids": dtype, "labels": "int64"}
-    features = datasets.Features({name: datasets.List(datasets.Value(types[name])) for name in columns})
-    (Path(folder) / split).mkdir(parents=True, exist_ok=True)
-    data = datasets.Dataset.from_dict(columns, features=features)
-    data.to_parquet(Path(folder) / split / "00000.parquet")
+    features = datasets.Features({column: datasets.List(datasets.Value(types[column])) for column in columns})
+    datasets.Dataset.from_dict(columns, features=features).to_parquet(Path(folder) / name)
 
 
 if __name__ == "__main__":
