@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from niels_gpt.tokenizers.document_end import DocumentEnd, document_end
 from niels_gpt.tokenizers.protocol import FullTokenizer
 
 _OF_ROWS = ("hf", "litdata")  # formats whose rows are the documents
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def import_folder(
             "format": format,
             "borders": _borders(folder, format, end, options.end),
             "files": len(folder.files),
-            "tokenizer": None if folder.tokenizer is None else PurePath(folder.tokenizer).name[:200],
+            "tokenizer": None if folder.tokenizer is None else _name_of(folder.tokenizer),
         },
         end=end,
         noticed=folder.noticed,
@@ -155,6 +157,11 @@ def _borders(folder: ForeignFolder, format: str, end: DocumentEnd | None, choice
     if end is None:
         return "files"
     return "manifest" if folder.manifest is not None and choice is None else "document_end"
+
+
+def _name_of(tokenizer: str) -> str:
+    """Return an id of the hub as it stands, and the last part of a path: a meta.json names no folder of a machine."""
+    return (tokenizer if _HUB_ID.fullmatch(tokenizer) else PurePath(tokenizer).name)[:200]
 
 
 def _pad_id(
