@@ -6,5 +6,6 @@ jobs.py       several files at once, progress, and the end of all at the first e
 push.py       a cache -> a URL: data first, meta.json last
 arrival.py    the files of a cache -> the folder of a build: in ranges, resumed, compared with their sha256
 fetch.py      a URL -> a committed cache: pull and stage
+parts.py      whole shards of a pretrain cache as a cache: a stage of a part
 hub.py        a cache -> a repository of the Hugging Face hub, in one commit
 """

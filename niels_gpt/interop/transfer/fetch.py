@@ -10,6 +10,7 @@ from pathlib import Path
 from niels_gpt.builders.journal import Checkpoint, Journal
 from niels_gpt.cache.meta import KINDS as CHECKED_KINDS
 from niels_gpt.inspection.verify import find_damage
+from niels_gpt.interop.transfer import parts
 from niels_gpt.interop.transfer.arrival import PUSH_AGAIN, Arrival
 from niels_gpt.interop.transfer.described import MARK_NAME, Described, described
 from niels_gpt.interop.transfer.jobs import Stopped, Tally, at_once
@@ -19,7 +20,7 @@ from niels_gpt.storage import fileio, versions
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, write_bytes
 from niels_gpt.storage.locks import hold_version
-from niels_gpt.storage.meta_json import MAX_JSON_BYTES, path_inside, resolved, sha256_regular
+from niels_gpt.storage.meta_json import MAX_JSON_BYTES, file_records, path_inside, resolved, sha256_regular
 from niels_gpt.storage.versions import JOURNAL_NAME, VERSION_DIGITS
 
 
@@ -63,19 +64,27 @@ def stage(
     jobs: int = 8,
     progress: Progress | None = None,
 ) -> Fetched:
-    """Copy a cache to a disk nearby, whole. Files are copied, never linked, and compared with their sha256.
+    """Copy a cache to a disk nearby, or whole shards of it. Files are copied, and compared with their sha256.
 
     source: the public folder of a cache, or a URL. dest: where readers will open the copy.
+    split: only train, or only val. max_bytes: of token files; shards of train from the first on, then those of val, as
+    many as fit. Either makes a cache of a part, of a pretrain cache alone: `staged` in its meta.json says of which.
     The rest: as `pull`.
+    Raises: as `pull`; ValueError where no shard fits, and for a part of another kind of cache.
     """
-    if split is not None or max_bytes is not None:
-        raise ValueError("split, max_bytes: a part of a cache cannot be staged yet")
-    if scheme_of(source) != "file":
-        return pull(source, dest, jobs=jobs, progress=progress)
-    folder = resolved(Path(source.partition("://")[2] or source))
-    hold = hold_version(folder)
-    fetched = pull(os.fspath(folder), dest, jobs=jobs, progress=progress)
-    del hold  # until now gc left the version
+    is_local = scheme_of(source) == "file"
+    folder = resolved(Path(source.partition("://")[2] or source)) if is_local else None
+    hold = None if folder is None else hold_version(folder)  # until the end gc leaves the version
+    bucket = Bucket(source if folder is None else os.fspath(folder))
+    remote = remote_cache(bucket)
+    if split is None and max_bytes is None:
+        fetched = arrived(bucket, remote, dest, jobs=jobs, progress=progress)
+    else:
+        chosen = parts.chosen_shards(remote, split, max_bytes)
+        version, meta, moved, kept = parts.stage_part(bucket, remote, dest, chosen, jobs=jobs, progress=progress)
+        files = file_records(meta)
+        fetched = Fetched(dest, version, len(files) + 1, sum(int(each["bytes"]) for each in files), moved, kept)
+    del hold
     return fetched
 
 
