@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import json
 import logging
 import os
@@ -18,8 +20,10 @@ from support.small_caches import change_meta
 from niels_gpt.interop.transfer import fetch, push, remote
 from niels_gpt.interop.transfer.described import MARK_NAME
 from niels_gpt.interop.transfer.remote import Bucket
+from niels_gpt.recipes.eagle3.of_settings import sha256
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
+from niels_gpt.storage.meta_json import meta_bytes
 
 KINDS = ("pretrain", "sft", "templated", "rollouts")
 
@@ -300,3 +304,71 @@ def test_a_note_of_a_push_says_what_docs_say(caches: Path, url: str) -> None:
     Bucket(url).write(MARK_NAME, json.dumps({**mark, "removing": ["../x"]}).encode())
     Bucket(url).remove(META_NAME)
     refused("E610", "not of a cache", lambda: push.push(caches / "sft/wiki", url))
+
+
+def test_a_draft_vocabulary_has_its_own_content_sha256(tmp_path: Path, url: str) -> None:
+    content = b"{}\n"
+    record = {"bytes": len(content), "name": "draft_vocab.json", "sha256": hashlib.sha256(content).hexdigest()}
+    meta = {"built": True, "files": [record], "format_version": 1, "kind": "draft_vocab"}
+    folder = tmp_path / "draft"
+    folder.mkdir()
+    (folder / "draft_vocab.json").write_bytes(content)
+    (folder / META_NAME).write_bytes(meta_bytes({**meta, "content_sha256": sha256([record])}))
+    push.push(folder, url)
+    assert whole_version(fetch.pull(url, tmp_path / "vocab").path) == sha256([record])
+
+
+def test_what_a_killed_push_left_half_written_on_a_disk_is_removed(caches: Path, tmp_path: Path) -> None:
+    mirror, bucket = tmp_path / "mirror", Bucket(str(tmp_path / "mirror"))
+    push.push(caches / "pretrain/wiki", str(mirror))
+    dead, alive, foreign = (mirror / "train" / f".{name}.tmp" for name in DOTTED)
+    for half in (dead, alive, foreign):
+        half.write_bytes(b"half")
+    with open(alive, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        push.push(caches / "pretrain/wiki", str(mirror))
+    assert not dead.exists() and alive.exists() and foreign.exists()
+    bucket.write("notes.txt", b"mine")
+    assert bucket.read("notes.txt", 10) == b"mine" and not list(mirror.glob(".*"))
+
+
+DOTTED = ("shard_00000.bin.0123abcd", "shard_00001.bin.0123abcd", "notes.txt.0123abcd")
+
+
+@pytest.mark.parametrize("url", ["", "s3:/bucket/x", "FILE:/x", "s3://", "s3:///x"])
+def test_a_mistyped_url_is_no_path(url: str, caches: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="expected"):
+        push.push(caches / "sft/wiki", url)
+    assert not list(tmp_path.iterdir())
+
+
+def test_schemes_may_be_in_capitals_and_a_file_url_may_name_this_machine(tmp_path: Path) -> None:
+    assert remote.path_of("file://localhost/data/wiki") == Path("/data/wiki")
+    assert remote.path_of("FILE:///data/wiki") == Path("/data/wiki")
+    pytest.importorskip("s3fs", reason="the extra s3 is not installed")
+    assert Bucket("S3://team/wiki")._root == "team/wiki"
+
+
+def test_a_version_is_not_pushed_over(caches: Path, tmp_path: Path) -> None:
+    small_builds.pretrain(tmp_path / "wiki", 1)
+    before = whole_version(tmp_path / "wiki")
+    for target in (tmp_path / "wiki", (tmp_path / "wiki").resolve()):
+        refused("E610", "never changes", lambda: push.push(caches / "pretrain/wiki", str(target), replace=True))  # noqa: B023
+    assert whole_version(tmp_path / "wiki") == before
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_links_and_pipes_in_a_folder_are_not_followed(kind: str, caches: Path, tmp_path: Path) -> None:
+    push.push(caches / "pretrain/wiki", str(tmp_path / "mirror"))
+    shard, outside = tmp_path / "mirror/train/shard_00001.bin", tmp_path / "outside.bin"
+    shard.rename(outside)
+    if kind == "link":
+        shard.symlink_to(outside)
+    else:
+        os.mkfifo(shard)
+    refused("E205", "shard_00001", lambda: fetch.pull(str(tmp_path / "mirror"), tmp_path / "wiki"))
+    if kind == "link":
+        replacing = (caches / "pretrain/other", str(tmp_path / "mirror"))
+        refused("E205", "symbolic link", lambda: push.push(*replacing, replace=True))
+    assert outside.exists()

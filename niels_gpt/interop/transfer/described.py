@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from niels_gpt.builders.meta_keys import content_sha256
 from niels_gpt.cache.meta import checked_meta
 from niels_gpt.storage.errors import REBUILD, CacheError
-from niels_gpt.storage.fileio import META_NAME
+from niels_gpt.storage.fileio import META_NAME, canonical_json
 from niels_gpt.storage.meta_json import (
     MAX_JSON_BYTES,
     checked_sha256,
@@ -83,10 +84,17 @@ def described(raw: bytes, where: str) -> Described:
     if MARK_NAME in records:
         raise wrong_value(where, "a file's name", MARK_NAME, "another one")
     content = checked_sha256(meta.get("content_sha256"), "content_sha256", where)
-    if (actual := content_sha256(list(records.values()))) != content:
+    if (actual := _content_of(meta, records)) != content:
         found = f"content_sha256 is {content[:12]}, but the files it names give {actual[:12]}"
         raise CacheError(where, found, remedy=_PUBLISHER, code="E202")
     return Described(raw, meta, records, content)
+
+
+def _content_of(meta: dict[str, Any], records: dict[str, dict[str, Any]]) -> str:
+    """Return the content_sha256 that the records of the files give."""
+    if meta["kind"] == "draft_vocab":  # as niels_gpt/recipes/eagle3/draft_vocab.py
+        return hashlib.sha256(canonical_json(list(records.values()))).hexdigest()
+    return content_sha256(list(records.values()))
 
 
 _PUBLISHER = "Take another copy, or have it pushed again with --replace"

@@ -14,7 +14,7 @@ from niels_gpt.interop.transfer import parts
 from niels_gpt.interop.transfer.arrival import PUSH_AGAIN, Arrival
 from niels_gpt.interop.transfer.described import MARK_NAME, Described, described
 from niels_gpt.interop.transfer.jobs import Stopped, Tally, at_once
-from niels_gpt.interop.transfer.remote import Bucket, scheme_of
+from niels_gpt.interop.transfer.remote import Bucket, path_of, scheme_of
 from niels_gpt.progress import Progress
 from niels_gpt.storage import fileio, versions
 from niels_gpt.storage.errors import CacheError
@@ -73,7 +73,7 @@ def stage(
     Raises: as `pull`; ValueError where no shard fits, and for a part of another kind of cache.
     """
     is_local = scheme_of(source) == "file"
-    folder = resolved(Path(source.partition("://")[2] or source)) if is_local else None
+    folder = resolved(path_of(source)) if is_local else None
     hold = None if folder is None else hold_version(folder)  # until the end gc leaves the version
     bucket = Bucket(source if folder is None else os.fspath(folder))
     remote = remote_cache(bucket)

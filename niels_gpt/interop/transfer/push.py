@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from niels_gpt.inspection.caches import refuse_unless_cache
 from niels_gpt.interop.transfer.described import MARK_NAME, Described, Pushed, described, refuse_damaged
 from niels_gpt.interop.transfer.jobs import Tally, at_once
 from niels_gpt.interop.transfer.remote import Bucket, scheme_of
@@ -28,6 +29,7 @@ from niels_gpt.storage.meta_json import (
     read_regular,
     resolved,
 )
+from niels_gpt.storage.versions import public_path
 
 MARK_VERSION = 1
 _REPLACE = "Push to another URL, or replace what is there: --replace"
@@ -69,6 +71,7 @@ def push(
     Raises: FileNotFoundError; ValueError for the URL; CacheError E610 where something else is there or another push
         takes its place, E611 for a damaged file, E612 where the bucket cannot be used; OSError.
     """
+    refuse_unless_cache(cache)
     folder = resolved(cache)
     hold = hold_version(folder)
     local = described(read_regular(folder / META_NAME), str(cache / META_NAME))
@@ -78,7 +81,11 @@ def push(
         return push_hub(folder, local, url, replace=replace, public=public, card=card, progress=progress)
     if card is not None:
         raise ValueError("card: only a repository on the hub has one (hf://datasets/USER/NAME)")
-    pushed = _Push(folder, local, Bucket(url), Tally(local.num_bytes, progress), jobs).run(replace, check)
+    bucket = Bucket(url)
+    if bucket.folder is not None and public_path(resolved(bucket.folder)) is not None:
+        found = "a version of a cache, which never changes"
+        raise CacheError(bucket.shown, found, "another folder", "Take stage to copy a cache to it", code="E610")
+    pushed = _Push(folder, local, bucket, Tally(local.num_bytes, progress), jobs).run(replace, check)
     del hold  # until now gc left the version
     return pushed
 
@@ -109,6 +116,7 @@ class _Push:
             sent += len(self.local.raw)
         if not is_there or found.mark is not None:
             self.bucket.remove(MARK_NAME)
+        self.bucket.clear((*self.local.records, META_NAME, MARK_NAME))
         records = self.local.records
         return Pushed(
             self.bucket.shown, len(records) + 1, self.local.num_bytes + len(self.local.raw), sent, self.skipped

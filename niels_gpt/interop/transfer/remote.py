@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from niels_gpt.storage import fileio
 from niels_gpt.storage.codes import coded
 from niels_gpt.storage.errors import CacheError
-from niels_gpt.storage.meta_json import printable
+from niels_gpt.storage.meta_json import open_regular, path_inside, printable
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +30,8 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
 _LIBRARIES = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gs"), "az": ("adlfs", "az")}
 _SAME = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "local": "file", "": "file"}
 _SCHEMES = ("file", "memory", "hf", *_LIBRARIES)
-_HALF = re.compile(r"(?:.*/)?\.[^/]+\.[0-9a-f]{8}\.tmp")
+_HALF = re.compile(r"((?:.*/)?)\.([^/]+)\.[0-9a-f]{8}\.tmp")
+_ONE_SLASH = re.compile(rf"(?i)({'|'.join([*_SCHEMES, *filter(None, _SAME)])}):/")
 _PART_BYTES, _MOST_PARTS, _PARTS_AT_ONCE = 16 << 20, 9_000, 2  # of an upload to S3: memory stays below 32 MiB a job
 _NETWORK = frozenset(
     {
@@ -49,12 +52,24 @@ def scheme_of(url: str) -> str:
     if kind not in _SCHEMES:
         raise coded("E102", ValueError(f"{printable(scheme)[:40]}://: expected a path or one of {_known()}"))
     if kind == "file":
+        if not url or (not colon and _ONE_SLASH.match(url)):
+            raise coded("E102", ValueError(f"{printable(url)[:40] or 'an empty URL'}: expected a path or {_known()}"))
         return kind
+    if kind != "memory" and rest.partition("/")[0] == "":
+        raise coded("E102", ValueError(f"{kind}://: expected the name of a bucket after it, and a folder"))
     user, at, _ = rest.partition("/")[0].rpartition("@")
     if "?" in rest or (at and (":" in user or kind != "az")):
         why = "the URL holds credentials or a query, which would be seen in logs. The libraries find credentials"
         raise coded("E102", ValueError(f"{kind}://...: {why} themselves: name the bucket and the folder only"))
     return kind
+
+
+def path_of(url: str) -> Path:
+    """Return the absolute path that a path or a URL file:// names."""
+    _, colon, rest = url.partition("://")
+    if colon and rest.startswith("localhost/"):
+        rest = rest.removeprefix("localhost")
+    return Path(os.path.abspath(os.path.expanduser(rest if colon else url)))
 
 
 def _known() -> str:
@@ -84,6 +99,8 @@ class Bucket:
         kind = scheme_of(url)
         self.shown = printable(url.rstrip("/"))
         """The URL for messages."""
+        self.folder = path_of(url) if kind == "file" else None
+        """The folder, where it is one on a disk."""
         self.is_local = kind == "file"
         self._fs, self._root = _opened(kind, url)
         self._is_s3 = kind == "s3"
@@ -124,7 +141,14 @@ class Bucket:
         return {name: size for name, size in names.items() if not _HALF.fullmatch(name) and (size or name)}
 
     def part(self, name: str, begin: int, end: int) -> bytes:
-        """Return bytes of a file, as many as there are. Raises: FileNotFoundError; CacheError E612."""
+        """Return bytes of a file, as many as there are. Raises: FileNotFoundError; CacheError E612.
+
+        On a disk CacheError for what is not a regular file, such as a pipe, which would never end.
+        """
+        if self.is_local:
+            with open(open_regular(self._path(name)), "rb") as file:
+                file.seek(begin)
+                return file.read(end - begin)
         return bytes(self._asked(name, lambda: self._fs.cat_file(self._path(name), start=begin, end=end)))
 
     def pieces(self, name: str, begin: int, end: int) -> Iterator[bytes]:
@@ -172,7 +196,20 @@ class Bucket:
         except FileNotFoundError:
             return
 
+    def clear(self, names: Collection[str]) -> None:
+        """Remove what killed pushes to a disk left half written of these files. What is written now is locked."""
+        for path in self._fs.find(self._root) if self.is_local else ():
+            half = _HALF.fullmatch(os.path.relpath(path, self._root))
+            if half is None or half[1] + half[2] not in names:
+                continue
+            with suppress(OSError, CacheError), open(open_regular(path, holes=True), "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fileio.remove(path)
+
     def _path(self, name: str) -> str:
+        """Return where a file is. Raises: CacheError E205 on a disk, where a link is in its way."""
+        if self.folder is not None:
+            return os.fspath(path_inside(self.folder, name))
         return f"{self._root.rstrip('/')}/{name}"
 
     def _place(
@@ -183,9 +220,12 @@ class Bucket:
         fileio.make_dir(folder)
         half = f"{folder}/.{last}.{secrets.token_hex(4)}.tmp"
         try:
-            make(half)
-            fileio.fsync_file(half)
-            put(half, self._path(name))
+            with open(half, "xb") as file:
+                with suppress(OSError):  # of a file system without locks
+                    fcntl.flock(file, fcntl.LOCK_EX)  # until it is in its place: `clear` of another push leaves it
+                make(half)
+                fileio.fsync_file(half)
+                put(half, self._path(name))
         finally:
             fileio.remove(half)
 
@@ -198,12 +238,13 @@ class Bucket:
     def _asked(self, name: str, ask: Callable[[], _T]) -> _T:
         """Ask, and again after failures that may pass.
 
-        Raises: FileNotFoundError, NotADirectoryError, FileExistsError; OSError of a disk; CacheError E612 for all else.
+        Raises: FileNotFoundError, NotADirectoryError, FileExistsError; OSError of a disk; CacheError E205 for a link
+            on it, and E612 for all else.
         """
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 return ask()
-            except (FileNotFoundError, NotADirectoryError, FileExistsError):
+            except (FileNotFoundError, NotADirectoryError, FileExistsError, CacheError):
                 raise
             except Exception as error:
                 if self.is_local and isinstance(error, OSError):
@@ -232,8 +273,7 @@ def _opened(kind: str, url: str) -> tuple[Any, str]:
     import fsspec
 
     if kind == "file":
-        plain = url.partition("://")[2] or url
-        return fsspec.filesystem("file", auto_mkdir=False), os.path.abspath(os.path.expanduser(plain))
+        return fsspec.filesystem("file", auto_mkdir=False), os.fspath(path_of(url))
     library, extra = _LIBRARIES.get(kind, ("", ""))
     # Kept instances and listings would show another process's files as they were.
     fresh = {"skip_instance_cache": True, "use_listings_cache": False} if library else {}
@@ -245,7 +285,8 @@ def _opened(kind: str, url: str) -> tuple[Any, str]:
     except Exception as error:  # such as Azure without an account
         reason = redacted(f"{type(error).__name__}: {error}")
         raise CacheError(printable(url), f"refused: {reason}", remedy=_CREDENTIALS, code="E612") from None
-    root = str(fs._strip_protocol(url)).rstrip("/")
+    scheme, _, rest = url.partition("://")
+    root = str(fs._strip_protocol(f"{scheme.lower()}://{rest}")).rstrip("/")  # libraries know small letters only
     return fs, _pinned(fs, root, url) if kind == "hf" else root
 
 
