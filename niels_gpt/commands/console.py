@@ -60,7 +60,7 @@ class Result:
 
 
 _DAMAGE = frozenset(
-    ["E201", "E202", "E203", "E204", "E205", "E206", "E210", "E211", "E403", "E505", "E701", "E702", "E708"]
+    ["E201", "E202", "E203", "E204", "E205", "E206", "E210", "E211", "E403", "E505", "E611", "E701", "E702", "E708"]
 )  # codes of damaged caches
 
 
@@ -374,7 +374,7 @@ def log_to_stderr(level: int = logging.INFO) -> None:
     handler.setFormatter(_EscapingFormatter("%(message)s"))
     handler.addFilter(_Once())
     logging.basicConfig(level=level, handlers=[handler])
-    for library in ("httpx", "httpx2", "matplotlib"):  # a line for each request to the hub, and for a list of fonts
+    for library in ("httpx", "httpx2", "matplotlib", "botocore", "aiobotocore"):  # of requests, fonts and credentials
         logging.getLogger(library).setLevel(logging.WARNING)
 
 
