@@ -21,6 +21,7 @@ from niels_gpt.cache.formats import SPLITS
 from niels_gpt.interop.output import MANIFEST_NAME, MANIFEST_VERSION
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import (
+    checked_count,
     checked_name,
     checked_record,
     checked_sha256,
@@ -220,4 +221,5 @@ def _check_file(value: Any, key: str, where: str) -> str:
         if not isinstance(each, dict) or not isinstance(each.get("continues"), bool):
             raise ValueError(f"{key}.of[{number}]: expected name and continues")
         checked_name(each.get("name"), f"{key}.of[{number}].name", where)
+        checked_count(each.get("tokens", 0), f"{key}.of[{number}].tokens", where)
     return str(record["name"])

@@ -13,6 +13,7 @@ from niels_gpt.builders.meta_keys import Source, vocabulary_of
 from niels_gpt.builders.split import SPLITS
 from niels_gpt.interop.assembling import About, Assembled, assemble
 from niels_gpt.interop.foreign import ForeignFolder
+from niels_gpt.interop.recut import recut
 from niels_gpt.interop.texts import Texts
 from niels_gpt.progress import Progress
 from niels_gpt.storage import versions
@@ -79,6 +80,7 @@ def import_folder(
         ValueError for a document end or pad id that the tokenizer does not have.
     """
     kind = kind_of(source, folder)
+    files = folder.files if kind == "sft" or folder.manifest is None else recut(folder.files, folder.manifest)
     end = _end_of(folder, tokenizer, options.end)
     about = About(
         kind,
@@ -113,7 +115,7 @@ def import_folder(
         return keys
 
     with versions.building(path) as work:
-        meta = assemble(work, folder.files, about, copy=options.copy, examine=examine, progress=progress)
+        meta = assemble(work, files, about, copy=options.copy, examine=examine, progress=progress)
         before_commit()
         versions.commit(work, path, str(meta["content_sha256"]))
     return Imported(path, meta, len(folder.files), sum(linked))

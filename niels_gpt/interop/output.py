@@ -65,7 +65,7 @@ class Output:
             self.noted[reason] = self.noted.get(reason, 0) + count
 
     def _add(self, name: str, record: dict[str, Any], *, made: str, files: list[TokenFile]) -> None:
-        tokens = [{"name": file.record["name"], "continues": file.continues} for file in files]
+        tokens = [{"name": file.record["name"], "tokens": file.tokens, "continues": file.continues} for file in files]
         split = {"split": files[0].split, "of": tokens} if files else {}
         self.records.append({"name": name, **record, "made": made, **split})
         self._done += sum(int(file.record["bytes"]) for file in files)

@@ -53,7 +53,7 @@ def test_the_manifest_names_the_cache_and_every_file(name: str, root: Path, tmp_
         assert (record["bytes"], record["sha256"]) == (path.stat().st_size, sha256_file(path))
     held = [each["name"] for record in manifest["files"] for each in record.get("of", ())]
     shards = [f"train/shard_0000{number}.bin" for number in range(3)]
-    assert sorted({*held}) == shards[: 1 if name == "hf" else 3]  # hf has whole documents: here one in all shards
+    assert sorted({*held}) == shards
     assert done.files == len(manifest["files"]) and done.tokens == 30
     assert not any(record.get("split") == "val" for record in manifest["files"])
 

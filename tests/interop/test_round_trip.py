@@ -29,10 +29,6 @@ CHATS = [
 WITH_LOSS = [name for name, format in FORMATS.items() if format.has_loss]
 
 
-OTHER_SHARDS = ("nanogpt", "hf")
-"""Their files are not our shards: one holds all of a split, or each whole documents. So an import has other shards."""
-
-
 def built(path: Path, tokenizer: Path, shard_tokens: int) -> Path:
     """Build a cache whose shards do not end where documents do."""
     loaded = load_tokenizer(tokenizer)
@@ -96,22 +92,24 @@ def test_an_import_of_an_export_gives_the_same_batches(
     tiny_model_path: Path, dtype: str, name: str, tmp_path: Path
 ) -> None:
     tokenizer = tiny_model_path if dtype == "uint16" else made_tokenizer("llama3")
-    shard_tokens = 10_000 if name in OTHER_SHARDS else 40
-    cache = built(tmp_path / "cache" / "pretrain" / "texts", tokenizer, shard_tokens)
+    cache = built(tmp_path / "cache" / "pretrain" / "texts", tokenizer, 40)
     imported = brought_back(cache, tokenizer, name, tmp_path)
     same_documents(cache, imported)
     for split in ("train", "val"):
-        assert (len(TokenCache(cache).files(split)) > 1) == (shard_tokens == 40)
+        assert len(TokenCache(cache).files(split)) > 1
         for ours, theirs in zip(batches(cache, split), batches(imported, split), strict=True):
             assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("name", OTHER_SHARDS)
-def test_documents_across_shards_come_back_from_a_format_without_these_shards(
+@pytest.mark.parametrize("name", ["nanogpt", "hf"])
+def test_shards_of_a_few_tokens_come_back_from_files_that_are_no_shards(
     tiny_model_path: Path, name: str, tmp_path: Path
 ) -> None:
-    cache = built(tmp_path / "cache" / "pretrain" / "texts", tiny_model_path, 40)
-    same_documents(cache, brought_back(cache, tiny_model_path, name, tmp_path))
+    cache = built(tmp_path / "cache" / "pretrain" / "texts", tiny_model_path, 7)
+    imported = brought_back(cache, tiny_model_path, name, tmp_path)
+    same_documents(cache, imported)
+    lengths = [[file.tokens for file in TokenCache(each).all_files] for each in (cache, imported)]
+    assert lengths[0] == lengths[1]
 
 
 @pytest.mark.parametrize("name", WITH_LOSS)

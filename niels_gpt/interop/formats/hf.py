@@ -41,11 +41,16 @@ def write(cache: TokenCache, output: Output) -> None:
     """
     for split, name in SPLIT_NAMES.items():
         rows = _Rows(cache, split)
-        parts = [(file, *rows.beginning_in(file)) for file in cache.files(split)]
-        parts = [part for part in parts if part[1] < part[2]]
-        for number, (file, first, end) in enumerate(parts):
+        parts: list[tuple[list[TokenFile], int, int]] = []
+        for file in cache.files(split):
+            first, end = rows.beginning_in(file)
+            if first < end:
+                parts.append(([file], first, end))
+            else:  # all of it is in a document that begins before
+                parts[-1][0].append(file)
+        for number, (files, first, end) in enumerate(parts):
             path = f"data/{name}-{number:05d}-of-{len(parts):05d}.parquet"
-            output.write(path, _parquet(rows.batches(first, end)), [file])
+            output.write(path, _parquet(rows.batches(first, end)), files)
 
 
 class _Rows:
