@@ -372,3 +372,26 @@ def test_links_and_pipes_in_a_folder_are_not_followed(kind: str, caches: Path, t
         replacing = (caches / "pretrain/other", str(tmp_path / "mirror"))
         refused("E205", "symbolic link", lambda: push.push(*replacing, replace=True))
     assert outside.exists()
+
+
+def test_the_first_error_ends_the_wait_for_another_attempt(
+    caches: Path, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fsspec
+
+    push.push(caches / "pretrain/wiki", url)
+    monkeypatch.setattr(remote, "FIRST_WAIT_S", remote.LONGEST_WAIT_S)
+    memory, is_waiting = type(fsspec.filesystem("memory")), threading.Event()
+    cat_file = memory.cat_file
+
+    def failing(self: Any, path: str, **more: Any) -> bytes:
+        if path.endswith("shard_00000.bin"):
+            is_waiting.set()
+            raise ConnectionResetError
+        if path.endswith("shard_00001.bin"):
+            is_waiting.wait()
+            raise PermissionError
+        return bytes(cat_file(self, path, **more))
+
+    monkeypatch.setattr(memory, "cat_file", failing)
+    refused("E612", "refused: PermissionError", lambda: fetch.pull(url, tmp_path / "wiki"))

@@ -26,6 +26,7 @@ class Arrival:
     def __init__(self, bucket: Bucket, remote: Described, work: Path, tally: Tally) -> None:
         """work: of the build; what an earlier run left there is used."""
         self.bucket, self.remote, self.work, self.tally = bucket, remote, work, tally
+        bucket.pause = tally.pause
 
     def fetch(self, records: Iterable[dict[str, Any]], jobs: int) -> None:
         """Fetch these files. Raises: CacheError E611 for a damaged one, E612; OSError E501 without room."""

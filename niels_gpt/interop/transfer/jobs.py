@@ -43,6 +43,11 @@ class Tally:
         with self._lock:
             self.moved, self.kept = self.moved - moved, self.kept - kept
 
+    def pause(self, seconds: float) -> None:
+        """Wait. Raises: Stopped after `stop`, which ends the wait."""
+        if self._stop.wait(seconds):
+            raise Stopped
+
     def stop(self) -> None:
         """Let the next `add` of each thread raise."""
         self._stop.set()

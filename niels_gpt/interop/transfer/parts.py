@@ -59,7 +59,8 @@ def chosen_shards(remote: Described, split: str | None, max_bytes: int | None) -
         found[name].append(record)
     if not any(found.values()):
         first = f"the first shard has {wanted[0][1]['bytes']:,}" if wanted else "there is no shard"
-        raise ValueError(f"--max-bytes {max_bytes}: {first}")
+        limit = f"--split {split}" if max_bytes is None else f"--max-bytes {max_bytes}"
+        raise ValueError(f"{limit}: {first}")
     return found
 
 

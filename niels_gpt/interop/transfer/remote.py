@@ -102,6 +102,8 @@ class Bucket:
         self.folder = path_of(url) if kind == "file" else None
         """The folder, where it is one on a disk."""
         self.is_local = kind == "file"
+        self.pause: Callable[[float], object] = time.sleep
+        """Waits so many seconds for another attempt; may raise to give up."""
         self._fs, self._root = _opened(kind, url)
         self._is_s3 = kind == "s3"
 
@@ -261,7 +263,7 @@ class Bucket:
                 *(self.at(name), attempt, ATTEMPTS, reason, seconds),
                 extra={"code": "W610"},
             )
-            time.sleep(seconds)
+            self.pause(seconds)
         raise AssertionError
 
 
