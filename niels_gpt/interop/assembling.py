@@ -45,6 +45,7 @@ from niels_gpt.tokenizers.protocol import token_dtype
 
 _MOST_THREADS = 8
 _NAMES = 1 << 16  # documents whose names are made at once
+_COUNTED = 1 << 18  # ids that are counted at once: numpy makes them int64, which then fits a core's cache
 
 Ends = NDArray[np.int64]
 
@@ -299,7 +300,8 @@ class _Taker:
                 continue
             ids = self._checked(file, piece, done)
             write(ids)
-            counts += np.bincount(ids, minlength=self.size)
+            for at in range(0, len(ids), _COUNTED):
+                counts += np.bincount(ids[at : at + _COUNTED], minlength=self.size)
             if ends is None and end is not None:
                 found.append((ids == end).nonzero()[0] + (done + 1))
             elif ends is not None and end is not None:

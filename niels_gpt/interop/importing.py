@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -12,7 +12,8 @@ from typing import Any
 from niels_gpt.builders.meta_keys import Source, vocabulary_of
 from niels_gpt.builders.split import SPLITS
 from niels_gpt.interop.assembling import About, Assembled, assemble
-from niels_gpt.interop.foreign import ForeignFolder
+from niels_gpt.interop.foreign import ForeignFile, ForeignFolder, manifest_files
+from niels_gpt.interop.output import MANIFEST_NAME
 from niels_gpt.interop.recut import recut
 from niels_gpt.interop.texts import Texts
 from niels_gpt.progress import Progress
@@ -76,7 +77,8 @@ def import_folder(
     tokenizer: that made the ids. before_commit: called when all files of the cache are written.
     progress: called with files, bytes of tokens read, and such bytes in all.
     Warns (W205) where the ids seem to be of another tokenizer.
-    Raises: CacheError as `assemble`, and E221 for a folder without tokens for train, or with loss in some files only;
+    Raises: CacheError as `assemble`, and E221 for a folder without tokens for train, or with loss in some files only,
+        and for a file that was changed after its export;
         ValueError for a document end or pad id that the tokenizer does not have.
     """
     kind = kind_of(source, folder)
@@ -99,6 +101,7 @@ def import_folder(
     linked = []
 
     def examine(done: Assembled) -> Mapping[str, Any]:
+        _compare_with_manifest(source, manifest_files(folder.manifest), files, done)
         linked.append(done.linked_bytes)
         texts, lacking = Texts(done, kind, tokenizer, end), sum(done.docs.values()) - sum(done.ended.values())
         unknown = tokenizer.unk_id
@@ -119,6 +122,26 @@ def import_folder(
         before_commit()
         versions.commit(work, path, str(meta["content_sha256"]))
     return Imported(path, meta, len(folder.files), sum(linked))
+
+
+def _compare_with_manifest(
+    source: Path, known: Mapping[str, Mapping[str, Any]], files: Sequence[ForeignFile], done: Assembled
+) -> None:
+    """Raise CacheError E221 for a file that an export wrote otherwise; one whose bytes became no shard is not compared.
+
+    known: the records of the manifest by name.
+    """
+    for split in SPLITS:
+        of_split = [file for file in files if file.split == split]
+        if len(of_split) != len(done.shards[split]):  # of sft, all are one
+            continue
+        for file, record in zip(of_split, done.shards[split], strict=True):
+            if file.token_file is None or file.itemsize != done.dtype.itemsize or file.name not in known:
+                continue
+            if record["sha256"] != (expected := str(known[file.name]["sha256"])):
+                found, wanted = f"sha256 {record['sha256'][:12]}", f"{expected[:12]}, as it was exported"
+                remedy = f"Export the cache again, or remove {MANIFEST_NAME} to import the files as they are"
+                raise CacheError(source / file.name, found, wanted, remedy, code="E221")
 
 
 def kind_of(source: Path, folder: ForeignFolder) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.builders.split import SPLITS
-from niels_gpt.interop.foreign import ForeignFile
+from niels_gpt.interop.foreign import ForeignFile, read_pieces
 
 
 def recut(files: Sequence[ForeignFile], manifest: Mapping[str, Any]) -> list[ForeignFile]:
@@ -85,6 +85,10 @@ def _ends_of(file: ForeignFile) -> NDArray[np.int64]:
 
 def _pieces(parts: _Parts) -> Iterator[NDArray[Any]]:
     for file, low, high in parts:
+        if file.token_file is not None:  # what lies before the shard is not read
+            dtype = np.dtype(f"<u{file.itemsize}")
+            yield from read_pieces(file.token_file, dtype, offset=low * dtype.itemsize, count=high - low)
+            continue
         at = 0
         for piece in file.pieces():
             some = piece[max(low - at, 0) : max(high - at, 0)]

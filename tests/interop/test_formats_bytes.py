@@ -296,6 +296,7 @@ HOSTILE: dict[str, tuple[str, dict[str, bytes]]] = {
     "no numbers": ("olmo", {"a.npy": IDS, "a.csv.gz": gzip.compress(b"start,end\n0,6\n")}),
     "documents that overlap": ("olmo", {"a.npy": IDS, "a.csv.gz": gzip.compress(b"0,4\n3,6\n")}),
     "a document beyond": ("olmo", {"a.npy": IDS, "a.csv.gz": gzip.compress(b"0,7\n")}),
+    "lines without end": ("olmo", {"a.npy": IDS, "a.csv.gz": gzip.compress(b"0,0\n" * 10_000)}),
     "one column": ("olmo", {"a.npy": IDS, "a.csv.gz": gzip.compress(b"0\n6\n")}),
 }
 

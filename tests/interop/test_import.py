@@ -101,6 +101,26 @@ def load(cache: Path) -> dict[str, Any]:
     return read_meta(str(cache / "meta.json"))
 
 
+@pytest.mark.parametrize("copy", [False, True])
+def test_an_export_that_was_changed_is_not_imported(caches: Path, tmp_path: Path, copy: bool) -> None:
+    export_cache(caches / "pretrain" / "web", "megatron", tmp_path / "out")
+    path = tmp_path / "out" / "train_00001.bin"
+    ids = np.fromfile(path, "<u2")
+    path.unlink()
+    ids[::-1].tofile(path)
+    with pytest.raises(CacheError, match=r"train_00001\.bin: sha256 .*exported") as error:
+        imported(tmp_path / "out", caches, f"changed_{copy}", copy=copy)
+    assert error.value.code == "E221" and not (caches / "imported" / f"changed_{copy}").exists()
+    (tmp_path / "out" / MANIFEST_NAME).unlink()
+    done = imported(tmp_path / "out", caches, f"changed_{copy}", tokenizer=str(caches / "tokenizer"), copy=copy)
+    assert find_damage(done.path, deep=True) == []
+
+
+def test_a_source_that_is_not_there_is_named(caches: Path, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no such file or folder"):
+        imported(tmp_path / "nowhere", caches)
+
+
 def test_files_without_borders_are_cut_at_the_end_of_documents(
     caches: Path, tmp_path: Path, tokenizer: FullTokenizer
 ) -> None:

@@ -89,7 +89,8 @@ def read(source: Path, *, val_glob: str | None = None, vocab_size: int | None = 
 
 
 def _width_by_borders(file: Listed, borders: Path | None) -> int | None:
-    last = max((int(some[-1, 1]) for some in _read_lines(borders)), default=0) if borders is not None else 0
+    lines = _read_lines(borders, file.size) if borders is not None else ()
+    last = max((int(some[-1, 1]) for some in lines), default=0)
     return next((width for width in (2, 4) if last * width == file.size), None)
 
 
@@ -107,11 +108,17 @@ def _mask_names(name: str) -> list[str]:
     return found
 
 
-def _read_lines(path: Path) -> Iterator[NDArray[np.int64]]:
-    """Yield starts and ends of documents, in pieces: int64 [some documents, 2]. Raises: CacheError E221."""
+def _read_lines(path: Path, tokens: int) -> Iterator[NDArray[np.int64]]:
+    """Yield starts and ends of documents, in pieces: int64 [some documents, 2].
+
+    tokens: of the file, at most: a small file may unpack to many lines of nothing. Raises: CacheError E221.
+    """
+    left = 2 * tokens + _LINES
     try:
         with open(open_regular(path), "rb") as raw, gzip.GzipFile(fileobj=raw) as file:
             while lines := [line for line in (file.readline(_MAX_LINE) for _ in range(_LINES)) if line]:
+                if (left := left - len(lines)) < 0:
+                    raise CacheError(path, "more lines than documents", f"{tokens:,} tokens at most", code="E221")
                 flat = [int(part) for line in lines for part in line.split(b",", 2)[:2]]
                 yield np.array(flat, dtype=np.int64).reshape(len(lines), 2)
     except (ValueError, EOFError, zlib.error, gzip.BadGzipFile, OverflowError) as error:
@@ -122,10 +129,10 @@ def _read_lines(path: Path) -> Iterator[NDArray[np.int64]]:
 
 def _ends(borders: Path, tokens: int, noticed: Counter[str] | None) -> NDArray[np.int64]:
     """Return where documents end, in tokens. What lies between documents is a document too, and counted."""
-    parts, last, lines, between = [np.zeros(0, dtype=np.int64)], 0, 0, 0
-    for some in _read_lines(borders):
-        flat, lines = np.append(last, some.ravel()), lines + len(some)
-        if np.any(np.diff(flat) < 0) or flat[-1] > tokens or lines > 2 * tokens + _LINES:
+    parts, last, between = [np.zeros(0, dtype=np.int64)], 0, 0
+    for some in _read_lines(borders, tokens):
+        flat = np.append(last, some.ravel())
+        if np.any(np.diff(flat) < 0) or flat[-1] > tokens:
             raise CacheError(borders, "documents that overlap or end behind", f"{tokens:,} tokens", code="E221")
         between += int((flat[1::2] - flat[:-1:2]).sum())
         if noticed is not None:

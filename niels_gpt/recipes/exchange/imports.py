@@ -65,6 +65,8 @@ def import_cache(
     key, cache_dir = key_of(name), Path(cache_dir)
     settings = Settings(cache_dir=str(cache_dir), tokenizer=tokenizer)
     apply_lock_setting(cache_dir, settings.lock)
+    if not source.exists():
+        raise FileNotFoundError(f"{source}: no such file or folder")
     manifest = read_manifest(source, format)
     of_manifest = None if manifest is None else manifest["cache"].get("tokenizer_sha256")
     opened = _opened(source, settings, of_manifest)
