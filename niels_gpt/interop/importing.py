@@ -77,9 +77,8 @@ def import_folder(
     tokenizer: that made the ids. before_commit: called when all files of the cache are written.
     progress: called with files, bytes of tokens read, and such bytes in all.
     Warns (W205) where the ids seem to be of another tokenizer.
-    Raises: CacheError as `assemble`, and E221 for a folder without tokens for train, or with loss in some files only,
-        and for a file that was changed after its export;
-        ValueError for a document end or pad id that the tokenizer does not have.
+    Raises: CacheError as `assemble`, and E221 for a folder without tokens for train, with loss in some files only, or
+        changed after its export; ValueError for a document end or pad id that the tokenizer does not have.
     """
     kind = kind_of(source, folder)
     files = folder.files if kind == "sft" or folder.manifest is None else recut(folder.files, folder.manifest)
