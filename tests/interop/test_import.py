@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,13 @@ def test_an_export_that_was_changed_is_not_imported(caches: Path, tmp_path: Path
     (tmp_path / "out" / MANIFEST_NAME).unlink()
     done = imported(tmp_path / "out", caches, f"changed_{copy}", tokenizer=str(caches / "tokenizer"), copy=copy)
     assert find_damage(done.path, deep=True) == []
+
+
+def test_no_build_is_named_as_the_remedy_of_a_foreign_file(caches: Path, tmp_path: Path) -> None:
+    os.mkfifo(write_bin(tmp_path / "bins") / "train.bin")
+    with pytest.raises(CacheError, match="not a regular file") as error:
+        imported(tmp_path / "bins", caches, format="nanogpt", tokenizer=str(caches / "tokenizer"))
+    assert error.value.code == "E205" and "niels-gpt build" not in str(error.value)
 
 
 def test_a_source_that_is_not_there_is_named(caches: Path, tmp_path: Path) -> None:

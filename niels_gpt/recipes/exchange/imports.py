@@ -71,7 +71,10 @@ def import_cache(
     of_manifest = None if manifest is None else manifest["cache"].get("tokenizer_sha256")
     opened = _opened(source, settings, of_manifest)
     install = _place(cache_dir, key, opened, settings)
-    folder = FORMATS[format].read(source, val_glob=val, vocab_size=opened.vocab_size)
+    try:
+        folder = FORMATS[format].read(source, val_glob=val, vocab_size=opened.vocab_size)
+    except CacheError as error:  # no build makes files of another tool again
+        raise CacheError(error.path, error.found, error.expected, error.own_remedy, code=error.code) from error
     if (kind := kind_of(source, folder)) != key.partition("/")[0] and not key.startswith(f"{IMPORTED}/"):
         raise CacheError(source, f"becomes a cache of kind {kind}", f"one for {key}", "Pass another name", code="E221")
     begin = time.perf_counter()
