@@ -5,7 +5,7 @@ deployment.py   Deployment: its settings, its names in Dagster, and what a run a
 assets.py       the tokenizer, the sources and their caches: what each depends on, and which run one at a time
 eagle3.py       the draft's vocabulary and the target's outputs
 partitions.py   a pretrain cache with --partitions: a graph of a plan, a step for each partition, and a seal
-exchange/       exports, downstream of the caches
+exchange/       exports and published caches, downstream of the caches
 steps.py        what the steps share: revisions, turns, logs, errors, what they report
 versions.py     the versions that Dagster compares: of an asset's code, and of what it was made from
 checks.py       the asset checks, made of the rules of niels_gpt.inspection and niels_gpt.eagle3.inspect

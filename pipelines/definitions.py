@@ -9,6 +9,7 @@ eagle3/targets                                     a target model's outputs over
 pretrain/NAME, sft/NAME                            the same of your own text and chats: sources.toml
 rollouts/NAME                                      recorded rollouts of your own
 export/NAME                                        a cache as files of another tool: sources.toml
+published/NAME                                     a cache in a bucket: sources.toml
 raw/NAME                                           observed: the text that a cache is made of
 sft/                                               observed: what `--select sft/*` starts from
 """

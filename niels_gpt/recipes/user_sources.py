@@ -38,8 +38,8 @@ from niels_gpt.storage.fileio import open_for_reading
 logger = logging.getLogger(__name__)
 
 FAMILIES = ("pretrain", "sft", "rollouts")
-DELIVERIES = ("export",)
-"""Tables of sources.toml that define no source: where caches are exported to."""
+DELIVERIES = ("export", "published")
+"""Tables of sources.toml that define no source: where caches are exported or pushed to."""
 _WHAT = {
     "pretrain": ("Token cache", "text"),
     "sft": ("Token cache", "chats"),
@@ -243,7 +243,7 @@ def _of_file(settings: Settings) -> Iterator[UserSource]:
         if family in DELIVERIES and isinstance(entries, Mapping):  # see recipes/exchange/lines.py
             continue
         if family not in FAMILIES or not isinstance(entries, Mapping):
-            expected = "expected tables [pretrain], [sft], [rollouts] and [export]"
+            expected = "expected tables [pretrain], [sft], [rollouts], [export] and [published]"
             raise ValueError(f"{path}: found {family!r}, {expected}")
         for name, entry in entries.items():
             yield _of_entry(family, name, entry, path)

@@ -1,4 +1,4 @@
 """Assets that lie downstream of the caches: what leaves the folder of caches.
 
-outputs.py  export/NAME, one for each table [export.NAME] of sources.toml, and its check
+outputs.py  export/NAME and published/NAME, one for each such table of sources.toml, and its check
 """

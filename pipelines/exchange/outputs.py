@@ -1,4 +1,6 @@
-"""The assets export/NAME: a cache as files of another tool, one for each line of sources.toml, with its check.
+"""The assets export/NAME, a cache as files of another tool, and published/NAME, a cache in a bucket, with their checks.
+
+There is one for each line of sources.toml.
 
 Their data version is the cache's content_sha256, so they are stale when the cache is another one.
 """
@@ -10,13 +12,16 @@ from typing import Any
 import dagster as dg
 
 from niels_gpt.cache.meta import find_meta
-from niels_gpt.recipes.exchange.lines import Line, lines_of
+from niels_gpt.interop.output import MANIFEST_NAME
+from niels_gpt.interop.transfer.remote import scheme_of
+from niels_gpt.recipes.exchange.lines import PUBLISHED, Line, lines_of
 from niels_gpt.recipes.exchange.outputs import Delivered, deliver, manifest_of, missing_of
+from niels_gpt.recipes.exchange.published import missing_at
 from niels_gpt.recipes.plan import every_key
 from niels_gpt.recipes.run_recipe import cache_root
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError
-from niels_gpt.storage.fileio import canonical_json
+from niels_gpt.storage.fileio import META_NAME, canonical_json
 from pipelines.deployment import Deployment
 from pipelines.steps import progress_log, step
 from pipelines.versions import DATA_VERSION, INPUT_VERSION
@@ -39,11 +44,11 @@ def _asset(deployment: Deployment, line: Line) -> dg.AssetsDefinition:
     @dg.asset(
         key=deployment.key(line.path),
         deps=[cache] if is_ours else [],
-        description=f"The cache {line.cache} as files of {line.to}, in {line.place}.",
+        description=f"The cache {line.cache}{f' as files of {line.to}' if line.to else ''}, in {line.place}.",
         group_name=deployment.group(line.kind),
         owners=list(deployment.owners),
         tags={"family": line.kind, **deployment.tags},
-        kinds={"file"},
+        kinds={scheme_of(line.place)},
         required_resource_keys={deployment.resource},
         op_tags=deployment.op_tags,
         code_version=sha256(canonical_json(facts)).hexdigest()[:_DIGITS],
@@ -67,10 +72,10 @@ def _metadata(done: Delivered) -> dict[str, dg.MetadataValue[Any]]:
     """Return what the manifest says: numbers as such, which Dagster plots, and the rest as text."""
     value, facts = dg.MetadataValue, done.facts
     found: dict[str, dg.MetadataValue[Any]] = {
-        "run/state": value.text("reused: the cache and the format are the same" if done.reused else "built"),
+        "run/state": value.text("reused: what is there is of this cache" if done.reused else "built"),
         "cache": value.text(done.line.cache),
         "content_sha256": value.text(done.content_sha256),
-        "place": value.path(done.line.place),
+        "place": value.path(done.line.place) if scheme_of(done.line.place) == "file" else value.text(done.line.place),
     }
     for name, fact in facts.items():
         found[name] = value.int(fact) if isinstance(fact, int) else value.text(str(fact) if fact else "nothing")
@@ -80,13 +85,13 @@ def _metadata(done: Delivered) -> dict[str, dg.MetadataValue[Any]]:
 
 
 def _check(deployment: Deployment, line: Line) -> dg.AssetChecksDefinition:
-    """Return the check of an export: every file of its manifest is there, and it is of the cache as it is now."""
-    key = deployment.key(line.path)
+    """Return the check of a line: every file that its manifest or meta.json names is there, of the cache as it is."""
+    key, manifest = deployment.key(line.path), META_NAME if line.kind == PUBLISHED else MANIFEST_NAME
 
     @dg.asset_check(
         name=CHECK,
         asset=key,
-        description="Every file of the manifest is there with its size, and the cache is still the one that it is of.",
+        description=f"Every file of its {manifest} is there with its size, and it is of the cache as it is now.",
         required_resource_keys={deployment.resource},
     )
     def check(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
@@ -103,9 +108,11 @@ def _check(deployment: Deployment, line: Line) -> dg.AssetChecksDefinition:
 
 
 def _problems(settings: Settings, line: Line) -> list[str]:
-    assert line.folder is not None
+    cache = cache_root(settings) / line.cache
     try:
-        manifest, meta = manifest_of(line.folder), find_meta(cache_root(settings) / line.cache)
+        if line.folder is None:
+            return missing_at(cache, line)
+        manifest, meta = manifest_of(line.folder), find_meta(cache)
         if manifest is None:
             return [f"{line.folder}: no export there"]
         is_same = meta is not None and meta["content_sha256"] == manifest["cache"]["content_sha256"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,11 @@ def _content_of(meta: dict[str, Any], records: dict[str, dict[str, Any]]) -> str
 
 
 _PUBLISHER = "Take another copy, or have it pushed again with --replace"
+
+
+def may_replace(replace: bool | Collection[str], content: str) -> bool:
+    """Whether a push may take the place of the cache of this content_sha256. replace: as of `push`."""
+    return replace if isinstance(replace, bool) else content in replace
 
 
 def refuse_damaged(path: Path, record: dict[str, Any]) -> Path:

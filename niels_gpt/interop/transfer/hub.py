@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
-from niels_gpt.interop.transfer.described import MARK_NAME, Described, Pushed, described, refuse_damaged
+from niels_gpt.interop.transfer.described import MARK_NAME, Described, Pushed, described, may_replace, refuse_damaged
 from niels_gpt.interop.transfer.remote import Bucket, redacted
 from niels_gpt.progress import Progress
 from niels_gpt.storage.codes import coded
@@ -26,7 +26,7 @@ def push_hub(
     local: Described,
     url: str,
     *,
-    replace: bool,
+    replace: bool | Collection[str],
     public: bool,
     card: bytes | None,
     progress: Progress | None,
@@ -72,7 +72,7 @@ def push_hub(
     return Pushed(url, files, size, size, 0)
 
 
-def _old_files(bucket: Bucket, local: Described, url: str, replace: bool) -> set[str]:
+def _old_files(bucket: Bucket, local: Described, url: str, replace: bool | Collection[str]) -> set[str]:
     """Return the files of the cache that is there. Raises: CacheError E610 for another one, and for other files."""
     raw = bucket.read(META_NAME, MAX_JSON_BYTES)
     there = None if raw is None else described(raw, bucket.at(META_NAME))
@@ -80,8 +80,9 @@ def _old_files(bucket: Bucket, local: Described, url: str, replace: bool) -> set
     if foreign := sorted(bucket.sizes().keys() - names - _OF_THE_HUB):
         found = f"holds {len(foreign):,} files that are not of a cache ({', '.join(foreign[:3])}). Nothing was changed"
         raise CacheError(url, found, remedy="Push to an empty folder", code="E610")
-    if there is not None and there.content_sha256 != local.content_sha256 and not replace:
-        found = f"holds another cache ({there.content_sha256[:12]})"
+    content = local.content_sha256 if there is None else there.content_sha256
+    if content != local.content_sha256 and not may_replace(replace, content):
+        found = f"holds another cache ({content[:12]})"
         remedy = "Push to another URL, or replace what is there: --replace"
         raise CacheError(url, found, local.content_sha256[:12], remedy, code="E610")
     return names

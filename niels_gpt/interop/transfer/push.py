@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.inspection.caches import refuse_unless_cache
-from niels_gpt.interop.transfer.described import MARK_NAME, Described, Pushed, described, refuse_damaged
+from niels_gpt.interop.transfer.described import MARK_NAME, Described, Pushed, described, may_replace, refuse_damaged
 from niels_gpt.interop.transfer.jobs import Tally, at_once
 from niels_gpt.interop.transfer.remote import Bucket, scheme_of
 from niels_gpt.progress import Progress
@@ -55,7 +55,7 @@ def push(
     cache: Path,
     url: str,
     *,
-    replace: bool = False,
+    replace: bool | Collection[str] = False,
     check: bool = False,
     jobs: int = 8,
     progress: Progress | None = None,
@@ -65,8 +65,9 @@ def push(
     """Send a cache. One that is there already is not sent again.
 
     cache: its public folder. url: a path or URL without credentials: the folder that will have the cache's files.
-    replace: another cache there is replaced. check: read every file back and compare its sha256.
-    jobs: files at once. progress: called with files, bytes done, and bytes in all, by one thread at a time.
+    replace: another cache there is replaced; a collection: only one whose content_sha256 is among these.
+    check: read every file back and compare its sha256. jobs: files at once.
+    progress: called with files, bytes done, and bytes in all, by one thread at a time.
     public, card: of a repository on the Hugging Face hub: whether everybody may read it, and its README.md.
     Raises: FileNotFoundError; ValueError for the URL; CacheError E610 where something else is there or another push
         takes its place, E611 for a damaged file, E612 where the bucket cannot be used; OSError.
@@ -98,7 +99,7 @@ class _Push:
         self.skipped = 0
         bucket.pause = tally.pause
 
-    def run(self, replace: bool, check: bool) -> Pushed:
+    def run(self, replace: bool | Collection[str], check: bool) -> Pushed:
         """Push. Raises: as `push`."""
         found = self._found()
         is_there = found.content == self.local.content_sha256
@@ -152,7 +153,7 @@ class _Push:
         found = f"holds {len(names):,} files that are not of a cache ({some}). Nothing was changed"
         return CacheError(self.bucket.shown, found, remedy="Push to an empty folder", code="E610")
 
-    def _take(self, found: _Found, replace: bool) -> _Found:
+    def _take(self, found: _Found, replace: bool | Collection[str]) -> _Found:
         """Write the note of this push, and remove what it replaces. Raises: CacheError E610."""
         own = self.local.content_sha256
         marked = (found.mark or {}).get("content_sha256")
@@ -160,11 +161,11 @@ class _Push:
             return found
         replaces = sorted(found.names - {META_NAME, MARK_NAME}) if found.content or marked else []
         is_replacing = marked == own and found.mark["removing"]  # type: ignore[index]
-        if found.content is not None and not replace and not is_replacing:
+        if found.content is not None and not may_replace(replace, found.content) and not is_replacing:
             raise CacheError(
                 self.bucket.shown, f"holds another cache ({found.content[:12]})", own[:12], _REPLACE, code="E610"
             )
-        if marked not in (None, own) and not replace:
+        if marked not in (None, own) and not may_replace(replace, str(marked)):
             raise self._other_push(str(marked))
         if not replaces:
             if found.mark is None and not self.bucket.create(MARK_NAME, self._mark([])):

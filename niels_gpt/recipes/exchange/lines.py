@@ -1,9 +1,13 @@
-"""The tables [export.NAME] of sources.toml: caches that are exported, by name.
+"""The tables [export.NAME] and [published.NAME] of sources.toml: caches that are exported or pushed, by name.
 
 [export.wikitext-megatron]
 cache = "pretrain/wikitext"
 to = "megatron"
 folder = "exports/wikitext-megatron"   # relative to the folder of sources.toml
+
+[published.wikitext]
+cache = "pretrain/wikitext"
+url = "s3://bucket/wikitext"           # a path is relative to the folder of sources.toml
 """
 
 from __future__ import annotations
@@ -15,15 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.interop.names import FORMAT_NAMES
+from niels_gpt.interop.transfer.remote import scheme_of
 from niels_gpt.recipes.user_sources import DELIVERIES, sources_tables
 from niels_gpt.settings import Settings
 from niels_gpt.storage.codes import coded
 
-(EXPORT,) = DELIVERIES
-_KEYS = {EXPORT: ("cache", "to", "folder")}
+EXPORT, PUBLISHED = DELIVERIES
+_KEYS = {EXPORT: ("cache", "to", "folder"), PUBLISHED: ("cache", "url")}
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 _CACHES = {
     EXPORT: re.compile(r"(pretrain|sft|imported)/[A-Za-z0-9_-]+"),
+    PUBLISHED: re.compile(r"tokenizer|(pretrain|sft|imported|rollouts)/[A-Za-z0-9_-]+"),
 }
 
 
@@ -84,13 +90,28 @@ def _line(where: Path, kind: str, name: str, table: Any) -> Line:
         raise _error(f"{at}: expected a name of letters, digits, _ and - that starts with a letter")
     texts = isinstance(table, Mapping) and all(isinstance(value, str) and value.strip() for value in table.values())
     if not texts or set(table) != set(keys):
-        raise _error(f"{at}: found {table!r}, expected a table with the texts {', '.join(keys)}")
+        # Without the values: a URL may hold credentials.
+        found = f"the keys {', '.join(table)}" if isinstance(table, Mapping) else "no table"
+        raise _error(f"{at}: found {found}, expected a table with the texts {', '.join(keys)}")
     if not _CACHES[kind].fullmatch(table["cache"]):
         raise _error(f"{at}: cache is {table['cache']!r}, expected the key of a cache, such as pretrain/wikitext")
+    if kind == PUBLISHED:
+        return Line(kind, name, table["cache"], url=_checked_url(where, at, table["url"]))
     if table["to"] not in FORMAT_NAMES:
         raise _error(f"{at}: to is {table['to']!r}, expected one of {', '.join(FORMAT_NAMES)}")
     folder = (where.parent / Path(table["folder"]).expanduser()).absolute()
     return Line(kind, name, table["cache"], to=table["to"], folder=folder)
+
+
+def _checked_url(where: Path, at: str, url: str) -> str:
+    """Return a URL that has no credentials, or an absolute path."""
+    try:
+        scheme = scheme_of(url)
+    except ValueError as error:
+        raise _error(f"{at}: {error}") from error
+    if scheme != "file":
+        return url.rstrip("/")
+    return str((where.parent / Path(url.partition("://")[2] or url).expanduser()).absolute())
 
 
 def _error(message: str) -> ValueError:

@@ -11,7 +11,8 @@ from typing import Any
 from niels_gpt.cache.meta import find_meta
 from niels_gpt.interop.output import MANIFEST_NAME
 from niels_gpt.progress import Progress
-from niels_gpt.recipes.exchange.lines import Line
+from niels_gpt.recipes.exchange.lines import PUBLISHED, Line
+from niels_gpt.recipes.exchange.published import publish
 from niels_gpt.recipes.run_recipe import RUNS_DIR, cache_root
 from niels_gpt.settings import Settings
 from niels_gpt.storage import fileio
@@ -38,7 +39,7 @@ def deliver(settings: Settings, line: Line, *, wait: bool = True, progress: Prog
     """Export or push the cache of a line, unless what is there is of its content and format.
 
     An export of another version is replaced by the new one, if its folder holds nothing but what its manifest names;
-    a pushed cache, if this line has pushed it. wait: for another process that does the same.
+    a pushed cache, if this line pushed it, or found it up to date. wait: for another process that does the same.
     Raises: FileNotFoundError without the cache; CacheError E704 where the folder holds anything else, E610 where the
         bucket does; as `export_cache` and `push`.
     """
@@ -50,6 +51,10 @@ def deliver(settings: Settings, line: Line, *, wait: bool = True, progress: Prog
     content = str(meta["content_sha256"])
     lock = cache_root(settings) / RUNS_DIR / f"{line.kind}.{line.name}.lock"
     with file_lock(lock, line.place, "is being written", wait=wait):
+        if line.kind == PUBLISHED:
+            done = publish(cache, line, content, lock.with_suffix(".json"), progress)
+            facts = {"files": done.files, "bytes": done.num_bytes, "sent_bytes": done.sent_bytes}
+            return Delivered(line, content, not done.sent_bytes, facts)
         return _export(cache, line, content, progress)
 
 
