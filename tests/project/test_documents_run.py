@@ -31,6 +31,7 @@ SLOW = {
     "docs/chat_templates.md",
     "docs/eagle3.md",
     "docs/eagle3_exchange.md",
+    "docs/exchange.md",
     "docs/folded_training.md",
     "docs/index.md",
     "docs/packing.md",
