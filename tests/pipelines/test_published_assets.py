@@ -9,6 +9,7 @@ from pathlib import Path
 import dagster as dg
 import pytest
 from support.dagster_runs import check_alone, metadata, run, shell, stale, verdicts
+from support.loopback_hub import LoopbackHub
 
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.interop.transfer.push import push
@@ -115,6 +116,30 @@ def test_a_url_that_is_no_path(with_line: Settings, tmp_path: Path) -> None:
     a, b = (graph.get(dg.AssetKey(["team", "published", name])) for name in "ab")
     assert a.group_name == "team_published" and a.parent_keys == {dg.AssetKey(["team", "tokenizer"])}
     assert b.parent_keys == set() and b.kinds == {"s3"}
+
+
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # the library's own upload
+def test_the_card_on_the_hub_is_sent_with_each_content_once(
+    with_line: Settings, loopback_hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("HF_TOKEN", "hf_geheim")
+    url = "hf://datasets/somebody/published-roam"
+    Path(with_line.sources_file).write_text(LINE.replace("bucket/roam", url))
+    line = lines_of(with_line)[NAME]
+
+    def card() -> bytes:
+        repository = loopback_hub.repositories["somebody/published-roam"]
+        return bytes(repository.commits[repository.refs["main"]]["README.md"])
+
+    with dg.DagsterInstance.ephemeral() as instance:
+        run(instance, with_line, "tokenizer", "pretrain/roam")
+        first = deliver(with_line, line)
+        assert not first.reused and first.content_sha256.encode() in card()
+        monkeypatch.setattr("niels_gpt.interop.card.card_of", lambda *_, **__: "another one")
+        assert deliver(with_line, line).reused and first.content_sha256.encode() in card()
+        run(instance, replace(with_line, seed=with_line.seed + 1), "pretrain/roam")
+        assert not deliver(with_line, line).reused and card() == b"another one"
 
 
 @pytest.mark.parametrize(
