@@ -11,11 +11,12 @@ import os
 import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from niels_gpt.cache.meta import find_meta
-from niels_gpt.interop.foreign import read_manifest
+from niels_gpt.interop.foreign import ForeignFolder, read_manifest
 from niels_gpt.interop.formats import FORMATS
 from niels_gpt.interop.importing import Imported, ImportOptions, import_folder, kind_of
 from niels_gpt.progress import Progress
@@ -64,6 +65,8 @@ def import_cache(
         raise ValueError(f"--from {format}: expected one of {', '.join(FORMATS)}")
     key, cache_dir = key_of(name), Path(cache_dir)
     settings = Settings(cache_dir=str(cache_dir), tokenizer=tokenizer)
+    if key.startswith(f"{IMPORTED}/"):  # its tokenizer encodes nothing here, so that of the sample will do
+        settings = replace(settings, source_root="sample")
     apply_lock_setting(cache_dir, settings.lock)
     if not source.exists():
         raise FileNotFoundError(f"{source}: no such file or folder")
@@ -71,10 +74,7 @@ def import_cache(
     of_manifest = None if manifest is None else manifest["cache"].get("tokenizer_sha256")
     opened = _opened(source, settings, of_manifest)
     install = _place(cache_dir, key, opened, settings)
-    try:
-        folder = FORMATS[format].read(source, val_glob=val, vocab_size=opened.vocab_size)
-    except CacheError as error:  # no build makes files of another tool again
-        raise CacheError(error.path, error.found, error.expected, error.own_remedy, code=error.code) from error
+    folder = _read(source, format, val, opened.vocab_size)
     if (kind := kind_of(source, folder)) != key.partition("/")[0] and not key.startswith(f"{IMPORTED}/"):
         raise CacheError(source, f"becomes a cache of kind {kind}", f"one for {key}", "Pass another name", code="E221")
     begin = time.perf_counter()
@@ -95,6 +95,13 @@ def import_cache(
     words += ["--copy"] * copy + ["--no-utf8-bytes"] * (not utf8_bytes)
     _record(cache_dir, key, words, time.perf_counter() - begin)
     return done
+
+
+def _read(source: Path, format: str, val: str | None, vocab_size: int) -> ForeignFolder:
+    try:
+        return FORMATS[format].read(source, val_glob=val, vocab_size=vocab_size)
+    except CacheError as error:  # no build makes files of another tool again
+        raise CacheError(error.path, error.found, error.expected, error.own_remedy, code=error.code) from error
 
 
 def _record(cache_dir: Path, key: str, words: list[str], seconds: float) -> None:
@@ -147,7 +154,7 @@ def _place(cache_dir: Path, key: str, tokenizer: FullTokenizer, settings: Settin
         if shared == tokenizer.sha256 and not own.is_symlink():
             return _nothing
         if settings.tokenizer is None:  # that of the folder, and an earlier import left another one here
-            settings = Settings(cache_dir=str(cache_dir), tokenizer=str(cache_dir / TOKENIZER_KEY))
+            settings = replace(settings, tokenizer=str(cache_dir / TOKENIZER_KEY))
         return lambda: copy_tokenizer(settings, own)
     others = {shared, *_in_use(cache_dir)} if shared is None else {shared}
     if other := next((each for each in others if each not in (None, tokenizer.sha256)), None):
