@@ -57,16 +57,12 @@ class TokenFile:
 
         A document that lies in several files has a piece in each.
         """
-        bounds, last = self.cache.bounds(self.split), self.first + self.tokens
-        begin, end = np.searchsorted(bounds, (self.first, last), side="right")
-        ends = np.asarray(bounds[begin:end]) - self.first
-        return ends if len(ends) and ends[-1] == self.tokens else np.append(ends, np.int64(self.tokens))
+        return ends_in(self.cache.bounds(self.split), self.first, self.tokens)
 
     @property
     def continues(self) -> bool:
         """Whether its first document begins in the file before."""
-        bounds = self.cache.bounds(self.split)
-        return bool(bounds[np.searchsorted(bounds, self.first)] != self.first)
+        return continues_at(self.cache.bounds(self.split), self.first)
 
     def loss(self) -> Iterator[NDArray[np.bool_]]:
         """Yield which tokens carry loss, in order: bool arrays, `tokens` in all. For an sft cache."""
@@ -83,6 +79,21 @@ class TokenFile:
                 sentinels = {f"{name}_id": special_id(folder, meta, name) for name in ("asst", "eot")}
                 yield flat_targets(ids[begin:end], some, np.zeros(len(some), dtype=np.bool_), **sentinels)
             begin = end
+
+
+def ends_in(bounds: NDArray[np.int64], first: int, tokens: int) -> NDArray[np.int64]:
+    """Return where the documents in some tokens of a split end, counted from `first`; the last is `tokens`.
+
+    bounds: where each document of the split starts and the last one ends: int64 [documents + 1].
+    """
+    begin, end = np.searchsorted(bounds, (first, first + tokens), side="right")
+    ends = np.asarray(bounds[begin:end]) - first
+    return ends if len(ends) and ends[-1] == tokens else np.append(ends, np.int64(tokens))
+
+
+def continues_at(bounds: NDArray[np.int64], first: int) -> bool:
+    """Whether a document of a split lies on both sides of token `first`."""
+    return bool(bounds[np.searchsorted(bounds, first)] != first)
 
 
 class TokenCache:

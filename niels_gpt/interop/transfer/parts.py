@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from niels_gpt.builders.journal import Checkpoint, Journal
 from niels_gpt.builders.meta_keys import Source
@@ -21,6 +20,7 @@ from niels_gpt.inspection.source_ids import id_lines
 from niels_gpt.inspection.verify import find_damage
 from niels_gpt.interop.assembling import About, assemble
 from niels_gpt.interop.foreign import ForeignFile, read_pieces
+from niels_gpt.interop.token_cache import continues_at, ends_in
 from niels_gpt.interop.transfer.arrival import Arrival
 from niels_gpt.interop.transfer.described import Described
 from niels_gpt.interop.transfer.jobs import Tally
@@ -124,27 +124,20 @@ def _files(folder: Path, meta: dict[str, Any], split: str, records: list[dict[st
     dtype, first = TOKEN_DTYPES[meta["token_dtype"]], 0
     for record in records:
         path, tokens = path_inside(folder, record["name"]), int(record["tokens"])
-        ends = _ends(bounds, first, tokens)
-        continues = bool(bounds[np.searchsorted(bounds, first)] != first)
+        ends = ends_in(bounds, first, tokens)
+        continues = continues_at(bounds, first)
         yield ForeignFile(
             split,
             str(record["name"]),
             tokens,
             partial(read_pieces, path, dtype),
-            partial(_ends, bounds, first, tokens),
+            partial(ends_in, bounds, first, tokens),
             token_file=path,
             itemsize=dtype.itemsize,
             ids=None if names is None else partial(names.next, len(ends), continues),
             continues=continues,
         )
         first += tokens
-
-
-def _ends(bounds: NDArray[np.int64], first: int, tokens: int) -> NDArray[np.int64]:
-    """Return where the documents of a shard end, in its tokens; the last is its end. first: its first token."""
-    begin, end = np.searchsorted(bounds, (first, first + tokens), side="right")
-    ends = np.asarray(bounds[begin:end]) - first
-    return ends if len(ends) and ends[-1] == tokens else np.append(ends, np.int64(tokens))
 
 
 class _Names:
