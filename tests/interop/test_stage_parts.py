@@ -1,4 +1,4 @@
-"""A staged part of a cache: whole shards, with the borders and names of their documents, as a cache of its own."""
+"""A staged part of a cache: whole shards, with the borders and names of their documents, as a whole cache."""
 
 from __future__ import annotations
 

@@ -61,9 +61,9 @@ class Arrival:
         name, size = str(record["name"]), int(record["bytes"])
         path, digest = path_inside(self.work, name), hashlib.sha256()
         if keep:
-            with open(open_regular(path, holes=True), "rb") as begun:
+            with open(open_regular(path, holes=True), "rb") as earlier:
                 for _ in range(0, keep, RANGE_BYTES):
-                    part = begun.read(min(RANGE_BYTES, keep - begun.tell()))
+                    part = earlier.read(min(RANGE_BYTES, keep - earlier.tell()))
                     digest.update(part)
                     self.tally.add(kept=len(part))
         file = OutputFile(path, keep=keep)
