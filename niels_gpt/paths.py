@@ -1,8 +1,11 @@
-"""Default folders: of the checkout, or of the current directory for an installed package."""
+"""Default folders, of the checkout or of the current directory for an installed package; folders of caches."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+FAMILIES = ("pretrain", "sft", "imported", "trees", "rollouts", "eagle3")
+"""Folders of caches in a folder of caches, in the order in which they are listed."""
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
 

@@ -378,7 +378,7 @@ def verify(path: tuple[Path, ...], deep: bool) -> Result:
 def _remedy(cache: Path) -> str:
     """Return the command that builds a damaged cache again; of one that another program made, nothing."""
     from niels_gpt.inspection.readers import remake_command
-    from niels_gpt.recipes.records import FAMILIES
+    from niels_gpt.paths import FAMILIES
     from niels_gpt.storage.remedies import rebuild_command
 
     if cache.name == "tokenizer":

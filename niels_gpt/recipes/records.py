@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.cache.meta import listed_meta
+from niels_gpt.paths import FAMILIES
 from niels_gpt.recipes.run_recipe import RUNS_DIR, TOKENIZER_KEY, Outcome, runs_file
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError
@@ -21,8 +22,6 @@ from niels_gpt.storage.remedies import build_command, recorded_settings
 from niels_gpt.storage.versions import public_path
 
 _FOLDERS = re.compile(r"(?:(?<=^)|(?<=[=;,:\s]))(?:~|/)[^;,]*/(?=[^;,])")  # of absolute paths in a setting
-FAMILIES = ("pretrain", "sft", "imported", "trees", "rollouts", "eagle3")
-"""Folders of caches, in the order in which they are listed."""
 _RUNS_BYTES = 1 << 20  # read from the end of a file of runs
 
 

@@ -10,13 +10,13 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from niels_gpt.paths import FAMILIES
 from niels_gpt.settings import Settings
 from niels_gpt.storage.fileio import open_for_reading
 
 PROGRAM = "niels-gpt"
 BUILD_ALL = f"{PROGRAM} build --all"
 _BY_KEY = ("trees/", "eagle3/")  # named by their key
-_FAMILIES = ("pretrain", "sft", "imported", "rollouts", "trees", "eagle3")
 _EAGLE3 = "eagle3"
 _LINES = ("pretrain", "sft", "rollouts", "licence", "attribution")  # settings of several entries, each a flag
 _TOKENIZER = "tokenizer"
@@ -100,7 +100,7 @@ def _place_of(path: Path) -> tuple[Path, str] | None:
         if parts[at] == _TOKENIZER and os.path.lexists(Path(*parts[: at + 1])):
             root = Path(*parts[:at])
             return (root.parent if root.name == _VERSIONS_DIR else root), _TOKENIZER
-        if parts[at] in _FAMILIES:
+        if parts[at] in FAMILIES:
             below = [part for part in parts[at + 1 :] if part != _VERSIONS_DIR]
             root = Path(*parts[:at])
             places = (root / parts[at], root / parts[at] / _VERSIONS_DIR)

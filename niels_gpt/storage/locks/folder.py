@@ -13,6 +13,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+from niels_gpt.paths import FAMILIES
 from niels_gpt.settings import UsageError
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
@@ -120,7 +121,7 @@ def refuse_kernel_lock(path: Path, locked: fileio.PathLike, state: str = "is in 
 def _refuse_links(root: Path) -> None:
     """Refuse a family of caches that lies elsewhere: its locks would be looked for there."""
     for path in root.iterdir():
-        if path.is_symlink() and path.name in ("pretrain", "sft", "imported", "rollouts", "trees", "eagle3"):
+        if path.is_symlink() and path.name in FAMILIES:
             found = f"a symbolic link to {os.path.realpath(path)}, whose locks are not those of {root}"
             raise CacheError(path, found, "a folder", "Name the folder of caches that it lies in", code="E512")
 
