@@ -7,7 +7,7 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
-from support.dagster_runs import metadata, run, shell, stale, verdicts
+from support.dagster_runs import metadata, run, settings_with, shell, stale, verdicts
 
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.recipes.exchange.lines import lines_of
@@ -29,9 +29,7 @@ NAME = "export/roam-nanogpt"
 @pytest.fixture
 def with_line(tmp_path: Path, tiny_model_path: Path) -> Settings:
     """Settings of the sample whose sources.toml has a line."""
-    (tmp_path / "sources.toml").write_text(LINES)
-    where = {"cache_dir": str(tmp_path / "cache"), "sources_file": str(tmp_path / "sources.toml")}
-    return Settings(source_root="sample", tokenizer=str(tiny_model_path), **where)
+    return settings_with(LINES, tmp_path, tiny_model_path)
 
 
 def test_a_line_is_exported_once_and_again_when_the_cache_changes(with_line: Settings, tmp_path: Path) -> None:

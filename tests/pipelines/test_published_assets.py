@@ -8,7 +8,7 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
-from support.dagster_runs import check_alone, metadata, run, shell, stale, verdicts
+from support.dagster_runs import check_alone, metadata, run, settings_with, shell, stale, verdicts
 from support.loopback_hub import LoopbackHub
 
 from niels_gpt.cache.meta import read_meta
@@ -27,9 +27,7 @@ NAME = "published/roam-team"
 @pytest.fixture
 def with_line(tmp_path: Path, tiny_model_path: Path) -> Settings:
     """Settings of the sample whose sources.toml has a line."""
-    (tmp_path / "sources.toml").write_text(LINE)
-    where = {"cache_dir": str(tmp_path / "cache"), "sources_file": str(tmp_path / "sources.toml")}
-    return Settings(source_root="sample", tokenizer=str(tiny_model_path), **where)
+    return settings_with(LINE, tmp_path, tiny_model_path)
 
 
 def test_a_cache_is_sent_once_and_replaced_when_it_changes(with_line: Settings, tmp_path: Path) -> None:

@@ -134,3 +134,10 @@ def shell(home: Path, command: str, **more: str) -> subprocess.CompletedProcess[
     """Run a line of bash in `home`."""
     how: Any = {"cwd": home, "env": environment(**more), "capture_output": True, "text": True}
     return subprocess.run(["bash", "-c", command], check=False, **how)
+
+
+def settings_with(lines: str, folder: Path, tokenizer: Path) -> Settings:
+    """Settings of the sample, with a sources.toml of these lines and the caches in a folder."""
+    (folder / "sources.toml").write_text(lines)
+    where = {"cache_dir": str(folder / "cache"), "sources_file": str(folder / "sources.toml")}
+    return Settings(source_root="sample", tokenizer=str(tokenizer), **where)
