@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from niels_gpt.builders.journal import Checkpoint, Journal
 from niels_gpt.interop.transfer.described import Described
 from niels_gpt.interop.transfer.jobs import Tally, at_once
 from niels_gpt.interop.transfer.remote import RANGE_BYTES, Bucket
@@ -29,12 +30,14 @@ class Arrival:
         bucket.pause = tally.pause
 
     def fetch(self, records: Iterable[dict[str, Any]], jobs: int) -> None:
-        """Fetch these files. Raises: CacheError E611 for a damaged one, E612; OSError E501 without room."""
+        """Fetch these files. Raises: CacheError E611 for a damaged one, E610 where the cache at the URL is another one
+        by then, E612; OSError E501 without room."""
         wanted = list(records)
         refuse_without_room(self.work, sum(int(record["bytes"]) - self._arrived(record) for record in wanted))
         for folder in sorted({path_inside(self.work, str(record["name"])).parent for record in wanted}):
             fileio.make_dir(folder)
         at_once(self._fetch, wanted, jobs, self.tally)
+        self.refuse_if_replaced()
 
     def _arrived(self, record: dict[str, Any]) -> int:
         try:
@@ -86,6 +89,14 @@ class Arrival:
         if self.bucket.read(META_NAME, MAX_JSON_BYTES) != self.remote.raw:
             found = "its cache was replaced while it was read. Nothing was committed"
             raise CacheError(self.bucket.shown, found, remedy="Run it again", code="E610")
+
+
+def keep(notes: Path, identity: dict[str, Any]) -> None:
+    """Let a build of `storage.versions.resumable` stay where it is stopped, for the next run. notes: of its journal."""
+    journal = Journal(notes, identity)
+    if journal.last is None:
+        journal.append(Checkpoint())
+    journal.close()
 
 
 PUSH_AGAIN = "Have the cache pushed again, or take another copy"

@@ -106,6 +106,22 @@ def may_replace(replace: bool | Collection[str], content: str) -> bool:
     return replace if isinstance(replace, bool) else content in replace
 
 
+def refuse_foreign_files(where: str, foreign: Collection[str]) -> None:
+    """Raise CacheError E610 where a URL has files that are not of a cache."""
+    if foreign:
+        some = ", ".join(sorted(foreign)[:3])
+        found = f"holds {len(foreign):,} files that are not of a cache ({some}). Nothing was changed"
+        raise CacheError(where, found, remedy="Push to an empty folder", code="E610")
+
+
+def other_cache(where: str, content: str, own: str) -> CacheError:
+    """Return the error of a URL that has another cache, by the content_sha256 of both."""
+    return CacheError(where, f"holds another cache ({content[:12]})", own[:12], REPLACE, code="E610")
+
+
+REPLACE = "Push to another URL, or replace what is there: --replace"
+
+
 def refuse_damaged(path: Path, record: dict[str, Any]) -> Path:
     """Return the path of a file of a cache. Raises: CacheError E611 where its sha256 is not that of its record."""
     if (actual := sha256_regular(path)) != record["sha256"]:

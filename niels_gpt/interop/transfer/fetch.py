@@ -7,11 +7,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from niels_gpt.builders.journal import Checkpoint, Journal
 from niels_gpt.cache.meta import KINDS as CHECKED_KINDS
 from niels_gpt.inspection.verify import find_damage
 from niels_gpt.interop.transfer import parts
-from niels_gpt.interop.transfer.arrival import PUSH_AGAIN, Arrival
+from niels_gpt.interop.transfer.arrival import PUSH_AGAIN, Arrival, keep
 from niels_gpt.interop.transfer.described import MARK_NAME, Described, described
 from niels_gpt.interop.transfer.jobs import Stopped, Tally, at_once
 from niels_gpt.interop.transfer.remote import Bucket, path_of, scheme_of
@@ -111,20 +110,15 @@ def arrived(
 ) -> Fetched:
     """Fetch the files of `remote` and commit them at `dest`."""
     tally = Tally(remote.num_bytes, progress)
-    identity = {"pull": remote.content_sha256}
     key = hashlib.sha256(b"pull " + remote.raw).hexdigest()
     with versions.resumable(dest, key, wait=wait) as (work, notes):
         version = versions.versions_dir(dest) / remote.content_sha256[:VERSION_DIGITS]
         if _is_there(version, remote, jobs):
             versions.publish(version, dest)
             return _fetched(dest, version, remote, 0, remote.num_bytes)
-        journal = Journal(notes, identity)
-        if journal.last is None:
-            journal.append(Checkpoint())
-        journal.close()
+        keep(notes, {"pull": remote.content_sha256})
         fileio.make_dir(work)
         Arrival(bucket, remote, work, tally).fetch(remote.records.values(), jobs)
-        Arrival(bucket, remote, work, tally).refuse_if_replaced()
         write_bytes(work / META_NAME, remote.raw)
         if remote.meta["kind"] in CHECKED_KINDS and (damages := find_damage(work, deep=False)):
             fileio.remove(notes / JOURNAL_NAME)  # so that the folder is removed: the next run would find the same

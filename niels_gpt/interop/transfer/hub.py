@@ -7,7 +7,16 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
-from niels_gpt.interop.transfer.described import MARK_NAME, Described, Pushed, described, may_replace, refuse_damaged
+from niels_gpt.interop.transfer.described import (
+    MARK_NAME,
+    Described,
+    Pushed,
+    described,
+    may_replace,
+    other_cache,
+    refuse_damaged,
+    refuse_foreign_files,
+)
 from niels_gpt.interop.transfer.remote import Bucket, redacted
 from niels_gpt.progress import Progress
 from niels_gpt.storage.codes import coded
@@ -45,8 +54,8 @@ def push_hub(
     _asked(url, lambda: api.create_repo(repo, private=not public, exist_ok=True, repo_type="dataset"))
     head = str(_asked(url, lambda: api.repo_info(repo, revision=revision, repo_type="dataset")).sha)
     bucket = Bucket(f"hf://datasets/{repo}@{head}/{inside}")
-    old = _old_files(bucket, local, url, replace)
     raw = bucket.read(META_NAME, MAX_JSON_BYTES)
+    old = _old_files(bucket, raw, local, url, replace)
     files, size = len(local.records) + 1, local.num_bytes + len(local.raw)
     if raw == local.raw and (card is None or bucket.read(CARD_NAME, MAX_JSON_BYTES) == card):
         return Pushed(url, files, size, 0, files)
@@ -72,19 +81,19 @@ def push_hub(
     return Pushed(url, files, size, size, 0)
 
 
-def _old_files(bucket: Bucket, local: Described, url: str, replace: bool | Collection[str]) -> set[str]:
-    """Return the files of the cache that is there. Raises: CacheError E610 for another one, and for other files."""
-    raw = bucket.read(META_NAME, MAX_JSON_BYTES)
+def _old_files(
+    bucket: Bucket, raw: bytes | None, local: Described, url: str, replace: bool | Collection[str]
+) -> set[str]:
+    """Return the files of the cache that is there. raw: its meta.json; None without one.
+
+    Raises: CacheError E610 for another cache, and for other files.
+    """
     there = None if raw is None else described(raw, bucket.at(META_NAME))
     names = set() if there is None else set(there.records)
-    if foreign := sorted(bucket.sizes().keys() - names - _OF_THE_HUB):
-        found = f"holds {len(foreign):,} files that are not of a cache ({', '.join(foreign[:3])}). Nothing was changed"
-        raise CacheError(url, found, remedy="Push to an empty folder", code="E610")
+    refuse_foreign_files(url, bucket.sizes().keys() - names - _OF_THE_HUB)
     content = local.content_sha256 if there is None else there.content_sha256
     if content != local.content_sha256 and not may_replace(replace, content):
-        found = f"holds another cache ({content[:12]})"
-        remedy = "Push to another URL, or replace what is there: --replace"
-        raise CacheError(url, found, local.content_sha256[:12], remedy, code="E610")
+        raise other_cache(url, content, local.content_sha256)
     return names
 
 

@@ -12,21 +12,22 @@ from typing import Any
 
 import numpy as np
 
-from niels_gpt.builders.journal import Checkpoint, Journal
 from niels_gpt.builders.meta_keys import Source
 from niels_gpt.cache.formats import SPLITS
+from niels_gpt.cache.meta import find_meta
 from niels_gpt.cache.mmap import load_idx
 from niels_gpt.inspection.source_ids import id_lines
 from niels_gpt.inspection.verify import find_damage
 from niels_gpt.interop.assembling import About, assemble
 from niels_gpt.interop.foreign import ForeignFile, read_pieces
 from niels_gpt.interop.token_cache import continues_at, ends_in
-from niels_gpt.interop.transfer.arrival import Arrival
+from niels_gpt.interop.transfer.arrival import Arrival, keep
 from niels_gpt.interop.transfer.described import Described
 from niels_gpt.interop.transfer.jobs import Tally
 from niels_gpt.interop.transfer.remote import Bucket
 from niels_gpt.progress import Progress
 from niels_gpt.storage import fileio, versions
+from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, id_of_line
 from niels_gpt.storage.meta_json import path_inside, resolved
 from niels_gpt.tokenizers.document_end import DocumentEnd
@@ -76,15 +77,11 @@ def stage_part(
     identity = {"stage": staged}
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     with versions.resumable(dest, key) as (work, notes):
-        journal = Journal(notes, identity)
-        if journal.last is None:
-            journal.append(Checkpoint())
-        journal.close()
+        keep(notes, identity)
         fetched, wanted = notes / "files", _wanted(remote, chosen)
         tally = Tally(sum(int(record["bytes"]) for record in wanted), progress)
         fileio.make_dir(fetched)
         Arrival(bucket, remote, fetched, tally).fetch(wanted, jobs)
-        Arrival(bucket, remote, fetched, tally).refuse_if_replaced()
         fileio.remove(work)  # half a cache, of a run that was killed
         fileio.make_dir(work)
         files = [file for split in SPLITS for file in _files(fetched, remote.meta, split, chosen[split])]
@@ -101,11 +98,11 @@ def _key(remote: Described, chosen: Chosen) -> dict[str, Any]:
 def _found(dest: Path, staged: dict[str, Any]) -> tuple[Path, dict[str, Any]] | None:
     try:
         folder = resolved(dest)
-        meta: dict[str, Any] = json.loads((folder / META_NAME).read_bytes())
-    except (OSError, ValueError):
+        meta = find_meta(folder)
+    except (OSError, CacheError):
         return None
-    is_same = isinstance(meta, dict) and meta.get("staged") == staged
-    return (folder, meta) if is_same and not find_damage(folder, deep=False) else None
+    is_same = meta is not None and meta.get("staged") == staged
+    return (folder, meta) if is_same and meta and not find_damage(folder, deep=False) else None
 
 
 def _wanted(remote: Described, chosen: Chosen) -> list[dict[str, Any]]:

@@ -13,7 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.inspection.caches import refuse_unless_cache
-from niels_gpt.interop.transfer.described import MARK_NAME, Described, Pushed, described, may_replace, refuse_damaged
+from niels_gpt.interop.transfer.described import (
+    MARK_NAME,
+    REPLACE,
+    Described,
+    Pushed,
+    described,
+    may_replace,
+    other_cache,
+    refuse_damaged,
+    refuse_foreign_files,
+)
 from niels_gpt.interop.transfer.jobs import Tally, at_once
 from niels_gpt.interop.transfer.remote import Bucket, scheme_of
 from niels_gpt.progress import Progress
@@ -32,7 +42,6 @@ from niels_gpt.storage.meta_json import (
 from niels_gpt.storage.versions import public_path
 
 MARK_VERSION = 1
-_REPLACE = "Push to another URL, or replace what is there: --replace"
 
 
 @dataclass(frozen=True)
@@ -143,15 +152,9 @@ class _Push:
             found = f"its {META_NAME} or {MARK_NAME} is not of a cache ({error})"
             raise CacheError(self.bucket.shown, found, remedy="Push to another URL", code="E610") from error
         sizes = self.bucket.sizes()
-        foreign = sorted(sizes.keys() - names)
-        if foreign and content != self.local.content_sha256:
-            raise self._foreign(foreign)
+        if content != self.local.content_sha256:
+            refuse_foreign_files(self.bucket.shown, sizes.keys() - names)
         return _Found(content, raw or b"", mark, frozenset(names), tuple(sizes.items()))
-
-    def _foreign(self, names: Collection[str]) -> CacheError:
-        some = ", ".join(list(names)[:3])
-        found = f"holds {len(names):,} files that are not of a cache ({some}). Nothing was changed"
-        return CacheError(self.bucket.shown, found, remedy="Push to an empty folder", code="E610")
 
     def _take(self, found: _Found, replace: bool | Collection[str]) -> _Found:
         """Write the note of this push, and remove what it replaces. Raises: CacheError E610."""
@@ -162,9 +165,7 @@ class _Push:
         replaces = sorted(found.names - {META_NAME, MARK_NAME}) if found.content or marked else []
         is_replacing = marked == own and found.mark["removing"]  # type: ignore[index]
         if found.content is not None and not may_replace(replace, found.content) and not is_replacing:
-            raise CacheError(
-                self.bucket.shown, f"holds another cache ({found.content[:12]})", own[:12], _REPLACE, code="E610"
-            )
+            raise other_cache(self.bucket.shown, found.content, own)
         if marked not in (None, own) and not may_replace(replace, str(marked)):
             raise self._other_push(str(marked))
         if not replaces:
@@ -190,7 +191,7 @@ class _Push:
 
     def _other_push(self, content: str) -> CacheError:
         found = f"another cache ({content[:12]}) is being pushed there, or a push of it was killed"
-        return CacheError(self.bucket.shown, found, remedy=f"Wait for it. {_REPLACE}", code="E610")
+        return CacheError(self.bucket.shown, found, remedy=f"Wait for it. {REPLACE}", code="E610")
 
     def _send(self, record: dict[str, Any], sizes: dict[str, int], is_there: bool) -> None:
         """Send a file, unless it is there; look at its size on arrival."""
