@@ -371,7 +371,7 @@ class _Borders:
 
     def _name(self, part: _Part, first: int) -> None:
         count, file = len(part.ends), part.file
-        names = iter(file.ids()) if file.ids is not None else (f"{file.name}#{at}" for at in range(count))
+        names = file.names(count)
         written = 0
         while some := list(islice(names, _NAMES)):
             self._names.write(id_lines(some[first:] if not written else some))

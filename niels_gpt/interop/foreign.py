@@ -67,6 +67,10 @@ class ForeignFile:
     continues: bool = False
     """Whether its first document begins in the file before, as the manifest of an export says."""
 
+    def names(self, documents: int) -> Iterator[str]:
+        """Return the names of its documents, of which there are so many."""
+        return self.ids() if self.ids is not None else (f"{self.name}#{at}" for at in range(documents))
+
 
 @dataclass(frozen=True)
 class ForeignFolder:

@@ -16,7 +16,7 @@ from niels_gpt.storage import fileio
 from niels_gpt.storage.fileio import OutputFile
 
 MANIFEST_NAME = "niels_gpt.json"
-"""In every folder that is exported: what came of which cache."""
+"""In every folder that is exported: of which cache it is, and which of its shards each file holds."""
 MANIFEST_VERSION = 1
 _WRITES = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
 

@@ -117,5 +117,4 @@ def _names(parts: _Parts) -> Iterator[str]:
     for file, low, high in parts:
         ends = _ends_of(file)
         first, last = (int(place) for place in np.searchsorted(ends, (low, high - 1), side="right"))
-        names = file.ids() if file.ids is not None else (f"{file.name}#{at}" for at in range(len(ends)))
-        yield from islice(names, first, last + 1)
+        yield from islice(file.names(len(ends)), first, last + 1)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from niels_gpt.cache.formats import SPLITS, flat_targets
 from niels_gpt.cache.loss_bits import has_loss_bits
-from niels_gpt.cache.meta import special_id
+from niels_gpt.cache.meta import checked_meta, special_id
 from niels_gpt.cache.mmap import mmap_tokens
 from niels_gpt.inspection.readers import open_bits
 from niels_gpt.inspection.stats import bounds, open_version
@@ -103,6 +103,7 @@ class TokenCache:
         """cache: its public folder. Raises: FileNotFoundError; CacheError for a stub, another kind, or damage."""
         self.path = cache
         self.folder, self.meta = open_version(cache)
+        checked_meta(self.meta, str(self.folder / META_NAME))  # as every reader does: ids below 2**31, sizes
         self._hold = hold_version(self.folder)
         self.kind = str(self.meta["kind"])
         self.dtype: np.dtype[Any] = token_dtype_of(self.meta, self.folder / META_NAME)

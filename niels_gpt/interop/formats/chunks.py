@@ -27,7 +27,7 @@ def spans(ends: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
         first = int(some[-1])
 
 
-def least_shards(file: TokenFile, limit: str) -> CacheError:
+def too_long(file: TokenFile, limit: str) -> CacheError:
     """Return the error of a token file with more tokens than a format counts."""
     remedy = "Build the cache with a smaller --shard-bytes, for instance 134217728"
     return CacheError(file.path, f"{file.tokens:,} tokens", f"at most 2**31 - 1, which {limit}", remedy, code="E220")

@@ -55,11 +55,8 @@ _TYPE = re.compile(r"no_header_(tensor|numpy):(\d{1,3})")
 def write(cache: TokenCache, output: Output) -> None:
     """Write a chunk for each shard, and each split's index.json.
 
-    Raises: CacheError E220 for a shard whose chunk has 4 GiB or more, and for ids from 2**31 on.
+    Raises: CacheError E220 for a shard whose chunk has 4 GiB or more.
     """
-    if cache.vocab_size > 2**31:
-        found = f"vocab_size is {cache.vocab_size:,}"
-        raise CacheError(cache.path, found, "at most 2**31: litdata has no uint32 for torch", code="E220")
     for split in SPLITS:
         chunks = []
         for number, file in enumerate(cache.files(split)):

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.interop.foreign import ForeignFile, ForeignFolder, read_pieces
-from niels_gpt.interop.formats.chunks import chunked, least_shards
+from niels_gpt.interop.formats.chunks import chunked, too_long
 from niels_gpt.interop.formats.listing import checked_ends, listed, numbers
 from niels_gpt.interop.output import Output
 from niels_gpt.interop.token_cache import TokenCache
@@ -48,17 +48,13 @@ _MAX = np.iinfo(np.int32).max
 def write(cache: TokenCache, output: Output) -> None:
     """Link each shard as SPLIT_NNNNN.bin, and write its .idx.
 
-    Raises: CacheError E220 for ids from 2**31 on, and for a document of 2**31 tokens in one shard.
+    Raises: CacheError E220 for a document of 2**31 tokens in one shard.
     """
-    if cache.vocab_size > _MAX + 1:
-        raise CacheError(
-            cache.path, f"vocab_size is {cache.vocab_size:,}", "at most 2**31: Megatron-LM has no uint32", code="E220"
-        )
     for split in SPLITS:
         for file in cache.files(split):
             ends = file.ends
             if file.tokens > _MAX and int(np.diff(ends, prepend=0).max()) > _MAX:
-                raise least_shards(file, "Megatron-LM counts in a sequence")
+                raise too_long(file, "Megatron-LM counts in a sequence")
             output.place(f"{split}_{file.number:05d}.bin", file)
             output.write(f"{split}_{file.number:05d}.idx", _index(ends, cache.dtype.itemsize))
             output.note("documents_cut_between_files", int(file.continues))

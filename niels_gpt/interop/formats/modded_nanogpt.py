@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.interop.foreign import ForeignFile, ForeignFolder, read_pieces
-from niels_gpt.interop.formats.chunks import chunked, least_shards
+from niels_gpt.interop.formats.chunks import chunked, too_long
 from niels_gpt.interop.formats.listing import Listed, listed, numbers
 from niels_gpt.interop.output import Output
 from niels_gpt.interop.token_cache import TokenCache, TokenFile
@@ -46,7 +46,7 @@ def write(cache: TokenCache, output: Output) -> None:
         for file in cache.files(split):
             stem = f"{split}_{file.number:06d}"
             if file.tokens > _MAX:
-                raise least_shards(file, "the header of modded-nanogpt counts")
+                raise too_long(file, "the header of modded-nanogpt counts")
             output.write(f"{stem}.bin", (_header(file), file.ids), [file])
             if _HEADER_BYTES + file.tokens * cache.dtype.itemsize <= _MAX:
                 output.write(f"{stem}.bos.idx", _starts(file))
