@@ -137,8 +137,12 @@ class _Push:
         return list(self.local.records.values())
 
     def _found(self) -> _Found:
-        """Look at what is at the URL. Raises: CacheError E610 for a meta.json or a note that is none of ours."""
-        raw, note = (self.bucket.read(name, MAX_JSON_BYTES) for name in (META_NAME, MARK_NAME))
+        """Look at what is at the URL. Raises: CacheError E610 for a meta.json or a note that is none of ours.
+
+        In the order against that of a push: one that ends meanwhile has its note or its meta.json seen with its files.
+        """
+        sizes = self.bucket.sizes()
+        note, raw = (self.bucket.read(name, MAX_JSON_BYTES) for name in (MARK_NAME, META_NAME))
         names, content, mark = {META_NAME, MARK_NAME}, None, None
         try:
             if raw is not None:
@@ -151,7 +155,6 @@ class _Push:
         except (ValueError, LookupError, TypeError) as error:
             found = f"its {META_NAME} or {MARK_NAME} is not of a cache ({error})"
             raise CacheError(self.bucket.shown, found, remedy="Push to another URL", code="E610") from error
-        sizes = self.bucket.sizes()
         if content != self.local.content_sha256:
             refuse_foreign_files(self.bucket.shown, sizes.keys() - names)
         return _Found(content, raw or b"", mark, frozenset(names), tuple(sizes.items()))
@@ -169,14 +172,24 @@ class _Push:
         if marked not in (None, own) and not may_replace(replace, str(marked)):
             raise self._other_push(str(marked))
         if not replaces:
-            if found.mark is None and not self.bucket.create(MARK_NAME, self._mark([])):
-                return self._take(self._found(), replace)  # another process was faster
-            return _Found(mark=found.mark)
+            return self._begin(replace) if found.mark is None else _Found(mark=found.mark)
         self.bucket.write(MARK_NAME, self._mark(replaces))
         self.bucket.remove(META_NAME)  # first: from here on no reader takes the rest for a cache
         at_once(self.bucket.remove, replaces, self.jobs, self.tally)
         self.bucket.write(MARK_NAME, self._mark([]))
         return _Found()
+
+    def _begin(self, replace: bool | Collection[str]) -> _Found:
+        """Write the note where nothing was, and look again: another push may have ended since. Raises: as `_take`."""
+        if not self.bucket.create(MARK_NAME, self._mark([])):
+            return self._take(self._found(), replace)  # another process was faster
+        found = self._found()
+        if found.content is None:
+            return _Found()
+        if found.content == self.local.content_sha256:
+            return found
+        self.bucket.remove(MARK_NAME)
+        return self._take(self._found(), replace)
 
     def _mark(self, removing: list[str]) -> bytes:
         return canonical_json(
