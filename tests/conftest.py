@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 from support import TESTS
 from support.loopback_hub import LoopbackHub
@@ -57,6 +58,8 @@ os.environ.update(
 )
 for _name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_HUB_CACHE", "HF_DATASETS_CACHE"):
     os.environ.pop(_name, None)
+hypothesis.settings.register_profile("suite", deadline=None)  # how long an example takes is the machine's
+hypothesis.settings.load_profile("suite")
 
 
 @pytest.fixture(scope="module")

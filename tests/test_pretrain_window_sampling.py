@@ -59,7 +59,7 @@ def test_the_largest_uint16_id_stays_positive(tmp_path: Path) -> None:
     assert (x.tolist(), y.tolist()) == ([[65535, 0]], [[0, 32768]])
 
 
-@settings(derandomize=True, deadline=None, max_examples=50)
+@settings(derandomize=True, max_examples=50)
 @given(lengths=st.lists(st.integers(4, 12), min_size=1, max_size=5), T=st.integers(1, 3))
 def test_every_window_is_reachable_and_none_crosses_a_shard(lengths: list[int], T: int) -> None:
     shards = numbered_shards(lengths)
@@ -72,7 +72,7 @@ def test_every_window_is_reachable_and_none_crosses_a_shard(lengths: list[int], 
     assert torch.cat([x, y[:, -1:]], dim=1).tolist() == expected
 
 
-@settings(derandomize=True, deadline=None, max_examples=30)
+@settings(derandomize=True, max_examples=30)
 @given(lengths=st.lists(st.integers(3, 9), min_size=1, max_size=4), seed=st.integers(0, 2**32), B=st.integers(1, 9))
 def test_a_batch_is_one_draw_among_all_windows(lengths: list[int], seed: int, B: int) -> None:
     shards, generator, reference = numbered_shards(lengths), seeded(seed), seeded(seed)

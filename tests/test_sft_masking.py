@@ -129,7 +129,7 @@ def obvious_mask(ids: list[int], length: int) -> list[bool]:
     return mask
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(derandomize=True, max_examples=300)
 @given(
     rows=st.integers(1, 12).flatmap(
         lambda size: st.lists(
@@ -152,7 +152,7 @@ def test_target_mask_is_what_a_walk_over_the_tokens_finds(rows: list[tuple[list[
 ids_of_any_kind = st.one_of(st.sampled_from([USR, ASST, EOT, 298, 299, 300, 65_535]), st.integers(0, 65_535))
 
 
-@settings(derandomize=True, deadline=None, max_examples=150)
+@settings(derandomize=True, max_examples=150)
 @given(
     examples=st.lists(st.lists(ids_of_any_kind, min_size=1, max_size=12), min_size=1, max_size=5),
     T=st.integers(1, 13),

@@ -89,7 +89,7 @@ CUTS = st.none() | st.lists(st.integers(1, len(TEXTS)), max_size=12)
 LIMITS = st.sampled_from([(500, 120), (10**6, 10**5), (200, 10**5), (600, 0)])
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(derandomize=True, max_examples=60)
 @given(
     cuts=st.lists(CUTS, min_size=3, max_size=3),
     sizes=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 400)), min_size=3, max_size=3),
@@ -158,7 +158,7 @@ def test_the_splits_of_batches_may_be_named(tmp_path: Path) -> None:
         )
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@settings(derandomize=True, max_examples=100)
 @given(count=st.integers(0, 3000), size=st.integers(2, 40), cuts=st.lists(st.integers(0, 3000), max_size=9))
 def test_the_shuffle_does_not_depend_on_chunks(count: int, size: int, cuts: list[int]) -> None:
     def outcome(edges: list[int]) -> list[tuple[int, Any]]:

@@ -28,7 +28,7 @@ from niels_gpt.storage import versions
 from niels_gpt.storage.versions import versions_dir
 
 pytestmark = pytest.mark.usefixtures("small_batches")
-QUICK = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=60, derandomize=True)
+QUICK = settings(suppress_health_check=list(HealthCheck), max_examples=60, derandomize=True)
 
 
 outside_events: list[str] | None = None

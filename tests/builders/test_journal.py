@@ -114,7 +114,7 @@ def test_the_journal_of_another_build_is_refused(tmp_path: Path, header: Any) ->
     assert identity_of(tmp_path) in ({}, {"seed": 4})
 
 
-@settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=60, derandomize=True)
+@settings(suppress_health_check=list(HealthCheck), max_examples=60, derandomize=True)
 @given(value=st.one_of(JSON, st.fixed_dictionaries({key: JSON for key in vars(Checkpoint())})))
 @example({**vars(Checkpoint()), "documents": True})
 @example({**vars(Checkpoint()), "files": [["a", [1, SOME_SHA256]]]})

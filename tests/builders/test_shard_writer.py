@@ -42,7 +42,7 @@ def write_shards(root: Path, documents: list[Any], shard_bytes: int) -> dict[str
     return shards
 
 
-@settings(derandomize=True, deadline=None, max_examples=25)
+@settings(derandomize=True, max_examples=25)
 @given(documents=DOCUMENTS, shard_bytes=st.integers(2, 40), batch_items=st.integers(1, 5))
 def test_any_documents_and_sizes_give_full_shards(documents: list[Any], shard_bytes: int, batch_items: int) -> None:
     with tempfile.TemporaryDirectory(dir=IN_MEMORY) as name, pytest.MonkeyPatch.context() as patch:
@@ -100,7 +100,7 @@ EDGES = st.sampled_from([0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 2 
 CUTS = st.lists(st.integers(0, len(CONTENT)) | EDGES, max_size=6).map(sorted)
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+@settings(derandomize=True, max_examples=40)
 @given(cuts=CUTS, keep=st.integers(0, len(CONTENT)) | EDGES, size=st.integers(0, len(CONTENT)) | EDGES)
 def test_a_file_has_its_hashes_however_it_is_written_and_taken_up_again(cuts: list[int], keep: int, size: int) -> None:
     content = CONTENT[:size]

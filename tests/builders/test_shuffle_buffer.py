@@ -28,7 +28,7 @@ def shuffled(num_items: int, size: int | None, seed: int = 0, each: int = 7) -> 
     return Shuffled(size, seed).of(chunks, {})
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@settings(derandomize=True, max_examples=100)
 @given(num_items=ITEMS, size=SIZES, seed=SEEDS)
 def test_every_item_comes_once_as_seed_and_buffer_allow(num_items: int, size: int, seed: int) -> None:
     found = order(num_items, size, seed)

@@ -77,7 +77,7 @@ def test_another_order_and_other_neighbours_give_the_same_split(tmp_path: Path) 
     assert first[1] == [text for text in TEXTS if key(text) < 0.1 * 2**64]
 
 
-@settings(derandomize=True, deadline=None, max_examples=30)
+@settings(derandomize=True, max_examples=30)
 @given(
     texts=st.lists(st.sampled_from(["", "<|eot|>", *(f"text {number}" for number in range(6))]), max_size=14),
     share=st.sampled_from([0.0, 0.01, 0.5, 0.99]),
@@ -134,7 +134,7 @@ def chat(text: str, role: str = "user") -> list[dict[str, str]]:
     return [{"role": role, "content": text}, {"role": "assistant", "content": "ok"}]
 
 
-@settings(derandomize=True, deadline=None, max_examples=15)
+@settings(derandomize=True, max_examples=15)
 @given(numbers=st.lists(st.integers(0, 9), min_size=1, max_size=25), val_frac=st.sampled_from([0, 0.1, 0.5]))
 def test_the_permutation_of_chats_runs_over_the_distinct_ones(numbers: list[int], val_frac: float) -> None:
     roles = {0: "system"}
@@ -308,7 +308,7 @@ def obvious_split(documents: list[str], limits: dict[str, int]) -> tuple[dict[st
     return found, counts
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(derandomize=True, max_examples=60)
 @given(
     lengths=st.lists(st.integers(0, 9), max_size=26),
     limits=st.fixed_dictionaries({"train": st.integers(0, 60), "val": st.integers(0, 30)}),

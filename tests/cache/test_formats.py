@@ -223,7 +223,7 @@ def test_an_sft_meta_json_says_this(sft: Path) -> None:
     }
 
 
-@settings(derandomize=True, deadline=None, max_examples=50)
+@settings(derandomize=True, max_examples=50)
 @given(count=st.one_of(st.sampled_from([0, 1, 1000, 10**9]), st.integers(0, 2**60)))
 def test_the_npy_header_is_numpys_for_any_count(count: int) -> None:
     written = io.BytesIO()

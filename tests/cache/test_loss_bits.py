@@ -126,7 +126,7 @@ def opened(folder: Path, examples: list[list[int]], masks: list[list[bool]] | No
     return SFTSplit.of_files(*files, pad_id=EOT + beyond, asst_id=ASST + beyond, **options)
 
 
-@settings(derandomize=True, deadline=None, max_examples=120)
+@settings(derandomize=True, max_examples=120)
 @given(
     examples=st.lists(WORDS, min_size=1, max_size=6),
     has_bits=st.booleans(),
@@ -193,7 +193,7 @@ def slow_rows(examples: list[Example], T: int, over_length: str) -> list[tuple[i
     return rows
 
 
-@settings(derandomize=True, deadline=None, max_examples=120)
+@settings(derandomize=True, max_examples=120)
 @given(
     examples=st.lists(WORDS, min_size=1, max_size=8),
     has_bits=st.booleans(),

@@ -116,7 +116,7 @@ def slow_counts(examples: list[list[int]], T: int, *, drop: bool, require_target
     return SFTCounts(**found)
 
 
-@settings(derandomize=True, deadline=None, max_examples=80)
+@settings(derandomize=True, max_examples=80)
 @given(
     examples=st.lists(
         st.lists(st.sampled_from([USR, ASST, EOT, A, B]), min_size=1, max_size=12), min_size=1, max_size=8
@@ -231,7 +231,7 @@ def test_a_large_loss_is_warned_of_with_a_t_that_does(tmp_path: Path, arguments:
     assert len(caught) == 1
 
 
-@settings(derandomize=True, deadline=None, max_examples=30)
+@settings(derandomize=True, max_examples=30)
 @given(st.lists(st.lists(st.sampled_from([USR, ASST, EOT, A, B]), min_size=1, max_size=9), min_size=1, max_size=8))
 def test_the_targets_that_need_a_t_are_those_that_a_smaller_one_loses(examples: list[list[int]]) -> None:
     with tempfile.TemporaryDirectory() as name, mock.patch.object(sft_counts, "_BLOCK_TOKENS", 9):

@@ -65,7 +65,7 @@ def test_a_thousand_shards_are_sized_and_one_is_opened_when_a_window_of_it_is_dr
     assert len(mapped(tmp_path)) == 1
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+@settings(derandomize=True, max_examples=40)
 @given(lengths=st.lists(st.integers(3, 30), min_size=1, max_size=5), data=st.data())
 def test_both_ways_to_read_gather_what_slices_of_the_files_hold(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], data: st.DataObject

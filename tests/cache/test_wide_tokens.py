@@ -270,7 +270,7 @@ def read_all(kind: str, folder: Path) -> Iterator[Callable[[], object]]:
                 yield lambda split=split, way=way: list(iter_eval(folder / split, B=9, T=1, **way))
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(derandomize=True, max_examples=60)
 @given(
     kind=st.sampled_from(KINDS),
     is_wide=st.booleans(),

@@ -117,7 +117,7 @@ def lenient(folder: Path) -> ChatTokenizer:
     return template_tokenizer(HuggingFaceTokenizer(folder), ANY)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(messages=st.lists(MESSAGE, max_size=4), tools=st.none() | st.lists(ODD, max_size=2) | ODD)
 def test_no_chat_ends_the_run(lenient: ChatTokenizer, messages: list[Any], tools: Any) -> None:
     counters: Counter[str] = Counter()

@@ -194,7 +194,7 @@ TURN = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(messages=st.lists(TURN, min_size=1, max_size=6), tools=st.sampled_from([None, TOOLS]), data=st.data())
 def test_any_chat_has_the_oracles_ids_and_loss_or_is_refused_as_it_says(
     opened: Any, messages: list[Any], tools: Any, data: st.DataObject

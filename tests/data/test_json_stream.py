@@ -188,7 +188,7 @@ VALUES = st.recursive(
 ROWS = st.dictionaries(TEXTS, VALUES, max_size=3)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(ROWS, TEXTS), min_size=1, max_size=6), st.integers(1, 40), st.booleans(), st.booleans())
 def test_the_samples_are_the_same_however_the_rows_are_written_and_cut(
     tmp_path_factory: pytest.TempPathFactory,

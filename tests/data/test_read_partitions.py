@@ -229,7 +229,7 @@ def test_a_snapshot_is_the_hubs_only_without_partitions_and_trains_the_same_toke
 
 
 @pytest.mark.slow
-@checks(deadline=None, max_examples=100)
+@checks(max_examples=100)
 @given(files=st.lists(FILES, min_size=1, max_size=5), total=st.sampled_from(TOTALS))
 def test_any_files(files: list[tuple[str, Any]], total: int, folder: Path) -> None:
     put(folder / "any", files)

@@ -77,7 +77,7 @@ def test_an_id_with_line_ends_backslashes_or_other_letters_is_one_line_of_ascii(
     assert ids_of(tmp_path / "s") == {"train": STRANGE[:-1], "val": []}
 
 
-@settings(derandomize=True, deadline=None, max_examples=25)
+@settings(derandomize=True, max_examples=25)
 @given(names=st.lists(st.text(alphabet=st.characters(exclude_categories=[])), min_size=1, max_size=6))
 def test_every_id_comes_back_lone_surrogates_included(names: list[str]) -> None:
     with tempfile.TemporaryDirectory(dir=IN_MEMORY) as folder:

@@ -28,7 +28,7 @@ from niels_gpt.prefix_tree.edges import (
 from niels_gpt.prefix_tree.forest import PrefixForest
 
 VOCAB = 97
-QUICK = settings(deadline=None, derandomize=True, max_examples=40)
+QUICK = settings(derandomize=True, max_examples=40)
 
 
 def masked(samples: Samples, seed: int) -> tuple[PrefixForest, list[list[int]]]:

@@ -16,7 +16,7 @@ from niels_gpt.prefix_tree.fold import fold_shared_prefix_rollouts
 from niels_gpt.prefix_tree.forest import ModelShape, PrefixForest
 from niels_gpt.prefix_tree.sequences import threads
 
-QUICK = settings(deadline=None, derandomize=True, max_examples=40)
+QUICK = settings(derandomize=True, max_examples=40)
 
 
 def test_a_prompt_and_two_completions_by_hand() -> None:

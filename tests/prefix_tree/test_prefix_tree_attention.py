@@ -12,7 +12,7 @@ from torch import Tensor
 from niels_gpt.prefix_tree.attention import AttentionRouteError, AttnMaskSpec, dense_mask, hf_attention_mask
 from niels_gpt.prefix_tree.forest import PrefixForest
 
-QUICK = settings(deadline=None, derandomize=True, max_examples=40)
+QUICK = settings(derandomize=True, max_examples=40)
 
 
 def by_definition(forest: PrefixForest, window: int | None = None) -> Tensor:

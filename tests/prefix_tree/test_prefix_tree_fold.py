@@ -67,7 +67,7 @@ def test_the_result_is_a_plain_mutable_dataclass_of_lists() -> None:
     assert CROSS_ENTROPY_IGNORE_IDX == torch.nn.CrossEntropyLoss().ignore_index == -100
 
 
-@settings(deadline=None, derandomize=True, max_examples=40)
+@settings(derandomize=True, max_examples=40)
 @given(st.lists(st.integers(0, 3), max_size=5), st.lists(IDS, min_size=1, max_size=5))
 def test_a_path_reads_as_its_sample_and_a_label_is_the_next_token(
     prompt: list[int], completions: list[list[int]]

@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("batches")
 
 
-FIXTURES = settings(deadline=None, max_examples=150)
+FIXTURES = settings(max_examples=150)
 
 
 @FIXTURES

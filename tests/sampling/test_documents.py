@@ -86,7 +86,7 @@ def check(batch: Batch, plain: Batch, starts: list[int]) -> None:
     assert batch.max_seqlen == max(lengths, default=0)
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+@settings(derandomize=True, max_examples=40)
 @given(
     documents=st.lists(st.integers(1, 9), min_size=1, max_size=12),
     cuts=st.sets(st.integers(1, 60), max_size=3),

@@ -53,7 +53,7 @@ def ten(tmp_path: Path) -> Path:
     return numbered(tmp_path, [26, 17])
 
 
-@settings(derandomize=True, deadline=None, max_examples=25)
+@settings(derandomize=True, max_examples=25)
 @given(
     lengths=LENGTHS,
     T=st.integers(1, 6),
@@ -93,7 +93,7 @@ def test_every_window_comes_exactly_once_an_epoch_whatever_the_split_of_the_work
             assert sorted(firsts(batches)[epoch * len(expected) : (epoch + 1) * len(expected)]) == expected
 
 
-@settings(derandomize=True, deadline=None, max_examples=15)
+@settings(derandomize=True, max_examples=15)
 @given(lengths=LENGTHS, T=st.integers(1, 5), seed=SEEDS)
 def test_no_window_crosses_two_shards(lengths: list[int], T: int, seed: int) -> None:
     assume(first_ids(lengths, T))
@@ -184,7 +184,7 @@ def test_a_run_without_a_full_batch_is_refused_where_short_ones_are_left_out(ten
             EpochStream(str(ten), T=4, global_batch_size=12, seed=0, epochs=1, drop_last=drop_last)  # type: ignore[arg-type]
 
 
-@settings(derandomize=True, deadline=None, max_examples=25)
+@settings(derandomize=True, max_examples=25)
 @given(lengths=LENGTHS, T=st.integers(1, 7), seed=SEEDS)
 def test_offsets_move_all_windows_of_a_shard_within_its_remainder(lengths: list[int], T: int, seed: int) -> None:
     fixed = first_ids(lengths, T)

@@ -47,7 +47,7 @@ def test_the_windows_of_a_split(tmp_path: Path, shards: list[list[int]], B: int,
     assert told(iter_eval(str(write_shards(tmp_path / "val", shards)), B=B, T=T)) == batches
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+@settings(derandomize=True, max_examples=40)
 @given(
     lengths=st.lists(st.integers(1, 25), min_size=1, max_size=6),
     B=st.integers(1, 6),
@@ -74,7 +74,7 @@ def test_every_token_but_the_first_is_a_target_exactly_once(
     assert x[: len(tokens)].tolist() == tokens[: len(x)] and set(x[len(tokens) :].tolist()) <= {0}
 
 
-@settings(derandomize=True, deadline=None, max_examples=25)
+@settings(derandomize=True, max_examples=25)
 @given(tokens=st.integers(2, 60), B=st.integers(1, 4), T=st.integers(1, 7), world=st.sampled_from([1, 2, 3, 8]))
 def test_ranks_share_the_batches_of_one_process_and_yield_equally_many(tokens: int, B: int, T: int, world: int) -> None:
     with tempfile.TemporaryDirectory() as name:
@@ -161,7 +161,7 @@ def test_a_mean_that_is_given_for_a_sum_is_refused(folder: Path) -> None:
     assert bits_per_byte(3.0 * 19_999, train) > 4
 
 
-@settings(derandomize=True, deadline=None, max_examples=5)
+@settings(derandomize=True, max_examples=5)
 @given(
     texts=st.lists(
         st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="<|>"), min_size=1, max_size=12),

@@ -47,7 +47,7 @@ def own(taken: list[int], source: int) -> list[int]:
 
 
 @pytest.mark.slow
-@settings(derandomize=True, deadline=None, max_examples=4)
+@settings(derandomize=True, max_examples=4)
 @given(data=st.data())
 def test_sources_that_stay_continue_in_their_own_order_whatever_changes(data: st.DataObject) -> None:
     """The oracle: the order of each source alone. What it has served in all parts of the run is its beginning."""

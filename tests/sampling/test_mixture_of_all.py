@@ -53,7 +53,7 @@ def taken(three: Path, kinds: Any, weights: Any, steps: int, *, world: int, work
     return global_rows(ranks), states[0]
 
 
-@settings(derandomize=True, deadline=None, max_examples=3)
+@settings(derandomize=True, max_examples=3)
 @given(data=st.data())
 def test_each_piece_comes_once_an_epoch_whatever_changes_in_the_middle(
     three: Path, every: Any, data: st.DataObject

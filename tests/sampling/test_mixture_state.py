@@ -162,7 +162,7 @@ def test_the_place_of_a_capped_source_goes_to_all_others(tmp_path: Path) -> None
     assert rest[1] + rest[2] == 360 and min(rest[1], rest[2]) > 120
 
 
-@settings(derandomize=True, deadline=None, max_examples=12)
+@settings(derandomize=True, max_examples=12)
 @given(
     windows=st.lists(st.integers(1, 12), min_size=2, max_size=4),
     caps=st.lists(st.integers(1, 3), min_size=4, max_size=4),

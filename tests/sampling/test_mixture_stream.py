@@ -78,7 +78,7 @@ def test_a_source_of_little_weight_has_its_exact_share(tmp_path: Path) -> None:
     assert sum(int(rare.counts_of(block)[1]) for block in range(1001)) == 10
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+@settings(derandomize=True, max_examples=40)
 @given(
     weights=st.lists(st.floats(0.05, 20) | st.integers(1, 5), min_size=1, max_size=6),
     block_size=st.integers(1, 300),
@@ -98,7 +98,7 @@ def test_counts_are_exact_never_fall_and_follow_from_the_block(
     assert (np.diff(np.array(counts), axis=0) >= 0).all()
 
 
-@settings(derandomize=True, deadline=None, max_examples=12)
+@settings(derandomize=True, max_examples=12)
 @given(
     weights=st.lists(st.floats(0.05, 20), min_size=1, max_size=5),
     block_size=st.integers(1, 300),
@@ -163,7 +163,7 @@ def plain_drawn(places: int, counts: list[int], key: int, block: int) -> list[tu
     return [(source, order[:place].count(source)) for place, source in enumerate(order)]
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+@settings(derandomize=True, max_examples=40)
 @given(
     counts=st.lists(st.integers(0, 40), min_size=1, max_size=5).filter(any),
     seed=st.integers(0, 2**32),
@@ -267,7 +267,7 @@ def test_stages_that_cannot_be_are_refused(
         mixture(sources(tmp_path, [7, 50]), stages, **changed)
 
 
-@settings(derandomize=True, deadline=None, max_examples=12)
+@settings(derandomize=True, max_examples=12)
 @given(
     seed=st.integers(0, 2**32),
     block_size=st.integers(4, 40),

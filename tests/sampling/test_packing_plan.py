@@ -41,7 +41,7 @@ def test_a_plan_on_paper() -> None:
     assert plan.slots.tolist() == [0, 3, 1, 2, 4, 5, 6, 7, 8, 9]
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(derandomize=True, max_examples=60)
 @given(LENGTHS)
 def test_lengths_placed_together_make_the_rows_of_pieces_placed_one_by_one(drawn: tuple[int, list[int]]) -> None:
     T, lengths = drawn
@@ -49,7 +49,7 @@ def test_lengths_placed_together_make_the_rows_of_pieces_placed_one_by_one(drawn
     assert [plan.pieces[row].tolist() for row in np.split(plan.slots, plan.ends[:-1])] == naive_rows(lengths, T)
 
 
-@settings(derandomize=True, deadline=None, max_examples=30)
+@settings(derandomize=True, max_examples=30)
 @given(LENGTHS, st.integers(0, 2**40), st.integers(0, 2**64 - 1))
 def test_in_every_epoch_each_piece_stands_once_in_a_place_of_its_length(
     drawn: tuple[int, list[int]], epoch: int, key: int

@@ -164,7 +164,7 @@ def test_a_batch_on_paper(tmp_path: Path) -> None:
     assert batch.state["epoch"] == 1 and batch.state["consumed_samples"] == 3
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+@settings(derandomize=True, max_examples=40)
 @given(
     kind=st.sampled_from(["pretrain", "sft", "bits"]),
     T=st.integers(1, 20),
@@ -201,7 +201,7 @@ def test_every_piece_comes_exactly_once_an_epoch_whatever_the_split_of_the_work(
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
-@settings(derandomize=True, deadline=None, max_examples=15)
+@settings(derandomize=True, max_examples=15)
 @given(lengths=st.lists(st.integers(1, 25), min_size=1, max_size=12), T=st.integers(1, 12), shard=st.integers(1, 40))
 def test_each_token_but_the_first_of_its_document_is_a_target_once_an_epoch(
     dtype: Any, lengths: list[int], T: int, shard: int

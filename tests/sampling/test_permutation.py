@@ -23,7 +23,7 @@ def plain_permute(index: int, size: int, keys: list[int], tweak: int) -> int:
             return index
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(derandomize=True, max_examples=60)
 @given(size=st.integers(1, 10**12), seed=st.integers(-(2**63), 2**64 - 1), data=st.data())
 def test_the_vectorized_order_is_the_documented_one(size: int, seed: int, data: st.DataObject) -> None:
     drawn = data.draw(st.lists(st.tuples(st.integers(0, size - 1), st.integers(0, 2**40)), min_size=1, max_size=8))
@@ -47,7 +47,7 @@ def test_many_indices_have_the_places_that_each_has_alone(size: int, tweaks: int
         assert found[place] == plain_permute(index, size, keys.tolist(), tweak), place
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+@settings(derandomize=True, max_examples=40)
 @given(size=st.integers(1, 3000), seed=st.integers(0, 2**32), tweak=st.integers(0, 2**32))
 def test_every_index_has_one_place(size: int, seed: int, tweak: int) -> None:
     found = permute(np.arange(size), size, random_keys(seed, ROUNDS), np.array([tweak]))

@@ -166,7 +166,7 @@ def letters(folder: Path) -> Path:
     return folder / "letters" / "train"
 
 
-@settings(derandomize=True, deadline=None, max_examples=25)
+@settings(derandomize=True, max_examples=25)
 @given(
     chats=CHATS,
     T=st.integers(1, 24),

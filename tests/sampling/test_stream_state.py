@@ -116,7 +116,7 @@ def test_whoever_changes_a_state_changes_no_stream(ten: Path) -> None:
     assert next(iter(one)).x[:, 0].tolist() == run_epochs(ten, 2)[1].firsts
 
 
-@settings(derandomize=True, deadline=None, max_examples=20)
+@settings(derandomize=True, max_examples=20)
 @given(
     seed=st.integers(0, 2**63 - 1),
     step=st.integers(0, 12),
@@ -275,7 +275,7 @@ def test_an_edited_state_is_refused_unless_its_checksum_is_removed(cache: Path, 
     refused(stream(other), {**state, "content_sha256": "0" * 64}, allow_other_content=True)
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(derandomize=True, max_examples=60)
 @given(
     state=st.dictionaries(
         st.sampled_from(sorted(KEYS)),

@@ -21,9 +21,7 @@ def fuzz(max_examples: int) -> Any:
     """The same examples at every run; FUZZ_TIMES=100 for a hundred times as many, others at each run."""
     times = int(os.environ.get("FUZZ_TIMES", "1"))
     quiet = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
-    return settings(
-        max_examples=max_examples * times, deadline=None, derandomize=times == 1, suppress_health_check=quiet
-    )
+    return settings(max_examples=max_examples * times, derandomize=times == 1, suppress_health_check=quiet)
 
 
 @contextlib.contextmanager

@@ -71,7 +71,7 @@ def test_texts_have_fewer_ids_than_bytes_and_the_sentinels_are_special(tokenizer
     assert all(len(each.strip()) <= 3 for each in digits)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=st.text(st.characters(exclude_categories=("Cs",)), max_size=60))
 def test_any_text_comes_back(tokenizer: HuggingFaceTokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text

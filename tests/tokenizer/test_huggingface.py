@@ -134,7 +134,7 @@ def test_ids_outside_the_vocabulary_are_refused(tokenizer: FullTokenizer) -> Non
 
 
 @pytest.mark.parametrize("made", MADE)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(text=st.text(st.characters(exclude_categories=("Cs",)), max_size=40))
 def test_any_text_comes_back(made: str, text: str) -> None:
     tokenizer = _opened(made)

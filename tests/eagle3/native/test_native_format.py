@@ -91,7 +91,7 @@ def test_a_flipped_bit_of_each_tensor_is_found_in_its_sample(tmp_path: Path, for
 MASK = st.lists(st.booleans(), min_size=1, max_size=12)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(masks=st.lists(MASK, min_size=1, max_size=8), limit=st.integers(2048, 4000), data=st.data())
 def test_any_masks_give_the_rows_and_bytes_of_the_oracle(
     tmp_path_factory: pytest.TempPathFactory, masks: list[list[bool]], limit: int, data: st.DataObject
