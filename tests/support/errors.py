@@ -24,7 +24,7 @@ class Refused:
 
 @contextmanager
 def refused(
-    code: str, *found: str, kind: type[Exception] | tuple[type[Exception], ...] = Exception
+    code: str, *found: object, kind: type[Exception] | tuple[type[Exception], ...] = Exception
 ) -> Iterator[Refused]:
     """Expect an error of this code whose text has each of these words (file names, keys, figures); `.error` is it.
 
@@ -38,5 +38,5 @@ def refused(
     else:
         raise AssertionError(f"nothing was refused, expected {code} with {found}")
     assert code_of(caught.error) == code, f"{code_of(caught.error)}, expected {code}: {caught.error!r}"
-    missing = [word for word in found if word not in str(caught.error)]
+    missing = [word for word in found if str(word) not in str(caught.error)]
     assert not missing, f"{missing} not in {caught.error}"
