@@ -34,10 +34,30 @@ PACKAGES = ("niels_gpt", "pipelines")
 SPEC_MODULES = frozenset(
     f"niels_gpt.{name}"
     for name in (
-        "cache.build_cache cache.cli cache.meta cache.mmap cache.pretrain_dataset cache.sft_dataset chat_template "
-        "data.dolly data.fineweb_edu data.gutenberg data.oasst1 data.roam data.wikitext eagle3.cache eagle3.precompute "
-        "eagle3.target paths prefix_tree.fold settings special_tokens tokenizer tokenizer_training train_tokenizer"
-    ).split()
+        "cache.build_cache",
+        "cache.cli",
+        "cache.meta",
+        "cache.mmap",
+        "cache.pretrain_dataset",
+        "cache.sft_dataset",
+        "chat_template",
+        "data.dolly",
+        "data.fineweb_edu",
+        "data.gutenberg",
+        "data.oasst1",
+        "data.roam",
+        "data.wikitext",
+        "eagle3.cache",
+        "eagle3.precompute",
+        "eagle3.target",
+        "paths",
+        "prefix_tree.fold",
+        "settings",
+        "special_tokens",
+        "tokenizer",
+        "tokenizer_training",
+        "train_tokenizer",
+    )
 )
 """Modules that the specs name."""
 ENTRY_POINTS = frozenset({"niels_gpt.commands.start", "niels_gpt.commands.main.main", "pipelines.definitions.defs"})
