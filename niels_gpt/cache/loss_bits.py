@@ -18,6 +18,7 @@ from niels_gpt.cache.mmap import IO, TokenFiles, mmap_tokens
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import checked_sha256, path_inside, printable, wrong_value
+from niels_gpt.storage.remedies import build_again
 from niels_gpt.tokenizers.vocabulary import integer
 
 KEYS = ("loss_bits", "chat_template", "pad_id")
@@ -107,19 +108,20 @@ class LossBits:
             found = f"byte {size - 1} has bits of tokens after the last one, {num_tokens - 1}"
             raise CacheError(path, found, "zeros", REBUILD, code="E201")
 
-    def check_starts(self, starts: Numbers, first: int) -> None:
+    def check_starts(self, starts: Numbers, first: int, idx_name: str) -> None:
         """Raise CacheError if the first token of an example carries loss, which bits of other tokens show.
 
-        starts: the first token of examples first, first + 1, ..., ascending, not far apart.
+        starts: the first token of examples first, first + 1, ..., ascending, not far apart. idx_name: their file.
         """
         begin = int(starts[0]) >> 3
         some = np.frombuffer(self._bytes(begin, (int(starts[-1]) >> 3) + 1), dtype=np.uint8)
         wrong = np.flatnonzero(some[(starts >> 3) - begin] >> (starts & 7).astype(np.uint8) & 1)
         if len(wrong):
             token = int(starts[wrong[0]])
-            found = f"token {token} carries loss (byte {token >> 3}), with which example {first + wrong[0]} begins"
+            begins = f"with which example {first + wrong[0]} begins by {idx_name}"
+            found = f"token {token} carries loss (byte {token >> 3}), {begins}"
             why = "Nothing predicts it: the bits or the offsets are of other tokens, or damaged"
-            raise CacheError(self.path, found, remedy=f"{why}. {REBUILD}", code="E201")
+            raise CacheError(self.path, found, remedy=f"{why}. {build_again(self.path)}", code="E201")
 
     def flat(self, begins: Numbers, ends: Numbers) -> NDArray[np.bool_]:
         """Return whether tokens begins[k] to ends[k] - 1 carry loss, end to end: bool [sum]. No range is empty."""

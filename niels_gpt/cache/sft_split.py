@@ -305,7 +305,7 @@ class SFTSplit:
         With bits no first token carries loss; else it is the sentinel of a role, if the ids of all roles are known.
         """
         if self._bits is not None:
-            self._bits.check_starts(begins, first)
+            self._bits.check_starts(begins, first, self.idx_path.name)
         elif self._roles and ids is not None:
             paths = {"tokens_path": self.tokens_path, "idx_path": self.idx_path}
             check_starts(ids[begins - begins[0]], begins, self._roles, first=first, **paths)

@@ -131,7 +131,7 @@ def _open_examples(folder: Path, meta: Meta, split: str) -> None:
     for first in range(0, len(starts), _CHUNK):
         some = starts[first : first + _CHUNK]
         if bits is not None:
-            bits.check_starts(some, first)
+            bits.check_starts(some, first, idx_path.name)
             continue
         check_starts(tokens[some], some, roles, first=first, tokens_path=tokens_path, idx_path=idx_path)
 
@@ -193,8 +193,9 @@ def remake_command(tokenizer: Path) -> str:
 def _rollouts(folder: Path, meta: Meta, models: bool) -> Iterator[Step]:
     """The files of its description; the index is checked by niels_gpt.recipes.rollouts, which knows its reader."""
     yield partial(check_tokenizer, folder, meta)
-    for record in file_records(meta, str(folder / META_NAME)):
-        yield partial(_check_size, CacheFiles(folder, meta), record)
+    files = CacheFiles(folder, meta)
+    for record in files.records:
+        yield partial(_check_size, files, record)
 
 
 def _check_size(files: CacheFiles, record: dict[str, Any]) -> None:

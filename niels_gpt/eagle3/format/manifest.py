@@ -122,12 +122,15 @@ def check_shard_indices(cache_dir: PathLike, num_samples: int, num_shards: int) 
     indices = existing_shard_indices(cache_dir)
     if len(indices) == num_shards and max(indices, default=-1) < num_shards:
         return
+    missing = next((index for index in range(num_shards) if index not in indices), None)
+    wrong = min(index for index in indices if index >= num_shards) if missing is None else missing
+    which = f"{'a shard too many is' if missing is None else 'missing is'} {os.path.basename(shard_path('', wrong))}"
     first = ", ".join(map(str, sorted(indices)[:20]))
     more = f" and {len(indices) - 20:,} more" if len(indices) > 20 else ""
     raise CacheError(
         cache_dir,
         f"EAGLE-3 cache declares {num_samples} samples ({num_shards} shards) but found {len(indices)} shard files "
-        f"(shard indices [{first}]{more})",
+        f"(shard indices [{first}]{more}): {which}",
         remedy="Produce the rest: precompute --resume",
         code="E702",
     )
@@ -186,7 +189,7 @@ def read_manifest(cache_dir: PathLike, *, follow_links: bool = False) -> dict[st
             f"has format_version={shortened(version)}",
             "Regenerate the cache with the current precompute_eagle3",
         )
-        raise CacheError(cache_dir, found, f"1 or 2, or {NATIVE_VERSION}", remedy, code="E208")
+        raise CacheError(path, found, f"1 or 2, or {NATIVE_VERSION}", remedy, code="E208")
     _refuse_wrong_types(manifest, cache_dir)
     size, samples = manifest.get("shard_size"), manifest.get("num_samples")
     if size and samples and -(-samples // size) > _MAX_SHARDS:

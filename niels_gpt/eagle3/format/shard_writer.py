@@ -252,8 +252,9 @@ def shard_damage(
     """
     path = shard_path(cache_dir, shard_index)
     receipt = read_receipt(cache_dir, shard_index, follow_links=follow_links)
+    its_receipt = receipt_path(cache_dir, shard_index)
     if receipt is None:
-        raise CacheError(receipt_path(cache_dir, shard_index), "no such file: the shard has no checksums", code="E702")
+        raise CacheError(its_receipt, "no such file: the shard has no checksums", code="E702")
     try:
         fields, rows, header = read_header(path, follow_links=follow_links)
     except FileNotFoundError:
@@ -261,12 +262,12 @@ def shard_damage(
     except CacheError as error:
         return [(None, str(error))]
     if hashlib.sha256(header).hexdigest() != receipt["header_sha256"] or rows != receipt["samples"]:
-        return [(None, f"{path}: its header is not the one that was written")]
+        return [(None, f"{path}: its header is not the one that was written, by {its_receipt}")]
     damage: list[tuple[int | None, str]] = []
     for row, parts in enumerate(_rows_of(path, fields, rows, len(header), follow_links)):
         wrong = _row_damage(fields, parts, receipt["slots"][row], receipt["xxh3_128"][row])
         if wrong:
-            damage.append((row, f"{path}: sample {row} of the shard: {wrong}"))
+            damage.append((row, f"{path}: sample {row} of the shard: {wrong}, by {its_receipt}"))
         if progress is not None:
             progress(sum(part.size for part in parts.values()))
     return damage

@@ -52,7 +52,7 @@ from niels_gpt.eagle3.produce.workers import Job, Load, load_and_try, run_here, 
 from niels_gpt.progress import Progress
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
-from niels_gpt.storage.fileio import META_NAME, sha256_file, write_bytes
+from niels_gpt.storage.fileio import META_NAME, write_bytes
 from niels_gpt.storage.locks import check_lease, file_lock, is_lost
 
 logger = logging.getLogger(__name__)
@@ -277,7 +277,7 @@ def write_plan(folder: Path, plan: Plan, samples: Samples, shards: Collection[in
     for name, content in plan.sidecar_files().items():  # plan.json comes first
         _write_if_other(folder / SIDECAR / name, content)
     paths = {folder / SIDECAR / name: sha256 for name, sha256 in samples.checksums.items()}
-    missing = {path.name for path, sha256 in paths.items() if not path.is_file() or sha256_file(path) != sha256}
+    missing = {path.name for path, sha256 in paths.items() if not _has_sha256(path, sha256)}
     for name, content in samples.files().items() if missing else ():  # their bytes are made only where needed
         if name in missing:
             write_bytes(folder / SIDECAR / name, content)
@@ -292,6 +292,13 @@ def _note_other_draft(folder: Path, plan: Plan) -> None:
         if before != now:
             what = f"another draft vocabulary, of {len(now):,} tokens in place of {len(before):,}"
             logger.info("%s: %s; manifest.json and meta.json are written again", folder, what)
+
+
+def _has_sha256(path: Path, sha256: str) -> bool:
+    """Return whether a file is there with these bytes. One that is almost all holes is not read."""
+    with suppress(CacheError):
+        return file_sha256(path) == sha256
+    return False
 
 
 def _write_if_other(path: Path, content: bytes) -> None:

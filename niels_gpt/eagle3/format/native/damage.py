@@ -32,8 +32,9 @@ def native_shard_damage(
     """
     path = shard_path(cache_dir, shard_index)
     receipt = read_receipt(cache_dir, shard_index, follow_links=follow_links)
+    its_receipt = receipt_path(cache_dir, shard_index)
     if receipt is None:
-        raise CacheError(receipt_path(cache_dir, shard_index), "no such file: the shard has no checksums", code="E702")
+        raise CacheError(its_receipt, "no such file: the shard has no checksums", code="E702")
     layout = native_layout_of(read_manifest(cache_dir, follow_links=follow_links), cache_dir)
     try:
         shard, header = map_shard(path, layout, follow_links=follow_links)
@@ -42,12 +43,12 @@ def native_shard_damage(
     except CacheError as error:
         return [(None, str(error))]
     if hashlib.sha256(header).hexdigest() != receipt["header_sha256"] or len(shard) != receipt["samples"]:
-        return [(None, f"{path}: its header is not the one that was written")]
+        return [(None, f"{path}: its header is not the one that was written, by {its_receipt}")]
     damage: list[tuple[int | None, str]] = []
     for row, digest, size in _digests(shard):
         if digest != receipt["xxh3_128"][row]:
             what = "its bytes do not give the checksum in its receipt" if digest else "its starts are damaged"
-            damage.append((row, f"{path}: sample {row} of the shard: {what}"))
+            damage.append((row, f"{path}: sample {row} of the shard: {what}, by {its_receipt}"))
         if progress is not None:
             progress(size)
     tokens = len(shard.tensors["input_ids"])

@@ -1,0 +1,122 @@
+"""What is done to the files and descriptions of caches, and the watch over what meets them then."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+HANGS = 30
+"""Seconds after which a call is ended: it waits for a pipe, or follows a circle."""
+MOST_BYTES = 1 << 30
+"""Memory that a call may take."""
+HOLES = 24 << 30
+
+Harm = Callable[[Path], object]
+"""What is done to a file."""
+
+
+def flip(path: Path, byte: int, bit: int = 0) -> None:
+    """Change one bit of a file; a negative byte is counted from its end."""
+    content = bytearray(path.read_bytes())
+    content[byte] ^= 1 << bit
+    path.write_bytes(content)
+
+
+def cut(size: int) -> Harm:
+    """Keep the first bytes of a file; a negative number: all but the last ones."""
+    return lambda path: path.write_bytes(path.read_bytes()[:size])
+
+
+def _replaced(make: Harm) -> Harm:
+    return lambda path: (path.unlink(), make(path))
+
+
+def _link_out(path: Path) -> None:
+    """Put a link to the same bytes outside of the caches: who follows it finds nothing wrong."""
+    outside = outside_of(path)
+    outside.mkdir(exist_ok=True)
+    os.replace(path, outside / path.name)
+    path.symlink_to(outside / path.name)
+
+
+def outside_of(path: Path) -> Path:
+    """Return a folder beside that of the caches."""
+    root = next(parent for parent in path.parents if parent.name == "caches")
+    return root.parent / "outside"
+
+
+FILE_HARMS: dict[str, Harm] = {
+    "empty": cut(0),
+    "one byte": cut(1),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "a byte less": cut(-1),
+    "a byte more": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+    "missing": Path.unlink,
+    "a link out": _link_out,
+    "a link in a circle": _replaced(lambda path: path.symlink_to(path.name)),
+    "a link to /dev/zero": _replaced(lambda path: path.symlink_to("/dev/zero")),
+    "a link to nothing": _replaced(lambda path: path.symlink_to("nothing")),
+    "a pipe": _replaced(os.mkfifo),
+    "a socket": _replaced(lambda path: os.mknod(path, stat.S_IFSOCK | 0o644)),
+    "a folder": _replaced(Path.mkdir),
+    "holes": lambda path: os.truncate(path, HOLES),
+}
+"""What a quick look sees, by name."""
+
+
+@contextmanager
+def kept(path: Path) -> Iterator[None]:
+    """Put a file back as it was, whatever became of it."""
+    content, about = path.read_bytes(), path.stat()
+    try:
+        yield
+    finally:
+        if path.is_dir() and not path.is_symlink():
+            path.rmdir()
+        path.unlink(missing_ok=True)
+        path.write_bytes(content)
+        os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
+
+
+class Hung(BaseException):
+    """A call did not end."""
+
+
+@contextmanager
+def watched(*folders: Path) -> Iterator[None]:
+    """Fail where a block hangs, takes too much memory, or changes anything in a folder."""
+    before = [listing(folder) for folder in folders]
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    used = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
+    resource.setrlimit(resource.RLIMIT_DATA, (1024 * int(used.split()[1]) + MOST_BYTES, limits[1]))
+    last = signal.signal(signal.SIGALRM, _hung)
+    signal.alarm(HANGS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, last)
+        resource.setrlimit(resource.RLIMIT_DATA, limits)
+    for folder, was in zip(folders, before, strict=True):
+        changed = sorted(set(was) ^ set(listing(folder)))
+        assert not changed, f"{folder} was changed: {changed[:5]}"
+
+
+def _hung(number: int, frame: FrameType | None) -> None:
+    raise Hung(f"no answer within {HANGS} s")
+
+
+def listing(folder: Path) -> list[tuple[str, int, int, int]]:
+    """Return name, kind, size and time of everything below a folder; links are not followed."""
+    found = []
+    for above, folders, files in os.walk(folder):
+        for name in [*folders, *files]:
+            about = os.lstat(os.path.join(above, name))
+            found.append((os.path.join(above, name), about.st_mode, about.st_size, about.st_mtime_ns))
+    return sorted(found)
