@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 from support import TESTS
+from support.attacks import Server, serving
 from support.loopback_hub import LoopbackHub
 from support.small_builds import quick_folder
 from support.tiny_texts import TINY_TEXTS
@@ -92,6 +93,13 @@ def mirror(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mirror") / "m"
     shutil.copytree(mirrors.SAMPLE_DIR, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     return folder
+
+
+@pytest.fixture(scope="session")
+def attack_server() -> Iterator[Server]:
+    """The process in which probes meet attacks; see attacks.py."""
+    with serving() as server:
+        yield server
 
 
 @pytest.fixture

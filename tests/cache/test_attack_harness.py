@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.attacks import Attack, Probe, serving
+from support.attacks import Attack, Probe, Server
 
 IMPORTS = ()
 ATTACKS = {"a link": Attack(lambda root, outside: (root / "link").symlink_to(outside / "bait"))}
@@ -43,9 +43,9 @@ PROBES = {name: Probe(call) for name, (call, _) in FAULTS.items()} | {
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="reads /proc")
-def test_each_fault_of_a_probe_is_seen_and_no_other() -> None:
-    with serving("test_attack_harness") as server:
-        faults = {outcome.probe: "; ".join(outcome.faults) for outcome in server.outcomes_of("a link")}
+def test_each_fault_of_a_probe_is_seen_and_no_other(attack_server: Server) -> None:
+    outcomes = attack_server.outcomes_of("test_attack_harness", "a link")
+    faults = {outcome.probe: "; ".join(outcome.faults) for outcome in outcomes}
     assert faults.keys() == PROBES.keys() and not faults["is good"] and not faults["sleeps"]
     for name, (_, expected) in FAULTS.items():
         assert expected in faults[name], name

@@ -1,11 +1,11 @@
 """Let commands and readers meet folders that were made to harm them, in a process with limits on time and memory.
 
-A module with a table of attacks hands its own name to `serving`, and has these names:
+A module with a table of attacks hands its own name to the fixture `attack_server`, and has these names:
 
     def build(root: Path) -> None        make the good folders below root, once
     ATTACKS: dict[str, Attack]           what is done to a copy of them
     PROBES: dict[str, Probe]             what then meets the copy, in this order: those that write come last
-    IMPORTS: tuple[str, ...]             modules that are imported once, not for each attack; they start no threads
+    IMPORTS: tuple[str, ...]             large modules that are imported before the first attack; they start no threads
 
 `python tests/support/attacks.py MODULE [PATTERN] [-v]` prints a line for each meeting, the size of the table,
 and the worst time and memory. The time is the processor's, so that a busy machine fails no test; a hang is killed.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import gc
 import importlib
 import json
 import os
@@ -28,7 +29,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,34 +82,39 @@ class Outcome:
     peak_bytes: int = 0
 
 
+def is_one_of(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a name fits a pattern."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
 class Server:
-    """A process that has imported everything and forks a child for each attack."""
+    """A process that imports what a table needs before its first attack, and forks a child for each attack."""
 
-    def __init__(self, module: str) -> None:
-        self._table = importlib.import_module(module)
-        command = [sys.executable, __file__, "--serve", module]
+    def __init__(self) -> None:
+        command = [sys.executable, __file__, "--serve"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.outcomes: dict[str, list[Outcome]] = {}
+        self._outcomes: list[tuple[str, Outcome]] = []
 
-    def outcomes_of(self, attack: str) -> list[Outcome]:
-        """Let every probe meet one attack."""
+    def outcomes_of(self, module: str, attack: str, probes: Sequence[str] = ()) -> list[Outcome]:
+        """Let probes meet an attack of a module's table, by default all of them."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(f"{json.dumps(attack)}\n")
+        self._process.stdin.write(f"{json.dumps([module, attack, probes])}\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         assert line, f"the server ended: {self._process.wait()}"
-        self.outcomes[attack] = [Outcome(**found) for found in json.loads(line)]
-        return self.outcomes[attack]
+        outcomes = [Outcome(**found) for found in json.loads(line)]
+        self._outcomes += [(f"{module}, {attack}", outcome) for outcome in outcomes]
+        return outcomes
 
-    def check(self, attack: str) -> None:
+    def check(self, module: str, attack: str, probes: Sequence[str] = ()) -> None:
         """Fail unless each probe that meets an attack ends as documented, and those refuse it that have to."""
-        outcomes = self.outcomes_of(attack)
+        table = importlib.import_module(module)
+        outcomes = self.outcomes_of(module, attack, probes)
         found = [f"{outcome.probe}: {fault}" for outcome in outcomes for fault in outcome.faults]
-        said: Attack = self._table.ATTACKS[attack]
+        said: Attack = table.ATTACKS[attack]
         for pattern in said.refused_by:
-            met = [outcome for outcome in outcomes if fnmatch.fnmatch(outcome.probe, pattern)]
-            assert met, f"no probe is called {pattern}"
-            for outcome in met:
+            assert fnmatch.filter(table.PROBES, pattern), f"no probe is called {pattern}"
+            for outcome in [each for each in outcomes if fnmatch.fnmatch(each.probe, pattern)]:
                 if not outcome.refused:
                     found.append(f"{outcome.probe}: does not refuse it: {outcome.message[:300]}")
                 elif not re.search(said.message, outcome.message):
@@ -122,26 +128,25 @@ class Server:
         self._process.stdout.close()
 
     def report(self) -> str:
-        """Return the size of the table, and its worst time and memory."""
-        every = [(name, outcome) for name, outcomes in self.outcomes.items() for outcome in outcomes]
-        slowest = max(every, key=lambda pair: pair[1].seconds)
-        largest = max(every, key=lambda pair: pair[1].peak_bytes)
+        """Return the number of meetings, and their worst time and memory."""
+        slowest = max(self._outcomes, key=lambda pair: pair[1].seconds)
+        largest = max(self._outcomes, key=lambda pair: pair[1].peak_bytes)
         return (
-            f"{len(self.outcomes)} attacks, {len(every)} meetings, {sum(o.refused for _, o in every)} refused; "
+            f"{len(self._outcomes)} meetings, {sum(o.refused for _, o in self._outcomes)} refused; "
             f"slowest {slowest[1].seconds:.2f} s ({slowest[0]}: {slowest[1].probe}), "
             f"largest {largest[1].peak_bytes / 2**20:,.0f} MiB ({largest[0]}: {largest[1].probe})"
         )
 
 
 @contextlib.contextmanager
-def serving(module: str) -> Iterator[Server]:
-    """Run the server of a module's table; its report is printed at the end, for pytest -s."""
-    server = Server(module)
+def serving() -> Iterator[Server]:
+    """Run a server; its report is printed at the end, for pytest -s."""
+    server = Server()
     try:
         yield server
     finally:
         server.close()
-        if server.outcomes:
+        if server._outcomes:
             print(f"\n{server.report()}")
 
 
@@ -164,26 +169,33 @@ def _note(event: str, arguments: tuple[Any, ...]) -> None:
         _led_outside.append(path)
 
 
-def _serve(module: str) -> None:
-    table = importlib.import_module(module)
-    for name in table.IMPORTS:
-        importlib.import_module(name)
+def _serve() -> None:
+    tables: dict[str, Any] = {}
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    sys.addaudithook(_note)
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as name:
-        good = Path(name).resolve() / "good"
-        if child := os.fork():
-            assert os.waitpid(child, 0)[1] == 0, "the good folders were not built"
-        else:
-            _end_with(lambda: table.build(good))
-        sys.addaudithook(_note)
+        place = Path(name).resolve()
         for line in sys.stdin:
-            place = Path(name).resolve() / "a"
-            outcomes = _met(table, json.loads(line), good, place)
-            subprocess.run(["chmod", "-R", "u+rwx", str(place)], check=False)
-            subprocess.run(["rm", "-rf", str(place)], check=True)  # also a folder that is too deep for shutil
+            module, attack, probes = json.loads(line)
+            if module not in tables:
+                tables[module] = _prepared(module, place / module)
+            outcomes = _met(tables[module], attack, probes, place / module, place / "a")
+            subprocess.run(["chmod", "-R", "u+rwx", str(place / "a")], check=False)
+            subprocess.run(["rm", "-rf", str(place / "a")], check=True)  # also a folder that is too deep for shutil
             answers.write(json.dumps([asdict(outcome) for outcome in outcomes]) + "\n")
             answers.flush()
+
+
+def _prepared(module: str, good: Path) -> Any:
+    """Return a table whose good folders were built, and whose modules are imported."""
+    table = importlib.import_module(module)
+    _import_too(table.IMPORTS)
+    if child := os.fork():
+        assert os.waitpid(child, 0)[1] == 0, "the good folders were not built"
+    else:
+        _end_with(lambda: table.build(good))
+    return table
 
 
 def _end_with(call: Callable[[], Any]) -> None:
@@ -198,7 +210,7 @@ def _end_with(call: Callable[[], Any]) -> None:
         os._exit(status)
 
 
-def _met(table: Any, attack: str, good: Path, place: Path) -> list[Outcome]:
+def _met(table: Any, attack: str, probes: list[str], good: Path, place: Path) -> list[Outcome]:
     root, outside = place / "root", place / "outside"
     shutil.copytree(good, root, symlinks=True)
     shutil.copytree(good, outside, symlinks=True)
@@ -206,7 +218,7 @@ def _met(table: Any, attack: str, good: Path, place: Path) -> list[Outcome]:
         assert os.waitpid(child, 0)[1] == 0, f"{attack}: could not be made"
     else:
         _end_with(lambda: table.ATTACKS[attack].make(root, outside))
-    left, outcomes = list(table.PROBES), []
+    left, outcomes = probes or list(table.PROBES), []
     while left:
         found = _until_one_fails(table.PROBES, left, root, outside)
         outcomes += found
@@ -223,7 +235,12 @@ def _until_one_fails(probes: dict[str, Probe], names: list[str], root: Path, out
         os.setsid()
         _end_with(lambda: _meet_all(probes, names, root, outside, writes))
     os.close(writes)
-    found = [Outcome(**json.loads(line)) for line in _lines(reads)]
+    found = []
+    for line in map(json.loads, _lines(reads)):
+        if isinstance(line, dict):
+            found.append(Outcome(**line))
+        else:
+            _import_too(line)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)  # with whatever it has started
     os.waitpid(child, 0)
@@ -231,6 +248,15 @@ def _until_one_fails(probes: dict[str, Probe], names: list[str], root: Path, out
         why = f"no answer within {HANGS} s, or its process was killed"
         found.append(Outcome(names[len(found)], faults=[why], seconds=float(HANGS)))
     return found
+
+
+def _import_too(modules: Sequence[str]) -> None:
+    """Import what a child has imported, so that the next one finds it."""
+    for module in modules:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+    gc.freeze()  # a child's collections write to no page of ours
+    assert len(os.listdir("/proc/self/task")) == 1, f"one of them starts threads, which a fork loses: {modules}"
 
 
 def _lines(reads: int) -> Iterator[bytes]:
@@ -249,15 +275,21 @@ def _meet_all(probes: dict[str, Probe], names: list[str], root: Path, outside: P
     output = os.open(root.parent / "output", os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    before, trees = set(sys.modules), (_tree(root), _tree(outside))
     for name in names:
         os.ftruncate(output, 0)
         outcome = _meet(name, probes[name], root, outside, output)
+        now = _tree(root), _tree(outside)
+        for what, old, new in zip(("the folder", "what is outside"), trees, now, strict=True):
+            if old != new and not (probes[name].writes and what == "the folder"):
+                outcome.faults.append(f"changed {what}: {sorted(set(old) ^ set(new))[:5]}")
+        trees = now
         os.write(answers, json.dumps(asdict(outcome)).encode() + b"\n")
+    os.write(answers, json.dumps([module for module in sys.modules if module not in before]).encode() + b"\n")
 
 
 def _meet(name: str, probe: Probe, root: Path, outside: Path, output: int) -> Outcome:
     global _forbidden
-    before, kept = (None if probe.writes else _tree(root)), _tree(outside)
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
     _forbidden = str(outside)
     _led_outside.clear()
@@ -276,10 +308,6 @@ def _meet(name: str, probe: Probe, root: Path, outside: Path, output: int) -> Ou
         faults.append(f"took {seconds:.1f} s, expected at most {SECONDS}")
     if peak > MAX_BYTES:
         faults.append(f"took {peak / 2**20:,.0f} MiB of memory, expected at most {MAX_BYTES >> 20:,}")
-    if before is not None and _tree(root) != before:
-        faults.append(f"changed the folder: {sorted(set(before) ^ set(_tree(root)))[:5]}")
-    if _tree(outside) != kept:
-        faults.append(f"changed what is outside: {sorted(set(kept) ^ set(_tree(outside)))[:5]}")
     if _led_outside:
         faults.append(f"opened what is outside: {_led_outside[:3]}")
     return Outcome(name, refused, (said + printed)[:2000], faults, seconds, peak)
@@ -320,12 +348,12 @@ def _status(key: str) -> int:
 def _main(arguments: list[str]) -> None:
     sys.path[:0] = [str(TESTS), *map(str, TESTS.iterdir())]
     if arguments[0] == "--serve":
-        _serve(arguments[1])
+        _serve()
         return
-    with serving(arguments[0]) as server:
+    with serving() as server:
         pattern = next((argument for argument in arguments[1:] if argument != "-v"), "*")
-        for attack in fnmatch.filter(server._table.ATTACKS, pattern):
-            for outcome in server.outcomes_of(attack):
+        for attack in fnmatch.filter(importlib.import_module(arguments[0]).ATTACKS, pattern):
+            for outcome in server.outcomes_of(arguments[0], attack):
                 how = "; ".join(outcome.faults) or ("refused" if outcome.refused else "passes")
                 took = f"{outcome.seconds:.2f} s, {outcome.peak_bytes >> 20} MiB"
                 print(f"{attack}: {outcome.probe}: {took}: {how}", flush=True)
