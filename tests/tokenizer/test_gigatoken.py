@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.byte_tokenizer import ByteTokenizer
-from support.made_tokenizers import MADE, REAL, any_tokenizer, made_tokenizer, sample_texts, write_tokenizer
+from support.made_tokenizers import MADE, REAL, SMALL, any_tokenizer, made_tokenizer, sample_texts, write_tokenizer
 from support.tiny_texts import TINY_TEXTS
 
 from niels_gpt.special_tokens import SPECIAL_TOKENS
@@ -42,7 +42,8 @@ from niels_gpt.tokenizers.protocol import FullTokenizer
 
 pytest.importorskip("gigatoken", reason="needs the extra fast")
 
-BPE = ("gpt2", "neox", *(name for name in MADE if name != "t5"))
+LARGE = [pytest.param(name, marks=pytest.mark.slow) for name in MADE if name != "t5"]
+BPE = ("gpt2", "neox", *SMALL, *LARGE)
 NEW_LETTERS = "\u088f \ua7ce \U00010940 \U000323b0"  # of Unicode 17
 UNORDERED_MARKS = "a\u1df6\u05a2 \u1ad3\u073b a\u0302\u0323 \u1100\u1161 \u212b"
 
@@ -54,7 +55,7 @@ def tokenizer(request: pytest.FixtureRequest) -> FullTokenizer:
 
 @pytest.fixture(scope="module")
 def llama() -> FullTokenizer:
-    return load_tokenizer(made_tokenizer("llama3"))
+    return load_tokenizer(made_tokenizer("small llama3"))
 
 
 def assert_ids_of_reference(tokenizer: FullTokenizer, texts: list[bytes]) -> None:
@@ -211,7 +212,7 @@ def unusable(name: str, folder: Path) -> Any:
         return load_tokenizer(folder / "spm.model")
     if name == "unigram json":
         return load_tokenizer(made_tokenizer("t5"))
-    content = json.loads((made_tokenizer("llama3") / "tokenizer.json").read_text())
+    content = json.loads((made_tokenizer("small llama3") / "tokenizer.json").read_text())
     change: dict[str, Any] = {
         "lower case": {"normalizer": {"type": "Lowercase"}},
         "unknown pattern": {"pre_tokenizer": {"type": "Whitespace"}},
@@ -221,7 +222,7 @@ def unusable(name: str, folder: Path) -> Any:
     }[name]
     if name == "whole words":
         change["added_tokens"] += content["added_tokens"][1:]
-    return load_tokenizer(write_tokenizer(folder / "changed", "llama3", **change))
+    return load_tokenizer(write_tokenizer(folder / "changed", "small llama3", **change))
 
 
 def other_pattern(pre_tokenizer: dict[str, Any]) -> dict[str, Any]:
@@ -263,7 +264,7 @@ import sys
 sys.modules["gigatoken"] = None
 from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.tokenizers.engine import open_engine
-tokenizer = load_tokenizer({str(made_tokenizer("llama3"))!r})
+tokenizer = load_tokenizer({str(made_tokenizer("small llama3"))!r})
 print(open_engine(tokenizer).name)
 try:
     open_engine(tokenizer, "gigatoken")
@@ -277,7 +278,7 @@ except ValueError as error:
 
 
 def test_a_model_that_changed_since_it_was_opened_is_refused(tmp_path: Path) -> None:
-    shutil.copytree(made_tokenizer("llama3"), tmp_path / "copy")
+    shutil.copytree(made_tokenizer("small llama3"), tmp_path / "copy")
     tokenizer = load_tokenizer(tmp_path / "copy")
     with open(tmp_path / "copy" / "tokenizer.json", "a") as file:
         file.write("\n")
@@ -295,7 +296,7 @@ def different(llama: FullTokenizer, tmp_path_factory: pytest.TempPathFactory) ->
     merges = content["model"]["merges"]
     folder = write_tokenizer(
         tmp_path_factory.mktemp("other") / "llama3",
-        "llama3",
+        "small llama3",
         model={**content["model"], "merges": merges[:-1], "ignore_merges": False},
     )
     return ComparedEngine(GigatokenEngine(load_tokenizer(folder)), ReferenceEngine(llama), llama)
@@ -353,7 +354,7 @@ def test_a_long_text_is_compared_in_pieces(
         return encode(self, texts, first=first)
 
     monkeypatch.setattr(ReferenceEngine, "encode", noted)
-    compared, long = different.num_compared, b"A heron walks by the mill.\n" * 150_000
+    compared, long = different.num_compared, b"A heron walks by the mill.\n" * 80_000
     ids, lengths = different.encode([b"short", long, b"too"], first=3)
     assert lengths.sum() == len(ids) and different.num_compared == compared + 3
     assert max(sizes) <= 1 << 20 and sum(sizes) == len(long) + 8

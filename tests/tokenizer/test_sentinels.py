@@ -44,7 +44,9 @@ def sentencepiece_model(path: Path, **how: Any) -> Path:
     return path
 
 
-@pytest.fixture(scope="module", params=["neox", "llama3", "t5", *OF_MODELS])
+@pytest.fixture(
+    scope="module", params=["neox", "t5", "small llama3", pytest.param("llama3", marks=pytest.mark.slow), *OF_MODELS]
+)
 def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer without the sentinels, of each kind."""
     if request.param not in OF_MODELS:
