@@ -125,8 +125,14 @@ def in_peace(loopback_hub: LoopbackHub, name: str) -> list[int]:
     return IN_PEACE[name]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("name", CASES)
+PAIRS = [
+    pytest.param(name, fault, marks=[pytest.mark.slow] * ((one + other) % 4 > 0))  # each fault is met by two cases
+    for one, name in enumerate(CASES)
+    for other, fault in enumerate(FAULTS)
+]
+
+
+@pytest.mark.parametrize(("name", "fault"), PAIRS)
 def test_every_document_comes_once_and_in_order(loopback_hub: LoopbackHub, name: str, fault: str) -> None:
     expected = in_peace(loopback_hub, name)
     start = add_case(loopback_hub, name)
@@ -135,7 +141,9 @@ def test_every_document_comes_once_and_in_order(loopback_hub: LoopbackHub, name:
     assert ordered.times == 0, "the fault was not met"
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (at % 2)) for at, name in enumerate(CASES)]
+)
 def test_a_network_that_cuts_every_answer_is_slow_but_loses_nothing(loopback_hub: LoopbackHub, name: str) -> None:
     expected = in_peace(loopback_hub, name)
     start = add_case(loopback_hub, name)
@@ -234,18 +242,23 @@ def test_a_hub_that_stays_broken_is_an_error_after_the_stated_attempts(loopback_
     assert len(loopback_hub.requests) == retries.ASK_ATTEMPTS
 
 
-@pytest.mark.parametrize("form", ["parquet", "jsonl", "jsonl.gz"])
+STAYS_BROKEN: dict[str, tuple[Callable[[LoopbackHub, str], Fault], str]] = {
+    "503": (lambda hub, shard: hub.fail(shard, times=math.inf), "503 Service Unavailable"),
+    "429": (lambda hub, shard: hub.fail(shard, status=429, times=math.inf), "429 Too Many Requests"),
+    "cut": (lambda hub, shard: hub.cut(shard, after=0, times=math.inf), "closed connection"),
+    "reset": (lambda hub, shard: hub.cut(shard, after=0, times=math.inf, reset=True), "ReadError|reset|disconnect"),
+    "stalled": (lambda hub, shard: hub.stall(shard, seconds=30, times=math.inf), "ReadTimeout"),
+    "empty": (lambda hub, shard: hub.end_early(shard, after=0, times=math.inf), "the answer ended after 0"),
+}
+
+
 @pytest.mark.parametrize(
-    ("fault", "reason"),
+    ("form", "fault", "reason"),
     [
-        (lambda hub, shard: hub.fail(shard, times=math.inf), "503 Service Unavailable"),
-        (lambda hub, shard: hub.fail(shard, status=429, times=math.inf), "429 Too Many Requests"),
-        (lambda hub, shard: hub.cut(shard, after=0, times=math.inf), "closed connection"),
-        (lambda hub, shard: hub.cut(shard, after=0, times=math.inf, reset=True), "ReadError|reset|disconnect"),
-        (lambda hub, shard: hub.stall(shard, seconds=30, times=math.inf), "ReadTimeout"),
-        (lambda hub, shard: hub.end_early(shard, after=0, times=math.inf), "the answer ended after 0"),
+        pytest.param(form, *said, marks=[pytest.mark.slow] * ((one + other) % 3 > 0), id=f"{name}-{form}")
+        for one, form in enumerate(["parquet", "jsonl", "jsonl.gz"])
+        for other, (name, said) in enumerate(STAYS_BROKEN.items())
     ],
-    ids=["503", "429", "cut", "reset", "stalled", "empty"],
 )
 def test_a_stream_that_stays_broken_is_an_error_after_the_stated_attempts(
     loopback_hub: LoopbackHub,
