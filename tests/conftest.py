@@ -117,9 +117,9 @@ def no_user_defined_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def instance() -> Iterator[dg.DagsterInstance]:
     """A real Dagster instance: sqlite, in a folder in memory, for its hundreds of commits."""
-    import dagster as dg
+    from support.dagster_runs import dagster_instance
 
-    with quick_folder() as home, dg.instance_for_test(temp_dir=str(home)) as instance:
+    with quick_folder() as home, dagster_instance(home) as instance:
         yield instance
 
 

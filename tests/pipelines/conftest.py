@@ -9,7 +9,7 @@ from typing import Any
 
 import dagster as dg
 import pytest
-from support.dagster_runs import metadata, run, typed_metadata
+from support.dagster_runs import dagster_instance, metadata, run, typed_metadata
 from support.small_builds import quick_folder
 
 from niels_gpt.settings import Settings
@@ -33,7 +33,7 @@ def first_run(mirror: Path, tiny_model_path: Path) -> Iterator[FirstRun]:
     with quick_folder() as folder, contextlib.chdir(folder):  # not in the checkout, where a sources.toml may be
         (folder / "home").mkdir()
         settings = Settings(source_root=str(mirror), cache_dir=str(folder / "cache"), tokenizer=str(tiny_model_path))
-        with dg.instance_for_test(temp_dir=str(folder / "home")) as instance:
+        with dagster_instance(folder / "home") as instance:
             result = run(instance, settings)
         shutil.copytree(folder / "cache", folder / "built", symlinks=True)
         yield FirstRun(folder, metadata(result), typed_metadata(result))
@@ -51,9 +51,10 @@ def settings(settings: Settings, request: pytest.FixtureRequest) -> Settings:
 def after_a_run(first_run: FirstRun, settings: Settings) -> Iterator[dg.DagsterInstance]:
     """A real Dagster instance after a run over everything with `settings`: a copy of its history, and its caches, which
     a test may change."""
-    with quick_folder() as folder:
-        home = str(shutil.copytree(first_run.folder / "home", folder / "home"))
-        with dg.instance_for_test(temp_dir=home) as instance:
-            yield instance
+    with (
+        quick_folder() as folder,
+        dagster_instance(shutil.copytree(first_run.folder / "home", folder / "home")) as instance,
+    ):
+        yield instance
     shutil.rmtree(settings.cache_dir)
     shutil.copytree(first_run.folder / "built", settings.cache_dir, symlinks=True)

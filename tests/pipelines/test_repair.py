@@ -167,7 +167,13 @@ def test_a_tokenizer_is_trained_again_to_the_same_bytes(
     assert built(run(instance, settings, *keys)) == set()
 
 
-@pytest.mark.parametrize("key", ["sft/oasst1", "trees/oasst1", "pretrain/roam", "tokenizer"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "tokenizer",
+        *(pytest.param(key, marks=pytest.mark.slow) for key in ("sft/oasst1", "trees/oasst1", "pretrain/roam")),
+    ],
+)
 def test_a_run_waits_for_another_builder_and_says_for_whom(
     instance: dg.DagsterInstance, settings: Settings, key: str
 ) -> None:
@@ -180,6 +186,7 @@ def test_a_run_waits_for_another_builder_and_says_for_whom(
     assert line.endswith("; waiting")
 
 
+@pytest.mark.slow
 def test_a_pretrain_build_waits_for_its_turn_also_where_the_run_waits_for_no_other_builder(
     instance: dg.DagsterInstance, settings: Settings
 ) -> None:

@@ -103,7 +103,7 @@ def test_everything_twice_builds_nothing_the_second_time(
         assert before["picture"] == after["picture"]
 
 
-@pytest.mark.parametrize("in_launchpad", [False, True])
+@pytest.mark.parametrize("in_launchpad", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_one_changed_setting_rebuilds_the_assets_that_read_it_alone(
     after_a_run: dg.DagsterInstance, settings: Settings, in_launchpad: bool
 ) -> None:
@@ -188,6 +188,7 @@ def test_after_a_run_all_that_was_read_is_observed_and_an_observation_makes_noth
     assert stale(after_a_run, settings) == {}
 
 
+@pytest.mark.slow
 def test_the_sft_caches_alone_leave_nothing_missing_or_unobserved_that_they_read(
     instance: dg.DagsterInstance, settings: Settings
 ) -> None:
@@ -201,6 +202,7 @@ def test_the_sft_caches_alone_leave_nothing_missing_or_unobserved_that_they_read
     assert stale(instance, settings) == {}
 
 
+@pytest.mark.slow
 def test_a_run_of_other_text_says_nothing_of_the_deployments_sources(
     after_a_run: dg.DagsterInstance, settings: Settings, own: Settings
 ) -> None:
@@ -215,6 +217,7 @@ def test_a_run_of_other_text_says_nothing_of_the_deployments_sources(
     assert stale(after_a_run, settings) == {}
 
 
+@pytest.mark.slow
 def test_files_that_were_observed_while_a_step_read_older_ones_stay_the_newest(
     instance: dg.DagsterInstance, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:

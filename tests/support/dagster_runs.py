@@ -21,6 +21,15 @@ from pipelines.definitions import niels_definitions
 from support import ROOT
 
 
+@contextmanager
+def dagster_instance(home: Path) -> Iterator[dg.DagsterInstance]:
+    """A real Dagster instance with its files in a folder, which keeps no step's output: four processes a step would."""
+    no_output = {"compute_logs": {"module": "dagster._core.storage.noop_compute_log_manager"}}
+    no_output["compute_logs"]["class"] = "NoOpComputeLogManager"
+    with dg.instance_for_test(overrides=no_output, temp_dir=str(home)) as instance:
+        yield instance
+
+
 def run(
     instance: dg.DagsterInstance,
     settings: Settings,
