@@ -253,7 +253,9 @@ def edited(draw: st.DrawFn, files: Files, read_keys: Sequence[str] = READ_KEYS) 
     return found
 
 
-@pytest.mark.parametrize("kind", EXAMPLES)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in ("wide sft", "bits sft"))) for kind in EXAMPLES]
+)
 def test_verify_passes_what_the_readers_open_and_these_give_good_ids(good: dict[str, Files], kind: str) -> None:
     whole = good[kind]
 

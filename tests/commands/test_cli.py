@@ -254,7 +254,7 @@ def test_show_refuses_what_it_cannot_show(
         assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["stats", "build"])
+@pytest.mark.parametrize("name", ["stats", pytest.param("build", marks=pytest.mark.slow)])
 def test_a_pipe_that_nobody_reads_ends_a_command_in_silence(flags: list[str], sample: Path, name: str) -> None:
     chats = str(sample / "sft/dolly15k")
     arguments = ["build", "dolly15k", *flags] if name == "build" else [name, chats]

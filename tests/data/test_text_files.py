@@ -160,7 +160,7 @@ BOMBS = {
 }
 
 
-@pytest.mark.parametrize("name", BOMBS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "a.json.gz")) for n in BOMBS])
 def test_a_bomb_takes_memory_by_the_limit_and_not_by_its_size(tmp_path: Path, name: str) -> None:
     size, limit = 50 << 20, 2 << 20
     (first, last), path = BOMBS[name], tmp_path / name
@@ -189,7 +189,7 @@ def test_a_document_takes_at_most_eight_times_its_size(tmp_path: Path, name: str
     assert (texts, counters) == (["x" * 9], {}) and grown < 8 * size + CONSTANT
 
 
-@pytest.mark.parametrize("kind", ["list", "map"])
+@pytest.mark.parametrize("kind", [pytest.param("list", marks=pytest.mark.slow), "map"])
 def test_a_row_of_parquet_that_repeats_a_text_is_measured_before_it_is_written_out(tmp_path: Path, kind: str) -> None:
     import pyarrow as pa
 

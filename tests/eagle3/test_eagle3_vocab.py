@@ -92,6 +92,7 @@ def test_sizes_are_positive_integers(size: Any) -> None:
         build_eagle3_token_mapping([], target_vocab_size=None, draft_vocab_size=2)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_processes_that_train_together_count_together(tmp_path: Path) -> None:
     program = (
         "import sys, torch, torch.distributed as dist\n"

@@ -115,7 +115,7 @@ class ValueHead(nn.Module):
     "wrap",
     [
         nn.DataParallel,
-        lambda model: torch.compile(model, backend="eager"),
+        pytest.param(lambda model: torch.compile(model, backend="eager"), marks=pytest.mark.slow),
         lambda model: Adapted(model, is_prompt_learning=False),
         lambda model: nn.DataParallel(Adapted(model, is_prompt_learning=False)),
         ValueHead,

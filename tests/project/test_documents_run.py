@@ -27,6 +27,7 @@ UPDATE = "UPDATE_DOCUMENTS" in os.environ
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 SLOW = {
+    "README.md",
     "docs/building.md",
     "docs/chat_templates.md",
     "docs/eagle3.md",

@@ -102,7 +102,7 @@ def end(losses: list[float]) -> float:
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create .* worker processes")  # on a machine of one core
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_stop_does_not_show_in_the_losses(
     example: ModuleType, caches: Path, straight: dict[str, Any], tmp_path: Path, workers: int
 ) -> None:
@@ -181,6 +181,7 @@ def test_the_picture_shows_both_stages_the_stops_val_and_the_unigram_entropy(
     assert marks == {"stopped: world size 1, then 2": 5, "the chats join": 12}
 
 
+@pytest.mark.slow
 def test_permuted_tokens_end_at_the_unigram_entropy(example: ModuleType, caches: Path, tmp_path: Path) -> None:
     found = trained(example, caches, tmp_path / "loss.png", CONTROL, NEVER_STOPPED)
     assert len(found["losses"]) == 200 and not any(each["chats"] for each in found["evaluations"])

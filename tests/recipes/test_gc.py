@@ -191,7 +191,9 @@ def with_an_unrecorded_old_version(path: Path) -> list[int]:
     return [4]
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model", [pytest.param(model, marks=[pytest.mark.slow] * (model != "mixed")) for model in MODELS]
+)
 @pytest.mark.parametrize("leave", [with_unfinished_builds, with_an_unrecorded_old_version])
 def test_after_a_gc_that_was_killed_anywhere_every_build_goes_on_or_begins_anew(
     folder: Path, leave: Callable[[Path], list[int]], model: str

@@ -88,8 +88,15 @@ def breaking(error: BaseException, texts: int = 1500) -> Iterator[str]:
     raise error
 
 
-@pytest.mark.parametrize("texts", [1500, 5000], ids=["before a checkpoint", "after some"])
-@pytest.mark.parametrize("error", [RuntimeError("upstream broke"), KeyboardInterrupt()], ids=["error", "ctrl-c"])
+@pytest.mark.parametrize(
+    ("error", "texts"),
+    [
+        pytest.param(RuntimeError("upstream broke"), 1500, id="error-before a checkpoint"),
+        pytest.param(RuntimeError("upstream broke"), 5000, marks=pytest.mark.slow, id="error-after some"),
+        pytest.param(KeyboardInterrupt(), 1500, marks=pytest.mark.slow, id="ctrl-c-before a checkpoint"),
+        pytest.param(KeyboardInterrupt(), 5000, id="ctrl-c-after some"),
+    ],
+)
 def test_a_failing_build_leaves_the_committed_cache_as_it_was(tmp_path: Path, error: BaseException, texts: int) -> None:
     build(tmp_path / "c", ["a" * 30])
     before, names = tree(tmp_path), entries_of(tmp_path / "c")
