@@ -4,8 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-
-from niels_gpt.commands import cache as cli
+from support.commands import niels_gpt
 
 
 @pytest.fixture(scope="session")
@@ -13,7 +12,7 @@ def built(tmp_path_factory: pytest.TempPathFactory, tiny_model_path: Path) -> Pa
     """A cache folder that was built from the sample: four caches and the tokenizer."""
     folder = tmp_path_factory.mktemp("built") / "c"
     flags = ["--source-root", "sample", "--cache-dir", str(folder), "--tokenizer", str(tiny_model_path)]
-    assert cli.main(["build", "roam", "wikitext", "dolly15k", "oasst1", *flags]) == 0
+    assert niels_gpt("build", "roam", "wikitext", "dolly15k", "oasst1", *flags).status == 0
     return folder
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import fcntl
-import json
 import os
 import pty
 import re
@@ -12,93 +11,93 @@ import subprocess
 import sys
 import termios
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from support.byte_tokenizer import ByteTokenizer
+from support.commands import niels_gpt, settings_by, stats_does
+from support.small_builds import another_version
 
-from niels_gpt.builders import meta_keys
 from niels_gpt.builders.pretrain import build_pretrain
-from niels_gpt.commands import cache as cli
-from niels_gpt.commands.settings_flags import settings_of
 from niels_gpt.recipes.gc import collect
 from niels_gpt.recipes.plan import every_key
 from niels_gpt.settings import Settings
 
+cli = partial(niels_gpt, module="niels_gpt.cache.cli")
 
-def test_build_all_builds_every_cache_and_prints_a_table(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["build-all", "--seed", "42", *flags]) == 0
-    table = capsys.readouterr().out.splitlines()
+
+def test_build_all_builds_every_cache_and_prints_a_table(flags: list[str]) -> None:
+    done = cli("build-all", "--seed", "42", *flags)
+    assert done.status == 0
+    table = done.out.splitlines()
     assert [line.split()[0] for line in table[1:11]] == every_key(Settings())
     (after,) = table[11:]
     assert after.startswith("next: niels-gpt show ") and after.endswith("/sample/trees/oasst1")
-    assert cli.main(["build-all", "--seed", "42", *flags]) == 0
-    assert capsys.readouterr().out.count("up to date") == 10
+    done = cli("build-all", "--seed", "42", *flags)
+    assert done.status == 0 and done.out.count("up to date") == 10
 
 
-def test_one_failing_source_does_not_stop_the_others(
-    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_failing_source_does_not_stop_the_others(flags: list[str], tmp_path: Path) -> None:
     blocked = tmp_path / "c" / "sample" / "pretrain" / "roam"
     blocked.mkdir(parents=True)
     (blocked / "holiday.jpg").write_bytes(b"mine")
-    assert cli.main(["build", "roam", "wikitext", *flags]) == 1
-    out, err = capsys.readouterr()
+    done = cli("build", "roam", "wikitext", *flags)
+    assert done.status == 1
+    out, err = done.out, done.err
     assert "pretrain/roam" in err and "holiday.jpg" in err
     rows = [line.split()[:2] for line in out.splitlines()[2:]]
     assert rows == [["pretrain/wikitext", "built"], ["pretrain/roam", "FAILED"]]
     assert (blocked / "holiday.jpg").read_bytes() == b"mine"
 
 
-def test_json_names_what_failed_and_what_was_built(
-    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_names_what_failed_and_what_was_built(flags: list[str], tmp_path: Path) -> None:
     blocked = tmp_path / "c" / "sample" / "pretrain" / "roam"
     blocked.mkdir(parents=True)
     (blocked / "holiday.jpg").write_bytes(b"mine")
-    assert cli.main(["build", "roam", "wikitext", *flags, "--json"]) == 1
-    rows = {row["key"]: row for row in json.loads(capsys.readouterr().out)["caches"]}
+    done = cli("build", "roam", "wikitext", *flags, "--json")
+    assert done.status == 1
+    rows = {row["key"]: row for row in done.json["caches"]}
     assert rows["pretrain/wikitext"]["state"] == "built" and rows["pretrain/roam"]["state"] == "failed"
     assert "holiday.jpg" in rows["pretrain/roam"]["error"]["message"]
 
 
-def test_list_prints_each_cache_with_the_time_of_its_build(
-    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_list_prints_each_cache_with_the_time_of_its_build(root: Path, tmp_path: Path) -> None:
     (root / ".runs" / "sft.oasst1.jsonl").unlink()  # as where a cache was copied
-    assert cli.main(["list", str(root)]) == 0
-    rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines()[1:]}
+    done = cli("list", root)
+    assert done.status == 0
+    rows = {line.split()[0]: line.split() for line in done.out.splitlines()[1:]}
     assert list(rows) == ["tokenizer", "pretrain/roam", "sft/oasst1"]
     assert rows["sft/oasst1"][1:4] == ["built", "54", "examples"]
-    assert cli.main(["list", "--json", str(root)]) == 0
-    seconds = {row["key"]: row["seconds"] for row in json.loads(capsys.readouterr().out)["caches"]}
+    done = cli("list", "--json", root)
+    assert done.status == 0
+    seconds = {row["key"]: row["seconds"] for row in done.json["caches"]}
     assert seconds["pretrain/roam"] > 0 and seconds["sft/oasst1"] is None
     with open(root / ".runs" / "pretrain.roam.jsonl", "a") as runs:
         runs.write('{"seconds": 1')  # its writer was killed
     (root / "sft" / "oasst1" / "meta.json").write_text("half a js")
-    assert cli.main(["list", str(root)]) == 1
-    out, err = capsys.readouterr()
+    done = cli("list", root)
+    assert done.status == 1
+    out, err = done.out, done.err
     rows = {line.split()[0]: line.split() for line in out.splitlines()[2:4]}
     assert out.splitlines()[-1] == f"next: niels-gpt verify {root}"
     assert {key: row[1] for key, row in rows.items()} == {"pretrain/roam": "built", "sft/oasst1": "refused"}
     assert "sft/oasst1/meta.json: not JSON" in err
-    assert cli.main(["list", str(tmp_path)]) == 1
-    assert "no cache there" in capsys.readouterr().err
+    done = cli("list", tmp_path)
+    assert done.status == 1 and "no cache there" in done.err
 
 
-def test_a_build_prints_the_warnings_of_its_checks_and_fails_where_one_blocks(
-    flags: list[str], sample: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["build", "dolly15k", "--max-dropped-share", "0", *flags]) == 0
-    assert "warning[W201]: sft/dolly15k: " in capsys.readouterr().err
+def test_a_build_prints_the_warnings_of_its_checks_and_fails_where_one_blocks(flags: list[str], sample: Path) -> None:
+    done = cli("build", "dolly15k", "--max-dropped-share", "0", *flags)
+    assert done.status == 0 and "warning[W201]: sft/dolly15k: " in done.err
     tokens = sample / "sft" / "dolly15k" / "train_tokens.bin"
     content = bytearray(tokens.read_bytes())
     content[2] ^= 1  # of a word, not of a sentinel: only the sha256 tells
     tokens.write_bytes(bytes(content))
-    assert cli.main(["build", "dolly15k", *flags]) == 0
-    assert cli.main(["build", "dolly15k", "--deep-checks", *flags]) == 1
-    assert f"{tokens}: sha256 " in capsys.readouterr().err
+    assert cli("build", "dolly15k", *flags).status == 0
+    done = cli("build", "dolly15k", "--deep-checks", *flags)
+    assert done.status == 1 and f"{tokens}: sha256 " in done.err
 
 
 CHOSEN = {"on_special": "text", "engine": "reference", "tokenizer_kind": "bpe", "loss_on": "last", "lock": "lease"}
@@ -118,23 +117,19 @@ def test_every_setting_of_a_build_has_a_flag_that_reaches_it() -> None:
             given, value = [flag, text], kind(text)
         more = {"chat_template": "tokenizer"} if field.name == "loss_on" else {}
         given += [word for name, text in more.items() for word in ("--" + name.replace("_", "-"), text)]
-        settings = settings_of(cli.build_all.make_context("build-all", given).params)
+        settings = settings_by(*given)
         assert settings == dataclasses.replace(Settings(), **{field.name: value}, **more)
 
 
 def test_the_earlier_name_of_a_flag_is_still_accepted() -> None:
-    given = cli.build_all.make_context("build-all", ["--tokenizer-model", "spm.model"]).params
-    assert settings_of(given) == Settings(tokenizer="spm.model")
+    assert settings_by("--tokenizer-model", "spm.model") == Settings(tokenizer="spm.model")
 
 
 @pytest.mark.parametrize(("flag", "now"), [("--no-append-eot", "none"), ("--append-eot", "auto")])
-def test_an_earlier_flag_names_the_one_of_now(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str, now: str
-) -> None:
-    assert cli.main(["build", "roam", "--cache-dir", str(tmp_path), flag]) != 0
-    assert (
-        f"error[E101]: {flag}: there is no such option any more. Pass --document-end {now}" in capsys.readouterr().err
-    )
+def test_an_earlier_flag_names_the_one_of_now(tmp_path: Path, flag: str, now: str) -> None:
+    done = cli("build", "roam", "--cache-dir", tmp_path, flag)
+    assert done.status != 0
+    assert f"error[E101]: {flag}: there is no such option any more. Pass --document-end {now}" in done.err
 
 
 WRONG = "threads -1, shard-bytes 1, shuffle-buffer -1, gutenberg-shuffle-buffer -2, vocab-size 0, sft-val-frac 1.5, "
@@ -144,18 +139,17 @@ WRONG += "fineweb-edu-train-tokens -1, character-coverage nan, max-dropped-share
 @pytest.mark.parametrize(("flag", "value"), [f"--{wrong}".split() for wrong in WRONG.split(", ")])
 @pytest.mark.parametrize("command", [["build-all"], ["build", "roam", "--dry-run"]])
 def test_a_number_that_nothing_can_be_built_with_is_refused_before_anything_is_done(
-    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str], flag: str, value: str
+    flags: list[str], tmp_path: Path, command: list[str], flag: str, value: str
 ) -> None:
-    assert cli.main([*command, *flags, flag, value]) == 1
-    out, err = capsys.readouterr()
+    done = cli(*command, *flags, flag, value)
+    assert done.status == 1
+    out, err = done.out, done.err
     said = rf"error\[E102\]: \w+ \({flag}\) is {float(value):g}, expected .*\n"
     assert not out and re.fullmatch(said, err.replace(".0,", ","))
     assert not (tmp_path / "c").exists()
 
 
-def test_a_dry_run_shows_an_unfinished_build_and_how_far_it_came(
-    flags: list[str], root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_shows_an_unfinished_build_and_how_far_it_came(flags: list[str], root: Path, tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     root.rename(tmp_path / "c" / "sample")
     path = tmp_path / "c" / "sample" / "pretrain" / "wikitext"
@@ -169,26 +163,21 @@ def test_a_dry_run_shows_an_unfinished_build_and_how_far_it_came(
         build_pretrain(
             broken(), path, tokenizer=ByteTokenizer(), shuffle_buffer=None, checkpoint_seconds=0, num_threads=0, **fixed
         )
-    capsys.readouterr()
     for journal in (path.parent / ".versions" / "wikitext").glob("building-*.journal/journal.jsonl"):
         with journal.open("ab") as file:
             file.write(b'00000000 {"documents": 77}\n01234567 {"docu')  # of a write that was cut
-    assert cli.main(["build", "roam", "wikitext", "dolly15k", "--dry-run", *flags]) == 0
-    shown = capsys.readouterr().out
+    done = cli("build", "roam", "wikitext", "dolly15k", "--dry-run", *flags)
+    assert done.status == 0
+    shown = done.out
     rows = {line.split()[0]: line for line in shown.splitlines()}
     assert "disk free" in shown
-    (done,) = re.findall(r"build \(an unfinished one is there: ([0-9]+) documents done\)", rows["pretrain/wikitext"])
-    assert 0 < int(done) <= 999
+    (count,) = re.findall(r"build \(an unfinished one is there: ([0-9]+) documents done\)", rows["pretrain/wikitext"])
+    assert 0 < int(count) <= 999
     assert "unfinished" not in rows["pretrain/roam"] + rows["sft/dolly15k"]
 
 
 def test_an_unfinished_build_of_another_version_is_shown_as_not_used(
-    flags: list[str],
-    root: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    flags: list[str], root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "c").mkdir()
     root.rename(tmp_path / "c" / "sample")
@@ -204,12 +193,11 @@ def test_an_unfinished_build_of_another_version_is_shown_as_not_used(
         more: dict[str, Any] = {"shuffle_buffer": None, "checkpoint_seconds": 0, "num_threads": 0}
         build_pretrain(texts(), path, tokenizer=ByteTokenizer(), **fixed, **more)
 
-    with monkeypatch.context() as patch, pytest.raises(ConnectionError):
-        patch.setattr(meta_keys, "_DIGESTS", 1)
+    with another_version(), pytest.raises(ConnectionError):
         build(broken=True)
-    capsys.readouterr()
-    assert cli.main(["build", "wikitext", "--dry-run", *flags]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    done = cli("build", "wikitext", "--dry-run", *flags)
+    assert done.status == 0
+    shown = " ".join(done.out.split())
     assert "is there of another version of this program or of a library, which is not used)" in shown
     assert "documents done" not in shown
     for dry_run in (True, False):
@@ -217,32 +205,32 @@ def test_an_unfinished_build_of_another_version_is_shown_as_not_used(
             build(broken=False) if dry_run else None
         lines = [line for line in collect(path.parent.parent, dry_run=dry_run) if "unfinished" in line]
         assert sorted(line.rpartition(": ")[2] for line in lines) == [
-            f"an unfinished build {meta_keys.OF_ANOTHER_VERSION}",
+            "an unfinished build of another version of this program or of a library, which is not used",
             "its journal",
         ]
     assert "which is not used; `niels-gpt gc` would remove it" in caplog.text
 
 
-def test_show_prints_a_window_and_an_example_with_its_mask(sample: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["show", str(sample / "pretrain/wikitext"), "--at", "10", "--tokens", "5"]) == 0
-    assert "tokens 10 to 15" in capsys.readouterr().out
-    assert cli.main(["show", str(sample / "sft/dolly15k"), "--split", "val", "--at", "1", "--tokens", "5000"]) == 0
-    plain = capsys.readouterr().out
+def test_show_prints_a_window_and_an_example_with_its_mask(sample: Path) -> None:
+    done = cli("show", sample / "pretrain/wikitext", "--at", "10", "--tokens", "5")
+    assert done.status == 0 and "tokens 10 to 15" in done.out
+    done = cli("show", sample / "sft/dolly15k", "--split", "val", "--at", "1", "--tokens", "5000")
+    assert done.status == 0
+    plain = done.out
     heading, legend, *turns = plain.splitlines()
     assert heading.startswith(f"{sample}/sft/dolly15k/val: example 1 of ") and legend.count("[[") == 1
     assert [turn[:7] for turn in turns] == ["<|usr|>", "<|asst|"] and turns[1].startswith("<|asst|>[[")
     assert turns[1].endswith("<|eot|>]]") and plain.count("[[") == 2
-    assert cli.main(["show", str(sample / "sft/dolly15k"), "--tokens", "5000", "--color", "always"]) == 0
-    _, legend, *turns = capsys.readouterr().out.splitlines()
+    done = cli("show", sample / "sft/dolly15k", "--tokens", "5000", "--color", "always")
+    assert done.status == 0
+    _, legend, *turns = done.out.splitlines()
     green, dim, cyan = "\x1b[32m", "\x1b[2m", "\x1b[36m"
     assert [legend.count(style) for style in (green, dim, cyan)] == [1, 1, 1]
     (user, *_), (*_, reply) = turns, turns
     assert user.startswith(f"{cyan}<|usr|>") and dim in user and green not in user and green in reply
 
 
-def test_show_refuses_what_it_cannot_show(
-    sample: Path, tiny_model_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_show_refuses_what_it_cannot_show(sample: Path, tiny_model_path: Path) -> None:
     chats, model = str(sample / "sft/dolly15k"), str(tiny_model_path)
     for arguments, message in (
         ([chats, "--tokens", "0"], "expected at least 1"),
@@ -250,8 +238,8 @@ def test_show_refuses_what_it_cannot_show(
         (["/nope", "--tokenizer", model], "no such folder"),
         (["/nope"], "no such folder"),
     ):
-        assert cli.main(["show", *arguments]) == 1
-        assert message in capsys.readouterr().err
+        done = cli("show", *arguments)
+        assert done.status == 1 and message in done.err
 
 
 @pytest.mark.parametrize("name", ["stats", pytest.param("build", marks=pytest.mark.slow)])
@@ -268,21 +256,19 @@ def test_a_pipe_that_nobody_reads_ends_a_command_in_silence(flags: list[str], sa
         assert (done.returncode, b"error" in done.stderr, b"Broken" in done.stderr) == (0, False, False), done.stderr
 
 
-def test_ctrl_c_in_a_command_that_builds_nothing_speaks_of_no_build(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    def stop(*_: object) -> None:
+def test_ctrl_c_in_a_command_that_builds_nothing_speaks_of_no_build(tmp_path: Path) -> None:
+    def stop() -> NoReturn:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("niels_gpt.inspection.stats.stats", stop)
-    assert cli.main(["stats", str(tmp_path)]) == 1
-    assert capsys.readouterr().err == "\ninterrupted\n"
+    with stats_does(stop):
+        done = cli("stats", tmp_path)
+    assert (done.status, done.err) == (1, "\ninterrupted\n")
 
 
-def test_a_source_named_twice_is_built_once(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["build", "roam", "pretrain/roam", *flags]) == 0
-    assert capsys.readouterr().out.count("pretrain/roam: 42 documents") == 1
-    assert cli.main(["build", "sft/roam", *flags]) == 2
+def test_a_source_named_twice_is_built_once(flags: list[str]) -> None:
+    done = cli("build", "roam", "pretrain/roam", *flags)
+    assert done.status == 0 and done.out.count("pretrain/roam: 42 documents") == 1
+    assert cli("build", "sft/roam", *flags).status == 2
 
 
 @pytest.mark.slow

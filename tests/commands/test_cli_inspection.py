@@ -8,50 +8,38 @@ import shutil
 import subprocess
 import sys
 import unicodedata
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.byte_tokenizer import build
+from support.commands import niels_gpt
+from support.disk import change_meta, meta_bytes, write_meta
 
 from niels_gpt.builders.meta_keys import Source
 from niels_gpt.builders.pretrain import build_pretrain
 from niels_gpt.builders.sft import build_sft
-from niels_gpt.commands import cache as cli
-from niels_gpt.commands import main as program
-from niels_gpt.commands.report import damage_lines
 from niels_gpt.inspection.caches import caches_below
-from niels_gpt.inspection.file_checks import Damage
-from niels_gpt.recipes.plan import RECIPES
+from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.settings import Settings
-from niels_gpt.storage.meta_json import meta_bytes
 from niels_gpt.tokenizer import load_tokenizer
 
-Run = Callable[..., tuple[int, str, str]]
+
+def run(*argv: str | Path) -> tuple[int, str, str]:
+    """The exit status of a command of `python -m niels_gpt.cache.cli`, its output and its errors."""
+    done = niels_gpt(*argv, module="niels_gpt.cache.cli")
+    return done.status, done.out, done.err
 
 
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Return a function that runs a command and gives its exit status, its output and its errors."""
-
-    def run_command(*arguments: Any) -> tuple[int, str, str]:
-        capsys.readouterr()
-        status = cli.main([str(argument) for argument in arguments])
-        return status, *capsys.readouterr()
-
-    return run_command
-
-
-def test_verify_looks_at_every_cache_below_a_folder(root: Path, run: Run) -> None:
+def test_verify_looks_at_every_cache_below_a_folder(root: Path) -> None:
     lines = [f"{root}/{key}: ok" for key in ("pretrain/roam", "sft/oasst1", "tokenizer")]
     for arguments in ([root], [root, "--deep"], [root / "pretrain", root / "sft/oasst1", root / "tokenizer"]):
         assert run("verify", *arguments) == (0, "\n".join(lines) + "\n", "")
     assert run("verify", root.parent)[1].splitlines() == lines
 
 
-def test_verify_names_each_damage_and_exits_with_1(root: Path, run: Run) -> None:
+def test_verify_names_each_damage_and_exits_with_1(root: Path) -> None:
     tokens = root / "sft" / "oasst1" / "train_tokens.bin"
     content = bytearray(tokens.read_bytes())
     content[100] ^= 4
@@ -68,17 +56,17 @@ def test_verify_names_each_damage_and_exits_with_1(root: Path, run: Run) -> None
     assert found[f"{root}/tokenizer"] == []
 
 
-def test_verify_does_not_pass_over_a_cache_that_lost_its_description_or_its_version(root: Path, run: Run) -> None:
+def test_verify_does_not_pass_over_a_cache_that_lost_its_description_or_its_version(root: Path) -> None:
     (root / "sft" / "oasst1" / "meta.json").unlink()
     shutil.rmtree((root / "pretrain" / "roam").resolve())
     status, out, _ = run("verify", root)
     assert status == 1 and out.count("1 damage\n  meta.json, bytes 0 to 0: no such file") == 2
 
 
-def test_one_bad_meta_json_costs_its_own_line_and_nothing_of_it_commands_the_terminal(root: Path, run: Run) -> None:
+def test_one_bad_meta_json_costs_its_own_line_and_nothing_of_it_commands_the_terminal(root: Path) -> None:
     meta = json.loads((root / "tokenizer" / "meta.json").read_bytes())
     del meta["vocab_size"]
-    (root / "tokenizer" / "meta.json").write_bytes(meta_bytes(meta))
+    write_meta(root / "tokenizer", meta)
     bad = {
         "pretrain/escapes": {"kind": "pretrain", "tokenizer_sha256": None, "shards": {"\x1b[31m\x9b2J": 3}},
         "pretrain/a\x1b[2Jb": {"kind": "pretrain", "\x9b": 1},
@@ -100,7 +88,7 @@ def test_one_bad_meta_json_costs_its_own_line_and_nothing_of_it_commands_the_ter
 
 
 def test_a_path_without_a_cache_is_an_error_and_does_not_keep_verify_from_the_others(
-    root: Path, tmp_path: Path, run: Run
+    root: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "empty").mkdir()
     assert run("verify", tmp_path / "empty")[0] == 1 and "no cache there" in run("verify", tmp_path / "empty")[2]
@@ -128,7 +116,7 @@ def test_a_path_without_a_cache_is_an_error_and_does_not_keep_verify_from_the_ot
     ],
 )
 def test_a_folder_that_lost_its_meta_json_is_damaged_and_not_passed_over(
-    root: Path, run: Run, tmp_path: Path, kind: str, kept: list[str] | None
+    root: Path, tmp_path: Path, kind: str, kept: list[str] | None
 ) -> None:
     """As a copy that was interrupted leaves it: no link, no meta.json."""
     cache = root / "pretrain" / "copy"
@@ -143,7 +131,7 @@ def test_a_folder_that_lost_its_meta_json_is_damaged_and_not_passed_over(
         assert status == 1 and f"{cache}: 1 damage\n  meta.json, bytes 0 to 0: no such file" in out
 
 
-def test_what_builds_keep_beside_the_versions_is_no_cache(root: Path, run: Run) -> None:
+def test_what_builds_keep_beside_the_versions_is_no_cache(root: Path) -> None:
     versions = root / "pretrain" / ".versions" / "roam"
     for name in ("building-0123456789ab", "building-0123456789ab.journal", "building"):
         (versions / name / "train").mkdir(parents=True)
@@ -168,7 +156,7 @@ def test_links_are_not_followed_to_look_for_caches(root: Path, tmp_path: Path) -
     assert caches_below(version) == [version]
 
 
-def test_diff_exits_as_diff_does_and_takes_versions(tmp_path: Path, run: Run) -> None:
+def test_diff_exits_as_diff_does_and_takes_versions(tmp_path: Path) -> None:
     path = tmp_path / "pretrain" / "own"
     build(path, ["A", "BCD"])
     before = path.resolve()
@@ -182,15 +170,15 @@ def test_diff_exits_as_diff_does_and_takes_versions(tmp_path: Path, run: Run) ->
     assert (status, out) == (1, "") and err.startswith("error[E")
 
 
-def test_diff_shows_the_first_words_where_a_tokenizer_is_beside(settings: Settings, root: Path, run: Run) -> None:
+def test_diff_shows_the_first_words_where_a_tokenizer_is_beside(settings: Settings, root: Path) -> None:
     other = root.parent / "other"
     shutil.copytree(root, other, symlinks=True)
-    RECIPES["sft/oasst1"](dataclasses.replace(settings, cache_dir=str(other), oasst1_english_only=False))
+    build_token_cache(dataclasses.replace(settings, cache_dir=str(other), oasst1_english_only=False), name="oasst1")
     status, out, _ = run("diff", root / "sft/oasst1", other / "sft/oasst1")
     assert status == 1 and "only in B" in out and "'<|usr|>" in out
 
 
-def test_locate_prints_the_document_with_its_text(root: Path, run: Run) -> None:
+def test_locate_prints_the_document_with_its_text(root: Path) -> None:
     status, out, _ = run("locate", root / "pretrain/roam", "train", "1_000", "--tokens", "50")
     assert status == 0 and "token:        1,000 of " in out and "[[" in out and ".md" in out
     assert run("locate", root / "pretrain/roam", "train", "1,000", "--tokens", "50")[1] == out
@@ -202,16 +190,14 @@ def test_locate_prints_the_document_with_its_text(root: Path, run: Run) -> None:
     assert status == 0 and "ids:" in out
 
 
-def test_stats_draws_a_picture_where_it_is_told_to(root: Path, run: Run, tmp_path: Path) -> None:
+def test_stats_draws_a_picture_where_it_is_told_to(root: Path, tmp_path: Path) -> None:
     status, out, _ = run("stats", root / "sft/oasst1", "--plot", tmp_path / "out.png")
     assert status == 0 and (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     for said in ("median", "95% below", "bytes per token", "supervised", " read)"):
         assert said in " ".join(out.split())
 
 
-def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_printed(
-    root: Path, run: Run, tmp_path: Path
-) -> None:
+def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_printed(root: Path, tmp_path: Path) -> None:
     target = tmp_path / "none" / "out.png"
     status, out, err = run("stats", root / "sft/oasst1", "--plot", target)
     assert (status, out) == (1, "") and err.startswith(f"error[E105]: {target}: no folder {target.parent}")
@@ -220,7 +206,7 @@ def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_printed(
     assert not (tmp_path / "out.pdf").exists()
 
 
-def test_control_characters_of_a_text_do_not_reach_the_terminal(settings: Settings, run: Run) -> None:
+def test_control_characters_of_a_text_do_not_reach_the_terminal(settings: Settings) -> None:
     """Neither the text of a document, shown or located, nor a licence or an id may command the terminal."""
     tokenizer = load_tokenizer(ensure_tokenizer(settings).path / "spm.model")
     text = "a\x1b[31mred\x07\r\x9b2J\x7f\tb\nc"
@@ -240,7 +226,7 @@ def test_control_characters_of_a_text_do_not_reach_the_terminal(settings: Settin
                 assert "a\\x1b[31mred\\x07\\r\\x9b2J\\x7f\tb\nc" in out
 
 
-def test_gc_of_a_folder_without_caches_is_an_error(root: Path, tmp_path: Path, run: Run) -> None:
+def test_gc_of_a_folder_without_caches_is_an_error(root: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for path in (tmp_path / "empty", root / "sft/oasst1", (root / "sft/oasst1").resolve()):
         status, out, err = run("gc", path)
@@ -251,14 +237,12 @@ def test_gc_of_a_folder_without_caches_is_an_error(root: Path, tmp_path: Path, r
 
 
 @pytest.mark.parametrize("key", ["totals", "shards", "index", "special_token_ids", "kind", "ids", "dropped", "source"])
-def test_no_command_fails_otherwise_than_with_a_message_on_a_malformed_meta_json(
-    tmp_path: Path, run: Run, key: str
-) -> None:
+def test_no_command_fails_otherwise_than_with_a_message_on_a_malformed_meta_json(tmp_path: Path, key: str) -> None:
     path = tmp_path / "pretrain" / "own"
-    meta = build(path, ["A", "BCD"])
+    build(path, ["A", "BCD"])
     shutil.copytree(path.resolve(), tmp_path / "good")
     for value in (None, 7, {}, ["train"], {"train": 3, "val": 3}):
-        (path / "meta.json").write_bytes(meta_bytes({**meta, key: value}))
+        change_meta(path, **{key: value})
         for command in (["stats", path], ["locate", path, "train", "1"], ["diff", path, tmp_path / "good"]):
             status, out, err = run(*command)
             assert status in (0, 1) and (bool(out) != err.startswith("error[E")), (value, command, err)
@@ -287,12 +271,11 @@ def test_no_command_fails_otherwise_than_with_a_message_on_a_malformed_meta_json
 )
 @pytest.mark.parametrize("kind", ["pretrain/roam", "sft/oasst1"])
 def test_a_malformed_value_is_an_error_that_names_meta_json(
-    root: Path, run: Run, tmp_path: Path, kind: str, key: str, value: Any
+    root: Path, tmp_path: Path, kind: str, key: str, value: Any
 ) -> None:
     path = root / kind
-    meta = json.loads((path / "meta.json").read_bytes())
     shutil.copytree(path, root / "good")
-    (path / "meta.json").write_bytes(meta_bytes({**meta, key: value}))
+    change_meta(path, **{key: value})
     commands = {
         "stats": ["stats", path],
         "plot": ["stats", path, "--plot", tmp_path / "out.png"],
@@ -313,54 +296,49 @@ def test_a_malformed_value_is_an_error_that_names_meta_json(
             assert not re.match(r"error\[E\d+\]: (invalid literal|Unknown format|'|Cannot specify)", err), (name, err)
 
 
-def test_a_wrong_path_is_no_damage(sample: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_path_is_no_damage(sample: Path) -> None:
     cache, nowhere, part = sample / "sft/oasst1", sample / "nowhere", sample / "pretrain/wikitext/train"
     cases = [(path, "E105", "no ") for path in (nowhere, sample, sample / "sft")]
     cases += [(part, "E209", str(part.parent)), (part.parent / "meta.json", "E209", str(part.parent))]
     cases += [(sample / "tokenizer", "E208", "kind is 'tokenizer'")]
     for path, code, said in cases:
         for command in (["stats", path], ["show", path], ["locate", path, "train", "0"]):
-            assert program.main([str(word) for word in command]) == 1
-            error = capsys.readouterr().err
+            done = niels_gpt(*command)
+            assert done.status == 1
+            error = done.err
             assert error.startswith(f"error[{code}]: ") and said in error and "build" not in error
     for command in (["diff", cache, nowhere], ["diff", part, cache]):
-        assert program.main([str(word) for word in command]) == 1
-        assert capsys.readouterr().err.startswith(("error[E105]", "error[E209]"))
+        done = niels_gpt(*command)
+        assert done.status == 1 and done.err.startswith(("error[E105]", "error[E209]"))
     for path, code in ((nowhere, "E105"), (sample, "E105"), (cache, "E208")):
-        assert program.main(["eagle3", "verify", str(path)]) == 1
-        assert capsys.readouterr().err.startswith(f"error[{code}]: EAGLE-3 cache manifest not found")
+        done = niels_gpt("eagle3", "verify", path)
+        assert done.status == 1 and done.err.startswith(f"error[{code}]: EAGLE-3 cache manifest not found")
     (nowhere / "deep").mkdir(parents=True)
     (nowhere / "deep" / "shard-000000.safetensors").touch()
-    assert program.main(["eagle3", "verify", str(nowhere / "deep")]) == 3, "a cache was started there"
+    assert niels_gpt("eagle3", "verify", nowhere / "deep").status == 3, "a cache was started there"
     (cache / "meta.json").unlink()
-    capsys.readouterr()
-    assert program.main(["stats", str(cache)]) == 3, "tokens without a meta.json are damage"
-    assert "error[E204]" in capsys.readouterr().err
+    done = niels_gpt("stats", cache)
+    assert done.status == 3, "tokens without a meta.json are damage"
+    assert "error[E204]" in done.err
 
 
 @pytest.mark.slow
-def test_the_command_printed_for_a_damaged_tokenizer_mends_it(sample: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_printed_for_a_damaged_tokenizer_mends_it(sample: Path) -> None:
     (sample / "tokenizer" / "spm.model").write_bytes(b"no model")
     for command in (["list", sample], ["doctor", sample], ["verify", sample], ["show", sample / "sft/oasst1"]):
-        capsys.readouterr()
-        assert program.main([str(word) for word in command]) == 3, command
-    error = capsys.readouterr().err
+        done = niels_gpt(*command)
+        assert done.status == 3, command
+    error = done.err
     assert error.startswith("error[E403]: ")
-    program.main(["verify", str(sample)])
-    printed = capsys.readouterr().out.splitlines()[-1].removeprefix("next: ")
+    done = niels_gpt("verify", sample)
+    printed = done.out.splitlines()[-1].removeprefix("next: ")
     assert printed.startswith("rm ") and error.rstrip().endswith(printed)
     ours = f"{shlex.quote(sys.executable)} -c 'from niels_gpt.commands.main import main; raise SystemExit(main())' "
     subprocess.run(printed.replace("niels-gpt ", ours), shell=True, check=True, capture_output=True)
-    assert program.main(["verify", str(sample)]) == 0
-    assert program.main(["show", str(sample / "sft/oasst1")]) == 0
+    assert niels_gpt("verify", sample).status == 0
+    assert niels_gpt("show", sample / "sft/oasst1").status == 0
 
 
 def test_a_description_without_a_kind_is_refused_by_list_and_doctor(sample: Path) -> None:
     (sample / "sft/oasst1/meta.json").write_text("{}")
-    assert program.main(["list", str(sample)]) == program.main(["doctor", str(sample)]) == 3
-
-
-def test_damage_without_a_file_has_no_bytes() -> None:
-    assert damage_lines(Path("c"), [Damage("", 0, 0, "gone"), Damage("a", 0, 2, "bad")]) == (
-        "c: 2 damages\n  gone\n  a, bytes 0 to 2: bad"
-    )
+    assert niels_gpt("list", sample).status == niels_gpt("doctor", sample).status == 3

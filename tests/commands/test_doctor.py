@@ -1,48 +1,51 @@
 """niels-gpt doctor: what is installed, and which caches need care."""
 
-import json
+import importlib.metadata
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import ROOT
-
-from niels_gpt.commands import doctor
-from niels_gpt.commands.main import main
-from niels_gpt.storage.meta_json import meta_bytes
+from support.commands import niels_gpt
+from support.disk import change_meta
 
 
 @pytest.fixture
-def examine(capsys: pytest.CaptureFixture[str]) -> Any:
+def examine() -> Any:
     """Return a function that gives the exit code of doctor for a folder, and what --json prints."""
 
     def run(folder: Path) -> tuple[int, Any]:
-        capsys.readouterr()
-        return main(["doctor", str(folder), "--json"]), json.loads(capsys.readouterr().out)
+        done = niels_gpt("doctor", folder, "--json")
+        return done.status, done.json
 
     return run
 
 
-def test_every_extra_is_explained() -> None:
+def test_every_extra_is_explained(root: Path, examine: Any) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert doctor.EXTRAS.keys() == project["optional-dependencies"].keys() - {"all", "pipelines"}
+    assert examine(root)[1]["extras"].keys() == project["optional-dependencies"].keys() - {"all", "pipelines"}
 
 
-def test_a_missing_extra_is_named_with_its_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(doctor.EXTRAS, "eagle3", ("no_such_package", "drafts"))
-    assert main(["doctor", str(tmp_path)]) == 0
-    out = capsys.readouterr().out
+def test_a_missing_extra_is_named_with_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def distribution(name: str, installed=importlib.metadata.distribution) -> importlib.metadata.Distribution:
+        if name == "transformers":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed(name)
+
+    monkeypatch.setattr("importlib.metadata.distribution", distribution)
+    done = niels_gpt("doctor", tmp_path)
+    assert done.status == 0
+    out = done.out
     assert "pip install 'niels-gpt[eagle3]'" in " ".join(out.split()) and "none; the first build trains one" in out
 
 
-def test_no_folder_is_not_called_good(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_folder_is_not_called_good(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for name, problem in (("nowhere", "no such folder"), ("file", "not a folder")):
-        assert main(["doctor", str(tmp_path / name)]) == 1
-        out = capsys.readouterr().out
+        done = niels_gpt("doctor", tmp_path / name)
+        assert done.status == 1
+        out = done.out
         assert f"\n  {problem}\n" in out and "in need of care" not in out
 
 
@@ -58,9 +61,7 @@ def test_each_cache_that_needs_care_is_named_with_a_command(root: Path, examine:
     code, found = examine(root)
     assert code == 0 and [care["cache"] for care in found["care"]] == [str(pages)]
     assert found["care"][0]["command"] == f"niels-gpt gc {root}"
-    meta = json.loads((pages / "meta.json").read_text())
-    del meta["meta_crc32"]
-    (pages / "meta.json").write_bytes(meta_bytes({**meta, "builder_version": 2}))
+    change_meta(pages, builder_version=2)
     with open(chats / "val_tokens.bin", "ab") as file:
         file.write(b"more")
     code, found = examine(root)

@@ -9,8 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-
-from niels_gpt.commands import cache as cli
+from support.commands import niels_gpt
 
 LONG = 600  # seconds: a hang, not a measure
 
@@ -40,7 +39,7 @@ def started(command: list[str], tmp_path: Path) -> subprocess.Popen[str]:
     "number", [signal.SIGINT, *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGTERM, signal.SIGHUP))]
 )
 def test_each_signal_says_what_is_kept_and_the_same_command_resumes(
-    command: list[str], tmp_path: Path, number: signal.Signals, capsys: pytest.CaptureFixture[str]
+    command: list[str], tmp_path: Path, number: signal.Signals
 ) -> None:
     process = started(command, tmp_path)
     process.send_signal(number)
@@ -50,7 +49,8 @@ def test_each_signal_says_what_is_kept_and_the_same_command_resumes(
     assert number.name in errors or number == signal.SIGINT
     assert "pretrain/short" in shown and os.path.islink(tmp_path / "c/pretrain/short")
     assert not os.path.lexists(tmp_path / "c/pretrain/long")
-    assert cli.main([*command[3:], "--dry-run"]) == 0 and "unfinished" in capsys.readouterr().out
+    done = niels_gpt(*command[3:], "--dry-run")
+    assert done.status == 0 and "unfinished" in done.out
 
 
 def test_a_second_signal_ends_the_process_at_once(command: list[str], tmp_path: Path) -> None:

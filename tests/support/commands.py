@@ -1,4 +1,4 @@
-"""Run a command line in this process: its exit status, what it prints, and its JSON.
+"""Run a command line in this process: its exit status, what it prints, and its JSON; which commands there are.
 
 Signals, pipes that nobody reads and what a start imports need a process; the tests of these start one.
 """
@@ -15,13 +15,23 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
+import pytest
+
 from niels_gpt import commands
+from niels_gpt.commands import cache, prefix_tree, train_tokenizer
+from niels_gpt.commands.eagle3 import group as eagle3
+from niels_gpt.commands.eagle3 import precompute, respond
+from niels_gpt.commands.main import ROOT
+from niels_gpt.commands.settings_flags import settings_of
+from niels_gpt.inspection.stats import Stats
 from niels_gpt.interrupts import SIGNALS
+from niels_gpt.settings import Settings
 from niels_gpt.storage.codes import CodedWarning
 
 
@@ -39,12 +49,16 @@ class Done:
         return json.loads(self.out)
 
 
-def niels_gpt(*argv: str | Path, env: dict[str, str] | None = None, module: str = "") -> Done:
+def niels_gpt(
+    *argv: str | Path, env: dict[str, str] | None = None, module: str = "", is_terminal: bool = False
+) -> Done:
     """Run `niels-gpt ARGV` as the installed script does, and leave this process as it was.
 
     env: variables of the environment beside those that are there. module: run `python -m MODULE ARGV` instead.
+    is_terminal: whether the command takes its output for a terminal.
     """
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", errors, "") for errors in ("strict", "backslashreplace"))
+    out.isatty = lambda: is_terminal  # type: ignore[method-assign]
     start = importlib.import_module(module).main if module else commands.start
     with _restored(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         os.environ.update(env or {})
@@ -82,3 +96,51 @@ def _restored() -> Iterator[None]:
         for name in os.environ.keys() - environment.keys():
             del os.environ[name]
         os.environ.update(environment)
+
+
+# --- which commands there are -----------------------------------------------------------------------------------------
+
+
+def every_command(group: click.Group = ROOT, *names: str) -> dict[tuple[str, ...], click.Command]:
+    """Every command of niels-gpt, by its name in words."""
+    found: dict[tuple[str, ...], click.Command] = {}
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            found |= every_command(command, *names, name)
+        else:
+            found[*names, name] = command
+    return found
+
+
+FACES: dict[str, click.Command] = {
+    "": ROOT,
+    "niels_gpt.cache.cli": cache.FACE,
+    "niels_gpt.eagle3": eagle3.FACE,
+    "niels_gpt.eagle3.precompute": precompute.PRECOMPUTE,
+    "niels_gpt.eagle3.respond": respond.respond,
+    "niels_gpt.prefix_tree": prefix_tree.FACE,
+    "niels_gpt.prefix_tree.demo": every_command()["tree", "demo"],
+    "niels_gpt.train_tokenizer": train_tokenizer.train,
+}
+"""What `python -m` runs; niels-gpt itself has no name here."""
+
+
+def parse(*argv: str, module: str = "") -> click.Context:
+    """Parse the arguments of niels-gpt, or of `python -m MODULE`, without running anything."""
+    command = FACES[module]
+    while isinstance(command, click.Group):
+        command, argv = command.commands[argv[0]], argv[1:]
+    return command.make_context(command.name, list(argv))
+
+
+def settings_by(*flags: str) -> Settings:
+    """What `build` is to be done with, by its flags."""
+    return settings_of(parse("build", *flags).params)
+
+
+@contextlib.contextmanager
+def stats_does(work: Callable[[], Sequence[tuple[str, str]]]) -> Iterator[None]:
+    """Let `niels-gpt stats` do this and print what it returns: for what all commands have in common."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("niels_gpt.inspection.stats.stats", lambda _: Stats(work()))
+        yield

@@ -13,6 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from niels_gpt.builders import meta_keys
 from niels_gpt.builders.meta_keys import Source
 from niels_gpt.builders.pretrain import build_pretrain
 from niels_gpt.builders.sft import build_sft, build_templated_sft
@@ -41,6 +44,14 @@ class Counted(ByteTokenizer):
         if text not in (PROBE, "a\u2581b"):  # of the build's identity, and whether U+2581 is lost
             self.texts.append(text)
         return super().encode(text)
+
+
+@contextmanager
+def another_version() -> Iterator[None]:
+    """Let builds be those of another version of the program, whose unfinished builds this one does not go on with."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meta_keys, "_DIGESTS", 1)
+        yield
 
 
 def documents(seed: int, count: int = 90) -> list[Item]:

@@ -1,0 +1,53 @@
+"""Numbers, sizes, tables and lists of damages as the commands print them."""
+
+from pathlib import Path
+
+import pytest
+
+from niels_gpt.commands.report import damage_lines
+from niels_gpt.display.numbers import count_text, size_text
+from niels_gpt.display.tables import WIDTH, table
+from niels_gpt.inspection.file_checks import Damage
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0"),
+        (14_225, "14,225"),
+        (99_999, "99,999"),
+        (123_456, "123k"),
+        (999_999, "1M"),
+        (205_000_000, "205M"),
+        (1.5e9, "1.5B"),
+    ],
+)
+def test_counts_are_exact_until_they_are_long(count: float, text: str) -> None:
+    assert count_text(count) == text
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1,023 B"),
+        (32 << 10, "32 KiB"),
+        ((1 << 20) - 1, "1 MiB"),
+        (73_253_478, "69.9 MiB"),
+        (3 << 39, "1.5 TiB"),
+    ],
+)
+def test_sizes_have_a_unit(num_bytes: int, text: str) -> None:
+    assert size_text(num_bytes) == text
+
+
+def test_the_last_column_of_a_table_is_folded() -> None:
+    lines = table([("name", "value"), ("a", "word " * 40), ("b", "\x1b[2J")]).splitlines()
+    assert max(map(len, lines)) <= WIDTH and lines[2].startswith("      word") and "\x1b" not in lines[-1]
+    assert " ".join(" ".join(lines[1:-1]).split()) == "a " + "word " * 39 + "word"
+
+
+def test_damage_without_a_file_has_no_bytes() -> None:
+    assert damage_lines(Path("c"), [Damage("", 0, 0, "gone"), Damage("a", 0, 2, "bad")]) == (
+        "c: 2 damages\n  gone\n  a, bytes 0 to 2: bad"
+    )
