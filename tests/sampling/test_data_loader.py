@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.number_caches import DTYPES, firsts, joined, number_cache, numbered, run_epochs, with_vocabulary
+from support.number_caches import DTYPES, number_cache, numbered, with_vocabulary
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.collate import default_convert
 from torch.utils.data._utils.pin_memory import pin_memory
@@ -112,23 +112,6 @@ def test_the_state_of_a_batch_is_right_though_workers_are_far_ahead(make: Make, 
     one = make()
     one.load_state_dict(state)
     assert told(islice(one, 4)) == told(islice(make(), step + 4))[step:]
-
-
-def test_a_run_may_change_its_workers_its_world_and_its_batch_and_goes_on(folders: list[Path]) -> None:
-    """Parts of a run: workers, world size, global batch, steps."""
-    batches: list[Any] = []
-    for workers, world, G, steps in [(2, 2, 4, 3), (0, 3, 6, 2), (3, 1, 5, 4), (1, 2, 8, None)]:
-        ranks = []
-        for rank in range(world):
-            one = epochs(folders, rank=rank, world_size=world, global_batch_size=G, epochs=7, random_offset=True)
-            if batches:
-                one.load_state_dict(batches[-1].state)
-            iterator = iter(loader(one, workers))
-            ranks.append(list(islice(iterator, steps)))
-            del iterator
-        batches += joined(ranks)
-    whole = run_epochs(folders[0], epochs=7, random_offset=True)
-    assert firsts(batches) == firsts(whole) and batches[-1].state == whole[-1].state
 
 
 def test_the_parent_of_workers_has_no_state_and_says_where_one_is(make: Make) -> None:

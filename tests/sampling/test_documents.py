@@ -132,8 +132,6 @@ def test_shards_without_an_index_are_refused_with_the_reason(tmp_path: Path) -> 
     with pytest.raises(CacheError, match=r"index/train_docs\.npy: no such file, and documents=True.*without documents"):
         opened(folder)
     opened(folder, documents=False)
-    with pytest.raises(ValueError, match="documents=1: expected True or False"):
-        opened(folder, documents=1)
 
 
 @pytest.mark.parametrize("documents", [[25], [], [26, 1]])

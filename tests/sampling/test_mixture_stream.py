@@ -3,8 +3,6 @@
 Source s holds the ids from 10,000 * s, so that a row tells both its source and its place.
 """
 
-import json
-import pickle
 import tempfile
 import zlib
 from collections import Counter
@@ -20,8 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.number_caches import (
     APART,
-    BEYOND,
-    DTYPES,
     assert_in_epochs,
     firsts,
     mixture,
@@ -31,7 +27,6 @@ from support.number_caches import (
     sources_of,
 )
 
-from niels_gpt.cache.formats import TokenDtype
 from niels_gpt.sampling import EpochStream, MixtureStream
 from niels_gpt.sampling.permutation import random_keys
 from niels_gpt.sampling.shares import Phase, whole_weights
@@ -265,37 +260,3 @@ def test_stages_that_cannot_be_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=named):
         mixture(sources(tmp_path, [7, 50]), stages, **changed)
-
-
-@settings(derandomize=True, max_examples=12)
-@given(
-    seed=st.integers(0, 2**32),
-    block_size=st.integers(4, 40),
-    parts=st.lists(st.tuples(st.sampled_from([1, 2, 3, 8]), st.integers(1, 3), st.integers(0, 4)), max_size=3),
-    random_offset=st.booleans(),
-    dtypes=st.lists(st.sampled_from(DTYPES), min_size=3, max_size=3),
-)
-def test_no_split_of_the_work_and_no_stop_changes_the_order(
-    seed: int, block_size: int, parts: list[tuple[int, int, int]], random_offset: bool, dtypes: list[str]
-) -> None:
-    changed: dict[str, Any] = {"seed": seed, "block_size": block_size, "dtypes": dtypes}
-    changed["streams"] = {"T": 2, "random_offset": random_offset}
-    with tempfile.TemporaryDirectory() as name:
-        folders, weights = sources(Path(name), [5, 30, 12], dtypes), [1, 2.5, 1.5]
-        undivided = run_mixture(folders, weights, 30, G=10, **changed)
-        batches: list[Any] = []
-        for world, per_rank, steps in [*parts, (1, 1, 1)]:
-            state = json.loads(json.dumps(batches[-1].state)) if batches else None
-            batches += run_mixture(folders, weights, steps, G=world * per_rank, world=world, state=state, **changed)
-    rows = [row for batch in batches for row in batch.rows]
-    assert rows == [row for batch in undivided for row in batch.rows][: len(rows)] and len(rows) < 300
-
-
-@pytest.mark.parametrize("dtypes", [("uint16", "uint16"), ("uint16", "uint32"), ("uint32", "uint32")])
-def test_a_pickled_mixture_goes_on_with_the_same_batches(tmp_path: Path, dtypes: Sequence[TokenDtype]) -> None:
-    folders = sources(tmp_path, [5, 13], dtypes)
-    one = mixture(folders, [1, 2], dtypes=dtypes)
-    list(islice(one, 3))
-    expected = [batch.firsts for batch in run_mixture(folders, [1, 2], 6, dtypes=dtypes)][3:]
-    for copy in (pickle.loads(pickle.dumps(one)), one):
-        assert [batch.x[:, 0].remainder(BEYOND).tolist() for batch in islice(copy, 3)] == expected

@@ -1,7 +1,5 @@
 """Packed rows: every document or example in them exactly once an epoch, whole, with the targets that it has."""
 
-import pickle
-import re
 import warnings
 from collections.abc import Iterable, Sequence
 from itertools import islice, pairwise
@@ -17,7 +15,6 @@ from support.bits_caches import give_bits
 from support.byte_tokenizer import ByteTokenizer
 from support.number_caches import BEYOND, number_cache, write_shards
 from support.small_builds import quick_folder
-from torch.utils.data import DataLoader
 
 from niels_gpt.builders.sft import build_sft
 from niels_gpt.cache import CacheError, read_meta, write_meta
@@ -37,7 +34,6 @@ Document = tuple[list[int], list[bool]]
 """Its ids, and which of them carry loss."""
 Segment = tuple[int, int, list[int], list[int]]
 """Piece, document, x and y; of padding the first two are -1."""
-WORLDS = st.sampled_from([1, 2, 3, 8])
 
 
 def write_documents(folder: Path, lengths: Sequence[int], *, shard: int = 7, dtype: str = "uint16") -> list[Document]:
@@ -135,17 +131,6 @@ def rows_of(batches: Iterable[Batch], pad_id: int = 0) -> list[list[Segment]]:
     return rows
 
 
-def run(folder: Path, steps: int | None, *, world: int = 1, state: Any = None, **options: Any) -> list[Batch]:
-    """Take some steps of all ranks of a stream: their batches, those of one step together."""
-    ranks = []
-    for rank in range(world):
-        stream = PackedStream(folder, rank=rank, world_size=world, **{"seed": 0, "global_batch_size": world, **options})
-        if state is not None:
-            stream.load_state_dict(state)
-        ranks.append(list(islice(stream, steps)))
-    return [batch for together in zip(*ranks, strict=True) for batch in together]
-
-
 def test_a_batch_on_paper(tmp_path: Path) -> None:
     """T = 6, documents of 4, 8 and 1 tokens over shards of 7: pieces of 4, 6, 2 and 1 tokens.
 
@@ -168,32 +153,16 @@ def test_a_batch_on_paper(tmp_path: Path) -> None:
 @given(
     kind=st.sampled_from(["pretrain", "sft", "bits"]),
     T=st.integers(1, 20),
+    G=st.integers(1, 9),
     seed=st.integers(-(2**63), 2**63),
-    parts=st.lists(st.tuples(WORLDS, st.integers(1, 3), st.integers(0, 4)), max_size=3),
-    last=st.tuples(WORLDS, st.integers(1, 3)),
     over_length=st.sampled_from(["split", "split", "truncate"]),
     io=st.sampled_from(["mmap", "pread"]),
 )
-def test_every_piece_comes_exactly_once_an_epoch_whatever_the_split_of_the_work(
-    caches: dict[str, tuple[Path, list[Document]]],
-    kind: str,
-    T: int,
-    seed: int,
-    parts: list[tuple[int, int, int]],
-    last: tuple[int, int],
-    over_length: str,
-    io: str,
-) -> None:
-    """Parts of a run of two epochs: world size, rows of a rank, steps until the next part begins."""
+def test_every_piece_comes_exactly_once_an_epoch(caches, kind, T, G, seed, over_length, io):
     folder, documents = caches[kind]
     T = max(T, 4) if over_length == "truncate" else T  # without a target in any row a stream is refused
     options: dict[str, Any] = {"T": T, "seed": seed, "epochs": 2, "over_length": over_length, "io": io}
-    state: Any = None
-    batches: list[Batch] = []
-    for world, size, steps in [*parts, (*last, None)]:
-        some = run(folder, steps, world=world, state=state, global_batch_size=world * size, **options)
-        batches, state = batches + some, some[-1].state if some else state
-    rows = rows_of(batches, pad_id=4 if kind == "sft" else 0)
+    rows = rows_of(PackedStream(folder, global_batch_size=G, **options), pad_id=4 if kind == "sft" else 0)
     pieces = plain_pieces(documents, T, over_length)
     assert len(rows) % 2 == 0
     for epoch in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
@@ -212,17 +181,6 @@ def test_each_token_but_the_first_of_its_document_is_a_target_once_an_epoch(
         targets = torch.cat([batch.y for batch in stream]).view(-1)
     assert sorted(targets[targets != -100].tolist()) == [id for ids, _ in documents for id in ids[1:]]
     assert stream.counts.tokens == sum(lengths) and stream.counts.tokens_lost == 0
-
-
-def test_workers_and_copies_give_the_same_rows(caches: dict[str, tuple[Path, list[Document]]]) -> None:
-    folder, _ = caches["sft"]
-    options: dict[str, Any] = {"T": 8, "global_batch_size": 2, "seed": 0, "epochs": 3}
-    stream = PackedStream(folder, **options)
-    assert len(stream) == -(-3 * stream.counts.rows // 2)
-    alone = rows_of(run(folder, None, **options), 4)
-    assert len(alone) == 3 * stream.counts.rows
-    assert rows_of(pickle.loads(pickle.dumps(stream)), 4) == alone
-    assert rows_of(DataLoader(stream, batch_size=None, num_workers=2), 4) == alone
 
 
 def test_a_mixture_of_all_kinds_gives_each_its_rows(caches: dict[str, tuple[Path, list[Document]]]) -> None:
@@ -279,28 +237,6 @@ def test_documents_longer_than_a_row(caches: dict[str, tuple[Path, list[Document
         Pieces(np.array([0, 9, 18]), 8, "drop", folder)
     with pytest.raises(CacheError, match=f"at most {MAX_PIECES}"):
         Pieces(np.array([0, 2**32]), 1, "split", folder)
-    for wrong in ({"over_length": "wrap"}, {"split": "test"}, {"T": 0}):
-        with pytest.raises(ValueError, match=re.escape(next(iter(wrong)))):
-            PackedStream(folder, **{**options, **wrong})
-
-
-def test_states_of_other_streams_are_refused(caches: dict[str, tuple[Path, list[Document]]]) -> None:
-    folder, _ = caches["pretrain"]
-    options: dict[str, Any] = {"T": 6, "global_batch_size": 1, "seed": 0}
-    stream = PackedStream(folder, **options)
-    others: list[Any] = [PackedStream(folder, **{**options, **one}) for one in ({"T": 5}, {"seed": 1})]
-    others += [PackedStream(folder, over_length="truncate", **options), EpochStream(folder / "train", **options)]
-    for other, named in zip(others, ("T is 5", "seed is 1", "over_length", "kind"), strict=True):
-        with pytest.raises(ValueError, match=named):
-            stream.load_state_dict(other.state_dict())
-        with pytest.raises(ValueError):
-            other.load_state_dict(stream.state_dict())
-    with pytest.raises(ValueError, match="another release"):
-        stream.load_state_dict({**stream.state_dict(), "stream": 0})
-    with pytest.raises(CacheError, match="content_sha256"):
-        PackedStream(caches["sft"][0], **options).load_state_dict(
-            PackedStream(caches["bits"][0], **options).state_dict()
-        )
 
 
 @pytest.mark.parametrize("io", ["mmap", "pread"])

@@ -1,9 +1,7 @@
 """Epochs of an sft split: every example, or every piece of one, exactly once, with the targets that it has."""
 
-import pickle
-import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +16,6 @@ from support.bits_caches import give_bits
 from support.byte_tokenizer import ByteTokenizer, WideByteTokenizer
 from support.byte_tokenizer import build as build_tokens
 from support.small_builds import quick_folder
-from torch.utils.data import DataLoader
 
 from niels_gpt.builders.sft import build_sft
 from niels_gpt.cache import CacheError, read_meta, sft_counts
@@ -35,7 +32,6 @@ Turns = Sequence[tuple[int, int]]
 """Letters of the user and of the assistant, turn by turn."""
 TURNS = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 9)), min_size=1, max_size=2)
 CHATS = st.lists(TURNS, min_size=1, max_size=7)
-WORLDS = st.sampled_from([1, 2, 3, 8])
 THREE: list[Turns] = [[(1, 1)], [(3, 8), (1, 2)], [(2, 4)]]
 """Examples of 6, 22 and 10 tokens; with over_length="split" and T = 4 of 2, 6 and 3 rows."""
 
@@ -134,25 +130,10 @@ def rows_of(batch: Batch) -> list[Row]:
     return found
 
 
-def run(cache: Path, steps: int | None = None, *, G: int = 4, world: int = 1, state: Any = None, **changed: Any) -> Any:
-    """Take some steps of a stream with all its ranks: the rows of each batch, and the state after it."""
-    ranks = []
-    for rank in range(world):
-        common = {"T": 4, "seed": 0, "global_batch_size": G, "rank": rank, "world_size": world}
-        stream = SFTStream(str(cache), **{**common, **changed})
-        if state is not None:
-            stream.load_state_dict(state)
-        ranks.append(list(islice(stream, steps)))
-    assert len({len(batches) for batches in ranks}) == 1, "ranks yield unequally many batches"
-    found = []
-    for batches in zip(*ranks, strict=True):
-        assert all(batch.state == batches[0].state for batch in batches), "ranks differ in their state"
-        found.append(([row for batch in batches for row in rows_of(batch)], batches[0].state))
-    return found
-
-
-def flat(batches: Any) -> list[Row]:
-    return [row for rows, _ in batches for row in rows]
+def run(cache: Path, *, G: int, **changed: Any) -> list[Row]:
+    """Return the rows of a stream."""
+    stream = SFTStream(cache, global_batch_size=G, seed=0, **changed)
+    return [row for batch in stream for row in rows_of(batch)]
 
 
 @pytest.fixture(scope="module")
@@ -170,29 +151,17 @@ def letters(folder: Path) -> Path:
 @given(
     chats=CHATS,
     T=st.integers(1, 24),
+    G=st.integers(1, 9),
     over_length=st.sampled_from(["truncate", "drop", "split"]),
     require_targets=st.booleans(),
-    parts=st.lists(st.tuples(WORLDS, st.integers(1, 3), st.integers(0, 4)), max_size=2),
-    last=st.tuples(WORLDS, st.integers(1, 3)),
     tokenizer=st.sampled_from([ByteTokenizer(), WideByteTokenizer()]),
     has_bits=st.booleans(),
     block=st.sampled_from([7, 1 << 20]),
 )
 def test_every_row_comes_exactly_once_an_epoch_as_the_plain_rule_makes_it(
-    chats: list[list[tuple[int, int]]],
-    T: int,
-    over_length: str,
-    require_targets: bool,
-    parts: list[tuple[int, int, int]],
-    last: tuple[int, int],
-    tokenizer: ByteTokenizer,
-    has_bits: bool,
-    block: int,
-) -> None:
-    """Parts of a run of two epochs: world size, rows of a rank, steps until the next part begins.
-
-    block: tokens that are counted at once.
-    """
+    chats, T, G, over_length, require_targets, tokenizer, has_bits, block
+):
+    """block: tokens that are counted at once."""
     with quick_folder() as folder, mock.patch.object(sft_counts, "_BLOCK_TOKENS", block):
         cache = sft_cache(folder, chats, tokenizer)
         examples, pad_id = read_examples(cache), tokenizer.special_token_ids()["eot"]
@@ -202,15 +171,12 @@ def test_every_row_comes_exactly_once_an_epoch_as_the_plain_rule_makes_it(
         changed: dict[str, Any] = {"T": T, "epochs": 2, "over_length": over_length, "require_targets": require_targets}
         if not rows:
             with pytest.raises(CacheError, match="no row is left"):
-                run(cache, **changed)
+                run(cache, G=1, **changed)
             return
-        batches: list[Any] = []
-        for world, per_rank, steps in [*parts, (*last, None)]:
-            state = batches[-1][1] if batches else None
-            batches += run(cache, steps, G=world * per_rank, world=world, state=state, **changed)
-        undivided = flat(run(cache, G=1, io="pread", seed=0, **changed))
+        served = run(cache, G=G, **changed)
+        undivided = run(cache, G=1, io="pread", **changed)
         found = SFTStream(cache, global_batch_size=1, seed=0, **changed).counts
-    assert flat(batches) == undivided
+    assert served == undivided
     assert len(undivided) == 2 * len(rows)
     for epoch in (undivided[: len(rows)], undivided[len(rows) :]):
         assert sorted(epoch) == [rows[piece] for piece in sorted(rows)]
@@ -253,57 +219,16 @@ def test_rows_are_those_written_out_by_hand(tmp_path: Path) -> None:
     assert split.x.dtype == split.y.dtype == torch.int64 and split.x.is_contiguous() and split.y.is_contiguous()
 
 
-def test_two_epochs_and_two_seeds_have_different_orders(tmp_path: Path) -> None:
-    cache = sft_cache(tmp_path, [[(1 + number % 5, 3)] for number in range(23)])
-    orders = []
-    for seed in (0, 1):
-        pieces = [row.piece for row in flat(run(cache, 46, G=1, seed=seed))]
-        orders += [tuple(pieces[:23]), tuple(pieces[23:])]
-    assert len(set(orders)) == 4 and all(sorted(order) == list(range(23)) for order in orders)
-
-
-@pytest.mark.parametrize(("drop_last", "sizes"), [(False, [4, 4, 3]), (True, [4, 4])])
-def test_a_short_last_batch_and_the_length(three: Path, drop_last: bool, sizes: list[int]) -> None:
-    """11 rows of T = 4."""
-    arguments: dict[str, Any] = {"T": 4, "seed": 0, "epochs": 1, "over_length": "split", "drop_last": drop_last}
-    stream = SFTStream(three, global_batch_size=4, **arguments)
-    assert [len(batch.x) for batch in stream] == sizes and len(stream) == len(sizes)
-    eight = list(SFTStream(three, global_batch_size=8, rank=7, world_size=8, **arguments))
-    assert [len(batch.x) for batch in eight] == ([1] if drop_last else [1, 1])
-
-
-def test_a_rank_without_rows_has_an_empty_batch(three: Path) -> None:
-    last = list(SFTStream(three, T=4, global_batch_size=8, seed=0, epochs=1, rank=0, world_size=8))[-1]
-    assert last.x.shape == last.y.shape == (0, 4) and last.position_ids is not None
-    assert last.cu_seqlens is not None and last.cu_seqlens.tolist() == [0] and last.max_seqlen == 0
-
-
-def test_a_state_of_another_stream_is_refused(three: Path, tmp_path: Path) -> None:
+def test_a_stream_says_in_a_line_what_it_is_and_what_it_refuses(three: Path) -> None:
     arguments: dict[str, Any] = {"T": 4, "global_batch_size": 2, "seed": 0}
-    stream, windows = SFTStream(three, **arguments), EpochStream(letters(tmp_path), **arguments)
-    for one, another in ((stream, windows), (windows, stream)):
-        with pytest.raises(ValueError, match="another kind of stream"):
-            one.load_state_dict(another.state_dict())
-    changes = {"over_length": "split", "T": 5, "seed": 1, "require_targets": True}
-    for name, value in changes.items():
-        with pytest.raises(ValueError, match=name):
-            stream.load_state_dict(SFTStream(three, **{**arguments, name: value}).state_dict())
-    other = SFTStream(sft_cache(tmp_path, THREE[:2]), **arguments)
-    with pytest.raises(CacheError, match="tokens is"):
-        stream.load_state_dict(other.state_dict())
+    stream = SFTStream(three, **arguments)
+    assert all(part in repr(stream) for part in ("chats", "3 rows", "int64 [2, 4]"))
+    assert "truncate" in stream._repr_html_()
     assert set(stream.state_dict()) >= {"kind", "epoch", "consumed_samples", "content_sha256", "key_check"}
-
-
-def test_arguments_that_cannot_be_are_refused(three: Path) -> None:
-    arguments: dict[str, Any] = {"T": 4, "global_batch_size": 2, "seed": 0}
-    wrong = {"over_length": "cut", "require_targets": 1, "split": "test", "T": 0, "io": "mmapp"}
-    for name, value in wrong.items():
-        with pytest.raises(ValueError, match=f"{name}="):
-            SFTStream(three, **{**arguments, name: value})
     with pytest.raises(CacheError, match=r"3 of 3 examples are longer than T \+ 1 = 5.*T=21"):
         SFTStream(three, **arguments, over_length="error")
     with pytest.raises(CacheError, match="tokens"):
-        SFTStream(three, **arguments, expect={**SFTStream(three, **arguments).split.fingerprint(), "tokens": 1})
+        SFTStream(three, **arguments, expect={**stream.split.fingerprint(), "tokens": 1})
 
 
 @pytest.mark.filterwarnings("error")
@@ -346,49 +271,3 @@ def test_in_a_mixture_a_source_gives_the_rows_that_it_gives_alone(three: Path, t
     resumed.load_state_dict(batches[9].state)
     rows = [row for batch in islice(resumed, 5) for row in rows_of(batch)]
     assert rows == [row for batch in batches[10:] for row in rows_of(batch)]
-
-
-def told(batches: Iterator[Batch]) -> list[Any]:
-    return [(rows_of(batch), batch.state) for batch in batches]
-
-
-def test_a_run_may_change_its_workers_its_world_and_its_batch(three: Path) -> None:
-    """Parts of a run: workers, world size, global batch, steps."""
-    rows, state = [], None
-    for workers, world, G, steps in [(2, 2, 4, 3), (0, 3, 6, 2), (3, 1, 5, 3), (1, 2, 8, None)]:
-        ranks = []
-        for rank in range(world):
-            common: dict[str, Any] = {"T": 4, "seed": 0, "epochs": 6, "over_length": "split"}
-            stream = SFTStream(three, global_batch_size=G, rank=rank, world_size=world, **common)
-            if state is not None:
-                stream.load_state_dict(state)
-            ranks.append(told(islice(DataLoader(stream, batch_size=None, num_workers=workers), steps)))
-        rows += [row for batches in zip(*ranks, strict=True) for found, _ in batches for row in found]
-        state = ranks[0][-1][1]
-    assert rows == flat(run(three, epochs=6, over_length="split", G=1)) and len(rows) == 66
-
-
-def test_a_pickled_stream_continues_and_holds_no_tokens(tmp_path: Path) -> None:
-    cache = sft_cache(tmp_path, [[(3, 90)] for _ in range(200)])
-    stream = SFTStream(cache, T=40, global_batch_size=8, seed=1)
-    list(islice(stream, 3))
-    pickled = pickle.dumps(stream)
-    assert len(pickled) < 6_000 < (cache / "train_tokens.bin").stat().st_size
-    copy = pickle.loads(pickled)
-    assert told(islice(copy, 30)) == told(islice(stream, 30))
-    assert "20,000" not in repr(stream) and all(part in repr(stream) for part in ("chats", "200 rows", "int64 [8, 40]"))
-    assert "truncate" in stream._repr_html_()
-
-
-def test_an_id_outside_the_vocabulary_is_an_error_and_no_batch(tmp_path: Path) -> None:
-    cache = sft_cache(tmp_path, THREE)
-    tokens = np.fromfile(cache / "train_tokens.bin", "<u2")
-    tokens[1] = 299
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        stream = SFTStream(cache, T=4, global_batch_size=3, seed=0)
-    path = cache.resolve() / "train_tokens.bin"
-    with open(path, "r+b") as file:  # the same file: another one would be refused
-        file.write(np.array([USR, 300], "<u2").tobytes())
-    with pytest.raises(CacheError, match=r"train_tokens\.bin.*300"):
-        next(iter(stream))

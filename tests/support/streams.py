@@ -17,8 +17,8 @@ from niels_gpt.prefix_tree.rollouts.stream import RolloutBin, RolloutStream
 from niels_gpt.sampling import Batch, EpochStream, MixtureStream, PackedStream, SFTStream
 from support.bits_caches import give_bits
 from support.byte_tokenizer import ByteTokenizer
-from support.number_caches import number_cache, numbered
-from support.small_builds import rollouts
+from support.number_caches import number_cache, numbered, with_vocabulary
+from support.small_builds import rollout_groups, rollouts
 
 Row = tuple[Any, ...]
 """A sample of a batch, spelled out: its source, x, y, and (piece, document, begin) of its segments. Of rollouts a bin:
@@ -41,7 +41,7 @@ def build_caches(root: Path, shift: int = 0) -> Path:
     numbered(root / "indexed", [*LENGTHS[:3], LENGTHS[3] + shift])
     (root / "indexed/index").mkdir()
     np.save(root / "indexed/index/train_docs.npy", np.cumsum([0, *DOCUMENTS[:-1], DOCUMENTS[-1] + shift]))
-    number_cache(root / "pretrain", 120, start=10 + 10 * shift)
+    with_vocabulary(number_cache(root / "pretrain", 120, start=10 + 10 * shift), 60_000)
     chats = [
         [
             {"role": "user", "content": chr(97 + number) * user},
@@ -52,7 +52,7 @@ def build_caches(root: Path, shift: int = 0) -> Path:
     for name in ("chats", "bits"):
         build_sft(chats, root / name, tokenizer=ByteTokenizer(), val_frac=0, seed=0)
     give_bits(root / "bits", pad_id=7)
-    rollouts(root / "rollouts", seed=shift, val_frac=0)
+    rollouts(root / "rollouts", items=rollout_groups(shift, 16), val_frac=0)
     return root
 
 
@@ -107,7 +107,10 @@ _OF_CHATS: Any = {"others": {"seed": 1, "T": 7, "over_length": "drop", "require_
 _OF_CHATS |= {"wrong": {"over_length": "cut", "require_targets": 1, "split": "test"}}
 _OF_PACKED: Any = {"others": {"seed": 1, "T": 11, "over_length": "drop"}}
 _OF_PACKED |= {"wrong": {"over_length": "wrap", "split": "test"}}
-_OF_MIXTURES: Any = {"others": {"seed": 1, "T": 5, "block_size": 8, "weights": [2, 1]}, "wrong": {"block_size": 0}}
+_OF_MIXTURES: Any = {
+    "others": {"seed": 1, "T": 5, "block_size": 8, "weights": [2, 1], "random_offset": True},
+    "wrong": {"block_size": 0},
+}
 _OF_ROLLOUTS: Any = {"others": {"seed": 1, "max_tokens": 41, "oversize": "own_bin"}, "wrong": {"oversize": "cut"}}
 KINDS: dict[str, Kind] = {
     "windows": Kind(_windows, [6 + 17 + 4 + 2], **_OF_WINDOWS),
@@ -129,13 +132,18 @@ KINDS: dict[str, Kind] = {
     "packed chats": Kind(partial(_over, PackedStream, "chats", T=16, over_length="truncate"), [17], **_OF_PACKED),
     "packed chats with bits": Kind(partial(_over, PackedStream, "bits", T=9, io="pread"), [_cut(_TOKENS, 9)]),
     "mixture": Kind(partial(_mixture, (_windows, partial(_cached, T=4)), [1, 2]), [29, 27], **_OF_MIXTURES),
-    "staged mixture": Kind(partial(_mixture, (_windows, _wide), [(0, [3, 1]), (20, [1, 1])]), [29, 20]),
+    "wide mixture": Kind(partial(_mixture, (_wide, _wide), [2, 1]), [20, 20]),
+    "staged mixture": Kind(
+        partial(_mixture, (_windows, partial(_wide, random_offset=True)), [(0, [3, 1]), (20, [1, 1])]),
+        [29, 20],
+        moves=True,
+    ),
     "mixture of kinds": Kind(
         partial(_mixture, (partial(_windows, T=12), partial(_chats, T=12), _packed), [2, 1, 1]),
         [2 + 5 + 1, _cut([tokens - 1 for tokens in _TOKENS], 12), _cut(DOCUMENTS, 12)],
     ),
-    "rollouts": Kind(_rollouts, [91], **_OF_ROLLOUTS),
-    "rollouts in bins of their own": Kind(partial(_rollouts, max_tokens=8, oversize="own_bin"), [91]),
+    "rollouts": Kind(_rollouts, [38], **_OF_ROLLOUTS),
+    "rollouts in bins of their own": Kind(partial(_rollouts, max_tokens=6, oversize="own_bin"), [38]),
 }
 
 

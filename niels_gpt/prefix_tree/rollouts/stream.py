@@ -149,6 +149,7 @@ class RolloutStream(ResumableStream[RolloutBin]):
             FileNotFoundError, CacheError: as `RolloutDataset`.
             ValueError: a number out of range, or a sample above the budget.
         """
+        world_size = checked_int("world_size", world_size, 1)
         super().__init__(global_batch_size=world_size, rank=rank, world_size=world_size)
         self.max_tokens, self.seed = checked_int("max_tokens", max_tokens, 1), checked_int("seed", seed, -(2**63))
         self.epochs = None if epochs is None else checked_int("epochs", epochs, 1)
