@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from support.byte_tokenizer import ByteChats, ByteTokenizer
+from support.looking import blocks_of
 from support.small_builds import templated
 from support.small_caches import change_meta
 
@@ -90,12 +91,10 @@ def test_stats_name_the_template_and_count_the_bits(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 17, 50, 1 << 22])
-def test_supervised_tokens_are_counted_in_blocks_of_any_size(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, tokens: int
-) -> None:
-    monkeypatch.setattr("niels_gpt.inspection.stats._BIT_TOKENS", tokens)
+def test_supervised_tokens_are_counted_in_blocks_of_any_size(cache: Path, tokens: int) -> None:
     meta = read_meta(str(cache / "meta.json"))
-    assert supervised_counts(cache.resolve(), meta, "train").tolist() == [6] * 4
+    with blocks_of(counted_bits=tokens):
+        assert supervised_counts(cache.resolve(), meta, "train").tolist() == [6] * 4
 
 
 def test_a_wrong_sum_of_targets_is_a_failed_check(cache: Path, tmp_path: Path) -> None:

@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.byte_tokenizer import ByteTokenizer, build
+from support.looking import notices, pretended
 
 from niels_gpt.builders.meta_keys import Source
 from niels_gpt.builders.pretrain import build_stub
-from niels_gpt.cache import build_sft_cache, write_meta
-from niels_gpt.inspection import plot as module
+from niels_gpt.cache import build_sft_cache
+from niels_gpt.inspection.plot import plot
 
 pytest.importorskip("matplotlib", reason="the extra `plot` brings it")
 
@@ -23,76 +24,52 @@ def plotted(cache: Path) -> tuple[int, int]:
     """Draw a cache; check that the picture is a PNG of the promised size, and return its width and height."""
     from PIL import Image
 
-    png = module.plot(cache)
+    png = plot(cache)
     assert png.startswith(b"\x89PNG\r\n\x1a\n") and len(png) < MOST_BYTES
-    assert module.plot(cache) == png
+    assert plot(cache) == png
     return Image.open(io.BytesIO(png)).size
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, path: Path, kind: str, **sizes: "np.ndarray") -> Path:
-    """Give `path` the meta.json of a cache whose documents have these lengths, three quarters of each with loss."""
-    path.mkdir(exist_ok=True)
-    write_meta(str(path / "meta.json"), {"kind": kind, "built": True})
-    monkeypatch.setattr(module, "lengths", lambda _cache, _meta, split: sizes.get(split, np.zeros(0, np.int64)))
-    monkeypatch.setattr(module, "supervised_counts", lambda _cache, _meta, split: sizes[split] * 3 // 4)
-    return path
-
-
 @pytest.mark.parametrize("kind", ["pretrain", "sft"])
-def test_many_random_lengths_fit_into_a_small_png(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str) -> None:
+def test_many_random_lengths_fit_into_a_small_png(tmp_path: Path, kind: str) -> None:
     draw = np.random.default_rng(0)
     train, val = (np.ceil(draw.lognormal(6, 2, size=size)).astype(np.int64) for size in (200_000, 1_000))
-    assert plotted(pretend(monkeypatch, tmp_path / "own", kind, train=train, val=val)) == (720, 280)
+    with pretended(tmp_path / "own", kind, train=train, val=val) as cache:
+        assert plotted(cache) == (720, 280)
 
 
 @pytest.mark.parametrize("kind", ["pretrain", "sft"])
 @pytest.mark.parametrize("train", [[1], [7], [5, 5, 5], [1, 2], [1, 10**9]])
-def test_few_extreme_lengths_are_drawn(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, train: list[int]
-) -> None:
-    assert plotted(pretend(monkeypatch, tmp_path / "own", kind, train=np.array(train))) == (720, 280)
+def test_few_extreme_lengths_are_drawn(tmp_path: Path, kind: str, train: list[int]) -> None:
+    with pretended(tmp_path / "own", kind, train=np.array(train)) as cache:
+        assert plotted(cache) == (720, 280)
 
 
-def test_other_lengths_give_another_picture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pictures = {
-        module.plot(pretend(monkeypatch, tmp_path / "own", kind, train=np.array(train), val=np.array(val)))
-        for kind in ("pretrain", "sft")
-        for train, val in (([30, 50], [40]), ([30, 60], [40]), ([30, 50], [45]), ([30, 50, 50], [40]))
-    }
+def test_other_lengths_give_another_picture(tmp_path: Path) -> None:
+    pictures = set()
+    for kind in ("pretrain", "sft"):
+        for train, val in (([30, 50], [40]), ([30, 60], [40]), ([30, 50], [45]), ([30, 50, 50], [40])):
+            with pretended(tmp_path / "own", kind, train=np.array(train), val=np.array(val)) as cache:
+                pictures.add(plot(cache))
     assert len(pictures) == 8
 
 
 def test_a_built_cache_and_its_version_have_one_picture(tmp_path: Path) -> None:
     build(tmp_path / "own", ["A", "BCD", "EF" * 6])
     assert plotted(tmp_path / "own") == (720, 280)
-    assert module.plot(tmp_path / "own") == module.plot((tmp_path / "own").resolve())
+    assert plot(tmp_path / "own") == plot((tmp_path / "own").resolve())
     chats = [[{"role": "user", "content": "A"}, {"role": "assistant", "content": "B" * n}] for n in range(20)]
     build_sft_cache(chats, str(tmp_path / "sft"), tokenizer=ByteTokenizer(), val_frac=0.2, seed=0)
     assert plotted(tmp_path / "sft") == (720, 280)
 
 
-def test_a_stub_has_a_picture_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    notice = module._notice
-    monkeypatch.setattr(module, "_notice", lambda text: said.append(text) or notice(text))
+def test_a_stub_has_a_picture_that_says_so(tmp_path: Path) -> None:
     build_stub(tmp_path / "s", tokenizer=ByteTokenizer(), source=Source(), seed=0, shard_bytes=20)
-    assert plotted(tmp_path / "s") == (720, 60)
-    assert plotted(pretend(monkeypatch, tmp_path / "own", "sft")) == (720, 60)
+    with notices() as said:
+        assert plotted(tmp_path / "s") == (720, 60)
+        with pretended(tmp_path / "own", "sft") as cache:
+            assert plotted(cache) == (720, 60)
     assert list(dict.fromkeys(said)) == ["pretrain/s: not built", "sft/own: no examples"]
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "most", "ticks"),
-    [
-        (20, 200, 8, [20, 30, 50, 70, 100, 200]),
-        (3, 3000, 9, [5, 10, 20, 50, 100, 200, 500, 1000, 2000]),
-        (3, 3000, 8, [3, 10, 30, 100, 300, 1000, 3000]),
-        (3, 3000, 5, [10, 100, 1000]),
-        (1, 10**6, 5, [1, 10, 100, 1000, 10**4, 10**5, 10**6]),
-    ],
-)
-def test_ticks_are_round_numbers(low: int, high: int, most: int, ticks: list[int]) -> None:
-    assert module._ticks(low, high, most) == ticks
 
 
 def test_importing_it_loads_no_matplotlib() -> None:

@@ -13,12 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.byte_tokenizer import ByteTokenizer
+from support.looking import blocks_of
 from support.splits import IN_MEMORY, SPLITS, stored
 
-from niels_gpt.builders import source
 from niels_gpt.builders.pretrain import build_pretrain
 from niels_gpt.builders.sft import build_sft
-from niels_gpt.builders.writer import BLOCK_BYTES
 from niels_gpt.cache import build_pretrain_cache, build_sft_cache, read_meta
 
 STRANGE = [
@@ -124,18 +123,18 @@ def test_chats_have_their_id_or_their_number_in_the_split_that_they_went_to(tmp_
 
 
 @pytest.mark.parametrize("kind", ["pretrain", "sft"])
-def test_lines_stay_with_documents_over_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    monkeypatch.setattr(source, "BATCH_ITEMS", 7)
-    monkeypatch.setattr("niels_gpt.builders.sft.examples._COPIED", 5)
+def test_lines_stay_with_documents_over_batches(tmp_path: Path, kind: str) -> None:
     texts = ["" if number % 11 == 3 else f"text {number}" for number in range(100)]
     cache = tmp_path / "c"
     if kind == "pretrain":
         shares = ("val" if number % 3 == 0 else "train" for number in range(100))
         documents = [(split, text, f"id of {text}") for split, text in zip(shares, texts, strict=True)]
-        pretrain(cache, documents, max_train_tokens=None, max_val_tokens=None)
+        with blocks_of(batch_items=7):
+            pretrain(cache, documents, max_train_tokens=None, max_val_tokens=None)
         found = {split: stored(cache, split) for split in SPLITS}
     else:
-        sft(cache, [(f"id of {text}", chat(text)) for text in texts])
+        with blocks_of(batch_items=7, copied_examples=5):
+            sft(cache, [(f"id of {text}", chat(text)) for text in texts])
         found = {}
         for split in SPLITS:
             starts, ids = np.load(cache / f"{split}_idx.npy"), np.fromfile(cache / f"{split}_tokens.bin", "<u2")
@@ -164,7 +163,7 @@ def test_crc32_bin_has_a_number_for_each_block_of_each_file_in_metas_order(tmp_p
         expected += [zlib.crc32(content[start : start + 65536]) for start in starts]
     raw = (tmp_path / "c" / "index/crc32.bin").read_bytes()
     assert np.frombuffer(raw, "<u4").tolist() == expected
-    assert len(expected) > len(names) + 4 and BLOCK_BYTES == 65536
+    assert len(expected) > len(names) + 4
     sha256 = hashlib.sha256(raw).hexdigest()
     assert meta["checksums"] == {"name": "index/crc32.bin", "bytes": len(raw), "sha256": sha256, "block_bytes": 65536}
 

@@ -1,6 +1,5 @@
 """The named checks of a finished cache: each passes on a good one, and says what it found in a bad one."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -11,25 +10,23 @@ from typing import Any
 import numpy as np
 import pytest
 from support import small_caches
+from support.commands import niels_gpt, rebuild_command
+from support.errors import refused
+from support.looking import blocks_of, checks_of
 from support.power_loss import put
 from support.small_caches import CHAT, build_chats, build_notes, built_caches, change_meta, put_token
 
 from niels_gpt.builders.meta_keys import Source
 from niels_gpt.builders.pretrain import build_stub
 from niels_gpt.cache.meta import read_meta, write_meta
-from niels_gpt.commands import cache as cli
-from niels_gpt.inspection import file_checks
-from niels_gpt.inspection.meta_checks import dropped_problems
 from niels_gpt.inspection.readers import refusal
-from niels_gpt.inspection.verify import CHECKS, Limits, find_damage, verify
-from niels_gpt.recipes.plan import RECIPES
+from niels_gpt.inspection.verify import Limits, find_damage, verify
+from niels_gpt.recipes.plan import recipes
 from niels_gpt.recipes.run_recipe import cache_root, restart
+from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.settings import Settings
-from niels_gpt.storage.checks import Figures
-from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import sha256_file
-from niels_gpt.storage.remedies import rebuild_command
 
 
 def again(folder: Path) -> str:
@@ -61,7 +58,7 @@ def all_problems(cache: Path, **limits: Any) -> dict[str, list[str]]:
 @pytest.mark.parametrize("key", ["tokenizer", "pretrain/notes", "sft/chats"])
 def test_a_good_cache_passes_every_check(root: Path, key: str, deep: bool) -> None:
     kind = read_meta(str(root / key / "meta.json"))["kind"]
-    assert list(verify(root / key, Limits(deep=deep))) == [check.name for check in CHECKS[kind]]
+    assert list(verify(root / key, Limits(deep=deep))) == checks_of(kind)
     assert all_problems(root / key, deep=deep) == {}
 
 
@@ -84,9 +81,9 @@ def test_a_check_says_what_it_measured_and_the_limit_passed_or_failed(root: Path
 
 
 def test_every_cache_of_the_recipes_passes_every_blocking_check_and_has_no_damage(settings: Settings) -> None:
-    for build in (ensure_tokenizer, *RECIPES.values()):
+    for build in (ensure_tokenizer, *recipes(settings).values()):
         outcome = build(settings)
-        blocking = {check.name for check in CHECKS[outcome.meta["kind"]] if check.blocking}
+        blocking = {*checks_of(outcome.meta["kind"], blocking=True)}
         assert blocking.isdisjoint(all_problems(outcome.path, deep=True)), outcome.key
         assert find_damage(outcome.path, deep=True) == find_damage(outcome.path, deep=False) == [], outcome.key
 
@@ -104,15 +101,15 @@ def test_a_flipped_bit_is_found_by_a_deep_check_and_in_a_model_always(root: Path
 
 
 @pytest.mark.parametrize("read_bytes", [8, 16, 1 << 22])
-def test_an_id_of_no_vocabulary_is_found_by_place(root: Path, monkeypatch: pytest.MonkeyPatch, read_bytes: int) -> None:
-    monkeypatch.setattr(file_checks, "_READ_BYTES", read_bytes)
+def test_an_id_of_no_vocabulary_is_found_by_place(root: Path, read_bytes: int) -> None:
     cache = root / "pretrain" / "notes"
     shard = cache / "train" / "shard_00001.bin"
     put_token(shard, 2, 299)  # the last id of the 300
     assert problems(cache, "ids_below_vocab_size") == []
     put_token(shard, 9, 65_535)
     put_token(shard, 5, 300)
-    (problem,) = problems(cache, "ids_below_vocab_size")
+    with blocks_of(read_bytes=read_bytes):
+        (problem,) = problems(cache, "ids_below_vocab_size")
     assert (
         problem.startswith(f"{shard}: token 5 is id 300, ") and "2 of 10 tokens" in problem and again(cache) in problem
     )
@@ -208,11 +205,10 @@ def test_dropped_documents_above_the_limit_are_a_problem_with_the_counts(root: P
     assert "2 of 20 documents were dropped (10.00%), expected at most 5.00%: empty 1, sentinel_in_text 1" in problem
     (problem,) = problems(build_chats(root, [CHAT, CHAT, CHAT[:1]]), "dropped_share")
     assert "1 of 3 examples were dropped (33.33%)" in problem and "no_assistant_turn 1" in problem
-    meta = {"kind": "sft", "built": True, "examples_read": 3, "dropped": {"malformed": 1}}
-    meta["source"] = {"kind": "own", "counters": {"malformed": 2, "not_text": 1}}
-    assert list(dropped_problems(meta, 0.5, Figures())) == [
-        "4 of 6 examples were dropped (66.67%), expected at most 50.00%: malformed 3, not_text 1"
-    ]
+    source = {"kind": "own", "counters": {"malformed": 2, "not_text": 1}}
+    change_meta(root / "sft" / "chats", examples_read=3, dropped={"malformed": 1}, source=source)
+    (problem,) = problems(root / "sft" / "chats", "dropped_share", max_dropped_share=0.5)
+    assert "4 of 6 examples were dropped (66.67%), expected at most 50.00%: malformed 3, not_text 1" in problem
     texts = [("train", "a" * 30), ("train", "b" * 30), ("val", "c")]
     cache = build_notes(root, texts, max_val_tokens=1)
     assert read_meta(str(cache / "meta.json"))["dropped"] == {"split_full": 1}
@@ -247,12 +243,12 @@ def test_a_malformed_meta_json_is_a_problem_that_names_it(root: Path, key: str, 
 def test_a_meta_json_that_cannot_be_read_is_an_error(root: Path) -> None:
     cache = root / "sft" / "chats"
     change_meta(cache, kind="notes")
-    with pytest.raises(CacheError, match="kind is 'notes', expected one of tokenizer"):
+    with refused("E208", "kind is 'notes'", "tokenizer"):
         verify(cache, Limits())
     (cache / "meta.json").write_bytes(b"{")
-    with pytest.raises(CacheError, match=r"meta\.json: not JSON"):
+    with refused("E202", "meta.json"):
         verify(cache, Limits())
-    with pytest.raises(FileNotFoundError, match=r"none/meta\.json: no such file"):
+    with refused("E204", "none/meta.json", kind=FileNotFoundError):
         verify(root / "sft" / "none", Limits())
 
 
@@ -267,21 +263,19 @@ REFUSED: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("key", "value", "problem"), REFUSED)
-def test_what_readers_refuse_is_a_damage_and_is_listed(
-    root: Path, capsys: pytest.CaptureFixture[str], key: str, value: Any, problem: str
-) -> None:
+def test_what_readers_refuse_is_a_damage_and_is_listed(root: Path, key: str, value: Any, problem: str) -> None:
     cache = root / "pretrain" / "notes"
     meta = {**read_meta(str(cache / "meta.json")), key: value}
     write_meta(str(cache / "meta.json"), {name: kept for name, kept in meta.items() if kept is not None})
     for deep in (False, True):
         (found,) = find_damage(cache, deep=deep)
         assert found.file == "meta.json" and problem in found.problem
-    assert cli.main(["list", str(root)]) == 1
-    _, *lines = capsys.readouterr().out.splitlines()
+    done = niels_gpt("list", root)
+    _, *lines = done.out.splitlines()
     row, reason = [line for line in lines if line.startswith("pretrain/notes")]
     assert row.split()[1] == "refused" and f"refused: meta.json: {problem}"[:40] in reason
-    assert cli.main(["list", "--json", str(root)]) == 1
-    rows = {row["key"]: row for row in json.loads(capsys.readouterr().out)["caches"]}
+    assert done.status == 3
+    rows = {row["key"]: row for row in niels_gpt("list", "--json", root).json["caches"]}
     assert problem in rows["pretrain/notes"]["refused"] and rows["pretrain/notes"]["state"] == "refused"
     assert rows["tokenizer"]["refused"] is None
 
@@ -303,7 +297,7 @@ def test_a_lost_folder_is_refused_and_another_tokenizer_beside_a_cache_is_its_da
 def test_only_the_named_checks_are_made(root: Path) -> None:
     assert list(verify(root / "sft" / "chats", Limits(), names=["tokenizer_matches"])) == ["tokenizer_matches"]
     assert verify(root / "sft" / "chats", Limits(), names=[]) == {}
-    with pytest.raises(ValueError, match=r"no check 'budget_reached' of kind sft, expected some of files_match_meta"):
+    with refused("E102", "'budget_reached'", "kind sft", "files_match_meta"):
         verify(root / "sft" / "chats", Limits(), names=["budget_reached"])
 
 
@@ -328,14 +322,14 @@ def test_messages_name_the_path_that_was_given(root: Path, monkeypatch: pytest.M
 
 def test_the_remedy_mends_what_a_second_build_would_reuse(settings: Settings) -> None:
     ensure_tokenizer(settings)
-    cache = RECIPES["sft/oasst1"](settings).path
+    cache = build_token_cache(settings, "oasst1").path
     assert cache == cache_root(settings) / "sft" / "oasst1"
     put_token(cache / "train_tokens.bin", 0, 65_535)  # the size is as before, and sizes are what a build looks at
-    assert RECIPES["sft/oasst1"](settings).reused
+    assert build_token_cache(settings, "oasst1").reused
     found = all_problems(cache, deep=True)
     assert all(again(cache) in found[name][0] for name in ("files_match_meta", "ids_below_vocab_size"))
     restart(settings, "sft/oasst1")  # --restart
-    assert not RECIPES["sft/oasst1"](settings).reused
+    assert not build_token_cache(settings, "oasst1").reused
     assert not all_problems(cache, deep=True, max_dropped_share=1)
 
 

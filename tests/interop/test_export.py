@@ -9,21 +9,19 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from support.byte_tokenizer import ByteTokenizer
+from support.errors import refused
+from support.foreign import NAMES, no_chmod, small_limits
 from support.small_caches import build_caches, build_notes
 
 from niels_gpt.builders.meta_keys import Source
 from niels_gpt.builders.pretrain import build_stub
 from niels_gpt.cache import write_meta
 from niels_gpt.inspection.verify import Limits, find_damage, verify
-from niels_gpt.interop import output
 from niels_gpt.interop.exporting import Exported, export_cache
-from niels_gpt.interop.formats import FORMATS
-from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import sha256_file
 
 NOTES = "pretrain/notes"
@@ -40,7 +38,7 @@ def names(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_manifest_names_the_cache_and_every_file(name: str, root: Path, tmp_path: Path) -> None:
     done = export_cache(root / NOTES, name, tmp_path / "out")
     manifest = json.loads((tmp_path / "out" / "niels_gpt.json").read_bytes())
@@ -59,7 +57,7 @@ def test_the_manifest_names_the_cache_and_every_file(name: str, root: Path, tmp_
 
 
 def test_an_export_has_the_same_bytes_again(root: Path, tmp_path: Path) -> None:
-    for name in FORMATS:
+    for name in NAMES:
         for out in ("one", "two"):
             export_cache(root / NOTES, name, tmp_path / out / name)
         for path in names(tmp_path / "one" / name):
@@ -69,7 +67,7 @@ def test_an_export_has_the_same_bytes_again(root: Path, tmp_path: Path) -> None:
 def test_a_folder_that_is_not_empty_is_refused(root: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine")
-    with pytest.raises(CacheError) as error:
+    with refused("E704") as error:
         export_cache(root / NOTES, "olmo", tmp_path / "out")
     assert error.value.code == "E704" and names(tmp_path / "out") == {"notes.txt"}
 
@@ -83,18 +81,17 @@ def test_an_empty_folder_becomes_the_export(root: Path, tmp_path: Path) -> None:
 def test_a_stub_and_another_name_are_refused(tmp_path: Path) -> None:
     source = Source(name="stub")
     build_stub(tmp_path / "cache/pretrain/books", tokenizer=ByteTokenizer(), source=source, seed=0, shard_bytes=8)
-    with pytest.raises(CacheError) as error:
+    with refused("E207") as error:
         export_cache(tmp_path / "cache/pretrain/books", "olmo", tmp_path / "out")
     assert error.value.code == "E207" and not (tmp_path / "out").exists()
-    with pytest.raises(ValueError, match="expected one of"):
+    with refused("E102", "tape", "nanogpt"):
         export_cache(tmp_path / "cache/pretrain/books", "tape", tmp_path / "out")
 
 
-def test_a_shard_too_long_for_a_header_is_refused(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("niels_gpt.interop.formats.modded_nanogpt._MAX", 9)
-    with pytest.raises(CacheError, match="smaller --shard-bytes") as error:
+def test_a_shard_too_long_for_a_header_is_refused(root: Path, tmp_path: Path) -> None:
+    with small_limits("modded_nanogpt", _MAX=9), refused("E220", "--shard-bytes"):
         export_cache(root / NOTES, "modded-nanogpt", tmp_path / "out")
-    assert error.value.code == "E220" and not (tmp_path / "out").exists()
+    assert not (tmp_path / "out").exists()
 
 
 # --- links ------------------------------------------------------------------------------------------------------------
@@ -114,14 +111,9 @@ def test_links_lose_the_right_to_write_and_no_other(root: Path, tmp_path: Path) 
     assert done.made == {"link": 3, "written": 3} and done.linked_bytes == 60
 
 
-def test_a_link_that_cannot_be_made_read_only_is_a_copy(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(path: Any, mode: int) -> None:
-        raise PermissionError(1, "Operation not permitted", str(path))
-
-    monkeypatch.setattr(output.os, "chmod", refused)
-    assert exported(root, tmp_path / "out").made == {"copy": 3, "written": 3}
+def test_a_link_that_cannot_be_made_read_only_is_a_copy(root: Path, tmp_path: Path) -> None:
+    with no_chmod():
+        assert exported(root, tmp_path / "out").made == {"copy": 3, "written": 3}
     shard, copy = root / NOTES / "train" / "shard_00000.bin", tmp_path / "out" / "train_00000.bin"
     assert not copy.samefile(shard) and copy.read_bytes() == shard.read_bytes()
     assert len(names(tmp_path / "out")) == 7

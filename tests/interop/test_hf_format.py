@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +13,20 @@ import torch
 from datasets import Dataset, DatasetDict, load_dataset
 from support import small_builds
 from support.byte_tokenizer import ByteTokenizer, WideByteTokenizer
+from support.errors import refused
+from support.foreign import read_folder, small_limits, tokens_of
 
 from niels_gpt.cache.sft_dataset import SFTExampleDataset
 from niels_gpt.interop.exporting import export_cache
-from niels_gpt.interop.foreign import ForeignFile, ForeignFolder
-from niels_gpt.interop.formats import FORMATS, hf, hf_rows
-from niels_gpt.interop.token_cache import TokenCache
-from niels_gpt.storage.errors import CacheError
 
 ROWS = {"input_ids": [[5, 6, 7], [8], [9, 10]], "labels": [[-100, 6, 7], [-100], [-100, 10]]}
 
 
-def read(path: Path) -> ForeignFolder:
-    return FORMATS["hf"].read(path)
-
-
-def ids_of(file: ForeignFile) -> list[int]:
+def ids_of(file: Any) -> list[int]:
     return np.concatenate(list(file.pieces())).tolist()
 
 
-def loss_of(file: ForeignFile) -> list[bool]:
+def loss_of(file: Any) -> list[bool]:
     assert file.loss is not None
     return np.concatenate(list(file.loss())).tolist()
 
@@ -49,20 +42,18 @@ def rows_of(out: Path, split: str, tmp_path: Path) -> Dataset:
 
 
 @pytest.fixture(params=["pretrain", "wide", "sft", "templated"])
-def cache(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TokenCache]:
+def cache(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     path, tokenizer = tmp_path / "cache", WideByteTokenizer() if request.param == "wide" else ByteTokenizer()
     {**vars(small_builds), "wide": small_builds.pretrain}[request.param](path, tokenizer=tokenizer)
-    yield TokenCache(path)
+    return tokens_of(path)
 
 
-def test_datasets_reads_every_document_once_in_order(
-    cache: TokenCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hf, "_GROUP_TOKENS", 64)
-    done = export_cache(cache.path, "hf", tmp_path / "out")
+def test_datasets_reads_every_document_once_in_order(cache: Any, tmp_path: Path) -> None:
+    with small_limits("hf", _GROUP_TOKENS=64):
+        done = export_cache(cache.path, "hf", tmp_path / "out")
     assert done.tokens == sum(cache.meta["totals"][f"{split}_tokens"] for split in ("train", "val"))
-    folder = read(tmp_path / "out")
-    for split, name in hf.SPLIT_NAMES.items():
+    folder = read_folder(tmp_path / "out", "hf")
+    for split, name in (("train", "train"), ("val", "validation")):
         rows, bounds = rows_of(tmp_path / "out", name, tmp_path), cache.bounds(split)
         stream = np.concatenate([file.ids for file in cache.files(split)])
         assert [len(ids) for ids in rows["input_ids"]] == np.diff(bounds).tolist()
@@ -92,14 +83,14 @@ def test_labels_are_the_targets_of_the_reader(build: Any, tmp_path: Path) -> Non
         whole = (int(x[row, 0]), *y[row].tolist())
         ids = next(whole[:end] for end in range(1, 202) if whole[:end] in labels)
         assert labels[ids] == [-100, *masked[row, : len(ids) - 1].tolist()]
-    (file,) = (file for file in read(tmp_path / "out").files if file.split == "train")
+    (file,) = (file for file in read_folder(tmp_path / "out", "hf").files if file.split == "train")
     assert sum(loss_of(file)) == meta["supervised_tokens"]["train"]
 
 
 def test_what_datasets_saves_is_read(tmp_path: Path) -> None:
     rows = Dataset.from_dict(ROWS)
     DatasetDict({"train": rows, "validation": rows.select([2]), "test": rows}).save_to_disk(str(tmp_path / "disk"))
-    folder = read(tmp_path / "disk")
+    folder = read_folder(tmp_path / "disk", "hf")
     assert [(file.split, ids_of(file), loss_of(file)) for file in folder.files] == [
         ("train", [5, 6, 7, 8, 9, 10], [False, True, True, False, False, True]),
         ("val", [9, 10], [False, True]),
@@ -111,7 +102,8 @@ def test_what_datasets_saves_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mask", ["loss_mask", "assistant_masks", "completion_mask"])
 def test_masks_and_widths(kind: Any, mask: str, tmp_path: Path) -> None:
     masks = [[0, 1, 1], [0], [0, 1]]
-    folder = read(saved(tmp_path, {"input_ids": pa.array(ROWS["input_ids"], pa.large_list(kind)), mask: masks}))
+    columns = {"input_ids": pa.array(ROWS["input_ids"], pa.large_list(kind)), mask: masks}
+    folder = read_folder(saved(tmp_path, columns), "hf")
     assert (ids_of(folder.files[0]), sum(loss_of(folder.files[0]))) == ([5, 6, 7, 8, 9, 10], 3)
 
 
@@ -122,7 +114,7 @@ def test_padding_and_empty_rows_are_left_out_and_counted(tmp_path: Path) -> None
         "labels": [[-100, -100, 6], [], [-100, -100], [-100, 8, -100]],
         "id": ["a", "b", "c", "d"],
     }
-    folder = read(saved(tmp_path, columns))
+    folder = read_folder(saved(tmp_path, columns), "hf")
     (file,) = folder.files
     assert file.ends is not None and file.ids is not None
     assert (ids_of(file), file.ends().tolist(), loss_of(file)) == ([5, 6, 7, 8], [2, 4], [False, True, False, True])
@@ -131,7 +123,7 @@ def test_padding_and_empty_rows_are_left_out_and_counted(tmp_path: Path) -> None
 
 
 def test_labels_that_mask_nothing_say_nothing(tmp_path: Path) -> None:
-    folder = read(saved(tmp_path, {"input_ids": [[5, 6]], "labels": [[5, 6]]}))
+    folder = read_folder(saved(tmp_path, {"input_ids": [[5, 6]], "labels": [[5, 6]]}), "hf")
     assert folder.files[0].loss is None
 
 
@@ -150,30 +142,28 @@ def test_labels_that_mask_nothing_say_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_other_rows_are_refused(columns: Any, words: str, tmp_path: Path) -> None:
-    with pytest.raises(CacheError, match=words) as caught:
-        read(saved(tmp_path, columns))
-    assert caught.value.code == "E221"
+    with refused("E221", tmp_path, words):
+        read_folder(saved(tmp_path, columns), "hf")
 
 
 def test_a_small_file_of_a_huge_row_is_refused_before_it_is_decoded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(hf_rows, "MAX_ROW", 1000)
     ids = pa.array([[7] * 1001], pa.list_(pa.int32()))  # a few bytes: runs of one code
-    with pytest.raises(CacheError, match="page of 1,001 values"):
-        read(saved(tmp_path, {"input_ids": ids}))
+    with small_limits("hf_rows", MAX_ROW=1000), refused("E221", "1,001 values"):
+        read_folder(saved(tmp_path, {"input_ids": ids}), "hf")
 
 
 def test_a_mask_in_some_files_alone_a_cut_file_and_a_link_are_refused(tmp_path: Path) -> None:
     folder = saved(tmp_path / "some", ROWS, "a.parquet")
     saved(folder, {"input_ids": [[5]]}, "b.parquet")
-    with pytest.raises(CacheError, match="no labels"):
-        read(folder)
+    with refused("E221", "b.parquet", "labels"):
+        read_folder(folder, "hf")
     whole = (folder / "a.parquet").read_bytes()
     (folder / "b.parquet").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(CacheError, match="not a whole file"):
-        read(folder)
+    with refused("E221", "b.parquet", "whole"):
+        read_folder(folder, "hf")
     (folder / "b.parquet").unlink()
     (folder / "b.parquet").symlink_to(folder / "a.parquet")
-    with pytest.raises(CacheError, match="link"):
-        read(folder)
+    with refused("E205", "b.parquet"):
+        read_folder(folder, "hf")

@@ -7,23 +7,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.commands import rebuild_command
+from support.errors import refused
+from support.foreign import foreign_file, import_files
 
 from niels_gpt.cache.meta import read_meta, tokenizer_above, tokenizer_of
 from niels_gpt.inspection.caches import caches_below
 from niels_gpt.inspection.locate import locate
 from niels_gpt.inspection.stats import stats
 from niels_gpt.inspection.verify import Limits, find_damage, verify
-from niels_gpt.interop import importing
 from niels_gpt.interop.exporting import export_cache
-from niels_gpt.interop.foreign import ForeignFile, ForeignFolder
-from niels_gpt.interop.importing import ImportOptions, import_folder
-from niels_gpt.recipes.exchange.imports import import_cache, key_of
+from niels_gpt.recipes.exchange.imports import import_cache
 from niels_gpt.recipes.gc import collect
 from niels_gpt.recipes.records import recorded_outcomes
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.settings import Settings
-from niels_gpt.storage.errors import CacheError
-from niels_gpt.storage.remedies import rebuild_command
 from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.tokenizer_training import train_tokenizer, write_tokenizer
 
@@ -49,18 +47,11 @@ def source(models: tuple[Path, Path], tmp_path: Path) -> Path:
     return tmp_path / "bins"
 
 
-def test_names_of_caches() -> None:
-    assert key_of("wiki") == "imported/wiki" and key_of("sft/chats") == "sft/chats"
-    for name in ("../wiki", "tokenizer/a", "a/b/c", "", ".wiki", "imported/"):
-        with pytest.raises(ValueError, match="NAME"):
-            key_of(name)
-
-
 def test_an_import_of_another_tokenizer_has_its_own(models: tuple[Path, Path], source: Path, tmp_path: Path) -> None:
     root = tmp_path / "cache"
     ensure_tokenizer(Settings(cache_dir=str(root), tokenizer=str(models[0])))
     shared = read_meta(str(root / "tokenizer" / "meta.json"))
-    with pytest.raises(CacheError, match="Import it as imported/web") as error:
+    with refused("E223", "imported/web") as error:
         import_cache(source, "pretrain/web", format="nanogpt", cache_dir=root, tokenizer=str(models[1]))
     assert error.value.code == "E223"
     done = import_cache(source, "web", format="nanogpt", cache_dir=root, tokenizer=str(models[1]), licence="CC0-1.0")
@@ -94,26 +85,24 @@ def test_an_import_into_an_empty_folder_gives_it_its_tokenizer(
     export_cache(done.path, "nanogpt", tmp_path / "out")
     again = import_cache(tmp_path / "out", "again", format="nanogpt", cache_dir=root)  # by its manifest
     assert again.meta["shards"] == done.meta["shards"] and again.meta["imported"]["borders"] == "manifest"
-    with pytest.raises(CacheError) as error:
+    with refused("E223") as error:
         import_cache(tmp_path / "out", "other", format="nanogpt", cache_dir=root, tokenizer=str(models[0]))
     assert error.value.code == "E223"
 
 
 def test_a_folder_without_a_tokenizer_is_refused(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(CacheError, match="--tokenizer") as error:
+    with refused("E223", "--tokenizer") as error:
         import_cache(source, "web", format="nanogpt", cache_dir=tmp_path / "cache")
     assert error.value.code == "E223" and not (tmp_path / "cache" / "imported").exists()
 
 
-def loss_file(name: str, ids: list[int], ends: list[int], loss: list[int], **more: Any) -> ForeignFile:
-    return ForeignFile(
-        "train",
+def loss_file(name: str, ids: list[int], ends: list[int], loss: list[int]) -> Any:
+    return foreign_file(
         name,
-        len(ids),
         lambda: iter([np.array(ids[:3]), np.array(ids[3:])]),
-        lambda: np.array(ends),
+        len(ids),
+        ends=lambda: np.array(ends),
         loss=lambda: iter([np.array(loss[:2], dtype=bool), np.array(loss[2:], dtype=bool)]),
-        **more,
     )
 
 
@@ -122,8 +111,7 @@ def test_files_with_loss_become_an_sft_cache(models: tuple[Path, Path], tmp_path
     ensure_tokenizer(Settings(cache_dir=str(root), tokenizer=str(models[0])))
     files = [loss_file("a", [20, 21, 22, 23, 24], [3, 5], [1, 0, 1, 0, 1]), loss_file("b", [25, 26], [2], [0, 0])]
     tokenizer = load_tokenizer(models[0])
-    chosen = {"format": "datatrove", "tokenizer": tokenizer, "options": ImportOptions(end="none", pad_id=7)}
-    done = import_folder(tmp_path, ForeignFolder(files), root / "sft" / "chats", **chosen)
+    done = import_files(files, root / "sft" / "chats", tokenizer=tokenizer, end="none", pad_id=7)
     assert done.meta["noticed"] == {"examples_without_loss": 1, "first_tokens_with_loss": 1}
     assert (done.path / "train_tokens.bin").read_bytes() == np.arange(20, 27, dtype="<u2").tobytes()
     assert (done.path / "train_loss.bits").read_bytes() == bytes([0b0010100])
@@ -132,6 +120,6 @@ def test_files_with_loss_become_an_sft_cache(models: tuple[Path, Path], tmp_path
     assert not any(
         check.problems for name, check in verify(done.path, Limits(deep=True)).items() if name != "budget_reached"
     )
-    some = [*files, ForeignFile("train", "c", 2, lambda: iter([np.array([20, 21])]), lambda: np.array([2]))]
-    with pytest.raises(CacheError, match="c does not say which tokens carry loss"):
-        importing.kind_of(tmp_path, ForeignFolder(some))
+    some = [*files, foreign_file("c", lambda: iter([np.array([20, 21])]), 2, ends=lambda: np.array([2]))]
+    with refused("E221", "c does not", "loss"):
+        import_files(some, root / "sft" / "some", tokenizer=tokenizer, end="none")

@@ -17,15 +17,13 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from support.foreign import MANIFEST_NAME, WITH_LOSS, read_folder, tokens_of
 from support.interop_peers import library
 from support.made_tokenizers import made_tokenizer
 from support.peer_exchange import Tool
 
 from niels_gpt.inspection.verify import find_damage
 from niels_gpt.interop.exporting import export_cache
-from niels_gpt.interop.formats import FORMATS
-from niels_gpt.interop.output import MANIFEST_NAME
-from niels_gpt.interop.token_cache import TokenCache
 from niels_gpt.recipes.exchange.imports import import_cache
 
 END = 1
@@ -113,7 +111,7 @@ CASES = [
     (name, dtype, has_loss)
     for name in WRITERS
     for dtype in VOCABULARY
-    for has_loss in ((False, True) if FORMATS[name].has_loss else (False,))
+    for has_loss in ((False, True) if name in WITH_LOSS else (False,))
 ]
 
 
@@ -138,7 +136,7 @@ def test_what_a_library_wrote_is_read_as_it_was_given(
     written, folder = given(dtype, has_loss), tmp_path / "written"
     folder.mkdir()
     WRITERS[name](tools(name), folder, dtype, written)
-    found = FORMATS[name].read(folder, vocab_size=VOCABULARY[dtype])
+    found = read_folder(folder, name, vocab_size=VOCABULARY[dtype])
     expected = [(split, file) for split, files in written.files.items() for file in files]
     assert [file.split for file in found.files] == [split for split, _ in expected]
     for file, (_, documents) in zip(found.files, expected, strict=True):
@@ -163,7 +161,7 @@ def test_what_a_library_wrote_is_imported_and_exported_to_the_same_bytes(
     end: dict[str, Any] = {"document_end": "none", "pad_id": END if has_loss else None}
     path = import_cache(folder, "theirs", format=name, cache_dir=tmp_path / "cache", tokenizer=tokenizer, **end).path
     assert not find_damage(path, deep=True)
-    cache = TokenCache(path)
+    cache = tokens_of(path)
     for split, files in written.files.items():
         documents = [ids for file in files for ids in file]
         assert [id for file in cache.files(split) for id in file.ids.tolist()] == [

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.foreign import MANIFEST_NAME, NAMES, WITH_LOSS, tokens_of
 from support.made_tokenizers import made_tokenizer
 
 from niels_gpt.builders.pretrain import build_pretrain
@@ -15,9 +16,6 @@ from niels_gpt.builders.sft import build_sft
 from niels_gpt.cache import PretrainTokenStreamDataset, SFTExampleDataset
 from niels_gpt.inspection.verify import find_damage
 from niels_gpt.interop.exporting import export_cache
-from niels_gpt.interop.formats import FORMATS
-from niels_gpt.interop.output import MANIFEST_NAME
-from niels_gpt.interop.token_cache import TokenCache
 from niels_gpt.recipes.exchange.imports import import_cache
 from niels_gpt.tokenizer import load_tokenizer
 
@@ -26,7 +24,6 @@ CHATS = [
     [{"role": "user", "content": "say " * number}, {"role": "assistant", "content": f"{number}"}]
     for number in range(1, 9)
 ]
-WITH_LOSS = [name for name, format in FORMATS.items() if format.has_loss]
 
 
 def built(path: Path, tokenizer: Path, shard_tokens: int) -> Path:
@@ -46,7 +43,7 @@ def built(path: Path, tokenizer: Path, shard_tokens: int) -> Path:
         document_end="auto",
         num_threads=0,
     )
-    assert TokenCache(path).dtype.itemsize == width
+    assert tokens_of(path).dtype.itemsize == width
     return path
 
 
@@ -71,7 +68,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 def same_documents(cache: Path, imported: Path) -> None:
     """Compare ids and borders of both splits."""
-    ours, theirs = TokenCache(cache), TokenCache(imported)
+    ours, theirs = tokens_of(cache), tokens_of(imported)
     assert ours.dtype == theirs.dtype
     for split in ("train", "val"):
         ids = [[id for file in each.files(split) for id in file.ids.tolist()] for each in (ours, theirs)]
@@ -86,7 +83,7 @@ def batches(cache: Path, split: str) -> list[torch.Tensor]:
     return [part for _ in range(4) for part in data.get_batch(B=5, generator=generator)]
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", ["uint16", pytest.param("uint32", marks=pytest.mark.slow)])
 def test_an_import_of_an_export_gives_the_same_batches(
     tiny_model_path: Path, dtype: str, name: str, tmp_path: Path
@@ -96,7 +93,7 @@ def test_an_import_of_an_export_gives_the_same_batches(
     imported = brought_back(cache, tokenizer, name, tmp_path)
     same_documents(cache, imported)
     for split in ("train", "val"):
-        assert len(TokenCache(cache).files(split)) > 1
+        assert len(tokens_of(cache).files(split)) > 1
         for ours, theirs in zip(batches(cache, split), batches(imported, split), strict=True):
             assert torch.equal(ours, theirs)
 
@@ -108,7 +105,7 @@ def test_shards_of_a_few_tokens_come_back_from_files_that_are_no_shards(
     cache = built(tmp_path / "cache" / "pretrain" / "texts", tiny_model_path, 7)
     imported = brought_back(cache, tiny_model_path, name, tmp_path)
     same_documents(cache, imported)
-    lengths = [[file.tokens for file in TokenCache(each).all_files] for each in (cache, imported)]
+    lengths = [[file.tokens for file in tokens_of(each).all_files] for each in (cache, imported)]
     assert lengths[0] == lengths[1]
 
 

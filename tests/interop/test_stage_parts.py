@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 from support import small_builds
+from support.errors import refused
+from support.foreign import tokens_of
 
 from niels_gpt.inspection.verify import find_damage
-from niels_gpt.interop.token_cache import TokenCache
 from niels_gpt.interop.transfer.fetch import stage
 from niels_gpt.sampling import EpochStream
 
@@ -36,7 +37,7 @@ def test_the_shards_that_fit_with_their_documents(
     cache: Path, tmp_path: Path, split: str | None, max_bytes: int | None, shards: tuple[int, int]
 ) -> None:
     done = stage(str(cache), tmp_path / "part", split=split, max_bytes=max_bytes)
-    whole, part = TokenCache(cache), TokenCache(tmp_path / "part")
+    whole, part = tokens_of(cache), tokens_of(tmp_path / "part")
     assert (len(part.files("train")), len(part.files("val"))) == shards
     assert part.meta["staged"] == {
         "of": whole.meta["content_sha256"],
@@ -66,8 +67,8 @@ def test_a_stream_reads_each_window_of_a_part_once(cache: Path, tmp_path: Path) 
 def test_all_of_it_is_a_cache_of_the_same_content_and_nothing_is_refused(cache: Path, tmp_path: Path) -> None:
     stage(str(cache), tmp_path / "all")
     assert meta_of(tmp_path / "all") == meta_of(cache)
-    with pytest.raises(ValueError, match="the first shard has 240"):
+    with refused("E102", "has 240"):
         stage(str(cache), tmp_path / "none", max_bytes=239)
     small_builds.sft(tmp_path / "chats")
-    with pytest.raises(ValueError, match="kind sft"):
+    with refused("E102", "kind sft", "--split", "--max-bytes"):
         stage(str(tmp_path / "chats"), tmp_path / "part", split="train")

@@ -32,6 +32,7 @@ from niels_gpt.commands.settings_flags import settings_of
 from niels_gpt.inspection.stats import Stats
 from niels_gpt.interrupts import SIGNALS
 from niels_gpt.settings import Settings
+from niels_gpt.storage import remedies
 from niels_gpt.storage.codes import CodedWarning
 
 
@@ -131,6 +132,11 @@ def parse(*argv: str, module: str = "") -> click.Context:
     while isinstance(command, click.Group):
         command, argv = command.commands[argv[0]], argv[1:]
     return command.make_context(command.name, list(argv))
+
+
+def rebuild_command(path: Path) -> str:
+    """The command that messages name to build a cache again."""
+    return remedies.rebuild_command(path)
 
 
 def settings_by(*flags: str) -> Settings:

@@ -6,8 +6,9 @@ import pytest
 
 from niels_gpt.commands.report import damage_lines
 from niels_gpt.display.numbers import count_text, size_text
-from niels_gpt.display.tables import WIDTH, table
+from niels_gpt.display.tables import WIDTH, escaped_html, html_table, shown, table
 from niels_gpt.inspection.file_checks import Damage
+from niels_gpt.inspection.stats import Stats
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,16 @@ def test_the_last_column_of_a_table_is_folded() -> None:
     lines = table([("name", "value"), ("a", "word " * 40), ("b", "\x1b[2J")]).splitlines()
     assert max(map(len, lines)) <= WIDTH and lines[2].startswith("      word") and "\x1b" not in lines[-1]
     assert " ".join(" ".join(lines[1:-1]).split()) == "a " + "word " * 39 + "word"
+
+
+def test_text_with_bidi_controls_is_escaped_and_joined_emoji_are_not() -> None:
+    text = "".join(map(chr, (*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200E, 0x200F, 0x2028, 0x2029, 0x61C)))
+    assert shown(text).isascii() and escaped_html(text).isascii()
+    kept = "a\tb\n\u0645\u200c\u0647 \U0001f469\u200d\U0001f680"
+    assert shown(kept) == kept
+    page = html_table("a\nb", ((name, name) for name in ("x\n\u202e",)))
+    assert r"<caption>a\nb</caption><tr><th>x\n\u202e</th><td>x\n\u202e</td></tr>" in page
+    assert table([]) == "" and str(Stats()) == repr(Stats()) == "Stats([])" and "<table>" in Stats()._repr_html_()
 
 
 def test_damage_without_a_file_has_no_bytes() -> None:

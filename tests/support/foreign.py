@@ -1,0 +1,70 @@
+"""What an import finds in a folder of another tool, and the tokens of a cache as an export takes them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from niels_gpt.interop import output
+from niels_gpt.interop.foreign import ForeignFile, ForeignFolder
+from niels_gpt.interop.formats import FORMATS
+from niels_gpt.interop.importing import Imported, ImportOptions, import_folder
+from niels_gpt.interop.token_cache import TokenCache
+
+MANIFEST_NAME = "niels_gpt.json"
+NAMES = tuple(FORMATS)
+"""Of the formats."""
+WITH_LOSS = tuple(name for name in FORMATS if FORMATS[name].has_loss)
+
+
+def read_folder(folder: Path, name: str, **asked: Any) -> ForeignFolder:
+    """Look into a folder, and into all that its files yield."""
+    found = FORMATS[name].read(folder, **asked)
+    for file in found.files:
+        assert sum(map(len, file.pieces())) == file.tokens
+        assert file.ends is None or file.ends()[-1] == file.tokens
+        assert file.loss is None or sum(map(len, file.loss())) == file.tokens
+    return found
+
+
+def tokens_of(cache: Path) -> TokenCache:
+    """Open a cache as an export does: `.files(split)` with their ids, `.bounds(split)` of documents, `.dtype`."""
+    return TokenCache(cache)
+
+
+def import_files(files: list[ForeignFile], out: Path, *, tokenizer: Any, **options: Any) -> Imported:
+    """Import files that are given as arrays, without a folder of another tool."""
+    how = {"format": "datatrove", "tokenizer": tokenizer, "options": ImportOptions(**options)}
+    return import_folder(out.parent, ForeignFolder(files), out, **how)
+
+
+def foreign_file(name: str, pieces: Callable[[], Iterator[Any]], tokens: int, **more: Any) -> ForeignFile:
+    """A file of train; pieces and ends: functions that give them."""
+    return ForeignFile("train", name, tokens, pieces, **more)
+
+
+@contextmanager
+def small_limits(name: str, **limits: int) -> Iterator[None]:
+    """Let the module of a format have small limits, such as MAX_ROW of hf_rows."""
+    module = importlib.import_module(f"niels_gpt.interop.formats.{name}")
+    with pytest.MonkeyPatch.context() as patch:
+        for limit, value in limits.items():
+            patch.setattr(module, limit, value)
+        yield
+
+
+@contextmanager
+def no_chmod() -> Iterator[None]:
+    """Let an export be on a disk where it may not change the rights of a file."""
+
+    def refuse(path: Any, mode: int) -> None:
+        raise PermissionError(1, "Operation not permitted", str(path))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(output.os, "chmod", refuse)
+        yield

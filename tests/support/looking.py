@@ -1,0 +1,59 @@
+"""What looks into caches: in blocks of other sizes, at documents of any length, and which checks there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from niels_gpt.builders import source
+from niels_gpt.builders.sft import examples
+from niels_gpt.inspection import file_checks, plot, stats
+from niels_gpt.inspection.verify import CHECKS
+from support.disk import write_meta
+
+_BLOCKS = {
+    "read_bytes": (file_checks, "_READ_BYTES"),
+    "counted_bits": (stats, "_BIT_TOKENS"),
+    "counted_tokens": (stats, "_BATCH_TOKENS"),
+    "batch_items": (source, "BATCH_ITEMS"),
+    "copied_examples": (examples, "_COPIED"),
+}
+
+
+@contextmanager
+def blocks_of(**sizes: int) -> Iterator[None]:
+    """Let files be read, tokens counted and documents encoded in blocks of these sizes."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, size in sizes.items():
+            patch.setattr(*_BLOCKS[name], size)
+        yield
+
+
+@contextmanager
+def pretended(path: Path, kind: str, **lengths: np.ndarray) -> Iterator[Path]:
+    """Let `path` be a cache whose documents have these lengths in a picture of it, three quarters of each with loss."""
+    path.mkdir(exist_ok=True)
+    write_meta(path, {"kind": kind, "built": True})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plot, "lengths", lambda _cache, _meta, split: lengths.get(split, np.zeros(0, np.int64)))
+        patch.setattr(plot, "supervised_counts", lambda _cache, _meta, split: lengths[split] * 3 // 4)
+        yield path
+
+
+@contextmanager
+def notices() -> Iterator[list[str]]:
+    """The texts of pictures that show nothing else."""
+    said: list[str] = []
+    notice = plot._notice
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plot, "_notice", lambda text: said.append(text) or notice(text))
+        yield said
+
+
+def checks_of(kind: str, *, blocking: bool = False) -> list[str]:
+    """The names of the checks of a kind of caches; blocking: of those that fail a build."""
+    return [check.name for check in CHECKS[kind] if check.blocking or not blocking]
