@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import LONG
 from support.power_loss import Disk, Tree, below, put, recorded_below, tree_of
 from support.small_builds import BATCH_ITEMS, BUILDERS, ITEMS, SHARD_BYTES, Counted, quick_folder, whole_version
 
@@ -151,7 +152,7 @@ CASES = [
     *((kind, over) for kind in ("pretrain", "sft") for over in OVER),
     ("rollouts", "another version"),  # the engine is that of the other two
     ("templated", "another version"),
-    *(pytest.param(("rollouts", over), marks=pytest.mark.faults) for over in OVER if over != "another version"),
+    *(pytest.param(("rollouts", over), marks=pytest.mark.faults) for over in OVER if LONG and "another" not in over),
 ]
 
 
@@ -169,7 +170,7 @@ def recorded(request: pytest.FixtureRequest, small_batches: None) -> Recorded:
     ("models", "seeds"),
     [
         ({"power": 5, "kill": 13, "mixed": 11}, 1),
-        pytest.param({"power": 1, "kill": 1, "mixed": 1}, 10, marks=pytest.mark.faults),
+        pytest.param({"power": 1, "kill": 1, "mixed": 1}, 10 if LONG else 2, marks=pytest.mark.faults),
     ],
     ids=["some", "all"],
 )
@@ -195,7 +196,9 @@ def cut_twice(recorded: Recorded, folder: Path, first: int, every: int) -> None:
     assert (disk.left("power").get("c")) == recorded.after["c"]  # what a build has committed stays
 
 
-@pytest.mark.parametrize(("step", "every"), [(40, 37), pytest.param(2, 3, marks=pytest.mark.faults)])
+@pytest.mark.parametrize(
+    ("step", "every"), [(40, 37), pytest.param(*((2, 3) if LONG else (10, 7)), marks=pytest.mark.faults)]
+)
 def test_a_killed_build_may_lose_the_power_later(recorded: Recorded, folder: Path, step: int, every: int) -> None:
     for first in range(0, len(recorded.trace), step):
         cut_twice(recorded, folder, first, every)
