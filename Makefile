@@ -8,7 +8,10 @@ PYTEST_WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(4, len(os.sched_get
 # Dagster recommends its newer command line at every call of the one that people and CI use here.
 DAGSTER := PYTHONWARNINGS=ignore $(BIN)/dagster
 
-.PHONY: run dev test check docs pictures bench oldest
+# What needs none of the marks of pyproject.toml.
+UNMARKED := -m "not slow and not real_text and not browser and not faults"
+
+.PHONY: run dev test quick check docs pictures bench oldest
 
 run: $(VENV)/.installed  ## materialize every cache from the bundled sample through Dagster and print what was built
 	NIELS_GPT_SOURCE_ROOT=sample NIELS_GPT_CACHE_DIR=cache $(DAGSTER) asset materialize -m pipelines.definitions --select '*'
@@ -20,7 +23,10 @@ dev: $(VENV)/.installed  ## Dagster's UI on http://127.0.0.1:3000
 	$(DAGSTER) dev
 
 test: $(VENV)/.installed  ## the test suite
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal -m "not slow and not real_text and not browser and not faults"
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal $(UNMARKED)
+
+quick: $(VENV)/.installed  ## the tests of a few milliseconds, in half a minute: before each commit
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal $(UNMARKED) @tests/not_quick.txt
 
 check: $(VENV)/.installed  ## lint, format, types, and the plan of the code
 	$(BIN)/ruff check .
