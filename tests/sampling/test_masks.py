@@ -12,7 +12,6 @@ from support.causal_models import VOCAB, WINDOW, tiny_model
 from support.number_caches import number_cache, with_vocabulary
 
 from niels_gpt.sampling import Batch, EpochStream, PackedStream, block_causal_mask
-from niels_gpt.sampling.batch import Rows, Segments
 
 pytestmark = pytest.mark.filterwarnings("ignore:the last batch has")
 
@@ -72,11 +71,11 @@ def packed_batch() -> Batch:
     """Two rows of 16: pieces of 9, 1 and 6 tokens; of 4 and 9, and 3 of padding. Longer and shorter than a window."""
     x = torch.randint(3, VOCAB, (2, 16), generator=torch.Generator().manual_seed(0))
     y = torch.cat((x[:, 1:], x[:, :1]), dim=1)
-    numbers = np.array([0, 1, 2, 3, 4, -1])
     starts = np.array([0, 9, 10, 16, 20, 29, 32], dtype=np.int32)
     y.view(-1)[torch.from_numpy(starts[1:] - 1).long()] = -100
     y[1, 13:] = -100
-    return Batch.of_rows(Rows(x, y, Segments(starts, numbers, numbers)), {})
+    numbers = torch.tensor([0, 1, 2, 3, 4, -1])
+    return Batch(x, y, {}, None, torch.from_numpy(starts), numbers, numbers, 9)
 
 
 def alone(model: Any, batch: Batch) -> torch.Tensor:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.bits_caches import give_bits
 from support.byte_tokenizer import ByteTokenizer
+from support.errors import refused
 from support.number_caches import BEYOND, number_cache, write_shards
 from support.small_builds import quick_folder
 
@@ -20,8 +21,6 @@ from niels_gpt.builders.sft import build_sft
 from niels_gpt.cache import CacheError, read_meta, write_meta
 from niels_gpt.cache.pretrain_dataset import PretrainSplit
 from niels_gpt.sampling import Batch, EpochStream, MixtureStream, PackedStream, SFTStream
-from niels_gpt.sampling.packing.pieces import Pieces
-from niels_gpt.sampling.packing.plan import MAX_PIECES, Plan
 from niels_gpt.storage.codes import CodedWarning
 
 pytestmark = [
@@ -233,10 +232,12 @@ def test_documents_longer_than_a_row(caches: dict[str, tuple[Path, list[Document
     assert sorted(one for row in rows_of(dropped) for one in row) == plain_pieces(documents, 8, "drop")
     with pytest.raises(CacheError, match="2 of 8 are longer than T = 8 tokens, the longest is number 4 with 16"):
         PackedStream(folder, over_length="error", **options)
-    with pytest.raises(CacheError, match="no row is left"):
-        Pieces(np.array([0, 9, 18]), 8, "drop", folder)
-    with pytest.raises(CacheError, match=f"at most {MAX_PIECES}"):
-        Pieces(np.array([0, 2**32]), 1, "split", folder)
+
+
+def test_a_split_whose_documents_are_all_dropped_is_refused(tmp_path: Path) -> None:
+    write_documents(tmp_path / "c", [9, 9])
+    with refused("E107", "all 2", "T = 8", kind=CacheError):
+        PackedStream(tmp_path / "c", T=8, global_batch_size=1, seed=0, over_length="drop")
 
 
 @pytest.mark.parametrize("io", ["mmap", "pread"])
@@ -280,8 +281,3 @@ def test_supervised_tokens_that_are_lost_are_counted_as_the_batches_have_them(tm
     with pytest.raises(CacheError, match="no target is left in any row") as refused:
         PackedStream(tmp_path / "long", T=16, global_batch_size=2, seed=0, over_length="truncate")
     assert refused.value.code == "E107"
-
-
-def test_a_plan_grows_with_the_longest_piece_and_not_with_the_row() -> None:
-    plan = Plan(np.array([3, 9, 3]), 10**9)
-    assert len(plan.counts) == len(plan.firsts) == 10 and plan.slots.tolist() == [0, 1, 2] and len(plan) == 1

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from niels_gpt.builders.pretrain import build_pretrain
@@ -16,6 +17,7 @@ from niels_gpt.cache.formats import TokenDtype
 from niels_gpt.cache.meta import read_meta, write_meta
 from niels_gpt.sampling import EpochStream, MixtureStream
 from niels_gpt.sampling.shares import Weights
+from niels_gpt.storage import meta_json
 from support.byte_tokenizer import ByteTokenizer
 
 APART = 10_000
@@ -32,6 +34,11 @@ def write_shards(folder: Path, shards: Sequence[Sequence[int]], dtype: str = "ui
         tokens = np.asarray(ids, dtype=np.int64) + BEYOND * (dtype == "uint32")
         (folder / f"shard_{number:05d}.bin").write_bytes(tokens.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
     return folder
+
+
+def allow_holes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let files be mostly holes, which are refused as a stranger's bomb."""
+    monkeypatch.setattr(meta_json, "_MIN_SPARSE_BYTES", 2**62)
 
 
 def numbered_shards(lengths: Sequence[int]) -> list[list[int]]:

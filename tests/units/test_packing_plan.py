@@ -3,11 +3,14 @@
 from math import gcd
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.number_caches import WRAP, plain_mix
 
-from niels_gpt.sampling.packing.plan import Plan, Turn
+from niels_gpt.cache import CacheError
+from niels_gpt.sampling.packing.pieces import Pieces
+from niels_gpt.sampling.packing.plan import MAX_PIECES, Plan, Turn
 
 LENGTHS = st.integers(1, 30).flatmap(lambda T: st.tuples(st.just(T), st.lists(st.integers(1, T), min_size=1)))
 
@@ -84,3 +87,13 @@ def test_pieces_of_a_frequent_length_meet_others_in_each_epoch() -> None:
         for six, four in pairs.tolist():
             met.setdefault(six, set()).add(four)
     assert min(map(len, met.values())) >= 10
+
+
+def test_a_plan_grows_with_the_longest_piece_and_not_with_the_row() -> None:
+    plan = Plan(np.array([3, 9, 3]), 10**9)
+    assert len(plan.counts) == len(plan.firsts) == 10 and plan.slots.tolist() == [0, 1, 2] and len(plan) == 1
+
+
+def test_more_pieces_than_a_plan_numbers_are_refused(tmp_path):
+    with pytest.raises(CacheError, match=f"at most {MAX_PIECES}"):
+        Pieces(np.array([0, 2**32]), 1, "split", tmp_path)
