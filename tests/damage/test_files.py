@@ -81,8 +81,9 @@ def assert_cell(kind, name, harm, operation, done, good):
 
 
 def is_named(name, text):
-    """Whether a text names a file, or says that a folder without its meta.json is no cache."""
-    return name.rpartition("/")[2] in text or (name == "meta.json" and "no cache" in text)
+    """Whether a text names a file, says that a folder without a meta.json is no cache, or quotes the manifest."""
+    said = {"meta.json": "no cache", "manifest.json": "the manifest's"}.get(name)
+    return name.rpartition("/")[2] in text or (said is not None and said in text)
 
 
 def assert_blamed(cache, kind, name, *, deep=False):

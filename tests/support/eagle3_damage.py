@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 
 from niels_gpt.eagle3.format.layout import read_header, read_tensors_header, row_bytes_of, shard_path
+from niels_gpt.eagle3.format.native.shard_reader import NativeShards
 from support import eagle3_runs
 
 FORMS: dict[str, dict[str, Any]] = {"dense": {}, "topk": eagle3_runs.TOPK}
@@ -61,3 +63,13 @@ def flip_bit(path: Path, offset: int) -> None:
     content = bytearray(path.read_bytes())
     content[offset] ^= 1
     path.write_bytes(content)
+
+
+def native_put(cache: Path, sample: int, tensor: str, row: int, column: int, value: float) -> None:
+    """Write one number into a row of a sample of a native cache."""
+    shards = NativeShards(cache)
+    shard, place = shards.place(sample)
+    which = {"input_ids": 0, "aux_hidden_states": 1, "aux_scales": 1}.get(tensor, 2)
+    begin = int(shards.counts[sample - place : sample, which].sum())
+    raw = torch.tensor([value]).to(load_file(shard_path(cache, shard))[tensor].dtype).view(torch.uint8).numpy()
+    native_rows(cache, shard, tensor)[begin + row, column * len(raw) : (column + 1) * len(raw)] = raw

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import resource
 import signal
@@ -10,6 +11,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
+
+import numpy as np
+
+from support.disk import change_meta, describe, read_meta
 
 HANGS = 30
 """Seconds after which a call is ended: it waits for a pipe, or follows a circle."""
@@ -120,3 +126,59 @@ def listing(folder: Path) -> list[tuple[str, int, int, int]]:
             about = os.lstat(os.path.join(above, name))
             found.append((os.path.join(above, name), about.st_mode, about.st_size, about.st_mtime_ns))
     return sorted(found)
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+def keys(**changed: Any) -> Harm:
+    """Set keys of a version's meta.json, with a CRC-32 that fits."""
+    return lambda folder: change_meta(folder, **changed)
+
+
+def number(name: str, at: int, value: float, dtype: str) -> Harm:
+    """Write one number into a file of numbers."""
+
+    def write(folder: Path) -> None:
+        values = np.fromfile(folder / name, dtype)
+        values[at] = value
+        values.tofile(folder / name)
+
+    return write
+
+
+def entry(name: str, at: int, added: int) -> Harm:
+    """Add to one entry of a .npy file."""
+
+    def write(folder: Path) -> None:
+        values = np.load(folder / name)
+        values[at] += added
+        np.save(folder / name, values)
+
+    return write
+
+
+def sealed(harm: Harm, **changed: Any) -> Harm:
+    """Describe the files as they are after a harm, as a builder with a mistake would; then set keys."""
+    return lambda folder: (harm(folder), describe(folder, read_meta(folder) | changed))
+
+
+def npy(shape: str, *, descr: str = "'<i8'", version: bytes = b"\x01\x00", fortran: str = "False") -> bytes:
+    """Return a .npy file of three offsets whose header says something else."""
+    header = f"{{'descr': {descr}, 'fortran_order': {fortran}, 'shape': {shape}, }}".encode()
+    width = 2 if version == b"\x01\x00" else 4
+    header = header.ljust(128 - 9 - width) + b"\n"
+    start = b"\x93NUMPY" + version + len(header).to_bytes(width, "little")
+    return start + header + np.array([0, 6, 12], dtype="<i8").tobytes()
+
+
+def saved(values: Any, dtype: str = "<i8") -> bytes:
+    """Return a .npy file of these values."""
+    file = io.BytesIO()
+    np.save(file, np.array(values, dtype=dtype))
+    return file.getvalue()
+
+
+def file(name: str, content: bytes) -> Harm:
+    """Replace the content of a file."""
+    return lambda folder: (folder / name).write_bytes(content)

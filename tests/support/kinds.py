@@ -135,10 +135,14 @@ def _session() -> Path:
         (raw / f"{number}.txt").write_text(text)
     chats = [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": text}]} for text in TEXTS]
     (raw / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-    groups = [{"prompt_ids": [1, n], "completions": [[2, n], [2, 3]], "rewards": [0, 1]} for n in range(12)]
+    groups = [{"prompt_ids": [1, n], "completions": [_completion(2, n), _completion(2, 3)]} for n in range(12)]
     (raw / "steps.jsonl").write_text("".join(json.dumps(group) + "\n" for group in groups))
     (raw / "marks.jinja").write_text(TEMPLATE)
     return folder
+
+
+def _completion(*ids: int) -> dict[str, Any]:
+    return {"ids": ids, "logprobs": [-0.5] * len(ids), "advantage": 0.5, "reward": 1.0}
 
 
 @functools.cache
@@ -322,12 +326,18 @@ KINDS: dict[str, Kind] = {
     "native": _of_eagle3("native", "specforge"),
     "fp8": _of_eagle3("fp8"),
     "tokenizer": Kind(
-        "tokenizer", functools.partial(_tree, "sft/chats"), _tokenizer, _built("sft/chats"), looks=("diff",)
+        "tokenizer",
+        functools.partial(_tree, "sft/chats"),
+        _tokenizer,
+        _built("sft/chats"),
+        looks=("diff",),
+        not_read=("meta.json",),
     ),
     "draft vocabulary": _token_cache(
         "eagle3/draft_vocab",
         _draft_vocab,
         looks=("stats", "show"),
-        not_read=("draft_vocab.json",),  # read as a file of the user's is, which may be a link, and end as it likes
+        # Read as a file of the user's is: it may be a link, end as it likes, and needs no description.
+        not_read=("draft_vocab.json", "meta.json"),
     ),
 }

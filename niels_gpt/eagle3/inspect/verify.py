@@ -111,7 +111,7 @@ def _other_samples(cache: OpenCache) -> Problems:
             yield CacheError(
                 cache.folder / SIDECAR / name,
                 f"sha256 {computed[:12]}",
-                f"{str(planned[key])[:12]} by the plan: these are not the rows that the target was run on",
+                f"{str(planned[key])[:12]} by {SIDECAR}/plan.json: these are not the rows that the target was run on",
                 cache.remedy(name),
                 code="E701",
             )

@@ -35,7 +35,7 @@ from niels_gpt.storage.checks import Check, Figures, Verdict, first_problems
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, canonical_json, write_bytes
 from niels_gpt.storage.locks import apply_lock_setting
-from niels_gpt.storage.meta_json import file_records, meta_bytes, path_inside, printable, sha256_regular
+from niels_gpt.storage.meta_json import file_records, meta_bytes, path_inside, printable, sha256_regular, wrong_value
 from niels_gpt.storage.meta_json import resolved as resolved_path
 
 KIND = "draft_vocab"
@@ -200,6 +200,9 @@ def _problems(path: Path, meta: Mapping[str, Any]) -> Iterator[str]:
             file = path_inside(resolved_path(path), record["name"])
             if (sha := sha256_regular(file)) != record["sha256"]:
                 yield str(CacheError(path / record["name"], f"sha256 {sha[:12]}", record["sha256"][:12], code="E201"))
+        for name, kinds in (("target_vocab_size", (int,)), ("draft_vocab_size", (int,)), ("coverage", (int, float))):
+            if type(meta.get(name)) not in kinds:
+                raise wrong_value(path / META_NAME, name, meta.get(name), "a number")
         sizes = {name: meta[name] for name in ("target_vocab_size", "draft_vocab_size")}
         load_token_mapping(path, **sizes)
     except (CacheError, OSError) as error:

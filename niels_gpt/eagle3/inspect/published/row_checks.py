@@ -59,6 +59,9 @@ def other_ids(row: Row) -> Iterator[CacheError]:
     """Yield where the stored ids and masks are not those of the source's row, shifted and padded."""
     ids, loss_mask = (torch.from_numpy(part.astype("int64")) for part in row.cache.samples.row(row.number))
     width, length = len(row.fields["input_ids"]), len(ids)
+    if length > width:
+        yield row.problem(f"{width:,} slots", f"{length:,} tokens by sidecar/samples.safetensors")
+        return
     raw = {name: torch.zeros(width + 1, dtype=torch.int64) for name in INT_FIELDS}
     raw["input_ids"][:width] = int(row.cache.plan["tokenizer"]["pad_id"])
     raw["input_ids"][:length], raw["loss_mask"][:length], raw["attention_mask"][:length] = ids, loss_mask, 1

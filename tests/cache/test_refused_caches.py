@@ -1,18 +1,15 @@
-"""A cache that is damaged, foreign or hostile is refused by its readers with an error that names the file."""
+"""Caches of other splits, tokenizers, sentinels and places are refused by their readers; so are ids that are none."""
 
-import itertools
 import re
 import shutil
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from support.byte_tokenizer import ByteTokenizer
+from support.harms import npy
 from support.power_loss import put as restore
-from support.small_caches import CHAT, Damage, build_chats, built_caches, change_meta, cut, put, put_token, save
+from support.small_caches import CHAT, build_chats, built_caches, change_meta, put_token
 
 from niels_gpt.cache import CacheError, PretrainTokenStreamDataset, SFTExampleDataset
 from niels_gpt.cache.meta import find_meta
@@ -50,40 +47,6 @@ def refusal(cache_dir: Path, key: str, error: type[Exception] = CacheError) -> s
     return str(caught.value)
 
 
-FILE_DAMAGE = [
-    (NOTES, "train/shard_00001.bin", put(b""), "0 bytes, expected 20 by its meta.json"),
-    (NOTES, "train/shard_00001.bin", cut(-1), "19 bytes, expected 20"),
-    (NOTES, "train/shard_00001.bin", Path.unlink, "no such token file"),
-    (NOTES, META_NAME, lambda path: put(path.read_bytes() + b"\n")(path), "damaged: its bytes have the CRC-32"),
-    (CHATS, "train_tokens.bin", put(b""), "0 bytes, expected 36 by its meta.json"),
-    (CHATS, "train_tokens.bin", cut(-1), "35 bytes, expected 36"),
-    (CHATS, "train_tokens.bin", Path.unlink, "no such token file"),
-    (CHATS, "train_idx.npy", Path.unlink, "no such offsets file"),
-    (CHATS, "train_idx.npy", cut(-8), "144 bytes, expected 152 by its meta.json"),
-    (CHATS, "train_idx.npy", save([0, 6, 18]), "offset 18 lies beyond the 18 tokens of train_tokens.bin"),
-]
-WITHOUT_META = [
-    (NOTES, "train/shard_00001.bin", put(b""), "an empty file"),
-    (NOTES, "train/shard_00001.bin", cut(-1), "19 bytes, expected"),
-    (CHATS, "train_idx.npy", cut(-8), "144 bytes, expected 152 by its own header"),
-]
-
-
-@pytest.mark.parametrize(
-    ("described", "key", "name", "damage", "message"),
-    [*((True, *row) for row in FILE_DAMAGE), *((False, *row) for row in WITHOUT_META)],
-)
-def test_a_damaged_file_is_refused_and_named(
-    cache_dir: Path, described: bool, key: str, name: str, damage: Damage, message: str
-) -> None:
-    if not described:
-        (cache_dir / key / META_NAME).unlink()
-    damage(cache_dir / key / name)
-    error = FileNotFoundError if damage is Path.unlink else CacheError
-    assert f"{name}: {message}" in refusal(cache_dir, key, error)
-    assert not described or name in {found.file for found in find_damage(cache_dir / key, deep=True)}
-
-
 def test_a_split_that_is_empty_absent_or_too_short_is_refused(cache_dir: Path) -> None:
     for described in (True, False):
         with pytest.raises(CacheError, match="val: this split has no shard"):
@@ -96,48 +59,6 @@ def test_a_split_that_is_empty_absent_or_too_short_is_refused(cache_dir: Path) -
             open_pretrain(cache_dir, "test")
         if described:
             (cache_dir / NOTES / META_NAME).unlink()
-
-
-@pytest.mark.parametrize(
-    ("key", "keys", "message"),
-    [
-        (NOTES, {"shards": {}}, "meta.json: no list of shards for split train"),
-        (NOTES, {"shards": {"train": []}}, "train: this split has no shard"),
-        (CHATS, {"shards": {}}, "meta.json: does not name train_tokens.bin"),
-        (NOTES, {"built": False}, "meta.json: built is false"),
-        (CHATS, {"built": False}, "meta.json: built is false"),
-    ],
-)
-def test_a_split_that_meta_json_does_not_list_is_refused(cache_dir: Path, key: str, keys: Any, message: str) -> None:
-    change_meta(cache_dir / key, **keys)
-    assert message in refusal(cache_dir, key)
-
-
-WRONG_TYPES = {
-    "vocab_size": [0, -1, 2**31 + 1, 2**63, 10**90, True, 300.0, "300", [300], {}],
-    "special_token_ids": [3, "eot", [1, 2, 3, 4], True],
-    "tokenizer_sha256": [3, "f", True, ["f" * 64], "F" * 64],
-    "built": [None, 1, 0, "true", [], {}, 0.0],
-    "token_dtype": [None, "uint64-le", "<u2", 2, []],
-    "format_version": [None, 2, "1", True, 1.0, []],
-    "shards": [None, 3, [], "train", {"train": None}, {"train": {}}, {"train": 3}, {"train": [{}]}],
-    "index": [None, 3, []],
-}
-
-
-@pytest.mark.parametrize("key", OPENERS)
-@pytest.mark.parametrize("name", WRONG_TYPES)
-def test_a_key_of_the_wrong_type_is_refused_by_its_name(cache_dir: Path, key: str, name: str) -> None:
-    for value in WRONG_TYPES[name]:
-        change_meta(cache_dir / key, **{name: value})
-        message = refusal(cache_dir, key)
-        assert f"{META_NAME}: {name}" in message and "expected" in message and "niels-gpt" in message, value
-
-
-def test_a_sentinel_id_that_is_none_of_the_vocabulary_is_refused(cache_dir: Path) -> None:
-    for sentinel, value in itertools.product(("asst", "eot"), (300, -1, True, 4.0, "4", None, [4], 2**64)):
-        change_meta(cache_dir / CHATS, special_token_ids={**ByteTokenizer().special_token_ids(), sentinel: value})
-        assert f"special_token_ids.{sentinel} is " in refusal(cache_dir, CHATS), value
 
 
 @pytest.mark.parametrize("key", OPENERS)
@@ -311,58 +232,6 @@ def test_without_a_vocabulary_all_ids_are_served(cache_dir: Path) -> None:
     (cache_dir / NOTES / META_NAME).write_bytes(canonical_json({}))
     x, y = open_pretrain(cache_dir).get_batch(B=8, generator=torch.Generator().manual_seed(0))
     assert int(x.max()) == int(y.max()) == 65535
-
-
-def npy(shape: str, *, descr: str = "'<i8'", version: bytes = b"\x01\x00", fortran: str = "False") -> bytes:
-    """Return a .npy file of three offsets whose header says something else."""
-    header = f"{{'descr': {descr}, 'fortran_order': {fortran}, 'shape': {shape}, }}".encode()
-    width = 2 if version == b"\x01\x00" else 4
-    header = header.ljust(128 - 9 - width) + b"\n"
-    start = b"\x93NUMPY" + version + len(header).to_bytes(width, "little")
-    return start + header + np.array([0, 6, 12], dtype="<i8").tobytes()
-
-
-NO_OFFSETS: list[tuple[Damage, str]] = [
-    (put(b""), "not a .npy file of plain numbers: it begins b''"),
-    (put(b"PK\x03\x04" + bytes(200)), "not a .npy file"),
-    (put(b"\x80\x04]q\x00."), "not a .npy file"),  # a pickle
-    (cut(-8), "144 bytes, expected 152 by its own header, which has 3 entries"),
-    (lambda path: path.write_bytes(path.read_bytes() + b"12345678"), "160 bytes, expected 152 by its own header"),
-    (save([0, 6, 12], "<i4"), "<i4 of shape (3,), expected int64 [examples]"),
-    (save([0, 6, 12], ">i8"), ">i8 of shape (3,), expected int64 [examples]"),
-    (save([0, 6, 12], "<f8"), "<f8 of shape (3,), expected int64 [examples]"),
-    (save([0, None], "O"), "|O of shape (2,), expected int64 [examples]"),
-    (save([[0, 6, 12]]), "<i8 of shape (1, 3), expected int64 [examples]"),
-    (save(0), "<i8 of shape (), expected int64 [examples]"),
-    (save([]), "no example in this split"),
-    (save([6, 12]), "begins at 6, expected 0"),
-    (save([0, 6, 6]), "offsets do not ascend at entry 2"),
-    (save([0, 2**63 - 1, -(2**63)]), "offsets do not ascend at entry 2"),
-    (save([0, 6, 18]), "offset 18 lies beyond the 18 tokens"),
-    *((put(npy("(3,)", version=version)), "not a .npy file") for version in (b"\x03\x00", b"\x00\x00")),
-    *((put(npy("(3,)", descr=descr)), "not a .npy file") for descr in ("[('a', '<i8')]", "__import__('os')")),
-    *((put(npy(shape)), "not a .npy file") for shape in ("(-3,)", "(3, -1)", "(3.5,)", "(" * 50)),
-    (put(npy("(1152921504606846976,)")), "152 bytes, expected 9223372036854775936 by its own header"),
-    (put(npy("(18446744073709551619,)")), "<i8 of shape (18446744073709551619,), expected"),
-    (put(npy("(3000000000000000,)")), "152 bytes, expected 24000000000000128 by its own header"),
-    (put(npy("(4294967296, 4294967296)")), "<i8 of shape (4294967296, 4294967296), expected"),
-    (put(npy("(1, 3)", fortran="True")), "<i8 of shape (1, 3), expected"),
-    (put(b"\x93NUMPY\x01\x00\xff\xff{'descr': '<i8', "), "not a .npy file"),
-    (put(b"\x93NUMPY\x02\x00\xff\xff\xff\xff{'descr': '<i8', "), "not a .npy file"),
-]
-
-
-@pytest.mark.parametrize(("damage", "message"), NO_OFFSETS)
-def test_a_damaged_or_hostile_offsets_file_is_refused(tmp_path: Path, damage: Damage, message: str) -> None:
-    path = tmp_path / "train_idx.npy"
-    save([0, 6, 12])(path)
-    damage(path)
-    tracemalloc.start()
-    with pytest.raises(CacheError, match=re.escape(f"train_idx.npy: {message}")):
-        load_idx(path, num_tokens=18)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 1 << 24
 
 
 @pytest.mark.parametrize("content", [npy("(3,)"), npy("(3,)", version=b"\x02\x00"), npy("(3,)", fortran="True")])

@@ -1,23 +1,18 @@
-"""Every damage of a native cache is named with its shard and sample; its figures and tables are what is stored."""
+"""A native cache is run again and checked without a plan; its figures and tables are what is stored."""
 
 import json
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from support import eagle3_runs
-from support.eagle3_damage import NATIVE_FORMS, copy_of, native_rows
+from support.eagle3_damage import NATIVE_FORMS, copy_of, native_put
 
 from niels_gpt.commands.eagle3.group import main
 from niels_gpt.eagle3.cache import write_manifest
-from niels_gpt.eagle3.format.layout import shard_path
-from niels_gpt.eagle3.format.native.shard_reader import NativeShards
 from niels_gpt.eagle3.inspect.checks import CHECKS, RECOMPUTED
 from niels_gpt.eagle3.inspect.native.row_checks import LOGIT_SHARE
 from niels_gpt.eagle3.inspect.recompute import Target, recomputed
@@ -39,121 +34,6 @@ def copied(eagle3_caches: dict[str, Path], tmp_path: Path) -> Copy:
 
 def problems(cache: Path, name: str) -> list[str]:
     return verify(cache, names=[name])[name].problems
-
-
-def first_row(cache: Path, sample: int, tensor: str) -> tuple[int, int]:
-    """Return the shard of a sample, and where its rows begin in a tensor."""
-    shards = NativeShards(cache)
-    shard, row = shards.place(sample)
-    first = sample - row
-    which = {"input_ids": 0, "aux_hidden_states": 1, "aux_scales": 1}.get(tensor, 2)
-    return shard, int(shards.counts[first:sample, which].sum())
-
-
-def put(cache: Path, sample: int, tensor: str, row: int, column: int, value: float) -> None:
-    """Write one number into a row of a sample."""
-    shard, begin = first_row(cache, sample, tensor)
-    dtype = load_file(shard_path(cache, shard))[tensor].dtype
-    raw = torch.tensor([value]).to(dtype).view(torch.uint8).numpy()
-    native_rows(cache, shard, tensor)[begin + row, column * len(raw) : (column + 1) * len(raw)] = raw
-
-
-def test_a_flipped_bit_of_any_tensor_is_told_with_its_shard(copied: Copy) -> None:
-    cache = copied("fp8")
-    for name in load_file(shard_path(cache, 1)):
-        rows = native_rows(cache, 1, name)
-        rows[len(rows) // 2, 0] ^= 1
-        rows.flush()
-        found = problems(cache, "checksums")
-        assert found and all(str(shard_path(cache, 1)) in problem for problem in found), name
-        assert name.endswith("_starts") or (len(found) == 1 and "It is sample " in found[0]), found
-        rows[len(rows) // 2, 0] ^= 1
-        rows.flush()
-    assert problems(cache, "checksums") == []
-    native_rows(cache, 1, "loss_bits")[-1] ^= 0x80  # behind the last token
-    assert "loss bits behind the last token" in problems(cache, "checksums")[0]
-    assert "bits set behind the last token" in problems(cache, "complete")[0]
-
-
-VALUES: dict[str, tuple[str, str, str, float, str]] = {
-    "aux": ("native", "finite", "aux_hidden_states", np.nan, "aux_hidden_states of block 1 is nan at token 1"),
-    "fp8": ("fp8", "finite", "aux_hidden_states", np.nan, "aux_hidden_states of block 5 is nan at token 1"),
-    "scale": ("fp8", "finite", "aux_scales", np.inf, "aux_scales of block 5 is inf at token 1"),
-    "last": (
-        "native",
-        "finite",
-        "last_hidden_states",
-        -np.inf,
-        "last_hidden_states is -inf at token 4 .so at 1 token.",
-    ),
-    "normalizer": ("native", "finite", "log_normalizers", np.nan, "log_normalizers is nan at token 4"),
-    "id": ("native", "ids_match", "input_ids", 39, "input_ids is 39 at token 1, expected .* by sidecar.*; wrong at 1"),
-    "argmax": ("native", "distribution", "argmax_ids", 40, "argmax_ids is 40 at token 4, expected an id below 40"),
-    "no scale": ("fp8", "distribution", "aux_scales", -1, "aux_scales is .* at token 1, expected none below 0"),
-    "other normalizer": ("native", "distribution", "log_normalizers", 5, "log_normalizers is 5 at token 4, expected 3"),
-    "other argmax": ("native", "distribution", "argmax_ids", 30, "argmax_ids is 30 at token 4, expected .* higher by"),
-}
-
-
-@pytest.mark.parametrize("name", VALUES)
-def test_a_wrong_number_is_told_with_sample_token_and_what_was_expected(
-    copied: Copy, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    form, check, tensor, value, said = VALUES[name]
-    cache = copied(form)
-    monkeypatch.setattr("niels_gpt.eagle3.inspect.native.row_checks._ROWS", 1000)  # else a row may not be looked at
-    assert eagle3_runs.rows()[4].loss_mask == [1, 0, 0, 0, 1, 1, 0], "target rows at 1, 4, 5, 6"
-    put(cache, 4, tensor, 1, 0, value)
-    (found,) = problems(cache, check)
-    assert re.search(SAMPLE_4 + said, found), found
-
-
-@pytest.mark.parametrize(
-    ("changed", "check", "said"),
-    [
-        (
-            {"dtype": "fp16"},
-            "complete",
-            "its header has .*'last_hidden_states' bfloat16.*expected .*'last_hidden_states' float16",
-        ),
-        ({"hidden_size": 17}, "complete", r"embeddings is \[40, 16\], expected \[40, 17\]"),
-        (
-            {"aux_layer_ids": [1, 3]},
-            "complete",
-            r"'aux_hidden_states' bfloat16 \[\d+, 3, 16\].*expected .*\[\d+, 2, 16\]",
-        ),
-        ({"num_samples": 11}, "complete", "10 samples in 3 shards, expected the manifest's 11"),
-        ({"num_shards": 4}, "complete", "shard-000003.safetensors: no such file"),
-        ({"num_shards": 2}, "complete", "shard-000002.safetensors: a shard too many"),
-        ({"target_vocab_size": 41}, "complete", r"embeddings is \[40, 16\], expected \[41, 16\]"),
-        ({"norm": "layer"}, "distribution", "higher by target_weights.safetensors and the stored state"),
-        ({"norm": "none"}, "distribution", "log_normalizers is "),
-        ({"logit_scale": 2.0}, "distribution", "log_normalizers is "),
-        ({"tied": True}, "distribution", "log_normalizers is "),
-    ],
-)
-def test_a_manifest_that_does_not_fit_is_told(copied: Copy, changed: dict[str, Any], check: str, said: str) -> None:
-    cache = copied()
-    manifest = json.loads((cache / "manifest.json").read_text())
-    part = manifest["head"] if changed.keys() <= manifest["head"].keys() else manifest
-    part.update(changed)
-    write_manifest(cache, manifest)
-    assert any(re.search(said, problem) for problem in problems(cache, check)), problems(cache, check)
-    assert problems(cache, "checksums"), "manifest.json has a checksum in meta.json"
-
-
-def test_weights_that_are_not_finite_or_not_there_are_told(copied: Copy) -> None:
-    cache = copied()
-    path = cache / "target_weights.safetensors"
-    weights = load_file(path)
-    weights["lm_head"][7, 3] = torch.nan
-    save_file(weights, path)
-    (found,) = problems(cache, "finite")
-    assert found.startswith(f"{path}: lm_head of token 7 is not finite")
-    assert any(f"{path}: sha256 " in problem for problem in problems(cache, "checksums"))
-    del weights["lm_head"]
-    save_file(weights, path)
-    assert f"{path}: lm_head is absent, expected [40, 16]" in problems(cache, "complete")[0]
 
 
 def test_the_share_of_a_logit_that_is_let_pass_holds_for_the_rounding_of_a_state() -> None:
@@ -202,7 +82,7 @@ def test_a_wrong_sample_is_found_if_it_is_drawn(copied: Copy) -> None:
     cache = copied()
     plan = json.loads((cache / "sidecar" / "plan.json").read_text())
     there = Target(plan["target"], eagle3_runs.load, plan["run"])
-    put(cache, 4, "aux_hidden_states", 0, 3, 2.5)
+    native_put(cache, 4, "aux_hidden_states", 0, 3, 2.5)
     (found,) = recomputed(cache, there, k=10).problems
     assert re.search(SAMPLE_4 + r"aux_hidden_states of block 1 is 2.5 at token 0, run again .* at 1 token, ", found)
     (found,) = recomputed(cache, Target(plan["target"], eagle3_runs.load, {**plan["run"], "torch": "3"}), k=10).problems
