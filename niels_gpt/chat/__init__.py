@@ -14,4 +14,53 @@
     prefix_tokens.py     offsets -> mask of tokens; checks that a chat's beginning has the same ids alone
 
 The project's own chats: niels_gpt/chat_template.py makes their ids, niels_gpt/cache/formats.py their loss mask.
+The names below are imported at their first use.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from niels_gpt.chat.protocol import ChatTokenizer, EncodedChat, RefusedChat
+    from niels_gpt.chat.rows import Row, chat_rows, given_rows, show_rows
+    from niels_gpt.chat.template_process import Chat
+    from niels_gpt.chat.tokenizers import open_tokenizer
+    from niels_gpt.chat.turns import LOSS_ON
+
+_HOMES = {
+    "Chat": "niels_gpt.chat.template_process",
+    "ChatTokenizer": "niels_gpt.chat.protocol",
+    "EncodedChat": "niels_gpt.chat.protocol",
+    "LOSS_ON": "niels_gpt.chat.turns",
+    "RefusedChat": "niels_gpt.chat.protocol",
+    "Row": "niels_gpt.chat.rows",
+    "chat_rows": "niels_gpt.chat.rows",
+    "given_rows": "niels_gpt.chat.rows",
+    "open_tokenizer": "niels_gpt.chat.tokenizers",
+    "show_rows": "niels_gpt.chat.rows",
+}
+
+__all__ = [
+    "LOSS_ON",
+    "Chat",
+    "ChatTokenizer",
+    "EncodedChat",
+    "RefusedChat",
+    "Row",
+    "chat_rows",
+    "given_rows",
+    "open_tokenizer",
+    "show_rows",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

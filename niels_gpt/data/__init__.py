@@ -14,5 +14,50 @@ sources.py        the table of built-in sources: how each is found, loaded and c
 types.py          what loaders yield: PretrainSample, ChatSample, and the id that a sample has in its source
 files/            rows and texts of files of any format
 
-Importing these modules is cheap: datasets, pyarrow, huggingface_hub and torch are imported on first use.
+Importing these modules is cheap: datasets, pyarrow, huggingface_hub and torch are imported on first use. So are the
+names below.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from niels_gpt.data.exclude import remaining
+    from niels_gpt.data.local import LocalFiles, open_files
+    from niels_gpt.data.types import ChatMessage, ChatSample, PretrainSample, RawChat, SequenceGroup, source_id
+
+_HOMES = {
+    "ChatMessage": "niels_gpt.data.types",
+    "ChatSample": "niels_gpt.data.types",
+    "LocalFiles": "niels_gpt.data.local",
+    "PretrainSample": "niels_gpt.data.types",
+    "RawChat": "niels_gpt.data.types",
+    "SequenceGroup": "niels_gpt.data.types",
+    "open_files": "niels_gpt.data.local",
+    "remaining": "niels_gpt.data.exclude",
+    "source_id": "niels_gpt.data.types",
+}
+
+__all__ = [
+    "ChatMessage",
+    "ChatSample",
+    "LocalFiles",
+    "PretrainSample",
+    "RawChat",
+    "SequenceGroup",
+    "open_files",
+    "remaining",
+    "source_id",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

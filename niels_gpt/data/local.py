@@ -50,7 +50,7 @@ _MOST_NAMES = 20  # in a message
 
 @dataclass(frozen=True)
 class LocalFiles:
-    """The files of one user-defined source."""
+    """The files of one user-defined source, and what they hold."""
 
     root: Path
     """A folder above all of them; a file's name is its path below it."""
@@ -67,12 +67,115 @@ class LocalFiles:
         """Return a file's name, with / between folders and U+FFFD for bytes that are not UTF-8."""
         return os.fsencode(path.relative_to(self.root).as_posix()).decode("utf-8", "replace")
 
+    def texts(
+        self,
+        *,
+        source: str,
+        field: str | None = None,
+        counters: Counter[str] | None = None,
+        max_document_bytes: int = MAX_DOCUMENT_BYTES,
+        position: dict[str, int] | None = None,
+    ) -> Iterator[PretrainSample]:
+        """Stream documents in order of files and rows, empty ones included.
 
-def find(
+        A .jsonl, .json or .parquet file has rows; any other file is one document.
+        source: the samples' source.
+        field: of a row's text; None: the first of text, content, document that is a string. A row without a text
+            counts as "missing_field".
+        counters: receives how many documents were dropped or repaired, by reason.
+        max_document_bytes: of a document or row; a larger one counts as "too_large".
+        position: where the stream is, kept in this dict; the stream starts behind what it holds (see rows.Position).
+        The samples' meta: "index", the number in the stream from 0; "path", the file's name; for a row "row", its
+            number from 1 (the line's in .jsonl), and "id", if it is a string or an integer, as a string.
+        Raises: ValueError for a damaged file, when it is reached, and at the end if there is no text at all.
+        """
+        documents = iter_documents(
+            self,
+            source=source,
+            field=field,
+            counters=counters,
+            max_document_bytes=max_document_bytes,
+            position=position,
+            blocks=False,
+        )
+        return cast(Iterator[PretrainSample], documents)
+
+    def chats(
+        self,
+        *,
+        source: str,
+        counters: Counter[str] | None = None,
+        max_document_bytes: int = MAX_DOCUMENT_BYTES,
+        position: dict[str, int] | None = None,
+        raw: bool = False,
+    ) -> Iterator[ChatSample | RawChat]:
+        """Stream chats in order of files and rows, including those without an assistant's turn.
+
+        raw: as RawChats, for a chat template. What a row may look like, and why it may be dropped: see chat_shapes.
+        The rest: as `texts`.
+        """
+        fields = chat_shapes.RAW_FIELDS if raw else chat_shapes.FIELDS
+        reader = _Reader(self, counters, (*fields, "id"), max_document_bytes, position)
+        for row, where in reader.read(rows_only=True):
+            sparse = where["path"].lower().endswith(".parquet")
+            try:
+                chat = chat_shapes.raw_chat_of(row, sparse=sparse) if raw else chat_shapes.messages_of(row)
+            except chat_shapes.NotAChatError as error:
+                reader.drop(error.reason, error.found, role=error.role)
+            else:
+                meta = reader.meta(where)
+                yield RawChat(*chat, source, meta) if isinstance(chat, tuple) else ChatSample(chat, source, meta)
+        reader.check_any(f"{source}: not one chat", f"one of the shapes {chat_shapes.SHAPES}")
+
+    def rollouts(
+        self,
+        *,
+        source: str,
+        counters: Counter[str] | None = None,
+        max_document_bytes: int = MAX_DOCUMENT_BYTES,
+        position: dict[str, int] | None = None,
+    ) -> Iterator[SequenceGroup]:
+        """Stream groups of recorded sequences; consecutive rows of a file that name the same group are one.
+
+        What a row may look like, and why it may be dropped: see files.rollouts. The rest: as `texts`. To know that a
+        group is whole, the row behind it is read; counters and position do not have that row until it is used.
+        Raises: ValueError for a group of more than rollouts.MAX_GROUP_TOKENS in several rows; as `texts`.
+        """
+        behind = rollouts.Behind(counters, position)
+        reader = _Reader(self, behind.counters, (*rollouts.FIELDS, "id"), max_document_bytes, behind.position)
+        group: SequenceGroup | None = None
+        tokens = 0
+        for row, where in reader.read(rows_only=True):
+            try:
+                name, samples = rollouts.samples_of(row)
+            except rollouts.NotRolloutsError as error:
+                reader.drop(error.reason, error.found)
+                continue
+            if behind.continues(name, where["path"]) and group is not None:
+                group.samples.extend(samples)
+                tokens = rollouts.tokens_of(samples, tokens, f"{where['path']}, row {where['row']}")
+                reader.meta(where)
+            else:
+                if group is not None:
+                    behind.publish()
+                    yield group
+                meta = {"id": None, **reader.meta(where), **({"id": name} if name else {})}
+                group = SequenceGroup(samples, source, meta)
+                tokens = rollouts.tokens_of(samples)
+            behind.mark()
+        if group is not None:
+            behind.publish()
+            yield group
+        behind.publish(latest=True)
+        reader.check_any(f"{source}: no rollouts", f"one of the forms {rollouts.FORMS}")
+
+
+def open_files(
     pattern: str,
     *,
     base: Path | None = None,
-    suffixes: Sequence[str] = TEXT_SUFFIXES,
+    rows_only: bool = False,
+    as_text: Sequence[str] = (),
     follow_links: bool = False,
 ) -> LocalFiles:
     """Find the files of a source.
@@ -81,7 +184,8 @@ def find(
         and which matches files, not folders. `~` is the home folder. Hidden files and folders (`.git`, `.obsidian`) are
         left out, unless the pattern names them.
     base: what a relative pattern is relative to; None: the current folder.
-    suffixes: of the files to read, in upper or lower case; CHAT_SUFFIXES for chats.
+    rows_only: only .jsonl, .json and .parquet files, as chats and rollouts need.
+    as_text: further endings of names, such as ".tex", of files that are one document; as all, in upper or lower case.
     follow_links: also links below the folder, or below the part of a glob before its first wildcard; what the pattern
         itself names may always be a link. Each file is then listed once, by the path with the fewest links, then the
         fewest parts, then the first in byte order.
@@ -89,6 +193,7 @@ def find(
         file does not change the names of the others.
     Raises: FileNotFoundError if nothing matches, or nothing that can be read.
     """
+    suffixes = CHAT_SUFFIXES if rows_only else (*TEXT_SUFFIXES, *as_text)
     start, rest = Path.cwd() if base is None else base, os.path.expanduser(pattern)
     literal = Path(os.path.abspath(start / rest))  # a name may have brackets in it
     wild: tuple[str, ...]
@@ -165,38 +270,6 @@ def _kind_of(path: Path) -> str:
 _ODD = "pipes, devices or links to nothing"
 
 
-def iter_texts(
-    found: LocalFiles,
-    *,
-    source: str,
-    field: str | None = None,
-    counters: Counter[str] | None = None,
-    max_document_bytes: int = MAX_DOCUMENT_BYTES,
-    position: dict[str, int] | None = None,
-) -> Iterator[PretrainSample]:
-    """Stream documents in order of files and rows, empty ones included.
-
-    A file with one of CHAT_SUFFIXES has rows; any other file is one document.
-    field: of a row's text; None: the first of text, content, document that is a string. A row without a text counts as
-        "missing_field".
-    max_document_bytes: of a document or row; a larger one counts as "too_large".
-    position: see rows.Position; with `index`.
-    The samples' meta: "index", the number in the stream from 0; "path", the file's name; for a row "row", its number
-        from 1 (see rows.numbered_rows), and "id", if it is a string or an integer, as a string.
-    Raises: ValueError for a damaged file, when it is reached, and at the end if there is no text at all.
-    """
-    documents = iter_documents(
-        found,
-        source=source,
-        field=field,
-        counters=counters,
-        max_document_bytes=max_document_bytes,
-        position=position,
-        blocks=False,
-    )
-    return cast(Iterator[PretrainSample], documents)
-
-
 def iter_documents(
     found: LocalFiles,
     *,
@@ -208,7 +281,7 @@ def iter_documents(
     blocks: bool,
     partition: Partition | None = None,
 ) -> Iterator[PretrainSample | TextBlock]:
-    """Stream the documents of `iter_texts`, or of one partition; blocks: as columns where rows are as usual."""
+    """Stream the documents of `LocalFiles.texts`, or of one partition; blocks: as columns where rows are as usual."""
     wanted = TEXT_FIELDS if field is None else (field,)
     columns = wanted if blocks else ()
     reader = _Reader(found, counters, (*wanted, "id"), max_document_bytes, position, columns, partition)
@@ -236,75 +309,6 @@ def _ids_of(rows: Columns, path: str) -> list[str]:
 
 def _is_id(value: Any) -> bool:
     return isinstance(value, str | int) and not isinstance(value, bool)
-
-
-def iter_chats(
-    found: LocalFiles,
-    *,
-    source: str,
-    counters: Counter[str] | None = None,
-    max_document_bytes: int = MAX_DOCUMENT_BYTES,
-    position: dict[str, int] | None = None,
-    raw: bool = False,
-) -> Iterator[ChatSample | RawChat]:
-    """Stream chats in order of files and rows, including those without an assistant's turn.
-
-    raw: as RawChats. What a row may look like, and why it may be dropped: see chat_shapes. The rest: as `iter_texts`.
-    """
-    fields = chat_shapes.RAW_FIELDS if raw else chat_shapes.FIELDS
-    reader = _Reader(found, counters, (*fields, "id"), max_document_bytes, position)
-    for row, where in reader.read(rows_only=True):
-        sparse = where["path"].lower().endswith(".parquet")
-        try:
-            chat = chat_shapes.raw_chat_of(row, sparse=sparse) if raw else chat_shapes.messages_of(row)
-        except chat_shapes.NotAChatError as error:
-            reader.drop(error.reason, error.found, role=error.role)
-        else:
-            meta = reader.meta(where)
-            yield RawChat(*chat, source, meta) if isinstance(chat, tuple) else ChatSample(chat, source, meta)
-    reader.check_any(f"{source}: not one chat", f"one of the shapes {chat_shapes.SHAPES}")
-
-
-def iter_rollouts(
-    found: LocalFiles,
-    *,
-    source: str,
-    counters: Counter[str] | None = None,
-    max_document_bytes: int = MAX_DOCUMENT_BYTES,
-    position: dict[str, int] | None = None,
-) -> Iterator[SequenceGroup]:
-    """Stream groups of recorded sequences; consecutive rows of a file that name the same group are one.
-
-    What a row may look like, and why it may be dropped: see files.rollouts. The rest: as `iter_texts`. To know that a
-    group is whole, the row behind it is read; counters and position do not have that row until it is used.
-    Raises: ValueError for a group of more than rollouts.MAX_GROUP_TOKENS in several rows; as `iter_texts`.
-    """
-    behind = rollouts.Behind(counters, position)
-    reader = _Reader(found, behind.counters, (*rollouts.FIELDS, "id"), max_document_bytes, behind.position)
-    group: SequenceGroup | None = None
-    tokens = 0
-    for row, where in reader.read(rows_only=True):
-        try:
-            name, samples = rollouts.samples_of(row)
-        except rollouts.NotRolloutsError as error:
-            reader.drop(error.reason, error.found)
-            continue
-        if behind.continues(name, where["path"]) and group is not None:
-            group.samples.extend(samples)
-            tokens = rollouts.tokens_of(samples, tokens, f"{where['path']}, row {where['row']}")
-            reader.meta(where)
-        else:
-            if group is not None:
-                behind.publish()
-                yield group
-            group = SequenceGroup(samples, source, {"id": None, **reader.meta(where), **({"id": name} if name else {})})
-            tokens = rollouts.tokens_of(samples)
-        behind.mark()
-    if group is not None:
-        behind.publish()
-        yield group
-    behind.publish(latest=True)
-    reader.check_any(f"{source}: no rollouts", f"one of the forms {rollouts.FORMS}")
 
 
 class _Reader:

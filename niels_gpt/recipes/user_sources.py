@@ -93,10 +93,11 @@ class UserSource:
         )
 
     def find(self, settings: Settings) -> local.LocalFiles:
-        """Return its files. Raises: FileNotFoundError, ValueError as data.local.find."""
-        is_text = self.family == "pretrain"
-        suffixes = (*local.TEXT_SUFFIXES, *text_suffixes(settings)) if is_text else local.CHAT_SUFFIXES
-        return local.find(self.files, base=self.base, suffixes=suffixes, follow_links=settings.follow_links)
+        """Return its files. Raises: FileNotFoundError, ValueError as data.local.open_files."""
+        kinds: dict[str, Any] = (
+            {"as_text": text_suffixes(settings)} if self.family == "pretrain" else {"rows_only": True}
+        )
+        return local.open_files(self.files, base=self.base, follow_links=settings.follow_links, **kinds)
 
     def _load(self, request: LoadRequest) -> list[Part]:
         found, counters = request.found, request.counters
@@ -110,9 +111,9 @@ class UserSource:
             "position": request.position,
         }
         if self.family == "rollouts":
-            return [(None, local.iter_rollouts(found, **how))]
+            return [(None, found.rollouts(**how))]
         if self.family == "sft":
-            return [(None, local.iter_chats(found, raw=request.raw, **how))]
+            return [(None, found.chats(raw=request.raw, **how))]
         how |= {"field": self.field, "blocks": request.blocks, "partition": request.partition}
         return [(None, local.iter_documents(found, **how))]
 

@@ -8,14 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.data_files import exclusion_facts
+from support.errors import refused
 
-from niels_gpt.data import exclude
+from niels_gpt.data import ChatMessage, ChatSample, PretrainSample, remaining
 from niels_gpt.data.dolly import iter_dolly_sft
 from niels_gpt.data.fineweb_edu import iter_fineweb_edu
 from niels_gpt.data.oasst1 import iter_oasst1_sft
-from niels_gpt.data.types import ChatMessage, ChatSample, PretrainSample
 from niels_gpt.data.wikitext import iter_wikitext
-from niels_gpt.recipes.plan import RECIPES
+from niels_gpt.recipes.plan import recipes
+from niels_gpt.recipes.run_recipe import Outcome
 from niels_gpt.settings import Settings
 
 
@@ -35,7 +37,7 @@ def page(text: str, **meta: object) -> PretrainSample:
 
 def left(path: Path, *samples: PretrainSample) -> tuple[list[str], Counter[str]]:
     counters: Counter[str] = Counter()
-    return [sample.text for sample in exclude.remaining(samples, str(path), counters)], counters
+    return [sample.text for sample in remaining(samples, str(path), counters)], counters
 
 
 @pytest.mark.parametrize(
@@ -64,15 +66,18 @@ def test_ids_and_sha256_of_texts_leave_out_and_are_counted(
 
 
 def test_a_chat_goes_by_one_message_or_one_id(tmp_path: Path) -> None:
-    read = exclude.read_exclusion(listed(tmp_path, digest("What is 2 + 2?"), "tree-9", "message-5"))
+    path = listed(tmp_path, digest("What is 2 + 2?"), "tree-9", "message-5")
 
     def chat(question: str, **meta: object) -> ChatSample:
         return ChatSample([ChatMessage("user", question), ChatMessage("assistant", "4")], "own", dict(meta))
 
-    assert read.matching(chat("What is 2 + 2?"))
-    assert read.matching(chat("x", message_tree_id="tree-9")) == {"tree-9"}
-    assert read.matching(chat("x", message_ids=["message-4", "message-5"])) == {"message-5"}
-    assert not read.matching(chat("x", message_ids=["message-4"]))
+    left_out = [
+        chat("What is 2 + 2?"),
+        chat("x", message_tree_id="tree-9"),
+        chat("x", message_ids=["message-4", "message-5"]),
+    ]
+    kept = chat("x", message_ids=["message-4"])
+    assert list(remaining([*left_out, kept], str(path), Counter())) == [kept]
 
 
 def test_the_log_says_how_many_entries_named_something(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -82,19 +87,19 @@ def test_the_log_says_how_many_entries_named_something(tmp_path: Path, caplog: p
 
 
 def test_order_case_and_comments_change_no_fingerprint_but_an_entry_does(tmp_path: Path) -> None:
-    first = exclude.read_exclusion(listed(tmp_path, "a", digest("b"))).facts
-    assert exclude.read_exclusion(listed(tmp_path, "# new", digest("b").upper(), "a", "a")).facts == first
+    first = exclusion_facts(listed(tmp_path, "a", digest("b")))
+    assert exclusion_facts(listed(tmp_path, "# new", digest("b").upper(), "a", "a")) == first
     assert first["entries"] == 2
-    assert exclude.read_exclusion(listed(tmp_path, "a", digest("c"))).facts != first
+    assert exclusion_facts(listed(tmp_path, "a", digest("c"))) != first
 
 
-@pytest.mark.parametrize("content", [b"", b"# only\n\n", b"\xff\xfe"])
-def test_a_file_without_an_entry_is_an_error_that_names_it(tmp_path: Path, content: bytes) -> None:
+@pytest.mark.parametrize(("content", "code"), [(b"", "E303"), (b"# only\n\n", "E303"), (b"\xff\xfe", "E302")])
+def test_a_file_without_an_entry_is_an_error_that_names_it(tmp_path: Path, content: bytes, code: str) -> None:
     (tmp_path / "x.txt").write_bytes(content)
-    with pytest.raises(ValueError, match=r"x\.txt: .*expected ids or sha256"):
-        exclude.read_exclusion(tmp_path / "x.txt")
-    with pytest.raises(FileNotFoundError, match=r"absent\.txt: no such file"):
-        exclude.read_exclusion(tmp_path / "absent.txt")
+    with refused(code, tmp_path / "x.txt", "sha256"):
+        left(tmp_path / "x.txt", page("a"))
+    with refused("E301", "absent.txt", kind=FileNotFoundError):
+        left(tmp_path / "absent.txt", page("a"))
 
 
 def first_file(root: str, folder: str) -> str:
@@ -112,30 +117,38 @@ FIRST_ENTRIES: dict[str, Callable[[str], str]] = {  # what leaves out the first 
 }
 
 
-@pytest.mark.parametrize("key", RECIPES)
+def build(settings: Settings, key: str) -> Outcome:
+    return recipes(settings)[key](settings)
+
+
+@pytest.mark.parametrize("key", FIRST_ENTRIES)
 def test_a_build_leaves_out_counts_and_is_built_anew(settings: Settings, tmp_path: Path, key: str) -> None:
     if key == "pretrain/gutenberg":  # the sample's two books are one for each split
         root = shutil.copytree(settings.source_root, tmp_path / "more")
         (root / "gutenberg" / "third.txt").write_text("It was a short book.\n" * 50)
         settings = dataclasses.replace(settings, source_root=str(root))
-    whole = RECIPES[key](settings)
+    whole = build(settings, key)
     path = listed(tmp_path, FIRST_ENTRIES[key](settings.source_root))
     without = dataclasses.replace(settings, exclude=str(path))
-    outcome = RECIPES[key](without)
+    outcome = build(without, key)
     assert not outcome.reused and outcome.fingerprint != whole.fingerprint
     source = outcome.meta["source"]
     assert source["counters"]["excluded"] >= 1
-    assert source["exclude"] == exclude.read_exclusion(path).facts
+    assert source["exclude"] == exclusion_facts(path)
     read = {"pretrain": "documents_read", "sft": "examples_read", "trees": "samples_read"}[key.partition("/")[0]]
     assert outcome.meta[read] == whole.meta[read] - source["counters"]["excluded"]
-    assert RECIPES[key](without).reused
+    assert build(without, key).reused
     path.write_text("# reworded\n" + path.read_text())
-    assert RECIPES[key](without).reused
+    assert build(without, key).reused
     path.write_text(path.read_text() + "one more\n")
-    assert not RECIPES[key](without).reused
+    assert not build(without, key).reused
 
 
 def test_a_build_with_an_absent_file_says_so_and_builds_nothing(settings: Settings) -> None:
-    with pytest.raises(FileNotFoundError, match=r"absent\.txt: no such file"):
-        RECIPES["sft/oasst1"](dataclasses.replace(settings, exclude="absent.txt"))
+    with refused("E301", "absent.txt", kind=FileNotFoundError):
+        build(dataclasses.replace(settings, exclude="absent.txt"), "sft/oasst1")
     assert not Path(settings.cache_dir, "sft").exists()
+
+
+def test_every_built_in_cache_has_an_entry_above(settings: Settings) -> None:
+    assert recipes(settings).keys() == FIRST_ENTRIES.keys()

@@ -7,12 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.data_files import lines, write, write_parquet
+from support.data_files import groups_of_at_most, lines, write, write_parquet
+from support.errors import refused
 
-from niels_gpt.data.files import rollouts
-from niels_gpt.data.files.rollouts import NotRolloutsError, samples_of
-from niels_gpt.data.local import CHAT_SUFFIXES, find, iter_rollouts
-from niels_gpt.data.types import SampledSequence, SequenceGroup, source_id
+from niels_gpt.data import SequenceGroup, open_files, source_id
 from niels_gpt.prefix_tree.savings.rollouts import read_rollouts
 
 
@@ -20,10 +18,10 @@ def groups_of(folder: Path, *rows: Any, counters: Counter[str] | None = None) ->
     """Stream the groups of the folder, with the rows, if any, written to rows.jsonl in it first."""
     if rows:
         write(folder / "rows.jsonl", lines(*rows))
-    return list(iter_rollouts(find(str(folder), suffixes=CHAT_SUFFIXES), source="own", counters=counters))
+    return list(open_files(str(folder), rows_only=True).rollouts(source="own", counters=counters))
 
 
-def plain(sample: SampledSequence) -> dict[str, Any]:
+def plain(sample: Any) -> dict[str, Any]:
     """Return the fields of a sample that are given, as lists."""
     values = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in vars(sample).items()}
     return {name: value for name, value in values.items() if value is not None}
@@ -69,8 +67,8 @@ SCORED = {"logprobs": [-0.5, -1.0], "advantage": [0.25, 0.5], "reward": 2.0}
         ({"prompt_ids": [1, 2], "completion_ids": [7, 8], "advantage": 0.5}, ONE | {"advantage": 0.5}),
     ],
 )
-def test_every_known_form_is_read(row: dict[str, Any], expected: dict[str, Any]) -> None:
-    (sample,) = samples_of(row)[1]
+def test_every_known_form_is_read(tmp_path: Path, row: dict[str, Any], expected: dict[str, Any]) -> None:
+    ((sample,),) = (group.samples for group in groups_of(tmp_path, row))
     assert plain(sample) == expected
 
 
@@ -80,7 +78,7 @@ GROUP = {"prompt_ids": [1], "completions": [[2], [3]]}
 @pytest.mark.parametrize(
     ("row", "reason", "found"),
     [
-        ({"text": "Hi"}, "missing_field", "none of the known forms"),
+        ({"text": "Hi"}, "missing_field", "the fields text"),
         ({"prompt_ids": [1]}, "missing_field", "only prompt_ids"),
         ({"completions": [[1]]}, "missing_field", "only completions"),
         ({"ids": [1], "prompt_ids": [1]}, "missing_field", "only ids, prompt_ids"),
@@ -111,19 +109,21 @@ GROUP = {"prompt_ids": [1], "completions": [[2], [3]]}
         ({**GROUP, "group": [1]}, "malformed", "a list of 1 in the field group"),
     ],
 )
-def test_other_rows_are_refused_with_what_was_found(row: dict[str, Any], reason: str, found: str) -> None:
-    with pytest.raises(NotRolloutsError) as refused:
-        samples_of(row)
-    assert refused.value.reason == reason and found in str(refused.value)
+def test_other_rows_are_dropped_with_what_was_found(
+    tmp_path: Path, row: dict[str, Any], reason: str, found: str
+) -> None:
+    with refused("E303", f"(1 {reason})", "rows.jsonl, row 1", found):
+        groups_of(tmp_path, row)
 
 
 def test_a_short_row_that_asks_for_many_tokens_is_dropped_before_they_are_allocated(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(rollouts, "MAX_GROUP_TOKENS", 100)
-    assert len(samples_of({"prompt_ids": [1] * 49, "completions": [[2]] * 2})[1]) == 2
-    with pytest.raises(NotRolloutsError, match="too_large"):
-        samples_of({"prompt_ids": [1] * 50, "completions": [[2]] * 2})
+    with groups_of_at_most(100):
+        (group,) = groups_of(tmp_path, {"prompt_ids": [1] * 49, "completions": [[2]] * 2})
+        assert len(group.samples) == 2
+        with refused("E303", "(1 too_large)"):
+            groups_of(tmp_path, {"prompt_ids": [1] * 50, "completions": [[2]] * 2})
 
 
 ROWS = [
@@ -164,15 +164,15 @@ def test_a_group_ends_with_its_file_and_parquet_is_the_same(tmp_path: Path) -> N
     rows = [{**row, "group": "a"} for row in ROWS[:2]]
     write_parquet(tmp_path / "table" / "rows.parquet", {name: [row[name] for row in rows] for name in rows[0]})
     (group,) = groups_of(tmp_path / "table")
-    assert [plain(sample) for sample in group.samples] == [plain(samples_of(row)[1][0]) for row in rows]
+    assert [plain(sample) for sample in group.samples] == [plain(one.samples[0]) for one in groups_of(both)]
 
 
 def test_reading_resumes_behind_every_group_with_the_same_counts(tmp_path: Path) -> None:
     write(tmp_path / "rows.jsonl", lines(*ROWS))
-    found = find(str(tmp_path), suffixes=CHAT_SUFFIXES)
+    found = open_files(str(tmp_path), rows_only=True)
 
     def read(counters: Counter[str], position: dict[str, int]) -> Any:
-        return iter_rollouts(found, source="own", counters=counters, position=position)
+        return found.rollouts(source="own", counters=counters, position=position)
 
     counters, position = Counter[str](), dict[str, int]()
     states = [(source_id(group), Counter(counters), dict(position)) for group in read(counters, position)]
@@ -183,9 +183,9 @@ def test_reading_resumes_behind_every_group_with_the_same_counts(tmp_path: Path)
 
 
 def test_nothing_usable_is_an_error_with_the_forms(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r'no rollouts in 1 rows .*Expected one of the forms "prompt_ids"'):
+    with refused("E303", "1 rows", '"prompt_ids"'):
         groups_of(tmp_path, {"text": "Hi"})
-    with pytest.raises(ValueError, match=r"no rollouts in 2 rows .*row 1: found a list of 2 in the field logprobs"):
+    with refused("E303", "2 rows", "row 1: ", "of 2 in the field logprobs"):
         groups_of(tmp_path, {"ids": [1], "logprobs": [0, 0]}, {"text": "Hi"})
 
 

@@ -1,13 +1,15 @@
 """OpenAssistant trees become chats, root to leaf."""
 
+import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.data_files import lines, write
+from support.errors import refused
 
-from niels_gpt.data.oasst1 import _reconstruct_threads, iter_oasst1_sft, iter_oasst1_trees, tree_threads
+from niels_gpt.data.oasst1 import iter_oasst1_sft, iter_oasst1_trees, tree_threads
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -19,14 +21,22 @@ def message(name: str, parent: str | None, **changes: Any) -> dict[str, Any]:
     return row | {"lang": "en", "deleted": False} | changes
 
 
+def mirror(root: Path, **trees: list[dict[str, Any]]) -> str:
+    for split, rows in trees.items():
+        write(root / f"OpenAssistant/oasst1/{split}.messages.jsonl", lines(*rows))
+    return str(root)
+
+
 def threads(*records: dict[str, Any], **options: Any) -> tuple[list[str], dict[str, int]]:
     counters: Counter[str] = Counter()
-    chats = _reconstruct_threads(records, counters=counters, **options)
+    with tempfile.TemporaryDirectory() as folder:
+        root = mirror(Path(folder), train=list(records))
+        chats = list(iter_oasst1_sft(source_root=root, counters=counters, **options))
     return [" ".join(chat.meta["message_ids"]) for chat in chats], dict(counters)
 
 
-def test_roles_are_renamed_texts_stripped_and_ids_kept() -> None:
-    (chat,) = _reconstruct_threads([message("p", None), message("a", "p")])
+def test_roles_are_renamed_texts_stripped_and_ids_kept(tmp_path: Path) -> None:
+    (chat,) = iter_oasst1_sft(source_root=mirror(tmp_path, train=[message("p", None), message("a", "p")]))
     assert [(m.role, m.content) for m in chat.messages] == [("user", "p"), ("assistant", "a")]
     assert chat.source == "oasst1"
     assert chat.meta == {"message_tree_id": "t", "leaf_message_id": "a", "message_ids": ["p", "a"]}
@@ -91,7 +101,7 @@ def test_other_languages_are_kept_on_request_and_a_path_is_cut_once_at_the_longe
     assert threads(*records, english_only=False) == (["p a p2 a2"], {})
     tree = [P, A, message("p1", "a"), message("p2", "a"), message("a1", "p1")]
     assert threads(*tree, max_messages=2) == (["p a"], {"over_max_messages": 3})
-    with pytest.raises(ValueError, match="at least 1"):
+    with refused("E102", "max_messages", "at least 1"):
         threads(*tree, max_messages=0)
 
 
@@ -100,12 +110,6 @@ def test_a_chain_deeper_than_the_recursion_limit_is_read() -> None:
     chain = [message(name, above) for name, above in zip(names, [None, *names[:-1]], strict=True)]
     assert threads(*chain, max_messages=10_000)[0] == [" ".join(names)]
     assert threads(*chain)[1] == {"over_max_messages": 5_000 - 32}
-
-
-def mirror(root: Path, **trees: list[dict[str, Any]]) -> str:
-    for split, rows in trees.items():
-        write(root / f"OpenAssistant/oasst1/{split}.messages.jsonl", lines(*rows))
-    return str(root)
 
 
 def tree(number: int) -> list[dict[str, Any]]:

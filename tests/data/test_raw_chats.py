@@ -11,11 +11,9 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.data_files import lines, write, write_parquet
+from support.data_files import lines, raw_chat_of_row, write, write_parquet
 
-from niels_gpt.data.chat_shapes import NotAChatError, raw_chat_of
-from niels_gpt.data.local import CHAT_SUFFIXES, find, iter_chats
-from niels_gpt.data.types import RawChat
+from niels_gpt.data import RawChat, open_files
 
 CALL = {"id": "a1", "type": "function", "function": {"name": "rain", "arguments": {"of": "Spree", "unit": None}}}
 TOOL = {"type": "function", "function": {"name": "rain", "parameters": {"type": "object"}}}
@@ -35,8 +33,14 @@ READ = [
 
 
 def read(folder: Path, counters: Counter[str] | None = None) -> list[RawChat]:
-    chats = iter_chats(find(str(folder), suffixes=CHAT_SUFFIXES), source="own", counters=counters, raw=True)
+    chats = open_files(str(folder), rows_only=True).chats(source="own", counters=counters, raw=True)
     return [chat for chat in chats if isinstance(chat, RawChat)]
+
+
+def read_row(folder: Path, row: dict[str, Any]) -> tuple[Any, Any]:
+    write(folder / "row.jsonl", lines(row))
+    (chat,) = read(folder)
+    return chat.messages, chat.tools
 
 
 @pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL]), [json.dumps(TOOL)]])
@@ -48,8 +52,8 @@ def test_a_row_is_read_as_it_is(tmp_path: Path, tools: Any) -> None:
 
 
 @pytest.mark.parametrize("tools", [None, "", " ", "[]", "null", []])
-def test_no_tools_are_none(tools: Any) -> None:
-    assert raw_chat_of({"messages": CHAT, "tools": tools}, sparse=False) == (READ, None)
+def test_no_tools_are_none(tmp_path: Path, tools: Any) -> None:
+    assert read_row(tmp_path, {"messages": CHAT, "tools": tools}) == (READ, None)
 
 
 def test_the_null_fields_of_parquet_are_absent_at_every_depth(tmp_path: Path) -> None:
@@ -76,24 +80,23 @@ SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes?"}]
         {"messages": None, "conversation": TURNS, "system": " "},
     ],
 )
-def test_other_shapes_are_roles_and_contents(row: dict[str, Any]) -> None:
-    assert raw_chat_of(row, sparse=False) == (TURNS, None)
+def test_other_shapes_are_roles_and_contents(tmp_path: Path, row: dict[str, Any]) -> None:
+    assert read_row(tmp_path, row) == (TURNS, None)
     with_system = [{"role": "system", "content": "Be brief."}, *TURNS]
-    assert raw_chat_of({**row, "system": "Be brief."}, sparse=False) == (with_system, None)
+    assert read_row(tmp_path, {**row, "system": "Be brief."}) == (with_system, None)
 
 
-def test_calls_of_sharegpt_and_of_openais_earlier_form_are_calls() -> None:
+def test_calls_of_sharegpt_and_of_openais_earlier_form_are_calls(tmp_path: Path) -> None:
     function = {"name": "rain", "arguments": {"of": "Spree"}}
     calls = {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
     result = {"role": "tool", "content": "4"}
     given = [{"from": "function_call", "value": json.dumps(function)}, {"from": "observation", "value": "4"}]
-    assert raw_chat_of({"conversations": [*SHAREGPT, *given]}, sparse=False)[0] == [*TURNS, calls, result]
-    assert raw_chat_of(
-        {"conversations": [{"from": "function_call", "value": json.dumps([function] * 2)}]}, sparse=False
-    )[0] == [{"role": "assistant", "tool_calls": calls["tool_calls"] * 2}]
+    assert read_row(tmp_path, {"conversations": [*SHAREGPT, *given]})[0] == [*TURNS, calls, result]
+    twice = {"conversations": [{"from": "function_call", "value": json.dumps([function] * 2)}]}
+    assert read_row(tmp_path, twice)[0] == [{"role": "assistant", "tool_calls": calls["tool_calls"] * 2}]
     earlier = {"role": "assistant", "content": "", "function_call": function}
     row = {"messages": [earlier], "functions": [TOOL["function"]]}
-    assert raw_chat_of(row, sparse=False) == ([{"content": "", **calls}], [TOOL])
+    assert read_row(tmp_path, row) == ([{"content": "", **calls}], [TOOL])
 
 
 def wrong(*turns: Any, **fields: Any) -> dict[str, Any]:
@@ -146,9 +149,9 @@ TURN = st.dictionaries(st.sampled_from(NAMES), ANY | st.sampled_from(["user", "g
 
 @given(st.fixed_dictionaries({"messages": st.lists(TURN, max_size=3) | ANY, "tools": ANY}), st.booleans())
 def test_any_row_is_a_chat_of_roles_or_is_refused(row: dict[str, Any], sparse: bool) -> None:
-    try:
-        messages, tools = raw_chat_of(row, sparse=sparse)
-    except NotAChatError:
+    found = raw_chat_of_row(row, sparse=sparse)
+    if found is None:
         return
+    messages, tools = found
     assert messages and all(isinstance(each["role"], str) and None not in each.values() for each in messages)
     assert tools is None or all(isinstance(tool, dict) for tool in tools)

@@ -7,11 +7,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from support import ROOT
+from support.data_files import rows_of
 
 from niels_gpt.data.dolly import iter_dolly_sft
-from niels_gpt.data.files import mirrors
-from niels_gpt.data.files.rows import iter_rows
-from niels_gpt.data.files.walk import walk_files
 from niels_gpt.data.fineweb_edu import iter_fineweb_edu
 from niels_gpt.data.gutenberg import iter_gutenberg
 from niels_gpt.data.oasst1 import iter_oasst1_sft
@@ -19,11 +18,11 @@ from niels_gpt.data.roam import list_roam_paths, load_texts, roam_dir_of
 from tools.sample.generate import LONG_SENTINEL, SHORT_SENTINEL
 
 pytestmark = pytest.mark.filterwarnings("error")
-SAMPLE = mirrors.SAMPLE_DIR
+SAMPLE = ROOT / "niels_gpt" / "data" / "sample"
 
 
 def contents(root: Path) -> dict[str, bytes]:
-    files = walk_files(root, suffixes=mirrors.KNOWN_SUFFIXES)
+    files = (path for path in root.rglob("*") if path.suffix in (".jsonl", ".md", ".txt"))
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in files}
 
 
@@ -43,7 +42,7 @@ def test_the_generator_runs_as_a_program(tmp_path: Path) -> None:
     ],
 )
 def test_rows_have_upstreams_fields(name: str, keys: set[str]) -> None:
-    rows = list(iter_rows(mirrors.source_files(SAMPLE, name)))
+    rows = rows_of(*sorted((SAMPLE / name).glob("*.jsonl")))
     assert rows and all(keys <= row.keys() == rows[0].keys() for row in rows)
 
 
@@ -83,6 +82,6 @@ def test_one_book_has_windows_line_ends_and_a_byte_order_mark(counters: Counter[
 
 
 def test_web_pages_are_plain_json_without_escapes() -> None:
-    (path,) = mirrors.source_files(SAMPLE, "HuggingFaceFW/fineweb-edu")
+    (path,) = (SAMPLE / "HuggingFaceFW/fineweb-edu").iterdir()
     assert json.loads(path.read_bytes().splitlines()[0])["dump"] == "CC-MAIN-2024-10"
     assert b"\\u" not in path.read_bytes()

@@ -6,23 +6,24 @@ import math
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support import numbered_datasets
+from support import numbered_datasets, snapshots
+from support.commands import niels_gpt
+from support.data_files import rows_of
+from support.errors import refused
 from support.loopback_hub import LoopbackHub
+from support.readings import found_source
+from support.snapshots import manifest_of
 
 from niels_gpt.cache.meta import read_meta
-from niels_gpt.commands import cache as cli
-from niels_gpt.data.files import snapshot as files
-from niels_gpt.data.files.rows import iter_rows
-from niels_gpt.data.sources import SOURCES
-from niels_gpt.recipes import snapshot
-from niels_gpt.recipes.plan import RECIPES, plan
-from niels_gpt.recipes.resolve import resolve_source
+from niels_gpt.recipes.plan import plan, recipes
+from niels_gpt.recipes.run_recipe import Outcome
+from niels_gpt.recipes.snapshot import take_snapshot
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.settings import Settings
-from niels_gpt.storage.errors import CacheError
 
 IDS = {
     "fineweb_edu": "HuggingFaceFW/fineweb-edu",
@@ -49,10 +50,14 @@ def hub(tmp_path: Path, tiny_model_path: Path) -> Settings:
 
 
 @pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
+def short() -> Iterator[None]:
     """No text beyond what the tokens ask for, so that a small snapshot can be too short."""
-    monkeypatch.setattr(snapshot, "READ_AHEAD_BYTES", 0)
-    monkeypatch.setitem(SOURCES, "fineweb_edu", dataclasses.replace(SOURCES["fineweb_edu"], snapshot_margin_bytes=0))
+    with snapshots.read_ahead(0):
+        yield
+
+
+def build(settings: Settings, key: str) -> Outcome:
+    return recipes(settings)[key](settings)
 
 
 def without_network() -> list[str]:
@@ -63,21 +68,26 @@ def without_network() -> list[str]:
     pytest.skip("this system lets nobody unshare the network")
 
 
+@pytest.fixture
+def read_ahead() -> Iterator[None]:
+    """Enough text for the tokens of these tests."""
+    with snapshots.read_ahead(1 << 22):
+        yield
+
+
 @pytest.mark.slow
 def test_builds_without_any_network_are_those_from_the_hub_tokenizer_and_meta_included(
-    loopback_hub: LoopbackHub, full_hub: dict[str, str], tmp_path: Path, short: None, monkeypatch: pytest.MonkeyPatch
+    loopback_hub: LoopbackHub, full_hub: dict[str, str], tmp_path: Path, read_ahead: None
 ) -> None:
-    monkeypatch.setattr(snapshot, "READ_AHEAD_BYTES", 1 << 22)  # enough for these tokens
-    # More than that, so that the snapshot of fineweb-edu is a part, with all that the tokenizer sees.
+    # More than what is read ahead, so that the snapshot of fineweb-edu is a part, with all that the tokenizer sees.
     full_hub["fineweb_edu"] = loopback_hub.add(
         IDS["fineweb_edu"], numbered_datasets.fineweb_edu(documents=260, chars=20_000)
     )
     more = ["--vocab-size", "400", "--tokenizer-max-bytes", "300000", *FLAGS]
-    assert cli.main(["build", *IDS, "--cache-dir", str(tmp_path / "hub"), *more]) == 0
+    assert niels_gpt("build", *IDS, "--cache-dir", tmp_path / "hub", *more).status == 0
     for source in IDS:
-        assert cli.main(["snapshot", source, str(tmp_path / "mirror"), *FLAGS]) == 0
-    manifest = files.read_manifest(tmp_path / "mirror" / IDS["fineweb_edu"] / "CC-MAIN-2024-10")
-    assert manifest is not None and not manifest["ended"]
+        assert niels_gpt("snapshot", source, tmp_path / "mirror", *FLAGS).status == 0
+    assert not manifest_of(tmp_path / "mirror" / IDS["fineweb_edu"] / "CC-MAIN-2024-10")["ended"]
     asked = len(loopback_hub.requests)
     where = ["--cache-dir", str(tmp_path / "offline"), "--source-root", str(tmp_path / "mirror")]
     command = [sys.executable, "-m", "niels_gpt.cache.cli", "build", *IDS, *where, *more]
@@ -91,29 +101,26 @@ def test_builds_without_any_network_are_those_from_the_hub_tokenizer_and_meta_in
 
 
 def test_the_literal_command_takes_the_tokens_before_the_folder_and_prints_no_requests(
-    full_hub: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    full_hub: dict[str, str], tmp_path: Path
 ) -> None:
-    caplog.set_level("INFO")
-    assert cli.main(["snapshot", "fineweb_edu", "--tokens", "205M", str(tmp_path / "m")]) == 0
-    manifest = files.read_manifest(tmp_path / "m" / "HuggingFaceFW" / "fineweb-edu" / "CC-MAIN-2024-10")
-    assert manifest is not None and manifest["ended"]
-    assert "train-00000.jsonl.gz: kept; 60 rows so far" in caplog.text and "HTTP Request" not in caplog.text
+    done = niels_gpt("snapshot", "fineweb_edu", "--tokens", "205M", tmp_path / "m")
+    assert done.status == 0 and manifest_of(tmp_path / "m" / IDS["fineweb_edu"] / "CC-MAIN-2024-10")["ended"]
+    assert "train-00000.jsonl.gz: kept; 60 rows so far" in done.err and "HTTP Request" not in done.err
 
 
 @pytest.mark.parametrize("text", ["0", "-5", "many", "", "M", "inf"])
-def test_a_number_of_tokens_that_is_none_is_a_usage_error(capsys: pytest.CaptureFixture[str], text: str) -> None:
-    assert cli.main(["snapshot", "fineweb_edu", f"--tokens={text}", "DEST"]) == 2
-    assert "expected a number of tokens above 0, such as 205M" in capsys.readouterr().err
+def test_a_number_of_tokens_that_is_none_is_a_usage_error(text: str) -> None:
+    done = niels_gpt("snapshot", "fineweb_edu", f"--tokens={text}", "DEST")
+    assert done.status == 2 and "expected a number of tokens above 0, such as 205M" in done.err
 
 
-def test_the_command_that_a_snapshot_prints_builds_from_it(
-    full_hub: dict[str, str], tiny_model_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_that_a_snapshot_prints_builds_from_it(full_hub: dict[str, str], tiny_model_path: Path) -> None:
     for dest in ("my mirror", "hub"):
-        assert cli.main(["snapshot", "fineweb_edu", dest, "--tokens", "4k", "--seed", "7"]) == 0
-        command = capsys.readouterr().out.splitlines()[-1]
-        arguments = shlex.split(command.partition("niels-gpt ")[2])
-        assert cli.main([*arguments, "--cache-dir", dest + " cache", "--tokenizer", str(tiny_model_path)]) == 0
+        done = niels_gpt("snapshot", "fineweb_edu", dest, "--tokens", "4k", "--seed", "7")
+        assert done.status == 0
+        arguments = shlex.split(done.out.splitlines()[-1].partition("niels-gpt ")[2])
+        done = niels_gpt(*arguments, "--cache-dir", dest + " cache", "--tokenizer", tiny_model_path)
+        assert done.status == 0
         meta = read_meta(f"{dest} cache/pretrain/fineweb_edu/meta.json")
         assert (meta["train_tokens"] + meta["val_tokens"], meta["seed"], meta["source"]["kind"]) == (4_000, 7, "hub")
 
@@ -123,23 +130,23 @@ def test_a_cache_from_the_hub_is_up_to_date_on_its_snapshot_and_the_other_way_ro
 ) -> None:
     mirror = dataclasses.replace(hub, source_root=str(tmp_path / "m"))
     for source in IDS:
-        snapshot.take_snapshot(hub, source, tmp_path / "m", tokens=None)
+        take_snapshot(hub, source, tmp_path / "m", tokens=None)
     for key in ("pretrain/fineweb_edu", "sft/oasst1"):
-        assert not RECIPES[key](hub).reused
-        assert RECIPES[key](mirror).reused
+        assert not build(hub, key).reused
+        assert build(mirror, key).reused
         assert plan(mirror, [key])[1].action == "up to date"
-    assert not RECIPES["sft/dolly15k"](mirror).reused
-    assert RECIPES["sft/dolly15k"](hub).reused
+    assert not build(mirror, "sft/dolly15k").reused
+    assert build(hub, "sft/dolly15k").reused
 
 
 def test_another_seed_shuffles_the_snapshot_like_any_mirror(
     full_hub: dict[str, str], hub: Settings, tmp_path: Path
 ) -> None:
-    snapshot.take_snapshot(hub, "fineweb_edu", tmp_path / "m", tokens=None)
+    take_snapshot(hub, "fineweb_edu", tmp_path / "m", tokens=None)
     other = dataclasses.replace(hub, source_root=str(tmp_path / "m"), seed=7)
-    origin = resolve_source(other, "fineweb_edu")
+    origin = found_source(other, "fineweb_edu")
     assert origin.kind == "mirror" and not origin.ordered
-    meta = RECIPES["pretrain/fineweb_edu"](other).meta
+    meta = build(other, "pretrain/fineweb_edu").meta
     assert meta["source"]["kind"] == "mirror" and meta["shuffle"]["buffer"] == 16
     known = ("odc-by", full_hub["fineweb_edu"])
     assert (meta["source"]["licence"], meta["source"]["revision"]) == known
@@ -148,7 +155,7 @@ def test_another_seed_shuffles_the_snapshot_like_any_mirror(
 def test_a_tokenizer_that_has_seen_less_than_the_hub_has_says_so(
     full_hub: dict[str, str], hub: Settings, tmp_path: Path, short: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    snapshot.take_snapshot(hub, "fineweb_edu", tmp_path / "m", tokens=5_000)
+    take_snapshot(hub, "fineweb_edu", tmp_path / "m", tokens=5_000)
     trained = {"tokenizer": None, "vocab_size": 400, "source_root": str(tmp_path / "m")}
     meta = ensure_tokenizer(dataclasses.replace(hub, **trained)).meta
     assert meta["trained_on"] == "mirror" and meta["trained_on_sources"] == {}
@@ -161,51 +168,50 @@ def test_a_snapshot_that_is_too_short_says_so_and_can_be_made_longer(
     full_hub: dict[str, str], hub: Settings, tmp_path: Path, short: None
 ) -> None:
     mirror = dataclasses.replace(hub, source_root=str(tmp_path / "m"))
-    _, manifest = snapshot.take_snapshot(hub, "fineweb_edu", tmp_path / "m", tokens=1_000)
+    _, manifest = take_snapshot(hub, "fineweb_edu", tmp_path / "m", tokens=1_000)
     assert not manifest["ended"] and 5_000 <= manifest["text_bytes"] < 8_000
-    with pytest.raises(ValueError, match=r"ends after [\d,]+ bytes of text.*--tokens N"):
-        RECIPES["pretrain/fineweb_edu"](mirror)
+    with refused("E307", "bytes of text", "--tokens N"):
+        build(mirror, "pretrain/fineweb_edu")
     assert not Path(mirror.cache_dir, "pretrain", "fineweb_edu").exists()
-    snapshot.take_snapshot(hub, "fineweb_edu", tmp_path / "m", tokens=1_000_000)
-    assert RECIPES["pretrain/fineweb_edu"](mirror).meta == RECIPES["pretrain/fineweb_edu"](hub).meta
+    take_snapshot(hub, "fineweb_edu", tmp_path / "m", tokens=1_000_000)
+    assert build(mirror, "pretrain/fineweb_edu").meta == build(hub, "pretrain/fineweb_edu").meta
 
 
 def test_a_snapshot_broken_off_by_the_hub_goes_on_at_the_same_revision(
-    loopback_hub: LoopbackHub, full_hub: dict[str, str], hub: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    loopback_hub: LoopbackHub, full_hub: dict[str, str], hub: Settings, tmp_path: Path
 ) -> None:
     hub = dataclasses.replace(hub, shuffle_buffer=0)  # shuffled, rows come from all files from the beginning
     fault = loopback_hub.fail("train-00002", times=math.inf)
-    monkeypatch.setattr(files, "PART_BYTES", 10_000)
-    with pytest.raises(ConnectionError):
-        snapshot.take_snapshot(hub, "fineweb_edu", tmp_path / "m", tokens=None)
+    with snapshots.files_of(10_000), refused("E601", kind=ConnectionError):
+        take_snapshot(hub, "fineweb_edu", tmp_path / "m", tokens=None)
     folder = tmp_path / "m" / IDS["fineweb_edu"] / hub.fineweb_edu_config
-    started = files.read_manifest(folder)
-    assert started is not None and started["files"] and not started["finished"]
-    with pytest.raises(CacheError, match="run the same snapshot command again"):
-        resolve_source(dataclasses.replace(hub, source_root=str(tmp_path / "m")), "fineweb_edu").provenance(None)
+    started = manifest_of(folder)
+    assert started["files"] and not started["finished"]
+    with refused("E307", "snapshot.json", " rows"):
+        found_source(dataclasses.replace(hub, source_root=str(tmp_path / "m")), "fineweb_edu").provenance(None)
     fault.times = 0
     loopback_hub.add(IDS["fineweb_edu"], numbered_datasets.fineweb_edu(start=1_000))  # upstream moves on
-    _, manifest = snapshot.take_snapshot(hub, "fineweb_edu", tmp_path / "m", tokens=None)
+    _, manifest = take_snapshot(hub, "fineweb_edu", tmp_path / "m", tokens=None)
     assert manifest["revision"] == full_hub["fineweb_edu"]
     at_first = dataclasses.replace(hub, revision=f"fineweb_edu={full_hub['fineweb_edu']}")
-    whole, _ = snapshot.take_snapshot(at_first, "fineweb_edu", tmp_path / "whole", tokens=None)
+    whole, _ = take_snapshot(at_first, "fineweb_edu", tmp_path / "whole", tokens=None)
     assert numbers(folder) == numbers(whole) and sorted(numbers(folder)) == list(range(60))
 
 
 def numbers(folder: Path) -> list[int]:
-    return [numbered_datasets.number_of(row["text"]) for row in iter_rows(sorted(folder.glob("*.jsonl.gz")))]
+    return [numbered_datasets.number_of(row["text"]) for row in rows_of(*sorted(folder.glob("*.jsonl.gz")))]
 
 
 def test_a_revision_that_is_not_the_snapshots_is_refused(
     loopback_hub: LoopbackHub, full_hub: dict[str, str], hub: Settings, tmp_path: Path
 ) -> None:
-    snapshot.take_snapshot(hub, "dolly15k", tmp_path / "m", tokens=None)
+    take_snapshot(hub, "dolly15k", tmp_path / "m", tokens=None)
     newer = loopback_hub.add(IDS["dolly15k"], numbered_datasets.dolly(start=500))
     asked = dataclasses.replace(hub, revision=f"dolly15k={newer}")
-    with pytest.raises(ValueError, match=r"a snapshot of revision .* was started there"):
-        snapshot.take_snapshot(asked, "dolly15k", tmp_path / "m", tokens=None)
-    with pytest.raises(CacheError, match=r"a snapshot of revision .*, expected .*--revision"):
-        resolve_source(dataclasses.replace(asked, source_root=str(tmp_path / "m")), "dolly15k")
+    with refused("E307", full_hub["dolly15k"], newer):
+        take_snapshot(asked, "dolly15k", tmp_path / "m", tokens=None)
+    with refused("E307", full_hub["dolly15k"], "--revision"):
+        found_source(dataclasses.replace(asked, source_root=str(tmp_path / "m")), "dolly15k")
 
 
 @pytest.mark.parametrize(
@@ -216,19 +222,17 @@ def test_a_revision_that_is_not_the_snapshots_is_refused(
         (["nothing"], "nothing is not on the hub"),
     ],
 )
-def test_what_cannot_be_kept_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    assert cli.main(["snapshot", *arguments, str(tmp_path / "m")]) == 1
-    assert message in capsys.readouterr().err
+def test_what_cannot_be_kept_is_said(tmp_path: Path, arguments: list[str], message: str) -> None:
+    done = niels_gpt("snapshot", *arguments, tmp_path / "m")
+    assert done.status == 1 and message in done.err
 
 
 def test_a_mirror_beside_a_snapshot_stays_a_mirror(full_hub: dict[str, str], hub: Settings, tmp_path: Path) -> None:
-    snapshot.take_snapshot(hub, "oasst1", tmp_path / "m", tokens=None)
+    take_snapshot(hub, "oasst1", tmp_path / "m", tokens=None)
     (tmp_path / "m" / IDS["dolly15k"]).mkdir(parents=True)
     row = {"instruction": "a", "context": "", "response": "b"}
     (tmp_path / "m" / IDS["dolly15k"] / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 3)
     mirror = dataclasses.replace(hub, source_root=str(tmp_path / "m"))
-    assert RECIPES["sft/dolly15k"](mirror).meta["source"]["kind"] == "mirror"
-    assert RECIPES["sft/oasst1"](mirror).meta["source"]["kind"] == "hub"
-    assert RECIPES["pretrain/gutenberg"](mirror).meta["built"] is False  # no folder of books: a stub, as on the hub
+    assert build(mirror, "sft/dolly15k").meta["source"]["kind"] == "mirror"
+    assert build(mirror, "sft/oasst1").meta["source"]["kind"] == "hub"
+    assert build(mirror, "pretrain/gutenberg").meta["built"] is False  # no folder of books: a stub, as on the hub

@@ -4,17 +4,17 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from support.data_files import lines, write, zstd
+from support.data_files import lines, numbered_rows, write, zstd
+from support.errors import refused
 
-from niels_gpt.data import local
-from niels_gpt.data.files.rows import numbered_rows
+from niels_gpt.data import open_files
 from niels_gpt.data.fineweb_edu import iter_fineweb_edu
 
 ROWS = [{"text": f"row {number}"} for number in range(2_000)]
 
 
 def own(folder: Path) -> list[str]:
-    return [sample.text for sample in local.iter_texts(local.find(str(folder)), source="own")]
+    return [sample.text for sample in open_files(str(folder)).texts(source="own")]
 
 
 def test_rows_of_several_frames_skippable_ones_included_are_read_in_order(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_a_damaged_file_is_an_error_that_names_it_after_the_rows_before(tmp_path
     path = tmp_path / "a.jsonl.zst"
     path.write_bytes(damaged[damage])
     read = []
-    with pytest.raises(ValueError, match=rf"{path}: damaged zstd file .*fetch it again"):
+    with refused("E302", path):
         read += [read.append(row) for _, row in numbered_rows(path)]
     assert read == ROWS[: len(read)] and len(read) >= (0 if damage == "other" else 1_400)
 
@@ -62,7 +62,7 @@ def test_a_window_of_more_than_128_mebibytes_is_refused(tmp_path: Path) -> None:
         packer = zstd.ZstdCompressor(options={zstd.CompressionParameter.window_log: log})
         (tmp_path / f"{log}.jsonl.zst").write_bytes(packer.compress(content) + packer.flush())
     counters: Counter[str] = Counter()
-    samples = local.iter_texts(local.find(str(tmp_path)), source="own", counters=counters)
-    with pytest.raises(ValueError, match=r"28\.jsonl\.zst: a window of more than 134,217,728 bytes .*without --long"):
+    samples = open_files(str(tmp_path)).texts(source="own", counters=counters)
+    with refused("E302", "28.jsonl.zst", "134,217,728 bytes", "--long"):
         [next(samples).text for _ in range(2_001)]
     assert not counters

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from niels_gpt.data.local import LocalFiles
+from niels_gpt.data import LocalFiles
 from niels_gpt.data.sources import Credit, SourceSpec
 from niels_gpt.settings import Settings
 
 MODULE = """
-from niels_gpt.data.local import LocalFiles
+from niels_gpt.data import LocalFiles
 from niels_gpt.data.sources import SOURCES, Credit, SourceSpec
 from niels_gpt.data.types import PretrainSample
 

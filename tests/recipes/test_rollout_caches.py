@@ -19,7 +19,7 @@ from niels_gpt.builders.meta_keys import Source
 from niels_gpt.cache.formats import target_mask
 from niels_gpt.commands.main import main
 from niels_gpt.commands.report import checked
-from niels_gpt.data.local import CHAT_SUFFIXES, find, iter_rollouts
+from niels_gpt.data import open_files
 from niels_gpt.inspection.show import tokenizer_of
 from niels_gpt.inspection.stats import bounds, open_version, tokens_of
 from niels_gpt.inspection.verify import Limits
@@ -138,12 +138,12 @@ def test_ids_above_the_vocabulary_and_listed_groups_are_left_out_and_counted(bot
 
 def test_an_interrupted_build_of_rollouts_resumes_to_the_same_bytes(both: Settings, tmp_path: Path) -> None:
     whole = recipes(both)[MATHS](both).meta
-    found = find("maths.jsonl", suffixes=CHAT_SUFFIXES)
+    found = open_files("maths.jsonl", rows_only=True)
 
     def build(stop: int | None) -> dict[str, Any]:
         counters, position = Counter[str](), dict[str, int]()
         source = Source("maths", None, False, whole["source"], {}, counters, "", position)
-        groups = recorded_groups(iter_rollouts(found, source="maths", counters=counters, position=position))
+        groups = recorded_groups(found.rollouts(source="maths", counters=counters, position=position))
 
         def some() -> Iterator[RolloutGroup]:
             for number, group in enumerate(groups):

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import sys
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+from niels_gpt.data import chat_shapes, exclude, upstream_rows
+from niels_gpt.data.files import json_stream, mirrors, rollouts, rows, walk
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -46,3 +54,66 @@ def invalid_utf8(*texts: bytes | None) -> Any:
     raw = pa.array(texts, pa.binary())
     missing = sum(text is None for text in texts)
     return pa.StringArray.from_buffers(len(raw), raw.buffers()[1], raw.buffers()[2], raw.buffers()[0], missing, 0)
+
+
+# --- what the product's readers make of them --------------------------------------------------------------------------
+
+
+def numbered_rows(path: Path, **how: Any) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the rows of a file with their numbers; how: unreadable, columns, max_document_bytes, counters."""
+    yield from rows.numbered_rows(path, **how)
+
+
+def rows_of(*paths: Path, **how: Any) -> list[dict[str, Any]]:
+    """Return the rows of files."""
+    return list(rows.iter_rows(paths, **how))
+
+
+def raw_chat_of_row(row: dict[str, Any], *, sparse: bool) -> tuple[Any, Any] | None:
+    """Return messages and tools of a row, None where it is no chat; sparse: a null is an absent field, at any depth."""
+    try:
+        return chat_shapes.raw_chat_of(row, sparse=sparse)
+    except chat_shapes.NotAChatError:
+        return None
+
+
+def json_values(content: bytes) -> list[Any]:
+    """Return the values of a JSON array, or of objects one after the other."""
+    return [value for _, value, _ in json_stream.iter_values(io.BytesIO(content), "x")]
+
+
+def kept_of_the_hub(given: list[dict[str, Any]], counters: Counter[str], limit: int) -> list[dict[str, Any]]:
+    """Return the rows of the hub that are no longer than `limit` bytes; the others are counted."""
+    of_hub = upstream_rows.UpstreamRows("x", counters, limit).of_hub(enumerate(given), "hub/x")
+    return [row for _, _, row in of_hub]
+
+
+def mirror_files(root: Path, dataset: str, **how: Any) -> list[Path]:
+    """Return the files of a dataset in a mirror, or with `split` those of a split; how: folders, follow_links."""
+    return (mirrors.split_files if "split" in how else mirrors.source_files)(root, dataset, **how)
+
+
+def fingerprint_of(root: Path, files: list[Path]) -> str:
+    """Return the fingerprint of a source with these files."""
+    return walk.files_fingerprint(root, files)
+
+
+def exclusion_facts(path: Path) -> dict[str, int | str]:
+    """Return what meta.json says of a file of --exclude."""
+    return exclude.read_exclusion(path).facts
+
+
+@contextmanager
+def json_blocks(size: int) -> Iterator[None]:
+    """Let .json files be read in blocks of so many bytes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_stream, "BLOCK_BYTES", size)
+        yield
+
+
+@contextmanager
+def groups_of_at_most(tokens: int) -> Iterator[None]:
+    """Let a group of rollouts have at most so many tokens."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rollouts, "MAX_GROUP_TOKENS", tokens)
+        yield

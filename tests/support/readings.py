@@ -7,6 +7,7 @@ import logging
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,10 +15,11 @@ import pyarrow as pa
 import pytest
 from hypothesis import strategies as st
 
-from niels_gpt.data.files import parquet
+from niels_gpt.data.files import columns, parquet
 from niels_gpt.documents import DocumentBatch, Partition
 from niels_gpt.recipes import sources
-from niels_gpt.recipes.resolve import resolve_source
+from niels_gpt.recipes.resolve import ResolvedSource, resolve_source
+from niels_gpt.recipes.tokenizers.texts import source_state
 from niels_gpt.settings import Settings
 from support.data_files import invalid_utf8, lines, write, write_parquet
 
@@ -100,6 +102,26 @@ def nonzero(counters: Any) -> dict[str, int]:
     return {name: number for name, number in counters.items() if number}
 
 
+def found_source(given: Settings, name: str) -> ResolvedSource:
+    """Return where a source's texts or chats come from by these settings: the hub, a snapshot of it, or a mirror."""
+    return resolve_source(given, name)
+
+
+def state_of_source(given: Settings, name: str) -> str | None:
+    """Return the fingerprint of a source as it is now."""
+    return source_state(given, name)
+
+
+@contextmanager
+def parsed_lines() -> Iterator[list[bytes]]:
+    """Collect the lines of JSON that are parsed where rows are read as columns."""
+    seen: list[bytes] = []
+    parse = columns.parsed
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(columns, "parsed", lambda line: seen.append(line) or parse(line))
+        yield seen
+
+
 def read_in_small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let small files have several batches, of rows of parquet and of documents."""
     monkeypatch.setattr(parquet, "BATCH_ROWS", 4)
@@ -109,7 +131,7 @@ def read_in_small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 class Reading:
     """One reading of a source, row by row or by columns, from the beginning or from behind a document.
 
-    partition: read alone, by columns.
+    partition: its number and how many there are; it is read alone, by columns.
     """
 
     def __init__(
@@ -119,7 +141,7 @@ class Reading:
         *,
         by_column: bool = True,
         behind: Seen | None = None,
-        partition: Partition | None = None,
+        partition: tuple[int, int] | None = None,
     ) -> None:
         self.counters: Counter[str] = Counter()
         self.position: dict[str, int] = {}
@@ -130,7 +152,7 @@ class Reading:
         log, logger = Log(self.messages), logging.getLogger("niels_gpt")
         logger.addHandler(log)
         try:
-            batches = sources.document_batches(*args, partition) if by_column else iter(())
+            batches = sources.document_batches(*args, partition and Partition(*partition)) if by_column else iter(())
             stream = flat(batches) if by_column else self.rows(sources.document_rows(*args))
             if behind is not None:  # as a builder does, when the loader was called and before the first row
                 self.counters.clear()

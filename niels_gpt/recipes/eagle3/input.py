@@ -130,7 +130,7 @@ def _origin(settings: Settings, input_data: str) -> ResolvedSource:
         raise ValueError(f"{FLAG} {input_data}: a source of text, expected chats: {', '.join(chats)}, or files")
     source = UserSource("sft", input_data, files=input_data, base=Path.cwd(), named_in=FLAG)
     try:
-        found = local.find(input_data, suffixes=local.CHAT_SUFFIXES, follow_links=settings.follow_links)
+        found = local.open_files(input_data, rows_only=True, follow_links=settings.follow_links)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{FLAG} {input_data}: {error}. Or name a source: {', '.join(chats)}") from None
     return resolve_user_source(source, found)

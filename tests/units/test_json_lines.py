@@ -14,7 +14,7 @@ from support.json_values import JSON
 
 from niels_gpt.data.files import rows
 from niels_gpt.data.files.rows import numbered_rows
-from niels_gpt.data.files.text import Problem, line_blocks
+from niels_gpt.data.files.text import Problem, line_blocks, lines_of
 
 LIMIT = 4_000
 ODD = [
@@ -114,6 +114,12 @@ def test_usual_rows_are_not_parsed_by_python(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in usual))
     monkeypatch.setattr(rows.json, "loads", None)
     assert [row for _, row in numbered_rows(tmp_path / "a.jsonl")] == usual
+
+
+def test_a_line_over_the_limit_is_passed_over_and_no_other_one() -> None:
+    for content in (b"aaaa\nb\ncccccc", b"aaaaa\nb\ncccc", b"a\n\nbbbbbbbbbbbbb\nc\n"):
+        expected = [line if len(line) <= 5 else None for line in content.splitlines(keepends=True)]
+        assert [line for _, line in lines_of(io.BytesIO(content), 5)] == expected
 
 
 class Dripping(io.BytesIO):
