@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
 )  # of subprocesses
+# What is compiled is kept, also where PYTHONDONTWRITEBYTECODE is set: hundreds of processes import the package, and
+# pytest's rewriting of the tests takes half of their import.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Of torch's threads, one: with several, small tensors take three times the CPU time. Before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 _WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
