@@ -237,24 +237,20 @@ def test_results_are_coloured_on_a_terminal_unless_no_color_is_set(
 # --- completion -------------------------------------------------------------------------------------------------------
 
 
-def completed(line: str, folder: Path) -> list[str]:
+def completed(line: str) -> list[str]:
     """Return what a shell offers for the last word of a line, by click's protocol."""
     words = line.split(" ")
     protocol = {"_NIELS_GPT_COMPLETE": "bash_complete", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
-    program = "import sys; from niels_gpt.commands.main import main; sys.exit(main())"
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=folder, env={**os.environ, **protocol}, capture_output=True, text=True
-    )
-    return [line.partition(",")[2] for line in done.stdout.splitlines()]
+    return [line.partition(",")[2] for line in niels_gpt(env=protocol).out.splitlines()]
 
 
 def test_a_shell_completes_commands_sources_and_codes(tmp_path: Path) -> None:
     (tmp_path / "sources.toml").write_text('[pretrain.notes]\nfiles = "notes"\n')
-    assert completed("niels-gpt ver", tmp_path) == ["verify"]
-    assert completed("niels-gpt build ", tmp_path) == f"{SOURCES} notes eagle3/draft_vocab eagle3/targets".split()
+    assert completed("niels-gpt ver") == ["verify"]
+    assert completed("niels-gpt build ") == f"{SOURCES} notes eagle3/draft_vocab eagle3/targets".split()
     listed = re.findall(r"^### (E20\d) ", (ROOT / "docs/errors.md").read_text(), re.MULTILINE)
-    assert len(listed) > 7 and completed("niels-gpt explain E20", tmp_path) == listed
-    assert "--cache-dir" in completed("niels-gpt build --c", tmp_path)
+    assert len(listed) > 7 and completed("niels-gpt explain E20") == listed
+    assert "--cache-dir" in completed("niels-gpt build --c")
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")

@@ -6,12 +6,12 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from support.commands import niels_gpt
 
 from niels_gpt.cache import PretrainTokenStreamDataset, read_meta, write_meta
 from niels_gpt.commands import cache as cli
@@ -181,8 +181,9 @@ def test_a_damaged_tokenizer_is_made_again(built: Path, flags: list[str], capsys
     capsys.readouterr()
     assert cli.main(["build", *flags[:-2]]) == 1
     message = capsys.readouterr().err.strip().splitlines()[-1]
-    command = message[message.index(": rm ") + 2 :].replace(PROGRAM, f"{sys.executable} -m niels_gpt.cache.cli", 1)
-    assert subprocess.run(f"{command} --vocab-size 300", shell=True, check=False).returncode == 0
+    remove, build = message[message.index(": rm ") + 2 :].split(" && ")
+    subprocess.run(remove, shell=True, check=True)
+    assert build.startswith(f"{PROGRAM} ") and niels_gpt(*shlex.split(build)[1:], "--vocab-size", "300").status == 0
     assert cli.main(["build", *flags[:-2], "--vocab-size", "300"]) == 0
 
 
