@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.errors import refused
 from support.prefix_trees import SAMPLES, Samples, grown, plain_rows
 
 from niels_gpt.prefix_tree.attention import AttnMaskSpec, dense_mask
 from niels_gpt.prefix_tree.fold import fold_shared_prefix_rollouts
 from niels_gpt.prefix_tree.forest import ModelShape, PrefixForest
-from niels_gpt.prefix_tree.sequences import threads
 
 QUICK = settings(derandomize=True, max_examples=40)
 
@@ -134,7 +134,6 @@ def test_a_tree_of_messages_gives_the_threads_to_its_last_replies() -> None:
     assert forest.input_ids.tolist() == [0, p, 0, a, b, b]  # the replies share their role tag
     assert forest.loss_mask.tolist() == [0, 0, 0, 1, 0, 0, 0, 1, 1]
     assert counters == {"cut_messages": 1}
-    assert [thread.message["text"] for thread in threads(TREE, encode, counters)] == ["a", "bb"]
 
 
 def test_a_reply_is_in_one_thread_however_many_questions_behind_it_have_no_answer() -> None:
@@ -146,9 +145,9 @@ def test_a_reply_is_in_one_thread_however_many_questions_behind_it_have_no_answe
     forest = PrefixForest.from_message_tree(tree, encode, counters=counters)
     assert forest.samples() == [[0, ord("p"), 0, ord("A"), 0, ord("q"), 0, ord("B")]]
     assert counters == {"cut_messages": 2}
-    with pytest.raises(ValueError, match="no message of the tree has a target"):
+    with refused("E801", "no message", "encode"):
         PrefixForest.from_message_tree(unanswered[0], encode)
-    with pytest.raises(ValueError, match=r"encode gave 1 ids and a mask of 2 for \{'text': 'x'"):
+    with refused("E801", "1 ids", "a mask of 2", "{'text': 'x'"):
         PrefixForest.from_message_tree(unanswered[0], lambda message: ([1], [0, 1]))
 
 
@@ -177,19 +176,19 @@ def test_ids_are_taken_from_lists_tuples_arrays_and_tensors() -> None:
     [
         ([], ValueError, "no sequence was given"),
         ([[1], []], ValueError, "sequence 1 is empty"),
-        ([[1], [2, -100]], ValueError, "sequence 1 has the id -100 at 1; expected ids from 0"),
+        ([[1], [2, -100]], ValueError, "sequence 1 has the id -100 at 1"),
         ([[1, 2**31]], ValueError, "sequence 0 has the id 2147483648 at 1; expected ids from 0 to 2147483647"),
-        ([[1], [2.5]], TypeError, r"sequence 1 is float64 of shape \[1\]; expected integers"),
+        ([[1], [2.5]], TypeError, "sequence 1 is float64 of shape [1]"),
         ([[1], np.array([True])], TypeError, "sequence 1 is bool"),
-        ([[[1]], [[2]]], TypeError, r"sequence 0 is int64 of shape \[1, 1\]"),
-        ([1, 2], TypeError, "sequence 0 is 1; expected a list, tuple, array or tensor"),
-        (torch.tensor([1, 2]), TypeError, r"sequence 0 is tensor\(1\); expected a list, tuple, array or tensor"),
-        ([[1], [True, False]], TypeError, "sequence 1 is of bools; expected ids"),
+        ([[[1]], [[2]]], TypeError, "sequence 0 is int64 of shape [1, 1]"),
+        ([1, 2], TypeError, "sequence 0 is 1"),
+        (torch.tensor([1, 2]), TypeError, "sequence 0 is tensor(1)"),
+        ([[1], [True, False]], TypeError, "sequence 1 is of bools"),
         (["ab"], TypeError, "sequence 0"),
     ],
 )
 def test_bad_ids_are_named_with_their_place(samples: object, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
+    with refused("E801", words, kind=error):
         PrefixForest.from_sequences(samples)  # type: ignore[arg-type]
 
 
@@ -199,39 +198,39 @@ def test_bad_groups_masks_and_paths_are_named() -> None:
         ([1], [[2], []], "completion 1 is empty"),
         ([-1], [[2]], "the prompt has the id -1 at 0"),
     ]:
-        with pytest.raises(ValueError, match=words):
+        with refused("E801", words):
             PrefixForest.from_rollout_group(prompt, group)
     for masks, words in [
         ([[1]], "there are 1 masks for 2 sequences"),
-        ([[1], [0]], r"the mask of sequence 1 has shape \[1\]; expected \[2\]"),
+        ([[1], [0]], "the mask of sequence 1 has shape [1]; expected [2]"),
     ]:
-        with pytest.raises(ValueError, match=words):
+        with refused("E801", words):
             PrefixForest.from_sequences([[1], [2, 3]], loss_mask=masks)
     for labels in ([-100, 5], [0.3, 1.0], [math.nan, 1.0], ["0", "1"]):
-        with pytest.raises(ValueError, match=r"expected 0 and 1.*labels != -100"):
+        with refused("E801", "0 and 1", "labels != -100"):
             PrefixForest.from_sequences([[4, 5]], loss_mask=[labels])
     for nodes in ([7], [-1]):
-        with pytest.raises(ValueError, match=rf"loss_nodes has \[{nodes[0]}\]; expected nodes from 0 to 1"):
+        with refused("E801", f"loss_nodes has [{nodes[0]}]", "0 to 1"):
             PrefixForest.from_node_paths([1, 1], [[0, 1]], loss_nodes=nodes)
     for nodes in ([False, True], "1", torch.tensor([False, True])):
-        with pytest.raises(TypeError, match=r"loss_nodes is .*; expected integers"):
+        with refused("E801", "loss_nodes", kind=TypeError):
             PrefixForest.from_node_paths([1, 1], [[0, 1]], loss_nodes=nodes)  # type: ignore[arg-type]
     for lengths, paths, words in [
-        ([1, 1], [[0, 2]], r"sample_paths\[0\] names node 2; there are 2"),
-        ([1, 1], [[0]], "node 1 has 1 tokens and is on no path"),
-        ([1, 0], [[0], [1]], r"sample_paths\[1\] is \[1\]: no token"),
-        ([1, 1, 1], [[0, 2], [1, 2]], r"sample_paths\[1\] has node 2 below 1, but an earlier path has it below 0"),
+        ([1, 1], [[0, 2]], "sample_paths[0] names node 2; there are 2"),
+        ([1, 1], [[0]], "node 1 has 1 tokens"),
+        ([1, 0], [[0], [1]], "sample_paths[1] is [1]"),
+        ([1, 1, 1], [[0, 2], [1, 2]], "sample_paths[1] has node 2 below 1"),
         ([1, 1], [[0, 1, 0]], "has node 0 below 1"),
         ([2, -1], [[0]], "node 1 has -1 tokens"),
         ([0], [], "sample_paths is empty"),
     ]:
-        with pytest.raises(ValueError, match=words):
+        with refused("E801", words):
             PrefixForest.from_node_paths(lengths, paths)
-    with pytest.raises(ValueError, match="add up to 2 tokens, but there are 3 input_ids"):
+    with refused("E801", "2 tokens", "3 input_ids"):
         PrefixForest.from_node_paths([2], [[0]], [1, 2, 3])
-    with pytest.raises(ValueError, match="multiple_of is 0"):
+    with refused("E801", "multiple_of is 0"):
         PrefixForest.from_sequences([[1]]).padded(0)
-    with pytest.raises(ValueError, match="no forest"):
+    with refused("E801", "joined()"):
         PrefixForest.joined([])
 
 
@@ -242,7 +241,7 @@ def test_counts_by_hand() -> None:
     assert (stats.pairs_before, stats.pairs_after) == (25, 22)
     assert (stats.samples, stats.nodes, stats.max_depth, stats.max_levels, stats.max_branching) == (2, 3, 5, 2, 2)
     assert stats.tree_token_ratio == 7 / 9 and stats.pair_ratio == 22 / 25
-    with pytest.raises(ValueError, match="FLOPs need a shape"):
+    with refused("E801", "FLOPs", "d_model="):
         stats.flop_ratio  # noqa: B018
     shape = ModelShape(parameters=100, layers=2, d_model=3)
     counted = PrefixForest.from_rollout_group([1, 2], [[10, 11], [20, 21, 22]]).stats(shape)

@@ -1,45 +1,29 @@
 """python -m niels_gpt.prefix_tree.demo: folded and not folded agree, and what is wrong is found."""
 
-import io
-import json
 import re
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from PIL import Image
-from support.causal_models import VOCAB, logprobs, tiny_model
-
-from niels_gpt.prefix_tree import demo
-from niels_gpt.prefix_tree.edges import LossEdges
-from niels_gpt.prefix_tree.forest import PrefixForest
-from niels_gpt.prefix_tree.heads import logits_head
-from niels_gpt.prefix_tree.savings.plot import MOST_DRAWN, plot_mask
+from support.commands import niels_gpt
+from support.prefix_trees import demo_group
 
 pytest.importorskip("transformers", reason="the extra `eagle3` brings it")
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # which gives back the threads that the demo sets
+demo = partial(niels_gpt, module="niels_gpt.prefix_tree.demo")
 SMALL = ["--prompt", "24", "--completion", "10", "--samples", "5"]
 
 
-def test_the_group_is_not_the_easy_case() -> None:
-    for seed in range(5):
-        prompt, completions = demo.random_group(prompt=24, completion=10, samples=5, seed=seed)
-        assert len(prompt) == 24 and {len(each) for each in completions} <= set(range(5, 11))
-        assert completions[0] == completions[1] and completions[2][0] == completions[3][0]
-        assert len({len(each) for each in completions}) > 1
-    assert demo.random_group(1, 1, 4, 0) == demo.random_group(1, 1, 4, 0)
-
-
 @pytest.mark.parametrize("attention", ["prefix_tree", "dense", "eager"])
-def test_both_ways_agree_and_the_sizes_are_of_the_group(attention: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert demo.main([*SMALL, "--attention", attention]) == 0
-    step, verdict = capsys.readouterr().out.split("\n\nverify_fold: ")
+def test_both_ways_agree_and_the_sizes_are_of_the_group(attention: str) -> None:
+    done = demo(*SMALL, "--attention", attention)
+    assert done.status == 0
+    step, verdict = done.out.split("\n\nverify_fold: ")
     said = dict(re.split(r"\s{2,}|(?<=backward) ", line, maxsplit=1) for line in step.splitlines())
-    prompt, completions = demo.random_group(24, 10, 5, 0)
+    prompt, completions = demo_group(24, 10, 5, 0)
     lengths = [len(each) for each in completions]
     before = 5 * len(prompt) + sum(lengths)
     after = len(prompt) + sum(lengths) - lengths[1] - 1  # a duplicate, and two that share their first token
@@ -55,82 +39,21 @@ def test_both_ways_agree_and_the_sizes_are_of_the_group(attention: str, capsys: 
     assert f"{before} tokens folded into {after} rows" in verdict and "FAILED" not in verdict
 
 
-def test_a_step_without_its_mask_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    right = demo.model_inputs
-
-    def without_mask(forest: PrefixForest, model: Any, **how: Any) -> dict[str, Any]:
-        return {**right(forest, model, **how), "prefix_tree": None}
-
-    monkeypatch.setattr(demo, "model_inputs", without_mask)
-    assert demo.main([*SMALL, "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert found["ok"] is False and found["logprobs_differ"] > 1e-2
-
-
-def test_the_loss_of_the_demo_clips_and_its_old_log_probs_are_per_sample() -> None:
-    now, old = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.0, -2.0, -0.5])
-    # Ratios 1, e and 0.61: a gain is cut at 1.2, and at 0.8 from below where the advantage is negative.
-    gains = [1.0, 1.2, -0.8]
-    loss = demo.policy_loss(now, old, torch.tensor([1.0, 1.0, -1.0]), torch.tensor([1.0, 2.0, 4.0]))
-    assert loss == pytest.approx(-(gains[0] + 2 * gains[1] + 4 * gains[2]))
-
-
-@pytest.mark.parametrize("model_type", ["llama", "granite"])
-def test_the_folded_side_may_be_copied_for_a_model_that_scales_its_logits(model_type: str) -> None:
-    model = tiny_model(model_type, **({"logits_scaling": 0.05} if model_type == "granite" else {}))
-    drawn, group = demo.random_group(6, 4, 4, 1)
-    prompt, *completions = [[token % VOCAB for token in ids] for ids in (drawn, *group)]
-    forest = PrefixForest.from_rollout_group(prompt, completions)
-    edges = LossEdges.from_forest(forest)
-    with torch.no_grad():
-        folded = demo.folded_logprobs(model, logits_head(model), forest, edges)
-        plain = demo.folded_logprobs(model, model.lm_head, forest, edges)
-    alone = [logprobs(model, input_ids=torch.tensor([prompt + ids]))[5:-1] for ids in completions]
-    expected = [rows.gather(1, torch.tensor(ids)[:, None])[:, 0] for rows, ids in zip(alone, completions, strict=True)]
-    torch.testing.assert_close(folded, torch.cat(expected), atol=1e-5, rtol=1e-5)
-    assert ((plain - folded).abs().max() > 0.01) == (model_type == "granite")  # so the case can tell
-    assert len(folded) == sum(map(len, completions)) > edges.num_edges, "the duplicate is a sample of its own"
-    size = len(completions[0])
-    assert torch.equal(folded[:size], folded[size : 2 * size])
-
-
-def test_the_demo_itself_takes_the_head_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Any] = []
-
-    def doubled(model: Any) -> Any:
-        made.append(model)
-        return lambda hidden: 2 * model.lm_head(hidden)
-
-    monkeypatch.setattr(demo, "logits_head", doubled)
-    assert demo.main(SMALL) == 1  # the logits of the folded side only
-    assert len(made) == 1
-
-
-def test_a_finding_of_verify_fold_fails_the_demo_though_its_own_numbers_agree(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(demo, "hf_forward", lambda model: lambda ids, positions, mask: model(ids).logits)
-    assert demo.main(SMALL) == 1
-    out = capsys.readouterr().out
-    found = re.search(r"log-probs +differ by (\S+)", out)
-    assert found is not None and float(found.group(1)) < 1e-5 and "FAILED" in out
-
-
 @pytest.mark.parametrize(
     ("flags", "name", "said"),
     [
         (SMALL, "none/mask.png", "no folder"),
         (SMALL, "mask.svg", "the only kind of picture"),
-        (["--prompt", str(MOST_DRAWN)], "mask.png", "tokens is not drawn"),
+        (["--prompt", "2048"], "mask.png", "tokens is not drawn"),
     ],
 )
 def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(
-    flags: list[str], name: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flags: list[str], name: str, said: str, tmp_path: Path
 ) -> None:
     pytest.importorskip("matplotlib", reason="the extra `plot` brings it")
-    assert demo.main([*flags, "--plot", str(tmp_path / name)]) == 1
-    found = capsys.readouterr()
-    assert found.out == "" and found.err.startswith("error[E") and said in found.err
+    done = demo(*flags, "--plot", tmp_path / name)
+    assert done.status == 1
+    assert done.out == "" and done.err.startswith("error[E") and said in done.err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -139,35 +62,22 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(
     [("matplotlib.figure", ["--plot", "mask.png"], "plot"), ("transformers", [], "eagle3")],
 )
 def test_without_a_library_it_says_what_to_install(
-    module: str, flags: list[str], extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    module: str, flags: list[str], extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    assert demo.main([*SMALL, *flags]) == 1
-    said = capsys.readouterr()
-    assert said.out == "" and said.err.startswith("error[E901]: ") and f"pip install 'niels-gpt[{extra}]'" in said.err
+    done = demo(*SMALL, *flags)
+    assert done.status == 1 and done.out == ""
+    assert done.err.startswith("error[E901]: ") and f"pip install 'niels-gpt[{extra}]'" in done.err
 
 
-def test_the_picture_of_the_mask_is_dark_where_a_query_sees_a_key(tmp_path: Path) -> None:
+def test_a_picture_of_the_mask_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra `plot` brings it")
-    png = plot_mask(PrefixForest.from_sequences([[1, 2, 10, 11], [1, 2, 20, 21, 22]]))
-    pixels = np.asarray(Image.open(io.BytesIO(png)).convert("RGB")).astype(int)
-    blue = pixels[..., 2] - pixels[..., 0]  # 8 of the palest blue of the colour map, more of darker ones
-    drawn = (pixels == [247, 251, 255]).all(-1) | (blue > 100)
-    (top, *_, bottom), (left, *_, right) = (np.flatnonzero(drawn.sum(axis) > 50) for axis in (1, 0))
-    rows, columns = (
-        [int(a + (b - a) * (cell + 0.5) / 7) for cell in range(7)] for a, b in ((top, bottom), (left, right))
-    )
-    seen = ["".join("#" if blue[row, column] > 100 else "." for column in columns) for row in rows]
-    # The prompt 1 2, then 10 11, and 20 21 22, which do not see 10 11.
-    assert seen == ["#......", "##.....", "###....", "####...", "##..#..", "##..##.", "##..###"]
-    assert demo.main([*SMALL, "--plot", str(tmp_path / "mask.png")]) == 0
+    assert demo(*SMALL, "--plot", tmp_path / "mask.png").status == 0
     with Image.open(tmp_path / "mask.png") as picture:
         assert picture.size == (600, 600)
-    with pytest.raises(ValueError, match=r"2,049 tokens is not drawn"):
-        plot_mask(PrefixForest.from_sequences([list(range(MOST_DRAWN + 1))]))
 
 
 @pytest.mark.parametrize("flags", [["--samples", "3"], ["--prompt", "0"], ["--attention", "flash_attention_2"]])
-def test_what_cannot_be_folded_here_is_wrong_usage(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert demo.main(flags) == 2
-    assert "Usage: python -m niels_gpt.prefix_tree.demo" in capsys.readouterr().err
+def test_what_cannot_be_folded_here_is_wrong_usage(flags: list[str]) -> None:
+    done = demo(*flags)
+    assert done.status == 2 and "Usage: python -m niels_gpt.prefix_tree.demo" in done.err

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.errors import refused
 
 from niels_gpt.prefix_tree import fold
 from niels_gpt.prefix_tree.fold import (
@@ -108,7 +109,7 @@ def test_tuples_arrays_and_tensors_are_taken_as_lists(as_given: Any) -> None:
     assert fold_shared_prefix_rollouts(range(0), [range(10, 12), range(20, 22)]) == expected
 
 
-NONE, EMPTY = r"^completions must be non-empty \(.* one rollout\)\.$", r"^every completion must be non-empty\.$"
+NONE, EMPTY = "completions must be non-empty", "every completion must be non-empty"
 
 
 @pytest.mark.parametrize(
@@ -117,29 +118,29 @@ NONE, EMPTY = r"^completions must be non-empty \(.* one rollout\)\.$", r"^every 
     + [(empty, EMPTY) for empty in ([[]], [[1], []], [(), (1,)], [np.array([])], torch.zeros(2, 0))],
 )
 def test_no_completion_and_an_empty_one_are_errors(completions: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with refused("E801", message):
         fold_shared_prefix_rollouts(1.5, completions)  # type: ignore[arg-type]  # before the prompt is looked at
 
 
 @pytest.mark.parametrize(
     ("prompt", "completions", "message"),
     [
-        ([1], [[2], [3, 4.0]], r"completion 1\[1\] is 4.0; expected an integer"),
-        ([1], [[True]], r"completion 0\[0\] is True"),
-        ([1], [[np.True_]], r"completion 0\[0\] is np.True_"),
-        ([1], [[torch.tensor(True)]], r"completion 0\[0\] is tensor\(True\)"),
-        ([1], [[torch.tensor(2.0)]], r"completion 0\[0\] is tensor\(2.\)"),
-        ([1], [np.array([2.0])], r"completion 0 is float64 of shape \[1\]; expected integers of shape \[tokens\]"),
+        ([1], [[2], [3, 4.0]], "completion 1[1] is 4.0"),
+        ([1], [[True]], "completion 0[0] is True"),
+        ([1], [[np.True_]], "completion 0[0] is np.True_"),
+        ([1], [[torch.tensor(True)]], "completion 0[0] is tensor(True)"),
+        ([1], [[torch.tensor(2.0)]], "completion 0[0] is tensor(2.)"),
+        ([1], [np.array([2.0])], "completion 0 is float64 of shape [1]"),
         ([1], [torch.tensor([True])], "completion 0 is bool of shape"),
-        ([1], [torch.tensor([[2]])], r"completion 0 is int64 of shape \[1, 1\]"),
-        ([1], [2, 3], "completion 0 is 2; expected a list, tuple, array or tensor of integers"),
+        ([1], [torch.tensor([[2]])], "completion 0 is int64 of shape [1, 1]"),
+        ([1], [2, 3], "completion 0 is 2"),
         ([1], ["two"], "completion 0 is 'two'"),
-        ([[1]], [[2]], r"prompt_ids\[0\] is \[1\]"),
+        ([[1]], [[2]], "prompt_ids[0] is [1]"),
         (None, [[2]], "prompt_ids is None"),
     ],
 )
 def test_what_is_not_an_integer_is_refused_by_its_place(prompt: Any, completions: Any, message: str) -> None:
-    with pytest.raises(TypeError, match=message):
+    with refused("E801", message, kind=TypeError):
         fold_shared_prefix_rollouts(prompt, completions)
 
 
@@ -152,10 +153,10 @@ def test_a_batch_is_three_rows_of_int64_and_the_structure() -> None:
     for name, row in expected.items():
         assert batch[name].dtype == torch.int64 and batch[name].tolist() == [row]
     for groups in (0, 2, 3):
-        with pytest.raises(ValueError, match=rf"^prefix_tree_collate_fn .*size=1 only, got {groups} groups\.$"):
+        with refused("E801", "prefix_tree_collate_fn", "size=1", f"got {groups} groups"):
             prefix_tree_collate_fn([group] * groups)
     for missing in ("prompt_ids", "completions"):
-        with pytest.raises(KeyError, match=rf"the rollout group has no '{missing}'; its keys are \['.*', 'reward'\]"):
+        with refused("E102", f"'{missing}'", "'reward']", kind=KeyError):
             prefix_tree_collate_fn([{key: value for key, value in group.items() if key != missing}])
 
 

@@ -1,123 +1,27 @@
 """Attention by segments: exactly the pairs of the mask, equal to dense attention, forward and backward."""
 
-import gc
-import random
-import weakref
 from typing import Any
 
 import pytest
 import torch
 from support.causal_models import FOREST, MIXED, SAMPLES, error, logprobs, tiny_model
+from support.errors import refused
+from support.prefix_trees import calls_of, tree, tree_keys
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from niels_gpt.prefix_tree.attention import (
     AttentionRouteError,
+    Segments,
     check_model_inputs,
     dense_mask,
     hf_forward,
     model_inputs,
 )
-from niels_gpt.prefix_tree.backends.segments import Segments, segments_of
-from niels_gpt.prefix_tree.backends.segments_kernel import FlashSegments, attend, has_kernel
-from niels_gpt.prefix_tree.backends.segments_plan import Plan, depths, plan_of
 from niels_gpt.prefix_tree.forest import PrefixForest
 from niels_gpt.prefix_tree.heads import body_forward
 from niels_gpt.prefix_tree.verify import verify_fold
-
-
-def tree(seed: int, depth: int = 7) -> PrefixForest:
-    """Return a forest of nodes of 1 to 90 tokens, with padding."""
-    draw = random.Random(seed)
-    samples: list[list[int]] = []
-
-    def grow(above: list[int], levels: int) -> None:
-        longest = draw.choice([2, 4, 90])
-        path = [*above, *(draw.randrange(50) for _ in range(draw.randint(1, longest)))]
-        if not levels or draw.random() < 0.2:
-            samples.append(path)
-        else:
-            for _ in range(draw.randint(1, 3)):
-                grow(path, levels - 1)
-
-    grow([], depth)
-    grow([], 1)
-    draw.shuffle(samples)
-    return PrefixForest.from_sequences(samples[:60]).padded(8)
-
-
-def pairs(plan: Plan, rows: int) -> Tensor:
-    """Return how often each query meets each key, int8 [T, T]."""
-    met = torch.zeros(rows, rows, dtype=torch.int8)
-    for step in (*plan.own, *plan.above):
-        size = (step.end - step.start) // step.batch
-        for at in range(step.start, step.end, size):
-            keys = step.keys if step.batch == 1 else slice(at, at + size)
-            seen = torch.ones_like(met[at : at + size, keys])
-            seen = seen.tril() if step.causal else seen
-            met[at : at + size, keys] += seen if step.mask is None else step.mask.to(torch.int8)
-    return met
-
-
-@pytest.mark.parametrize("window", [None, 5, 40])
-def test_the_steps_of_a_plan_are_the_pairs_of_the_mask_each_once(window: int | None) -> None:
-    for seed in range(20):
-        forest = tree(seed)
-        segments = Segments.from_forest(forest)
-        assert depths(segments.subtree_end).tolist() == forest.position_ids.tolist()
-        wanted = dense_mask(forest, window=window).to(torch.int8)
-        for plan in (
-            segments.plan(window),
-            segments.blocks(window),
-            plan_of(segments.subtree_end, window, block=8),
-        ):
-            assert torch.equal(pairs(plan, len(segments)), wanted), seed
-
-
-@pytest.mark.parametrize("window", [None, 30])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_attention_and_its_gradients_are_those_of_dense_attention(dtype: torch.dtype, window: int | None) -> None:
-    if not has_kernel():
-        pytest.skip("this torch has no flash kernel for CPUs with the arguments that are used")
-    forest = tree(2)
-    draw = torch.Generator().manual_seed(0)
-    inputs = [
-        torch.randn(len(forest.input_ids), heads, 8, generator=draw, dtype=torch.float64).to(dtype).requires_grad_()
-        for heads in (4, 2, 2)
-    ]
-    exact = [each.detach().double().requires_grad_() for each in inputs]
-    query, key, value = (each.transpose(0, 1)[None] for each in exact)
-    mask = dense_mask(forest, window=window)[None, None]
-    attended = torch.nn.functional.scaled_dot_product_attention
-    wanted = attended(query, key, value, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
-    weight = torch.randn(wanted.shape, generator=draw, dtype=torch.float64)
-    gradients = torch.autograd.grad(wanted, exact, weight)
-    segments = Segments.from_forest(forest)
-    for found in (
-        FlashSegments.apply(*inputs, segments.kernel_plan(window, dtype), 8**-0.5),
-        attend(*inputs, segments.blocks(window), 8**-0.5),
-    ):
-        others = torch.autograd.grad(found, inputs, weight.to(dtype))
-        limit = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}[dtype]
-        for one, other in zip((wanted, *gradients), (found, *others), strict=True):
-            assert float((one - other).detach().abs().max() / one.detach().abs().max()) < limit
-
-
-def tree_keys(forest: PrefixForest) -> dict[str, Tensor]:
-    """Return TRL's keys of a forest without padding."""
-    kv: list[int] = []
-    bounds_q, bounds_k, paths = [0], [0], []
-    columns = (forest.node_starts, forest.node_lengths, forest.node_parents)
-    for start, length, parent in zip(*(column.tolist() for column in columns), strict=True):
-        paths.append([*(paths[parent] if parent >= 0 else []), *range(start, start + length)])
-        kv += paths[-1]
-        bounds_q.append(start + length)
-        bounds_k.append(len(kv))
-    bounds = (torch.tensor(each, dtype=torch.int32) for each in (bounds_q, bounds_k))
-    return dict(
-        zip(("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k"), (torch.tensor(kv), *bounds), strict=True)
-    )
 
 
 def test_tree_keys_give_the_segments_of_their_forest() -> None:
@@ -128,15 +32,14 @@ def test_tree_keys_give_the_segments_of_their_forest() -> None:
     other = keys[0].clone()
     other[int(keys[2][3]) - 1] += 1
     apart = [keys[0], keys[1][0], keys[2]]
-    others = (
-        [other, *keys[1:]],
-        [keys[0] - 1, *keys[1:]],
-        [keys[0], keys[1][:-1], keys[2]],
-        keys[:1] + keys[:2],
-        apart,
-    )
-    for wrong in others:
-        with pytest.raises(ValueError, match=r"expected|has rows from|values"):
+    for wrong, found in (
+        ([other, *keys[1:]], "segment 2 (rows 90 to 96)"),
+        ([keys[0] - 1, *keys[1:]], "tree_kv_index has rows from -1 to 1376"),
+        ([keys[0], keys[1][:-1], keys[2]], "tree_cu_seqlens_k"),
+        (keys[:1] + keys[:2], "tree_cu_seqlens_q is [0, 1, 2"),
+        (apart, "tree_cu_seqlens_q has the shape []"),
+    ):
+        with refused("E801", found):
             Segments.from_tree_keys(*wrong)
 
 
@@ -146,7 +49,7 @@ def test_a_mask_gives_the_segments_of_its_forest_or_none() -> None:
     assert found is not None and found.subtree_end.tolist() == forest.subtree_end.tolist()
     assert Segments.from_mask(dense_mask(forest, window=3)) is None
     assert Segments.from_mask(torch.ones(3, 3, dtype=torch.bool)) is None
-    with pytest.raises(ValueError, match="pre-order"):
+    with refused("E801", "pre-order"):
         Segments([3, 4, 4, 4])
 
 
@@ -187,17 +90,17 @@ def test_segments_of_another_row_and_a_mask_beside_them_are_refused() -> None:
         ({"attention_mask": mask}, "beside prefix_tree"),
         ({"prefix_tree": None, "tree_kv_index": torch.arange(3)}, "three tensors, or none"),
     ):
-        with pytest.raises(AttentionRouteError, match=message):
+        with refused("E802", message, kind=AttentionRouteError):
             check_model_inputs(FOREST, model, {**inputs, **changes})
         if changes != {"prefix_tree": None}:
-            with pytest.raises(AttentionRouteError):
+            with refused("E802", kind=AttentionRouteError):
                 model(**{**inputs, **changes})
-    with pytest.raises(AttentionRouteError, match="an indexer chose the keys"):
+    with refused("E802", "indexer", kind=AttentionRouteError):
         model(**inputs, block_indices=torch.zeros(1))
-    with pytest.raises(AttentionRouteError, match="those of prefix_tree, and no cache"):
+    with refused("E802", "prefix_tree", "no cache", kind=AttentionRouteError):
         model(**{**inputs, "use_cache": True, "past_key_values": model(torch.tensor([[1, 2]])).past_key_values})
     model.set_attn_implementation("sdpa")
-    with pytest.raises(AttentionRouteError, match="ignores it"):
+    with refused("E802", "prefix_tree", "ignores", kind=AttentionRouteError):
         check_model_inputs(FOREST, model, inputs)
 
 
@@ -209,47 +112,24 @@ def test_a_model_that_drops_the_segments_gets_a_mask() -> None:
     inputs = model_inputs(FOREST, model)
     assert inputs["attention_mask"] is not None and model.config._attn_implementation == "sdpa"
     assert error(model, FOREST, inputs) < 1e-5
-    with pytest.raises(AttentionRouteError, match="does not pass prefix_tree to LlamaAttention"):
+    with refused("E802", "prefix_tree", "LlamaAttention", kind=AttentionRouteError):
         model_inputs(FOREST, model, backend="prefix_tree")
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral"])
-def test_a_model_takes_tree_keys_and_reads_them_once(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_takes_tree_keys_and_reads_them_once(model_type: str) -> None:
     forest = PrefixForest.from_sequences(SAMPLES)
     model = tiny_model(model_type)
     inputs = model_inputs(forest, model)
     del inputs["prefix_tree"]
     inputs |= tree_keys(forest)
-    read: list[Segments] = []
-    made = Segments.from_tree_keys
-
-    def counted(*keys: Tensor) -> Segments:
-        read.append(made(*keys))
-        return read[-1]
-
-    monkeypatch.setattr(Segments, "from_tree_keys", counted)
-    assert error(model, forest, {**inputs, "tree_max_seqlen_q": 9, "tree_max_seqlen_k": 20}) < 1e-5
-    check_model_inputs(forest, model, inputs)
-    assert len(read) == 1
+    with calls_of("segments.Segments.from_tree_keys") as read:
+        assert error(model, forest, {**inputs, "tree_max_seqlen_q": 9, "tree_max_seqlen_k": 20}) < 1e-5
+        check_model_inputs(forest, model, inputs)
+        assert len(read) == 1
     inputs["tree_kv_index"][0] = 1
-    with pytest.raises(ValueError, match="pre-order"):  # changed in place: read again
+    with refused("E801", "pre-order"):  # changed in place: read again
         model(**inputs)
-
-
-def test_tree_keys_are_not_kept_and_changes_are_seen_in_inference_mode() -> None:
-    keys = tree_keys(tree(2))
-    found = segments_of(keys)
-    assert segments_of(keys) is found
-    gone = weakref.ref(found)
-    del keys, found
-    gc.collect()
-    assert gone() is None
-    with torch.inference_mode():
-        keys = tree_keys(tree(2))
-        assert segments_of(keys) is segments_of(keys)
-        keys["tree_kv_index"][0] = 1
-        with pytest.raises(ValueError, match="pre-order"):
-            segments_of(keys)
 
 
 def test_layers_that_share_keys_get_whole_rows_or_the_rows_of_a_mask() -> None:

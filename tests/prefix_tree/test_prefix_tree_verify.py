@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.prefix_trees import grown
+from support.errors import refused
+from support.prefix_trees import advice, grown
 from support.small_transformer import GROUP, SEQUENCES, Transformer, group
 
 from niels_gpt.prefix_tree.edges import LossEdges
 from niels_gpt.prefix_tree.fold import fold_shared_prefix_rollouts, prefix_tree_collate_fn
-from niels_gpt.prefix_tree.fold_checks import ADVICE
 from niels_gpt.prefix_tree.forest import PrefixForest
 from niels_gpt.prefix_tree.verify import verify_fold
 
@@ -78,7 +78,7 @@ def test_weights_of_ones_own_are_checked_as_they_are_given(model: Transformer) -
     assert verify_fold(model, group(), edges=edges, weighting=advantages).ok
     assert "weights" in verify_fold(model, group(), edges=edges).findings
     assert verify_fold(model, group(), weighting=torch.tensor([0.0, 1.0])).ok  # 0 is a weight
-    with pytest.raises(ValueError, match="weighting is 'mean'"):
+    with refused("E801", "weighting is 'mean'"):
         verify_fold(model, group(), weighting="mean")
 
 
@@ -163,7 +163,7 @@ def test_one_label_per_row_loses_the_first_token_of_every_completion(
         assert report.unpredictable == 0 and "where no row predicts" not in str(report)
         if lost:
             assert f"{lost} of {targets} supervised tokens have no loss, {lost} of them first in" in str(report)
-            assert str(report).splitlines()[-1] == f"What to do: {ADVICE['lost targets']}"
+            assert str(report).splitlines()[-1] == advice("lost targets")
 
 
 FOLDED, N = fold_shared_prefix_rollouts(*GROUP), -100
@@ -271,22 +271,22 @@ OTHER = LossEdges.from_forest(PrefixForest.from_sequences([list(range(20))]))
 
 
 @pytest.mark.parametrize(
-    ("batch", "how", "error", "message"),
+    ("batch", "how", "error", "code", "found"),
     [
-        (replace(FOLDED, labels=[1]), {}, ValueError, "there are 7 input_ids, 7 position_ids, 1 labels; expected 7 of"),
-        (replace(FOLDED, node_lengths=[2, 2, 4]), {}, ValueError, "expected 8 of each, the sum of node_lengths"),
-        (replace(FOLDED, sample_paths=[[0, 1]]), {}, ValueError, "on no path"),
-        (fold_shared_prefix_rollouts([], GROUP[1], -1), {}, ValueError, r"from -1; .* or the label ignore_idx=-100"),
-        ({**without(), "prefix_tree": ([2.0, 2.0, 3.0], [[0, 1], [0, 2]])}, {}, TypeError, "float"),
-        (without("labels"), {}, ValueError, "a dict, has no labels"),
-        (without("labels", "prefix_tree"), {}, ValueError, "has no labels, prefix_tree; expected a PrefixForest"),
-        (group(), {"edges": OTHER}, ValueError, r"supervision has rows of 0 to 18 .* expected rows of 0 to 6"),
+        (replace(FOLDED, labels=[1]), {}, ValueError, "E803", "7 input_ids, 7 position_ids, 1 labels"),
+        (replace(FOLDED, node_lengths=[2, 2, 4]), {}, ValueError, "E803", "expected 8 of each"),
+        (replace(FOLDED, sample_paths=[[0, 1]]), {}, ValueError, "E801", "node 2 has 3 tokens"),
+        (fold_shared_prefix_rollouts([], GROUP[1], -1), {}, ValueError, "E803", "from -1; expected rows of 0 to 4"),
+        ({**without(), "prefix_tree": ([2.0, 2.0, 3.0], [[0, 1], [0, 2]])}, {}, TypeError, "E801", "float"),
+        (without("labels"), {}, ValueError, "E803", "a dict, has no labels;"),
+        (without("labels", "prefix_tree"), {}, ValueError, "E803", "has no labels, prefix_tree;"),
+        (group(), {"edges": OTHER}, ValueError, "E803", "expected rows of 0 to 6"),
     ],
 )
 def test_a_batch_that_contradicts_itself_is_refused(
-    model: Transformer, batch: Any, how: dict[str, Any], error: type[Exception], message: str
+    model: Transformer, batch: Any, how: dict[str, Any], error: type[Exception], code: str, found: str
 ) -> None:
-    with pytest.raises(error, match=message):
+    with refused(code, found, kind=error):
         verify_fold(model, batch, **how)
     edges = LossEdges.from_forest(group())  # where there are edges, labels are not asked for
     assert verify_fold(model, without("labels"), edges=edges, samples=SEQUENCES).ok
@@ -313,7 +313,7 @@ def test_a_fold_that_lost_or_changed_a_sample_is_found_given_the_samples(
     text = str(report)
     assert f"FAILED  samples: {changed} differ of {len(folded)} in the fold and 2 given ones (sample {first[0]}" in text
     assert "-       gradients: not compared: the samples differ." in text and "\nok" not in text
-    assert text.splitlines()[-1] == f"What to do: {ADVICE['samples']}"
+    assert text.splitlines()[-1] == advice("samples")
     # A mask for the samples that went in fits no other number of them; what is wrong is said all the same.
     masks = [[0] * len(sample) for sample in SEQUENCES]
     assert verify_fold(model, forest, samples=SEQUENCES, loss_mask=masks).findings == ["samples"]

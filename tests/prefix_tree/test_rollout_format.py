@@ -22,7 +22,6 @@ from niels_gpt.prefix_tree.rollouts.build import build_rollouts
 from niels_gpt.prefix_tree.rollouts.reader import RolloutDataset
 from niels_gpt.prefix_tree.rollouts.records import Rollout, RolloutGroup
 from niels_gpt.storage.errors import CacheError
-from niels_gpt.storage.fileio import META_NAME
 
 TINY = [RolloutGroup("g", [Rollout([5, 6, 7, 8], 2, reward=1.0), Rollout([5, 6, 7], 2, reward=0.0)])]
 
@@ -172,4 +171,4 @@ def test_reading_a_description_loads_no_torch(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, tmp_path / "c"], capture_output=True, text=True, check=True)
     assert done.stdout == "rollouts False\n"
-    assert json.loads((tmp_path / "c" / META_NAME).read_text())["kind"] == "rollouts"
+    assert json.loads((tmp_path / "c" / "meta.json").read_text())["kind"] == "rollouts"

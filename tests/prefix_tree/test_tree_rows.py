@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.prefix_trees import Samples, grown
+from support.errors import refused
+from support.prefix_trees import Samples, grown, register_segments
 from torch import Tensor
 
 from niels_gpt.prefix_tree.attention import hf_forward
-from niels_gpt.prefix_tree.backends.segments import register
 from niels_gpt.prefix_tree.edges import LossEdges, edge_logprobs, sample_logprobs
 from niels_gpt.prefix_tree.forest import PrefixForest
-from niels_gpt.prefix_tree.tree_rows import MAX_SAMPLES, from_tree_row, tree_row
+from niels_gpt.prefix_tree.tree_rows import from_tree_row, tree_row
 from niels_gpt.prefix_tree.verify import verify_fold
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -124,15 +124,15 @@ ROW_SAMPLES = [[1, 2, 3, 4], [1, 2, 5, 6], [1, 2, 5, 7], [8, 9]]
         ("input_ids", 0, -1, "input_ids has -1 at 0"),
         ("position_ids", 1, 0, "position_ids: 0 at 1; expected 1"),
         ("tree_kv_index", 2, 5, "tree_kv_index: 5 at 2"),  # a segment that attends to its sibling's row
-        ("tree_kv_index", 0, 99, "tree_kv_index has 99 at 0; expected 0 to"),
-        ("tree_cu_seqlens_q", 1, 0, "tree_cu_seqlens_q is .*bounds that begin with 0 and rise"),
+        ("tree_kv_index", 0, 99, "tree_kv_index has 99 at 0"),
+        ("tree_cu_seqlens_q", 1, 0, "tree_cu_seqlens_q is "),
         ("tree_cu_seqlens_q", -1, 99, "tree_cu_seqlens_q has or ends at 99"),
         ("tree_cu_seqlens_k", -1, 99, "tree_cu_seqlens_k has or ends at 99"),
         ("tree_max_seqlens", 0, 9, "tree_max_seqlens: 9 at 0"),
         ("tree_segment_parents", 1, -1, "tree_segment_parents: -1 at 1; expected 0"),
         ("token_index", 0, 99, "token_index has 99 at 0"),
         ("token_index", 1, 0, "term 1 is row 0 of sample 0, after row 0"),
-        ("segment_id", 0, 3, "term 1 is row .* expected samples in order"),
+        ("segment_id", 0, 3, "term 1 is row "),
         ("segment_id", -1, 2**40, "segment_id has 1099511627776"),
         ("shift_labels", 0, 6, "term 0 is the token 6 after row 0 of sample 0"),
         ("shift_labels", 0, -100, "the rows with a label"),
@@ -142,7 +142,7 @@ def test_a_damaged_row_is_refused_with_what_was_found(name: str, index: int, val
     forest = PrefixForest.from_sequences(ROW_SAMPLES)
     row = tree_row(forest, LossEdges.from_forest(forest), segment_parents=True)
     from_tree_row(row)
-    with pytest.raises(ValueError, match=found):
+    with refused("E801", found):
         from_tree_row(damaged(row, name, index, value))
 
 
@@ -150,20 +150,20 @@ def test_rows_of_another_form_are_refused() -> None:
     forest = PrefixForest.from_sequences(ROW_SAMPLES)
     edges = LossEdges.from_forest(forest)
     row = tree_row(forest, edges)
-    with pytest.raises(ValueError, match="the row has no shift_labels: it names the targets"):
+    with refused("E801", "shift_labels"):
         from_tree_row(tree_row(forest, edges, one_label=False))
-    with pytest.raises(ValueError, match="a collated batch has one such row for each rank"):
+    with refused("E801", "input_ids", "each rank"):
         from_tree_row({name: column[None] for name, column in row.items()})
-    with pytest.raises(ValueError, match="expected integers in one axis"):
+    with refused("E801", "input_ids", "[11]", "one axis"):
         from_tree_row({**row, "input_ids": row["input_ids"].float()})
-    with pytest.raises(ValueError, match="expected one_label=True"):
+    with refused("E801", "one_label=True"):
         tree_row(forest, edges, fork_early=True, one_label=False)
-    with pytest.raises(ValueError, match=r"expected LossEdges\.from_forest"):
+    with refused("E801", "LossEdges.from_forest"):
         tree_row(forest.padded(16), edges)
-    for last, found in ((MAX_SAMPLES, "segment_id has 1048576 at 0"), (MAX_SAMPLES - 1, "have 209715200 tokens")):
+    for last, found in ((2**20, "segment_id has 1048576 at 0"), (2**20 - 1, "have 209715200 tokens")):
         forest = PrefixForest.from_sequences([range(200)])  # a short row that names many samples
         row = tree_row(forest, LossEdges.from_forest(forest))
-        with pytest.raises(ValueError, match=found):
+        with refused("E801", found):
             from_tree_row({**row, "segment_id": torch.full_like(row["segment_id"], last)})
 
 
@@ -175,7 +175,7 @@ def tiny_model() -> Any:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=97, num_key_value_heads=2, **sizes))
-    register()
+    register_segments()
     model.set_attn_implementation("prefix_tree")
     return model
 

@@ -1,8 +1,20 @@
 """Trees of samples for tests, drawn by hypothesis or a seed, and their folded rows by brute force."""
 
-import random
+from __future__ import annotations
 
+import importlib
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
 from hypothesis import strategies as st
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from niels_gpt.prefix_tree.forest import PrefixForest
 
 Samples = list[list[int]]
 
@@ -43,3 +55,92 @@ def plain_rows(samples: Samples) -> list[tuple[int, ...]]:
         rows += [prefix] if prefix else []
         waiting += reversed([other for other in known if other[:-1] == prefix])
     return rows
+
+
+def demo_group(prompt: int, completion: int, samples: int, seed: int) -> tuple[list[int], Samples]:
+    """Return the prompt and the completions that the demo of folding draws."""
+    from niels_gpt.prefix_tree.demo import random_group
+
+    return random_group(prompt, completion, samples, seed)
+
+
+def tree(seed: int, depth: int = 7) -> PrefixForest:
+    """Return a forest of nodes of 1 to 90 tokens, with padding."""
+    from niels_gpt.prefix_tree.forest import PrefixForest
+
+    draw = random.Random(seed)
+    samples: list[list[int]] = []
+
+    def grow(above: list[int], levels: int) -> None:
+        longest = draw.choice([2, 4, 90])
+        path = [*above, *(draw.randrange(50) for _ in range(draw.randint(1, longest)))]
+        if not levels or draw.random() < 0.2:
+            samples.append(path)
+        else:
+            for _ in range(draw.randint(1, 3)):
+                grow(path, levels - 1)
+
+    grow([], depth)
+    grow([], 1)
+    draw.shuffle(samples)
+    return PrefixForest.from_sequences(samples[:60]).padded(8)
+
+
+def tree_keys(forest: PrefixForest) -> dict[str, Tensor]:
+    """Return TRL's keys of a forest without padding."""
+    import torch
+
+    kv: list[int] = []
+    bounds_q, bounds_k, paths = [0], [0], []
+    columns = (forest.node_starts, forest.node_lengths, forest.node_parents)
+    for start, length, parent in zip(*(column.tolist() for column in columns), strict=True):
+        paths.append([*(paths[parent] if parent >= 0 else []), *range(start, start + length)])
+        kv += paths[-1]
+        bounds_q.append(start + length)
+        bounds_k.append(len(kv))
+    bounds = (torch.tensor(each, dtype=torch.int32) for each in (bounds_q, bounds_k))
+    return dict(
+        zip(("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k"), (torch.tensor(kv), *bounds), strict=True)
+    )
+
+
+def register_segments() -> None:
+    """Let transformers know the attention by segments, "prefix_tree"."""
+    from niels_gpt.prefix_tree.backends.segments import register
+
+    register()
+
+
+def advice(finding: str) -> str:
+    """The last line of a report whose first finding this is."""
+    from niels_gpt.prefix_tree.fold_checks import ADVICE
+
+    return f"What to do: {ADVICE[finding]}"
+
+
+@contextmanager
+def calls_of(name: str) -> Iterator[list[tuple[tuple[Any, ...], dict[str, Any]]]]:
+    """The arguments of each call of a function of the backends, such as "checks.dense_mask"."""
+    module, *owners, last = name.split(".")
+    owner: Any = importlib.import_module(f"niels_gpt.prefix_tree.backends.{module}")
+    for each in owners:
+        owner = getattr(owner, each)
+    real, calls = getattr(owner, last), []
+
+    def called(*args: Any, **how: Any) -> Any:
+        calls.append((args, how))
+        return real(*args, **how)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, last, called)
+        yield calls
+
+
+@contextmanager
+def window_of_all(window: int) -> Iterator[None]:
+    """Let every model be taken for one whose layers have this window."""
+    from niels_gpt.prefix_tree.backends import masks
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(masks, "windows_of", lambda *_: {"": window})
+        yield
