@@ -171,7 +171,7 @@ class Tests:
         """Return whether a dotted name, or what it is an attribute of, is public."""
         parts = defined(name).split(".")
         heads = [defined(".".join(parts[:end])) for end in range(2, len(parts) + 1)]
-        return any(head in self.public or head in SPEC_MODULES for head in heads) and "._" not in name
+        return any(defined(head) in self.public or head in SPEC_MODULES for head in heads) and "._" not in name
 
     def functions(self) -> Iterator[tuple[Source, ast.FunctionDef]]:
         """Yield the test functions."""

@@ -4,18 +4,12 @@ import re
 import shlex
 from pathlib import Path
 
-import click
 import pytest
 from support import ROOT
+from support.commands import FACES, every_command, parse
 
 from niels_gpt.cache.meta import read_meta
-from niels_gpt.commands import cache as cli
-from niels_gpt.commands import prefix_tree, train_tokenizer
-from niels_gpt.commands.eagle3 import group as eagle3
-from niels_gpt.commands.eagle3 import precompute, respond
-from niels_gpt.commands.main import ROOT as ROOT_COMMAND
-from niels_gpt.commands.main import TREE
-from niels_gpt.recipes.plan import RECIPES
+from niels_gpt.recipes.plan import recipes
 from niels_gpt.settings import Settings
 
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
@@ -27,46 +21,21 @@ def test_every_link_leads_to_a_file(document: Path) -> None:
         assert (document.parent / target).exists(), target
 
 
-FACES: dict[str, click.Command] = {
-    "cache.cli": cli.FACE,
-    "eagle3": eagle3.FACE,
-    "eagle3.precompute": precompute.PRECOMPUTE,
-    "eagle3.respond": respond.respond,
-    "prefix_tree": prefix_tree.FACE,
-    "prefix_tree.demo": TREE.commands["demo"],
-    "train_tokenizer": train_tokenizer.train,
-}
-
-
-def parse(command: click.Command, arguments: list[str]) -> None:
-    """Parse arguments as the command does that they name, without running it."""
-    while isinstance(command, click.Group):
-        command, arguments = command.commands[arguments[0]], arguments[1:]
-    command.make_context(command.name, arguments)
-
-
 @pytest.mark.parametrize("document", ["README.md"])
 def test_every_command_of_a_document_parses(document: str) -> None:
     text = (ROOT / document).read_text(encoding="utf-8")
     commands = re.findall(r"^(?:    |\$ )python -m niels_gpt\.(\S+) ?(.*?)(?:  +#.*)?$", text, flags=re.MULTILINE)
-    found = [(FACES[module], arguments) for module, arguments in commands if module in FACES]
-    found += [
-        (ROOT_COMMAND, line) for line in re.findall(r"^(?:    |\$ )niels-gpt (.*?)(?:  +#.*)?$", text, re.MULTILINE)
-    ]
+    found = [(f"niels_gpt.{module}", words) for module, words in commands if f"niels_gpt.{module}" in FACES]
+    found += [("", line) for line in re.findall(r"^(?:    |\$ )niels-gpt (.*?)(?:  +#.*)?$", text, re.MULTILINE)]
     assert found
-    for command, arguments in found:
-        parse(command, shlex.split(arguments))
-
-
-def flags_below(command: click.Command) -> set[str]:
-    """Return every flag of a command and its commands."""
-    found = {flag for param in command.params for flag in (*param.opts, *param.secondary_opts)}
-    below = command.commands.values() if isinstance(command, click.Group) else ()
-    return found.union(*map(flags_below, below))
+    for module, words in found:
+        parse(*shlex.split(words), module=module)
 
 
 def test_every_flag_named_in_a_document_exists() -> None:
-    known = flags_below(ROOT_COMMAND) | {"--help"}
+    known = {flag for command in every_command().values() for param in command.params for flag in param.opts}
+    known |= {flag for command in every_command().values() for param in command.params for flag in param.secondary_opts}
+    known |= {"--help", "--version"}
     known |= {"--no-append-eot"}  # the changelog names it as removed
     of_pip = {"--constraint", "--find-links", "--no-deps", "--python"}
     scripts = [path for folder in ("benchmarks", "examples", "tools") for path in (ROOT / folder).glob("*.py")]
@@ -94,7 +63,7 @@ def test_every_make_target_named_in_a_document_exists() -> None:
 def test_formats_md_names_every_key_of_every_meta_json(tmp_path: Path, tiny_model_path: Path) -> None:
     formats = (ROOT / "docs" / "formats.md").read_text(encoding="utf-8")
     settings = Settings(source_root="sample", cache_dir=str(tmp_path), tokenizer=str(tiny_model_path))
-    for key, recipe in RECIPES.items():
+    for key, recipe in recipes(settings).items():
         path = recipe(settings).path
         for name in read_meta(str(path / "meta.json")):
             plain = re.sub(r"^(train|val)_(tokens|examples)$", "train_tokens", name)

@@ -16,12 +16,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import click
 import pytest
 from support import ROOT
+from support.commands import parse
 from support.documents import RUN, Page, blocks_of, difference
-
-from niels_gpt.commands import main as command_line
 
 UPDATE = "UPDATE_DOCUMENTS" in os.environ
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -115,14 +113,7 @@ def test_the_commands_of_a_page_that_are_not_run_parse(page: Path) -> None:
     ]:
         words = shlex.split(command.text.replace("\\\n", ""), comments=True)
         if words[0] == "niels-gpt":
-            parse(command_line.ROOT, words[1:])
-
-
-def parse(command: click.Command, arguments: list[str]) -> None:
-    """Parse arguments as the command does that they name, without running it."""
-    while isinstance(command, click.Group):
-        command, arguments = command.commands[arguments[0]], arguments[1:]
-    command.make_context(command.name, arguments)
+            parse(*words[1:])
 
 
 @pytest.mark.parametrize("page", TUTORIALS, ids=name)

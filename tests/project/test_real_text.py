@@ -16,16 +16,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.real_text import chats_of, files_of, rows_of, sample_rows, target_cache, texts_of
 
 from niels_gpt.chat_template import format_chat
 from niels_gpt.data import roam
-from niels_gpt.data.files.rows import iter_rows
-from niels_gpt.recipes import sources
-from niels_gpt.recipes.plan import RECIPES, recipes
-from niels_gpt.recipes.resolve import resolve_source
+from niels_gpt.recipes.plan import recipes
 from niels_gpt.settings import Settings
 from niels_gpt.special_tokens import find_reserved_literal
-from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.tokenizer import SentencePieceTokenizer, load_tokenizer
 
 pytestmark = [
@@ -46,7 +43,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
 @pytest.fixture(scope="module")
 def metas(settings: Settings) -> dict[str, dict[str, Any]]:
     """Every cache built once: a 16,000-piece tokenizer is trained first."""
-    return {key: recipe(settings).meta for key, recipe in RECIPES.items()}
+    return {key: recipe(settings).meta for key, recipe in recipes(settings).items()}
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +74,7 @@ def test_every_kept_document_decodes_to_itself(
             body = ids[: len(ids) - len(eot)]
             assert not set(body) & set(tokenizer.special_token_ids().values())
             stored[tokenizer.decode(body)] += 1
-    read = sources.document_rows(settings, resolve_source(settings, name), None, Counter())
-    given = Counter(text for _, text, _ in read if text and not find_reserved_literal(text))
+    given = Counter(text for text in texts_of(settings, name) if text and not find_reserved_literal(text))
     assert stored == given
     assert meta["documents_read"] == sum(stored.values()) + sum(meta["dropped"].values())
     assert meta["cut"] == {"documents": 0, "tokens": 0}
@@ -94,7 +90,7 @@ def test_every_kept_chat_is_stored_as_the_template_says(
         tokens = np.fromfile(cache / f"{split}_tokens.bin", dtype="<u2")
         edges = [*np.load(cache / f"{split}_idx.npy").tolist(), len(tokens)]
         stored.update(tuple(tokens[a:b].tolist()) for a, b in itertools.pairwise(edges))
-    chats = [chat for _, chat in sources.chats(settings, resolve_source(settings, name), None, Counter())]
+    chats = [chat for _, chat in chats_of(settings, name)]
     kept = [chat for chat in chats if not any(find_reserved_literal(turn["content"]) for turn in chat)]
     assert stored == Counter(tuple(format_chat(tokenizer, chat)) for chat in kept)  # type: ignore[arg-type]
     assert meta["examples_read"] == len(chats) == sum(stored.values()) + sum(meta["dropped"].values())
@@ -129,14 +125,14 @@ def test_the_mirrors_files_as_sources_of_ones_own_give_the_same_documents(
 
 
 def test_every_row_of_the_mirror_is_kept_or_counted(settings: Settings, metas: dict[str, dict[str, Any]]) -> None:
-    assert all(recipe(settings).reused for recipe in RECIPES.values())  # a second run builds nothing
+    assert all(recipe(settings).reused for recipe in recipes(settings).values())  # a second run builds nothing
     root = Path(settings.source_root)
     rows = {
-        "pretrain/fineweb_edu": len(list(iter_rows(resolve_source(settings, "fineweb_edu").files))),
+        "pretrain/fineweb_edu": rows_of(settings, "fineweb_edu"),
         "pretrain/roam": len(roam.list_roam_paths(root / "roam")),
-        "pretrain/gutenberg": len(resolve_source(settings, "gutenberg").files),
-        "pretrain/wikitext": len(list(iter_rows(resolve_source(settings, "wikitext").files))),
-        "sft/dolly15k": len(list(iter_rows(resolve_source(settings, "dolly15k").files))),
+        "pretrain/gutenberg": len(files_of(settings, "gutenberg")),
+        "pretrain/wikitext": rows_of(settings, "wikitext"),
+        "sft/dolly15k": rows_of(settings, "dolly15k"),
     }
     for key, expected in rows.items():
         meta = metas[key]
@@ -159,7 +155,7 @@ def test_another_folder_hash_seed_locale_and_file_order_give_the_same_bytes(
     subprocess.run([*command, *places_], env=environment, cwd=tmp_path, check=True, capture_output=True)
     files = relative_files(tmp_path / "cache")
     assert files == relative_files(Path(settings.cache_dir))
-    assert sum(name.endswith(META_NAME) for name in files) == 1 + len(RECIPES)  # and the tokenizer's
+    assert sum(name.endswith("meta.json") for name in files) == 1 + len(recipes(settings))  # and the tokenizer's
     _, different, unread = filecmp.cmpfiles(settings.cache_dir, tmp_path / "cache", files, shallow=False)
     assert (different, unread) == ([], [])
 
@@ -174,23 +170,15 @@ def relative_files(root: Path) -> list[str]:
 def test_a_target_cache_of_real_chats_holds_their_ids_and_is_good(
     settings: Settings, tokenizer: SentencePieceTokenizer, tmp_path: Path, source: str
 ) -> None:
-    from niels_gpt.eagle3.format.samples import Samples
-    from niels_gpt.eagle3.inspect.verify import verify
-    from niels_gpt.eagle3.targets.small import write_small_target
-    from niels_gpt.recipes.eagle3.options import Options
-    from niels_gpt.recipes.eagle3.prepare import carry_out, prepare, resolve
+    from niels_gpt.eagle3.cache import verify
+    from niels_gpt.eagle3.target import write_small_target
 
-    target = write_small_target(tmp_path / "target", tokenizer)
-    options = Options(
-        target_model=str(target), input_data=source, seq_length=256, draft_vocab_size=2_000, shard_size=16, limit=40
-    )
-    folder = tmp_path / "cache"
-    meta = carry_out(prepare(resolve(options, settings)), folder).meta
+    target, folder = write_small_target(tmp_path / "target", tokenizer), tmp_path / "cache"
+    sizes = {"seq_length": 256, "draft_vocab_size": 2_000, "shard_size": 16, "limit": 40}
+    meta = target_cache(settings, folder, target_model=str(target), input_data=source, **sizes)
     assert {name: verdict.problems for name, verdict in verify(folder).items() if verdict.problems} == {}
     assert meta["totals"]["samples"] == 40
-    samples = Samples.open(folder / "sidecar")
-    chats = dict(sources.chats(settings, resolve_source(settings, source), None, Counter[str]()))
-    for index, name in enumerate(samples.source_ids):
-        ids, mask = samples.row(index)
+    chats = dict(chats_of(settings, source))
+    for name, ids, mask in sample_rows(folder):
         assert ids.tolist() == format_chat(tokenizer, chats[name])[:256]
         assert mask.any()

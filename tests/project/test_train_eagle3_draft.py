@@ -4,7 +4,6 @@ import importlib
 import json
 import shutil
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -13,15 +12,13 @@ from typing import Any
 import pytest
 import torch
 from support import ROOT
+from support.commands import niels_gpt
+from support.real_text import sample_rows, tokenized
 from torch import Tensor
 
-from niels_gpt.chat.tokenizers import open_tokenizer
-from niels_gpt.commands.eagle3 import precompute
+from niels_gpt.chat import open_tokenizer
 from niels_gpt.eagle3.cache import build_cached_eagle3_dataloader, read_manifest, read_target_embeddings
-from niels_gpt.eagle3.format.samples import Samples
 from niels_gpt.eagle3.target import HFEagle3TargetModel, load_target, write_small_target
-from niels_gpt.recipes.eagle3.input import input_rows
-from niels_gpt.settings import Settings
 from niels_gpt.tokenizer import SentencePieceTokenizer
 
 pytest.importorskip("transformers", reason="running a target needs the extra eagle3")
@@ -62,7 +59,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: SentencePieceT
     what = f"--target-model {folder}/target --input-data {folder}/chats.jsonl --dtype fp32 --seq-length 48"
     for name, form in (("cache", "1"), ("native", "native")):
         how = f"--output-dir {folder}/{name} --format {form} --draft-vocab-size 200 --threads 1 --device cpu"
-        assert precompute.main(f"{what} {how}".split()) == 0
+        assert niels_gpt(*f"{what} {how}".split(), module="niels_gpt.eagle3.precompute").status == 0
     return folder
 
 
@@ -110,13 +107,13 @@ def test_a_slot_of_the_cache_is_the_same_slot_at_inference(
     parts: ModuleType, run: Path, target: Any, draft: Any
 ) -> None:
     """After tokens 0 .. p+1 the draft proposes token p+2 from slot p, also where its keys came in two parts."""
-    samples, batch = Samples.open(run / "cache" / "sidecar"), first_batch(run)
+    samples, batch = [*sample_rows(run / "cache")], first_batch(run)
     seen = torch.ones(48, 48, dtype=torch.bool).tril()
     with torch.no_grad():
         hidden, _ = draft(batch["input_ids"], draft.fuse(batch["aux_hidden_states"]), torch.arange(48), None, seen)
         expected = draft.logits(hidden).argmax(-1)
         for index in range(4):
-            ids = torch.tensor(samples.row(index)[0]).long()
+            ids = torch.tensor(samples[index][1]).long()
             for slot in (0, 3, len(ids) - 2):
                 aux, _ = parts.run_target(target, ids[: slot + 1], parts.DynamicCache(), LAYERS)
                 after = ids[1 : slot + 2]
@@ -131,15 +128,7 @@ def test_a_slot_of_the_cache_is_the_same_slot_at_inference(
 def test_cache_and_live_target_give_the_same_loss_and_gradients(
     example: ModuleType, parts: ModuleType, run: Path, target: Any, draft: Any
 ) -> None:
-    rows = list(
-        input_rows(
-            Settings(),
-            str(run / "chats.jsonl"),
-            open_tokenizer(str(run / "target")),
-            seq_length=48,
-            counters=Counter(),
-        )
-    )
+    rows = list(tokenized(run / "chats.jsonl", str(run / "target"), seq_length=48))
     selected = torch.tensor(read_manifest(run / "cache")["selected_token_ids"])
     live = example.live_batch(HFEagle3TargetModel(target, LAYERS), selected, rows[:4])
     learnt = []
@@ -232,14 +221,6 @@ def test_the_small_target_learns_its_chats_and_none_that_are_held_out(parts: Mod
     assert not questions["train"] & questions["held_out"]
     folder = str(tmp_path / "run" / "target")
     target: Any = load_target(folder, revision=None, dtype=torch.float32, attention="sdpa", device="cpu")
-    row = next(
-        input_rows(
-            Settings(),
-            str(tmp_path / "run" / "held_out.jsonl"),
-            open_tokenizer(folder),
-            seq_length=160,
-            counters=Counter(),
-        )
-    )
+    row = next(tokenized(tmp_path / "run" / "held_out.jsonl", folder, seq_length=160))
     assert target.config.eos_token_id == row.input_ids[-1]  # so that a reply ends where a chat does
     assert target.config.vocab_size == open_tokenizer(folder).vocab_size

@@ -9,6 +9,7 @@ from niels_gpt.display.numbers import count_text, size_text
 from niels_gpt.display.tables import WIDTH, escaped_html, html_table, shown, table
 from niels_gpt.inspection.file_checks import Damage
 from niels_gpt.inspection.stats import Stats
+from niels_gpt.storage.versions import version_name
 
 
 @pytest.mark.parametrize(
@@ -56,6 +57,11 @@ def test_text_with_bidi_controls_is_escaped_and_joined_emoji_are_not() -> None:
     page = html_table("a\nb", ((name, name) for name in ("x\n\u202e",)))
     assert r"<caption>a\nb</caption><tr><th>x\n\u202e</th><td>x\n\u202e</td></tr>" in page
     assert table([]) == "" and str(Stats()) == repr(Stats()) == "Stats([])" and "<table>" in Stats()._repr_html_()
+
+
+def test_the_name_of_a_version_is_printable() -> None:
+    name = version_name(Path("/a\x1b[31m\nb\u202ec\u2028d/sft/.versions/chats/0123456789ab"))
+    assert name.isprintable() and name.endswith("/sft/chats (version 0123456789ab)")
 
 
 def test_damage_without_a_file_has_no_bytes() -> None:
