@@ -22,7 +22,7 @@ import pytest
 from support import TESTS
 from support.attacks import Server, serving
 from support.loopback_hub import LoopbackHub
-from support.small_builds import quick_folder
+from support.small_builds import batches_of, quick_folder
 from support.tiny_texts import TINY_TEXTS
 
 from niels_gpt.data.files import mirrors
@@ -153,3 +153,9 @@ def folder() -> Iterator[Path]:
     """An empty folder in memory, for tests that build hundreds of times."""
     with quick_folder() as path:
         yield path
+
+
+@pytest.fixture
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of five items, so that a small build has many."""
+    batches_of(monkeypatch)

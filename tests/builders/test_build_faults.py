@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from support.byte_tokenizer import build, train_text
+from support.disk import versions_dir
 from support.fault_builds import (
     OLD,
     TEXTS,
@@ -34,21 +35,20 @@ from support.fault_builds import (
     skip_unless,
 )
 from support.power_loss import tree_of
+from support.readings import read_in_small_batches
+from support.small_builds import batches_of
 
-from niels_gpt.builders import source
 from niels_gpt.builders.pretrain import build_pretrain
 from niels_gpt.builders.sft import build_sft
-from niels_gpt.recipes import sources
-from niels_gpt.recipes.plan import RECIPES
+from niels_gpt.recipes.plan import recipes
 from niels_gpt.settings import Settings
-from niels_gpt.storage import versions
 
 PAGE = 4096
 
 
 @pytest.fixture
 def batches_of_ten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "BATCH_ITEMS", 10)
+    batches_of(monkeypatch, 10)
 
 
 def mount(folder: Path, *options: str) -> None:
@@ -168,7 +168,7 @@ def on_a_full_disk(name: str) -> dict[str, Any]:
     free = os.statvfs(folder).f_bfree
     command = [sys.executable, "-m", "niels_gpt.cache.cli", "gc", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True)
-    left = [entry.name for entry in versions.versions_dir(folder / "c").iterdir() if entry.is_dir()]
+    left = [entry.name for entry in versions_dir(folder / "c").iterdir() if entry.is_dir()]
     return {
         "free": free,
         "status": done.returncode,
@@ -208,7 +208,7 @@ def test_a_read_only_disk_is_named_and_left_as_it_is(namespace: Ask, tmp_path: P
 @pytest.fixture
 def quick_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the recipes, too, make a batch of each document and a checkpoint after each batch."""
-    monkeypatch.setattr(source, "BATCH_ITEMS", 1)
+    batches_of(monkeypatch, 1)
     for module, builder in (("partitions.documents", build_pretrain), ("token_caches", build_sft)):
         quick = functools.partial(builder, checkpoint_seconds=0)
         monkeypatch.setattr(f"niels_gpt.recipes.{module}.{builder.__name__}", quick)
@@ -246,7 +246,7 @@ def test_a_file_of_a_mirror_that_is_removed_in_mid_build_is_named_and_the_recipe
     key: str,
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(sources, "BATCH_DOCUMENTS", 4)  # the last file is read after the first documents
+    read_in_small_batches(monkeypatch, documents=4)  # the last file is read after the first documents
     last, away = mirror_of(key, tmp_path / "m"), tmp_path / "away"
     # No note at the end of the list may be of val, which is read behind train.
     common: dict[str, Any] = {"tokenizer": str(tiny_model_path), "shuffle_buffer": 0, "roam_val_frac": 0}
@@ -257,18 +257,19 @@ def test_a_file_of_a_mirror_that_is_removed_in_mid_build_is_named_and_the_recipe
             last.rename(away)
 
     with pytest.raises(FileNotFoundError, match=re.escape(str(last))):
-        RECIPES[key](settings, progress=progress)
+        recipes(settings)[key](settings, progress=progress)
     cache = tmp_path / "found" / key
     kept = documents_in_journal(cache)
     assert 5 <= kept <= 30 and not cache.exists()
     away.rename(last)
-    outcome = RECIPES[key](settings)
+    outcome = recipes(settings)[key](settings)
     assert f"resuming after {kept} documents of an earlier run" in caplog.text
-    whole = RECIPES[key](Settings(source_root=settings.source_root, cache_dir=str(tmp_path / "expected"), **common))
+    elsewhere = Settings(source_root=settings.source_root, cache_dir=str(tmp_path / "expected"), **common)
+    whole = recipes(settings)[key](elsewhere)
     assert outcome.meta == whole.meta and tree_of(tmp_path / "found" / key) == tree_of(tmp_path / "expected" / key)
-    assert [entry.name for entry in versions.versions_dir(cache).iterdir() if "building" in entry.name] == []
+    assert [entry.name for entry in versions_dir(cache).iterdir() if "building" in entry.name] == []
 
 
 if __name__ == "__main__":
-    source.BATCH_ITEMS = 10
+    batches_of(pytest.MonkeyPatch(), 10)
     answer({"full": with_less_and_less_room, "gc": on_a_full_disk, "read-only": on_a_read_only_disk})

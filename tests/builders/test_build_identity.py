@@ -6,26 +6,25 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import numbered_datasets
 from support.byte_tokenizer import ByteTokenizer
-from support.fault_builds import ENCODED_KINDS, interrupt
+from support.disk import read_recipe, versions_dir
+from support.fault_builds import ENCODED_KINDS, die_at, interrupt
 from support.loopback_hub import LoopbackHub
 from support.power_loss import tree_of
+from support.readings import forbid_reading, say_version_of_datasets
 from support.small_builds import BUILDERS, ITEMS, Counted, whole_version
 
 from niels_gpt.cache import CacheError
 from niels_gpt.cache.meta import read_meta
-from niels_gpt.recipes import resolve as origins
-from niels_gpt.recipes import run_recipe, sources
 from niels_gpt.recipes.plan import recipes
-from niels_gpt.recipes.run_recipe import Outcome, cache_root, recorded_recipe
+from niels_gpt.recipes.run_recipe import Outcome, cache_root
 from niels_gpt.settings import Settings
-from niels_gpt.storage.versions import versions_dir
 
 DOLLY = "databricks/databricks-dolly-15k"
 NOTES = {f"n{number:02}.txt": f"This is the note {number}: " + "word " * (number % 7) for number in range(40)}
@@ -283,7 +282,7 @@ def test_a_killed_build_of_a_tag_goes_on_when_the_tag_the_card_and_the_version_o
     tagged = dataclasses.replace(hub, revision="dolly15k=v1")
     stop(tagged, "sft/dolly15k")
     loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=30, start=74_100), ref="v1")
-    monkeypatch.setattr(origins, "version", lambda name: "99.0")
+    say_version_of_datasets(monkeypatch, "99.0")
     said = dataclasses.replace(tagged, licence="dolly15k=CC0 1.0", attribution="dolly15k=N. Obody")
     source = resumed(caplog, said, "sft/dolly15k").meta["source"]
     assert (source["revision"], source["asked_revision"], source["datasets_version"]) == (first, "v1", "99.0")
@@ -293,41 +292,25 @@ def test_a_killed_build_of_a_tag_goes_on_when_the_tag_the_card_and_the_version_o
 def not_recorded(settings: Settings, key: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Build a cache that is committed, and killed before its recipe is written down; returns its meta."""
 
-    def fail(*_: Any) -> None:
-        raise Stopped
-
     with monkeypatch.context() as patched:
-        patched.setattr(run_recipe, "record_recipe", fail)
+        die_at(patched, "record", Stopped())
         with pytest.raises(Stopped):
             run(settings, key)
     path = cache_root(settings) / key
-    assert path.is_symlink() and recorded_recipe(path) == {}
+    assert path.is_symlink() and read_recipe(path) == {}
     assert len(unfinished(settings, key)) == 1  # the journal
     return read_meta(str(path / "meta.json"))
 
 
-def unreadable(*_: Any, **__: Any) -> Iterator[Any]:
-    raise AssertionError("the source was read")
-    yield
-
-
-READERS = {
-    "pretrain/notes": "document_batches",
-    "pretrain/roam": "document_batches",
-    "sft/dolly15k": "chats",
-    "sft/oasst1": "chats",
-}
-
-
-@pytest.mark.parametrize("key", sorted(READERS))
+@pytest.mark.parametrize("key", ["pretrain/notes", "pretrain/roam", "sft/dolly15k", "sft/oasst1"])
 def test_a_committed_build_is_recorded_unread(given: Settings, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
     before = not_recorded(given, key, monkeypatch)
     version = os.readlink(cache_root(given) / key)
     with monkeypatch.context() as patched:
-        patched.setattr(sources, READERS[key], unreadable)
+        forbid_reading(patched)
         outcome = run(given, key)
     assert outcome.meta == before and os.readlink(outcome.path) == version
-    assert recorded_recipe(outcome.path)["fingerprint"] == outcome.fingerprint
+    assert read_recipe(outcome.path)["fingerprint"] == outcome.fingerprint
     assert unfinished(given, key) == {} and run(given, key).reused
 
 
@@ -341,7 +324,7 @@ def test_a_committed_build_whose_source_has_changed_since_is_done_with_and_a_new
     outcome = run(given, key)
     assert outcome.meta == from_scratch(given, key) != before
     assert whole_version(outcome.path) == outcome.meta["content_sha256"]
-    assert recorded_recipe(outcome.path)["fingerprint"] == outcome.fingerprint
+    assert read_recipe(outcome.path)["fingerprint"] == outcome.fingerprint
     assert unfinished(given, key) == {} and run(given, key).reused
 
 
@@ -352,7 +335,7 @@ def test_a_committed_build_of_the_hub_is_recorded_with_the_revision_that_it_is_o
     before = not_recorded(hub, "sft/dolly15k", monkeypatch)
     add(loopback_hub, 6_100)
     with monkeypatch.context() as patched:
-        patched.setattr(sources, "chats", unreadable)
+        forbid_reading(patched)
         assert run(hub, "sft/dolly15k").meta == before
-    assert recorded_recipe(Path(hub.cache_dir) / "sft" / "dolly15k")["source"]["revision"] == first
+    assert read_recipe(Path(hub.cache_dir) / "sft" / "dolly15k")["source"]["revision"] == first
     assert run(hub, "sft/dolly15k").reused

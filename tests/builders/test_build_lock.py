@@ -7,6 +7,7 @@ import contextlib
 import errno
 import fcntl
 import json
+import logging
 import os
 import pwd
 import re
@@ -23,6 +24,7 @@ from typing import Any
 
 import pytest
 from support.byte_tokenizer import build, train_text
+from support.disk import versions_dir
 from support.fault_builds import (
     NOBODY,
     OLD,
@@ -38,10 +40,9 @@ from support.fault_builds import (
     skip_unless,
 )
 from support.power_loss import tree_of
+from support.small_builds import batches_of, locked
 
-from niels_gpt.builders import source
 from niels_gpt.cache import CacheError
-from niels_gpt.storage import locks, versions
 
 HOLD_THE_LOCK = """
 import sys
@@ -78,16 +79,20 @@ def test_a_second_build_is_refused_and_a_killed_one_holds_nothing(tmp_path: Path
     assert train_text(tmp_path / "c") == train_text(tmp_path / "other") == "a" * 30
 
 
-def test_who_waits_says_for_whom_and_gets_the_lock_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_says_for_whom_and_gets_the_lock_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     said: list[str] = []
     with holding(tmp_path / "c") as holder:
 
-        def say(text: str, *about: object) -> None:
-            said.append(text % about)
-            holder.communicate()  # the holder lets go only now
+        class Hearing(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                said.append(record.getMessage())
+                holder.communicate()  # the holder lets go only now
 
-        monkeypatch.setattr(locks.logger, "info", say)
-        with versions.build_lock(tmp_path / "c", wait=True) as folder:
+        caplog.set_level(logging.INFO, "niels_gpt")
+        monkeypatch.setattr(logging.getLogger("niels_gpt"), "handlers", [Hearing()])
+        with locked(tmp_path / "c", wait=True) as folder:
             assert f"pid {os.getpid()}" in (folder / "lock").read_text()
     (line,) = said
     assert re.fullmatch(rf".*/c: is being built by user \S+, host \S+, pid {holder.pid}; waiting", line)
@@ -133,7 +138,7 @@ def serve() -> None:
 
 def hold(name: str) -> str:
     """Hold the lock of a cache until a line comes."""
-    with versions.build_lock(Path(name, "c")):
+    with locked(Path(name, "c")):
         print(json.dumps(os.getpid()), flush=True)
         sys.stdin.readline()
     return "let go"
@@ -196,11 +201,11 @@ def test_a_folder_that_may_not_be_written_is_named_with_the_user(shared: Path, n
 @pytest.mark.parametrize("lock_mode", [0o600, 0o644])
 def test_a_lock_of_another_user_is_named(shared: Path, nobody: Ask, lock_mode: int, held: bool, mode: int) -> None:
     build(shared / "c", [OLD])
-    folder = versions.versions_dir(shared / "c")
+    folder = versions_dir(shared / "c")
     (folder / "lock").chmod(lock_mode)
     folder.chmod(mode)
     before = tree_of(shared)
-    with versions.build_lock(shared / "c") if held else contextlib.nullcontext():
+    with locked(shared / "c") if held else contextlib.nullcontext():
         found = nobody("build", shared)
     if held and (lock_mode, mode) == (0o644, 0o755):
         name = rf"user \S+, host {re.escape(socket.gethostname())}, pid {os.getpid()}\."
@@ -214,7 +219,7 @@ def test_a_lock_of_another_user_is_named(shared: Path, nobody: Ask, lock_mode: i
 def lose_the_right(name: str) -> dict[str, Any]:
     """Build while the folder of the finished files becomes read-only; then build again."""
     folder = Path(name)
-    source.BATCH_ITEMS = 10
+    batches_of(pytest.MonkeyPatch(), 10)
     build(folder / "c", [OLD])
 
     def texts() -> Iterator[str]:
@@ -255,7 +260,7 @@ def test_a_folder_made_read_only_in_mid_build_is_named(shared: Path, nobody: Ask
 @needs_root
 def test_a_lock_that_another_user_holds_is_refused_by_the_users_name(shared: Path, nobody: Ask) -> None:
     build(shared / "c", [OLD])
-    folder = versions.versions_dir(shared / "c")
+    folder = versions_dir(shared / "c")
     for path in (folder, folder / "lock"):
         os.chown(path, NOBODY, NOBODY)
     before = tree_of(shared)

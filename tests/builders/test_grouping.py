@@ -12,15 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.byte_tokenizer import ByteTokenizer
 from support.power_loss import tree_of
-from support.splits import IN_MEMORY, stored
+from support.small_builds import batches_of, encode_with
+from support.splits import IN_MEMORY, key, stored
 
-from niels_gpt.builders import source as source_module
 from niels_gpt.builders.meta_keys import Source
 from niels_gpt.builders.pretrain import build_pretrain
 from niels_gpt.builders.sft import build_sft
-from niels_gpt.builders.source import Change, Chunk, Shuffled, chunked
 from niels_gpt.documents import DocumentBatch
-from niels_gpt.encoding import split_keys
 from niels_gpt.special_tokens import SPECIAL_TOKENS
 from niels_gpt.storage.codes import code_of
 from niels_gpt.storage.errors import CacheError
@@ -103,11 +101,10 @@ def test_no_grouping_and_no_interruption_changes_a_byte(
 ) -> None:
     how = {"shuffle_buffer": buffer, "max_train_tokens": limits[0], "max_val_tokens": limits[1]}
     with tempfile.TemporaryDirectory(dir=IN_MEMORY) as name, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(source_module, "BATCH_ITEMS", 1)
+        batches_of(patch, 1)
         expected = build(Path(name, "whole", "c"), Loader(None), **how)
         for cut, (items, chars), number, stop in zip(cuts, sizes, threads, [*stops, None], strict=True):
-            patch.setattr(source_module, "BATCH_ITEMS", items)
-            patch.setattr(source_module, "BATCH_CHARS", chars)
+            batches_of(patch, items, chars=chars)
             try:
                 found = build(Path(name, "again", "c"), Loader(cut, stop), num_threads=number, **how)
             except ConnectionError:
@@ -127,7 +124,7 @@ def test_counters_are_those_of_the_last_document_that_is_needed(tmp_path: Path) 
 def test_a_resumed_source_of_batches_begins_with_the_last_document(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source_module, "BATCH_ITEMS", 4)
+    batches_of(monkeypatch, 4)
     with pytest.raises(ConnectionError):
         build(tmp_path / "c", Loader(range(3, 45, 3), stop=24))
     read: list[int] = []
@@ -156,22 +153,6 @@ def test_the_splits_of_batches_may_be_named(tmp_path: Path) -> None:
             shuffle_buffer=None,
             **how,
         )
-
-
-@settings(derandomize=True, max_examples=100)
-@given(count=st.integers(0, 3000), size=st.integers(2, 40), cuts=st.lists(st.integers(0, 3000), max_size=9))
-def test_the_shuffle_does_not_depend_on_chunks(count: int, size: int, cuts: list[int]) -> None:
-    def outcome(edges: list[int]) -> list[tuple[int, Any]]:
-        chunks = [
-            Chunk(list(range(a, b)), [Change(n, {"read": a + n}, None) for n in range(b - a)])
-            for a, b in pairwise(edges)
-            if a < b
-        ]
-        found = Shuffled(size, 7).of(chunks, {"end": 1})
-        return [(item, chunk.state(number)) for chunk in found for number, item in enumerate(chunk.items)]
-
-    one = outcome(list(range(count + 1)))
-    assert outcome(sorted({0, count, *(cut for cut in cuts if cut < count)})) == one
 
 
 def test_an_error_of_the_source_is_raised_as_it_is_and_no_thread_is_left(tmp_path: Path) -> None:
@@ -220,7 +201,7 @@ def test_a_chat_on_which_an_engine_differs_has_its_own_number(tmp_path: Path, mo
                     raise EngineDifference("model", number, "gigatoken and tokenizers differ at token 0")
             return np.zeros(len(texts), dtype=np.uint32) + 10, np.ones(len(texts), dtype=np.int64)
 
-    monkeypatch.setattr("niels_gpt.builders.sft.sentinels.open_engine", lambda *of, **how: Differing())
+    encode_with(monkeypatch, Differing())
     turns = [[{"role": "user", "content": "yes?"}, {"role": "assistant", "content": f"no {n}"}] for n in range(20)]
     with pytest.raises(EngineDifference, match="document 12 of the source") as caught:
         build_sft(turns, tmp_path / "c", tokenizer=ByteTokenizer(), val_frac=0, seed=0)
@@ -237,7 +218,7 @@ def test_the_document_on_which_an_engine_differs_is_named(tmp_path: Path, monkey
                     raise EngineDifference("model", number, "gigatoken and tokenizers differ at token 0")
             return np.zeros(len(texts), dtype=np.uint32) + 10, np.ones(len(texts), dtype=np.int64)
 
-    monkeypatch.setattr("niels_gpt.builders.pretrain.open_engine", lambda *of, **how: Differing())
+    encode_with(monkeypatch, Differing())
     for threads in (0, 1):
         with pytest.raises(CacheError, match=r"document 17 of the source \('row 18' \(it begins '17 the mill"):
             build(tmp_path / str(threads), Loader([9, 30]), num_threads=threads, max_train_tokens=10**6)
@@ -282,10 +263,10 @@ def test_a_special_token_in_a_text_is_dropped_refused_or_encoded_as_text(tmp_pat
 def test_a_text_that_is_dropped_for_a_special_token_is_no_splits_document(tmp_path: Path) -> None:
     """The text with the lowest key would be the one document of val, if it were not dropped."""
     kept = [str(number) for number in range(8)]
-    keys = split_keys([f"{number}<|end|>".encode() for number in range(99)], 0)
-    assert keys.min() < split_keys([text.encode() for text in kept], 0).min()
+    lowest = min((f"{number}<|end|>" for number in range(99)), key=key)
+    assert key(lowest) < min(map(key, kept))
     how: dict[str, Any] = {"max_train_tokens": None, "max_val_tokens": None, "shard_bytes": 400, "seed": 0}
-    documents = [(None, text) for text in (f"{keys.argmin()}<|end|>", *kept)]
+    documents = [(None, text) for text in (lowest, *kept)]
     meta = build_pretrain(documents, tmp_path / "c", tokenizer=Plain(), shuffle_buffer=None, val_frac=1e-9, **how)
     assert (meta["docs"], meta["dropped"]) == ({"train": 7, "val": 1}, {"special_in_text": 1})
 
@@ -303,19 +284,3 @@ def test_a_sentinel_as_text_has_no_sentinels_id(tmp_path: Path, tiny_tokenizer: 
     )
     ids = np.fromfile(tmp_path / "c" / "train" / "shard_00000.bin", dtype="<u2")
     assert meta["noticed"] == {"special_as_text": 1} and not np.isin(ids, list(tiny_tokenizer.control_ids)).any()
-
-
-def test_chunks_of_single_documents_close_by_number_and_by_characters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source_module, "BATCH_ITEMS", 3)
-    monkeypatch.setattr(source_module, "BATCH_CHARS", 10)
-    counters, position = {"n": 0}, {"row": 0}
-
-    def texts() -> Iterator[str]:
-        for number, text in enumerate(["a", "b", "c", "d" * 10, "e", "f"]):
-            counters["n"], position["row"] = number // 2, number
-            yield text
-
-    chunks = list(chunked(texts(), counters, position, len))
-    assert [chunk.items for chunk in chunks] == [["a", "b", "c"], ["d" * 10], ["e", "f"]]
-    states = [chunk.state(number) for chunk in chunks for number in range(len(chunk.items))]
-    assert [(state.counters["n"], state.position["row"]) for state in states] == [(n // 2, n) for n in range(6)]

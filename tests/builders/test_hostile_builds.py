@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.disk import versions_dir
 from support.fault_builds import KINDS, files_of, line, unfinished_tree, values_of
 from support.json_values import JSON, SOME_SHA256
 from support.power_loss import Tree, put, tree_of
@@ -25,7 +26,6 @@ from support.small_builds import BUILDERS, ITEMS, Counted, pretrain, quick_folde
 from niels_gpt.cache import CacheError
 from niels_gpt.cache.meta import write_meta
 from niels_gpt.storage import versions
-from niels_gpt.storage.versions import versions_dir
 
 pytestmark = pytest.mark.usefixtures("small_batches")
 QUICK = settings(suppress_health_check=list(HealthCheck), max_examples=60, derandomize=True)
@@ -320,14 +320,13 @@ def odd_chats(what: str) -> list[Any]:
 
 
 STOP_HERE = """
-import sys
+import pytest, sys
 sys.path[:0] = [sys.argv[1]]
 from pathlib import Path
-from niels_gpt.builders import source
 from support.fault_builds import interrupt
-from support.small_builds import BATCH_ITEMS
+from support.small_builds import batches_of
 import test_hostile_builds as here
-source.BATCH_ITEMS = BATCH_ITEMS
+batches_of(pytest.MonkeyPatch())
 for what in here.ODD:
     interrupt("sft", Path(sys.argv[2]) / what / "c", 35, here.odd_chats(what))
 """

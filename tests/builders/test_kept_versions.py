@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from support.byte_tokenizer import build, train_text
+from support.disk import remove, versions_dir
 from support.fault_builds import interrupt
 from support.power_loss import tree_of
 from support.small_builds import BUILDERS, pretrain, whole_version
 
 from niels_gpt.cache.meta import write_meta
-from niels_gpt.storage import fileio, leftovers
-from niels_gpt.storage.versions import versions_dir
+from niels_gpt.storage import leftovers
 
 
 def removable(path: Path) -> dict[str, str]:
@@ -62,7 +62,7 @@ def test_old_versions_dead_builds_and_leftovers_are_removable_each_with_its_reas
         f"{names[-1]}/.meta.json.0a1b2c3d.tmp": left,
     }
     for entry, _ in leftovers.removable(cache):
-        fileio.remove(entry)
+        remove(entry)
     assert {entry.name for entry in folder.iterdir()} == {*names[2:], "lock", "recipe.json"}
     assert removable(cache) == {} and train_text(cache) == "four"
 
@@ -79,7 +79,7 @@ def test_the_committed_version_stays_however_old_it_is_else_the_newest(tmp_path:
     newest = next(name for name in reversed(names) if name != names[committed])  # it and one more are kept
     assert set(removable(cache)) == set(names) - {names[committed], newest}
     for entry, _ in leftovers.removable(cache):
-        fileio.remove(entry)
+        remove(entry)
     assert train_text(cache) == texts[committed]
 
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import sentencepiece
 from support import small_builds
+from support.commands import niels_gpt
 from support.fault_builds import interrupt
+from support.small_builds import compare_less
 from support.tiny_texts import TINY_TEXTS
 
-from niels_gpt.builders import losses
 from niels_gpt.builders.pretrain import build_pretrain
 from niels_gpt.builders.sft import build_sft
-from niels_gpt.commands import cache as cli
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.settings import Settings
 from niels_gpt.special_tokens import SPECIAL_TOKENS
@@ -98,12 +98,12 @@ def test_the_round_trip_is_bounded_and_of_a_long_text_the_beginning_is_compared(
     lossy: Any, tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(losses, "_COMPARED_IDS", 4)
+        compare_less(patched, ids=4)
         texts = ["\u6f22\u5b57 and more", "The heron \ufffd walks to the mill."]
         assert pretrain(tmp_path / "a", tiny_tokenizer, texts)["lossless"] is True
         assert pretrain(tmp_path / "b", lossy, ["a\nb\nc d e f g h"])["lossless"] is False
-    for name, most, expected in (("ROUNDTRIP_TEXTS", 3, 3), ("ROUNDTRIP_BYTES", 5, 2)):
-        monkeypatch.setattr(losses, name, most)
+    for name, most, expected in (("texts", 3, 3), ("num_bytes", 5, 2)):
+        compare_less(monkeypatch, **{name: most})
         found = pretrain(tmp_path / name, lossy, ["a  b"] * 9)["roundtrip"]
         assert found == {"texts": expected, "differ": expected}
 
@@ -116,7 +116,7 @@ def test_the_counts_depend_on_no_thread_and_no_kill(kind: str, lossy: Any, folde
     if kind == "pretrain":
         changed |= {"max_train_tokens": 9_000, "max_val_tokens": 900}
     expected = build(folder / "a", **changed)
-    assert expected["roundtrip"]["texts"] == losses.ROUNDTRIP_TEXTS
+    assert expected["roundtrip"]["texts"] == 1_000
     assert expected["unknown_ids"] > 0 or kind == "sft"
     with ThreadPoolExecutor(3) as pool:
         assert build(folder / "b", **changed, executor=pool) == expected
@@ -142,7 +142,7 @@ def test_what_is_said_beside_a_copied_model_is_not_believed(lossy_path: Path, mi
     (model.parent / "tokenizer_meta.json").write_text(json.dumps(said))
     meta = ensure_tokenizer(Settings(source_root=str(mirror), cache_dir="c", tokenizer=str(model))).meta
     assert (meta["trained_on"], meta["lossless"]) == ("books", False)
-    assert meta["roundtrip"]["texts"] == len(PROBES)
+    assert meta["roundtrip"]["texts"] == 19
 
 
 def chats(*replies: str) -> list[list[dict[str, str]]]:
@@ -173,14 +173,13 @@ def test_roles_that_drop_chats_are_named(tiny_tokenizer: Any, tmp_path: Path, ca
     assert "'tool' 2, 'developer' 1" in caplog.text
 
 
-def test_what_was_noticed_is_shown(lossy_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_noticed_is_shown(lossy_path: Path, tmp_path: Path) -> None:
     rows = [*chats("", "two  spaces \u6f22"), [{"role": "tool", "content": "4"}, *chats("x")[0]]]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
     flags = ["--cache-dir", str(tmp_path / "c"), "--tokenizer", str(lossy_path)]
-    assert cli.main(["build", "--sft", f"support={tmp_path}/chats.jsonl", *flags]) == 0
-    built = capsys.readouterr().out
-    assert cli.main(["stats", str(tmp_path / "c" / "sft" / "support")]) == 0
-    shown = capsys.readouterr().out
-    for text in (built, shown):
+    built = niels_gpt("build", "--sft", f"support={tmp_path}/chats.jsonl", *flags)
+    shown = niels_gpt("stats", tmp_path / "c" / "sft" / "support")
+    assert (built.status, shown.status) == (0, 0), built.err + shown.err
+    for text in (built.out, shown.out):
         assert "empty_replies 1" in text and "unknown_role:tool 1" in text
         assert "unknown ids" in text and "lossy" in text

@@ -12,13 +12,22 @@ import numpy as np
 import pytest
 import torch
 from support import ROOT
-from support.partition_builds import RULE, SHA256, TOTAL, HashedBytes, build_part, content, items_of, planned, whole
+from support.disk import meta_bytes, versions_dir
+from support.partition_builds import (
+    RULE,
+    SHA256,
+    TOTAL,
+    HashedBytes,
+    build_part,
+    items_of,
+    planned,
+    plans,
+    seal_small,
+    whole,
+)
 from support.power_loss import tree_of
-from support.small_builds import documents, pretrain, quick_folder, whole_version
+from support.small_builds import documents, locked, pretrain, quick_folder, whole_version
 
-from niels_gpt.builders.meta_keys import Source
-from niels_gpt.builders.partitions.plan import Plan, fix_plan, plans_of
-from niels_gpt.builders.partitions.seal import seal
 from niels_gpt.builders.pretrain import build_pretrain
 from niels_gpt.cache.meta import tokenizer_above
 from niels_gpt.cache.pretrain_dataset import PretrainTokenStreamDataset
@@ -29,8 +38,6 @@ from niels_gpt.inspection.locate import locate
 from niels_gpt.inspection.stats import stats
 from niels_gpt.inspection.verify import find_damage
 from niels_gpt.storage.errors import CacheError
-from niels_gpt.storage.meta_json import meta_bytes
-from niels_gpt.storage.versions import build_lock, versions_dir
 
 SPLITS = ("train", "val")
 
@@ -150,7 +157,7 @@ def test_duplicates_are_counted_over_all_partitions(tmp_path: Path) -> None:
     plan, items = planned(tmp_path / "c", 2), [(None, "same", None), (None, "other", None)]
     for number in range(2):
         build_part(plan, number, items=items, val_frac=0)
-    assert seal(plan, source=Source())["duplicates"] == {"train": 2, "val": 0}
+    assert seal_small(plan)["duplicates"] == {"train": 2, "val": 0}
 
 
 def test_a_partition_may_be_empty_but_not_the_train_split(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -158,13 +165,13 @@ def test_a_partition_may_be_empty_but_not_the_train_split(tmp_path: Path, caplog
     for number in range(2):
         build_part(plan, number, items=[])
     with pytest.raises(ValueError, match="train") as error:
-        seal(plan, source=Source())
+        seal_small(plan)
     assert error.value.code == "E303"  # type: ignore[attr-defined]
     plan = planned(tmp_path / "d", 2)
     build_part(plan, 0, items=[])
     build_part(plan, 1, items=[("train", "text", None)])
     caplog.clear()
-    meta = seal(plan, source=Source())
+    meta = seal_small(plan)
     assert meta["docs"] == {"train": 1, "val": 0} and find_damage(tmp_path / "d", deep=True) == []
     assert [record.code for record in caplog.records if record.levelname == "WARNING"] == ["W308"]  # type: ignore
 
@@ -175,7 +182,7 @@ def test_a_partition_warns_of_nothing_that_is_a_matter_of_all(tmp_path: Path, ca
         items = [("train", f"text {number} {row}", None) for row in range(10)]
         build_part(plan, number, items=items, max_train_tokens=1000, max_val_tokens=500)
     assert [record for record in caplog.records if record.levelname == "WARNING"] == []
-    seal(plan, source=Source())
+    seal_small(plan)
     codes = {record.code for record in caplog.records if record.levelname == "WARNING"}  # type: ignore[attr-defined]
     assert {"W306", "W307", "W308"} <= codes
 
@@ -190,7 +197,7 @@ def test_a_partition_that_is_replaced_while_it_is_sealed_is_refused(tmp_path: Pa
         build_part(plan, 0, items=items_of(1))
 
     with pytest.raises(CacheError, match="replaced") as caught:
-        seal(plan, source=Source(), progress=replace)
+        seal_small(plan, progress=replace)
     assert caught.value.code == "E510" and not (tmp_path / "c").exists()
 
 
@@ -199,9 +206,7 @@ def test_a_plan_that_stays_after_the_seal_is_said(tmp_path: Path, caplog: pytest
     for number in range(2):
         build_part(plan, number)
     with ExitStack() as stack:
-        seal(
-            plan, source=Source(), committed=lambda _: stack.enter_context(build_lock(plan.partition_path(1))) and None
-        )
+        seal_small(plan, committed=lambda _: stack.enter_context(locked(plan.partition_path(1))) and None)
     (warned,) = [record for record in caplog.records if getattr(record, "code", "") == "W509"]
     command = warned.getMessage().rpartition("niels-gpt ")[2]
     assert main(shlex.split(command)) == 0 and not plan.folder.exists()
@@ -210,12 +215,12 @@ def test_a_plan_that_stays_after_the_seal_is_said(tmp_path: Path, caplog: pytest
 def test_a_plan_is_fixed_once(tmp_path: Path) -> None:
     plan = planned(tmp_path / "c")
     again = planned(tmp_path / "c")
-    assert again == plan and again.sha256 == plan.sha256 and plans_of(tmp_path / "c") == [plan]
+    assert again == plan and again.sha256 == plan.sha256 and plans(tmp_path / "c") == [plan]
     with pytest.raises(CacheError, match="code, source") as error:
         planned(tmp_path / "c", code={"version": "2"}, source={"revision": "x"})
     assert error.value.code == "E511"
     other = planned(tmp_path / "c", fingerprint="e" * 64, partitions=7)
-    assert {each.folder for each in plans_of(tmp_path / "c")} == {plan.folder, other.folder}
+    assert {each.folder for each in plans(tmp_path / "c")} == {plan.folder, other.folder}
 
 
 @pytest.mark.parametrize(
@@ -233,10 +238,10 @@ def test_a_plan_is_fixed_once(tmp_path: Path) -> None:
 )
 def test_what_is_no_plan_is_not_taken_for_one(tmp_path: Path, wrong: dict[str, Any]) -> None:
     plan = planned(tmp_path / "c")
-    with pytest.raises(CacheError), build_lock(tmp_path / "c"):
-        fix_plan(tmp_path / "c", content(**wrong))
+    with pytest.raises(CacheError):
+        planned(tmp_path / "c", **wrong)
     (plan.folder / "plan.json").write_text(json.dumps({**plan.content, **wrong}))
-    assert plans_of(tmp_path / "c") == []
+    assert plans(tmp_path / "c") == []
 
 
 def test_a_plan_is_not_read_through_a_link(tmp_path: Path) -> None:
@@ -244,7 +249,7 @@ def test_a_plan_is_not_read_through_a_link(tmp_path: Path) -> None:
     folder = versions_dir(tmp_path / "c")
     folder.mkdir(parents=True)
     (folder / plan.folder.name).symlink_to(plan.folder)
-    assert plans_of(tmp_path / "c") == []
+    assert plans(tmp_path / "c") == []
     with pytest.raises(CacheError, match="link"):
         planned(tmp_path / "c")
 
@@ -257,7 +262,7 @@ def test_partition_and_plan_are_given_together(tmp_path: Path) -> None:
 
 
 def test_numbers_of_partitions_are_checked(tmp_path: Path) -> None:
-    plan = Plan(tmp_path / "c", content())
+    plan = planned(tmp_path / "c")
     assert plan.partition_path(3).name == "00003" and plan.partition(3) == Partition(3, TOTAL)
     with pytest.raises(ValueError, match="partition 4 of 4"):
         plan.partition_path(4)
@@ -277,7 +282,7 @@ def test_the_example_on_paper_is_these_bytes(tmp_path: Path) -> None:
         folder = plan.partition_path(number)
         for name in [name for name in expected if name.startswith(folder.name)]:
             assert (plan.folder / name).read_bytes().hex(" ") == expected.pop(name), name
-    meta = seal(plan, source=Source())
+    meta = seal_small(plan)
     assert meta["content_sha256"] == expected.pop("content_sha256")
     for name, bytes_of in expected.items():
         raw = (tmp_path / "c" / name).read_bytes()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from support import LONG
-from support.power_loss import Disk, Tree, below, put, recorded_below, tree_of
+from support.power_loss import Disk, Tree, below, put, recorded_below, recording, tree_of
 from support.small_builds import BATCH_ITEMS, BUILDERS, ITEMS, SHARD_BYTES, Counted, quick_folder, whole_version
 
 from niels_gpt.storage import fileio
@@ -272,7 +272,6 @@ def test_meta_json_is_the_last_file_and_the_link_comes_last_of_all(recorded: Rec
 @pytest.mark.usefixtures("small_batches")
 @pytest.mark.parametrize("seconds", [0, 1e9], ids=["a checkpoint a batch", "a checkpoint a shard"])
 def test_a_killed_build_tokenizes_at_most_a_shard_again(folder: Path, seconds: float) -> None:
-    trace: list[Operation] = []
     asked: list[tuple[int, str]] = []
 
     class Noting(Counted):
@@ -282,7 +281,7 @@ def test_a_killed_build_tokenizes_at_most_a_shard_again(folder: Path, seconds: f
 
     arguments: dict[str, Any] = {"max_val_tokens": 0, "checkpoint_seconds": seconds, "max_train_tokens": 420}
     (folder / "build").mkdir()
-    with fileio.recorded(trace):
+    with recording() as trace:
         BUILDERS["pretrain"](folder / "build" / "c", tokenizer=Noting(), **arguments)
     ended = next(number for number, found in enumerate(trace) if found[0] == "unlink")  # the journal is no more
     disk = Disk({})

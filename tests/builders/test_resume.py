@@ -17,9 +17,19 @@ from typing import Any
 import pytest
 from support import LONG, SUPPORT
 from support.fault_builds import KINDS, checkpoints, interrupt, journals, killed_after, left, unfinished, uninterrupted
-from support.small_builds import BATCH_ITEMS, BUILDERS, ITEMS, Counted, counting, pretrain, sft, whole_version
+from support.small_builds import (
+    BATCH_ITEMS,
+    BUILDERS,
+    ITEMS,
+    Counted,
+    batches_of,
+    counting,
+    log_always,
+    pretrain,
+    sft,
+    whole_version,
+)
 
-from niels_gpt.builders import resume, source
 from niels_gpt.builders.meta_keys import Source
 from niels_gpt.cache import CacheError
 
@@ -45,10 +55,10 @@ def test_a_build_goes_on_and_tokenizes_only_what_was_not_done(folder: Path, kind
 @KINDS
 def test_it_goes_on_with_other_batches_and_threads(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupt(kind, folder / "c", 18, num_threads=2)
-    monkeypatch.setattr(source, "BATCH_ITEMS", 3)
+    batches_of(monkeypatch, 3)
     interrupt(kind, folder / "c", 33, num_threads=1)
     assert checkpoints(folder / "c")[-1]["documents"] > 15
-    monkeypatch.setattr(source, "BATCH_CHARS", 40)
+    batches_of(monkeypatch, 3, chars=40)
     BUILDERS[kind](folder / "c", num_threads=0, checkpoint_seconds=100)
     assert left(folder / "c") == uninterrupted(kind, folder / "other")
 
@@ -175,7 +185,7 @@ def test_runs_killed_while_they_reread_are_counted(folder: Path, kind: str, capl
 
 def test_a_replay_says_where(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     interrupt("sft", folder / "c", 34)
-    monkeypatch.setattr(resume, "_LOG_SECONDS", 0.0)
+    log_always(monkeypatch)
     told: list[int] = []
     with caplog.at_level("INFO"):
         sft(folder / "c", progress=lambda examples, tokens, expected: told.append(examples))

@@ -1,8 +1,8 @@
 """A seal refuses what is not finished, names it with a command that mends it, and may be killed at any moment."""
 
+import errno
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -10,26 +10,33 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.partition_builds import SHA256, TOTAL, build_part, cloned, planned, whole
+from support.disk import meta_bytes, versions_dir
+from support.partition_builds import (
+    COMMANDS,
+    SHA256,
+    TOTAL,
+    build_part,
+    cloned,
+    planned,
+    plans,
+    remove_plan,
+    restart,
+    seal_again,
+    seal_small,
+    states,
+    whole,
+)
 from support.power_loss import Disk, put, recorded_below, tree_of
-from support.small_builds import quick_folder
+from support.small_builds import locked, quick_folder
 
-from niels_gpt.builders import partitions
-from niels_gpt.builders.meta_keys import Source
-from niels_gpt.builders.partitions.plan import Plan, plans_of
-from niels_gpt.builders.partitions.receipts import partition_states
-from niels_gpt.builders.partitions.refusal import Commands
-from niels_gpt.builders.partitions.seal import discard_plan, seal
-from niels_gpt.builders.split import count_duplicates
+from niels_gpt.builders.partitions.plan import Plan
 from niels_gpt.cache.meta import tokenizer_above
 from niels_gpt.inspection.caches import caches_below
 from niels_gpt.inspection.verify import find_damage
 from niels_gpt.recipes.gc import collect
-from niels_gpt.storage import fileio, versions
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import Operation
-from niels_gpt.storage.leftovers import leftovers, versions_below
-from niels_gpt.storage.meta_json import meta_bytes
+from niels_gpt.storage.leftovers import removable
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +52,7 @@ def built() -> Any:
 @pytest.fixture
 def plan(built: Path, tmp_path: Path) -> Plan:
     shutil.copytree(built, tmp_path / "d", symlinks=True)
-    return plans_of(tmp_path / "d" / "c")[0]
+    return plans(tmp_path / "d" / "c")[0]
 
 
 @pytest.fixture(scope="module")
@@ -72,12 +79,12 @@ def described(plan: Plan, number: int, **keys: Any) -> None:
 
 def missing(plan: Plan) -> None:
     plan.partition_path(1).unlink()
-    shutil.rmtree(versions.versions_dir(plan.partition_path(1)))
+    shutil.rmtree(versions_dir(plan.partition_path(1)))
 
 
 def started(plan: Plan) -> None:
     missing(plan)
-    (versions.versions_dir(plan.partition_path(1)) / "building-0123456789ab.journal").mkdir(parents=True)
+    (versions_dir(plan.partition_path(1)) / "building-0123456789ab.journal").mkdir(parents=True)
 
 
 def doubled(plan: Plan) -> None:
@@ -153,17 +160,14 @@ BAD = {
 }
 
 
-COMMANDS = Commands(lambda state: f"build --partition {state.number}", "build", "seal")
-
-
 @pytest.mark.parametrize("spoil", BAD, ids=lambda spoil: spoil.__name__)
 def test_each_kind_of_bad_partition_is_named_with_its_command(plan: Plan, spoil: Any) -> None:
     spoil(plan)
-    states = partition_states(plan)
-    assert [state.state for state in states] == ["finished", BAD[spoil], "finished", "finished"]
-    assert states[1].documents == states[1].tokens == 0 and states[0].documents > 0
+    found = states(plan)
+    assert [state.state for state in found] == ["finished", BAD[spoil], "finished", "finished"]
+    assert found[1].documents == found[1].tokens == 0 and found[0].documents > 0
     with pytest.raises(CacheError) as error:
-        seal(plan, source=Source(), deep=False, commands=COMMANDS)
+        seal_small(plan, deep=False, commands=COMMANDS)
     text = str(error.value)
     assert error.value.code == "E510" and f"{BAD[spoil]}: 1" in text
     assert not plan.path.exists() and plan.folder.is_dir()
@@ -173,32 +177,32 @@ def test_each_kind_of_bad_partition_is_named_with_its_command(plan: Plan, spoil:
     if BAD[spoil] not in ("missing", "started"):
         assert os.system(command.partition(" && ")[0]) == 0
         build_part(plan, 1)
-        assert seal(plan, source=Source())["docs"] == {"train": 62, "val": 13}
+        assert seal_small(plan)["docs"] == {"train": 62, "val": 13}
 
 
 @pytest.mark.parametrize("name", ["train/shard_00000.bin", "index/crc32.bin", "index/train_texts.bin"])
 def test_a_deep_look_finds_a_changed_bit_of_any_file(plan: Plan, name: str) -> None:
     path = version(plan, 2) / name
     path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
-    assert {state.state for state in partition_states(plan)} == {"finished"}
+    assert {state.state for state in states(plan)} == {"finished"}
     heard: list[tuple[int, int, int | None]] = []
-    states = partition_states(plan, deep=True, progress=lambda *numbers: heard.append(numbers))
-    assert [state.state for state in states] == ["finished", "finished", "damaged", "finished"]
-    assert name in states[2].found and heard[-1][1] == heard[-1][2]
+    found = states(plan, deep=True, progress=lambda *numbers: heard.append(numbers))
+    assert [state.state for state in found] == ["finished", "finished", "damaged", "finished"]
+    assert name in found[2].found and heard[-1][1] == heard[-1][2]
     with pytest.raises(CacheError, match="damaged: 2"):
-        seal(plan, source=Source())
+        seal_small(plan)
 
 
 def test_what_is_no_partition_of_the_plan_is_foreign(plan: Plan) -> None:
     (plan.folder / "00009").symlink_to(".versions/00009/0123456789ab")
     (plan.folder / ".versions" / "00009").mkdir()
-    foreign = [state.found for state in partition_states(plan) if state.number < 0]
+    foreign = [state.found for state in states(plan) if state.number < 0]
     assert [text.partition(":")[0] for text in foreign] == ["00009", ".versions/00009"]
     with pytest.raises(CacheError, match="00009") as error:
-        seal(plan, source=Source())
+        seal_small(plan)
     for command in str(error.value).splitlines()[-2:]:
         assert os.system(command) == 0
-    seal(plan, source=Source())
+    seal_small(plan)
 
 
 @pytest.mark.parametrize("name", [": notes", "00001: copy", "it's\na\\b", b"\xff 1"])
@@ -207,20 +211,20 @@ def test_the_command_for_a_stray_file_removes_that_file_alone(plan: Plan, name: 
     stray = plan.folder / os.fsdecode(name)
     stray.touch()
     with pytest.raises(CacheError) as error:
-        seal(plan, source=Source(), deep=False)
+        seal_small(plan, deep=False)
     subprocess.run(["bash", "-c", str(error.value).splitlines()[-1]], check=True)
     assert not stray.exists() and without_lock(plan.folder) == before
 
 
 def test_a_partition_that_is_being_built_stops_a_seal_and_gc(plan: Plan) -> None:
-    with versions.build_lock(plan.partition_path(3)):
-        for work in (lambda: seal(plan, source=Source()), lambda: versions.discard_unfinished(plan.folder.parent)):
+    with locked(plan.partition_path(3)):
+        for work in (lambda: seal_small(plan), lambda: restart(plan.path)):
             with pytest.raises(CacheError) as error:
                 work()
             assert error.value.code == "E503"
-        assert discard_plan(plan) is False
+        assert remove_plan(plan) is False
         assert any("left alone" in line and "00003" in line for line in collect(plan.path.parent, dry_run=False))
-    assert len(plans_of(plan.path)) == 1 and {state.state for state in partition_states(plan)} == {"finished"}
+    assert len(plans(plan.path)) == 1 and {state.state for state in states(plan)} == {"finished"}
 
 
 def test_a_seal_refuses_an_index_that_does_not_end_with_its_partition(plan: Plan) -> None:
@@ -228,82 +232,60 @@ def test_a_seal_refuses_an_index_that_does_not_end_with_its_partition(plan: Plan
     last = int.from_bytes(index.read_bytes()[-8:], "little")
     index.write_bytes(index.read_bytes()[:-8] + (last + 1).to_bytes(8, "little"))
     with pytest.raises(CacheError, match=r"00001.*train_docs\.npy") as error:
-        seal(plan, source=Source(), deep=False)
+        seal_small(plan, deep=False)
     assert error.value.code == "E510" and not plan.path.exists()
 
 
 def test_gc_and_restart_remove_a_plan_of_ours_and_no_other_folder(plan: Plan) -> None:
     other = plan.folder.with_name("partitions-0123456789ab")
     (other / "00000").mkdir(parents=True)
-    assert versions_below(plan.path.parent) == [plan.folder.parent]
-    assert {entry.path: entry.is_ours for entry in leftovers(plan.path)} == {plan.folder: True, other: False}
+    assert [path for path, _ in removable(plan.path)] == [plan.folder]
     assert caches_below(plan.partition_path(0)) == [plan.partition_path(0)]
     with pytest.raises(CacheError) as error:
         caches_below(plan.folder)
     assert error.value.code == "E212"
     lines = list(collect(plan.path.parent, dry_run=True))
     assert any("would remove" in line and plan.folder.name in line for line in lines)
+    assert any("left alone" in line and other.name in line for line in lines)
+    assert not any(str(plan.folder / ".versions") in line for line in lines)  # parts of an unfinished build
     list(collect(plan.path.parent, dry_run=False))
     assert not plan.folder.exists() and other.is_dir()
 
 
 def test_restart_removes_a_plan(plan: Plan) -> None:
-    with versions.build_lock(plan.path) as folder:
-        versions.discard_unfinished(folder)
-    assert plans_of(plan.path) == [] and not plan.folder.exists()
+    restart(plan.path)
+    assert plans(plan.path) == [] and not plan.folder.exists()
 
 
 def test_a_plan_without_its_file_is_removed_only_if_it_is_empty(tmp_path: Path) -> None:
-    folder = versions.versions_dir(tmp_path / "c")
+    folder = versions_dir(tmp_path / "c")
     for name in ("partitions-0123456789ab", "partitions-0123456789ac"):
         (folder / name).mkdir(parents=True)
     (folder / "partitions-0123456789ab" / ".plan.json.01234567.tmp").touch()
     (folder / "partitions-0123456789ac" / "mine").touch()
-    versions.clear_leftovers(tmp_path / "c")
+    seal_again(tmp_path / "c")
     assert {entry.name for entry in folder.iterdir()} == {"partitions-0123456789ac", "lock"}
-
-
-def test_duplicates_of_several_files_are_counted_in_passes(tmp_path: Path) -> None:
-    chance, digests = random.Random(0), []
-    for number in range(3):
-        some = [chance.randrange(1 << 10) << 54 for _ in range(700)]
-        (tmp_path / str(number)).write_bytes(b"".join(digest.to_bytes(8, "little") for digest in some))
-        digests += some
-    paths = [tmp_path / str(number) for number in range(3)]
-    for most in (1 << 20, 100, 7):
-        assert count_duplicates(*paths, max_digests=most) == len(digests) - len(set(digests))
 
 
 def test_files_that_cannot_be_linked_are_copied(plan: Plan, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: Any, **__: Any) -> None:
-        raise OSError(fileio.CANNOT_LINK[0], "no links here")
+        raise OSError(errno.EXDEV, "no links here")
 
     monkeypatch.setattr(os, "link", refused)
-    seal(plan, source=Source(name="small"))
+    seal_small(plan)
     assert without_lock(plan.path.parent) == expected
-
-
-def sealed(folder: Path) -> None:
-    """Seal what is there, as a run that is started again does: nothing to do where the cache is there."""
-    for plan in plans_of(folder / "c"):
-        if (folder / "c").exists():
-            with versions.build_lock(folder / "c"):
-                discard_plan(plan)
-        else:
-            seal(plan, source=Source(name="small"))
-    versions.clear_leftovers(folder / "c")
 
 
 def cut_everywhere(built: Path, folder: Path, expected: Any, every: int, models: tuple[str, ...]) -> int:
     before = tree_of(built)
     put(before, folder / "first")
-    trace: list[Operation] = recorded_below(folder / "first", lambda: sealed(folder / "first"))
+    trace: list[Operation] = recorded_below(folder / "first", lambda: seal_again(folder / "first" / "c"))
     for number in range(0, len(trace) + 1, every):
         for model in models:
             disk = Disk(before)
             disk.apply(trace[:number])
             put(disk.left(model, number), folder / "scratch")
-            sealed(folder / "scratch")
+            seal_again(folder / "scratch" / "c")
             assert without_lock(folder / "scratch") == expected, (model, number)
             shutil.rmtree(folder / "scratch")
     return len(trace)
@@ -321,10 +303,10 @@ def test_a_seal_that_was_cut_anywhere_ends_in_the_same_bytes(built: Path, expect
 
 
 def test_the_sealed_cache_has_no_trace_of_its_partitions(plan: Plan) -> None:
-    seal(plan, source=Source(name="small"))
+    seal_small(plan)
     text = (plan.path / "meta.json").read_text()
     assert plan.sha256 not in text and "plan" not in json.loads(text) and "partition" not in json.loads(text)
-    assert find_damage(plan.path, deep=True) == [] and partitions.__doc__
+    assert find_damage(plan.path, deep=True) == []
     assert [entry.name for entry in plan.folder.parent.iterdir() if entry.name.startswith("partitions")] == []
 
 

@@ -12,19 +12,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.byte_tokenizer import ByteTokenizer
-from support.fault_builds import checkpoints, cut_off, left, line, unfinished, values_of
+from support.fault_builds import checkpoints, cut_off, die_at, left, line, unfinished, values_of
+from support.readings import opened_source, read_in_small_batches
+from support.small_builds import batches_of
 
-from niels_gpt.builders import source
-from niels_gpt.builders.meta_keys import Source
 from niels_gpt.builders.pretrain import build_pretrain
 from niels_gpt.builders.sft import build_sft
 from niels_gpt.cache import CacheError
 from niels_gpt.data import local
-from niels_gpt.data.exclude import read_exclusion
-from niels_gpt.data.files import columns, parquet, rows
-from niels_gpt.recipes import sources
+from niels_gpt.data.files import columns, rows
 from niels_gpt.recipes.plan import recipes
-from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.settings import Settings
 
 LIMIT = 1_000
@@ -34,8 +31,8 @@ SOUGHT = "are not read again"
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "BATCH_ITEMS", 4)
-    monkeypatch.setattr(parquet, "BATCH_ROWS", 5)
+    batches_of(monkeypatch, 4)
+    read_in_small_batches(monkeypatch, rows=5, documents=2_000)
 
 
 def text_rows(name: str) -> list[Any]:
@@ -135,20 +132,13 @@ class Case:
 
     def build(self, path: Path, at: int | None = None, **changed: Any) -> dict[str, Any]:
         """Build as a recipe does, with a checkpoint after each batch; at: stop behind so many documents."""
-        origin, counters, position = resolve_source(self.settings, self.name), Counter[str](), dict[str, int]()
-        facts = {
-            **origin.provenance(None),
-            "exclude": self.settings.exclude and read_exclusion(self.settings.exclude).facts,
-        }
-        about = Source(self.name, provenance=facts, counters=counters, position=position)
+        items, about = opened_source(self.settings, self.name)
         arguments = {"tokenizer": ByteTokenizer(), "seed": 0, "num_threads": 0, "source": about}
         given: dict[str, Any] = {**arguments, "checkpoint_seconds": 0, **changed}
         if self.family == "sft":
-            chats = sources.chats(self.settings, origin, None, counters, position)
-            return build_sft(cut_off(chats, at), path, **{"val_frac": 0.1, **given})
-        texts = sources.document_batches(self.settings, origin, None, counters, position)
+            return build_sft(cut_off(items, at), path, **{"val_frac": 0.1, **given})
         unbounded = {"max_train_tokens": None, "max_val_tokens": None, "shuffle_buffer": None, "shard_bytes": 240}
-        return build_pretrain(cut_off(texts, at), path, **{"val_frac": 0.3, **unbounded, **given})
+        return build_pretrain(cut_off(items, at), path, **{"val_frac": 0.3, **unbounded, **given})
 
     def interrupt(self, path: Path, at: int, **changed: Any) -> int:
         """Leave a build unfinished; returns how many documents it has."""
@@ -215,12 +205,9 @@ def test_killed_at_any_checkpoint_bytes_are_equal(case: Case, folder: Path, capl
 def test_killed_when_all_is_read_the_rest_of_the_source_still_counts(
     case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def killed(*given: Any, **more: Any) -> None:
-        raise ConnectionError("killed")
-
     meta = case.build(folder / "whole" / "c")
     with monkeypatch.context() as patched:
-        patched.setattr("niels_gpt.builders.meta_keys.write_description", killed)
+        die_at(patched, "description", ConnectionError("killed"))
         case.interrupt(folder / "again" / "c", 1_000)
     with caplog.at_level("INFO"):
         assert case.build(folder / "again" / "c") == meta and SOUGHT in caplog.text

@@ -17,15 +17,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.byte_tokenizer import ByteTokenizer
-from support.small_builds import quick_folder
-from support.splits import IN_MEMORY, SPLITS, build, key, letters, obvious_splits, stored
+from support.disk import meta_bytes
+from support.small_builds import batches_of, quick_folder
+from support.splits import (
+    IN_MEMORY,
+    SPLITS,
+    build,
+    die_at_document,
+    hold_in_memory,
+    key,
+    letters,
+    obvious_splits,
+    stored,
+)
 
 from niels_gpt.builders import meta_keys as describe
-from niels_gpt.builders import shards, source
-from niels_gpt.builders import split as split_module
 from niels_gpt.builders.pretrain import build_pretrain
 from niels_gpt.builders.sft import build_sft
-from niels_gpt.builders.split import TextSplit, count_duplicates
 from niels_gpt.cache import CacheError, PretrainTokenStreamDataset, SFTExampleDataset, read_meta
 from niels_gpt.data.roam import list_roam_paths, split_roam_paths
 from niels_gpt.inspection.stats import stats
@@ -33,7 +41,6 @@ from niels_gpt.inspection.verify import Limits, find_damage, verify
 from niels_gpt.recipes import run_recipe
 from niels_gpt.recipes.plan import recipes
 from niels_gpt.settings import Settings
-from niels_gpt.storage.meta_json import meta_bytes
 
 TEXTS = [f"Page {number} is about " + "the river and the mill "[: number % 24] for number in range(400)]
 
@@ -87,7 +94,7 @@ def test_equal_texts_are_in_one_split_and_counted(texts: list[str], share: float
     expected = obvious_splits(texts, Fraction(share))
     kept = [text for text in texts if text in expected]
     with tempfile.TemporaryDirectory(dir=IN_MEMORY) as name, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(split_module, "_HELD_IN_MEMORY", held)
+        hold_in_memory(patch, held)
         if not kept:
             with pytest.raises(ValueError, match="no token for the train split"):
                 build(Path(name, "c"), texts, None, None, val_frac=share)
@@ -109,20 +116,16 @@ def test_what_waits_for_val_is_bounded(tmp_path: Path) -> None:
 
 def test_a_build_that_is_resumed_has_the_split_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
     """The nearest document goes to val although it was not the nearest one of what had been read."""
-    monkeypatch.setattr(source, "BATCH_ITEMS", 2)
+    batches_of(monkeypatch, 2)
     texts = list(itertools.islice((f"n{n}" for n in itertools.count() if key(f"n{n}") >= 2**62), 12))
     arguments = {"train": None, "val": None, "val_frac": 0.25, "checkpoint_seconds": 0, "num_threads": 0}
-
-    def killed(*_: Any) -> None:
-        raise KeyboardInterrupt
 
     with quick_folder() as folder:
         whole = build(folder / "whole", texts, **arguments)
         assert whole["docs"]["val"] == 1
-        added = shards.Shards._add
         for name in ("c", "changed"):
             with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                patch.setattr(shards.Shards, "_add", lambda *given: (added if given[1].first < 6 else killed)(*given))
+                die_at_document(patch, 6)
                 build(folder / name, texts, **arguments)
         assert build(folder / "c", texts, **arguments) == whole
         nearer = next(f"m{n}" for n in itertools.count() if key(f"m{n}") < min(map(key, texts)))
@@ -178,22 +181,6 @@ def test_one_book_of_a_mirror_goes_to_train_and_of_two_one_goes_to_each(settings
     for number, docs in ((1, {"train": 1, "val": 0}), (2, {"train": 1, "val": 1})):
         (mirror / "gutenberg" / f"book{number}.txt").write_text(f"The book {number} of the river and the mill.")
         assert recipes(settings)["pretrain/gutenberg"](settings).meta["docs"] == docs
-
-
-@pytest.mark.parametrize("by_ranges", [False, True])
-@pytest.mark.parametrize("most", [1, 100, 1 << 24])
-def test_duplicates_are_counted_in_passes_or_ranges(tmp_path: Path, most: int, by_ranges: bool) -> None:
-    folder = tmp_path if by_ranges else None
-    digests = np.random.default_rng(0).integers(0, 2**64, 300, dtype=np.uint64)
-    found = np.concatenate([digests, digests[:50], np.repeat(digests[:1], 100)])
-    found.tofile(tmp_path / "texts.bin")
-    digests[::2].tofile(tmp_path / "more.bin")
-    paths = [tmp_path / "texts.bin", tmp_path / "more.bin"]
-    assert count_duplicates(paths[0], folder=folder, max_digests=most) == 150
-    assert count_duplicates(*paths, folder=folder, max_digests=most) == 300
-    assert sorted(tmp_path.iterdir()) == sorted(paths)
-    np.empty(0, np.uint64).tofile(paths[0])
-    assert count_duplicates(paths[0], folder=folder, max_digests=most) == 0
 
 
 def test_duplicates_of_upstreams_own_splits_are_counted_and_stay(tmp_path: Path) -> None:
@@ -336,16 +323,6 @@ def test_the_builder_splits_as_the_slow_oracle_does(lengths: list[int], limits: 
     assert (meta["documents_read"], meta["dropped"].get("empty", 0)) == (counts["read"], counts["empty"])
     assert meta["dropped"].get("split_full", 0) == counts["split_full"]
     assert meta["documents_read"] == sum(meta["docs"].values()) + sum(meta["dropped"].values())
-
-
-def test_a_share_is_compared_exactly() -> None:
-    """The bound of a third is no float; its neighbours are told apart."""
-    rule = TextSplit(Fraction(1, 3), seed=0)
-    assert rule.bound == 6148914691236517206  # ceil(2**64 / 3)
-    assert rule.in_val(np.array([rule.bound - 1, rule.bound], dtype=np.uint64)).tolist() == [True, False]
-    ends = np.array([0, 2**64 - 1], dtype=np.uint64)
-    assert not TextSplit(Fraction(0), 0).in_val(ends).any()
-    assert TextSplit(Fraction(1), 0).in_val(ends).all()
 
 
 def test_an_end_of_text_counts_as_a_token_and_may_be_cut(tmp_path: Path) -> None:

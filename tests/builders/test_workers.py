@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from support.byte_tokenizer import ByteTokenizer
 from support.power_loss import Tree, tree_of
+from support.small_builds import batches_of
 
 from niels_gpt.builders import pipeline
 from niels_gpt.builders import source as source_module
@@ -33,7 +34,7 @@ TEXTS[60:64] = ["", "naïve 漢字 🙂", "half \ud800 a pair", "a <|eot|> in a 
 
 @pytest.fixture(autouse=True)
 def many_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source_module, "BATCH_ITEMS", 9)
+    batches_of(monkeypatch, 9)
 
 
 def build_text(path: Path, texts: Any, *, tokenizer: Any, **arguments: Any) -> dict[str, Any]:
@@ -115,18 +116,17 @@ def test_threads_of_the_build_and_the_size_of_its_batches_do_not_matter(
     items: int,
     chars: int,
 ) -> None:
-    monkeypatch.setattr(source_module, "BATCH_ITEMS", items)
-    monkeypatch.setattr(source_module, "BATCH_CHARS", chars)
+    batches_of(monkeypatch, items, chars=chars)
     assert build_both(folder / "c", tiny_tokenizer, num_threads=threads) == expected
 
 
-def batches_of(texts: Iterator[str]) -> Iterator[Batch[str]]:
+def batches_from(texts: Iterator[str]) -> Iterator[Batch[str]]:
     chunks = source_module.chunked(texts, {}, None, len)
     return source_module.batches(chunks, texts=lambda items: [[text] for text in items])
 
 
 def test_the_order_is_kept_when_later_batches_are_done_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source_module, "BATCH_ITEMS", 1)
+    batches_of(monkeypatch, 1)
     done: list[str] = []
     last_is_done = threading.Event()
 
@@ -140,7 +140,7 @@ def test_the_order_is_kept_when_later_batches_are_done_first(monkeypatch: pytest
         return text.upper()
 
     with ThreadPoolExecutor(2) as executor:
-        found = list(InOrder[str, str](work, executor)(batches_of(map(str, range(20)))))
+        found = list(InOrder[str, str](work, executor)(batches_from(map(str, range(20)))))
     assert [result for _, result in found] == [str(number) for number in range(20)]
     assert [batch.payload for batch, _ in found] == [[str(number)] for number in range(20)]
     assert done[:4] == ["1", "2", "3", "0"]
@@ -160,7 +160,7 @@ def ahead_of(executor: Executor, texts: list[str]) -> list[int]:
     def work(payload: list[str], first: int) -> None:
         done.extend(payload)
 
-    for number, _ in enumerate(InOrder[str, None](work, executor)(batches_of(source()))):
+    for number, _ in enumerate(InOrder[str, None](work, executor)(batches_from(source()))):
         found.append(len(taken) - number - 1)
     assert len(taken) == len(done) == len(found) == len(texts)
     return found
@@ -168,15 +168,14 @@ def ahead_of(executor: Executor, texts: list[str]) -> list[int]:
 
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_batches_are_read_only_two_a_worker_ahead(num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source_module, "BATCH_ITEMS", 1)
+    batches_of(monkeypatch, 1)
     with ThreadPoolExecutor(num_workers) as executor:
         found = ahead_of(executor, ["some text"] * 50)
     assert max(found) == found[0] == 2 * num_workers - 1  # a batch is complete with its last item
 
 
 def test_batches_are_taken_only_so_many_characters_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source_module, "BATCH_ITEMS", 1)
-    monkeypatch.setattr(pipeline, "AHEAD_CHARS", 100)
+    batches_of(monkeypatch, 1, ahead_chars=100)
     with ThreadPoolExecutor(8) as executor:
         # Three of 30 are given out; the fourth, which would make 120, waits.
         assert set(ahead_of(executor, ["x" * 30] * 40)[:-3]) == {3}
@@ -402,7 +401,7 @@ def test_full_budgets_and_a_source_that_breaks_leave_no_thread_and_nothing_in_wo
 
 
 def test_work_that_has_not_started_is_cancelled_when_the_consumer_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source_module, "BATCH_ITEMS", 1)
+    batches_of(monkeypatch, 1)
     go_on = threading.Event()
     started: list[str] = []
 
@@ -411,7 +410,7 @@ def test_work_that_has_not_started_is_cancelled_when_the_consumer_leaves(monkeyp
         assert payload == ["0"] or go_on.wait(60)
 
     with ThreadPoolExecutor(2) as executor:  # after the first batch, three are given out: one a worker, and one waits
-        with closing(InOrder[str, None](work, executor)(batches_of(map(str, range(20))))) as found:
+        with closing(InOrder[str, None](work, executor)(batches_from(map(str, range(20))))) as found:
             next(found)
         go_on.set()
     assert started[0] == "0" and set(started) <= {"0", "1", "2"}

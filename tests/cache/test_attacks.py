@@ -18,13 +18,11 @@ import pytest
 from support import LONG
 from support.attacks import Attack, Server, is_one_of
 from support.bits_caches import give_bits
+from support.disk import META_NAME, meta_bytes
 from support.token_cache_probes import IMPORTS as IMPORTS
 from support.token_cache_probes import PRETRAIN, ROLLOUTS, SFT
 from support.token_cache_probes import PROBES as PROBES
 from support.token_cache_probes import build as build
-
-from niels_gpt.storage.fileio import META_NAME
-from niels_gpt.storage.meta_json import meta_bytes
 
 Make = Callable[[Path, Path], Any]
 Change = Callable[[dict[str, Any]], Any]

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from support.disk import versions_dir
 from support.power_loss import tree_of
-from support.small_builds import BATCH_ITEMS, BUILDERS, ITEMS, Item, quick_folder, whole_version
+from support.small_builds import BUILDERS, ITEMS, Item, quick_folder, whole_version
 
-from niels_gpt.builders import source
 from niels_gpt.cache import CacheError
 from niels_gpt.storage import versions
 from niels_gpt.storage.locks import file_lock
@@ -23,9 +23,7 @@ _taken: list[int] = []  # descriptors of a child
 _SECONDS = 20  # after which a child that hangs is killed, and its parent's test fails
 
 
-@pytest.fixture(autouse=True)
-def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "BATCH_ITEMS", BATCH_ITEMS)
+pytestmark = pytest.mark.usefixtures("small_batches")
 
 
 @pytest.fixture
@@ -105,7 +103,7 @@ def forking(
 
     reads_on: where that way leads back here, the child has all the items that its parent has.
     """
-    folder = versions.versions_dir(path)
+    folder = versions_dir(path)
     for number, item in enumerate(items):
         if number == at:
             before = tree_of(folder)
@@ -197,7 +195,7 @@ def test_a_child_that_comes_out_of_a_build_leaves_its_folders(folder: Path, way:
             assert tree_of(folder) == before and is_held(folder / "c")
 
     alone(work)
-    assert [entry.name for entry in versions.versions_dir(folder / "c").iterdir()] == ["lock"]
+    assert [entry.name for entry in versions_dir(folder / "c").iterdir()] == ["lock"]
 
 
 def test_a_child_cannot_build_what_its_parent_builds_and_may_build_another_cache(folder: Path) -> None:

@@ -24,17 +24,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.bits_caches import give_bits
 from support.byte_tokenizer import ByteTokenizer, WideByteTokenizer
-from support.fuzzed import JSON, Files, damaged, fuzz, written
+from support.disk import META_NAME, canonical_json, content_sha256, meta_bytes
+from support.fuzzed import JSON, Files, counted_for_a_plot, damaged, fuzz, named_files, written
 from support.small_builds import rollouts
 
-from niels_gpt.builders.meta_keys import Source, content_sha256
+from niels_gpt.builders.meta_keys import Source
 from niels_gpt.builders.pretrain import build_pretrain, build_stub
 from niels_gpt.cache import PretrainTokenStreamDataset, SFTExampleDataset, build_pretrain_cache, build_sft_cache
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.cache.mmap import IO, load_idx, mmap_tokens
 from niels_gpt.commands.report import difference_lines
-from niels_gpt.data.files import json_stream
-from niels_gpt.inspection import plot as plot_module
 from niels_gpt.inspection.diff import diff, is_equal
 from niels_gpt.inspection.file_checks import Damage
 from niels_gpt.inspection.locate import locate
@@ -46,8 +45,6 @@ from niels_gpt.prefix_tree.rollouts.reader import RolloutDataset
 from niels_gpt.recipes.rollouts.checks import find_damage as rollout_damage
 from niels_gpt.sampling import EpochStream, bits_per_byte, iter_eval
 from niels_gpt.storage.errors import CacheError
-from niels_gpt.storage.fileio import META_NAME, canonical_json
-from niels_gpt.storage.meta_json import file_records, meta_bytes, meta_crc32, parse_object, path_inside
 from niels_gpt.tokenizer import SentencePieceTokenizer, load_tokenizer
 
 KINDS = ("pretrain", "sft", "wide pretrain", "wide sft", "bits sft")
@@ -277,8 +274,7 @@ def test_verify_passes_what_the_readers_open_and_these_give_good_ids(good: dict[
             is_seen = META_NAME in files and kind not in ("tokenizer", "rollouts")  # of rollouts: the sizes of files
             assert refusal(folder) or nothing_there or not is_seen, messages
             with contextlib.suppress(CacheError, FileNotFoundError):
-                for record in file_records(read_meta(str(folder / META_NAME))):
-                    path = path_inside(folder, record["name"])
+                for path in named_files(folder):
                     assert Path(os.path.realpath(path)).is_relative_to(folder) and path != folder
 
     every_edit()
@@ -321,16 +317,7 @@ def inspected(files: Files, whole: Files, deep: bool) -> None:
                     assert is_equal(found) or files != whole
                     assert difference_lines(found)
         with contextlib.suppress(CacheError, FileNotFoundError):
-            figures(folder)
-
-
-def figures(folder: Path) -> None:
-    """Count what `plot` draws; drawing itself takes too long to be done so often."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(plot_module, "png", lambda figure, colours: b"")
-        for name in ("_examples_figure", "_documents_figure", "_notice"):
-            patched.setattr(plot_module, name, lambda *_: None)
-        plot_module.plot(folder)
+            counted_for_a_plot(folder)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -342,22 +329,13 @@ def test_any_damage_is_a_cache_error_to_who_inspects(good: dict[str, Files], kin
 
 @fuzz(100)
 @given(raw=st.binary(max_size=60) | JSON.map(lambda value: json.dumps(value).encode()).flatmap(damaged))
-def test_what_is_parsed_is_what_json_says_or_a_value_error(raw: bytes) -> None:
-    try:
-        found = parse_object(raw)
-    except ValueError:
-        return
-    assert found == json.loads(raw) and canonical_json(found)
-
-
-@fuzz(100)
-@given(value=JSON, around=st.sampled_from([None, "shards", "index", "ids", "checksums", "files"]), deep=st.booleans())
-def test_records_of_any_json_are_good_or_a_cache_error(value: Any, around: str | None, deep: bool) -> None:
-    meta = value if around is None else {around: {"train": [value]} if deep else value}
-    with contextlib.suppress(CacheError):
-        for record in file_records(meta):
-            assert isinstance(record["bytes"], int) and len(record["sha256"]) == 64
-            assert ".." not in record["name"].split("/") and not record["name"].startswith("/")
+def test_what_is_read_is_what_json_says_or_a_cache_error(raw: bytes) -> None:
+    with written({META_NAME: raw}) as folder:
+        try:
+            found = read_meta(str(folder / META_NAME))
+        except CacheError:
+            return
+        assert found == json.loads(raw) and canonical_json(found)
 
 
 @fuzz(100)
@@ -367,12 +345,14 @@ def test_one_changed_byte_of_any_meta_is_seen(meta: dict[str, Any], data: st.Dat
         raw = bytearray(meta_bytes(meta))
     except UnicodeEncodeError:
         return
-    stored, found = meta_crc32(bytes(raw))
-    assert stored == found and json.loads(raw)["meta_crc32"] == f"{found:08x}"
-    place = data.draw(st.integers(0, len(raw) - 1))
-    raw[place] ^= data.draw(st.integers(1, 255))
-    stored, found = meta_crc32(bytes(raw))
-    assert stored is None or stored != found
+    with written({META_NAME: bytes(raw)}) as folder:
+        whole = read_meta(str(folder / META_NAME))
+        assert whole == json.loads(raw) and whole.keys() == {*meta, "meta_crc32"}
+        place = data.draw(st.integers(0, len(raw) - 1))
+        raw[place] ^= data.draw(st.integers(1, 255))
+        (folder / META_NAME).write_bytes(raw)
+        with contextlib.suppress(CacheError):
+            assert "meta_crc32" not in read_meta(str(folder / META_NAME))  # its own key was changed
 
 
 def npy(offsets: list[int]) -> bytes:
@@ -409,23 +389,3 @@ def test_a_token_file_is_its_ids_or_a_cache_error(content: bytes, expected: int 
             assert len(content) % 2 or not content or expected not in (None, len(content))
             return
         assert found.tobytes() == content
-
-
-VALUES = st.lists(JSON, max_size=4)
-
-
-def spelled(values: list[Any], how: str) -> bytes:
-    if how == "lines":
-        return b"".join(json.dumps(value).encode() + b"\n" for value in values)
-    return json.dumps(values, indent=2 if how == "indented" else None).encode()
-
-
-@fuzz(100)
-@given(
-    raw=st.builds(spelled, VALUES, st.sampled_from(("lines", "array", "indented"))).flatmap(damaged), block=st.data()
-)
-def test_damaged_json_files_give_values_or_a_value_error(raw: bytes, block: st.DataObject) -> None:
-    with contextlib.suppress(ValueError), pytest.MonkeyPatch.context() as patched:
-        patched.setattr(json_stream, "BLOCK_BYTES", block.draw(st.sampled_from((1, 7, 1 << 16))))
-        for number, _, _ in json_stream.iter_values(io.BytesIO(raw), "x"):
-            assert number >= 0

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.bits_caches import TEMPLATE, give_bits, put_bits, sealed
 from support.byte_tokenizer import ByteTokenizer
+from support.disk import META_NAME
 
 from niels_gpt.cache import CacheError, SFTExampleDataset, build_sft_cache, read_meta, sft_counts, write_meta
 from niels_gpt.cache.mmap import IO
@@ -25,7 +26,6 @@ from niels_gpt.cache.sft_counts import OverLength, SFTCounts, count_rows, warn_o
 from niels_gpt.cache.sft_split import SFTSplit
 from niels_gpt.inspection.readers import refusal
 from niels_gpt.inspection.verify import find_damage
-from niels_gpt.storage.fileio import META_NAME
 
 PAD, NO = 9, -100
 # Two examples of a template that begins each turn with 1 and a role: 20 to 23 are words, and 2 ends a turn.

@@ -11,15 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 from support.byte_tokenizer import ByteTokenizer
+from support.disk import canonical_json, meta_bytes
 
-from niels_gpt.builders.meta_keys import Source, content_sha256
+from niels_gpt.builders.meta_keys import Source
 from niels_gpt.builders.pretrain import build_pretrain, build_stub
 from niels_gpt.builders.sft import build_sft
 from niels_gpt.cache import CacheError, read_meta, sha256_file, write_meta
 from niels_gpt.cache.meta import checked_meta
 from niels_gpt.special_tokens import SPECIAL_TOKENS
-from niels_gpt.storage.fileio import canonical_json
-from niels_gpt.storage.meta_json import meta_bytes, meta_crc32
 from niels_gpt.tokenizers.vocabulary import end_of_documents, token_dtype_of
 
 COUNTERS = {"orphans": 2, "cycles": 0}
@@ -84,13 +83,15 @@ def test_a_stub_says_that_it_is_not_built_and_has_both_folders(caches: dict[str,
 def test_the_file_is_canonical_json(caches: dict[str, Path], kind: str) -> None:
     content = (caches[kind] / "meta.json").read_bytes()
     spelled = json.dumps(json.loads(content), indent=2, sort_keys=True, ensure_ascii=False) + "\n"
-    assert content == spelled.encode() == canonical_json(json.loads(content))
+    assert content == spelled.encode()
 
 
 def test_canonical_json_is_these_bytes_and_what_write_meta_writes_read_meta_reads(tmp_path: Path) -> None:
-    assert canonical_json({"b": [1, None], "a": "é"}) == '{\n  "a": "é",\n  "b": [\n    1,\n    null\n  ]\n}\n'.encode()
+    write_meta(str(tmp_path / "meta.json"), {"b": [1, None], "a": "é"})
+    spelled = '{\n  "a": "é",\n  "b": [\n    1,\n    null\n  ]\n}\n'
+    assert (tmp_path / "meta.json").read_bytes() == spelled.encode()
     with pytest.raises(ValueError, match="not JSON compliant"):
-        canonical_json({"share": float("nan")})
+        write_meta(str(tmp_path / "meta.json"), {"share": float("nan")})
     meta = {"name": "naïve 漢字", "share": 0.1, "none": None, "list": [1, {"deep": True}]}
     write_meta(str(tmp_path / "meta.json"), meta)
     write_meta(str(tmp_path / "again.json"), dict(reversed(meta.items())))
@@ -100,20 +101,25 @@ def test_canonical_json_is_these_bytes_and_what_write_meta_writes_read_meta_read
 
 
 @pytest.mark.parametrize("meta", [{}, {"z": 1}, {"a": "é", "z": [{"meta_crc32": "01234567"}]}, {"meta_crc32": "old"}])
-def test_meta_crc32_is_the_crc_32_of_the_bytes_with_its_digits_zeroed(meta: dict[str, Any]) -> None:
-    raw = meta_bytes(meta)
+def test_meta_crc32_is_the_crc_32_of_the_bytes_with_its_digits_zeroed(tmp_path: Path, meta: dict[str, Any]) -> None:
+    write_meta(str(tmp_path / "meta.json"), {**meta, "meta_crc32": ""})
+    raw = (tmp_path / "meta.json").read_bytes()
     digits = json.loads(raw)["meta_crc32"]
     line = f'\n  "meta_crc32": "{digits}"'.encode()
     assert raw.count(line) == 1 and raw == canonical_json({**meta, "meta_crc32": digits})
     assert int(digits, 16) == zlib.crc32(raw.replace(line, b'\n  "meta_crc32": "00000000"'))
-    assert meta_crc32(raw) == (int(digits, 16), int(digits, 16))
+    assert read_meta(str(tmp_path / "meta.json")) == {**meta, "meta_crc32": digits}
 
 
 @pytest.mark.parametrize("digits", ["0123456G", "ABCDEF01", "12345 78", "ééé12"])
-def test_a_crc_32_that_is_absent_or_no_hex_digits_equals_none(digits: str) -> None:
-    assert meta_crc32(canonical_json({"meta_crc32": digits}))[0] == -1
-    raw = canonical_json({"a": 1, "b": {"meta_crc32": "01234567"}, "c": f'  "meta_crc32": "{digits}",'})
-    assert meta_crc32(raw) == (None, zlib.crc32(raw))
+def test_a_crc_32_of_no_hex_digits_is_refused_and_an_absent_one_is_not_looked_for(tmp_path: Path, digits: str) -> None:
+    path = tmp_path / "meta.json"
+    path.write_bytes(canonical_json({"meta_crc32": digits}))
+    with pytest.raises(CacheError, match="damaged"):
+        read_meta(str(path))
+    without = {"a": 1, "b": {"meta_crc32": "01234567"}, "c": f'  "meta_crc32": "{digits}",'}
+    path.write_bytes(canonical_json(without))
+    assert read_meta(str(path)) == without
 
 
 def test_each_flipped_bit_of_a_meta_json_is_refused_but_those_of_its_crc_32s_own_key(tmp_path: Path) -> None:
@@ -206,12 +212,9 @@ def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path: Path) -
     assert read_meta(str(tmp_path / "good.json")) == {}
 
 
-def test_sha256_file_is_that_of_the_bytes_and_content_sha256_of_the_records_in_any_order(tmp_path: Path) -> None:
+def test_sha256_file_is_that_of_the_bytes(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"abc" * 1_000_000)
     assert sha256_file(str(tmp_path / "f")) == hashlib.sha256(b"abc" * 1_000_000).hexdigest()
-    records = [{"name": "b", "sha256": "2" * 64}, {"name": "a", "sha256": "1" * 64}]
-    expected = hashlib.sha256(f"{'1' * 64}  a\n{'2' * 64}  b\n".encode()).hexdigest()
-    assert content_sha256(records) == content_sha256(records[::-1]) == expected
 
 
 @pytest.mark.parametrize("kind", ["pretrain", "sft", "stub"])

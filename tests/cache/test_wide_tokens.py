@@ -15,11 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.byte_tokenizer import ByteTokenizer, WideByteTokenizer
+from support.disk import META_NAME, content_sha256, file_records, meta_bytes
 from support.fuzzed import Files, written
 from support.number_caches import number_cache
 from support.small_caches import change_meta
 
-from niels_gpt.builders.meta_keys import content_sha256
 from niels_gpt.builders.writer import HashedFile
 from niels_gpt.cache import CacheError, PretrainTokenStreamDataset, SFTExampleDataset
 from niels_gpt.cache.build_cache import build_pretrain_cache, build_sft_cache
@@ -27,8 +27,7 @@ from niels_gpt.inspection.locate import locate
 from niels_gpt.inspection.stats import stats
 from niels_gpt.inspection.verify import Limits, find_damage, verify
 from niels_gpt.sampling import EpochStream, MixtureStream, iter_eval
-from niels_gpt.storage.fileio import META_NAME, sha256_file
-from niels_gpt.storage.meta_json import file_records, meta_bytes
+from niels_gpt.storage.fileio import sha256_file
 
 MORE = WideByteTokenizer.more
 KINDS = ("pretrain", "sft")

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 from support.data_files import write
+from support.disk import VERSIONS_DIR, versions_dir
 from support.fault_builds import interrupt, ready
 from support.power_loss import MODELS, Disk, put, recorded_below, tree_of
-from support.small_builds import BATCH_ITEMS, documents, pretrain, whole_version
+from support.small_builds import documents, pretrain, whole_version
 
-from niels_gpt.builders import source
 from niels_gpt.builders.meta_keys import Source
 from niels_gpt.cache import CacheError
 from niels_gpt.commands import cache as cli
@@ -29,12 +29,9 @@ from niels_gpt.recipes import gc as garbage
 from niels_gpt.recipes.gc import collect
 from niels_gpt.storage.leftovers import removable
 from niels_gpt.storage.locks import hold_version
-from niels_gpt.storage.versions import VERSIONS_DIR, build_lock, version_name, versions_dir
+from niels_gpt.storage.versions import build_lock, version_name
 
-
-@pytest.fixture(autouse=True)
-def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "BATCH_ITEMS", BATCH_ITEMS)
+pytestmark = pytest.mark.usefixtures("small_batches")
 
 
 def not_recorded(path: Path, seed: int) -> None:

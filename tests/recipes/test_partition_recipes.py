@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.data_files import write
+from support.disk import versions_dir
 from support.tiny_texts import TINY_TEXTS
 
 from niels_gpt.cache.meta import read_meta
@@ -32,7 +33,7 @@ from niels_gpt.recipes.run_recipe import Outcome, cache_root, restart
 from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.settings import Settings, UsageError
 from niels_gpt.storage.errors import CacheError
-from niels_gpt.storage.versions import build_lock, versions_dir
+from niels_gpt.storage.versions import build_lock
 
 TOTAL = 4
 PATTERN = "texts/*.jsonl"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.disk import canonical_json
 
 from niels_gpt.builders.meta_keys import BUILDER_VERSION, FORMAT_VERSION
 from niels_gpt.data.files import mirrors
@@ -19,7 +20,6 @@ from niels_gpt.recipes.run_recipe import Outcome, recipe_fingerprint
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError
-from niels_gpt.storage.fileio import canonical_json
 from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.tokenizer_training import train_tokenizer, write_tokenizer
 

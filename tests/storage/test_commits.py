@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from support.byte_tokenizer import ByteTokenizer, build, train_text
+from support.disk import versions_dir
 from support.power_loss import tree_of
 
 from niels_gpt.builders.meta_keys import Source
@@ -30,7 +31,7 @@ def tree(folder: Path) -> dict[str, bytes | str]:
 
 def entries_of(path: Path) -> set[str]:
     """Return the names of the finished versions, and of anything else that lies with them."""
-    return {entry.name for entry in versions.versions_dir(path).iterdir()} - {"lock"}
+    return {entry.name for entry in versions_dir(path).iterdir()} - {"lock"}
 
 
 def real_folder(path: Path, texts: Any) -> None:
@@ -135,7 +136,7 @@ def test_what_a_build_left_that_died_before_its_first_checkpoint_is_cleared_by_t
     expected = tree(tmp_path)
     assert re.fullmatch(r"building-\w{12} building-\w{12}\.journal", " ".join(sorted(names)))
     for name in names:
-        folder = versions.versions_dir(tmp_path / "c") / name
+        folder = versions_dir(tmp_path / "c") / name
         (folder / "train").mkdir(parents=True)
         for file in ("meta.json", "train/shard_00000.bin", "train.bin", "texts.bin"):
             (folder / file).write_text("half")
@@ -144,7 +145,7 @@ def test_what_a_build_left_that_died_before_its_first_checkpoint_is_cleared_by_t
 
 
 def test_what_a_dead_stub_left_is_cleared_by_the_next(tmp_path: Path) -> None:
-    dead = versions.versions_dir(tmp_path / "c") / "building"
+    dead = versions_dir(tmp_path / "c") / "building"
     dead.mkdir(parents=True)
     (dead / "half").write_text("half")
     build_stub(tmp_path / "c", tokenizer=ByteTokenizer(), source=Source(), seed=0, shard_bytes=20)
@@ -161,7 +162,7 @@ def test_an_empty_folder_in_the_way_is_replaced_and_one_of_a_cache_becomes_a_ver
     content = json.loads((tmp_path / "c" / "meta.json").read_bytes())["content_sha256"]
     build(tmp_path / "c", ["b" * 30])
     assert (tmp_path / "c").is_symlink() and train_text(tmp_path / "c") == "b" * 30
-    assert train_text(versions.versions_dir(tmp_path / "c") / content[:12]) == "a" * 30
+    assert train_text(versions_dir(tmp_path / "c") / content[:12]) == "a" * 30
 
 
 @pytest.mark.parametrize("stranger", ["notes.md", "train/notes.md", "train/shard_00099.bin", "a link to a folder"])
@@ -201,7 +202,7 @@ def test_a_file_in_the_way_is_refused(tmp_path: Path, before: bool) -> None:
 
 
 def test_a_folder_in_the_way_of_the_commits_link_is_refused_and_the_same_build_then_goes_on(tmp_path: Path) -> None:
-    stranger = versions.versions_dir(tmp_path / "c") / versions.LINK
+    stranger = versions_dir(tmp_path / "c") / versions.LINK
     stranger.mkdir(parents=True)
     (stranger / "precious").write_text("precious")
     with pytest.raises(CacheError, match=r"link: .*Move it away"):
@@ -232,7 +233,7 @@ def test_what_is_committed_tells_not_where_when_or_by_whom(tmp_path: Path, monke
     for name, content in tree(tmp_path).items():
         for trace in ("host-of-mine", "user-of-mine", str(tmp_path), str(os.getcwd())):
             assert trace.encode() not in os.fsencode(content), name
-    assert (versions.versions_dir(tmp_path / "c") / "lock").read_bytes() == b""
+    assert (versions_dir(tmp_path / "c") / "lock").read_bytes() == b""
     assert not {key for key in meta if any(word in key for word in ("time", "date", "host", "pid", "path", "user"))}
 
 

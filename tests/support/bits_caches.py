@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from niels_gpt.builders.meta_keys import content_sha256
 from niels_gpt.cache.formats import target_mask, token_dtype_of
 from niels_gpt.cache.meta import write_meta
-from niels_gpt.storage.fileio import META_NAME, sha256_file
-from niels_gpt.storage.meta_json import file_records
+from niels_gpt.storage.fileio import sha256_file
+from support.disk import META_NAME, content_sha256, file_records
 
 TEMPLATE = {"sha256": "ab" * 32, "mask_by": "generation", "loss_on": "assistant"}
 

@@ -45,6 +45,16 @@ class WideByteTokenizer(ByteTokenizer):
         return super().decode([id - self.more for id in ids])
 
 
+def encoded_chat(ids: list[int], mask: list[int], *noted: Any) -> Any:
+    """What a chat tokenizer gives of a chat. noted: a token is of two sides, what happened, turns without loss."""
+    return EncodedChat(ids, mask, *noted)
+
+
+def refused_chat(reason: str, found: str) -> Any:
+    """What a chat tokenizer gives of a chat that cannot be used."""
+    return RefusedChat(reason, found)
+
+
 class ByteChats(ChatTokenizer):
     """A template on five lines: each turn is its role's id, its text and 4; the words of the assistant carry loss."""
 

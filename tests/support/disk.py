@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -133,6 +134,12 @@ def link(path: Path, version: str) -> None:
     new.replace(path)
 
 
+def read_recipe(path: Path) -> dict[str, Any]:
+    """The record of the recipe that made the committed version; {} without one."""
+    record = versions_dir(path) / "recipe.json"
+    return json.loads(record.read_bytes()) if record.exists() else {}
+
+
 def unfinished(path: Path) -> list[Path]:
     """The folders of builds that were not finished, without their journals."""
     return sorted(versions_dir(path).glob("building-" + "[0-9a-f]" * 12))
@@ -146,6 +153,14 @@ def journal_of(build: Path) -> Path:
 def plan_folders(path: Path) -> list[Path]:
     """The folders of a cache that is built in partitions and not sealed yet."""
     return sorted(versions_dir(path).glob("partitions-" + "[0-9a-f]" * 12))
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link or a folder."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 # --- leases -----------------------------------------------------------------------------------------------------------

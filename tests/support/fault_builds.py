@@ -23,8 +23,8 @@ from niels_gpt.builders.sft import build_sft, build_templated_sft
 from niels_gpt.chat.tokenizers import Chat
 from niels_gpt.documents import DocumentBatch
 from niels_gpt.storage.fileio import Operation
-from niels_gpt.storage.versions import versions_dir
 from support.byte_tokenizer import ByteChats, ByteTokenizer, build
+from support.disk import versions_dir
 from support.power_loss import Disk, Tree, put, recorded_below, tree_of
 from support.small_builds import BUILDERS, ITEMS, quick_folder
 
@@ -50,6 +50,22 @@ def said_to_be_kept(error: BaseException) -> int:
     """Return the number of documents that a message says are kept; 0 where it says nothing of it."""
     found = re.search(r"(\d+) documents are done and kept: the same command resumes", str(error))
     return int(found.group(1)) if found else 0
+
+
+_STEPS = {
+    "description": "niels_gpt.builders.meta_keys.write_description",
+    "commit": "niels_gpt.builders.meta_keys.versions.commit",
+    "record": "niels_gpt.recipes.run_recipe.record_recipe",
+}
+
+
+def die_at(patch: pytest.MonkeyPatch, step: str, error: BaseException) -> None:
+    """Let builds end with an error where they would write their description, commit, or record their recipe."""
+
+    def die(*_: Any, **__: Any) -> None:
+        raise error
+
+    patch.setattr(_STEPS[step], die)
 
 
 class Heard(logging.Handler):

@@ -9,10 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from niels_gpt.storage.fileio import META_NAME
+from niels_gpt.cache.meta import read_meta
+from niels_gpt.inspection import plot
+from niels_gpt.storage.meta_json import file_records, path_inside
+from support.disk import META_NAME
 
 Files = dict[str, bytes]
 
@@ -34,6 +38,20 @@ def written(files: Files, tokenizer: Files | None = None) -> Iterator[Path]:
                 (place / file).parent.mkdir(parents=True, exist_ok=True)
                 (place / file).write_bytes(content)
         yield folder
+
+
+def named_files(folder: Path) -> list[Path]:
+    """The files that the meta.json of a folder names, as readers take them. Raises: CacheError for a bad one."""
+    return [path_inside(folder, record["name"]) for record in file_records(read_meta(str(folder / META_NAME)))]
+
+
+def counted_for_a_plot(folder: Path) -> None:
+    """Count what `plot` draws of a cache; drawing itself takes too long to be done so often."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(plot, "png", lambda figure, colours: b"")
+        for name in ("_examples_figure", "_documents_figure", "_notice"):
+            patched.setattr(plot, name, lambda *_: None)
+        plot.plot(folder)
 
 
 NUMBERS = st.sampled_from(

@@ -35,6 +35,7 @@ from niels_gpt.prefix_tree.rollouts.reader import RolloutDataset
 from niels_gpt.storage import fileio, versions
 from niels_gpt.storage.fileio import Operation
 from niels_gpt.tokenizer import load_tokenizer
+from support.disk import versions_dir
 from support.power_loss import tree_of
 from support.small_builds import BUILDERS, ITEMS, whole_version
 
@@ -123,7 +124,7 @@ def finish_killed(
 
 def left_by(public: Path) -> str:
     """Tell how far a killed build had come, by what it left."""
-    folder = versions.versions_dir(public)
+    folder = versions_dir(public)
     entries = {entry.name: entry for entry in folder.iterdir()} if folder.is_dir() else {}
     journals = [entry for name, entry in entries.items() if name.endswith(".journal")]
     if not journals or not (journals[0] / "journal.jsonl").exists():
@@ -215,7 +216,7 @@ def differences(whole: Path, public: Path, made: list[str]) -> list[str]:
     right, found = tree_of(whole.resolve()), tree_of(public.resolve())
     wrong = [name for name in sorted({*right, *found}) if name not in right or right[name] != found.get(name)]
     known = {"lock", *(content[: versions.VERSION_DIGITS] for content in made)}
-    return wrong + sorted(entry.name for entry in versions.versions_dir(public).iterdir() if entry.name not in known)
+    return wrong + sorted(entry.name for entry in versions_dir(public).iterdir() if entry.name not in known)
 
 
 def thirds(folder: Path, model: Path) -> dict[str, Any]:

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.builders.meta_keys import Source
-from niels_gpt.builders.partitions.plan import Plan, fix_plan
-from niels_gpt.builders.partitions.seal import seal
+from niels_gpt.builders.partitions.plan import Plan, fix_plan, plans_of
+from niels_gpt.builders.partitions.receipts import PartitionState, partition_states
+from niels_gpt.builders.partitions.refusal import Commands
+from niels_gpt.builders.partitions.seal import discard_plan, seal
 from niels_gpt.documents import Partition
-from niels_gpt.storage.meta_json import meta_bytes
-from niels_gpt.storage.versions import build_lock, versions_dir
+from niels_gpt.storage.versions import build_lock, clear_leftovers, discard_unfinished
 from support.byte_tokenizer import ByteTokenizer
+from support.disk import meta_bytes, versions_dir
 from support.small_builds import counting, documents, pretrain
 
 TOTAL = 4
@@ -37,6 +39,10 @@ def content(total: int = TOTAL, **changed: Any) -> dict[str, Any]:
         "code": {"version": "1"},
         **changed,
     }
+
+
+COMMANDS = Commands(lambda state: f"build --partition {state.number}", "build", "seal")
+"""What a refused seal tells to run."""
 
 
 class HashedBytes(ByteTokenizer):
@@ -72,12 +78,49 @@ def build_part(plan: Plan, number: int, *, items: Iterable[Any] | None = None, *
     return pretrain(plan.partition_path(number), items=found, **{**arguments, **changed})
 
 
+def plans(path: Path) -> list[Plan]:
+    """The plans of a cache that is not sealed."""
+    return plans_of(path)
+
+
+def states(plan: Plan, *, deep: bool = False, progress: Any = None) -> list[PartitionState]:
+    """What each partition of a plan is; deep: by all its bytes."""
+    return partition_states(plan, deep=deep, progress=progress)
+
+
+def seal_small(plan: Plan, **changed: Any) -> dict[str, Any]:
+    """Seal a plan; returns the cache's meta.json."""
+    return seal(plan, **{"source": Source(name="small"), **changed})
+
+
+def seal_again(path: Path) -> None:
+    """Seal what is there, as a run that is started again does: nothing to do where the cache is there."""
+    for plan in plans_of(path):
+        if path.exists():
+            with build_lock(path):
+                discard_plan(plan)
+        else:
+            seal_small(plan)
+    clear_leftovers(path)
+
+
+def remove_plan(plan: Plan) -> bool:
+    """Remove the folder of a plan, as its seal does; False where a partition is being built."""
+    return discard_plan(plan)
+
+
+def restart(path: Path) -> None:
+    """Remove all that is unfinished of a cache, its plans too."""
+    with build_lock(path) as folder:
+        discard_unfinished(folder)
+
+
 def whole(path: Path, order: Iterable[int] = range(TOTAL), **changed: Any) -> dict[str, Any]:
     """Fix a plan, build its partitions in an order, and seal them."""
     plan = planned(path)
     for number in order:
         build_part(plan, number, **changed)
-    return seal(plan, source=Source(name="small"))
+    return seal_small(plan)
 
 
 def cloned(plan: Plan, numbers: Iterable[int]) -> None:

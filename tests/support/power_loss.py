@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,14 @@ def recorded_below(root: Path, build: Callable[[], Any]) -> list[Operation]:
     with fileio.recorded(trace):
         build()
     return below(root, trace)
+
+
+@contextmanager
+def recording() -> Iterator[list[Operation]]:
+    """The record of what is done to the disk in the block, with whole paths; it grows meanwhile."""
+    trace: list[Operation] = []
+    with fileio.recorded(trace):
+        yield trace
 
 
 def tree_of(root: Path) -> Tree:

@@ -15,9 +15,11 @@ import pyarrow as pa
 import pytest
 from hypothesis import strategies as st
 
+from niels_gpt.builders.meta_keys import Source
+from niels_gpt.data.exclude import read_exclusion
 from niels_gpt.data.files import columns, parquet
 from niels_gpt.documents import DocumentBatch, Partition
-from niels_gpt.recipes import sources
+from niels_gpt.recipes import resolve, sources
 from niels_gpt.recipes.resolve import ResolvedSource, resolve_source
 from niels_gpt.recipes.tokenizers.texts import source_state
 from niels_gpt.settings import Settings
@@ -122,10 +124,35 @@ def parsed_lines() -> Iterator[list[bytes]]:
         yield seen
 
 
-def read_in_small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+def read_in_small_batches(monkeypatch: pytest.MonkeyPatch, rows: int = 4, documents: int = 5) -> None:
     """Let small files have several batches, of rows of parquet and of documents."""
-    monkeypatch.setattr(parquet, "BATCH_ROWS", 4)
-    monkeypatch.setattr(sources, "BATCH_DOCUMENTS", 5)
+    monkeypatch.setattr(parquet, "BATCH_ROWS", rows)
+    monkeypatch.setattr(sources, "BATCH_DOCUMENTS", documents)
+
+
+def forbid_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a build fail that reads its source."""
+
+    def unreadable(*_: Any, **__: Any) -> Iterator[Any]:
+        raise AssertionError("the source was read")
+        yield
+
+    monkeypatch.setattr(sources, "document_batches", unreadable)
+    monkeypatch.setattr(sources, "chats", unreadable)
+
+
+def say_version_of_datasets(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    """Let caches of the hub say that this version of the library read them."""
+    monkeypatch.setattr(resolve, "version", lambda name: version)
+
+
+def opened_source(given: Settings, name: str) -> tuple[Iterator[Any], Source]:
+    """The documents or chats of a source as a recipe gives them to a builder, and what it says of them."""
+    origin, counters, position = resolve_source(given, name), Counter[str](), dict[str, int]()
+    excluded = given.exclude and read_exclusion(given.exclude).facts
+    about = {"provenance": {**origin.provenance(None), "exclude": excluded}, "counters": counters, "position": position}
+    opened = sources.chats if origin.spec.family == "sft" else sources.document_batches
+    return opened(given, origin, None, counters, position), Source(name, **about)
 
 
 class Reading:

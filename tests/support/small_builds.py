@@ -8,23 +8,24 @@ import os
 import random
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from niels_gpt.builders import meta_keys
+from niels_gpt.builders import losses, meta_keys, pipeline, resume, source
 from niels_gpt.builders.meta_keys import Source
 from niels_gpt.builders.pretrain import build_pretrain
 from niels_gpt.builders.sft import build_sft, build_templated_sft
 from niels_gpt.chat.tokenizers import Chat
 from niels_gpt.prefix_tree.rollouts.build import build_rollouts
 from niels_gpt.prefix_tree.rollouts.records import Rollout, RolloutGroup
-from niels_gpt.storage.meta_json import file_records
+from niels_gpt.storage.versions import build_lock
 from niels_gpt.tokenizers.protocol import PROBE
 from support.byte_tokenizer import ByteChats, ByteTokenizer
+from support.disk import file_records
 
 Item = tuple[Any, ...]
 BATCH_ITEMS = 5
@@ -82,6 +83,40 @@ def chats(seed: int, count: int = 40) -> list[Item]:
             messages = [3]
         found.append((f"chat {number}", messages))
     return found
+
+
+def batches_of(
+    patch: pytest.MonkeyPatch, items: int = BATCH_ITEMS, chars: int | None = None, ahead_chars: int | None = None
+) -> None:
+    """Let builds encode batches of so many documents or characters, and take so many characters ahead."""
+    patch.setattr(source, "BATCH_ITEMS", items)
+    if chars is not None:
+        patch.setattr(source, "BATCH_CHARS", chars)
+    if ahead_chars is not None:
+        patch.setattr(pipeline, "AHEAD_CHARS", ahead_chars)
+
+
+def encode_with(patch: pytest.MonkeyPatch, engine: Any) -> None:
+    """Let builds encode with this engine."""
+    for place in ("pretrain", "sft.sentinels"):
+        patch.setattr(f"niels_gpt.builders.{place}.open_engine", lambda *of, **how: engine)
+
+
+def locked(path: Path, *, wait: bool = False) -> AbstractContextManager[Path]:
+    """Hold the lock of the cache at a path, as its builder does; gives the folder of its versions."""
+    return build_lock(path, wait=wait)
+
+
+def compare_less(patch: pytest.MonkeyPatch, **limits: int) -> None:
+    """Let builds compare fewer `texts`, `num_bytes` of them, and `ids` of a text with what they decode to."""
+    names = {"texts": "ROUNDTRIP_TEXTS", "num_bytes": "ROUNDTRIP_BYTES", "ids": "_COMPARED_IDS"}
+    for limit, value in limits.items():
+        patch.setattr(losses, names[limit], value)
+
+
+def log_always(patch: pytest.MonkeyPatch) -> None:
+    """Let builds say how far they are at every batch."""
+    patch.setattr(resume, "_LOG_SECONDS", 0.0)
 
 
 def counting(items: Iterable[Item], counters: dict[str, int]) -> Iterator[Item]:

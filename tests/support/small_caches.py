@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from niels_gpt.builders.meta_keys import content_sha256
 from niels_gpt.builders.pretrain import build_pretrain
 from niels_gpt.builders.sft import build_sft
 from niels_gpt.cache import write_meta
-from niels_gpt.storage.fileio import META_NAME, sha256_file
+from niels_gpt.storage.fileio import sha256_file
 from support.byte_tokenizer import ByteTokenizer
+from support.disk import META_NAME, content_sha256
 from support.power_loss import Tree, tree_of
 from support.small_builds import quick_folder
 

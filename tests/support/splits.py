@@ -6,12 +6,17 @@ import hashlib
 import os
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from niels_gpt.builders import split
 from niels_gpt.builders.pretrain import build_pretrain
+from niels_gpt.builders.shards import Shards
 from support.byte_tokenizer import ByteTokenizer
+
+if TYPE_CHECKING:
+    import pytest
 
 IN_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None  # many builds, and each of them syncs its files
 SPLITS = ("train", "val")
@@ -29,6 +34,23 @@ def build(folder: Path, documents: list[Any], train: int | None, val: int | None
     return build_pretrain(
         pairs, folder, tokenizer=ByteTokenizer(), max_train_tokens=train, max_val_tokens=val, **arguments
     )
+
+
+def hold_in_memory(patch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    """Let a build hold so many bytes of documents in memory while it waits for both splits to have one."""
+    patch.setattr(split, "_HELD_IN_MEMORY", num_bytes)
+
+
+def die_at_document(patch: pytest.MonkeyPatch, number: int) -> None:
+    """Interrupt a build when it writes the batch of this document, or a later one."""
+    written = Shards._add
+
+    def add(shards: Shards, batch: Any, *encoded: Any) -> int:
+        if batch.first >= number:
+            raise KeyboardInterrupt
+        return written(shards, batch, *encoded)
+
+    patch.setattr(Shards, "_add", add)
 
 
 def stored(cache: Path, split: str) -> list[str]:

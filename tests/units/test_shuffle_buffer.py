@@ -2,14 +2,16 @@
 
 import hashlib
 from collections.abc import Iterator
-from itertools import count, groupby
+from itertools import count, groupby, pairwise
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.small_builds import batches_of
 
-from niels_gpt.builders.source import Change, Chunk, Shuffled
+from niels_gpt.builders.source import Change, Chunk, Shuffled, chunked
 
 ITEMS, SIZES, SEEDS = st.integers(0, 60), st.integers(2, 20), st.integers(0, 2**32)
 
@@ -102,3 +104,34 @@ def test_the_state_changes_only_with_a_draw() -> None:
     found = states(3000, 7)
     assert len(list(groupby(found))) == len(set(found)) == 4
     assert states(3000, 7, seed=1)[0] != found[0] and states(3000, 7) == found
+
+
+@settings(derandomize=True, max_examples=100)
+@given(count=st.integers(0, 3000), size=st.integers(2, 40), cuts=st.lists(st.integers(0, 3000), max_size=9))
+def test_the_shuffle_does_not_depend_on_chunks(count: int, size: int, cuts: list[int]) -> None:
+    def outcome(edges: list[int]) -> list[tuple[int, Any]]:
+        chunks = [
+            Chunk(list(range(a, b)), [Change(n, {"read": a + n}, None) for n in range(b - a)])
+            for a, b in pairwise(edges)
+            if a < b
+        ]
+        found = Shuffled(size, 7).of(chunks, {"end": 1})
+        return [(item, chunk.state(number)) for chunk in found for number, item in enumerate(chunk.items)]
+
+    one = outcome(list(range(count + 1)))
+    assert outcome(sorted({0, count, *(cut for cut in cuts if cut < count)})) == one
+
+
+def test_chunks_of_single_documents_close_by_number_and_by_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches_of(monkeypatch, 3, chars=10)
+    counters, position = {"n": 0}, {"row": 0}
+
+    def texts() -> Iterator[str]:
+        for number, text in enumerate(["a", "b", "c", "d" * 10, "e", "f"]):
+            counters["n"], position["row"] = number // 2, number
+            yield text
+
+    chunks = list(chunked(texts(), counters, position, len))
+    assert [chunk.items for chunk in chunks] == [["a", "b", "c"], ["d" * 10], ["e", "f"]]
+    states = [chunk.state(number) for chunk in chunks for number in range(len(chunk.items))]
+    assert [(state.counters["n"], state.position["row"]) for state in states] == [(n // 2, n) for n in range(6)]
