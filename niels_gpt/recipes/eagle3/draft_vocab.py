@@ -202,7 +202,7 @@ def _problems(path: Path, meta: Mapping[str, Any]) -> Iterator[str]:
                 yield str(CacheError(path / record["name"], f"sha256 {sha[:12]}", record["sha256"][:12], code="E201"))
         for name, kinds in (("target_vocab_size", (int,)), ("draft_vocab_size", (int,)), ("coverage", (int, float))):
             if type(meta.get(name)) not in kinds:
-                raise wrong_value(path / META_NAME, name, meta.get(name), "a number")
+                raise wrong_value(str(path / META_NAME), name, meta.get(name), "a number")
         sizes = {name: meta[name] for name in ("target_vocab_size", "draft_vocab_size")}
         load_token_mapping(path, **sizes)
     except (CacheError, OSError) as error:
