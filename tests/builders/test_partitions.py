@@ -187,6 +187,17 @@ def test_a_partition_warns_of_nothing_that_is_a_matter_of_all(tmp_path: Path, ca
     assert {"W306", "W307", "W308"} <= codes
 
 
+def test_a_seal_warns_of_no_empty_val_where_some_texts_fell_to_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = planned(tmp_path / "c", 2)
+    for number in range(2):
+        build_part(plan, number, items=[(None, f"text {number} {row}", None) for row in range(20)], val_frac=0.4)
+    meta = seal(plan, source=Source())
+    assert min(meta["docs"].values()) > 0
+    assert [record for record in caplog.records if record.levelname == "WARNING"] == []
+
+
 def test_a_partition_that_is_replaced_while_it_is_sealed_is_refused(tmp_path: Path) -> None:
     plan = planned(tmp_path / "c", 2)
     for number in range(2):
