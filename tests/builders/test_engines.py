@@ -44,7 +44,9 @@ def built(path: Path, tokenizer: Any, *, batch: int = 0, **arguments: Any) -> Tr
     return {name: content for name, content in tree_of(path.resolve()).items() if "journal" not in name}
 
 
-@pytest.mark.parametrize("name", ["gpt2", "qwen2", pytest.param("gemma", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "small qwen2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "gemma"))]
+)
 def test_a_cache_does_not_depend_on_engine_threads_and_batches(name: str, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(any_tokenizer(name), sentinels="optional")
     reference = built(tmp_path / "reference", tokenizer, engine="reference", num_threads=0)
@@ -57,9 +59,11 @@ def test_a_cache_does_not_depend_on_engine_threads_and_batches(name: str, tmp_pa
         )
 
 
-@pytest.mark.parametrize("kind", ["threads", "spawn", pytest.param("fork", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["threads", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("spawn", "fork"))]
+)
 def test_an_executor_of_processes_gives_the_same_bytes(kind: str, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(any_tokenizer("qwen2"), sentinels="optional")
+    tokenizer = load_tokenizer(any_tokenizer("small qwen2"), sentinels="optional")
     pool: Executor
     pool = ThreadPoolExecutor(2) if kind == "threads" else ProcessPoolExecutor(2, get_context(kind))
     with pool:

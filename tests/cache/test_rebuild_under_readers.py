@@ -61,6 +61,7 @@ def _read_until(path: str, connection: Connection, stop: Event) -> None:
     connection.send((opened, sorted(seen), last, wrong))
 
 
+@pytest.mark.slow
 def test_a_reader_sees_one_version_at_a_time_while_the_cache_is_rebuilt_50_times(tmp_path: Path) -> None:
     contents = {ord("a") + 10: ["a" * 60], ord("b") + 10: ["b" * 25]}  # 6 full shards, or 3 of which one is shorter
     first, second = contents

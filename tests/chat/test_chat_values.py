@@ -233,7 +233,7 @@ def test_a_caches_tokenizer_needs_no_transformers(folder: Path) -> None:
     assert printed.strip() == repr(open_tokenizer(str(folder)).encode_chat([USER, WORDS]))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "neox", "t5"])
+@pytest.mark.parametrize("name", ["gpt2", "t5", pytest.param("neox", marks=pytest.mark.slow)])
 def test_the_ids_of_any_tokenizer_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 

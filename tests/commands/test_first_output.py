@@ -20,7 +20,10 @@ def caches(sample: Path) -> Path:
     "command",
     [
         "list sample",
-        "build --all --source-root sample --cache-dir . --tokenizer sample/tokenizer/spm.model",
+        pytest.param(
+            "build --all --source-root sample --cache-dir . --tokenizer sample/tokenizer/spm.model",
+            marks=pytest.mark.slow,
+        ),
         "build --all --source-root sample --cache-dir . --tokenizer sample/tokenizer/spm.model --dry-run",
         "build --all --source-root sample --cache-dir none --dry-run",
         "stats sample/sft/oasst1",

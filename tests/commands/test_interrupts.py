@@ -53,6 +53,7 @@ def test_each_signal_says_what_is_kept_and_the_same_command_resumes(
     assert done.status == 0 and "unfinished" in done.out
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_the_process_at_once(command: list[str], tmp_path: Path) -> None:
     process = started(command, tmp_path)
     process.send_signal(signal.SIGINT)

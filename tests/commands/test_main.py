@@ -253,6 +253,7 @@ def test_a_shell_completes_commands_sources_and_codes(tmp_path: Path) -> None:
     assert "--cache-dir" in completed("niels-gpt build --c")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_the_line_that_doctor_names_turns_completion_on(tmp_path: Path) -> None:
     script = tmp_path / "niels-gpt"

@@ -167,7 +167,9 @@ def test_a_bomb_takes_memory_by_the_limit_and_not_by_its_size(tmp_path: Path, na
     assert grown < 8 * limit + CONSTANT < size
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt", "a.parquet"])
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "a.txt", *(pytest.param(name, marks=pytest.mark.slow) for name in ("a.json", "a.parquet"))]
+)
 def test_a_document_takes_at_most_eight_times_its_size(tmp_path: Path, name: str) -> None:
     size, path = 20 << 20, tmp_path / name
     text = b"x" * size

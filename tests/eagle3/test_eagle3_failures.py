@@ -235,7 +235,13 @@ def test_an_attention_that_a_model_does_not_have_is_named_with_the_flag(tmp_path
     load_target(str(tmp_path), attention="eager", **how)
 
 
-@pytest.mark.parametrize(("size", "taken"), [("1m", 0), ("128k", 108 << 10)], ids=["on the way", "from the beginning"])
+@pytest.mark.parametrize(
+    ("size", "taken"),
+    [
+        pytest.param("1m", 0, marks=pytest.mark.slow, id="on the way"),
+        pytest.param("128k", 108 << 10, id="from the beginning"),
+    ],
+)
 def test_a_disk_that_is_full_is_told_and_the_run_goes_on_with_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: str, taken: int
 ) -> None:

@@ -67,7 +67,7 @@ def cut_everywhere(recorded: Recorded, folder: Path, models: dict[str, int], see
         disk.apply(recorded.trace[number : number + 1])
 
 
-@pytest.mark.parametrize("form", [{}, small.NATIVE], ids=["dense", "native"])
+@pytest.mark.parametrize("form", [{}, pytest.param(small.NATIVE, marks=pytest.mark.slow)], ids=["dense", "native"])
 def test_a_run_ends_with_the_same_bytes_wherever_it_was_cut(folder: Path, form: dict[str, Any]) -> None:
     recorded = Recorded(folder, **form)
     assert len(recorded.trace) > 80

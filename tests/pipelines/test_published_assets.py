@@ -84,6 +84,7 @@ def test_what_the_line_did_not_push_stays(with_line: Settings, tmp_path: Path) -
     assert os.listdir(tmp_path / "notes") == ["mine.txt"]
 
 
+@pytest.mark.slow
 def test_a_push_that_was_killed_gives_way_to_the_next_version(with_line: Settings, tmp_path: Path) -> None:
     bucket = tmp_path / "bucket" / "roam"
     with dg.DagsterInstance.ephemeral() as instance:

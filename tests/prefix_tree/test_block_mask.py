@@ -23,7 +23,7 @@ def drawn(draw: random.Random) -> PrefixForest:
     return forest if draw.randrange(3) else forest.padded(draw.choice([4, 16, 50]))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.slow] * (seed > 1)) for seed in range(6)])
 def test_the_closed_form_is_that_of_every_pair(seed: int) -> None:
     from torch.nn.attention.flex_attention import create_block_mask
 

@@ -75,6 +75,7 @@ def outcomes(names: Iterable[str]) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_part_of_the_architectures_is_folded_right_or_refused() -> None:
     known = [name for name in RIGHT.split() if name in CLASSES]  # of the transformers that is installed
     assert len(known) > 30

@@ -402,6 +402,7 @@ def test_show_gives_the_text_of_ids(tmp_path: Path, tiny_model_path: Path) -> No
     assert "but the rollouts hold 1000000" in error_of("show", wrong, "--tokenizer", folder)
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
     path = file_of(tmp_path / "wide.jsonl", [{"ids": [1, number]} for number in range(2000)])
     command = [sys.executable, "-m", "niels_gpt.prefix_tree", "show", path, "--rows", "0", "--nodes", "2000"]

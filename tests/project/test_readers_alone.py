@@ -104,6 +104,7 @@ def run(site: Path, program: str, folder: Path) -> subprocess.CompletedProcess[s
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_readers_samplers_and_folds_need_only_numpy_and_torch(tmp_path: Path, site: Path) -> None:
     put(built_caches(), tmp_path / "cache")
     done = run(site, PROGRAM, tmp_path / "cache")

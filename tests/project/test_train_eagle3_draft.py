@@ -184,6 +184,7 @@ def test_shares_of_acceptance_by_hand(example: ModuleType, monkeypatch: pytest.M
         example.evaluate(None, None, [torch.tensor([1])], [[8]], options)
 
 
+@pytest.mark.slow
 def test_a_run_from_the_cache_from_the_live_target_and_untrained(
     example: ModuleType, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -118,6 +118,7 @@ def test_a_damaged_file_costs_no_document_before_it(folder: Path) -> None:
     assert "1.parquet: not a whole parquet file" in reading.error
 
 
+@pytest.mark.slow
 def test_a_row_group_of_large_texts_in_codes_is_read_in_batches_by_size(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

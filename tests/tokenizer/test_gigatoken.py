@@ -320,6 +320,7 @@ def test_a_difference_names_the_document_the_tokens_and_the_text(different: Comp
     assert "--engine reference" in caught.value.remedy
 
 
+@pytest.mark.slow
 def test_the_first_thousand_and_a_share_of_the_others_are_compared(different: ComparedEngine, word: str) -> None:
     texts = [f"{number}{word} and so on".encode() for number in range(4000)]
 

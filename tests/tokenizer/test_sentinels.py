@@ -182,6 +182,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "error[E504]" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command_says_where_tokens_become_wider(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content = json.loads((made_tokenizer("t5") / "tokenizer.json").read_text())
     content["model"]["vocab"] += [[f"\u4e00{n}", -50.0] for n in range((1 << 16) - 1_100)]
