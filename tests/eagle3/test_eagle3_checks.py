@@ -8,6 +8,7 @@ import pytest
 import torch
 from support import eagle3_runs
 from support.eagle3_damage import ALL_FORMS, copy_of, flip_bit, put, stored
+from support.errors import refused
 from support.small_eagle3 import fields_of, manifest_of
 
 from niels_gpt.eagle3.cache import write_manifest, write_shard, write_target_embeddings
@@ -52,7 +53,7 @@ def test_names_of_good_samples_are_not_read(eagle3_caches: dict[str, Path], monk
     monkeypatch.setattr(Samples, "open", lambda folder: pytest.fail("the samples were read"))
     names = ["checksums", "finite", "distribution"]
     assert verify(eagle3_caches["dense"], names=names) == dict.fromkeys(names, GOOD)
-    with pytest.raises(ValueError, match="no check 'speed', expected some of complete, checksums"):
+    with refused("E102", "'speed'", "complete, checksums", kind=ValueError):
         verify(eagle3_caches["dense"], names=["speed"])
 
 

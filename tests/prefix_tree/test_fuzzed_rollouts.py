@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.errors import refused
 from support.fuzzed import JSON, Files, damaged, fuzz, written
 from support.power_loss import tree_of
 from support.small_builds import VOCABULARY, quick_folder, rollouts
@@ -48,7 +49,7 @@ def test_an_id_outside_the_vocabulary_is_refused_where_it_is_read(cache: Path) -
     tokens.tofile(cache / "train_tokens.bin")
     data = RolloutDataset(cache)
     data.group(0)
-    with pytest.raises(CacheError, match=r"train_tokens.bin: sample \d of group \d+ has the id 30, expected ids below"):
+    with refused("E203", "train_tokens.bin", "sample", "group", "id 30"):
         data.group(len(data) - 1)
 
 
