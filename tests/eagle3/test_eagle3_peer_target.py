@@ -153,9 +153,9 @@ class Made:
 @pytest.mark.parametrize(
     ("version", "options"),
     [
-        ("0.5.0", {"format_version": 1, "dtype": "fp32"}),
-        ("0.5.0", {"format_version": 1, "dtype": "bf16"}),
-        ("0.7.0", {"format_version": 2, "dtype": "fp16"}),
+        ("0.5.0", {"format": "1", "dtype": "fp32"}),
+        ("0.5.0", {"format": "1", "dtype": "bf16"}),
+        ("0.7.0", {"format": "2", "dtype": "fp16"}),
         ("0.7.0", {"target_probs_topk": K, "dtype": "bf16"}),
     ],
     ids=["1-fp32", "1-bf16", "2-fp16", "2-topk-bf16"],
@@ -190,7 +190,7 @@ def test_both_producers_make_the_same_rows_of_samples_of_many_lengths(old: Peer,
 
 
 def test_the_peer_goes_on_with_a_cache_of_ours(new: Peer, model: Path, tmp_path: Path) -> None:
-    made = Made(tmp_path / "c", model, [LENGTH] * 10, shard_size=BATCH, format_version=2)
+    made = Made(tmp_path / "c", model, [LENGTH] * 10, shard_size=BATCH, format="2")
     before = files_of(made.folder)
     with pytest.raises(PeerError, match=r"mismatched fields: \['shuffle_seed'\]"):
         made.by_the_peer(new, made.folder, "--resume", "--shuffle-seed", "7")
@@ -205,7 +205,7 @@ def test_a_draft_learns_the_same_from_our_cache_as_from_the_live_target(
 ) -> None:
     """The peer's draft and trainer, three steps deep: the loss and every gradient, bit for bit."""
     lengths = [LENGTH, 17, 9, 3]
-    made = Made(tmp_path / "c", model, lengths, shard_size=BATCH, dtype="fp32", format_version=version)
+    made = Made(tmp_path / "c", model, lengths, shard_size=BATCH, dtype="fp32", format=str(version))
     live = load_target(str(model), revision=None, dtype=torch.float32, attention="sdpa", device="cpu")
     found = (old if version == 1 else new).call("", "train", str(made.folder), live, made.rows, [0, 1, 2, 3])
     cached, live = found["cached"], found["live"]
