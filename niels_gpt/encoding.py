@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.special_tokens import find_reserved_literal
-from niels_gpt.storage.codes import code_of, coded
+from niels_gpt.storage.codes import code_of
+from niels_gpt.storage.errors import CodedError, SourceError, TokenizerError
 from niels_gpt.tokenizers.engine import Engine, open_engine
 from niels_gpt.tokenizers.protocol import Tokenizer, control_ids, token_dtype
 
@@ -58,12 +59,12 @@ def _hashes(texts: Iterable[bytes], seed: int | None) -> tuple[NDArray[np.uint64
     return words[:, 0].byteswap(), words[:, 1].copy()
 
 
-class TextError(ValueError):
+class TextError(CodedError, ValueError, code="E102"):
     """A text of a source cannot be encoded."""
 
-    def __init__(self, number: int, problem: str, document: str = "") -> None:
+    def __init__(self, number: int, problem: str, document: str = "", *, code: str = "") -> None:
         """number: of the text in the stream. document: what else is known of it."""
-        super().__init__(number, problem, document)
+        super().__init__(number, problem, document, code=code)
         self.number, self.problem, self.document = number, problem, document
 
     def __str__(self) -> str:
@@ -71,8 +72,7 @@ class TextError(ValueError):
 
     def named(self, number: int, document: str) -> TextError:
         """Return the error with the document's number, and more about it: its id and the beginning of its text."""
-        code = code_of(self)
-        return coded(code, TextError(number, self.problem, document))
+        return TextError(number, self.problem, document, code=self.code)
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class TextEncoder:
         Raises: ValueError for a text with a special token if on_special is "raise".
         """
         if problem is not None and self.on_special == "raise":
-            raise coded("E305", ValueError(f"document {name!r}: {problem[1]}. Remove it from the source, or {_OTHERS}"))
+            raise SourceError(f"document {name!r}: {problem[1]}. Remove it from the source, or {_OTHERS}", code="E305")
         return None if problem is None else problem[0]
 
     def drops(self, text: bytes | str) -> bool:
@@ -265,7 +265,7 @@ class TextEncoder:
             self._check_range(of_text)
             if _is_control(self.tokenizer, self.append)(of_text).any():
                 problem = f"{self._problem(texts[number], of_text)[1]}, even as plain text. {_DROP}"
-                raise coded("E305", TextError(first + number, problem))
+                raise TextError(first + number, problem, code="E305")
         return _replaced(ids, lengths, dict(zip(numbers, plain, strict=True)))
 
     def _check_range(self, ids: NDArray[Any]) -> None:
@@ -275,8 +275,8 @@ class TextEncoder:
         lowest, highest = int(ids.min()) if ids.dtype.kind == "i" else 0, int(ids.max())
         if lowest < 0 or highest >= self.vocab_size:
             wrong = lowest if lowest < 0 else highest
-            raise coded(
-                "E409", ValueError(f"the tokenizer gave id {wrong}, expected ids below vocab_size={self.vocab_size}")
+            raise TokenizerError(
+                f"the tokenizer gave id {wrong}, expected ids below vocab_size={self.vocab_size}", code="E409"
             )
 
     def _ended(self, ids: NDArray[Any], lengths: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
@@ -320,9 +320,8 @@ def _of_one_text(error: ValueError, encode: Callable[[int], object], numbers: Se
             encode(at)
         except ValueError as alone:
             code = code_of(alone)
-            return coded(code, TextError(first + number, f"{alone}. {_DROP}" if code == "E305" else str(alone)))
-    code = code_of(error)
-    return coded(code, TextError(first, str(error)))
+            return TextError(first + number, f"{alone}. {_DROP}" if code == "E305" else str(alone), code=code)
+    return TextError(first, str(error), code=code_of(error))
 
 
 def _loses(tokenizer: Tokenizer, text: str) -> bool:

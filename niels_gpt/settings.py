@@ -28,6 +28,10 @@ class UsageError(ValueError):
 
     code = "E101"
 
+    def __init__(self, *args: object, code: str = "") -> None:
+        super().__init__(*args)
+        self.code = code or self.code
+
 
 def _setting(
     default: Any, text: str, least: float | None = None, most: float | None = None, *, below: float | None = None

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
 from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES, SPECIAL_TOKENS
-from niels_gpt.storage.codes import coded
-from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.errors import CacheError, TokenizerNotFound
 from niels_gpt.storage.fileio import NotRegularError
 from niels_gpt.tokenizers.files import (
     FILE_OF,
@@ -253,7 +252,7 @@ def _read_model(path: str, *, follow_links: bool) -> bytes:
     try:
         model = read_file(path, MAX_MODEL_BYTES, "a SentencePiece model", follow_links=follow_links)
     except FileNotFoundError:
-        raise coded("E401", FileNotFoundError(f"{path}: there is no tokenizer model. {_TRAIN}")) from None
+        raise TokenizerNotFound(f"{path}: there is no tokenizer model. {_TRAIN}") from None
     except NotRegularError as error:
         raise _no_model(path, "is not a regular file") from error
     if is_json(model[:_BEGINNING]):

@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from niels_gpt.progress import Progress
 from niels_gpt.special_tokens import SPECIAL_TOKENS
-from niels_gpt.storage.codes import coded
+from niels_gpt.storage.errors import InTheWay, TokenizerError
 from niels_gpt.storage.fileio import canonical_json, write_bytes
 from niels_gpt.tokenizer import TokenizerPaths, sentinel_ids
 from niels_gpt.tokenizers.files import MODEL_NAME, TOKENIZER_JSON
@@ -126,7 +126,7 @@ def write_tokenizer(trained: TrainedTokenizer, out_dir: str | os.PathLike[str]) 
     other = ({MODEL_NAME, TOKENIZER_JSON} - {paths.model_path.name}).pop()
     if os.path.lexists(paths.model_path.with_name(other)):
         text = f"{out_dir}: has a {other} already; a folder holds one tokenizer. Name another folder, or move it away"
-        raise coded("E504", FileExistsError(text))
+        raise InTheWay(text)
     os.makedirs(out_dir, exist_ok=True)
     write_bytes(paths.model_path, trained.model)
     write_bytes(paths.meta_path, canonical_json(trained.meta))
@@ -163,7 +163,7 @@ def _run(feed: TrainingTexts, options: dict[str, Any]) -> bytes:
     except RuntimeError as error:
         if feed.error is not None:
             raise feed.error from None
-        raise coded("E406", _explained(error, feed, options)) from error
+        raise _explained(error, feed, options) from error
     return model.getvalue()
 
 
@@ -173,12 +173,13 @@ def _explained(error: RuntimeError, feed: TrainingTexts, options: dict[str, Any]
         return feed.nothing_usable()
     too_small = re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error))
     if too_small:
-        return ValueError(
+        return TokenizerError(
             f"vocab_size={options['vocab_size']} is too small: sentinels, control pieces, bytes and the characters "
             f"that character_coverage={options['character_coverage']} asks for need {too_small[1]}. "
-            "Ask for more than that, or for a lower coverage"
+            "Ask for more than that, or for a lower coverage",
+            code="E406",
         )
-    return ValueError(f"SentencePiece could not train on {counts['pieces']} pieces of text: {error}")
+    return TokenizerError(f"SentencePiece could not train on {counts['pieces']} pieces of text: {error}", code="E406")
 
 
 def _describe_model(model: bytes) -> dict[str, Any]:

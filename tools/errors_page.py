@@ -1,12 +1,11 @@
-"""Write docs/errors.md, the page of errors and warnings, from the table: python tools/errors_page.py
+"""Write docs/errors.md, the page of errors and warnings, from codes.txt: python tools/errors_page.py
 
 A test compares the page with the table.
 """
 
 from pathlib import Path
 
-from niels_gpt.storage.code_tables.row import Code
-from niels_gpt.storage.codes import CODES
+from niels_gpt.storage.codes import Code, codes
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "errors.md"
 HEAD = """# Errors by code
@@ -18,10 +17,11 @@ error[E105]: cache/none: no such folder. Name a cache, or the folder that holds 
 ```
 
 The number says what it is about, and `niels-gpt explain E105` prints the same text as this page. In Python the code is
-the attribute `code` of a `CacheError`, and a warning of Python ends in it: `... are left out [W202]`. Plain errors such
-as ValueError have no attribute: `niels_gpt.storage.codes.code_of(error)` returns the code of any error.
+the attribute `code` of our errors (`niels_gpt.storage.errors`), and a warning of Python ends in it: `... are left out
+[W202]`. Errors of Python and of libraries may have none: `niels_gpt.storage.codes.code_of(error)` returns the code of
+any error.
 
-The tables are in `niels_gpt/storage/code_tables/`; `tools/errors_page.py` writes this page from them.
+The texts are in `niels_gpt/storage/codes.txt`; `tools/errors_page.py` writes this page from them.
 """
 SUBJECTS = {
     "E1": "Errors of usage and arguments",
@@ -49,7 +49,7 @@ def page() -> str:
     """Return the text of the page."""
     parts = [HEAD]
     for start, subject in SUBJECTS.items():
-        parts += [f"## {subject}\n", *(_section(row) for code, row in CODES.items() if code.startswith(start))]
+        parts += [f"## {subject}\n", *(_section(row) for code, row in codes().items() if code.startswith(start))]
     return "\n".join(parts)
 
 

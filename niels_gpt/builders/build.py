@@ -21,7 +21,7 @@ from niels_gpt.builders.source import Chunk, Seek, SourceState
 from niels_gpt.builders.writer import BLOCK_BYTES, HashedFile, checksums_of
 from niels_gpt.encoding import DIGEST_BYTES
 from niels_gpt.storage import fileio
-from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.errors import CacheError, ForkedBuild
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.locks import check_lease
 from niels_gpt.storage.meta_json import file_records, parse_object, path_inside, read_regular
@@ -145,7 +145,7 @@ class Build:
     def check_not_forked(self) -> None:
         """Raise RuntimeError in a forked child: it shares this build's open files and must not write to them."""
         if os.getpid() != self._process:
-            raise RuntimeError(
+            raise ForkedBuild(
                 f"{self.folder}: this process was forked from the one that builds (pid {self._process}). "
                 "Let a forked child end by os._exit"
             )

@@ -21,6 +21,7 @@ from niels_gpt.builders.build import Build
 from niels_gpt.builders.resume import check_ended, compare_consumed
 from niels_gpt.builders.source import Batch, Chunk, Encoder, ItemKind
 from niels_gpt.encoding import TextError
+from niels_gpt.storage.errors import WorkerDied
 from niels_gpt.tokenizers.engine import EngineDifference
 
 logger = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ def _encode_elsewhere(encoder: bytes, texts: list[bytes | str], first: int) -> A
         try:
             pickle.loads(pickle.dumps(error))
         except Exception:  # an error that cannot be pickled would kill the worker
-            raise RuntimeError(f"{type(error).__name__}: {error}") from None
+            raise WorkerDied(f"{type(error).__name__}: {error}") from None
         raise
 
 
@@ -203,7 +204,7 @@ class InOrder(Generic[T, R]):
                 with self._naming(batch):
                     result = before.result() if done else self._submit(batch).result()
             except BrokenExecutor as second:
-                raise RuntimeError(
+                raise WorkerDied(
                     f"a worker died twice on {batch} ({str(second) or type(second).__name__}). Look for a text there "
                     "that takes more memory than there is, or encode in this process: no executor"
                 ) from error

@@ -23,7 +23,7 @@ from niels_gpt.builders.meta_keys import OF_ANOTHER_VERSION, Source, is_of_this_
 from niels_gpt.builders.source import Chunk, Encoder, ItemKind
 from niels_gpt.encoding import DIGEST_BYTES
 from niels_gpt.storage import fileio
-from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.errors import CacheError, SourceError
 from niels_gpt.storage.fileio import canonical_json
 from niels_gpt.storage.versions import JOURNAL_SUFFIX, discard, resumable
 
@@ -34,10 +34,8 @@ _LOG_SECONDS = 10.0  # between two log lines about documents that are read again
 _CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM}
 
 
-class NoTextError(ValueError):
+class NoTextError(SourceError, code="E303"):
     """A source has ended, and nothing of it can be in a cache."""
-
-    code = "E303"
 
 
 @contextmanager

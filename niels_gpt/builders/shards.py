@@ -27,8 +27,7 @@ from niels_gpt.documents import DocumentBatch, Partition
 from niels_gpt.encoding import DIGEST_BYTES, EncodedTexts, TextEncoder
 from niels_gpt.progress import Progress
 from niels_gpt.storage import fileio
-from niels_gpt.storage.codes import coded
-from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.errors import CacheError, SourceError
 from niels_gpt.storage.fileio import id_lines
 from niels_gpt.tokenizers.protocol import Ids
 
@@ -79,7 +78,7 @@ def with_ids(
         _check_split(number, split)
         name = str(number) if not rest or rest[0] is None else rest[0]
         if not isinstance(name, str):
-            raise coded("E304", ValueError(f"document {number}: its id is a {type(name).__name__}, expected a str"))
+            raise SourceError(f"document {number}: its id is a {type(name).__name__}, expected a str", code="E304")
         yield split, text, name
         number += 1
 
@@ -93,7 +92,7 @@ def _check_batch(number: int, batch: DocumentBatch) -> None:
     """Raise ValueError for what a batch of a caller's may not hold. number: of its first document."""
 
     def refuse(at: int, found: str) -> NoReturn:
-        raise coded("E304", ValueError(f"document {number + at}: {found}"))
+        raise SourceError(f"document {number + at}: {found}", code="E304")
 
     for at, (text, name) in enumerate(zip(batch.texts, batch.ids, strict=True)):
         if not isinstance(name, str):

@@ -14,7 +14,7 @@ from typing import Any
 from niels_gpt.cache.formats import SHARD_GLOB, SPLITS, check_format, has_no_text_bytes, token_dtype_of
 from niels_gpt.cache.loss_bits import check_loss_keys
 from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES
-from niels_gpt.storage.errors import REBUILD, CacheError
+from niels_gpt.storage.errors import REBUILD, CacheError, CacheNotFound
 from niels_gpt.storage.fileio import META_NAME, canonical_json, sha256_file, write_bytes
 from niels_gpt.storage.locks import VersionHold, hold_version
 from niels_gpt.storage.meta_json import (
@@ -86,7 +86,7 @@ def read_meta(path: str) -> dict[str, Any]:
         raw = read_regular(path)
     except FileNotFoundError:
         said = f"{path}: no such file. A cache is complete when it has one. {build_again(path)}"
-        raise FileNotFoundError(said) from None
+        raise CacheNotFound(said) from None
     try:
         meta = parse_object(raw)
     except ValueError as error:
@@ -129,7 +129,7 @@ def existing_cache(folder: Path, named: str | os.PathLike[str]) -> Path:
     named: the path as the caller passed it, for the message.
     """
     if not folder.is_dir():
-        raise FileNotFoundError(f"{os.fspath(named)}: no such folder. {build_again(named)}")
+        raise CacheNotFound(f"{os.fspath(named)}: no such folder. {build_again(named)}")
     return folder
 
 
@@ -388,7 +388,7 @@ def _open_tokenizer(folder: Path, sha256: str | None, _file: tuple[int, ...]) ->
     beside = tokenizer_above(folder)
     if beside is None:
         remedy = "Decode `ids` with the tokenizer that they are of"
-        raise FileNotFoundError(
+        raise CacheNotFound(
             f"{version_name(folder)}: ids have no text here: there is no tokenizer/ beside this cache. {remedy}"
         )
     try:

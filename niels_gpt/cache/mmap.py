@@ -16,7 +16,7 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from niels_gpt.cache.formats import NARROW, OFFSET_DTYPE, Ids
-from niels_gpt.storage.errors import REBUILD, CacheError
+from niels_gpt.storage.errors import REBUILD, CacheError, CacheNotFound
 from niels_gpt.storage.fileio import PathLike
 from niels_gpt.storage.filemaps import (
     HAS_FILE_MAPS,
@@ -407,7 +407,7 @@ def _opened(path: PathLike, what: str) -> int:
     try:
         return open_regular(path)
     except FileNotFoundError:
-        raise FileNotFoundError(f"{os.fspath(path)}: no such {what}. {_removed(path) or build_again(path)}") from None
+        raise CacheNotFound(f"{os.fspath(path)}: no such {what}. {_removed(path) or build_again(path)}") from None
 
 
 def public_file(path: Path) -> Path:

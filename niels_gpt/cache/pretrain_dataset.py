@@ -34,7 +34,7 @@ from niels_gpt.display.decoded import Decoded, DecodedItems
 from niels_gpt.display.numbers import number_of
 from niels_gpt.display.tables import html_table
 from niels_gpt.storage.codes import CodedWarning
-from niels_gpt.storage.errors import REBUILD, CacheError
+from niels_gpt.storage.errors import REBUILD, CacheError, OutOfRange
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import checked_int, path_inside, printable, resolved
 from niels_gpt.storage.remedies import build_again
@@ -122,7 +122,7 @@ class PretrainSplit:
         if len(outside):
             shard, start = int(shards[outside[0]]), int(starts[outside[0]])
             path, length = self.files.paths[shard], int(self.lengths[shard])
-            raise IndexError(f"{path}: no window of {width} tokens at token {start}: it has {length}")
+            raise OutOfRange(f"{path}: no window of {width} tokens at token {start}: it has {length}")
         return gathered(self.files, self.vocab_size, shards, starts + self.files.first_tokens[shards], width)
 
     @property
@@ -158,7 +158,7 @@ class PretrainSplit:
         wrong = np.flatnonzero((begins < 0) | (begins >= ends) | (ends > stops[-1]))
         if len(wrong):
             begin, end = int(begins[wrong[0]]), int(ends[wrong[0]])
-            raise IndexError(f"{self.folder}: no tokens {begin} to {end - 1}: it has {stops[-1]}")
+            raise OutOfRange(f"{self.folder}: no tokens {begin} to {end - 1}: it has {stops[-1]}")
         if out is None or at is None:
             until = np.cumsum(ends - begins)
             out, at = np.empty(until[-1] if len(until) else 0, dtype=self.files.dtype), until - (ends - begins)

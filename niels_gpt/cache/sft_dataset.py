@@ -22,6 +22,7 @@ from niels_gpt.cache.sft_counts import SFTCounts, count_rows, warn_of_counts
 from niels_gpt.cache.sft_split import SFTSplit, files_of
 from niels_gpt.display.decoded import Decoded, DecodedItems
 from niels_gpt.display.tables import html_table
+from niels_gpt.storage.errors import OutOfRange
 from niels_gpt.storage.meta_json import checked_int, printable
 from niels_gpt.storage.versions import public_path, version_name
 
@@ -173,7 +174,7 @@ class SFTExampleDataset(DecodedItems):
         Raises: IndexError; CacheError, naming file and place, for an id outside the vocabulary.
         """
         if not 0 <= row < len(self):
-            raise IndexError(f"example {row}: there are {len(self)}")
+            raise OutOfRange(f"example {row}: there are {len(self)}")
         return self._split.read(*self._split.bounds(np.array([row])))
 
     def get_batch(

@@ -28,7 +28,7 @@ from niels_gpt.chat.protocol import (
     RefusedChat,
 )
 from niels_gpt.chat.template_process import Chat, Messages
-from niels_gpt.storage.codes import coded
+from niels_gpt.storage.errors import InputError, SourceError
 
 ROWS = "rows"
 EMPTY, NO_SUPERVISED = "empty", "no_supervised"
@@ -81,7 +81,7 @@ def chat_rows(
     Raises: ValueError if no row is left, for an id outside the vocabulary, and as tokenizer.encode_chats.
     """
     if on_special not in ("drop", "raise"):
-        raise ValueError(f"on_special={on_special!r}: expected 'drop' or 'raise'")
+        raise InputError(f"on_special={on_special!r}: expected 'drop' or 'raise'")
     builder = _RowBuilder(counters, seq_length, tokenizer.vocab_size if vocab_size is None else vocab_size, "chat")
     tokenizer.encode_chats([])  # fail early if the template cannot be used
     stream = iter(chats)
@@ -90,8 +90,8 @@ def chat_rows(
         for chat, encoded in zip(kept, tokenizer.encode_chats(kept), strict=True):
             if isinstance(encoded, RefusedChat):
                 if encoded.reason == SPECIAL_TEXT and on_special == "raise":
-                    raise coded(
-                        "E305", ValueError(f"{encoded.found}. Remove it from the source, or have such chats dropped")
+                    raise SourceError(
+                        f"{encoded.found}. Remove it from the source, or have such chats dropped", code="E305"
                     )
                 builder.drop(encoded.reason, encoded.found)
                 continue
@@ -117,10 +117,10 @@ def given_rows(
     for name, fields in rows:
         ids, mask = (_array(name, fields, field) for field in GIVEN_FIELDS)
         if len(ids) != len(mask):
-            raise ValueError(f"row {name!r}: loss_mask has {len(mask)} values, expected {len(ids)} as input_ids has")
+            raise InputError(f"row {name!r}: loss_mask has {len(mask)} values, expected {len(ids)} as input_ids has")
         if ((mask != 0) & (mask != 1)).any():
             wrong = int(np.argmax((mask != 0) & (mask != 1)))
-            raise ValueError(f"row {name!r}: loss_mask is {mask[wrong]} at token {wrong}, expected 0 or 1")
+            raise InputError(f"row {name!r}: loss_mask is {mask[wrong]} at token {wrong}, expected 0 or 1")
         row = builder.row(name, ids, mask.astype(np.uint8))
         if row is not None:
             yield row
@@ -130,7 +130,7 @@ def given_rows(
 def _array(name: str, fields: Mapping[str, Any], field: str) -> NDArray[Any]:
     value = fields.get(field)
     if value is None:
-        raise ValueError(f"row {name!r}: has no {field}, expected a list of integers")
+        raise InputError(f"row {name!r}: has no {field}, expected a list of integers")
     try:
         array = np.asarray(value)
     except ValueError:  # a list of lists of different lengths
@@ -139,7 +139,7 @@ def _array(name: str, fields: Mapping[str, Any], field: str) -> NDArray[Any]:
         return array.astype(np.int64)
     kinds, expected = ("iu", "integers") if field == "input_ids" else ("iub", "0 and 1")
     if array.ndim != 1 or array.dtype.kind not in kinds:
-        raise ValueError(f"row {name!r}: {field} is {_printable(repr(value)[:60])}, expected a list of {expected}")
+        raise InputError(f"row {name!r}: {field} is {_printable(repr(value)[:60])}, expected a list of {expected}")
     return array
 
 
@@ -148,7 +148,7 @@ class _RowBuilder:
 
     def __init__(self, counters: Counter[str], seq_length: int, vocab_size: int, kind: str) -> None:
         if seq_length < 2:
-            raise ValueError(f"seq_length={seq_length}: expected at least 2 tokens, one to see and one to predict")
+            raise InputError(f"seq_length={seq_length}: expected at least 2 tokens, one to see and one to predict")
         self._counters, self._seq_length, self._vocab_size, self._kind = counters, seq_length, vocab_size, kind
         self._dropped: Counter[str] = Counter()
         self._kept = 0
@@ -174,7 +174,7 @@ class _RowBuilder:
         """
         wrong = np.flatnonzero((ids < 0) | (ids >= self._vocab_size))
         if len(wrong):
-            raise ValueError(
+            raise InputError(
                 f"{self._kind} {name!r}: token {wrong[0]} of input_ids has id {ids[wrong[0]]}, expected 0 <= id < "
                 f"{self._vocab_size}, the target's vocabulary. Use the target's own tokenizer"
             )
@@ -196,12 +196,9 @@ class _RowBuilder:
         reasons = ", ".join(f"{number} {reason}" for reason, number in sorted(self._dropped.items()))
         why = f"all {self._dropped.total()} were dropped: {reasons}" if reasons else "none was read"
         first = f". The first: {self._first_problem}" if self._first_problem else ""
-        raise coded(
-            "E709",
-            ValueError(
-                f"not one {self._kind} is left for the target; {why}{first}. Expected at least one with a token of an "
-                f"assistant's reply among its first {self._seq_length}"
-            ),
+        raise InputError(
+            f"not one {self._kind} is left for the target; {why}{first}. Expected at least one with a token of an "
+            f"assistant's reply among its first {self._seq_length}"
         )
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from niels_gpt.chat import template_worker
+from niels_gpt.storage.errors import TemplateError, WorkerDied
 
 Messages = Sequence[Mapping[str, Any]]
 """Of a chat. Each has `role`, and most have `content`; the values are those of JSON."""
@@ -47,10 +48,8 @@ class Chat(NamedTuple):
     """The functions that the assistant may call, as JSON schemas; None: not stated."""
 
 
-class TemplateLimitError(ValueError):
+class TemplateLimitError(TemplateError):
     """A template used more time or memory than it may. The message continues the template's name."""
-
-    code = "E407"
 
 
 class TemplateProcess:
@@ -133,9 +132,7 @@ class TemplateProcess:
         except (EOFError, OSError, TimeoutError) as error:
             self.stop()
             started = " ".join(command)
-            raise RuntimeError(
-                f"the process that renders chat templates did not start ({error!r}): {started}"
-            ) from error
+            raise WorkerDied(f"the process that renders chat templates did not start ({error!r}): {started}") from error
 
     @staticmethod
     def _exchange(process: subprocess.Popen[bytes], request: Any, seconds: float) -> Any:

@@ -29,6 +29,7 @@ from niels_gpt.chat.template_process import PROCESS, Chat, Job, TemplateLimitErr
 from niels_gpt.chat.templates import MAX_TEMPLATE, REMEDY, ChatTemplate, Rendered
 from niels_gpt.chat.turns import check_loss_on, lost
 from niels_gpt.chat.values import UNUSABLE_VALUE, UnusableValueError, texts_of, usable
+from niels_gpt.storage.errors import TemplateError
 
 _BRACKETS = "<>|[]/_ "
 _USUAL_ROLES = frozenset(
@@ -137,7 +138,7 @@ class TemplateTokenizer(ChatTokenizer):
         try:
             outcomes = PROCESS.render(str(self._template.text), self._template.variables, chats, jobs) if jobs else []
         except TemplateLimitError as error:
-            raise ValueError(f"{self.name}: its chat template {error}. {REMEDY}") from None
+            raise TemplateError(f"{self.name}: its chat template {error}. {REMEDY}") from None
         results: list[str | RefusedChat] = []
         for chat, (kind, text) in zip(chats, outcomes, strict=True):
             subject = f"chat {chat.name!r}"
@@ -171,7 +172,7 @@ class TemplateTokenizer(ChatTokenizer):
                 found = f"a message or tool of chat {chat.name!r} holds the special token {literal.group()}"
                 return RefusedChat(SPECIAL_TEXT, found)
         if plain.tools is not None and self._has_tool_template:
-            raise ValueError(
+            raise TemplateError(
                 f"{self.name}: its tokenizer has another chat template for chats with tools, and chat {chat.name!r} "
                 "has tools. Name a file with the one to use for all chats: --chat-template FILE"
             )
@@ -200,7 +201,7 @@ class TemplateTokenizer(ChatTokenizer):
         for edge, (alone, _) in zip(edges, self._backend.encoded([text[:edge] for edge in edges]), strict=True):
             at = first_difference(ids, offsets, text, edge, alone)
             if at is not None:
-                raise ValueError(
+                raise TemplateError(
                     f"{self.name}: its tokenizer gives the beginning of a chat other tokens than the chat. Chat "
                     f"{name!r}, token {at}: {self.decode(alone[at : at + _DECODED])!r} in its first {edge} characters "
                     f"alone, and {self.decode(ids[at : at + _DECODED])!r} in all of it. {REMEDY}"

@@ -59,6 +59,7 @@ from niels_gpt.chat.turns import (
     words_of,
 )
 from niels_gpt.chat.values import texts_of
+from niels_gpt.storage.errors import TemplateError
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +131,7 @@ class ChatTemplate:
         """Raises: ValueError for a template that is too long."""
         if self.text is not None and len(self.text) > MAX_TEMPLATE:
             long = f"has {len(self.text):,} characters, expected {MAX_TEMPLATE:,} at most"
-            raise ValueError(f"{self.name}: its chat template {long}. {REMEDY}")
+            raise TemplateError(f"{self.name}: its chat template {long}. {REMEDY}")
 
     @property
     def sha256(self) -> str | None:
@@ -152,7 +153,7 @@ class ChatTemplate:
         for the probe chat may be for the chats to come, such as chats of one turn: that is logged as a warning.
         """
         if self.text is None:
-            raise ValueError(f"{self.name}: its tokenizer has no chat template. {REMEDY}")
+            raise TemplateError(f"{self.name}: its tokenizer has no chat template. {REMEDY}")
         _ = self._checked
 
     @cached_property
@@ -160,7 +161,7 @@ class ChatTemplate:
         import jinja2
 
         if asks_for_date(str(self.text)):
-            raise ValueError(
+            raise TemplateError(
                 f"{self.name}: its chat template asks for the date ({DATE}), so the same chats would give other ids "
                 "tomorrow. Name a file with the template and a date written out in it: --chat-template FILE"
             )
@@ -177,7 +178,7 @@ class ChatTemplate:
             except jinja2.TemplateError as error:
                 raised.append(f"for {probe}: {error}")
             except _RefusedError as error:
-                raise ValueError(
+                raise TemplateError(
                     f"{self.name}: its chat template cannot be used. In {probe} {error}. {REMEDY}"
                 ) from None
         if len(raised) == len(_PROBES):  # a template may refuse system messages; one that refuses both is unknown
@@ -196,7 +197,7 @@ class ChatTemplate:
         word = _WORDS["assistant"]
         last, inner = (self._text(chat, end).rpartition(word) for end in (number - 2, number - 1))
         if last[1] and not inner[2].startswith(last[2]):
-            raise ValueError(
+            raise TemplateError(
                 f"{self.name}: its chat template writes {last[2][:80]!r} after a reply that ends a chat, and "
                 f"{inner[2][:80]!r} where a user's message follows, so the end of a reply is not known. {REMEDY}"
             )
@@ -204,7 +205,7 @@ class ChatTemplate:
 
     def _check_spans(self, probe: str, found: Rendered) -> None:
         if not any(start < end for start, end in found.spans):
-            raise ValueError(
+            raise TemplateError(
                 f"{self.name}: its chat template marks not one of the {len(found.text)} characters of {probe}. {REMEDY}"
             )
 
@@ -287,7 +288,7 @@ class ChatTemplate:
         if kind == "text":
             return text
         if kind == "syntax":
-            raise ValueError(f"{self.name}: its chat template is no jinja, {text}")
+            raise TemplateError(f"{self.name}: its chat template is no jinja, {text}")
         if kind == "long":
             raise _RefusedError(TOO_LARGE, f"the template makes {text} characters of it")
         raise jinja2.TemplateRuntimeError(text)
@@ -296,7 +297,7 @@ class ChatTemplate:
         try:
             return PROCESS.render(template, self.variables, chats, jobs)
         except TemplateLimitError as error:
-            raise ValueError(f"{self.name}: its chat template {error}. {REMEDY}") from None
+            raise TemplateError(f"{self.name}: its chat template {error}. {REMEDY}") from None
 
     # --- with marks ---
 
@@ -316,7 +317,7 @@ class ChatTemplate:
             raise _RefusedError(UNKNOWN_TURNS, "it has every private character")
         found = self._with_marks(chat, marks, self._known.get((False, len(chat.messages), None)))
         if found is None or found[0] != whole:
-            raise ValueError(
+            raise TemplateError(
                 f"{self.name}: its chat template works on text that holds its own marks (by a filter, or a mark within "
                 f"another one), so the assistant's tokens are not known. In {subject} the text with marks, "
                 f"without the marks, is not the plain text. Put {{% generation %}} only around text that is written "
@@ -403,7 +404,7 @@ class ChatTemplate:
         if has_calls and self._has_no_header(chat, number, before):
             return True
         if words or has_calls:
-            raise ValueError(
+            raise TemplateError(
                 f"{self.name}: its chat template does not tell where a reply begins. In {subject} a generation prompt "
                 f"adds nothing to the messages before it, and the reply after them is {reply[:40]!r}, which does not "
                 f"begin with its text. {REMEDY}"

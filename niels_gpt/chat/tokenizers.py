@@ -23,7 +23,7 @@ from niels_gpt.encoding import TextEncoder
 from niels_gpt.hub.models import hub_tokenizer, is_local, refuse_large
 from niels_gpt.hub.retries import is_network
 from niels_gpt.special_tokens import SPECIAL_TOKENS
-from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.errors import CacheError, NotFound, TokenizerError
 from niels_gpt.storage.meta_json import parse_object
 from niels_gpt.tokenizer import MODEL_NAME, SentencePieceTokenizer, load_tokenizer
 from niels_gpt.tokenizers.files import CONFIG_NAME, TEMPLATE_NAME, TOKENIZER_JSON, tokenizer_files
@@ -59,7 +59,7 @@ def open_tokenizer(
     folder = os.path.expanduser(name)
     if os.path.isfile(os.path.join(folder, MODEL_NAME)):
         if chat_template is not None:
-            raise ValueError(f"{name}: has the project's own tokenizer and chat format; leave --chat-template out")
+            raise TokenizerError(f"{name}: has the project's own tokenizer and chat format; leave --chat-template out")
         return ProjectTokenizer(
             SentencePieceTokenizer(os.path.join(folder, MODEL_NAME), follow_links=False), name, loss_on
         )
@@ -77,7 +77,7 @@ def open_tokenizer(
     commit, is_cached = (None, True) if local else hub_tokenizer(name, revision)
     try:
         if local and not os.path.isdir(folder):
-            raise FileNotFoundError("there is no such folder")
+            raise NotFound("there is no such folder", code="E408")
         if local:
             refuse_large(Path(folder))
         tokenizer = AutoTokenizer.from_pretrained(
@@ -91,7 +91,7 @@ def open_tokenizer(
             raise ConnectionError(
                 f"{name}: the hub did not give its tokenizer ({first}). Run it again later"
             ) from error
-        raise ValueError(
+        raise TokenizerError(
             f"{name}: no tokenizer can be opened there ({first}). Expected a folder with tokenizer.json or "
             f"{MODEL_NAME}, or the id of a model on the hub"
         ) from error
@@ -134,7 +134,7 @@ class ProjectTokenizer(ChatTokenizer):
     def __init__(self, tokenizer: FullTokenizer, name: str, loss_on: str = "assistant") -> None:
         """Raises: ValueError for another `loss_on` than "assistant": in this format every reply carries loss."""
         if loss_on != "assistant":
-            raise ValueError(f"{name}: loss_on={loss_on!r}: expected 'assistant' for the project's own chat format")
+            raise TokenizerError(f"{name}: loss_on={loss_on!r}: expected 'assistant' for the project's own chat format")
         self.name, self.sha256, self.vocab_size = name, tokenizer.sha256, tokenizer.vocab_size
         self._tokenizer, self._encoder = tokenizer, TextEncoder(tokenizer)
         self._special = tokenizer.special_token_ids()
@@ -176,7 +176,7 @@ class ProjectTokenizer(ChatTokenizer):
 
     def _role_id(self, chat: str, role: str) -> int:
         if role not in ROLE_TO_NAME:
-            raise ValueError(f"chat {chat!r}: role {role!r}, expected one of {', '.join(ROLE_TO_NAME)}")
+            raise TokenizerError(f"chat {chat!r}: role {role!r}, expected one of {', '.join(ROLE_TO_NAME)}")
         return self._special[ROLE_TO_NAME[role]]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -190,7 +190,7 @@ class ProjectTokenizer(ChatTokenizer):
 def _text_of(chat: Chat, message: Mapping[str, Any]) -> str:
     content = message.get("content")
     if not isinstance(content, str) or calls_tools(message) or chat.tools:
-        raise ValueError(
+        raise TokenizerError(
             f"chat {chat.name!r}: found tools, a call of one, or a content that is no text; the project's own chat "
             "format has none of these"
         )

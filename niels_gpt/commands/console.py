@@ -25,7 +25,7 @@ from niels_gpt.display import bar
 from niels_gpt.interrupts import interruptible, say_interrupted
 from niels_gpt.progress import Progress
 from niels_gpt.settings import UsageError
-from niels_gpt.storage.codes import CodedWarning, code_of, coded
+from niels_gpt.storage.codes import CodedWarning, code_of
 from niels_gpt.storage.meta_json import printable
 
 ERRORS = (ValueError, OSError, ImportError)
@@ -218,7 +218,7 @@ def run(
     except click.UsageError as error:
         if "--json" in words:
             print(_error_as_json("E101", error.format_message()))
-        print_error(coded("E101", ValueError(error.format_message())))
+        print_error(UsageError(error.format_message()))
         if error.ctx is not None:
             print(f"{error.ctx.get_usage().strip()}\nhelp: {error.ctx.command_path} --help", file=sys.stderr)
         code = ExitCode.USAGE

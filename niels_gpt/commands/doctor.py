@@ -21,7 +21,7 @@ from niels_gpt.commands.console import ExitCode, Result, command, say
 from niels_gpt.display.numbers import number_of, size_text
 from niels_gpt.display.tables import table
 from niels_gpt.settings import Settings
-from niels_gpt.storage.codes import CODES, explained
+from niels_gpt.storage.codes import codes, explained
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.locks import lock_kind
 from niels_gpt.storage.locks.mounts import mount_of
@@ -244,7 +244,7 @@ def _of_versions(folder: Path, cache: Path) -> Iterator[Care]:
 
 
 def _codes(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[click.shell_completion.CompletionItem]:
-    found = [row for row in CODES.values() if row.code.startswith(incomplete.upper())]
+    found = [row for row in codes().values() if row.code.startswith(incomplete.upper())]
     return [click.shell_completion.CompletionItem(row.code, help=row.name) for row in found]
 
 
@@ -254,4 +254,4 @@ def explain(code: str) -> Result:
     """Print what a code means and what to do."""
     text = explained(code)
     say(text)
-    return Result(asdict(CODES[code.upper()]))
+    return Result(asdict(codes()[code.upper()]))

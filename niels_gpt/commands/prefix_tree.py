@@ -20,7 +20,7 @@ from niels_gpt.commands.console import Command, ExitCode, Group, Result, command
 from niels_gpt.display.numbers import many
 from niels_gpt.display.tables import folded, table
 from niels_gpt.prefix_tree.savings import ATTENTIONS, MODEL_7B, ROWS
-from niels_gpt.storage.codes import coded
+from niels_gpt.storage.errors import TreeError
 
 if TYPE_CHECKING:
     from niels_gpt.prefix_tree.forest import ModelShape
@@ -144,7 +144,7 @@ def show(rollouts: str, group_key: str | None, rows: int, line: int, tokenizer: 
     folded = next(forests(lines, rows=rows), None)
     if folded is None or folded.lines[0].line != line:
         text = f"{rollouts}: has no rollouts on line {line}. Expected a line that has some, from 1"
-        raise coded("E804", ValueError(text))
+        raise TreeError(text, code="E804")
     largest = int(folded.forest.input_ids.max())
     text_of = _ids_text if tokenizer is None else _decoder(tokenizer, largest)
     stats = folded.forest.stats()

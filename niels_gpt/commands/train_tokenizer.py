@@ -22,7 +22,7 @@ from niels_gpt.data.files.walk import in_order
 from niels_gpt.data.local import expand
 from niels_gpt.interrupts import ended_at_once
 from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
-from niels_gpt.storage.codes import coded
+from niels_gpt.storage.errors import SourceError, SourceNotFound
 from niels_gpt.tokenizer import TokenizerPaths
 from niels_gpt.tokenizer_training import (
     MODEL_TYPES,
@@ -120,7 +120,7 @@ def input_files(patterns: Sequence[str]) -> tuple[list[Path], Path]:
     for pattern in patterns:
         files = expand(pattern)
         if not files:
-            raise FileNotFoundError(f"no file matches --input-glob {pattern!r}. Check the pattern, and quote it")
+            raise SourceNotFound(f"no file matches --input-glob {pattern!r}. Check the pattern, and quote it")
         found += files
     return in_order(found)
 
@@ -134,12 +134,10 @@ def _texts(files: Sequence[Path], field: str) -> Iterator[str]:
         for number, row in enumerate(iter_rows([path], counters=counters, max_document_bytes=_NO_LIMIT), 1):
             text = row.get(field)
             if not isinstance(text, str):
-                raise coded(
-                    "E304",
-                    ValueError(
-                        f"{path}, row {number}: expected text in the field {field!r}, found {type(text).__name__}; "
-                        f"its fields are {', '.join(sorted(row))}. Name the right one with --text-field"
-                    ),
+                raise SourceError(
+                    f"{path}, row {number}: expected text in the field {field!r}, found {type(text).__name__}; "
+                    f"its fields are {', '.join(sorted(row))}. Name the right one with --text-field",
+                    code="E304",
                 )
             yield text
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from niels_gpt.data.types import ChatSample, PretrainSample, RawChat, SequenceGroup
-from niels_gpt.storage.codes import coded
+from niels_gpt.storage.errors import SourceError, SourceNotFound
 
 logger = logging.getLogger(__name__)
 
@@ -77,11 +77,11 @@ def read_exclusion(path: str | os.PathLike[str]) -> Exclusion:
         state = file.stat()
         return _read(file.absolute(), state.st_mtime_ns, state.st_size)
     except (FileNotFoundError, IsADirectoryError):
-        raise FileNotFoundError(
+        raise SourceNotFound(
             f"{os.fspath(path)}: no such file, expected ids or sha256 of texts, one a line, that --exclude leaves out"
         ) from None
     except UnicodeDecodeError as error:
-        raise ValueError(
+        raise SourceError(
             f"{os.fspath(path)}: not a utf-8 text file ({error}), expected ids or sha256, one a line"
         ) from None
 
@@ -92,7 +92,7 @@ def _read(path: Path, mtime_ns: int, size: int) -> Exclusion:
     lines = path.read_text(encoding="utf-8-sig").split("\n")
     entries = [line.strip() for line in lines if line.strip() and not re.match(r"\s*#(\s|$)", line)]
     if not entries:
-        raise coded("E303", ValueError(f"{path}: no entry in it, expected ids or sha256 of texts, one a line"))
+        raise SourceError(f"{path}: no entry in it, expected ids or sha256 of texts, one a line", code="E303")
     return Exclusion(frozenset(found[1].lower() if (found := _DIGEST.fullmatch(entry)) else entry for entry in entries))
 
 

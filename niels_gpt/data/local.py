@@ -37,7 +37,7 @@ from niels_gpt.data.files.walk import first_link, in_order, once_each, walk_fold
 from niels_gpt.data.types import ChatSample, PretrainSample, RawChat, SequenceGroup, TextBlock
 from niels_gpt.data.upstream_rows import TEXT_FIELDS
 from niels_gpt.documents import Partition
-from niels_gpt.storage.codes import coded
+from niels_gpt.storage.errors import SourceError, SourceNotFound
 
 logger = logging.getLogger(__name__)
 
@@ -209,7 +209,7 @@ def open_files(
         matches = _without_links(matches, root, suffixes, links)
     readable = once_each(path for path in matches if _has_suffix(path, suffixes) and os.path.isfile(path))
     if not readable:
-        raise FileNotFoundError(_nothing_found(pattern, literal, matches, suffixes, links))
+        raise SourceNotFound(_nothing_found(pattern, literal, matches, suffixes, links))
     files, root = in_order(readable.values(), root)
     other = {os.path.realpath(path): path for path in sorted(matches)}
     kinds = Counter(_kind_of(path) for real, path in other.items() if real not in readable)
@@ -411,7 +411,7 @@ class _Reader:
             reasons = ", ".join(f"{number} {reason}" for reason, number in sorted(self._dropped.items()))
             first = f"{self._first}. Expected {expected}" if self._first else self._problem
             rows = f"{self._dropped.total()} rows below {self._found.root} ({reasons})"
-            raise coded("E303", ValueError(f"{problem} in {rows}; the first: {first}"))
+            raise SourceError(f"{problem} in {rows}; the first: {first}", code="E303")
 
     def _drop_problem(self, reason: str, kind: str | None, problem: str, number: int = 1) -> None:
         self._problem = self._problem or problem

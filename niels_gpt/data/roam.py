@@ -16,6 +16,7 @@ from niels_gpt.data.files.walk import walk_files
 from niels_gpt.data.types import PretrainSample
 from niels_gpt.data.upstream_rows import UpstreamRows
 from niels_gpt.documents import Partition
+from niels_gpt.storage.errors import SourceNotFound
 
 SOURCE = "roam"
 FOLDER = "roam"
@@ -31,13 +32,13 @@ def roam_dir_of(
     root = mirrors.mirror_root(source_root)
     folder = Path(roam_dir).expanduser().absolute() if root is None else root / FOLDER
     if root is not None and folder.is_symlink() and not follow_links:
-        raise FileNotFoundError(
+        raise SourceNotFound(
             f"{folder} is a symbolic link, which is not followed: pass --follow-links if it may be, or put the notes "
             "there"
         )
     if not folder.is_dir():
         remedy = "pass --roam-dir FOLDER" if root is None else "put the notes there"
-        raise FileNotFoundError(
+        raise SourceNotFound(
             f"no notes: expected a folder of .md files at {folder}; {remedy}, or use --source-root sample"
         )
     return folder
@@ -53,7 +54,7 @@ def list_roam_paths(
     """
     folder = Path(dir).absolute()
     if not folder.is_dir():
-        raise FileNotFoundError(f"no folder of notes at {folder}; pass the folder that holds the .md files")
+        raise SourceNotFound(f"no folder of notes at {folder}; pass the folder that holds the .md files")
     return [str(path) for path in walk_files(folder, suffixes=(".md",), follow_links=follow_links, links=links)]
 
 

@@ -26,7 +26,7 @@ from niels_gpt.data.types import ChatSample, PretrainSample, RawChat, SequenceGr
 from niels_gpt.data.upstream_rows import UpstreamRows, documents_of_pieces
 from niels_gpt.documents import Partition
 from niels_gpt.settings import Settings
-from niels_gpt.storage.codes import coded
+from niels_gpt.storage.errors import SourceError, SourceNotFound
 
 _HUB = "https://huggingface.co/datasets/"
 _COMMON_SETTINGS = {
@@ -184,7 +184,7 @@ class SourceSpec:
 def credit_of(source: str, source_root: str | os.PathLike[str]) -> Credit:
     """Return the credit of a built-in source's text; the sample is MIT throughout, written for this project."""
     if source not in SOURCES:
-        raise coded("E103", ValueError(f"unknown source {source!r}; expected one of {', '.join(SOURCES)}"))
+        raise SourceError(f"unknown source {source!r}; expected one of {', '.join(SOURCES)}", code="E103")
     return Credit("MIT", "the niels_gpt project") if str(source_root) == "sample" else SOURCES[source].credit
 
 
@@ -242,7 +242,7 @@ def _roam_files(settings: Settings, root: Path | None) -> LocalFiles:
     folder = roam.roam_dir_of(settings.source_root, roam_dir=settings.roam_dir, follow_links=follow)
     files = tuple(Path(path) for path in roam.list_roam_paths(folder, follow_links=follow, links=links))
     if links and not files:
-        raise FileNotFoundError(
+        raise SourceNotFound(
             f"expected .md files in {folder}, found symbolic links only, such as {min(links)}, which are not "
             "followed: pass --follow-links if they may be"
         )

@@ -19,7 +19,7 @@ from niels_gpt.data.files.text import MAX_DOCUMENT_BYTES, MISSING_FIELD, TOO_LAR
 from niels_gpt.data.types import PretrainSample, TextBlock, source_id
 from niels_gpt.documents import Partition
 from niels_gpt.hub import datasets as hub
-from niels_gpt.storage.codes import coded
+from niels_gpt.storage.errors import SourceError
 
 T = TypeVar("T")
 Row = dict[str, Any]
@@ -202,9 +202,8 @@ class UpstreamRows:
         """
         if self._dropped and not kept and not self._resumed and self._partition is None:
             reasons = ", ".join(f"{reason} {number:,}" for reason, number in sorted(self._dropped.items()))
-            raise coded(
-                "E303",
-                ValueError(f"{self.source}: not one row can be used ({reasons}); the first: {self._first_problem}"),
+            raise SourceError(
+                f"{self.source}: not one row can be used ({reasons}); the first: {self._first_problem}", code="E303"
             )
 
     def _is_too_large(self, row: Row) -> bool:
@@ -293,9 +292,8 @@ def row_text(sample: Mapping[str, Any]) -> str:
         if isinstance(sample.get(key), str):
             return str(sample[key])
     fields = ", ".join(f"{key} ({type(value).__name__})" for key, value in sample.items()) or "no keys"
-    raise coded(
-        "E304",
-        ValueError(f"row without a text; expected a string under one of {', '.join(TEXT_FIELDS)}, found {fields}"),
+    raise SourceError(
+        f"row without a text; expected a string under one of {', '.join(TEXT_FIELDS)}, found {fields}", code="E304"
     )
 
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from niels_gpt.eagle3.targets.loading import TargetFacts, load_target, target_facts
 from niels_gpt.eagle3.targets.small import write_small_target
+from niels_gpt.storage.errors import TargetError, TargetRunError
 
 __all__ = [
     "Eagle3TargetBatch",
@@ -97,7 +98,7 @@ def default_eagle3_aux_layer_ids(num_layers: int) -> list[int]:
     """
     chosen = [1, num_layers // 2 - 1, num_layers - 4]
     if len(set(chosen)) != NUM_AUX_LAYERS or not all(0 <= layer < num_layers for layer in chosen):
-        raise ValueError(
+        raise TargetError(
             f"a target of num_hidden_layers={num_layers} is too shallow for the default aux layers, which would be "
             f"{chosen}: expected 7 layers or more. Pass aux_layer_ids: three different ids in 0..{num_layers - 1}"
         )
@@ -118,12 +119,12 @@ def checked_aux_layer_ids(
     if not chosen or (count is not None and len(chosen) != count):
         why = "as the draft's projection takes three hidden states" if count == NUM_AUX_LAYERS else "one or more"
         expected = "one or more" if count is None else f"exactly {count}, {why}"
-        raise ValueError(f"aux_layer_ids={chosen}: {len(chosen)} ids, expected {expected}")
+        raise TargetError(f"aux_layer_ids={chosen}: {len(chosen)} ids, expected {expected}")
     if len(set(chosen)) != len(chosen):
-        raise ValueError(f"aux_layer_ids={chosen}: expected {'three ' if count == 3 else ''}distinct ids")
+        raise TargetError(f"aux_layer_ids={chosen}: expected {'three ' if count == 3 else ''}distinct ids")
     for layer in chosen:
         if not 0 <= layer < num_layers:
-            raise ValueError(
+            raise TargetError(
                 f"aux_layer_ids={chosen}: layer {layer} is out of bounds for a model with {num_layers} layers, "
                 f"expected ids in 0..{num_layers - 1}; an id is a block counted from 0, not an index into hidden_states"
             )
@@ -144,12 +145,12 @@ def parse_aux_layers(text: str, num_layers: int) -> list[int]:
     if rule == "dflash" and number.isdecimal() and int(number):
         chosen = _dflash_layer_ids(num_layers, min(int(number), num_layers + 1))
         if int(number) != len({*chosen}) or not all(0 <= layer < num_layers for layer in chosen):
-            raise ValueError(f"{text}: a target of {num_layers} layers has no {number} different blocks by this rule")
+            raise TargetError(f"{text}: a target of {num_layers} layers has no {number} different blocks by this rule")
         return chosen
     try:
         chosen = [int(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"{text!r}: expected eagle3, dflash:N, or ids of blocks such as 1,15,28") from None
+        raise TargetError(f"{text!r}: expected eagle3, dflash:N, or ids of blocks such as 1,15,28") from None
     return checked_aux_layer_ids(chosen, num_layers, count=None)
 
 
@@ -189,14 +190,16 @@ def capture(
             handle.remove()
         if len(taken) != 1 or taken[0].shape[:2] != input_ids.shape:
             shapes = ", ".join(str(tuple(each.shape)) for each in taken) or "nothing"
-            raise RuntimeError(f"the model ran, and its lm_head took {shapes}: expected one hidden state for each slot")
+            raise TargetRunError(
+                f"the model ran, and its lm_head took {shapes}: expected one hidden state for each slot"
+            )
         return torch.stack([captured[layer] for layer in layers], dim=2), captured[len(blocks) - 1], taken[0]
 
 
 def _lm_head(model: nn.Module) -> nn.Module:
     found: nn.Module | None = model.get_output_embeddings()  # type: ignore[operator]
     if found is None:
-        raise ValueError(f"{type(model).__name__}: get_output_embeddings() gives no lm_head, expected a layer H -> V")
+        raise TargetError(f"{type(model).__name__}: get_output_embeddings() gives no lm_head, expected a layer H -> V")
     return found
 
 
@@ -225,7 +228,7 @@ def _run_hooked(
         for handle in handles:
             handle.remove()
     if len(captured) != len(layers):
-        raise RuntimeError(
+        raise TargetRunError(
             f"the model ran, but of the layers {sorted(layers)} only {sorted(captured)} did: expected {len(layers)} "
             "auxiliary layers. Pass aux_layer_ids of blocks that its forward calls"
         )
@@ -261,7 +264,7 @@ class HFEagle3TargetModel:
         """
         for name, mask in (("attention_mask", attention_mask), ("loss_mask", loss_mask)):
             if mask.shape != input_ids.shape or mask.dim() != 2:
-                raise ValueError(
+                raise TargetError(
                     f"{name} of shape {tuple(mask.shape)}, input_ids of shape {tuple(input_ids.shape)}: expected both "
                     "as [batch, sequence]"
                 )
@@ -303,7 +306,7 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
         if isinstance(blocks, nn.ModuleDict):
             return [blocks[str(index)] for index in range(len(blocks))]
         return list(blocks)
-    raise ValueError(
+    raise TargetError(
         f"{type(model).__name__}: unsupported model structure, its decoder blocks were not found. Expected one of "
         f"{', '.join(_BLOCKS)}, as in Llama, Qwen, Mistral or GPT-2"
     )
@@ -315,7 +318,7 @@ def _refuse_other_padding(attention_mask: Tensor) -> None:
     if bool(wrong.any()):
         row = int(wrong.nonzero()[0, 0])
         gap = int((mask[row, 1:] & ~mask[row, :-1]).nonzero()[0, 0])
-        raise ValueError(
+        raise TargetError(
             f"attention_mask, row {row}: slot {gap} is 0 and slot {gap + 1} is 1, which is left padding or a hole; "
             "expected ones and then zeros. Pad on the right"
         )

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from niels_gpt.eagle3.cache import read_manifest
 from niels_gpt.storage import fileio
-from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.errors import CacheError, NotFound, VocabularyError
 from niels_gpt.storage.meta_json import MAX_JSON_BYTES, parse_object, read_regular
 
 MAPPING_NAME = "draft_vocab.json"
@@ -48,7 +48,7 @@ def build_eagle3_token_mapping(
     for name, size in (("target_vocab_size", target_vocab_size), ("draft_vocab_size", draft_vocab_size)):
         none = size is None and name == "draft_vocab_size"
         if not none and (isinstance(size, bool) or not isinstance(size, int) or size <= 0):
-            raise ValueError(
+            raise VocabularyError(
                 f"{name}={size!r}: expected a positive integer{' or None' if name == 'draft_vocab_size' else ''}"
             )
     if draft_vocab_size is None or draft_vocab_size >= target_vocab_size:
@@ -70,7 +70,7 @@ def _counts(dataloader: Iterable[Mapping[str, Any]], target_vocab_size: int) -> 
     for number, batch in enumerate(dataloader):
         ids, mask = _tensor(batch["input_ids"]), _tensor(batch["loss_mask"])
         if ids.shape != mask.shape:
-            raise ValueError(
+            raise VocabularyError(
                 f"batch {number}: input_ids of shape {tuple(ids.shape)}, loss_mask of shape {tuple(mask.shape)}: "
                 "expected the same"
             )
@@ -106,7 +106,7 @@ def d2t_t2d(selected_token_ids: Tensor | Sequence[int], target_vocab_size: int) 
     try:
         ids = _checked_ids(torch.as_tensor(selected_token_ids), target_vocab_size)
     except ValueError as error:
-        raise ValueError(f"selected_token_ids: {error}") from error
+        raise VocabularyError(f"selected_token_ids: {error}") from error
     return ids - torch.arange(len(ids)), _mask(ids, target_vocab_size)
 
 
@@ -141,10 +141,10 @@ def load_token_mapping(
     ids, size = mapping.get("selected_token_ids"), mapping.get("target_vocab_size")
     try:
         if size != target_vocab_size:
-            raise ValueError(f"its target_vocab_size is {size!r}, expected {target_vocab_size} as the target has")
+            raise VocabularyError(f"its target_vocab_size is {size!r}, expected {target_vocab_size} as the target has")
         checked = _checked_ids(torch.as_tensor(ids), target_vocab_size)
         if draft_vocab_size is not None and len(checked) != min(draft_vocab_size, target_vocab_size):
-            raise ValueError(f"it has {len(checked)} ids, expected draft_vocab_size={draft_vocab_size}")
+            raise VocabularyError(f"it has {len(checked)} ids, expected draft_vocab_size={draft_vocab_size}")
     except (ValueError, TypeError, RuntimeError) as error:  # torch raises any of them for what is no tensor
         raise CacheError(
             where, f"no choice of draft tokens for this run: {error}", remedy="Name another one", code="E707"
@@ -159,7 +159,7 @@ def _read_file(where: str) -> dict[str, Any]:
         found, expected = f"not a regular file of at most {MAX_JSON_BYTES:,} bytes", f"{_EXPECTED} or a cache folder"
         raise CacheError(where, found, expected, f"Name another one, {_COUNT}", code="E707") from error
     except FileNotFoundError:
-        raise FileNotFoundError(f"{where}: no such file. Name {_EXPECTED} or a cache folder, {_COUNT}") from None
+        raise NotFound(f"{where}: no such file. Name {_EXPECTED} or a cache folder, {_COUNT}", code="E707") from None
     try:
         if content[:1] == b"{":
             return parse_object(content)
@@ -175,12 +175,12 @@ def _read_file(where: str) -> dict[str, Any]:
 def _checked_ids(ids: Tensor, target_vocab_size: int) -> Tensor:
     """Return ids as int64 on the CPU. Raises: ValueError unless they are one or more distinct ids of the target."""
     if ids.dim() != 1 or not len(ids) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise ValueError(f"ids of {ids.dtype} and shape {tuple(ids.shape)}, expected integers in one dimension")
+        raise VocabularyError(f"ids of {ids.dtype} and shape {tuple(ids.shape)}, expected integers in one dimension")
     checked = ids.detach().to("cpu", torch.int64)
     foreign = checked[(checked < 0) | (checked >= target_vocab_size)]
     if len(foreign):
-        raise ValueError(f"id {int(foreign[0])}, expected 0 <= id < target_vocab_size={target_vocab_size}")
+        raise VocabularyError(f"id {int(foreign[0])}, expected 0 <= id < target_vocab_size={target_vocab_size}")
     different = len(set(checked.tolist()))
     if different != len(checked):
-        raise ValueError(f"{len(checked)} ids, of which {different} are different: expected no repetition")
+        raise VocabularyError(f"{len(checked)} ids, of which {different} are different: expected no repetition")
     return checked

@@ -27,6 +27,7 @@ from niels_gpt.hub.retries import (
     recognized,
     remedy_of,
 )
+from niels_gpt.storage.errors import HubRefusal
 
 T = TypeVar("T")
 
@@ -150,7 +151,7 @@ class _OwnRows:
     def __init__(self, stream: Any, paths: Sequence[str], partition: Partition) -> None:
         """stream: of the whole split. paths: of its files. Raises: ValueError where it is not streamed by file."""
         if stream.num_shards != len(paths):
-            raise ValueError(f"streamed in {stream.num_shards} pieces, expected one for each of its {len(paths)} files")
+            raise HubRefusal(f"streamed in {stream.num_shards} pieces, expected one for each of its {len(paths)} files")
         self._stream, self._paths, self._partition = stream, paths, partition
         self._has_files = len(paths) >= partition.total
 
@@ -289,13 +290,13 @@ def _raise_with_remedy(what: str, dataset_id: str, error: Exception) -> None:
     if remedy := remedy_of(error, SITE + dataset_id, (DatasetNotFoundError,)):
         is_folder = remedy.startswith("check") and Path(dataset_id).is_dir()
         folder = f"; for the folder here write ./{dataset_id}" if is_folder else ""
-        raise ValueError(
+        raise HubRefusal(
             f"the Hugging Face hub does not have it, or you may not read it: {what} ({reason}); {remedy}{folder}"
         ) from error
     library = type(error).__module__ == "builtins" or type(error).__module__.startswith("datasets.")
     if isinstance(error, ValueError | FileNotFoundError) and library:
         # The library's message lists the configs or splits that exist.
-        raise ValueError(f"cannot read {what}: {reason}; use what {SITE}{dataset_id} has") from error
+        raise HubRefusal(f"cannot read {what}: {reason}; use what {SITE}{dataset_id} has") from error
 
 
 def _licence(card: dict[str, Any]) -> str | None:

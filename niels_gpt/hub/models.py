@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from niels_gpt.hub.retries import COMMIT_SHA, causes, is_network, reason_of, remedy_of
-from niels_gpt.storage.codes import coded
+from niels_gpt.storage.errors import HubError, HubRefusal, TokenizerError
 
 CONFIG = "config.json"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # in the order in which transformers looks for them
@@ -35,7 +35,7 @@ _MOST_BYTES = {
 _DOWNLOADS = 8  # downloads at once
 
 
-class OfflineError(ConnectionError):
+class OfflineError(HubError):
     """HF_HUB_OFFLINE is set, and the file was not downloaded before."""
 
 
@@ -53,9 +53,11 @@ def refuse_large(folder: Path) -> None:
         with suppress(FileNotFoundError, NotADirectoryError):
             about = os.stat(folder / name)
             if not stat.S_ISREG(about.st_mode):
-                raise ValueError(f"{folder / name}: not a regular file, expected one of a transformers model")
+                raise HubRefusal(
+                    f"{folder / name}: not a regular file, expected one of a transformers model", code="E603"
+                )
             if about.st_size > most:
-                raise ValueError(f"{folder / name}: {about.st_size:,} bytes, expected {most:,} at most")
+                raise HubRefusal(f"{folder / name}: {about.st_size:,} bytes, expected {most:,} at most", code="E603")
 
 
 def hub_file(name: str, filename: str, revision: str | None) -> Path | None:
@@ -77,9 +79,7 @@ def hub_file(name: str, filename: str, revision: str | None) -> Path | None:
     except errors.RemoteEntryNotFoundError:
         return None
     except errors.HFValidationError as error:
-        raise coded(
-            "E602", ValueError(f"{name}: no folder of that name, and no id that the hub could have ({error})")
-        ) from error
+        raise HubRefusal(f"{name}: no folder of that name, and no id that the hub could have ({error})") from error
     except Exception as error:
         chain = [one for one in causes(error) if not isinstance(one, errors.LocalEntryNotFoundError)]  # says nothing
         problem = f"{name}: no folder of that name, and the hub %s its {filename} ({reason_of([*chain, error][0])})"
@@ -90,7 +90,7 @@ def hub_file(name: str, filename: str, revision: str | None) -> Path | None:
             remedy = "Run it again later, name the folder of a model, or use downloaded files: HF_HUB_OFFLINE=1"
             raise ConnectionError(f"{problem % 'does not answer for'}. {remedy}") from error
         if refused := remedy_of(error, f"{constants.ENDPOINT}/{name}"):
-            raise coded("E602", ValueError(f"{problem % 'refuses'}; {refused}")) from error
+            raise HubRefusal(f"{problem % 'refuses'}; {refused}") from error
         raise
 
 
@@ -108,7 +108,7 @@ def hub_weights(name: str, commit: str) -> Path:
             if filename.endswith(_INDEX):
                 _fetch_all(name, commit, _shards_of(path, name))
             return path.parent
-    raise ValueError(f"{name}: commit {commit} has no weights, expected one of {', '.join(choices)}")
+    raise HubRefusal(f"{name}: commit {commit} has no weights, expected one of {', '.join(choices)}", code="E603")
 
 
 def hub_tokenizer(name: str, revision: str | None) -> tuple[str | None, bool]:
@@ -144,7 +144,9 @@ def hub_tokenizer_file(name: str, revision: str | None, *, one_of: Sequence[str]
     found = next((path for filename in one_of if (path := _optional(name, filename, revision)) is not None), None)
     if found is None:
         hub_file(name, one_of[0], revision)  # raises OfflineError if the hub may not be asked
-        raise coded("E403", ValueError(f"{name}: the hub has no tokenizer there, expected one of {', '.join(one_of)}"))
+        raise TokenizerError(
+            f"{name}: the hub has no tokenizer there, expected one of {', '.join(one_of)}", code="E403"
+        )
     if found.name == one_of[0]:
         for filename in beside:
             hub_file(name, filename, found.parent.name)
@@ -163,10 +165,10 @@ def _shards_of(index: Path, name: str) -> list[str]:
     try:
         names = set(json.loads(index.read_bytes())["weight_map"].values())
         if not names or not all(isinstance(one, str) for one in names):
-            raise ValueError("its weight_map does not name files")
+            raise HubRefusal("its weight_map does not name files", code="E603")
         return sorted(names)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"{name}: {index} is no index of weights ({reason_of(error)})") from error
+        raise HubRefusal(f"{name}: {index} is no index of weights ({reason_of(error)})", code="E603") from error
 
 
 def _fetch_all(name: str, commit: str, filenames: Sequence[str]) -> None:
@@ -174,4 +176,4 @@ def _fetch_all(name: str, commit: str, filenames: Sequence[str]) -> None:
         paths = list(pool.map(partial(hub_file, name, revision=commit), filenames))
     missing = [filename for filename, path in zip(filenames, paths, strict=True) if path is None]
     if missing:
-        raise ValueError(f"{name}: commit {commit} has no {missing[0]}, which its index of weights names")
+        raise HubRefusal(f"{name}: commit {commit} has no {missing[0]}, which its index of weights names", code="E603")

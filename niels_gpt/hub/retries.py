@@ -19,6 +19,8 @@ import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
+from niels_gpt.storage.errors import HubError
+
 logger = logging.getLogger(__name__)
 
 ASK_ATTEMPTS = 4
@@ -34,14 +36,12 @@ LONGEST_RETRY_AFTER_S = 600.0
 COMMIT_SHA = re.compile(r"[0-9a-f]{40}")
 
 
-class GaveUp(ConnectionError):
+class GaveUp(HubError):
     """The last attempt failed. Callers do not retry it."""
 
 
-class BrokenAnswer(ConnectionError):
+class BrokenAnswer(HubError, code="E603"):
     """The hub, or a proxy in between, answered with something other than what was asked for."""
-
-    code = "E603"
 
 
 class Backoff:

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from niels_gpt.cache.formats import SPLITS
-from niels_gpt.storage.codes import coded
-from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.errors import CacheError, NotFound
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.leftovers import versions_below
 from niels_gpt.storage.remedies import PROGRAM
@@ -73,7 +72,7 @@ def refuse_unless_cache(path: Path) -> None:
         remedy = f"Take {PROGRAM} eagle3 inspect, stats or verify"
         raise CacheError(path, "an EAGLE-3 cache", "one of tokens", remedy, code="E208")
     what = "no cache" if path.is_dir() else "not a folder" if path.exists() else "no such folder"
-    raise coded("E105", FileNotFoundError(f"{path}: {what}. Name the folder of one cache, such as cache/sft/oasst1"))
+    raise NotFound(f"{path}: {what}. Name the folder of one cache, such as cache/sft/oasst1")
 
 
 def _has_meta(path: Path) -> bool:

@@ -19,8 +19,8 @@ from niels_gpt.display.decoded import Decoder, decoded_text
 from niels_gpt.display.tables import shown
 from niels_gpt.inspection.show import short_names, turn_names
 from niels_gpt.inspection.source_ids import printable, source_id
-from niels_gpt.inspection.stats import PositionError, bounds, ids_at, meta_errors, open_version
-from niels_gpt.storage.errors import REBUILD, CacheError
+from niels_gpt.inspection.stats import bounds, ids_at, meta_errors, open_version
+from niels_gpt.storage.errors import REBUILD, CacheError, PositionError
 from niels_gpt.storage.fileio import META_NAME
 
 _MAX_MARKED = 4  # tokens: each byte of a character may be one

@@ -20,8 +20,8 @@ from niels_gpt.display.decoded import Decoder, decoded_text, is_special_token, r
 from niels_gpt.display.tables import shown
 from niels_gpt.inspection.readers import check_model
 from niels_gpt.inspection.source_ids import printable
-from niels_gpt.inspection.stats import PositionError, bounds, ids_at, mask_of, meta_errors, open_version, tokens_of
-from niels_gpt.storage.errors import REBUILD, CacheError
+from niels_gpt.inspection.stats import bounds, ids_at, mask_of, meta_errors, open_version, tokens_of
+from niels_gpt.storage.errors import REBUILD, CacheError, PositionError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import resolved
 from niels_gpt.tokenizer import load_tokenizer

@@ -25,7 +25,7 @@ from niels_gpt.display.tables import html_table, table
 from niels_gpt.inspection.caches import refuse_unless_cache
 from niels_gpt.inspection.readers import open_bits, refusal
 from niels_gpt.inspection.source_ids import printable
-from niels_gpt.storage.errors import REBUILD, CacheError
+from niels_gpt.storage.errors import REBUILD, CacheError, PositionError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import checked_count, file_records, path_inside, resolved, shortened, wrong_value
 from niels_gpt.storage.remedies import PROGRAM
@@ -35,12 +35,6 @@ REPAIRED = ("repaired_utf8", "undecodable_utf8")  # counters of repaired documen
 UNCHANGED = ("byte_order_mark", "texts_with_nul")  # counters of odd documents that are kept unchanged
 _BIT_TOKENS = 2**22  # whose bits are counted at once
 _BATCH_TOKENS = 2**16  # padding included; its masks fit a core's cache: 2**21 took up to four times as long
-
-
-class PositionError(ValueError):
-    """The caller asked for a position that does not exist; the cache is not damaged."""
-
-    code = "E106"
 
 
 @contextmanager

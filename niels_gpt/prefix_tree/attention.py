@@ -35,6 +35,7 @@ from niels_gpt.prefix_tree.backends.masks import (
 from niels_gpt.prefix_tree.backends.segments import NAME, Segments
 from niels_gpt.prefix_tree.backends.segments_probe import use_segments
 from niels_gpt.prefix_tree.forest import PrefixForest
+from niels_gpt.storage.errors import TreeError
 
 __all__ = [
     "AttentionRouteError",
@@ -75,7 +76,7 @@ def model_inputs(forest: PrefixForest, model: nn.Module, *, backend: Backend = "
         segments, with the reason.
     """
     if backend not in get_args(Backend):
-        raise ValueError(f"backend is {backend!r}; expected one of {', '.join(get_args(Backend))}")
+        raise TreeError(f"backend is {backend!r}; expected one of {', '.join(get_args(Backend))}")
     traits = architecture_of(forest, model)
     positions = forest.position_ids.to(traits.device)
     inputs: dict[str, Any] = {

@@ -30,6 +30,7 @@ from torch import Tensor
 from niels_gpt.prefix_tree.forest import ModelShape, PrefixForest
 from niels_gpt.prefix_tree.layout.radix import Ints
 from niels_gpt.prefix_tree.savings import MODEL_7B
+from niels_gpt.storage.errors import TreeError, TreeTypeError
 
 OVERSIZE = ("error", "own_bin")
 SHAPE_7B = ModelShape(**MODEL_7B)
@@ -148,9 +149,9 @@ def plan_bins(
     """
     for name, number in (("max_tokens", max_tokens), ("ranks", ranks)):
         if not isinstance(number, int | np.integer):
-            raise TypeError(f"{name} is {number!r}; expected a whole number")
+            raise TreeTypeError(f"{name} is {number!r}; expected a whole number")
     if max_tokens < 1 or ranks < 1 or oversize not in OVERSIZE:
-        raise ValueError(
+        raise TreeError(
             f"max_tokens is {max_tokens}, ranks {ranks} and oversize {oversize!r}; expected 1 or more, 1 or more, and "
             f"one of {', '.join(OVERSIZE)}"
         )
@@ -158,13 +159,13 @@ def plan_bins(
     over = np.flatnonzero(sizes.lengths > max_tokens)
     if len(over) and oversize == "error":
         first = int(over[0])
-        raise ValueError(
+        raise TreeError(
             f"sample {first if names is None else names[first]} has {sizes.lengths[first]} tokens, the "
             f"first of {len(over)} above max_tokens, {max_tokens}. Raise max_tokens to {sizes.lengths.max()} or "
             'more, cut the samples, or pass oversize="own_bin"'
         )
     if len(sizes.lengths) < ranks:
-        raise ValueError(f"there are {len(sizes.lengths)} samples for {ranks} ranks; expected one for each at least")
+        raise TreeError(f"there are {len(sizes.lengths)} samples for {ranks} ranks; expected one for each at least")
     items = measure.items(max_tokens)
     found = _best_fit(items, max_tokens)
     if ranks > 1:
@@ -253,7 +254,7 @@ def _over_ranks(measure: _Measure, items: list[_Item], least: int, max_tokens: i
     while True:
         while len(whole) + len(cuttable) < count:
             if not cuttable:
-                raise ValueError(
+                raise TreeError(
                     f"{len(whole)} samples cannot make {count} bins, the same number for each of {ranks} ranks. Use "
                     "fewer ranks, or more samples in a step"
                 )
@@ -393,16 +394,14 @@ def _grouped(
     samples = list(samples)
     if samples and all(isinstance(each, PrefixForest) for each in samples):
         if not groups is loss_mask is prompt_lengths is None:
-            raise ValueError(
-                "forests have their groups, masks and prompts; expected these arguments for sequences only"
-            )
+            raise TreeError("forests have their groups, masks and prompts; expected these arguments for sequences only")
         return samples, np.arange(sum(forest.num_samples for forest in samples))
     keys = [0] * len(samples) if groups is None else _plain(groups)
     prompt_lengths = None if prompt_lengths is None else _plain(prompt_lengths)
     given = {"groups": keys, "loss_mask": loss_mask, "prompt_lengths": prompt_lengths}
     for name, values in given.items():
         if values is not None and len(values) != len(samples):
-            raise ValueError(f"there are {len(values)} {name} for {len(samples)} samples; expected one for each")
+            raise TreeError(f"there are {len(values)} {name} for {len(samples)} samples; expected one for each")
     members: dict[Hashable, list[int]] = {}
     for number, key in enumerate(keys):
         members.setdefault(key, []).append(number)
@@ -415,7 +414,7 @@ def _grouped(
         for numbers in members.values()
     ]
     if not forests:
-        raise ValueError("there are no samples; expected at least one")
+        raise TreeError("there are no samples; expected at least one")
     return forests, np.concatenate([np.array(numbers, dtype=np.int64) for numbers in members.values()])
 
 

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from niels_gpt.prefix_tree.forest import PrefixForest
 from niels_gpt.prefix_tree.layout.fields import PER, by_target, forms_of, right_padded, samples_of
+from niels_gpt.storage.errors import TreeError
 
 WEIGHTINGS = ("per_sample", "sample_mean", "unique")
 
@@ -105,7 +106,7 @@ class LossEdges:
             return 1 / counts[self.sample].double()
         if weighting == "unique":
             return 1 / self.sample_edge.bincount().double()[self.sample_edge]
-        raise ValueError(f"weighting is {weighting!r}; expected one of {', '.join(WEIGHTINGS)}, or weights")
+        raise TreeError(f"weighting is {weighting!r}; expected one of {', '.join(WEIGHTINGS)}, or weights")
 
     @property
     def num_edges(self) -> int:
@@ -156,14 +157,14 @@ class LossEdges:
             TypeError: values is a mapping or text, or holds something other than numbers.
         """
         if per is not None and per not in PER:
-            raise ValueError(f"per is {per!r}; expected one of {', '.join(PER)}")
+            raise TreeError(f"per is {per!r}; expected one of {', '.join(PER)}")
         sample = self.sample
         forms = forms_of(self.field_offsets, self.sample_offsets, self.sample_token, self.completion_starts, sample)
         forms = {name: form for name, form in forms.items() if per in (None, name)}
         if not forms:
             if bool((self.completion_starts >= 0).all()):
-                raise ValueError("per is 'completion', but a target lies in a prompt: give values per='token'")
-            raise ValueError(
+                raise TreeError("per is 'completion', but a target lies in a prompt: give values per='token'")
+            raise TreeError(
                 "per is 'completion', but the forest does not know where completions begin, and a loss mask does not "
                 "tell: the first token of one need not be a target. Make the forest by from_rollout_group, or by "
                 "from_sequences with prompt_lengths; or give a value for each token of each sample (per='token')"
@@ -221,7 +222,7 @@ def edge_logprobs(
         ValueError: T is not that of the forest, chunk is below 1, or temperature is not a number above 0.
     """
     if chunk < 1 or not 0 < temperature < math.inf:
-        raise ValueError(f"chunk is {chunk} and temperature {temperature}; expected 1 or more, and a number above 0")
+        raise TreeError(f"chunk is {chunk} and temperature {temperature}; expected 1 or more, and a number above 0")
     rows, uses = torch.unique_consecutive(edges.row, return_counts=True)
     picked = _flat(hidden_or_logits, edges.num_rows)[rows]
     recompute = lm_head is not None and torch.is_grad_enabled() and len(rows) > chunk
@@ -268,7 +269,7 @@ def sample_logprobs(edge_logp: Tensor, edges: LossEdges, *, pad: float | None = 
         ValueError: another shape.
     """
     if edge_logp.shape != (edges.num_edges,):
-        raise ValueError(f"edge_logp has shape {list(edge_logp.shape)}; expected [{edges.num_edges}], of edge_logprobs")
+        raise TreeError(f"edge_logp has shape {list(edge_logp.shape)}; expected [{edges.num_edges}], of edge_logprobs")
     ragged = edge_logp[edges.sample_edge]
     return ragged if pad is None else right_padded(ragged, edges.sample_offsets, pad)
 
@@ -297,9 +298,9 @@ def folded_cross_entropy(
             gives 0 and zero gradients, as a rank without targets needs.
     """
     if normalizer is None and edges.weighting == "given":
-        raise ValueError("the weights were given: pass what the sum is divided by, as in normalizer=len(samples)")
+        raise TreeError("the weights were given: pass what the sum is divided by, as in normalizer=len(samples)")
     if normalizer is None and not edges.num_edges:
-        raise ValueError("no token is supervised: no sample has a target after its first token. Pass a normalizer")
+        raise TreeError("no token is supervised: no sample has a target after its first token. Pass a normalizer")
     logp = edge_logprobs(hidden_or_logits, edges, lm_head, temperature=temperature, chunk=chunk)
     weight = edges.weight.to(logp)
     return -(weight * logp).sum() / (weight.sum() if normalizer is None else normalizer)
@@ -333,5 +334,5 @@ def _flat(x: Tensor, rows: int) -> Tensor:
     if x.shape[:2] == (1, rows):
         return x[0]
     if x.ndim == 0 or x.shape[0] != rows:
-        raise ValueError(f"got a tensor of shape {list(x.shape)}; expected [{rows}, ...] or [1, {rows}, ...]: T rows")
+        raise TreeError(f"got a tensor of shape {list(x.shape)}; expected [{rows}, ...] or [1, {rows}, ...]: T rows")
     return x

@@ -29,6 +29,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from niels_gpt.storage.errors import TreeError, TreeTypeError
+
 CROSS_ENTROPY_IGNORE_IDX = -100
 """The label that cross-entropy ignores: torch's default `ignore_index`."""
 
@@ -69,10 +71,10 @@ def fold_shared_prefix_rollouts(
         TypeError: something is not a sequence of integers; floats and bools are refused.
     """
     if len(completions) == 0:
-        raise ValueError("completions must be non-empty (need at least one rollout).")
+        raise TreeError("completions must be non-empty (need at least one rollout).")
     answers = [_as_ids(completion, f"completion {index}") for index, completion in enumerate(completions)]
     if not all(answers):
-        raise ValueError("every completion must be non-empty.")
+        raise TreeError("every completion must be non-empty.")
     prompt = _as_ids(prompt_ids, "prompt_ids")
 
     input_ids, labels, position_ids = list(prompt), [ignore_idx] * len(prompt), list(range(len(prompt)))
@@ -95,10 +97,12 @@ def _as_ids(ids: Any, name: str) -> list[int]:
         ids = ids.detach().cpu().numpy()
     if isinstance(ids, np.ndarray):
         if ids.ndim != 1 or (ids.dtype.kind not in "iu" and len(ids)):
-            raise TypeError(f"{name} is {ids.dtype} of shape {list(ids.shape)}; expected integers of shape [tokens]")
+            raise TreeTypeError(
+                f"{name} is {ids.dtype} of shape {list(ids.shape)}; expected integers of shape [tokens]"
+            )
         return [int(token) for token in ids.tolist()]
     if not isinstance(ids, Sequence) or isinstance(ids, str):
-        raise TypeError(f"{name} is {ids!r}; expected a list, tuple, array or tensor of integers")
+        raise TreeTypeError(f"{name} is {ids!r}; expected a list, tuple, array or tensor of integers")
     if set(map(type, ids)) <= {int}:
         return list(ids)
     integers = []
@@ -107,10 +111,10 @@ def _as_ids(ids: Any, name: str) -> list[int]:
         is_bool = isinstance(token, bool) or str(getattr(token, "dtype", "")).endswith("bool")
         try:
             if is_bool:
-                raise TypeError("a bool")
+                raise TreeTypeError("a bool")
             integers.append(operator.index(token))
         except TypeError as error:
-            raise TypeError(f"{name}[{place}] is {token!r}; expected an integer") from error
+            raise TreeTypeError(f"{name}[{place}] is {token!r}; expected an integer") from error
     return integers
 
 
@@ -130,7 +134,7 @@ def prefix_tree_collate_fn(batch: Sequence[Mapping[str, Any]]) -> dict[str, Any]
         ValueError, TypeError: as `fold_shared_prefix_rollouts`.
     """
     if len(batch) != 1:
-        raise ValueError(f"prefix_tree_collate_fn supports local_batch_size=1 only, got {len(batch)} groups.")
+        raise TreeError(f"prefix_tree_collate_fn supports local_batch_size=1 only, got {len(batch)} groups.")
     (group,) = batch
     for key in ("prompt_ids", "completions"):
         if key not in group:

@@ -22,6 +22,7 @@ from niels_gpt.prefix_tree.fold import FoldedRollouts
 from niels_gpt.prefix_tree.forest import PrefixForest
 from niels_gpt.prefix_tree.layout.fields import places
 from niels_gpt.prefix_tree.sequences import concatenated, masks
+from niels_gpt.storage.errors import FoldError
 
 Batch = PrefixForest | FoldedRollouts | Mapping[str, Any]
 WEIGHT_TOLERANCE = 1e-6  # relative to the weights that are summed, which may have been float32
@@ -232,7 +233,7 @@ def read_fold(batch: Batch, device: torch.device | None, *, needs_labels: bool =
     columns = {name: torch.as_tensor(column, device=device).reshape(-1).long() for name, column in given.items()}
     ids, used = columns["input_ids"], sum(lengths)
     if {len(column) for column in columns.values()} != {len(ids)} or len(ids) < used:
-        raise ValueError(
+        raise FoldError(
             f"there are {', '.join(f'{len(column)} {name}' for name, column in columns.items())}; expected {used} "
             "of each, the sum of node_lengths, or equally many more of each as padding"
         )
@@ -257,7 +258,7 @@ def _columns(
     needed = [*names, *(["prefix_tree"] if isinstance(batch, Mapping) else [])]
     missing = [name for name in needed if name not in fields]
     if missing:
-        raise ValueError(
+        raise FoldError(
             f"the batch, a {type(batch).__name__}, has no {', '.join(missing)}; expected a PrefixForest, a "
             "FoldedRollouts, or what prefix_tree_collate_fn returns, before a backend pops prefix_tree from it"
         )
@@ -294,7 +295,7 @@ def supervised_pairs(
     used = weight != 0
     row, target, weight = row[used], target[used], weight[used]
     if len(row) and (int(row.min()) < 0 or int(row.max()) >= len(fold.ids) or int(target.min()) < 0):
-        raise ValueError(
+        raise FoldError(
             f"supervision has rows of {int(row.min())} to {int(row.max())} and targets from {int(target.min())}; "
             f"expected rows of 0 to {len(fold.ids) - 1}, and ids from 0, or the label ignore_idx={ignore_idx}"
         )

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from niels_gpt.prefix_tree.layout import radix
 from niels_gpt.prefix_tree.sequences import Encode, concatenated, masks, threads
+from niels_gpt.storage.errors import TreeError, TreeTypeError
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class ForestStats:
     def flop_ratio(self) -> float:
         """Return FLOPs after folding over those before. Raises: ValueError for counts without a ModelShape."""
         if self.flops_before is None or self.flops_after is None:
-            raise ValueError("FLOPs need a shape: forest.stats(ModelShape(parameters=..., layers=..., d_model=...))")
+            raise TreeError("FLOPs need a shape: forest.stats(ModelShape(parameters=..., layers=..., d_model=...))")
         return self.flops_after / self.flops_before
 
     def __add__(self, other: ForestStats) -> ForestStats:
@@ -199,10 +200,10 @@ class PrefixForest:
         flat = [input_ids[0] if getattr(input_ids, "ndim", 1) == 2 and len(input_ids) == 1 else input_ids]
         ids = np.zeros(sum(sizes), np.int64) if input_ids is None else concatenated(flat, "input_ids")[0]
         if len(ids) != sum(sizes):
-            raise ValueError(f"node_lengths add up to {sum(sizes)} tokens, but there are {len(ids)} input_ids")
+            raise TreeError(f"node_lengths add up to {sum(sizes)} tokens, but there are {len(ids)} input_ids")
         wanted = set(range(len(sizes)) if loss_nodes is None else _numbers(loss_nodes, "loss_nodes"))
         if not wanted <= set(range(len(sizes))):
-            raise ValueError(f"loss_nodes has {sorted(wanted)}; expected nodes from 0 to {len(sizes) - 1}")
+            raise TreeError(f"loss_nodes has {sorted(wanted)}; expected nodes from 0 to {len(sizes) - 1}")
         targets = np.repeat(
             [node in wanted for path in paths for node in path], [sizes[n] for path in paths for n in path]
         )
@@ -229,7 +230,7 @@ class PrefixForest:
         """
         samples = list(threads(tree, encode, Counter() if counters is None else counters))
         if not samples:
-            raise ValueError("no message of the tree has a target: encode gave masks of zeros only")
+            raise TreeError("no message of the tree has a target: encode gave masks of zeros only")
         return cls.from_sequences([thread.ids for thread in samples], loss_mask=[thread.mask for thread in samples])
 
     @classmethod
@@ -237,7 +238,7 @@ class PrefixForest:
     def joined(cls, forests: Sequence[PrefixForest]) -> PrefixForest:
         """Put several forests into one row, one after another, without padding. They share no tokens."""
         if not forests:
-            raise ValueError("joined() got no forest; expected at least one")
+            raise TreeError("joined() got no forest; expected at least one")
         columns: dict[str, list[Tensor]] = {field.name: [] for field in fields(cls)}
         tokens = nodes = before = 0
         for forest in forests:
@@ -262,7 +263,7 @@ class PrefixForest:
         """
         chosen = torch.as_tensor(samples, device=self.input_ids.device)
         if not len(chosen) or bool((chosen.diff() < 1).any()) or not 0 <= chosen[0] <= chosen[-1] < self.num_samples:
-            raise ValueError(f"samples is {samples!r:.200}; expected rising numbers from 0 to {self.num_samples - 1}")
+            raise TreeError(f"samples is {samples!r:.200}; expected rising numbers from 0 to {self.num_samples - 1}")
         if len(chosen) == self.num_samples and self.num_tokens == len(self.input_ids):
             return self
         ends, offsets, sizes = self.sample_ends[chosen], self.sample_offsets[chosen], self.sample_lengths[chosen]
@@ -341,7 +342,7 @@ class PrefixForest:
     def padded(self, multiple_of: int, pad_id: int = 0) -> PrefixForest:
         """Return the forest with T rounded up to a multiple of a number. Padding sees only itself; nothing sees it."""
         if multiple_of < 1:
-            raise ValueError(f"multiple_of is {multiple_of}; expected at least 1")
+            raise TreeError(f"multiple_of is {multiple_of}; expected at least 1")
         rows = torch.arange(len(self.input_ids), -(-len(self.input_ids) // multiple_of) * multiple_of).to(
             self.input_ids
         )
@@ -398,10 +399,10 @@ class PrefixForest:
 def _prompt_lengths(values: Iterable[int], lengths: radix.Ints) -> radix.Ints:
     prompts = _numbers(values, "prompt_lengths")
     if len(prompts) != len(lengths):
-        raise ValueError(f"there are {len(prompts)} prompt_lengths; expected one for each of {len(lengths)} sequences")
+        raise TreeError(f"there are {len(prompts)} prompt_lengths; expected one for each of {len(lengths)} sequences")
     for sample, (prompt, length) in enumerate(zip(prompts, lengths.tolist(), strict=True)):
         if not 0 <= prompt <= length:
-            raise ValueError(f"prompt_lengths[{sample}] is {prompt}; expected 0 to {length}, the sequence's length")
+            raise TreeError(f"prompt_lengths[{sample}] is {prompt}; expected 0 to {length}, the sequence's length")
     return np.array(prompts, dtype=np.int64)
 
 
@@ -409,5 +410,5 @@ def _numbers(values: Iterable[Any], what: str) -> list[int]:
     """Return a list, array or tensor of integers as a list. Raises: TypeError, for bools too: they are a mask."""
     numbers = values.tolist() if hasattr(values, "tolist") else list(values)
     if not all(type(number) is int or isinstance(number, np.integer) for number in numbers):
-        raise TypeError(f"{what} is {values!r}; expected integers")
+        raise TreeTypeError(f"{what} is {values!r}; expected integers")
     return [int(number) for number in numbers]

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from niels_gpt.storage.errors import TreeError, TreeTypeError
+
 Message = Mapping[str, Any]
 Encode = Callable[[Message], tuple[Sequence[int], Sequence[int]]]
 """A message -> its ids, role tags included, and a mask with 1 for each id that is a target."""
@@ -34,14 +36,14 @@ def concatenated(
     """
     sequences, skipped = list(sequences), int(first is not None)
     if len(sequences) <= skipped:
-        raise ValueError(f"no {what} was given; expected at least one")
+        raise TreeError(f"no {what} was given; expected at least one")
 
     def name(index: int) -> str:
         return str(first) if index < skipped else f"{what} {index - skipped}"
 
     lengths = [_length(sequence, name(index)) for index, sequence in enumerate(sequences)]
     if 0 in lengths[skipped:]:
-        raise ValueError(f"{name(lengths.index(0, skipped))} is empty; expected at least one id")
+        raise TreeError(f"{name(lengths.index(0, skipped))} is empty; expected at least one id")
     if all(type(sequence) in (list, tuple) for sequence in sequences):
         ids = _of_lists(sequences, sum(lengths), name)
     else:
@@ -50,7 +52,7 @@ def concatenated(
     if len(ids) and (ids.min() < 0 or ids.max() > MAX_ID):
         place = int(np.argmax((ids < 0) | (ids > MAX_ID)))
         index = int(np.searchsorted(offsets, place, side="right")) - 1
-        raise ValueError(
+        raise TreeError(
             f"{name(index)} has the id {ids[place]} at {place - offsets[index]}; expected ids from 0 to {MAX_ID}"
         )
     return ids, offsets
@@ -60,13 +62,13 @@ def _length(sequence: Any, name: str) -> int:
     try:
         return len(sequence)
     except TypeError as error:
-        raise TypeError(f"{name} is {sequence!r}; expected a list, tuple, array or tensor of ids") from error
+        raise TreeTypeError(f"{name} is {sequence!r}; expected a list, tuple, array or tensor of ids") from error
 
 
 def _of_lists(sequences: Sequence[Any], total: int, name: Callable[[int], str]) -> npt.NDArray[np.int64]:
     for index, sequence in enumerate(sequences):
         if sequence and isinstance(sequence[0], bool):  # bools are integers in Python; here they are a misplaced mask
-            raise TypeError(f"{name(index)} is of bools; expected ids")
+            raise TreeTypeError(f"{name(index)} is of bools; expected ids")
     ids = np.empty(total, dtype=np.int64)
     done = 0
     try:
@@ -82,7 +84,7 @@ def _of_lists(sequences: Sequence[Any], total: int, name: Callable[[int], str]) 
 def _of_one(sequence: Any, name: str) -> npt.NDArray[np.int64]:
     ids = _array(sequence)
     if ids.ndim != 1 or (ids.dtype.kind not in "iu" and len(ids)):
-        raise TypeError(f"{name} is {ids.dtype} of shape {list(ids.shape)}; expected integers of shape [tokens]")
+        raise TreeTypeError(f"{name} is {ids.dtype} of shape {list(ids.shape)}; expected integers of shape [tokens]")
     return ids.astype(np.int64, copy=False)
 
 
@@ -101,14 +103,14 @@ def masks(loss_mask: Iterable[Any] | None, offsets: npt.NDArray[np.int64]) -> np
     lengths = np.diff(offsets).tolist()
     arrays = [_array(mask) for mask in loss_mask]
     if len(arrays) != len(lengths):
-        raise ValueError(f"there are {len(arrays)} masks for {len(lengths)} sequences")
+        raise TreeError(f"there are {len(arrays)} masks for {len(lengths)} sequences")
     for index, (mask, length) in enumerate(zip(arrays, lengths, strict=True)):
         if mask.shape != (length,):
-            raise ValueError(
+            raise TreeError(
                 f"the mask of sequence {index} has shape {list(mask.shape)}; expected [{length}], as its ids"
             )
         if mask.dtype != np.bool_ and len(wrong := np.flatnonzero((mask != 0) & (mask != 1))):
-            raise ValueError(
+            raise TreeError(
                 f"the mask of sequence {index} has {mask[wrong[0]]!r} at {wrong[0]}; expected 0 and 1. For labels, "
                 "give labels != -100"
             )
@@ -164,7 +166,7 @@ def _encoded(tree: Message, encode: Encode) -> Iterator[_Encoded]:
         message, parent = waiting.pop()
         ids, mask = encode(message)
         if len(ids) != len(mask):
-            raise ValueError(f"encode gave {len(ids)} ids and a mask of {len(mask)} for {dict(message)!r:.200}")
+            raise TreeError(f"encode gave {len(ids)} ids and a mask of {len(mask)} for {dict(message)!r:.200}")
         yield _Encoded(ids, mask, message, parent)
         waiting += [(reply, number) for reply in reversed(message.get("replies") or ())]
         number += 1

@@ -39,6 +39,7 @@ from niels_gpt.prefix_tree.layout.fields import by_target, forms_of
 from niels_gpt.prefix_tree.layout.radix import Ints, Layout, Tree
 from niels_gpt.prefix_tree.layout.sample_ends import sample_ends
 from niels_gpt.prefix_tree.sequences import MAX_ID
+from niels_gpt.storage.errors import TreeError
 
 
 @torch.inference_mode(False)
@@ -68,9 +69,9 @@ def tree_row(
         ValueError: the edges are not the forest's, a field does not fit, or fork_early is asked for without one_label.
     """
     if fork_early and not one_label:
-        raise ValueError("fork_early=True is a layout with one label a row; expected one_label=True with it")
+        raise TreeError("fork_early=True is a layout with one label a row; expected one_label=True with it")
     if edges.num_rows != len(forest.input_ids) or not torch.equal(edges.field_offsets, forest.sample_offsets):
-        raise ValueError(f"{edges!r} has other rows or samples than {forest!r}; expected LossEdges.from_forest(forest)")
+        raise TreeError(f"{edges!r} has other rows or samples than {forest!r}; expected LossEdges.from_forest(forest)")
     offsets, token = (x.numpy(force=True) for x in (forest.sample_offsets, edges.sample_token))
     ids = forest.input_ids[forest.sample_rows].numpy(force=True)
     layout = _layout(forest, edges, ids, offsets, fork_early, one_label)
@@ -187,7 +188,7 @@ def from_tree_row(row: Mapping[str, Any]) -> tuple[PrefixForest, LossEdges]:
     ends = sample_ends(layout, ids, sample[last], index[last], labels[index[last]])
     lengths = (layout.depths[layout.starts] + layout.lengths)[ends]
     if int(lengths.sum()) > MAX_SAMPLE_TOKENS:
-        raise ValueError(f"the samples have {int(lengths.sum())} tokens; expected {MAX_SAMPLE_TOKENS} at most")
+        raise TreeError(f"the samples have {int(lengths.sum())} tokens; expected {MAX_SAMPLE_TOKENS} at most")
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     rows = radix.rows_of_samples(layout.starts, layout.lengths, layout.parents, ends, offsets)
     place = layout.depths[index] + 1
@@ -196,7 +197,7 @@ def from_tree_row(row: Mapping[str, Any]) -> tuple[PrefixForest, LossEdges]:
     wrong = wrong if len(wrong) else np.flatnonzero(ids[rows[token]] != labels[index])
     if len(wrong):
         at = wrong[0]
-        raise ValueError(
+        raise TreeError(
             f"term {at} is the token {labels[index[at]]} after row {index[at]} of sample {sample[at]}, which is not in "
             "that sample; expected the token that follows the row on the sample's path"
         )
@@ -211,11 +212,11 @@ def from_tree_row(row: Mapping[str, Any]) -> tuple[PrefixForest, LossEdges]:
 def _column(row: Mapping[str, Any], name: str) -> Ints:
     if name not in row:
         why = ": it names the targets" if name == "shift_labels" else ""
-        raise ValueError(f"the row has no {name}{why}; its keys are {sorted(map(str, row))!r:.300}")
+        raise TreeError(f"the row has no {name}{why}; its keys are {sorted(map(str, row))!r:.300}")
     values = row[name]
     array = np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values)
     if array.ndim != 1 or (array.dtype.kind not in "iu" and len(array)):
-        raise ValueError(
+        raise TreeError(
             f"{name} is {array.dtype} of shape {list(array.shape)}; expected integers in one axis, as TreeRow.pack() "
             "returns them: a collated batch has one such row for each rank, and padding"
         )
@@ -234,14 +235,14 @@ def _read_layout(columns: Mapping[str, Ints]) -> Layout:
         ("shift_labels", len(columns["shift_labels"]), len(ids)),
     ):
         if found != wanted:
-            raise ValueError(f"{name} has or ends at {found}; expected {wanted}, as the other keys")
+            raise TreeError(f"{name} has or ends at {found}; expected {wanted}, as the other keys")
     _check_range("input_ids", ids, 0, MAX_ID)
     _check_range("tree_kv_index", kv, 0, len(ids) - 1)
     parents = _parents(kv, bounds, columns["tree_cu_seqlens_k"], lengths)
     nodes = np.arange(len(lengths))
     layout = radix.pre_order(Tree(bounds[:-1], lengths, parents, nodes, nodes))
     if not np.array_equal(layout.source, np.arange(len(ids))):
-        raise ValueError("the segments are not in depth-first order; expected each subtree in one piece")
+        raise TreeError("the segments are not in depth-first order; expected each subtree in one piece")
     _check_equal("position_ids", columns["position_ids"], layout.depths)
     _check_equal("the lengths in tree_cu_seqlens_k", paths, layout.depths[layout.starts] + lengths)
     _check_equal("tree_kv_index", kv, _attention_keys(layout)["tree_kv_index"])
@@ -251,7 +252,7 @@ def _read_layout(columns: Mapping[str, Ints]) -> Layout:
 def _lengths(columns: Mapping[str, Ints], name: str) -> Ints:
     bounds = columns[name]
     if len(bounds) < 2 or bounds[0] != 0 or bool((bounds[1:] <= bounds[:-1]).any()):
-        raise ValueError(f"{name} is {bounds[:8].tolist()}...; expected bounds that begin with 0 and rise")
+        raise TreeError(f"{name} is {bounds[:8].tolist()}...; expected bounds that begin with 0 and rise")
     return np.diff(bounds)
 
 
@@ -262,7 +263,7 @@ def _parents(kv: Ints, starts: Ints, bounds: Ints, lengths: Ints) -> Ints:
     parents = np.searchsorted(starts[:-1], above, side="right") - 1
     wrong = np.flatnonzero((above >= 0) & ((above >= starts[:-1]) | (starts[parents + 1] != above + 1)))
     if len(wrong):
-        raise ValueError(
+        raise TreeError(
             f"segment {wrong[0]} continues row {above[wrong[0]]}; expected the last row of an earlier segment"
         )
     return parents
@@ -272,7 +273,7 @@ def _check_terms(columns: Mapping[str, Ints], layout: Layout) -> None:
     """Check that terms are sorted by sample and along one path, and that the labelled rows are theirs."""
     index, sample, labels = (columns[name] for name in ("token_index", "segment_id", "shift_labels"))
     if len(index) != len(sample):
-        raise ValueError(f"token_index has {len(index)} terms and segment_id {len(sample)}; expected as many")
+        raise TreeError(f"token_index has {len(index)} terms and segment_id {len(sample)}; expected as many")
     _check_range("token_index", index, 0, len(labels) - 1)
     _check_range("segment_id", sample, 0, MAX_SAMPLES - 1)
     same = sample[1:] == sample[:-1]
@@ -280,7 +281,7 @@ def _check_terms(columns: Mapping[str, Ints], layout: Layout) -> None:
     wrong = np.flatnonzero((sample[1:] < sample[:-1]) | (same & ~follows)) + 1
     if len(wrong):
         at = int(wrong[0])
-        raise ValueError(
+        raise TreeError(
             f"term {at} is row {index[at]} of sample {sample[at]}, after row {index[at - 1]} of sample "
             f"{sample[at - 1]}; expected samples in order, and the rows of each along one path"
         )
@@ -290,13 +291,13 @@ def _check_terms(columns: Mapping[str, Ints], layout: Layout) -> None:
 def _check_range(name: str, values: Ints, low: int, high: int) -> None:
     wrong = np.flatnonzero((values < low) | (values > high))
     if len(wrong):
-        raise ValueError(f"{name} has {values[wrong[0]]} at {wrong[0]}; expected {low} to {high}")
+        raise TreeError(f"{name} has {values[wrong[0]]} at {wrong[0]}; expected {low} to {high}")
 
 
 def _check_equal(name: str, found: Ints, wanted: Ints) -> None:
     if len(found) != len(wanted):
-        raise ValueError(f"{name}: there are {len(found)}; expected {len(wanted)} by the other keys")
+        raise TreeError(f"{name}: there are {len(found)}; expected {len(wanted)} by the other keys")
     wrong = np.flatnonzero(found != wanted)
     if len(wrong):
         at = wrong[0]
-        raise ValueError(f"{name}: {found[at]} at {at}; expected {wanted[at]} by the other keys")
+        raise TreeError(f"{name}: {found[at]} at {at}; expected {wanted[at]} by the other keys")

@@ -32,6 +32,7 @@ from niels_gpt.prefix_tree.fold_checks import (
     read_fold,
     supervised_pairs,
 )
+from niels_gpt.storage.errors import FoldError
 
 __all__ = ["FoldReport", "verify_fold"]
 
@@ -105,7 +106,7 @@ def verify_fold(
 def _parameters(forward: Any, given: Any) -> dict[str, Tensor]:
     """Return the given parameters by name, or those that belong to forward."""
     if getattr(getattr(forward, "config", None), "_attn_implementation", None) is not None:
-        raise ValueError(
+        raise FoldError(
             f"forward is a {type(forward).__name__} of transformers, which has other arguments; wrap it: "
             "hf_forward(model) of niels_gpt.prefix_tree.attention"
         )
@@ -131,10 +132,10 @@ def _run(forward: Forward, ids: Tensor, positions: Tensor, mask: Tensor) -> Tens
     # Clones: a forward may write into its arguments, which belong to the caller.
     logits = forward(ids.clone()[None], positions.clone()[None], mask.clone()[None, None])
     if not isinstance(logits, Tensor):
-        raise ValueError(f"forward returned a {type(logits).__name__}; expected logits, a tensor [1, T, V] or [T, V]")
+        raise FoldError(f"forward returned a {type(logits).__name__}; expected logits, a tensor [1, T, V] or [T, V]")
     flat = logits[0] if logits.ndim == 3 and logits.shape[0] == 1 else logits
     if flat.ndim != 2 or len(flat) != len(ids) or not flat.is_floating_point():
-        raise ValueError(
+        raise FoldError(
             f"forward returned {logits.dtype} of shape {list(logits.shape)} for {len(ids)} ids; expected floating-"
             "point logits [1, T, V] or [T, V]"
         )
@@ -164,7 +165,7 @@ def _probed(
         logits, again = (_run(forward, fold.ids, fold.positions, fold.mask) for _ in range(2))
         largest = int(torch.cat([fold.ids, pairs.target]).max())
         if largest >= logits.shape[1]:
-            raise ValueError(f"forward returned {logits.shape[1]} logits a row; the batch has the id {largest}")
+            raise FoldError(f"forward returned {logits.shape[1]} logits a row; the batch has the id {largest}")
         report.dtype = _coarsest(logits, parameters)
         report.tolerance = TOLERANCES.get(report.dtype, 0.1) if tolerance is None else tolerance
         largest_logit = float(logits.masked_fill(~logits.isfinite(), 0).abs().max())

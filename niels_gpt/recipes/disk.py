@@ -20,6 +20,7 @@ from niels_gpt.data.files.text import opened_text
 from niels_gpt.display.numbers import size_text
 from niels_gpt.recipes.resolve import ResolvedSource
 from niels_gpt.settings import Settings
+from niels_gpt.storage.errors import NoRoomError
 from niels_gpt.storage.fileio import META_NAME, walked
 from niels_gpt.storage.remedies import build_command
 from niels_gpt.storage.versions import BUILDING, PARTITIONS, VERSION_DIGITS, versions_dir
@@ -39,12 +40,6 @@ _TEMPLATE_TOKENS = 512  # that a chat template adds to a chat, at most on averag
 _LOSS_BYTES = 2  # of a token of a cache with loss bits: a byte until the splits are made, and a bit
 _FIXED = 1 << 14  # meta.json, the journal
 _MIN_HUB_DOCUMENT_TOKENS = 200  # on average; fineweb-edu has about a thousand
-
-
-class NoRoomError(OSError):
-    """A build would not fit on its disk."""
-
-    code = "E501"
 
 
 @dataclass(frozen=True)

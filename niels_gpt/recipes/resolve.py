@@ -17,8 +17,7 @@ from niels_gpt.hub import datasets as hub
 from niels_gpt.recipes.rollouts.trees import TREES
 from niels_gpt.recipes.user_sources import UNSTATED, UserSource, user_sources
 from niels_gpt.settings import Settings
-from niels_gpt.storage.codes import coded
-from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.errors import CacheError, SourceError
 from niels_gpt.storage.fileio import canonical_json
 
 
@@ -142,8 +141,8 @@ def resolve_source(settings: Settings, name: str) -> ResolvedSource:
         return resolve_user_source(user, user.find(settings))
     if name not in SOURCES:
         known = ", ".join(SOURCES)
-        raise coded(
-            "E103", ValueError(f"no source is called {name!r}, expected one of {known} or a user-defined source")
+        raise SourceError(
+            f"no source is called {name!r}, expected one of {known} or a user-defined source", code="E103"
         )
     spec = SOURCES[name]
     dataset = getattr(settings, spec.dataset) if spec.dataset else name

@@ -14,7 +14,7 @@ from niels_gpt.hub import datasets as hub
 from niels_gpt.progress import Progress
 from niels_gpt.recipes.resolve import ResolvedSource, mirror_folder, resolve_source
 from niels_gpt.settings import Settings
-from niels_gpt.storage.codes import coded
+from niels_gpt.storage.errors import SourceError
 
 _HUB_SPECS = [spec for spec in SOURCES.values() if spec.hub_splits]
 SPLITS = {spec.name: spec.hub_splits for spec in _HUB_SPECS}
@@ -45,18 +45,16 @@ def take_snapshot(
     Raises: ValueError for a source that is not on the hub; ConnectionError; CacheError as snapshot.take.
     """
     if name not in SPLITS:
-        raise coded(
-            "E103",
-            ValueError(
-                f"{name} is not on the hub, expected one of {', '.join(SPLITS)}. Notes and user-defined sources are "
-                "files already: copy their folder"
-            ),
+        raise SourceError(
+            f"{name} is not on the hub, expected one of {', '.join(SPLITS)}. Notes and user-defined sources are "
+            "files already: copy their folder",
+            code="E103",
         )
     spec = SOURCES[name]
     from_hub: dict[str, Any] = {spec.from_hub: True} if spec.from_hub else {}
     source = resolve_source(replace(settings, source_root="hub", **from_hub), name)
     if tokens is not None and not spec.streaming:
-        raise ValueError(f"--tokens {tokens}: {name} is small and kept whole; leave --tokens out")
+        raise SourceError(f"--tokens {tokens}: {name} is small and kept whole; leave --tokens out", code="E307")
     max_text_bytes = None
     if spec.streaming:
         if tokens is None:
@@ -82,9 +80,10 @@ def _about(source: ResolvedSource, started: dict[str, Any] | None) -> dict[str, 
         recorded = {**started, "fingerprint": f"{source.dataset}@{started['revision']}"}
     provenance = source.provenance(recorded)
     if started is not None and started["revision"] != provenance["revision"]:
-        raise ValueError(
+        raise SourceError(
             f"a snapshot of revision {started['revision']} was started there, asked was {provenance['revision']}. "
-            "Choose another folder, or leave --revision out to resume it"
+            "Choose another folder, or leave --revision out to resume it",
+            code="E307",
         )
     names = ("licence", "attribution", "revision", "asked_revision")
     return {

@@ -15,6 +15,7 @@ from niels_gpt.data.types import ChatSample, PretrainSample, RawChat, SequenceGr
 from niels_gpt.documents import DocumentBatch, Partition
 from niels_gpt.recipes.resolve import ResolvedSource
 from niels_gpt.settings import Settings
+from niels_gpt.storage.errors import SourceError
 
 Documents = Iterator[tuple[str | None, str, str]]
 """Split (None leaves the choice to the text and the seed), text, and the document's id in its source."""
@@ -24,10 +25,8 @@ Chats = Iterator[tuple[str, list[dict[str, str]]]]
 """The chat's id in its source, and its messages."""
 
 
-class SnapshotTooShort(ValueError):
+class SnapshotTooShort(SourceError, code="E307"):
     """All rows of a snapshot were read, and its dataset has more."""
-
-    code = "E307"
 
 
 def document_rows(

@@ -26,8 +26,7 @@ from niels_gpt.recipes.tokenizers.templates import opened_template
 from niels_gpt.recipes.tokenizers.texts import train, was_trained_by
 from niels_gpt.settings import Settings
 from niels_gpt.storage import versions
-from niels_gpt.storage.codes import coded
-from niels_gpt.storage.errors import CacheError, LeftOut
+from niels_gpt.storage.errors import CacheError, LeftOut, TokenizerNotFound
 from niels_gpt.storage.fileio import META_NAME, write_bytes
 from niels_gpt.storage.locks import apply_lock_setting
 from niels_gpt.storage.meta_json import checked_sha256, file_records, meta_bytes, parse_object
@@ -374,12 +373,9 @@ def _find(settings: Settings, name: str, revision: str | None = None) -> _Named:
 
 def _absent(name: str, error: OSError) -> FileNotFoundError:
     why = error.strerror or ("there is none" if not os.path.isdir(os.path.expanduser(name)) else str(error))
-    return coded(
-        "E401",
-        FileNotFoundError(
-            f"{name}: no tokenizer can be read there ({why}). Name a SentencePiece model, a tokenizer.json, a folder "
-            "with one of them or an id of the hub, or leave --tokenizer out to have one trained"
-        ),
+    return TokenizerNotFound(
+        f"{name}: no tokenizer can be read there ({why}). Name a SentencePiece model, a tokenizer.json, a folder "
+        "with one of them or an id of the hub, or leave --tokenizer out to have one trained"
     )
 
 

@@ -32,7 +32,7 @@ from niels_gpt.data.files.text import PACKED_SUFFIXES, count
 from niels_gpt.data.files.walk import note_links
 from niels_gpt.data.sources import SOURCES, Credit, LoadRequest, Part, SourceSpec
 from niels_gpt.settings import Settings, UsageError
-from niels_gpt.storage.codes import coded
+from niels_gpt.storage.errors import DefinitionError, NotFound
 from niels_gpt.storage.fileio import open_for_reading
 
 logger = logging.getLogger(__name__)
@@ -176,9 +176,11 @@ def text_suffixes(settings: Settings) -> tuple[str, ...]:
         if not suffix:
             continue
         if not _SUFFIX.fullmatch(suffix):
-            raise ValueError(f"--as-text {item.strip()}: expected suffixes separated by commas, as in .py,.tex")
+            raise DefinitionError(f"--as-text {item.strip()}: expected suffixes separated by commas, as in .py,.tex")
         if suffix.endswith(local.CHAT_SUFFIXES):
-            raise ValueError(f"--as-text {suffix}: these files are read as rows. Copy them to files of another suffix")
+            raise DefinitionError(
+                f"--as-text {suffix}: these files are read as rows. Copy them to files of another suffix"
+            )
         suffixes += [suffix, *(f"{suffix}{packed}" for packed in PACKED_SUFFIXES)]
     return tuple(suffixes)
 
@@ -194,9 +196,8 @@ def stated_credit(settings: Settings, source: str) -> dict[str, str]:
             about, equals, text = (part.strip() for part in line.partition("="))
             known = [*SOURCES, *user_sources(settings)]
             if not (equals and text) or about not in known:
-                raise coded(
-                    "E104",
-                    UsageError(f"--{name} {line.strip()}: expected SOURCE=TEXT, SOURCE one of {', '.join(known)}"),
+                raise UsageError(
+                    f"--{name} {line.strip()}: expected SOURCE=TEXT, SOURCE one of {', '.join(known)}", code="E104"
                 )
             if about == source:
                 stated[name] = text
@@ -210,8 +211,8 @@ def _of_lines(settings: Settings) -> Iterator[UserSource]:
                 named_in = f"--{family} {line.strip()}"
                 name, equals, files = line.partition("=")
                 if not (equals and name.strip() and files.strip()):
-                    raise coded(
-                        "E104", UsageError(f"{named_in}: expected NAME=GLOB" + "[:FIELD]" * (family == "pretrain"))
+                    raise UsageError(
+                        f"{named_in}: expected NAME=GLOB" + "[:FIELD]" * (family == "pretrain"), code="E104"
                     )
                 yield _user_source(family, name.strip(), files.strip(), Path.cwd(), named_in)
 
@@ -224,18 +225,18 @@ def sources_tables(settings: Settings) -> tuple[Path, dict[str, Any]]:
     path = Path(settings.sources_file).expanduser().absolute()
     if not path.exists():
         if settings.sources_file != Settings.sources_file:
-            raise FileNotFoundError(f"{path}: no such file, expected the sources.toml that --sources-file names")
+            raise NotFound(f"{path}: no such file, expected the sources.toml that --sources-file names", code="E104")
         return path, {}
     with open(open_for_reading(path, follow_links=True), "rb") as file:
         raw = file.read(MAX_TOML_BYTES + 1)
     if len(raw) > MAX_TOML_BYTES:
-        raise ValueError(f"{path}: more than {MAX_TOML_BYTES:,} bytes, expected a file that defines sources")
+        raise DefinitionError(f"{path}: more than {MAX_TOML_BYTES:,} bytes, expected a file that defines sources")
     try:
         return path, tomllib.loads(raw.decode("utf-8-sig"))
     except RecursionError:
-        raise ValueError(f"{path}: TOML that is nested too deeply") from None
+        raise DefinitionError(f"{path}: TOML that is nested too deeply") from None
     except ValueError as error:  # of utf-8 and of TOML, and of an integer with too many digits
-        raise ValueError(f"{path}: not TOML: {error}") from None
+        raise DefinitionError(f"{path}: not TOML: {error}") from None
 
 
 def _of_file(settings: Settings) -> Iterator[UserSource]:
@@ -245,7 +246,7 @@ def _of_file(settings: Settings) -> Iterator[UserSource]:
             continue
         if family not in FAMILIES or not isinstance(entries, Mapping):
             expected = "expected tables [pretrain], [sft], [rollouts], [export] and [published]"
-            raise ValueError(f"{path}: found {family!r}, {expected}")
+            raise DefinitionError(f"{path}: found {family!r}, {expected}")
         for name, entry in entries.items():
             yield _of_entry(family, name, entry, path)
 
@@ -256,7 +257,7 @@ def _of_entry(family: str, name: str, entry: Any, path: Path) -> UserSource:
     known = isinstance(entry, Mapping) and all(key in _KEYS and _is_text(entry[key]) for key in entry)
     if not known or "files" not in entry or (family != "pretrain" and "field" in entry):
         keys = [key for key in _KEYS if family == "pretrain" or key != "field"]
-        raise ValueError(
+        raise DefinitionError(
             f'{path}, {family}.{name}: found {entry!r}, expected a text "GLOB", or a table with the texts '
             f"{', '.join(keys)}, of which `files` must be there"
         )
@@ -264,7 +265,7 @@ def _of_entry(family: str, name: str, entry: Any, path: Path) -> UserSource:
 
 
 def _error(named_in: str, message: str) -> ValueError:
-    return coded("E104", UsageError(message) if named_in.startswith("--") else ValueError(message))
+    return UsageError(message, code="E104") if named_in.startswith("--") else DefinitionError(message)
 
 
 def _is_text(value: Any) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from niels_gpt.sampling.shares import Origin
 from niels_gpt.sampling.state import check_checksum, content_of, refuse_tokenizer, same, state_count, state_numbers
-from niels_gpt.storage.codes import coded
+from niels_gpt.storage.errors import StateError
 from niels_gpt.storage.meta_json import printable, shortened
 
 _PROGRESS = ("epoch", "consumed_samples", "positions")
@@ -44,16 +44,13 @@ def origin_of(state: Any, sources: int) -> Origin:
     if origin is None:
         return Origin(0, (0,) * sources)
     if not isinstance(origin, dict) or origin.keys() != {"sample", "positions"}:
-        raise ValueError(f"state: origin is {shortened(origin)}, expected a sample and positions")
+        raise StateError(f"state: origin is {shortened(origin)}, expected a sample and positions")
     sample, positions = state_count(origin, "sample"), state_numbers(origin, "positions", sources)
     consumed = state_count(state, "consumed_samples")
     if not sum(positions) <= sample <= consumed:
-        raise coded(
-            "E108",
-            ValueError(
-                f"state: its origin is sample {sample} with {sum(positions)} samples of the sources, expected at most "
-                f"{sample}, and consumed_samples, which is {consumed}, not below it"
-            ),
+        raise StateError(
+            f"state: its origin is sample {sample} with {sum(positions)} samples of the sources, expected at most "
+            f"{sample}, and consumed_samples, which is {consumed}, not below it"
         )
     return Origin(sample, tuple(positions))
 
@@ -106,28 +103,25 @@ def _read(state: Any) -> tuple[list[dict[str, Any]], list[int], int]:
     """Return the sources of a state, the position of each, and the samples consumed by all. Raises: ValueError."""
     expected = "expected what state_dict() of a mixture, or of a stream of one cache, returned"
     if not isinstance(state, Mapping) or not _is_plain(dict(state), _DEPTH):
-        raise ValueError(f"state: {shortened(state)}, {expected}")
+        raise StateError(f"state: {shortened(state)}, {expected}")
     consumed, identity = state_count(state, "consumed_samples"), [key for key in state if key not in _NO_IDENTITY]
     if "worker" in state:
-        raise ValueError("state: of a StatefulDataLoader's worker. Only batch.state can be loaded with changed=True")
+        raise StateError("state: of a StatefulDataLoader's worker. Only batch.state can be loaded with changed=True")
     if "split" in state:  # of a stream of one cache
         check_checksum(state, identity, _PROGRESS)
         return [{key: state[key] for key in identity}], [consumed], consumed
     sources = state.get("sources")
     if not isinstance(sources, list) or not all(isinstance(source, dict) for source in sources):
-        raise ValueError(f"state: sources is {shortened(sources)}, {expected}")
+        raise StateError(f"state: sources is {shortened(sources)}, {expected}")
     if "positions" not in state:
-        raise coded(
-            "E108",
-            ValueError(
-                "state: of an earlier release, without the positions of its sources. Load it without changed=True into "
-                "the mixture as it was, and change from batch.state of the next batch"
-            ),
+        raise StateError(
+            "state: of an earlier release, without the positions of its sources. Load it without changed=True into "
+            "the mixture as it was, and change from batch.state of the next batch"
         )
     positions = state_numbers(state, "positions", len(sources))
     check_checksum(state, identity, _PROGRESS)
     if sum(positions) > consumed:
-        raise ValueError(f"state: positions sum to {sum(positions)}, expected at most {consumed}, consumed_samples")
+        raise StateError(f"state: positions sum to {sum(positions)}, expected at most {consumed}, consumed_samples")
     return sources, positions, consumed
 
 

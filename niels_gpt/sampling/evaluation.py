@@ -17,7 +17,7 @@ from niels_gpt.cache.formats import IGNORE_INDEX, TokenDtype
 from niels_gpt.cache.meta import reader_meta, text_bytes
 from niels_gpt.cache.mmap import IO
 from niels_gpt.cache.pretrain_dataset import PretrainSplit, as_int64, gathered, resolved_split, split_rows
-from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.errors import CacheError, CacheNotFound
 from niels_gpt.storage.meta_json import checked_int
 from niels_gpt.storage.remedies import build_again
 
@@ -118,7 +118,7 @@ def bits_per_byte(loss_sum: float | torch.Tensor, shards_dir: str | os.PathLike[
         raise ValueError(f"loss_sum={nats}: expected a sum of cross entropies, 0 or more")
     folder = resolved_split(Path(shards_dir))
     if not folder.parent.is_dir():
-        raise FileNotFoundError(f"{shards_dir}: no such folder. {build_again(shards_dir)}")
+        raise CacheNotFound(f"{shards_dir}: no such folder. {build_again(shards_dir)}")
     # text_bytes checks the kind: its message says what an sft cache lacks.
     num_bytes = text_bytes(folder.parent, reader_meta(folder.parent), folder.name)
     bits = nats / math.log(2) / num_bytes

@@ -20,8 +20,8 @@ from niels_gpt.sampling.position import ResumableStream
 from niels_gpt.sampling.shares import MAX_BLOCK, Origin, Weights, phases, stages_of
 from niels_gpt.sampling.state import key_check, limited
 from niels_gpt.sampling.stream import CacheStream, SampleStream
-from niels_gpt.storage.codes import CodedWarning, coded
-from niels_gpt.storage.errors import REBUILD, CacheError
+from niels_gpt.storage.codes import CodedWarning
+from niels_gpt.storage.errors import REBUILD, CacheError, StateError
 from niels_gpt.storage.meta_json import checked_int
 
 WhenExhausted = Literal["repeat", "stop"] | int
@@ -91,10 +91,10 @@ class MixtureStream(SampleStream):
         limits = self._limits()
         for number, (limit, stop, position) in enumerate(zip(limits, stops, origin.positions, strict=True)):
             if stop and limit is not None and position >= limit:
-                raise coded("E108", ValueError(f"streams[{number}] has had its epoch, and stops the mixture at once"))
+                raise StateError(f"streams[{number}] has had its epoch, and stops the mixture at once")
         found, stopped = phases(self.stages, limits, stops, self.block_size, origin)
         if not found:
-            raise coded("E108", ValueError(f"no source has samples left at sample {origin.sample}: allow more epochs"))
+            raise StateError(f"no source has samples left at sample {origin.sample}: allow more epochs")
         self._phases = found
         self._origin, self._key = origin, self._keys[0] + np.uint64(origin.sample)
         self._firsts: NDArray[np.int64] = np.array([phase.first for phase in self._phases])

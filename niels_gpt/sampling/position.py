@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from niels_gpt.sampling.state import check_checksum, check_identity, identity_crc, sealed, state_count, state_numbers
-from niels_gpt.storage.codes import coded
+from niels_gpt.storage.errors import StateError, StreamUseError
 from niels_gpt.storage.meta_json import checked_int, shortened
 
 STREAM_VERSION = 1
@@ -92,7 +92,7 @@ class ResumableStream(IterableDataset[B], ABC, Generic[B]):
     def check_not_ahead(self) -> None:
         """Raise RuntimeError if another thread reads ahead: the position of the stream is not that of its user."""
         if self._ahead not in (None, get_ident()) and get_worker_info() is None:
-            raise RuntimeError(
+            raise StreamUseError(
                 "prefetch reads ahead in this stream: its position is not that of the batch in use. Save batch.state, "
                 "and close the prefetch before the stream is used or copied otherwise"
             )
@@ -130,7 +130,9 @@ class ResumableStream(IterableDataset[B], ABC, Generic[B]):
         self._iterator, self._is_loaded = this, False
         for work, consumed, next_base in self._work(base, worker, workers):
             if self._iterator is not this:
-                raise RuntimeError("another iterator of this stream was started, or a state was loaded: iterate again")
+                raise StreamUseError(
+                    "another iterator of this stream was started, or a state was loaded: iterate again"
+                )
             if info is None and READER.lend is not None:
                 READER.lend(self)
             made = [self._batch(work, sealed(identity, crc, self._progress(consumed)))]
@@ -145,7 +147,7 @@ class ResumableStream(IterableDataset[B], ABC, Generic[B]):
         """Raise RuntimeError if a new iterator would repeat batches, or yield none. worker: its number, in a worker."""
         self.check_not_ahead()
         if self._has_ended:
-            raise RuntimeError(
+            raise StreamUseError(
                 f"this stream has ended: all of its {self.num_samples} samples were served. For several epochs in one "
                 "pass open it with epochs=3 (a mixture: when_exhausted=3); to start over open a new stream, or load a "
                 "state of its start"
@@ -154,7 +156,7 @@ class ResumableStream(IterableDataset[B], ABC, Generic[B]):
             self._check_cpu()
         started = self._started.any() if worker is None else self._started[worker] and not self._is_loaded
         if self._worker_base is not None or started:
-            raise RuntimeError(
+            raise StreamUseError(
                 "DataLoader workers had batches of this stream; it does not know their position, and would give the "
                 "same batches again. Load batch.state of the last batch that was used into the stream, and make a new "
                 "DataLoader"
@@ -164,7 +166,7 @@ class ResumableStream(IterableDataset[B], ABC, Generic[B]):
 
     def _check_cpu(self) -> None:
         if torch.device(self.device).type != "cpu":
-            raise RuntimeError(
+            raise StreamUseError(
                 f"device={self.device!r} in a DataLoader worker: open the stream with device='cpu' and move the "
                 "batches (pin_memory=True, then batch.to), or take num_workers=0"
             )
@@ -179,7 +181,7 @@ class ResumableStream(IterableDataset[B], ABC, Generic[B]):
         self.check_not_ahead()
         identity, info = self.identity(), get_worker_info()
         if info is None and self._started.any():
-            raise RuntimeError(
+            raise StreamUseError(
                 "DataLoader workers iterate over copies of this stream; its own position does not change. Keep "
                 "batch.state of the last batch that was used, or use torchdata's StatefulDataLoader"
             )
@@ -204,26 +206,20 @@ class ResumableStream(IterableDataset[B], ABC, Generic[B]):
         check_identity(state, identity, "state", allow_other_content)
         consumed = state_count(state, "consumed_samples")
         if self.num_samples is not None and consumed > self.num_samples:
-            raise coded(
-                "E108",
-                ValueError(f"state: consumed_samples is {consumed}, but this stream ends after {self.num_samples}"),
-            )
+            raise StateError(f"state: consumed_samples is {consumed}, but this stream ends after {self.num_samples}")
         progress = self._progress(consumed)
         for key, value in progress.items():
             if isinstance(value, list) and key not in state:
                 continue  # a state of an earlier release
             found = state_numbers(state, key, len(value)) if isinstance(value, list) else state_count(state, key)
             if found != value and not allow_other_content:
-                raise coded("E108", ValueError(f"state: {key} is {found}, expected {value} after {consumed} samples"))
+                raise StateError(f"state: {key} is {found}, expected {value} after {consumed} samples")
         info = get_worker_info()
         worker = None if info is None else [info.id, info.num_workers, self.global_batch_size]
         if "worker" in state and state["worker"] != worker:
-            raise coded(
-                "E108",
-                ValueError(
-                    f"state: of the DataLoader's [worker, workers, global_batch_size] {shortened(state['worker'])}, "
-                    f"expected {worker}. Only batch.state can be resumed with another number of workers"
-                ),
+            raise StateError(
+                f"state: of the DataLoader's [worker, workers, global_batch_size] {shortened(state['worker'])}, "
+                f"expected {worker}. Only batch.state can be resumed with another number of workers"
             )
         check_checksum(state, identity, progress)
         self._resume_at(consumed)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.errors import CacheError, StateError
 from niels_gpt.storage.meta_json import shortened
 
 MAX_SAMPLES = 2**62
@@ -22,7 +22,7 @@ _CONTENT = ("split", "tokens", "content_sha256", "tokenizer_sha256")
 def limited(name: str, epochs: int, num_windows: int) -> int:
     """Return the samples of some epochs. Raises: ValueError for more than MAX_SAMPLES."""
     if epochs * num_windows > MAX_SAMPLES:
-        raise ValueError(f"{name}={epochs}: expected at most {MAX_SAMPLES // num_windows} epochs of {num_windows}")
+        raise StateError(f"{name}={epochs}: expected at most {MAX_SAMPLES // num_windows} epochs of {num_windows}")
     return epochs * num_windows
 
 
@@ -35,7 +35,7 @@ def state_count(state: Mapping[str, Any], key: str) -> int:
     """Return a count of a state. Raises: ValueError if it is not an integer from 0 to MAX_SAMPLES."""
     count = state.get(key)
     if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= MAX_SAMPLES:
-        raise ValueError(f"state: {key} is {shortened(count)}, expected an integer from 0 to {MAX_SAMPLES}")
+        raise StateError(f"state: {key} is {shortened(count)}, expected an integer from 0 to {MAX_SAMPLES}")
     return count
 
 
@@ -43,7 +43,7 @@ def state_numbers(state: Mapping[str, Any], key: str, count: int) -> list[int]:
     """Return a list of counts of a state. Raises: ValueError unless it is one of so many valid counts."""
     numbers = state.get(key)
     if not isinstance(numbers, list) or len(numbers) != count:
-        raise ValueError(f"state: {key} is {shortened(numbers)}, expected a list of {count} counts")
+        raise StateError(f"state: {key} is {shortened(numbers)}, expected a list of {count} counts")
     return [state_count({key: number}, key) for number in numbers]
 
 
@@ -85,7 +85,7 @@ def check_checksum(state: Mapping[str, Any], identity: Iterable[str], progress: 
     crc = identity_crc({key: state[key] for key in identity})
     computed = _checksum(crc, {key: state[key] for key in progress if key in state}, state.get("worker", ()))
     if state["checksum"] != computed:
-        raise ValueError(
+        raise StateError(
             f"state: checksum is {shortened(state['checksum'])}, but its values give {computed!r}: it was edited or "
             "damaged. Copy it again from where it was saved; to use an edited state, remove its checksum"
         )
@@ -114,17 +114,17 @@ def check_identity(state: Any, mine: dict[str, Any], where: str, allow_other_con
     ValueError for a state of another kind or of a stream with other arguments.
     """
     if not isinstance(state, Mapping):
-        raise ValueError(f"{where}: {shortened(state)}, expected what state_dict() returned")
+        raise StateError(f"{where}: {shortened(state)}, expected what state_dict() returned")
     if state.get("kind") != (kind := mine.get("kind")):
         found = f"kind is {shortened(state.get('kind'))}, expected {shortened(kind)} as in this stream"
-        raise ValueError(f"{where}: {found}. It is of another kind of stream: open that one")
+        raise StateError(f"{where}: {found}. It is of another kind of stream: open that one")
     for key, value in mine.items():
         if key not in state:
-            raise ValueError(f"{where}: lacks {key}, expected what state_dict() returned")
+            raise StateError(f"{where}: lacks {key}, expected what state_dict() returned")
         given = state[key]
         if isinstance(value, list) and isinstance(value[0], dict) and isinstance(given, list):
             if len(given) != len(value):
-                raise ValueError(f"{where}: {key} has {len(given)} entries, expected {len(value)}")
+                raise StateError(f"{where}: {key} has {len(given)} entries, expected {len(value)}")
             for number, (one, other) in enumerate(zip(given, value, strict=True)):
                 check_identity(one, other, f"{where}: {key}[{number}]", allow_other_content)
         elif not same(given, value):
@@ -136,13 +136,13 @@ def _refuse(key: str, given: Any, value: Any, where: str, allow_other_content: b
     found, expected = f"{key} is {shortened(given)}", f"{shortened(value)} as in this stream"
     message = f"{where}: {found}, expected {expected}"
     if key == "stream":
-        raise ValueError(f"{message}. The state is of another release, where the same number means another sample")
+        raise StateError(f"{message}. The state is of another release, where the same number means another sample")
     if key not in _CONTENT:
-        raise ValueError(f"{message}. Open the stream as it was, or start without the state")
+        raise StateError(f"{message}. Open the stream as it was, or start without the state")
     if key == "tokens":
         state_count({key: given}, key)
     elif not isinstance(given, str | None):
-        raise ValueError(f"{message}, of the kind that state_dict() returns")
+        raise StateError(f"{message}, of the kind that state_dict() returns")
     if key == "tokenizer_sha256":
         refuse_tokenizer(given, value, where)
     if not allow_other_content:

@@ -25,6 +25,7 @@ from niels_gpt.sampling.permutation import permute
 from niels_gpt.sampling.position import STREAM_VERSION, ResumableStream
 from niels_gpt.sampling.state import limited
 from niels_gpt.storage.codes import CodedWarning
+from niels_gpt.storage.errors import NoLength
 from niels_gpt.storage.meta_json import checked_int
 
 __all__ = ["STREAM_VERSION", "Batch", "CacheStream", "MadeAhead", "SampleStream"]
@@ -92,7 +93,7 @@ class SampleStream(ResumableStream[Batch]):
         Raises: TypeError for a stream without end.
         """
         if self.num_samples is None:
-            raise TypeError(f"this {type(self).__name__} has no end and no length. Count steps instead")
+            raise NoLength(f"this {type(self).__name__} has no end and no length. Count steps instead")
         return (self.num_samples + (0 if self.drop_last else self.global_batch_size - 1)) // self.global_batch_size
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow_other_content: bool = False) -> None:

@@ -1,13 +1,155 @@
-"""CacheError: which path, what was found, what was expected, and the remedy. LeftOut: why a build lacks a cache."""
+"""Errors that carry their code: the class of an error says what it is about.
+
+A class has the code of its most common case; `code=` names a nearer one. Each class keeps the class of Python that
+callers catch: ValueError, FileNotFoundError, IndexError. codes.txt explains the codes.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+from niels_gpt.storage.codes import own_code
 from niels_gpt.storage.remedies import build_again
 
 REBUILD = "rebuild"
 """A remedy that becomes the command that builds the cache at the error's path from scratch."""
+
+
+_ABSENT = (FileNotFoundError, NotADirectoryError)
+
+
+class CodedError(Exception):
+    """Base of the errors with a code."""
+
+    code = "E902"
+
+    def __init_subclass__(cls, code: str = "") -> None:
+        cls.code = code or cls.code
+
+    def __init__(self, *args: object, code: str = "") -> None:
+        super().__init__(*args)
+        if code:
+            self.code = code
+
+
+@contextmanager
+def errors_as(code: str, kinds: tuple[type[Exception], ...] = _ABSENT) -> Iterator[None]:
+    """Give a code to the errors that Python, the system or a library raises in the block.
+
+    kinds: classes of errors, by default those of a missing file. An error that carries a code keeps it.
+    """
+    try:
+        yield
+    except kinds as error:
+        if own_code(error) is None:
+            error.code = code  # type: ignore[attr-defined]
+        raise
+
+
+class NotFound(CodedError, FileNotFoundError, code="E105"):
+    """A file or folder is not there."""
+
+
+class CacheNotFound(NotFound, code="E204"):
+    """A cache, or a file of it, is not there."""
+
+
+class OutOfRange(CodedError, IndexError, code="E106"):
+    """No token, example or window has this number, where a caller takes it by an index."""
+
+
+class PositionError(CodedError, ValueError, code="E106"):
+    """No position, sample or slot has this number."""
+
+
+class StateError(CodedError, ValueError, code="E108"):
+    """A state does not fit its stream."""
+
+
+class StreamUseError(CodedError, RuntimeError, code="E109"):
+    """A stream is used in a way that would repeat or lose samples."""
+
+
+class NoLength(CodedError, TypeError, code="E109"):
+    """A stream has no end, and so no length."""
+
+
+class SourceError(CodedError, ValueError, code="E302"):
+    """A source, or one of its files or rows, cannot be used."""
+
+
+class DefinitionError(SourceError, code="E104"):
+    """An entry that defines a source cannot be parsed."""
+
+
+class SourceNotFound(NotFound, code="E301"):
+    """A source, or one of its files, is not there."""
+
+
+class TokenizerError(CodedError, ValueError, code="E408"):
+    """A tokenizer cannot be used or trained."""
+
+
+class TokenizerNotFound(NotFound, code="E401"):
+    """A tokenizer is not there."""
+
+
+class TemplateError(CodedError, ValueError, code="E407"):
+    """A chat template cannot be used."""
+
+
+class HubError(CodedError, ConnectionError, code="E601"):
+    """The hub cannot be reached, or gives another answer."""
+
+
+class HubRefusal(CodedError, ValueError, code="E602"):
+    """The hub refuses a dataset or a model, or has another thing than was asked for."""
+
+
+class WorkerDied(CodedError, RuntimeError, code="E506"):
+    """A worker process ended in the middle of its work."""
+
+
+class ForkedBuild(CodedError, RuntimeError, code="E508"):
+    """A forked copy of a building process reached the build's code."""
+
+
+class NoRoomError(CodedError, OSError, code="E501"):
+    """A build or a transfer would not fit on its disk."""
+
+
+class InTheWay(CodedError, FileExistsError, code="E504"):
+    """Something stands where a file is to be written."""
+
+
+class TargetError(CodedError, ValueError, code="E705"):
+    """A target model cannot be used."""
+
+
+class TargetRunError(CodedError, RuntimeError, code="E705"):
+    """A target model ran, and did not give what a target gives."""
+
+
+class VocabularyError(CodedError, ValueError, code="E707"):
+    """A draft vocabulary cannot be used."""
+
+
+class InputError(CodedError, ValueError, code="E709"):
+    """Chats or rows cannot be a target's input."""
+
+
+class TreeError(CodedError, ValueError, code="E801"):
+    """Rollouts, their fields or their masks cannot be folded."""
+
+
+class TreeTypeError(CodedError, TypeError, code="E801"):
+    """A field of rollouts is of another type."""
+
+
+class FoldError(CodedError, ValueError, code="E803"):
+    """A model gives other values for a fold than for separate rows."""
 
 
 class LeftOut(Exception):
@@ -22,13 +164,13 @@ class LeftOut(Exception):
     """The reason in a few words, for a table."""
 
 
-class CacheError(ValueError):
+class CacheError(CodedError, ValueError, code="E201"):
     """A cache is damaged, foreign, or does not match its use (D24, D30): "PATH: FOUND, expected EXPECTED. REMEDY".
 
     path: the file or folder. found: what is wrong with it. expected: the correct state, "" if `found` implies it.
-    remedy: what to do, as a sentence that ends in a command; REBUILD if building from scratch helps. code: a row of
-    `storage/codes.py`. All are attributes, and the message is made of the first four. A path alone is a whole message:
-    what torch's DataLoader makes of an error of a worker process.
+    remedy: what to do, as a sentence that ends in a command; REBUILD if building from scratch helps. code: of
+    codes.txt. All are attributes, and the message is made of the first four. A path alone is a whole message: what
+    torch's DataLoader makes of an error of a worker process.
     """
 
     def __init__(
@@ -40,9 +182,8 @@ class CacheError(ValueError):
         *,
         code: str = "E201",
     ) -> None:
-        super().__init__(os.fspath(path), found, expected, remedy)  # the arguments of a pickled copy
+        super().__init__(os.fspath(path), found, expected, remedy, code=code)  # the arguments of a pickled copy
         self.path, self.found, self.expected, self._remedy = os.fspath(path), found, expected, remedy
-        self.code = code
 
     @property
     def remedy(self) -> str:

@@ -11,7 +11,6 @@ import hashlib
 from typing import Any, Final
 
 from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES, SPECIAL_TOKENS
-from niels_gpt.storage.codes import coded
 from niels_gpt.tokenizers.huggingface import MAX_OPENED_IDS
 from niels_gpt.tokenizers.training_texts import TrainingTexts
 
@@ -39,7 +38,7 @@ def train_model(texts: TrainingTexts, vocab_size: int) -> bytes:
 
     if not MIN_VOCAB_SIZE <= vocab_size <= MAX_OPENED_IDS:
         expected = f"{MIN_VOCAB_SIZE} (four sentinels and 256 bytes) to {MAX_OPENED_IDS:,}"
-        raise coded("E102", ValueError(f"vocab_size={vocab_size}: expected {expected}"))
+        raise ValueError(f"vocab_size={vocab_size}: expected {expected}")
     tokenizer = Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(SPLIT), "isolated"), byte_level])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 
-from niels_gpt.storage.codes import coded
 from niels_gpt.tokenizers.protocol import FullTokenizer
 
 CHOICES = ("auto", "eot", "eos", "none")
@@ -46,7 +45,7 @@ def document_end(tokenizer: FullTokenizer, choice: str = "auto") -> DocumentEnd 
     names = {"eot": "it has no sentinels", "eos": no_eos, "auto": no_eos}
     why = names.get(choice, f"it has no token {choice!a}")
     text = f"{tokenizer.model_path}: no token to end a document with: {why}. {_remedy(tokenizer)}"
-    raise coded("E102", ValueError(text))
+    raise ValueError(text)
 
 
 def _remedy(tokenizer: FullTokenizer) -> str:

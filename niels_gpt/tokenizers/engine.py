@@ -24,8 +24,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.storage.codes import coded
-from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.errors import CacheError, TokenizerError
 from niels_gpt.tokenizers.gigatoken.encoder import GigatokenEngine
 from niels_gpt.tokenizers.gigatoken.models import INSTALL, UnusableError, is_bpe
 from niels_gpt.tokenizers.protocol import FullTokenizer, Tokenizer
@@ -118,7 +117,7 @@ def _integers(ids: Any) -> NDArray[np.int64]:
     array = np.asarray(ids)
     if array.ndim != 1 or (len(array) and array.dtype.kind not in "iu"):
         found = f"the tokenizer gave an array of {array.dtype}, shape {array.shape}"
-        raise coded("E409", ValueError(f"{found}, for a text; expected a list of ids, which are integers"))
+        raise TokenizerError(f"{found}, for a text; expected a list of ids, which are integers", code="E409")
     return array.astype(np.int64, copy=False)
 
 
@@ -261,7 +260,7 @@ def _opened(tokenizer: Tokenizer, choice: str, seed: int) -> Engine:
         return reference
     if reference.name == "encode":
         found = f"{type(tokenizer).__name__} is no tokenizer.json and no SentencePiece model"
-        raise coded("E411", ValueError(f"gigatoken cannot be used: {found}. Leave engine out, or name the reference"))
+        raise TokenizerError(f"gigatoken cannot be used: {found}. Leave engine out, or name the reference", code="E411")
     full = cast(FullTokenizer, tokenizer)
     try:
         fast = GigatokenEngine(full)

@@ -13,8 +13,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from niels_gpt.storage.codes import coded
-from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.errors import CacheError, TokenizerNotFound
 from niels_gpt.storage.fileio import META_NAME, NotRegularError, open_for_reading
 from niels_gpt.storage.meta_json import open_regular, parse_object, read_regular
 
@@ -103,7 +102,7 @@ def tokenizer_file(path: str | os.PathLike[str]) -> tuple[Path, str]:
         upstream = next((name for name in UPSTREAM_MODELS if os.path.lexists(folder / name)), None)
         if upstream is None:
             missing = f"{folder / MODEL_NAME}: there is no tokenizer model, and no {TOKENIZER_JSON} beside"
-            raise coded("E401", FileNotFoundError(f"{missing}. Train one: {TRAIN_COMMAND}"))
+            raise TokenizerNotFound(f"{missing}. Train one: {TRAIN_COMMAND}")
         return folder / upstream, "sentencepiece"
     return folder / FILE_OF[there[0]], there[0]
 

@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES, SPECIAL_TOKENS
-from niels_gpt.storage.codes import coded
-from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.errors import CacheError, SourceError, TokenizerError, TokenizerNotFound
 from niels_gpt.storage.meta_json import parse_object
 from niels_gpt.tokenizers.files import (
     BYTE_ORDER_MARK,
@@ -180,7 +179,7 @@ class HuggingFaceTokenizer:
         try:
             raw = read_file(self.model_path, MAX_TOKENIZER_JSON_BYTES, what, follow_links=self.follow_links)
         except FileNotFoundError:
-            raise coded("E401", FileNotFoundError(f"{self.model_path}: there is no {TOKENIZER_JSON}")) from None
+            raise TokenizerNotFound(f"{self.model_path}: there is no {TOKENIZER_JSON}") from None
         if getattr(self, "_sha256", None) not in (None, hashlib.sha256(raw).hexdigest()):
             raise _changed(self.model_path)
         return raw
@@ -200,7 +199,7 @@ class HuggingFaceTokenizer:
             if not is_of_library(error):
                 raise
             why = f"{self.model_path}: cannot encode a text ({str(error)[:_SHOWN]!a})"
-            raise coded("E408", ValueError(why)) from error
+            raise TokenizerError(why) from error
 
     def _first_control_id(self, arrays: list[NDArray[np.int32]]) -> int | None:
         control = np.array(sorted(self._control_ids), np.int32)
@@ -212,7 +211,7 @@ class HuggingFaceTokenizer:
     def _no_plain(self, token_id: int) -> ValueError:
         of_eos = ", its eos" if token_id == self._eos_id else ""
         text = f"{self.model_path}: has no plain encoding of {self.token(token_id)!a}{of_eos}"
-        return coded("E305", ValueError(text))
+        return SourceError(text, code="E305")
 
     def _with_other_names(self) -> Any:
         """Return a tokenizer with the ids of this one, but other names for the control tokens in its vocabulary."""
@@ -238,7 +237,7 @@ class HuggingFaceTokenizer:
             raise self._no_plain(next(made, min(self._control_ids))) from error
         text = {token.content: token_id for token_id, token in plain.get_added_tokens_decoder().items()}
         if any(self.token_id(token) != token_id for token, token_id in text.items() if token not in names):
-            raise coded("E305", ValueError(f"{self.model_path}: has no plain encoding of its special tokens"))
+            raise SourceError(f"{self.model_path}: has no plain encoding of its special tokens", code="E305")
         return plain
 
     def _eos_token(self) -> str | None:

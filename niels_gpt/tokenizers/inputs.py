@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from niels_gpt.storage.codes import coded
+from niels_gpt.storage.errors import SourceError, TokenizerError
 
 
 def checked_ids(ids: Any, vocab_size: int, where: str) -> list[int]:
@@ -19,7 +19,7 @@ def checked_ids(ids: Any, vocab_size: int, where: str) -> list[int]:
         raise ValueError(f"ids of shape {tuple(getattr(ids, 'shape', ()))}: expected one dimension")
     wrong = next((value for value in values if not 0 <= value < vocab_size), None)
     if wrong is not None:
-        raise coded("E409", ValueError(f"id {wrong}: expected 0 <= id < vocab_size={vocab_size} of {where}"))
+        raise TokenizerError(f"id {wrong}: expected 0 <= id < vocab_size={vocab_size} of {where}", code="E409")
     return [int(value) for value in values]
 
 
@@ -29,10 +29,8 @@ def refuse_surrogates(texts: Sequence[str], error: Exception) -> None:
         try:
             text.encode()
         except UnicodeEncodeError as bad:
-            raise coded(
-                "E304",
-                ValueError(
-                    f"text {index}, character {bad.start}: lone surrogate {text[bad.start]!a}, which utf-8 cannot "
-                    "hold. Replace it first, for instance by U+FFFD"
-                ),
+            raise SourceError(
+                f"text {index}, character {bad.start}: lone surrogate {text[bad.start]!a}, which utf-8 cannot "
+                "hold. Replace it first, for instance by U+FFFD",
+                code="E304",
             ) from error

@@ -13,8 +13,7 @@ from typing import Any
 
 from niels_gpt.special_tokens import SPECIAL_TOKENS
 from niels_gpt.storage import fileio
-from niels_gpt.storage.codes import coded
-from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.errors import CacheError, InTheWay
 from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.tokenizers.files import FILE_OF, UPSTREAM_MODELS, tokenizer_file, tokenizer_files
 from niels_gpt.tokenizers.protocol import FullTokenizer
@@ -52,12 +51,12 @@ def add_sentinels(path: str | os.PathLike[str], out: str | os.PathLike[str], *, 
     final = Path(out).absolute()
     if os.path.lexists(final):
         text = f"{final}: is there already, and is not overwritten. Name a new folder, or move it away"
-        raise coded("E504", FileExistsError(text))
+        raise InTheWay(text)
     source, kind = tokenizer_file(path)
     follow_links = follow_links or not os.path.isdir(path)
     before = load_tokenizer(source, follow_links=follow_links)
     if before.special_token_ids():
-        raise coded("E102", ValueError(f"{source}: has the four sentinels already"))
+        raise ValueError(f"{source}: has the four sentinels already")
     files = tokenizer_files(source, follow_links=follow_links)
     name = FILE_OF[kind]
     if hashlib.sha256(files[name]).hexdigest() != before.sha256:

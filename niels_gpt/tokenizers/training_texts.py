@@ -8,7 +8,7 @@ from typing import Final
 
 from niels_gpt.progress import Progress
 from niels_gpt.special_tokens import find_reserved_literal
-from niels_gpt.storage.codes import coded
+from niels_gpt.storage.errors import TokenizerError
 
 MAX_PIECE_BYTES: Final = 4_000
 """Utf-8 bytes of a training piece; SentencePiece drops longer ones than its max_sentence_length, 4,192."""
@@ -95,7 +95,7 @@ class TrainingTexts:
             f"nothing to train a tokenizer on: {counts['documents']} documents of {counts['bytes_given']} bytes, "
             f"{counts['documents_with_reserved_literal']} of them left out for a reserved literal. Give it more text"
         )
-        return coded("E406", ValueError(text))
+        return TokenizerError(text, code="E406")
 
     def _documents(self) -> Iterator[str]:
         try:

@@ -2,7 +2,6 @@
 
 import ast
 import errno
-import importlib
 import pickle
 import warnings
 from collections.abc import Iterator
@@ -10,12 +9,12 @@ from collections.abc import Iterator
 import pytest
 from support import ROOT
 
-from niels_gpt.storage.codes import CODES, CodedWarning, code_of, coded, explained
-from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage import errors
+from niels_gpt.storage.codes import CodedWarning, code_of, codes, explained
+from niels_gpt.storage.errors import CacheError, SourceError
 from tools import errors_page
 
 SOURCES = [*ROOT.glob("niels_gpt/**/*.py"), *ROOT.glob("pipelines/**/*.py")]
-TABLES = "code_tables"
 
 
 def calls(tree: ast.Module) -> Iterator[tuple[str, ast.Call]]:
@@ -34,11 +33,11 @@ def uncoded(source: str) -> Iterator[str]:
             code = given.get("extra", "none").removeprefix("{'code': ").removesuffix("}")
         elif name == "warnings.warn":
             code = "none" if isinstance(call.args[0], ast.JoinedStr | ast.Constant) else "error.code"
-        elif name in ("CodedWarning", "coded", "print_warning"):
+        elif name in ("CodedWarning", "print_warning"):
             code = ast.unparse(call.args[0])
         else:
             continue
-        if code not in ("error.code", "message.code", "code", "''") and code.strip("'") not in CODES:
+        if code not in ("error.code", "message.code", "code", "''") and code.strip("'") not in codes():
             yield f"{call.lineno}: {ast.unparse(call)[:80]}"
 
 
@@ -56,7 +55,6 @@ def test_every_warning_and_every_cache_error_has_a_code_of_the_table() -> None:
         'logger.warning("slow", extra={"code": "slow"})',
         'warnings.warn(f"{path}: short", stacklevel=2)',
         'CodedWarning("W999", "short")',
-        'raise coded("E1", ValueError())',
     ],
 )
 def test_a_place_without_a_code_is_found(source: str) -> None:
@@ -67,36 +65,26 @@ def test_every_code_is_used_and_none_twice() -> None:
     used = {
         node.value
         for path in SOURCES
-        if TABLES not in path.parts
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
-    assert [code for code in CODES if code not in used] == []
-    assert len({row.name for row in CODES.values()}) == len(CODES)
+    assert [code for code in codes() if code not in used] == []
+    assert len({row.name for row in codes().values()}) == len(codes())
 
 
 def test_every_row_is_whole() -> None:
-    for code, row in CODES.items():
+    for code, row in codes().items():
         assert code == row.code and code[0] in "EW" and code[1:].isdecimal() and len(code) == 4
         assert row.name == row.name.lower() and " " not in row.name
         assert row.meaning.endswith(".") and row.remedy.endswith((".", "`.")), code
-
-
-def raised(code: str) -> BaseException:
-    """The error that a call raises."""
-    module, _, call = code.partition(": ")
-    try:
-        eval(call, vars(importlib.import_module(f"niels_gpt.{module}")))
-    except Exception as error:
-        return error
-    raise AssertionError(f"{call} raised nothing")
 
 
 @pytest.mark.parametrize(
     ("error", "code"),
     [
         (CacheError("a", "b", code="E203"), "E203"),
-        (coded("E302", ValueError("bad")), "E302"),
+        (SourceError("bad"), "E302"),
+        (SourceError("bad", code="E303"), "E303"),
         (OSError(errno.ENOSPC, "full"), "E501"),
         (PermissionError(errno.EACCES, "no"), "E502"),
         (OSError(errno.EIO, "bad"), "E509"),
@@ -118,19 +106,64 @@ def test_a_code_of_another_library_does_not_count() -> None:
     assert code_of(error) == "E102"
 
 
+BASES = {
+    "CacheError": (ValueError, "E201"),
+    "CacheNotFound": (FileNotFoundError, "E204"),
+    "DefinitionError": (ValueError, "E104"),
+    "FoldError": (ValueError, "E803"),
+    "ForkedBuild": (RuntimeError, "E508"),
+    "HubError": (ConnectionError, "E601"),
+    "HubRefusal": (ValueError, "E602"),
+    "InTheWay": (FileExistsError, "E504"),
+    "InputError": (ValueError, "E709"),
+    "NoLength": (TypeError, "E109"),
+    "NoRoomError": (OSError, "E501"),
+    "NotFound": (FileNotFoundError, "E105"),
+    "OutOfRange": (IndexError, "E106"),
+    "PositionError": (ValueError, "E106"),
+    "SourceError": (ValueError, "E302"),
+    "SourceNotFound": (FileNotFoundError, "E301"),
+    "StateError": (ValueError, "E108"),
+    "StreamUseError": (RuntimeError, "E109"),
+    "TargetError": (ValueError, "E705"),
+    "TargetRunError": (RuntimeError, "E705"),
+    "TemplateError": (ValueError, "E407"),
+    "TokenizerError": (ValueError, "E408"),
+    "TokenizerNotFound": (FileNotFoundError, "E401"),
+    "TreeError": (ValueError, "E801"),
+    "TreeTypeError": (TypeError, "E801"),
+    "VocabularyError": (ValueError, "E707"),
+    "WorkerDied": (RuntimeError, "E506"),
+}
+"""What callers catch by the classes of Python, and the code that a class has by itself."""
+
+
+def test_every_class_keeps_its_code_and_the_class_of_python_that_callers_catch():
+    classes = {
+        name: kind
+        for name, kind in vars(errors).items()
+        if isinstance(kind, type) and issubclass(kind, errors.CodedError)
+    }
+    assert classes.keys() - {"CodedError"} == BASES.keys()
+    for name, (base, code) in BASES.items():
+        error = classes[name]("a file: a problem")
+        assert isinstance(error, base) and code_of(error) == code, name
+        assert str(error) == "a file: a problem" and str(pickle.loads(pickle.dumps(error))) == str(error), name
+
+
 @pytest.mark.parametrize(
-    ("call", "code"),
+    ("raised", "code"),
     [
-        ("cache.meta: int('x')", "E102"),  # no frame of the package itself: the class decides
-        ("prefix_tree.layout.radix: tree_of_paths([1], [])", "E801"),
-        ("prefix_tree.savings.rollouts: _parsed(b'x', 'path', 1, None)", "E804"),
-        ("eagle3.target: default_eagle3_aux_layer_ids(2)", "E705"),
-        ("sampling.state: state_count({'a': -1}, 'a')", "E108"),
-        ("data.files.mirrors: mirror_root('/nowhere')", "E301"),
+        (FileNotFoundError(errno.ENOENT, "no such file", "a"), "E301"),
+        (NotADirectoryError(errno.ENOTDIR, "not a directory", "a"), "E301"),
+        (CacheError("a", "b", code="E203"), "E203"),
+        (PermissionError(errno.EACCES, "no", "a"), "E502"),
     ],
 )
-def test_a_plain_error_has_the_code_of_the_place_that_raised_it(call: str, code: str) -> None:
-    assert code_of(raised(call)) == code
+def test_a_missing_file_has_the_code_of_what_was_read_and_every_other_error_its_own(raised, code):
+    with pytest.raises(type(raised)) as caught, errors.errors_as("E301"):
+        raise raised
+    assert caught.value is raised and code_of(raised) == code
 
 
 def test_a_warning_of_python_ends_in_its_code() -> None:
@@ -139,7 +172,7 @@ def test_a_warning_of_python_ends_in_its_code() -> None:
 
 
 def test_explain_prints_the_row_and_refuses_what_is_no_code() -> None:
-    row = CODES["E503"]
+    row = codes()["E503"]
     text = explained("e503")
     words = " ".join(text.split())
     assert row.name in text and row.meaning in words and row.remedy in words and row.example in words
@@ -150,4 +183,4 @@ def test_explain_prints_the_row_and_refuses_what_is_no_code() -> None:
 
 def test_the_page_is_the_table() -> None:
     assert errors_page.PAGE.read_text() == errors_page.page(), "run python tools/errors_page.py"
-    assert [code for code in CODES if f"{{#{code.lower()}}}" not in errors_page.page()] == []
+    assert [code for code in codes() if f"{{#{code.lower()}}}" not in errors_page.page()] == []

@@ -29,7 +29,7 @@ from niels_gpt.chat.rows import EMPTY, MERGED, NO_SUPERVISED, WITHOUT_LOSS
 from niels_gpt.chat.tokenizers import SPECIAL_TEXT, Chat, ChatTokenizer, EncodedChat, RefusedChat
 from niels_gpt.encoding import DIGEST_BYTES, DIGEST_DTYPE
 from niels_gpt.progress import Progress
-from niels_gpt.storage.codes import coded
+from niels_gpt.storage.errors import SourceError, TokenizerError
 from niels_gpt.tokenizers.protocol import Tokenizer, token_dtype
 
 logger = logging.getLogger(__name__)
@@ -193,7 +193,7 @@ class _ChatEncoder:
         if not 0 <= array.min() <= array.max() < self.vocab_size:
             wrong = array[(array < 0) | (array >= self.vocab_size)][0]
             problem = f"chat {name!r}: the tokenizer gave id {wrong}, expected ids below vocab_size={self.vocab_size}"
-            raise coded("E409", ValueError(problem))
+            raise TokenizerError(problem, code="E409")
         return array.astype(self.dtype)
 
 
@@ -263,7 +263,7 @@ class _Writer:
     def _drop(self, name: str, problem: RefusedChat) -> None:
         if problem.reason == SPECIAL_TEXT and self._on_special == "raise":
             remedy = "Remove it from the source, or have such chats dropped: --on-special drop"
-            raise coded("E305", ValueError(f"{problem.found}. {remedy}"))
+            raise SourceError(f"{problem.found}. {remedy}", code="E305")
         if problem.found and not self.first_problem:
             self.first_problem = problem.found
         if not self.buffer.counts[problem.reason]:

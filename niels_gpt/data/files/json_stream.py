@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from niels_gpt.data.files.text import MAX_DOCUMENT_BYTES, Problem
+from niels_gpt.storage.errors import SourceError
 
 BLOCK_BYTES = 1 << 20
 UNSETTLED = 16  # characters at a window's end whose meaning may change with more text: tru|e, 1.|5, "\ud8|3d"
@@ -51,7 +52,7 @@ def iter_values(file: BinaryIO, name: str, limit: int = MAX_DOCUMENT_BYTES) -> I
         window.advance()
         yield from _items(window, name)
         if window.peek():
-            raise ValueError(f"{name}, after its array: expected nothing, {window.found()}")
+            raise SourceError(f"{name}, after its array: expected nothing, {window.found()}")
         return
     for number in itertools.count(1):
         if not window.peek():
@@ -67,7 +68,7 @@ def _items(window: _Window, name: str) -> Iterator[tuple[int, Any, str]]:
         yield number, *_value(window, f"{name}, item {number}")
         separator = window.peek()
         if separator not in (",", "]"):
-            raise ValueError(f"{name}, after item {number}: expected , or ] in a JSON array, {window.found()}")
+            raise SourceError(f"{name}, after item {number}: expected , or ] in a JSON array, {window.found()}")
         window.advance()
         if separator == "]":
             return
@@ -80,14 +81,14 @@ def _value(window: _Window, where: str) -> tuple[Any, str]:
     except _SkipError as error:
         found = window.found()
         if not window.skip_value():
-            raise ValueError(f"{where}: expected JSON ({error}), {found}, which does not end") from error
+            raise SourceError(f"{where}: expected JSON ({error}), {found}, which does not end") from error
         if error.too_large:
             return Problem.too_large(where, window.limit), ""
         return Problem(f"{where}: expected a JSON object ({error}), {found}"), ""
     except ValueError as error:
         reason = getattr(error, "msg", error)  # a JSONDecodeError's line and column count from the window's start
         complaint = f"{where}: expected JSON ({reason}), {window.found()}"
-        raise ValueError(f"{complaint}. Repair the file: later items cannot be read") from error
+        raise SourceError(f"{complaint}. Repair the file: later items cannot be read") from error
 
 
 class _SkipError(ValueError):

@@ -14,6 +14,7 @@ from typing import Any
 
 from niels_gpt.data.files.rows import TABLE_SUFFIXES
 from niels_gpt.data.files.walk import first_link, note_links, walk_files
+from niels_gpt.storage.errors import SourceError, SourceNotFound
 
 KNOWN_SUFFIXES = (*TABLE_SUFFIXES, ".txt", ".md")
 SPLITS = ("train", "validation", "test")
@@ -28,7 +29,7 @@ def mirror_root(source_root: str | os.PathLike[str]) -> Path | None:
         return SAMPLE_DIR
     root = Path(source_root).expanduser().absolute()  # files are named relative to it
     if not root.is_dir():
-        raise FileNotFoundError(
+        raise SourceNotFound(
             f"source root {os.fspath(source_root)!r}: no folder at {root.absolute()}; "
             'expected "hub", "sample" or an existing mirror folder: pass --source-root MIRROR or --source-root sample'
         )
@@ -57,7 +58,7 @@ def source_files(
         state = "it has no such file" if folder.is_dir() else "there is no such folder"
         if links:
             state = f"{links[0]} is a symbolic link, which is not followed: pass --follow-links if it may be"
-        raise FileNotFoundError(
+        raise SourceNotFound(
             f"expected {' '.join(wanted)} files in {folder}, but {state}; "
             "put them there, or use --source-root hub or --source-root sample"
         )
@@ -99,7 +100,7 @@ def split_files(
     chosen = [path for path in files if split_of(path) == split]
     if not chosen:
         names = ", ".join(path.relative_to(root / dataset_id).as_posix() for path in files[:8])
-        raise FileNotFoundError(f"{root / dataset_id} has no file of split {split!r}; found: {names}")
+        raise SourceNotFound(f"{root / dataset_id} has no file of split {split!r}; found: {names}")
     return chosen
 
 
@@ -107,4 +108,4 @@ def check_split(split: str, *, allow_all: bool = False) -> None:
     """Raise ValueError unless `split` is train, validation, test or, where allowed, "all"."""
     names = (*SPLITS, "all") if allow_all else SPLITS
     if split not in names:
-        raise ValueError(f"unknown split {split!r}; expected one of {', '.join(names)}")
+        raise SourceError(f"unknown split {split!r}; expected one of {', '.join(names)}")

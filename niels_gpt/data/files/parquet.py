@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from niels_gpt.data.files.part import WHOLE_FILE, Share
 from niels_gpt.data.files.text import MAX_DOCUMENT_BYTES, Problem
 from niels_gpt.data.files.text import decode as decode_text
+from niels_gpt.storage.errors import SourceError, errors_as
 from niels_gpt.storage.fileio import open_for_reading
 from niels_gpt.storage.parquet_pages import CODES, Page, pages_of
 
@@ -77,8 +78,10 @@ def iter_batches(
     import pyarrow.parquet as pq
 
     try:
+        with errors_as("E301"):
+            handle = open_for_reading(path, follow_links=True)
         with (
-            open(open_for_reading(path, follow_links=True), "rb") as file,
+            open(handle, "rb") as file,
             pq.ParquetFile(file, buffer_size=_READ_BYTES) as table,
         ):
             names = [name for name in dict.fromkeys(table.schema_arrow.names) if columns is None or name in columns]
@@ -96,8 +99,8 @@ def iter_batches(
         if isinstance(error, OSError) and error.errno is not None:
             raise  # of the system: no such file, no permission; a page that does not decompress has no errno
         if isinstance(error, pa.ArrowNotImplementedError):
-            raise ValueError(f"{path}: holds what pyarrow cannot read ({error}); write it in another form") from error
-        raise ValueError(f"{path}: not a whole parquet file ({error}); fetch it again") from error
+            raise SourceError(f"{path}: holds what pyarrow cannot read ({error}); write it in another form") from error
+        raise SourceError(f"{path}: not a whole parquet file ({error}); fetch it again") from error
 
 
 class _Groups:
@@ -390,7 +393,7 @@ def _values_of(column: Any, decode: Callable[[bytes], str], where: str) -> list[
             return [_with_texts(value, decode) for value in column.cast(_with_bytes(column.type)).to_pylist()]
     except _CONVERSION_ERRORS as error:
         problem = f"{type(error).__name__}: {error}"
-        raise ValueError(
+        raise SourceError(
             f"{where}: found values of type {column.type} that cannot be read ({problem}). Write the file without them"
         ) from error
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from niels_gpt.data.files.text import MISSING_FIELD, TOO_LARGE
 from niels_gpt.data.types import SampledSequence
+from niels_gpt.storage.errors import SourceError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -121,7 +122,7 @@ def tokens_of(samples: Sequence[SampledSequence], before: int = 0, where: str = 
     """
     tokens = before + sum(len(sample.ids) for sample in samples)
     if tokens > MAX_GROUP_TOKENS:
-        raise ValueError(f"{where}: found a group of more than {MAX_GROUP_TOKENS:,} tokens, expected smaller groups")
+        raise SourceError(f"{where}: found a group of more than {MAX_GROUP_TOKENS:,} tokens, expected smaller groups")
     return tokens
 
 

@@ -27,6 +27,7 @@ from niels_gpt.data.files.text import (
     opened_text,
     unpacked_name,
 )
+from niels_gpt.storage.errors import SourceError
 
 T = TypeVar("T")
 TABLE_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst", ".parquet")
@@ -86,12 +87,12 @@ def numbered_rows(
     elif unpacked_name(name).endswith((".jsonl", ".json")):
         rows = _json_rows(path, counters, max_document_bytes, skip_to, share)
     else:
-        raise ValueError(f"{path}: rows come from {' '.join(TABLE_SUFFIXES)} .json .txt, not from this kind of file")
+        raise SourceError(f"{path}: rows come from {' '.join(TABLE_SUFFIXES)} .json .txt, not from this kind of file")
     for number, row in rows:
         if isinstance(row, dict):
             yield number, row
         elif unreadable is None:
-            raise ValueError(row)
+            raise SourceError(row)
         else:
             unreadable(row)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.progress import Progress
-from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.errors import CacheError, SourceError
 from niels_gpt.storage.fileio import canonical_json, fsync_dir, open_for_reading, sha256_file, write_bytes
 from niels_gpt.storage.locks import file_lock
 
@@ -47,10 +47,10 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         with open(open_for_reading(path, follow_links=True), "rb") as file:
             raw = file.read(_MANIFEST_BYTES + 1)
         if len(raw) > _MANIFEST_BYTES:
-            raise ValueError(f"more than {_MANIFEST_BYTES:,} bytes")
+            raise SourceError(f"more than {_MANIFEST_BYTES:,} bytes")
         manifest: dict[str, Any] = json.loads(raw.decode("utf-8"))
         if manifest["format_version"] != FORMAT_VERSION:
-            raise ValueError(f"format_version is {manifest['format_version']}, expected {FORMAT_VERSION}")
+            raise SourceError(f"format_version is {manifest['format_version']}, expected {FORMAT_VERSION}")
         [(file["name"], file["split"], file["rows"], file["sha256"]) for file in manifest["files"]]
         [manifest[key] for key in (*_OF_THE_STREAM, "revision", "finished", "ended", "text_bytes")]
     except FileNotFoundError:
@@ -234,6 +234,6 @@ def _line_of(row: Row, where: str) -> bytes:
     def plain(value: Any) -> str:
         if isinstance(value, datetime.date | datetime.time):
             return value.isoformat()
-        raise ValueError(f"{where}: a value of type {type(value).__name__} cannot be kept as JSON")
+        raise SourceError(f"{where}: a value of type {type(value).__name__} cannot be kept as JSON")
 
     return (json.dumps(row, ensure_ascii=False, default=plain) + "\n").encode(errors="replace")

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from niels_gpt.data.files.part import WHOLE_FILE, Share
+from niels_gpt.storage.errors import SourceError, errors_as
 from niels_gpt.storage.fileio import open_for_reading
 
 logger = logging.getLogger(__name__)
@@ -179,13 +180,15 @@ def opened_text(path: Path, *, counters: Counter[str] | None = None) -> Iterator
     Raises: ValueError if it is no regular file, and inside the block for a damaged .gz or .zst file.
     """
     packed = packed_suffix(path.name)
-    with open(open_for_reading(path, follow_links=True), "rb") as raw:
+    with errors_as("E301"):
+        handle = open_for_reading(path, follow_links=True)
+    with open(handle, "rb") as raw:
         if packed == ".gz":
             try:
                 with gzip.GzipFile(fileobj=raw, mode="rb") as unpacked:
                     yield _as_utf8(cast(BinaryIO, unpacked), path, counters)
             except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-                raise ValueError(f"{path}: damaged gzip file ({error}); fetch it again") from error
+                raise SourceError(f"{path}: damaged gzip file ({error}); fetch it again") from error
         elif packed == ".zst":
             with _unpacked_zstd(raw, path) as file:
                 yield _as_utf8(file, path, counters)
@@ -207,8 +210,8 @@ def _unpacked_zstd(raw: BinaryIO, path: Path) -> Iterator[BinaryIO]:
     except (zstd.ZstdError, EOFError) as error:
         if "too much memory" in str(error):
             window = f"a window of more than {1 << _ZSTD_WINDOW_LOG:,} bytes (zstd --long)"
-            raise ValueError(f"{path}: {window}; compress it without --long") from error
-        raise ValueError(f"{path}: damaged zstd file ({error}); fetch it again") from error
+            raise SourceError(f"{path}: {window}; compress it without --long") from error
+        raise SourceError(f"{path}: damaged zstd file ({error}); fetch it again") from error
 
 
 def _as_utf8(file: BinaryIO, path: Path, counters: Counter[str] | None) -> BinaryIO:

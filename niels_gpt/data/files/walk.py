@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from niels_gpt.data.files.text import LINKS
+from niels_gpt.storage.errors import errors_as
 from niels_gpt.storage.fileio import sha256_file
 
 logger = logging.getLogger(__name__)
@@ -144,5 +145,6 @@ def files_fingerprint(root: Path, paths: Iterable[Path]) -> str:
     """
     total = hashlib.sha256()
     for name, path in sorted((os.fsencode(path.relative_to(root)), path) for path in paths):
-        total.update(name + f"\0{path.stat().st_size}\0{sha256_file(path)}\n".encode())
+        with errors_as("E301"):
+            total.update(name + f"\0{path.stat().st_size}\0{sha256_file(path)}\n".encode())
     return total.hexdigest()

@@ -34,8 +34,7 @@ from niels_gpt.eagle3.format.native.shard_writer import NativeShardWriter
 from niels_gpt.eagle3.format.native.weights import write_weights
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.progress import Progress
-from niels_gpt.storage.codes import coded
-from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.errors import CacheError, TargetError
 from niels_gpt.storage.fresh_folder import fresh_folder
 
 FILES: dict[str, type[SpecForgeFiles] | type[SpeculatorsFiles]] = {
@@ -321,7 +320,7 @@ def _head_for(last_hidden: str, head: TargetHead) -> TargetHead:
         return head
     if last_hidden == "pre_norm":
         text = "the states are before the target's final norm, and that norm is none that is known here"
-        raise coded("E705", ValueError(f"{text}. Import post-norm states"))
+        raise TargetError(f"{text}. Import post-norm states")
     return head.after_norm()
 
 

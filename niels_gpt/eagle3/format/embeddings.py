@@ -9,7 +9,7 @@ import torch
 from niels_gpt.eagle3.format.layout import EMBEDDINGS_NAME, PathLike, header_bytes, read_header
 from niels_gpt.eagle3.format.manifest import PRODUCE_AGAIN, atomic_write, load_safetensors
 from niels_gpt.eagle3.format.native.weights import WEIGHTS_NAME, fits_receipt, read_weights, write_with_receipt
-from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.errors import CacheError, NotFound
 from niels_gpt.storage.fileio import SizedFile
 from niels_gpt.storage.meta_json import shortened
 
@@ -50,9 +50,10 @@ def read_target_embeddings(cache_dir: PathLike, *, follow_links: bool = False) -
             raise CacheError(path, f"{WEIGHTS_NAME} has no embeddings", remedy=PRODUCE_AGAIN, code="E701")
         return weights["embeddings"].to(torch.float32)
     if not os.path.lexists(path):
-        raise FileNotFoundError(
+        raise NotFound(
             f"{path} not found. The EAGLE-3 offline cache must include the target embeddings so the draft can "
-            "initialize from them; regenerate the cache with the current precompute_eagle3."
+            "initialize from them; regenerate the cache with the current precompute_eagle3.",
+            code="E702",
         )
     fields, _, _ = read_header(path, follow_links=follow_links)
     dtype, shape = fields.get("weight", (None, ()))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.errors import CacheError, NotFound, errors_as
 from niels_gpt.storage.fileio import META_NAME, NotRegularError, open_for_reading
 from niels_gpt.storage.meta_json import checked_count, parse_object, shortened
 
@@ -233,14 +233,15 @@ def open_file(path: PathLike, *, follow_links: bool = False) -> int:
     if not follow_links and os.path.basename(above) == SIDECAR and os.path.islink(above):
         raise _link_refused(above)
     try:
-        return open_for_reading(path, follow_links=follow_links)
+        with errors_as("E702"):
+            return open_for_reading(path, follow_links=follow_links)
     except NotRegularError as error:
         if error.is_link:
             raise _link_refused(where) from error
         raise CacheError(where, "not a regular file", "one of an EAGLE-3 cache", code="E205") from error
     except OSError as error:
         if isinstance(error, FileNotFoundError) and error.filename is None:  # the parent is no folder
-            raise FileNotFoundError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), where) from error
+            raise NotFound(errno.ENOTDIR, os.strerror(errno.ENOTDIR), where, code="E702") from error
         if error.errno == errno.ELOOP:  # links in a circle, with follow_links
             raise _link_refused(where) from error
         raise

@@ -22,8 +22,7 @@ from niels_gpt.eagle3.format.layout import (
     shard_path,
 )
 from niels_gpt.storage import fileio
-from niels_gpt.storage.codes import coded
-from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.errors import CacheError, NotFound
 from niels_gpt.storage.fileio import META_NAME, write_bytes
 from niels_gpt.storage.meta_json import parse_object, shortened
 
@@ -257,7 +256,7 @@ def _no_manifest(path: str) -> FileNotFoundError:
     elif not parts:
         code, more = "E105", f" There is no {'EAGLE-3 cache in this' if os.path.isdir(folder) else 'such'} folder"
     found = f"EAGLE-3 cache manifest not found at {path}. Was the cache fully written?{more}"
-    return coded(code, FileNotFoundError(found))
+    return NotFound(found, code=code)
 
 
 def _refuse_wrong_types(manifest: dict[str, Any], where: PathLike) -> None:

@@ -24,7 +24,7 @@ from niels_gpt.eagle3.format.manifest import is_native, layout_of, read_manifest
 from niels_gpt.eagle3.format.native.layout import NativeLayout
 from niels_gpt.eagle3.format.native.rows import row_counts
 from niels_gpt.eagle3.format.samples import IDS_NAME, Samples
-from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.errors import CacheError, NotFound
 from niels_gpt.storage.fileio import canonical_json
 from niels_gpt.storage.meta_json import checked_count, parse_object, shortened
 
@@ -279,7 +279,7 @@ def open_plan(cache_dir: PathLike, *, follow_links: bool = False) -> Plan:
     """
     record = read_record(cache_dir, follow_links=follow_links)
     if record is None:
-        raise FileNotFoundError(f"{_sidecar(cache_dir) / PLAN_NAME} not found: this cache has no plan")
+        raise NotFound(f"{_sidecar(cache_dir) / PLAN_NAME} not found: this cache has no plan", code="E702")
     path, on_disk = _sidecar(cache_dir) / BATCHES_NAME, read_manifest(cache_dir, follow_links=follow_links)
     parts = ("target", "tokenizer", "source", "dropped", "altered", "samples", "run")
     try:

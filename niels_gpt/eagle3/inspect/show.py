@@ -15,7 +15,7 @@ from niels_gpt.eagle3.inspect.open_cache import Decoder, Table, refuse_malformed
 from niels_gpt.eagle3.inspect.opening import open_cache
 from niels_gpt.eagle3.inspect.published import show as published
 from niels_gpt.eagle3.inspect.published.opened import PublishedCache, Row
-from niels_gpt.storage.codes import coded
+from niels_gpt.storage.errors import PositionError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import shortened
 
@@ -175,9 +175,7 @@ def slot_rows(
     """
     row = _row(open_cache(path, follow_links=follow_links), number)
     if not 0 <= begin < max(1, row.length):
-        raise coded(
-            "E106", ValueError(f"slot {begin}: sample {number} has {row.length} tokens, expected 0 to {row.length - 1}")
-        )
+        raise PositionError(f"slot {begin}: sample {number} has {row.length} tokens, expected 0 to {row.length - 1}")
     chosen = range(begin, min(row.length, begin + slots))
     if isinstance(row, NativeRow):
         return native.token_rows(row, tokenizer, chosen)
@@ -186,9 +184,7 @@ def slot_rows(
 
 def _row(cache: PublishedCache | NativeCache, number: int) -> Row | NativeRow:
     if not 0 <= number < cache.num_samples:
-        raise coded(
-            "E106", ValueError(f"sample {number}: there are {cache.num_samples}, expected 0 to {cache.num_samples - 1}")
-        )
+        raise PositionError(f"sample {number}: there are {cache.num_samples}, expected 0 to {cache.num_samples - 1}")
     return cache.row(number)
 
 

@@ -24,7 +24,7 @@ from niels_gpt.eagle3.format.samples import Samples
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.eagle3.produce.supervision import NonFiniteError
 from niels_gpt.eagle3.target import capture
-from niels_gpt.storage.codes import coded
+from niels_gpt.storage.errors import TargetError
 
 _COUNTS = ("tokens", "supervised", "aux_rows", "target_rows")
 
@@ -54,7 +54,7 @@ class NativeForward:
         if found != (plan.manifest["conventions"]["last_hidden"], plan.manifest["head"]):
             stated = plan.manifest["conventions"]["last_hidden"], plan.manifest["head"]
             problem = f"{plan.target.get('name')}: its head is {found}, expected {stated}, as manifest.json has it"
-            raise coded("E705", ValueError(f"{problem}. Remove manifest.json, and run again with --resume"))
+            raise TargetError(f"{problem}. Remove manifest.json, and run again with --resume")
         self._in_draft = np.zeros(plan.manifest["target_vocab_size"], np.bool_)
         self._in_draft[plan.manifest["selected_token_ids"]] = True
 

@@ -19,12 +19,11 @@ from torch import Tensor
 
 from niels_gpt.eagle3.cache import compress_target_probs, is_compressed
 from niels_gpt.eagle3.target import PART_VALUES, Eagle3TargetBatch
+from niels_gpt.storage.errors import CodedError
 
 
-class NonFiniteError(RuntimeError):
+class NonFiniteError(CodedError, RuntimeError, code="E708"):
     """The target's output has a number that is not finite, or that the cache's dtype cannot hold."""
-
-    code = "E708"
 
 
 def draft_distribution(

@@ -10,7 +10,7 @@ from niels_gpt.eagle3.format.plan import Plan
 from niels_gpt.eagle3.format.samples import Samples
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.eagle3.target import HFEagle3TargetModel, capture
-from niels_gpt.storage.codes import coded
+from niels_gpt.storage.errors import TargetError
 
 _TRIAL_TOKENS = 8
 Found = tuple[dict[str, Any], str] | None
@@ -33,23 +33,17 @@ def try_target(plan: Plan, samples: Samples, model: Any, device: torch.device) -
         if getattr(error, "code", None) == "E705":  # has a text of its own
             raise
         advice = "" if plan.run.get("attention") == "eager" else ". If its attention is why: --attention eager"
-        raise coded(
-            "E705",
-            ValueError(
-                f"{plan.target.get('name')}: the target was loaded, and could not be run over {ids.shape[1]} tokens "
-                f"({type(error).__name__}: {error}){advice}. Nothing was written"
-            ),
+        raise TargetError(
+            f"{plan.target.get('name')}: the target was loaded, and could not be run over {ids.shape[1]} tokens "
+            f"({type(error).__name__}: {error}){advice}. Nothing was written"
         ) from error
     manifest = plan.manifest
     aux = manifest["hidden_size"] * len(manifest["aux_layer_ids"]) if plan.is_native else manifest["aux_hidden_dim"]
     expected = aux, manifest["target_vocab_size"]
     if sizes != expected:
-        raise coded(
-            "E705",
-            ValueError(
-                f"{plan.target.get('name')}: it gives {sizes[0]} hidden states and {sizes[1]} logits a token, expected "
-                f"{expected[0]} and {expected[1]} by its config. Nothing was written"
-            ),
+        raise TargetError(
+            f"{plan.target.get('name')}: it gives {sizes[0]} hidden states and {sizes[1]} logits a token, expected "
+            f"{expected[0]} and {expected[1]} by its config. Nothing was written"
         )
     return None if head is None else (head.facts(), head.last_hidden)
 

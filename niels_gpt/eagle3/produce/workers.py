@@ -32,6 +32,7 @@ from niels_gpt.eagle3.produce.native_forward import NativeForward
 from niels_gpt.eagle3.produce.shards import Check, Written, make_shards
 from niels_gpt.eagle3.produce.trial import Found, try_target
 from niels_gpt.interrupts import sigint_blocked
+from niels_gpt.storage.errors import WorkerDied
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +168,7 @@ def _death_of(process: Any) -> RuntimeError:
     how = f"exit code {code}"
     if code is not None and code < 0:
         how = f"killed by {signal.Signals(-code).name}" + ("; is there too little memory?" if code == -9 else "")
-    return RuntimeError(
+    return WorkerDied(
         f"worker process {process.pid} died ({how}). Finished shards stay: run the same command with --resume"
     )
 
@@ -218,7 +219,7 @@ def _sendable(error: BaseException) -> BaseException:
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
+        return WorkerDied(f"{type(error).__name__}: {error}")
     return error
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from niels_gpt.hub.models import CONFIG, hub_file, hub_weights, is_local, refuse_large
+from niels_gpt.storage.errors import NotFound, TargetError, errors_as
 from niels_gpt.storage.fileio import sha256_file
 
 
@@ -55,11 +56,13 @@ def target_facts(name: str, *, revision: str | None = None, hash_weights: bool =
         refuse_large(path.parent)
         raw = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
-        raise FileNotFoundError(f"{path}: there is no such file, expected the folder of a transformers model") from None
+        raise NotFound(
+            f"{path}: there is no such file, expected the folder of a transformers model", code="E705"
+        ) from None
     config, text = _read_config(path)
     sizes: list[Any] = [getattr(text, size, None) for size in ("num_hidden_layers", "hidden_size", "vocab_size")]
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or None in sizes:
-        raise ValueError(
+        raise TargetError(
             f"{path}: model_type {config.model_type!r} is no causal language model of transformers "
             f"{transformers.__version__}. Name one that predicts the next token"
         )
@@ -106,13 +109,13 @@ def load_target(
     except Exception as error:  # safetensors', pickle's or the model's own
         if "attention implementation" in str(error) and attention != "eager":
             problem = f"transformers has no attention {attention!r} for this model. Run it with --attention eager"
-            raise ValueError(f"{name}: {problem}") from error
-        raise ValueError(f"{name}: its weights could not be loaded: {type(error).__name__}: {error}") from error
+            raise TargetError(f"{name}: {problem}") from error
+        raise TargetError(f"{name}: its weights could not be loaded: {type(error).__name__}: {error}") from error
     wrong = {"missing": found["missing_keys"], "of another shape": {key for key, *_ in found["mismatched_keys"]}}
     for what, keys in wrong.items():
         if keys:
             first = ", ".join(sorted(keys)[:3])
-            raise ValueError(
+            raise TargetError(
                 f"{name}: {len(keys)} of its weights are {what} (such as {first}): expected a complete model, whose "
                 f"{CONFIG} is that of its weights. Download it again"
             )
@@ -136,7 +139,7 @@ def _config_path(name: str, revision: str | None) -> Path:
         return Path(name).expanduser() / CONFIG
     found = hub_file(name, CONFIG, revision)
     if found is None:
-        raise ValueError(f"{name}: has no {CONFIG} on the hub, expected a transformers model")
+        raise TargetError(f"{name}: has no {CONFIG} on the hub, expected a transformers model")
     return found
 
 
@@ -152,17 +155,19 @@ def _read_config(path: Path) -> tuple[Any, Any]:
             return config, config.get_text_config()
     except Exception as error:  # any error of the config's class
         if "trust_remote_code" in str(error):
-            raise ValueError(
+            raise TargetError(
                 f"{path}: transformers {transformers.__version__} has no such model, and code of a model's repository "
                 "is never run here. Name a model that needs none"
             ) from error
-        raise ValueError(f"{path}: transformers {transformers.__version__} cannot read it: {error}") from error
+        raise TargetError(f"{path}: transformers {transformers.__version__} cannot read it: {error}") from error
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    paths = sorted((path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin")), key=lambda p: p.name)
+    with errors_as("E705"):
+        files = list(folder.iterdir())
+    paths = sorted((path for path in files if path.suffix in (".safetensors", ".bin")), key=lambda path: path.name)
     if not paths:
-        raise FileNotFoundError(f"{folder}: has no *.safetensors and no *.bin, expected the weights of a model")
+        raise NotFound(f"{folder}: has no *.safetensors and no *.bin, expected the weights of a model", code="E705")
     return paths
 
 

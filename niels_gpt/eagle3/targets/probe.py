@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from niels_gpt.eagle3.target import _blocks
-from niels_gpt.storage.codes import coded
+from niels_gpt.storage.errors import TargetError
 
 RMS = ("rms", "wide_rms", "gemma_rms")
 """Kinds of RMS norm: w * rms(x), rounded before the product; the same, rounded after it, as OLMo 2 and GPT-OSS have it,
@@ -70,7 +70,7 @@ class Probe:
                 handle.remove()
         if "post" not in seen or seen["post"].dim() != 3:
             found = f"{type(model).__name__}: its lm_head is not called with [B, S, H], so its input cannot be captured"
-            raise coded("E705", ValueError(found))
+            raise TargetError(found)
         pre, post = seen.get("pre", logits), seen["post"]
         return cls(pre[0] if pre.shape == post.shape else pre.new_empty(0), post[0], logits[0], norms)
 
@@ -79,19 +79,16 @@ def _lm_head(model: nn.Module) -> Any:
     lm_head = getattr(model, "get_output_embeddings", lambda: None)()
     if not isinstance(getattr(lm_head, "weight", None), Tensor):
         found = f"{type(model).__name__}: has no output embeddings, expected a causal language model with an lm_head"
-        raise coded("E705", ValueError(found))
+        raise TargetError(found)
     return lm_head
 
 
 def other_logits(model: nn.Module, error: float) -> ValueError:
     """Return the error for a model whose logits are not those of its head. error: see `difference`."""
-    return coded(
-        "E705",
-        ValueError(
-            f"{type(model).__name__}: its final norm, lm_head, logit scale and softcap give logits that differ from "
-            f"the model's by {error:.1e} of the largest one; it does something else to them. A native cache needs a "
-            "target whose logits follow from its last hidden state. Produce --format 1 or 2"
-        ),
+    return TargetError(
+        f"{type(model).__name__}: its final norm, lm_head, logit scale and softcap give logits that differ from "
+        f"the model's by {error:.1e} of the largest one; it does something else to them. A native cache needs a "
+        "target whose logits follow from its last hidden state. Produce --format 1 or 2"
     )
 
 

@@ -13,8 +13,7 @@ from niels_gpt.interop.transfer.described import Described
 from niels_gpt.interop.transfer.jobs import Tally, at_once
 from niels_gpt.interop.transfer.remote import RANGE_BYTES, Bucket
 from niels_gpt.storage import fileio
-from niels_gpt.storage.codes import coded
-from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.errors import CacheError, NoRoomError
 from niels_gpt.storage.fileio import META_NAME, OutputFile
 from niels_gpt.storage.meta_json import MAX_JSON_BYTES, open_regular, path_inside
 
@@ -108,4 +107,4 @@ def refuse_without_room(folder: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(existing).free
     if num_bytes and num_bytes + _FREE_BYTES > free:
         found = f"{folder}: {num_bytes:,} bytes do not fit: {free:,} are free. Make room, or name another folder"
-        raise coded("E501", OSError(found))
+        raise NoRoomError(found)

@@ -19,7 +19,6 @@ from niels_gpt.interop.transfer.described import (
 )
 from niels_gpt.interop.transfer.remote import Bucket, redacted
 from niels_gpt.progress import Progress
-from niels_gpt.storage.codes import coded
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import MAX_JSON_BYTES, path_inside
@@ -48,7 +47,7 @@ def push_hub(
 
     found = _URL.fullmatch(url.rstrip("/"))
     if found is None:
-        raise coded("E102", ValueError("hf://...: expected hf://datasets/USER/NAME[@REVISION][/FOLDER]"))
+        raise ValueError("hf://...: expected hf://datasets/USER/NAME[@REVISION][/FOLDER]")
     repo, revision, inside = found[1], found[2] or "main", f"{found[3]}/" if found[3] else ""
     api: Any = HfApi()
     _asked(url, lambda: api.create_repo(repo, private=not public, exist_ok=True, repo_type="dataset"))

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from niels_gpt.storage import fileio
-from niels_gpt.storage.codes import coded
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import open_regular, path_inside, printable
 
@@ -50,17 +49,17 @@ def scheme_of(url: str) -> str:
     scheme, colon, rest = url.partition("://")
     kind = _SAME.get(scheme.lower(), scheme.lower()) if colon else "file"
     if kind not in _SCHEMES:
-        raise coded("E102", ValueError(f"{printable(scheme)[:40]}://: expected a path or one of {_known()}"))
+        raise ValueError(f"{printable(scheme)[:40]}://: expected a path or one of {_known()}")
     if kind == "file":
         if not url or (not colon and _ONE_SLASH.match(url)):
-            raise coded("E102", ValueError(f"{printable(url)[:40] or 'an empty URL'}: expected a path or {_known()}"))
+            raise ValueError(f"{printable(url)[:40] or 'an empty URL'}: expected a path or {_known()}")
         return kind
     if kind != "memory" and rest.partition("/")[0] == "":
-        raise coded("E102", ValueError(f"{kind}://: expected the name of a bucket after it, and a folder"))
+        raise ValueError(f"{kind}://: expected the name of a bucket after it, and a folder")
     user, at, _ = rest.partition("/")[0].rpartition("@")
     if "?" in rest or (at and (":" in user or kind != "az")):
         why = "the URL holds credentials or a query, which would be seen in logs. The libraries find credentials"
-        raise coded("E102", ValueError(f"{kind}://...: {why} themselves: name the bucket and the folder only"))
+        raise ValueError(f"{kind}://...: {why} themselves: name the bucket and the folder only")
     return kind
 
 
@@ -283,7 +282,7 @@ def _opened(kind: str, url: str) -> tuple[Any, str]:
         fs = fsspec.filesystem(kind, **fresh)
     except ImportError as error:
         found = f"{kind}:// needs the package {library}, which is not installed: pip install 'niels-gpt[{extra}]'"
-        raise coded("E901", ImportError(found)) from error
+        raise ImportError(found) from error
     except Exception as error:  # such as Azure without an account
         reason = redacted(f"{type(error).__name__}: {error}")
         raise CacheError(printable(url), f"refused: {reason}", remedy=_CREDENTIALS, code="E612") from None
@@ -297,7 +296,7 @@ def _pinned(fs: Any, root: str, url: str) -> str:
     from huggingface_hub import HfApi
 
     if not root.startswith("datasets/"):
-        raise coded("E102", ValueError("hf://...: expected hf://datasets/USER/NAME[@REVISION][/FOLDER]"))
+        raise ValueError("hf://...: expected hf://datasets/USER/NAME[@REVISION][/FOLDER]")
     try:
         place = fs.resolve_path(root)
         sha = HfApi().repo_info(place.repo_id, repo_type="dataset", revision=place.revision).sha

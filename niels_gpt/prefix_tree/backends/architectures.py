@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from niels_gpt.storage.codes import CodedWarning
+from niels_gpt.storage.errors import CodedError
 
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention"}
 _STATEFUL_NAMES = ("mamba", "rwkv", "xlstm", "retnet", "hyena", "recurrent", "linear_attention")
@@ -30,10 +31,8 @@ _CAUSAL_WITHOUT_FLAG = ("codegen", "doge", "xglm")  # the other models set is_ca
 _WRAPPERS = ("_orig_mod", "module", "pretrained_model")  # torch.compile; DataParallel and its like; TRL's value heads
 
 
-class AttentionRouteError(ValueError):
+class AttentionRouteError(CodedError, ValueError, code="E802"):
     """This model, or this way to run it, would silently give a folded row other values than its samples have."""
-
-    code = "E802"
 
 
 @dataclass(frozen=True)

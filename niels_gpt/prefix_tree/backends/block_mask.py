@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 from niels_gpt.prefix_tree.backends.architectures import Architecture, AttentionRouteError
 from niels_gpt.prefix_tree.backends.masks import windows_of
 from niels_gpt.prefix_tree.forest import PrefixForest
+from niels_gpt.storage.errors import TreeError
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -45,10 +46,10 @@ def block_mask(
     from torch.nn.attention.flex_attention import BlockMask
 
     if block_size < 1 or (window is not None and window < 1):
-        raise ValueError(f"block_size is {block_size} and window {window}; expected at least 1, or no window")
+        raise TreeError(f"block_size is {block_size} and window {window}; expected at least 1, or no window")
     device, rows = forest.input_ids.device, len(forest.input_ids)
     if device.type == "cpu" and not forward_only:
-        raise ValueError(
+        raise TreeError(
             "the forest is on the CPU, where FlexAttention has no backward pass; expected forest.to('cuda'). To train "
             'on a CPU use the attention "prefix_tree" or "sdpa"; to run forward only, pass forward_only=True'
         )

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from niels_gpt.prefix_tree.backends.architectures import Architecture, AttentionRouteError, architecture
 from niels_gpt.prefix_tree.forest import PrefixForest
+from niels_gpt.storage.errors import TreeError
 
 _USE = 'use attn_implementation="sdpa" or "eager" (model.set_attn_implementation("sdpa"))'
 HIDDEN = -9000.0  # about -1e4 in any dtype: added to scores of up to thousands, it gives a weight of exactly 0
@@ -68,12 +69,12 @@ class AttnMaskSpec:
         for sample, path in enumerate(sample_paths):
             given = f"sample_paths[{sample}] is {list(path)}"
             if not all(0 <= node < len(ranges) for node in path):
-                raise ValueError(f"{given}; expected nodes from 0 to {len(ranges) - 1}")
+                raise TreeError(f"{given}; expected nodes from 0 to {len(ranges) - 1}")
             if len(set(path)) < len(path):
-                raise ValueError(f"{given}; expected each node once, or a token would see later tokens")
+                raise TreeError(f"{given}; expected each node once, or a token would see later tokens")
             for parent, node in pairwise([-1, *path]):
                 if parents.setdefault(node, parent) != parent:
-                    raise ValueError(
+                    raise TreeError(
                         f"{given}, with node {node} below node {parent}, and an earlier path has it below node "
                         f"{parents[node]} (-1: a root); expected one parent for each node"
                     )
@@ -106,7 +107,7 @@ class AttnMaskSpec:
 
 def _ranges(lengths: Sequence[int]) -> list[tuple[int, int]]:
     if any(length < 0 for length in lengths):
-        raise ValueError(f"lengths are {list(lengths)}; expected none below 0")
+        raise TreeError(f"lengths are {list(lengths)}; expected none below 0")
     return [(end - length, end) for end, length in zip(accumulate(lengths), lengths, strict=True)]
 
 

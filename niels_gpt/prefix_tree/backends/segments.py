@@ -26,6 +26,7 @@ from niels_gpt.prefix_tree.backends.architectures import AttentionRouteError
 from niels_gpt.prefix_tree.backends.segments_kernel import FlashSegments, attend, for_kernel, has_kernel, probabilities
 from niels_gpt.prefix_tree.backends.segments_plan import BLOCK, Plan, check_laminar, depths, plan_of
 from niels_gpt.prefix_tree.forest import PrefixForest
+from niels_gpt.storage.errors import TreeError
 
 NAME = "prefix_tree"
 _TREE_KEYS = ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")
@@ -81,7 +82,7 @@ class Segments:
                 ends[cu_q[closed] : cu_q[closed + 1]] = start
             parent = kv[cu_k[path[-1]] : cu_k[path[-1] + 1]] if path else kv[:0]
             if not np.array_equal(above, parent) or not np.array_equal(keys[len(above) :], np.arange(start, end)):
-                raise ValueError(
+                raise TreeError(
                     f"the keys of segment {segment} (rows {start} to {end}) are not the path of an open segment before "
                     "it and its own rows; expected a tree in depth-first pre-order"
                 )
@@ -123,16 +124,16 @@ class Segments:
 def _check_bounds(kv: Any, cu_q: Any, cu_k: Any) -> None:
     for name, each in zip(_TREE_KEYS, (kv, cu_q, cu_k), strict=True):
         if each.ndim != 1:
-            raise ValueError(f"{name} has the shape {list(each.shape)}; expected one axis")
+            raise TreeError(f"{name} has the shape {list(each.shape)}; expected one axis")
     for name, bounds, end in (("q", cu_q, None), ("k", cu_k, len(kv))):
         if len(bounds) < 2 or bounds[0] != 0 or (np.diff(bounds) <= 0).any():
-            raise ValueError(f"tree_cu_seqlens_{name} is {bounds.tolist()[:8]}...; expected rising bounds from 0")
+            raise TreeError(f"tree_cu_seqlens_{name} is {bounds.tolist()[:8]}...; expected rising bounds from 0")
         if end is not None and bounds[-1] != end:
-            raise ValueError(f"tree_cu_seqlens_{name} ends at {bounds[-1]}; tree_kv_index has {end} values")
+            raise TreeError(f"tree_cu_seqlens_{name} ends at {bounds[-1]}; tree_kv_index has {end} values")
     if len(cu_q) != len(cu_k) or (np.diff(cu_k) < np.diff(cu_q)).any():
-        raise ValueError("tree_cu_seqlens_k does not fit tree_cu_seqlens_q; expected a path for each segment")
+        raise TreeError("tree_cu_seqlens_k does not fit tree_cu_seqlens_q; expected a path for each segment")
     if kv.min() < 0 or kv.max() >= cu_q[-1]:
-        raise ValueError(f"tree_kv_index has rows from {kv.min()} to {kv.max()}; the row has {cu_q[-1]}")
+        raise TreeError(f"tree_kv_index has rows from {kv.min()} to {kv.max()}; the row has {cu_q[-1]}")
 
 
 # --- transformers' interfaces -----------------------------------------------------------------------------------------

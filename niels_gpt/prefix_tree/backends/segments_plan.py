@@ -17,6 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from niels_gpt.storage.errors import TreeError
+
 Ints = npt.NDArray[np.int64]
 
 BLOCK = 64  # rows: a masked square computes pairs that nobody sees, and a call costs about as much as 2,000 pairs
@@ -60,13 +62,13 @@ def check_laminar(subtree_end: Ints) -> None:
     """Raise ValueError unless subtrees are inside each other or apart, and inside the row."""
     nodes, size = _nodes(subtree_end), len(subtree_end)
     if size and not (bool((subtree_end > np.arange(size)).all()) and int(subtree_end.max()) <= size):
-        raise ValueError(f"subtree_end has values before their row or after row {size}; expected ends of subtrees")
+        raise TreeError(f"subtree_end has values before their row or after row {size}; expected ends of subtrees")
     open_ends: list[int] = []
     for start, end in zip(nodes.starts.tolist(), nodes.ends.tolist(), strict=True):
         while open_ends and open_ends[-1] <= start:
             open_ends.pop()
         if open_ends and end > open_ends[-1]:
-            raise ValueError(
+            raise TreeError(
                 f"the subtree of row {start} ends at {end}, after that of a row above it, which ends at "
                 f"{open_ends[-1]}; expected a forest in depth-first pre-order"
             )

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from niels_gpt.storage.errors import TreeError, TreeTypeError
+
 PER = ("sample", "token", "completion", "target")
 
 # How many values a row of a field has by sample [S], and the index of each supervised token in all rows [M].
@@ -87,14 +89,16 @@ def by_target(values: Any, sample: Tensor, forms: Mapping[str, Form]) -> Tensor:
 def _listed(values: Any) -> Tensor | list[Tensor]:
     """Return a list of numbers as one tensor, and a list of rows as rows."""
     if values is None or isinstance(values, Mapping | str):
-        raise TypeError(f"a field is a {type(values).__name__}; expected values or rows in the order of the samples")
+        raise TreeTypeError(
+            f"a field is a {type(values).__name__}; expected values or rows in the order of the samples"
+        )
     values = list(values)
     if not any(hasattr(value, "__len__") and getattr(value, "shape", None) != () for value in values):
         return _tensor(values)
     rows = [_tensor(value) for value in values]
     for sample, row in enumerate(rows):
         if row.ndim != 1:
-            raise ValueError(f"the field of sample {sample} has shape {list(row.shape)}; expected one axis")
+            raise TreeError(f"the field of sample {sample} has shape {list(row.shape)}; expected one axis")
     return rows
 
 
@@ -107,7 +111,7 @@ def _tensor(values: Any) -> Tensor:
     try:
         made = torch.as_tensor(values)
     except (TypeError, RuntimeError) as error:
-        raise TypeError(f"a field has {values!r:.100}; expected numbers ({error})") from error
+        raise TreeTypeError(f"a field has {values!r:.100}; expected numbers ({error})") from error
     return torch.as_tensor(values, dtype=torch.float64) if made.is_floating_point() else made
 
 
@@ -116,11 +120,11 @@ def _of_flat(values: Tensor, forms: Mapping[str, Form]) -> Tensor:
     fitting = {name: index for name, (lengths, index) in forms.items() if values.shape == (int(lengths.sum()),)}
     if not fitting:
         samples = len(next(iter(forms.values()))[0])
-        raise ValueError(f"a field has shape {list(values.shape)}; expected {samples} rows, or one axis of {sizes}")
+        raise TreeError(f"a field has shape {list(values.shape)}; expected {samples} rows, or one axis of {sizes}")
     first, *others = fitting.values()
     if not all(torch.equal(first, index) for index in others):
         named = " or ".join(f"per={name!r}" for name in fitting)
-        raise ValueError(
+        raise TreeError(
             f"a field has {len(values)} values, which in this batch may be several of {sizes}: say which by {named}. "
             "Give `per` always: sizes that differ in one batch may be equal in the next"
         )
@@ -131,7 +135,7 @@ def _of_rows(rows: list[Tensor], forms: Mapping[str, Form]) -> Tensor:
     wanted_sizes = next(iter(forms.values()))[0]
     samples = len(wanted_sizes)
     if len(rows) != samples:
-        raise ValueError(f"a field has {len(rows)} rows; expected one for each of {samples} samples")
+        raise TreeError(f"a field has {len(rows)} rows; expected one for each of {samples} samples")
     sizes = torch.tensor([len(row) for row in rows], device=wanted_sizes.device)
     for form in forms.values():
         if torch.equal(sizes, form[0]):
@@ -140,19 +144,19 @@ def _of_rows(rows: list[Tensor], forms: Mapping[str, Form]) -> Tensor:
     # The form that fits the most samples was probably meant: report the first sample that breaks it.
     wrong = max(int((sizes != lengths).nonzero()[0]) for lengths, _ in forms.values())
     wanted = ", ".join(f"{int(lengths[wrong])} (per {name})" for name, (lengths, _) in forms.items())
-    raise ValueError(f"the field of sample {wrong} has {len(rows[wrong])} values; expected one of: {wanted}")
+    raise TreeError(f"the field of sample {wrong} has {len(rows[wrong])} values; expected one of: {wanted}")
 
 
 def _of_padded(values: Tensor, sample: Tensor, forms: Mapping[str, Form]) -> Tensor:
     if len(forms) > 1:  # the width does not tell: a batch is padded to the longest of all its groups
-        raise ValueError(
+        raise TreeError(
             f"a field has shape {list(values.shape)}: a column may be a token of the sample, of the completion or a "
             'target; say which, as in per="completion", or pass a list of rows'
         )
     ((name, (lengths, index)),) = forms.items()
     if name == "sample" and values.shape[1] != 1:
-        raise ValueError(f"a field has shape {list(values.shape)}; expected one value for each sample (per sample)")
+        raise TreeError(f"a field has shape {list(values.shape)}; expected one value for each sample (per sample)")
     if values.shape[1] < int(lengths.max()):
         longest = int(lengths.max())
-        raise ValueError(f"a field has shape {list(values.shape)}; expected {longest} columns or more (per {name})")
+        raise TreeError(f"a field has shape {list(values.shape)}; expected {longest} columns or more (per {name})")
     return values[sample, index - _begins(lengths)[sample]]

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from niels_gpt.storage.errors import TreeError
+
 Ints = npt.NDArray[np.int64]
 
 
@@ -99,13 +101,13 @@ def tree_of_paths(lengths: Sequence[int], paths: Sequence[Sequence[int]]) -> tup
     for sample, path in enumerate(paths):
         for node in path:
             if not 0 <= node < len(lengths):
-                raise ValueError(f"sample_paths[{sample}] names node {node}; there are {len(lengths)}, from 0")
+                raise TreeError(f"sample_paths[{sample}] names node {node}; there are {len(lengths)}, from 0")
         nodes = [node for node in path if lengths[node]]
         if not nodes:
-            raise ValueError(f"sample_paths[{sample}] is {list(path)}: no token; expected a node of length 1 or more")
+            raise TreeError(f"sample_paths[{sample}] is {list(path)}: no token; expected a node of length 1 or more")
         for node, parent in zip(nodes, [-1, *nodes], strict=False):
             if parents.setdefault(node, parent) != parent:
-                raise ValueError(
+                raise TreeError(
                     f"sample_paths[{sample}] has node {node} below {parent}, but an earlier path has it below "
                     f"{parents[node]} (-1: a root); expected one parent for each node"
                 )
@@ -113,9 +115,9 @@ def tree_of_paths(lengths: Sequence[int], paths: Sequence[Sequence[int]]) -> tup
     for node, length in enumerate(lengths):
         if length < 0 or (length and node not in parents):
             what = "on no path; every node with tokens belongs to a sample" if length > 0 else "shorter than 0"
-            raise ValueError(f"node {node} has {length} tokens and is {what}")
+            raise TreeError(f"node {node} has {length} tokens and is {what}")
     if not kept:
-        raise ValueError("sample_paths is empty; expected the nodes of at least one sample")
+        raise TreeError("sample_paths is empty; expected the nodes of at least one sample")
     numbers = sorted(parents)
     place = {-1: -1} | {node: index for index, node in enumerate(numbers)}
     ends = np.cumsum(lengths)[numbers]

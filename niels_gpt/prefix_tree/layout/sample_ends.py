@@ -12,6 +12,7 @@ from bisect import bisect_left
 import numpy as np
 
 from niels_gpt.prefix_tree.layout.radix import Ints, Layout
+from niels_gpt.storage.errors import TreeError
 
 Span = tuple[int, int]  # nodes of a pre-order, [first, end)
 
@@ -75,7 +76,7 @@ def _spans(layout: Layout, ids: Ints, samples: Ints, rows: Ints, labels: Ints) -
         first = np.array([row + 1]) if inside else starts[below]
         below = below[ids[first] == label]
         if not len(below):
-            raise ValueError(
+            raise TreeError(
                 f"the last term of sample {sample} is the token {label} after row {row}; expected one of "
                 f"{sorted(set(ids[first].tolist()))[:8]}, the tokens below that row"
             )

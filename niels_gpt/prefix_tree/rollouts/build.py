@@ -33,7 +33,7 @@ from niels_gpt.prefix_tree.rollouts.format import (
 )
 from niels_gpt.prefix_tree.rollouts.records import FIELDS, RolloutGroup, Sample, checked
 from niels_gpt.progress import Progress
-from niels_gpt.storage.codes import coded
+from niels_gpt.storage.errors import SourceError
 from niels_gpt.storage.fileio import id_lines
 from niels_gpt.storage.meta_json import checked_int, shortened
 from niels_gpt.tokenizers.protocol import MAX_IDS, TOKEN_DTYPES, Tokenizer, token_dtype_name
@@ -204,7 +204,7 @@ class _Writer:
                 f"sample {number} of group {shortened(group)} has the fields ({', '.join(sample.fields)}); expected "
                 f"({', '.join(self._fields)}), those of the first sample. Give every sample the same fields"
             )
-            raise coded("E304", ValueError(problem))
+            raise SourceError(problem, code="E304")
 
     def _append(self, split: str, name: str, samples: list[Sample]) -> None:
         group, sums, files = stored(samples), self.sums[split], self._build.files

@@ -27,8 +27,7 @@ from niels_gpt.prefix_tree.rollouts.records import PER_SAMPLE, Sample
 from niels_gpt.sampling.permutation import ROUNDS, permute, random_keys
 from niels_gpt.sampling.position import ResumableStream
 from niels_gpt.sampling.state import key_check, limited
-from niels_gpt.storage.codes import coded
-from niels_gpt.storage.errors import REBUILD, CacheError
+from niels_gpt.storage.errors import REBUILD, CacheError, StateError
 from niels_gpt.storage.meta_json import checked_int, printable
 
 STREAM_VERSION = 1
@@ -216,10 +215,7 @@ class RolloutStream(ResumableStream[RolloutBin]):
         at = self._bin_begin(self._consumed)
         if at != self._consumed and not allow_other_content:
             found, self._consumed = self._consumed, before
-            raise coded(
-                "E108",
-                ValueError(f"state: consumed_samples is {found}, inside a bin that begins at {at}: it was edited"),
-            )
+            raise StateError(f"state: consumed_samples is {found}, inside a bin that begins at {at}: it was edited")
         self._consumed = at
 
     # --- the plan -----------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ import numpy as np
 from niels_gpt.prefix_tree.forest import ForestStats, ModelShape, PrefixForest
 from niels_gpt.prefix_tree.savings import MODEL_7B, ROWS
 from niels_gpt.prefix_tree.savings.rollouts import Rollouts
+from niels_gpt.storage.errors import TreeError
 
 SHAPE_7B = ModelShape(**MODEL_7B)
 LITTLE = 1.3
@@ -111,7 +112,7 @@ class Savings:
     def sums(self) -> ForestStats:
         """Return the counts of all forests together, with FLOPs. Raises: ValueError if there is no forest."""
         if self.total is None:
-            raise ValueError("no rollouts: expected at least one forest")
+            raise TreeError("no rollouts: expected at least one forest")
         return self.total
 
     def add(self, folded: Folded) -> None:

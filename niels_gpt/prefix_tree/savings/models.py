@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from niels_gpt.prefix_tree.forest import ModelShape
+from niels_gpt.storage.errors import TreeError
 from niels_gpt.storage.meta_json import printable
 
 _LARGEST = 1 << 28  # of any number that sizes a model
@@ -48,13 +49,13 @@ def shape_of(folder: Path) -> ModelShape:
         text = config.get_text_config()
         _check(text)
         if text is not config and type(text) not in AutoModelForCausalLM._model_mapping:
-            raise ValueError(f"the language model of a {config.model_type} cannot be built without its other parts")
+            raise TreeError(f"the language model of a {config.model_type} cannot be built without its other parts")
         with torch.device("meta"):
             build: Any = AutoModelForCausalLM.from_config
             model = build(text, trust_remote_code=False, attn_implementation="eager")
     except Exception as error:  # any error of the config's class
         reason = printable(" ".join(str(error).split())[:200])
-        raise ValueError(f"{path}: no causal language model can be built from it ({reason}). {_REMEDY}") from error
+        raise TreeError(f"{path}: no causal language model can be built from it ({reason}). {_REMEDY}") from error
     return shape_of_model(model)
 
 
@@ -100,7 +101,7 @@ def _check_file(path: Path) -> None:
     """Raise ValueError for a config whose size, or a number in it, no model has: its class may make a list of each."""
     size = path.stat().st_size
     if size > _MOST_BYTES:
-        raise ValueError(f"it has {size:,} bytes; expected {_MOST_BYTES:,} at most")
+        raise TreeError(f"it has {size:,} bytes; expected {_MOST_BYTES:,} at most")
     waiting = [("the config", json.loads(path.read_bytes()))]
     while waiting:
         name, value = waiting.pop()
@@ -111,17 +112,17 @@ def _check_file(path: Path) -> None:
         elif isinstance(value, int):
             most = _MOST_COUNTED if _COUNTS.search(name) else _LARGEST
             if not -most <= value <= most and "theta" not in name:
-                raise ValueError(f"{name} is {value:.3g}; expected {most:,} at most")
+                raise TreeError(f"{name} is {value:.3g}; expected {most:,} at most")
 
 
 def _check(config: Any) -> None:
     """Raise ValueError for numbers that no model has."""
     for name, value in config.to_dict().items():
         if isinstance(value, int) and not -_LARGEST <= value <= _LARGEST:
-            raise ValueError(f"{name} is {value:.3g}; expected {_LARGEST:,} at most")
+            raise TreeError(f"{name} is {value:.3g}; expected {_LARGEST:,} at most")
     layers, heads = config.num_hidden_layers, config.num_attention_heads
     experts = _experts(config)[0]
     if not 0 < layers <= _MOST_LAYERS or not 0 < heads <= _LARGEST or not 0 <= experts <= _MOST_EXPERTS:
-        raise ValueError(f"it has {layers} layers, {heads} heads and {experts} experts")
+        raise TreeError(f"it has {layers} layers, {heads} heads and {experts} experts")
     if layers * experts > _BUILT:
-        raise ValueError(f"it has {layers} layers of {experts} experts; expected {_BUILT:,} experts at most")
+        raise TreeError(f"it has {layers} layers of {experts} experts; expected {_BUILT:,} experts at most")

@@ -13,6 +13,7 @@ from niels_gpt.pictures import check_matplotlib, check_png, new_figure, plain_ax
 from niels_gpt.prefix_tree.attention import dense_mask
 from niels_gpt.prefix_tree.forest import PrefixForest
 from niels_gpt.prefix_tree.savings.count import Savings
+from niels_gpt.storage.errors import TreeError
 
 if TYPE_CHECKING:  # imported where a picture is drawn: loading matplotlib takes a second
     from matplotlib.axes import Axes
@@ -71,7 +72,7 @@ def plot_mask(forest: PrefixForest) -> bytes:
 
 def _check_size(tokens: int) -> None:
     if tokens > MOST_DRAWN:
-        raise ValueError(f"a mask of {tokens:,} tokens is not drawn. Expected {MOST_DRAWN:,} at most")
+        raise TreeError(f"a mask of {tokens:,} tokens is not drawn. Expected {MOST_DRAWN:,} at most")
 
 
 def _draw_forests(axes: Axes, factors: dict[str, array[float]]) -> None:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from niels_gpt.prefix_tree.sequences import MAX_ID
 from niels_gpt.progress import Progress
+from niels_gpt.storage.errors import TreeError
 from niels_gpt.storage.meta_json import shortened
 
 _FORMS = '{"prompt_ids": [...], "completions": [[...], ...]} or {"ids": [...]}'
@@ -67,7 +68,7 @@ def read_rollouts(
             if progress is not None:
                 progress(lines + count, done, total)
         if not count:
-            raise ValueError(f"{path}: holds no line. Expected lines of {_FORMS}")
+            raise TreeError(f"{path}: holds no line. Expected lines of {_FORMS}", code="E804")
         before, lines = done, lines + count
 
 
@@ -82,7 +83,7 @@ def _lines(path: str) -> Iterator[tuple[int, bytes, int]]:
                 read = read + len(line) if path == "-" else raw.tell()
                 yield number, line, read
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise ValueError(f"{path}: damaged gzip file ({error}). Write it again") from error
+            raise TreeError(f"{path}: damaged gzip file ({error}). Write it again", code="E804") from error
 
 
 def _parsed(line: bytes, path: str, number: int, group_key: str | None) -> Rollouts:
@@ -90,29 +91,33 @@ def _parsed(line: bytes, path: str, number: int, group_key: str | None) -> Rollo
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"not JSON ({error}), but {shortened(line[:60])}. Expected {_FORMS}") from error
+            raise TreeError(
+                f"not JSON ({error}), but {shortened(line[:60])}. Expected {_FORMS}", code="E804"
+            ) from error
         if not isinstance(row, dict):
-            raise ValueError(f"a JSON {type(row).__name__}. Expected {_FORMS}")
+            raise TreeError(f"a JSON {type(row).__name__}. Expected {_FORMS}", code="E804")
         prompt, sequences = _sequences(row)
         key = None
         if group_key is not None:
             if group_key not in row:
-                raise ValueError(f"no group key {group_key!r}, but the keys {_keys(row)}. Expected it in each line")
+                raise TreeError(
+                    f"no group key {group_key!r}, but the keys {_keys(row)}. Expected it in each line", code="E804"
+                )
             key = json.dumps(row[group_key], sort_keys=True)
     except ValueError as error:
-        raise ValueError(f"{path}:{number}: {error}") from error
+        raise TreeError(f"{path}:{number}: {error}", code="E804") from error
     return Rollouts(path, number, prompt, sequences, key)
 
 
 def _sequences(row: Mapping[str, Any]) -> tuple[Ids | None, list[Ids]]:
     has_prompt, has_completions = "prompt_ids" in row, "completions" in row
     if has_prompt != has_completions or has_prompt == ("ids" in row):
-        raise ValueError(f"the keys {_keys(row)}. Expected {_FORMS}, and not both")
+        raise TreeError(f"the keys {_keys(row)}. Expected {_FORMS}, and not both", code="E804")
     if not has_prompt:
         return None, [_ids(row["ids"], "ids")]
     lists = row["completions"]
     if not isinstance(lists, list) or not lists:
-        raise ValueError(f"completions is {shortened(lists)}. Expected a list of one or more lists of ids")
+        raise TreeError(f"completions is {shortened(lists)}. Expected a list of one or more lists of ids", code="E804")
     completions = [_ids(each, f"completions[{index}]") for index, each in enumerate(lists)]
     return _ids(row["prompt_ids"], "prompt_ids", may_be_empty=True), completions
 
@@ -120,11 +125,11 @@ def _sequences(row: Mapping[str, Any]) -> tuple[Ids | None, list[Ids]]:
 def _ids(values: Any, name: str, *, may_be_empty: bool = False) -> Ids:
     expected = f"an integer from 0 to {MAX_ID}"
     if not isinstance(values, list) or not (values or may_be_empty):
-        raise ValueError(f"{name} is {shortened(values)}. Expected a list of ids, each {expected}")
+        raise TreeError(f"{name} is {shortened(values)}. Expected a list of ids, each {expected}", code="E804")
     if values and (set(map(type, values)) != {int} or min(values) < 0 or max(values) > MAX_ID):
         wrong = (place for place, value in enumerate(values) if type(value) is not int or not 0 <= value <= MAX_ID)
         place = next(wrong)
-        raise ValueError(f"{name}[{place}] is {shortened(values[place])}. Expected {expected}")
+        raise TreeError(f"{name}[{place}] is {shortened(values[place])}. Expected {expected}", code="E804")
     return np.array(values, dtype=np.int64)
 
 

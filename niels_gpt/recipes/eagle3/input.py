@@ -27,6 +27,7 @@ from niels_gpt.recipes.resolve import ResolvedSource, resolve_source, resolve_us
 from niels_gpt.recipes.run_recipe import cache_root, recorded_recipe
 from niels_gpt.recipes.user_sources import UserSource, user_sources
 from niels_gpt.settings import Settings
+from niels_gpt.storage.errors import InputError, NotFound
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ def input_chats(
     Raises: ValueError for files of rows, which have no chats.
     """
     if facts["form"] == ROWS:
-        raise ValueError(f"{FLAG} {input_data}: rows of input_ids and loss_mask, expected chats")
+        raise InputError(f"{FLAG} {input_data}: rows of input_ids and loss_mask, expected chats")
     read = sources.chats if tokenizer.mask_by == "sentinels" else sources.template_chats
     yield from (Chat(*chat) for chat in read(settings, _origin(settings, input_data), facts["revision"], counters))
 
@@ -127,12 +128,12 @@ def _origin(settings: Settings, input_data: str) -> ResolvedSource:
     if input_data in chats:
         return resolve_source(settings, input_data)
     if input_data in own:
-        raise ValueError(f"{FLAG} {input_data}: a source of text, expected chats: {', '.join(chats)}, or files")
+        raise InputError(f"{FLAG} {input_data}: a source of text, expected chats: {', '.join(chats)}, or files")
     source = UserSource("sft", input_data, files=input_data, base=Path.cwd(), named_in=FLAG)
     try:
         found = local.open_files(input_data, rows_only=True, follow_links=settings.follow_links)
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"{FLAG} {input_data}: {error}. Or name a source: {', '.join(chats)}") from None
+        raise NotFound(f"{FLAG} {input_data}: {error}. Or name a source: {', '.join(chats)}", code="E709") from None
     return resolve_user_source(source, found)
 
 
@@ -146,7 +147,7 @@ def _form(origin: ResolvedSource) -> str:
         if row is not None:
             forms.setdefault(CHATS if row[1].get(GIVEN_FIELDS[0]) is None else ROWS, path)
     if len(forms) > 1:
-        raise ValueError(
+        raise InputError(
             f"{FLAG} {origin.source}: the first row of {forms[ROWS]} has input_ids, and that of {forms[CHATS]} has "
             "none. Expected chats only, or rows of input_ids and loss_mask only"
         )

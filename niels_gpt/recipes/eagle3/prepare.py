@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from niels_gpt.chat_template import roles_counted
 from niels_gpt.recipes.eagle3.options import Options
 from niels_gpt.settings import Settings, usable_cores
-from niels_gpt.storage.codes import coded
+from niels_gpt.storage.errors import TargetError
 
 if TYPE_CHECKING:
     import torch
@@ -119,11 +119,8 @@ def resolve(
     revision = _revision(options, recorded.get("target", {}))
     target = target_facts(options.target_model, revision=revision, hash_weights=hash_weights)
     if target.max_positions is not None and options.seq_length > target.max_positions:
-        raise coded(
-            "E705",
-            ValueError(
-                f"--seq-length is {options.seq_length}, and {options.target_model} has {target.max_positions} positions"
-            ),
+        raise TargetError(
+            f"--seq-length is {options.seq_length}, and {options.target_model} has {target.max_positions} positions"
         )
     try:
         layers = parse_aux_layers(options.aux_layers, target.num_layers)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from niels_gpt.recipes.eagle3.options import Options
 from niels_gpt.settings import Settings
-from niels_gpt.storage.codes import coded
+from niels_gpt.storage.errors import InputError, TargetError
 
 if TYPE_CHECKING:
     from niels_gpt.chat.template_process import Chat
@@ -133,12 +133,9 @@ def resolve(options: RespondOptions, settings: Settings) -> Responder:
     source = input_facts(settings, options.input_data, recorded=before.get("source"))
     stop_ids = tokenizer.turn_ends()
     if not stop_ids:
-        raise coded(
-            "E705",
-            ValueError(
-                f"{options.target_model}: its chat template writes no token behind a reply, and its tokenizer has no "
-                "EOS, so no reply would end. Name a template that has one: --chat-template FILE"
-            ),
+        raise TargetError(
+            f"{options.target_model}: its chat template writes no token behind a reply, and its tokenizer has no "
+            "EOS, so no reply would end. Name a template that has one: --chat-template FILE"
         )
     run = run_facts(of_cache, before.get("run", {}))
     return Responder(options, settings, target, tokenizer, source, run, sampling, stop_ids)
@@ -170,7 +167,7 @@ def respond(responder: Responder, *, progress: Progress | None = None) -> dict[s
             reasons = ", ".join(f"{number:,} {reason}" for reason, number in (file.counts + dropped).items() if number)
             remedy = ". Take --form ids" if file.counts["not_prefix_stable"] else ""
             found = f"not one chat has a reply: {reasons or 'none read'}{remedy}"
-            raise coded("E709", ValueError(f"{options.input_data}: {found}"))
+            raise InputError(f"{options.input_data}: {found}")
         return file.finish(dropped)
 
 

@@ -22,7 +22,7 @@ from niels_gpt.interop.names import FORMAT_NAMES
 from niels_gpt.interop.transfer.remote import scheme_of
 from niels_gpt.recipes.user_sources import DELIVERIES, sources_tables
 from niels_gpt.settings import Settings
-from niels_gpt.storage.codes import coded
+from niels_gpt.storage.errors import DefinitionError
 
 EXPORT, PUBLISHED = DELIVERIES
 _KEYS = {EXPORT: ("cache", "to", "folder"), PUBLISHED: ("cache", "url")}
@@ -115,4 +115,4 @@ def _checked_url(where: Path, at: str, url: str) -> str:
 
 
 def _error(message: str) -> ValueError:
-    return coded("E104", ValueError(message))
+    return DefinitionError(message)

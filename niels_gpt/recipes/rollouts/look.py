@@ -16,7 +16,8 @@ from niels_gpt.display.numbers import number_of
 from niels_gpt.display.tables import shown
 from niels_gpt.inspection.show import short_names
 from niels_gpt.inspection.source_ids import printable
-from niels_gpt.inspection.stats import PositionError, Stats, meta_errors
+from niels_gpt.inspection.stats import Stats, meta_errors
+from niels_gpt.storage.errors import PositionError
 from niels_gpt.storage.fileio import META_NAME
 
 if TYPE_CHECKING:

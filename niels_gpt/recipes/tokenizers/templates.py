@@ -13,8 +13,7 @@ from niels_gpt.chat.template_tokenizer import problem_of
 from niels_gpt.chat.tokenizers import ChatTokenizer, template_tokenizer
 from niels_gpt.chat.turns import check_loss_on
 from niels_gpt.settings import OF_TOKENIZER, Settings
-from niels_gpt.storage.codes import coded
-from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.errors import CacheError, NotFound
 from niels_gpt.tokenizers.files import TOKENIZER_JSON, read_file
 from niels_gpt.tokenizers.huggingface import HuggingFaceTokenizer
 from niels_gpt.tokenizers.protocol import FullTokenizer
@@ -42,7 +41,7 @@ def template_text(settings: Settings) -> str | None:
         return read_file(path, MAX_BYTES, "a chat template", follow_links=True).decode("utf-8-sig")
     except FileNotFoundError:
         problem = f"--chat-template {settings.chat_template}: no such file, expected {OF_TOKENIZER} or a file of jinja"
-        raise coded("E105", FileNotFoundError(problem)) from None
+        raise NotFound(problem) from None
     except CacheError as error:
         if error.code != "E205":
             raise

@@ -15,6 +15,7 @@ from niels_gpt.recipes.resolve import ResolvedSource, resolve_source
 from niels_gpt.recipes.tokenizers.change import warn_of_little_text
 from niels_gpt.recipes.user_sources import text_sources
 from niels_gpt.settings import Settings
+from niels_gpt.storage.errors import TokenizerError
 from niels_gpt.tokenizer_training import train_tokenizer
 from niels_gpt.tokenizers.files import MODEL_NAME, TOKENIZER_JSON
 
@@ -135,9 +136,10 @@ def _texts(
             num_bytes[name] = "absent" if isinstance(error, FileNotFoundError) else _FAILED
         left -= used
     if missing and not any(isinstance(size, int) and size for size in num_bytes.values()):
-        raise ValueError(
+        raise TokenizerError(
             "no tokenizer, and no text to train one on. Name one with --tokenizer, or see to:\n  "
-            + "\n  ".join(missing)
+            + "\n  ".join(missing),
+            code="E406",
         )
 
 
