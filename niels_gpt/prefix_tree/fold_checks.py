@@ -22,7 +22,7 @@ from niels_gpt.prefix_tree.fold import FoldedRollouts
 from niels_gpt.prefix_tree.forest import PrefixForest
 from niels_gpt.prefix_tree.layout.fields import places
 from niels_gpt.prefix_tree.sequences import concatenated, masks
-from niels_gpt.storage.errors import FoldError
+from niels_gpt.storage.errors import FoldError, errors_as
 
 Batch = PrefixForest | FoldedRollouts | Mapping[str, Any]
 WEIGHT_TOLERANCE = 1e-6  # relative to the weights that are summed, which may have been float32
@@ -249,6 +249,7 @@ def read_fold(batch: Batch, device: torch.device | None, *, needs_labels: bool =
     return Fold(ids, columns["position_ids"], mask, columns.get("labels"), starts, rows, samples)
 
 
+@errors_as("E801", (TypeError,))
 def _columns(
     batch: FoldedRollouts | Mapping[str, Any], needs_labels: bool
 ) -> tuple[dict[str, Any], list[int], list[list[int]]]:

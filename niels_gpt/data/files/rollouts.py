@@ -42,7 +42,7 @@ FIELDS = frozenset(
 )
 
 
-class NotRolloutsError(ValueError):
+class NotRolloutsError(SourceError):
     """A row holds no rollouts that can be used."""
 
     def __init__(self, reason: str, found: str = "") -> None:

@@ -122,7 +122,7 @@ def read_text(
     return decode(data, counters=counters, where=os.fspath(path))
 
 
-class TooLarge(ValueError):
+class TooLarge(SourceError):
     """A file is too large to be a document. The message names the file and how to keep its text."""
 
 
