@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.errors import CacheError, TokenizerError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import parse_object, read_regular
 from niels_gpt.tokenizers.files import COMPANIONS, CONFIG_NAME, TEMPLATE_NAME, TOKENS_MAP_NAME, companion
@@ -60,7 +60,7 @@ class TransformersBackend(Backend):
     def __init__(self, tokenizer: Any, name: str) -> None:
         """tokenizer: from AutoTokenizer. Raises: ValueError for one that gives no offsets."""
         if not tokenizer.is_fast:
-            raise ValueError(
+            raise TokenizerError(
                 f"{name}: {type(tokenizer).__name__} gives no offsets of its tokens, expected a fast tokenizer, with a "
                 "file tokenizer.json: AutoTokenizer.from_pretrained(...).save_pretrained(FOLDER) may write one"
             )

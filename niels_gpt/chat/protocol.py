@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 from niels_gpt.chat.template_process import Chat, Messages
+from niels_gpt.storage.errors import TemplateError
 
 SPECIAL_TEXT: Final = "special_text"
 """Counter of chats in which a text holds the literal of a special token, which would become that token's id."""
@@ -33,7 +34,7 @@ CHANGED: Final = (UNUSED_TOOLS, UNUSED_REASONING, UNUSED_WORDS, UNUSED_WEIGHT, A
 """Counters of chats that are kept, of what the template does with them."""
 
 
-class UnstableError(ValueError):
+class UnstableError(TemplateError):
     """A template is not prefix-stable for one chat; it may be for others."""
 
 

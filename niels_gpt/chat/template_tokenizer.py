@@ -29,7 +29,7 @@ from niels_gpt.chat.template_process import PROCESS, Chat, Job, TemplateLimitErr
 from niels_gpt.chat.templates import MAX_TEMPLATE, REMEDY, ChatTemplate, Rendered
 from niels_gpt.chat.turns import check_loss_on, lost
 from niels_gpt.chat.values import UNUSABLE_VALUE, UnusableValueError, texts_of, usable
-from niels_gpt.storage.errors import TemplateError
+from niels_gpt.storage.errors import TemplateError, errors_as
 
 _BRACKETS = "<>|[]/_ "
 _USUAL_ROLES = frozenset(
@@ -67,7 +67,9 @@ class TemplateTokenizer(ChatTokenizer):
 
         Raises: ValueError for a template that is too long, and for another `loss_on` than those of turns.LOSS_ON.
         """
-        self.name, self.sha256, self.loss_on = backend.name, backend.sha256, check_loss_on(loss_on)
+        with errors_as("E407", (ValueError,)):
+            self.loss_on = check_loss_on(loss_on)
+        self.name, self.sha256 = backend.name, backend.sha256
         self._backend = backend
         self._num_encoded = 0
         self._has_tool_template = template is None and backend.has_tool_template

@@ -23,7 +23,7 @@ from niels_gpt.encoding import TextEncoder
 from niels_gpt.hub.models import hub_tokenizer, is_local, refuse_large
 from niels_gpt.hub.retries import is_network
 from niels_gpt.special_tokens import SPECIAL_TOKENS
-from niels_gpt.storage.errors import CacheError, NotFound, TokenizerError
+from niels_gpt.storage.errors import CacheError, NotFound, TokenizerError, errors_as
 from niels_gpt.storage.meta_json import parse_object
 from niels_gpt.tokenizer import MODEL_NAME, SentencePieceTokenizer, load_tokenizer
 from niels_gpt.tokenizers.files import CONFIG_NAME, TEMPLATE_NAME, TOKENIZER_JSON, tokenizer_files
@@ -55,7 +55,8 @@ def open_tokenizer(
     Raises: ValueError where there is no tokenizer, or one without offsets, and for what the hub does not have, or does
         not give to this user; ConnectionError where the hub does not answer; ImportError without transformers.
     """
-    check_loss_on(loss_on)
+    with errors_as("E408", (ValueError,)):
+        check_loss_on(loss_on)
     folder = os.path.expanduser(name)
     if os.path.isfile(os.path.join(folder, MODEL_NAME)):
         if chat_template is not None:
