@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.byte_tokenizer import ByteTokenizer
+from support.errors import refused
 from support.number_caches import numbered_shards, write_shards
 
 from niels_gpt.cache import PretrainTokenStreamDataset, build_pretrain_cache
@@ -103,7 +104,7 @@ def test_long_enough_shards_give_no_warning(cache: Path) -> None:
 
 @pytest.mark.parametrize("T", [0, -1])
 def test_t_below_1_is_refused(cache: Path, T: int) -> None:
-    with pytest.raises(ValueError, match=f"T={T}"):
+    with refused("E102", f"T={T}"):
         opened(cache, T)
 
 

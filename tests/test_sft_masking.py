@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.errors import refused
 
 from niels_gpt.cache import SFTExampleDataset
 from niels_gpt.cache.formats import target_mask
@@ -113,7 +114,7 @@ def test_the_three_tensors_are_contiguous_int64_on_the_device_and_one_draw(tmp_p
 
 @pytest.mark.parametrize("T", [0, -3])
 def test_t_below_1_is_refused(tmp_path: Path, T: int) -> None:
-    with pytest.raises(ValueError, match=f"T={T}"):
+    with refused("E102", f"T={T}"):
         open_split(tmp_path, T=T)
 
 
@@ -214,7 +215,7 @@ def test_a_file_of_another_size_than_meta_json_records_is_refused(tmp_path: Path
     (tmp_path / "meta.json").write_text(json.dumps({"files": records}))
     assert len(open_split(tmp_path, T=2, io=io)) == 2
     write_split(tmp_path, [[ASST, A, EOT], [ASST, B]] if cut == "train_tokens.bin" else [[ASST, A, EOT, ASST, B, EOT]])
-    with pytest.raises(CacheError, match=rf"{cut}: \d+ bytes, expected {sizes[cut]} by its meta\.json"):
+    with refused("E203", cut, f"{sizes[cut]}", "meta.json"):
         open_split(tmp_path, T=2, io=io)
 
 

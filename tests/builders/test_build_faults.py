@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 from support.byte_tokenizer import build, train_text
 from support.disk import versions_dir
+from support.errors import refused
 from support.fault_builds import (
     OLD,
     TEXTS,
@@ -256,7 +257,7 @@ def test_a_file_of_a_mirror_that_is_removed_in_mid_build_is_named_and_the_recipe
         if documents == 5 and last.exists():
             last.rename(away)
 
-    with pytest.raises(FileNotFoundError, match=re.escape(str(last))):
+    with refused("E301", str(last), kind=FileNotFoundError):
         recipes(settings)[key](settings, progress=progress)
     cache = tmp_path / "found" / key
     kept = documents_in_journal(cache)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from support import ROOT
 from support.disk import meta_bytes, versions_dir
+from support.errors import refused
 from support.partition_builds import (
     RULE,
     SHA256,
@@ -112,7 +113,7 @@ def test_sums_of_partitions_that_do_not_agree_are_damage(tmp_path: Path) -> None
     for form in (None, [1], {**raw["partitions"], "rule": 7}, {**raw["partitions"], "host": "a"}, {"total": 4}):
         assert "partitions" in problems(partitions=form)
         for read in (stats, lambda path: PretrainTokenStreamDataset(str(path / "train"), T=1, device="cpu")):
-            with pytest.raises(CacheError, match="partitions") as error:
+            with refused("E202", "meta.json", "partitions") as error:
                 read(tmp_path / "c")
             assert error.value.code == "E202"
     assert "total" in problems(partitions={**raw["partitions"], "total": 3})
@@ -207,7 +208,7 @@ def test_a_partition_that_is_replaced_while_it_is_sealed_is_refused(tmp_path: Pa
         plan.partition_path(0).unlink(missing_ok=True)
         build_part(plan, 0, items=items_of(1))
 
-    with pytest.raises(CacheError, match="replaced") as caught:
+    with refused("E510", "00000") as caught:
         seal_small(plan, progress=replace)
     assert caught.value.code == "E510" and not (tmp_path / "c").exists()
 
@@ -227,7 +228,7 @@ def test_a_plan_is_fixed_once(tmp_path: Path) -> None:
     plan = planned(tmp_path / "c")
     again = planned(tmp_path / "c")
     assert again == plan and again.sha256 == plan.sha256 and plans(tmp_path / "c") == [plan]
-    with pytest.raises(CacheError, match="code, source") as error:
+    with refused("E511", "plan.json", "code, source") as error:
         planned(tmp_path / "c", code={"version": "2"}, source={"revision": "x"})
     assert error.value.code == "E511"
     other = planned(tmp_path / "c", fingerprint="e" * 64, partitions=7)
@@ -249,7 +250,7 @@ def test_a_plan_is_fixed_once(tmp_path: Path) -> None:
 )
 def test_what_is_no_plan_is_not_taken_for_one(tmp_path: Path, wrong: dict[str, Any]) -> None:
     plan = planned(tmp_path / "c")
-    with pytest.raises(CacheError):
+    with refused("E202"):
         planned(tmp_path / "c", **wrong)
     (plan.folder / "plan.json").write_text(json.dumps({**plan.content, **wrong}))
     assert plans(tmp_path / "c") == []
@@ -268,14 +269,14 @@ def test_a_plan_is_not_read_through_a_link(tmp_path: Path) -> None:
 def test_partition_and_plan_are_given_together(tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"max_train_tokens": 9, "max_val_tokens": 0, "shard_bytes": 20, "seed": 0}
     for wrong in ({"partition": Partition(0, 2)}, {"plan": SHA256}, {"partition": Partition(2, 2), "plan": SHA256}):
-        with pytest.raises(ValueError):
+        with refused("E102"):
             build_pretrain([], tmp_path / "c", tokenizer=HashedBytes(), shuffle_buffer=None, **arguments, **wrong)
 
 
 def test_numbers_of_partitions_are_checked(tmp_path: Path) -> None:
     plan = planned(tmp_path / "c")
     assert plan.partition_path(3).name == "00003" and plan.partition(3) == Partition(3, TOTAL)
-    with pytest.raises(ValueError, match="partition 4 of 4"):
+    with refused("E102", "partition 4 of 4"):
         plan.partition_path(4)
     assert len(items_of(0)) == 23
 

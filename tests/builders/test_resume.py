@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from support import LONG, SUPPORT
+from support.errors import refused
 from support.fault_builds import KINDS, checkpoints, interrupt, journals, killed_after, left, unfinished, uninterrupted
 from support.small_builds import (
     BATCH_ITEMS,
@@ -147,7 +148,7 @@ def test_a_text_that_cannot_be_kept_may_be_mended_and_the_build_goes_on(folder: 
     items = [(None, f"{number} good", None) for number in range(40)]
     bad = [*items[:33], (None, "x<|eot|>", None), *items[34:]]
     settings = {**IN_ORDER, "on_special": "raise"}
-    with pytest.raises(ValueError, match="reserved"):
+    with refused("E305", "document '33'", "<|eot|>"):
         pretrain(folder / "mine" / "c", items=bad, **settings)
     assert checkpoints(folder / "mine" / "c")[-1]["documents"] == 30
     pretrain(folder / "mine" / "c", items=items, **settings)
@@ -230,7 +231,7 @@ def test_a_damaged_file_of_an_unfinished_build_is_named(folder: Path, kind: str,
         path = folder / str(number) / ".versions" / "c" / name
         content = path.read_bytes()
         path.unlink() if damage == "missing" else path.write_bytes(DAMAGES[damage](content))
-        with pytest.raises(CacheError) as error:
+        with refused("E505") as error:
             BUILDERS[kind](folder / str(number) / "c")
         assert str(path) in str(error.value) and "To start this build from scratch: " in str(error.value)
         shutil.rmtree(unfinished(folder / str(number) / "c", ".journal"))
@@ -251,7 +252,7 @@ def test_a_finished_file_that_the_journal_does_not_name_is_removed(folder: Path,
 def test_a_version_that_is_gone_between_commit_and_the_last_word_is_named(folder: Path) -> None:
     path = killed_after("sft", folder, lambda operation: operation[0] == "rename" and operation[2] == "c")
     shutil.rmtree(path.resolve())
-    with pytest.raises(CacheError, match=r"no such file.* by the journal.*rm -r .*journal"):
+    with refused("E505", "meta.json", "rm -r", ".journal"):
         sft(path)
 
 

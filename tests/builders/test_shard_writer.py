@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.errors import refused
 from support.small_builds import batches_of, documents, pretrain
 from support.splits import IN_MEMORY
 
@@ -62,7 +63,7 @@ def test_any_documents_and_sizes_give_full_shards(documents: list[Any], shard_by
 
 @pytest.mark.parametrize("shard_bytes", [1, 0, -4])
 def test_a_shard_size_below_one_token_is_refused(tmp_path: Path, shard_bytes: int) -> None:
-    with pytest.raises(ValueError, match=f"shard_bytes={shard_bytes}: expected at least 2"):
+    with refused("E102", f"shard_bytes={shard_bytes}", "at least 2"):
         write_shards(tmp_path, [("train", [1])], shard_bytes=shard_bytes)
     assert list(tmp_path.iterdir()) == []
 
@@ -78,6 +79,6 @@ def test_a_shard_size_below_one_token_is_refused(tmp_path: Path, shard_bytes: in
     ids=["test", "no split", "None", "bytes"],
 )
 def test_a_document_of_no_good_form_is_named(folder: Path, document: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{message}"):
+    with refused("E102", message):
         pretrain(folder / "c", items=[(None, "abc", "0"), document, *documents(0)], shuffle_buffer=None)
     assert not (folder / "c").exists()

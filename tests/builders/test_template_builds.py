@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support.byte_tokenizer import ByteChats, encoded_chat, refused_chat
 from support.disk import versions_dir
+from support.errors import refused
 from support.fault_builds import interrupt, unfinished, uninterrupted
 from support.small_builds import templated
 
@@ -74,9 +75,7 @@ def test_every_chat_is_kept_or_counted(tmp_path: Path, caplog: pytest.LogCapture
 
 def test_no_target_at_all_is_an_error_that_counts_and_says_what_to_do(tmp_path: Path) -> None:
     items = [("a", chat("x")), ("b", chat("refuse"))]
-    with pytest.raises(
-        ValueError, match=r"'no_supervised': 1, .*The first: chat 'b': roles.* --loss-on, or .*"
-    ) as error:
+    with refused("E303", "'no_supervised': 1", "chat 'b'", "--loss-on") as error:
         templated(tmp_path / "c", items=items, chat_tokenizer=type("", (Odd,), {"encoded": never})())
     assert "no chat with a target is left" in str(error.value) and not (tmp_path / "c").exists()
 
@@ -91,14 +90,14 @@ def test_an_id_outside_the_vocabulary_is_named(tmp_path: Path) -> None:
         def encoded(self, chat: Any) -> Any:
             return encoded_chat([1, 300], [0, 1])
 
-    with pytest.raises(ValueError, match="chat 'a': the tokenizer gave id 300, expected ids below vocab_size=300"):
+    with refused("E409", "chat 'a'", "id 300", "vocab_size=300"):
         templated(tmp_path / "c", items=[("a", chat("A", "B"))], chat_tokenizer=Larger())
 
 
 def test_a_special_token_in_a_message_drops_the_chat_or_stops_the_build(tmp_path: Path) -> None:
     items = [("a", chat("<|eot|>", "B")), ("b", chat("A", "B"))]
     assert templated(tmp_path / "c", items=items)["dropped"] == {"special_text": 1}
-    with pytest.raises(ValueError, match=r"chat 'a' holds a special token.*--on-special drop"):
+    with refused("E305", "chat 'a'", "--on-special drop"):
         templated(tmp_path / "c", items=items, on_special="raise")
 
 

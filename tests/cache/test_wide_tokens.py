@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.byte_tokenizer import ByteTokenizer, WideByteTokenizer
 from support.disk import META_NAME, content_sha256, file_records, meta_bytes
+from support.errors import refused
 from support.fuzzed import Files, written
 from support.number_caches import number_cache
 from support.small_caches import change_meta
@@ -140,11 +141,11 @@ def test_files_without_meta_json_are_of_the_dtype_that_is_given(wide: Path) -> N
         lengths = [PretrainTokenStreamDataset(split, T=4, device="cpu", dtype=each)._split.lengths for each in dtypes]  # type: ignore[arg-type]
         assert [int(each.sum()) for each in lengths] == [40, 80, 80]
         assert next(iter(EpochStream(split, T=4, global_batch_size=1, seed=0, dtype="uint32"))).x.min() > MORE
-        with pytest.raises(ValueError, match="dtype='<u4': expected one of uint16, uint32"):
+        with refused("E102", "dtype='<u4", "uint16", "uint32"):
             PretrainTokenStreamDataset(split, T=4, device="cpu", dtype="<u4")  # type: ignore[arg-type]
         # Ids of 16 bits, two taken for one, are mostly no id of any vocabulary.
         (split / "shard_00000.bin").write_bytes(np.full(64, 40_000, dtype="<u2").tobytes())
-        with pytest.raises(CacheError, match=rf"{NO_ID}\. Leave dtype out if these tokens have 16 bits") as error:
+        with refused("E409", "shard_00000.bin: token ", "2**31", "have 16 bits") as error:
             next(iter(iter_eval(split, B=1, T=4, dtype="uint32")))
         assert "damaged" not in str(error.value)
 
@@ -210,7 +211,7 @@ def test_caches_of_both_widths_are_mixed_unless_their_tokenizers_are_known_to_di
         json.dumps({"token_dtype": "uint32-le", "vocab_size": 100_000, "tokenizer_sha256": "cd" * 32})
     )
     streams = [EpochStream(narrow, **common), EpochStream(wide, **common)]
-    with pytest.raises(CacheError, match=r"tokenizer (abab|cdcd).*tokenizer (abab|cdcd)") as error:
+    with refused("E402") as error:
         MixtureStream(streams, [1, 1], seed=0)
     assert {"abababababab", "cdcdcdcdcdcd"} <= set(re.findall("(?:ab|cd){6}", str(error.value)))
 
@@ -312,14 +313,14 @@ def test_verify_passes_if_and_only_if_every_reader_reads_the_cache(
         sentinels_fit = max(meta["special_token_ids"].values()) < ids
         opens = (says == "uint16-le") == (width == 2) == (ids <= 65_536) and ids <= 2**31 and sentinels_fit
         reads = opens and not (wrong_id and tokens[5] >= ids)
-        refusals = [error for opening in read_all(kind, folder) if (error := refused(opening)) is not None]
+        refusals = [error for opening in read_all(kind, folder) if (error := refusal_of(opening)) is not None]
         assert (not refusals) == reads, refusals
         assert (find_damage(folder, deep=False) == []) == opens
         assert (find_damage(folder, deep=True) == []) == reads
         assert bool(verify(folder, Limits(), names=["readers_open"])["readers_open"].problems) != opens
 
 
-def refused(opening: Callable[[], object]) -> CacheError | None:
+def refusal_of(opening: Callable[[], object]) -> CacheError | None:
     try:
         opening()
     except CacheError as error:

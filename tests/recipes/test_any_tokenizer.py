@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from support.commands import niels_gpt
+from support.errors import refused
 from support.made_tokenizers import any_tokenizer, made_tokenizer
 
 from niels_gpt.builders.meta_keys import Source, build_identity
 from niels_gpt.cache import CacheError, PretrainTokenStreamDataset, read_meta
-from niels_gpt.commands import cache as cli
-from niels_gpt.commands.main import main
 from niels_gpt.inspection.verify import Limits, find_damage, verify
-from niels_gpt.recipes.plan import RECIPES, plan
+from niels_gpt.recipes.plan import plan, recipes
 from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.recipes.tokenizer import NoSentinels, ensure_tokenizer, no_sentinels
 from niels_gpt.settings import Settings
@@ -55,9 +55,7 @@ def decoded(settings: Settings) -> list[str]:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "llama3"), id=name) for name in ENDS]
 )
-def test_a_cache_of_any_tokenizer_is_built_read_checked_and_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_a_cache_of_any_tokenizer_is_built_read_checked_and_shown(tmp_path: Path, name: str) -> None:
     settings = own(tmp_path, any_tokenizer(name), engine="auto")
     assert build_token_cache(settings, "own").engine in ("tokenizers", "gigatoken")
     cache, tokenizer = Path(settings.cache_dir) / "pretrain" / "own", load_tokenizer(any_tokenizer(name))
@@ -76,25 +74,27 @@ def test_a_cache_of_any_tokenizer_is_built_read_checked_and_shown(
     for path in (cache, cache.parent.parent / "tokenizer"):
         assert not find_damage(path, deep=True)
         assert not [each.problems for each in verify(path, Limits(deep=True)).values() if each.problems]
+    shown = ""
     for command in (["list", settings.cache_dir], ["stats", str(cache)], ["show", str(cache), "--tokens", "500"]):
-        assert cli.main(command) == 0
-    shown = capsys.readouterr().out
+        done = niels_gpt(*command)
+        assert done.status == 0
+        shown += done.out
     assert ENDS[name] in shown and f"{ENDS[name]} (id {tokenizer.eos_id})" in shown
     length = meta["shards"]["train"][0]["tokens"]
-    assert cli.main(["locate", str(cache), "train", str(length - 1)]) == 0
-    assert f"[[{ENDS[name]}]]" in capsys.readouterr().out
+    done = niels_gpt("locate", str(cache), "train", str(length - 1))
+    assert done.status == 0
+    assert f"[[{ENDS[name]}]]" in done.out
 
 
-def test_back_and_forth_between_tokenizers_of_both_kinds(
-    tmp_path: Path, tiny_model_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_back_and_forth_between_tokenizers_of_both_kinds(tmp_path: Path, tiny_model_path: Path) -> None:
     first, second = own(tmp_path, made_tokenizer("t5")), own(tmp_path, tiny_model_path)
     before = build_token_cache(first, "own").meta
     shutil.copytree(tmp_path / "cache", tmp_path / "before")
     assert not build_token_cache(second, "own").reused
     left, right = tmp_path / "before" / "pretrain" / "own", tmp_path / "cache" / "pretrain" / "own"
-    assert cli.main(["diff", str(left), str(right)]) == 1
-    assert "their tokenizers differ" in capsys.readouterr().out
+    done = niels_gpt("diff", str(left), str(right))
+    assert done.status == 1
+    assert "their tokenizers differ" in done.out
     again = build_token_cache(first, "own")
     assert not again.reused and again.meta == before
     assert build_token_cache(first, "own").reused
@@ -119,24 +119,24 @@ def test_what_ends_a_document_is_a_setting_and_decides_what_is_built_again(tmp_p
 
 def test_a_failed_first_build_says_that_no_tokenizer_is_there(
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     caplog.set_level("INFO")
     settings = own(tmp_path, made_tokenizer("t5"))
     flags = ["--pretrain", str(settings.pretrain), "--cache-dir", settings.cache_dir, "--document-end", "<nope>"]
-    assert cli.main(["build", *flags, "--tokenizer", str(settings.tokenizer)]) == 1
-    assert "tokenizer is not there yet: no cache was built" in capsys.readouterr().err
+    done = niels_gpt("build", *flags, "--tokenizer", str(settings.tokenizer))
+    assert done.status == 1
+    assert "tokenizer is not there yet: no cache was built" in done.err
     monkeypatch.setattr("niels_gpt.hub.models.hub_file", lambda *_: None)  # it would wait for the network
-    with pytest.raises(ValueError, match="no tokenizer there"):
+    with refused("E403", "tokenizer.json", "tokenizer.model", "spiece.model"):
         ensure_tokenizer(dataclasses.replace(settings, tokenizer="nosuch"))
     assert "no file or folder nosuch; asking the hub" in caplog.text
 
 
 @pytest.mark.parametrize(("choice", "said"), [("eot", "it has no sentinels"), ("<nope>", "it has no token '<nope>'")])
 def test_an_end_that_the_tokenizer_does_not_have_is_refused_by_plan_and_build(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], choice: str, said: str
+    tmp_path: Path, choice: str, said: str
 ) -> None:
     settings = own(tmp_path, made_tokenizer("t5"), document_end=choice)
     (_, planned) = plan(settings, ["pretrain/own"])
@@ -146,8 +146,9 @@ def test_an_end_that_the_tokenizer_does_not_have_is_refused_by_plan_and_build(
     named = str(settings.tokenizer)
     assert str(caught.value).startswith(f"{named}: no token") and planned.action.startswith(f"cannot be built: {named}")
     flags = ["--cache-dir", settings.cache_dir, "--pretrain", str(settings.pretrain), "--document-end", choice]
-    assert cli.main(["build", "own", *flags, "--tokenizer", named]) == 1
-    assert f"error[E102]: pretrain/own: {named}: no token to end a document with: {said}" in capsys.readouterr().err
+    done = niels_gpt("build", "own", *flags, "--tokenizer", named)
+    assert done.status == 1
+    assert f"error[E102]: pretrain/own: {named}: no token to end a document with: {said}" in done.err
 
 
 def test_a_config_of_another_eos_replaces_the_tokenizer_and_the_caches_that_it_changes(tmp_path: Path) -> None:
@@ -179,11 +180,11 @@ def test_the_caches_of_a_run_have_one_tokenizer_until_its_files_change(
 
     monkeypatch.setattr("niels_gpt.recipes.tokenizer.load_tokenizer", counted)
     for key in ("pretrain/roam", "pretrain/wikitext"):
-        assert not RECIPES[key](settings).reused
+        assert not recipes(settings)[key](settings).reused
     assert opened == [tmp_path / "c" / "tokenizer"]
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "<extra_id_0>"}))
-    assert RECIPES["pretrain/roam"](settings).meta["document_end"]["token"] == "<extra_id_0>"
+    assert recipes(settings)["pretrain/roam"](settings).meta["document_end"]["token"] == "<extra_id_0>"
 
 
 @pytest.mark.slow
@@ -206,9 +207,7 @@ def test_an_eos_that_was_text_decides_which_texts_are_dropped_and_so_what_is_bui
 
 
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("qwen2", marks=pytest.mark.slow)])
-def test_special_tokens_in_texts_are_dropped_refused_or_text_and_never_the_token(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_special_tokens_in_texts_are_dropped_refused_or_text_and_never_the_token(tmp_path: Path, name: str) -> None:
     tokenizer = load_tokenizer(any_tokenizer(name))
     special = [text for text in SPECIAL if set(tokenizer.encode(text)) & tokenizer.control_ids]
     assert len(special) == (2 if name == "qwen2" else 1)
@@ -229,10 +228,11 @@ def test_special_tokens_in_texts_are_dropped_refused_or_text_and_never_the_token
         for token in document.ids.tolist()
     ]
     assert not tokenizer.control_ids & set(ids) and not find_damage(cache, deep=True)
-    assert cli.main(["stats", str(cache)]) == 0
-    assert f"special_as_text {len(special)}" in capsys.readouterr().out
+    done = niels_gpt("stats", str(cache))
+    assert done.status == 0
+    assert f"special_as_text {len(special)}" in done.out
 
-    with pytest.raises(ValueError, match="holds the special token"):
+    with refused("E305", "holds the special token"):
         build_token_cache(dataclasses.replace(settings, on_special="raise"), "own")
 
 
@@ -255,7 +255,7 @@ def test_an_ordinary_token_that_ends_documents_comes_from_no_text(tmp_path: Path
 
 @pytest.mark.slow
 def test_the_way_back_has_the_settings_that_each_cache_was_built_with(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = own(tmp_path, made_tokenizer("t5"), document_end="<extra_id_0>")
     other = dataclasses.replace(first, pretrain=f"more={tmp_path / 'rows.jsonl'}", document_end="auto")
@@ -264,43 +264,45 @@ def test_the_way_back_has_the_settings_that_each_cache_was_built_with(
     build_token_cache(new, "more")
     said = next(text for text in caplog.messages if text.startswith("for the old one: "))
     for command in said.removeprefix("for the old one: ").split(" && "):
-        assert main(shlex.split(command)[1:]) == 0
-    capsys.readouterr()
+        assert niels_gpt(*shlex.split(command)[1:]).status == 0
     caches = tmp_path / "cache" / "pretrain"
     assert [read_meta(str(caches / name / "meta.json")) for name in ("own", "more")] == before
 
 
 def test_a_build_of_all_leaves_out_chats_without_sentinels_and_one_that_names_them_fails(
-    mirror: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    mirror: Path, tmp_path: Path
 ) -> None:
     settings = Settings(source_root=str(mirror), cache_dir=str(tmp_path / "c"), tokenizer=str(made_tokenizer("t5")))
     flags = ["--source-root", str(mirror), "--cache-dir", settings.cache_dir, "--tokenizer", str(settings.tokenizer)]
-    assert cli.main(["build", "--all", *flags, "--dry-run"]) == 0
-    assert "left out: the tokenizer has no sentinels" in capsys.readouterr().out
-    assert cli.main(["build", "--all", *flags]) == 0
-    out, err = capsys.readouterr()
+    done = niels_gpt("build", "--all", *flags, "--dry-run")
+    assert done.status == 0
+    assert "left out: the tokenizer has no sentinels" in done.out
+    done = niels_gpt("build", "--all", *flags)
+    assert done.status == 0
+    out, err = done.out, done.err
     assert "warning[W411]: sft/dolly15k, sft/oasst1, trees/oasst1 left out" in err and "pretrain/wikitext" in out
     assert "sft/dolly15k, sft/oasst1, trees/oasst1 mark the turns of their chats by them" in err
     assert not (tmp_path / "c" / "sft").exists() and not (tmp_path / "c" / "trees").exists()
-    assert cli.main(["build", "dolly15k", *flags, "--dry-run"]) == cli.main(["build", "dolly15k", *flags]) == 1
-    error = capsys.readouterr().err
+    assert niels_gpt("build", "dolly15k", *flags, "--dry-run").status == 1
+    done = niels_gpt("build", "dolly15k", *flags)
+    assert done.status == 1
+    error = done.err
     assert "error[E404]" in error and "niels-gpt add-sentinels" in error and "niels-gpt build dolly15k" in error
-    with pytest.raises(NoSentinels):
-        RECIPES["sft/oasst1"](settings)
+    with refused("E404", kind=NoSentinels):
+        recipes(settings)["sft/oasst1"](settings)
 
 
-def test_with_the_sentinels_added_as_printed_every_cache_is_built(
-    mirror: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_with_the_sentinels_added_as_printed_every_cache_is_built(mirror: Path, tmp_path: Path) -> None:
     (tmp_path / "t5").mkdir()
     for file in made_tokenizer("t5").iterdir():
         (tmp_path / "t5" / file.name).symlink_to(file)
     flags = ["--source-root", str(mirror), "--cache-dir", str(tmp_path / "c"), "--follow-links"]
     flags += ["--tokenizer", str(tmp_path / "t5")]
-    assert cli.main(["build", "dolly15k", *flags]) == 1
-    commands = capsys.readouterr().err.strip().rpartition("Add them: ")[2].split(" && ")
+    done = niels_gpt("build", "dolly15k", *flags)
+    assert done.status == 1
+    commands = done.err.strip().rpartition("Add them: ")[2].split(" && ")
     for command in commands:
-        assert main(shlex.split(command)[1:]) == 0
+        assert niels_gpt(*shlex.split(command)[1:]).status == 0
     again = no_sentinels(Settings(tokenizer=str(tmp_path / "t5")), ["sft/oasst1"], tmp_path / "t5")
     assert again.remedy == "A copy has them: niels-gpt build oasst1 --tokenizer t5_with_sentinels"
     other = no_sentinels(Settings(tokenizer=str(tmp_path / "t5")), ["sft/oasst1"], made_tokenizer("qwen2"))
@@ -308,17 +310,18 @@ def test_with_the_sentinels_added_as_printed_every_cache_is_built(
     file = str(tmp_path / "t5" / "tokenizer.json")
     assert no_sentinels(Settings(tokenizer=file), ["sft/oasst1"], Path(file)).remedy == again.remedy
     flags[-1] = "t5_with_sentinels"
-    assert cli.main(["build", "--all", *flags]) == 0
-    captured = capsys.readouterr()
-    assert "W411" not in captured.err and "sft/dolly15k" in captured.out
+    done = niels_gpt("build", "--all", *flags)
+    assert done.status == 0
+    assert "W411" not in done.err and "sft/dolly15k" in done.out
     meta = read_meta(str(tmp_path / "c" / "sft" / "oasst1" / "meta.json"))
     assert meta["tokenizer_sha256"] == load_tokenizer("t5_with_sentinels").sha256
     roam = read_meta(str(tmp_path / "c" / "pretrain" / "roam" / "meta.json"))
     assert roam["document_end"]["id"] == meta["special_token_ids"]["eot"]
-    for key in RECIPES:
+    for key in recipes(Settings()):
         assert not find_damage(tmp_path / "c" / key, deep=True)
-    assert cli.main(["show", str(tmp_path / "c" / "sft" / "oasst1")]) == 0
-    assert "<|asst|>" in capsys.readouterr().out
+    done = niels_gpt("show", str(tmp_path / "c" / "sft" / "oasst1"))
+    assert done.status == 0
+    assert "<|asst|>" in done.out
 
 
 def test_a_recipe_trains_a_byte_level_tokenizer_and_keeps_it(tmp_path: Path) -> None:
@@ -352,5 +355,5 @@ def test_a_file_that_the_meta_does_not_name_changes_nothing_unseen(tmp_path: Pat
     settings = own(tmp_path, made_tokenizer("t5"))
     build_token_cache(settings, "own")
     (tmp_path / "cache" / "tokenizer" / "special_tokens_map.json").write_text('{"eos_token": "<pad>"}')
-    with pytest.raises(CacheError, match=r"special_tokens_map.json: is not in its meta.json"):
+    with refused("E403", "special_tokens_map.json", "meta.json"):
         build_token_cache(dataclasses.replace(settings, tokenizer=None, own_val_frac=0.2), "own")

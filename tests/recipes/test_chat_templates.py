@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.chat_tokenizers import CHATML, CHATML_MARKED, write_tokenizer
+from support.errors import refused
 
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.cache.sft_split import SFTSplit
@@ -206,7 +207,7 @@ def test_another_template_for_chats_with_tools_is_known_after_the_tokenizer_was_
     assert read_meta(str(tmp_path / "cache/tokenizer/meta.json"))["tool_template"] is True
     tools = [{"type": "function", "function": {"name": "rain"}}]
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": chats[0], "tools": tools}))
-    with pytest.raises(ValueError, match=r"another chat template for chats with tools.*--chat-template FILE"):
+    with refused("E407", "--chat-template"):
         build_token_cache(settings_of(tmp_path, folder), "own")
 
 
@@ -245,7 +246,7 @@ def test_what_no_template_can_be_used_with_is_refused_before_anything_is_made(
             assert main([*map(str, words), *more]) != 0
             assert re.search(message, " ".join(getattr(capsys.readouterr(), stream).split()))
         assert not (tmp_path / "cache" / "sft").exists()
-    with pytest.raises(ValueError, match="no chat_template is named"):
+    with refused("E102", "chat_template"):
         Settings(loss_on="last")
-    with pytest.raises(ValueError, match="expected one of 'assistant'"):
+    with refused("E407", "assistant"):
         build_token_cache(settings_of(tmp_path, tokenizer, loss_on="user"), "own")

@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import TESTS
+from support import ROOT, TESTS
+from support.commands import niels_gpt
 
-import niels_gpt
 from niels_gpt.cache.meta import read_meta
-from niels_gpt.commands import cache as cli
 from niels_gpt.recipes.partitions import dask
 from niels_gpt.recipes.partitions.run import prepare
 from niels_gpt.recipes.partitions.worker import obstacle
@@ -134,16 +133,13 @@ def files_of(cache: Path) -> dict[str, bytes]:
     return {path.relative_to(cache).as_posix(): path.read_bytes() for path in cache.rglob("*") if path.is_file()}
 
 
-def test_what_is_no_address_and_what_has_no_partitions_is_a_usage_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_address_and_what_has_no_partitions_is_a_usage_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="local:N"):
         dask.check_where("four")
     build = ["build", "--source-root", "sample"]
-    assert cli.main([*build, "roam", "--dask", "local:2"]) == 2
-    assert cli.main([*build, "roam", "--dask", "local:2", "--partitions", "2", "--partition", "0"]) == 2
-    assert cli.main([*build, "oasst1", "--dask", "local:2", "--partitions", "2"]) == 2
-    assert capsys.readouterr().err.count("error[E101]") == 3
+    for wrong in (["roam"], ["roam", "--partitions", "2", "--partition", "0"], ["oasst1", "--partitions", "2"]):
+        done = niels_gpt(*build, *wrong, "--dask", "local:2")
+        assert (done.status, done.err.count("error[E101]")) == (2, 1), wrong
     assert not list(tmp_path.iterdir())
 
 
@@ -245,13 +241,14 @@ def test_a_partition_whose_workers_die_too_often_fails_alone(
 @pytest.mark.slow
 @needs_dask
 def test_an_error_of_a_build_reaches_the_command_line_and_the_others_are_finished(
-    notes: Settings, tiny_model_path: Path, cluster: Cluster, capsys: pytest.CaptureFixture[str]
+    notes: Settings, tiny_model_path: Path, cluster: Cluster
 ) -> None:
     (Path("texts") / "1.jsonl.gz").write_bytes(gzip.compress(Path("texts/1.jsonl").read_bytes())[:-20])
     Path("texts/1.jsonl").unlink()
     command = ["build", "--pretrain", "notes=texts/*.jsonl*", "--partitions", "4", "--tokenizer", str(tiny_model_path)]
-    assert cli.main([*command, "--dask", cluster.address]) == 1
-    said = capsys.readouterr().err
+    done = niels_gpt(*command, "--dask", cluster.address)
+    assert done.status == 1
+    said = done.err
     assert re.search(r"error\[E302\]: .*1 of 4 partitions failed", said) and "1.jsonl.gz" in said
     assert len(list(Path("cache/pretrain/.versions/notes").glob("partitions-*/0*"))) == 3
 
@@ -261,7 +258,7 @@ def test_an_error_of_a_build_reaches_the_command_line_and_the_others_are_finishe
 def test_a_worker_with_other_code_is_refused_before_anything_is_built(notes: Settings, cluster: Cluster) -> None:
     # The last test with this cluster, in which that worker stays.
     other = cluster.folder / "other"
-    shutil.copytree(Path(niels_gpt.__file__).parent, other / "niels_gpt", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "niels_gpt", other / "niels_gpt", ignore=shutil.ignore_patterns("__pycache__"))
     with (other / "niels_gpt" / "settings.py").open("a") as file:
         file.write("# another version\n")
     cluster.worker(PYTHONPATH=os.pathsep.join([str(other), str(TESTS)]))

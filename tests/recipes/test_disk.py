@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.commands import niels_gpt
 from support.data_files import lines
 from support.power_loss import recorded_below
 
-from niels_gpt.commands import cache as cli
 from niels_gpt.recipes import disk
 from niels_gpt.recipes.disk import needed_bytes
 from niels_gpt.recipes.plan import RECIPES, recipes
@@ -105,12 +105,12 @@ def test_what_other_plans_have_written_is_no_room_for_this_one(tmp_path: Path) -
 def test_the_projects_caches_take_no_more_and_no_less_than_was_said(settings: Settings, key: str) -> None:
     need = needed_bytes(settings, resolve_source(settings, key.split("/")[1]), settings.vocab_size)
     ensure_tokenizer(settings)
-    taken = most_on_disk(Path(settings.cache_dir), lambda: RECIPES[key](settings))
+    taken = most_on_disk(Path(settings.cache_dir), lambda: recipes(settings)[key](settings))
     assert need.least <= taken <= need.most <= 40 * taken, (need, taken)
 
 
 def test_what_does_not_fit_is_refused_before_the_first_byte_unless_asked_for(
-    tmp_path: Path, tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = tmp_path / "own.txt"
     own.write_text(PROSE)
@@ -118,13 +118,15 @@ def test_what_does_not_fit_is_refused_before_the_first_byte_unless_asked_for(
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: usage._replace(free=len(PROSE) // 8))
     for more in ([], ["--dry-run"]):
-        assert cli.main(["build", *flags, *more]) == 1
-        assert " of disk are needed" in capsys.readouterr().err
+        done = niels_gpt("build", *flags, *more)
+        assert done.status == 1
+        assert " of disk are needed" in done.err
         assert not (tmp_path / "c").exists()
-    assert cli.main(["build", *flags]) == 1
-    command = shlex.split(capsys.readouterr().err.strip().rpartition(": ")[2])
-    assert cli.main(command[1:]) == 0
-    assert cli.main(["build", *flags]) == 0  # nothing to do
+    done = niels_gpt("build", *flags)
+    assert done.status == 1
+    command = shlex.split(done.err.strip().rpartition(": ")[2])
+    assert niels_gpt(*command[1:]).status == 0
+    assert niels_gpt("build", *flags).status == 0  # nothing to do
 
 
 def test_what_may_not_fit_is_built_with_a_warning(
@@ -133,5 +135,5 @@ def test_what_may_not_fit_is_built_with_a_warning(
     need = needed_bytes(settings, resolve_source(settings, "roam"), settings.vocab_size)
     usage = shutil.disk_usage(settings.source_root)
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: usage._replace(free=(need.least + need.most) // 2))
-    assert not RECIPES["pretrain/roam"](settings).reused
+    assert not recipes(settings)["pretrain/roam"](settings).reused
     assert "may not fit" in caplog.text

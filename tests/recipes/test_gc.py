@@ -16,20 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.commands import niels_gpt
 from support.data_files import write
 from support.disk import VERSIONS_DIR, versions_dir
-from support.fault_builds import interrupt, ready
+from support.errors import refused
+from support.fault_builds import before_each_removal, interrupt, ready
 from support.power_loss import MODELS, Disk, put, recorded_below, tree_of
-from support.small_builds import documents, pretrain, whole_version
+from support.small_builds import documents, locked, pretrain, whole_version
 
 from niels_gpt.builders.meta_keys import Source
 from niels_gpt.cache import CacheError
-from niels_gpt.commands import cache as cli
-from niels_gpt.recipes import gc as garbage
 from niels_gpt.recipes.gc import collect
 from niels_gpt.storage.leftovers import removable
 from niels_gpt.storage.locks import hold_version
-from niels_gpt.storage.versions import build_lock, version_name
 
 pytestmark = pytest.mark.usefixtures("small_batches")
 
@@ -66,25 +65,26 @@ def four_versions(path: Path) -> list[str]:
     return [pretrain(path, seed)["content_sha256"][:12] for seed in range(4)]
 
 
-def test_the_committed_version_and_the_newest_other_stay_and_unfinished_builds_go(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_committed_version_and_the_newest_other_stay_and_unfinished_builds_go(folder: Path) -> None:
     contents = four_versions(folder / "c")
     interrupt("pretrain", folder / "c", 60, documents(9), seed=9)
     (dead,) = versions_dir(folder / "c").glob("building-*.journal")
     (versions_dir(folder / "c") / "lock").unlink()
     before = tree_of(folder)
-    assert cli.main(["gc", str(folder), "--dry-run"]) == 0
+    done = niels_gpt("gc", str(folder), "--dry-run")
+    assert done.status == 0
     assert tree_of(folder) == before
-    said, _, after = capsys.readouterr().out.partition("next: ")
+    said, _, after = done.out.partition("next: ")
     assert after == f"niels-gpt gc {folder}\n"
-    assert cli.main(["gc", str(folder)]) == 0
-    assert capsys.readouterr().out == said.replace("would remove", "removed")
+    done = niels_gpt("gc", str(folder))
+    assert done.status == 0
+    assert done.out == said.replace("would remove", "removed")
     assert removed(iter(said.replace("would remove", "removed").splitlines())) == [dead.name, dead.stem, *contents[:2]]
     assert {entry.name for entry in versions_dir(folder / "c").iterdir()} == {"lock", *contents[2:]}
     assert whole_version(folder / "c").startswith(contents[3])
     assert list(collect(folder, dry_run=False)) == []
-    assert cli.main(["gc", str(folder / "nowhere")]) == 1 and "no such folder" in capsys.readouterr().err
+    done = niels_gpt("gc", str(folder / "nowhere"))
+    assert done.status == 1 and "no such folder" in done.err
 
 
 def test_adopted_folders_are_versions_too(folder: Path) -> None:
@@ -240,7 +240,7 @@ def test_a_cache_that_cannot_be_locked_is_left_and_the_others_are_not(
 ) -> None:
     three_caches(folder)
     versions = versions_dir(folder / "b")
-    with build_lock(folder / "b") if spoil is None else contextlib.nullcontext():
+    with locked(folder / "b") if spoil is None else contextlib.nullcontext():
         if spoil is not None:
             (versions / "lock").unlink()
             spoil(versions / "lock")
@@ -256,7 +256,7 @@ def test_a_cache_that_cannot_be_locked_is_left_and_the_others_are_not(
 
 
 def test_what_cannot_be_removed_stops_gc_for_its_own_cache_only_and_fails_it(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     three_caches(folder)
     for seed in (3, 4):
@@ -272,8 +272,9 @@ def test_what_cannot_be_removed_stops_gc_for_its_own_cache_only_and_fails_it(
     real = os.rmdir
     with monkeypatch.context() as patched:
         patched.setattr(os, "rmdir", rmdir)
-        assert cli.main(["gc", str(folder)]) == 1
-    lines = capsys.readouterr().out.splitlines()
+        done = niels_gpt("gc", str(folder))
+        assert done.status == 1
+    lines = done.out.splitlines()
     assert [line.split()[0] for line in lines] == ["removed", "removed", "could", "removed"]
     assert "Operation not permitted" in lines[2] and str(expected[1][1]) in lines[2]
     assert [[path.exists() for path in paths] for paths in expected] == [[False], [False, True, True], [False]]
@@ -283,14 +284,12 @@ def test_nobody_builds_or_takes_hold_while_a_version_is_removed(folder: Path, mo
     old, *_ = three_versions(folder / "c")
     holds: list[bool] = []
 
-    def discard(path: Path) -> None:
-        with pytest.raises(CacheError, match="is being built by"):
+    def meanwhile(path: Path) -> None:
+        with refused("E503", f"pid {os.getpid()}"):
             pretrain(folder / "c", 7)
         holds.append(bool(hold_version(path)))
-        real(path)
 
-    real = garbage.discard
-    monkeypatch.setattr(garbage, "discard", discard)
+    before_each_removal(monkeypatch, meanwhile)
     assert removed(collect(folder, dry_run=False)) == [old.name] and holds == [False]
     assert json.loads((folder / "c" / "meta.json").read_bytes())["seed"] == 2
 
@@ -327,6 +326,11 @@ def ended(process: subprocess.Popen[str]) -> None:
     assert process.stdout.readline() == "let go\n"
 
 
+def shown(version: Path) -> str:
+    """How a version is called in what is printed."""
+    return f"{version.parents[2] / version.parent.name} (version {version.name})"
+
+
 def three_versions(path: Path) -> list[Path]:
     """Build three versions, of which gc removes the first; returns their folders."""
     return [versions_dir(path) / pretrain(path, seed)["content_sha256"][:12] for seed in range(3)]
@@ -334,7 +338,7 @@ def three_versions(path: Path) -> list[Path]:
 
 def says_kept(lines: Iterator[str], version: Path) -> bool:
     (line,) = lines
-    return line.startswith(f"kept {version_name(version)} (") and line.endswith("): open in a reader")
+    return line.startswith(f"kept {shown(version)} (") and line.endswith("): open in a reader")
 
 
 def test_a_version_that_another_process_has_open_stays_until_that_ends(folder: Path) -> None:
@@ -344,14 +348,14 @@ def test_a_version_that_another_process_has_open_stays_until_that_ends(folder: P
     with reader(second) as process:
         lines = list(collect(folder, dry_run=True))
         assert [line.rpartition(" (")[0] for line in lines] == [
-            f"would remove {version_name(first)}",
-            f"kept {version_name(second)}",
+            f"would remove {shown(first)}",
+            f"kept {shown(second)}",
         ]
         assert without_locks(folder) == before
         lines = list(collect(folder, dry_run=False))
         assert [line.rpartition(" (")[0] for line in lines] == [
-            f"removed {version_name(first)}",
-            f"kept {version_name(second)}",
+            f"removed {shown(first)}",
+            f"kept {shown(second)}",
         ]
         assert second.exists() and not first.exists()
         ended(process)
@@ -437,7 +441,7 @@ def test_without_locks_on_folders_a_version_is_read_and_kept(
     monkeypatch.setattr(fcntl, "flock", flock)
     assert not hold_version(old)
     (line,) = collect(folder, dry_run=False)
-    assert line.startswith(f"kept {version_name(old)} (") and "nobody can know whether a reader has it open" in line
+    assert line.startswith(f"kept {shown(old)} (") and "nobody can know whether a reader has it open" in line
     assert line.endswith(f"When no reader runs: rm -r {old}") and old.is_dir()
 
 
@@ -445,9 +449,7 @@ NAMES = ("building", "damaged", "building-0123456789ab", "building-0123456789ab.
 FOREIGN_METAS = ('{"version": 3}', '{"kind": "photo"}', '{"kind": "pretrain", "content_sha256": 7}', "[]", "no JSON")
 
 
-def test_what_another_program_has_put_there_is_left_and_reported(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_another_program_has_put_there_is_left_and_reported(folder: Path) -> None:
     for number, content in enumerate(FOREIGN_METAS):
         for name in (*NAMES, "1" * 12, "2" * 12, "3" * 12):
             write(plain_folder(folder / VERSIONS_DIR / f"app{number}" / name, content) / "journal.jsonl", content)
@@ -455,8 +457,9 @@ def test_what_another_program_has_put_there_is_left_and_reported(
         write(folder / VERSIONS_DIR / f"app{number}" / "lock", "precious")
     before = tree_of(folder)
     for flags in (["--dry-run"], []):
-        assert cli.main(["gc", str(folder), *flags]) == 0
-        assert capsys.readouterr().out.count("left alone") == len(FOREIGN_METAS) * (len(NAMES) + 3)
+        done = niels_gpt("gc", str(folder), *flags)
+        assert done.status == 0
+        assert done.out.count("left alone") == len(FOREIGN_METAS) * (len(NAMES) + 3)
         assert tree_of(folder) == before
 
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.errors import refused
 
 from niels_gpt.data import LocalFiles
 from niels_gpt.data.sources import Credit, SourceSpec
@@ -81,5 +82,5 @@ def test_a_row_of_the_table_is_a_cache_of_the_command_line_and_an_asset(
 
 def test_a_row_that_says_nothing_of_the_split_is_refused() -> None:
     named = {"name": "poems", "family": "pretrain", "description": "", "credit": Credit("CC0", "nobody")}
-    with pytest.raises(ValueError, match="poems: expected a split_rule"):
+    with refused("E102", "split_rule"):
         SourceSpec(**named, load=lambda _: [], files=lambda *_: LocalFiles(Path(), (), 0))

@@ -13,12 +13,12 @@ from typing import Any
 import dagster as dg
 import numpy as np
 import pytest
+from support.commands import niels_gpt
 from support.dagster_runs import built, metadata, run, stale
 from support.data_files import lines, write
 from support.tiny_texts import TINY_TEXTS
 
 from niels_gpt.cache.meta import read_meta
-from niels_gpt.commands import cache as cli
 from niels_gpt.inspection.stats import stats
 from niels_gpt.inspection.verify import Limits, verify
 from niels_gpt.recipes.plan import plan, recipes
@@ -60,8 +60,14 @@ def own(home: Path, **given: Any) -> Settings:
 
 def built_notes(*more: str) -> dict[str, Any]:
     """Build a cache of the notes by the command line and return its meta.json."""
-    assert cli.main(["build", "--pretrain", "notes=notes", "--vocab-size", "400", *more]) == 0
-    return read_meta("cache/pretrain/notes/meta.json")
+    return told_notes(*more)[0]
+
+
+def told_notes(*more: str) -> tuple[dict[str, Any], str]:
+    """Build it, and return what was printed and logged too."""
+    done = niels_gpt("build", "--pretrain", "notes=notes", "--vocab-size", "400", *more)
+    assert done.status == 0, done.err
+    return read_meta("cache/pretrain/notes/meta.json"), done.err
 
 
 def cache_command(*arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -118,15 +124,15 @@ def test_a_single_document_goes_to_train_and_an_empty_val_is_a_warning(
     assert "val is empty: too few distinct texts (1)" in caplog.text
 
 
-def test_what_its_user_says_stands_in_meta_and_in_stats(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_its_user_says_stands_in_meta_and_in_stats(home: Path) -> None:
     toml = '[pretrain.notes]\nfiles = "notes"\nlicence = "CC BY 4.0"\nattribution = "N. Otes"\n'
     (home / "sources.toml").write_text(toml)
-    assert cli.main(["build", "notes", "--vocab-size", "400"]) == 0
+    assert niels_gpt("build", "notes", "--vocab-size", "400").status == 0
     source = read_meta("cache/pretrain/notes/meta.json")["source"]
     assert (source["licence"], source["attribution"]) == ("CC BY 4.0", "N. Otes")
-    capsys.readouterr()
-    assert cli.main(["stats", "cache/pretrain/notes"]) == 0
-    shown = capsys.readouterr().out
+    done = niels_gpt("stats", "cache/pretrain/notes")
+    assert done.status == 0
+    shown = done.out
     assert "CC BY 4.0" in shown and "N. Otes" in shown and "other_files 1" in shown
 
 
@@ -156,29 +162,27 @@ def test_a_changed_file_or_line_builds_anew_and_nothing_else_does(home: Path) ->
     assert recipes(settings)["pretrain/more"](settings).meta["content_sha256"] != first.meta["content_sha256"]
 
 
-def test_rows_that_cannot_be_read_are_counted_and_too_many_are_a_warning(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_that_cannot_be_read_are_counted_and_too_many_are_a_warning(home: Path) -> None:
     rows = [json.dumps({"body": text}) for text in TINY_TEXTS[:20]]
     (home / "rows.jsonl").write_text("\n".join([*rows, "{broken", "[]", '{"title": "no body"}']))
-    assert cli.main(["build", "--pretrain", "rows=rows.jsonl:body", "--vocab-size", "400"]) == 0
+    done = niels_gpt("build", "--pretrain", "rows=rows.jsonl:body", "--vocab-size", "400")
+    assert done.status == 0
     meta = read_meta("cache/pretrain/rows/meta.json")
     assert meta["source"]["counters"] == {"missing_field": 1, "unreadable_row": 2}
     assert meta["documents_read"] == 20
-    assert "3 of 23 documents were dropped (13.04%)" in capsys.readouterr().err
+    assert "3 of 23 documents were dropped (13.04%)" in done.err
     verdicts = verify(Path("cache/pretrain/rows"), Limits(max_dropped_share=0.2))
     assert not any(verdict.problems for verdict in verdicts.values())
 
 
 def test_files_of_another_encoding_are_warned_of_and_stats_shows_that_they_were_kept(
-    home: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    home: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for number in range(30):
         encoding = ("latin-1", "utf-16", "utf-16-le")[number % 3]
         (home / "notes" / f"m{number}.txt").write_bytes(f"Über den Fluß {number}".encode(encoding))
-    meta = built_notes()
-    assert "m0.txt: not UTF-8" in caplog.text and "m11.txt: a text with NUL characters" in caplog.text
-    said = capsys.readouterr().err
+    meta, said = told_notes()
+    assert "m0.txt: not UTF-8" in said and "m11.txt: a text with NUL characters" in said
     for warning in ("20 were not UTF-8", "10 hold NUL characters"):
         assert warning in said
     assert meta["documents_read"] == len(NOTES) + 30
@@ -198,10 +202,10 @@ def test_kinds_and_links_that_are_not_read_are_counted_and_a_warning_until_they_
     (home / "notes" / "c.md").symlink_to(write(home / "secret.md", "a secret"))
     counted = []
     for flags in ([], ["--as-text", ".py, .tex"], ["--follow-links"]):
-        meta = built_notes(*flags)
+        meta, told = told_notes(*flags)
         counted.append((meta["source"]["counters"], meta["documents_read"] - len(NOTES)))
         if not flags:
-            said = caplog.text
+            said = told
     assert "notes: 5 files of kinds that are not read: 2 .py" in said and "1 .tex" in said and "--as-text" in said
     assert "c.md: a symbolic link, which is not followed; --follow-links" in said
     assert counted == [
@@ -240,11 +244,10 @@ def test_a_large_document_is_left_out_counted_and_a_loss(home: Path, settings: S
         ("notes", 2, "no source is called 'notes'"),
     ],
 )
-def test_what_is_wrong_is_said_with_the_status(
-    home: Path, capsys: pytest.CaptureFixture[str], line: str, status: int, message: str
-) -> None:
-    assert cli.main(["build", *line.split()]) == status
-    assert message in capsys.readouterr().err
+def test_what_is_wrong_is_said_with_the_status(home: Path, line: str, status: int, message: str) -> None:
+    done = niels_gpt("build", *line.split())
+    assert done.status == status
+    assert message in done.err
 
 
 def test_a_tokenizer_of_ones_own_sources_alone_is_named_where_others_use_it(

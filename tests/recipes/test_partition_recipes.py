@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 from support.data_files import write
 from support.disk import versions_dir
+from support.errors import refused
 from support.tiny_texts import TINY_TEXTS
 
 from niels_gpt.cache.meta import read_meta
@@ -32,7 +33,6 @@ from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.recipes.run_recipe import Outcome, cache_root, restart
 from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.settings import Settings, UsageError
-from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.versions import build_lock
 
 TOTAL = 4
@@ -131,7 +131,7 @@ def test_two_at_once_on_one_partition(notes: Settings) -> None:
     path, made = plan.partition_path(0), []
     waiting = threading.Thread(target=lambda: made.append(build_partition(notes, "notes", 0, wait=True)))
     with build_lock(path):
-        with pytest.raises(CacheError, match=f"pid {os.getpid()}") as caught:
+        with refused("E503", f"pid {os.getpid()}") as caught:
             build_partition(notes, "notes", 0)
         assert caught.value.code == "E503"
         build_partition(notes, "notes", 1)
@@ -158,7 +158,7 @@ def test_text_that_changes_while_partitions_are_built_is_refused(notes: Settings
     before = changed.read_bytes()
     made = prepared.prepared(notes, "notes")
     change()
-    with pytest.raises(CacheError, match="changed while partition 1") as caught:
+    with refused("E306", "partition 1") as caught:
         made.build(plan, plan.partition(1), False, None)
     assert caught.value.code == "E306" and not os.path.lexists(plan.partition_path(1))
     changed.write_bytes(before)  # the same bytes, written later: the plan stays
@@ -173,17 +173,17 @@ def test_who_comes_after_the_seal_of_another_builds_nothing(notes: Settings) -> 
         assert reused and meta == sealed.meta
     assert not made.plan.folder.exists()
     restart(notes, "pretrain/notes")
-    with pytest.raises(CacheError, match=r"plan\.json") as caught:
+    with refused("E511", "plan.json") as caught:
         made.build(made.plan, made.plan.partition(3), True, None)
     assert caught.value.code == "E511" and not made.plan.folder.exists()
 
 
 def test_seal_names_what_is_missing_and_its_commands_work(notes: Settings) -> None:
-    with pytest.raises(CacheError, match="Build them") as caught:
+    with refused("E510", "pretrain/notes", "Build them") as caught:
         seal_cache(notes, "notes")
     assert caught.value.code == "E510"
     build_partition(notes, "notes", 2)
-    with pytest.raises(CacheError, match="0-1, 3") as caught:
+    with refused("E510", "0-1, 3") as caught:
         seal_cache(notes, "notes")
     assert caught.value.code == "E510"
     _, *commands = caught.value.remedy.splitlines()
@@ -193,7 +193,7 @@ def test_seal_names_what_is_missing_and_its_commands_work(notes: Settings) -> No
     assert seal_cache(notes, "notes", deep=False).meta["partitions"]["total"] == TOTAL
     many = replace(notes, partitions=30)
     assert prepare(many, "notes") is not None
-    with pytest.raises(CacheError, match="0-29") as caught:
+    with refused("E510", "0-29") as caught:
         seal_cache(many, "notes")
     (command,) = caught.value.remedy.splitlines()[1:]
     assert command.startswith("niels-gpt build notes ") and "--partition " not in command
@@ -202,24 +202,24 @@ def test_seal_names_what_is_missing_and_its_commands_work(notes: Settings) -> No
 def test_seal_with_other_settings_names_them_and_those_of_the_plan(notes: Settings, tiny_model_path: Path) -> None:
     for number in range(TOTAL):
         build_partition(notes, "notes", number)
-    with pytest.raises(CacheError, match=r"seed: 42 there, 7 here") as caught:
+    with refused("E511", "seed: 42 there, 7 here") as caught:
         seal_cache(own("cache", tiny_model_path, seed=7), "notes")
     assert caught.value.code == "E511"
     command = caught.value.remedy.partition("niels-gpt ")[2]
     assert main(shlex.split(command)) == 0
-    with pytest.raises(UsageError):
+    with refused("E101", kind=UsageError):
         seal_cache(own("cache", tiny_model_path, partitions=1), "notes")
 
 
 def test_seal_without_the_tokenizer_of_its_builds_trains_none(notes: Settings, tmp_path: Path) -> None:
     without = dataclasses.replace(notes, tokenizer=None)
-    with pytest.raises(CacheError) as caught:
+    with refused("E510") as caught:
         seal_cache(without, "notes")
     assert caught.value.code == "E510" and not (tmp_path / "cache/tokenizer").exists()
     for number in range(TOTAL):
         build_partition(notes, "notes", number)
     for settings in (without, dataclasses.replace(without, seed=7)):
-        with pytest.raises(CacheError) as caught:
+        with refused("E511") as caught:
             seal_cache(settings, "notes")
         assert caught.value.code == "E511" and not (tmp_path / "cache/tokenizer").exists()
     assert main(shlex.split(caught.value.remedy.partition("niels-gpt ")[2])) == 0
@@ -228,12 +228,12 @@ def test_seal_without_the_tokenizer_of_its_builds_trains_none(notes: Settings, t
 def test_a_remedy_has_the_flags_of_the_plan_alone(notes: Settings, tiny_model_path: Path, tmp_path: Path) -> None:
     ids = write(tmp_path / "ids.txt", "0.jsonl#1\n")
     prepare(dataclasses.replace(notes, exclude=str(ids)), "notes")
-    with pytest.raises(CacheError, match="--exclude") as caught:
+    with refused("E511", "--exclude") as caught:
         seal_cache(notes, "notes")
     assert caught.value.code == "E511" and "niels-gpt" not in caught.value.remedy
     other = own("other", tiny_model_path)
     prepare(other, "notes")
-    with pytest.raises(CacheError) as caught:
+    with refused("E511") as caught:
         seal_cache(dataclasses.replace(other, exclude=str(ids)), "notes")
     assert "--exclude" not in caught.value.remedy and "niels-gpt seal" in caught.value.remedy
 
@@ -263,7 +263,7 @@ def test_other_code_is_refused_and_restart_starts_over(
     with monkeypatch.context() as patched:
         patched.setattr(prepared, "code_identity", lambda: {"version": "0", "libraries": {"torch": "0"}})
         build_partition(notes, "notes", 0)
-    with pytest.raises(CacheError, match="torch 0, here") as caught:
+    with refused("E511", "torch 0, here") as caught:
         build_partition(notes, "notes", 1)
     assert caught.value.code == "E511"
     command = caught.value.remedy.rpartition("niels-gpt ")[2]
@@ -292,7 +292,7 @@ def test_what_is_built_whole_is_said(tmp_path: Path, tiny_model_path: Path, capl
     with caplog.at_level(logging.WARNING):
         outcome = build_token_cache(settings, "dolly15k")
     assert [record.code for record in caplog.records if getattr(record, "code", "") == "W505"] == ["W505"]
-    with pytest.raises(UsageError, match="dolly15k"):
+    with refused("E101", "dolly15k", kind=UsageError):
         prepare(settings, "dolly15k")
     assert outcome.meta["kind"] == "sft"
 

@@ -10,7 +10,7 @@ from support.power_loss import Disk, put, recorded_below
 
 from niels_gpt.builders.pretrain import build_pretrain
 from niels_gpt.cache import read_meta, write_meta
-from niels_gpt.recipes.plan import RECIPES, plan
+from niels_gpt.recipes.plan import plan, recipes
 from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.settings import Settings
@@ -26,29 +26,29 @@ def own(mirror: Path, tmp_path: Path) -> Path:
 def test_a_relative_mirror_is_the_same_mirror_and_its_notes_go_with_the_hub(
     settings: Settings, mirror: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = {key: recipe(settings).fingerprint for key, recipe in RECIPES.items()}
+    first = {key: recipe(settings).fingerprint for key, recipe in recipes(settings).items()}
     monkeypatch.chdir(mirror.parent)
     relative = dataclasses.replace(settings, source_root=mirror.name)
-    assert {key: recipe(relative).fingerprint for key, recipe in RECIPES.items()} == first
+    assert {key: recipe(relative).fingerprint for key, recipe in recipes(settings).items()} == first
     of_the_hub = dataclasses.replace(settings, source_root="hub", roam_dir=f"{mirror.name}/roam")
-    assert RECIPES["pretrain/roam"](of_the_hub).meta["train_tokens"] > 0
+    assert recipes(of_the_hub)["pretrain/roam"](of_the_hub).meta["train_tokens"] > 0
 
 
 @pytest.mark.parametrize("key", ["pretrain/roam", "sft/oasst1", "tokenizer"])
 def test_a_damaged_meta_json_is_built_anew(settings: Settings, key: str) -> None:
-    before = RECIPES["pretrain/roam"](settings), RECIPES["sft/oasst1"](settings)
+    before = recipes(settings)["pretrain/roam"](settings), recipes(settings)["sft/oasst1"](settings)
     meta = Path(settings.cache_dir) / key / "meta.json"
     whole = meta.read_bytes()
     meta.write_bytes(whole[:40])
-    assert "up to date" not in {item.action for item in plan(settings, list(RECIPES)) if item.key == key}
-    assert [RECIPES[outcome.key](settings).meta for outcome in before] == [outcome.meta for outcome in before]
+    assert "up to date" not in {item.action for item in plan(settings, list(recipes(settings))) if item.key == key}
+    assert [recipes(settings)[outcome.key](settings).meta for outcome in before] == [outcome.meta for outcome in before]
     assert meta.read_bytes() == whole
 
 
 def test_a_description_that_another_builder_wrote_is_not_taken_for_the_recipes(settings: Settings) -> None:
-    outcome = RECIPES["pretrain/roam"](settings)
+    outcome = recipes(settings)["pretrain/roam"](settings)
     write_meta(str(outcome.path / "meta.json"), {**outcome.meta, "dataset_name": None, "source": {"counters": {}}})
-    again = RECIPES["pretrain/roam"](settings)
+    again = recipes(settings)["pretrain/roam"](settings)
     assert not again.reused
     assert again.meta == outcome.meta == read_meta(str(outcome.path / "meta.json"))
 
@@ -97,7 +97,7 @@ def test_a_build_that_is_up_to_date_clears_what_a_late_kill_left(settings: Setti
     """Killed anywhere behind the commit: the next run leaves the version, its recipe and an empty lock."""
     recorded = dataclasses.replace(settings, cache_dir=str(tmp_path / "recorded"))
     ensure_tokenizer(recorded)
-    trace = recorded_below(tmp_path / "recorded", lambda: RECIPES["pretrain/roam"](recorded))
+    trace = recorded_below(tmp_path / "recorded", lambda: recipes(recorded)["pretrain/roam"](recorded))
     committed = next(n for n, done in enumerate(trace) if done[0] == "rename" and done[2] == "pretrain/roam")
     cuts = range(committed + 1, len(trace) + 1)
     for number in cuts:
@@ -109,7 +109,7 @@ def test_a_build_that_is_up_to_date_clears_what_a_late_kill_left(settings: Setti
         (folder / "tokenizer").symlink_to((tmp_path / "recorded" / "tokenizer").readlink())
         left = folder / "pretrain" / ".versions" / "roam"
         (left / "lock").write_text("user me, host here, pid 1")
-        RECIPES["pretrain/roam"](dataclasses.replace(settings, cache_dir=str(folder)))
+        recipes(settings)["pretrain/roam"](dataclasses.replace(settings, cache_dir=str(folder)))
         version = (folder / "pretrain" / "roam").resolve()
         assert {path.name for path in left.iterdir()} == {"lock", "recipe.json", version.name}
         assert not (left / "lock").read_text() and not list(version.glob(".*"))
@@ -117,7 +117,7 @@ def test_a_build_that_is_up_to_date_clears_what_a_late_kill_left(settings: Setti
 
 
 def test_what_is_not_a_builders_is_not_cleared(settings: Settings) -> None:
-    RECIPES["pretrain/roam"](settings)
+    recipes(settings)["pretrain/roam"](settings)
     left = Path(settings.cache_dir) / "pretrain" / ".versions" / "roam"
     for name in ("building-0123456789ab", "building-0123456789ac.journal"):
         (left / name).mkdir()
@@ -126,7 +126,7 @@ def test_what_is_not_a_builders_is_not_cleared(settings: Settings) -> None:
         (left / name).touch()
     (left / ".meta.json.01234567.tmp").touch()
     before = {path.name for path in left.iterdir()}
-    RECIPES["pretrain/roam"](settings)
+    recipes(settings)["pretrain/roam"](settings)
     assert before - {path.name for path in left.iterdir()} == {".meta.json.01234567.tmp"}
 
 
@@ -140,19 +140,19 @@ def test_training_settings_that_change_make_the_tokenizer_anew(own: Path) -> Non
 def test_a_new_tokenizer_says_which_caches_wait_for_their_rebuild(
     settings: Settings, caplog: pytest.LogCaptureFixture
 ) -> None:
-    RECIPES["pretrain/roam"](settings)
-    RECIPES["sft/oasst1"](settings)
-    RECIPES["pretrain/roam"](dataclasses.replace(settings, tokenizer=None, vocab_size=600))
+    recipes(settings)["pretrain/roam"](settings)
+    recipes(settings)["sft/oasst1"](settings)
+    recipes(settings)["pretrain/roam"](dataclasses.replace(settings, tokenizer=None, vocab_size=600))
     assert "readers" not in caplog.text.lower()  # a copied model stays until one is named
     other = Path(settings.cache_dir).parent / "other"
     trained = ensure_tokenizer(Settings(source_root="sample", cache_dir=str(other), vocab_size=600))
     meta = read_meta(str(trained.path / "meta.json"))
     write_meta(str(trained.path / "meta.json"), {**meta, "trained_on": "mirror"})
-    RECIPES["pretrain/roam"](dataclasses.replace(settings, tokenizer=str(trained.path / "spm.model")))
+    recipes(settings)["pretrain/roam"](dataclasses.replace(settings, tokenizer=str(trained.path / "spm.model")))
     assert "Readers then refuse pretrain/roam, sft/oasst1 until" in caplog.text
 
 
 def test_a_book_whose_name_begins_like_a_split_is_a_book(settings: Settings, own: Path) -> None:
     (own / "gutenberg" / "testament.txt").write_text("In the beginning of this book there was a name.\n")
-    outcome = RECIPES["pretrain/gutenberg"](dataclasses.replace(settings, source_root=str(own)))
+    outcome = recipes(settings)["pretrain/gutenberg"](dataclasses.replace(settings, source_root=str(own)))
     assert outcome.meta["documents_read"] == len(list((own / "gutenberg").iterdir()))

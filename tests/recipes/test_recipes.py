@@ -15,7 +15,7 @@ from support.disk import canonical_json
 from niels_gpt.builders.meta_keys import BUILDER_VERSION, FORMAT_VERSION
 from niels_gpt.data.files import mirrors
 from niels_gpt.data.files.rows import iter_rows
-from niels_gpt.recipes.plan import RECIPES, plan, settings_fingerprint
+from niels_gpt.recipes.plan import plan, recipes, settings_fingerprint
 from niels_gpt.recipes.run_recipe import Outcome, recipe_fingerprint
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.settings import Settings
@@ -25,7 +25,7 @@ from niels_gpt.tokenizer_training import train_tokenizer, write_tokenizer
 
 
 def build_all(settings: Settings) -> dict[str, Outcome]:
-    return {key: recipe(settings) for key, recipe in RECIPES.items()}
+    return {key: recipe(settings) for key, recipe in recipes(settings).items()}
 
 
 def built_keys(settings: Settings) -> list[str]:
@@ -36,8 +36,8 @@ def built_keys(settings: Settings) -> list[str]:
 def test_what_is_there_is_built_anew_only_where_something_that_it_reads_has_changed(
     settings: Settings, mirror: Path, tmp_path: Path
 ) -> None:
-    planned = plan(settings, list(RECIPES))
-    builds = [(key, "build") for key in RECIPES]
+    planned = plan(settings, list(recipes(settings)))
+    builds = [(key, "build") for key in recipes(settings)]
     assert [(item.key, item.action) for item in planned] == [("tokenizer", "copy"), *builds]
     expected = {item.key: item.disk_bytes for item in planned}
     assert not Path(settings.cache_dir).exists()  # a plan writes nothing
@@ -48,7 +48,7 @@ def test_what_is_there_is_built_anew_only_where_something_that_it_reads_has_chan
         text = outcome.meta.get("utf8_bytes") or {"tokens": 3.5 * outcome.tokens}  # rollout caches count tokens alone
         assert expected[key] >= 2 * sum(text.values()) / 3.5, key
     second = build_all(settings)
-    assert {item.action for item in plan(settings, list(RECIPES))} == {"up to date"}
+    assert {item.action for item in plan(settings, list(recipes(settings)))} == {"up to date"}
     assert [(second[key].meta, second[key].reused) for key in first] == [(first[key].meta, True) for key in first]
 
     own = shutil.copytree(mirror, tmp_path / "own")
@@ -63,11 +63,11 @@ def test_what_is_there_is_built_anew_only_where_something_that_it_reads_has_chan
     shard.write_bytes(whole[:-2])
     assert built_keys(settings) == ["pretrain/roam"] and shard.read_bytes() == whole
     write_tokenizer(train_tokenizer(["some other text " * 50, "ein anderer Text"], vocab_size=300), tmp_path)
-    assert built_keys(dataclasses.replace(settings, tokenizer=str(tmp_path / "spm.model"))) == list(RECIPES)
+    assert built_keys(dataclasses.replace(settings, tokenizer=str(tmp_path / "spm.model"))) == list(recipes(settings))
 
 
 def test_documents_in_are_documents_kept_and_dropped_reason_by_reason(settings: Settings, mirror: Path) -> None:
-    meta = RECIPES["pretrain/fineweb_edu"](settings).meta
+    meta = recipes(settings)["pretrain/fineweb_edu"](settings).meta
     rows = list(iter_rows(mirrors.source_files(mirror, settings.fineweb_edu_dataset)))
     assert meta["documents_read"] == len(rows)
     assert len(rows) == sum(meta["docs"].values()) + sum(meta["dropped"].values())
@@ -77,7 +77,7 @@ def test_documents_in_are_documents_kept_and_dropped_reason_by_reason(settings: 
 
 def test_the_sample_goes_to_a_folder_of_its_own_with_its_own_tokenizer(tmp_path: Path) -> None:
     settings = Settings(source_root="sample", cache_dir=str(tmp_path))
-    outcome = RECIPES["sft/oasst1"](settings)
+    outcome = recipes(settings)["sft/oasst1"](settings)
     assert outcome.path == tmp_path / "sample" / "sft" / "oasst1"
     tokenizer = ensure_tokenizer(settings)
     assert tokenizer.reused
@@ -90,22 +90,22 @@ def test_a_mirror_without_a_wikitext_train_split_gives_a_partial_cache(
 ) -> None:
     own = shutil.copytree(mirror, tmp_path / "own")
     (own / "Salesforce" / "wikitext" / "train.txt").unlink()
-    meta = RECIPES["pretrain/wikitext"](dataclasses.replace(settings, source_root=str(own))).meta
+    meta = recipes(settings)["pretrain/wikitext"](dataclasses.replace(settings, source_root=str(own))).meta
     assert meta["built"] == "partial"
     assert meta["train_tokens"] == 0 < meta["val_tokens"]
     assert "only val" in caplog.text
 
 
 def test_gutenberg_on_the_hub_is_a_stub_that_asks_nobody(settings: Settings) -> None:
-    outcome = RECIPES["pretrain/gutenberg"](dataclasses.replace(settings, source_root="hub"))
+    outcome = recipes(settings)["pretrain/gutenberg"](dataclasses.replace(settings, source_root="hub"))
     assert (outcome.meta["built"], outcome.meta["streaming"]) == (False, True)
     assert sorted(path.name for path in outcome.path.iterdir()) == ["meta.json", "train", "val"]
-    assert RECIPES["pretrain/gutenberg"](dataclasses.replace(settings, source_root="hub")).reused
+    assert recipes(settings)["pretrain/gutenberg"](dataclasses.replace(settings, source_root="hub")).reused
 
 
 def test_wikitext_lines_get_no_end_of_text_and_web_pages_do(settings: Settings) -> None:
     for name, expected in (("wikitext", False), ("fineweb_edu", True)):
-        outcome = RECIPES[f"pretrain/{name}"](settings)
+        outcome = recipes(settings)[f"pretrain/{name}"](settings)
         tokens = np.fromfile(outcome.path / "train" / "shard_00000.bin", dtype="<u2")
         assert (outcome.meta["special_token_ids"]["eot"] in tokens) is expected
 
@@ -163,8 +163,8 @@ def test_the_settings_have_the_fingerprint_of_before_there_were_tokenizers_of_ot
 
 
 def test_the_engine_never_causes_a_rebuild_and_is_in_the_record_of_the_run(settings: Settings) -> None:
-    built = RECIPES["pretrain/roam"](dataclasses.replace(settings, engine="reference"))
+    built = recipes(settings)["pretrain/roam"](dataclasses.replace(settings, engine="reference"))
     assert built.engine == "sentencepiece" and "engine" not in built.meta
     line = (Path(settings.cache_dir) / ".runs" / "pretrain.roam.jsonl").read_text().splitlines()[-1]
     assert json.loads(line)["engine"] == "sentencepiece"
-    assert RECIPES["pretrain/roam"](settings).reused
+    assert recipes(settings)["pretrain/roam"](settings).reused

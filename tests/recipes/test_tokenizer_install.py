@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import logging
 import os
 import shlex
 import shutil
@@ -10,13 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.commands import niels_gpt
+from support.errors import refused
+from support.fault_builds import die_at
 from support.tiny_texts import TINY_TEXTS
 
-from niels_gpt.commands import cache as cli
 from niels_gpt.inspection.verify import find_damage
 from niels_gpt.recipes import plan as plans
 from niels_gpt.recipes import tokenizer as recipe
-from niels_gpt.recipes.plan import RECIPES
+from niels_gpt.recipes.plan import recipes
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError
@@ -35,7 +36,7 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def built(settings: Settings) -> Settings:
     """Settings that name no model, and a folder with pretrain/roam and sft/oasst1 in it."""
     for key in ("pretrain/roam", "sft/oasst1"):
-        RECIPES[key](settings)
+        recipes(settings)[key](settings)
     return dataclasses.replace(settings, tokenizer=None)
 
 
@@ -77,26 +78,27 @@ def test_a_model_that_cannot_be_used_is_refused_before_anything_is_changed(
     for name, model in models(tmp_path).items():
         for more in ([], ["--dry-run"]):
             capfd.readouterr()
-            assert cli.main(["build", "roam", *flags_of(built), "--tokenizer", str(model), *more]) == 1
-            errors = "".join(capfd.readouterr())
+            command = ["build", "roam", *flags_of(built), "--tokenizer", str(model), *more]
+            done = niels_gpt(*command, module="niels_gpt.cache.cli")
+            errors = done.out + done.err + "".join(capfd.readouterr())  # of libraries in C++ too
+            assert done.status == 1, errors
             assert said[name] in errors and str(model) in errors, errors
             assert "protobuf" not in errors and "building/" not in errors and ".cc(" not in errors
     assert is_as_it_was(built)
 
 
-def test_a_refused_source_leaves_the_tokenizer_as_it_was(
-    built: Settings, other_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_refused_source_leaves_the_tokenizer_as_it_was(built: Settings, other_model: Path, tmp_path: Path) -> None:
     link = os.readlink(Path(built.cache_dir) / "tokenizer")
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"title": "no text"}\n')
     command = ["build", "--pretrain", f"bad={bad}", *flags_of(built), "--tokenizer", str(other_model)]
     for _ in range(2):
-        assert cli.main(command) == 1
-        assert "stays as it was" in capsys.readouterr().err
+        done = niels_gpt(*command)
+        assert done.status == 1
+        assert "stays as it was" in done.err
         assert os.readlink(Path(built.cache_dir) / "tokenizer") == link and is_as_it_was(built)
     bad.write_text('{"text": "now it has one"}\n{"text": "and another"}\n')
-    assert cli.main(command) == 0
+    assert niels_gpt(*command).status == 0
     assert load_tokenizer(Path(built.cache_dir) / "tokenizer").sha256 == load_tokenizer(other_model).sha256
 
 
@@ -105,83 +107,77 @@ def test_a_kill_before_the_first_cache_is_done_leaves_the_tokenizer_as_it_was(
 ) -> None:
     named = dataclasses.replace(built, tokenizer=str(other_model), document_end="none")
 
-    def killed(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("niels_gpt.builders.meta_keys.versions.commit", killed)
-        RECIPES["pretrain/roam"](named)
+        die_at(patch, "commit", KeyboardInterrupt())
+        recipes(named)["pretrain/roam"](named)
     assert is_as_it_was(built)
-    assert not RECIPES["pretrain/roam"](named).reused
+    assert not recipes(named)["pretrain/roam"](named).reused
 
 
 def test_a_new_tokenizer_is_announced_and_both_commands_work_as_printed(
     built: Settings, other_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = load_tokenizer(Path(built.cache_dir) / "tokenizer").sha256
-    assert cli.main(["build", "roam", *flags_of(built), "--tokenizer", str(other_model)]) == 0
-    warned = [record.getMessage() for record in caplog.records if "niels-gpt build" in record.getMessage()]
+    done = niels_gpt("build", "roam", *flags_of(built), "--tokenizer", str(other_model))
+    assert done.status == 0
+    warned = [line for line in done.err.splitlines() if "niels-gpt build" in line]
     assert len(warned) == 2 and "pretrain/roam, sft/oasst1" in warned[0]
     assert not is_as_it_was(dataclasses.replace(built, tokenizer=str(other_model)))
     again, back = (shlex.split(line[line.index("niels-gpt build") :]) for line in warned)
     assert again[0] == back[0] == "niels-gpt"
-    assert cli.main(again[1:]) == 0 and is_as_it_was(built)
+    assert niels_gpt(*again[1:]).status == 0 and is_as_it_was(built)
     assert load_tokenizer(Path(built.cache_dir) / "tokenizer").sha256 != before
-    assert cli.main(back[1:]) == 0 and is_as_it_was(built)
+    assert niels_gpt(*back[1:]).status == 0 and is_as_it_was(built)
     assert load_tokenizer(Path(built.cache_dir) / "tokenizer").sha256 == before
 
 
 def test_a_trained_tokenizer_waits_too_and_is_trained_once(mirror: Path, tmp_path: Path) -> None:
     own = shutil.copytree(mirror, tmp_path / "own")
     first = Settings(source_root=str(own), cache_dir=str(tmp_path / "c"), vocab_size=600)
-    RECIPES["pretrain/roam"](first)
+    recipes(first)["pretrain/roam"](first)
     changed = dataclasses.replace(first, vocab_size=500)
     rows = next((own / "databricks").rglob("*.jsonl"))
     whole = rows.read_text()
     rows.write_text("this is no json\n")
-    with pytest.raises(ValueError, match="JSON"):
-        RECIPES["sft/dolly15k"](changed)
+    with refused("E303", "dolly15k", "unreadable_row", "databricks-dolly-15k.jsonl"):
+        recipes(changed)["sft/dolly15k"](changed)
     assert [item.action for item in plans.plan(first, ["pretrain/roam"])] == ["up to date"] * 2
     assert recipe.stage_tokenizer(changed).reused  # the one that was trained a moment ago
     rows.write_text(whole)  # of a source that failed
-    assert not RECIPES["sft/dolly15k"](changed).reused
+    assert not recipes(changed)["sft/dolly15k"](changed).reused
     assert load_tokenizer(tmp_path / "c" / "tokenizer").vocab_size <= 500
 
 
 def test_a_first_model_is_installed_with_the_first_cache(settings: Settings) -> None:
     folder = Path(settings.cache_dir) / "tokenizer"
     absent = dataclasses.replace(settings, source_root=str(folder.parent / "nowhere"))
-    with pytest.raises(FileNotFoundError):
-        RECIPES["pretrain/roam"](absent)
+    with refused("E301", kind=FileNotFoundError):
+        recipes(absent)["pretrain/roam"](absent)
     assert not folder.exists()
-    RECIPES["pretrain/roam"](settings)
+    recipes(settings)["pretrain/roam"](settings)
     assert load_tokenizer(folder).sha256
 
 
 def test_a_tokenizer_of_little_text_and_a_source_that_it_has_not_seen_are_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
 ) -> None:
     (tmp_path / "tiny.txt").write_text("a little text\n" * 9)
     (tmp_path / "more.txt").write_text("\n".join(TINY_TEXTS))
     flags = ["--cache-dir", str(tmp_path / "c")]
-    with caplog.at_level(logging.INFO):
-        assert cli.main(["build", "--pretrain", f"tiny={tmp_path}/tiny.txt", *flags]) == 0
-        assert "little text, 126 bytes of tiny" in caplog.text.replace("125 bytes", "126 bytes")
-        table = capsys.readouterr().out
-        assert "of 16,000 asked for" in table
-        size = load_tokenizer(tmp_path / "c" / "tokenizer").vocab_size
-        assert "has not seen" not in caplog.text
-        more = ["build", "--pretrain", f"more={tmp_path}/more.txt", *flags]
-        assert cli.main(more) == 0
-        (said,) = [record.getMessage() for record in caplog.records if "has not seen" in record.getMessage()]
-        caplog.clear()
-        assert cli.main(more) == 0
-        assert "has not seen" not in caplog.text  # it is up to date
-    assert said.startswith("pretrain/more: ") and "of tiny" in said
+    done = niels_gpt("build", "--pretrain", f"tiny={tmp_path}/tiny.txt", *flags)
+    assert done.status == 0 and "little text, 126 bytes of tiny" in done.err.replace("125 bytes", "126 bytes")
+    assert "of 16,000 asked for" in done.out and "has not seen" not in done.err
+    size = load_tokenizer(tmp_path / "c" / "tokenizer").vocab_size
+    more = ["build", "--pretrain", f"more={tmp_path}/more.txt", *flags]
+    done = niels_gpt(*more)
+    (said,) = [line for line in done.err.splitlines() if "has not seen" in line]
+    assert done.status == 0 and "pretrain/more: " in said and "of tiny" in said
+    done = niels_gpt(*more)
+    assert done.status == 0 and "has not seen" not in done.err  # it is up to date
     remove, build = said[said.index("rm ") :].split(" && ")
     assert shlex.split(remove) == ["rm", str(tmp_path / "c" / "tokenizer")]
     (tmp_path / "c" / "tokenizer").unlink()
-    assert cli.main(shlex.split(build)[1:]) == 0
+    assert niels_gpt(*shlex.split(build)[1:]).status == 0
     meta = json.loads((tmp_path / "c" / "tokenizer" / "meta.json").read_bytes())
     assert set(meta["trained_on_bytes"]) == {"tiny", "more"} and meta["vocab_size"] > size
 
@@ -195,9 +191,7 @@ def test_a_tokenizer_of_little_text_and_a_source_that_it_has_not_seen_are_said(
         os.mkfifo,
     ],
 )
-def test_whatever_stands_for_the_model_of_a_cache_is_not_read(
-    built: Settings, put: Callable[[Path], object], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_whatever_stands_for_the_model_of_a_cache_is_not_read(built: Settings, put: Callable[[Path], object]) -> None:
     model = Path(built.cache_dir) / "tokenizer" / "spm.model"
     shutil.copyfile(model, model.parent.parent / "good.model")
     model.unlink()
@@ -205,11 +199,11 @@ def test_whatever_stands_for_the_model_of_a_cache_is_not_read(
     with pytest.raises(CacheError, match=r"link|no.* regular file|100,000,000,000 bytes"):
         load_tokenizer(model, follow_links=False)
     roam, chats = (f"{built.cache_dir}/{key}" for key in ("pretrain/roam", "sft/oasst1"))
-    assert cli.main(["show", roam]) == 1
-    capsys.readouterr()
-    assert cli.main(["locate", chats, "val", "0"]) == 0
-    assert "[[4]]" in capsys.readouterr().out  # ids, for there is no tokenizer to read them with
-    assert cli.main(["diff", roam, roam]) == 0
+    assert niels_gpt("show", roam).status == 3
+    done = niels_gpt("locate", chats, "val", "0")
+    assert done.status == 0
+    assert "[[4]]" in done.out  # ids, for there is no tokenizer to read them with
+    assert niels_gpt("diff", roam, roam).status == 0
     named = model.parent.parent / "named.model"
     named.symlink_to(model.parent.parent / "good.model")
-    assert cli.main(["show", roam, "--tokenizer", str(named)]) == 0  # a user may name a link
+    assert niels_gpt("show", roam, "--tokenizer", str(named)).status == 0  # a user may name a link

@@ -16,6 +16,7 @@ import pytest
 import torch
 from support.byte_tokenizer import ByteTokenizer, build, train_text
 from support.disk import versions_dir
+from support.errors import refused
 from support.power_loss import tree_of
 
 from niels_gpt.builders.meta_keys import Source
@@ -118,7 +119,7 @@ def test_a_failing_build_leaves_the_committed_cache_as_it_was(tmp_path: Path, er
 
 
 def test_a_failing_first_build_leaves_no_cache(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError):
+    with refused("E508", kind=RuntimeError):
         build(tmp_path / "c", breaking(RuntimeError()), num_tokens=10**6)
     assert tree(tmp_path) == {".versions/c/lock": b""}
     build(tmp_path / "c", ["a" * 30])
@@ -174,8 +175,8 @@ def test_a_folder_with_files_of_somebody_else_is_refused_and_not_touched(tmp_pat
         real_folder(tmp_path / "c", ["a" * 30])
         (tmp_path / "c" / stranger).write_text("mine")
     before = tree(tmp_path)
-    said = rf"\(such as {stranger}\)" if "link" not in stranger else ""
-    with pytest.raises(CacheError, match=rf"c: contains 1 files that do not belong to a cache {said}"):
+    said = f"(such as {stranger})" if "link" not in stranger else ""
+    with refused("E504", "contains 1 files", said):
         build(tmp_path / "c", ["b" * 30])
     assert tree(tmp_path) == before
 
@@ -184,7 +185,7 @@ def test_a_folder_with_files_of_somebody_else_is_refused_and_not_touched(tmp_pat
 def test_a_folder_whose_meta_json_is_no_caches_is_refused(tmp_path: Path, meta: str) -> None:
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "meta.json").write_text(meta)
-    with pytest.raises(CacheError, match=r"meta\.json: is not a cache's meta\.json"):
+    with refused("E504", "meta.json"):
         build(tmp_path / "c", ["b" * 30])
 
 

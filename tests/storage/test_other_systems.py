@@ -20,13 +20,13 @@ import pytest
 import torch
 from support import ROOT
 from support.byte_tokenizer import build
+from support.errors import refused
 from support.power_loss import tree_of
 from support.small_caches import built_caches
 
 from niels_gpt.cache import PretrainTokenStreamDataset
 from niels_gpt.recipes.gc import collect
 from niels_gpt.storage import locks
-from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.locks import file_lock, refuse_if_held
 
 ELSEWHERE = """
@@ -135,7 +135,7 @@ def test_a_record_lock_keeps_another_process_out_until_it_ends(tmp_path: Path, m
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
         for attempt in (lambda: refuse_if_held(path, "c"), lambda: file_lock(path, "c", wait=False).__enter__()):
-            with pytest.raises(CacheError, match=rf"^c: is in use by user .*, pid {holder.pid}\. Wait for it"):
+            with refused("E503", f"pid {holder.pid}"):
                 attempt()
         holder.kill()
     with file_lock(path, "c", wait=False):
@@ -154,7 +154,7 @@ def test_a_record_lock_is_one_within_a_process_and_survives_a_look(
 
     with file_lock(path, "c", wait=False):
         for attempt in (lambda: refuse_if_held(path, "c"), lambda: file_lock(path, "c", wait=False).__enter__()):
-            with pytest.raises(CacheError, match=rf"pid {os.getpid()}"):
+            with refused("E503", f"pid {os.getpid()}"):
                 attempt()
         waiting = threading.Thread(target=second)
         waiting.start()

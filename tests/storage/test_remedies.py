@@ -14,13 +14,12 @@ import torch
 from support.commands import niels_gpt
 
 from niels_gpt.cache import PretrainTokenStreamDataset, read_meta, write_meta
-from niels_gpt.commands import cache as cli
-from niels_gpt.commands.main import main
 from niels_gpt.inspection.verify import Limits, verify
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError
-from niels_gpt.storage.remedies import PROGRAM, build_command, rebuild_command
+from niels_gpt.storage.remedies import build_command, rebuild_command
 
+PROGRAM = "niels-gpt"
 ROWS = 8_000  # more than are read ahead, so that a source that fails later leaves an unfinished build
 
 
@@ -47,7 +46,7 @@ def carried_out(message: str) -> int:
     words = shlex.split(message.strip().splitlines()[-1].rpartition(": ")[2])
     if words[0] != PROGRAM:
         return subprocess.run(words, check=False).returncode
-    return main(words[1:])
+    return niels_gpt(*words[1:]).status
 
 
 def test_the_command_of_a_build_has_every_flag_that_matters_to_it(tmp_path: Path) -> None:
@@ -60,62 +59,62 @@ def test_the_command_of_a_build_has_every_flag_that_matters_to_it(tmp_path: Path
     ]
 
 
-def test_a_changed_source_is_read_from_scratch(own: Path, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["build", *flags]) == 1
+def test_a_changed_source_is_read_from_scratch(own: Path, flags: list[str]) -> None:
+    assert niels_gpt("build", *flags).status == 1
     (own / "b.jsonl.gz").unlink()
     (own / "a.jsonl").write_text((own / "a.jsonl").read_text().replace('"text 5"', '"other 5"'))
-    capsys.readouterr()
-    assert cli.main(["build", *flags]) == 1
-    error = capsys.readouterr().err
+    done = niels_gpt("build", *flags)
+    assert done.status == 1
+    error = done.err
     assert "a.jsonl#6" in error or "'row 5'" in error
     assert "building-" not in error and "(None" not in error and "other 5" in error
     assert carried_out(error) == 0
-    assert cli.main(["build", *flags, "--dry-run"]) == 0
-    assert "pretrain/notes  up to date" in capsys.readouterr().out
+    done = niels_gpt("build", *flags, "--dry-run")
+    assert done.status == 0
+    assert "pretrain/notes  up to date" in done.out
 
 
 def test_a_restart_builds_what_is_up_to_date_too_and_only_what_was_asked_for(
-    own: Path, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    own: Path, flags: list[str], tmp_path: Path
 ) -> None:
-    assert cli.main(["build", *flags]) == 1
+    assert niels_gpt("build", *flags).status == 1
     (own / "b.jsonl.gz").unlink()
     versions = tmp_path / "the cache" / "pretrain" / ".versions" / "notes"
     (journal,) = versions.glob("*.journal")
     other = ["--pretrain", f"more={own / 'a.jsonl'}"]
     for _ in range(2):
-        assert cli.main(["build", "more", *other, *flags[-4:], "--restart"]) == 0
-        assert re.search(r"^pretrain/more: .*, in \d+\.\d s$", capsys.readouterr().out, re.MULTILINE)
+        done = niels_gpt("build", "more", *other, *flags[-4:], "--restart")
+        assert done.status == 0
+        assert re.search(r"^pretrain/more: .*, in \d+\.\d s$", done.out, re.MULTILINE)
     assert journal.is_dir()
-    assert cli.main(["build", *flags, "--restart"]) == 0
+    assert niels_gpt("build", *flags, "--restart").status == 0
     assert not journal.exists()
 
 
 @pytest.mark.parametrize("family", ["pretrain", "sft"])
 def test_a_build_without_text_keeps_nothing_so_that_its_advice_works(
-    tmp_path: Path, tiny_model_path: Path, capsys: pytest.CaptureFixture[str], family: str
+    tmp_path: Path, tiny_model_path: Path, family: str
 ) -> None:
     own = tmp_path / "a.jsonl"
     row = {"text": "<|eot|>"} if family == "pretrain" else {"messages": [{"role": "assistant", "content": "<|eot|>"}]}
     own.write_text(json.dumps(row) + "\n")
     flags = [f"--{family}", f"a={own}", "--cache-dir", str(tmp_path / "c"), "--tokenizer", str(tiny_model_path)]
-    assert cli.main(["build", *flags]) == 1
-    capsys.readouterr()
+    assert niels_gpt("build", *flags).status == 1
     assert not list(tmp_path.glob("c/*/.versions/a/building-*"))
     good = json.loads(json.dumps(row).replace("<|eot|>", "some words"))
     own.write_text("".join(json.dumps({**good, "id": number}) + "\n" for number in range(3)))
-    assert cli.main(["build", *flags]) == 0, capsys.readouterr().err
+    done = niels_gpt("build", *flags)
+    assert done.status == 0, done.err
 
 
-def test_a_damaged_unfinished_build_is_started_from_scratch(
-    own: Path, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["build", *flags]) == 1
+def test_a_damaged_unfinished_build_is_started_from_scratch(own: Path, flags: list[str], tmp_path: Path) -> None:
+    assert niels_gpt("build", *flags).status == 1
     (own / "b.jsonl.gz").unlink()
     (texts,) = (tmp_path / "the cache").rglob("texts.bin")
     texts.write_bytes(b"x" * texts.stat().st_size)
-    capsys.readouterr()
-    assert cli.main(["build", *flags]) == 1
-    assert carried_out(capsys.readouterr().err) == 0
+    done = niels_gpt("build", *flags)
+    assert done.status == 3
+    assert carried_out(done.err) == 0
 
 
 @pytest.fixture
@@ -124,7 +123,7 @@ def built(own: Path, flags: list[str], tmp_path: Path) -> Path:
     (own / "b.jsonl.gz").unlink()
     lines = (own / "a.jsonl").read_text().splitlines(keepends=True)
     (own / "a.jsonl").write_text("".join(lines[:200]))
-    assert cli.main(["build", *flags]) == 0
+    assert niels_gpt("build", *flags).status == 0
     return tmp_path / "the cache" / "pretrain" / "notes"
 
 
@@ -174,17 +173,17 @@ def test_what_verify_finds_is_built_again_by_the_command_it_names(built: Path) -
     assert not any(verdict.problems for verdict in verify(built, Limits(deep=True)).values())
 
 
-def test_a_damaged_tokenizer_is_made_again(built: Path, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_tokenizer_is_made_again(built: Path, flags: list[str]) -> None:
     model = built.parent.parent / "tokenizer" / "spm.model"
     shutil.copy(flags[-1], model)
     edit(model.parent, tokenizer_sha256="0" * 64)
-    capsys.readouterr()
-    assert cli.main(["build", *flags[:-2]]) == 1
-    message = capsys.readouterr().err.strip().splitlines()[-1]
+    done = niels_gpt("build", *flags[:-2])
+    assert done.status == 3
+    message = done.err.strip().splitlines()[-1]
     remove, build = message[message.index(": rm ") + 2 :].split(" && ")
     subprocess.run(remove, shell=True, check=True)
     assert build.startswith(f"{PROGRAM} ") and niels_gpt(*shlex.split(build)[1:], "--vocab-size", "300").status == 0
-    assert cli.main(["build", *flags[:-2], "--vocab-size", "300"]) == 0
+    assert niels_gpt("build", *flags[:-2], "--vocab-size", "300").status == 0
 
 
 def test_a_record_of_a_strangers_folder_gives_no_other_command(built: Path) -> None:

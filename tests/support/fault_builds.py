@@ -22,6 +22,7 @@ from niels_gpt.builders.pretrain import build_pretrain
 from niels_gpt.builders.sft import build_sft, build_templated_sft
 from niels_gpt.chat.tokenizers import Chat
 from niels_gpt.documents import DocumentBatch
+from niels_gpt.recipes import gc
 from niels_gpt.storage.fileio import Operation
 from support.byte_tokenizer import ByteChats, ByteTokenizer, build
 from support.disk import versions_dir
@@ -66,6 +67,12 @@ def die_at(patch: pytest.MonkeyPatch, step: str, error: BaseException) -> None:
         raise error
 
     patch.setattr(_STEPS[step], die)
+
+
+def before_each_removal(patch: pytest.MonkeyPatch, meanwhile: Callable[[Path], object]) -> None:
+    """Let something happen whenever gc is about to remove a path."""
+    real = gc.discard
+    patch.setattr(gc, "discard", lambda path: (meanwhile(path), real(path)))
 
 
 class Heard(logging.Handler):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from support.errors import refused
 from support.fault_builds import KINDS, line, unfinished_tree, values_of
 from support.json_values import JSON, SOME_SHA256
 from support.small_builds import quick_folder
@@ -80,7 +81,7 @@ def test_a_journal_cut_at_any_byte_is_the_checkpoints_before(tmp_path: Path) -> 
     for size in range(len(raw) + 1):
         path.write_bytes(raw[:size])
         if size < len(lines[0]):
-            with pytest.raises(CacheError, match=r"journal\.jsonl: its first line is damaged\. To start "):
+            with refused("E505", "journal.jsonl"):
                 Journal(tmp_path, {})
             continue
         journal = Journal(tmp_path, {})
@@ -97,10 +98,10 @@ def test_damage_before_good_lines_is_refused_and_the_message_says_how_to_go_on_f
     lines += [line(vars(Checkpoint(documents=number))) for number in (1, 2, 3)]
     lines[2] = lines[2].replace(b'"documents": 2', b'"documents": 9')
     (tmp_path / "journal.jsonl").write_bytes(b"".join(lines))
-    with pytest.raises(CacheError, match=r"damaged at byte .*, and good lines follow") as refused:
+    with refused("E505", "journal.jsonl", "byte 181") as caught:
         Journal(tmp_path, {})
     assert (tmp_path / "journal.jsonl").read_bytes() == b"".join(lines)
-    subprocess.run(str(refused.value).rpartition("damage: ")[2], shell=True, check=True)
+    subprocess.run(str(caught.value).rpartition("damage: ")[2], shell=True, check=True)
     journal = Journal(tmp_path, {})
     journal.close()
     assert journal.last is not None and journal.last.documents == 1
@@ -109,7 +110,7 @@ def test_damage_before_good_lines_is_refused_and_the_message_says_how_to_go_on_f
 @pytest.mark.parametrize("header", [{"identity": {"seed": 4}, "journal_version": 1}, {}, [], 3, None, "x"], ids=str)
 def test_the_journal_of_another_build_is_refused(tmp_path: Path, header: Any) -> None:
     (tmp_path / "journal.jsonl").write_bytes(line(header))
-    with pytest.raises(CacheError, match=r"of another build|first line is damaged"):
+    with refused("E505", "journal.jsonl"):
         Journal(tmp_path, {"seed": 3})
     assert identity_of(tmp_path) in ({}, {"seed": 4})
 
