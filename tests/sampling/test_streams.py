@@ -132,7 +132,7 @@ def test_the_length_of_a_stream_is_the_number_of_its_batches(root, kind, drop_la
         assert sizes == [6] * whole + [short] * (short > 0 and not drop_last)
     endless = opened(kind, root, epochs=None)
     assert endless
-    with pytest.raises(TypeError, match="no end"):
+    with refused("E102" if kind in OF_BINS else "E109", kind=TypeError):
         len(endless)
 
 
@@ -179,7 +179,7 @@ def test_a_stream_that_has_ended_says_so_and_goes_on_from_a_state(root, kind):
     """As in `for epoch in range(3): for batch in stream`: the second pass would silently be empty."""
     stream = opened(kind, root)
     start, whole = stream.state_dict(), told(stream)
-    with pytest.raises(RuntimeError, match="has ended"):
+    with refused("E109", f"{stream.num_samples} samples", kind=RuntimeError):
         next(iter(stream))
     assert stream.state_dict() == whole[-1][1]
     stream.load_state_dict(whole[-1][1])
@@ -193,12 +193,12 @@ def test_a_second_iterator_or_a_state_ends_the_first(root, kind):
     stream, expected = opened(kind, root), run(kind, root, 4)
     one = iter(stream)
     assert told([next(one), next(iter(stream))]) == expected[:2]
-    with pytest.raises(RuntimeError, match="another iterator of this stream was started"):
+    with refused("E109", kind=RuntimeError):
         next(one)
     two = iter(stream)
     next(two)
     stream.load_state_dict(expected[0][1])
-    with pytest.raises(RuntimeError, match="a state was loaded: iterate again"):
+    with refused("E109", kind=RuntimeError):
         next(two)
     assert told(islice(stream, 3)) == expected[1:]
 
