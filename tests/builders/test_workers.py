@@ -20,7 +20,6 @@ from support.errors import refused
 from support.power_loss import Tree, tree_of
 from support.small_builds import batches_of
 
-from niels_gpt.builders import pipeline
 from niels_gpt.builders import source as source_module
 from niels_gpt.builders.pipeline import InOrder
 from niels_gpt.builders.pretrain import build_pretrain
@@ -263,7 +262,7 @@ def test_a_worker_that_dies_once_is_reported_with_its_batch_and_changes_nothing(
         with pytest.raises(BrokenExecutor):  # the caller's own, and his to replace
             executor.submit(int, "3")
     assert mortal.flag.exists() and tree_of(tmp_path / "found") == of_deadly
-    (said,) = [record.getMessage() for record in caplog.records if record.name == pipeline.__name__]
+    (said,) = [record.getMessage() for record in caplog.records if record.name == "niels_gpt.builders.pipeline"]
     found = re.search(r"a worker died while (\d+) batches were in work, from documents (\d+) to (\d+)", said)
     assert found is not None
     number, first, last = map(int, found.groups())

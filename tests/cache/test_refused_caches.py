@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.commands import niels_gpt
+from support.disk import META_NAME, canonical_json
 from support.errors import refused
 from support.harms import npy
 from support.power_loss import put as restore
@@ -14,9 +16,8 @@ from support.small_caches import CHAT, build_chats, built_caches, change_meta, p
 from niels_gpt.cache import CacheError, PretrainTokenStreamDataset, SFTExampleDataset
 from niels_gpt.cache.meta import find_meta
 from niels_gpt.cache.mmap import load_idx
-from niels_gpt.commands import cache as cli
 from niels_gpt.inspection.verify import find_damage
-from niels_gpt.storage.fileio import META_NAME, canonical_json, sha256_file
+from niels_gpt.storage.fileio import sha256_file
 
 NOTES, CHATS = "pretrain/notes", "sft/chats"
 
@@ -173,7 +174,7 @@ def test_a_public_name_that_leads_out_of_the_folder_or_in_a_circle_is_refused(ca
     (cache_dir / key).symlink_to(cache_dir.parent / "outside")
     with refused("E205", "a symbolic link"):
         find_meta(cache_dir / key)
-    assert cli.main(["list", str(cache_dir)]) == 1
+    assert niels_gpt("list", cache_dir, module="niels_gpt.cache.cli").status == 1
     (cache_dir / key).unlink()
     (cache_dir / key).symlink_to((cache_dir / key).name)
     with pytest.raises((CacheError, FileNotFoundError)):

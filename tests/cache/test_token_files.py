@@ -20,13 +20,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.byte_tokenizer import build
 from support.errors import refused
-from support.number_caches import BEYOND, DTYPES
+from support.number_caches import (
+    BEYOND,
+    DTYPES,
+    allow_maps,
+    before_mapping,
+    maps_in_process,
+    recycle_all_memory,
+    say_memory,
+)
 
 from niels_gpt.cache import CacheError, PretrainTokenStreamDataset
 from niels_gpt.cache.mmap import TokenFiles, mmap_tokens
 from niels_gpt.cache.pretrain_dataset import PretrainSplit, split_rows
 from niels_gpt.sampling import EpochStream, iter_eval
-from niels_gpt.storage.filemaps import FileMaps, mapped_file
+from niels_gpt.storage.filemaps import mapped_file
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -93,13 +101,12 @@ def test_a_thread_that_maps_while_another_does_loses_nothing(tmp_path: Path, mon
     files = TokenFiles([(path, None) for path in sorted(write_shards(tmp_path, [5, 6]).iterdir())])
     inner: list[Any] = []
 
-    def between(sizes: list[int]) -> FileMaps:
+    def between() -> None:
         if not inner:  # here, the other thread reads the other file
             inner.append(None)
             inner[0] = gather(files, [1], [0], 2).tolist()
-        return FileMaps(sizes)
 
-    monkeypatch.setattr("niels_gpt.cache.mmap.FileMaps", between)
+    before_mapping(monkeypatch, between)
     assert gather(files, [0], [0], 2).tolist() == [[0, 1]] and inner == [[[5, 6]]]
     assert gather(files, [1, 0], [1, 3], 2).tolist() == [[6, 7], [3, 4]]
 
@@ -189,16 +196,16 @@ def test_files_beyond_a_third_of_the_maps_that_a_process_may_have_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gc.collect()
-    monkeypatch.setattr("niels_gpt.storage.filemaps._most_files", lambda: FileMaps.num_in_process + 2)
+    allow_maps(monkeypatch, lambda: maps_in_process() + 2)
     files = TokenFiles([(path, None) for path in sorted(write_shards(tmp_path, [5, 6, 7]).iterdir())])
-    before = FileMaps.num_in_process
+    before = maps_in_process()
     assert gather(files, [0, 1], [1, 0], 2).tolist() == [[1, 2], [5, 6]] and len(mapped(tmp_path)) == 2
-    monkeypatch.setattr("niels_gpt.storage.filemaps._most_files", lambda: before + 2)
+    allow_maps(monkeypatch, lambda: before + 2)
     assert gather(files, [2, 0], [5, 1], 2).tolist() == [[16, 17], [1, 2]] and len(mapped(tmp_path)) == 2
     assert gather(pickle.loads(pickle.dumps(files)), [2, 0], [5, 1], 2).tolist() == [[16, 17], [1, 2]]
     del files
     gc.collect()
-    assert FileMaps.num_in_process == before
+    assert maps_in_process() == before
 
 
 def test_pread_keeps_an_eighth_of_the_limit_open_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +223,7 @@ def test_pread_keeps_an_eighth_of_the_limit_open_at_most(tmp_path: Path, monkeyp
 def test_no_more_than_a_window_is_read_of_files_of_more_than_half_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: int, is_random: bool
 ) -> None:
-    monkeypatch.setattr("niels_gpt.cache.mmap.memory_bytes", lambda: memory)
+    say_memory(monkeypatch, memory)
     folder = write_shards(tmp_path / "train", [50, 50])  # 200 bytes
     dataset = PretrainTokenStreamDataset(folder, T=4, device="cpu")
     dataset.get_batch(B=50, generator=seeded())
@@ -226,7 +233,7 @@ def test_no_more_than_a_window_is_read_of_files_of_more_than_half_the_memory(
 
 
 def test_reading_in_order_is_read_ahead_even_of_large_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("niels_gpt.cache.mmap.memory_bytes", lambda: 1)
+    say_memory(monkeypatch, 1)
     folder = write_shards(tmp_path / "val", [50])
     batches = iter_eval(folder, B=2, T=8)
     next(batches)
@@ -346,8 +353,7 @@ def bytes_seen(kept: Any) -> bytes:
 
 @pytest.fixture
 def all_memory_is_recycled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of small batches too, which are quicker to look at."""
-    monkeypatch.setattr("niels_gpt.cache.pretrain_dataset._FRESH_TOKENS", 0)
+    recycle_all_memory(monkeypatch)
 
 
 @pytest.mark.usefixtures("all_memory_is_recycled")

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 from support import ROOT, TESTS
 from support.commands import niels_gpt
+from support.partition_builds import be_patient, build_on_dask
 
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.recipes.partitions import dask
@@ -90,7 +91,7 @@ class Cluster:
 
         with Client(self.address, set_as_default=False) as client:
             client.wait_for_workers(workers, timeout=30)
-            client.run(lambda: bool(__import__(obstacle.__module__)))
+            client.run(lambda: bool(__import__("niels_gpt.recipes.partitions.worker")))
 
     def close(self) -> None:
         for process in self._processes:
@@ -177,19 +178,19 @@ def test_a_worker_says_why_it_cannot_build(notes: Settings, tmp_path: Path) -> N
 def test_workers_that_hang_are_left_out_and_the_others_build(
     notes: Settings, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(dask, "PATIENCE_S", 3.0)
+    be_patient(monkeypatch, seconds=3.0)
     cluster.worker()
     cluster.wait_for(3)
     try:
         cluster.signal_workers(signal.SIGSTOP)
         with pytest.raises(CacheError, match="no worker") as alone:
-            dask.build_on_dask(notes, "notes", cluster.address)
+            build_on_dask(notes, "notes", cluster.address)
         assert alone.value.code == "E513"
     finally:
         cluster.signal_workers(signal.SIGCONT)
     hangs = cluster.workers[-1]
     hangs.send_signal(signal.SIGSTOP)
-    assert not dask.build_on_dask(notes, "notes", cluster.address).reused
+    assert not build_on_dask(notes, "notes", cluster.address).reused
     hangs.kill()
     assert [record.code for record in caplog.records if "left out" in record.message] == ["W508"] * 4
 
@@ -204,13 +205,13 @@ def test_a_worker_that_is_killed_twice_changes_no_byte(
     plan = prepare(settings, "notes")
     assert plan is not None
     killer = kill_builders(plan.folder / ".versions" / "00002" / "lock", cluster, times=2)
-    outcome = dask.build_on_dask(settings, "notes", cluster.address)
+    outcome = build_on_dask(settings, "notes", cluster.address)
     killer.join(timeout=1)
     assert not killer.is_alive(), "it was killed twice"
     assert [record.code for record in caplog.records if "died" in record.message] == ["W506", "W506"]
     assert files_of(outcome.path) == files_of(here.path)
     assert outcome.meta == read_meta("here/pretrain/notes/meta.json") and not outcome.reused
-    assert dask.build_on_dask(settings, "notes", cluster.address).reused
+    assert build_on_dask(settings, "notes", cluster.address).reused
 
 
 @pytest.mark.slow
@@ -225,17 +226,17 @@ def test_a_partition_whose_workers_die_too_often_fails_alone(
 
     with Client(cluster.address, set_as_default=False) as client:
         client.run_on_scheduler(no_second_try)
-    monkeypatch.setattr(dask, "MOST_DEATHS", 2)
+    be_patient(monkeypatch, deaths=2)
     settings = settings_of(tmp_path, tiny_model_path, rows=600)
     plan = prepare(settings, "notes")
     assert plan is not None
     killer = kill_builders(plan.folder / ".versions" / "00001" / "lock", cluster, times=2)
     with pytest.raises(CacheError, match=r"1 of 4 .*\n +partition 1 ") as failed:
-        dask.build_on_dask(settings, "notes", cluster.address)
+        build_on_dask(settings, "notes", cluster.address)
     assert failed.value.code == "E513"
     killer.join(timeout=1)
     assert sorted(path.name for path in plan.folder.glob("0*")) == ["00000", "00002", "00003"]
-    assert dask.build_on_dask(settings, "notes", cluster.address).meta["partitions"]["total"] == 4
+    assert build_on_dask(settings, "notes", cluster.address).meta["partitions"]["total"] == 4
 
 
 @pytest.mark.slow
@@ -264,7 +265,7 @@ def test_a_worker_with_other_code_is_refused_before_anything_is_built(notes: Set
     cluster.worker(PYTHONPATH=os.pathsep.join([str(other), str(TESTS)]))
     cluster.wait_for(3)
     with pytest.raises(CacheError, match=r"worker tcp://.*sources") as refused:
-        dask.build_on_dask(notes, "notes", cluster.address)
+        build_on_dask(notes, "notes", cluster.address)
     assert refused.value.code == "E511"
 
 
@@ -283,7 +284,7 @@ def test_a_cluster_of_processes_here_is_one_flag(notes: Settings, tmp_path: Path
 @pytest.mark.slow
 @needs_dask
 def test_without_a_scheduler_a_build_ends(notes: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dask, "PATIENCE_S", 0.5)
+    be_patient(monkeypatch, seconds=0.5)
     with pytest.raises(CacheError, match="no scheduler") as refused:
-        dask.build_on_dask(notes, "notes", "tcp://127.0.0.1:1")
+        build_on_dask(notes, "notes", "tcp://127.0.0.1:1")
     assert refused.value.code == "E513"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import ROOT
 from support.commands import niels_gpt
 from support.data_files import lines
 from support.power_loss import recorded_below
@@ -23,7 +24,7 @@ from niels_gpt.settings import Settings
 PROSE = (Path(__file__).parent.parent.parent / "README.md").read_text().replace("<|", "<")  # no sentinel
 TEXTS = {
     "prose": PROSE,
-    "code": "".join(path.read_text() for path in sorted(Path(disk.__file__).parent.glob("*.py"))),
+    "code": "".join(path.read_text() for path in sorted((ROOT / "niels_gpt" / "recipes").glob("*.py"))),
     "table": "\n".join(f"{n},{n * 7919 % 1009},{n / 7:.3f},x{n:04x}" for n in range(3_000)),
     "chinese": "".join(map(chr, random.Random(0).choices(range(0x4E00, 0x9000), k=8_000))),
 }
@@ -116,7 +117,7 @@ def test_what_does_not_fit_is_refused_before_the_first_byte_unless_asked_for(
     own.write_text(PROSE)
     flags = ["--pretrain", f"own={own}", "--cache-dir", str(tmp_path / "c"), "--tokenizer", str(tiny_model_path)]
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: usage._replace(free=len(PROSE) // 8))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=len(PROSE) // 8))
     for more in ([], ["--dry-run"]):
         done = niels_gpt("build", *flags, *more)
         assert done.status == 1
@@ -134,6 +135,6 @@ def test_what_may_not_fit_is_built_with_a_warning(
 ) -> None:
     need = needed_bytes(settings, resolve_source(settings, "roam"), settings.vocab_size)
     usage = shutil.disk_usage(settings.source_root)
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: usage._replace(free=(need.least + need.most) // 2))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=(need.least + need.most) // 2))
     assert not recipes(settings)["pretrain/roam"](settings).reused
     assert "may not fit" in caplog.text

@@ -23,17 +23,17 @@ import pytest
 from support.data_files import write
 from support.disk import versions_dir
 from support.errors import refused
+from support.partition_builds import be_other_code, forget_prepared, prepared_partitions
+from support.small_builds import locked
 from support.tiny_texts import TINY_TEXTS
 
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.commands.main import main
-from niels_gpt.recipes.partitions import prepared
 from niels_gpt.recipes.partitions.run import build_partition, prepare, restart_partition, seal_cache
 from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.recipes.run_recipe import Outcome, cache_root, restart
 from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.settings import Settings, UsageError
-from niels_gpt.storage.versions import build_lock
 
 TOTAL = 4
 PATTERN = "texts/*.jsonl"
@@ -130,7 +130,7 @@ def test_two_at_once_on_one_partition(notes: Settings) -> None:
     assert plan is not None
     path, made = plan.partition_path(0), []
     waiting = threading.Thread(target=lambda: made.append(build_partition(notes, "notes", 0, wait=True)))
-    with build_lock(path):
+    with locked(path):
         with refused("E503", f"pid {os.getpid()}") as caught:
             build_partition(notes, "notes", 0)
         assert caught.value.code == "E503"
@@ -156,7 +156,7 @@ def test_text_that_changes_while_partitions_are_built_is_refused(notes: Settings
     assert plan is not None
     build_partition(notes, "notes", 0)
     before = changed.read_bytes()
-    made = prepared.prepared(notes, "notes")
+    made = prepared_partitions(notes, "notes")
     change()
     with refused("E306", "partition 1") as caught:
         made.build(plan, plan.partition(1), False, None)
@@ -166,7 +166,7 @@ def test_text_that_changes_while_partitions_are_built_is_refused(notes: Settings
 
 
 def test_who_comes_after_the_seal_of_another_builds_nothing(notes: Settings) -> None:
-    made = prepared.prepared(notes, "notes")
+    made = prepared_partitions(notes, "notes")
     assert made.plan is not None
     sealed = build_token_cache(notes, "notes")
     for meta, reused in (made.build(made.plan, made.plan.partition(3), True, None), made.seal(made.plan, True, None)):
@@ -246,7 +246,7 @@ def test_changed_text_has_a_plan_of_its_own(
     os.utime(texts / "1.jsonl")  # the same bytes: read once more, and the plan stays
     assert prepare(notes, "notes") == old
     with monkeypatch.context() as patched:
-        patched.setattr(prepared, "_fixed", None)
+        forget_prepared(patched)
         assert prepare(notes, "notes") == old
     write(texts / "1.jsonl", json.dumps({"text": "another"}) + "\n")
     with caplog.at_level(logging.WARNING):
@@ -261,7 +261,7 @@ def test_other_code_is_refused_and_restart_starts_over(
     notes: Settings, monkeypatch: pytest.MonkeyPatch, tiny_model_path: Path
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(prepared, "code_identity", lambda: {"version": "0", "libraries": {"torch": "0"}})
+        be_other_code(patched)
         build_partition(notes, "notes", 0)
     with refused("E511", "torch 0, here") as caught:
         build_partition(notes, "notes", 1)

@@ -22,7 +22,7 @@ from support.power_loss import tree_of
 from niels_gpt.builders.meta_keys import Source
 from niels_gpt.builders.pretrain import build_stub
 from niels_gpt.cache import CacheError, PretrainTokenStreamDataset
-from niels_gpt.storage import fileio, versions
+from niels_gpt.storage import fileio
 
 
 def tree(folder: Path) -> dict[str, bytes | str]:
@@ -203,7 +203,7 @@ def test_a_file_in_the_way_is_refused(tmp_path: Path, before: bool) -> None:
 
 
 def test_a_folder_in_the_way_of_the_commits_link_is_refused_and_the_same_build_then_goes_on(tmp_path: Path) -> None:
-    stranger = versions_dir(tmp_path / "c") / versions.LINK
+    stranger = versions_dir(tmp_path / "c") / "link"
     stranger.mkdir(parents=True)
     (stranger / "precious").write_text("precious")
     with pytest.raises(CacheError, match=r"link: .*Move it away"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -13,11 +13,13 @@ import pytest
 import torch
 
 from niels_gpt.builders.pretrain import build_pretrain
+from niels_gpt.cache import mmap, pretrain_dataset
 from niels_gpt.cache.formats import TokenDtype
 from niels_gpt.cache.meta import read_meta, write_meta
 from niels_gpt.sampling import EpochStream, MixtureStream
 from niels_gpt.sampling.shares import Weights
-from niels_gpt.storage import meta_json
+from niels_gpt.storage import filemaps, meta_json
+from niels_gpt.storage.filemaps import FileMaps
 from support.byte_tokenizer import ByteTokenizer
 
 APART = 10_000
@@ -60,6 +62,31 @@ def first_ids(lengths: Sequence[int], T: int) -> list[int]:
         for start, length in zip(starts[:-1], lengths, strict=True)
         for window in range((length - 1) // T)
     ]
+
+
+def recycle_all_memory(patch: pytest.MonkeyPatch) -> None:
+    """Let batches take used memory again, small ones too, which are quicker to look at."""
+    patch.setattr(pretrain_dataset, "_FRESH_TOKENS", 0)
+
+
+def say_memory(patch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    """Let readers find so much memory in the machine."""
+    patch.setattr(mmap, "memory_bytes", lambda: num_bytes)
+
+
+def before_mapping(patch: pytest.MonkeyPatch, meanwhile: Callable[[], object]) -> None:
+    """Let something happen whenever a reader is about to map a file."""
+    patch.setattr(mmap, "FileMaps", lambda sizes: (meanwhile(), FileMaps(sizes))[1])
+
+
+def maps_in_process() -> int:
+    """How many files this process has mapped for its readers."""
+    return FileMaps.num_in_process
+
+
+def allow_maps(patch: pytest.MonkeyPatch, most: Callable[[], int]) -> None:
+    """Let a process map so many files."""
+    patch.setattr(filemaps, "_most_files", most)
 
 
 class NumberTokenizer(ByteTokenizer):

@@ -7,12 +7,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from niels_gpt.builders.meta_keys import Source
 from niels_gpt.builders.partitions.plan import Plan, fix_plan, plans_of
 from niels_gpt.builders.partitions.receipts import PartitionState, partition_states
 from niels_gpt.builders.partitions.refusal import Commands
 from niels_gpt.builders.partitions.seal import discard_plan, seal
 from niels_gpt.documents import Partition
+from niels_gpt.recipes.partitions import dask, prepared
+from niels_gpt.recipes.run_recipe import Outcome
+from niels_gpt.settings import Settings
 from niels_gpt.storage.versions import build_lock, clear_leftovers, discard_unfinished
 from support.byte_tokenizer import ByteTokenizer
 from support.disk import meta_bytes, versions_dir
@@ -113,6 +118,34 @@ def restart(path: Path) -> None:
     """Remove all that is unfinished of a cache, its plans too."""
     with build_lock(path) as folder:
         discard_unfinished(folder)
+
+
+def build_on_dask(settings: Settings, name: str, address: str) -> Outcome:
+    """Build a cache on the Dask cluster of a scheduler."""
+    return dask.build_on_dask(settings, name, address)
+
+
+def be_patient(patch: pytest.MonkeyPatch, *, seconds: float | None = None, deaths: int | None = None) -> None:
+    """Let a build on Dask wait so long for workers, or for so many deaths of them at one partition."""
+    if seconds is not None:
+        patch.setattr(dask, "PATIENCE_S", seconds)
+    if deaths is not None:
+        patch.setattr(dask, "MOST_DEATHS", deaths)
+
+
+def prepared_partitions(settings: Settings, name: str) -> Any:
+    """What a build of all holds of a cache in partitions: its plan, how one is built, and how all are sealed."""
+    return prepared.prepared(settings, name)
+
+
+def forget_prepared(patch: pytest.MonkeyPatch) -> None:
+    """Let the next look at a source read it again, as another process does."""
+    patch.setattr(prepared, "_fixed", None)
+
+
+def be_other_code(patch: pytest.MonkeyPatch) -> None:
+    """Let plans be made by another version of this program."""
+    patch.setattr(prepared, "code_identity", lambda: {"version": "0", "libraries": {"torch": "0"}})
 
 
 def whole(path: Path, order: Iterable[int] = range(TOTAL), **changed: Any) -> dict[str, Any]:
