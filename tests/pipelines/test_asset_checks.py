@@ -11,10 +11,8 @@ import dagster as dg
 from dagster._core.definitions.asset_health.asset_check_health import AssetCheckHealthState
 from dagster._core.loader import LoadingContextForTest
 from support.dagster_runs import check_alone, metadata, run, verdicts
+from support.pipeline_seams import CACHES, checks_of
 
-from niels_gpt.inspection.verify import CHECKS
-from niels_gpt.recipes.plan import RECIPES
-from niels_gpt.recipes.rollouts.checks import CHECKS as ROLLOUT_CHECKS
 from niels_gpt.settings import Settings
 from pipelines.definitions import defs, niels_definitions
 
@@ -28,8 +26,8 @@ def health(instance: dg.DagsterInstance, key: str) -> str:
 
 def test_every_asset_has_the_checks_of_its_kind_and_they_say_what_they_look_at() -> None:
     graph = defs.resolve_asset_graph()
-    for key in ("tokenizer", *RECIPES):
-        rules = {rule.name: rule for rule in {**CHECKS, "trees": ROLLOUT_CHECKS}[key.split("/")[0]]}
+    for key in ("tokenizer", *CACHES):
+        rules = checks_of(key)
         all_specs = map(graph.get_check_spec, graph.asset_check_keys)
         specs = {spec.name: spec for spec in all_specs if spec.asset_key.to_user_string() == key}
         assert specs.keys() == rules.keys()

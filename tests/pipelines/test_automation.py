@@ -10,11 +10,9 @@ from typing import Any
 import dagster as dg
 import pytest
 from support.dagster_runs import run
+from support.pipeline_seams import CACHES, SOURCES, sensor_times
 
-from niels_gpt.data.sources import SOURCES
-from niels_gpt.recipes.plan import RECIPES
 from niels_gpt.settings import Settings
-from pipelines import automation
 from pipelines.definitions import defs, niels_definitions
 
 ALL = {f"raw/{name}" for name in SOURCES}
@@ -57,7 +55,7 @@ def test_a_job_has_the_assets_of_its_deployment_alone() -> None:
         name: {key.to_user_string() for key in repository.get_job(f"llm__{name}").asset_layer.selected_asset_keys}
         for name in ("everything", "sft", "pretrain", "observe")
     }
-    made = {f"llm/{path}" for path in ("tokenizer", "eagle3/draft_vocab", "eagle3/targets", *RECIPES)}
+    made = {f"llm/{path}" for path in ("tokenizer", "eagle3/draft_vocab", "eagle3/targets", *CACHES)}
     assert selected["everything"] == made
     for family in ("sft", "pretrain"):
         assert selected[family] == {key for key in made if key.startswith(f"llm/{family}/")}
@@ -68,7 +66,7 @@ def test_a_job_has_the_assets_of_its_deployment_alone() -> None:
 def test_what_depends_on_nothing_has_no_condition_and_all_caches_have_one(partitions: int) -> None:
     graph = niels_definitions(settings=Settings(source_root="sample", partitions=partitions)).resolve_asset_graph()
     automated = {key.to_user_string() for key in graph.get_all_asset_keys() if graph.get(key).automation_condition}
-    assert automated == {"eagle3/draft_vocab", "eagle3/targets", *RECIPES}
+    assert automated == {"eagle3/draft_vocab", "eagle3/targets", *CACHES}
 
 
 def requested(ours: dg.Definitions, instance: dg.DagsterInstance, cursor: Any) -> tuple[set[str], Any]:
@@ -158,21 +156,21 @@ def test_a_source_whose_files_change_is_observed_once_two_ticks_find_the_same(
 
 
 def test_what_was_asked_for_and_not_observed_is_asked_for_again(
-    instance: dg.DagsterInstance, changing: Settings, monkeypatch: pytest.MonkeyPatch
+    instance: dg.DagsterInstance, changing: Settings
 ) -> None:
     ticks = Ticks(changing, instance)
     assert ticks.tick() is None
     lost = ticks.tick(launched=False)
     assert lost is not None and lost[1] == ALL
     assert ticks.tick() is None and "raw/roam: asked for" in ticks.said
-    monkeypatch.setattr(automation, "AGAIN_SECONDS", 0.0)
     tags = {"dagster/run_key": lost[0], "dagster/sensor_name": "files"}
     queued = instance.create_run_for_job(ticks.definitions.resolve_job_def("observe"), tags=tags)
-    assert ticks.tick() is None, "its run has not finished"
-    instance.report_run_canceled(queued)
-    again = ticks.tick()
-    assert again is not None and again[1] == ALL and again[0] != lost[0]
-    assert ticks.tick() is None and "nothing has changed" in ticks.said
+    with sensor_times(again=0.0):
+        assert ticks.tick() is None, "its run has not finished"
+        instance.report_run_canceled(queued)
+        again = ticks.tick()
+        assert again is not None and again[1] == ALL and again[0] != lost[0]
+        assert ticks.tick() is None and "nothing has changed" in ticks.said
 
 
 def test_a_cursor_of_another_form_starts_afresh(instance: dg.DagsterInstance, changing: Settings) -> None:
@@ -217,12 +215,12 @@ def test_a_source_that_cannot_be_read_and_one_that_is_not_loaded_are_named_and_h
 
 
 def test_a_tick_that_runs_out_of_time_leaves_the_rest_to_the_next_one(
-    instance: dg.DagsterInstance, changing: Settings, monkeypatch: pytest.MonkeyPatch
+    instance: dg.DagsterInstance, changing: Settings
 ) -> None:
-    monkeypatch.setattr(automation, "FILES_SECONDS", 0.0)  # one source a tick
     ticks, observed = Ticks(changing, instance), set[str]()
     for _ in range(2 * len(SOURCES)):
-        found = ticks.tick()
+        with sensor_times(files=0.0):  # one source a tick
+            found = ticks.tick()
         observed |= found[1] if found else set()
         assert found or ticks.said
     assert observed == ALL

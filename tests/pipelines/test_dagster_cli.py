@@ -16,13 +16,12 @@ from dagster._cli import cli
 from support import ROOT
 from support.dagster_runs import environment, shell
 from support.data_files import write
+from support.pipeline_seams import building, turn_taken
 
 from niels_gpt.cache import PretrainTokenStreamDataset
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.settings import Settings
-from niels_gpt.storage.locks import file_lock
-from niels_gpt.storage.versions import build_lock
 
 
 @pytest.fixture
@@ -108,9 +107,8 @@ def test_within_one_run_the_pretrain_builds_take_turns(home: Path, monkeypatch: 
 def test_two_runs_with_pretrain_builds_take_turns(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = "exec dagster asset materialize -m pipelines.definitions --select "
     assert events(home, monkeypatch) == {}  # makes the history: two runs that do it at once fail in Dagster
-    lock = home / "cache" / "sample" / ".runs" / "pretrain.turn"
     pipe: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with file_lock(lock, "held by the test", wait=False):  # both are at the same point when they are let go
+    with turn_taken(home / "cache" / "sample"):  # both are at the same point when they are let go
         both = [
             subprocess.Popen(["bash", "-c", command + name], cwd=home, env=environment(), **pipe)
             for name in ("pretrain/roam", "pretrain/gutenberg")
@@ -169,5 +167,5 @@ def kill_the_builder(run: subprocess.Popen[bytes], cache: Path) -> None:
     pid = int((versions / "lock").read_text().split("pid ")[1])
     assert pid != run.pid, "a step is a process of its own"
     os.kill(pid, signal.SIGKILL)
-    with build_lock(cache, wait=True):  # the kernel drops a dead process's lock
+    with building(cache, wait=True):  # the kernel drops a dead process's lock
         assert list(versions.glob("building-*.journal/journal.jsonl")), "it was killed before it could commit"

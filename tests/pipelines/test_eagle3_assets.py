@@ -3,41 +3,43 @@
 import base64
 import dataclasses
 import errno
-import itertools
 import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import dagster as dg
 import pytest
 from support import ROOT, TESTS, dagster_runs, numbered_datasets
+from support.commands import niels_gpt
 from support.dagster_runs import builder_of, built, check_alone, metadata, mirrors, run, shell, stale
 from support.data_files import lines, write
+from support.disk import versions_dir
+from support.errors import refused
 from support.loopback_hub import LoopbackHub
 from support.made_tokenizers import made_tokenizer
+from support.pipeline_seams import (
+    TARGET_CHECKS,
+    build_draft_vocab,
+    build_targets,
+    facts_of_target,
+    failing,
+    failing_commit,
+    fingerprint_in_parts,
+    fingerprints,
+    flip_state,
+    shard,
+    without_target,
+)
 
-from niels_gpt.builders import journal
 from niels_gpt.cache.meta import read_meta
-from niels_gpt.commands import cache as cli
 from niels_gpt.eagle3.cache import CachedEagle3Dataset, read_manifest
-from niels_gpt.eagle3.format.layout import read_header, row_bytes_of, shard_path
-from niels_gpt.eagle3.inspect.checks import CHECKS
 from niels_gpt.eagle3.target import write_small_target
 from niels_gpt.eagle3.vocab import load_token_mapping
-from niels_gpt.recipes.eagle3 import prepare
-from niels_gpt.recipes.eagle3.asset import _fingerprint, build_targets, settings_fingerprint, target_of
-from niels_gpt.recipes.eagle3.draft_vocab import build_draft_vocab
-from niels_gpt.recipes.eagle3.draft_vocab import settings_fingerprint as vocab_fingerprint
-from niels_gpt.recipes.eagle3.of_settings import resolved
-from niels_gpt.recipes.tokenizer import NoSentinels
 from niels_gpt.settings import Settings
-from niels_gpt.storage import fileio, versions
-from niels_gpt.storage.fileio import SizedFile, sha256_file
-from niels_gpt.storage.versions import versions_dir
+from niels_gpt.storage.fileio import sha256_file
 from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.tokenizers.sentinels import add_sentinels
 from pipelines.definitions import niels_definitions
@@ -83,13 +85,7 @@ def assert_equal_folders(one: Path, other: Path) -> None:
 
 def flip(settings: Settings) -> None:
     """Change one bit of the first hidden state of SAMPLE."""
-    path = Path(shard_path(cache_of(settings), SAMPLE // 5))
-    fields, rows, header = read_header(path)
-    before = itertools.takewhile(lambda name: name != "aux_hidden_states", fields)
-    begin = len(header) + sum(rows * row_bytes_of(fields[name]) for name in before)
-    content = bytearray(path.read_bytes())
-    content[begin + SAMPLE % 5 * row_bytes_of(fields["aux_hidden_states"])] ^= 1
-    path.write_bytes(content)
+    flip_state(shard(cache_of(settings), SAMPLE // 5), SAMPLE % 5)
 
 
 def verdicts(result: dg.ExecuteInProcessResult) -> dict[str, bool]:
@@ -99,7 +95,7 @@ def verdicts(result: dg.ExecuteInProcessResult) -> dict[str, bool]:
 def test_it_is_built_checked_described_and_reused(instance: dg.DagsterInstance, settings: Settings) -> None:
     result = run(instance, settings, KEY)
     assert result.success
-    assert verdicts(result) == dict.fromkeys(CHECKS, True)
+    assert verdicts(result) == dict.fromkeys(TARGET_CHECKS, True)
     cache = cache_of(settings)
     assert len(CachedEagle3Dataset(cache)) == 12
     found, manifest, meta = metadata(result)[KEY], read_manifest(cache), read_meta(str(cache / "meta.json"))
@@ -155,21 +151,20 @@ def test_the_draft_vocabulary_is_an_asset_that_targets_and_precompute_read(
         assert load_token_mapping(path, target_vocab_size=size, draft_vocab_size=40)[0].tolist() == selected
     (folder / "draft_vocab.json").write_bytes((folder / "draft_vocab.json").read_bytes().replace(b"1", b"2"))
     assert verdicts(check_alone(instance, settings, VOCAB, "mapping_fits")) == {"mapping_fits": False}
-    assert cli.main(["verify", settings.cache_dir]) == 1
+    assert niels_gpt("verify", settings.cache_dir).status == 3
 
 
 def test_targets_alone_make_a_draft_vocabulary_that_is_not_current_and_record_that(
-    instance: dg.DagsterInstance, settings: Settings, capsys: pytest.CaptureFixture[str]
+    instance: dg.DagsterInstance, settings: Settings
 ) -> None:
     settings = dataclasses.replace(settings, eagle3_check_samples=0)
     run(instance, settings, VOCAB, KEY)
     larger = dataclasses.replace(settings, eagle3_draft_vocab_size=300)
     assert built(run(instance, larger, KEY)) >= {KEY}
     assert stale(instance, larger) == {} and built(run(instance, larger, KEY)) == set()
-    capsys.readouterr()
     for command in ("stats", "show"):
-        assert cli.main([command, f"{settings.cache_dir}/{VOCAB}"]) == 0
-        assert "300 of the target's" in capsys.readouterr().out
+        done = niels_gpt(command, f"{settings.cache_dir}/{VOCAB}")
+        assert done.status == 0 and "300 of the target's" in done.out
 
 
 def test_it_covers_what_the_counted_tokens_say(settings: Settings, tmp_path: Path) -> None:
@@ -192,40 +187,39 @@ def test_another_draft_vocabulary_of_a_native_cache_runs_no_target_and_copies_no
     result = run(instance, native, VOCAB, KEY)
     assert built(result) == {VOCAB, KEY} and all(verdicts(result).values())
     assert f"{cache_of(native)}: few positions" in caplog.text and "building-" not in caplog.text
-    found, shard = metadata(result)[KEY], Path(shard_path(cache_of(native), 0))
+    found, first_shard = metadata(result)[KEY], shard(cache_of(native), 0)
     assert (found["format_version"], found["aux_layer_ids"], found["aux_dtype"]) == ("native-1", [2, 5], "fp8")
     assert float(found["token_bytes/input_ids"]) == 4 and float(found["token_bytes/aux_hidden_states"]) < 2 * 64
     larger = dataclasses.replace(native, eagle3_draft_vocab_size=300)
-    before, inode, first = shard.read_bytes(), shard.stat().st_ino, read_meta(str(cache_of(native) / "meta.json"))
+    before, inode, first = (
+        first_shard.read_bytes(),
+        first_shard.stat().st_ino,
+        read_meta(str(cache_of(native) / "meta.json")),
+    )
     assert set(stale(instance, larger)) == {VOCAB, KEY}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare, "open_target", lambda *_, **__: pytest.fail("the target was loaded"))
+    with without_target():
         assert built(run(instance, larger, VOCAB, KEY)) == {VOCAB, KEY}
-    assert (shard.stat().st_ino, shard.read_bytes()) == (inode, before)
+    assert (first_shard.stat().st_ino, first_shard.read_bytes()) == (inode, before)
     cache = cache_of(larger)
     assert read_manifest(cache)["draft_vocab_size"] == 300 and len(CachedEagle3Dataset(cache)) == 12
     fresh = dataclasses.replace(larger, cache_dir=f"{native.cache_dir}-fresh")
     assert build_targets(fresh).meta == read_meta(str(cache / "meta.json"))
     smaller = dataclasses.replace(fresh, eagle3_draft_vocab_size=40)
-    with pytest.MonkeyPatch.context() as patch:  # stopped after the links, before the first checkpoint
-        failing(patch, journal, "OutputFile", lambda *_: True)
-        with pytest.raises(OSError, match="No space"):
-            build_targets(smaller)
-    with pytest.MonkeyPatch.context() as patch:  # where files cannot be linked
-        patch.setattr(prepare, "open_target", lambda *_, **__: pytest.fail("the target was loaded"))
-        failing(patch, os, "link", lambda *_: True, errno.EPERM)
+    with failing("journal"), pytest.raises(OSError, match="No space"):  # after the links, before the first checkpoint
+        build_targets(smaller)
+    with without_target(), failing("link", number=errno.EPERM):
         assert build_targets(smaller).meta == first
-    assert (copied := Path(shard_path(cache_of(fresh), 0))).read_bytes() == before and copied.stat().st_nlink == 1
+    assert (copied := shard(cache_of(fresh), 0)).read_bytes() == before and copied.stat().st_nlink == 1
 
 
 def test_settings_that_do_not_fit_are_named_as_settings(settings: Settings) -> None:
     changes: dict[str, dict[str, Any]] = {
-        "eagle3_topk is 4, and it applies to eagle3_format 1 and 2": {"format": "native", "shard_size": 256, "topk": 4},
-        "eagle3_aux_dtype is fp8, and it applies to eagle3_format native": {"aux_dtype": "fp8"},
-        "^eagle3_aux_layers 99: ": {"aux_layers": "99"},
+        "eagle3_topk is 4": {"format": "native", "shard_size": 256, "topk": 4},
+        "eagle3_aux_dtype is fp8": {"aux_dtype": "fp8"},
+        "eagle3_aux_layers 99: ": {"aux_layers": "99"},
     }
     for said, changed in changes.items():
-        with pytest.raises(ValueError, match=said):
+        with refused("E102", said):
             build_targets(dataclasses.replace(settings, **{f"eagle3_{name}": each for name, each in changed.items()}))
 
 
@@ -233,20 +227,19 @@ def test_what_only_the_states_need_leaves_the_draft_vocabulary_as_it_is(settings
     before = build_draft_vocab(settings)
     for changed in ({"dtype": "fp32"}, {"batch_size": 3}, {"format": "native", "shard_size": 256}, {"topk": 4}):
         other = dataclasses.replace(settings, **{f"eagle3_{name}": value for name, value in changed.items()})
-        assert build_draft_vocab(other).reused and vocab_fingerprint(other) == vocab_fingerprint(settings)
-        assert settings_fingerprint(other) != settings_fingerprint(settings)
+        assert build_draft_vocab(other).reused and fingerprints(other)[VOCAB] == fingerprints(settings)[VOCAB]
+        assert fingerprints(other)[KEY] != fingerprints(settings)[KEY]
     for changed in ({"draft_vocab_size": 41}, {"seq_length": 32}, {"max_samples": 11}, {"source": "oasst1"}):
         other = dataclasses.replace(settings, **{f"eagle3_{name}": value for name, value in changed.items()})
         after = build_draft_vocab(other)
         assert not after.reused and after.fingerprint != before.fingerprint
-        assert vocab_fingerprint(other) != vocab_fingerprint(settings)
+        assert fingerprints(other)[VOCAB] != fingerprints(settings)[VOCAB]
 
 
 def test_the_fingerprint_of_caches_of_earlier_versions_stays(settings: Settings) -> None:
-    assert settings_fingerprint(Settings(source_root="sample", eagle3_max_samples=6)) == "240dbab57c5f"
-    found = resolved(settings, observed=None)
-    in_parts = dataclasses.replace(found, options=dataclasses.replace(found.options, part="1/2"))
-    assert _fingerprint(in_parts) == _fingerprint(found), "which shards a folder has decides no byte"
+    assert fingerprints(Settings(source_root="sample", eagle3_max_samples=6))[KEY] == "240dbab57c5f"
+    in_parts, whole = (fingerprint_in_parts(settings, part) for part in ("1/2", ""))
+    assert in_parts == whole, "which shards a folder has decides no byte"
 
 
 def test_a_flipped_bit_fails_the_checks_and_one_more_run_builds_from_scratch(
@@ -254,7 +247,7 @@ def test_a_flipped_bit_fails_the_checks_and_one_more_run_builds_from_scratch(
 ) -> None:
     good = build_targets(settings).meta
     flip(settings)
-    result = check_alone(instance, settings, KEY, *CHECKS)
+    result = check_alone(instance, settings, KEY, *TARGET_CHECKS)
     found = verdicts(result)
     assert not result.success
     assert not found["checksums"] and found["complete"] and found["ids_match"]
@@ -328,13 +321,14 @@ def test_what_decides_bytes_makes_another_cache_and_the_rest_does_not(
     after = build_targets(other)
     assert after.reused != again
     assert (after.fingerprint != before.fingerprint) == again
-    assert (settings_fingerprint(settings) != settings_fingerprint(other)) == again
+    assert (fingerprints(settings)[KEY] != fingerprints(other)[KEY]) == again
 
 
 def test_the_samples_target_takes_any_tokenizer_that_has_the_sentinels(settings: Settings, tmp_path: Path) -> None:
     plain = dataclasses.replace(settings, source_root="sample", eagle3_target=None, tokenizer=str(made_tokenizer("t5")))
-    with pytest.raises(NoSentinels, match=r"has no sentinels.* niels-gpt add-sentinels .*eagle3_target$"):
+    with refused("E404", "niels-gpt add-sentinels ") as caught:
         build_targets(plain)
+    assert str(caught).endswith("eagle3_target")
     add_sentinels(str(plain.tokenizer), tmp_path / "with")
     made = dataclasses.replace(plain, tokenizer=str(tmp_path / "with"))
     outcome = build_targets(made)
@@ -383,9 +377,9 @@ def test_a_revision_of_the_hub_that_was_observed_since_is_built(
 
 def test_a_revision_of_a_target_in_a_folder_is_refused(settings: Settings) -> None:
     path = build_targets(settings).path
-    with pytest.raises(ValueError, match="--revision abc"):
-        target_of(path, str(settings.eagle3_target), revision="abc")
-    assert target_of(path, str(settings.eagle3_target)).facts["revision"] is None
+    with refused("E102", "--revision abc"):
+        facts_of_target(path, str(settings.eagle3_target), "abc")
+    assert facts_of_target(path, str(settings.eagle3_target))["revision"] is None
 
 
 def test_the_sample_has_a_target_of_its_own_and_real_text_needs_one(
@@ -393,7 +387,7 @@ def test_the_sample_has_a_target_of_its_own_and_real_text_needs_one(
 ) -> None:
     sample = dataclasses.replace(settings, source_root="sample", eagle3_target=None)
     result = run(instance, sample, "tokenizer", KEY)
-    assert result.success and verdicts(result).items() >= dict.fromkeys(CHECKS, True).items()
+    assert result.success and verdicts(result).items() >= dict.fromkeys(TARGET_CHECKS, True).items()
     assert metadata(result)[KEY]["target_model"] == "small_target"
     refused = run(instance, dataclasses.replace(settings, eagle3_target=None), KEY, raise_on_error=False)
     (event,) = [event for event in refused.all_events if event.is_step_failure]
@@ -450,77 +444,47 @@ def test_equal_settings_give_equal_bytes_wherever_the_cache_and_the_target_lie(
 
 def test_a_cache_that_lost_a_shard_is_built_again(settings: Settings) -> None:
     content = build_targets(settings).meta["content_sha256"]
-    Path(shard_path(cache_of(settings), 1)).unlink()
+    shard(cache_of(settings), 1).unlink()
     again = build_targets(settings)
     assert not again.reused and again.meta["content_sha256"] == content
-    assert Path(shard_path(cache_of(settings), 1)).is_file()
+    assert shard(cache_of(settings), 1).is_file()
     assert build_targets(settings).reused
-
-
-def failing(
-    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, when: Callable[..., bool], number: int = errno.ENOSPC
-) -> None:
-    """Let a function fail, with a full disk if no other number is given, for the calls that `when` picks."""
-    real = getattr(owner, name)
-
-    def fail(*arguments: Any, **named: Any) -> Any:
-        if when(*arguments):
-            raise OSError(number, os.strerror(number), str(arguments[-1]))
-        return real(*arguments, **named)
-
-    monkeypatch.setattr(owner, name, fail)
 
 
 def test_a_build_that_failed_goes_on_with_its_finished_shards(settings: Settings, tmp_path: Path) -> None:
     whole = build_targets(dataclasses.replace(settings, cache_dir=str(tmp_path / "whole"))).meta
-    with pytest.MonkeyPatch.context() as patch:
-        failing(patch, SizedFile, "write", lambda file, *_: "shard-000002" in str(file.path))
-        with pytest.raises(OSError, match="2 of 3 shards are done and kept"):
-            build_targets(settings)
+    third = failing("shard", lambda file, *_: "shard-000002" in str(file.path))
+    with third, pytest.raises(OSError, match="2 of 3 shards"):
+        build_targets(settings)
     assert not cache_of(settings).exists()
     (work,) = [path for path in versions_dir(cache_of(settings)).glob("building-*") if not path.suffix]
-    kept = {shard: Path(shard_path(work, shard)).stat().st_ino for shard in (0, 1)}
+    kept = [shard(work, number).stat().st_ino for number in (0, 1)]
     assert build_targets(settings).meta == whole
-    assert {shard: Path(shard_path(cache_of(settings), shard)).stat().st_ino for shard in (0, 1)} == kept
+    assert [shard(cache_of(settings), number).stat().st_ino for number in (0, 1)] == kept
     assert not list(versions_dir(cache_of(settings)).glob("building-*"))
 
 
 @pytest.mark.parametrize("step", ["sync_tree", "rename", "symlink"])
 def test_a_commit_that_failed_is_done_by_the_next_run_without_the_target(settings: Settings, step: str) -> None:
-    def unwanted(*arguments: Any, **named: Any) -> None:
-        raise AssertionError("the target was loaded")
-
-    with pytest.MonkeyPatch.context() as patch:
-        commit = versions.commit
-
-        def fail(*arguments: Any) -> Path:
-            if arguments[1] == cache_of(settings):
-                failing(patch, fileio, step, lambda *_: True)
-            return commit(*arguments)
-
-        patch.setattr(versions, "commit", fail)
-        with pytest.raises(OSError, match="No space left"):
-            build_targets(settings)
+    with failing_commit(cache_of(settings), step), pytest.raises(OSError, match="No space left"):
+        build_targets(settings)
     assert not cache_of(settings).exists()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("niels_gpt.recipes.eagle3.prepare.open_target", unwanted)
+    with without_target():
         assert build_targets(settings).reused is False
     assert build_targets(settings).reused
 
 
-def test_the_command_line_lists_verifies_and_clears_it(settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_lists_verifies_and_clears_it(settings: Settings) -> None:
     build_targets(settings)
-    assert cli.main(["list", settings.cache_dir]) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(KEY)]
-    assert "12 samples" in line
-    assert cli.main(["verify", settings.cache_dir, "--deep"]) == 0
+    done = niels_gpt("list", settings.cache_dir)
+    (line,) = [line for line in done.out.splitlines() if line.startswith(KEY)]
+    assert done.status == 0 and "12 samples" in line
+    assert niels_gpt("verify", settings.cache_dir, "--deep").status == 0
     for number in (11, 10, 9):
         build_targets(dataclasses.replace(settings, eagle3_max_samples=number))
-    capsys.readouterr()
-    assert cli.main(["gc", settings.cache_dir]) == 0
-    told = capsys.readouterr().out
-    assert told.count(f"{KEY} (version ") == told.count(f"{VOCAB} (version ") == 2
+    done = niels_gpt("gc", settings.cache_dir)
+    assert done.status == 0 and done.out.count(f"{KEY} (version ") == done.out.count(f"{VOCAB} (version ") == 2
     flip(settings)
-    assert cli.main(["verify", settings.cache_dir]) == 0
-    assert cli.main(["verify", settings.cache_dir, "--deep"]) == 1
-    assert "shard-000001.safetensors: sample 2 of the shard" in capsys.readouterr().out
+    assert niels_gpt("verify", settings.cache_dir).status == 0
+    done = niels_gpt("verify", settings.cache_dir, "--deep")
+    assert done.status == 3 and "shard-000001.safetensors: sample 2 of the shard" in done.out

@@ -10,13 +10,12 @@ from support import ROOT
 from support.dagster_dev import Dev, dagster_dev, until
 from support.dagster_runs import shell
 from support.data_files import write
+from support.pipeline_seams import building, turn_taken
 
 from niels_gpt.cache import PretrainTokenStreamDataset
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.settings import Settings
-from niels_gpt.storage.locks import file_lock
-from niels_gpt.storage.versions import build_lock
 
 pytestmark = pytest.mark.faults
 POOL = "niels_gpt/pretrain_build"
@@ -62,7 +61,7 @@ def lost(dev: Dev, home: Path) -> list[str]:
     The other one waits for its turn then. The daemon is to leave it alone for an hour.
     """
     journals = "cache/pretrain/.versions/roam/building-*.journal/journal.jsonl"
-    with file_lock(home / "cache" / ".runs" / "pretrain.turn", "held by the test", wait=False):
+    with turn_taken(home / "cache"):
         runs = [dev.launch("pretrain/roam"), dev.launch("pretrain/roam", tags=AN_HOUR)]
         until(lambda: [*dev.statuses().values()] == ["STARTED"] * 2, "two runs at once")
     until(lambda: list(home.glob(journals)), "a checkpoint")
@@ -82,7 +81,7 @@ def test_lost_runs_are_ended_and_the_next_run_completes(home: Path, tiny_model_p
 
     assert read_meta(str(cache / "meta.json")) == before
     assert PretrainTokenStreamDataset(cache / "train", T=8, device="cpu").num_windows > 0
-    with build_lock(cache):
+    with building(cache):
         assert status(home, ended) == status(home, other) == "STARTED"  # nobody is left who could report more
 
     yaml = (home / "dagster.yaml").read_text()

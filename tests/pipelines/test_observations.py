@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import dagster as dg
 import pytest
@@ -15,15 +15,11 @@ from support import numbered_datasets
 from support.dagster_runs import run, stale
 from support.hub_content import Repository
 from support.loopback_hub import LoopbackHub
+from support.pipeline_seams import chats_are, recipe_is, record, record_of_recipe, recorded
 
 from niels_gpt.recipes.plan import observe
-from niels_gpt.recipes.run_recipe import Outcome, recorded_recipe
 from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.settings import Settings
-from niels_gpt.storage.fileio import canonical_json
-from niels_gpt.storage.versions import versions_dir
-from pipelines import assets
-from pipelines.versions import HUB_ASKED
 
 DOLLY = "databricks/databricks-dolly-15k"
 
@@ -41,8 +37,7 @@ def of_the_hub(settings: Settings) -> Settings:
     build_token_cache(settings, "oasst1")
     cache = Path(settings.cache_dir, "sft", "oasst1")
     facts = {"kind": "hub", "licence": "apache-2.0", "revision": "aaa", "fingerprint": "OpenAssistant/oasst1@aaa"}
-    record = versions_dir(cache) / "recipe.json"
-    record.write_bytes(canonical_json({**recorded_recipe(cache), "source": facts}))
+    record(cache, {**recorded(cache), "source": facts})
     return dataclasses.replace(settings, source_root="hub")
 
 
@@ -87,7 +82,7 @@ def test_without_the_hub_the_last_observation_of_the_dataset_is_repeated(
         (record,) = instance.fetch_observations(dg.AssetKey(["raw", "oasst1"]), limit=1).records
         assert record.asset_observation is not None
         assert "observed last" in str(record.asset_observation.metadata["warning"].value)
-        assert (record.asset_observation.tags or {})[HUB_ASKED] == "no"
+        assert (record.asset_observation.tags or {})["niels_gpt/hub_asked"] == "no"
         return record.asset_observation.data_version
 
     for version in ("somebody/else@ccc", "OpenAssistant/oasst1@bbb"):
@@ -105,26 +100,25 @@ def test_without_the_hub_and_without_a_cache_the_observation_fails(hub: Loopback
 
 
 def test_an_observation_counts_until_the_cache_is_built_again(
-    instance: dg.DagsterInstance, of_the_hub: Settings, monkeypatch: pytest.MonkeyPatch
+    instance: dg.DagsterInstance, of_the_hub: Settings
 ) -> None:
     given: list[str | None] = []
 
-    def recipe(settings: Settings, name: str, *, observed: str | None, progress: object) -> Outcome:
+    def recipe(_: Any, settings: Settings, name: str, *, observed: str | None, progress: object) -> NoReturn:
         given.append(observed)
         raise ValueError("this recipe builds nothing")
 
     def given_to_the_recipe(instance: dg.DagsterInstance, settings: Settings) -> str | None:
-        run(instance, settings, "sft/oasst1", raise_on_error=False)
+        with recipe_is(recipe):
+            run(instance, settings, "sft/oasst1", raise_on_error=False)
         return given.pop()
 
-    monkeypatch.setattr(assets, "build_token_cache", recipe)
     assert given_to_the_recipe(instance, of_the_hub) is None
     tags = {"dagster/data_version": "OpenAssistant/oasst1@bbb"}
     instance.report_runless_asset_event(dg.AssetObservation(["raw", "oasst1"], tags=tags))
     assert given_to_the_recipe(instance, of_the_hub) == "OpenAssistant/oasst1@bbb"
     # Built after it, at whatever revision, as by the command line's own refresh.
-    record = versions_dir(Path(of_the_hub.cache_dir, "sft", "oasst1")) / "recipe.json"
-    os.utime(record, (time.time() + 1, time.time() + 1))
+    os.utime(record_of_recipe(Path(of_the_hub.cache_dir, "sft", "oasst1")), (time.time() + 1, time.time() + 1))
     assert given_to_the_recipe(instance, of_the_hub) is None
 
 
@@ -135,7 +129,7 @@ def dolly(instance: dg.DagsterInstance, settings: Settings, **config: str) -> st
     assert event is not None and event.asset_materialization is not None
     made = (event.asset_materialization.tags or {})["dagster/input_data_version/raw/dolly15k"].partition("@")[2]
     cache = Path(settings.cache_dir, "sft", "dolly15k")
-    assert recorded_recipe(cache)["source"]["revision"] == made
+    assert recorded(cache)["source"]["revision"] == made
     return made
 
 
@@ -173,10 +167,10 @@ def test_a_cache_that_the_command_line_has_refreshed_is_observed_and_moves_no_ot
     # Another cache of the same source, older than that observation: the hub was not asked for it.
     build_token_cache(dataclasses.replace(of_hub, revision=f"dolly15k={first}"), "dolly15k")
     cache = Path(of_hub.cache_dir, "sft", "dolly15k")
-    record, known = versions_dir(cache) / "recipe.json", recorded_recipe(cache)
+    known = recorded(cache)
     del known["source"]["asked_revision"]
-    record.write_bytes(canonical_json(known))
-    os.utime(record, (1, 1))
+    record(cache, known)
+    os.utime(record_of_recipe(cache), (1, 1))
     assert dolly(instance, of_hub) == first
     assert set(stale(instance, of_hub)) == {"sft/dolly15k"}
     run(instance, of_hub, "raw/dolly15k")
@@ -197,12 +191,12 @@ def test_a_cache_that_the_command_line_has_refreshed_is_observed_and_moves_no_ot
 def test_what_is_built_is_the_observed_revision_and_the_hub_is_not_asked(
     of_the_hub: Settings, monkeypatch: pytest.MonkeyPatch, observed: str | None, built: str
 ) -> None:
-    def chats(settings: Settings, origin: object, revision: str | None, *_: object) -> Iterator[Any]:
+    def chats(revision: str | None) -> Iterator[Any]:
         yield [{"role": "user", "content": "hi"}, {"role": "assistant", "content": f"revision {revision}"}]
 
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # nobody answers there
-    monkeypatch.setattr("niels_gpt.recipes.sources.chats", chats)
     changed = dataclasses.replace(of_the_hub, oasst1_max_messages=7)  # a reason to build
-    meta = build_token_cache(changed, "oasst1", observed=observed).meta
-    assert meta["source"]["revision"] == built
-    assert build_token_cache(changed, "oasst1", observed=observed).reused
+    with chats_are(chats):
+        meta = build_token_cache(changed, "oasst1", observed=observed).meta
+        assert meta["source"]["revision"] == built
+        assert build_token_cache(changed, "oasst1", observed=observed).reused

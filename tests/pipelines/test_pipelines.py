@@ -2,65 +2,31 @@
 
 import base64
 import json
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import dagster as dg
 import pytest
+from support.commands import niels_gpt
 from support.dagster_runs import metadata, mirrors, run
+from support.pipeline_seams import CACHES
 
 from niels_gpt.cache.meta import read_meta
-from niels_gpt.commands.main import main
-from niels_gpt.recipes.plan import RECIPES
 from niels_gpt.settings import RENAMED, Settings
-from pipelines import assets, steps
 from pipelines.definitions import defs, niels_definitions
-from pipelines.deployment import Deployment
-from pipelines.resources import NAMES, Run, as_run, settings_from_environment, settings_resource
 
 
 def test_the_assets_are_the_tokenizer_the_caches_and_what_is_observed() -> None:
     graph = defs.resolve_asset_graph()
     made = {key.to_user_string() for key in graph.materializable_asset_keys}
-    assert made == {"tokenizer", "eagle3/draft_vocab", "eagle3/targets", *RECIPES}
+    assert made == {"tokenizer", "eagle3/draft_vocab", "eagle3/targets", *CACHES}
     observed = {key.to_user_string() for key in graph.observable_asset_keys}
-    assert observed == {f"raw/{key.split('/')[1]}" for key in RECIPES} | {"sft/"}
+    assert observed == {f"raw/{key.split('/')[1]}" for key in CACHES} | {"sft/"}
     assert all(graph.get(key).description for key in graph.get_all_asset_keys())
     # `--select sft/*` means the root sft/ and everything downstream of it.
     children = graph.get(dg.AssetKey(["sft", ""])).child_keys
-    assert {key.to_user_string() for key in children} == {key for key in RECIPES if key.startswith("sft/")}
-
-
-def test_the_form_has_the_settings_of_the_core_name_by_name(settings: Settings) -> None:
-    form = settings_resource(settings).config_schema.config_type.fields
-    assert list(form) == [*NAMES, *RENAMED]
-    assert {*NAMES} - {"force", "wait"} == {field.name for field in fields(Settings)} - {"cache_dir"}
-    assert [name for name, field in form.items() if field.default_provided] == ["force", "wait"]
-    assert as_run(settings, {}, "settings") == Run(settings)
-    asked = as_run(settings, {"seed": 7, "tokenizer": None, "force": True}, "settings")
-    assert asked == Run(replace(settings, seed=7, tokenizer=None), force=True)
-
-
-def test_the_environment_fills_the_settings_and_the_sample_is_the_default() -> None:
-    assert settings_from_environment({}) == Settings(source_root="sample")
-    given = {"NIELS_GPT_SEED": "7", "NIELS_GPT_DOCUMENT_END": "none", "NIELS_GPT_SOURCE_ROOT": "hub", "HOME": "/"}
-    assert settings_from_environment(given) == Settings(seed=7, document_end="none")
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("NIELS_GPT_SEEED", "7", "NIELS_GPT_SEEED: there is no setting of this name. There are NIELS_GPT_SEED, "),
-        ("NIELS_GPT_TOKENIZER_MODEL", "m", "^NIELS_GPT_TOKENIZER_MODEL: this setting is now NIELS_GPT_TOKENIZER$"),
-        ("NIELS_GPT_APPEND_EOT", "false", "^NIELS_GPT_APPEND_EOT: this setting is now NIELS_GPT_DOCUMENT_END$"),
-        ("NIELS_GPT_SEED", "seven", "NIELS_GPT_SEED: Input should be a valid integer"),
-        ("NIELS_GPT_DISK_CHECK", "perhaps", "NIELS_GPT_DISK_CHECK: Input should be a valid boolean"),
-    ],
-)
-def test_a_variable_that_names_no_setting_or_no_value_is_an_error(name: str, text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        settings_from_environment({name: text})
+    assert {key.to_user_string() for key in children} == {key for key in CACHES if key.startswith("sft/")}
 
 
 def test_the_page_of_an_asset_says_who_owns_it_what_it_gives_and_where_its_code_and_files_are() -> None:
@@ -88,10 +54,12 @@ def test_the_page_of_an_asset_says_who_owns_it_what_it_gives_and_where_its_code_
 def test_the_code_and_the_command_of_a_page_read_the_cache(first_run: Any) -> None:
     ours = niels_definitions(settings=Settings(source_root="mirror", cache_dir=str(first_run.folder / "cache")))
     graph = ours.resolve_asset_graph()
-    for key in ("tokenizer", *RECIPES):
+    for key in ("tokenizer", *CACHES):
         code = str(graph.get(dg.AssetKey(key.split("/"))).description).split("```python\n")[1].split("```")[0]
         found: dict[str, Any] = {}
-        assert main(str(graph.get(dg.AssetKey(key.split("/"))).metadata["look inside"]).split()[1:]) == 0, key
+        assert (
+            niels_gpt(*str(graph.get(dg.AssetKey(key.split("/"))).metadata["look inside"]).split()[1:]).status == 0
+        ), key
         exec(code.replace("T=1024, device", "T=16, device"), found)  # its shards are short
         schema: Any = graph.get(dg.AssetKey(key.split("/"))).metadata.get("dagster/column_schema")
         first = found["samples"][0]._asdict() if "samples" in found else found
@@ -141,7 +109,7 @@ def test_the_list_of_shards_is_mirrored_by_count_tokens_bytes_and_place(
 
 
 def test_a_page_has_a_small_picture_and_decoded_examples(first_run: Any) -> None:
-    for key in RECIPES:
+    for key in CACHES:
         shown = first_run.metadata[key]
         assert len(shown["picture"]) < 20_000
         assert base64.b64decode(shown["picture"].split("base64,")[1].rstrip(")")).startswith(b"\x89PNG")
@@ -177,7 +145,7 @@ def test_a_run_config_key_that_nobody_reads_fails_the_run_with_the_keys_that_exi
     assert not result.success
     message = failure_of(result, asset.replace("/", "__"))
     assert message.startswith(f"run config: {key} is read by nobody in this run, expected ")
-    assert all(name in message for name in NAMES)
+    assert all(field.name in message for field in fields(Settings) if field.name != "cache_dir") and "force" in message
     assert not Path(settings.cache_dir).exists()
 
 
@@ -206,41 +174,3 @@ def test_bad_input_fails_at_once_with_the_cores_own_words(instance: dg.DagsterIn
     message = failure_of(result, "pretrain__roam")
     assert message.startswith("FileNotFoundError: ") and str(tmp_path / "no") in message
     assert message.endswith("(here a flag is a field of resources.settings.config, as source_root)")
-
-
-@pytest.mark.parametrize(
-    ("error", "again"),
-    [
-        (ConnectionError("could not ask the hub"), True),
-        (TimeoutError("timed out"), True),
-        (ConnectionResetError(104, "Connection reset by peer"), True),
-        (OSError(28, "No space left on device"), False),
-        (FileNotFoundError("no mirror"), False),
-        (ValueError("no text"), False),
-        (KeyError("a mistake of ours"), False),
-    ],
-)
-def test_only_what_time_may_mend_is_tried_again(error: Exception, again: bool) -> None:
-    with (
-        pytest.raises(type(error) if again else dg.Failure) as raised,
-        steps.clear_errors(Deployment(settings=Settings())),
-    ):
-        raise error
-    if not again:
-        assert raised.value.allow_retries is False
-        assert str(error) in str(raised.value.description)
-
-
-def test_an_asset_may_be_called_as_a_function(settings: Settings) -> None:
-    made = {asset.key: asset for asset in assets.assets_of(Deployment(settings=settings))}
-    (result,) = made[dg.AssetKey(["sft", "dolly15k"])](dg.build_asset_context(resources={"settings": {}}))
-    meta = read_meta(str(Path(settings.cache_dir, "sft/dolly15k/meta.json")))
-    assert result.data_version.value == meta["content_sha256"]
-
-
-def test_pretrain_builds_share_a_pool_and_whatever_asks_the_hub_is_retried() -> None:
-    graph = defs.resolve_asset_graph()
-    pools = {key.to_user_string(): graph.get(key).pools for key in graph.materializable_asset_keys}
-    assert {key for key, pool in pools.items() if pool} == {key for key in RECIPES if key.startswith("pretrain/")}
-    made = [asset for asset in assets.assets_of(Deployment(settings=Settings())) if asset.is_materializable]
-    assert made and all(definition.op.retry_policy == steps.NETWORK_RETRIES for definition in made)

@@ -13,8 +13,7 @@ from support import ROOT, postgres
 from support.dagster_dev import dagster_dev, until
 from support.dagster_runs import shell
 from support.documents import blocks_of
-
-from niels_gpt.storage.versions import build_lock
+from support.pipeline_seams import building
 
 pytest.importorskip("dagster_postgres", reason="the extra postgres is not installed")
 pytestmark = [
@@ -47,7 +46,7 @@ def home(tmp_path: Path) -> Path:
 
 def test_three_runs_at_once_have_their_history_in_postgresql(home: Path, server: postgres.Server) -> None:
     with dagster_dev(home, *SERVICES, DAGSTER_HOME=str(home), **server.environment) as dev:
-        with build_lock(home / "cache" / "sample" / "tokenizer"):  # all three wait for the tokenizer
+        with building(home / "cache" / "sample" / "tokenizer"):  # all three wait for the tokenizer
             runs = [dev.launch(asset) for asset in ("sft/dolly15k", "sft/oasst1", "trees/oasst1")]
             until(lambda: [*dev.statuses().values()] == ["STARTED"] * 3, "three runs at once")
         assert dev.finished(*runs) == ["SUCCESS"] * 3
@@ -72,7 +71,7 @@ def test_two_code_locations_share_a_database_and_nothing_else(home: Path, server
             assert ours and theirs and not ours & theirs
         with ExitStack() as held:  # both wait for their tokenizer
             for folder in ("cache", "cache_of_team_a"):
-                held.enter_context(build_lock(home / folder / "sample" / "tokenizer"))
+                held.enter_context(building(home / folder / "sample" / "tokenizer"))
             runs = {dev.launch(asset, location=name): name for name, asset in assets.items()}
             until(lambda: [*dev.statuses().values()] == ["STARTED"] * 2, "two runs at once")
         assert dev.finished(*runs) == ["SUCCESS"] * 2

@@ -9,15 +9,14 @@ from pathlib import Path
 import dagster as dg
 import pytest
 from support.dagster_runs import check_alone, metadata, run, settings_with, shell, stale, verdicts
+from support.errors import refused
 from support.loopback_hub import LoopbackHub
+from support.pipeline_seams import cards_are, deliver
 
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.interop.transfer.push import push
-from niels_gpt.recipes.exchange.lines import lines_of
-from niels_gpt.recipes.exchange.outputs import deliver
 from niels_gpt.recipes.run_recipe import cache_root
 from niels_gpt.settings import Settings
-from niels_gpt.storage.errors import CacheError
 from pipelines.definitions import niels_definitions
 
 LINE = '[published.roam-team]\ncache = "pretrain/roam"\nurl = "bucket/roam"\n'
@@ -64,23 +63,23 @@ def test_what_the_line_did_not_push_stays(with_line: Settings, tmp_path: Path) -
     bucket = tmp_path / "bucket" / "roam"
     with dg.DagsterInstance.ephemeral() as instance:
         run(instance, with_line, "tokenizer", "pretrain/roam")
-        cache, line = cache_root(with_line) / "pretrain" / "roam", lines_of(with_line)[NAME]
+        cache = cache_root(with_line) / "pretrain" / "roam"
         push(cache, str(bucket))
         before = (bucket / "meta.json").read_bytes()
         run(instance, replace(with_line, seed=with_line.seed + 1), "pretrain/roam")
-    with pytest.raises(CacheError, match=r"another cache.*niels-gpt push .*bucket/roam --replace") as found:
-        deliver(with_line, line)
-    assert found.value.code == "E610" and (bucket / "meta.json").read_bytes() == before
-    with pytest.raises(CacheError, match="another cache"):
-        deliver(with_line, line)  # the attempt has not made it the line's
+    with refused("E610", "niels-gpt push ", "bucket/roam --replace"):
+        deliver(with_line, NAME)
+    assert (bucket / "meta.json").read_bytes() == before
+    with refused("E610", "another"):
+        deliver(with_line, NAME)  # the attempt has not made it the line's
     push(cache, str(bucket), replace=True)
-    assert deliver(with_line, line).reused  # as the command of the error leaves it
+    assert deliver(with_line, NAME).reused  # as the command of the error leaves it
 
     Path(with_line.sources_file).write_text(LINE.replace("bucket/roam", "notes"))
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "mine.txt").write_text("mine")
-    with pytest.raises(CacheError, match=r"mine\.txt"):
-        deliver(with_line, lines_of(with_line)[NAME])
+    with refused("E610", "mine.txt"):
+        deliver(with_line, NAME)
     assert os.listdir(tmp_path / "notes") == ["mine.txt"]
 
 
@@ -89,16 +88,15 @@ def test_a_push_that_was_killed_gives_way_to_the_next_version(with_line: Setting
     bucket = tmp_path / "bucket" / "roam"
     with dg.DagsterInstance.ephemeral() as instance:
         run(instance, with_line, "tokenizer", "pretrain/roam")
-        line = lines_of(with_line)[NAME]
 
         def killed(*_: object) -> None:
             raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            deliver(with_line, line, progress=killed)
+            deliver(with_line, NAME, progress=killed)
         assert os.listdir(bucket) == ["niels_gpt-push.json"]
         run(instance, replace(with_line, seed=with_line.seed + 1), "pretrain/roam")
-        done = deliver(with_line, line)
+        done = deliver(with_line, NAME)
     assert json.loads((bucket / "meta.json").read_bytes())["content_sha256"] == done.content_sha256
     assert not (bucket / "niels_gpt-push.json").exists()
 
@@ -125,7 +123,6 @@ def test_the_card_on_the_hub_is_sent_with_each_content_once(
     monkeypatch.setenv("HF_TOKEN", "hf_geheim")
     url = "hf://datasets/somebody/published-roam"
     Path(with_line.sources_file).write_text(LINE.replace("bucket/roam", url))
-    line = lines_of(with_line)[NAME]
 
     def card() -> bytes:
         repository = loopback_hub.repositories["somebody/published-roam"]
@@ -133,12 +130,12 @@ def test_the_card_on_the_hub_is_sent_with_each_content_once(
 
     with dg.DagsterInstance.ephemeral() as instance:
         run(instance, with_line, "tokenizer", "pretrain/roam")
-        first = deliver(with_line, line)
+        first = deliver(with_line, NAME)
         assert not first.reused and first.content_sha256.encode() in card()
-        monkeypatch.setattr("niels_gpt.interop.card.card_of", lambda *_, **__: "another one")
-        assert deliver(with_line, line).reused and first.content_sha256.encode() in card()
-        run(instance, replace(with_line, seed=with_line.seed + 1), "pretrain/roam")
-        assert not deliver(with_line, line).reused and card() == b"another one"
+        with cards_are("another one"):
+            assert deliver(with_line, NAME).reused and first.content_sha256.encode() in card()
+            run(instance, replace(with_line, seed=with_line.seed + 1), "pretrain/roam")
+            assert not deliver(with_line, NAME).reused and card() == b"another one"
 
 
 @pytest.mark.parametrize(
@@ -161,8 +158,8 @@ def test_urls_with_credentials_and_malformed_lines_are_refused(url: str, with_li
 def test_two_lines_for_one_place_are_refused(with_line: Settings) -> None:
     export = '[export.x]\ncache = "pretrain/roam"\nto = "olmo"\nfolder = "bucket/roam"'
     Path(with_line.sources_file).write_text(f"{LINE}{export}")
-    with pytest.raises(ValueError, match="place already"):
-        lines_of(with_line)
+    with refused("E104", "bucket/roam"):
+        deliver(with_line, NAME)
 
 
 @pytest.mark.slow

@@ -5,22 +5,18 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import dagster as dg
 import pytest
 from support.dagster_runs import builder_of, built, check_alone, metadata, run, verdicts
+from support.pipeline_seams import check_never_passes, noted_restarts, recipe_is, turn_of
 
 from niels_gpt.cache.meta import read_meta
-from niels_gpt.inspection import verify
-from niels_gpt.inspection.file_checks import Damage
+from niels_gpt.recipes.run_recipe import restart
 from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.settings import Settings
-from niels_gpt.storage import locks
-from pipelines import assets, steps
-from pipelines.deployment import Deployment
 
 KEY = "sft/dolly15k"
 CHECK = "ids_below_vocab_size"
@@ -56,13 +52,13 @@ def test_a_damaged_cache_is_repaired_by_materializing_it_once_more(
     assert built(run(instance, settings, KEY)) == set()
     damage(settings)
     assert not check_alone(instance, settings, KEY, CHECK).success
-    steps.restart(settings, KEY)
+    restart(settings, KEY)
     build_token_cache(settings, "dolly15k")  # the command line has repaired it
     assert built(run(instance, settings, KEY)) == set()
 
 
 def test_force_builds_from_scratch_and_a_retry_goes_on_with_that(
-    instance: dg.DagsterInstance, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    instance: dg.DagsterInstance, settings: Settings
 ) -> None:
     first = metadata(run(instance, settings, KEY))[KEY]["content_sha256"]
     damage(settings)
@@ -71,35 +67,28 @@ def test_force_builds_from_scratch_and_a_retry_goes_on_with_that(
     assert metadata(result)[KEY]["content_sha256"] == first
     assert any("force is set" in line for line in said(instance, result))
     calls: list[str] = []
-    restart, build = steps.restart, assets.build_token_cache
 
-    def failing_once(*given: Any, **named: Any) -> Any:
+    def failing_once(build: Any, *given: Any, **named: Any) -> Any:
         calls.append("build")
         if calls.count("build") == 1:
             raise ConnectionError("the hub is away for a moment")
         return build(*given, **named)
 
-    monkeypatch.setattr(assets, "NETWORK_RETRIES", dg.RetryPolicy(max_retries=1))
-    monkeypatch.setattr(assets, "build_token_cache", failing_once)
-    monkeypatch.setattr(steps, "restart", lambda *given: calls.append("restart") or restart(*given))
-    assert built(run(instance, settings, KEY, config={"force": True})) == {KEY}
+    with recipe_is(failing_once), noted_restarts(lambda: calls.append("restart")):
+        assert built(run(instance, settings, KEY, config={"force": True})) == {KEY}
     assert calls == ["restart", "build", "build"]
 
 
 @pytest.mark.slow
 def test_a_check_that_a_build_from_scratch_does_not_repair_starts_no_other(
-    instance: dg.DagsterInstance, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    instance: dg.DagsterInstance, settings: Settings
 ) -> None:
-    def examples_never_pass(*_: Any) -> Any:
-        yield Damage("meta.json", 0, 0, "an example has no token with loss")
-
-    monkeypatch.setitem(verify._RULES, "examples_supervised", examples_never_pass)
-    results = [run(instance, settings, KEY, raise_on_error=False) for _ in range(4)]
-    assert [built(result) for result in results] == [{KEY}, {KEY}, set(), set()]
-    for result in results[2:]:
-        assert any("another one does not help" in line and "force" in line for line in said(instance, result))
-    assert built(run(instance, settings, KEY, config={"force": True}, raise_on_error=False)) == {KEY}
-    monkeypatch.undo()
+    with check_never_passes("examples_supervised", "an example has no token with loss"):
+        results = [run(instance, settings, KEY, raise_on_error=False) for _ in range(4)]
+        assert [built(result) for result in results] == [{KEY}, {KEY}, set(), set()]
+        for result in results[2:]:
+            assert any("another one does not help" in line and "force" in line for line in said(instance, result))
+        assert built(run(instance, settings, KEY, config={"force": True}, raise_on_error=False)) == {KEY}
     damage(settings)  # another check: that a build can repair
     assert built(run(instance, settings, KEY, raise_on_error=False)) == set()
     assert built(run(instance, settings, KEY)) == {KEY}
@@ -190,36 +179,23 @@ def test_a_run_waits_for_another_builder_and_says_for_whom(
 def test_a_pretrain_build_waits_for_its_turn_also_where_the_run_waits_for_no_other_builder(
     instance: dg.DagsterInstance, settings: Settings
 ) -> None:
-    given, waits = steps.Run(settings, wait=False), threading.Event()
+    waits = threading.Event()
 
     class Waiting(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            waits.set()
+            if record.getMessage().endswith("; waiting"):
+                waits.set()
 
-    handler = Waiting()
-    locks.logger.addHandler(handler)
+    handler, ours = Waiting(), logging.getLogger("niels_gpt")
+    ours.addHandler(handler)
     try:
         with ThreadPoolExecutor(1) as pool:
-            with steps.turn(given, "pretrain/wikitext"):
+            with turn_of(settings, "pretrain/wikitext"):
                 found = pool.submit(run, instance, settings, "pretrain/roam", config={"wait": False})
                 assert waits.wait(60), "it has failed"
             assert built(found.result()) == {"pretrain/roam"}
     finally:
-        locks.logger.removeHandler(handler)
-
-
-@pytest.mark.parametrize(("parent", "is_again"), [(None, False), ("first", True)])
-def test_a_reexecuted_run_with_force_goes_on_with_what_the_first_has_built(
-    settings: Settings, parent: str | None, is_again: bool
-) -> None:
-    attempt = SimpleNamespace(retry_number=0, run=SimpleNamespace(parent_run_id=parent))
-    context: Any = SimpleNamespace(op_execution_context=attempt)
-    forced = (context, Deployment(settings=settings), steps.Run(settings, force=True), KEY)
-    assert (steps.why_from_scratch(*forced) is None) == is_again, "nothing was ever committed"
-    build_token_cache(settings, "dolly15k")
-    assert steps.why_from_scratch(*forced) is not None, "what is finished is built once more"
-    steps.restart(settings, KEY)
-    assert (steps.why_from_scratch(*forced) is None) == is_again
+        ours.removeHandler(handler)
 
 
 def test_an_instance_that_passes_the_cores_log_on_has_each_line_once(settings: Settings) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 import dagster as dg
 import pytest
 from support.data_files import write
+from support.pipeline_seams import chosen_keys
 
-from niels_gpt.commands.build import chosen_keys
 from niels_gpt.recipes.plan import every_key, plan
 from niels_gpt.settings import Settings
 from pipelines.definitions import niels_definitions
@@ -30,5 +30,5 @@ def test_a_build_of_all_has_the_list_of_dagster_in_an_order_that_its_graph_allow
     for key in keys:
         above = {each.to_user_string() for each in graph.get(dg.AssetKey(key.split("/"))).parent_keys} & {*keys}
         assert above <= {*keys[: keys.index(key)]}, key
-    assert ["tokenizer", *chosen_keys(chosen, None)] == keys
-    assert [item.key for item in plan(chosen, chosen_keys(chosen, None))] == keys
+    assert ["tokenizer", *chosen_keys(chosen)] == keys
+    assert [item.key for item in plan(chosen, chosen_keys(chosen))] == keys

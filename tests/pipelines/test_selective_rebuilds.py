@@ -9,17 +9,13 @@ import dagster as dg
 import pytest
 from support import chat_tokenizers
 from support.dagster_runs import built, metadata, run, stale
+from support.pipeline_seams import CACHES, recipe_is
 
-from niels_gpt.recipes.plan import RECIPES
-from niels_gpt.recipes.run_recipe import Outcome
-from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizer_training import train_tokenizer, write_tokenizer
-from pipelines import assets
-from pipelines.versions import code_versions
 
-EVERYTHING = {"tokenizer", *RECIPES}
-OBSERVED = [f"raw/{key.split('/')[1]}" for key in RECIPES] + ["sft/"]
+EVERYTHING = {"tokenizer", *CACHES}
+OBSERVED = [f"raw/{key.split('/')[1]}" for key in CACHES] + ["sft/"]
 
 
 @pytest.fixture
@@ -46,45 +42,6 @@ def with_another_tokenizer(settings: Settings, folder: Path) -> Settings:
     return dataclasses.replace(settings, tokenizer=str(other.model_path))
 
 
-def test_a_code_version_has_what_decides_a_build_and_nothing_else(settings: Settings, own: Settings) -> None:
-    named, eagle3 = str(settings.tokenizer), {"eagle3/draft_vocab", "eagle3/targets"}
-    listed, renamed = Path(own.source_root, "excluded"), Path(own.source_root, "renamed.model")
-    listed.write_text("some-id\n")
-    shutil.copyfile(named, renamed)
-    trained = {"tokenizer": None, "vocab_size": 600}
-    pretrain = {key for key in RECIPES if key.startswith("pretrain/")}
-
-    def differing(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
-        one, other = (code_versions(dataclasses.replace(settings, **changed)) for changed in (before, after))
-        return {path for path in one if one[path] != other[path]}
-
-    everything = EVERYTHING | eagle3
-    assert differing({}, {"cache_dir": "elsewhere"}) == everything
-    assert differing({}, {"source_root": own.source_root}) == everything - {"tokenizer"}
-    assert differing({}, {"exclude": str(listed)}) == everything - {"tokenizer"}
-    assert differing({}, {"tokenizer": str(renamed)}) == set(), "the same content"
-    assert differing({}, {"vocab_size": 300}) == differing({}, {"revision": "oasst1=main"}) == set()
-    assert differing(trained, {**trained, "vocab_size": 300}) == everything
-    assert differing(trained, {**trained, "threads": 3, "deep_checks": True, "eagle3_device": "cpu"}) == set()
-    assert differing({}, {"follow_links": True}) == everything - {"tokenizer"}
-    hub = {"source_root": "hub", "partitions": 1}
-    assert differing(hub, {**hub, "partitions": 2}) == pretrain - {"pretrain/gutenberg"}, "which is a stub there"
-    assert differing(hub, {**hub, "roam_dir": "notes"}) == {"pretrain/roam"}
-    assert differing(hub, {**hub, "revision": "dolly15k=main"}) == {"sft/dolly15k", *eagle3}
-
-
-def test_other_files_of_a_target_are_another_code_version(settings: Settings, tmp_path: Path) -> None:
-    (target := tmp_path / "target").mkdir()
-    named = dataclasses.replace(settings, eagle3_target=str(target))
-    versions = [code_versions(named)]
-    for name in ("model.safetensors", "config.json"):
-        (target / name).write_text("of another target")
-        versions.append(code_versions(named))
-    none, weights, config = versions
-    assert {path for path in none if none[path] != weights[path]} == {"eagle3/targets"}
-    assert {path for path in none if weights[path] != config[path]} == {"eagle3/draft_vocab", "eagle3/targets"}
-
-
 def test_everything_twice_builds_nothing_the_second_time(
     first_run: Any, after_a_run: dg.DagsterInstance, settings: Settings
 ) -> None:
@@ -94,7 +51,7 @@ def test_everything_twice_builds_nothing_the_second_time(
     assert stale(after_a_run, settings) == {}
     second = metadata(result)
     assert set(second) == EVERYTHING
-    for key in RECIPES:  # what a page shows of a run, and of one that has built nothing
+    for key in CACHES:  # what a page shows of a run, and of one that has built nothing
         before, after = first_run.metadata[key], second[key]
         assert after["run/state"].startswith("reused")
         assert before["run/seconds"] > 0
@@ -123,9 +80,9 @@ def test_a_new_tokenizer_makes_every_cache_stale_and_rebuilds_it(
     new = with_another_tokenizer(settings, tmp_path)
     assert stale(after_a_run, new) == dict.fromkeys(EVERYTHING, "has a new code version")
     run(after_a_run, settings, "tokenizer", config={"tokenizer": new.tokenizer})
-    causes = dict.fromkeys(RECIPES, "has a new dependency data version")
+    causes = dict.fromkeys(CACHES, "has a new dependency data version")
     assert stale(after_a_run, settings) == {**causes, "tokenizer": "has a new code version"}
-    assert built(run(after_a_run, new)) == set(RECIPES)
+    assert built(run(after_a_run, new)) == set(CACHES)
     assert stale(after_a_run, new) == {}
 
 
@@ -219,19 +176,18 @@ def test_a_run_of_other_text_says_nothing_of_the_deployments_sources(
 
 @pytest.mark.slow
 def test_files_that_were_observed_while_a_step_read_older_ones_stay_the_newest(
-    instance: dg.DagsterInstance, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    instance: dg.DagsterInstance, settings: Settings
 ) -> None:
-    def build(*given: Any, **how: Any) -> Outcome:
-        outcome = build_token_cache(*given, **how)
+    def build(real: Any, *given: Any, **how: Any) -> Any:
+        outcome = real(*given, **how)
         tags = {"dagster/data_version": "of changed files"}
         instance.report_runless_asset_event(dg.AssetObservation(["raw", "dolly15k"], tags=tags))
         return outcome
 
-    monkeypatch.setattr(assets, "build_token_cache", build)
-    run(instance, settings, "tokenizer", "sft/dolly15k")
+    with recipe_is(build):
+        run(instance, settings, "tokenizer", "sft/dolly15k")
     assert observed(instance, "raw/dolly15k") == "of changed files"
     assert stale(instance, settings) == {"sft/dolly15k": "has a new dependency data version"}
-    monkeypatch.undo()
     run(instance, settings, "sft/dolly15k")
     assert stale(instance, settings) == {}
 
@@ -253,7 +209,7 @@ def test_a_caches_run_that_replaces_the_tokenizer_makes_the_other_caches_stale(
 ) -> None:
     new = with_another_tokenizer(settings, tmp_path)
     run(after_a_run, new, "sft/oasst1")
-    others = set(RECIPES) - {"sft/oasst1"}
+    others = set(CACHES) - {"sft/oasst1"}
     assert stale(after_a_run, new) == dict.fromkeys(others, "has a new code version")
     assert built(run(after_a_run, new)) == others
     assert stale(after_a_run, new) == {}

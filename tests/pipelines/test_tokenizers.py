@@ -7,8 +7,8 @@ import dagster as dg
 import pytest
 from support.dagster_runs import metadata, run
 from support.made_tokenizers import made_tokenizer
+from support.pipeline_seams import CACHES
 
-from niels_gpt.recipes.plan import RECIPES
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizers.sentinels import add_sentinels
 
@@ -27,7 +27,7 @@ def test_a_run_of_all_assets_leaves_out_the_chats_and_builds_the_others(
 ) -> None:
     result = run(instance, plain)
     shown = metadata(result)
-    assert result.success and set(shown) == {"tokenizer", *RECIPES} - CHATS
+    assert result.success and set(shown) == {"tokenizer", *CACHES} - CHATS
     assert shown["tokenizer"]["tokenizer_kind"] == "huggingface" and shown["tokenizer"]["vocab_size"] == "1100"
     assert shown["pretrain/roam"]["document_end"] == {"id": 1, "token": "</s>"}
     assert shown["pretrain/roam"]["run/engine"] == "tokenizers"
@@ -42,5 +42,5 @@ def test_a_run_of_all_assets_leaves_out_the_chats_and_builds_the_others(
 
     add_sentinels(str(plain.tokenizer), tmp_path / "with")
     whole = run(instance, dataclasses.replace(plain, tokenizer=str(tmp_path / "with")))
-    assert whole.success and set(metadata(whole)) == {"tokenizer", *RECIPES}
+    assert whole.success and set(metadata(whole)) == {"tokenizer", *CACHES}
     assert metadata(whole)["sft/oasst1"]["special_token_ids"]["eot"] == 1_103

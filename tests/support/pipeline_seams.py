@@ -1,0 +1,253 @@
+"""What tests of pipelines/ reach behind the assets: caches, locks that others hold, steps and targets that fail."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from niels_gpt.builders import journal
+from niels_gpt.commands.build import chosen_keys as _chosen_keys
+from niels_gpt.eagle3.format.layout import read_header, row_bytes_of, shard_path
+from niels_gpt.eagle3.inspect import checks as eagle3_checks
+from niels_gpt.inspection import verify
+from niels_gpt.inspection.file_checks import Damage
+from niels_gpt.recipes.eagle3 import asset, draft_vocab, prepare
+from niels_gpt.recipes.eagle3.of_settings import resolved
+from niels_gpt.recipes.exchange import lines, outputs
+from niels_gpt.recipes.plan import every_recipe, recipes
+from niels_gpt.recipes.rollouts.checks import CHECKS as ROLLOUT_CHECKS
+from niels_gpt.recipes.run_recipe import Outcome
+from niels_gpt.settings import Settings
+from niels_gpt.storage import fileio, versions
+from niels_gpt.storage.checks import Check
+from niels_gpt.storage.locks.builders import file_lock
+from pipelines import assets, automation, steps
+from support.disk import canonical_json, versions_dir
+
+CACHES = tuple(recipes(Settings()))
+"""The keys of the caches of the built-in sources."""
+SOURCES = tuple(dict.fromkeys(key.split("/")[1] for key in CACHES))
+"""What is observed as raw/NAME."""
+TARGETS, VOCAB = "eagle3/targets", "eagle3/draft_vocab"
+TARGET_CHECKS = tuple(eagle3_checks.CHECKS)
+
+
+def checks_of(key: str) -> dict[str, Check]:
+    """The checks of a cache by name."""
+    family = key.split("/")[0]
+    return {each.name: each for each in (ROLLOUT_CHECKS if family == "trees" else verify.CHECKS[family])}
+
+
+def chosen_keys(settings: Settings) -> list[str]:
+    """The keys that `build --all` builds, in its order."""
+    return list(_chosen_keys(settings, None))
+
+
+# --- caches and their records -----------------------------------------------------------------------------------------
+
+
+def build_targets(settings: Settings) -> Outcome:
+    """Build eagle3/targets, as its asset does."""
+    return every_recipe(settings)[TARGETS](settings)
+
+
+def build_draft_vocab(settings: Settings) -> Outcome:
+    """Build eagle3/draft_vocab, as its asset does."""
+    return every_recipe(settings)[VOCAB](settings)
+
+
+def fingerprints(settings: Settings) -> dict[str, str]:
+    """What the settings alone decide of the two caches: the code versions of their assets."""
+    return {TARGETS: asset.settings_fingerprint(settings), VOCAB: draft_vocab.settings_fingerprint(settings)}
+
+
+def fingerprint_in_parts(settings: Settings, part: str) -> str:
+    """The fingerprint of a target cache of which a machine builds a part, as in "1/2"; "" for all of it."""
+    from dataclasses import replace
+
+    found = resolved(settings, observed=None)
+    return asset._fingerprint(replace(found, options=replace(found.options, part=part)) if part else found)
+
+
+def facts_of_target(cache: Path, target: str, revision: str | None = None) -> dict[str, Any]:
+    """What is recorded of a target that a cache is compared with."""
+    how = {} if revision is None else {"revision": revision}
+    return dict(asset.target_of(cache, target, **how).facts)
+
+
+def shard(cache: Path, number: int) -> Path:
+    """The file of a shard of a target cache."""
+    return Path(shard_path(cache, number))
+
+
+def flip_state(path: Path, row: int) -> None:
+    """Change one bit of the first hidden state of a row of a shard."""
+    fields, rows, header = read_header(path)
+    before = itertools.takewhile(lambda name: name != "aux_hidden_states", fields)
+    begin = len(header) + sum(rows * row_bytes_of(fields[name]) for name in before)
+    content = bytearray(path.read_bytes())
+    content[begin + row * row_bytes_of(fields["aux_hidden_states"])] ^= 1
+    path.write_bytes(content)
+
+
+def record_of_recipe(cache: Path) -> Path:
+    """The file that says which recipe built the cache."""
+    return versions_dir(cache) / "recipe.json"
+
+
+def recorded(cache: Path) -> dict[str, Any]:
+    """Which recipe built the cache."""
+    found: dict[str, Any] = json.loads(record_of_recipe(cache).read_bytes())
+    assert found["version"] == Path(os.readlink(cache)).name
+    return found
+
+
+def record(cache: Path, recipe: dict[str, Any]) -> None:
+    """Write another record of which recipe built the cache."""
+    record_of_recipe(cache).write_bytes(canonical_json(recipe))
+
+
+def deliver(settings: Settings, name: str, **how: Any) -> Any:
+    """Export or publish a cache by its line of sources.toml, as its asset does."""
+    return outputs.deliver(settings, lines.lines_of(settings)[name], **how)
+
+
+# --- locks of others --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def building(cache: Path) -> Iterator[None]:
+    """Hold the lock of a cache, as its builder does."""
+    with versions.build_lock(cache):
+        yield
+
+
+@contextmanager
+def turn_taken(root: Path) -> Iterator[None]:
+    """Hold the turn of pretrain builds in a folder of caches."""
+    with file_lock(root / ".runs" / "pretrain.turn", "held by the test", wait=False):
+        yield
+
+
+@contextmanager
+def turn_of(settings: Settings, key: str) -> Iterator[None]:
+    """Hold the turn of pretrain builds as a step of another run does."""
+    with steps.turn(steps.Run(settings, wait=False), key):
+        yield
+
+
+# --- steps and functions that do something else -----------------------------------------------------------------------
+
+
+@contextmanager
+def recipe_is(build: Callable[..., Any]) -> Iterator[None]:
+    """Let the steps of token caches call `build(real, settings, name, ...)` in place of `real`."""
+    real = assets.build_token_cache
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assets, "build_token_cache", lambda *given, **how: build(real, *given, **how))
+        yield
+
+
+@contextmanager
+def noted_restarts(note: Callable[[], object]) -> Iterator[None]:
+    """Retry at once where the network is asked, and note each time a step begins from scratch."""
+    real = steps.restart
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assets, "NETWORK_RETRIES", dg.RetryPolicy(max_retries=1))
+        patch.setattr(steps, "restart", lambda *given: (note(), real(*given))[1])
+        yield
+
+
+@contextmanager
+def sensor_times(**seconds: float) -> Iterator[None]:
+    """Let the sensor of files have other times: `again` after which it asks once more, `files` for one tick."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in seconds.items():
+            patch.setattr(automation, f"{name.upper()}_SECONDS", value)
+        yield
+
+
+@contextmanager
+def chats_are(chats: Callable[[str | None], Iterator[Any]]) -> Iterator[None]:
+    """Let a source of chats yield what `chats(revision)` yields."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("niels_gpt.recipes.sources.chats", lambda _settings, _source, revision, *_: chats(revision))
+        yield
+
+
+@contextmanager
+def cards_are(text: str) -> Iterator[None]:
+    """Let every card of a cache be this text."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("niels_gpt.interop.card.card_of", lambda *_, **__: text)
+        yield
+
+
+@contextmanager
+def check_never_passes(name: str, problem: str) -> Iterator[None]:
+    """Let a check find this in every cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(verify._RULES, name, lambda *_: iter([Damage("meta.json", 0, 0, problem)]))
+        yield
+
+
+@contextmanager
+def without_target() -> Iterator[None]:
+    """Fail where a target is loaded."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "open_target", lambda *_, **__: pytest.fail("the target was loaded"))
+        yield
+
+
+_FILES = {
+    "journal": (journal, "OutputFile"),
+    "link": (os, "link"),
+    "shard": (fileio.SizedFile, "write"),
+    "sync_tree": (fileio, "sync_tree"),
+    "rename": (fileio, "rename"),
+    "symlink": (fileio, "symlink"),
+}
+
+
+def _fail(patch: pytest.MonkeyPatch, what: str, when: Callable[..., bool], number: int) -> None:
+    owner, name = _FILES[what]
+    real = getattr(owner, name)
+
+    def fail(*arguments: Any, **named: Any) -> Any:
+        if when(*arguments):
+            raise OSError(number, os.strerror(number), str(arguments[-1]))
+        return real(*arguments, **named)
+
+    patch.setattr(owner, name, fail)
+
+
+@contextmanager
+def failing(what: str, when: Callable[..., bool] = lambda *_: True, number: int = errno.ENOSPC) -> Iterator[None]:
+    """Let the journal, links or the writing of shards fail, with a full disk if no other number is given."""
+    with pytest.MonkeyPatch.context() as patch:
+        _fail(patch, what, when, number)
+        yield
+
+
+@contextmanager
+def failing_commit(cache: Path, step: str) -> Iterator[None]:
+    """Let the disk be full at a step of the commit of a cache: sync_tree, rename or symlink."""
+    commit = versions.commit
+    with pytest.MonkeyPatch.context() as patch:
+
+        def fail(*arguments: Any) -> Path:
+            if arguments[1] == cache:
+                _fail(patch, step, lambda *_: True, errno.ENOSPC)
+            return commit(*arguments)
+
+        patch.setattr(versions, "commit", fail)
+        yield
