@@ -13,18 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 from support.byte_tokenizer import ByteTokenizer
+from support.disk import canonical_json, content_sha256, file_records, meta_bytes
+from support.looking import blocks_of
 from support.small_caches import put_token
 
-from niels_gpt.builders.meta_keys import content_sha256
 from niels_gpt.builders.pretrain import build_pretrain
 from niels_gpt.builders.sft import build_sft
-from niels_gpt.inspection import file_checks
 from niels_gpt.inspection.file_checks import Damage
 from niels_gpt.inspection.verify import find_damage
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.settings import Settings
-from niels_gpt.storage.fileio import canonical_json
-from niels_gpt.storage.meta_json import file_records, meta_bytes
 
 BLOCK = 65_536
 EOT, ASST, USR = 4, 3, 2
@@ -120,11 +118,9 @@ def describe(folder: Path, *, old: bool = False, **keys: Any) -> None:
 
 
 @pytest.mark.parametrize("read_bytes", [64, 4_096])
-def test_where_the_reading_is_cut_does_not_matter(
-    pretrain: Path, sft: Path, monkeypatch: pytest.MonkeyPatch, read_bytes: int
-) -> None:
-    monkeypatch.setattr(file_checks, "_READ_BYTES", read_bytes)
-    assert find_damage(pretrain, deep=True) == find_damage(sft, deep=True) == []
+def test_where_the_reading_is_cut_does_not_matter(pretrain: Path, sft: Path, read_bytes: int) -> None:
+    with blocks_of(read_bytes=read_bytes):
+        assert find_damage(pretrain, deep=True) == find_damage(sft, deep=True) == []
 
 
 @pytest.mark.parametrize("kind", ["pretrain", "sft", "tokenizer"])

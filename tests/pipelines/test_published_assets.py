@@ -158,7 +158,7 @@ def test_urls_with_credentials_and_malformed_lines_are_refused(url: str, with_li
 def test_two_lines_for_one_place_are_refused(with_line: Settings) -> None:
     export = '[export.x]\ncache = "pretrain/roam"\nto = "olmo"\nfolder = "bucket/roam"'
     Path(with_line.sources_file).write_text(f"{LINE}{export}")
-    with refused("E104", "bucket/roam"):
+    with refused("E104", NAME, "export/x"):
         deliver(with_line, NAME)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.disk import META_NAME, meta_bytes
 from support.errors import refused
 from support.fuzzed import JSON, Files, damaged, fuzz, written
 from support.power_loss import tree_of
@@ -17,8 +18,6 @@ from support.small_builds import VOCABULARY, quick_folder, rollouts
 
 from niels_gpt.prefix_tree.rollouts.reader import RolloutDataset
 from niels_gpt.storage.errors import CacheError
-from niels_gpt.storage.fileio import META_NAME
-from niels_gpt.storage.meta_json import meta_bytes
 
 FIELDS = ("logprobs", "advantage", "reward")
 FILES = (
