@@ -14,15 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import chat_tokenizers as kinds
-from support.chat_tokenizers import rows_of, supervised, turns
+from support.chat_tokenizers import backends_of, dropped, rows_of, supervised, turns
+from support.errors import refused
 from support.made_tokenizers import REAL, made_tokenizer, real_tokenizer
 from support.tool_templates import FAMILIES, QWEN, SPECIAL, TOOLS, call, with_marks
 
-from niels_gpt.chat.backends import TransformersBackend
-from niels_gpt.chat.rows import NOT_DROPPED, ROWS
-from niels_gpt.chat.template_process import Chat
-from niels_gpt.chat.tokenizers import ChatTokenizer, EncodedChat, RefusedChat, open_tokenizer, template_tokenizer
-from niels_gpt.storage.errors import CacheError
+from niels_gpt.chat import Chat, ChatTokenizer, EncodedChat, RefusedChat, open_tokenizer
+from niels_gpt.chat.tokenizers import template_tokenizer
 from niels_gpt.tokenizers.huggingface import HuggingFaceTokenizer
 
 USER, WORDS = turns("Why?", "It rained.")
@@ -39,7 +37,7 @@ def qwen(folder: Path) -> ChatTokenizer:
     return template_tokenizer(HuggingFaceTokenizer(folder), None, loss_on="assistant,tool_calls")
 
 
-def refused(tokenizer: ChatTokenizer, messages: Any, tools: Any = None) -> RefusedChat:
+def refused_chat(tokenizer: ChatTokenizer, messages: Any, tools: Any = None) -> RefusedChat:
     (found,) = tokenizer.encode_chats([Chat("a", messages, tools)])
     assert isinstance(found, RefusedChat)
     return found
@@ -70,10 +68,12 @@ def test_values_that_json_has_not_are_refused_wherever_they_are(qwen: ChatTokeni
         ([USER, {"role": "assistant", "tool_calls": [call(given=value)]}], None),
         ([USER, WORDS], [{**TOOLS[0], "x": value}]),
     ):
-        found = refused(qwen, messages, tools)
+        found = refused_chat(qwen, messages, tools)
         assert found.reason == "unusable_value" and said in found.found
-    assert refused(qwen, [USER, "yes"]).found.endswith("a message is a value of type str, expected an object")
-    assert "without the name" in refused(qwen, [USER, {"role": "assistant", "tool_calls": [{"function": {}}]}]).found
+    assert refused_chat(qwen, [USER, "yes"]).found.endswith("a message is a value of type str, expected an object")
+    assert (
+        "without the name" in refused_chat(qwen, [USER, {"role": "assistant", "tool_calls": [{"function": {}}]}]).found
+    )
 
 
 def test_special_tokens_are_found_in_every_text(qwen: ChatTokenizer) -> None:
@@ -89,7 +89,7 @@ def test_special_tokens_are_found_in_every_text(qwen: ChatTokenizer) -> None:
         ([USER, WORDS], [{"type": "function", "function": {"name": "f", "description": token}}]),
         ([{"role": "im_end", "content": "a"}, USER, WORDS], None),  # a template may write <| and |> around it
     ):
-        assert refused(qwen, messages, tools).reason == "special_text"
+        assert refused_chat(qwen, messages, tools).reason == "special_text"
 
 
 def test_half_a_surrogate_pair_is_replaced_in_calls_and_tools_too(qwen: ChatTokenizer) -> None:
@@ -122,8 +122,7 @@ def lenient(folder: Path) -> ChatTokenizer:
 def test_no_chat_ends_the_run(lenient: ChatTokenizer, messages: list[Any], tools: Any) -> None:
     counters: Counter[str] = Counter()
     rows = rows_of(lenient, turns("a", "b"), Chat("odd", messages, tools), counters=counters)
-    dropped = sum(number for reason, number in counters.items() if reason not in (ROWS, *NOT_DROPPED))
-    assert rows[0].id == "chat 0" and counters[ROWS] + dropped == 2
+    assert rows[0].id == "chat 0" and counters["rows"] + dropped(counters) == 2
 
 
 def test_what_a_template_leaves_out_is_counted(folder: Path) -> None:
@@ -190,7 +189,7 @@ UNSURE = {
 def test_where_marks_do_not_tell_the_turn_the_chat_is_refused_only_if_that_matters(folder: Path, name: str) -> None:
     ids, chat = HuggingFaceTokenizer(folder), [USER, WORDS, USER, WORDS]
     assert any(template_tokenizer(ids, UNSURE[name]).encode_chat(chat)[1]), "every turn carries loss"
-    found = refused(template_tokenizer(ids, UNSURE[name], loss_on="last"), chat)
+    found = refused_chat(template_tokenizer(ids, UNSURE[name], loss_on="last"), chat)
     assert found.reason == "unknown_turns" and "'a'" in found.found
 
 
@@ -246,9 +245,8 @@ def test_the_ids_of_any_tokenizer_are_those_of_transformers(name: str, tmp_path:
     ours, theirs = template_tokenizer(ids, None), PreTrainedTokenizerFast.from_pretrained(tmp_path)
     for talk in (kinds.CHAT, turns(" Ä\u0301  漢字\n", "é ﬁ\t x  ", "'s", "12345")):
         assert ours.encode_chat(talk)[0] == theirs.apply_chat_template(talk)["input_ids"]
-    backend = ours._backend, TransformersBackend(theirs, "")  # type: ignore[attr-defined]
-    assert all(each.vocab_size == ids.vocab_size and each.sha256 for each in backend)
-    assert backend[0].variables == backend[1].variables == {"eos_token": end}
+    for backend in backends_of(ours, theirs):
+        assert backend.vocab_size == ids.vocab_size and backend.sha256 and backend.variables == {"eos_token": end}
 
 
 def test_a_template_that_makes_too_much_of_a_tool_is_refused(folder: Path) -> None:
@@ -256,7 +254,7 @@ def test_a_template_that_makes_too_much_of_a_tool_is_refused(folder: Path) -> No
         HuggingFaceTokenizer(folder), kinds.CHATML + "{{ (tools | tojson) * 2000000000 if tools }}"
     )
     assert greedy.encode_chat([USER, WORDS])
-    with pytest.raises(ValueError, match="memory"):
+    with refused("E407", "512 MiB of memory"):
         greedy.encode_chat([USER, WORDS], TOOLS)
 
 
@@ -274,18 +272,18 @@ def test_the_template_and_the_named_tokens_come_from_the_files_beside(folder: Pa
     assert (llama.pad_id, llama.special_token_ids) == (6, [1, 6, None, None])
     assert supervised(llama, llama.encode_chat([USER, WORDS])) == ["It rained.<|eot|>"]
     assert llama.encode_chat([USER, WORDS])[0][0] == 1
-    with pytest.raises(ValueError, match=r"another chat template for chats with tools, and chat '0' has tools"):
+    with refused("E407", "chat '0'", "--chat-template FILE"):
         llama.encode_chat([USER, WORDS], TOOLS)
-    with pytest.raises(ValueError, match="has no chat template"):
+    with refused("E407", tmp_path, "no chat template"):
         opened().encode_chats([])
-    with pytest.raises(CacheError, match=r"chat templates named 'rag', expected one named default"):
+    with refused("E403", config, "'rag'", "default"):
         opened(chat_template=[{"name": "rag", "template": ""}])
     for found in ({"99999": {"content": "<more>"}}, {"7": {"content": "<|pad|>"}}, {"0": None}):
-        with pytest.raises(CacheError, match=r"adds the token .*which tokenizer.json has not.*save_pretrained"):
+        with refused("E403", config, repr(*found), "tokenizer.json", "save_pretrained"):
             opened(chat_template=kinds.CHATML, added_tokens_decoder=found)
     more = opened(chat_template=kinds.CHATML, extra_special_tokens={"image_token": "rain"})
-    assert refused(more, [USER, {**WORDS, "content": "It rains."}]).reason == "special_text"
-    with pytest.raises(CacheError, match="its chat_template is no text"):
+    assert refused_chat(more, [USER, {**WORDS, "content": "It rains."}]).reason == "special_text"
+    with refused("E403", config, "chat_template"):
         opened(chat_template=7)
     (tmp_path / "chat_template.jinja").write_text(kinds.CHATML)
     assert (
@@ -293,5 +291,5 @@ def test_the_template_and_the_named_tokens_come_from_the_files_beside(folder: Pa
         == open_tokenizer(str(folder), chat_template=kinds.CHATML).template_sha256
     )
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
-    with pytest.raises(CacheError, match="expected a text in UTF-8"):
+    with refused("E403", "chat_template.jinja", "UTF-8"):
         opened()

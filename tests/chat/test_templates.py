@@ -9,17 +9,16 @@ import resource
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support import chat_tokenizers as kinds
-from support.chat_tokenizers import CHAT, rows_of, supervised, turns
+from support.chat_tokenizers import CHAT, dropped, rendered, rows_of, supervised, turns
+from support.errors import refused
 
-from niels_gpt.chat import template_process, template_tokenizer
-from niels_gpt.chat.rows import NOT_DROPPED, ROWS, chat_rows
-from niels_gpt.chat.template_process import PROCESS, Chat
-from niels_gpt.chat.tokenizers import open_tokenizer
+from niels_gpt.chat import Chat, chat_rows, open_tokenizer
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 
@@ -67,7 +66,7 @@ def test_marks_around_nothing_supervise_nothing(folder: str) -> None:
     assert supervised(tokenizer, rows_of(tokenizer, CHAT)[0]) == ["I am well.<|im_end|>", "It rained. 🦊<|im_end|>"]
 
 
-OWN_MARKS, DATED = r"own marks.*probe chat.*--chat-template FILE", r"asks for the date.*written out.*-template FILE"
+OWN_MARKS, DATED = ["own marks", "probe chat"], ["date", "strftime_now"]
 UNREAD = {
     "{% for message in messages %}{% filter trim %}{% generation %} {{ message.content }} {% endgeneration %}"
     "{% endfilter %}{% endfor %}": OWN_MARKS,
@@ -79,7 +78,7 @@ UNREAD = {
     "{% if strftime_now is defined %}{% set day = strftime_now('%d') %}{% else %}{% set day = 6 %}{% endif %}": DATED,
     "{% set now = strftime_now %}{{ now('%d') }}": DATED,
     "{{ '%d' | map(strftime_now) }}": DATED,
-    kinds.ALWAYS_PROMPTS: r"'<\|eot\|><\|start_header\|>assistant.*after a reply.*--chat-template FILE",
+    kinds.ALWAYS_PROMPTS: ["'<|eot|><|start_header|>assistant", "after a reply"],
 }
 
 
@@ -91,7 +90,7 @@ def test_a_template_that_can_be_told_before_a_chat_is_read_is_refused_then(folde
 
     dated = kinds.CHATML if UNREAD[template] == DATED else ""
     tokenizer = open_tokenizer(folder, chat_template=template + dated)
-    with pytest.raises(ValueError, match=UNREAD[template]):
+    with refused("E407", *UNREAD[template], "--chat-template FILE"):
         list(chat_rows(never(), tokenizer, seq_length=64, counters=Counter()))
 
 
@@ -101,13 +100,13 @@ def test_a_filter_that_changes_marked_text_is_refused_with_the_chat_that_shows_i
         folder, chat_template=template.replace("{% endgeneration %}", "{% endgeneration %}{% endfilter %}")
     )
     assert supervised(tokenizer, rows_of(tokenizer, CHAT)[0]) == ["I am well.<|im_end|>", "It rained. 🦊<|im_end|>"]
-    with pytest.raises(ValueError, match=r"own marks.*In chat 'chat 1' the text with marks"):
+    with refused("E407", "own marks", "chat 'chat 1'"):
         rows_of(tokenizer, CHAT, turns("a", "  yes"))
 
 
 def test_a_header_is_never_taken_for_the_beginning_of_a_reply(folder: str) -> None:
     unprompted = kinds.PLAIN.replace("{% if add_generation_prompt %}", "{% if false %}")
-    with pytest.raises(ValueError, match=r"does not tell where a reply begins.*'Assistant: "):
+    with refused("E407", "where a reply begins", "'Assistant: "):
         rows_of(open_tokenizer(folder, chat_template=unprompted), turns("Which one?", "A"))
 
 
@@ -147,7 +146,7 @@ def test_an_unstable_template_is_warned_of_and_refused_with_the_first_chat(
     for message, probe in zip(messages, ("two turns the", "two turns with a system message the"), strict=True):
         assert f"not prefix-stable, so the assistant's tokens are not known. In a probe chat of {probe}" in message
         assert "--chat-template FILE. The first chat that shows it ends a run that needs its loss mask" in message
-    with pytest.raises(ValueError, match=r"not prefix-stable.*In chat 'chat 1' the rendering of messages 1 to 2"):
+    with refused("E407", "prefix-stable", "chat 'chat 1'", "messages 1 to 2"):
         rows_of(tokenizer, turns("Why?", "It rained."), CHAT)
 
 
@@ -170,25 +169,23 @@ def test_beginnings_with_other_tokens_than_the_chat_are_refused_by_name(tmp_path
     folder = str(kinds.write_tokenizer(tmp_path / "prefix", template=kinds.PLAIN, replaced=LATER))
     tokenizer = open_tokenizer(folder)
     assert len(rows_of(tokenizer, turns("Hello there.", "Yes."))) == 1
-    found = r"prefix: its tokenizer gives the beginning of a chat other tokens.*'chat 1', token \d+: 'Hello.*'Assistant"
-    with pytest.raises(ValueError, match=found):
+    with refused("E407", folder, "other tokens", "Chat 'chat 1', token 4: 'Hello", "'Assistant"):
         rows_of(tokenizer, turns("Hello there.", "Yes."), CHAT)
     words = "{% generation %}{{ message.content }}{% endgeneration %}"
     marked = open_tokenizer(folder, chat_template="{% for message in messages %}" + words + "{% endfor %}")
     assert len(rows_of(marked, CHAT)) == 1, "marks need no beginnings"
 
 
-def test_beginnings_are_checked_at_first_and_then_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_tokenizer, "_ALL_CHECKED", 3)
-    monkeypatch.setattr(template_tokenizer, "_CHECKED_EVERY", 4)
+def test_beginnings_are_checked_at_first_and_then_now_and_then(tmp_path: Path) -> None:
     folder = str(kinds.write_tokenizer(tmp_path, template=kinds.PLAIN, replaced=LATER))
-    for place, refused in enumerate([True, True, True, False, True, False, False, False, True]):
-        chats = [turns("Why?", "Yes.")] * place + [CHAT]
-        if refused:
-            with pytest.raises(ValueError, match=f"Chat 'chat {place}', token"):
-                rows_of(open_tokenizer(folder), *chats)
-        else:
-            assert len(rows_of(open_tokenizer(folder), *chats)) == place + 1
+    with kinds.checked_beginnings(first=3, every=4):
+        for place, is_checked in enumerate([True, True, True, False, True, False, False, False, True]):
+            chats = [turns("Why?", "Yes.")] * place + [CHAT]
+            if is_checked:
+                with refused("E407", f"Chat 'chat {place}', token"):
+                    rows_of(open_tokenizer(folder), *chats)
+            else:
+                assert len(rows_of(open_tokenizer(folder), *chats)) == place + 1
 
 
 def test_white_space_in_front_of_a_reply_may_be_divided_in_another_way(tmp_path: Path) -> None:
@@ -207,32 +204,31 @@ def test_every_chat_is_a_row_or_counted_as_dropped(folder: str) -> None:
     chats += [turns("<|pad|>", "a"), [SYSTEM, *CHAT]]
     rows_of(tokenizer, *chats, counters=counters)
     assert set(counters) >= {"truncated", "tokens_cut", "merged_at_reply_edge", "leading_reply"}
-    dropped = sum(number for reason, number in counters.items() if reason not in (ROWS, *NOT_DROPPED))
-    assert counters[ROWS] + dropped == len(chats)
+    assert counters["rows"] + dropped(counters) == len(chats)
 
 
 HI = turns("Hi", "Hello")
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 DOUBLED = "{% set n = namespace(x='x') %}{% for _ in 'x' * 60 %}{% set n.x = n.x ~ n.x %}{% endfor %}"
 ATTACKS = {
-    "folded when it is compiled": ("{{ 'x' * 4000000000 }}", "memory"),
-    "made when it is rendered": ("{{ messages[0].content * 2000000000 }}", "memory"),
-    "doubled": (DOUBLED, "memory"),
+    "folded when it is compiled": ("{{ 'x' * 4000000000 }}", "512 MiB of memory"),
+    "made when it is rendered": ("{{ messages[0].content * 2000000000 }}", "512 MiB of memory"),
+    "doubled": (DOUBLED, "512 MiB of memory"),
     "loops": ("{% if messages[0].content == 'Hi' %}" + LOOPS + "{% endif %}" + kinds.CHATML, "did not end within"),
     "a long text": ("{{ 'x' * 5000000 }}", "5,000,000 characters"),
-    "brackets": ("{{ " + "(" * 50_000 + ")" * 50_000 + " }}", None),
+    "brackets": ("{{ " + "(" * 50_000 + ")" * 50_000 + " }}", "RecursionError"),
     "too long": ("x" * (1 << 20) + "y", "1,048,577 characters"),
 }
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_a_template_that_takes_too_much_is_refused(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_that_takes_too_much_is_refused(tmp_path: Path, name: str) -> None:
     template, said = ATTACKS[name]
-    if said == "did not end within":  # the others end by themselves, on a busy machine later
-        monkeypatch.setattr(template_process, "_SECONDS", 0.5)
+    # "loops" alone needs the limit of time: the others end by themselves, on a busy machine later
+    limit = kinds.seconds_of_a_template(0.5) if name == "loops" else nullcontext()
     folder = kinds.write_tokenizer(tmp_path / "t", template=template)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(ValueError, match=said):
+    with limit, refused("E102" if name == "brackets" else "E407", folder, said):
         open_tokenizer(str(folder)).encode_chat(HI)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20, "KiB, of this process"
 
@@ -240,18 +236,16 @@ def test_a_template_that_takes_too_much_is_refused(tmp_path: Path, name: str, mo
 def test_a_template_that_was_stopped_and_a_forked_child_leave_the_next_one_alone(tmp_path: Path) -> None:
     good = open_tokenizer(str(kinds.write_tokenizer(tmp_path, template=kinds.CHATML)))
     expected = good.encode_chat(HI)
-    with pytest.raises(ValueError, match="memory"):
+    with refused("E407", "512 MiB of memory"):
         open_tokenizer(str(tmp_path), chat_template="{{ 'x' * 4000000000 }}").encode_chat(HI)
     assert good.encode_chat(HI) == expected
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            status = int(
-                PROCESS.render("{{ messages[0].content }}", {}, [Chat("", HI)], [(0, 1, {})]) != [("text", "Hi")]
-            )
+            status = int(rendered("{{ messages[0].content }}", Chat("", HI)) != [("text", "Hi")])
         finally:
-            PROCESS.stop()
+            kinds.stop_rendering()
             os._exit(status)
     assert os.waitpid(child, 0)[1] == 0
     assert good.encode_chat(HI) == expected
@@ -283,7 +277,7 @@ def test_a_template_writes_what_it_writes_in_transformers(template: str) -> None
         theirs = ("text", render_jinja_template([[{**chat[0]}]], chat_template=template)[0][0])
     except Exception as error:
         theirs = ("raised", str(error))
-    kind, text = PROCESS.render(template, {}, [Chat("", chat)], [(0, 1, {})])[0]
+    kind, text = rendered(template, Chat("", chat))[0]
     if kind == "text":
         theirs = (theirs[0], theirs[1].replace(", 'name': None", "").replace(',\n    "name": null', ""))
     assert kind == theirs[0] and (kind == "raised" or text == theirs[1])
@@ -292,8 +286,7 @@ def test_a_template_writes_what_it_writes_in_transformers(template: str) -> None
 def test_threads_share_it_and_get_their_own_answers_half_a_surrogate_pair_too() -> None:
     def ask(number: int) -> list[tuple[str, str]]:
         chats = [Chat("", [{"role": "user", "content": f"{number} {each}"}]) for each in range(20)]
-        asked = [(each, 1, {}) for each in range(20)]
-        return PROCESS.render("{{ '\\ud83d' ~ messages[0].content }}", {}, chats, asked)
+        return rendered("{{ '\\ud83d' ~ messages[0].content }}", *chats)
 
     with ThreadPoolExecutor(4) as pool:
         for number, found in enumerate(pool.map(ask, range(4))):

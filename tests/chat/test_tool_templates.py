@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import chat_tokenizers as kinds
 from support.chat_tokenizers import supervised
+from support.errors import refused
 from support.tool_templates import FAMILIES, SPECIAL, TOOLS, Refused, call, encoded, with_loss
 
-from niels_gpt.chat.template_process import Chat
-from niels_gpt.chat.tokenizers import ChatTokenizer, EncodedChat, RefusedChat, open_tokenizer, template_tokenizer
-from niels_gpt.chat.turns import LOSS_ON
+from niels_gpt.chat import LOSS_ON, Chat, ChatTokenizer, EncodedChat, RefusedChat, open_tokenizer
+from niels_gpt.chat.tokenizers import template_tokenizer
 from niels_gpt.tokenizers.huggingface import HuggingFaceTokenizer
 
 USER = {"role": "user", "content": "How long is the river?"}
@@ -150,7 +150,7 @@ def test_another_token_of_the_user_changes_no_target(opened: Any) -> None:
         assert changed.any() and one.mask == two.mask and not (changed & (np.array(one.mask) == 1)).any()
 
 
-def test_loss_in_each_choice_written_out(opened: Any) -> None:
+def test_loss_in_each_choice_written_out(opened: Any, ids: HuggingFaceTokenizer) -> None:
     talk = [USER, BOTH, RESULT, WORDS]
     called = 'I am to look.\n<tool_call>\n{"name": "river", "arguments": {"name": "river", "of": "Spree"}}'
     called = called.replace('"name": "river", "of"', '"of"') + "\n</tool_call><|im_end|>"
@@ -164,8 +164,8 @@ def test_loss_in_each_choice_written_out(opened: Any) -> None:
         for name in ("qwen", "qwen_marked"):
             tokenizer = opened[name, loss_on]
             assert supervised(tokenizer, tokenizer.encode_chat(talk, TOOLS)) == texts
-    with pytest.raises(ValueError, match="loss_on='user': expected one of 'assistant', 'assistant,tool_calls'"):
-        template_tokenizer(opened["qwen", "last"]._backend._tokenizer, None, loss_on="user")
+    with refused("E407", "loss_on='user'", "'assistant', 'assistant,tool_calls'"):
+        template_tokenizer(ids, None, loss_on="user")
 
 
 # --- any chat ---
@@ -217,7 +217,7 @@ def _words_may_replace_calls(messages: list[Any]) -> bool:
 
 def test_a_template_with_tools_before_the_last_user_is_refused_unless_only_the_last_turn_counts(opened: Any) -> None:
     chat = Chat("long", [USER, WORDS, {**USER, "content": "And why?"}, CALLS, RESULT, WORDS], TOOLS)
-    with pytest.raises(ValueError, match=r"not prefix-stable.*chat 'long'.*messages 1 to 2.*--chat-template FILE"):
+    with refused("E407", "prefix-stable", "chat 'long'", "messages 1 to 2", "--chat-template FILE"):
         opened["mistral", "assistant"].encode_chats([chat])
     tokenizer = opened["mistral", "last"]
     (found,) = tokenizer.encode_chats([chat])

@@ -7,22 +7,20 @@ from typing import Any
 
 import pytest
 from support import chat_tokenizers as kinds
+from support.commands import niels_gpt
+from support.disk import META_NAME
 from support.eagle3_runs import whole_tree
 from support.loopback_hub import LoopbackHub
 from support.tiny_hub_models import CHAT
 
-from niels_gpt.commands.eagle3 import precompute
-from niels_gpt.commands.main import main
 from niels_gpt.eagle3.cache import verify
-from niels_gpt.eagle3.format.shard_writer import receipt_path
-from niels_gpt.storage.fileio import META_NAME
 
 pytest.importorskip("transformers", reason="running a target needs the extra eagle3")
 pytestmark = pytest.mark.usefixtures("no_waiting")
 
 
 @pytest.fixture
-def run(tmp_path: Path, model_id: str, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+def run(tmp_path: Path, model_id: str) -> Callable[..., tuple[int, str]]:
     """Run the command for the target of this test, into tmp_path / a name; returns its status and errors."""
     chats = [[CHAT[0], {**CHAT[1], "content": kinds.SENTENCES[number % 5]}] for number in range(10)]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
@@ -30,9 +28,9 @@ def run(tmp_path: Path, model_id: str, capsys: pytest.CaptureFixture[str]) -> Ca
     def done(folder: str, *more: str, target: str = model_id) -> tuple[int, str]:
         what = ["--target-model", target, "--input-data", str(tmp_path / "chats.jsonl")]
         how = ["--seq-length", "64", "--shard-size", "4", "--threads", "1", "--device", "cpu"]
-        capsys.readouterr()
-        status = precompute.main([*what, *how, "--output-dir", str(tmp_path / folder), *more])
-        return status, capsys.readouterr().err
+        where = ["--output-dir", str(tmp_path / folder)]
+        ended = niels_gpt(*what, *how, *where, *more, module="niels_gpt.eagle3.precompute")
+        return ended.status, ended.err
 
     return done
 
@@ -53,7 +51,7 @@ def test_a_run_keeps_its_commit_while_main_moves_and_a_new_one_takes_the_new(
     assert (found["name"], found["revision"], found["weights_sha256"]) == (model_id, old, None)
     assert json.loads((cache / META_NAME).read_bytes())["target"] == found and verify(str(cache)) == []
     new = loopback_hub.add_model(model_id, second)
-    for path in (cache / "shard-000001.safetensors", receipt_path(cache, 1), cache / META_NAME):
+    for path in (cache / "shard-000001.safetensors", cache / "sidecar" / "shard-000001.json", cache / META_NAME):
         path.unlink()
     loopback_hub.requests.clear()
     assert run("c", "--resume") == (0, "")
@@ -85,11 +83,11 @@ def test_a_build_keeps_the_commit_of_its_target_until_refresh_asks_for_the_newes
     def revision() -> Any:
         return recorded(tmp_path / "c" / "eagle3" / "targets")["revision"]
 
-    assert main(build) == 0 and revision() == old
+    assert niels_gpt(*build).status == 0 and revision() == old
     new = loopback_hub.add_model(model_id, second)
     loopback_hub.requests.clear()
-    assert main([*build, "--dry-run"]) == 0
-    assert main(build) == 0 and revision() == old
+    assert niels_gpt(*build, "--dry-run").status == 0
+    assert niels_gpt(*build).status == 0 and revision() == old
     assert not [one.path for one in loopback_hub.requests if old not in one.path], "nobody asked for a newer one"
-    assert main([*build, "--refresh"]) == 0 and revision() == new
-    assert main(build) == 0 and revision() == new
+    assert niels_gpt(*build, "--refresh").status == 0 and revision() == new
+    assert niels_gpt(*build).status == 0 and revision() == new

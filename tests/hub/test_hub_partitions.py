@@ -1,18 +1,15 @@
 """One partition of a dataset of the hub: whole files where there are enough, else every P-th row; retried and named."""
 
-from collections import Counter
 from typing import Any
 
 import pytest
+from support import hub_datasets as hub
 from support import numbered_datasets
 from support.data_files import lines
 from support.loopback_hub import LoopbackHub
 from support.numbered_datasets import number_of
+from support.readings import Reading
 
-from niels_gpt.documents import Partition
-from niels_gpt.hub import datasets as hub
-from niels_gpt.recipes import sources
-from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.settings import Settings
 
 FINEWEB, CONFIG = "HuggingFaceFW/fineweb-edu", "CC-MAIN-2024-10"
@@ -21,7 +18,7 @@ STEM = f"data/{CONFIG}/train-0000"
 
 def named(number: int, total: int, **asked: Any) -> list[tuple[str, Any]]:
     asked = {"config": CONFIG, "split": "train", "shuffle_buffer": 8, **asked}
-    return list(hub.rows_of_partition(FINEWEB, Partition(number, total), **asked))
+    return list(hub.rows_of_partition(FINEWEB, number, total, **asked))
 
 
 @pytest.mark.parametrize(
@@ -78,14 +75,13 @@ def test_a_broken_stream_goes_on_where_it_was(loopback_hub: LoopbackHub, quick_r
 
 def test_documents_of_a_source_that_is_not_streamed(loopback_hub: LoopbackHub, quick_retries: None) -> None:
     sha = loopback_hub.add("Salesforce/wikitext", numbered_datasets.wikitext(start=34_000))
-    given = Settings()
-    source = resolve_source(given, "wikitext")
 
-    def documents(partition: Partition | None) -> list[tuple[str | None, bytes, str]]:
-        batches = sources.document_batches(given, source, sha, Counter(), partition=partition)
-        return [(batch.split, *each) for batch in batches for each in zip(batch.texts, batch.ids, strict=True)]
+    def documents(partition: tuple[int, int] | None) -> list[tuple[str | None, str, str]]:
+        read = Reading(Settings(), "wikitext", partition=partition, revision=sha)
+        assert not read.error
+        return [(each.split, each.text, each.id) for each in read.seen]
 
-    parts = [each for number in range(3) for each in documents(Partition(number, 3))]
+    parts = [each for number in range(3) for each in documents((number, 3))]
     whole = documents(None)  # after the partitions, whose files must not be kept as those of the whole
     assert sorted(each[:2] for each in parts) == sorted(each[:2] for each in whole)
     names = [name for _, _, name in parts]

@@ -8,11 +8,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+from support.commands import niels_gpt
+from support.disk import plan_folders
+from support.errors import refused
 from support.loopback_hub import LoopbackHub
 from support.made_tokenizers import made_tokenizer
 
-from niels_gpt.builders.partitions.plan import plans_of
-from niels_gpt.commands import cache as cli
 from niels_gpt.recipes.partitions.run import build_partition, prepare, seal_cache
 from niels_gpt.recipes.plan import plan
 from niels_gpt.recipes.token_caches import build_token_cache
@@ -91,7 +92,7 @@ def test_the_plan_of_partitions_keeps_its_tokenizer(
     with caplog.at_level(logging.WARNING):
         refreshed = prepare(settings, "own", refresh=True)
     assert "the tokenizer's files" in caplog.text and "the licence" not in caplog.text
-    assert refreshed == prepare(settings, "own") and len(plans_of(Path(settings.cache_dir) / "pretrain/own")) == 2
+    assert refreshed == prepare(settings, "own") and len(plan_folders(Path(settings.cache_dir) / "pretrain/own")) == 2
     before = dataclasses.replace(settings, revision=f"tokenizer={old}")
     assert seal_cache(before, "own").meta["document_end"]["token"] == "</s>"
     assert ensure_tokenizer(before).meta["hub"]["revision"] == old
@@ -108,16 +109,16 @@ def test_a_sentencepiece_model_of_the_hub_is_one_file(
 
 
 def test_what_the_hub_does_not_have_is_named_and_nothing_is_installed(
-    loopback_hub: LoopbackHub, named: Settings, model_id: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    loopback_hub: LoopbackHub, named: Settings, model_id: str, tmp_path: Path
 ) -> None:
     flags = ["--pretrain", str(named.pretrain), "--cache-dir", named.cache_dir, "--tokenizer", model_id]
-    assert cli.main(["build", *flags]) == 1
-    assert model_id in (error := capsys.readouterr().err) and "error[E602]" in error
+    done = niels_gpt("build", *flags)
+    assert done.status == 1 and model_id in done.err and "error[E602]" in done.err
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "config.json").write_text("{}")
     loopback_hub.add_model(model_id, tmp_path / "r")
-    assert cli.main(["build", *flags]) == 1
-    assert "the hub has no tokenizer there" in capsys.readouterr().err
+    done = niels_gpt("build", *flags)
+    assert done.status == 3 and "error[E403]" in done.err and model_id in done.err
     assert not (tmp_path / "cache" / "tokenizer").exists()
 
 
@@ -127,5 +128,5 @@ def test_without_the_hub_an_installed_tokenizer_is_enough(repository: Path, name
         ensure_tokenizer(named)
     assert not build_token_cache(named, "own").reused
     elsewhere = dataclasses.replace(named, tokenizer=f"{model_id}-2", cache_dir=f"{named.cache_dir}2")
-    with pytest.raises(ConnectionError, match="the hub does not answer"):
+    with refused("E601", f"{model_id}-2: ", "tokenizer.json", kind=ConnectionError):
         ensure_tokenizer(elsewhere)

@@ -6,13 +6,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
-from niels_gpt.chat.rows import Row, chat_rows
-from niels_gpt.chat.tokenizers import Chat, ChatTokenizer
+from niels_gpt.chat import Chat, ChatTokenizer, Row, backends, chat_rows, rows, template_process, template_tokenizer
 
 Messages = list[dict[str, Any]]
 
@@ -146,3 +148,40 @@ def supervised(tokenizer: ChatTokenizer, row: Row | tuple[Any, Any]) -> list[str
     ids, mask = (row.input_ids, row.loss_mask) if isinstance(row, Row) else row
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask, [0]]).astype(int)))
     return [tokenizer.decode(np.asarray(ids)[start:end].tolist()) for start, end in edges.reshape(-1, 2)]
+
+
+def dropped(counters: Counter[str]) -> int:
+    """Return how many chats were dropped, for any reason."""
+    return sum(number for reason, number in counters.items() if reason not in (rows.ROWS, *rows.NOT_DROPPED))
+
+
+def rendered(template: str, *chats: Chat) -> list[tuple[str, str]]:
+    """Render the first message of each chat in the process of the templates: "text" or "raised", and which."""
+    return template_process.PROCESS.render(template, {}, list(chats), [(each, 1, {}) for each in range(len(chats))])
+
+
+def stop_rendering() -> None:
+    """End the process of the templates; the next template starts another one."""
+    template_process.PROCESS.stop()
+
+
+def backends_of(ours: ChatTokenizer, theirs: Any) -> tuple[Any, Any]:
+    """Return what gives the ids to a tokenizer of chats, and what would with a tokenizer of transformers."""
+    return ours._backend, backends.TransformersBackend(theirs, "")  # type: ignore[attr-defined]
+
+
+@contextmanager
+def checked_beginnings(*, first: int, every: int) -> Iterator[None]:
+    """Check the beginnings of the `first` chats and then of every so many."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(template_tokenizer, "_ALL_CHECKED", first)
+        patch.setattr(template_tokenizer, "_CHECKED_EVERY", every)
+        yield
+
+
+@contextmanager
+def seconds_of_a_template(seconds: float) -> Iterator[None]:
+    """Let a template take so much CPU time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(template_process, "_SECONDS", seconds)
+        yield

@@ -26,6 +26,7 @@ from typing import Any
 import pytest
 
 from niels_gpt.data.files import mirrors
+from niels_gpt.special_tokens import find_reserved_literal
 
 MADE = ("llama3", "qwen2", "gemma", "t5")
 SMALL = ("small llama3", "small qwen2", "small gemma")
@@ -263,3 +264,24 @@ def _tokenizer(model: Json, **parts: Any) -> Json:
         **parts,
         "model": model,
     }
+
+
+def sentencepiece_model(path: Path, **how: Any) -> Path:
+    """Train a SentencePiece model without the sentinels on texts of the sample; how: arguments of the trainer."""
+    import sentencepiece
+
+    defaults: dict[str, Any] = {
+        "vocab_size": 600,
+        "normalization_rule_name": "identity",
+        "byte_fallback": True,
+        "add_dummy_prefix": False,
+        "remove_extra_whitespaces": False,
+        "user_defined_symbols": ["<tool>"],
+        "control_symbols": ["<mask>"],
+        "num_threads": 1,
+        "minloglevel": 3,
+    }
+    texts = [text for text in sample_texts() if find_reserved_literal(text) is None][:40]
+    with open(path, "wb") as file:
+        sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(texts), model_writer=file, **(defaults | how))
+    return path

@@ -115,6 +115,14 @@ def state_of_source(given: Settings, name: str) -> str | None:
 
 
 @contextmanager
+def trained_on(*names: str) -> Iterator[None]:
+    """Let a tokenizer be trained on these sources alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("niels_gpt.recipes.tokenizers.texts.training_order", lambda: list(names))
+        yield
+
+
+@contextmanager
 def parsed_lines() -> Iterator[list[bytes]]:
     """Collect the lines of JSON that are parsed where rows are read as columns."""
     seen: list[bytes] = []
@@ -158,7 +166,7 @@ def opened_source(given: Settings, name: str) -> tuple[Iterator[Any], Source]:
 class Reading:
     """One reading of a source, row by row or by columns, from the beginning or from behind a document.
 
-    partition: its number and how many there are; it is read alone, by columns.
+    partition: its number and how many there are; it is read alone, by columns. revision: of a source of the hub.
     """
 
     def __init__(
@@ -169,13 +177,14 @@ class Reading:
         by_column: bool = True,
         behind: Seen | None = None,
         partition: tuple[int, int] | None = None,
+        revision: str | None = None,
     ) -> None:
         self.counters: Counter[str] = Counter()
         self.position: dict[str, int] = {}
         self.seen: list[Seen] = []
         self.error = ""
         self.messages: list[str] = []
-        args = (given, resolve_source(given, name), None, self.counters, self.position)
+        args = (given, resolve_source(given, name), revision, self.counters, self.position)
         log, logger = Log(self.messages), logging.getLogger("niels_gpt")
         logger.addHandler(log)
         try:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from niels_gpt.eagle3.targets import loading
 from support import chat_tokenizers as kinds
 
 CHAT = [{"role": "user", "content": "Name a river."}, {"role": "assistant", "content": "The otter swam."}]
@@ -30,3 +31,8 @@ def write_model(folder: Path, *, seed: int, template: str = kinds.CHATML, **how:
         torch.manual_seed(seed)
         transformers.LlamaForCausalLM(config).save_pretrained(folder, **how)
     return folder
+
+
+def target_facts(name: str, *, revision: str | None = None) -> loading.TargetFacts:
+    """Return what is recorded of a target, by its folder or its id on the hub: no weights are read."""
+    return loading.target_facts(name, revision=revision)

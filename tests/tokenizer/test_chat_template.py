@@ -4,6 +4,7 @@ from typing import Any, cast
 
 import pytest
 from support.byte_tokenizer import ByteTokenizer
+from support.errors import refused
 
 from niels_gpt.chat_template import Message, extract_assistant_reply, format_chat, format_prompt
 from niels_gpt.tokenizer import SentencePieceTokenizer
@@ -24,7 +25,7 @@ def test_each_message_is_role_content_end_of_turn_and_a_prompt_ends_where_the_as
     assert format_prompt(tokenizer, CHAT[:2]) == [SYS, 93, EOT, USR, 75, 76, EOT, ASST]
     assert format_chat(tokenizer, [{"role": "user", "content": ""}]) == [USR, EOT]
     assert format_chat(tokenizer, []) == []
-    with pytest.raises(ValueError, match=r"message 1: role 'tool', expected one of system, user, assistant"):
+    with refused("E102", "message 1: role 'tool'", "system, user, assistant"):
         format_chat(tokenizer, cast(Any, [CHAT[0], {"role": "tool", "content": "x"}]))
 
 

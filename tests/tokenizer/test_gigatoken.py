@@ -19,25 +19,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import TESTS, engines
 from support.byte_tokenizer import ByteTokenizer
+from support.engines import FIRST_COMPARED
+from support.errors import refused
 from support.made_tokenizers import MADE, REAL, SMALL, any_tokenizer, made_tokenizer, sample_texts, write_tokenizer
 from support.tiny_texts import TINY_TEXTS
 
 from niels_gpt.special_tokens import SPECIAL_TOKENS
-from niels_gpt.storage.codes import code_of
-from niels_gpt.storage.errors import CacheError
 from niels_gpt.tokenizer import SentencePieceTokenizer, load_tokenizer
 from niels_gpt.tokenizer_training import train_tokenizer
-from niels_gpt.tokenizers.engine import (
-    FIRST_COMPARED,
-    ComparedEngine,
-    EngineDifference,
-    ReferenceEngine,
-    open_engine,
-    probe_texts,
-)
-from niels_gpt.tokenizers.gigatoken.encoder import GigatokenEngine
-from niels_gpt.tokenizers.gigatoken.memory import Memory, process_size
+from niels_gpt.tokenizers.engine import EngineDifference, open_engine
 from niels_gpt.tokenizers.protocol import FullTokenizer
 
 pytest.importorskip("gigatoken", reason="needs the extra fast")
@@ -60,11 +52,11 @@ def llama() -> FullTokenizer:
 
 def assert_ids_of_reference(tokenizer: FullTokenizer, texts: list[bytes]) -> None:
     """Compare all texts; the engine itself compares a share of them only, from FIRST_COMPARED on."""
-    engine = open_engine(tokenizer, "gigatoken")
+    engine, reference = open_engine(tokenizer, "gigatoken"), open_engine(tokenizer, "reference")
     assert engine.name == "gigatoken"
     for at in range(0, len(texts), 512):
         part = texts[at : at + 512]
-        found, expected = engine.encode(part, first=FIRST_COMPARED), ReferenceEngine(tokenizer).encode(part, first=0)
+        found, expected = engine.encode(part, first=FIRST_COMPARED), reference.encode(part, first=0)
         assert all(map(np.array_equal, found, expected))
         assert found[1].dtype == np.int64 and found[0].dtype.kind in "iu"
 
@@ -99,7 +91,7 @@ def test_odd_texts_have_the_references_ids(tokenizer: FullTokenizer) -> None:
 def test_letters_of_a_newer_unicode_are_left_to_the_reference() -> None:
     tokenizer = load_tokenizer(any_tokenizer("gpt2"))
     texts = [f"{letter}'s{letter}'S ".encode() for letter in NEW_LETTERS.split()]
-    fast, reference = GigatokenEngine(tokenizer), ReferenceEngine(tokenizer)
+    fast, reference = engines.gigatoken(tokenizer), open_engine(tokenizer, "reference")
     assert not any(np.array_equal(fast.encode([text])[0], reference.encode([text], first=0)[0]) for text in texts)
     assert all(fast.may_differ(text) for text in texts)
     assert_ids_of_reference(tokenizer, texts)
@@ -108,7 +100,7 @@ def test_letters_of_a_newer_unicode_are_left_to_the_reference() -> None:
 @pytest.mark.slow
 def test_marks_in_another_order_are_left_to_the_reference() -> None:
     tokenizer = load_tokenizer(made_tokenizer("qwen2"))
-    assert all(GigatokenEngine(tokenizer).may_differ(f"a{pair}".encode()) for pair in UNORDERED_MARKS.split())
+    assert all(engines.gigatoken(tokenizer).may_differ(f"a{pair}".encode()) for pair in UNORDERED_MARKS.split())
     generator = random.Random(2)
     marks = [chr(code) for code in (*range(0x300, 0x370), *range(0x1AB0, 0x1B00), *range(0x1DC0, 0x1E00), 0x5A2, 0x73B)]
     assert_ids_of_reference(tokenizer, [f"a{''.join(generator.choices(marks, k=3))}".encode() for _ in range(1000)])
@@ -253,9 +245,8 @@ def test_what_it_does_not_know_is_the_references_or_an_error_with_the_reason(
     assert ["W410"] * (name == "other ids") == [
         r.code for r in caplog.records if r.levelname == "WARNING" and "engine" in r.name
     ]  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match=reason) as caught:
+    with refused("E411", reason, "reference", kind=ValueError):
         open_engine(tokenizer, "gigatoken")
-    assert code_of(caught.value) == "E411" and "reference" in str(caught.value)
 
 
 def test_without_the_extra_the_reference_encodes_and_the_error_says_what_to_install() -> None:
@@ -282,7 +273,7 @@ def test_a_model_that_changed_since_it_was_opened_is_refused(tmp_path: Path) -> 
     tokenizer = load_tokenizer(tmp_path / "copy")
     with open(tmp_path / "copy" / "tokenizer.json", "a") as file:
         file.write("\n")
-    with pytest.raises(CacheError, match="has changed"):
+    with refused("E402", tmp_path / "copy" / "tokenizer.json"):
         open_engine(tokenizer)
 
 
@@ -290,7 +281,7 @@ def test_a_model_that_changed_since_it_was_opened_is_refused(tmp_path: Path) -> 
 
 
 @pytest.fixture(scope="module")
-def different(llama: FullTokenizer, tmp_path_factory: pytest.TempPathFactory) -> ComparedEngine:
+def different(llama: FullTokenizer, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return gigatoken with a model that lacks the reference's last merge, " tadpole" say, compared with it."""
     content = json.loads(Path(llama.model_path).read_text())
     merges = content["model"]["merges"]
@@ -299,7 +290,7 @@ def different(llama: FullTokenizer, tmp_path_factory: pytest.TempPathFactory) ->
         "small llama3",
         model={**content["model"], "merges": merges[:-1], "ignore_merges": False},
     )
-    return ComparedEngine(GigatokenEngine(load_tokenizer(folder)), ReferenceEngine(llama), llama)
+    return engines.compared(engines.gigatoken(load_tokenizer(folder)), llama)
 
 
 @pytest.fixture(scope="module")
@@ -309,19 +300,19 @@ def word(llama: FullTokenizer) -> str:
     return (left + right).replace("\u0120", " ")
 
 
-def test_a_difference_names_the_document_the_tokens_and_the_text(different: ComparedEngine, word: str) -> None:
+def test_a_difference_names_the_document_the_tokens_and_the_text(different: Any, word: str) -> None:
     texts = [b"A heron walks.", b"An otter.", f"One, two,{word} and more".encode(), f"Again{word}".encode()]
     different.encode(texts[:2], first=0)
-    with pytest.raises(EngineDifference) as caught:
+    with refused("E410", kind=EngineDifference) as caught:
         different.encode(texts, first=40)
-    assert caught.value.number == 42 and caught.value.code == "E410"
+    assert caught.value.number == 42
     message = str(caught.value)
     assert "gigatoken and tokenizers differ at token" in message and word.strip()[:4] in message
     assert "--engine reference" in caught.value.remedy
 
 
 @pytest.mark.slow
-def test_the_first_thousand_and_a_share_of_the_others_are_compared(different: ComparedEngine, word: str) -> None:
+def test_the_first_thousand_and_a_share_of_the_others_are_compared(different: Any, word: str) -> None:
     texts = [f"{number}{word} and so on".encode() for number in range(4000)]
 
     def stopped(first: int, part: list[bytes]) -> int | None:
@@ -343,39 +334,31 @@ def test_the_first_thousand_and_a_share_of_the_others_are_compared(different: Co
     }
 
 
-def test_a_long_text_is_compared_in_pieces(
-    different: ComparedEngine, word: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_text_is_compared_in_pieces(different: Any, word: str) -> None:
     """The reference takes up to 130 times a text's size in memory."""
-    sizes: list[int] = []
-    encode = ReferenceEngine.encode
-
-    def noted(self: ReferenceEngine, texts: list[bytes], *, first: int) -> Any:
-        sizes.append(sum(map(len, texts)))
-        return encode(self, texts, first=first)
-
-    monkeypatch.setattr(ReferenceEngine, "encode", noted)
     compared, long = different.num_compared, b"A heron walks by the mill.\n" * 80_000
-    ids, lengths = different.encode([b"short", long, b"too"], first=3)
-    assert lengths.sum() == len(ids) and different.num_compared == compared + 3
-    assert max(sizes) <= 1 << 20 and sum(sizes) == len(long) + 8
-    with pytest.raises(EngineDifference) as caught:
-        different.encode([b"short", long + word.encode()], first=3)
+    with engines.texts_of_the_reference() as sizes:
+        ids, lengths = different.encode([b"short", long, b"too"], first=3)
+        assert lengths.sum() == len(ids) and different.num_compared == compared + 3
+        assert max(sizes) <= 1 << 20 and sum(sizes) == len(long) + 8
+        with refused("E410", kind=EngineDifference) as caught:
+            different.encode([b"short", long + word.encode()], first=3)
     assert caught.value.number == 4 and max(sizes) <= 1 << 20
 
 
 def test_the_texts_of_the_opening_do_not_depend_on_chance(llama: FullTokenizer) -> None:
-    program = "from niels_gpt.tokenizers.engine import probe_texts; import hashlib; " + (
+    program = "from support.engines import probe_texts; import hashlib; " + (
         "print(hashlib.sha256(b'|'.join(probe_texts(['<a>']))).hexdigest())"
     )
-    run = [subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout for _ in range(2)]
-    assert run[0] == run[1] and len(probe_texts(["<a>"])) > 150
+    command = [sys.executable, "-c", program]
+    run = [subprocess.run(command, capture_output=True, check=True, cwd=TESTS).stdout for _ in range(2)]
+    assert run[0] == run[1] and len(engines.probe_texts(["<a>"])) > 150
 
 
 # --- threads, processes, memory ---------------------------------------------------------------------------------------
 
 
-def encode_there(engine: ComparedEngine, texts: list[bytes]) -> list[int]:
+def encode_there(engine: Any, texts: list[bytes]) -> list[int]:
     ids: list[int] = engine.encode(texts, first=0)[0].tolist()
     return ids
 
@@ -391,9 +374,9 @@ def test_a_process_encodes_after_a_fork_and_after_pickling(llama: FullTokenizer,
 
 
 def test_a_process_is_not_stopped_by_a_lock_that_was_held_at_the_fork(llama: FullTokenizer) -> None:
-    fast = GigatokenEngine(llama, max_growth=0)
-    engine = ComparedEngine(fast, ReferenceEngine(llama), llama)
-    for lock in (engine._counting, fast._reopening):
+    fast = engines.gigatoken(llama, max_growth=0)
+    engine = engines.compared(fast, llama)
+    for lock in engines.locks_of(engine, fast):
         lock[os.getpid()] = held = threading.Lock()
         held.acquire()
     reopened = fast.times_reopened
@@ -406,10 +389,10 @@ def test_a_process_is_not_stopped_by_a_lock_that_was_held_at_the_fork(llama: Ful
 
 
 def test_threads_get_the_same_ids_while_it_is_opened_again_and_again(llama: FullTokenizer) -> None:
-    engine = GigatokenEngine(llama, max_growth=1 << 14)
+    engine = engines.gigatoken(llama, max_growth=1 << 14)
     generator = random.Random(0)
     batches = [[generator.randbytes(300_000).hex().encode()] for _ in range(10)]
-    other = GigatokenEngine(llama)
+    other = engines.gigatoken(llama)
     expected = [other.encode(batch) for batch in batches]
     with ThreadPoolExecutor(4) as threads:
         for found, right in zip(threads.map(engine.encode, batches), expected, strict=True):
@@ -418,7 +401,7 @@ def test_threads_get_the_same_ids_while_it_is_opened_again_and_again(llama: Full
 
 
 def test_memory_that_is_not_of_the_cache_makes_it_wait_longer_each_time() -> None:
-    memory = Memory(8 << 20)
+    memory = engines.growing_memory(8 << 20)
     kept = []
     for _ in range(256):
         kept.append(b"x" * (1 << 20))
@@ -429,8 +412,8 @@ def test_memory_that_is_not_of_the_cache_makes_it_wait_longer_each_time() -> Non
 WORDS = """
 import random, resource, string, sys
 from niels_gpt.tokenizer import load_tokenizer
-from niels_gpt.tokenizers.gigatoken.encoder import GigatokenEngine
-engine = GigatokenEngine(load_tokenizer(sys.argv[1]))
+from support import engines
+engine = engines.gigatoken(load_tokenizer(sys.argv[1]))
 generator = random.Random(0)
 letters = string.ascii_lowercase if sys.argv[2] == "latin" else [chr(code) for code in range(0x4E00, 0x9000)]
 def text():
@@ -448,12 +431,13 @@ print((peak() - before) // 1024, engine.times_reopened)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(process_size() is None, reason="a process cannot see its size here")
+@pytest.mark.skipif(not engines.sees_its_size(), reason="a process cannot see its size here")
 @pytest.mark.parametrize("letters", ["latin", "chinese"])
 @pytest.mark.parametrize("name", REAL)
 def test_words_never_seen_before_take_150_mb_at_most(name: str, letters: str) -> None:
     arguments = [str(any_tokenizer(name)), letters, str(100_000_000)]
-    done = subprocess.run([sys.executable, "-c", WORDS, *arguments], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", WORDS, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=TESTS)
     grown, reopened = map(int, done.stdout.split())
     assert grown <= 150, "MiB"
     assert reopened >= 3

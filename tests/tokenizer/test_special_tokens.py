@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from support.errors import refused
 
 from niels_gpt.special_tokens import (
     RESERVED_LITERALS,
@@ -38,5 +39,5 @@ def test_the_lookup_table_is_true_at_the_sentinels_only() -> None:
 
 @pytest.mark.parametrize("token_id", [-1, 7])
 def test_a_sentinel_outside_the_vocabulary_is_refused(token_id: int) -> None:
-    with pytest.raises(ValueError, match=rf"eot={token_id}: expected 0 <= id < vocab_size=7"):
+    with refused("E102", f"eot={token_id}", "vocab_size=7"):
         sentinel_lookup({"eot": token_id}, 7)
