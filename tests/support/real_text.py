@@ -9,6 +9,7 @@ from typing import Any
 
 from niels_gpt.chat import open_tokenizer
 from niels_gpt.data.files.rows import iter_rows
+from niels_gpt.data.sources import SOURCES
 from niels_gpt.recipes import sources
 from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.settings import Settings
@@ -33,6 +34,14 @@ def texts_of(settings: Settings, name: str) -> Iterator[str]:
 def chats_of(settings: Settings, name: str) -> list[tuple[Any, Any]]:
     """The chats of an sft source with their source ids, as a build reads them."""
     return list(sources.chats(settings, resolve_source(settings, name), None, Counter()))
+
+
+def training_texts(settings: Settings) -> Iterator[Iterator[str]]:
+    """The texts that a tokenizer is trained on, of each built-in source that is there."""
+    for name in SOURCES:
+        source = resolve_source(settings, name)
+        if not source.stub:
+            yield sources.training_texts(settings, source, None)
 
 
 def target_cache(settings: Settings, folder: Path, **options: Any) -> dict[str, Any]:

@@ -12,10 +12,8 @@ from itertools import islice
 
 import pytest
 from support.made_tokenizers import MADE, REAL, any_tokenizer
+from support.real_text import training_texts
 
-from niels_gpt.data.sources import SOURCES
-from niels_gpt.recipes.resolve import resolve_source
-from niels_gpt.recipes.sources import training_texts
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizer import load_tokenizer
 
@@ -32,11 +30,8 @@ EVERY = 4
 
 def mirror_texts() -> Iterator[str]:
     """Yield documents and messages of every source of the mirror."""
-    settings = Settings(source_root=os.environ["NIELS_GPT_TEST_DATA"])
-    for name in SOURCES:
-        source = resolve_source(settings, name)
-        if not source.stub:
-            yield from islice(training_texts(settings, source, None), 0, None, EVERY)
+    for texts in training_texts(Settings(source_root=os.environ["NIELS_GPT_TEST_DATA"])):
+        yield from islice(texts, 0, None, EVERY)
 
 
 @pytest.mark.parametrize("name", [*REAL, *MADE])
