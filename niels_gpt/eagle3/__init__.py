@@ -19,5 +19,26 @@ derive/          a finished native cache -> another draft vocabulary, or version
 exchange/        other tools' folders -> a native cache, and back
 
 cache.py and format/ need torch and safetensors, the rest also transformers (the extra eagle3). The input is tokenized
-by niels_gpt/chat; recipes/eagle3 connects input, target and producer.
+by niels_gpt/chat; recipes/eagle3 connects input, target and producer. The package passes on `make_target_cache`, the
+producer for samples and targets of one's own.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from niels_gpt.eagle3.produce.producer import make_target_cache
+
+__all__ = ["make_target_cache"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:  # torch is loaded at the first use
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("niels_gpt.eagle3.produce.producer"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

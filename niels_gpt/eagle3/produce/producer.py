@@ -14,19 +14,23 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 from niels_gpt.eagle3.format.convert import file_sha256
 from niels_gpt.eagle3.format.embeddings import has_embeddings
 from niels_gpt.eagle3.format.layout import LOCK_NAME, MANIFEST_NAME, SIDECAR, PathLike
 from niels_gpt.eagle3.format.manifest import manifest_bytes, read_manifest
 from niels_gpt.eagle3.format.native.weights import has_weights
-from niels_gpt.eagle3.format.plan import Plan, shards_of_part
-from niels_gpt.eagle3.format.samples import Samples
+from niels_gpt.eagle3.format.plan import Plan, make_plan, shards_of_part
+from niels_gpt.eagle3.format.run import Run
+from niels_gpt.eagle3.format.samples import RowLike, Samples
 from niels_gpt.eagle3.parts.folder import (
     Part,
     fix_settings,
@@ -67,6 +71,58 @@ class Produced(NamedTuple):
     """Shards that this run made; 0 where none was missing."""
     is_described: bool = False
     """Whether the run wrote meta.json."""
+
+
+def make_target_cache(
+    cache_dir: PathLike,
+    rows: Iterable[RowLike],
+    load: Load,
+    manifest: Mapping[str, Any],
+    *,
+    tokenizer: Mapping[str, Any],
+    target: Mapping[str, Any],
+    source: Mapping[str, Any] | None = None,
+    dropped: Mapping[str, int] | None = None,
+    run: Mapping[str, Any] | None = None,
+    batch_size: int = 8,
+    max_batch_tokens: int = 16_384,
+    workers: int = 1,
+    resume: bool = False,
+    part: Part | None = None,
+    code: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+    start: str = "spawn",
+) -> Produced:
+    """Make a cache of tokenized samples and a target of one's own, or what is missing of it.
+
+    What `niels-gpt eagle3 precompute` does with chats and a target by name; docs/formats.md describes the files.
+
+    rows: each with `id`, and `input_ids` and `loss_mask` of equal length, raw and unpadded.
+    load: returns the target on a device, a causal language model as transformers has them; pickled for workers.
+    manifest: the keys of manifest.json without num_samples, and without num_shards, head and conventions in a native
+        one. Its form is format_version and target_probs_topk.
+    tokenizer, target, source, dropped: recorded in the plan; tokenizer needs `pad_id` and `sha256`, target `vocab_size`
+        and `hidden_size`. A run with others is another plan.
+    run: how the target is run, recorded too: device, threads, attention, compute_dtype; None: as it is here, with
+        the threads that torch has.
+    batch_size, max_batch_tokens: rows of a forward pass, and rows times width, at most.
+    workers, resume, part, code, progress, start, Raises: as `produce`; ValueError for a sample that has no token or is
+        longer than seq_length.
+    """
+    samples = Samples.of_rows(rows)
+    plan = make_plan(
+        manifest,
+        samples,
+        target=target,
+        tokenizer=tokenizer,
+        source=source or {},
+        dropped=dropped or {},
+        run=run or asdict(Run.here(None, attention="sdpa", threads=torch.get_num_threads())),
+        batch_size=batch_size,
+        max_batch_tokens=max_batch_tokens,
+    )
+    how: dict[str, Any] = {"workers": workers, "resume": resume, "part": part, "code": code, "start": start}
+    return produce(cache_dir, plan, samples, load, progress=progress, **how)
 
 
 def produce(
