@@ -169,9 +169,10 @@ class Tests:
 
     def is_public(self, name: str) -> bool:
         """Return whether a dotted name, or what it is an attribute of, is public."""
-        parts = defined(name).split(".")
-        heads = [defined(".".join(parts[:end])) for end in range(2, len(parts) + 1)]
-        return any(defined(head) in self.public or head in SPEC_MODULES for head in heads) and "._" not in name
+        all_parts = [each.split(".") for each in (name, defined(name))]  # a public module passes on private ones' names
+        plain = [".".join(parts[:end]) for parts in all_parts for end in range(2, len(parts) + 1)]
+        heads = {*plain, *map(defined, plain)}
+        return any(head in self.public or head in SPEC_MODULES for head in heads) and "._" not in name
 
     def functions(self) -> Iterator[tuple[Source, ast.FunctionDef]]:
         """Yield the test functions."""
