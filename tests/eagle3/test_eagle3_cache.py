@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.eagle3_runs import cache_lock
+from support.errors import refused
 from support.small_eagle3 import fields_of, manifest_of, write_cache
 
 from niels_gpt.eagle3 import cache
@@ -29,21 +31,23 @@ from niels_gpt.eagle3.cache import (
     write_manifest,
     write_shard,
 )
-from niels_gpt.eagle3.format.layout import Layout, header_bytes
-from niels_gpt.eagle3.format.shard_writer import ShardWriter, read_receipt
-from niels_gpt.storage.errors import CacheError
-from niels_gpt.storage.locks import file_lock
+
+FLOAT_KEYS, INT_KEYS = ("aux_hidden_states", "target_probs"), ("input_ids", "attention_mask", "loss_mask")
 
 
 def test_the_names_of_the_spec_are_there_with_their_values_and_arguments() -> None:
-    assert cache._FLOAT_KEYS == ("aux_hidden_states", "target_probs")
-    assert cache._INT_KEYS == ("input_ids", "attention_mask", "loss_mask")
-    assert cache._BOOL_KEYS == ("position_mask",)
-    assert cache.CACHE_KEYS == cache._FLOAT_KEYS + cache._INT_KEYS + cache._BOOL_KEYS
-    assert {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32} == cache.DTYPE_MAP
-    assert (cache._FORMAT_VERSION, cache._MANIFEST_NAME) == (1, "manifest.json")
-    assert cache._EMBEDDINGS_NAME == "target_embeddings.safetensors"
-    assert re.compile(r"^shard-(\d{6})\.safetensors$") == cache._SHARD_RE
+    values = {
+        "_FLOAT_KEYS": FLOAT_KEYS,
+        "_INT_KEYS": INT_KEYS,
+        "_BOOL_KEYS": ("position_mask",),
+        "CACHE_KEYS": (*FLOAT_KEYS, *INT_KEYS, "position_mask"),
+        "DTYPE_MAP": {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32},
+        "_FORMAT_VERSION": 1,
+        "_MANIFEST_NAME": "manifest.json",
+        "_EMBEDDINGS_NAME": "target_embeddings.safetensors",
+        "_SHARD_RE": re.compile(r"^shard-(\d{6})\.safetensors$"),
+    }
+    assert {name: getattr(cache, name) for name in values} == values
     arguments = {
         "_atomic_write": ["path", "write_fn"],
         "_collate_cached": ["features"],
@@ -83,7 +87,7 @@ def test_an_item_is_what_the_trainer_takes_and_equals_what_was_written(folder: P
     shuffled = torch.cat([batch["input_ids"] for batch in build_cached_eagle3_dataloader(str(folder), 2, True)])
     assert sorted(shuffled[:, 0].tolist()) == sorted(written["input_ids"][:, 0].tolist())
     for index in (5, -6):
-        with pytest.raises(IndexError, match=str(index)):
+        with refused("E102", index, kind=IndexError):
             dataset[index]
 
 
@@ -108,9 +112,6 @@ def test_a_shard_has_the_bytes_that_safetensors_writes(folder: Path, dtype: torc
     write_shard(folder, 0, {**fields, "unknown": torch.zeros(4, 1)})
     save_file(fields, folder / "theirs.safetensors")
     assert Path(shard_path(folder, 0)).read_bytes() == (folder / "theirs.safetensors").read_bytes()
-    rows = fields["input_ids"].shape[1]
-    layout = Layout(rows, 6, 8, topk, {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype])
-    assert layout.shard_bytes(4) == os.path.getsize(shard_path(folder, 0))
 
 
 def test_the_manifest_has_sorted_keys_and_the_version_that_it_needs(folder: Path) -> None:
@@ -137,12 +138,12 @@ def test_a_version_1_cache_becomes_one_of_version_2_and_back_by_its_manifest_alo
     assert convert(folder, 1)
     assert (folder / "manifest.json").read_bytes() == before
     assert Path(shard_path(folder, 0)).read_bytes() == shard
-    with pytest.raises(ValueError, match="format_version 3"):
+    with refused("E102", "format_version 3"):
         convert(folder, 3)
     (folder / "meta.json").write_text('{"kind": "other"}')  # of another tool
     assert convert(folder, 2)
     assert (folder / "meta.json").read_text() == '{"kind": "other"}'
-    with file_lock(folder / "sidecar" / "lock", "busy", wait=False), pytest.raises(CacheError, match="being written"):
+    with cache_lock(folder), refused("E503", folder, str(os.getpid())):
         convert(folder, 1)
     later = {"input_data": "x", "split": None, "shuffle_seed": 42, "mask_reasoning_content": False, "new": 1}
     minimal = {"num_samples": 3, "shard_size": 2}  # keys that came later and keys that are missing do no harm
@@ -163,9 +164,9 @@ def test_a_top_k_cache_is_read_at_full_width_and_never_becomes_version_1(folder:
     fields["target_probs_indices"][1, 0, 0] = 8
     write_shard(folder, 0, fields)
     assert CachedEagle3Dataset(folder)[0]["target_probs"].shape == (4, 8)
-    with pytest.raises(CacheError, match=r"shard-000000\.safetensors: sample 1 of the shard: target_probs_indices"):
+    with refused("E701", "sample 1 of", "shard-000000.safetensors", "target_probs_indices"):
         CachedEagle3Dataset(folder)[1]
-    with pytest.raises(CacheError, match="target_probs_topk is 3"):
+    with refused("E710", "target_probs_topk is 3"):
         convert(folder, 1)
     assert not convert(folder, 2)
 
@@ -188,7 +189,11 @@ def test_workers_of_any_start_method_read_what_the_parent_has_opened(folder: Pat
     dataset = CachedEagle3Dataset(folder)
     dataset[0]
     loader = torch.utils.data.DataLoader(
-        dataset, batch_size=2, num_workers=1, multiprocessing_context=method, collate_fn=cache._collate_cached
+        dataset,
+        batch_size=2,
+        num_workers=1,
+        multiprocessing_context=method,
+        collate_fn=build_cached_eagle3_dataloader(folder, 2, False).collate_fn,
     )
     read = torch.cat([batch["aux_hidden_states"] for batch in loader])
     assert torch.equal(read, written["aux_hidden_states"])
@@ -210,7 +215,7 @@ def test_threads_share_a_dataset_that_opens_fewer_shards_than_they_read(folder: 
     finally:
         sys.setswitchinterval(before)
     assert all(torch.equal(ids, written["input_ids"][index]) for index, ids in read)
-    with pytest.raises(ValueError, match="max_open_shards=0"):
+    with refused("E102", "max_open_shards=0"):
         CachedEagle3Dataset(folder, max_open_shards=0)
 
 
@@ -218,10 +223,10 @@ def test_a_shard_that_is_replaced_by_another_form_after_the_open_is_refused(fold
     write_cache(folder, samples=5, shard_size=2)
     dataset = CachedEagle3Dataset(folder)
     write_shard(folder, 1, fields_of(2, slots=6))
-    with pytest.raises(CacheError, match=r"shard-000001\.safetensors: .* as in shard 0"):
+    with refused("E701", "shard-000001.safetensors", "shard 0"):
         dataset[2]
     os.truncate(shard_path(folder, 2), 40)
-    with pytest.raises(CacheError, match=r"shard-000002\.safetensors: "):
+    with refused("E701", "shard-000002.safetensors"):
         dataset[4]
 
 
@@ -234,11 +239,12 @@ def test_a_value_of_a_wrong_type_in_the_manifest_is_named(folder: Path, key: str
     write_cache(folder, samples=5, shard_size=2)
     manifest = json.loads((folder / "manifest.json").read_text()) | {key: value}
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    expected = r"0 samples, 2 a shard, are 500,.* shards" if value == 10**18 else key
+    expected = "500,000,000,000,000,000 shards" if value == 10**18 else key
+    code = "E208" if key == "format_version" else "E701"
     for opening in (CachedEagle3Dataset, lambda where: convert(where, 2)):
         if value in (10**18, 0) and opening is not CachedEagle3Dataset:  # convert does not need it
             continue
-        with pytest.raises(CacheError, match=expected):
+        with refused(code, expected):
             opening(folder)
 
 
@@ -247,39 +253,53 @@ def rewritten(**how: Any) -> Callable[[Path], Any]:
     return lambda folder: [write_shard(folder, index, fields_of(rows, **how)) for index, rows in enumerate((2, 2, 1))]
 
 
-DAMAGES: dict[str, Callable[[Path], Any]] = {
-    r"5 samples \(3 shards\) but found 2 shard files \(shard indices \[0, 2\]\)": (
-        lambda folder: os.remove(shard_path(folder, 1))
+DAMAGES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
+    "a shard less": (
+        lambda folder: os.remove(shard_path(folder, 1)),
+        ["E702", "5 samples (3 shards)", "2 shard files", "[0, 2]"],
     ),
-    r"5 samples \(3 shards\) but found 3 shard files \(shard indices \[0, 1, 3\]\)": (
-        lambda folder: os.rename(shard_path(folder, 2), shard_path(folder, 3))
+    "another shard": (
+        lambda folder: os.rename(shard_path(folder, 2), shard_path(folder, 3)),
+        ["E702", "5 samples (3 shards)", "3 shard files", "[0, 1, 3]"],
     ),
-    r"shard-000001\.safetensors: 1 samples, expected 2 of the manifest's 5": lambda c: write_shard(c, 1, fields_of(1)),
-    r"shard-000002\.safetensors: .* as in shard 0": lambda folder: write_shard(folder, 2, fields_of(1, slots=5)),
-    r"shard-000000\.safetensors: aux_hidden_states is torch.bfloat16": rewritten(dtype=torch.bfloat16),
-    r"shard-000000\.safetensors: has no target_probs, but": rewritten(topk=3),
-    r"shard-000001\.safetensors: [\d,]+ bytes, expected .* its header states": (
-        lambda folder: os.truncate(shard_path(folder, 1), os.path.getsize(shard_path(folder, 1)) - 1)
+    "a sample less": (
+        lambda folder: write_shard(folder, 1, fields_of(1)),
+        ["E701", "shard-000001.safetensors", "1 samples", "expected 2 of", "5"],
     ),
-    r"has format_version=3, expected 1 or 2, or native-1\. Regenerate the cache": (
-        lambda folder: write_manifest(folder, manifest_of(samples=5, shard_size=2) | {"format_version": 3})
+    "other slots": (
+        lambda folder: write_shard(folder, 2, fields_of(1, slots=5)),
+        ["E701", "shard-000002.safetensors", "shard 0"],
     ),
-    r"manifest\.json: not JSON .*expected the manifest": lambda folder: (folder / "manifest.json").write_text("{"),
+    "another dtype": (
+        rewritten(dtype=torch.bfloat16),
+        ["E701", "shard-000000.safetensors", "aux_hidden_states is torch.bfloat16"],
+    ),
+    "another form": (rewritten(topk=3), ["E701", "shard-000000.safetensors", "no target_probs"]),
+    "a byte less": (
+        lambda folder: os.truncate(shard_path(folder, 1), os.path.getsize(shard_path(folder, 1)) - 1),
+        ["E701", "shard-000001.safetensors", "1,087 bytes, expected 1,088"],
+    ),
+    "another version": (
+        lambda folder: write_manifest(folder, manifest_of(samples=5, shard_size=2) | {"format_version": 3}),
+        ["E208", "format_version=3", "expected 1 or 2, or native-1"],
+    ),
+    "no JSON": (lambda folder: (folder / "manifest.json").write_text("{"), ["E701", "manifest.json", "line 1"]),
 }
 
 
-@pytest.mark.parametrize("message", DAMAGES)
-def test_what_is_not_as_the_manifest_says_is_refused_when_the_cache_is_opened(folder: Path, message: str) -> None:
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_is_not_as_the_manifest_says_is_refused_when_the_cache_is_opened(folder: Path, damage: str) -> None:
     write_cache(folder, samples=5, shard_size=2)
-    DAMAGES[message](folder)
-    with pytest.raises(CacheError, match=message):
+    change, found = DAMAGES[damage]
+    change(folder)
+    with refused(*found):
         CachedEagle3Dataset(folder)
 
 
 def test_missing_files_are_named_and_names_that_only_look_like_shards_passed_over(folder: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"manifest not found at .*manifest\.json\. Was the cache"):
+    with refused("E105", "manifest.json", kind=FileNotFoundError):
         CachedEagle3Dataset(folder)
-    with pytest.raises(FileNotFoundError, match="must include the target embeddings so the draft can"):
+    with refused("E702", "target_embeddings.safetensors", kind=FileNotFoundError):
         cache.read_target_embeddings(str(folder))
     assert cache.existing_shard_indices(str(folder / "nowhere")) == set()
     write_cache(folder, samples=2, shard_size=2)
@@ -292,13 +312,16 @@ def test_missing_files_are_named_and_names_that_only_look_like_shards_passed_ove
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda f: f.pop("target_probs"), "exactly one target_probs representation"),
-        (lambda f: f.update(fields_of(2, topk=3)), "exactly one target_probs representation"),
-        (lambda f: f.update({key: tensor[:0] for key, tensor in f.items()}), "expected no empty ones"),
-        (lambda f: f.pop("loss_mask"), r"missing required cache fields: \['loss_mask'\]"),
+        (lambda f: f.pop("target_probs"), "neither"),
+        (
+            lambda f: f.update(fields_of(2, topk=3)),
+            "['target_probs', 'target_probs_values', 'target_probs_indices']",
+        ),
+        (lambda f: f.update({key: tensor[:0] for key, tensor in f.items()}), "[0, 4], [0, 4, 6], [0, 4, 8]"),
+        (lambda f: f.pop("loss_mask"), "['loss_mask']"),
         (lambda f: f.update(position_mask=f["position_mask"][:, :, 0]), "position_mask"),
-        (lambda f: f.update(input_ids=f["input_ids"][0]), r"input_ids, aux_hidden_states and target_probs are \[4\]"),
-        (lambda f: f.update(loss_mask=f["loss_mask"][:1]), r"is torch.int64 \[1, 4\], expected torch.int64 \[2, 4\]"),
+        (lambda f: f.update(input_ids=f["input_ids"][0]), "input_ids, aux_hidden_states and target_probs are [4]"),
+        (lambda f: f.update(loss_mask=f["loss_mask"][:1]), "torch.int64 [1, 4], expected torch.int64 [2, 4]"),
         (lambda f: f.update(loss_mask=f["loss_mask"].to(torch.float64)), "float64"),
     ],
 )
@@ -307,7 +330,7 @@ def test_a_shard_of_another_form_is_not_written(
 ) -> None:
     fields = fields_of(2)
     change(fields)
-    with pytest.raises(ValueError, match=message):
+    with refused("E102", message):
         write_shard(folder, 0, fields)
     assert not [name for name in os.listdir(folder) if "shard" in name]
 
@@ -322,7 +345,7 @@ def test_embeddings_are_float32_whatever_they_were_and_of_two_dimensions(folder:
     assert (folder / "theirs").read_bytes() == Path(path).read_bytes()
     for wrong in (torch.zeros(5, 3, dtype=torch.bfloat16), torch.zeros(5)):
         save_file({"weight": wrong}, path)
-        with pytest.raises(CacheError, match=r"expected weight \[V, H\] of torch.float32"):
+        with refused("E701", "torch.float32"):
             cache.read_target_embeddings(folder)
 
 
@@ -333,66 +356,8 @@ def test_a_failed_write_leaves_what_was_there(folder: Path) -> None:
 
     (folder / "file").write_text("old")
     with pytest.raises(OSError, match="no space"):
-        cache._atomic_write(str(folder / "file"), half)
+        getattr(cache, "_atomic_write")(str(folder / "file"), half)  # noqa: B009 - a name of the spec
     assert {path.name: path.read_text() for path in folder.iterdir()} == {"file": "old"}
-
-
-def test_rows_in_any_order_and_without_their_padding_give_the_same_bytes(folder: Path) -> None:
-    fields = fields_of(4, slots=8)
-    used = [3, 8, 1, 5]
-    for key in ("aux_hidden_states", "target_probs", "position_mask"):
-        for row, slots in enumerate(used):
-            fields[key][row, slots:] = 0
-    write_shard(folder / "whole", 0, fields)
-    layout = {key: (tensor.dtype, tuple(tensor.shape[1:])) for key, tensor in fields.items()}
-    writer = ShardWriter(folder / "rows", 0, layout, 4)
-    for rows in ([2, 0], [1], [3]):
-        width = max(used[row] for row in rows)
-        part = {key: fields[key][rows] for key in fields}
-        short = {k: t if k in cache._INT_KEYS else t[:, :width] for k, t in part.items()}
-        writer.write(rows, [used[row] for row in rows], short)
-    receipt = writer.commit({"tokens": 17})
-    assert Path(shard_path(folder / "rows", 0)).read_bytes() == Path(shard_path(folder / "whole", 0)).read_bytes()
-    assert receipt == read_receipt(folder / "rows", 0)
-    assert (receipt["slots"], receipt["facts"]) == (used, {"tokens": 17})
-    assert sorted(os.listdir(folder / "rows")) == ["shard-000000.safetensors", "sidecar"]
-
-
-def test_padding_takes_no_disk_where_files_have_holes_and_a_byte_in_it_is_found(folder: Path) -> None:
-    slots, width, used = 1024, 512, 4
-    layout = Layout(slots, width, 8, 0, "fp32")
-    fields = {
-        name: torch.ones(1, slots if name in cache._INT_KEYS else used, *shape[1:], dtype=dtype)
-        for name, (dtype, shape) in layout.fields.items()
-    }
-    writer = ShardWriter(folder, 0, layout.fields, 1)
-    writer.write([0], [used], fields)
-    writer.commit()
-    status = os.stat(shard_path(folder, 0))
-    assert status.st_size > 2_000_000 and status.st_blocks * 512 < 200_000
-    write_manifest(folder, {"num_samples": 1, "shard_size": 1})
-    assert cache.verify(folder) == []
-    with open(shard_path(folder, 0), "r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        file.write(b"\1")
-    assert "position_mask is not zero after its 4 slots" in cache.verify(folder)[0]
-
-
-def test_a_row_must_be_written_exactly_once(folder: Path) -> None:
-    fields = fields_of(2)
-    layout = {key: (tensor.dtype, tuple(tensor.shape[1:])) for key, tensor in fields.items()}
-    writer = ShardWriter(folder, 0, layout, 2)
-    one = {key: tensor[:1] for key, tensor in fields.items()}
-    writer.write([1], [4], one)
-    with pytest.raises(ValueError, match="row 1 was written already"):
-        writer.write([1], [4], one)
-    for rows, message in (([0, 0], "written already"), ([-1], "row -1, expected 0 <= row < 2"), ([2], "row 2")):
-        with pytest.raises(ValueError, match=message):
-            writer.write(rows, [4] * len(rows), {key: tensor[: len(rows)] for key, tensor in fields.items()})
-    with pytest.raises(ValueError, match="row 0 was not written"):
-        writer.commit()
-    writer.discard()
-    assert os.listdir(folder) == ["sidecar"]
 
 
 def test_every_flipped_byte_of_a_shard_is_found_and_the_sample_named(folder: Path) -> None:
@@ -401,8 +366,7 @@ def test_every_flipped_byte_of_a_shard_is_found_and_the_sample_named(folder: Pat
     for index in (0, 1):
         path = Path(shard_path(folder, index))
         content = path.read_bytes()
-        fields = {key: (tensor.dtype, tuple(tensor.shape[1:])) for key, tensor in fields_of(1).items()}
-        tensors = len(header_bytes(fields, 2 - index))
+        tensors = 8 + int.from_bytes(content[:8], "little")  # behind the header
         for place in range(tensors, len(content), 7):
             path.write_bytes(content[:place] + bytes([content[place] ^ 64]) + content[place + 1 :])
             (said,) = cache.verify(folder)

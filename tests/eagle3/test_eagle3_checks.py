@@ -67,7 +67,7 @@ def test_the_tolerance_of_a_sum_holds_for_the_worst_of_many_distributions() -> N
 
 
 def test_many_problems_end_with_and_more(tmp_path: Path) -> None:
-    samples = Samples.of_rows(eagle3_runs.rows(22))
+    samples = eagle3_runs.rows(22)
     eagle3_runs.run(tmp_path / "c", samples=samples, given=eagle3_runs.plan(samples))
     for shard in range(6):
         stored(tmp_path / "c", shard, "loss_mask")[:, 0, 0] ^= 2

@@ -22,9 +22,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from niels_gpt.eagle3.cache import CachedEagle3Dataset, build_cached_eagle3_dataloader, convert, read_target_embeddings
-from niels_gpt.eagle3.format.plan import Plan
-from niels_gpt.eagle3.format.samples import Samples
-from niels_gpt.eagle3.produce.producer import produce
 from niels_gpt.eagle3.produce.supervision import draft_distribution
 from niels_gpt.eagle3.target import HFEagle3TargetModel, load_target
 
@@ -37,6 +34,8 @@ LENGTHS = [32, 5, 17, 1, 24, 9, 2, 30, 12, 20]
 LAYERS = [1, 3, 4]
 TRAINING_BATCH = 4
 STEPS = 3
+Plan = eagle3_runs.Given
+Samples = list[eagle3_runs.Row]
 Batch = dict[str, Tensor]
 
 
@@ -112,10 +111,10 @@ def llama(model: Path) -> nn.Module:
 @pytest.fixture(scope="module")
 def samples() -> Samples:
     chance = np.random.default_rng(0)
-    return Samples.of_rows(
+    return [
         eagle3_runs.Row(f"chat-{n}", chance.integers(4, VOCAB, length), chance.integers(0, 4, length) > 0)
         for n, length in enumerate(LENGTHS)
-    )
+    ]
 
 
 def plan_of(samples: Samples, **other: Any) -> Plan:
@@ -129,7 +128,7 @@ def plan_of(samples: Samples, **other: Any) -> Plan:
 
 def live(llama: nn.Module, plan: Plan, samples: Samples, chosen: Sequence[int], width: int) -> Batch:
     """Run the target over some samples; returns what a trainer takes, [B, width, ...]."""
-    ids, masks = zip(*(samples.row(index) for index in chosen), strict=True)
+    ids, masks = ([getattr(samples[index], name) for index in chosen] for name in ("input_ids", "loss_mask"))
 
     def padded(rows: Sequence[Any], value: int = 0) -> Tensor:
         wide = [np.pad(row.astype(np.int64), (0, width - len(row)), constant_values=value) for row in rows]
@@ -137,7 +136,7 @@ def live(llama: nn.Module, plan: Plan, samples: Samples, chosen: Sequence[int], 
 
     given = padded(ids, PAD), padded([np.ones_like(row) for row in ids]), padded(masks)
     out = HFEagle3TargetModel(llama, LAYERS).generate_batch(*given)
-    selected = torch.tensor(plan.manifest["selected_token_ids"])
+    selected = torch.tensor(plan.settings["manifest"]["selected_token_ids"])
     known = torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, selected, True)
     probs, position_mask = draft_distribution(out.logits, out.loss_mask, selected, known)
     kept = {name: value for name, value in vars(out).items() if name != "logits"}
@@ -146,7 +145,9 @@ def live(llama: nn.Module, plan: Plan, samples: Samples, chosen: Sequence[int], 
 
 def planned(plan: Plan) -> list[tuple[int, list[int]]]:
     return [
-        (width, [4 * shard + row for row in rows]) for shard, part in enumerate(plan.batches) for width, rows in part
+        (width, [4 * shard + row for row in rows])
+        for shard, part in enumerate(eagle3_runs.planned(plan).batches)
+        for width, rows in part
     ]
 
 
@@ -177,7 +178,7 @@ def expected(llama: nn.Module, samples: Samples) -> Learnt:
 def from_cache(folder: Path, plan: Plan, samples: Samples, llama: nn.Module) -> Learnt:
     """Produce a cache, unless it is there, and train on it through the project's own loader."""
     if not folder.exists():
-        produce(folder, plan, samples, lambda device: llama)
+        eagle3_runs.run(folder, given=plan, load=lambda device: llama)
     loader = build_cached_eagle3_dataloader(cache_dir=str(folder), batch_size=TRAINING_BATCH, shuffle=False)
     return learnt(read_target_embeddings(str(folder)), list(loader))
 
@@ -189,7 +190,7 @@ def from_form(form: str, folder: Path, plan: Plan, samples: Samples, llama: nn.M
     """
     if form != "1":
         keys = ("aux_layer_ids", "selected_token_ids", "draft_vocab_size", "seq_length", "dtype")
-        manifest = {key: plan.manifest[key] for key in keys}
+        manifest = {key: plan.settings["manifest"][key] for key in keys}
         aux_dtype = "fp8" if form == "fp8" else manifest["dtype"]
         eagle3_native.capture_native(folder, llama, samples, **manifest, aux_dtype=aux_dtype)
     return from_cache(folder, plan, samples, llama)
@@ -216,7 +217,7 @@ def test_other_batches_give_the_same_gradients_but_for_rounding(
 
 def test_the_padding_of_the_cache_teaches_nothing(tmp_path: Path, llama: nn.Module, samples: Samples) -> None:
     plan = plan_of(samples)
-    produce(tmp_path / "cache", plan, samples, lambda device: llama)
+    eagle3_runs.run(tmp_path / "cache", given=plan, load=lambda device: llama)
     dataset = CachedEagle3Dataset(str(tmp_path / "cache"))
     narrow = [live(llama, plan, samples, rows, width) for width, rows in planned(plan)]
     wide = [collated([dataset[index] for index in rows]) for _, rows in planned(plan)]
@@ -259,11 +260,11 @@ def test_a_wrong_cache_fails(
     if wrong == "the layers above":
         changed = {"aux_layer_ids": [layer + 1 for layer in LAYERS]}
     elif wrong == "draft ids in another order":
-        order = plan_of(samples).manifest["selected_token_ids"]
+        order = plan_of(samples).settings["manifest"]["selected_token_ids"]
         changed = {"selected_token_ids": [*order[1:], order[0]]}
     else:
-        late = np.concatenate([np.roll(samples.row(index)[1], 1) for index in range(len(samples))])
-        samples = replace(samples, loss_mask=late)  # shifted by the producer, they are where the raw masks were
+        # shifted by the producer, they are where the raw masks were
+        samples = [replace(row, loss_mask=np.roll(row.loss_mask, 1)) for row in samples]
     found = from_form(form, tmp_path / "cache", plan_of(samples, **changed), samples, llama)
     with pytest.raises(AssertionError, match=r"the loss moved by .*, the gradient of .* allowed: 1e-01"):
         assert_same(found, expected, within=0.1)

@@ -11,14 +11,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support import chat_tokenizers as kinds
+from support.eagle3_inputs import asked_revisions, chats_of, fingerprint_of, input_facts
+from support.errors import refused
 from support.made_tokenizers import made_tokenizer
 from support.tool_templates import QWEN, plain
 
 from niels_gpt.chat.rows import Row
-from niels_gpt.chat.tokenizers import ChatTokenizer, ProjectTokenizer, open_tokenizer
-from niels_gpt.recipes import sources
-from niels_gpt.recipes.eagle3.input import input_facts, input_rows
-from niels_gpt.recipes.resolve import resolve_source
+from niels_gpt.chat.tokenizers import ChatTokenizer, open_tokenizer
+from niels_gpt.recipes.eagle3.input import input_rows
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.tokenizers.sentinels import add_sentinels
@@ -50,7 +50,7 @@ def read(settings: Settings, name: str, tokenizer: ChatTokenizer, **more: Any) -
 @pytest.mark.parametrize("source", ["dolly15k", "oasst1"])
 def test_the_projects_chats_are_input_by_their_name(settings: Settings, tokenizer: ChatTokenizer, source: str) -> None:
     rows, counters = read(settings, source, tokenizer)
-    chats = {name: turns for name, turns in sources.chats(settings, resolve_source(settings, source), None, Counter())}
+    chats = chats_of(settings, source)
     assert len(rows) == counters["rows"] > 20
     for row in rows:
         ids, mask = tokenizer.encode_chat(chats[row.id])
@@ -64,7 +64,7 @@ def test_a_tokenizer_json_with_the_sentinels_gives_the_ids_and_the_mask_of_an_sf
     made = tmp_path / "made"
     add_sentinels(made_tokenizer("qwen2"), made)
     opened, ids = open_tokenizer(str(made)), load_tokenizer(made)
-    assert isinstance(opened, ProjectTokenizer) and (opened.sha256, opened.mask_by) == (ids.sha256, "sentinels")
+    assert (opened.sha256, opened.mask_by) == (ids.sha256, "sentinels")
     special = ids.special_token_ids()
     whole = [
         special["usr"],
@@ -83,7 +83,7 @@ def test_a_tokenizer_json_with_the_sentinels_gives_the_ids_and_the_mask_of_an_sf
     config = json.loads((made / "tokenizer_config.json").read_text())
     template = {"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}
     (made / "tokenizer_config.json").write_text(json.dumps(config | template | {"tokenizer_class": TRANSFORMERS}))
-    assert not isinstance(open_tokenizer(str(made)), ProjectTokenizer)  # a template of its own counts
+    assert open_tokenizer(str(made)).mask_by != "sentinels"  # a template of its own counts
 
 
 def test_facts_tell_what_was_read_and_have_no_path(settings: Settings) -> None:
@@ -92,31 +92,22 @@ def test_facts_tell_what_was_read_and_have_no_path(settings: Settings) -> None:
     oasst1 = {"dataset": "OpenAssistant/oasst1", "english_only": True, "max_messages": 32}
     named = {f"oasst1_{name}": value for name, value in oasst1.items()}
     assert facts["settings"] == {"max_document_bytes": 1 << 26, **named}
-    assert facts["fingerprint"] == resolve_source(settings, "oasst1").provenance(None)["fingerprint"]
+    assert facts["fingerprint"] == fingerprint_of(settings, "oasst1")
     assert settings.source_root not in repr(facts)
     recorded = {"fingerprint": "databricks/databricks-dolly-15k@abc", "revision": "abc", "licence": "x"}
     facts = input_facts(Settings(), "dolly15k", recorded=recorded)  # is kept: nothing answers at HF_ENDPOINT
     assert (facts["kind"], facts["revision"], facts["fingerprint"]) == ("hub", "abc", recorded["fingerprint"])
     settings = replace(settings, sft="mine=a.jsonl", pretrain="notes=b.txt")
-    with pytest.raises(FileNotFoundError, match=r"--input-data nothing.*Or name a source: dolly15k, oasst1, mine"):
+    with refused("E709", "--input-data nothing", "dolly15k, oasst1, mine", kind=FileNotFoundError):
         input_facts(settings, "nothing")
-    with pytest.raises(ValueError, match="--input-data notes: a source of text, expected chats"):
+    with refused("E709", "--input-data notes"):
         input_facts(settings, "notes")
 
 
-def test_rows_are_of_the_recorded_revision(
-    settings: Settings, tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[str | None] = []
-    real = sources.template_chats
-
-    def chats(settings: Settings, origin: Any, revision: str | None, counters: Counter[str]) -> Any:
-        asked.append(revision)
-        return real(settings, origin, revision, counters)
-
-    monkeypatch.setattr(sources, "template_chats", chats)
+def test_rows_are_of_the_recorded_revision(settings: Settings, tokenizer: ChatTokenizer) -> None:
     facts = {**input_facts(settings, "dolly15k"), "revision": "abc"}
-    read(settings, "dolly15k", tokenizer, facts=facts)
+    with asked_revisions() as asked:
+        read(settings, "dolly15k", tokenizer, facts=facts)
     assert asked == ["abc"]
 
 
@@ -154,19 +145,19 @@ def test_rows_with_ids_are_taken_as_they_are(settings: Settings, tokenizer: Chat
     assert counters == {"rows": 3, "no_supervised": 1}
     bare = open_tokenizer(str(kinds.write_tokenizer(tmp_path / "base", template=None)))  # they need no template
     assert len(read(settings, "rows", bare)[0]) == 3
-    with pytest.raises(ValueError, match="no chat template"):
+    with refused("E407", tmp_path / "base", "chat template"):
         read(settings, write_lines(tmp_path / "d.jsonl", MESSAGES), bare)
-    with pytest.raises(ValueError, match="row '7': token 2 of input_ids has id 3, expected 0 <= id < 3"):
+    with refused("E709", "'7'", "token 2 of input_ids", "id 3, expected 0 <= id < 3"):
         read(settings, write_lines(tmp_path / "c.jsonl", {**GIVEN, "id": "7"}), tokenizer, vocab_size=3)
 
 
 def test_chats_and_rows_do_not_mix(settings: Settings, tokenizer: ChatTokenizer, tmp_path: Path) -> None:
     for name, row in (("a", MESSAGES), ("b", GIVEN)):
         write_lines(tmp_path / "both" / f"{name}.jsonl", row)
-    with pytest.raises(ValueError, match=r"the first row of .*b\.jsonl has input_ids, and that of .*a\.jsonl has none"):
+    with refused("E709", "b.jsonl", "input_ids", "a.jsonl"):
         input_facts(settings, "both")
     within = write_lines(tmp_path / "c.jsonl", GIVEN, MESSAGES)
-    with pytest.raises(ValueError, match=r"row 'c\.jsonl#2': has no input_ids"):
+    with refused("E709", "c.jsonl#2", "input_ids"):
         read(settings, within, tokenizer)
 
 
@@ -207,23 +198,23 @@ def test_rows_that_cannot_be_used_are_counted(settings: Settings, tokenizer: Cha
     path = write_lines(tmp_path / "c.jsonl", {**PAIR, "output": "Yes<|im_end|>"}, PAIR)
     assert read(settings, path, tokenizer)[1] == {"rows": 1, "special_text": 1}
     assert read(replace(settings, on_special="text"), path, tokenizer)[1] == {"rows": 1, "special_text": 1}
-    with pytest.raises(ValueError, match="special token"):
+    with refused("E305", "<|im_end|>"):
         read(replace(settings, on_special="raise"), path, tokenizer)
 
 
 @pytest.mark.parametrize(
     ("lines", "found"),
     [
-        (["{broken"], "not one chat in 1 rows"),
-        ([], "not one chat is left for the target; none was read"),
-        ([{"messages": MESSAGES["messages"][:1]}], "all 1 were dropped: 1 no_supervised"),
-        ([{**GIVEN, "loss_mask": [0, 0, 0]}], "not one row is left for the target; all 1 were dropped: 1 no_superv"),
+        (["{broken"], ["E303", "a.jsonl", "1 rows"]),
+        ([], ["E709", "not one chat", "256"]),
+        ([{"messages": MESSAGES["messages"][:1]}], ["E709", "not one chat", "1 no_supervised"]),
+        ([{**GIVEN, "loss_mask": [0, 0, 0]}], ["E709", "not one row", "1 no_supervised"]),
     ],
 )
 def test_input_of_which_nothing_is_left_is_an_error(
-    settings: Settings, tokenizer: ChatTokenizer, tmp_path: Path, lines: list[Any], found: str
+    settings: Settings, tokenizer: ChatTokenizer, tmp_path: Path, lines: list[Any], found: list[str]
 ) -> None:
-    with pytest.raises(ValueError, match=found):
+    with refused(*found):
         read(settings, write_lines(tmp_path / "a.jsonl", *lines), tokenizer)
 
 

@@ -136,7 +136,7 @@ def slow(device):
     if not os.path.exists(os.path.join(sys.argv[2], "sidecar", "plan.json")):  # the trial
         return small.load(device)
     os.write(1, b"%d\\n" % os.getpid())  # in one piece, for two of them write at once
-    time.sleep(120)
+    time.sleep(1200)
 
 small.run(sys.argv[2], load=slow, workers=2, start="fork")
 """

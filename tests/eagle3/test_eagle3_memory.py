@@ -1,16 +1,17 @@
 """A batch's logits are worked on in parts: no step makes another tensor of their size, which may be gigabytes."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from support.errors import refused
+from support.target_outputs import check_finite, in_parts_of, stored_fields
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from niels_gpt.eagle3 import target
-from niels_gpt.eagle3.produce import supervision
-from niels_gpt.eagle3.produce.supervision import NonFiniteError, cache_fields, check_finite, draft_distribution
+from niels_gpt.eagle3.produce.supervision import draft_distribution
 from niels_gpt.eagle3.target import Eagle3TargetBatch, HFEagle3TargetModel
 
 ROWS, WIDTH, VOCAB, HIDDEN = 4, 64, 1000, 4
@@ -41,9 +42,9 @@ class NewTensors(TorchDispatchMode):
 
 
 @pytest.fixture(autouse=True)
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (supervision, target):
-        monkeypatch.setattr(module, "PART_VALUES", PART)
+def small_parts() -> Iterator[None]:
+    with in_parts_of(PART):
+        yield
 
 
 def batch_of() -> Eagle3TargetBatch:
@@ -62,7 +63,7 @@ def test_only_a_dense_field_or_distribution_itself_is_large(draft: int) -> None:
     batch, ids, known = batch_of(), torch.arange(draft), torch.arange(VOCAB) < draft
     for topk in (8, 0):
         with NewTensors() as made:
-            fields, _ = cache_fields(batch, LENGTHS, ids, known, topk=topk, dtype=torch.bfloat16)
+            fields, _ = stored_fields(batch, LENGTHS, ids, known, topk=topk, dtype=torch.bfloat16)
         assert made.seen > 100 and made.large == ([] if topk else [fields["target_probs"].nbytes])
     assert made.large == [ROWS * WIDTH * draft * 2]
     with NewTensors() as made:
@@ -73,10 +74,8 @@ def test_only_a_dense_field_or_distribution_itself_is_large(draft: int) -> None:
 def test_a_number_that_is_not_finite_is_looked_for_in_parts() -> None:
     batch = batch_of()
     batch.logits[1, 30:, 5] = torch.nan
-    with (
-        NewTensors() as made,
-        pytest.raises(NonFiniteError, match=r"^sample 'b', slot 30, logits: nan, .*; 9 such places in 1 of 4 samples"),
-    ):
+    found = ("sample 'b', slot 30, logits: nan", "9 such places in 1 of 4 samples")
+    with NewTensors() as made, refused("E708", *found, kind=RuntimeError):
         check_finite(batch, list("abcd"), LENGTHS, [1, 2, 3])
     assert made.seen > 100 and made.large == []
 

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.disk import sha256
+from support.disk_faults import writing_fails
+from support.errors import refused
+from support.power_loss import recorded_below
 
 from niels_gpt.eagle3.target import HFEagle3TargetModel, load_target, target_facts, write_small_target
-from niels_gpt.storage import fileio
-from niels_gpt.storage.fileio import sha256_file
 from niels_gpt.tokenizer import SentencePieceTokenizer, load_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="running a target needs the extra eagle3")
@@ -63,8 +65,8 @@ def test_the_small_target_is_a_frozen_llama_of_eight_layers_with_the_tokenizer_b
     before = torch.get_rng_state()
     other = write_small_target(tmp_path / "other", tiny_tokenizer, seed=1)
     assert torch.equal(torch.get_rng_state(), before)
-    assert sha256_file(other / "model.safetensors") != sha256_file(model / "model.safetensors")
-    assert sha256_file(other / "config.json") == sha256_file(model / "config.json")
+    assert sha256(other / "model.safetensors") != sha256(model / "model.safetensors")
+    assert sha256(other / "config.json") == sha256(model / "config.json")
     for dtype in (torch.float32, torch.bfloat16):
         loaded = opened(model, dtype=dtype)
         assert not loaded.training and not any(weight.requires_grad for weight in loaded.parameters())
@@ -72,27 +74,13 @@ def test_the_small_target_is_a_frozen_llama_of_eight_layers_with_the_tokenizer_b
         assert loaded.config._attn_implementation == "sdpa"
 
 
-def test_a_target_is_whole_or_absent(
-    tmp_path: Path, tiny_tokenizer: SentencePieceTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trace: list[fileio.Operation] = []
-    with fileio.recorded(trace):
-        write_small_target(tmp_path / "a" / "small", tiny_tokenizer)
-    final = str(tmp_path / "a" / "small")
-    appears = next(place for place, (verb, *names) in enumerate(trace) if verb == "rename" and names[1] == final)
+def test_a_target_is_whole_or_absent(tmp_path: Path, tiny_tokenizer: SentencePieceTokenizer) -> None:
+    trace = recorded_below(tmp_path, lambda: write_small_target(tmp_path / "a" / "small", tiny_tokenizer))
+    appears = next(place for place, (verb, *names) in enumerate(trace) if verb == "rename" and names[1] == "a/small")
     assert {verb for verb, *_ in trace[appears + 1 :]} == {"fsync_dir"}
     written = [Path(name) for verb, name, *_ in trace[:appears] if verb == "write"]
     assert len(written) >= 3 and {path.parent for path in written} == {Path(trace[appears][1])}
-
-    real = fileio.write_bytes
-
-    def full(path: Any, content: bytes) -> None:
-        if Path(path).name == "model.safetensors":
-            raise OSError(28, "No space left on device", str(path))
-        real(path, content)
-
-    monkeypatch.setattr(fileio, "write_bytes", full)
-    with pytest.raises(OSError, match="No space"):
+    with writing_fails("model.safetensors"), refused("E501", "model.safetensors", kind=OSError):
         write_small_target(tmp_path / "b" / "small", tiny_tokenizer)
     assert list((tmp_path / "b").iterdir()) == []
 
@@ -103,7 +91,7 @@ def test_a_small_target_that_stands_is_kept_and_anything_else_is_not_overwritten
     before = {path: path.stat().st_mtime_ns for path in own.iterdir()}
     assert write_small_target(own, tiny_tokenizer) == own
     assert {path: path.stat().st_mtime_ns for path in own.iterdir()} == before
-    with pytest.raises(FileExistsError, match="own: holds something else"):
+    with refused("E509", own, kind=FileExistsError):
         write_small_target(own, tiny_tokenizer, seed=1)
     assert {path: path.stat().st_mtime_ns for path in own.iterdir()} == before
 
@@ -114,7 +102,7 @@ TEXT = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 9, "max_positi
 def test_the_facts_of_a_folder_by_any_name(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = target_facts(str(model))
     assert (facts.name, facts.revision, facts.model_type) == (str(model), None, "llama")
-    assert facts.config_sha256 == sha256_file(model / "config.json")
+    assert facts.config_sha256 == sha256(model / "config.json")
     gpt2 = transformers.GPT2Config(vocab_size=50, n_embd=16, n_layer=8, n_head=4, n_positions=64)  # has its own names
     gemma = transformers.Gemma3Config(text_config={**TEXT, "num_attention_heads": 2})  # the sizes are those of its text
     save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
@@ -145,39 +133,39 @@ def test_other_weights_are_another_target(own: Path, model: Path) -> None:
 
 
 def test_folders_that_are_no_models_are_named(own: Path, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"nothing/config\.json: there is no such file"):
+    with refused("E705", "nothing/config.json", kind=FileNotFoundError):
         target_facts(str(tmp_path / "nothing"))
     (own / "model.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=r"own: has no \*\.safetensors"):
+    with refused("E705", own, "*.safetensors", kind=FileNotFoundError):
         target_facts(str(own))
     (own / "config.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"own/config\.json: there is no such file"):
+    with refused("E705", "own/config.json", kind=FileNotFoundError):
         target_facts(str(own))
 
 
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ('{"model_type": "clip"}', "model_type 'clip' is no causal language model"),
-        ('{"model_type": "resnet"}', "model_type 'resnet' is no causal language model"),
-        ('{"model_type": "of tomorrow"}', "cannot read it"),
-        ("{}", "cannot read it"),
-        ('{"model_type": "llama", ', "cannot read it"),
-        ("[1]", "cannot read it"),
-        ("\xff\xfe", "cannot read it"),
-        ('{"model_type": "llama", "hidden_size": "wide"}', "cannot read it"),
+        ('{"model_type": "clip"}', "'clip'"),
+        ('{"model_type": "resnet"}', "'resnet'"),
+        ('{"model_type": "of tomorrow"}', ""),
+        ("{}", ""),
+        ('{"model_type": "llama", ', ""),
+        ("[1]", ""),
+        ("\xff\xfe", ""),
+        ('{"model_type": "llama", "hidden_size": "wide"}', ""),
     ],
 )
 def test_a_config_of_something_else_is_named(config: str, said: str, own: Path) -> None:
     (own / "config.json").write_bytes(config.encode("latin-1"))
-    with pytest.raises(ValueError, match=rf"own/config\.json: .*{said}"):
+    with refused("E705", "own/config.json", said):
         target_facts(str(own))
 
 
 def test_without_transformers_it_says_what_to_install(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     for ask in (lambda: target_facts(str(model)), lambda: opened(model)):
-        with pytest.raises(ImportError, match=r"pip install 'niels-gpt\[eagle3\]'"):
+        with refused("E901", "niels-gpt[eagle3]", kind=ImportError):
             ask()
 
 
@@ -212,9 +200,9 @@ def test_a_hub_model_is_known_by_its_commit_and_the_asked_revision_is_the_one_th
 
 def test_an_id_without_a_network_is_an_error_of_the_network(offline: Path) -> None:
     for ask in (target_facts, opened):
-        with pytest.raises(ConnectionError, match="somebody/unknown: no folder of that name, and the hub does not ans"):
+        with refused("E601", "somebody/unknown", kind=ConnectionError):
             ask("somebody/unknown")
-    with pytest.raises(ValueError, match="a name!: no folder of that name"):  # it can be no id
+    with refused("E602", "a name!"):  # it can be no id
         target_facts("a name!")
 
 
@@ -237,22 +225,26 @@ def test_loading_prints_nothing_and_leaves_the_library_as_it_was(
 @pytest.mark.parametrize(
     ("config", "gone", "said"),
     [
-        ({}, ["lm_head.weight", "model.layers.3.mlp.up_proj.weight"], "2 .* missing .such as lm_head.weight, model.l"),
-        ({"num_hidden_layers": 9}, [], r"9 of its weights are missing \(such as model.layers.8"),
-        ({"vocab_size": 390}, [], r"2 of its weights are of another shape \(such as lm_head.weight, model.e"),
+        (
+            {},
+            ["lm_head.weight", "model.layers.3.mlp.up_proj.weight"],
+            ["2 of its weights", "lm_head.weight, model.layers.3.mlp.up_proj.weight"],
+        ),
+        ({"num_hidden_layers": 9}, [], ["9 of its weights", "model.layers.8"]),
+        ({"vocab_size": 390}, [], ["2 of its weights", "shape", "lm_head.weight, model.embed_tokens.weight"]),
     ],
 )
 def test_weights_that_are_missing_or_of_another_shape_are_an_error_and_not_made_up(
-    own: Path, config: dict[str, int], gone: list[str], said: str
+    own: Path, config: dict[str, int], gone: list[str], said: list[str]
 ) -> None:
     weights = load_file(own / "model.safetensors")
     kept = {name: weight for name, weight in weights.items() if name not in gone}
     save_file(kept, own / "model.safetensors", {"format": "pt"})
     written = json.loads((own / "config.json").read_text())
     (own / "config.json").write_text(json.dumps({**written, **config}))
-    with pytest.raises(ValueError, match=f"own: {said}"):
+    with refused("E705", own, *said):
         opened(own)
-    with pytest.raises(ValueError, match=r"its weights could not be loaded: .*of tomorrow"):
+    with refused("E705", own, "of tomorrow"):
         load_target(str(own), revision=None, dtype=torch.float32, attention="of tomorrow", device="cpu")
 
 
@@ -260,5 +252,5 @@ def test_weights_that_are_missing_or_of_another_shape_are_an_error_and_not_made_
 def test_a_file_of_weights_that_is_cut_off_is_an_error(left: int, own: Path) -> None:
     path = own / "model.safetensors"
     path.write_bytes(path.read_bytes()[:left])
-    with pytest.raises(ValueError, match="own: its weights could not be loaded"):
+    with refused("E705", own, "SafetensorError"):
         opened(own)

@@ -15,22 +15,28 @@ from typing import Any
 
 import pytest
 from support import eagle3_runs as small
+from support.commands import niels_gpt
+from support.disk import LEASES_DIR, lease_path, lock_by_leases
 from support.eagle3_damage import flip_bit
-from support.eagle3_runs import NATIVE, has_shard, never, run, samples_of, times, whole_tree
+from support.eagle3_runs import (
+    NATIVE,
+    has_shard,
+    join,
+    never,
+    part_lock,
+    patched,
+    run,
+    samples_of,
+    seal,
+    times,
+    whole_tree,
+)
 from support.power_loss import MODELS, Disk, Tree, put, recorded_below, tree_of
 
-from niels_gpt.commands.eagle3 import precompute
-from niels_gpt.commands.eagle3.group import main
-from niels_gpt.eagle3.parts.folder import PARTS_NAME, part_lock
-from niels_gpt.eagle3.parts.seal import seal
-from niels_gpt.eagle3.produce import producer
-from niels_gpt.eagle3.produce.join import join
-from niels_gpt.eagle3.produce.producer import produce
 from niels_gpt.storage.errors import CacheError
-from niels_gpt.storage.locks import apply_lock_setting, is_leased
-from niels_gpt.storage.locks.folder import LEASES_DIR
 
 FORMS: dict[str, dict[str, Any]] = {"dense": {}, "native": NATIVE}
+PARTS_NAME = ".parts"
 FORK = multiprocessing.get_context("fork")
 
 
@@ -132,11 +138,11 @@ def test_a_part_that_was_killed_is_made_elsewhere_while_others_run(
 
 def test_leases_leave_nothing_in_the_sealed_folder(tmp_path: Path, form: str, whole: dict[str, bytes]) -> None:
     folder = tmp_path / "c"
-    apply_lock_setting(folder, "lease")
+    lock_by_leases(folder)
     for number in (1, 2):
         assert make(folder, (number, 2), form) == 3 - number
     with part_lock(folder, (1, 4)):
-        assert is_leased(folder / PARTS_NAME / "1-of-4.lock")
+        assert lease_path(folder / PARTS_NAME / "1-of-4.lock").exists()
     (folder / ".probe-01234567").mkdir()  # of a check of the file system that was killed
     (folder / ".probe-01234567" / "old").touch()
     assert seal(folder).is_new and whole_tree(folder) == whole
@@ -158,7 +164,7 @@ def test_a_run_that_lost_its_lease_leaves_shards_and_files_alone(
     tmp_path: Path, least: int, how: dict[str, Any]
 ) -> None:
     folder, given = tmp_path / "c", small.plan(samples_of(), batch_size=1, **NATIVE)  # batches to report between
-    apply_lock_setting(folder, "lease")
+    lock_by_leases(folder)
     run(folder, given=given, part=(1, 3))
     others = folder / ".shard-000001.safetensors.01234567.tmp"
 
@@ -172,13 +178,10 @@ def test_a_run_that_lost_its_lease_leaves_shards_and_files_alone(
     assert [path for path in folder.glob(".shard-*") if path != others] == [] or "workers" in how
 
 
-def test_a_run_that_lost_its_lease_writes_no_plan_and_no_meta_json(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_lost_its_lease_writes_no_plan_and_no_meta_json(tmp_path: Path) -> None:
     folder = tmp_path / "c"
-    apply_lock_setting(folder, "lease")
-    with monkeypatch.context() as patched:
-        patched.setattr(producer, "refuse_other_code", lambda folder, _: lose_leases(folder))
+    lock_by_leases(folder)
+    with patched(code=lambda _, folder, code: lose_leases(folder)):
         refused(lambda: make(folder, (1, 3)), "lost its lease", code="E512")
     assert not (folder / "sidecar" / "plan.json").exists()
 
@@ -248,13 +251,13 @@ def whole_native(eagle3_caches: dict[str, Path]) -> dict[str, bytes]:
 def test_a_machine_with_another_plan_or_other_code_is_refused(tmp_path: Path) -> None:
     folder, samples = tmp_path / "c", samples_of()
     first = small.plan(samples, **NATIVE)
-    produce(folder, first, samples, small.load, part=(1, 3), code={"niels_gpt": "1", "libraries": {"torch": "2"}})
+    run(folder, given=first, part=(1, 3), code={"niels_gpt": "1", "libraries": {"torch": "2"}})
     before = whole_tree(folder)
 
     def other(code: str = "2", **changed: Any) -> object:
         given = small.plan(samples, **{**NATIVE, **changed})
         libraries = {"niels_gpt": "1", "libraries": {"torch": code}}
-        return produce(folder, given, samples, small.load, part=(2, 3), code=libraries)
+        return run(folder, given=given, part=(2, 3), code=libraries)
 
     refused(lambda: other(run={"threads": 2}), "part 2/3", "run.threads: 1, now 2")
     refused(lambda: other(target={"config_sha256": "d" * 64}), "target.config_sha256")
@@ -266,12 +269,12 @@ def test_a_machine_with_another_plan_or_other_code_is_refused(tmp_path: Path) ->
     assert has_shard(folder, 1)
 
 
-def test_an_unsealed_folder_says_so(parts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unsealed_folder_says_so(parts: Path) -> None:
     (parts / "shard-000001.safetensors").unlink()
     for command in ("verify", "stats"):
-        assert main([command, "--json", str(parts)]) == 1
-        error = json.loads(capsys.readouterr().out)["error"]
-        assert error["code"] == "E712" and f"niels-gpt eagle3 seal {parts}" in json.dumps(error)
+        done = niels_gpt("eagle3", command, "--json", parts)
+        error = done.json["error"]
+        assert done.status == 1 and error["code"] == "E712" and f"niels-gpt eagle3 seal {parts}" in json.dumps(error)
         assert "2 of 3 shards are there" in json.dumps(error) and "part 2/3 0 of 1" in json.dumps(error)
 
 
@@ -339,30 +342,31 @@ def test_commands_at_once_one_of_them_killed(tmp_path: Path, model: Path, chats:
         time.sleep(0.005)
     runs[1].kill()
     assert runs[0].wait() == 0 and runs[1].wait() is not None
-    assert precompute.main([*what, str(folder), "--part", "2/2"]) == 0 and main(["seal", str(folder)]) == 0
-    assert precompute.main([*what, str(tmp_path / "d")]) == 0
+    assert niels_gpt("eagle3", "precompute", *what, folder, "--part", "2/2").status == 0
+    assert niels_gpt("eagle3", "seal", folder).status == 0
+    assert niels_gpt("eagle3", "precompute", *what, tmp_path / "d").status == 0
     found = subprocess.run(["diff", "-r", "c", "d"], cwd=tmp_path, capture_output=True, check=False)
     assert found.returncode == 0, found.stdout
 
 
 def test_the_commands_make_parts_in_one_folder_and_seal_it(
-    tmp_path: Path, model: Path, chats: Path, made: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, model: Path, chats: Path, made: Path
 ) -> None:
     folder = tmp_path / "a folder"
 
     def part(*flags: str) -> str:
-        capsys.readouterr()
-        words = ["--target-model", str(model), "--input-data", str(chats), "--output-dir", str(folder)]
-        status = precompute.main([*words, "--seq-length", "40", "--shard-size", "4", "--device", "cpu", *flags])
-        assert status == 0, capsys.readouterr().err
-        return capsys.readouterr().out
+        words = ["--target-model", model, "--input-data", chats, "--output-dir", folder, "--seq-length", "40"]
+        done = niels_gpt("eagle3", "precompute", *words, "--shard-size", "4", "--device", "cpu", *flags)
+        assert done.status == 0, done.err
+        return done.out
 
     assert "to make in part 1/2" in part("--part", "1/2", "--threads", "1")
     assert "part 1/2" not in part("--part", "2/2", "--dry-run")
-    assert main(["seal", "--json", str(folder)]) == 1
-    command = json.loads(capsys.readouterr().out)["error"]["message"].splitlines()[-1].strip()
+    done = niels_gpt("eagle3", "seal", "--json", folder)
+    assert done.status == 1
+    command = done.json["error"]["message"].splitlines()[-1].strip()
     assert command.endswith("--part 2/2") and "--threads 1" in command
-    assert precompute.main(shlex.split(command)[3:]) == 0
-    assert main(["seal", str(folder)]) == 0
+    assert niels_gpt(*shlex.split(command)[1:]).status == 0
+    assert niels_gpt("eagle3", "seal", folder).status == 0
     assert whole_tree(folder) == whole_tree(made)
     assert not subprocess.run(["diff", "-r", str(folder), str(made)], capture_output=True, check=False).stdout

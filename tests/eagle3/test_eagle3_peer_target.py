@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.commands import niels_gpt
 from support.peer_automodel import TARGET, Peer, PeerError
 from support.peer_caches import H3, NO_PEERS, PEERS, K, S, V, assert_same, files_of, read_ours
 
-from niels_gpt.eagle3.target import HFEagle3TargetModel, default_eagle3_aux_layer_ids
-from niels_gpt.eagle3.targets.loading import load_target
-from niels_gpt.recipes.eagle3.options import Options
-from niels_gpt.recipes.eagle3.prepare import carry_out, prepare, resolve
-from niels_gpt.settings import Settings
+from niels_gpt.chat.tokenizers import open_tokenizer
+from niels_gpt.eagle3.target import HFEagle3TargetModel, default_eagle3_aux_layer_ids, load_target
 
 pytestmark = [
     pytest.mark.skipif(PEERS is None, reason=NO_PEERS),
@@ -122,16 +120,18 @@ class Made:
         fields = {"input_ids": ids, "loss_mask": mask}
         rows = ({name: of[row, :length].tolist() for name, of in fields.items()} for row, length in enumerate(lengths))
         self.rows_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        paths = {"target_model": str(target), "input_data": str(self.rows_path), "output_dir": folder}
+        what = {"target_model": target, "input_data": self.rows_path, "output_dir": folder, "source_root": "sample"}
         sizes = {"seq_length": LENGTH, "draft_vocab_size": DRAFT, "batch_size": BATCH, "threads": 1}
-        self.options = Options(**paths, **sizes, device="cpu", **options)
-        resolved = resolve(self.options, Settings(source_root="sample"))
-        carry_out(prepare(resolved), folder)
+        self.options = {"dtype": "bf16", "target_probs_topk": 0, **options}
+        words = [f"--{name.replace('_', '-')}={value}" for name, value in {**what, **sizes, **options}.items()]
+        done = niels_gpt("eagle3", "precompute", *words, "--device", "cpu")
+        assert done.status == 0, done.err
+        tokenizer = open_tokenizer(str(target))
         names = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
-        self.specials = dict(zip(names, resolved.tokenizer.special_token_ids, strict=True))
+        self.specials = dict(zip(names, tokenizer.special_token_ids, strict=True))
         present = torch.arange(LENGTH)[None] < torch.tensor(lengths)[:, None]
         self.rows = {
-            "input_ids": torch.where(present, ids, resolved.tokenizer.pad_id),
+            "input_ids": torch.where(present, ids, tokenizer.pad_id),
             "loss_mask": mask * present,
             "attention_mask": present.long(),
         }
@@ -139,13 +139,13 @@ class Made:
     def by_the_peer(self, peer: Peer, folder: Path, *more: str) -> Path:
         """Let the peer's producer make the cache of the same rows, with the same options, in another folder."""
         argv = [
-            *("--target-model", self.options.target_model, "--input-data", self.options.input_data),
+            *("--target-model", str(self.target), "--input-data", str(self.rows_path)),
             *("--output-dir", str(folder), "--device", "cpu", "--seq-length", str(LENGTH), "--shuffle-seed", "0"),
-            *("--draft-vocab-size", str(DRAFT), "--batch-size", str(BATCH), "--dtype", self.options.dtype),
-            *("--shard-size", str(self.options.shard_size), *more),
+            *("--draft-vocab-size", str(DRAFT), "--batch-size", str(BATCH), "--dtype", self.options["dtype"]),
+            *("--shard-size", str(self.options["shard_size"]), *more),
         ]
         if peer.version != "0.5.0":
-            argv += ["--target-probs-topk", str(self.options.target_probs_topk), "--mask-generation-prompt"]
+            argv += ["--target-probs-topk", str(self.options["target_probs_topk"]), "--mask-generation-prompt"]
         assert peer.call("", "precompute", argv, str(self.target), self.rows, self.specials) == 0
         return folder
 

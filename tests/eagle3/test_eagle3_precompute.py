@@ -8,22 +8,18 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import click
 import pytest
 import torch
+from support.commands import niels_gpt
+from support.disk import canonical_json
 from support.eagle3_damage import flip_bit
-from support.eagle3_runs import disk, whole_tree
+from support.eagle3_runs import disk, patched, whole_tree
+from support.precompute_progress import lines_at_once
 
-from niels_gpt.commands.eagle3 import precompute
 from niels_gpt.eagle3.cache import CachedEagle3Dataset, read_manifest, verify
 from niels_gpt.eagle3.vocab import save_token_mapping
-from niels_gpt.recipes.eagle3.options import Options
-from niels_gpt.recipes.eagle3.prepare import resolve
-from niels_gpt.settings import Settings
-from niels_gpt.storage.fileio import canonical_json
 from niels_gpt.tokenizer import SentencePieceTokenizer
 
 TOLD = ("target: ", "tokenizing: ", "hint: ")
@@ -160,10 +156,10 @@ def test_a_run_that_does_not_fit_is_refused_within_seconds(tmp_path: Path, run: 
     ],
 )
 def test_bad_values_are_usage_errors_that_name_the_flag(
-    arguments: Callable[..., list[str]], capsys: pytest.CaptureFixture[str], flags: list[str], text: str
+    arguments: Callable[..., list[str]], flags: list[str], text: str
 ) -> None:
-    assert precompute.main(arguments(*flags)) == 2
-    assert text in capsys.readouterr().err
+    done = niels_gpt("eagle3", "precompute", *arguments(*flags))
+    assert done.status == 2 and text in done.err
 
 
 @pytest.mark.usefixtures("not_tokenized")
@@ -284,14 +280,16 @@ def test_the_dtype_that_the_target_calculates_in_is_recorded_and_kept(tmp_path: 
 
 
 def test_a_finished_shard_and_the_threads_of_the_first_run_stay(
-    tmp_path: Path, run: Run, model: Path, chats: Path
+    tmp_path: Path, run: Run, arguments: Callable[..., list[str]]
 ) -> None:
     run("--threads", "3")
     whole = whole_tree(tmp_path / "c")
     (tmp_path / "c" / "shard-000001.safetensors").unlink()
-    what = {"target_model": str(model), "input_data": str(chats), "output_dir": tmp_path / "c"}
-    options = Options(**what, seq_length=40, shard_size=4, device="cpu", resume=True)
-    assert resolve(options, Settings()).run["threads"] == 3
+    given = arguments("--resume", "--dry-run")
+    place = given.index("--threads")
+    del given[place : place + 2]
+    found = niels_gpt("eagle3", "precompute", *given)
+    assert found.status == 0, found.err  # another number of threads is another plan, and refused
     status, out, _ = run("--threads", "3", "--resume", "--workers", "2")
     assert status == 0 and "made 1 shards" in out
     assert whole_tree(tmp_path / "c") == whole
@@ -330,12 +328,12 @@ def test_the_most_frequent_targets_are_chosen(tmp_path: Path, run: Run, tiny_tok
 
 
 def test_every_flag_has_a_text_and_none_is_missing() -> None:
-    options = [option for option in precompute.PRECOMPUTE.params if isinstance(option, click.Option)]
-    assert {option.opts[0] for option in options} == {*FLAGS.split(), "--json", "--strict"}
-    for option in options:
-        assert option.help, option.opts
-        is_stated = option.required or option.is_flag or option.default is not None
-        assert is_stated or "default" in option.help, option.help
+    shown = niels_gpt("eagle3", "precompute", "--help").out
+    options = re.findall(r"^\W*(--[a-z-]+)( <.*?>)? +(\S.*(?:\n {12,}(?!--)\S.*)*)", shown, re.MULTILINE)
+    assert {flag for flag, *_ in options} >= {*FLAGS.split(), "--json", "--strict"}
+    assert {flag for flag, *_ in options} <= {*FLAGS.split(), "--json", "--strict", "--help"}
+    for flag, value, text in options:
+        assert not value or flag == "--part" or re.search(r"\[[^]]+\]|default", text), flag
     program = (
         "import sys, niels_gpt.eagle3.precompute as command\n"
         "command.main(['--help'])\n"
@@ -345,36 +343,22 @@ def test_every_flag_has_a_text_and_none_is_missing() -> None:
     assert done.stdout.endswith("set()\n") and "--max-batch-tokens" in done.stdout, "it loads no heavy library"
 
 
-def test_an_interrupted_run_says_how_to_go_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: Any, **__: Any) -> Any:
+def test_an_interrupted_run_says_how_to_go_on(run: Run) -> None:
+    def interrupt(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(precompute, "carry_out", interrupt)
-    assert (found := run())[0] == 130 and "finished shards stay" in found[2] and "--resume" in found[2]
+    with patched(forward=interrupt):
+        status, _, errors = run()
+    assert status == 130 and "finished shards stay" in errors and "--resume" in errors
 
 
 def test_progress_is_a_line_now_and_then_and_a_bar_on_a_terminal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precompute, "_LINE_EVERY_S", 0.0)
-    lines = [line for line in run()[2].splitlines() if line.startswith("target: ")]
-    assert lines and ", 100%, " in lines[-1] and " tok/s, " in lines[-1] and lines[-1].endswith(" MB/s, 0 s left")
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    status, _, errors = run("--resume", "--output-dir", "bar")
-    assert status == 0 and "target:" in errors and "tok/s" in errors
-
-
-def test_the_speed_counts_neither_what_was_there_nor_the_loading_of_the_target(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    now = 0.0
-    monkeypatch.setattr(precompute, "time", SimpleNamespace(monotonic=lambda: now))
-    tell = precompute._Lines("target", "tok")
-    for now, done, size in ((20.0, 500, 0), (1000.0, 600, 5_000_000), (1020.0, 800, 45_000_000)):  # noqa: B007
-        tell(size, done, 1000)
-    assert capsys.readouterr().err.splitlines() == [
-        "target: 500 tok, 50%",
-        "target: 600 tok, 60%",
-        "target: 800 tok, 80%, 10 tok/s, 2.0 MB/s, 20 s left",
-    ]
+    with lines_at_once():
+        lines = [line for line in run()[2].splitlines() if line.startswith("target: ")]
+        assert lines and ", 100%, " in lines[-1] and " tok/s, " in lines[-1] and lines[-1].endswith(" MB/s, 0 s left")
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+        status, _, errors = run("--resume", "--output-dir", "bar")
+        assert status == 0 and "target:" in errors and "tok/s" in errors
 
 
 @pytest.mark.usefixtures("no_weights")

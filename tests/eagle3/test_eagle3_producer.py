@@ -16,18 +16,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import eagle3_runs as small
+from support.commands import niels_gpt
 from support.eagle3_damage import flip_bit
-from support.eagle3_runs import HIDDEN, LENGTH, has_shard, never, run, samples_of, times, whole_tree
+from support.eagle3_runs import EAGLE3, HIDDEN, LENGTH, has_shard, never, patched, run, samples_of, times, whole_tree
+from support.errors import refused
 from support.small_eagle3 import fields_of, manifest_of
 
-from niels_gpt.commands.eagle3.group import main
-from niels_gpt.eagle3.cache import CachedEagle3Dataset, verify, write_manifest, write_shard, write_target_embeddings
-from niels_gpt.eagle3.format.layout import shard_path
-from niels_gpt.eagle3.format.samples import Samples
-from niels_gpt.eagle3.format.shard_writer import ShardWriter
-from niels_gpt.eagle3.produce import forward
-from niels_gpt.eagle3.produce.resume_checks import leftovers
-from niels_gpt.storage.errors import CacheError
+from niels_gpt.eagle3.cache import (
+    CachedEagle3Dataset,
+    shard_path,
+    verify,
+    write_manifest,
+    write_shard,
+    write_target_embeddings,
+)
 
 Tree = dict[str, bytes]
 CPU, PAD = torch.device("cpu"), 5
@@ -149,7 +151,7 @@ def test_what_is_missing_is_made_and_what_is_there_stays(tmp_path: Path, seed: i
     names = [name for name in sorted(whole) if name != "sidecar/plan.json"]
     for name in chance.sample(names, chance.randint(1, 6)):
         (cache / name).unlink()
-    broken = {shard for shard in range(plan.num_shards) if not has_shard(cache, shard)}
+    broken = {shard for shard in range(small.planned(plan).num_shards) if not has_shard(cache, shard)}
     before = times(cache)
     made = run(cache, samples=samples, given=plan, resume=True)
     assert whole_tree(cache) == whole and made.shards == len(broken)
@@ -205,7 +207,7 @@ def test_a_finished_cache_is_left_alone_and_holds_nothing_else(cache: Path) -> N
     shards = [f"shard-{shard:06d}.safetensors" for shard in range(3)]
     names = sorted(path.name for path in cache.iterdir())
     assert names == ["manifest.json", "meta.json", *shards, "sidecar", "target_embeddings.safetensors"]
-    assert leftovers(cache) == []
+    assert not [path for path in cache.rglob("*") if path.name.startswith(".")]
     before = times(cache / "sidecar"), times(cache)["meta.json"]
     again = run(cache, resume=True, load=never)
     assert (again.shards, again.meta) == (0, json.loads((cache / "meta.json").read_bytes()))
@@ -236,60 +238,57 @@ def test_temporary_files_of_killed_writers_are_removed_and_nothing_else(tmp_path
     assert not any(path.exists() for path in left) and all(path.is_file() for path in mine)
 
 
-def test_a_shard_is_written_while_the_next_one_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started, commit, order = threading.Event(), ShardWriter.commit, []
-    call = forward.PlannedForward.__call__
+def test_a_shard_is_written_while_the_next_one_is_computed(tmp_path: Path) -> None:
+    started, order = threading.Event(), []
 
-    def slow_commit(self: ShardWriter, *arguments: Any) -> Any:
+    def slow_commit(commit: Any, *given: Any) -> Any:
         order.append(started.wait(60))  # a writer that is not waited for: the next shard begins meanwhile
-        return commit(self, *arguments)
+        return commit(*given)
 
-    def noted(self: Any, shard: int, batch: Any) -> Any:
+    def noted(call: Any, forward: Any, shard: int, batch: Any) -> Any:
         if shard == 1:
             started.set()
-        return call(self, shard, batch)
+        return call(forward, shard, batch)
 
-    monkeypatch.setattr(ShardWriter, "commit", slow_commit)
-    monkeypatch.setattr(forward.PlannedForward, "__call__", noted)
-    run(tmp_path / "c")
+    with patched(commit=slow_commit, forward=noted):
+        run(tmp_path / "c")
     assert order == [True, True, True]
 
 
-def test_the_forward_waits_for_a_writer_two_batches_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_forward_waits_for_a_writer_two_batches_behind(tmp_path: Path) -> None:
     computed, written, ahead = [0], [0], []
-    call, write = forward.PlannedForward.__call__, ShardWriter.write
     may_write = threading.Event()
 
-    def counted(self: Any, shard: int, batch: Any) -> Any:
+    def counted(call: Any, *given: Any) -> Any:
         computed[0] += 1
         ahead.append(computed[0] - written[0])
         if computed[0] == 3:  # two are given to the writer, which has not started: the third is the last before it must
             may_write.set()
-        return call(self, shard, batch)
+        return call(*given)
 
-    def slow(self: ShardWriter, *arguments: Any) -> None:
+    def slow(write: Any, *given: Any) -> None:
         assert may_write.wait(60)
         time.sleep(0.03)  # a forward that did not wait would be done with all ten batches
-        write(self, *arguments)
+        write(*given)
         written[0] += 1
 
-    monkeypatch.setattr(forward.PlannedForward, "__call__", counted)
-    monkeypatch.setattr(ShardWriter, "write", slow)
-    run(tmp_path / "c", given=small.plan(samples_of(), shard_size=10, batch_size=1))
+    with patched(forward=counted, write=slow):
+        run(tmp_path / "c", given=small.plan(samples_of(), shard_size=10, batch_size=1))
     assert computed == [10] and max(ahead) == 3
 
 
 def test_progress_begins_with_what_was_there_and_ends_with_all(tmp_path: Path) -> None:
     told: list[tuple[int, int, int | None]] = []
     run(tmp_path / "c", progress=lambda *each: told.append(each))
-    total = len(samples_of().ids)
+    lengths = [len(row.input_ids) for row in samples_of()]
+    total = sum(lengths)
     assert told[0] == (0, 0, total) and told[-1][1:] == (total, total) and told[-1][0] > 0
     assert told == sorted(told)
     (tmp_path / "c" / "shard-000002.safetensors").unlink()
     again: list[tuple[int, int, int | None]] = []
     torch.set_num_threads(1)
     run(tmp_path / "c", resume=True, progress=lambda *each: again.append(each))
-    assert again[0] == (0, int(samples_of().starts[8]), total) and again[-1][1:] == (total, total)
+    assert again[0] == (0, sum(lengths[:8]), total) and again[-1][1:] == (total, total)
     many: list[tuple[int, int, int | None]] = []
     run(tmp_path / "d", workers=2, start="fork", progress=lambda *each: many.append(each))
     assert many[-1] == told[-1] and many == sorted(many)
@@ -316,13 +315,12 @@ def test_no_file_of_a_cache_names_this_machine(finished: Path, whole: Tree) -> N
     assert (finished / "sidecar" / "lock").read_bytes() == b""
 
 
-def test_samples_that_are_there_are_not_put_together_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_that_are_there_are_not_put_together_again(cache: Path) -> None:
     (cache / "shard-000001.safetensors").unlink()
-    samples = samples_of()
-    plan, calls = small.plan(samples), []
-    monkeypatch.setattr(Samples, "files", lambda self: calls.append(self))
-    assert run(cache, samples=samples, given=plan, resume=True).shards == 1
-    assert calls == []
+    calls: list[Any] = []
+    with patched(files=lambda real, samples: (calls.append(samples), real(samples))[1]):
+        assert run(cache, resume=True).shards == 1
+    assert len(calls) == 1, "for the checksums of the plan"
 
 
 SELECTED = small.manifest()["selected_token_ids"]
@@ -337,17 +335,16 @@ def never_in_the_draft_vocabulary(device: torch.device) -> Any:
 
 def test_a_target_that_never_chooses_a_draft_token_gives_no_cache(tmp_path: Path) -> None:
     for resume in (False, True):  # the same command again says the same
-        with pytest.raises(CacheError, match=r"0 positions.*draft's vocabulary.*--draft-vocab-size"):
+        with refused("E709", "0 positions", "--draft-vocab-size"):
             run(tmp_path, load=never_in_the_draft_vocabulary, resume=resume)
         assert not (tmp_path / "meta.json").exists()
 
 
 def test_a_long_run_without_a_position_stops_before_its_first_shard_is_done(tmp_path: Path) -> None:
     many = [small.Row(f"{number}", [number % 7] * 24, [1] * 24) for number in range(600)]
-    samples = Samples.of_rows(many)
-    plan = small.plan(samples, batch_size=64, max_batch_tokens=4096, shard_size=600)
-    with pytest.raises(CacheError, match="0 positions"):
-        run(tmp_path, samples=samples, given=plan, load=never_in_the_draft_vocabulary)
+    plan = small.plan(many, batch_size=64, max_batch_tokens=4096, shard_size=600)
+    with refused("E709", "0 positions"):
+        run(tmp_path, given=plan, load=never_in_the_draft_vocabulary)
     assert not list(tmp_path.glob("shard-*"))
 
 
@@ -368,7 +365,7 @@ def test_few_positions_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.parametrize(("positions", "status"), [(0, 1), (1, 0), (30, 0)])
-def test_both_shares_are_shown(tmp_path: Path, positions: int, status: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_shares_are_shown(tmp_path: Path, positions: int, status: int) -> None:
     fields = fields_of(10, slots=9)
     fields["loss_mask"][:, :-2], fields["loss_mask"][:, -2:] = 1, 0  # 70 slots of 90 tokens
     fields["position_mask"][:] = False
@@ -376,14 +373,14 @@ def test_both_shares_are_shown(tmp_path: Path, positions: int, status: int, caps
     write_shard(tmp_path, 0, fields)
     write_manifest(tmp_path, manifest_of(samples=10, shard_size=10, slots=9))
     write_target_embeddings(tmp_path, torch.randn(20, 2, generator=torch.Generator().manual_seed(0)))
-    assert main(["verify", str(tmp_path)]) == status
-    out = capsys.readouterr().out
+    done = niels_gpt("verify", tmp_path, module=EAGLE3)
+    assert done.status == status
     if positions:
-        assert re.search(rf"positions +ok: 77\.8% of the tokens supervised, {positions / 70:.1%}", out)
+        assert re.search(rf"positions +ok: 77\.8% of the tokens supervised, {positions / 70:.1%}", done.out)
     else:
-        assert "0 positions" in out
-    assert ("few positions" in out) is (positions == 1)
-    assert main(["stats", str(tmp_path)]) == 0
-    out = capsys.readouterr().out
-    assert "77.8% of the tokens" in out and f"{positions} ({positions / 70:.1%} of those)" in out
+        assert "0 positions" in done.out
+    assert ("few positions" in done.out) is (positions == 1)
+    done = niels_gpt("stats", tmp_path, module=EAGLE3)
+    assert done.status == 0
+    assert "77.8% of the tokens" in done.out and f"{positions} ({positions / 70:.1%} of those)" in done.out
     assert Path(shard_path(tmp_path, 0)).is_file()

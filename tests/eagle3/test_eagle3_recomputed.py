@@ -13,17 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import eagle3_runs
+from support.commands import niels_gpt
 from support.eagle3_damage import ALL_FORMS, FORMS, copy_of, flip_bit, put
+from support.eagle3_looks import run_again, verdicts
+from support.errors import refused
 
-from niels_gpt.commands.eagle3.group import main
-from niels_gpt.eagle3.cache import convert, write_target_embeddings
-from niels_gpt.eagle3.format.layout import shard_path
-from niels_gpt.eagle3.format.plan import Plan, open_plan
-from niels_gpt.eagle3.format.samples import Samples
-from niels_gpt.eagle3.inspect.recompute import Target, recomputed
-from niels_gpt.eagle3.inspect.verify import verify
+from niels_gpt.eagle3.cache import convert, shard_path, write_target_embeddings
 from niels_gpt.storage.checks import Verdict
-from niels_gpt.storage.errors import CacheError
 
 GOOD = Verdict([])
 BOS, USER, ASSISTANT, END, NEWLINE = 33, 34, 35, 36, 37
@@ -35,9 +31,20 @@ def dense(eagle3_caches: dict[str, Path], tmp_path: Path) -> Path:
     return copy_of(eagle3_caches["dense"], tmp_path)
 
 
-def target(plan: Plan, *, seed: int = 0, load: Any = None, **run: Any) -> Target:
+Target = tuple[dict[str, Any], Callable[[torch.device], Any], dict[str, Any]]
+
+
+def plan_of(cache: Path) -> dict[str, Any]:
+    return json.loads((cache / "sidecar" / "plan.json").read_bytes())
+
+
+def target(plan: dict[str, Any], *, seed: int = 0, load: Any = None, **run: Any) -> Target:
     """Return the target of a cache of eagle3_runs, or another one that has the same name and checksums."""
-    return Target(plan.target, load or (lambda device: eagle3_runs.load(device, seed=seed)), {**plan.run, **run})
+    return plan["target"], load or (lambda device: eagle3_runs.load(device, seed=seed)), {**plan["run"], **run}
+
+
+def recomputed(cache: Path, there: Target, **how: Any) -> Verdict:
+    return run_again(cache, *there, **how)
 
 
 def jittered(device: torch.device) -> Any:
@@ -54,7 +61,7 @@ def jittered(device: torch.device) -> Any:
 @pytest.mark.parametrize("k", [1, 4, 100])
 def test_samples_that_are_run_again_are_equal_bit_for_bit(eagle3_caches: dict[str, Path], form: str, k: int) -> None:
     threads, seen = torch.get_num_threads(), []
-    there = target(open_plan(eagle3_caches[form]))
+    there = target(plan_of(eagle3_caches[form]))
     assert recomputed(eagle3_caches[form], there, k=k, progress=lambda *given: seen.append(given)) == GOOD
     assert torch.get_num_threads() == threads
     assert [done for done, _, _ in seen] == list(range(len(seen))) and seen[0][2] == len(seen)
@@ -62,7 +69,7 @@ def test_samples_that_are_run_again_are_equal_bit_for_bit(eagle3_caches: dict[st
 
 @pytest.mark.parametrize("form", ALL_FORMS)
 def test_another_target_gives_other_numbers_which_are_told_by_field(eagle3_caches: dict[str, Path], form: str) -> None:
-    plan = open_plan(eagle3_caches[form])
+    plan = plan_of(eagle3_caches[form])
     found = recomputed(eagle3_caches[form], target(plan, seed=1), k=3).problems
     assert any("aux_hidden_states of block " in problem for problem in found)
     values = "target_probs" if form in FORMS else "log_normalizers"
@@ -79,20 +86,20 @@ def test_another_target_gives_other_numbers_which_are_told_by_field(eagle3_cache
 def test_elsewhere_rounding_is_let_pass_and_nan_and_another_target_are_not(
     eagle3_caches: dict[str, Path], form: str
 ) -> None:
-    cache, plan = eagle3_caches[form], open_plan(eagle3_caches[form])
+    cache, plan = eagle3_caches[form], plan_of(eagle3_caches[form])
     assert recomputed(cache, target(plan, load=jittered), k=10).problems
     assert recomputed(cache, target(plan, load=jittered, processor="another"), k=10) == GOOD
     broken = copy.deepcopy(eagle3_runs.load(torch.device("cpu")))
     broken.model.layers[3].mlp.down_proj.weight.fill_(torch.nan)
     found = recomputed(cache, target(plan, load=lambda _: broken), k=1).problems
     assert "run again" in found[0] and ("block 3" in found[0] or form not in FORMS)
-    facts = {**plan.target, "config_sha256": "d" * 64, "name": "larger"}
-    (said,) = recomputed(cache, Target(facts, lambda device: pytest.fail("loaded"), plan.run)).problems
+    facts = {**plan["target"], "config_sha256": "d" * 64, "name": "larger"}
+    (said,) = recomputed(cache, (facts, lambda device: pytest.fail("loaded"), plan["run"])).problems
     assert "made from another target: config_sha256 of small in the plan differ from those of larger" in said
 
 
 def test_other_embeddings_than_the_targets_are_told_with_the_token(dense: Path) -> None:
-    path, plan = dense / "target_embeddings.safetensors", open_plan(dense)
+    path, plan = dense / "target_embeddings.safetensors", plan_of(dense)
     flip_bit(path, -4 * eagle3_runs.HIDDEN * 3)  # the last bit of a number of the third token from the end
     for there in (target(plan), target(plan, torch="3.0")):
         (found,) = recomputed(dense, there, k=1).problems
@@ -111,25 +118,25 @@ def test_other_embeddings_than_the_targets_are_told_with_the_token(dense: Path) 
 
 def test_a_wrong_sample_is_found_if_it_is_drawn_and_the_seed_decides_the_draw(dense: Path) -> None:
     put(dense, "aux_hidden_states", 4, 0, 0, 2.5)
-    there = target(open_plan(dense))
+    there = target(plan_of(dense))
     (found,) = recomputed(dense, there, k=10).problems
     assert "sample 4 ('chat\\n4'): aux_hidden_states of block 1 is 2.5 at slot 0, column 0, run again " in found
     by_seed = [[bool(recomputed(dense, there, k=1, seed=seed).problems) for seed in range(15)] for _ in range(2)]
     assert by_seed[0] == by_seed[1]
     assert 0 < sum(by_seed[0]) < 15
-    with pytest.raises(ValueError, match="k=0"):
+    with refused("E102", "k=0"):
         recomputed(dense, there, k=0)
 
 
 def test_a_converted_cache_passes_every_check(dense: Path) -> None:
-    before = open_plan(dense)
+    before = plan_of(dense)
     for version in (2, 1):
         assert convert(dense, version)
         assert json.loads((dense / "manifest.json").read_text())["format_version"] == version
-        assert all(verdict == GOOD for verdict in verify(dense).values())
+        assert all(verdict == GOOD for verdict in verdicts(dense).values())
         assert recomputed(dense, target(before), k=2) == GOOD
     (dense / "target_embeddings.safetensors").unlink()
-    with pytest.raises(CacheError, match=r"no such file.*--resume"):
+    with refused("E702", dense, "--resume"):
         convert(dense, 2)
 
 
@@ -148,7 +155,7 @@ def chats(count: int = 12) -> list[eagle3_runs.Row]:
 @pytest.fixture(scope="module", params=FORMS)
 def foreign(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache of twelve chats, from which all that this project adds was removed."""
-    folder, samples = tmp_path_factory.mktemp("made") / "c", Samples.of_rows(chats())
+    folder, samples = tmp_path_factory.mktemp("made") / "c", chats()
     eagle3_runs.run(folder, samples=samples, given=eagle3_runs.plan(samples, **FORMS[request.param]))
     shutil.rmtree(folder / "sidecar")
     (folder / "meta.json").unlink()
@@ -162,7 +169,7 @@ def cache(foreign: Path, tmp_path: Path) -> Path:
 
 def small(load: Any = eagle3_runs.load) -> Target:
     """Return a target of which nothing is known but its name."""
-    return Target({"name": "small"}, load, {"device": "cpu", "threads": 1, "compute_dtype": "fp32"})
+    return {"name": "small"}, load, {"device": "cpu", "threads": 1, "compute_dtype": "fp32"}
 
 
 def rewrite(cache: Path, change: Callable[[Tensors, int], None]) -> None:
@@ -219,13 +226,13 @@ def test_ids_and_masks_that_are_not_those_of_the_states_are_found(cache: Path, c
         for name in ("input_ids", "attention_mask", "loss_mask", "position_mask"):
             tensors[name] = tensors[name].flip(0).contiguous()
         save_file(tensors, shard_path(cache, 0))
-    assert verify(cache, names=["complete", "finite"])["complete"].problems == []
+    assert verdicts(cache, names=["complete", "finite"])["complete"].problems == []
     assert any(said in problem for problem in recomputed(cache, small(), k=12).problems)
 
 
 def test_a_mask_with_loss_behind_the_last_token_is_found_without_the_target(cache: Path) -> None:
     rewrite(cache, lambda tensors, length: tensors["loss_mask"][length - 1].fill_(1) and None)
-    assert any("loss_mask is 1 at slot" in problem for problem in verify(cache)["distribution"].problems)
+    assert any("loss_mask is 1 at slot" in problem for problem in verdicts(cache)["distribution"].problems)
 
 
 @pytest.mark.parametrize("column", [0, 3])
@@ -248,14 +255,11 @@ def test_a_cache_that_was_computed_in_another_precision_passes(foreign: Path) ->
 
 
 @pytest.mark.parametrize("foreign", ["dense"], indirect=True)
-def test_what_was_asked_for_and_not_checked_fails(
-    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_was_asked_for_and_not_checked_fails(cache: Path, tmp_path: Path) -> None:
     eagle3_runs.load(torch.device("cpu")).save_pretrained(tmp_path / "model")
-    command = ["verify", str(cache), "--target", str(tmp_path / "model"), "--device", "cpu"]
-    assert main(command) == 0
+    command = ["eagle3", "verify", cache, "--target", tmp_path / "model", "--device", "cpu"]
+    assert niels_gpt(*command).status == 0
     change_manifest(cache, aux_layer_ids=None)
-    capsys.readouterr()
-    assert main(command) == 1
-    assert "cannot be checked: manifest.json has no aux_layer_ids" in capsys.readouterr().out
-    assert main(command[:2]) == 0, "it was not asked for"
+    done = niels_gpt(*command)
+    assert done.status == 1 and "cannot be checked: manifest.json has no aux_layer_ids" in done.out
+    assert niels_gpt(*command[:3]).status == 0, "it was not asked for"

@@ -9,21 +9,20 @@ from typing import Any
 import pytest
 import torch
 from support import chat_tokenizers as kinds
+from support.commands import Done, niels_gpt
+from support.disk import LEASES_DIR, lock_by_leases
+from support.eagle3_inputs import input_facts
+from support.eagle3_replies import END, appending, begun, replies_of, reply_file, speaker_of, without_target
+from support.eagle3_replies import answered as answered_by
+from support.errors import refused
 from support.tiny_hub_models import write_model
 
 from niels_gpt.chat.tokenizers import Chat, open_tokenizer
-from niels_gpt.commands.eagle3 import respond as command
-from niels_gpt.eagle3.replies import chats as answering
-from niels_gpt.eagle3.replies.generate import Prompt, Reply, Sampling, Speaker, _sampled
-from niels_gpt.eagle3.replies.output import ReplyFile, opened
-from niels_gpt.recipes.eagle3.input import input_facts, input_rows
+from niels_gpt.recipes.eagle3.input import input_rows
 from niels_gpt.settings import Settings
-from niels_gpt.storage.errors import CacheError
-from niels_gpt.storage.locks import apply_lock_setting
-from niels_gpt.storage.locks.folder import LEASES_DIR
 
-END = 3
-"""Id of <|im_end|>."""
+Prompt = tuple[str, list[int]]
+"""A name and ids."""
 SAID = ("Hello there.", "I am well.", "The river is long, and its water is cold.", "And why?", "")
 
 
@@ -40,11 +39,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def speaker(folder: Path) -> Speaker:
+def speaker(folder: Path) -> Any:
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    return Speaker(model, (END,), pad_id=0, vocab_size=400, max_positions=64)
+    return speaker_of(model, vocab_size=400, max_positions=64)
 
 
 @pytest.fixture(scope="session")
@@ -57,17 +56,18 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-Run = Callable[..., tuple[int, Path]]
+Run = Callable[..., tuple[Done, Path]]
 
 
 @pytest.fixture
 def run(folder: Path, questions: Path, tmp_path: Path) -> Run:
-    """Runs the command in this process; returns status and file."""
+    """Runs the command in this process; returns how it ended and the file."""
 
-    def done(*more: str, name: str = "replies.jsonl") -> tuple[int, Path]:
+    def done(*more: str, name: str = "replies.jsonl") -> tuple[Done, Path]:
         path = tmp_path / name
         what = ["--target-model", str(folder), "--input-data", str(questions), "--output", str(path), "--threads", "1"]
-        return command.main([*what, "--device", "cpu", "--max-new-tokens", "8", "--batch-size", "4", *more]), path
+        how = ["--device", "cpu", "--max-new-tokens", "8", "--batch-size", "4"]
+        return niels_gpt(*what, *how, *more, module="niels_gpt.eagle3.respond"), path
 
     return done
 
@@ -78,60 +78,51 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 def prompts_of(*lengths: int) -> list[Prompt]:
     chance = torch.Generator().manual_seed(1)
-    return [Prompt(f"p{n}", torch.randint(7, 400, (n,), generator=chance).tolist()) for n in lengths]
+    return [(f"p{n}", torch.randint(7, 400, (n,), generator=chance).tolist()) for n in lengths]
 
 
 # --- generate ---------------------------------------------------------------------------------------------------------
 
 
-def test_greedy_replies_of_a_batch_are_those_that_generate_gives_one_prompt_at_a_time(speaker: Speaker) -> None:
+def test_greedy_replies_of_a_batch_are_those_that_generate_gives_one_prompt_at_a_time(speaker: Any) -> None:
     prompts = prompts_of(3, 20, 7, 11, 5, 60, 64, 61, 30, 13, 26)
-    found = speaker.replies(prompts, Sampling(max_new_tokens=5))
-    for prompt, reply in zip(prompts, found, strict=True):
-        room = min(5, 64 - len(prompt.ids))
+    found = replies_of(speaker, prompts, max_new_tokens=5)
+    for (_, asked), reply in zip(prompts, found, strict=True):
+        room = min(5, 64 - len(asked))
         ids: list[int] = []
         if room:
-            given = torch.tensor([prompt.ids])
+            given = torch.tensor([asked])
             made = speaker.model.generate(given, do_sample=False, max_new_tokens=room, eos_token_id=END, pad_token_id=0)
-            ids = made[0, len(prompt.ids) :].tolist()
+            ids = made[0, len(asked) :].tolist()
         ended = ids[-1:] == [END]
         finish = "stop" if ended else "length" if room == 5 else "context"
-        assert reply == Reply(ids[:-1] if ended else ids, END if ended else None, finish)
+        assert reply == (ids[:-1] if ended else ids, END if ended else None, finish)
     assert {reply.finish for reply in found} == {"stop", "length", "context"}
 
 
-def test_a_sampled_reply_depends_on_seed_and_name_and_not_on_its_batch(speaker: Speaker) -> None:
-    prompts, how = prompts_of(3, 20, 7, 11, 5, 30), Sampling(max_new_tokens=12, temperature=0.8, top_p=0.9, seed=4)
-    found = speaker.replies(prompts, how)
-    assert [speaker.replies([prompt], how)[0] for prompt in prompts] == found
-    assert speaker.replies(prompts[::-1], how) == found[::-1]
-    other_seed = speaker.replies(prompts, Sampling(max_new_tokens=12, temperature=0.8, top_p=0.9, seed=5))
-    other_name = speaker.replies([each._replace(name=each.name + "'") for each in prompts], how)
+def test_a_sampled_reply_depends_on_seed_and_name_and_not_on_its_batch(speaker: Any) -> None:
+    prompts = prompts_of(3, 20, 7, 11, 5, 30)
+    how: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0.8, "top_p": 0.9}
+    found = replies_of(speaker, prompts, **how, seed=4)
+    assert [replies_of(speaker, [prompt], **how, seed=4)[0] for prompt in prompts] == found
+    assert replies_of(speaker, prompts[::-1], **how, seed=4) == found[::-1]
+    other_seed = replies_of(speaker, prompts, **how, seed=5)
+    other_name = replies_of(speaker, [(name + "'", ids) for name, ids in prompts], **how, seed=4)
     for changed in (other_seed, other_name):
         assert sum(one == two for one, two in zip(changed, found, strict=True)) <= 1
 
 
-def test_a_token_is_the_first_whose_cumulative_probability_exceeds_the_uniform_number() -> None:
-    probs = torch.tensor([0.1, 0.4, 0.2, 0.3])
-    uniform = torch.tensor([0.0, 0.0999, 0.1001, 0.4999, 0.5001, 0.6999, 0.7001, 0.9999], dtype=torch.float64)
-    logits = probs.log().expand(8, 4)
-    assert _sampled(logits, 1.0, uniform).tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-    # top_p 0.6 keeps 0.4 and 0.3, ids 1 and 3, whose border is at 4/7 = 0.571.
-    assert _sampled(logits, 0.6, uniform).tolist() == [1, 1, 1, 1, 1, 3, 3, 3]
-    assert _sampled(logits, 0.4, uniform).tolist() == [1] * 8
-
-
-def test_a_models_own_generation_config_changes_nothing(speaker: Speaker) -> None:
+def test_a_models_own_generation_config_changes_nothing(speaker: Any) -> None:
     import transformers
 
-    prompts, how = prompts_of(9, 4), Sampling(max_new_tokens=12)
-    found, before = speaker.replies(prompts, how), speaker.model.generation_config
+    prompts = prompts_of(9, 4)
+    found, before = replies_of(speaker, prompts, max_new_tokens=12), speaker.model.generation_config
     own = transformers.GenerationConfig(
         repetition_penalty=50.0, suppress_tokens=[token for reply in found for token in reply.ids]
     )
     speaker.model.generation_config = own
     try:
-        assert speaker.replies(prompts, how) == found and speaker.model.generation_config is own
+        assert replies_of(speaker, prompts, max_new_tokens=12) == found and speaker.model.generation_config is own
     finally:
         speaker.model.generation_config = before
 
@@ -139,26 +130,9 @@ def test_a_models_own_generation_config_changes_nothing(speaker: Speaker) -> Non
 # --- chats ------------------------------------------------------------------------------------------------------------
 
 
-def answered(
-    folder: Path, chat: list[dict[str, Any]], *texts: str, turns: str = "all", form: str = "messages"
-) -> tuple[Any, list[str]]:
+def answered(folder: Path, chat: list[dict[str, Any]], *texts: str, **how: str) -> tuple[Any, list[str]]:
     """Reply to a chat with these texts in turn, each ended unless it ends with "..."; returns it and the prompts."""
-    tokenizer, prompts, left = open_tokenizer(str(folder)), list[str](), list(texts)
-
-    def generate(asked: Sequence[Prompt]) -> list[Reply]:
-        prompts.extend(tokenizer.decode(prompt.ids) for prompt in asked)
-        said = [left.pop(0) for _ in asked]
-        backend = tokenizer._backend  # type: ignore[attr-defined]
-        ids = [backend.encoded([text])[0][0] for text in said]
-        cut = [text.endswith("...") for text in said]
-        return [
-            Reply(*(each, None, "length") if at else (each, END, "stop")) for each, at in zip(ids, cut, strict=True)
-        ]
-
-    found = answering.started(Chat("c", chat), turns)
-    answering.reply_to_all([found], tokenizer, generate, form)
-    assert not left
-    return found, prompts
+    return answered_by(open_tokenizer(str(folder)), Chat("c", chat), *texts, **how)
 
 
 def chatml(*contents: str) -> str:
@@ -168,7 +142,7 @@ def chatml(*contents: str) -> str:
     return "".join(parts) + "<|im_start|>assistant\n"
 
 
-def contents_of(found: answering.Answered) -> list[str]:
+def contents_of(found: Any) -> list[str]:
     return [message["content"] for message in found.messages]
 
 
@@ -213,7 +187,7 @@ def test_what_nobody_asks_and_what_calls_a_tool_gets_no_reply(folder: Path) -> N
     ]:
         found, prompts = answered(folder, chat, turns=turns)
         assert (found.ended_by, prompts, found.replies) == (reason, [], [])
-    assert answering.started(Chat("c", with_call), "last").ended_by is None, "the calls before it stay"
+    assert begun(Chat("c", with_call), "last").ended_by is None, "the calls before it stay"
 
 
 def test_white_space_that_the_template_writes_itself_is_left_out_of_the_content(tmp_path: Path) -> None:
@@ -235,7 +209,8 @@ def test_messages_end_where_the_template_writes_an_earlier_reply_otherwise_and_i
         True,
     )
     tokenizer = open_tokenizer(str(cut))
-    assert not isinstance(tokenizer.encode_chats([Chat("c", found.messages)])[0], answering.RefusedChat)
+    ids, mask, *_ = tokenizer.encode_chats([Chat("c", found.messages)])[0]  # it is not refused
+    assert len(ids) == len(mask) and any(mask)
     plain, _ = answered(cut, chat, "one", "two")
     assert contents_of(plain) == ["A?", "one", "B?", "two"], "without reasoning no turn is cut"
     found, prompts = answered(cut, chat, *said, form="ids")
@@ -259,8 +234,9 @@ def test_messages_end_where_the_template_writes_an_earlier_reply_otherwise_and_i
 
 
 def test_rows_are_in_the_order_of_the_chats_and_all_that_was_left_out_is_counted(run: Run, questions: Path) -> None:
-    status, path = run()
-    assert status == 0 and sorted(each.name for each in path.parent.iterdir()) == [path.name, f"{path.name}.record"]
+    done, path = run()
+    assert done.status == 0
+    assert sorted(each.name for each in path.parent.iterdir()) == [path.name, f"{path.name}.record"]
     rows, record, asked = rows_of(path), json.loads(Path(f"{path}.record").read_text()), rows_of(questions)
     order = [row["id"] for row in rows]
     assert order == [row["id"] for row in asked if row["id"] in order] and 10 < len(rows) <= 24
@@ -282,9 +258,9 @@ def test_rows_are_in_the_order_of_the_chats_and_all_that_was_left_out_is_counted
 
 def test_precompute_reads_both_forms(run: Run, folder: Path) -> None:
     tokenizer, read = open_tokenizer(str(folder)), dict[str, list[Any]]()
-    for form in answering.FORMS:
-        status, path = run("--form", form, name=f"{form}.jsonl")
-        assert status == 0
+    for form in ("messages", "ids"):
+        done, path = run("--form", form, name=f"{form}.jsonl")
+        assert done.status == 0, done.err
         facts = input_facts(Settings(), str(path))
         read[form] = list(input_rows(Settings(), str(path), tokenizer, seq_length=256, counters=Counter(), facts=facts))
         rows = rows_of(path)
@@ -298,76 +274,71 @@ def test_precompute_reads_both_forms(run: Run, folder: Path) -> None:
     assert same and all(row.input_ids.tolist()[: len(of_ids[row.id])] == of_ids[row.id] for row in same)
 
 
-def test_a_killed_run_resumes_to_the_same_bytes_and_other_settings_are_refused(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_killed_run_resumes_to_the_same_bytes_and_other_settings_are_refused(run: Run) -> None:
     how = ("--temperature", "0.9")
     _, whole = run(*how, name="whole.jsonl")
-    append, runs = ReplyFile.append, []
+    runs: list[int] = []
 
-    def killed(self: ReplyFile, chats: Sequence[Any]) -> None:
-        append(self, chats)
+    def killed(append: Callable[..., None], file: Any, chats: Sequence[Any]) -> None:
+        append(file, chats)
         runs.append(len(chats))
         if len(runs) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(ReplyFile, "append", killed)
-    status, path = run(*how)
+    with appending(killed):
+        done, path = run(*how)
     part = Path(f"{path}.part")
-    assert status == 130 and not path.exists() and len(part.read_bytes().splitlines()) == 1 + sum(runs[:3])
+    assert done.status == 130 and not path.exists() and len(part.read_bytes().splitlines()) == 1 + sum(runs[:3])
     part.write_bytes(part.read_bytes()[:-30])  # a torn line
-    assert (
-        run(*how, "--seed", "1")[0] == 1 and "error[E703]" in (told := capsys.readouterr().err) and "sampling" in told
-    )
+    done, _ = run(*how, "--seed", "1")
+    assert done.status == 1 and "error[E703]" in done.err and "sampling" in done.err
     left, record = part.read_bytes(), Path(f"{path}.record")
     record.unlink()
-    assert run(*how, "--seed", "1")[0] == 1 and "error[E703]" in (told := capsys.readouterr().err) and ".part" in told
+    done, _ = run(*how, "--seed", "1")
+    assert done.status == 1 and "error[E703]" in done.err and ".part" in done.err
     assert not record.exists() and part.read_bytes() == left
-    assert run(*how)[0] == 0 and path.read_bytes() == whole.read_bytes() and not part.exists()
+    assert run(*how)[0].status == 0 and path.read_bytes() == whole.read_bytes() and not part.exists()
     assert json.loads(Path(f"{path}.record").read_text()) == json.loads(Path(f"{whole}.record").read_text())
 
-    monkeypatch.setattr("niels_gpt.recipes.eagle3.respond._load", lambda _: pytest.fail("the target was loaded"))
-    part.write_bytes(left)
-    assert run(*how)[0] == 0 and not part.exists(), "it is done"
-    path.write_bytes(b"")
-    assert run(*how)[0] == 1 and "error[E701]" in capsys.readouterr().err
-    part.with_name("other.jsonl").write_bytes(b"{}")
-    assert run(*how, name="other.jsonl")[0] == 1 and "error[E704]" in capsys.readouterr().err
+    with without_target():
+        part.write_bytes(left)
+        assert run(*how)[0].status == 0 and not part.exists(), "it is done"
+        path.write_bytes(b"")
+        done, _ = run(*how)
+        assert done.status == 1 and "error[E701]" in done.err
+        part.with_name("other.jsonl").write_bytes(b"{}")
+        done, _ = run(*how, name="other.jsonl")
+        assert done.status == 1 and "error[E704]" in done.err
 
 
 def test_a_run_that_lost_its_lease_appends_nothing(tmp_path: Path) -> None:
-    apply_lock_setting(tmp_path, "lease")
-    with pytest.raises(CacheError, match="lost its lease") as error, opened(tmp_path / "r.jsonl", {}) as file:
-        assert isinstance(file, ReplyFile)
+    lock_by_leases(tmp_path)
+    with refused("E512", "r.jsonl"), reply_file(tmp_path / "r.jsonl") as file:
         file.append([(0, [{}], {})])
         for lease in (tmp_path / LEASES_DIR).iterdir():  # as another machine does that takes over
             lease.unlink()
         for act in (lambda: file.append([(1, [{}], {})]), lambda: file.finish({})):
-            with pytest.raises(CacheError, match="lost its lease"):
+            with refused("E512", "r.jsonl"):
                 act()
-    assert error.value.code == "E512" and not (tmp_path / "r.jsonl").exists()
+    assert not (tmp_path / "r.jsonl").exists()
     assert len((tmp_path / "r.jsonl.part").read_bytes().splitlines()) == 2
 
 
-def test_chats_of_one_id_and_prompt_get_replies_of_their_own(
-    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_chats_of_one_id_and_prompt_get_replies_of_their_own(run: Run, tmp_path: Path) -> None:
     chat, asked = {"id": "x", "messages": kinds.turns("A?", "a", "B?")}, tmp_path / "same.jsonl"
     asked.write_text(3 * (json.dumps(chat) + "\n"))
     how = ("--temperature", "1", "--turns", "last", "--input-data", str(asked))
-    rows = rows_of(run(*how)[1])
-    told = capsys.readouterr().out
-    assert "turns_of_the_source 3" in told and "precompute puts loss on turns_of_the_source too" in told
+    done, path = run(*how)
+    rows = rows_of(path)
+    assert "turns_of_the_source 3" in done.out and "precompute puts loss on turns_of_the_source too" in done.out
     assert len({json.dumps(row) for row in rows}) == len(rows) == 3
     assert rows_of(run(*how, "--limit", "1", name="one.jsonl")[1]) == rows[:1]
 
 
-def test_a_trial_says_what_would_run_and_loads_no_weights(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("niels_gpt.recipes.eagle3.respond._load", lambda _: pytest.fail("the target was loaded"))
-    status, path = run("--dry-run", "--limit", "26")
-    assert status == 0 and list(path.parent.iterdir()) == []
-    out = capsys.readouterr().out
-    assert "26 chats, 25 with a prompt" in out and "without a prompt: no_prompt 1" in out
-    assert run("--temperature", "0", "--top-p", "0.5")[0] == 2 and "leave one of them out" in capsys.readouterr().err
+def test_a_trial_says_what_would_run_and_loads_no_weights(run: Run) -> None:
+    with without_target():
+        done, path = run("--dry-run", "--limit", "26")
+        assert done.status == 0 and list(path.parent.iterdir()) == []
+        assert "26 chats, 25 with a prompt" in done.out and "without a prompt: no_prompt 1" in done.out
+        done, _ = run("--temperature", "0", "--top-p", "0.5")
+        assert done.status == 2 and "leave one of them out" in done.err

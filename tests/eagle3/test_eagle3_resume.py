@@ -1,7 +1,6 @@
 """What a rerun may continue: the same plan, or a folder whose receipts name it; all else is refused, unchanged."""
 
-import dataclasses
-import re
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,19 +9,16 @@ from typing import Any
 
 import pytest
 from support import eagle3_runs as small
-from support.eagle3_runs import never, run, samples_of, times, whole_tree
+from support.eagle3_runs import cache_lock, never, patched, run, samples_of, times, whole_tree
+from support.errors import refused
 
 from niels_gpt.eagle3.cache import convert, verify
-from niels_gpt.eagle3.format.samples import Samples
-from niels_gpt.eagle3.produce import producer
-from niels_gpt.storage.errors import CacheError
-from niels_gpt.storage.locks import file_lock
 
 
-def refused(cache: Path, text: str, **how: Any) -> CacheError:
+def untouched(cache: Path, code: str, *found: object, **how: Any) -> Any:
     """Assert that a run is refused, and that it changed nothing, the time of a file included; returns the error."""
     before = whole_tree(cache), times(cache)
-    with pytest.raises(CacheError, match=text) as caught:
+    with refused(code, *found) as caught:
         run(cache, load=never, **how)
     assert (whole_tree(cache), times(cache)) == before
     return caught.value
@@ -53,72 +49,73 @@ def test_another_plan_is_refused_by_its_fields(cache: Path, field: str, unfinish
         leave_unfinished(cache)
         (cache / "target_embeddings.safetensors").write_bytes(b"what is there")
     given = small.plan(samples_of(), **CHANGES[field])
-    error = refused(cache, "does not match the current run", given=given, resume=True)
+    error = untouched(cache, "E703", cache, given=given, resume=True)
     assert f"(mismatched fields: ['{field}'])" in error.found and "original settings" in error.remedy
 
 
 def test_all_fields_that_differ_are_named_in_order_and_six_of_their_values(cache: Path) -> None:
     plan = small.plan(samples_of(), dtype="fp32", run={"threads": 2}, batch_size=1)
-    error = refused(cache, "mismatched fields", given=plan, resume=True)
+    error = untouched(cache, "E703", cache, given=plan, resume=True)
     fields = ["batches.batch_size", "batches.sha256", "manifest.dtype", "run.threads"]
     values = "batches.batch_size: 3, now 1; manifest.dtype: 'bf16', now 'fp32'; run.threads: 1, now 2"
     assert error.found.endswith(f"(mismatched fields: {fields}): {values}")  # what follows from these is left out
     samples = samples_of(9)
-    plan = small.plan(samples, seq_length=32, dtype="fp32", run={"threads": 2, "torch": "1", "device": "cuda"})
-    plan = dataclasses.replace(plan, source={**plan.source, "limit": 9}, batch_size=2)
-    error = refused(cache, "mismatched fields", given=plan, resume=True)
+    run_of = {"threads": 2, "torch": "1", "device": "cuda"}
+    how: dict[str, Any] = {"source": {"limit": 9}, "batch_size": 2, "run": run_of}
+    plan = small.plan(samples, seq_length=32, dtype="fp32", **how)
+    error = untouched(cache, "E703", cache, given=plan, resume=True)
     assert error.found.count(", now ") == 6 and error.found.endswith("run.torch: None, now '1'; and 1 more")
     plan = small.plan(samples, source={"limit": 9}, dropped={"empty": 1})
-    error = refused(cache, "'samples.count'", samples=samples, given=plan, resume=True)
+    error = untouched(cache, "E703", "'samples.count'", samples=samples, given=plan, resume=True)
     assert error.found.endswith("): source.limit: None, now 9")
 
 
 def test_other_samples_are_refused(cache: Path) -> None:
     rows = small.rows()
     rows[3] = small.Row(rows[3].id, rows[3].input_ids, [1 - bit for bit in rows[3].loss_mask])
-    error = refused(cache, "samples.sha256", samples=Samples.of_rows(rows), resume=True)
+    error = untouched(cache, "E703", "samples.sha256", samples=rows, resume=True)
     assert "samples.supervised_tokens" in error.found and "ids_sha256" not in error.found
 
 
 def test_a_manifest_that_was_changed_since_is_refused(cache: Path) -> None:
     convert(cache, 2)
-    error = refused(cache, "converted to version 2", resume=True)
+    error = untouched(cache, "E703", "version 2", resume=True)
     assert "['manifest.format_version', 'manifest.target_probs_topk']" in error.found
     assert error.remedy.endswith(f"niels-gpt eagle3 convert {cache} --format 1")
     convert(cache, 1)
     path = cache / "manifest.json"
     path.write_bytes(path.read_bytes().replace(b"bf16", b"fp16"))
-    refused(cache, "manifest.dtype: 'fp16', now 'bf16'", resume=True)
+    untouched(cache, "E703", "manifest.dtype: 'fp16', now 'bf16'", resume=True)
 
 
 def test_a_folder_that_holds_a_cache_is_refused_without_resume(cache: Path) -> None:
-    refused(cache, "already has shards.*--resume")
+    untouched(cache, "E704", "shards", "--resume")
     for shard in cache.glob("shard-*"):
         shard.unlink()
-    refused(cache, "already has a plan.*--resume")
+    untouched(cache, "E704", "plan", "--resume")
     shutil.rmtree(cache / "sidecar")
-    refused(cache, "already has a manifest.*--resume")
+    untouched(cache, "E704", "manifest", "--resume")
 
 
 def test_a_cache_that_is_not_of_this_plan_or_of_another_tool_is_not_continued(cache: Path) -> None:
     more = shutil.copy(cache / "shard-000001.safetensors", cache / "shard-000003.safetensors")
-    refused(cache, r"shard-000003\.safetensors: the plan has 3 shards", resume=True)
+    untouched(cache, "E704", "shard-000003.safetensors", "3 shards", resume=True)
     Path(more).unlink()
     (cache / "meta.json").unlink()
     shutil.rmtree(cache / "sidecar")
-    refused(cache, r"it has no sidecar/plan\.json: another tool wrote it", resume=True)
+    untouched(cache, "E703", "sidecar/plan.json", "another tool", resume=True)
     (cache / "manifest.json").unlink()
-    refused(cache, "its manifest is missing", resume=True)
+    untouched(cache, "E703", "manifest", resume=True)
     shutil.rmtree(cache)
     cache.write_bytes(b"x")
-    with pytest.raises(CacheError, match="c: is no folder"):
+    with refused("E704", cache):
         run(cache, load=never)
     assert cache.read_bytes() == b"x"
     cache.unlink()
     (cache / "sidecar").mkdir(parents=True)
     (cache / "sidecar" / "plan.json").write_bytes(b"{")
-    refused(cache, r"its sidecar/plan\.json is damaged \(.*\), and nothing else names", resume=True)
-    refused(cache, "already has a plan.*--resume")
+    untouched(cache, "E703", "sidecar/plan.json is damaged", resume=True)
+    untouched(cache, "E704", "plan", "--resume")
 
 
 @pytest.mark.parametrize("resume", [True, False])
@@ -127,46 +124,49 @@ def test_a_folder_with_anything_of_others_is_refused(tmp_path: Path, name: str, 
     path = tmp_path / "c" / name
     path.parent.mkdir(parents=True)
     path.write_text('{"kind": "sft"}')
-    refused(tmp_path / "c", rf"holds a file .*\(such as {re.escape(name.removesuffix('/keep'))}\)", resume=resume)
+    untouched(tmp_path / "c", "E704", f"(such as {name.removesuffix('/keep')})", resume=resume)
     if "/" not in name:
         (tmp_path / "c" / "x").touch()
-        refused(tmp_path / "c", "holds 2 files", resume=resume)
+        untouched(tmp_path / "c", "E704", "2 files", resume=resume)
 
 
 def test_the_meta_json_of_another_cache_is_never_removed(cache: Path, tmp_path: Path) -> None:
     meta = cache / "meta.json"
     meta.write_text('{"kind": "sft"}')
-    refused(cache, r"meta\.json: kind 'sft', expected 'eagle3'", resume=True)
+    untouched(cache, "E704", "meta.json", "'sft'", "'eagle3'", resume=True)
     meta.unlink()
     meta.mkdir()
-    refused(cache, r"meta\.json: not a regular file", resume=True)
+    untouched(cache, "E704", "meta.json", resume=True)
     meta.rmdir()
     meta.symlink_to(tmp_path / "elsewhere")
-    refused(cache, r"meta\.json: a symbolic link", resume=True)
+    untouched(cache, "E205", "meta.json", resume=True)
 
 
 def test_a_folder_in_which_somebody_works_is_refused(cache: Path) -> None:
     (cache / "meta.json").unlink()
-    with file_lock(cache / "sidecar" / "lock", "x", wait=False):
-        refused(cache, r"c: is being written by user .*, host .*, pid \d+", resume=True)
+    with cache_lock(cache):
+        untouched(cache, "E503", cache, f"pid {os.getpid()}", "user", "host", resume=True)
     run(cache, resume=True)
 
 
 @pytest.mark.parametrize("resume", [True, False])
-def test_a_run_that_was_overtaken_sees_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: bool) -> None:
+def test_a_run_that_was_overtaken_sees_it(tmp_path: Path, resume: bool) -> None:
+    late: list[bool] = []
+
     @contextmanager
-    def late(*arguments: Any, **how: Any) -> Iterator[None]:
-        monkeypatch.setattr(producer, "file_lock", file_lock)
-        run(tmp_path / "c")
-        with file_lock(*arguments, **how):
+    def lock(real: Any, *given: Any, **how: Any) -> Iterator[None]:
+        if not late:
+            late.append(True)
+            run(tmp_path / "c")
+        with real(*given, **how):
             yield
 
-    monkeypatch.setattr(producer, "file_lock", late)
-    if resume:
-        assert run(tmp_path / "c", resume=True).shards == 0
-    else:
-        with pytest.raises(CacheError, match="already has shards"):
-            run(tmp_path / "c")
+    with patched(lock=lock):
+        if resume:
+            assert run(tmp_path / "c", resume=True).shards == 0
+        else:
+            with refused("E704", "shards", "--resume"):
+                run(tmp_path / "c")
     assert verify(str(tmp_path / "c")) == []
 
 
@@ -188,11 +188,11 @@ def test_a_plan_that_is_lost_or_damaged_is_written_again_where_the_shards_are_of
     LOSSES[how](cache / "sidecar" / "plan.json")
     if how == "changed":
         changed = small.plan(samples_of(), run={"threads": 7})
-        damaged = r"damaged \(its shards name another plan\).*original settings"
-        refused(cache, damaged, given=changed, resume=True)
+        found = ("plan.json", "damaged (its shards name another plan)", "original settings")
+        untouched(cache, "E703", *found, given=changed, resume=True)
     else:
         given = small.plan(samples_of(), dtype="fp32")
-        error = refused(cache, "these settings give another plan", given=given, resume=True)
+        error = untouched(cache, "E703", "another plan", given=given, resume=True)
         assert "original settings" in error.remedy
         assert ("plan.json is missing" if how == "lost" else "plan.json is damaged") in error.found
     made = run(cache, resume=True, load=small.load if unfinished else never).shards

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.errors import refused
+from support.target_outputs import check_finite, in_parts_of, stored_fields
 from torch import Tensor
 
-from niels_gpt.eagle3.produce import supervision
-from niels_gpt.eagle3.produce.supervision import NonFiniteError, cache_fields, check_finite, draft_distribution
+from niels_gpt.eagle3.produce.supervision import draft_distribution
 from niels_gpt.eagle3.target import Eagle3TargetBatch
 
 VOCAB, HIDDEN, WIDTH = 40, 4, 9
@@ -37,7 +38,7 @@ def batch_of(*, dtype: torch.dtype = torch.float32, garbage: float = 7.0) -> Eag
 
 
 def fields_of(batch: Eagle3TargetBatch, **other: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    return cache_fields(batch, LENGTHS, SELECTED, KNOWN, **{"topk": 0, "dtype": torch.float32, **other})
+    return stored_fields(batch, LENGTHS, SELECTED, KNOWN, **{"topk": 0, "dtype": torch.float32, **other})
 
 
 def test_a_distribution_on_paper() -> None:
@@ -105,12 +106,13 @@ def test_nothing_of_what_the_target_makes_of_padding_is_kept(topk: int) -> None:
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
 @pytest.mark.parametrize("topk", [0, 3])
-def test_parts_of_any_size_give_the_same_bits(topk: int, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_any_size_give_the_same_bits(topk: int, slots: int) -> None:
     batch = batch_of(dtype=torch.bfloat16)
     fields, facts = fields_of(batch, topk=topk)
     probs, position_mask = draft_distribution(batch.logits, batch.loss_mask, SELECTED, KNOWN)
-    monkeypatch.setattr(supervision, "PART_VALUES", (slots + 1) * VOCAB - 1)
-    again, facts_again = fields_of(batch, topk=topk)
+    with in_parts_of((slots + 1) * VOCAB - 1):
+        again, facts_again = fields_of(batch, topk=topk)
+        again_probs, again_mask = draft_distribution(batch.logits, batch.loss_mask, SELECTED, KNOWN)
     assert fields.keys() == again.keys() and all(torch.equal(fields[name], again[name]) for name in fields)
     for name in facts.keys() - {"draft_mass", "kept_mass"}:
         assert facts_again[name] == facts[name]
@@ -119,13 +121,12 @@ def test_parts_of_any_size_give_the_same_bits(topk: int, slots: int, monkeypatch
         assert facts_again["kept_mass"] == pytest.approx(facts["kept_mass"], rel=1e-6)
     exact = torch.softmax(batch.logits.double()[..., SELECTED], -1)
     assert probs.dtype == torch.float32 and torch.allclose(probs.double(), exact, atol=1e-6), "of bf16 logits too"
-    again_probs, again_mask = draft_distribution(batch.logits, batch.loss_mask, SELECTED, KNOWN)
     assert torch.equal(again_probs, probs) and torch.equal(again_mask, position_mask)
 
 
 def test_a_draft_that_knows_all_tokens_has_all_of_the_mass_and_a_k_of_all_is_stored_whole() -> None:
     whole, known = torch.arange(VOCAB).flip(0), torch.ones(VOCAB, dtype=torch.bool)
-    fields, facts = cache_fields(batch_of(), LENGTHS, whole, known, topk=VOCAB, dtype=torch.float32)
+    fields, facts = stored_fields(batch_of(), LENGTHS, whole, known, topk=VOCAB, dtype=torch.float32)
     assert facts["draft_mass"] == facts["supervised"] == facts["positions"] != [0, 0, 0]
     assert "target_probs" in fields and "target_probs_values" not in fields and facts["kept_mass"] is None
     in_that_order = batch_of().logits[0, :8].softmax(-1)[:, whole]
@@ -134,8 +135,8 @@ def test_a_draft_that_knows_all_tokens_has_all_of_the_mass_and_a_k_of_all_is_sto
 
 @pytest.mark.parametrize("lengths", [[9, 4], [9, 4, 0], [10, 4, 1], [[9, 4, 1]]])
 def test_lengths_fit_the_batch(lengths: Any) -> None:
-    with pytest.raises(ValueError, match="expected one for each of 3 rows, each from 1 to the batch's width 9"):
-        cache_fields(batch_of(), lengths, SELECTED, KNOWN, topk=0, dtype=torch.float32)
+    with refused("E102", "3 rows", "width 9"):
+        stored_fields(batch_of(), lengths, SELECTED, KNOWN, topk=0, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -148,24 +149,23 @@ def test_what_is_no_number_is_named_by_sample_and_block(place: int | None, layer
     else:
         batch.aux_hidden_states[1, 3, place] = value  # the last slot of the second row
         said = f"slot 3, block {layer}: {value}"
-    with pytest.raises(NonFiniteError, match=rf"^sample 'second', {said}, .*; 1 such places in 1 of 3 samples"):
+    with refused("E708", f"'second', {said}", "1 such places in 1 of 3 samples", kind=RuntimeError):
         check_finite(batch, NAMES, LENGTHS, LAYERS)
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 100])
-def test_every_place_that_is_not_finite_is_counted_and_padding_and_last_logits_may_be_anything(
-    slots: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervision, "PART_VALUES", slots * VOCAB)
+def test_every_place_that_is_not_finite_is_counted_and_padding_and_last_logits_may_be_anything(slots: int) -> None:
     for garbage in (0.0, math.inf, math.nan):
         batch = batch_of(garbage=garbage)
         batch.logits[1, 3] = garbage  # the last slot: these are not stored
-        check_finite(batch, NAMES, LENGTHS, LAYERS)
-        assert fields_of(batch)[0]["target_probs"].isfinite().all()
+        with in_parts_of(slots * VOCAB):
+            check_finite(batch, NAMES, LENGTHS, LAYERS)
+            assert fields_of(batch)[0]["target_probs"].isfinite().all()
     batch.logits[0, 3:8, 1] = math.inf
     batch.logits[1, 2, 3] = math.nan
     batch.aux_hidden_states[0, 8, 4:] = -math.inf  # the last slot: two layers of three
-    with pytest.raises(NonFiniteError, match=r"^sample 'first', slot 3, logits: inf, .*; 8 such places in 2 of 3 samp"):
+    found = ("sample 'first', slot 3, logits: inf", "8 such places in 2 of 3 samples")
+    with in_parts_of(slots * VOCAB), refused("E708", *found, kind=RuntimeError):
         check_finite(batch, NAMES, LENGTHS, LAYERS)
 
 
@@ -175,5 +175,5 @@ def test_a_hidden_state_that_the_stored_dtype_cannot_hold_is_named() -> None:
     check_finite(batch, NAMES, LENGTHS, LAYERS, torch.float16)
     batch.aux_hidden_states[2, 0, 5] = -65520.0
     check_finite(batch, NAMES, LENGTHS, LAYERS, torch.bfloat16)
-    with pytest.raises(NonFiniteError, match=r"'third', slot 0, block 17: -65520.0, .* that fits into torch.float16"):
+    with refused("E708", "'third', slot 0, block 17: -65520.0", "torch.float16", kind=RuntimeError):
         check_finite(batch, NAMES, LENGTHS, LAYERS, torch.float16)

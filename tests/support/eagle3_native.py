@@ -12,12 +12,13 @@ import torch
 
 from niels_gpt.eagle3.format.layout import AUX_DTYPES, DTYPES
 from niels_gpt.eagle3.format.manifest import write_manifest
+from niels_gpt.eagle3.format.native import weights
+from niels_gpt.eagle3.format.native.damage import native_shard_damage
 from niels_gpt.eagle3.format.native.fp8 import quantized
 from niels_gpt.eagle3.format.native.layout import native_layout_of
 from niels_gpt.eagle3.format.native.rows import row_counts, target_positions
 from niels_gpt.eagle3.format.native.sample import NativeSample
 from niels_gpt.eagle3.format.native.shard_writer import NativeShardWriter
-from niels_gpt.eagle3.format.native.weights import write_weights
 from niels_gpt.eagle3.format.samples import Samples
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.eagle3.target import capture
@@ -100,8 +101,9 @@ def write_native(
     return samples
 
 
-def capture_native(folder: Path, model: Any, samples: Samples, **manifest: Any) -> None:
+def capture_native(folder: Path, model: Any, rows: Sequence[Any], **manifest: Any) -> None:
     """Write a native cache of what a model says about samples, one at a time, in one shard and without a plan."""
+    samples = Samples.of_rows(rows)
     head, size = TargetHead.of_model(model), model.config.hidden_size
     sizes = {"target_vocab_size": head.vocab_size, "hidden_size": size, "head": head.facts()}
     whole = manifest_of(len(samples), 1, **{**sizes, **manifest})
@@ -121,3 +123,23 @@ def capture_native(folder: Path, model: Any, samples: Samples, **manifest: Any) 
     writer.commit()
     write_manifest(folder, whole)
     write_weights(folder, head.weights())
+
+
+def damaged_samples(cache: Path, shard: int = 0) -> list[int | None]:
+    """The samples of a shard that are not as its receipt says; None for what is of no sample."""
+    return [row for row, _ in native_shard_damage(cache, shard)]
+
+
+def write_weights(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write the weights of a target that a native cache holds."""
+    weights.write_weights(folder, tensors)
+
+
+def read_weights(folder: Path, *names: Any) -> dict[str, torch.Tensor]:
+    """Read them, or those of these names."""
+    return weights.read_weights(folder, *names)
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether they are there and undamaged."""
+    return weights.has_weights(folder)

@@ -1,11 +1,15 @@
-"""A plan, samples and a target of eight small layers: a cache of three shards takes a tenth of a second."""
+"""Samples and a target of eight small layers: a cache of three shards takes a tenth of a second.
+
+`run` makes a cache by `niels_gpt.eagle3.make_target_cache`. Below it stand what has no public name: the plan and the
+estimate of a run, parts that are joined or sealed, patches of its writer.
+"""
 
 from __future__ import annotations
 
 import random
 import subprocess
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -14,11 +18,11 @@ from typing import Any
 import pytest
 import torch
 
-from niels_gpt.eagle3.format.plan import Plan, make_plan
-from niels_gpt.eagle3.format.samples import Samples
-from niels_gpt.eagle3.produce.producer import Produced, produce
+from niels_gpt.eagle3 import make_target_cache
 
 VOCAB, HIDDEN, LENGTH = 40, 16, 24
+EAGLE3 = "niels_gpt.eagle3.__main__"
+"""The module of `python -m niels_gpt.eagle3`, whose commands end with 1 where `niels-gpt eagle3` tells damage by 3."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +82,16 @@ NATIVE = {"format_version": "native-1", "hidden_size": HIDDEN, "aux_dtype": "bf1
 FP8 = {**NATIVE, "aux_dtype": "fp8", "aux_layer_ids": [5, 0, 2, 7], "dtype": "fp32"}
 
 
-def plan(samples: Samples, *, batch_size: int = 3, max_batch_tokens: int = 64, **changed: Any) -> Plan:
-    """Return a plan. changed: fields of the manifest, or whole parts of the plan."""
+@dataclass(frozen=True)
+class Given:
+    """What decides the bytes of a cache: samples, and what `make_target_cache` takes beside them and the target."""
+
+    samples: Sequence[Row]
+    settings: dict[str, Any]
+
+
+def plan(samples: Sequence[Row], *, batch_size: int = 3, max_batch_tokens: int = 64, **changed: Any) -> Given:
+    """Return what a run is given. changed: fields of the manifest, or of whole parts of the plan."""
     parts: dict[str, Any] = {
         "target": {"name": "small", "vocab_size": VOCAB, "hidden_size": HIDDEN, "config_sha256": "c" * 64},
         "tokenizer": {"sha256": "a" * 64, "template_sha256": None, "mask_by": "given", "pad_id": 5},
@@ -89,20 +101,21 @@ def plan(samples: Samples, *, batch_size: int = 3, max_batch_tokens: int = 64, *
     }
     for name in parts.keys() & changed.keys():
         parts[name] = {**parts[name], **changed.pop(name)}
-    return make_plan(manifest(**changed), samples, batch_size=batch_size, max_batch_tokens=max_batch_tokens, **parts)
+    sizes = {"batch_size": batch_size, "max_batch_tokens": max_batch_tokens}
+    return Given(samples, {"manifest": manifest(**changed), **sizes, **parts})
 
 
-def samples_of(count: int = 10, **how: Any) -> Samples:
+def samples_of(count: int = 10, **how: Any) -> list[Row]:
     """Return the samples of `rows`."""
-    return Samples.of_rows(rows(count, **how))
+    return rows(count, **how)
 
 
 def run(
-    folder: Path, *, samples: Samples | None = None, given: Plan | None = None, load: Any = load, **how: Any
-) -> Produced:
-    """Make a cache of ten samples in three shards, or what is missing of it. how: as `produce` has it."""
-    samples = samples_of() if samples is None else samples
-    return produce(folder, given or plan(samples), samples, load, **how)
+    folder: Path, *, samples: Sequence[Row] | None = None, given: Given | None = None, load: Any = load, **how: Any
+) -> Any:
+    """Make a cache of ten samples in three shards, or what is missing of it. how: as `make_target_cache` has it."""
+    given = given or plan(samples_of() if samples is None else samples)
+    return make_target_cache(folder, given.samples, load, **given.settings, **how)
 
 
 def whole_tree(folder: Path) -> dict[str, bytes]:
@@ -138,3 +151,111 @@ def disk(folder: Path, size: str) -> Iterator[Path]:
         yield folder
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+# --- what has no public name ------------------------------------------------------------------------------------------
+
+
+def samples_in_memory(rows: Iterable[Any]) -> Any:
+    """The samples of rows as a run holds them; what is no sample is refused."""
+    from niels_gpt.eagle3.format.samples import Samples
+
+    return Samples.of_rows(rows)
+
+
+def samples_on_disk(folder: Path) -> Any:
+    """The samples that a sidecar holds."""
+    from niels_gpt.eagle3.format.samples import Samples
+
+    return Samples.open(folder)
+
+
+def planned(given: Given) -> Any:
+    """The plan of a run."""
+    from niels_gpt.eagle3.format.plan import make_plan
+
+    return make_plan(samples=samples_in_memory(given.samples), **given.settings)
+
+
+def recorded_plan(cache: Path) -> Any:
+    """The plan that a cache was made by."""
+    from niels_gpt.eagle3.format.plan import open_plan
+
+    return open_plan(cache)
+
+
+def estimated(folder: Path, given: Given, *, resume: bool = False, **how: Any) -> Any:
+    """What a run into a folder takes of the disk. how: as `estimate` has it."""
+    from niels_gpt.eagle3.produce.estimate import estimate
+    from niels_gpt.eagle3.produce.resume_checks import finished_shards
+
+    made = planned(given)
+    if resume:
+        how["done"] = finished_shards(folder, made, resume=True)
+    return estimate(folder, made, samples_in_memory(given.samples), **how)
+
+
+def has_holes(folder: Path) -> bool:
+    """Whether padding takes no room on the disk of a folder."""
+    from niels_gpt.eagle3.produce import estimate
+
+    return estimate.has_holes(folder)
+
+
+def join(out: Path, parts: Sequence[Path]) -> Any:
+    """Join parts that were made in folders of their own."""
+    from niels_gpt.eagle3.produce.join import join
+
+    return join(out, parts)
+
+
+def seal(folder: Path) -> Any:
+    """Finish a cache whose parts were made in one folder."""
+    from niels_gpt.eagle3.parts.seal import seal
+
+    return seal(folder)
+
+
+def part_lock(folder: Path, part: tuple[int, int]) -> AbstractContextManager[Any]:
+    """The lock that a run of a part holds."""
+    from niels_gpt.eagle3.parts.folder import part_lock
+
+    return part_lock(folder, part)
+
+
+def cache_lock(cache: Path) -> AbstractContextManager[Any]:
+    """The lock that a run holds while it writes a cache."""
+    from niels_gpt.storage.locks import file_lock
+
+    return file_lock(cache / "sidecar" / "lock", "is being written", wait=False)
+
+
+@contextmanager
+def patched(**by: Any) -> Iterator[None]:
+    """Let a run call `by[name](real, ...)` in place of a step of it.
+
+    forward: the target's pass over a batch; write, commit: of a shard; files: the bytes of the samples; lock: the
+    folder's; room: the check of the disk; code: the check of the other parts' versions.
+    """
+    from niels_gpt.eagle3.format.samples import Samples
+    from niels_gpt.eagle3.format.shard_writer import ShardWriter
+    from niels_gpt.eagle3.produce import forward, producer
+
+    places = {
+        "forward": (forward.PlannedForward, "__call__"),
+        "write": (ShardWriter, "write"),
+        "commit": (ShardWriter, "commit"),
+        "files": (Samples, "files"),
+        "lock": (producer, "file_lock"),
+        "room": (producer, "refuse_without_room"),
+        "code": (producer, "refuse_other_code"),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, call in by.items():
+            owner, attribute = places[name]
+            patch.setattr(owner, attribute, _around(getattr(owner, attribute), call))
+        yield
+
+
+def _around(real: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *given, **named: call(real, *given, **named)

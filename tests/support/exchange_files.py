@@ -15,8 +15,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from niels_gpt.eagle3.exchange import proof
+
 BLOCKS, HIDDEN, LAYERS, VOCAB = (1, 3, 4), 16, 8, 400
 HEADER = 7  # the last token of a reply's header
+PROOF_TOKENS = proof.PROOF_TOKENS
+"""Tokens of a sample that the target is run over to find the convention of a folder."""
 
 
 @dataclass(frozen=True)
@@ -137,3 +141,17 @@ def write_row(folder: Path, index: int, chat: Chat, **changed: Tensor) -> None:
     states = torch.cat([chat.aux, chat.pre[:, None]], dim=1)
     path = folder / "hidden_states" / f"hs_{index}.safetensors"
     save_file({"token_ids": chat.ids, "hidden_states": states, **changed}, path)
+
+
+def export_cache(cache: Path, tool: str, out: Path) -> Any:
+    """Write a native cache as the folder of a tool; returns what was left out of it."""
+    from niels_gpt.eagle3.exchange import exporting
+
+    return exporting.export_cache(cache, tool, out)
+
+
+def redraft(cache: Path, out: Path, **how: Any) -> None:
+    """Give a native cache another draft vocabulary. how: draft_vocab_size and special_token_ids."""
+    from niels_gpt.eagle3.derive.redraft import redraft
+
+    redraft(cache, out, **how)

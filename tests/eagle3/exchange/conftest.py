@@ -38,16 +38,18 @@ def folders(given: list[Chat], tmp_path_factory: pytest.TempPathFactory) -> dict
 
 @pytest.fixture(scope="session")
 def importing(model: Any) -> Import:
-    """`import_cache` with the target."""
+    """`import_cache` with the target. stated: layers, and where the last hidden state was taken."""
     from niels_gpt.eagle3.exchange.importing import Target, import_cache
-    from niels_gpt.eagle3.exchange.proof import capture_of
+    from niels_gpt.eagle3.exchange.proof import Convention, capture_of
     from niels_gpt.eagle3.head import TargetHead
 
     target = Target("small", TargetHead.of_model(model), HIDDEN, VOCAB, [1, 2])
     capture = capture_of(model, LAYERS, torch.device("cpu"))
 
     def run(tool: str, source: Path, out: Path, **how: Any) -> Any:
-        if "stated" not in how:
+        if "stated" in how:
+            how["stated"] = Convention(*how["stated"])
+        else:
             how["capture"] = capture
         return import_cache(tool, source, out, target, **{"samples": 4, "draft_vocab_size": 300, **how})
 

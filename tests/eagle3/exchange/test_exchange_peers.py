@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.exchange_files import BLOCKS, Chat, in_bf16, specforge_dict, write_row
+from support.exchange_files import BLOCKS, Chat, export_cache, in_bf16, specforge_dict, write_row
 from support.peer_caches import PEERS
 from support.peer_exchange import Tool
 
-from niels_gpt.eagle3.exchange.exporting import export_cache
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.eagle3.native import NativeEagle3Dataset, native_batch
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.eagle3_native import write_native
+from support.errors import refused
 
 from niels_gpt.eagle3.format.native.sample import NativeSample
 from niels_gpt.eagle3.native import NativeEagle3Dataset, build_native_dataloader, native_batch
@@ -101,6 +102,10 @@ def test_a_batch_without_target_rows_and_samples_that_do_not_fit(tmp_path: Path)
     batch = native_batch([ours[1], ours[2]], selected_token_ids=KNOWN)
     assert batch["last_hidden_states"].shape == (0, 4) and batch["aux_hidden_states"].eq(0).all()
     assert batch["argmax_ids"].shape == batch["target_slots"].shape == (0,) and not batch["position_mask"].any()
-    for samples, width in (([ours[0], wider[0]], None), ([], None), ([ours[0]], 9)):
-        with pytest.raises(ValueError, match="expected one form and"):
+    for samples, width, found in (
+        ([ours[0], wider[0]], None, "2 samples of 2 forms"),
+        ([], None, "0 samples of 0 forms"),
+        ([ours[0]], 9, "10 tokens, expected one form and 9 "),
+    ):
+        with refused("E102", found):
             native_batch(samples, selected_token_ids=KNOWN, pad_to=width)

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from support.causal_models import VOCAB, tiny_model
+from support.errors import refused
 
 from niels_gpt.eagle3.target import capture, parse_aux_layers
 
@@ -29,17 +30,17 @@ def test_the_layers_of_a_rule(text: str, layers: int, ids: list[int]) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("dflash:6", "8 layers has no 6 different blocks"),
-        ("dflash:99999999999", "no 99999999999 different"),
-        ("dflash:0", "expected eagle3, dflash:N"),
-        ("dflash", "expected eagle3, dflash:N"),
-        ("1;2", "expected eagle3, dflash:N"),
+        ("dflash:6", "8 layers has no 6 "),
+        ("dflash:99999999999", "no 99999999999 "),
+        ("dflash:0", "dflash:N"),
+        ("dflash", "dflash:N"),
+        ("1;2", "dflash:N"),
         ("1,1", "distinct"),
-        ("1,8", "layer 8 is out of bounds"),
+        ("1,8", "layer 8 "),
     ],
 )
 def test_other_texts_are_refused(text: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+    with refused("E705", said):
         parse_aux_layers(text, 8)
 
 
@@ -63,11 +64,11 @@ def test_the_states_are_those_of_the_model_and_lm_head_gets_one_slot(kind: str) 
 def test_a_model_without_what_is_captured_is_refused() -> None:
     model: Any = tiny_model("llama")
     ids = torch.zeros(1, 3, dtype=torch.int64)
-    with pytest.raises(ValueError, match="layer 2 is out of bounds for a model with 2 layers"):
+    with refused("E705", "layer 2", "2 layers"):
         capture(model, ids, torch.ones_like(ids), [2])
     model.get_output_embeddings = lambda: None
-    with pytest.raises(ValueError, match="gives no lm_head"):
+    with refused("E705", "lm_head"):
         capture(model, ids, torch.ones_like(ids), [0])
     model.get_output_embeddings = lambda: torch.nn.Linear(2, 2)
-    with pytest.raises(RuntimeError, match="its lm_head took nothing"):
+    with refused("E705", "lm_head", kind=RuntimeError):
         capture(model, ids, torch.ones_like(ids), [0])

@@ -1,6 +1,5 @@
 """Parts of a cache, each made by a run of its own, join to the bytes of one run; what does not fit is refused."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,12 +7,10 @@ from typing import Any
 
 import pytest
 from support import eagle3_runs as small
+from support.commands import niels_gpt
 from support.eagle3_damage import flip_bit
-from support.eagle3_runs import FP8, NATIVE, TOPK, disk, never, run, samples_of, whole_tree
-
-from niels_gpt.commands.eagle3.group import main
-from niels_gpt.eagle3.produce.join import join
-from niels_gpt.storage.errors import CacheError
+from support.eagle3_runs import EAGLE3, FP8, NATIVE, TOPK, disk, join, never, run, samples_of, whole_tree
+from support.errors import refused
 
 Run = Callable[..., tuple[int, str, str]]
 FORMS: dict[str, dict[str, Any]] = {"dense": {}, "topk": TOPK, "native": NATIVE, "fp8": FP8}
@@ -64,8 +61,8 @@ def test_a_part_is_resumed_and_may_become_the_whole(parts: list[Path]) -> None:
     assert whole_tree(second.parent / "c") == whole_tree(first) and joined.meta == whole.meta
 
 
-def refused(out: Path, parts: list[Path], text: str) -> CacheError:
-    with pytest.raises(CacheError, match=text) as caught:
+def not_joined(out: Path, parts: list[Path], code: str, *found: object) -> Any:
+    with refused(code, *found) as caught:
         join(out, parts)
     assert not out.exists() and not list(out.parent.glob(".*.tmp"))
     return caught.value
@@ -73,30 +70,28 @@ def refused(out: Path, parts: list[Path], text: str) -> CacheError:
 
 def test_what_is_missing_or_does_not_fit_is_refused(tmp_path: Path, parts: list[Path]) -> None:
     out, (first, second) = tmp_path / "c", parts
-    assert (
-        "--part i/N" in refused(out, [first], r"1 of 3 shards are in none of the parts, or are not finished: 1").remedy
-    )
+    assert "--part i/N" in not_joined(out, [first], "E702", "1 of 3 shards", ": 1").remedy
     receipt = second / "sidecar" / "shard-000001.json"
     held = receipt.read_bytes()
     receipt.unlink()
-    refused(out, parts, "not finished: 1")
+    not_joined(out, parts, "E702", "1 of 3 shards", ": 1")
     receipt.write_bytes(held)
     double = shutil.copytree(second, tmp_path / "double")
     flip_bit(double / "shard-000001.safetensors", -1)
-    refused(out, [*parts, double], r"double/shard-000001\.safetensors: other bytes than those of .*2/shard-000001")
+    not_joined(out, [*parts, double], "E701", "double/shard-000001.safetensors", "2/shard-000001.safetensors")
     other = parts_of(tmp_path / "other", 2, **{**NATIVE, "dtype": "fp32"})
-    refused(out, [first, other[1]], r"a part of another plan than .* \(different fields: .*'manifest.dtype'")
+    not_joined(out, [first, other[1]], "E703", first, "'manifest.dtype'")
     draft = parts_of(tmp_path / "draft", 2, **NATIVE, draft_vocab_size=3, selected_token_ids=[1, 2, 3])
-    refused(out, [first, draft[1]], "manifest.draft_vocab_size.*manifest.selected_token_ids")
+    not_joined(out, [first, draft[1]], "E703", first, "'manifest.draft_vocab_size', 'manifest.selected_token_ids'")
     for part in parts:
         flip_bit(part / "target_weights.safetensors", -1)
-    refused(out, parts, "no part has target_weights.safetensors and sidecar/weights.json undamaged")
+    not_joined(out, parts, "E702", "target_weights.safetensors", "sidecar/weights.json")
     out.mkdir()
     (out / "mine").touch()
-    with pytest.raises(CacheError, match="exists already"):
+    with refused("E704", out):
         join(out, [*parts, double])
-    refused(first / "c", [first, double], "lies in .*1, which it is made from")
-    with pytest.raises(FileNotFoundError, match=r"this cache has no plan. Expected a part that precompute --part made"):
+    not_joined(first / "c", [first, double], "E704", first / "c")
+    with refused("E105", "nowhere/sidecar/plan.json", "--part", kind=FileNotFoundError):
         join(tmp_path / "d", [first, tmp_path / "nowhere"])
 
 
@@ -112,19 +107,16 @@ def test_a_damaged_file_of_a_part_is_taken_from_another_and_copied_to_another_di
     assert joined.linked_bytes == 0 < joined.copied_bytes
 
 
-def test_the_commands_make_parts_and_join_them(
-    tmp_path: Path, native_run: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_commands_make_parts_and_join_them(tmp_path: Path, native_run: Run) -> None:
     for number in (1, 2):
         what = ["--shard-bytes", "20000", "--part", f"{number}/2", "--output-dir", str(tmp_path / f"{number}")]
         status, out, errors = native_run(*what)
         assert status == 0 and "The cache is not finished: make the other parts" in out, errors
         assert f"to make in part {number}/2" in out and "niels-gpt eagle3 seal " in out
-    assert main(["join", str(tmp_path / "c"), str(tmp_path / "1"), str(tmp_path / "2")]) == 0
-    assert "bytes are shared with the parts" in capsys.readouterr().out
+    done = niels_gpt("eagle3", "join", tmp_path / "c", tmp_path / "1", tmp_path / "2")
+    assert done.status == 0 and "bytes are shared with the parts" in done.out
     assert native_run("--shard-bytes", "20000", "--output-dir", str(tmp_path / "d"))[0] == 0
     assert whole_tree(tmp_path / "c") == whole_tree(tmp_path / "d")
-    assert main(["verify", str(tmp_path / "c")]) == 0
-    capsys.readouterr()
-    assert main(["join", "--json", str(tmp_path / "e"), str(tmp_path / "1")]) == 1
-    assert json.loads(capsys.readouterr().out)["error"]["code"] == "E702"
+    assert niels_gpt("eagle3", "verify", tmp_path / "c").status == 0
+    done = niels_gpt("join", "--json", tmp_path / "e", tmp_path / "1", module=EAGLE3)
+    assert done.status == 1 and done.json["error"]["code"] == "E702"

@@ -4,34 +4,31 @@ import json
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import eagle3_native
-from support.eagle3_runs import disk, whole_tree
+from support.commands import niels_gpt
+from support.eagle3_runs import EAGLE3, disk, whole_tree
 
-from niels_gpt.commands.eagle3 import group, precompute
 from niels_gpt.eagle3.cache import CACHE_KEYS, CachedEagle3Dataset, read_manifest, read_target_embeddings
-from niels_gpt.eagle3.format.plan import read_record
 from niels_gpt.eagle3.vocab import save_token_mapping
 
 Run = Callable[..., tuple[int, str, str]]
-Command = Callable[..., tuple[int, str, str]]
 
 pytest.importorskip("transformers", reason="running a target needs the extra eagle3")
 
 
-@pytest.fixture
-def eagle3(capsys: pytest.CaptureFixture[str]) -> Command:
-    """Runs a command of the group; returns status, output and errors."""
+def eagle3(*words: object) -> tuple[int, str, str]:
+    """Run a command of the group; returns status, output and errors."""
+    done = niels_gpt(*map(str, words), module=EAGLE3)
+    return done.status, done.out, done.err
 
-    def done(*words: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        status = group.main([*map(str, words)])
-        return (status, *capsys.readouterr())
 
-    return done
+def plan_of(cache: Path) -> Any:
+    return json.loads((cache / "sidecar" / "plan.json").read_bytes())
 
 
 @pytest.fixture
@@ -42,7 +39,7 @@ def cache(native_run: Run, tmp_path: Path) -> Path:
 
 
 def test_redraft_writes_what_precompute_writes_for_that_vocabulary(
-    cache: Path, native_run: Run, eagle3: Command, tmp_path: Path
+    cache: Path, native_run: Run, tmp_path: Path
 ) -> None:
     whole, out = whole_tree(cache), tmp_path / "out"
     status, said, _ = eagle3("redraft", cache, out, "--draft-vocab-size", 60)
@@ -51,7 +48,7 @@ def test_redraft_writes_what_precompute_writes_for_that_vocabulary(
     assert cache.rename(tmp_path / "first") and native_run("--dtype", "fp32", "--draft-vocab-size", "60")[0] == 0
     assert whole_tree(out) == whole_tree(cache)
     manifest = read_manifest(out)
-    special = [each for each in read_record(out)["tokenizer"]["special_token_ids"] if each is not None]  # type: ignore[index]
+    special = [each for each in plan_of(out)["tokenizer"]["special_token_ids"] if each is not None]
     assert special and manifest["selected_token_ids"][: len({*special})] == [*dict.fromkeys(special)]
     links = {name: (tmp_path / "first" / name).samefile(out / name) for name in whole}
     assert {name for name, is_link in links.items() if not is_link} == {"manifest.json", "meta.json"}
@@ -61,7 +58,7 @@ def test_redraft_writes_what_precompute_writes_for_that_vocabulary(
     assert item["target_probs"].shape[-1] == 60
 
 
-def test_redraft_takes_the_tokens_of_a_file_and_of_a_cache(cache: Path, eagle3: Command, tmp_path: Path) -> None:
+def test_redraft_takes_the_tokens_of_a_file_and_of_a_cache(cache: Path, tmp_path: Path) -> None:
     ids = [9, 4, *range(20, 70)]
     save_token_mapping(tmp_path / "ids.pt", ids, read_manifest(cache)["target_vocab_size"])
     assert eagle3("redraft", cache, tmp_path / "a", "--draft-vocab-from", tmp_path / "ids.pt")[0] == 0
@@ -71,9 +68,7 @@ def test_redraft_takes_the_tokens_of_a_file_and_of_a_cache(cache: Path, eagle3: 
     assert not (tmp_path / "a" / "shard-000000.safetensors").samefile(tmp_path / "b" / "shard-000000.safetensors")
 
 
-def test_redraft_refuses_what_it_cannot_do_and_leaves_nothing(
-    cache: Path, made: Path, eagle3: Command, tmp_path: Path
-) -> None:
+def test_redraft_refuses_what_it_cannot_do_and_leaves_nothing(cache: Path, made: Path, tmp_path: Path) -> None:
     asked = ("--draft-vocab-size", 60)
     status, _, errors = eagle3("redraft", made, tmp_path / "out", *asked)
     assert status == 1 and "error[E710]" in errors and "its distributions are of its own draft vocabulary" in errors
@@ -94,7 +89,7 @@ def test_redraft_refuses_what_it_cannot_do_and_leaves_nothing(
     assert not (tmp_path / "out").exists() and not [*tmp_path.glob(".out*")]
 
 
-def test_redraft_says_which_folder_and_what_it_does_with_a_size(cache: Path, eagle3: Command, tmp_path: Path) -> None:
+def test_redraft_says_which_folder_and_what_it_does_with_a_size(cache: Path, tmp_path: Path) -> None:
     whole = whole_tree(cache)
     vocab_size = read_manifest(cache)["target_vocab_size"]
     status, said, _ = eagle3("redraft", cache, tmp_path / "all", "--draft-vocab-size", vocab_size + 1)
@@ -116,7 +111,7 @@ def test_redraft_says_which_folder_and_what_it_does_with_a_size(cache: Path, eag
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_native_cache_becomes_one_of_version_1_or_2_that_verify_accepts(
-    cache: Path, eagle3: Command, tmp_path: Path, version: int
+    cache: Path, tmp_path: Path, version: int
 ) -> None:
     out = tmp_path / "out"
     status, said, errors = eagle3("convert", cache, "--format", version, "--output-dir", out, "--shard-size", 4)
@@ -139,9 +134,7 @@ def test_a_native_cache_becomes_one_of_version_1_or_2_that_verify_accepts(
     assert after["draft_mass"] == 1.0  # the draft knows all tokens
 
 
-def test_a_converted_cache_has_the_counts_and_the_mass_of_version_1(
-    native_run: Run, eagle3: Command, tmp_path: Path
-) -> None:
+def test_a_converted_cache_has_the_counts_and_the_mass_of_version_1(native_run: Run, tmp_path: Path) -> None:
     form = ("--dtype", "fp32", "--draft-vocab-size", "60")
     assert native_run(*form)[0] == native_run(*form, "--format", "1", "--output-dir", str(tmp_path / "1"))[0] == 0
     assert eagle3("convert", tmp_path / "c", "--format", 1, "--output-dir", tmp_path / "out")[0] == 0
@@ -154,7 +147,7 @@ def test_a_converted_cache_has_the_counts_and_the_mass_of_version_1(
 
 @pytest.mark.parametrize("form", [("--dtype", "fp32"), ("--aux-dtype", "fp8")], ids=["fp32", "fp8"])
 def test_the_target_is_run_over_a_converted_cache_again(
-    native_run: Run, model: Path, eagle3: Command, tmp_path: Path, form: tuple[str, ...]
+    native_run: Run, model: Path, tmp_path: Path, form: tuple[str, ...]
 ) -> None:
     assert native_run(*form)[0] == 0
     status, said, _ = eagle3("convert", tmp_path / "c", "--format", 1, "--output-dir", tmp_path / "out")
@@ -171,7 +164,7 @@ def test_the_target_is_run_over_a_converted_cache_again(
 
 
 def test_the_command_of_a_refused_conversion_takes_the_same_samples_and_the_same_tokens(
-    native_run: Run, eagle3: Command, tmp_path: Path
+    native_run: Run, tmp_path: Path
 ) -> None:
     old, out = tmp_path / "old", tmp_path / "out"
     form = ("--format", "1", "--limit", "6", "--draft-vocab-size", "60", "--output-dir", str(old))
@@ -180,14 +173,12 @@ def test_the_command_of_a_refused_conversion_takes_the_same_samples_and_the_same
     assert status == 1 and "error[E710]" in errors and "log-normalizers" in errors
     words = shlex.split(errors.rpartition("Run the target again: ")[2])
     assert words[:3] == ["niels-gpt", "eagle3", "precompute"] and words[-1] == "DIR"
-    assert precompute.main([*words[3:-1], str(out)]) == 0
-    assert read_record(out)["samples"] == read_record(old)["samples"]  # type: ignore[index]
+    assert niels_gpt(*words[1:-1], out).status == 0
+    assert plan_of(out)["samples"] == plan_of(old)["samples"]
     assert read_manifest(out)["selected_token_ids"] == read_manifest(old)["selected_token_ids"]
 
 
-def test_conversions_that_would_lose_something_are_refused(
-    cache: Path, made: Path, eagle3: Command, tmp_path: Path
-) -> None:
+def test_conversions_that_would_lose_something_are_refused(cache: Path, made: Path, tmp_path: Path) -> None:
     eagle3_native.write_native(tmp_path / "two", [[0, 1, 1]])
     status, _, errors = eagle3("convert", tmp_path / "two", "--format", 1, "--output-dir", tmp_path / "out")
     assert status == 1 and "2 auxiliary layers, and versions 1 and 2 have 3" in errors

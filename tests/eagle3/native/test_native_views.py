@@ -8,6 +8,9 @@ import pytest
 import torch
 from safetensors import safe_open
 from support import eagle3_native, eagle3_runs
+from support.eagle3_native import has_weights, read_weights, write_weights
+from support.errors import refused
+from support.target_outputs import in_parts_of
 from torch import Tensor, nn
 
 from niels_gpt.eagle3.cache import (
@@ -17,9 +20,7 @@ from niels_gpt.eagle3.cache import (
     read_target_embeddings,
     verify,
 )
-from niels_gpt.eagle3.format.native.weights import has_weights, read_weights, write_weights
 from niels_gpt.eagle3.head import TargetHead
-from niels_gpt.storage.errors import CacheError
 
 transformers = pytest.importorskip("transformers", reason="running a target needs the extra eagle3")
 
@@ -131,26 +132,25 @@ def test_a_norm_that_is_not_known_makes_the_states_post_norm(monkeypatch: pytest
 def test_a_model_whose_logits_do_not_follow_from_its_last_hidden_state_is_refused() -> None:
     model: Any = made("llama")
     model.lm_head.register_forward_hook(lambda _, __, logits: logits + torch.arange(VOCAB) / VOCAB)
-    with pytest.raises(ValueError, match="logits that differ from the model's by") as refused:
+    with refused("E705", "logits"):
         TargetHead.of_model(model)
-    assert refused.value.code == "E705"  # type: ignore[attr-defined]
 
 
-def test_normalizers_argmax_and_probabilities_in_parts_are_those_of_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_normalizers_argmax_and_probabilities_in_parts_are_those_of_all_logits() -> None:
     head = TargetHead.of_model(made("cohere"))
     states = torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(1))
     logits, ids = head(states), [4, 49, 0, 7]
-    monkeypatch.setattr("niels_gpt.eagle3.head.PART_VALUES", 3 * VOCAB)
-    normalizers, argmax = head.log_normalizer_and_argmax(states)
-    torch.testing.assert_close(normalizers, logits.exp().sum(-1).log())
-    assert argmax.tolist() == logits.argmax(-1).tolist()
-    torch.testing.assert_close(head.logits(states, torch.tensor(ids)), logits[:, ids])
-    slots = torch.tensor([0, 2, 3, 5, 8, 9, 11])
-    batch = {"input_ids": torch.zeros(3, 4), "last_hidden_states": states, "target_slots": slots}
-    for given, among in ((ids, logits[:, ids]), (None, logits)):
-        probs = head.target_probs(batch, given).flatten(0, 1)
-        torch.testing.assert_close(probs[slots], among.softmax(-1))
-        assert not probs[[1, 4, 6, 7, 10]].any()
+    with in_parts_of(3 * VOCAB):
+        normalizers, argmax = head.log_normalizer_and_argmax(states)
+        torch.testing.assert_close(normalizers, logits.exp().sum(-1).log())
+        assert argmax.tolist() == logits.argmax(-1).tolist()
+        torch.testing.assert_close(head.logits(states, torch.tensor(ids)), logits[:, ids])
+        slots = torch.tensor([0, 2, 3, 5, 8, 9, 11])
+        batch = {"input_ids": torch.zeros(3, 4), "last_hidden_states": states, "target_slots": slots}
+        for given, among in ((ids, logits[:, ids]), (None, logits)):
+            probs = head.target_probs(batch, given).flatten(0, 1)
+            torch.testing.assert_close(probs[slots], among.softmax(-1))
+            assert not probs[[1, 4, 6, 7, 10]].any()
 
 
 @pytest.mark.parametrize("name", ["qwen3", "phi"])
@@ -181,9 +181,9 @@ def test_weights_that_bf16_cannot_hold_stay_as_they_are_and_foreign_ones_are_ref
     from safetensors.torch import save_file
 
     save_file({"embeddings": torch.zeros(3)}, tmp_path / "target_weights.safetensors")
-    with pytest.raises(CacheError, match="the weights of a target"):
+    with refused("E701", "target_weights.safetensors", "[3]"):
         read_weights(tmp_path)
-    with pytest.raises(ValueError, match="do not fit"):
+    with refused("E102", "{'embeddings': (3,)}"):
         write_weights(tmp_path, {"embeddings": torch.zeros(3)})
 
 
@@ -196,7 +196,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder, samples = tmp_path_factory.mktemp("both"), eagle3_runs.samples_of()
     plan = eagle3_runs.plan(samples, dtype="fp32", tokenizer={"pad_id": 0})
     eagle3_runs.run(folder / "1", samples=samples, given=plan)
-    same = {key: plan.manifest[key] for key in ("aux_layer_ids", "selected_token_ids", "draft_vocab_size")}
+    same = {key: plan.settings["manifest"][key] for key in ("aux_layer_ids", "selected_token_ids", "draft_vocab_size")}
     form = {"seq_length": eagle3_runs.LENGTH, "dtype": "fp32", "aux_dtype": "fp32", **same}
     eagle3_native.capture_native(folder / "native", eagle3_runs.load(torch.device("cpu")), samples, **form)
     return folder / "1", folder / "native"
@@ -221,7 +221,7 @@ def test_items_of_a_native_cache_are_those_of_version_1_where_a_draft_looks(both
         torch.testing.assert_close(found["aux_hidden_states"][read], expected["aux_hidden_states"][read])
         supervised += int(loss.sum())
     assert supervised > 30 and verify(both[1]) == []
-    with pytest.raises(IndexError):
+    with refused("E102", kind=IndexError):
         native[10]
 
 
@@ -240,7 +240,7 @@ def test_batches_of_a_native_cache_are_its_items(both: tuple[Path, Path], worker
 def test_target_probs_can_be_left_out_and_are_no_option_of_version_1(both: tuple[Path, Path]) -> None:
     (native := CachedEagle3Dataset(both[1], target_probs=False))[1]
     assert native[1].keys() == set(CACHE_KEYS) - {"target_probs"}
-    with pytest.raises(ValueError, match="is not native"):
+    with refused("E102", "target_probs"):
         CachedEagle3Dataset(both[0], target_probs=False)
 
 
@@ -249,9 +249,9 @@ def test_the_head_of_a_cache_is_that_of_the_model(both: tuple[Path, Path]) -> No
     states = torch.randn(3, eagle3_runs.HIDDEN, generator=torch.Generator().manual_seed(2))
     assert torch.equal(found(states), expected(states)) and found.facts() == expected.facts()
     assert TargetHead.of_cache(both[1], dtype=torch.bfloat16)(states).dtype == torch.bfloat16
-    with pytest.raises(ValueError, match="has no embeddings"):
+    with refused("E102", "embeddings"):
         found.weights()
-    with pytest.raises(CacheError, match="expected a native cache"):
+    with refused("E208", "format_version"):
         TargetHead.of_cache(both[0])
 
 
