@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -22,12 +23,11 @@ from support import ROOT
 from support.byte_tokenizer import build
 from support.errors import refused
 from support.power_loss import tree_of
+from support.small_builds import locked_file, look_at_lock
 from support.small_caches import built_caches
 
 from niels_gpt.cache import PretrainTokenStreamDataset
 from niels_gpt.recipes.gc import collect
-from niels_gpt.storage import locks
-from niels_gpt.storage.locks import file_lock, refuse_if_held
 
 ELSEWHERE = """
 import concurrent.futures.process, ctypes, errno, fcntl, multiprocessing.spawn, os, platform, runpy, sys
@@ -53,6 +53,7 @@ sys.argv = sys.argv[1:]
 """
 SMALL = """
 import json
+import logging
 from pathlib import Path
 import numpy as np
 from niels_gpt.cache import PretrainTokenStreamDataset, SFTExampleDataset
@@ -134,11 +135,11 @@ def test_a_record_lock_keeps_another_process_out_until_it_ends(tmp_path: Path, m
     command = [sys.executable, "-c", ELSEWHERE.replace("sys.argv = sys.argv[1:]", "") + HOLD, "record locks", path]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
-        for attempt in (lambda: refuse_if_held(path, "c"), lambda: file_lock(path, "c", wait=False).__enter__()):
+        for attempt in (lambda: look_at_lock(path), lambda: locked_file(path).__enter__()):
             with refused("E503", f"pid {holder.pid}"):
                 attempt()
         holder.kill()
-    with file_lock(path, "c", wait=False):
+    with locked_file(path):
         assert str(os.getpid()) in path.read_text()
 
 
@@ -149,11 +150,11 @@ def test_a_record_lock_is_one_within_a_process_and_survives_a_look(
     path, order = tmp_path / "lock", []
 
     def second() -> None:
-        with file_lock(path, "c", wait=True):
+        with locked_file(path, wait=True):
             order.append("second")
 
-    with file_lock(path, "c", wait=False):
-        for attempt in (lambda: refuse_if_held(path, "c"), lambda: file_lock(path, "c", wait=False).__enter__()):
+    with locked_file(path):
+        for attempt in (lambda: look_at_lock(path), lambda: locked_file(path).__enter__()):
             with refused("E503", f"pid {os.getpid()}"):
                 attempt()
         waiting = threading.Thread(target=second)
@@ -164,19 +165,19 @@ def test_a_record_lock_is_one_within_a_process_and_survives_a_look(
         order.append("first")
     waiting.join()
     assert order == ["first", "second"]
-    refuse_if_held(path, "c")
+    look_at_lock(path)
 
 
 def test_two_threads_that_wait_get_a_record_lock_one_after_the_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     NoFlock(monkeypatch)
-    path, said = tmp_path / "lock", []
-    monkeypatch.setattr(locks.logger, "info", lambda text, *about: said.append(text % about))
+    path = tmp_path / "lock"
+    caplog.set_level(logging.INFO, "niels_gpt")
     inside, most, errors = [], [], []
 
     def work(name: str) -> None:
-        with file_lock(path, "c", wait=True):
+        with locked_file(path, wait=True):
             inside.append(name)
             other = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
             tried = subprocess.run([sys.executable, "-c", other, path], capture_output=True, text=True, check=False)
@@ -190,13 +191,14 @@ def test_two_threads_that_wait_get_a_record_lock_one_after_the_other(
         threads = [threading.Thread(target=work, args=(name,)) for name in ("first", "second")]
         for thread in threads:
             thread.start()
-        while len(said) < 2:
+        while len(caplog.messages) < 2:
             time.sleep(0.01)
         time.sleep(0.2)  # some more looks, which are not logged
         holder.kill()
     for thread in threads:
         thread.join()
     assert most == [1, 1] and all("BlockingIOError" in error for error in errors)
+    said = caplog.messages
     assert len(said) == 2 and all(f"pid {holder.pid}; waiting" in line for line in said)
 
 

@@ -22,6 +22,7 @@ from niels_gpt.builders.sft import build_sft, build_templated_sft
 from niels_gpt.chat.tokenizers import Chat
 from niels_gpt.prefix_tree.rollouts.build import build_rollouts
 from niels_gpt.prefix_tree.rollouts.records import Rollout, RolloutGroup
+from niels_gpt.storage.locks import file_lock, refuse_if_held
 from niels_gpt.storage.versions import build_lock
 from niels_gpt.tokenizers.protocol import PROBE
 from support.byte_tokenizer import ByteChats, ByteTokenizer
@@ -105,6 +106,16 @@ def encode_with(patch: pytest.MonkeyPatch, engine: Any) -> None:
 def locked(path: Path, *, wait: bool = False) -> AbstractContextManager[Path]:
     """Hold the lock of the cache at a path, as its builder does; gives the folder of its versions."""
     return build_lock(path, wait=wait)
+
+
+def locked_file(path: Path, *, wait: bool = False) -> AbstractContextManager[None]:
+    """Hold a lock file of something called c."""
+    return file_lock(path, "c", "is being built", wait=wait)
+
+
+def look_at_lock(path: Path) -> None:
+    """Raise CacheError if somebody holds a lock file; no lock is kept."""
+    refuse_if_held(path, "c")
 
 
 def compare_less(patch: pytest.MonkeyPatch, **limits: int) -> None:
