@@ -8,22 +8,19 @@ import pytest
 import torch
 from support import eagle3_runs
 from support.eagle3_damage import ALL_FORMS, copy_of, flip_bit, put, stored
+from support.eagle3_looks import check_names, run_again, summary
+from support.eagle3_looks import verdicts as verify
 from support.errors import refused
 from support.small_eagle3 import fields_of, manifest_of
 
-from niels_gpt.eagle3.cache import write_manifest, write_shard, write_target_embeddings
-from niels_gpt.eagle3.format.layout import shard_path
+from niels_gpt.eagle3.cache import shard_path, write_manifest, write_shard, write_target_embeddings
 from niels_gpt.eagle3.format.samples import Samples
-from niels_gpt.eagle3.inspect.checks import CHECKS, RECOMPUTED
 from niels_gpt.eagle3.inspect.published.row_checks import tolerance
-from niels_gpt.eagle3.inspect.recompute import Target, recomputed
-from niels_gpt.eagle3.inspect.show import summary
-from niels_gpt.eagle3.inspect.verify import verify
 from niels_gpt.storage.checks import Verdict
 from niels_gpt.storage.errors import CacheError
 
 GOOD = Verdict([])
-VERIFIED = [name for name in CHECKS if name != RECOMPUTED]
+VERIFIED, RECOMPUTED = check_names()[:-1], check_names()[-1]
 BEHIND = "Run the same precompute command with --resume"
 Copy = Callable[..., Path]
 
@@ -43,7 +40,7 @@ def test_a_good_cache_passes_every_check(eagle3_caches: dict[str, Path], tmp_pat
     (tmp_path / "link").symlink_to(eagle3_caches[form])
     verdicts = verify(tmp_path / "link", progress=lambda *given: seen.append(given))
     assert verdicts == dict.fromkeys(VERIFIED, GOOD)
-    assert [*VERIFIED, RECOMPUTED] == list(CHECKS)
+    assert RECOMPUTED == "recomputed"
     (total,) = {total for _, _, total in seen}
     assert seen == sorted(seen)
     assert total is not None and 0.8 * total < seen[-1][1] <= total
@@ -206,7 +203,7 @@ def test_of_a_cache_without_a_sidecar_only_what_needs_none_is_checked(tmp_path: 
     assert {name for name, verdict in verdicts.items() if verdict.note} == {"checksums", "ids_match"}
     assert "no sidecar" in str(verdicts["checksums"].note)
     assert "another tool wrote this cache" in dict(row[:2] for row in summary(cache))["sidecar"]
-    other = recomputed(cache, Target({}, eagle3_runs.load, {"device": "cpu", "threads": 1}))
+    other = run_again(cache, {}, eagle3_runs.load, {"device": "cpu", "threads": 1})
     assert other.note is None and other.problems, "it is compared by what its shards hold"
 
 
@@ -229,7 +226,7 @@ def test_of_a_cache_that_write_shard_wrote_all_but_the_source_is_checked(tmp_pat
     write_manifest(tmp_path, manifest_of(samples=2, shard_size=2))
     write_target_embeddings(tmp_path, torch.zeros(20, 2))
     unchecked = Verdict([], "cannot be checked: no plan, as precompute did not make this cache")
-    assert verify(tmp_path) == {**dict.fromkeys(list(CHECKS)[:-1], Verdict([])), "ids_match": unchecked}
+    assert verify(tmp_path) == {**dict.fromkeys(VERIFIED, Verdict([])), "ids_match": unchecked}
     assert "precompute did not make this cache" in dict(row[:2] for row in summary(tmp_path))["sidecar"]
     receipt = tmp_path / "sidecar" / "shard-000000.json"
     kept = receipt.read_bytes()

@@ -10,16 +10,13 @@ import pytest
 import torch
 from support import eagle3_runs
 from support.eagle3_damage import NATIVE_FORMS, copy_of, native_put
+from support.eagle3_looks import check_names, run_again, sample_heading, slot_rows, stats_of, summary
+from support.eagle3_looks import verdicts as verify
 from support.errors import refused
 
 from niels_gpt.commands.eagle3.group import main
 from niels_gpt.eagle3.cache import write_manifest
-from niels_gpt.eagle3.inspect.checks import CHECKS, RECOMPUTED
 from niels_gpt.eagle3.inspect.native.row_checks import LOGIT_SHARE
-from niels_gpt.eagle3.inspect.recompute import Target, recomputed
-from niels_gpt.eagle3.inspect.show import sample_heading, slot_rows, summary
-from niels_gpt.eagle3.inspect.stats import stats
-from niels_gpt.eagle3.inspect.verify import verify
 from niels_gpt.storage.checks import Verdict
 
 Copy = Callable[..., Path]
@@ -61,18 +58,18 @@ def unplanned(cache: Path) -> Path:
 
 @pytest.mark.parametrize("form", NATIVE_FORMS)
 def test_a_cache_without_a_plan_is_checked_by_its_receipts_and_run_again_by_its_ids(copied: Copy, form: str) -> None:
-    cache, there = unplanned(copied(form)), Target({"name": "small"}, eagle3_runs.load, LOADED)
+    cache, there = unplanned(copied(form)), ({"name": "small"}, eagle3_runs.load, LOADED)
     unchecked = Verdict([], "cannot be checked: no plan, as precompute did not make this cache")
-    assert verify(cache) == {**dict.fromkeys(list(CHECKS)[:-1], Verdict([])), "ids_match": unchecked}
+    assert verify(cache) == {**dict.fromkeys(check_names()[:-1], Verdict([])), "ids_match": unchecked}
     assert "precompute did not make" in dict(row[:2] for row in summary(cache))["sidecar"]
-    assert recomputed(cache, there, k=10) == Verdict([])
+    assert run_again(cache, *there, k=10) == Verdict([])
     layers = json.loads((cache / "manifest.json").read_text())["aux_layer_ids"]
-    other = Target({"name": "small"}, lambda device: eagle3_runs.load(device, seed=1), LOADED)
-    found = recomputed(cache, other, k=3).problems
+    other = ({"name": "small"}, lambda device: eagle3_runs.load(device, seed=1), LOADED)
+    found = run_again(cache, *other, k=3).problems
     assert "the embedding of token 0 is not the target's" in found[0] and "last_hidden_states is not" in str(found)
     manifest = json.loads((cache / "manifest.json").read_text())
     write_manifest(cache, {**manifest, "aux_layer_ids": [layers[0] + 1, *layers[1:]]})
-    found = recomputed(cache, there, k=10).problems
+    found = run_again(cache, *there, k=10).problems
     assert found and all(f"of block {layers[0] + 1} is not what the target gives" in problem for problem in found)
     shutil.rmtree(cache / "sidecar")
     assert "no sidecar" in str(verify(cache)["checksums"].note)
@@ -81,13 +78,13 @@ def test_a_cache_without_a_plan_is_checked_by_its_receipts_and_run_again_by_its_
 def test_a_wrong_sample_is_found_if_it_is_drawn(copied: Copy) -> None:
     cache = copied()
     plan = json.loads((cache / "sidecar" / "plan.json").read_text())
-    there = Target(plan["target"], eagle3_runs.load, plan["run"])
+    there = (plan["target"], eagle3_runs.load, plan["run"])
     native_put(cache, 4, "aux_hidden_states", 0, 3, 2.5)
-    (found,) = recomputed(cache, there, k=10).problems
+    (found,) = run_again(cache, *there, k=10).problems
     assert re.search(SAMPLE_4 + r"aux_hidden_states of block 1 is 2.5 at token 0, run again .* at 1 token, ", found)
-    (found,) = recomputed(cache, Target(plan["target"], eagle3_runs.load, {**plan["run"], "torch": "3"}), k=10).problems
+    (found,) = run_again(cache, *(plan["target"], eagle3_runs.load, {**plan["run"], "torch": "3"}), k=10).problems
     assert "is 2.5 at token 0" in found and "where the environment has another torch" in found
-    assert 0 < sum(bool(recomputed(cache, there, k=1, seed=seed).problems) for seed in range(12)) < 12
+    assert 0 < sum(bool(run_again(cache, *there, k=1, seed=seed).problems) for seed in range(12)) < 12
 
 
 # --- stats and inspect ------------------------------------------------------------------------------------------------
@@ -97,7 +94,7 @@ def test_a_wrong_sample_is_found_if_it_is_drawn(copied: Copy) -> None:
 def test_stats_are_those_of_the_samples(eagle3_caches: dict[str, Path], form: str) -> None:
     cache, rows = eagle3_caches[form], eagle3_runs.rows()
     selected = eagle3_runs.manifest()["selected_token_ids"]
-    found = stats(cache).as_json()
+    found = stats_of(cache).as_json()
     model, masses, entropies, positions = eagle3_runs.load(torch.device("cpu")), [], [], 0
     for row in rows:
         with torch.no_grad():
@@ -154,7 +151,7 @@ def test_the_commands_know_the_native_form(
 ) -> None:
     cache = eagle3_caches["fp8"]
     assert main(["verify", str(cache), "--json"]) == 0
-    assert set(json.loads(capsys.readouterr().out)) == set(CHECKS) and RECOMPUTED in CHECKS
+    assert set(json.loads(capsys.readouterr().out)) == {*check_names()}
     assert main(["inspect", str(cache)]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "native-1, auxiliary states in fp8, last hidden states in fp32, before the final norm" in text
@@ -169,6 +166,6 @@ def test_the_commands_know_the_native_form(
 def test_a_cache_whose_weights_are_gone_has_no_stats(copied: Copy) -> None:
     cache = copied()
     (cache / "target_weights.safetensors").unlink()
-    for look in (stats, lambda folder: slot_rows(folder, 1)):
+    for look in (stats_of, lambda folder: slot_rows(folder, 1)):
         with refused("E702", "target_weights.safetensors"):
             look(cache)
