@@ -108,7 +108,7 @@ def draw(root: Path, count: int, seed: int, only: str) -> list[Mutation]:
 
 
 def tests_of(root: Path, path: Path) -> list[str]:
-    """Return the test files of a module's package, those that name the module first."""
+    """Return the test files of a module's package, of damage and of units, those that name the module first."""
     parts = path.with_suffix("").parts
     package = parts[0] if parts[0] == "pipelines" else parts[1]
     folders = [root / "tests" / name for name in PLACES.get(package, (package,))]
@@ -117,6 +117,7 @@ def tests_of(root: Path, path: Path) -> list[str]:
         files += sorted((root / "tests").glob("test_*.py"))
     dotted = ".".join(parts)
     files = files or sorted((root / "tests").rglob("test_*.py"))
+    files += [file for name in ("damage", "units") for file in sorted((root / "tests" / name).glob("test_*.py"))]
     return [str(file) for file in sorted(files, key=lambda file: dotted not in file.read_text(encoding="utf-8"))]
 
 
