@@ -119,7 +119,7 @@ def test_a_failing_build_leaves_the_committed_cache_as_it_was(tmp_path: Path, er
 
 
 def test_a_failing_first_build_leaves_no_cache(tmp_path: Path) -> None:
-    with refused("E508", kind=RuntimeError):
+    with pytest.raises(RuntimeError):  # the source's own, and no error of the build
         build(tmp_path / "c", breaking(RuntimeError()), num_tokens=10**6)
     assert tree(tmp_path) == {".versions/c/lock": b""}
     build(tmp_path / "c", ["a" * 30])
