@@ -14,13 +14,12 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 from support import TESTS
-from support.attacks import Server, serving
+from support.attacks import serving
 from support.loopback_hub import LoopbackHub
 from support.small_builds import batches_of, quick_folder
 from support.tiny_texts import TINY_TEXTS
@@ -28,7 +27,7 @@ from support.tiny_texts import TINY_TEXTS
 from niels_gpt.data.files import mirrors
 from niels_gpt.hub import retries
 from niels_gpt.settings import Settings
-from niels_gpt.tokenizer import SentencePieceTokenizer, load_tokenizer
+from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.tokenizer_training import train_tokenizer, write_tokenizer
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ hypothesis.settings.load_profile("suite")
 
 
 @pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
+def one_thread():
     """Keep torch to one thread in a module: several are slower on small tensors, and change the sums."""
     import torch
 
@@ -79,20 +78,20 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_model_path(tmp_path_factory):
     """The spm.model of a lossless tokenizer of 400 ids, its meta beside it."""
     trained = train_tokenizer(TINY_TEXTS, vocab_size=400, trained_on="the tests' tiny texts")
     return write_tokenizer(trained, tmp_path_factory.mktemp("tiny_tokenizer")).model_path
 
 
 @pytest.fixture(scope="session")
-def tiny_tokenizer(tiny_model_path: Path) -> SentencePieceTokenizer:
+def tiny_tokenizer(tiny_model_path):
     """The tokenizer at `tiny_model_path`."""
     return load_tokenizer(tiny_model_path)
 
 
 @pytest.fixture(scope="session")
-def mirror(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def mirror(tmp_path_factory):
     """A mirror folder: a copy of the bundled sample."""
     folder = tmp_path_factory.mktemp("mirror") / "m"
     shutil.copytree(mirrors.SAMPLE_DIR, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
@@ -100,20 +99,20 @@ def mirror(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def attack_server() -> Iterator[Server]:
+def attack_server():
     """The process in which probes meet attacks; see attacks.py."""
     with serving() as server:
         yield server
 
 
 @pytest.fixture
-def settings(mirror: Path, tiny_model_path: Path, tmp_path: Path) -> Settings:
+def settings(mirror, tiny_model_path, tmp_path):
     """Settings that build from the mirror with the tiny tokenizer."""
     return Settings(source_root=str(mirror), cache_dir=str(tmp_path / "cache"), tokenizer=str(tiny_model_path))
 
 
 @pytest.fixture(autouse=True)
-def no_user_defined_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_user_defined_sources(tmp_path, monkeypatch):
     """Run each test in its temporary folder: the checkout may have a sources.toml."""
     monkeypatch.chdir(tmp_path)
 
@@ -128,7 +127,7 @@ def instance() -> Iterator[dg.DagsterInstance]:
 
 
 @pytest.fixture(autouse=True)
-def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick_retries(monkeypatch):
     """Keep the retries of the hub and of its libraries, but with hardly any waiting."""
     monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.001)
     if "datasets" in sys.modules:
@@ -137,7 +136,7 @@ def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def loopback_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
+def loopback_hub(monkeypatch):
     """A hub at HF_ENDPOINT, empty at first; see loopback_hub.py."""
     import datasets.config
     import huggingface_hub.constants
@@ -149,13 +148,13 @@ def loopback_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
+def folder():
     """An empty folder in memory, for tests that build hundreds of times."""
     with quick_folder() as path:
         yield path
 
 
 @pytest.fixture
-def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_batches(monkeypatch):
     """Batches of five items, so that a small build has many."""
     batches_of(monkeypatch)

@@ -1,8 +1,5 @@
 """What goes into an sft cache comes out of it: uint16 tokens, valid offsets, and the ids of `format_chat`."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -12,10 +9,9 @@ from support.errors import refused
 from niels_gpt.cache import SFTExampleDataset, build_sft_cache, read_meta
 from niels_gpt.chat_template import format_chat
 from niels_gpt.special_tokens import SPECIAL_TOKENS
-from niels_gpt.tokenizer import SentencePieceTokenizer
 
 
-def chat(*contents: str, system: str | None = None) -> list[dict[str, str]]:
+def chat(*contents, system=None):
     """Return a chat of user and assistant in turns, after a system message if there is one."""
     turns = [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(contents)]
     return [{"role": "system", "content": system}, *turns] if system is not None else turns
@@ -30,7 +26,7 @@ CHATS = [
 ]
 
 
-def read_split(cache: Path, split: str) -> list[list[int]]:
+def read_split(cache, split):
     """Read a split with numpy alone, as docs/formats.md tells it."""
     tokens = np.fromfile(cache / f"{split}_tokens.bin", dtype="<u2")
     starts = np.load(cache / f"{split}_idx.npy")
@@ -38,17 +34,17 @@ def read_split(cache: Path, split: str) -> list[list[int]]:
     return [part.tolist() for part in np.split(tokens, starts[1:])] if len(starts) else []
 
 
-def build(folder: Path, chats: Any = CHATS, **arguments: Any) -> Path:
+def build(folder, chats=CHATS, **arguments):
     build_sft_cache(chats, str(folder), **{"tokenizer": ByteTokenizer(), "val_frac": 0.25, "seed": 42, **arguments})
     return folder
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: SentencePieceTokenizer) -> Path:
+def cache(tmp_path_factory, tiny_tokenizer):
     return build(tmp_path_factory.mktemp("sft") / "chats", tokenizer=tiny_tokenizer)
 
 
-def test_offsets_begin_at_0_ascend_strictly_and_stay_inside_the_tokens(cache: Path) -> None:
+def test_offsets_begin_at_0_ascend_strictly_and_stay_inside_the_tokens(cache):
     for split, count in (("train", 6), ("val", 2)):
         starts = np.load(cache / f"{split}_idx.npy")
         size = (cache / f"{split}_tokens.bin").stat().st_size
@@ -56,16 +52,14 @@ def test_offsets_begin_at_0_ascend_strictly_and_stay_inside_the_tokens(cache: Pa
         assert size % 2 == 0 and starts[-1] < size // 2
 
 
-def test_both_splits_are_format_chat_in_the_order_of_the_stream(
-    cache: Path, tiny_tokenizer: SentencePieceTokenizer
-) -> None:
+def test_both_splits_are_format_chat_in_the_order_of_the_stream(cache, tiny_tokenizer):
     in_val = set(torch.randperm(8, generator=torch.Generator().manual_seed(42))[:2].tolist())
     expected = [format_chat(tiny_tokenizer, messages) for messages in CHATS]
     assert read_split(cache, "val") == [ids for row, ids in enumerate(expected) if row in in_val]
     assert read_split(cache, "train") == [ids for row, ids in enumerate(expected) if row not in in_val]
 
 
-def test_the_text_of_every_turn_comes_back(cache: Path, tiny_tokenizer: SentencePieceTokenizer) -> None:
+def test_the_text_of_every_turn_comes_back(cache, tiny_tokenizer):
     found = {tiny_tokenizer.decode(ids) for split in ("train", "val") for ids in read_split(cache, split)}
     sentinel = {"system": SPECIAL_TOKENS[0], "user": SPECIAL_TOKENS[1], "assistant": SPECIAL_TOKENS[2]}
     assert found == {
@@ -74,7 +68,7 @@ def test_the_text_of_every_turn_comes_back(cache: Path, tiny_tokenizer: Sentence
     }
 
 
-def test_the_reader_gives_the_same_examples(cache: Path, tiny_tokenizer: SentencePieceTokenizer) -> None:
+def test_the_reader_gives_the_same_examples(cache, tiny_tokenizer):
     eot = tiny_tokenizer.special_token_ids()["eot"]
     for split in ("train", "val"):
         files = (str(cache / f"{split}_tokens.bin"), str(cache / f"{split}_idx.npy"))
@@ -82,7 +76,7 @@ def test_the_reader_gives_the_same_examples(cache: Path, tiny_tokenizer: Sentenc
         assert [dataset.example(row).tolist() for row in range(len(dataset))] == read_split(cache, split)
 
 
-def test_the_totals_are_those_of_the_files_and_supervised_tokens_the_targets(cache: Path) -> None:
+def test_the_totals_are_those_of_the_files_and_supervised_tokens_the_targets(cache):
     meta = read_meta(str(cache / "meta.json"))
     special = meta["special_token_ids"]
     for split in ("train", "val"):
@@ -102,21 +96,19 @@ def test_the_totals_are_those_of_the_files_and_supervised_tokens_the_targets(cac
     ("count", "val_frac", "num_val"),
     [(1, 0.5, 0), (2, 0.1, 1), (2, 0.99, 1), (5, 0.0, 0), (10, 0.1, 1), (19, 0.1, 1), (20, 0.1, 2), (8, 0.25, 2)],
 )
-def test_val_gets_its_share_rounded_down_and_at_least_one_of_two(
-    tmp_path: Path, count: int, val_frac: float, num_val: int
-) -> None:
+def test_val_gets_its_share_rounded_down_and_at_least_one_of_two(tmp_path, count, val_frac, num_val):
     cache = build(tmp_path / "c", [chat(str(number), "ok") for number in range(count)], val_frac=val_frac)
     assert (len(read_split(cache, "train")), len(read_split(cache, "val"))) == (count - num_val, num_val)
 
 
 @pytest.mark.parametrize("val_frac", [-0.1, 1, 1.5, float("nan")])
-def test_a_val_frac_outside_0_to_1_is_refused(tmp_path: Path, val_frac: float) -> None:
+def test_a_val_frac_outside_0_to_1_is_refused(tmp_path, val_frac):
     with refused("E102", "val_frac"):
         build(tmp_path / "c", val_frac=val_frac)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_no_chat_is_dropped_and_counted_by_reason(tmp_path: Path) -> None:
+def test_what_is_no_chat_is_dropped_and_counted_by_reason(tmp_path):
     user, reply = {"role": "user", "content": "u"}, {"role": "assistant", "content": "r"}
     examples = [
         [user, reply],
@@ -136,13 +128,13 @@ def test_what_is_no_chat_is_dropped_and_counted_by_reason(tmp_path: Path) -> Non
     assert (meta["examples_read"], meta["totals"]["train_examples"]) == (11, 1)
 
 
-def test_on_special_raise_names_the_literal(tmp_path: Path) -> None:
+def test_on_special_raise_names_the_literal(tmp_path):
     with pytest.raises(ValueError, match=r"<\|usr\|>"):
         build(tmp_path / "c", [chat("<|usr|>", "r")], on_special="raise")
 
 
 @pytest.mark.parametrize("examples", [[], [chat("a question")]])
-def test_a_cache_without_any_example_is_refused_and_not_written(tmp_path: Path, examples: Any) -> None:
+def test_a_cache_without_any_example_is_refused_and_not_written(tmp_path, examples):
     with pytest.raises(ValueError, match="no example is left"):
         build(tmp_path / "c", examples)
     assert not (tmp_path / "c").exists()

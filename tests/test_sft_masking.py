@@ -3,9 +3,8 @@
 import json
 import tempfile
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -17,7 +16,6 @@ from support.errors import refused
 
 from niels_gpt.cache import SFTExampleDataset
 from niels_gpt.cache.formats import target_mask
-from niels_gpt.cache.mmap import IO
 from niels_gpt.cache.sft_dataset import chosen_targets
 from niels_gpt.cache.sft_split import SFTSplit
 from niels_gpt.storage.errors import CacheError
@@ -41,27 +39,27 @@ SPEC_TABLE = [
 ]
 
 
-def write_split(folder: Path, examples: list[list[int]], dtype: str = "<u2") -> Path:
+def write_split(folder, examples, dtype="<u2"):
     (folder / "train_tokens.bin").write_bytes(np.concatenate(examples).astype(dtype).tobytes())
     np.save(folder / "train_idx.npy", np.cumsum([0, *map(len, examples[:-1])], dtype=np.int64))
     return folder
 
 
-def open_split(folder: Path, *, T: int, io: IO = "mmap", device: str = "cpu") -> SFTExampleDataset:
+def open_split(folder, *, T, io="mmap", device="cpu"):
     files = (folder / "train_tokens.bin", folder / "train_idx.npy")
     return SFTExampleDataset(*files, T=T, device=device, eot_id=EOT, asst_id=ASST, io=io)
 
 
-def batch_of_one(example: list[int], T: int, warning: str | None = None) -> tuple[list[int], list[int], list[int]]:
+def batch_of_one(example, T, warning=None):
     """Return x, y and y_masked of a cache that holds one example; warning: what the dataset warns of, if it does."""
-    warns: AbstractContextManager[object] = pytest.warns(UserWarning, match=warning) if warning else nullcontext()
+    warns = pytest.warns(UserWarning, match=warning) if warning else nullcontext()
     with tempfile.TemporaryDirectory() as name, warns:
         dataset = open_split(write_split(Path(name), [example]), T=T)
         x, y, masked = dataset.get_batch(B=1, generator=torch.Generator().manual_seed(0))
     return x[0].tolist(), y[0].tolist(), masked[0].tolist()
 
 
-def test_the_table_of_the_spec() -> None:
+def test_the_table_of_the_spec():
     x, y, masked = batch_of_one([SYS, S, EOT, USR, U, EOT, ASST, A, B, EOT], T=9)
     assert list(zip(x, y, masked, strict=True)) == [(token, target, want) for token, target, _, want in SPEC_TABLE]
     assert [value != NO for value in masked] == [inside for _, _, inside, _ in SPEC_TABLE]
@@ -84,14 +82,12 @@ NO_TARGET = "1 of 1 rows have no target"
         ([ASST, A], 4, [A, NO, NO, NO], None),  # no end of turn but those of the padding
     ],
 )
-def test_targets_are_what_follows_the_assistants_sentinel_up_to_its_end_of_turn(
-    example: list[int], T: int, masked: list[int], warning: str | None
-) -> None:
+def test_targets_are_what_follows_the_assistants_sentinel_up_to_its_end_of_turn(example, T, masked, warning):
     padded = (example + [EOT] * T)[: T + 1]
     assert batch_of_one(example, T, warning) == (padded[:-1], padded[1:], masked)
 
 
-def test_rows_of_a_batch_do_not_leak_into_each_other(tmp_path: Path) -> None:
+def test_rows_of_a_batch_do_not_leak_into_each_other(tmp_path):
     write_split(tmp_path, [[ASST, A, A, A], [USR, U, EOT, USR]])  # an open reply first, then a row without one
     with pytest.warns(UserWarning, match="1 of 2 rows have no target"):
         dataset = open_split(tmp_path, T=3)
@@ -102,7 +98,7 @@ def test_rows_of_a_batch_do_not_leak_into_each_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_the_three_tensors_are_contiguous_int64_on_the_device_and_one_draw(tmp_path: Path, device: str) -> None:
+def test_the_three_tensors_are_contiguous_int64_on_the_device_and_one_draw(tmp_path, device):
     dataset = open_split(write_split(tmp_path, [[ASST, A, EOT], [USR, U, EOT, ASST, B, EOT]]), T=7, device=device)
     generator, reference = (torch.Generator().manual_seed(5) for _ in range(2))
     batch = dataset.get_batch(B=7, generator=generator)
@@ -113,12 +109,12 @@ def test_the_three_tensors_are_contiguous_int64_on_the_device_and_one_draw(tmp_p
 
 
 @pytest.mark.parametrize("T", [0, -3])
-def test_t_below_1_is_refused(tmp_path: Path, T: int) -> None:
+def test_t_below_1_is_refused(tmp_path, T):
     with refused("E102", f"T={T}"):
         open_split(tmp_path, T=T)
 
 
-def obvious_mask(ids: list[int], length: int) -> list[bool]:
+def obvious_mask(ids, length):
     """Walk one row token by token: the slow oracle of target_mask."""
     inside, mask = False, []
     for position, token in enumerate(ids):
@@ -143,7 +139,7 @@ def obvious_mask(ids: list[int], length: int) -> list[bool]:
         )
     )
 )
-def test_target_mask_is_what_a_walk_over_the_tokens_finds(rows: list[tuple[list[int], int]]) -> None:
+def test_target_mask_is_what_a_walk_over_the_tokens_finds(rows):
     ids = np.array([row for row, _ in rows], dtype=np.uint16)
     lengths = np.array([length for _, length in rows], dtype=np.int64)
     mask = target_mask(ids, lengths, asst_id=ASST, eot_id=EOT)
@@ -162,15 +158,13 @@ ids_of_any_kind = st.one_of(st.sampled_from([USR, ASST, EOT, 298, 299, 300, 65_5
     seed=st.integers(0, 9),
     beyond=st.sampled_from([0, 1_000_000]),
 )
-def test_a_batch_is_what_a_walk_over_the_tokens_of_its_examples_finds(
-    examples: list[list[int]], T: int, io: IO, for_any_device: bool, seed: int, beyond: int
-) -> None:
+def test_a_batch_is_what_a_walk_over_the_tokens_of_its_examples_finds(examples, T, io, for_any_device, seed, beyond):
     """beyond: added to every id of a split of 32 bits."""
     files, dtype = ("train_tokens.bin", "train_idx.npy"), "uint32" if beyond else "uint16"
-    opening: dict[str, Any] = {"eot_id": EOT + beyond, "asst_id": ASST + beyond, "dtype": dtype, "io": io}
+    opening = {"eot_id": EOT + beyond, "asst_id": ASST + beyond, "dtype": dtype, "io": io}
 
     # A device that is not the CPU has its own way to the same values; on the CPU it gives them too.
-    def by_choice(split: SFTSplit, rows: Any, *ranges: Any, whole: bool) -> Any:
+    def by_choice(split, rows, *ranges, whole):
         y = torch.from_numpy(rows[:, 1:].astype(np.int64))
         return chosen_targets(y, split.targets(rows, *ranges, whole=whole)).numpy()
 
@@ -191,7 +185,7 @@ def test_a_batch_is_what_a_walk_over_the_tokens_of_its_examples_finds(
 
 
 @pytest.mark.parametrize("io", ["mmap", "pread"])
-def test_an_id_outside_the_vocabulary_is_named_by_its_place_in_the_file(tmp_path: Path, io: IO) -> None:
+def test_an_id_outside_the_vocabulary_is_named_by_its_place_in_the_file(tmp_path, io):
     # Tokens 0 to 2, 3 to 6, 7 to 11; the bad one is token 9, at byte 18.
     write_split(tmp_path, [[ASST, A, EOT], [ASST, A, A, EOT], [USR, U, 20, ASST, EOT]])
     (tmp_path / "meta.json").write_text('{"vocab_size": 20}')
@@ -208,7 +202,7 @@ def test_an_id_outside_the_vocabulary_is_named_by_its_place_in_the_file(tmp_path
 
 @pytest.mark.parametrize("io", ["mmap", "pread"])
 @pytest.mark.parametrize("cut", ["train_tokens.bin", "train_idx.npy"])
-def test_a_file_of_another_size_than_meta_json_records_is_refused(tmp_path: Path, io: IO, cut: str) -> None:
+def test_a_file_of_another_size_than_meta_json_records_is_refused(tmp_path, io, cut):
     write_split(tmp_path, [[ASST, A, EOT], [ASST, B, EOT]])
     sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
     records = [{"name": name, "bytes": size, "sha256": "0" * 64} for name, size in sizes.items()]
@@ -220,11 +214,11 @@ def test_a_file_of_another_size_than_meta_json_records_is_refused(tmp_path: Path
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0, 0)])
-def test_rows_of_nothing_have_no_target(shape: tuple[int, int]) -> None:
+def test_rows_of_nothing_have_no_target(shape):
     ids, lengths = np.zeros(shape, dtype=np.uint16), np.zeros(shape[0], dtype=np.int64)
     assert target_mask(ids, lengths, asst_id=ASST, eot_id=EOT).shape == shape
 
 
-def test_one_id_for_both_sentinels_gives_no_target() -> None:
+def test_one_id_for_both_sentinels_gives_no_target():
     ids = np.array([[ASST, A, ASST, B]], dtype=np.uint16)
     assert not target_mask(ids, np.array([4]), asst_id=ASST, eot_id=ASST).any()

@@ -14,9 +14,7 @@ import re
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.byte_tokenizer import build, train_text
@@ -25,7 +23,6 @@ from support.errors import refused
 from support.fault_builds import (
     OLD,
     TEXTS,
-    Ask,
     Heard,
     answer,
     asking,
@@ -48,15 +45,15 @@ PAGE = 4096
 
 
 @pytest.fixture
-def batches_of_ten(monkeypatch: pytest.MonkeyPatch) -> None:
+def batches_of_ten(monkeypatch):
     batches_of(monkeypatch, 10)
 
 
-def mount(folder: Path, *options: str) -> None:
+def mount(folder, *options):
     subprocess.run(["mount", "-t", "tmpfs", "-o", ",".join(options), "tmpfs", str(folder)], check=True)
 
 
-def with_less_and_less_room(name: str, kind: str, unit: str) -> list[dict[str, Any]]:
+def with_less_and_less_room(name, kind, unit):
     """Build on a disk with 0, 1, 2, ... pages (or inodes) left, until it is enough; returns what happened each time."""
     folder, heard, found = Path(name), Heard(), []
     cache = folder / "c"
@@ -98,7 +95,7 @@ def with_less_and_less_room(name: str, kind: str, unit: str) -> list[dict[str, A
 
 
 @pytest.fixture(scope="module")
-def namespace() -> Iterator[Ask]:
+def namespace():
     """Asks this file as a script, as root of a namespace in which it may mount."""
     skip_unless("unshare", "-rm", "mount", "-t", "tmpfs", "tmpfs", "/mnt")
     with asking("unshare", "-rm", sys.executable, __file__) as ask:
@@ -119,7 +116,7 @@ PHASES = {  # the files that some disk has to be too small for
 @pytest.mark.parametrize(
     ("kind", "unit"), [pytest.param(*each, marks=[pytest.mark.faults] * (each[0] == "templated")) for each in PHASES]
 )
-def test_a_disk_full_at_any_moment_costs_nothing_done(namespace: Ask, tmp_path: Path, kind: str, unit: str) -> None:
+def test_a_disk_full_at_any_moment_costs_nothing_done(namespace, tmp_path, kind, unit):
     found = namespace("full", tmp_path, kind, unit)
     for outcome in found:
         assert outcome["errno"] == errno.ENOSPC and outcome["old is readable"], outcome
@@ -137,7 +134,7 @@ def test_a_disk_full_at_any_moment_costs_nothing_done(namespace: Ask, tmp_path: 
 
 
 @pytest.mark.usefixtures("batches_of_ten")
-def test_a_file_that_may_not_grow_is_named_and_goes_on_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_may_not_grow_is_named_and_goes_on_later(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     for name in ("expected", "found"):
         build(tmp_path / name / "c", [OLD])
@@ -157,7 +154,7 @@ def test_a_file_that_may_not_grow_is_named_and_goes_on_later(tmp_path: Path, cap
     assert tree_of(tmp_path / "found") == tree_of(tmp_path / "expected")
 
 
-def on_a_full_disk(name: str) -> dict[str, Any]:
+def on_a_full_disk(name):
     """Fill a disk to the last byte, and make room with gc."""
     folder = Path(name)
     mount(folder, "size=1m")
@@ -179,27 +176,27 @@ def on_a_full_disk(name: str) -> dict[str, Any]:
     }
 
 
-def test_gc_makes_room_on_a_disk_that_is_full_to_the_last_byte(namespace: Ask, tmp_path: Path) -> None:
+def test_gc_makes_room_on_a_disk_that_is_full_to_the_last_byte(namespace, tmp_path):
     found = namespace("gc", tmp_path)
     assert found["free"] == 0 and found["text"] == OLD
     assert (found["status"], len(found["left"])) == (0, 2), found["error"]
 
 
-def on_a_read_only_disk(name: str) -> dict[str, Any]:
+def on_a_read_only_disk(name):
     """Build on a disk that is read-only, and on the same one when it may be written again."""
     folder = Path(name)
     mount(folder, "size=1m")
     build(folder / "c", [OLD])
     before = tree_of(folder)
     mount(folder, "remount", "ro")
-    found: dict[str, Any] = error_of(folder / "c")
+    found = error_of(folder / "c")
     found["same"] = tree_of(folder) == before and train_text(folder / "c") == OLD
     mount(folder, "remount", "rw")
     build(folder / "c", ["new"])
     return {**found, "then": train_text(folder / "c")}
 
 
-def test_a_read_only_disk_is_named_and_left_as_it_is(namespace: Ask, tmp_path: Path) -> None:
+def test_a_read_only_disk_is_named_and_left_as_it_is(namespace, tmp_path):
     found = namespace("read-only", tmp_path)
     assert found["errno"] == errno.EROFS and found["same"] and found["then"] == "new"
     assert re.search(r"Read-only file system; user \S+ cannot write there\. Let it, or name another", found["message"])
@@ -207,7 +204,7 @@ def test_a_read_only_disk_is_named_and_left_as_it_is(namespace: Ask, tmp_path: P
 
 
 @pytest.fixture
-def quick_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick_checkpoints(monkeypatch):
     """Let the recipes, too, make a batch of each document and a checkpoint after each batch."""
     batches_of(monkeypatch, 1)
     for module, builder in (("partitions.documents", build_pretrain), ("token_caches", build_sft)):
@@ -215,13 +212,13 @@ def quick_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"niels_gpt.recipes.{module}.{builder.__name__}", quick)
 
 
-def jsonl(path: Path, rows: list[dict[str, str]]) -> Path:
+def jsonl(path, rows):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-def mirror_of(key: str, root: Path) -> Path:
+def mirror_of(key, root):
     """Make a mirror of two files, or of many notes, and return the file that is read last."""
     rows = [{"text": f"Page {number} of the book."} for number in range(30)]
     if key == "pretrain/fineweb_edu":
@@ -240,20 +237,20 @@ def mirror_of(key: str, root: Path) -> Path:
 @pytest.mark.usefixtures("quick_checkpoints")
 @pytest.mark.parametrize("key", ["pretrain/fineweb_edu", "pretrain/roam", "sft/dolly15k"])
 def test_a_file_of_a_mirror_that_is_removed_in_mid_build_is_named_and_the_recipe_goes_on_with_it_back(
-    tmp_path: Path,
-    tiny_model_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    key: str,
-) -> None:
+    tmp_path,
+    tiny_model_path,
+    caplog,
+    monkeypatch,
+    key,
+):
     caplog.set_level(logging.INFO)
     read_in_small_batches(monkeypatch, documents=4)  # the last file is read after the first documents
     last, away = mirror_of(key, tmp_path / "m"), tmp_path / "away"
     # No note at the end of the list may be of val, which is read behind train.
-    common: dict[str, Any] = {"tokenizer": str(tiny_model_path), "shuffle_buffer": 0, "roam_val_frac": 0}
+    common = {"tokenizer": str(tiny_model_path), "shuffle_buffer": 0, "roam_val_frac": 0}
     settings = Settings(source_root=str(tmp_path / "m"), threads=1, cache_dir=str(tmp_path / "found"), **common)
 
-    def progress(documents: int, tokens: int, expected: int | None) -> None:
+    def progress(documents, tokens, expected):
         if documents == 5 and last.exists():
             last.rename(away)
 

@@ -15,7 +15,6 @@ from support import numbered_datasets
 from support.byte_tokenizer import ByteTokenizer
 from support.disk import read_recipe, versions_dir
 from support.fault_builds import ENCODED_KINDS, die_at, interrupt
-from support.loopback_hub import LoopbackHub
 from support.power_loss import tree_of
 from support.readings import forbid_reading, say_version_of_datasets
 from support.small_builds import BUILDERS, ITEMS, Counted, whole_version
@@ -23,7 +22,7 @@ from support.small_builds import BUILDERS, ITEMS, Counted, whole_version
 from niels_gpt.cache import CacheError
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.recipes.plan import recipes
-from niels_gpt.recipes.run_recipe import Outcome, cache_root
+from niels_gpt.recipes.run_recipe import cache_root
 from niels_gpt.settings import Settings
 
 DOLLY = "databricks/databricks-dolly-15k"
@@ -31,12 +30,12 @@ NOTES = {f"n{number:02}.txt": f"This is the note {number}: " + "word " * (number
 
 
 @pytest.fixture(autouse=True)
-def logged(small_batches: None, caplog: pytest.LogCaptureFixture) -> None:
+def logged(small_batches, caplog):
     caplog.set_level(logging.INFO, logger="niels_gpt")
 
 
 @pytest.fixture
-def files(mirror: Path, folder: Path) -> Path:
+def files(mirror, folder):
     """A mirror, and user-defined notes beside it, that a test may change."""
     shutil.copytree(mirror, folder / "mirror")
     (folder / "notes").mkdir()
@@ -46,7 +45,7 @@ def files(mirror: Path, folder: Path) -> Path:
 
 
 @pytest.fixture
-def given(files: Path, tiny_model_path: Path) -> Settings:
+def given(files, tiny_model_path):
     """Settings that build from them. One thread: the order in which a build comes forward is always the same."""
     places = {"source_root": str(files / "mirror"), "pretrain": f"notes={files / 'notes'}"}
     return Settings(cache_dir=str(files / "cache"), tokenizer=str(tiny_model_path), threads=1, **places)
@@ -56,15 +55,15 @@ class Stopped(Exception):
     """Raised where a build is to be stopped."""
 
 
-def run(settings: Settings, key: str, **arguments: Any) -> Outcome:
-    outcome: Outcome = recipes(settings)[key](settings, **arguments)
+def run(settings, key, **arguments):
+    outcome = recipes(settings)[key](settings, **arguments)
     return outcome
 
 
-def stop(settings: Settings, key: str, *, after: int = 10, **arguments: Any) -> None:
+def stop(settings, key, *, after=10, **arguments):
     """Leave the build of a recipe unfinished, with five documents at least in its journal."""
 
-    def progress(documents: int, tokens: int, expected: int | None) -> None:
+    def progress(documents, tokens, expected):
         if documents >= after:
             raise Stopped
 
@@ -73,13 +72,13 @@ def stop(settings: Settings, key: str, *, after: int = 10, **arguments: Any) -> 
     assert unfinished(settings, key)
 
 
-def unfinished(settings: Settings, key: str) -> dict[str, Any]:
+def unfinished(settings, key):
     """Return all unfinished builds of a cache: what lies in their folders, by folder."""
     folder = versions_dir(cache_root(settings) / key)
     return {entry.name: tree_of(entry) for entry in folder.glob("building-*")}
 
 
-def from_scratch(settings: Settings, key: str, **arguments: Any) -> dict[str, Any]:
+def from_scratch(settings, key, **arguments):
     """Return the meta of the same build in a cache folder of its own, to which nothing happens."""
     elsewhere = dataclasses.replace(settings, cache_dir=f"{settings.cache_dir}-from-scratch")
     try:
@@ -88,7 +87,7 @@ def from_scratch(settings: Settings, key: str, **arguments: Any) -> dict[str, An
         shutil.rmtree(elsewhere.cache_dir)
 
 
-def resumed(caplog: pytest.LogCaptureFixture, settings: Settings, key: str, **arguments: Any) -> Outcome:
+def resumed(caplog, settings, key, **arguments):
     """Run a recipe that resumes a stopped build."""
     caplog.clear()
     outcome = run(settings, key, **arguments)
@@ -97,7 +96,7 @@ def resumed(caplog: pytest.LogCaptureFixture, settings: Settings, key: str, **ar
     return outcome
 
 
-CHANGES: list[tuple[str, dict[str, Any]]] = [
+CHANGES = [
     ("pretrain/notes", {"own_val_frac": 0.5}),
     ("pretrain/notes", {"seed": 7}),
     ("pretrain/roam", {"roam_val_frac": 0.4}),
@@ -110,9 +109,7 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("key", "change"), CHANGES, ids=lambda value: str(value))
-def test_another_setting_is_another_build_and_leaves_the_first_one(
-    given: Settings, caplog: pytest.LogCaptureFixture, key: str, change: dict[str, Any]
-) -> None:
+def test_another_setting_is_another_build_and_leaves_the_first_one(given, caplog, key, change):
     changed = dataclasses.replace(given, **change)
     stop(given, key)
     first = unfinished(given, key)
@@ -127,7 +124,7 @@ def test_another_setting_is_another_build_and_leaves_the_first_one(
 
 
 @pytest.mark.parametrize("change", [{"licence": "notes=CC0 1.0"}, {"attribution": "notes=N. Otes"}, {"threads": 2}])
-def test_what_is_only_said_is_no_key(given: Settings, caplog: pytest.LogCaptureFixture, change: dict[str, Any]) -> None:
+def test_what_is_only_said_is_no_key(given, caplog, change):
     stop(given, "pretrain/notes")
     changed = dataclasses.replace(given, **change)
     assert resumed(caplog, changed, "pretrain/notes").meta == from_scratch(changed, "pretrain/notes")
@@ -137,10 +134,10 @@ def test_what_is_only_said_is_no_key(given: Settings, caplog: pytest.LogCaptureF
 class Shifted(ByteTokenizer):
     """Without a model, and with the vocabulary of the other one: only the ids of a text tell them apart."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text):
         return [byte + 11 for byte in text.encode()]
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids):
         return bytes(id - 11 for id in ids if 11 <= id < 267).decode(errors="ignore")
 
 
@@ -164,14 +161,14 @@ Change = Callable[[Path], Any]
 """Changes one of the files of a source, given the folder of all of them."""
 
 
-def journals(builds: dict[str, Any]) -> list[bytes]:
+def journals(builds):
     return [tree["journal.jsonl"] for name, tree in sorted(builds.items()) if name.endswith(".journal")]
 
 
-def in_rows(pattern: str, edit: Callable[[list[str]], Any]) -> Change:
+def in_rows(pattern, edit):
     """Return a change of the lines of the one file of a mirror that a pattern names."""
 
-    def change(mirror: Path) -> None:
+    def change(mirror):
         (path,) = mirror.glob(pattern)
         lines = path.read_text().splitlines(keepends=True)
         edit(lines)
@@ -180,7 +177,7 @@ def in_rows(pattern: str, edit: Callable[[list[str]], Any]) -> Change:
     return change
 
 
-def other_response(lines: list[str]) -> None:
+def other_response(lines):
     lines[3] = json.dumps({**json.loads(lines[3]), "response": "another text"}) + "\n"
 
 
@@ -188,7 +185,7 @@ FINEWEB, ROWS = "HuggingFaceFW/fineweb-edu", "databricks/**/*.jsonl"
 
 
 NOTE, ROW = "A note that was not there.\n", json.dumps({"text": "a page that was not there", "id": "new"}) + "\n"
-CHANGED_FILES: dict[str, tuple[str, str, int, Change]] = {
+CHANGED_FILES = {
     "a file changed": ("pretrain/notes", "notes", 0, lambda notes: (notes / "n03.txt").write_text("another note")),
     "a file added": ("pretrain/notes", "notes", 0, lambda notes: (notes / "n02a.txt").write_text("one more note")),
     "a file renamed": ("pretrain/notes", "notes", 0, lambda notes: (notes / "n03.txt").rename(notes / "n03a.txt")),
@@ -207,9 +204,7 @@ CHANGED_FILES: dict[str, tuple[str, str, int, Change]] = {
 
 
 @pytest.mark.parametrize("what", CHANGED_FILES)
-def test_files_that_change_under_a_killed_build_are_refused_until_they_are_put_back(
-    given: Settings, files: Path, caplog: pytest.LogCaptureFixture, what: str
-) -> None:
+def test_files_that_change_under_a_killed_build_are_refused_until_they_are_put_back(given, files, caplog, what):
     key, name, shuffle_buffer, change = CHANGED_FILES[what]
     settings, folder = dataclasses.replace(given, shuffle_buffer=shuffle_buffer), files / name
     expected = from_scratch(settings, key)
@@ -231,19 +226,17 @@ def test_files_that_change_under_a_killed_build_are_refused_until_they_are_put_b
 
 
 @pytest.fixture
-def hub(folder: Path, tiny_model_path: Path, quick_retries: None) -> Settings:
+def hub(folder, tiny_model_path, quick_retries):
     """Settings of the hub."""
     return Settings(cache_dir=str(folder / "cache"), tokenizer=str(tiny_model_path), threads=1)
 
 
-def add(loopback_hub: LoopbackHub, start: int) -> str:
+def add(loopback_hub, start):
     return loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=30, start=70_000 + start))
 
 
 @pytest.mark.parametrize("refresh", [False, True])
-def test_a_killed_build_goes_on_with_its_revision_when_main_has_moved(
-    loopback_hub: LoopbackHub, hub: Settings, caplog: pytest.LogCaptureFixture, refresh: bool
-) -> None:
+def test_a_killed_build_goes_on_with_its_revision_when_main_has_moved(loopback_hub, hub, caplog, refresh):
     first = add(loopback_hub, 1_000)
     expected = from_scratch(hub, "sft/dolly15k")
     stop(hub, "sft/dolly15k", refresh=refresh)
@@ -254,7 +247,7 @@ def test_a_killed_build_goes_on_with_its_revision_when_main_has_moved(
     assert run(hub, "sft/dolly15k", refresh=True).meta["source"]["revision"] == second
 
 
-def test_a_killed_refresh_goes_on(loopback_hub: LoopbackHub, hub: Settings, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_killed_refresh_goes_on(loopback_hub, hub, caplog):
     committed = add(loopback_hub, 2_000)
     assert run(hub, "sft/dolly15k").meta["source"]["revision"] == committed
     first = add(loopback_hub, 2_100)
@@ -268,7 +261,7 @@ def test_a_killed_refresh_goes_on(loopback_hub: LoopbackHub, hub: Settings, capl
     assert run(hub, "sft/dolly15k", refresh=True).meta["source"]["revision"] == second
 
 
-def test_a_killed_build_of_other_settings_has_no_say_in_the_revision(loopback_hub: LoopbackHub, hub: Settings) -> None:
+def test_a_killed_build_of_other_settings_has_no_say_in_the_revision(loopback_hub, hub):
     add(loopback_hub, 3_000)
     stop(dataclasses.replace(hub, sft_val_frac=0.4), "sft/dolly15k")
     second = add(loopback_hub, 3_100)
@@ -276,8 +269,8 @@ def test_a_killed_build_of_other_settings_has_no_say_in_the_revision(loopback_hu
 
 
 def test_a_killed_build_of_a_tag_goes_on_when_the_tag_the_card_and_the_version_of_datasets_have_moved(
-    loopback_hub: LoopbackHub, hub: Settings, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    loopback_hub, hub, caplog, monkeypatch
+):
     first = loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=30, start=74_000), ref="v1")
     tagged = dataclasses.replace(hub, revision="dolly15k=v1")
     stop(tagged, "sft/dolly15k")
@@ -289,7 +282,7 @@ def test_a_killed_build_of_a_tag_goes_on_when_the_tag_the_card_and_the_version_o
     assert (source["licence"], source["attribution"]) == ("CC0 1.0", "N. Obody")
 
 
-def not_recorded(settings: Settings, key: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def not_recorded(settings, key, monkeypatch):
     """Build a cache that is committed, and killed before its recipe is written down; returns its meta."""
 
     with monkeypatch.context() as patched:
@@ -303,7 +296,7 @@ def not_recorded(settings: Settings, key: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("key", ["pretrain/notes", "pretrain/roam", "sft/dolly15k", "sft/oasst1"])
-def test_a_committed_build_is_recorded_unread(given: Settings, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+def test_a_committed_build_is_recorded_unread(given, monkeypatch, key):
     before = not_recorded(given, key, monkeypatch)
     version = os.readlink(cache_root(given) / key)
     with monkeypatch.context() as patched:
@@ -316,8 +309,8 @@ def test_a_committed_build_is_recorded_unread(given: Settings, monkeypatch: pyte
 
 @pytest.mark.parametrize("key", ["pretrain/notes", "sft/dolly15k"])
 def test_a_committed_build_whose_source_has_changed_since_is_done_with_and_a_new_one_begins(
-    given: Settings, files: Path, monkeypatch: pytest.MonkeyPatch, key: str
-) -> None:
+    given, files, monkeypatch, key
+):
     before = not_recorded(given, key, monkeypatch)
     (files / "notes" / "n03.txt").write_text("another note")
     in_rows(ROWS, other_response)(files / "mirror")
@@ -328,9 +321,7 @@ def test_a_committed_build_whose_source_has_changed_since_is_done_with_and_a_new
     assert unfinished(given, key) == {} and run(given, key).reused
 
 
-def test_a_committed_build_of_the_hub_is_recorded_with_the_revision_that_it_is_of(
-    loopback_hub: LoopbackHub, hub: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_committed_build_of_the_hub_is_recorded_with_the_revision_that_it_is_of(loopback_hub, hub, monkeypatch):
     first = add(loopback_hub, 6_000)
     before = not_recorded(hub, "sft/dolly15k", monkeypatch)
     add(loopback_hub, 6_100)

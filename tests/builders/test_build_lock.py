@@ -17,10 +17,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.byte_tokenizer import build, train_text
@@ -29,7 +26,6 @@ from support.fault_builds import (
     NOBODY,
     OLD,
     TEXTS,
-    Ask,
     Heard,
     answer,
     asking,
@@ -54,7 +50,7 @@ with versions.build_lock(sys.argv[1]):
 """
 
 
-def holding(path: Path, *prefix: str) -> AbstractContextManager[subprocess.Popen[str]]:
+def holding(path, *prefix):
     """Let another process hold the lock of a cache; it is killed at the end."""
     return ready([*prefix, sys.executable, "-c", HOLD_THE_LOCK, str(path)], "held")
 
@@ -65,7 +61,7 @@ ELSEWHERE = ["unshare", "-ru", "sh", "-c", 'hostname elsewhere && exec "$0" "$@"
 @pytest.mark.parametrize(
     ("prefix", "host"), [([], socket.gethostname()), (ELSEWHERE, "elsewhere")], ids=["here", "elsewhere"]
 )
-def test_a_second_build_is_refused_and_a_killed_one_holds_nothing(tmp_path: Path, prefix: list[str], host: str) -> None:
+def test_a_second_build_is_refused_and_a_killed_one_holds_nothing(tmp_path, prefix, host):
     if prefix:
         skip_unless("unshare", "-ru", "hostname", host)
     build(tmp_path / "c", [OLD])
@@ -79,14 +75,12 @@ def test_a_second_build_is_refused_and_a_killed_one_holds_nothing(tmp_path: Path
     assert train_text(tmp_path / "c") == train_text(tmp_path / "other") == "a" * 30
 
 
-def test_who_waits_says_for_whom_and_gets_the_lock_then(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    said: list[str] = []
+def test_who_waits_says_for_whom_and_gets_the_lock_then(tmp_path, monkeypatch, caplog):
+    said = []
     with holding(tmp_path / "c") as holder:
 
         class Hearing(logging.Handler):
-            def emit(self, record: logging.LogRecord) -> None:
+            def emit(self, record):
                 said.append(record.getMessage())
                 holder.communicate()  # the holder lets go only now
 
@@ -111,7 +105,7 @@ with versions.build_lock(sys.argv[1]):
 """
 
 
-def test_a_forked_child_does_not_hold_the_lock_of_its_dead_parent(tmp_path: Path) -> None:
+def test_a_forked_child_does_not_hold_the_lock_of_its_dead_parent(tmp_path):
     command = [sys.executable, "-c", FORK_AND_DIE, str(tmp_path / "c")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as parent:
         assert parent.stdout is not None and parent.stdout.readline() == "forked\n"
@@ -124,7 +118,7 @@ def test_a_forked_child_does_not_hold_the_lock_of_its_dead_parent(tmp_path: Path
     assert train_text(tmp_path / "c") == "abc"
 
 
-def serve() -> None:
+def serve():
     """Give up the rights of root, if there are any, and answer."""
     with tempfile.TemporaryDirectory() as folder:  # all that a build imports, while it may be read
         build(Path(folder, "c"), ["abc"])
@@ -136,7 +130,7 @@ def serve() -> None:
     answer({"build": lambda name: error_of(Path(name, "c")), "lose the right": lose_the_right, "hold": hold})
 
 
-def hold(name: str) -> str:
+def hold(name):
     """Hold the lock of a cache until a line comes."""
     with locked(Path(name, "c")):
         print(json.dumps(os.getpid()), flush=True)
@@ -145,14 +139,14 @@ def hold(name: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def nobody() -> Iterator[Ask]:
+def nobody():
     """Asks a process of a user without rights to do something in a folder."""
     environment = {key: text for key, text in os.environ.items() if key not in ("LOGNAME", "USER", "LNAME", "USERNAME")}
     with asking(sys.executable, __file__, cwd="/", env=environment) as ask:
         yield ask
 
 
-def name_of_nobody() -> str:
+def name_of_nobody():
     number = NOBODY if os.geteuid() == 0 else os.geteuid()
     try:
         return pwd.getpwuid(number).pw_name
@@ -161,7 +155,7 @@ def name_of_nobody() -> str:
 
 
 @pytest.fixture
-def shared() -> Iterator[Path]:
+def shared():
     """A folder that other users may enter, which those of pytest are not, and may not write."""
     folder = Path(tempfile.mkdtemp())
     folder.chmod(0o755)
@@ -178,7 +172,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two 
 
 
 @pytest.mark.parametrize("place", [".", ".versions", ".versions/c"])
-def test_a_folder_that_may_not_be_written_is_named_with_the_user(shared: Path, nobody: Ask, place: str) -> None:
+def test_a_folder_that_may_not_be_written_is_named_with_the_user(shared, nobody, place):
     build(shared / "c", [OLD])
     (shared / ".versions" / "c" / "lock").unlink()
     if place != ".versions/c":  # nothing of this cache is there yet
@@ -199,7 +193,7 @@ def test_a_folder_that_may_not_be_written_is_named_with_the_user(shared: Path, n
 @pytest.mark.parametrize("mode", [0o700, 0o755])
 @pytest.mark.parametrize("held", [True, False])
 @pytest.mark.parametrize("lock_mode", [0o600, 0o644])
-def test_a_lock_of_another_user_is_named(shared: Path, nobody: Ask, lock_mode: int, held: bool, mode: int) -> None:
+def test_a_lock_of_another_user_is_named(shared, nobody, lock_mode, held, mode):
     build(shared / "c", [OLD])
     folder = versions_dir(shared / "c")
     (folder / "lock").chmod(lock_mode)
@@ -216,13 +210,13 @@ def test_a_lock_of_another_user_is_named(shared: Path, nobody: Ask, lock_mode: i
     assert ".versions/c" in found["message"] and tree_of(shared) == before
 
 
-def lose_the_right(name: str) -> dict[str, Any]:
+def lose_the_right(name):
     """Build while the folder of the finished files becomes read-only; then build again."""
     folder = Path(name)
     batches_of(pytest.MonkeyPatch(), 10)
     build(folder / "c", [OLD])
 
-    def texts() -> Iterator[str]:
+    def texts():
         yield from TEXTS[:25]
         (work,) = (folder / ".versions" / "c").glob("building-*[!l]")
         (work / "train").chmod(0o555)
@@ -246,7 +240,7 @@ def lose_the_right(name: str) -> dict[str, Any]:
     return {**found, "resumed": heard.numbers, "content_sha256": meta["content_sha256"]}
 
 
-def test_a_folder_made_read_only_in_mid_build_is_named(shared: Path, nobody: Ask, tmp_path: Path) -> None:
+def test_a_folder_made_read_only_in_mid_build_is_named(shared, nobody, tmp_path):
     (shared / "theirs").mkdir()
     if os.geteuid() == 0:
         os.chown(shared / "theirs", NOBODY, NOBODY)
@@ -258,7 +252,7 @@ def test_a_folder_made_read_only_in_mid_build_is_named(shared: Path, nobody: Ask
 
 
 @needs_root
-def test_a_lock_that_another_user_holds_is_refused_by_the_users_name(shared: Path, nobody: Ask) -> None:
+def test_a_lock_that_another_user_holds_is_refused_by_the_users_name(shared, nobody):
     build(shared / "c", [OLD])
     folder = versions_dir(shared / "c")
     for path in (folder, folder / "lock"):
@@ -275,8 +269,8 @@ def test_a_lock_that_another_user_holds_is_refused_by_the_users_name(shared: Pat
     assert train_text(shared / "c") == "new"
 
 
-def test_a_file_system_without_locks_is_named_and_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: Any) -> None:
+def test_a_file_system_without_locks_is_named_and_left_alone(tmp_path, monkeypatch):
+    def refused(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     build(tmp_path / "c", [OLD])

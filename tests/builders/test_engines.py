@@ -1,13 +1,11 @@
 """The bytes of a cache are the same whatever engine encodes, in how many threads or processes, in what batches."""
 
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
-from pathlib import Path
-from typing import Any
 
 import pytest
 from support.made_tokenizers import any_tokenizer, sample_texts
-from support.power_loss import Tree, tree_of
+from support.power_loss import tree_of
 
 from niels_gpt.builders.pretrain import build_pretrain
 from niels_gpt.documents import DocumentBatch
@@ -19,9 +17,9 @@ ODD = ("", "a<|endoftext|>b <|eot_id|> <|im_start|>", "\u212b e\u0301", "\u088f'
 TEXTS = [part for text in sample_texts() for part in (text, *text.split("\n"))] + list(ODD)
 
 
-def built(path: Path, tokenizer: Any, *, batch: int = 0, **arguments: Any) -> Tree:
+def built(path, tokenizer, *, batch=0, **arguments):
     """Build a cache and return its files. batch: documents in a DocumentBatch; 0: rows."""
-    documents: Any = ((None, text, str(number)) for number, text in enumerate(TEXTS))
+    documents = ((None, text, str(number)) for number, text in enumerate(TEXTS))
     if batch:
         documents = (
             DocumentBatch(
@@ -47,7 +45,7 @@ def built(path: Path, tokenizer: Any, *, batch: int = 0, **arguments: Any) -> Tr
 @pytest.mark.parametrize(
     "name", ["gpt2", "small qwen2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "gemma"))]
 )
-def test_a_cache_does_not_depend_on_engine_threads_and_batches(name: str, tmp_path: Path) -> None:
+def test_a_cache_does_not_depend_on_engine_threads_and_batches(name, tmp_path):
     tokenizer = load_tokenizer(any_tokenizer(name), sentinels="optional")
     reference = built(tmp_path / "reference", tokenizer, engine="reference", num_threads=0)
     assert sum(name.endswith(".bin") for name in map(str, reference)) > 2
@@ -62,16 +60,15 @@ def test_a_cache_does_not_depend_on_engine_threads_and_batches(name: str, tmp_pa
 @pytest.mark.parametrize(
     "kind", ["threads", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("spawn", "fork"))]
 )
-def test_an_executor_of_processes_gives_the_same_bytes(kind: str, tmp_path: Path) -> None:
+def test_an_executor_of_processes_gives_the_same_bytes(kind, tmp_path):
     tokenizer = load_tokenizer(any_tokenizer("small qwen2"), sentinels="optional")
-    pool: Executor
     pool = ThreadPoolExecutor(2) if kind == "threads" else ProcessPoolExecutor(2, get_context(kind))
     with pool:
         there = built(tmp_path / "there", tokenizer, engine="gigatoken", executor=pool)
     assert there == built(tmp_path / "here", tokenizer, engine="reference")
 
 
-def test_special_tokens_as_text_are_the_same_with_both_engines(tmp_path: Path) -> None:
+def test_special_tokens_as_text_are_the_same_with_both_engines(tmp_path):
     tokenizer = load_tokenizer(any_tokenizer("qwen2"), sentinels="optional")
     trees = [built(tmp_path / each, tokenizer, engine=each, on_special="text") for each in ("gigatoken", "reference")]
     assert trees[0] == trees[1]

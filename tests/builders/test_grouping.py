@@ -1,10 +1,8 @@
 """Documents as columns: a cache does not depend on how a loader, the builder or its threads group them."""
 
 import tempfile
-from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,15 +29,15 @@ TEXTS[3], TEXTS[11], TEXTS[12], TEXTS[30] = "", "a <|eot|> in it", "\u2581 a mar
 class Loader:
     """A source of files in miniature: it counts rows, leaves out every seventh, and can begin at any row."""
 
-    def __init__(self, cuts: Iterable[int] | None, stop: int | None = None) -> None:
+    def __init__(self, cuts, stop=None):
         """cuts: where batches end, in documents; None: no batches. stop: fail after so many documents."""
         self.cuts = None if cuts is None else sorted({*cuts, len(TEXTS)})
         self.stop = stop
-        self.counters: dict[str, int] = {}
-        self.position: dict[str, int] = {}
+        self.counters = {}
+        self.position = {}
         self.source = Source("rows", provenance={"fingerprint": "f"}, counters=self.counters, position=self.position)
 
-    def rows(self) -> Iterator[tuple[int, str, dict[str, int]]]:
+    def rows(self):
         """Yield documents: number, text, and the counters as of it."""
         begin, counters = self.position.get("row", 0), self.counters
         for row, text in enumerate(TEXTS, 1):
@@ -52,14 +50,14 @@ class Loader:
                 yield row, text, dict(counters)
         counters["at_the_end"] = 1
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         """Yield documents, or batches of them."""
         if self.cuts is None:
             for row, text, _ in self.rows():
                 self.position["row"] = row
                 yield None, text, f"row {row}"
             return
-        held: list[tuple[int, str, dict[str, int]]] = []
+        held = []
         for row in self.rows():
             held.append(row)
             if row[0] in self.cuts:
@@ -67,7 +65,7 @@ class Loader:
                 held = []
 
 
-def batch_of(rows: list[tuple[int, str, dict[str, int]]]) -> DocumentBatch:
+def batch_of(rows):
     counters = [(number, counts) for number, (_, _, counts) in enumerate(rows)]
     return DocumentBatch(
         texts=[text.encode() for _, text, _ in rows],
@@ -77,7 +75,7 @@ def batch_of(rows: list[tuple[int, str, dict[str, int]]]) -> DocumentBatch:
     )
 
 
-def build(path: Path, loader: Loader, **changed: Any) -> dict[str, Any]:
+def build(path, loader, **changed):
     fixed = {"max_train_tokens": 500, "max_val_tokens": 120, "shard_bytes": 200, "seed": 1, "checkpoint_seconds": 0}
     more = {"tokenizer": ByteTokenizer(), "document_end": "eot", "num_threads": 0, "shuffle_buffer": None}
     return build_pretrain(loader, path, source=loader.source, **{**fixed, **more, **changed})
@@ -96,9 +94,7 @@ LIMITS = st.sampled_from([(500, 120), (10**6, 10**5), (200, 10**5), (600, 0)])
     buffer=st.sampled_from([None, 4, 100]),
     limits=LIMITS,
 )
-def test_no_grouping_and_no_interruption_changes_a_byte(
-    cuts: Any, sizes: Any, threads: Any, stops: Any, buffer: Any, limits: Any
-) -> None:
+def test_no_grouping_and_no_interruption_changes_a_byte(cuts, sizes, threads, stops, buffer, limits):
     how = {"shuffle_buffer": buffer, "max_train_tokens": limits[0], "max_val_tokens": limits[1]}
     with tempfile.TemporaryDirectory(dir=IN_MEMORY) as name, pytest.MonkeyPatch.context() as patch:
         batches_of(patch, 1)
@@ -113,7 +109,7 @@ def test_no_grouping_and_no_interruption_changes_a_byte(
         assert tree_of(Path(name, "again")) == tree_of(Path(name, "whole"))
 
 
-def test_counters_are_those_of_the_last_document_that_is_needed(tmp_path: Path) -> None:
+def test_counters_are_those_of_the_last_document_that_is_needed(tmp_path):
     meta = build(tmp_path / "c", Loader([]), max_train_tokens=150, max_val_tokens=0)
     read = meta["documents_read"]
     assert 6 < read < 30 and meta["source"]["counters"] == {"rows": read, "left_out": read // 7}
@@ -121,24 +117,22 @@ def test_counters_are_those_of_the_last_document_that_is_needed(tmp_path: Path) 
     assert meta["source"]["counters"] == {"rows": 45, "left_out": 6, "at_the_end": 1}
 
 
-def test_a_resumed_source_of_batches_begins_with_the_last_document(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_source_of_batches_begins_with_the_last_document(tmp_path, caplog, monkeypatch):
     batches_of(monkeypatch, 4)
     with refused("E601", kind=ConnectionError):
         build(tmp_path / "c", Loader(range(3, 45, 3), stop=24))
-    read: list[int] = []
+    read = []
     loader = Loader(range(5, 45, 5))
     rows = loader.rows
-    loader.rows = lambda: (row for row in rows() if read.append(row[0]) is None)  # type: ignore[method-assign]
+    loader.rows = lambda: (row for row in rows() if read.append(row[0]) is None)
     with caplog.at_level("INFO"):
         build(tmp_path / "c", loader)
     assert "are not read again" in caplog.text and read[0] == 24
 
 
-def test_the_splits_of_batches_may_be_named(tmp_path: Path) -> None:
+def test_the_splits_of_batches_may_be_named(tmp_path):
     batches = [DocumentBatch([b"a", b"b"], ["1", "2"], "train"), DocumentBatch([b"c"], ["3"], "val")]
-    how: dict[str, Any] = {"max_train_tokens": None, "max_val_tokens": None, "shard_bytes": 20, "seed": 0}
+    how = {"max_train_tokens": None, "max_val_tokens": None, "shard_bytes": 20, "seed": 0}
     build_pretrain(batches, tmp_path / "c", tokenizer=ByteTokenizer(), shuffle_buffer=None, **how)
     assert stored(tmp_path / "c", "train") == ["a", "b"] and stored(tmp_path / "c", "val") == ["c"]
     with refused("E102", "document 0", "1 texts", "2 ids"):
@@ -155,7 +149,7 @@ def test_the_splits_of_batches_may_be_named(tmp_path: Path) -> None:
         )
 
 
-def test_an_error_of_the_source_is_raised_as_it_is_and_no_thread_is_left(tmp_path: Path) -> None:
+def test_an_error_of_the_source_is_raised_as_it_is_and_no_thread_is_left(tmp_path):
     import threading
 
     for threads in (0, 2):
@@ -164,7 +158,7 @@ def test_an_error_of_the_source_is_raised_as_it_is_and_no_thread_is_left(tmp_pat
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("encode")]
 
 
-GOOD: dict[str, Any] = {"texts": [b"a", b"b"], "ids": ["1", "2"], "position": {"row": [1, 2]}}
+GOOD = {"texts": [b"a", b"b"], "ids": ["1", "2"], "position": {"row": [1, 2]}}
 
 
 @pytest.mark.parametrize(
@@ -180,22 +174,22 @@ GOOD: dict[str, Any] = {"texts": [b"a", b"b"], "ids": ["1", "2"], "position": {"
         ({"counters": [(0, {}), (3, {}), (1, {})]}, "document 2: the counters"),
     ],
 )
-def test_a_callers_batch_is_checked(tmp_path: Path, wrong: dict[str, Any], message: str) -> None:
-    how: dict[str, Any] = {"max_train_tokens": None, "max_val_tokens": None, "shard_bytes": 20, "seed": 0}
+def test_a_callers_batch_is_checked(tmp_path, wrong, message):
+    how = {"max_train_tokens": None, "max_val_tokens": None, "shard_bytes": 20, "seed": 0}
     how |= {"tokenizer": ByteTokenizer(), "shuffle_buffer": None, "val_frac": 0.1}
     batches = [DocumentBatch(**GOOD), DocumentBatch(**{**GOOD, **wrong})]
     with pytest.raises(ValueError, match=message) as caught:
         build_pretrain(batches, tmp_path / "c", **how)
     assert code_of(caught.value) == "E304" and not (tmp_path / "c").exists()
     with refused("E304", "document 1: its id"):
-        build_pretrain([(None, "a"), (None, "b", 7)], tmp_path / "c", **how)  # type: ignore[list-item]
+        build_pretrain([(None, "a"), (None, "b", 7)], tmp_path / "c", **how)
 
 
-def test_a_chat_on_which_an_engine_differs_has_its_own_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chat_on_which_an_engine_differs_has_its_own_number(tmp_path, monkeypatch):
     class Differing:
         name = "gigatoken"
 
-        def encode(self, texts: Any, *, first: int) -> Any:
+        def encode(self, texts, *, first):
             for number, text in enumerate(texts, first):
                 if text == b"no 12":
                     raise EngineDifference("model", number, "gigatoken and tokenizers differ at token 0")
@@ -208,11 +202,11 @@ def test_a_chat_on_which_an_engine_differs_has_its_own_number(tmp_path: Path, mo
     assert caught.value.number == 12
 
 
-def test_the_document_on_which_an_engine_differs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_document_on_which_an_engine_differs_is_named(tmp_path, monkeypatch):
     class Differing:
         name = "gigatoken"
 
-        def encode(self, texts: Any, *, first: int) -> Any:
+        def encode(self, texts, *, first):
             for number, text in enumerate(texts, first):
                 if text.startswith(b"17 "):
                     raise EngineDifference("model", number, "gigatoken and tokenizers differ at token 0")
@@ -229,23 +223,23 @@ class Plain(ByteTokenizer):
 
     control_ids = frozenset({299})
 
-    def special_token_ids(self) -> dict[str, int]:
+    def special_token_ids(self):
         return {}
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text):
         parts = [super(Plain, self).encode(part) for part in text.split("<|end|>")]
         return [id for number, part in enumerate(parts) for id in ([299, *part] if number else part)]
 
-    def encode_plain(self, texts: list[str]) -> list[Any]:
+    def encode_plain(self, texts):
         return [np.array(super(Plain, self).encode(text)) for text in texts]
 
-    def token(self, token_id: int) -> str:
+    def token(self, token_id):
         return "<|end|>" if token_id == 299 else ""
 
 
-def test_a_special_token_in_a_text_is_dropped_refused_or_encoded_as_text(tmp_path: Path) -> None:
+def test_a_special_token_in_a_text_is_dropped_refused_or_encoded_as_text(tmp_path):
     texts = [(None, "abc"), (None, "a<|end|>b"), (None, "<|eot|>"), (None, "d")]
-    how: dict[str, Any] = {"max_train_tokens": 100, "max_val_tokens": 0, "shard_bytes": 400, "seed": 0}
+    how = {"max_train_tokens": 100, "max_val_tokens": 0, "shard_bytes": 400, "seed": 0}
     how |= {"shuffle_buffer": None, "tokenizer": Plain()}
     dropped = build_pretrain(texts, tmp_path / "c", **how)
     assert dropped["dropped"] == {"special_in_text": 1} and stored(tmp_path / "c", "train") == ["abc", "<|eot|>", "d"]
@@ -258,20 +252,20 @@ def test_a_special_token_in_a_text_is_dropped_refused_or_encoded_as_text(tmp_pat
         build_pretrain(texts, tmp_path / "f", **{**how, "tokenizer": ByteTokenizer(), "on_special": "text"})
 
 
-def test_a_text_that_is_dropped_for_a_special_token_is_no_splits_document(tmp_path: Path) -> None:
+def test_a_text_that_is_dropped_for_a_special_token_is_no_splits_document(tmp_path):
     """The text with the lowest key would be the one document of val, if it were not dropped."""
     kept = [str(number) for number in range(8)]
     lowest = min((f"{number}<|end|>" for number in range(99)), key=key)
     assert key(lowest) < min(map(key, kept))
-    how: dict[str, Any] = {"max_train_tokens": None, "max_val_tokens": None, "shard_bytes": 400, "seed": 0}
+    how = {"max_train_tokens": None, "max_val_tokens": None, "shard_bytes": 400, "seed": 0}
     documents = [(None, text) for text in (lowest, *kept)]
     meta = build_pretrain(documents, tmp_path / "c", tokenizer=Plain(), shuffle_buffer=None, val_frac=1e-9, **how)
     assert (meta["docs"], meta["dropped"]) == ({"train": 7, "val": 1}, {"special_in_text": 1})
 
 
-def test_a_sentinel_as_text_has_no_sentinels_id(tmp_path: Path, tiny_tokenizer: Any) -> None:
+def test_a_sentinel_as_text_has_no_sentinels_id(tmp_path, tiny_tokenizer):
     text = f"a {SPECIAL_TOKENS[0]} b"
-    how: dict[str, Any] = {"max_train_tokens": 1000, "max_val_tokens": 0, "shard_bytes": 4000, "seed": 0}
+    how = {"max_train_tokens": 1000, "max_val_tokens": 0, "shard_bytes": 4000, "seed": 0}
     meta = build_pretrain(
         [(None, text), (None, "c")],
         tmp_path / "c",

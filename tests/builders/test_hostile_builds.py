@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import zlib
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from support.disk import versions_dir
 from support.errors import refused
 from support.fault_builds import KINDS, files_of, line, unfinished_tree, values_of
 from support.json_values import JSON, SOME_SHA256
-from support.power_loss import Tree, put, tree_of
+from support.power_loss import put, tree_of
 from support.small_builds import BUILDERS, ITEMS, Counted, pretrain, quick_folder, sft, whole_version
 
 from niels_gpt.cache import CacheError
@@ -32,12 +31,12 @@ pytestmark = pytest.mark.usefixtures("small_batches")
 QUICK = settings(suppress_health_check=list(HealthCheck), max_examples=60, derandomize=True)
 
 
-outside_events: list[str] | None = None
+outside_events = None
 """While this is a list: the paths that were opened, renamed or removed, of all that Python tells of such things."""
 FOLLOWING = ("os.truncate", "os.chmod", "os.chown", "os.utime", "os.chdir")
 
 
-def _hook(event: str, arguments: tuple[Any, ...]) -> None:
+def _hook(event, arguments):
     if outside_events is not None and (event == "open" or event.startswith(("os.", "shutil."))):
         follows = event in FOLLOWING or (event == "open" and not int(arguments[2]) & os.O_NOFOLLOW)
         names = [os.fsdecode(name) for name in arguments if isinstance(name, str | bytes | os.PathLike)]
@@ -46,13 +45,13 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 @functools.cache
-def watch() -> None:
+def watch():
     """Put the hook in place, which stays as long as the process."""
     sys.addaudithook(_hook)
 
 
 @contextmanager
-def watched(outside: Path) -> Iterator[None]:
+def watched(outside):
     """Fail if anything in a folder is opened or changed."""
     global outside_events
     watch()
@@ -83,13 +82,13 @@ def watched(outside: Path) -> Iterator[None]:
     ],
     ids=["read", "write", "remove", "rename", "read through a link"],
 )
-def test_the_watch_sees_what_is_done_to_a_folder(folder: Path, deed: Callable[[Path], Any]) -> None:
+def test_the_watch_sees_what_is_done_to_a_folder(folder, deed):
     (folder / "link").symlink_to("outside/precious")
     with pytest.raises(AssertionError, match="outside"), watched(folder / "outside"):
         deed(folder / "outside")
 
 
-def resumes(kind: str, tree: Tree, *, same_content: str | None) -> bool:
+def resumes(kind, tree, *, same_content):
     """Build on what was left, with a folder beside it that nothing may touch; returns whether the build ended.
 
     same_content: the content sha256 that it must then have; None: any whole version.
@@ -105,12 +104,12 @@ def resumes(kind: str, tree: Tree, *, same_content: str | None) -> bool:
         return True
 
 
-def with_journal(kind: str, raw: bytes, sealed: bool = False) -> tuple[Tree, str]:
+def with_journal(kind, raw, sealed=False):
     tree, name, content = unfinished_tree(kind, sealed)
     return {**tree, name: raw}, content
 
 
-def places_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+def places_in(value, path=()):
     """Return the path of keys to everything in some JSON, the whole included."""
     found = [path]
     pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -119,7 +118,7 @@ def places_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return found
 
 
-def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+def replaced(value, path, new):
     if not path:
         return new
     value = copy.copy(value)
@@ -128,7 +127,7 @@ def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
 
 
 @st.composite
-def hostile_lines(draw: st.DrawFn, kind: str, sealed: bool) -> bytes:
+def hostile_lines(draw, kind, sealed):
     """Draw a journal whose lines all have a good CRC-32, and of which one value, or a key, is anything."""
     tree, name, _ = unfinished_tree(kind, sealed)
     values = values_of(tree[name])
@@ -151,7 +150,7 @@ def test_a_hostile_journal_is_refused_or_the_build_ends_whole(kind: str, sealed:
 @QUICK
 @given(data=st.data())
 def test_a_journal_with_damaged_bytes_is_refused_or_ends_with_the_right_ones(kind: str, data: st.DataObject) -> None:
-    raw = bytearray(unfinished_tree(kind)[0][unfinished_tree(kind)[1]])  # type: ignore[arg-type]
+    raw = bytearray(unfinished_tree(kind)[0][unfinished_tree(kind)[1]])
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, len(raw) - 1))
         part = data.draw(st.binary(max_size=6))
@@ -164,7 +163,7 @@ NO_NAMES = ["../x", "/etc/passwd", "train/../../x", "", ".", "a//b", "a\\b", "me
 
 
 @pytest.mark.parametrize("name", NO_NAMES, ids=repr)
-def test_the_name_of_a_finished_file_stays_inside_the_build(name: Any) -> None:
+def test_the_name_of_a_finished_file_stays_inside_the_build(name):
     raw = unfinished_tree("pretrain")[0][unfinished_tree("pretrain")[1]]
     values = values_of(raw)
     number = next(number for number, value in enumerate(values) if value.get("finished"))
@@ -173,11 +172,11 @@ def test_the_name_of_a_finished_file_stays_inside_the_build(name: Any) -> None:
     assert not resumes("pretrain", tree, same_content=None)
 
 
-def one_more(value: Any) -> Any:
+def one_more(value):
     return value + 1 if isinstance(value, int) else {key: count + 1 for key, count in value.items()}
 
 
-CHANGED_NUMBERS: dict[str, Callable[[dict[str, Any]], Any]] = {
+CHANGED_NUMBERS = {
     "fewer documents": lambda last: last.update(documents=last["documents"] - 1),
     "more documents": lambda last: last.update(documents=last["documents"] + 1),
     "no end of documents": lambda last: last.update(documents=2**62),
@@ -210,7 +209,7 @@ def test_numbers_that_cannot_be_are_refused(kind: str, what: str) -> None:
 
 
 @pytest.mark.parametrize("text", [b"[" * 100_000, b'{"a": ' * 50_000, b"9" * 5_000, b"x" * (1 << 24)], ids=len)
-def test_a_line_that_no_parser_takes_ends_the_journal(text: bytes) -> None:
+def test_a_line_that_no_parser_takes_ends_the_journal(text):
     raw = unfinished_tree("sft")[0][unfinished_tree("sft")[1]]
     assert isinstance(raw, bytes)
     tree, content = with_journal("sft", raw + b"%08x %s\n" % (zlib.crc32(text), text))
@@ -245,7 +244,7 @@ def test_nothing_is_opened_or_changed_behind_a_link(kind: str) -> None:
 
 @KINDS
 def test_a_pipe_in_the_place_of_a_file_is_an_error_and_no_wait(kind: str) -> None:
-    def too_long(number: int, frame: Any) -> None:
+    def too_long(number, frame):
         raise AssertionError("waited for a pipe")
 
     tree, _, content = unfinished_tree(kind)
@@ -269,7 +268,7 @@ def test_a_pipe_in_the_place_of_a_file_is_an_error_and_no_wait(kind: str) -> Non
 
 
 @pytest.mark.parametrize("content", ["../../../x", "../" * 20 + "x", "0" * 64, "", 3, None, ["x"], "/dev/shm"], ids=str)
-def test_a_version_that_says_another_content_than_the_journal_is_refused(folder: Path, content: Any) -> None:
+def test_a_version_that_says_another_content_than_the_journal_is_refused(folder, content):
     put(unfinished_tree("pretrain", sealed=True)[0], folder / "cache")
     (folder / "x").mkdir()
     (folder / "x" / ".precious.tmp").write_text("precious")
@@ -282,7 +281,7 @@ def test_a_version_that_says_another_content_than_the_journal_is_refused(folder:
 
 
 @pytest.mark.parametrize("content", ["../../x", "0" * 63, "0" * 65, "G" * 64, "0" * 64 + "\n", ""], ids=repr)
-def test_a_commit_takes_no_content_that_is_no_sha256(folder: Path, content: str) -> None:
+def test_a_commit_takes_no_content_that_is_no_sha256(folder, content):
     work = versions_dir(folder / "c") / "building"
     work.mkdir(parents=True)
     (work / "meta.json").write_text("{}")
@@ -302,7 +301,7 @@ class Rows(list[Any]):
     __repr__ = object.__repr__
 
 
-ODD: dict[str, Callable[[], Any]] = {
+ODD = {
     "a content": lambda: [{"role": "user", "content": [Picture()]}, {"role": "assistant", "content": "x"}],
     "a role": lambda: [{"role": Picture(), "content": "x"}],
     "a message": lambda: [Picture()],
@@ -313,7 +312,7 @@ ODD: dict[str, Callable[[], Any]] = {
 }
 
 
-def odd_chats(what: str) -> list[Any]:
+def odd_chats(what):
     """Return chats of which one is dropped, and looks different in each process."""
     found = ITEMS["sft"](0)
     found[3] = ("odd", ODD[what]())
@@ -333,7 +332,7 @@ for what in here.ODD:
 """
 
 
-def test_a_chat_that_is_dropped_and_shows_its_address_goes_on_in_another_process(folder: Path) -> None:
+def test_a_chat_that_is_dropped_and_shows_its_address_goes_on_in_another_process(folder):
     command = [sys.executable, "-c", STOP_HERE, str(Path(__file__).parent), str(folder)]
     subprocess.run(command, check=True, env={**os.environ, "PYTHONHASHSEED": "1"})
     held = [odd_chats(what) for what in ODD]  # at other addresses than those of the builds below

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.byte_tokenizer import build, train_text
@@ -17,14 +16,14 @@ from niels_gpt.cache.meta import write_meta
 from niels_gpt.storage import leftovers
 
 
-def removable(path: Path) -> dict[str, str]:
+def removable(path):
     """Return what `removable` lists, by name."""
     entries = leftovers.removable(path)
     assert len({entry for entry, _ in entries}) == len(entries)
     return {str(entry.relative_to(versions_dir(path))): why for entry, why in entries}
 
 
-def versions_of(cache: Path, *texts: str) -> list[str]:
+def versions_of(cache, *texts):
     """Build a version of each text, each a nanosecond younger; returns their names."""
     names = []
     for number, text in enumerate(texts):
@@ -34,7 +33,7 @@ def versions_of(cache: Path, *texts: str) -> list[str]:
 
 
 @pytest.mark.usefixtures("small_batches")
-def test_old_versions_dead_builds_and_leftovers_are_removable_each_with_its_reason(tmp_path: Path) -> None:
+def test_old_versions_dead_builds_and_leftovers_are_removable_each_with_its_reason(tmp_path):
     cache, folder = tmp_path / "c", versions_dir(tmp_path / "c")
     names = versions_of(cache, "one", "two", "three", "four")
     assert removable(cache) == dict.fromkeys(names[:2], "an old version")
@@ -68,7 +67,7 @@ def test_old_versions_dead_builds_and_leftovers_are_removable_each_with_its_reas
 
 
 @pytest.mark.parametrize("committed", [0, 1, 2, 3, None])
-def test_the_committed_version_stays_however_old_it_is_else_the_newest(tmp_path: Path, committed: int | None) -> None:
+def test_the_committed_version_stays_however_old_it_is_else_the_newest(tmp_path, committed):
     cache, texts = tmp_path / "c", ("one", "two", "three", "four")
     names = versions_of(cache, *texts)
     cache.unlink()
@@ -84,7 +83,7 @@ def test_the_committed_version_stays_however_old_it_is_else_the_newest(tmp_path:
 
 
 @pytest.mark.parametrize("damage", ["changed", "cut", "missing", "no meta.json", "meta.json cut"])
-def test_a_good_folder_in_the_way_replaces_a_damaged_version_of_its_content(folder: Path, damage: str) -> None:
+def test_a_good_folder_in_the_way_replaces_a_damaged_version_of_its_content(folder, damage):
     content = pretrain(folder / "c")["content_sha256"]
     version = (folder / "c").resolve()
     shutil.copytree(version, folder / "good")
@@ -104,8 +103,8 @@ def test_a_good_folder_in_the_way_replaces_a_damaged_version_of_its_content(fold
     assert {entry.name for entry in versions_dir(folder / "c").iterdir()} == {"lock", content[:12], newest[:12]}
 
 
-def test_adoption_takes_the_first_number_that_is_free(folder: Path) -> None:
-    def adopted(seed: int) -> Any:
+def test_adoption_takes_the_first_number_that_is_free(folder):
+    def adopted(seed):
         """Put a folder without a content sha256 into the way, and build over it; returns what the folder held."""
         pretrain(folder / "elsewhere", seed)
         shutil.copytree((folder / "elsewhere").resolve(), folder / "foreign")

@@ -3,8 +3,6 @@
 import io
 import json
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,14 +18,14 @@ from niels_gpt.builders.sft import build_sft
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.settings import Settings
 from niels_gpt.special_tokens import SPECIAL_TOKENS
-from niels_gpt.tokenizer import SentencePieceTokenizer, load_tokenizer
+from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.tokenizers.roundtrip import PROBES, first_difference, roundtrip
 
 USER = {"role": "user", "content": "Who walks to the mill?"}
 
 
 @pytest.fixture(scope="module")
-def lossy_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def lossy_path(tmp_path_factory):
     """A model as T5 has it: nmt_nfkc, no bytes to spell what is unknown; with the sentinels."""
     model, path = io.BytesIO(), tmp_path_factory.mktemp("lossy") / "spm.model"
     options = {"normalization_rule_name": "nmt_nfkc", "hard_vocab_limit": False, "minloglevel": 3, "vocab_size": 300}
@@ -38,20 +36,18 @@ def lossy_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def lossy(lossy_path: Path) -> SentencePieceTokenizer:
+def lossy(lossy_path):
     """The tokenizer at `lossy_path`."""
     return load_tokenizer(lossy_path)
 
 
-def pretrain(path: Path, tokenizer: Any, texts: Any, **changed: Any) -> dict[str, Any]:
-    arguments: dict[str, Any] = {"max_train_tokens": None, "max_val_tokens": None, "shuffle_buffer": None}
+def pretrain(path, tokenizer, texts, **changed):
+    arguments = {"max_train_tokens": None, "max_val_tokens": None, "shuffle_buffer": None}
     documents = (("train", text) for text in texts)
     return build_pretrain(documents, path, tokenizer=tokenizer, shard_bytes=1000, seed=0, **{**arguments, **changed})
 
 
-def test_a_lossy_model_is_measured_warned_of_and_its_unknown_ids_are_those_in_the_cache(
-    lossy: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_lossy_model_is_measured_warned_of_and_its_unknown_ids_are_those_in_the_cache(lossy, tmp_path, caplog):
     texts = ["The heron walks", "two  spaces", "apples \u6f22\u5b57 \u6f22", "a line\nand another", ""]
     meta = pretrain(tmp_path / "c", lossy, texts)
     assert (meta["lossless"], meta["roundtrip"]) == (False, {"texts": 4, "differ": 3})
@@ -66,7 +62,7 @@ def test_a_lossy_model_is_measured_warned_of_and_its_unknown_ids_are_those_in_th
     assert meta["unknown_ids"] == np.count_nonzero(ids == lossy.unk_id)  # none of those behind the cut
 
 
-def test_a_lossless_model_is_measured(tiny_tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lossless_model_is_measured(tiny_tokenizer, tmp_path, caplog):
     meta = pretrain(tmp_path / "c", tiny_tokenizer, [*PROBES, "a \u2581 mark", "half \ud800 a pair"])
     assert (meta["lossless"], meta["roundtrip"]) == (True, {"texts": len(PROBES), "differ": 0})
     assert (meta["unknown_ids"], meta["noticed"]["texts_with_u2581"]) == (0, 1)
@@ -76,27 +72,27 @@ def test_a_lossless_model_is_measured(tiny_tokenizer: Any, tmp_path: Path, caplo
 class Letters:
     vocab_size = 26
 
-    def special_token_ids(self) -> dict[str, int]:
+    def special_token_ids(self):
         return {}
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text):
         return [LETTERS[letter] for letter in text]
 
-    def decode(self, ids: Any) -> str:
+    def decode(self, ids):
         return "".join(chr(97 + token_id) for token_id in ids)
 
 
 LETTERS = {chr(97 + token_id): token_id for token_id in range(26)}
 
 
-def test_a_tokenizer_of_few_characters_builds_though_it_cannot_encode_u2581(tmp_path: Path) -> None:
+def test_a_tokenizer_of_few_characters_builds_though_it_cannot_encode_u2581(tmp_path):
     meta = pretrain(tmp_path / "c", Letters(), ["heron", "otter"], document_end="none")
     assert meta["docs"]["train"] == 2 and not meta["noticed"]
 
 
 def test_the_round_trip_is_bounded_and_of_a_long_text_the_beginning_is_compared(
-    lossy: Any, tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    lossy, tiny_tokenizer, tmp_path, monkeypatch
+):
     with monkeypatch.context() as patched:
         compare_less(patched, ids=4)
         texts = ["\u6f22\u5b57 and more", "The heron \ufffd walks to the mill."]
@@ -109,10 +105,10 @@ def test_the_round_trip_is_bounded_and_of_a_long_text_the_beginning_is_compared(
 
 
 @pytest.mark.parametrize("kind", ["pretrain", "sft"])
-def test_the_counts_depend_on_no_thread_and_no_kill(kind: str, lossy: Any, folder: Path) -> None:
+def test_the_counts_depend_on_no_thread_and_no_kill(kind, lossy, folder):
     items = small_builds.ITEMS[kind](3, count=3_000)
     build = small_builds.BUILDERS[kind]
-    changed: dict[str, Any] = {"tokenizer": lossy, "items": items}
+    changed = {"tokenizer": lossy, "items": items}
     if kind == "pretrain":
         changed |= {"max_train_tokens": 9_000, "max_val_tokens": 900}
     expected = build(folder / "a", **changed)
@@ -126,7 +122,7 @@ def test_the_counts_depend_on_no_thread_and_no_kill(kind: str, lossy: Any, folde
     assert raw[0] == raw[1] == raw[2]
 
 
-def test_probes_tell_a_lossy_model_and_the_first_difference_is_short(lossy: Any, tiny_tokenizer: Any) -> None:
+def test_probes_tell_a_lossy_model_and_the_first_difference_is_short(lossy, tiny_tokenizer):
     shown = first_difference("a\tb" * 50, "a b" * 50)
     assert shown.startswith(r"at character 1, 'a\tb") and len(shown) < 100
     assert "at character 3" in first_difference("abcd", "abc")
@@ -134,7 +130,7 @@ def test_probes_tell_a_lossy_model_and_the_first_difference_is_short(lossy: Any,
     assert roundtrip(lossy)["differ"] > 10
 
 
-def test_what_is_said_beside_a_copied_model_is_not_believed(lossy_path: Path, mirror: Path, tmp_path: Path) -> None:
+def test_what_is_said_beside_a_copied_model_is_not_believed(lossy_path, mirror, tmp_path):
     model = tmp_path / "named" / "spm.model"
     model.parent.mkdir()
     model.write_bytes(lossy_path.read_bytes())
@@ -145,11 +141,11 @@ def test_what_is_said_beside_a_copied_model_is_not_believed(lossy_path: Path, mi
     assert meta["roundtrip"]["texts"] == 19
 
 
-def chats(*replies: str) -> list[list[dict[str, str]]]:
+def chats(*replies):
     return [[USER, {"role": "assistant", "content": reply}] for reply in replies]
 
 
-def test_empty_replies_are_counted(tiny_tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_empty_replies_are_counted(tiny_tokenizer, tmp_path, caplog):
     several = [USER, {"role": "assistant", "content": ""}, USER, {"role": "assistant", "content": " \n"}]
     silent = [{"role": "system", "content": ""}, *chats("good")[0]]
     meta = build_sft(
@@ -163,7 +159,7 @@ def test_empty_replies_are_counted(tiny_tokenizer: Any, tmp_path: Path, caplog: 
     assert meta["noticed"] == {"empty_replies": 1} and not caplog.text
 
 
-def test_roles_that_drop_chats_are_named(tiny_tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_roles_that_drop_chats_are_named(tiny_tokenizer, tmp_path, caplog):
     tool, developer = ([{"role": role, "content": "x"}, *chats("good")[0]] for role in ("tool", "developer"))
     meta = build_sft(
         [tool, developer, tool, *chats("a", "b")], tmp_path / "c", tokenizer=tiny_tokenizer, val_frac=0, seed=0
@@ -173,7 +169,7 @@ def test_roles_that_drop_chats_are_named(tiny_tokenizer: Any, tmp_path: Path, ca
     assert "'tool' 2, 'developer' 1" in caplog.text
 
 
-def test_what_was_noticed_is_shown(lossy_path: Path, tmp_path: Path) -> None:
+def test_what_was_noticed_is_shown(lossy_path, tmp_path):
     rows = [*chats("", "two  spaces \u6f22"), [{"role": "tool", "content": "4"}, *chats("x")[0]]]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
     flags = ["--cache-dir", str(tmp_path / "c"), "--tokenizer", str(lossy_path)]

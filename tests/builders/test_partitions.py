@@ -5,8 +5,6 @@ import shlex
 from collections import Counter
 from contextlib import ExitStack
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -44,14 +42,14 @@ SPLITS = ("train", "val")
 
 
 @pytest.fixture(scope="module")
-def sealed() -> Any:
+def sealed():
     """A cache of four partitions, and what its folder holds."""
     with quick_folder() as folder:
         meta = whole(folder / "c")
         yield folder / "c", meta, tree_of(folder)
 
 
-def texts_of(path: Path) -> dict[str, Counter[tuple[bytes, bytes]]]:
+def texts_of(path):
     """Return the source id and the tokens of every document of a cache, by split."""
     meta = json.loads((path / "meta.json").read_bytes())
     found = {}
@@ -65,14 +63,14 @@ def texts_of(path: Path) -> dict[str, Counter[tuple[bytes, bytes]]]:
 
 
 @pytest.mark.parametrize("order", [(3, 1, 0, 2), (2, 2, 0, 3, 1, 0)])
-def test_any_order_and_any_repetition_gives_the_same_bytes(sealed: Any, tmp_path: Path, order: Any) -> None:
+def test_any_order_and_any_repetition_gives_the_same_bytes(sealed, tmp_path, order):
     whole(tmp_path / "c", order)
     assert tree_of(tmp_path) == sealed[2]
 
 
-def test_partitions_have_the_documents_of_the_whole_in_the_same_splits(sealed: Any, tmp_path: Path) -> None:
+def test_partitions_have_the_documents_of_the_whole_in_the_same_splits(sealed, tmp_path):
     path, meta, _ = sealed
-    common: dict[str, Any] = {"max_train_tokens": None, "max_val_tokens": None, "val_frac": 0.2}
+    common = {"max_train_tokens": None, "max_val_tokens": None, "val_frac": 0.2}
     alone = pretrain(tmp_path / "c", items=iter(documents(0)), tokenizer=HashedBytes(), **common)
     assert texts_of(path) == texts_of(tmp_path / "c")
     same = ("totals", "docs", "utf8_bytes", "documents_read", "dropped", "duplicates", "cut", "roundtrip", "noticed")
@@ -81,7 +79,7 @@ def test_partitions_have_the_documents_of_the_whole_in_the_same_splits(sealed: A
     assert diff(path, tmp_path / "c", tokenizers=[None, None], limit=0)["moved"]["count"] == 0
 
 
-def test_readers_and_checks_take_a_cache_of_partitions(sealed: Any) -> None:
+def test_readers_and_checks_take_a_cache_of_partitions(sealed):
     path, meta, _ = sealed
     assert meta["format_version"] == 2 and meta["partitions"]["total"] == TOTAL and meta["partitions"]["rule"] == RULE
     assert find_damage(path, deep=True) == []
@@ -93,12 +91,12 @@ def test_readers_and_checks_take_a_cache_of_partitions(sealed: Any) -> None:
     assert "shard_00002" in locate(path, None, split="train", position=position, num_tokens=4)
 
 
-def test_sums_of_partitions_that_do_not_agree_are_damage(tmp_path: Path) -> None:
+def test_sums_of_partitions_that_do_not_agree_are_damage(tmp_path):
     whole(tmp_path / "c")
     folder = (tmp_path / "c").resolve()
     raw = json.loads((folder / "meta.json").read_bytes())
 
-    def problems(**keys: Any) -> str:
+    def problems(**keys):
         (folder / "meta.json").write_bytes(meta_bytes({**raw, **keys}))
         return " ".join(damage.problem for damage in find_damage(tmp_path / "c", deep=False))
 
@@ -122,7 +120,7 @@ def test_sums_of_partitions_that_do_not_agree_are_damage(tmp_path: Path) -> None
     assert "shards.train[" in problems(format_version=1)  # short shards within a cache that is not partitioned
 
 
-def test_a_partition_is_a_cache_that_verifies(tmp_path: Path) -> None:
+def test_a_partition_is_a_cache_that_verifies(tmp_path):
     plan = planned(tmp_path / "c")
     meta = build_part(plan, 2)
     assert meta["partition"] == {"number": 2, "total": TOTAL, "plan": plan.sha256} and meta["format_version"] == 1
@@ -134,7 +132,7 @@ def test_a_partition_is_a_cache_that_verifies(tmp_path: Path) -> None:
     assert [damage.file for damage in find_damage(plan.partition_path(2), deep=True)] == ["index/train_texts.bin"]
 
 
-def test_a_partition_finds_its_tokenizer_before_that_is_installed(tmp_path: Path) -> None:
+def test_a_partition_finds_its_tokenizer_before_that_is_installed(tmp_path):
     plan = planned(tmp_path / "pretrain" / "c")
     build_part(plan, 0)
     for name, sha256 in (("tokenizer", "0" * 64), (".versions/tokenizer/000000000001", SHA256)):
@@ -144,8 +142,8 @@ def test_a_partition_finds_its_tokenizer_before_that_is_installed(tmp_path: Path
     assert find_damage(plan.partition_path(0), deep=False) == []
 
 
-def test_budgets_are_divided_to_the_token_and_documents_are_cut_in_each_partition(tmp_path: Path) -> None:
-    limits: dict[str, Any] = {"max_train_tokens": 203, "max_val_tokens": 41, "val_frac": None}
+def test_budgets_are_divided_to_the_token_and_documents_are_cut_in_each_partition(tmp_path):
+    limits = {"max_train_tokens": 203, "max_val_tokens": 41, "val_frac": None}
     meta = whole(tmp_path / "c", **limits)
     assert (meta["max_train_tokens"], meta["max_val_tokens"]) == (203, 41)
     of_each = meta["partitions"]["of_each"]
@@ -154,43 +152,41 @@ def test_budgets_are_divided_to_the_token_and_documents_are_cut_in_each_partitio
     assert find_damage(tmp_path / "c", deep=True) == []
 
 
-def test_duplicates_are_counted_over_all_partitions(tmp_path: Path) -> None:
+def test_duplicates_are_counted_over_all_partitions(tmp_path):
     plan, items = planned(tmp_path / "c", 2), [(None, "same", None), (None, "other", None)]
     for number in range(2):
         build_part(plan, number, items=items, val_frac=0)
     assert seal_small(plan)["duplicates"] == {"train": 2, "val": 0}
 
 
-def test_a_partition_may_be_empty_but_not_the_train_split(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_partition_may_be_empty_but_not_the_train_split(tmp_path, caplog):
     plan = planned(tmp_path / "c", 2)
     for number in range(2):
         build_part(plan, number, items=[])
     with pytest.raises(ValueError, match="train") as error:
         seal_small(plan)
-    assert error.value.code == "E303"  # type: ignore[attr-defined]
+    assert error.value.code == "E303"
     plan = planned(tmp_path / "d", 2)
     build_part(plan, 0, items=[])
     build_part(plan, 1, items=[("train", "text", None)])
     caplog.clear()
     meta = seal_small(plan)
     assert meta["docs"] == {"train": 1, "val": 0} and find_damage(tmp_path / "d", deep=True) == []
-    assert [record.code for record in caplog.records if record.levelname == "WARNING"] == ["W308"]  # type: ignore
+    assert [record.code for record in caplog.records if record.levelname == "WARNING"] == ["W308"]
 
 
-def test_a_partition_warns_of_nothing_that_is_a_matter_of_all(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_partition_warns_of_nothing_that_is_a_matter_of_all(tmp_path, caplog):
     plan = planned(tmp_path / "c", 2)
     for number in range(2):
         items = [("train", f"text {number} {row}", None) for row in range(10)]
         build_part(plan, number, items=items, max_train_tokens=1000, max_val_tokens=500)
     assert [record for record in caplog.records if record.levelname == "WARNING"] == []
     seal_small(plan)
-    codes = {record.code for record in caplog.records if record.levelname == "WARNING"}  # type: ignore[attr-defined]
+    codes = {record.code for record in caplog.records if record.levelname == "WARNING"}
     assert {"W306", "W307", "W308"} <= codes
 
 
-def test_a_seal_warns_of_no_empty_val_where_some_texts_fell_to_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_seal_warns_of_no_empty_val_where_some_texts_fell_to_it(tmp_path, caplog):
     plan = planned(tmp_path / "c", 2)
     for number in range(2):
         build_part(plan, number, items=[(None, f"text {number} {row}", None) for row in range(20)], val_frac=0.4)
@@ -199,12 +195,12 @@ def test_a_seal_warns_of_no_empty_val_where_some_texts_fell_to_it(
     assert [record for record in caplog.records if record.levelname == "WARNING"] == []
 
 
-def test_a_partition_that_is_replaced_while_it_is_sealed_is_refused(tmp_path: Path) -> None:
+def test_a_partition_that_is_replaced_while_it_is_sealed_is_refused(tmp_path):
     plan = planned(tmp_path / "c", 2)
     for number in range(2):
         build_part(plan, number)
 
-    def replace(*_: object) -> None:
+    def replace(*_):
         plan.partition_path(0).unlink(missing_ok=True)
         build_part(plan, 0, items=items_of(1))
 
@@ -213,7 +209,7 @@ def test_a_partition_that_is_replaced_while_it_is_sealed_is_refused(tmp_path: Pa
     assert caught.value.code == "E510" and not (tmp_path / "c").exists()
 
 
-def test_a_plan_that_stays_after_the_seal_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_plan_that_stays_after_the_seal_is_said(tmp_path, caplog):
     plan = planned(tmp_path / "c", 2)
     for number in range(2):
         build_part(plan, number)
@@ -224,7 +220,7 @@ def test_a_plan_that_stays_after_the_seal_is_said(tmp_path: Path, caplog: pytest
     assert main(shlex.split(command)) == 0 and not plan.folder.exists()
 
 
-def test_a_plan_is_fixed_once(tmp_path: Path) -> None:
+def test_a_plan_is_fixed_once(tmp_path):
     plan = planned(tmp_path / "c")
     again = planned(tmp_path / "c")
     assert again == plan and again.sha256 == plan.sha256 and plans(tmp_path / "c") == [plan]
@@ -248,7 +244,7 @@ def test_a_plan_is_fixed_once(tmp_path: Path) -> None:
         {"tokenizer_sha256": None},
     ],
 )
-def test_what_is_no_plan_is_not_taken_for_one(tmp_path: Path, wrong: dict[str, Any]) -> None:
+def test_what_is_no_plan_is_not_taken_for_one(tmp_path, wrong):
     plan = planned(tmp_path / "c")
     with refused("E202"):
         planned(tmp_path / "c", **wrong)
@@ -256,7 +252,7 @@ def test_what_is_no_plan_is_not_taken_for_one(tmp_path: Path, wrong: dict[str, A
     assert plans(tmp_path / "c") == []
 
 
-def test_a_plan_is_not_read_through_a_link(tmp_path: Path) -> None:
+def test_a_plan_is_not_read_through_a_link(tmp_path):
     plan = planned(tmp_path / "other" / "c")
     folder = versions_dir(tmp_path / "c")
     folder.mkdir(parents=True)
@@ -266,14 +262,14 @@ def test_a_plan_is_not_read_through_a_link(tmp_path: Path) -> None:
         planned(tmp_path / "c")
 
 
-def test_partition_and_plan_are_given_together(tmp_path: Path) -> None:
-    arguments: dict[str, Any] = {"max_train_tokens": 9, "max_val_tokens": 0, "shard_bytes": 20, "seed": 0}
+def test_partition_and_plan_are_given_together(tmp_path):
+    arguments = {"max_train_tokens": 9, "max_val_tokens": 0, "shard_bytes": 20, "seed": 0}
     for wrong in ({"partition": Partition(0, 2)}, {"plan": SHA256}, {"partition": Partition(2, 2), "plan": SHA256}):
         with refused("E102"):
             build_pretrain([], tmp_path / "c", tokenizer=HashedBytes(), shuffle_buffer=None, **arguments, **wrong)
 
 
-def test_numbers_of_partitions_are_checked(tmp_path: Path) -> None:
+def test_numbers_of_partitions_are_checked(tmp_path):
     plan = planned(tmp_path / "c")
     assert plan.partition_path(3).name == "00003" and plan.partition(3) == Partition(3, TOTAL)
     with refused("E102", "partition 4 of 4"):
@@ -281,7 +277,7 @@ def test_numbers_of_partitions_are_checked(tmp_path: Path) -> None:
     assert len(items_of(0)) == 23
 
 
-def test_the_example_on_paper_is_these_bytes(tmp_path: Path) -> None:
+def test_the_example_on_paper_is_these_bytes(tmp_path):
     page = (ROOT / "docs" / "formats.md").read_text().partition("\n## Partitions\n")[2].partition("\n## ")[0]
     lines = [
         line.split(maxsplit=1) for block in page.split("```text\n")[1:] for line in block.split("```")[0].splitlines()

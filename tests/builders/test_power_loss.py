@@ -8,37 +8,35 @@ what is left then. power_loss.py says what is left, and the first tests here say
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support import LONG
-from support.power_loss import Disk, Tree, below, put, recorded_below, recording, tree_of
+from support.power_loss import Disk, below, put, recorded_below, recording, tree_of
 from support.small_builds import BATCH_ITEMS, BUILDERS, ITEMS, SHARD_BYTES, Counted, quick_folder, whole_version
 
 from niels_gpt.storage import fileio
-from niels_gpt.storage.fileio import Operation
 
-WRITTEN: list[Operation] = [("create", "a"), ("write", "a", 0, b"12"), ("fsync", "a"), ("write", "a", 2, b"34")]
+WRITTEN = [("create", "a"), ("write", "a", 0, b"12"), ("fsync", "a"), ("write", "a", 2, b"34")]
 
 
-def left(operations: list[Operation], model: str, before: Tree | None = None, seed: int = 0) -> Tree:
+def left(operations, model, before=None, seed=0):
     disk = Disk(before or {})
     disk.apply(operations)
     return disk.left(model, seed)
 
 
-OLD: Tree = {"a": b"old", "b": b"new"}
-TWO: Tree = {"x": None, "x/a": b"1", "y": None}
-TWO_AFTER: Tree = {"x": None, "y": None, "y/a": b"1"}
-LINKED: Tree = {"x": None, "x/a": b"1", "x/b": "a"}
-REMOVED: list[Operation] = [("unlink", "x/a"), ("unlink", "x/b"), ("rmdir", "x")]
-MOVED: Operation = ("rename", "x/a", "y/a")
-UNSYNCED: list[Operation] = [("create", "x/a"), ("write", "x/a", 0, b"1"), MOVED, ("fsync_dir", "y")]
-TOP: Operation = ("fsync_dir", ".")
-MADE: list[Operation] = [("mkdir", "x"), ("create", "x/a"), ("fsync_dir", "x")]
-EMPTY: Tree = {"x": None, "y": None}
+OLD = {"a": b"old", "b": b"new"}
+TWO = {"x": None, "x/a": b"1", "y": None}
+TWO_AFTER = {"x": None, "y": None, "y/a": b"1"}
+LINKED = {"x": None, "x/a": b"1", "x/b": "a"}
+REMOVED = [("unlink", "x/a"), ("unlink", "x/b"), ("rmdir", "x")]
+MOVED = ("rename", "x/a", "y/a")
+UNSYNCED = [("create", "x/a"), ("write", "x/a", 0, b"1"), MOVED, ("fsync_dir", "y")]
+TOP = ("fsync_dir", ".")
+MADE = [("mkdir", "x"), ("create", "x/a"), ("fsync_dir", "x")]
+EMPTY = {"x": None, "y": None}
 
-LEFT: dict[str, tuple[str, Tree, list[Operation], Tree]] = {
+LEFT = {
     "a kill leaves everything": ("kill", {}, WRITTEN, {"a": b"1234"}),
     "a file whose folder was not synced is absent": ("power", {}, WRITTEN, {}),
     "a file has the bytes of its last fsync": ("power", {}, [*WRITTEN, TOP], {"a": b"12"}),
@@ -59,11 +57,11 @@ LEFT: dict[str, tuple[str, Tree, list[Operation], Tree]] = {
 
 
 @pytest.mark.parametrize(("model", "before", "operations", "expected"), LEFT.values(), ids=list(LEFT))
-def test_what_a_cut_leaves(model: str, before: Tree, operations: list[Operation], expected: Tree) -> None:
+def test_what_a_cut_leaves(model, before, operations, expected):
     assert left(operations, model, before) == expected
 
 
-def test_the_mixed_model_loses_any_of_what_is_not_durable_and_nothing_else() -> None:
+def test_the_mixed_model_loses_any_of_what_is_not_durable_and_nothing_else():
     trace = [*WRITTEN, ("fsync_dir", "."), ("write", "a", 4, b"56"), ("create", "b"), ("unlink", "c")]
     found = [left(trace, "mixed", {"c": b""}, seed) for seed in range(200)]
     contents = {tree["a"] for tree in found}
@@ -73,10 +71,10 @@ def test_the_mixed_model_loses_any_of_what_is_not_durable_and_nothing_else() -> 
     assert {tuple(left(trace, "mixed", seed=seed)) for seed in range(100)} == {(), ("t",), ("a",), ("b",)}
 
 
-def test_a_record_can_be_replayed_on_the_real_disk(tmp_path: Path) -> None:
-    before: Tree = {"a": b"1", "x": None, "x/l": "../a"}
+def test_a_record_can_be_replayed_on_the_real_disk(tmp_path):
+    before = {"a": b"1", "x": None, "x/l": "../a"}
     put(before, tmp_path / "d")
-    trace: list[Operation] = []
+    trace = []
     with fileio.recorded(trace):
         fileio.write_bytes(tmp_path / "d" / "a", b"22")
         fileio.make_dir(tmp_path / "d" / "y" / "z")
@@ -89,11 +87,11 @@ def test_a_record_can_be_replayed_on_the_real_disk(tmp_path: Path) -> None:
 class Recorded:
     """A build that was recorded from its first operation to its last."""
 
-    def __init__(self, folder: Path, kind: str, over: str) -> None:
+    def __init__(self, folder, kind, over):
         """over: what is committed before: "nothing", "another version", "the same version", "a damaged version"."""
         self.kind, self.path, self.damaged = kind, folder / "build", over == "a damaged version"
         self.path.mkdir()
-        self.contents: set[str | None] = {None}
+        self.contents = {None}
         if over != "nothing":
             seed = 1 if over == "another version" else 0
             self.contents = {BUILDERS[kind](self.path / "c", seed=seed)["content_sha256"]}
@@ -103,9 +101,9 @@ class Recorded:
         self.trace = recorded_below(self.path, lambda: BUILDERS[kind](self.path / "c"))
         self.contents.add(whole_version(self.path / "c"))
         self.after = tree_of(self.path)
-        self.seen: set[Any] = set()
+        self.seen = set()
 
-    def check(self, tree: Tree, scratch: Path, where: Any) -> None:
+    def check(self, tree, scratch, where):
         """Build again on what was left: before, a whole version or none is there; after, all is as it should be."""
         key = tuple(sorted(tree.items()))
         if key in self.seen:
@@ -123,7 +121,7 @@ class Recorded:
         without_lock = {name: content for name, content in after.items() if not name.endswith("/lock")}
         assert without_lock == {name: self.after[name] for name in self.after if not name.endswith("/lock")}, where
 
-    def _committed(self, public: Path, where: Any) -> tuple[Path | None, int]:
+    def _committed(self, public, where):
         """Return the folder of the version at the public path, and its inode: it is whole, and old or new."""
         if self.damaged:
             return None, 0  # there it may be missing for a moment
@@ -132,7 +130,7 @@ class Recorded:
         return (None, 0) if found is None else (public.resolve(), public.resolve().stat().st_ino)
 
 
-def cut_everywhere(recorded: Recorded, folder: Path, models: dict[str, int], seeds: int) -> None:
+def cut_everywhere(recorded, folder, models, seeds):
     """Check what is left behind every `models[model]`-th operation, under each model."""
     disk = Disk(recorded.before)
     for number in range(len(recorded.trace) + 1):
@@ -144,7 +142,7 @@ def cut_everywhere(recorded: Recorded, folder: Path, models: dict[str, int], see
         disk.apply(recorded.trace[number : number + 1])
 
 
-RECORDS: dict[tuple[str, str], Recorded] = {}
+RECORDS = {}
 
 
 OVER = ("nothing", "another version", "the same version", "a damaged version")
@@ -157,7 +155,7 @@ CASES = [
 
 
 @pytest.fixture(params=CASES, ids="{0[0]} over {0[1]}".format)
-def recorded(request: pytest.FixtureRequest, small_batches: None) -> Recorded:
+def recorded(request, small_batches):
     """A record that the tests share, with the trees that they have checked."""
     kind, over = request.param
     if (kind, over) not in RECORDS:
@@ -174,14 +172,12 @@ def recorded(request: pytest.FixtureRequest, small_batches: None) -> Recorded:
     ],
     ids=["some", "all"],
 )
-def test_a_build_ends_with_the_same_bytes_wherever_it_was_cut(
-    recorded: Recorded, folder: Path, models: dict[str, int], seeds: int
-) -> None:
+def test_a_build_ends_with_the_same_bytes_wherever_it_was_cut(recorded, folder, models, seeds):
     assert len(recorded.trace) > 100
     cut_everywhere(recorded, folder, models, seeds)
 
 
-def cut_twice(recorded: Recorded, folder: Path, first: int, every: int) -> None:
+def cut_twice(recorded, folder, first, every):
     """Kill a build behind operation `first`, build again, and lose the power behind each `every`-th operation then."""
     disk = Disk(recorded.before)
     disk.apply(recorded.trace[:first])
@@ -199,16 +195,16 @@ def cut_twice(recorded: Recorded, folder: Path, first: int, every: int) -> None:
 @pytest.mark.parametrize(
     ("step", "every"), [(40, 37), pytest.param(*((2, 3) if LONG else (10, 7)), marks=pytest.mark.faults)]
 )
-def test_a_killed_build_may_lose_the_power_later(recorded: Recorded, folder: Path, step: int, every: int) -> None:
+def test_a_killed_build_may_lose_the_power_later(recorded, folder, step, every):
     for first in range(0, len(recorded.trace), step):
         cut_twice(recorded, folder, first, every)
 
 
-def positions(trace: list[Operation], verb: str, path: str, end: int) -> list[int]:
+def positions(trace, verb, path, end):
     return [number for number in range(end) if trace[number][:2] == (verb, path)]
 
 
-def assert_durable(trace: list[Operation], path: str, end: int) -> None:
+def assert_durable(trace, path, end):
     """Assert that before operation `end` a file was synced after its last write, and its folder after its naming."""
     moved = [number for number in range(end) if trace[number][0] == "rename" and trace[number][2] == path]
     made = max(positions(trace, "create", path, end) + moved)  # the last operation that gave the file its name
@@ -222,7 +218,7 @@ def assert_durable(trace: list[Operation], path: str, end: int) -> None:
     )
 
 
-def test_a_line_of_the_journal_follows_the_fsync_of_every_file_that_it_names(recorded: Recorded) -> None:
+def test_a_line_of_the_journal_follows_the_fsync_of_every_file_that_it_names(recorded):
     trace = recorded.trace
     lines = [(number, line) for number, line in enumerate(trace) if line[0] == "write" and "journal.jsonl" in line[1]]
     folder = str(Path(lines[-1][1][1]).parent)
@@ -237,7 +233,7 @@ def test_a_line_of_the_journal_follows_the_fsync_of_every_file_that_it_names(rec
     assert len(lines) > 8
 
 
-def test_a_finished_file_is_written_synced_renamed_and_its_folder_synced(recorded: Recorded) -> None:
+def test_a_finished_file_is_written_synced_renamed_and_its_folder_synced(recorded):
     trace = recorded.trace
     moved = [number for number, (verb, *_) in enumerate(trace) if verb == "rename"]
     files = [number for number in moved if any(positions(trace, "fsync", trace[number][1], number))]
@@ -252,7 +248,7 @@ def test_a_finished_file_is_written_synced_renamed_and_its_folder_synced(recorde
         assert synced > max(writes, default=created) and folders <= after, trace[number]
 
 
-def test_meta_json_is_the_last_file_and_the_link_comes_last_of_all(recorded: Recorded) -> None:
+def test_meta_json_is_the_last_file_and_the_link_comes_last_of_all(recorded):
     trace = recorded.trace
     meta = next(number for number, found in enumerate(trace) if found[0] == "rename" and found[2].endswith("meta.json"))
     link = next(number for number, found in enumerate(trace) if found[0] == "rename" and found[2] == "c")
@@ -271,15 +267,15 @@ def test_meta_json_is_the_last_file_and_the_link_comes_last_of_all(recorded: Rec
 
 @pytest.mark.usefixtures("small_batches")
 @pytest.mark.parametrize("seconds", [0, 1e9], ids=["a checkpoint a batch", "a checkpoint a shard"])
-def test_a_killed_build_tokenizes_at_most_a_shard_again(folder: Path, seconds: float) -> None:
-    asked: list[tuple[int, str]] = []
+def test_a_killed_build_tokenizes_at_most_a_shard_again(folder, seconds):
+    asked = []
 
     class Noting(Counted):
-        def encode(self, text: str) -> list[int]:
+        def encode(self, text):
             asked.append((len(trace), text))
             return super().encode(text)
 
-    arguments: dict[str, Any] = {"max_val_tokens": 0, "checkpoint_seconds": seconds, "max_train_tokens": 420}
+    arguments = {"max_val_tokens": 0, "checkpoint_seconds": seconds, "max_train_tokens": 420}
     (folder / "build").mkdir()
     with recording() as trace:
         BUILDERS["pretrain"](folder / "build" / "c", tokenizer=Noting(), **arguments)
@@ -288,7 +284,7 @@ def test_a_killed_build_tokenizes_at_most_a_shard_again(folder: Path, seconds: f
     longest = max(len(text.encode(errors="replace")) + 1 for _, text, _ in ITEMS["pretrain"](0))
     batch = 2 * BATCH_ITEMS * longest
     assert batch < SHARD_BYTES
-    lost: list[int] = []
+    lost = []
     for number, operation in enumerate(below(folder / "build", trace)[:ended]):
         if number % 3:
             disk.apply([operation])

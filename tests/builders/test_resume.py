@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from niels_gpt.builders.meta_keys import Source
 from niels_gpt.cache import CacheError
 
 pytestmark = pytest.mark.usefixtures("small_batches")
-IN_ORDER: dict[str, Any] = {"shuffle_buffer": None}
+IN_ORDER = {"shuffle_buffer": None}
 """Changes the pretrain build so that the number of a document is its number in the list."""
 
 
@@ -64,9 +63,9 @@ def test_it_goes_on_with_other_batches_and_threads(folder: Path, kind: str, monk
     assert left(folder / "c") == uninterrupted(kind, folder / "other")
 
 
-def test_a_build_that_ends_by_its_budget_reads_less_than_a_batch_further_when_it_goes_on(folder: Path) -> None:
-    def read(path: Path) -> tuple[int, Any]:
-        counters: dict[str, int] = {}
+def test_a_build_that_ends_by_its_budget_reads_less_than_a_batch_further_when_it_goes_on(folder):
+    def read(path):
+        counters = {}
         items = counting(ITEMS["pretrain"](0), counters)
         meta = pretrain(path, items=items, source=Source(name="small", counters=counters))
         return counters["rows"], meta["source"]["counters"]
@@ -86,7 +85,7 @@ def test_a_build_that_was_killed_after_its_last_checkpoint_tokenizes_nothing(fol
     assert tokenizer.texts == [] and left(path) == uninterrupted(kind, folder)
 
 
-CHANGES: dict[str, tuple[str, Callable[[list[Any]], Any], str]] = {
+CHANGES = {
     "a text": ("pretrain", lambda items: items.__setitem__(7, (None, "other", "page\n7")), "has changed at"),
     "an id": ("pretrain", lambda items: items.__setitem__(0, (*items[0][:2], "x")), "has changed at"),
     "a split": ("pretrain", lambda items: items.__setitem__(9, ("val", *items[9][1:])), "has changed at"),
@@ -106,7 +105,7 @@ CHANGES: dict[str, tuple[str, Callable[[list[Any]], Any], str]] = {
 
 
 @pytest.mark.parametrize("what", sorted(CHANGES))
-def test_a_source_that_changed_is_refused_and_nothing_on_disk_changes(folder: Path, what: str) -> None:
+def test_a_source_that_changed_is_refused_and_nothing_on_disk_changes(folder, what):
     kind, change, message = CHANGES[what]
     settings = IN_ORDER if kind == "pretrain" else {}
     interrupt(kind, folder / "c", 23, **settings)
@@ -135,7 +134,7 @@ def test_a_source_that_goes_on_where_it_had_ended_is_refused(folder: Path, kind:
     assert {name.rsplit("/", 1)[-1] for name in before} == {name.rsplit("/", 1)[-1] for name in after}
 
 
-def test_a_change_behind_what_was_read_is_no_change(folder: Path) -> None:
+def test_a_change_behind_what_was_read_is_no_change(folder):
     interrupt("pretrain", folder / "mine" / "c", 23, **IN_ORDER)
     items = ITEMS["pretrain"](0)
     items[20:] = ITEMS["pretrain"](1)[20:]
@@ -144,7 +143,7 @@ def test_a_change_behind_what_was_read_is_no_change(folder: Path) -> None:
     assert left(folder / "mine" / "c") == left(folder / "other" / "c")
 
 
-def test_a_text_that_cannot_be_kept_may_be_mended_and_the_build_goes_on(folder: Path) -> None:
+def test_a_text_that_cannot_be_kept_may_be_mended_and_the_build_goes_on(folder):
     items = [(None, f"{number} good", None) for number in range(40)]
     bad = [*items[:33], (None, "x<|eot|>", None), *items[34:]]
     settings = {**IN_ORDER, "on_special": "raise"}
@@ -160,13 +159,13 @@ def test_a_text_that_cannot_be_kept_may_be_mended_and_the_build_goes_on(folder: 
 def test_runs_killed_while_they_reread_are_counted(folder: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     interrupt(kind, folder / "c", 30)
 
-    def killed(at: int) -> None:
+    def killed(at):
         pid = os.fork()
         if not pid:
             BUILDERS[kind](folder / "c", items=killing(ITEMS[kind](0), at))
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
 
-    def killing(items: list[Any], at: int) -> Iterator[Any]:
+    def killing(items, at):
         yield from items[:at]
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -184,29 +183,29 @@ def test_runs_killed_while_they_reread_are_counted(folder: Path, kind: str, capl
     assert not list(folder.glob("**/attempts.json"))
 
 
-def test_a_replay_says_where(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_replay_says_where(folder, monkeypatch, caplog):
     interrupt("sft", folder / "c", 34)
     log_always(monkeypatch)
-    told: list[int] = []
+    told = []
     with caplog.at_level("INFO"):
         sft(folder / "c", progress=lambda examples, tokens, expected: told.append(examples))
     assert re.search(r"re-read \d+ of 30 documents", caplog.text) and told[0] < 30
     assert "read again" in caplog.text
 
 
-def interrupting(items: list[Any], at: int) -> Iterator[Any]:
+def interrupting(items, at):
     yield from items[:at]
     raise KeyboardInterrupt
 
 
-def test_runs_killed_before_their_first_checkpoint_are_counted(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_runs_killed_before_their_first_checkpoint_are_counted(folder, caplog):
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             sft(folder / "c", items=interrupting(ITEMS["sft"](0), BATCH_ITEMS - 1))
     assert "the last run of this build came no further than its start" in caplog.text
 
 
-DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+DAMAGES = {
     "flipped": lambda content: bytes([content[0] ^ 4]) + content[1:],
     "cut": lambda content: content[:-1],
     "empty": lambda content: b"",
@@ -249,7 +248,7 @@ def test_a_finished_file_that_the_journal_does_not_name_is_removed(folder: Path,
     assert left(folder / "c") == uninterrupted(kind, folder / "other")
 
 
-def test_a_version_that_is_gone_between_commit_and_the_last_word_is_named(folder: Path) -> None:
+def test_a_version_that_is_gone_between_commit_and_the_last_word_is_named(folder):
     path = killed_after("sft", folder, lambda operation: operation[0] == "rename" and operation[2] == "c")
     shutil.rmtree(path.resolve())
     with refused("E505", "meta.json", "rm -r", ".journal"):
@@ -273,17 +272,17 @@ def test_a_process_that_ends_in_the_last_callback_leaves_only_that_to_do(folder:
     assert left(folder / "c") == uninterrupted(kind, folder / "other")
 
 
-def run_kills(*arguments: object) -> dict[str, Any]:
+def run_kills(*arguments):
     """Run support/kill_builds.py; returns what it prints."""
     program = [sys.executable, str(SUPPORT / "kill_builds.py"), *map(str, arguments)]
     done = subprocess.run(program, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    printed: dict[str, Any] = json.loads(done.stdout)
+    printed = json.loads(done.stdout)
     return printed
 
 
 @pytest.mark.faults
-def test_killed_builds_end_with_the_same_bytes(tmp_path: Path) -> None:
+def test_killed_builds_end_with_the_same_bytes(tmp_path):
     kills = 200 if LONG else 60
     found = run_kills(tmp_path, "--kills", kills)
     assert sum(found["kills"].values()) == kills
@@ -294,6 +293,6 @@ def test_killed_builds_end_with_the_same_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.faults  # some seconds of work, three times and more
-def test_a_build_killed_again_and_again_at_a_third_of_its_time_finishes(tiny_model_path: Path, folder: Path) -> None:
+def test_a_build_killed_again_and_again_at_a_third_of_its_time_finishes(tiny_model_path, folder):
     found = run_kills(folder, "--thirds", tiny_model_path)
     assert found["equal"] and 2 <= found["pretrain"] <= 60 and 2 <= found["sft"] <= 60

@@ -6,8 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 from support.disk import meta_bytes, versions_dir
@@ -30,17 +28,15 @@ from support.partition_builds import (
 from support.power_loss import Disk, put, recorded_below, tree_of
 from support.small_builds import locked, quick_folder
 
-from niels_gpt.builders.partitions.plan import Plan
 from niels_gpt.cache.meta import tokenizer_above
 from niels_gpt.inspection.caches import caches_below
 from niels_gpt.inspection.verify import find_damage
 from niels_gpt.recipes.gc import collect
-from niels_gpt.storage.fileio import Operation
 from niels_gpt.storage.leftovers import removable
 
 
 @pytest.fixture(scope="module")
-def built() -> Any:
+def built():
     """A plan of four finished partitions, which tests copy."""
     with quick_folder() as folder:
         plan = planned(folder / "c")
@@ -50,95 +46,95 @@ def built() -> Any:
 
 
 @pytest.fixture
-def plan(built: Path, tmp_path: Path) -> Plan:
+def plan(built, tmp_path):
     shutil.copytree(built, tmp_path / "d", symlinks=True)
     return plans(tmp_path / "d" / "c")[0]
 
 
 @pytest.fixture(scope="module")
-def expected() -> Any:
+def expected():
     """What a folder holds after a seal."""
     with quick_folder() as folder:
         whole(folder / "c")
         yield without_lock(folder)
 
 
-def without_lock(folder: Path) -> dict[str, Any]:
+def without_lock(folder):
     return {name: content for name, content in tree_of(folder).items() if not name.endswith("/lock")}
 
 
-def version(plan: Plan, number: int) -> Path:
+def version(plan, number):
     return plan.partition_path(number).resolve()
 
 
-def described(plan: Plan, number: int, **keys: Any) -> None:
+def described(plan, number, **keys):
     """Change keys of a receipt, with a good checksum."""
     path = version(plan, number) / "meta.json"
     path.write_bytes(meta_bytes({**json.loads(path.read_bytes()), **keys}))
 
 
-def missing(plan: Plan) -> None:
+def missing(plan):
     plan.partition_path(1).unlink()
     shutil.rmtree(versions_dir(plan.partition_path(1)))
 
 
-def started(plan: Plan) -> None:
+def started(plan):
     missing(plan)
     (versions_dir(plan.partition_path(1)) / "building-0123456789ab.journal").mkdir(parents=True)
 
 
-def doubled(plan: Plan) -> None:
+def doubled(plan):
     described(plan, 1, partition={"number": 2, "total": TOTAL, "plan": plan.sha256})
 
 
-def of_another_plan(plan: Plan) -> None:
+def of_another_plan(plan):
     described(plan, 1, partition={"number": 1, "total": TOTAL, "plan": SHA256})
 
 
-def of_another_builder(plan: Plan) -> None:
+def of_another_builder(plan):
     described(plan, 1, builder_version=2)
 
 
-def of_other_settings(plan: Plan) -> None:
+def of_other_settings(plan):
     described(plan, 1, seed=7)
 
 
-def without_partition(plan: Plan) -> None:
+def without_partition(plan):
     path = version(plan, 1) / "meta.json"
     meta = json.loads(path.read_bytes())
     del meta["partition"]
     path.write_bytes(meta_bytes(meta))
 
 
-def a_link_out(plan: Plan) -> None:
+def a_link_out(plan):
     plan.partition_path(1).unlink()
     plan.partition_path(1).symlink_to(version(plan, 2))
 
 
-def a_shard_is_a_link(plan: Plan) -> None:
+def a_shard_is_a_link(plan):
     shard = version(plan, 1) / "train/shard_00000.bin"
     shard.rename(plan.folder.parent / "elsewhere")
     shard.symlink_to(plan.folder.parent / "elsewhere")
 
 
-def a_shorter_shard(plan: Plan) -> None:
+def a_shorter_shard(plan):
     shard = version(plan, 1) / "train/shard_00000.bin"
     shard.write_bytes(shard.read_bytes()[:-2])
 
 
-def a_missing_file(plan: Plan) -> None:
+def a_missing_file(plan):
     (version(plan, 1) / "index/val_ids.txt").unlink()
 
 
-def no_json(plan: Plan) -> None:
+def no_json(plan):
     (version(plan, 1) / "meta.json").write_text("{")
 
 
-def huge_counts(plan: Plan) -> None:
+def huge_counts(plan):
     described(plan, 1, docs={"train": 1 << 62, "val": 1 << 62}, totals={"train_tokens": 1 << 62, "val_tokens": 1 << 62})
 
 
-def no_number(plan: Plan) -> None:
+def no_number(plan):
     described(plan, 1, dropped={"empty": -1})
 
 
@@ -161,7 +157,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("spoil", BAD, ids=lambda spoil: spoil.__name__)
-def test_each_kind_of_bad_partition_is_named_with_its_command(plan: Plan, spoil: Any) -> None:
+def test_each_kind_of_bad_partition_is_named_with_its_command(plan, spoil):
     spoil(plan)
     found = states(plan)
     assert [state.state for state in found] == ["finished", BAD[spoil], "finished", "finished"]
@@ -181,11 +177,11 @@ def test_each_kind_of_bad_partition_is_named_with_its_command(plan: Plan, spoil:
 
 
 @pytest.mark.parametrize("name", ["train/shard_00000.bin", "index/crc32.bin", "index/train_texts.bin"])
-def test_a_deep_look_finds_a_changed_bit_of_any_file(plan: Plan, name: str) -> None:
+def test_a_deep_look_finds_a_changed_bit_of_any_file(plan, name):
     path = version(plan, 2) / name
     path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
     assert {state.state for state in states(plan)} == {"finished"}
-    heard: list[tuple[int, int, int | None]] = []
+    heard = []
     found = states(plan, deep=True, progress=lambda *numbers: heard.append(numbers))
     assert [state.state for state in found] == ["finished", "finished", "damaged", "finished"]
     assert name in found[2].found and heard[-1][1] == heard[-1][2]
@@ -193,7 +189,7 @@ def test_a_deep_look_finds_a_changed_bit_of_any_file(plan: Plan, name: str) -> N
         seal_small(plan)
 
 
-def test_what_is_no_partition_of_the_plan_is_foreign(plan: Plan) -> None:
+def test_what_is_no_partition_of_the_plan_is_foreign(plan):
     (plan.folder / "00009").symlink_to(".versions/00009/0123456789ab")
     (plan.folder / ".versions" / "00009").mkdir()
     foreign = [state.found for state in states(plan) if state.number < 0]
@@ -206,7 +202,7 @@ def test_what_is_no_partition_of_the_plan_is_foreign(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("name", [": notes", "00001: copy", "it's\na\\b", b"\xff 1"])
-def test_the_command_for_a_stray_file_removes_that_file_alone(plan: Plan, name: str | bytes) -> None:
+def test_the_command_for_a_stray_file_removes_that_file_alone(plan, name):
     before = without_lock(plan.folder)
     stray = plan.folder / os.fsdecode(name)
     stray.touch()
@@ -216,7 +212,7 @@ def test_the_command_for_a_stray_file_removes_that_file_alone(plan: Plan, name: 
     assert not stray.exists() and without_lock(plan.folder) == before
 
 
-def test_a_partition_that_is_being_built_stops_a_seal_and_gc(plan: Plan) -> None:
+def test_a_partition_that_is_being_built_stops_a_seal_and_gc(plan):
     with locked(plan.partition_path(3)):
         for work in (lambda: seal_small(plan), lambda: restart(plan.path)):
             with refused("E503") as error:
@@ -227,7 +223,7 @@ def test_a_partition_that_is_being_built_stops_a_seal_and_gc(plan: Plan) -> None
     assert len(plans(plan.path)) == 1 and {state.state for state in states(plan)} == {"finished"}
 
 
-def test_a_seal_refuses_an_index_that_does_not_end_with_its_partition(plan: Plan) -> None:
+def test_a_seal_refuses_an_index_that_does_not_end_with_its_partition(plan):
     index = version(plan, 1) / "index/train_docs.npy"
     last = int.from_bytes(index.read_bytes()[-8:], "little")
     index.write_bytes(index.read_bytes()[:-8] + (last + 1).to_bytes(8, "little"))
@@ -236,7 +232,7 @@ def test_a_seal_refuses_an_index_that_does_not_end_with_its_partition(plan: Plan
     assert error.value.code == "E510" and not plan.path.exists()
 
 
-def test_gc_and_restart_remove_a_plan_of_ours_and_no_other_folder(plan: Plan) -> None:
+def test_gc_and_restart_remove_a_plan_of_ours_and_no_other_folder(plan):
     other = plan.folder.with_name("partitions-0123456789ab")
     (other / "00000").mkdir(parents=True)
     assert [path for path, _ in removable(plan.path)] == [plan.folder]
@@ -252,12 +248,12 @@ def test_gc_and_restart_remove_a_plan_of_ours_and_no_other_folder(plan: Plan) ->
     assert not plan.folder.exists() and other.is_dir()
 
 
-def test_restart_removes_a_plan(plan: Plan) -> None:
+def test_restart_removes_a_plan(plan):
     restart(plan.path)
     assert plans(plan.path) == [] and not plan.folder.exists()
 
 
-def test_a_plan_without_its_file_is_removed_only_if_it_is_empty(tmp_path: Path) -> None:
+def test_a_plan_without_its_file_is_removed_only_if_it_is_empty(tmp_path):
     folder = versions_dir(tmp_path / "c")
     for name in ("partitions-0123456789ab", "partitions-0123456789ac"):
         (folder / name).mkdir(parents=True)
@@ -267,8 +263,8 @@ def test_a_plan_without_its_file_is_removed_only_if_it_is_empty(tmp_path: Path) 
     assert {entry.name for entry in folder.iterdir()} == {"partitions-0123456789ac", "lock"}
 
 
-def test_files_that_cannot_be_linked_are_copied(plan: Plan, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: Any, **__: Any) -> None:
+def test_files_that_cannot_be_linked_are_copied(plan, expected, monkeypatch):
+    def refused(*_, **__):
         raise OSError(errno.EXDEV, "no links here")
 
     monkeypatch.setattr(os, "link", refused)
@@ -276,10 +272,10 @@ def test_files_that_cannot_be_linked_are_copied(plan: Plan, expected: Any, monke
     assert without_lock(plan.path.parent) == expected
 
 
-def cut_everywhere(built: Path, folder: Path, expected: Any, every: int, models: tuple[str, ...]) -> int:
+def cut_everywhere(built, folder, expected, every, models):
     before = tree_of(built)
     put(before, folder / "first")
-    trace: list[Operation] = recorded_below(folder / "first", lambda: seal_again(folder / "first" / "c"))
+    trace = recorded_below(folder / "first", lambda: seal_again(folder / "first" / "c"))
     for number in range(0, len(trace) + 1, every):
         for model in models:
             disk = Disk(before)
@@ -291,18 +287,18 @@ def cut_everywhere(built: Path, folder: Path, expected: Any, every: int, models:
     return len(trace)
 
 
-def test_a_seal_that_was_cut_ends_in_the_same_bytes(built: Path, expected: Any) -> None:
+def test_a_seal_that_was_cut_ends_in_the_same_bytes(built, expected):
     with quick_folder() as folder:
         assert cut_everywhere(built, folder, expected, 41, ("kill", "power")) > 100
 
 
 @pytest.mark.faults
-def test_a_seal_that_was_cut_anywhere_ends_in_the_same_bytes(built: Path, expected: Any) -> None:
+def test_a_seal_that_was_cut_anywhere_ends_in_the_same_bytes(built, expected):
     with quick_folder() as folder:
         cut_everywhere(built, folder, expected, 1, ("kill", "power", "mixed"))
 
 
-def test_the_sealed_cache_has_no_trace_of_its_partitions(plan: Plan) -> None:
+def test_the_sealed_cache_has_no_trace_of_its_partitions(plan):
     seal_small(plan)
     text = (plan.path / "meta.json").read_text()
     assert plan.sha256 not in text and "plan" not in json.loads(text) and "partition" not in json.loads(text)
@@ -310,13 +306,13 @@ def test_the_sealed_cache_has_no_trace_of_its_partitions(plan: Plan) -> None:
     assert [entry.name for entry in plan.folder.parent.iterdir() if entry.name.startswith("partitions")] == []
 
 
-def test_a_partition_has_the_tokenizer_of_its_cache(plan: Plan) -> None:
+def test_a_partition_has_the_tokenizer_of_its_cache(plan):
     tokenizer = plan.path.parent / "tokenizer"
     put({"meta.json": b"{}"}, tokenizer)
     assert tokenizer_above(version(plan, 1)) == tokenizer
 
 
-def cut_partition(folder: Path, every: int, models: tuple[str, ...]) -> int:
+def cut_partition(folder, every, models):
     """Build a partition, cut the build behind every so many operations, and build again."""
     plan = planned(folder / "first" / "c", 2)
     before = tree_of(folder / "first")
@@ -334,14 +330,14 @@ def cut_partition(folder: Path, every: int, models: tuple[str, ...]) -> int:
 
 
 @pytest.mark.usefixtures("small_batches")
-def test_a_partition_that_was_cut_ends_in_the_same_bytes() -> None:
+def test_a_partition_that_was_cut_ends_in_the_same_bytes():
     with quick_folder() as folder:
         assert cut_partition(folder, 67, ("kill", "power")) > 100
 
 
 @pytest.mark.faults
 @pytest.mark.usefixtures("small_batches")
-def test_a_partition_that_was_cut_anywhere_ends_in_the_same_bytes() -> None:
+def test_a_partition_that_was_cut_anywhere_ends_in_the_same_bytes():
     with quick_folder() as folder:
         cut_partition(folder, 1, ("kill", "power", "mixed"))
 
@@ -363,10 +359,10 @@ print(tracemalloc.get_traced_memory()[1])
 
 
 @pytest.mark.slow
-def test_the_memory_of_a_seal_does_not_grow_with_its_documents(tmp_path: Path) -> None:
+def test_the_memory_of_a_seal_does_not_grow_with_its_documents(tmp_path):
     """In a process of its own: what the threads of other tests allocate meanwhile is not of the seal."""
 
-    def peak(total: int) -> int:
+    def peak(total):
         plan = planned(tmp_path / str(total) / "c", total)
         items = [(None, f"text {number}", f"name {number}") for number in range(12_000)]
         build_part(plan, 0, items=items, shard_bytes=1 << 16, checkpoint_seconds=1000)

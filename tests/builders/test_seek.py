@@ -4,9 +4,7 @@ import dataclasses
 import gzip
 import json
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -31,14 +29,14 @@ SOUGHT = "are not read again"
 
 
 @pytest.fixture(autouse=True)
-def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_batches(monkeypatch):
     batches_of(monkeypatch, 4)
     read_in_small_batches(monkeypatch, rows=5, documents=2_000)
 
 
-def text_rows(name: str) -> list[Any]:
+def text_rows(name):
     """Return rows with all that may happen to one."""
-    rows: list[Any] = [{"id": f"{name}-{number}", "text": f"{name} {number} words"} for number in range(19)]
+    rows = [{"id": f"{name}-{number}", "text": f"{name} {number} words"} for number in range(19)]
     rows[3] = {"other": 1}
     rows[6]["text"] = "x" * LIMIT
     rows[8]["text"] = "the same everywhere"
@@ -48,8 +46,8 @@ def text_rows(name: str) -> list[Any]:
     return rows
 
 
-def chat_rows(name: str) -> list[Any]:
-    rows: list[Any] = [
+def chat_rows(name):
+    rows = [
         {"messages": [{"role": "user", "content": f"{name} {number}"}, {"role": "assistant", "content": "yes"}]}
         for number in range(19)
     ]
@@ -60,14 +58,14 @@ def chat_rows(name: str) -> list[Any]:
     return rows
 
 
-def dolly_rows(name: str) -> list[Any]:
-    rows: list[Any] = [{"instruction": f"{name} {number}", "response": "yes", "context": ""} for number in range(19)]
+def dolly_rows(name):
+    rows = [{"instruction": f"{name} {number}", "response": "yes", "context": ""} for number in range(19)]
     rows[2] = {"other": 1}
     rows[5]["response"] = ""
     return rows
 
 
-def lines(rows: list[Any]) -> bytes:
+def lines(rows):
     """Return them as JSON lines with a byte-order mark, a blank line, one that is no row and one that is no UTF-8."""
     found = [json.dumps(row).encode() + b"\n" for row in rows]
     found[4:4] = [b"\n", b"no row\n"]
@@ -75,7 +73,7 @@ def lines(rows: list[Any]) -> bytes:
     return b"\xef\xbb\xbf" + b"".join(found)
 
 
-def put_parquet(path: Path, rows: list[Any]) -> None:
+def put_parquet(path, rows):
     columns = sorted({key for row in rows for key in row} - {"other"})
     texts = {key: [row.get(key) for row in rows] for key in columns}
     if "text" in texts:  # two that are no UTF-8, in one batch
@@ -86,7 +84,7 @@ def put_parquet(path: Path, rows: list[Any]) -> None:
     pq.write_table(pa.table(texts), path, row_group_size=11)
 
 
-def put_folder(folder: Path, rows: Callable[[str], list[Any]]) -> Path:
+def put_folder(folder, rows):
     folder.mkdir()
     (folder / "a.jsonl").write_bytes(lines(rows("a")))
     (folder / "b.jsonl.gz").write_bytes(gzip.compress(lines(rows("b"))))
@@ -96,7 +94,7 @@ def put_folder(folder: Path, rows: Callable[[str], list[Any]]) -> Path:
     return folder
 
 
-def text_folder(folder: Path) -> Path:
+def text_folder(folder):
     put_folder(folder, text_rows)
     for number in range(7):
         (folder / f"e{number}.txt").write_bytes(f"document {number}".encode() * (99 if number == 3 else 1))
@@ -107,7 +105,7 @@ def text_folder(folder: Path) -> Path:
     return folder
 
 
-def mirror(folder: Path) -> Path:
+def mirror(folder):
     dolly, wikitext = folder / "databricks/databricks-dolly-15k", folder / "Salesforce/wikitext/wikitext-103-raw-v1"
     dolly.parent.mkdir(parents=True)
     put_folder(dolly, dolly_rows)
@@ -123,7 +121,7 @@ def mirror(folder: Path) -> Path:
 class Case:
     """One source, and its builds."""
 
-    def __init__(self, key: str, put: Callable[[Path], Path], home: Path, **given: Any) -> None:
+    def __init__(self, key, put, home, **given):
         self.family, _, self.name = key.partition("/")
         self.folder = put(home / "files")
         where = {"source_root": str(self.folder)}
@@ -131,40 +129,40 @@ class Case:
             where = {"pretrain" if self.family == "pretrain" else "sft": f"own={self.folder}"}
         self.settings = Settings(max_document_bytes=LIMIT, **where, **given)
 
-    def build(self, path: Path, at: int | None = None, **changed: Any) -> dict[str, Any]:
+    def build(self, path, at=None, **changed):
         """Build as a recipe does, with a checkpoint after each batch; at: stop behind so many documents."""
         items, about = opened_source(self.settings, self.name)
         arguments = {"tokenizer": ByteTokenizer(), "seed": 0, "num_threads": 0, "source": about}
-        given: dict[str, Any] = {**arguments, "checkpoint_seconds": 0, **changed}
+        given = {**arguments, "checkpoint_seconds": 0, **changed}
         if self.family == "sft":
             return build_sft(cut_off(items, at), path, **{"val_frac": 0.1, **given})
         unbounded = {"max_train_tokens": None, "max_val_tokens": None, "shuffle_buffer": None, "shard_bytes": 240}
         return build_pretrain(cut_off(items, at), path, **{"val_frac": 0.3, **unbounded, **given})
 
-    def interrupt(self, path: Path, at: int, **changed: Any) -> int:
+    def interrupt(self, path, at, **changed):
         """Leave a build unfinished; returns how many documents it has."""
         with refused("E601", kind=ConnectionError):
             self.build(path, at, **changed)
         return int(checkpoints(path)[-1]["documents"])
 
 
-def journal(path: Path) -> Path:
+def journal(path):
     return unfinished(path, ".journal") / "journal.jsonl"
 
 
-def forge(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+def forge(path, change):
     """Change the last line of a journal, with a good CRC-32."""
     values = values_of(journal(path).read_bytes())
     change(values[-1])
     journal(path).write_bytes(b"".join(map(line, values)))
 
 
-def read_by(meta: dict[str, Any]) -> int:
+def read_by(meta):
     """Return how many documents a build has read."""
     return int(meta.get("documents_read", meta.get("examples_read")))
 
 
-CASES: dict[str, tuple[str, Callable[[Path], Path]]] = {
+CASES = {
     "texts": ("pretrain/own", text_folder),
     "chats": ("sft/own", lambda folder: put_folder(folder, chat_rows)),
     "dolly": ("sft/dolly15k", mirror),
@@ -174,7 +172,7 @@ EACH = pytest.mark.parametrize("case", CASES.values(), ids=list(CASES), indirect
 
 
 @pytest.fixture
-def case(request: pytest.FixtureRequest, folder: Path) -> Case:
+def case(request, folder):
     return Case(*request.param, folder)
 
 
@@ -215,7 +213,7 @@ def test_killed_when_all_is_read_the_rest_of_the_source_still_counts(
 
 
 @pytest.mark.parametrize("budgets", [(400, 150), (1_000, 150)], ids=str)
-def test_a_build_that_ends_by_its_budget_counts_what_it_read(folder: Path, budgets: tuple[int, int]) -> None:
+def test_a_build_that_ends_by_its_budget_counts_what_it_read(folder, budgets):
     case = Case(*CASES["texts"], folder)
     limits = dict(zip(("max_train_tokens", "max_val_tokens"), budgets, strict=True))
     meta = case.build(folder / "whole" / "c", **limits)
@@ -224,10 +222,10 @@ def test_a_build_that_ends_by_its_budget_counts_what_it_read(folder: Path, budge
         assert case.build(folder / str(at) / "c", **limits) == meta
 
 
-def test_what_was_read_is_neither_opened_nor_decoded_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoded: list[str] = []
+def test_what_was_read_is_neither_opened_nor_decoded_again(folder, monkeypatch):
+    decoded = []
 
-    def watched(module: Any, name: str) -> None:
+    def watched(module, name):
         real = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *given, **more: decoded.append(name) or real(*given, **more))
 
@@ -247,7 +245,7 @@ def test_what_was_read_is_neither_opened_nor_decoded_again(folder: Path, monkeyp
     assert set(again) == {"read_text"} and again["read_text"] < at_all["read_text"]
 
 
-def test_files_that_changed_are_compared_row_by_row(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_files_that_changed_are_compared_row_by_row(folder, caplog):
     case, path = Case(*CASES["texts"], folder), folder / "c" / "c"
     case.interrupt(path, 40)
     changed = case.folder / "a.jsonl"
@@ -267,7 +265,7 @@ def test_files_that_changed_are_compared_row_by_row(folder: Path, caplog: pytest
     assert meta == case.build(folder / "other" / "c")
 
 
-def test_what_lies_beside_the_files_is_counted_as_it_is_now(folder: Path) -> None:
+def test_what_lies_beside_the_files_is_counted_as_it_is_now(folder):
     case, path = Case(*CASES["texts"], folder), folder / "c" / "c"
     case.interrupt(path, 40)
     (case.folder / "other.png").write_bytes(b"")
@@ -275,7 +273,7 @@ def test_what_lies_beside_the_files_is_counted_as_it_is_now(folder: Path) -> Non
     assert meta["source"]["counters"]["other_files"] == 2 and meta == case.build(folder / "other" / "c")
 
 
-def test_an_exclusion_counts_what_it_left_out_before_the_kill(folder: Path) -> None:
+def test_an_exclusion_counts_what_it_left_out_before_the_kill(folder):
     (folder / "exclude.txt").write_text("a-1\nb-2\ne-18\n")
     case = Case(*CASES["texts"], folder, exclude=str(folder / "exclude.txt"))
     meta = case.build(folder / "whole" / "c")
@@ -286,14 +284,12 @@ def test_an_exclusion_counts_what_it_left_out_before_the_kill(folder: Path) -> N
 
 
 @pytest.mark.parametrize("given", [{"shuffle_buffer": 5}, {"val_frac": 1e-9}], ids=str)
-def test_what_depends_on_documents_before_is_read_again(
-    folder: Path, given: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_depends_on_documents_before_is_read_again(folder, given, caplog):
     case, path = Case(*CASES["texts"], folder), folder / "c" / "c"
     meta = case.build(folder / "whole" / "c", **given)
     assert "shuffle_buffer" in given or meta["docs"]["val"] == 1
 
-    def killed(documents: int, tokens: int, expected: int | None) -> None:
+    def killed(documents, tokens, expected):
         if documents > 30:
             raise ConnectionError("killed")
 
@@ -303,7 +299,7 @@ def test_what_depends_on_documents_before_is_read_again(
     assert SOUGHT not in caplog.text
 
 
-FORGED: dict[str, Callable[[dict[str, Any]], Any]] = {
+FORGED = {
     "another file": lambda seek: seek["position"].update(file=0),
     "no such file": lambda seek: seek["position"].update(file=99),
     "an earlier row": lambda seek: seek["position"].update(row=seek["position"]["row"] - 1),
@@ -326,7 +322,7 @@ FORGED: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("what", FORGED)
-def test_a_place_that_is_not_the_builds_is_refused(folder: Path, what: str) -> None:
+def test_a_place_that_is_not_the_builds_is_refused(folder, what):
     case, path = Case(*CASES["texts"], folder), folder / "c" / "c"
     case.interrupt(path, 26)
     forge(path, lambda last: FORGED[what](last["seek"]))
@@ -337,7 +333,7 @@ def test_a_place_that_is_not_the_builds_is_refused(folder: Path, what: str) -> N
 
 
 @pytest.mark.parametrize("seek", [None, "absent", {"fingerprint": "0"}], ids=str)
-def test_a_journal_that_names_no_place_is_read_from_the_beginning(folder: Path, seek: Any) -> None:
+def test_a_journal_that_names_no_place_is_read_from_the_beginning(folder, seek):
     case, path = Case(*CASES["texts"], folder), folder / "c" / "c"
     case.interrupt(path, 26)
     if seek == "absent":
@@ -348,14 +344,12 @@ def test_a_journal_that_names_no_place_is_read_from_the_beginning(folder: Path, 
 
 
 @pytest.mark.parametrize("key", ["pretrain/wikitext", "pretrain/notes", "sft/dolly15k", "sft/support", "sft/oasst1"])
-def test_recipes_of_files_resume_so(
-    key: str, settings: Settings, mirror: Path, folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_recipes_of_files_resume_so(key, settings, mirror, folder, caplog):
     chats = next((mirror / "databricks").rglob("*.jsonl"))
     more = {"pretrain": f"notes={mirror / 'roam'}", "sft": f"support={chats}", "cache_dir": str(folder / "mine")}
     mine = dataclasses.replace(settings, **more)
 
-    def killed(documents: int, tokens: int, expected: int | None) -> None:
+    def killed(documents, tokens, expected):
         if documents > 5:
             raise ConnectionError("killed")
 

@@ -3,7 +3,6 @@
 import hashlib
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,25 +22,25 @@ class Spelled:
 
     vocab_size = 65536
 
-    def special_token_ids(self) -> dict[str, int]:
+    def special_token_ids(self):
         return {"sys": 65532, "usr": 65533, "asst": 65534, "eot": 65535}
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text):
         return [int(word) for word in text.split()]
 
 
-def write_shards(root: Path, documents: list[Any], shard_bytes: int) -> dict[str, list[dict[str, Any]]]:
+def write_shards(root, documents, shard_bytes):
     """Build a cache of (split, ids) at root/c and return the records of its shards."""
     texts = [(split, " ".join(map(str, ids))) for split, ids in documents]
-    whole: dict[str, Any] = {"max_train_tokens": None, "max_val_tokens": None, "shuffle_buffer": None, "partial": True}
-    fixed: dict[str, Any] = {"tokenizer": Spelled(), "shard_bytes": shard_bytes, "seed": 0, "num_threads": 0}
-    shards: dict[str, list[dict[str, Any]]] = build_pretrain(texts, root / "c", **fixed, **whole)["shards"]
+    whole = {"max_train_tokens": None, "max_val_tokens": None, "shuffle_buffer": None, "partial": True}
+    fixed = {"tokenizer": Spelled(), "shard_bytes": shard_bytes, "seed": 0, "num_threads": 0}
+    shards = build_pretrain(texts, root / "c", **fixed, **whole)["shards"]
     return shards
 
 
 @settings(derandomize=True, max_examples=25)
 @given(documents=DOCUMENTS, shard_bytes=st.integers(2, 40), batch_items=st.integers(1, 5))
-def test_any_documents_and_sizes_give_full_shards(documents: list[Any], shard_bytes: int, batch_items: int) -> None:
+def test_any_documents_and_sizes_give_full_shards(documents, shard_bytes, batch_items):
     with tempfile.TemporaryDirectory(dir=IN_MEMORY) as name, pytest.MonkeyPatch.context() as patch:
         batches_of(patch, batch_items)
         shards = write_shards(Path(name), documents, shard_bytes)
@@ -62,7 +61,7 @@ def test_any_documents_and_sizes_give_full_shards(documents: list[Any], shard_by
 
 
 @pytest.mark.parametrize("shard_bytes", [1, 0, -4])
-def test_a_shard_size_below_one_token_is_refused(tmp_path: Path, shard_bytes: int) -> None:
+def test_a_shard_size_below_one_token_is_refused(tmp_path, shard_bytes):
     with refused("E102", f"shard_bytes={shard_bytes}", "at least 2"):
         write_shards(tmp_path, [("train", [1])], shard_bytes=shard_bytes)
     assert list(tmp_path.iterdir()) == []
@@ -78,7 +77,7 @@ def test_a_shard_size_below_one_token_is_refused(tmp_path: Path, shard_bytes: in
     ],
     ids=["test", "no split", "None", "bytes"],
 )
-def test_a_document_of_no_good_form_is_named(folder: Path, document: Any, message: str) -> None:
+def test_a_document_of_no_good_form_is_named(folder, document, message):
     with refused("E102", message):
         pretrain(folder / "c", items=[(None, "abc", "0"), document, *documents(0)], shuffle_buffer=None)
     assert not (folder / "c").exists()

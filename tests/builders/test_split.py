@@ -6,10 +6,8 @@ import json
 import random
 import shutil
 import tempfile
-from collections.abc import Iterable
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -40,29 +38,28 @@ from niels_gpt.inspection.stats import stats
 from niels_gpt.inspection.verify import Limits, find_damage, verify
 from niels_gpt.recipes import run_recipe
 from niels_gpt.recipes.plan import recipes
-from niels_gpt.settings import Settings
 
 TEXTS = [f"Page {number} is about " + "the river and the mill "[: number % 24] for number in range(400)]
 
 
-def named(texts: Iterable[str]) -> list[tuple[None, str, str]]:
+def named(texts):
     """Return documents whose source id is their text."""
     return [(None, text, text) for text in texts]
 
 
-def source_ids(cache: Path, split: str) -> list[str]:
+def source_ids(cache, split):
     lines = (cache / "index" / f"{split}_ids.txt").read_text(encoding="ascii").splitlines()
     return [line.encode().decode("unicode_escape") for line in lines]
 
 
-def split_ids(folder: Path, documents: Any, tokenizer: Any, train: int | None, val: int | None, **more: Any) -> Any:
+def split_ids(folder, documents, tokenizer, train, val, **more):
     """Build a cache; returns the source ids of train and of val."""
     arguments = {"tokenizer": tokenizer, "shard_bytes": 1 << 20, "seed": 0, "shuffle_buffer": None, **more}
     build_pretrain(documents, folder, max_train_tokens=train, max_val_tokens=val, **arguments)
     return [source_ids(folder, split) for split in SPLITS]
 
 
-def test_a_sweep_over_vocabularies_has_one_split(tmp_path: Path, tiny_tokenizer: Any) -> None:
+def test_a_sweep_over_vocabularies_has_one_split(tmp_path, tiny_tokenizer):
     for name, budgets in {"all of it": (10**6, 10**5), "a part of it": (3_000, 300)}.items():
         found = [
             split_ids(tmp_path / name / type(tokenizer).__name__, named(TEXTS), tokenizer, *budgets)
@@ -73,7 +70,7 @@ def test_a_sweep_over_vocabularies_has_one_split(tmp_path: Path, tiny_tokenizer:
         assert (found[0] == found[1]) == (name == "all of it")
 
 
-def test_another_order_and_other_neighbours_give_the_same_split(tmp_path: Path) -> None:
+def test_another_order_and_other_neighbours_give_the_same_split(tmp_path):
     order = random.Random(0).sample(TEXTS, len(TEXTS))
     first, second, half = (
         split_ids(tmp_path / name, named(texts), ByteTokenizer(), None, None, val_frac=0.1, shuffle_buffer=buffer)
@@ -90,7 +87,7 @@ def test_another_order_and_other_neighbours_give_the_same_split(tmp_path: Path) 
     share=st.sampled_from([0.0, 0.01, 0.5, 0.99]),
     held=st.sampled_from([0, 1 << 20]),
 )
-def test_equal_texts_are_in_one_split_and_counted(texts: list[str], share: float, held: int) -> None:
+def test_equal_texts_are_in_one_split_and_counted(texts, share, held):
     expected = obvious_splits(texts, Fraction(share))
     kept = [text for text in texts if text in expected]
     with tempfile.TemporaryDirectory(dir=IN_MEMORY) as name, pytest.MonkeyPatch.context() as patch:
@@ -106,7 +103,7 @@ def test_equal_texts_are_in_one_split_and_counted(texts: list[str], share: float
     assert found["train"] and (bool(found["val"]) == (len(set(kept)) > 1 and share > 0))
 
 
-def test_what_waits_for_val_is_bounded(tmp_path: Path) -> None:
+def test_what_waits_for_val_is_bounded(tmp_path):
     """Of a share of a half 40 documents wait; behind them the nearest one is not looked for."""
     texts = list(itertools.islice((f"n{n}" for n in itertools.count() if key(f"n{n}") >= 2**63), 41))
     assert build(tmp_path / "short", texts[:39], None, None, val_frac=0.5)["docs"] == {"train": 38, "val": 1}
@@ -114,7 +111,7 @@ def test_what_waits_for_val_is_bounded(tmp_path: Path) -> None:
     assert build(tmp_path / "long", texts, None, None, val_frac=0.5)["docs"] == {"train": 41, "val": 0}
 
 
-def test_a_build_that_is_resumed_has_the_split_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_that_is_resumed_has_the_split_it_had(monkeypatch):
     """The nearest document goes to val although it was not the nearest one of what had been read."""
     batches_of(monkeypatch, 2)
     texts = list(itertools.islice((f"n{n}" for n in itertools.count() if key(f"n{n}") >= 2**62), 12))
@@ -133,13 +130,13 @@ def test_a_build_that_is_resumed_has_the_split_it_had(monkeypatch: pytest.Monkey
             build(folder / "changed", [*texts, nearer], **arguments)
 
 
-def chat(text: str, role: str = "user") -> list[dict[str, str]]:
+def chat(text, role="user"):
     return [{"role": role, "content": text}, {"role": "assistant", "content": "ok"}]
 
 
 @settings(derandomize=True, max_examples=15)
 @given(numbers=st.lists(st.integers(0, 9), min_size=1, max_size=25), val_frac=st.sampled_from([0, 0.1, 0.5]))
-def test_the_permutation_of_chats_runs_over_the_distinct_ones(numbers: list[int], val_frac: float) -> None:
+def test_the_permutation_of_chats_runs_over_the_distinct_ones(numbers, val_frac):
     roles = {0: "system"}
     chats = [
         (f"{row}", chat("x" if number < 2 else str(number), roles.get(number, "user")))
@@ -158,7 +155,7 @@ def test_the_permutation_of_chats_runs_over_the_distinct_ones(numbers: list[int]
         assert meta["duplicates"][split] == len(rows[split]) - len({numbers[row] for row in rows[split]})
 
 
-def test_equal_notes_follow_the_first_and_distinct_ones_are_split_as_before(settings: Settings, mirror: Path) -> None:
+def test_equal_notes_follow_the_first_and_distinct_ones_are_split_as_before(settings, mirror):
     """Copies of notes stand at the end of the list of files, so that the permutation of the others is what it was."""
     notes = mirror / "roam"
     paths = list_roam_paths(notes)
@@ -175,7 +172,7 @@ def test_equal_notes_follow_the_first_and_distinct_ones_are_split_as_before(sett
     assert meta["val_frac"] == settings.roam_val_frac
 
 
-def test_one_book_of_a_mirror_goes_to_train_and_of_two_one_goes_to_each(settings: Settings, mirror: Path) -> None:
+def test_one_book_of_a_mirror_goes_to_train_and_of_two_one_goes_to_each(settings, mirror):
     shutil.rmtree(mirror / "gutenberg", ignore_errors=True)
     (mirror / "gutenberg").mkdir()
     for number, docs in ((1, {"train": 1, "val": 0}), (2, {"train": 1, "val": 1})):
@@ -183,23 +180,23 @@ def test_one_book_of_a_mirror_goes_to_train_and_of_two_one_goes_to_each(settings
         assert recipes(settings)["pretrain/gutenberg"](settings).meta["docs"] == docs
 
 
-def test_duplicates_of_upstreams_own_splits_are_counted_and_stay(tmp_path: Path) -> None:
+def test_duplicates_of_upstreams_own_splits_are_counted_and_stay(tmp_path):
     lines = [("train", "a"), ("train", "a"), ("train", "b"), ("val", "a"), ("val", "c"), ("val", "c")]
     meta = build(tmp_path / "c", lines, None, None)
     assert meta["duplicates"] == {"train": 1, "val": 1} and meta["docs"] == {"train": 3, "val": 3}
     assert dict(stats(tmp_path / "c"))["duplicates"] == "train 1, val 1"
 
 
-def test_verify_looks_at_the_number_of_duplicates(tmp_path: Path) -> None:
+def test_verify_looks_at_the_number_of_duplicates(tmp_path):
     meta = build(tmp_path / "c", ["a"], 10, 0)
-    wrong: list[Any] = [-1, 1, True, "0", None]
+    wrong = [-1, 1, True, "0", None]
     for number, problems in [(0, 0), *((value, 1) for value in wrong)]:
         (tmp_path / "c" / "meta.json").write_bytes(meta_bytes({**meta, "duplicates": {"train": number, "val": 0}}))
         found = find_damage(tmp_path / "c", deep=False)
         assert len(found) == problems and all("duplicates.train" in damage.problem for damage in found)
 
 
-def rare_long(lengths: list[int], val_frac: float, long_in_val: bool) -> list[str]:
+def rare_long(lengths, val_frac, long_in_val):
     """Return texts of these lengths; those of more than ten letters are all in val, or all in train."""
     found = []
     for number, length in enumerate(lengths):
@@ -219,9 +216,7 @@ def rare_long(lengths: list[int], val_frac: float, long_in_val: bool) -> list[st
     ],
     ids=["25 of 300", "a big one in val", "a big one in train", "alike", "three"],
 )
-def test_a_share_of_tokens_far_from_what_was_asked_is_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, lengths: list[int], long_in_val: bool, far: bool
-) -> None:
+def test_a_share_of_tokens_far_from_what_was_asked_is_a_warning(tmp_path, caplog, lengths, long_in_val, far):
     texts = rare_long(lengths, 0.1, long_in_val)
     meta = build(tmp_path / "c", texts, None, None, val_frac=0.1)
     said = [record.getMessage() for record in caplog.records if "were asked for" in record.getMessage()]
@@ -231,7 +226,7 @@ def test_a_share_of_tokens_far_from_what_was_asked_is_a_warning(
     assert f"{share:.1%} of all tokens (10.0% asked for)" in dict(stats(tmp_path / "c"))["val"]
 
 
-def test_chats_and_budgets_warn_of_a_far_share_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_chats_and_budgets_warn_of_a_far_share_too(tmp_path, caplog):
     order = torch.randperm(60, generator=torch.Generator().manual_seed(0)).tolist()
     chats = [chat("x" * (5_000 if row == order[0] else 5) + str(row)) for row in range(60)]
     build_sft(chats, tmp_path / "sft", tokenizer=ByteTokenizer(), val_frac=0.1, seed=0)
@@ -244,7 +239,7 @@ def test_chats_and_budgets_warn_of_a_far_share_too(tmp_path: Path, caplog: pytes
 
 
 @pytest.mark.parametrize("key_", ["pretrain/roam", "sft/oasst1"])
-def test_a_cache_of_builder_2_is_replaced(settings: Settings, key_: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_of_builder_2_is_replaced(settings, key_, monkeypatch):
     recipe, cache = recipes(settings)[key_], Path(settings.cache_dir) / key_
     with monkeypatch.context() as patch:
         for module in (describe, run_recipe):
@@ -262,7 +257,7 @@ def test_a_cache_of_builder_2_is_replaced(settings: Settings, key_: str, monkeyp
     assert not any(verdict.problems for verdict in verdicts.values())
     assert dict(stats(cache))["duplicates"] == "not counted"
     if meta["kind"] == "pretrain":
-        data: Any = PretrainTokenStreamDataset(str(cache / "train"), T=2, device="cpu")
+        data = PretrainTokenStreamDataset(str(cache / "train"), T=2, device="cpu")
     else:
         files = [str(cache / name) for name in ("train_tokens.bin", "train_idx.npy")]
         data = SFTExampleDataset(*files, T=512, device="cpu", eot_id=meta["special_token_ids"]["eot"])
@@ -271,9 +266,9 @@ def test_a_cache_of_builder_2_is_replaced(settings: Settings, key_: str, monkeyp
     assert not replaced.reused and replaced.meta["builder_version"] == 3 and "duplicates" in replaced.meta
 
 
-def obvious_split(documents: list[str], limits: dict[str, int]) -> tuple[dict[str, list[str]], dict[str, int]]:
+def obvious_split(documents, limits):
     """Fill the splits document by document: the slow oracle."""
-    found: dict[str, list[str]] = {"train": [], "val": []}
+    found = {"train": [], "val": []}
     counts = {"read": 0, "empty": 0, "split_full": 0, "cut": 0, "cut_tokens": 0}
     split_of = obvious_splits(documents, Fraction(limits["val"], sum(limits.values()) or 1))
     for text in documents:
@@ -300,7 +295,7 @@ def obvious_split(documents: list[str], limits: dict[str, int]) -> tuple[dict[st
     lengths=st.lists(st.integers(0, 9), max_size=26),
     limits=st.fixed_dictionaries({"train": st.integers(0, 60), "val": st.integers(0, 30)}),
 )
-def test_the_builder_splits_as_the_slow_oracle_does(lengths: list[int], limits: dict[str, int]) -> None:
+def test_the_builder_splits_as_the_slow_oracle_does(lengths, limits):
     documents = letters(lengths)
     expected, counts = obvious_split(documents, limits)
     with tempfile.TemporaryDirectory(dir=IN_MEMORY) as name:
@@ -325,7 +320,7 @@ def test_the_builder_splits_as_the_slow_oracle_does(lengths: list[int], limits: 
     assert meta["documents_read"] == sum(meta["docs"].values()) + sum(meta["dropped"].values())
 
 
-def test_an_end_of_text_counts_as_a_token_and_may_be_cut(tmp_path: Path) -> None:
+def test_an_end_of_text_counts_as_a_token_and_may_be_cut(tmp_path):
     in_val, in_train = sorted(["aaa", "bbb"], key=key)
     meta = build(tmp_path / "c", [in_val, in_train], train=4, val=3, document_end="eot")
     assert meta["totals"] == {"train_tokens": 4, "val_tokens": 3}
@@ -334,8 +329,8 @@ def test_an_end_of_text_counts_as_a_token_and_may_be_cut(tmp_path: Path) -> None
     assert meta["cut"] == {"documents": 1, "tokens": 1}
 
 
-def test_the_stream_is_not_read_further_than_the_budgets_and_a_batch(tmp_path: Path) -> None:
-    def endless() -> Any:
+def test_the_stream_is_not_read_further_than_the_budgets_and_a_batch(tmp_path):
+    def endless():
         for number in itertools.count():
             yield None, f"{number:010}"
 
@@ -345,7 +340,7 @@ def test_the_stream_is_not_read_further_than_the_budgets_and_a_batch(tmp_path: P
     assert meta["documents_read"] == 10 + meta["dropped"].get("split_full", 0) < 200
 
 
-def test_text_with_a_sentinel_is_dropped_and_counted(tmp_path: Path) -> None:
+def test_text_with_a_sentinel_is_dropped_and_counted(tmp_path):
     meta = build(tmp_path / "c", ["aa", "b<|eot|>b", "", "cc"], train=4, val=2)
     assert meta["dropped"] == {"empty": 1, "sentinel_in_text": 1} and meta["documents_read"] == 4
     assert [stored(tmp_path / "c", split) for split in ("val", "train")] == [
@@ -353,7 +348,7 @@ def test_text_with_a_sentinel_is_dropped_and_counted(tmp_path: Path) -> None:
     ]
 
 
-def test_documents_that_name_their_split_go_there_without_a_bound_or_until_it_is_full(tmp_path: Path) -> None:
+def test_documents_that_name_their_split_go_there_without_a_bound_or_until_it_is_full(tmp_path):
     meta = build(tmp_path / "c", [("train", "aa"), ("train", "bbb"), ("val", "c")], train=None, val=None)
     assert stored(tmp_path / "c", "train") == ["aa", "bbb"] and stored(tmp_path / "c", "val") == ["c"]
     assert meta["budget_reached"] == {"train": None, "val": None}
@@ -362,7 +357,7 @@ def test_documents_that_name_their_split_go_there_without_a_bound_or_until_it_is
     assert meta["dropped"] == {"split_full": 1}
 
 
-NO_BUDGETS: list[tuple[Any, Any, dict[str, Any], str]] = [
+NO_BUDGETS = [
     (-1, 5, {}, "max_train_tokens=-1"),
     (5, -2, {}, "max_val_tokens=-2"),
     (0, 10, {}, "no token for the train split: 1 documents read, 1 to val, dropped: none"),
@@ -372,7 +367,7 @@ NO_BUDGETS: list[tuple[Any, Any, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("train", "val", "extras", "named"), NO_BUDGETS)
-def test_budgets_that_cannot_be_are_refused(tmp_path: Path, train: Any, val: Any, extras: Any, named: str) -> None:
+def test_budgets_that_cannot_be_are_refused(tmp_path, train, val, extras, named):
     with pytest.raises(ValueError, match=named):
         build(tmp_path / "c", ["only"], train=train, val=val, **extras)
     assert {path.name for path in tmp_path.iterdir()} <= (set() if "max_" in named else {".versions"})

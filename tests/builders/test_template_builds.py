@@ -1,8 +1,6 @@
 """Sft caches of another chat template: their bytes on paper, what is dropped, and what makes another build of one."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,16 +11,16 @@ from support.fault_builds import interrupt, unfinished, uninterrupted
 from support.small_builds import templated
 
 
-def chat(*texts: str) -> list[dict[str, Any]]:
+def chat(*texts):
     """Return messages of the user and the assistant in turn."""
     return [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(texts)]
 
 
-def tokens_and_bits(cache: Path, split: str) -> tuple[list[int], list[int]]:
+def tokens_and_bits(cache, split):
     return list((cache / f"{split}_tokens.bin").read_bytes()), list((cache / f"{split}_loss.bits").read_bytes())
 
 
-def test_the_bytes_of_two_chats_on_paper(tmp_path: Path) -> None:
+def test_the_bytes_of_two_chats_on_paper(tmp_path):
     meta = templated(tmp_path / "c", items=[("a", chat("A", "B")), ("b", chat("Hi", "Yes", "A", ""))], val_frac=0)
     ids = [2, 75, 4, 3, 76, 4, 2, 82, 115, 4, 3, 99, 111, 125, 4, 2, 75, 4, 3, 4]
     bits = [0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 1]
@@ -40,7 +38,7 @@ def test_the_bytes_of_two_chats_on_paper(tmp_path: Path) -> None:
 class Odd(ByteChats):
     """Refuses, marks the first token, and counts what is odd, as the words of a chat say."""
 
-    def encoded(self, chat: Any) -> Any:
+    def encoded(self, chat):
         words = chat.messages[0]["content"]
         if words == "refuse":
             return refused_chat("refused_by_template", f"chat {chat.name!r}: roles must alternate")
@@ -53,9 +51,9 @@ class Odd(ByteChats):
         )
 
 
-def test_every_chat_is_kept_or_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_chat_is_kept_or_counted(tmp_path, caplog):
     kept = [(word, chat(word)) for word in ("both", "merged", "empty", "two")]
-    dropped: list[Any] = [
+    dropped = [
         ("no message", []),
         ("no list", "text"),
         ("no role", [{"content": "x"}]),
@@ -73,28 +71,28 @@ def test_every_chat_is_kept_or_counted(tmp_path: Path, caplog: pytest.LogCapture
     assert (tmp_path / "c" / "index" / "train_ids.txt").read_text() == "both\nmerged\nempty\ntwo\n"
 
 
-def test_no_target_at_all_is_an_error_that_counts_and_says_what_to_do(tmp_path: Path) -> None:
+def test_no_target_at_all_is_an_error_that_counts_and_says_what_to_do(tmp_path):
     items = [("a", chat("x")), ("b", chat("refuse"))]
     with refused("E303", "'no_supervised': 1", "chat 'b'", "--loss-on") as error:
         templated(tmp_path / "c", items=items, chat_tokenizer=type("", (Odd,), {"encoded": never})())
     assert "no chat with a target is left" in str(error.value) and not (tmp_path / "c").exists()
 
 
-def never(self: Odd, chat: Any) -> Any:
+def never(self, chat):
     is_refused = chat.messages[0]["content"] == "refuse"
     return Odd.encoded(self, chat) if is_refused else encoded_chat([7, 8], [0, 0])
 
 
-def test_an_id_outside_the_vocabulary_is_named(tmp_path: Path) -> None:
+def test_an_id_outside_the_vocabulary_is_named(tmp_path):
     class Larger(ByteChats):
-        def encoded(self, chat: Any) -> Any:
+        def encoded(self, chat):
             return encoded_chat([1, 300], [0, 1])
 
     with refused("E409", "chat 'a'", "id 300", "vocab_size=300"):
         templated(tmp_path / "c", items=[("a", chat("A", "B"))], chat_tokenizer=Larger())
 
 
-def test_a_special_token_in_a_message_drops_the_chat_or_stops_the_build(tmp_path: Path) -> None:
+def test_a_special_token_in_a_message_drops_the_chat_or_stops_the_build(tmp_path):
     items = [("a", chat("<|eot|>", "B")), ("b", chat("A", "B"))]
     assert templated(tmp_path / "c", items=items)["dropped"] == {"special_text": 1}
     with refused("E305", "chat 'a'", "--on-special drop"):
@@ -103,7 +101,7 @@ def test_a_special_token_in_a_message_drops_the_chat_or_stops_the_build(tmp_path
 
 @pytest.mark.usefixtures("small_batches")
 @pytest.mark.parametrize("other", [{"template_sha256": "2" * 64}, {"loss_on": "last"}, {"names_sha256": "3" * 64}])
-def test_another_template_is_another_build_and_leaves_the_first_one(folder: Path, other: dict[str, Any]) -> None:
+def test_another_template_is_another_build_and_leaves_the_first_one(folder, other):
     interrupt("templated", folder / "c", 30)
     first = unfinished(folder / "c", ".journal")
     templated(folder / "c", chat_tokenizer=type("", (ByteChats,), other)())
@@ -112,11 +110,11 @@ def test_another_template_is_another_build_and_leaves_the_first_one(folder: Path
     assert not first.exists()
 
 
-def test_what_a_template_gets_is_what_is_compared(tmp_path: Path) -> None:
+def test_what_a_template_gets_is_what_is_compared(tmp_path):
     """A template may write keys in their order, so a resumed build compares it; equal chats are equal in any order."""
 
     class AsJson(ByteChats):
-        def encoded(self, chat: Any) -> Any:
+        def encoded(self, chat):
             text = json.dumps([chat.messages, chat.tools])
             return encoded_chat([2, *self.tokenizer.encode(text)], [0] + [1] * len(text))
 
@@ -132,5 +130,5 @@ def test_what_a_template_gets_is_what_is_compared(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small_batches")
-def test_threads_change_no_byte(folder: Path) -> None:
+def test_threads_change_no_byte(folder):
     assert uninterrupted("templated", folder / "a") == uninterrupted("templated", folder / "b", num_threads=3)

@@ -8,23 +8,19 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import closing
-from pathlib import Path
-from typing import Any
 
 import pytest
 from support.byte_tokenizer import ByteTokenizer
 from support.errors import refused
-from support.power_loss import Tree, tree_of
+from support.power_loss import tree_of
 from support.small_builds import batches_of
 
 from niels_gpt.builders import source as source_module
 from niels_gpt.builders.pipeline import InOrder
 from niels_gpt.builders.pretrain import build_pretrain
 from niels_gpt.builders.sft import build_sft
-from niels_gpt.builders.source import Batch
 from niels_gpt.tokenizer import load_tokenizer
 
 TEXTS = [f"Note {number}: " + "the otter walks to the mill. " * (number * 7 % 5) for number in range(200)]
@@ -32,12 +28,12 @@ TEXTS[60:64] = ["", "naïve 漢字 🙂", "half \ud800 a pair", "a <|eot|> in a 
 
 
 @pytest.fixture(autouse=True)
-def many_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+def many_batches(monkeypatch):
     batches_of(monkeypatch, 9)
 
 
-def build_text(path: Path, texts: Any, *, tokenizer: Any, **arguments: Any) -> dict[str, Any]:
-    common: dict[str, Any] = {
+def build_text(path, texts, *, tokenizer, **arguments):
+    common = {
         "max_train_tokens": 9000,
         "max_val_tokens": 700,
         "shuffle_buffer": 20,
@@ -47,7 +43,7 @@ def build_text(path: Path, texts: Any, *, tokenizer: Any, **arguments: Any) -> d
     return build_pretrain(documents, path, tokenizer=tokenizer, shard_bytes=2048, seed=1, **{**common, **arguments})
 
 
-def build_both(folder: Path, tokenizer: Any, **workers: Any) -> Tree:
+def build_both(folder, tokenizer, **workers):
     """Build a cache of each kind below a folder; returns all its files."""
     build_text(folder / "text", TEXTS, tokenizer=tokenizer, **workers)
     chats = [
@@ -59,7 +55,7 @@ def build_both(folder: Path, tokenizer: Any, **workers: Any) -> Tree:
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Tree:
+def expected(tmp_path_factory, tiny_tokenizer):
     """Both caches, encoded in this thread and in one batch."""
     tree = build_both(tmp_path_factory.mktemp("expected"), tiny_tokenizer, num_threads=0)
     names = {name.split("/", 3)[-1] for name in tree}
@@ -72,13 +68,13 @@ def expected(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> T
 class Immediate(Executor):
     """An executor of no library: it does not know its number of workers, and works in `submit`."""
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
+    def submit(self, fn, /, *args, **kwargs):
+        future = Future()
         future.set_result(fn(*args, **kwargs))
         return future
 
 
-def process_pool(num_workers: int, method: str = "forkserver", **arguments: Any) -> ProcessPoolExecutor:
+def process_pool(num_workers, method="forkserver", **arguments):
     context = multiprocessing.get_context(method)
     context.set_forkserver_preload(["niels_gpt.builders.pipeline"])
     return ProcessPoolExecutor(num_workers, mp_context=context, **arguments)
@@ -95,9 +91,7 @@ def process_pool(num_workers: int, method: str = "forkserver", **arguments: Any)
         pytest.param(lambda: process_pool(4), id="4 of a forkserver", marks=pytest.mark.faults),
     ],
 )
-def test_an_executor_gives_the_same_bytes_and_stays_open(
-    expected: Tree, folder: Path, tiny_tokenizer: Any, executor_of: Callable[[], Executor]
-) -> None:
+def test_an_executor_gives_the_same_bytes_and_stays_open(expected, folder, tiny_tokenizer, executor_of):
     with executor_of() as executor:
         assert build_both(folder / "c", tiny_tokenizer, executor=executor) == expected
         assert executor.submit(int, "3").result() == 3
@@ -107,29 +101,29 @@ def test_an_executor_gives_the_same_bytes_and_stays_open(
     ("threads", "items", "chars"), [(1, 9, 10**9), (4, 9, 10**9), (2, 1, 10**9), (2, 10**9, 300), (2, 10**9, 10**9)]
 )
 def test_threads_of_the_build_and_the_size_of_its_batches_do_not_matter(
-    expected: Tree,
-    folder: Path,
-    tiny_tokenizer: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    threads: int,
-    items: int,
-    chars: int,
-) -> None:
+    expected,
+    folder,
+    tiny_tokenizer,
+    monkeypatch,
+    threads,
+    items,
+    chars,
+):
     batches_of(monkeypatch, items, chars=chars)
     assert build_both(folder / "c", tiny_tokenizer, num_threads=threads) == expected
 
 
-def batches_from(texts: Iterator[str]) -> Iterator[Batch[str]]:
+def batches_from(texts):
     chunks = source_module.chunked(texts, {}, None, len)
     return source_module.batches(chunks, texts=lambda items: [[text] for text in items])
 
 
-def test_the_order_is_kept_when_later_batches_are_done_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_is_kept_when_later_batches_are_done_first(monkeypatch):
     batches_of(monkeypatch, 1)
-    done: list[str] = []
+    done = []
     last_is_done = threading.Event()
 
-    def work(payload: list[str], first: int) -> str:
+    def work(payload, first):
         (text,) = payload
         if text == "0":
             assert last_is_done.wait(60)
@@ -145,18 +139,18 @@ def test_the_order_is_kept_when_later_batches_are_done_first(monkeypatch: pytest
     assert done[:4] == ["1", "2", "3", "0"]
 
 
-def ahead_of(executor: Executor, texts: list[str]) -> list[int]:
+def ahead_of(executor, texts):
     """Return how many texts were read from the source beyond the one in hand, for each result: the slowest consumer."""
-    taken: list[str] = []
-    done: list[str] = []
-    found: list[int] = []
+    taken = []
+    done = []
+    found = []
 
-    def source() -> Iterator[str]:
+    def source():
         for text in texts:
             taken.append(text)
             yield text
 
-    def work(payload: list[str], first: int) -> None:
+    def work(payload, first):
         done.extend(payload)
 
     for number, _ in enumerate(InOrder[str, None](work, executor)(batches_from(source()))):
@@ -166,14 +160,14 @@ def ahead_of(executor: Executor, texts: list[str]) -> list[int]:
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
-def test_batches_are_read_only_two_a_worker_ahead(num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_are_read_only_two_a_worker_ahead(num_workers, monkeypatch):
     batches_of(monkeypatch, 1)
     with ThreadPoolExecutor(num_workers) as executor:
         found = ahead_of(executor, ["some text"] * 50)
     assert max(found) == found[0] == 2 * num_workers - 1  # a batch is complete with its last item
 
 
-def test_batches_are_taken_only_so_many_characters_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_are_taken_only_so_many_characters_ahead(monkeypatch):
     batches_of(monkeypatch, 1, ahead_chars=100)
     with ThreadPoolExecutor(8) as executor:
         # Three of 30 are given out; the fourth, which would make 120, waits.
@@ -182,28 +176,28 @@ def test_batches_are_taken_only_so_many_characters_ahead(monkeypatch: pytest.Mon
         assert set(ahead_of(executor, ["x" * 101] * 40)[:-1]) == {1}
 
 
-def test_a_build_reads_its_source_only_some_batches_ahead_of_what_it_writes(tmp_path: Path) -> None:
+def test_a_build_reads_its_source_only_some_batches_ahead_of_what_it_writes(tmp_path):
     taken = 0
-    ahead: list[int] = []
+    ahead = []
 
-    def chats() -> Iterator[list[dict[str, str]]]:
+    def chats():
         nonlocal taken
         for taken in range(1, 501):
             yield [{"role": "assistant", "content": f"text {taken}"}]
 
-    def progress(examples: int, tokens: int, expected: int | None) -> None:
+    def progress(examples, tokens, expected):
         ahead.append(taken - examples)
 
-    arguments: dict[str, Any] = {"tokenizer": ByteTokenizer(), "val_frac": 0, "seed": 0, "num_threads": 2}
+    arguments = {"tokenizer": ByteTokenizer(), "val_frac": 0, "seed": 0, "num_threads": 2}
     build_sft(chats(), tmp_path / "c", progress=progress, **arguments)
     # Two threads: four batches of nine, less the one in hand; the source ends after 500.
     assert max(ahead) == ahead[0] == 3 * 9 and len(ahead) == 56
 
 
-def note_opens(path: str, log: str) -> None:
+def note_opens(path, log):
     """Write a line for each time that this process opens a file from now on: the initializer of a worker."""
 
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+    def hook(event, arguments):
         if event == "open" and str(arguments[0]) == path:
             handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.write(handle, f"{os.getpid()}\n".encode())
@@ -212,7 +206,7 @@ def note_opens(path: str, log: str) -> None:
     sys.addaudithook(hook)
 
 
-def test_a_worker_opens_the_tokenizer_once_for_all_its_batches(tmp_path: Path, tiny_model_path: Path) -> None:
+def test_a_worker_opens_the_tokenizer_once_for_all_its_batches(tmp_path, tiny_model_path):
     tokenizer = load_tokenizer(tiny_model_path)
     about = (tokenizer.model_path, str(tmp_path / "log"))
     with process_pool(2, initializer=note_opens, initargs=about) as executor:
@@ -226,10 +220,10 @@ def test_a_worker_opens_the_tokenizer_once_for_all_its_batches(tmp_path: Path, t
 class Mortal(ByteTokenizer):
     """Kills the worker process that encodes a text with "deadly": each time, or once."""
 
-    def __init__(self, flag: Path, *, once: bool, signalled: bool = False) -> None:
+    def __init__(self, flag, *, once, signalled=False):
         self.flag, self.once, self.signalled, self.parent = flag, once, signalled, os.getpid()
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text):
         if "deadly" in text and os.getpid() != self.parent and not (self.once and self.flag.exists()):
             self.flag.touch()
             if self.signalled:
@@ -240,11 +234,11 @@ class Mortal(ByteTokenizer):
 
 LIVELY = [f"text {number:03d}" for number in range(150)]
 DEADLY = [f"{text}, deadly" if number == 70 else text for number, text in enumerate(LIVELY)]
-PLAIN: dict[str, Any] = {"shuffle_buffer": None, "max_train_tokens": 10**6, "max_val_tokens": 10**5}
+PLAIN = {"shuffle_buffer": None, "max_train_tokens": 10**6, "max_val_tokens": 10**5}
 
 
 @pytest.fixture(scope="module")
-def of_deadly(tmp_path_factory: pytest.TempPathFactory) -> Tree:
+def of_deadly(tmp_path_factory):
     """The cache of DEADLY, encoded in this thread."""
     folder = tmp_path_factory.mktemp("deadly")
     build_text(folder / "c", DEADLY, tokenizer=ByteTokenizer(), num_threads=0, **PLAIN)
@@ -252,9 +246,7 @@ def of_deadly(tmp_path_factory: pytest.TempPathFactory) -> Tree:
 
 
 @pytest.mark.parametrize("signalled", [False, True], ids=["exit", "SIGKILL"])
-def test_a_worker_that_dies_once_is_reported_with_its_batch_and_changes_nothing(
-    of_deadly: Tree, tmp_path: Path, caplog: pytest.LogCaptureFixture, signalled: bool
-) -> None:
+def test_a_worker_that_dies_once_is_reported_with_its_batch_and_changes_nothing(of_deadly, tmp_path, caplog, signalled):
     caplog.set_level(logging.WARNING)
     mortal = Mortal(tmp_path / "flag", once=True, signalled=signalled)
     with process_pool(2) as executor:
@@ -272,8 +264,8 @@ def test_a_worker_that_dies_once_is_reported_with_its_batch_and_changes_nothing(
 
 
 def test_a_worker_that_dies_each_time_is_an_error_that_names_the_documents_and_the_build_resumes_without_it(
-    of_deadly: Tree, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    of_deadly, tmp_path, caplog
+):
     caplog.set_level(logging.INFO)
     arguments = {"tokenizer": Mortal(tmp_path / "flag", once=False), "checkpoint_seconds": 0, **PLAIN}
     with process_pool(2) as executor, refused("E506", "63 to 71", kind=RuntimeError) as error:
@@ -286,7 +278,7 @@ def test_a_worker_that_dies_each_time_is_an_error_that_names_the_documents_and_t
     assert tree_of(tmp_path / "found") == of_deadly
 
 
-def test_a_pool_that_was_broken_before_the_build_is_replaced(of_deadly: Tree, tmp_path: Path) -> None:
+def test_a_pool_that_was_broken_before_the_build_is_replaced(of_deadly, tmp_path):
     with process_pool(1) as executor:
         with pytest.raises(BrokenExecutor):
             executor.submit(os._exit, 1).result()
@@ -299,17 +291,17 @@ class Prepared(Mortal):
 
     prepared = False
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text):
         if os.getpid() != self.parent and not Prepared.prepared:
             raise ValueError("this worker was not prepared")
         return super().encode(text)
 
 
-def prepare(flag: bool) -> None:
+def prepare(flag):
     Prepared.prepared = flag
 
 
-def test_the_workers_of_the_new_pool_are_prepared_as_those_of_the_lost_one(of_deadly: Tree, tmp_path: Path) -> None:
+def test_the_workers_of_the_new_pool_are_prepared_as_those_of_the_lost_one(of_deadly, tmp_path):
     tokenizer = Prepared(tmp_path / "flag", once=True)
     with process_pool(1, initializer=prepare, initargs=(True,)) as executor:
         build_text(tmp_path / "found" / "c", DEADLY, tokenizer=tokenizer, executor=executor, **PLAIN)
@@ -319,19 +311,19 @@ def test_the_workers_of_the_new_pool_are_prepared_as_those_of_the_lost_one(of_de
 class NotUnpickled(Exception):
     """Python cannot make it again from its one argument."""
 
-    def __init__(self, what: str, number: int) -> None:
+    def __init__(self, what, number):
         super().__init__(f"{what} {number}")
 
 
 class NotPickled(Exception):
     """Holds what no other process can have."""
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message):
         super().__init__(message)
         self.held = lambda: message
 
 
-ERRORS: dict[str, Callable[[], Exception]] = {
+ERRORS = {
     "ValueError": lambda: ValueError("number 70"),
     "NotUnpickled": lambda: NotUnpickled("number", 70),
     "NotPickled": lambda: NotPickled("number 70"),
@@ -341,10 +333,10 @@ ERRORS: dict[str, Callable[[], Exception]] = {
 class Refusing(ByteTokenizer):
     """Raises an error for one text, and counts the calls for it in a file."""
 
-    def __init__(self, log: Path, error: str = "ValueError") -> None:
+    def __init__(self, log, error="ValueError"):
         self.log, self.error = log, error
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text):
         if "deadly" in text:
             with open(self.log, "a") as file:
                 file.write(f"{os.getpid()}\n")
@@ -353,7 +345,7 @@ class Refusing(ByteTokenizer):
 
 
 @pytest.mark.parametrize("kind", ["caller", "threads", "executor", "processes"])
-def test_a_tokenizers_error_is_not_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str) -> None:
+def test_a_tokenizers_error_is_not_tried_again(tmp_path, caplog, kind):
     caplog.set_level(logging.WARNING)
     tokenizer = Refusing(tmp_path / "log")
     before = set(threading.enumerate())
@@ -371,7 +363,7 @@ def test_a_tokenizers_error_is_not_tried_again(tmp_path: Path, caplog: pytest.Lo
     assert multiprocessing.active_children() == []
 
 
-def test_an_error_of_a_worker_comes_back_with_its_type_and_text(tmp_path: Path) -> None:
+def test_an_error_of_a_worker_comes_back_with_its_type_and_text(tmp_path):
     expected = {"ValueError": (ValueError, "number 70"), "NotUnpickled": (RuntimeError, "NotUnpickled: number 70")}
     expected["NotPickled"] = (RuntimeError, "NotPickled: number 70")
     with process_pool(1) as executor:
@@ -383,12 +375,12 @@ def test_an_error_of_a_worker_comes_back_with_its_type_and_text(tmp_path: Path) 
         assert executor.submit(int, "3").result() == 3  # the pool is alive
 
 
-def test_full_budgets_and_a_source_that_breaks_leave_no_thread_and_nothing_in_work(tmp_path: Path) -> None:
-    def texts() -> Iterator[str]:
+def test_full_budgets_and_a_source_that_breaks_leave_no_thread_and_nothing_in_work(tmp_path):
+    def texts():
         yield from LIVELY
         raise OSError("upstream broke")
 
-    arguments: dict[str, Any] = {"tokenizer": ByteTokenizer(), "max_train_tokens": 500, "max_val_tokens": 50}
+    arguments = {"tokenizer": ByteTokenizer(), "max_train_tokens": 500, "max_val_tokens": 50}
     before = set(threading.enumerate())
     build_text(tmp_path / "a", map("some text {}".format, itertools.count()), num_threads=4, **arguments)
     with pytest.raises(OSError, match="upstream broke"):
@@ -399,12 +391,12 @@ def test_full_budgets_and_a_source_that_breaks_leave_no_thread_and_nothing_in_wo
         assert executor.submit(int, "3").result() == 3
 
 
-def test_work_that_has_not_started_is_cancelled_when_the_consumer_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_that_has_not_started_is_cancelled_when_the_consumer_leaves(monkeypatch):
     batches_of(monkeypatch, 1)
     go_on = threading.Event()
-    started: list[str] = []
+    started = []
 
-    def work(payload: list[str], first: int) -> None:
+    def work(payload, first):
         started.extend(payload)
         assert payload == ["0"] or go_on.wait(60)
 
@@ -415,7 +407,7 @@ def test_work_that_has_not_started_is_cancelled_when_the_consumer_leaves(monkeyp
     assert started[0] == "0" and set(started) <= {"0", "1", "2"}
 
 
-def test_a_model_that_was_replaced_meanwhile_is_refused_in_a_worker(tmp_path: Path, tiny_model_path: Path) -> None:
+def test_a_model_that_was_replaced_meanwhile_is_refused_in_a_worker(tmp_path, tiny_model_path):
     model = tmp_path / "spm.model"
     model.write_bytes(tiny_model_path.read_bytes())
     tokenizer = load_tokenizer(model)

@@ -2,31 +2,28 @@
 
 import os
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
-from support.attacks import Attack, Probe, Server
+from support.attacks import Attack, Probe
 
 IMPORTS = ()
 ATTACKS = {"a link": Attack(lambda root, outside: (root / "link").symlink_to(outside / "bait"))}
 
 
-def build(root: Path) -> None:
+def build(root):
     root.mkdir()
     (root / "bait").write_bytes(b"12345678")
 
 
-def fails(root: Path) -> None:
+def fails(root):
     raise TypeError("not a documented error")
 
 
-def says_little(root: Path) -> None:
+def says_little(root):
     raise ValueError("bad")
 
 
-FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
+FAULTS = {
     "opens": (lambda root: (root / "link").read_bytes(), "opened what is outside"),
     "lists": (lambda root: os.listdir(root.parent / "outside"), "opened what is outside"),
     "writes": (lambda root: (root / "more").write_bytes(b"1"), "changed the folder"),
@@ -43,7 +40,7 @@ PROBES = {name: Probe(call) for name, (call, _) in FAULTS.items()} | {
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="reads /proc")
-def test_each_fault_of_a_probe_is_seen_and_no_other(attack_server: Server) -> None:
+def test_each_fault_of_a_probe_is_seen_and_no_other(attack_server):
     outcomes = attack_server.outcomes_of("test_attack_harness", "a link")
     faults = {outcome.probe: "; ".join(outcome.faults) for outcome in outcomes}
     assert faults.keys() == PROBES.keys() and not faults["is good"] and not faults["sleeps"]

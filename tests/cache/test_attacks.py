@@ -3,20 +3,18 @@
 Run: pytest tests/cache/test_attacks.py -s, or python tests/support/attacks.py test_attacks for a line of each meeting
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import LONG
-from support.attacks import Attack, Server, is_one_of
+from support.attacks import Attack, is_one_of
 from support.bits_caches import give_bits
 from support.disk import META_NAME, meta_bytes
 from support.token_cache_probes import IMPORTS as IMPORTS
@@ -33,14 +31,14 @@ OF_ROLLOUTS = ("reader rollouts*", "show rollouts", "locate rollouts", "verify*"
 OF_MODEL = ("show pretrain", "show sft", "reader tokenizer", "verify*")  # a build trains another one
 
 
-def version(root: Path, key: str) -> Path:
+def version(root, key):
     return (root / key).resolve()
 
 
-def replaced(key: str, name: str, how: Callable[[Path], Any]) -> Make:
+def replaced(key, name, how):
     """Put something else in the place of a file or folder of a version."""
 
-    def make(root: Path, outside: Path) -> None:
+    def make(root, outside):
         path = version(root, key) / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()
         how(path)
@@ -48,40 +46,40 @@ def replaced(key: str, name: str, how: Callable[[Path], Any]) -> Make:
     return make
 
 
-def linked(key: str, name: str, target: str = "") -> Make:
+def linked(key, name, target=""):
     """Put a link in the place of a file or folder of a version, by default to the good one outside."""
 
-    def make(root: Path, outside: Path) -> None:
+    def make(root, outside):
         to = target or version(outside, key) / name
         replaced(key, name, lambda path: path.symlink_to(to))(root, outside)
 
     return make
 
 
-def a_socket(path: Path) -> None:
+def a_socket(path):
     os.chdir(path.parent)  # its whole name may have 107 bytes only
     socket.socket(socket.AF_UNIX).bind(path.name)
 
 
-def sparse(num_bytes: int, begin: bytes = b"") -> Callable[[Path], None]:
+def sparse(num_bytes, begin=b""):
     """Write a file that takes no disk beyond its beginning."""
 
-    def write(path: Path) -> None:
+    def write(path):
         path.write_bytes(begin)
         os.truncate(path, num_bytes)
 
     return write
 
 
-def npy(count: int) -> bytes:
+def npy(count):
     header = f"{{'descr': '<i8', 'fortran_order': False, 'shape': ({count},), }}".encode().ljust(117) + b"\n"
     return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
 
 
-def rewritten(key: str, change: Change) -> Make:
+def rewritten(key, change):
     """Change a meta.json as its author would, with a CRC-32 that is right."""
 
-    def make(root: Path, outside: Path) -> None:
+    def make(root, outside):
         path = version(root, key) / META_NAME
         meta = json.loads(path.read_bytes())
         change(meta)
@@ -90,30 +88,30 @@ def rewritten(key: str, change: Change) -> Make:
     return make
 
 
-def every(change: Change) -> Make:
+def every(change):
     """Change every meta.json."""
 
-    def make(root: Path, outside: Path) -> None:
+    def make(root, outside):
         for key in CACHES:
             rewritten(key, change)(root, outside)
 
     return make
 
 
-def spelled(begin: bytes, repeated: bytes = b"", times: int = 0, end: bytes = b"") -> Make:
+def spelled(begin, repeated=b"", times=0, end=b""):
     """Write other bytes in the place of every meta.json."""
 
-    def make(root: Path, outside: Path) -> None:
+    def make(root, outside):
         for key in CACHES:
             (version(root, key) / META_NAME).write_bytes(begin + repeated * times + end)
 
     return make
 
 
-def copied(key: str, changes: Iterable[Change]) -> Make:
+def copied(key, changes):
     """Make a cache for each change of meta.json, beside the good one."""
 
-    def make(root: Path, outside: Path) -> None:
+    def make(root, outside):
         for number, change in enumerate(changes):
             copy = f"{key.split('/')[0]}/k_{number}"
             shutil.copytree(version(root, key), root / copy)
@@ -122,10 +120,10 @@ def copied(key: str, changes: Iterable[Change]) -> Make:
     return make
 
 
-def each_key(values: Sequence[Any]) -> Make:
+def each_key(values):
     """Make a cache for each key of meta.json, in which that key has one of the values, in turn."""
 
-    def make(root: Path, outside: Path) -> None:
+    def make(root, outside):
         for key in (PRETRAIN, SFT):
             meta = json.loads((version(root, key) / META_NAME).read_bytes())
             names = [name for name in meta if name != "meta_crc32"]
@@ -137,19 +135,19 @@ def each_key(values: Sequence[Any]) -> Make:
     return make
 
 
-def named(group: str, name: Any) -> Change:
+def named(group, name):
     """Give the first file of a group another name."""
 
-    def change(meta: dict[str, Any]) -> None:
+    def change(meta):
         found = meta[group] if group == "checksums" else meta[group]["train"]
         (found[0] if isinstance(found, list) else found)["name"] = name
 
     return change
 
 
-OTHER_TYPES: tuple[Any, ...] = (None, 10**90, "x", {"train": {"train": {}}})
+OTHER_TYPES = (None, 10**90, "x", {"train": {"train": {}}})
 BAD_NAMES = ("../../../../outside/pretrain/notes/recipe.json", "/etc/hostname", META_NAME, 3)
-REFUSED: tuple[Change, ...] = (
+REFUSED = (
     *(named(group, name) for group in ("shards", "index", "ids", "checksums") for name in BAD_NAMES),
     named("shards", "val/shard_00000.bin"),
     named("shards", "index"),
@@ -158,7 +156,7 @@ REFUSED: tuple[Change, ...] = (
     lambda meta: meta.update(built=[]),
     lambda meta: meta.update(shards={}),
 )
-NOT_READ: tuple[Change, ...] = (
+NOT_READ = (
     lambda meta: meta["index"]["train"].update(bytes=2**62, entries=2**59),
     lambda meta: meta["totals"].update(train_tokens=2**62),
     lambda meta: meta.pop("totals"),
@@ -166,10 +164,10 @@ NOT_READ: tuple[Change, ...] = (
 )
 
 
-def sized(key: str, name: str, num_bytes: int, begin: bytes = b"") -> Make:
+def sized(key, name, num_bytes, begin=b""):
     """Put a sparse file in the place of one, with records in meta.json that say so."""
 
-    def change(meta: dict[str, Any]) -> None:
+    def change(meta):
         groups = [*meta["shards"].values(), list(meta["index"].values()), list(meta.get("ids", {}).values())]
         for record in (record for group in groups for record in group if record["name"] == name):
             record["bytes"] = num_bytes
@@ -178,19 +176,19 @@ def sized(key: str, name: str, num_bytes: int, begin: bytes = b"") -> Make:
         for split in ("train", "val"):
             meta["totals"][f"{split}_tokens"] = sum(record["tokens"] for record in meta["shards"][split])
 
-    def make(root: Path, outside: Path) -> None:
+    def make(root, outside):
         replaced(key, name, sparse(num_bytes, begin))(root, outside)
         rewritten(key, change)(root, outside)
 
     return make
 
 
-def commands(text: str) -> str:
+def commands(text):
     """Return a text with what commands a terminal: a title, a screen wiped, a line written over, letters turned."""
     return f"{text}\x1b]0;x\x07\x1b[2J\r\x9b\u202e\n"
 
 
-def commanding(meta: dict[str, Any]) -> None:
+def commanding(meta):
     """Put what commands a terminal into every text that a command may print, and into new keys."""
     texts = ("dataset_name", "dataset_config", "split_rule", "trained_on", "origin", "normalization", "model_type")
     meta.update({key: commands("x") for key in texts})
@@ -201,10 +199,10 @@ def commanding(meta: dict[str, Any]) -> None:
     meta[commands("x")] = {commands("x"): commands("x")}
 
 
-def with_bits(make: Make) -> Make:
+def with_bits(make):
     """Give the chats, and those outside, loss bits before they are attacked."""
 
-    def after(root: Path, outside: Path) -> None:
+    def after(root, outside):
         for place in (root, outside):
             give_bits(version(place, SFT))
         make(root, outside)
@@ -212,7 +210,7 @@ def with_bits(make: Make) -> Make:
     return after
 
 
-def deep_folder(path: Path) -> None:
+def deep_folder(path):
     """Make a folder so deep that its last one has no path."""
     path.mkdir(parents=True)
     handle = os.open(path, os.O_RDONLY)
@@ -223,7 +221,7 @@ def deep_folder(path: Path) -> None:
         handle = below
 
 
-def foreign_versions(root: Path, outside: Path) -> None:
+def foreign_versions(root, outside):
     """Make folders of other programs with the names that a cache's have."""
     for name in ("building", "damaged", "building-0123456789ab", "0123456789ab", "fedcba987654", "adopted1", "link"):
         folder = root / "work" / ".versions" / "app" / name
@@ -233,7 +231,7 @@ def foreign_versions(root: Path, outside: Path) -> None:
             (folder / META_NAME).write_text('{"version": 3}')
 
 
-def counting(meta: dict[str, Any]) -> None:
+def counting(meta):
     """Let a meta.json claim 10**12 of everything."""
     meta["totals"] = dict.fromkeys(meta.get("totals", {}), 10**12)
     meta.update(num_shards=10**12, examples_read=10**12, docs={"train": 10**12, "val": 10**12}, vocab_size=65536)
@@ -253,7 +251,7 @@ PLACES = [
     ("tokenizer", "spm.model", OF_MODEL),
     ("tokenizer", META_NAME, ("reader sft*", "reader pretrain*", "list", "verify*")),
 ]
-NO_FILE: dict[str, tuple[Callable[[str, str], Make], str]] = {
+NO_FILE = {
     "a link to a good one outside": (linked, "symbolic link"),
     "a link to /dev/zero": (lambda key, name: linked(key, name, "/dev/zero"), "symbolic link"),
     "a link in a circle": (lambda key, name: linked(key, name, Path(name).name), "symbolic link"),
@@ -262,7 +260,7 @@ NO_FILE: dict[str, tuple[Callable[[str, str], Make], str]] = {
     "a folder": (lambda key, name: replaced(key, name, os.mkdir), ""),
 }
 NOT_A_FILE_AS = (f"{PRETRAIN}/{META_NAME}", f"{SFT}/train_idx.npy", "tokenizer/spm.model")
-ATTACKS: dict[str, Attack] = {
+ATTACKS = {
     "none": Attack(lambda root, outside: None),
     **{
         f"{what} as {key}/{name}": Attack(make(key, name), refused_by, words)
@@ -405,7 +403,7 @@ SLOW = {
 ATTACKS |= SLOW
 
 
-def remove(path: Path) -> None:
+def remove(path):
     path.parent.mkdir(exist_ok=True)
     path.unlink(missing_ok=True)
 
@@ -420,18 +418,18 @@ LARGE = ("24 GB of [!o]*", "24 GB as *", "*json is 24 GB", "meta.json: deep obje
 """Attacks of which another kind is among the others."""
 
 
-def marked(name: str) -> object:
+def marked(name):
     large = [pytest.mark.slow] * is_one_of(name, LARGE)
     return pytest.param(name, marks=[pytest.mark.faults] if name in SLOW else large)
 
 
 @pytest.mark.parametrize("name", [*map(marked, ATTACKS)])
-def test_a_hostile_folder_gives_a_documented_error_and_harms_nobody(attack_server: Server, name: str) -> None:
+def test_a_hostile_folder_gives_a_documented_error_and_harms_nobody(attack_server, name):
     left_out = WRITERS if is_one_of(name, READ_BY_NO_WRITER) else []
     attack_server.check("test_attacks", name, [probe for probe in PROBES if probe not in left_out])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in ATTACKS if is_one_of(name, READ_BY_NO_WRITER)])
-def test_a_build_and_gc_are_not_harmed_by_what_they_do_not_read(attack_server: Server, name: str) -> None:
+def test_a_build_and_gc_are_not_harmed_by_what_they_do_not_read(attack_server, name):
     attack_server.check("test_attacks", name, WRITERS)

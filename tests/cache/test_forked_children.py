@@ -4,15 +4,14 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
 
 import pytest
 from support.disk import versions_dir
 from support.errors import refused
 from support.power_loss import tree_of
-from support.small_builds import BUILDERS, ITEMS, Item, locked, quick_folder, whole_version
+from support.small_builds import BUILDERS, ITEMS, locked, quick_folder, whole_version
 
 from niels_gpt.cache import CacheError
 from niels_gpt.storage import versions
@@ -20,7 +19,7 @@ from niels_gpt.storage.locks import file_lock
 
 KINDS = pytest.mark.parametrize("kind", sorted(BUILDERS))
 PRECIOUS = b"precious" * 10
-_taken: list[int] = []  # descriptors of a child
+_taken = []  # descriptors of a child
 _SECONDS = 20  # after which a child that hangs is killed, and its parent's test fails
 
 
@@ -28,28 +27,28 @@ pytestmark = pytest.mark.usefixtures("small_batches")
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
+def folder():
     with quick_folder() as path:
         (path / "precious").write_bytes(PRECIOUS)
         yield path
 
 
-def raises() -> NoReturn:
+def raises():
     raise RuntimeError("the child has an error")
 
 
-def exits() -> NoReturn:
+def exits():
     sys.exit(3)
 
 
-def returns() -> None: ...
+def returns(): ...
 
 
 WAYS = pytest.mark.parametrize("way", [raises, exits, returns], ids=lambda way: way.__name__)
 Way = Callable[[], None]
 
 
-def alone(work: Callable[[], Any]) -> Any:
+def alone(work):
     """Do some work in which children are forked; a child that comes out of it ends here.
 
     Its status is 0 if the files that it has opened in `forked` are still open.
@@ -63,14 +62,14 @@ def alone(work: Callable[[], Any]) -> Any:
             os._exit(0 if len(still) == 1 and still.pop().endswith("/precious") else 8)
 
 
-def handle_of(lock: Path) -> int:
+def handle_of(lock):
     """Return the descriptor that this process has of a lock file."""
     found = [name for name in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{name}")]
     (handle,) = (int(name) for name in found if os.readlink(f"/proc/self/fd/{name}") == str(lock))
     return handle
 
 
-def forked(lock: Path, precious: Path) -> bool:
+def forked(lock, precious):
     """Fork; the child, to which this is True, gets a file under the lock's descriptor number. The parent waits for it.
 
     The test fails where the child cannot get that number, or hangs.
@@ -87,7 +86,7 @@ def forked(lock: Path, precious: Path) -> bool:
     return True
 
 
-def is_held(path: Path) -> bool:
+def is_held(path):
     """Tell whether the cache at `path` is locked by this process, and whether its lock says so."""
     try:
         with locked(path):
@@ -97,9 +96,7 @@ def is_held(path: Path) -> bool:
         return True
 
 
-def forking(
-    items: Iterable[Item], at: int, path: Path, precious: Path, way: Way, *, reads_on: bool = False
-) -> Iterator[Item]:
+def forking(items, at, path, precious, way, *, reads_on=False):
     """Yield items for the build of the cache at `path`; at one of them a child is forked that leaves by some way.
 
     reads_on: where that way leads back here, the child has all the items that its parent has.
@@ -143,7 +140,7 @@ def test_a_child_of_a_replay_does_not_commit_for_its_parent(folder: Path, kind: 
     BUILDERS[kind](folder / "whole" / "c")
     path = folder / "cache" / "c"
 
-    def blocking() -> Iterator[Item]:
+    def blocking():
         yield from ITEMS[kind](0)[:1]
         path.write_text("in the way")
         yield from ITEMS[kind](0)[1:]
@@ -159,7 +156,7 @@ def test_a_child_of_a_replay_does_not_commit_for_its_parent(folder: Path, kind: 
 
 @WAYS
 def test_a_child_that_comes_out_of_a_lock_leaves_it_to_its_parent(folder: Path, way: Way) -> None:
-    def work() -> None:
+    def work():
         with file_lock(folder / "lock", "it", "is being built", wait=False):
             if forked(folder / "lock", folder / "precious"):
                 way()
@@ -179,7 +176,7 @@ def test_a_child_that_comes_out_of_a_lock_leaves_it_to_its_parent(folder: Path, 
 @WAYS
 @pytest.mark.parametrize("how", ["with a journal", "before its journal", "in one go"])
 def test_a_child_that_comes_out_of_a_build_leaves_its_folders(folder: Path, way: Way, how: str) -> None:
-    def work() -> None:
+    def work():
         with contextlib.ExitStack() as stack:
             if how == "in one go":
                 build = stack.enter_context(versions.building(folder / "c"))
@@ -199,11 +196,11 @@ def test_a_child_that_comes_out_of_a_build_leaves_its_folders(folder: Path, way:
     assert [entry.name for entry in versions_dir(folder / "c").iterdir()] == ["lock"]
 
 
-def test_a_child_cannot_build_what_its_parent_builds_and_may_build_another_cache(folder: Path) -> None:
+def test_a_child_cannot_build_what_its_parent_builds_and_may_build_another_cache(folder):
     build = BUILDERS["pretrain"]
     expected = build(folder / "whole" / "c")
 
-    def work() -> None:
+    def work():
         with refused("E503", f"pid {os.getppid()}"):
             build(folder / "cache" / "c")
         (folder / "refused").touch()

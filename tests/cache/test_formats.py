@@ -6,8 +6,6 @@ import json
 import re
 import struct
 import zlib
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,12 +23,12 @@ from niels_gpt.special_tokens import SPECIAL_TOKENS
 NPY_BEGINS = b"\x93NUMPY\x01\x00\x76\x00{'descr': '<i8', 'fortran_order': False, 'shape': "
 
 
-def npy(count: int, offsets: bytes) -> bytes:
+def npy(count, offsets):
     """Spell an int64 .npy file out."""
     return (NPY_BEGINS + f"({count},), }}".encode()).ljust(127) + b"\n" + offsets
 
 
-def crc32s(*contents: bytes) -> bytes:
+def crc32s(*contents):
     """Spell index/crc32.bin out for files that are one block each."""
     return b"".join(struct.pack("<I", zlib.crc32(content)) for content in contents)
 
@@ -94,7 +92,7 @@ COMMON_META = {
 }
 
 
-def files_of(cache: Path) -> dict[str, bytes]:
+def files_of(cache):
     """Return the bytes of every file of a cache but its meta.json."""
     root = cache.resolve()
     files = {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
@@ -102,18 +100,18 @@ def files_of(cache: Path) -> dict[str, bytes]:
     return files
 
 
-def entry(files: dict[str, bytes], name: str, **count: int) -> dict[str, object]:
+def entry(files, name, **count):
     """Return what meta.json says of a file; count: tokens, entries or block_bytes."""
     return {"name": name, "bytes": len(files[name]), "sha256": hashlib.sha256(files[name]).hexdigest(), **count}
 
 
-def content(files: dict[str, bytes]) -> str:
+def content(files):
     """Return the sha256 of what `sha256sum` prints for the files."""
     lines = [f"{hashlib.sha256(files[name]).hexdigest()}  {name}\n" for name in sorted(files)]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def crc32_of_the_rest(meta: Path) -> str:
+def crc32_of_the_rest(meta):
     """Return the CRC-32 of a meta.json whose `meta_crc32` is replaced by zeros."""
     raw, places = re.subn(rb'(?<=\n  "meta_crc32": ")[0-9a-f]{8}(?=",\n)', b"00000000", meta.read_bytes())
     assert places == 1
@@ -121,16 +119,16 @@ def crc32_of_the_rest(meta: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def pretrain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pretrain(tmp_path_factory):
     cache = tmp_path_factory.mktemp("pretrain") / "cache"
-    budget: dict[str, Any] = {"max_train_tokens": 3, "max_val_tokens": 2, "shard_bytes": 4, "document_end": "eot"}
-    fixed: dict[str, Any] = {"tokenizer": ByteTokenizer(), "seed": 0, "shuffle_buffer": None}
+    budget = {"max_train_tokens": 3, "max_val_tokens": 2, "shard_bytes": 4, "document_end": "eot"}
+    fixed = {"tokenizer": ByteTokenizer(), "seed": 0, "shuffle_buffer": None}
     build_pretrain_cache(["A", "bc"], str(cache), source_name="by hand", source_config="tiny", **budget, **fixed)
     return cache
 
 
 @pytest.fixture(scope="module")
-def sft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sft(tmp_path_factory):
     cache = tmp_path_factory.mktemp("sft") / "cache"
     chats = [
         [{"role": "user", "content": "A"}, {"role": "assistant", "content": "B"}],
@@ -143,11 +141,11 @@ def sft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cache
 
 
-def test_a_pretrain_cache_is_these_bytes(pretrain: Path) -> None:
+def test_a_pretrain_cache_is_these_bytes(pretrain):
     assert files_of(pretrain) == PRETRAIN_FILES
 
 
-def test_a_pretrain_meta_json_says_this(pretrain: Path) -> None:
+def test_a_pretrain_meta_json_says_this(pretrain):
     files = PRETRAIN_FILES
     assert json.loads((pretrain / "meta.json").read_bytes()) == {
         **COMMON_META,
@@ -187,11 +185,11 @@ def test_a_pretrain_meta_json_says_this(pretrain: Path) -> None:
     }
 
 
-def test_an_sft_cache_is_these_bytes(sft: Path) -> None:
+def test_an_sft_cache_is_these_bytes(sft):
     assert files_of(sft) == SFT_FILES
 
 
-def test_an_sft_meta_json_says_this(sft: Path) -> None:
+def test_an_sft_meta_json_says_this(sft):
     files = SFT_FILES
     assert json.loads((sft / "meta.json").read_bytes()) == {
         **COMMON_META,
@@ -225,7 +223,7 @@ def test_an_sft_meta_json_says_this(sft: Path) -> None:
 
 @settings(derandomize=True, max_examples=50)
 @given(count=st.one_of(st.sampled_from([0, 1, 1000, 10**9]), st.integers(0, 2**60)))
-def test_the_npy_header_is_numpys_for_any_count(count: int) -> None:
+def test_the_npy_header_is_numpys_for_any_count(count):
     written = io.BytesIO()
     np.lib.format.write_array_header_1_0(written, {"descr": "<i8", "fortran_order": False, "shape": (count,)})
     assert npy_header(count) == written.getvalue()

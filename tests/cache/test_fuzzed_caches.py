@@ -12,7 +12,6 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -35,7 +34,6 @@ from niels_gpt.cache.meta import read_meta
 from niels_gpt.cache.mmap import IO, load_idx, mmap_tokens
 from niels_gpt.commands.report import difference_lines
 from niels_gpt.inspection.diff import diff, is_equal
-from niels_gpt.inspection.file_checks import Damage
 from niels_gpt.inspection.locate import locate
 from niels_gpt.inspection.readers import refusal
 from niels_gpt.inspection.show import show
@@ -45,7 +43,7 @@ from niels_gpt.prefix_tree.rollouts.reader import RolloutDataset
 from niels_gpt.recipes.rollouts.checks import find_damage as rollout_damage
 from niels_gpt.sampling import EpochStream, bits_per_byte, iter_eval
 from niels_gpt.storage.errors import CacheError
-from niels_gpt.tokenizer import SentencePieceTokenizer, load_tokenizer
+from niels_gpt.tokenizer import load_tokenizer
 
 KINDS = ("pretrain", "sft", "wide pretrain", "wide sft", "bits sft")
 """Of the caches that have both splits."""
@@ -63,10 +61,10 @@ EXAMPLES = {
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: SentencePieceTokenizer) -> dict[str, Files]:
+def good(tmp_path_factory, tiny_tokenizer):
     """The files of a small cache of each kind, by name."""
     root, tokenizer = tmp_path_factory.mktemp("good"), ByteTokenizer()
-    fixed: dict[str, Any] = {"tokenizer": tokenizer, "shard_bytes": 20, "seed": 0, "shuffle_buffer": None}
+    fixed = {"tokenizer": tokenizer, "shard_bytes": 20, "seed": 0, "shuffle_buffer": None}
     budget = {"max_train_tokens": 30, "max_val_tokens": 10}
     chats = [[{"role": "user", "content": question}, {"role": "assistant", "content": "a"}] for question in "qrst"]
     for each, wide in ((tokenizer, ""), (WideByteTokenizer(), "wide ")):
@@ -80,7 +78,7 @@ def good(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: SentencePiece
     build_pretrain([("train", "a" * 30)], root / "partial", **fixed, **budget, partial=True)
     build_stub(root / "stub", tokenizer=tokenizer, source=Source(name="stub"), seed=0, shard_bytes=20)
     rollouts(root / "rollouts")
-    found: dict[str, Files] = {}
+    found = {}
     for kind in EXAMPLES.keys() - {"tokenizer"}:
         folder = (root / kind).resolve()
         files = (path for path in folder.rglob("*") if path.is_file())
@@ -88,7 +86,7 @@ def good(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: SentencePiece
     return found | {"tokenizer": tokenizer_files(tiny_tokenizer)}
 
 
-def tokenizer_files(tokenizer: SentencePieceTokenizer) -> Files:
+def tokenizer_files(tokenizer):
     model = Path(tokenizer.model_path).read_bytes()
     record = {"name": "spm.model", "bytes": len(model), "sha256": tokenizer.sha256}
     about = {"kind": "tokenizer", "built": True, "format_version": 1, "vocab_size": tokenizer.vocab_size}
@@ -97,7 +95,7 @@ def tokenizer_files(tokenizer: SentencePieceTokenizer) -> Files:
     return {"spm.model": model, META_NAME: meta_bytes(meta)}
 
 
-def readers(kind: str, folder: Path) -> Iterator[Callable[[], object]]:
+def readers(kind, folder):
     """Yield every way to open what a cache of this kind holds."""
     eot, kind = 100_004 if kind.startswith("wide") else 4, kind.removeprefix("wide ").removeprefix("bits ")
     if kind == "tokenizer":
@@ -118,7 +116,7 @@ def readers(kind: str, folder: Path) -> Iterator[Callable[[], object]]:
             yield partial(bits_per_byte, 1.0, folder / split)
 
 
-def draw(reader: Any) -> None:
+def draw(reader):
     """Read of a token cache: no id is one outside the vocabulary."""
     if isinstance(reader, RolloutDataset):
         assert all(sample.ids.max() < (reader.vocab_size or 1 << 31) for group in reader for sample in group.samples)
@@ -131,7 +129,7 @@ def draw(reader: Any) -> None:
         assert int(reader.example(row).max()) < end
 
 
-def refused(kind: str, folder: Path) -> list[str]:
+def refused(kind, folder):
     """Open a cache in every way, and read of it; returns the messages of the readers that do not open."""
     found = []
     for opening in readers(kind, folder):
@@ -158,7 +156,7 @@ SUMS += ("samples_read", "not")  # not as docs/formats.md describes it
 READ_BY_READERS = re.compile("(built|token_dtype|format_version|tokenizer_sha256|kind|utf8_bytes|the readers refuse) ")
 
 
-def is_verifys_own(kind: str, damage: Damage) -> bool:
+def is_verifys_own(kind, damage):
     """Whether docs/formats.md lists a damage among those that readers do not look at."""
     if kind in ("tokenizer", "stub"):  # load_tokenizer opens the model alone, and a stub is never read
         return True
@@ -172,14 +170,14 @@ def is_verifys_own(kind: str, damage: Damage) -> bool:
 
 
 @pytest.mark.parametrize("kind", EXAMPLES)
-def test_the_caches_are_good_before_they_are_damaged(good: dict[str, Files], kind: str) -> None:
+def test_the_caches_are_good_before_they_are_damaged(good, kind):
     with written(good[kind], good["tokenizer"]) as folder:
         assert refused(kind, folder) == find_damage(folder, deep=True) == [] and refusal(folder) is None
         for opening in readers(kind, folder) if kind == "pretrain" else ():
             draw(opening())
 
 
-def places(value: Any) -> Iterator[tuple[Any, Any]]:
+def places(value):
     """Yield (container, key) of every value inside a JSON value."""
     for key in list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
         yield value, key
@@ -209,7 +207,7 @@ INSPECTED_KEYS = (
 
 
 @st.composite
-def metas(draw: st.DrawFn, good_meta: dict[str, Any], read_keys: Sequence[str]) -> bytes:
+def metas(draw, good_meta, read_keys):
     """A good meta.json with one to three values replaced, taken away or moved; with a good CRC-32 or with none."""
     meta = copy.deepcopy(good_meta)
     meta.pop("meta_crc32", None)
@@ -233,7 +231,7 @@ def metas(draw: st.DrawFn, good_meta: dict[str, Any], read_keys: Sequence[str]) 
 
 
 @st.composite
-def edited(draw: st.DrawFn, files: Files, read_keys: Sequence[str] = READ_KEYS) -> Files:
+def edited(draw, files, read_keys=READ_KEYS):
     """A cache with another meta.json, with or without a CRC-32, or without one, or with damage to one or two files."""
     found, how = dict(files), draw(st.sampled_from(("meta.json", "meta.json", "a file", "no CRC-32", "no meta.json")))
     if how == "meta.json":
@@ -253,7 +251,7 @@ def edited(draw: st.DrawFn, files: Files, read_keys: Sequence[str] = READ_KEYS) 
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in ("wide sft", "bits sft"))) for kind in EXAMPLES]
 )
-def test_verify_passes_what_the_readers_open_and_these_give_good_ids(good: dict[str, Files], kind: str) -> None:
+def test_verify_passes_what_the_readers_open_and_these_give_good_ids(good, kind):
     whole = good[kind]
 
     @fuzz(EXAMPLES[kind])
@@ -283,14 +281,14 @@ def test_verify_passes_what_the_readers_open_and_these_give_good_ids(good: dict[
 class OfAnyIds(ByteTokenizer):
     """A decoder that says that it is the tokenizer of a cache."""
 
-    def __init__(self, files: Files) -> None:
+    def __init__(self, files):
         self.sha256 = json.loads(files[META_NAME])["tokenizer_sha256"]
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids):
         return super().decode([id % 100_000 for id in ids])
 
 
-def inspected(files: Files, whole: Files, deep: bool) -> None:
+def inspected(files, whole, deep):
     """Look into a damaged cache in every way: a CacheError or FileNotFoundError that names its file, or no error."""
     with written(files) as folder, written(whole) as other:
         damages = find_damage(folder, deep=deep)
@@ -298,7 +296,7 @@ def inspected(files: Files, whole: Files, deep: bool) -> None:
         if files == whole:
             assert not damages
         decoder = OfAnyIds(whole)
-        looks: list[Callable[[], Any]] = [
+        looks = [
             lambda: stats(folder),
             lambda: locate(folder, decoder, split="train", position=3, num_tokens=9),
             lambda: show(folder, decoder, split="val", position=1, num_tokens=9, color=False),
@@ -355,7 +353,7 @@ def test_one_changed_byte_of_any_meta_is_seen(meta: dict[str, Any], data: st.Dat
             assert "meta_crc32" not in read_meta(str(folder / META_NAME))  # its own key was changed
 
 
-def npy(offsets: list[int]) -> bytes:
+def npy(offsets):
     file = io.BytesIO()
     np.save(file, np.array(offsets, dtype="<i8"))
     return file.getvalue()

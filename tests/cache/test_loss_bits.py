@@ -6,9 +6,8 @@ import pickle
 import random
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 from unittest import mock
 
 import numpy as np
@@ -23,7 +22,7 @@ from support.errors import refused
 
 from niels_gpt.cache import CacheError, SFTExampleDataset, build_sft_cache, read_meta, sft_counts, write_meta
 from niels_gpt.cache.mmap import IO
-from niels_gpt.cache.sft_counts import OverLength, SFTCounts, count_rows, warn_of_counts
+from niels_gpt.cache.sft_counts import SFTCounts, count_rows, warn_of_counts
 from niels_gpt.cache.sft_split import SFTSplit
 from niels_gpt.inspection.readers import refusal
 from niels_gpt.inspection.verify import find_damage
@@ -37,7 +36,7 @@ BITS = "c0810c"  # bits 6 7 8, and 15 18 19: c0 is 6 and 7, 81 is 8 and 15, 0c i
 Example = tuple[list[int], list[bool]]
 
 
-def written(folder: Path, examples: Sequence[Example], dtype: str = "<u2", pad: int = PAD) -> Path:
+def written(folder, examples, dtype="<u2", pad=PAD):
     """Write a split with bits, with the least that a meta.json of it has; returns the folder."""
     ids = np.concatenate([ids for ids, _ in examples]).astype(dtype)
     ids.tofile(folder / "train_tokens.bin")
@@ -53,7 +52,7 @@ def written(folder: Path, examples: Sequence[Example], dtype: str = "<u2", pad: 
             ("loss_bits", "train_loss.bits"),
         )
     }
-    meta: dict[str, Any] = {group: {"train": record} for group, record in files.items()}
+    meta = {group: {"train": record} for group, record in files.items()}
     meta["shards"] = {"train": [{**files["shards"], "tokens": len(ids)}]}
     meta |= {"chat_template": TEMPLATE, "pad_id": pad, "token_dtype": f"uint{8 * ids.itemsize}-le"}
     (folder / META_NAME).write_text(json.dumps(meta))
@@ -63,12 +62,12 @@ def written(folder: Path, examples: Sequence[Example], dtype: str = "<u2", pad: 
 PAPER = [(FIRST, [bool(bit) for bit in LOSS_FIRST]), (SECOND, [bool(bit) for bit in LOSS_SECOND])]
 
 
-def test_the_bits_of_the_two_examples_on_paper(tmp_path: Path) -> None:
+def test_the_bits_of_the_two_examples_on_paper(tmp_path):
     folder = written(tmp_path, PAPER)
     assert (folder / "train_loss.bits").read_bytes().hex() == BITS
     data = SFTExampleDataset.open(folder, "train", T=10)
     assert (data.eot_id, data.asst_id, data.counts.supervised_tokens) == (PAD, None, 6)
-    assert [data[number].mask.tolist() for number in (0, 1)] == [LOSS_FIRST, LOSS_SECOND]  # type: ignore[union-attr]
+    assert [data[number].mask.tolist() for number in (0, 1)] == [LOSS_FIRST, LOSS_SECOND]
     x, y, masked = data.get_batch(B=8, generator=torch.Generator().manual_seed(0))
     expected = {
         (*FIRST, PAD): [NO] * 5 + [21, 22, 2, NO, NO],
@@ -80,7 +79,7 @@ def test_the_bits_of_the_two_examples_on_paper(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("io", get_args(IO))
-def test_parts_of_the_examples_on_paper(tmp_path: Path, io: IO) -> None:
+def test_parts_of_the_examples_on_paper(tmp_path, io):
     split = SFTSplit(written(tmp_path, PAPER), "train", io=io)
     begins, ends = np.array([5, 9, 16]), np.array([8, 19, 20])  # of the first, of the second, and its last four
     ids = split.read(begins, ends)
@@ -98,7 +97,7 @@ def test_parts_of_the_examples_on_paper(tmp_path: Path, io: IO) -> None:
 SYS, USR, ASST, EOT, A, B = 1, 2, 3, 4, 12, 13
 
 
-def walked(ids: list[int]) -> list[bool]:
+def walked(ids):
     """Return which tokens carry loss by the sentinels: the slow oracle."""
     inside, mask = False, []
     for token in ids:
@@ -107,23 +106,23 @@ def walked(ids: list[int]) -> list[bool]:
     return mask
 
 
-def of_loss(ids: list[int], chosen: random.Random) -> list[bool]:
+def of_loss(ids, chosen):
     return [False, *(chosen.random() < 0.3 for _ in ids[1:])]
 
 
 WORDS = st.lists(st.sampled_from([USR, ASST, EOT, A, B]), min_size=1, max_size=40)
 
 
-def opened(folder: Path, examples: list[list[int]], masks: list[list[bool]] | None, io: IO, beyond: int) -> SFTSplit:
+def opened(folder, examples, masks, io, beyond):
     """Open a split of these examples: with bits, or without where masks is None. beyond: added to every id."""
     ids = [[id + beyond for id in example] for example in examples]
-    dtype: Any = "<u4" if beyond else "<u2"
+    dtype = "<u4" if beyond else "<u2"
     if masks is not None:
         return SFTSplit(written(folder, list(zip(ids, masks, strict=True)), dtype, EOT + beyond), "train", io=io)
     files = folder / "train_tokens.bin", folder / "train_idx.npy"
     np.concatenate(ids).astype(dtype).tofile(files[0])
     np.save(files[1], np.cumsum([0, *map(len, ids[:-1])], dtype=np.int64))
-    options: dict[str, Any] = {"io": io, "dtype": "uint32" if beyond else "uint16"}
+    options = {"io": io, "dtype": "uint32" if beyond else "uint16"}
     return SFTSplit.of_files(*files, pad_id=EOT + beyond, asst_id=ASST + beyond, **options)
 
 
@@ -135,9 +134,7 @@ def opened(folder: Path, examples: list[list[int]], masks: list[list[bool]] | No
     beyond=st.sampled_from([0, 1_000_000]),
     seed=st.integers(0, 99),
 )
-def test_any_parts_of_examples_are_what_a_walk_over_their_tokens_finds(
-    examples: list[list[int]], has_bits: bool, io: IO, beyond: int, seed: int
-) -> None:
+def test_any_parts_of_examples_are_what_a_walk_over_their_tokens_finds(examples, has_bits, io, beyond, seed):
     chosen = random.Random(seed)
     masks = [of_loss(ids, chosen) if has_bits else walked(ids) for ids in examples]
     parts = []  # number of the example, first token, and the one after the last
@@ -168,7 +165,7 @@ def test_any_parts_of_examples_are_what_a_walk_over_their_tokens_finds(
 
 
 @pytest.mark.parametrize("has_bits", [True, False])
-def test_no_part_at_all_is_a_row_of_none(tmp_path: Path, has_bits: bool) -> None:
+def test_no_part_at_all_is_a_row_of_none(tmp_path, has_bits):
     """As a rank may get of the last batch."""
     examples = [[USR, A, EOT, ASST, *[B] * 200, EOT]]
     split = opened(tmp_path, examples, [walked(examples[0])] if has_bits else None, "mmap", 0)
@@ -178,7 +175,7 @@ def test_no_part_at_all_is_a_row_of_none(tmp_path: Path, has_bits: bool) -> None
     assert split.masked(rows, none, none).shape == split.targets(rows, none, none).shape == (0, 8)
 
 
-def slow_rows(examples: list[Example], T: int, over_length: str) -> list[tuple[int, int, int]]:
+def slow_rows(examples, T, over_length):
     """Return the number of its example, first token and last + 1 of each row, in plain Python."""
     rows = []
     for number, (ids, _) in enumerate(examples):
@@ -205,14 +202,14 @@ def slow_rows(examples: list[Example], T: int, over_length: str) -> list[tuple[i
     block=st.sampled_from([1, 7, 20, 1 << 20]),
 )
 def test_rows_and_counts_are_what_a_walk_over_all_tokens_finds(
-    examples: list[list[int]],
-    has_bits: bool,
-    T: int,
-    over_length: OverLength,
-    require_targets: bool,
-    io: IO,
-    block: int,
-) -> None:
+    examples,
+    has_bits,
+    T,
+    over_length,
+    require_targets,
+    io,
+    block,
+):
     chosen = random.Random(len(examples))
     whole = [(ids, of_loss(ids, chosen) if has_bits else walked(ids)) for ids in examples]
     every = slow_rows(whole, T, over_length)
@@ -220,7 +217,7 @@ def test_rows_and_counts_are_what_a_walk_over_all_tokens_finds(
     rows = [row for row, nothing in zip(every, empty, strict=True) if not (nothing and require_targets)]
     with tempfile.TemporaryDirectory() as name, mock.patch.object(sft_counts, "_BLOCK_TOKENS", block):
         split = opened(Path(name), examples, [mask for _, mask in whole] if has_bits else None, io, 0)
-        arguments: dict[str, Any] = {"T": T, "over_length": over_length, "require_targets": require_targets}
+        arguments = {"T": T, "over_length": over_length, "require_targets": require_targets}
         if not rows:
             with refused("E107", "train_tokens.bin", "over_length", "require_targets"):
                 count_rows(split, **arguments)
@@ -247,12 +244,12 @@ def test_rows_and_counts_are_what_a_walk_over_all_tokens_finds(
     )
 
 
-def _ends_of(ids: list[int], mask: list[bool], has_bits: bool) -> list[bool]:
+def _ends_of(ids, mask, has_bits):
     """Return which tokens a row should have: every EOT, with bits every target."""
     return mask if has_bits else [token == EOT for token in ids]
 
 
-def test_split_rows_on_paper(tmp_path: Path) -> None:
+def test_split_rows_on_paper(tmp_path):
     """Nine tokens at T = 3: rows of tokens 0 to 3, 3 to 6 and 6 to 8; eleven: 0 to 3, 3 to 6, 6 to 9, 9 to 10."""
     split = SFTSplit(written(tmp_path, PAPER), "train")
     counts, rows = count_rows(split, T=3, over_length="split", require_targets=False)
@@ -276,7 +273,7 @@ def test_split_rows_on_paper(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(tmp_path_factory):
     """One cache with sentinels, and one with bits that mark the same tokens."""
     root, chosen = tmp_path_factory.mktemp("built"), random.Random(1)
     turns = ("user", "assistant")
@@ -294,7 +291,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def copied(built: Path, tmp_path: Path) -> Path:
+def copied(built, tmp_path):
     """The version with bits, to be changed."""
     folder = tmp_path / "bits"
     folder.mkdir()
@@ -307,7 +304,7 @@ def copied(built: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("io", get_args(IO))
 @pytest.mark.parametrize("T", [3, 24, 90])
-def test_bits_that_mark_what_the_sentinels_do_give_the_same_batches(built: Path, io: IO, T: int) -> None:
+def test_bits_that_mark_what_the_sentinels_do_give_the_same_batches(built, io, T):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         pair = [SFTExampleDataset.open(built / name, "train", T=T, io=io) for name in ("sentinels", "bits")]
@@ -324,7 +321,7 @@ def test_bits_that_mark_what_the_sentinels_do_give_the_same_batches(built: Path,
     assert [example.mask.tolist() for example in pair[0]] == [example.mask.tolist() for example in copy]
 
 
-def test_the_constructor_of_the_spec_reads_bits_and_takes_no_assistant_sentinel(built: Path) -> None:
+def test_the_constructor_of_the_spec_reads_bits_and_takes_no_assistant_sentinel(built):
     files = [built / "bits" / f"val_{name}" for name in ("tokens.bin", "idx.npy")]
     data = SFTExampleDataset(*files, T=90, device="cpu", eot_id=0)
     x, _, masked = data.get_batch(B=4, generator=torch.Generator().manual_seed(0))
@@ -333,7 +330,7 @@ def test_the_constructor_of_the_spec_reads_bits_and_takes_no_assistant_sentinel(
         SFTExampleDataset(*files, T=90, device="cpu", eot_id=0, asst_id=3)
 
 
-def refuses(folder: Path, io: IO = "mmap") -> str:
+def refuses(folder, io="mmap"):
     """Return why the readers refuse a cache; all of them do, or none."""
     messages = []
     for split in ("train", "val"):
@@ -345,8 +342,8 @@ def refuses(folder: Path, io: IO = "mmap") -> str:
     return messages[0] if messages else ""
 
 
-def flipped(name: str, byte: int, bit: int) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
+def flipped(name, byte, bit):
+    def change(folder):
         content = bytearray((folder / name).read_bytes())
         content[byte] ^= 1 << bit
         (folder / name).write_bytes(content)
@@ -354,7 +351,7 @@ def flipped(name: str, byte: int, bit: int) -> Callable[[Path], None]:
     return change
 
 
-def test_every_flipped_and_truncated_byte_is_found(copied: Path) -> None:
+def test_every_flipped_and_truncated_byte_is_found(copied):
     assert find_damage(copied, deep=True) == [] and refusal(copied) is None and not refuses(copied)
     for name in ("train_loss.bits", "val_loss.bits"):
         good = (copied / name).read_bytes()
@@ -371,7 +368,7 @@ def test_every_flipped_and_truncated_byte_is_found(copied: Path) -> None:
             (copied / name).write_bytes(good)
 
 
-def test_bits_of_other_tokens_are_refused_by_readers_and_named_by_verify(copied: Path) -> None:
+def test_bits_of_other_tokens_are_refused_by_readers_and_named_by_verify(copied):
     """A first token with loss, a bit after the last token, and a number of targets that meta.json does not have."""
     meta, starts = read_meta(str(copied / META_NAME)), np.load(copied / "train_idx.npy")
     tokens, size = meta["totals"]["train_tokens"], (copied / "train_loss.bits").stat().st_size
@@ -408,9 +405,7 @@ def test_bits_of_other_tokens_are_refused_by_readers_and_named_by_verify(copied:
         (lambda meta: meta["loss_bits"].update(train=3), "loss_bits.train"),
     ],
 )
-def test_keys_of_the_bits_that_do_not_fit_are_refused(
-    copied: Path, change: Callable[[dict[str, Any]], Any], said: str
-) -> None:
+def test_keys_of_the_bits_that_do_not_fit_are_refused(copied, change, said):
     meta = read_meta(str(copied / META_NAME))
     change(meta)
     write_meta(str(copied / META_NAME), meta)
@@ -419,7 +414,7 @@ def test_keys_of_the_bits_that_do_not_fit_are_refused(
     assert find_damage(copied, deep=False) and refusal(copied)
 
 
-def test_bits_behind_a_link_to_a_folder_are_refused(copied: Path, tmp_path: Path) -> None:
+def test_bits_behind_a_link_to_a_folder_are_refused(copied, tmp_path):
     meta = read_meta(str(copied / META_NAME))
     (copied / "train_loss.bits").rename(tmp_path / "train_loss.bits")
     (copied / "elsewhere").symlink_to(tmp_path)
@@ -431,7 +426,7 @@ def test_bits_behind_a_link_to_a_folder_are_refused(copied: Path, tmp_path: Path
     assert find_damage(copied, deep=False) and refusal(copied)
 
 
-def test_an_empty_val_has_bits_of_no_byte(tmp_path: Path) -> None:
+def test_an_empty_val_has_bits_of_no_byte(tmp_path):
     chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     build_sft_cache([chat], str(tmp_path / "c"), tokenizer=ByteTokenizer(), val_frac=0, seed=0)
     folder = put_bits((tmp_path / "c").resolve(), {"train": [False] * 4 + [True] * 2, "val": []}, 0, {})
@@ -442,10 +437,10 @@ def test_an_empty_val_has_bits_of_no_byte(tmp_path: Path) -> None:
         SFTSplit(folder, "val")
 
 
-def test_a_reader_that_an_earlier_release_pickled_is_read(built: Path) -> None:
+def test_a_reader_that_an_earlier_release_pickled_is_read(built):
     data = SFTExampleDataset.open(built / "sentinels", "train", T=90)
     new = data._split
-    before: dict[str, Any] = {"T": 90, "device": "cpu", "eot_id": 4, "io": "mmap", "asst_id": 3, "_roles": new._roles}
+    before = {"T": 90, "device": "cpu", "eot_id": 4, "io": "mmap", "asst_id": 3, "_roles": new._roles}
     before |= {"tokens_path": data.tokens_path, "idx_path": data.idx_path, "meta": data.meta, "vocab_size": 300}
     before |= {"_hold": new._hold, "counts": data.counts, "_kept": None, "_num_tokens": new.num_tokens}
     copy = SFTExampleDataset.__new__(SFTExampleDataset)

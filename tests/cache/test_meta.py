@@ -4,8 +4,6 @@ import hashlib
 import json
 import os
 import zlib
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -34,18 +32,18 @@ SPEC_KEYS = {
 }
 
 
-def build_texts(folder: Path, texts: list[str], tokenizer: Any = None, **extras: Any) -> dict[str, Any]:
+def build_texts(folder, texts, tokenizer=None, **extras):
     arguments = {"max_train_tokens": 100, "max_val_tokens": 0, "shard_bytes": 64, "shuffle_buffer": None, **extras}
     pairs = ((None, text) for text in texts)
     return build_pretrain(pairs, folder, tokenizer=tokenizer or ByteTokenizer(), seed=7, source=SOURCE, **arguments)
 
 
-def chat(question: str, reply: str) -> list[dict[str, str]]:
+def chat(question, reply):
     return [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
 
 
 @pytest.fixture(scope="module")
-def caches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def caches(tmp_path_factory):
     """A cache of each kind, of a tokenizer with a model file."""
     tokenizer, tmp_path = ByteTokenizer(), tmp_path_factory.mktemp("caches")
     tokenizer.model_path = str(tmp_path / "spm.model")
@@ -58,7 +56,7 @@ def caches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("kind", ["pretrain", "sft", "stub"])
-def test_every_key_of_the_spec_is_there(caches: dict[str, Path], kind: str) -> None:
+def test_every_key_of_the_spec_is_there(caches, kind):
     meta = read_meta(str(caches[kind] / "meta.json"))
     assert {key: meta[key] for key in SPEC_KEYS} == SPEC_KEYS
     assert isinstance(meta["split_rule"], str) and meta["streaming"] is True
@@ -72,7 +70,7 @@ def test_every_key_of_the_spec_is_there(caches: dict[str, Path], kind: str) -> N
     assert meta["source"] == {"revision": "abc", "counters": {"cycles": 0, "orphans": 2}}
 
 
-def test_a_stub_says_that_it_is_not_built_and_has_both_folders(caches: dict[str, Path]) -> None:
+def test_a_stub_says_that_it_is_not_built_and_has_both_folders(caches):
     meta = read_meta(str(caches["stub"] / "meta.json"))
     assert (meta["built"], meta["stub"]) == (False, True)
     assert sorted(path.name for path in caches["stub"].iterdir()) == ["meta.json", "train", "val"]
@@ -80,13 +78,13 @@ def test_a_stub_says_that_it_is_not_built_and_has_both_folders(caches: dict[str,
 
 
 @pytest.mark.parametrize("kind", ["pretrain", "sft", "stub"])
-def test_the_file_is_canonical_json(caches: dict[str, Path], kind: str) -> None:
+def test_the_file_is_canonical_json(caches, kind):
     content = (caches[kind] / "meta.json").read_bytes()
     spelled = json.dumps(json.loads(content), indent=2, sort_keys=True, ensure_ascii=False) + "\n"
     assert content == spelled.encode()
 
 
-def test_canonical_json_is_these_bytes_and_what_write_meta_writes_read_meta_reads(tmp_path: Path) -> None:
+def test_canonical_json_is_these_bytes_and_what_write_meta_writes_read_meta_reads(tmp_path):
     write_meta(str(tmp_path / "meta.json"), {"b": [1, None], "a": "é"})
     spelled = '{\n  "a": "é",\n  "b": [\n    1,\n    null\n  ]\n}\n'
     assert (tmp_path / "meta.json").read_bytes() == spelled.encode()
@@ -101,7 +99,7 @@ def test_canonical_json_is_these_bytes_and_what_write_meta_writes_read_meta_read
 
 
 @pytest.mark.parametrize("meta", [{}, {"z": 1}, {"a": "é", "z": [{"meta_crc32": "01234567"}]}, {"meta_crc32": "old"}])
-def test_meta_crc32_is_the_crc_32_of_the_bytes_with_its_digits_zeroed(tmp_path: Path, meta: dict[str, Any]) -> None:
+def test_meta_crc32_is_the_crc_32_of_the_bytes_with_its_digits_zeroed(tmp_path, meta):
     write_meta(str(tmp_path / "meta.json"), {**meta, "meta_crc32": ""})
     raw = (tmp_path / "meta.json").read_bytes()
     digits = json.loads(raw)["meta_crc32"]
@@ -112,7 +110,7 @@ def test_meta_crc32_is_the_crc_32_of_the_bytes_with_its_digits_zeroed(tmp_path: 
 
 
 @pytest.mark.parametrize("digits", ["0123456G", "ABCDEF01", "12345 78", "ééé12"])
-def test_a_crc_32_of_no_hex_digits_is_refused_and_an_absent_one_is_not_looked_for(tmp_path: Path, digits: str) -> None:
+def test_a_crc_32_of_no_hex_digits_is_refused_and_an_absent_one_is_not_looked_for(tmp_path, digits):
     path = tmp_path / "meta.json"
     path.write_bytes(canonical_json({"meta_crc32": digits}))
     with pytest.raises(CacheError, match="damaged"):
@@ -122,7 +120,7 @@ def test_a_crc_32_of_no_hex_digits_is_refused_and_an_absent_one_is_not_looked_fo
     assert read_meta(str(path)) == without
 
 
-def test_each_flipped_bit_of_a_meta_json_is_refused_but_those_of_its_crc_32s_own_key(tmp_path: Path) -> None:
+def test_each_flipped_bit_of_a_meta_json_is_refused_but_those_of_its_crc_32s_own_key(tmp_path):
     raw = meta_bytes({"vocab_size": 300, "dataset_name": "é", "share": 0.5})
     path, unseen = tmp_path / "meta.json", []
     for bit in range(8 * len(raw)):
@@ -141,7 +139,7 @@ def test_each_flipped_bit_of_a_meta_json_is_refused_but_those_of_its_crc_32s_own
 
 
 @pytest.mark.parametrize("value", [None, 7, "7", "0123456789"])
-def test_a_crc_32_that_is_not_on_a_line_of_its_own_is_refused(tmp_path: Path, value: Any) -> None:
+def test_a_crc_32_that_is_not_on_a_line_of_its_own_is_refused(tmp_path, value):
     (tmp_path / "meta.json").write_bytes(canonical_json({"meta_crc32": value}))
     with refused("E202", "meta.json"):
         read_meta(str(tmp_path / "meta.json"))
@@ -150,7 +148,7 @@ def test_a_crc_32_that_is_not_on_a_line_of_its_own_is_refused(tmp_path: Path, va
         read_meta(str(tmp_path / "meta.json"))
 
 
-def test_write_meta_never_writes_a_wrong_crc_32_and_adds_none(tmp_path: Path) -> None:
+def test_write_meta_never_writes_a_wrong_crc_32_and_adds_none(tmp_path):
     path = tmp_path / "meta.json"
     write_meta(str(path), {"a": 1, "meta_crc32": "00000000"})
     assert path.read_bytes() == meta_bytes({"a": 1})
@@ -160,7 +158,7 @@ def test_write_meta_never_writes_a_wrong_crc_32_and_adds_none(tmp_path: Path) ->
     assert path.read_bytes() == canonical_json({"a": 1}) and read_meta(str(path)) == {"a": 1}
 
 
-NO_META: list[tuple[bytes, str]] = [
+NO_META = [
     (b"", "not JSON (Expecting value"),
     (b"{}{}", "not JSON (Extra data"),
     (b"null", "a JSON NoneType, expected an object"),
@@ -181,20 +179,20 @@ NO_META: list[tuple[bytes, str]] = [
 
 
 @pytest.mark.parametrize(("content", "message"), NO_META)
-def test_what_is_no_meta_json_is_refused_with_its_reason(tmp_path: Path, content: bytes, message: str) -> None:
+def test_what_is_no_meta_json_is_refused_with_its_reason(tmp_path, content, message):
     (tmp_path / "meta.json").write_bytes(content)
     with refused("E202", f"meta.json: {message}") as caught:
         read_meta(str(tmp_path / "meta.json"))
     assert len(str(caught.value)) < len(str(tmp_path)) + 400
 
 
-def test_a_meta_json_of_more_than_32_mib_is_refused_before_it_is_read(tmp_path: Path) -> None:
+def test_a_meta_json_of_more_than_32_mib_is_refused_before_it_is_read(tmp_path):
     (tmp_path / "meta.json").write_bytes(b"{}" + b" " * (1 << 25))
     with refused("E206", "meta.json", "33,554,434 bytes", "33,554,432"):
         read_meta(str(tmp_path / "meta.json"))
 
 
-def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "folder").mkdir()
     (tmp_path / "good.json").write_bytes(b"{}")
@@ -212,13 +210,13 @@ def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path: Path) -
     assert read_meta(str(tmp_path / "good.json")) == {}
 
 
-def test_sha256_file_is_that_of_the_bytes(tmp_path: Path) -> None:
+def test_sha256_file_is_that_of_the_bytes(tmp_path):
     (tmp_path / "f").write_bytes(b"abc" * 1_000_000)
     assert sha256_file(str(tmp_path / "f")) == hashlib.sha256(b"abc" * 1_000_000).hexdigest()
 
 
 @pytest.mark.parametrize("kind", ["pretrain", "sft", "stub"])
-def test_content_sha256_is_the_hash_of_what_sha256sum_prints(caches: dict[str, Path], kind: str) -> None:
+def test_content_sha256_is_the_hash_of_what_sha256sum_prints(caches, kind):
     root = caches[kind].resolve()
     names = sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
     names.remove("meta.json")
@@ -228,7 +226,7 @@ def test_content_sha256_is_the_hash_of_what_sha256sum_prints(caches: dict[str, P
     assert root.name == meta["content_sha256"][:12]
 
 
-def test_utf8_bytes_are_those_of_the_texts_and_turns_without_what_is_cut_and_the_end_of_texts(tmp_path: Path) -> None:
+def test_utf8_bytes_are_those_of_the_texts_and_turns_without_what_is_cut_and_the_end_of_texts(tmp_path):
     meta = build_texts(tmp_path / "c", ["aé", "漢", "", "b"], document_end="eot")  # 3, 3, 0 and 1 bytes
     assert meta["utf8_bytes"] == {"train": 7, "val": 0} and meta["totals"]["train_tokens"] == 7 + 3
     meta = build_texts(tmp_path / "d", ["ab", "aébc"], max_train_tokens=5)  # ab, then 3 of 5 bytes: aé
@@ -240,11 +238,11 @@ def test_utf8_bytes_are_those_of_the_texts_and_turns_without_what_is_cut_and_the
 class WithSpaces(ByteTokenizer):
     """Gives U+2581 back as a space, as SentencePiece does."""
 
-    def decode(self, ids: Any) -> str:
+    def decode(self, ids):
         return str(super().decode(ids)).replace("\u2581", " ")
 
 
-def test_texts_with_u2581_are_kept_and_counted_where_the_tokenizer_loses_it(tmp_path: Path) -> None:
+def test_texts_with_u2581_are_kept_and_counted_where_the_tokenizer_loses_it(tmp_path):
     texts = ["a\u2581b", "\u2581\u2581", "plain", "é"]
     assert build_texts(tmp_path / "d", texts)["noticed"] == {}
     meta = build_texts(tmp_path / "c", texts, WithSpaces())
@@ -254,7 +252,7 @@ def test_texts_with_u2581_are_kept_and_counted_where_the_tokenizer_loses_it(tmp_
     assert meta["noticed"] == {"texts_with_lone_surrogates_replaced": 1, "texts_with_u2581": 2}
 
 
-def test_a_lone_surrogate_is_replaced_and_counted_and_two_halves_are_their_character(tmp_path: Path) -> None:
+def test_a_lone_surrogate_is_replaced_and_counted_and_two_halves_are_their_character(tmp_path):
     meta = build_texts(tmp_path / "c", ["a\ud800", "b"])
     assert meta["noticed"] == {"texts_with_lone_surrogates_replaced": 1} and meta["utf8_bytes"]["train"] == 5
     build_texts(tmp_path / "d", ["\ud83d\ude42"])
@@ -262,7 +260,7 @@ def test_a_lone_surrogate_is_replaced_and_counted_and_two_halves_are_their_chara
         assert ByteTokenizer().decode(np.fromfile(tmp_path / name / "train" / "shard_00000.bin", dtype="<u2")) == text
 
 
-def test_an_id_outside_the_vocabulary_is_refused_and_one_above_65535_has_32_bits(tmp_path: Path) -> None:
+def test_an_id_outside_the_vocabulary_is_refused_and_one_above_65535_has_32_bits(tmp_path):
     tokenizer = ByteTokenizer()
     tokenizer.encode = lambda text: [300]
     with refused("E409", "id 300", "vocab_size=300"):
@@ -273,14 +271,14 @@ def test_an_id_outside_the_vocabulary_is_refused_and_one_above_65535_has_32_bits
     assert (tmp_path / "d" / "train" / "shard_00000.bin").read_bytes() == b"\0\0\1\0" + b"\x0d\0\0\0"
 
 
-def test_a_sentinel_that_only_the_ids_show_is_found_too(tmp_path: Path) -> None:
+def test_a_sentinel_that_only_the_ids_show_is_found_too(tmp_path):
     tokenizer = ByteTokenizer()
     tokenizer.encode = lambda text: [4] if text == "＜|eot|＞" else [75]  # a normalization may do this
     meta = build_texts(tmp_path / "c", ["＜|eot|＞", "A"], tokenizer)
     assert meta["dropped"] == {"sentinel_in_text": 1} and meta["docs"]["train"] == 1
 
 
-def test_a_text_beyond_the_budget_is_neither_noticed_nor_refused(tmp_path: Path) -> None:
+def test_a_text_beyond_the_budget_is_neither_noticed_nor_refused(tmp_path):
     """Texts are encoded ahead in batches; only the first of these three is ever used."""
     texts = ["ab", "\u2581", "<|eot|>"]
     meta = build_texts(tmp_path / "c", texts, max_train_tokens=2, on_special="raise")
@@ -301,7 +299,7 @@ EOT = {"special_token_ids": {"sys": 1, "usr": 2, "asst": 3, "eot": 4}}
         ({"append_eot": True, "special_token_ids": {}}, None),
     ],
 )
-def test_what_ends_a_document_is_read_from_caches_of_before_too(keys: dict[str, Any], end: object) -> None:
+def test_what_ends_a_document_is_read_from_caches_of_before_too(keys, end):
     assert end_of_documents(keys, "meta.json") == end
 
 
@@ -318,12 +316,12 @@ def test_what_ends_a_document_is_read_from_caches_of_before_too(keys: dict[str, 
         ({"token_dtype": "uint8"}, "token_dtype is 'uint8', expected 'uint16-le' or 'uint32-le'"),
     ],
 )
-def test_keys_about_ids_that_no_reader_can_use_are_refused(keys: dict[str, Any], problem: str) -> None:
+def test_keys_about_ids_that_no_reader_can_use_are_refused(keys, problem):
     with pytest.raises(CacheError, match=problem):
         checked_meta(keys, "meta.json")
 
 
-def test_ids_of_32_bits_may_be_of_a_large_vocabulary() -> None:
+def test_ids_of_32_bits_may_be_of_a_large_vocabulary():
     meta = {
         "vocab_size": 151_936,
         "token_dtype": "uint32-le",

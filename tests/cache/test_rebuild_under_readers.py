@@ -3,8 +3,6 @@
 import multiprocessing
 import os
 import pickle
-from multiprocessing.connection import Connection
-from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
@@ -17,14 +15,14 @@ from niels_gpt.recipes.gc import collect
 from niels_gpt.sampling import EpochStream
 
 
-def test_a_pair_opened_during_a_rebuild_is_of_one_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def build_chats(reply: str) -> None:
+def test_a_pair_opened_during_a_rebuild_is_of_one_version(tmp_path, monkeypatch):
+    def build_chats(reply):
         chats = [[{"role": "assistant", "content": reply}]] * 3
         build_sft_cache(chats, tmp_path / "c", tokenizer=ByteTokenizer(), val_frac=0, seed=0)
 
     resolve = Path.resolve
 
-    def resolve_then_rebuild(path: Path, strict: bool = False) -> Path:
+    def resolve_then_rebuild(path, strict=False):
         monkeypatch.setattr(Path, "resolve", resolve)
         found = path.resolve()
         build_chats("a much longer reply")
@@ -39,7 +37,7 @@ def test_a_pair_opened_during_a_rebuild_is_of_one_version(tmp_path: Path, monkey
     assert [ByteTokenizer().decode(dataset.example(row)) for row in range(3)] == ["short"] * 3
 
 
-def _read_until(path: str, connection: Connection, stop: Event) -> None:
+def _read_until(path, connection, stop):
     """Open the cache again and again; report how often, which versions were seen, and what was wrong."""
     opened, seen, last, wrong = 0, set(), None, ""
     generator = torch.Generator().manual_seed(0)
@@ -63,7 +61,7 @@ def _read_until(path: str, connection: Connection, stop: Event) -> None:
 
 
 @pytest.mark.slow
-def test_a_reader_sees_one_version_at_a_time_while_the_cache_is_rebuilt_50_times(tmp_path: Path) -> None:
+def test_a_reader_sees_one_version_at_a_time_while_the_cache_is_rebuilt_50_times(tmp_path):
     contents = {ord("a") + 10: ["a" * 60], ord("b") + 10: ["b" * 25]}  # 6 full shards, or 3 of which one is shorter
     first, second = contents
     build(tmp_path / "c", contents[first], num_tokens=60)
@@ -83,7 +81,7 @@ def test_a_reader_sees_one_version_at_a_time_while_the_cache_is_rebuilt_50_times
     assert wrong == "" and opened > 1 and set(seen) <= {first, second} and last == second
 
 
-def _read_on(path: str, connection: Connection) -> None:
+def _read_on(path, connection):
     """Open the cache; wait to be told how to go on; report the values of a batch of all shards; wait for the end."""
     dataset = PretrainTokenStreamDataset(os.path.join(path, "train"), T=4, device="cpu")
     connection.send(str(dataset.shards_dir.parent))
@@ -94,7 +92,7 @@ def _read_on(path: str, connection: Connection) -> None:
     connection.recv()
 
 
-def test_a_version_that_a_dataset_reads_outlives_two_rebuilds_and_gc_until_its_process_ends(tmp_path: Path) -> None:
+def test_a_version_that_a_dataset_reads_outlives_two_rebuilds_and_gc_until_its_process_ends(tmp_path):
     texts = ["aaaaaaaaaabbbbbbbbbbcccccccccc", "d" * 30, "e" * 30]  # three shards of ten tokens each
     build(tmp_path / "c", texts[:1])
     context = multiprocessing.get_context("spawn")
@@ -120,7 +118,7 @@ def test_a_version_that_a_dataset_reads_outlives_two_rebuilds_and_gc_until_its_p
     assert line.startswith(f"removed {public} (") and not version.exists()
 
 
-def test_a_reader_whose_version_was_removed_says_which_one_it_was_and_what_to_open(tmp_path: Path) -> None:
+def test_a_reader_whose_version_was_removed_says_which_one_it_was_and_what_to_open(tmp_path):
     """Pickled, it holds nothing: gc takes its version after two more builds."""
     path = tmp_path / "cache" / "letters"
     build(path, ["abc"])

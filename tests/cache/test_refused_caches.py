@@ -1,8 +1,6 @@
 """Caches of other splits, tokenizers, sentinels and places are refused by their readers; so are ids that are none."""
 
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,17 +21,17 @@ NOTES, CHATS = "pretrain/notes", "sft/chats"
 
 
 @pytest.fixture
-def cache_dir(tmp_path: Path) -> Path:
+def cache_dir(tmp_path):
     """Caches: tokenizer/, pretrain/notes (train: 3 shards of 10 tokens, no val) and sft/chats (3 x 6 tokens)."""
     restore(built_caches(), tmp_path / "cache")
     return tmp_path / "cache"
 
 
-def open_pretrain(cache_dir: Path, split: str = "train", **arguments: Any) -> PretrainTokenStreamDataset:
+def open_pretrain(cache_dir, split="train", **arguments):
     return PretrainTokenStreamDataset(str(cache_dir / NOTES / split), **{"T": 4, "device": "cpu", **arguments})
 
 
-def open_sft(cache_dir: Path, split: str = "train", **arguments: Any) -> SFTExampleDataset:
+def open_sft(cache_dir, split="train", **arguments):
     files = [str(cache_dir / CHATS / f"{split}_{name}") for name in ("tokens.bin", "idx.npy")]
     return SFTExampleDataset(*files, **{"T": 5, "device": "cpu", "eot_id": 4, **arguments})
 
@@ -41,14 +39,14 @@ def open_sft(cache_dir: Path, split: str = "train", **arguments: Any) -> SFTExam
 OPENERS = {NOTES: open_pretrain, CHATS: open_sft}
 
 
-def refusal(cache_dir: Path, key: str, error: type[Exception] = CacheError) -> str:
+def refusal(cache_dir, key, error=CacheError):
     """Return the message with which the reader refuses a cache."""
     with pytest.raises(error) as caught:
         OPENERS[key](cache_dir)
     return str(caught.value)
 
 
-def test_a_split_that_is_empty_absent_or_too_short_is_refused(cache_dir: Path) -> None:
+def test_a_split_that_is_empty_absent_or_too_short_is_refused(cache_dir):
     for described in (True, False):
         with refused("E204", "val", "no shard"):
             open_pretrain(cache_dir, "val")
@@ -63,7 +61,7 @@ def test_a_split_that_is_empty_absent_or_too_short_is_refused(cache_dir: Path) -
 
 
 @pytest.mark.parametrize("key", OPENERS)
-def test_other_tools_keys_are_ignored(cache_dir: Path, key: str) -> None:
+def test_other_tools_keys_are_ignored(cache_dir, key):
     change_meta(cache_dir / key, author=["x"], files_seen=-1, itos={"0": "a"})
     OPENERS[key](cache_dir)
     (cache_dir / key / META_NAME).write_bytes(b'{"vocab_size": null, "stoi": {"a": 0}}')
@@ -73,7 +71,7 @@ def test_other_tools_keys_are_ignored(cache_dir: Path, key: str) -> None:
 
 
 @pytest.mark.parametrize("opener", OPENERS.values())
-def test_ids_of_another_tokenizer_than_that_beside_the_cache_or_given_are_refused(cache_dir: Path, opener: Any) -> None:
+def test_ids_of_another_tokenizer_than_that_beside_the_cache_or_given_are_refused(cache_dir, opener):
     opener(cache_dir, tokenizer_sha256=sha256_file(cache_dir / "tokenizer" / "spm.model"))
     with refused("E402", f"tokenizer {'e' * 12}"):
         opener(cache_dir, tokenizer_sha256="e" * 64)
@@ -86,7 +84,7 @@ def test_ids_of_another_tokenizer_than_that_beside_the_cache_or_given_are_refuse
             opener(cache_dir)
 
 
-def test_ids_of_sentinels_other_than_the_caches_are_refused(cache_dir: Path) -> None:
+def test_ids_of_sentinels_other_than_the_caches_are_refused(cache_dir):
     with refused("E404", "meta.json", "id 4", "eot_id=5"):
         open_sft(cache_dir, eot_id=5)
     with refused("E404", "meta.json", "id 3", "asst_id=2"):
@@ -97,7 +95,7 @@ def test_ids_of_sentinels_other_than_the_caches_are_refused(cache_dir: Path) -> 
         assert not isinstance(caught.value, CacheError)
 
 
-def test_the_asst_id_comes_from_the_meta_json_beside_it_else_of_the_tokenizer_else_is_given(cache_dir: Path) -> None:
+def test_the_asst_id_comes_from_the_meta_json_beside_it_else_of_the_tokenizer_else_is_given(cache_dir):
     beside, above = cache_dir / CHATS / META_NAME, cache_dir / "tokenizer" / META_NAME
     of_tokenizer = above.read_bytes()
     above.unlink()
@@ -111,7 +109,7 @@ def test_the_asst_id_comes_from_the_meta_json_beside_it_else_of_the_tokenizer_el
     assert open_sft(cache_dir, asst_id=3).asst_id == 3
 
 
-def test_an_asst_id_known_nowhere_is_an_error_that_names_the_three_places(cache_dir: Path) -> None:
+def test_an_asst_id_known_nowhere_is_an_error_that_names_the_three_places(cache_dir):
     (cache_dir / "tokenizer" / META_NAME).unlink()
     change_meta(cache_dir / CHATS, special_token_ids={})
     message = refusal(cache_dir, CHATS)
@@ -119,18 +117,18 @@ def test_an_asst_id_known_nowhere_is_an_error_that_names_the_three_places(cache_
     assert "tokenizer/meta.json" in message
 
 
-def pair_of(tokens: Path, idx: Path, **arguments: Any) -> SFTExampleDataset:
+def pair_of(tokens, idx, **arguments):
     return SFTExampleDataset(tokens, idx, **{"T": 30, "device": "cpu", "eot_id": 4, **arguments})
 
 
-def chats_of(cache_dir: Path, name: str, lengths: list[int]) -> Path:
+def chats_of(cache_dir, name, lengths):
     """Build sft/NAME: half of the chats in each split, whose messages have these lengths."""
     chats = [[{"role": "user", "content": "q" * n}, CHAT[1]] for n in lengths]
     return build_chats(cache_dir, chats, 0.5, name).resolve()
 
 
 @pytest.mark.parametrize("described", [True, False])
-def test_tokens_and_offsets_of_two_splits_are_refused(cache_dir: Path, described: bool) -> None:
+def test_tokens_and_offsets_of_two_splits_are_refused(cache_dir, described):
     folder = chats_of(cache_dir, "both", [3, 3, 3, 3])
     if not described:
         (folder / META_NAME).unlink()
@@ -139,7 +137,7 @@ def test_tokens_and_offsets_of_two_splits_are_refused(cache_dir: Path, described
             pair_of(folder / f"{one}_tokens.bin", folder / f"{other}_idx.npy")
 
 
-def test_tokens_of_one_cache_and_offsets_of_another_are_refused(cache_dir: Path) -> None:
+def test_tokens_of_one_cache_and_offsets_of_another_are_refused(cache_dir):
     one, other = chats_of(cache_dir, "one", [3, 4]), chats_of(cache_dir, "other", [3, 4])
     for folder in (one, other):
         with refused("E209", "train_idx.npy", "another cache"):
@@ -150,7 +148,7 @@ def test_tokens_of_one_cache_and_offsets_of_another_are_refused(cache_dir: Path)
 
 @pytest.mark.parametrize("io", ["mmap", "pread"])
 @pytest.mark.parametrize("known_by", ["meta.json", "tokenizer/meta.json"])
-def test_offsets_of_another_version_of_equal_size_are_refused_at_once(cache_dir: Path, io: Any, known_by: str) -> None:
+def test_offsets_of_another_version_of_equal_size_are_refused_at_once(cache_dir, io, known_by):
     folder = chats_of(cache_dir, "one", [9, 2, 5, 4, 7, 3])
     other = chats_of(cache_dir, "other", [3, 4, 5, 9, 2, 7])
     (folder / "train_idx.npy").write_bytes((other / "train_idx.npy").read_bytes())
@@ -168,7 +166,7 @@ def test_offsets_of_another_version_of_equal_size_are_refused_at_once(cache_dir:
 
 
 @pytest.mark.parametrize("key", OPENERS)
-def test_a_public_name_that_leads_out_of_the_folder_or_in_a_circle_is_refused(cache_dir: Path, key: str) -> None:
+def test_a_public_name_that_leads_out_of_the_folder_or_in_a_circle_is_refused(cache_dir, key):
     shutil.copytree((cache_dir / key).resolve(), cache_dir.parent / "outside")
     (cache_dir / key).unlink()
     (cache_dir / key).symlink_to(cache_dir.parent / "outside")
@@ -182,13 +180,13 @@ def test_a_public_name_that_leads_out_of_the_folder_or_in_a_circle_is_refused(ca
 
 
 @pytest.mark.parametrize("key", OPENERS)
-def test_a_tokenizer_that_is_a_link_out_of_the_folder_is_not_read(cache_dir: Path, key: str) -> None:
+def test_a_tokenizer_that_is_a_link_out_of_the_folder_is_not_read(cache_dir, key):
     (cache_dir / "tokenizer").rename(cache_dir.parent / "outside")
     (cache_dir / "tokenizer").symlink_to(cache_dir.parent / "outside")
     assert "a symbolic link" in refusal(cache_dir, key)
 
 
-def test_links_above_a_version_are_followed(cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_above_a_version_are_followed(cache_dir, tmp_path, monkeypatch):
     """To a version of the tokenizer, of the user's, and in a relative path: only links inside a version are refused."""
     (cache_dir / ".versions" / "tokenizer").mkdir(parents=True)
     (cache_dir / "tokenizer").rename(cache_dir / ".versions" / "tokenizer" / "0123456789ab")
@@ -202,7 +200,7 @@ def test_links_above_a_version_are_followed(cache_dir: Path, tmp_path: Path, mon
 
 @pytest.mark.parametrize("id", [300, 65535])
 @pytest.mark.parametrize(("key", "name"), [(NOTES, "train/shard_00001.bin"), (CHATS, "train_tokens.bin")])
-def test_an_id_outside_the_vocabulary_is_never_served(cache_dir: Path, key: str, name: str, id: int) -> None:
+def test_an_id_outside_the_vocabulary_is_never_served(cache_dir, key, name, id):
     path = (cache_dir / key).resolve() / name
     put_token(path, 7, id)  # of the sft cache: the second token of example 1
     dataset, generator = OPENERS[key](cache_dir), torch.Generator().manual_seed(0)
@@ -227,7 +225,7 @@ def test_an_id_outside_the_vocabulary_is_never_served(cache_dir: Path, key: str,
                 dataset.example(row)
 
 
-def test_without_a_vocabulary_all_ids_are_served(cache_dir: Path) -> None:
+def test_without_a_vocabulary_all_ids_are_served(cache_dir):
     (cache_dir / NOTES / "train" / "shard_00001.bin").write_bytes(b"\xff" * 20)
     (cache_dir / NOTES / META_NAME).write_bytes(canonical_json({}))
     x, y = open_pretrain(cache_dir).get_batch(B=8, generator=torch.Generator().manual_seed(0))
@@ -235,6 +233,6 @@ def test_without_a_vocabulary_all_ids_are_served(cache_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [npy("(3,)"), npy("(3,)", version=b"\x02\x00"), npy("(3,)", fortran="True")])
-def test_other_headers_that_fit_their_file_are_read(tmp_path: Path, content: bytes) -> None:
+def test_other_headers_that_fit_their_file_are_read(tmp_path, content):
     (tmp_path / "train_idx.npy").write_bytes(content)
     assert load_idx(tmp_path / "train_idx.npy", num_tokens=18).tolist() == [0, 6, 12]

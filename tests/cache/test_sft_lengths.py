@@ -5,9 +5,7 @@ import pickle
 import shutil
 import tempfile
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -40,13 +38,13 @@ TRUNCATED = SFTCounts(examples=5, rows_left_out_without_target=0, **_ROWS, **_TO
 DROPPED = dict(rows_cut=0, rows_dropped=3, rows_without_last_eot=0, supervised_tokens_lost=7)
 
 
-def write_split(folder: Path, examples: Sequence[Sequence[int]], dtype: str = "<u2") -> Path:
+def write_split(folder, examples, dtype="<u2"):
     np.concatenate([np.asarray(example, dtype=dtype) for example in examples]).tofile(folder / "train_tokens.bin")
     np.save(folder / "train_idx.npy", np.cumsum([0, *map(len, examples[:-1])], dtype=np.int64))
     return folder
 
 
-def opened(folder: Path, *, quiet: bool = True, **arguments: Any) -> SFTExampleDataset:
+def opened(folder, *, quiet=True, **arguments):
     """Open a split with T = 5; quiet: without warnings."""
     files = (folder / "train_tokens.bin", folder / "train_idx.npy")
     with warnings.catch_warnings():
@@ -55,14 +53,14 @@ def opened(folder: Path, *, quiet: bool = True, **arguments: Any) -> SFTExampleD
         return SFTExampleDataset(*files, **{"T": 5, "device": "cpu", "eot_id": EOT, "asst_id": ASST, **arguments})
 
 
-def rows_drawn(dataset: SFTExampleDataset) -> set[tuple[int, ...]]:
+def rows_drawn(dataset):
     """Return the rows, T + 1 tokens each, of 200 draws."""
     x, y, _ = dataset.get_batch(B=200, generator=torch.Generator().manual_seed(0))
     return {(*row, *last) for row, last in zip(x.tolist(), y[:, -1:].tolist(), strict=True)}
 
 
 LEFT_OUT = dict(rows_cut=2, rows_without_last_eot=1, rows_without_target=0, rows_left_out_without_target=2)
-ON_PAPER: list[tuple[dict[str, Any], list[list[int]], dict[str, int]]] = [
+ON_PAPER = [
     ({}, EXAMPLES, {}),
     ({"require_targets": True}, [FITS, CUT, CUT_AFTER_THE_REPLY], LEFT_OUT),
     ({"over_length": "drop"}, [FITS, NO_REPLY], {**DROPPED, "rows_without_target": 1}),
@@ -81,9 +79,7 @@ ON_PAPER: list[tuple[dict[str, Any], list[list[int]], dict[str, int]]] = [
 
 
 @pytest.mark.parametrize(("arguments", "rows", "expected"), ON_PAPER)
-def test_the_counts_and_the_rows_are_those_found_on_paper(
-    tmp_path: Path, arguments: dict[str, Any], rows: list[list[int]], expected: dict[str, int]
-) -> None:
+def test_the_counts_and_the_rows_are_those_found_on_paper(tmp_path, arguments, rows, expected):
     dataset = opened(write_split(tmp_path, EXAMPLES), **arguments)
     assert dataset.counts == SFTCounts(**{**vars(TRUNCATED), "rows": len(rows), **expected})
     width = dataset.T + 1
@@ -91,7 +87,7 @@ def test_the_counts_and_the_rows_are_those_found_on_paper(
     assert len(dataset) == 5 and [dataset.example(number).tolist() for number in range(5)] == EXAMPLES
 
 
-def slow_counts(examples: list[list[int]], T: int, *, drop: bool, require_targets: bool) -> SFTCounts:
+def slow_counts(examples, T, *, drop, require_targets):
     """Count token by token: the oracle."""
     found = dict.fromkeys(vars(TRUNCATED), 0)
     for example in examples:
@@ -130,12 +126,12 @@ def slow_counts(examples: list[list[int]], T: int, *, drop: bool, require_target
     beyond=st.sampled_from([0, 1_000_000]),
 )
 def test_the_counts_are_what_a_walk_over_all_tokens_finds_however_they_are_read(
-    examples: list[list[int]], T: int, drop: bool, require_targets: bool, io: str, block: int, beyond: int
-) -> None:
+    examples, T, drop, require_targets, io, block, beyond
+):
     """beyond: added to every id of a split of 32 bits."""
     expected = slow_counts(examples, T, drop=drop, require_targets=require_targets)
     over_length = "drop" if drop else "truncate"
-    arguments: dict[str, Any] = {"T": T, "over_length": over_length, "require_targets": require_targets, "io": io}
+    arguments = {"T": T, "over_length": over_length, "require_targets": require_targets, "io": io}
     arguments |= {"eot_id": EOT + beyond, "asst_id": ASST + beyond, "dtype": "uint32" if beyond else "uint16"}
     with tempfile.TemporaryDirectory() as name, mock.patch.object(sft_counts, "_BLOCK_TOKENS", block):
         folder = write_split(Path(name), [[id + beyond for id in ids] for ids in examples], arguments["dtype"])
@@ -149,7 +145,7 @@ def test_the_counts_are_what_a_walk_over_all_tokens_finds_however_they_are_read(
                 opened(folder, **arguments)
 
 
-def test_over_length_error_names_the_longest_example_and_the_t_that_would_do(tmp_path: Path) -> None:
+def test_over_length_error_names_the_longest_example_and_the_t_that_would_do(tmp_path):
     folder = write_split(tmp_path, EXAMPLES)
     with refused("E107") as error:
         opened(folder, over_length="error")
@@ -159,18 +155,18 @@ def test_over_length_error_names_the_longest_example_and_the_t_that_would_do(tmp
     )
 
 
-def test_no_row_left_is_an_error_that_says_why(tmp_path: Path) -> None:
+def test_no_row_left_is_an_error_that_says_why(tmp_path):
     said = r"of 5 examples 4 are longer than T \+ 1 = 4 tokens .* and 1 have no target"
     with pytest.raises(CacheError, match=said):
         opened(write_split(tmp_path, EXAMPLES), T=3, over_length="drop", require_targets=True)
 
 
 @pytest.mark.parametrize("io", ["mmap", "pread"])
-def test_a_long_example_is_counted_by_pieces_and_never_read_whole(tmp_path: Path, io: str) -> None:
+def test_a_long_example_is_counted_by_pieces_and_never_read_whole(tmp_path, io):
     examples = [FITS, [USR, U, EOT, ASST, *[A] * 40, EOT, USR, U, EOT, ASST, B, EOT], CUT]
     read, sizes = SFTSplit.unchecked, []
 
-    def measured(dataset: SFTSplit, start: int, end: int) -> Any:
+    def measured(dataset, start, end):
         sizes.append(end - start)
         return read(dataset, start, end)
 
@@ -187,7 +183,7 @@ def test_a_long_example_is_counted_by_pieces_and_never_read_whole(tmp_path: Path
 @pytest.mark.parametrize(
     ("name", "value"), [*(("T", T) for T in (True, 2.5, "5", None, -1, 0)), ("over_length", "cut"), ("io", "read")]
 )
-def test_a_t_that_is_no_count_and_an_unknown_setting_are_refused(tmp_path: Path, name: str, value: Any) -> None:
+def test_a_t_that_is_no_count_and_an_unknown_setting_are_refused(tmp_path, name, value):
     said = (
         rf"^T={value!r}: expected an integer of 1 or more"
         if name == "T"
@@ -198,7 +194,7 @@ def test_a_t_that_is_no_count_and_an_unknown_setting_are_refused(tmp_path: Path,
     assert type(opened(tmp_path, T=np.int64(5)).T) is int
 
 
-def test_rows_without_a_target_are_warned_of_once_where_the_dataset_is_made(tmp_path: Path) -> None:
+def test_rows_without_a_target_are_warned_of_once_where_the_dataset_is_made(tmp_path):
     write_split(tmp_path, EXAMPLES)
     with pytest.warns(UserWarning) as caught:
         dataset = SFTExampleDataset(
@@ -211,7 +207,7 @@ def test_rows_without_a_target_are_warned_of_once_where_the_dataset_is_made(tmp_
     assert pickle.loads(pickle.dumps(dataset)).counts == dataset.counts  # a warning here would be an error
 
 
-def test_no_warning_where_every_row_has_a_target_and_next_to_nothing_is_lost(tmp_path: Path) -> None:
+def test_no_warning_where_every_row_has_a_target_and_next_to_nothing_is_lost(tmp_path):
     opened(write_split(tmp_path, EXAMPLES), quiet=False, T=7, require_targets=True)
     opened(write_split(tmp_path, [FITS] * 19 + [CUT]), quiet=False)  # 41 targets, of which one is cut off: 2.4 %
 
@@ -225,7 +221,7 @@ def test_no_warning_where_every_row_has_a_target_and_next_to_nothing_is_lost(tmp
         ({"over_length": "drop"}, r"T=5 loses 7 of 9 supervised tokens \(77\.8%\)\. T=7 keeps 99 %"),
     ],
 )
-def test_a_large_loss_is_warned_of_with_a_t_that_does(tmp_path: Path, arguments: dict[str, Any], words: str) -> None:
+def test_a_large_loss_is_warned_of_with_a_t_that_does(tmp_path, arguments, words):
     write_split(tmp_path, EXAMPLES)
     with pytest.warns(UserWarning, match=words) as caught:
         opened(tmp_path, quiet=False, require_targets=True, **arguments)
@@ -234,7 +230,7 @@ def test_a_large_loss_is_warned_of_with_a_t_that_does(tmp_path: Path, arguments:
 
 @settings(derandomize=True, max_examples=30)
 @given(st.lists(st.lists(st.sampled_from([USR, ASST, EOT, A, B]), min_size=1, max_size=9), min_size=1, max_size=8))
-def test_the_targets_that_need_a_t_are_those_that_a_smaller_one_loses(examples: list[list[int]]) -> None:
+def test_the_targets_that_need_a_t_are_those_that_a_smaller_one_loses(examples):
     with tempfile.TemporaryDirectory() as name, mock.patch.object(sft_counts, "_BLOCK_TOKENS", 9):
         folder = write_split(Path(name), examples)
         files = (folder / "train_tokens.bin", folder / "train_idx.npy")
@@ -247,7 +243,7 @@ def test_the_targets_that_need_a_t_are_those_that_a_smaller_one_loses(examples: 
             assert found[drop][T] == counts.supervised_tokens - counts.supervised_tokens_lost
 
 
-def test_a_split_is_opened_by_its_cache_and_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_split_is_opened_by_its_cache_and_name(tmp_path, monkeypatch):
     folder = built(tmp_path / "sft" / "chats", "a")
     eot_id = read_meta(str(folder / "meta.json"))["special_token_ids"]["eot"]
     by_files = SFTExampleDataset(
@@ -269,7 +265,7 @@ def test_a_split_is_opened_by_its_cache_and_name(tmp_path: Path, monkeypatch: py
     assert caught[0].filename == __file__
 
 
-def test_a_pretrain_cache_is_not_opened_as_chats_and_an_unknown_eot_is_an_error(tmp_path: Path) -> None:
+def test_a_pretrain_cache_is_not_opened_as_chats_and_an_unknown_eot_is_an_error(tmp_path):
     build_tokens(tmp_path / "letters", ["abc", "def"])
     with refused("E202", "kind is 'pretrain'", "'sft'"):
         SFTExampleDataset.open(tmp_path / "letters", "train", T=2)
@@ -278,21 +274,21 @@ def test_a_pretrain_cache_is_not_opened_as_chats_and_an_unknown_eot_is_an_error(
         SFTExampleDataset.open(write_split(tmp_path / "bare", EXAMPLES), "train", T=5)
 
 
-def test_a_dataset_names_its_cache_its_version_and_its_batches(tmp_path: Path) -> None:
+def test_a_dataset_names_its_cache_its_version_and_its_batches(tmp_path):
     folder = built(tmp_path / "sft" / "chats", "a")
     found = repr(SFTExampleDataset.open(folder, "train", T=8))
     assert str(folder) in found and folder.resolve().name in found and ".versions" not in found
     assert "int64 [B, 8] on cpu" in found and "train" in found and len(found) < 300
 
 
-def test_a_pickled_copy_reads_no_token_and_draws_the_same_rows(tmp_path: Path) -> None:
+def test_a_pickled_copy_reads_no_token_and_draws_the_same_rows(tmp_path):
     dataset = opened(write_split(tmp_path, EXAMPLES), over_length="drop", require_targets=True)
     with mock.patch.object(sft_dataset, "count_rows", side_effect=AssertionError("counts again")):
         copy = pickle.loads(pickle.dumps(dataset))
     assert copy.counts == dataset.counts and rows_drawn(copy) == rows_drawn(dataset) == {tuple(FITS)}
 
 
-def built(folder: Path, letter: str) -> Path:
+def built(folder, letter):
     """Build a cache of two chats, of which `letter` is the first one's reply."""
     chats = [[{"role": "user", "content": "q"}, {"role": "assistant", "content": reply}] for reply in (letter, "z")]
     build_sft_cache(chats, str(folder), tokenizer=ByteTokenizer(), val_frac=0, seed=1)
@@ -300,7 +296,7 @@ def built(folder: Path, letter: str) -> Path:
 
 
 @pytest.mark.parametrize("io", ["mmap", "pread"])
-def test_a_copy_of_a_real_folder_whose_place_another_cache_has_taken_is_refused(tmp_path: Path, io: str) -> None:
+def test_a_copy_of_a_real_folder_whose_place_another_cache_has_taken_is_refused(tmp_path, io):
     for name in "ab":
         shutil.copytree(built(tmp_path / f"built_{name}", name).resolve(), tmp_path / name)
     assert len({(tmp_path / name / "train_tokens.bin").stat().st_size for name in "ab"}) == 1
@@ -319,7 +315,7 @@ def test_a_copy_of_a_real_folder_whose_place_another_cache_has_taken_is_refused(
     ("others", "said"),
     [([*EXAMPLES, NO_REPLY], "tokens is 35, expected 32"), ([[t for e in EXAMPLES for t in e]], "examples is 1")],
 )
-def test_a_copy_of_bare_files_of_other_sizes_is_refused(tmp_path: Path, others: list[list[int]], said: str) -> None:
+def test_a_copy_of_bare_files_of_other_sizes_is_refused(tmp_path, others, said):
     pickled = pickle.dumps(opened(write_split(tmp_path, EXAMPLES)))
     for path in tmp_path.iterdir():
         path.unlink()  # an open map keeps what it has
@@ -328,7 +324,7 @@ def test_a_copy_of_bare_files_of_other_sizes_is_refused(tmp_path: Path, others: 
         pickle.loads(pickled)
 
 
-def test_rows_left_out_are_left_out_by_one_draw_over_the_rest(tmp_path: Path) -> None:
+def test_rows_left_out_are_left_out_by_one_draw_over_the_rest(tmp_path):
     examples = [[ASST, number, EOT] if number % 3 else [USR, number, EOT] for number in range(10, 40)]
     dataset = opened(write_split(tmp_path, examples), require_targets=True)
     generator, reference = (torch.Generator().manual_seed(3) for _ in range(2))
@@ -338,7 +334,7 @@ def test_rows_left_out_are_left_out_by_one_draw_over_the_rest(tmp_path: Path) ->
     assert torch.equal(generator.get_state(), reference.get_state())
 
 
-def test_positioned_reads_give_what_the_map_gives_and_map_no_token(tmp_path: Path) -> None:
+def test_positioned_reads_give_what_the_map_gives_and_map_no_token(tmp_path):
     folder = write_split(tmp_path, EXAMPLES)
     by_read = opened(folder, io="pread")
     maps = Path("/proc/self/maps").read_text()
@@ -350,14 +346,14 @@ def test_positioned_reads_give_what_the_map_gives_and_map_no_token(tmp_path: Pat
     assert [len(t) for t in pickle.loads(pickle.dumps(by_read)).get_batch(B=0, generator=torch.Generator())] == [0] * 3
 
 
-def test_a_file_cut_while_it_is_read_by_position_is_an_error(tmp_path: Path) -> None:
+def test_a_file_cut_while_it_is_read_by_position_is_an_error(tmp_path):
     dataset = opened(write_split(tmp_path, EXAMPLES), io="pread")
     os.truncate(tmp_path / "train_tokens.bin", 40)
     with refused("E203", "train_tokens.bin"):
         rows_drawn(dataset)
 
 
-def test_the_fingerprint_of_an_open_split_is_what_expect_compares(tmp_path: Path) -> None:
+def test_the_fingerprint_of_an_open_split_is_what_expect_compares(tmp_path):
     for name, text in (("a", "one"), ("b", "two")):
         chats = [[{"role": "user", "content": text}, {"role": "assistant", "content": "three"}]] * 2
         build_sft_cache(chats, str(tmp_path / name), tokenizer=ByteTokenizer(), val_frac=0.5, seed=1)
@@ -376,7 +372,7 @@ def test_the_fingerprint_of_an_open_split_is_what_expect_compares(tmp_path: Path
     assert found == {"split": "train", "tokens": 32, "content_sha256": None, "tokenizer_sha256": None}
 
 
-def test_an_open_split_holds_its_version(tmp_path: Path) -> None:
+def test_an_open_split_holds_its_version(tmp_path):
     chats = [[{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]]
     build_sft_cache(chats, str(tmp_path / "c"), tokenizer=ByteTokenizer(), val_frac=0, seed=1)
     dataset = opened(tmp_path / "c", T=50)

@@ -8,10 +8,8 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -37,11 +35,11 @@ from niels_gpt.sampling import EpochStream, iter_eval
 from niels_gpt.storage.filemaps import mapped_file
 
 
-def seeded(seed: int = 0) -> torch.Generator:
+def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def write_shards(folder: Path, lengths: list[int], dtypes: list[str] | None = None) -> Path:
+def write_shards(folder, lengths, dtypes=None):
     """Write shards whose ids count through the whole stream; those of 32 bits from BEYOND."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, (length, end) in enumerate(zip(lengths, np.cumsum(lengths).tolist(), strict=True)):
@@ -51,23 +49,23 @@ def write_shards(folder: Path, lengths: list[int], dtypes: list[str] | None = No
     return folder
 
 
-def mapped(folder: Path) -> set[str]:
+def mapped(folder):
     """Return the files of a folder that this process has mapped."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     return {os.path.basename(line.split()[-1]) for line in maps if str(folder) in line}
 
 
-def gather(files: TokenFiles, numbers: list[int], starts: list[int], width: int) -> Any:
+def gather(files, numbers, starts, width):
     chosen = np.array(numbers, dtype=np.int64)
     return files.gather(chosen, np.array(starts, dtype=np.int64) + files.first_tokens[chosen], width)
 
 
-def open_files(folder: Path) -> int:
+def open_files(folder):
     links = (os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
     return sum(os.path.islink(link) and os.readlink(link).startswith(f"{folder}/shard") for link in links)
 
 
-def test_a_thousand_shards_are_sized_and_one_is_opened_when_a_window_of_it_is_drawn(tmp_path: Path) -> None:
+def test_a_thousand_shards_are_sized_and_one_is_opened_when_a_window_of_it_is_drawn(tmp_path):
     dataset = PretrainTokenStreamDataset(write_shards(tmp_path / "train", [9] * 1000), T=4, device="cpu")
     assert dataset.num_windows == 5000 and mapped(tmp_path) == set() and open_files(tmp_path / "train") == 0
     dataset.get_batch(B=1, generator=seeded())
@@ -76,9 +74,7 @@ def test_a_thousand_shards_are_sized_and_one_is_opened_when_a_window_of_it_is_dr
 
 @settings(derandomize=True, max_examples=40)
 @given(lengths=st.lists(st.integers(3, 30), min_size=1, max_size=5), data=st.data())
-def test_both_ways_to_read_gather_what_slices_of_the_files_hold(
-    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], data: st.DataObject
-) -> None:
+def test_both_ways_to_read_gather_what_slices_of_the_files_hold(tmp_path_factory, lengths, data):
     dtypes = data.draw(st.lists(st.sampled_from(DTYPES), min_size=len(lengths), max_size=len(lengths)))
     folder = write_shards(tmp_path_factory.mktemp("shards"), lengths, dtypes)
     width = data.draw(st.integers(1, min(lengths)))
@@ -97,11 +93,11 @@ def test_both_ways_to_read_gather_what_slices_of_the_files_hold(
             assert (found.shape, found.dtype, found.tolist()) == ((len(drawn), width), max(each), expected)
 
 
-def test_a_thread_that_maps_while_another_does_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_maps_while_another_does_loses_nothing(tmp_path, monkeypatch):
     files = TokenFiles([(path, None) for path in sorted(write_shards(tmp_path, [5, 6]).iterdir())])
-    inner: list[Any] = []
+    inner = []
 
-    def between() -> None:
+    def between():
         if not inner:  # here, the other thread reads the other file
             inner.append(None)
             inner[0] = gather(files, [1], [0], 2).tolist()
@@ -111,7 +107,7 @@ def test_a_thread_that_maps_while_another_does_loses_nothing(tmp_path: Path, mon
     assert gather(files, [1, 0], [1, 3], 2).tolist() == [[6, 7], [3, 4]]
 
 
-def test_joined_files_are_numbered_on_from_one_part_to_the_next(tmp_path: Path) -> None:
+def test_joined_files_are_numbered_on_from_one_part_to_the_next(tmp_path):
     folders = [write_shards(tmp_path / name, lengths) for name, lengths in (("a", [5, 6]), ("b", [7]))]
     parts = [TokenFiles([(path, None) for path in sorted(folder.iterdir())]) for folder in folders]
     joined = TokenFiles.joined(parts)
@@ -121,7 +117,7 @@ def test_joined_files_are_numbered_on_from_one_part_to_the_next(tmp_path: Path) 
         TokenFiles.joined([parts[0], TokenFiles([], io="pread")])
 
 
-def test_maps_keep_no_file_open_and_go_with_the_dataset(tmp_path: Path) -> None:
+def test_maps_keep_no_file_open_and_go_with_the_dataset(tmp_path):
     """A cache may have more shards than a process may have files: Python's mmap would keep one open for each."""
     folder = write_shards(tmp_path / "train", [5] * 40)
     before = len(os.listdir("/proc/self/fd"))
@@ -137,14 +133,14 @@ def test_maps_keep_no_file_open_and_go_with_the_dataset(tmp_path: Path) -> None:
     assert mapped(tmp_path) == set()
 
 
-def test_a_file_that_cannot_be_mapped_and_another_way_to_read_are_refused(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_mapped_and_another_way_to_read_are_refused(tmp_path):
     with refused("E507", "10 bytes", kind=OSError):
         mapped_file(-1, 10)
     with refused("E102", "io='direct'", "mmap", "pread"):
-        PretrainTokenStreamDataset(write_shards(tmp_path, [9]), T=4, device="cpu", io="direct")  # type: ignore[arg-type]
+        PretrainTokenStreamDataset(write_shards(tmp_path, [9]), T=4, device="cpu", io="direct")
 
 
-def test_where_memory_cannot_be_mapped_the_error_names_the_limits_and_another_way(tmp_path: Path) -> None:
+def test_where_memory_cannot_be_mapped_the_error_names_the_limits_and_another_way(tmp_path):
     folder = write_shards(tmp_path / "train", [50])
     (folder / "shard_00000.bin").write_bytes(bytes(2**25))  # as much as keeps it from being called a sparse file
     os.truncate(folder / "shard_00000.bin", 2**31)
@@ -162,14 +158,14 @@ def test_where_memory_cannot_be_mapped_the_error_names_the_limits_and_another_wa
     assert "ulimit -v" in done.stdout and "vm.max_map_count" in done.stdout
 
 
-def test_a_read_that_gives_less_than_was_asked_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_that_gives_less_than_was_asked_is_continued(tmp_path, monkeypatch):
     preadv = os.preadv
     monkeypatch.setattr(os, "preadv", lambda handle, parts, place: preadv(handle, [parts[0][:3]], place))
     split = PretrainSplit(write_shards(tmp_path / "train", [50]), io="pread")
     assert split.rows(np.array([0]), np.array([7]), 5).tolist() == [[7, 8, 9, 10, 11]]
 
 
-def test_a_file_that_got_the_inode_of_another_is_another(tmp_path: Path) -> None:
+def test_a_file_that_got_the_inode_of_another_is_another(tmp_path):
     path = write_shards(tmp_path / "train", [50]) / "shard_00000.bin"
     split = PretrainSplit(tmp_path / "train")
     path.write_bytes(bytes(100))  # in place
@@ -178,10 +174,10 @@ def test_a_file_that_got_the_inode_of_another_is_another(tmp_path: Path) -> None
         split.rows(np.array([0]), np.array([7]), 5)
 
 
-def test_pread_gives_the_same_batches_and_maps_nothing(tmp_path: Path) -> None:
+def test_pread_gives_the_same_batches_and_maps_nothing(tmp_path):
     folder = write_shards(tmp_path / "train", [50, 60, 70])
 
-    def batches(io: Any) -> list[Any]:
+    def batches(io):
         dataset = PretrainTokenStreamDataset(folder, T=4, device="cpu", io=io)
         stream = iter(EpochStream(folder, T=4, global_batch_size=8, seed=0, io=io))
         return [
@@ -192,9 +188,7 @@ def test_pread_gives_the_same_batches_and_maps_nothing(tmp_path: Path) -> None:
     assert mapped(tmp_path) == set() and by_reads == batches("mmap")
 
 
-def test_files_beyond_a_third_of_the_maps_that_a_process_may_have_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_beyond_a_third_of_the_maps_that_a_process_may_have_are_read(tmp_path, monkeypatch):
     gc.collect()
     allow_maps(monkeypatch, lambda: maps_in_process() + 2)
     files = TokenFiles([(path, None) for path in sorted(write_shards(tmp_path, [5, 6, 7]).iterdir())])
@@ -208,7 +202,7 @@ def test_files_beyond_a_third_of_the_maps_that_a_process_may_have_are_read(
     assert maps_in_process() == before
 
 
-def test_pread_keeps_an_eighth_of_the_limit_open_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pread_keeps_an_eighth_of_the_limit_open_at_most(tmp_path, monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
     folder = write_shards(tmp_path / "train", [5] * 200)
     dataset = PretrainTokenStreamDataset(folder, T=4, device="cpu", io="pread")
@@ -220,9 +214,7 @@ def test_pread_keeps_an_eighth_of_the_limit_open_at_most(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize(("memory", "is_random"), [(399, True), (400, False)])
-def test_no_more_than_a_window_is_read_of_files_of_more_than_half_the_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: int, is_random: bool
-) -> None:
+def test_no_more_than_a_window_is_read_of_files_of_more_than_half_the_memory(tmp_path, monkeypatch, memory, is_random):
     say_memory(monkeypatch, memory)
     folder = write_shards(tmp_path / "train", [50, 50])  # 200 bytes
     dataset = PretrainTokenStreamDataset(folder, T=4, device="cpu")
@@ -232,7 +224,7 @@ def test_no_more_than_a_window_is_read_of_files_of_more_than_half_the_memory(
     assert [" rr" in line for line in flags] == [is_random] * 2  # random read advice
 
 
-def test_reading_in_order_is_read_ahead_even_of_large_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_in_order_is_read_ahead_even_of_large_files(tmp_path, monkeypatch):
     say_memory(monkeypatch, 1)
     folder = write_shards(tmp_path / "val", [50])
     batches = iter_eval(folder, B=2, T=8)
@@ -242,7 +234,7 @@ def test_reading_in_order_is_read_ahead_even_of_large_files(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize(("shard", "start"), [(0, -1), (0, 46), (1, 57), (1, 2**40)])
-def test_a_window_that_is_not_inside_its_shard_is_an_index_error(tmp_path: Path, shard: int, start: int) -> None:
+def test_a_window_that_is_not_inside_its_shard_is_an_index_error(tmp_path, shard, start):
     split = PretrainSplit(write_shards(tmp_path / "train", [50, 60]))
     assert split.rows(np.array([1]), np.array([55]), 5).tolist() == [[105, 106, 107, 108, 109]]
     with refused("E106", f"shard_0000{shard}.bin", f"5 tokens at token {start}", kind=IndexError):
@@ -264,9 +256,7 @@ CUT_BETWEEN = (CacheError, r"shard_00000.bin: ends after .* expected 200: it was
         ("pread", 0, 0, GONE),
     ],
 )
-def test_a_shard_that_was_cut_or_removed_after_opening_is_an_error_with_its_name(
-    tmp_path: Path, io: Any, reads: int, size: int, error: tuple[type[Exception], str]
-) -> None:
+def test_a_shard_that_was_cut_or_removed_after_opening_is_an_error_with_its_name(tmp_path, io, reads, size, error):
     dataset = PretrainTokenStreamDataset(write_shards(tmp_path, [100]), T=50, device="cpu", io=io)
     for _ in range(reads):
         dataset.get_batch(B=1, generator=seeded())
@@ -277,7 +267,7 @@ def test_a_shard_that_was_cut_or_removed_after_opening_is_an_error_with_its_name
 
 
 @pytest.mark.parametrize("io", ["mmap", "pread"])
-def test_a_cache_that_took_the_place_of_an_open_one_is_not_read_under_its_name(tmp_path: Path, io: Any) -> None:
+def test_a_cache_that_took_the_place_of_an_open_one_is_not_read_under_its_name(tmp_path, io):
     build(tmp_path / "built", ["a" * 60], num_tokens=60)
     shutil.copytree((tmp_path / "built").resolve(), tmp_path / "c")  # a real folder, as cp -rL makes it
     dataset = PretrainTokenStreamDataset(tmp_path / "c" / "train", T=4, device="cpu", io=io)
@@ -289,7 +279,7 @@ def test_a_cache_that_took_the_place_of_an_open_one_is_not_read_under_its_name(t
         pickle.loads(pickled)
 
 
-def anonymous_bytes() -> int:
+def anonymous_bytes():
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("Anonymous:"):
             return int(line.split()[1]) * 1024
@@ -298,7 +288,7 @@ def anonymous_bytes() -> int:
 
 @pytest.mark.parametrize("io", ["mmap", "pread"])
 @pytest.mark.parametrize("in_epochs", [False, True])
-def test_anonymous_memory_does_not_grow_with_the_batches_served(tmp_path: Path, in_epochs: bool, io: Any) -> None:
+def test_anonymous_memory_does_not_grow_with_the_batches_served(tmp_path, in_epochs, io):
     folder = write_shards(tmp_path / "train", [60_000] * 8)
     dataset, generator = PretrainTokenStreamDataset(folder, T=64, device="cpu", io=io), seeded()
     stream = iter(EpochStream(folder, T=64, global_batch_size=16, seed=0, io=io))
@@ -310,7 +300,7 @@ def test_anonymous_memory_does_not_grow_with_the_batches_served(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(("dtype", "largest"), [(np.uint16, 2**16 - 1), (np.uint32, 2**31 - 1)])
-def test_split_rows_are_the_row_and_its_shift_on_any_device(dtype: Any, largest: int) -> None:
+def test_split_rows_are_the_row_and_its_shift_on_any_device(dtype, largest):
     rows = np.array([[1, largest, 3]], dtype=dtype)
     # "cpu:0" takes the way of another device.
     for device in ("cpu", "cpu:0", *(["cuda"] if torch.cuda.is_available() else [])):
@@ -320,7 +310,7 @@ def test_split_rows_are_the_row_and_its_shift_on_any_device(dtype: Any, largest:
             assert tensor.shape == (1, 2) and tensor.dtype == torch.int64 and tensor.is_contiguous()
 
 
-def test_files_of_different_dtypes_are_joined_by_tokens_and_rows_are_of_the_wider_one(tmp_path: Path) -> None:
+def test_files_of_different_dtypes_are_joined_by_tokens_and_rows_are_of_the_wider_one(tmp_path):
     """The last file is an odd number of 16-bit ids: no whole number of 32-bit ones."""
     narrow = TokenFiles([(write_shards(tmp_path / "a", [7]) / "shard_00000.bin", None)])
     wide = TokenFiles(
@@ -334,7 +324,7 @@ def test_files_of_different_dtypes_are_joined_by_tokens_and_rows_are_of_the_wide
         assert files.lengths.tolist() == [len_of[0] for len_of in (parts[0].lengths, parts[1].lengths)]
 
 
-SEEN: list[Callable[[torch.Tensor, torch.Tensor], Any]] = [
+SEEN = [
     lambda x, y: x,
     lambda x, y: y,
     lambda x, y: x.view(-1)[5:],
@@ -347,18 +337,18 @@ SEEN: list[Callable[[torch.Tensor, torch.Tensor], Any]] = [
 ]
 
 
-def bytes_seen(kept: Any) -> bytes:
+def bytes_seen(kept):
     return bytes(kept) if isinstance(kept, torch.UntypedStorage) else np.asarray(kept).tobytes()
 
 
 @pytest.fixture
-def all_memory_is_recycled(monkeypatch: pytest.MonkeyPatch) -> None:
+def all_memory_is_recycled(monkeypatch):
     recycle_all_memory(monkeypatch)
 
 
 @pytest.mark.usefixtures("all_memory_is_recycled")
 @pytest.mark.parametrize("see", SEEN)
-def test_what_can_still_be_seen_of_a_batch_is_never_overwritten(see: Callable[..., Any]) -> None:
+def test_what_can_still_be_seen_of_a_batch_is_never_overwritten(see):
     kept, copies = [], []
     for number in range(12):
         kept.append(see(*split_rows(np.full((8, 33), number, dtype=np.uint16), "cpu")))
@@ -368,7 +358,7 @@ def test_what_can_still_be_seen_of_a_batch_is_never_overwritten(see: Callable[..
 
 
 @pytest.mark.usefixtures("all_memory_is_recycled")
-def test_the_memory_of_a_batch_that_is_gone_is_used_again() -> None:
+def test_the_memory_of_a_batch_that_is_gone_is_used_again():
     rows = np.zeros((8, 33), dtype=np.uint16)
     places = set()
     for _ in range(20):
@@ -378,11 +368,11 @@ def test_the_memory_of_a_batch_that_is_gone_is_used_again() -> None:
 
 
 @pytest.mark.usefixtures("all_memory_is_recycled")
-def test_a_batch_made_while_another_is_made_has_memory_of_its_own() -> None:
+def test_a_batch_made_while_another_is_made_has_memory_of_its_own():
     """As by a signal handler, or a finalizer, that runs between any two steps of Python."""
     wrong, batches = [], 0
 
-    def between(frame: Any, event: str, argument: Any) -> Any:
+    def between(frame, event, argument):
         if inside:
             return None
         inside.append(True)
@@ -391,8 +381,8 @@ def test_a_batch_made_while_another_is_made_has_memory_of_its_own() -> None:
         inside.clear()
         return between
 
-    inside: list[bool] = []
-    others: list[Any] = []
+    inside = []
+    others = []
     for number in range(30):
         others.clear()
         sys.settrace(between)
@@ -404,8 +394,8 @@ def test_a_batch_made_while_another_is_made_has_memory_of_its_own() -> None:
 
 
 @pytest.mark.usefixtures("all_memory_is_recycled")
-def test_threads_never_share_the_memory_of_a_batch() -> None:
-    def fill(number: int) -> bool:
+def test_threads_never_share_the_memory_of_a_batch():
+    def fill(number):
         good = True
         for _ in range(200):
             x, y = split_rows(np.full((8, 33), number, dtype=np.uint16), "cpu")
@@ -417,7 +407,7 @@ def test_threads_never_share_the_memory_of_a_batch() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_batch_on_cuda_is_the_batch_on_the_cpu(tmp_path: Path) -> None:
+def test_a_batch_on_cuda_is_the_batch_on_the_cpu(tmp_path):
     folder = write_shards(tmp_path, [60_000])
     one, other = (PretrainTokenStreamDataset(folder, T=64, device=device, io="mmap") for device in ("cpu", "cuda"))
     for mine, theirs in zip(
@@ -426,7 +416,7 @@ def test_a_batch_on_cuda_is_the_batch_on_the_cpu(tmp_path: Path) -> None:
         assert theirs.is_cuda and theirs.is_contiguous() and torch.equal(mine, theirs.cpu())
 
 
-def test_a_fingerprint_is_what_meta_json_says_of_the_content(tmp_path: Path) -> None:
+def test_a_fingerprint_is_what_meta_json_says_of_the_content(tmp_path):
     build(tmp_path / "c", ["a" * 60], num_tokens=60)
     meta = json.loads((tmp_path / "c" / "meta.json").read_text())
     found = PretrainTokenStreamDataset(tmp_path / "c" / "train", T=4, device="cpu").fingerprint()
@@ -434,7 +424,7 @@ def test_a_fingerprint_is_what_meta_json_says_of_the_content(tmp_path: Path) -> 
     assert json.loads(json.dumps(found)) == found
 
 
-def test_expect_opens_the_same_data_and_refuses_other_content(tmp_path: Path) -> None:
+def test_expect_opens_the_same_data_and_refuses_other_content(tmp_path):
     build(tmp_path / "c", ["a" * 60], num_tokens=60)
     train = tmp_path / "c" / "train"
     kept = PretrainTokenStreamDataset(train, T=4, device="cpu").fingerprint()
@@ -448,7 +438,7 @@ def test_expect_opens_the_same_data_and_refuses_other_content(tmp_path: Path) ->
         EpochStream(train, T=4, global_batch_size=1, seed=0, expect=kept)
 
 
-def test_a_folder_of_another_tool_is_known_by_its_number_of_tokens(tmp_path: Path) -> None:
+def test_a_folder_of_another_tool_is_known_by_its_number_of_tokens(tmp_path):
     kept = PretrainSplit(write_shards(tmp_path / "a", [9, 9])).fingerprint()
     assert kept == {"split": "a", "tokens": 18, "content_sha256": None, "tokenizer_sha256": None}
     with refused("E213", "tokens is 19, expected 18"):

@@ -1,13 +1,8 @@
 """Caches of ids of 32 bits: every reader gives what it gives of 16 bits; a contradiction about the width is refused."""
 
-from __future__ import annotations
-
 import json
 import re
-from collections.abc import Callable, Iterator
 from itertools import islice
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +12,7 @@ from hypothesis import strategies as st
 from support.byte_tokenizer import ByteTokenizer, WideByteTokenizer
 from support.disk import META_NAME, content_sha256, file_records, meta_bytes
 from support.errors import refused
-from support.fuzzed import Files, written
+from support.fuzzed import written
 from support.number_caches import number_cache
 from support.small_caches import change_meta
 
@@ -35,7 +30,7 @@ KINDS = ("pretrain", "sft")
 CHATS = [[{"role": "user", "content": q}, {"role": "assistant", "content": q.upper()}] for q in ("a", "bc", "def", "g")]
 
 
-def built(root: Path, tokenizer: ByteTokenizer) -> Path:
+def built(root, tokenizer):
     """Build pretrain (40 tokens for train in shards of 16, 10 for val) and sft."""
     token_bytes = 2 if tokenizer.vocab_size < MORE else 4
     build_pretrain_cache(
@@ -53,39 +48,39 @@ def built(root: Path, tokenizer: ByteTokenizer) -> Path:
 
 
 @pytest.fixture(scope="module")
-def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def narrow(tmp_path_factory):
     return built(tmp_path_factory.mktemp("narrow"), ByteTokenizer())
 
 
 @pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wide(tmp_path_factory):
     return built(tmp_path_factory.mktemp("wide"), WideByteTokenizer())
 
 
-def seeded() -> torch.Generator:
+def seeded():
     return torch.Generator().manual_seed(0)
 
 
-def stream(root: Path, split: str = "train", **changed: Any) -> EpochStream:
+def stream(root, split="train", **changed):
     return EpochStream(root / "pretrain" / split, **{"T": 4, "global_batch_size": 3, "seed": 0, **changed})
 
 
-def of_windows(root: Path, io: Any) -> Any:
+def of_windows(root, io):
     data = PretrainTokenStreamDataset(root / "pretrain" / "train", T=4, device="cpu", io=io)
     return [data.get_batch(B=5, generator=seeded()), *(torch.from_numpy(data[i].ids.astype(np.int64)) for i in (0, 1))]
 
 
-def of_examples(root: Path, io: Any) -> Any:
+def of_examples(root, io):
     data = SFTExampleDataset.open(root / "sft", "train", T=5, io=io, over_length="truncate")
     return [data.get_batch(B=5, generator=seeded()), torch.from_numpy(data.example(1).astype(np.int64))]
 
 
-def of_mixture(root: Path, io: Any) -> Any:
+def of_mixture(root, io):
     mixed = MixtureStream([stream(root, io=io), stream(root, "val", io=io)], [2, 1], seed=0)
     return [tuple(batch) for batch in islice(mixed, 4)]
 
 
-READERS: dict[str, Callable[[Path, Any], Any]] = {
+READERS = {
     "get_batch": of_windows,
     "EpochStream": lambda root, io: [tuple(batch) for batch in stream(root, io=io, epochs=1, drop_last=True)],
     "MixtureStream": of_mixture,
@@ -94,20 +89,20 @@ READERS: dict[str, Callable[[Path, Any], Any]] = {
 }
 
 
-def flat(found: Any) -> list[int]:
+def flat(found):
     return found.flatten().tolist() if isinstance(found, torch.Tensor) else [id for part in found for id in flat(part)]
 
 
 @pytest.mark.filterwarnings("ignore:.*T=5 loses")
 @pytest.mark.parametrize("io", ["mmap", "pread"])
 @pytest.mark.parametrize("name", READERS)
-def test_every_reader_gives_the_ids_of_16_bits_and_the_difference(narrow: Path, wide: Path, name: str, io: str) -> None:
+def test_every_reader_gives_the_ids_of_16_bits_and_the_difference(narrow, wide, name, io):
     expected, found = (flat(READERS[name](root, io)) for root in (narrow, wide))
     # -100 is no target, and 0 pads the last window of an evaluation
     assert found == [id if id in (-100, 0) else id + MORE for id in expected] and max(found) > MORE
 
 
-def test_a_cache_of_32_bits_says_so_and_is_good(wide: Path) -> None:
+def test_a_cache_of_32_bits_says_so_and_is_good(wide):
     for kind in KINDS:
         meta = json.loads((wide / kind / META_NAME).read_text())
         assert meta["token_dtype"] == "uint32-le" and meta["vocab_size"] == MORE + 300
@@ -119,9 +114,7 @@ def test_a_cache_of_32_bits_says_so_and_is_good(wide: Path) -> None:
     assert shard == 64
 
 
-def test_an_id_above_the_vocabulary_is_refused_when_it_is_served_and_named_by_verify(
-    wide: Path, tmp_path: Path
-) -> None:
+def test_an_id_above_the_vocabulary_is_refused_when_it_is_served_and_named_by_verify(wide, tmp_path):
     with written(files_of(wide / "pretrain")) as folder:
         path = folder / "train" / "shard_00001.bin"
         tokens = np.fromfile(path, dtype="<u4")
@@ -135,14 +128,14 @@ def test_an_id_above_the_vocabulary_is_refused_when_it_is_served_and_named_by_ve
         assert verify(folder, Limits(), names=["ids_below_vocab_size"])["ids_below_vocab_size"].problems
 
 
-def test_files_without_meta_json_are_of_the_dtype_that_is_given(wide: Path) -> None:
+def test_files_without_meta_json_are_of_the_dtype_that_is_given(wide):
     with written({name: raw for name, raw in files_of(wide / "pretrain").items() if name != META_NAME}) as folder:
         split, dtypes = folder / "train", ("uint32", None, "uint16")
-        lengths = [PretrainTokenStreamDataset(split, T=4, device="cpu", dtype=each)._split.lengths for each in dtypes]  # type: ignore[arg-type]
+        lengths = [PretrainTokenStreamDataset(split, T=4, device="cpu", dtype=each)._split.lengths for each in dtypes]
         assert [int(each.sum()) for each in lengths] == [40, 80, 80]
         assert next(iter(EpochStream(split, T=4, global_batch_size=1, seed=0, dtype="uint32"))).x.min() > MORE
         with refused("E102", "dtype='<u4", "uint16", "uint32"):
-            PretrainTokenStreamDataset(split, T=4, device="cpu", dtype="<u4")  # type: ignore[arg-type]
+            PretrainTokenStreamDataset(split, T=4, device="cpu", dtype="<u4")
         # Ids of 16 bits, two taken for one, are mostly no id of any vocabulary.
         (split / "shard_00000.bin").write_bytes(np.full(64, 40_000, dtype="<u2").tobytes())
         with refused("E409", "shard_00000.bin: token ", "2**31", "have 16 bits") as error:
@@ -154,9 +147,7 @@ NO_ID = r"token \d+ at byte \d+ is id \d+, expected ids below 2\*\*31"
 
 
 @pytest.mark.parametrize("meta", [None, {"made_by": "another tool", "token_dtype": "uint32-le"}])
-def test_ids_that_no_vocabulary_has_are_refused_by_the_reader_of_chats_too(
-    wide: Path, tmp_path: Path, meta: dict[str, str] | None
-) -> None:
+def test_ids_that_no_vocabulary_has_are_refused_by_the_reader_of_chats_too(wide, tmp_path, meta):
     """Its labels were cut to 2**31 - 1."""
     source, folder = wide / "sft" / "train_tokens.bin", tmp_path / "sft"
     folder.mkdir()
@@ -183,10 +174,10 @@ def test_ids_that_no_vocabulary_has_are_refused_by_the_reader_of_chats_too(
         data.example(0)
 
 
-def test_a_dtype_that_meta_json_contradicts_is_an_error(narrow: Path, wide: Path) -> None:
+def test_a_dtype_that_meta_json_contradicts_is_an_error(narrow, wide):
     for root, wrong, right in ((narrow, "uint32", "uint16"), (wide, "uint16", "uint32")):
         said = rf"meta\.json: token_dtype is '{right}-le', but dtype='{wrong}' was given"
-        openings: list[Callable[..., object]] = [
+        openings = [
             lambda root=root, **dtype: stream(root, **dtype),
             lambda root=root, **dtype: PretrainTokenStreamDataset(root / "pretrain/train", T=1, device="cpu", **dtype),
             lambda root=root, **dtype: iter_eval(root / "pretrain/val", B=1, T=1, **dtype),
@@ -198,12 +189,12 @@ def test_a_dtype_that_meta_json_contradicts_is_an_error(narrow: Path, wide: Path
                 opening(dtype=wrong)
 
 
-def test_caches_of_both_widths_are_mixed_unless_their_tokenizers_are_known_to_differ(tmp_path: Path) -> None:
+def test_caches_of_both_widths_are_mixed_unless_their_tokenizers_are_known_to_differ(tmp_path):
     narrow = number_cache(tmp_path / "pretrain" / "narrow", tokenizer="ab" * 32)
     wide = tmp_path / "wide" / "train"
     wide.mkdir(parents=True)
     np.arange(100, dtype="<u4").tofile(wide / "shard_00000.bin")
-    common: dict[str, Any] = {"T": 4, "global_batch_size": 4, "seed": 0}
+    common = {"T": 4, "global_batch_size": 4, "seed": 0}
     streams = [EpochStream(narrow, **common), EpochStream(wide, dtype="uint32", **common)]
     rows = {batch.x.dtype for batch in islice(MixtureStream(streams, [1, 1], seed=0), 9)}
     assert rows == {torch.int64}
@@ -219,12 +210,12 @@ def test_caches_of_both_widths_are_mixed_unless_their_tokenizers_are_known_to_di
 # --- contradictions ---------------------------------------------------------------------------------------------------
 
 
-def files_of(cache: Path) -> Files:
+def files_of(cache):
     folder = cache.resolve()
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def rewritten(folder: Path, token_bytes: int) -> None:
+def rewritten(folder, token_bytes):
     """Write the token files in ids of so many bytes, with true records of them; token_dtype stays as it is."""
     meta = json.loads((folder / META_NAME).read_text())
     before = 4 if meta["token_dtype"] == "uint32-le" else 2
@@ -243,17 +234,17 @@ def rewritten(folder: Path, token_bytes: int) -> None:
     (folder / META_NAME).write_bytes(meta_bytes(meta))
 
 
-def checksums(path: Path) -> bytes:
+def checksums(path):
     file = HashedFile(path, keep=path.stat().st_size, sha256=sha256_file(path))
     file.close()
     return file.checksums()
 
 
-def read_all(kind: str, folder: Path) -> Iterator[Callable[[], object]]:
+def read_all(kind, folder):
     """Yield what opens each split in every way and reads all of its tokens."""
     for split in ("train", "val"):
         for io in ("mmap", "pread"):
-            way: Any = {"io": io}
+            way = {"io": io}
             if kind == "sft":
                 yield lambda split=split, way=way: [
                     data.example(row)
@@ -280,15 +271,15 @@ def read_all(kind: str, folder: Path) -> Iterator[Callable[[], object]]:
     wrong_id=st.booleans(),
 )
 def test_verify_passes_if_and_only_if_every_reader_reads_the_cache(
-    narrow: Path,
-    wide: Path,
-    kind: str,
-    is_wide: bool,
-    token_bytes: int | None,
-    token_dtype: str | None,
-    vocab_size: int | None,
-    wrong_id: bool,
-) -> None:
+    narrow,
+    wide,
+    kind,
+    is_wide,
+    token_bytes,
+    token_dtype,
+    vocab_size,
+    wrong_id,
+):
     """Files of another width than meta.json says, or a token_dtype or vocab_size that is not theirs; and a wrong id."""
     with written(files_of((wide if is_wide else narrow) / kind)) as folder:
         path = folder / META_NAME
@@ -320,7 +311,7 @@ def test_verify_passes_if_and_only_if_every_reader_reads_the_cache(
         assert bool(verify(folder, Limits(), names=["readers_open"])["readers_open"].problems) != opens
 
 
-def refusal_of(opening: Callable[[], object]) -> CacheError | None:
+def refusal_of(opening):
     try:
         opening()
     except CacheError as error:
@@ -328,7 +319,7 @@ def refusal_of(opening: Callable[[], object]) -> CacheError | None:
     return None
 
 
-def rewritten_meta(folder: Path, meta: dict[str, Any], changed: Path) -> None:
+def rewritten_meta(folder, meta, changed):
     """Record the sha256 of a changed file, and the checksums of all."""
     for record in meta["shards"]["train"]:
         if folder / record["name"] == changed:

@@ -1,14 +1,10 @@
 """What a chat may hold beside words, and what a template leaves out: refused or counted, never a crash."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +15,7 @@ from support.errors import refused
 from support.made_tokenizers import REAL, made_tokenizer, real_tokenizer
 from support.tool_templates import FAMILIES, QWEN, SPECIAL, TOOLS, call, with_marks
 
-from niels_gpt.chat import Chat, ChatTokenizer, EncodedChat, RefusedChat, open_tokenizer
+from niels_gpt.chat import Chat, EncodedChat, RefusedChat, open_tokenizer
 from niels_gpt.chat.tokenizers import template_tokenizer
 from niels_gpt.tokenizers.huggingface import HuggingFaceTokenizer
 
@@ -28,22 +24,22 @@ ANY = FAMILIES["qwen"].template.replace("message.content + '<|im_end|>'", "'' ~ 
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return kinds.write_tokenizer(tmp_path_factory.mktemp("own"), template=FAMILIES["qwen"].template, special=SPECIAL)
 
 
 @pytest.fixture(scope="module")
-def qwen(folder: Path) -> ChatTokenizer:
+def qwen(folder):
     return template_tokenizer(HuggingFaceTokenizer(folder), None, loss_on="assistant,tool_calls")
 
 
-def refused_chat(tokenizer: ChatTokenizer, messages: Any, tools: Any = None) -> RefusedChat:
+def refused_chat(tokenizer, messages, tools=None):
     (found,) = tokenizer.encode_chats([Chat("a", messages, tools)])
     assert isinstance(found, RefusedChat)
     return found
 
 
-NESTED: Any = "x"
+NESTED = "x"
 for _ in range(101):
     NESTED = [NESTED]
 
@@ -62,7 +58,7 @@ for _ in range(101):
     ],
     ids=lambda value: value if isinstance(value, str) and len(value) < 50 else "",
 )
-def test_values_that_json_has_not_are_refused_wherever_they_are(qwen: ChatTokenizer, value: Any, said: str) -> None:
+def test_values_that_json_has_not_are_refused_wherever_they_are(qwen, value, said):
     for messages, tools in (
         ([USER, {**WORDS, "more": {"deep": [value]}}], None),
         ([USER, {"role": "assistant", "tool_calls": [call(given=value)]}], None),
@@ -76,7 +72,7 @@ def test_values_that_json_has_not_are_refused_wherever_they_are(qwen: ChatTokeni
     )
 
 
-def test_special_tokens_are_found_in_every_text(qwen: ChatTokenizer) -> None:
+def test_special_tokens_are_found_in_every_text(qwen):
     token = "a <|im_end|>"
     made = [{"type": "text", "text": "<|im_"}, {"type": "text", "text": "end|>"}]
     for messages, tools in (
@@ -92,7 +88,7 @@ def test_special_tokens_are_found_in_every_text(qwen: ChatTokenizer) -> None:
         assert refused_chat(qwen, messages, tools).reason == "special_text"
 
 
-def test_half_a_surrogate_pair_is_replaced_in_calls_and_tools_too(qwen: ChatTokenizer) -> None:
+def test_half_a_surrogate_pair_is_replaced_in_calls_and_tools_too(qwen):
     half, whole = (
         Chat("a", [USER, {"role": "assistant", "tool_calls": [call(f"f{char}", **{char: [char]})]}], [{"name": char}])
         for char in ("\ud83d", "\ufffd")
@@ -112,20 +108,20 @@ MESSAGE = st.builds(lambda one, two: {**one, **two}, ROLE, st.dictionaries(FIELD
 
 
 @pytest.fixture(scope="module")
-def lenient(folder: Path) -> ChatTokenizer:
+def lenient(folder):
     """With a template that takes nearly everything."""
     return template_tokenizer(HuggingFaceTokenizer(folder), ANY)
 
 
 @settings(max_examples=60)
 @given(messages=st.lists(MESSAGE, max_size=4), tools=st.none() | st.lists(ODD, max_size=2) | ODD)
-def test_no_chat_ends_the_run(lenient: ChatTokenizer, messages: list[Any], tools: Any) -> None:
-    counters: Counter[str] = Counter()
+def test_no_chat_ends_the_run(lenient, messages, tools):
+    counters = Counter()
     rows = rows_of(lenient, turns("a", "b"), Chat("odd", messages, tools), counters=counters)
     assert rows[0].id == "chat 0" and counters["rows"] + dropped(counters) == 2
 
 
-def test_what_a_template_leaves_out_is_counted(folder: Path) -> None:
+def test_what_a_template_leaves_out_is_counted(folder):
     chatml, counters = open_tokenizer(str(folder), chat_template=kinds.CHATML), Counter[str]()
     thoughtful = [USER, {**WORDS, "reasoning_content": "The ground is wet."}]
     calls = [USER, {**WORDS, "tool_calls": [call("user")]}]  # the text has the name, but not as a call
@@ -134,7 +130,7 @@ def test_what_a_template_leaves_out_is_counted(folder: Path) -> None:
     assert counters == {"rows": 2, "unused_tools": 1, "unused_reasoning": 1, "unused_tool_calls": 1}
 
 
-def test_words_that_a_template_leaves_out_are_counted_and_those_of_a_list_refused(folder: Path) -> None:
+def test_words_that_a_template_leaves_out_are_counted_and_those_of_a_list_refused(folder):
     texts_only = "{% set text = m.content if m.content is string else '' %}{{ '<|im_start|>' ~ m.role ~ '\n' ~ text }}"
     template = "{% for m in messages if m.role != 'tool' %}" + texts_only + "<|im_end|>{% endfor %}"
     template += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -146,7 +142,7 @@ def test_words_that_a_template_leaves_out_are_counted_and_those_of_a_list_refuse
     assert counters == {"rows": 2, "unused_words": 1, "unused_weight": 1, "content_not_as_text": 1}
 
 
-def test_arguments_that_are_written_as_a_string_are_counted(qwen: ChatTokenizer) -> None:
+def test_arguments_that_are_written_as_a_string_are_counted(qwen):
     one, two = (
         [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": given}}]}]
         for given in ('{"x": 1}', {"x": 1})
@@ -156,7 +152,7 @@ def test_arguments_that_are_written_as_a_string_are_counted(qwen: ChatTokenizer)
     assert counters == {"rows": 2, "arguments_as_text": 1}
 
 
-def test_a_chat_of_many_long_turns_is_rendered_in_parts_and_a_larger_one_refused(folder: Path) -> None:
+def test_a_chat_of_many_long_turns_is_rendered_in_parts_and_a_larger_one_refused(folder):
     tokenizer = open_tokenizer(str(folder), chat_template=kinds.CHATML)
     chat = [each for number in range(230) for each in turns(f"{number} " + "\x01" * 160, "\x01" * 160)]
     counters = Counter[str]()
@@ -164,7 +160,7 @@ def test_a_chat_of_many_long_turns_is_rendered_in_parts_and_a_larger_one_refused
     assert len(supervised(tokenizer, row)) == 230 and counters == {"rows": 1, "too_large": 1}
 
 
-def test_turns_without_loss_are_counted_and_a_chat_without_loss_is_dropped(folder: Path) -> None:
+def test_turns_without_loss_are_counted_and_a_chat_without_loss_is_dropped(folder):
     tokenizer, counters = template_tokenizer(HuggingFaceTokenizer(folder), None, loss_on="tool_calls"), Counter[str]()
     calls = {"role": "assistant", "tool_calls": [call()]}
     talk = [USER, calls, {"role": "tool", "content": "4"}, WORDS, USER, WORDS]
@@ -186,14 +182,14 @@ UNSURE = {
 
 
 @pytest.mark.parametrize("name", UNSURE)
-def test_where_marks_do_not_tell_the_turn_the_chat_is_refused_only_if_that_matters(folder: Path, name: str) -> None:
+def test_where_marks_do_not_tell_the_turn_the_chat_is_refused_only_if_that_matters(folder, name):
     ids, chat = HuggingFaceTokenizer(folder), [USER, WORDS, USER, WORDS]
     assert any(template_tokenizer(ids, UNSURE[name]).encode_chat(chat)[1]), "every turn carries loss"
     found = refused_chat(template_tokenizer(ids, UNSURE[name], loss_on="last"), chat)
     assert found.reason == "unknown_turns" and "'a'" in found.found
 
 
-def test_reasoning_has_the_names_that_transformers_gives_it_and_belongs_to_its_turn(folder: Path) -> None:
+def test_reasoning_has_the_names_that_transformers_gives_it_and_belongs_to_its_turn(folder):
     from transformers import AutoTokenizer
 
     template = with_marks(THINKS)
@@ -205,7 +201,7 @@ def test_reasoning_has_the_names_that_transformers_gives_it_and_belongs_to_its_t
     assert ids == theirs.apply_chat_template(talk, chat_template=template)["input_ids"]
 
 
-def test_null_fields_are_absent_and_parts_reach_a_template_that_reads_them(folder: Path) -> None:
+def test_null_fields_are_absent_and_parts_reach_a_template_that_reads_them(folder):
     template = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% for part in m.content %}{{ part.text }}"
         "{% endfor %}{{ '|' ~ m.keys() | list | join(',') }}<|im_end|>\n{% endfor %}"
@@ -220,7 +216,7 @@ def test_null_fields_are_absent_and_parts_reach_a_template_that_reads_them(folde
 # --- the files of a cache's tokenizer ---
 
 
-def test_a_caches_tokenizer_needs_no_transformers(folder: Path) -> None:
+def test_a_caches_tokenizer_needs_no_transformers(folder):
     script = (
         "import sys; sys.modules['transformers'] = None\n"
         "from niels_gpt.chat.tokenizers import template_tokenizer\n"
@@ -233,7 +229,7 @@ def test_a_caches_tokenizer_needs_no_transformers(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5", pytest.param("neox", marks=pytest.mark.slow)])
-def test_the_ids_of_any_tokenizer_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_the_ids_of_any_tokenizer_are_those_of_transformers(name, tmp_path):
     from transformers import PreTrainedTokenizerFast
 
     source = real_tokenizer(name) if name in REAL else made_tokenizer(name)
@@ -249,7 +245,7 @@ def test_the_ids_of_any_tokenizer_are_those_of_transformers(name: str, tmp_path:
         assert backend.vocab_size == ids.vocab_size and backend.sha256 and backend.variables == {"eos_token": end}
 
 
-def test_a_template_that_makes_too_much_of_a_tool_is_refused(folder: Path) -> None:
+def test_a_template_that_makes_too_much_of_a_tool_is_refused(folder):
     greedy = template_tokenizer(
         HuggingFaceTokenizer(folder), kinds.CHATML + "{{ (tools | tojson) * 2000000000 if tools }}"
     )
@@ -258,11 +254,11 @@ def test_a_template_that_makes_too_much_of_a_tool_is_refused(folder: Path) -> No
         greedy.encode_chat([USER, WORDS], TOOLS)
 
 
-def test_the_template_and_the_named_tokens_come_from_the_files_beside(folder: Path, tmp_path: Path) -> None:
+def test_the_template_and_the_named_tokens_come_from_the_files_beside(folder, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     config = tmp_path / "tokenizer_config.json"
 
-    def opened(**fields: Any) -> ChatTokenizer:
+    def opened(**fields):
         config.write_text(json.dumps(fields))
         return template_tokenizer(HuggingFaceTokenizer(tmp_path), None)
 

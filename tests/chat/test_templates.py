@@ -7,10 +7,8 @@ import logging
 import os
 import resource
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,7 +22,7 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+def folder(tmp_path_factory):
     return str(kinds.write_tokenizer(tmp_path_factory.mktemp("none"), template=None))
 
 
@@ -50,7 +48,7 @@ PRIVATE = "".join(map(chr, range(0xE000, 0xE010)))
 
 
 @pytest.mark.parametrize(("plain", "other"), [(key, each) for key, others in HARMLESS.items() for each in others])
-def test_other_words_for_a_template_give_the_same_rows(folder: str, plain: str, other: str) -> None:
+def test_other_words_for_a_template_give_the_same_rows(folder, plain, other):
     one, two = (open_tokenizer(folder, chat_template=text) for text in (plain, other))
     assert one.mask_by == two.mask_by == ("prefix" if plain == kinds.CHATML else "generation")
     chats = CHAT, turns("a", ""), turns(PRIVATE, f"a{PRIVATE}b")
@@ -60,7 +58,7 @@ def test_other_words_for_a_template_give_the_same_rows(folder: str, plain: str, 
     assert supervised(two, rows_of(two, chats[2])[0]) == [f"a{PRIVATE}b<|im_end|>"], "they are text"
 
 
-def test_marks_around_nothing_supervise_nothing(folder: str) -> None:
+def test_marks_around_nothing_supervise_nothing(folder):
     template = "He{% generation %}{% endgeneration %}llo" + kinds.CHATML_MARKED
     tokenizer = open_tokenizer(folder, chat_template=template)
     assert supervised(tokenizer, rows_of(tokenizer, CHAT)[0]) == ["I am well.<|im_end|>", "It rained. 🦊<|im_end|>"]
@@ -83,8 +81,8 @@ UNREAD = {
 
 
 @pytest.mark.parametrize("template", UNREAD)
-def test_a_template_that_can_be_told_before_a_chat_is_read_is_refused_then(folder: str, template: str) -> None:
-    def never() -> Iterator[Chat]:
+def test_a_template_that_can_be_told_before_a_chat_is_read_is_refused_then(folder, template):
+    def never():
         raise AssertionError("a chat was read")
         yield Chat("", [])
 
@@ -94,7 +92,7 @@ def test_a_template_that_can_be_told_before_a_chat_is_read_is_refused_then(folde
         list(chat_rows(never(), tokenizer, seq_length=64, counters=Counter()))
 
 
-def test_a_filter_that_changes_marked_text_is_refused_with_the_chat_that_shows_it(folder: str) -> None:
+def test_a_filter_that_changes_marked_text_is_refused_with_the_chat_that_shows_it(folder):
     template = kinds.CHATML_MARKED.replace("{% generation %}", "{% filter trim %}{% generation %}")
     tokenizer = open_tokenizer(
         folder, chat_template=template.replace("{% endgeneration %}", "{% endgeneration %}{% endfilter %}")
@@ -104,13 +102,13 @@ def test_a_filter_that_changes_marked_text_is_refused_with_the_chat_that_shows_i
         rows_of(tokenizer, CHAT, turns("a", "  yes"))
 
 
-def test_a_header_is_never_taken_for_the_beginning_of_a_reply(folder: str) -> None:
+def test_a_header_is_never_taken_for_the_beginning_of_a_reply(folder):
     unprompted = kinds.PLAIN.replace("{% if add_generation_prompt %}", "{% if false %}")
     with refused("E407", "where a reply begins", "'Assistant: "):
         rows_of(open_tokenizer(folder, chat_template=unprompted), turns("Which one?", "A"))
 
 
-def test_a_reply_with_no_message_before_it_carries_no_loss(folder: str) -> None:
+def test_a_reply_with_no_message_before_it_carries_no_loss(folder):
     tokenizer, counters = open_tokenizer(folder, chat_template=kinds.LLAMA_3), Counter[str]()
     led, alone = turns("I am well.", "Why?", "It rained.", first="assistant"), turns("I am well.", first="assistant")
     rows = rows_of(tokenizer, led, alone, CHAT, counters=counters)
@@ -125,7 +123,7 @@ def test_a_reply_with_no_message_before_it_carries_no_loss(folder: str) -> None:
     assert supervised(marked, rows_of(marked, alone)[0]) == ["I am well.<|im_end|>"], "marks tell where it begins"
 
 
-def test_an_empty_reply_without_a_generation_prompt_carries_no_loss(folder: str) -> None:
+def test_an_empty_reply_without_a_generation_prompt_carries_no_loss(folder):
     tokenizer, counters = open_tokenizer(folder, chat_template=kinds.INST), Counter[str]()
     rows = rows_of(tokenizer, turns("a", "", "b", "Yes"), turns("a", " \n"), counters=counters)
     assert [supervised(tokenizer, row) for row in rows] == [[" Yes<|im_end|>"]]
@@ -134,9 +132,7 @@ def test_an_empty_reply_without_a_generation_prompt_carries_no_loss(folder: str)
     assert supervised(prompted, rows_of(prompted, turns("a", ""))[0]) == ["<|im_end|>"]
 
 
-def test_an_unstable_template_is_warned_of_and_refused_with_the_first_chat(
-    folder: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unstable_template_is_warned_of_and_refused_with_the_first_chat(folder, caplog):
     tokenizer = open_tokenizer(folder, chat_template=kinds.LAST_REPLY_THINKS)
     with caplog.at_level(logging.WARNING, logger="niels_gpt"):
         rows = rows_of(tokenizer, *[turns("Why?", "It rained.")] * 300)
@@ -150,7 +146,7 @@ def test_an_unstable_template_is_warned_of_and_refused_with_the_first_chat(
         rows_of(tokenizer, turns("Why?", "It rained."), CHAT)
 
 
-def test_only_a_template_that_could_not_be_tried_is_warned_of(folder: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_only_a_template_that_could_not_be_tried_is_warned_of(folder, caplog):
     for template in kinds.TEMPLATES.values():
         with caplog.at_level(logging.WARNING, logger="niels_gpt"):
             assert rows_of(open_tokenizer(folder, chat_template=template), CHAT)
@@ -165,7 +161,7 @@ LATER = ("Hello(?=[\\s\\S]*It rained)", "Assistant")
 """What depends on a later word: no tokenizer should, and none that does may go unnoticed."""
 
 
-def test_beginnings_with_other_tokens_than_the_chat_are_refused_by_name(tmp_path: Path) -> None:
+def test_beginnings_with_other_tokens_than_the_chat_are_refused_by_name(tmp_path):
     folder = str(kinds.write_tokenizer(tmp_path / "prefix", template=kinds.PLAIN, replaced=LATER))
     tokenizer = open_tokenizer(folder)
     assert len(rows_of(tokenizer, turns("Hello there.", "Yes."))) == 1
@@ -176,7 +172,7 @@ def test_beginnings_with_other_tokens_than_the_chat_are_refused_by_name(tmp_path
     assert len(rows_of(marked, CHAT)) == 1, "marks need no beginnings"
 
 
-def test_beginnings_are_checked_at_first_and_then_now_and_then(tmp_path: Path) -> None:
+def test_beginnings_are_checked_at_first_and_then_now_and_then(tmp_path):
     folder = str(kinds.write_tokenizer(tmp_path, template=kinds.PLAIN, replaced=LATER))
     with kinds.checked_beginnings(first=3, every=4):
         for place, is_checked in enumerate([True, True, True, False, True, False, False, False, True]):
@@ -188,7 +184,7 @@ def test_beginnings_are_checked_at_first_and_then_now_and_then(tmp_path: Path) -
                 assert len(rows_of(open_tokenizer(folder), *chats)) == place + 1
 
 
-def test_white_space_in_front_of_a_reply_may_be_divided_in_another_way(tmp_path: Path) -> None:
+def test_white_space_in_front_of_a_reply_may_be_divided_in_another_way(tmp_path):
     tokenizer = open_tokenizer(str(kinds.write_tokenizer(tmp_path, template=kinds.LLAMA_3, more=("a\n\n", "b\n\n"))))
     row = rows_of(tokenizer, CHAT)[0]
     lines = [tokenizer.decode([number]) for number in row.input_ids.tolist()]
@@ -198,7 +194,7 @@ def test_white_space_in_front_of_a_reply_may_be_divided_in_another_way(tmp_path:
     assert supervised(tokenizer, row) == ["I am well.<|eot|>", "It rained. 🦊<|eot|>"]
 
 
-def test_every_chat_is_a_row_or_counted_as_dropped(folder: str) -> None:
+def test_every_chat_is_a_row_or_counted_as_dropped(folder):
     tokenizer, counters = open_tokenizer(folder, chat_template=kinds.PLAIN), Counter[str]()
     chats = [CHAT, turns("a", "b" * 600), turns("a", "am"), turns("a", "b", "c", first="assistant"), [], CHAT[:1]]
     chats += [turns("<|pad|>", "a"), [SYSTEM, *CHAT]]
@@ -222,7 +218,7 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_a_template_that_takes_too_much_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_template_that_takes_too_much_is_refused(tmp_path, name):
     template, said = ATTACKS[name]
     # "loops" alone needs the limit of time: the others end by themselves, on a busy machine later
     limit = kinds.seconds_of_a_template(0.5) if name == "loops" else nullcontext()
@@ -233,7 +229,7 @@ def test_a_template_that_takes_too_much_is_refused(tmp_path: Path, name: str) ->
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20, "KiB, of this process"
 
 
-def test_a_template_that_was_stopped_and_a_forked_child_leave_the_next_one_alone(tmp_path: Path) -> None:
+def test_a_template_that_was_stopped_and_a_forked_child_leave_the_next_one_alone(tmp_path):
     good = open_tokenizer(str(kinds.write_tokenizer(tmp_path, template=kinds.CHATML)))
     expected = good.encode_chat(HI)
     with refused("E407", "512 MiB of memory"):
@@ -269,7 +265,7 @@ WRITTEN = (
 
 
 @pytest.mark.parametrize("template", WRITTEN)
-def test_a_template_writes_what_it_writes_in_transformers(template: str) -> None:
+def test_a_template_writes_what_it_writes_in_transformers(template):
     from transformers.utils.chat_template_utils import render_jinja_template
 
     chat = [{"role": "user", "content": "é", "thinking": "Hm.", "name": None}]
@@ -283,8 +279,8 @@ def test_a_template_writes_what_it_writes_in_transformers(template: str) -> None
     assert kind == theirs[0] and (kind == "raised" or text == theirs[1])
 
 
-def test_threads_share_it_and_get_their_own_answers_half_a_surrogate_pair_too() -> None:
-    def ask(number: int) -> list[tuple[str, str]]:
+def test_threads_share_it_and_get_their_own_answers_half_a_surrogate_pair_too():
+    def ask(number):
         chats = [Chat("", [{"role": "user", "content": f"{number} {each}"}]) for each in range(20)]
         return rendered("{{ '\\ud83d' ~ messages[0].content }}", *chats)
 

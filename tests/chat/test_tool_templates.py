@@ -1,10 +1,5 @@
 """Chats with tools by templates of the usual kinds: which tokens carry loss, and which template refuses which chat."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -14,7 +9,7 @@ from support.chat_tokenizers import supervised
 from support.errors import refused
 from support.tool_templates import FAMILIES, SPECIAL, TOOLS, Refused, call, encoded, with_loss
 
-from niels_gpt.chat import LOSS_ON, Chat, ChatTokenizer, EncodedChat, RefusedChat, open_tokenizer
+from niels_gpt.chat import LOSS_ON, Chat, EncodedChat, RefusedChat, open_tokenizer
 from niels_gpt.chat.tokenizers import template_tokenizer
 from niels_gpt.tokenizers.huggingface import HuggingFaceTokenizer
 
@@ -43,17 +38,17 @@ CHATS = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return kinds.write_tokenizer(tmp_path_factory.mktemp("none"), template=None, special=SPECIAL)
 
 
 @pytest.fixture(scope="module")
-def ids(folder: Path) -> HuggingFaceTokenizer:
+def ids(folder):
     return HuggingFaceTokenizer(folder)
 
 
 @pytest.fixture(scope="module")
-def opened(ids: HuggingFaceTokenizer) -> dict[tuple[str, str], ChatTokenizer]:
+def opened(ids):
     return {
         (name, loss_on): template_tokenizer(ids, family.template, loss_on=loss_on)
         for name, family in FAMILIES.items()
@@ -61,7 +56,7 @@ def opened(ids: HuggingFaceTokenizer) -> dict[tuple[str, str], ChatTokenizer]:
     }
 
 
-def expected(tokenizer: ChatTokenizer, name: str, messages: Any, tools: Any) -> tuple[list[int], list[int]] | str:
+def expected(tokenizer, name, messages, tools):
     """Return ids and mask by the oracle, or the counter of a refusal."""
     try:
         parts = FAMILIES[name].oracle(messages, tools)
@@ -72,7 +67,7 @@ def expected(tokenizer: ChatTokenizer, name: str, messages: Any, tools: Any) -> 
     return encoded(tokenizer, parts, [turn for turn in turns if turn or tokenizer.mask_by == "generation"])
 
 
-def check(tokenizer: ChatTokenizer, name: str, messages: Any, tools: Any) -> None:
+def check(tokenizer, name, messages, tools):
     (found,) = tokenizer.encode_chats([Chat("a chat", messages, tools)])
     wanted = expected(tokenizer, name, messages, tools)
     if isinstance(found, RefusedChat):
@@ -85,7 +80,7 @@ def check(tokenizer: ChatTokenizer, name: str, messages: Any, tools: Any) -> Non
 
 @pytest.mark.parametrize("loss_on", LOSS_ON)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_ids_and_loss_are_those_of_each_turn_alone(opened: Any, name: str, loss_on: str) -> None:
+def test_ids_and_loss_are_those_of_each_turn_alone(opened, name, loss_on):
     for messages, tools in CHATS.values():
         check(opened[name, loss_on], name, messages, tools)
 
@@ -108,7 +103,7 @@ REFUSES = {
 
 
 @pytest.mark.parametrize("name", REFUSES)
-def test_which_template_refuses_which_chat(opened: Any, name: str) -> None:
+def test_which_template_refuses_which_chat(opened, name):
     chats = [Chat(chat, *given) for chat, given in CHATS.items()]
     found = zip(CHATS, opened[name, "assistant,tool_calls"].encode_chats(chats), strict=True)
     refused = {chat: each.reason for chat, each in found if isinstance(each, RefusedChat)}
@@ -116,7 +111,7 @@ def test_which_template_refuses_which_chat(opened: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_ids_are_those_of_transformers_with_tools(folder: Path, opened: Any, name: str) -> None:
+def test_the_ids_are_those_of_transformers_with_tools(folder, opened, name):
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(folder)
@@ -134,7 +129,7 @@ def test_the_ids_are_those_of_transformers_with_tools(folder: Path, opened: Any,
     assert facts[0] == facts[1]
 
 
-def test_another_token_of_the_user_changes_no_target(opened: Any) -> None:
+def test_another_token_of_the_user_changes_no_target(opened):
     steps = [SYSTEM, USER, PARALLEL, RESULT, {**RESULT, "content": "rain"}, WORDS, USER, BOTH]
     for name, loss_on in opened:
         messages = TALK if name in ("gemma", "mistral") else [SYSTEM, *TALK] if "chatml" in name else steps
@@ -150,7 +145,7 @@ def test_another_token_of_the_user_changes_no_target(opened: Any) -> None:
         assert changed.any() and one.mask == two.mask and not (changed & (np.array(one.mask) == 1)).any()
 
 
-def test_loss_in_each_choice_written_out(opened: Any, ids: HuggingFaceTokenizer) -> None:
+def test_loss_in_each_choice_written_out(opened, ids):
     talk = [USER, BOTH, RESULT, WORDS]
     called = 'I am to look.\n<tool_call>\n{"name": "river", "arguments": {"name": "river", "of": "Spree"}}'
     called = called.replace('"name": "river", "of"', '"of"') + "\n</tool_call><|im_end|>"
@@ -196,9 +191,7 @@ TURN = st.one_of(
 
 @settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(messages=st.lists(TURN, min_size=1, max_size=6), tools=st.sampled_from([None, TOOLS]), data=st.data())
-def test_any_chat_has_the_oracles_ids_and_loss_or_is_refused_as_it_says(
-    opened: Any, messages: list[Any], tools: Any, data: st.DataObject
-) -> None:
+def test_any_chat_has_the_oracles_ids_and_loss_or_is_refused_as_it_says(opened, messages, tools, data):
     loss_on = data.draw(st.sampled_from(LOSS_ON))
     for name in FAMILIES:
         if name == "mistral" and (tools or not _words_may_replace_calls(messages)):
@@ -206,7 +199,7 @@ def test_any_chat_has_the_oracles_ids_and_loss_or_is_refused_as_it_says(
         check(opened[name, loss_on], name, messages, tools)
 
 
-def _words_may_replace_calls(messages: list[Any]) -> bool:
+def _words_may_replace_calls(messages):
     last = "assistant"
     for message in messages:
         if message.get("tool_calls") and last == "assistant":
@@ -215,7 +208,7 @@ def _words_may_replace_calls(messages: list[Any]) -> bool:
     return True
 
 
-def test_a_template_with_tools_before_the_last_user_is_refused_unless_only_the_last_turn_counts(opened: Any) -> None:
+def test_a_template_with_tools_before_the_last_user_is_refused_unless_only_the_last_turn_counts(opened):
     chat = Chat("long", [USER, WORDS, {**USER, "content": "And why?"}, CALLS, RESULT, WORDS], TOOLS)
     with refused("E407", "prefix-stable", "chat 'long'", "messages 1 to 2", "--chat-template FILE"):
         opened["mistral", "assistant"].encode_chats([chat])

@@ -5,10 +5,9 @@ import re
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from support.commands import Done, niels_gpt
+from support.commands import niels_gpt
 from support.data_files import lines, write
 
 from niels_gpt.eagle3.target import write_small_target
@@ -19,20 +18,20 @@ CHATS = [{"role": "user", "content": "who is there"}, {"role": "assistant", "con
 
 
 @pytest.fixture(autouse=True)
-def one_core(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_core(monkeypatch):
     """Run the target in one thread: two that share a busy core wait for each other most of the time."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory, tiny_model_path: Path) -> str:
+def target(tmp_path_factory, tiny_model_path):
     """A small Llama in a folder of its own, as a user's model is."""
     folder = tmp_path_factory.mktemp("models") / "tiny-llama"
     return str(write_small_target(folder, load_tokenizer(tiny_model_path)))
 
 
 @pytest.fixture
-def flags(tmp_path: Path, mirror: Path, tiny_model_path: Path) -> list[str]:
+def flags(tmp_path, mirror, tiny_model_path):
     """Flags that build from the mirror in ./c; of eagle3 six chats in two shards."""
     chats = lines(*({"messages": [*CHATS[:1], {**CHATS[1], "content": f"the sea {number}"}]} for number in range(6)))
     write(tmp_path / "chats.jsonl", chats)
@@ -41,11 +40,11 @@ def flags(tmp_path: Path, mirror: Path, tiny_model_path: Path) -> list[str]:
     return [*given, *(str(word) for name, value in of_eagle3.items() for word in (f"--eagle3-{name}", value))]
 
 
-def rows(done: Done) -> dict[str, Any]:
+def rows(done):
     return {row["key"]: row for row in done.json["caches"]}
 
 
-def test_they_are_built_by_name_without_the_tokenizer_and_reused_and_listed(flags: list[str], target: str) -> None:
+def test_they_are_built_by_name_without_the_tokenizer_and_reused_and_listed(flags, target):
     build = ["build", TARGETS, VOCAB, *flags, "--eagle3-target", target]
     done = niels_gpt(*build, "--dry-run", "--json")
     assert done.status == 0
@@ -69,9 +68,7 @@ def test_they_are_built_by_name_without_the_tokenizer_and_reused_and_listed(flag
     assert len(Path("c/.runs/eagle3.targets.jsonl").read_text().splitlines()) == 2
 
 
-def test_a_damaged_one_fails_its_checks_stops_no_other_and_its_error_ends_in_the_command_that_repairs_it(
-    flags: list[str], target: str
-) -> None:
+def test_a_damaged_one_fails_its_checks_stops_no_other_and_its_error_ends_in_the_command_that_repairs_it(flags, target):
     build = ["build", "roam", *KEYS, *flags, "--eagle3-target", target, "--deep-checks"]
     assert niels_gpt(*build).status == 0
     shard = Path("c", TARGETS, "shard-000001.safetensors")
@@ -90,7 +87,7 @@ def test_a_damaged_one_fails_its_checks_stops_no_other_and_its_error_ends_in_the
     assert niels_gpt(*again[1:]).status == 0 and niels_gpt(*build).status == 0
 
 
-def test_without_a_target_a_build_of_all_leaves_them_out_and_a_named_one_fails(flags: list[str]) -> None:
+def test_without_a_target_a_build_of_all_leaves_them_out_and_a_named_one_fails(flags):
     done = niels_gpt("build", TARGETS, *flags)
     assert done.status == 1
     error = done.err
@@ -114,8 +111,8 @@ def test_without_a_target_a_build_of_all_leaves_them_out_and_a_named_one_fails(f
 
 
 def test_without_transformers_they_are_left_out_and_strict_counts_it_where_a_target_is_named(
-    flags: list[str], tmp_path: Path, tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    flags, tmp_path, tiny_model_path, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "transformers", None)
     done = niels_gpt("build", VOCAB, *flags, "--eagle3-target", "someones/model")
     assert done.status == 4 and "pip install 'niels-gpt[eagle3]'" in done.err

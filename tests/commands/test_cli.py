@@ -10,10 +10,7 @@ import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
-from typing import Any, NoReturn
 
 import pytest
 from support.byte_tokenizer import ByteTokenizer
@@ -28,7 +25,7 @@ from niels_gpt.settings import Settings
 cli = partial(niels_gpt, module="niels_gpt.cache.cli")
 
 
-def test_build_all_builds_every_cache_and_prints_a_table(flags: list[str]) -> None:
+def test_build_all_builds_every_cache_and_prints_a_table(flags):
     done = cli("build-all", "--seed", "42", *flags)
     assert done.status == 0
     table = done.out.splitlines()
@@ -39,7 +36,7 @@ def test_build_all_builds_every_cache_and_prints_a_table(flags: list[str]) -> No
     assert done.status == 0 and done.out.count("up to date") == 10
 
 
-def test_one_failing_source_does_not_stop_the_others(flags: list[str], tmp_path: Path) -> None:
+def test_one_failing_source_does_not_stop_the_others(flags, tmp_path):
     blocked = tmp_path / "c" / "sample" / "pretrain" / "roam"
     blocked.mkdir(parents=True)
     (blocked / "holiday.jpg").write_bytes(b"mine")
@@ -52,7 +49,7 @@ def test_one_failing_source_does_not_stop_the_others(flags: list[str], tmp_path:
     assert (blocked / "holiday.jpg").read_bytes() == b"mine"
 
 
-def test_json_names_what_failed_and_what_was_built(flags: list[str], tmp_path: Path) -> None:
+def test_json_names_what_failed_and_what_was_built(flags, tmp_path):
     blocked = tmp_path / "c" / "sample" / "pretrain" / "roam"
     blocked.mkdir(parents=True)
     (blocked / "holiday.jpg").write_bytes(b"mine")
@@ -63,7 +60,7 @@ def test_json_names_what_failed_and_what_was_built(flags: list[str], tmp_path: P
     assert "holiday.jpg" in rows["pretrain/roam"]["error"]["message"]
 
 
-def test_list_prints_each_cache_with_the_time_of_its_build(root: Path, tmp_path: Path) -> None:
+def test_list_prints_each_cache_with_the_time_of_its_build(root, tmp_path):
     (root / ".runs" / "sft.oasst1.jsonl").unlink()  # as where a cache was copied
     done = cli("list", root)
     assert done.status == 0
@@ -88,7 +85,7 @@ def test_list_prints_each_cache_with_the_time_of_its_build(root: Path, tmp_path:
     assert done.status == 1 and "no cache there" in done.err
 
 
-def test_a_build_prints_the_warnings_of_its_checks_and_fails_where_one_blocks(flags: list[str], sample: Path) -> None:
+def test_a_build_prints_the_warnings_of_its_checks_and_fails_where_one_blocks(flags, sample):
     done = cli("build", "dolly15k", "--max-dropped-share", "0", *flags)
     assert done.status == 0 and "warning[W201]: sft/dolly15k: " in done.err
     tokens = sample / "sft" / "dolly15k" / "train_tokens.bin"
@@ -104,7 +101,7 @@ CHOSEN = {"on_special": "text", "engine": "reference", "tokenizer_kind": "bpe", 
 CHOSEN |= {"eagle3_format": "native", "eagle3_aux_dtype": "fp8", "eagle3_dtype": "fp16", "eagle3_device": "cpu"}
 
 
-def test_every_setting_of_a_build_has_a_flag_that_reaches_it() -> None:
+def test_every_setting_of_a_build_has_a_flag_that_reaches_it():
     for field in dataclasses.fields(Settings):
         flag = "--" + field.name.replace("_", "-")
         if isinstance(field.default, bool):
@@ -121,12 +118,12 @@ def test_every_setting_of_a_build_has_a_flag_that_reaches_it() -> None:
         assert settings == dataclasses.replace(Settings(), **{field.name: value}, **more)
 
 
-def test_the_earlier_name_of_a_flag_is_still_accepted() -> None:
+def test_the_earlier_name_of_a_flag_is_still_accepted():
     assert settings_by("--tokenizer-model", "spm.model") == Settings(tokenizer="spm.model")
 
 
 @pytest.mark.parametrize(("flag", "now"), [("--no-append-eot", "none"), ("--append-eot", "auto")])
-def test_an_earlier_flag_names_the_one_of_now(tmp_path: Path, flag: str, now: str) -> None:
+def test_an_earlier_flag_names_the_one_of_now(tmp_path, flag, now):
     done = cli("build", "roam", "--cache-dir", tmp_path, flag)
     assert done.status != 0
     assert f"error[E101]: {flag}: there is no such option any more. Pass --document-end {now}" in done.err
@@ -139,8 +136,8 @@ WRONG += "fineweb-edu-train-tokens -1, character-coverage nan, max-dropped-share
 @pytest.mark.parametrize(("flag", "value"), [f"--{wrong}".split() for wrong in WRONG.split(", ")])
 @pytest.mark.parametrize("command", [["build-all"], ["build", "roam", "--dry-run"]])
 def test_a_number_that_nothing_can_be_built_with_is_refused_before_anything_is_done(
-    flags: list[str], tmp_path: Path, command: list[str], flag: str, value: str
-) -> None:
+    flags, tmp_path, command, flag, value
+):
     done = cli(*command, *flags, flag, value)
     assert done.status == 1
     out, err = done.out, done.err
@@ -149,16 +146,16 @@ def test_a_number_that_nothing_can_be_built_with_is_refused_before_anything_is_d
     assert not (tmp_path / "c").exists()
 
 
-def test_a_dry_run_shows_an_unfinished_build_and_how_far_it_came(flags: list[str], root: Path, tmp_path: Path) -> None:
+def test_a_dry_run_shows_an_unfinished_build_and_how_far_it_came(flags, root, tmp_path):
     (tmp_path / "c").mkdir()
     root.rename(tmp_path / "c" / "sample")
     path = tmp_path / "c" / "sample" / "pretrain" / "wikitext"
 
-    def broken() -> Iterator[tuple[None, str]]:
+    def broken():
         yield from ((None, "some text " * 1_000) for _ in range(999))
         raise ConnectionError("the hub is away")
 
-    fixed: dict[str, Any] = {"max_train_tokens": 10**8, "max_val_tokens": 0, "shard_bytes": 10**8, "seed": 0}
+    fixed = {"max_train_tokens": 10**8, "max_val_tokens": 0, "shard_bytes": 10**8, "seed": 0}
     with pytest.raises(ConnectionError):
         build_pretrain(
             broken(), path, tokenizer=ByteTokenizer(), shuffle_buffer=None, checkpoint_seconds=0, num_threads=0, **fixed
@@ -176,21 +173,19 @@ def test_a_dry_run_shows_an_unfinished_build_and_how_far_it_came(flags: list[str
     assert "unfinished" not in rows["pretrain/roam"] + rows["sft/dolly15k"]
 
 
-def test_an_unfinished_build_of_another_version_is_shown_as_not_used(
-    flags: list[str], root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unfinished_build_of_another_version_is_shown_as_not_used(flags, root, tmp_path, caplog):
     (tmp_path / "c").mkdir()
     root.rename(tmp_path / "c" / "sample")
     path = tmp_path / "c" / "sample" / "pretrain" / "wikitext"
 
-    def build(*, broken: bool) -> None:
-        def texts() -> Iterator[tuple[None, str]]:
+    def build(*, broken):
+        def texts():
             yield from ((None, "some text " * 1_000) for _ in range(999))
             if broken:
                 raise ConnectionError("the hub is away")
 
-        fixed: dict[str, Any] = {"max_train_tokens": 10**8, "max_val_tokens": 0, "shard_bytes": 10**8, "seed": 0}
-        more: dict[str, Any] = {"shuffle_buffer": None, "checkpoint_seconds": 0, "num_threads": 0}
+        fixed = {"max_train_tokens": 10**8, "max_val_tokens": 0, "shard_bytes": 10**8, "seed": 0}
+        more = {"shuffle_buffer": None, "checkpoint_seconds": 0, "num_threads": 0}
         build_pretrain(texts(), path, tokenizer=ByteTokenizer(), **fixed, **more)
 
     with another_version(), pytest.raises(ConnectionError):
@@ -211,7 +206,7 @@ def test_an_unfinished_build_of_another_version_is_shown_as_not_used(
     assert "which is not used; `niels-gpt gc` would remove it" in caplog.text
 
 
-def test_show_prints_a_window_and_an_example_with_its_mask(sample: Path) -> None:
+def test_show_prints_a_window_and_an_example_with_its_mask(sample):
     done = cli("show", sample / "pretrain/wikitext", "--at", "10", "--tokens", "5")
     assert done.status == 0 and "tokens 10 to 15" in done.out
     done = cli("show", sample / "sft/dolly15k", "--split", "val", "--at", "1", "--tokens", "5000")
@@ -230,7 +225,7 @@ def test_show_prints_a_window_and_an_example_with_its_mask(sample: Path) -> None
     assert user.startswith(f"{cyan}<|usr|>") and dim in user and green not in user and green in reply
 
 
-def test_show_refuses_what_it_cannot_show(sample: Path, tiny_model_path: Path) -> None:
+def test_show_refuses_what_it_cannot_show(sample, tiny_model_path):
     chats, model = str(sample / "sft/dolly15k"), str(tiny_model_path)
     for arguments, message in (
         ([chats, "--tokens", "0"], "expected at least 1"),
@@ -243,7 +238,7 @@ def test_show_refuses_what_it_cannot_show(sample: Path, tiny_model_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["stats", pytest.param("build", marks=pytest.mark.slow)])
-def test_a_pipe_that_nobody_reads_ends_a_command_in_silence(flags: list[str], sample: Path, name: str) -> None:
+def test_a_pipe_that_nobody_reads_ends_a_command_in_silence(flags, sample, name):
     chats = str(sample / "sft/dolly15k")
     arguments = ["build", "dolly15k", *flags] if name == "build" else [name, chats]
     for unbuffered in ("", "1"):  # the first write fails, or the last
@@ -256,8 +251,8 @@ def test_a_pipe_that_nobody_reads_ends_a_command_in_silence(flags: list[str], sa
         assert (done.returncode, b"error" in done.stderr, b"Broken" in done.stderr) == (0, False, False), done.stderr
 
 
-def test_ctrl_c_in_a_command_that_builds_nothing_speaks_of_no_build(tmp_path: Path) -> None:
-    def stop() -> NoReturn:
+def test_ctrl_c_in_a_command_that_builds_nothing_speaks_of_no_build(tmp_path):
+    def stop():
         raise KeyboardInterrupt
 
     with stats_does(stop):
@@ -265,14 +260,14 @@ def test_ctrl_c_in_a_command_that_builds_nothing_speaks_of_no_build(tmp_path: Pa
     assert (done.status, done.err) == (1, "\ninterrupted\n")
 
 
-def test_a_source_named_twice_is_built_once(flags: list[str]) -> None:
+def test_a_source_named_twice_is_built_once(flags):
     done = cli("build", "roam", "pretrain/roam", *flags)
     assert done.status == 0 and done.out.count("pretrain/roam: 42 documents") == 1
     assert cli("build", "sft/roam", *flags).status == 2
 
 
 @pytest.mark.slow
-def test_a_terminal_gets_a_progress_bar_with_a_rate_and_a_pipe_gets_none(flags: list[str]) -> None:
+def test_a_terminal_gets_a_progress_bar_with_a_rate_and_a_pipe_gets_none(flags):
     command = [sys.executable, "-m", "niels_gpt.cache.cli", "build", "dolly15k", *flags]
     screen, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))

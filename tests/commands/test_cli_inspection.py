@@ -9,7 +9,6 @@ import subprocess
 import sys
 import unicodedata
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.byte_tokenizer import build
@@ -22,24 +21,23 @@ from niels_gpt.builders.sft import build_sft
 from niels_gpt.inspection.caches import caches_below
 from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
-from niels_gpt.settings import Settings
 from niels_gpt.tokenizer import load_tokenizer
 
 
-def run(*argv: str | Path) -> tuple[int, str, str]:
+def run(*argv):
     """The exit status of a command of `python -m niels_gpt.cache.cli`, its output and its errors."""
     done = niels_gpt(*argv, module="niels_gpt.cache.cli")
     return done.status, done.out, done.err
 
 
-def test_verify_looks_at_every_cache_below_a_folder(root: Path) -> None:
+def test_verify_looks_at_every_cache_below_a_folder(root):
     lines = [f"{root}/{key}: ok" for key in ("pretrain/roam", "sft/oasst1", "tokenizer")]
     for arguments in ([root], [root, "--deep"], [root / "pretrain", root / "sft/oasst1", root / "tokenizer"]):
         assert run("verify", *arguments) == (0, "\n".join(lines) + "\n", "")
     assert run("verify", root.parent)[1].splitlines() == lines
 
 
-def test_verify_names_each_damage_and_exits_with_1(root: Path) -> None:
+def test_verify_names_each_damage_and_exits_with_1(root):
     tokens = root / "sft" / "oasst1" / "train_tokens.bin"
     content = bytearray(tokens.read_bytes())
     content[100] ^= 4
@@ -56,14 +54,14 @@ def test_verify_names_each_damage_and_exits_with_1(root: Path) -> None:
     assert found[f"{root}/tokenizer"] == []
 
 
-def test_verify_does_not_pass_over_a_cache_that_lost_its_description_or_its_version(root: Path) -> None:
+def test_verify_does_not_pass_over_a_cache_that_lost_its_description_or_its_version(root):
     (root / "sft" / "oasst1" / "meta.json").unlink()
     shutil.rmtree((root / "pretrain" / "roam").resolve())
     status, out, _ = run("verify", root)
     assert status == 1 and out.count("1 damage\n  meta.json, bytes 0 to 0: no such file") == 2
 
 
-def test_one_bad_meta_json_costs_its_own_line_and_nothing_of_it_commands_the_terminal(root: Path) -> None:
+def test_one_bad_meta_json_costs_its_own_line_and_nothing_of_it_commands_the_terminal(root):
     meta = json.loads((root / "tokenizer" / "meta.json").read_bytes())
     del meta["vocab_size"]
     write_meta(root / "tokenizer", meta)
@@ -87,9 +85,7 @@ def test_one_bad_meta_json_costs_its_own_line_and_nothing_of_it_commands_the_ter
     assert "shards.\\x1b[31m\\x9b2J" in run("list", root)[2]
 
 
-def test_a_path_without_a_cache_is_an_error_and_does_not_keep_verify_from_the_others(
-    root: Path, tmp_path: Path
-) -> None:
+def test_a_path_without_a_cache_is_an_error_and_does_not_keep_verify_from_the_others(root, tmp_path):
     (tmp_path / "empty").mkdir()
     assert run("verify", tmp_path / "empty")[0] == 1 and "no cache there" in run("verify", tmp_path / "empty")[2]
     assert run("verify")[0] == 2
@@ -115,9 +111,7 @@ def test_a_path_without_a_cache_is_an_error_and_does_not_keep_verify_from_the_ot
         ("sft", ["index/crc32.bin"]),
     ],
 )
-def test_a_folder_that_lost_its_meta_json_is_damaged_and_not_passed_over(
-    root: Path, tmp_path: Path, kind: str, kept: list[str] | None
-) -> None:
+def test_a_folder_that_lost_its_meta_json_is_damaged_and_not_passed_over(root, tmp_path, kind, kept):
     """As a copy that was interrupted leaves it: no link, no meta.json."""
     cache = root / "pretrain" / "copy"
     shutil.copytree(root / {"pretrain": "pretrain/roam", "sft": "sft/oasst1"}[kind], cache)
@@ -131,7 +125,7 @@ def test_a_folder_that_lost_its_meta_json_is_damaged_and_not_passed_over(
         assert status == 1 and f"{cache}: 1 damage\n  meta.json, bytes 0 to 0: no such file" in out
 
 
-def test_what_builds_keep_beside_the_versions_is_no_cache(root: Path) -> None:
+def test_what_builds_keep_beside_the_versions_is_no_cache(root):
     versions = root / "pretrain" / ".versions" / "roam"
     for name in ("building-0123456789ab", "building-0123456789ab.journal", "building"):
         (versions / name / "train").mkdir(parents=True)
@@ -148,7 +142,7 @@ def test_what_builds_keep_beside_the_versions_is_no_cache(root: Path) -> None:
         assert run("verify", versions / name)[0] == 1
 
 
-def test_links_are_not_followed_to_look_for_caches(root: Path, tmp_path: Path) -> None:
+def test_links_are_not_followed_to_look_for_caches(root, tmp_path):
     (root / "round").symlink_to(root)
     (root / "elsewhere").symlink_to(tmp_path)
     assert caches_below(root) == [root / key for key in ("pretrain/roam", "sft/oasst1", "tokenizer")]
@@ -156,7 +150,7 @@ def test_links_are_not_followed_to_look_for_caches(root: Path, tmp_path: Path) -
     assert caches_below(version) == [version]
 
 
-def test_diff_exits_as_diff_does_and_takes_versions(tmp_path: Path) -> None:
+def test_diff_exits_as_diff_does_and_takes_versions(tmp_path):
     path = tmp_path / "pretrain" / "own"
     build(path, ["A", "BCD"])
     before = path.resolve()
@@ -170,7 +164,7 @@ def test_diff_exits_as_diff_does_and_takes_versions(tmp_path: Path) -> None:
     assert (status, out) == (1, "") and err.startswith("error[E")
 
 
-def test_diff_shows_the_first_words_where_a_tokenizer_is_beside(settings: Settings, root: Path) -> None:
+def test_diff_shows_the_first_words_where_a_tokenizer_is_beside(settings, root):
     other = root.parent / "other"
     shutil.copytree(root, other, symlinks=True)
     build_token_cache(dataclasses.replace(settings, cache_dir=str(other), oasst1_english_only=False), name="oasst1")
@@ -178,7 +172,7 @@ def test_diff_shows_the_first_words_where_a_tokenizer_is_beside(settings: Settin
     assert status == 1 and "only in B" in out and "'<|usr|>" in out
 
 
-def test_locate_prints_the_document_with_its_text(root: Path) -> None:
+def test_locate_prints_the_document_with_its_text(root):
     status, out, _ = run("locate", root / "pretrain/roam", "train", "1_000", "--tokens", "50")
     assert status == 0 and "token:        1,000 of " in out and "[[" in out and ".md" in out
     assert run("locate", root / "pretrain/roam", "train", "1,000", "--tokens", "50")[1] == out
@@ -190,14 +184,14 @@ def test_locate_prints_the_document_with_its_text(root: Path) -> None:
     assert status == 0 and "ids:" in out
 
 
-def test_stats_draws_a_picture_where_it_is_told_to(root: Path, tmp_path: Path) -> None:
+def test_stats_draws_a_picture_where_it_is_told_to(root, tmp_path):
     status, out, _ = run("stats", root / "sft/oasst1", "--plot", tmp_path / "out.png")
     assert status == 0 and (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     for said in ("median", "95% below", "bytes per token", "supervised", " read)"):
         assert said in " ".join(out.split())
 
 
-def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_printed(root: Path, tmp_path: Path) -> None:
+def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_printed(root, tmp_path):
     target = tmp_path / "none" / "out.png"
     status, out, err = run("stats", root / "sft/oasst1", "--plot", target)
     assert (status, out) == (1, "") and err.startswith(f"error[E105]: {target}: no folder {target.parent}")
@@ -206,16 +200,16 @@ def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_printed(
     assert not (tmp_path / "out.pdf").exists()
 
 
-def test_control_characters_of_a_text_do_not_reach_the_terminal(settings: Settings) -> None:
+def test_control_characters_of_a_text_do_not_reach_the_terminal(settings):
     """Neither the text of a document, shown or located, nor a licence or an id may command the terminal."""
     tokenizer = load_tokenizer(ensure_tokenizer(settings).path / "spm.model")
     text = "a\x1b[31mred\x07\r\x9b2J\x7f\tb\nc"
     chat = [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
     source = Source(name="x", provenance={"licence": "free\x1b[2J", "attribution": "who\x9b"})
     root = Path(settings.cache_dir)
-    fixed: dict[str, Any] = {"tokenizer": tokenizer, "seed": 0, "source": source}
+    fixed = {"tokenizer": tokenizer, "seed": 0, "source": source}
     build_sft([("id\x1b", chat)], root / "sft/x", val_frac=0, **fixed)
-    sizes: dict[str, Any] = {"max_train_tokens": None, "max_val_tokens": None, "shard_bytes": 999}
+    sizes = {"max_train_tokens": None, "max_val_tokens": None, "shard_bytes": 999}
     build_pretrain([("train", text, "id\x1b")], root / "pretrain/x", shuffle_buffer=None, **sizes, **fixed)
     for cache in (root / "sft/x", root / "pretrain/x"):
         for command in (["show", cache], ["locate", cache, "train", "3"], ["stats", cache]):
@@ -226,7 +220,7 @@ def test_control_characters_of_a_text_do_not_reach_the_terminal(settings: Settin
                 assert "a\\x1b[31mred\\x07\\r\\x9b2J\\x7f\tb\nc" in out
 
 
-def test_gc_of_a_folder_without_caches_is_an_error(root: Path, tmp_path: Path) -> None:
+def test_gc_of_a_folder_without_caches_is_an_error(root, tmp_path):
     (tmp_path / "empty").mkdir()
     for path in (tmp_path / "empty", root / "sft/oasst1", (root / "sft/oasst1").resolve()):
         status, out, err = run("gc", path)
@@ -237,7 +231,7 @@ def test_gc_of_a_folder_without_caches_is_an_error(root: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("key", ["totals", "shards", "index", "special_token_ids", "kind", "ids", "dropped", "source"])
-def test_no_command_fails_otherwise_than_with_a_message_on_a_malformed_meta_json(tmp_path: Path, key: str) -> None:
+def test_no_command_fails_otherwise_than_with_a_message_on_a_malformed_meta_json(tmp_path, key):
     path = tmp_path / "pretrain" / "own"
     build(path, ["A", "BCD"])
     shutil.copytree(path.resolve(), tmp_path / "good")
@@ -270,9 +264,7 @@ def test_no_command_fails_otherwise_than_with_a_message_on_a_malformed_meta_json
     ],
 )
 @pytest.mark.parametrize("kind", ["pretrain/roam", "sft/oasst1"])
-def test_a_malformed_value_is_an_error_that_names_meta_json(
-    root: Path, tmp_path: Path, kind: str, key: str, value: Any
-) -> None:
+def test_a_malformed_value_is_an_error_that_names_meta_json(root, tmp_path, kind, key, value):
     path = root / kind
     shutil.copytree(path, root / "good")
     change_meta(path, **{key: value})
@@ -296,7 +288,7 @@ def test_a_malformed_value_is_an_error_that_names_meta_json(
             assert not re.match(r"error\[E\d+\]: (invalid literal|Unknown format|'|Cannot specify)", err), (name, err)
 
 
-def test_a_wrong_path_is_no_damage(sample: Path) -> None:
+def test_a_wrong_path_is_no_damage(sample):
     cache, nowhere, part = sample / "sft/oasst1", sample / "nowhere", sample / "pretrain/wikitext/train"
     cases = [(path, "E105", "no ") for path in (nowhere, sample, sample / "sft")]
     cases += [(part, "E209", str(part.parent)), (part.parent / "meta.json", "E209", str(part.parent))]
@@ -323,7 +315,7 @@ def test_a_wrong_path_is_no_damage(sample: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_printed_for_a_damaged_tokenizer_mends_it(sample: Path) -> None:
+def test_the_command_printed_for_a_damaged_tokenizer_mends_it(sample):
     (sample / "tokenizer" / "spm.model").write_bytes(b"no model")
     for command in (["list", sample], ["doctor", sample], ["verify", sample], ["show", sample / "sft/oasst1"]):
         done = niels_gpt(*command)
@@ -339,6 +331,6 @@ def test_the_command_printed_for_a_damaged_tokenizer_mends_it(sample: Path) -> N
     assert niels_gpt("show", sample / "sft/oasst1").status == 0
 
 
-def test_a_description_without_a_kind_is_refused_by_list_and_doctor(sample: Path) -> None:
+def test_a_description_without_a_kind_is_refused_by_list_and_doctor(sample):
     (sample / "sft/oasst1/meta.json").write_text("{}")
     assert niels_gpt("list", sample).status == niels_gpt("doctor", sample).status == 3

@@ -12,21 +12,21 @@ from support.commands import Done, niels_gpt
 
 
 @pytest.mark.parametrize("argv", [("list", "nowhere", "--json"), ("stats",), ("explain", "E203")], ids=" ".join)
-def test_a_command_says_and_returns_what_the_script_does(argv: tuple[str, ...]) -> None:
+def test_a_command_says_and_returns_what_the_script_does(argv):
     script = [Path(sys.executable).with_name("niels-gpt"), *argv]
     done = subprocess.run(script, capture_output=True, text=True, check=False)
     assert niels_gpt(*argv) == Done(done.returncode, done.stdout, done.stderr)
 
 
-def test_a_module_is_run_under_its_own_name() -> None:
+def test_a_module_is_run_under_its_own_name():
     done = niels_gpt("no-command", module="niels_gpt.cache.cli")
     assert (done.status, done.out) == (2, "") and "Usage: python -m niels_gpt.cache.cli" in done.err
 
 
-def test_a_command_leaves_the_process_as_it_was(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_leaves_the_process_as_it_was(flags, monkeypatch):
     monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)  # which a command sets
 
-    def state() -> list[object]:
+    def state():
         root, handlers = (
             logging.getLogger(),
             [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)],

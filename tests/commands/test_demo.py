@@ -3,18 +3,14 @@
 import re
 import shlex
 import sys
-from pathlib import Path
 
-import pytest
 from support.commands import niels_gpt
 
 from niels_gpt.recipes.plan import every_key
 from niels_gpt.settings import Settings
 
 
-def test_the_demo_builds_every_cache_and_what_it_says_to_try_works(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_demo_builds_every_cache_and_what_it_says_to_try_works(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = niels_gpt("demo", "cache")
     assert done.status == 0
@@ -28,9 +24,7 @@ def test_the_demo_builds_every_cache_and_what_it_says_to_try_works(
         assert niels_gpt(*shlex.split(line)).status == 0, line
 
 
-def test_without_transformers_the_demo_names_the_extra_and_keeps_its_folder(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_transformers_the_demo_names_the_extra_and_keeps_its_folder(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     done = niels_gpt("demo", "--strict")

@@ -2,8 +2,6 @@
 
 import importlib.metadata
 import tomllib
-from pathlib import Path
-from typing import Any
 
 import pytest
 from support import ROOT
@@ -12,23 +10,23 @@ from support.disk import change_meta
 
 
 @pytest.fixture
-def examine() -> Any:
+def examine():
     """Return a function that gives the exit code of doctor for a folder, and what --json prints."""
 
-    def run(folder: Path) -> tuple[int, Any]:
+    def run(folder):
         done = niels_gpt("doctor", folder, "--json")
         return done.status, done.json
 
     return run
 
 
-def test_every_extra_is_explained(root: Path, examine: Any) -> None:
+def test_every_extra_is_explained(root, examine):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert examine(root)[1]["extras"].keys() == project["optional-dependencies"].keys() - {"all", "pipelines"}
 
 
-def test_a_missing_extra_is_named_with_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def distribution(name: str, installed=importlib.metadata.distribution) -> importlib.metadata.Distribution:
+def test_a_missing_extra_is_named_with_its_command(tmp_path, monkeypatch):
+    def distribution(name, installed=importlib.metadata.distribution):
         if name == "transformers":
             raise importlib.metadata.PackageNotFoundError(name)
         return installed(name)
@@ -40,7 +38,7 @@ def test_a_missing_extra_is_named_with_its_command(tmp_path: Path, monkeypatch: 
     assert "pip install 'niels-gpt[eagle3]'" in " ".join(out.split()) and "none; the first build trains one" in out
 
 
-def test_no_folder_is_not_called_good(tmp_path: Path) -> None:
+def test_no_folder_is_not_called_good(tmp_path):
     (tmp_path / "file").touch()
     for name, problem in (("nowhere", "no such folder"), ("file", "not a folder")):
         done = niels_gpt("doctor", tmp_path / name)
@@ -49,13 +47,13 @@ def test_no_folder_is_not_called_good(tmp_path: Path) -> None:
         assert f"\n  {problem}\n" in out and "in need of care" not in out
 
 
-def test_caches_that_are_good_need_no_care(root: Path, examine: Any) -> None:
+def test_caches_that_are_good_need_no_care(root, examine):
     code, found = examine(root)
     assert (code, found["care"]) == (0, [])
     assert found["caches"] == [f"{root}/pretrain/roam", f"{root}/sft/oasst1"] and str(root) in found["tokenizer"]
 
 
-def test_each_cache_that_needs_care_is_named_with_a_command(root: Path, examine: Any) -> None:
+def test_each_cache_that_needs_care_is_named_with_a_command(root, examine):
     chats, pages = root / "sft" / "oasst1", root / "pretrain" / "roam"
     (root / "pretrain" / ".versions" / "roam" / "building").mkdir()
     code, found = examine(root)

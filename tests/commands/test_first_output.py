@@ -1,7 +1,6 @@
 """What a newcomer sees: tables of at most 100 columns, short names, public folders, no warning that it is small."""
 
 import re
-from pathlib import Path
 
 import pytest
 from support.commands import niels_gpt
@@ -12,7 +11,7 @@ ROLLOUTS = '{"prompt_ids": [1, 2, 3], "completions": [[4, 5], [4, 6], [7]]}\n'
 
 
 @pytest.fixture
-def caches(sample: Path) -> Path:
+def caches(sample):
     return sample.parent
 
 
@@ -35,9 +34,7 @@ def caches(sample: Path) -> Path:
         "explain E106",
     ],
 )
-def test_what_a_command_prints_fits_100_columns_and_names_public_folders(
-    caches: Path, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
+def test_what_a_command_prints_fits_100_columns_and_names_public_folders(caches, monkeypatch, command):
     monkeypatch.chdir(caches)
     (caches / "rollouts.jsonl").write_text(ROLLOUTS)
     done = niels_gpt(*command.split())
@@ -50,9 +47,7 @@ def test_what_a_command_prints_fits_100_columns_and_names_public_folders(
 @pytest.mark.parametrize(
     "command", ["show sample/sft/oasst1", "show sample/pretrain/roam --tokens 2000", "locate sample/sft/oasst1 val 0"]
 )
-def test_what_shows_text_has_short_names_and_the_public_folder(
-    caches: Path, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
+def test_what_shows_text_has_short_names_and_the_public_folder(caches, monkeypatch, command):
     monkeypatch.chdir(caches)
     done = niels_gpt(*command.split())
     assert done.status == 0
@@ -60,7 +55,7 @@ def test_what_shows_text_has_short_names_and_the_public_folder(
     assert "<|eot|>" in out and "ngpt_" not in out and ".versions" not in out
 
 
-def test_the_size_of_the_sample_is_no_reason_to_warn(caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_of_the_sample_is_no_reason_to_warn(caches, monkeypatch):
     monkeypatch.chdir(caches)
     flags = ["--source-root", "sample", "--cache-dir", "silent"]
     done = niels_gpt("build", "fineweb_edu", "gutenberg", *flags)
@@ -68,7 +63,7 @@ def test_the_size_of_the_sample_is_no_reason_to_warn(caches: Path, monkeypatch: 
     assert not {"W306", "W408", "W201"} & set(re.findall(r"W\d+", done.err))
 
 
-def test_the_figures_of_a_cache_print_as_a_table_and_as_html(caches: Path) -> None:
+def test_the_figures_of_a_cache_print_as_a_table_and_as_html(caches):
     found = stats(caches / "sample/sft/oasst1")
     assert dict(found)["licence"] == "MIT"
     assert str(found) == repr(found) and "licence  " in str(found)

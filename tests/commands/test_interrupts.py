@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from support.commands import niels_gpt
@@ -15,7 +14,7 @@ LONG = 600  # seconds: a hang, not a measure
 
 
 @pytest.fixture
-def command(tmp_path: Path, tiny_model_path: Path) -> list[str]:
+def command(tmp_path, tiny_model_path):
     """A build of some seconds, with threads that encode."""
     with open(tmp_path / "long.jsonl", "w") as file:
         for number in range(30_000):
@@ -26,7 +25,7 @@ def command(tmp_path: Path, tiny_model_path: Path) -> list[str]:
     return [sys.executable, "-m", "niels_gpt.cache.cli", *build, "--tokenizer", str(tiny_model_path)]
 
 
-def started(command: list[str], tmp_path: Path) -> subprocess.Popen[str]:
+def started(command, tmp_path):
     """Start a build, and wait until it encodes: until its journal has a checkpoint after the first line."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     journals = "c/pretrain/.versions/long/*.journal/journal.jsonl"
@@ -38,9 +37,7 @@ def started(command: list[str], tmp_path: Path) -> subprocess.Popen[str]:
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGTERM, signal.SIGHUP))]
 )
-def test_each_signal_says_what_is_kept_and_the_same_command_resumes(
-    command: list[str], tmp_path: Path, number: signal.Signals
-) -> None:
+def test_each_signal_says_what_is_kept_and_the_same_command_resumes(command, tmp_path, number):
     process = started(command, tmp_path)
     process.send_signal(number)
     shown, errors = process.communicate(timeout=LONG)
@@ -54,7 +51,7 @@ def test_each_signal_says_what_is_kept_and_the_same_command_resumes(
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_the_process_at_once(command: list[str], tmp_path: Path) -> None:
+def test_a_second_signal_ends_the_process_at_once(command, tmp_path):
     process = started(command, tmp_path)
     process.send_signal(signal.SIGINT)
     while process.poll() is None:
@@ -63,7 +60,7 @@ def test_a_second_signal_ends_the_process_at_once(command: list[str], tmp_path: 
     assert process.returncode in (1, -signal.SIGTERM) and "terminate called" not in errors
 
 
-def test_an_ignored_signal_stays_ignored_and_a_forked_child_dies_of_one(tmp_path: Path) -> None:
+def test_an_ignored_signal_stays_ignored_and_a_forked_child_dies_of_one(tmp_path):
     program = (
         "import os, signal\nfrom niels_gpt.interrupts import interruptible\n"
         "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
@@ -78,7 +75,7 @@ def test_an_ignored_signal_stays_ignored_and_a_forked_child_dies_of_one(tmp_path
     assert int(done.stdout) == signal.SIGTERM
 
 
-def test_the_training_of_a_tokenizer_ends_at_once(command: list[str], tmp_path: Path) -> None:
+def test_the_training_of_a_tokenizer_ends_at_once(command, tmp_path):
     """Minutes in C++, in which no Python runs: the signal itself ends it, and the next run starts clean."""
     command = [*command[: command.index("--tokenizer")], "--vocab-size", "300"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

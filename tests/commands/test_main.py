@@ -9,8 +9,6 @@ import subprocess
 import sys
 import warnings
 from functools import partial
-from pathlib import Path
-from typing import Any, NoReturn
 
 import pytest
 from support import ROOT
@@ -29,7 +27,7 @@ ROLLOUTS = '{"prompt_ids": [1, 2, 3], "completions": [[4, 5], [4, 6]]}\n'
 
 
 @pytest.fixture
-def rollouts(tmp_path: Path) -> Path:
+def rollouts(tmp_path):
     """A file of one group of rollouts."""
     path = tmp_path / "rollouts.jsonl"
     path.write_text(ROLLOUTS)
@@ -39,7 +37,7 @@ def rollouts(tmp_path: Path) -> Path:
 # --- help -------------------------------------------------------------------------------------------------------------
 
 
-def test_the_help_fits_a_screen_and_names_every_command_once() -> None:
+def test_the_help_fits_a_screen_and_names_every_command_once():
     done = niels_gpt("--help")
     assert done.status == 0
     lines = done.out.splitlines()
@@ -51,7 +49,7 @@ def test_the_help_fits_a_screen_and_names_every_command_once() -> None:
 
 
 @pytest.mark.parametrize("words", [(), ("eagle3",), ("tree",), *COMMANDS], ids=" ".join)
-def test_every_help_is_short_and_narrow_and_explains_every_flag(words: tuple[str, ...]) -> None:
+def test_every_help_is_short_and_narrow_and_explains_every_flag(words):
     done = niels_gpt(*words, "-h")
     assert done.status == 0
     lines = done.out.splitlines()
@@ -62,7 +60,7 @@ def test_every_help_is_short_and_narrow_and_explains_every_flag(words: tuple[str
         assert any(line.startswith("  niels-gpt ") for line in lines), "no example"
 
 
-def test_few_settings_are_in_the_help_of_build_and_all_in_help_all() -> None:
+def test_few_settings_are_in_the_help_of_build_and_all_in_help_all():
     done = niels_gpt("build", "--help")
     assert done.status == 0
     common = done.out
@@ -73,7 +71,7 @@ def test_few_settings_are_in_the_help_of_build_and_all_in_help_all() -> None:
     assert {"--cache-dir", "--shard-bytes", "--oasst1-max-messages"} <= set(re.findall(r"--[a-z0-9-]+", full))
 
 
-def test_help_and_completion_load_no_heavy_library() -> None:
+def test_help_and_completion_load_no_heavy_library():
     program = (
         "import sys\nfrom niels_gpt.commands.main import main\n"
         "for words in ([], ['build'], ['export'], ['tree', 'demo'], ['eagle3', 'precompute']):\n"
@@ -87,7 +85,7 @@ def test_help_and_completion_load_no_heavy_library() -> None:
 @pytest.mark.parametrize(
     "words", [["nope"], ["list", "--nope"], ["show"], ["build", "--all", "roam"], ["explain", "E1"]]
 )
-def test_wrong_usage_is_2_and_names_the_help(words: list[str]) -> None:
+def test_wrong_usage_is_2_and_names_the_help(words):
     done = niels_gpt(*words)
     assert done.status == 2
     out, err = done.out, done.err
@@ -97,7 +95,7 @@ def test_wrong_usage_is_2_and_names_the_help(words: list[str]) -> None:
 # --- exit codes -------------------------------------------------------------------------------------------------------
 
 
-def test_damage_is_3_and_1_for_python_m(sample: Path) -> None:
+def test_damage_is_3_and_1_for_python_m(sample):
     chats = sample / "sft" / "oasst1"
     for words in (["verify", chats], ["list", sample], ["stats", chats]):
         assert niels_gpt(*words).status == 0, words
@@ -114,9 +112,7 @@ def test_damage_is_3_and_1_for_python_m(sample: Path) -> None:
     assert niels_gpt("verify", sample / "nothing").status == 1
 
 
-def test_what_is_not_installed_is_4_with_the_command_that_installs_it(
-    rollouts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_installed_is_4_with_the_command_that_installs_it(rollouts, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     words = ["stats", rollouts, "--plot", tmp_path / "x.png"]
@@ -127,8 +123,8 @@ def test_what_is_not_installed_is_4_with_the_command_that_installs_it(
         assert done.status == status and done.err.count("pip install 'niels-gpt[") == 1
 
 
-def test_interrupted_is_130(rollouts: Path) -> None:
-    def stop() -> NoReturn:
+def test_interrupted_is_130(rollouts):
+    def stop():
         raise KeyboardInterrupt
 
     with stats_does(stop):
@@ -140,16 +136,16 @@ def test_interrupted_is_130(rollouts: Path) -> None:
 # --- --strict and --json ----------------------------------------------------------------------------------------------
 
 
-def _log() -> None:
+def _log():
     logging.getLogger("niels_gpt.some.module").warning("odd")
 
 
-def _warn() -> None:
+def _warn():
     warnings.warn(CodedWarning("W101", "odd"), stacklevel=1)
 
 
 @pytest.mark.parametrize("odd", [_log, _warn])
-def test_a_warning_fails_with_strict_alone(sample: Path, odd: Any) -> None:
+def test_a_warning_fails_with_strict_alone(sample, odd):
     with stats_does(lambda: odd() or [("key", "value")]):
         done = niels_gpt("stats", sample)
         assert done.status == 0 and "--strict" not in done.err
@@ -158,7 +154,7 @@ def test_a_warning_fails_with_strict_alone(sample: Path, odd: Any) -> None:
     assert done.err.splitlines()[-1] == "--strict: 1 warning, so the exit code is 1"
 
 
-def test_a_printed_warning_fails_with_strict_alone(flags: list[str], sample: Path) -> None:
+def test_a_printed_warning_fails_with_strict_alone(flags, sample):
     words = ["build", "dolly15k", *flags, "--strict"]
     done = niels_gpt(*words)
     assert done.status == 0 and "--strict" not in done.err
@@ -166,10 +162,10 @@ def test_a_printed_warning_fails_with_strict_alone(flags: list[str], sample: Pat
     assert done.status == 1 and "warning[W201]: sft/dolly15k" in (err := done.err) and err.rstrip().endswith("is 1")
 
 
-def test_json_of_every_command_is_one_object(sample: Path, flags: list[str], rollouts: Path, tmp_path: Path) -> None:
+def test_json_of_every_command_is_one_object(sample, flags, rollouts, tmp_path):
     chats, pages = str(sample / "sft" / "oasst1"), str(sample / "pretrain" / "roam")
     texts = [str(ROOT / "niels_gpt/data/sample/roam/*.md"), "--vocab-size", "400"]
-    words: dict[tuple[str, ...], list[str]] = {
+    words = {
         ("build",): ["oasst1", *flags],
         ("train-tokenizer",): ["--input-glob", *texts, "--out-dir", str(tmp_path / "t")],
         ("add-sentinels",): [str(made_tokenizer("t5")), str(tmp_path / "with_sentinels")],
@@ -205,7 +201,7 @@ def test_json_of_every_command_is_one_object(sample: Path, flags: list[str], rol
     assert words.keys() | elsewhere == COMMANDS.keys()
 
 
-def test_an_error_is_an_object_too_and_its_code_is_that_of_stderr(tmp_path: Path) -> None:
+def test_an_error_is_an_object_too_and_its_code_is_that_of_stderr(tmp_path):
     done = niels_gpt("list", tmp_path, "--json")
     assert done.status == 1
     out, err = done.out, done.err
@@ -213,17 +209,15 @@ def test_an_error_is_an_object_too_and_its_code_is_that_of_stderr(tmp_path: Path
     assert err == f"error[{found['code']}]: {found['message']}\n" and "no cache there" in err
 
 
-def test_list_finds_the_sample_where_nothing_else_is_built(sample: Path) -> None:
+def test_list_finds_the_sample_where_nothing_else_is_built(sample):
     done = niels_gpt("list", sample.parent, "--json")
     assert done.status == 0 and done.json["folder"] == str(sample)
 
 
-def test_results_are_coloured_on_a_terminal_unless_no_color_is_set(
-    sample: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_are_coloured_on_a_terminal_unless_no_color_is_set(sample, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
 
-    def is_coloured(*flags: str, is_terminal: bool = True, **env: str) -> bool:
+    def is_coloured(*flags, is_terminal=True, **env):
         shown = niels_gpt("show", sample / "sft/oasst1", *flags, env={"TERM": "xterm", **env}, is_terminal=is_terminal)
         return "\x1b[" in shown.out
 
@@ -237,14 +231,14 @@ def test_results_are_coloured_on_a_terminal_unless_no_color_is_set(
 # --- completion -------------------------------------------------------------------------------------------------------
 
 
-def completed(line: str) -> list[str]:
+def completed(line):
     """Return what a shell offers for the last word of a line, by click's protocol."""
     words = line.split(" ")
     protocol = {"_NIELS_GPT_COMPLETE": "bash_complete", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
     return [line.partition(",")[2] for line in niels_gpt(env=protocol).out.splitlines()]
 
 
-def test_a_shell_completes_commands_sources_and_codes(tmp_path: Path) -> None:
+def test_a_shell_completes_commands_sources_and_codes(tmp_path):
     (tmp_path / "sources.toml").write_text('[pretrain.notes]\nfiles = "notes"\n')
     assert completed("niels-gpt ver") == ["verify"]
     assert completed("niels-gpt build ") == f"{SOURCES} notes eagle3/draft_vocab eagle3/targets".split()
@@ -255,7 +249,7 @@ def test_a_shell_completes_commands_sources_and_codes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-def test_the_line_that_doctor_names_turns_completion_on(tmp_path: Path) -> None:
+def test_the_line_that_doctor_names_turns_completion_on(tmp_path):
     script = tmp_path / "niels-gpt"
     script.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{PROGRAM[-1]}' \"$@\"\n")
     script.chmod(0o755)
@@ -267,7 +261,7 @@ def test_the_line_that_doctor_names_turns_completion_on(tmp_path: Path) -> None:
     assert "niels-gpt" in done.stdout, done.stderr
 
 
-def test_names_of_folders_reach_no_terminal_as_they_are(tmp_path: Path) -> None:
+def test_names_of_folders_reach_no_terminal_as_they_are(tmp_path):
     folder = tmp_path / "a\x1b]0;title\x07"
     cache = folder / "sft" / "b\x1b[2J"
     cache.mkdir(parents=True)
@@ -280,18 +274,18 @@ def test_names_of_folders_reach_no_terminal_as_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["verify"], ["build", "--all", "roam"], ["show", "c", "--split", "x"]])
-def test_a_wrong_command_line_is_an_object_too(arguments: list[str]) -> None:
+def test_a_wrong_command_line_is_an_object_too(arguments):
     done = niels_gpt(*arguments, "--json")
     assert done.status == 2 and done.json["error"]["code"] == "E101"
 
 
-def test_help_all_does_not_change_the_help_of_the_next_call() -> None:
+def test_help_all_does_not_change_the_help_of_the_next_call():
     helps = [niels_gpt("build", flag).out for flag in ("--help", "--help-all", "--help")]
     assert helps[0] == helps[2] != helps[1]
 
 
-def test_a_warning_of_two_passes_counts_once(sample: Path) -> None:
-    def odd() -> list[tuple[str, str]]:
+def test_a_warning_of_two_passes_counts_once(sample):
+    def odd():
         logger = logging.getLogger("niels_gpt.some.module")
         for code, text in (("W302", "a"), ("W302", "a"), ("W302", "b"), (None, "a"), (None, "a")):
             logger.warning(text, extra={} if code is None else {"code": code})

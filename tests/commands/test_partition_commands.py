@@ -1,9 +1,6 @@
 """build --partition, seal, and what --dry-run, --json and a wrong use of --partitions say."""
 
-from __future__ import annotations
-
 import shlex
-from pathlib import Path
 
 import pytest
 from support.commands import niels_gpt
@@ -12,7 +9,7 @@ from support.tiny_texts import TINY_TEXTS
 
 
 @pytest.fixture
-def notes(tmp_path: Path, tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def notes(tmp_path, tiny_model_path, monkeypatch):
     """The flags of a cache in two partitions; the text is below the current folder."""
     for number, text in enumerate(TINY_TEXTS[:12]):
         write(tmp_path / f"notes/{number:02}.md", text)
@@ -20,7 +17,7 @@ def notes(tmp_path: Path, tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
     return ["--partitions", "2", "--pretrain", "notes=notes/*.md", "--tokenizer", str(tiny_model_path)]
 
 
-def test_partitions_are_built_and_sealed_by_the_commands_that_are_printed(notes: list[str]) -> None:
+def test_partitions_are_built_and_sealed_by_the_commands_that_are_printed(notes):
     done = niels_gpt("build", "notes", "--partition", "1", *notes)
     assert done.status == 0
     out = done.out
@@ -55,7 +52,7 @@ def test_partitions_are_built_and_sealed_by_the_commands_that_are_printed(notes:
     assert done.status == 0 and "up to date" in done.out
 
 
-def test_the_other_face_builds_and_seals_too(notes: list[str]) -> None:
+def test_the_other_face_builds_and_seals_too(notes):
     for words in (["build", "--partition", "0"], ["build", "--partition", "1"], ["seal"]):
         assert niels_gpt(*words, "notes", *notes, module="niels_gpt.cache.cli").status == 0
 
@@ -75,14 +72,14 @@ def test_the_other_face_builds_and_seals_too(notes: list[str]) -> None:
         ["seal", "roam"],
     ],
 )
-def test_a_wrong_use_is_an_error_of_usage(words: list[str], tmp_path: Path) -> None:
+def test_a_wrong_use_is_an_error_of_usage(words, tmp_path):
     done = niels_gpt(*words, "--cache-dir", tmp_path / "c")
     assert done.status == 2 and "E10" in done.err and not (tmp_path / "c").exists()
 
 
 def test_of_several_caches_those_without_partitions_are_named_once(
-    flags: list[str],
-) -> None:
+    flags,
+):
     done = niels_gpt("build", "roam", "oasst1", "dolly15k", "--partitions", "2", *flags)
     assert done.status == 0
     said = [line for line in done.err.splitlines() if "W505" in line]

@@ -1,7 +1,5 @@
 """Kinds x files x harms x operations: a harmed file is refused by name and code, told, or makes no difference."""
 
-from __future__ import annotations
-
 import random
 import re
 

@@ -1,7 +1,5 @@
 """Values that no builder writes: who meets one names its file and key, and the figures that it found."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

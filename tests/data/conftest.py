@@ -6,6 +6,6 @@ import pytest
 
 
 @pytest.fixture
-def counters() -> Counter[str]:
+def counters():
     """Counters of a loader that has read nothing yet."""
     return Counter()

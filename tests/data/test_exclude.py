@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import shutil
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,26 +16,24 @@ from niels_gpt.data.fineweb_edu import iter_fineweb_edu
 from niels_gpt.data.oasst1 import iter_oasst1_sft
 from niels_gpt.data.wikitext import iter_wikitext
 from niels_gpt.recipes.plan import recipes
-from niels_gpt.recipes.run_recipe import Outcome
-from niels_gpt.settings import Settings
 
 
-def digest(text: str) -> str:
+def digest(text):
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def listed(tmp_path: Path, *lines: str) -> Path:
+def listed(tmp_path, *lines):
     path = tmp_path / "left_out.txt"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
 
 
-def page(text: str, **meta: object) -> PretrainSample:
+def page(text, **meta):
     return PretrainSample(text, "web", dict(meta))
 
 
-def left(path: Path, *samples: PretrainSample) -> tuple[list[str], Counter[str]]:
-    counters: Counter[str] = Counter()
+def left(path, *samples):
+    counters = Counter()
     return [sample.text for sample in remaining(samples, str(path), counters)], counters
 
 
@@ -58,17 +55,15 @@ def left(path: Path, *samples: PretrainSample) -> tuple[list[str], Counter[str]]
         ),
     ],
 )
-def test_ids_and_sha256_of_texts_leave_out_and_are_counted(
-    tmp_path: Path, entries: tuple[str, ...], samples: list[PretrainSample], kept: list[str]
-) -> None:
+def test_ids_and_sha256_of_texts_leave_out_and_are_counted(tmp_path, entries, samples, kept):
     texts, counters = left(listed(tmp_path, *entries), *samples)
     assert texts == kept and counters == Counter({"excluded": len(samples) - len(kept)})
 
 
-def test_a_chat_goes_by_one_message_or_one_id(tmp_path: Path) -> None:
+def test_a_chat_goes_by_one_message_or_one_id(tmp_path):
     path = listed(tmp_path, digest("What is 2 + 2?"), "tree-9", "message-5")
 
-    def chat(question: str, **meta: object) -> ChatSample:
+    def chat(question, **meta):
         return ChatSample([ChatMessage("user", question), ChatMessage("assistant", "4")], "own", dict(meta))
 
     left_out = [
@@ -80,13 +75,13 @@ def test_a_chat_goes_by_one_message_or_one_id(tmp_path: Path) -> None:
     assert list(remaining([*left_out, kept], str(path), Counter())) == [kept]
 
 
-def test_the_log_says_how_many_entries_named_something(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_how_many_entries_named_something(tmp_path, caplog):
     caplog.set_level("INFO")
     left(listed(tmp_path, "a.md", "./b.md", digest("c")), page("x", path="a.md"), page("y", path="b.md"), page("c"))
     assert "2 of its 3 entries named a document" in caplog.text
 
 
-def test_order_case_and_comments_change_no_fingerprint_but_an_entry_does(tmp_path: Path) -> None:
+def test_order_case_and_comments_change_no_fingerprint_but_an_entry_does(tmp_path):
     first = exclusion_facts(listed(tmp_path, "a", digest("b")))
     assert exclusion_facts(listed(tmp_path, "# new", digest("b").upper(), "a", "a")) == first
     assert first["entries"] == 2
@@ -94,7 +89,7 @@ def test_order_case_and_comments_change_no_fingerprint_but_an_entry_does(tmp_pat
 
 
 @pytest.mark.parametrize(("content", "code"), [(b"", "E303"), (b"# only\n\n", "E303"), (b"\xff\xfe", "E302")])
-def test_a_file_without_an_entry_is_an_error_that_names_it(tmp_path: Path, content: bytes, code: str) -> None:
+def test_a_file_without_an_entry_is_an_error_that_names_it(tmp_path, content, code):
     (tmp_path / "x.txt").write_bytes(content)
     with refused(code, tmp_path / "x.txt", "sha256"):
         left(tmp_path / "x.txt", page("a"))
@@ -102,11 +97,11 @@ def test_a_file_without_an_entry_is_an_error_that_names_it(tmp_path: Path, conte
         left(tmp_path / "absent.txt", page("a"))
 
 
-def first_file(root: str, folder: str) -> str:
+def first_file(root, folder):
     return min(path.relative_to(f"{root}/{folder}").as_posix() for path in Path(root, folder).rglob("*.*"))
 
 
-FIRST_ENTRIES: dict[str, Callable[[str], str]] = {  # what leaves out the first document of a source, by what it offers
+FIRST_ENTRIES = {  # what leaves out the first document of a source, by what it offers
     "pretrain/fineweb_edu": lambda root: digest(next(iter_fineweb_edu(source_root=root)).text),
     "pretrain/wikitext": lambda root: digest(next(iter_wikitext(split="train", source_root=root)).text),
     "pretrain/roam": lambda root: first_file(root, "roam"),
@@ -117,12 +112,12 @@ FIRST_ENTRIES: dict[str, Callable[[str], str]] = {  # what leaves out the first 
 }
 
 
-def build(settings: Settings, key: str) -> Outcome:
+def build(settings, key):
     return recipes(settings)[key](settings)
 
 
 @pytest.mark.parametrize("key", FIRST_ENTRIES)
-def test_a_build_leaves_out_counts_and_is_built_anew(settings: Settings, tmp_path: Path, key: str) -> None:
+def test_a_build_leaves_out_counts_and_is_built_anew(settings, tmp_path, key):
     if key == "pretrain/gutenberg":  # the sample's two books are one for each split
         root = shutil.copytree(settings.source_root, tmp_path / "more")
         (root / "gutenberg" / "third.txt").write_text("It was a short book.\n" * 50)
@@ -144,11 +139,11 @@ def test_a_build_leaves_out_counts_and_is_built_anew(settings: Settings, tmp_pat
     assert not build(without, key).reused
 
 
-def test_a_build_with_an_absent_file_says_so_and_builds_nothing(settings: Settings) -> None:
+def test_a_build_with_an_absent_file_says_so_and_builds_nothing(settings):
     with refused("E301", "absent.txt", kind=FileNotFoundError):
         build(dataclasses.replace(settings, exclude="absent.txt"), "sft/oasst1")
     assert not Path(settings.cache_dir, "sft").exists()
 
 
-def test_every_built_in_cache_has_an_entry_above(settings: Settings) -> None:
+def test_every_built_in_cache_has_an_entry_above(settings):
     assert recipes(settings).keys() == FIRST_ENTRIES.keys()

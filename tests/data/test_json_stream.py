@@ -2,10 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +15,7 @@ from niels_gpt.data.fineweb_edu import iter_fineweb_edu
 
 
 @pytest.fixture(params=[1, 7, None])
-def block_bytes(request: pytest.FixtureRequest) -> Iterator[None]:
+def block_bytes(request):
     """Small blocks, and those of every day."""
     with json_blocks(request.param) if request.param else nullcontext():
         yield
@@ -41,20 +38,18 @@ def block_bytes(request: pytest.FixtureRequest) -> Iterator[None]:
 )
 @pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
 @pytest.mark.usefixtures("block_bytes")
-def test_a_json_file_is_an_array_an_object_or_lines(
-    tmp_path: Path, name: str, content: bytes, expected: list[Any]
-) -> None:
+def test_a_json_file_is_an_array_an_object_or_lines(tmp_path, name, content, expected):
     assert rows_of(write(tmp_path / name, content)) == expected
 
 
-def test_plain_json_files_are_no_part_of_a_mirror(tmp_path: Path) -> None:
+def test_plain_json_files_are_no_part_of_a_mirror(tmp_path):
     for name in ("a.jsonl", "dataset_infos.json"):
         write(tmp_path / "HuggingFaceFW/fineweb-edu" / name, json.dumps({"text": name}))
     assert [page.text for page in iter_fineweb_edu(source_root=tmp_path)] == ["a.jsonl"]
 
 
-def test_each_unreadable_row_is_reported_and_dropped_or_an_error(tmp_path: Path) -> None:
-    problems: list[str] = []
+def test_each_unreadable_row_is_reported_and_dropped_or_an_error(tmp_path):
+    problems = []
     path = write(tmp_path / "a.json.gz", b'[{"n": 1}, [3], {"n": 3}, null]')
     assert list(numbered_rows(path, unreadable=problems.append)) == [(1, {"n": 1}), (3, {"n": 3})]
     said = [f"{path}, item {n}: expected a JSON object, found {what!r}" for n, what in ((2, "[3]"), (4, "null"))]
@@ -63,8 +58,8 @@ def test_each_unreadable_row_is_reported_and_dropped_or_an_error(tmp_path: Path)
         rows_of(path)
 
 
-def test_a_broken_first_line_does_no_harm_to_the_others(tmp_path: Path) -> None:
-    problems: list[str] = []
+def test_a_broken_first_line_does_no_harm_to_the_others(tmp_path):
+    problems = []
     path = write(tmp_path / "a.json", b'{"n": \n{"n": 2}\n{"n": 3}')
     assert list(numbered_rows(path, unreadable=problems.append)) == [(2, {"n": 2}), (3, {"n": 3})]
     assert len(problems) == 1 and problems[0].startswith(f"{path}, line 1: expected a JSON object")
@@ -86,7 +81,7 @@ def test_a_broken_first_line_does_no_harm_to_the_others(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.usefixtures("block_bytes")
-def test_a_broken_array_is_an_error_that_names_the_place(tmp_path: Path, content: bytes, complaint: list[str]) -> None:
+def test_a_broken_array_is_an_error_that_names_the_place(tmp_path, content, complaint):
     path = write(tmp_path / "a.json", content)
     rows = numbered_rows(path, unreadable=lambda _: None)  # tolerance does not help: what follows is lost
     assert next(rows) == (1, {"n": 1})
@@ -96,10 +91,10 @@ def test_a_broken_array_is_an_error_that_names_the_place(tmp_path: Path, content
 
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
 @pytest.mark.parametrize("levels", [200, 201])
-def test_a_row_of_201_levels_is_not_read_whatever_python_could(tmp_path: Path, name: str, levels: int) -> None:
+def test_a_row_of_201_levels_is_not_read_whatever_python_could(tmp_path, name, levels):
     row = b'{"n": ' + b"[" * (levels - 1) + b"]" * (levels - 1) + b"}"
     content = b'[{"n": 1}, ' + row + b"]" if name == "a.json" else b'{"n": 1}\n' + row + b"\n"
-    problems: list[str] = []
+    problems = []
     rows = list(numbered_rows(write(tmp_path / name, content), unreadable=problems.append))
     assert [number for number, _ in rows] == [1, 2][: 1 + (levels == 200)]
     assert [("more than 200 levels" in problem) for problem in problems] == [True] * (levels == 201)
@@ -118,9 +113,7 @@ def test_a_row_of_201_levels_is_not_read_whatever_python_could(tmp_path: Path, n
         ),
     ],
 )
-def test_what_has_no_utf8_is_replaced_at_any_depth_and_counted_once_a_row(
-    tmp_path: Path, item: bytes, expected: dict[str, Any], counters: Counter[str]
-) -> None:
+def test_what_has_no_utf8_is_replaced_at_any_depth_and_counted_once_a_row(tmp_path, item, expected, counters):
     other = b'{"a": "\xc3\xa9"}'
     for name, content in (("a.json", b"[" + item + b",\n" + other + b"]"), ("a.jsonl", item + b"\n" + other)):
         counters.clear()
@@ -140,12 +133,12 @@ ROWS = st.dictionaries(TEXTS, VALUES, max_size=3)
 @settings(max_examples=60)
 @given(st.lists(st.tuples(ROWS, TEXTS), min_size=1, max_size=6), st.integers(1, 40), st.booleans(), st.booleans())
 def test_the_samples_are_the_same_however_the_rows_are_written_and_cut(
-    tmp_path_factory: pytest.TempPathFactory,
-    drawn: list[tuple[dict[str, Any], str]],
-    size: int,
-    escaped: bool,
-    spread: bool,
-) -> None:
+    tmp_path_factory,
+    drawn,
+    size,
+    escaped,
+    spread,
+):
     folder = tmp_path_factory.mktemp("rows")
     rows = [{**row, "text": text} for row, text in drawn]
     # Half a surrogate pair has no utf-8: escaped it is repaired, and as such it is three bytes to replace.
@@ -155,7 +148,7 @@ def test_the_samples_are_the_same_however_the_rows_are_written_and_cut(
     read = []
     with json_blocks(size):
         for name, content in files.items():
-            counters: Counter[str] = Counter()
+            counters = Counter()
             found = LocalFiles(folder, (write(folder / name, content),), 0)
             samples = list(found.texts(source="own", counters=counters))
             read.append(([(s.text, s.meta | {"path": ""}) for s in samples], counters))

@@ -3,10 +3,7 @@
 import gzip
 import logging
 import os
-from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.data_files import lines, write, write_parquet
@@ -18,27 +15,25 @@ ODD = "pipes, devices or links to nothing"
 TREE = ("b.md", "a/z.txt", "B.jsonl", "é.md", "a/picture.png", ".git/x.md", "a/.obsidian/y.md", "a/.hidden.md")
 
 
-def tree(folder: Path, names: tuple[str, ...] = TREE) -> Path:
+def tree(folder, names=TREE):
     for name in names:
         write(folder / name)
     return folder
 
 
-def followed(pattern: str, *, base: Path) -> LocalFiles:
+def followed(pattern, *, base):
     return open_files(pattern, base=base, follow_links=True)
 
 
-def names(found: LocalFiles) -> list[str]:
+def names(found):
     return [found.name_of(path) for path in found.files]
 
 
-def texts_of(pattern: str | Path, **more: Any) -> list[PretrainSample]:
+def texts_of(pattern, **more):
     return list(open_files(str(pattern)).texts(source="own", **more))
 
 
-def test_a_file_too_large_for_one_document_is_counted_and_named_with_the_way_to_cut_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, counters: Counter[str]
-) -> None:
+def test_a_file_too_large_for_one_document_is_counted_and_named_with_the_way_to_cut_it(tmp_path, caplog, counters):
     for name in ("a.txt", "b.md.gz", "c.rst"):
         write(tmp_path / name, b"x" * (1_000 if name < "c" else 100))
     assert [sample.text for sample in texts_of(tmp_path, counters=counters, max_document_bytes=999)] == ["x" * 100]
@@ -49,7 +44,7 @@ def test_a_file_too_large_for_one_document_is_counted_and_named_with_the_way_to_
         texts_of(tmp_path, max_document_bytes=9)
 
 
-def test_a_folder_is_all_below_it_that_can_be_read(tmp_path: Path) -> None:
+def test_a_folder_is_all_below_it_that_can_be_read(tmp_path):
     found = open_files(str(tree(tmp_path)))
     assert names(found) == ["B.jsonl", "a/z.txt", "b.md", "é.md"]  # in order of their bytes
     assert found.root == tmp_path and found.files[1] == tmp_path / "a" / "z.txt"
@@ -68,11 +63,11 @@ def test_a_folder_is_all_below_it_that_can_be_read(tmp_path: Path) -> None:
         ("a/z.txt", ["z.txt"]),
     ],
 )
-def test_a_glob_is_the_files_that_it_matches(tmp_path: Path, pattern: str, expected: list[str]) -> None:
+def test_a_glob_is_the_files_that_it_matches(tmp_path, pattern, expected):
     assert names(open_files(pattern, base=tree(tmp_path))) == expected
 
 
-def test_a_new_file_leaves_the_names_of_the_others_as_they_are(tmp_path: Path) -> None:
+def test_a_new_file_leaves_the_names_of_the_others_as_they_are(tmp_path):
     write(tmp_path / "notes/journal/may.md")
     for pattern in ("notes", "notes/**/*.md"):
         assert names(open_files(pattern, base=tmp_path)) == ["journal/may.md"]
@@ -84,7 +79,7 @@ FORMS = ("in", "in/**", "in/**/*")
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_folder_and_the_glob_of_all_below_it_are_the_same_files(tmp_path: Path, form: str) -> None:
+def test_a_folder_and_the_glob_of_all_below_it_are_the_same_files(tmp_path, form):
     tree(tmp_path, ("in/n1.md", "in/sub/n2.md", "in/.hidden/x.md", "in/photo.png", "out/o.md", "out/more/p.md"))
     links = {"in/linked": "../out", "in/sub/again": "../../out", "in/dup.md": "n1.md", "in/copy.png": "photo.png"}
     loops = {"in/all": "..", "in/sub/up": "..", "in/sub/self": "self", "out/back": "../in", "in/secret": ".hidden"}
@@ -100,7 +95,7 @@ def test_a_folder_and_the_glob_of_all_below_it_are_the_same_files(tmp_path: Path
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_link_is_followed_where_the_pattern_names_it_and_never_below(tmp_path: Path, form: str) -> None:
+def test_a_link_is_followed_where_the_pattern_names_it_and_never_below(tmp_path, form):
     tree(tmp_path, ("out/o.md", "secret.md"))
     (tmp_path / "in").symlink_to("out")
     (tmp_path / "out/c.md").symlink_to(tmp_path / "secret.md")
@@ -113,7 +108,7 @@ def test_a_link_is_followed_where_the_pattern_names_it_and_never_below(tmp_path:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_link_gives_a_file_its_suffix(tmp_path: Path, form: str) -> None:
+def test_a_link_gives_a_file_its_suffix(tmp_path, form):
     tree(tmp_path, ("in/blobs/0123", "in/blobs/4567"))  # as huggingface_hub's cache is
     (tmp_path / "in/rows.jsonl").symlink_to("blobs/0123")
     found = followed(form, base=tmp_path)
@@ -121,7 +116,7 @@ def test_a_link_gives_a_file_its_suffix(tmp_path: Path, form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_link_into_a_hidden_folder_of_the_same_tree_is_hidden(tmp_path: Path, form: str) -> None:
+def test_a_link_into_a_hidden_folder_of_the_same_tree_is_hidden(tmp_path, form):
     tree(tmp_path, ("in/a.md", "in/cache/.versions/notes/1/meta.json"))
     (tmp_path / "in/cache/notes").symlink_to(".versions/notes/1")
     assert names(followed(form, base=tmp_path)) == ["a.md"]
@@ -129,7 +124,7 @@ def test_a_link_into_a_hidden_folder_of_the_same_tree_is_hidden(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_pipes_and_links_to_nothing_are_counted_and_not_read(tmp_path: Path, form: str) -> None:
+def test_pipes_and_links_to_nothing_are_counted_and_not_read(tmp_path, form):
     tree(tmp_path, ("in/a.md",))
     os.mkfifo(tmp_path / "in/pipe.md")
     (tmp_path / "in/gone.md").symlink_to("nowhere")
@@ -142,7 +137,7 @@ def test_pipes_and_links_to_nothing_are_counted_and_not_read(tmp_path: Path, for
             followed(name, base=tmp_path)
 
 
-def test_the_case_of_a_suffix_does_not_matter(tmp_path: Path) -> None:
+def test_the_case_of_a_suffix_does_not_matter(tmp_path):
     write(tmp_path / "A.TXT", b"one")
     write(tmp_path / "B.JSONL", b'{"text": "two"}')
     (tmp_path / "C.Json.GZ").write_bytes(gzip.compress(b'[{"text": "three"}]'))
@@ -150,7 +145,7 @@ def test_the_case_of_a_suffix_does_not_matter(tmp_path: Path) -> None:
     assert [sample.text for sample in texts_of(tmp_path)] == ["one", "two", "three", "four"]
 
 
-def test_wildcards_in_names_are_literal_and_a_name_that_is_not_utf8_can_be_printed(tmp_path: Path) -> None:
+def test_wildcards_in_names_are_literal_and_a_name_that_is_not_utf8_can_be_printed(tmp_path):
     base = tree(tmp_path / "notes [old]", ("a*b.md", "axb.md", "sub/c.md", "sub/sub/x.md"))
     assert names(open_files("a*b.md", base=base)) == ["a*b.md"]
     assert names(open_files("**/c.*", base=base)) == ["sub/c.md"]
@@ -159,24 +154,24 @@ def test_wildcards_in_names_are_literal_and_a_name_that_is_not_utf8_can_be_print
     assert names(open_files("odd", base=tmp_path)) == ["caf\ufffd.md"]
 
 
-def test_the_current_folder_and_the_home_folder_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_current_folder_and_the_home_folder_are_known(tmp_path, monkeypatch):
     monkeypatch.chdir(tree(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
     assert open_files("a") == open_files("~/a") == open_files("~/a", base=Path("/")) == open_files(str(tmp_path / "a"))
 
 
-def test_only_the_kinds_asked_for_are_read(tmp_path: Path) -> None:
+def test_only_the_kinds_asked_for_are_read(tmp_path):
     found = open_files(str(tree(tmp_path, ("a.json", "b.jsonl.gz", "c.txt", "d.parquet"))), rows_only=True)
     assert (names(found), found.other_files) == (["a.json", "b.jsonl.gz", "d.parquet"], 1)
 
 
-def test_nothing_at_all_is_said_with_what_was_looked_for(tmp_path: Path) -> None:
+def test_nothing_at_all_is_said_with_what_was_looked_for(tmp_path):
     for pattern in ("nowhere", "*.md", "nowhere/**/*.md"):
         with refused("E301", repr(pattern), f"at {tmp_path / pattern}", "'notes/**/*.md'", kind=FileNotFoundError):
             open_files(pattern, base=tmp_path)
 
 
-def test_nothing_readable_is_said_with_what_there_is_and_what_can_be(tmp_path: Path) -> None:
+def test_nothing_readable_is_said_with_what_there_is_and_what_can_be(tmp_path):
     tree(tmp_path, ("in/x.png", "in/y.png", "in/LICENCE"))
     for pattern in ("in", "in/*"):
         with refused("E301", "3 files", "(.png, LICENCE)", ".txt .md ", "--as-text", kind=FileNotFoundError):
@@ -188,7 +183,7 @@ def test_nothing_readable_is_said_with_what_there_is_and_what_can_be(tmp_path: P
 
 @pytest.mark.parametrize("packed", ["", ".gz", ".zst"])
 @pytest.mark.parametrize("suffix", [".txt", ".md", ".rst", ".html", ".htm"])
-def test_a_text_file_is_a_document_as_it_is(tmp_path: Path, suffix: str, packed: str) -> None:
+def test_a_text_file_is_a_document_as_it_is(tmp_path, suffix, packed):
     text = " <p>one &amp; \r\n\r\ntwo\n"
     write(tmp_path / f"a{suffix}{packed}", text)
     write(tmp_path / "b.txt")
@@ -198,7 +193,7 @@ def test_a_text_file_is_a_document_as_it_is(tmp_path: Path, suffix: str, packed:
     ]
 
 
-def test_a_row_is_a_document_with_its_place_and_id(tmp_path: Path) -> None:
+def test_a_row_is_a_document_with_its_place_and_id(tmp_path):
     rows = b'{"text": "one", "id": 7}\n\n{"id": "x", "content": "two"}\r\n{"document": "", "id": true, "text": null}'
     write(tmp_path / "c/a.jsonl", rows)
     write(tmp_path / "d.json", b'[{"text": "t", "content": "c"}]')
@@ -212,13 +207,13 @@ def test_a_row_is_a_document_with_its_place_and_id(tmp_path: Path) -> None:
     ]
 
 
-def test_a_field_that_is_named_is_the_only_one(tmp_path: Path, counters: Counter[str]) -> None:
+def test_a_field_that_is_named_is_the_only_one(tmp_path, counters):
     write(tmp_path / "a.jsonl", b'{"text": "t", "body": "b"}\n{"text": "t"}\n{"body": ["b"]}')
     assert [sample.text for sample in texts_of(tmp_path, field="body", counters=counters)] == ["b"]
     assert counters == {"missing_field": 2}
 
 
-def test_rows_without_one_text_are_an_error_that_names_the_fields_there_are(tmp_path: Path) -> None:
+def test_rows_without_one_text_are_an_error_that_names_the_fields_there_are(tmp_path):
     write(tmp_path / "a.jsonl", b'[]\n{"title": "x", "body": "y"}\n{"title": 1}')
     counted, fields = "3 rows", "title, body"
     with refused("E303", "own: ", counted, "(2 missing_field, 1 unreadable_row)", "a.jsonl, row 2", fields) as caught:
@@ -231,7 +226,7 @@ def test_rows_without_one_text_are_an_error_that_names_the_fields_there_are(tmp_
         texts_of(tmp_path / "b.parquet")
 
 
-def test_rows_of_which_none_can_be_read_are_an_error_that_shows_the_first(tmp_path: Path) -> None:
+def test_rows_of_which_none_can_be_read_are_an_error_that_shows_the_first(tmp_path):
     write(tmp_path / "a.jsonl", b"to be or\nnot to be")
     with refused("E303", "2 unreadable_row)", "a.jsonl, line 1") as failed:
         texts_of(tmp_path)
@@ -246,15 +241,13 @@ def test_rows_of_which_none_can_be_read_are_an_error_that_shows_the_first(tmp_pa
         (b'[\n{"text": "a"},\n{"text": "b"}, {}]', [".json and .json.gz", "rename"]),
     ],
 )
-def test_a_file_of_another_kind_than_its_name_says_is_an_error_with_its_remedy(
-    tmp_path: Path, content: bytes, remedy: list[str]
-) -> None:
+def test_a_file_of_another_kind_than_its_name_says_is_an_error_with_its_remedy(tmp_path, content, remedy):
     write(tmp_path / "a.jsonl", content)
     with refused("E303", *remedy):
         texts_of(tmp_path)
 
 
-def test_the_first_row_without_a_text_is_told_with_its_fields(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_first_row_without_a_text_is_told_with_its_fields(tmp_path, caplog):
     write(tmp_path / "a.jsonl", b'{"text": "one"}\n{"title": 1, "body": 2}\n{"text": null}\n')
     write(tmp_path / "b.jsonl", b'{"text": null}\n{"text": "x"}')
     with caplog.at_level(logging.WARNING):
@@ -267,16 +260,14 @@ def test_the_first_row_without_a_text_is_told_with_its_fields(tmp_path: Path, ca
     ]
 
 
-def test_files_without_rows_give_nothing(tmp_path: Path) -> None:
+def test_files_without_rows_give_nothing(tmp_path):
     empty = {"a.jsonl": b"", "b.json": b" \n", "c.json": b"[ ]", "d.json.gz": b"", "e.jsonl": b"\xef\xbb\xbf"}
     for name, content in empty.items():
         write(tmp_path / name, content)
     assert texts_of(tmp_path) == []
 
 
-def test_unreadable_rows_are_counted_and_the_first_of_each_file_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, counters: Counter[str]
-) -> None:
+def test_unreadable_rows_are_counted_and_the_first_of_each_file_is_told(tmp_path, caplog, counters):
     write(
         tmp_path / "a.jsonl",
         b'{"text": "one"}\n{"text": "tw\nnull\n[1]\n{"text": "five"}\n{"text": "six"} {"text": "seven"}',
@@ -293,7 +284,7 @@ def test_unreadable_rows_are_counted_and_the_first_of_each_file_is_told(
 
 @pytest.mark.parametrize("damage", ["truncated", "overwritten"])
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json.gz", "a.parquet"])
-def test_a_damaged_file_is_an_error_once_it_is_reached(tmp_path: Path, name: str, damage: str) -> None:
+def test_a_damaged_file_is_an_error_once_it_is_reached(tmp_path, name, damage):
     write(tmp_path / "a.json", b'{"text": "good"}')
     texts = [os.urandom(500).hex() for _ in range(20)]
     if name.endswith("parquet"):
@@ -308,13 +299,13 @@ def test_a_damaged_file_is_an_error_once_it_is_reached(tmp_path: Path, name: str
         list(stream)
 
 
-def test_a_file_that_is_gone_is_not_called_damaged(tmp_path: Path) -> None:
+def test_a_file_that_is_gone_is_not_called_damaged(tmp_path):
     for name in ("a.parquet", "a.json", "a.md"):
         with refused("E301", kind=FileNotFoundError):
             list(LocalFiles(tmp_path, (tmp_path / name,), 0).texts(source="own"))
 
 
-def test_a_column_of_parquet_that_nobody_asks_for_does_no_harm(tmp_path: Path) -> None:
+def test_a_column_of_parquet_that_nobody_asks_for_does_no_harm(tmp_path):
     import pyarrow as pa
 
     no_date = pa.array([10**7], pa.date32())  # about the year 29,000
@@ -324,15 +315,15 @@ def test_a_column_of_parquet_that_nobody_asks_for_does_no_harm(tmp_path: Path) -
         texts_of(tmp_path, field="when")
 
 
-def test_rows_of_parquet_are_numbered_over_all_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_parquet_are_numbered_over_all_batches(tmp_path, monkeypatch):
     write_parquet(tmp_path / "a.parquet", {"text": [f"t{n}" for n in range(2_500)], "id": range(2_500)})
     samples = texts_of(tmp_path)
     assert [sample.text for sample in samples] == [f"t{n}" for n in range(2_500)]
     assert samples[-1].meta == {"index": 2_499, "path": "a.parquet", "row": 2_500, "id": "2499"}
 
 
-def test_a_stream_that_is_left_early_closes_its_file(tmp_path: Path) -> None:
+def test_a_stream_that_is_left_early_closes_its_file(tmp_path):
     write(tmp_path / "a.json", b'[{"text": "one"}, {"text": "two"}]')
-    stream: Iterator[PretrainSample] = open_files(str(tmp_path)).texts(source="own")
+    stream = open_files(str(tmp_path)).texts(source="own")
     assert next(stream).text == "one"
     del stream  # an open file would be a warning, which is an error here

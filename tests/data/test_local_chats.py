@@ -5,7 +5,6 @@ import logging
 import tempfile
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -19,26 +18,26 @@ HELLO = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ye
 EXPECTED = [ChatMessage("user", "Hi"), ChatMessage("assistant", "Yes?")]
 
 
-def chats_of(folder: Path, *rows: Any, counters: Counter[str] | None = None) -> list[ChatSample]:
+def chats_of(folder, *rows, counters=None):
     """Stream the chats of the folder, with the rows, if any, written to rows.jsonl in it first."""
     if rows:
         write(folder / "rows.jsonl", lines(*rows))
     return list(open_files(str(folder), rows_only=True).chats(source="own", counters=counters))
 
 
-def messages_of(row: dict[str, Any]) -> list[ChatMessage]:
+def messages_of(row):
     with tempfile.TemporaryDirectory() as folder:
         (chat,) = chats_of(Path(folder), row)
     return chat.messages
 
 
-def turns(row: dict[str, Any]) -> list[tuple[str, str]]:
+def turns(row):
     return [(message.role, message.content) for message in messages_of(row)]
 
 
-def reason(row: dict[str, Any]) -> str:
+def reason(row):
     """Return the reason for which a row is dropped that stands before a good one; "" if it is a chat."""
-    counters: Counter[str] = Counter()
+    counters = Counter()
     with tempfile.TemporaryDirectory() as folder:
         kept = chats_of(Path(folder), row, {"messages": HELLO}, counters=counters)
     reasons = [name for name in counters if not name.startswith("unknown_role:")]
@@ -65,7 +64,7 @@ def reason(row: dict[str, Any]) -> str:
         {"prompt": "Hi", "response": None, "completion": "Yes?"},
     ],
 )
-def test_every_known_shape_is_the_same_chat(row: dict[str, Any]) -> None:
+def test_every_known_shape_is_the_same_chat(row):
     assert messages_of(row) == EXPECTED
 
 
@@ -82,7 +81,7 @@ def test_every_known_shape_is_the_same_chat(row: dict[str, Any]) -> None:
         ({"question": "Hi", "answer": "Yes?"}, {"response": "other"}),
     ],
 )
-def test_a_row_of_two_shapes_is_read_as_the_first(first: dict[str, Any], second: dict[str, Any]) -> None:
+def test_a_row_of_two_shapes_is_read_as_the_first(first, second):
     assert messages_of({**second, **first}) == EXPECTED
 
 
@@ -101,12 +100,12 @@ def test_a_row_of_two_shapes_is_read_as_the_first(first: dict[str, Any], second:
         ),
     ],
 )
-def test_a_row_that_is_no_chat_is_refused_with_the_reason(expected: str, row: dict[str, Any]) -> None:
+def test_a_row_that_is_no_chat_is_refused_with_the_reason(expected, row):
     assert reason(row) == expected
 
 
 @pytest.mark.parametrize("name", ["context", "input"])
-def test_a_context_follows_the_instruction_as_in_dolly(tmp_path: Path, name: str) -> None:
+def test_a_context_follows_the_instruction_as_in_dolly(tmp_path, name):
     row = {"instruction": "Sum up.", name: " A text.\n", "output": "One."}
     assert turns(row) == [("user", "Sum up.\n\ncontext:\n A text.\n"), ("assistant", "One.")]
     upstream = {"instruction": "Sum up.", "context": " A text.\n", "response": "One."}
@@ -117,12 +116,12 @@ def test_a_context_follows_the_instruction_as_in_dolly(tmp_path: Path, name: str
 
 @pytest.mark.parametrize("name", ["system", "system_prompt"])
 @pytest.mark.parametrize("row", [{"conversations": HELLO}, {"messages": HELLO}, {"prompt": "Hi", "response": "Yes?"}])
-def test_a_system_field_is_the_first_turn(row: dict[str, Any], name: str) -> None:
+def test_a_system_field_is_the_first_turn(row, name):
     assert messages_of({**row, name: "Be brief."}) == [ChatMessage("system", "Be brief."), *EXPECTED]
     assert messages_of({**row, name: " "}) == EXPECTED
 
 
-def test_a_system_turn_that_repeats_the_field_comes_once_and_parts_of_text_are_joined() -> None:
+def test_a_system_turn_that_repeats_the_field_comes_once_and_parts_of_text_are_joined():
     row = {"system": "Be brief.", "messages": [{"role": "system", "content": "Be brief."}, *HELLO]}
     assert turns(row) == [("system", "Be brief."), ("user", "Hi"), ("assistant", "Yes?")]
     parts = [{"type": "text", "text": "Hi "}, {"type": "text", "text": "you", "image_url": None}]
@@ -137,7 +136,7 @@ ROLES = {
 
 
 @pytest.mark.parametrize(("name", "role"), [(name, role) for role in ROLES for name in ROLES[role]])
-def test_roles_are_known_by_many_names_whatever_their_case(name: str, role: str) -> None:
+def test_roles_are_known_by_many_names_whatever_their_case(name, role):
     for spelling in (name, name.upper(), f" {name.title()}\n"):
         assert turns({"messages": [{"role": spelling, "content": "x"}]}) == [(role, "x")]
 
@@ -158,12 +157,12 @@ def test_roles_are_known_by_many_names_whatever_their_case(name: str, role: str)
         [{"role": "assistant", "content": "", "tool_calls": [{"name": "look"}]}],
     ],
 )
-def test_turns_that_are_no_texts_make_a_chat_malformed(messages: list[Any]) -> None:
+def test_turns_that_are_no_texts_make_a_chat_malformed(messages):
     assert reason({"messages": messages}) == "malformed"
     assert reason({"prompt": messages, "completion": []}) == "malformed"
 
 
-def test_blank_turns_and_chats_without_an_answer_are_kept_as_they_are(tmp_path: Path) -> None:
+def test_blank_turns_and_chats_without_an_answer_are_kept_as_they_are(tmp_path):
     rows = [{"prompt": " \n", "response": ""}, {"messages": [{"role": "user", "content": "Hi"}]}]
     assert [sample.messages for sample in chats_of(tmp_path, *rows)] == [
         [ChatMessage("user", " \n"), ChatMessage("assistant", "")],
@@ -185,7 +184,7 @@ def test_blank_turns_and_chats_without_an_answer_are_kept_as_they_are(tmp_path: 
         ),
     )
 )
-def test_any_row_is_a_chat_or_refused_with_a_reason(row: dict[str, Any]) -> None:
+def test_any_row_is_a_chat_or_refused_with_a_reason(row):
     if why := reason(row):
         assert why in ("missing_field", "malformed", "unknown_role")
     else:
@@ -193,7 +192,7 @@ def test_any_row_is_a_chat_or_refused_with_a_reason(row: dict[str, Any]) -> None
         assert messages and all(message.role in ("system", "user", "assistant") for message in messages)
 
 
-def test_a_chat_has_its_place_and_id(tmp_path: Path) -> None:
+def test_a_chat_has_its_place_and_id(tmp_path):
     write(tmp_path / "a.json", json.dumps([{"conversations": HELLO, "id": "identity_0"}, {"messages": HELLO}]))
     write(tmp_path / "b/é.jsonl", b"\n" + lines({"prompt": "Hi", "response": "Yes?", "id": 12}))
     assert chats_of(tmp_path) == [
@@ -203,9 +202,7 @@ def test_a_chat_has_its_place_and_id(tmp_path: Path) -> None:
     ]
 
 
-def test_what_is_dropped_is_counted_and_the_first_of_each_kind_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, counters: Counter[str]
-) -> None:
+def test_what_is_dropped_is_counted_and_the_first_of_each_kind_is_told(tmp_path, caplog, counters):
     tool = {"messages": [*HELLO, {"role": "tool", "content": "4"}]}
     other = {"conversations": [{"from": "function_call", "value": "{}"}]}
     rows = [tool, {"messages": HELLO}, tool, other, {"messages": []}, {"text": "x"}, {"text": "y"}, HELLO]
@@ -225,14 +222,14 @@ def test_what_is_dropped_is_counted_and_the_first_of_each_kind_is_told(
     assert logged[4].startswith(f"{where}, line 8: expected a JSON object, found") and len(logged) == 5
 
 
-def test_rows_without_one_chat_are_an_error_that_names_fields_and_shapes(tmp_path: Path) -> None:
+def test_rows_without_one_chat_are_an_error_that_names_fields_and_shapes(tmp_path):
     with refused("E303", "own: ", "2 rows", "(1 malformed, 1 missing_field)", "row 1", "title, body", "messages, "):
         chats_of(tmp_path, {"title": "x", "body": "y"}, {"messages": []})
     (tmp_path / "rows.jsonl").write_text("")
     assert chats_of(tmp_path) == []  # no rows are no error
 
 
-def test_chats_in_parquet_are_read(tmp_path: Path, counters: Counter[str]) -> None:
+def test_chats_in_parquet_are_read(tmp_path, counters):
     write_parquet(tmp_path / "a.parquet", {"messages": [HELLO, [], HELLO], "id": ["x", "y", "z"]})
     shares = [[{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes?"}], None]
     two_shapes = {"conversations": shares, "prompt": [None, "Hi"], "response": [None, "Yes?"]}
@@ -244,7 +241,7 @@ def test_chats_in_parquet_are_read(tmp_path: Path, counters: Counter[str]) -> No
     assert counters == {"malformed": 1}
 
 
-def test_a_column_beside_a_chat_in_parquet_does_no_harm(tmp_path: Path) -> None:
+def test_a_column_beside_a_chat_in_parquet_does_no_harm(tmp_path):
     import pyarrow as pa
 
     no_date = pa.array([10**7], pa.date32())
@@ -256,6 +253,6 @@ def test_a_column_beside_a_chat_in_parquet_does_no_harm(tmp_path: Path) -> None:
         chats_of(tmp_path)
 
 
-def test_a_chat_written_as_a_string_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_chat_written_as_a_string_is_told(tmp_path, caplog):
     assert len(chats_of(tmp_path, {"messages": json.dumps(HELLO)}, {"messages": HELLO})) == 1
     assert "row 1: found a value of type str in the field messages. Counted as missing_field" in caplog.text

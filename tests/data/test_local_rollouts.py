@@ -2,26 +2,24 @@
 
 import logging
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from support.data_files import groups_of_at_most, lines, write, write_parquet
 from support.errors import refused
 
-from niels_gpt.data import SequenceGroup, open_files, source_id
+from niels_gpt.data import open_files, source_id
 from niels_gpt.prefix_tree.savings.rollouts import read_rollouts
 
 
-def groups_of(folder: Path, *rows: Any, counters: Counter[str] | None = None) -> list[SequenceGroup]:
+def groups_of(folder, *rows, counters=None):
     """Stream the groups of the folder, with the rows, if any, written to rows.jsonl in it first."""
     if rows:
         write(folder / "rows.jsonl", lines(*rows))
     return list(open_files(str(folder), rows_only=True).rollouts(source="own", counters=counters))
 
 
-def plain(sample: Any) -> dict[str, Any]:
+def plain(sample):
     """Return the fields of a sample that are given, as lists."""
     values = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in vars(sample).items()}
     return {name: value for name, value in values.items() if value is not None}
@@ -67,7 +65,7 @@ SCORED = {"logprobs": [-0.5, -1.0], "advantage": [0.25, 0.5], "reward": 2.0}
         ({"prompt_ids": [1, 2], "completion_ids": [7, 8], "advantage": 0.5}, ONE | {"advantage": 0.5}),
     ],
 )
-def test_every_known_form_is_read(tmp_path: Path, row: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_every_known_form_is_read(tmp_path, row, expected):
     ((sample,),) = (group.samples for group in groups_of(tmp_path, row))
     assert plain(sample) == expected
 
@@ -109,16 +107,14 @@ GROUP = {"prompt_ids": [1], "completions": [[2], [3]]}
         ({**GROUP, "group": [1]}, "malformed", "a list of 1 in the field group"),
     ],
 )
-def test_other_rows_are_dropped_with_what_was_found(
-    tmp_path: Path, row: dict[str, Any], reason: str, found: str
-) -> None:
+def test_other_rows_are_dropped_with_what_was_found(tmp_path, row, reason, found):
     with refused("E303", f"(1 {reason})", "rows.jsonl, row 1", found):
         groups_of(tmp_path, row)
 
 
 def test_a_short_row_that_asks_for_many_tokens_is_dropped_before_they_are_allocated(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     with groups_of_at_most(100):
         (group,) = groups_of(tmp_path, {"prompt_ids": [1] * 49, "completions": [[2]] * 2})
         assert len(group.samples) == 2
@@ -141,14 +137,12 @@ ROWS = [
 NAMES = [("a", 2), ("7", 2), ("own", 2), ("own", 1), ("rows.jsonl#8", 1), ("rows.jsonl#9", 1)]
 
 
-def names(groups: list[SequenceGroup]) -> list[tuple[str, int]]:
+def names(groups):
     return [(source_id(group), len(group.samples)) for group in groups]
 
 
-def test_consecutive_rows_of_a_group_are_gathered_and_bad_rows_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    counters: Counter[str] = Counter()
+def test_consecutive_rows_of_a_group_are_gathered_and_bad_rows_counted(tmp_path, caplog):
+    counters = Counter()
     assert names(groups_of(tmp_path, *ROWS, counters=counters)) == NAMES
     assert counters == {"malformed": 1, "missing_field": 1}
     first = f"{tmp_path}/rows.jsonl, row 4: found a value of type str in place of the ids of ids"
@@ -156,7 +150,7 @@ def test_consecutive_rows_of_a_group_are_gathered_and_bad_rows_counted(
     assert caplog.records[0].levelno == logging.WARNING
 
 
-def test_a_group_ends_with_its_file_and_parquet_is_the_same(tmp_path: Path) -> None:
+def test_a_group_ends_with_its_file_and_parquet_is_the_same(tmp_path):
     both = tmp_path / "both"
     write(both / "a.jsonl", lines(*ROWS[:1]))
     write(both / "b.jsonl", lines(*ROWS[1:2]))
@@ -167,11 +161,11 @@ def test_a_group_ends_with_its_file_and_parquet_is_the_same(tmp_path: Path) -> N
     assert [plain(sample) for sample in group.samples] == [plain(one.samples[0]) for one in groups_of(both)]
 
 
-def test_reading_resumes_behind_every_group_with_the_same_counts(tmp_path: Path) -> None:
+def test_reading_resumes_behind_every_group_with_the_same_counts(tmp_path):
     write(tmp_path / "rows.jsonl", lines(*ROWS))
     found = open_files(str(tmp_path), rows_only=True)
 
-    def read(counters: Counter[str], position: dict[str, int]) -> Any:
+    def read(counters, position):
         return found.rollouts(source="own", counters=counters, position=position)
 
     counters, position = Counter[str](), dict[str, int]()
@@ -182,14 +176,14 @@ def test_reading_resumes_behind_every_group_with_the_same_counts(tmp_path: Path)
         assert again == counters
 
 
-def test_nothing_usable_is_an_error_with_the_forms(tmp_path: Path) -> None:
+def test_nothing_usable_is_an_error_with_the_forms(tmp_path):
     with refused("E303", "1 rows", '"prompt_ids"'):
         groups_of(tmp_path, {"text": "Hi"})
     with refused("E303", "2 rows", "row 1: ", "of 2 in the field logprobs"):
         groups_of(tmp_path, {"ids": [1], "logprobs": [0, 0]}, {"text": "Hi"})
 
 
-def test_what_tree_stats_reads_is_read_here_too(tmp_path: Path) -> None:
+def test_what_tree_stats_reads_is_read_here_too(tmp_path):
     rows = [{"prompt_ids": [1, 2], "completions": [[3], [4, 5]]}, {"ids": [6, 7], "x": 1}]
     write(tmp_path / "rows.jsonl", lines(*rows))
     of_savings = [

@@ -4,10 +4,7 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections import Counter
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
 
 import pytest
 from support.data_files import fingerprint_of, invalid_utf8, mirror_files, numbered_rows, rows_of, write, write_parquet
@@ -19,22 +16,20 @@ from niels_gpt.data.sources import credit_of
 pytestmark = pytest.mark.filterwarnings("error")
 
 
-def test_the_sample_is_packaged_and_a_missing_mirror_is_named(tmp_path: Path) -> None:
+def test_the_sample_is_packaged_and_a_missing_mirror_is_named(tmp_path):
     assert next(iter_fineweb_edu(source_root="sample")).text
     with refused("E301", str(tmp_path / "nowhere"), "--source-root sample", kind=FileNotFoundError):
         iter_fineweb_edu(source_root=str(tmp_path / "nowhere"))
 
 
-def test_files_come_in_order_of_relative_path_without_hidden_or_unknown_ones(tmp_path: Path) -> None:
+def test_files_come_in_order_of_relative_path_without_hidden_or_unknown_ones(tmp_path):
     for name in ("b.jsonl", "a/z.md", "B.txt", "é.jsonl", ".git/x.md", "a/.hidden.md", "card.yaml", "a.jsonl.gz"):
         write(tmp_path / "set" / name)
     names = [path.relative_to(tmp_path / "set").as_posix() for path in mirror_files(tmp_path, "set")]
     assert names == ["B.txt", "a.jsonl.gz", "a/z.md", "b.jsonl", "é.jsonl"]
 
 
-def test_pipes_and_links_to_nothing_are_passed_over_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_pipes_and_links_to_nothing_are_passed_over_with_a_warning(tmp_path, caplog):
     real = write(tmp_path / "set/a.md")
     write(tmp_path / "out.md")
     os.mkfifo(tmp_path / "set/pipe.md")
@@ -47,7 +42,7 @@ def test_pipes_and_links_to_nothing_are_passed_over_with_a_warning(
 
 
 @pytest.mark.parametrize("folder", ["absent", "empty"])
-def test_an_absent_or_empty_dataset_names_the_folder_expected(tmp_path: Path, folder: str) -> None:
+def test_an_absent_or_empty_dataset_names_the_folder_expected(tmp_path, folder):
     (tmp_path / "empty").mkdir()
     with refused("E301", tmp_path / folder, kind=FileNotFoundError):
         mirror_files(tmp_path, folder)
@@ -64,14 +59,14 @@ def test_an_absent_or_empty_dataset_names_the_folder_expected(tmp_path: Path, fo
         ("test/pages.jsonl", "train"),  # the file's name counts, not its folder's
     ],
 )
-def test_the_start_of_a_file_name_is_its_split(tmp_path: Path, name: str, split: str) -> None:
+def test_the_start_of_a_file_name_is_its_split(tmp_path, name, split):
     path = write(tmp_path / "set" / name)
     for each in ("train", "validation", "test"):
         with nullcontext() if each == split else refused("E301", each, name, kind=FileNotFoundError):
             assert mirror_files(tmp_path, "set", split=each, suffixes=(path.suffix,)) == [path]
 
 
-def test_all_splits_are_read_train_first_and_one_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+def test_all_splits_are_read_train_first_and_one_that_is_not_there_is_an_error(tmp_path):
     for name in ("other.jsonl", "test.jsonl", "validation.jsonl"):
         write(tmp_path / "set" / name)
     files = mirror_files(tmp_path, "set", split="all")
@@ -83,15 +78,13 @@ def test_all_splits_are_read_train_first_and_one_that_is_not_there_is_an_error(t
         mirror_files(tmp_path, "set", split="dev")
 
 
-def test_a_named_inner_folder_is_read_alone(tmp_path: Path) -> None:
+def test_a_named_inner_folder_is_read_alone(tmp_path):
     write(tmp_path / "set/copy.jsonl")
     inner = write(tmp_path / "set/data/CC/train.jsonl")
     assert mirror_files(tmp_path, "set", split="train", folders=("CC", "data/CC")) == [inner]
 
 
-def test_parquet_text_that_is_not_utf8_is_replaced_and_counted_in_every_kind_of_column(
-    tmp_path: Path, counters: Counter[str]
-) -> None:
+def test_parquet_text_that_is_not_utf8_is_replaced_and_counted_in_every_kind_of_column(tmp_path, counters):
     import pyarrow as pa
 
     texts, ends = invalid_utf8(b"caf\xe9", b"ok", None), pa.array([0, 1, 2, 3], pa.int32())
@@ -115,7 +108,7 @@ def test_parquet_text_that_is_not_utf8_is_replaced_and_counted_in_every_kind_of_
 
 
 @pytest.mark.parametrize(("kind", "value"), [("date32", 10**7), ("tz", 1), ("date64", 10**17)])
-def test_a_value_of_parquet_that_python_has_not_is_named_with_its_place(tmp_path: Path, kind: str, value: int) -> None:
+def test_a_value_of_parquet_that_python_has_not_is_named_with_its_place(tmp_path, kind, value):
     import pyarrow as pa
 
     arrow = {"date32": pa.date32(), "date64": pa.date64(), "tz": pa.timestamp("us", tz="Mars/Phobos")}[kind]
@@ -125,7 +118,7 @@ def test_a_value_of_parquet_that_python_has_not_is_named_with_its_place(tmp_path
         rows_of(tmp_path / "a.parquet")
 
 
-def test_only_the_columns_asked_for_are_read_as_far_as_there_are_any(tmp_path: Path) -> None:
+def test_only_the_columns_asked_for_are_read_as_far_as_there_are_any(tmp_path):
     path = tmp_path / "a.parquet"
     write_parquet(path, {"n": [1, 2], "text": ["a", "b"], "text.x": [3, 4], "a.b": [5, 6]})
     assert list(numbered_rows(path, columns=("text", "content"))) == [(1, {"text": "a"}), (2, {"text": "b"})]
@@ -146,9 +139,7 @@ SMALL_PAGES = {"row_group_size": 100, "data_page_size": 1, "write_batch_size": 1
     ],
     ids=["the same text", "different texts", "a short text before long ones"],
 )
-def test_long_rows_of_parquet_are_read_a_few_at_a_time(
-    tmp_path: Path, texts: list[str], options: dict[str, Any], most: int
-) -> None:
+def test_long_rows_of_parquet_are_read_a_few_at_a_time(tmp_path, texts, options, most):
     import pyarrow as pa
 
     path = write_parquet(tmp_path / "a.parquet", {"text": texts}, **options)
@@ -159,18 +150,18 @@ def test_long_rows_of_parquet_are_read_a_few_at_a_time(
     assert peak < most
 
 
-def test_text_lines_keep_their_ends(tmp_path: Path) -> None:
+def test_text_lines_keep_their_ends(tmp_path):
     path = write(tmp_path / "a.txt", b"one\r\n\n two\x0cx\n end")
     assert [row["text"] for row in rows_of(path)] == ["one\r\n", "\n", " two\x0cx\n", " end"]
 
 
-def test_the_fingerprint_is_the_documented_sum(tmp_path: Path) -> None:
+def test_the_fingerprint_is_the_documented_sum(tmp_path):
     paths = [write(tmp_path / "b.txt", b"B!"), write(tmp_path / "a.txt", b"A")]
     lines = f"a.txt\x001\x00{hashlib.sha256(b'A').hexdigest()}\nb.txt\x002\x00{hashlib.sha256(b'B!').hexdigest()}\n"
     assert fingerprint_of(tmp_path, paths) == hashlib.sha256(lines.encode()).hexdigest()
 
 
-def test_the_sample_is_mit_and_the_rest_as_upstream() -> None:
+def test_the_sample_is_mit_and_the_rest_as_upstream():
     assert credit_of("oasst1", "sample").licence == "MIT"
     assert credit_of("oasst1", "hub") == credit_of("oasst1", "/some/mirror")
     assert credit_of("oasst1", "hub").licence == "Apache-2.0"
@@ -178,7 +169,7 @@ def test_the_sample_is_mit_and_the_rest_as_upstream() -> None:
         credit_of("pile", "hub")
 
 
-def test_importing_the_loaders_loads_no_heavy_library() -> None:
+def test_importing_the_loaders_loads_no_heavy_library():
     modules = "local, exclude, fineweb_edu, wikitext, roam, gutenberg, dolly, oasst1"
     heavy = "{'torch', 'datasets', 'pyarrow', 'huggingface_hub', 'numpy'}"
     code = f"import sys; from niels_gpt.data import {modules}; print(sorted({heavy} & set(sys.modules)))"

@@ -3,7 +3,6 @@
 import tempfile
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.data_files import lines, write
@@ -14,28 +13,28 @@ from niels_gpt.data.oasst1 import iter_oasst1_sft, iter_oasst1_trees, tree_threa
 pytestmark = pytest.mark.filterwarnings("error")
 
 
-def message(name: str, parent: str | None, **changes: Any) -> dict[str, Any]:
+def message(name, parent, **changes):
     """Make a message whose role follows its name: p... is a prompter's, a... an assistant's."""
     role = "prompter" if name.startswith("p") else "assistant"
     row = {"message_id": name, "parent_id": parent, "message_tree_id": "t", "text": f" {name}\n", "role": role}
     return row | {"lang": "en", "deleted": False} | changes
 
 
-def mirror(root: Path, **trees: list[dict[str, Any]]) -> str:
+def mirror(root, **trees):
     for split, rows in trees.items():
         write(root / f"OpenAssistant/oasst1/{split}.messages.jsonl", lines(*rows))
     return str(root)
 
 
-def threads(*records: dict[str, Any], **options: Any) -> tuple[list[str], dict[str, int]]:
-    counters: Counter[str] = Counter()
+def threads(*records, **options):
+    counters = Counter()
     with tempfile.TemporaryDirectory() as folder:
         root = mirror(Path(folder), train=list(records))
         chats = list(iter_oasst1_sft(source_root=root, counters=counters, **options))
     return [" ".join(chat.meta["message_ids"]) for chat in chats], dict(counters)
 
 
-def test_roles_are_renamed_texts_stripped_and_ids_kept(tmp_path: Path) -> None:
+def test_roles_are_renamed_texts_stripped_and_ids_kept(tmp_path):
     (chat,) = iter_oasst1_sft(source_root=mirror(tmp_path, train=[message("p", None), message("a", "p")]))
     assert [(m.role, m.content) for m in chat.messages] == [("user", "p"), ("assistant", "a")]
     assert chat.source == "oasst1"
@@ -43,7 +42,7 @@ def test_roles_are_renamed_texts_stripped_and_ids_kept(tmp_path: Path) -> None:
 
 
 P, A = message("p", None), message("a", "p")
-THREADS: dict[str, tuple[list[dict[str, Any]], list[str], dict[str, int]]] = {
+THREADS = {
     "each leaf gives a thread, with siblings in file order": (
         [P, message("a2", "p"), message("a1", "p"), message("p3", "a2"), message("a4", "p3")],
         ["p a2 p3 a4", "p a1"],
@@ -91,12 +90,12 @@ THREADS: dict[str, tuple[list[dict[str, Any]], list[str], dict[str, int]]] = {
 
 
 @pytest.mark.parametrize("name", THREADS)
-def test_a_tree_gives_these_threads_and_counts_what_it_drops(name: str) -> None:
+def test_a_tree_gives_these_threads_and_counts_what_it_drops(name):
     records, expected, counters = THREADS[name]
     assert threads(*records) == (expected, counters)
 
 
-def test_other_languages_are_kept_on_request_and_a_path_is_cut_once_at_the_longest_length_allowed() -> None:
+def test_other_languages_are_kept_on_request_and_a_path_is_cut_once_at_the_longest_length_allowed():
     records, _, _ = THREADS["another language ends the path above it"]
     assert threads(*records, english_only=False) == (["p a p2 a2"], {})
     tree = [P, A, message("p1", "a"), message("p2", "a"), message("a1", "p1")]
@@ -105,32 +104,32 @@ def test_other_languages_are_kept_on_request_and_a_path_is_cut_once_at_the_longe
         threads(*tree, max_messages=0)
 
 
-def test_a_chain_deeper_than_the_recursion_limit_is_read() -> None:
+def test_a_chain_deeper_than_the_recursion_limit_is_read():
     names = [f"{'pa'[depth % 2]}{depth}" for depth in range(5_000)]
     chain = [message(name, above) for name, above in zip(names, [None, *names[:-1]], strict=True)]
     assert threads(*chain, max_messages=10_000)[0] == [" ".join(names)]
     assert threads(*chain)[1] == {"over_max_messages": 5_000 - 32}
 
 
-def tree(number: int) -> list[dict[str, Any]]:
+def tree(number):
     ids = {"message_tree_id": f"t{number}"}
     return [message(f"p{number}", None, **ids), message(f"a{number}", f"p{number}", **ids)]
 
 
-def test_trees_come_in_order_of_their_first_message_even_when_interleaved(tmp_path: Path) -> None:
+def test_trees_come_in_order_of_their_first_message_even_when_interleaved(tmp_path):
     first, second = tree(1), tree(2)
     root = mirror(tmp_path, train=[first[0], second[0], first[1], second[1]])
     found = [[row["message_id"] for row in rows] for rows in iter_oasst1_trees(source_root=root)]
     assert found == [["p1", "a1"], ["p2", "a2"]]
 
 
-def test_all_reads_both_upstream_splits(tmp_path: Path) -> None:
+def test_all_reads_both_upstream_splits(tmp_path):
     root = mirror(tmp_path, validation=tree(2), train=tree(1))
     chats = iter_oasst1_sft(split="all", shuffle_trees=False, source_root=root)
     assert [chat.messages[0].content for chat in chats] == ["p1", "p2"]
 
 
-def test_the_shuffle_is_torchs_permutation_and_take_counts_trees(tmp_path: Path) -> None:
+def test_the_shuffle_is_torchs_permutation_and_take_counts_trees(tmp_path):
     import torch
 
     root = mirror(tmp_path, train=[row for number in range(20) for row in tree(number)])
@@ -141,9 +140,9 @@ def test_the_shuffle_is_torchs_permutation_and_take_counts_trees(tmp_path: Path)
         assert [chat.meta["message_tree_id"] for chat in chats] == expected
 
 
-def test_the_threads_of_a_tree_end_with_a_reply_and_none_is_a_part_of_another() -> None:
+def test_the_threads_of_a_tree_end_with_a_reply_and_none_is_a_part_of_another():
     tree = [P, A, message("p2", "a"), message("p3", "a"), message("a4", "p3"), message("a5", "p"), message("p6", "a5")]
-    counters: Counter[str] = Counter()
+    counters = Counter()
     found = tree_threads(tree, counters=counters)
     assert [" ".join(thread.meta["message_ids"]) for thread in found] == ["p a p3 a4", "p a5"]
     assert [thread.meta["leaf_message_id"] for thread in found] == ["a4", "a5"]

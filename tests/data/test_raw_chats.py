@@ -1,11 +1,7 @@
 """Chats for another chat template: roles, calls of tools and further fields as their rows have them."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -32,19 +28,19 @@ READ = [
 ]
 
 
-def read(folder: Path, counters: Counter[str] | None = None) -> list[RawChat]:
+def read(folder, counters=None):
     chats = open_files(str(folder), rows_only=True).chats(source="own", counters=counters, raw=True)
     return [chat for chat in chats if isinstance(chat, RawChat)]
 
 
-def read_row(folder: Path, row: dict[str, Any]) -> tuple[Any, Any]:
+def read_row(folder, row):
     write(folder / "row.jsonl", lines(row))
     (chat,) = read(folder)
     return chat.messages, chat.tools
 
 
 @pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL]), [json.dumps(TOOL)]])
-def test_a_row_is_read_as_it_is(tmp_path: Path, tools: Any) -> None:
+def test_a_row_is_read_as_it_is(tmp_path, tools):
     write(tmp_path / "a.jsonl", lines({"messages": CHAT, "tools": tools, "id": "one"}))
     (chat,) = read(tmp_path)
     assert (chat.messages, chat.tools, chat.meta["id"]) == (READ, [TOOL], "one")
@@ -52,11 +48,11 @@ def test_a_row_is_read_as_it_is(tmp_path: Path, tools: Any) -> None:
 
 
 @pytest.mark.parametrize("tools", [None, "", " ", "[]", "null", []])
-def test_no_tools_are_none(tmp_path: Path, tools: Any) -> None:
+def test_no_tools_are_none(tmp_path, tools):
     assert read_row(tmp_path, {"messages": CHAT, "tools": tools}) == (READ, None)
 
 
-def test_the_null_fields_of_parquet_are_absent_at_every_depth(tmp_path: Path) -> None:
+def test_the_null_fields_of_parquet_are_absent_at_every_depth(tmp_path):
     rows = [{"messages": READ[2:], "tools": [TOOL]}, {"messages": [{"role": "user", "content": "Hi"}], "tools": None}]
     write_parquet(tmp_path / "a.parquet", pa.Table.from_pylist(rows))
     one, two = read(tmp_path)
@@ -80,13 +76,13 @@ SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes?"}]
         {"messages": None, "conversation": TURNS, "system": " "},
     ],
 )
-def test_other_shapes_are_roles_and_contents(tmp_path: Path, row: dict[str, Any]) -> None:
+def test_other_shapes_are_roles_and_contents(tmp_path, row):
     assert read_row(tmp_path, row) == (TURNS, None)
     with_system = [{"role": "system", "content": "Be brief."}, *TURNS]
     assert read_row(tmp_path, {**row, "system": "Be brief."}) == (with_system, None)
 
 
-def test_calls_of_sharegpt_and_of_openais_earlier_form_are_calls(tmp_path: Path) -> None:
+def test_calls_of_sharegpt_and_of_openais_earlier_form_are_calls(tmp_path):
     function = {"name": "rain", "arguments": {"of": "Spree"}}
     calls = {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
     result = {"role": "tool", "content": "4"}
@@ -99,7 +95,7 @@ def test_calls_of_sharegpt_and_of_openais_earlier_form_are_calls(tmp_path: Path)
     assert read_row(tmp_path, row) == ([{"content": "", **calls}], [TOOL])
 
 
-def wrong(*turns: Any, **fields: Any) -> dict[str, Any]:
+def wrong(*turns, **fields):
     return {"messages": list(turns), **fields}
 
 
@@ -131,8 +127,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_what_is_no_chat_is_counted(tmp_path: Path, reason: str) -> None:
-    counters: Counter[str] = Counter()
+def test_what_is_no_chat_is_counted(tmp_path, reason):
+    counters = Counter()
     write(tmp_path / "a.jsonl", lines(*REFUSED[reason], {"messages": TURNS}))
     assert [chat.messages for chat in read(tmp_path, counters)] == [TURNS]
     assert counters[reason] == len(REFUSED[reason])
@@ -148,7 +144,7 @@ TURN = st.dictionaries(st.sampled_from(NAMES), ANY | st.sampled_from(["user", "g
 
 
 @given(st.fixed_dictionaries({"messages": st.lists(TURN, max_size=3) | ANY, "tools": ANY}), st.booleans())
-def test_any_row_is_a_chat_of_roles_or_is_refused(row: dict[str, Any], sparse: bool) -> None:
+def test_any_row_is_a_chat_of_roles_or_is_refused(row, sparse):
     found = raw_chat_of_row(row, sparse=sparse)
     if found is None:
         return

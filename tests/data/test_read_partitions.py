@@ -30,11 +30,11 @@ from niels_gpt.settings import Settings
 TOTALS = (2, 3, 8)
 
 
-def readings(given: Settings, name: str, total: int) -> list[Reading]:
+def readings(given, name, total):
     return [Reading(given, name, partition=(number, total)) for number in range(total)]
 
 
-def check_parts(given: Settings, name: str, total: int) -> list[Reading]:
+def check_parts(given, name, total):
     """Compare the partitions with the whole, and what is behind their middle documents with a killed build's rest."""
     whole, parts = Reading(given, name), readings(given, name, total)
     found = [each for part in parts for each in part.seen]
@@ -54,20 +54,20 @@ def check_parts(given: Settings, name: str, total: int) -> list[Reading]:
 
 
 @pytest.fixture(autouse=True)
-def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_batches(monkeypatch):
     read_in_small_batches(monkeypatch)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("parts")
 
 
-def own(folder: Path, **more: Any) -> Settings:
+def own(folder, **more):
     return Settings(pretrain=f"own={folder}", max_document_bytes=LIMIT, **more)
 
 
-def test_rows_of_two_files_in_three_partitions_on_paper(folder: Path) -> None:
+def test_rows_of_two_files_in_three_partitions_on_paper(folder):
     """Blank and unreadable lines are units too, so line u of file f, both from 0, is in partition (u + f) mod 3."""
     for name in "ab":
         content = [{"text": f"{name}{number}"} for number in range(1, 7)]
@@ -82,9 +82,7 @@ def test_rows_of_two_files_in_three_partitions_on_paper(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("group_size", "expected"), [(2, [[1, 2, 7, 8], [3, 4, 9], [5, 6]]), (5, [[1, 4, 7], [2, 5, 8], [3, 6, 9]])]
 )
-def test_row_groups_of_a_parquet_file_go_round_where_there_are_enough(
-    folder: Path, group_size: int, expected: list[list[int]]
-) -> None:
+def test_row_groups_of_a_parquet_file_go_round_where_there_are_enough(folder, group_size, expected):
     shutil.rmtree(folder / "groups", ignore_errors=True)
     table = {"text": [f"row {number}" for number in range(1, 10)]}
     write_parquet(folder / "groups" / "a.parquet", table, row_group_size=group_size)
@@ -92,7 +90,7 @@ def test_row_groups_of_a_parquet_file_go_round_where_there_are_enough(
     assert [[int(each.text.removeprefix("row ")) for each in part.seen] for part in parts] == expected
 
 
-def test_row_groups_of_other_partitions_are_not_read(folder: Path) -> None:
+def test_row_groups_of_other_partitions_are_not_read(folder):
     shutil.rmtree(folder / "damaged", ignore_errors=True)
     texts = [f"{number:_>300}" for number in range(12)]
     path = write_parquet(folder / "damaged" / "a.parquet", {"text": texts}, row_group_size=4, compression="gzip")
@@ -106,7 +104,7 @@ def test_row_groups_of_other_partitions_are_not_read(folder: Path) -> None:
 
 ITEMS = [*({"text": f"item {number}"} for number in range(9)), [], "", {"text": "y" * LIMIT}]
 LINES = lines({"text": "a", "id": "one"}, {"text": "x" * LIMIT}, {"content": 7}) + b"\n\xff\n"
-MIXED: list[tuple[str, Any]] = [
+MIXED = [
     (".jsonl", b"\xef\xbb\xbf" + LINES),
     (".jsonl.gz", lines(*({"text": f"packed {number}"} for number in range(20)))),
     (".json", json.dumps(ITEMS).encode()),
@@ -121,7 +119,7 @@ MIXED: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize("total", TOTALS)
 @pytest.mark.parametrize("number", [1, 3, len(MIXED)])
-def test_files_of_all_formats(folder: Path, total: int, number: int) -> None:
+def test_files_of_all_formats(folder, total, number):
     put(folder / "own", MIXED[:number])
     write(folder / "own" / "picture.png", b"no text")
     (folder / "own" / "link.txt").symlink_to("0.jsonl")
@@ -134,7 +132,7 @@ def test_files_of_all_formats(folder: Path, total: int, number: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def mirrored(folder: Path) -> Settings:
+def mirrored(folder):
     """A mirror of all sources of documents, with a fault of each kind."""
     root = folder / "mirror"
     home = root / "HuggingFaceFW/fineweb-edu"
@@ -158,7 +156,7 @@ def mirrored(folder: Path) -> Settings:
 
 @pytest.mark.parametrize("total", TOTALS)
 @pytest.mark.parametrize("name", ["fineweb_edu", "wikitext", "roam", "gutenberg"])
-def test_built_in_sources_of_a_mirror(mirrored: Settings, name: str, total: int) -> None:
+def test_built_in_sources_of_a_mirror(mirrored, name, total):
     found = [each for part in check_parts(mirrored, name, total) for each in part.seen]
     ids = [(each.split, each.id) for each in found]
     assert len(set(ids)) == len(ids)
@@ -167,7 +165,7 @@ def test_built_in_sources_of_a_mirror(mirrored: Settings, name: str, total: int)
     assert {each.id for each in found if "#" not in each.id} == kept.get(name, set())
 
 
-def test_a_row_without_an_id_is_named_by_its_file_and_its_number_there(mirrored: Settings) -> None:
+def test_a_row_without_an_id_is_named_by_its_file_and_its_number_there(mirrored):
     root = Path(mirrored.source_root)
     for part in readings(mirrored, "wikitext", 2):
         for each in part.seen:
@@ -180,20 +178,20 @@ def test_a_row_without_an_id_is_named_by_its_file_and_its_number_there(mirrored:
     assert {each.id for each in books if each.text == "book 3"} == {"3.txt"}
 
 
-def test_a_partition_of_bad_rows_alone_ends_without_an_error(folder: Path) -> None:
+def test_a_partition_of_bad_rows_alone_ends_without_an_error(folder):
     put(folder / "bad", [(".jsonl", b"no row\n" + lines({"text": "good"}))])
     bad, good = readings(own(folder / "bad"), "own", 2)
     assert not bad.error and not bad.seen and bad.counters == {"unreadable_row": 1}
     assert [each.text for each in good.seen] == ["good"]
 
 
-def test_lines_of_other_partitions_are_not_parsed(folder: Path) -> None:
+def test_lines_of_other_partitions_are_not_parsed(folder):
     put(folder / "parsed", [(".jsonl", lines(*({"text": f"line {number}"} for number in range(10))))])
     with parsed_lines() as parsed:
         assert len(Reading(own(folder / "parsed"), "own", partition=(1, 5)).seen) == len(parsed) == 2
 
 
-def test_a_list_of_excluded_documents_counts_in_their_partitions(folder: Path) -> None:
+def test_a_list_of_excluded_documents_counts_in_their_partitions(folder):
     rows = [{"text": f"text {number}", **({"id": f"id-{number}"} if number % 2 else {})} for number in range(9)]
     put(folder / "own", [(".jsonl", lines(*rows)), (".txt", b"a book")])
     listed = write(folder / "exclude.txt", "id-3\n1.txt\n")
@@ -201,7 +199,7 @@ def test_a_list_of_excluded_documents_counts_in_their_partitions(folder: Path) -
     assert sum(part.counters["excluded"] for part in parts) == 2
 
 
-def test_a_snapshot_is_the_hubs_only_without_partitions_and_trains_the_same_tokenizer(folder: Path) -> None:
+def test_a_snapshot_is_the_hubs_only_without_partitions_and_trains_the_same_tokenizer(folder):
     home = folder / "snapshot" / "HuggingFaceFW/fineweb-edu/CC-MAIN-2024-10"
     path = write(home / "train-00000.jsonl.gz", lines({"text": "a"}, {"text": "b"}))
     files = [{"name": path.name, "split": "train", "rows": 2, "sha256": sha256_file(path)}]

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from support import ROOT
@@ -21,12 +20,12 @@ pytestmark = pytest.mark.filterwarnings("error")
 SAMPLE = ROOT / "niels_gpt" / "data" / "sample"
 
 
-def contents(root: Path) -> dict[str, bytes]:
+def contents(root):
     files = (path for path in root.rglob("*") if path.suffix in (".jsonl", ".md", ".txt"))
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in files}
 
 
-def test_the_generator_runs_as_a_program(tmp_path: Path) -> None:
+def test_the_generator_runs_as_a_program(tmp_path):
     command = [sys.executable, "-m", "tools.sample.generate", str(tmp_path / "copy")]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert 100_000 < sum(map(len, contents(SAMPLE).values())) < 320_000
@@ -41,26 +40,26 @@ def test_the_generator_runs_as_a_program(tmp_path: Path) -> None:
         ("OpenAssistant/oasst1", {"message_id", "parent_id", "text", "role", "lang", "deleted", "message_tree_id"}),
     ],
 )
-def test_rows_have_upstreams_fields(name: str, keys: set[str]) -> None:
+def test_rows_have_upstreams_fields(name, keys):
     rows = rows_of(*sorted((SAMPLE / name).glob("*.jsonl")))
     assert rows and all(keys <= row.keys() == rows[0].keys() for row in rows)
 
 
-def test_web_pages_include_every_awkward_document() -> None:
+def test_web_pages_include_every_awkward_document():
     texts = [page.text for page in iter_fineweb_edu(source_root="sample")]
     assert len(texts) == 120 and texts.count("") == 1
     for mark in (LONG_SENTINEL, "\u2581", "\r\n", ".\t", "潮汐", "🦉"):
         assert sum(mark in text for text in texts) == 1, mark
 
 
-def test_dolly_has_contexts_one_blank_response_and_both_sentinels(counters: Counter[str]) -> None:
+def test_dolly_has_contexts_one_blank_response_and_both_sentinels(counters):
     chats = list(iter_dolly_sft(source_root="sample", shuffle=False, counters=counters))
     assert len(chats) == 199 and counters == {"blank_field": 1}
     assert 50 < sum("\n\ncontext:\n" in chat.messages[0].content for chat in chats) < 100
     assert sum(SHORT_SENTINEL in c.messages[1].content and LONG_SENTINEL in c.messages[1].content for c in chats) == 1
 
 
-def test_the_trees_lose_messages_for_every_reason(counters: Counter[str]) -> None:
+def test_the_trees_lose_messages_for_every_reason(counters):
     chats = list(iter_oasst1_sft(source_root="sample", counters=counters))
     lost = {"orphan": 2, "cycle": 2, "not_english": 2, "deleted": 1, "blank": 1}
     assert counters == lost | {"no_assistant_turn": 1, "same_role_twice": 2}
@@ -68,20 +67,20 @@ def test_the_trees_lose_messages_for_every_reason(counters: Counter[str]) -> Non
     assert max(trees.values()) >= 2, "no prompt with several replies"
 
 
-def test_the_notes_hold_links_tags_nesting_and_undecodable_bytes(counters: Counter[str]) -> None:
+def test_the_notes_hold_links_tags_nesting_and_undecodable_bytes(counters):
     texts = list(load_texts(list_roam_paths(roam_dir_of("sample", roam_dir="")), counters=counters))
     assert len(texts) == 43 and "" in texts and counters == {"repaired_utf8": 1}
     for mark in ("[[", "#daily", "\n        - ", "\n\t- ", "é", "珈琲"):
         assert any(mark in text for text in texts), mark
 
 
-def test_one_book_has_windows_line_ends_and_a_byte_order_mark(counters: Counter[str]) -> None:
+def test_one_book_has_windows_line_ends_and_a_byte_order_mark(counters):
     books = [book.text for book in iter_gutenberg(source_root="sample", counters=counters)]
     assert ["\r\n" in text for text in books] == [True, False]
     assert not any("\ufeff" in text for text in books) and counters == {"byte_order_mark": 1}
 
 
-def test_web_pages_are_plain_json_without_escapes() -> None:
+def test_web_pages_are_plain_json_without_escapes():
     (path,) = (SAMPLE / "HuggingFaceFW/fineweb-edu").iterdir()
     assert json.loads(path.read_bytes().splitlines()[0])["dump"] == "CC-MAIN-2024-10"
     assert b"\\u" not in path.read_bytes()

@@ -6,7 +6,6 @@ import math
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,13 +13,11 @@ from support import numbered_datasets, snapshots
 from support.commands import niels_gpt
 from support.data_files import rows_of
 from support.errors import refused
-from support.loopback_hub import LoopbackHub
 from support.readings import found_source
 from support.snapshots import manifest_of
 
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.recipes.plan import plan, recipes
-from niels_gpt.recipes.run_recipe import Outcome
 from niels_gpt.recipes.snapshot import take_snapshot
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.settings import Settings
@@ -36,7 +33,7 @@ FLAGS = [text for name, value in BUDGETS.items() for text in (f"--{name.replace(
 
 
 @pytest.fixture
-def full_hub(loopback_hub: LoopbackHub, quick_retries: None) -> dict[str, str]:
+def full_hub(loopback_hub, quick_retries):
     """The four datasets on the hub; returns their commits."""
     made = ("fineweb_edu", "wikitext", "dolly", "oasst1")
     contents = [getattr(numbered_datasets, name)() for name in made]
@@ -44,23 +41,23 @@ def full_hub(loopback_hub: LoopbackHub, quick_retries: None) -> dict[str, str]:
 
 
 @pytest.fixture
-def hub(tmp_path: Path, tiny_model_path: Path) -> Settings:
+def hub(tmp_path, tiny_model_path):
     """Settings of the hub."""
     return Settings(cache_dir=str(tmp_path / "hub"), tokenizer=str(tiny_model_path), **BUDGETS)
 
 
 @pytest.fixture
-def short() -> Iterator[None]:
+def short():
     """No text beyond what the tokens ask for, so that a small snapshot can be too short."""
     with snapshots.read_ahead(0):
         yield
 
 
-def build(settings: Settings, key: str) -> Outcome:
+def build(settings, key):
     return recipes(settings)[key](settings)
 
 
-def without_network() -> list[str]:
+def without_network():
     """Return the command that takes the network from what follows it."""
     for command in (["unshare", "-rn"], ["unshare", "-n"]):
         if subprocess.run([*command, "true"], capture_output=True, check=False).returncode == 0:
@@ -69,7 +66,7 @@ def without_network() -> list[str]:
 
 
 @pytest.fixture
-def read_ahead() -> Iterator[None]:
+def read_ahead():
     """Enough text for the tokens of these tests."""
     with snapshots.read_ahead(1 << 22):
         yield
@@ -77,8 +74,8 @@ def read_ahead() -> Iterator[None]:
 
 @pytest.mark.slow
 def test_builds_without_any_network_are_those_from_the_hub_tokenizer_and_meta_included(
-    loopback_hub: LoopbackHub, full_hub: dict[str, str], tmp_path: Path, read_ahead: None
-) -> None:
+    loopback_hub, full_hub, tmp_path, read_ahead
+):
     # More than what is read ahead, so that the snapshot of fineweb-edu is a part, with all that the tokenizer sees.
     full_hub["fineweb_edu"] = loopback_hub.add(
         IDS["fineweb_edu"], numbered_datasets.fineweb_edu(documents=260, chars=20_000)
@@ -100,21 +97,19 @@ def test_builds_without_any_network_are_those_from_the_hub_tokenizer_and_meta_in
     assert (source["kind"], source["revision"], source["licence"]) == ("hub", full_hub["fineweb_edu"], "odc-by")
 
 
-def test_the_literal_command_takes_the_tokens_before_the_folder_and_prints_no_requests(
-    full_hub: dict[str, str], tmp_path: Path
-) -> None:
+def test_the_literal_command_takes_the_tokens_before_the_folder_and_prints_no_requests(full_hub, tmp_path):
     done = niels_gpt("snapshot", "fineweb_edu", "--tokens", "205M", tmp_path / "m")
     assert done.status == 0 and manifest_of(tmp_path / "m" / IDS["fineweb_edu"] / "CC-MAIN-2024-10")["ended"]
     assert "train-00000.jsonl.gz: kept; 60 rows so far" in done.err and "HTTP Request" not in done.err
 
 
 @pytest.mark.parametrize("text", ["0", "-5", "many", "", "M", "inf"])
-def test_a_number_of_tokens_that_is_none_is_a_usage_error(text: str) -> None:
+def test_a_number_of_tokens_that_is_none_is_a_usage_error(text):
     done = niels_gpt("snapshot", "fineweb_edu", f"--tokens={text}", "DEST")
     assert done.status == 2 and "expected a number of tokens above 0, such as 205M" in done.err
 
 
-def test_the_command_that_a_snapshot_prints_builds_from_it(full_hub: dict[str, str], tiny_model_path: Path) -> None:
+def test_the_command_that_a_snapshot_prints_builds_from_it(full_hub, tiny_model_path):
     for dest in ("my mirror", "hub"):
         done = niels_gpt("snapshot", "fineweb_edu", dest, "--tokens", "4k", "--seed", "7")
         assert done.status == 0
@@ -125,9 +120,7 @@ def test_the_command_that_a_snapshot_prints_builds_from_it(full_hub: dict[str, s
         assert (meta["train_tokens"] + meta["val_tokens"], meta["seed"], meta["source"]["kind"]) == (4_000, 7, "hub")
 
 
-def test_a_cache_from_the_hub_is_up_to_date_on_its_snapshot_and_the_other_way_round(
-    full_hub: dict[str, str], hub: Settings, tmp_path: Path
-) -> None:
+def test_a_cache_from_the_hub_is_up_to_date_on_its_snapshot_and_the_other_way_round(full_hub, hub, tmp_path):
     mirror = dataclasses.replace(hub, source_root=str(tmp_path / "m"))
     for source in IDS:
         take_snapshot(hub, source, tmp_path / "m", tokens=None)
@@ -139,9 +132,7 @@ def test_a_cache_from_the_hub_is_up_to_date_on_its_snapshot_and_the_other_way_ro
     assert build(hub, "sft/dolly15k").reused
 
 
-def test_another_seed_shuffles_the_snapshot_like_any_mirror(
-    full_hub: dict[str, str], hub: Settings, tmp_path: Path
-) -> None:
+def test_another_seed_shuffles_the_snapshot_like_any_mirror(full_hub, hub, tmp_path):
     take_snapshot(hub, "fineweb_edu", tmp_path / "m", tokens=None)
     other = dataclasses.replace(hub, source_root=str(tmp_path / "m"), seed=7)
     origin = found_source(other, "fineweb_edu")
@@ -152,9 +143,7 @@ def test_another_seed_shuffles_the_snapshot_like_any_mirror(
     assert (meta["source"]["licence"], meta["source"]["revision"]) == known
 
 
-def test_a_tokenizer_that_has_seen_less_than_the_hub_has_says_so(
-    full_hub: dict[str, str], hub: Settings, tmp_path: Path, short: None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tokenizer_that_has_seen_less_than_the_hub_has_says_so(full_hub, hub, tmp_path, short, caplog):
     take_snapshot(hub, "fineweb_edu", tmp_path / "m", tokens=5_000)
     trained = {"tokenizer": None, "vocab_size": 400, "source_root": str(tmp_path / "m")}
     meta = ensure_tokenizer(dataclasses.replace(hub, **trained)).meta
@@ -164,9 +153,7 @@ def test_a_tokenizer_that_has_seen_less_than_the_hub_has_says_so(
     assert ensure_tokenizer(enough).meta["trained_on"] == "hub"
 
 
-def test_a_snapshot_that_is_too_short_says_so_and_can_be_made_longer(
-    full_hub: dict[str, str], hub: Settings, tmp_path: Path, short: None
-) -> None:
+def test_a_snapshot_that_is_too_short_says_so_and_can_be_made_longer(full_hub, hub, tmp_path, short):
     mirror = dataclasses.replace(hub, source_root=str(tmp_path / "m"))
     _, manifest = take_snapshot(hub, "fineweb_edu", tmp_path / "m", tokens=1_000)
     assert not manifest["ended"] and 5_000 <= manifest["text_bytes"] < 8_000
@@ -177,9 +164,7 @@ def test_a_snapshot_that_is_too_short_says_so_and_can_be_made_longer(
     assert build(mirror, "pretrain/fineweb_edu").meta == build(hub, "pretrain/fineweb_edu").meta
 
 
-def test_a_snapshot_broken_off_by_the_hub_goes_on_at_the_same_revision(
-    loopback_hub: LoopbackHub, full_hub: dict[str, str], hub: Settings, tmp_path: Path
-) -> None:
+def test_a_snapshot_broken_off_by_the_hub_goes_on_at_the_same_revision(loopback_hub, full_hub, hub, tmp_path):
     hub = dataclasses.replace(hub, shuffle_buffer=0)  # shuffled, rows come from all files from the beginning
     fault = loopback_hub.fail("train-00002", times=math.inf)
     with snapshots.files_of(10_000), refused("E601", kind=ConnectionError):
@@ -198,13 +183,11 @@ def test_a_snapshot_broken_off_by_the_hub_goes_on_at_the_same_revision(
     assert numbers(folder) == numbers(whole) and sorted(numbers(folder)) == list(range(60))
 
 
-def numbers(folder: Path) -> list[int]:
+def numbers(folder):
     return [numbered_datasets.number_of(row["text"]) for row in rows_of(*sorted(folder.glob("*.jsonl.gz")))]
 
 
-def test_a_revision_that_is_not_the_snapshots_is_refused(
-    loopback_hub: LoopbackHub, full_hub: dict[str, str], hub: Settings, tmp_path: Path
-) -> None:
+def test_a_revision_that_is_not_the_snapshots_is_refused(loopback_hub, full_hub, hub, tmp_path):
     take_snapshot(hub, "dolly15k", tmp_path / "m", tokens=None)
     newer = loopback_hub.add(IDS["dolly15k"], numbered_datasets.dolly(start=500))
     asked = dataclasses.replace(hub, revision=f"dolly15k={newer}")
@@ -222,12 +205,12 @@ def test_a_revision_that_is_not_the_snapshots_is_refused(
         (["nothing"], "nothing is not on the hub"),
     ],
 )
-def test_what_cannot_be_kept_is_said(tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_what_cannot_be_kept_is_said(tmp_path, arguments, message):
     done = niels_gpt("snapshot", *arguments, tmp_path / "m")
     assert done.status == 1 and message in done.err
 
 
-def test_a_mirror_beside_a_snapshot_stays_a_mirror(full_hub: dict[str, str], hub: Settings, tmp_path: Path) -> None:
+def test_a_mirror_beside_a_snapshot_stays_a_mirror(full_hub, hub, tmp_path):
     take_snapshot(hub, "oasst1", tmp_path / "m", tokens=None)
     (tmp_path / "m" / IDS["dolly15k"]).mkdir(parents=True)
     row = {"instruction": "a", "context": "", "response": "b"}

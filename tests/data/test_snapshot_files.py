@@ -3,9 +3,6 @@
 import datetime
 import gzip
 import json
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from support import snapshots
@@ -25,25 +22,25 @@ ROWS = [{"text": f"document {number} " + "x" * 40, "n": number} for number in ra
 
 
 @pytest.fixture(autouse=True)
-def small_files() -> Iterator[None]:
+def small_files():
     with snapshots.files_of(700):  # bytes: eight or nine rows
         yield
 
 
 def take(
-    folder: Path,
-    rows: list[dict[str, Any]] = ROWS,
+    folder,
+    rows=ROWS,
     *,
-    about: dict[str, Any] = ABOUT,
-    stop: int | None = None,
-    stop_in: str = "train",
-    error: type[BaseException] = ConnectionError,
-    asked: list[str] | None = None,
-    **given: Any,
-) -> dict[str, Any]:
+    about=ABOUT,
+    stop=None,
+    stop_in="train",
+    error=ConnectionError,
+    asked=None,
+    **given,
+):
     """Take a snapshot of `rows` as each split; in `stop_in` the hub fails before row number `stop`."""
 
-    def rows_of(revision: str, split: str) -> Iterator[dict[str, Any]]:
+    def rows_of(revision, split):
         if asked is not None:
             asked.append(f"{revision} {split}")
         for row in rows:
@@ -55,12 +52,12 @@ def take(
     return snapshots.take(folder, about, rows_of, **arguments)
 
 
-def kept(folder: Path) -> list[int]:
+def kept(folder):
     paths = sorted(folder.glob("*.jsonl.gz"))
     return [json.loads(line)["n"] for path in paths for line in gzip.decompress(path.read_bytes()).splitlines()]
 
 
-def test_all_rows_are_kept_in_order_in_files_of_bounded_size(tmp_path: Path) -> None:
+def test_all_rows_are_kept_in_order_in_files_of_bounded_size(tmp_path):
     manifest = take(tmp_path)
     assert kept(tmp_path) == list(range(100))
     assert manifest["ended"] and manifest["finished"] and len(manifest["files"]) > 5
@@ -73,9 +70,7 @@ def test_all_rows_are_kept_in_order_in_files_of_bounded_size(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("error", [ConnectionError, KeyboardInterrupt])
 @pytest.mark.parametrize("stop", [0, 8, 9, 99])
-def test_what_came_before_a_failure_is_kept_and_the_next_run_goes_on(
-    tmp_path: Path, stop: int, error: type[BaseException]
-) -> None:
+def test_what_came_before_a_failure_is_kept_and_the_next_run_goes_on(tmp_path, stop, error):
     with pytest.raises(error):
         take(tmp_path, stop=stop, error=error)
     assert kept(tmp_path) == list(range(stop))
@@ -83,7 +78,7 @@ def test_what_came_before_a_failure_is_kept_and_the_next_run_goes_on(
     assert kept(tmp_path) == list(range(100))
 
 
-def test_a_process_killed_between_file_and_manifest_loses_nothing(tmp_path: Path) -> None:
+def test_a_process_killed_between_file_and_manifest_loses_nothing(tmp_path):
     with refused("E601", kind=ConnectionError):
         take(tmp_path, stop=50)
     manifest = manifest_of(tmp_path)
@@ -97,17 +92,17 @@ def test_a_process_killed_between_file_and_manifest_loses_nothing(tmp_path: Path
     check_files(tmp_path, manifest)
 
 
-def test_the_revision_of_the_first_contact_is_kept_before_a_row_is(tmp_path: Path) -> None:
+def test_the_revision_of_the_first_contact_is_kept_before_a_row_is(tmp_path):
     with refused("E601", kind=ConnectionError):
         take(tmp_path, stop=0)
     manifest = manifest_of(tmp_path)
     assert manifest["revision"] == ABOUT["revision"] and not manifest["finished"]
-    asked: list[str] = []
+    asked = []
     done = take(tmp_path, about={**ABOUT, "revision": "1" * 40}, asked=asked)
     assert asked == ["0" * 40 + " train"] and done["revision"] == "0" * 40
 
 
-def test_a_bound_stops_the_stream_and_a_larger_one_goes_on(tmp_path: Path) -> None:
+def test_a_bound_stops_the_stream_and_a_larger_one_goes_on(tmp_path):
     first = take(tmp_path, max_text_bytes=1_000)
     assert first["finished"] and not first["ended"] and 1_000 <= first["text_bytes"] < 1_100
     assert take(tmp_path, max_text_bytes=900) == first
@@ -117,7 +112,7 @@ def test_a_bound_stops_the_stream_and_a_larger_one_goes_on(tmp_path: Path) -> No
     assert take(tmp_path)["ended"] and kept(tmp_path) == list(range(100))
 
 
-def test_splits_go_on_where_each_stopped(tmp_path: Path) -> None:
+def test_splits_go_on_where_each_stopped(tmp_path):
     splits = ("train", "validation")
     with refused("E601", kind=ConnectionError):
         take(tmp_path, ROWS[:20], stop=5, stop_in="validation", splits=splits)
@@ -126,9 +121,7 @@ def test_splits_go_on_where_each_stopped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "add"])
-def test_damage_is_named_and_a_damaged_snapshot_is_neither_finished_nor_made_longer(
-    tmp_path: Path, damage: str
-) -> None:
+def test_damage_is_named_and_a_damaged_snapshot_is_neither_finished_nor_made_longer(tmp_path, damage):
     manifest = take(tmp_path, max_text_bytes=1_000)
     path = tmp_path / "train-00001.jsonl.gz"
     content = path.read_bytes()
@@ -144,7 +137,7 @@ def test_damage_is_named_and_a_damaged_snapshot_is_neither_finished_nor_made_lon
             take(tmp_path, max_text_bytes=bound)
 
 
-def test_another_order_of_rows_is_not_mixed_in_and_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
+def test_another_order_of_rows_is_not_mixed_in_and_a_folder_with_other_files_is_left_alone(tmp_path):
     take(tmp_path / "shuffled", max_text_bytes=500)
     with refused("E307", "snapshot.json", "shuffle"):
         take(tmp_path / "shuffled", about={**ABOUT, "shuffle": None})
@@ -154,13 +147,13 @@ def test_another_order_of_rows_is_not_mixed_in_and_a_folder_with_other_files_is_
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"format_version": 2}', '{"format_version": 1, "files": [1]}'])
-def test_a_manifest_that_is_none_is_named(tmp_path: Path, content: str) -> None:
+def test_a_manifest_that_is_none_is_named(tmp_path, content):
     (tmp_path / MANIFEST_NAME).write_text(content)
     with refused("E307", "snapshot.json"):
         snapshots.check_manifest(tmp_path)
 
 
-def test_values_of_a_row_survive(tmp_path: Path) -> None:
+def test_values_of_a_row_survive(tmp_path):
     row = {"text": "U+2028 \u2028 and \u00e9", "n": 0, "score": 0.1, "none": None, "list": [{"a": [1]}]}
     take(tmp_path, [row | {"day": datetime.date(2024, 2, 29)}])
     (line,) = gzip.decompress((tmp_path / "train-00000.jsonl.gz").read_bytes()).splitlines()

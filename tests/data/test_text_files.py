@@ -32,7 +32,7 @@ WEB, WIKI, DOLLY = "HuggingFaceFW/fineweb-edu", "Salesforce/wikitext", "databric
 OASST = "OpenAssistant/oasst1"
 
 
-def own(folder: Path, counters: Counter[str], **more: Any) -> list[str]:
+def own(folder, counters, **more):
     samples = open_files(str(folder)).texts(source="own", counters=counters, **more)
     return [sample.text for sample in samples]
 
@@ -41,15 +41,13 @@ MARKS = ["utf-8-sig", "utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"]
 TEXT = "Grüße, 你好 \U0001f642\r\nand a second line\n"
 
 
-def with_mark(text: str, encoding: str) -> bytes:
+def with_mark(text, encoding):
     return text.encode(encoding) if encoding == "utf-8-sig" else f"\ufeff{text}".encode(encoding)
 
 
 @pytest.mark.parametrize("encoding", MARKS)
 @pytest.mark.parametrize("name", ["a.txt", "a.md.gz", "a.md.zst", "a.jsonl", "a.json", "a.json.gz"])
-def test_a_byte_order_mark_says_the_encoding_and_is_no_text(
-    tmp_path: Path, name: str, encoding: str, counters: Counter[str]
-) -> None:
+def test_a_byte_order_mark_says_the_encoding_and_is_no_text(tmp_path, name, encoding, counters):
     text = TEXT
     if "json" in name:
         rows = [{"text": TEXT}, {"text": "two"}]
@@ -60,15 +58,15 @@ def test_a_byte_order_mark_says_the_encoding_and_is_no_text(
 
 
 @pytest.mark.parametrize("encoding", MARKS)
-def test_lines_of_a_mirror_honour_a_byte_order_mark(tmp_path: Path, encoding: str, counters: Counter[str]) -> None:
+def test_lines_of_a_mirror_honour_a_byte_order_mark(tmp_path, encoding, counters):
     write(tmp_path / WIKI / "train.txt", with_mark(" = 你好 = \n\nText\n", encoding))
     found = [line.text for line in iter_wikitext(split="train", source_root=tmp_path, counters=counters)]
     assert found == [" = 你好 = \n", "Text\n"] and counters == {"byte_order_mark": 1, "blank": 1}
 
 
 def test_thirty_files_of_another_encoding_are_kept_and_counted_as_repaired_with_the_first_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, counters: Counter[str]
-) -> None:
+    tmp_path, caplog, counters
+):
     for number in range(30):
         write(tmp_path / f"{number:02}.txt", f"Grüße {number}".encode("latin-1"))
     assert own(tmp_path, counters) == [f"Gr\ufffd\ufffde {number}" for number in range(30)]
@@ -77,7 +75,7 @@ def test_thirty_files_of_another_encoding_are_kept_and_counted_as_repaired_with_
     assert message.startswith(f"{tmp_path}/00.txt: not UTF-8 at byte 2") and "repaired_utf8" in message
 
 
-def test_broken_utf16_is_replaced_and_counted_with_its_document(tmp_path: Path, counters: Counter[str]) -> None:
+def test_broken_utf16_is_replaced_and_counted_with_its_document(tmp_path, counters):
     write(tmp_path / "a.txt", b"\xff\xfeo\0k\0\x00\xd8x\0" + b"!")  # half a pair, and half a character at the end
     assert own(tmp_path, counters) == ["ok\ufffdx\ufffd"]
     assert counters == {"repaired_utf8": 1, "byte_order_mark": 1}
@@ -86,9 +84,7 @@ def test_broken_utf16_is_replaced_and_counted_with_its_document(tmp_path: Path, 
 @pytest.mark.parametrize(
     "name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.json", "a.json.gz", "lines.json", "a.parquet"]
 )
-def test_a_row_over_the_limit_costs_that_row_alone(
-    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture, counters: Counter[str]
-) -> None:
+def test_a_row_over_the_limit_costs_that_row_alone(tmp_path, name, caplog, counters):
     rows = [{"text": "one"}, {"text": "x" * 5_000}, {"text": "three"}, {"text": "y" * 990}]
     if name.endswith("parquet"):
         write_parquet(tmp_path / name, {"text": [row["text"] for row in rows]})
@@ -99,16 +95,14 @@ def test_a_row_over_the_limit_costs_that_row_alone(
     assert len(caplog.messages) == 1 and f"{tmp_path}/{name}" in caplog.messages[0] and "1,010" in caplog.messages[0]
 
 
-def test_a_row_group_with_a_page_over_the_limit_is_left_out_whole_with_its_number_of_rows(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, counters: Counter[str]
-) -> None:
+def test_a_row_group_with_a_page_over_the_limit_is_left_out_whole_with_its_number_of_rows(tmp_path, caplog, counters):
     texts = ["a", "b" * 3_000_000, "c", "d"]
     write_parquet(tmp_path / "a.parquet", {"text": texts, "id": [1, 2, 3, 4]}, row_group_size=2)
     assert own(tmp_path, counters, max_document_bytes=500_000) == ["c", "d"]
     assert counters == {"too_large": 2} and "rows 1 to 2: a page of" in caplog.text
 
 
-def test_columns_that_are_not_read_have_no_limit(tmp_path: Path) -> None:
+def test_columns_that_are_not_read_have_no_limit(tmp_path):
     write_parquet(tmp_path / "a.parquet", {"text": ["a"], "raw": ["b" * 3_000_000]})
     assert own(tmp_path, Counter(), max_document_bytes=1_000) == ["a"]
 
@@ -131,13 +125,13 @@ print(repr((texts, dict(counters), peak() - before)))
 """
 
 
-def measured(path: Path, limit: int) -> tuple[list[str], dict[str, int], int]:
+def measured(path, limit):
     """Return the starts of a file's texts, the counters, and by how many bytes reading it raised the peak of memory."""
     warm = path.parent / f"warm{'.parquet' if path.name.endswith('parquet') else '.jsonl'}"
     write_parquet(warm, {"text": ["warm"]}) if warm.suffix == ".parquet" else write(warm, lines({"text": "warm"}))
     command = [sys.executable, "-c", MEASURE, str(path.parent), str(limit), path.name, warm.name]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
-    found: tuple[list[str], dict[str, int], int] = eval(done.stdout)
+    found = eval(done.stdout)
     return found
 
 
@@ -151,14 +145,14 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "a.json.gz")) for n in BOMBS])
-def test_a_bomb_takes_memory_by_the_limit_and_not_by_its_size(tmp_path: Path, name: str) -> None:
+def test_a_bomb_takes_memory_by_the_limit_and_not_by_its_size(tmp_path, name):
     size, limit = 50 << 20, 2 << 20
     (first, last), path = BOMBS[name], tmp_path / name
     if name.endswith("parquet"):
         texts = [first.decode(), "x" * size, last.decode()]
         write_parquet(path, {"text": texts}, row_group_size=1, compression="zstd")
     else:
-        pack: Any = {".gz": partial(gzip.open, compresslevel=1), ".zst": zstd.open}[path.suffix]
+        pack = {".gz": partial(gzip.open, compresslevel=1), ".zst": zstd.open}[path.suffix]
         with pack(path, "wb") as file:
             file.writelines([first, *[b"x" * (1 << 20)] * (size >> 20), last])
     assert path.stat().st_size < 1 << 20
@@ -170,7 +164,7 @@ def test_a_bomb_takes_memory_by_the_limit_and_not_by_its_size(tmp_path: Path, na
 @pytest.mark.parametrize(
     "name", ["a.jsonl", "a.txt", *(pytest.param(name, marks=pytest.mark.slow) for name in ("a.json", "a.parquet"))]
 )
-def test_a_document_takes_at_most_eight_times_its_size(tmp_path: Path, name: str) -> None:
+def test_a_document_takes_at_most_eight_times_its_size(tmp_path, name):
     size, path = 20 << 20, tmp_path / name
     text = b"x" * size
     if name.endswith("parquet"):
@@ -182,10 +176,10 @@ def test_a_document_takes_at_most_eight_times_its_size(tmp_path: Path, name: str
 
 
 @pytest.mark.parametrize("kind", [pytest.param("list", marks=pytest.mark.slow), "map"])
-def test_a_row_of_parquet_that_repeats_a_text_is_measured_before_it_is_written_out(tmp_path: Path, kind: str) -> None:
+def test_a_row_of_parquet_that_repeats_a_text_is_measured_before_it_is_written_out(tmp_path, kind):
     import pyarrow as pa
 
-    def turns(number: int) -> list[Any]:
+    def turns(number):
         if kind == "map":
             return [("role", "user"), *[("content", "x" * 1_000_000)] * number]
         return [{"role": "user", "content": "x" * 1_000_000}] * number
@@ -212,7 +206,7 @@ MESSAGES = [
 
 
 Loader = Callable[..., Iterator[Any]]
-SOURCES: list[tuple[Loader, str, list[dict[str, Any]]]] = [
+SOURCES = [
     (iter_fineweb_edu, WEB, [{"text": "good"}]),
     (partial(iter_wikitext, split="train"), WIKI, [{"text": "good"}]),
     (iter_gutenberg, "gutenberg", [{"text": "good"}]),
@@ -243,7 +237,7 @@ def test_bad_rows_of_a_mirror_are_counted_and_named_and_the_rest_is_read(
         list(load(source_root=tmp_path))
 
 
-def test_passed_over_rows_do_not_shift_the_index(tmp_path: Path) -> None:
+def test_passed_over_rows_do_not_shift_the_index(tmp_path):
     write(tmp_path / "gutenberg/a.jsonl", b"[]\n" + lines({"text": "one"}, {"title": 1}))
     write(tmp_path / "gutenberg/b.txt", b"x" * 5_000)
     write(tmp_path / "gutenberg/c.txt", b"book")
@@ -252,9 +246,7 @@ def test_passed_over_rows_do_not_shift_the_index(tmp_path: Path) -> None:
     assert found == [("one", 1), ("book", 4), ("two", 5)]
 
 
-def test_a_large_note_is_counted_and_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, counters: Counter[str]
-) -> None:
+def test_a_large_note_is_counted_and_named(tmp_path, caplog, counters):
     write(tmp_path / "a.md", b"x" * 5_000)
     write(tmp_path / "sub/b.md", b"note")
     notes = iter_notes(list_roam_paths(tmp_path), folder=tmp_path, counters=counters, max_document_bytes=4_999)
@@ -263,10 +255,10 @@ def test_a_large_note_is_counted_and_named(
 
 
 @given(st.text(st.characters(), max_size=40), st.integers(1, 300))
-def test_the_limit_of_a_hub_row_is_that_of_its_line_in_a_snapshot(text: str, limit: int) -> None:
+def test_the_limit_of_a_hub_row_is_that_of_its_line_in_a_snapshot(text, limit):
     row = {"text": text, "n": [1, None, {"deep": 2.5}]}
     line = (json.dumps(row, ensure_ascii=False) + "\n").encode(errors="replace")
-    counters: Counter[str] = Counter()
+    counters = Counter()
     kept = kept_of_the_hub([row], counters, limit)
     assert kept == ([row] if len(line) <= limit else []) and counters["too_large"] == 1 - len(kept)
 
@@ -305,11 +297,11 @@ def test_a_dataset_that_is_a_link_is_an_error_that_says_how_to_follow_it(
     assert len(list(load(source_root=tmp_path / "mirror", follow_links=True))) == 1
 
 
-def test_links_among_notes_are_followed_on_request_only(tmp_path: Path) -> None:
+def test_links_among_notes_are_followed_on_request_only(tmp_path):
     write(tmp_path / "secret.md", b"secret")
     write(tmp_path / "mirror/roam/a.md", b"a")
     (tmp_path / "mirror/roam/c.md").symlink_to(tmp_path / "secret.md")
-    links: list[Path] = []
+    links = []
     assert [Path(path).name for path in list_roam_paths(tmp_path / "mirror/roam", links=links)] == ["a.md"]
     assert links == [tmp_path / "mirror/roam/c.md"]
     assert len(list_roam_paths(tmp_path / "mirror/roam", follow_links=True)) == 2
@@ -323,7 +315,7 @@ def test_links_among_notes_are_followed_on_request_only(tmp_path: Path) -> None:
         found_source(Settings(source_root=str(tmp_path / "mirror")), "roam")
 
 
-def test_pipes_and_devices_are_never_read(tmp_path: Path) -> None:
+def test_pipes_and_devices_are_never_read(tmp_path):
     os.mkfifo(tmp_path / "pipe.txt")
     (tmp_path / "zero.txt").symlink_to("/dev/zero")
     for name in ("pipe.txt", "zero.txt"):
@@ -338,9 +330,7 @@ DEEP = b'{"a": ' + b'{"b": ' * 900 + rb'"\ud83d"' + b"}" * 900 + b"}"  # Python'
 
 @pytest.mark.parametrize("bad", [DEEP, b"[" * 20_000 + b"]" * 20_000, b"9" * 5_000, b'{"a": ' + b"9" * 5_000 + b"}"])
 @pytest.mark.parametrize("name", ["a.json", "a.json.gz", "a.jsonl"])
-def test_a_row_that_python_cannot_read_costs_that_row_alone(
-    tmp_path: Path, name: str, bad: bytes, counters: Counter[str]
-) -> None:
+def test_a_row_that_python_cannot_read_costs_that_row_alone(tmp_path, name, bad, counters):
     rows = [b'{"text": "one"}', bad, rb'{"text": "\ud83d two"}']
     write(tmp_path / name, b"\n".join(rows) if name == "a.jsonl" else b"[" + b",".join(rows) + b"]")
     assert own(tmp_path, counters) == ["one", "\ufffd two"]

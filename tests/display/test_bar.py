@@ -2,20 +2,15 @@
 
 import sys
 import time
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
-import pytest
 from support.byte_tokenizer import ByteTokenizer
 
 from niels_gpt.cache import build_pretrain_cache
 from niels_gpt.display.bar import progress_bar
 
 
-def test_a_notebook_sees_a_build_advance(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_notebook_sees_a_build_advance(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
     with progress_bar("notes", items="docs") as progress:
         build_pretrain_cache(
@@ -35,15 +30,15 @@ def test_a_notebook_sees_a_build_advance(
 class Widget(SimpleNamespace):
     """What tqdm uses of a widget of ipywidgets."""
 
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, **given):
         parts = {"layout": SimpleNamespace(), "style": SimpleNamespace()}
         super().__init__(**{"value": 0.0, "bar_style": "", **parts, **given})
 
 
-def test_a_widget_shows_the_share_that_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_widget_shows_the_share_that_is_done(monkeypatch):
     from tqdm import auto, notebook
 
-    shown: list[Widget] = []
+    shown = []
     for name in ("IProgress", "HTML", "TqdmHBox"):
         monkeypatch.setattr(notebook, name, Widget, raising=False)
     monkeypatch.setattr(notebook, "display", shown.append, raising=False)
@@ -60,7 +55,7 @@ def test_a_widget_shows_the_share_that_is_done(monkeypatch: pytest.MonkeyPatch) 
     assert (bar.value, bar.max, bar.bar_style) == (20, 20, "success")
 
 
-def test_nothing_is_drawn_where_stderr_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_drawn_where_stderr_is_no_terminal(capsys):
     with progress_bar("notes") as progress:
         progress(1, 10, 20)
     assert capsys.readouterr().err == ""

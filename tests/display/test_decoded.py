@@ -1,15 +1,10 @@
 """What `dataset[i]` gives of documents and examples, and what a notebook shows of readers and batches."""
 
-from __future__ import annotations
-
 import pickle
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -39,7 +34,7 @@ CHATS = [
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: SentencePieceTokenizer) -> Path:
+def cache(tmp_path_factory, tiny_tokenizer):
     """A folder of caches: tokenizer/, pretrain/texts (several shards, all of it train) and sft/chats."""
     root = tmp_path_factory.mktemp("decoded") / "cache"
     model = root / "tokenizer" / "spm.model"
@@ -49,25 +44,25 @@ def cache(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: SentencePiec
     about = {"kind": "tokenizer", "tokenizer_sha256": record["sha256"], "vocab_size": tiny_tokenizer.vocab_size}
     about |= {"special_token_ids": tiny_tokenizer.special_token_ids(), "files": [record]}
     write_meta(model.parent, about | {"content_sha256": content_sha256([record]), "meta_crc32": ""})
-    how: dict[str, Any] = {"tokenizer": SentencePieceTokenizer(model), "seed": 0}
-    limits: dict[str, Any] = {"max_train_tokens": 10_000, "max_val_tokens": 0, "shuffle_buffer": None}
+    how = {"tokenizer": SentencePieceTokenizer(model), "seed": 0}
+    limits = {"max_train_tokens": 10_000, "max_val_tokens": 0, "shuffle_buffer": None}
     texts = [(None, text) for text in TEXTS]
     build_pretrain(texts, root / "pretrain" / "texts", shard_bytes=80, document_end="eot", **how, **limits)
     build_sft_cache(CHATS, str(root / "sft" / "chats"), val_frac=0, **how)
     return root
 
 
-def documents(cache: Path) -> PretrainTokenStreamDataset:
+def documents(cache):
     """Open the documents."""
     return PretrainTokenStreamDataset(cache / "pretrain" / "texts" / "train", T=4, device="cpu")
 
 
-def examples(cache: Path) -> SFTExampleDataset:
+def examples(cache):
     """Open the examples."""
     return SFTExampleDataset.open(cache / "sft" / "chats", "train", T=256)
 
 
-def test_a_document_has_its_ids_and_its_text_across_shards(cache: Path, tiny_tokenizer: SentencePieceTokenizer) -> None:
+def test_a_document_has_its_ids_and_its_text_across_shards(cache, tiny_tokenizer):
     data = documents(cache)
     assert len(data) == 3 and len(data._split.lengths) > 2
     for number, text in enumerate(TEXTS):
@@ -77,7 +72,7 @@ def test_a_document_has_its_ids_and_its_text_across_shards(cache: Path, tiny_tok
     assert str(data[1]) == "<script>alert('x')</script> & \\x1b[31m<|eot|>", "a terminal gets no control character"
 
 
-def test_an_example_has_the_mask_of_its_batch(cache: Path) -> None:
+def test_an_example_has_the_mask_of_its_batch(cache):
     data = examples(cache)
     assert {str(item) for item in data} == {
         "<|usr|>Two <b>and</b> two?<|eot|><|asst|>[[Four.<|eot|>]]",
@@ -91,7 +86,7 @@ def test_an_example_has_the_mask_of_its_batch(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("opened", [documents, examples])
-def test_items_are_those_of_a_list(cache: Path, opened: Callable[[Path], Any]) -> None:
+def test_items_are_those_of_a_list(cache, opened):
     data = opened(cache)
     texts = [item.text for item in data]
     assert len(texts) == len(data) > 1 and data
@@ -106,7 +101,7 @@ def test_items_are_those_of_a_list(cache: Path, opened: Callable[[Path], Any]) -
 
 
 @pytest.mark.parametrize("opened", [documents, examples])
-def test_a_copy_and_a_loader_give_the_same_items(cache: Path, opened: Callable[[Path], Any]) -> None:
+def test_a_copy_and_a_loader_give_the_same_items(cache, opened):
     data = opened(cache)
     texts = [item.text for item in data]
     assert [item.text for item in pickle.loads(pickle.dumps(data))] == texts
@@ -118,22 +113,22 @@ def test_a_copy_and_a_loader_give_the_same_items(cache: Path, opened: Callable[[
 class Tags(HTMLParser):
     """The tags and the text of a page."""
 
-    def __init__(self, page: str) -> None:
+    def __init__(self, page):
         super().__init__()
-        self.tags: set[str] = set()
+        self.tags = set()
         self.words = ""
         self.feed(page)
 
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
+    def handle_starttag(self, tag, attrs):
         """Keep a tag."""
         self.tags.add(tag)
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         """Keep a text."""
         self.words += data
 
 
-def shown_objects(cache: Path) -> Iterator[Any]:
+def shown_objects(cache):
     """Yield everything that has a table in a notebook."""
     yield from (documents(cache), documents(cache)[1], examples(cache), examples(cache)[0])
     stream = EpochStream(cache / "pretrain" / "texts" / "train", T=4, global_batch_size=2, seed=0)
@@ -141,7 +136,7 @@ def shown_objects(cache: Path) -> Iterator[Any]:
     yield from (stream, mixture, next(iter(mixture)), next(iter(stream)))
 
 
-def test_a_notebook_shows_text_as_text_and_a_repr_is_one_line(cache: Path) -> None:
+def test_a_notebook_shows_text_as_text_and_a_repr_is_one_line(cache):
     for item in shown_objects(cache):
         page = Tags(item._repr_html_())
         assert page.tags <= {"table", "caption", "tr", "th", "td", "div", "b", "pre", "span"}
@@ -152,14 +147,14 @@ def test_a_notebook_shows_text_as_text_and_a_repr_is_one_line(cache: Path) -> No
     assert marked and f"[[{marked[0]}]]".replace("&lt;", "<").replace("&gt;", ">") in str(examples(cache)[0])
 
 
-def test_a_long_text_is_cut_where_it_is_only_a_glance(cache: Path) -> None:
+def test_a_long_text_is_cut_where_it_is_only_a_glance(cache):
     item = documents(cache)[2]
     long = Decoded(item.name, np.tile(item.ids, 100), None, item._sentinels, item._tokenizer)
     assert len(repr(long)) < 150 and repr(long).endswith(" …>") and long._repr_html_().endswith(" …</pre></div>")
     assert long.text == item.text * 100
 
 
-def test_ids_without_a_tokenizer_are_still_shown(cache: Path, tmp_path: Path) -> None:
+def test_ids_without_a_tokenizer_are_still_shown(cache, tmp_path):
     alone = shutil.copytree(cache / "pretrain" / "texts", tmp_path / "texts")
     item = PretrainTokenStreamDataset(alone / "train", T=4, device="cpu")[0]
     assert " ".join(map(str, item.ids[:12].tolist())) in repr(item) and "no tokenizer/" in item._repr_html_()
@@ -167,7 +162,7 @@ def test_ids_without_a_tokenizer_are_still_shown(cache: Path, tmp_path: Path) ->
         _ = item.text
 
 
-def test_without_sentencepiece_a_text_says_what_to_install(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_sentencepiece_a_text_says_what_to_install(cache, monkeypatch):
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
     other = shutil.copytree(cache, cache.with_name("copy"), symlinks=True)  # no open tokenizer of these folders
     with refused("E901", "pip install sentencepiece", kind=ImportError):
@@ -175,7 +170,7 @@ def test_without_sentencepiece_a_text_says_what_to_install(cache: Path, monkeypa
     assert examples(other)[0].ids.tolist() == examples(cache)[0].ids.tolist()
 
 
-def test_another_tokenizer_gives_no_text(cache: Path, tmp_path: Path) -> None:
+def test_another_tokenizer_gives_no_text(cache, tmp_path):
     copy = shutil.copytree(cache, tmp_path / "cache", symlinks=True)
     data = documents(copy)
     with open(copy / "tokenizer" / "spm.model", "ab") as model:
@@ -184,7 +179,7 @@ def test_another_tokenizer_gives_no_text(cache: Path, tmp_path: Path) -> None:
         _ = data[0].text
 
 
-def test_documents_need_an_index_that_fits(cache: Path, tmp_path: Path) -> None:
+def test_documents_need_an_index_that_fits(cache, tmp_path):
     copy = shutil.copytree(cache / "pretrain" / "texts", tmp_path / "texts")
     data = PretrainTokenStreamDataset(copy / "train", T=4, device="cpu")
     index = copy / "index" / "train_docs.npy"
@@ -200,7 +195,7 @@ def test_documents_need_an_index_that_fits(cache: Path, tmp_path: Path) -> None:
 HOSTILE = "a\x1b[31m\nb\u202ec\u2028d"
 
 
-def test_the_name_of_a_folder_changes_no_terminal_and_no_page(cache: Path, tmp_path: Path) -> None:
+def test_the_name_of_a_folder_changes_no_terminal_and_no_page(cache, tmp_path):
     copy = shutil.copytree(cache, tmp_path / HOSTILE, symlinks=True)
     for item in shown_objects(copy):
         assert not set("\x1b\n\u202e\u2028") & set(repr(item)), repr(item)
@@ -214,22 +209,22 @@ def test_the_name_of_a_folder_changes_no_terminal_and_no_page(cache: Path, tmp_p
 
 
 @pytest.mark.parametrize("error", [RuntimeError, IndexError])
-def test_a_tokenizer_that_fails_does_not_fail_a_repr(error: type[Exception]) -> None:
+def test_a_tokenizer_that_fails_does_not_fail_a_repr(error):
     class Broken:
         sha256 = "0" * 64
 
-        def decode(self, _: Any, /) -> str:
+        def decode(self, _, /):
             raise error("no such id <b>")
 
     item = Decoded("a document", np.arange(3, dtype=np.uint16), None, {}, Broken)
     assert repr(item) == "<a document: 3 tokens: 0 1 2>" and "no such id &lt;b&gt;" in item._repr_html_()
 
 
-def test_a_page_has_no_more_than_twenty_thousand_characters_of_text() -> None:
+def test_a_page_has_no_more_than_twenty_thousand_characters_of_text():
     class Wordy:
         sha256 = "0" * 64
 
-        def decode(self, ids: Any, /) -> str:
+        def decode(self, ids, /):
             return "\x00" * 15_000 * len(ids)
 
     item = Decoded("a document", np.arange(3, dtype=np.uint16), np.array([True, False, True]), {}, Wordy)
@@ -237,7 +232,7 @@ def test_a_page_has_no_more_than_twenty_thousand_characters_of_text() -> None:
     assert len(repr(item)) < 150
 
 
-def test_ids_are_read_only_and_a_reader_of_an_earlier_release_opens(cache: Path) -> None:
+def test_ids_are_read_only_and_a_reader_of_an_earlier_release_opens(cache):
     for data in (
         documents(cache),
         examples(cache),
@@ -250,7 +245,7 @@ def test_ids_are_read_only_and_a_reader_of_an_earlier_release_opens(cache: Path)
     assert len(data) == 3
 
 
-def test_without_a_known_sha256_a_replaced_model_gives_its_own_text(cache: Path, tmp_path: Path) -> None:
+def test_without_a_known_sha256_a_replaced_model_gives_its_own_text(cache, tmp_path):
     copy = shutil.copytree(cache, tmp_path / "cache", symlinks=True)
     folder = (copy / "pretrain" / "texts").resolve()
     first, known = tokenizer_of(folder, None), tokenizer_of(folder, sha256_file(copy / "tokenizer" / "spm.model"))
@@ -260,7 +255,7 @@ def test_without_a_known_sha256_a_replaced_model_gives_its_own_text(cache: Path,
     assert tokenizer_of(folder, None).sha256 != first.sha256 and tokenizer_of(folder, known.sha256) is known
 
 
-def test_messages_name_the_public_folder(cache: Path, tmp_path: Path) -> None:
+def test_messages_name_the_public_folder(cache, tmp_path):
     train, chats = cache / "pretrain" / "texts" / "train", cache / "sft" / "chats"
     with pytest.warns(UserWarning, match=rf"^{re.escape(str(train))}: .* are shorter than T \+ 1"):
         PretrainTokenStreamDataset(train, T=33, device="cpu")

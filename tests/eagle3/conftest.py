@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,14 +12,13 @@ from support.peer_automodel import Peer
 from niels_gpt.commands.eagle3 import precompute
 from niels_gpt.eagle3 import target
 from niels_gpt.eagle3.target import write_small_target
-from niels_gpt.tokenizer import SentencePieceTokenizer
 
 Run = Callable[..., tuple[int, str, str]]
 ANSWERS = ["The heron walks to the mill.", "It was windy that day, so the otter stayed.", "Why? Pebbles!"]
 
 
 @pytest.fixture(scope="session")
-def eagle3_caches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def eagle3_caches(tmp_path_factory):
     """A finished cache of ten samples in three shards of each form. `support.eagle3_damage.copy_of` copies one."""
     from support import eagle3_runs
     from support.eagle3_damage import ALL_FORMS
@@ -31,24 +30,24 @@ def eagle3_caches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
-def finished(eagle3_caches: dict[str, Path]) -> Path:
+def finished(eagle3_caches):
     """The cache that `support.eagle3_runs.run` makes. Nothing may change it: `cache` is a copy."""
     return eagle3_caches["dense"]
 
 
 @pytest.fixture(scope="session")
-def whole(finished: Path) -> dict[str, bytes]:
+def whole(finished):
     from support.eagle3_runs import whole_tree
 
     return whole_tree(finished)
 
 
 @pytest.fixture
-def cache(finished: Path, tmp_path: Path) -> Path:
+def cache(finished, tmp_path):
     return shutil.copytree(finished, tmp_path / "c")
 
 
-def running(version: str) -> Iterator[Peer]:
+def running(version):
     folder = Path(os.environ["NIELS_GPT_PEERS"]) / version
     assert (folder / "nemo_automodel").is_dir(), f"{folder} has no package nemo_automodel, and NIELS_GPT_PEERS is set"
     peer = Peer(folder)
@@ -57,25 +56,25 @@ def running(version: str) -> Iterator[Peer]:
 
 
 @pytest.fixture(scope="session")
-def old() -> Iterator[Peer]:
+def old():
     """The version that writes and reads version 1."""
     yield from running("0.5.0")
 
 
 @pytest.fixture(scope="session")
-def new() -> Iterator[Peer]:
+def new():
     """The version that writes and reads version 2."""
     yield from running("0.7.0")
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: SentencePieceTokenizer) -> Path:
+def model(tmp_path_factory, tiny_tokenizer):
     """The folder of the small target."""
     return write_small_target(tmp_path_factory.mktemp("small") / "target", tiny_tokenizer)
 
 
 @pytest.fixture(scope="session")
-def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def chats(tmp_path_factory):
     """Ten chats, and one that nothing is learnt from."""
     answers = [[("user", f"Page {page}?"), ("assistant", ANSWERS[page % 3] * (1 + page % 2))] for page in range(10)]
     turns = [[{"role": role, "content": text} for role, text in chat] for chat in [*answers, [("user", "?")]]]
@@ -84,13 +83,13 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def arguments_of(model: Path, chats: Path, folder: Path) -> list[str]:
+def arguments_of(model, chats, folder):
     what = ["--target-model", str(model), "--input-data", str(chats), "--output-dir", str(folder)]
     return [*what, "--seq-length", "40", "--shard-size", "4", "--threads", "1", "--device", "cpu"]
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory: pytest.TempPathFactory, model: Path, chats: Path) -> Path:
+def made(tmp_path_factory, model, chats):
     """A finished cache of the ten chats."""
     folder = tmp_path_factory.mktemp("made") / "c"
     assert precompute.main(arguments_of(model, chats, folder)) == 0
@@ -98,7 +97,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, model: Path, chats: Path) -> 
 
 
 @pytest.fixture(scope="session")
-def made_2(tmp_path_factory: pytest.TempPathFactory, model: Path, chats: Path) -> Path:
+def made_2(tmp_path_factory, model, chats):
     """The same of version 2, whose manifest names the input."""
     folder = tmp_path_factory.mktemp("made") / "c"
     assert precompute.main([*arguments_of(model, chats, folder), "--format-version", "2"]) == 0
@@ -106,16 +105,16 @@ def made_2(tmp_path_factory: pytest.TempPathFactory, model: Path, chats: Path) -
 
 
 @pytest.fixture
-def arguments(model: Path, chats: Path, tmp_path: Path) -> Callable[..., list[str]]:
+def arguments(model, chats, tmp_path):
     """Makes the arguments of a run into tmp_path / "c"; later ones count."""
     return lambda *more: [*arguments_of(model, chats, tmp_path / "c"), *more]
 
 
 @pytest.fixture
-def run(arguments: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]) -> Run:
+def run(arguments, capsys):
     """Runs the command in this process; returns status, output and errors."""
 
-    def done(*more: str) -> tuple[int, str, str]:
+    def done(*more):
         capsys.readouterr()
         status = precompute.main(arguments(*more))
         return (status, *capsys.readouterr())
@@ -124,12 +123,12 @@ def run(arguments: Callable[..., list[str]], capsys: pytest.CaptureFixture[str])
 
 
 @pytest.fixture
-def not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+def not_tokenized(monkeypatch):
     """Fail where the input is tokenized."""
     monkeypatch.setattr(precompute, "prepare", lambda *_, **__: pytest.fail("the input was tokenized"))
 
 
 @pytest.fixture
-def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_weights(monkeypatch):
     """Fail where the target's weights are loaded."""
     monkeypatch.setattr(target, "load_target", lambda *_, **__: pytest.fail("the target was loaded"))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.attacks import Attack, Probe, Server, is_one_of
+from support.attacks import Attack, Probe, is_one_of
 
 IMPORTS = (
     "niels_gpt.eagle3.__main__",
@@ -28,7 +28,7 @@ EVERY = ("dataset", "verify", "stats", "inspect *", "convert", "resume")
 HUGE = 20 * 10**9
 
 
-def build(root: Path) -> None:
+def build(root):
     """A finished cache of ten samples in three shards: `top` with top-k, `c` without."""
     from support import eagle3_runs
 
@@ -40,10 +40,10 @@ def build(root: Path) -> None:
 # --- what meets it ----------------------------------------------------------------------------------------------------
 
 
-def command(*arguments: str) -> Callable[[Path], int]:
+def command(*arguments):
     """Return a call of the command line on the cache."""
 
-    def call(root: Path) -> int:
+    def call(root):
         from niels_gpt.commands.eagle3.group import main
 
         return max(main([arguments[0], str(folder), *arguments[1:]]) for folder in caches(root))
@@ -51,16 +51,16 @@ def command(*arguments: str) -> Callable[[Path], int]:
     return call
 
 
-def caches(root: Path) -> list[Path]:
+def caches(root):
     """Return the folders that were attacked: c, or those made of it."""
     return sorted(root.glob("c-*")) or [root / "c"]
 
 
-def each(read: Callable[[Path], Any]) -> Callable[[Path], None]:
+def each(read):
     """Return what reads every cache; what one of them raises is raised at the end, and has to be documented."""
 
-    def call(root: Path) -> None:
-        refused: Exception | None = None
+    def call(root):
+        refused = None
         for folder in caches(root):
             try:
                 read(folder)
@@ -72,7 +72,7 @@ def each(read: Callable[[Path], Any]) -> Callable[[Path], None]:
     return call
 
 
-def read(folder: Path) -> None:
+def read(folder):
     """Read every sample of a cache, and of the one with top-k beside it."""
     from niels_gpt.eagle3.cache import CachedEagle3Dataset
 
@@ -82,19 +82,19 @@ def read(folder: Path) -> None:
             _ = dataset[number]
 
 
-def embeddings(folder: Path) -> None:
+def embeddings(folder):
     from niels_gpt.eagle3.cache import read_target_embeddings
 
     read_target_embeddings(folder)
 
 
-def manifest(folder: Path) -> None:
+def manifest(folder):
     from niels_gpt.eagle3.cache import read_manifest
 
     read_manifest(folder)
 
 
-def recompute(folder: Path) -> None:
+def recompute(folder):
     """Run samples through the target, as `verify --target` does."""
     from support import eagle3_runs
 
@@ -109,7 +109,7 @@ def recompute(folder: Path) -> None:
         raise ValueError("; ".join([*found.problems, found.note or ""]))
 
 
-def resume(folder: Path) -> None:
+def resume(folder):
     from support import eagle3_runs
 
     eagle3_runs.run(folder, resume=True)
@@ -138,29 +138,29 @@ Change = Callable[[dict[str, Any]], Any]
 Make = Callable[[Path, Path], Any]
 
 
-def at(name: str, do: Callable[[Path, Path], Any]) -> Make:
+def at(name, do):
     """Return what does something to a file or folder of the cache; `do` takes its path, and that of the one outside."""
     return lambda root, outside: do(root / "c" / name, outside / "c" / name)
 
 
-def file(name: str, content: Callable[[], bytes]) -> Make:
+def file(name, content):
     return at(name, lambda path, _: path.write_bytes(content()))
 
 
-def sparse(name: str, head: bytes = b"") -> Make:
+def sparse(name, head=b""):
     """Make a file a large one that takes no disk."""
     return at(name, lambda path, _: (path.write_bytes(head), os.truncate(path, HUGE)))
 
 
-def linked(name: str) -> Make:
+def linked(name):
     """Put a link to one outside in the place of a file or folder."""
     return at(name, lambda path, out: (path.rename(path.parents[name.count("/") + 1] / "moved"), path.symlink_to(out)))
 
 
-def changed(name: str, change: Change, cache: str = "c") -> Make:
+def changed(name, change, cache="c"):
     """Return what changes a JSON file; a meta.json gets its checksum anew."""
 
-    def make(root: Path, _: Path) -> None:
+    def make(root, _):
         from niels_gpt.storage.fileio import canonical_json
         from niels_gpt.storage.meta_json import meta_bytes
 
@@ -172,11 +172,11 @@ def changed(name: str, change: Change, cache: str = "c") -> Make:
     return make
 
 
-def put(keys: str, value: Any) -> Change:
+def put(keys, value):
     """Return what sets a value, by the keys that lead to it."""
     *above, last = keys.split(".")
 
-    def change(whole: dict[str, Any]) -> None:
+    def change(whole):
         for key in above:
             whole = whole[key]
         whole[last] = value
@@ -184,17 +184,17 @@ def put(keys: str, value: Any) -> Change:
     return change
 
 
-def all_of(*steps: Make) -> Make:
+def all_of(*steps):
     """Return what does several things, one after the other."""
 
-    def make(root: Path, outside: Path) -> None:
+    def make(root, outside):
         for step in steps:
             step(root, outside)
 
     return make
 
 
-def header(content: dict[str, Any]) -> bytes:
+def header(content):
     """Return the beginning of a safetensors file."""
     text = json.dumps(content).encode()
     return struct.pack("<Q", len(text)) + text
@@ -202,9 +202,9 @@ def header(content: dict[str, Any]) -> bytes:
 
 SHARD, EMBEDDINGS, SAMPLES = "shard-000001.safetensors", "target_embeddings.safetensors", "sidecar/samples.safetensors"
 JSON_FILES = ("manifest.json", "meta.json", "sidecar/plan.json", "sidecar/shard-000001.json", "sidecar/embeddings.json")
-DEVICE: Make = lambda path, _: (path.unlink(), path.symlink_to("/dev/zero"))  # noqa: E731
-MANY_SHARDS: Change = lambda value: value.update(num_samples=10**12, shard_size=1)  # noqa: E731
-MANY = all_of(*(changed("manifest.json", MANY_SHARDS, cache) for cache in ("c", "top")))
+to_a_device = lambda path, _: (path.unlink(), path.symlink_to("/dev/zero"))  # noqa: E731
+many_shards = lambda value: value.update(num_samples=10**12, shard_size=1)  # noqa: E731
+MANY = all_of(*(changed("manifest.json", many_shards, cache) for cache in ("c", "top")))
 READ = ("dataset", "verify", "stats")
 WRITERS = ("verify", "convert", "resume")
 NINETY_MB = 90_000_000
@@ -214,7 +214,7 @@ BIG_SAMPLES = {
 }
 ALL_FILES = (*JSON_FILES, "sidecar/batches.jsonl", "sidecar/ids.txt", SAMPLES, SHARD, EMBEDDINGS)
 
-ATTACKS: dict[str, Attack] = {
+ATTACKS = {
     "10**12 shards": Attack(MANY, EVERY, "1,000,000,000,000 shards"),
     "a million shards": Attack(changed("manifest.json", put("shard_size", 10**3)), EVERY[:1], "shards|samples"),
     "a million samples a shard": Attack(changed("manifest.json", put("num_samples", 10**15)), ("dataset", "verify")),
@@ -249,12 +249,12 @@ ATTACKS: dict[str, Attack] = {
         f"pipe {name}": Attack(at(name, lambda path, _: (path.unlink(), os.mkfifo(path))), ("verify",), "regular file")
         for name in ALL_FILES
     },
-    **{f"device {name}": Attack(at(name, DEVICE), ("resume",), "symbolic link") for name in ALL_FILES},
+    **{f"device {name}": Attack(at(name, to_a_device), ("resume",), "symbolic link") for name in ALL_FILES},
     **{f"link {name}": Attack(linked(name), WRITERS, "symbolic link") for name in (*ALL_FILES, "sidecar")},
     "link of the lock": Attack(linked("sidecar/lock"), WRITERS[1:], "symbolic link"),
 }
-VALUES: dict[str, Any] = {"null": None, "text": "x", "negative": -1, "huge": 10**30}
-MORE_VALUES: dict[str, Any] = {"bool": True, "list": [1], "object": {"a": 1}, "float": 0.5}
+VALUES = {"null": None, "text": "x", "negative": -1, "huge": 10**30}
+MORE_VALUES = {"bool": True, "list": [1], "object": {"a": 1}, "float": 0.5}
 FIELDS = {
     "manifest.json": "format_version target_vocab_size draft_vocab_size seq_length dtype num_samples shard_size "
     "aux_hidden_dim aux_layer_ids selected_token_ids target_model",
@@ -265,10 +265,10 @@ FIELDS = {
 }
 
 
-def every_value(name: str, field: str, values: dict[str, Any]) -> Make:
+def every_value(name, field, values):
     """Return what makes a cache, c-KIND, for each wrong value of a field."""
 
-    def make(root: Path, outside: Path) -> None:
+    def make(root, outside):
         for kind, value in values.items():
             shutil.copytree(root / "c", root / f"c-{kind}")
             changed(name, put(field, value), f"c-{kind}")(root, outside)
@@ -295,5 +295,5 @@ OTHERS = {name for name in ATTACKS if is_one_of(name, HARMS) and not is_one_of(n
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in OTHERS)) for n in ATTACKS])
-def test_every_attack_meets_a_documented_error(attack_server: Server, name: str) -> None:
+def test_every_attack_meets_a_documented_error(attack_server, name):
     attack_server.check("test_eagle3_attacks", name)

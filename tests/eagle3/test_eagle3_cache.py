@@ -6,10 +6,8 @@ import os
 import pickle
 import re
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -35,7 +33,7 @@ from niels_gpt.eagle3.cache import (
 FLOAT_KEYS, INT_KEYS = ("aux_hidden_states", "target_probs"), ("input_ids", "attention_mask", "loss_mask")
 
 
-def test_the_names_of_the_spec_are_there_with_their_values_and_arguments() -> None:
+def test_the_names_of_the_spec_are_there_with_their_values_and_arguments():
     values = {
         "_FLOAT_KEYS": FLOAT_KEYS,
         "_INT_KEYS": INT_KEYS,
@@ -67,7 +65,7 @@ def test_the_names_of_the_spec_are_there_with_their_values_and_arguments() -> No
         assert [each.name for each in found if each.kind is not each.KEYWORD_ONLY] == expected, name
 
 
-def test_an_item_is_what_the_trainer_takes_and_equals_what_was_written(folder: Path) -> None:
+def test_an_item_is_what_the_trainer_takes_and_equals_what_was_written(folder):
     written = write_cache(folder, samples=5, shard_size=2)
     dataset = CachedEagle3Dataset(str(folder))
     assert len(dataset) == 5
@@ -91,7 +89,7 @@ def test_an_item_is_what_the_trainer_takes_and_equals_what_was_written(folder: P
             dataset[index]
 
 
-def test_a_cache_is_shown_by_its_path_its_samples_and_their_form(folder: Path) -> None:
+def test_a_cache_is_shown_by_its_path_its_samples_and_their_form(folder):
     write_cache(folder, samples=5, shard_size=2, topk=3)
     dataset = CachedEagle3Dataset(folder)
     form = "4 slots, 6 aux values, 8 draft ids, top 3, fp32"
@@ -107,14 +105,14 @@ def test_a_cache_is_shown_by_its_path_its_samples_and_their_form(folder: Path) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("topk", [0, 3])
-def test_a_shard_has_the_bytes_that_safetensors_writes(folder: Path, dtype: torch.dtype, topk: int) -> None:
+def test_a_shard_has_the_bytes_that_safetensors_writes(folder, dtype, topk):
     fields = fields_of(4, dtype=dtype, topk=topk)
     write_shard(folder, 0, {**fields, "unknown": torch.zeros(4, 1)})
     save_file(fields, folder / "theirs.safetensors")
     assert Path(shard_path(folder, 0)).read_bytes() == (folder / "theirs.safetensors").read_bytes()
 
 
-def test_the_manifest_has_sorted_keys_and_the_version_that_it_needs(folder: Path) -> None:
+def test_the_manifest_has_sorted_keys_and_the_version_that_it_needs(folder):
     write_manifest(folder, {"b": 1, "a": [2]})
     text = (folder / "manifest.json").read_text()
     assert text == '{\n  "a": [\n    2\n  ],\n  "b": 1,\n  "format_version": 1\n}'
@@ -127,7 +125,7 @@ def test_the_manifest_has_sorted_keys_and_the_version_that_it_needs(folder: Path
         assert read_manifest(folder)["format_version"] == version
 
 
-def test_a_version_1_cache_becomes_one_of_version_2_and_back_by_its_manifest_alone(folder: Path) -> None:
+def test_a_version_1_cache_becomes_one_of_version_2_and_back_by_its_manifest_alone(folder):
     written = write_cache(folder, samples=3, shard_size=2)
     before = (folder / "manifest.json").read_bytes()
     shard = Path(shard_path(folder, 0)).read_bytes()
@@ -152,7 +150,7 @@ def test_a_version_1_cache_becomes_one_of_version_2_and_back_by_its_manifest_alo
         assert torch.equal(CachedEagle3Dataset(folder)[1]["target_probs"], written["target_probs"][1])
 
 
-def test_a_top_k_cache_is_read_at_full_width_and_never_becomes_version_1(folder: Path) -> None:
+def test_a_top_k_cache_is_read_at_full_width_and_never_becomes_version_1(folder):
     written = write_cache(folder, samples=3, shard_size=2, topk=3)
     item = CachedEagle3Dataset(folder)[1]
     values, indices = written["target_probs_values"][1], written["target_probs_indices"][1]
@@ -171,7 +169,7 @@ def test_a_top_k_cache_is_read_at_full_width_and_never_becomes_version_1(folder:
     assert not convert(folder, 2)
 
 
-def test_top_k_on_paper() -> None:
+def test_top_k_on_paper():
     probs = torch.tensor([[0.1, 0.5, 0.0, 0.4]])
     values, indices = compress_target_probs(probs, 2)
     assert indices.tolist() == [[1, 3]]
@@ -184,7 +182,7 @@ def test_top_k_on_paper() -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_workers_of_any_start_method_read_what_the_parent_has_opened(folder: Path, method: str) -> None:
+def test_workers_of_any_start_method_read_what_the_parent_has_opened(folder, method):
     written = write_cache(folder, samples=5, shard_size=2)
     dataset = CachedEagle3Dataset(folder)
     dataset[0]
@@ -199,7 +197,7 @@ def test_workers_of_any_start_method_read_what_the_parent_has_opened(folder: Pat
     assert torch.equal(read, written["aux_hidden_states"])
 
 
-def test_threads_share_a_dataset_that_opens_fewer_shards_than_they_read(folder: Path) -> None:
+def test_threads_share_a_dataset_that_opens_fewer_shards_than_they_read(folder):
     written = write_cache(folder, samples=6, shard_size=1)
     dataset = CachedEagle3Dataset(folder, max_open_shards=2)
     items = [dataset[index] for index in range(6)]  # a view outlives its handle
@@ -219,7 +217,7 @@ def test_threads_share_a_dataset_that_opens_fewer_shards_than_they_read(folder: 
         CachedEagle3Dataset(folder, max_open_shards=0)
 
 
-def test_a_shard_that_is_replaced_by_another_form_after_the_open_is_refused(folder: Path) -> None:
+def test_a_shard_that_is_replaced_by_another_form_after_the_open_is_refused(folder):
     write_cache(folder, samples=5, shard_size=2)
     dataset = CachedEagle3Dataset(folder)
     write_shard(folder, 1, fields_of(2, slots=6))
@@ -235,7 +233,7 @@ WRONG |= {"target_probs_topk": [[1]], "aux_hidden_dim": [{}], "dtype": [["fp32"]
 
 
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in WRONG.items() for value in values])
-def test_a_value_of_a_wrong_type_in_the_manifest_is_named(folder: Path, key: str, value: Any) -> None:
+def test_a_value_of_a_wrong_type_in_the_manifest_is_named(folder, key, value):
     write_cache(folder, samples=5, shard_size=2)
     manifest = json.loads((folder / "manifest.json").read_text()) | {key: value}
     (folder / "manifest.json").write_text(json.dumps(manifest))
@@ -248,12 +246,12 @@ def test_a_value_of_a_wrong_type_in_the_manifest_is_named(folder: Path, key: str
             opening(folder)
 
 
-def rewritten(**how: Any) -> Callable[[Path], Any]:
+def rewritten(**how):
     """Return what writes each shard again, in another form."""
     return lambda folder: [write_shard(folder, index, fields_of(rows, **how)) for index, rows in enumerate((2, 2, 1))]
 
 
-DAMAGES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
+DAMAGES = {
     "a shard less": (
         lambda folder: os.remove(shard_path(folder, 1)),
         ["E702", "5 samples (3 shards)", "2 shard files", "[0, 2]"],
@@ -288,7 +286,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_is_not_as_the_manifest_says_is_refused_when_the_cache_is_opened(folder: Path, damage: str) -> None:
+def test_what_is_not_as_the_manifest_says_is_refused_when_the_cache_is_opened(folder, damage):
     write_cache(folder, samples=5, shard_size=2)
     change, found = DAMAGES[damage]
     change(folder)
@@ -296,7 +294,7 @@ def test_what_is_not_as_the_manifest_says_is_refused_when_the_cache_is_opened(fo
         CachedEagle3Dataset(folder)
 
 
-def test_missing_files_are_named_and_names_that_only_look_like_shards_passed_over(folder: Path) -> None:
+def test_missing_files_are_named_and_names_that_only_look_like_shards_passed_over(folder):
     with refused("E105", "manifest.json", kind=FileNotFoundError):
         CachedEagle3Dataset(folder)
     with refused("E702", "target_embeddings.safetensors", kind=FileNotFoundError):
@@ -325,9 +323,7 @@ def test_missing_files_are_named_and_names_that_only_look_like_shards_passed_ove
         (lambda f: f.update(loss_mask=f["loss_mask"].to(torch.float64)), "float64"),
     ],
 )
-def test_a_shard_of_another_form_is_not_written(
-    folder: Path, change: Callable[[dict[str, Any]], Any], message: str
-) -> None:
+def test_a_shard_of_another_form_is_not_written(folder, change, message):
     fields = fields_of(2)
     change(fields)
     with refused("E102", message):
@@ -335,7 +331,7 @@ def test_a_shard_of_another_form_is_not_written(
     assert not [name for name in os.listdir(folder) if "shard" in name]
 
 
-def test_embeddings_are_float32_whatever_they_were_and_of_two_dimensions(folder: Path) -> None:
+def test_embeddings_are_float32_whatever_they_were_and_of_two_dimensions(folder):
     weight = torch.randn(5, 3).to(torch.bfloat16).requires_grad_()
     path = cache.write_target_embeddings(str(folder), weight)
     assert path == str(folder / "target_embeddings.safetensors")
@@ -349,8 +345,8 @@ def test_embeddings_are_float32_whatever_they_were_and_of_two_dimensions(folder:
             cache.read_target_embeddings(folder)
 
 
-def test_a_failed_write_leaves_what_was_there(folder: Path) -> None:
-    def half(path: str) -> None:
+def test_a_failed_write_leaves_what_was_there(folder):
+    def half(path):
         Path(path).write_text("half")
         raise OSError("no space left")
 
@@ -360,7 +356,7 @@ def test_a_failed_write_leaves_what_was_there(folder: Path) -> None:
     assert {path.name: path.read_text() for path in folder.iterdir()} == {"file": "old"}
 
 
-def test_every_flipped_byte_of_a_shard_is_found_and_the_sample_named(folder: Path) -> None:
+def test_every_flipped_byte_of_a_shard_is_found_and_the_sample_named(folder):
     write_cache(folder, samples=3, shard_size=2)
     assert cache.verify(folder) == []
     for index in (0, 1):

@@ -26,17 +26,17 @@ Copy = Callable[..., Path]
 
 
 @pytest.fixture
-def copied(eagle3_caches: dict[str, Path], tmp_path: Path) -> Copy:
+def copied(eagle3_caches, tmp_path):
     return lambda form="dense": copy_of(eagle3_caches[form], tmp_path)
 
 
-def problems(cache: Path, name: str) -> list[str]:
+def problems(cache, name):
     return verify(cache, names=[name])[name].problems
 
 
 @pytest.mark.parametrize("form", ALL_FORMS)
-def test_a_good_cache_passes_every_check(eagle3_caches: dict[str, Path], tmp_path: Path, form: str) -> None:
-    seen: list[tuple[int, int, int | None]] = []
+def test_a_good_cache_passes_every_check(eagle3_caches, tmp_path, form):
+    seen = []
     (tmp_path / "link").symlink_to(eagle3_caches[form])
     verdicts = verify(tmp_path / "link", progress=lambda *given: seen.append(given))
     assert verdicts == dict.fromkeys(VERIFIED, GOOD)
@@ -46,7 +46,7 @@ def test_a_good_cache_passes_every_check(eagle3_caches: dict[str, Path], tmp_pat
     assert total is not None and 0.8 * total < seen[-1][1] <= total
 
 
-def test_names_of_good_samples_are_not_read(eagle3_caches: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_good_samples_are_not_read(eagle3_caches, monkeypatch):
     monkeypatch.setattr(Samples, "open", lambda folder: pytest.fail("the samples were read"))
     names = ["checksums", "finite", "distribution"]
     assert verify(eagle3_caches["dense"], names=names) == dict.fromkeys(names, GOOD)
@@ -54,7 +54,7 @@ def test_names_of_good_samples_are_not_read(eagle3_caches: dict[str, Path], monk
         verify(eagle3_caches["dense"], names=["speed"])
 
 
-def test_the_tolerance_of_a_sum_holds_for_the_worst_of_many_distributions() -> None:
+def test_the_tolerance_of_a_sum_holds_for_the_worst_of_many_distributions():
     chance = torch.Generator().manual_seed(0)
     for sharpness in (0.1, 1.0, 10.0):
         probs = torch.softmax(sharpness * torch.randn(60, 32_000, generator=chance), -1)
@@ -63,7 +63,7 @@ def test_the_tolerance_of_a_sum_holds_for_the_worst_of_many_distributions() -> N
             assert off < tolerance(dtype, 32_000) < 0.01
 
 
-def test_many_problems_end_with_and_more(tmp_path: Path) -> None:
+def test_many_problems_end_with_and_more(tmp_path):
     samples = eagle3_runs.rows(22)
     eagle3_runs.run(tmp_path / "c", samples=samples, given=eagle3_runs.plan(samples))
     for shard in range(6):
@@ -72,7 +72,7 @@ def test_many_problems_end_with_and_more(tmp_path: Path) -> None:
     assert len(found) == 21 and found[-1] == "... and more"
 
 
-def test_what_is_missing_or_does_not_belong_there_is_told(copied: Copy) -> None:
+def test_what_is_missing_or_does_not_belong_there_is_told(copied):
     cache = copied()
     names = (".shard-000001.safetensors.deadbeef.tmp", "sidecar/.ids.txt.deadbeef.tmp", "sidecar/notes")
     for name in names:
@@ -91,7 +91,7 @@ def test_what_is_missing_or_does_not_belong_there_is_told(copied: Copy) -> None:
     assert "production has not finished" in problems(cache, "complete")[0]
 
 
-def test_a_short_shard_in_the_middle_is_told(copied: Copy) -> None:
+def test_a_short_shard_in_the_middle_is_told(copied):
     cache = copied()
     shutil.copyfile(shard_path(cache, 2), shard_path(cache, 1))
     (found,) = problems(cache, "complete")
@@ -100,7 +100,7 @@ def test_a_short_shard_in_the_middle_is_told(copied: Copy) -> None:
 
 
 @pytest.mark.parametrize("text", [None, '{"format_version": 3}', '{"format_version": 1, "num_samples": "ten"}', "[]"])
-def test_without_a_manifest_that_can_be_read_there_is_no_cache(tmp_path: Path, text: str | None) -> None:
+def test_without_a_manifest_that_can_be_read_there_is_no_cache(tmp_path, text):
     if text is not None:
         (tmp_path / "manifest.json").write_text(text)
     with pytest.raises((CacheError, FileNotFoundError), match=r"manifest|format_version"):
@@ -109,7 +109,7 @@ def test_without_a_manifest_that_can_be_read_there_is_no_cache(tmp_path: Path, t
 
 @pytest.mark.parametrize("form", ["dense", "native"])
 @pytest.mark.parametrize("cut", [0, 5, 100, -1])
-def test_a_shard_that_is_cut_is_a_problem_of_every_check_that_reads_it(copied: Copy, form: str, cut: int) -> None:
+def test_a_shard_that_is_cut_is_a_problem_of_every_check_that_reads_it(copied, form, cut):
     cache = copied(form)
     path = Path(shard_path(cache, 0))
     path.write_bytes(path.read_bytes()[:cut])
@@ -128,7 +128,7 @@ NATIVE_PARTS = ["target_weights.safetensors", "sidecar/weights.json", "shard-000
 
 
 @pytest.mark.parametrize("name", [*PARTS, *(f"native/{name}" for name in NATIVE_PARTS)])
-def test_a_missing_file_is_named_with_what_to_run(copied: Copy, name: str) -> None:
+def test_a_missing_file_is_named_with_what_to_run(copied, name):
     cache = copied("native" if name.startswith("native/") else "dense")
     name = name.removeprefix("native/")
     (cache / name).unlink()
@@ -150,7 +150,7 @@ def test_a_missing_file_is_named_with_what_to_run(copied: Copy, name: str) -> No
         [name for name in PARTS if name.startswith("sidecar/") and "shard-" not in name] + ["meta.json"],
     ],
 )
-def test_a_cache_of_which_much_is_gone_is_no_other_tools(copied: Copy, names: list[str]) -> None:
+def test_a_cache_of_which_much_is_gone_is_no_other_tools(copied, names):
     cache = copied()
     for path in [cache / name for name in names]:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -169,7 +169,7 @@ def test_a_cache_of_which_much_is_gone_is_no_other_tools(copied: Copy, names: li
     assert len(verdicts["checksums"].problems) == 3
 
 
-def test_a_damaged_list_of_names_is_read_once_and_told(copied: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_list_of_names_is_read_once_and_told(copied, monkeypatch):
     cache, opened, read = copied(), [], Samples.open
     (cache / "sidecar" / "ids.txt").write_bytes((cache / "sidecar" / "ids.txt").read_bytes()[:-3])
     for sample in range(10):
@@ -182,7 +182,7 @@ def test_a_damaged_list_of_names_is_read_once_and_told(copied: Copy, monkeypatch
     assert len(verdicts["finite"].problems) == 10
 
 
-def foreign(folder: Path, topk: int = 0) -> Path:
+def foreign(folder, topk=0):
     """Write a cache as other tools do: no sidecar, and the target's outputs in every slot."""
     fields = fields_of(5, topk=topk)
     fields["position_mask"] &= (fields["loss_mask"] == 1)[..., None]
@@ -196,7 +196,7 @@ def foreign(folder: Path, topk: int = 0) -> Path:
 
 
 @pytest.mark.parametrize("topk", [0, 3])
-def test_of_a_cache_without_a_sidecar_only_what_needs_none_is_checked(tmp_path: Path, topk: int) -> None:
+def test_of_a_cache_without_a_sidecar_only_what_needs_none_is_checked(tmp_path, topk):
     cache = foreign(tmp_path / "c", topk)
     verdicts = verify(cache)
     assert not any(verdict.problems for verdict in verdicts.values())
@@ -207,7 +207,7 @@ def test_of_a_cache_without_a_sidecar_only_what_needs_none_is_checked(tmp_path: 
     assert other.note is None and other.problems, "it is compared by what its shards hold"
 
 
-def test_damage_of_a_cache_without_a_sidecar_is_told_with_the_samples_number(tmp_path: Path) -> None:
+def test_damage_of_a_cache_without_a_sidecar_is_told_with_the_samples_number(tmp_path):
     cache = foreign(tmp_path / "c")
     fields = fields_of(2)
     fields["aux_hidden_states"][1, 0, 0] = torch.nan
@@ -219,7 +219,7 @@ def test_damage_of_a_cache_without_a_sidecar_is_told_with_the_samples_number(tmp
     assert any("sample 3: probabilities sum to 0.5 at slot 3" in said for said in verdicts["distribution"].problems)
 
 
-def test_of_a_cache_that_write_shard_wrote_all_but_the_source_is_checked(tmp_path: Path) -> None:
+def test_of_a_cache_that_write_shard_wrote_all_but_the_source_is_checked(tmp_path):
     fields = fields_of(2)
     fields["position_mask"] &= (fields["loss_mask"] == 1)[..., None]
     write_shard(tmp_path, 0, fields)

@@ -7,9 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -24,22 +22,22 @@ Tree = dict[str, bytes]
 CPU = torch.device("cpu")
 
 
-def broken(device: torch.device) -> Any:
+def broken(device):
     """The target, which gives no numbers for token 13 from its block 3 on."""
     model = copy.deepcopy(small.load(CPU))
 
-    def spoil(module: Any, given: Any, output: torch.Tensor) -> torch.Tensor:
+    def spoil(module, given, output):
         (ids,) = seen
         return output.masked_fill((ids == 13).unsqueeze(-1), float("nan"))
 
-    seen: list[torch.Tensor] = []
+    seen = []
     model.model.embed_tokens.register_forward_pre_hook(lambda module, given: seen.__setitem__(slice(None), [given[0]]))
     model.model.layers[3].register_forward_hook(spoil)
     return model
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_number_that_is_not_finite_stops_the_run_by_sample_and_layer(tmp_path: Path, workers: int) -> None:
+def test_a_number_that_is_not_finite_stops_the_run_by_sample_and_layer(tmp_path, workers):
     rows = [small.Row(f"chat {number}", [13 if number == 9 else 1, 2, 3], [1, 1, 1]) for number in range(12)]
     with refused("E708", "'chat 9', slot 0, block 3: nan", kind=RuntimeError):
         run(tmp_path / "c", samples=rows, load=broken, workers=workers, start="fork")
@@ -51,20 +49,20 @@ def test_a_number_that_is_not_finite_stops_the_run_by_sample_and_layer(tmp_path:
     assert whole_tree(tmp_path / "c") == whole_tree(tmp_path / "d")
 
 
-def large(device: torch.device) -> Any:
+def large(device):
     model = small.load(CPU).__class__(small.load(CPU).config).eval()
     with torch.no_grad():
         model.model.layers[3].mlp.down_proj.weight.mul_(1e9)
     return model
 
 
-def test_a_hidden_state_that_fp16_cannot_hold_stops_the_run(tmp_path: Path) -> None:
+def test_a_hidden_state_that_fp16_cannot_hold_stops_the_run(tmp_path):
     with refused("E708", "block 3: ", "torch.float16", kind=RuntimeError):
         run(tmp_path / "c", given=small.plan(samples_of(), dtype="fp16"), load=large)
     run(tmp_path / "d", given=small.plan(samples_of(), dtype="bf16"), load=large)
 
 
-def test_a_cache_that_is_mended_is_not_called_finished_meanwhile(cache: Path) -> None:
+def test_a_cache_that_is_mended_is_not_called_finished_meanwhile(cache):
     for shard in range(3):
         (cache / f"shard-{shard:06d}.safetensors").unlink()
     with refused("E708", kind=RuntimeError):
@@ -72,38 +70,38 @@ def test_a_cache_that_is_mended_is_not_called_finished_meanwhile(cache: Path) ->
     assert not (cache / "meta.json").exists()
 
 
-def dies(device: torch.device) -> Any:
+def dies(device):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Unpicklable(ValueError):
     """An error that cannot be sent from one process to another."""
 
-    def __init__(self, a: int, b: int) -> None:
+    def __init__(self, a, b):
         super().__init__(f"{a} of {b}")
 
 
-def fails(device: torch.device) -> Any:
+def fails(device):
     raise Unpicklable(1, 2)
 
 
 class Gone(multiprocessing.context.ForkProcess):
-    def __init__(self, *, args: tuple[Any, ...], **_: Any) -> None:
+    def __init__(self, *, args, **_):
         super().__init__(target=gone, args=args, daemon=True)
 
-    def start(self) -> None:
+    def start(self):
         super().start()
         self.join()
 
 
-def gone(job: Any, number: int, parent: Any) -> None:
+def gone(job, number, parent):
     """Ask for a shard and be gone before it is given."""
     parent.send(("next",))
     parent.close()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_worker_that_dies_before_its_answer_is_told_too(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_dies_before_its_answer_is_told_too(cache, monkeypatch):
     for shard in (0, 1):
         (cache / f"shard-{shard:06d}.safetensors").unlink()
     monkeypatch.setattr(multiprocessing.get_context("fork"), "Process", Gone)
@@ -111,7 +109,7 @@ def test_a_worker_that_dies_before_its_answer_is_told_too(cache: Path, monkeypat
         run(cache, workers=2, start="fork", resume=True)
 
 
-def offline(device: torch.device) -> Any:
+def offline(device):
     raise ConnectionError("the hub cannot be reached")
 
 
@@ -123,9 +121,7 @@ def offline(device: torch.device) -> Any:
         (offline, ConnectionError, "E601", "the hub cannot be reached"),
     ],
 )
-def test_a_worker_that_fails_stops_the_run_and_leaves_no_process(
-    tmp_path: Path, whole: Tree, load: Any, error: type[Exception], code: str, text: str
-) -> None:
+def test_a_worker_that_fails_stops_the_run_and_leaves_no_process(tmp_path, whole, load, error, code, text):
     with refused(code, text, kind=error):
         run(tmp_path / "c", load=load, workers=2, start="fork")
     assert multiprocessing.active_children() == []
@@ -133,10 +129,10 @@ def test_a_worker_that_fails_stops_the_run_and_leaves_no_process(
     assert whole_tree(tmp_path / "c") == whole
 
 
-def test_an_error_of_the_writer_stops_the_run_and_what_is_done_stays(tmp_path: Path, whole: Tree) -> None:
-    calls: list[Any] = []
+def test_an_error_of_the_writer_stops_the_run_and_what_is_done_stays(tmp_path, whole):
+    calls = []
 
-    def full(write: Any, *given: Any) -> None:
+    def full(write, *given):
         calls.append(given)
         if len(calls) == 3:
             raise OSError(errno.ENOSPC, "No space left on device", "shard-000001.safetensors")
@@ -154,8 +150,8 @@ def test_an_error_of_the_writer_stops_the_run_and_what_is_done_stays(tmp_path: P
     assert whole_tree(tmp_path / "c") == whole
 
 
-def test_an_interrupted_run_goes_on(tmp_path: Path, whole: Tree) -> None:
-    def interrupt(size: int, done: int, total: int | None) -> None:
+def test_an_interrupted_run_goes_on(tmp_path, whole):
+    def interrupt(size, done, total):
         assert total is not None
         if done > total / 2:
             raise KeyboardInterrupt
@@ -167,30 +163,30 @@ def test_an_interrupted_run_goes_on(tmp_path: Path, whole: Tree) -> None:
     assert whole_tree(tmp_path / "c") == whole
 
 
-def does_not_load(device: torch.device) -> Any:
+def does_not_load(device):
     raise ValueError("its weights are not there")
 
 
 class Broken(nn.Module):
     """A block that does not run."""
 
-    def forward(self, *given: Any, **named: Any) -> Any:
+    def forward(self, *given, **named):
         raise NotImplementedError("sdpa cannot run this")
 
 
-def does_not_run(device: torch.device) -> Any:
+def does_not_run(device):
     model = copy.deepcopy(small.load(device))
     model.model.layers[2] = Broken()
     return model
 
 
-def has_fewer_tokens(device: torch.device) -> Any:
+def has_fewer_tokens(device):
     model = copy.deepcopy(small.load(device))
     model.lm_head = nn.Linear(small.HIDDEN, small.VOCAB - 1, bias=False)
     return model.requires_grad_(False)
 
 
-FAILING: dict[str, tuple[Any, list[str]]] = {
+FAILING = {
     "load": (does_not_load, ["E102", "its weights are not there"]),
     "run": (does_not_run, ["E705", "sdpa cannot run this", "--attention eager"]),
     "sizes": (has_fewer_tokens, ["E705", "39 logits a token, expected 48 and 40"]),
@@ -199,14 +195,14 @@ FAILING: dict[str, tuple[Any, list[str]]] = {
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("fault", FAILING)
-def test_a_failing_target_leaves_no_folder(tmp_path: Path, fault: str, workers: int) -> None:
+def test_a_failing_target_leaves_no_folder(tmp_path, fault, workers):
     load, found = FAILING[fault]
     with refused(*found):
         run(tmp_path / "c", load=load, workers=workers, start="fork")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_failing_target_leaves_a_folder_as_it_was_for_one_that_runs(tmp_path: Path) -> None:
+def test_a_failing_target_leaves_a_folder_as_it_was_for_one_that_runs(tmp_path):
     run(tmp_path / "c")
     (tmp_path / "c" / "shard-000001.safetensors").unlink()
     before = times(tmp_path / "c")
@@ -216,12 +212,12 @@ def test_a_failing_target_leaves_a_folder_as_it_was_for_one_that_runs(tmp_path: 
     assert run(tmp_path / "c", resume=True).shards == 1
 
 
-def test_an_attention_that_a_model_does_not_have_is_named_with_the_flag(tmp_path: Path) -> None:
+def test_an_attention_that_a_model_does_not_have_is_named_with_the_flag(tmp_path):
     import transformers
 
     bloom = transformers.BloomConfig(hidden_size=8, n_layer=8, n_head=2, vocab_size=40)
     transformers.BloomForCausalLM(bloom).save_pretrained(tmp_path)
-    how: dict[str, Any] = {"revision": None, "dtype": torch.float32, "device": "cpu"}
+    how = {"revision": None, "dtype": torch.float32, "device": "cpu"}
     with refused("E705", "'sdpa'", "--attention eager"):
         load_target(str(tmp_path), attention="sdpa", **how)
     load_target(str(tmp_path), attention="eager", **how)
@@ -234,7 +230,7 @@ def test_an_attention_that_a_model_does_not_have_is_named_with_the_flag(tmp_path
         pytest.param("128k", 108 << 10, id="from the beginning"),
     ],
 )
-def test_a_disk_that_is_full_is_told_and_the_run_goes_on_with_room(tmp_path: Path, size: str, taken: int) -> None:
+def test_a_disk_that_is_full_is_told_and_the_run_goes_on_with_room(tmp_path, size, taken):
     samples = samples_of(300)
     given = small.plan(samples, dtype="fp32", shard_size=10)  # 6 kB a sample
     somebody_else_fills_it = patched(room=lambda *_: None)
@@ -252,7 +248,7 @@ def test_a_disk_that_is_full_is_told_and_the_run_goes_on_with_room(tmp_path: Pat
         assert whole_tree(place / "c") == whole_tree(tmp_path / "d")
 
 
-def test_a_finished_cache_is_up_to_date_on_a_full_disk(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_cache_is_up_to_date_on_a_full_disk(cache, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
     assert run(cache, resume=True, load=never).shards == 0
     (cache / "meta.json").unlink()

@@ -9,10 +9,7 @@ one attention layer, a head over the draft's tokens, and test-time training of t
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -40,7 +37,7 @@ Batch = dict[str, Tensor]
 
 
 class Draft(nn.Module):
-    def __init__(self, embeddings: Tensor) -> None:
+    def __init__(self, embeddings):
         super().__init__()
         torch.manual_seed(1)
         self.embed = nn.Embedding.from_pretrained(embeddings.clone(), freeze=False)
@@ -51,7 +48,7 @@ class Draft(nn.Module):
         for layer in (self.project, self.attend, self.mix, self.head):
             nn.init.normal_(layer.weight, std=0.02)
 
-    def forward(self, input_ids: Tensor, hidden: Tensor, attention_mask: Tensor) -> Tensor:
+    def forward(self, input_ids, hidden, attention_mask):
         width = input_ids.shape[1]
         query, key, value = self.attend(torch.cat((self.embed(input_ids), hidden), -1)).chunk(3, -1)
         seen = torch.ones(width, width, dtype=torch.bool).tril() & attention_mask.bool()[:, None, :]
@@ -59,7 +56,7 @@ class Draft(nn.Module):
         return hidden + self.mix(scores.softmax(-1) @ value)
 
 
-def loss_of(draft: Draft, batch: Batch) -> Tensor:
+def loss_of(draft, batch):
     """Soft cross-entropy over the masked positions, over some steps that look one token further ahead each."""
     ids, mask, probs = batch["input_ids"], batch["position_mask"], batch["target_probs"].float()
     hidden = draft.project(batch["aux_hidden_states"].float())
@@ -79,14 +76,14 @@ class Learnt:
     gradients: dict[str, Tensor]
 
 
-def learnt(embeddings: Tensor, batches: Sequence[Batch]) -> Learnt:
+def learnt(embeddings, batches):
     draft = Draft(embeddings)
     loss = torch.stack([loss_of(draft, batch) for batch in batches]).mean()
     loss.backward()
     return Learnt(loss.item(), {name: value.grad for name, value in draft.named_parameters() if value.grad is not None})
 
 
-def assert_same(found: Learnt, expected: Learnt, *, within: float = 0.0) -> None:
+def assert_same(found, expected, *, within=0.0):
     """Compare losses and each parameter's gradient, relative to its length; within 0: bit for bit."""
     assert len(expected.gradients) == 6 and all(bool(value.any()) for value in expected.gradients.values())
     moved = abs(found.loss - expected.loss) / abs(expected.loss)
@@ -104,12 +101,12 @@ def assert_same(found: Learnt, expected: Learnt, *, within: float = 0.0) -> None
 
 
 @pytest.fixture(scope="module")
-def llama(model: Path) -> nn.Module:
+def llama(model):
     return load_target(str(model), revision=None, dtype=torch.float32, attention="sdpa", device="cpu")
 
 
 @pytest.fixture(scope="module")
-def samples() -> Samples:
+def samples():
     chance = np.random.default_rng(0)
     return [
         eagle3_runs.Row(f"chat-{n}", chance.integers(4, VOCAB, length), chance.integers(0, 4, length) > 0)
@@ -117,7 +114,7 @@ def samples() -> Samples:
     ]
 
 
-def plan_of(samples: Samples, **other: Any) -> Plan:
+def plan_of(samples, **other):
     """Three shards of 4, 4 and 2 samples; batches of up to 3 rows sorted by length."""
     ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(2))[:DRAFT_VOCAB].tolist()
     form = {"target_vocab_size": VOCAB, "draft_vocab_size": DRAFT_VOCAB, "seq_length": SLOTS, "dtype": "fp32"}
@@ -126,11 +123,11 @@ def plan_of(samples: Samples, **other: Any) -> Plan:
     return eagle3_runs.plan(samples, max_batch_tokens=1000, target=target, tokenizer={"pad_id": PAD}, **form)
 
 
-def live(llama: nn.Module, plan: Plan, samples: Samples, chosen: Sequence[int], width: int) -> Batch:
+def live(llama, plan, samples, chosen, width):
     """Run the target over some samples; returns what a trainer takes, [B, width, ...]."""
     ids, masks = ([getattr(samples[index], name) for index in chosen] for name in ("input_ids", "loss_mask"))
 
-    def padded(rows: Sequence[Any], value: int = 0) -> Tensor:
+    def padded(rows, value=0):
         wide = [np.pad(row.astype(np.int64), (0, width - len(row)), constant_values=value) for row in rows]
         return torch.from_numpy(np.stack(wide))
 
@@ -143,7 +140,7 @@ def live(llama: nn.Module, plan: Plan, samples: Samples, chosen: Sequence[int], 
     return {**kept, "target_probs": probs, "position_mask": position_mask}
 
 
-def planned(plan: Plan) -> list[tuple[int, list[int]]]:
+def planned(plan):
     return [
         (width, [4 * shard + row for row in rows])
         for shard, part in enumerate(eagle3_runs.planned(plan).batches)
@@ -151,9 +148,9 @@ def planned(plan: Plan) -> list[tuple[int, list[int]]]:
     ]
 
 
-def regrouped(batches: Sequence[tuple[list[int], Batch]]) -> list[Batch]:
+def regrouped(batches):
     """Pad rows to all slots with zeros and give them out in the order of the samples, TRAINING_BATCH at a time."""
-    rows: dict[int, Batch] = {}
+    rows = {}
     for chosen, batch in batches:
         whole = {n: functional.pad(t, (0, 0) * (t.dim() - 2) + (0, SLOTS - t.shape[1])) for n, t in batch.items()}
         rows |= {index: {name: tensor[row] for name, tensor in whole.items()} for row, index in enumerate(chosen)}
@@ -161,21 +158,21 @@ def regrouped(batches: Sequence[tuple[list[int], Batch]]) -> list[Batch]:
     return [collated(ordered[begin : begin + TRAINING_BATCH]) for begin in range(0, len(ordered), TRAINING_BATCH)]
 
 
-def collated(rows: Sequence[Batch]) -> Batch:
+def collated(rows):
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
 @pytest.fixture(scope="module")
-def expected(llama: nn.Module, samples: Samples) -> Learnt:
+def expected(llama, samples):
     """What the draft learns from the live target, run in the planned batches."""
     plan = plan_of(samples)
     assert len({width for width, _ in planned(plan)}) > 2 and any(width < SLOTS for width, _ in planned(plan))
     batches = [(rows, live(llama, plan, samples, rows, width)) for width, rows in planned(plan)]
     assert sum(int(batch["position_mask"].sum()) for _, batch in batches) > 30
-    return learnt(llama.get_input_embeddings().weight, regrouped(batches))  # type: ignore[operator]
+    return learnt(llama.get_input_embeddings().weight, regrouped(batches))
 
 
-def from_cache(folder: Path, plan: Plan, samples: Samples, llama: nn.Module) -> Learnt:
+def from_cache(folder, plan, samples, llama):
     """Produce a cache, unless it is there, and train on it through the project's own loader."""
     if not folder.exists():
         eagle3_runs.run(folder, given=plan, load=lambda device: llama)
@@ -183,7 +180,7 @@ def from_cache(folder: Path, plan: Plan, samples: Samples, llama: nn.Module) -> 
     return learnt(read_target_embeddings(str(folder)), list(loader))
 
 
-def from_form(form: str, folder: Path, plan: Plan, samples: Samples, llama: nn.Module) -> Learnt:
+def from_form(form, folder, plan, samples, llama):
     """As `from_cache`, from version 1, or a native cache with the plan's dtype, layers and draft vocabulary.
 
     form: 1, native, or fp8: native with auxiliary states in eight bits.
@@ -197,8 +194,8 @@ def from_form(form: str, folder: Path, plan: Plan, samples: Samples, llama: nn.M
 
 
 def test_gradients_from_a_cache_of_version_1_and_2_are_those_of_the_live_target_bit_for_bit(
-    tmp_path: Path, llama: nn.Module, samples: Samples, expected: Learnt
-) -> None:
+    tmp_path, llama, samples, expected
+):
     plan = plan_of(samples)
     assert_same(from_cache(tmp_path / "cache", plan, samples, llama), expected)
     convert(str(tmp_path / "cache"), 2)
@@ -206,16 +203,14 @@ def test_gradients_from_a_cache_of_version_1_and_2_are_those_of_the_live_target_
     assert_same(from_cache(tmp_path / "cache", plan, samples, llama), expected)
 
 
-def test_other_batches_give_the_same_gradients_but_for_rounding(
-    tmp_path: Path, llama: nn.Module, samples: Samples
-) -> None:
+def test_other_batches_give_the_same_gradients_but_for_rounding(tmp_path, llama, samples):
     plan = plan_of(samples)
     alone = [([index], live(llama, plan, samples, [index], length)) for index, length in enumerate(LENGTHS)]
-    by_itself = learnt(llama.get_input_embeddings().weight, regrouped(alone))  # type: ignore[operator]
+    by_itself = learnt(llama.get_input_embeddings().weight, regrouped(alone))
     assert_same(from_cache(tmp_path / "cache", plan, samples, llama), by_itself, within=1e-5)
 
 
-def test_the_padding_of_the_cache_teaches_nothing(tmp_path: Path, llama: nn.Module, samples: Samples) -> None:
+def test_the_padding_of_the_cache_teaches_nothing(tmp_path, llama, samples):
     plan = plan_of(samples)
     eagle3_runs.run(tmp_path / "cache", given=plan, load=lambda device: llama)
     dataset = CachedEagle3Dataset(str(tmp_path / "cache"))
@@ -235,15 +230,15 @@ def test_the_padding_of_the_cache_teaches_nothing(tmp_path: Path, llama: nn.Modu
     ],
 )
 def test_gradients_from_a_smaller_cache_differ_by_its_rounding_alone(
-    tmp_path: Path,
-    llama: nn.Module,
-    samples: Samples,
-    expected: Learnt,
-    form: str,
-    dtype: str,
-    within: float,
-    not_within: float,
-) -> None:
+    tmp_path,
+    llama,
+    samples,
+    expected,
+    form,
+    dtype,
+    within,
+    not_within,
+):
     found = from_form(form, tmp_path / "cache", plan_of(samples, dtype=dtype), samples, llama)
     assert_same(found, expected, within=within)
     with pytest.raises(AssertionError, match="the gradient of"):
@@ -252,11 +247,9 @@ def test_gradients_from_a_smaller_cache_differ_by_its_rounding_alone(
 
 @pytest.mark.parametrize("form", ["1", "native"])
 @pytest.mark.parametrize("wrong", ["the layers above", "a loss mask that is not shifted", "draft ids in another order"])
-def test_a_wrong_cache_fails(
-    tmp_path: Path, llama: nn.Module, samples: Samples, expected: Learnt, wrong: str, form: str
-) -> None:
+def test_a_wrong_cache_fails(tmp_path, llama, samples, expected, wrong, form):
     """Refused even at five times what fp8 is allowed, and twenty times bf16; the losses differ by less than 0.1%."""
-    changed: dict[str, Any] = {}
+    changed = {}
     if wrong == "the layers above":
         changed = {"aux_layer_ids": [layer + 1 for layer in LAYERS]}
     elif wrong == "draft ids in another order":

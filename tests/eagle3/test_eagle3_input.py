@@ -4,7 +4,6 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,8 +15,7 @@ from support.errors import refused
 from support.made_tokenizers import made_tokenizer
 from support.tool_templates import QWEN, plain
 
-from niels_gpt.chat.rows import Row
-from niels_gpt.chat.tokenizers import ChatTokenizer, open_tokenizer
+from niels_gpt.chat.tokenizers import open_tokenizer
 from niels_gpt.recipes.eagle3.input import input_rows
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizer import load_tokenizer
@@ -31,24 +29,24 @@ GIVEN = {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
+def tokenizer(tmp_path_factory):
     return open_tokenizer(str(kinds.write_tokenizer(tmp_path_factory.mktemp("chatml"))))
 
 
-def write_lines(path: Path, *rows: dict[str, Any] | str) -> str:
+def write_lines(path, *rows):
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return str(path)
 
 
-def read(settings: Settings, name: str, tokenizer: ChatTokenizer, **more: Any) -> tuple[list[Row], Counter[str]]:
-    counters: Counter[str] = Counter()
+def read(settings, name, tokenizer, **more):
+    counters = Counter()
     return list(input_rows(settings, name, tokenizer, seq_length=256, counters=counters, **more)), counters
 
 
 @pytest.mark.parametrize("source", ["dolly15k", "oasst1"])
-def test_the_projects_chats_are_input_by_their_name(settings: Settings, tokenizer: ChatTokenizer, source: str) -> None:
+def test_the_projects_chats_are_input_by_their_name(settings, tokenizer, source):
     rows, counters = read(settings, source, tokenizer)
     chats = chats_of(settings, source)
     assert len(rows) == counters["rows"] > 20
@@ -58,9 +56,7 @@ def test_the_projects_chats_are_input_by_their_name(settings: Settings, tokenize
 
 
 @pytest.mark.slow
-def test_a_tokenizer_json_with_the_sentinels_gives_the_ids_and_the_mask_of_an_sft_cache(
-    settings: Settings, tmp_path: Path
-) -> None:
+def test_a_tokenizer_json_with_the_sentinels_gives_the_ids_and_the_mask_of_an_sft_cache(settings, tmp_path):
     made = tmp_path / "made"
     add_sentinels(made_tokenizer("qwen2"), made)
     opened, ids = open_tokenizer(str(made)), load_tokenizer(made)
@@ -86,7 +82,7 @@ def test_a_tokenizer_json_with_the_sentinels_gives_the_ids_and_the_mask_of_an_sf
     assert open_tokenizer(str(made)).mask_by != "sentinels"  # a template of its own counts
 
 
-def test_facts_tell_what_was_read_and_have_no_path(settings: Settings) -> None:
+def test_facts_tell_what_was_read_and_have_no_path(settings):
     facts = input_facts(settings, "oasst1")
     assert facts.items() >= {"input_data": "oasst1", "form": "chats", "kind": "mirror", "revision": None}.items()
     oasst1 = {"dataset": "OpenAssistant/oasst1", "english_only": True, "max_messages": 32}
@@ -104,14 +100,14 @@ def test_facts_tell_what_was_read_and_have_no_path(settings: Settings) -> None:
         input_facts(settings, "notes")
 
 
-def test_rows_are_of_the_recorded_revision(settings: Settings, tokenizer: ChatTokenizer) -> None:
+def test_rows_are_of_the_recorded_revision(settings, tokenizer):
     facts = {**input_facts(settings, "dolly15k"), "revision": "abc"}
     with asked_revisions() as asked:
         read(settings, "dolly15k", tokenizer, facts=facts)
     assert asked == ["abc"]
 
 
-def test_chats_of_ones_own_have_a_name_or_a_path(settings: Settings, tokenizer: ChatTokenizer, tmp_path: Path) -> None:
+def test_chats_of_ones_own_have_a_name_or_a_path(settings, tokenizer, tmp_path):
     path = write_lines(tmp_path / "chats" / "a.jsonl", MESSAGES, SHAREGPT, PAIR)
     named = replace(settings, sft="mine=chats/*.jsonl")
     by_name, counters = read(named, "mine", tokenizer)
@@ -126,14 +122,14 @@ def test_chats_of_ones_own_have_a_name_or_a_path(settings: Settings, tokenizer: 
             np.testing.assert_array_equal(row.loss_mask, other.loss_mask)
 
 
-def test_the_fingerprint_goes_with_the_files_and_not_their_place(settings: Settings, tmp_path: Path) -> None:
+def test_the_fingerprint_goes_with_the_files_and_not_their_place(settings, tmp_path):
     here, there = (write_lines(tmp_path / folder / "a.jsonl", MESSAGES) for folder in ("here", "there"))
     prints = [input_facts(settings, path)["fingerprint"] for path in (here, there)]
     write_lines(Path(there), MESSAGES, PAIR)
     assert prints[0] == prints[1] != input_facts(settings, there)["fingerprint"]
 
 
-def test_rows_with_ids_are_taken_as_they_are(settings: Settings, tokenizer: ChatTokenizer, tmp_path: Path) -> None:
+def test_rows_with_ids_are_taken_as_they_are(settings, tokenizer, tmp_path):
     write_lines(tmp_path / "rows" / "a.jsonl", GIVEN, {**GIVEN, "id": 7}, {**GIVEN, "loss_mask": [0, 0, 0]})
     table = pa.table({"id": ["p"], "input_ids": [[4, 5]], "loss_mask": [[False, True]], "text": ["x"]})
     pq.write_table(table, tmp_path / "rows" / "b.parquet")
@@ -151,7 +147,7 @@ def test_rows_with_ids_are_taken_as_they_are(settings: Settings, tokenizer: Chat
         read(settings, write_lines(tmp_path / "c.jsonl", {**GIVEN, "id": "7"}), tokenizer, vocab_size=3)
 
 
-def test_chats_and_rows_do_not_mix(settings: Settings, tokenizer: ChatTokenizer, tmp_path: Path) -> None:
+def test_chats_and_rows_do_not_mix(settings, tokenizer, tmp_path):
     for name, row in (("a", MESSAGES), ("b", GIVEN)):
         write_lines(tmp_path / "both" / f"{name}.jsonl", row)
     with refused("E709", "b.jsonl", "input_ids", "a.jsonl"):
@@ -161,7 +157,7 @@ def test_chats_and_rows_do_not_mix(settings: Settings, tokenizer: ChatTokenizer,
         read(settings, within, tokenizer)
 
 
-def test_calls_of_tools_reach_a_targets_template_and_not_the_projects_own(settings: Settings, tmp_path: Path) -> None:
+def test_calls_of_tools_reach_a_targets_template_and_not_the_projects_own(settings, tmp_path):
     call = {"type": "function", "function": {"name": "rain", "arguments": {"of": "Spree"}}}
     talk = [
         {"role": "user", "content": "Does it rain?"},
@@ -185,7 +181,7 @@ def test_calls_of_tools_reach_a_targets_template_and_not_the_projects_own(settin
     }
 
 
-def test_rows_that_cannot_be_used_are_counted(settings: Settings, tokenizer: ChatTokenizer, tmp_path: Path) -> None:
+def test_rows_that_cannot_be_used_are_counted(settings, tokenizer, tmp_path):
     tool = {"conversations": [{"from": "alien", "value": "4"}]}
     path = write_lines(tmp_path / "a.jsonl", "{broken", {"other": 1}, tool, {"messages": []}, MESSAGES)
     rows, counters = read(settings, path, tokenizer)
@@ -211,14 +207,12 @@ def test_rows_that_cannot_be_used_are_counted(settings: Settings, tokenizer: Cha
         ([{**GIVEN, "loss_mask": [0, 0, 0]}], ["E709", "not one row", "1 no_supervised"]),
     ],
 )
-def test_input_of_which_nothing_is_left_is_an_error(
-    settings: Settings, tokenizer: ChatTokenizer, tmp_path: Path, lines: list[Any], found: list[str]
-) -> None:
+def test_input_of_which_nothing_is_left_is_an_error(settings, tokenizer, tmp_path, lines, found):
     with refused(*found):
         read(settings, write_lines(tmp_path / "a.jsonl", *lines), tokenizer)
 
 
-def test_what_is_excluded_stays_out(settings: Settings, tokenizer: ChatTokenizer, tmp_path: Path) -> None:
+def test_what_is_excluded_stays_out(settings, tokenizer, tmp_path):
     listed = replace(settings, exclude=write_lines(tmp_path / "exclude.txt", "s1", "r2"))
     chats, counters = read(listed, write_lines(tmp_path / "a.jsonl", SHAREGPT, MESSAGES), tokenizer)
     assert ([row.id for row in chats], counters["excluded"]) == (["a.jsonl#2"], 1)

@@ -12,30 +12,29 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support import LONG, SUPPORT
 from support import eagle3_runs as small
 from support.eagle3_runs import run, samples_of, whole_tree
-from support.power_loss import MODELS, Disk, Tree, put, recorded_below, tree_of
+from support.power_loss import MODELS, Disk, put, recorded_below, tree_of
 
 
 class Recorded:
     """A run of three shards that was recorded from its first operation on the disk to its last."""
 
-    def __init__(self, folder: Path, **form: Any) -> None:
+    def __init__(self, folder, **form):
         self.samples = samples_of()
         self.plan = small.plan(self.samples, **form)
         (folder / "build").mkdir()
         self.trace = recorded_below(folder / "build", lambda: self.run(folder / "build" / "c"))
         self.after = without_lock(tree_of(folder / "build"))
-        self.seen: set[Any] = set()
+        self.seen = set()
 
-    def run(self, cache: Path) -> None:
+    def run(self, cache):
         run(cache, samples=self.samples, given=self.plan, resume=True)
 
-    def check(self, tree: Tree, scratch: Path, where: Any) -> None:
+    def check(self, tree, scratch, where):
         """Run on what was left: a shard with a receipt is whole, and after it all is as it should be."""
         key = tuple(sorted(tree.items()))
         if key in self.seen:
@@ -52,11 +51,11 @@ class Recorded:
         shutil.rmtree(scratch)
 
 
-def without_lock(tree: Tree) -> Tree:
+def without_lock(tree):
     return {name: content for name, content in tree.items() if not name.endswith("/lock") and not name.endswith(".tmp")}
 
 
-def cut_everywhere(recorded: Recorded, folder: Path, models: dict[str, int], seeds: int) -> None:
+def cut_everywhere(recorded, folder, models, seeds):
     disk = Disk({})
     for number in range(len(recorded.trace) + 1):
         for model, every in models.items():
@@ -68,7 +67,7 @@ def cut_everywhere(recorded: Recorded, folder: Path, models: dict[str, int], see
 
 
 @pytest.mark.parametrize("form", [{}, pytest.param(small.NATIVE, marks=pytest.mark.slow)], ids=["dense", "native"])
-def test_a_run_ends_with_the_same_bytes_wherever_it_was_cut(folder: Path, form: dict[str, Any]) -> None:
+def test_a_run_ends_with_the_same_bytes_wherever_it_was_cut(folder, form):
     recorded = Recorded(folder, **form)
     assert len(recorded.trace) > 80
     cut_everywhere(recorded, folder, {"power": 6, "kill": 5, "mixed": 14}, seeds=1)
@@ -76,11 +75,11 @@ def test_a_run_ends_with_the_same_bytes_wherever_it_was_cut(folder: Path, form: 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("form", [{}, small.TOPK, small.FP8], ids=["dense", "topk", "fp8"])
-def test_a_run_ends_with_the_same_bytes_wherever_it_was_cut_by_any_model(folder: Path, form: dict[str, Any]) -> None:
+def test_a_run_ends_with_the_same_bytes_wherever_it_was_cut_by_any_model(folder, form):
     cut_everywhere(Recorded(folder, **form), folder, dict.fromkeys(MODELS, 1), seeds=5 if LONG else 2)
 
 
-def test_a_run_that_was_killed_may_lose_the_power_later(folder: Path) -> None:
+def test_a_run_that_was_killed_may_lose_the_power_later(folder):
     recorded = Recorded(folder)
     for first in range(5, len(recorded.trace), 25):
         disk = Disk({})
@@ -95,7 +94,7 @@ def test_a_run_that_was_killed_may_lose_the_power_later(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("weight", "form"), [("embeddings", {}), ("weights", small.NATIVE)])
-def test_the_plan_comes_first_and_meta_json_last(folder: Path, weight: str, form: dict[str, Any]) -> None:
+def test_the_plan_comes_first_and_meta_json_last(folder, weight, form):
     recorded = Recorded(folder, **form)
     names = [found[2] for found in recorded.trace if found[0] == "rename"]
     assert names[0] == "c/sidecar/plan.json" and names[-1] == "c/meta.json"
@@ -113,7 +112,7 @@ def test_the_plan_comes_first_and_meta_json_last(folder: Path, weight: str, form
     [(50 if LONG else 20, []), (6 if LONG else 2, ["--command"])],
     ids=["forked", "the real command"],
 )
-def test_killed_runs_end_with_the_same_bytes(tmp_path: Path, kills: int, more: list[str]) -> None:
+def test_killed_runs_end_with_the_same_bytes(tmp_path, kills, more):
     program = [sys.executable, str(SUPPORT / "kill_eagle3.py"), str(tmp_path), "--kills", str(kills), *more]
     done = subprocess.run(program, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -142,7 +141,7 @@ small.run(sys.argv[2], load=slow, workers=2, start="fork")
 """
 
 
-def started(cache: Path) -> tuple[subprocess.Popen[str], list[int]]:
+def started(cache):
     """Start a run whose two workers hang; returns it, and the workers' pids."""
     program = [sys.executable, "-c", PARENT, str(SUPPORT.parent), str(cache)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -151,8 +150,8 @@ def started(cache: Path) -> tuple[subprocess.Popen[str], list[int]]:
     return parent, [int(parent.stdout.readline()) for _ in range(2)]
 
 
-def assert_gone(pids: list[int]) -> None:
-    def is_running(pid: int) -> bool:
+def assert_gone(pids):
+    def is_running(pid):
         try:
             return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
         except (FileNotFoundError, ProcessLookupError):
@@ -166,7 +165,7 @@ def assert_gone(pids: list[int]) -> None:
 
 
 @pytest.mark.slow
-def test_workers_end_with_their_parent_when_it_is_killed(tmp_path: Path) -> None:
+def test_workers_end_with_their_parent_when_it_is_killed(tmp_path):
     parent, workers = started(tmp_path / "c")
     parent.kill()
     parent.communicate()
@@ -177,7 +176,7 @@ def test_workers_end_with_their_parent_when_it_is_killed(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_ctrl_c_in_a_terminal_reaches_the_parent_alone(tmp_path: Path) -> None:
+def test_ctrl_c_in_a_terminal_reaches_the_parent_alone(tmp_path):
     parent, workers = started(tmp_path / "c")
     os.killpg(parent.pid, signal.SIGINT)
     _, errors = parent.communicate()

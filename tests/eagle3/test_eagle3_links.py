@@ -1,7 +1,6 @@
 """Nothing outside the folder of an EAGLE-3 cache is read, written or removed: links are refused."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,7 @@ from niels_gpt.eagle3.cache import (
 from niels_gpt.eagle3.cache import verify as verify_checksums
 
 
-def linked_elsewhere(cache: Path, name: str) -> Path:
+def linked_elsewhere(cache, name):
     """Move a file or folder of a cache out of it, leave a link to it, and return where it is."""
     outside = cache.parent / "outside" / Path(name).name
     outside.parent.mkdir(exist_ok=True)
@@ -34,7 +33,7 @@ def linked_elsewhere(cache: Path, name: str) -> Path:
 
 
 @pytest.fixture(params=["dense", "native"])
-def snapshot(request: pytest.FixtureRequest, eagle3_caches: dict[str, Path], tmp_path: Path) -> Path:
+def snapshot(request, eagle3_caches, tmp_path):
     """A cache as the hub's client leaves it: folders, and in them links to files elsewhere."""
     cache = copy_of(eagle3_caches[request.param], tmp_path)
     for number, path in enumerate(sorted(path for path in cache.rglob("*") if path.is_file())):
@@ -46,7 +45,7 @@ def snapshot(request: pytest.FixtureRequest, eagle3_caches: dict[str, Path], tmp
 
 
 @pytest.mark.parametrize("resume", [True, False])
-def test_a_sidecar_that_is_a_link_is_neither_written_nor_cleaned(cache: Path, resume: bool) -> None:
+def test_a_sidecar_that_is_a_link_is_neither_written_nor_cleaned(cache, resume):
     outside = linked_elsewhere(cache, "sidecar")
     (outside / ".shard-000001.json.0123abcd.tmp").write_text("somebody's")
     (cache / "meta.json").unlink()
@@ -58,7 +57,7 @@ def test_a_sidecar_that_is_a_link_is_neither_written_nor_cleaned(cache: Path, re
     assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in outside.iterdir()} == before
 
 
-READERS: dict[str, Callable[[Path, bool], object]] = {
+READERS = {
     "dataset": lambda folder, links: CachedEagle3Dataset(folder, follow_links=links)[4],
     "loader": lambda folder, links: len(build_cached_eagle3_dataloader(str(folder), 2, False, follow_links=links)),
     "manifest": lambda folder, links: read_manifest(folder, follow_links=links),
@@ -68,7 +67,7 @@ READERS: dict[str, Callable[[Path, bool], object]] = {
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_a_snapshot_of_the_hub_is_read_on_request(snapshot: Path, eagle3_caches: dict[str, Path], reader: str) -> None:
+def test_a_snapshot_of_the_hub_is_read_on_request(snapshot, eagle3_caches, reader):
     with refused("E205", "follow_links=True"):
         READERS[reader](snapshot, False)
     form = "native" if (snapshot / "target_weights.safetensors").exists() else "dense"
@@ -76,7 +75,7 @@ def test_a_snapshot_of_the_hub_is_read_on_request(snapshot: Path, eagle3_caches:
     assert str(found) == str(expected)
 
 
-def test_every_check_names_a_shard_that_is_a_link(cache: Path) -> None:
+def test_every_check_names_a_shard_that_is_a_link(cache):
     linked_elsewhere(cache, "shard-000001.safetensors")
     for name in ("complete", "checksums", "finite", "ids_match", "distribution"):
         (found,) = verdicts(cache, names=[name])[name].problems
@@ -85,14 +84,14 @@ def test_every_check_names_a_shard_that_is_a_link(cache: Path) -> None:
     assert any(f"{cache}/sidecar: a symbolic link" in found for found in verdicts(cache)["complete"].problems)
 
 
-def test_verify_follows_links_on_request(snapshot: Path) -> None:
+def test_verify_follows_links_on_request(snapshot):
     assert problems_of(snapshot, follow_links=True) == []
     plan = json.loads((snapshot / "sidecar" / "plan.json").read_text())
     again = run_again(snapshot, plan["target"], eagle3_runs.load, plan["run"], k=2, follow_links=True)
     assert again.problems == []
 
 
-def test_every_command_reads_a_snapshot_on_request(snapshot: Path) -> None:
+def test_every_command_reads_a_snapshot_on_request(snapshot):
     commands = [["inspect"], ["inspect", "--sample", "1"], ["stats"]]
     if not (is_native := (snapshot / "target_weights.safetensors").exists()):
         commands.append(["convert", "--format-version", "2"])
@@ -105,7 +104,7 @@ def test_every_command_reads_a_snapshot_on_request(snapshot: Path) -> None:
     assert niels_gpt("verify", snapshot, "--follow-links", module=EAGLE3).status == 0
 
 
-def test_a_name_of_a_cache_may_be_a_link(cache: Path, tmp_path: Path) -> None:
+def test_a_name_of_a_cache_may_be_a_link(cache, tmp_path):
     (tmp_path / "link").symlink_to(cache)
     assert len(CachedEagle3Dataset(tmp_path / "link")) == 10
     eagle3_runs.run(tmp_path / "link", resume=True)

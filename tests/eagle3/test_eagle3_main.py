@@ -16,14 +16,13 @@ from support.eagle3_runs import EAGLE3
 
 from niels_gpt.eagle3.cache import shard_path
 from niels_gpt.eagle3.target import write_small_target
-from niels_gpt.tokenizer import SentencePieceTokenizer
 
 eagle3 = partial(niels_gpt, module=EAGLE3)
 WORDS = "The heron walks to the river and finds pebbles, for the mill is windy today."
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+def made(tmp_path_factory, model):
     """A cache of nine chats in three shards, made by the command of the producer."""
     folder = tmp_path_factory.mktemp("made")
     with open(folder / "chats.jsonl", "w", encoding="utf-8") as file:
@@ -35,7 +34,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     return folder / "cache"
 
 
-def produce(model: Path, folder: Path, cache: Path, *flags: str) -> None:
+def produce(model, folder, cache, *flags):
     """Make a cache of the chats in a folder, or what is missing of it."""
     form = ["--seq-length", "128", "--shard-size", "4", "--draft-vocab-size", "60", "--device", "cpu", "--threads", "1"]
     paths = ["--target-model", str(model), "--input-data", str(folder / "chats.jsonl"), "--output-dir", str(cache)]
@@ -43,11 +42,11 @@ def produce(model: Path, folder: Path, cache: Path, *flags: str) -> None:
 
 
 @pytest.fixture
-def cache(made: Path, tmp_path: Path) -> Path:
+def cache(made, tmp_path):
     return copy_of(made, tmp_path)
 
 
-def test_verify_says_what_was_checked_and_what_not(made: Path, model: Path) -> None:
+def test_verify_says_what_was_checked_and_what_not(made, model):
     done = eagle3("verify", made, "--target", model, "-k", "3", "--seed", "5", "--json")
     made_of = {"sentence": "3 samples of 9, drawn by seed 5, went through the target again.", "values": {"samples": 3}}
     assert done.status == 0
@@ -61,7 +60,7 @@ def test_verify_says_what_was_checked_and_what_not(made: Path, model: Path) -> N
     assert set(said.values()) == {"ok", "not made: name the target with --target"}
 
 
-def test_verify_names_the_damage_and_exits_with_1_and_what_to_do_helps(made: Path, cache: Path, model: Path) -> None:
+def test_verify_names_the_damage_and_exits_with_1_and_what_to_do_helps(made, cache, model):
     (cache / "sidecar" / "plan.json").unlink()
     done = eagle3("verify", cache)
     assert done.status == 1 and "Run the same precompute command with --resume, which writes it again" in done.out
@@ -79,7 +78,7 @@ def test_verify_names_the_damage_and_exits_with_1_and_what_to_do_helps(made: Pat
     assert done.status == 1 and len(done.json["checksums"]["problems"]) == 1
 
 
-def test_verify_refuses_another_target(made: Path, tmp_path: Path, tiny_tokenizer: SentencePieceTokenizer) -> None:
+def test_verify_refuses_another_target(made, tmp_path, tiny_tokenizer):
     other = write_small_target(tmp_path / "other", tiny_tokenizer, seed=1)
     done = eagle3("verify", made, "--target", other)
     assert done.status == 1 and "made from another target: weights_sha256 of " in done.out and str(other) in done.out
@@ -87,7 +86,7 @@ def test_verify_refuses_another_target(made: Path, tmp_path: Path, tiny_tokenize
     assert done.status == 1 and str(tmp_path / "none") in done.err
 
 
-def test_inspect_prints_the_form_and_where_it_came_from(made: Path) -> None:
+def test_inspect_prints_the_form_and_where_it_came_from(made):
     done = eagle3("inspect", made)
     assert done.status == 0 and f"{made} (complete)" in " ".join(done.out.split())
     for said in ("version 1, bf16, all probabilities", "60 of ", "blocks 1, 3, 4", "loss mask by sentinels"):
@@ -103,7 +102,7 @@ def test_inspect_prints_the_form_and_where_it_came_from(made: Path) -> None:
     assert done.json["layout"]["target_probs"] == ["bfloat16", [128, 60]]
 
 
-def test_inspect_prints_the_slots_of_a_sample(made: Path, model: Path) -> None:
+def test_inspect_prints_the_slots_of_a_sample(made, model):
     done = eagle3("inspect", made, "--sample", "5", "--tokenizer", model, "--slots", "100")
     assert done.status == 0
     heading, _, _, columns, *rows = re.sub(r"\n {20,}", " ", done.out).splitlines()
@@ -126,12 +125,12 @@ def test_inspect_prints_the_slots_of_a_sample(made: Path, model: Path) -> None:
         (["--sample", "0", "--tokenizer", "/nowhere"], "/nowhere"),
     ],
 )
-def test_inspect_refuses_what_is_not_there(made: Path, arguments: list[str], said: str) -> None:
+def test_inspect_refuses_what_is_not_there(made, arguments, said):
     done = eagle3("inspect", made, *arguments)
     assert done.status == 1 and said in done.err
 
 
-def test_convert_changes_the_manifest_and_back(cache: Path, model: Path) -> None:
+def test_convert_changes_the_manifest_and_back(cache, model):
     before = {path: path.read_bytes() for path in cache.rglob("*") if path.is_file()}
     done = eagle3("convert", cache, "--format-version", "2")
     assert done.status == 0 and "now version 2: manifest.json was rewritten" in done.out
@@ -145,11 +144,11 @@ def test_convert_changes_the_manifest_and_back(cache: Path, model: Path) -> None
     assert {path: path.read_bytes() for path in before} == before
 
 
-def kib(size: int) -> str:
+def kib(size):
     return f"{size / 1024:,.1f}".removesuffix(".0") + " KiB"
 
 
-def test_stats_counts_and_draws(made: Path, tmp_path: Path) -> None:
+def test_stats_counts_and_draws(made, tmp_path):
     done = eagle3("stats", made, "--json")
     found, meta = done.json, json.loads((made / "meta.json").read_text())
     assert done.status == 0 and (found["samples"], found["shards"]) == (9, 3)
@@ -181,7 +180,7 @@ def test_stats_counts_and_draws(made: Path, tmp_path: Path) -> None:
     assert eagle3("stats", made, "--plot", tmp_path / "stats.pdf").status == 1
 
 
-def test_a_picture_that_cannot_be_written_is_told_before_the_cache_is_read(cache: Path, tmp_path: Path) -> None:
+def test_a_picture_that_cannot_be_written_is_told_before_the_cache_is_read(cache, tmp_path):
     for shard in cache.glob("shard-*"):
         shard.write_bytes(b"")  # whose error comes first if they are read
     picture = tmp_path / "none" / "x.png"
@@ -189,7 +188,7 @@ def test_a_picture_that_cannot_be_written_is_told_before_the_cache_is_read(cache
     assert done.status == 1 and done.err.startswith(f"error[E105]: {picture}: no folder {picture.parent}")
 
 
-def test_what_is_no_cache_is_an_error_and_a_wrong_flag_of_usage(tmp_path: Path) -> None:
+def test_what_is_no_cache_is_an_error_and_a_wrong_flag_of_usage(tmp_path):
     for command in (["verify"], ["inspect"], ["stats"], ["convert", "--format-version", "2"]):
         done = eagle3(command[0], tmp_path, *command[1:])
         assert done.status == 1 and "manifest" in done.err
@@ -197,7 +196,7 @@ def test_what_is_no_cache_is_an_error_and_a_wrong_flag_of_usage(tmp_path: Path) 
         assert eagle3(*wrong).status == 2
 
 
-def test_help_loads_no_heavy_library_and_tells_every_default() -> None:
+def test_help_loads_no_heavy_library_and_tells_every_default():
     program = (
         "import sys\nfrom niels_gpt.eagle3.__main__ import main\nmain([sys.argv[1], '--help'])\n"
         "print(sorted({'torch', 'transformers'} & set(sys.modules)))"

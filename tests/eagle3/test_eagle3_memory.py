@@ -1,8 +1,5 @@
 """A batch's logits are worked on in parts: no step makes another tensor of their size, which may be gigabytes."""
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
 from support.errors import refused
@@ -23,12 +20,12 @@ PART = 4 * VOCAB
 class NewTensors(TorchDispatchMode):
     """Notes the bytes of each tensor that is made meanwhile and is larger than a part in float32."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.large: list[int] = []
+        self.large = []
         self.seen = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
         trees = ((args, kwargs), made)
         used, new = ([leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)] for tree in trees)
@@ -42,12 +39,12 @@ class NewTensors(TorchDispatchMode):
 
 
 @pytest.fixture(autouse=True)
-def small_parts() -> Iterator[None]:
+def small_parts():
     with in_parts_of(PART):
         yield
 
 
-def batch_of() -> Eagle3TargetBatch:
+def batch_of():
     chance = torch.Generator().manual_seed(0)
     return Eagle3TargetBatch(
         aux_hidden_states=torch.randn(ROWS, WIDTH, 3 * HIDDEN, generator=chance),
@@ -59,7 +56,7 @@ def batch_of() -> Eagle3TargetBatch:
 
 
 @pytest.mark.parametrize("draft", [VOCAB, 900])
-def test_only_a_dense_field_or_distribution_itself_is_large(draft: int) -> None:
+def test_only_a_dense_field_or_distribution_itself_is_large(draft):
     batch, ids, known = batch_of(), torch.arange(draft), torch.arange(VOCAB) < draft
     for topk in (8, 0):
         with NewTensors() as made:
@@ -71,7 +68,7 @@ def test_only_a_dense_field_or_distribution_itself_is_large(draft: int) -> None:
     assert made.large == [probs.nbytes]
 
 
-def test_a_number_that_is_not_finite_is_looked_for_in_parts() -> None:
+def test_a_number_that_is_not_finite_is_looked_for_in_parts():
     batch = batch_of()
     batch.logits[1, 30:, 5] = torch.nan
     found = ("sample 'b', slot 30, logits: nan", "9 such places in 1 of 4 samples")
@@ -83,20 +80,20 @@ def test_a_number_that_is_not_finite_is_looked_for_in_parts() -> None:
 class Given(nn.Module):
     """A model that returns logits which were made before."""
 
-    def __init__(self, logits: torch.Tensor) -> None:
+    def __init__(self, logits):
         super().__init__()
         self.config = type("Config", (), {"num_hidden_layers": 3})()
         self.layers = nn.ModuleList(nn.Identity() for _ in range(3))
         self.logits = logits
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    def forward(self, input_ids, attention_mask):
         for layer in self.layers:
             layer(input_ids[..., None].float())
         return self.logits
 
 
 @pytest.mark.parametrize("rows", [1, ROWS])
-def test_logits_are_shifted_where_they_are(rows: int) -> None:
+def test_logits_are_shifted_where_they_are(rows):
     logits = batch_of().logits[:rows].clone()
     expected = torch.cat((logits[:, 1:], torch.zeros(rows, 1, VOCAB)), dim=1)
     ids = torch.ones(rows, WIDTH, dtype=torch.int64)

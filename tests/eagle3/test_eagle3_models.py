@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from support.errors import refused
 from support.power_loss import recorded_below
 
 from niels_gpt.eagle3.target import HFEagle3TargetModel, load_target, target_facts, write_small_target
-from niels_gpt.tokenizer import SentencePieceTokenizer, load_tokenizer
+from niels_gpt.tokenizer import load_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="running a target needs the extra eagle3")
 
@@ -24,17 +23,17 @@ FILES = {"config.json", "model.safetensors", "spm.model"}
 
 
 @pytest.fixture
-def own(model: Path, tmp_path: Path) -> Path:
+def own(model, tmp_path):
     shutil.copytree(model, tmp_path / "own")
     return tmp_path / "own"
 
 
-def opened(folder: Path | str, revision: str | None = None, dtype: torch.dtype = torch.float32) -> Any:
+def opened(folder, revision=None, dtype=torch.float32):
     return load_target(str(folder), revision=revision, dtype=dtype, attention="sdpa", device="cpu")
 
 
 @pytest.mark.slow
-def test_the_small_target_has_the_same_bytes_in_every_process(model: Path, tmp_path: Path) -> None:
+def test_the_small_target_has_the_same_bytes_in_every_process(model, tmp_path):
     program = (
         "import sys, torch\n"
         "from niels_gpt.eagle3.target import write_small_target\n"
@@ -51,8 +50,8 @@ def test_the_small_target_has_the_same_bytes_in_every_process(model: Path, tmp_p
 
 
 def test_the_small_target_is_a_frozen_llama_of_eight_layers_with_the_tokenizer_beside_it(
-    model: Path, tmp_path: Path, tiny_tokenizer: SentencePieceTokenizer
-) -> None:
+    model, tmp_path, tiny_tokenizer
+):
     assert {path.name for path in model.iterdir()} == FILES
     llama = opened(model)
     assert isinstance(llama, transformers.LlamaForCausalLM) and llama.config.vocab_size == tiny_tokenizer.vocab_size
@@ -74,7 +73,7 @@ def test_the_small_target_is_a_frozen_llama_of_eight_layers_with_the_tokenizer_b
         assert loaded.config._attn_implementation == "sdpa"
 
 
-def test_a_target_is_whole_or_absent(tmp_path: Path, tiny_tokenizer: SentencePieceTokenizer) -> None:
+def test_a_target_is_whole_or_absent(tmp_path, tiny_tokenizer):
     trace = recorded_below(tmp_path, lambda: write_small_target(tmp_path / "a" / "small", tiny_tokenizer))
     appears = next(place for place, (verb, *names) in enumerate(trace) if verb == "rename" and names[1] == "a/small")
     assert {verb for verb, *_ in trace[appears + 1 :]} == {"fsync_dir"}
@@ -85,9 +84,7 @@ def test_a_target_is_whole_or_absent(tmp_path: Path, tiny_tokenizer: SentencePie
     assert list((tmp_path / "b").iterdir()) == []
 
 
-def test_a_small_target_that_stands_is_kept_and_anything_else_is_not_overwritten(
-    own: Path, tiny_tokenizer: SentencePieceTokenizer
-) -> None:
+def test_a_small_target_that_stands_is_kept_and_anything_else_is_not_overwritten(own, tiny_tokenizer):
     before = {path: path.stat().st_mtime_ns for path in own.iterdir()}
     assert write_small_target(own, tiny_tokenizer) == own
     assert {path: path.stat().st_mtime_ns for path in own.iterdir()} == before
@@ -99,7 +96,7 @@ def test_a_small_target_that_stands_is_kept_and_anything_else_is_not_overwritten
 TEXT = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 9, "max_position_embeddings": 32}
 
 
-def test_the_facts_of_a_folder_by_any_name(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_facts_of_a_folder_by_any_name(model, tmp_path, monkeypatch):
     facts = target_facts(str(model))
     assert (facts.name, facts.revision, facts.model_type) == (str(model), None, "llama")
     assert facts.config_sha256 == sha256(model / "config.json")
@@ -117,7 +114,7 @@ def test_the_facts_of_a_folder_by_any_name(model: Path, tmp_path: Path, monkeypa
         assert target_facts(name).name == name and opened(name) is not None
 
 
-def test_other_weights_are_another_target(own: Path, model: Path) -> None:
+def test_other_weights_are_another_target(own, model):
     sums = [target_facts(str(folder)).weights_sha256 for folder in (model, own)]
     assert sums[0] == sums[1]
     raw = bytearray((own / "model.safetensors").read_bytes())
@@ -132,7 +129,7 @@ def test_other_weights_are_another_target(own: Path, model: Path) -> None:
     assert len(set(sums)) == 4 and target_facts(str(own)).weights_sha256 == sums[-1]
 
 
-def test_folders_that_are_no_models_are_named(own: Path, tmp_path: Path) -> None:
+def test_folders_that_are_no_models_are_named(own, tmp_path):
     with refused("E705", "nothing/config.json", kind=FileNotFoundError):
         target_facts(str(tmp_path / "nothing"))
     (own / "model.safetensors").unlink()
@@ -156,13 +153,13 @@ def test_folders_that_are_no_models_are_named(own: Path, tmp_path: Path) -> None
         ('{"model_type": "llama", "hidden_size": "wide"}', ""),
     ],
 )
-def test_a_config_of_something_else_is_named(config: str, said: str, own: Path) -> None:
+def test_a_config_of_something_else_is_named(config, said, own):
     (own / "config.json").write_bytes(config.encode("latin-1"))
     with refused("E705", "own/config.json", said):
         target_facts(str(own))
 
 
-def test_without_transformers_it_says_what_to_install(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_transformers_it_says_what_to_install(model, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     for ask in (lambda: target_facts(str(model)), lambda: opened(model)):
         with refused("E901", "niels-gpt[eagle3]", kind=ImportError):
@@ -170,7 +167,7 @@ def test_without_transformers_it_says_what_to_install(model: Path, monkeypatch: 
 
 
 @pytest.fixture
-def offline(monkeypatch: pytest.MonkeyPatch) -> Path:
+def offline(monkeypatch):
     """No network, as HF_HUB_OFFLINE=1 has it; returns the folder of what was downloaded before."""
     import huggingface_hub.constants
 
@@ -179,8 +176,8 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_hub_model_is_known_by_its_commit_and_the_asked_revision_is_the_one_that_is_loaded(
-    offline: Path, model: Path, tmp_path: Path, tiny_tokenizer: SentencePieceTokenizer
-) -> None:
+    offline, model, tmp_path, tiny_tokenizer
+):
     repository = offline / "models--somebody--small"
     commits = {"main": "a" * 40, "v1": "b" * 40}
     shutil.copytree(model, repository / "snapshots" / commits["main"])
@@ -198,7 +195,7 @@ def test_a_hub_model_is_known_by_its_commit_and_the_asked_revision_is_the_one_th
         assert all(torch.equal(weights[name], there) for name, there in load_file(folder / "model.safetensors").items())
 
 
-def test_an_id_without_a_network_is_an_error_of_the_network(offline: Path) -> None:
+def test_an_id_without_a_network_is_an_error_of_the_network(offline):
     for ask in (target_facts, opened):
         with refused("E601", "somebody/unknown", kind=ConnectionError):
             ask("somebody/unknown")
@@ -206,9 +203,7 @@ def test_an_id_without_a_network_is_an_error_of_the_network(offline: Path) -> No
         target_facts("a name!")
 
 
-def test_loading_prints_nothing_and_leaves_the_library_as_it_was(
-    model: Path, own: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_loading_prints_nothing_and_leaves_the_library_as_it_was(model, own, capfd, caplog):
     from transformers.utils import logging
 
     logging.add_handler(caplog.handler)  # its loggers do not tell the root
@@ -234,9 +229,7 @@ def test_loading_prints_nothing_and_leaves_the_library_as_it_was(
         ({"vocab_size": 390}, [], ["2 of its weights", "shape", "lm_head.weight, model.embed_tokens.weight"]),
     ],
 )
-def test_weights_that_are_missing_or_of_another_shape_are_an_error_and_not_made_up(
-    own: Path, config: dict[str, int], gone: list[str], said: list[str]
-) -> None:
+def test_weights_that_are_missing_or_of_another_shape_are_an_error_and_not_made_up(own, config, gone, said):
     weights = load_file(own / "model.safetensors")
     kept = {name: weight for name, weight in weights.items() if name not in gone}
     save_file(kept, own / "model.safetensors", {"format": "pt"})
@@ -249,7 +242,7 @@ def test_weights_that_are_missing_or_of_another_shape_are_an_error_and_not_made_
 
 
 @pytest.mark.parametrize("left", [0, 5, 2000, -1])
-def test_a_file_of_weights_that_is_cut_off_is_an_error(left: int, own: Path) -> None:
+def test_a_file_of_weights_that_is_cut_off_is_an_error(left, own):
     path = own / "model.safetensors"
     path.write_bytes(path.read_bytes()[:left])
     with refused("E705", own, "SafetensorError"):

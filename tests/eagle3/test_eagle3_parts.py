@@ -9,9 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from support import eagle3_runs as small
@@ -31,32 +28,32 @@ from support.eagle3_runs import (
     times,
     whole_tree,
 )
-from support.power_loss import MODELS, Disk, Tree, put, recorded_below, tree_of
+from support.power_loss import MODELS, Disk, put, recorded_below, tree_of
 
 from niels_gpt.storage.errors import CacheError
 
-FORMS: dict[str, dict[str, Any]] = {"dense": {}, "native": NATIVE}
+FORMS = {"dense": {}, "native": NATIVE}
 PARTS_NAME = ".parts"
 FORK = multiprocessing.get_context("fork")
 
 
-def make(folder: Path, part: tuple[int, int], form: str = "native", **how: Any) -> int:
+def make(folder, part, form="native", **how):
     """Make a part of a cache of three shards; returns the shards that were made."""
     return run(folder, given=small.plan(samples_of(), **FORMS[form]), part=part, **how).shards
 
 
 @pytest.fixture(scope="module", params=FORMS)
-def form(request: pytest.FixtureRequest) -> str:
+def form(request):
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def whole(form: str, eagle3_caches: dict[str, Path]) -> dict[str, bytes]:
+def whole(form, eagle3_caches):
     return whole_tree(eagle3_caches[form])
 
 
 @pytest.fixture(scope="module")
-def finished_parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished_parts(tmp_path_factory):
     """Three parts in one folder, not sealed. Nothing may change it."""
     folder = tmp_path_factory.mktemp("parts") / "c"
     for number in (3, 1, 2):
@@ -65,24 +62,24 @@ def finished_parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def parts(finished_parts: Path, tmp_path: Path) -> Path:
+def parts(finished_parts, tmp_path):
     return shutil.copytree(finished_parts, tmp_path / "c")
 
 
-def refused(action: Callable[[], object], *words: str, code: str = "E712") -> CacheError:
+def refused(action, *words, code="E712"):
     with pytest.raises(CacheError) as caught:
         action()
     assert caught.value.code == code and all(word in str(caught.value) for word in words), str(caught.value)
     return caught.value
 
 
-def started(folder: Path, part: tuple[int, int], form: str, **how: Any) -> Any:
+def started(folder, part, form, **how):
     process = FORK.Process(target=make, args=(folder, part, form), kwargs=how)
     process.start()
     return process
 
 
-def test_parts_at_once_and_sealed_are_the_bytes_of_one_run(tmp_path: Path, form: str, whole: dict[str, bytes]) -> None:
+def test_parts_at_once_and_sealed_are_the_bytes_of_one_run(tmp_path, form, whole):
     folder = tmp_path / "c"
     processes = [started(folder, (number, 3), form) for number in (1, 2, 3)]  # each may be the first: the plan's race
     for process in processes:
@@ -97,17 +94,15 @@ def test_parts_at_once_and_sealed_are_the_bytes_of_one_run(tmp_path: Path, form:
     assert whole_tree(folder) == whole and {**before, "sidecar/lock": 0} == {**times(folder), "sidecar/lock": 0}
 
 
-def test_a_part_that_was_killed_is_made_elsewhere_while_others_run(
-    tmp_path: Path, form: str, whole: dict[str, bytes]
-) -> None:
+def test_a_part_that_was_killed_is_made_elsewhere_while_others_run(tmp_path, form, whole):
     folder, ready = tmp_path / "c", tmp_path / "ready"
 
-    def hang(*_: object) -> None:
+    def hang(*_):
         if (folder / PARTS_NAME / "2-of-3.lock").exists():  # not in the trial
             ready.touch()
             time.sleep(600)
 
-    def load(device: Any) -> Any:  # in the process that is forked
+    def load(device):  # in the process that is forked
         model = small.load(device)
         model.register_forward_pre_hook(hang)
         return model
@@ -136,7 +131,7 @@ def test_a_part_that_was_killed_is_made_elsewhere_while_others_run(
     assert whole_tree(folder) == whole
 
 
-def test_leases_leave_nothing_in_the_sealed_folder(tmp_path: Path, form: str, whole: dict[str, bytes]) -> None:
+def test_leases_leave_nothing_in_the_sealed_folder(tmp_path, form, whole):
     folder = tmp_path / "c"
     lock_by_leases(folder)
     for number in (1, 2):
@@ -149,7 +144,7 @@ def test_leases_leave_nothing_in_the_sealed_folder(tmp_path: Path, form: str, wh
     assert not (folder / ".probe-01234567").exists()
 
 
-def lose_leases(folder: Path) -> None:
+def lose_leases(folder):
     """Remove them, as another machine does that has seen them run out."""
     for path in (folder / LEASES_DIR).iterdir():
         path.unlink()
@@ -160,15 +155,13 @@ def lose_leases(folder: Path) -> None:
     [(0, {"part": (2, 3)}), (1, {"part": (2, 3)}), (1, {"resume": True, "workers": 2, "start": "fork"})],
     ids=["part-before-its-shard", "part-in-its-shard", "workers"],
 )
-def test_a_run_that_lost_its_lease_leaves_shards_and_files_alone(
-    tmp_path: Path, least: int, how: dict[str, Any]
-) -> None:
+def test_a_run_that_lost_its_lease_leaves_shards_and_files_alone(tmp_path, least, how):
     folder, given = tmp_path / "c", small.plan(samples_of(), batch_size=1, **NATIVE)  # batches to report between
     lock_by_leases(folder)
     run(folder, given=given, part=(1, 3))
     others = folder / ".shard-000001.safetensors.01234567.tmp"
 
-    def lose(size: int, *_: object) -> None:
+    def lose(size, *_):
         if size >= least and not others.exists():
             lose_leases(folder)
             others.touch()
@@ -178,14 +171,14 @@ def test_a_run_that_lost_its_lease_leaves_shards_and_files_alone(
     assert [path for path in folder.glob(".shard-*") if path != others] == [] or "workers" in how
 
 
-def test_a_run_that_lost_its_lease_writes_no_plan_and_no_meta_json(tmp_path: Path) -> None:
+def test_a_run_that_lost_its_lease_writes_no_plan_and_no_meta_json(tmp_path):
     folder = tmp_path / "c"
     lock_by_leases(folder)
     with patched(code=lambda _, folder, code: lose_leases(folder)):
         refused(lambda: make(folder, (1, 3)), "lost its lease", code="E512")
     assert not (folder / "sidecar" / "plan.json").exists()
 
-    def lose(*_: object) -> None:
+    def lose(*_):
         if has_shard(folder, 2):
             lose_leases(folder)
 
@@ -193,9 +186,7 @@ def test_a_run_that_lost_its_lease_writes_no_plan_and_no_meta_json(tmp_path: Pat
     assert has_shard(folder, 2) and not (folder / "meta.json").exists()
 
 
-def test_parts_of_other_numbers_and_a_run_without_parts_go_on(
-    tmp_path: Path, form: str, whole: dict[str, bytes]
-) -> None:
+def test_parts_of_other_numbers_and_a_run_without_parts_go_on(tmp_path, form, whole):
     folder = tmp_path / "c"
     assert make(folder, (1, 2), form) == 2 and make(folder, (3, 4), form) == 0
     assert make(folder, (2, 5), form) == 1
@@ -207,7 +198,7 @@ def test_parts_of_other_numbers_and_a_run_without_parts_go_on(
     assert whole_tree(folder) == whole
 
 
-def test_the_seal_names_what_is_missing_damaged_or_foreign(parts: Path, tmp_path: Path) -> None:
+def test_the_seal_names_what_is_missing_damaged_or_foreign(parts, tmp_path):
     (parts / "shard-000000.safetensors").unlink()
     flip_bit(parts / "shard-000001.safetensors", -1)
     receipt = parts / "sidecar" / "shard-000002.json"
@@ -233,9 +224,7 @@ def test_the_seal_names_what_is_missing_damaged_or_foreign(parts: Path, tmp_path
 
 
 @pytest.mark.parametrize("name", ["sidecar/samples.safetensors", "target_weights.safetensors", "sidecar/batches.jsonl"])
-def test_what_no_shard_holds_is_written_again_by_any_part(
-    parts: Path, name: str, whole_native: dict[str, bytes]
-) -> None:
+def test_what_no_shard_holds_is_written_again_by_any_part(parts, name, whole_native):
     flip_bit(parts / name, -1)
     refused(lambda: seal(parts), "Run a part again")
     assert make(parts, (2, 3)) == 0
@@ -244,17 +233,17 @@ def test_what_no_shard_holds_is_written_again_by_any_part(
 
 
 @pytest.fixture
-def whole_native(eagle3_caches: dict[str, Path]) -> dict[str, bytes]:
+def whole_native(eagle3_caches):
     return whole_tree(eagle3_caches["native"])
 
 
-def test_a_machine_with_another_plan_or_other_code_is_refused(tmp_path: Path) -> None:
+def test_a_machine_with_another_plan_or_other_code_is_refused(tmp_path):
     folder, samples = tmp_path / "c", samples_of()
     first = small.plan(samples, **NATIVE)
     run(folder, given=first, part=(1, 3), code={"niels_gpt": "1", "libraries": {"torch": "2"}})
     before = whole_tree(folder)
 
-    def other(code: str = "2", **changed: Any) -> object:
+    def other(code="2", **changed):
         given = small.plan(samples, **{**NATIVE, **changed})
         libraries = {"niels_gpt": "1", "libraries": {"torch": code}}
         return run(folder, given=given, part=(2, 3), code=libraries)
@@ -269,7 +258,7 @@ def test_a_machine_with_another_plan_or_other_code_is_refused(tmp_path: Path) ->
     assert has_shard(folder, 1)
 
 
-def test_an_unsealed_folder_says_so(parts: Path) -> None:
+def test_an_unsealed_folder_says_so(parts):
     (parts / "shard-000001.safetensors").unlink()
     for command in ("verify", "stats"):
         done = niels_gpt("eagle3", command, "--json", parts)
@@ -278,7 +267,7 @@ def test_an_unsealed_folder_says_so(parts: Path) -> None:
         assert "2 of 3 shards are there" in json.dumps(error) and "part 2/3 0 of 1" in json.dumps(error)
 
 
-def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+def test_nothing_is_written_through_a_link(tmp_path):
     folder = tmp_path / "c"
     make(folder, (1, 3))
     shutil.move(folder / PARTS_NAME, tmp_path / "elsewhere")
@@ -290,7 +279,7 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
         refused(lambda: seal(folder), "part 2/3", code="E503")
 
 
-def cut_everywhere(trace: list[Any], before: Tree, scratch: Path, after: Callable[[], None], every: int) -> None:
+def cut_everywhere(trace, before, scratch, after, every):
     """Run `after` on what is left in `scratch` after a cut before each operation, or before each `every`th."""
     disk, seen = Disk(before), set()
     for number in range(len(trace) + 1):
@@ -306,11 +295,11 @@ def cut_everywhere(trace: list[Any], before: Tree, scratch: Path, after: Callabl
         disk.apply(trace[number : number + 1])
 
 
-def test_a_seal_that_was_cut_is_repeated(folder: Path, finished_parts: Path, whole_native: dict[str, bytes]) -> None:
+def test_a_seal_that_was_cut_is_repeated(folder, finished_parts, whole_native):
     shutil.copytree(finished_parts, folder / "build" / "c")
     before = tree_of(folder / "build")
 
-    def again() -> None:
+    def again():
         seal(folder / "scratch" / "c")
         assert whole_tree(folder / "scratch" / "c") == whole_native
 
@@ -319,10 +308,10 @@ def test_a_seal_that_was_cut_is_repeated(folder: Path, finished_parts: Path, who
 
 
 @pytest.mark.slow
-def test_a_first_part_that_was_cut_is_made_again(folder: Path, whole_native: dict[str, bytes]) -> None:
+def test_a_first_part_that_was_cut_is_made_again(folder, whole_native):
     (folder / "build").mkdir()
 
-    def again() -> None:
+    def again():
         for number in (2, 1, 3):
             make(folder / "scratch" / "c", (number, 3))
         seal(folder / "scratch" / "c")
@@ -333,7 +322,7 @@ def test_a_first_part_that_was_cut_is_made_again(folder: Path, whole_native: dic
 
 
 @pytest.mark.slow
-def test_commands_at_once_one_of_them_killed(tmp_path: Path, model: Path, chats: Path) -> None:
+def test_commands_at_once_one_of_them_killed(tmp_path, model, chats):
     what = ["--target-model", str(model), "--input-data", str(chats), "--seq-length", "40", "--threads", "1"]
     what += ["--format", "native", "--shard-bytes", "20000", "--device", "cpu", "--output-dir"]
     folder, program = tmp_path / "c", [sys.executable, "-m", "niels_gpt.eagle3.precompute"]
@@ -349,12 +338,10 @@ def test_commands_at_once_one_of_them_killed(tmp_path: Path, model: Path, chats:
     assert found.returncode == 0, found.stdout
 
 
-def test_the_commands_make_parts_in_one_folder_and_seal_it(
-    tmp_path: Path, model: Path, chats: Path, made: Path
-) -> None:
+def test_the_commands_make_parts_in_one_folder_and_seal_it(tmp_path, model, chats, made):
     folder = tmp_path / "a folder"
 
-    def part(*flags: str) -> str:
+    def part(*flags):
         words = ["--target-model", model, "--input-data", chats, "--output-dir", folder, "--seq-length", "40"]
         done = niels_gpt("eagle3", "precompute", *words, "--shard-size", "4", "--device", "cpu", *flags)
         assert done.status == 0, done.err

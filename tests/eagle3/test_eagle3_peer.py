@@ -6,9 +6,7 @@ names the folder above them. .ci/run makes it so; elsewhere these tests are left
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -42,7 +40,7 @@ pytestmark = [
 DTYPES = pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 
 
-def test_a_converted_cache_is_read_by_the_other_version_of_the_peer(old: Peer, new: Peer, tmp_path: Path) -> None:
+def test_a_converted_cache_is_read_by_the_other_version_of_the_peer(old, new, tmp_path):
     folder = tmp_path / "c"
     shards = write_ours(folder, 1, "bf16")
     with pytest.raises(PeerError, match="format_version=1, expected 2"):
@@ -54,7 +52,7 @@ def test_a_converted_cache_is_read_by_the_other_version_of_the_peer(old: Peer, n
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_the_peers_dataloader_gives_the_batches_that_ours_gives(new: Peer, tmp_path: Path, shuffle: bool) -> None:
+def test_the_peers_dataloader_gives_the_batches_that_ours_gives(new, tmp_path, shuffle):
     write_ours(tmp_path / "c", 2, "bf16", K)
     options = {"batch_size": 3, "shuffle": shuffle}
     theirs = new.call("", "batches", str(tmp_path / "c"), 7, num_workers=0, **options)
@@ -90,7 +88,7 @@ DENSE_EVEN_SO = [{"target_probs_topk": topk} for topk in (None, 0, D, D + 1)]
 
 
 @pytest.mark.parametrize("keys", [{}, *DENSE_EVEN_SO, {"made_by": "somebody", "shard_size": SAMPLES + 1}], ids=str)
-def test_odd_manifests_mean_the_same_to_both(new: Peer, tmp_path: Path, keys: dict[str, Any]) -> None:
+def test_odd_manifests_mean_the_same_to_both(new, tmp_path, keys):
     manifest, shards, embeddings = made_up()
     if "shard_size" in keys:
         shards = [{name: torch.cat([shard[name] for shard in shards]) for name in shards[0]}]
@@ -99,9 +97,7 @@ def test_odd_manifests_mean_the_same_to_both(new: Peer, tmp_path: Path, keys: di
     assert_same(read_ours(tmp_path), new.call("", "read", str(tmp_path))["items"])
 
 
-def test_version_1_needs_two_keys_and_knows_no_top_k_and_a_cache_may_be_empty(
-    old: Peer, new: Peer, tmp_path: Path
-) -> None:
+def test_version_1_needs_two_keys_and_knows_no_top_k_and_a_cache_may_be_empty(old, new, tmp_path):
     made, shards, embeddings = made_up()
     manifest = {"num_samples": SAMPLES, "shard_size": SHARD_SIZE, "target_probs_topk": 3}
     write_theirs(old, tmp_path / "1", manifest, shards, embeddings)
@@ -111,7 +107,7 @@ def test_version_1_needs_two_keys_and_knows_no_top_k_and_a_cache_may_be_empty(
     assert read_ours(tmp_path / "2") == new.call("", "read", str(tmp_path / "2"))["items"] == []
 
 
-def test_names_of_files_and_constants_are_the_peers(old: Peer, new: Peer, tmp_path: Path) -> None:
+def test_names_of_files_and_constants_are_the_peers(old, new, tmp_path):
     hidden = ["BOOL_KEYS", "EMBEDDINGS_NAME", "FLOAT_KEYS", "FORMAT_VERSION", "INT_KEYS", "MANIFEST_NAME", "SHARD_RE"]
     names = ["CACHE_KEYS", "DTYPE_MAP", *(f"_{name}" for name in hidden)]
     assert old.call("", "constants", names) == {name: getattr(cache, name) for name in names}
@@ -129,7 +125,7 @@ def test_names_of_files_and_constants_are_the_peers(old: Peer, new: Peer, tmp_pa
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("draft", [1, 7, 40, V - 1, V, V + 3, None])
-def test_both_choose_the_same_draft_vocabulary(new: Peer, old: Peer, seed: int, draft: int | None) -> None:
+def test_both_choose_the_same_draft_vocabulary(new, old, seed, draft):
     """Few ids, so that most counts are tied; ids outside the vocabulary; specials twice, missing and outside."""
     generator = torch.Generator().manual_seed(seed)
     batches = [
@@ -146,7 +142,7 @@ def test_both_choose_the_same_draft_vocabulary(new: Peer, old: Peer, seed: int, 
         assert_same(ours, peer.call(VOCAB, "build_eagle3_token_mapping", batches, **options))
 
 
-def test_each_loads_the_vocabulary_file_of_the_other(new: Peer, tmp_path: Path) -> None:
+def test_each_loads_the_vocabulary_file_of_the_other(new, tmp_path):
     ids, sizes = torch.tensor([7, 2, 9, 0]), {"target_vocab_size": V, "draft_vocab_size": 4}
     vocab.save_token_mapping(tmp_path / "ours.pt", ids, V)
     new.call(VOCAB, "save_eagle3_token_mapping", str(tmp_path / "theirs.pt"), ids, V)
@@ -157,7 +153,7 @@ def test_each_loads_the_vocabulary_file_of_the_other(new: Peer, tmp_path: Path) 
 
 @pytest.mark.parametrize("k", [1, K, D, D + 1])
 @pytest.mark.parametrize("number", [torch.float32, torch.bfloat16, torch.float16])
-def test_both_factor_and_rebuild_probabilities_alike(new: Peer, k: int, number: torch.dtype) -> None:
+def test_both_factor_and_rebuild_probabilities_alike(new, k, number):
     """A row of zeros and rows of ties among them."""
     probs = torch.softmax(3 * torch.randn(3, S, D, generator=torch.Generator().manual_seed(1)), dim=-1)
     probs[0, 0], probs[0, 1] = 0.0, 1 / D
@@ -170,7 +166,7 @@ def test_both_factor_and_rebuild_probabilities_alike(new: Peer, k: int, number: 
         assert cache.is_compressed(topk, D) == new.call(CACHE, "is_compressed", topk, D)
 
 
-def test_both_make_the_same_draft_distribution(new: Peer, old: Peer) -> None:
+def test_both_make_the_same_draft_distribution(new, old):
     generator = torch.Generator().manual_seed(2)
     ids = torch.randperm(V, generator=generator)[:D]
     mask = torch.zeros(V, dtype=torch.bool)
@@ -186,7 +182,7 @@ def test_both_make_the_same_draft_distribution(new: Peer, old: Peer) -> None:
 
 MISSING, DECLARES = "FileNotFoundError", "declares 10 samples (3 shards) but found"
 SHARDS = [f"shard-{number:06d}.safetensors" for number in range(4)]
-FAULTS: dict[str, tuple[Callable[[Path], Any], str, list[str]]] = {
+FAULTS = {
     "manifest": (lambda c: (c / "manifest.json").unlink(), MISSING, ["manifest not found", "{folder}/manifest.json"]),
     "version": (
         lambda c: (c / "manifest.json").write_text(
@@ -209,7 +205,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str, list[str]]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_broken_cache_gives_the_peers_error(new: Peer, tmp_path: Path, fault: str) -> None:
+def test_a_broken_cache_gives_the_peers_error(new, tmp_path, fault):
     folder = tmp_path / "c"
     write_ours(folder, 2, "bf16")
     damage, expected, words = FAULTS[fault]
@@ -225,7 +221,7 @@ def test_a_broken_cache_gives_the_peers_error(new: Peer, tmp_path: Path, fault: 
         assert [word for word in words if word.format(folder=folder) not in text] == []
 
 
-def test_an_index_out_of_range_and_one_from_the_end(new: Peer, tmp_path: Path) -> None:
+def test_an_index_out_of_range_and_one_from_the_end(new, tmp_path):
     shards = write_ours(tmp_path, 2, "bf16")
     dataset = cache.CachedEagle3Dataset(str(tmp_path))
     for index in (-1, -SAMPLES):
@@ -248,9 +244,7 @@ def test_an_index_out_of_range_and_one_from_the_end(new: Peer, tmp_path: Path) -
         ([], ["exactly one target_probs representation"]),
     ],
 )
-def test_a_shard_without_its_fields_gives_the_peers_error(
-    new: Peer, tmp_path: Path, drop: list[str], words: list[str]
-) -> None:
+def test_a_shard_without_its_fields_gives_the_peers_error(new, tmp_path, drop, words):
     shard = {name: tensor for name, tensor in made_up()[1][0].items() if name not in drop}
     shard |= {} if drop else made_up(topk=K)[1][0]
     with pytest.raises(PeerError) as theirs:
@@ -264,7 +258,7 @@ def test_a_shard_without_its_fields_gives_the_peers_error(
 
 
 @pytest.mark.parametrize("sizes", [(0, 4), (-1, 4), (V, 0), (V, -1), (V, 2.5), ("50", 4)])
-def test_sizes_of_vocabularies_that_make_no_sense_give_the_peers_error(new: Peer, sizes: Any) -> None:
+def test_sizes_of_vocabularies_that_make_no_sense_give_the_peers_error(new, sizes):
     options = {"target_vocab_size": sizes[0], "draft_vocab_size": sizes[1]}
     with pytest.raises(PeerError) as theirs:
         new.call(VOCAB, "build_eagle3_token_mapping", [], **options)

@@ -5,13 +5,11 @@ Where its wheels are is said in test_eagle3_peer.py.
 
 import json
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from support.commands import niels_gpt
-from support.peer_automodel import TARGET, Peer, PeerError
+from support.peer_automodel import TARGET, PeerError
 from support.peer_caches import H3, NO_PEERS, PEERS, K, S, V, assert_same, files_of, read_ours
 
 from niels_gpt.chat.tokenizers import open_tokenizer
@@ -23,7 +21,7 @@ pytestmark = [
 ]
 
 
-def tiny_target(kind: str, number: torch.dtype = torch.float32, layers: int = 8) -> Any:
+def tiny_target(kind, number=torch.float32, layers=8):
     """Return a causal language model of random weights, the same at every call."""
     import transformers
 
@@ -43,7 +41,7 @@ def tiny_target(kind: str, number: torch.dtype = torch.float32, layers: int = 8)
     return model.to(number).eval()
 
 
-def raw_batch(lengths: list[int], width: int, seed: int = 0) -> dict[str, torch.Tensor]:
+def raw_batch(lengths, width, seed=0):
     """Return unshifted ids, attention and loss masks of rows of some lengths, padded on the right with id 0."""
     generator = torch.Generator().manual_seed(seed)
     attention = (torch.arange(width)[None] < torch.tensor(lengths)[:, None]).long()
@@ -56,7 +54,7 @@ def raw_batch(lengths: list[int], width: int, seed: int = 0) -> dict[str, torch.
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Mistral", "GPT2"])
 @pytest.mark.parametrize("layers", [None, [5, 0, 2]])
-def test_both_make_the_same_batch_of_a_target(new: Peer, old: Peer, kind: str, layers: list[int] | None) -> None:
+def test_both_make_the_same_batch_of_a_target(new, old, kind, layers):
     model = tiny_target(kind, torch.bfloat16 if layers else torch.float32)
     raw = raw_batch([S, 5, 1, 9], S)
     ours = HFEagle3TargetModel(model, aux_layer_ids=layers)
@@ -76,9 +74,7 @@ def test_both_make_the_same_batch_of_a_target(new: Peer, old: Peer, kind: str, l
         (8, [-1, 2, 3], ["out of bounds", "-1"]),
     ],
 )
-def test_layers_that_cannot_be_captured_give_the_peers_error(
-    new: Peer, old: Peer, count: int, layers: list[int] | None, words: list[str]
-) -> None:
+def test_layers_that_cannot_be_captured_give_the_peers_error(new, old, count, layers, words):
     model = tiny_target("Llama", layers=count)
     with pytest.raises(ValueError) as ours:
         HFEagle3TargetModel(model, aux_layer_ids=layers)
@@ -93,8 +89,8 @@ def test_layers_that_cannot_be_captured_give_the_peers_error(
 
 
 @pytest.mark.parametrize("count", range(1, 40))
-def test_the_default_layers_are_the_peers(new: Peer, count: int) -> None:
-    def layers(choose: Any) -> list[int] | str:
+def test_the_default_layers_are_the_peers(new, count):
+    def layers(choose):
         try:
             return list(choose(count))
         except (ValueError, PeerError) as error:
@@ -110,7 +106,7 @@ LENGTH, DRAFT, BATCH = 24, 90, 4  # samples of at most 24 tokens; 90 tokens that
 class Made:
     """A cache of ours made from rows of given lengths, and the same rows padded as the peer's loader gives them."""
 
-    def __init__(self, folder: Path, target: Path, lengths: list[int], **options: Any) -> None:
+    def __init__(self, folder, target, lengths, **options):
         self.folder, self.target, self.rows_path = folder, target, folder.with_suffix(".jsonl")
         vocab_size = json.loads((target / "config.json").read_bytes())["vocab_size"]
         generator = torch.Generator().manual_seed(5)
@@ -136,7 +132,7 @@ class Made:
             "attention_mask": present.long(),
         }
 
-    def by_the_peer(self, peer: Peer, folder: Path, *more: str) -> Path:
+    def by_the_peer(self, peer, folder, *more):
         """Let the peer's producer make the cache of the same rows, with the same options, in another folder."""
         argv = [
             *("--target-model", str(self.target), "--input-data", str(self.rows_path)),
@@ -160,9 +156,7 @@ class Made:
     ],
     ids=["1-fp32", "1-bf16", "2-fp16", "2-topk-bf16"],
 )
-def test_both_producers_write_the_same_files(
-    version: str, options: dict[str, Any], old: Peer, new: Peer, model: Path, tmp_path: Path
-) -> None:
+def test_both_producers_write_the_same_files(version, options, old, new, model, tmp_path):
     """All samples as long as a row, so that there is no padding, and the batches are the same."""
     made = Made(tmp_path / "ours", model, [LENGTH] * 10, shard_size=BATCH, **options)
     theirs = files_of(made.by_the_peer(old if version == old.version else new, tmp_path / "theirs"))
@@ -172,7 +166,7 @@ def test_both_producers_write_the_same_files(
         assert ours[name] == content, name
 
 
-def test_both_producers_make_the_same_rows_of_samples_of_many_lengths(old: Peer, model: Path, tmp_path: Path) -> None:
+def test_both_producers_make_the_same_rows_of_samples_of_many_lengths(old, model, tmp_path):
     """The longest sample of a batch fills its row, so the batches are the same; what ours adds is zeros in the padding.
 
     The slot of a sample's last token is followed by none: there the peer has what its target says of the padding.
@@ -189,7 +183,7 @@ def test_both_producers_make_the_same_rows_of_samples_of_many_lengths(old: Peer,
         assert_same(item["target_probs"][length - 1], torch.softmax(torch.zeros(DRAFT), 0))
 
 
-def test_the_peer_goes_on_with_a_cache_of_ours(new: Peer, model: Path, tmp_path: Path) -> None:
+def test_the_peer_goes_on_with_a_cache_of_ours(new, model, tmp_path):
     made = Made(tmp_path / "c", model, [LENGTH] * 10, shard_size=BATCH, format="2")
     before = files_of(made.folder)
     with pytest.raises(PeerError, match=r"mismatched fields: \['shuffle_seed'\]"):
@@ -200,9 +194,7 @@ def test_the_peer_goes_on_with_a_cache_of_ours(new: Peer, model: Path, tmp_path:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_a_draft_learns_the_same_from_our_cache_as_from_the_live_target(
-    old: Peer, new: Peer, model: Path, tmp_path: Path, version: int
-) -> None:
+def test_a_draft_learns_the_same_from_our_cache_as_from_the_live_target(old, new, model, tmp_path, version):
     """The peer's draft and trainer, three steps deep: the loss and every gradient, bit for bit."""
     lengths = [LENGTH, 17, 9, 3]
     made = Made(tmp_path / "c", model, lengths, shard_size=BATCH, dtype="fp32", format=str(version))

@@ -3,10 +3,7 @@
 import json
 import shutil
 import tracemalloc
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,10 +15,10 @@ from support.errors import refused
 from niels_gpt.eagle3.cache import convert
 
 
-def test_equal_input_gives_an_equal_plan_and_any_change_another() -> None:
+def test_equal_input_gives_an_equal_plan_and_any_change_another():
     samples = small.samples_of()
     base = small.plan(samples)
-    changes: list[dict[str, Any]] = [
+    changes = [
         {"dtype": "fp32"},
         {"selected_token_ids": [3, 7, 11, 0, 1, 2, 4, 5, 39, 20, 21, 8]},
         {"target": {"config_sha256": "d" * 64}},
@@ -39,7 +36,7 @@ def test_equal_input_gives_an_equal_plan_and_any_change_another() -> None:
     assert planned(small.plan(small.samples_of())).sha256 == planned(base).sha256
 
 
-def test_the_plan_of_a_cache_can_be_read_back_and_after_a_conversion_too(tmp_path: Path) -> None:
+def test_the_plan_of_a_cache_can_be_read_back_and_after_a_conversion_too(tmp_path):
     small.run(tmp_path / "c")
     expected = planned(small.plan(small.samples_of()))
     for version in (1, 2, 1):
@@ -52,7 +49,7 @@ def test_the_plan_of_a_cache_can_be_read_back_and_after_a_conversion_too(tmp_pat
     assert [json.loads(line) for line in lines] == expected_lines
 
 
-def test_a_plan_that_does_not_fit_the_files_beside_it_is_refused(tmp_path: Path) -> None:
+def test_a_plan_that_does_not_fit_the_files_beside_it_is_refused(tmp_path):
     folder = tmp_path / "c"
     with refused("E702", "plan.json", kind=FileNotFoundError):
         recorded_plan(folder)
@@ -76,7 +73,7 @@ def test_a_plan_that_does_not_fit_the_files_beside_it_is_refused(tmp_path: Path)
 
 
 @pytest.mark.parametrize("form", [{}, small.TOPK], ids=["dense", "topk"])
-def test_the_estimate_is_what_a_run_takes(folder: Path, form: dict[str, Any]) -> None:
+def test_the_estimate_is_what_a_run_takes(folder, form):
     samples = small.samples_of(60)
     plan = small.plan(samples, **form)
     found = estimated(folder / "c", plan)
@@ -89,7 +86,7 @@ def test_the_estimate_is_what_a_run_takes(folder: Path, form: dict[str, Any]) ->
     assert again.to_write_bytes < 0.1 * found.to_write_bytes and again.shards_done == found.shards
 
 
-def test_padding_is_not_counted_where_it_is_a_hole(folder: Path) -> None:
+def test_padding_is_not_counted_where_it_is_a_hole(folder):
     if not has_holes(folder):
         pytest.skip("this file system has no holes")
     samples = [small.Row(str(number), [1, 2], [1, 1]) for number in range(8)]
@@ -100,7 +97,7 @@ def test_padding_is_not_counted_where_it_is_a_hole(folder: Path) -> None:
     assert allocated <= found.to_write_bytes + 4096 * 20 < found.apparent_bytes / 2
 
 
-def test_what_a_killed_writer_left_counts_as_free(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_killed_writer_left_counts_as_free(folder, monkeypatch):
     samples = small.samples_of()
     (folder / "c").mkdir()
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
@@ -116,13 +113,13 @@ IDS, MASK, STARTS = np.array([1, 2, 3], np.int32), np.array([0, 1, 1], np.uint8)
 ODD = [small.Row("a\nb", [1, 2, 3], [0, 1, 1]), small.Row("", [4], [0]), small.Row("é\\n\ud800", [5, 6], [1, 0])]
 
 
-def put(folder: Path, names: bytes = b"a\nb\n", **changed: Any) -> None:
+def put(folder, names=b"a\nb\n", **changed):
     tensors = {"ids": IDS, "loss_mask": MASK, "starts": STARTS, **changed}
     save_file(tensors, folder / "samples.safetensors")
     (folder / "ids.txt").write_bytes(names)
 
 
-def test_samples_come_back_as_they_were_written_and_only_equal_ones_have_an_equal_sha256(tmp_path: Path) -> None:
+def test_samples_come_back_as_they_were_written_and_only_equal_ones_have_an_equal_sha256(tmp_path):
     written = samples_in_memory(ODD)
     written.write(tmp_path)
     read = samples_on_disk(tmp_path)
@@ -160,7 +157,7 @@ def test_samples_come_back_as_they_were_written_and_only_equal_ones_have_an_equa
         ([1, 2], [0, 2], "loss_mask up to 2"),
     ],
 )
-def test_a_row_of_other_forms_or_values_is_refused(ids: Any, mask: Any, said: str) -> None:
+def test_a_row_of_other_forms_or_values_is_refused(ids, mask, said):
     with refused("E102", said):
         samples_in_memory([small.Row("x", ids, mask)])
 
@@ -188,19 +185,19 @@ def test_a_row_of_other_forms_or_values_is_refused(ids: Any, mask: Any, said: st
         ({"names": b"a\n"}, "2 samples of 3 ids, 3 loss_mask, 1 names"),
     ],
 )
-def test_files_of_something_else_are_refused(changed: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_files_of_something_else_are_refused(changed, said, tmp_path):
     put(tmp_path, **changed)
     with refused("E701", "samples.safetensors", said):
         samples_on_disk(tmp_path)
 
 
-def test_rows_take_little_more_memory_than_their_bytes() -> None:
+def test_rows_take_little_more_memory_than_their_bytes():
     count, length = 20_000, 40
     ids, mask = np.arange(length, dtype=np.int32), np.ones(length, np.uint8)
 
-    def rows() -> Iterator[small.Row]:
+    def rows():
         for _ in range(count):
-            yield small.Row("one name", ids.copy(), mask.copy())  # type: ignore[arg-type]
+            yield small.Row("one name", ids.copy(), mask.copy())
 
     tracemalloc.start()
     try:

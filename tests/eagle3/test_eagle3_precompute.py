@@ -7,8 +7,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +18,6 @@ from support.precompute_progress import lines_at_once
 
 from niels_gpt.eagle3.cache import CachedEagle3Dataset, read_manifest, verify
 from niels_gpt.eagle3.vocab import save_token_mapping
-from niels_gpt.tokenizer import SentencePieceTokenizer
 
 TOLD = ("target: ", "tokenizing: ", "hint: ")
 FLAGS = """
@@ -43,7 +40,7 @@ LATER = {"split": None, "shuffle_seed": 0, "mask_reasoning_content": False, "mas
 Run = Callable[..., tuple[int, str, str]]
 
 
-def without_progress(errors: str) -> str:
+def without_progress(errors):
     """Return what else stands there: on a slow machine there are lines of progress, on a small one a hint."""
     return "".join(line for line in errors.splitlines(True) if not line.startswith(TOLD))
 
@@ -51,7 +48,7 @@ def without_progress(errors: str) -> str:
 # --- what is made -----------------------------------------------------------------------------------------------------
 
 
-def test_a_run_makes_a_cache_and_says_what_it_is(tmp_path: Path, run: Run, model: Path, chats: Path) -> None:
+def test_a_run_makes_a_cache_and_says_what_it_is(tmp_path, run, model, chats):
     status, out, errors = run()
     assert status == 0 and without_progress(errors) == ""
     cache = tmp_path / "c"
@@ -67,9 +64,7 @@ def test_a_run_makes_a_cache_and_says_what_it_is(tmp_path: Path, run: Run, model
     assert meta["draft_mass"] == 1 and meta["kept_mass"] is None
 
 
-def test_top_k_and_version_2_have_all_of_their_keys(
-    tmp_path: Path, run: Run, chats: Path, made: Path, made_2: Path
-) -> None:
+def test_top_k_and_version_2_have_all_of_their_keys(tmp_path, run, chats, made, made_2):
     assert read_manifest(str(made_2))["target_probs_topk"] == 0, "version 2 may be dense"
     assert run("--output-dir", str(tmp_path / "d"), "--target-probs-topk", "500")[0] == 0
     assert whole_tree(tmp_path / "d") == whole_tree(made), "a top k of all is dense, of version 1"
@@ -84,14 +79,14 @@ def test_top_k_and_version_2_have_all_of_their_keys(
     assert 0 < meta["kept_mass"] < 1 and 0 < meta["draft_mass"] < 1
 
 
-def test_json_is_the_sizes_of_a_dry_run_and_what_was_made(run: Run) -> None:
+def test_json_is_the_sizes_of_a_dry_run_and_what_was_made(run):
     status, out, _ = run("--dry-run", "--json")
     sizes = json.loads(out)
     assert status == 0 and sizes["fits"] is True and sizes["samples"] == 10
     assert json.loads(run("--json")[1])["shards"] == sizes["shards"] == 3
 
 
-def test_rows_of_ids_and_masks_are_taken_as_they_are(tmp_path: Path, run: Run) -> None:
+def test_rows_of_ids_and_masks_are_taken_as_they_are(tmp_path, run):
     rows = [{"id": f"row {number}", "input_ids": [5, 6, 7 + number], "loss_mask": [0, 1, 1]} for number in range(3)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert run("--input-data", str(tmp_path / "rows.jsonl"))[0] == 0
@@ -100,7 +95,7 @@ def test_rows_of_ids_and_masks_are_taken_as_they_are(tmp_path: Path, run: Run) -
 
 
 @pytest.mark.slow
-def test_the_real_command_makes_the_same_bytes(tmp_path: Path, made: Path, arguments: Callable[..., list[str]]) -> None:
+def test_the_real_command_makes_the_same_bytes(tmp_path, made, arguments):
     shutil.copytree(made, tmp_path / "c")
     for shard in (0, 2):
         (tmp_path / "c" / f"shard-{shard:06d}.safetensors").unlink()
@@ -116,7 +111,7 @@ def test_the_real_command_makes_the_same_bytes(tmp_path: Path, made: Path, argum
 
 
 @pytest.mark.usefixtures("no_weights")
-def test_a_dry_run_says_what_it_would_write(tmp_path: Path, run: Run, tiny_tokenizer: SentencePieceTokenizer) -> None:
+def test_a_dry_run_says_what_it_would_write(tmp_path, run, tiny_tokenizer):
     status, out, _ = run("--dry-run", "--show", "2", "--draft-vocab-size", "64")
     assert status == 0 and list(tmp_path.iterdir()) == [] and out.count("[[") == 2
     texts = ["10 samples, ", "% supervised", "mean length", "3 shards, ", " batches", "format version 1, bf16"]
@@ -125,7 +120,7 @@ def test_a_dry_run_says_what_it_would_write(tmp_path: Path, run: Run, tiny_token
 
 
 @pytest.mark.usefixtures("no_weights")
-def test_a_run_that_does_not_fit_is_refused_within_seconds(tmp_path: Path, run: Run) -> None:
+def test_a_run_that_does_not_fit_is_refused_within_seconds(tmp_path, run):
     large = ["--output-dir", str(tmp_path / "small" / "c"), "--seq-length", "1000", "--shard-size", "1"]
     samples = [{"input_ids": [5] * 1000, "loss_mask": [1] * 1000} for _ in range(5)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
@@ -155,9 +150,7 @@ def test_a_run_that_does_not_fit_is_refused_within_seconds(tmp_path: Path, run: 
         (["--chat-template", "nowhere.jinja"], "nowhere.jinja"),
     ],
 )
-def test_bad_values_are_usage_errors_that_name_the_flag(
-    arguments: Callable[..., list[str]], flags: list[str], text: str
-) -> None:
+def test_bad_values_are_usage_errors_that_name_the_flag(arguments, flags, text):
     done = niels_gpt("eagle3", "precompute", *arguments(*flags))
     assert done.status == 2 and text in done.err
 
@@ -177,9 +170,7 @@ def test_bad_values_are_usage_errors_that_name_the_flag(
         *[(["--device", "cuda"], "--device cuda: torch finds no usable GPU")] * (not torch.cuda.is_available()),
     ],
 )
-def test_what_is_not_there_or_does_not_fit_the_target_fails_before_anything_is_made(
-    tmp_path: Path, run: Run, flags: list[str], text: str
-) -> None:
+def test_what_is_not_there_or_does_not_fit_the_target_fails_before_anything_is_made(tmp_path, run, flags, text):
     status, out, errors = run(*flags)
     assert (status, out) == (1, "") and errors.startswith("error[E")
     assert re.search(text, errors), errors
@@ -189,9 +180,7 @@ def test_what_is_not_there_or_does_not_fit_the_target_fails_before_anything_is_m
 @pytest.mark.usefixtures("not_tokenized")
 @pytest.mark.parametrize("flag", AT_ONCE)
 @pytest.mark.parametrize(("file", "folder"), [("c", "c"), ("c", "c/d/e"), ("c/sidecar", "c"), ("c", "c/../c/d")])
-def test_a_file_or_a_link_to_nowhere_where_a_folder_is_needed_is_named_at_once(
-    tmp_path: Path, run: Run, flag: str, file: str, folder: str
-) -> None:
+def test_a_file_or_a_link_to_nowhere_where_a_folder_is_needed_is_named_at_once(tmp_path, run, flag, file, folder):
     (tmp_path / file).parent.mkdir(exist_ok=True)
     for make in (lambda path: path.symlink_to(tmp_path / "gone"), lambda path: path.write_text("mine")):
         (tmp_path / file).unlink(missing_ok=True)
@@ -204,7 +193,7 @@ def test_a_file_or_a_link_to_nowhere_where_a_folder_is_needed_is_named_at_once(
 # --- resuming ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_same_run_is_refused_without_resume_and_up_to_date_with_it(tmp_path: Path, run: Run, made: Path) -> None:
+def test_the_same_run_is_refused_without_resume_and_up_to_date_with_it(tmp_path, run, made):
     shutil.copytree(made, tmp_path / "c")
     before = whole_tree(tmp_path / "c")
     status, _, errors = run()
@@ -228,9 +217,7 @@ FIELDS_OF = {
 
 @pytest.mark.usefixtures("not_tokenized")
 @pytest.mark.parametrize("flags", FIELDS_OF)
-def test_another_run_is_refused_before_the_input_is_tokenized(
-    tmp_path: Path, made: Path, model: Path, chats: Path, run: Run, flags: str
-) -> None:
+def test_another_run_is_refused_before_the_input_is_tokenized(tmp_path, made, model, chats, run, flags):
     flip_bit(shutil.copytree(model, tmp_path / "other" / "target") / "model.safetensors", -1)
     (tmp_path / "other" / "chats.jsonl").write_bytes(chats.read_bytes() + b" \n")
     before = whole_tree(made)
@@ -241,7 +228,7 @@ def test_another_run_is_refused_before_the_input_is_tokenized(
 
 
 @pytest.mark.usefixtures("no_weights")
-def test_a_change_that_only_the_samples_show_is_refused_too(tmp_path: Path, run: Run, made: Path) -> None:
+def test_a_change_that_only_the_samples_show_is_refused_too(tmp_path, run, made):
     folder = shutil.copytree(made, tmp_path / "c")
     record = json.loads((folder / "sidecar" / "plan.json").read_bytes())
     (folder / "meta.json").unlink()
@@ -256,8 +243,8 @@ def test_a_change_that_only_the_samples_show_is_refused_too(tmp_path: Path, run:
 @pytest.mark.usefixtures("no_weights")
 @pytest.mark.parametrize("version", ["1", "2"])
 def test_files_and_folders_keep_their_recorded_names_however_they_are_spelled(
-    tmp_path: Path, run: Run, made: Path, made_2: Path, model: Path, chats: Path, version: str
-) -> None:
+    tmp_path, run, made, made_2, model, chats, version
+):
     folder = {"1": made, "2": made_2}[version]
     before = whole_tree(folder)
     for target_model, input_data in (
@@ -271,7 +258,7 @@ def test_files_and_folders_keep_their_recorded_names_however_they_are_spelled(
     assert whole_tree(folder) == before
 
 
-def test_the_dtype_that_the_target_calculates_in_is_recorded_and_kept(tmp_path: Path, run: Run, made: Path) -> None:
+def test_the_dtype_that_the_target_calculates_in_is_recorded_and_kept(tmp_path, run, made):
     run("--compute-dtype", "bf16")
     assert json.loads((tmp_path / "c" / "sidecar" / "plan.json").read_bytes())["run"]["compute_dtype"] == "bf16"
     name = "shard-000000.safetensors"
@@ -279,9 +266,7 @@ def test_the_dtype_that_the_target_calculates_in_is_recorded_and_kept(tmp_path: 
     assert "up to date" in run("--resume")[1]
 
 
-def test_a_finished_shard_and_the_threads_of_the_first_run_stay(
-    tmp_path: Path, run: Run, arguments: Callable[..., list[str]]
-) -> None:
+def test_a_finished_shard_and_the_threads_of_the_first_run_stay(tmp_path, run, arguments):
     run("--threads", "3")
     whole = whole_tree(tmp_path / "c")
     (tmp_path / "c" / "shard-000001.safetensors").unlink()
@@ -299,8 +284,8 @@ def test_a_finished_shard_and_the_threads_of_the_first_run_stay(
 
 
 def test_a_draft_vocabulary_comes_from_a_file_or_from_another_cache_and_is_kept_by_a_resumed_run(
-    tmp_path: Path, run: Run, tiny_tokenizer: SentencePieceTokenizer
-) -> None:
+    tmp_path, run, tiny_tokenizer
+):
     ids = [9, 3, 200, 5, 100, *range(101, 200), *range(201, tiny_tokenizer.vocab_size)]
     save_token_mapping(tmp_path / "vocab.pt", ids, tiny_tokenizer.vocab_size)
     assert run("--draft-vocab-from", str(tmp_path / "vocab.pt"))[0] == 0
@@ -315,7 +300,7 @@ def test_a_draft_vocabulary_comes_from_a_file_or_from_another_cache_and_is_kept_
     assert status == 1 and "'manifest.draft_vocab_size', 'manifest.selected_token_ids'" in errors
 
 
-def test_the_most_frequent_targets_are_chosen(tmp_path: Path, run: Run, tiny_tokenizer: SentencePieceTokenizer) -> None:
+def test_the_most_frequent_targets_are_chosen(tmp_path, run, tiny_tokenizer):
     row = {"input_ids": [50, 50, 50, 60, 70, 70], "loss_mask": [0, 0, 0, 1, 1, 1]}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     size = tiny_tokenizer.vocab_size - 1  # or the target's own choice is not among so few tokens
@@ -327,7 +312,7 @@ def test_the_most_frequent_targets_are_chosen(tmp_path: Path, run: Run, tiny_tok
 # --- the command itself -----------------------------------------------------------------------------------------------
 
 
-def test_every_flag_has_a_text_and_none_is_missing() -> None:
+def test_every_flag_has_a_text_and_none_is_missing():
     shown = niels_gpt("eagle3", "precompute", "--help").out
     options = re.findall(r"^\W*(--[a-z-]+)( <.*?>)? +(\S.*(?:\n {12,}(?!--)\S.*)*)", shown, re.MULTILINE)
     assert {flag for flag, *_ in options} >= {*FLAGS.split(), "--json", "--strict"}
@@ -343,8 +328,8 @@ def test_every_flag_has_a_text_and_none_is_missing() -> None:
     assert done.stdout.endswith("set()\n") and "--max-batch-tokens" in done.stdout, "it loads no heavy library"
 
 
-def test_an_interrupted_run_says_how_to_go_on(run: Run) -> None:
-    def interrupt(*_: Any) -> Any:
+def test_an_interrupted_run_says_how_to_go_on(run):
+    def interrupt(*_):
         raise KeyboardInterrupt
 
     with patched(forward=interrupt):
@@ -352,7 +337,7 @@ def test_an_interrupted_run_says_how_to_go_on(run: Run) -> None:
     assert status == 130 and "finished shards stay" in errors and "--resume" in errors
 
 
-def test_progress_is_a_line_now_and_then_and_a_bar_on_a_terminal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_a_line_now_and_then_and_a_bar_on_a_terminal(run, monkeypatch):
     with lines_at_once():
         lines = [line for line in run()[2].splitlines() if line.startswith("target: ")]
         assert lines and ", 100%, " in lines[-1] and " tok/s, " in lines[-1] and lines[-1].endswith(" MB/s, 0 s left")
@@ -372,9 +357,7 @@ def test_progress_is_a_line_now_and_then_and_a_bar_on_a_terminal(run: Run, monke
         ("1", "8", ""),
     ],
 )
-def test_workers_that_wait_for_each_others_threads_get_a_hint(
-    run: Run, monkeypatch: pytest.MonkeyPatch, workers: str, threads: str, said: str
-) -> None:
+def test_workers_that_wait_for_each_others_threads_get_a_hint(run, monkeypatch, workers, threads, said):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
     _, _, errors = run("--dry-run", "--workers", workers, "--threads", threads)
     assert said in errors and ("hint" in errors) == bool(said)

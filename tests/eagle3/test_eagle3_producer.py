@@ -8,9 +8,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -36,14 +34,14 @@ CPU, PAD = torch.device("cpu"), 5
 EMBEDDINGS = ("target_embeddings.safetensors", "sidecar/embeddings.json")
 
 
-def outputs_of(ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def outputs_of(ids):
     """Return what the target says of one sample alone: captured hidden states [L, 3H] and logits [L, V]."""
     with torch.no_grad():
         out = small.load(CPU)(torch.tensor([ids]), output_hidden_states=True, use_cache=False)
     return torch.cat([out.hidden_states[layer + 1][0] for layer in (1, 3, 4)], -1), out.logits[0]
 
 
-def expected_row(sample: small.Row) -> dict[str, torch.Tensor]:
+def expected_row(sample):
     """Work out a stored row slot by slot, in float32 and dense."""
     ids, mask, length = list(sample.input_ids), list(sample.loss_mask), len(sample.input_ids)
     hidden, logits = outputs_of(ids)
@@ -69,7 +67,7 @@ def expected_row(sample: small.Row) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_a_row_holds_what_the_target_says_of_its_sample(tmp_path: Path) -> None:
+def test_a_row_holds_what_the_target_says_of_its_sample(tmp_path):
     meta = run(tmp_path / "c", given=small.plan(samples_of(), dtype="fp32")).meta
     dataset, samples = CachedEagle3Dataset(str(tmp_path / "c")), small.rows()
     rows = [expected_row(sample) for sample in samples]
@@ -94,7 +92,7 @@ def test_a_row_holds_what_the_target_says_of_its_sample(tmp_path: Path) -> None:
     assert meta["draft_mass"] == pytest.approx(sum(masses) / len(masses), rel=1e-5)
 
 
-def test_a_cache_of_top_k_keeps_the_largest_probabilities_and_says_how_much_they_are(tmp_path: Path) -> None:
+def test_a_cache_of_top_k_keeps_the_largest_probabilities_and_says_how_much_they_are(tmp_path):
     plan = small.plan(samples_of(), dtype="fp32", **small.TOPK)
     meta = run(tmp_path / "c", given=plan).meta
     rows = [expected_row(sample) for sample in small.rows()]
@@ -111,7 +109,7 @@ def test_a_cache_of_top_k_keeps_the_largest_probabilities_and_says_how_much_they
 
 
 @pytest.mark.parametrize("form", [{}, {"format_version": 2, "target_probs_topk": 0}, small.TOPK, {"dtype": "fp16"}])
-def test_a_shard_is_the_file_that_safetensors_writes(tmp_path: Path, form: dict[str, Any]) -> None:
+def test_a_shard_is_the_file_that_safetensors_writes(tmp_path, form):
     run(tmp_path / "c", given=small.plan(samples_of(), **form))
     for shard in range(3):
         path = tmp_path / "c" / f"shard-{shard:06d}.safetensors"
@@ -120,7 +118,7 @@ def test_a_shard_is_the_file_that_safetensors_writes(tmp_path: Path, form: dict[
     assert verify(str(tmp_path / "c")) == []
 
 
-def test_the_padding_is_the_only_thing_that_another_pad_id_changes(tmp_path: Path) -> None:
+def test_the_padding_is_the_only_thing_that_another_pad_id_changes(tmp_path):
     for pad in (0, 39):
         run(tmp_path / str(pad), given=small.plan(samples_of(), tokenizer={"pad_id": pad}))
     for shard in range(3):
@@ -133,7 +131,7 @@ def test_the_padding_is_the_only_thing_that_another_pad_id_changes(tmp_path: Pat
 
 
 @pytest.mark.parametrize("workers", [2, 8])
-def test_any_number_of_processes_gives_the_same_bytes(tmp_path: Path, whole: Tree, workers: int) -> None:
+def test_any_number_of_processes_gives_the_same_bytes(tmp_path, whole, workers):
     torch.set_num_threads(1)
     run(tmp_path / "many", workers=workers, start="fork")
     assert whole_tree(tmp_path / "many") == whole
@@ -141,7 +139,7 @@ def test_any_number_of_processes_gives_the_same_bytes(tmp_path: Path, whole: Tre
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_what_is_missing_is_made_and_what_is_there_stays(tmp_path: Path, seed: int) -> None:
+def test_what_is_missing_is_made_and_what_is_there_stays(tmp_path, seed):
     chance, cache = random.Random(seed), tmp_path / "c"
     samples = samples_of(22)
     plan = small.plan(samples, **(small.NATIVE if seed % 2 else {}))
@@ -165,7 +163,7 @@ def test_what_is_missing_is_made_and_what_is_there_stays(tmp_path: Path, seed: i
     assert {name: after[name] for name in kept} == {name: before[name] for name in kept} and len(kept) > 4
 
 
-SPOIL: dict[str, Callable[[bytes], bytes]] = {
+SPOIL = {
     "cut": lambda raw: raw[:-1],
     "longer": lambda raw: raw + b"\0",
     "empty": lambda raw: b"",
@@ -182,19 +180,17 @@ NOT_WHOLE = {  # and how many shards are made again
 
 
 @pytest.mark.parametrize(("name", "how"), [(name, how) for name, (hows, _) in NOT_WHOLE.items() for how in hows])
-def test_a_file_that_is_not_whole_is_written_again(cache: Path, whole: Tree, name: str, how: str) -> None:
+def test_a_file_that_is_not_whole_is_written_again(cache, whole, name, how):
     (cache / name).write_bytes(SPOIL[how]((cache / name).read_bytes()))
     assert run(cache, resume=True).shards == NOT_WHOLE[name][1]
     assert whole_tree(cache) == whole
 
 
-def test_a_changed_embedding_table_is_written_again_by_a_run_that_has_nothing_else_to_do(
-    cache: Path, whole: Tree
-) -> None:
+def test_a_changed_embedding_table_is_written_again_by_a_run_that_has_nothing_else_to_do(cache, whole):
     flip_bit(cache / "target_embeddings.safetensors", -5)
-    loaded: list[torch.device] = []
+    loaded = []
 
-    def noting(device: torch.device) -> Any:
+    def noting(device):
         loaded.append(device)
         return small.load(device)
 
@@ -203,7 +199,7 @@ def test_a_changed_embedding_table_is_written_again_by_a_run_that_has_nothing_el
     assert "sidecar/embeddings.json" in [record["name"] for record in json.loads(whole["meta.json"])["files"]]
 
 
-def test_a_finished_cache_is_left_alone_and_holds_nothing_else(cache: Path) -> None:
+def test_a_finished_cache_is_left_alone_and_holds_nothing_else(cache):
     shards = [f"shard-{shard:06d}.safetensors" for shard in range(3)]
     names = sorted(path.name for path in cache.iterdir())
     assert names == ["manifest.json", "meta.json", *shards, "sidecar", "target_embeddings.safetensors"]
@@ -218,7 +214,7 @@ def test_a_finished_cache_is_left_alone_and_holds_nothing_else(cache: Path) -> N
     assert run(cache, resume=True, load=never).shards == 0
 
 
-def test_temporary_files_of_killed_writers_are_removed_and_nothing_else(tmp_path: Path) -> None:
+def test_temporary_files_of_killed_writers_are_removed_and_nothing_else(tmp_path):
     cache = tmp_path / "c"
     (cache / "sidecar").mkdir(parents=True)
     left = [cache / ".shard-000001.safetensors.0123abcd.tmp", cache / "sidecar" / ".shard-000000.json.89abcdef.tmp"]
@@ -238,14 +234,14 @@ def test_temporary_files_of_killed_writers_are_removed_and_nothing_else(tmp_path
     assert not any(path.exists() for path in left) and all(path.is_file() for path in mine)
 
 
-def test_a_shard_is_written_while_the_next_one_is_computed(tmp_path: Path) -> None:
+def test_a_shard_is_written_while_the_next_one_is_computed(tmp_path):
     started, order = threading.Event(), []
 
-    def slow_commit(commit: Any, *given: Any) -> Any:
+    def slow_commit(commit, *given):
         order.append(started.wait(60))  # a writer that is not waited for: the next shard begins meanwhile
         return commit(*given)
 
-    def noted(call: Any, forward: Any, shard: int, batch: Any) -> Any:
+    def noted(call, forward, shard, batch):
         if shard == 1:
             started.set()
         return call(forward, shard, batch)
@@ -255,18 +251,18 @@ def test_a_shard_is_written_while_the_next_one_is_computed(tmp_path: Path) -> No
     assert order == [True, True, True]
 
 
-def test_the_forward_waits_for_a_writer_two_batches_behind(tmp_path: Path) -> None:
+def test_the_forward_waits_for_a_writer_two_batches_behind(tmp_path):
     computed, written, ahead = [0], [0], []
     may_write = threading.Event()
 
-    def counted(call: Any, *given: Any) -> Any:
+    def counted(call, *given):
         computed[0] += 1
         ahead.append(computed[0] - written[0])
         if computed[0] == 3:  # two are given to the writer, which has not started: the third is the last before it must
             may_write.set()
         return call(*given)
 
-    def slow(write: Any, *given: Any) -> None:
+    def slow(write, *given):
         assert may_write.wait(60)
         time.sleep(0.03)  # a forward that did not wait would be done with all ten batches
         write(*given)
@@ -277,27 +273,27 @@ def test_the_forward_waits_for_a_writer_two_batches_behind(tmp_path: Path) -> No
     assert computed == [10] and max(ahead) == 3
 
 
-def test_progress_begins_with_what_was_there_and_ends_with_all(tmp_path: Path) -> None:
-    told: list[tuple[int, int, int | None]] = []
+def test_progress_begins_with_what_was_there_and_ends_with_all(tmp_path):
+    told = []
     run(tmp_path / "c", progress=lambda *each: told.append(each))
     lengths = [len(row.input_ids) for row in samples_of()]
     total = sum(lengths)
     assert told[0] == (0, 0, total) and told[-1][1:] == (total, total) and told[-1][0] > 0
     assert told == sorted(told)
     (tmp_path / "c" / "shard-000002.safetensors").unlink()
-    again: list[tuple[int, int, int | None]] = []
+    again = []
     torch.set_num_threads(1)
     run(tmp_path / "c", resume=True, progress=lambda *each: again.append(each))
     assert again[0] == (0, sum(lengths[:8]), total) and again[-1][1:] == (total, total)
-    many: list[tuple[int, int, int | None]] = []
+    many = []
     run(tmp_path / "d", workers=2, start="fork", progress=lambda *each: many.append(each))
     assert many[-1] == told[-1] and many == sorted(many)
 
 
-def test_torch_has_the_threads_of_the_plan_meanwhile_and_its_own_and_its_random_state_after(tmp_path: Path) -> None:
-    seen: list[int] = []
+def test_torch_has_the_threads_of_the_plan_meanwhile_and_its_own_and_its_random_state_after(tmp_path):
+    seen = []
 
-    def noting(device: torch.device) -> Any:
+    def noting(device):
         seen.append(torch.get_num_threads())
         return small.load(device)
 
@@ -309,15 +305,15 @@ def test_torch_has_the_threads_of_the_plan_meanwhile_and_its_own_and_its_random_
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_no_file_of_a_cache_names_this_machine(finished: Path, whole: Tree) -> None:
+def test_no_file_of_a_cache_names_this_machine(finished, whole):
     for name, content in whole.items():
         assert finished.parent.name.encode() not in content and os.uname().nodename.encode() not in content, name
     assert (finished / "sidecar" / "lock").read_bytes() == b""
 
 
-def test_samples_that_are_there_are_not_put_together_again(cache: Path) -> None:
+def test_samples_that_are_there_are_not_put_together_again(cache):
     (cache / "shard-000001.safetensors").unlink()
-    calls: list[Any] = []
+    calls = []
     with patched(files=lambda real, samples: (calls.append(samples), real(samples))[1]):
         assert run(cache, resume=True).shards == 1
     assert len(calls) == 1, "for the checksums of the plan"
@@ -326,21 +322,21 @@ def test_samples_that_are_there_are_not_put_together_again(cache: Path) -> None:
 SELECTED = small.manifest()["selected_token_ids"]
 
 
-def never_in_the_draft_vocabulary(device: torch.device) -> Any:
+def never_in_the_draft_vocabulary(device):
     """Return a target whose most probable token is none of SELECTED."""
     model = copy.deepcopy(small.load(device))
     model.lm_head.weight[SELECTED] = 0
     return model
 
 
-def test_a_target_that_never_chooses_a_draft_token_gives_no_cache(tmp_path: Path) -> None:
+def test_a_target_that_never_chooses_a_draft_token_gives_no_cache(tmp_path):
     for resume in (False, True):  # the same command again says the same
         with refused("E709", "0 positions", "--draft-vocab-size"):
             run(tmp_path, load=never_in_the_draft_vocabulary, resume=resume)
         assert not (tmp_path / "meta.json").exists()
 
 
-def test_a_long_run_without_a_position_stops_before_its_first_shard_is_done(tmp_path: Path) -> None:
+def test_a_long_run_without_a_position_stops_before_its_first_shard_is_done(tmp_path):
     many = [small.Row(f"{number}", [number % 7] * 24, [1] * 24) for number in range(600)]
     plan = small.plan(many, batch_size=64, max_batch_tokens=4096, shard_size=600)
     with refused("E709", "0 positions"):
@@ -348,7 +344,7 @@ def test_a_long_run_without_a_position_stops_before_its_first_shard_is_done(tmp_
     assert not list(tmp_path.glob("shard-*"))
 
 
-def test_few_positions_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_few_positions_are_warned_of(tmp_path, caplog):
     samples = samples_of(40)
     everything = {"draft_vocab_size": small.VOCAB, "selected_token_ids": list(range(small.VOCAB))}
     run(tmp_path / "all", samples=samples, given=small.plan(samples, **everything))
@@ -365,7 +361,7 @@ def test_few_positions_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.parametrize(("positions", "status"), [(0, 1), (1, 0), (30, 0)])
-def test_both_shares_are_shown(tmp_path: Path, positions: int, status: int) -> None:
+def test_both_shares_are_shown(tmp_path, positions, status):
     fields = fields_of(10, slots=9)
     fields["loss_mask"][:, :-2], fields["loss_mask"][:, -2:] = 1, 0  # 70 slots of 90 tokens
     fields["position_mask"][:] = False

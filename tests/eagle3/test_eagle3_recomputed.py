@@ -4,9 +4,8 @@ import copy
 import json
 import random
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,27 +26,27 @@ Tensors = dict[str, torch.Tensor]
 
 
 @pytest.fixture
-def dense(eagle3_caches: dict[str, Path], tmp_path: Path) -> Path:
+def dense(eagle3_caches, tmp_path):
     return copy_of(eagle3_caches["dense"], tmp_path)
 
 
 Target = tuple[dict[str, Any], Callable[[torch.device], Any], dict[str, Any]]
 
 
-def plan_of(cache: Path) -> dict[str, Any]:
+def plan_of(cache):
     return json.loads((cache / "sidecar" / "plan.json").read_bytes())
 
 
-def target(plan: dict[str, Any], *, seed: int = 0, load: Any = None, **run: Any) -> Target:
+def target(plan, *, seed=0, load=None, **run):
     """Return the target of a cache of eagle3_runs, or another one that has the same name and checksums."""
     return plan["target"], load or (lambda device: eagle3_runs.load(device, seed=seed)), {**plan["run"], **run}
 
 
-def recomputed(cache: Path, there: Target, **how: Any) -> Verdict:
+def recomputed(cache, there, **how):
     return run_again(cache, *there, **how)
 
 
-def jittered(device: torch.device) -> Any:
+def jittered(device):
     """Change each weight that a cache has not a little, as another order of sums changes what is computed from them."""
     model, chance = copy.deepcopy(eagle3_runs.load(device)), torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -59,7 +58,7 @@ def jittered(device: torch.device) -> Any:
 
 @pytest.mark.parametrize("form", ALL_FORMS)
 @pytest.mark.parametrize("k", [1, 4, 100])
-def test_samples_that_are_run_again_are_equal_bit_for_bit(eagle3_caches: dict[str, Path], form: str, k: int) -> None:
+def test_samples_that_are_run_again_are_equal_bit_for_bit(eagle3_caches, form, k):
     threads, seen = torch.get_num_threads(), []
     there = target(plan_of(eagle3_caches[form]))
     assert recomputed(eagle3_caches[form], there, k=k, progress=lambda *given: seen.append(given)) == GOOD
@@ -68,7 +67,7 @@ def test_samples_that_are_run_again_are_equal_bit_for_bit(eagle3_caches: dict[st
 
 
 @pytest.mark.parametrize("form", ALL_FORMS)
-def test_another_target_gives_other_numbers_which_are_told_by_field(eagle3_caches: dict[str, Path], form: str) -> None:
+def test_another_target_gives_other_numbers_which_are_told_by_field(eagle3_caches, form):
     plan = plan_of(eagle3_caches[form])
     found = recomputed(eagle3_caches[form], target(plan, seed=1), k=3).problems
     assert any("aux_hidden_states of block " in problem for problem in found)
@@ -83,9 +82,7 @@ def test_another_target_gives_other_numbers_which_are_told_by_field(eagle3_cache
 
 
 @pytest.mark.parametrize("form", ALL_FORMS)
-def test_elsewhere_rounding_is_let_pass_and_nan_and_another_target_are_not(
-    eagle3_caches: dict[str, Path], form: str
-) -> None:
+def test_elsewhere_rounding_is_let_pass_and_nan_and_another_target_are_not(eagle3_caches, form):
     cache, plan = eagle3_caches[form], plan_of(eagle3_caches[form])
     assert recomputed(cache, target(plan, load=jittered), k=10).problems
     assert recomputed(cache, target(plan, load=jittered, processor="another"), k=10) == GOOD
@@ -98,7 +95,7 @@ def test_elsewhere_rounding_is_let_pass_and_nan_and_another_target_are_not(
     assert "made from another target: config_sha256 of small in the plan differ from those of larger" in said
 
 
-def test_other_embeddings_than_the_targets_are_told_with_the_token(dense: Path) -> None:
+def test_other_embeddings_than_the_targets_are_told_with_the_token(dense):
     path, plan = dense / "target_embeddings.safetensors", plan_of(dense)
     flip_bit(path, -4 * eagle3_runs.HIDDEN * 3)  # the last bit of a number of the third token from the end
     for there in (target(plan), target(plan, torch="3.0")):
@@ -116,7 +113,7 @@ def test_other_embeddings_than_the_targets_are_told_with_the_token(dense: Path) 
         moved.rename(dense / "sidecar" / name)
 
 
-def test_a_wrong_sample_is_found_if_it_is_drawn_and_the_seed_decides_the_draw(dense: Path) -> None:
+def test_a_wrong_sample_is_found_if_it_is_drawn_and_the_seed_decides_the_draw(dense):
     put(dense, "aux_hidden_states", 4, 0, 0, 2.5)
     there = target(plan_of(dense))
     (found,) = recomputed(dense, there, k=10).problems
@@ -128,7 +125,7 @@ def test_a_wrong_sample_is_found_if_it_is_drawn_and_the_seed_decides_the_draw(de
         recomputed(dense, there, k=0)
 
 
-def test_a_converted_cache_passes_every_check(dense: Path) -> None:
+def test_a_converted_cache_passes_every_check(dense):
     before = plan_of(dense)
     for version in (2, 1):
         assert convert(dense, version)
@@ -140,7 +137,7 @@ def test_a_converted_cache_passes_every_check(dense: Path) -> None:
         convert(dense, 2)
 
 
-def chats(count: int = 12) -> list[eagle3_runs.Row]:
+def chats(count=12):
     """Return rows as a template makes them: loss on the reply and on what ends it, not on the line end behind."""
     chance = random.Random(0)
     rows = []
@@ -153,7 +150,7 @@ def chats(count: int = 12) -> list[eagle3_runs.Row]:
 
 
 @pytest.fixture(scope="module", params=FORMS)
-def foreign(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def foreign(request, tmp_path_factory):
     """A cache of twelve chats, from which all that this project adds was removed."""
     folder, samples = tmp_path_factory.mktemp("made") / "c", chats()
     eagle3_runs.run(folder, samples=samples, given=eagle3_runs.plan(samples, **FORMS[request.param]))
@@ -163,16 +160,16 @@ def foreign(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture
-def cache(foreign: Path, tmp_path: Path) -> Path:
+def cache(foreign, tmp_path):
     return copy_of(foreign, tmp_path)
 
 
-def small(load: Any = eagle3_runs.load) -> Target:
+def small(load=eagle3_runs.load):
     """Return a target of which nothing is known but its name."""
     return {"name": "small"}, load, {"device": "cpu", "threads": 1, "compute_dtype": "fp32"}
 
 
-def rewrite(cache: Path, change: Callable[[Tensors, int], None]) -> None:
+def rewrite(cache, change):
     """Change each sample's tensors; `change` takes them and the number of its tokens."""
     for shard in range(3):
         tensors = load_file(shard_path(cache, shard))
@@ -181,30 +178,30 @@ def rewrite(cache: Path, change: Callable[[Tensors, int], None]) -> None:
         save_file(tensors, shard_path(cache, shard))
 
 
-def change_manifest(cache: Path, **changed: Any) -> None:
+def change_manifest(cache, **changed):
     manifest = json.loads((cache / "manifest.json").read_text()) | changed
     (cache / "manifest.json").write_text(json.dumps({key: value for key, value in manifest.items() if value}))
 
 
-def test_a_good_one_passes_without_its_first_tokens(foreign: Path) -> None:
+def test_a_good_one_passes_without_its_first_tokens(foreign):
     assert BOS not in {token for row in chats() for token in row.input_ids[1:]}
     assert recomputed(foreign, small(), k=12) == GOOD
 
 
 @pytest.mark.parametrize("layers", [[0, 2, 3], [2, 4, 5], [3, 1, 4]])
-def test_other_layers_are_found(cache: Path, layers: list[int]) -> None:
+def test_other_layers_are_found(cache, layers):
     change_manifest(cache, aux_layer_ids=layers)
     problems = recomputed(cache, small(), k=3).problems
     assert problems and all("slot" in problem and "sample" in problem for problem in problems)
 
 
-def unshift(tensors: Tensors, _: int, names: Sequence[str] = ("loss_mask", "position_mask")) -> None:
+def unshift(tensors, _, names=("loss_mask", "position_mask")):
     for name in names:
         tensors[name][1:] = tensors[name][:-1].clone()
         tensors[name][0] = 0
 
 
-def shuffle(tensors: Tensors, length: int) -> None:
+def shuffle(tensors, length):
     order = torch.randperm(length - 1, generator=torch.Generator().manual_seed(0))
     tensors["input_ids"][: length - 1] = tensors["input_ids"][order]
 
@@ -218,7 +215,7 @@ def shuffle(tensors: Tensors, length: int) -> None:
         (None, "is not what the target gives"),  # those of another sample
     ],
 )
-def test_ids_and_masks_that_are_not_those_of_the_states_are_found(cache: Path, change: Any, said: str) -> None:
+def test_ids_and_masks_that_are_not_those_of_the_states_are_found(cache, change, said):
     if change is not None:
         rewrite(cache, change)
     else:
@@ -230,32 +227,32 @@ def test_ids_and_masks_that_are_not_those_of_the_states_are_found(cache: Path, c
     assert any(said in problem for problem in recomputed(cache, small(), k=12).problems)
 
 
-def test_a_mask_with_loss_behind_the_last_token_is_found_without_the_target(cache: Path) -> None:
+def test_a_mask_with_loss_behind_the_last_token_is_found_without_the_target(cache):
     rewrite(cache, lambda tensors, length: tensors["loss_mask"][length - 1].fill_(1) and None)
     assert any("loss_mask is 1 at slot" in problem for problem in verdicts(cache)["distribution"].problems)
 
 
 @pytest.mark.parametrize("column", [0, 3])
-def test_an_id_that_the_target_does_not_have_and_another_vocabulary_are_told(cache: Path, column: int) -> None:
+def test_an_id_that_the_target_does_not_have_and_another_vocabulary_are_told(cache, column):
     rewrite(cache, lambda tensors, _: tensors["input_ids"][column].fill_(40) and None)
     assert any("expected 0 to 39" in problem for problem in recomputed(cache, small(), k=12).problems)
     change_manifest(cache, target_vocab_size=41)
     assert any("target_vocab_size is 41" in problem for problem in recomputed(cache, small(), k=1).problems)
 
 
-def test_another_target_is_found(foreign: Path) -> None:
+def test_another_target_is_found(foreign):
     problems = recomputed(foreign, small(lambda device: eagle3_runs.load(device, seed=1)), k=2).problems
     assert any("target_embeddings" in problem for problem in problems)
     assert any("no token of the target gives" in problem for problem in problems)
 
 
-def test_a_cache_that_was_computed_in_another_precision_passes(foreign: Path) -> None:
+def test_a_cache_that_was_computed_in_another_precision_passes(foreign):
     rounded = copy.deepcopy(eagle3_runs.load(torch.device("cpu"))).to(torch.bfloat16)
     assert recomputed(foreign, small(lambda _: rounded), k=12) == GOOD
 
 
 @pytest.mark.parametrize("foreign", ["dense"], indirect=True)
-def test_what_was_asked_for_and_not_checked_fails(cache: Path, tmp_path: Path) -> None:
+def test_what_was_asked_for_and_not_checked_fails(cache, tmp_path):
     eagle3_runs.load(torch.device("cpu")).save_pretrained(tmp_path / "model")
     command = ["eagle3", "verify", cache, "--target", tmp_path / "model", "--device", "cpu"]
     assert niels_gpt(*command).status == 0

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ SAID = ("Hello there.", "I am well.", "The river is long, and its water is cold.
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """A tiny Llama of 64 positions, untrained, that ends a turn now and then, and its tokenizer."""
     from safetensors.torch import load_file, save_file
 
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def speaker(folder: Path) -> Any:
+def speaker(folder):
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -47,7 +47,7 @@ def speaker(folder: Path) -> Any:
 
 
 @pytest.fixture(scope="session")
-def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def questions(tmp_path_factory):
     """Chats of one to three turns; some end with a question, and two get no reply."""
     path = tmp_path_factory.mktemp("questions") / "chats.jsonl"
     chats = [kinds.turns(*[f"{number} {SAID[number % 4]}"] * (1 + number % 3)) for number in range(24)]
@@ -60,10 +60,10 @@ Run = Callable[..., tuple[Done, Path]]
 
 
 @pytest.fixture
-def run(folder: Path, questions: Path, tmp_path: Path) -> Run:
+def run(folder, questions, tmp_path):
     """Runs the command in this process; returns how it ended and the file."""
 
-    def done(*more: str, name: str = "replies.jsonl") -> tuple[Done, Path]:
+    def done(*more, name="replies.jsonl"):
         path = tmp_path / name
         what = ["--target-model", str(folder), "--input-data", str(questions), "--output", str(path), "--threads", "1"]
         how = ["--device", "cpu", "--max-new-tokens", "8", "--batch-size", "4"]
@@ -72,11 +72,11 @@ def run(folder: Path, questions: Path, tmp_path: Path) -> Run:
     return done
 
 
-def rows_of(path: Path) -> list[dict[str, Any]]:
+def rows_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def prompts_of(*lengths: int) -> list[Prompt]:
+def prompts_of(*lengths):
     chance = torch.Generator().manual_seed(1)
     return [(f"p{n}", torch.randint(7, 400, (n,), generator=chance).tolist()) for n in lengths]
 
@@ -84,12 +84,12 @@ def prompts_of(*lengths: int) -> list[Prompt]:
 # --- generate ---------------------------------------------------------------------------------------------------------
 
 
-def test_greedy_replies_of_a_batch_are_those_that_generate_gives_one_prompt_at_a_time(speaker: Any) -> None:
+def test_greedy_replies_of_a_batch_are_those_that_generate_gives_one_prompt_at_a_time(speaker):
     prompts = prompts_of(3, 20, 7, 11, 5, 60, 64, 61, 30, 13, 26)
     found = replies_of(speaker, prompts, max_new_tokens=5)
     for (_, asked), reply in zip(prompts, found, strict=True):
         room = min(5, 64 - len(asked))
-        ids: list[int] = []
+        ids = []
         if room:
             given = torch.tensor([asked])
             made = speaker.model.generate(given, do_sample=False, max_new_tokens=room, eos_token_id=END, pad_token_id=0)
@@ -100,9 +100,9 @@ def test_greedy_replies_of_a_batch_are_those_that_generate_gives_one_prompt_at_a
     assert {reply.finish for reply in found} == {"stop", "length", "context"}
 
 
-def test_a_sampled_reply_depends_on_seed_and_name_and_not_on_its_batch(speaker: Any) -> None:
+def test_a_sampled_reply_depends_on_seed_and_name_and_not_on_its_batch(speaker):
     prompts = prompts_of(3, 20, 7, 11, 5, 30)
-    how: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0.8, "top_p": 0.9}
+    how = {"max_new_tokens": 12, "temperature": 0.8, "top_p": 0.9}
     found = replies_of(speaker, prompts, **how, seed=4)
     assert [replies_of(speaker, [prompt], **how, seed=4)[0] for prompt in prompts] == found
     assert replies_of(speaker, prompts[::-1], **how, seed=4) == found[::-1]
@@ -112,7 +112,7 @@ def test_a_sampled_reply_depends_on_seed_and_name_and_not_on_its_batch(speaker: 
         assert sum(one == two for one, two in zip(changed, found, strict=True)) <= 1
 
 
-def test_a_models_own_generation_config_changes_nothing(speaker: Any) -> None:
+def test_a_models_own_generation_config_changes_nothing(speaker):
     import transformers
 
     prompts = prompts_of(9, 4)
@@ -130,23 +130,23 @@ def test_a_models_own_generation_config_changes_nothing(speaker: Any) -> None:
 # --- chats ------------------------------------------------------------------------------------------------------------
 
 
-def answered(folder: Path, chat: list[dict[str, Any]], *texts: str, **how: str) -> tuple[Any, list[str]]:
+def answered(folder, chat, *texts, **how):
     """Reply to a chat with these texts in turn, each ended unless it ends with "..."; returns it and the prompts."""
     return answered_by(open_tokenizer(str(folder)), Chat("c", chat), *texts, **how)
 
 
-def chatml(*contents: str) -> str:
+def chatml(*contents):
     """The text of a prompt: user and assistant in turn, and the assistant's header."""
     roles = ["user", "assistant"] * len(contents)
     parts = [f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in zip(roles, contents, strict=False)]
     return "".join(parts) + "<|im_start|>assistant\n"
 
 
-def contents_of(found: Any) -> list[str]:
+def contents_of(found):
     return [message["content"] for message in found.messages]
 
 
-def test_each_turn_is_replaced_in_turn_and_a_last_question_gets_a_reply(folder: Path) -> None:
+def test_each_turn_is_replaced_in_turn_and_a_last_question_gets_a_reply(folder):
     found, prompts = answered(folder, kinds.turns("A?", "a", "B?", "b", "C?"), "one", "two", "three")
     assert prompts == [chatml("A?"), chatml("A?", "one", "B?"), chatml("A?", "one", "B?", "two", "C?")]
     assert contents_of(found) == ["A?", "one", "B?", "two", "C?", "three"] and found.ended_by is None
@@ -159,7 +159,7 @@ def test_each_turn_is_replaced_in_turn_and_a_last_question_gets_a_reply(folder: 
     assert found.counts["turns_of_the_source"] == 1
 
 
-def test_a_chat_ends_with_a_cut_reply_and_before_one_that_no_template_can_hold(folder: Path) -> None:
+def test_a_chat_ends_with_a_cut_reply_and_before_one_that_no_template_can_hold(folder):
     chat = kinds.turns("A?", "a", "B?", "b", "C?", "c")
     for text, reason, contents in [
         ("and so on...", "cut_at_max_new_tokens", ["A?", "one", "B?", "and so on..."]),
@@ -172,7 +172,7 @@ def test_a_chat_ends_with_a_cut_reply_and_before_one_that_no_template_can_hold(f
         assert found.counts["replies_left_out"] == 3 - len(found.replies)
 
 
-def test_what_nobody_asks_and_what_calls_a_tool_gets_no_reply(folder: Path) -> None:
+def test_what_nobody_asks_and_what_calls_a_tool_gets_no_reply(folder):
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     with_call = [
         *kinds.turns("A?"),
@@ -190,7 +190,7 @@ def test_what_nobody_asks_and_what_calls_a_tool_gets_no_reply(folder: Path) -> N
     assert begun(Chat("c", with_call), "last").ended_by is None, "the calls before it stay"
 
 
-def test_white_space_that_the_template_writes_itself_is_left_out_of_the_content(tmp_path: Path) -> None:
+def test_white_space_that_the_template_writes_itself_is_left_out_of_the_content(tmp_path):
     folder = kinds.write_tokenizer(tmp_path, template=kinds.INST)
     found, _ = answered(folder, kinds.turns("A?"), " I am well.")
     assert contents_of(found) == ["A?", "I am well."] and found.replies[0]["exact"]
@@ -199,7 +199,7 @@ def test_white_space_that_the_template_writes_itself_is_left_out_of_the_content(
     assert found.counts["other_ids"] == 1
 
 
-def test_messages_end_where_the_template_writes_an_earlier_reply_otherwise_and_ids_hold_each(tmp_path: Path) -> None:
+def test_messages_end_where_the_template_writes_an_earlier_reply_otherwise_and_ids_hold_each(tmp_path):
     chat, said = kinds.turns("A?", "a", "B?", "b"), ("<think>hm</think> one", "<think>so</think> two")
     cut = kinds.write_tokenizer(tmp_path / "cut", template=kinds.EARLIER_REPLIES_CUT)
     found, _ = answered(cut, chat, said[0])
@@ -233,7 +233,7 @@ def test_messages_end_where_the_template_writes_an_earlier_reply_otherwise_and_i
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def test_rows_are_in_the_order_of_the_chats_and_all_that_was_left_out_is_counted(run: Run, questions: Path) -> None:
+def test_rows_are_in_the_order_of_the_chats_and_all_that_was_left_out_is_counted(run, questions):
     done, path = run()
     assert done.status == 0
     assert sorted(each.name for each in path.parent.iterdir()) == [path.name, f"{path.name}.record"]
@@ -256,7 +256,7 @@ def test_rows_are_in_the_order_of_the_chats_and_all_that_was_left_out_is_counted
     )
 
 
-def test_precompute_reads_both_forms(run: Run, folder: Path) -> None:
+def test_precompute_reads_both_forms(run, folder):
     tokenizer, read = open_tokenizer(str(folder)), dict[str, list[Any]]()
     for form in ("messages", "ids"):
         done, path = run("--form", form, name=f"{form}.jsonl")
@@ -274,12 +274,12 @@ def test_precompute_reads_both_forms(run: Run, folder: Path) -> None:
     assert same and all(row.input_ids.tolist()[: len(of_ids[row.id])] == of_ids[row.id] for row in same)
 
 
-def test_a_killed_run_resumes_to_the_same_bytes_and_other_settings_are_refused(run: Run) -> None:
+def test_a_killed_run_resumes_to_the_same_bytes_and_other_settings_are_refused(run):
     how = ("--temperature", "0.9")
     _, whole = run(*how, name="whole.jsonl")
-    runs: list[int] = []
+    runs = []
 
-    def killed(append: Callable[..., None], file: Any, chats: Sequence[Any]) -> None:
+    def killed(append, file, chats):
         append(file, chats)
         runs.append(len(chats))
         if len(runs) == 3:
@@ -311,7 +311,7 @@ def test_a_killed_run_resumes_to_the_same_bytes_and_other_settings_are_refused(r
         assert done.status == 1 and "error[E704]" in done.err
 
 
-def test_a_run_that_lost_its_lease_appends_nothing(tmp_path: Path) -> None:
+def test_a_run_that_lost_its_lease_appends_nothing(tmp_path):
     lock_by_leases(tmp_path)
     with refused("E512", "r.jsonl"), reply_file(tmp_path / "r.jsonl") as file:
         file.append([(0, [{}], {})])
@@ -324,7 +324,7 @@ def test_a_run_that_lost_its_lease_appends_nothing(tmp_path: Path) -> None:
     assert len((tmp_path / "r.jsonl.part").read_bytes().splitlines()) == 2
 
 
-def test_chats_of_one_id_and_prompt_get_replies_of_their_own(run: Run, tmp_path: Path) -> None:
+def test_chats_of_one_id_and_prompt_get_replies_of_their_own(run, tmp_path):
     chat, asked = {"id": "x", "messages": kinds.turns("A?", "a", "B?")}, tmp_path / "same.jsonl"
     asked.write_text(3 * (json.dumps(chat) + "\n"))
     how = ("--temperature", "1", "--turns", "last", "--input-data", str(asked))
@@ -335,7 +335,7 @@ def test_chats_of_one_id_and_prompt_get_replies_of_their_own(run: Run, tmp_path:
     assert rows_of(run(*how, "--limit", "1", name="one.jsonl")[1]) == rows[:1]
 
 
-def test_a_trial_says_what_would_run_and_loads_no_weights(run: Run) -> None:
+def test_a_trial_says_what_would_run_and_loads_no_weights(run):
     with without_target():
         done, path = run("--dry-run", "--limit", "26")
         assert done.status == 0 and list(path.parent.iterdir()) == []

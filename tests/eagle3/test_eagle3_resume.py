@@ -2,10 +2,8 @@
 
 import os
 import shutil
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support import eagle3_runs as small
@@ -15,7 +13,7 @@ from support.errors import refused
 from niels_gpt.eagle3.cache import convert, verify
 
 
-def untouched(cache: Path, code: str, *found: object, **how: Any) -> Any:
+def untouched(cache, code, *found, **how):
     """Assert that a run is refused, and that it changed nothing, the time of a file included; returns the error."""
     before = whole_tree(cache), times(cache)
     with refused(code, *found) as caught:
@@ -24,12 +22,12 @@ def untouched(cache: Path, code: str, *found: object, **how: Any) -> Any:
     return caught.value
 
 
-def leave_unfinished(cache: Path) -> None:
+def leave_unfinished(cache):
     (cache / "meta.json").unlink()
     (cache / "shard-000001.safetensors").unlink()
 
 
-CHANGES: dict[str, dict[str, Any]] = {
+CHANGES = {
     "manifest.aux_layer_ids": {"aux_layer_ids": [1, 2, 3]},
     "manifest.dtype": {"dtype": "fp32"},
     "manifest.target_model": {"target_model": "other"},
@@ -44,7 +42,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("unfinished", [True, False])
 @pytest.mark.parametrize("field", CHANGES)
-def test_another_plan_is_refused_by_its_fields(cache: Path, field: str, unfinished: bool) -> None:
+def test_another_plan_is_refused_by_its_fields(cache, field, unfinished):
     if unfinished:
         leave_unfinished(cache)
         (cache / "target_embeddings.safetensors").write_bytes(b"what is there")
@@ -53,7 +51,7 @@ def test_another_plan_is_refused_by_its_fields(cache: Path, field: str, unfinish
     assert f"(mismatched fields: ['{field}'])" in error.found and "original settings" in error.remedy
 
 
-def test_all_fields_that_differ_are_named_in_order_and_six_of_their_values(cache: Path) -> None:
+def test_all_fields_that_differ_are_named_in_order_and_six_of_their_values(cache):
     plan = small.plan(samples_of(), dtype="fp32", run={"threads": 2}, batch_size=1)
     error = untouched(cache, "E703", cache, given=plan, resume=True)
     fields = ["batches.batch_size", "batches.sha256", "manifest.dtype", "run.threads"]
@@ -61,7 +59,7 @@ def test_all_fields_that_differ_are_named_in_order_and_six_of_their_values(cache
     assert error.found.endswith(f"(mismatched fields: {fields}): {values}")  # what follows from these is left out
     samples = samples_of(9)
     run_of = {"threads": 2, "torch": "1", "device": "cuda"}
-    how: dict[str, Any] = {"source": {"limit": 9}, "batch_size": 2, "run": run_of}
+    how = {"source": {"limit": 9}, "batch_size": 2, "run": run_of}
     plan = small.plan(samples, seq_length=32, dtype="fp32", **how)
     error = untouched(cache, "E703", cache, given=plan, resume=True)
     assert error.found.count(", now ") == 6 and error.found.endswith("run.torch: None, now '1'; and 1 more")
@@ -70,14 +68,14 @@ def test_all_fields_that_differ_are_named_in_order_and_six_of_their_values(cache
     assert error.found.endswith("): source.limit: None, now 9")
 
 
-def test_other_samples_are_refused(cache: Path) -> None:
+def test_other_samples_are_refused(cache):
     rows = small.rows()
     rows[3] = small.Row(rows[3].id, rows[3].input_ids, [1 - bit for bit in rows[3].loss_mask])
     error = untouched(cache, "E703", "samples.sha256", samples=rows, resume=True)
     assert "samples.supervised_tokens" in error.found and "ids_sha256" not in error.found
 
 
-def test_a_manifest_that_was_changed_since_is_refused(cache: Path) -> None:
+def test_a_manifest_that_was_changed_since_is_refused(cache):
     convert(cache, 2)
     error = untouched(cache, "E703", "version 2", resume=True)
     assert "['manifest.format_version', 'manifest.target_probs_topk']" in error.found
@@ -88,7 +86,7 @@ def test_a_manifest_that_was_changed_since_is_refused(cache: Path) -> None:
     untouched(cache, "E703", "manifest.dtype: 'fp16', now 'bf16'", resume=True)
 
 
-def test_a_folder_that_holds_a_cache_is_refused_without_resume(cache: Path) -> None:
+def test_a_folder_that_holds_a_cache_is_refused_without_resume(cache):
     untouched(cache, "E704", "shards", "--resume")
     for shard in cache.glob("shard-*"):
         shard.unlink()
@@ -97,7 +95,7 @@ def test_a_folder_that_holds_a_cache_is_refused_without_resume(cache: Path) -> N
     untouched(cache, "E704", "manifest", "--resume")
 
 
-def test_a_cache_that_is_not_of_this_plan_or_of_another_tool_is_not_continued(cache: Path) -> None:
+def test_a_cache_that_is_not_of_this_plan_or_of_another_tool_is_not_continued(cache):
     more = shutil.copy(cache / "shard-000001.safetensors", cache / "shard-000003.safetensors")
     untouched(cache, "E704", "shard-000003.safetensors", "3 shards", resume=True)
     Path(more).unlink()
@@ -120,7 +118,7 @@ def test_a_cache_that_is_not_of_this_plan_or_of_another_tool_is_not_continued(ca
 
 @pytest.mark.parametrize("resume", [True, False])
 @pytest.mark.parametrize("name", ["meta.json", "train.bin", "meta.json/keep", "sidecar/notes.txt", "sidecar"])
-def test_a_folder_with_anything_of_others_is_refused(tmp_path: Path, name: str, resume: bool) -> None:
+def test_a_folder_with_anything_of_others_is_refused(tmp_path, name, resume):
     path = tmp_path / "c" / name
     path.parent.mkdir(parents=True)
     path.write_text('{"kind": "sft"}')
@@ -130,7 +128,7 @@ def test_a_folder_with_anything_of_others_is_refused(tmp_path: Path, name: str, 
         untouched(tmp_path / "c", "E704", "2 files", resume=resume)
 
 
-def test_the_meta_json_of_another_cache_is_never_removed(cache: Path, tmp_path: Path) -> None:
+def test_the_meta_json_of_another_cache_is_never_removed(cache, tmp_path):
     meta = cache / "meta.json"
     meta.write_text('{"kind": "sft"}')
     untouched(cache, "E704", "meta.json", "'sft'", "'eagle3'", resume=True)
@@ -142,7 +140,7 @@ def test_the_meta_json_of_another_cache_is_never_removed(cache: Path, tmp_path: 
     untouched(cache, "E205", "meta.json", resume=True)
 
 
-def test_a_folder_in_which_somebody_works_is_refused(cache: Path) -> None:
+def test_a_folder_in_which_somebody_works_is_refused(cache):
     (cache / "meta.json").unlink()
     with cache_lock(cache):
         untouched(cache, "E503", cache, f"pid {os.getpid()}", "user", "host", resume=True)
@@ -150,11 +148,11 @@ def test_a_folder_in_which_somebody_works_is_refused(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("resume", [True, False])
-def test_a_run_that_was_overtaken_sees_it(tmp_path: Path, resume: bool) -> None:
-    late: list[bool] = []
+def test_a_run_that_was_overtaken_sees_it(tmp_path, resume):
+    late = []
 
     @contextmanager
-    def lock(real: Any, *given: Any, **how: Any) -> Iterator[None]:
+    def lock(real, *given, **how):
         if not late:
             late.append(True)
             run(tmp_path / "c")
@@ -170,7 +168,7 @@ def test_a_run_that_was_overtaken_sees_it(tmp_path: Path, resume: bool) -> None:
     assert verify(str(tmp_path / "c")) == []
 
 
-LOSSES: dict[str, Any] = {
+LOSSES = {
     "lost": lambda path: path.unlink(),
     "cut": lambda path: path.write_bytes(path.read_bytes()[:-9]),
     "empty": lambda path: path.write_bytes(b""),
@@ -180,9 +178,7 @@ LOSSES: dict[str, Any] = {
 
 @pytest.mark.parametrize("unfinished", [True, False])
 @pytest.mark.parametrize("how", LOSSES)
-def test_a_plan_that_is_lost_or_damaged_is_written_again_where_the_shards_are_of_it(
-    cache: Path, whole: dict[str, bytes], how: str, unfinished: bool
-) -> None:
+def test_a_plan_that_is_lost_or_damaged_is_written_again_where_the_shards_are_of_it(cache, whole, how, unfinished):
     if unfinished:
         leave_unfinished(cache)
     LOSSES[how](cache / "sidecar" / "plan.json")

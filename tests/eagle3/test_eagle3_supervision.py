@@ -1,13 +1,11 @@
 """The target's outputs become the fields of the cache: on paper, and against a slow and plain version."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from support.errors import refused
 from support.target_outputs import check_finite, in_parts_of, stored_fields
-from torch import Tensor
 
 from niels_gpt.eagle3.produce.supervision import draft_distribution
 from niels_gpt.eagle3.target import Eagle3TargetBatch
@@ -20,7 +18,7 @@ NAMES = ["first", "second", "third"]
 LAYERS = [5, 17, 32]
 
 
-def batch_of(*, dtype: torch.dtype = torch.float32, garbage: float = 7.0) -> Eagle3TargetBatch:
+def batch_of(*, dtype=torch.float32, garbage=7.0):
     """Return a shifted batch of three rows; what the target makes of the padding is `garbage`."""
     chance = torch.Generator().manual_seed(0)
     real = torch.arange(WIDTH) < torch.tensor(LENGTHS)[:, None]
@@ -37,11 +35,11 @@ def batch_of(*, dtype: torch.dtype = torch.float32, garbage: float = 7.0) -> Eag
     return Eagle3TargetBatch(hidden.to(dtype), logits.to(dtype), ids, real.long(), loss)
 
 
-def fields_of(batch: Eagle3TargetBatch, **other: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def fields_of(batch, **other):
     return stored_fields(batch, LENGTHS, SELECTED, KNOWN, **{"topk": 0, "dtype": torch.float32, **other})
 
 
-def test_a_distribution_on_paper() -> None:
+def test_a_distribution_on_paper():
     logits = torch.tensor([[[0.0, math.log(2), math.log(6), math.log(9)], [0.0, math.log(3), 0.0, 0.0]]])
     selected, known = torch.tensor([2, 1]), torch.tensor([False, True, True, False])
     probs, position_mask = draft_distribution(logits, torch.tensor([[1, 1]]), selected, known)
@@ -53,12 +51,12 @@ def test_a_distribution_on_paper() -> None:
 
 @pytest.mark.parametrize("topk", [0, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fields_and_facts_are_those_of_a_slow_and_plain_version(topk: int, dtype: torch.dtype) -> None:
+def test_fields_and_facts_are_those_of_a_slow_and_plain_version(topk, dtype):
     batch = batch_of()
     fields, facts = fields_of(batch, topk=topk, dtype=dtype)
     probs, aux = torch.zeros(3, WIDTH, 10), torch.zeros(3, WIDTH, 3 * HIDDEN)
     positions = torch.zeros(3, WIDTH, 1, dtype=torch.bool)
-    plain: dict[str, list[float]] = {name: [0.0] * 3 for name in ("supervised", "positions", "kept_mass", "draft_mass")}
+    plain = {name: [0.0] * 3 for name in ("supervised", "positions", "kept_mass", "draft_mass")}
     for row, length in enumerate(LENGTHS):
         for slot in range(length):
             aux[row, slot] = batch.aux_hidden_states[row, slot]
@@ -97,7 +95,7 @@ def test_fields_and_facts_are_those_of_a_slow_and_plain_version(topk: int, dtype
 
 
 @pytest.mark.parametrize("topk", [0, 3])
-def test_nothing_of_what_the_target_makes_of_padding_is_kept(topk: int) -> None:
+def test_nothing_of_what_the_target_makes_of_padding_is_kept(topk):
     calm, calm_facts = fields_of(batch_of(), topk=topk)
     for garbage in (-1e30, math.inf, math.nan):
         wild, wild_facts = fields_of(batch_of(garbage=garbage), topk=topk)
@@ -106,7 +104,7 @@ def test_nothing_of_what_the_target_makes_of_padding_is_kept(topk: int) -> None:
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
 @pytest.mark.parametrize("topk", [0, 3])
-def test_parts_of_any_size_give_the_same_bits(topk: int, slots: int) -> None:
+def test_parts_of_any_size_give_the_same_bits(topk, slots):
     batch = batch_of(dtype=torch.bfloat16)
     fields, facts = fields_of(batch, topk=topk)
     probs, position_mask = draft_distribution(batch.logits, batch.loss_mask, SELECTED, KNOWN)
@@ -124,7 +122,7 @@ def test_parts_of_any_size_give_the_same_bits(topk: int, slots: int) -> None:
     assert torch.equal(again_probs, probs) and torch.equal(again_mask, position_mask)
 
 
-def test_a_draft_that_knows_all_tokens_has_all_of_the_mass_and_a_k_of_all_is_stored_whole() -> None:
+def test_a_draft_that_knows_all_tokens_has_all_of_the_mass_and_a_k_of_all_is_stored_whole():
     whole, known = torch.arange(VOCAB).flip(0), torch.ones(VOCAB, dtype=torch.bool)
     fields, facts = stored_fields(batch_of(), LENGTHS, whole, known, topk=VOCAB, dtype=torch.float32)
     assert facts["draft_mass"] == facts["supervised"] == facts["positions"] != [0, 0, 0]
@@ -134,14 +132,14 @@ def test_a_draft_that_knows_all_tokens_has_all_of_the_mass_and_a_k_of_all_is_sto
 
 
 @pytest.mark.parametrize("lengths", [[9, 4], [9, 4, 0], [10, 4, 1], [[9, 4, 1]]])
-def test_lengths_fit_the_batch(lengths: Any) -> None:
+def test_lengths_fit_the_batch(lengths):
     with refused("E102", "3 rows", "width 9"):
         stored_fields(batch_of(), lengths, SELECTED, KNOWN, topk=0, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(("place", "layer"), [(0, 5), (3, 5), (4, 17), (11, 32), (None, None)])
-def test_what_is_no_number_is_named_by_sample_and_block(place: int | None, layer: int | None, value: float) -> None:
+def test_what_is_no_number_is_named_by_sample_and_block(place, layer, value):
     batch = batch_of(dtype=torch.bfloat16)
     if place is None:
         batch.logits[1, 2, 3] = value
@@ -154,7 +152,7 @@ def test_what_is_no_number_is_named_by_sample_and_block(place: int | None, layer
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 100])
-def test_every_place_that_is_not_finite_is_counted_and_padding_and_last_logits_may_be_anything(slots: int) -> None:
+def test_every_place_that_is_not_finite_is_counted_and_padding_and_last_logits_may_be_anything(slots):
     for garbage in (0.0, math.inf, math.nan):
         batch = batch_of(garbage=garbage)
         batch.logits[1, 3] = garbage  # the last slot: these are not stored
@@ -169,7 +167,7 @@ def test_every_place_that_is_not_finite_is_counted_and_padding_and_last_logits_m
         check_finite(batch, NAMES, LENGTHS, LAYERS)
 
 
-def test_a_hidden_state_that_the_stored_dtype_cannot_hold_is_named() -> None:
+def test_a_hidden_state_that_the_stored_dtype_cannot_hold_is_named():
     batch = batch_of()
     batch.aux_hidden_states[2, 0, 5] = 65519.0  # float16 rounds it down to its largest number
     check_finite(batch, NAMES, LENGTHS, LAYERS, torch.float16)

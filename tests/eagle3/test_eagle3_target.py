@@ -1,7 +1,5 @@
 """The target's hidden states and logits, captured and shifted: real models of each family, tiny and random."""
 
-from typing import Any
-
 import pytest
 import torch
 from support.errors import refused
@@ -20,7 +18,7 @@ SIZES |= {"num_key_value_heads": 2, "intermediate_size": 24, "max_position_embed
 SIZES |= dict.fromkeys(["pad_token_id", "bos_token_id", "eos_token_id"])
 
 
-def config_of(family: str) -> Any:
+def config_of(family):
     if family == "gpt2":
         ends = {"bos_token_id": None, "eos_token_id": None}
         return transformers.GPT2Config(vocab_size=50, n_embd=16, n_layer=8, n_head=4, n_positions=64, **ends)
@@ -38,7 +36,7 @@ def config_of(family: str) -> Any:
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gpt2", "llava"]
 
 
-def model_of(family: str = "llama") -> Any:
+def model_of(family="llama"):
     config = config_of(family)
     of = transformers.AutoModelForImageTextToText if family == "llava" else transformers.AutoModelForCausalLM
     with torch.random.fork_rng():
@@ -46,7 +44,7 @@ def model_of(family: str = "llama") -> Any:
         return of.from_config(config, dtype=torch.float32)
 
 
-def batch_of(lengths: tuple[int, ...] = (9, 4), width: int = 9) -> dict[str, torch.Tensor]:
+def batch_of(lengths=(9, 4), width=9):
     chance = torch.Generator().manual_seed(0)
     present = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
     loss = torch.randint(2, present.shape, generator=chance) * present
@@ -54,20 +52,20 @@ def batch_of(lengths: tuple[int, ...] = (9, 4), width: int = 9) -> dict[str, tor
     return {"input_ids": ids, "attention_mask": present, "loss_mask": loss}
 
 
-def hooks_of(model: nn.Module) -> int:
+def hooks_of(model):
     return sum(len(module._forward_hooks) for module in model.modules())
 
 
 class Odd(nn.Module):
     """A model of another structure; `layers` makes it one whose blocks are found and whose forward skips one."""
 
-    def __init__(self, layers: int = 0, *, promised: int = 8) -> None:
+    def __init__(self, layers=0, *, promised=8):
         super().__init__()
         self.config = type("Config", (), {"num_hidden_layers": promised})()
         if layers:
             self.layers = nn.ModuleDict({str(index): nn.Identity() for index in reversed(range(layers))})
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    def forward(self, input_ids, attention_mask):
         hidden = input_ids[..., None].float()
         for index in range(len(self.layers)):
             if index != 3:
@@ -76,7 +74,7 @@ class Odd(nn.Module):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_captured_is_the_output_of_the_blocks_bit_for_bit(family: str) -> None:
+def test_what_is_captured_is_the_output_of_the_blocks_bit_for_bit(family):
     model, given = model_of(family).train(), batch_of()
     target = HFEagle3TargetModel(model, [5, 0, 6])
     batch = target.generate_batch(**given)
@@ -96,7 +94,7 @@ def test_what_is_captured_is_the_output_of_the_blocks_bit_for_bit(family: str) -
     assert HFEagle3TargetModel(model).aux_layer_ids == [1, 3, 4], "the default ones"
 
 
-def test_a_batch_on_paper() -> None:
+def test_a_batch_on_paper():
     model = model_of()
     ids = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():
@@ -112,7 +110,7 @@ def test_a_batch_on_paper() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_logits_of_a_model_are_shifted_where_they_are(family: str, bias: bool) -> None:
+def test_the_logits_of_a_model_are_shifted_where_they_are(family, bias):
     model, kept = model_of(family), []
     if bias:  # torch makes the output of such a layer as a view
         model.lm_head.bias = nn.Parameter(torch.ones(50))
@@ -125,18 +123,18 @@ def test_the_logits_of_a_model_are_shifted_where_they_are(family: str, bias: boo
 class Fixed(Odd):
     """Returns the logits that it was given, one number per id, in a form that is not this call's own to change."""
 
-    def __init__(self, logits: torch.Tensor) -> None:
+    def __init__(self, logits):
         super().__init__(8)
         self.logits = logits
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    def forward(self, input_ids, attention_mask):
         hidden = input_ids[..., None].float()
         for index in range(8):
             self.layers[str(index)](hidden)
         return self.logits
 
 
-def _made_in_inference_mode() -> torch.Tensor:
+def _made_in_inference_mode():
     with torch.inference_mode():
         return torch.arange(18.0).view(2, 9, 1)
 
@@ -151,7 +149,7 @@ def _made_in_inference_mode() -> torch.Tensor:
     ],
     ids=["strided", "expanded", "parameter", "inference"],
 )
-def test_logits_that_are_not_to_be_changed_are_shifted_in_a_copy(logits: torch.Tensor) -> None:
+def test_logits_that_are_not_to_be_changed_are_shifted_in_a_copy(logits):
     before = logits.detach().clone()
     batch = HFEagle3TargetModel(Fixed(logits)).generate_batch(**batch_of())
     assert torch.equal(
@@ -160,7 +158,7 @@ def test_logits_that_are_not_to_be_changed_are_shifted_in_a_copy(logits: torch.T
     assert not batch.logits.is_inference() and not batch.logits.requires_grad
 
 
-def test_padding_does_not_change_what_a_row_gets() -> None:
+def test_padding_does_not_change_what_a_row_gets():
     target = HFEagle3TargetModel(model_of())
     together = target.generate_batch(**batch_of((9, 4)))
     alone = target.generate_batch(**{name: tensor[1:, :4] for name, tensor in batch_of((9, 4)).items()})
@@ -169,7 +167,7 @@ def test_padding_does_not_change_what_a_row_gets() -> None:
 
 
 @pytest.mark.parametrize("surroundings", [torch.inference_mode, torch.no_grad, torch.enable_grad])
-def test_a_draft_can_train_on_a_batch_wherever_it_was_made(surroundings: Any) -> None:
+def test_a_draft_can_train_on_a_batch_wherever_it_was_made(surroundings):
     target = HFEagle3TargetModel(model_of())
     with surroundings():
         batch = target.generate_batch(**batch_of())
@@ -181,7 +179,7 @@ def test_a_draft_can_train_on_a_batch_wherever_it_was_made(surroundings: Any) ->
 
 
 @pytest.mark.parametrize(("layers", "ids"), [(7, [1, 2, 3]), (8, [1, 3, 4]), (32, [1, 15, 28]), (36, [1, 17, 32])])
-def test_the_default_layers_are_low_middle_and_high(layers: int, ids: list[int]) -> None:
+def test_the_default_layers_are_low_middle_and_high(layers, ids):
     assert default_eagle3_aux_layer_ids(layers) == ids
     for shallow in range(7):
         with refused("E705", f"num_hidden_layers={shallow} ", "aux_layer_ids"):
@@ -199,12 +197,12 @@ def test_the_default_layers_are_low_middle_and_high(layers: int, ids: list[int])
         ([-1, 2, 3], "layer -1 is out of bounds"),
     ],
 )
-def test_layer_ids_are_three_different_blocks(ids: list[int], said: str) -> None:
+def test_layer_ids_are_three_different_blocks(ids, said):
     with refused("E705", said):
         HFEagle3TargetModel(model_of(), ids)
 
 
-def test_models_that_do_not_fit_are_errors_and_keep_no_hooks() -> None:
+def test_models_that_do_not_fit_are_errors_and_keep_no_hooks():
     given, llama, skips = batch_of(), model_of(), Odd(8)
     beyond = {**given, "input_ids": given["input_ids"] + 50}
     for model, batch, error, said in (
@@ -218,7 +216,7 @@ def test_models_that_do_not_fit_are_errors_and_keep_no_hooks() -> None:
         assert hooks_of(model) == 0
 
 
-def test_blocks_in_a_dict_go_by_their_names_and_logits_may_come_alone() -> None:
+def test_blocks_in_a_dict_go_by_their_names_and_logits_may_come_alone():
     batch = HFEagle3TargetModel(Odd(8), [0, 1, 2]).generate_batch(**batch_of())
     ids = batch_of()["input_ids"][..., None]
     assert torch.equal(batch.aux_hidden_states, torch.cat((ids, ids + 1, ids + 2), -1).float())
@@ -226,7 +224,7 @@ def test_blocks_in_a_dict_go_by_their_names_and_logits_may_come_alone() -> None:
 
 
 @pytest.mark.parametrize(("mask", "slot"), [([0, 0, 1, 1], 1), ([1, 0, 1, 1], 1), ([1, 1, 0, 1], 2)])
-def test_only_padding_on_the_right_is_taken(mask: list[int], slot: int) -> None:
+def test_only_padding_on_the_right_is_taken(mask, slot):
     given = {name: tensor[:, :4] for name, tensor in batch_of((4, 4)).items()}
     given["attention_mask"] = torch.tensor([[1, 1, 1, 0], mask])
     with refused("E705", "row 1", f"slot {slot} is 0", f"slot {slot + 1} is 1"):

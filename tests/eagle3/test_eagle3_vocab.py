@@ -5,9 +5,6 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +18,7 @@ from support.small_eagle3 import DRAFT_VOCAB, TARGET_VOCAB, write_cache
 from niels_gpt.eagle3.vocab import build_eagle3_token_mapping, d2t_t2d, load_token_mapping, save_token_mapping
 
 
-def batch(ids: Any, mask: Any) -> dict[str, torch.Tensor]:
+def batch(ids, mask):
     return {"input_ids": torch.tensor(ids), "loss_mask": torch.tensor(mask)}
 
 
@@ -33,7 +30,7 @@ ON_PAPER = [
 """7 and 2 are supervised twice, 5 and 9 once; 4 and 1 are there, but not supervised."""
 
 
-def chosen(batches: Any, vocab: int, draft: int | None, special: Any = None) -> list[int]:
+def chosen(batches, vocab, draft, special=None):
     ids, mask = build_eagle3_token_mapping(
         batches, target_vocab_size=vocab, draft_vocab_size=draft, special_token_ids=special
     )
@@ -43,16 +40,16 @@ def chosen(batches: Any, vocab: int, draft: int | None, special: Any = None) -> 
 
 
 @pytest.mark.parametrize("draft", [None, 10, 11])
-def test_a_draft_that_knows_all_tokens_has_them_in_their_order_and_reads_nothing(draft: int | None) -> None:
-    def never() -> Iterator[Any]:
+def test_a_draft_that_knows_all_tokens_has_them_in_their_order_and_reads_nothing(draft):
+    def never():
         raise AssertionError("was read")
         yield
 
     assert chosen(never(), 10, draft, [8]) == list(range(10))
 
 
-def test_batches_may_be_arrays_that_cannot_be_written_to_and_are_read_once() -> None:
-    def once() -> Iterator[Any]:
+def test_batches_may_be_arrays_that_cannot_be_written_to_and_are_read_once():
+    def once():
         for each in ON_PAPER:
             arrays = {"input_ids": each["input_ids"].numpy().astype(np.int32), "loss_mask": each["loss_mask"].numpy()}
             arrays["loss_mask"] = arrays["loss_mask"].astype(np.uint8)
@@ -72,9 +69,9 @@ def test_batches_may_be_arrays_that_cannot_be_written_to_and_are_read_once() -> 
     special=st.lists(st.one_of(st.none(), st.integers(-2, 22)), max_size=4),
     draft=st.integers(1, 25),
 )
-def test_the_choice_is_that_of_a_slow_and_plain_one(batches: Any, special: Any, draft: int) -> None:
+def test_the_choice_is_that_of_a_slow_and_plain_one(batches, special, draft):
     counts = Counter(token for pairs in batches for token, mask in pairs if mask and 0 <= token < 20)
-    plain: list[int] = []
+    plain = []
     for token in [*(s for s in special if s is not None), *sorted(counts, key=lambda t: (-counts[t], t)), *range(20)]:
         if 0 <= token < 20 and token not in plain:
             plain.append(token)
@@ -83,17 +80,17 @@ def test_the_choice_is_that_of_a_slow_and_plain_one(batches: Any, special: Any, 
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.0, "2", True])
-def test_sizes_are_positive_integers(size: Any) -> None:
+def test_sizes_are_positive_integers(size):
     with refused("E707", "draft_vocab_size="):
         build_eagle3_token_mapping([], target_vocab_size=4, draft_vocab_size=size)
     with refused("E707", "target_vocab_size="):
         build_eagle3_token_mapping([], target_vocab_size=size, draft_vocab_size=2)
     with refused("E707", "target_vocab_size=None"):
-        build_eagle3_token_mapping([], target_vocab_size=None, draft_vocab_size=2)  # type: ignore[arg-type]
+        build_eagle3_token_mapping([], target_vocab_size=None, draft_vocab_size=2)
 
 
 @pytest.mark.slow
-def test_processes_that_train_together_count_together(tmp_path: Path) -> None:
+def test_processes_that_train_together_count_together(tmp_path):
     program = (
         "import sys, torch, torch.distributed as dist\n"
         "from niels_gpt.eagle3.vocab import build_eagle3_token_mapping\n"
@@ -111,7 +108,7 @@ def test_processes_that_train_together_count_together(tmp_path: Path) -> None:
     assert [one.communicate(timeout=100)[0].strip() for one in running] == ["[5, 3, 6]"] * 2
 
 
-def test_the_tables_lead_from_a_draft_id_to_the_target_and_back() -> None:
+def test_the_tables_lead_from_a_draft_id_to_the_target_and_back():
     d2t, t2d = d2t_t2d(torch.tensor([5, 0, 3]), 7)
     assert d2t.tolist() == [5, -1, 1] and d2t.dtype == torch.int64
     assert t2d.tolist() == [True, False, False, True, False, True, False]
@@ -129,7 +126,7 @@ def test_the_tables_lead_from_a_draft_id_to_the_target_and_back() -> None:
         ([True], "torch.bool"),
     ],
 )
-def test_ids_of_a_draft_are_different_ids_of_the_target(ids: Any, said: str, tmp_path: Path) -> None:
+def test_ids_of_a_draft_are_different_ids_of_the_target(ids, said, tmp_path):
     with refused("E707", "selected_token_ids", said):
         d2t_t2d(torch.tensor(ids), 7)
     with refused("E707", "selected_token_ids", said):
@@ -140,7 +137,7 @@ def test_ids_of_a_draft_are_different_ids_of_the_target(ids: Any, said: str, tmp
         load_token_mapping(path, target_vocab_size=7, draft_vocab_size=None)
 
 
-def test_what_was_saved_is_loaded_and_equal_choices_give_equal_bytes(tmp_path: Path) -> None:
+def test_what_was_saved_is_loaded_and_equal_choices_give_equal_bytes(tmp_path):
     path = tmp_path / "new" / "folder" / "map.pt"
     save_token_mapping(path, torch.tensor([5, 0, 3], dtype=torch.int32), 7)
     for draft in (3, None):
@@ -160,7 +157,7 @@ def test_what_was_saved_is_loaded_and_equal_choices_give_equal_bytes(tmp_path: P
     assert found["selected_token_ids"].untyped_storage().nbytes() == 3 * 8, "the rest of the tensor was saved too"
 
 
-def test_a_file_is_complete_or_absent(tmp_path: Path) -> None:
+def test_a_file_is_complete_or_absent(tmp_path):
     save_token_mapping(tmp_path / "map.pt", [1], 7)
     before = (tmp_path / "map.pt").read_bytes()
     with renaming_fails(), pytest.raises(OSError, match="no"):
@@ -168,7 +165,7 @@ def test_a_file_is_complete_or_absent(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["map.pt"] and (tmp_path / "map.pt").read_bytes() == before
 
 
-def test_the_choice_of_a_cache_is_taken_from_its_manifest(tmp_path: Path) -> None:
+def test_the_choice_of_a_cache_is_taken_from_its_manifest(tmp_path):
     write_cache(tmp_path / "cache", samples=2, shard_size=2)
     ids, mask = load_token_mapping(tmp_path / "cache", target_vocab_size=TARGET_VOCAB, draft_vocab_size=DRAFT_VOCAB)
     assert ids.tolist() == list(range(DRAFT_VOCAB)) and mask.sum() == DRAFT_VOCAB
@@ -182,11 +179,11 @@ def test_the_choice_of_a_cache_is_taken_from_its_manifest(tmp_path: Path) -> Non
 class Program:
     """Pickled, it makes a folder where it is loaded."""
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return os.mkdir, ("ran",)
 
 
-def saved(value: Any) -> bytes:
+def saved(value):
     content = io.BytesIO()
     torch.save(value, content)
     return content.getvalue()
@@ -213,7 +210,7 @@ GOOD = saved({"selected_token_ids": torch.tensor([1, 2]), "target_vocab_size": 7
     ],
     ids=range(12),
 )
-def test_a_file_of_something_else_is_an_error_that_names_it_and_nothing_runs(content: bytes, tmp_path: Path) -> None:
+def test_a_file_of_something_else_is_an_error_that_names_it_and_nothing_runs(content, tmp_path):
     path = tmp_path / "map.pt"
     path.write_bytes(content)
     with refused("E707", "map.pt"):

@@ -6,15 +6,12 @@ For its figures: python tests/support/attacks.py test_native_attacks
 import os
 import shutil
 import struct
-from pathlib import Path
 
 import pytest
 import test_eagle3_attacks as published
-from support.attacks import Attack, Probe, Server
+from support.attacks import Attack, Probe
 from test_eagle3_attacks import (
-    DEVICE,
     HUGE,
-    Make,
     all_of,
     at,
     changed,
@@ -25,13 +22,14 @@ from test_eagle3_attacks import (
     linked,
     put,
     sparse,
+    to_a_device,
 )
 
 IMPORTS = (*published.IMPORTS, "niels_gpt.eagle3.native", "niels_gpt.eagle3.derive", "niels_gpt.eagle3.exchange")
 READERS = ("native", "dataset", "verify", "stats")
 
 
-def build(root: Path) -> None:
+def build(root):
     """A finished native cache of ten samples in three shards, and another draft vocabulary."""
     from support import eagle3_runs
 
@@ -45,7 +43,7 @@ def build(root: Path) -> None:
 # --- what meets it ----------------------------------------------------------------------------------------------------
 
 
-def native(folder: Path) -> None:
+def native(folder):
     """Read every sample, and a batch of some."""
     from niels_gpt.eagle3.native import NativeEagle3Dataset, native_batch
 
@@ -54,7 +52,7 @@ def native(folder: Path) -> None:
     native_batch(samples, selected_token_ids=dataset.manifest["selected_token_ids"])
 
 
-def dataset(folder: Path) -> None:
+def dataset(folder):
     from niels_gpt.eagle3.cache import CachedEagle3Dataset
 
     opened = CachedEagle3Dataset(folder)
@@ -62,7 +60,7 @@ def dataset(folder: Path) -> None:
         _ = opened[number]
 
 
-def redraft(folder: Path) -> None:
+def redraft(folder):
     from niels_gpt.commands.eagle3.group import main
 
     out = folder.parent / f"{folder.name}.out"
@@ -70,7 +68,7 @@ def redraft(folder: Path) -> None:
         raise ValueError("redraft refused the cache, as its message says")
 
 
-def resume(folder: Path) -> None:
+def resume(folder):
     from support import eagle3_runs
 
     samples = eagle3_runs.samples_of()
@@ -96,14 +94,14 @@ PROBES = {
 SHARD, WEIGHTS = "shard-000001.safetensors", "target_weights.safetensors"
 
 
-def tensor(dtype: str, shape: list[int], begin: int, size: int) -> dict[str, object]:
+def tensor(dtype, shape, begin, size):
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, begin + size]}
 
 
-def starts(number: int) -> Make:
+def starts(number):
     """Return what puts a number into the starts of a shard and gives its receipt the header as it is."""
 
-    def make(root: Path, _: Path) -> None:
+    def make(root, _):
         from support.eagle3_damage import native_rows
 
         native_rows(root / "c", 1, "token_starts")[1] = list(struct.pack("<q", number))
@@ -117,10 +115,10 @@ BIG_WEIGHTS = {"embeddings": tensor("F32", [HUGE // 64, 16], 0, HUGE)}
 ALL_FILES = (SHARD, WEIGHTS, "manifest.json", "sidecar/weights.json", "sidecar/samples.safetensors")
 
 
-def every(name: str, fields: str) -> Make:
+def every(name, fields):
     """Return what makes a cache, c-NUMBER, for each wrong value of each field."""
 
-    def make(root: Path, outside: Path) -> None:
+    def make(root, outside):
         pairs = [(field, value) for field in fields.split() for value in published.VALUES.values()]
         for number, (field, value) in enumerate(pairs):
             shutil.copytree(root / "c", root / f"c-{number}")
@@ -129,7 +127,7 @@ def every(name: str, fields: str) -> Make:
     return make
 
 
-ATTACKS: dict[str, Attack] = {
+ATTACKS = {
     "10**12 shards": Attack(changed("manifest.json", put("num_shards", 10**12)), READERS, "num_shards"),
     "a million shards": Attack(changed("manifest.json", put("num_shards", 10**6)), READERS, "shard"),
     "10**15 samples": Attack(changed("manifest.json", put("num_samples", 10**15)), READERS[:3], "samples"),
@@ -158,7 +156,7 @@ ATTACKS: dict[str, Attack] = {
     "nested": Attack(file("manifest.json", lambda: b"[" * 10**6), READERS),
     "pipe of a shard": Attack(at(SHARD, lambda path, _: (path.unlink(), os.mkfifo(path))), READERS, "regular file"),
     "pipe of weights": Attack(at(WEIGHTS, lambda path, _: (path.unlink(), os.mkfifo(path))), ("verify", "stats")),
-    **{f"device {name}": Attack(at(name, DEVICE), ("verify",), "symbolic link") for name in ALL_FILES[:2]},
+    **{f"device {name}": Attack(at(name, to_a_device), ("verify",), "symbolic link") for name in ALL_FILES[:2]},
     **{
         f"link {name}": Attack(linked(name), ("verify", "redraft", "resume"), "symbolic link|as its message says")
         for name in (*ALL_FILES, "sidecar")
@@ -181,5 +179,5 @@ OTHER_FILES |= {f"link {name}" for name in ALL_FILES[1:]}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in OTHER_FILES)) for n in ATTACKS])
-def test_every_attack_meets_a_documented_error(attack_server: Server, name: str) -> None:
+def test_every_attack_meets_a_documented_error(attack_server, name):
     attack_server.check("test_native_attacks", name)

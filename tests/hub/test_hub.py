@@ -6,9 +6,6 @@ import logging
 import math
 import socket
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from support import hub_datasets as hub
@@ -16,8 +13,6 @@ from support import numbered_datasets
 from support.commands import niels_gpt
 from support.data_files import lines, write
 from support.errors import refused
-from support.hub_content import Fault
-from support.loopback_hub import LoopbackHub
 from support.numbered_datasets import number_of
 
 from niels_gpt.data.dolly import iter_dolly_sft
@@ -26,11 +21,11 @@ FINEWEB = "HuggingFaceFW/fineweb-edu"
 DOLLY = "databricks/databricks-dolly-15k"
 
 
-def readme(**card: Any) -> dict[str, bytes]:
+def readme(**card):
     return {"README.md": numbered_datasets.readme(card)}
 
 
-def numbers(dataset_id: str = FINEWEB, *, config: str | None = "CC-MAIN-2024-10", **asked: Any) -> list[int]:
+def numbers(dataset_id=FINEWEB, *, config="CC-MAIN-2024-10", **asked):
     stream = hub.rows(dataset_id, config=config, split="train", **{"streaming": True, **asked})
     return [number_of(row["text"]) for row in stream]
 
@@ -45,16 +40,14 @@ def numbers(dataset_id: str = FINEWEB, *, config: str | None = "CC-MAIN-2024-10"
         ({}, None),
     ],
 )
-def test_a_card_has_the_commit_the_licence_and_what_a_notice_needs(
-    loopback_hub: LoopbackHub, card: dict[str, Any], licence: str | None
-) -> None:
+def test_a_card_has_the_commit_the_licence_and_what_a_notice_needs(loopback_hub, card, licence):
     sha, title = loopback_hub.add("a/b", readme(**card)), card.get("pretty_name", "a/b")
     card_of = hub.card_of("a/b")
     assert (card_of.revision, card_of.licence) == (sha, licence)
     assert card_of.attribution == f"{title} by a, https://huggingface.co/datasets/a/b"
 
 
-def test_a_branch_a_tag_and_a_commit_are_found(loopback_hub: LoopbackHub) -> None:
+def test_a_branch_a_tag_and_a_commit_are_found(loopback_hub):
     old = loopback_hub.add(FINEWEB, numbered_datasets.fineweb_edu(documents=3, start=100), ref="v1.4.0")
     new = loopback_hub.add(FINEWEB, numbered_datasets.fineweb_edu(documents=3, start=200))
     assert [hub.card_of(FINEWEB, revision=name).revision for name in ("main", "v1.4.0", old)] == [new, old, old]
@@ -68,9 +61,7 @@ def test_a_branch_a_tag_and_a_commit_are_found(loopback_hub: LoopbackHub) -> Non
 @pytest.mark.parametrize("streaming", [True, False])
 @pytest.mark.parametrize("seed", [None, 7])
 @pytest.mark.parametrize("form", ["parquet", "jsonl", "jsonl.gz"])
-def test_rows_are_those_of_load_dataset_in_its_order(
-    loopback_hub: LoopbackHub, form: str, seed: int | None, streaming: bool
-) -> None:
+def test_rows_are_those_of_load_dataset_in_its_order(loopback_hub, form, seed, streaming):
     import datasets
 
     sha = loopback_hub.add(FINEWEB, numbered_datasets.fineweb_edu(form=form, start=7_000))
@@ -83,7 +74,7 @@ def test_rows_are_those_of_load_dataset_in_its_order(
 
 
 @pytest.mark.parametrize("seed", [None, 7])
-def test_a_stream_stays_at_its_commit_while_main_moves(loopback_hub: LoopbackHub, seed: int | None) -> None:
+def test_a_stream_stays_at_its_commit_while_main_moves(loopback_hub, seed):
     start = 1_000 + 100 * (seed or 0)
     loopback_hub.add(FINEWEB, numbered_datasets.fineweb_edu(documents=30, start=start))
     stream = hub.rows(
@@ -96,7 +87,7 @@ def test_a_stream_stays_at_its_commit_while_main_moves(loopback_hub: LoopbackHub
     assert min(numbers()) == 10_000 + start
 
 
-def test_a_second_reading_asks_for_the_commit_and_the_files_alone(loopback_hub: LoopbackHub) -> None:
+def test_a_second_reading_asks_for_the_commit_and_the_files_alone(loopback_hub):
     sha = loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=30, start=500))
     first = list(iter_dolly_sft())
     loopback_hub.requests.clear()
@@ -108,9 +99,7 @@ def test_a_second_reading_asks_for_the_commit_and_the_files_alone(loopback_hub: 
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-def test_a_folder_that_is_named_like_the_dataset_is_not_read_in_its_place(
-    loopback_hub: LoopbackHub, tmp_path: Path, streaming: bool
-) -> None:
+def test_a_folder_that_is_named_like_the_dataset_is_not_read_in_its_place(loopback_hub, tmp_path, streaming):
     start = 20_000 + 100 * streaming
     loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=4, start=start))
     for name in ("train.jsonl", "databricks-dolly-15k.py"):
@@ -119,9 +108,7 @@ def test_a_folder_that_is_named_like_the_dataset_is_not_read_in_its_place(
     assert [number_of(row["instruction"]) for row in rows] == list(range(start, start + 4))
 
 
-def test_a_snapshot_can_be_taken_into_the_current_directory(
-    loopback_hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_snapshot_can_be_taken_into_the_current_directory(loopback_hub, tmp_path, monkeypatch):
     loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=30, start=21_000))
     assert niels_gpt("snapshot", "dolly15k", ".").status == 0
     monkeypatch.chdir("/")
@@ -130,8 +117,8 @@ def test_a_snapshot_can_be_taken_into_the_current_directory(
 
 @pytest.mark.parametrize("name", ["./mine", "~/mine", "{tmp_path}/mine"])
 def test_a_local_folder_begins_with_a_dot_a_tilde_or_a_slash_and_needs_no_hub(
-    loopback_hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+    loopback_hub, tmp_path, monkeypatch, name
+):
     monkeypatch.setenv("HOME", str(tmp_path))
     write(tmp_path / "mine" / "train.jsonl", lines({"text": "Page number 1"}, {"text": "Page number 2"}))
     assert numbers(name.format(tmp_path=tmp_path), config=None) == [1, 2]
@@ -140,14 +127,14 @@ def test_a_local_folder_begins_with_a_dot_a_tilde_or_a_slash_and_needs_no_hub(
 
 
 @pytest.mark.parametrize("name", ["data/mine", "my/data/mine"])
-def test_a_folder_without_a_dot_is_told_of_the_dot(loopback_hub: LoopbackHub, tmp_path: Path, name: str) -> None:
+def test_a_folder_without_a_dot_is_told_of_the_dot(loopback_hub, tmp_path, name):
     (tmp_path / name).mkdir(parents=True)
     with refused("E602", f"./{name}"):
         numbers(name, config=None)
 
 
 UNKNOWN = ["Repository not found", "check the name", "`hf auth login`"]
-REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [  # which dataset, what is asked for, what the error says
+REFUSED = [  # which dataset, what is asked for, what the error says
     ("no/such", {}, ["of no/such", *UNKNOWN]),
     ("me/private", {}, UNKNOWN),
     ("me/private", {"revision": "its own"}, ["private", "`hf auth login`"]),
@@ -167,9 +154,7 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [  # which dataset, what 
 
 @pytest.mark.parametrize("streaming", [True, False])
 @pytest.mark.parametrize(("name", "asked", "said"), REFUSED, ids=str)
-def test_what_the_hub_does_not_have_or_give_is_an_error_with_a_remedy(
-    loopback_hub: LoopbackHub, name: str, asked: dict[str, Any], said: list[str], streaming: bool
-) -> None:
+def test_what_the_hub_does_not_have_or_give_is_an_error_with_a_remedy(loopback_hub, name, asked, said, streaming):
     files = {"no/such": None, "me/empty": readme(), FINEWEB: numbered_datasets.fineweb_edu(documents=3, start=700)}
     content = files.get(name, numbered_datasets.dolly(rows=3, start=800 + streaming))
     name += f"-{streaming}" if name.startswith("me/") else ""
@@ -187,7 +172,7 @@ def test_what_the_hub_does_not_have_or_give_is_an_error_with_a_remedy(
     assert "config" not in asked or "auth" not in str(caught.value)
 
 
-def test_without_a_network_and_offline_the_error_says_what_works_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_network_and_offline_the_error_says_what_works_instead(monkeypatch):
     with refused("E601", "a/b at main: 4 attempts", "ConnectError", "--source-root sample", kind=ConnectionError):
         hub.card_of("a/b")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -195,7 +180,7 @@ def test_without_a_network_and_offline_the_error_says_what_works_instead(monkeyp
         hub.card_of("a/b")
 
 
-def test_each_retry_is_logged(loopback_hub: LoopbackHub, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_retry_is_logged(loopback_hub, caplog):
     loopback_hub.add("a/b", readme(license="mit"))
     loopback_hub.fail("a/b", status=502, times=2)
     with caplog.at_level(logging.WARNING, logger="niels_gpt"):
@@ -208,13 +193,13 @@ def test_each_retry_is_logged(loopback_hub: LoopbackHub, caplog: pytest.LogCaptu
 
 
 @pytest.fixture
-def waited() -> Iterator[list[float]]:
+def waited():
     """The seconds of each wait, which takes none."""
     with hub.waits() as seconds:
         yield seconds
 
 
-def test_waits_grow_up_to_a_bound(loopback_hub: LoopbackHub) -> None:
+def test_waits_grow_up_to_a_bound(loopback_hub):
     loopback_hub.fail("a/b", times=math.inf)
     with hub.waits(attempts=hub.STREAM_ATTEMPTS) as waited, refused("E601", "9 attempts", kind=ConnectionError):
         hub.card_of("a/b")
@@ -239,9 +224,7 @@ def test_waits_grow_up_to_a_bound(loopback_hub: LoopbackHub) -> None:
     ],
     ids=str,
 )
-def test_the_hub_is_left_alone_for_as_long_as_it_asks(
-    loopback_hub: LoopbackHub, waited: list[float], fault: dict[str, Any], seconds: float
-) -> None:
+def test_the_hub_is_left_alone_for_as_long_as_it_asks(loopback_hub, waited, fault, seconds):
     loopback_hub.add("a/b", readme(license="mit"))
     given = {key: value for key, value in fault.items() if key != "until"}
     if "until" in fault:  # from now: the tests before this one may take minutes
@@ -254,9 +237,7 @@ def test_the_hub_is_left_alone_for_as_long_as_it_asks(
 
 @pytest.mark.parametrize("streaming", [True, False])
 @pytest.mark.parametrize(("page", "times"), [("README.md", 7), ("00001-of", 1)])  # the library asks 7 times by itself
-def test_the_wish_is_seen_under_the_errors_of_the_libraries(
-    loopback_hub: LoopbackHub, waited: list[float], page: str, times: int, streaming: bool
-) -> None:
+def test_the_wish_is_seen_under_the_errors_of_the_libraries(loopback_hub, waited, page, times, streaming):
     dataset_id = f"a/wish-{streaming}-{times}"  # of which the library has no older commit to offer
     loopback_hub.add(dataset_id, numbered_datasets.dolly(rows=40))
     ordered = loopback_hub.fail(page, status=429, retry_after=77, times=times)
@@ -265,7 +246,7 @@ def test_the_wish_is_seen_under_the_errors_of_the_libraries(
     assert waited[-1] == 77
 
 
-def test_a_retry_after_beyond_reason_is_an_error_with_the_time(loopback_hub: LoopbackHub, waited: list[float]) -> None:
+def test_a_retry_after_beyond_reason_is_an_error_with_the_time(loopback_hub, waited):
     loopback_hub.fail("a/b", status=429, retry_after=7_200)
     with refused("E601", "1 attempts", "7200 s", kind=ConnectionError):
         hub.card_of("a/b")
@@ -275,10 +256,10 @@ def test_a_retry_after_beyond_reason_is_an_error_with_the_time(loopback_hub: Loo
 class Breaking:
     """Rows 0 to 9; each time it is read, it breaks before the next of the given rows."""
 
-    def __init__(self, errors: dict[int, Exception]) -> None:
+    def __init__(self, errors):
         self.errors = errors
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self):
         for number in range(10):
             if number in self.errors:
                 raise self.errors.pop(number)
@@ -288,7 +269,7 @@ class Breaking:
 @pytest.mark.parametrize(
     "name", ["ReadTimeout", "ConnectError", "RemoteProtocolError", "gaierror", "FileNotFoundError"]
 )
-def test_a_stream_that_breaks_goes_on_after_the_last_row(name: str) -> None:
+def test_a_stream_that_breaks_goes_on_after_the_last_row(name):
     from huggingface_hub.errors import HfHubHTTPError
 
     client = sys.modules[HfHubHTTPError.__bases__[0].__module__.split(".")[0]]  # httpx or its successor
@@ -307,9 +288,7 @@ def test_a_stream_that_breaks_goes_on_after_the_last_row(name: str) -> None:
     ],
     ids=["a web page", "half an answer", "nothing", "JSON of something else"],
 )
-def test_an_answer_of_something_else_is_asked_for_again_and_named(
-    loopback_hub: LoopbackHub, fault: Callable[[LoopbackHub], Fault], reason: str
-) -> None:
+def test_an_answer_of_something_else_is_asked_for_again_and_named(loopback_hub, fault, reason):
     sha = loopback_hub.add("a/b", readme(license="mit"))
     ordered = fault(loopback_hub)
     with refused("E601", "a/b at main: 4 attempts", reason, "proxy", kind=ConnectionError):
@@ -318,7 +297,7 @@ def test_an_answer_of_something_else_is_asked_for_again_and_named(
     assert hub.card_of("a/b").revision == sha
 
 
-def test_a_hub_that_names_no_commit_is_not_believed(loopback_hub: LoopbackHub) -> None:
+def test_a_hub_that_names_no_commit_is_not_believed(loopback_hub):
     loopback_hub.add("a/b", readme(license="mit"))
     repository = loopback_hub.repositories["a/b"]
     repository.commits[""], repository.refs["main"] = {}, ""
@@ -326,7 +305,7 @@ def test_a_hub_that_names_no_commit_is_not_believed(loopback_hub: LoopbackHub) -
         hub.card_of("a/b")
 
 
-def test_a_client_that_another_thread_has_closed_is_a_passing_failure() -> None:
+def test_a_client_that_another_thread_has_closed_is_a_passing_failure():
     from huggingface_hub.utils import close_session, get_session
 
     client = get_session()
@@ -336,7 +315,7 @@ def test_a_client_that_another_thread_has_closed_is_a_passing_failure() -> None:
     assert hub.may_pass(caught.value)
 
 
-def test_an_error_of_the_data_is_not_retried() -> None:
+def test_an_error_of_the_data_is_not_retried():
     found = Breaking({3: ArithmeticError("a row that nobody can decode"), 4: ArithmeticError("never reached")})
     with pytest.raises(ArithmeticError, match="nobody can decode"):
         list(hub.rows_until_they_end(found))
@@ -344,7 +323,7 @@ def test_an_error_of_the_data_is_not_retried() -> None:
         list(hub.rows_until_they_end(Breaking({3: KeyError("a column")})))
 
 
-def test_another_commit_in_the_librarys_cache_is_not_taken(loopback_hub: LoopbackHub) -> None:
+def test_another_commit_in_the_librarys_cache_is_not_taken(loopback_hub):
     loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=30, start=5_000))
     assert len(list(iter_dolly_sft())) == 30
     loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=30, start=6_000))
@@ -353,7 +332,7 @@ def test_another_commit_in_the_librarys_cache_is_not_taken(loopback_hub: Loopbac
         list(iter_dolly_sft())
 
 
-def test_the_same_commit_in_the_librarys_cache_is_no_stream(loopback_hub: LoopbackHub) -> None:
+def test_the_same_commit_in_the_librarys_cache_is_no_stream(loopback_hub):
     from huggingface_hub import HfFileSystem
 
     # Its rows are those of all files in the order of their preparation, not the stream's.

@@ -1,19 +1,15 @@
 """Builds from the hub: the revision is pinned and recorded, asked for, renewed; the card's licence is kept."""
 
 import dataclasses
-from pathlib import Path
-from typing import Any
 
 import pytest
 from support import numbered_datasets
 from support.commands import niels_gpt
 from support.errors import refused
-from support.loopback_hub import LoopbackHub
 from support.readings import trained_on
 
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.recipes.plan import recipes
-from niels_gpt.recipes.run_recipe import Outcome
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.settings import Settings
 
@@ -21,21 +17,21 @@ DOLLY = "databricks/databricks-dolly-15k"
 
 
 @pytest.fixture
-def hub(tmp_path: Path, tiny_model_path: Path, quick_retries: None) -> Settings:
+def hub(tmp_path, tiny_model_path, quick_retries):
     """Settings of the hub."""
     return Settings(cache_dir=str(tmp_path / "cache"), tokenizer=str(tiny_model_path))
 
 
-def build(settings: Settings, **given: Any) -> Outcome:
+def build(settings, **given):
     return recipes(settings)["sft/dolly15k"](settings, **given)
 
 
-def source_of(settings: Settings, **given: Any) -> dict[str, Any]:
-    source: dict[str, Any] = build(settings, **given).meta["source"]
+def source_of(settings, **given):
+    source = build(settings, **given).meta["source"]
     return source
 
 
-def test_the_revision_of_the_first_contact_counts_until_a_refresh(loopback_hub: LoopbackHub, hub: Settings) -> None:
+def test_the_revision_of_the_first_contact_counts_until_a_refresh(loopback_hub, hub):
     first = loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=20))
     assert source_of(hub)["revision"] == first
     second = loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=20, start=100))
@@ -48,7 +44,7 @@ def test_the_revision_of_the_first_contact_counts_until_a_refresh(loopback_hub: 
     assert source_of(changed)["revision"] == second
 
 
-def test_a_revision_can_be_asked_for_by_commit_branch_or_tag(loopback_hub: LoopbackHub, hub: Settings) -> None:
+def test_a_revision_can_be_asked_for_by_commit_branch_or_tag(loopback_hub, hub):
     first = loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=20))
     second = loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=20, start=100))
     third = loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=20, start=200), ref="v2")
@@ -64,12 +60,12 @@ def test_a_revision_can_be_asked_for_by_commit_branch_or_tag(loopback_hub: Loopb
 
 
 @pytest.mark.parametrize("text", ["abc", "dolly15k", "dolly15k=", "roam=abc", "nobody=abc"])
-def test_a_revision_of_nothing_is_refused(hub: Settings, text: str) -> None:
+def test_a_revision_of_nothing_is_refused(hub, text):
     with refused("E102", "--revision", "SOURCE=REVISION", "fineweb_edu"):
         build(dataclasses.replace(hub, revision=text))
 
 
-def test_a_cache_takes_the_revision_that_the_tokenizer_was_trained_on(loopback_hub: LoopbackHub, hub: Settings) -> None:
+def test_a_cache_takes_the_revision_that_the_tokenizer_was_trained_on(loopback_hub, hub):
     first = loopback_hub.add(DOLLY, numbered_datasets.dolly())
     trained = dataclasses.replace(hub, tokenizer=None, vocab_size=400)
     with trained_on("dolly15k"):
@@ -80,9 +76,7 @@ def test_a_cache_takes_the_revision_that_the_tokenizer_was_trained_on(loopback_h
         assert source_of(trained)["revision"] == first
 
 
-def test_licence_and_attribution_come_from_the_dataset_card_if_there_is_one(
-    loopback_hub: LoopbackHub, hub: Settings
-) -> None:
+def test_licence_and_attribution_come_from_the_dataset_card_if_there_is_one(loopback_hub, hub):
     files = numbered_datasets.dolly(rows=20)
     loopback_hub.add(DOLLY, files)
     source = source_of(hub)
@@ -96,9 +90,7 @@ def test_licence_and_attribution_come_from_the_dataset_card_if_there_is_one(
     assert source["licence"] == "not stated" and "me/mine" in source["attribution"]
 
 
-def test_a_hub_that_is_down_leaves_the_committed_cache_and_says_what_to_do(
-    loopback_hub: LoopbackHub, hub: Settings
-) -> None:
+def test_a_hub_that_is_down_leaves_the_committed_cache_and_says_what_to_do(loopback_hub, hub):
     loopback_hub.add(DOLLY, numbered_datasets.dolly(rows=20))
     before = source_of(hub)
     loopback_hub.fail(times=float("inf"))

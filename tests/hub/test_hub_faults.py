@@ -8,17 +8,14 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from support import hub_datasets as hub
 from support import numbered_datasets
 from support.errors import refused
-from support.hub_content import Fault
-from support.loopback_hub import LoopbackHub
 from support.numbered_datasets import number_of
 
 from niels_gpt.data.dolly import iter_dolly_sft
@@ -42,11 +39,11 @@ class Case:
     shard: str
     """Part of the path of the file that the faults are about."""
 
-    def numbers(self, start: int) -> list[int]:
+    def numbers(self, start):
         return [number_of(text) - start for text in self.read()]
 
 
-def fineweb(form: str, *, shuffle: bool) -> Case:
+def fineweb(form, *, shuffle):
     return Case(
         FINEWEB,
         lambda start: numbered_datasets.fineweb_edu(documents=36, form=form, start=start),
@@ -80,7 +77,7 @@ CASES = {
         "train-00001",
     ),
 }
-FAULTS: dict[str, Callable[[LoopbackHub, str], Fault]] = {
+FAULTS = {
     "429 with Retry-After": lambda hub, shard: hub.fail(shard, status=429, retry_after=60, times=2),
     "429 with RateLimit": lambda hub, shard: hub.fail(shard, status=429, rate_limit='"resolvers";r=0;t=60', times=2),
     "503": lambda hub, shard: hub.fail(shard, status=503, times=3),
@@ -94,12 +91,12 @@ FAULTS: dict[str, Callable[[LoopbackHub, str], Fault]] = {
     "a page of somebody else, of two lines of JSON": lambda hub, shard: hub.fail(shard, status=200),
 }
 STARTS = iter(range(1_000, 10**6, 1_000))
-IN_PEACE: dict[str, list[int]] = {}
+IN_PEACE = {}
 """What each case reads where nothing fails; filled on first use."""
 
 
 @pytest.fixture(autouse=True)
-def small_times(loopback_hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def small_times(loopback_hub, monkeypatch):
     """Let the libraries wait hardly at all between their attempts, and 0.3 s for a byte; and read in small blocks."""
     quick = SimpleNamespace(**{**vars(time), "sleep": lambda seconds: None})
     for module in ("huggingface_hub.utils._http", "huggingface_hub.file_download", "niels_gpt.hub.retries"):
@@ -110,14 +107,14 @@ def small_times(loopback_hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("fsspec.spec.AbstractBufferedFile.DEFAULT_BLOCK_SIZE", 8_192)
 
 
-def add_case(loopback_hub: LoopbackHub, name: str) -> int:
+def add_case(loopback_hub, name):
     """Commit the files of a case and return its first number."""
     start = next(STARTS)
     loopback_hub.add(CASES[name].dataset_id, CASES[name].files(start))
     return start
 
 
-def in_peace(loopback_hub: LoopbackHub, name: str) -> list[int]:
+def in_peace(loopback_hub, name):
     """Return the numbers that a case reads, in order, where nothing fails: those of every document."""
     if name not in IN_PEACE:
         numbers = IN_PEACE[name] = CASES[name].numbers(add_case(loopback_hub, name))
@@ -134,7 +131,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("name", "fault"), PAIRS)
-def test_every_document_comes_once_and_in_order(loopback_hub: LoopbackHub, name: str, fault: str) -> None:
+def test_every_document_comes_once_and_in_order(loopback_hub, name, fault):
     expected = in_peace(loopback_hub, name)
     start = add_case(loopback_hub, name)
     ordered = FAULTS[fault](loopback_hub, CASES[name].shard)
@@ -145,7 +142,7 @@ def test_every_document_comes_once_and_in_order(loopback_hub: LoopbackHub, name:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (at % 2)) for at, name in enumerate(CASES)]
 )
-def test_a_network_that_cuts_every_answer_is_slow_but_loses_nothing(loopback_hub: LoopbackHub, name: str) -> None:
+def test_a_network_that_cuts_every_answer_is_slow_but_loses_nothing(loopback_hub, name):
     expected = in_peace(loopback_hub, name)
     start = add_case(loopback_hub, name)
     loopback_hub.cut(CASES[name].shard, after=1_000, times=math.inf)
@@ -154,7 +151,7 @@ def test_a_network_that_cuts_every_answer_is_slow_but_loses_nothing(loopback_hub
     assert len(answers) > hub.STREAM_ATTEMPTS
 
 
-ANYWHERE: dict[str, Callable[[LoopbackHub, int], Fault]] = {
+ANYWHERE = {
     "503": lambda hub, passing: hub.fail(status=503, passing=passing),
     "a page of somebody else": lambda hub, passing: hub.foreign(passing=passing),
     "ended early without a length": lambda hub, passing: hub.end_early(after=60, passing=passing),
@@ -176,7 +173,7 @@ ANYWHERE: dict[str, Callable[[LoopbackHub, int], Fault]] = {
         pytest.param("dolly", "a page of somebody else", marks=pytest.mark.faults),
     ],
 )
-def test_no_request_is_one_that_may_not_fail(loopback_hub: LoopbackHub, name: str, fault: str) -> None:
+def test_no_request_is_one_that_may_not_fail(loopback_hub, name, fault):
     expected = in_peace(loopback_hub, name)
     for passing in itertools.count():
         start = add_case(loopback_hub, name)
@@ -189,9 +186,7 @@ def test_no_request_is_one_that_may_not_fail(loopback_hub: LoopbackHub, name: st
 
 
 @pytest.mark.faults
-def test_a_list_of_files_that_stalls_is_asked_for_again(
-    loopback_hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_list_of_files_that_stalls_is_asked_for_again(loopback_hub, monkeypatch):
     # Requests are counted: on a busy machine an answer that does not stall may take longer than 0.3 s.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 2.0)
     asked = []
@@ -218,9 +213,7 @@ def test_a_list_of_files_that_stalls_is_asked_for_again(
     [("foreign", {"passing": 1}), ("end_early", {"after": 20}), ("cut", {"after": 20})],  # the first request is of HEAD
     ids=str,
 )
-def test_a_dataset_card_that_does_not_come_is_asked_for_again(
-    loopback_hub: LoopbackHub, fault: str, how: dict[str, int]
-) -> None:
+def test_a_dataset_card_that_does_not_come_is_asked_for_again(loopback_hub, fault, how):
     card = {"pretty_name": f"A card of {next(STARTS)}, which the library has not kept"}
     rows = numbered_datasets.table([{"text": "Page number 1"}], "jsonl")
     loopback_hub.add("a/b", {"README.md": numbered_datasets.readme(card), "train.jsonl": rows})
@@ -229,13 +222,13 @@ def test_a_dataset_card_that_does_not_come_is_asked_for_again(
     assert ordered.times == 0
 
 
-def stream(loopback_hub: LoopbackHub, form: str = "parquet") -> tuple[int, Iterator[dict[str, Any]]]:
+def stream(loopback_hub, form="parquet"):
     start = next(STARTS)
     loopback_hub.add(FINEWEB, numbered_datasets.fineweb_edu(documents=36, form=form, start=start))
     return start, hub.rows(FINEWEB, config="CC-MAIN-2024-10", split="train", streaming=True)
 
 
-def test_a_hub_that_stays_broken_is_an_error_after_the_stated_attempts(loopback_hub: LoopbackHub) -> None:
+def test_a_hub_that_stays_broken_is_an_error_after_the_stated_attempts(loopback_hub):
     _, rows = stream(loopback_hub)
     loopback_hub.fail(times=math.inf)
     with refused("E601", FINEWEB, "4 attempts", "503 Service Unavailable", kind=ConnectionError):
@@ -243,7 +236,7 @@ def test_a_hub_that_stays_broken_is_an_error_after_the_stated_attempts(loopback_
     assert len(loopback_hub.requests) == hub.ASK_ATTEMPTS
 
 
-STAYS_BROKEN: dict[str, tuple[Callable[[LoopbackHub, str], Fault], str]] = {
+STAYS_BROKEN = {
     "503": (lambda hub, shard: hub.fail(shard, times=math.inf), "503 Service Unavailable"),
     "429": (lambda hub, shard: hub.fail(shard, status=429, times=math.inf), "429 Too Many Requests"),
     "cut": (lambda hub, shard: hub.cut(shard, after=0, times=math.inf), "closed connection"),
@@ -262,12 +255,12 @@ STAYS_BROKEN: dict[str, tuple[Callable[[LoopbackHub, str], Fault], str]] = {
     ],
 )
 def test_a_stream_that_stays_broken_is_an_error_after_the_stated_attempts(
-    loopback_hub: LoopbackHub,
-    monkeypatch: pytest.MonkeyPatch,
-    form: str,
-    fault: Callable[[LoopbackHub, str], Fault],
-    reason: str,
-) -> None:
+    loopback_hub,
+    monkeypatch,
+    form,
+    fault,
+    reason,
+):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 0.1)
     start, rows = stream(loopback_hub, form)
     got = [number_of(next(rows)["text"])]
@@ -281,7 +274,7 @@ def test_a_stream_that_stays_broken_is_an_error_after_the_stated_attempts(
     assert len([one for one in loopback_hub.asked(shard) if one.status != 302]) == hub.STREAM_ATTEMPTS
 
 
-def test_progress_resets_the_bound(loopback_hub: LoopbackHub) -> None:
+def test_progress_resets_the_bound(loopback_hub):
     start, rows = stream(loopback_hub)
     number = number_of(next(rows)["text"])
     ordered = loopback_hub.cut("train-00001-of-00003", after=1_500, times=3 * hub.STREAM_ATTEMPTS)
@@ -292,7 +285,7 @@ def test_progress_resets_the_bound(loopback_hub: LoopbackHub) -> None:
 # What the libraries lose without an error, and `hub.rows` does not: retries.register_checked_files says where.
 
 
-def test_an_empty_answer_is_the_end_of_a_file_for_the_library_alone(loopback_hub: LoopbackHub) -> None:
+def test_an_empty_answer_is_the_end_of_a_file_for_the_library_alone(loopback_hub):
     import datasets
 
     start, rows = stream(loopback_hub, "jsonl")
@@ -305,7 +298,7 @@ def test_an_empty_answer_is_the_end_of_a_file_for_the_library_alone(loopback_hub
 
 
 @pytest.mark.parametrize("form", ["parquet", "jsonl.gz"])
-def test_an_answer_that_ignores_the_range_is_not_taken(loopback_hub: LoopbackHub, form: str) -> None:
+def test_an_answer_that_ignores_the_range_is_not_taken(loopback_hub, form):
     start, shard = next(STARTS), "CC-MAIN-2024-10/train-00001"
     loopback_hub.add(FINEWEB, numbered_datasets.fineweb_edu(documents=36, form=form, chars=8_000, start=start))
     case = fineweb(form, shuffle=False)
@@ -317,7 +310,7 @@ def test_an_answer_that_ignores_the_range_is_not_taken(loopback_hub: LoopbackHub
         case.numbers(start)
 
 
-def test_an_answer_that_says_other_bytes_than_asked_is_not_taken() -> None:
+def test_an_answer_that_says_other_bytes_than_asked_is_not_taken():
     from huggingface_hub.errors import HfHubHTTPError
 
     response = sys.modules[HfHubHTTPError.__bases__[0].__module__.split(".")[0]].Response  # httpx or its successor
@@ -342,16 +335,14 @@ def test_an_answer_that_says_other_bytes_than_asked_is_not_taken() -> None:
             hub.check_range(response(status, headers=headers), first, 100, 500)
 
 
-def opened(loopback_hub: LoopbackHub, content: bytes) -> Any:
+def opened(loopback_hub, content):
     """Open a file of the hub the way a stream does."""
     import fsspec
 
     return fsspec.open(hub.checked_url("a/b", loopback_hub.add("a/b", {"some.bin": content}), "some.bin"))
 
 
-def test_the_rest_of_an_answer_that_ignores_the_range_is_not_waited_for(
-    loopback_hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_rest_of_an_answer_that_ignores_the_range_is_not_waited_for(loopback_hub, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 10.0)  # also on a busy machine
     content = bytes(range(256)) * (1 << 16)  # 16 MiB: more than the sockets hold
     loopback_hub.ignore_range("some.bin")
@@ -360,7 +351,7 @@ def test_the_rest_of_an_answer_that_ignores_the_range_is_not_waited_for(
     assert loopback_hub.left_early("some.bin")
 
 
-def test_a_file_is_asked_for_as_it_is_where_a_server_would_compress_it(loopback_hub: LoopbackHub) -> None:
+def test_a_file_is_asked_for_as_it_is_where_a_server_would_compress_it(loopback_hub):
     loopback_hub.compressing = True
     content = b"a line of a book\n" * 10_000
     with opened(loopback_hub, content) as file:
@@ -368,7 +359,7 @@ def test_a_file_is_asked_for_as_it_is_where_a_server_would_compress_it(loopback_
     assert {one.status for one in loopback_hub.asked("/cdn/")} == {206}
 
 
-def test_a_json_file_of_one_array_comes_whole(loopback_hub: LoopbackHub) -> None:
+def test_a_json_file_of_one_array_comes_whole(loopback_hub):
     rows = [{"text": f"Page number {number} {'of a book ' * 50}"} for number in range(200)]
     loopback_hub.add("a/b", {"train.json": json.dumps(rows).encode()})
     loopback_hub.cut("/cdn/", after=3_000, times=math.inf)
@@ -376,7 +367,7 @@ def test_a_json_file_of_one_array_comes_whole(loopback_hub: LoopbackHub) -> None
     assert list(hub.rows("a/b", split="train", streaming=True)) == rows
 
 
-def test_the_librarys_own_way_to_the_hub_stays_as_it_was(loopback_hub: LoopbackHub) -> None:
+def test_the_librarys_own_way_to_the_hub_stays_as_it_was(loopback_hub):
     import fsspec
     from huggingface_hub import HfFileSystem
     from huggingface_hub.utils import get_session

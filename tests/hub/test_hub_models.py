@@ -10,7 +10,6 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from support.errors import refused
 from support.loopback_hub import LoopbackHub
 from support.tiny_hub_models import CHAT, target_facts, write_model
 
-from niels_gpt.chat import ChatTokenizer, open_tokenizer
+from niels_gpt.chat import open_tokenizer
 from niels_gpt.eagle3.target import load_target
 from niels_gpt.storage.fileio import sha256_file
 
@@ -28,23 +27,23 @@ pytestmark = pytest.mark.usefixtures("no_waiting")
 
 
 @pytest.fixture
-def own(first: Path, tmp_path: Path) -> Path:
+def own(first, tmp_path):
     """A copy of the first, that a test may change."""
     shutil.copytree(first, tmp_path / "own")
     return tmp_path / "own"
 
 
-def opened(name: str, revision: str | None = None) -> Any:
+def opened(name, revision=None):
     return load_target(name, revision=revision, dtype=torch.float32, attention="sdpa", device="cpu")
 
 
-def is_target(model: Any, folder: Path) -> bool:
+def is_target(model, folder):
     """Tell whether each weight is, bit for bit, that of a folder."""
     weights, expected = model.state_dict(), load_file(folder / "model.safetensors")
     return weights.keys() == expected.keys() and all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
-def is_tokenizer(tokenizer: ChatTokenizer, folder: Path) -> bool:
+def is_tokenizer(tokenizer, folder):
     """Tell whether a tokenizer and its template are those of a folder."""
     local = open_tokenizer(str(folder))
     names = ("sha256", "template_sha256", "mask_by", "vocab_size", "pad_id", "special_token_ids")
@@ -52,16 +51,14 @@ def is_tokenizer(tokenizer: ChatTokenizer, folder: Path) -> bool:
     return same and tokenizer.encode_chat(CHAT) == local.encode_chat(CHAT)
 
 
-ASKS: dict[str, Callable[..., Any]] = {"facts": target_facts, "weights": opened, "tokenizer": open_tokenizer}
+ASKS = {"facts": target_facts, "weights": opened, "tokenizer": open_tokenizer}
 
 
-def ask(what: str, name: str, revision: str | None = None) -> Any:
+def ask(what, name, revision=None):
     return opened(name, revision) if what == "weights" else ASKS[what](name, revision=revision)
 
 
-def test_facts_and_a_tokenizer_have_the_commit_and_no_weights_are_asked_for(
-    loopback_hub: LoopbackHub, model_id: str, first: Path
-) -> None:
+def test_facts_and_a_tokenizer_have_the_commit_and_no_weights_are_asked_for(loopback_hub, model_id, first):
     commit = loopback_hub.add_model(model_id, first)
     facts = target_facts(model_id)
     assert (facts.name, facts.revision, facts.weights_sha256) == (model_id, commit, None)
@@ -73,18 +70,14 @@ def test_facts_and_a_tokenizer_have_the_commit_and_no_weights_are_asked_for(
     assert loopback_hub.requests and all(commit in one.path for one in loopback_hub.requests)
 
 
-def test_a_target_in_shards_has_the_bits_of_the_folder(
-    loopback_hub: LoopbackHub, model_id: str, first: Path, tmp_path: Path
-) -> None:
+def test_a_target_in_shards_has_the_bits_of_the_folder(loopback_hub, model_id, first, tmp_path):
     commit = loopback_hub.add_model(model_id, write_model(tmp_path, seed=1, max_shard_size="30KB"))
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
     assert is_target(opened(model_id), first)
     assert all(commit in one.path for one in loopback_hub.asked("/model-0"))
 
 
-def test_a_target_in_the_old_format_is_not_reported_to_a_converting_service(
-    loopback_hub: LoopbackHub, model_id: str, own: Path, first: Path
-) -> None:
+def test_a_target_in_the_old_format_is_not_reported_to_a_converting_service(loopback_hub, model_id, own, first):
     torch.save(load_file(own / "model.safetensors"), own / "pytorch_model.bin")
     (own / "model.safetensors").unlink()
     loopback_hub.add_model(model_id, own)
@@ -93,12 +86,12 @@ def test_a_target_in_the_old_format_is_not_reported_to_a_converting_service(
 
 
 def test_a_tokenizer_of_a_branch_stays_at_its_commit_while_the_branch_moves(
-    loopback_hub: LoopbackHub, model_id: str, first: Path, second: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    loopback_hub, model_id, first, second, monkeypatch
+):
     loopback_hub.add_model(model_id, first)
     real = loopback_hub.spend
 
-    def moving(method: str, path: str, *, body: bool) -> Any:
+    def moving(method, path, *, body):
         if path.endswith("/tokenizer.json") and not body:
             loopback_hub.add_model(model_id, second)
         return real(method, path, body=body)
@@ -108,9 +101,7 @@ def test_a_tokenizer_of_a_branch_stays_at_its_commit_while_the_branch_moves(
     assert is_tokenizer(open_tokenizer(model_id), second)
 
 
-def test_a_branch_a_tag_and_a_commit_are_honoured_and_recorded_as_the_commit(
-    loopback_hub: LoopbackHub, model_id: str, first: Path, second: Path
-) -> None:
+def test_a_branch_a_tag_and_a_commit_are_honoured_and_recorded_as_the_commit(loopback_hub, model_id, first, second):
     old = loopback_hub.add_model(model_id, first, ref="v1.0")
     new = loopback_hub.add_model(model_id, second)
     asked = {None: new, "main": new, "v1.0": old, old: old, new: new}
@@ -121,7 +112,7 @@ def test_a_branch_a_tag_and_a_commit_are_honoured_and_recorded_as_the_commit(
         assert is_tokenizer(open_tokenizer(model_id, revision=revision), folder)
 
 
-def test_what_was_downloaded_is_opened_again_where_nothing_listens(model_id: str, first: Path) -> None:
+def test_what_was_downloaded_is_opened_again_where_nothing_listens(model_id, first):
     with LoopbackHub(port=int(os.environ["HF_ENDPOINT"].rpartition(":")[2])) as hub:
         commit = hub.add_model(model_id, first)
         for what in ASKS:
@@ -134,8 +125,8 @@ def test_what_was_downloaded_is_opened_again_where_nothing_listens(model_id: str
 
 @pytest.mark.parametrize("max_shard_size", ["30KB", "1GB"])
 def test_a_snapshot_that_somebody_else_downloaded_is_enough_with_hf_hub_offline(
-    loopback_hub: LoopbackHub, model_id: str, first: Path, tmp_path: Path, max_shard_size: str
-) -> None:
+    loopback_hub, model_id, first, tmp_path, max_shard_size
+):
     import huggingface_hub
 
     commit = loopback_hub.add_model(model_id, write_model(tmp_path, seed=1, max_shard_size=max_shard_size))
@@ -152,7 +143,7 @@ def test_a_snapshot_that_somebody_else_downloaded_is_enough_with_hf_hub_offline(
 Hubs = Callable[[LoopbackHub, str, Path], object]
 
 
-def broken(fault: str, **how: Any) -> Hubs:
+def broken(fault, **how):
     """Add the model, and a fault in every answer about it."""
     return lambda hub, name, folder: (hub.add_model(name, folder), getattr(hub, fault)(name, times=math.inf, **how))
 
@@ -160,7 +151,7 @@ def broken(fault: str, **how: Any) -> Hubs:
 ABSENT = "0123456789" * 4
 NO_REVISION = ["commit, branch or tag of http://127"]
 UNKNOWN = ["config.json", "name at http://127", "private", "hf auth login"]
-ERRORS: dict[str, tuple[Hubs, str, list[str]]] = {
+ERRORS = {
     "unknown": (lambda hub, name, folder: None, "E602", UNKNOWN),
     "a dataset": (lambda hub, name, folder: hub.add(name, {}), "E602", UNKNOWN),
     "private": (lambda hub, name, folder: hub.add_model(name, folder, private=True), "E602", UNKNOWN),
@@ -180,9 +171,7 @@ ERRORS: dict[str, tuple[Hubs, str, list[str]]] = {
 
 @pytest.mark.parametrize("what", ASKS)
 @pytest.mark.parametrize("hub", ERRORS)
-def test_what_the_hub_does_not_give_is_named(
-    loopback_hub: LoopbackHub, model_id: str, first: Path, what: str, hub: str
-) -> None:
+def test_what_the_hub_does_not_give_is_named(loopback_hub, model_id, first, what, hub):
     prepare, code, said = ERRORS[hub]
     prepare(loopback_hub, model_id, first)
     with refused(code, f"{model_id}: ", *said, kind=ConnectionError if code == "E601" else ValueError):
@@ -191,9 +180,7 @@ def test_what_the_hub_does_not_give_is_named(
 
 @pytest.mark.parametrize("what", ASKS)
 @pytest.mark.parametrize("offline", [False, True])
-def test_an_id_that_cannot_be_asked_for_is_an_error_of_the_network(
-    model_id: str, what: str, offline: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_id_that_cannot_be_asked_for_is_an_error_of_the_network(model_id, what, offline, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
     said = ["HF_HUB_OFFLINE", "hf download"] if offline else ["refused", "folder"]
     with refused("E601", f"{model_id}: ", *said, kind=ConnectionError):
@@ -202,9 +189,7 @@ def test_an_id_that_cannot_be_asked_for_is_an_error_of_the_network(
 
 @pytest.mark.parametrize("what", ASKS)
 @pytest.mark.parametrize("status", [429, 503])
-def test_a_hub_that_fails_for_a_while_is_asked_again(
-    loopback_hub: LoopbackHub, model_id: str, first: Path, what: str, status: int
-) -> None:
+def test_a_hub_that_fails_for_a_while_is_asked_again(loopback_hub, model_id, first, what, status):
     commit = loopback_hub.add_model(model_id, first)
     for name in ("config.json", "model.safetensors", "tokenizer.json", "special_tokens_map.json"):
         loopback_hub.fail(f"{model_id}/resolve/main/{name}", status=status, times=3)
@@ -215,7 +200,7 @@ def test_a_hub_that_fails_for_a_while_is_asked_again(
     assert what != "tokenizer" or is_tokenizer(found, first)
 
 
-FAULTS: dict[str, Callable[[LoopbackHub, str], object]] = {
+FAULTS = {
     "failing": lambda hub, file: hub.fail(file, status=503, times=math.inf),
     "somebody else's page": lambda hub, file: hub.foreign(file, times=math.inf),
     "cut": lambda hub, file: hub.cut(file, after=5, times=math.inf),
@@ -227,8 +212,8 @@ FAULTS: dict[str, Callable[[LoopbackHub, str], object]] = {
     "file", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]
 )
 def test_a_tokenizer_is_never_opened_without_a_file_that_the_hub_fails_to_give(
-    loopback_hub: LoopbackHub, model_id: str, first: Path, file: str, fault: str
-) -> None:
+    loopback_hub, model_id, first, file, fault
+):
     commit = loopback_hub.add_model(model_id, first)
     FAULTS[fault](loopback_hub, f"/{file}")
     with refused("E601", f"{model_id}: ", f"its {file}", kind=ConnectionError):
@@ -237,9 +222,7 @@ def test_a_tokenizer_is_never_opened_without_a_file_that_the_hub_fails_to_give(
     assert is_tokenizer(open_tokenizer(model_id, revision=commit), first)
 
 
-def test_a_tokenizer_in_the_parts_of_an_older_format_is_opened_whole_or_not_at_all(
-    loopback_hub: LoopbackHub, model_id: str, own: Path
-) -> None:
+def test_a_tokenizer_in_the_parts_of_an_older_format_is_opened_whole_or_not_at_all(loopback_hub, model_id, own):
     parts = json.loads((own / "tokenizer.json").read_text())["model"]
     (own / "tokenizer.json").unlink()
     (own / "vocab.json").write_text(json.dumps(parts["vocab"]))
@@ -257,8 +240,8 @@ def test_a_tokenizer_in_the_parts_of_an_older_format_is_opened_whole_or_not_at_a
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_weights_that_do_not_come_are_an_error_of_the_network_and_no_others_are_taken(
-    loopback_hub: LoopbackHub, model_id: str, own: Path, second: Path, fault: str
-) -> None:
+    loopback_hub, model_id, own, second, fault
+):
     torch.save(load_file(second / "model.safetensors"), own / "pytorch_model.bin")
     loopback_hub.add_model(model_id, own)
     FAULTS[fault](loopback_hub, "/model.safetensors")
@@ -268,9 +251,7 @@ def test_weights_that_do_not_come_are_an_error_of_the_network_and_no_others_are_
     assert is_target(opened(model_id), own)
 
 
-def test_weights_whose_download_is_cut_off_are_asked_for_again(
-    loopback_hub: LoopbackHub, model_id: str, first: Path
-) -> None:
+def test_weights_whose_download_is_cut_off_are_asked_for_again(loopback_hub, model_id, first):
     loopback_hub.add_model(model_id, first)
     loopback_hub.cut("/cdn/", after=1_000, times=3)
     assert is_target(opened(model_id), first)
@@ -299,15 +280,15 @@ INDEX, TOKENIZER = "model.safetensors.index.json", "tokenizer.json"
     ],
 )
 def test_a_model_that_is_not_whole_on_the_hub_is_named(
-    loopback_hub: LoopbackHub,
-    model_id: str,
-    tmp_path: Path,
-    file: str,
-    raw: str | None,
-    what: str,
-    code: str,
-    found: str,
-) -> None:
+    loopback_hub,
+    model_id,
+    tmp_path,
+    file,
+    raw,
+    what,
+    code,
+    found,
+):
     for path in write_model(tmp_path, seed=1, max_shard_size="30KB").glob(file):
         path.unlink() if raw is None else path.write_text(raw)
     loopback_hub.add_model(model_id, tmp_path)
@@ -317,9 +298,7 @@ def test_a_model_that_is_not_whole_on_the_hub_is_named(
 
 
 @pytest.mark.parametrize("what", ["facts", "weights"])
-def test_code_of_a_repository_is_neither_run_nor_asked_for(
-    loopback_hub: LoopbackHub, model_id: str, own: Path, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_of_a_repository_is_neither_run_nor_asked_for(loopback_hub, model_id, own, tmp_path, what, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda prompt: "y")
     config = json.loads((own / "config.json").read_text())
     classes = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
@@ -332,7 +311,7 @@ def test_code_of_a_repository_is_neither_run_nor_asked_for(
     assert not (tmp_path / "was_run").exists() and not loopback_hub.asked("code.py")
 
 
-def test_a_tokenizer_is_found_from_home_as_its_target_is(first: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_is_found_from_home_as_its_target_is(first, monkeypatch):
     monkeypatch.setenv("HOME", str(first.parent))
     assert is_tokenizer(open_tokenizer(f"~/{first.name}"), first)
     with refused("E408", "~/nothing: ", "no such folder"):

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("no_waiting")
 
 
 @pytest.fixture
-def repository(tmp_path: Path) -> Path:
+def repository(tmp_path):
     """The files of a model: a tokenizer, and what is not fetched."""
     folder = shutil.copytree(made_tokenizer("t5"), tmp_path / "repository")
     for name in ("model.safetensors", "config.json", "tokenizer.model", "code.py"):
@@ -33,19 +33,19 @@ def repository(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def named(tmp_path: Path, model_id: str) -> Settings:
+def named(tmp_path, model_id):
     """Settings that name the tokenizer by its id, with a text."""
     (tmp_path / "a.txt").write_text("a text of a few words")
     return Settings(pretrain=f"own={tmp_path / 'a.txt'}", cache_dir=str(tmp_path / "cache"), tokenizer=model_id)
 
 
-def fetched(hub: LoopbackHub) -> set[str]:
+def fetched(hub):
     return {request.path.rpartition("/")[2] for request in hub.requests}
 
 
 def test_only_the_files_of_a_tokenizer_are_fetched_and_the_hub_is_not_asked_again(
-    loopback_hub: LoopbackHub, repository: Path, named: Settings, model_id: str
-) -> None:
+    loopback_hub, repository, named, model_id
+):
     assert [item.action for item in plan(named, ["pretrain/own"])] == ["download", "build"]
     assert not loopback_hub.requests
     commit = loopback_hub.add_model(model_id, repository)
@@ -60,9 +60,7 @@ def test_only_the_files_of_a_tokenizer_are_fetched_and_the_hub_is_not_asked_agai
     assert not loopback_hub.requests
 
 
-def test_a_newer_revision_is_taken_on_request_and_an_older_one_by_its_commit(
-    loopback_hub: LoopbackHub, repository: Path, named: Settings, model_id: str
-) -> None:
+def test_a_newer_revision_is_taken_on_request_and_an_older_one_by_its_commit(loopback_hub, repository, named, model_id):
     old = loopback_hub.add_model(model_id, repository)
     build_token_cache(named, "own")
     config = json.loads((repository / "tokenizer_config.json").read_text())
@@ -77,9 +75,7 @@ def test_a_newer_revision_is_taken_on_request_and_an_older_one_by_its_commit(
     assert earlier["eos"]["token"] == "</s>"
 
 
-def test_the_plan_of_partitions_keeps_its_tokenizer(
-    loopback_hub: LoopbackHub, repository: Path, named: Settings, model_id: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_plan_of_partitions_keeps_its_tokenizer(loopback_hub, repository, named, model_id, caplog):
     settings = dataclasses.replace(named, partitions=2)
     old = loopback_hub.add_model(model_id, repository)
     build_partition(settings, "own", 0)
@@ -98,9 +94,7 @@ def test_the_plan_of_partitions_keeps_its_tokenizer(
     assert ensure_tokenizer(before).meta["hub"]["revision"] == old
 
 
-def test_a_sentencepiece_model_of_the_hub_is_one_file(
-    loopback_hub: LoopbackHub, named: Settings, model_id: str, tiny_model_path: Path, tmp_path: Path
-) -> None:
+def test_a_sentencepiece_model_of_the_hub_is_one_file(loopback_hub, named, model_id, tiny_model_path, tmp_path):
     (tmp_path / "r").mkdir()
     shutil.copy(tiny_model_path, tmp_path / "r" / "tokenizer.model")
     loopback_hub.add_model(model_id, tmp_path / "r")
@@ -108,9 +102,7 @@ def test_a_sentencepiece_model_of_the_hub_is_one_file(
     assert (meta["tokenizer_kind"], [record["name"] for record in meta["files"]]) == ("sentencepiece", ["spm.model"])
 
 
-def test_what_the_hub_does_not_have_is_named_and_nothing_is_installed(
-    loopback_hub: LoopbackHub, named: Settings, model_id: str, tmp_path: Path
-) -> None:
+def test_what_the_hub_does_not_have_is_named_and_nothing_is_installed(loopback_hub, named, model_id, tmp_path):
     flags = ["--pretrain", str(named.pretrain), "--cache-dir", named.cache_dir, "--tokenizer", model_id]
     done = niels_gpt("build", *flags)
     assert done.status == 1 and model_id in done.err and "error[E602]" in done.err
@@ -122,7 +114,7 @@ def test_what_the_hub_does_not_have_is_named_and_nothing_is_installed(
     assert not (tmp_path / "cache" / "tokenizer").exists()
 
 
-def test_without_the_hub_an_installed_tokenizer_is_enough(repository: Path, named: Settings, model_id: str) -> None:
+def test_without_the_hub_an_installed_tokenizer_is_enough(repository, named, model_id):
     with LoopbackHub(port=int(os.environ["HF_ENDPOINT"].rpartition(":")[2])) as hub:
         hub.add_model(model_id, repository)
         ensure_tokenizer(named)

@@ -1,8 +1,5 @@
 """What differs between two caches: settings, and documents that are new, gone or moved."""
 
-from pathlib import Path
-from typing import Any
-
 from support.byte_tokenizer import ByteTokenizer
 from support.commands import niels_gpt
 from support.disk import read_meta, write_meta
@@ -22,41 +19,41 @@ class Shifted(ByteTokenizer):
         return [byte + 110 for byte in text.encode()]
 
 
-def of(path: Path, documents: Any, tokenizer: Any = None, **arguments: Any) -> Path:
+def of(path, documents, tokenizer=None, **arguments):
     """Build a cache of documents that name their split."""
-    fixed: dict[str, Any] = {"max_train_tokens": None, "max_val_tokens": None, "shard_bytes": 8, "shuffle_buffer": None}
+    fixed = {"max_train_tokens": None, "max_val_tokens": None, "shard_bytes": 8, "shuffle_buffer": None}
     build_pretrain(documents, path, tokenizer=tokenizer or ByteTokenizer(), **{**fixed, "seed": 0, **arguments})
     return path
 
 
-def cache(path: Path, train: list[str], val: list[str] = [], tokenizer: Any = None, **arguments: Any) -> Path:  # noqa: B006
+def cache(path, train, val=(), tokenizer=None, **arguments):
     """Build a cache of texts; the id of a text is `id of TEXT`."""
     documents = [(split, text, f"id of {text}") for split, texts in (("train", train), ("val", val)) for text in texts]
     return of(path, documents, tokenizer, **arguments)
 
 
-def edit(cache: Path, change: Any) -> None:
+def edit(cache, change):
     """Change a meta.json as its author would."""
     meta = read_meta(cache)
     change(meta)
     write_meta(cache, meta)
 
 
-def compared(a: Path, b: Path, limit: int = 10, tokenizers: Any = (None, None)) -> dict[str, Any]:
+def compared(a, b, limit=10, tokenizers=(None, None)):
     return diff(a, b, tokenizers=tokenizers, limit=limit)
 
 
-def told(a: Path, b: Path, *flags: str) -> tuple[int, str]:
+def told(a, b, *flags):
     """The exit status of `niels-gpt diff`, 0 for equal caches, and what it prints."""
     done = niels_gpt("diff", a, b, *flags)
     return done.status, done.out
 
 
-def counts(found: dict[str, Any]) -> dict[str, int]:
+def counts(found):
     return {part: found[part]["count"] for part in ("only_a", "only_b", "moved") if found[part]["count"]}
 
 
-def test_a_cache_is_equal_to_itself_and_to_its_like(tmp_path: Path) -> None:
+def test_a_cache_is_equal_to_itself_and_to_its_like(tmp_path):
     a, b = (cache(tmp_path / name, ["one", "two", "three", "one"], ["four"]) for name in "ab")
     for pair in ((a, a), (a, b), (a.resolve(), b)):
         found = compared(*pair)
@@ -65,7 +62,7 @@ def test_a_cache_is_equal_to_itself_and_to_its_like(tmp_path: Path) -> None:
     assert found["documents"] == {"a": {"train": 4, "val": 1}, "b": {"train": 4, "val": 1}}
 
 
-def test_documents_of_one_cache_only_are_named(tmp_path: Path) -> None:
+def test_documents_of_one_cache_only_are_named(tmp_path):
     a = cache(tmp_path / "a", ["one", "two", "three"], ["four"])
     b = cache(tmp_path / "b", ["one", "three"], ["four", "five is longer than a shard"])
     found = compared(a, b)
@@ -78,7 +75,7 @@ def test_documents_of_one_cache_only_are_named(tmp_path: Path) -> None:
     assert status == 1 and "only in A: 1 document\n  train 1, source id id of two" in text and "moved" not in text
 
 
-def test_documents_that_moved_to_the_other_split_are_not_new(tmp_path: Path) -> None:
+def test_documents_that_moved_to_the_other_split_are_not_new(tmp_path):
     a, b = cache(tmp_path / "a", ["one", "two"], ["four"]), cache(tmp_path / "b", ["one", "four"], ["two"])
     found = compared(a, b)
     assert counts(found) == {"moved": 2}
@@ -89,7 +86,7 @@ def test_documents_that_moved_to_the_other_split_are_not_new(tmp_path: Path) -> 
     assert "moved to the other split: 2 documents\n  train 1, source id id of two, in B val 0" in told(a, b)[1]
 
 
-def test_documents_in_another_order_or_of_other_ids_differ_by_their_content_alone(tmp_path: Path) -> None:
+def test_documents_in_another_order_or_of_other_ids_differ_by_their_content_alone(tmp_path):
     a, b = cache(tmp_path / "a", ["one", "two", "three"]), cache(tmp_path / "b", ["one", "three", "two"])
     assert counts(compared(a, cache(tmp_path / "c", ["two", "three"]))) == {"only_a": 1}
     of(tmp_path / "d", [("train", text, f"new id of {text}") for text in ("one", "two", "three")])
@@ -100,14 +97,14 @@ def test_documents_in_another_order_or_of_other_ids_differ_by_their_content_alon
         assert status == 1 and text.startswith("content_sha256: A ")
 
 
-def test_a_document_that_is_there_twice_needs_two_of_its_like(tmp_path: Path) -> None:
+def test_a_document_that_is_there_twice_needs_two_of_its_like(tmp_path):
     a, b = cache(tmp_path / "a", ["one", "one", "one"]), cache(tmp_path / "b", ["one"], ["one"])
     found = compared(a, b)
     assert counts(found) == {"only_a": 1, "moved": 1}
     assert [each["document"] for each in found["only_a"]["first"]] == [2]
 
 
-def test_settings_that_differ_are_dotted_and_the_lists_of_files_are_left_out(tmp_path: Path) -> None:
+def test_settings_that_differ_are_dotted_and_the_lists_of_files_are_left_out(tmp_path):
     a, b = cache(tmp_path / "a", ["one"]), cache(tmp_path / "b", ["one"], seed=7, shard_bytes=10)
     found = compared(a, b)
     assert found["settings"] == {"seed": {"a": 0, "b": 7}, "shard_bytes": {"a": 8, "b": 10}}
@@ -119,7 +116,7 @@ def test_settings_that_differ_are_dotted_and_the_lists_of_files_are_left_out(tmp
     assert "source.counters.blank: A absent, B true" in told(a, b)[1]
 
 
-def test_caches_of_two_tokenizers_are_compared_by_source_ids_and_it_is_said(tmp_path: Path) -> None:
+def test_caches_of_two_tokenizers_are_compared_by_source_ids_and_it_is_said(tmp_path):
     a = cache(tmp_path / "a", ["one", "two"], ["four"])
     b = cache(tmp_path / "b", ["one", "three"], ["four"], tokenizer=Shifted())
     found = compared(a, b)
@@ -131,7 +128,7 @@ def test_caches_of_two_tokenizers_are_compared_by_source_ids_and_it_is_said(tmp_
     assert found["compared"] is None and "source ids of B were not recorded" in told(a, b)[1]
 
 
-def test_examples_of_sft_caches_are_compared_as_documents(tmp_path: Path) -> None:
+def test_examples_of_sft_caches_are_compared_as_documents(tmp_path):
     chats = [
         (f"chat {n}", [{"role": "user", "content": "q" * n}, {"role": "assistant", "content": "a"}]) for n in range(9)
     ]
@@ -142,13 +139,13 @@ def test_examples_of_sft_caches_are_compared_as_documents(tmp_path: Path) -> Non
     assert found["moved"] > 0 and "only_a" not in found
 
 
-def test_the_first_words_are_decoded_by_the_tokenizer_of_the_ids(tmp_path: Path, tiny_tokenizer: Any) -> None:
+def test_the_first_words_are_decoded_by_the_tokenizer_of_the_ids(tmp_path, tiny_tokenizer):
     a, b = (cache(tmp_path / name, [f"The heron\n walks {name}" * 9], tokenizer=tiny_tokenizer) for name in "ab")
     (gone,) = compared(a, b, tokenizers=(tiny_tokenizer, tiny_tokenizer))["only_a"]["first"]
     assert gone["words"].startswith("The heron walks a") and len(gone["words"]) <= 60
 
 
-def test_as_many_documents_are_named_as_asked_for_and_all_are_counted(tmp_path: Path) -> None:
+def test_as_many_documents_are_named_as_asked_for_and_all_are_counted(tmp_path):
     a, b = cache(tmp_path / "a", list("abcdefgh"), list("ij")), cache(tmp_path / "b", ["x"])
     found = compared(a, b, limit=3)
     assert found["only_a"]["count"] == 10 and len(found["only_a"]["first"]) == 3
@@ -158,7 +155,7 @@ def test_as_many_documents_are_named_as_asked_for_and_all_are_counted(tmp_path: 
         compared(a, b, limit=-1)
 
 
-def test_of_equal_documents_the_first_goes_with_the_first(tmp_path: Path) -> None:
+def test_of_equal_documents_the_first_goes_with_the_first(tmp_path):
     a = cache(tmp_path / "a", ["x", "one", "x", "two", "x"], ["y", "z"])
     assert counts(compared(a, cache(tmp_path / "b", ["x", "one", "x", "two", "x"], ["y", "z"]))) == {}
     found = compared(a, cache(tmp_path / "c", ["x", "one", "two"], ["x", "y", "x", "z"]))
@@ -166,7 +163,7 @@ def test_of_equal_documents_the_first_goes_with_the_first(tmp_path: Path) -> Non
     assert [(each["document"], each["in_b"]["document"]) for each in found["moved"]["first"]] == [(2, 0), (4, 2)]
 
 
-def test_of_equal_documents_those_of_one_source_id_go_together(tmp_path: Path) -> None:
+def test_of_equal_documents_those_of_one_source_id_go_together(tmp_path):
     """A file is left out that others are equal to: it is gone, and none of the others is."""
     files = [("train", "one", "a.md"), ("train", "one", "b.md"), ("val", "one", "c.md"), ("train", "two", "d.md")]
     for name, documents in (("a", files), ("b", files[1:]), ("c", [files[0], ("train", "one", "e.md"), files[3]])):
@@ -178,7 +175,7 @@ def test_of_equal_documents_those_of_one_source_id_go_together(tmp_path: Path) -
     assert counts(found) == {"only_a": 1} and found["only_a"]["first"][0]["source_id"] == "c.md"
 
 
-def test_a_list_of_source_ids_that_is_cut_is_an_error(tmp_path: Path) -> None:
+def test_a_list_of_source_ids_that_is_cut_is_an_error(tmp_path):
     a, b = (cache(tmp_path / name, ["one", "two", "three"]) for name in "ab")
     path = b / "index" / "train_ids.txt"
     for content, said in (
@@ -190,7 +187,7 @@ def test_a_list_of_source_ids_that_is_cut_is_an_error(tmp_path: Path) -> None:
             compared(a, b)
 
 
-def test_caches_of_another_content_are_never_called_equal(tmp_path: Path) -> None:
+def test_caches_of_another_content_are_never_called_equal(tmp_path):
     a, b = (cache(tmp_path / name, ["one"]) for name in "ab")
     real = read_meta(b)["content_sha256"]
     edit(b, lambda meta: meta.update(content_sha256="f" * 64))
@@ -200,14 +197,14 @@ def test_caches_of_another_content_are_never_called_equal(tmp_path: Path) -> Non
     assert status == 1 and f"content_sha256: A {real[:12]}, B {'f' * 12}\n" in text
 
 
-def test_shards_that_hold_less_than_the_totals_say_are_an_error(tmp_path: Path) -> None:
+def test_shards_that_hold_less_than_the_totals_say_are_an_error(tmp_path):
     a, b = (cache(tmp_path / name, ["one", "two", "three"]) for name in "ab")
     edit(b, lambda meta: meta["shards"]["train"].pop())
     with refused("E202", "meta.json", "8 tokens", "11"):
         compared(a, b)
 
 
-def test_empty_objects_and_totals_are_told_once(tmp_path: Path) -> None:
+def test_empty_objects_and_totals_are_told_once(tmp_path):
     a, b = cache(tmp_path / "a", ["one"]), cache(tmp_path / "b", ["one", ""])
     settings = compared(a, b)["settings"]
     assert settings == {"documents_read": {"a": 1, "b": 2}, "dropped.empty": {"b": 1}}
@@ -215,7 +212,7 @@ def test_empty_objects_and_totals_are_told_once(tmp_path: Path) -> None:
     assert [key for key in compared(a, c)["settings"] if "tokens" in key] == ["totals.train_tokens"]
 
 
-def test_a_tokenizer_has_settings_but_no_documents(tmp_path: Path) -> None:
+def test_a_tokenizer_has_settings_but_no_documents(tmp_path):
     for name, size in (("a", 1), ("b", 2)):
         (tmp_path / name).mkdir()
         write_meta(tmp_path / name, {"kind": "tokenizer", "vocab_size": size, "meta_crc32": ""})

@@ -1,8 +1,5 @@
 """From a token's place to its document: number, source id, offset, file and text, against the texts that were given."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 from support.byte_tokenizer import ByteTokenizer
@@ -26,26 +23,26 @@ DOCUMENTS = [(None, "abcdefgh", "web/first"), (None, "ij\nklm", "a line\nend, é
 
 
 @pytest.fixture
-def notes(tmp_path: Path) -> Path:
+def notes(tmp_path):
     """Return a cache of three documents, 27 tokens in shards of ten, without val."""
     path = tmp_path / "pretrain" / "notes"
-    fixed: dict[str, Any] = {"max_train_tokens": 27, "max_val_tokens": 0, "shard_bytes": 20, "seed": 0}
+    fixed = {"max_train_tokens": 27, "max_val_tokens": 0, "shard_bytes": 20, "seed": 0}
     build_pretrain(DOCUMENTS, path, tokenizer=ByteTokenizer(), shuffle_buffer=None, **fixed)
     return path
 
 
-def rows(text: str) -> dict[str, str]:
+def rows(text):
     """Return the named lines of an answer, and what follows them as `shown`."""
     head, _, shown = text.partition("\n\n")
     return {**dict(line.split(":", 1) for line in head.split("\n")), "shown": shown}
 
 
-def at(cache: Path, position: int, split: str = "train", num_tokens: int = 2_000) -> dict[str, str]:
+def at(cache, position, split="train", num_tokens=2_000):
     found = rows(locate(cache, TOKENIZER, split=split, position=position, num_tokens=num_tokens))
     return {name: value.strip() for name, value in found.items()}
 
 
-def test_every_token_of_a_pretrain_split_is_found_in_its_document(notes: Path) -> None:
+def test_every_token_of_a_pretrain_split_is_found_in_its_document(notes):
     stream = [(number, place) for number, (_, text, _) in enumerate(DOCUMENTS) for place in range(len(text))]
     assert len(stream) == 27
     for position, (number, place) in enumerate(stream):
@@ -58,7 +55,7 @@ def test_every_token_of_a_pretrain_split_is_found_in_its_document(notes: Path) -
         assert found["shown"] == f"{text[:place]}[[{text[place]}]]{text[place + 1 :]}".strip()
 
 
-def test_source_ids_are_those_of_the_loader_else_the_number_of_the_text_and_may_be_absent(notes: Path) -> None:
+def test_source_ids_are_those_of_the_loader_else_the_number_of_the_text_and_may_be_absent(notes):
     assert [at(notes, position)["source id"] for position in (0, 8, 14)] == ["web/first", "a line\\nend, é", "2"]
     (notes / "index" / "train_ids.txt").write_bytes(b"web/first\n")
     with refused("E201", "train_ids.txt", "no line 2"):
@@ -69,7 +66,7 @@ def test_source_ids_are_those_of_the_loader_else_the_number_of_the_text_and_may_
     assert at(notes, 3)["source id"] == "not recorded"
 
 
-def test_a_long_document_is_cut_around_the_token_and_says_so(notes: Path) -> None:
+def test_a_long_document_is_cut_around_the_token_and_says_so(notes):
     found = at(notes, 20, num_tokens=5)
     assert found["text"].endswith("tokens 4 to 9 of its 13") and found["shown"] == "rs[[t]]uv"
     assert at(notes, 14, num_tokens=5)["shown"] == "[[n]]opqr"
@@ -77,7 +74,7 @@ def test_a_long_document_is_cut_around_the_token_and_says_so(notes: Path) -> Non
     assert "of its" not in at(notes, 20, num_tokens=13)["text"]
 
 
-def test_an_example_is_found_with_its_sentinels_by_their_short_names(tmp_path: Path) -> None:
+def test_an_example_is_found_with_its_sentinels_by_their_short_names(tmp_path):
     chats = [
         (name, [{"role": "user", "content": question}, {"role": "assistant", "content": "A" + question}])
         for name, question in (("tree/1", "b"), ("tree/2", "cc"), ("tree/3", "ddd"))
@@ -89,10 +86,10 @@ def test_an_example_is_found_with_its_sentinels_by_their_short_names(tmp_path: P
     assert found["shown"] == "<|usr|>cc<|eot|>\n[[<|asst|>]]Acc<|eot|>"
 
 
-def test_a_token_that_is_half_a_character_is_marked_with_the_other_half(tmp_path: Path, tiny_tokenizer: Any) -> None:
+def test_a_token_that_is_half_a_character_is_marked_with_the_other_half(tmp_path, tiny_tokenizer):
     text = "a 雪 b"
     path = tmp_path / "pretrain" / "snow"
-    fixed: dict[str, Any] = {"max_train_tokens": None, "max_val_tokens": None, "shard_bytes": 200, "seed": 0}
+    fixed = {"max_train_tokens": None, "max_val_tokens": None, "shard_bytes": 200, "seed": 0}
     build_pretrain([("train", text, None)], path, tokenizer=tiny_tokenizer, shuffle_buffer=None, **fixed)
     ids = tiny_tokenizer.encode(text)
     marked = [
@@ -103,18 +100,18 @@ def test_a_token_that_is_half_a_character_is_marked_with_the_other_half(tmp_path
     assert sum("雪" in line.partition("[[")[2].partition("]]")[0] for line in marked) == 3
 
 
-def test_without_a_tokenizer_ids_stand_in_the_place_of_text(notes: Path) -> None:
+def test_without_a_tokenizer_ids_stand_in_the_place_of_text(notes):
     found = rows(locate(notes, None, split="train", position=9, num_tokens=3))
     assert found["shown"] == "115 [[116]] 20" and found["token"].endswith("id 116")
 
 
 @pytest.mark.parametrize("position", [-1, 27, 10**30])
-def test_a_position_out_of_range_is_an_error_that_gives_the_range(notes: Path, position: int) -> None:
+def test_a_position_out_of_range_is_an_error_that_gives_the_range(notes, position):
     with refused("E106", "notes/train", "27 tokens", "0 to 26"):
         at(notes, position)
 
 
-def test_empty_splits_stubs_and_what_is_no_cache_are_errors(notes: Path, tmp_path: Path) -> None:
+def test_empty_splits_stubs_and_what_is_no_cache_are_errors(notes, tmp_path):
     with refused("E106", "notes/val"):
         at(notes, 0, split="val")
     build_stub(tmp_path / "g", tokenizer=ByteTokenizer(), source=Source(name="g"), seed=0, shard_bytes=20)

@@ -1,9 +1,6 @@
 """Caches of other chat templates, whose loss is in bits: what the commands that look into them print and count."""
 
 import json
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 from support.byte_tokenizer import ByteChats, ByteTokenizer
@@ -27,10 +24,10 @@ class Marked(ByteTokenizer):
 
     sha256, control_ids = "0" * 64, frozenset({1, 2, 3, 4})
 
-    def special_token_ids(self) -> dict[str, int]:
+    def special_token_ids(self):
         return {}
 
-    def token(self, id: int) -> str:
+    def token(self, id):
         return {1: "<sys>", 2: "<user>", 3: "<reply>", 4: "<end>"}[id]
 
 
@@ -40,7 +37,7 @@ class EveryTurn(ByteChats):
     loss_on = "assistant,tool_calls"
 
 
-def chats(count: int) -> list[tuple[Any, ...]]:
+def chats(count):
     """Chats of 17 tokens, 2 + 4 of them supervised: a line end begins the first message, and is part of it."""
     turns = (("user", "\nabc"), ("assistant", "d"), ("user", "e"), ("assistant", "f\x1b?"))
     messages = [{"role": role, "content": text} for role, text in turns]
@@ -51,14 +48,14 @@ def chats(count: int) -> list[tuple[Any, ...]]:
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cache(tmp_path_factory):
     """A cache of four examples of train and one of val."""
     path = tmp_path_factory.mktemp("templates") / "sft" / "other"
     templated(path, items=chats(5), tokenizer=Marked())
     return path
 
 
-def test_an_example_is_shown_with_its_targets_and_special_tokens(cache: Path) -> None:
+def test_an_example_is_shown_with_its_targets_and_special_tokens(cache):
     for split in ("train", "val"):
         plain = show(cache, Marked(), split=split, position=0, num_tokens=99, color=False).split("\n", 2)
         number = int(plain[2][-8])
@@ -72,7 +69,7 @@ def test_an_example_is_shown_with_its_targets_and_special_tokens(cache: Path) ->
     assert show(cache, Marked(), split="val", position=0, num_tokens=8, color=False).endswith("<end><reply>[[d]]")
 
 
-def test_the_rows_of_a_table_and_a_located_token_are_of_the_example(cache: Path) -> None:
+def test_the_rows_of_a_table_and_a_located_token_are_of_the_example(cache):
     rows = sample_texts(cache, Marked(), per_split=1, num_tokens=99)
     assert [(row["with_loss"], row["tokens"]) for row in rows] == [(6, 17), (6, 17)]
     assert str(rows[1]["text"]).startswith("<user>\nabc<end><reply>[[d<end>]]<user>e")
@@ -80,7 +77,7 @@ def test_the_rows_of_a_table_and_a_located_token_are_of_the_example(cache: Path)
     assert "example:      1 of 4, 17 tokens" in found and found.endswith("<end>") and "[[<user>]]\nabc" in found
 
 
-def test_stats_name_the_template_and_count_the_bits(cache: Path) -> None:
+def test_stats_name_the_template_and_count_the_bits(cache):
     table, meta = dict(stats(cache)), read_meta(str(cache / "meta.json"))
     assert table["chat template"] == "111111111111, mask by prefix, loss on assistant"
     assert "68 tokens in 4 examples" in table["train"] and "35% supervised" in table["train"]
@@ -91,13 +88,13 @@ def test_stats_name_the_template_and_count_the_bits(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 17, 50, 1 << 22])
-def test_supervised_tokens_are_counted_in_blocks_of_any_size(cache: Path, tokens: int) -> None:
+def test_supervised_tokens_are_counted_in_blocks_of_any_size(cache, tokens):
     meta = read_meta(str(cache / "meta.json"))
     with blocks_of(counted_bits=tokens):
         assert supervised_counts(cache.resolve(), meta, "train").tolist() == [6] * 4
 
 
-def test_a_wrong_sum_of_targets_is_a_failed_check(cache: Path, tmp_path: Path) -> None:
+def test_a_wrong_sum_of_targets_is_a_failed_check(cache, tmp_path):
     templated(tmp_path / "other", items=chats(5), tokenizer=Marked())
     change_meta((tmp_path / "other").resolve(), supervised_tokens={"train": 23, "val": 6})
     verdict = verify(tmp_path / "other", Limits(), names=("examples_supervised",))["examples_supervised"]
@@ -106,22 +103,22 @@ def test_a_wrong_sum_of_targets_is_a_failed_check(cache: Path, tmp_path: Path) -
     ]
 
 
-def test_diff_names_the_template_the_turns_with_loss_and_other_bits(cache: Path, tmp_path: Path) -> None:
+def test_diff_names_the_template_the_turns_with_loss_and_other_bits(cache, tmp_path):
     tokenizer = Marked()
     templated(tmp_path / "b", items=chats(5), tokenizer=tokenizer, chat_tokenizer=EveryTurn(tokenizer))
     found = diff(cache, tmp_path / "b", tokenizers=(None, None), limit=3)
     assert found["settings"] == {"chat_template.loss_on": {"a": "assistant", "b": "assistant,tool_calls"}}
     assert found["compared"] == "tokens" and "content_sha256" not in found
     folder = (tmp_path / "b").resolve()
-    meta: dict[str, Any] = json.loads((folder / "meta.json").read_bytes())
+    meta = json.loads((folder / "meta.json").read_bytes())
     change_meta(folder, chat_template={**meta["chat_template"], "loss_on": "assistant"}, content_sha256="f" * 64)
     found = diff(cache, tmp_path / "b", tokenizers=(None, None), limit=3)
     assert not found["settings"] and "content_sha256" in found
 
 
-def test_an_example_in_a_notebook_has_its_targets_in_green(cache: Path) -> None:
+def test_an_example_in_a_notebook_has_its_targets_in_green(cache):
     data = SFTExampleDataset.open(cache, "val", T=20)
-    one: Any = data[0]
-    shown: Sequence[str] = Decoded(one.name, one.ids, one.mask, {}, Marked)._repr_html_().split("<span")
+    one = data[0]
+    shown = Decoded(one.name, one.ids, one.mask, {}, Marked)._repr_html_().split("<span")
     assert next(part.split(">", 1)[1].split("</span>")[0] for part in shown[1:]) == "d&lt;end&gt;"
     assert str(Decoded(one.name, one.ids, one.mask, {}, Marked)).startswith("<user>\nabc<end><reply>[[d<end>]]<user>")

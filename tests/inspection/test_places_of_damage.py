@@ -6,9 +6,7 @@ import os
 import random
 import shutil
 import zlib
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,14 +20,13 @@ from niels_gpt.builders.sft import build_sft
 from niels_gpt.inspection.file_checks import Damage
 from niels_gpt.inspection.verify import find_damage
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
-from niels_gpt.settings import Settings
 
 BLOCK = 65_536
 EOT, ASST, USR = 4, 3, 2
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(tmp_path_factory):
     """pretrain/notes: 90 documents of about 1,000 tokens in two shards for train, some for val. sft/chats: 300 chats of
     two to six messages, whose offsets take more than one block."""
     root, letters = tmp_path_factory.mktemp("good"), random.Random(3)
@@ -39,23 +36,23 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def copied(built: Path, tmp_path: Path) -> Path:
+def copied(built, tmp_path):
     return Path(shutil.copytree(built, tmp_path / "c", symlinks=True))
 
 
 @pytest.fixture
-def pretrain(copied: Path) -> Path:
+def pretrain(copied):
     """Return a copied version."""
     return (copied / "pretrain" / "notes").resolve()
 
 
 @pytest.fixture
-def sft(copied: Path) -> Path:
+def sft(copied):
     """Return a copied version."""
     return (copied / "sft" / "chats").resolve()
 
 
-def pretrain_of(root: Path, texts: list[str], **arguments: Any) -> Path:
+def pretrain_of(root, texts, **arguments):
     path = root / "pretrain" / "notes"
     chosen = {"max_train_tokens": 80_000, "max_val_tokens": 8_000, "shard_bytes": 140_000, "document_end": "eot"}
     fixed = {"tokenizer": ByteTokenizer(), "seed": 0, "shuffle_buffer": None}
@@ -63,7 +60,7 @@ def pretrain_of(root: Path, texts: list[str], **arguments: Any) -> Path:
     return path.resolve()
 
 
-def chats(count: int) -> list[list[dict[str, str]]]:
+def chats(count):
     lengths = random.Random(4)
     return [
         [
@@ -75,28 +72,28 @@ def chats(count: int) -> list[list[dict[str, str]]]:
 
 
 @pytest.fixture
-def tokenizer(settings: Settings) -> Path:
+def tokenizer(settings):
     """Return an open version of a real model."""
     return ensure_tokenizer(settings).path.resolve()
 
 
-def files_of(folder: Path) -> list[Path]:
+def files_of(folder):
     return sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
 
 
-def flip(path: Path, byte: int, bit: int) -> None:
+def flip(path, byte, bit):
     content = bytearray(path.read_bytes())
     content[byte] ^= 1 << bit
     path.write_bytes(content)
 
 
-def put_offset(path: Path, place: int, value: int) -> None:
+def put_offset(path, place, value):
     offsets = np.load(path)
     offsets[place] = value
     np.save(path, offsets)
 
 
-def describe(folder: Path, *, old: bool = False, **keys: Any) -> None:
+def describe(folder, *, old=False, **keys):
     """Write a meta.json that fits the files as they are now, as a builder with a mistake would have; then set keys."""
     meta = json.loads((folder / "meta.json").read_bytes())
     if old:
@@ -118,14 +115,14 @@ def describe(folder: Path, *, old: bool = False, **keys: Any) -> None:
 
 
 @pytest.mark.parametrize("read_bytes", [64, 4_096])
-def test_where_the_reading_is_cut_does_not_matter(pretrain: Path, sft: Path, read_bytes: int) -> None:
+def test_where_the_reading_is_cut_does_not_matter(pretrain, sft, read_bytes):
     with blocks_of(read_bytes=read_bytes):
         assert find_damage(pretrain, deep=True) == find_damage(sft, deep=True) == []
 
 
 @pytest.mark.parametrize("kind", ["pretrain", "sft", "tokenizer"])
-def test_a_flipped_bit_anywhere_is_reported_with_its_file_and_block(kind: str, request: pytest.FixtureRequest) -> None:
-    folder: Path = request.getfixturevalue(kind)
+def test_a_flipped_bit_anywhere_is_reported_with_its_file_and_block(kind, request):
+    folder = request.getfixturevalue(kind)
     draw, files = random.Random(6), files_of(folder)
     assert len(files) == {"pretrain": 9, "sft": 8, "tokenizer": 2}[kind]
     for number in range(36):
@@ -144,7 +141,7 @@ def test_a_flipped_bit_anywhere_is_reported_with_its_file_and_block(kind: str, r
     assert find_damage(folder, deep=True) == []
 
 
-def test_every_bit_of_the_checksum_of_meta_json_and_of_its_line_is_found(tokenizer: Path) -> None:
+def test_every_bit_of_the_checksum_of_meta_json_and_of_its_line_is_found(tokenizer):
     path = tokenizer / "meta.json"
     start = path.read_bytes().index(b'  "meta_crc32"')
     for byte in range(start, start + len(b'  "meta_crc32": "12345678",\n')):
@@ -157,7 +154,7 @@ def test_every_bit_of_the_checksum_of_meta_json_and_of_its_line_is_found(tokeniz
     assert "tokenizer_sha256 is not the sha256 of spm.model" in find_damage(tokenizer, deep=False)[0].problem
 
 
-def test_blocks_that_differ_are_byte_ranges_and_neighbours_are_one(tmp_path: Path) -> None:
+def test_blocks_that_differ_are_byte_ranges_and_neighbours_are_one(tmp_path):
     words = random.Random(1).choices("abcdefgh", k=160_000)
     folder = pretrain_of(tmp_path, ["".join(words)], max_train_tokens=160_000, max_val_tokens=0, shard_bytes=320_000)
     path = folder / "train" / "shard_00000.bin"
@@ -171,7 +168,7 @@ def test_blocks_that_differ_are_byte_ranges_and_neighbours_are_one(tmp_path: Pat
     assert (second.offset, second.end) == (3 * BLOCK, 4 * BLOCK)
 
 
-MORE_THAN_A_BIT: list[tuple[bytes, bytes, int | None, str]] = [
+MORE_THAN_A_BIT = [
     (b'"kind": "sft"', b'"kind": "sxx"', None, "another meta_crc32 than its bytes have"),
     (b'"kind":', b'"kind",', len(b'"kind"'), "not JSON"),
     (b'"kind"', b'"\xffind"', 1, "not JSON"),
@@ -181,8 +178,8 @@ MORE_THAN_A_BIT: list[tuple[bytes, bytes, int | None, str]] = [
 
 @pytest.mark.parametrize(("old", "new", "place", "problem"), MORE_THAN_A_BIT)
 def test_a_meta_json_that_differs_by_more_than_a_bit_is_named_and_nothing_else_is_judged_by_it(
-    sft: Path, old: bytes, new: bytes, place: int | None, problem: str
-) -> None:
+    sft, old, new, place, problem
+):
     raw = (sft / "meta.json").read_bytes()
     (sft / "meta.json").write_bytes(raw.replace(old, new))
     (found,) = find_damage(sft, deep=True)
@@ -191,7 +188,7 @@ def test_a_meta_json_that_differs_by_more_than_a_bit_is_named_and_nothing_else_i
     assert place is not None or "another" not in problem or found.end == len(raw)
 
 
-def test_a_cache_of_an_older_builder_is_judged_by_its_sha256_alone(pretrain: Path) -> None:
+def test_a_cache_of_an_older_builder_is_judged_by_its_sha256_alone(pretrain):
     describe(pretrain, old=True)
     assert find_damage(pretrain, deep=True) == []
     name = "train/shard_00001.bin"
@@ -206,7 +203,7 @@ def test_a_cache_of_an_older_builder_is_judged_by_its_sha256_alone(pretrain: Pat
     assert {damage.file for damage in found} == {"meta.json"} and "train/shard_00000.bin" in found[-1].problem
 
 
-IN_ORDER: list[tuple[list[str], dict[str, Any], int, int, int, str]] = [
+IN_ORDER = [
     # a a a a eot b b b | b eot c c c c eot
     (["aaaa", "bbbb", "cccc"], {"shard_bytes": 16}, 0, 6, ASST, "token 6 is the sentinel asst inside document 1"),
     (["aaaa", "bbbb", "cccc"], {"shard_bytes": 16}, 1, 1, 75, "token 1 ends document 1, expected an end-of-text"),
@@ -216,8 +213,8 @@ IN_ORDER: list[tuple[list[str], dict[str, Any], int, int, int, str]] = [
 
 @pytest.mark.parametrize(("texts", "arguments", "shard", "place", "id", "problem"), IN_ORDER)
 def test_a_sentinel_inside_a_document_and_an_end_without_one_are_found(
-    tmp_path: Path, texts: list[str], arguments: dict[str, Any], shard: int, place: int, id: int, problem: str
-) -> None:
+    tmp_path, texts, arguments, shard, place, id, problem
+):
     folder, name = pretrain_of(tmp_path, texts, max_val_tokens=0, **arguments), f"train/shard_0000{shard}.bin"
     assert find_damage(folder, deep=True) == []
     put_token(folder / name, place, id)
@@ -225,7 +222,7 @@ def test_a_sentinel_inside_a_document_and_an_end_without_one_are_found(
     assert find_damage(folder, deep=True) == [Damage(name, 2 * place, 2 * place + 2, problem)]
 
 
-def test_an_ordinary_token_that_ends_documents_is_found_inside_one(tmp_path: Path) -> None:
+def test_an_ordinary_token_that_ends_documents_is_found_inside_one(tmp_path):
     folder, name = pretrain_of(tmp_path, ["aaaa", "bbbb"], max_val_tokens=0), "train/shard_00000.bin"
     for place in (4, 9):
         put_token(folder / name, place, 75)
@@ -237,7 +234,7 @@ def test_an_ordinary_token_that_ends_documents_is_found_inside_one(tmp_path: Pat
     assert find_damage(folder, deep=True) == [Damage(name, 2, 4, problem)]
 
 
-def test_a_document_that_met_its_budget_needs_no_end_of_text_and_no_other_lacks_one(tmp_path: Path) -> None:
+def test_a_document_that_met_its_budget_needs_no_end_of_text_and_no_other_lacks_one(tmp_path):
     folder = pretrain_of(tmp_path, ["aaaa", "bbbb"], max_train_tokens=8, max_val_tokens=0)
     assert json.loads((folder / "meta.json").read_bytes())["cut"]["documents"] == 1
     assert find_damage(folder, deep=True) == []
@@ -261,7 +258,7 @@ CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "aa"}
         (3, 75, "is a sentinel out of turn in example 0: a role, ids, an eot"),
     ],
 )
-def test_an_example_that_is_not_role_ids_end_is_found(tmp_path: Path, place: int, value: int, problem: str) -> None:
+def test_an_example_that_is_not_role_ids_end_is_found(tmp_path, place, value, problem):
     path = tmp_path / "c" / "sft" / "chats"
     build_sft([CHAT] * 3, path, tokenizer=ByteTokenizer(), val_frac=0, seed=0)
     folder = path.resolve()
@@ -273,7 +270,7 @@ def test_an_example_that_is_not_role_ids_end_is_found(tmp_path: Path, place: int
     assert place <= found.offset // 2 <= place + 3
 
 
-def test_offsets_that_do_not_ascend_or_do_not_end_right_are_found_at_their_entry(pretrain: Path, sft: Path) -> None:
+def test_offsets_that_do_not_ascend_or_do_not_end_right_are_found_at_their_entry(pretrain, sft):
     docs, last = int(np.load(pretrain / "index" / "train_docs.npy")[4]), len(np.load(sft / "train_idx.npy")) - 1
     for folder, name, entry, value, said in (
         (pretrain, "index/train_docs.npy", 5, docs, f"more than {docs}"),
@@ -289,13 +286,13 @@ def test_offsets_that_do_not_ascend_or_do_not_end_right_are_found_at_their_entry
         put_offset(folder / name, entry, before)
 
 
-def test_the_header_of_an_offsets_file_is_seen_by_a_quick_look(sft: Path) -> None:
+def test_the_header_of_an_offsets_file_is_seen_by_a_quick_look(sft):
     flip(sft / "train_idx.npy", 30, 1)
     (found,) = find_damage(sft, deep=False)
     assert (found.file, found.offset, found.end) == ("train_idx.npy", 30, 128)
 
 
-def test_source_ids_are_as_many_as_documents_and_ascii(sft: Path) -> None:
+def test_source_ids_are_as_many_as_documents_and_ascii(sft):
     path = sft / "index" / "train_ids.txt"
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:3], b"\xc3\xa9\n", *lines[5:]]))
@@ -308,7 +305,7 @@ def test_source_ids_are_as_many_as_documents_and_ascii(sft: Path) -> None:
     assert "the last line has no end" in find_damage(sft, deep=True)[0].problem
 
 
-ACCOUNTS: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
+ACCOUNTS = [
     ("train_tokens", lambda meta: meta["train_tokens"] + 1, "train_tokens is"),
     ("docs", lambda meta: {**meta["docs"], "val": 0}, "docs.val is 0"),
     ("documents_read", lambda meta: 0, "documents_read is 0"),
@@ -319,9 +316,7 @@ ACCOUNTS: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
 
 
 @pytest.mark.parametrize(("key", "value", "problem"), ACCOUNTS, ids=[case[0] for case in ACCOUNTS])
-def test_what_does_not_add_up_in_meta_json_is_found_at_its_line(
-    pretrain: Path, key: str, value: Callable[[dict[str, Any]], Any], problem: str
-) -> None:
+def test_what_does_not_add_up_in_meta_json_is_found_at_its_line(pretrain, key, value, problem):
     describe(pretrain, **{key: value(json.loads((pretrain / "meta.json").read_bytes()))})
     (found,) = find_damage(pretrain, deep=False)
     assert found.file == "meta.json" and problem in found.problem
@@ -329,7 +324,7 @@ def test_what_does_not_add_up_in_meta_json_is_found_at_its_line(
 
 
 @pytest.mark.parametrize("deep", [False, True])
-def test_the_meta_json_of_another_cache_is_the_only_damage(tmp_path: Path, pretrain: Path, deep: bool) -> None:
+def test_the_meta_json_of_another_cache_is_the_only_damage(tmp_path, pretrain, deep):
     other = pretrain_of(tmp_path / "other", ["abcd" * number for number in range(400, 440)])
     copy = tmp_path / "copy"
     shutil.copytree(pretrain, copy)
@@ -341,7 +336,7 @@ def test_the_meta_json_of_another_cache_is_the_only_damage(tmp_path: Path, pretr
             assert "of another cache" in found.problem or "not of a cache of this project" in found.problem
 
 
-def test_files_that_nobody_names_links_and_pipes_are_reported_and_not_opened(pretrain: Path, tmp_path: Path) -> None:
+def test_files_that_nobody_names_links_and_pipes_are_reported_and_not_opened(pretrain, tmp_path):
     outside = tmp_path / "outside.bin"
     shard = pretrain / "train" / "shard_00000.bin"
     outside.write_bytes(shard.read_bytes())
@@ -359,7 +354,7 @@ def test_files_that_nobody_names_links_and_pipes_are_reported_and_not_opened(pre
     assert found["more"].startswith("a symbolic link") and found["val/notes.txt"].startswith("a file that")
 
 
-def test_a_public_link_that_leads_nowhere_is_a_damage(tmp_path: Path) -> None:
+def test_a_public_link_that_leads_nowhere_is_a_damage(tmp_path):
     (tmp_path / "gone").symlink_to(".versions/gone/0123456789ab")
     (tmp_path / "round").symlink_to("round")
     for name in ("gone", "round"):
@@ -367,8 +362,8 @@ def test_a_public_link_that_leads_nowhere_is_a_damage(tmp_path: Path) -> None:
         assert found.file == "meta.json"
 
 
-def test_a_deep_look_reports_how_far_it_is(pretrain: Path) -> None:
-    seen: list[tuple[int, int, int | None]] = []
+def test_a_deep_look_reports_how_far_it_is(pretrain):
+    seen = []
     find_damage(pretrain, deep=True, progress=lambda *numbers: seen.append(numbers))
     total = sum(path.stat().st_size for path in files_of(pretrain) if path.name != "meta.json")
     assert seen[-1] == (8, total, total) and [done for _, done, _ in seen] == sorted(done for _, done, _ in seen)

@@ -3,7 +3,6 @@
 import io
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ pytest.importorskip("matplotlib", reason="the extra `plot` brings it")
 MOST_BYTES = 14_000
 
 
-def plotted(cache: Path) -> tuple[int, int]:
+def plotted(cache):
     """Draw a cache; check that the picture is a PNG of the promised size, and return its width and height."""
     from PIL import Image
 
@@ -31,7 +30,7 @@ def plotted(cache: Path) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("kind", ["pretrain", "sft"])
-def test_many_random_lengths_fit_into_a_small_png(tmp_path: Path, kind: str) -> None:
+def test_many_random_lengths_fit_into_a_small_png(tmp_path, kind):
     draw = np.random.default_rng(0)
     train, val = (np.ceil(draw.lognormal(6, 2, size=size)).astype(np.int64) for size in (200_000, 1_000))
     with pretended(tmp_path / "own", kind, train=train, val=val) as cache:
@@ -40,12 +39,12 @@ def test_many_random_lengths_fit_into_a_small_png(tmp_path: Path, kind: str) -> 
 
 @pytest.mark.parametrize("kind", ["pretrain", "sft"])
 @pytest.mark.parametrize("train", [[1], [7], [5, 5, 5], [1, 2], [1, 10**9]])
-def test_few_extreme_lengths_are_drawn(tmp_path: Path, kind: str, train: list[int]) -> None:
+def test_few_extreme_lengths_are_drawn(tmp_path, kind, train):
     with pretended(tmp_path / "own", kind, train=np.array(train)) as cache:
         assert plotted(cache) == (720, 280)
 
 
-def test_other_lengths_give_another_picture(tmp_path: Path) -> None:
+def test_other_lengths_give_another_picture(tmp_path):
     pictures = set()
     for kind in ("pretrain", "sft"):
         for train, val in (([30, 50], [40]), ([30, 60], [40]), ([30, 50], [45]), ([30, 50, 50], [40])):
@@ -54,7 +53,7 @@ def test_other_lengths_give_another_picture(tmp_path: Path) -> None:
     assert len(pictures) == 8
 
 
-def test_a_built_cache_and_its_version_have_one_picture(tmp_path: Path) -> None:
+def test_a_built_cache_and_its_version_have_one_picture(tmp_path):
     build(tmp_path / "own", ["A", "BCD", "EF" * 6])
     assert plotted(tmp_path / "own") == (720, 280)
     assert plot(tmp_path / "own") == plot((tmp_path / "own").resolve())
@@ -63,7 +62,7 @@ def test_a_built_cache_and_its_version_have_one_picture(tmp_path: Path) -> None:
     assert plotted(tmp_path / "sft") == (720, 280)
 
 
-def test_a_stub_has_a_picture_that_says_so(tmp_path: Path) -> None:
+def test_a_stub_has_a_picture_that_says_so(tmp_path):
     build_stub(tmp_path / "s", tokenizer=ByteTokenizer(), source=Source(), seed=0, shard_bytes=20)
     with notices() as said:
         assert plotted(tmp_path / "s") == (720, 60)
@@ -72,7 +71,7 @@ def test_a_stub_has_a_picture_that_says_so(tmp_path: Path) -> None:
     assert list(dict.fromkeys(said)) == ["pretrain/s: not built", "sft/own: no examples"]
 
 
-def test_importing_it_loads_no_matplotlib() -> None:
+def test_importing_it_loads_no_matplotlib():
     program = "import sys, niels_gpt.inspection.plot; print({'matplotlib', 'PIL', 'torch'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

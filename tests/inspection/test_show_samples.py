@@ -1,8 +1,5 @@
 """The table of decoded examples: evenly taken, short, with what carries loss in [[ ]]."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 from support.byte_tokenizer import ByteTokenizer
 from support.errors import refused
@@ -17,7 +14,7 @@ HERON = "The heron walks to the river and finds 3 apples."
 LONG = " ".join([HERON] * 20)
 
 
-def of_chat(path: Path, tokenizer: Any, *texts: str, num_tokens: int = 120) -> Row:
+def of_chat(path, tokenizer, *texts, num_tokens=120):
     """Return the row of a cache of one chat, whose user speaks first."""
     turns = [{"role": ("user", "assistant")[turn % 2], "content": text} for turn, text in enumerate(texts)]
     build_sft_cache([turns], str(path), tokenizer=tokenizer, val_frac=0, seed=0)
@@ -25,14 +22,14 @@ def of_chat(path: Path, tokenizer: Any, *texts: str, num_tokens: int = 120) -> R
     return row
 
 
-def of_documents(path: Path, tokenizer: Any, texts: list[str], **arguments: Any) -> list[Row]:
+def of_documents(path, tokenizer, texts, **arguments):
     """Return the rows of a cache of some documents, all of them train."""
-    fixed: dict[str, Any] = {"max_train_tokens": None, "max_val_tokens": 0, "shard_bytes": 64, "shuffle_buffer": None}
+    fixed = {"max_train_tokens": None, "max_val_tokens": 0, "shard_bytes": 64, "shuffle_buffer": None}
     build_pretrain((("train", text) for text in texts), path, tokenizer=tokenizer, seed=0, document_end="eot", **fixed)
     return sample_texts(path, tokenizer, **arguments)
 
 
-def test_a_short_example_is_whole_and_its_reply_is_marked(tmp_path: Path, tiny_tokenizer: Any) -> None:
+def test_a_short_example_is_whole_and_its_reply_is_marked(tmp_path, tiny_tokenizer):
     row = of_chat(tmp_path / "sft", tiny_tokenizer, "Why?", "It was windy.")
     reply = len(tiny_tokenizer.encode("It was windy.")) + 1
     assert row == {
@@ -44,7 +41,7 @@ def test_a_short_example_is_whole_and_its_reply_is_marked(tmp_path: Path, tiny_t
     }
 
 
-def test_each_message_of_a_long_example_is_cut_and_the_replies_stay_marked(tmp_path: Path, tiny_tokenizer: Any) -> None:
+def test_each_message_of_a_long_example_is_cut_and_the_replies_stay_marked(tmp_path, tiny_tokenizer):
     row = of_chat(tmp_path / "sft", tiny_tokenizer, LONG, LONG, "Why?", LONG, num_tokens=60)
     assert int(row["tokens"]) > 1000
     user, *rest = str(row["text"]).split("<|eot|><|asst|>[[")
@@ -59,9 +56,7 @@ def test_each_message_of_a_long_example_is_cut_and_the_replies_stay_marked(tmp_p
     assert len(tiny_tokenizer.encode(shown)) + 8 <= 60
 
 
-def test_a_long_question_does_not_push_the_reply_out_and_a_chat_may_end_there(
-    tmp_path: Path, tiny_tokenizer: Any
-) -> None:
+def test_a_long_question_does_not_push_the_reply_out_and_a_chat_may_end_there(tmp_path, tiny_tokenizer):
     row = of_chat(tmp_path / "sft", tiny_tokenizer, LONG, "Yes.", num_tokens=1)
     assert str(row["text"]).startswith("<|usr|>The heron")
     assert str(row["text"]).endswith(" …<|eot|><|asst|>[[Yes.<|eot|>]]")
@@ -70,7 +65,7 @@ def test_a_long_question_does_not_push_the_reply_out_and_a_chat_may_end_there(
     assert str(row["text"]).endswith("<|asst|> …")
 
 
-def test_documents_are_taken_evenly_and_begin_with_their_first_tokens(tmp_path: Path, tiny_tokenizer: Any) -> None:
+def test_documents_are_taken_evenly_and_begin_with_their_first_tokens(tmp_path, tiny_tokenizer):
     texts = [f"Page {number}. {LONG if number else ''}" for number in range(9)]
     rows = of_documents(tmp_path / "own", tiny_tokenizer, texts, num_tokens=40)
     assert [(row["split"], row["number"]) for row in rows] == [("train", 0), ("train", 4), ("train", 8)]
@@ -82,12 +77,12 @@ def test_documents_are_taken_evenly_and_begin_with_their_first_tokens(tmp_path: 
 
 
 @pytest.mark.parametrize(("wanted", "numbers"), [(1, [0]), (2, [0, 3]), (3, [0, 1, 3]), (4, [0, 1, 2, 3]), (9, 4)])
-def test_no_more_rows_than_documents(tmp_path: Path, tiny_tokenizer: Any, wanted: int, numbers: Any) -> None:
+def test_no_more_rows_than_documents(tmp_path, tiny_tokenizer, wanted, numbers):
     rows = of_documents(tmp_path / "own", tiny_tokenizer, [HERON] * 4, per_split=wanted)
     assert [row["number"] for row in rows] == (list(range(numbers)) if isinstance(numbers, int) else numbers)
 
 
-def test_equal_calls_give_equal_rows_of_both_splits(tmp_path: Path, tiny_tokenizer: Any) -> None:
+def test_equal_calls_give_equal_rows_of_both_splits(tmp_path, tiny_tokenizer):
     chats = [[{"role": "user", "content": f"Page {n}?"}, {"role": "assistant", "content": HERON}] for n in range(20)]
     build_sft_cache(chats, str(tmp_path / "sft"), tokenizer=tiny_tokenizer, val_frac=0.2, seed=0)
     rows = sample_texts(tmp_path / "sft", tiny_tokenizer)
@@ -98,7 +93,7 @@ def test_equal_calls_give_equal_rows_of_both_splits(tmp_path: Path, tiny_tokeniz
     ]
 
 
-def test_another_tokenizer_and_senseless_numbers_are_refused(tmp_path: Path, tiny_tokenizer: Any) -> None:
+def test_another_tokenizer_and_senseless_numbers_are_refused(tmp_path, tiny_tokenizer):
     of_documents(tmp_path / "own", tiny_tokenizer, [HERON])
     build_stub(tmp_path / "s", tokenizer=tiny_tokenizer, source=Source(), seed=0, shard_bytes=20)
     assert sample_texts(tmp_path / "s", tiny_tokenizer) == []

@@ -5,7 +5,6 @@ import json
 import tempfile
 import zlib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -33,20 +32,20 @@ STRANGE = [
 """Ids that would be more or fewer lines, or other text, if they were written as they are."""
 
 
-def pretrain(path: Path, documents: Any, **arguments: Any) -> dict[str, Any]:
-    common: dict[str, Any] = {"max_train_tokens": 90, "max_val_tokens": 10, "shard_bytes": 64, "shuffle_buffer": None}
+def pretrain(path, documents, **arguments):
+    common = {"max_train_tokens": 90, "max_val_tokens": 10, "shard_bytes": 64, "shuffle_buffer": None}
     return build_pretrain(documents, path, tokenizer=ByteTokenizer(), seed=0, **{**common, **arguments})
 
 
-def sft(path: Path, examples: Any, val_frac: float = 0.25) -> dict[str, Any]:
+def sft(path, examples, val_frac=0.25):
     return build_sft(examples, path, tokenizer=ByteTokenizer(), val_frac=val_frac, seed=0)
 
 
-def chat(text: str) -> list[dict[str, str]]:
+def chat(text):
     return [{"role": "user", "content": text}, {"role": "assistant", "content": "ok"}]
 
 
-def ids_of(cache: Path) -> dict[str, list[str]]:
+def ids_of(cache):
     """Read the ids with nothing but the format's own rule, and check what meta.json says of their files."""
     meta = json.loads((cache / "meta.json").read_bytes())
     found = {}
@@ -65,7 +64,7 @@ def ids_of(cache: Path) -> dict[str, list[str]]:
     return found
 
 
-def test_an_id_with_line_ends_backslashes_or_other_letters_is_one_line_of_ascii(tmp_path: Path) -> None:
+def test_an_id_with_line_ends_backslashes_or_other_letters_is_one_line_of_ascii(tmp_path):
     pretrain(tmp_path / "p", [("train", "x", name) for name in STRANGE], max_train_tokens=None, max_val_tokens=None)
     sft(tmp_path / "s", [(name, chat("x")) for name in STRANGE if name], val_frac=0)
     raw = (tmp_path / "p" / "index/train_ids.txt").read_bytes()
@@ -78,24 +77,24 @@ def test_an_id_with_line_ends_backslashes_or_other_letters_is_one_line_of_ascii(
 
 @settings(derandomize=True, max_examples=25)
 @given(names=st.lists(st.text(alphabet=st.characters(exclude_categories=[])), min_size=1, max_size=6))
-def test_every_id_comes_back_lone_surrogates_included(names: list[str]) -> None:
+def test_every_id_comes_back_lone_surrogates_included(names):
     with tempfile.TemporaryDirectory(dir=IN_MEMORY) as folder:
         documents = [("train", "x", name) for name in names]
         pretrain(Path(folder, "c"), documents, max_train_tokens=None, max_val_tokens=None)
         assert ids_of(Path(folder, "c"))["train"] == names
 
 
-def test_what_has_no_id_has_its_number_in_the_stream_whatever_is_dropped(tmp_path: Path) -> None:
+def test_what_has_no_id_has_its_number_in_the_stream_whatever_is_dropped(tmp_path):
     documents = [("train", "a"), ("train", ""), ("val", "b"), ("train", "c<|eot|>"), ("train", "d", None)]
     pretrain(tmp_path / "p", documents, max_train_tokens=None, max_val_tokens=None)
     assert ids_of(tmp_path / "p") == {"train": ["0", "4"], "val": ["2"]}
-    fixed: dict[str, Any] = {"tokenizer": ByteTokenizer(), "shard_bytes": 64, "seed": 0, "shuffle_buffer": None}
+    fixed = {"tokenizer": ByteTokenizer(), "shard_bytes": 64, "seed": 0, "shuffle_buffer": None}
     texts = ["aa", "", "bb", "cc", "dd"]
     build_pretrain_cache(texts, tmp_path / "spec", max_train_tokens=5, max_val_tokens=2, **fixed)
     assert ids_of(tmp_path / "spec") == {"train": ["0", "2", "3"], "val": ["4"]}  # "cc" is cut, and is there
 
 
-def test_numbers_are_counted_before_the_shuffle(tmp_path: Path) -> None:
+def test_numbers_are_counted_before_the_shuffle(tmp_path):
     texts = [f"text {number:03d}" for number in range(300)]
     for threads in (0, 2):
         cache = tmp_path / f"c{threads}"
@@ -108,7 +107,7 @@ def test_numbers_are_counted_before_the_shuffle(tmp_path: Path) -> None:
             assert [texts[int(number)] for number in numbers[split]][:-1] == found[split][:-1]
 
 
-def test_chats_have_their_id_or_their_number_in_the_split_that_they_went_to(tmp_path: Path) -> None:
+def test_chats_have_their_id_or_their_number_in_the_split_that_they_went_to(tmp_path):
     examples = [("first", chat("a")), chat("b"), ("bad", [{"role": "user"}]), (None, chat("c")), chat("d")]
     meta = sft(tmp_path / "c", examples, val_frac=0.3)
     in_val = torch.randperm(4, generator=torch.Generator().manual_seed(0))[:1].tolist()
@@ -123,7 +122,7 @@ def test_chats_have_their_id_or_their_number_in_the_split_that_they_went_to(tmp_
 
 
 @pytest.mark.parametrize("kind", ["pretrain", "sft"])
-def test_lines_stay_with_documents_over_batches(tmp_path: Path, kind: str) -> None:
+def test_lines_stay_with_documents_over_batches(tmp_path, kind):
     texts = ["" if number % 11 == 3 else f"text {number}" for number in range(100)]
     cache = tmp_path / "c"
     if kind == "pretrain":
@@ -145,7 +144,7 @@ def test_lines_stay_with_documents_over_batches(tmp_path: Path, kind: str) -> No
 
 
 @pytest.mark.parametrize("kind", ["pretrain", "sft"])
-def test_crc32_bin_has_a_number_for_each_block_of_each_file_in_metas_order(tmp_path: Path, kind: str) -> None:
+def test_crc32_bin_has_a_number_for_each_block_of_each_file_in_metas_order(tmp_path, kind):
     texts = [f"{number} " * 2500 for number in range(40)]
     if kind == "pretrain":
         documents = [("train" if number % 3 else "val", text) for number, text in enumerate(texts)]
@@ -168,7 +167,7 @@ def test_crc32_bin_has_a_number_for_each_block_of_each_file_in_metas_order(tmp_p
     assert meta["checksums"] == {"name": "index/crc32.bin", "bytes": len(raw), "sha256": sha256, "block_bytes": 65536}
 
 
-def test_an_empty_file_has_no_checksum_and_a_split_without_documents_no_line(tmp_path: Path) -> None:
+def test_an_empty_file_has_no_checksum_and_a_split_without_documents_no_line(tmp_path):
     pretrain(tmp_path / "c", [("train", "abc")], max_train_tokens=None, max_val_tokens=None)
     cache = tmp_path / "c"
     assert (cache / "index/val_ids.txt").read_bytes() == b"" and ids_of(cache)["val"] == []

@@ -3,8 +3,6 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,18 +21,18 @@ A, B = 75, 76
 Chat = list[dict[str, str]]
 
 
-def chat(*texts: str) -> Chat:
+def chat(*texts):
     """Return a chat whose user speaks first."""
     return [{"role": ("user", "assistant")[turn % 2], "content": text} for turn, text in enumerate(texts)]
 
 
-def sft(path: Path, chats: list[Chat], tokenizer: Any = None, **arguments: Any) -> tuple[Path, dict[str, Any]]:
+def sft(path, chats, tokenizer=None, **arguments):
     """Build an sft cache; returns its resolved folder and its meta."""
     build_sft_cache(chats, str(path), tokenizer=tokenizer or ByteTokenizer(), **{"seed": 0, "val_frac": 0, **arguments})
     return path.resolve(), read_meta(str(path / "meta.json"))
 
 
-def obvious_count(ids: list[int], asst_id: int, eot_id: int) -> int:
+def obvious_count(ids, asst_id, eot_id):
     """Walk one example token by token: the slow oracle."""
     inside, count = False, 0
     for token in ids:
@@ -43,7 +41,7 @@ def obvious_count(ids: list[int], asst_id: int, eot_id: int) -> int:
     return count
 
 
-def test_lengths_of_documents_are_their_tokens_and_of_none_there_are_none(tmp_path: Path) -> None:
+def test_lengths_of_documents_are_their_tokens_and_of_none_there_are_none(tmp_path):
     meta, cache = build(tmp_path / "own", ["A", "BCD", "EF" * 6]), (tmp_path / "own").resolve()  # shards of ten tokens
     for split, expected in (("train", [1, 3, 12]), ("val", [])):
         found = lengths(cache, meta, split)
@@ -55,7 +53,7 @@ def test_lengths_of_documents_are_their_tokens_and_of_none_there_are_none(tmp_pa
     assert shown["cache"].endswith("(pretrain, not built)") and shown["train"] == shown["val"] == "empty"
 
 
-def test_an_index_that_does_not_end_with_the_tokens_and_a_cut_token_file_are_errors(tmp_path: Path) -> None:
+def test_an_index_that_does_not_end_with_the_tokens_and_a_cut_token_file_are_errors(tmp_path):
     meta = build(tmp_path / "own", ["A", "BCD"])
     np.save(tmp_path / "own" / "index" / "train_docs.npy", np.array([0, 2]))
     with refused("E201", "token 2", "4"):
@@ -67,7 +65,7 @@ def test_an_index_that_does_not_end_with_the_tokens_and_a_cut_token_file_are_err
             function(cache, meta, "train")
 
 
-def test_the_drawn_examples(tmp_path: Path) -> None:
+def test_the_drawn_examples(tmp_path):
     """usr A eot asst B eot: two with loss. usr A eot asst eot: one. usr A eot asst BB eot usr A eot asst B eot: five.
 
     In the order of the chats, whatever their lengths are: a cache without val does not shuffle.
@@ -85,7 +83,7 @@ def test_the_drawn_examples(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 64, 2**16])
-def test_counts_are_those_of_a_walk_over_each_example(tmp_path: Path, tiny_tokenizer: Any, batch_tokens: int) -> None:
+def test_counts_are_those_of_a_walk_over_each_example(tmp_path, tiny_tokenizer, batch_tokens):
     """Batches of one example, of some, and of all give the same; meta.json, which the builder counted, agrees."""
     words = ["the", "heron", "walks", "to", "the", "river", "and", "finds", "three", "letters"]
     chats = [chat(*(" ".join(words[: (7 * row + turn) % 11]) for turn in range(2 + row % 4))) for row in range(60)]
@@ -101,7 +99,7 @@ def test_counts_are_those_of_a_walk_over_each_example(tmp_path: Path, tiny_token
         assert len(found) == examples and found.sum() == meta["supervised_tokens"][split]
 
 
-def test_the_summary_says_what_a_cache_holds_on_paper(tmp_path: Path) -> None:
+def test_the_summary_says_what_a_cache_holds_on_paper(tmp_path):
     cache, _ = sft(tmp_path / "sft", [chat("A", "B"), chat("CC", "DDDD"), chat("E", "FF")], val_frac=0.4)
     shown = dict(stats(cache))
     assert shown["cache"] == f"{cache} (sft, built)"
@@ -113,7 +111,7 @@ def test_the_summary_says_what_a_cache_holds_on_paper(tmp_path: Path) -> None:
     assert sum(tokens) == 3 * 4 + len("ABCCDDDDEFF")  # each chat has two roles and two end-of-texts
 
 
-def test_the_summary_of_what_is_no_cache_is_an_error(tmp_path: Path) -> None:
+def test_the_summary_of_what_is_no_cache_is_an_error(tmp_path):
     with refused("E105", tmp_path, kind=FileNotFoundError):
         stats(tmp_path)
     (tmp_path / "meta.json").write_text('{"kind": "tokenizer"}')
@@ -124,7 +122,7 @@ def test_the_summary_of_what_is_no_cache_is_an_error(tmp_path: Path) -> None:
         stats(tmp_path)
 
 
-def test_inspection_never_loads_torch(tmp_path: Path) -> None:
+def test_inspection_never_loads_torch(tmp_path):
     """Neither when it is imported nor when it counts: torch takes seconds and hundreds of megabytes."""
     cache, _ = sft(tmp_path / "sft", [chat("A", "B")])
     program = (

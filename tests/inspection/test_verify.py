@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,11 +24,10 @@ from niels_gpt.recipes.plan import recipes
 from niels_gpt.recipes.run_recipe import cache_root, restart
 from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
-from niels_gpt.settings import Settings
 from niels_gpt.storage.fileio import sha256_file
 
 
-def again(folder: Path) -> str:
+def again(folder):
     """Return the remedy of a damaged cache, or of its tokenizer."""
     if folder.name == "tokenizer":
         return f"Make another one: rm -r {folder} && {rebuild_command(folder)}"
@@ -37,18 +35,18 @@ def again(folder: Path) -> str:
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path):
     """Caches: tokenizer/, pretrain/notes (train: 3 shards of 10 tokens, no val) and sft/chats (3 examples)."""
     put(built_caches(), tmp_path / "cache")
     return tmp_path / "cache"
 
 
-def problems(cache: Path, check: str, **limits: Any) -> list[str]:
+def problems(cache, check, **limits):
     """Return what one check finds."""
     return verify(cache, Limits(**limits), names=[check])[check].problems
 
 
-def all_problems(cache: Path, **limits: Any) -> dict[str, list[str]]:
+def all_problems(cache, **limits):
     """Return what each check finds that finds something."""
     verdicts = verify(cache, Limits(**limits))
     return {name: verdict.problems for name, verdict in verdicts.items() if verdict.problems}
@@ -56,13 +54,13 @@ def all_problems(cache: Path, **limits: Any) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("deep", [False, True])
 @pytest.mark.parametrize("key", ["tokenizer", "pretrain/notes", "sft/chats"])
-def test_a_good_cache_passes_every_check(root: Path, key: str, deep: bool) -> None:
+def test_a_good_cache_passes_every_check(root, key, deep):
     kind = read_meta(str(root / key / "meta.json"))["kind"]
     assert list(verify(root / key, Limits(deep=deep))) == checks_of(kind)
     assert all_problems(root / key, deep=deep) == {}
 
 
-def test_a_check_says_what_it_measured_and_the_limit_passed_or_failed(root: Path) -> None:
+def test_a_check_says_what_it_measured_and_the_limit_passed_or_failed(root):
     found = verify(root / "sft" / "chats", Limits())
     assert all(verdict.sentence and verdict.values for verdict in found.values())
     tokens = sum(
@@ -80,7 +78,7 @@ def test_a_check_says_what_it_measured_and_the_limit_passed_or_failed(root: Path
     assert "2,000" in found["budget_reached"].sentence
 
 
-def test_every_cache_of_the_recipes_passes_every_blocking_check_and_has_no_damage(settings: Settings) -> None:
+def test_every_cache_of_the_recipes_passes_every_blocking_check_and_has_no_damage(settings):
     for build in (ensure_tokenizer, *recipes(settings).values()):
         outcome = build(settings)
         blocking = {*checks_of(outcome.meta["kind"], blocking=True)}
@@ -89,7 +87,7 @@ def test_every_cache_of_the_recipes_passes_every_blocking_check_and_has_no_damag
 
 
 @pytest.mark.parametrize(("key", "name"), [("pretrain/notes", "train/shard_00001.bin"), ("tokenizer", "spm.model")])
-def test_a_flipped_bit_is_found_by_a_deep_check_and_in_a_model_always(root: Path, key: str, name: str) -> None:
+def test_a_flipped_bit_is_found_by_a_deep_check_and_in_a_model_always(root, key, name):
     file = root / key / name
     before, content = sha256_file(file), file.read_bytes()
     file.write_bytes(content[:4] + bytes([content[4] ^ 1]) + content[5:])
@@ -101,7 +99,7 @@ def test_a_flipped_bit_is_found_by_a_deep_check_and_in_a_model_always(root: Path
 
 
 @pytest.mark.parametrize("read_bytes", [8, 16, 1 << 22])
-def test_an_id_of_no_vocabulary_is_found_by_place(root: Path, read_bytes: int) -> None:
+def test_an_id_of_no_vocabulary_is_found_by_place(root, read_bytes):
     cache = root / "pretrain" / "notes"
     shard = cache / "train" / "shard_00001.bin"
     put_token(shard, 2, 299)  # the last id of the 300
@@ -117,7 +115,7 @@ def test_an_id_of_no_vocabulary_is_found_by_place(root: Path, read_bytes: int) -
     assert problems(cache, "ids_below_vocab_size") == []
 
 
-def test_a_shard_that_cannot_be_read_is_a_problem_and_the_others_are_read(root: Path) -> None:
+def test_a_shard_that_cannot_be_read_is_a_problem_and_the_others_are_read(root):
     cache = root / "pretrain" / "notes"
     (cache / "train" / "shard_00000.bin").unlink()
     os.truncate(cache / "train" / "shard_00001.bin", 18)
@@ -129,7 +127,7 @@ def test_a_shard_that_cannot_be_read_is_a_problem_and_the_others_are_read(root: 
 
 
 @pytest.mark.parametrize("key", ["pretrain/notes", "sft/chats"])
-def test_ids_of_another_tokenizer_than_the_one_beside_the_cache_are_a_problem(root: Path, key: str) -> None:
+def test_ids_of_another_tokenizer_than_the_one_beside_the_cache_are_a_problem(root, key):
     model, real = root / "tokenizer" / "spm.model", sha256_file(root / "tokenizer" / "spm.model")
     model.write_bytes(b"another")
     other = sha256_file(model)
@@ -144,7 +142,7 @@ def test_ids_of_another_tokenizer_than_the_one_beside_the_cache_are_a_problem(ro
     ]
 
 
-def test_a_tokenizer_that_is_not_there_is_a_problem(root: Path) -> None:
+def test_a_tokenizer_that_is_not_there_is_a_problem(root):
     cache, sha256 = root / "sft" / "chats", sha256_file(root / "tokenizer" / "spm.model")
     (root / "tokenizer" / "spm.model").unlink()
     (problem,) = problems(cache, "tokenizer_matches")
@@ -157,7 +155,7 @@ def test_a_tokenizer_that_is_not_there_is_a_problem(root: Path) -> None:
     assert "tokenizer_sha256 is null, expected" in problem
 
 
-def test_an_example_without_a_token_that_carries_loss_is_found_by_its_number(root: Path) -> None:
+def test_an_example_without_a_token_that_carries_loss_is_found_by_its_number(root):
     cache = root / "sft" / "chats"
     put_token(cache / "train_tokens.bin", 6 + 3, 2)  # example 1: usr q eot usr a eot
     first, second = problems(cache, "examples_supervised")
@@ -167,7 +165,7 @@ def test_an_example_without_a_token_that_carries_loss_is_found_by_its_number(roo
     )
 
 
-def test_only_the_first_examples_without_loss_are_named(root: Path) -> None:
+def test_only_the_first_examples_without_loss_are_named(root):
     distinct = [[{**CHAT[0], "content": chr(ord("a") + number)}, *CHAT[1:]] for number in range(12)]
     cache = build_chats(root, distinct, val_frac=0.5)
     assert problems(cache, "examples_supervised") == []
@@ -180,7 +178,7 @@ def test_only_the_first_examples_without_loss_are_named(root: Path) -> None:
     assert "supervised_tokens.val is 12, but 0 tokens" in sum_of_val
 
 
-def test_a_budget_that_was_not_reached_is_a_problem(root: Path) -> None:
+def test_a_budget_that_was_not_reached_is_a_problem(root):
     cache = build_notes(root, [(None, "a" * 1_030)], max_train_tokens=2_000)
     (problem,) = problems(cache, "budget_reached")
     assert problem.startswith(f"{cache}/meta.json: train has 1,030 of 2,000 tokens") and "lower the budget" in problem
@@ -188,7 +186,7 @@ def test_a_budget_that_was_not_reached_is_a_problem(root: Path) -> None:
     assert problems(cache, "budget_reached") == []
 
 
-def test_a_cache_whose_source_lacks_a_split_says_which_and_a_stub_passes(root: Path) -> None:
+def test_a_cache_whose_source_lacks_a_split_says_which_and_a_stub_passes(root):
     cache = build_notes(root, [("val", "b" * 10)], max_train_tokens=None, max_val_tokens=None, partial=True)
     problem = f"{cache}/meta.json: built is partial: the source lacks a split. Empty: train"
     assert all_problems(cache, deep=True) == {"budget_reached": [problem]}
@@ -197,7 +195,7 @@ def test_a_cache_whose_source_lacks_a_split_says_which_and_a_stub_passes(root: P
     assert all_problems(stub, deep=True) == {}
 
 
-def test_dropped_documents_above_the_limit_are_a_problem_with_the_counts(root: Path) -> None:
+def test_dropped_documents_above_the_limit_are_a_problem_with_the_counts(root):
     texts = ["", "<|asst|>", *["a"] * 18]  # 2 of 20
     cache = build_notes(root, [(None, text) for text in texts])
     assert problems(cache, "dropped_share", max_dropped_share=0.1) == []
@@ -215,7 +213,7 @@ def test_dropped_documents_above_the_limit_are_a_problem_with_the_counts(root: P
     assert problems(cache, "dropped_share") == []
 
 
-MALFORMED: list[tuple[str, str, dict[str, Any]]] = [
+MALFORMED = [
     ("pretrain/notes", "files_match_meta", {"shards": 3}),
     ("pretrain/notes", "files_match_meta", {"content_sha256": "f" * 64}),
     ("pretrain/notes", "files_match_meta", {"shards": {"train": [{"name": "train/shard_00000.bin"}]}}),
@@ -234,13 +232,13 @@ MALFORMED: list[tuple[str, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("key", "check", "keys"), MALFORMED)
-def test_a_malformed_meta_json_is_a_problem_that_names_it(root: Path, key: str, check: str, keys: Any) -> None:
+def test_a_malformed_meta_json_is_a_problem_that_names_it(root, key, check, keys):
     change_meta(root / key, **keys)
     found = problems(root / key, check, deep=True)
     assert found and str(root / key) in found[-1]
 
 
-def test_a_meta_json_that_cannot_be_read_is_an_error(root: Path) -> None:
+def test_a_meta_json_that_cannot_be_read_is_an_error(root):
     cache = root / "sft" / "chats"
     change_meta(cache, kind="notes")
     with refused("E208", "kind is 'notes'", "tokenizer"):
@@ -252,7 +250,7 @@ def test_a_meta_json_that_cannot_be_read_is_an_error(root: Path) -> None:
         verify(root / "sft" / "none", Limits())
 
 
-REFUSED: list[tuple[str, Any, str]] = [
+REFUSED = [
     ("tokenizer_sha256", {}, "tokenizer_sha256 is {}"),
     ("tokenizer_sha256", None, "tokenizer_sha256 is absent"),
     ("tokenizer_sha256", "e" * 64, "ids of tokenizer eeeeeeeeeeee, expected tokenizer"),
@@ -263,7 +261,7 @@ REFUSED: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("key", "value", "problem"), REFUSED)
-def test_what_readers_refuse_is_a_damage_and_is_listed(root: Path, key: str, value: Any, problem: str) -> None:
+def test_what_readers_refuse_is_a_damage_and_is_listed(root, key, value, problem):
     cache = root / "pretrain" / "notes"
     meta = {**read_meta(str(cache / "meta.json")), key: value}
     write_meta(str(cache / "meta.json"), {name: kept for name, kept in meta.items() if kept is not None})
@@ -280,7 +278,7 @@ def test_what_readers_refuse_is_a_damage_and_is_listed(root: Path, key: str, val
     assert rows["tokenizer"]["refused"] is None
 
 
-def test_a_lost_folder_is_refused_and_another_tokenizer_beside_a_cache_is_its_damage(root: Path) -> None:
+def test_a_lost_folder_is_refused_and_another_tokenizer_beside_a_cache_is_its_damage(root):
     cache, tokenizer = root / "pretrain" / "notes", root / "tokenizer"
     (cache / "train").rename(cache / "elsewhere")
     assert refusal(cache) == "train: no such folder"
@@ -294,14 +292,14 @@ def test_a_lost_folder_is_refused_and_another_tokenizer_beside_a_cache_is_its_da
     assert "tokenizer/meta.json: not JSON" in found.problem
 
 
-def test_only_the_named_checks_are_made(root: Path) -> None:
+def test_only_the_named_checks_are_made(root):
     assert list(verify(root / "sft" / "chats", Limits(), names=["tokenizer_matches"])) == ["tokenizer_matches"]
     assert verify(root / "sft" / "chats", Limits(), names=[]) == {}
     with refused("E102", "'budget_reached'", "kind sft", "files_match_meta"):
         verify(root / "sft" / "chats", Limits(), names=["budget_reached"])
 
 
-def test_a_check_reports_twenty_problems_at_most(root: Path) -> None:
+def test_a_check_reports_twenty_problems_at_most(root):
     cache = build_notes(root, [(None, "a" * 21)], shard_bytes=2, max_train_tokens=21)
     shutil.rmtree(cache / "train")
     found = problems(cache, "files_match_meta")
@@ -311,7 +309,7 @@ def test_a_check_reports_twenty_problems_at_most(root: Path) -> None:
     assert len(problems(cache, "files_match_meta")) == 20
 
 
-def test_messages_name_the_path_that_was_given(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_name_the_path_that_was_given(root, monkeypatch):
     (root / "sft" / "chats" / "train_tokens.bin").unlink()
     monkeypatch.chdir(root)
     found = all_problems(Path("sft/chats"))
@@ -320,7 +318,7 @@ def test_messages_name_the_path_that_was_given(root: Path, monkeypatch: pytest.M
         assert problem.startswith("sft/chats/train_tokens.bin: no such ") and ".versions" not in problem
 
 
-def test_the_remedy_mends_what_a_second_build_would_reuse(settings: Settings) -> None:
+def test_the_remedy_mends_what_a_second_build_would_reuse(settings):
     ensure_tokenizer(settings)
     cache = build_token_cache(settings, "oasst1").path
     assert cache == cache_root(settings) / "sft" / "oasst1"
@@ -333,7 +331,7 @@ def test_the_remedy_mends_what_a_second_build_would_reuse(settings: Settings) ->
     assert not all_problems(cache, deep=True, max_dropped_share=1)
 
 
-def test_no_check_loads_torch(root: Path) -> None:
+def test_no_check_loads_torch(root):
     program = (
         "import sys; from pathlib import Path; from niels_gpt.inspection.verify import Limits, verify\n"
         "for key in ('tokenizer', 'pretrain/notes', 'sft/chats'):\n"

@@ -4,8 +4,6 @@ import json
 import re
 import shutil
 import subprocess
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -21,7 +19,7 @@ from niels_gpt.interop.card import card_of
 NASTY = "CC [x](javascript:1) <b>\n---\n# head `code` \x1b]0;title\x07 \u202e"
 
 
-def card(cache: Path, **how: Any) -> tuple[dict[str, Any], str]:
+def card(cache, **how):
     """Return the YAML of a cache's card as the hub parses it, and its Markdown."""
     content = card_of(cache, **how)
     parsed = DatasetCard(content)
@@ -29,7 +27,7 @@ def card(cache: Path, **how: Any) -> tuple[dict[str, Any], str]:
     return parsed.data.to_dict(), parsed.text
 
 
-def table(text: str) -> dict[str, dict[str, int]]:
+def table(text):
     """Return the numbers of the table of splits."""
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
     return {
@@ -39,12 +37,12 @@ def table(text: str) -> dict[str, dict[str, int]]:
 
 
 @pytest.fixture(params=["pretrain/notes", "sft/chats"])
-def cache(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+def cache(request, tmp_path):
     """A pretrain cache, and an sft cache."""
     return build_caches(tmp_path) / str(request.param)
 
 
-def test_every_number_is_that_of_meta_json(cache: Path) -> None:
+def test_every_number_is_that_of_meta_json(cache):
     meta = read_meta(str(cache / "meta.json"))
     data, text = card(cache)
     assert data["size_categories"] == ["n<1K"] and meta["kind"] in data["tags"]
@@ -59,7 +57,7 @@ def test_every_number_is_that_of_meta_json(cache: Path) -> None:
     assert meta["content_sha256"] in text and f"{meta['vocab_size']:,}" in text and meta["split_rule"][:20] in text
 
 
-def test_the_command_of_the_card_prints_content_sha256(cache: Path, tmp_path: Path) -> None:
+def test_the_command_of_the_card_prints_content_sha256(cache, tmp_path):
     text = card(cache)[1]
     command = next(line for line in text.splitlines() if line.startswith("cd FOLDER"))
     folder = shutil.copytree(cache, tmp_path / "pulled")
@@ -71,7 +69,7 @@ def test_the_command_of_the_card_prints_content_sha256(cache: Path, tmp_path: Pa
     assert done.stdout.split()[0] == read_meta(str(cache / "meta.json"))["content_sha256"]
 
 
-def test_the_text_of_strangers_stays_text(cache: Path) -> None:
+def test_the_text_of_strangers_stays_text(cache):
     meta = read_meta(str(cache / "meta.json"))
     about = {**meta["source"], "licence": NASTY, "attribution": NASTY, "counters": {NASTY: 1}}
     change_meta(cache, source=about, dataset_name=NASTY)
@@ -95,14 +93,14 @@ def test_the_text_of_strangers_stays_text(cache: Path) -> None:
         ("CC BY-SA 4.0 and GFDL", "other"),
     ],
 )
-def test_licences_have_the_ids_of_the_hub(licence: str, expected: str, tmp_path: Path) -> None:
+def test_licences_have_the_ids_of_the_hub(licence, expected, tmp_path):
     cache = build_caches(tmp_path) / "pretrain" / "notes"
     change_meta(cache, source={**read_meta(str(cache / "meta.json"))["source"], "licence": licence})
     data, text = card(cache)
     assert data["license"] == expected and ("license_name" in data) == (expected == "other") and licence in text
 
 
-def test_what_is_not_known_is_said_to_be_unknown(tmp_path: Path) -> None:
+def test_what_is_not_known_is_said_to_be_unknown(tmp_path):
     cache = build_caches(tmp_path) / "pretrain" / "notes"
     assert "is not recorded" in card(cache)[1] and "is not recorded" in niels_gpt("card", cache).out
     change_meta(cache, docs="x")
@@ -110,10 +108,10 @@ def test_what_is_not_known_is_said_to_be_unknown(tmp_path: Path) -> None:
         card_of(cache)
 
 
-def test_the_command_is_that_of_the_record_without_folders_of_this_machine(tmp_path: Path) -> None:
+def test_the_command_is_that_of_the_record_without_folders_of_this_machine(tmp_path):
     root = build_caches(tmp_path)
     cache = root / "pretrain" / "notes"
-    run: dict[str, Any] = {"content_sha256": read_meta(str(cache / "meta.json"))["content_sha256"], "seconds": 1}
+    run = {"content_sha256": read_meta(str(cache / "meta.json"))["content_sha256"], "seconds": 1}
     lines = "notes=/home/me/my notes/*.md:body;other=~/x"
     run |= {"fingerprint": "", "settings": {"pretrain": lines, "cache_dir": "/secret/c", "seed": 7}}
     (root / ".runs").mkdir()

@@ -1,7 +1,5 @@
 """An export is whole or not there: its manifest, its links, and what `verify` says when somebody writes through one."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -21,25 +19,25 @@ from niels_gpt.builders.meta_keys import Source
 from niels_gpt.builders.pretrain import build_stub
 from niels_gpt.cache import write_meta
 from niels_gpt.inspection.verify import Limits, find_damage, verify
-from niels_gpt.interop.exporting import Exported, export_cache
+from niels_gpt.interop.exporting import export_cache
 from niels_gpt.storage.fileio import sha256_file
 
 NOTES = "pretrain/notes"
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path):
     """Build three small caches."""
     return build_caches(tmp_path / "cache")
 
 
-def names(folder: Path) -> set[str]:
+def names(folder):
     """Return the names of all files below a folder."""
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_manifest_names_the_cache_and_every_file(name: str, root: Path, tmp_path: Path) -> None:
+def test_the_manifest_names_the_cache_and_every_file(name, root, tmp_path):
     done = export_cache(root / NOTES, name, tmp_path / "out")
     manifest = json.loads((tmp_path / "out" / "niels_gpt.json").read_bytes())
     meta = json.loads((root / NOTES / "meta.json").read_bytes())
@@ -56,7 +54,7 @@ def test_the_manifest_names_the_cache_and_every_file(name: str, root: Path, tmp_
     assert not any(record.get("split") == "val" for record in manifest["files"])
 
 
-def test_an_export_has_the_same_bytes_again(root: Path, tmp_path: Path) -> None:
+def test_an_export_has_the_same_bytes_again(root, tmp_path):
     for name in NAMES:
         for out in ("one", "two"):
             export_cache(root / NOTES, name, tmp_path / out / name)
@@ -64,7 +62,7 @@ def test_an_export_has_the_same_bytes_again(root: Path, tmp_path: Path) -> None:
             assert (tmp_path / "one" / name / path).read_bytes() == (tmp_path / "two" / name / path).read_bytes()
 
 
-def test_a_folder_that_is_not_empty_is_refused(root: Path, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_empty_is_refused(root, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine")
     with refused("E704") as error:
@@ -72,13 +70,13 @@ def test_a_folder_that_is_not_empty_is_refused(root: Path, tmp_path: Path) -> No
     assert error.value.code == "E704" and names(tmp_path / "out") == {"notes.txt"}
 
 
-def test_an_empty_folder_becomes_the_export(root: Path, tmp_path: Path) -> None:
+def test_an_empty_folder_becomes_the_export(root, tmp_path):
     (tmp_path / "out").mkdir()
     export_cache(root / NOTES, "olmo", tmp_path / "out")
     assert "train_00000.npy" in names(tmp_path / "out")
 
 
-def test_a_stub_and_another_name_are_refused(tmp_path: Path) -> None:
+def test_a_stub_and_another_name_are_refused(tmp_path):
     source = Source(name="stub")
     build_stub(tmp_path / "cache/pretrain/books", tokenizer=ByteTokenizer(), source=source, seed=0, shard_bytes=8)
     with refused("E207") as error:
@@ -88,7 +86,7 @@ def test_a_stub_and_another_name_are_refused(tmp_path: Path) -> None:
         export_cache(tmp_path / "cache/pretrain/books", "tape", tmp_path / "out")
 
 
-def test_a_shard_too_long_for_a_header_is_refused(root: Path, tmp_path: Path) -> None:
+def test_a_shard_too_long_for_a_header_is_refused(root, tmp_path):
     with small_limits("modded_nanogpt", _MAX=9), refused("E220", "--shard-bytes"):
         export_cache(root / NOTES, "modded-nanogpt", tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -97,12 +95,12 @@ def test_a_shard_too_long_for_a_header_is_refused(root: Path, tmp_path: Path) ->
 # --- links ------------------------------------------------------------------------------------------------------------
 
 
-def exported(root: Path, out: Path) -> Exported:
+def exported(root, out):
     """Export to Megatron-LM: three links and three indexes."""
     return export_cache(root / NOTES, "megatron", out)
 
 
-def test_links_lose_the_right_to_write_and_no_other(root: Path, tmp_path: Path) -> None:
+def test_links_lose_the_right_to_write_and_no_other(root, tmp_path):
     shard = root / NOTES / "train" / "shard_00000.bin"
     shard.chmod(0o640)
     done = exported(root, tmp_path / "out")
@@ -111,7 +109,7 @@ def test_links_lose_the_right_to_write_and_no_other(root: Path, tmp_path: Path) 
     assert done.made == {"link": 3, "written": 3} and done.linked_bytes == 60
 
 
-def test_a_link_that_cannot_be_made_read_only_is_a_copy(root: Path, tmp_path: Path) -> None:
+def test_a_link_that_cannot_be_made_read_only_is_a_copy(root, tmp_path):
     with no_chmod():
         assert exported(root, tmp_path / "out").made == {"copy": 3, "written": 3}
     shard, copy = root / NOTES / "train" / "shard_00000.bin", tmp_path / "out" / "train_00000.bin"
@@ -119,7 +117,7 @@ def test_a_link_that_cannot_be_made_read_only_is_a_copy(root: Path, tmp_path: Pa
     assert len(names(tmp_path / "out")) == 7
 
 
-def test_another_file_system_gets_copies(root: Path, tmp_path: Path) -> None:
+def test_another_file_system_gets_copies(root, tmp_path):
     elsewhere = next((path for path in (Path("/dev/shm"), Path("/tmp")) if path.is_dir() and other(path, root)), None)
     if elsewhere is None:
         pytest.skip("no second file system to write to")
@@ -132,12 +130,12 @@ def test_another_file_system_gets_copies(root: Path, tmp_path: Path) -> None:
         shutil.rmtree(out, ignore_errors=True)
 
 
-def other(path: Path, root: Path) -> bool:
+def other(path, root):
     """Whether a folder is on another file system."""
     return path.stat().st_dev != root.stat().st_dev and os.access(path, os.W_OK)
 
 
-def write_through(path: Path) -> None:
+def write_through(path):
     """Write into a read-only link as a program with the right to do so can, after the build."""
     path.chmod(0o644)
     with open(path, "r+b") as file:
@@ -146,7 +144,7 @@ def write_through(path: Path) -> None:
     os.utime(path, ns=(later, later))
 
 
-def test_verify_says_that_somebody_wrote_through_a_link(root: Path, tmp_path: Path) -> None:
+def test_verify_says_that_somebody_wrote_through_a_link(root, tmp_path):
     exported(root, tmp_path / "out")
     assert find_damage(root / NOTES, deep=False) == []
     write_through(tmp_path / "out" / "train_00001.bin")
@@ -158,7 +156,7 @@ def test_verify_says_that_somebody_wrote_through_a_link(root: Path, tmp_path: Pa
     assert "hard link" in problem
 
 
-def test_a_file_cut_through_a_link_is_named_as_one(root: Path, tmp_path: Path) -> None:
+def test_a_file_cut_through_a_link_is_named_as_one(root, tmp_path):
     exported(root, tmp_path / "out")
     path = tmp_path / "out" / "train_00001.bin"
     write_through(path)
@@ -169,13 +167,13 @@ def test_a_file_cut_through_a_link_is_named_as_one(root: Path, tmp_path: Path) -
     assert "4 bytes" in damage.problem and "hard link" in damage.problem
 
 
-def test_a_touched_link_and_one_that_lost_its_other_name_are_no_damage(root: Path, tmp_path: Path) -> None:
+def test_a_touched_link_and_one_that_lost_its_other_name_are_no_damage(root, tmp_path):
     exported(root, tmp_path / "out")
     os.utime(tmp_path / "out" / "train_00000.bin")
     assert find_damage(root / NOTES, deep=False) == []
 
 
-def test_a_build_repairs_the_cache_and_leaves_the_export(root: Path, tmp_path: Path) -> None:
+def test_a_build_repairs_the_cache_and_leaves_the_export(root, tmp_path):
     exported(root, tmp_path / "out")
     linked = tmp_path / "out" / "train_00001.bin"
     write_through(linked)
@@ -188,7 +186,7 @@ def test_a_build_repairs_the_cache_and_leaves_the_export(root: Path, tmp_path: P
 # --- many shards, and killed exports ----------------------------------------------------------------------------------
 
 
-def thousand_shards(root: Path) -> Path:
+def thousand_shards(root):
     """Give a cache 1,000 shards of 4 MiB with two documents in each: here they are one file of 1,000 names."""
     folder = (root / NOTES).resolve()
     meta, size = json.loads((folder / "meta.json").read_bytes()), 1 << 22
@@ -205,7 +203,7 @@ def thousand_shards(root: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["megatron", "olmo", "datatrove"])
-def test_a_thousand_shards_take_hardly_any_disk(name: str, root: Path, tmp_path: Path) -> None:
+def test_a_thousand_shards_take_hardly_any_disk(name, root, tmp_path):
     cache = thousand_shards(root)
     linked = (cache / "train" / "shard_00000.bin").stat().st_ino
     assert export_cache(cache, name, tmp_path / "out").made["link"] == 1_000
@@ -214,7 +212,7 @@ def test_a_thousand_shards_take_hardly_any_disk(name: str, root: Path, tmp_path:
 
 
 @pytest.mark.slow
-def test_a_killed_export_leaves_no_folder(root: Path, tmp_path: Path) -> None:
+def test_a_killed_export_leaves_no_folder(root, tmp_path):
     code = (
         "import os, signal, sys; from pathlib import Path; from niels_gpt.interop.exporting import export_cache\n"
         "kill = lambda files, done, total: files == 3 and os.kill(os.getpid(), signal.SIGKILL)\n"

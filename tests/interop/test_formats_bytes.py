@@ -3,13 +3,9 @@
 train is "A", "Hey" and "Z" in shards of four tokens, with an end behind each: "Hey" lies in both shards. val is "B".
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import struct
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -53,17 +49,17 @@ BOS = {
 
 
 @pytest.fixture(params=(2, 4))
-def width(request: pytest.FixtureRequest) -> int:
+def width(request):
     """Bytes of an id."""
     return int(request.param)
 
 
 @pytest.fixture
-def cache(tmp_path: Path, width: int) -> Path:
+def cache(tmp_path, width):
     """Build the cache of this page."""
     path = tmp_path / "cache" / "pretrain" / "notes"
     documents = [("train", "A"), ("train", "Hey"), ("train", "Z"), ("val", "B")]
-    limits: dict[str, Any] = {"max_train_tokens": None, "max_val_tokens": None, "shuffle_buffer": None, "val_frac": 0.2}
+    limits = {"max_train_tokens": None, "max_val_tokens": None, "shuffle_buffer": None, "val_frac": 0.2}
     build_pretrain(
         *(documents, path),
         tokenizer=ByteTokenizer() if width == 2 else WideByteTokenizer(),
@@ -76,24 +72,24 @@ def cache(tmp_path: Path, width: int) -> Path:
     return path
 
 
-def hexed(text: str) -> bytes:
+def hexed(text):
     """Return the bytes of a text of hex digits."""
     return bytes.fromhex(text.replace(" ", ""))
 
 
-def content(folder: Path) -> dict[str, bytes]:
+def content(folder):
     """Return all files of a folder but the manifest."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "niels_gpt.json")
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
-def exported(cache: Path, name: str, out: Path) -> dict[str, bytes]:
+def exported(cache, name, out):
     """Export, and return all files but the manifest."""
     export_cache(cache, name, out)
     return content(out)
 
 
-def test_nanogpt_has_each_split_in_one_file(cache: Path, tmp_path: Path, width: int) -> None:
+def test_nanogpt_has_each_split_in_one_file(cache, tmp_path, width):
     files = exported(cache, "nanogpt", tmp_path / "out")
     assert set(files) == {"train.bin", "val.bin", "meta.pkl"}
     assert files["train.bin"] == hexed(SHARDS[width]["train 0"] + SHARDS[width]["train 1"])
@@ -105,7 +101,7 @@ def test_nanogpt_has_each_split_in_one_file(cache: Path, tmp_path: Path, width: 
     ]
 
 
-def test_modded_nanogpt_has_a_header_and_places_of_documents(cache: Path, tmp_path: Path, width: int) -> None:
+def test_modded_nanogpt_has_a_header_and_places_of_documents(cache, tmp_path, width):
     files = exported(cache, "modded-nanogpt", tmp_path / "out")
     for number in (0, 1):
         head, ids = files[f"train_00000{number}.bin"][:1024], files[f"train_00000{number}.bin"][1024:]
@@ -121,7 +117,7 @@ def test_modded_nanogpt_has_a_header_and_places_of_documents(cache: Path, tmp_pa
     ]
 
 
-def test_megatron_has_an_index_beside_each_shard(cache: Path, tmp_path: Path, width: int) -> None:
+def test_megatron_has_an_index_beside_each_shard(cache, tmp_path, width):
     files = exported(cache, "megatron", tmp_path / "out")
     assert set(files) == {
         f"{stem}.{end}" for stem in ("train_00000", "train_00001", "val_00000") for end in ("bin", "idx")
@@ -132,7 +128,7 @@ def test_megatron_has_an_index_beside_each_shard(cache: Path, tmp_path: Path, wi
     assert [file.continues for file in read(tmp_path / "out", "megatron").files] == [False, True, False]
 
 
-def test_datatrove_has_a_folder_for_each_split(cache: Path, tmp_path: Path, width: int) -> None:
+def test_datatrove_has_a_folder_for_each_split(cache, tmp_path, width):
     files = exported(cache, "datatrove", tmp_path / "out")
     for key, ends in ENDS.items():
         split, number = key.split()
@@ -146,7 +142,7 @@ def test_datatrove_has_a_folder_for_each_split(cache: Path, tmp_path: Path, widt
     assert read(tmp_path / "out", "datatrove").tokenizer is None
 
 
-def test_olmo_has_lines_of_starts_and_ends(cache: Path, tmp_path: Path, width: int) -> None:
+def test_olmo_has_lines_of_starts_and_ends(cache, tmp_path, width):
     files = exported(cache, "olmo", tmp_path / "out")
     for number in (0, 1):
         assert files[f"train_0000{number}.npy"] == hexed(SHARDS[width][f"train {number}"])
@@ -156,7 +152,7 @@ def test_olmo_has_lines_of_starts_and_ends(cache: Path, tmp_path: Path, width: i
     assert [file.itemsize for file in read(tmp_path / "out", "olmo").files] == [width] * 3
 
 
-def test_borders_tell_how_wide_ids_are_without_a_manifest(cache: Path, tmp_path: Path, width: int) -> None:
+def test_borders_tell_how_wide_ids_are_without_a_manifest(cache, tmp_path, width):
     for name in ("olmo", "datatrove"):
         export_cache(cache, name, tmp_path / name)
         for path in [*(tmp_path / name).rglob("*.metadata"), tmp_path / name / "niels_gpt.json"]:
@@ -167,7 +163,7 @@ def test_borders_tell_how_wide_ids_are_without_a_manifest(cache: Path, tmp_path:
 @pytest.mark.parametrize(
     ("name", "mask"), [("datatrove", "train/00000.ds.loss"), ("olmo", "label_mask/train_00000.npy")]
 )
-def test_chats_carry_their_masks(name: str, mask: str, tmp_path: Path) -> None:
+def test_chats_carry_their_masks(name, mask, tmp_path):
     build_chats(build_caches(tmp_path / "cache"), [CHAT, CHAT])
     files = exported(tmp_path / "cache/sft/chats", name, tmp_path / "out")
     assert files[mask] == bytes([0, 0, 0, 0, 1, 1]) * 2
@@ -176,7 +172,7 @@ def test_chats_carry_their_masks(name: str, mask: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["nanogpt", "modded-nanogpt", "megatron"])
-def test_chats_are_refused_where_no_mask_fits(name: str, tmp_path: Path) -> None:
+def test_chats_are_refused_where_no_mask_fits(name, tmp_path):
     build_caches(tmp_path / "cache")
     with refused("E220", "loss") as error:
         export_cache(tmp_path / "cache/sft/chats", name, tmp_path / "out")
@@ -186,14 +182,14 @@ def test_chats_are_refused_where_no_mask_fits(name: str, tmp_path: Path) -> None
 # --- what others write ------------------------------------------------------------------------------------------------
 
 
-def index(code: int, lengths: list[int], borders: list[int], width: int, modes: bytes = b"") -> bytes:
+def index(code, lengths, borders, width, modes=b""):
     """Return an .idx file of Megatron-LM."""
     starts = [width * sum(lengths[:number]) for number in range(len(lengths))]
     head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, code, len(lengths), len(borders))
     return head + struct.pack(f"<{len(lengths)}i{len(lengths)}q{len(borders)}q", *lengths, *starts, *borders) + modes
 
 
-def megatron(folder: Path, ids: Any, raw: bytes) -> Path:
+def megatron(folder, ids, raw):
     """Write one pair of files."""
     folder.mkdir(exist_ok=True)
     (folder / "data.bin").write_bytes(np.asarray(ids).tobytes())
@@ -202,7 +198,7 @@ def megatron(folder: Path, ids: Any, raw: bytes) -> Path:
 
 
 @pytest.mark.parametrize(("code", "dtype"), [(1, "u1"), (2, "i1"), (3, "<i2"), (4, "<i4"), (5, "<i8"), (8, "<u2")])
-def test_megatron_of_every_width(code: int, dtype: str, tmp_path: Path) -> None:
+def test_megatron_of_every_width(code, dtype, tmp_path):
     ids = np.array([1, 2, 3, 4, 5, 6], dtype)
     raw = index(code, [1, 0, 2, 3], [0, 2, 2, 3, 4], ids.itemsize, modes=bytes(4))
     found = read(megatron(tmp_path / "data", ids, raw), "megatron")
@@ -230,18 +226,18 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("raw", BROKEN.values(), ids=BROKEN)
-def test_a_broken_index_is_refused(raw: bytes, tmp_path: Path) -> None:
+def test_a_broken_index_is_refused(raw, tmp_path):
     with refused("E221"):
         read(megatron(tmp_path / "data", np.arange(6, dtype="<u2"), raw), "megatron")
 
 
-def header(*numbers: int) -> bytes:
+def header(*numbers):
     """Return a header of 1,024 bytes."""
     return struct.pack(f"<{len(numbers)}i", *numbers) + bytes(1024 - 4 * len(numbers))
 
 
 IDS = bytes(range(12))
-HOSTILE: dict[str, tuple[str, dict[str, bytes]]] = {
+HOSTILE = {
     "a short header": ("modded-nanogpt", {"a.bin": header(20240520, 1, 6)[:500]}),
     "another magic": ("modded-nanogpt", {"a.bin": header(7, 1, 6) + IDS}),
     "more tokens than bytes": ("modded-nanogpt", {"a.bin": header(20240520, 1, 7) + IDS}),
@@ -279,7 +275,7 @@ HOSTILE: dict[str, tuple[str, dict[str, bytes]]] = {
 }
 
 
-def put(folder: Path, files: dict[str, bytes]) -> Path:
+def put(folder, files):
     """Write files."""
     folder.mkdir()
     for name, raw in files.items():
@@ -288,13 +284,13 @@ def put(folder: Path, files: dict[str, bytes]) -> Path:
 
 
 @pytest.mark.parametrize(("name", "files"), HOSTILE.values(), ids=HOSTILE)
-def test_files_that_contradict_themselves_are_refused(name: str, files: dict[str, bytes], tmp_path: Path) -> None:
+def test_files_that_contradict_themselves_are_refused(name, files, tmp_path):
     with refused("E221"):
         read(put(tmp_path / "data", files), name)
 
 
 @pytest.mark.parametrize("name", ["0.ds", "0.ds.index", "0.ds.metadata", "0.ds.loss"])
-def test_no_link_is_followed(name: str, tmp_path: Path) -> None:
+def test_no_link_is_followed(name, tmp_path):
     files = {"0.ds": IDS, "0.ds.index": struct.pack("<Q", 6), "0.ds.metadata": b"gpt2|2\n6\n6", "0.ds.loss": bytes(6)}
     folder = put(tmp_path / "data", files)
     (folder / name).rename(tmp_path / "elsewhere")
@@ -303,7 +299,7 @@ def test_no_link_is_followed(name: str, tmp_path: Path) -> None:
         read(folder, "datatrove")
 
 
-def test_gaps_and_empty_documents_of_olmo_are_counted(tmp_path: Path) -> None:
+def test_gaps_and_empty_documents_of_olmo_are_counted(tmp_path):
     lines = gzip.compress(b"1,3,an id,a source,9\n3,3\n3,5,x\n")
     files = {"part.npy": IDS, "part.csv.gz": lines}
     found = read(put(tmp_path / "data", files), "olmo", vocab_size=300)
@@ -311,14 +307,14 @@ def test_gaps_and_empty_documents_of_olmo_are_counted(tmp_path: Path) -> None:
     assert dict(found.noticed) == {"empty_documents": 1, "tokens_between_documents": 2}
 
 
-def test_masks_of_open_instruct_are_found(tmp_path: Path) -> None:
+def test_masks_of_open_instruct_are_found(tmp_path):
     files = {"token_ids_part_0000.npy": IDS, "labels_mask_part_0000.npy": bytes([0, 1] * 3)}
     [file] = read(put(tmp_path / "data", files), "olmo", vocab_size=300).files
     assert file.name == "token_ids_part_0000.npy" and file.loss is not None
     assert np.concatenate(list(file.loss())).tolist() == [False, True] * 3
 
 
-def test_splits_and_order_are_those_of_the_names(tmp_path: Path) -> None:
+def test_splits_and_order_are_those_of_the_names(tmp_path):
     names = ("web_10.bin", "web_9.bin", "web_val_0.bin", "web_test.bin", "other_0.bin")
     folder = put(tmp_path / "data", {**{name: IDS for name in names}, "empty.bin": b""})
     found = read(folder, "nanogpt")
@@ -332,7 +328,7 @@ def test_splits_and_order_are_those_of_the_names(tmp_path: Path) -> None:
     assert [file.split for file in read(folder, "nanogpt", val_glob="other_*").files].count("val") == 1
 
 
-def test_the_manifest_decides_the_order(cache: Path, tmp_path: Path) -> None:
+def test_the_manifest_decides_the_order(cache, tmp_path):
     export_cache(cache, "olmo", tmp_path / "out")
     path = tmp_path / "out" / "niels_gpt.json"
     manifest = json.loads(path.read_bytes())

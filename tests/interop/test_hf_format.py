@@ -1,10 +1,5 @@
 """Parquet for `datasets`: what it reads of an export, and what an import reads of files like those it writes."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,33 +17,33 @@ from niels_gpt.interop.exporting import export_cache
 ROWS = {"input_ids": [[5, 6, 7], [8], [9, 10]], "labels": [[-100, 6, 7], [-100], [-100, 10]]}
 
 
-def ids_of(file: Any) -> list[int]:
+def ids_of(file):
     return np.concatenate(list(file.pieces())).tolist()
 
 
-def loss_of(file: Any) -> list[bool]:
+def loss_of(file):
     assert file.loss is not None
     return np.concatenate(list(file.loss())).tolist()
 
 
-def saved(folder: Path, columns: dict[str, Any], name: str = "rows.parquet") -> Path:
+def saved(folder, columns, name="rows.parquet"):
     folder.mkdir(exist_ok=True)
     pq.write_table(pa.table(columns), folder / name)
     return folder
 
 
-def rows_of(out: Path, split: str, tmp_path: Path) -> Dataset:
+def rows_of(out, split, tmp_path):
     return load_dataset(str(out), cache_dir=str(tmp_path / "hub"))[split]
 
 
 @pytest.fixture(params=["pretrain", "wide", "sft", "templated"])
-def cache(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+def cache(request, tmp_path):
     path, tokenizer = tmp_path / "cache", WideByteTokenizer() if request.param == "wide" else ByteTokenizer()
     {**vars(small_builds), "wide": small_builds.pretrain}[request.param](path, tokenizer=tokenizer)
     return tokens_of(path)
 
 
-def test_datasets_reads_every_document_once_in_order(cache: Any, tmp_path: Path) -> None:
+def test_datasets_reads_every_document_once_in_order(cache, tmp_path):
     with small_limits("hf", _GROUP_TOKENS=64):
         done = export_cache(cache.path, "hf", tmp_path / "out")
     assert done.tokens == sum(cache.meta["totals"][f"{split}_tokens"] for split in ("train", "val"))
@@ -70,7 +65,7 @@ def test_datasets_reads_every_document_once_in_order(cache: Any, tmp_path: Path)
 
 
 @pytest.mark.parametrize("build", [small_builds.sft, small_builds.templated])
-def test_labels_are_the_targets_of_the_reader(build: Any, tmp_path: Path) -> None:
+def test_labels_are_the_targets_of_the_reader(build, tmp_path):
     meta = build(tmp_path / "cache")
     export_cache(tmp_path / "cache", "hf", tmp_path / "out")
     names = [tmp_path / "cache" / f"train_{name}" for name in ("tokens.bin", "idx.npy")]
@@ -87,7 +82,7 @@ def test_labels_are_the_targets_of_the_reader(build: Any, tmp_path: Path) -> Non
     assert sum(loss_of(file)) == meta["supervised_tokens"]["train"]
 
 
-def test_what_datasets_saves_is_read(tmp_path: Path) -> None:
+def test_what_datasets_saves_is_read(tmp_path):
     rows = Dataset.from_dict(ROWS)
     DatasetDict({"train": rows, "validation": rows.select([2]), "test": rows}).save_to_disk(str(tmp_path / "disk"))
     folder = read_folder(tmp_path / "disk", "hf")
@@ -100,14 +95,14 @@ def test_what_datasets_saves_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [pa.int64(), pa.uint16(), pa.int32()])
 @pytest.mark.parametrize("mask", ["loss_mask", "assistant_masks", "completion_mask"])
-def test_masks_and_widths(kind: Any, mask: str, tmp_path: Path) -> None:
+def test_masks_and_widths(kind, mask, tmp_path):
     masks = [[0, 1, 1], [0], [0, 1]]
     columns = {"input_ids": pa.array(ROWS["input_ids"], pa.large_list(kind)), mask: masks}
     folder = read_folder(saved(tmp_path, columns), "hf")
     assert (ids_of(folder.files[0]), sum(loss_of(folder.files[0]))) == ([5, 6, 7, 8, 9, 10], 3)
 
 
-def test_padding_and_empty_rows_are_left_out_and_counted(tmp_path: Path) -> None:
+def test_padding_and_empty_rows_are_left_out_and_counted(tmp_path):
     columns = {
         "input_ids": [[0, 5, 6], [], [0, 0], [7, 8, 0]],
         "attention_mask": [[0, 1, 1], [], [0, 0], [1, 1, 0]],
@@ -122,7 +117,7 @@ def test_padding_and_empty_rows_are_left_out_and_counted(tmp_path: Path) -> None
     assert folder.noticed == {"padding_tokens": 4, "empty_rows": 2}
 
 
-def test_labels_that_mask_nothing_say_nothing(tmp_path: Path) -> None:
+def test_labels_that_mask_nothing_say_nothing(tmp_path):
     folder = read_folder(saved(tmp_path, {"input_ids": [[5, 6]], "labels": [[5, 6]]}), "hf")
     assert folder.files[0].loss is None
 
@@ -141,20 +136,20 @@ def test_labels_that_mask_nothing_say_nothing(tmp_path: Path) -> None:
         ({"input_ids": pa.array([], pa.list_(pa.int32()))}, "no rows"),
     ],
 )
-def test_other_rows_are_refused(columns: Any, words: str, tmp_path: Path) -> None:
+def test_other_rows_are_refused(columns, words, tmp_path):
     with refused("E221", tmp_path, words):
         read_folder(saved(tmp_path, columns), "hf")
 
 
 def test_a_small_file_of_a_huge_row_is_refused_before_it_is_decoded(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     ids = pa.array([[7] * 1001], pa.list_(pa.int32()))  # a few bytes: runs of one code
     with small_limits("hf_rows", MAX_ROW=1000), refused("E221", "1,001 values"):
         read_folder(saved(tmp_path, {"input_ids": ids}), "hf")
 
 
-def test_a_mask_in_some_files_alone_a_cut_file_and_a_link_are_refused(tmp_path: Path) -> None:
+def test_a_mask_in_some_files_alone_a_cut_file_and_a_link_are_refused(tmp_path):
     folder = saved(tmp_path / "some", ROWS, "a.parquet")
     saved(folder, {"input_ids": [[5]]}, "b.parquet")
     with refused("E221", "b.parquet", "labels"):

@@ -1,10 +1,6 @@
 """A folder of another tool becomes a cache: tokens, borders, loss, text, and what is refused."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +12,6 @@ from niels_gpt.builders.pretrain import build_pretrain
 from niels_gpt.cache import PretrainTokenStreamDataset, read_meta
 from niels_gpt.inspection.verify import find_damage
 from niels_gpt.interop.exporting import export_cache
-from niels_gpt.interop.importing import Imported
 from niels_gpt.recipes.exchange.imports import import_cache
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.sampling import EpochStream
@@ -24,21 +19,20 @@ from niels_gpt.sampling.evaluation import bits_per_byte, iter_eval
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.tokenizer_training import train_tokenizer, write_tokenizer
-from niels_gpt.tokenizers.protocol import FullTokenizer
 
 WORDS = "the quick brown fox jumps over a lazy dog while it rains, and naïve cats sleep on".split()  # noqa: SIM905
 TEXTS = [" ".join(WORDS[at % 7 : at % 7 + 3 + at % 9]) + f" {at}." for at in range(60)]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     write_tokenizer(train_tokenizer(TEXTS, vocab_size=320, trained_on="a test"), folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def caches(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def caches(model, tmp_path_factory):
     """A folder of caches with its tokenizer and pretrain/web, whose documents straddle shards."""
     root = tmp_path_factory.mktemp("caches")
     ensure_tokenizer(Settings(cache_dir=str(root), tokenizer=str(model)))
@@ -58,15 +52,15 @@ def caches(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def tokenizer(caches: Path) -> FullTokenizer:
+def tokenizer(caches):
     return load_tokenizer(caches / "tokenizer")
 
 
-def imported(source: Path, caches: Path, name: str = "web", format: str = "megatron", **arguments: Any) -> Imported:
+def imported(source, caches, name="web", format="megatron", **arguments):
     return import_cache(source, name, format=format, cache_dir=caches, **arguments)
 
 
-def write_bin(folder: Path, **splits: list[int]) -> Path:
+def write_bin(folder, **splits):
     folder.mkdir(exist_ok=True)
     for split, ids in splits.items():
         np.array(ids, dtype="<u2").tofile(folder / f"{split}.bin")
@@ -74,7 +68,7 @@ def write_bin(folder: Path, **splits: list[int]) -> Path:
 
 
 @pytest.mark.parametrize("format", ["megatron", "datatrove", "olmo", "modded-nanogpt", "litdata"])
-def test_an_exported_cache_is_imported_as_it_was(caches: Path, tmp_path: Path, format: str) -> None:
+def test_an_exported_cache_is_imported_as_it_was(caches, tmp_path, format):
     export_cache(caches / "pretrain" / "web", format, tmp_path / "first")
     done = imported(tmp_path / "first", caches, name=f"web_{format.replace('-', '_')}", format=format)
     before, after = caches / "pretrain" / "web", done.path
@@ -98,12 +92,12 @@ def test_an_exported_cache_is_imported_as_it_was(caches: Path, tmp_path: Path, f
             assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes(), name
 
 
-def load(cache: Path) -> dict[str, Any]:
+def load(cache):
     return read_meta(str(cache / "meta.json"))
 
 
 @pytest.mark.parametrize("copy", [False, True])
-def test_an_export_that_was_changed_is_not_imported(caches: Path, tmp_path: Path, copy: bool) -> None:
+def test_an_export_that_was_changed_is_not_imported(caches, tmp_path, copy):
     export_cache(caches / "pretrain" / "web", "megatron", tmp_path / "out")
     path = tmp_path / "out" / "train_00001.bin"
     ids = np.fromfile(path, "<u2")
@@ -117,21 +111,19 @@ def test_an_export_that_was_changed_is_not_imported(caches: Path, tmp_path: Path
     assert find_damage(done.path, deep=True) == []
 
 
-def test_no_build_is_named_as_the_remedy_of_a_foreign_file(caches: Path, tmp_path: Path) -> None:
+def test_no_build_is_named_as_the_remedy_of_a_foreign_file(caches, tmp_path):
     os.mkfifo(write_bin(tmp_path / "bins") / "train.bin")
     with refused("E205", "train.bin") as error:
         imported(tmp_path / "bins", caches, format="nanogpt", tokenizer=str(caches / "tokenizer"))
     assert error.value.code == "E205" and "niels-gpt build" not in str(error.value)
 
 
-def test_a_source_that_is_not_there_is_named(caches: Path, tmp_path: Path) -> None:
+def test_a_source_that_is_not_there_is_named(caches, tmp_path):
     with refused("E105", "nowhere", kind=FileNotFoundError):
         imported(tmp_path / "nowhere", caches)
 
 
-def test_files_without_borders_are_cut_at_the_end_of_documents(
-    caches: Path, tmp_path: Path, tokenizer: FullTokenizer
-) -> None:
+def test_files_without_borders_are_cut_at_the_end_of_documents(caches, tmp_path, tokenizer):
     eot, texts = tokenizer.special_token_ids()["eot"], ["the fox", "a lazy dog", "naïve cats"]
     ids = [token for text in texts for token in (*tokenizer.encode(text), eot)]
     source = write_bin(tmp_path / "bins", train=ids, val=tokenizer.encode("it rains"))
@@ -151,9 +143,7 @@ def test_files_without_borders_are_cut_at_the_end_of_documents(
     assert bits_per_byte(5.0, done.path / "val") > 0
 
 
-def test_an_import_without_the_length_of_its_text_refuses_bits_per_byte(
-    caches: Path, tmp_path: Path, tokenizer: FullTokenizer
-) -> None:
+def test_an_import_without_the_length_of_its_text_refuses_bits_per_byte(caches, tmp_path, tokenizer):
     source = write_bin(tmp_path / "bins", train=tokenizer.encode("the fox"))
     done = imported(source, caches, "nobytes", "nanogpt", tokenizer=str(caches / "tokenizer"), utf8_bytes=False)
     assert "utf8_bytes" not in done.meta and done.meta["built"] == "partial" and find_damage(done.path, deep=True) == []
@@ -161,16 +151,14 @@ def test_an_import_without_the_length_of_its_text_refuses_bits_per_byte(
         bits_per_byte(5.0, done.path / "train")
 
 
-def test_an_id_outside_the_vocabulary_is_named(caches: Path, tmp_path: Path) -> None:
+def test_an_id_outside_the_vocabulary_is_named(caches, tmp_path):
     source = write_bin(tmp_path / "bins", train=[20, 21, 60000])
     with refused("E222", "token 2 is", "train.bin", "60000") as error:
         imported(source, caches, "outside", "nanogpt", tokenizer=str(caches / "tokenizer"))
     assert error.value.code == "E222" and not (caches / "imported" / "outside").exists()
 
 
-def test_ids_of_another_tokenizer_are_warned_of(
-    caches: Path, tmp_path: Path, tokenizer: FullTokenizer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_ids_of_another_tokenizer_are_warned_of(caches, tmp_path, tokenizer, caplog):
     ids = torch.randint(10, tokenizer.vocab_size, (400,), generator=torch.Generator().manual_seed(0)).tolist()
     done = imported(
         write_bin(tmp_path / "bins", train=ids), caches, "odd", "nanogpt", tokenizer=str(caches / "tokenizer")

@@ -1,10 +1,5 @@
 """Where an import goes, which tokenizer it has there, and what the other commands make of it."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 from support.commands import rebuild_command
@@ -27,7 +22,7 @@ from niels_gpt.tokenizer_training import train_tokenizer, write_tokenizer
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def models(tmp_path_factory):
     """Two tokenizers."""
     folders = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("other")
     for folder, size in zip(folders, (300, 310), strict=True):
@@ -37,7 +32,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture
-def source(models: tuple[Path, Path], tmp_path: Path) -> Path:
+def source(models, tmp_path):
     """train.bin and val.bin of the second tokenizer."""
     (tmp_path / "bins").mkdir()
     tokenizer = load_tokenizer(models[1])
@@ -47,7 +42,7 @@ def source(models: tuple[Path, Path], tmp_path: Path) -> Path:
     return tmp_path / "bins"
 
 
-def test_an_import_of_another_tokenizer_has_its_own(models: tuple[Path, Path], source: Path, tmp_path: Path) -> None:
+def test_an_import_of_another_tokenizer_has_its_own(models, source, tmp_path):
     root = tmp_path / "cache"
     ensure_tokenizer(Settings(cache_dir=str(root), tokenizer=str(models[0])))
     shared = read_meta(str(root / "tokenizer" / "meta.json"))
@@ -76,9 +71,7 @@ def test_an_import_of_another_tokenizer_has_its_own(models: tuple[Path, Path], s
     assert find_damage(done.path, deep=True) == [] and tokenizer_of(done.path.resolve(), None)
 
 
-def test_an_import_into_an_empty_folder_gives_it_its_tokenizer(
-    models: tuple[Path, Path], source: Path, tmp_path: Path
-) -> None:
+def test_an_import_into_an_empty_folder_gives_it_its_tokenizer(models, source, tmp_path):
     root = tmp_path / "cache"
     done = import_cache(source, "pretrain/web", format="nanogpt", cache_dir=root, tokenizer=str(models[1]))
     assert load_tokenizer(root / "tokenizer").sha256 == done.meta["tokenizer_sha256"]
@@ -90,13 +83,13 @@ def test_an_import_into_an_empty_folder_gives_it_its_tokenizer(
     assert error.value.code == "E223"
 
 
-def test_a_folder_without_a_tokenizer_is_refused(source: Path, tmp_path: Path) -> None:
+def test_a_folder_without_a_tokenizer_is_refused(source, tmp_path):
     with refused("E223", "--tokenizer") as error:
         import_cache(source, "web", format="nanogpt", cache_dir=tmp_path / "cache")
     assert error.value.code == "E223" and not (tmp_path / "cache" / "imported").exists()
 
 
-def loss_file(name: str, ids: list[int], ends: list[int], loss: list[int]) -> Any:
+def loss_file(name, ids, ends, loss):
     return foreign_file(
         name,
         lambda: iter([np.array(ids[:3]), np.array(ids[3:])]),
@@ -106,7 +99,7 @@ def loss_file(name: str, ids: list[int], ends: list[int], loss: list[int]) -> An
     )
 
 
-def test_files_with_loss_become_an_sft_cache(models: tuple[Path, Path], tmp_path: Path) -> None:
+def test_files_with_loss_become_an_sft_cache(models, tmp_path):
     root = tmp_path / "cache"
     ensure_tokenizer(Settings(cache_dir=str(root), tokenizer=str(models[0])))
     files = [loss_file("a", [20, 21, 22, 23, 24], [3, 5], [1, 0, 1, 0, 1]), loss_file("b", [25, 26], [2], [0, 0])]

@@ -1,10 +1,6 @@
 """litdata's chunks and index.json: bytes on paper, what is read back, and what is refused."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +14,7 @@ from niels_gpt.interop.exporting import export_cache
 from niels_gpt.storage.errors import CacheError
 
 DOCUMENTS = ((None, "abc"), (None, "de"), (None, "fghij"))
-CONFIG: dict[str, Any] = {"compression": None, "data_format": ["no_header_tensor:20"], "item_loader": "TokensLoader"}
+CONFIG = {"compression": None, "data_format": ["no_header_tensor:20"], "item_loader": "TokensLoader"}
 
 
 class WideTokenizer(NumberTokenizer):
@@ -28,22 +24,22 @@ class WideTokenizer(NumberTokenizer):
 
 
 @pytest.fixture
-def notes(tmp_path: Path) -> Path:
+def notes(tmp_path):
     """A cache of three documents in two shards of six and four tokens."""
     build_caches(tmp_path / "cache")
     return build_notes(tmp_path / "cache", DOCUMENTS, max_train_tokens=10, shard_bytes=12)
 
 
-def tokens_of(file: Any) -> list[int]:
+def tokens_of(file):
     return np.concatenate(list(file.pieces())).tolist()
 
 
-def ends_of(file: Any) -> list[int]:
+def ends_of(file):
     assert file.ends is not None
     return file.ends().tolist()
 
 
-def put_chunk(folder: Path, items: list[list[int]], kind: str = "<u2", **config: Any) -> Path:
+def put_chunk(folder, items, kind="<u2", **config):
     """Write a folder as litdata's writer does, of one chunk."""
     folder.mkdir(parents=True, exist_ok=True)
     body = [np.array(item, dtype=kind).tobytes() for item in items]
@@ -56,7 +52,7 @@ def put_chunk(folder: Path, items: list[list[int]], kind: str = "<u2", **config:
     return folder
 
 
-def test_a_chunk_has_the_bytes_on_paper(notes: Path, tmp_path: Path) -> None:
+def test_a_chunk_has_the_bytes_on_paper(notes, tmp_path):
     out = tmp_path / "out"
     ids = [ord(letter) + 10 for letter in "abcdefghij"]
     export_cache(notes, "litdata", out)
@@ -80,8 +76,8 @@ def test_a_chunk_has_the_bytes_on_paper(notes: Path, tmp_path: Path) -> None:
     assert [*tokens_of(files[0]), *tokens_of(files[1])] == ids
 
 
-def test_ids_of_32_bits_are_int32_for_torch(tmp_path: Path) -> None:
-    limits: dict[str, Any] = {"max_train_tokens": 5, "max_val_tokens": 0, "shuffle_buffer": None, "num_threads": 0}
+def test_ids_of_32_bits_are_int32_for_torch(tmp_path):
+    limits = {"max_train_tokens": 5, "max_val_tokens": 0, "shuffle_buffer": None, "num_threads": 0}
     cache = tmp_path / "cache" / "pretrain" / "numbers"
     documents = [(None, "70000-70003"), (None, "5-7")]
     build_pretrain(documents, cache, tokenizer=WideTokenizer(), shard_bytes=80, seed=0, **limits)
@@ -103,7 +99,7 @@ def test_ids_of_32_bits_are_int32_for_torch(tmp_path: Path) -> None:
         ("<u4", "no_header_numpy:6"),
     ],
 )
-def test_every_type_of_ids_is_read(tmp_path: Path, kind: str, name: str) -> None:
+def test_every_type_of_ids_is_read(tmp_path, kind, name):
     put_chunk(tmp_path / "train", [[1, 2, 3], [], [50_000]], kind, data_format=[name])
     put_chunk(tmp_path / "val", [[7]], kind, data_format=[name])
     put_chunk(tmp_path / "test", [[8]], kind, data_format=[name])
@@ -117,7 +113,7 @@ def test_every_type_of_ids_is_read(tmp_path: Path, kind: str, name: str) -> None
     assert found.noticed == {"empty_documents": 1, "files_of_a_test_split": 1}
 
 
-def test_chunks_of_several_workers_are_read_in_the_order_of_the_index(tmp_path: Path) -> None:
+def test_chunks_of_several_workers_are_read_in_the_order_of_the_index(tmp_path):
     put_chunk(tmp_path, [[1, 2]])
     (tmp_path / "chunk-0-0.bin").rename(tmp_path / "chunk-1-0.bin")
     index = json.loads((tmp_path / "index.json").read_bytes())
@@ -140,14 +136,14 @@ def test_chunks_of_several_workers_are_read_in_the_order_of_the_index(tmp_path: 
         ({"data_format": 3}, "data_format"),
     ],
 )
-def test_what_is_no_folder_of_tokens_is_refused_by_name(tmp_path: Path, config: dict[str, Any], word: str) -> None:
+def test_what_is_no_folder_of_tokens_is_refused_by_name(tmp_path, config, word):
     put_chunk(tmp_path, [[1, 2]], **config)
     with refused("E221", "index.json", word):
         read_folder(tmp_path, "litdata")
 
 
 @pytest.mark.parametrize("at", [0, 4, 8, 12])
-def test_another_header_is_refused(tmp_path: Path, at: int) -> None:
+def test_another_header_is_refused(tmp_path, at):
     path = put_chunk(tmp_path, [[1, 2], [3]]) / "chunk-0-0.bin"
     raw = bytearray(path.read_bytes())
     raw[at : at + 4] = (0xFFFFFFFF if at == 0 else int.from_bytes(raw[at : at + 4], "little") + 1).to_bytes(4, "little")
@@ -168,7 +164,7 @@ def test_another_header_is_refused(tmp_path: Path, at: int) -> None:
         ("filename", ".."),
     ],
 )
-def test_a_wrong_index_is_refused(tmp_path: Path, key: str, value: Any) -> None:
+def test_a_wrong_index_is_refused(tmp_path, key, value):
     index = json.loads((put_chunk(tmp_path, [[1, 2]]) / "index.json").read_bytes())
     index["chunks"][0][key] = value
     (tmp_path / "index.json").write_text(json.dumps(index))
@@ -186,13 +182,13 @@ def test_a_wrong_index_is_refused(tmp_path: Path, key: str, value: Any) -> None:
         b'{"config": {"data_format": ["no_header_tensor:20"]}, "chunks": 3}',
     ],
 )
-def test_an_index_that_is_none_is_refused(tmp_path: Path, raw: bytes) -> None:
+def test_an_index_that_is_none_is_refused(tmp_path, raw):
     (tmp_path / "index.json").write_bytes(raw)
     with refused("E221"):
         read_folder(tmp_path, "litdata")
 
 
-def test_a_chunk_that_is_a_link_is_refused(tmp_path: Path) -> None:
+def test_a_chunk_that_is_a_link_is_refused(tmp_path):
     folder = put_chunk(tmp_path / "data", [[1, 2]])
     (folder / "chunk-0-0.bin").rename(tmp_path / "elsewhere")
     (folder / "chunk-0-0.bin").symlink_to(tmp_path / "elsewhere")
@@ -200,6 +196,6 @@ def test_a_chunk_that_is_a_link_is_refused(tmp_path: Path) -> None:
         read_folder(folder, "litdata")
 
 
-def test_a_folder_without_an_index_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_an_index_is_refused(tmp_path):
     with refused("E221", "index.json"):
         read_folder(tmp_path, "litdata")

@@ -9,9 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -42,20 +40,20 @@ CHATS = [
 class Cache:
     """A small cache, and its documents as they were given."""
 
-    def __init__(self, path: Path, dtype: str, kind: str) -> None:
+    def __init__(self, path, dtype, kind):
         self.path, self.dtype, self.width = path, dtype, WIDTHS[dtype]
         self.tokenizer = WideByteTokenizer() if dtype == "uint32" else ByteTokenizer()
         self.end = self.tokenizer.special_token_ids()["eot"]
         self.documents = {
             split: [[*self.tokenizer.encode(text), self.end] for text in texts] for split, texts in TEXTS.items()
         }
-        self.loss: list[bool] = []
+        self.loss = []
         if kind == "pretrain":
             self._build_pretrain()
         else:
             self._build_sft()
 
-    def _build_pretrain(self) -> None:
+    def _build_pretrain(self):
         build_pretrain(
             ((split, text) for split, texts in TEXTS.items() for text in texts),
             self.path,
@@ -70,7 +68,7 @@ class Cache:
             num_threads=0,
         )
 
-    def _build_sft(self) -> None:
+    def _build_sft(self):
         build_sft(CHATS, self.path, tokenizer=self.tokenizer, val_frac=0, seed=0, num_threads=0)
         special = self.tokenizer.special_token_ids()
         self.documents = {"train": [], "val": []}
@@ -80,16 +78,16 @@ class Cache:
             self.documents["train"].append(ids)
             self.loss += [*[False] * (len(question) + 3), *[True] * (len(answer) + 1)]
 
-    def stream(self, split: str) -> list[int]:
+    def stream(self, split):
         """All ids of a split."""
         return [id for ids in self.documents[split] for id in ids]
 
-    def shards(self, split: str) -> list[list[int]]:
+    def shards(self, split):
         """The ids of each shard."""
         ids = self.stream(split)
         return [ids[at : at + SHARD_TOKENS] for at in range(0, len(ids), SHARD_TOKENS)]
 
-    def ends(self, split: str) -> list[list[int]]:
+    def ends(self, split):
         """Where each document, or the piece of it that is in the shard, ends: by shard, in tokens of the shard."""
         bounds, first, found = np.cumsum([len(ids) for ids in self.documents[split]]).tolist(), 0, []
         for shard in self.shards(split):
@@ -98,31 +96,31 @@ class Cache:
             first = last
         return found
 
-    def whole(self, split: str, block: int) -> list[int]:
+    def whole(self, split, block):
         """What a reader of blocks sees: of each shard as many whole blocks as are in it."""
         return [id for ids in self.shards(split) for id in ids[: len(ids) // block * block]]
 
-    def export(self, name: str, out: Path) -> Path:
+    def export(self, name, out):
         """Export it."""
         export_cache(self.path, name, out)
         return out
 
 
-def sha256(ids: Any) -> str:
+def sha256(ids):
     """The sha256 of a stream of ids as int64."""
     return hashlib.sha256(np.asarray(ids, dtype="<i8").tobytes()).hexdigest()
 
 
 @pytest.fixture(params=list(WIDTHS))
-def cache(request: pytest.FixtureRequest, tmp_path: Path) -> Cache:
+def cache(request, tmp_path):
     return Cache(tmp_path / "pretrain" / "texts", request.param, "pretrain")
 
 
-def running(name: str) -> Any:
+def running(name):
     """Make a fixture of a library."""
 
     @pytest.fixture(scope="module", name=name)
-    def fixture() -> Iterator[Tool]:
+    def fixture():
         with library(name) as tool:
             yield tool
 
@@ -161,7 +159,7 @@ def test_modded_nanogpt_reads_an_export_of_16_bits_and_refuses_32(cache: Cache, 
 
 
 @pytest.fixture(scope="module")
-def automodel() -> Iterator[Peer]:
+def automodel():
     peers = os.environ.get("NIELS_GPT_PEERS")
     if peers is None:
         pytest.skip("set NIELS_GPT_PEERS to a folder with nemo-automodel as 0.7.0, see .ci/run")
@@ -183,9 +181,7 @@ def test_automodel_reads_an_export_of_modded_nanogpt(automodel: Peer, cache: Cac
         continues = ids[-1] != cache.end
 
 
-def test_automodel_takes_the_index_for_counts_of_tokens_and_without_it_looks_for_the_id(
-    automodel: Peer, tmp_path: Path
-) -> None:
+def test_automodel_takes_the_index_for_counts_of_tokens_and_without_it_looks_for_the_id(automodel, tmp_path):
     cache = Cache(tmp_path / "pretrain" / "texts", "uint16", "pretrain")
     file = str(cache.export("modded-nanogpt", tmp_path / "out") / "train_000000.bin")
     asked = ("", "token_file", file, 8, cache.end)
@@ -217,9 +213,9 @@ def test_datatrove_reads_an_export(datatrove: Tool, cache: Cache, split: str, tm
     )
 
 
-def positions(cache: Cache, split: str, window: int) -> list[int]:
+def positions(cache, split, window):
     """The place of each token in its document, counted from the beginning of the window: datatrove's rule."""
-    found: list[int] = []
+    found = []
     for ids, ends in zip(cache.shards(split), cache.ends(split), strict=True):
         for place in range(len(ids) // window * window):
             found.append(0 if place % window == 0 or place in ends else found[-1] + 1)
@@ -243,13 +239,13 @@ def test_olmo_core_reads_an_export(olmo: Tool, cache: Cache, split: str, tmp_pat
     assert sha256(olmo.call("read_olmo", files, None, BLOCK, *read)["ids"]) == sha256(cache.stream(split))
 
 
-def both(cache: Cache, split: str) -> Iterator[tuple[list[int], list[int]]]:
+def both(cache, split):
     """The ids and the ends of each shard."""
     return zip(cache.shards(split), cache.ends(split), strict=True)
 
 
 @pytest.mark.parametrize("dtype", WIDTHS)
-def test_olmo_core_reads_the_masks_of_chats(olmo: Tool, dtype: str, tmp_path: Path) -> None:
+def test_olmo_core_reads_the_masks_of_chats(olmo, dtype, tmp_path):
     cache = Cache(tmp_path / "sft" / "chats", dtype, "sft")
     folder = cache.export("olmo", tmp_path / "out")
     files, masks = [str(folder / "train_00000.npy")], [str(folder / "label_mask" / "train_00000.npy")]
@@ -279,7 +275,7 @@ def test_datasets_reads_an_export(hf: Tool, cache: Cache, split: str, tmp_path: 
 
 
 @pytest.mark.parametrize("dtype", WIDTHS)
-def test_datasets_reads_the_labels_of_chats(hf: Tool, dtype: str, tmp_path: Path) -> None:
+def test_datasets_reads_the_labels_of_chats(hf, dtype, tmp_path):
     cache = Cache(tmp_path / "sft" / "chats", dtype, "sft")
     rows = hf.call("read_hf", str(cache.export("hf", tmp_path / "out")), "train")
     assert [row["input_ids"] for row in rows] == cache.documents["train"]

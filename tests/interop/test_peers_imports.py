@@ -8,11 +8,10 @@ from __future__ import annotations
 import gzip
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -33,7 +32,7 @@ Documents = list[list[int]]
 Tools = Callable[[str], Tool]
 
 
-def made(seed: int, count: int, dtype: str) -> Documents:
+def made(seed, count, dtype):
     """Make documents with the end id behind each."""
     draw = random.Random(seed)
     return [[*(draw.randrange(3, VOCABULARY[dtype]) for _ in range(draw.randint(1, 90))), END] for _ in range(count)]
@@ -47,7 +46,7 @@ class Written:
     loss: dict[str, list[list[list[bool]]]] | None = None
 
 
-def given(dtype: str, with_loss: bool = False) -> Written:
+def given(dtype, with_loss=False):
     """Make documents for two files of train and one of val."""
     files = {"train": [made(0, 20, dtype), made(1, 7, dtype)], "val": [made(2, 5, dtype)]}
     draw = random.Random(3)
@@ -58,14 +57,14 @@ def given(dtype: str, with_loss: bool = False) -> Written:
     return Written(files, loss if with_loss else None)
 
 
-def by_megatron(tool: Tool, folder: Path, dtype: str, written: Written) -> None:
+def by_megatron(tool, folder, dtype, written):
     for split, files in written.files.items():
         for number, documents in enumerate(files):
             prefix = str(folder / f"{split}_{number:05d}")
             tool.call("write_megatron", prefix, documents, "int32" if dtype == "uint32" else dtype)
 
 
-def by_datatrove(tool: Tool, folder: Path, dtype: str, written: Written) -> None:
+def by_datatrove(tool, folder, dtype, written):
     for split, files in written.files.items():
         (folder / split).mkdir(parents=True)
         for number, documents in enumerate(files):
@@ -75,21 +74,21 @@ def by_datatrove(tool: Tool, folder: Path, dtype: str, written: Written) -> None
             )
 
 
-def by_olmo(tool: Tool, folder: Path, dtype: str, written: Written) -> None:
+def by_olmo(tool, folder, dtype, written):
     for split, files in written.files.items():
         for number, documents in enumerate(files):
             mask = None if written.loss is None else [bit for bits in written.loss[split][number] for bit in bits]
             tool.call("write_olmo", str(folder / f"{split}_{number:05d}.npy"), documents, dtype, END, mask)
 
 
-def by_litdata(tool: Tool, folder: Path, dtype: str, written: Written) -> None:
+def by_litdata(tool, folder, dtype, written):
     for split, files in written.files.items():
         documents = [ids for file in files for ids in file]
         tool.call("write_litdata", str(folder / split), documents, "int32" if dtype == "uint32" else dtype, 1 << 20)
         written.files[split] = [documents]  # one chunk
 
 
-def by_datasets(tool: Tool, folder: Path, dtype: str, written: Written) -> None:
+def by_datasets(tool, folder, dtype, written):
     for split, files in written.files.items():
         for number, documents in enumerate(files):
             labels = None
@@ -100,7 +99,7 @@ def by_datasets(tool: Tool, folder: Path, dtype: str, written: Written) -> None:
             tool.call("write_hf", str(folder), name, documents, labels, "int32" if dtype == "uint32" else dtype)
 
 
-WRITERS: dict[str, Callable[[Tool, Path, str, Written], None]] = {
+WRITERS = {
     "megatron": by_megatron,
     "datatrove": by_datatrove,
     "olmo": by_olmo,
@@ -116,12 +115,12 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def tools() -> Iterator[Tools]:
+def tools():
     """Each library in one process, from its first use on."""
-    running: dict[str, Tool] = {}
+    running = {}
     with ExitStack() as stack:
 
-        def tool(name: str) -> Tool:
+        def tool(name):
             if name not in running:
                 running[name] = stack.enter_context(library(name))
             return running[name]
@@ -130,9 +129,7 @@ def tools() -> Iterator[Tools]:
 
 
 @pytest.mark.parametrize(("name", "dtype", "has_loss"), CASES)
-def test_what_a_library_wrote_is_read_as_it_was_given(
-    name: str, dtype: str, has_loss: bool, tools: Tools, tmp_path: Path
-) -> None:
+def test_what_a_library_wrote_is_read_as_it_was_given(name, dtype, has_loss, tools, tmp_path):
     written, folder = given(dtype, has_loss), tmp_path / "written"
     folder.mkdir()
     WRITERS[name](tools(name), folder, dtype, written)
@@ -151,14 +148,12 @@ def test_what_a_library_wrote_is_read_as_it_was_given(
 
 
 @pytest.mark.parametrize(("name", "dtype", "has_loss"), CASES)
-def test_what_a_library_wrote_is_imported_and_exported_to_the_same_bytes(
-    name: str, dtype: str, has_loss: bool, tools: Tools, tmp_path: Path
-) -> None:
+def test_what_a_library_wrote_is_imported_and_exported_to_the_same_bytes(name, dtype, has_loss, tools, tmp_path):
     written, folder, again = given(dtype, has_loss), tmp_path / "written", tmp_path / "again"
     folder.mkdir()
     WRITERS[name](tools(name), folder, dtype, written)
     tokenizer = str(made_tokenizer("t5" if dtype == "uint16" else "llama3"))
-    end: dict[str, Any] = {"document_end": "none", "pad_id": END if has_loss else None}
+    end = {"document_end": "none", "pad_id": END if has_loss else None}
     path = import_cache(folder, "theirs", format=name, cache_dir=tmp_path / "cache", tokenizer=tokenizer, **end).path
     assert not find_damage(path, deep=True)
     cache = tokens_of(path)
@@ -178,20 +173,20 @@ def test_what_a_library_wrote_is_imported_and_exported_to_the_same_bytes(
         assert comparable(again, name) == comparable(folder, name)
 
 
-def comparable(folder: Path, name: str) -> dict[str, Any]:
+def comparable(folder, name):
     """All files by name: their bytes, but for what depends on the clock or on a setting of the writer.
 
     olmo: gzip files have the time and their name in them. litdata: index.json has the time and the asked chunk size.
     hf: parquet files have other names, row groups and columns, so the rows of a split are compared.
     """
-    found: dict[str, Any] = {}
+    found = {}
     for path in sorted(folder.rglob("*")):
         if path.suffix == ".parquet":
             split = "val" if "val" in path.name else "train"
             columns = ["input_ids", *(["labels"] if "labels" in pq.read_schema(path).names else [])]
             found.setdefault(split, []).extend(pq.read_table(path, columns=columns).to_pylist())
         elif path.is_file() and path.name != MANIFEST_NAME:
-            content: Any = path.read_bytes()
+            content = path.read_bytes()
             if path.suffix == ".gz":
                 content = gzip.decompress(content)
             elif path.name == "index.json":
@@ -201,9 +196,9 @@ def comparable(folder: Path, name: str) -> dict[str, Any]:
     return found
 
 
-def joined(folder: Path, name: str) -> dict[str, Any]:
+def joined(folder, name):
     """Tokens and masks, those of all files of a split end to end."""
-    found: dict[str, Any] = {}
+    found = {}
     for path, content in comparable(folder, name).items():
         if name == "hf":
             found[path] = content

@@ -1,10 +1,5 @@
 """A cache that leaves and enters: the import has the same documents and batches, and is exported to the same bytes."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -26,7 +21,7 @@ CHATS = [
 ]
 
 
-def built(path: Path, tokenizer: Path, shard_tokens: int) -> Path:
+def built(path, tokenizer, shard_tokens):
     """Build a cache whose shards do not end where documents do."""
     loaded = load_tokenizer(tokenizer)
     width = 2 if loaded.vocab_size <= 1 << 16 else 4
@@ -47,10 +42,10 @@ def built(path: Path, tokenizer: Path, shard_tokens: int) -> Path:
     return path
 
 
-def brought_back(cache: Path, tokenizer: Path, name: str, tmp_path: Path) -> Path:
+def brought_back(cache, tokenizer, name, tmp_path):
     """Export a cache, import it, and export that again; returns the import's folder."""
     export_cache(cache, name, tmp_path / "out")
-    where: dict[str, Any] = {"cache_dir": tmp_path / "other", "tokenizer": str(tokenizer)}
+    where = {"cache_dir": tmp_path / "other", "tokenizer": str(tokenizer)}
     imported = import_cache(tmp_path / "out", "back", format=name, **where).path
     assert not find_damage(imported, deep=True)
     export_cache(imported, name, tmp_path / "again")
@@ -60,13 +55,13 @@ def brought_back(cache: Path, tokenizer: Path, name: str, tmp_path: Path) -> Pat
     return imported
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
+def files_of(folder):
     """The bytes of all files but the manifest, which names the cache."""
     paths = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != MANIFEST_NAME)
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
-def same_documents(cache: Path, imported: Path) -> None:
+def same_documents(cache, imported):
     """Compare ids and borders of both splits."""
     ours, theirs = tokens_of(cache), tokens_of(imported)
     assert ours.dtype == theirs.dtype
@@ -76,7 +71,7 @@ def same_documents(cache: Path, imported: Path) -> None:
         assert np.array_equal(ours.bounds(split), theirs.bounds(split))
 
 
-def batches(cache: Path, split: str) -> list[torch.Tensor]:
+def batches(cache, split):
     """A few batches of one seed."""
     data = PretrainTokenStreamDataset(str(cache / split), T=4, device="cpu")
     generator = torch.Generator().manual_seed(3)
@@ -85,9 +80,7 @@ def batches(cache: Path, split: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", ["uint16", pytest.param("uint32", marks=pytest.mark.slow)])
-def test_an_import_of_an_export_gives_the_same_batches(
-    tiny_model_path: Path, dtype: str, name: str, tmp_path: Path
-) -> None:
+def test_an_import_of_an_export_gives_the_same_batches(tiny_model_path, dtype, name, tmp_path):
     tokenizer = tiny_model_path if dtype == "uint16" else made_tokenizer("llama3")
     cache = built(tmp_path / "cache" / "pretrain" / "texts", tokenizer, 40)
     imported = brought_back(cache, tokenizer, name, tmp_path)
@@ -99,9 +92,7 @@ def test_an_import_of_an_export_gives_the_same_batches(
 
 
 @pytest.mark.parametrize("name", ["nanogpt", "hf"])
-def test_shards_of_a_few_tokens_come_back_from_files_that_are_no_shards(
-    tiny_model_path: Path, name: str, tmp_path: Path
-) -> None:
+def test_shards_of_a_few_tokens_come_back_from_files_that_are_no_shards(tiny_model_path, name, tmp_path):
     cache = built(tmp_path / "cache" / "pretrain" / "texts", tiny_model_path, 7)
     imported = brought_back(cache, tiny_model_path, name, tmp_path)
     same_documents(cache, imported)
@@ -110,7 +101,7 @@ def test_shards_of_a_few_tokens_come_back_from_files_that_are_no_shards(
 
 
 @pytest.mark.parametrize("name", WITH_LOSS)
-def test_chats_come_back_with_their_loss(tiny_model_path: Path, name: str, tmp_path: Path) -> None:
+def test_chats_come_back_with_their_loss(tiny_model_path, name, tmp_path):
     cache, tokenizer = tmp_path / "cache" / "sft" / "chats", load_tokenizer(tiny_model_path)
     build_sft(CHATS, cache, tokenizer=tokenizer, val_frac=0.3, seed=0, num_threads=0)
     imported, special = brought_back(cache, tiny_model_path, name, tmp_path), tokenizer.special_token_ids()

@@ -1,10 +1,6 @@
 """A staged part of a cache: whole shards, with the borders and names of their documents, as a whole cache."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from support import small_builds
@@ -17,15 +13,15 @@ from niels_gpt.sampling import EpochStream
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cache(tmp_path_factory):
     """Train has shards of 120, 120, 120 and 20 tokens of 2 bytes, val one of 100; documents lie in two shards."""
     path = tmp_path_factory.mktemp("whole") / "cache"
     small_builds.pretrain(path)
     return path
 
 
-def meta_of(path: Path) -> dict[str, Any]:
-    meta: dict[str, Any] = json.loads((path / "meta.json").read_bytes())
+def meta_of(path):
+    meta = json.loads((path / "meta.json").read_bytes())
     return meta
 
 
@@ -33,9 +29,7 @@ def meta_of(path: Path) -> dict[str, Any]:
     ("split", "max_bytes", "shards"),
     [(None, 500, (2, 0)), (None, 760, (4, 0)), (None, 959, (4, 0)), ("val", None, (0, 1)), ("train", 240, (1, 0))],
 )
-def test_the_shards_that_fit_with_their_documents(
-    cache: Path, tmp_path: Path, split: str | None, max_bytes: int | None, shards: tuple[int, int]
-) -> None:
+def test_the_shards_that_fit_with_their_documents(cache, tmp_path, split, max_bytes, shards):
     done = stage(str(cache), tmp_path / "part", split=split, max_bytes=max_bytes)
     whole, part = tokens_of(cache), tokens_of(tmp_path / "part")
     assert (len(part.files("train")), len(part.files("val"))) == shards
@@ -58,13 +52,13 @@ def test_the_shards_that_fit_with_their_documents(
     assert (again.fetched_bytes, again.version) == (0, done.version)
 
 
-def test_a_stream_reads_each_window_of_a_part_once(cache: Path, tmp_path: Path) -> None:
+def test_a_stream_reads_each_window_of_a_part_once(cache, tmp_path):
     stage(str(cache), tmp_path / "part", max_bytes=480)
     stream = EpochStream(tmp_path / "part/train", T=9, global_batch_size=4, seed=3, epochs=1)
     assert sum(len(x) for x, _ in stream) == 2 * (119 // 9)
 
 
-def test_all_of_it_is_a_cache_of_the_same_content_and_nothing_is_refused(cache: Path, tmp_path: Path) -> None:
+def test_all_of_it_is_a_cache_of_the_same_content_and_nothing_is_refused(cache, tmp_path):
     stage(str(cache), tmp_path / "all")
     assert meta_of(tmp_path / "all") == meta_of(cache)
     with refused("E102", "has 240"):

@@ -1,16 +1,11 @@
 """push, pull and stage: what a folder at a URL holds afterwards, what is refused, and what a stopped run leaves."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json
 import logging
 import os
 import threading
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from support import small_builds
@@ -27,7 +22,7 @@ KINDS = ("pretrain", "sft", "templated", "rollouts")
 
 
 @pytest.fixture(scope="module")
-def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def caches(tmp_path_factory):
     """A cache of each kind, and another pretrain cache."""
     root = tmp_path_factory.mktemp("caches")
     for kind in KINDS:
@@ -37,7 +32,7 @@ def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def url() -> Iterator[str]:
+def url():
     """A folder in memory."""
     import fsspec
 
@@ -48,12 +43,12 @@ def url() -> Iterator[str]:
 
 
 @pytest.fixture(autouse=True)
-def quick() -> Iterator[None]:
+def quick():
     with waiting(0.001):
         yield
 
 
-def refusal(code: str, found: str, act: Any) -> str:
+def refusal(code, found, act):
     """The error of `act`, which has this code and this in it."""
     with refused(code, found, kind=CacheError) as caught:
         act()
@@ -61,14 +56,14 @@ def refusal(code: str, found: str, act: Any) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_cache_comes_back_as_it_was(kind: str, caches: Path, tmp_path: Path, url: str) -> None:
+def test_a_cache_comes_back_as_it_was(kind, caches, tmp_path, url):
     cache = caches / kind / "wiki"
     sent = push.push(cache, url, check=True)
     assert sent.sent_bytes == sent.num_bytes and not sent.skipped_files
     assert set(bucket(url).sizes()) == {p.relative_to(cache).as_posix() for p in cache.rglob("*") if p.is_file()}
     again = push.push(cache, url)
     assert again.sent_bytes == 0 and again.skipped_files == again.files == sent.files
-    calls: list[tuple[int, int, int | None]] = []
+    calls = []
     pulled = fetch.pull(url, tmp_path / "wiki", progress=lambda *seen: calls.append(seen))
     assert whole_version(tmp_path / "wiki") == whole_version(cache)
     assert calls[-1][0] == pulled.files - 1 and calls[-1][1] == calls[-1][2] == pulled.fetched_bytes
@@ -76,7 +71,7 @@ def test_a_cache_comes_back_as_it_was(kind: str, caches: Path, tmp_path: Path, u
     assert fetch.pull(url, tmp_path / "wiki").fetched_bytes == 0
 
 
-def test_a_local_folder_is_a_bucket_too_and_a_stage_copies(caches: Path, tmp_path: Path) -> None:
+def test_a_local_folder_is_a_bucket_too_and_a_stage_copies(caches, tmp_path):
     push.push(caches / "pretrain/wiki", str(tmp_path / "mirror"))
     assert not list((tmp_path / "mirror").rglob("*.tmp")) and not (tmp_path / "mirror" / MARK_NAME).exists()
     fetch.pull(f"file://{tmp_path}/mirror", tmp_path / "pulled")
@@ -85,7 +80,7 @@ def test_a_local_folder_is_a_bucket_too_and_a_stage_copies(caches: Path, tmp_pat
     assert all(path.stat().st_nlink == 1 for path in staged.version.rglob("*.bin"))
 
 
-def test_another_cache_is_refused_without_replace(caches: Path, tmp_path: Path, url: str) -> None:
+def test_another_cache_is_refused_without_replace(caches, tmp_path, url):
     cache, other = caches / "pretrain/wiki", caches / "pretrain/other"
     push.push(other, url)
     refusal("E610", "another", lambda: push.push(cache, url))
@@ -97,17 +92,17 @@ def test_another_cache_is_refused_without_replace(caches: Path, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "train/shard_00000.bin"])
-def test_foreign_files_stay(name: str, caches: Path, url: str) -> None:
+def test_foreign_files_stay(name, caches, url):
     bucket(url).write(name, b"mine")
     refusal("E610", "not of", lambda: push.push(caches / "pretrain/wiki", url, replace=True))
     assert bucket(url).sizes() == {name: 4}
 
 
-def cut_after(count: int) -> tuple[list[str], Any]:
+def cut_after(count):
     """A list of names, and what cuts a run before the step after so many."""
-    done: list[str] = []
+    done = []
 
-    def act(name: str, *_: object) -> None:
+    def act(name, *_):
         if len(done) == count:
             raise OSError("cut")
         done.append(name)
@@ -115,7 +110,7 @@ def cut_after(count: int) -> tuple[list[str], Any]:
     return done, act
 
 
-def test_half_a_push_is_no_cache_and_is_resumed(caches: Path, tmp_path: Path, url: str) -> None:
+def test_half_a_push_is_no_cache_and_is_resumed(caches, tmp_path, url):
     cache, (_, cut) = caches / "pretrain/wiki", cut_after(3)
     with before("send", cut), pytest.raises(OSError, match="cut"):
         push.push(cache, url, jobs=1)
@@ -126,7 +121,7 @@ def test_half_a_push_is_no_cache_and_is_resumed(caches: Path, tmp_path: Path, ur
     refusal("E612", "no cache", lambda: fetch.pull("memory://bucket/none", tmp_path / "none"))
 
 
-def test_a_replacement_that_was_stopped_takes_no_file_of_the_old_cache(caches: Path, tmp_path: Path, url: str) -> None:
+def test_a_replacement_that_was_stopped_takes_no_file_of_the_old_cache(caches, tmp_path, url):
     push.push(caches / "pretrain/other", url)
     removed, cut = cut_after(2)
     with before("remove", cut), pytest.raises(OSError, match="cut"):
@@ -136,12 +131,12 @@ def test_a_replacement_that_was_stopped_takes_no_file_of_the_old_cache(caches: P
     fetch.pull(url, tmp_path / "wiki")
 
 
-def test_of_two_pushes_of_different_caches_one_fails(caches: Path, tmp_path: Path) -> None:
+def test_of_two_pushes_of_different_caches_one_fails(caches, tmp_path):
     """Two of one cache help each other. On a disk, where files appear whole, as in a bucket; in memory they do not."""
     url = str(tmp_path / "bucket")
-    failed: list[tuple[str, str]] = []
+    failed = []
 
-    def send(name: str) -> None:
+    def send(name):
         try:
             push.push(caches / "pretrain" / name, url, jobs=2)
         except CacheError as error:
@@ -156,13 +151,11 @@ def test_of_two_pushes_of_different_caches_one_fails(caches: Path, tmp_path: Pat
     fetch.pull(url, tmp_path / "wiki")
 
 
-def test_a_push_that_looked_before_another_ended_does_not_take_its_place(
-    caches: Path, tmp_path: Path, url: str
-) -> None:
+def test_a_push_that_looked_before_another_ended_does_not_take_its_place(caches, tmp_path, url):
     """The other one begins and ends between the look and the note of the first."""
     cache, other = caches / "pretrain/wiki", caches / "pretrain/other"
 
-    def late(between: Path, url: str) -> Any:
+    def late(between, url):
         waiting = [between]
         return before("create", lambda *_: waiting and push.push(waiting.pop(), url))
 
@@ -175,7 +168,7 @@ def test_a_push_that_looked_before_another_ended_does_not_take_its_place(
     assert MARK_NAME not in bucket(f"{url}/same").sizes()
 
 
-def test_damage_is_not_published(caches: Path, tmp_path: Path, url: str) -> None:
+def test_damage_is_not_published(caches, tmp_path, url):
     small_builds.pretrain(tmp_path / "bad")
     shard = tmp_path / "bad/train/shard_00001.bin"
     shard.write_bytes(bytes(len(shard.read_bytes())))
@@ -184,7 +177,7 @@ def test_damage_is_not_published(caches: Path, tmp_path: Path, url: str) -> None
 
 
 @pytest.mark.parametrize("size", [0, 1])
-def test_damage_is_not_pulled(size: int, caches: Path, tmp_path: Path, url: str) -> None:
+def test_damage_is_not_pulled(size, caches, tmp_path, url):
     push.push(caches / "pretrain/wiki", url)
     name, there = "train/shard_00001.bin", bucket(url)
     length = there.sizes()[name]
@@ -197,11 +190,11 @@ def test_damage_is_not_pulled(size: int, caches: Path, tmp_path: Path, url: str)
     assert fetch.pull(url, tmp_path / "wiki").kept_bytes > 0
 
 
-def test_a_replaced_cache_is_refused_in_words(caches: Path, tmp_path: Path, url: str) -> None:
+def test_a_replaced_cache_is_refused_in_words(caches, tmp_path, url):
     push.push(caches / "pretrain/wiki", url)
     others = [caches / "pretrain/other"]
 
-    def replace(name: str, *_: object) -> None:
+    def replace(name, *_):
         if name.startswith("val/") and others:
             push.push(others.pop(), url, replace=True)
 
@@ -210,12 +203,10 @@ def test_a_replaced_cache_is_refused_in_words(caches: Path, tmp_path: Path, url:
     assert not os.path.lexists(tmp_path / "wiki") and not others
 
 
-def test_a_stopped_pull_is_resumed_within_a_file_and_damage_in_it_is_found(
-    caches: Path, tmp_path: Path, url: str
-) -> None:
+def test_a_stopped_pull_is_resumed_within_a_file_and_damage_in_it_is_found(caches, tmp_path, url):
     push.push(caches / "sft/wiki", url)
 
-    def stop(name: str, begin: int, end: int) -> None:
+    def stop(name, begin, end):
         if name == "train_tokens.bin" and begin >= 200:
             raise KeyboardInterrupt
 
@@ -239,7 +230,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("keys", HOSTILE)
-def test_a_hostile_meta_is_refused(keys: dict[str, Any], tmp_path: Path) -> None:
+def test_a_hostile_meta_is_refused(keys, tmp_path):
     small_builds.pretrain(tmp_path / "bad")
     change_meta(tmp_path / "bad", **keys)
     before = {path for path in tmp_path.rglob("*")}
@@ -248,9 +239,7 @@ def test_a_hostile_meta_is_refused(keys: dict[str, Any], tmp_path: Path) -> None
     assert {path for path in tmp_path.rglob("*")} == before
 
 
-def test_no_room_is_said_before_anything_is_fetched(
-    caches: Path, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_room_is_said_before_anything_is_fetched(caches, tmp_path, url, monkeypatch):
     push.push(caches / "sft/wiki", url)
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 5}))
     with refused("E501", kind=OSError):
@@ -260,16 +249,14 @@ def test_no_room_is_said_before_anything_is_fetched(
 @pytest.mark.parametrize(
     "url", ["s3://KEYID:geheim@bucket/x", "s3://bucket/x?token=geheim", "hf://geheim@x/y", "https://geheim/x", "a://b"]
 )
-def test_credentials_in_a_url_are_refused_and_not_repeated(url: str, tmp_path: Path) -> None:
+def test_credentials_in_a_url_are_refused_and_not_repeated(url, tmp_path):
     for act in (lambda: fetch.pull(url, tmp_path / "wiki"), lambda: bucket(url)):
         with refused("E102") as caught:
             act()
         assert "geheim" not in str(caught.value) + repr(caught.value)
 
 
-def test_errors_of_a_library_are_repeated_and_shown_without_keys(
-    caches: Path, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_errors_of_a_library_are_repeated_and_shown_without_keys(caches, tmp_path, url, monkeypatch, caplog):
     import fsspec
 
     push.push(caches / "pretrain/wiki", url)
@@ -278,7 +265,7 @@ def test_errors_of_a_library_are_repeated_and_shown_without_keys(
     memory, failures = type(fsspec.filesystem("memory")), [ConnectionResetError(said), TimeoutError(said)]
     cat_file = memory.cat_file
 
-    def failing(self: Any, *args: Any, **more: Any) -> bytes:
+    def failing(self, *args, **more):
         if failures:
             raise failures.pop()
         return bytes(cat_file(self, *args, **more))
@@ -294,7 +281,7 @@ def test_errors_of_a_library_are_repeated_and_shown_without_keys(
     assert "geheim" not in text + caplog.text
 
 
-def test_a_note_of_a_push_says_what_docs_say(caches: Path, url: str) -> None:
+def test_a_note_of_a_push_says_what_docs_say(caches, url):
     content = whole_version(caches / "sft/wiki")
     mark = {"content_sha256": content, "files": [], "kind": "push", "push_version": 1, "removing": []}
     bucket(url).write(MARK_NAME, json.dumps(mark).encode())
@@ -304,7 +291,7 @@ def test_a_note_of_a_push_says_what_docs_say(caches: Path, url: str) -> None:
     refusal("E610", "not of", lambda: push.push(caches / "sft/wiki", url))
 
 
-def test_a_draft_vocabulary_has_its_own_content_sha256(tmp_path: Path, url: str) -> None:
+def test_a_draft_vocabulary_has_its_own_content_sha256(tmp_path, url):
     content = b"{}\n"
     record = {"bytes": len(content), "name": "draft_vocab.json", "sha256": hashlib.sha256(content).hexdigest()}
     meta = {"built": True, "files": [record], "format_version": 1, "kind": "draft_vocab"}
@@ -317,7 +304,7 @@ def test_a_draft_vocabulary_has_its_own_content_sha256(tmp_path: Path, url: str)
     assert whole_version(fetch.pull(url, tmp_path / "vocab").path) == content_sha256
 
 
-def test_what_a_killed_push_left_half_written_on_a_disk_is_removed(caches: Path, tmp_path: Path) -> None:
+def test_what_a_killed_push_left_half_written_on_a_disk_is_removed(caches, tmp_path):
     mirror, there = tmp_path / "mirror", bucket(str(tmp_path / "mirror"))
     push.push(caches / "pretrain/wiki", str(mirror))
     dead, alive, foreign = (mirror / "train" / f".{name}.tmp" for name in DOTTED)
@@ -335,20 +322,20 @@ DOTTED = ("shard_00000.bin.0123abcd", "shard_00001.bin.0123abcd", "notes.txt.012
 
 
 @pytest.mark.parametrize("url", ["", "s3:/bucket/x", "FILE:/x", "s3://", "s3:///x"])
-def test_a_mistyped_url_is_no_path(url: str, caches: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistyped_url_is_no_path(url, caches, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with refused("E102", "s3://"):
         push.push(caches / "sft/wiki", url)
     assert not list(tmp_path.iterdir())
 
 
-def test_schemes_may_be_in_capitals_and_a_file_url_may_name_this_machine(tmp_path: Path) -> None:
+def test_schemes_may_be_in_capitals_and_a_file_url_may_name_this_machine(tmp_path):
     assert place_of("file://localhost/data/wiki") == place_of("FILE:///data/wiki") == "/data/wiki"
     pytest.importorskip("s3fs", reason="the extra s3 is not installed")
     assert place_of("S3://team/wiki") == "team/wiki"
 
 
-def test_a_version_is_not_pushed_over(caches: Path, tmp_path: Path) -> None:
+def test_a_version_is_not_pushed_over(caches, tmp_path):
     small_builds.pretrain(tmp_path / "wiki", 1)
     before = whole_version(tmp_path / "wiki")
     for target in (tmp_path / "wiki", (tmp_path / "wiki").resolve()):
@@ -357,7 +344,7 @@ def test_a_version_is_not_pushed_over(caches: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe"])
-def test_links_and_pipes_in_a_folder_are_not_followed(kind: str, caches: Path, tmp_path: Path) -> None:
+def test_links_and_pipes_in_a_folder_are_not_followed(kind, caches, tmp_path):
     push.push(caches / "pretrain/wiki", str(tmp_path / "mirror"))
     shard, outside = tmp_path / "mirror/train/shard_00001.bin", tmp_path / "outside.bin"
     shard.rename(outside)
@@ -372,16 +359,14 @@ def test_links_and_pipes_in_a_folder_are_not_followed(kind: str, caches: Path, t
     assert outside.exists()
 
 
-def test_the_first_error_ends_the_wait_for_another_attempt(
-    caches: Path, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_error_ends_the_wait_for_another_attempt(caches, tmp_path, url, monkeypatch):
     import fsspec
 
     push.push(caches / "pretrain/wiki", url)
     memory, is_waiting = type(fsspec.filesystem("memory")), threading.Event()
     cat_file = memory.cat_file
 
-    def failing(self: Any, path: str, **more: Any) -> bytes:
+    def failing(self, path, **more):
         if path.endswith("shard_00000.bin"):
             is_waiting.set()
             raise ConnectionResetError

@@ -1,14 +1,9 @@
 """A cache in a dataset repository of the hub: one commit, private, read back at one commit."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 from support import small_builds
 from support.disk import META_NAME
 from support.errors import refused
-from support.loopback_hub import LoopbackHub
 from support.small_builds import whole_version
 
 from niels_gpt.interop.transfer import fetch, push
@@ -19,13 +14,13 @@ URL = "hf://datasets/somebody/wiki-cache"
 
 
 @pytest.fixture(autouse=True)
-def plain_uploads(monkeypatch: pytest.MonkeyPatch) -> None:
+def plain_uploads(monkeypatch):
     """Let the library upload by LFS, which the loopback hub has, and know a token."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
     monkeypatch.setenv("HF_TOKEN", "hf_geheim")
 
 
-def test_a_cache_is_one_commit_and_comes_back(loopback_hub: LoopbackHub, tmp_path: Path) -> None:
+def test_a_cache_is_one_commit_and_comes_back(loopback_hub, tmp_path):
     small_builds.pretrain(tmp_path / "wiki")
     small_builds.pretrain(tmp_path / "other", 1)
     push.push(tmp_path / "wiki", URL, card=b"# A cache\n")
@@ -44,7 +39,7 @@ def test_a_cache_is_one_commit_and_comes_back(loopback_hub: LoopbackHub, tmp_pat
     assert whole_version(tmp_path / "second") == whole_version(tmp_path / "other")
 
 
-def test_foreign_files_and_refusals_are_said_without_a_token(loopback_hub: LoopbackHub, tmp_path: Path) -> None:
+def test_foreign_files_and_refusals_are_said_without_a_token(loopback_hub, tmp_path):
     small_builds.pretrain(tmp_path / "wiki")
     loopback_hub.add("somebody/wiki-cache", {"notes.txt": b"mine"})
     with refused("E610", "notes.txt"):

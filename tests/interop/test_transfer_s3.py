@@ -1,16 +1,11 @@
 """push and pull over a real S3 server: faults of the network, killed clients, several at once, damage."""
 
-from __future__ import annotations
-
 import logging
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from support import small_builds
@@ -39,13 +34,13 @@ else:
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[S3Server]:
+def running():
     with S3Server() as server:
         yield server
 
 
 @pytest.fixture
-def server(running: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+def server(running, monkeypatch):
     """The server without faults, at which the libraries of this process look."""
     running.refuse, running.cut_after, running.delay_s = 0, None, 0.0
     for name, value in running.environment().items():
@@ -55,7 +50,7 @@ def server(running: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Ser
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cache(tmp_path_factory):
     """A cache of more than 100 files."""
     path = tmp_path_factory.mktemp("caches") / "wiki"
     items = small_builds.documents(0, 3000)
@@ -65,11 +60,11 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def url(request: pytest.FixtureRequest) -> str:
+def url(request):
     return f"s3://team/caches/{request.node.name}"
 
 
-def killed(server: S3Server, act: str, path: Path, url: str, when: Any) -> None:
+def killed(server, act, path, url, when):
     """Push or pull in a process, and kill it once `when` holds."""
     process = subprocess.Popen([sys.executable, "-c", RUN, act, str(path), url])
     for _ in range(3000):
@@ -80,16 +75,14 @@ def killed(server: S3Server, act: str, path: Path, url: str, when: Any) -> None:
     assert process.wait() == -signal.SIGKILL
 
 
-def test_a_hundred_files_with_eight_jobs(server: S3Server, cache: Path, tmp_path: Path, url: str) -> None:
+def test_a_hundred_files_with_eight_jobs(server, cache, tmp_path, url):
     sent = push.push(cache, url, check=True)
     assert sent.files > 100 and push.push(cache, url).sent_bytes == 0
     assert fetch.pull(url, tmp_path / "wiki").files == sent.files
     assert whole_version(tmp_path / "wiki") == whole_version(cache)
 
 
-def test_faults_of_the_network_are_waited_out(
-    server: S3Server, cache: Path, tmp_path: Path, url: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_faults_of_the_network_are_waited_out(server, cache, tmp_path, url, caplog):
     caplog.set_level(logging.INFO)
     server.refuse = 2
     push.push(cache, url)
@@ -105,7 +98,7 @@ def test_faults_of_the_network_are_waited_out(
     assert SECRET not in caplog.text + str(caught) and "AKIA" not in caplog.text + str(caught)
 
 
-def test_a_killed_push_is_no_cache_and_is_resumed(server: S3Server, cache: Path, tmp_path: Path, url: str) -> None:
+def test_a_killed_push_is_no_cache_and_is_resumed(server, cache, tmp_path, url):
     server.delay_s, there = 0.02, bucket(url)
     killed(server, "push", cache, url, lambda: len(there.sizes()) > 10)
     server.delay_s = 0
@@ -116,7 +109,7 @@ def test_a_killed_push_is_no_cache_and_is_resumed(server: S3Server, cache: Path,
     fetch.pull(url, tmp_path / "wiki")
 
 
-def test_a_killed_pull_is_resumed(server: S3Server, cache: Path, tmp_path: Path, url: str) -> None:
+def test_a_killed_pull_is_resumed(server, cache, tmp_path, url):
     push.push(cache, url)
     server.delay_s = 0.02
     killed(
@@ -128,11 +121,11 @@ def test_a_killed_pull_is_resumed(server: S3Server, cache: Path, tmp_path: Path,
     assert whole_version(tmp_path / "wiki") == whole_version(cache)
 
 
-def at_once(*acts: Any) -> list[CacheError]:
+def at_once(*acts):
     """Do several things at the same time; return their errors."""
-    errors: list[CacheError] = []
+    errors = []
 
-    def act(one: Any) -> None:
+    def act(one):
         try:
             one()
         except CacheError as error:
@@ -146,7 +139,7 @@ def at_once(*acts: Any) -> list[CacheError]:
     return errors
 
 
-def test_two_pushes_and_two_pulls_at_once(server: S3Server, cache: Path, tmp_path: Path, url: str) -> None:
+def test_two_pushes_and_two_pulls_at_once(server, cache, tmp_path, url):
     assert not at_once(*[lambda: push.push(cache, url)] * 2)
     assert MARK_NAME not in bucket(url).sizes()
     assert not at_once(*[lambda: fetch.pull(url, tmp_path / "wiki", wait=True)] * 2)
@@ -155,14 +148,14 @@ def test_two_pushes_and_two_pulls_at_once(server: S3Server, cache: Path, tmp_pat
     assert whole_version(tmp_path / "wiki") == whole_version(tmp_path / "other") == whole_version(cache)
 
 
-def test_of_two_different_pushes_one_fails(server: S3Server, cache: Path, tmp_path: Path, url: str) -> None:
+def test_of_two_different_pushes_one_fails(server, cache, tmp_path, url):
     small_builds.pretrain(tmp_path / "other", 1)
     errors = at_once(lambda: push.push(cache, url), lambda: push.push(tmp_path / "other", url))
     assert [error.code for error in errors] == ["E610"]
     fetch.pull(url, tmp_path / "wiki")
 
 
-def test_damage_and_foreign_files_are_refused(server: S3Server, cache: Path, tmp_path: Path, url: str) -> None:
+def test_damage_and_foreign_files_are_refused(server, cache, tmp_path, url):
     push.push(cache, url)
     name, there = "train/shard_00007.bin", bucket(url)
     there.write(name, bytes(there.sizes()[name]))

@@ -28,7 +28,7 @@ class FirstRun:
 
 
 @pytest.fixture(scope="session")
-def first_run(mirror: Path, tiny_model_path: Path) -> Iterator[FirstRun]:
+def first_run(mirror, tiny_model_path):
     """A run over everything from the mirror with the tiny tokenizer."""
     with quick_folder() as folder, contextlib.chdir(folder):  # not in the checkout, where a sources.toml may be
         (folder / "home").mkdir()
@@ -40,7 +40,7 @@ def first_run(mirror: Path, tiny_model_path: Path) -> Iterator[FirstRun]:
 
 
 @pytest.fixture
-def settings(settings: Settings, request: pytest.FixtureRequest) -> Settings:
+def settings(settings, request):
     """The settings of a test; after a run over everything with the folder of that run, which code versions have."""
     if "after_a_run" not in request.fixturenames:
         return settings

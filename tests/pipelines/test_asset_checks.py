@@ -24,7 +24,7 @@ def health(instance: dg.DagsterInstance, key: str) -> str:
     return asyncio.run(found).health_status.value
 
 
-def test_every_asset_has_the_checks_of_its_kind_and_they_say_what_they_look_at() -> None:
+def test_every_asset_has_the_checks_of_its_kind_and_they_say_what_they_look_at():
     graph = defs.resolve_asset_graph()
     for key in ("tokenizer", *CACHES):
         rules = checks_of(key)
@@ -89,7 +89,7 @@ def test_a_cache_that_cannot_be_decoded_is_left_to_its_checks(instance: dg.Dagst
 
 
 def test_a_bad_cache_stops_what_lies_downstream(instance: dg.DagsterInstance, settings: Settings) -> None:
-    trained: list[str] = []
+    trained = []
 
     @dg.asset(deps=[["sft", "oasst1"]])
     def model() -> None:

@@ -19,12 +19,12 @@ ALL = {f"raw/{name}" for name in SOURCES}
 
 
 @pytest.fixture
-def changing(settings: Settings, mirror: Path, tmp_path: Path) -> Settings:
+def changing(settings, mirror, tmp_path):
     """Settings of a mirror that a test may change."""
     return replace(settings, source_root=str(shutil.copytree(mirror, tmp_path / "mirror")))
 
 
-def add_a_note(settings: Settings) -> None:
+def add_a_note(settings):
     notes = Path(settings.source_root, "roam")
     (notes / f"new{len(list(notes.iterdir()))}.md").write_text("- a heron stands in the river\n" * 20)
 
@@ -35,7 +35,7 @@ def statuses(ours: dg.Definitions) -> dict[str, str]:
     return {each.name: each.default_status.value for each in (*repository.schedule_defs, *repository.sensor_defs)}
 
 
-def test_everything_is_off_unless_it_is_named() -> None:
+def test_everything_is_off_unless_it_is_named():
     assert statuses(defs) == {"observe": "STOPPED", "files": "STOPPED", "rebuild": "STOPPED"}  # no sensor of Dagster's
     assert set(statuses(niels_definitions(automation=True)).values()) == {"RUNNING"}
     chosen = statuses(niels_definitions("my-team/llm", automation=["files", "observe"]))
@@ -48,8 +48,8 @@ def test_everything_is_off_unless_it_is_named() -> None:
         niels_definitions(automation=["hourly"])
 
 
-def test_a_job_has_the_assets_of_its_deployment_alone() -> None:
-    neighbour = dg.Definitions(assets=[dg.AssetSpec("theirs"), dg.asset(lambda: None, name="mine")])  # type: ignore[call-overload]
+def test_a_job_has_the_assets_of_its_deployment_alone():
+    neighbour = dg.Definitions(assets=[dg.AssetSpec("theirs"), dg.asset(lambda: None, name="mine")])
     repository = dg.Definitions.merge(niels_definitions("llm"), neighbour).get_repository_def()
     selected = {
         name: {key.to_user_string() for key in repository.get_job(f"llm__{name}").asset_layer.selected_asset_keys}
@@ -63,7 +63,7 @@ def test_a_job_has_the_assets_of_its_deployment_alone() -> None:
 
 
 @pytest.mark.parametrize("partitions", [1, 2])
-def test_what_depends_on_nothing_has_no_condition_and_all_caches_have_one(partitions: int) -> None:
+def test_what_depends_on_nothing_has_no_condition_and_all_caches_have_one(partitions):
     graph = niels_definitions(settings=Settings(source_root="sample", partitions=partitions)).resolve_asset_graph()
     automated = {key.to_user_string() for key in graph.get_all_asset_keys() if graph.get(key).automation_condition}
     assert automated == {"eagle3/draft_vocab", "eagle3/targets", *CACHES}
@@ -86,7 +86,7 @@ def test_a_cache_is_asked_for_once_for_each_change_of_what_it_is_made_of(
     sources = ("raw/roam", "raw/dolly15k", "sft/")
     run(instance, changing, *sources, "pretrain/roam", "sft/dolly15k")
 
-    def step(*observed: str) -> set[str]:
+    def step(*observed):
         nonlocal cursor
         if observed:
             run(instance, changing, *observed)
@@ -112,10 +112,10 @@ class Ticks:
     def __init__(self, settings: Settings, instance: dg.DagsterInstance) -> None:
         self.definitions = niels_definitions(settings=settings)
         self.instance = instance
-        self.cursor: str | None = None
+        self.cursor = None
         self.said = ""
 
-    def tick(self, *, launched: bool = True) -> tuple[str, set[str]] | None:
+    def tick(self, *, launched=True):
         """Return the key of the run that a tick asks for, and what it observes; None: no run."""
         repository = self.definitions.get_repository_def()
         context = dg.build_sensor_context(self.instance, cursor=self.cursor, repository_def=repository)
@@ -187,7 +187,7 @@ def test_a_change_that_is_taken_back_and_made_once_more_is_another_run(
     instance: dg.DagsterInstance, changing: Settings
 ) -> None:
     ticks, note = Ticks(changing, instance), Path(changing.source_root, "roam", "n.md")
-    keys: list[str] = []
+    keys = []
     for text in ("first", "second", "first"):
         note.write_text(text)
         os.utime(note, (1, 1 + len(text)))

@@ -6,8 +6,6 @@ import shutil
 import signal
 import subprocess
 import time
-from pathlib import Path
-from typing import Any
 
 import dagster as dg
 import pytest
@@ -25,14 +23,14 @@ from niels_gpt.settings import Settings
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Path:
+def home(tmp_path):
     """A folder as a fresh clone is for Dagster: dagster.yaml, workspace.yaml and no cache."""
     for name in ("dagster.yaml", "workspace.yaml"):
         shutil.copyfile(ROOT / name, tmp_path / name)
     return tmp_path
 
 
-def events(home: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+def events(home, monkeypatch):
     """Return what each asset went through, newest first: its key -> the states of its materializations."""
     monkeypatch.chdir(home)  # the paths of dagster.yaml are relative
     with dg.DagsterInstance.from_config(str(home)) as instance:
@@ -48,7 +46,7 @@ def events(home: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
 
 
 @pytest.mark.slow
-def test_the_command_of_the_readme_builds_exactly_the_sft_caches(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_of_the_readme_builds_exactly_the_sft_caches(home, monkeypatch):
     chats = [{"prompt": f"What is {number} plus 1?", "response": f"{number + 1}."} for number in range(30)]
     (home / "chats.json").write_text(json.dumps(chats))
     (home / "sources.toml").write_text('[sft.support]\nfiles = "chats.json"\nattribution = "The support team"\n')
@@ -65,9 +63,7 @@ def test_the_command_of_the_readme_builds_exactly_the_sft_caches(home: Path, mon
 
 
 @pytest.mark.slow
-def test_a_selection_in_quotes_and_one_by_key_are_that_of_the_readme(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_selection_in_quotes_and_one_by_key_are_that_of_the_readme(home, monkeypatch):
     # Dagster resolves a selection alike for `list` and `materialize`, and in this process as in one of its own.
     monkeypatch.chdir(home)
     chats = ["sft/", "sft/dolly15k", "sft/oasst1"]
@@ -77,14 +73,14 @@ def test_a_selection_in_quotes_and_one_by_key_are_that_of_the_readme(
         assert done.output.split() == keys
 
 
-def test_the_definitions_validate_without_any_environment_variable(home: Path) -> None:
+def test_the_definitions_validate_without_any_environment_variable(home):
     done = shell(home, "dagster definitions validate")
     assert done.returncode == 0, done.stderr
     assert "Validation successful for code location niels_gpt" in done.stderr + done.stdout
 
 
 @pytest.mark.slow
-def test_within_one_run_the_pretrain_builds_take_turns(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_within_one_run_the_pretrain_builds_take_turns(home, monkeypatch):
     selection = 'key:"pretrain/roam" or key:"pretrain/gutenberg"'
     done = shell(home, f"dagster asset materialize -m pipelines.definitions --select '{selection}'")
     assert done.returncode == 0, done.stderr
@@ -104,10 +100,10 @@ def test_within_one_run_the_pretrain_builds_take_turns(home: Path, monkeypatch: 
 
 
 @pytest.mark.slow
-def test_two_runs_with_pretrain_builds_take_turns(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_runs_with_pretrain_builds_take_turns(home, monkeypatch):
     command = "exec dagster asset materialize -m pipelines.definitions --select "
     assert events(home, monkeypatch) == {}  # makes the history: two runs that do it at once fail in Dagster
-    pipe: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with turn_taken(home / "cache" / "sample"):  # both are at the same point when they are let go
         both = [
             subprocess.Popen(["bash", "-c", command + name], cwd=home, env=environment(), **pipe)
@@ -128,8 +124,8 @@ def test_two_runs_with_pretrain_builds_take_turns(home: Path, monkeypatch: pytes
 
 @pytest.mark.faults
 def test_a_step_killed_in_mid_build_leaves_the_version_before_and_the_next_run_completes(
-    home: Path, monkeypatch: pytest.MonkeyPatch, tiny_model_path: Path
-) -> None:
+    home, monkeypatch, tiny_model_path
+):
     notes = home / "mirror" / "roam"
     write(notes / "a.md", "- a thought\n" * 9)
     write(notes / "b.md", "- another one\n")
@@ -158,7 +154,7 @@ def test_a_step_killed_in_mid_build_leaves_the_version_before_and_the_next_run_c
     assert events(home, monkeypatch)["pretrain/roam"] == ["built"]
 
 
-def kill_the_builder(run: subprocess.Popen[bytes], cache: Path) -> None:
+def kill_the_builder(run, cache):
     """Kill the process that builds `cache` as soon as it has a checkpoint, and wait until it is gone."""
     versions = cache.parent / ".versions" / cache.name
     while not list(versions.glob("building-*.journal/journal.jsonl")):

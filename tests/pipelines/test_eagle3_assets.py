@@ -8,7 +8,6 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import dagster as dg
 import pytest
@@ -51,39 +50,39 @@ SAMPLE = 7  # row 2 of shard 1
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory, tiny_model_path: Path) -> Path:
+def target(tmp_path_factory, tiny_model_path):
     """A small Llama in a folder of its own, as a user's model is."""
     return write_small_target(tmp_path_factory.mktemp("models") / "tiny-llama", load_tokenizer(tiny_model_path))
 
 
 @pytest.fixture(autouse=True)
-def one_core(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_core(monkeypatch):
     """Run the target in one thread: two that share a busy core wait for each other most of the time."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
 
 
 @pytest.fixture
-def settings(settings: Settings, target: Path) -> Settings:
+def settings(settings, target):
     """Settings for a cache of twelve chats of the mirror in three shards, which takes a tenth of a second."""
     small = {"max_samples": 12, "seq_length": 64, "draft_vocab_size": 40, "shard_size": 5, "device": "cpu"}
     named = {f"eagle3_{name}": value for name, value in small.items()}
     return dataclasses.replace(settings, eagle3_target=str(target), **named)
 
 
-def cache_of(settings: Settings) -> Path:
+def cache_of(settings):
     return Path(settings.cache_dir, *KEY.split("/"))
 
 
-def assert_equal_folders(one: Path, other: Path) -> None:
+def assert_equal_folders(one, other):
     """Compare all files of two versions of a cache."""
 
-    def sums(folder: Path) -> dict[str, str]:
+    def sums(folder):
         return {str(path.relative_to(folder)): sha256_file(path) for path in folder.rglob("*") if path.is_file()}
 
     assert sums(one.resolve()) == sums(other.resolve())
 
 
-def flip(settings: Settings) -> None:
+def flip(settings):
     """Change one bit of the first hidden state of SAMPLE."""
     flip_state(shard(cache_of(settings), SAMPLE // 5), SAMPLE % 5)
 
@@ -118,10 +117,8 @@ def test_it_is_built_checked_described_and_reused(instance: dg.DagsterInstance, 
     assert {path: path.stat().st_mtime_ns for path in cache.resolve().rglob("*")} == before
 
 
-def test_what_lies_before_it_are_the_chats_and_for_the_small_target_the_tokenizer(
-    settings: Settings, tmp_path: Path
-) -> None:
-    def parents(**changed: Any) -> set[str]:
+def test_what_lies_before_it_are_the_chats_and_for_the_small_target_the_tokenizer(settings, tmp_path):
+    def parents(**changed):
         chosen = dataclasses.replace(settings, **changed)
         graph = niels_definitions(settings=chosen).resolve_asset_graph()
         return {key.to_user_string() for key in graph.get(dg.AssetKey(KEY.split("/"))).parent_keys}
@@ -167,7 +164,7 @@ def test_targets_alone_make_a_draft_vocabulary_that_is_not_current_and_record_th
         assert done.status == 0 and "300 of the target's" in done.out
 
 
-def test_it_covers_what_the_counted_tokens_say(settings: Settings, tmp_path: Path) -> None:
+def test_it_covers_what_the_counted_tokens_say(settings, tmp_path):
     # Supervised are 7 three times, 9 twice and 11 once. The first of the draft's tokens is the target's end of turn.
     rows = [{"input_ids": [5, 7, 7, 9, 5], "loss_mask": [0, 1, 1, 1, 0]}]
     rows += [{"input_ids": [7, 7, 9, 11], "loss_mask": [0, 1, 1, 1]}]
@@ -212,8 +209,8 @@ def test_another_draft_vocabulary_of_a_native_cache_runs_no_target_and_copies_no
     assert (copied := shard(cache_of(fresh), 0)).read_bytes() == before and copied.stat().st_nlink == 1
 
 
-def test_settings_that_do_not_fit_are_named_as_settings(settings: Settings) -> None:
-    changes: dict[str, dict[str, Any]] = {
+def test_settings_that_do_not_fit_are_named_as_settings(settings):
+    changes = {
         "eagle3_topk is 4": {"format": "native", "shard_size": 256, "topk": 4},
         "eagle3_aux_dtype is fp8": {"aux_dtype": "fp8"},
         "eagle3_aux_layers 99: ": {"aux_layers": "99"},
@@ -223,7 +220,7 @@ def test_settings_that_do_not_fit_are_named_as_settings(settings: Settings) -> N
             build_targets(dataclasses.replace(settings, **{f"eagle3_{name}": each for name, each in changed.items()}))
 
 
-def test_what_only_the_states_need_leaves_the_draft_vocabulary_as_it_is(settings: Settings) -> None:
+def test_what_only_the_states_need_leaves_the_draft_vocabulary_as_it_is(settings):
     before = build_draft_vocab(settings)
     for changed in ({"dtype": "fp32"}, {"batch_size": 3}, {"format": "native", "shard_size": 256}, {"topk": 4}):
         other = dataclasses.replace(settings, **{f"eagle3_{name}": value for name, value in changed.items()})
@@ -236,7 +233,7 @@ def test_what_only_the_states_need_leaves_the_draft_vocabulary_as_it_is(settings
         assert fingerprints(other)[VOCAB] != fingerprints(settings)[VOCAB]
 
 
-def test_the_fingerprint_of_caches_of_earlier_versions_stays(settings: Settings) -> None:
+def test_the_fingerprint_of_caches_of_earlier_versions_stays(settings):
     assert fingerprints(Settings(source_root="sample", eagle3_max_samples=6))[KEY] == "240dbab57c5f"
     in_parts, whole = (fingerprint_in_parts(settings, part) for part in ("1/2", ""))
     assert in_parts == whole, "which shards a folder has decides no byte"
@@ -313,9 +310,7 @@ def test_a_setting_of_its_own_builds_it_anew_and_one_of_an_sft_cache_does_not(
         ({"eagle3_check_samples": 1, "threads": 1, "eagle3_device": None, "sft_val_frac": 0.3, "seed": 3}, False),
     ],
 )
-def test_what_decides_bytes_makes_another_cache_and_the_rest_does_not(
-    settings: Settings, changed: dict[str, Any], again: bool
-) -> None:
+def test_what_decides_bytes_makes_another_cache_and_the_rest_does_not(settings, changed, again):
     before = build_targets(settings)
     other = dataclasses.replace(settings, **changed)
     after = build_targets(other)
@@ -324,7 +319,7 @@ def test_what_decides_bytes_makes_another_cache_and_the_rest_does_not(
     assert (fingerprints(settings)[KEY] != fingerprints(other)[KEY]) == again
 
 
-def test_the_samples_target_takes_any_tokenizer_that_has_the_sentinels(settings: Settings, tmp_path: Path) -> None:
+def test_the_samples_target_takes_any_tokenizer_that_has_the_sentinels(settings, tmp_path):
     plain = dataclasses.replace(settings, source_root="sample", eagle3_target=None, tokenizer=str(made_tokenizer("t5")))
     with refused("E404", "niels-gpt add-sentinels ") as caught:
         build_targets(plain)
@@ -360,7 +355,7 @@ def test_a_revision_of_the_hub_that_was_observed_since_is_built(
 ) -> None:
     settings = dataclasses.replace(settings, source_root="hub")
 
-    def build() -> tuple[bool, str]:
+    def build():
         result = run(instance, settings, KEY)
         return bool(built(result)), read_meta(str(cache_of(settings) / "meta.json"))["source"]["revision"]
 
@@ -375,7 +370,7 @@ def test_a_revision_of_the_hub_that_was_observed_since_is_built(
     assert build() == (False, second)
 
 
-def test_a_revision_of_a_target_in_a_folder_is_refused(settings: Settings) -> None:
+def test_a_revision_of_a_target_in_a_folder_is_refused(settings):
     path = build_targets(settings).path
     with refused("E102", "--revision abc"):
         facts_of_target(path, str(settings.eagle3_target), "abc")
@@ -396,7 +391,7 @@ def test_the_sample_has_a_target_of_its_own_and_real_text_needs_one(
     assert not cache_of(settings).exists()
 
 
-def test_another_tokenizer_gives_the_sample_another_target(settings: Settings, tmp_path: Path) -> None:
+def test_another_tokenizer_gives_the_sample_another_target(settings, tmp_path):
     from niels_gpt.tokenizer_training import train_tokenizer, write_tokenizer
 
     sample = dataclasses.replace(settings, source_root="sample", eagle3_target=None)
@@ -410,8 +405,8 @@ def test_another_tokenizer_gives_the_sample_another_target(settings: Settings, t
 
 @pytest.mark.slow
 def test_a_killed_run_that_is_reexecuted_from_its_failure_keeps_its_shards_and_gives_the_same_bytes(
-    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    settings, tmp_path, monkeypatch
+):
     monkeypatch.undo()  # the number of cores, which the plan has, is that of the program
     directly = build_targets(settings)
     home = tmp_path / "home"
@@ -430,9 +425,7 @@ def test_a_killed_run_that_is_reexecuted_from_its_failure_keeps_its_shards_and_g
     assert_equal_folders(directly.path, home / "cache" / KEY)
 
 
-def test_equal_settings_give_equal_bytes_wherever_the_cache_and_the_target_lie(
-    settings: Settings, tmp_path: Path, tiny_model_path: Path
-) -> None:
+def test_equal_settings_give_equal_bytes_wherever_the_cache_and_the_target_lie(settings, tmp_path, tiny_model_path):
     elsewhere = write_small_target(tmp_path / "tiny-llama", load_tokenizer(tiny_model_path))
     other = dataclasses.replace(settings, cache_dir=str(tmp_path / "other"), eagle3_target=str(elsewhere))
     first, second = build_targets(settings), build_targets(other)
@@ -442,7 +435,7 @@ def test_equal_settings_give_equal_bytes_wherever_the_cache_and_the_target_lie(
     assert str(tmp_path) not in (first.path / "meta.json").read_text() + (first.path / "manifest.json").read_text()
 
 
-def test_a_cache_that_lost_a_shard_is_built_again(settings: Settings) -> None:
+def test_a_cache_that_lost_a_shard_is_built_again(settings):
     content = build_targets(settings).meta["content_sha256"]
     shard(cache_of(settings), 1).unlink()
     again = build_targets(settings)
@@ -451,7 +444,7 @@ def test_a_cache_that_lost_a_shard_is_built_again(settings: Settings) -> None:
     assert build_targets(settings).reused
 
 
-def test_a_build_that_failed_goes_on_with_its_finished_shards(settings: Settings, tmp_path: Path) -> None:
+def test_a_build_that_failed_goes_on_with_its_finished_shards(settings, tmp_path):
     whole = build_targets(dataclasses.replace(settings, cache_dir=str(tmp_path / "whole"))).meta
     third = failing("shard", lambda file, *_: "shard-000002" in str(file.path))
     with third, pytest.raises(OSError, match="2 of 3 shards"):
@@ -465,7 +458,7 @@ def test_a_build_that_failed_goes_on_with_its_finished_shards(settings: Settings
 
 
 @pytest.mark.parametrize("step", ["sync_tree", "rename", "symlink"])
-def test_a_commit_that_failed_is_done_by_the_next_run_without_the_target(settings: Settings, step: str) -> None:
+def test_a_commit_that_failed_is_done_by_the_next_run_without_the_target(settings, step):
     with failing_commit(cache_of(settings), step), pytest.raises(OSError, match="No space left"):
         build_targets(settings)
     assert not cache_of(settings).exists()
@@ -474,7 +467,7 @@ def test_a_commit_that_failed_is_done_by_the_next_run_without_the_target(setting
     assert build_targets(settings).reused
 
 
-def test_the_command_line_lists_verifies_and_clears_it(settings: Settings) -> None:
+def test_the_command_line_lists_verifies_and_clears_it(settings):
     build_targets(settings)
     done = niels_gpt("list", settings.cache_dir)
     (line,) = [line for line in done.out.splitlines() if line.startswith(KEY)]

@@ -3,14 +3,13 @@
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import dagster as dg
 import pytest
 from dagster._core.workspace.autodiscovery import loadable_targets_from_python_file
 from support import ROOT
 from support.dagster_runs import metadata
-from support.documents import Block, blocks_of
+from support.documents import blocks_of
 
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.settings import Settings
@@ -19,9 +18,9 @@ from pipelines.definitions import niels_definitions
 PAGES = [ROOT / "docs" / name for name in ("dagster.md", "deployment.md", "scale.md", "tutorials/dagster.md")]
 
 
-def code_locations() -> list[Any]:
+def code_locations():
     """Return the blocks of the pages that define `defs`."""
-    found: list[Any] = []
+    found = []
     for page in PAGES:
         blocks = [block for block in blocks_of(page.read_text()) if block.language == "python"]
         of_defs = [block for block in blocks if re.search("^defs = ", block.body, re.MULTILINE)]
@@ -30,7 +29,7 @@ def code_locations() -> list[Any]:
 
 
 @pytest.mark.parametrize("block", code_locations())
-def test_a_snippet_of_the_docs_is_a_code_location(block: Block, tmp_path: Path) -> None:
+def test_a_snippet_of_the_docs_is_a_code_location(block, tmp_path):
     file = tmp_path / f"location_{block.start}.py"
     # test_k8s_yaml.py has the executor, where dagster-k8s is.
     file.write_text(re.sub("from dagster_k8s import", "from dagster import in_process_executor as", block.body))
@@ -75,7 +74,7 @@ def test_two_deployments_in_one_code_location_build_in_one_run(
     assert metas[0]["val_examples"] < metas[1]["val_examples"]
 
 
-def test_no_name_of_a_deployment_is_one_of_its_neighbour() -> None:
+def test_no_name_of_a_deployment_is_one_of_its_neighbour():
     each = [niels_definitions(), niels_definitions("llm"), niels_definitions("my-team", Settings(partitions=2))]
     together = dg.Definitions.merge(*each).get_repository_def()
     alone = [one.get_repository_def() for one in each]
@@ -92,7 +91,7 @@ def test_no_name_of_a_deployment_is_one_of_its_neighbour() -> None:
         assert found == given == sorted(set(given))
 
 
-def test_prefixes_that_would_give_one_name_are_refused_and_so_is_one_that_no_key_can_have() -> None:
+def test_prefixes_that_would_give_one_name_are_refused_and_so_is_one_that_no_key_can_have():
     with pytest.raises(dg.DagsterInvariantViolationError, match="a_b__settings"):
         dg.Definitions.merge(niels_definitions("a-b"), niels_definitions("a_b"))
     for prefix in ("a b", "team/", ["a/b"], ""):
@@ -100,7 +99,7 @@ def test_prefixes_that_would_give_one_name_are_refused_and_so_is_one_that_no_key
             niels_definitions(prefix)
 
 
-def test_owners_tags_groups_and_the_tags_of_steps_arrive() -> None:
+def test_owners_tags_groups_and_the_tags_of_steps_arrive():
     pod = {"container_config": {"resources": {"limits": {"memory": "8Gi"}}}}
     ours = niels_definitions(
         "llm",

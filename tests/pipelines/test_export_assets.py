@@ -13,7 +13,6 @@ from support.pipeline_seams import deliver
 
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.recipes.run_recipe import cache_root
-from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError
 from pipelines.definitions import niels_definitions
 
@@ -27,12 +26,12 @@ NAME = "export/roam-nanogpt"
 
 
 @pytest.fixture
-def with_line(tmp_path: Path, tiny_model_path: Path) -> Settings:
+def with_line(tmp_path, tiny_model_path):
     """Settings of the sample whose sources.toml has a line."""
     return settings_with(LINES, tmp_path, tiny_model_path)
 
 
-def test_a_line_is_exported_once_and_again_when_the_cache_changes(with_line: Settings, tmp_path: Path) -> None:
+def test_a_line_is_exported_once_and_again_when_the_cache_changes(with_line, tmp_path):
     folder = tmp_path / "exports" / "roam"
     with dg.DagsterInstance.ephemeral() as instance:
         first = run(instance, with_line, "tokenizer", "pretrain/roam", NAME)
@@ -69,7 +68,7 @@ def test_a_line_is_exported_once_and_again_when_the_cache_changes(with_line: Set
     assert (folder / "mine.txt").read_text() == "mine"
 
 
-def test_two_deployments_have_their_own(with_line: Settings) -> None:
+def test_two_deployments_have_their_own(with_line):
     both = [niels_definitions(prefix, with_line, group_prefix=f"{prefix}_") for prefix in ("a", "b")]
     graph = dg.Definitions.merge(*both).resolve_asset_graph()
     for prefix in ("a", "b"):
@@ -90,20 +89,20 @@ def test_two_deployments_have_their_own(with_line: Settings) -> None:
         "export = 1",
     ],
 )
-def test_malformed_lines_are_refused(table: str, with_line: Settings) -> None:
+def test_malformed_lines_are_refused(table, with_line):
     Path(with_line.sources_file).write_text(table)
     with pytest.raises(ValueError, match=r"sources\.toml") as found:
         niels_definitions(settings=with_line)
     assert getattr(found.value, "code", "E104") == "E104"
 
 
-def test_a_line_without_its_cache_names_the_command_that_builds_it(with_line: Settings) -> None:
+def test_a_line_without_its_cache_names_the_command_that_builds_it(with_line):
     with pytest.raises(FileNotFoundError, match="niels-gpt build roam"):  # a remedy that has to work as printed
         deliver(with_line, NAME)
 
 
 @pytest.mark.slow
-def test_the_command_line_selects_it_by_its_name(with_line: Settings, tmp_path: Path) -> None:
+def test_the_command_line_selects_it_by_its_name(with_line, tmp_path):
     (tmp_path / "home").mkdir()
     named = {"DAGSTER_HOME": str(tmp_path / "home"), "DAGSTER_MODULE_NAME": "pipelines.definitions"}
     named |= {f"NIELS_GPT_{name}".upper(): str(getattr(with_line, name)) for name in ("cache_dir", "tokenizer")}

@@ -6,7 +6,6 @@ It wants dagster-k8s, installed or in a folder dagster-k8s-0.29.27 below the one
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ current-context: none
 
 
 @pytest.fixture(autouse=True, scope="module")
-def dagster_k8s() -> Iterator[None]:
+def dagster_k8s():
     """Make it importable behind all that is installed."""
     sys.path.append(str(FOLDER))
     yield
@@ -45,13 +44,13 @@ def dagster_k8s() -> Iterator[None]:
 @pytest.fixture
 def job() -> dg.JobDefinition:
     """The assets of the page's code location."""
-    names: dict[str, Any] = {"__name__": "k8s_location"}
+    names = {"__name__": "k8s_location"}
     exec(compile(FILES["k8s_location.py"], "k8s_location.py", "exec"), names)
-    return names["defs"].resolve_implicit_global_asset_job_def()  # type: ignore[no-any-return]
+    return names["defs"].resolve_implicit_global_asset_job_def()
 
 
 @pytest.fixture
-def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def launcher(tmp_path, monkeypatch):
     """The page's run launcher, outside of a cluster."""
     from dagster_k8s.launcher import K8sRunLauncher
 

@@ -2,12 +2,11 @@
 
 import contextlib
 import shutil
-from pathlib import Path
 
 import dagster as dg
 import pytest
 from support import ROOT
-from support.dagster_dev import Dev, dagster_dev, until
+from support.dagster_dev import dagster_dev, until
 from support.dagster_runs import shell
 from support.data_files import write
 from support.pipeline_seams import building, turn_taken
@@ -28,7 +27,7 @@ QUICK = {
 
 
 @pytest.fixture
-def home(tmp_path: Path, tiny_model_path: Path) -> Path:
+def home(tmp_path, tiny_model_path):
     """A folder as a fresh clone is for Dagster, with notes that were built once, and since then have grown to 40 MB."""
     for name in ("dagster.yaml", "workspace.yaml"):
         shutil.copyfile(ROOT / name, tmp_path / name)
@@ -42,12 +41,12 @@ def home(tmp_path: Path, tiny_model_path: Path) -> Path:
     return tmp_path
 
 
-def given(home: Path, model: Path) -> dict[str, str]:
+def given(home, model):
     named = {"SOURCE_ROOT": home / "mirror", "CACHE_DIR": home / "cache", "TOKENIZER": model, "THREADS": 1}
     return {f"NIELS_GPT_{name}": str(value) for name, value in named.items()}
 
 
-def status(home: Path, run: str) -> str:
+def status(home, run):
     """Return what Dagster's storage says while no process of Dagster runs."""
     with contextlib.chdir(home), dg.DagsterInstance.from_config(str(home)) as instance:  # its paths are relative
         found = instance.get_run_by_id(run)
@@ -55,7 +54,7 @@ def status(home: Path, run: str) -> str:
     return found.status.value
 
 
-def lost(dev: Dev, home: Path) -> list[str]:
+def lost(dev, home):
     """Launch two builds of one cache, kill everything at once when one has a checkpoint, and return the runs' ids.
 
     The other one waits for its turn then. The daemon is to leave it alone for an hour.
@@ -70,7 +69,7 @@ def lost(dev: Dev, home: Path) -> list[str]:
     return runs
 
 
-def test_lost_runs_are_ended_and_the_next_run_completes(home: Path, tiny_model_path: Path) -> None:
+def test_lost_runs_are_ended_and_the_next_run_completes(home, tiny_model_path):
     limited = shell(home, f"dagster instance concurrency set {POOL} 2", DAGSTER_HOME=str(home))
     assert limited.returncode == 0, limited.stderr
     cache = home / "cache" / "pretrain" / "roam"

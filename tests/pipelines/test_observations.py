@@ -5,9 +5,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
 
 import dagster as dg
 import pytest
@@ -25,14 +23,14 @@ DOLLY = "databricks/databricks-dolly-15k"
 
 
 @pytest.fixture
-def hub(loopback_hub: LoopbackHub) -> LoopbackHub:
+def hub(loopback_hub):
     """A hub that is down until its faults are cleared."""
     loopback_hub.fail(times=math.inf)
     return loopback_hub
 
 
 @pytest.fixture
-def of_the_hub(settings: Settings) -> Settings:
+def of_the_hub(settings):
     """Settings of the hub with an oasst1 cache whose record says that it came from the hub's commit aaa."""
     build_token_cache(settings, "oasst1")
     cache = Path(settings.cache_dir, "sft", "oasst1")
@@ -77,7 +75,7 @@ def test_without_the_hub_the_recorded_revision_counts_with_a_warning(
 def test_without_the_hub_the_last_observation_of_the_dataset_is_repeated(
     instance: dg.DagsterInstance, hub: LoopbackHub, of_the_hub: Settings
 ) -> None:
-    def observe_without_the_hub() -> str | None:
+    def observe_without_the_hub():
         assert run(instance, of_the_hub, "raw/oasst1").success
         (record,) = instance.fetch_observations(dg.AssetKey(["raw", "oasst1"]), limit=1).records
         assert record.asset_observation is not None
@@ -94,7 +92,7 @@ def test_without_the_hub_the_last_observation_of_the_dataset_is_repeated(
     assert observe_without_the_hub() == "OpenAssistant/oasst1@bbb"
 
 
-def test_without_the_hub_and_without_a_cache_the_observation_fails(hub: LoopbackHub, settings: Settings) -> None:
+def test_without_the_hub_and_without_a_cache_the_observation_fails(hub, settings):
     with pytest.raises(ConnectionError, match="could not ask the Hugging Face hub"):
         observe(dataclasses.replace(settings, source_root="hub"), "sft/oasst1")
 
@@ -102,9 +100,9 @@ def test_without_the_hub_and_without_a_cache_the_observation_fails(hub: Loopback
 def test_an_observation_counts_until_the_cache_is_built_again(
     instance: dg.DagsterInstance, of_the_hub: Settings
 ) -> None:
-    given: list[str | None] = []
+    given = []
 
-    def recipe(_: Any, settings: Settings, name: str, *, observed: str | None, progress: object) -> NoReturn:
+    def recipe(_, settings, name, *, observed, progress):
         given.append(observed)
         raise ValueError("this recipe builds nothing")
 
@@ -188,10 +186,8 @@ def test_a_cache_that_the_command_line_has_refreshed_is_observed_and_moves_no_ot
         ("OpenAssistant/oasst1@None", "aaa"),  # of a stub
     ],
 )
-def test_what_is_built_is_the_observed_revision_and_the_hub_is_not_asked(
-    of_the_hub: Settings, monkeypatch: pytest.MonkeyPatch, observed: str | None, built: str
-) -> None:
-    def chats(revision: str | None) -> Iterator[Any]:
+def test_what_is_built_is_the_observed_revision_and_the_hub_is_not_asked(of_the_hub, monkeypatch, observed, built):
+    def chats(revision):
         yield [{"role": "user", "content": "hi"}, {"role": "assistant", "content": f"revision {revision}"}]
 
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # nobody answers there

@@ -5,10 +5,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import dagster as dg
 import pytest
@@ -27,7 +25,7 @@ KEY = dg.AssetKey(["pretrain", "wikitext"])
 STEP = "pretrain__wikitext"
 
 
-def steps(result: Any, kind: str = "STEP_SUCCESS") -> set[str]:
+def steps(result, kind="STEP_SUCCESS"):
     """Return the steps of pretrain/wikitext that an event of this kind was logged of, without the asset's name."""
     return {
         event.step_key.removeprefix(f"{STEP}.")
@@ -36,18 +34,18 @@ def steps(result: Any, kind: str = "STEP_SUCCESS") -> set[str]:
     }
 
 
-def partitions(*numbers: int) -> set[str]:
+def partitions(*numbers):
     """Return the steps that build these partitions."""
     return {f"build_partition[p{number:05d}]" for number in numbers}
 
 
-def assert_same_files(one: Path, other: Path) -> None:
+def assert_same_files(one, other):
     """Compare two folders of caches, but for the record of their runs and what Dagster does not decide."""
     subprocess.run(["diff", "-r", "-x", ".runs", "-x", ".versions", one, other], check=True)
 
 
 @pytest.fixture(scope="module")
-def directly(mirror: Path, tiny_model_path: Path) -> Iterator[Settings]:
+def directly(mirror, tiny_model_path):
     """Settings of three partitions, and their cache as a build without Dagster makes it."""
     with quick_folder() as folder:
         settings = Settings(
@@ -62,7 +60,7 @@ def directly(mirror: Path, tiny_model_path: Path) -> Iterator[Settings]:
 
 
 @pytest.fixture
-def three(directly: Settings, tmp_path: Path) -> Settings:
+def three(directly, tmp_path):
     """The same settings with an empty cache folder."""
     return replace(directly, cache_dir=str(tmp_path / "cache"))
 
@@ -111,7 +109,7 @@ def test_what_is_no_partition_in_the_plans_folder_is_an_error_of_the_seal(
         run(instance, three, "pretrain/wikitext")
 
 
-def test_to_dagster_it_is_the_same_asset(settings: Settings) -> None:
+def test_to_dagster_it_is_the_same_asset(settings):
     key = dg.AssetKey(["team", "lm", *KEY.path])
     one, many = (
         niels_definitions("team/lm", replace(settings, partitions=number)).resolve_asset_graph() for number in (1, 8)
@@ -125,7 +123,7 @@ def test_to_dagster_it_is_the_same_asset(settings: Settings) -> None:
     assert plain.pools <= graph.pools
 
 
-def test_what_is_never_partitioned_stays_one_step() -> None:
+def test_what_is_never_partitioned_stays_one_step():
     definitions = niels_definitions(settings=Settings(source_root="hub", partitions=8))
     graphs = {
         asset.key.to_user_string()
@@ -160,7 +158,7 @@ def test_a_config_of_a_step_that_nobody_reads_fails_the_run(instance: dg.Dagster
 
 
 @pytest.fixture
-def given(three: Settings, tmp_path: Path) -> dict[str, str]:
+def given(three, tmp_path):
     """The environment of a deployment with the settings `three`, whose folder is this one."""
     shutil.copyfile(ROOT / "dagster.yaml", tmp_path / "dagster.yaml")
     names = ("source_root", "cache_dir", "tokenizer", "threads", "partitions")
@@ -168,9 +166,7 @@ def given(three: Settings, tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_a_killed_partition_fails_its_run_and_is_alone_built_by_the_reexecution(
-    three: Settings, directly: Settings, given: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_killed_partition_fails_its_run_and_is_alone_built_by_the_reexecution(three, directly, given, tmp_path):
     path = os.pathsep.join([str(ROOT), str(TESTS)])
     program = f"{sys.executable} -c 'from support import partition_runs; partition_runs.main()'"
     done = shell(tmp_path, program, **given, PYTHONPATH=path)
@@ -186,7 +182,7 @@ def test_a_killed_partition_fails_its_run_and_is_alone_built_by_the_reexecution(
     assert_same_files(Path(directly.cache_dir, "pretrain"), Path(three.cache_dir, "pretrain"))
 
 
-def test_a_run_over_everything_has_the_steps_of_each_partitioned_cache(settings: Settings) -> None:
+def test_a_run_over_everything_has_the_steps_of_each_partitioned_cache(settings):
     # With its blocking checks the tokenizer is several steps upstream of each plan.
     job = niels_definitions(settings=replace(settings, partitions=3)).resolve_implicit_global_asset_job_def()
     planned = set(create_execution_plan(job).step_keys_to_execute)
@@ -196,9 +192,7 @@ def test_a_run_over_everything_has_the_steps_of_each_partitioned_cache(settings:
 
 
 @pytest.mark.slow
-def test_the_command_line_builds_partitions_after_the_tokenizer(
-    three: Settings, directly: Settings, given: dict[str, str], tmp_path: Path
-) -> None:
+def test_the_command_line_builds_partitions_after_the_tokenizer(three, directly, given, tmp_path):
     command = "dagster asset materialize -m pipelines.definitions --select tokenizer,pretrain/wikitext"
     done = shell(tmp_path, command, **given)
     assert done.returncode == 0, done.stderr

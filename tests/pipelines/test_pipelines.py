@@ -17,7 +17,7 @@ from niels_gpt.settings import RENAMED, Settings
 from pipelines.definitions import defs, niels_definitions
 
 
-def test_the_assets_are_the_tokenizer_the_caches_and_what_is_observed() -> None:
+def test_the_assets_are_the_tokenizer_the_caches_and_what_is_observed():
     graph = defs.resolve_asset_graph()
     made = {key.to_user_string() for key in graph.materializable_asset_keys}
     assert made == {"tokenizer", "eagle3/draft_vocab", "eagle3/targets", *CACHES}
@@ -29,7 +29,7 @@ def test_the_assets_are_the_tokenizer_the_caches_and_what_is_observed() -> None:
     assert {key.to_user_string() for key in children} == {key for key in CACHES if key.startswith("sft/")}
 
 
-def test_the_page_of_an_asset_says_who_owns_it_what_it_gives_and_where_its_code_and_files_are() -> None:
+def test_the_page_of_an_asset_says_who_owns_it_what_it_gives_and_where_its_code_and_files_are():
     ours = niels_definitions("llm", Settings(source_root="hub"), owners=["team:data"], tags={"tier": "gold"})
     graph = ours.resolve_asset_graph()
     for key in graph.get_all_asset_keys():
@@ -38,9 +38,9 @@ def test_the_page_of_an_asset_says_who_owns_it_what_it_gives_and_where_its_code_
     page = graph.get(dg.AssetKey(["llm", "sft", "oasst1"]))
     assert page.tags["family"] == "sft" and page.tags["licence"] == "Apache-2.0"
     assert graph.get(dg.AssetKey(["llm", "pretrain", "wikitext"])).tags["licence"] == "CC-BY-SA-3.0-and-GFDL"
-    schema: Any = page.metadata["dagster/column_schema"]
+    schema = page.metadata["dagster/column_schema"]
     assert [(column.name, column.type) for column in schema.columns][-1] == ("y_masked", "int64 [B, T]")
-    places: Any = page.metadata["dagster/code_references"]
+    places = page.metadata["dagster/code_references"]
     for place in places.code_references:
         line = Path(place.file_path).read_text().splitlines()[place.line_number - 1]
         name = place.label
@@ -51,17 +51,17 @@ def test_the_page_of_an_asset_says_who_owns_it_what_it_gives_and_where_its_code_
     )
 
 
-def test_the_code_and_the_command_of_a_page_read_the_cache(first_run: Any) -> None:
+def test_the_code_and_the_command_of_a_page_read_the_cache(first_run):
     ours = niels_definitions(settings=Settings(source_root="mirror", cache_dir=str(first_run.folder / "cache")))
     graph = ours.resolve_asset_graph()
     for key in ("tokenizer", *CACHES):
         code = str(graph.get(dg.AssetKey(key.split("/"))).description).split("```python\n")[1].split("```")[0]
-        found: dict[str, Any] = {}
+        found = {}
         assert (
             niels_gpt(*str(graph.get(dg.AssetKey(key.split("/"))).metadata["look inside"]).split()[1:]).status == 0
         ), key
         exec(code.replace("T=1024, device", "T=16, device"), found)  # its shards are short
-        schema: Any = graph.get(dg.AssetKey(key.split("/"))).metadata.get("dagster/column_schema")
+        schema = graph.get(dg.AssetKey(key.split("/"))).metadata.get("dagster/column_schema")
         first = found["samples"][0]._asdict() if "samples" in found else found
         for column in schema.columns if schema else ():
             if "int64" in column.type:
@@ -82,7 +82,7 @@ def test_metadata_mirrors_meta_json_key_by_key_and_the_data_version_is_the_conte
         assert (event.asset_materialization.tags or {})["dagster/data_version"] == meta["content_sha256"]
 
 
-def test_what_a_person_asks_comes_first_and_dagster_plots_results_and_no_settings(first_run: Any) -> None:
+def test_what_a_person_asks_comes_first_and_dagster_plots_results_and_no_settings(first_run):
     kinds = (dg.IntMetadataValue, dg.FloatMetadataValue)
     for key, entries in first_run.typed.items():
         plotted = {name for name, value in entries.items() if isinstance(value, kinds)}
@@ -108,7 +108,7 @@ def test_the_list_of_shards_is_mirrored_by_count_tokens_bytes_and_place(
     assert len(json.dumps(entry)) < 300
 
 
-def test_a_page_has_a_small_picture_and_decoded_examples(first_run: Any) -> None:
+def test_a_page_has_a_small_picture_and_decoded_examples(first_run):
     for key in CACHES:
         shown = first_run.metadata[key]
         assert len(shown["picture"]) < 20_000

@@ -4,9 +4,7 @@ It wants Debian's package `postgresql` and the extra `postgres`.
 """
 
 import json
-from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 from support import ROOT, postgres
@@ -31,20 +29,20 @@ SERVICES = [text for text in COMMANDS if text.startswith(("dagster-webserver", "
 
 
 @pytest.fixture
-def server() -> Iterator[postgres.Server]:
+def server():
     with postgres.server() as running:
         yield running
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Path:
+def home(tmp_path):
     """A folder with the dagster.yaml of the page, which is DAGSTER_HOME, and its two code locations."""
     for name in ("dagster.yaml", "workspace.yaml", "team_a.py"):
         (tmp_path / name).write_text(FILES[name])
     return tmp_path
 
 
-def test_three_runs_at_once_have_their_history_in_postgresql(home: Path, server: postgres.Server) -> None:
+def test_three_runs_at_once_have_their_history_in_postgresql(home, server):
     with dagster_dev(home, *SERVICES, DAGSTER_HOME=str(home), **server.environment) as dev:
         with building(home / "cache" / "sample" / "tokenizer"):  # all three wait for the tokenizer
             runs = [dev.launch(asset) for asset in ("sft/dolly15k", "sft/oasst1", "trees/oasst1")]
@@ -57,7 +55,7 @@ def test_three_runs_at_once_have_their_history_in_postgresql(home: Path, server:
     assert not list(home.rglob("*.db")), "no SQLite beside it"
 
 
-def test_two_code_locations_share_a_database_and_nothing_else(home: Path, server: postgres.Server) -> None:
+def test_two_code_locations_share_a_database_and_nothing_else(home, server):
     assets = {"niels_gpt": "sft/dolly15k", "team_a": "team_a/sft/dolly15k"}
     with dagster_dev(home, *SERVICES, DAGSTER_HOME=str(home), **server.environment) as dev:
         found = {each["location"]["name"]: each for each in dev.ask(REPOSITORIES)["repositoriesOrError"]["nodes"]}
@@ -83,7 +81,7 @@ def test_two_code_locations_share_a_database_and_nothing_else(home: Path, server
         assert [path.parent.name for path in home.glob(f"{folder}/sample/sft/*/meta.json")] == ["dolly15k"]
 
 
-def test_without_the_scheme_of_the_page_the_driver_is_missing(tmp_path: Path) -> None:
+def test_without_the_scheme_of_the_page_the_driver_is_missing(tmp_path):
     given = FILES["dagster.yaml"].replace("      scheme: postgresql+psycopg2\n", "")
     (tmp_path / "dagster.yaml").write_text(given)
     nobody = postgres.Server(port=1, password="").environment

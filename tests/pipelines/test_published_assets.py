@@ -10,13 +10,11 @@ import dagster as dg
 import pytest
 from support.dagster_runs import check_alone, metadata, run, settings_with, shell, stale, verdicts
 from support.errors import refused
-from support.loopback_hub import LoopbackHub
 from support.pipeline_seams import cards_are, deliver
 
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.interop.transfer.push import push
 from niels_gpt.recipes.run_recipe import cache_root
-from niels_gpt.settings import Settings
 from pipelines.definitions import niels_definitions
 
 LINE = '[published.roam-team]\ncache = "pretrain/roam"\nurl = "bucket/roam"\n'
@@ -24,12 +22,12 @@ NAME = "published/roam-team"
 
 
 @pytest.fixture
-def with_line(tmp_path: Path, tiny_model_path: Path) -> Settings:
+def with_line(tmp_path, tiny_model_path):
     """Settings of the sample whose sources.toml has a line."""
     return settings_with(LINE, tmp_path, tiny_model_path)
 
 
-def test_a_cache_is_sent_once_and_replaced_when_it_changes(with_line: Settings, tmp_path: Path) -> None:
+def test_a_cache_is_sent_once_and_replaced_when_it_changes(with_line, tmp_path):
     bucket = tmp_path / "bucket" / "roam"
     with dg.DagsterInstance.ephemeral() as instance:
         first = run(instance, with_line, "tokenizer", "pretrain/roam", NAME)
@@ -59,7 +57,7 @@ def test_a_cache_is_sent_once_and_replaced_when_it_changes(with_line: Settings, 
         assert verdicts(check_alone(instance, other, NAME, "is_there"))["is_there"][0]
 
 
-def test_what_the_line_did_not_push_stays(with_line: Settings, tmp_path: Path) -> None:
+def test_what_the_line_did_not_push_stays(with_line, tmp_path):
     bucket = tmp_path / "bucket" / "roam"
     with dg.DagsterInstance.ephemeral() as instance:
         run(instance, with_line, "tokenizer", "pretrain/roam")
@@ -84,12 +82,12 @@ def test_what_the_line_did_not_push_stays(with_line: Settings, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_push_that_was_killed_gives_way_to_the_next_version(with_line: Settings, tmp_path: Path) -> None:
+def test_a_push_that_was_killed_gives_way_to_the_next_version(with_line, tmp_path):
     bucket = tmp_path / "bucket" / "roam"
     with dg.DagsterInstance.ephemeral() as instance:
         run(instance, with_line, "tokenizer", "pretrain/roam")
 
-        def killed(*_: object) -> None:
+        def killed(*_):
             raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
@@ -101,7 +99,7 @@ def test_a_push_that_was_killed_gives_way_to_the_next_version(with_line: Setting
     assert not (bucket / "niels_gpt-push.json").exists()
 
 
-def test_a_url_that_is_no_path(with_line: Settings, tmp_path: Path) -> None:
+def test_a_url_that_is_no_path(with_line, tmp_path):
     lines = '[published.a]\ncache = "tokenizer"\nurl = "memory://published/tokenizer/"\n'
     Path(with_line.sources_file).write_text(lines + '[published.b]\ncache = "imported/x"\nurl = "s3://bucket/x"')
     with dg.DagsterInstance.ephemeral() as instance:
@@ -116,15 +114,13 @@ def test_a_url_that_is_no_path(with_line: Settings, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # the library's own upload
-def test_the_card_on_the_hub_is_sent_with_each_content_once(
-    with_line: Settings, loopback_hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_card_on_the_hub_is_sent_with_each_content_once(with_line, loopback_hub, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
     monkeypatch.setenv("HF_TOKEN", "hf_geheim")
     url = "hf://datasets/somebody/published-roam"
     Path(with_line.sources_file).write_text(LINE.replace("bucket/roam", url))
 
-    def card() -> bytes:
+    def card():
         repository = loopback_hub.repositories["somebody/published-roam"]
         return bytes(repository.commits[repository.refs["main"]]["README.md"])
 
@@ -148,14 +144,14 @@ def test_the_card_on_the_hub_is_sent_with_each_content_once(
         '["s3://bucket/x"]',
     ],
 )
-def test_urls_with_credentials_and_malformed_lines_are_refused(url: str, with_line: Settings) -> None:
+def test_urls_with_credentials_and_malformed_lines_are_refused(url, with_line):
     Path(with_line.sources_file).write_text(f'[published.x]\ncache = "pretrain/roam"\nurl = {url}')
     with pytest.raises(ValueError, match=r"sources\.toml, published\.x") as found:
         niels_definitions(settings=with_line)
     assert "hunter2" not in str(found.value) and getattr(found.value, "code", None) == "E104"
 
 
-def test_two_lines_for_one_place_are_refused(with_line: Settings) -> None:
+def test_two_lines_for_one_place_are_refused(with_line):
     export = '[export.x]\ncache = "pretrain/roam"\nto = "olmo"\nfolder = "bucket/roam"'
     Path(with_line.sources_file).write_text(f"{LINE}{export}")
     with refused("E104", NAME, "export/x"):
@@ -163,7 +159,7 @@ def test_two_lines_for_one_place_are_refused(with_line: Settings) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_line_selects_it_by_its_name(with_line: Settings, tmp_path: Path) -> None:
+def test_the_command_line_selects_it_by_its_name(with_line, tmp_path):
     (tmp_path / "home").mkdir()
     named = {"DAGSTER_HOME": str(tmp_path / "home"), "DAGSTER_MODULE_NAME": "pipelines.definitions"}
     named |= {f"NIELS_GPT_{name}".upper(): str(getattr(with_line, name)) for name in ("cache_dir", "tokenizer")}

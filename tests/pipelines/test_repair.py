@@ -5,7 +5,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import dagster as dg
 import pytest
@@ -22,7 +21,7 @@ KEY = "sft/dolly15k"
 CHECK = "ids_below_vocab_size"
 
 
-def damage(settings: Settings, key: str = KEY) -> None:
+def damage(settings, key=KEY):
     """Write ids that no tokenizer has into a cache; its files keep their sizes, so no build notices."""
     (file,) = Path(settings.cache_dir, key).glob("train_tokens.bin")
     file.write_bytes(b"\xff" * file.stat().st_size)
@@ -66,9 +65,9 @@ def test_force_builds_from_scratch_and_a_retry_goes_on_with_that(
     assert built(result) == {KEY} and verdicts(result)[CHECK][0]
     assert metadata(result)[KEY]["content_sha256"] == first
     assert any("force is set" in line for line in said(instance, result))
-    calls: list[str] = []
+    calls = []
 
-    def failing_once(build: Any, *given: Any, **named: Any) -> Any:
+    def failing_once(build, *given, **named):
         calls.append("build")
         if calls.count("build") == 1:
             raise ConnectionError("the hub is away for a moment")
@@ -182,7 +181,7 @@ def test_a_pretrain_build_waits_for_its_turn_also_where_the_run_waits_for_no_oth
     waits = threading.Event()
 
     class Waiting(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
+        def emit(self, record):
             if record.getMessage().endswith("; waiting"):
                 waits.set()
 
@@ -198,7 +197,7 @@ def test_a_pretrain_build_waits_for_its_turn_also_where_the_run_waits_for_no_oth
         ours.removeHandler(handler)
 
 
-def test_an_instance_that_passes_the_cores_log_on_has_each_line_once(settings: Settings) -> None:
+def test_an_instance_that_passes_the_cores_log_on_has_each_line_once(settings):
     overrides = {"python_logs": {"managed_python_loggers": ["niels_gpt"], "python_log_level": "INFO"}}
     with dg.instance_for_test(overrides=overrides) as instance, builder_of(settings, KEY):
         result = run(instance, settings, KEY)

@@ -1,7 +1,6 @@
 """The command line builds what Dagster can materialize, and nothing else."""
 
 import dataclasses
-from pathlib import Path
 
 import dagster as dg
 import pytest
@@ -9,14 +8,11 @@ from support.data_files import write
 from support.pipeline_seams import chosen_keys
 
 from niels_gpt.recipes.plan import every_key, plan
-from niels_gpt.settings import Settings
 from pipelines.definitions import niels_definitions
 
 
 @pytest.mark.parametrize("target", [None, "someones/model"])
-def test_a_build_of_all_has_the_list_of_dagster_in_an_order_that_its_graph_allows(
-    settings: Settings, tmp_path: Path, target: str | None
-) -> None:
+def test_a_build_of_all_has_the_list_of_dagster_in_an_order_that_its_graph_allows(settings, tmp_path, target):
     write(tmp_path / "notes.md", "a note")
     write(tmp_path / "sources.toml", '[rollouts]\nmaths = "maths/*.jsonl"\n[sft]\ntalks = "talks.jsonl"\n')
     lines = {"pretrain": f"notes={tmp_path / 'notes.md'}", "rollouts": f"games={tmp_path / 'games.jsonl'}"}

@@ -19,7 +19,7 @@ OBSERVED = [f"raw/{key.split('/')[1]}" for key in CACHES] + ["sft/"]
 
 
 @pytest.fixture
-def own(settings: Settings, mirror: Path, tmp_path: Path) -> Settings:
+def own(settings, mirror, tmp_path):
     """The settings of a mirror that the test may change."""
     return dataclasses.replace(settings, source_root=str(shutil.copytree(mirror, tmp_path / "own")))
 
@@ -37,7 +37,7 @@ def unobserved(instance: dg.DagsterInstance) -> set[str]:
     return {key for key in OBSERVED if observed(instance, key) is None}
 
 
-def with_another_tokenizer(settings: Settings, folder: Path) -> Settings:
+def with_another_tokenizer(settings, folder):
     other = write_tokenizer(train_tokenizer(["another text " * 50, "ein anderer Text"], vocab_size=300), folder / "t")
     return dataclasses.replace(settings, tokenizer=str(other.model_path))
 
@@ -178,7 +178,7 @@ def test_a_run_of_other_text_says_nothing_of_the_deployments_sources(
 def test_files_that_were_observed_while_a_step_read_older_ones_stay_the_newest(
     instance: dg.DagsterInstance, settings: Settings
 ) -> None:
-    def build(real: Any, *given: Any, **how: Any) -> Any:
+    def build(real, *given, **how):
         outcome = real(*given, **how)
         tags = {"dagster/data_version": "of changed files"}
         instance.report_runless_asset_event(dg.AssetObservation(["raw", "dolly15k"], tags=tags))

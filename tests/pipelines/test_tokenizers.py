@@ -16,7 +16,7 @@ CHATS = {"sft/dolly15k", "sft/oasst1", "trees/oasst1"}
 
 
 @pytest.fixture
-def plain(settings: Settings) -> Settings:
+def plain(settings):
     """Settings that name a tokenizer without sentinels."""
     return dataclasses.replace(settings, tokenizer=str(made_tokenizer("t5")))
 

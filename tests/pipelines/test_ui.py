@@ -4,10 +4,6 @@ It wants Debian's chromium and the extra `browser`. Run: pytest -m browser tests
 Every test begins and ends with fresh assets and a damaged file of none, so each also runs alone.
 """
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
 from support.browser import HIGH, WIDE, DagsterDev, blemishes, choose, chromium, confirmed, seen
 from support.dagster_dev import until
@@ -18,7 +14,7 @@ SHARD = "cache/sample/sft/oasst1/train_tokens.bin"
 
 
 @pytest.fixture(scope="module")
-def dagster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DagsterDev]:
+def dagster(tmp_path_factory):
     """A `dagster dev` for all tests of this file."""
     made = DagsterDev(tmp_path_factory.mktemp("clone", numbered=False))
     made.start()
@@ -29,45 +25,43 @@ def dagster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DagsterDev]:
 
 
 @pytest.fixture
-def page(dagster: DagsterDev) -> Iterator[Any]:
+def page(dagster):
     """A page of a headless Chromium."""
     with chromium(dagster.address) as made:
         yield made
 
 
 @pytest.fixture
-def sft(dagster: DagsterDev, page: Any) -> None:
+def sft(dagster, page):
     """The sft caches, materialized by a click where no other test has done it."""
     if not (dagster.folder / SHARD).exists():
         materialize(dagster, page, "sft")
 
 
-def materialize(dagster: DagsterDev, page: Any, group: str) -> None:
+def materialize(dagster, page, group):
     """Materialize a group by a click."""
     page.goto(f"{dagster.address}{GROUP}/{group}/lineage")
 
-    def click() -> None:
+    def click():
         page.get_by_role("button", name="Materialize").first.click()
         confirmed(page, launched(page))  # the tokenizer may not be there yet: the caches make it
 
     assert dagster.run_of(click) == "SUCCESS"
 
 
-def launched(page: Any) -> Any:
+def launched(page):
     """Return the note that a run was launched."""
     return page.get_by_text("Launched run").filter(visible=True)
 
 
-def look(page: Any, picture: Path) -> None:
+def look(page, picture):
     """Take a picture of the window; nothing that is broken may be in it."""
     page.wait_for_load_state("networkidle")
     page.screenshot(path=picture)
     assert blemishes(page) == []
 
 
-def test_a_person_builds_a_group_watches_its_run_and_looks_at_a_cache(
-    dagster: DagsterDev, page: Any, sft: None, tmp_path: Path
-) -> None:
+def test_a_person_builds_a_group_watches_its_run_and_looks_at_a_cache(dagster, page, sft, tmp_path):
     page.goto(f"{dagster.address}/runs")
     page.locator("a[href^='/runs/']:not([href*='?'])").last.click()  # the oldest
     seen(page, "Success", "RUN_SUCCESS")
@@ -99,9 +93,7 @@ def test_a_person_builds_a_group_watches_its_run_and_looks_at_a_cache(
     look(page, tmp_path / "own.png")
 
 
-def test_a_damaged_file_is_seen_and_repaired_by_force_in_the_launchpad(
-    dagster: DagsterDev, page: Any, sft: None, tmp_path: Path
-) -> None:
+def test_a_damaged_file_is_seen_and_repaired_by_force_in_the_launchpad(dagster, page, sft, tmp_path):
     good = damage(dagster.folder / SHARD)
     check_all(dagster, page)
     passed = page.get_by_text("Succeeded", exact=True).filter(visible=True)
@@ -118,7 +110,7 @@ def test_a_damaged_file_is_seen_and_repaired_by_force_in_the_launchpad(
 
     page.goto(f"{dagster.address}/assets/sft/oasst1")
 
-    def click() -> None:
+    def click():
         choose(page, "Materialize", "Open launchpad")
         editor = page.locator(".CodeMirror")
         confirmed(page, editor)
@@ -133,12 +125,12 @@ def test_a_damaged_file_is_seen_and_repaired_by_force_in_the_launchpad(
     all_pass(dagster, page)
 
 
-def test_after_a_failed_check_a_click_on_materialize_repairs(dagster: DagsterDev, page: Any, sft: None) -> None:
+def test_after_a_failed_check_a_click_on_materialize_repairs(dagster, page, sft):
     good = damage(dagster.folder / SHARD)
     check_all(dagster, page)
     page.goto(f"{dagster.address}/assets/sft/oasst1")
 
-    def click() -> None:
+    def click():
         page.get_by_role("button", name="Materialize").click()
         confirmed(page, launched(page))
 
@@ -147,7 +139,7 @@ def test_after_a_failed_check_a_click_on_materialize_repairs(dagster: DagsterDev
     all_pass(dagster, page)
 
 
-def damage(file: Path) -> bytes:
+def damage(file):
     """Cut the last token off a committed file; return what it had."""
     file.chmod(0o644)
     good = file.read_bytes()
@@ -155,14 +147,14 @@ def damage(file: Path) -> bytes:
     return good
 
 
-def check_all(dagster: DagsterDev, page: Any) -> None:
+def check_all(dagster, page):
     """Run all checks of sft/oasst1 by a click; they fail."""
     page.goto(f"{dagster.address}/assets/sft/oasst1?view=checks&checkDetail=files_match_meta")
     page.get_by_text("This is a", exact=False).filter(visible=True).first.wait_for()
     assert dagster.run_of(page.get_by_role("button", name="Execute all").click) == "FAILURE"
 
 
-def all_pass(dagster: DagsterDev, page: Any) -> None:
+def all_pass(dagster, page):
     """See that every check of sft/oasst1 has passed and that nothing is stale."""
     page.goto(f"{dagster.address}/assets/sft/oasst1?view=checks")
     for check in ("files_match_meta", "ids_below_vocab_size", "tokenizer_matches", "examples_supervised"):
@@ -171,9 +163,7 @@ def all_pass(dagster: DagsterDev, page: Any) -> None:
     assert dagster.stale() == {}
 
 
-def test_another_setting_makes_stale_what_reads_it_and_materialize_unsynced_builds_that(
-    dagster: DagsterDev, page: Any, sft: None, tmp_path: Path
-) -> None:
+def test_another_setting_makes_stale_what_reads_it_and_materialize_unsynced_builds_that(dagster, page, sft, tmp_path):
     materialize(dagster, page, "trees")
     assert dagster.stale() == {}
     dagster.restart(NIELS_GPT_OASST1_MAX_MESSAGES="2")
@@ -204,9 +194,7 @@ def test_another_setting_makes_stale_what_reads_it_and_materialize_unsynced_buil
     look(page, tmp_path / "group.png")
 
 
-def test_the_switches_of_the_automation_observe_the_sources(
-    dagster: DagsterDev, page: Any, sft: None, tmp_path: Path
-) -> None:
+def test_the_switches_of_the_automation_observe_the_sources(dagster, page, sft, tmp_path):
     page.goto(f"{dagster.address}/automation")
     page.locator("a[href$='/schedules/observe']").filter(visible=True).first.click()
     switch = page.locator("label:has(input[type=checkbox])")
@@ -214,7 +202,7 @@ def test_the_switches_of_the_automation_observe_the_sources(
     until(lambda: "observe" in running(dagster), "the schedule is switched on")
     look(page, tmp_path / "schedule.png")
 
-    def click() -> None:
+    def click():
         page.get_by_role("button", name="Preview tick result").click()
         page.get_by_role("button", name="Continue").click()
         page.get_by_role("button", name="Launch all").click()
@@ -232,7 +220,7 @@ def test_the_switches_of_the_automation_observe_the_sources(
     look(page, tmp_path / "automation.png")
 
 
-def running(dagster: DagsterDev) -> list[str]:
+def running(dagster):
     """Return the schedules that are switched on."""
     where = '{repositoryLocationName: "niels_gpt", repositoryName: "__repository__"}'
     what = "{ ... on Schedules { results { name scheduleState { status } } } }"

@@ -2,37 +2,36 @@
 
 import math
 import random
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from support.errors import refused
-from support.prefix_trees import Samples, grown
+from support.prefix_trees import grown
 
 from niels_gpt.prefix_tree.attention import dense_mask, model_inputs
-from niels_gpt.prefix_tree.bins import Bin, BinPlan, SampleSizes, pack, plan_bins
+from niels_gpt.prefix_tree.bins import Bin, SampleSizes, pack, plan_bins
 from niels_gpt.prefix_tree.edges import LossEdges, edge_logprobs
 from niels_gpt.prefix_tree.forest import ModelShape, PrefixForest
 
 PLAIN = ModelShape(parameters=100, layers=1, d_model=4)
 
 
-def drawn_groups(draw: random.Random) -> list[Samples]:
+def drawn_groups(draw):
     return [
         grown(draw, samples=draw.randint(6, 14), levels=3, vocab=draw.choice([2, 50]))
         for _ in range(draw.randint(1, 5))
     ]
 
 
-def sizes_of_group(prompt: int, *completions: int) -> SampleSizes:
+def sizes_of_group(prompt, *completions):
     lengths = np.array([prompt + length for length in completions])
     shared = np.array([0] + [prompt] * (len(completions) - 1))
     return SampleSizes(lengths, shared, np.array([0, len(completions)]))
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_every_sample_is_in_one_bin_that_costs_what_was_planned(seed: int) -> None:
+def test_every_sample_is_in_one_bin_that_costs_what_was_planned(seed):
     draw = random.Random(seed)
     groups = drawn_groups(draw)
     masks = [[[draw.randint(0, 1) for _ in sample] for sample in group] for group in groups]
@@ -52,7 +51,7 @@ def test_every_sample_is_in_one_bin_that_costs_what_was_planned(seed: int) -> No
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_subset_is_the_fold_of_its_samples(seed: int) -> None:
+def test_a_subset_is_the_fold_of_its_samples(seed):
     draw = random.Random(seed)
     samples = grown(draw, vocab=2)
     chosen = sorted(draw.sample(range(len(samples)), draw.randint(1, len(samples))))
@@ -69,19 +68,19 @@ def test_a_subset_is_the_fold_of_its_samples(seed: int) -> None:
 
 
 @pytest.mark.parametrize("wrong", [[], [1, 0], [0, 0], [-1, 0], [0, 99]])
-def test_a_subset_of_other_numbers_is_refused(wrong: list[int]) -> None:
+def test_a_subset_of_other_numbers_is_refused(wrong):
     with refused("E801", "rising", "0 to 1"):
         PrefixForest.from_sequences([[1, 2], [1, 3]]).subset(wrong)
 
 
-def test_gradients_of_bins_add_up_to_those_of_one_row() -> None:
+def test_gradients_of_bins_add_up_to_those_of_one_row():
     float64_models = pytest.importorskip("support.float64_models")
     model = float64_models.float64_llama()
     draw = random.Random(5)
     groups = [grown(draw, samples=10, levels=3) for _ in range(3)]
     samples, keys = [each for group in groups for each in group], [number for number in range(3) for _ in range(10)]
 
-    def gradients(forests: list[PrefixForest], tokens: int) -> Any:
+    def gradients(forests, tokens):
         for forest in forests:
             edges = LossEdges.from_forest(forest)
             logp = edge_logprobs(model(**model_inputs(forest, model)).logits, edges)
@@ -97,7 +96,7 @@ def test_gradients_of_bins_add_up_to_those_of_one_row() -> None:
         assert float((found - expected).norm() / expected.norm()) < 1e-12
 
 
-def test_groups_stay_together_and_one_above_the_budget_is_cut_in_depth_first_order() -> None:
+def test_groups_stay_together_and_one_above_the_budget_is_cut_in_depth_first_order():
     keys = ["a", "b", "a", "c", "b", "b"]
     samples = [[1, 2, 3], [1, 2, 3, 9], [1, 2, 4], [7] * 9, [1, 2, 3, 8], [1, 5]]
     found = [each.samples.tolist() for each in pack(samples, 9, groups=keys)]
@@ -109,26 +108,26 @@ def test_groups_stay_together_and_one_above_the_budget_is_cut_in_depth_first_ord
 
 
 @pytest.mark.parametrize("keys", [torch.tensor([3, 3]), np.array([3, 3]), [torch.tensor(3), torch.tensor(3)]])
-def test_equal_groups_are_one_however_they_are_given(keys: Any) -> None:
+def test_equal_groups_are_one_however_they_are_given(keys):
     (found,) = pack([[1, 2], [1, 3]], 9, groups=keys, prompt_lengths=torch.tensor([1, 1]))
     assert found.tokens == 3
 
 
-def test_equal_input_gives_equal_bins() -> None:
+def test_equal_input_gives_equal_bins():
     draw = random.Random(3)
     forests = [PrefixForest.from_sequences(group) for group in drawn_groups(draw) + drawn_groups(draw)]
     one, two = (pack(forests, 64, ranks=2) for _ in range(2))
     assert [each.samples.tolist() for each in one] == [each.samples.tolist() for each in two]
 
 
-def plan_of(groups: int, ranks: int, **options: Any) -> BinPlan:
+def plan_of(groups, ranks, **options):
     draw = np.random.default_rng(0)
     parts = [sizes_of_group(int(draw.integers(50, 400)), *draw.integers(10, 500, 8).tolist()) for _ in range(groups)]
     lengths, shared = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
     return plan_bins(SampleSizes(lengths, shared, np.arange(groups + 1) * 8), 8192, ranks=ranks, **options)
 
 
-def test_ranks_get_as_many_bins_of_about_equal_work() -> None:
+def test_ranks_get_as_many_bins_of_about_equal_work():
     plan = plan_of(200, 4)
     assert len(plan.bins) % 4 == 0 and max(plan.tokens) <= 8192
     assert sum(plan.tokens) / len(plan.bins) > 0.8 * 8192
@@ -138,7 +137,7 @@ def test_ranks_get_as_many_bins_of_about_equal_work() -> None:
     assert heavy.imbalance < 1.02 and heavy.work != plan.work
 
 
-def test_few_groups_are_cut_until_each_rank_has_a_bin() -> None:
+def test_few_groups_are_cut_until_each_rank_has_a_bin():
     plan = plan_bins(sizes_of_group(10, 5, 5, 5, 5), 1000, ranks=4, shape=PLAIN)
     assert [each.tolist() for each in sorted(plan.bins, key=min)] == [[0], [1], [2], [3]] and plan.imbalance == 1
     with refused("E801", "3 samples", "4 ranks"):
@@ -147,12 +146,12 @@ def test_few_groups_are_cut_until_each_rank_has_a_bin() -> None:
         plan_bins(sizes_of_group(0, 10, 10, 10, 10, 10), 12, ranks=3)
 
 
-def test_marginal_tokens_are_those_a_sample_adds() -> None:
+def test_marginal_tokens_are_those_a_sample_adds():
     (only,) = pack([[1, 2, 3, 4], [1, 2], [1, 2, 3, 5], [1, 2, 3, 4]], 100)
     assert isinstance(only, Bin) and only.marginal_tokens.tolist() == [2, 2, 1, 0]
 
 
-def test_a_sample_above_the_budget_is_named_or_gets_its_own_bin() -> None:
+def test_a_sample_above_the_budget_is_named_or_gets_its_own_bin():
     samples = [[1, 2], [1] * 9, [1, 3]]
     with refused("E801", "sample 1 has 9 tokens", "max_tokens, 8"):
         pack(samples, 8)
@@ -175,6 +174,6 @@ def test_a_sample_above_the_budget_is_named_or_gets_its_own_bin() -> None:
         ({"samples": [PrefixForest.from_sequences([[1]])], "groups": [1]}, "sequences only"),
     ],
 )
-def test_what_cannot_be_packed_is_refused(arguments: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_packed_is_refused(arguments, said):
     with refused("E801", said, kind=(ValueError, TypeError)):
         pack(**{"samples": [[1, 2], [1, 3]], "max_tokens": 9, **arguments})

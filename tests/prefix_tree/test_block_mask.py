@@ -17,14 +17,14 @@ KINDS = ("num_blocks", "indices")
 BLOCKS = [f"{full}{side}_{kind}" for full in ("", "full_") for side in ("kv", "q") for kind in KINDS]
 
 
-def drawn(draw: random.Random) -> PrefixForest:
+def drawn(draw):
     """Return a forest of several roots, every third one padded."""
     forest = PrefixForest.from_sequences(grown(draw, samples=draw.randint(4, 14), vocab=draw.choice([2, 5, 97])))
     return forest if draw.randrange(3) else forest.padded(draw.choice([4, 16, 50]))
 
 
 @pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.slow] * (seed > 1)) for seed in range(6)])
-def test_the_closed_form_is_that_of_every_pair(seed: int) -> None:
+def test_the_closed_form_is_that_of_every_pair(seed):
     from torch.nn.attention.flex_attention import create_block_mask
 
     draw = random.Random(seed)
@@ -44,7 +44,7 @@ def test_the_closed_form_is_that_of_every_pair(seed: int) -> None:
 @pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_flex_attention_is_that_of_the_dense_mask(window: int | None, device: str) -> None:
+def test_flex_attention_is_that_of_the_dense_mask(window, device):
     from torch.nn.attention.flex_attention import flex_attention
 
     if device == "cuda" and not torch.cuda.is_available():
@@ -64,7 +64,7 @@ def test_flex_attention_is_that_of_the_dense_mask(window: int | None, device: st
         assert max(float((a - b).abs().max()) for a, b in zip(*grads, strict=True)) < 1e-4
 
 
-def test_what_cannot_be_trained_or_makes_no_block_is_refused() -> None:
+def test_what_cannot_be_trained_or_makes_no_block_is_refused():
     forest = PrefixForest.from_sequences([[1, 2, 3], [1, 2, 4]])
     with refused("E801", "the forest", "CPU", "FlexAttention", "forward_only=True"):
         block_mask(forest)
@@ -73,7 +73,7 @@ def test_what_cannot_be_trained_or_makes_no_block_is_refused() -> None:
             block_mask(forest, forward_only=True, **bad)
 
 
-def test_a_model_of_flex_attention_gets_block_masks_on_a_gpu_and_a_reason_on_a_cpu() -> None:
+def test_a_model_of_flex_attention_gets_block_masks_on_a_gpu_and_a_reason_on_a_cpu():
     transformers = pytest.importorskip("transformers", reason="a model to test with needs the extra eagle3")
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=97, num_key_value_heads=2, **sizes))
@@ -87,7 +87,7 @@ def test_a_model_of_flex_attention_gets_block_masks_on_a_gpu_and_a_reason_on_a_c
         assert (found - model(**model_inputs(forest, model, backend="dense")).logits).abs().max() < 1e-3
 
 
-def test_a_long_row_needs_no_square_of_values() -> None:
+def test_a_long_row_needs_no_square_of_values():
     rows = 32_768  # 1 GiB as bool [T, T]
     samples = [torch.arange(rows // 2), torch.cat([torch.arange(16), torch.arange(rows // 2)])]
     mask = block_mask(PrefixForest.from_sequences(samples), window=4096, forward_only=True)

@@ -1,14 +1,9 @@
 """The example of GRPO: TRL's trainer on folded rows trains as it does unfolded."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +19,7 @@ SMALL = "--prompt 32 --completion 4 16 --group 4 --hidden 64"
 
 
 @pytest.fixture(scope="module")
-def example() -> Iterator[ModuleType]:
+def example():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "examples")
         yield importlib.import_module("folded_grpo")
@@ -32,23 +27,23 @@ def example() -> Iterator[ModuleType]:
 
 
 @pytest.fixture(scope="module")
-def options(example: ModuleType) -> Any:
+def options(example):
     return example.parse(SMALL.split())
 
 
 @pytest.fixture(scope="module")
-def folder(example: ModuleType, options: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+def folder(example, options, tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("grpo"))
     example.save_model(folder, options)
     return folder
 
 
-def apart(first: list[dict[str, float]], second: list[dict[str, float]]) -> float:
+def apart(first, second):
     assert len(first) == len(second) == 6
     return max(abs(a[name] - b[name]) for a, b in zip(first, second, strict=True) for name in a)
 
 
-def test_six_steps_are_those_of_the_unfolded_trainer(example: ModuleType, options: Any, folder: str) -> None:
+def test_six_steps_are_those_of_the_unfolded_trainer(example, options, folder):
     from trl import GRPOTrainer
 
     trainers = [example.trained(kind, options, folder)[0] for kind in (GRPOTrainer, example.Unfolded, example.Folded)]
@@ -63,7 +58,7 @@ def test_six_steps_are_those_of_the_unfolded_trainer(example: ModuleType, option
 
 
 @pytest.mark.slow
-def test_six_steps_of_an_adapter_are_those_of_the_unfolded_trainer(example: ModuleType, folder: str) -> None:
+def test_six_steps_of_an_adapter_are_those_of_the_unfolded_trainer(example, folder):
     peft = pytest.importorskip("peft", reason="the extra `rl` brings it")
     found, options = [], example.parse([*SMALL.split(), "--lr", "2e-2"])
     for kind in (example.Unfolded, example.Folded):
@@ -74,7 +69,7 @@ def test_six_steps_of_an_adapter_are_those_of_the_unfolded_trainer(example: Modu
         assert sum(row[name] > 1e-3 for row in found[0]) >= 3
 
 
-def test_padding_and_masked_completions_have_no_part_in_a_row(example: ModuleType, options: Any, folder: str) -> None:
+def test_padding_and_masked_completions_have_no_part_in_a_row(example, options, folder):
     draw = torch.Generator().manual_seed(1)
     ids = torch.randint(2, example.VOCAB_SIZE, (6, 12), generator=draw)
     ids[:3, :7], ids[3:, :7] = ids[0, :7].clone(), ids[3, :7].clone()
@@ -106,7 +101,7 @@ def test_padding_and_masked_completions_have_no_part_in_a_row(example: ModuleTyp
         trainer._get_per_token_logps_and_entropies(model, ids, mask, 5)
 
 
-def test_the_completions_of_a_prompt_stay_together(example: ModuleType) -> None:
+def test_the_completions_of_a_prompt_stay_together(example):
     prompts = torch.tensor([3, 1, 2, 3, 1, 2, 1, 3])[:, None]
     whole = {"prompt_ids": prompts, "advantages": torch.arange(8.0), "num_items_in_batch": torch.tensor(5)}
     batches = [{key: value[i : i + 4] if value.ndim else value for key, value in whole.items()} for i in (0, 4)]
@@ -120,7 +115,7 @@ def test_the_completions_of_a_prompt_stay_together(example: ModuleType) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_unfolded() -> None:
+def test_two_processes_train_as_unfolded():
     command = f"-W ignore -m torch.distributed.run --nproc-per-node 2 examples/folded_grpo.py {SMALL} --rounds 1"
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     run = subprocess.run(
@@ -132,13 +127,13 @@ def test_two_processes_train_as_unfolded() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:You are importing from 'trl.experimental'")
-def test_the_rows_of_the_page_are_those_of_the_asynchronous_trainer() -> None:
+def test_the_rows_of_the_page_are_those_of_the_asynchronous_trainer():
     from trl.experimental.async_grpo import async_grpo_trainer
     from trl.experimental.async_grpo.packing import TreeRow
 
     page = (ROOT / "docs" / "folded_training.md").read_text(encoding="utf-8")
     (code,) = (block.body for block in blocks_of(page) if "FoldedRow" in block.body)
-    names: dict[str, Any] = {}
+    names = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(async_grpo_trainer, "TreeRow", TreeRow)  # put back what the page replaces
         exec(code, names)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from functools import cache as cached
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.disk import META_NAME, meta_bytes
 from support.errors import refused
-from support.fuzzed import JSON, Files, damaged, fuzz, written
+from support.fuzzed import JSON, damaged, fuzz, written
 from support.power_loss import tree_of
 from support.small_builds import VOCABULARY, quick_folder, rollouts
 
@@ -27,7 +26,7 @@ FILES = (
 
 
 @cached
-def good() -> Files:
+def good():
     """The files of a small cache, by name."""
     with quick_folder() as folder:
         rollouts(folder / "c", val_frac=0)
@@ -35,14 +34,14 @@ def good() -> Files:
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Path:
+def cache(tmp_path):
     for name, content in good().items():
         (tmp_path / "c" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "c" / name).write_bytes(content)
     return tmp_path / "c"
 
 
-def test_an_id_outside_the_vocabulary_is_refused_where_it_is_read(cache: Path) -> None:
+def test_an_id_outside_the_vocabulary_is_refused_where_it_is_read(cache):
     tokens = np.fromfile(cache / "train_tokens.bin", "<u2")
     tokens[-1] = VOCABULARY
     tokens.tofile(cache / "train_tokens.bin")
@@ -52,7 +51,7 @@ def test_an_id_outside_the_vocabulary_is_refused_where_it_is_read(cache: Path) -
         data.group(len(data) - 1)
 
 
-def read_all(folder: Path) -> None:
+def read_all(folder):
     """Read every group; what is not a documented error fails the test."""
     try:
         data = RolloutDataset(folder)

@@ -5,7 +5,6 @@ import random
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,13 +31,13 @@ VOCAB = 97
 QUICK = settings(derandomize=True, max_examples=40)
 
 
-def masked(samples: Samples, seed: int) -> tuple[PrefixForest, list[list[int]]]:
+def masked(samples, seed):
     generator = random.Random(seed)
     masks = [[generator.randint(0, 1) for _ in sample] for sample in samples]
     return PrefixForest.from_sequences(samples, loss_mask=masks), masks
 
 
-def test_the_row_of_the_branch_serves_both_completions_by_hand() -> None:
+def test_the_row_of_the_branch_serves_both_completions_by_hand():
     edges = LossEdges.from_forest(PrefixForest.from_rollout_group([1, 2], [[10, 11], [20, 21, 22]]))
     pairs = list(zip(edges.row.tolist(), edges.target.tolist(), edges.weight.tolist(), strict=True))
     assert pairs == [(1, 10, 1), (1, 20, 1), (2, 11, 1), (4, 21, 1), (5, 22, 1)]
@@ -60,7 +59,7 @@ def test_the_row_of_the_branch_serves_both_completions_by_hand() -> None:
     assert moved.num_rows == 7 and moved.weighting == "per_sample"
 
 
-def test_weights_by_hand() -> None:
+def test_weights_by_hand():
     # 1 2 | 10 11 and 1 2 | 10 12 share the edge (row 1, target 10).
     forest = PrefixForest.from_rollout_group([1, 2], [[10, 11, 9], [10, 12]])
     mean = LossEdges.from_forest(forest, weighting="sample_mean").weight
@@ -125,14 +124,14 @@ def test_unfolding_gives_each_sample_its_values_and_padding_the_rest(samples: Sa
         assert edges.field(values, per=per).tolist() == edges.sample_token.tolist()
 
 
-def logprobs(logits: Tensor, edges: LossEdges) -> list[float]:
+def logprobs(logits, edges):
     pairs = zip(edges.row.tolist(), edges.target.tolist(), strict=True)
     return [float(torch.log_softmax(logits[row].double(), -1)[target]) for row, target in pairs]
 
 
 @settings(QUICK, max_examples=10)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 9))
-def test_logprobs_in_chunks_are_those_of_all_rows_and_so_are_gradients(seed: int, chunk: int) -> None:
+def test_logprobs_in_chunks_are_those_of_all_rows_and_so_are_gradients(seed, chunk):
     edges = LossEdges.from_forest(PrefixForest.from_sequences(grown(random.Random(seed))))
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(1, edges.num_rows, 5, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -141,15 +140,15 @@ def test_logprobs_in_chunks_are_those_of_all_rows_and_so_are_gradients(seed: int
     assert whole.tolist() == pytest.approx(logprobs(head(hidden)[0].detach(), edges), rel=1e-12)
     inputs = [hidden, *head.parameters()]
     wanted = torch.autograd.grad((whole * edges.weight).sum(), inputs)
-    seen: list[Tensor] = []
-    parts = edge_logprobs(hidden, edges, lambda rows: seen.append(rows) or head(rows), chunk=chunk)  # type: ignore[func-returns-value]
+    seen = []
+    parts = edge_logprobs(hidden, edges, lambda rows: seen.append(rows) or head(rows), chunk=chunk)
     assert torch.equal(torch.cat(seen), hidden[0, edges.rows]) and max(map(len, seen)) <= chunk, "each loss row once"
     assert torch.allclose(parts, whole, rtol=1e-12)
     for found, expected in zip(torch.autograd.grad((parts * edges.weight).sum(), inputs), wanted, strict=True):
         assert torch.allclose(found, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_temperature_divides_and_half_precision_is_summed_in_float32() -> None:
+def test_temperature_divides_and_half_precision_is_summed_in_float32():
     edges = LossEdges.from_forest(PrefixForest.from_rollout_group([1], [[2, 3], [4]]))
     logits = 5 * torch.randn(edges.num_rows, VOCAB)
     cooled = edge_logprobs(logits, edges, temperature=2.0)
@@ -159,19 +158,19 @@ def test_temperature_divides_and_half_precision_is_summed_in_float32() -> None:
     assert edge_logprobs(low, edges).tolist() == pytest.approx(logprobs(low, edges), rel=1e-5)
 
 
-def plain_entropy(logits: Tensor, edges: LossEdges) -> Tensor:
+def plain_entropy(logits, edges):
     logp = logits.log_softmax(-1)[edges.row]
     return -(logp.exp() * logp).sum(-1)
 
 
 @pytest.mark.parametrize("chunk", [2, 10**9])
-def test_entropies_come_with_the_logprobs_and_have_the_gradient_of_the_plain_ones(chunk: int) -> None:
+def test_entropies_come_with_the_logprobs_and_have_the_gradient_of_the_plain_ones(chunk):
     edges = LossEdges.from_forest(PrefixForest.from_sequences([[1, 2, 3], [1, 2, 4, 5], [1, 6]]))
     hidden = torch.randn(1, edges.num_rows, 4, dtype=torch.float64, requires_grad=True)
     head = torch.nn.Linear(4, 11, dtype=torch.float64)
 
-    def both(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        def product(rows: Tensor) -> Tensor:
+    def both(hidden, weight):
+        def product(rows):
             return rows @ weight.T
 
         return edge_logprobs(hidden, edges, product, temperature=0.7, chunk=chunk, entropies=True)
@@ -188,7 +187,7 @@ def test_entropies_come_with_the_logprobs_and_have_the_gradient_of_the_plain_one
     assert edge_logprobs(low, edges, entropies=True)[1].dtype == torch.float32
 
 
-def test_entropies_of_extreme_logits_are_exact_and_have_finite_gradients() -> None:
+def test_entropies_of_extreme_logits_are_exact_and_have_finite_gradients():
     edges = LossEdges.from_forest(PrefixForest.from_sequences([[1, 2], [3, 0]]))
     logits = torch.tensor([[1e4, 1e4, -math.inf], [0, 0, 0], [1e4, 0, 0], [0, 0, 0]], requires_grad=True)
     edges = replace(edges, row=torch.tensor([0, 2]), target=torch.tensor([1, 0]), num_rows=4)
@@ -198,15 +197,15 @@ def test_entropies_of_extreme_logits_are_exact_and_have_finite_gradients() -> No
     assert gradient.isfinite().all() and not gradient[:, 2].any()
 
 
-def test_entropies_keep_nothing_of_the_size_of_the_logits() -> None:
+def test_entropies_keep_nothing_of_the_size_of_the_logits():
     rows, vocab = 8, 64
     edges = LossEdges.from_forest(PrefixForest.from_rollout_group([1], [[2] * rows]))
     logits = torch.randn(edges.num_rows, vocab, requires_grad=True)
 
-    def kept(**options: Any) -> int:
-        large: set[int] = set()
+    def kept(**options):
+        large = set()
 
-        def pack(value: Tensor) -> Tensor:
+        def pack(value):
             large.update([value.data_ptr()] if value.numel() >= rows * vocab else [])
             return value
 
@@ -226,7 +225,7 @@ class TestFields:
     )
     edges = LossEdges.from_forest(forest)
 
-    def test_gradients_reach_a_field(self) -> None:
+    def test_gradients_reach_a_field(self):
         values = torch.zeros(2, requires_grad=True)
         self.edges.field(values, per="sample").sum().backward()
         assert values.grad is not None and values.grad.tolist() == [2, 2]
@@ -246,12 +245,12 @@ class TestFields:
             (torch.tensor([1, 2, 3, 4]), "target", [1, 2, 3, 4]),
         ],
     )
-    def test_every_form_comes_into_the_order_of_targets(self, values: Any, per: str, wanted: list[float]) -> None:
+    def test_every_form_comes_into_the_order_of_targets(self, values, per, wanted):
         assert self.edges.field(values, per=per).tolist() == wanted
         if getattr(values, "ndim", 1) == 1:  # the sizes of these say it too
             assert self.edges.field(values).tolist() == wanted
 
-    def test_the_floats_and_integers_of_lists_keep_their_values(self) -> None:
+    def test_the_floats_and_integers_of_lists_keep_their_values(self):
         for values in ([0.1, 0.2], [[0.1, 0.1], [0.2, 0.2]], [(0.1, 0.1), [0.2, 0.2]]):
             assert self.edges.field(values).tolist() == [0.1, 0.1, 0.2, 0.2]
         assert self.edges.field([2**53 + 1, 1]).tolist()[0] == 2**53 + 1
@@ -264,8 +263,8 @@ class TestFields:
         assert folded_cross_entropy(torch.zeros(4, 9), edges, normalizer=1).dtype == torch.float32
 
     @pytest.mark.parametrize("width", [5, 6, 16])
-    def test_padded_rows_may_be_of_any_width_but_have_to_say_what_a_column_is(self, width: int) -> None:
-        def padded(*rows: list[int]) -> Tensor:
+    def test_padded_rows_may_be_of_any_width_but_have_to_say_what_a_column_is(self, width):
+        def padded(*rows):
             return torch.tensor([row + [-7] * (width - len(row)) for row in rows])
 
         assert self.edges.field(padded([0, 0, 1, 2], [0, 0, 3, 9, 4]), per="token").tolist() == [1, 2, 3, 4]
@@ -286,7 +285,7 @@ class TestFields:
             *((value, "a field has shape") for value in (torch.zeros(2, 5, 1), torch.zeros(3, 5), [])),
         ],
     )
-    def test_other_sizes_are_refused_with_the_sizes_that_fit(self, values: object, words: str) -> None:
+    def test_other_sizes_are_refused_with_the_sizes_that_fit(self, values, words):
         with refused("E801", words, kind=(ValueError, TypeError)):
             self.edges.field(values)
         with refused("E801", "[2, 3]"):
@@ -298,7 +297,7 @@ class TestFields:
         with refused("E801", "a field is a dict", kind=TypeError):
             self.edges.field({0: 1.0, 1: 2.0})
 
-    def test_what_may_mean_two_things_is_refused(self) -> None:
+    def test_what_may_mean_two_things_is_refused(self):
         # Two samples and two targets, both of the second sample.
         forest = PrefixForest.from_sequences([[1, 2], [1, 3, 4]], loss_mask=[[0, 0], [0, 1, 1]])
         edges = LossEdges.from_forest(forest)
@@ -309,7 +308,7 @@ class TestFields:
         own = LossEdges.from_forest(forest, weighting=[[], [1.0, 2.0]])
         assert own.weight.tolist() == [1, 2]
 
-    def test_a_column_is_a_token_of_the_completion_though_its_first_one_is_no_target(self) -> None:
+    def test_a_column_is_a_token_of_the_completion_though_its_first_one_is_no_target(self):
         """The second completion begins with a tool's token: 21 and 22 stand in columns 1 and 2, not 0 and 1."""
         old = torch.tensor([[10, 11, 12], [20, 21, 22]])
         group = PrefixForest.from_rollout_group([1, 2], old.tolist(), completion_mask=[[1, 1, 1], [0, 1, 1]])
@@ -323,7 +322,7 @@ class TestFields:
             assert edges.field(old.tolist()).tolist() == [10, 11, 12, 21, 22]
             assert edges.target[edges.sample_edge].tolist() == [10, 11, 12, 21, 22]
 
-    def test_where_completions_begin_is_never_guessed(self) -> None:
+    def test_where_completions_begin_is_never_guessed(self):
         masks = [[0, 0, 1, 1], [0, 0, 0, 1, 1]]
         samples = [[1, 2, 10, 11], [1, 2, 20, 21, 22]]
         untold = PrefixForest.from_sequences(samples, loss_mask=masks)
@@ -341,13 +340,13 @@ class TestFields:
                 PrefixForest.from_sequences(samples, prompt_lengths=lengths)
 
 
-def test_what_is_not_of_this_row_is_refused() -> None:
+def test_what_is_not_of_this_row_is_refused():
     forest = PrefixForest.from_rollout_group([1, 2], [[10, 11], [20]])
     edges = LossEdges.from_forest(forest)
     for shape in [(2, 5, 9), (4, 9), (6, 9), (1, 6, 9)]:
         for call, of in ((edge_logprobs, edges), (unfold, forest), (at_predictions, edges)):
             with refused("E801", f"shape [{shape[0]}, ", "[5, ...] or [1, 5, ...]"):
-                call(torch.zeros(shape), of)  # type: ignore[operator]
+                call(torch.zeros(shape), of)
     assert LossEdges.from_forest(forest.padded(8)).num_rows == 8
     logp = edge_logprobs(torch.zeros(5, 30), edges)
     with refused("E801", "edge_logp", "[5]", "[3]"):
@@ -358,7 +357,7 @@ def test_what_is_not_of_this_row_is_refused() -> None:
             edge_logprobs(torch.zeros(5, 30), edges, **wrong)
 
 
-def test_weights_of_ones_own_need_a_normalizer_and_no_target_at_all_gives_zero_with_one() -> None:
+def test_weights_of_ones_own_need_a_normalizer_and_no_target_at_all_gives_zero_with_one():
     forest = PrefixForest.from_rollout_group([1, 2], [[10, 11], [20]])
     own = LossEdges.from_forest(forest, weighting=torch.tensor([1.0, -1.0]))
     with refused("E801", "normalizer=len(samples)"):
@@ -376,11 +375,11 @@ def test_weights_of_ones_own_need_a_normalizer_and_no_target_at_all_gives_zero_w
     assert head.weight.grad is not None and not head.weight.grad.any()
 
 
-def test_dropout_in_the_head_is_the_same_when_a_chunk_is_computed_again() -> None:
+def test_dropout_in_the_head_is_the_same_when_a_chunk_is_computed_again():
     edges = LossEdges.from_forest(PrefixForest.from_rollout_group([1], [list(range(2, 34))]))
     hidden = torch.randn(edges.num_rows, 4, dtype=torch.float64, requires_grad=True)
     head = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(4, 40, dtype=torch.float64))
-    kept: list[Tensor] = []
+    kept = []
     head[0].register_forward_hook(lambda module, inputs, output: kept.append((output != 0).double() * 2))
     logp = edge_logprobs(hidden, edges, head, chunk=8)
     (found,) = torch.autograd.grad(logp.sum(), hidden)
@@ -390,7 +389,7 @@ def test_dropout_in_the_head_is_the_same_when_a_chunk_is_computed_again() -> Non
     assert torch.allclose(found, torch.autograd.grad(wanted, hidden)[0], rtol=1e-10)
 
 
-def test_the_backward_pass_holds_the_logits_of_one_chunk_at_a_time() -> None:
+def test_the_backward_pass_holds_the_logits_of_one_chunk_at_a_time():
     rows, vocab, chunk = 512, 1024, 32
     edges = LossEdges.from_forest(PrefixForest.from_rollout_group([1], [[2] * rows]))
     hidden = torch.randn(edges.num_rows, 8, requires_grad=True)
@@ -398,7 +397,7 @@ def test_the_backward_pass_holds_the_logits_of_one_chunk_at_a_time() -> None:
     largest = 0
 
     class Largest(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             nonlocal largest
             out = func(*args, **(kwargs or {}))
             largest = max([largest, *(each.numel() for each in tree_leaves(out) if isinstance(each, Tensor))])
@@ -409,7 +408,7 @@ def test_the_backward_pass_holds_the_logits_of_one_chunk_at_a_time() -> None:
     assert largest == chunk * vocab < rows * vocab
 
 
-def test_what_is_made_beside_a_generation_can_be_trained_on() -> None:
+def test_what_is_made_beside_a_generation_can_be_trained_on():
     with torch.inference_mode():
         forest = PrefixForest.joined([PrefixForest.from_rollout_group([1, 2], [[10, 11], [20]]).padded(2)]).padded(8)
         edges = LossEdges.from_forest(forest)

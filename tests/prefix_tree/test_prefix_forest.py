@@ -19,7 +19,7 @@ from niels_gpt.prefix_tree.forest import ModelShape, PrefixForest
 QUICK = settings(derandomize=True, max_examples=40)
 
 
-def test_a_prompt_and_two_completions_by_hand() -> None:
+def test_a_prompt_and_two_completions_by_hand():
     forest = PrefixForest.from_rollout_group([1, 2], [[10, 11], [20, 21, 22]])
     assert forest.input_ids.tolist() == [1, 2, 10, 11, 20, 21, 22]
     assert forest.position_ids.tolist() == [0, 1, 2, 3, 2, 3, 4]
@@ -99,7 +99,7 @@ def test_a_rollout_group_is_its_sequences_with_the_completions_as_targets(prompt
     assert forest.sample_rows.tolist() == flat
 
 
-def test_node_paths_in_any_order_are_put_into_pre_order() -> None:
+def test_node_paths_in_any_order_are_put_into_pre_order():
     #           node  0    1    2      3          paths 0-2, 0-3, 1; children before parents by number, node 4 is empty
     ids = [5, 6, 9, 7, 8, 1, 2]  # 5 6 | 9 | 7 8 | 1 2
     forest = PrefixForest.from_node_paths([2, 1, 2, 2, 0], [[2, 0], [4, 2, 3], [1]], ids, loss_nodes=[0, 3])
@@ -109,7 +109,7 @@ def test_node_paths_in_any_order_are_put_into_pre_order() -> None:
     assert forest.loss_mask.tolist() == [0, 0, 1, 1, 0, 0, 1, 1, 0]
     assert PrefixForest.from_node_paths([1, 2], [[0, 1]]).input_ids.tolist() == [0, 0, 0]
     lengths, paths = torch.tensor([2, 1]), torch.tensor([[0, 1]])
-    tensors = PrefixForest.from_node_paths(lengths, paths, torch.tensor([[7, 8, 9]]), loss_nodes=torch.tensor([1]))  # type: ignore[arg-type]
+    tensors = PrefixForest.from_node_paths(lengths, paths, torch.tensor([[7, 8, 9]]), loss_nodes=torch.tensor([1]))
     assert tensors.samples() == [[7, 8, 9]] and tensors.loss_mask.tolist() == [0, 0, 1]
 
 
@@ -120,14 +120,14 @@ REPLIES = [
 TREE = {"message_tree_id": "t", "prompt": {"text": "p", "role": "prompter", "replies": REPLIES}}
 
 
-def encode(message: dict[str, str]) -> tuple[list[int], list[int]]:
+def encode(message):
     """Return 0, then a byte for each character; those of the assistant are targets."""
     ids = [0, *message["text"].encode()]
     return ids, [0, *[int(message["role"] == "assistant")] * (len(ids) - 1)]
 
 
-def test_a_tree_of_messages_gives_the_threads_to_its_last_replies() -> None:
-    counters: Counter[str] = Counter()
+def test_a_tree_of_messages_gives_the_threads_to_its_last_replies():
+    counters = Counter()
     forest = PrefixForest.from_message_tree(TREE, encode, counters=counters)
     p, a, b = ord("p"), ord("a"), ord("b")
     assert forest.samples() == [[0, p, 0, a], [0, p, 0, b, b]]
@@ -136,12 +136,12 @@ def test_a_tree_of_messages_gives_the_threads_to_its_last_replies() -> None:
     assert counters == {"cut_messages": 1}
 
 
-def test_a_reply_is_in_one_thread_however_many_questions_behind_it_have_no_answer() -> None:
+def test_a_reply_is_in_one_thread_however_many_questions_behind_it_have_no_answer():
     unanswered = [{"text": text, "role": "prompter"} for text in ("x", "y")]
     answered = {"text": "q", "role": "prompter", "replies": [{"text": "B", "role": "assistant"}]}
     reply = {"text": "A", "role": "assistant", "replies": [*unanswered, answered]}
     tree = {"text": "p", "role": "prompter", "replies": [reply]}
-    counters: Counter[str] = Counter()
+    counters = Counter()
     forest = PrefixForest.from_message_tree(tree, encode, counters=counters)
     assert forest.samples() == [[0, ord("p"), 0, ord("A"), 0, ord("q"), 0, ord("B")]]
     assert counters == {"cut_messages": 2}
@@ -151,8 +151,8 @@ def test_a_reply_is_in_one_thread_however_many_questions_behind_it_have_no_answe
         PrefixForest.from_message_tree(unanswered[0], lambda message: ([1], [0, 1]))
 
 
-def test_a_thread_of_three_thousand_messages_is_no_recursion() -> None:
-    message: dict[str, object] = {"text": "z", "role": "assistant"}
+def test_a_thread_of_three_thousand_messages_is_no_recursion():
+    message = {"text": "z", "role": "assistant"}
     for _ in range(3_000):
         message = {"text": "z", "role": "assistant", "replies": [message]}
     forest = PrefixForest.from_message_tree(message, encode)
@@ -163,7 +163,7 @@ def test_a_thread_of_three_thousand_messages_is_no_recursion() -> None:
     assert chain.sample_lengths.tolist() == list(range(1, 1_500))
 
 
-def test_ids_are_taken_from_lists_tuples_arrays_and_tensors() -> None:
+def test_ids_are_taken_from_lists_tuples_arrays_and_tensors():
     rows = [[1, 2, 3], (1, 2, 4), np.array([1, 5], dtype=np.uint16), torch.tensor([6])]
     assert PrefixForest.from_sequences(rows).samples() == [[1, 2, 3], [1, 2, 4], [1, 5], [6]]
     tensor = torch.tensor([[1, 2], [1, 3]])
@@ -187,12 +187,12 @@ def test_ids_are_taken_from_lists_tuples_arrays_and_tensors() -> None:
         (["ab"], TypeError, "sequence 0"),
     ],
 )
-def test_bad_ids_are_named_with_their_place(samples: object, error: type[Exception], words: str) -> None:
+def test_bad_ids_are_named_with_their_place(samples, error, words):
     with refused("E801", words, kind=error):
-        PrefixForest.from_sequences(samples)  # type: ignore[arg-type]
+        PrefixForest.from_sequences(samples)
 
 
-def test_bad_groups_masks_and_paths_are_named() -> None:
+def test_bad_groups_masks_and_paths_are_named():
     for prompt, group, words in [
         ([1], [], "no completion was given"),
         ([1], [[2], []], "completion 1 is empty"),
@@ -214,7 +214,7 @@ def test_bad_groups_masks_and_paths_are_named() -> None:
             PrefixForest.from_node_paths([1, 1], [[0, 1]], loss_nodes=nodes)
     for nodes in ([False, True], "1", torch.tensor([False, True])):
         with refused("E801", "loss_nodes", kind=TypeError):
-            PrefixForest.from_node_paths([1, 1], [[0, 1]], loss_nodes=nodes)  # type: ignore[arg-type]
+            PrefixForest.from_node_paths([1, 1], [[0, 1]], loss_nodes=nodes)
     for lengths, paths, words in [
         ([1, 1], [[0, 2]], "sample_paths[0] names node 2; there are 2"),
         ([1, 1], [[0]], "node 1 has 1 tokens"),
@@ -234,7 +234,7 @@ def test_bad_groups_masks_and_paths_are_named() -> None:
         PrefixForest.joined([])
 
 
-def test_counts_by_hand() -> None:
+def test_counts_by_hand():
     # Before: rows of 4 and 5 tokens, 10 + 15 pairs. After: 7 tokens, and 3 of the 25 pairs (the prompt's) fall away.
     stats = PrefixForest.from_rollout_group([1, 2], [[10, 11], [20, 21, 22]]).padded(8).stats()
     assert (stats.tokens_before, stats.tokens_after) == (9, 7)

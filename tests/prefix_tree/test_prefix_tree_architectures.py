@@ -2,8 +2,6 @@
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +25,7 @@ musicgen_melody phi4_multimodal prophetnet reformer roc_bert xlnet zamba zamba2 
 MAX_PARAMETERS = 3_000_000  # some sizes are not reached by the names in causal_models.py
 
 
-def outcome(model_type: str, forest: PrefixForest) -> str:
+def outcome(model_type, forest):
     """Return what becomes of a model: "refused", "equal", "wrong ...", or "not made" where the sizes do not fit."""
     try:
         config = tiny_config(model_type)
@@ -62,7 +60,7 @@ def outcome(model_type: str, forest: PrefixForest) -> str:
     return "equal" if difference < 5e-5 else f"wrong head by {difference:.2g}"
 
 
-def outcomes(names: Iterable[str]) -> dict[str, list[str]]:
+def outcomes(names):
     """Return the model types by outcome, after checking that each outcome is an expected one."""
     forest = PrefixForest.from_sequences(SAMPLES).padded(8)
     found = defaultdict(list)
@@ -76,7 +74,7 @@ def outcomes(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 @pytest.mark.slow
-def test_a_part_of_the_architectures_is_folded_right_or_refused() -> None:
+def test_a_part_of_the_architectures_is_folded_right_or_refused():
     known = [name for name in RIGHT.split() if name in CLASSES]  # of the transformers that is installed
     assert len(known) > 30
     special = {"gpt_neox", "xglm", "codegen"} & set(CLASSES)  # for which there are rules of their own
@@ -95,7 +93,7 @@ def test_a_part_of_the_architectures_is_folded_right_or_refused() -> None:
         ("cohere2", ""),
     ],
 )
-def test_models_that_cannot_run_segments_are_left_as_they_are(model_type: str, reason: str) -> None:
+def test_models_that_cannot_run_segments_are_left_as_they_are(model_type, reason):
     if model_type not in CLASSES:
         pytest.skip(f"this transformers has no {model_type}")
     model = tiny_model(model_type)
@@ -108,7 +106,7 @@ def test_models_that_cannot_run_segments_are_left_as_they_are(model_type: str, r
 
 
 @pytest.mark.faults  # most of its time is the import of 230 modules
-def test_every_architecture_is_folded_right_or_refused() -> None:
+def test_every_architecture_is_folded_right_or_refused():
     found = outcomes(CLASSES)
     assert len(found["equal"]) > 80 and len(found["refused"]) > 40, found
 
@@ -126,7 +124,7 @@ def test_every_architecture_is_folded_right_or_refused() -> None:
         ("gemma3_text", {"final_logit_softcapping": None}),
     ],
 )
-def test_log_probs_of_loss_rows_are_those_of_the_models_own_logits(model_type: str, changes: dict[str, Any]) -> None:
+def test_log_probs_of_loss_rows_are_those_of_the_models_own_logits(model_type, changes):
     if model_type not in CLASSES:
         pytest.skip(f"this transformers has no {model_type}")
     model = tiny_model(model_type, "eager", **changes)
@@ -143,13 +141,13 @@ def test_log_probs_of_loss_rows_are_those_of_the_models_own_logits(model_type: s
         assert float((plain - wanted).abs().max()) > 1e-2  # what lm_head alone would give
 
 
-def test_a_head_that_is_not_understood_is_refused() -> None:
+def test_a_head_that_is_not_understood_is_refused():
     model = tiny_model("llama")
     model.lm_head.register_forward_hook(lambda module, args, output: output)
     assert logits_head(model)(torch.zeros(3, 32)).shape == (3, 97)
 
-    class Shifted(type(model)):  # type: ignore[misc]
-        def forward(self, **inputs: Any) -> Any:
+    class Shifted(type(model)):
+        def forward(self, **inputs):
             out = super().forward(**inputs)
             out.logits = out.logits + torch.arange(97)
             return out

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.errors import refused
 from support.prefix_trees import SAMPLES, Samples, grown
-from torch import Tensor
 
 from niels_gpt.prefix_tree.attention import AttentionRouteError, AttnMaskSpec, dense_mask, hf_attention_mask
 from niels_gpt.prefix_tree.forest import PrefixForest
@@ -16,7 +15,7 @@ from niels_gpt.prefix_tree.forest import PrefixForest
 QUICK = settings(derandomize=True, max_examples=40)
 
 
-def by_definition(forest: PrefixForest, window: int | None = None) -> Tensor:
+def by_definition(forest, window=None):
     """Return the mask, row by row of every sample; padding sees itself."""
     mask = torch.eye(len(forest.input_ids), dtype=torch.bool)
     for rows in forest.sample_rows.split(forest.sample_lengths.tolist()):
@@ -26,11 +25,11 @@ def by_definition(forest: PrefixForest, window: int | None = None) -> Tensor:
     return mask
 
 
-def as_text(mask: Tensor) -> list[str]:
+def as_text(mask):
     return ["".join("x" if seen else "." for seen in row) for row in mask.tolist()]
 
 
-def test_a_prompt_of_four_and_two_completions_by_hand() -> None:
+def test_a_prompt_of_four_and_two_completions_by_hand():
     spec, ranges = AttnMaskSpec.prefix_tree([4, 2, 3], [[0, 1], [0, 2]])
     assert spec.q_ranges == [[0, 4], [4, 6], [4, 6], [6, 9], [6, 9]]
     assert spec.k_ranges == [[0, 4], [4, 6], [0, 4], [6, 9], [0, 4]]
@@ -41,7 +40,7 @@ def test_a_prompt_of_four_and_two_completions_by_hand() -> None:
     assert as_text(spec.dense()) == rows.split()
 
 
-def test_ancestors_come_from_the_root_and_shared_nodes_once() -> None:
+def test_ancestors_come_from_the_root_and_shared_nodes_once():
     spec, ranges = AttnMaskSpec.prefix_tree([1, 1, 1, 2], [[0, 1, 2], [0, 1, 3], [0, 1]])
     assert spec.q_ranges == [[0, 1], [1, 2], [1, 2], [2, 3], [2, 3], [2, 3], [3, 5], [3, 5], [3, 5]]
     assert spec.k_ranges == [[0, 1], [1, 2], [0, 1], [2, 3], [0, 1], [1, 2], [3, 5], [0, 1], [1, 2]]
@@ -49,7 +48,7 @@ def test_ancestors_come_from_the_root_and_shared_nodes_once() -> None:
     assert ranges[1:] == [[[0, 1], [1, 2], [3, 5]], [[0, 1], [1, 2]]]
 
 
-def test_one_sequence_and_sequences_one_after_another() -> None:
+def test_one_sequence_and_sequences_one_after_another():
     assert AttnMaskSpec.causal(3) == AttnMaskSpec([[0, 3]], [[0, 3]], ["causal"], 3)
     packed = AttnMaskSpec.varlen([1, 2])
     assert packed == AttnMaskSpec([[0, 1], [1, 3]], [[0, 1], [1, 3]], ["causal", "causal"], 3)
@@ -57,12 +56,12 @@ def test_one_sequence_and_sequences_one_after_another() -> None:
     assert as_text(AttnMaskSpec.varlen([1, 2], causal=False).dense()) == ["x..", ".xx", ".xx"]
 
 
-def test_a_causal_rectangle_ends_at_its_lower_right_corner() -> None:
+def test_a_causal_rectangle_ends_at_its_lower_right_corner():
     assert as_text(AttnMaskSpec([[2, 4]], [[0, 4]], ["causal"], 4).dense()) == ["....", "....", "xxx.", "xxxx"]
     assert as_text(AttnMaskSpec([[0, 3]], [[0, 2]], ["causal"], 3).dense()) == ["...", "x..", "xx."]
 
 
-def test_equal_masks_have_equal_fingerprints_and_other_masks_other_ones() -> None:
+def test_equal_masks_have_equal_fingerprints_and_other_masks_other_ones():
     spec, _ = AttnMaskSpec.prefix_tree([4, 2, 3], [[0, 1], [0, 2]])
     same, _ = AttnMaskSpec.prefix_tree((4, 2, 3), ((0, 1), (0, 2)))
     assert {spec.fingerprint(): "kept"}[same.fingerprint()] == "kept"
@@ -87,7 +86,7 @@ def test_equal_masks_have_equal_fingerprints_and_other_masks_other_ones() -> Non
         ([1, -2], [[0]], "lengths are [1, -2]"),
     ],
 )
-def test_trees_that_cannot_be_are_refused(lengths: list[int], paths: list[list[int]], message: str) -> None:
+def test_trees_that_cannot_be_are_refused(lengths, paths, message):
     with refused("E801", message):
         AttnMaskSpec.prefix_tree(lengths, paths)
 
@@ -116,7 +115,7 @@ def test_the_dense_mask_is_by_definition(samples: Samples, window: int | None, m
         assert torch.equal(dense_mask(row, window=window), by_definition(row, window))
 
 
-def test_boolean_for_sdpa_and_additive_for_eager() -> None:
+def test_boolean_for_sdpa_and_additive_for_eager():
     forest = PrefixForest.from_sequences([[1, 2], [1, 3]])
     assert hf_attention_mask(forest, "sdpa", torch.float32).tolist() == [
         [[[True, False, False], [True, True, False], [True, False, True]]]

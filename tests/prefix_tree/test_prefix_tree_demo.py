@@ -3,7 +3,6 @@
 import re
 import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -18,7 +17,7 @@ SMALL = ["--prompt", "24", "--completion", "10", "--samples", "5"]
 
 
 @pytest.mark.parametrize("attention", ["prefix_tree", "dense", "eager"])
-def test_both_ways_agree_and_the_sizes_are_of_the_group(attention: str) -> None:
+def test_both_ways_agree_and_the_sizes_are_of_the_group(attention):
     done = demo(*SMALL, "--attention", attention)
     assert done.status == 0
     step, verdict = done.out.split("\n\nverify_fold: ")
@@ -47,9 +46,7 @@ def test_both_ways_agree_and_the_sizes_are_of_the_group(attention: str) -> None:
         (["--prompt", "2048"], "mask.png", "tokens is not drawn"),
     ],
 )
-def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(
-    flags: list[str], name: str, said: str, tmp_path: Path
-) -> None:
+def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(flags, name, said, tmp_path):
     pytest.importorskip("matplotlib", reason="the extra `plot` brings it")
     done = demo(*flags, "--plot", tmp_path / name)
     assert done.status == 1
@@ -61,16 +58,14 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(
     ("module", "flags", "extra"),
     [("matplotlib.figure", ["--plot", "mask.png"], "plot"), ("transformers", [], "eagle3")],
 )
-def test_without_a_library_it_says_what_to_install(
-    module: str, flags: list[str], extra: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_library_it_says_what_to_install(module, flags, extra, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     done = demo(*SMALL, *flags)
     assert done.status == 1 and done.out == ""
     assert done.err.startswith("error[E901]: ") and f"pip install 'niels-gpt[{extra}]'" in done.err
 
 
-def test_a_picture_of_the_mask_is_drawn(tmp_path: Path) -> None:
+def test_a_picture_of_the_mask_is_drawn(tmp_path):
     pytest.importorskip("matplotlib", reason="the extra `plot` brings it")
     assert demo(*SMALL, "--plot", tmp_path / "mask.png").status == 0
     with Image.open(tmp_path / "mask.png") as picture:
@@ -78,6 +73,6 @@ def test_a_picture_of_the_mask_is_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flags", [["--samples", "3"], ["--prompt", "0"], ["--attention", "flash_attention_2"]])
-def test_what_cannot_be_folded_here_is_wrong_usage(flags: list[str]) -> None:
+def test_what_cannot_be_folded_here_is_wrong_usage(flags):
     done = demo(*flags)
     assert done.status == 2 and "Usage: python -m niels_gpt.prefix_tree.demo" in done.err

@@ -5,7 +5,6 @@ import copy
 import inspect
 import random
 from array import array
-from typing import Any
 
 import numpy as np
 import pytest
@@ -48,13 +47,13 @@ IDS = st.lists(st.integers(0, 3), min_size=1, max_size=5)
         ([1], [[5, 6], [5, 6]], ([1, 5, 6, 5, 6], [N, 6, N, 6, N], [0, 1, 2, 1, 2], [1, 2, 2], [[0, 1], [0, 2]])),
     ],
 )
-def test_worked_examples(prompt: list[int], completions: list[list[int]], expected: tuple[Any, ...]) -> None:
+def test_worked_examples(prompt, completions, expected):
     given_prompt, given_completions = copy.deepcopy((prompt, completions))
     assert fold_shared_prefix_rollouts(prompt, completions) == FoldedRollouts(*expected)
     assert (prompt, completions) == (given_prompt, given_completions)
 
 
-def test_the_result_is_a_plain_mutable_dataclass_of_lists() -> None:
+def test_the_result_is_a_plain_mutable_dataclass_of_lists():
     folded = fold_shared_prefix_rollouts((1,), ((2, 3),))
     assert list(vars(folded)) == ["input_ids", "labels", "position_ids", "node_lengths", "sample_paths"]
     assert all(type(value) is list for value in vars(folded).values())
@@ -70,9 +69,7 @@ def test_the_result_is_a_plain_mutable_dataclass_of_lists() -> None:
 
 @settings(derandomize=True, max_examples=40)
 @given(st.lists(st.integers(0, 3), max_size=5), st.lists(IDS, min_size=1, max_size=5))
-def test_a_path_reads_as_its_sample_and_a_label_is_the_next_token(
-    prompt: list[int], completions: list[list[int]]
-) -> None:
+def test_a_path_reads_as_its_sample_and_a_label_is_the_next_token(prompt, completions):
     folded = fold_shared_prefix_rollouts(prompt, completions)
     ends = np.cumsum(folded.node_lengths)
     nodes = [list(range(end - length, end)) for end, length in zip(ends, folded.node_lengths, strict=True)]
@@ -98,7 +95,7 @@ def test_a_path_reads_as_its_sample_and_a_label_is_the_next_token(
         lambda ids: array("i", ids),
     ],
 )
-def test_tuples_arrays_and_tensors_are_taken_as_lists(as_given: Any) -> None:
+def test_tuples_arrays_and_tensors_are_taken_as_lists(as_given):
     folded = fold_shared_prefix_rollouts(as_given([1, 2]), [as_given([10, 11]), as_given([20])])
     assert folded == fold_shared_prefix_rollouts([1, 2], [[10, 11], [20]])
     assert {type(token) for value in vars(folded).values() for token in value} == {int, list}
@@ -117,9 +114,9 @@ NONE, EMPTY = "completions must be non-empty", "every completion must be non-emp
     [(none, NONE) for none in ([], (), np.zeros((0, 3), dtype=int), torch.zeros(0, 3))]
     + [(empty, EMPTY) for empty in ([[]], [[1], []], [(), (1,)], [np.array([])], torch.zeros(2, 0))],
 )
-def test_no_completion_and_an_empty_one_are_errors(completions: Any, message: str) -> None:
+def test_no_completion_and_an_empty_one_are_errors(completions, message):
     with refused("E801", message):
-        fold_shared_prefix_rollouts(1.5, completions)  # type: ignore[arg-type]  # before the prompt is looked at
+        fold_shared_prefix_rollouts(1.5, completions)  # before the prompt is looked at
 
 
 @pytest.mark.parametrize(
@@ -139,12 +136,12 @@ def test_no_completion_and_an_empty_one_are_errors(completions: Any, message: st
         (None, [[2]], "prompt_ids is None"),
     ],
 )
-def test_what_is_not_an_integer_is_refused_by_its_place(prompt: Any, completions: Any, message: str) -> None:
+def test_what_is_not_an_integer_is_refused_by_its_place(prompt, completions, message):
     with refused("E801", message, kind=TypeError):
         fold_shared_prefix_rollouts(prompt, completions)
 
 
-def test_a_batch_is_three_rows_of_int64_and_the_structure() -> None:
+def test_a_batch_is_three_rows_of_int64_and_the_structure():
     group = {"prompt_ids": [1, 2], "completions": [[10, 11], [20]], "reward": [0.5, 1.0]}
     batch = prefix_tree_collate_fn([group])
     assert list(batch) == ["input_ids", "labels", "position_ids", "prefix_tree"]
@@ -160,7 +157,7 @@ def test_a_batch_is_three_rows_of_int64_and_the_structure() -> None:
             prefix_tree_collate_fn([{key: value for key, value in group.items() if key != missing}])
 
 
-def test_mock_groups_come_from_pythons_generator_prompt_first_and_a_data_loader_takes_them() -> None:
+def test_mock_groups_come_from_pythons_generator_prompt_first_and_a_data_loader_takes_them():
     groups = build_mock_rollout_dataset(
         num_groups=2, completions_per_group=2, prompt_len=3, completion_len=2, vocab_size=10, seed=5
     )
@@ -168,7 +165,7 @@ def test_mock_groups_come_from_pythons_generator_prompt_first_and_a_data_loader_
     flat = [token for group in groups for ids in (group["prompt_ids"], *group["completions"]) for token in ids]
     assert flat == [draws.randint(2, 9) for _ in range(2 * (3 + 2 * 2))]
     assert [len(group["prompt_ids"]) for group in groups] == [3, 3]
-    loader = torch.utils.data.DataLoader(groups, batch_size=1, collate_fn=prefix_tree_collate_fn)  # type: ignore[arg-type]
+    loader = torch.utils.data.DataLoader(groups, batch_size=1, collate_fn=prefix_tree_collate_fn)
     assert [batch["input_ids"].shape for batch in loader] == [(1, 7)] * 2
     groups = build_mock_rollout_dataset()
     assert groups == build_mock_rollout_dataset(seed=0) != build_mock_rollout_dataset(seed=1)
@@ -179,10 +176,10 @@ def test_mock_groups_come_from_pythons_generator_prompt_first_and_a_data_loader_
         max(token for group in groups for ids in (group["prompt_ids"], *group["completions"]) for token in ids) < 1024
     )
     with pytest.raises(TypeError):
-        build_mock_rollout_dataset(2)  # type: ignore[misc]  # by name only
+        build_mock_rollout_dataset(2)  # by name only
 
 
-def test_the_module_imports_nothing_of_attention() -> None:
+def test_the_module_imports_nothing_of_attention():
     tree = ast.parse(inspect.getsource(fold))
     imported = {
         name

@@ -1,6 +1,5 @@
 """The guard checks every forward of a model in its block, wrapped and compiled models too."""
 
-from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +9,7 @@ import torch
 from support.causal_models import FOREST, MIXED, SAMPLES, WINDOW, error, tiny_model, without
 from support.errors import refused
 from support.prefix_trees import calls_of
-from torch import Tensor, nn
+from torch import nn
 
 from niels_gpt.prefix_tree.attention import AttentionRouteError, check_model_inputs, dense_mask, guard, model_inputs
 from niels_gpt.prefix_tree.forest import PrefixForest
@@ -22,19 +21,19 @@ dense_inputs = partial(model_inputs, backend="dense")
 class Adapted(nn.Module):
     """What PEFT's wrapper has: adapters live inside the base model, learned tokens are put before the row."""
 
-    def __init__(self, model: nn.Module, *, is_prompt_learning: bool) -> None:
+    def __init__(self, model, *, is_prompt_learning):
         super().__init__()
         self.base_model = model
         self.active_peft_config = SimpleNamespace(is_prompt_learning=is_prompt_learning)
 
-    def get_base_model(self) -> nn.Module:
+    def get_base_model(self):
         return self.base_model
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args, **kwargs):
         return self.base_model(*args, **kwargs)
 
 
-def test_adapters_are_looked_into_and_learned_tokens_before_the_row_are_refused() -> None:
+def test_adapters_are_looked_into_and_learned_tokens_before_the_row_are_refused():
     model = Adapted(tiny_model("llama"), is_prompt_learning=False)
     inputs = dense_inputs(FOREST, model)
     with guard(FOREST, model):
@@ -45,11 +44,11 @@ def test_adapters_are_looked_into_and_learned_tokens_before_the_row_are_refused(
         dense_inputs(FOREST, Adapted(tiny_model("llama"), is_prompt_learning=True))
 
 
-def test_the_guard_checks_every_forward_in_its_block_and_none_after_it() -> None:
+def test_the_guard_checks_every_forward_in_its_block_and_none_after_it():
     model = tiny_model("llama")
     inputs = dense_inputs(FOREST, model)
     wrong = without("attention_mask")(inputs)
-    ran: list[bool] = []
+    ran = []
     model.model.register_forward_pre_hook(lambda *_: ran.append(True))
     with guard(FOREST, model):
         model(**inputs)
@@ -64,7 +63,7 @@ def test_the_guard_checks_every_forward_in_its_block_and_none_after_it() -> None
     assert len(ran) == 3
 
 
-def test_the_guard_checks_calls_of_the_body_too_and_each_call_once() -> None:
+def test_the_guard_checks_calls_of_the_body_too_and_each_call_once():
     model = tiny_model("llama")
     inputs = dense_inputs(FOREST, model)
     with calls_of("checks.check_model_inputs") as checks, guard(FOREST, model):
@@ -85,22 +84,22 @@ def test_the_guard_checks_calls_of_the_body_too_and_each_call_once() -> None:
 class Dropping(nn.Module):
     """A wrapper that takes positions and does not pass them on."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model):
         super().__init__()
         self.module = model
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> Any:
+    def forward(self, input_ids, attention_mask=None, **_):
         return self.module(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
 
 
 class ValueHead(nn.Module):
     """What TRL's wrapper has: positions are among the further arguments."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model):
         super().__init__()
         self.pretrained_model = model
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **more: Any) -> Any:
+    def forward(self, input_ids, attention_mask=None, **more):
         return self.pretrained_model(input_ids=input_ids, attention_mask=attention_mask, **more)
 
 
@@ -116,7 +115,7 @@ class ValueHead(nn.Module):
     ],
     ids=["DataParallel", "compile", "adapters", "both", "value head"],
 )
-def test_the_guard_sees_calls_of_what_a_wrapper_holds(wrap: Callable[[nn.Module], nn.Module]) -> None:
+def test_the_guard_sees_calls_of_what_a_wrapper_holds(wrap):
     model = tiny_model("mistral")
     wrapped = wrap(model)
     inputs = dense_inputs(FOREST, wrapped)
@@ -132,7 +131,7 @@ def test_the_guard_sees_calls_of_what_a_wrapper_holds(wrap: Callable[[nn.Module]
     wrapped(**wrong)
 
 
-def test_the_guard_checks_what_a_wrapper_hands_on() -> None:
+def test_the_guard_checks_what_a_wrapper_hands_on():
     wrapper = Dropping(tiny_model("llama"))
     inputs = dense_inputs(FOREST, wrapper)
     assert error(wrapper, FOREST, inputs) > 1e-5
@@ -140,7 +139,7 @@ def test_the_guard_checks_what_a_wrapper_hands_on() -> None:
         wrapper(**inputs)
 
 
-def test_a_graph_made_under_the_guard_is_checked_by_the_wrappers_arguments() -> None:
+def test_a_graph_made_under_the_guard_is_checked_by_the_wrappers_arguments():
     model = torch.compile(tiny_model("llama"), backend="eager")
     inputs = dense_inputs(FOREST, model)
     with guard(FOREST, model):
@@ -149,14 +148,14 @@ def test_a_graph_made_under_the_guard_is_checked_by_the_wrappers_arguments() -> 
             model(**{**inputs, "position_ids": torch.arange(len(FOREST.input_ids))[None]})
 
 
-def test_a_model_that_is_compiled_in_place_is_not_guarded() -> None:
+def test_a_model_that_is_compiled_in_place_is_not_guarded():
     model = tiny_model("llama")
     model.compile(backend="eager")
     with refused("E802", "model.compile()", kind=AttentionRouteError), guard(FOREST, model):
         pass
 
 
-def test_the_guard_goes_after_an_exception_too() -> None:
+def test_the_guard_goes_after_an_exception_too():
     model = tiny_model("llama")
     with refused("E802", kind=AttentionRouteError), guard(FOREST, model):
         model(input_ids=FOREST.input_ids[None])
@@ -168,13 +167,11 @@ def test_the_guard_goes_after_an_exception_too() -> None:
 
 @pytest.mark.parametrize("changes", [{}, MIXED], ids=["one window", "two"])
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
-def test_a_mask_of_model_inputs_is_not_computed_again_unless_anything_changed(
-    attn: str, changes: dict[str, Any]
-) -> None:
+def test_a_mask_of_model_inputs_is_not_computed_again_unless_anything_changed(attn, changes):
     model = tiny_model("qwen2" if changes else "mistral", attn, **changes)
     forest = PrefixForest.from_sequences(SAMPLES)
 
-    def inputs() -> tuple[Inputs, Tensor]:
+    def inputs():
         made = model_inputs(forest, model, backend="dense")
         masks = made["attention_mask"]
         return made, masks["full_attention"] if isinstance(masks, dict) else masks
@@ -202,7 +199,7 @@ def test_a_mask_of_model_inputs_is_not_computed_again_unless_anything_changed(
         check_model_inputs(forest, model, made)
 
 
-def test_a_mask_made_in_inference_mode_has_no_version_and_is_compared() -> None:
+def test_a_mask_made_in_inference_mode_has_no_version_and_is_compared():
     model = tiny_model("llama")
     with torch.inference_mode():
         made = model_inputs(FOREST, model, backend="dense")

@@ -7,13 +7,11 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from PIL import Image
-from support.commands import Done, niels_gpt
+from support.commands import niels_gpt
 
 # On paper. 1 2 | 10 11 | 20 21 22: 4 + 5 = 9 tokens become 7. Each token sees what stands above it and itself, so
 # 10 + 15 = 25 pairs become 3 + (3 + 4) + (3 + 4 + 5) = 22; a dense mask has 7 * 7 = 49.
@@ -24,22 +22,22 @@ NOTHING = {"prompt_ids": [], "completions": [[1, 2], [3]]}  # shares nothing, an
 TINY = ["--parameters", "10", "--layers", "1", "--d-model", "1"]
 
 
-def file_of(path: Path, rows: Sequence[Any]) -> str:
+def file_of(path, rows):
     content = "".join(json.dumps(row) + "\n" for row in rows).encode()
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
     return str(path)
 
 
 @pytest.fixture
-def two(tmp_path: Path) -> str:
+def two(tmp_path):
     return file_of(tmp_path / "two.jsonl", [APART, ALIKE])
 
 
-def tree(*argv: str | Path) -> Done:
+def tree(*argv):
     return niels_gpt(*argv, module="niels_gpt.prefix_tree.__main__")
 
 
-def error_of(*argv: str | Path) -> str:
+def error_of(*argv):
     """Run a command that must fail; returns the one line that it says, and checks that it prints nothing else."""
     done = tree(*argv)
     assert done.status == 1 and done.out == ""
@@ -47,18 +45,18 @@ def error_of(*argv: str | Path) -> str:
     return done.err.partition("]: ")[2].rstrip("\n")
 
 
-def printed(*argv: str | Path) -> str:
+def printed(*argv):
     done = tree(*argv)
     assert done.status == 0, done.err
     return done.out
 
 
-def found_in(*argv: str | Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(printed("stats", *argv, "--json"))
+def found_in(*argv):
+    found = json.loads(printed("stats", *argv, "--json"))
     return found
 
 
-def test_stats_prints_the_numbers_that_two_groups_have_on_paper(two: str) -> None:
+def test_stats_prints_the_numbers_that_two_groups_have_on_paper(two):
     found = found_in(two, *TINY)
     for counts, values in {
         "lines groups forests samples shared_samples": [2, 2, 2, 5, 2],
@@ -82,7 +80,7 @@ def test_stats_prints_the_numbers_that_two_groups_have_on_paper(two: str) -> Non
     assert dense["flop_factor_of_any_model"] == {"least": 40 / 58, "most": 1.7}
 
 
-def test_the_table_has_every_figure_of_the_json(two: str) -> None:
+def test_the_table_has_every_figure_of_the_json(two):
     found = found_in(two)
     table, words = printed("stats", two).split("\n\n")
     said = dict(re.split(r"\s{2,}", line) for line in table.splitlines())
@@ -104,9 +102,7 @@ def test_the_table_has_every_figure_of_the_json(two: str) -> None:
         (256, 1024, "1.21 1.04 1.21", "Folding saves little: 17."),  # less than a quarter
     ],
 )
-def test_known_shapes_have_their_known_factors(
-    tmp_path: Path, prompt: int, completion: int, factors: str, said: str
-) -> None:
+def test_known_shapes_have_their_known_factors(tmp_path, prompt, completion, factors, said):
     (tmp_path / "row.jsonl").write_bytes(group_row(prompt, completion, 8))
     of_7b = ["--parameters", "6500000000", "--layers", "32", "--d-model", "4096"]  # without embeddings
     found = found_in(tmp_path / "row.jsonl", *of_7b)
@@ -114,7 +110,7 @@ def test_known_shapes_have_their_known_factors(
     assert printed("stats", tmp_path / "row.jsonl", *of_7b).split("\n\n")[1].startswith(said)
 
 
-def group_row(prompt: int, completion: int, samples: int) -> bytes:
+def group_row(prompt, completion, samples):
     ids = itertools.count()
     drawn = [list(itertools.islice(ids, length)) for length in [prompt, *[completion] * samples]]
     return json.dumps({"prompt_ids": drawn[0], "completions": drawn[1:]}).encode()
@@ -128,7 +124,7 @@ def group_row(prompt: int, completion: int, samples: int) -> bytes:
         (4, "dense", "Folding does not pay: a step "),
     ],
 )
-def test_what_does_not_pay_is_said(tmp_path: Path, layers: int, attention: str, said: str) -> None:
+def test_what_does_not_pay_is_said(tmp_path, layers, attention, said):
     # A prompt of 1,024 tokens with 8 completions of 1,024: on a Llama of 4 layers and width 128 a step with a dense
     # mask takes more than twice as long as the unfolded one; on one of 7 billion parameters attention hardly counts.
     small = ["--parameters", "800000", "--layers", "4", "--d-model", "128"]
@@ -141,7 +137,7 @@ def test_what_does_not_pay_is_said(tmp_path: Path, layers: int, attention: str, 
     assert any_model["least"] < found["flop_factor"] < any_model["most"]
 
 
-def test_the_shape_of_a_model_is_read_from_its_config(tmp_path: Path) -> None:
+def test_the_shape_of_a_model_is_read_from_its_config(tmp_path):
     transformers = pytest.importorskip("transformers", reason="the extra `eagle3` brings it")
     sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(**sizes, intermediate_size=48, vocab_size=97, head_dim=16)
@@ -188,7 +184,7 @@ def test_the_shape_of_a_model_is_read_from_its_config(tmp_path: Path) -> None:
         ({"model_type": "own", "auto_map": {"AutoConfig": "code.Own"}}, "Give --parameters, --layers and --d-model"),
     ],
 )
-def test_a_config_that_is_no_model_is_refused(config: Any, said: str, two: str, tmp_path: Path) -> None:
+def test_a_config_that_is_no_model_is_refused(config, said, two, tmp_path):
     pytest.importorskip("transformers", reason="the extra `eagle3` brings it")
     folder = tmp_path / "model"
     folder.mkdir()
@@ -199,7 +195,7 @@ def test_a_config_that_is_no_model_is_refused(config: Any, said: str, two: str, 
     assert said in error and "\x1b" not in error and not (tmp_path / "ran").exists()
 
 
-def test_unrelated_rows_are_counted_as_the_row_they_become(tmp_path: Path) -> None:
+def test_unrelated_rows_are_counted_as_the_row_they_become(tmp_path):
     rows = [{"ids": [10 * number, 1, 2]} for number in range(40)]  # 40 trees of 3 tokens, side by side
     path = file_of(tmp_path / "rows.jsonl", rows)
     found = found_in(path, *TINY)
@@ -212,7 +208,7 @@ def test_unrelated_rows_are_counted_as_the_row_they_become(tmp_path: Path) -> No
     assert found_in(path, "--rows", "10")["longest_row"]["tokens"] == 30
 
 
-def test_the_median_is_no_mean_and_an_empty_prompt_shares_none(tmp_path: Path) -> None:
+def test_the_median_is_no_mean_and_an_empty_prompt_shares_none(tmp_path):
     path = file_of(tmp_path / "three.jsonl", [ALIKE, NOTHING, APART])  # 8/3, 1, 9/7: the mean is 1.65
     assert found_in(path)["median_token_factor"] == 9 / 7
     found = found_in(file_of(tmp_path / "r.jsonl", [NOTHING]), *TINY)
@@ -223,7 +219,7 @@ def test_the_median_is_no_mean_and_an_empty_prompt_shares_none(tmp_path: Path) -
     assert dense["flop_factor"] == pytest.approx((20 * 3 + 4 * 4) / (20 * 3 + 4 * 9))
 
 
-def test_rows_of_whole_sequences_are_folded_in_runs(tmp_path: Path) -> None:
+def test_rows_of_whole_sequences_are_folded_in_runs(tmp_path):
     rows = [{"ids": [1, 2, number]} for number in range(6)]
     path = file_of(tmp_path / "rows.jsonl", rows)
     for count, after in {"1": 18, "2": 3 * 4, "4": 6 + 4, "0": 8, "1000": 8}.items():
@@ -236,7 +232,7 @@ def test_rows_of_whole_sequences_are_folded_in_runs(tmp_path: Path) -> None:
     assert (found["forests"], found["groups"], found["tokens_after"]) == (3, 1, 2 + 7 + 2)
 
 
-def test_a_group_key_tells_which_lines_belong_together(tmp_path: Path) -> None:
+def test_a_group_key_tells_which_lines_belong_together(tmp_path):
     rows = [{"ids": [1, 2, number], "uid": number // 3} for number in range(6)]
     rows.append({"prompt_ids": [1], "completions": [[2, 9]], "uid": 1})
     path = file_of(tmp_path / "rows.jsonl", rows)
@@ -248,9 +244,7 @@ def test_a_group_key_tells_which_lines_belong_together(tmp_path: Path) -> None:
     assert said.startswith(f"{two}:1: no group key 'uid', but the keys 'prompt_ids', 'completions', 'rewards', 'id'")
 
 
-def test_packed_files_and_the_standard_input_are_read_too(
-    two: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packed_files_and_the_standard_input_are_read_too(two, tmp_path, monkeypatch):
     packed = file_of(tmp_path / "two.jsonl.gz", [APART, ALIKE])
     content = Path(two).read_bytes().replace(b"\n", b"\n\n")  # blank lines are no rows
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
@@ -258,7 +252,7 @@ def test_packed_files_and_the_standard_input_are_read_too(
     assert (found["lines"], found["tokens_before"], found["tokens_after"]) == (6, 3 * 17, 3 * 10)
 
 
-def test_plot_draws_a_picture(two: str, tmp_path: Path) -> None:
+def test_plot_draws_a_picture(two, tmp_path):
     pytest.importorskip("matplotlib", reason="the extra `plot` brings it")
     target = tmp_path / "stats.png"
     printed("stats", two, "--plot", target)
@@ -290,7 +284,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("line", BAD, ids=BAD.values())
-def test_the_first_bad_line_is_named_as_an_error(line: str, tmp_path: Path) -> None:
+def test_the_first_bad_line_is_named_as_an_error(line, tmp_path):
     path = tmp_path / "bad.jsonl"
     path.write_text(json.dumps(APART) + "\n\n" + line + "\n" + json.dumps(ALIKE) + "\n", encoding="utf-8")
     said = error_of("stats", str(path))
@@ -298,7 +292,7 @@ def test_the_first_bad_line_is_named_as_an_error(line: str, tmp_path: Path) -> N
     assert len(said) < 400 + len(str(path))
 
 
-def test_empty_damaged_or_absent_files_are_errors(two: str, tmp_path: Path) -> None:
+def test_empty_damaged_or_absent_files_are_errors(two, tmp_path):
     empty, cut, wrong, plain = (tmp_path / name for name in ("empty.jsonl", "cut.gz", "wrong.gz", "plain.gz"))
     empty.write_bytes(b"\n")
     good = gzip.compress(Path(two).read_bytes())
@@ -312,17 +306,17 @@ def test_empty_damaged_or_absent_files_are_errors(two: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("flag", ["--rows=-1", "--parameters=0", "--layers=1.5", "--d-model=x", "--parameters=1e308"])
-def test_numbers_that_cannot_be_are_wrong_usage(two: str, flag: str) -> None:
+def test_numbers_that_cannot_be_are_wrong_usage(two, flag):
     done = tree("stats", two, flag)
     assert done.status == 2 and flag.split("=")[0] in done.err
 
 
-def test_the_largest_numbers_are_counted_with(two: str) -> None:
+def test_the_largest_numbers_are_counted_with(two):
     flags = [word for flag in ("--parameters", "--layers", "--d-model", "--rows") for word in (flag, "1e15")]
     assert found_in(two, *flags)["flop_factor"] == pytest.approx(40 / 28)  # the pairs decide
 
 
-def test_a_model_of_7_billion_and_runs_of_1000_rows_are_the_defaults(tmp_path: Path) -> None:
+def test_a_model_of_7_billion_and_runs_of_1000_rows_are_the_defaults(tmp_path):
     path = file_of(tmp_path / "rows.jsonl", [{"ids": [1, 2, number]} for number in range(1001)])
     found = found_in(path)
     assert (found["forests"], found["tokens_after"]) == (2, 1002 + 3)
@@ -332,20 +326,20 @@ def test_a_model_of_7_billion_and_runs_of_1000_rows_are_the_defaults(tmp_path: P
 class Interrupted(io.RawIOBase):
     """A terminal at which Ctrl-C is pressed."""
 
-    def readable(self) -> bool:
+    def readable(self):
         return True
 
-    def readinto(self, buffer: Any) -> int:
+    def readinto(self, buffer):
         raise KeyboardInterrupt
 
 
-def test_interrupted_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_is_130(monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(Interrupted())))
     done = tree("stats", "-")
     assert (done.status, done.out, done.err) == (130, "", "\ninterrupted\n")
 
 
-def test_show_prints_the_tree_of_a_line_or_run(two: str, tmp_path: Path) -> None:
+def test_show_prints_the_tree_of_a_line_or_run(two, tmp_path):
     assert printed("show", two).splitlines() == [
         f"{two}:1: 2 samples, 3 nodes, 9 tokens before, 7 after",
         "rows 0:2, 2 tokens, 2 samples: 1 2",
@@ -366,7 +360,7 @@ def test_show_prints_the_tree_of_a_line_or_run(two: str, tmp_path: Path) -> None
     ]
 
 
-def test_show_cuts_long_nodes_and_the_indent_of_deep_trees(tmp_path: Path) -> None:
+def test_show_cuts_long_nodes_and_the_indent_of_deep_trees(tmp_path):
     chain = [{"ids": list(range(100, 120 + length))} for length in range(600)]  # each is a prefix of the next
     path = file_of(tmp_path / "chain.jsonl", chain)
     lines = printed("show", path, "--rows", "0", "--nodes", "5000").splitlines()
@@ -384,7 +378,7 @@ def test_show_cuts_long_nodes_and_the_indent_of_deep_trees(tmp_path: Path) -> No
     )
 
 
-def test_show_gives_the_text_of_ids(tmp_path: Path, tiny_model_path: Path) -> None:
+def test_show_gives_the_text_of_ids(tmp_path, tiny_model_path):
     from niels_gpt.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(tiny_model_path)
@@ -403,7 +397,7 @@ def test_show_gives_the_text_of_ids(tmp_path: Path, tiny_model_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+def test_a_reader_that_goes_away_is_no_error(tmp_path):
     path = file_of(tmp_path / "wide.jsonl", [{"ids": [1, number]} for number in range(2000)])
     command = [sys.executable, "-m", "niels_gpt.prefix_tree", "show", path, "--rows", "0", "--nodes", "2000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

@@ -5,14 +5,11 @@ that know nothing of trees. In float64 throughout both sides agree to rounding; 
 """
 
 import random
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
 from support.float64_models import SIZES, VOCAB, float64_llama
-from support.prefix_trees import Samples, grown
-from torch import Tensor
+from support.prefix_trees import grown
 from torch.nn import functional
 
 from niels_gpt.prefix_tree.attention import guard, model_inputs
@@ -25,7 +22,7 @@ transformers = pytest.importorskip("transformers", reason="models to test with n
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TWO_WINDOWS = "Qwen2 with two windows"
-STOCK: dict[str, dict[str, Any]] = {
+STOCK = {
     "Llama": {},
     "Qwen2": {},
     TWO_WINDOWS: {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
@@ -35,18 +32,18 @@ STOCK: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def llama() -> Any:
+def llama():
     return float64_llama()
 
 
-def stock(name: str, implementation: str) -> Any:
+def stock(name, implementation):
     family = name.split()[0]
     config = getattr(transformers, f"{family}Config")(**SIZES, **STOCK[name], attn_implementation=implementation)
     torch.manual_seed(1)
     return getattr(transformers, f"{family}ForCausalLM")(config).eval()
 
 
-def alone(model: Any, samples: Samples) -> list[Tensor]:
+def alone(model, samples):
     """Return the log-prob of every token but the first of each sample, run by itself."""
     found = []
     for sample in samples:
@@ -56,7 +53,7 @@ def alone(model: Any, samples: Samples) -> list[Tensor]:
     return found
 
 
-def clipped_policy_loss(logp: Sequence[Tensor], old: Sequence[Tensor], advantages: Tensor) -> Tensor:
+def clipped_policy_loss(logp, old, advantages):
     """Return the GRPO loss: the mean over samples of the mean over tokens of the clipped objective."""
     losses = []
     for mine, before, advantage in zip(logp, old, advantages, strict=True):
@@ -66,14 +63,14 @@ def clipped_policy_loss(logp: Sequence[Tensor], old: Sequence[Tensor], advantage
     return torch.stack(losses).mean()
 
 
-def gradients(loss: Tensor, model: Any) -> dict[str, Tensor]:
+def gradients(loss, model):
     named = dict(model.named_parameters())
     options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
     found = torch.autograd.grad(loss, list(named.values()), **options)
     return dict(zip(named, found, strict=True))
 
 
-def largest_error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+def largest_error(found, wanted):
     """Return the largest relative error of a parameter's gradient.
 
     Of a hundredth of the whole gradient at least: that of a key bias is zero but for rounding.
@@ -82,14 +79,14 @@ def largest_error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     return max(float((found[name] - part).norm() / max(part.norm(), whole / 100)) for name, part in wanted.items())
 
 
-def largest_difference(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
+def largest_difference(found, wanted):
     """Return the largest difference of two log-probs, relative to the largest log-prob."""
     wanted = torch.cat(list(wanted))
     return float((torch.cat(list(found)) - wanted).detach().abs().max() / wanted.detach().abs().max())
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_clipped_policy_step_on_a_random_forest_is_that_of_its_samples(llama: Any, seed: int) -> None:
+def test_a_clipped_policy_step_on_a_random_forest_is_that_of_its_samples(llama, seed):
     samples = grown(random.Random(seed))
     forest = PrefixForest.from_sequences(samples)
     edges = LossEdges.from_forest(forest)
@@ -119,7 +116,7 @@ def test_a_clipped_policy_step_on_a_random_forest_is_that_of_its_samples(llama: 
         assert largest_error(gradients(loss, llama), wanted) < 1e-12, way
 
 
-def test_an_entropy_bonus_is_that_of_the_samples_and_so_are_its_gradients(llama: Any) -> None:
+def test_an_entropy_bonus_is_that_of_the_samples_and_so_are_its_gradients(llama):
     samples = grown(random.Random(6))
     forest = PrefixForest.from_sequences(samples)
     edges = LossEdges.from_forest(forest)
@@ -136,7 +133,7 @@ def test_an_entropy_bonus_is_that_of_the_samples_and_so_are_its_gradients(llama:
     assert torch.equal(logp, edge_logprobs(hidden, edges, head, temperature=temperature, chunk=5))
 
 
-def test_weighted_edges_are_the_sum_over_the_samples_in_all_weightings(llama: Any) -> None:
+def test_weighted_edges_are_the_sum_over_the_samples_in_all_weightings(llama):
     samples = grown(random.Random(4))
     masks = [[random.Random(4 + len(sample)).randint(0, 1) for _ in sample] for sample in samples]
     forest = PrefixForest.from_sequences(samples, loss_mask=masks)
@@ -152,7 +149,7 @@ def test_weighted_edges_are_the_sum_over_the_samples_in_all_weightings(llama: An
         assert largest_error(gradients(loss, llama), gradients(wanted, llama)) < 1e-12
 
 
-def test_padded_groups_in_one_row_are_the_sum_of_the_groups(llama: Any) -> None:
+def test_padded_groups_in_one_row_are_the_sum_of_the_groups(llama):
     generator = random.Random(6)
     groups = []
     for prompt in (5, 1, 9):
@@ -177,7 +174,7 @@ def test_padded_groups_in_one_row_are_the_sum_of_the_groups(llama: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "implementation"), [*((name, "sdpa") for name in STOCK), ("Llama", "eager"), (TWO_WINDOWS, "eager")]
 )
-def test_stock_models_agree_to_the_rounding_of_float32(name: str, implementation: str) -> None:
+def test_stock_models_agree_to_the_rounding_of_float32(name, implementation):
     model = stock(name, implementation)
     samples = grown(random.Random(8))
     assert max(map(len, samples)) > 8  # more than the windows
@@ -194,14 +191,14 @@ def test_stock_models_agree_to_the_rounding_of_float32(name: str, implementation
 
 
 @pytest.mark.parametrize(("name", "implementation"), [("Llama", "sdpa"), ("Mistral", "eager"), (TWO_WINDOWS, "sdpa")])
-def test_a_change_in_a_branch_moves_nothing_else_unless_the_mask_is_dropped(name: str, implementation: str) -> None:
+def test_a_change_in_a_branch_moves_nothing_else_unless_the_mask_is_dropped(name, implementation):
     model = stock(name, implementation)
     forest = PrefixForest.from_rollout_group([1, 2, 3], [[10, 11, 12], [20, 21], [30]])
     prompt, first, siblings = slice(0, 3), slice(4, 6), slice(6, 9)  # 10 in row 3 is changed; 11 12 see it
     changed = forest.input_ids.clone()
     changed[3] = 50
 
-    def movement(inputs: dict[str, Any]) -> Tensor:
+    def movement(inputs):
         with torch.no_grad():
             both = [model(**{**inputs, "input_ids": ids[None]}).logits[0] for ids in (forest.input_ids, changed)]
         return (both[0] - both[1]).abs().amax(-1)
@@ -217,9 +214,9 @@ def test_a_change_in_a_branch_moves_nothing_else_unless_the_mask_is_dropped(name
     assert not dropped[prompt].any() and dropped[siblings].min() > 0
 
 
-def test_one_label_per_row_loses_most_of_a_short_answers_gradient(llama: Any) -> None:
+def test_one_label_per_row_loses_most_of_a_short_answers_gradient(llama):
     """8 completions of R tokens behind a prompt of 24, mean cross-entropy: labels are far off, edges are not."""
-    errors: dict[int, float] = {}
+    errors = {}
     for answer in (1, 2, 4, 16):
         generator = random.Random(answer)
         drawn = [generator.randrange(VOCAB) for _ in range(24 + 8 * answer)]

@@ -25,13 +25,13 @@ OURS = [fold, AttnMaskSpec]
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
-def calls() -> list[Call]:
+def calls():
     draw = random.Random(0)
 
-    def ids(longest: int, shortest: int = 1) -> list[int]:
+    def ids(longest, shortest=1):
         return [draw.randrange(4) for _ in range(draw.randint(shortest, longest))]  # equal openings are frequent
 
-    found: list[Call] = [("CROSS_ENTROPY_IGNORE_IDX", (), {})]
+    found = [("CROSS_ENTROPY_IGNORE_IDX", (), {})]
     groups = [(ids(6, 0), [ids(5) for _ in range(draw.randint(1, 5))]) for _ in range(200)]
     for prompt, completions in groups:
         found.append(("fold_shared_prefix_rollouts", (prompt, completions), {}))
@@ -56,12 +56,12 @@ def calls() -> list[Call]:
     return found
 
 
-def path_of(node: int, parents: list[int | None]) -> list[int]:
+def path_of(node, parents):
     parent = parents[node]
     return [node] if parent is None else [*path_of(parent, parents), node]
 
 
-def same(left: Any, right: Any) -> bool:
+def same(left, right):
     """Whether two values are equal to the dtype, and to the order of keys."""
     if isinstance(left, torch.Tensor):
         return isinstance(right, torch.Tensor) and left.dtype == right.dtype and torch.equal(left, right)
@@ -72,7 +72,7 @@ def same(left: Any, right: Any) -> bool:
     return type(left) is type(right) and bool(left == right)
 
 
-def test_every_answer_is_the_peers() -> None:
+def test_every_answer_is_the_peers():
     folder = Path(str(PEERS)) / "0.7.0"
     assert (folder / "nemo_automodel").is_dir(), f"{folder} has no package nemo_automodel, and NIELS_GPT_PEERS is set"
     asked, peer = calls(), Peer(folder)

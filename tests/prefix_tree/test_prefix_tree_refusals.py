@@ -27,7 +27,7 @@ LONGEST = "dynamic rotary angles depend on the longest sample of the row: 20 tok
 Inputs = dict[str, Any]
 
 
-def by_hand(model: Any, *, window: int | None = None) -> Inputs:
+def by_hand(model, *, window=None):
     """Return the inputs that would be right for any attention that goes by the mask, refused models included."""
     attn = model.config.get_text_config()._attn_implementation
     return {
@@ -60,7 +60,7 @@ def by_hand(model: Any, *, window: int | None = None) -> Inputs:
         ("gemma3_text", "sdpa", {"rope_parameters": dict.fromkeys(KINDS, DYNAMIC), **SHORT, **MIXED}, "dynamic rotary"),
     ],
 )
-def test_models_that_cannot_be_folded_are_refused(model_type: str, attn: str, changes: Inputs, message: str) -> None:
+def test_models_that_cannot_be_folded_are_refused(model_type, attn, changes, message):
     if model_type == "gpt_neo":
         changes = {**changes, "attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 4}
     model = tiny_model(model_type, attn, **changes)
@@ -90,12 +90,12 @@ SMALL_T5 = {"vocab_size": 97, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers"
         (lambda: nn.Linear(2, 2), "Linear has no config._attn_implementation"),
     ],
 )
-def test_encoders_biases_losses_over_experts_and_models_of_other_libraries_are_refused(make: Any, message: str) -> None:
+def test_encoders_biases_losses_over_experts_and_models_of_other_libraries_are_refused(make, message):
     with refused("E802", message, kind=AttentionRouteError):
         model_inputs(FOREST, make().eval())
 
 
-def test_chunks_and_best_keys_are_taken_where_the_row_is_no_longer() -> None:
+def test_chunks_and_best_keys_are_taken_where_the_row_is_no_longer():
     chunks = {"layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]}
     for model in (tiny_model("llama4_text", attention_chunk_size=T, **chunks), tiny_model("doge", keep_window_size=T)):
         inputs = model_inputs(FOREST, model)
@@ -105,7 +105,7 @@ def test_chunks_and_best_keys_are_taken_where_the_row_is_no_longer() -> None:
         model_inputs(FOREST, tiny_model("llama4_text", attention_chunk_size=T - 1, **chunks))
 
 
-def test_a_convolution_along_the_row_is_refused() -> None:
+def test_a_convolution_along_the_row_is_refused():
     model = tiny_model("llama")
     model.model.layers[0].short_convolution = nn.Conv1d(32, 32, 4)
     with refused("E802", "model.layers.0.short_convolution", kind=AttentionRouteError):
@@ -117,12 +117,12 @@ def test_a_convolution_along_the_row_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_rotary_angles_that_depend_on_the_longest_sample_are_taken_where_all_samples_agree(kind: str) -> None:
-    rope: Inputs = {"rope_type": kind, "factor": 4.0, "rope_theta": 100.0, "original_max_position_embeddings": 12}
+def test_rotary_angles_that_depend_on_the_longest_sample_are_taken_where_all_samples_agree(kind):
+    rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 100.0, "original_max_position_embeddings": 12}
     if kind == "longrope":
         rope |= {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
 
-    def model() -> Any:  # "dynamic" keeps the angles of the longest sample so far
+    def model():  # "dynamic" keeps the angles of the longest sample so far
         return tiny_model("llama", rope_parameters=rope, max_position_embeddings=12)
 
     same = PrefixForest.from_sequences([[*SAMPLES[0][:12], token, 5] for token in (1, 2)])
@@ -159,7 +159,7 @@ def test_rotary_angles_that_depend_on_the_longest_sample_are_taken_where_all_sam
         ("ngram_size", 3, "groups of neighbouring ids"),
     ],
 )
-def test_configs_that_tell_of_another_mixing_of_tokens_are_refused(name: str, value: Any, message: str) -> None:
+def test_configs_that_tell_of_another_mixing_of_tokens_are_refused(name, value, message):
     model = tiny_model("llama")
     model_inputs(FOREST, model)
     setattr(model.config, name, value)
@@ -175,7 +175,7 @@ def test_configs_that_tell_of_another_mixing_of_tokens_are_refused(name: str, va
         ("phimoe", {"router_jitter_noise": 0.3}, "router_jitter_noise"),  # it draws the experts
     ],
 )
-def test_randomness_in_training_is_warned_of(model_type: str, changes: Inputs, what: str) -> None:
+def test_randomness_in_training_is_warned_of(model_type, changes, what):
     model = tiny_model(model_type, **changes)
     model_inputs(FOREST, model)
     with pytest.warns(UserWarning, match=f"noise is active.*{what}"):
@@ -184,7 +184,7 @@ def test_randomness_in_training_is_warned_of(model_type: str, changes: Inputs, w
     assert not torch.equal(logprobs(model, **inputs), logprobs(model, **inputs))
 
 
-def test_dropout_that_is_off_or_belongs_to_another_head_is_not_warned_of() -> None:
+def test_dropout_that_is_off_or_belongs_to_another_head_is_not_warned_of():
     model_inputs(FOREST, tiny_model("llama").train())
     model = tiny_model("gpt2").train()
     assert model.config.summary_first_dropout > 0

@@ -1,6 +1,5 @@
 """Folded rows in real models of transformers: equal to the samples alone by the right route, refused by every other."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -42,7 +41,7 @@ dense_inputs = partial(model_inputs, backend="dense")
         ("eager", "gpt_oss", MIXED),  # sinks
     ],
 )
-def test_a_folded_row_has_the_log_probabilities_of_its_samples(attn: str, model_type: str, changes: Inputs) -> None:
+def test_a_folded_row_has_the_log_probabilities_of_its_samples(attn, model_type, changes):
     model = tiny_model(model_type, attn, **changes)
     inputs = model_inputs(FOREST, model)
     check_model_inputs(FOREST, model, inputs)
@@ -51,7 +50,7 @@ def test_a_folded_row_has_the_log_probabilities_of_its_samples(attn: str, model_
 
 
 @pytest.mark.parametrize("length", [WINDOW - 1, WINDOW, WINDOW + 1, WINDOW + 2])
-def test_a_window_is_that_of_transformers_to_the_token(length: int) -> None:
+def test_a_window_is_that_of_transformers_to_the_token(length):
     model = tiny_model("mistral")
     forest = PrefixForest.from_sequences([list(range(3, 3 + length)), [3, 4, 50]])
     assert error(model, forest, dense_inputs(forest, model)) < 1e-5
@@ -66,7 +65,7 @@ def test_a_window_is_that_of_transformers_to_the_token(length: int) -> None:
 
 
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
-def test_layers_with_different_windows_get_a_mask_each_only_where_a_sample_is_longer(attn: str) -> None:
+def test_layers_with_different_windows_get_a_mask_each_only_where_a_sample_is_longer(attn):
     model = tiny_model("qwen2", attn, **MIXED)
     masks = dense_inputs(FOREST, model)["attention_mask"]
     assert set(masks) == {"sliding_attention", "full_attention"}
@@ -80,7 +79,7 @@ def test_layers_with_different_windows_get_a_mask_each_only_where_a_sample_is_lo
 @pytest.mark.parametrize(
     ("low", "dtype"), [(-1e4, torch.bfloat16), (-1e9, torch.float32), (-float("inf"), torch.bfloat16)]
 )
-def test_other_low_values_of_an_additive_mask_are_taken(low: float, dtype: torch.dtype) -> None:
+def test_other_low_values_of_an_additive_mask_are_taken(low, dtype):
     model = tiny_model("llama", "eager").to(dtype)
     quantized = nn.Parameter(torch.zeros(2, dtype=torch.uint8), requires_grad=False)
     model._parameters = {"quantized": quantized, **model._parameters}  # the mask has the dtype of floating ones
@@ -92,7 +91,7 @@ def test_other_low_values_of_an_additive_mask_are_taken(low: float, dtype: torch
 
 
 @pytest.mark.parametrize("given", ["an additive mask on sdpa", "embeddings for ids"])
-def test_other_inputs_that_mean_the_same_are_taken(given: str) -> None:
+def test_other_inputs_that_mean_the_same_are_taken(given):
     model = tiny_model("llama")
     inputs = dense_inputs(FOREST, model)
     if given == "embeddings for ids":
@@ -104,7 +103,7 @@ def test_other_inputs_that_mean_the_same_are_taken(given: str) -> None:
 
 
 @pytest.mark.parametrize(("model_type", "more"), [("llama", {}), ("gemma", MIXED), ("phi", {})])
-def test_a_window_left_over_in_the_config_of_a_model_without_windows_is_none(model_type: str, more: Inputs) -> None:
+def test_a_window_left_over_in_the_config_of_a_model_without_windows_is_none(model_type, more):
     model = tiny_model(model_type, sliding_window=WINDOW, **more)
     assert model.config.sliding_window == WINDOW  # kept by transformers, and used by nothing
     inputs = dense_inputs(FOREST, model)
@@ -113,9 +112,9 @@ def test_a_window_left_over_in_the_config_of_a_model_without_windows_is_none(mod
     assert verify_fold(hf_forward(model), FOREST, probes=1).ok
 
 
-def test_a_window_under_another_name_or_of_a_config_with_an_init_of_its_own_is_one() -> None:
+def test_a_window_under_another_name_or_of_a_config_with_an_init_of_its_own_is_one():
     class OwnConfig(transformers.LlamaConfig):
-        def __init__(self, sliding_window: int | None = None, **more: Any) -> None:
+        def __init__(self, sliding_window=None, **more):
             super().__init__(**more)
             self.sliding_window = sliding_window
 
@@ -125,7 +124,7 @@ def test_a_window_under_another_name_or_of_a_config_with_an_init_of_its_own_is_o
     model = tiny_model("llama")
 
     class ComputedConfig(transformers.LlamaConfig):
-        def __init__(self, **more: Any) -> None:
+        def __init__(self, **more):
             super().__init__(**more)
             self.sliding_window = WINDOW
 
@@ -139,7 +138,7 @@ def test_a_window_under_another_name_or_of_a_config_with_an_init_of_its_own_is_o
 @pytest.mark.parametrize(
     ("attn", "model_type", "changes"), [("sdpa", "llama", {}), ("eager", "mistral", {}), ("eager", "qwen2", MIXED)]
 )
-def test_hf_forward_takes_a_boolean_mask_without_windows(attn: str, model_type: str, changes: Inputs) -> None:
+def test_hf_forward_takes_a_boolean_mask_without_windows(attn, model_type, changes):
     model = tiny_model(model_type, attn, **changes)
     forward = hf_forward(model)
     ids, positions, mask = FOREST.input_ids[None], FOREST.position_ids[None], dense_mask(FOREST)[None, None]
@@ -159,9 +158,9 @@ def test_hf_forward_takes_a_boolean_mask_without_windows(attn: str, model_type: 
         forward(ids, positions, mask)
 
 
-def test_hf_forward_runs_one_sample_as_anyone_would() -> None:
+def test_hf_forward_runs_one_sample_as_anyone_would():
     model = tiny_model("mistral")
-    given: list[Inputs] = []
+    given = []
     model.register_forward_pre_hook(lambda module, args, kwargs: given.append(kwargs), with_kwargs=True)
     forward = hf_forward(model)
     assert forward.model is model
@@ -173,7 +172,7 @@ def test_hf_forward_runs_one_sample_as_anyone_would() -> None:
     assert set(given[-1]) == {"input_ids", "use_cache", "position_ids", "attention_mask"}
 
 
-def test_a_rule_of_ours_that_is_wrong_is_seen_by_verify_fold() -> None:
+def test_a_rule_of_ours_that_is_wrong_is_seen_by_verify_fold():
     model = tiny_model("llama")
     assert verify_fold(hf_forward(model), FOREST, probes=1).ok
     with window_of_all(WINDOW):  # which the model has not
@@ -186,7 +185,7 @@ ADDED = hf_attention_mask(FOREST, "eager", torch.float32)
 CAUSAL = torch.ones(T, T, dtype=torch.bool).tril()[None, None]
 
 
-def changed(**values: Any) -> Callable[[Inputs], Inputs]:
+def changed(**values):
     return lambda inputs: {**inputs, **values}
 
 
@@ -213,7 +212,7 @@ def changed(**values: Any) -> Callable[[Inputs], Inputs]:
         ("eager", changed(attention_mask=ADDED + torch.arange(T)), "has 1, expected 0"),  # as those of a bias
     ],
 )
-def test_inputs_that_are_silently_wrong_are_errors(attn: str, change: Callable[[Inputs], Inputs], message: str) -> None:
+def test_inputs_that_are_silently_wrong_are_errors(attn, change, message):
     model = tiny_model("llama", attn)
     inputs = change(dense_inputs(FOREST, model))
     assert error(model, FOREST, inputs) > 1e-3  # no error, no warning, other values
@@ -238,14 +237,14 @@ def test_inputs_that_are_silently_wrong_are_errors(attn: str, change: Callable[[
         (changed(output_router_logits=True), "counts a shared prompt once"),
     ],
 )
-def test_further_inputs_are_refused(change: Callable[[Inputs], Inputs], message: str) -> None:
+def test_further_inputs_are_refused(change, message):
     model = tiny_model("llama")
     with refused("E802", message, kind=AttentionRouteError):
         check_model_inputs(FOREST, model, change(dense_inputs(FOREST, model)))
 
 
 @pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
-def test_wrong_masks_of_layers_with_different_windows_are_refused(kind: str) -> None:
+def test_wrong_masks_of_layers_with_different_windows_are_refused(kind):
     model = tiny_model("gemma3_text", **MIXED)
     inputs = dense_inputs(FOREST, model)
     masks = inputs["attention_mask"]
@@ -259,7 +258,7 @@ def test_wrong_masks_of_layers_with_different_windows_are_refused(kind: str) -> 
             check_model_inputs(FOREST, model, {**inputs, "attention_mask": wrong})
 
 
-def test_the_models_own_loss_is_refused_unless_the_labels_are_shifted() -> None:
+def test_the_models_own_loss_is_refused_unless_the_labels_are_shifted():
     model = tiny_model("llama")
     forest = PrefixForest.from_sequences([[1, 2, 10, 11], [1, 2, 20, 21, 22]])
     labels = torch.tensor([[-100, -100, 11, -100, 21, 22, -100]])  # as fold_shared_prefix_rollouts makes them
@@ -285,7 +284,7 @@ def test_the_models_own_loss_is_refused_unless_the_labels_are_shifted() -> None:
         ("Sdpa", "not known here"),
     ],
 )
-def test_other_attention_routes_are_refused(attn: str, message: str) -> None:
+def test_other_attention_routes_are_refused(attn, message):
     model = tiny_model("llama")
     inputs = dense_inputs(FOREST, model)
     model.config._attn_implementation = attn

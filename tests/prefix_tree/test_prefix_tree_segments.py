@@ -1,7 +1,5 @@
 """Attention by segments: exactly the pairs of the mask, equal to dense attention, forward and backward."""
 
-from typing import Any
-
 import pytest
 import torch
 from support.causal_models import FOREST, MIXED, SAMPLES, error, logprobs, tiny_model
@@ -24,7 +22,7 @@ from niels_gpt.prefix_tree.heads import body_forward
 from niels_gpt.prefix_tree.verify import verify_fold
 
 
-def test_tree_keys_give_the_segments_of_their_forest() -> None:
+def test_tree_keys_give_the_segments_of_their_forest():
     forest = tree(2)
     keys = list(tree_keys(forest).values())
     found = Segments.from_tree_keys(*keys)
@@ -43,7 +41,7 @@ def test_tree_keys_give_the_segments_of_their_forest() -> None:
             Segments.from_tree_keys(*wrong)
 
 
-def test_a_mask_gives_the_segments_of_its_forest_or_none() -> None:
+def test_a_mask_gives_the_segments_of_its_forest_or_none():
     forest = tree(3)
     found = Segments.from_mask(dense_mask(forest))
     assert found is not None and found.subtree_end.tolist() == forest.subtree_end.tolist()
@@ -54,13 +52,13 @@ def test_a_mask_gives_the_segments_of_its_forest_or_none() -> None:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral"])
-def test_a_model_set_to_segments_runs_everything_else_as_before(model_type: str) -> None:
+def test_a_model_set_to_segments_runs_everything_else_as_before(model_type):
     model = tiny_model(model_type)
     ids = torch.tensor([SAMPLES[0][:18], SAMPLES[1][:18][::-1]])
     padded = torch.ones_like(ids)
     padded[0, :5] = 0
     packed = torch.tensor([[*range(8), *range(10)]] * 2)
-    calls: list[dict[str, Any]] = [
+    calls = [
         {"input_ids": ids},
         {"input_ids": ids, "attention_mask": padded},
         {"input_ids": ids, "position_ids": packed, "use_cache": False},
@@ -77,7 +75,7 @@ def test_a_model_set_to_segments_runs_everything_else_as_before(model_type: str)
         )
 
 
-def test_segments_of_another_row_and_a_mask_beside_them_are_refused() -> None:
+def test_segments_of_another_row_and_a_mask_beside_them_are_refused():
     model = tiny_model("llama")
     inputs = model_inputs(FOREST, model)
     check_model_inputs(FOREST, model, inputs)
@@ -104,7 +102,7 @@ def test_segments_of_another_row_and_a_mask_beside_them_are_refused() -> None:
         check_model_inputs(FOREST, model, inputs)
 
 
-def test_a_model_that_drops_the_segments_gets_a_mask() -> None:
+def test_a_model_that_drops_the_segments_gets_a_mask():
     model = tiny_model("llama")
     for layer in model.model.layers:
         given = layer.self_attn.forward
@@ -117,7 +115,7 @@ def test_a_model_that_drops_the_segments_gets_a_mask() -> None:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral"])
-def test_a_model_takes_tree_keys_and_reads_them_once(model_type: str) -> None:
+def test_a_model_takes_tree_keys_and_reads_them_once(model_type):
     forest = PrefixForest.from_sequences(SAMPLES)
     model = tiny_model(model_type)
     inputs = model_inputs(forest, model)
@@ -132,12 +130,12 @@ def test_a_model_takes_tree_keys_and_reads_them_once(model_type: str) -> None:
         model(**inputs)
 
 
-def test_layers_that_share_keys_get_whole_rows_or_the_rows_of_a_mask() -> None:
+def test_layers_that_share_keys_get_whole_rows_or_the_rows_of_a_mask():
     layers = ["sliding_attention", "full_attention"] * 2
     model = tiny_model("gemma4_text", num_hidden_layers=4, layer_types=layers, num_kv_shared_layers=2)
     ids = torch.tensor([SAMPLES[0][:18], SAMPLES[1][:18][::-1]])
 
-    def run() -> list[Tensor]:
+    def run():
         model.generation_config.cache_implementation = "static"
         with torch.no_grad():
             logits = [model(input_ids=ids, logits_to_keep=last, use_cache=False).logits for last in (1, 3, 0)]
@@ -153,7 +151,7 @@ def test_layers_that_share_keys_get_whole_rows_or_the_rows_of_a_mask() -> None:
         assert float((head(hidden) - whole).detach().abs().max()) < 1e-4
 
 
-def stepped(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
+def stepped(model, inputs):
     """Return the logits of a forward, and the gradients of the sum of their squares."""
     model.zero_grad()
     logits = model(**inputs).logits
@@ -162,7 +160,7 @@ def stepped(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("model_type", "changes"), [("gemma2", MIXED), ("gpt_oss", MIXED), ("deepseek_v3", {})])
-def test_softcaps_sinks_and_small_values_are_those_of_dense_attention(model_type: str, changes: dict[str, Any]) -> None:
+def test_softcaps_sinks_and_small_values_are_those_of_dense_attention(model_type, changes):
     model = tiny_model(model_type, "eager", **changes)
     assert model_inputs(FOREST, model)["attention_mask"] is not None  # "eager" is left as it is
     dense = stepped(model, model_inputs(FOREST, model))
@@ -179,7 +177,7 @@ def test_softcaps_sinks_and_small_values_are_those_of_dense_attention(model_type
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")  # the name of all versions
 @pytest.mark.parametrize("model_type", ["qwen3", "gpt2"])  # gpt2 gives the mask to the checkpoint by position
-def test_checkpoints_training_and_low_precision_change_nothing(model_type: str) -> None:
+def test_checkpoints_training_and_low_precision_change_nothing(model_type):
     forest = tree(2)
     model = tiny_model(model_type, max_position_embeddings=1024).train()
     inputs = model_inputs(forest, model)
@@ -201,7 +199,7 @@ class Largest(TorchDispatchMode):
 
     bytes = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         sizes = [each.untyped_storage().nbytes() for each in tree_leaves(out) if isinstance(each, Tensor)]
         self.bytes = max(self.bytes, *sizes, 0)
@@ -209,7 +207,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("window", [None, pytest.param(256, marks=pytest.mark.slow)])
-def test_a_row_of_16384_tokens_needs_no_tensor_of_all_pairs(window: int | None) -> None:
+def test_a_row_of_16384_tokens_needs_no_tensor_of_all_pairs(window):
     turn = torch.arange(1024) % 90
     samples = [torch.cat([turn, turn[:at], torch.tensor([91 + at % 5]), turn[at:]])[:2048] for at in range(0, 1024, 64)]
     forest = PrefixForest.from_sequences(samples).padded(2**14)

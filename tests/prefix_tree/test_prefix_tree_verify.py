@@ -7,7 +7,6 @@ where a test wants it; a Llama of transformers stands beside it.
 import math
 import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -24,11 +23,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def model() -> Transformer:
+def model():
     return Transformer()
 
 
-def test_a_right_fold_has_no_finding_and_its_figures_are_of_rounding(model: Transformer) -> None:
+def test_a_right_fold_has_no_finding_and_its_figures_are_of_rounding(model):
     report = verify_fold(model, group(), samples=SEQUENCES)
     assert report.ok and report.findings == []
     assert (report.samples, report.tokens_before, report.tokens_after) == (2, 9, 7)
@@ -45,7 +44,7 @@ def test_a_right_fold_has_no_finding_and_its_figures_are_of_rounding(model: Tran
     assert str(report).endswith("\nNothing to do.")
 
 
-def odd_forests() -> dict[str, PrefixForest]:
+def odd_forests():
     grown_samples = grown(random.Random(5))
     masks = [[random.Random(5).randint(0, 1) for _ in sample] for sample in grown_samples]
     return {
@@ -64,14 +63,14 @@ def odd_forests() -> dict[str, PrefixForest]:
 
 
 @pytest.mark.parametrize("weighting", ["per_sample", "sample_mean", "unique"])
-def test_odd_forests_are_right_too(model: Transformer, weighting: str) -> None:
+def test_odd_forests_are_right_too(model, weighting):
     for name, forest in odd_forests().items():
         report = verify_fold(model, forest, weighting=weighting, probes=4)
         assert report.ok, f"{name}: {report}"
         assert report.logprob_error is not None and report.gradient_error is not None
 
 
-def test_weights_of_ones_own_are_checked_as_they_are_given(model: Transformer) -> None:
+def test_weights_of_ones_own_are_checked_as_they_are_given(model):
     advantages = torch.tensor([0.5, -2.0])  # per sample
     assert verify_fold(model, group(), weighting=advantages).ok
     edges = LossEdges.from_forest(group(), weighting=advantages)
@@ -82,7 +81,7 @@ def test_weights_of_ones_own_are_checked_as_they_are_given(model: Transformer) -
         verify_fold(model, group(), weighting="mean")
 
 
-def test_a_layout_that_is_not_in_pre_order_is_taken_as_it_is(model: Transformer) -> None:
+def test_a_layout_that_is_not_in_pre_order_is_taken_as_it_is(model):
     # Both completions stand before their prompt [1, 2], and a row before theirs in the mask.
     batch = {
         "input_ids": torch.tensor([[10, 11, 20, 1, 2]]),
@@ -93,12 +92,12 @@ def test_a_layout_that_is_not_in_pre_order_is_taken_as_it_is(model: Transformer)
     report = verify_fold(model, batch, loss_mask=[[0, 0, 0, 1], [0, 0, 0]])
     assert report.findings == ["extra targets", "gradients"] and report.extra_targets == 1, report
     batch["labels"] = torch.tensor([[11, -100, -100, -100, -100]])
-    given: dict[str, Any] = {"loss_mask": [[0, 0, 0, 1], [0, 0, 0]]}
+    given = {"loss_mask": [[0, 0, 0, 1], [0, 0, 0]]}
     assert verify_fold(model, batch, samples=[[1, 2, 10, 11], [1, 2, 20]], **given).ok
     assert verify_fold(model, batch, samples=[[1, 2, 20], [1, 2, 10, 11]], **given).findings == ["samples"]
 
 
-def test_a_pair_of_weight_zero_is_none(model: Transformer) -> None:
+def test_a_pair_of_weight_zero_is_none(model):
     masks = [[0, 0, 1, 1], [0, 0, 1, 1, 1]]
     forest, edges = group(), LossEdges.from_forest(group())
     extra = replace(  # row 0 -> 2 is no target, and a masked pair may have a target that is none
@@ -112,7 +111,7 @@ def test_a_pair_of_weight_zero_is_none(model: Transformer) -> None:
     assert verify_fold(model, forest, edges=extra, loss_mask=masks).findings == ["extra targets", "gradients"]
 
 
-def test_weights_may_have_cancelled_out_or_passed_through_float32_but_not_more(model: Transformer) -> None:
+def test_weights_may_have_cancelled_out_or_passed_through_float32_but_not_more(model):
     forest = PrefixForest.from_rollout_group([1, 2], [[10, 11], [10, 12], [10, 13]])  # 10 is of all three
     advantages = torch.tensor([0.1, 0.2, -0.3], dtype=torch.float64)  # 0.1 + 0.2 - 0.3 is 5.6e-17
     edges = LossEdges.from_forest(forest, weighting=advantages)
@@ -126,7 +125,7 @@ def test_weights_may_have_cancelled_out_or_passed_through_float32_but_not_more(m
         assert verify_fold(model, group(), edges=edges, tolerance=0.01).findings == findings
 
 
-def test_a_target_of_weight_zero_may_be_left_out(model: Transformer) -> None:
+def test_a_target_of_weight_zero_may_be_left_out(model):
     forest, advantages = group(), torch.tensor([0.0, 1.0])  # the first sample has none
     edges = LossEdges.from_forest(forest)
     kept = edges.weight.clone()
@@ -151,9 +150,7 @@ def test_a_target_of_weight_zero_may_be_left_out(model: Transformer) -> None:
         ([], [[10, 11], [20, 21, 22]], 3, 0),  # without a prompt no row could predict them
     ],
 )
-def test_one_label_per_row_loses_the_first_token_of_every_completion(
-    model: Transformer, prompt: list[int], completions: list[list[int]], targets: int, lost: int
-) -> None:
+def test_one_label_per_row_loses_the_first_token_of_every_completion(model, prompt, completions, targets, lost):
     folded = fold_shared_prefix_rollouts(prompt, completions)
     batch = prefix_tree_collate_fn([{"prompt_ids": prompt, "completions": completions}])
     for report in (verify_fold(model, folded), verify_fold(model, batch)):
@@ -181,16 +178,14 @@ FOLDED, N = fold_shared_prefix_rollouts(*GROUP), -100
         ),
     ],
 )
-def test_wrong_labels_are_counted(
-    model: Transformer, labels: dict[int, int], findings: list[str], wrong: int, extra: int, lost: int, lost_first: int
-) -> None:
+def test_wrong_labels_are_counted(model, labels, findings, wrong, extra, lost, lost_first):
     report = verify_fold(model, replace(FOLDED, labels=[labels.get(row, own) for row, own in enumerate(FOLDED.labels)]))
     assert report.findings == findings
     assert (report.wrong_targets, report.extra_targets) == (wrong, extra)
     assert (report.lost_targets, report.lost_first_tokens) == (lost, lost_first)
 
 
-def test_edges_repair_that_layout_and_labels_where_nothing_is_a_target_are_beyond_measure(model: Transformer) -> None:
+def test_edges_repair_that_layout_and_labels_where_nothing_is_a_target_are_beyond_measure(model):
     paths = FOLDED.node_lengths, FOLDED.sample_paths, FOLDED.input_ids
     edges = LossEdges.from_forest(PrefixForest.from_node_paths(*paths, loss_nodes=[1, 2]))
     assert verify_fold(model, FOLDED, edges=edges).ok
@@ -200,7 +195,7 @@ def test_edges_repair_that_layout_and_labels_where_nothing_is_a_target_are_beyon
     assert verify_fold(model, fold_shared_prefix_rollouts([], GROUP[1], -1), ignore_idx=-1).ok
 
 
-def test_first_tokens_are_those_behind_a_branch_point_or_what_is_no_target(model: Transformer) -> None:
+def test_first_tokens_are_those_behind_a_branch_point_or_what_is_no_target(model):
     # One node, 1 2 | 10 11 by the mask alone: 10 has no label.
     batch = {"input_ids": [1, 2, 10, 11], "position_ids": [0, 1, 2, 3], "labels": [-100, -100, 11, -100]}
     report = verify_fold(model, {**batch, "prefix_tree": ([4], [[0]])}, loss_mask=[[0, 0, 1, 1]])
@@ -211,7 +206,7 @@ def test_first_tokens_are_those_behind_a_branch_point_or_what_is_no_target(model
     assert (report.targets, report.unpredictable, report.lost_targets, report.lost_first_tokens) == (4, 2, 2, 2)
 
 
-def test_labels_weigh_a_node_of_two_samples_once(model: Transformer) -> None:
+def test_labels_weigh_a_node_of_two_samples_once(model):
     # 1 | 2 3 | 4  and  1 | 2 3 | 5: the label 3 in the row of 2 stands for a token of both samples.
     batch = {
         "input_ids": [1, 2, 3, 4, 5],
@@ -225,7 +220,7 @@ def test_labels_weigh_a_node_of_two_samples_once(model: Transformer) -> None:
     assert verify_fold(model, batch, loss_mask=[[0, 0, 1, 0]] * 2, weighting="unique").ok
 
 
-def test_edges_without_multiplicity_are_found(model: Transformer) -> None:
+def test_edges_without_multiplicity_are_found(model):
     forest = PrefixForest.from_rollout_group([1, 2], [[10, 11], [10, 12], [20]])  # row 1 -> 10 twice
     edges = LossEdges.from_forest(forest)
     ones = replace(edges, weight=torch.ones_like(edges.weight))
@@ -237,7 +232,7 @@ def test_edges_without_multiplicity_are_found(model: Transformer) -> None:
     assert verify_fold(model, forest, edges=nothing).weight_errors == 4
 
 
-def test_positions_that_do_not_begin_again_are_counted(model: Transformer) -> None:
+def test_positions_that_do_not_begin_again_are_counted(model):
     forest = replace(group(), position_ids=torch.arange(7))
     report = verify_fold(model, forest)  # 1 2 10 11 are right; 20 21 22 stand at 4 5 6 instead of 2 3 4
     assert report.findings[0] == "positions" and "log-probs" in report.findings
@@ -245,7 +240,7 @@ def test_positions_that_do_not_begin_again_are_counted(model: Transformer) -> No
     assert report.logprob_where is not None and report.logprob_where[0] == 1
 
 
-def test_a_tree_of_tensors_is_taken_and_rows_behind_the_last_node_are_padding(model: Transformer) -> None:
+def test_a_tree_of_tensors_is_taken_and_rows_behind_the_last_node_are_padding(model):
     batch = prefix_tree_collate_fn([{"prompt_ids": GROUP[0], "completions": GROUP[1]}])
     batch["prefix_tree"] = (torch.tensor([2, 2, 3]), torch.tensor([[0, 1], [0, 2]]))
     report = verify_fold(model, batch, samples=SEQUENCES)
@@ -262,7 +257,7 @@ def test_a_tree_of_tensors_is_taken_and_rows_behind_the_last_node_are_padding(mo
     assert verify_fold(model, batch).wrong_targets == 1
 
 
-def without(*names: str) -> dict[str, Any]:
+def without(*names):
     batch = prefix_tree_collate_fn([{"prompt_ids": GROUP[0], "completions": GROUP[1]}])
     return {name: value for name, value in batch.items() if name not in names}
 
@@ -283,9 +278,7 @@ OTHER = LossEdges.from_forest(PrefixForest.from_sequences([list(range(20))]))
         (group(), {"edges": OTHER}, ValueError, "E803", "expected rows of 0 to 6"),
     ],
 )
-def test_a_batch_that_contradicts_itself_is_refused(
-    model: Transformer, batch: Any, how: dict[str, Any], error: type[Exception], code: str, found: str
-) -> None:
+def test_a_batch_that_contradicts_itself_is_refused(model, batch, how, error, code, found):
     with refused(code, found, kind=error):
         verify_fold(model, batch, **how)
     edges = LossEdges.from_forest(group())  # where there are edges, labels are not asked for
@@ -302,9 +295,7 @@ def test_a_batch_that_contradicts_itself_is_refused(
         ([*SEQUENCES, [1, 2]], 1, (2, 0)),  # one is added
     ],
 )
-def test_a_fold_that_lost_or_changed_a_sample_is_found_given_the_samples(
-    model: Transformer, folded: list[list[int]], changed: int, first: tuple[int, int]
-) -> None:
+def test_a_fold_that_lost_or_changed_a_sample_is_found_given_the_samples(model, folded, changed, first):
     forest = PrefixForest.from_sequences(folded)
     report = verify_fold(model, forest, samples=[torch.tensor(sample) for sample in SEQUENCES])
     assert report.findings == ["samples"] and not report.ok

@@ -3,7 +3,6 @@
 import math
 import random
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -18,18 +17,18 @@ from niels_gpt.prefix_tree.attention import hf_forward
 from niels_gpt.prefix_tree.edges import LossEdges
 from niels_gpt.prefix_tree.fold import prefix_tree_collate_fn
 from niels_gpt.prefix_tree.forest import PrefixForest
-from niels_gpt.prefix_tree.verify import FoldReport, verify_fold
+from niels_gpt.prefix_tree.verify import verify_fold
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def model() -> Transformer:
+def model():
     return Transformer()
 
 
-def test_a_dropped_mask_leaks(model: Transformer) -> None:
+def test_a_dropped_mask_leaks(model):
     report = verify_fold(lambda ids, at, mask: model(ids, at, causal(ids.shape[1])), group(), parameters=model)
     assert report.findings == ["leaks", "log-probs", "gradients"]
     assert report.leak > 1e-3 and report.leak_where is not None
@@ -39,7 +38,7 @@ def test_a_dropped_mask_leaks(model: Transformer) -> None:
     assert str(report).splitlines()[-1] == advice("leaks")
 
 
-def test_one_probe_finds_a_dropped_mask_whatever_the_seed_and_a_future_that_is_seen(model: Transformer) -> None:
+def test_one_probe_finds_a_dropped_mask_whatever_the_seed_and_a_future_that_is_seen(model):
     for seed in range(10):
         report = verify_fold(lambda ids, at, mask: model(ids, at, causal(ids.shape[1])), group(), probes=1, seed=seed)
         assert report.probes == 1 and report.leak > 0
@@ -47,14 +46,14 @@ def test_one_probe_finds_a_dropped_mask_whatever_the_seed_and_a_future_that_is_s
     assert report.leak > 0 and report.leak_where is not None and report.leak_where[1] < report.leak_where[0]
 
 
-def test_probes_spread_over_nodes_and_follow_the_seed(model: Transformer) -> None:
+def test_probes_spread_over_nodes_and_follow_the_seed(model):
     completions = [[10 * branch + step for step in range(5)] for branch in range(1, 9)]
     forest = PrefixForest.from_rollout_group([1, 2, 3], completions)
 
-    def probed(seed: int, forest: PrefixForest = forest) -> list[int]:
-        rows: list[int] = []
+    def probed(seed, forest=forest):
+        rows = []
 
-        def forward(ids: Tensor, at: Tensor, mask: Tensor) -> Tensor:
+        def forward(ids, at, mask):
             if ids.shape[1] == 43 and not torch.equal(ids, forest.input_ids[None]):
                 rows.append(int((ids[0] != forest.input_ids).nonzero()))
             used.update(ids.unique().tolist())
@@ -64,7 +63,7 @@ def test_probes_spread_over_nodes_and_follow_the_seed(model: Transformer) -> Non
         assert verify_fold(forward, forest, probes=7, seed=seed).ok
         return rows
 
-    used: set[int] = set()
+    used = set()
 
     nodes = [(row - 3) // 5 for row in probed(0)]
     assert sorted(nodes) == list(range(7))  # not in the prompt, which all see, nor in the last branch
@@ -75,12 +74,12 @@ def test_probes_spread_over_nodes_and_follow_the_seed(model: Transformer) -> Non
     assert probed(0, PrefixForest.from_sequences([[last, last]])) == [] and used == {last, 0}
 
 
-def test_a_leak_of_rounding_is_said_and_is_no_finding(model: Transformer) -> None:
+def test_a_leak_of_rounding_is_said_and_is_no_finding(model):
     with torch.no_grad():
         largest = float(model(group().input_ids[None], group().position_ids[None], causal(7)).abs().max())
 
-    def leaking(by: float) -> Forward:
-        def forward(ids: Tensor, at: Tensor, mask: Tensor) -> Tensor:
+    def leaking(by):
+        def forward(ids, at, mask):
             changed = ids.shape[1] == 7 and not torch.equal(ids[0], group().input_ids)
             return model(ids, at, mask) + changed * by
 
@@ -98,8 +97,8 @@ def test_a_leak_of_rounding_is_said_and_is_no_finding(model: Transformer) -> Non
     assert report.ok and report.leak < 1e-5, report
 
 
-def test_a_forward_that_writes_into_its_arguments_changes_no_batch(model: Transformer) -> None:
-    def forward(ids: Tensor, at: Tensor, mask: Tensor) -> Tensor:
+def test_a_forward_that_writes_into_its_arguments_changes_no_batch(model):
+    def forward(ids, at, mask):
         kept = [given.clone() for given in (ids, at, mask)]
         for given in (ids, at, mask):
             given.fill_(0)
@@ -113,7 +112,7 @@ def test_a_forward_that_writes_into_its_arguments_changes_no_batch(model: Transf
     assert forest.position_ids.tolist() == [0, 1, 2, 3, 2, 3, 4] == batch["position_ids"][0].tolist()
 
 
-def test_what_is_not_seen_is_no_leak_but_blind_or_a_difference(model: Transformer) -> None:
+def test_what_is_not_seen_is_no_leak_but_blind_or_a_difference(model):
     alone = torch.eye(7, dtype=torch.bool)[None, None]
     report = verify_fold(lambda ids, at, mask: model(ids, at, alone if ids.shape[1] == 7 else mask), group())
     assert report.leak == 0 and report.blind_probes == 5  # all but 11 and 22, behind which nobody is
@@ -121,7 +120,7 @@ def test_what_is_not_seen_is_no_leak_but_blind_or_a_difference(model: Transforme
     report = verify_fold(lambda ids, at, mask: model(torch.zeros_like(ids), at, mask), group())
     assert report.blind_probes == report.probes == 7 and report.findings == ["blind probes"]
 
-    def without_prompt(ids: Tensor, at: Tensor, mask: Tensor) -> Tensor:
+    def without_prompt(ids, at, mask):
         mask = mask.clone()
         if ids.shape[1] == 7:
             mask[:, :, 2:, :2] = False
@@ -132,7 +131,7 @@ def test_what_is_not_seen_is_no_leak_but_blind_or_a_difference(model: Transforme
     assert report.logprob_where in {(0, 3), (1, 3), (1, 4)}  # tokens that a row of a branch predicts
 
 
-def test_dropout_is_said_first_and_nothing_is_compared_with_it() -> None:
+def test_dropout_is_said_first_and_nothing_is_compared_with_it():
     report = verify_fold(Transformer(dropout=0.5), group())
     assert report.findings == ["determinism"] and report.noise > 0
     assert report.logprob_error is None and report.gradient_error is None and report.probes == 0
@@ -140,8 +139,8 @@ def test_dropout_is_said_first_and_nothing_is_compared_with_it() -> None:
     assert str(report).splitlines()[-1] == advice("determinism")
 
 
-def test_rows_that_are_not_finite_are_a_finding(model: Transformer) -> None:
-    def forward(ids: Tensor, at: Tensor, mask: Tensor) -> Tensor:
+def test_rows_that_are_not_finite_are_a_finding(model):
+    def forward(ids, at, mask):
         mask = mask.clone()
         mask[:, :, 7:] = False  # padding that sees nothing is NaN, and 0 * NaN in the next layer too, for all rows
         return model(ids, at, mask)
@@ -155,7 +154,7 @@ def test_rows_that_are_not_finite_are_a_finding(model: Transformer) -> None:
     assert one.logprob_where is not None and one.logprob_where[0] == 1
 
 
-def test_other_forms_of_a_right_forward_are_right(model: Transformer) -> None:
+def test_other_forms_of_a_right_forward_are_right(model):
     unused = torch.ones(3, dtype=torch.float64, requires_grad=True)
     shift = torch.zeros((), dtype=torch.float64, requires_grad=True)  # moves all logits alike: its gradient is rounding
     grown_forest = PrefixForest.from_sequences(grown(random.Random(5)))
@@ -174,8 +173,8 @@ def test_other_forms_of_a_right_forward_are_right(model: Transformer) -> None:
     assert all(torch.equal(parameter.grad, torch.ones_like(parameter)) for parameter in own.parameters())
 
 
-def test_a_backward_pass_that_differs_is_found_by_gradients_alone(model: Transformer) -> None:
-    def forward(ids: Tensor, at: Tensor, mask: Tensor) -> Tensor:
+def test_a_backward_pass_that_differs_is_found_by_gradients_alone(model):
+    def forward(ids, at, mask):
         logits = model(ids, at, mask)
         if ids.shape[1] == 7:
             logits = torch.cat([logits[:, :4], logits[:, 4:].detach()], 1)
@@ -197,24 +196,24 @@ def test_a_backward_pass_that_differs_is_found_by_gradients_alone(model: Transfo
         (lambda ids, at, mask: torch.zeros(1, ids.shape[1], 20), "20 logits a row; the batch has the id 22"),
     ],
 )
-def test_a_forward_of_another_form_is_an_error(forward: Forward, message: str) -> None:
+def test_a_forward_of_another_form_is_an_error(forward, message):
     with refused("E803", message):
         verify_fold(forward, group())
 
 
-def test_parameters_are_found_or_asked_for(model: Transformer) -> None:
+def test_parameters_are_found_or_asked_for(model):
     class Wrapper:
-        def __init__(self) -> None:
+        def __init__(self):
             self.model = model
 
-        def __call__(self, ids: Tensor, at: Tensor, mask: Tensor) -> Tensor:
+        def __call__(self, ids, at, mask):
             return model(ids, at, mask)
 
-    def partly_detached(ids: Tensor, at: Tensor, mask: Tensor) -> Tensor:
+    def partly_detached(ids, at, mask):
         logits = model(ids, at, mask)
         return logits.detach() if ids.shape[1] == 5 else logits
 
-    def compared(forward: Forward, parameters: Any = None) -> FoldReport:
+    def compared(forward, parameters=None):
         return verify_fold(forward, group(), parameters=parameters)
 
     for report in (
@@ -236,10 +235,10 @@ def test_parameters_are_found_or_asked_for(model: Transformer) -> None:
     assert frozen.gradient_error is None and frozen.ok
 
 
-def test_a_small_parameter_is_measured_by_its_own_gradient(model: Transformer) -> None:
+def test_a_small_parameter_is_measured_by_its_own_gradient(model):
     bias = torch.zeros(VOCAB, dtype=torch.float64, requires_grad=True)
 
-    def forward(ids: Tensor, at: Tensor, mask: Tensor) -> Tensor:
+    def forward(ids, at, mask):
         of_fold = ids.shape[1] == 7
         return model(ids, at, mask) + 0.1 * (bias.detach() if of_fold else bias)
 
@@ -250,13 +249,11 @@ def test_a_small_parameter_is_measured_by_its_own_gradient(model: Transformer) -
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float16, 1e-2), (torch.bfloat16, 5e-2)])
-def test_other_precisions_have_a_tolerance_that_rounding_keeps_and_errors_do(
-    dtype: torch.dtype, tolerance: float
-) -> None:
+def test_other_precisions_have_a_tolerance_that_rounding_keeps_and_errors_do(dtype, tolerance):
     model = Transformer().to(dtype)
 
-    def off(by: float) -> Forward:
-        def forward(ids: Tensor, at: Tensor, mask: Tensor) -> Tensor:
+    def off(by):
+        def forward(ids, at, mask):
             logits = model(ids, at, mask).float()  # as some models end
             scale = torch.zeros(VOCAB).index_fill(0, torch.tensor([10, 11, 20, 21, 22]), by)
             return logits + scale * (ids.shape[1] == 7)
@@ -272,7 +269,7 @@ def test_other_precisions_have_a_tolerance_that_rounding_keeps_and_errors_do(
     assert "log-probs" in wrong.findings and "half precision" in advice("log-probs").lower()
 
 
-def test_a_llama_is_right_on_its_routes_and_wrong_with_the_mask_of_another() -> None:
+def test_a_llama_is_right_on_its_routes_and_wrong_with_the_mask_of_another():
     llama = float64_llama(num_hidden_layers=1)
     forest = PrefixForest.from_sequences(grown(random.Random(2), samples=8, levels=3)).padded(8)
     report = verify_fold(hf_forward(llama), forest, parameters=llama)

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ FOLDED_RIGHT = [name for name in ranks.CASES if not {"past", "half", "logits_hea
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def outcomes(tmp_path_factory):
     """The outcome of each case on each rank; all cases share two processes, whose start takes most of the time."""
     folder = tmp_path_factory.mktemp("ranks")
     paths = os.pathsep.join([str(Path(ranks.__file__).parents[1]), *sys.path])
@@ -41,18 +40,18 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FOLDED_RIGHT)
-def test_gradients_over_ranks_are_those_of_one_process_with_all_samples(outcomes: Any, name: str) -> None:
+def test_gradients_over_ranks_are_those_of_one_process_with_all_samples(outcomes, name):
     assert all(found[name] < 1e-6 for found in outcomes), [found[name] for found in outcomes]
 
 
 @pytest.mark.slow
-def test_half_precision_of_a_policy_reaches_the_head(outcomes: Any) -> None:
+def test_half_precision_of_a_policy_reaches_the_head(outcomes):
     assert all(found["fsdp, half"] < 0.05 for found in outcomes)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp, past", "fsdp, past"])
-def test_a_call_past_the_wrapper_reduces_nothing_and_the_guard_refuses_it(outcomes: Any, name: str) -> None:
+def test_a_call_past_the_wrapper_reduces_nothing_and_the_guard_refuses_it(outcomes, name):
     for found in outcomes:
         assert found[name] > 0.1  # no error, and wrong
         assert "LlamaModel was called, and not" in found[f"{name}, guarded"]
@@ -60,19 +59,19 @@ def test_a_call_past_the_wrapper_reduces_nothing_and_the_guard_refuses_it(outcom
 
 
 @pytest.mark.slow
-def test_a_head_that_gathers_weights_for_each_chunk_is_refused(outcomes: Any) -> None:
+def test_a_head_that_gathers_weights_for_each_chunk_is_refused(outcomes):
     assert all("fully_shard was applied to the output embeddings" in found["fsdp, logits_head"] for found in outcomes)
 
 
-def head_rows(model: Any) -> list[int]:
+def head_rows(model):
     """Return a list that gets the number of rows of each call of a model's head."""
-    seen: list[int] = []
+    seen = []
     model.get_output_embeddings().register_forward_hook(lambda module, args, out: seen.append(out[..., 0].numel()))
     return seen
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "cohere", "gpt2"])
-def test_the_head_runs_on_one_row_and_gives_the_logits_of_the_model(model_type: str) -> None:
+def test_the_head_runs_on_one_row_and_gives_the_logits_of_the_model(model_type):
     model = tiny_model(model_type, "eager")
     wanted = model(**model_inputs(FOREST, model)).logits[0]
     rows = head_rows(model)
@@ -82,12 +81,12 @@ def test_the_head_runs_on_one_row_and_gives_the_logits_of_the_model(model_type: 
     assert float((head(hidden) - wanted).detach().abs().max()) < 1e-5
 
 
-def test_a_model_without_logits_to_keep_computes_the_logits_of_one_row_too() -> None:
+def test_a_model_without_logits_to_keep_computes_the_logits_of_one_row_too():
     model = tiny_model("llama")
     of_all = type(model)
 
-    class Older(of_all):  # type: ignore[misc, valid-type]
-        def forward(self, input_ids: Any, attention_mask: Any = None, position_ids: Any = None, **more: Any) -> Any:
+    class Older(of_all):
+        def forward(self, input_ids, attention_mask=None, position_ids=None, **more):
             assert "logits_to_keep" not in more
             return of_all.forward(self, input_ids, attention_mask, position_ids, **more)
 
@@ -103,10 +102,10 @@ def test_a_model_without_logits_to_keep_computes_the_logits_of_one_row_too() -> 
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own imports
-def test_hooks_of_the_user_run_in_wrappers_too_and_graphs_are_of_this_forward() -> None:
+def test_hooks_of_the_user_run_in_wrappers_too_and_graphs_are_of_this_forward():
     model = tiny_model("llama")
     wanted = model(**model_inputs(FOREST, model, backend="dense")).logits[0]
-    ran: list[nn.Module] = []
+    ran = []
     for module in (model, model.model, model.lm_head):
         module.register_forward_hook(lambda module, args, output: ran.append(module))
     compiled = torch.compile(model, backend="eager")
@@ -119,12 +118,12 @@ def test_hooks_of_the_user_run_in_wrappers_too_and_graphs_are_of_this_forward() 
         assert float((head(hidden) - wanted).detach().abs().max()) < 1e-6
 
 
-def test_hidden_states_that_do_not_come_out_are_refused() -> None:
+def test_hidden_states_that_do_not_come_out_are_refused():
     model = tiny_model("llama")
     of_all = type(model)
 
-    class Silent(of_all):  # type: ignore[misc, valid-type]
-        def forward(self, input_ids: Any, attention_mask: Any = None, position_ids: Any = None, **more: Any) -> Any:
+    class Silent(of_all):
+        def forward(self, input_ids, attention_mask=None, position_ids=None, **more):
             return SimpleNamespace(logits=of_all.forward(self, input_ids, attention_mask, position_ids, **more).logits)
 
     model.__class__ = Silent

@@ -1,14 +1,9 @@
 """The bytes of a rollout cache as docs/formats.md has them, which samples are dropped, and what the reader returns."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import subprocess
 import sys
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,15 +21,15 @@ from niels_gpt.storage.errors import CacheError
 TINY = [RolloutGroup("g", [Rollout([5, 6, 7, 8], 2, reward=1.0), Rollout([5, 6, 7], 2, reward=0.0)])]
 
 
-def build(path: Path, groups: Sequence[RolloutGroup], **changed: Any) -> dict[str, Any]:
+def build(path, groups, **changed):
     return build_rollouts(groups, path, **{"vocab_size": 30, "seed": 0, **changed})
 
 
-def is_good(rollout: Rollout) -> bool:
+def is_good(rollout):
     return max(rollout.ids) < 30 and len(rollout.logprobs) == len(rollout.ids) - 3
 
 
-def test_the_example_of_the_specification_has_its_bytes(tmp_path: Path) -> None:
+def test_the_example_of_the_specification_has_its_bytes(tmp_path):
     meta = build(tmp_path / "c", TINY, vocab_size=10)
     folder = (tmp_path / "c").resolve()
     assert (folder / "train_tokens.bin").read_bytes() == bytes([5, 0, 6, 0, 7, 0, 8, 0])
@@ -49,7 +44,7 @@ def test_the_example_of_the_specification_has_its_bytes(tmp_path: Path) -> None:
         RolloutDataset(tmp_path / "c", "val")
 
 
-def test_numpy_alone_reads_every_sample(tmp_path: Path) -> None:
+def test_numpy_alone_reads_every_sample(tmp_path):
     """Independent of the reader: by the words of docs/formats.md."""
     rollouts(tmp_path / "c")
     folder, found = (tmp_path / "c").resolve(), {}
@@ -85,7 +80,7 @@ def test_numpy_alone_reads_every_sample(tmp_path: Path) -> None:
             assert advantage == np.float32(each.advantage)
 
 
-def test_the_reader_gives_back_what_was_built(tmp_path: Path) -> None:
+def test_the_reader_gives_back_what_was_built(tmp_path):
     rollouts(tmp_path / "c", val_frac=0)
     data = RolloutDataset(tmp_path / "c")
     copy = pickle.loads(pickle.dumps(data))
@@ -130,14 +125,14 @@ DROPPED = {
 
 
 @pytest.mark.parametrize("reason", DROPPED)
-def test_a_sample_of_a_bad_form_is_dropped_and_counted(tmp_path: Path, reason: str) -> None:
+def test_a_sample_of_a_bad_form_is_dropped_and_counted(tmp_path, reason):
     good = Rollout([1, 2, 3])
     meta = build(tmp_path / "c", [RolloutGroup("a", [good, DROPPED[reason]]), RolloutGroup("b", [DROPPED[reason]])])
     assert meta["dropped"] == {reason.split()[0]: 2, "groups_without_sample": 1}
     assert (meta["samples_read"], meta["totals"]["train_samples"], meta["groups_read"]) == (3, 1, 2)
 
 
-def test_tensors_of_every_float_type_are_taken_and_a_generator_of_samples_refused(tmp_path: Path) -> None:
+def test_tensors_of_every_float_type_are_taken_and_a_generator_of_samples_refused(tmp_path):
     scores = torch.tensor([-1.0, -2.5], dtype=torch.bfloat16, requires_grad=True)
     build(tmp_path / "c", [RolloutGroup("a", [Rollout(torch.tensor([1, 2]), 0, torch.tensor([True, False]), scores)])])
     assert RolloutDataset(tmp_path / "c").group(0).samples[0].logprobs.tolist() == [-1.0, -2.5]
@@ -147,13 +142,13 @@ def test_tensors_of_every_float_type_are_taken_and_a_generator_of_samples_refuse
         RolloutGroup("a", (Rollout([number]) for number in range(3)))
 
 
-def test_samples_of_different_fields_are_refused(tmp_path: Path) -> None:
+def test_samples_of_different_fields_are_refused(tmp_path):
     groups = [RolloutGroup("a\x1b[2J", [Rollout([1, 2], reward=1.0), Rollout([1, 2])])]
     with pytest.raises(ValueError, match=r"sample 1 of group 'a\\x1b\[2J' has the fields \(\); expected \(reward\)"):
         build(tmp_path / "c", groups)
 
 
-def test_ids_without_a_vocabulary_have_32_bits_and_a_tokenizer_gives_one(tmp_path: Path) -> None:
+def test_ids_without_a_vocabulary_have_32_bits_and_a_tokenizer_gives_one(tmp_path):
     wide = build(tmp_path / "wide", [RolloutGroup("a", [Rollout([1, 2**31 - 1])])], vocab_size=None)
     assert (wide["token_dtype"], wide["vocab_size"], wide["tokenizer_sha256"]) == ("uint32-le", None, None)
     assert RolloutDataset(tmp_path / "wide").group(0).samples[0].ids.tolist() == [1, 2**31 - 1]
@@ -162,7 +157,7 @@ def test_ids_without_a_vocabulary_have_32_bits_and_a_tokenizer_gives_one(tmp_pat
     assert named["vocab_size"] == tokenizer.vocab_size and named["special_token_ids"] == tokenizer.special_token_ids()
 
 
-def test_reading_a_description_loads_no_torch(tmp_path: Path) -> None:
+def test_reading_a_description_loads_no_torch(tmp_path):
     build(tmp_path / "c", TINY)
     code = (
         "import sys; from niels_gpt.cache.meta import reader_meta; from pathlib import Path\n"

@@ -1,11 +1,6 @@
 """RolloutStream: each sample once an epoch, the same bins for any ranks and workers, exact resumption."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,22 +17,22 @@ BUDGET = 40
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cache(tmp_path_factory):
     path = tmp_path_factory.mktemp("rollouts") / "c"
     rollouts(path, val_frac=0)
     return path
 
 
-def opened(cache: Path, **changed: Any) -> RolloutStream:
+def opened(cache, **changed):
     return RolloutStream(cache, **{"max_tokens": BUDGET, "seed": 1, "epochs": 2, **changed})
 
 
-def samples_of(bins: Any) -> list[list[int]]:
+def samples_of(bins):
     return [each.samples.tolist() for each in bins]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_ranks_have_as_many_bins_and_filler_fills_the_last_step(cache: Path, ranks: int) -> None:
+def test_ranks_have_as_many_bins_and_filler_fills_the_last_step(cache, ranks):
     alone = samples_of(opened(cache))
     streams = [opened(cache, rank=rank, world_size=ranks) for rank in range(ranks)]
     served = [list(stream) for stream in streams]
@@ -51,11 +46,11 @@ def test_ranks_have_as_many_bins_and_filler_fills_the_last_step(cache: Path, ran
         assert len({str(each.state) for each in step}) == 1
 
 
-def test_epochs_differ_and_groups_stay_together_under_the_budget(cache: Path) -> None:
+def test_epochs_differ_and_groups_stay_together_under_the_budget(cache):
     bins = list(opened(cache))
     half = len(bins) // 2
     assert samples_of(bins[:half]) != samples_of(bins[half:])
-    seen: list[int] = []
+    seen = []
     for each in bins:
         assert each.forest.num_tokens <= BUDGET
         groups = each.groups.tolist()
@@ -64,7 +59,7 @@ def test_epochs_differ_and_groups_stay_together_under_the_budget(cache: Path) ->
     assert set(Counter(seen).values()) == {2}  # one bin an epoch
 
 
-def test_fields_are_in_the_order_of_the_edges(cache: Path) -> None:
+def test_fields_are_in_the_order_of_the_edges(cache):
     stream = opened(cache)
     data = stream.dataset
     for each in stream:
@@ -79,22 +74,22 @@ def test_fields_are_in_the_order_of_the_edges(cache: Path) -> None:
         assert each.forest.samples() == ids
 
 
-def test_filler_gives_zero_gradients(cache: Path) -> None:
+def test_filler_gives_zero_gradients(cache):
     ranks = 100
     (filler,) = opened(cache, rank=ranks - 1, world_size=ranks, epochs=1)
     assert filler.is_filler and not filler.loss_tokens and not len(filler.advantages)
     logits = torch.zeros(filler.forest.num_tokens, 30, requires_grad=True)
     edges = LossEdges.from_forest(filler.forest)
     loss = folded_cross_entropy(logits, edges, normalizer=filler.step_loss_tokens)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     assert loss == 0 and logits.grad is not None and not logits.grad.any()
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-def test_a_stateful_loader_resumes_its_workers(cache: Path) -> None:
+def test_a_stateful_loader_resumes_its_workers(cache):
     torchdata = pytest.importorskip("torchdata.stateful_dataloader")
 
-    def loader() -> Any:
+    def loader():
         return torchdata.StatefulDataLoader(opened(cache), batch_size=None, num_workers=2)
 
     first, alone = loader(), samples_of(opened(cache))
@@ -107,7 +102,7 @@ def test_a_stateful_loader_resumes_its_workers(cache: Path) -> None:
     assert samples_of(again) == alone[5:]
 
 
-def test_the_next_base_is_the_end_of_a_turn_of_all_workers(cache: Path) -> None:
+def test_the_next_base_is_the_end_of_a_turn_of_all_workers(cache):
     """What StatefulDataLoader saves of a worker: from there on each worker takes its next step."""
     stream = opened(cache)
     ends = [consumed for _, consumed, _ in stream._work(0, 0, 1)]
@@ -117,12 +112,12 @@ def test_the_next_base_is_the_end_of_a_turn_of_all_workers(cache: Path) -> None:
             assert base == ends[min(3 * number + 2, len(ends) - 1)]
 
 
-def big_group(samples: int) -> Iterator[RolloutGroup]:
+def big_group(samples):
     yield RolloutGroup("big", [Rollout([1, 2, 3, 4 + number, 5]) for number in range(samples)])
     yield RolloutGroup("small", [Rollout([9, 8])])
 
 
-def test_a_group_above_the_budget_is_cut_and_a_sample_above_it_refused(tmp_path: Path) -> None:
+def test_a_group_above_the_budget_is_cut_and_a_sample_above_it_refused(tmp_path):
     build_rollouts(big_group(20), tmp_path / "c", vocab_size=30)
     bins = list(opened(tmp_path / "c", max_tokens=13, epochs=1))
     assert sorted([sample for each in samples_of(bins) for sample in each]) == list(range(21))
@@ -133,7 +128,7 @@ def test_a_group_above_the_budget_is_cut_and_a_sample_above_it_refused(tmp_path:
     assert sorted([sample for each in samples_of(own) for sample in each]) == list(range(21)) and len(own) == 21
 
 
-def test_a_row_above_the_budget_because_of_an_lcp_that_is_wrong_is_refused(tmp_path: Path) -> None:
+def test_a_row_above_the_budget_because_of_an_lcp_that_is_wrong_is_refused(tmp_path):
     """All numbers of the index fit each other: a cut group is not compared as a whole, so its rows are."""
     group = RolloutGroup("g", [Rollout([1, *[2 + number] * 10]) for number in range(12)])
     build_rollouts([group], tmp_path / "c", vocab_size=30)
@@ -152,7 +147,7 @@ def test_a_row_above_the_budget_because_of_an_lcp_that_is_wrong_is_refused(tmp_p
         list(opened(tmp_path / "c", max_tokens=20))
 
 
-def test_the_order_of_a_seed_is_pinned(tmp_path: Path) -> None:
+def test_the_order_of_a_seed_is_pinned(tmp_path):
     """Where this fails, STREAM_VERSION has to be raised: states of before would mean other samples."""
     groups = [RolloutGroup(str(n), [Rollout([n, n, k]) for k in range(n % 3 + 1)]) for n in range(9)]
     build_rollouts(groups, tmp_path / "c", vocab_size=30)
@@ -162,7 +157,7 @@ def test_the_order_of_a_seed_is_pinned(tmp_path: Path) -> None:
 PINNED = [[3, 4, 5, 13, 14], [7, 8, 9, 10, 11], [1, 2, 15, 16, 17], [6, 12, 0]]
 
 
-def test_a_state_inside_a_bin_or_of_other_groups_is_refused(cache: Path, tmp_path: Path) -> None:
+def test_a_state_inside_a_bin_or_of_other_groups_is_refused(cache, tmp_path):
     stream = opened(cache)
     state = next(iter(stream)).state
     inside = {**state, "consumed_samples": state["consumed_samples"] - 1}

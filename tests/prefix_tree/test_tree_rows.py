@@ -4,13 +4,11 @@ import random
 import warnings
 from collections import defaultdict
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from support.errors import refused
-from support.prefix_trees import Samples, grown, register_segments
-from torch import Tensor
+from support.prefix_trees import grown, register_segments
 
 from niels_gpt.prefix_tree.attention import hf_forward
 from niels_gpt.prefix_tree.edges import LossEdges, edge_logprobs, sample_logprobs
@@ -23,14 +21,14 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 Masks = list[list[int]]
 
 
-def drawn(seed: int) -> tuple[Samples, Masks]:
+def drawn(seed):
     """Return samples of several trees, with a duplicate and a prefix, and masks; every third draw trains all tokens."""
     draw = random.Random(seed)
     samples = grown(draw, samples=draw.randint(5, 22), vocab=draw.choice([2, 5, 97]))
     return samples, [[draw.randrange(2) if seed % 3 else 1 for _ in sample] for sample in samples]
 
 
-def trl_modules() -> list[Any]:
+def trl_modules():
     """Return TRL's trainer and packing, its utilities, and accelerate; skips the test without them."""
     names = ("trl.experimental.async_grpo.async_grpo_trainer", "trl.experimental.async_grpo.packing")
     with warnings.catch_warnings():
@@ -41,18 +39,18 @@ def trl_modules() -> list[Any]:
         ]
 
 
-def packed(samples: Samples, masks: Masks, old: list[Tensor], advantages: Tensor) -> dict[str, Tensor]:
+def packed(samples, masks, old, advantages):
     """Return the row that TRL makes."""
     row = trl_modules()[1].TreeRow()
     for ids, mask, logps, advantage in zip(samples, masks, old, advantages.tolist(), strict=True):
         columns = {"input_ids": torch.tensor(ids), "completion_mask": torch.tensor(mask), "old_log_probs": logps}
         row.add({**columns, "advantage": advantage, "group_id": 0})
-    found: dict[str, Tensor] = row.pack()
+    found = row.pack()
     return found
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_the_early_layout_is_the_row_of_trl(seed: int) -> None:
+def test_the_early_layout_is_the_row_of_trl(seed):
     samples, masks = drawn(seed)
     old, advantages = [torch.randn(len(sample)) for sample in samples], torch.randn(len(samples))
     half = len(samples) // 2 if seed % 2 else len(samples)  # joined trees share nothing, but TRL's rows do
@@ -77,7 +75,7 @@ def test_the_early_layout_is_the_row_of_trl(seed: int) -> None:
     assert len(default["input_ids"]) <= len(wanted["input_ids"]) or seed % 2
 
 
-def trained_to_the_end(seed: int) -> tuple[Samples, Masks]:
+def trained_to_the_end(seed):
     """Return `drawn` samples of two tokens and more whose last token is a target: a row tells all of them."""
     samples, masks = drawn(seed)
     longer = [[*sample, 1] if len(sample) == 1 else sample for sample in samples]
@@ -86,7 +84,7 @@ def trained_to_the_end(seed: int) -> tuple[Samples, Masks]:
 
 @pytest.mark.parametrize("fork_early", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-def test_a_row_read_back_is_the_row_and_its_samples(seed: int, fork_early: bool) -> None:
+def test_a_row_read_back_is_the_row_and_its_samples(seed, fork_early):
     samples, masks = trained_to_the_end(seed)
     edges = LossEdges.from_forest(forest := PrefixForest.from_sequences(samples, loss_mask=masks))
     row = tree_row(forest, edges, fork_early=fork_early, segment_parents=True)
@@ -99,7 +97,7 @@ def test_a_row_read_back_is_the_row_and_its_samples(seed: int, fork_early: bool)
     assert all(torch.equal(again[name], row[name]) for name in row)
 
 
-def test_tails_without_a_term_are_read_in_order_and_never_lost() -> None:
+def test_tails_without_a_term_are_read_in_order_and_never_lost():
     samples = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3], [7, 8], [9, 9]]
     masks = [[0, 1, 1, 0], [0, 1, 1, 0], [0, 1, 1], [0, 0], [0, 1]]
     forest = PrefixForest.from_sequences(samples, loss_mask=masks)
@@ -109,7 +107,7 @@ def test_tails_without_a_term_are_read_in_order_and_never_lost() -> None:
         assert read.samples()[3:] == samples[3:]  # a sample without a term keeps its number
 
 
-def damaged(row: dict[str, Tensor], name: str, index: int, value: int) -> dict[str, Tensor]:
+def damaged(row, name, index, value):
     column = row[name].clone()
     column[index] = value
     return {**row, name: column}
@@ -138,7 +136,7 @@ ROW_SAMPLES = [[1, 2, 3, 4], [1, 2, 5, 6], [1, 2, 5, 7], [8, 9]]
         ("shift_labels", 0, -100, "the rows with a label"),
     ],
 )
-def test_a_damaged_row_is_refused_with_what_was_found(name: str, index: int, value: int, found: str) -> None:
+def test_a_damaged_row_is_refused_with_what_was_found(name, index, value, found):
     forest = PrefixForest.from_sequences(ROW_SAMPLES)
     row = tree_row(forest, LossEdges.from_forest(forest), segment_parents=True)
     from_tree_row(row)
@@ -146,7 +144,7 @@ def test_a_damaged_row_is_refused_with_what_was_found(name: str, index: int, val
         from_tree_row(damaged(row, name, index, value))
 
 
-def test_rows_of_another_form_are_refused() -> None:
+def test_rows_of_another_form_are_refused():
     forest = PrefixForest.from_sequences(ROW_SAMPLES)
     edges = LossEdges.from_forest(forest)
     row = tree_row(forest, edges)
@@ -170,7 +168,7 @@ def test_rows_of_another_form_are_refused() -> None:
 # --- one attention, TRL's loss, tree-recurrence -----------------------------------------------------------------------
 
 
-def tiny_model() -> Any:
+def tiny_model():
     transformers = pytest.importorskip("transformers", reason="a model to test with needs the extra eagle3")
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     torch.manual_seed(0)
@@ -180,7 +178,7 @@ def tiny_model() -> Any:
     return model
 
 
-def alone(model: Any, samples: Samples, masks: Masks) -> Tensor:
+def alone(model, samples, masks):
     """Return the log-probs of the supervised tokens, each sample run by itself."""
     found = []
     for sample, mask in zip(samples, masks, strict=True):
@@ -190,12 +188,12 @@ def alone(model: Any, samples: Samples, masks: Masks) -> Tensor:
     return torch.cat(found)
 
 
-def gradients(model: Any, loss: Tensor) -> Tensor:
+def gradients(model, loss):
     return torch.cat([part.flatten() for part in torch.autograd.grad(loss, list(model.parameters()))])
 
 
 @pytest.mark.parametrize("layout", [{}, {"fork_early": True}, {"one_label": False}])
-def test_every_layout_is_the_samples_through_one_attention(layout: dict[str, bool]) -> None:
+def test_every_layout_is_the_samples_through_one_attention(layout):
     samples, masks = drawn(7)
     model, edges = tiny_model(), LossEdges.from_forest(PrefixForest.from_sequences(samples, loss_mask=masks))
     row = tree_row(PrefixForest.from_sequences(samples, loss_mask=masks), edges, **layout)
@@ -214,12 +212,12 @@ def test_every_layout_is_the_samples_through_one_attention(layout: dict[str, boo
     assert (a - b).norm() < 1e-5 * b.norm()
 
 
-def test_trls_row_passes_verify_fold_and_a_damaged_one_fails() -> None:
+def test_trls_row_passes_verify_fold_and_a_damaged_one_fails():
     samples, masks = trained_to_the_end(8)
     model = tiny_model()
     row = packed(samples, masks, [torch.zeros(len(sample)) for sample in samples], torch.zeros(len(samples)))
     forest, edges = from_tree_row(row)
-    given: dict[str, Any] = {"samples": samples, "loss_mask": masks, "probes": 4}
+    given = {"samples": samples, "loss_mask": masks, "probes": 4}
     assert verify_fold(hf_forward(model), forest, edges=edges, **given).ok
     changed, edges = from_tree_row(damaged(row, "input_ids", 0, int(row["input_ids"][0]) ^ 1))
     assert verify_fold(hf_forward(model), changed, edges=edges, **given).findings == ["samples"]
@@ -232,7 +230,7 @@ def test_trls_row_passes_verify_fold_and_a_damaged_one_fails() -> None:
 
 
 @pytest.mark.parametrize("fork_early", [False, True])
-def test_the_loss_of_trls_trainer_is_that_of_the_samples(fork_early: bool) -> None:
+def test_the_loss_of_trls_trainer_is_that_of_the_samples(fork_early):
     trainer, packing, utils, accelerate = trl_modules()
     samples, masks = drawn(9)
     model = tiny_model()
@@ -241,7 +239,7 @@ def test_the_loss_of_trls_trainer_is_that_of_the_samples(fork_early: bool) -> No
     advantages = torch.randn(len(samples))
 
     class Row(packing.TreeRow):
-        def pack(self) -> dict[str, Tensor]:
+        def pack(self):
             forest = PrefixForest.from_sequences(samples, loss_mask=masks)
             per_token = [advantage.expand(len(sample)) for advantage, sample in zip(advantages, samples, strict=True)]
             fields = {"old_logprobs": old, "advantages": per_token}
@@ -263,7 +261,7 @@ def test_the_loss_of_trls_trainer_is_that_of_the_samples(fork_early: bool) -> No
         _metrics={"train": defaultdict(list)},
         **{f"_step_{name}": 0.0 for name in numbers},
     )
-    loss: Tensor = trainer.AsyncGRPOTrainer.compute_loss(stand_in, model, batch)
+    loss = trainer.AsyncGRPOTrainer.compute_loss(stand_in, model, batch)
     before = torch.cat([part[1:][torch.tensor(mask[1:], dtype=bool)] for part, mask in zip(old, masks, strict=True)])
     gain = torch.cat([a.expand(sum(mask[1:])) for a, mask in zip(advantages, masks, strict=True)])
     ratio = (wanted - before).exp()
@@ -274,8 +272,8 @@ def test_the_loss_of_trls_trainer_is_that_of_the_samples(fork_early: bool) -> No
     assert stand_in._metrics["train"]["ratio"] == [pytest.approx(float(ratio.mean().detach()), rel=1e-5)]
 
 
-def test_tree_recurrence_reads_the_same_tree_from_either_key() -> None:
-    plans: Any = pytest.importorskip("tree_recurrence", reason="the package of recurrent layers is not installed")
+def test_tree_recurrence_reads_the_same_tree_from_either_key():
+    plans = pytest.importorskip("tree_recurrence", reason="the package of recurrent layers is not installed")
     samples, masks = drawn(10)
     forest = PrefixForest.from_sequences(samples, loss_mask=masks)
     for fork_early in (False, True):

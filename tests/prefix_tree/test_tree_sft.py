@@ -1,13 +1,7 @@
 """The example of fine-tuning on message trees: what it counts, and that a stop does not show in its losses."""
 
-from __future__ import annotations
-
 import importlib
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -23,14 +17,14 @@ VOCAB_SIZE = 32
 
 
 @pytest.fixture(scope="module")
-def example() -> Iterator[ModuleType]:
+def example():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "examples")
         yield importlib.import_module("tree_sft")
         patch.delitem(sys.modules, "tree_sft")
 
 
-def thread(*messages: tuple[int, int]) -> Rollout:
+def thread(*messages):
     """Messages as (first id, tokens): counting up from an id; those at odd places are the assistant's."""
     ids = [(first + i) % VOCAB_SIZE for first, length in messages for i in range(length)]
     mask = [place % 2 for place, (_, length) in enumerate(messages) for _ in range(length)]
@@ -38,7 +32,7 @@ def thread(*messages: tuple[int, int]) -> Rollout:
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cache(tmp_path_factory):
     trees = []
     for tree in range(24):
         opening, answer = [(tree, 9), (tree + 3, 6)], (tree + 7, 5)
@@ -53,8 +47,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(example: ModuleType, cache: Path, checkpoint: Path, steps: int, max_tokens: int = 120) -> list[float]:
-    found: list[float] = example.main(
+def run(example, cache, checkpoint, steps, max_tokens=120):
+    found = example.main(
         [
             str(cache),
             "--checkpoint",
@@ -65,9 +59,7 @@ def run(example: ModuleType, cache: Path, checkpoint: Path, steps: int, max_toke
     return found
 
 
-def test_a_stop_does_not_show_in_the_losses(
-    example: ModuleType, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stop_does_not_show_in_the_losses(example, cache, tmp_path, capsys):
     straight = run(example, cache, tmp_path / "straight.pt", 30)
     begin, end = (float(line.split()[2]) for line in capsys.readouterr().out.splitlines() if line.startswith("val"))
     assert end < begin / 2 and straight[-1] < straight[0] / 2
@@ -82,11 +74,11 @@ def test_a_stop_does_not_show_in_the_losses(
         run(example, cache, tmp_path / "none.pt", 0, max_tokens=37)
 
 
-def test_each_message_of_a_tree_counts_once(example: ModuleType, cache: Path) -> None:
+def test_each_message_of_a_tree_counts_once(example, cache):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB_SIZE, **config))
     dataset = RolloutDataset(cache)
     once = {}

@@ -2,8 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import pytest
 from support import ROOT
@@ -15,12 +13,12 @@ HEAVY = {"torch", "datasets", "transformers", "matplotlib", "pyarrow"}
 
 
 @pytest.fixture(scope="module")
-def modules() -> dict[str, structure.Module]:
+def modules():
     """The modules of this checkout, which take two seconds to read."""
     return structure.read_modules(ROOT)
 
 
-def made(folder: Path, files: dict[str, str]) -> dict[str, structure.Module]:
+def made(folder, files):
     """Return the modules of a project that is written below `folder`."""
     for name, source in files.items():
         path = folder / f"{name}.py"
@@ -32,19 +30,17 @@ def made(folder: Path, files: dict[str, str]) -> dict[str, structure.Module]:
 @pytest.mark.parametrize(
     "rule", [structure.back_arrows, structure.circles, structure.long_functions, structure.missing_in_maps]
 )
-def test_the_plan_holds(
-    rule: Callable[[dict[str, structure.Module]], Iterable[object]], modules: dict[str, structure.Module]
-) -> None:
+def test_the_plan_holds(rule, modules):
     assert list(rule(modules)) == []
 
 
-def test_a_function_of_more_than_sixty_lines_is_named(tmp_path: Path) -> None:
+def test_a_function_of_more_than_sixty_lines_is_named(tmp_path):
     sixty = "def kept():\n" + "    x = 1\n" * 59
     modules = made(tmp_path, {"niels_gpt/paths": sixty + sixty.replace("kept", "cut") + "    x = 1\n"})
     assert ["cut has 61 lines" in line for line in structure.long_functions(modules)] == [True]
 
 
-def test_imports_in_functions_and_for_type_checkers_count(tmp_path: Path) -> None:
+def test_imports_in_functions_and_for_type_checkers_count(tmp_path):
     modules = made(
         tmp_path,
         {
@@ -63,7 +59,7 @@ def test_imports_in_functions_and_for_type_checkers_count(tmp_path: Path) -> Non
     assert structure.circles(modules) == [["niels_gpt.recipes.plan", "niels_gpt.settings"]]
 
 
-def test_a_map_lacks_a_module_or_names_one_that_is_not_there(tmp_path: Path) -> None:
+def test_a_map_lacks_a_module_or_names_one_that_is_not_there(tmp_path):
     files = {
         "niels_gpt/data/__init__": '"""Loaders.\n\nroam.py   notes\ngone.py   nothing\n"""',
         "niels_gpt/data/roam": "",
@@ -73,7 +69,7 @@ def test_a_map_lacks_a_module_or_names_one_that_is_not_there(tmp_path: Path) -> 
     assert len(list(structure.missing_in_maps(made(tmp_path, files)))) == 1, "a name without a purpose is no map"
 
 
-def test_the_lowest_level_needs_only_the_standard_library_and_numpy(modules: dict[str, structure.Module]) -> None:
+def test_the_lowest_level_needs_only_the_standard_library_and_numpy(modules):
     for module in modules.values():
         if module.level == 0 and module.package:
             foreign = {name.split(".")[0] for name in structure.all_imports(module)} - sys.stdlib_module_names
@@ -81,8 +77,8 @@ def test_the_lowest_level_needs_only_the_standard_library_and_numpy(modules: dic
 
 
 def test_only_entry_points_read_argv_and_the_environment_and_the_core_never_imports_dagster(
-    modules: dict[str, structure.Module],
-) -> None:
+    modules,
+):
     for module in modules.values():
         if module.level < len(structure.LEVELS) - 1:
             words = {"sys.argv", "os.environ", "os.getenv", "argparse"}
@@ -97,13 +93,13 @@ LIGHT = ("niels_gpt", "niels_gpt.cache", "niels_gpt.recipes", "niels_gpt.samplin
 
 
 @pytest.mark.parametrize("module", [*LIGHT, "pipelines.definitions"])
-def test_light_modules_load_no_heavy_library(module: str) -> None:
+def test_light_modules_load_no_heavy_library(module):
     program = f"import sys, {module}; print(sorted({HEAVY!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
-def test_the_files_of_the_spec_and_the_public_names_are_pinned() -> None:
+def test_the_files_of_the_spec_and_the_public_names_are_pinned():
     import niels_gpt.cache
     import niels_gpt.sampling
 
@@ -116,7 +112,7 @@ def test_the_files_of_the_spec_and_the_public_names_are_pinned() -> None:
         assert all(getattr(package, name) for name in package.__all__)
 
 
-def test_git_ignores_the_caches_but_not_the_cache_package() -> None:
+def test_git_ignores_the_caches_but_not_the_cache_package():
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout: there is no ignore rule to ask")
     command = "git check-ignore cache/meta.json artifacts/x niels_gpt/cache/mmap.py niels_gpt/builders/sft/examples.py"

@@ -2,7 +2,6 @@
 
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 from support import ROOT
@@ -16,13 +15,13 @@ DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_every_link_leads_to_a_file(document: Path) -> None:
+def test_every_link_leads_to_a_file(document):
     for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text(encoding="utf-8")):
         assert (document.parent / target).exists(), target
 
 
 @pytest.mark.parametrize("document", ["README.md"])
-def test_every_command_of_a_document_parses(document: str) -> None:
+def test_every_command_of_a_document_parses(document):
     text = (ROOT / document).read_text(encoding="utf-8")
     commands = re.findall(r"^(?:    |\$ )python -m niels_gpt\.(\S+) ?(.*?)(?:  +#.*)?$", text, flags=re.MULTILINE)
     found = [(f"niels_gpt.{module}", words) for module, words in commands if f"niels_gpt.{module}" in FACES]
@@ -32,7 +31,7 @@ def test_every_command_of_a_document_parses(document: str) -> None:
         parse(*shlex.split(words), module=module)
 
 
-def test_every_flag_named_in_a_document_exists() -> None:
+def test_every_flag_named_in_a_document_exists():
     known = {flag for command in every_command().values() for param in command.params for flag in param.opts}
     known |= {flag for command in every_command().values() for param in command.params for flag in param.secondary_opts}
     known |= {"--help", "--version"}
@@ -53,14 +52,14 @@ def test_every_flag_named_in_a_document_exists() -> None:
                 assert flag.replace("_", "-") in known or flag in written, f"{document.name}: {flag}"
 
 
-def test_every_make_target_named_in_a_document_exists() -> None:
+def test_every_make_target_named_in_a_document_exists():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for document in DOCUMENTS:
         for target in re.findall(r"(?:`|^    |^\$ )make ([a-z]+)", document.read_text(encoding="utf-8"), re.MULTILINE):
             assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{document.name}: make {target}"
 
 
-def test_formats_md_names_every_key_of_every_meta_json(tmp_path: Path, tiny_model_path: Path) -> None:
+def test_formats_md_names_every_key_of_every_meta_json(tmp_path, tiny_model_path):
     formats = (ROOT / "docs" / "formats.md").read_text(encoding="utf-8")
     settings = Settings(source_root="sample", cache_dir=str(tmp_path), tokenizer=str(tiny_model_path))
     for key, recipe in recipes(settings).items():
@@ -71,7 +70,7 @@ def test_formats_md_names_every_key_of_every_meta_json(tmp_path: Path, tiny_mode
             assert f"`{plain}`" in formats, f"{key}: {name}"
 
 
-def test_every_rule_that_the_code_cites_stands_in_the_table_of_decisions() -> None:
+def test_every_rule_that_the_code_cites_stands_in_the_table_of_decisions():
     table = (ROOT / "docs" / "decisions" / "README.md").read_text()
     known = set(re.findall(r"^\| (D\d+|PR-\d+) \|", table, re.MULTILINE))
     files = [path for folder in ("niels_gpt", "pipelines", "tools") for path in (ROOT / folder).rglob("*.py")]

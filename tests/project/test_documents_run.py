@@ -5,8 +5,6 @@
 writes the output of the run into the page, where it differs. support/documents.py has the rules.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re
@@ -50,12 +48,12 @@ LANGUAGES = {*RUN, "text", "toml", "json", "yaml", "jinja", "markdown", "mermaid
 SCRIPTS = {"dagster": "dagster_location"}  # examples/dagster.py would hide Dagster
 
 
-def name(page: Path) -> str:
+def name(page):
     return page.relative_to(ROOT).as_posix()
 
 
 @pytest.fixture(scope="session")
-def sample_caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sample_caches(tmp_path_factory):
     """The folder `cache` that the demo makes, made once for all processes of a run."""
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
@@ -70,15 +68,13 @@ def sample_caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "cache"
 
 
-def with_blocks_that_run() -> list[object]:
+def with_blocks_that_run():
     found = [page for page in PAGES if any(each.language in RUN for each in blocks_of(page.read_text("utf-8")))]
     return [pytest.param(page, marks=[pytest.mark.slow] * (name(page) in SLOW), id=name(page)) for page in found]
 
 
 @pytest.mark.parametrize("page", with_blocks_that_run())
-def test_a_page_runs_and_prints_what_it_shows(
-    page: Path, tmp_path: Path, request: pytest.FixtureRequest, one_thread: None
-) -> None:
+def test_a_page_runs_and_prints_what_it_shows(page, tmp_path, request, one_thread):
     text = page.read_text(encoding="utf-8")
     if "<!-- needs: sample caches -->" in text:
         shutil.copytree(request.getfixturevalue("sample_caches"), tmp_path / "cache", symlinks=True)
@@ -96,7 +92,7 @@ def test_a_page_runs_and_prints_what_it_shows(
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_no_block_of_a_page_escapes_the_test(page: Path) -> None:
+def test_no_block_of_a_page_escapes_the_test(page):
     text = page.read_text(encoding="utf-8")
     blocks = blocks_of(text)
     assert {each.language for each in blocks} <= LANGUAGES
@@ -106,7 +102,7 @@ def test_no_block_of_a_page_escapes_the_test(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_the_commands_of_a_page_that_are_not_run_parse(page: Path) -> None:
+def test_the_commands_of_a_page_that_are_not_run_parse(page):
     blocks = blocks_of(page.read_text(encoding="utf-8"))
     for command in [
         each for block in blocks if block.why_not_run and block.language == "console" for each in block.commands
@@ -117,7 +113,7 @@ def test_the_commands_of_a_page_that_are_not_run_parse(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", TUTORIALS, ids=name)
-def test_the_script_of_a_tutorial_is_its_python(page: Path) -> None:
+def test_the_script_of_a_tutorial_is_its_python(page):
     script = SCRIPTS.get(page.stem, page.stem) + ".py"
     docstring, code = (ROOT / "examples" / script).read_text(encoding="utf-8").split('"""\n', 1)
     assert docstring.startswith('"""') and name(page) in docstring
@@ -128,12 +124,12 @@ def test_the_script_of_a_tutorial_is_its_python(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *TUTORIALS], ids=name)
-def test_no_sentence_is_longer_than_30_words(page: Path) -> None:
+def test_no_sentence_is_longer_than_30_words(page):
     too_long = [each for each in sentences(page.read_text(encoding="utf-8")) if words(each) > 30]
     assert not too_long, "\n\n".join(too_long)
 
 
-def sentences(text: str) -> list[str]:
+def sentences(text):
     """Return the sentences of a page's prose, without its blocks, tables and comments."""
     prose = re.sub(r"^```.*?^```$|<!--.*?-->", "", text, flags=re.MULTILINE | re.DOTALL)
     prose = re.sub(r"^    .*$|^\|.*$", "", prose, flags=re.MULTILINE)
@@ -141,11 +137,11 @@ def sentences(text: str) -> list[str]:
     return re.split(r"(?<=[.!?])[`*)]*\s+|\n\s*\n|\n(?:[-*]|\d+\.) ", prose)
 
 
-def words(sentence: str) -> int:
+def words(sentence):
     return len(re.findall(r"\w[\w'/.-]*", sentence))
 
 
-def test_the_longest_sentence_of_a_page_is_found() -> None:
+def test_the_longest_sentence_of_a_page_is_found():
     page = "# A title\n\nOne two. `code` [three](four.md),\nfive.\n\n- six\n\n```text\na b c d\n```\n\n    a b c d\n"
     assert [words(each) for each in sentences(page) if words(each)] == [2, 2, 3, 1]
 
@@ -167,11 +163,11 @@ def test_the_longest_sentence_of_a_page_is_found() -> None:
         ("", "more", False),
     ],
 )
-def test_what_may_differ_between_a_page_and_a_run(shown: str, real: str, equal: bool) -> None:
+def test_what_may_differ_between_a_page_and_a_run(shown, real, equal):
     assert (difference(shown.splitlines(), real.splitlines()) == "") is equal
 
 
-def test_a_page_that_is_wrong_fails_and_is_rewritten(tmp_path: Path) -> None:
+def test_a_page_that_is_wrong_fails_and_is_rewritten(tmp_path):
     text = (
         '```markdown title="notes/a.md"\nhello\n```\n\n```console\n$ cat notes/a.md\nhi\n$ false\n$ echo $?\n0\n```\n\n'
         "```python\nx = 2\nprint(x)\n```\n\n```text\n3\n```\n\n<!-- not run: no hub -->\n```console\n$ false\n```\n"

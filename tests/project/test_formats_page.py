@@ -4,8 +4,6 @@ import hashlib
 import json
 import re
 import subprocess
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,24 +19,24 @@ PAGE = (ROOT / "docs" / "formats.md").read_text(encoding="utf-8")
 NPY_HEADER = 128
 
 
-def example_files(heading: str) -> dict[str, bytes]:
+def example_files(heading):
     """Return the bytes that the worked example shows of each file, below the sentence that begins with `heading`."""
     text = PAGE[PAGE.index(heading) :]
     block = text[text.index("```text\n") + 8 : text.index("\n```\n")]
     return {name: bytes.fromhex(digits) for name, digits in (line.split(maxsplit=1) for line in block.splitlines())}
 
 
-def content(cache: Path, name: str) -> bytes:
+def content(cache, name):
     raw = (cache / name).read_bytes()
     return raw[NPY_HEADER:] if name.endswith(".npy") else raw
 
 
-def chat(question: str, answer: str) -> list[dict[str, str]]:
+def chat(question, answer):
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 @pytest.fixture
-def pretrain(tmp_path: Path) -> Path:
+def pretrain(tmp_path):
     build_pretrain_cache(
         ["A", "Hi", "B", "Yes"],
         tmp_path / "pretrain",
@@ -53,7 +51,7 @@ def pretrain(tmp_path: Path) -> Path:
     return tmp_path / "pretrain"
 
 
-def test_the_bytes_of_the_worked_pretrain_cache_are_the_real_ones(pretrain: Path) -> None:
+def test_the_bytes_of_the_worked_pretrain_cache_are_the_real_ones(pretrain):
     shown = example_files("The `pretrain` cache has the four documents")
     assert {name: content(pretrain, name) for name in shown} == shown
     meta = read_meta(str(pretrain / "meta.json"))
@@ -66,7 +64,7 @@ def test_the_bytes_of_the_worked_pretrain_cache_are_the_real_ones(pretrain: Path
     assert json.loads(shown_meta).items() <= meta.items()
 
 
-def test_the_bytes_of_the_worked_cache_of_32_bits_are_the_real_ones(pretrain: Path, tmp_path: Path) -> None:
+def test_the_bytes_of_the_worked_cache_of_32_bits_are_the_real_ones(pretrain, tmp_path):
     build_pretrain_cache(
         ["A", "Hi", "B", "Yes"],
         tmp_path / "wide",
@@ -87,7 +85,7 @@ def test_the_bytes_of_the_worked_cache_of_32_bits_are_the_real_ones(pretrain: Pa
     assert all(content(pretrain, name) == content(tmp_path / "wide", name) for name in unchanged)
 
 
-def test_the_bytes_of_the_worked_sft_cache_are_the_real_ones(tmp_path: Path) -> None:
+def test_the_bytes_of_the_worked_sft_cache_are_the_real_ones(tmp_path):
     chats = [chat("Hi", "Yes"), chat("A", "B")]
     build_sft_cache(chats, tmp_path / "sft", tokenizer=ByteTokenizer(), val_frac=0.5, seed=0)
     shown = example_files("The `sft` cache has two chats")
@@ -97,18 +95,18 @@ def test_the_bytes_of_the_worked_sft_cache_are_the_real_ones(tmp_path: Path) -> 
     assert masked.tolist() == [[-100, -100, -100, 0x4C, 4]]
 
 
-def test_the_command_of_the_page_computes_the_content_sha256(pretrain: Path) -> None:
+def test_the_command_of_the_page_computes_the_content_sha256(pretrain):
     (command,) = re.findall(r"^cd VERSION && (.*)$", PAGE, re.MULTILINE)
     done = subprocess.run(["bash", "-c", command], cwd=pretrain, capture_output=True, text=True, check=True)
     assert done.stdout.split()[0] == read_meta(str(pretrain / "meta.json"))["content_sha256"]
 
 
-def record(folder: Path, name: str, **counts: int) -> dict[str, Any]:
+def record(folder, name, **counts):
     raw = (folder / name).read_bytes()
     return {"name": name, "bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest(), **counts}
 
 
-def least_meta(kind: str, **keys: Any) -> str:
+def least_meta(kind, **keys):
     """Return a meta.json with the keys that the page calls the least, and one that no reader knows."""
     meta = {
         "kind": kind,
@@ -127,7 +125,7 @@ def least_meta(kind: str, **keys: Any) -> str:
     return json.dumps(meta, sort_keys=True, indent=2, ensure_ascii=False) + "\n"
 
 
-def test_the_least_cache_of_another_writer_is_read(tmp_path: Path) -> None:
+def test_the_least_cache_of_another_writer_is_read(tmp_path):
     web, chats = tmp_path / "web", tmp_path / "chats"
     (web / "train").mkdir(parents=True)
     chats.mkdir()

@@ -11,11 +11,9 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support import ROOT
@@ -40,49 +38,49 @@ CLI = [sys.executable, "-m", "niels_gpt.cache.cli"]
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     """A folder of caches that has the tokenizer alone."""
     folder = tmp_path_factory.mktemp("base") / "cache"
     ensure_tokenizer(of(folder))
     return folder
 
 
-def of(cache_dir: Path) -> Settings:
+def of(cache_dir):
     """Return the settings of eight partitions in a folder of caches."""
     root = os.environ["NIELS_GPT_TEST_DATA"]
     return Settings(source_root=root, cache_dir=str(cache_dir), partitions=PARTITIONS, engine="reference", **FLAGS)
 
 
-def copied(base: Path, folder: Path) -> Path:
+def copied(base, folder):
     """Return another folder of caches, with the same tokenizer."""
     shutil.copytree(base, folder / "cache", symlinks=True)
     return folder / "cache"
 
 
-def flags(settings: Settings) -> list[str]:
+def flags(settings):
     named = {name: getattr(settings, name) for name in ("source_root", "cache_dir", "partitions", "engine", *FLAGS)}
     return [word for name, value in named.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
-def difference(one: Path, other: Path) -> str:
+def difference(one, other):
     """Return what `diff -r` says of two folders of caches, without .runs, which has times.
 
     A build that was killed while it tried the file system leaves .probe-HEX: a later one removes it after ten minutes.
     """
     command = ["diff", "-r", "-x", ".runs", "-x", ".probe-*", str(one), str(other)]
     how = {"capture_output": True, "text": True, "check": False}
-    return str(subprocess.run(command, **how).stdout)  # type: ignore[call-overload]
+    return str(subprocess.run(command, **how).stdout)
 
 
 @pytest.fixture(scope="module")
-def whole(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(base, tmp_path_factory):
     """The folder of caches in which one process has built all partitions."""
     folder = copied(base, tmp_path_factory.mktemp("whole"))
     build_token_cache(of(folder), NAME)
     return folder
 
 
-def test_by_hand_in_random_order_with_twenty_kills(base: Path, whole: Path, tmp_path: Path) -> None:
+def test_by_hand_in_random_order_with_twenty_kills(base, whole, tmp_path):
     folder, draw = copied(base, tmp_path), random.Random(0)
     settings, kills, longest, made = of(folder), 0, 3.0, set[int]()
     while len(made) < PARTITIONS:
@@ -108,10 +106,10 @@ def test_by_hand_in_random_order_with_twenty_kills(base: Path, whole: Path, tmp_
 
 
 @contextmanager
-def dask_cluster(folder: Path) -> Iterator[tuple[str, list[subprocess.Popen[bytes]]]]:
+def dask_cluster(folder):
     """Yield the address of a scheduler with two workers, and the workers' processes."""
     distributed = pytest.importorskip("distributed", reason="the extra dask is not installed")
-    workers: list[subprocess.Popen[bytes]] = []
+    workers = []
     with distributed.LocalCluster(n_workers=0, dashboard_address=None, scheduler_port=0) as cluster:
         for _ in range(2):
             workers.append(dask_worker(cluster.scheduler_address, folder))
@@ -121,13 +119,13 @@ def dask_cluster(folder: Path) -> Iterator[tuple[str, list[subprocess.Popen[byte
             process.wait()
 
 
-def dask_worker(address: str, folder: Path) -> subprocess.Popen[bytes]:
+def dask_worker(address, folder):
     command = [sys.executable, "-m", "distributed.cli.dask_worker", address, "--nthreads", "1", "--no-nanny"]
-    how: Any = {"cwd": ROOT, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    how = {"cwd": ROOT, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     return subprocess.Popen([*command, "--no-dashboard", "--local-directory", str(folder)], **how)
 
 
-def test_by_dask_with_a_worker_that_is_killed_twice(base: Path, whole: Path, tmp_path: Path) -> None:
+def test_by_dask_with_a_worker_that_is_killed_twice(base, whole, tmp_path):
     folder = copied(base, tmp_path)
     with dask_cluster(tmp_path) as (address, workers):
         command = [*CLI, "build", NAME, "--dask", address, *flags(of(folder))]
@@ -144,14 +142,14 @@ def test_by_dask_with_a_worker_that_is_killed_twice(base: Path, whole: Path, tmp
     assert difference(whole, folder) == ""
 
 
-def test_by_dagsters_executor_with_a_step_that_is_killed(base: Path, whole: Path, tmp_path: Path) -> None:
+def test_by_dagsters_executor_with_a_step_that_is_killed(base, whole, tmp_path):
     folder = copied(base, tmp_path)
     shutil.copyfile(ROOT / "dagster.yaml", tmp_path / "dagster.yaml")
     names = ("source_root", "cache_dir", "partitions", "engine", *FLAGS)
     given = {f"NIELS_GPT_{name.upper()}": str(getattr(of(folder), name)) for name in names}
     given |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
     command = [str(Path(sys.executable).with_name("dagster")), "asset", "materialize", "-m", "pipelines.definitions"]
-    how: Any = {"cwd": tmp_path, "env": {**os.environ, **given}, "stdout": subprocess.DEVNULL}
+    how = {"cwd": tmp_path, "env": {**os.environ, **given}, "stdout": subprocess.DEVNULL}
     run = subprocess.Popen([*command, "--select", f"pretrain/{NAME}"], stderr=subprocess.DEVNULL, **how)
     while not (locks := list(folder.glob(JOURNALS + "/../lock"))) or not (text := locks[0].read_text()):
         assert run.poll() is None
@@ -163,7 +161,7 @@ def test_by_dagsters_executor_with_a_step_that_is_killed(base: Path, whole: Path
     assert difference(whole / "pretrain", folder / "pretrain") == ""
 
 
-def test_other_numbers_of_partitions_in_between_change_nothing(base: Path, whole: Path, tmp_path: Path) -> None:
+def test_other_numbers_of_partitions_in_between_change_nothing(base, whole, tmp_path):
     folder = copied(base, tmp_path)
     metas = [build_token_cache(replace(of(folder), partitions=number), NAME).meta for number in (8, 3, 1, 8)]
     assert metas[0] == metas[3] == read_meta(str(whole / "pretrain" / NAME / "meta.json"))
@@ -171,7 +169,7 @@ def test_other_numbers_of_partitions_in_between_change_nothing(base: Path, whole
     assert "partitions" not in metas[2]
 
 
-def documents(cache: Path) -> Counter[tuple[str, bytes]]:
+def documents(cache):
     """Return how often a cache has each document: its split and its tokens."""
     found = Counter[tuple[str, bytes]]()
     for split in (split for split, shards in read_meta(str(cache / "meta.json"))["shards"].items() if shards):
@@ -181,7 +179,7 @@ def documents(cache: Path) -> Counter[tuple[str, bytes]]:
 
 
 @pytest.mark.parametrize("name", [NAME, "wikitext", "roam"])
-def test_eight_partitions_hold_the_documents_of_one_in_the_same_splits(base: Path, name: str, tmp_path: Path) -> None:
+def test_eight_partitions_hold_the_documents_of_one_in_the_same_splits(base, name, tmp_path):
     folder = copied(base, tmp_path)
     found = []
     for number in (1, PARTITIONS):
@@ -191,7 +189,7 @@ def test_eight_partitions_hold_the_documents_of_one_in_the_same_splits(base: Pat
     assert found[0] == found[1]
 
 
-def test_of_eight_books_none_is_moved_to_val(base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_of_eight_books_none_is_moved_to_val(base, tmp_path, caplog):
     folder = copied(base, tmp_path)
     one, eight = (build_token_cache(replace(of(folder), partitions=number), "gutenberg").meta for number in (1, 8))
     assert (one["docs"], eight["docs"]) == ({"train": 7, "val": 1}, {"train": 8, "val": 0})

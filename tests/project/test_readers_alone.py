@@ -1,7 +1,5 @@
 """Caches are read, sampled and folded where nothing but numpy and torch is installed."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -65,9 +63,9 @@ print(CachedEagle3Dataset(native)[0]["target_probs"].sum(-1).round()[:4].tolist(
 """
 
 
-def requirements(*names: str) -> dict[str, metadata.Distribution]:
+def requirements(*names):
     """Return distributions and all that they require, as they are installed here."""
-    found: dict[str, metadata.Distribution] = {}
+    found = {}
     left = list(names)
     while left:
         name = re.sub(r"[-_.]+", "-", left.pop()).lower()
@@ -80,7 +78,7 @@ def requirements(*names: str) -> dict[str, metadata.Distribution]:
     return found
 
 
-def link(site: Path, *names: str) -> None:
+def link(site, *names):
     """Link distributions, with what they require, into a folder of packages."""
     for found in requirements(*names).values():
         for name in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
@@ -89,7 +87,7 @@ def link(site: Path, *names: str) -> None:
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Path:
+def site(tmp_path):
     """A folder of packages that has numpy and torch with what they require, as links, and nothing else."""
     site = tmp_path / "site"
     site.mkdir()
@@ -97,7 +95,7 @@ def site(tmp_path: Path) -> Path:
     return site
 
 
-def run(site: Path, program: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def run(site, program, folder):
     """Run a program with the packages of a folder alone."""
     environment = {"PYTHONPATH": f"{site}:{ROOT}", "HOME": str(site.parent)}
     command = [sys.executable, "-S", "-c", program, folder]  # -S: no site-packages
@@ -105,7 +103,7 @@ def run(site: Path, program: str, folder: Path) -> subprocess.CompletedProcess[s
 
 
 @pytest.mark.slow
-def test_readers_samplers_and_folds_need_only_numpy_and_torch(tmp_path: Path, site: Path) -> None:
+def test_readers_samplers_and_folds_need_only_numpy_and_torch(tmp_path, site):
     put(built_caches(), tmp_path / "cache")
     done = run(site, PROGRAM, tmp_path / "cache")
     assert done.returncode == 0, done.stderr
@@ -113,7 +111,7 @@ def test_readers_samplers_and_folds_need_only_numpy_and_torch(tmp_path: Path, si
 
 
 @pytest.mark.slow
-def test_the_eagle3_reader_needs_safetensors_too_and_says_so(tmp_path: Path, site: Path) -> None:
+def test_the_eagle3_reader_needs_safetensors_too_and_says_so(tmp_path, site):
     write_cache(tmp_path / "cache", samples=3, shard_size=2, topk=3)
     write_native(tmp_path / "native", [[0, 1, 0, 1]])
     shapes = {"embeddings": (50, 4), "lm_head": (50, 4), "norm": (4,)}
@@ -126,7 +124,7 @@ def test_the_eagle3_reader_needs_safetensors_too_and_says_so(tmp_path: Path, sit
     assert done.stdout == "3 1 [2, 1]\n[1.0, 1.0, 1.0, 1.0] [20, 2]\n[1.0, 0.0, 1.0, 0.0]\n"
 
 
-def test_the_commands_say_in_one_line_that_their_packages_are_missing(tmp_path: Path, site: Path) -> None:
+def test_the_commands_say_in_one_line_that_their_packages_are_missing(tmp_path, site):
     done = run(site, "from niels_gpt.commands import start; raise SystemExit(start())", tmp_path)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (4, "", 1)
     assert "error[E901]: No module named 'click'. " in done.stderr and "pip install niels-gpt" in done.stderr

@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +22,7 @@ from niels_gpt.data import roam
 from niels_gpt.recipes.plan import recipes
 from niels_gpt.settings import Settings
 from niels_gpt.special_tokens import find_reserved_literal
-from niels_gpt.tokenizer import SentencePieceTokenizer, load_tokenizer
+from niels_gpt.tokenizer import load_tokenizer
 
 pytestmark = [
     pytest.mark.real_text,
@@ -34,27 +33,27 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
+def settings(tmp_path_factory):
     """Settings of the README's command on the mirror."""
     cache = tmp_path_factory.mktemp("real") / "cache"
     return Settings(source_root=os.environ["NIELS_GPT_TEST_DATA"], cache_dir=str(cache), seed=42)
 
 
 @pytest.fixture(scope="module")
-def metas(settings: Settings) -> dict[str, dict[str, Any]]:
+def metas(settings):
     """Every cache built once: a 16,000-piece tokenizer is trained first."""
     return {key: recipe(settings).meta for key, recipe in recipes(settings).items()}
 
 
 @pytest.fixture(scope="module")
-def tokenizer(settings: Settings, metas: dict[str, dict[str, Any]]) -> SentencePieceTokenizer:
+def tokenizer(settings, metas):
     """The tokenizer that the caches were built with."""
     tokenizer = load_tokenizer(Path(settings.cache_dir) / "tokenizer")
     assert tokenizer.vocab_size == 16_000
     return tokenizer
 
 
-def stored_documents(cache: Path, meta: dict[str, Any], split: str) -> list[list[int]]:
+def stored_documents(cache, meta, split):
     parts = [np.fromfile(cache / record["name"], dtype="<u2") for record in meta["shards"][split]]
     stream = np.concatenate(parts) if parts else np.empty(0, "<u2")
     starts = np.load(cache / meta["index"][split]["name"])
@@ -62,12 +61,10 @@ def stored_documents(cache: Path, meta: dict[str, Any], split: str) -> list[list
 
 
 @pytest.mark.parametrize("name", ["fineweb_edu", "wikitext", "roam", "gutenberg"])
-def test_every_kept_document_decodes_to_itself(
-    settings: Settings, metas: dict[str, dict[str, Any]], tokenizer: SentencePieceTokenizer, name: str
-) -> None:
+def test_every_kept_document_decodes_to_itself(settings, metas, tokenizer, name):
     meta, cache = metas[f"pretrain/{name}"], Path(settings.cache_dir) / "pretrain" / name
     eot = [meta["document_end"]["id"]] if meta["document_end"] else []
-    stored: Counter[str] = Counter()
+    stored = Counter()
     for split in ("train", "val"):
         for ids in stored_documents(cache, meta, split):
             assert ids[len(ids) - len(eot) :] == eot
@@ -81,24 +78,20 @@ def test_every_kept_document_decodes_to_itself(
 
 
 @pytest.mark.parametrize("name", ["dolly15k", "oasst1"])
-def test_every_kept_chat_is_stored_as_the_template_says(
-    settings: Settings, metas: dict[str, dict[str, Any]], tokenizer: SentencePieceTokenizer, name: str
-) -> None:
+def test_every_kept_chat_is_stored_as_the_template_says(settings, metas, tokenizer, name):
     meta, cache = metas[f"sft/{name}"], Path(settings.cache_dir) / "sft" / name
-    stored: Counter[tuple[int, ...]] = Counter()
+    stored = Counter()
     for split in ("train", "val"):
         tokens = np.fromfile(cache / f"{split}_tokens.bin", dtype="<u2")
         edges = [*np.load(cache / f"{split}_idx.npy").tolist(), len(tokens)]
         stored.update(tuple(tokens[a:b].tolist()) for a, b in itertools.pairwise(edges))
     chats = [chat for _, chat in chats_of(settings, name)]
     kept = [chat for chat in chats if not any(find_reserved_literal(turn["content"]) for turn in chat)]
-    assert stored == Counter(tuple(format_chat(tokenizer, chat)) for chat in kept)  # type: ignore[arg-type]
+    assert stored == Counter(tuple(format_chat(tokenizer, chat)) for chat in kept)
     assert meta["examples_read"] == len(chats) == sum(stored.values()) + sum(meta["dropped"].values())
 
 
-def test_the_mirrors_files_as_sources_of_ones_own_give_the_same_documents(
-    settings: Settings, metas: dict[str, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_the_mirrors_files_as_sources_of_ones_own_give_the_same_documents(settings, metas, tmp_path):
     root, cache = Path(settings.source_root), Path(settings.cache_dir)
     own = dataclasses.replace(
         settings,
@@ -124,7 +117,7 @@ def test_the_mirrors_files_as_sources_of_ones_own_give_the_same_documents(
     assert 0.5 < (size["val"] / docs["val"]) / (size["train"] / docs["train"]) < 2  # val is no choice of short notes
 
 
-def test_every_row_of_the_mirror_is_kept_or_counted(settings: Settings, metas: dict[str, dict[str, Any]]) -> None:
+def test_every_row_of_the_mirror_is_kept_or_counted(settings, metas):
     assert all(recipe(settings).reused for recipe in recipes(settings).values())  # a second run builds nothing
     root = Path(settings.source_root)
     rows = {
@@ -140,9 +133,7 @@ def test_every_row_of_the_mirror_is_kept_or_counted(settings: Settings, metas: d
         assert meta.get("documents_read", meta.get("examples_read")) + lost == expected, key
 
 
-def test_another_folder_hash_seed_locale_and_file_order_give_the_same_bytes(
-    settings: Settings, metas: dict[str, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_another_folder_hash_seed_locale_and_file_order_give_the_same_bytes(settings, metas, tmp_path):
     mirror = tmp_path / "other" / "mirror"
     for path in sorted(Path(settings.source_root).rglob("*"), reverse=True):  # written in another order
         if path.is_file():
@@ -160,16 +151,14 @@ def test_another_folder_hash_seed_locale_and_file_order_give_the_same_bytes(
     assert (different, unread) == ([], [])
 
 
-def relative_files(root: Path) -> list[str]:
+def relative_files(root):
     """Files under a cache folder; .runs/ holds times and is left out."""
     found = (Path(folder, name).relative_to(root) for folder, _, names in os.walk(root) for name in names)
     return sorted(str(path) for path in found if path.parts[0] != ".runs")
 
 
 @pytest.mark.parametrize("source", ["dolly15k", "oasst1"])
-def test_a_target_cache_of_real_chats_holds_their_ids_and_is_good(
-    settings: Settings, tokenizer: SentencePieceTokenizer, tmp_path: Path, source: str
-) -> None:
+def test_a_target_cache_of_real_chats_holds_their_ids_and_is_good(settings, tokenizer, tmp_path, source):
     from niels_gpt.eagle3.cache import verify
     from niels_gpt.eagle3.target import write_small_target
 

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from support import ROOT
@@ -13,7 +12,7 @@ SMALL += ["--files", "3", "--file-bytes", "100", "--partitions", "3"]
 
 
 @pytest.mark.slow
-def test_a_small_run_measures_everything_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_small_run_measures_everything_and_leaves_nothing(tmp_path):
     command = [sys.executable, str(ROOT / "tools" / "simulate_scale.py"), *SMALL, "--folder", str(tmp_path), "--json"]
     found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert {each["what"] for each in found} >= {"meta", "open", "batches", "verify", "gc", "seal, deep", "fingerprint"}

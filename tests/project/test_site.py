@@ -3,8 +3,6 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
-from types import ModuleType
 from xml.etree import ElementTree
 
 import pytest
@@ -15,11 +13,11 @@ from tools import check_site
 from tools.pictures.__main__ import PICTURES
 
 
-def test_every_page_of_docs_has_one_entry_in_the_navigation() -> None:
+def test_every_page_of_docs_has_one_entry_in_the_navigation():
     assert list(check_site.faults_of_navigation(ROOT)) == []
 
 
-def test_a_page_that_is_not_there_or_has_no_place_is_named(tmp_path: Path) -> None:
+def test_a_page_that_is_not_there_or_has_no_place_is_named(tmp_path):
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "lost.md").write_text("# Lost\n")
     (tmp_path / "zensical.toml").write_text('[project]\nnav = [{ "A" = ["gone.md"] }]\n')
@@ -45,7 +43,7 @@ GOOD = '<h1 id="top">A</h1><a href="#top">up</a><a href="https://example.org">ou
         (GOOD, "@import 'https://a.org/b.css';", "a.css: loads https://a.org/b.css from the network"),
     ],
 )
-def test_what_a_page_loads_and_links_to_is_checked(page: str, css: str, fault: str | None, tmp_path: Path) -> None:
+def test_what_a_page_loads_and_links_to_is_checked(page, css, fault, tmp_path):
     site = tmp_path / "site"
     site.mkdir()
     (tmp_path / "out.txt").touch()
@@ -56,20 +54,20 @@ def test_what_a_page_loads_and_links_to_is_checked(page: str, css: str, fault: s
 
 
 @pytest.mark.parametrize("folder", ["niels_gpt", "pipelines"])
-def test_a_public_name_without_a_docstring_fails_the_checks(folder: str) -> None:
+def test_a_public_name_without_a_docstring_fails_the_checks(folder):
     code = '"""A module."""\n\n\ndef public() -> None:\n    pass\n'
     command = [sys.executable, "-m", "ruff", "check", "--output-format", "concise", "--stdin-filename"]
     done = subprocess.run([*command, f"{folder}/a.py", "-"], input=code, text=True, capture_output=True, cwd=ROOT)
     assert done.returncode == 1 and "D103" in done.stdout
 
 
-def named_pictures() -> set[str]:
+def named_pictures():
     """Return the files of docs/images/ that README and the pages show."""
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     return {name for page in pages for name in re.findall(r"images/([\w.]+)", page.read_text(encoding="utf-8"))}
 
 
-def test_every_picture_is_shown_and_every_picture_shown_is_there() -> None:
+def test_every_picture_is_shown_and_every_picture_shown_is_there():
     assert {path.name for path in (ROOT / "docs" / "images").iterdir()} == named_pictures()
 
 
@@ -77,7 +75,7 @@ def test_every_picture_is_shown_and_every_picture_shown_is_there() -> None:
 @pytest.mark.parametrize(
     "name", [*sorted(set(PICTURES) - {"dagster", "plan"}), pytest.param("plan", marks=pytest.mark.slow)]
 )
-def test_a_picture_is_what_its_script_draws(name: str, tmp_path: Path) -> None:
+def test_a_picture_is_what_its_script_draws(name, tmp_path):
     PICTURES[name](tmp_path)
     (drawn,) = tmp_path.iterdir()
     picture = ElementTree.parse(drawn).getroot()
@@ -90,7 +88,7 @@ def test_a_picture_is_what_its_script_draws(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("package", [cache, sampling], ids=lambda package: package.__name__)
-def test_every_public_name_of_a_package_is_on_an_api_page(package: ModuleType) -> None:
+def test_every_public_name_of_a_package_is_on_an_api_page(package):
     pages = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "api").glob("*.md"))
     shown = {name.rpartition(".")[2] for name in re.findall(r"^::: (\S+)$", pages, re.MULTILINE)}
     assert set(package.__all__) <= shown

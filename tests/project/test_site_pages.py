@@ -11,8 +11,6 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from support import ROOT
@@ -32,12 +30,12 @@ PAGES = (
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, *_: object) -> None:
+    def log_message(self, *_):
         pass
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(tmp_path_factory):
     """A strict build of the site, in a copy of what it is made from."""
     root = tmp_path_factory.mktemp("site")
     shutil.copyfile(ROOT / "zensical.toml", root / "zensical.toml")
@@ -48,7 +46,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def address(site: Path) -> Iterator[str]:
+def address(site):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(site)))
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -58,18 +56,18 @@ def address(site: Path) -> Iterator[str]:
     server.server_close()
 
 
-def test_every_link_and_file_of_the_built_site_is_there(site: Path) -> None:
+def test_every_link_and_file_of_the_built_site_is_there(site):
     assert list(check_site.faults(site)) == []
 
 
-def prose(page: Path) -> str:
+def prose(page):
     """Return what a page says, on one line, without its signatures."""
     article = page.read_text(encoding="utf-8").partition("<article")[2].partition("</article>")[0]
     article = re.sub(r"<pre>.*?</pre>", "", article, flags=re.DOTALL)
     return re.sub(r"\s+", " ", html.unescape(re.sub(r"<(?!li>)[^>]*>", "", article)).replace("<li> ", "<li>"))
 
 
-def test_docstrings_are_lists_and_fields_have_their_comments(site: Path) -> None:
+def test_docstrings_are_lists_and_fields_have_their_comments(site):
     assert "<li>shuffle_buffer: documents in the shuffle buffer; None: the order" in prose(site / "api" / "cache.html")
     folding = prose(site / "api" / "prefix_tree.html")
     assert "int64 [T], tokens above this one in every sample through it" in folding
@@ -82,13 +80,13 @@ def test_docstrings_are_lists_and_fields_have_their_comments(site: Path) -> None
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1440, 390])
-def test_no_page_overflows_its_screen_and_no_request_fails(address: str, width: int, scheme: str) -> None:
+def test_no_page_overflows_its_screen_and_no_request_fails(address, width, scheme):
     from playwright.sync_api import sync_playwright
 
     chromium = shutil.which("chromium")
     assert chromium, "no chromium: apt-get install chromium"
-    asked: list[str] = []
-    failed: list[tuple[object, str]] = []
+    asked = []
+    failed = []
     with sync_playwright() as playwright:
         flags = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-component-update"]
         browser = playwright.chromium.launch(executable_path=chromium, args=flags)

@@ -4,22 +4,16 @@ import importlib
 import json
 import shutil
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 from support import ROOT
 from support.commands import niels_gpt
 from support.real_text import sample_rows, tokenized
-from torch import Tensor
 
 from niels_gpt.chat import open_tokenizer
 from niels_gpt.eagle3.cache import build_cached_eagle3_dataloader, read_manifest, read_target_embeddings
 from niels_gpt.eagle3.target import HFEagle3TargetModel, load_target, write_small_target
-from niels_gpt.tokenizer import SentencePieceTokenizer
 
 pytest.importorskip("transformers", reason="running a target needs the extra eagle3")
 pytest.importorskip("matplotlib", reason="the extra `plot` brings it")
@@ -29,7 +23,7 @@ LAYERS, STEPS = [1, 3, 4], 3
 ANSWERS = ["The heron walks to the mill.", "It was windy that day, so the otter stayed.", "Why? Pebbles!"]
 
 
-def imported(name: str) -> Iterator[ModuleType]:
+def imported(name):
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "examples")
         yield importlib.import_module(name)
@@ -38,17 +32,17 @@ def imported(name: str) -> Iterator[ModuleType]:
 
 
 @pytest.fixture(scope="module")
-def example() -> Iterator[ModuleType]:
+def example():
     yield from imported("train_eagle3_draft")
 
 
 @pytest.fixture(scope="module")
-def parts() -> Iterator[ModuleType]:
+def parts():
     yield from imported("eagle3_draft")
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: SentencePieceTokenizer) -> Path:
+def run(tmp_path_factory, tiny_tokenizer):
     """A folder with a target of random weights, ten chats, and their caches in fp32."""
     folder = tmp_path_factory.mktemp("run")
     write_small_target(folder / "target", tiny_tokenizer)
@@ -64,22 +58,22 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: SentencePieceT
 
 
 @pytest.fixture(scope="module")
-def target(run: Path) -> Any:
+def target(run):
     return load_target(str(run / "target"), revision=None, dtype=torch.float32, attention="sdpa", device="cpu")
 
 
 @pytest.fixture
-def draft(parts: ModuleType, run: Path) -> Any:
+def draft(parts, run):
     torch.manual_seed(0)
     selected = torch.tensor(read_manifest(run / "cache")["selected_token_ids"])
     return parts.Draft(read_target_embeddings(run / "cache"), selected)
 
 
-def first_batch(run: Path, size: int = 4) -> dict[str, Tensor]:
+def first_batch(run, size=4):
     return next(iter(build_cached_eagle3_dataloader(run / "cache", size, shuffle=False)))
 
 
-def test_each_step_of_training_is_a_proposal_at_inference(parts: ModuleType, run: Path, draft: Any) -> None:
+def test_each_step_of_training_is_a_proposal_at_inference(parts, run, draft):
     """One slot at a time: the slots up to p with the target's states, then one slot for each token behind it."""
     batch = first_batch(run)
     sums, positions = torch.zeros(STEPS), torch.zeros(STEPS)
@@ -103,9 +97,7 @@ def test_each_step_of_training_is_a_proposal_at_inference(parts: ModuleType, run
     assert torch.allclose(found, sums / positions, rtol=1e-5)
 
 
-def test_a_slot_of_the_cache_is_the_same_slot_at_inference(
-    parts: ModuleType, run: Path, target: Any, draft: Any
-) -> None:
+def test_a_slot_of_the_cache_is_the_same_slot_at_inference(parts, run, target, draft):
     """After tokens 0 .. p+1 the draft proposes token p+2 from slot p, also where its keys came in two parts."""
     samples, batch = [*sample_rows(run / "cache")], first_batch(run)
     seen = torch.ones(48, 48, dtype=torch.bool).tril()
@@ -125,9 +117,7 @@ def test_a_slot_of_the_cache_is_the_same_slot_at_inference(
                 assert whole - draft.d2t[expected[index, slot]] == expected[index, slot]
 
 
-def test_cache_and_live_target_give_the_same_loss_and_gradients(
-    example: ModuleType, parts: ModuleType, run: Path, target: Any, draft: Any
-) -> None:
+def test_cache_and_live_target_give_the_same_loss_and_gradients(example, parts, run, target, draft):
     rows = list(tokenized(run / "chats.jsonl", str(run / "target"), seq_length=48))
     selected = torch.tensor(read_manifest(run / "cache")["selected_token_ids"])
     live = example.live_batch(HFEagle3TargetModel(target, LAYERS), selected, rows[:4])
@@ -148,16 +138,16 @@ def test_cache_and_live_target_give_the_same_loss_and_gradients(
 class Oracle:
     """A draft that knows the target's reply, or is always wrong."""
 
-    def __init__(self, reply: list[int], right: bool) -> None:
+    def __init__(self, reply, right):
         self.reply, self.right = reply, right
 
-    def propose(self, aux: Tensor, ids: Tensor, known: int | None, chain: int) -> tuple[Tensor, int]:
+    def propose(self, aux, ids, known, chain):
         known = 1 if known is None else known + len(ids)  # of the reply; at first its first token
         proposals = torch.tensor((self.reply + [0] * chain)[known : known + chain])
         return proposals if self.right else (proposals == 0).long(), known
 
 
-def test_what_is_accepted_and_counted_by_hand(parts: ModuleType, target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_accepted_and_counted_by_hand(parts, target, monkeypatch):
     prompt = torch.tensor([5, 17, 60, 33])
     reply = parts.greedy(target, prompt, 15)
     alone = target.generate(prompt[None], attention_mask=torch.ones(1, 4), max_new_tokens=15, do_sample=False)
@@ -173,7 +163,7 @@ def test_what_is_accepted_and_counted_by_hand(parts: ModuleType, target: Any, mo
     assert (found, passes) == (reply[:11], [(3, 4), (3, 4), (2, 2)])  # what follows the end does not count
 
 
-def test_shares_of_acceptance_by_hand(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shares_of_acceptance_by_hand(example, monkeypatch):
     passes = [(3, 4), (0, 1), (2, 3), (2, 2)]  # the last one's reply ends with its second proposal
     monkeypatch.setattr(example, "speculate", lambda *_: ([7], passes))
     options = example.parse(["target", "cache", "chats", "--chain", "3"])
@@ -185,9 +175,7 @@ def test_shares_of_acceptance_by_hand(example: ModuleType, monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_a_run_from_the_cache_from_the_live_target_and_untrained(
-    example: ModuleType, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_from_the_cache_from_the_live_target_and_untrained(example, run, tmp_path, capsys):
     numbers = {}
     for name, more in (("cache", ""), ("native", ""), ("live", f"--online {run}/chats.jsonl"), ("untrained", "")):
         more += " --draft untrained" if name == "untrained" else f" --beside {tmp_path}/cache.json" if numbers else ""
@@ -203,7 +191,7 @@ def test_a_run_from_the_cache_from_the_live_target_and_untrained(
     assert bool((losses["cache"][-1] < losses["cache"][0]).all())
 
 
-def test_the_last_block_is_refused_as_an_auxiliary_layer(example: ModuleType, run: Path, tmp_path: Path) -> None:
+def test_the_last_block_is_refused_as_an_auxiliary_layer(example, run, tmp_path):
     cache = shutil.copytree(run / "cache", tmp_path / "cache")
     manifest = json.loads((cache / "manifest.json").read_text())
     (cache / "manifest.json").write_text(json.dumps({**manifest, "aux_layer_ids": [1, 3, 7]}))
@@ -212,7 +200,7 @@ def test_the_last_block_is_refused_as_an_auxiliary_layer(example: ModuleType, ru
 
 
 @pytest.mark.slow  # transformers and a tokenizer's training
-def test_the_small_target_learns_its_chats_and_none_that_are_held_out(parts: ModuleType, tmp_path: Path) -> None:
+def test_the_small_target_learns_its_chats_and_none_that_are_held_out(parts, tmp_path):
     small = importlib.import_module("small_target")
     sizes = "--held-out 5 --vocab-size 600 --hidden 32 --epochs 1 --source-root sample"
     small.main([str(tmp_path / "run"), *sizes.split()])
@@ -221,7 +209,7 @@ def test_the_small_target_learns_its_chats_and_none_that_are_held_out(parts: Mod
     assert len(questions["held_out"]) == 5 and len(questions["train"]) == len(files["train"]) > 20
     assert not questions["train"] & questions["held_out"]
     folder = str(tmp_path / "run" / "target")
-    target: Any = load_target(folder, revision=None, dtype=torch.float32, attention="sdpa", device="cpu")
+    target = load_target(folder, revision=None, dtype=torch.float32, attention="sdpa", device="cpu")
     row = next(tokenized(tmp_path / "run" / "held_out.jsonl", folder, seq_length=160))
     assert target.config.eos_token_id == row.input_ids[-1]  # so that a reply ends where a chat does
     assert target.config.vocab_size == open_tokenizer(folder).vocab_size

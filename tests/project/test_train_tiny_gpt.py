@@ -11,10 +11,7 @@ import os
 import shutil
 import statistics
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +22,6 @@ from support.tiny_texts import TINY_TEXTS
 from niels_gpt.cache import build_pretrain_cache, build_sft_cache
 from niels_gpt.recipes.plan import recipes
 from niels_gpt.settings import Settings
-from niels_gpt.tokenizer import SentencePieceTokenizer
 
 pytest.importorskip("matplotlib", reason="the extra `plot` brings it")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -37,7 +33,7 @@ NEVER_STOPPED = "--stop-at --world-sizes 1"
 
 
 @pytest.fixture(scope="module")
-def example() -> Iterator[ModuleType]:
+def example():
     """The example as a module that processes it starts can import, too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(EXAMPLE.parent)
@@ -45,9 +41,9 @@ def example() -> Iterator[ModuleType]:
         patch.delitem(sys.modules, EXAMPLE.stem)
 
 
-def build_small(root: Path, tokenizer: SentencePieceTokenizer, texts: tuple[str, ...] = TINY_TEXTS) -> Path:
+def build_small(root, tokenizer, texts=TINY_TEXTS):
     """Build two pretrain caches and two of chats."""
-    sizes: dict[str, Any] = {"max_train_tokens": 100_000, "max_val_tokens": 200, "shard_bytes": 1000}
+    sizes = {"max_train_tokens": 100_000, "max_val_tokens": 200, "shard_bytes": 1000}
     for name, part in (("birds", texts[:40]), ("beasts", texts[40:])):
         folder = root / "pretrain" / name
         build_pretrain_cache(part, folder, tokenizer=tokenizer, seed=0, shuffle_buffer=None, **sizes)
@@ -60,53 +56,51 @@ def build_small(root: Path, tokenizer: SentencePieceTokenizer, texts: tuple[str,
 
 
 @pytest.fixture(scope="module")
-def caches(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: SentencePieceTokenizer) -> Path:
+def caches(tmp_path_factory, tiny_tokenizer):
     """Small caches that no test changes."""
     return build_small(tmp_path_factory.mktemp("small"), tiny_tokenizer)
 
 
-def flags(caches: Path, out: Path, *more: str, names: tuple[str, ...] = ("beasts", "birds")) -> list[str]:
+def flags(caches, out, *more, names=("beasts", "birds")):
     """Return a command line; more: flags, separated by spaces."""
     folders = [str(caches / "pretrain" / name) for name in names]
     given = ["--pretrain", *folders, "--weights", "2", "1", "--sft", str(caches / "sft" / "birds"), "--out", str(out)]
     return [*given, *" ".join(more).split()]
 
 
-def trained(example: ModuleType, caches: Path, out: Path, *more: str) -> dict[str, Any]:
+def trained(example, caches, out, *more):
     """Run the example; return its numbers."""
     return numbers_of(example, flags(caches, out, *more))
 
 
-def numbers_of(example: ModuleType, arguments: list[str]) -> dict[str, Any]:
+def numbers_of(example, arguments):
     example.main(arguments)
     out = Path(arguments[arguments.index("--out") + 1])
-    found: dict[str, Any] = json.loads(out.with_suffix(".json").read_text())
+    found = json.loads(out.with_suffix(".json").read_text())
     return found
 
 
 @pytest.fixture(scope="module")
-def straight(example: ModuleType, caches: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def straight(example, caches, tmp_path_factory):
     """A run of one process that was never stopped: 12 steps of pretraining, 8 with chats."""
     out = tmp_path_factory.mktemp("straight") / "loss.png"
     return trained(example, caches, out, SMALL, NEVER_STOPPED)
 
 
-def let_it_see_what_comes_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def let_it_see_what_comes_next(monkeypatch):
     attention = torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(
         torch.nn.functional, "scaled_dot_product_attention", lambda q, k, v, *_causal: attention(q, k, v)
     )
 
 
-def end(losses: list[float]) -> float:
+def end(losses):
     return statistics.fmean(losses[-len(losses) // 10 :])
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create .* worker processes")  # on a machine of one core
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_stop_does_not_show_in_the_losses(
-    example: ModuleType, caches: Path, straight: dict[str, Any], tmp_path: Path, workers: int
-) -> None:
+def test_a_stop_does_not_show_in_the_losses(example, caches, straight, tmp_path, workers):
     more = f"--stop-at 5 6 15 --world-sizes 1 --workers {workers}"
     stopped = trained(example, caches, tmp_path / "loss.png", SMALL, more)
     assert stopped["jobs"] == [[5, 1], [6, 1], [15, 1], [20, 1]]
@@ -115,26 +109,20 @@ def test_a_stop_does_not_show_in_the_losses(
 
 
 @pytest.mark.slow
-def test_a_change_of_world_size_at_a_stop_does_not_show_either(
-    example: ModuleType, caches: Path, straight: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_change_of_world_size_at_a_stop_does_not_show_either(example, caches, straight, tmp_path):
     stopped = trained(example, caches, tmp_path / "loss.png", SMALL, "--stop-at 5 15 --world-sizes 1 2 1")
     assert stopped["jobs"] == [[5, 1], [15, 2], [20, 1]]  # the second stage begins in the job of two processes
     assert stopped["losses"] == pytest.approx(straight["losses"], rel=0, abs=1e-9)
 
 
-def test_another_seed_gives_other_losses(
-    example: ModuleType, caches: Path, straight: dict[str, Any], tmp_path: Path
-) -> None:
+def test_another_seed_gives_other_losses(example, caches, straight, tmp_path):
     more = (SMALL, NEVER_STOPPED, "--pretrain-steps 2 --sft-steps 0")
     runs = [trained(example, caches, tmp_path / "loss.png", *more, f"--seed {seed}") for seed in (0, 1)]
     one, other = (run["losses"] for run in runs)
     assert one == straight["losses"][:2] and one[0] != other[0] and one[1] != other[1]
 
 
-def test_the_picture_the_numbers_and_the_last_lines(
-    example: ModuleType, caches: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_picture_the_numbers_and_the_last_lines(example, caches, tmp_path, capsys):
     found = trained(example, caches, tmp_path / "loss.png", SMALL, "--world-sizes 1")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert found["jobs"] == [[6, 1], [20, 1]]  # by default it is stopped in the middle of pretraining
@@ -163,10 +151,8 @@ def test_the_picture_the_numbers_and_the_last_lines(
     ]
 
 
-def test_the_picture_shows_both_stages_the_stops_val_and_the_unigram_entropy(
-    example: ModuleType, straight: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn: list[Any] = []
+def test_the_picture_shows_both_stages_the_stops_val_and_the_unigram_entropy(example, straight, tmp_path, monkeypatch):
+    drawn = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure))
     example.plot({**straight, "jobs": [[5, 1], [20, 2]]}, tmp_path / "loss.png")
     (axes,) = drawn[0].axes
@@ -183,22 +169,20 @@ def test_the_picture_shows_both_stages_the_stops_val_and_the_unigram_entropy(
 
 
 @pytest.mark.slow
-def test_permuted_tokens_end_at_the_unigram_entropy(example: ModuleType, caches: Path, tmp_path: Path) -> None:
+def test_permuted_tokens_end_at_the_unigram_entropy(example, caches, tmp_path):
     found = trained(example, caches, tmp_path / "loss.png", CONTROL, NEVER_STOPPED)
     assert len(found["losses"]) == 200 and not any(each["chats"] for each in found["evaluations"])
     assert end(found["losses"]) == pytest.approx(found["unigram_entropy"], abs=0.1)
 
 
-def test_the_control_finds_a_network_that_sees_what_comes_next(
-    example: ModuleType, caches: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_control_finds_a_network_that_sees_what_comes_next(example, caches, tmp_path, monkeypatch):
     let_it_see_what_comes_next(monkeypatch)
     # Of seeds 0 to 3 the last three find it in 200 steps, with losses of 1.3 to 1.8 after an entropy of 3.9.
     found = trained(example, caches, tmp_path / "loss.png", CONTROL, NEVER_STOPPED, "--seed 1")
     assert end(found["losses"]) < found["unigram_entropy"] - 0.5
 
 
-def test_a_permutation_moves_all_tokens_of_a_batch_and_makes_no_new_ones(example: ModuleType) -> None:
+def test_a_permutation_moves_all_tokens_of_a_batch_and_makes_no_new_ones(example):
     rows = torch.arange(4 * 9).view(4, 9)
     generator = torch.Generator().manual_seed(0)
     x, y = example.permuted(rows[:, :-1], rows[:, 1:], generator)
@@ -212,7 +196,7 @@ def test_a_permutation_moves_all_tokens_of_a_batch_and_makes_no_new_ones(example
         example.permuted(rows, rows, generator)  # y is not x one token later
 
 
-def test_the_control_is_the_same_on_every_rank(example: ModuleType, caches: Path, tmp_path: Path) -> None:
+def test_the_control_is_the_same_on_every_rank(example, caches, tmp_path):
     parts = {}
     for world_size in (1, 2):
         options, saved = started(example, caches, tmp_path / "loss.png", SMALL, "--permute-tokens")
@@ -223,22 +207,20 @@ def test_the_control_is_the_same_on_every_rank(example: ModuleType, caches: Path
         assert torch.equal(torch.cat([parts[2, rank][part] for rank in range(2)]), parts[1, 0][part])
 
 
-def started(example: ModuleType, caches: Path, out: Path, *more: str) -> tuple[argparse.Namespace, dict[str, Any]]:
+def started(example, caches, out, *more):
     """Return the options and the checkpoint of step 0."""
     options = example.parse(flags(caches, out, *more))
     example.begin(options)
     return options, torch.load(out.with_suffix(".pt"), weights_only=True)
 
 
-def test_chats_have_the_same_loss_in_packed_and_in_padded_rows(straight: dict[str, Any]) -> None:
+def test_chats_have_the_same_loss_in_packed_and_in_padded_rows(straight):
     for each in straight["evaluations"]:
         assert each["chats"]["packed"] == pytest.approx(each["chats"]["padded"], rel=0, abs=1e-9)
     assert straight["evaluations"][-1]["chats"]["packed_rows"] < straight["evaluations"][-1]["chats"]["padded_rows"]
 
 
-def test_without_the_mask_packed_rows_have_another_loss(
-    example: ModuleType, caches: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_mask_packed_rows_have_another_loss(example, caches, tmp_path, monkeypatch):
     options, _ = started(example, caches, tmp_path / "loss.png", SMALL)
     model = example.TinyGPT(options)
     with torch.no_grad():
@@ -250,7 +232,7 @@ def test_without_the_mask_packed_rows_have_another_loss(
     assert abs(found["packed"] - found["padded"]) > 1e-3
 
 
-def test_the_unigram_entropy_of_a_mixture_by_hand(example: ModuleType, tmp_path: Path) -> None:
+def test_the_unigram_entropy_of_a_mixture_by_hand(example, tmp_path):
     for name, text in (("a", "aaaaaaaa"), ("b", "bbbbbbbb")):
         byte_tokenizer.build(tmp_path / name, [text])
     for weight, expected in ((1, math.log(2)), (3, math.log(4) - 0.75 * math.log(3))):
@@ -258,9 +240,7 @@ def test_the_unigram_entropy_of_a_mixture_by_hand(example: ModuleType, tmp_path:
         assert example.unigram_entropy(options) == pytest.approx(expected, abs=1e-12)
 
 
-def test_a_cache_that_was_built_anew_between_two_jobs_is_refused(
-    example: ModuleType, tiny_tokenizer: SentencePieceTokenizer, tmp_path: Path
-) -> None:
+def test_a_cache_that_was_built_anew_between_two_jobs_is_refused(example, tiny_tokenizer, tmp_path):
     root = build_small(tmp_path / "cache", tiny_tokenizer)
     options, _ = started(example, root, tmp_path / "loss.png", SMALL)
     example.job(0, options, 6, 1)
@@ -286,22 +266,20 @@ def test_a_cache_that_was_built_anew_between_two_jobs_is_refused(
     ],
 )
 def test_what_cannot_be_trained_is_said_before_the_first_step(
-    example: ModuleType,
-    caches: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    more: str,
-    error: type[BaseException],
-    said: str,
-) -> None:
+    example,
+    caches,
+    tmp_path,
+    capsys,
+    more,
+    error,
+    said,
+):
     with pytest.raises(error) as raised:
         example.main(flags(caches, tmp_path / "loss.png", SMALL, more))
     assert said in str(raised.value) + capsys.readouterr().err and list(tmp_path.iterdir()) == []
 
 
-def test_without_matplotlib_the_extra_is_named_before_anything_is_done(
-    example: ModuleType, caches: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_matplotlib_the_extra_is_named_before_anything_is_done(example, caches, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SystemExit, match=r"needs matplotlib: pip install 'niels-gpt\[plot\]'"):
         example.main(flags(caches, tmp_path / "loss.png", SMALL))
@@ -312,9 +290,7 @@ def test_without_matplotlib_the_extra_is_named_before_anything_is_done(
 @pytest.mark.skipif(
     "NIELS_GPT_TEST_DATA" not in os.environ, reason="NIELS_GPT_TEST_DATA names no mirror of real text (README)"
 )
-def test_real_text_is_learned_and_permuted_real_text_is_not(
-    example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_real_text_is_learned_and_permuted_real_text_is_not(example, tmp_path, monkeypatch):
     settings = Settings(
         source_root=os.environ["NIELS_GPT_TEST_DATA"],
         cache_dir=str(tmp_path / "cache"),
@@ -330,7 +306,7 @@ def test_real_text_is_learned_and_permuted_real_text_is_not(
     more = "--T 32 --global-batch-size 16 --lr 5e-3 --pretrain-steps 600 --sft-steps 40"
     root, out = Path(settings.cache_dir), tmp_path / "loss.png"
 
-    def run(*last: str) -> dict[str, Any]:
+    def run(*last):
         given = flags(root, out, more, *last, "--weights 0.9 0.1 --sft", names=("fineweb_edu", "roam"))
         return numbers_of(example, [*given, str(root / "sft" / "dolly15k")])
 

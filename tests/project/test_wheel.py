@@ -34,10 +34,10 @@ MADE = {".cache", ".git", ".venv", ".peers", ".oldest", ".dagster", ".hypothesis
 """Folders of a checkout that are not tracked, beside what `cache/` holds and caches of tools."""
 
 
-def copied(folder: Path) -> Path:
+def copied(folder):
     """Copy the checkout without what is not tracked: setuptools leaves folders whose stale files would be packaged."""
 
-    def untracked(place: str, names: list[str]) -> set[str]:
+    def untracked(place, names):
         if Path(place) == ROOT / "cache":
             return set(names) - {"README.md"}
         ends = (".egg-info", "_cache", "__pycache__")
@@ -57,17 +57,17 @@ UNTRACKED = [
 """Files that may lie in a checkout and belong in no distribution."""
 
 
-def files_of(folder: Path) -> set[str]:
+def files_of(folder):
     """Return the paths of all files below a folder."""
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-def environment() -> dict[str, str]:
+def environment():
     """Return the environment without this checkout's packages."""
     return {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
 
 
-def run(*command: str | Path, cwd: Path | None = None) -> str:
+def run(*command, cwd=None):
     """Run a command that succeeds; returns what it printed."""
     done = subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -75,7 +75,7 @@ def run(*command: str | Path, cwd: Path | None = None) -> str:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, set[str]]:
+def built(tmp_path_factory):
     """The wheel, the source distribution that it was built from, and the files of the checkout."""
     folder = tmp_path_factory.mktemp("built")
     copy = copied(folder / "copy")
@@ -89,7 +89,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, set[str
 
 
 @pytest.fixture(scope="module")
-def installed(built: tuple[Path, Path, set[str]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(built, tmp_path_factory):
     """The bin/ of an environment with the wheel. Its dependencies, gigabytes with torch, are this environment's."""
     folder = tmp_path_factory.mktemp("installed")
     venv.create(folder, with_pip=True)
@@ -102,8 +102,8 @@ def installed(built: tuple[Path, Path, set[str]], tmp_path_factory: pytest.TempP
 
 @pytest.mark.slow
 def test_the_source_distribution_is_the_checkout_and_the_wheel_has_both_packages(
-    built: tuple[Path, Path, set[str]],
-) -> None:
+    built,
+):
     wheel, sdist, files = built
     with tarfile.open(sdist) as archive:
         packed = {name.partition("/")[2] for name in archive.getnames() if not archive.getmember(name).isdir()}
@@ -122,7 +122,7 @@ def test_the_source_distribution_is_the_checkout_and_the_wheel_has_both_packages
 
 
 @pytest.mark.slow
-def test_the_installed_wheel_builds_the_demo_and_runs_the_readmes_first_python(installed: Path, tmp_path: Path) -> None:
+def test_the_installed_wheel_builds_the_demo_and_runs_the_readmes_first_python(installed, tmp_path):
     where = run(installed / "python", "-c", PROGRAM, cwd=tmp_path)
     assert where.strip().startswith(str(installed.parent))
     run(installed / "niels-gpt", "demo", "cache", cwd=tmp_path)
@@ -134,12 +134,12 @@ def test_the_installed_wheel_builds_the_demo_and_runs_the_readmes_first_python(i
         run(installed / "niels-gpt", command, "cache/sample", cwd=tmp_path)
 
 
-def normalized(name: str) -> str:
+def normalized(name):
     """Return the name of a distribution as package indices compare it."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def test_every_package_that_is_imported_is_declared() -> None:
+def test_every_package_that_is_imported_is_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     named = ("dagster", "dask", "eagle3", "fast", "plot", "rl")
@@ -147,7 +147,7 @@ def test_every_package_that_is_imported_is_declared() -> None:
     declared = {normalized(re.split(r"[^\w.-]", line)[0]) for line in needed}
     pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     assert declared - {"niels-gpt"} <= {normalized(line.partition("==")[0]) for line in pins}
-    imported: dict[str, str] = {}
+    imported = {}
     for path in (path for folder in ("niels_gpt", "pipelines") for path in (ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_bytes())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -160,13 +160,13 @@ def test_every_package_that_is_imported_is_declared() -> None:
     assert {name: imported[name] for name, found in distributions.items() if found not in declared} == {}
 
 
-def test_the_version_is_the_same_everywhere() -> None:
+def test_the_version_is_the_same_everywhere():
     texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("pyproject.toml", "CITATION.cff")}
     found = {name: re.findall(r'^version(?: =|:) "?([^"\n]+)"?$', text, re.MULTILINE) for name, text in texts.items()}
     assert set(map(tuple, found.values())) == {(commands.niels_gpt("--version").out.split()[-1],)}
 
 
-def test_every_editable_install_is_one_whose_types_are_seen() -> None:
+def test_every_editable_install_is_one_whose_types_are_seen():
     installs = [
         line
         for name in ("Makefile", ".ci/run", "README.md", "CONTRIBUTING.md")
@@ -177,7 +177,7 @@ def test_every_editable_install_is_one_whose_types_are_seen() -> None:
 
 
 @pytest.mark.slow
-def test_a_type_checker_in_another_folder_sees_the_types_of_an_editable_install(tmp_path: Path) -> None:
+def test_a_type_checker_in_another_folder_sees_the_types_of_an_editable_install(tmp_path):
     venv.create(tmp_path / "env")
     python, work = tmp_path / "env" / "bin" / "python", tmp_path / "elsewhere"
     work.mkdir()

@@ -5,7 +5,6 @@ import json
 import shlex
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -36,15 +35,15 @@ TEXTS = [
 SPECIAL = ["ends <|endoftext|> here", "<|im_start|>user\nhello<|im_end|>"]
 
 
-def own(folder: Path, tokenizer: Path | str, texts: list[str] = TEXTS, **changed: Any) -> Settings:
+def own(folder, tokenizer, texts=TEXTS, **changed):
     """Return settings of a user-defined source of texts, of the engine that opens at once: none changes the bytes."""
     rows = "".join(json.dumps({"text": text, "id": f"row {number}"}) + "\n" for number, text in enumerate(texts))
     (folder / "rows.jsonl").write_text(rows)
-    given: dict[str, Any] = {"engine": "reference", "cache_dir": str(folder / "cache"), "tokenizer": str(tokenizer)}
+    given = {"engine": "reference", "cache_dir": str(folder / "cache"), "tokenizer": str(tokenizer)}
     return Settings(pretrain=f"own={folder / 'rows.jsonl'}", **{**given, **changed})
 
 
-def decoded(settings: Settings) -> list[str]:
+def decoded(settings):
     """Return the texts of a cache, sorted, without what ends a document."""
     folder = Path(settings.cache_dir) / "pretrain" / "own"
     end = (read_meta(str(folder / "meta.json")).get("document_end") or {}).get("token", "").replace("\u2581", " ")
@@ -55,7 +54,7 @@ def decoded(settings: Settings) -> list[str]:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "llama3"), id=name) for name in ENDS]
 )
-def test_a_cache_of_any_tokenizer_is_built_read_checked_and_shown(tmp_path: Path, name: str) -> None:
+def test_a_cache_of_any_tokenizer_is_built_read_checked_and_shown(tmp_path, name):
     settings = own(tmp_path, any_tokenizer(name), engine="auto")
     assert build_token_cache(settings, "own").engine in ("tokenizers", "gigatoken")
     cache, tokenizer = Path(settings.cache_dir) / "pretrain" / "own", load_tokenizer(any_tokenizer(name))
@@ -86,7 +85,7 @@ def test_a_cache_of_any_tokenizer_is_built_read_checked_and_shown(tmp_path: Path
     assert f"[[{ENDS[name]}]]" in done.out
 
 
-def test_back_and_forth_between_tokenizers_of_both_kinds(tmp_path: Path, tiny_model_path: Path) -> None:
+def test_back_and_forth_between_tokenizers_of_both_kinds(tmp_path, tiny_model_path):
     first, second = own(tmp_path, made_tokenizer("t5")), own(tmp_path, tiny_model_path)
     before = build_token_cache(first, "own").meta
     shutil.copytree(tmp_path / "cache", tmp_path / "before")
@@ -103,7 +102,7 @@ def test_back_and_forth_between_tokenizers_of_both_kinds(tmp_path: Path, tiny_mo
 
 
 @pytest.mark.parametrize("choice", ["none", "eos", "<extra_id_0>"])
-def test_what_ends_a_document_is_a_setting_and_decides_what_is_built_again(tmp_path: Path, choice: str) -> None:
+def test_what_ends_a_document_is_a_setting_and_decides_what_is_built_again(tmp_path, choice):
     settings = own(tmp_path, made_tokenizer("t5"))
     before = build_token_cache(settings, "own").meta
     before_texts = decoded(settings)
@@ -118,10 +117,10 @@ def test_what_ends_a_document_is_a_setting_and_decides_what_is_built_again(tmp_p
 
 
 def test_a_failed_first_build_says_that_no_tokenizer_is_there(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tmp_path,
+    caplog,
+    monkeypatch,
+):
     caplog.set_level("INFO")
     settings = own(tmp_path, made_tokenizer("t5"))
     flags = ["--pretrain", str(settings.pretrain), "--cache-dir", settings.cache_dir, "--document-end", "<nope>"]
@@ -135,9 +134,7 @@ def test_a_failed_first_build_says_that_no_tokenizer_is_there(
 
 
 @pytest.mark.parametrize(("choice", "said"), [("eot", "it has no sentinels"), ("<nope>", "it has no token '<nope>'")])
-def test_an_end_that_the_tokenizer_does_not_have_is_refused_by_plan_and_build(
-    tmp_path: Path, choice: str, said: str
-) -> None:
+def test_an_end_that_the_tokenizer_does_not_have_is_refused_by_plan_and_build(tmp_path, choice, said):
     settings = own(tmp_path, made_tokenizer("t5"), document_end=choice)
     (_, planned) = plan(settings, ["pretrain/own"])
     assert planned.action.startswith("cannot be built") and said in planned.action
@@ -151,7 +148,7 @@ def test_an_end_that_the_tokenizer_does_not_have_is_refused_by_plan_and_build(
     assert f"error[E102]: pretrain/own: {named}: no token to end a document with: {said}" in done.err
 
 
-def test_a_config_of_another_eos_replaces_the_tokenizer_and_the_caches_that_it_changes(tmp_path: Path) -> None:
+def test_a_config_of_another_eos_replaces_the_tokenizer_and_the_caches_that_it_changes(tmp_path):
     folder = shutil.copytree(made_tokenizer("t5"), tmp_path / "tokenizer")
     settings = own(tmp_path, folder)
     without = dataclasses.replace(settings, document_end="none")
@@ -166,15 +163,13 @@ def test_a_config_of_another_eos_replaces_the_tokenizer_and_the_caches_that_it_c
     assert ensure_tokenizer(settings).meta["eos"]["token"] == "</s>"
 
 
-def test_the_caches_of_a_run_have_one_tokenizer_until_its_files_change(
-    mirror: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_caches_of_a_run_have_one_tokenizer_until_its_files_change(mirror, tmp_path, monkeypatch):
     folder = shutil.copytree(made_tokenizer("t5"), tmp_path / "tokenizer")
     settings = Settings(source_root=str(mirror), cache_dir=str(tmp_path / "c"), tokenizer=str(folder))
     ensure_tokenizer(settings)
-    opened: list[Path] = []
+    opened = []
 
-    def counted(path: Path, **how: Any) -> Any:
+    def counted(path, **how):
         opened.append(path)
         return load_tokenizer(path, **how)
 
@@ -188,7 +183,7 @@ def test_the_caches_of_a_run_have_one_tokenizer_until_its_files_change(
 
 
 @pytest.mark.slow
-def test_an_eos_that_was_text_decides_which_texts_are_dropped_and_so_what_is_built_again(tmp_path: Path) -> None:
+def test_an_eos_that_was_text_decides_which_texts_are_dropped_and_so_what_is_built_again(tmp_path):
     folder = shutil.copytree(made_tokenizer("qwen2"), tmp_path / "tokenizer")
     settings = own(tmp_path, folder, [*TEXTS, "a <tool_call> is text"], document_end="none")
     cache = Path(settings.cache_dir) / "pretrain" / "own"
@@ -207,7 +202,7 @@ def test_an_eos_that_was_text_decides_which_texts_are_dropped_and_so_what_is_bui
 
 
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("qwen2", marks=pytest.mark.slow)])
-def test_special_tokens_in_texts_are_dropped_refused_or_text_and_never_the_token(tmp_path: Path, name: str) -> None:
+def test_special_tokens_in_texts_are_dropped_refused_or_text_and_never_the_token(tmp_path, name):
     tokenizer = load_tokenizer(any_tokenizer(name))
     special = [text for text in SPECIAL if set(tokenizer.encode(text)) & tokenizer.control_ids]
     assert len(special) == (2 if name == "qwen2" else 1)
@@ -237,7 +232,7 @@ def test_special_tokens_in_texts_are_dropped_refused_or_text_and_never_the_token
 
 
 @pytest.mark.slow
-def test_an_ordinary_token_that_ends_documents_comes_from_no_text(tmp_path: Path) -> None:
+def test_an_ordinary_token_that_ends_documents_comes_from_no_text(tmp_path):
     special = ["x <tool_call> y", "<tool_call>"]
     settings = own(tmp_path, made_tokenizer("qwen2"), [*TEXTS, *special], document_end="<tool_call>")
     meta = build_token_cache(settings, "own").meta
@@ -254,9 +249,7 @@ def test_an_ordinary_token_that_ends_documents_comes_from_no_text(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_the_way_back_has_the_settings_that_each_cache_was_built_with(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_way_back_has_the_settings_that_each_cache_was_built_with(tmp_path, caplog):
     first = own(tmp_path, made_tokenizer("t5"), document_end="<extra_id_0>")
     other = dataclasses.replace(first, pretrain=f"more={tmp_path / 'rows.jsonl'}", document_end="auto")
     before = [build_token_cache(first, "own").meta, build_token_cache(other, "more").meta]
@@ -269,9 +262,7 @@ def test_the_way_back_has_the_settings_that_each_cache_was_built_with(
     assert [read_meta(str(caches / name / "meta.json")) for name in ("own", "more")] == before
 
 
-def test_a_build_of_all_leaves_out_chats_without_sentinels_and_one_that_names_them_fails(
-    mirror: Path, tmp_path: Path
-) -> None:
+def test_a_build_of_all_leaves_out_chats_without_sentinels_and_one_that_names_them_fails(mirror, tmp_path):
     settings = Settings(source_root=str(mirror), cache_dir=str(tmp_path / "c"), tokenizer=str(made_tokenizer("t5")))
     flags = ["--source-root", str(mirror), "--cache-dir", settings.cache_dir, "--tokenizer", str(settings.tokenizer)]
     done = niels_gpt("build", "--all", *flags, "--dry-run")
@@ -292,7 +283,7 @@ def test_a_build_of_all_leaves_out_chats_without_sentinels_and_one_that_names_th
         recipes(settings)["sft/oasst1"](settings)
 
 
-def test_with_the_sentinels_added_as_printed_every_cache_is_built(mirror: Path, tmp_path: Path) -> None:
+def test_with_the_sentinels_added_as_printed_every_cache_is_built(mirror, tmp_path):
     (tmp_path / "t5").mkdir()
     for file in made_tokenizer("t5").iterdir():
         (tmp_path / "t5" / file.name).symlink_to(file)
@@ -324,7 +315,7 @@ def test_with_the_sentinels_added_as_printed_every_cache_is_built(mirror: Path, 
     assert "<|asst|>" in done.out
 
 
-def test_a_recipe_trains_a_byte_level_tokenizer_and_keeps_it(tmp_path: Path) -> None:
+def test_a_recipe_trains_a_byte_level_tokenizer_and_keeps_it(tmp_path):
     settings = own(tmp_path, "", tokenizer_kind="bpe", vocab_size=300)
     settings = dataclasses.replace(settings, tokenizer=None)
     built = build_token_cache(settings, "own")
@@ -341,7 +332,7 @@ def test_a_recipe_trains_a_byte_level_tokenizer_and_keeps_it(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_changed_file_of_the_installed_tokenizer_is_damage_and_no_build_uses_it(tmp_path: Path, name: str) -> None:
+def test_a_changed_file_of_the_installed_tokenizer_is_damage_and_no_build_uses_it(tmp_path, name):
     settings = own(tmp_path, made_tokenizer("t5"))
     build_token_cache(settings, "own")
     installed = tmp_path / "cache" / "tokenizer"
@@ -351,7 +342,7 @@ def test_a_changed_file_of_the_installed_tokenizer_is_damage_and_no_build_uses_i
         build_token_cache(dataclasses.replace(settings, tokenizer=None, own_val_frac=0.2), "own")
 
 
-def test_a_file_that_the_meta_does_not_name_changes_nothing_unseen(tmp_path: Path) -> None:
+def test_a_file_that_the_meta_does_not_name_changes_nothing_unseen(tmp_path):
     settings = own(tmp_path, made_tokenizer("t5"))
     build_token_cache(settings, "own")
     (tmp_path / "cache" / "tokenizer" / "special_tokens_map.json").write_text('{"eos_token": "<pad>"}')

@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,12 +24,12 @@ CALL = {"type": "function", "function": {"name": "rain", "arguments": {"day": "t
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tokenizer(tmp_path_factory):
     """The folder of a Hugging Face tokenizer without sentinels, with ChatML as its own template."""
     return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-def rows(folder: Path) -> list[list[dict[str, Any]]]:
+def rows(folder):
     """Write chats.jsonl, of which two are dropped; return the messages of the others."""
     chats = [
         [
@@ -48,12 +47,12 @@ def rows(folder: Path) -> list[list[dict[str, Any]]]:
     return chats
 
 
-def settings_of(folder: Path, tokenizer: Path, **more: Any) -> Settings:
+def settings_of(folder, tokenizer, **more):
     given = {"cache_dir": str(folder / "cache"), "tokenizer": str(tokenizer), "sft": f"own={folder}/chats.jsonl"}
     return Settings(**{**given, "chat_template": "tokenizer", **more})
 
 
-def by_turns(tokenizer: Path, messages: list[dict[str, Any]], wanted: set[int]) -> tuple[list[int], list[bool]]:
+def by_turns(tokenizer, messages, wanted):
     """Return ids and targets of a chat in ChatML, tokenized turn by turn: header, words, and what follows them."""
     from tokenizers import Tokenizer
 
@@ -73,7 +72,7 @@ def by_turns(tokenizer: Path, messages: list[dict[str, Any]], wanted: set[int]) 
     return ids, targets
 
 
-def read(cache: Path) -> dict[str, tuple[list[int], list[bool]]]:
+def read(cache):
     """Return ids and targets of each example by its source id, as the reader has them."""
     found = {}
     for name in ("train", "val"):
@@ -95,8 +94,8 @@ def read(cache: Path) -> dict[str, tuple[list[int], list[bool]]]:
 
 @pytest.mark.parametrize("choice", ["tokenizer", "a file with marks"])
 def test_the_targets_of_a_reader_are_those_of_an_oracle_that_tokenizes_turn_by_turn(
-    tmp_path: Path, tokenizer: Path, choice: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, tokenizer, choice, capsys
+):
     chats = rows(tmp_path)
     if choice != "tokenizer":
         choice = str(tmp_path / "marked.jinja")
@@ -125,7 +124,7 @@ def test_the_targets_of_a_reader_are_those_of_an_oracle_that_tokenizes_turn_by_t
     assert main(["verify", "--deep", str(cache)]) == 0
 
 
-def test_calls_of_tools_reach_the_template_and_loss_is_by_turn(tmp_path: Path, tokenizer: Path) -> None:
+def test_calls_of_tools_reach_the_template_and_loss_is_by_turn(tmp_path, tokenizer):
     messages = [
         {"role": "user", "content": "Is it raining?"},
         {"role": "assistant", "content": None, "tool_calls": [CALL]},
@@ -144,12 +143,12 @@ def test_calls_of_tools_reach_the_template_and_loss_is_by_turn(tmp_path: Path, t
         assert outcome.meta["noticed"].get("turns_without_loss", 0) == (loss_on != "assistant,tool_calls")
 
 
-def test_only_another_template_or_choice_of_turns_builds_the_chats_again(tmp_path: Path, tokenizer: Path) -> None:
+def test_only_another_template_or_choice_of_turns_builds_the_chats_again(tmp_path, tokenizer):
     rows(tmp_path)
     (tmp_path / "notes.txt").write_text("one note")
     settings = settings_of(tmp_path, tokenizer, pretrain=f"notes={tmp_path}/notes.txt", own_val_frac=0.0)
 
-    def built(**changed: Any) -> set[str]:
+    def built(**changed):
         now = dataclasses.replace(settings, **changed)
         planned = {item.key for item in plan(now, ["pretrain/notes", "sft/own"]) if item.action == "build"}
         found = {name for name in ("notes", "own") if not build_token_cache(now, name).reused}
@@ -174,9 +173,7 @@ def test_only_another_template_or_choice_of_turns_builds_the_chats_again(tmp_pat
         assert [build_token_cache(changed, key).reused for key in ("own", "own", "notes")] == [False, True, True]
 
 
-def test_the_projects_chats_are_built_by_a_template_where_there_are_no_sentinels(
-    tmp_path: Path, tokenizer: Path
-) -> None:
+def test_the_projects_chats_are_built_by_a_template_where_there_are_no_sentinels(tmp_path, tokenizer):
     settings = Settings(
         source_root="sample", cache_dir=str(tmp_path), tokenizer=str(tokenizer), chat_template="tokenizer"
     )
@@ -190,7 +187,7 @@ def test_the_projects_chats_are_built_by_a_template_where_there_are_no_sentinels
     assert of_trees.action.startswith("left out") and "has no sentinels" in of_trees.action
 
 
-def test_marks_that_are_no_tokens_are_named(tmp_path: Path, tokenizer: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_marks_that_are_no_tokens_are_named(tmp_path, tokenizer, caplog):
     rows(tmp_path)
     (tmp_path / "other.jinja").write_text("{# <tools> [0] #}" + CHATML.replace("<|im_end|>", "<｜end▁of▁it｜>[/INST]"))
     build_token_cache(settings_of(tmp_path, tokenizer, chat_template=str(tmp_path / "other.jinja")), "own")
@@ -198,7 +195,7 @@ def test_marks_that_are_no_tokens_are_named(tmp_path: Path, tokenizer: Path, cap
     assert "writes <｜end▁of▁it｜>, [/INST], which are no token" in found.getMessage()
 
 
-def test_another_template_for_chats_with_tools_is_known_after_the_tokenizer_was_copied(tmp_path: Path) -> None:
+def test_another_template_for_chats_with_tools_is_known_after_the_tokenizer_was_copied(tmp_path):
     folder = write_tokenizer(tmp_path / "named")
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text(CHATML)
@@ -212,8 +209,8 @@ def test_another_template_for_chats_with_tools_is_known_after_the_tokenizer_was_
 
 
 def test_what_no_template_can_be_used_with_is_refused_before_anything_is_made(
-    tmp_path: Path, tokenizer: Path, tiny_model_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, tokenizer, tiny_model_path, capsys
+):
     rows(tmp_path)
     bare = write_tokenizer(tmp_path / "bare", template=None)
     own = ["--chat-template", "tokenizer"]

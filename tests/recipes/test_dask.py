@@ -1,7 +1,5 @@
 """Partitions on a Dask cluster: real schedulers and workers on loopback, which are killed, and refused."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import json
@@ -13,11 +11,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support import ROOT, TESTS
@@ -36,7 +32,7 @@ needs_dask = pytest.mark.skipif(find_spec("distributed") is None, reason="needs 
 KEY = "pretrain/notes"
 
 
-def texts(folder: Path, *, rows: int, words: int = 40) -> str:
+def texts(folder, *, rows, words=40):
     """Write four files of rows; returns the line that names them, relative to the folder."""
     (folder / "texts").mkdir()
     for file in range(4):
@@ -48,27 +44,27 @@ def texts(folder: Path, *, rows: int, words: int = 40) -> str:
     return "notes=texts/*.jsonl"
 
 
-def settings_of(folder: Path, model: Path, *, rows: int = 50, **more: Any) -> Settings:
+def settings_of(folder, model, *, rows=50, **more):
     return Settings(cache_dir="cache", tokenizer=str(model), pretrain=texts(folder, rows=rows), partitions=4, **more)
 
 
 class Cluster:
     """A scheduler and workers of one thread, each a process; `close` ends them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder, self._processes = folder, list[subprocess.Popen[bytes]]()
         address = folder / "scheduler.json"
         self._run("scheduler", "--port", "0", "--host", "127.0.0.1", "--scheduler-file", str(address))
         while not address.exists() or not address.read_text():
             time.sleep(0.05)
-        self.address: str = json.loads(address.read_text())["address"]
+        self.address = json.loads(address.read_text())["address"]
 
-    def worker(self, **environment: str) -> None:
+    def worker(self, **environment):
         """Start a worker, whose current folder is another one than that of the command."""
         how = ("--nthreads", "1", "--no-nanny", "--local-directory", str(self.folder))
         self._run("worker", self.address, *how, **environment)
 
-    def _run(self, what: str, *arguments: str, **environment: str) -> None:
+    def _run(self, what, *arguments, **environment):
         command = [sys.executable, "-m", f"distributed.cli.dask_{what}", *arguments, "--no-dashboard"]
         with (self.folder / "log").open("ab") as log:
             process = subprocess.Popen(
@@ -77,15 +73,15 @@ class Cluster:
         self._processes.append(process)
 
     @property
-    def workers(self) -> list[subprocess.Popen[bytes]]:
+    def workers(self):
         return self._processes[1:]
 
-    def signal_workers(self, number: int) -> None:
+    def signal_workers(self, number):
         """Send a signal to each worker that is there."""
         for process in self.workers:
             process.send_signal(number)
 
-    def wait_for(self, workers: int) -> None:
+    def wait_for(self, workers):
         """Wait for a number of workers, and until each has imported what it runs."""
         from distributed import Client
 
@@ -93,14 +89,14 @@ class Cluster:
             client.wait_for_workers(workers, timeout=30)
             client.run(lambda: bool(__import__("niels_gpt.recipes.partitions.worker")))
 
-    def close(self) -> None:
+    def close(self):
         for process in self._processes:
             process.kill()
             process.wait()
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(tmp_path_factory):
     """A scheduler with two workers; a test that kills one starts another."""
     made = Cluster(tmp_path_factory.mktemp("cluster"))
     try:
@@ -111,10 +107,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         made.close()
 
 
-def kill_builders(lock: Path, cluster: Cluster, times: int) -> threading.Thread:
+def kill_builders(lock, cluster, times):
     """Start a thread that kills the process which builds a partition, and starts a worker instead, some times."""
 
-    def kill() -> None:
+    def kill():
         killed = set[int]()
         while len(killed) < times:
             found = re.search(r"pid (\d+)", lock.read_text()) if lock.exists() else None
@@ -130,11 +126,11 @@ def kill_builders(lock: Path, cluster: Cluster, times: int) -> threading.Thread:
     return thread
 
 
-def files_of(cache: Path) -> dict[str, bytes]:
+def files_of(cache):
     return {path.relative_to(cache).as_posix(): path.read_bytes() for path in cache.rglob("*") if path.is_file()}
 
 
-def test_what_is_no_address_and_what_has_no_partitions_is_a_usage_error(tmp_path: Path) -> None:
+def test_what_is_no_address_and_what_has_no_partitions_is_a_usage_error(tmp_path):
     with pytest.raises(UsageError, match="local:N"):
         dask.check_where("four")
     build = ["build", "--source-root", "sample"]
@@ -145,12 +141,12 @@ def test_what_is_no_address_and_what_has_no_partitions_is_a_usage_error(tmp_path
 
 
 @pytest.fixture
-def notes(tmp_path: Path, tiny_model_path: Path) -> Settings:
+def notes(tmp_path, tiny_model_path):
     """Settings of a small cache of four partitions, in the current folder."""
     return settings_of(tmp_path, tiny_model_path)
 
 
-def test_a_worker_says_why_it_cannot_build(notes: Settings, tmp_path: Path) -> None:
+def test_a_worker_says_why_it_cannot_build(notes, tmp_path):
     plan = prepare(notes, "notes")
     assert plan is not None
     with dask.work_of(notes, "notes", plan) as work:
@@ -175,9 +171,7 @@ def test_a_worker_says_why_it_cannot_build(notes: Settings, tmp_path: Path) -> N
 
 @pytest.mark.slow
 @needs_dask
-def test_workers_that_hang_are_left_out_and_the_others_build(
-    notes: Settings, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_workers_that_hang_are_left_out_and_the_others_build(notes, cluster, monkeypatch, caplog):
     be_patient(monkeypatch, seconds=3.0)
     cluster.worker()
     cluster.wait_for(3)
@@ -197,9 +191,7 @@ def test_workers_that_hang_are_left_out_and_the_others_build(
 
 @pytest.mark.slow
 @needs_dask
-def test_a_worker_that_is_killed_twice_changes_no_byte(
-    tmp_path: Path, tiny_model_path: Path, cluster: Cluster, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_worker_that_is_killed_twice_changes_no_byte(tmp_path, tiny_model_path, cluster, caplog):
     settings = settings_of(tmp_path, tiny_model_path, rows=600)
     here = build_token_cache(replace(settings, cache_dir="here"), "notes")
     plan = prepare(settings, "notes")
@@ -216,12 +208,10 @@ def test_a_worker_that_is_killed_twice_changes_no_byte(
 
 @pytest.mark.slow
 @needs_dask
-def test_a_partition_whose_workers_die_too_often_fails_alone(
-    tmp_path: Path, tiny_model_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_partition_whose_workers_die_too_often_fails_alone(tmp_path, tiny_model_path, cluster, monkeypatch):
     from distributed import Client
 
-    def no_second_try(dask_scheduler: Any = None) -> None:
+    def no_second_try(dask_scheduler=None):
         dask_scheduler.allowed_failures = 0  # then the scheduler says KilledWorker at the first death
 
     with Client(cluster.address, set_as_default=False) as client:
@@ -241,9 +231,7 @@ def test_a_partition_whose_workers_die_too_often_fails_alone(
 
 @pytest.mark.slow
 @needs_dask
-def test_an_error_of_a_build_reaches_the_command_line_and_the_others_are_finished(
-    notes: Settings, tiny_model_path: Path, cluster: Cluster
-) -> None:
+def test_an_error_of_a_build_reaches_the_command_line_and_the_others_are_finished(notes, tiny_model_path, cluster):
     (Path("texts") / "1.jsonl.gz").write_bytes(gzip.compress(Path("texts/1.jsonl").read_bytes())[:-20])
     Path("texts/1.jsonl").unlink()
     command = ["build", "--pretrain", "notes=texts/*.jsonl*", "--partitions", "4", "--tokenizer", str(tiny_model_path)]
@@ -256,7 +244,7 @@ def test_an_error_of_a_build_reaches_the_command_line_and_the_others_are_finishe
 
 @pytest.mark.slow
 @needs_dask
-def test_a_worker_with_other_code_is_refused_before_anything_is_built(notes: Settings, cluster: Cluster) -> None:
+def test_a_worker_with_other_code_is_refused_before_anything_is_built(notes, cluster):
     # The last test with this cluster, in which that worker stays.
     other = cluster.folder / "other"
     shutil.copytree(ROOT / "niels_gpt", other / "niels_gpt", ignore=shutil.ignore_patterns("__pycache__"))
@@ -271,7 +259,7 @@ def test_a_worker_with_other_code_is_refused_before_anything_is_built(notes: Set
 
 @pytest.mark.slow
 @needs_dask
-def test_a_cluster_of_processes_here_is_one_flag(notes: Settings, tmp_path: Path, tiny_model_path: Path) -> None:
+def test_a_cluster_of_processes_here_is_one_flag(notes, tmp_path, tiny_model_path):
     command = [sys.executable, "-W", "error", "-m", "niels_gpt.cache.cli", "build", "--pretrain", str(notes.pretrain)]
     command += ["--partitions", "4", "--tokenizer", str(tiny_model_path)]
     for more in (["--cache-dir", "here"], ["--dask", "local:2"]):
@@ -283,7 +271,7 @@ def test_a_cluster_of_processes_here_is_one_flag(notes: Settings, tmp_path: Path
 
 @pytest.mark.slow
 @needs_dask
-def test_without_a_scheduler_a_build_ends(notes: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_scheduler_a_build_ends(notes, monkeypatch):
     be_patient(monkeypatch, seconds=0.5)
     with pytest.raises(CacheError, match="no scheduler") as refused:
         build_on_dask(notes, "notes", "tcp://127.0.0.1:1")

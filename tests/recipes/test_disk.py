@@ -4,9 +4,7 @@ import gzip
 import random
 import shlex
 import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support import ROOT
@@ -30,7 +28,7 @@ TEXTS = {
 }
 
 
-def rows_of(text: str) -> Iterator[dict[str, Any]]:
+def rows_of(text):
     chance, at = random.Random(0), 0
     while at < len(text):
         size = chance.randint(1, 400)
@@ -38,7 +36,7 @@ def rows_of(text: str) -> Iterator[dict[str, Any]]:
         at += size
 
 
-FORMS: dict[str, Callable[[Path, str], Any]] = {
+FORMS = {
     "document.txt": lambda path, text: path.write_text(text),
     "rows.jsonl": lambda path, text: path.write_bytes(lines(*rows_of(text))),
     "rows.jsonl.gz": lambda path, text: path.write_bytes(gzip.compress(lines(*rows_of(text)))),
@@ -49,9 +47,9 @@ FORMS: dict[str, Callable[[Path, str], Any]] = {
 }
 
 
-def most_on_disk(folder: Path, build: Callable[[], Any]) -> int:
+def most_on_disk(folder, build):
     """Return the most bytes that lay in a folder at any moment of a build, by the record of what was done there."""
-    sizes: dict[str, int] = {}
+    sizes = {}
     most = 0
     for verb, path, *rest in recorded_below(folder, build):
         if verb == "write":
@@ -68,7 +66,7 @@ def most_on_disk(folder: Path, build: Callable[[], Any]) -> int:
 
 
 @pytest.mark.parametrize("kind", sorted(TEXTS))
-def test_a_build_takes_no_more_and_no_less_than_was_said(tmp_path: Path, tiny_model_path: Path, kind: str) -> None:
+def test_a_build_takes_no_more_and_no_less_than_was_said(tmp_path, tiny_model_path, kind):
     for form, write in FORMS.items():
         folder = tmp_path / form
         folder.mkdir()
@@ -82,7 +80,7 @@ def test_a_build_takes_no_more_and_no_less_than_was_said(tmp_path: Path, tiny_mo
         assert need.least <= taken <= need.most, (form, need, taken)
 
 
-def test_a_token_takes_two_bytes_or_four_by_the_vocabulary_and_either_where_it_is_not_known(tmp_path: Path) -> None:
+def test_a_token_takes_two_bytes_or_four_by_the_vocabulary_and_either_where_it_is_not_known(tmp_path):
     (tmp_path / "own.txt").write_text(PROSE)
     settings = Settings(pretrain=f"own={tmp_path / 'own.txt'}", cache_dir=str(tmp_path / "c"))
     source = resolve_source(settings, "own")
@@ -92,7 +90,7 @@ def test_a_token_takes_two_bytes_or_four_by_the_vocabulary_and_either_where_it_i
     assert (unknown.least, unknown.most) == (narrow.least, wide.most)
 
 
-def test_what_other_plans_have_written_is_no_room_for_this_one(tmp_path: Path) -> None:
+def test_what_other_plans_have_written_is_no_room_for_this_one(tmp_path):
     for name in ("building-0123", "partitions-0123456789ab/.versions/00000", "partitions-ba9876543210"):
         folder = tmp_path / ".versions/notes" / name
         folder.mkdir(parents=True)
@@ -103,16 +101,14 @@ def test_what_other_plans_have_written_is_no_room_for_this_one(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("key", sorted(RECIPES))
-def test_the_projects_caches_take_no_more_and_no_less_than_was_said(settings: Settings, key: str) -> None:
+def test_the_projects_caches_take_no_more_and_no_less_than_was_said(settings, key):
     need = needed_bytes(settings, resolve_source(settings, key.split("/")[1]), settings.vocab_size)
     ensure_tokenizer(settings)
     taken = most_on_disk(Path(settings.cache_dir), lambda: recipes(settings)[key](settings))
     assert need.least <= taken <= need.most <= 40 * taken, (need, taken)
 
 
-def test_what_does_not_fit_is_refused_before_the_first_byte_unless_asked_for(
-    tmp_path: Path, tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_does_not_fit_is_refused_before_the_first_byte_unless_asked_for(tmp_path, tiny_model_path, monkeypatch):
     own = tmp_path / "own.txt"
     own.write_text(PROSE)
     flags = ["--pretrain", f"own={own}", "--cache-dir", str(tmp_path / "c"), "--tokenizer", str(tiny_model_path)]
@@ -130,9 +126,7 @@ def test_what_does_not_fit_is_refused_before_the_first_byte_unless_asked_for(
     assert niels_gpt("build", *flags).status == 0  # nothing to do
 
 
-def test_what_may_not_fit_is_built_with_a_warning(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_may_not_fit_is_built_with_a_warning(settings, monkeypatch, caplog):
     need = needed_bytes(settings, resolve_source(settings, "roam"), settings.vocab_size)
     usage = shutil.disk_usage(settings.source_root)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=(need.least + need.most) // 2))

@@ -16,7 +16,7 @@ from niels_gpt.data.files import columns, parquet, rows
 from niels_gpt.settings import Settings
 
 
-def compare(given: Settings, name: str) -> Reading:
+def compare(given, name):
     """Read all by rows and by columns, then what is behind some documents; returns the reading by columns."""
     rows, columns = (Reading(given, name, by_column=by_column) for by_column in (False, True))
     assert columns.seen == rows.seen
@@ -33,12 +33,12 @@ def compare(given: Settings, name: str) -> Reading:
 
 
 @pytest.fixture(autouse=True)
-def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_batches(monkeypatch):
     read_in_small_batches(monkeypatch)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("batches")
 
 
@@ -82,7 +82,7 @@ def test_lines(train: str, validation: str, rows: bytes, table: Any, folder: Pat
     compare(Settings(source_root=str(folder / "wiki"), max_document_bytes=LIMIT), "wikitext")
 
 
-def test_notes_and_their_splits(folder: Path) -> None:
+def test_notes_and_their_splits(folder):
     for number in range(30):
         write(folder / "notes" / "roam" / f"{number % 4}/{number}.md", f"note {number % 20}" + "\0" * (number == 7))
     write(folder / "notes" / "roam" / "broken.md", b"\xff")
@@ -91,7 +91,7 @@ def test_notes_and_their_splits(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("entries", ["id-3\n", "0.jsonl\n", "id-3\n1.parquet\n"])
-def test_what_is_excluded_is_in_no_batch(folder: Path, entries: str) -> None:
+def test_what_is_excluded_is_in_no_batch(folder, entries):
     rows = [{"text": f"text {number}", "id": f"id-{number}"} for number in range(9)]
     put(folder / "own", [(".jsonl", lines(*rows)), (".parquet", (pa.Table.from_pylist(rows), {}))])
     listed = write(folder / "exclude.txt", entries)
@@ -99,7 +99,7 @@ def test_what_is_excluded_is_in_no_batch(folder: Path, entries: str) -> None:
     assert len(seen) == 18 - {"id-3\n": 2, "0.jsonl\n": 9, "id-3\n1.parquet\n": 10}[entries]
 
 
-def test_a_line_is_parsed_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_is_parsed_once(folder, monkeypatch):
     put(folder / "own", [(".jsonl", lines({"text": "a"}, {"other": "b"}, {"text": 7}) + b"no row\n[1]\n\n")])
     given, parsed = Settings(pretrain=f"own={folder / 'own'}"), list[bytes]()
     for module in (columns, rows):
@@ -109,7 +109,7 @@ def test_a_line_is_parsed_once(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert len(Reading(given, "own", by_column=by_column).seen) == 1 and len(parsed) == 6
 
 
-def test_a_damaged_file_costs_no_document_before_it(folder: Path) -> None:
+def test_a_damaged_file_costs_no_document_before_it(folder):
     rows = [{"text": f"text {number}"} for number in range(7)]
     put(folder / "own", [(".jsonl", lines(*rows)), (".parquet", (pa.Table.from_pylist(rows), {}))])
     (folder / "own" / "1.parquet").write_bytes(b"PAR1 no more")
@@ -119,9 +119,7 @@ def test_a_damaged_file_costs_no_document_before_it(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_row_group_of_large_texts_in_codes_is_read_in_batches_by_size(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_group_of_large_texts_in_codes_is_read_in_batches_by_size(folder, monkeypatch):
     """As `datasets` writes them: all texts of a row group are in one dictionary page. Some of them are repeated."""
     monkeypatch.setattr(parquet, "BATCH_ROWS", 1_000)
     texts = [f"{number % 180} " * (3_000 if number % 10 else 1) for number in range(1_000)]

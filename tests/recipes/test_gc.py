@@ -9,11 +9,8 @@ import os
 import pickle
 import re
 import shutil
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.commands import niels_gpt
@@ -33,39 +30,39 @@ from niels_gpt.storage.locks import hold_version
 pytestmark = pytest.mark.usefixtures("small_batches")
 
 
-def not_recorded(path: Path, seed: int) -> None:
+def not_recorded(path, seed):
     """Leave a build that is committed, and was killed before it could say so."""
 
-    def fail(meta: dict[str, Any]) -> None:
+    def fail(meta):
         raise RuntimeError("killed")
 
     with pytest.raises(RuntimeError, match="killed"):
         pretrain(path, seed, committed=fail)
 
 
-def plain_folder(path: Path, content: str = "{}") -> Path:
+def plain_folder(path, content="{}"):
     """Make a folder that looks like a version at a first glance."""
     write(path / "meta.json", content)
     return path
 
 
-def without_locks(folder: Path) -> dict[str, Any]:
+def without_locks(folder):
     return {name: content for name, content in tree_of(folder).items() if not name.endswith("/lock")}
 
 
-def removed(lines: Iterator[str]) -> list[str]:
+def removed(lines):
     """Return the names of what some lines say was removed, after a look that nothing else of ours is there."""
     found = [line for line in lines if not line.endswith("no cache has put it there, by what it holds")]
     assert all(line.startswith("removed ") for line in found), found
     return [Path(re.split(r" \((?:version )?|\)", line.removeprefix("removed "))[1]).name for line in found]
 
 
-def four_versions(path: Path) -> list[str]:
+def four_versions(path):
     """Build four versions, of which gc removes the first two, and return their names."""
     return [pretrain(path, seed)["content_sha256"][:12] for seed in range(4)]
 
 
-def test_the_committed_version_and_the_newest_other_stay_and_unfinished_builds_go(folder: Path) -> None:
+def test_the_committed_version_and_the_newest_other_stay_and_unfinished_builds_go(folder):
     contents = four_versions(folder / "c")
     interrupt("pretrain", folder / "c", 60, documents(9), seed=9)
     (dead,) = versions_dir(folder / "c").glob("building-*.journal")
@@ -87,7 +84,7 @@ def test_the_committed_version_and_the_newest_other_stay_and_unfinished_builds_g
     assert done.status == 1 and "no such folder" in done.err
 
 
-def test_adopted_folders_are_versions_too(folder: Path) -> None:
+def test_adopted_folders_are_versions_too(folder):
     pretrain(folder / "c")
     for number in (0, 1, 12):
         plain_folder(versions_dir(folder / "c") / f"adopted{number}")
@@ -115,7 +112,7 @@ OF_OTHERS = {  # by file, "/" after its content: a link to that folder
 }
 
 
-def test_what_has_not_the_name_and_the_files_of_a_version_is_left(folder: Path) -> None:
+def test_what_has_not_the_name_and_the_files_of_a_version_is_left(folder):
     contents = four_versions(folder / "c")
     ours = tree_of(folder).keys()
     for name, content in OF_OTHERS.items():
@@ -131,7 +128,7 @@ def test_what_has_not_the_name_and_the_files_of_a_version_is_left(folder: Path) 
 
 
 @pytest.mark.parametrize("link", [VERSIONS_DIR, f"{VERSIONS_DIR}/c"])
-def test_a_link_in_the_place_of_the_versions_is_not_followed(folder: Path, link: str) -> None:
+def test_a_link_in_the_place_of_the_versions_is_not_followed(folder, link):
     four_versions(folder / "other" / "c")
     interrupt("pretrain", folder / "other" / "c", 60)
     (versions_dir(folder / "other" / "c") / "lock").unlink()
@@ -143,7 +140,7 @@ def test_a_link_in_the_place_of_the_versions_is_not_followed(folder: Path, link:
     assert tree_of(folder / "other") == before
 
 
-def test_of_a_link_in_the_place_of_an_unfinished_build_only_the_link_goes(folder: Path) -> None:
+def test_of_a_link_in_the_place_of_an_unfinished_build_only_the_link_goes(folder):
     pretrain(folder / "c")
     write(folder / "elsewhere" / "journal.jsonl", "mine")
     before = tree_of(folder / "elsewhere")
@@ -154,7 +151,7 @@ def test_of_a_link_in_the_place_of_an_unfinished_build_only_the_link_goes(folder
 
 
 @pytest.mark.parametrize("kind", ["moved", "copied", "./", "../", "absolute", "trailing slash"])
-def test_the_version_of_a_link_of_another_name_stays(folder: Path, kind: str) -> None:
+def test_the_version_of_a_link_of_another_name_stays(folder, kind):
     content = pretrain(folder / "c", 0)["content_sha256"]
     target = os.readlink(folder / "c")
     if kind == "moved":
@@ -171,7 +168,7 @@ def test_the_version_of_a_link_of_another_name_stays(folder: Path, kind: str) ->
     assert whole_version(folder / "c") != content
 
 
-def with_unfinished_builds(path: Path) -> list[int]:
+def with_unfinished_builds(path):
     """Leave old versions, a dead build, and one that was not recorded, which is the committed one."""
     for seed in (1, 2, 3):
         pretrain(path, seed)
@@ -180,7 +177,7 @@ def with_unfinished_builds(path: Path) -> list[int]:
     return [0, 4]
 
 
-def with_an_unrecorded_old_version(path: Path) -> list[int]:
+def with_an_unrecorded_old_version(path):
     """Leave a build that was not recorded, and whose version is an old one by now."""
     not_recorded(path, 4)
     for seed in (1, 2, 3):
@@ -192,9 +189,7 @@ def with_an_unrecorded_old_version(path: Path) -> list[int]:
     "model", [pytest.param(model, marks=[pytest.mark.slow] * (model != "mixed")) for model in MODELS]
 )
 @pytest.mark.parametrize("leave", [with_unfinished_builds, with_an_unrecorded_old_version])
-def test_after_a_gc_that_was_killed_anywhere_every_build_goes_on_or_begins_anew(
-    folder: Path, leave: Callable[[Path], list[int]], model: str
-) -> None:
+def test_after_a_gc_that_was_killed_anywhere_every_build_goes_on_or_begins_anew(folder, leave, model):
     seeds = leave(folder / "cache" / "c")
     before, content = tree_of(folder / "cache"), whole_version(folder / "cache" / "c")
     whole = {seed: pretrain(folder / "whole" / "c", seed)["content_sha256"] for seed in seeds}
@@ -212,7 +207,7 @@ def test_after_a_gc_that_was_killed_anywhere_every_build_goes_on_or_begins_anew(
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
-def test_no_lock_is_held_while_the_lines_are_read(folder: Path, dry_run: bool) -> None:
+def test_no_lock_is_held_while_the_lines_are_read(folder, dry_run):
     four_versions(folder / "c")
     lines = collect(folder, dry_run=dry_run)
     assert next(lines)
@@ -220,7 +215,7 @@ def test_no_lock_is_held_while_the_lines_are_read(folder: Path, dry_run: bool) -
     assert len(list(lines)) == 1 and whole_version(folder / "c") == content
 
 
-def three_caches(folder: Path) -> None:
+def three_caches(folder):
     for name in "abc":
         for seed in range(3):
             pretrain(folder / name, seed)
@@ -235,9 +230,7 @@ def three_caches(folder: Path) -> None:
         (Path.mkdir, "could not remove .*/b/lock"),
     ],
 )
-def test_a_cache_that_cannot_be_locked_is_left_and_the_others_are_not(
-    folder: Path, spoil: Callable[[Path], object] | None, found: str
-) -> None:
+def test_a_cache_that_cannot_be_locked_is_left_and_the_others_are_not(folder, spoil, found):
     three_caches(folder)
     versions = versions_dir(folder / "b")
     with locked(folder / "b") if spoil is None else contextlib.nullcontext():
@@ -255,15 +248,13 @@ def test_a_cache_that_cannot_be_locked_is_left_and_the_others_are_not(
     assert spoil is not None or len(list(collect(folder, dry_run=False))) == 1
 
 
-def test_what_cannot_be_removed_stops_gc_for_its_own_cache_only_and_fails_it(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_removed_stops_gc_for_its_own_cache_only_and_fails_it(folder, monkeypatch):
     three_caches(folder)
     for seed in (3, 4):
         pretrain(folder / "b", seed)
     expected = [[path for path, _ in removable(folder / name)] for name in "abc"]
 
-    def rmdir(path: Any, *, dir_fd: int | None = None) -> None:
+    def rmdir(path, *, dir_fd=None):
         above = "" if dir_fd is None else os.readlink(f"/proc/self/fd/{dir_fd}")
         if Path(above, path).is_relative_to(expected[1][1]):
             raise PermissionError(1, "Operation not permitted", str(path))
@@ -280,11 +271,11 @@ def test_what_cannot_be_removed_stops_gc_for_its_own_cache_only_and_fails_it(
     assert [[path.exists() for path in paths] for paths in expected] == [[False], [False, True, True], [False]]
 
 
-def test_nobody_builds_or_takes_hold_while_a_version_is_removed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_builds_or_takes_hold_while_a_version_is_removed(folder, monkeypatch):
     old, *_ = three_versions(folder / "c")
-    holds: list[bool] = []
+    holds = []
 
-    def meanwhile(path: Path) -> None:
+    def meanwhile(path):
         with refused("E503", f"pid {os.getpid()}"):
             pretrain(folder / "c", 7)
         holds.append(bool(hold_version(path)))
@@ -314,34 +305,34 @@ print("let go", flush=True)
 """
 
 
-def reader(version: Path, how: str = "stays") -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
+def reader(version, how="stays"):
     """Run a process that holds a version until its stdin ends."""
     return ready([sys.executable, "-c", READER, str(version), how], "holds")
 
 
-def ended(process: subprocess.Popen[str]) -> None:
+def ended(process):
     """Let a reader, or the child that it has forked, come to its end."""
     assert process.stdin is not None and process.stdout is not None
     process.stdin.close()
     assert process.stdout.readline() == "let go\n"
 
 
-def shown(version: Path) -> str:
+def shown(version):
     """How a version is called in what is printed."""
     return f"{version.parents[2] / version.parent.name} (version {version.name})"
 
 
-def three_versions(path: Path) -> list[Path]:
+def three_versions(path):
     """Build three versions, of which gc removes the first; returns their folders."""
     return [versions_dir(path) / pretrain(path, seed)["content_sha256"][:12] for seed in range(3)]
 
 
-def says_kept(lines: Iterator[str], version: Path) -> bool:
+def says_kept(lines, version):
     (line,) = lines
     return line.startswith(f"kept {shown(version)} (") and line.endswith("): open in a reader")
 
 
-def test_a_version_that_another_process_has_open_stays_until_that_ends(folder: Path) -> None:
+def test_a_version_that_another_process_has_open_stays_until_that_ends(folder):
     first, second, _ = three_versions(folder / "c")
     pretrain(folder / "c", 3)
     before = without_locks(folder)
@@ -363,7 +354,7 @@ def test_a_version_that_another_process_has_open_stays_until_that_ends(folder: P
 
 
 @pytest.mark.parametrize("how", ["stays", "forks"])
-def test_a_reader_that_was_killed_holds_nothing_and_a_child_that_it_has_forked_goes_on(folder: Path, how: str) -> None:
+def test_a_reader_that_was_killed_holds_nothing_and_a_child_that_it_has_forked_goes_on(folder, how):
     old, *_ = three_versions(folder / "c")
     with reader(old, how) as process:
         process.kill()
@@ -375,7 +366,7 @@ def test_a_reader_that_was_killed_holds_nothing_and_a_child_that_it_has_forked_g
 
 
 @pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda hold: pickle.loads(pickle.dumps(hold))])
-def test_a_copy_of_a_hold_holds_anew(folder: Path, again: Callable[[Any], Any]) -> None:
+def test_a_copy_of_a_hold_holds_anew(folder, again):
     old, *_ = three_versions(folder / "c")
     assert len(list(collect(folder, dry_run=True))) == 1
     hold = hold_version(old)  # also after gc has asked
@@ -386,7 +377,7 @@ def test_a_copy_of_a_hold_holds_anew(folder: Path, again: Callable[[Any], Any]) 
     assert removed(collect(folder, dry_run=False)) == [old.name]
 
 
-def test_a_version_that_is_described_anew_is_held_on(folder: Path) -> None:
+def test_a_version_that_is_described_anew_is_held_on(folder):
     first = pretrain(folder / "c")
     version = (folder / "c").resolve()
     hold, inode = hold_version(version), (version / "meta.json").stat().st_ino
@@ -398,7 +389,7 @@ def test_a_version_that_is_described_anew_is_held_on(folder: Path) -> None:
     assert hold and says_kept(collect(folder, dry_run=False), version)
 
 
-def test_a_folder_that_a_build_adopts_is_held_on(folder: Path) -> None:
+def test_a_folder_that_a_build_adopts_is_held_on(folder):
     content = pretrain(folder / "elsewhere")["content_sha256"]
     shutil.copytree((folder / "elsewhere").resolve(), folder / "c")
     hold = hold_version(folder / "c")
@@ -407,7 +398,7 @@ def test_a_folder_that_a_build_adopts_is_held_on(folder: Path) -> None:
     assert hold and says_kept(collect(folder, dry_run=False), versions_dir(folder / "c") / content[:12])
 
 
-def test_a_hold_writes_nothing_and_leaves_no_descriptor(folder: Path) -> None:
+def test_a_hold_writes_nothing_and_leaves_no_descriptor(folder):
     version, *_ = three_versions(folder / "c")
     before, stat, handles = tree_of(folder), version.stat(), sorted(os.listdir("/proc/self/fd"))
     hold = hold_version(version)
@@ -417,7 +408,7 @@ def test_a_hold_writes_nothing_and_leaves_no_descriptor(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["nothing", "a file", "a link", "no meta.json", "a NUL"])
-def test_what_is_no_version_is_not_held_and_is_no_error(folder: Path, what: str) -> None:
+def test_what_is_no_version_is_not_held_and_is_no_error(folder, what):
     version, *_ = three_versions(folder / "c")
     (folder / "empty").mkdir()
     handles = sorted(os.listdir("/proc/self/fd"))
@@ -428,10 +419,8 @@ def test_what_is_no_version_is_not_held_and_is_no_error(folder: Path, what: str)
 
 
 @pytest.mark.parametrize("error", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF, errno.EACCES])
-def test_without_locks_on_folders_a_version_is_read_and_kept(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, error: int
-) -> None:
-    def flock(handle: int, operation: int) -> None:
+def test_without_locks_on_folders_a_version_is_read_and_kept(folder, monkeypatch, error):
+    def flock(handle, operation):
         if os.path.isdir(f"/proc/self/fd/{handle}"):
             raise OSError(error, os.strerror(error))
         real(handle, operation)
@@ -449,7 +438,7 @@ NAMES = ("building", "damaged", "building-0123456789ab", "building-0123456789ab.
 FOREIGN_METAS = ('{"version": 3}', '{"kind": "photo"}', '{"kind": "pretrain", "content_sha256": 7}', "[]", "no JSON")
 
 
-def test_what_another_program_has_put_there_is_left_and_reported(folder: Path) -> None:
+def test_what_another_program_has_put_there_is_left_and_reported(folder):
     for number, content in enumerate(FOREIGN_METAS):
         for name in (*NAMES, "1" * 12, "2" * 12, "3" * 12):
             write(plain_folder(folder / VERSIONS_DIR / f"app{number}" / name, content) / "journal.jsonl", content)
@@ -463,7 +452,7 @@ def test_what_another_program_has_put_there_is_left_and_reported(folder: Path) -
         assert tree_of(folder) == before
 
 
-def test_a_folder_that_is_too_deep_for_a_path_is_removed_and_costs_nobody_else(folder: Path) -> None:
+def test_a_folder_that_is_too_deep_for_a_path_is_removed_and_costs_nobody_else(folder):
     versions = three_versions(folder / "c")
     three_versions(folder / "d")
     handle = os.open(versions[0], os.O_RDONLY)

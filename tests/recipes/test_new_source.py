@@ -11,7 +11,6 @@ from support.errors import refused
 
 from niels_gpt.data import LocalFiles
 from niels_gpt.data.sources import Credit, SourceSpec
-from niels_gpt.settings import Settings
 
 MODULE = """
 from niels_gpt.data import LocalFiles
@@ -58,9 +57,7 @@ with dg.DagsterInstance.ephemeral() as instance:
 
 
 @pytest.mark.slow
-def test_a_row_of_the_table_is_a_cache_of_the_command_line_and_an_asset(
-    tmp_path: Path, tiny_model_path: Path, settings: Settings
-) -> None:
+def test_a_row_of_the_table_is_a_cache_of_the_command_line_and_an_asset(tmp_path, tiny_model_path, settings):
     (tmp_path / "m" / "poems").mkdir(parents=True)
     for number in range(20):
         (tmp_path / "m" / "poems" / f"{number:02}.txt").write_text(f"Poem {number}: the heron and the river.\n" * 9)
@@ -80,7 +77,7 @@ def test_a_row_of_the_table_is_a_cache_of_the_command_line_and_an_asset(
     assert re.search(r"^pretrain/poems +up to date", done.stdout, re.M)  # in the plan of build-all
 
 
-def test_a_row_that_says_nothing_of_the_split_is_refused() -> None:
+def test_a_row_that_says_nothing_of_the_split_is_refused():
     named = {"name": "poems", "family": "pretrain", "description": "", "credit": Credit("CC0", "nobody")}
     with refused("E102", "split_rule"):
         SourceSpec(**named, load=lambda _: [], files=lambda *_: LocalFiles(Path(), (), 0))

@@ -1,7 +1,6 @@
 """The user's own sources: lines, sources.toml, and what is wrong with them."""
 
 import os
-from pathlib import Path
 
 import pytest
 from support.errors import refused
@@ -23,15 +22,13 @@ from niels_gpt.settings import Settings, UsageError
         ("p=there:b.md", "p", "there:b.md", None),  # a file of that name is there
     ],
 )
-def test_a_line_is_a_name_a_glob_and_perhaps_a_field(
-    tmp_path: Path, line: str, name: str, files: str, field: str | None
-) -> None:
+def test_a_line_is_a_name_a_glob_and_perhaps_a_field(tmp_path, line, name, files, field):
     (tmp_path / "there:b.md").touch()
     (own,) = user_sources(Settings(pretrain=line)).values()
     assert (own.family, own.name, own.files, own.field) == ("pretrain", name, files, field)
 
 
-def test_chats_have_no_field(tmp_path: Path) -> None:
+def test_chats_have_no_field(tmp_path):
     with refused("E104", "support=a/*.json", kind=UsageError):
         user_sources(Settings(sft="support=a/*.json:x"))
     (tmp_path / "sources.toml").write_text('[sft]\nsupport = "a.jsonl:x"')
@@ -55,7 +52,7 @@ attribution = "The support team"
 """
 
 
-def test_lines_are_separated_by_semicolons_and_the_same_lines_stand_in_sources_toml(tmp_path: Path) -> None:
+def test_lines_are_separated_by_semicolons_and_the_same_lines_stand_in_sources_toml(tmp_path):
     assert user_sources(Settings()) == {}
     found = user_sources(Settings(pretrain="a=x.md; b=y.md;", sft="c=z.json"))
     assert [(own.family, own.name) for own in found.values()] == [("pretrain", "a"), ("pretrain", "b"), ("sft", "c")]
@@ -70,7 +67,7 @@ def test_lines_are_separated_by_semicolons_and_the_same_lines_stand_in_sources_t
         user_sources(Settings(sft="notes=x.json"))
 
 
-def test_a_file_that_is_named_must_be_there_and_its_paths_are_relative_to_it(tmp_path: Path) -> None:
+def test_a_file_that_is_named_must_be_there_and_its_paths_are_relative_to_it(tmp_path):
     with refused("E104", "mine.toml", kind=FileNotFoundError):
         user_sources(Settings(sources_file="conf/mine.toml"))
     (tmp_path / "conf").mkdir()
@@ -91,7 +88,7 @@ def test_a_file_that_is_named_must_be_there_and_its_paths_are_relative_to_it(tmp
         (Settings(sft="a="), r"--sft a=: expected NAME=GLOB$"),
     ],
 )
-def test_a_name_that_is_taken_and_a_line_that_is_none(settings: Settings, message: str) -> None:
+def test_a_name_that_is_taken_and_a_line_that_is_none(settings, message):
     with pytest.raises(UsageError, match=message):
         user_sources(settings)
 
@@ -116,14 +113,14 @@ def test_a_name_that_is_taken_and_a_line_that_is_none(settings: Settings, messag
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_an_entry_or_a_file_that_is_none_is_named(tmp_path: Path, content: str | None, message: str) -> None:
+def test_an_entry_or_a_file_that_is_none_is_named(tmp_path, content, message):
     path = tmp_path / "sources.toml"
     os.mkfifo(path) if content is None else path.write_text(content)
     with pytest.raises(ValueError, match=message):
         user_sources(Settings())
 
 
-def test_more_suffixes_are_text_also_compressed() -> None:
+def test_more_suffixes_are_text_also_compressed():
     assert text_suffixes(Settings()) == ()
     assert text_suffixes(Settings(as_text=".py, .TeX,")) == (
         *(".py", ".py.gz", ".py.zst"),
@@ -134,7 +131,7 @@ def test_more_suffixes_are_text_also_compressed() -> None:
             text_suffixes(Settings(as_text=none))
 
 
-def test_a_line_says_the_licence_of_any_source(tmp_path: Path) -> None:
+def test_a_line_says_the_licence_of_any_source(tmp_path):
     (tmp_path / "sources.toml").write_text(TOML)
     settings = Settings(licence="support=MIT; roam=all rights reserved", attribution="roam=N. Otes = me")
     assert stated_credit(settings, "support") == {"licence": "MIT"}

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import dagster as dg
 import numpy as np
@@ -33,7 +32,7 @@ NOTES = {
 }
 
 
-def turns(question: str, answer: str, by: str = "gpt") -> list[dict[str, str]]:
+def turns(question, answer, by="gpt"):
     return [{"from": "human", "value": question}, {"from": by, "value": answer}]
 
 
@@ -44,7 +43,7 @@ SHAREGPT = [
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Path:
+def home(tmp_path):
     """The current folder, with notes, a picture among them, and a file of chats, one of them with a tool's turn."""
     for name, text in NOTES.items():
         write(tmp_path / "notes" / name, text)
@@ -53,30 +52,30 @@ def home(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def own(home: Path, **given: Any) -> Settings:
+def own(home, **given):
     """Settings of the hub, which nobody may need."""
     return Settings(**{"cache_dir": str(home / "cache"), "vocab_size": 400, **given})
 
 
-def built_notes(*more: str) -> dict[str, Any]:
+def built_notes(*more):
     """Build a cache of the notes by the command line and return its meta.json."""
     return told_notes(*more)[0]
 
 
-def told_notes(*more: str) -> tuple[dict[str, Any], str]:
+def told_notes(*more):
     """Build it, and return what was printed and logged too."""
     done = niels_gpt("build", "--pretrain", "notes=notes", "--vocab-size", "400", *more)
     assert done.status == 0, done.err
     return read_meta("cache/pretrain/notes/meta.json"), done.err
 
 
-def cache_command(*arguments: str) -> "subprocess.CompletedProcess[str]":
+def cache_command(*arguments):
     command = [sys.executable, "-m", "niels_gpt.cache.cli", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": "200"})
 
 
 @pytest.mark.slow
-def test_one_command_makes_a_cache_of_a_folder_of_notes_and_one_of_a_file_of_chats(home: Path) -> None:
+def test_one_command_makes_a_cache_of_a_folder_of_notes_and_one_of_a_file_of_chats(home):
     notes = cache_command("build", "--pretrain", "notes=notes", "--vocab-size", "400")
     assert notes.returncode == 0, notes.stderr
     chats = cache_command("build", "--sft", "support=chats.json", "--vocab-size", "400")
@@ -101,7 +100,7 @@ def test_one_command_makes_a_cache_of_a_folder_of_notes_and_one_of_a_file_of_cha
     assert read_meta("cache/tokenizer/meta.json")["trained_on"] == "own"
 
 
-def test_the_split_is_by_hash_on_paper(home: Path, tiny_model_path: Path) -> None:
+def test_the_split_is_by_hash_on_paper(home, tiny_model_path):
     """It neither follows length nor place, and another document, or seed, changes it for none, or for all."""
     texts = [f"{number} " + "x" * (number % 7) ** 4 for number in range(400)]
     shares = [int(hashlib.sha256(f"42\n{text}".encode()).hexdigest()[:16], 16) / 2**64 for text in texts]
@@ -116,15 +115,13 @@ def test_the_split_is_by_hash_on_paper(home: Path, tiny_model_path: Path) -> Non
         assert recipes(changed)["pretrain/rows"](changed).meta["docs"]["val"] == docs
 
 
-def test_a_single_document_goes_to_train_and_an_empty_val_is_a_warning(
-    home: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_single_document_goes_to_train_and_an_empty_val_is_a_warning(home, caplog):
     settings = own(home, pretrain="book=notes/n00.md")
     assert recipes(settings)["pretrain/book"](settings).meta["docs"] == {"train": 1, "val": 0}
     assert "val is empty: too few distinct texts (1)" in caplog.text
 
 
-def test_what_its_user_says_stands_in_meta_and_in_stats(home: Path) -> None:
+def test_what_its_user_says_stands_in_meta_and_in_stats(home):
     toml = '[pretrain.notes]\nfiles = "notes"\nlicence = "CC BY 4.0"\nattribution = "N. Otes"\n'
     (home / "sources.toml").write_text(toml)
     assert niels_gpt("build", "notes", "--vocab-size", "400").status == 0
@@ -136,7 +133,7 @@ def test_what_its_user_says_stands_in_meta_and_in_stats(home: Path) -> None:
     assert "CC BY 4.0" in shown and "N. Otes" in shown and "other_files 1" in shown
 
 
-def test_the_users_line_wins_over_all_else_and_reaches_the_meta(home: Path, settings: Settings) -> None:
+def test_the_users_line_wins_over_all_else_and_reaches_the_meta(home, settings):
     first = recipes(settings)["pretrain/roam"](settings)
     said = dataclasses.replace(settings, licence="roam=CC0 1.0", attribution="roam=N. Otes")
     outcome = recipes(said)["pretrain/roam"](said)
@@ -146,7 +143,7 @@ def test_the_users_line_wins_over_all_else_and_reaches_the_meta(home: Path, sett
     assert recipes(said)["sft/oasst1"](said).meta["source"]["licence"] == "Apache-2.0"
 
 
-def test_a_changed_file_or_line_builds_anew_and_nothing_else_does(home: Path) -> None:
+def test_a_changed_file_or_line_builds_anew_and_nothing_else_does(home):
     settings = own(home, pretrain="notes=notes")
     build = recipes(settings)["pretrain/notes"]
     first = build(settings)
@@ -162,7 +159,7 @@ def test_a_changed_file_or_line_builds_anew_and_nothing_else_does(home: Path) ->
     assert recipes(settings)["pretrain/more"](settings).meta["content_sha256"] != first.meta["content_sha256"]
 
 
-def test_rows_that_cannot_be_read_are_counted_and_too_many_are_a_warning(home: Path) -> None:
+def test_rows_that_cannot_be_read_are_counted_and_too_many_are_a_warning(home):
     rows = [json.dumps({"body": text}) for text in TINY_TEXTS[:20]]
     (home / "rows.jsonl").write_text("\n".join([*rows, "{broken", "[]", '{"title": "no body"}']))
     done = niels_gpt("build", "--pretrain", "rows=rows.jsonl:body", "--vocab-size", "400")
@@ -175,9 +172,7 @@ def test_rows_that_cannot_be_read_are_counted_and_too_many_are_a_warning(home: P
     assert not any(verdict.problems for verdict in verdicts.values())
 
 
-def test_files_of_another_encoding_are_warned_of_and_stats_shows_that_they_were_kept(
-    home: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_files_of_another_encoding_are_warned_of_and_stats_shows_that_they_were_kept(home, caplog):
     for number in range(30):
         encoding = ("latin-1", "utf-16", "utf-16-le")[number % 3]
         (home / "notes" / f"m{number}.txt").write_bytes(f"Über den Fluß {number}".encode(encoding))
@@ -194,9 +189,7 @@ def test_files_of_another_encoding_are_warned_of_and_stats_shows_that_they_were_
     assert shown["noticed by the loader"] == "byte_order_mark 10, texts_with_nul 10"
 
 
-def test_kinds_and_links_that_are_not_read_are_counted_and_a_warning_until_they_are_asked_for(
-    home: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_kinds_and_links_that_are_not_read_are_counted_and_a_warning_until_they_are_asked_for(home, caplog):
     for name in ("a.py", "b.PY", "c.tex", "d.rst", "e.html", "LICENCE"):
         write(home / "notes" / name, f"the text of {name}")
     (home / "notes" / "c.md").symlink_to(write(home / "secret.md", "a secret"))
@@ -215,7 +208,7 @@ def test_kinds_and_links_that_are_not_read_are_counted_and_a_warning_until_they_
     ]
 
 
-def test_a_large_document_is_left_out_counted_and_a_loss(home: Path, settings: Settings) -> None:
+def test_a_large_document_is_left_out_counted_and_a_loss(home, settings):
     for name in ("x.md", "y.txt"):
         (home / "notes" / name).write_text("long " * 1_000)
     settings = dataclasses.replace(settings, pretrain="notes=notes", sft="support=chats.json", max_document_bytes=4_000)
@@ -244,15 +237,13 @@ def test_a_large_document_is_left_out_counted_and_a_loss(home: Path, settings: S
         ("notes", 2, "no source is called 'notes'"),
     ],
 )
-def test_what_is_wrong_is_said_with_the_status(home: Path, line: str, status: int, message: str) -> None:
+def test_what_is_wrong_is_said_with_the_status(home, line, status, message):
     done = niels_gpt("build", *line.split())
     assert done.status == status
     assert message in done.err
 
 
-def test_a_tokenizer_of_ones_own_sources_alone_is_named_where_others_use_it(
-    home: Path, settings: Settings, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tokenizer_of_ones_own_sources_alone_is_named_where_others_use_it(home, settings, caplog):
     settings = dataclasses.replace(settings, tokenizer=None, vocab_size=400, pretrain="notes=notes")
     recipes(settings)["pretrain/notes"](settings)
     assert not caplog.records or "user-defined sources only" not in caplog.text
@@ -260,9 +251,7 @@ def test_a_tokenizer_of_ones_own_sources_alone_is_named_where_others_use_it(
     assert "trained on user-defined sources only, and used for roam" in caplog.text
 
 
-def test_a_broken_line_that_goes_leaves_the_tokenizer_and_the_other_caches_alone(
-    home: Path, settings: Settings
-) -> None:
+def test_a_broken_line_that_goes_leaves_the_tokenizer_and_the_other_caches_alone(home, settings):
     settings = dataclasses.replace(settings, tokenizer=None, vocab_size=400)
     (home / "broken.json").write_text("[{")
     both = dataclasses.replace(settings, pretrain="good=notes;broken=broken.json")
@@ -273,7 +262,7 @@ def test_a_broken_line_that_goes_leaves_the_tokenizer_and_the_other_caches_alone
     assert ensure_tokenizer(alone).meta == before
 
 
-def test_a_tokenizer_of_all_sources_is_never_replaced_by_one_of_ones_own(home: Path, settings: Settings) -> None:
+def test_a_tokenizer_of_all_sources_is_never_replaced_by_one_of_ones_own(home, settings):
     settings = dataclasses.replace(settings, tokenizer=None, vocab_size=400, pretrain="notes=notes")
     assert ensure_tokenizer(settings).meta["trained_on"] == "mirror"
     other = dataclasses.replace(settings, vocab_size=380)
@@ -293,7 +282,7 @@ attribution = "The support team"
 
 
 @pytest.fixture
-def with_file(home: Path, tiny_model_path: Path, mirror: Path) -> Settings:
+def with_file(home, tiny_model_path, mirror):
     """Settings with a sources.toml that names both."""
     (home / "sources.toml").write_text(SOURCES)
     return own(home, tokenizer=str(tiny_model_path), source_root=str(mirror))
@@ -328,7 +317,7 @@ def test_sources_toml_makes_two_assets_and_what_changes_in_a_source_is_stale(
     assert metadata(result)["sft/support"]["licence"] == "CC BY-SA 4.0"
 
 
-def test_a_prefix_goes_before_them_too(with_file: Settings) -> None:
+def test_a_prefix_goes_before_them_too(with_file):
     graph = niels_definitions("team/llm", with_file).resolve_asset_graph()
     parents = graph.get(dg.AssetKey(["team", "llm", "sft", "support"])).parent_keys
     assert {key.to_user_string() for key in parents} == {"team/llm/tokenizer", "team/llm/raw/support", "team/llm/sft/"}

@@ -1,7 +1,5 @@
 """Partitions by the recipe: any order, any process, killed and repeated, give the bytes of one command; refusals."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
@@ -15,8 +13,6 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +27,7 @@ from niels_gpt.cache.meta import read_meta
 from niels_gpt.commands.main import main
 from niels_gpt.recipes.partitions.run import build_partition, prepare, restart_partition, seal_cache
 from niels_gpt.recipes.resolve import resolve_source
-from niels_gpt.recipes.run_recipe import Outcome, cache_root, restart
+from niels_gpt.recipes.run_recipe import cache_root, restart
 from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.settings import Settings, UsageError
 
@@ -40,7 +36,7 @@ PATTERN = "texts/*.jsonl"
 
 
 @pytest.fixture
-def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def texts(tmp_path, monkeypatch):
     """Six files of rows below the current folder."""
     for number in range(6):
         rows = [{"text": f"{text} {number} {row}"} for row, text in enumerate(TINY_TEXTS[:12])]
@@ -50,12 +46,12 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def notes(texts: Path, tiny_model_path: Path) -> Settings:
+def notes(texts, tiny_model_path):
     """Settings of pretrain/notes in partitions."""
     return own("cache", tiny_model_path)
 
 
-def own(cache_dir: str, model: Path, **given: Any) -> Settings:
+def own(cache_dir, model, **given):
     pretrain = f"notes={PATTERN}"
     how = {
         "cache_dir": cache_dir,
@@ -67,13 +63,13 @@ def own(cache_dir: str, model: Path, **given: Any) -> Settings:
     return Settings(**{**how, **given})
 
 
-def content_of(outcome: Outcome) -> dict[str, bytes]:
+def content_of(outcome):
     """Return the bytes of every file of a cache, by name."""
     root = outcome.path.resolve()
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
-def documents_of(path: Path) -> Counter[tuple[str, bytes]]:
+def documents_of(path):
     """Return how often each document is in each split, as the bytes of its ids."""
     meta, found = read_meta(str(path / "meta.json")), Counter[tuple[str, bytes]]()
     for split in ("train", "val"):
@@ -85,7 +81,7 @@ def documents_of(path: Path) -> Counter[tuple[str, bytes]]:
     return found
 
 
-def killed(settings: Settings, number: int, seconds: float) -> bool:
+def killed(settings, number, seconds):
     """Build a partition in a child and kill it after some time; return whether it had ended before."""
     child = os.fork()
     if child == 0:
@@ -99,7 +95,7 @@ def killed(settings: Settings, number: int, seconds: float) -> bool:
 
 
 @pytest.mark.parametrize("kills", [0, pytest.param(8, marks=pytest.mark.slow)])
-def test_any_order_and_kills_give_the_bytes_of_one_command(kills: int, notes: Settings, tiny_model_path: Path) -> None:
+def test_any_order_and_kills_give_the_bytes_of_one_command(kills, notes, tiny_model_path):
     by_one = build_token_cache(own("one", tiny_model_path), "notes")
     drawn = random.Random(5)
     for _ in range(kills):
@@ -115,7 +111,7 @@ def test_any_order_and_kills_give_the_bytes_of_one_command(kills: int, notes: Se
     assert again.reused and again.meta["partitions"]["total"] == TOTAL and prepare(notes, "notes") is None
 
 
-def test_a_repeat_does_nothing_and_restart_builds_one_again(notes: Settings) -> None:
+def test_a_repeat_does_nothing_and_restart_builds_one_again(notes):
     first = build_partition(notes, "notes", 1)
     plan = prepare(notes, "notes")
     assert plan is not None and not first.reused and first.meta["partition"]["plan"] == plan.sha256
@@ -125,7 +121,7 @@ def test_a_repeat_does_nothing_and_restart_builds_one_again(notes: Settings) -> 
     assert not again.reused and again.meta == first.meta
 
 
-def test_two_at_once_on_one_partition(notes: Settings) -> None:
+def test_two_at_once_on_one_partition(notes):
     plan = prepare(notes, "notes")
     assert plan is not None
     path, made = plan.partition_path(0), []
@@ -140,17 +136,17 @@ def test_two_at_once_on_one_partition(notes: Settings) -> None:
     assert made[0].partition.number == 0
 
 
-def test_two_commands_that_build_all_share_the_work(notes: Settings, tiny_model_path: Path) -> None:
+def test_two_commands_that_build_all_share_the_work(notes, tiny_model_path):
     with ThreadPoolExecutor(2) as pool:
         outcomes = list(pool.map(lambda _: build_token_cache(notes, "notes"), range(2)))
     one = build_token_cache(own("one", tiny_model_path), "notes")
     assert [content_of(each) for each in outcomes] == [content_of(one)] * 2
 
 
-def test_text_that_changes_while_partitions_are_built_is_refused(notes: Settings, texts: Path) -> None:
+def test_text_that_changes_while_partitions_are_built_is_refused(notes, texts):
     plan, changed = prepare(notes, "notes"), texts / "1.jsonl"
 
-    def change(*_: object) -> None:
+    def change(*_):
         changed.write_text(json.dumps({"text": "in front"}) + "\n" + changed.read_text())
 
     assert plan is not None
@@ -165,7 +161,7 @@ def test_text_that_changes_while_partitions_are_built_is_refused(notes: Settings
     assert not made.build(plan, plan.partition(1), False, None)[1]
 
 
-def test_who_comes_after_the_seal_of_another_builds_nothing(notes: Settings) -> None:
+def test_who_comes_after_the_seal_of_another_builds_nothing(notes):
     made = prepared_partitions(notes, "notes")
     assert made.plan is not None
     sealed = build_token_cache(notes, "notes")
@@ -178,7 +174,7 @@ def test_who_comes_after_the_seal_of_another_builds_nothing(notes: Settings) -> 
     assert caught.value.code == "E511" and not made.plan.folder.exists()
 
 
-def test_seal_names_what_is_missing_and_its_commands_work(notes: Settings) -> None:
+def test_seal_names_what_is_missing_and_its_commands_work(notes):
     with refused("E510", "pretrain/notes", "Build them") as caught:
         seal_cache(notes, "notes")
     assert caught.value.code == "E510"
@@ -199,7 +195,7 @@ def test_seal_names_what_is_missing_and_its_commands_work(notes: Settings) -> No
     assert command.startswith("niels-gpt build notes ") and "--partition " not in command
 
 
-def test_seal_with_other_settings_names_them_and_those_of_the_plan(notes: Settings, tiny_model_path: Path) -> None:
+def test_seal_with_other_settings_names_them_and_those_of_the_plan(notes, tiny_model_path):
     for number in range(TOTAL):
         build_partition(notes, "notes", number)
     with refused("E511", "seed: 42 there, 7 here") as caught:
@@ -211,7 +207,7 @@ def test_seal_with_other_settings_names_them_and_those_of_the_plan(notes: Settin
         seal_cache(own("cache", tiny_model_path, partitions=1), "notes")
 
 
-def test_seal_without_the_tokenizer_of_its_builds_trains_none(notes: Settings, tmp_path: Path) -> None:
+def test_seal_without_the_tokenizer_of_its_builds_trains_none(notes, tmp_path):
     without = dataclasses.replace(notes, tokenizer=None)
     with refused("E510") as caught:
         seal_cache(without, "notes")
@@ -225,7 +221,7 @@ def test_seal_without_the_tokenizer_of_its_builds_trains_none(notes: Settings, t
     assert main(shlex.split(caught.value.remedy.partition("niels-gpt ")[2])) == 0
 
 
-def test_a_remedy_has_the_flags_of_the_plan_alone(notes: Settings, tiny_model_path: Path, tmp_path: Path) -> None:
+def test_a_remedy_has_the_flags_of_the_plan_alone(notes, tiny_model_path, tmp_path):
     ids = write(tmp_path / "ids.txt", "0.jsonl#1\n")
     prepare(dataclasses.replace(notes, exclude=str(ids)), "notes")
     with refused("E511", "--exclude") as caught:
@@ -238,9 +234,7 @@ def test_a_remedy_has_the_flags_of_the_plan_alone(notes: Settings, tiny_model_pa
     assert "--exclude" not in caught.value.remedy and "niels-gpt seal" in caught.value.remedy
 
 
-def test_changed_text_has_a_plan_of_its_own(
-    notes: Settings, texts: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changed_text_has_a_plan_of_its_own(notes, texts, caplog, monkeypatch):
     build_partition(notes, "notes", 0)
     old = prepare(notes, "notes")
     os.utime(texts / "1.jsonl")  # the same bytes: read once more, and the plan stays
@@ -257,9 +251,7 @@ def test_changed_text_has_a_plan_of_its_own(
     assert not build_partition(notes, "notes", 0).reused
 
 
-def test_other_code_is_refused_and_restart_starts_over(
-    notes: Settings, monkeypatch: pytest.MonkeyPatch, tiny_model_path: Path
-) -> None:
+def test_other_code_is_refused_and_restart_starts_over(notes, monkeypatch, tiny_model_path):
     with monkeypatch.context() as patched:
         be_other_code(patched)
         build_partition(notes, "notes", 0)
@@ -271,7 +263,7 @@ def test_other_code_is_refused_and_restart_starts_over(
     assert seal_cache(notes, "notes").reused
 
 
-def test_other_numbers_of_partitions_between_change_no_bytes(notes: Settings, tiny_model_path: Path) -> None:
+def test_other_numbers_of_partitions_between_change_no_bytes(notes, tiny_model_path):
     whole = own("cache", tiny_model_path, partitions=1)
     before, first = content_of(build_token_cache(whole, "notes")), content_of(build_token_cache(notes, "notes"))
     assert before != first
@@ -280,14 +272,14 @@ def test_other_numbers_of_partitions_between_change_no_bytes(notes: Settings, ti
     assert content_of(build_token_cache(whole, "notes")) == before
 
 
-def test_partitions_hold_the_documents_of_the_whole_in_the_same_splits(notes: Settings, tiny_model_path: Path) -> None:
+def test_partitions_hold_the_documents_of_the_whole_in_the_same_splits(notes, tiny_model_path):
     whole = documents_of(build_token_cache(own("whole", tiny_model_path, partitions=1), "notes").path)
     assert documents_of(build_token_cache(notes, "notes").path) == whole
     many = own("many", tiny_model_path, partitions=9)  # more than there are files
     assert documents_of(build_token_cache(many, "notes").path) == whole
 
 
-def test_what_is_built_whole_is_said(tmp_path: Path, tiny_model_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_built_whole_is_said(tmp_path, tiny_model_path, caplog):
     settings = Settings(source_root="sample", cache_dir=str(tmp_path), tokenizer=str(tiny_model_path), partitions=TOTAL)
     with caplog.at_level(logging.WARNING):
         outcome = build_token_cache(settings, "dolly15k")
@@ -297,7 +289,7 @@ def test_what_is_built_whole_is_said(tmp_path: Path, tiny_model_path: Path, capl
     assert outcome.meta["kind"] == "sft"
 
 
-def test_a_listing_spares_reading_the_text_again(notes: Settings, texts: Path) -> None:
+def test_a_listing_spares_reading_the_text_again(notes, texts):
     """Files of the same names, sizes and times are not read for their fingerprint."""
     plan = prepare(notes, "notes")
     path = texts / "0.jsonl"
@@ -325,7 +317,7 @@ def test_a_listing_spares_reading_the_text_again(notes: Settings, texts: Path) -
 PRETRAIN = ("fineweb_edu", "wikitext", "roam", "gutenberg")
 
 
-def _same_documents(name: str, one: Settings, many: Settings) -> None:
+def _same_documents(name, one, many):
     whole, parts = (documents_of(build_token_cache(each, name).path) for each in (one, many))
     meta = read_meta(str(cache_root(one) / f"pretrain/{name}/meta.json"))
     if "nearest" in meta["split_rule"] and min(meta["docs"].values()) < 2:  # the whole moved one to an empty split
@@ -335,10 +327,8 @@ def _same_documents(name: str, one: Settings, many: Settings) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRETRAIN)
-def test_the_sample_in_partitions_has_the_documents_of_the_whole(
-    name: str, tmp_path: Path, tiny_model_path: Path
-) -> None:
-    common: dict[str, Any] = {"source_root": "sample", "tokenizer": str(tiny_model_path)}
+def test_the_sample_in_partitions_has_the_documents_of_the_whole(name, tmp_path, tiny_model_path):
+    common = {"source_root": "sample", "tokenizer": str(tiny_model_path)}
     one = Settings(cache_dir=str(tmp_path / "one"), **common)
     _same_documents(name, one, Settings(cache_dir=str(tmp_path / "many"), partitions=8, **common))
 
@@ -346,9 +336,7 @@ def test_the_sample_in_partitions_has_the_documents_of_the_whole(
 @pytest.mark.real_text
 @pytest.mark.skipif("NIELS_GPT_TEST_DATA" not in os.environ, reason="NIELS_GPT_TEST_DATA names no mirror")
 @pytest.mark.parametrize("name", PRETRAIN)
-def test_a_mirror_in_partitions_has_the_documents_of_the_whole(
-    name: str, tmp_path: Path, tiny_model_path: Path
-) -> None:
-    common: dict[str, Any] = {"source_root": os.environ["NIELS_GPT_TEST_DATA"], "tokenizer": str(tiny_model_path)}
+def test_a_mirror_in_partitions_has_the_documents_of_the_whole(name, tmp_path, tiny_model_path):
+    common = {"source_root": os.environ["NIELS_GPT_TEST_DATA"], "tokenizer": str(tiny_model_path)}
     one = Settings(cache_dir=str(tmp_path / "one"), **common)
     _same_documents(name, one, Settings(cache_dir=str(tmp_path / "many"), partitions=8, **common))

@@ -16,7 +16,7 @@ from niels_gpt.builders.meta_keys import BUILDER_VERSION, FORMAT_VERSION
 from niels_gpt.data.files import mirrors
 from niels_gpt.data.files.rows import iter_rows
 from niels_gpt.recipes.plan import plan, recipes, settings_fingerprint
-from niels_gpt.recipes.run_recipe import Outcome, recipe_fingerprint
+from niels_gpt.recipes.run_recipe import recipe_fingerprint
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError
@@ -24,18 +24,16 @@ from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.tokenizer_training import train_tokenizer, write_tokenizer
 
 
-def build_all(settings: Settings) -> dict[str, Outcome]:
+def build_all(settings):
     return {key: recipe(settings) for key, recipe in recipes(settings).items()}
 
 
-def built_keys(settings: Settings) -> list[str]:
+def built_keys(settings):
     """Build everything and return the keys of what was not there already."""
     return [key for key, outcome in build_all(settings).items() if not outcome.reused]
 
 
-def test_what_is_there_is_built_anew_only_where_something_that_it_reads_has_changed(
-    settings: Settings, mirror: Path, tmp_path: Path
-) -> None:
+def test_what_is_there_is_built_anew_only_where_something_that_it_reads_has_changed(settings, mirror, tmp_path):
     planned = plan(settings, list(recipes(settings)))
     builds = [(key, "build") for key in recipes(settings)]
     assert [(item.key, item.action) for item in planned] == [("tokenizer", "copy"), *builds]
@@ -66,7 +64,7 @@ def test_what_is_there_is_built_anew_only_where_something_that_it_reads_has_chan
     assert built_keys(dataclasses.replace(settings, tokenizer=str(tmp_path / "spm.model"))) == list(recipes(settings))
 
 
-def test_documents_in_are_documents_kept_and_dropped_reason_by_reason(settings: Settings, mirror: Path) -> None:
+def test_documents_in_are_documents_kept_and_dropped_reason_by_reason(settings, mirror):
     meta = recipes(settings)["pretrain/fineweb_edu"](settings).meta
     rows = list(iter_rows(mirrors.source_files(mirror, settings.fineweb_edu_dataset)))
     assert meta["documents_read"] == len(rows)
@@ -75,7 +73,7 @@ def test_documents_in_are_documents_kept_and_dropped_reason_by_reason(settings: 
     assert meta["dropped"]["empty"] == sum(row["text"] == "" for row in rows)
 
 
-def test_the_sample_goes_to_a_folder_of_its_own_with_its_own_tokenizer(tmp_path: Path) -> None:
+def test_the_sample_goes_to_a_folder_of_its_own_with_its_own_tokenizer(tmp_path):
     settings = Settings(source_root="sample", cache_dir=str(tmp_path))
     outcome = recipes(settings)["sft/oasst1"](settings)
     assert outcome.path == tmp_path / "sample" / "sft" / "oasst1"
@@ -85,9 +83,7 @@ def test_the_sample_goes_to_a_folder_of_its_own_with_its_own_tokenizer(tmp_path:
     assert tokenizer.meta["vocab_size"] < tokenizer.meta["requested_vocab_size"] == 16_000
 
 
-def test_a_mirror_without_a_wikitext_train_split_gives_a_partial_cache(
-    settings: Settings, mirror: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_mirror_without_a_wikitext_train_split_gives_a_partial_cache(settings, mirror, tmp_path, caplog):
     own = shutil.copytree(mirror, tmp_path / "own")
     (own / "Salesforce" / "wikitext" / "train.txt").unlink()
     meta = recipes(settings)["pretrain/wikitext"](dataclasses.replace(settings, source_root=str(own))).meta
@@ -96,21 +92,21 @@ def test_a_mirror_without_a_wikitext_train_split_gives_a_partial_cache(
     assert "only val" in caplog.text
 
 
-def test_gutenberg_on_the_hub_is_a_stub_that_asks_nobody(settings: Settings) -> None:
+def test_gutenberg_on_the_hub_is_a_stub_that_asks_nobody(settings):
     outcome = recipes(settings)["pretrain/gutenberg"](dataclasses.replace(settings, source_root="hub"))
     assert (outcome.meta["built"], outcome.meta["streaming"]) == (False, True)
     assert sorted(path.name for path in outcome.path.iterdir()) == ["meta.json", "train", "val"]
     assert recipes(settings)["pretrain/gutenberg"](dataclasses.replace(settings, source_root="hub")).reused
 
 
-def test_wikitext_lines_get_no_end_of_text_and_web_pages_do(settings: Settings) -> None:
+def test_wikitext_lines_get_no_end_of_text_and_web_pages_do(settings):
     for name, expected in (("wikitext", False), ("fineweb_edu", True)):
         outcome = recipes(settings)[f"pretrain/{name}"](settings)
         tokens = np.fromfile(outcome.path / "train" / "shard_00000.bin", dtype="<u2")
         assert (outcome.meta["special_token_ids"]["eot"] in tokens) is expected
 
 
-def test_a_tokenizer_whose_link_leads_to_itself_is_refused(settings: Settings) -> None:
+def test_a_tokenizer_whose_link_leads_to_itself_is_refused(settings):
     tokenizer = Path(settings.cache_dir, "tokenizer")
     tokenizer.parent.mkdir(parents=True, exist_ok=True)
     tokenizer.symlink_to("tokenizer")
@@ -119,7 +115,7 @@ def test_a_tokenizer_whose_link_leads_to_itself_is_refused(settings: Settings) -
 
 
 @pytest.mark.slow
-def test_two_builds_that_want_a_missing_tokenizer_at_once_train_it_once(mirror: Path, tmp_path: Path) -> None:
+def test_two_builds_that_want_a_missing_tokenizer_at_once_train_it_once(mirror, tmp_path):
     flags = ["--source-root", str(mirror), "--cache-dir", str(tmp_path), "--vocab-size", "600"]
     command = [sys.executable, "-m", "niels_gpt.cache.cli", "build"]
     both = [subprocess.Popen([*command, name, *flags]) for name in ("dolly15k", "oasst1")]
@@ -127,9 +123,7 @@ def test_two_builds_that_want_a_missing_tokenizer_at_once_train_it_once(mirror: 
     assert len((tmp_path / ".runs" / "tokenizer.jsonl").read_text().splitlines()) == 1
 
 
-def test_a_cache_of_before_there_were_other_ends_of_documents_has_the_fingerprint_of_now(
-    settings: Settings, tiny_model_path: Path
-) -> None:
+def test_a_cache_of_before_there_were_other_ends_of_documents_has_the_fingerprint_of_now(settings, tiny_model_path):
     tokenizer, reads = load_tokenizer(tiny_model_path), ("seed", "document_end")
     for choice, appended in (("auto", True), ("eot", True), ("none", False)):
         now = recipe_fingerprint(dataclasses.replace(settings, document_end=choice), "k", reads, tokenizer, "s")
@@ -153,16 +147,14 @@ def test_a_cache_of_before_there_were_other_ends_of_documents_has_the_fingerprin
         ("sft/dolly15k", {}, "583183c70469"),
     ],
 )
-def test_the_settings_have_the_fingerprint_of_before_there_were_tokenizers_of_other_kinds(
-    key: str, changed: dict[str, str], expected: str
-) -> None:
+def test_the_settings_have_the_fingerprint_of_before_there_were_tokenizers_of_other_kinds(key, changed, expected):
     assert settings_fingerprint(Settings(**changed), key) == expected  # as computed before: Dagster's code version
     for other in ({"tokenizer_kind": "bpe"}, {"document_end": "eos"}):
         read = key in ("tokenizer", "pretrain/roam") and ("tokenizer_kind" in other) == (key == "tokenizer")
         assert (settings_fingerprint(Settings(**(changed | other)), key) != expected) == read
 
 
-def test_the_engine_never_causes_a_rebuild_and_is_in_the_record_of_the_run(settings: Settings) -> None:
+def test_the_engine_never_causes_a_rebuild_and_is_in_the_record_of_the_run(settings):
     built = recipes(settings)["pretrain/roam"](dataclasses.replace(settings, engine="reference"))
     assert built.engine == "sentencepiece" and "engine" not in built.meta
     line = (Path(settings.cache_dir) / ".runs" / "pretrain.roam.jsonl").read_text().splitlines()[-1]

@@ -3,10 +3,8 @@
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import dagster as dg
 import numpy as np
@@ -26,7 +24,6 @@ from niels_gpt.inspection.stats import bounds, open_version, tokens_of
 from niels_gpt.inspection.verify import Limits
 from niels_gpt.prefix_tree.rollouts.build import build_rollouts
 from niels_gpt.prefix_tree.rollouts.reader import RolloutDataset
-from niels_gpt.prefix_tree.rollouts.records import RolloutGroup
 from niels_gpt.recipes.plan import plan, recipes
 from niels_gpt.recipes.rollouts.checks import CHECKS, find_damage, verify
 from niels_gpt.recipes.rollouts.groups import recorded_groups
@@ -48,24 +45,24 @@ ROWS = [
 
 
 @pytest.fixture
-def both(settings: Settings, tmp_path: Path) -> Settings:
+def both(settings, tmp_path):
     """Settings with a file of twelve groups and a bad row."""
     write(tmp_path / "maths.jsonl", lines(*ROWS, {"ids": "none"}))
     return dataclasses.replace(settings, rollouts="maths=maths.jsonl", rollouts_val_frac=0.3)
 
 
-def flags(settings: Settings) -> list[str]:
+def flags(settings):
     names = ("source_root", "cache_dir", "tokenizer", "rollouts", "rollouts_val_frac")
     return [f"--{name.replace('_', '-')}={getattr(settings, name)}" for name in names]
 
 
-def groups_of(path: Path, meta: dict[str, Any]) -> Iterator[tuple[str, RolloutGroup]]:
+def groups_of(path, meta):
     for split in ("train", "val"):
         if meta["totals"][f"{split}_groups"]:
             yield from ((split, group) for group in RolloutDataset(path, split))
 
 
-def test_the_threads_of_trees_are_the_chats_of_the_sft_cache_with_its_loss(settings: Settings) -> None:
+def test_the_threads_of_trees_are_the_chats_of_the_sft_cache_with_its_loss(settings):
     trees, chats = recipes(settings)[TREES](settings), recipes(settings)["sft/oasst1"](settings)
     folder, meta = open_version(chats.path)
     examples = []
@@ -81,7 +78,7 @@ def test_the_threads_of_trees_are_the_chats_of_the_sft_cache_with_its_loss(setti
             )
             assert np.array_equal(sample.loss_mask, mask[0]) and sample.loss_mask[-1]
 
-    def cut(example: list[int]) -> list[int]:
+    def cut(example):
         """Leave out the user's messages after the last reply."""
         last = len(example) - 1 - example[::-1].index(special["asst"])
         return example[: example.index(special["eot"], last) + 1]
@@ -94,7 +91,7 @@ def test_the_threads_of_trees_are_the_chats_of_the_sft_cache_with_its_loss(setti
     assert {**counted, "cut_messages": 0} == {**meta["source"]["counters"], "cut_messages": 0}
 
 
-def test_recorded_ids_are_stored_as_they_are_and_need_no_tokenizer(both: Settings) -> None:
+def test_recorded_ids_are_stored_as_they_are_and_need_no_tokenizer(both):
     outcome = recipes(both)[MATHS](both)
     assert not (Path(both.cache_dir) / "tokenizer").exists()
     stored = {group.id: group for _, group in groups_of(outcome.path, outcome.meta)}
@@ -109,8 +106,8 @@ def test_recorded_ids_are_stored_as_they_are_and_need_no_tokenizer(both: Setting
     assert checked(outcome, both) == []
 
 
-def test_only_what_a_rollout_cache_reads_builds_it_again(both: Settings, tmp_path: Path) -> None:
-    def reused(**changed: Any) -> dict[str, bool]:
+def test_only_what_a_rollout_cache_reads_builds_it_again(both, tmp_path):
+    def reused(**changed):
         chosen = dataclasses.replace(both, **changed)
         return {key: recipes(chosen)[key](chosen).reused for key in (MATHS, TREES)}
 
@@ -127,7 +124,7 @@ def test_only_what_a_rollout_cache_reads_builds_it_again(both: Settings, tmp_pat
     ]
 
 
-def test_ids_above_the_vocabulary_and_listed_groups_are_left_out_and_counted(both: Settings, tmp_path: Path) -> None:
+def test_ids_above_the_vocabulary_and_listed_groups_are_left_out_and_counted(both, tmp_path):
     write(tmp_path / "listed.txt", "q3\nq4\n")
     chosen = dataclasses.replace(both, rollouts_vocab_size=63, exclude="listed.txt")
     meta = recipes(chosen)[MATHS](chosen).meta
@@ -136,16 +133,16 @@ def test_ids_above_the_vocabulary_and_listed_groups_are_left_out_and_counted(bot
     assert (meta["token_dtype"], meta["vocab_size"], meta["samples_read"]) == ("uint16-le", 63, 40)
 
 
-def test_an_interrupted_build_of_rollouts_resumes_to_the_same_bytes(both: Settings, tmp_path: Path) -> None:
+def test_an_interrupted_build_of_rollouts_resumes_to_the_same_bytes(both, tmp_path):
     whole = recipes(both)[MATHS](both).meta
     found = open_files("maths.jsonl", rows_only=True)
 
-    def build(stop: int | None) -> dict[str, Any]:
+    def build(stop):
         counters, position = Counter[str](), dict[str, int]()
         source = Source("maths", None, False, whole["source"], {}, counters, "", position)
         groups = recorded_groups(found.rollouts(source="maths", counters=counters, position=position))
 
-        def some() -> Iterator[RolloutGroup]:
+        def some():
             for number, group in enumerate(groups):
                 if number == stop:
                     raise OSError("the disk is gone")
@@ -160,12 +157,12 @@ def test_an_interrupted_build_of_rollouts_resumes_to_the_same_bytes(both: Settin
     assert meta["source"]["counters"] == {"malformed": 1}
 
 
-def test_every_command_takes_a_rollout_cache(both: Settings, capsys: pytest.CaptureFixture[str]) -> None:
-    def said(*words: str, code: int = 0) -> str:
+def test_every_command_takes_a_rollout_cache(both, capsys):
+    def said(*words, code=0):
         assert main(words) == code, capsys.readouterr().err
         return capsys.readouterr().out
 
-    def build(*words: str) -> str:
+    def build(*words):
         return said("build", *words, *flags(both))
 
     assert "rollouts/maths: 12 groups, 48 samples, 672 tokens, in" in build()
@@ -188,9 +185,7 @@ def test_every_command_takes_a_rollout_cache(both: Settings, capsys: pytest.Capt
     said("locate", f"{root}/{MATHS}", "train", "99999", code=1)
 
 
-def test_damage_of_a_rollout_cache_is_named_and_care_is_asked_for(
-    both: Settings, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damage_of_a_rollout_cache_is_named_and_care_is_asked_for(both, capsys):
     outcome = recipes(both)[MATHS](both)
     file = outcome.path.resolve() / "train_tokens.bin"
     content = bytearray(file.read_bytes())
@@ -218,7 +213,7 @@ SUMS = {
 }
 
 
-def test_sums_that_are_not_those_of_the_index_and_ids_of_two_lines_are_damage(both: Settings) -> None:
+def test_sums_that_are_not_those_of_the_index_and_ids_of_two_lines_are_damage(both):
     path = recipes(both)[MATHS](both).path
     raw = (path / "meta.json").read_bytes()
     (path.resolve() / "meta.json").chmod(0o644)
@@ -239,15 +234,13 @@ def test_sums_that_are_not_those_of_the_index_and_ids_of_two_lines_are_damage(bo
 
 
 @pytest.mark.parametrize("changed", [{"rollouts_val_frac": 1.0}, {"rollouts_vocab_size": 2**31 + 1}])
-def test_settings_that_no_rollouts_can_be_built_with_are_refused_before_a_build(
-    settings: Settings, changed: dict[str, Any]
-) -> None:
+def test_settings_that_no_rollouts_can_be_built_with_are_refused_before_a_build(settings, changed):
     with refused("E102", f"{next(iter(changed))}", "expected 0 ") as error:
         dataclasses.replace(settings, **changed)
     assert code_of(error.value) == "E102"
 
 
-def test_sources_toml_has_a_table_of_rollouts_and_they_train_no_tokenizer(both: Settings, tmp_path: Path) -> None:
+def test_sources_toml_has_a_table_of_rollouts_and_they_train_no_tokenizer(both, tmp_path):
     write(tmp_path / "sources.toml", '[rollouts]\nlogic = "maths.jsonl"\n[rollouts.more]\nfiles = "maths.jsonl"')
     known = recipes(dataclasses.replace(both, rollouts=None))
     assert list(known)[-2:] == ["rollouts/logic", "rollouts/more"]

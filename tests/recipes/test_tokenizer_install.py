@@ -5,7 +5,6 @@ import json
 import os
 import shlex
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,32 +25,32 @@ from niels_gpt.tokenizer_training import train_tokenizer, write_tokenizer
 
 
 @pytest.fixture(scope="session")
-def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def other_model(tmp_path_factory):
     """A good model that is another one than the tiny one."""
     trained = train_tokenizer(TINY_TEXTS[:40], vocab_size=350, trained_on="other texts")
     return write_tokenizer(trained, tmp_path_factory.mktemp("other")).model_path
 
 
 @pytest.fixture
-def built(settings: Settings) -> Settings:
+def built(settings):
     """Settings that name no model, and a folder with pretrain/roam and sft/oasst1 in it."""
     for key in ("pretrain/roam", "sft/oasst1"):
         recipes(settings)[key](settings)
     return dataclasses.replace(settings, tokenizer=None)
 
 
-def is_as_it_was(settings: Settings) -> bool:
+def is_as_it_was(settings):
     """Whether all that was built is sound, and up to date."""
     keys = ["pretrain/roam", "sft/oasst1"]
     sound = all(not find_damage(Path(settings.cache_dir) / key, deep=True, progress=None) for key in keys)
     return sound and [item.action for item in plans.plan(settings, keys)] == ["up to date"] * 3
 
 
-def flags_of(settings: Settings) -> list[str]:
+def flags_of(settings):
     return ["--source-root", settings.source_root, "--cache-dir", settings.cache_dir]
 
 
-def models(tmp_path: Path) -> dict[str, Path]:
+def models(tmp_path):
     """Return models that no build of real text can use."""
     sample = ensure_tokenizer(Settings(source_root="sample", cache_dir=str(tmp_path / "s"), vocab_size=500)).path
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "added_tokens": [], "model": {"type": "BPE"}}')
@@ -64,9 +63,7 @@ def models(tmp_path: Path) -> dict[str, Path]:
     return {"sample": sample / "spm.model", **{name: tmp_path / name for name in names}}
 
 
-def test_a_model_that_cannot_be_used_is_refused_before_anything_is_changed(
-    built: Settings, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_cannot_be_used_is_refused_before_anything_is_changed(built, tmp_path, capfd):
     said = {
         "sample": "trained on the bundled sample",
         "tokenizer.json": "is damaged, or of an unknown form",
@@ -87,7 +84,7 @@ def test_a_model_that_cannot_be_used_is_refused_before_anything_is_changed(
     assert is_as_it_was(built)
 
 
-def test_a_refused_source_leaves_the_tokenizer_as_it_was(built: Settings, other_model: Path, tmp_path: Path) -> None:
+def test_a_refused_source_leaves_the_tokenizer_as_it_was(built, other_model, tmp_path):
     link = os.readlink(Path(built.cache_dir) / "tokenizer")
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"title": "no text"}\n')
@@ -102,9 +99,7 @@ def test_a_refused_source_leaves_the_tokenizer_as_it_was(built: Settings, other_
     assert load_tokenizer(Path(built.cache_dir) / "tokenizer").sha256 == load_tokenizer(other_model).sha256
 
 
-def test_a_kill_before_the_first_cache_is_done_leaves_the_tokenizer_as_it_was(
-    built: Settings, other_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_before_the_first_cache_is_done_leaves_the_tokenizer_as_it_was(built, other_model, monkeypatch):
     named = dataclasses.replace(built, tokenizer=str(other_model), document_end="none")
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -114,9 +109,7 @@ def test_a_kill_before_the_first_cache_is_done_leaves_the_tokenizer_as_it_was(
     assert not recipes(named)["pretrain/roam"](named).reused
 
 
-def test_a_new_tokenizer_is_announced_and_both_commands_work_as_printed(
-    built: Settings, other_model: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_new_tokenizer_is_announced_and_both_commands_work_as_printed(built, other_model, caplog):
     before = load_tokenizer(Path(built.cache_dir) / "tokenizer").sha256
     done = niels_gpt("build", "roam", *flags_of(built), "--tokenizer", str(other_model))
     assert done.status == 0
@@ -131,7 +124,7 @@ def test_a_new_tokenizer_is_announced_and_both_commands_work_as_printed(
     assert load_tokenizer(Path(built.cache_dir) / "tokenizer").sha256 == before
 
 
-def test_a_trained_tokenizer_waits_too_and_is_trained_once(mirror: Path, tmp_path: Path) -> None:
+def test_a_trained_tokenizer_waits_too_and_is_trained_once(mirror, tmp_path):
     own = shutil.copytree(mirror, tmp_path / "own")
     first = Settings(source_root=str(own), cache_dir=str(tmp_path / "c"), vocab_size=600)
     recipes(first)["pretrain/roam"](first)
@@ -148,7 +141,7 @@ def test_a_trained_tokenizer_waits_too_and_is_trained_once(mirror: Path, tmp_pat
     assert load_tokenizer(tmp_path / "c" / "tokenizer").vocab_size <= 500
 
 
-def test_a_first_model_is_installed_with_the_first_cache(settings: Settings) -> None:
+def test_a_first_model_is_installed_with_the_first_cache(settings):
     folder = Path(settings.cache_dir) / "tokenizer"
     absent = dataclasses.replace(settings, source_root=str(folder.parent / "nowhere"))
     with refused("E301", kind=FileNotFoundError):
@@ -159,8 +152,8 @@ def test_a_first_model_is_installed_with_the_first_cache(settings: Settings) -> 
 
 
 def test_a_tokenizer_of_little_text_and_a_source_that_it_has_not_seen_are_said(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     (tmp_path / "tiny.txt").write_text("a little text\n" * 9)
     (tmp_path / "more.txt").write_text("\n".join(TINY_TEXTS))
     flags = ["--cache-dir", str(tmp_path / "c")]
@@ -191,7 +184,7 @@ def test_a_tokenizer_of_little_text_and_a_source_that_it_has_not_seen_are_said(
         os.mkfifo,
     ],
 )
-def test_whatever_stands_for_the_model_of_a_cache_is_not_read(built: Settings, put: Callable[[Path], object]) -> None:
+def test_whatever_stands_for_the_model_of_a_cache_is_not_read(built, put):
     model = Path(built.cache_dir) / "tokenizer" / "spm.model"
     shutil.copyfile(model, model.parent.parent / "good.model")
     model.unlink()

@@ -6,8 +6,6 @@ The ids of the splits count through all shards, so that id t is token t of the s
 import pickle
 from bisect import bisect_right
 from itertools import islice
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,19 +24,19 @@ pytestmark = [
 ]
 
 
-def with_index(folder: Path, documents: list[int], shards: list[int]) -> Path:
+def with_index(folder, documents, shards):
     """Write shards of so many tokens, and the index of documents of so many; returns the split's folder."""
     (folder / "index").mkdir(parents=True, exist_ok=True)
     np.save(folder / "index" / "train_docs.npy", np.cumsum([0, *documents], dtype=np.int64))
     return numbered(folder, shards)
 
 
-def opened(folder: Path, **changed: Any) -> EpochStream:
-    arguments: dict[str, Any] = {"T": 4, "global_batch_size": 3, "seed": 0, "documents": True, **changed}
+def opened(folder, **changed):
+    arguments = {"T": 4, "global_batch_size": 3, "seed": 0, "documents": True, **changed}
     return EpochStream(str(folder), **arguments)
 
 
-def test_the_fields_of_a_batch_written_out(tmp_path: Path) -> None:
+def test_the_fields_of_a_batch_written_out(tmp_path):
     """Five documents in two shards: the third lies in both, the second is one token, the fourth ends with its window.
 
     token     0 1 2 | 3 | 4 5 6 7 8 / 9 10 | 11 12 | 13 14 15 16
@@ -59,7 +57,7 @@ def test_the_fields_of_a_batch_written_out(tmp_path: Path) -> None:
     assert batch.max_seqlen == 4 and batch.x.is_contiguous() and batch.y.is_contiguous()
 
 
-def by_hand(first: int, T: int, starts: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
+def by_hand(first, T, starts):
     """Return the targets of the window that begins at token `first`, and its segments: (document, tokens)."""
     documents = [bisect_right(starts, token) - 1 for token in range(first, first + T + 1)]
     targets = [first + at + 1 if documents[at] == documents[at + 1] else -100 for at in range(T)]
@@ -67,7 +65,7 @@ def by_hand(first: int, T: int, starts: list[int]) -> tuple[list[int], list[tupl
     return targets, segments
 
 
-def check(batch: Batch, plain: Batch, starts: list[int]) -> None:
+def check(batch, plain, starts):
     """Compare a batch with the same batch without documents and with the rule in plain Python."""
     assert torch.equal(batch.x, plain.x) and batch.state == plain.state
     assert torch.equal(torch.where(batch.y == -100, plain.y, batch.y), plain.y)
@@ -94,13 +92,13 @@ def check(batch: Batch, plain: Batch, starts: list[int]) -> None:
     world=st.integers(1, 2),
 )
 def test_batches_are_those_of_the_plain_stream_with_documents_by_the_rule(
-    tmp_path_factory: pytest.TempPathFactory,
-    documents: list[int],
-    cuts: set[int],
-    T: int,
-    changed: dict[str, Any],
-    world: int,
-) -> None:
+    tmp_path_factory,
+    documents,
+    cuts,
+    T,
+    changed,
+    world,
+):
     total = sum(documents)
     borders = [0, *sorted(cut for cut in cuts if cut < total), total]
     shards = np.diff(borders).tolist()
@@ -114,7 +112,7 @@ def test_batches_are_those_of_the_plain_stream_with_documents_by_the_rule(
             check(batch, plain, starts)
 
 
-def test_a_run_resumes_with_documents_or_without_and_a_pickled_stream_continues(tmp_path: Path) -> None:
+def test_a_run_resumes_with_documents_or_without_and_a_pickled_stream_continues(tmp_path):
     folder = with_index(tmp_path, [7, 1, 30, 2, 41], [50, 31])
     stream, plain = opened(folder), opened(folder, documents=False)
     next(iter(stream))
@@ -126,7 +124,7 @@ def test_a_run_resumes_with_documents_or_without_and_a_pickled_stream_continues(
     assert stream.identity() == plain.identity()
 
 
-def test_shards_without_an_index_are_refused_with_the_reason(tmp_path: Path) -> None:
+def test_shards_without_an_index_are_refused_with_the_reason(tmp_path):
     folder = numbered(tmp_path, [26])
     with pytest.raises(CacheError, match=r"index/train_docs\.npy: no such file, and documents=True.*without documents"):
         opened(folder)
@@ -134,12 +132,12 @@ def test_shards_without_an_index_are_refused_with_the_reason(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("documents", [[25], [], [26, 1]])
-def test_an_index_of_other_tokens_is_refused(tmp_path: Path, documents: list[int]) -> None:
+def test_an_index_of_other_tokens_is_refused(tmp_path, documents):
     with pytest.raises(CacheError, match=r"train_docs\.npy: ends at token \d+, expected 26"):
         opened(with_index(tmp_path, documents, [26]))
 
 
-def test_a_mixture_tells_documents_of_each_source_apart(tmp_path: Path) -> None:
+def test_a_mixture_tells_documents_of_each_source_apart(tmp_path):
     """Documents of both sources, and a plain source whose rows are one segment each, of which no more is known."""
     one, two = with_index(tmp_path / "one", [3, 6, 8], [17]), with_index(tmp_path / "two", [5, 12], [17])
     streams = [opened(one), opened(two), opened(two, documents=False)]
@@ -159,7 +157,7 @@ def test_a_mixture_tells_documents_of_each_source_apart(tmp_path: Path) -> None:
     assert mixed.source[mixed.cu_seqlens[:-1] // 4].tolist() == [source for source, _, _ in segments]
 
 
-def test_from_a_document_of_a_batch_to_its_tokens_and_its_place_in_the_cache(tmp_path: Path) -> None:
+def test_from_a_document_of_a_batch_to_its_tokens_and_its_place_in_the_cache(tmp_path):
     folder = number_cache(tmp_path / "pretrain" / "numbers")
     stream = opened(folder, T=13, global_batch_size=4)
     data = PretrainTokenStreamDataset(str(folder), T=13, device="cpu")
@@ -172,7 +170,7 @@ def test_from_a_document_of_a_batch_to_its_tokens_and_its_place_in_the_cache(tmp
             assert f"{int(number)} of 10, 10 tokens" in text and "offset in it: 0 tokens" in text
 
 
-def test_a_batch_keeps_its_fields_in_a_pickle_and_through_a_move(tmp_path: Path) -> None:
+def test_a_batch_keeps_its_fields_in_a_pickle_and_through_a_move(tmp_path):
     folder = with_index(tmp_path, [3, 1, 7, 2, 4], [9, 8])
     expected = next(iter(opened(folder, seed=3)))
     batch = pickle.loads(pickle.dumps(expected))
@@ -186,14 +184,14 @@ def test_a_batch_keeps_its_fields_in_a_pickle_and_through_a_move(tmp_path: Path)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_batches_on_a_gpu_are_those_of_the_cpu(tmp_path: Path) -> None:
+def test_batches_on_a_gpu_are_those_of_the_cpu(tmp_path):
     folder = with_index(tmp_path, [7, 1, 30, 2, 41], [50, 31])
     for ours, theirs in zip(islice(opened(folder, device="cuda"), 9), opened(folder), strict=False):
         for name in ("x", "y", "cu_seqlens", "documents", "position_ids"):
             assert torch.equal(getattr(ours, name).cpu(), getattr(theirs, name)), name
 
 
-def test_positions_of_the_longest_rows_of_16_bits_and_of_one_more_token() -> None:
+def test_positions_of_the_longest_rows_of_16_bits_and_of_one_more_token():
     """A row of one token and one of all others, at 2 ** 15 tokens and beyond."""
     for T in (1 << 15, (1 << 15) + 1):
         x = torch.zeros((2, T), dtype=torch.int64)

@@ -7,8 +7,6 @@ import tempfile
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -42,7 +40,7 @@ SEEDS = st.integers(0, 2**63 - 1)
 
 
 @pytest.fixture
-def ten(tmp_path: Path) -> Path:
+def ten(tmp_path):
     """Ten windows of T = 4: six of a shard of 26 tokens (one is left over), four of a shard of 17 (none is)."""
     return numbered(tmp_path, [26, 17])
 
@@ -75,7 +73,7 @@ def test_every_window_comes_exactly_once_an_epoch(lengths, T, G, seed, random_of
 
 @settings(derandomize=True, max_examples=15)
 @given(lengths=LENGTHS, T=st.integers(1, 5), seed=SEEDS)
-def test_no_window_crosses_two_shards(lengths: list[int], T: int, seed: int) -> None:
+def test_no_window_crosses_two_shards(lengths, T, seed):
     assume(first_ids(lengths, T))
     far_apart = [[shard * 1000 + token for token in range(length)] for shard, length in enumerate(lengths)]
     with tempfile.TemporaryDirectory() as name:
@@ -84,7 +82,7 @@ def test_no_window_crosses_two_shards(lengths: list[int], T: int, seed: int) -> 
             assert all(row == list(range(row[0], row[0] + T + 1)) for row in batch.rows)
 
 
-def test_two_epochs_have_different_orders_and_two_seeds_too(tmp_path: Path) -> None:
+def test_two_epochs_have_different_orders_and_two_seeds_too(tmp_path):
     folder = numbered(tmp_path, [401])
     orders = []
     for seed in (0, 1, 2):
@@ -96,14 +94,14 @@ def test_two_epochs_have_different_orders_and_two_seeds_too(tmp_path: Path) -> N
     assert max(len(one & other) for number, one in enumerate(pairs) for other in pairs[:number]) < 20
 
 
-def test_every_bit_of_a_seed_counts(ten: Path) -> None:
+def test_every_bit_of_a_seed_counts(ten):
     """A Mersenne Twister of torch reads the low 32 bits of its seed."""
     orders = {tuple(firsts(run_epochs(ten, 2, G=10, seed=seed))) for seed in [0, *(1 << bit for bit in range(63))]}
     assert len(orders) == 64
 
 
 @pytest.mark.parametrize(("G", "drop_last", "sizes"), [(4, False, [4, 4, 2]), (4, True, [4, 4]), (5, True, [5, 5])])
-def test_a_short_last_batch_may_be_left_out(ten: Path, G: int, drop_last: bool, sizes: list[int]) -> None:
+def test_a_short_last_batch_may_be_left_out(ten, G, drop_last, sizes):
     batches = run_epochs(ten, G=G, epochs=1, drop_last=drop_last)
     assert [len(batch.rows) for batch in batches] == sizes
     assert firsts(batches) == firsts(run_epochs(ten, 3, G=G))[: sum(sizes)]
@@ -113,24 +111,24 @@ def test_a_short_last_batch_may_be_left_out(ten: Path, G: int, drop_last: bool, 
 
 
 @pytest.mark.filterwarnings("error")
-def test_ranks_with_unequal_rows_of_the_last_batch_are_warned_of(ten: Path) -> None:
+def test_ranks_with_unequal_rows_of_the_last_batch_are_warned_of(ten):
     """10 samples in batches of 8 over 4 ranks: 2 rows are left, so that two ranks have none."""
-    arguments: dict[str, Any] = {"T": 4, "global_batch_size": 8, "seed": 0, "epochs": 1, "world_size": 4}
+    arguments = {"T": 4, "global_batch_size": 8, "seed": 0, "epochs": 1, "world_size": 4}
     with pytest.warns(UserWarning, match=r"2 of 8 rows.*4 ranks.*0 rows and others 1;.*drop_last=True"):
         EpochStream(str(ten), **arguments)
     for fair in ({"world_size": 2}, {"world_size": 1}, {"drop_last": True}, {"epochs": 4}, {"epochs": None}):
         EpochStream(str(ten), **{**arguments, **fair})
 
 
-def test_a_run_without_a_full_batch_is_refused_where_short_ones_are_left_out(ten: Path) -> None:
+def test_a_run_without_a_full_batch_is_refused_where_short_ones_are_left_out(ten):
     for drop_last, said in ((True, "drop_last=True, global_batch_size=12: no batch is left of 10"), (1, "drop_last=1")):
         with pytest.raises(ValueError, match=said):
-            EpochStream(str(ten), T=4, global_batch_size=12, seed=0, epochs=1, drop_last=drop_last)  # type: ignore[arg-type]
+            EpochStream(str(ten), T=4, global_batch_size=12, seed=0, epochs=1, drop_last=drop_last)
 
 
 @settings(derandomize=True, max_examples=25)
 @given(lengths=LENGTHS, T=st.integers(1, 7), seed=SEEDS)
-def test_offsets_move_all_windows_of_a_shard_within_its_remainder(lengths: list[int], T: int, seed: int) -> None:
+def test_offsets_move_all_windows_of_a_shard_within_its_remainder(lengths, T, seed):
     fixed = first_ids(lengths, T)
     assume(fixed)
     with tempfile.TemporaryDirectory() as name:
@@ -143,14 +141,14 @@ def test_offsets_move_all_windows_of_a_shard_within_its_remainder(lengths: list[
     shard_of = np.searchsorted(starts, fixed, side="right") - 1
     for epoch in range(3):
         moved = sorted(taken[epoch * len(fixed) : (epoch + 1) * len(fixed)])
-        offsets: dict[int, set[int]] = {}
+        offsets = {}
         for shard, start, first in zip(shard_of.tolist(), fixed, moved, strict=True):
             offsets.setdefault(shard, set()).add(first - start)
         assert all(len(found) == 1 for found in offsets.values()), "windows of a shard overlap, or leave a gap"
         assert all(0 <= found <= (lengths[shard] - 1) % T for shard, (found,) in offsets.items())
 
 
-def test_offsets_differ_between_epochs_shards_and_seeds_and_reach_both_ends(tmp_path: Path) -> None:
+def test_offsets_differ_between_epochs_shards_and_seeds_and_reach_both_ends(tmp_path):
     """Two shards of 1 + 2 * 10 + 9 tokens: of two windows each, at an offset from 0 to 9."""
     folder = numbered(tmp_path, [30, 30])
     seen = Counter()
@@ -166,7 +164,7 @@ def test_offsets_differ_between_epochs_shards_and_seeds_and_reach_both_ends(tmp_
 
 
 @pytest.mark.filterwarnings("error")
-def test_windows_that_no_offset_can_move_are_warned_of(tmp_path: Path) -> None:
+def test_windows_that_no_offset_can_move_are_warned_of(tmp_path):
     """A shard of 1 + 3 * 4 tokens has 3 windows and no token left over; at T = 3 it has none either, at T = 5 two."""
     folder = numbered(tmp_path, [13])
     with pytest.warns(UserWarning, match=r"moves none of 3 of 3 windows.*T, such as 3"):
@@ -175,7 +173,7 @@ def test_windows_that_no_offset_can_move_are_warned_of(tmp_path: Path) -> None:
     EpochStream(str(folder), T=4, global_batch_size=1, seed=0)
 
 
-def test_the_first_window_of_an_epoch_is_any_one_equally_likely(tmp_path: Path) -> None:
+def test_the_first_window_of_an_epoch_is_any_one_equally_likely(tmp_path):
     """1,000 firsts of 50 windows, 20 each. Of 49 degrees of freedom chi-square is 49, and beyond 120 once in 10^7."""
     folder = numbered(tmp_path, [201])
     by_seed, by_epoch = Counter(), Counter()
@@ -189,7 +187,7 @@ def test_the_first_window_of_an_epoch_is_any_one_equally_likely(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("windows", [64, 4097])
-def test_no_window_betrays_its_place_in_the_order(tmp_path: Path, windows: int) -> None:
+def test_no_window_betrays_its_place_in_the_order(tmp_path, windows):
     """Pearson's r of place and window, and of neighbours, is 0 within five standard errors; so are three seeds."""
     folder = numbered(tmp_path, [1 + windows])
     for seed in (0, 1, 2):
@@ -201,7 +199,7 @@ def test_no_window_betrays_its_place_in_the_order(tmp_path: Path, windows: int) 
         assert Counter(((order[1:] - order[:-1]) % windows).tolist()).most_common(1)[0][1] < 12
 
 
-def test_a_shard_of_a_terabyte_is_opened_and_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_of_a_terabyte_is_opened_and_read_at_once(tmp_path, monkeypatch):
     """2^40 tokens that take no disk: the file is one hole, which reads as zeros."""
     allow_holes(monkeypatch)
     (tmp_path / "shard_00000.bin").touch()
@@ -219,14 +217,14 @@ def test_a_shard_of_a_terabyte_is_opened_and_read_at_once(tmp_path: Path, monkey
     assert next(iter(stream)).state["consumed_samples"] == 2**40 + 13
 
 
-def test_a_split_without_a_window_or_without_a_folder_is_refused(ten: Path) -> None:
+def test_a_split_without_a_window_or_without_a_folder_is_refused(ten):
     with pytest.raises(CacheError, match="26"):
         EpochStream(str(ten), T=26, global_batch_size=1, seed=0)
     with pytest.raises(FileNotFoundError, match="no_such"):
         EpochStream(str(ten / "no_such"), T=4, global_batch_size=1, seed=0)
 
 
-def test_a_real_cache_is_read_and_checked_against_what_is_expected_of_it(tmp_path: Path) -> None:
+def test_a_real_cache_is_read_and_checked_against_what_is_expected_of_it(tmp_path):
     folder = number_cache(tmp_path / "pretrain" / "numbers")
     stream = EpochStream(str(folder), T=3, global_batch_size=1, seed=0, tokenizer_sha256="ab" * 32)
     assert stream.num_windows == 13 + 13 + 6  # shards of 40, 40 and 20 tokens
@@ -240,7 +238,7 @@ def test_a_real_cache_is_read_and_checked_against_what_is_expected_of_it(tmp_pat
         EpochStream(str(folder), T=3, global_batch_size=1, seed=0, tokenizer_sha256="cd" * 32)
 
 
-def test_streams_readers_and_batches_say_in_a_line_what_they_are(tmp_path: Path) -> None:
+def test_streams_readers_and_batches_say_in_a_line_what_they_are(tmp_path):
     folder = number_cache(tmp_path / "pretrain" / "numbers")
     version = folder.parent.resolve().name
     stream = EpochStream(str(folder), T=3, global_batch_size=8, seed=0, rank=1, world_size=2, epochs=2)
@@ -256,7 +254,7 @@ def test_streams_readers_and_batches_say_in_a_line_what_they_are(tmp_path: Path)
     assert "source: int64 [8]" in repr(next(iter(mixture)))
 
 
-def test_the_home_folder_may_be_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_home_folder_may_be_a_tilde(tmp_path, monkeypatch):
     folder = number_cache(tmp_path / "pretrain" / "numbers")
     monkeypatch.setenv("HOME", str(tmp_path))
     stream = EpochStream("~/pretrain/numbers/train", T=3, global_batch_size=1, seed=0)
@@ -268,5 +266,5 @@ def test_the_home_folder_may_be_a_tilde(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("package", [niels_gpt.cache, niels_gpt.sampling])
-def test_public_names_are_listed_before_they_are_used(package: ModuleType) -> None:
+def test_public_names_are_listed_before_they_are_used(package):
     assert set(package.__all__) <= set(dir(package)) and "__name__" in dir(package)

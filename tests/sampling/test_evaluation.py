@@ -5,7 +5,6 @@ import math
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,19 +15,17 @@ from support.number_caches import BEYOND, DTYPES, number_cache, numbered, write_
 from support.small_builds import pretrain, sft
 
 from niels_gpt.cache import CacheError
-from niels_gpt.cache.formats import TokenDtype
 from niels_gpt.cache.meta import read_meta, write_meta
-from niels_gpt.cache.mmap import IO
 from niels_gpt.sampling import bits_per_byte, iter_eval
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*are shorter than T")
 
 
-def told(batches: Any) -> list[Any]:
+def told(batches):
     return [(x.tolist(), y.tolist()) for x, y in batches]
 
 
-ON_PAPER: list[tuple[list[list[int]], int, int, list[Any]]] = [
+ON_PAPER = [
     # targets 1-3, 4-6, 7-8, the last window padded
     (
         [[0, 1, 2, 3, 4], [5, 6, 7, 8]],
@@ -43,7 +40,7 @@ ON_PAPER: list[tuple[list[list[int]], int, int, list[Any]]] = [
 
 
 @pytest.mark.parametrize(("shards", "B", "T", "batches"), ON_PAPER)
-def test_the_windows_of_a_split(tmp_path: Path, shards: list[list[int]], B: int, T: int, batches: list[Any]) -> None:
+def test_the_windows_of_a_split(tmp_path, shards, B, T, batches):
     assert told(iter_eval(str(write_shards(tmp_path / "val", shards)), B=B, T=T)) == batches
 
 
@@ -55,9 +52,7 @@ def test_the_windows_of_a_split(tmp_path: Path, shards: list[list[int]], B: int,
     io=st.sampled_from(["mmap", "pread"]),
     dtype=st.sampled_from(DTYPES),
 )
-def test_every_token_but_the_first_is_a_target_exactly_once(
-    lengths: list[int], B: int, T: int, io: IO, dtype: TokenDtype
-) -> None:
+def test_every_token_but_the_first_is_a_target_exactly_once(lengths, B, T, io, dtype):
     assume(sum(lengths) > 1)
     with tempfile.TemporaryDirectory() as name:
         batches = list(iter_eval(str(numbered(Path(name), lengths, dtype)), B=B, T=T, io=io, dtype=dtype))
@@ -76,7 +71,7 @@ def test_every_token_but_the_first_is_a_target_exactly_once(
 
 @settings(derandomize=True, max_examples=25)
 @given(tokens=st.integers(2, 60), B=st.integers(1, 4), T=st.integers(1, 7), world=st.sampled_from([1, 2, 3, 8]))
-def test_ranks_share_the_batches_of_one_process_and_yield_equally_many(tokens: int, B: int, T: int, world: int) -> None:
+def test_ranks_share_the_batches_of_one_process_and_yield_equally_many(tokens, B, T, world):
     with tempfile.TemporaryDirectory() as name:
         folder = str(numbered(Path(name), [tokens]))
         whole = told(iter_eval(folder, B=B, T=T))
@@ -87,7 +82,7 @@ def test_ranks_share_the_batches_of_one_process_and_yield_equally_many(tokens: i
     assert all(batch == ([[0] * T], [[-100] * T]) for batch in in_turn[len(whole) :])
 
 
-def test_a_pass_ends_and_two_are_equal_and_leave_the_global_random_state_alone(tmp_path: Path) -> None:
+def test_a_pass_ends_and_two_are_equal_and_leave_the_global_random_state_alone(tmp_path):
     folder, before = numbered(tmp_path, [50, 20]), torch.get_rng_state()
     one, other = (iter_eval(str(folder), B=3, T=4) for _ in range(2))
     assert isinstance(one, Iterator) and told(one) == told(other) and list(one) == []
@@ -104,13 +99,13 @@ def test_a_pass_ends_and_two_are_equal_and_leave_the_global_random_state_alone(t
         ({"rank": 2, "world_size": 2}, "rank=2, world_size=2"),
     ],
 )
-def test_arguments_are_checked_at_the_call(tmp_path: Path, changed: dict[str, Any], named: str) -> None:
+def test_arguments_are_checked_at_the_call(tmp_path, changed, named):
     folder = numbered(tmp_path, [9])
     with pytest.raises(ValueError, match=named):
         iter_eval(str(folder), **{"B": 1, "T": 4, **changed})
 
 
-def test_the_cache_is_checked_at_the_call(tmp_path: Path) -> None:
+def test_the_cache_is_checked_at_the_call(tmp_path):
     folder = number_cache(tmp_path / "pretrain" / "numbers", val=20).parent / "val"
     meta = json.loads((folder.parent / "meta.json").read_text())
     expect = {"split": "val", "tokens": 20, "content_sha256": meta["content_sha256"], "tokenizer_sha256": "ab" * 32}
@@ -122,7 +117,7 @@ def test_the_cache_is_checked_at_the_call(tmp_path: Path) -> None:
         iter_eval(str(folder), B=1, T=4, tokenizer_sha256="cd" * 32)
 
 
-def test_a_rebuild_does_not_disturb_a_pass(folder: Path) -> None:
+def test_a_rebuild_does_not_disturb_a_pass(folder):
     build(folder / "letters", ["abcdefgh", "ijklmnop"], 16)
     batches = iter_eval(str(folder / "letters" / "train"), B=1, T=5)
     first = next(batches)
@@ -132,7 +127,7 @@ def test_a_rebuild_does_not_disturb_a_pass(folder: Path) -> None:
     assert [id for _, y in found for id in y[0] if id != -100] == ids[1:]
 
 
-def test_bits_per_byte_on_paper(folder: Path) -> None:
+def test_bits_per_byte_on_paper(folder):
     """ "abé" has four bytes, so four ids and three targets: at 6 bits each these are 18 bits over 4 bytes."""
     build(folder / "letters", ["abé"], 4)
     train = folder / "letters" / "train"
@@ -143,14 +138,14 @@ def test_bits_per_byte_on_paper(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [float, torch.tensor, lambda loss: torch.tensor(loss, dtype=torch.float64)])
-def test_the_sum_may_be_a_number_or_a_tensor_and_bits_are_a_float(folder: Path, kind: Any) -> None:
+def test_the_sum_may_be_a_number_or_a_tensor_and_bits_are_a_float(folder, kind):
     build(folder / "letters", ["abcd"], 4)
     found = bits_per_byte(kind(8 * math.log(2)), str(folder / "letters" / "train"))
     assert type(found) is float and found == pytest.approx(2, rel=1e-6)
     assert bits_per_byte(kind(0.0), str(folder / "letters" / "train"), check=False) == 0
 
 
-def test_a_mean_that_is_given_for_a_sum_is_refused(folder: Path) -> None:
+def test_a_mean_that_is_given_for_a_sum_is_refused(folder):
     """3 nats over 20,000 bytes are 0.0002 bits for each: no model of text is that good."""
     build(folder / "letters", ["ab" * 10_000], 20_000)
     train = folder / "letters" / "train"
@@ -169,7 +164,7 @@ def test_a_mean_that_is_given_for_a_sum_is_refused(folder: Path) -> None:
         max_size=8,
     )
 )
-def test_the_bytes_are_those_of_the_texts_in_each_split(texts: list[str]) -> None:
+def test_the_bytes_are_those_of_the_texts_in_each_split(texts):
     """The byte tokenizer has one id a byte; an end-of-text has no byte, so that its bits go to its text's."""
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "texts"
@@ -184,7 +179,7 @@ def test_the_bytes_are_those_of_the_texts_in_each_split(texts: list[str]) -> Non
 @pytest.mark.parametrize(
     "value", ["absent", None, 3, {}, {"train": 0}, {"train": -6}, {"train": "6"}, {"train": True}, [6]]
 )
-def test_byte_counts_that_cannot_be_or_are_absent_are_refused_by_name(folder: Path, value: Any) -> None:
+def test_byte_counts_that_cannot_be_or_are_absent_are_refused_by_name(folder, value):
     build(folder / "letters", ["abcdef"], 6)
     meta = {**read_meta(str(folder / "letters" / "meta.json")), "utf8_bytes": value}
     write_meta(str(folder / "letters" / "meta.json"), {key: value for key, value in meta.items() if value != "absent"})
@@ -192,11 +187,11 @@ def test_byte_counts_that_cannot_be_or_are_absent_are_refused_by_name(folder: Pa
         bits_per_byte(1.0, str(folder / "letters" / "train"))
 
 
-def bits(folder: Path) -> float:
+def bits(folder):
     return bits_per_byte(1.0, str(folder))
 
 
-def windows(folder: Path) -> Any:
+def windows(folder):
     return iter_eval(str(folder), B=1, T=4)
 
 
@@ -214,7 +209,7 @@ NO_SPLITS = [
 
 
 @pytest.mark.parametrize(("name", "call", "said"), NO_SPLITS)
-def test_what_is_no_split_of_text_is_refused(folder: Path, name: str, call: Any, said: str) -> None:
+def test_what_is_no_split_of_text_is_refused(folder, name, call, said):
     build(folder / "letters", ["abcdef"], 6)
     sft(folder / "chats")
     numbered(folder / "bare", [9])
@@ -223,12 +218,12 @@ def test_what_is_no_split_of_text_is_refused(folder: Path, name: str, call: Any,
 
 
 @pytest.mark.parametrize("loss_sum", [-1.0, float("nan"), float("inf"), torch.tensor(-2.0)])
-def test_what_is_no_sum_of_losses_is_refused(tmp_path: Path, loss_sum: Any) -> None:
+def test_what_is_no_sum_of_losses_is_refused(tmp_path, loss_sum):
     with pytest.raises(ValueError, match="expected a sum of cross entropies, 0 or more"):
         bits_per_byte(loss_sum, tmp_path)
 
 
-def test_a_cache_in_place_of_its_split_is_refused_as_such(tmp_path: Path) -> None:
+def test_a_cache_in_place_of_its_split_is_refused_as_such(tmp_path):
     (tmp_path / "c").mkdir()
     write_meta(str(tmp_path / "c" / "meta.json"), {"vocab_size": 9})
     with pytest.raises(CacheError, match="a whole cache, expected the folder of a split"):

@@ -3,7 +3,6 @@
 import importlib.util
 import random
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from niels_gpt.sampling import Batch, EpochStream, PackedStream, block_causal_ma
 pytestmark = pytest.mark.filterwarnings("ignore:the last batch has")
 
 
-def sees(starts: list[int], B: int, T: int, window: int = 10**9) -> list[list[list[bool]]]:
+def sees(starts, B, T, window=10**9):
     """Return what token i of each row sees, token by token."""
     segment = [sum(start <= at for start in starts) for at in range(B * T)]
     return [
@@ -28,7 +27,7 @@ def sees(starts: list[int], B: int, T: int, window: int = 10**9) -> list[list[li
     ]
 
 
-def test_the_mask_of_two_rows_written_out() -> None:
+def test_the_mask_of_two_rows_written_out():
     mask = block_causal_mask(torch.tensor([0, 1, 3, 6], dtype=torch.int32), (2, 3))
     assert mask.dtype == torch.float32 and mask.shape == (2, 1, 3, 3)
     assert set(mask.unique().tolist()) == {0.0, torch.finfo(torch.float32).min}
@@ -36,7 +35,7 @@ def test_the_mask_of_two_rows_written_out() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float64])
-def test_each_token_sees_its_segment_up_to_itself(dtype: torch.dtype) -> None:
+def test_each_token_sees_its_segment_up_to_itself(dtype):
     draw = random.Random(0)
     for _ in range(20):
         B, T, window = draw.randint(0, 3), draw.randint(1, 9), draw.randint(1, 5)
@@ -62,12 +61,12 @@ def test_each_token_sees_its_segment_up_to_itself(dtype: torch.dtype) -> None:
         (torch.tensor([0, 1, 4]), "no segment begins with row 1, at 2"),
     ],
 )
-def test_numbers_that_are_no_segments_of_the_rows_are_refused(cu_seqlens: Any, message: str) -> None:
+def test_numbers_that_are_no_segments_of_the_rows_are_refused(cu_seqlens, message):
     with pytest.raises(ValueError, match=f"cu_seqlens: {message}"):
         block_causal_mask(cu_seqlens, (2, 2))
 
 
-def packed_batch() -> Batch:
+def packed_batch():
     """Two rows of 16: pieces of 9, 1 and 6 tokens; of 4 and 9, and 3 of padding. Longer and shorter than a window."""
     x = torch.randint(3, VOCAB, (2, 16), generator=torch.Generator().manual_seed(0))
     y = torch.cat((x[:, 1:], x[:, :1]), dim=1)
@@ -78,21 +77,21 @@ def packed_batch() -> Batch:
     return Batch(x, y, {}, None, torch.from_numpy(starts), numbers, numbers, 9)
 
 
-def alone(model: Any, batch: Batch) -> torch.Tensor:
+def alone(model, batch):
     assert batch.cu_seqlens is not None
     pieces = batch.x.view(-1).split(batch.cu_seqlens.diff().tolist())
     return torch.cat([model(input_ids=ids[None], use_cache=False).logits[0] for ids in pieces])
 
 
 @torch.no_grad()
-def apart(model: Any, batch: Batch, **arguments: Any) -> float:
+def apart(model, batch, **arguments):
     """Return the largest difference of a logit in the batch and of its piece alone."""
     together = model(input_ids=batch.x, **arguments).logits.flatten(0, 1)
     assert not together.isnan().any()
     return float((together - alone(model, batch)).abs().max())
 
 
-def masks_for(model: Any, batch: Batch, dtype: torch.dtype) -> Any:
+def masks_for(model, batch, dtype):
     """Return the mask that the docstring of `block_causal_mask` asks for."""
     shape, window = (len(batch.x), batch.x.shape[1]), getattr(model.config, "sliding_window", None)
     whole = block_causal_mask(batch.cu_seqlens, shape, dtype=dtype)
@@ -108,9 +107,7 @@ def masks_for(model: Any, batch: Batch, dtype: torch.dtype) -> Any:
     [("sdpa", torch.float32, 1e-5), ("sdpa", torch.float64, 1e-12), ("eager", torch.float32, 1e-5)],
     # "eager" of transformers computes its softmax in 32 bits, whatever the model's dtype
 )
-def test_a_stock_llama_gives_each_piece_the_logits_and_the_loss_that_it_has_alone(
-    attention: str, dtype: torch.dtype, limit: float
-) -> None:
+def test_a_stock_llama_gives_each_piece_the_logits_and_the_loss_that_it_has_alone(attention, dtype, limit):
     model, batch = tiny_model("llama", attention).to(dtype), packed_batch()
     inputs = {"position_ids": batch.position_ids, "attention_mask": masks_for(model, batch, dtype)}
     assert apart(model, batch, use_cache=False, **inputs) < limit
@@ -124,7 +121,7 @@ def test_a_stock_llama_gives_each_piece_the_logits_and_the_loss_that_it_has_alon
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "mistral", "gemma3_text", "qwen2", "olmo2", "phi", "falcon"])
-def test_other_stock_models_do_too(name: str) -> None:
+def test_other_stock_models_do_too(name):
     model, batch = tiny_model(name), packed_batch()
     mask = masks_for(model, batch, torch.float32)
     assert apart(model, batch, position_ids=batch.position_ids, attention_mask=mask, use_cache=False) < 1e-5
@@ -136,7 +133,7 @@ def test_other_stock_models_do_too(name: str) -> None:
         assert WINDOW < 9 and apart(model, batch, attention_mask=whole, use_cache=False) > 0.1  # without its window
 
 
-def test_what_transformers_does_with_other_arguments() -> None:
+def test_what_transformers_does_with_other_arguments():
     """What the docstring of masks.py says goes wrong, or right, without an error."""
     batch, llama = packed_batch(), tiny_model("llama")
     positions = {"position_ids": batch.position_ids}
@@ -148,11 +145,11 @@ def test_what_transformers_does_with_other_arguments() -> None:
     assert apart(tiny_model("llama", "eager"), batch, attention_mask=boolean, use_cache=False, **positions) > 0.1
 
 
-def test_the_arguments_of_flash_attention_reach_the_layers_of_a_stock_model() -> None:
+def test_the_arguments_of_flash_attention_reach_the_layers_of_a_stock_model():
     """An attention of variable lengths in plain torch, called with what a model passes on to FlashAttention."""
     from transformers import AttentionInterface
 
-    def by_lengths(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **given: Any) -> Any:
+    def by_lengths(module, query, key, value, mask, scaling, **given):
         assert mask is None and given["cu_seq_lens_q"].dtype == given["cu_seq_lens_k"].dtype == torch.int32
         assert given["max_length_q"] == given["max_length_k"] == 9
         groups = query.shape[1] // key.shape[1]
@@ -175,12 +172,12 @@ def test_the_arguments_of_flash_attention_reach_the_layers_of_a_stock_model() ->
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cache(tmp_path_factory):
     """Eight documents of ten ids each: 10-19, 20-29, ..."""
     return with_vocabulary(number_cache(tmp_path_factory.mktemp("masks") / "numbers", count=80), VOCAB).parent
 
 
-def test_the_example_prints_that_pieces_are_apart(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_prints_that_pieces_are_apart(cache, capsys):
     path = Path(__file__).parents[2] / "examples" / "packed_attention.py"
     spec = importlib.util.spec_from_file_location("packed_attention", path)
     assert spec is not None and spec.loader is not None
@@ -194,9 +191,9 @@ def test_the_example_prints_that_pieces_are_apart(cache: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("kind", ["windows", "packed"])
-def test_batches_of_both_streams_keep_their_pieces_apart(cache: Path, kind: str) -> None:
+def test_batches_of_both_streams_keep_their_pieces_apart(cache, kind):
     """A token sees those of its own ten ids up to itself; padding sees padding."""
-    arguments: dict[str, Any] = {"T": 25, "global_batch_size": 3, "seed": 0}
+    arguments = {"T": 25, "global_batch_size": 3, "seed": 0}
     windows = EpochStream(str(cache / "train"), documents=True, **arguments)
     batch = next(iter(windows if kind == "windows" else PackedStream(str(cache), **arguments)))
     mask = block_causal_mask(batch.cu_seqlens, (3, 25), dtype=torch.bool)

@@ -4,7 +4,6 @@ import json
 import tempfile
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +12,6 @@ from support.number_caches import APART, firsts, joined, mixture, run_epochs, ru
 
 from niels_gpt.cache import CacheError
 from niels_gpt.sampling import EpochStream
-from niels_gpt.sampling.shares import Weights
 from niels_gpt.storage.codes import CodedWarning
 
 pytestmark = [
@@ -23,15 +21,15 @@ pytestmark = [
 
 
 def changed_run(
-    folders: list[Path],
-    weights: Weights,
-    steps: int,
-    state: Any,
+    folders,
+    weights,
+    steps,
+    state,
     *,
-    world: int = 1,
-    changed: bool = True,
-    **others: Any,
-) -> list[Any]:
+    world=1,
+    changed=True,
+    **others,
+):
     """Take some steps, with all ranks, of a mixture that continues the run of a state, if there is one."""
     ranks = []
     for rank in range(world):
@@ -42,18 +40,18 @@ def changed_run(
     return joined(ranks)
 
 
-def own(taken: list[int], source: int) -> list[int]:
+def own(taken, source):
     return [first for first in taken if first // APART == source]
 
 
 @pytest.mark.slow
 @settings(derandomize=True, max_examples=4)
 @given(data=st.data())
-def test_sources_that_stay_continue_in_their_own_order_whatever_changes(data: st.DataObject) -> None:
+def test_sources_that_stay_continue_in_their_own_order_whatever_changes(data):
     """The oracle: the order of each source alone. What it has served in all parts of the run is its beginning."""
     windows = [7, 50, 23, 4]
-    served: list[int] = []
-    positions: dict[int, int] = {}
+    served = []
+    positions = {}
     with tempfile.TemporaryDirectory() as name:
         folders = sources(Path(name), windows)
         alone = [firsts(run_epochs(folder, 60, T=1)) for folder in folders]
@@ -62,7 +60,7 @@ def test_sources_that_stay_continue_in_their_own_order_whatever_changes(data: st
             chosen = data.draw(st.permutations(range(4)))[: data.draw(st.integers(1, 4))]
             positions = {source: positions.get(source, 0) for source in chosen}
             numbers = st.lists(st.integers(1, 9), min_size=len(chosen), max_size=len(chosen))
-            stages: Weights = [(0, data.draw(numbers)), (sample + data.draw(st.integers(1, 30)), data.draw(numbers))]
+            stages = [(0, data.draw(numbers)), (sample + data.draw(st.integers(1, 30)), data.draw(numbers))]
             others = {"seed": data.draw(st.integers(0, 9)), "block_size": data.draw(st.integers(5, 20))}
             weights = data.draw(st.sampled_from([stages, data.draw(numbers)]))
             own_folders = [folders[source] for source in chosen]
@@ -70,7 +68,7 @@ def test_sources_that_stay_continue_in_their_own_order_whatever_changes(data: st
             for again in range(2):  # the second part resumes the changed mixture plainly, with other ranks
                 world, steps = data.draw(st.sampled_from([1, 2, 3, 8])), data.draw(st.integers(1, 4))
                 G = world * data.draw(st.integers(1, 3))
-                load: dict[str, Any] = {"world": world, "G": G, "changed": not again, **others}
+                load = {"world": world, "G": G, "changed": not again, **others}
                 parts += changed_run(own_folders, weights, steps, state, **load)
                 state = parts[-1].state
             taken = firsts(parts)
@@ -84,7 +82,7 @@ def test_sources_that_stay_continue_in_their_own_order_whatever_changes(data: st
             assert state["consumed_samples"] == sample
 
 
-def test_a_source_whose_T_changes_begins_a_new_epoch_and_all_changes_are_named(tmp_path: Path) -> None:
+def test_a_source_whose_T_changes_begins_a_new_epoch_and_all_changes_are_named(tmp_path):
     """On paper: A and B stay, C goes, D comes; the source with another T (here: seed) is not the one of before."""
     folders = sources(tmp_path, [7, 50, 23, 4])
     state = run_mixture(folders[:3], [1, 1, 1], 6)[-1].state
@@ -104,7 +102,7 @@ def test_a_source_whose_T_changes_begins_a_new_epoch_and_all_changes_are_named(t
 
 
 @pytest.mark.filterwarnings("error")
-def test_other_weights_alone_need_no_word_and_an_unchanged_mixture_resumes_plainly(tmp_path: Path) -> None:
+def test_other_weights_alone_need_no_word_and_an_unchanged_mixture_resumes_plainly(tmp_path):
     folders = sources(tmp_path, [7, 50])
     whole = run_mixture(folders, [1, 1], 9)
     same = changed_run(folders, [1, 1], 6, whole[2].state)
@@ -117,7 +115,7 @@ def test_other_weights_alone_need_no_word_and_an_unchanged_mixture_resumes_plain
     assert firsts(again) == firsts(other[1:])
 
 
-def test_of_equal_sources_the_first_continues_the_first(tmp_path: Path) -> None:
+def test_of_equal_sources_the_first_continues_the_first(tmp_path):
     (folder,) = sources(tmp_path, [50])
     *_, last = islice(mixture([folder, folder], [3, 1]), 10)
     state = last.state
@@ -126,7 +124,7 @@ def test_of_equal_sources_the_first_continues_the_first(tmp_path: Path) -> None:
     assert one.state_dict()["positions"] == state["positions"][:1]
 
 
-def test_a_run_that_began_with_one_stream_continues_as_a_mixture(tmp_path: Path) -> None:
+def test_a_run_that_began_with_one_stream_continues_as_a_mixture(tmp_path):
     folders = sources(tmp_path, [7, 50])
     alone = EpochStream(str(folders[1]), T=1, global_batch_size=4, seed=0)
     state = list(islice(alone, 3))[-1].state
@@ -137,7 +135,7 @@ def test_a_run_that_began_with_one_stream_continues_as_a_mixture(tmp_path: Path)
         changed_run(folders, [1, 1], 1, {**state, "consumed_samples": 11, "epoch": 0})
 
 
-def test_numbers_of_epochs_count_from_the_beginning_of_the_source(tmp_path: Path) -> None:
+def test_numbers_of_epochs_count_from_the_beginning_of_the_source(tmp_path):
     folders = sources(tmp_path, [7, 50])
     state = run_mixture(folders, [1, 1], 5, G=2)[-1].state  # 5 of 7 windows
     taken = firsts(changed_run(folders, [1, 1], 20, state, when_exhausted=[2, "repeat"]))
@@ -157,7 +155,7 @@ def test_numbers_of_epochs_count_from_the_beginning_of_the_source(tmp_path: Path
         changed_run(folders[:1], [1], 5, late, when_exhausted=1)
 
 
-def test_the_last_batch_is_counted_from_the_position_of_the_state(tmp_path: Path) -> None:
+def test_the_last_batch_is_counted_from_the_position_of_the_state(tmp_path):
     folders = sources(tmp_path, [7, 5])  # 12 samples
     state = run_mixture(folders, [1, 1], 1, G=3, when_exhausted=1)[-1].state
     for weights, changed in (([1, 1], False), ([1, 2], True)):  # 9 are left, in batches of 4: 1 in the last
@@ -170,13 +168,13 @@ def test_the_last_batch_is_counted_from_the_position_of_the_state(tmp_path: Path
     assert one.state_dict()["consumed_samples"] == 0 and "EpochStream of " in repr(one)
 
 
-def test_what_cannot_be_continued_is_refused_with_the_way_that_works(tmp_path: Path) -> None:
+def test_what_cannot_be_continued_is_refused_with_the_way_that_works(tmp_path):
     folders = sources(tmp_path, [7, 50])
     one = mixture(folders, [1, 2])
     state = run_mixture(folders, [1, 1], 3)[-1].state
     bare = {key: value for key, value in state.items() if key != "checksum"}
     old = {key: value for key, value in bare.items() if key != "positions"}
-    refused: list[tuple[Any, str]] = [
+    refused = [
         (old, "of an earlier release, .* change from batch.state of the next batch"),
         ({**state, "positions": [5, 7]}, "checksum"),
         ({**bare, "positions": [6, 7]}, "positions sum to 13, expected at most 12"),
@@ -196,7 +194,7 @@ def test_what_cannot_be_continued_is_refused_with_the_way_that_works(tmp_path: P
     with pytest.raises(ValueError, match="allow_other_content"):
         one.load_state_dict(state, changed=True, allow_other_content=True)
     other = {**bare, "sources": [{**each, "tokenizer_sha256": "ab" * 32} for each in bare["sources"]]}
-    one.streams[0].split.tokenizer_sha256 = "cd" * 32  # type: ignore[attr-defined]
+    one.streams[0].split.tokenizer_sha256 = "cd" * 32
     if one.streams[0].identity()["tokenizer_sha256"] == "cd" * 32:
         with pytest.raises(CacheError, match="Its ids mean other text"):
             one.load_state_dict(other, changed=True)
@@ -208,7 +206,7 @@ def test_what_cannot_be_continued_is_refused_with_the_way_that_works(tmp_path: P
      {"sample": 24, "positions": [3, 2]}, {"sample": -1, "positions": [0, 0]}, {"sample": 4, "positions": [1.0, 2]},
      {"sample": 4, "positions": [1, 3], "more": 1}],
 )  # fmt: skip
-def test_an_origin_that_cannot_be_is_refused(tmp_path: Path, origin: Any) -> None:
+def test_an_origin_that_cannot_be_is_refused(tmp_path, origin):
     folders = sources(tmp_path, [7, 50])
     one = mixture(folders, [1, 1])
     state = {key: value for key, value in run_mixture(folders, [1, 1], 3)[-1].state.items() if key != "checksum"}

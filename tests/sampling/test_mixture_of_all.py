@@ -4,8 +4,6 @@ import json
 import subprocess
 import sys
 from itertools import islice
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -22,12 +20,12 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def three(tmp_path_factory):
     return mixed_caches.build_three(tmp_path_factory.mktemp("three"))
 
 
 @pytest.fixture(scope="module")
-def every(three: Path) -> tuple[dict[str, set[Any]], dict[str, int]]:
+def every(three):
     """All pieces of each source, and its rows an epoch."""
     pieces = mixed_caches.every_piece(three)
     streams = open_mixture(three, KINDS, [1, 1, 1], G=1).streams
@@ -37,7 +35,7 @@ def every(three: Path) -> tuple[dict[str, set[Any]], dict[str, int]]:
     return pieces, per_epoch
 
 
-def taken(three: Path, kinds: Any, weights: Any, steps: int, *, world: int, workers: int = 0, **others: Any) -> Any:
+def taken(three, kinds, weights, steps, *, world, workers=0, **others):
     """Return the rows of some steps with all ranks, and the state after them."""
     state, changed = others.pop("state", None), others.pop("changed", False)
     ranks, states = [], []
@@ -55,11 +53,9 @@ def taken(three: Path, kinds: Any, weights: Any, steps: int, *, world: int, work
 
 @settings(derandomize=True, max_examples=3)
 @given(data=st.data())
-def test_each_piece_comes_once_an_epoch_whatever_changes_in_the_middle(
-    three: Path, every: Any, data: st.DataObject
-) -> None:
+def test_each_piece_comes_once_an_epoch_whatever_changes_in_the_middle(three, every, data):
     """Worlds, workers, batches, weights and sources change; a source that was removed begins again when it is back."""
-    rows: dict[str, list[Any]] = {}
+    rows = {}
     state, total = None, 0
     for _ in range(3):
         kinds = data.draw(st.permutations(KINDS))[: data.draw(st.integers(1, 3))]
@@ -68,7 +64,7 @@ def test_each_piece_comes_once_an_epoch_whatever_changes_in_the_middle(
         for changed in (True, False):
             world, steps = data.draw(st.sampled_from([1, 2, 3, 8])), data.draw(st.integers(1, 6))
             workers = data.draw(st.sampled_from([0, 0, 2])) if world == 1 else 0
-            others: dict[str, Any] = {"G": world * data.draw(st.integers(1, 2)), "state": state, "changed": changed}
+            others = {"G": world * data.draw(st.integers(1, 2)), "state": state, "changed": changed}
             found, state = taken(three, kinds, weights, steps, world=world, workers=workers, **others)
             for kind, row in found:
                 rows[kind].append((kind, row))
@@ -78,7 +74,7 @@ def test_each_piece_comes_once_an_epoch_whatever_changes_in_the_middle(
     check_epochs([row for own in rows.values() for row in own], *every)
 
 
-def test_batches_of_one_mixture_have_one_form_whatever_rows_they_hold(three: Path) -> None:
+def test_batches_of_one_mixture_have_one_form_whatever_rows_they_hold(three):
     mixture = open_mixture(three, KINDS, [30, 1, 1], G=1)
     batches = list(islice(mixture, 64))
     assert {int(batch.source[0]) for batch in batches if batch.source is not None} == {0, 1, 2}
@@ -89,7 +85,7 @@ def test_batches_of_one_mixture_have_one_form_whatever_rows_they_hold(three: Pat
 
 
 @pytest.mark.slow
-def test_two_gloo_ranks_change_their_weights_stop_and_resume_as_three(three: Path, every: Any) -> None:
+def test_two_gloo_ranks_change_their_weights_stop_and_resume_as_three(three, every):
     """The first part by torchrun, with another source in its middle; the second in this process, plainly and changed.
 
     An evaluation that two ranks share has the sums of one process.

@@ -5,13 +5,11 @@ import tempfile
 from collections import Counter
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 from support.number_caches import APART, assert_in_epochs, firsts, mixture, number_cache, run_mixture, sources
 
 from niels_gpt.cache import CacheError
@@ -24,7 +22,7 @@ pytestmark = [
 ]
 
 
-def test_a_state_has_the_weights_the_block_and_each_source(tmp_path: Path) -> None:
+def test_a_state_has_the_weights_the_block_and_each_source(tmp_path):
     one = mixture(sources(tmp_path, [5, 13]), [1, 2], G=4)
     for step, batch in enumerate(islice(one, 6)):
         assert batch.state == one.state_dict() == json.loads(json.dumps(batch.state))
@@ -35,7 +33,7 @@ def test_a_state_has_the_weights_the_block_and_each_source(tmp_path: Path) -> No
         assert [source["tokens"] for source in batch.state["sources"]] == [6, 14]
 
 
-def refused(one: MixtureStream, state: Any, **flags: Any) -> str:
+def refused(one, state, **flags):
     before = one.state_dict()
     with pytest.raises(ValueError) as caught:
         one.load_state_dict(state, **flags)
@@ -44,13 +42,13 @@ def refused(one: MixtureStream, state: Any, **flags: Any) -> str:
 
 
 @pytest.mark.parametrize("allow_other_content", [False, True])
-def test_the_state_of_sources_of_another_seed_is_refused(tmp_path: Path, allow_other_content: bool) -> None:
+def test_the_state_of_sources_of_another_seed_is_refused(tmp_path, allow_other_content):
     folders = sources(tmp_path, [5, 13])
     state, other = run_mixture(folders, [1, 2], 3)[-1].state, mixture(folders, [1, 2], streams={"seed": 1})
     assert "seed" in refused(other, state, allow_other_content=allow_other_content)
 
 
-def test_the_state_of_other_or_more_or_swapped_sources_is_refused(tmp_path: Path) -> None:
+def test_the_state_of_other_or_more_or_swapped_sources_is_refused(tmp_path):
     folders = sources(tmp_path, [5, 13, 8])
     state = run_mixture(folders[:2], [1, 1], 3)[-1].state
     refused(mixture(folders, [1, 1, 1]), state)
@@ -63,7 +61,7 @@ def test_the_state_of_other_or_more_or_swapped_sources_is_refused(tmp_path: Path
     assert next(iter(one)).state["consumed_samples"] == 16
 
 
-def test_positions_that_are_not_those_of_the_sample_are_refused_unless_the_content_may_differ(tmp_path: Path) -> None:
+def test_positions_that_are_not_those_of_the_sample_are_refused_unless_the_content_may_differ(tmp_path):
     folders = sources(tmp_path, [5, 13])
     state = run_mixture(folders, [1, 2], 3)[-1].state
     edited = {**state, "positions": [5, 7]}
@@ -74,13 +72,13 @@ def test_positions_that_are_not_those_of_the_sample_are_refused_unless_the_conte
     assert one.state_dict() == state
 
 
-def test_a_state_of_the_order_before_says_why_it_is_refused(tmp_path: Path) -> None:
+def test_a_state_of_the_order_before_says_why_it_is_refused(tmp_path):
     one = mixture(sources(tmp_path, [5, 13]), [1, 2])
     old = {key: value for key, value in one.state_dict().items() if key != "checksum"} | {"stream": 1}
     assert "stream is 1" in (message := refused(one, old)) and "another release" in message
 
 
-WRONG: dict[str, list[Any]] = {
+WRONG = {
     "stream": [None, 0, 1, "2", 2.0, True],
     "seed": [None, "0", 0.0, False],
     "consumed_samples": [None, "12", 12.0, True, -1, float("nan"), 2**63, 2**64, 10**40],
@@ -92,7 +90,7 @@ WRONG: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("key", WRONG)
-def test_a_value_of_the_wrong_kind_or_a_missing_one_is_refused(tmp_path: Path, key: str) -> None:
+def test_a_value_of_the_wrong_kind_or_a_missing_one_is_refused(tmp_path, key):
     one = mixture(sources(tmp_path, [5, 13]), [1, 2])
     state = {**one.state_dict(), "consumed_samples": 12, "positions": [4, 8]}
     without = {name: value for name, value in state.items() if name != key}
@@ -102,7 +100,7 @@ def test_a_value_of_the_wrong_kind_or_a_missing_one_is_refused(tmp_path: Path, k
             refused(one, {**state, key: value}, allow_other_content=allowed)
 
 
-def test_stop_ends_the_mixture_with_the_last_window_of_that_source(tmp_path: Path) -> None:
+def test_stop_ends_the_mixture_with_the_last_window_of_that_source(tmp_path):
     """Source 0 has 7 windows, 5 a block: its last is somewhere in the second block, and no row follows it."""
     folders = sources(tmp_path, [7, 50])
     batches = run_mixture(folders, [1, 1], G=4, when_exhausted=["stop", "repeat"])
@@ -113,7 +111,7 @@ def test_stop_ends_the_mixture_with_the_last_window_of_that_source(tmp_path: Pat
     assert batches[-1].state["consumed_samples"] == len(taken)
 
 
-def test_the_first_source_that_is_through_stops_a_mixture(tmp_path: Path) -> None:
+def test_the_first_source_that_is_through_stops_a_mixture(tmp_path):
     taken = firsts(run_mixture(sources(tmp_path / "all", [30, 6]), [1, 1], G=4, when_exhausted="stop"))
     counts = Counter(first // APART for first in taken)
     assert counts[1] == 6 and taken[-1] >= APART and counts[0] < 30
@@ -122,7 +120,7 @@ def test_the_first_source_that_is_through_stops_a_mixture(tmp_path: Path) -> Non
     assert len(set(taken)) == 34
 
 
-def test_a_cap_is_met_to_the_sample_and_the_others_fill_the_place(tmp_path: Path) -> None:
+def test_a_cap_is_met_to_the_sample_and_the_others_fill_the_place(tmp_path):
     """Source 0: 7 windows twice, which last into the third block of 10; before, nothing tells of the cap."""
     folders = sources(tmp_path, [7, 50])
     taken = firsts(run_mixture(folders, [1, 1], 60, G=4, when_exhausted=[2, "repeat"]))
@@ -132,7 +130,7 @@ def test_a_cap_is_met_to_the_sample_and_the_others_fill_the_place(tmp_path: Path
     assert taken[:20] == firsts(run_mixture(folders, [1, 1], 5, G=4))
 
 
-def test_the_place_of_a_capped_source_goes_to_all_others(tmp_path: Path) -> None:
+def test_the_place_of_a_capped_source_goes_to_all_others(tmp_path):
     folders = sources(tmp_path, [5, 40, 40])
     taken = [
         first // APART
@@ -152,11 +150,9 @@ def test_the_place_of_a_capped_source_goes_to_all_others(tmp_path: Path) -> None
     step=st.integers(1, 8),
     block_size=st.integers(12, 30),
 )
-def test_caps_are_met_to_the_sample_whatever_the_stop(
-    windows: list[int], caps: list[int], weights: list[int], world: int, step: int, block_size: int
-) -> None:
+def test_caps_are_met_to_the_sample_whatever_the_stop(windows, caps, weights, world, step, block_size):
     count = len(windows)
-    changed: dict[str, Any] = {"when_exhausted": caps[:count], "block_size": block_size}
+    changed = {"when_exhausted": caps[:count], "block_size": block_size}
     with tempfile.TemporaryDirectory() as name:
         folders = sources(Path(name), windows)
         whole = run_mixture(folders, weights[:count], G=24, **changed)
@@ -169,7 +165,7 @@ def test_caps_are_met_to_the_sample_whatever_the_stop(
     assert_in_epochs(firsts(whole), windows)
 
 
-def test_a_mixture_that_has_ended_says_so_and_a_state_of_its_end_gives_no_more(tmp_path: Path) -> None:
+def test_a_mixture_that_has_ended_says_so_and_a_state_of_its_end_gives_no_more(tmp_path):
     folders = sources(tmp_path, [4, 30])
     one = mixture(folders, [1, 1], when_exhausted="stop")
     state = list(one)[-1].state
@@ -181,7 +177,7 @@ def test_a_mixture_that_has_ended_says_so_and_a_state_of_its_end_gives_no_more(t
 
 NEVER = ["halt", 0, -1, 1.5, True, None, ["stop"], ["stop", "stop", "stop"], ["stop", "no"]]
 TOO_MANY_EPOCHS = r"when_exhausted=\d+: expected at most \d+ epochs"
-NO_MIXTURES: list[tuple[list[float], dict[str, Any], str]] = [
+NO_MIXTURES = [
     ([1, -1], {}, "-1"),
     ([1, float("nan")], {}, "nan"),
     ([1, float("inf")], {}, "inf"),
@@ -199,29 +195,29 @@ NO_MIXTURES: list[tuple[list[float], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("weights", "changed", "named"), NO_MIXTURES)
-def test_settings_that_cannot_be_are_refused(tmp_path: Path, weights: Any, changed: Any, named: str) -> None:
+def test_settings_that_cannot_be_are_refused(tmp_path, weights, changed, named):
     with pytest.raises(ValueError, match=named):
         mixture(sources(tmp_path, [5, 5]), weights, **changed)
 
 
-def test_streams_must_be_a_sequence_of_streams(tmp_path: Path) -> None:
+def test_streams_must_be_a_sequence_of_streams(tmp_path):
     (folder,) = sources(tmp_path, [6])
     with pytest.raises(ValueError):
         MixtureStream([], [], seed=0)
     with pytest.raises(ValueError, match="streams is one stream"):
-        MixtureStream(EpochStream(folder, T=4, global_batch_size=2, seed=0), [1.0], seed=0)  # type: ignore[arg-type]
+        MixtureStream(EpochStream(folder, T=4, global_batch_size=2, seed=0), [1.0], seed=0)
 
 
 @pytest.mark.parametrize(("named", "value"), [("T", 2), ("global_batch_size", 8), ("rank", 1), ("world_size", 4)])
-def test_streams_that_differ_are_refused_by_name(tmp_path: Path, named: str, value: int) -> None:
+def test_streams_that_differ_are_refused_by_name(tmp_path, named, value):
     first, second = sources(tmp_path, [5, 5])
-    common: dict[str, Any] = {"T": 1, "global_batch_size": 4, "seed": 0, "rank": 0, "world_size": 2}
+    common = {"T": 1, "global_batch_size": 4, "seed": 0, "rank": 0, "world_size": 2}
     streams = [EpochStream(str(first), **common), EpochStream(str(second), **{**common, named: value})]
     with pytest.raises(ValueError, match=named):
         MixtureStream(streams, [1, 1], seed=0)
 
 
-def test_caches_of_different_tokenizers_are_refused(tmp_path: Path) -> None:
+def test_caches_of_different_tokenizers_are_refused(tmp_path):
     folders = [number_cache(tmp_path / "p" / name, tokenizer=name * 32) for name in ("ab", "cd")]
     with pytest.raises(CacheError, match=r"abab.*cdcd"):
         mixture(folders, [1, 1])
@@ -230,19 +226,19 @@ def test_caches_of_different_tokenizers_are_refused(tmp_path: Path) -> None:
     assert {int(index) for batch in islice(one, 5) for index in batch.source} == {0, 1}
 
 
-def test_a_cache_with_a_known_vocabulary_mixes_with_one_of_another_tool(tmp_path: Path) -> None:
+def test_a_cache_with_a_known_vocabulary_mixes_with_one_of_another_tool(tmp_path):
     folders = sources(tmp_path, [6, 9])
     write_meta(str(folders[0].parent / "meta.json"), {"vocab_size": 60_000})
     assert len(run_mixture(folders, [1, 1], 3)) == 3
 
 
-def test_at_a_large_world_a_rank_computes_its_own_samples_and_no_more(tmp_path: Path) -> None:
+def test_at_a_large_world_a_rank_computes_its_own_samples_and_no_more(tmp_path):
     """One rank in 1,024 has 1 sample in 1,024, which it finds without the composition of a whole block."""
     for world in (1, 1024):
         one = mixture(sources(tmp_path / str(world), [6, 9]), [1, 1], G=world, world=world, block_size=2048)
-        asked: list[NDArray[np.int64]] = []
+        asked = []
         locate = one.locate
-        one.locate = lambda samples, found=asked, ask=locate: (found.append(samples), ask(samples))[1]  # type: ignore
+        one.locate = lambda samples, found=asked, ask=locate: (found.append(samples), ask(samples))[1]
         for _ in zip(range(17_000), one, strict=False):
             pass
         assert [len(samples) for samples in asked] == [16384, 16384]

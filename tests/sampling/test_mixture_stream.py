@@ -8,7 +8,6 @@ import zlib
 from collections import Counter
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,7 +31,7 @@ pytestmark = [
 ]
 
 
-def test_the_counts_of_a_block_are_the_weights_and_what_rounding_leaves_is_carried_over(tmp_path: Path) -> None:
+def test_the_counts_of_a_block_are_the_weights_and_what_rounding_leaves_is_carried_over(tmp_path):
     """Weights 5, 3 and 1: of 9 blocks of 10 exactly 50, 30 and 10; of each block 5.6, 3.3 and 1.1, up or down."""
     one = mixture(sources(tmp_path, [7, 7, 7]), [5, 3, 1])
     assert one.counts.tolist() == [6, 3, 1] and one.counts.dtype == np.int64
@@ -43,7 +42,7 @@ def test_the_counts_of_a_block_are_the_weights_and_what_rounding_leaves_is_carri
     assert [set(column) for column in zip(*found, strict=True)] == [{5, 6}, {3, 4}, {1, 2}]
 
 
-def test_a_source_of_little_weight_has_its_exact_share(tmp_path: Path) -> None:
+def test_a_source_of_little_weight_has_its_exact_share(tmp_path):
     """0.0007 of blocks of 2,048 is 1.4336 samples: 7 in 10,000, not 1 in 2,048, early and a million blocks later."""
     folders = sources(tmp_path, [50, 9])
     one = mixture(folders, [0.9993, 0.0007], block_size=2048)
@@ -64,10 +63,10 @@ def test_a_source_of_little_weight_has_its_exact_share(tmp_path: Path) -> None:
     seed=st.integers(0, 2**32),
     world=st.sampled_from([1, 2, 3]),
 )
-def test_every_block_has_its_counts(weights: list[float], block_size: int, seed: int, world: int) -> None:
+def test_every_block_has_its_counts(weights, block_size, seed, world):
     windows = [3, 20, 1, 50, 9][: len(weights)]
     blocks = min(5, 1 + 600 // block_size)
-    changed: dict[str, Any] = {"seed": seed, "block_size": block_size, "G": 6}
+    changed = {"seed": seed, "block_size": block_size, "G": 6}
     with tempfile.TemporaryDirectory() as name:
         folders = sources(Path(name), windows)
         one = mixture(folders, weights, **changed)
@@ -78,7 +77,7 @@ def test_every_block_has_its_counts(weights: list[float], block_size: int, seed:
     assert_in_epochs(taken, windows)
 
 
-def test_weights_need_not_sum_to_one_and_a_block_has_2048_samples(tmp_path: Path) -> None:
+def test_weights_need_not_sum_to_one_and_a_block_has_2048_samples(tmp_path):
     folders = sources(tmp_path, [9, 9])
     one, other = (firsts(run_mixture(folders, weights, 20)) for weights in ([0.7, 0.3], [7000, 3000]))
     assert one == other
@@ -86,7 +85,7 @@ def test_weights_need_not_sum_to_one_and_a_block_has_2048_samples(tmp_path: Path
     assert MixtureStream(streams, [3, 1], seed=0).counts.tolist() == [1536, 512]
 
 
-def test_each_source_comes_exactly_once_an_epoch_of_its_own(tmp_path: Path) -> None:
+def test_each_source_comes_exactly_once_an_epoch_of_its_own(tmp_path):
     windows = [3, 11, 40]
     taken = firsts(run_mixture(sources(tmp_path, windows), [1, 1, 2], 100))
     assert_in_epochs(taken, windows)
@@ -96,7 +95,7 @@ def test_each_source_comes_exactly_once_an_epoch_of_its_own(tmp_path: Path) -> N
         assert len(orders) > 1, "all epochs have one order"
 
 
-def test_the_order_of_a_block_is_another_in_the_next_and_with_another_seed(tmp_path: Path) -> None:
+def test_the_order_of_a_block_is_another_in_the_next_and_with_another_seed(tmp_path):
     folders = sources(tmp_path, [50, 50])
     orders = []
     for seed in (0, 1):
@@ -105,7 +104,7 @@ def test_the_order_of_a_block_is_another_in_the_next_and_with_another_seed(tmp_p
     assert len(set(orders)) == 20
 
 
-def test_the_order_and_the_states_of_earlier_releases_never_change(tmp_path: Path) -> None:
+def test_the_order_and_the_states_of_earlier_releases_never_change(tmp_path):
     """Recorded before states had positions."""
     folders = sources(tmp_path, [7, 50, 23])
     one = mixture(folders, [5, 3, 1.5], when_exhausted=[3, "repeat", 2], seed=4)
@@ -124,7 +123,7 @@ def test_the_order_and_the_states_of_earlier_releases_never_change(tmp_path: Pat
         one.load_state_dict({key: value for key, value in one.state_dict().items() if key != "positions"})
 
 
-STAGED: list[tuple[list[tuple[int, list[float]]], list[Any], list[list[int]]]] = [
+STAGED = [
     # 3 : 1 of 14 samples are 10.5, so 11 : 3; then 1 : 1 of 7 are 3.5, the first of equal ones has 4; then 0 : 1
     ([(0, [3, 1]), (14, [1, 1]), (21, [0, 1])], ["repeat", "repeat"], [[11, 3], [4, 3], [0, 19]]),
     # source 0 has 7 in all: after 14 samples of 1 : 1 none, so that the second stage is of source 1 alone
@@ -134,11 +133,9 @@ STAGED: list[tuple[list[tuple[int, list[float]]], list[Any], list[list[int]]]] =
 
 
 @pytest.mark.parametrize(("stages", "when", "counts"), STAGED)
-def test_each_stage_begins_at_its_sample_and_has_its_exact_shares(
-    tmp_path: Path, stages: Any, when: list[Any], counts: list[list[int]]
-) -> None:
+def test_each_stage_begins_at_its_sample_and_has_its_exact_shares(tmp_path, stages, when, counts):
     folders = sources(tmp_path, [7, 50])
-    changed: dict[str, Any] = {"when_exhausted": when}
+    changed = {"when_exhausted": when}
     whole = run_mixture(folders, stages, 10, **changed)
     taken = sources_of(whole)
     edges = [*(first for first, _ in stages), 40]
@@ -155,14 +152,14 @@ def test_each_stage_begins_at_its_sample_and_has_its_exact_shares(
     assert resumed[-1].state["positions"] == np.bincount(taken[:39]).tolist()
 
 
-def test_constant_weights_are_one_stage(tmp_path: Path) -> None:
+def test_constant_weights_are_one_stage(tmp_path):
     folders = sources(tmp_path, [7, 50])
     state = run_mixture(folders, [(0, [3, 1])], 3)[-1].state
     assert state == run_mixture(folders, [3, 1], 3)[-1].state
     assert "3.0, from sample 14 on 1.0 " in repr(mixture(folders, [(0, [3, 1]), (14, [1, 1])]))
 
 
-NO_STAGES: list[tuple[list[Any], dict[str, Any], str]] = [
+NO_STAGES = [
     ([(1, [1, 1])], {}, "sample is 1, expected 0"),
     ([(0, [1, 1]), (0, [2, 1])], {}, "expected an integer of 1 or more"),
     ([(0, [1, 1]), (9.5, [2, 1])], {}, r"weights\[1\]: sample=9.5"),
@@ -176,8 +173,6 @@ NO_STAGES: list[tuple[list[Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("stages", "changed", "named"), NO_STAGES)
-def test_stages_that_cannot_be_are_refused(
-    tmp_path: Path, stages: list[Any], changed: dict[str, Any], named: str
-) -> None:
+def test_stages_that_cannot_be_are_refused(tmp_path, stages, changed, named):
     with pytest.raises(ValueError, match=named):
         mixture(sources(tmp_path, [7, 50]), stages, **changed)

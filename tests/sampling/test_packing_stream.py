@@ -1,10 +1,7 @@
 """Packed rows: every document or example in them exactly once an epoch, whole, with the targets that it has."""
 
 import warnings
-from collections.abc import Iterable, Sequence
 from itertools import islice, pairwise
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +17,7 @@ from support.small_builds import quick_folder
 from niels_gpt.builders.sft import build_sft
 from niels_gpt.cache import CacheError, read_meta, write_meta
 from niels_gpt.cache.pretrain_dataset import PretrainSplit
-from niels_gpt.sampling import Batch, EpochStream, MixtureStream, PackedStream, SFTStream
+from niels_gpt.sampling import EpochStream, MixtureStream, PackedStream, SFTStream
 from niels_gpt.storage.codes import CodedWarning
 
 pytestmark = [
@@ -35,7 +32,7 @@ Segment = tuple[int, int, list[int], list[int]]
 """Piece, document, x and y; of padding the first two are -1."""
 
 
-def write_documents(folder: Path, lengths: Sequence[int], *, shard: int = 7, dtype: str = "uint16") -> list[Document]:
+def write_documents(folder, lengths, *, shard=7, dtype="uint16"):
     """Write a pretrain cache without a meta.json: documents of these lengths, whose ids count through the split."""
     starts = np.cumsum([0, *lengths])
     total = int(starts[-1])
@@ -46,7 +43,7 @@ def write_documents(folder: Path, lengths: Sequence[int], *, shard: int = 7, dty
     return [(list(range(first + at, first + end)), [True] * (end - at)) for at, end in pairwise(starts.tolist())]
 
 
-def build_chats(folder: Path, chats: Sequence[Sequence[tuple[int, int]]]) -> list[Document]:
+def build_chats(folder, chats):
     """Build an sft cache: chat i is of the i-th letter, so many of the user and the assistant in each turn."""
     examples = [
         [
@@ -60,7 +57,7 @@ def build_chats(folder: Path, chats: Sequence[Sequence[tuple[int, int]]]) -> lis
     return read_chats(folder)
 
 
-def read_chats(folder: Path) -> list[Document]:
+def read_chats(folder):
     """Return the examples of a cache, with loss by the sentinels, token by token."""
     ids = np.fromfile(folder / "train_tokens.bin", np.uint16).tolist()
     documents, sentinels = [], ByteTokenizer().special_token_ids()
@@ -77,7 +74,7 @@ CHATS = [[(1, 1)], [(3, 8), (1, 2)], [(2, 4)], [(9, 1), (2, 2), (1, 1)], [(1, 3)
 
 
 @pytest.fixture(scope="module")
-def caches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[Document]]]:
+def caches(tmp_path_factory):
     """Return a cache of each kind, and its documents: pretrain, sft, and sft with loss in bits, on other tokens."""
     root = tmp_path_factory.mktemp("packed")
     pretrain = write_documents(root / "pretrain", [9, 1, 4, 2, 16, 3, 8, 5])
@@ -90,9 +87,9 @@ def caches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, li
     }
 
 
-def plain_pieces(documents: Sequence[Document], T: int, over_length: str = "split") -> list[Segment]:
+def plain_pieces(documents, T, over_length="split"):
     """Return the pieces of a split: the slow and obvious rule."""
-    pieces: list[Segment] = []
+    pieces = []
     for number, (ids, has_loss) in enumerate(documents):
         if over_length == "drop" and len(ids) > T:
             continue
@@ -102,14 +99,14 @@ def plain_pieces(documents: Sequence[Document], T: int, over_length: str = "spli
     return pieces
 
 
-def segments_of(batch: Batch) -> list[list[Segment]]:
+def segments_of(batch):
     """Return the segments of each row of a batch, padding too."""
     assert batch.cu_seqlens is not None and batch.piece_ids is not None and batch.documents is not None
     assert batch.x.shape == batch.y.shape and batch.x.dtype == batch.y.dtype == torch.int64
     assert batch.cu_seqlens.dtype == torch.int32
     starts, x, y = batch.cu_seqlens.tolist(), batch.x.view(-1).tolist(), batch.y.view(-1).tolist()
     assert starts[0] == 0 and starts[-1] == len(x)
-    rows: list[list[Segment]] = [[] for _ in batch.x]
+    rows = [[] for _ in batch.x]
     numbers = zip(batch.piece_ids.tolist(), batch.documents.tolist(), strict=True)
     for number, (begin, end) in zip(numbers, pairwise(starts), strict=True):
         row = begin // batch.x.shape[1]
@@ -118,7 +115,7 @@ def segments_of(batch: Batch) -> list[list[Segment]]:
     return rows
 
 
-def rows_of(batches: Iterable[Batch], pad_id: int = 0) -> list[list[Segment]]:
+def rows_of(batches, pad_id=0):
     """Return the pieces of each row of some batches. Padding is checked, and left out."""
     rows = [row for batch in batches for row in segments_of(batch)]
     for row in rows:
@@ -130,7 +127,7 @@ def rows_of(batches: Iterable[Batch], pad_id: int = 0) -> list[list[Segment]]:
     return rows
 
 
-def test_a_batch_on_paper(tmp_path: Path) -> None:
+def test_a_batch_on_paper(tmp_path):
     """T = 6, documents of 4, 8 and 1 tokens over shards of 7: pieces of 4, 6, 2 and 1 tokens.
 
     Rows by best fit: the 6; the 4 and the 2; the 1 and padding. With seed 10 they come in this order.
@@ -160,7 +157,7 @@ def test_a_batch_on_paper(tmp_path: Path) -> None:
 def test_every_piece_comes_exactly_once_an_epoch(caches, kind, T, G, seed, over_length, io):
     folder, documents = caches[kind]
     T = max(T, 4) if over_length == "truncate" else T  # without a target in any row a stream is refused
-    options: dict[str, Any] = {"T": T, "seed": seed, "epochs": 2, "over_length": over_length, "io": io}
+    options = {"T": T, "seed": seed, "epochs": 2, "over_length": over_length, "io": io}
     rows = rows_of(PackedStream(folder, global_batch_size=G, **options), pad_id=4 if kind == "sft" else 0)
     pieces = plain_pieces(documents, T, over_length)
     assert len(rows) % 2 == 0
@@ -171,9 +168,7 @@ def test_every_piece_comes_exactly_once_an_epoch(caches, kind, T, G, seed, over_
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
 @settings(derandomize=True, max_examples=15)
 @given(lengths=st.lists(st.integers(1, 25), min_size=1, max_size=12), T=st.integers(1, 12), shard=st.integers(1, 40))
-def test_each_token_but_the_first_of_its_document_is_a_target_once_an_epoch(
-    dtype: Any, lengths: list[int], T: int, shard: int
-) -> None:
+def test_each_token_but_the_first_of_its_document_is_a_target_once_an_epoch(dtype, lengths, T, shard):
     with quick_folder() as root:
         documents = write_documents(root / "c", lengths, shard=shard, dtype=dtype)
         stream = PackedStream(root / "c", T=T, global_batch_size=2, seed=0, epochs=1, dtype=dtype)
@@ -182,16 +177,16 @@ def test_each_token_but_the_first_of_its_document_is_a_target_once_an_epoch(
     assert stream.counts.tokens == sum(lengths) and stream.counts.tokens_lost == 0
 
 
-def test_a_mixture_of_all_kinds_gives_each_its_rows(caches: dict[str, tuple[Path, list[Document]]]) -> None:
+def test_a_mixture_of_all_kinds_gives_each_its_rows(caches):
     """Two ranks; after seven steps another mixture continues from the state. Each source: as it is alone, in order."""
     (pretrain, _), (chats, _) = caches["pretrain"], caches["sft"]
 
-    def opened(**common: Any) -> list[Any]:
+    def opened(**common):
         epochs = EpochStream(pretrain / "train", **common)
         return [PackedStream(pretrain, **common), epochs, PackedStream(chats, **common), SFTStream(chats, **common)]
 
-    state: Any = None
-    taken: list[list[list[Segment]]] = [[], [], [], []]
+    state = None
+    taken = [[], [], [], []]
     for steps in (7, 20):
         ranks = []
         for rank in range(2):
@@ -214,10 +209,10 @@ def test_a_mixture_of_all_kinds_gives_each_its_rows(caches: dict[str, tuple[Path
     assert taken[0] == packed
 
 
-def test_documents_longer_than_a_row(caches: dict[str, tuple[Path, list[Document]]]) -> None:
+def test_documents_longer_than_a_row(caches):
     """Of 9, 1, 4, 2, 16, 3, 8 and 5 tokens; T = 8."""
     folder, documents = caches["pretrain"]
-    options: dict[str, Any] = {"T": 8, "global_batch_size": 1, "seed": 0, "epochs": 1}
+    options = {"T": 8, "global_batch_size": 1, "seed": 0, "epochs": 1}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         counts = PackedStream(folder, **options).counts
@@ -234,14 +229,14 @@ def test_documents_longer_than_a_row(caches: dict[str, tuple[Path, list[Document
         PackedStream(folder, over_length="error", **options)
 
 
-def test_a_split_whose_documents_are_all_dropped_is_refused(tmp_path: Path) -> None:
+def test_a_split_whose_documents_are_all_dropped_is_refused(tmp_path):
     write_documents(tmp_path / "c", [9, 9])
     with refused("E107", "all 2", "T = 8", kind=CacheError):
         PackedStream(tmp_path / "c", T=8, global_batch_size=1, seed=0, over_length="drop")
 
 
 @pytest.mark.parametrize("io", ["mmap", "pread"])
-def test_ranges_of_a_split_cross_its_shards(tmp_path: Path, io: Any) -> None:
+def test_ranges_of_a_split_cross_its_shards(tmp_path, io):
     """Shards of 4, 1, 4 and 2 tokens, whose ids count from 0."""
     split = PretrainSplit(write_shards(tmp_path / "train", [range(4), [4], range(5, 9), [9, 10]]), io=io)
     for begin in range(11):
@@ -253,7 +248,7 @@ def test_ranges_of_a_split_cross_its_shards(tmp_path: Path, io: Any) -> None:
             split.read(np.array([0, begin]), np.array([1, end]))
 
 
-def test_an_id_outside_the_vocabulary_is_named_with_its_place(tmp_path: Path) -> None:
+def test_an_id_outside_the_vocabulary_is_named_with_its_place(tmp_path):
     """Ten documents of 10 tokens, 10 to 109, in shards of 40: 105 is token 15 of the third shard."""
     folder = number_cache(tmp_path / "c").parent
     meta = read_meta(str(folder / "meta.json"))
@@ -265,7 +260,7 @@ def test_an_id_outside_the_vocabulary_is_named_with_its_place(tmp_path: Path) ->
         list(stream)
 
 
-def test_supervised_tokens_that_are_lost_are_counted_as_the_batches_have_them(tmp_path: Path) -> None:
+def test_supervised_tokens_that_are_lost_are_counted_as_the_batches_have_them(tmp_path):
     """T = 8; the letters, the role before them and the end after them: 3 + n and 3 + m of each turn."""
     build_chats(tmp_path / "chats", CHATS)
     build_chats(tmp_path / "long", [[(30, 5)]] * 3)

@@ -9,10 +9,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,20 +19,20 @@ from torch.utils.data import DataLoader
 from niels_gpt.sampling import EpochStream, prefetch
 
 
-def open_stream(folder: Path, **changed: Any) -> EpochStream:
+def open_stream(folder, **changed):
     return EpochStream(str(folder), **{"T": 4, "global_batch_size": 3, "seed": 0, "epochs": 2, **changed})
 
 
-def seen(batches: Any) -> list[Any]:
+def seen(batches):
     return [(batch.x.tolist(), batch.state) for batch in batches]
 
 
-def threads() -> list[threading.Thread]:
+def threads():
     return [thread for thread in threading.enumerate() if thread.name == "niels_gpt.prefetch"]
 
 
 @pytest.mark.parametrize("n", [1, 3, 50])
-def test_batches_and_states_are_those_of_the_stream(tmp_path: Path, n: int) -> None:
+def test_batches_and_states_are_those_of_the_stream(tmp_path, n):
     folder = numbered(tmp_path, [50, 20])
     expected = seen(open_stream(folder))
     stream = open_stream(folder)
@@ -48,13 +45,13 @@ def test_batches_and_states_are_those_of_the_stream(tmp_path: Path, n: int) -> N
         assert seen(prefetch(loader, n, "cpu")) == expected and threads() == []
 
 
-def test_while_it_is_read_ahead_a_stream_refuses_and_then_continues_after_the_last_batch(tmp_path: Path) -> None:
+def test_while_it_is_read_ahead_a_stream_refuses_and_then_continues_after_the_last_batch(tmp_path):
     folders = sources(tmp_path, [7, 50])
     expected = seen(islice(mixture(folders, [1, 1]), 9))
     one = mixture(folders, [1, 1])
     batches = prefetch(one, 3)
     taken = seen(islice(batches, 4))
-    uses: list[Any] = [one.state_dict, lambda: next(iter(one)), lambda: prefetch(one), lambda: prefetch(loader)]
+    uses = [one.state_dict, lambda: next(iter(one)), lambda: prefetch(one), lambda: prefetch(loader)]
     loader = DataLoader(one, batch_size=None)
     for use in [*uses, lambda: one.load_state_dict(taken[0][1])]:
         with pytest.raises(RuntimeError, match="prefetch reads ahead"):
@@ -72,10 +69,10 @@ def test_while_it_is_read_ahead_a_stream_refuses_and_then_continues_after_the_la
     assert seen(islice(prefetch(one), 2)) == expected[3:5]
 
 
-def test_an_error_comes_in_place_of_its_batch_with_its_traceback(tmp_path: Path) -> None:
+def test_an_error_comes_in_place_of_its_batch_with_its_traceback(tmp_path):
     stream = open_stream(numbered(tmp_path, [50]))
 
-    def breaks_at_the_third() -> Iterator[Any]:
+    def breaks_at_the_third():
         yield from islice(stream, 2)
         raise OSError("the disk is gone")
 
@@ -87,10 +84,10 @@ def test_an_error_comes_in_place_of_its_batch_with_its_traceback(tmp_path: Path)
     assert list(batches) == [] and threads() == []
 
 
-def test_at_most_n_batches_are_made_ahead(tmp_path: Path) -> None:
+def test_at_most_n_batches_are_made_ahead(tmp_path):
     stream, made = open_stream(numbered(tmp_path, [400])), []
 
-    def watched() -> Iterator[Any]:
+    def watched():
         iterator = iter(stream)
         while True:
             held = [next(iterator)]
@@ -107,12 +104,12 @@ def test_at_most_n_batches_are_made_ahead(tmp_path: Path) -> None:
             assert sum(one() is not None for one in made) == 3
 
 
-def interrupted(batches: Any) -> None:
+def interrupted(batches):
     for _ in batches:
         raise KeyboardInterrupt
 
 
-def test_the_thread_ends_with_its_iterator_however_it_ends(tmp_path: Path) -> None:
+def test_the_thread_ends_with_its_iterator_however_it_ends(tmp_path):
     stream = open_stream(numbered(tmp_path, [400]))
     for _ in prefetch(stream):
         break
@@ -121,7 +118,7 @@ def test_the_thread_ends_with_its_iterator_however_it_ends(tmp_path: Path) -> No
     del batches
     assert threads() == []
 
-    def through() -> Iterator[Any]:
+    def through():
         yield from prefetch(stream)
 
     generator = through()
@@ -145,7 +142,7 @@ for batch in batches:
 """
 
 
-def test_an_interrupted_process_ends_though_its_iterator_is_open(tmp_path: Path) -> None:
+def test_an_interrupted_process_ends_though_its_iterator_is_open(tmp_path):
     command = [sys.executable, "-c", INTERRUPTED, str(numbered(tmp_path, [400]))]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
@@ -157,7 +154,7 @@ def test_an_interrupted_process_ends_though_its_iterator_is_open(tmp_path: Path)
     assert process.returncode == -signal.SIGINT and errors.strip().endswith("KeyboardInterrupt")
 
 
-def test_what_does_not_fit_is_refused_at_the_call(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused_at_the_call(tmp_path):
     stream = open_stream(numbered(tmp_path, [50]))
     with pytest.raises(ValueError, match="n=0"):
         prefetch(stream, 0)
@@ -166,7 +163,7 @@ def test_what_does_not_fit_is_refused_at_the_call(tmp_path: Path) -> None:
     assert threads() == [] and len(seen(stream)) == 8
 
 
-def test_batches_are_copied_to_the_device(tmp_path: Path) -> None:
+def test_batches_are_copied_to_the_device(tmp_path):
     folder = numbered(tmp_path, [50])
     devices = ["meta", *(["cuda"] if torch.cuda.is_available() else [])]
     for device in devices:
@@ -175,7 +172,7 @@ def test_batches_are_copied_to_the_device(tmp_path: Path) -> None:
             assert device == "meta" or (torch.equal(batch.x.cpu(), plain.x) and torch.equal(batch.y.cpu(), plain.y))
 
 
-def test_a_stream_behind_another_iterator_is_lent_and_not_copied(tmp_path: Path) -> None:
+def test_a_stream_behind_another_iterator_is_lent_and_not_copied(tmp_path):
     stream = open_stream(numbered(tmp_path, [400]))
     batches = prefetch(islice(stream, 20), 3)
     state = list(islice(batches, 4))[-1].state
@@ -193,7 +190,7 @@ class Waits(EpochStream):
 
     made = 0
 
-    def read(self, places: Any) -> Any:
+    def read(self, places):
         self.made += 1
         if self.made == 3:
             time.sleep(0.1)
@@ -203,7 +200,7 @@ class Waits(EpochStream):
 
 
 @pytest.mark.parametrize("closes", [True, False])
-def test_an_interrupt_while_closing_or_waiting_gives_the_stream_back(tmp_path: Path, closes: bool) -> None:
+def test_an_interrupt_while_closing_or_waiting_gives_the_stream_back(tmp_path, closes):
     stream = Waits(str(numbered(tmp_path, [400])), T=4, global_batch_size=3, seed=0)
     batches = prefetch(stream, 2)
     with pytest.raises(KeyboardInterrupt):
@@ -218,7 +215,7 @@ def test_an_interrupt_while_closing_or_waiting_gives_the_stream_back(tmp_path: P
     assert threads() == [] and stream.state_dict()["consumed_samples"] == (3 if closes else 6)
 
 
-def test_tuples_are_copied_and_what_is_not_known_is_refused() -> None:
+def test_tuples_are_copied_and_what_is_not_known_is_refused():
     (x, y), *_ = prefetch([(torch.ones(2), torch.ones(3))], 1, "meta")
     assert x.device.type == y.device.type == "meta"
     with pytest.raises(ValueError, match="yields a int"):

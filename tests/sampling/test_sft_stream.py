@@ -3,8 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from itertools import islice, pairwise
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from support.small_builds import quick_folder
 
 from niels_gpt.builders.sft import build_sft
 from niels_gpt.cache import CacheError, read_meta
-from niels_gpt.sampling import Batch, EpochStream, MixtureStream, SFTStream
+from niels_gpt.sampling import EpochStream, MixtureStream, SFTStream
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:the last batch has"),
@@ -30,7 +29,7 @@ Turns = Sequence[tuple[int, int]]
 """Letters of the user and of the assistant, turn by turn."""
 TURNS = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 9)), min_size=1, max_size=2)
 CHATS = st.lists(TURNS, min_size=1, max_size=7)
-THREE: list[Turns] = [[(1, 1)], [(3, 8), (1, 2)], [(2, 4)]]
+THREE = [[(1, 1)], [(3, 8), (1, 2)], [(2, 4)]]
 """Examples of 6, 22 and 10 tokens; with over_length="split" and T = 4 of 2, 6 and 3 rows."""
 
 
@@ -43,9 +42,7 @@ class Row(NamedTuple):
     """Of the segments."""
 
 
-def sft_cache(
-    folder: Path, chats: Sequence[Turns], tokenizer: ByteTokenizer | None = None, name: str = "chats"
-) -> Path:
+def sft_cache(folder, chats, tokenizer=None, name="chats"):
     """Build a cache; chat i is of the i-th letter."""
     examples = [
         [
@@ -59,7 +56,7 @@ def sft_cache(
     return folder / "sft" / "chats"
 
 
-def read_examples(cache: Path) -> list[tuple[list[int], list[bool]]]:
+def read_examples(cache):
     """Return the ids of each example and which of them carry loss, token by token from the sentinels."""
     meta = read_meta(str(cache / "meta.json"))
     ids = np.fromfile(cache / "train_tokens.bin", f"<u{int(meta['token_dtype'][4:6]) // 8}").tolist()
@@ -74,9 +71,7 @@ def read_examples(cache: Path) -> list[tuple[list[int], list[bool]]]:
     return examples
 
 
-def plain_rows(
-    examples: Sequence[tuple[list[int], list[bool]]], T: int, over_length: str, require_targets: bool, pad_id: int
-) -> tuple[dict[int, Row], dict[str, int]]:
+def plain_rows(examples, T, over_length, require_targets, pad_id):
     """Return the rows of an epoch by their pieces, and the counts: the slow and obvious rule."""
     rows, counts, piece = {}, Counter(examples=len(examples)), -1
     for document, (ids, has_loss) in enumerate(examples):
@@ -108,7 +103,7 @@ def plain_rows(
     return rows, dict(counts)
 
 
-def rows_of(batch: Batch) -> list[Row]:
+def rows_of(batch):
     """Return the rows of a batch with their segments, of which the second may only be padding."""
     T, found = batch.x.shape[1], []
     assert batch.cu_seqlens is not None and batch.piece_ids is not None and batch.documents is not None
@@ -128,18 +123,18 @@ def rows_of(batch: Batch) -> list[Row]:
     return found
 
 
-def run(cache: Path, *, G: int, **changed: Any) -> list[Row]:
+def run(cache, *, G, **changed):
     """Return the rows of a stream."""
     stream = SFTStream(cache, global_batch_size=G, seed=0, **changed)
     return [row for batch in stream for row in rows_of(batch)]
 
 
 @pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def three(tmp_path_factory):
     return sft_cache(tmp_path_factory.mktemp("caches"), THREE)
 
 
-def letters(folder: Path) -> Path:
+def letters(folder):
     """Build a pretrain cache of 30 tokens in shards of 10: six windows of T = 4; returns its train folder."""
     build_tokens(folder / "letters", ["abcdefghijklmnopqrstuvwxyz0123"])
     return folder / "letters" / "train"
@@ -164,7 +159,7 @@ def test_every_row_comes_exactly_once_an_epoch_as_the_plain_rule_makes_it(
         if has_bits:
             give_bits(cache, pad_id=(pad_id := 7))
         rows, counts = plain_rows(examples, T, over_length, require_targets, pad_id)
-        changed: dict[str, Any] = {"T": T, "epochs": 2, "over_length": over_length, "require_targets": require_targets}
+        changed = {"T": T, "epochs": 2, "over_length": over_length, "require_targets": require_targets}
         if not rows:
             with pytest.raises(CacheError, match="no row is left"):
                 run(cache, G=1, **changed)
@@ -182,13 +177,13 @@ def test_every_row_comes_exactly_once_an_epoch_as_the_plain_rule_makes_it(
         assert targets == sum(sum(has_loss) for _, has_loss in examples) and counts["supervised_tokens_lost"] == 0
 
 
-def test_rows_are_those_written_out_by_hand(tmp_path: Path) -> None:
+def test_rows_are_those_written_out_by_hand(tmp_path):
     """A chat of 8 tokens: usr a eot asst b b b eot, of which the last four carry loss."""
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bbb"}]
     build_sft([messages], tmp_path / "sft" / "one", tokenizer=ByteTokenizer(), val_frac=0, seed=0)
     a, b = 107, 108
 
-    def only_batch(**arguments: Any) -> Batch:
+    def only_batch(**arguments):
         stream = SFTStream(tmp_path / "sft" / "one", global_batch_size=4, seed=0, epochs=1, **arguments)
         (batch,) = stream
         return batch
@@ -215,8 +210,8 @@ def test_rows_are_those_written_out_by_hand(tmp_path: Path) -> None:
     assert split.x.dtype == split.y.dtype == torch.int64 and split.x.is_contiguous() and split.y.is_contiguous()
 
 
-def test_a_stream_says_in_a_line_what_it_is_and_what_it_refuses(three: Path) -> None:
-    arguments: dict[str, Any] = {"T": 4, "global_batch_size": 2, "seed": 0}
+def test_a_stream_says_in_a_line_what_it_is_and_what_it_refuses(three):
+    arguments = {"T": 4, "global_batch_size": 2, "seed": 0}
     stream = SFTStream(three, **arguments)
     assert all(part in repr(stream) for part in ("chats", "3 rows", "int64 [2, 4]"))
     assert "truncate" in stream._repr_html_()
@@ -228,8 +223,8 @@ def test_a_stream_says_in_a_line_what_it_is_and_what_it_refuses(three: Path) -> 
 
 
 @pytest.mark.filterwarnings("error")
-def test_warnings_are_of_the_line_that_opens_the_stream(three: Path) -> None:
-    arguments: dict[str, Any] = {"T": 3, "global_batch_size": 2, "seed": 0}
+def test_warnings_are_of_the_line_that_opens_the_stream(three):
+    arguments = {"T": 3, "global_batch_size": 2, "seed": 0}
     with pytest.warns(UserWarning, match=r"3 of 3 rows have no target.*supervised tokens") as caught:
         SFTStream(three, **arguments)
     assert [each.filename for each in caught] == [__file__]
@@ -239,24 +234,24 @@ def test_warnings_are_of_the_line_that_opens_the_stream(three: Path) -> None:
     SFTStream(three, **arguments, over_length="split", require_targets=True)
 
 
-def mixed(three: Path, numbers: Path, **changed: Any) -> tuple[MixtureStream, list[Any]]:
-    common: dict[str, Any] = {"T": 4, "global_batch_size": 4, "seed": 0, **changed}
+def mixed(three, numbers, **changed):
+    common = {"T": 4, "global_batch_size": 4, "seed": 0, **changed}
 
-    def sources() -> list[Any]:
+    def sources():
         return [EpochStream(numbers, **common), SFTStream(three, over_length="split", **common)]
 
     return MixtureStream(sources(), [1, 2], seed=3, block_size=9), sources()
 
 
-def test_in_a_mixture_a_source_gives_the_rows_that_it_gives_alone(three: Path, tmp_path: Path) -> None:
+def test_in_a_mixture_a_source_gives_the_rows_that_it_gives_alone(three, tmp_path):
     mixture, alone = mixed(three, letters(tmp_path))
     batches = list(islice(mixture, 20))
-    found: list[list[Any]] = [[], []]
+    found = [[], []]
     for batch in batches:
         assert batch.source is not None
         for source, row in zip(batch.source.tolist(), rows_of(batch), strict=True):
             found[source].append(row)
-    expected: list[list[Any]] = [[], []]
+    expected = [[], []]
     for batch in islice(alone[0], 20):
         expected[0] += [Row(-1, -1, x, y, [4]) for x, y in zip(batch.x.tolist(), batch.y.tolist(), strict=True)]
     for batch in islice(alone[1], 20):

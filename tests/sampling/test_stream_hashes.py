@@ -11,9 +11,8 @@ import hashlib
 import json
 import os
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -35,11 +34,11 @@ FOREST += ["sample_offsets", "loss_mask", "completion_starts"]
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory):
     return build_caches(tmp_path_factory.mktemp("streams"))
 
 
-def spelled(value: Any) -> Iterable[bytes]:
+def spelled(value):
     """Yield bytes that are the same on every machine: integers of 64 bits, and floats exactly."""
     if isinstance(value, torch.Tensor):
         array = value.numpy()
@@ -53,7 +52,7 @@ def spelled(value: Any) -> Iterable[bytes]:
         yield f"{value};".encode()
 
 
-def hashed(batches: Iterable[Any]) -> str:
+def hashed(batches):
     digest = hashlib.sha256()
     for batch in batches:
         of_bin = hasattr(batch, "forest")
@@ -65,11 +64,11 @@ def hashed(batches: Iterable[Any]) -> str:
     return digest.hexdigest()[:16]
 
 
-def hashed_states(states: list[dict[str, Any]]) -> str:
+def hashed_states(states):
     return hashlib.sha256(json.dumps(states, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def stopped(kind: str, root: Path, world: int, arguments: dict[str, Any]) -> list[list[Any]]:
+def stopped(kind, root, world, arguments):
     """Take three steps; go on, from a pickle and a state, with two ranks and another batch size, to the end."""
     ranks = ranks_of(kind, root, 3, world=world, **arguments)
     again = {**arguments, "global_batch_size": 4}
@@ -82,7 +81,7 @@ def stopped(kind: str, root: Path, world: int, arguments: dict[str, Any]) -> lis
     return [*ranks, *more]
 
 
-def runs_of(kind: str, root: Path) -> dict[str, str]:
+def runs_of(kind, root):
     """Return the hash of the batches, and of the states after them, of eight runs."""
     found = {}
     for world in (1, 3):
@@ -96,7 +95,7 @@ def runs_of(kind: str, root: Path) -> dict[str, str]:
     return found
 
 
-def compared(name: str, found: dict[str, str]) -> None:
+def compared(name, found):
     kept = json.loads(KEPT.read_text())
     if os.environ.get("UPDATE_STREAMS"):
         kept[name] = found
@@ -107,11 +106,11 @@ def compared(name: str, found: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_batches_and_states_of_a_stream_are_the_kept_ones(root: Path, kind: str) -> None:
+def test_the_batches_and_states_of_a_stream_are_the_kept_ones(root, kind):
     compared(kind, runs_of(kind, root))
 
 
-def test_random_batches_are_the_kept_ones(root: Path) -> None:
+def test_random_batches_are_the_kept_ones(root):
     chats = root / "chats/train_tokens.bin", root / "chats/train_idx.npy"
     found = {}
     for name, data in (
@@ -124,5 +123,5 @@ def test_random_batches_are_the_kept_ones(root: Path) -> None:
     compared("random", found)
 
 
-def test_there_are_hashes_of_each_stream_and_of_nothing_else() -> None:
+def test_there_are_hashes_of_each_stream_and_of_nothing_else():
     assert json.loads(KEPT.read_text()).keys() == {*KINDS, "random"}

@@ -4,8 +4,6 @@ import json
 import re
 import zlib
 from itertools import islice
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -25,28 +23,28 @@ pytestmark = [
 
 
 @pytest.fixture
-def ten(tmp_path: Path) -> Path:
+def ten(tmp_path):
     """Ten windows of T = 4."""
     return numbered(tmp_path, [26, 17])
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cache(tmp_path_factory):
     """A real cache of 100 train and 50 val tokens, with a content sha256 and a tokenizer sha256."""
     return number_cache(tmp_path_factory.mktemp("cache") / "pretrain" / "numbers", val=50)
 
 
-def stream(folder: Path, **changed: Any) -> EpochStream:
+def stream(folder, **changed):
     return EpochStream(str(folder), **{"T": 4, "global_batch_size": 4, "seed": 0, **changed})
 
 
-def state_after(folder: Path, steps: int, **changed: Any) -> dict[str, Any]:
+def state_after(folder, steps, **changed):
     one = stream(folder, **changed)
     list(islice(one, steps))
     return one.state_dict()
 
 
-def test_a_state_says_where_in_which_cache(cache: Path) -> None:
+def test_a_state_says_where_in_which_cache(cache):
     """32 windows of T = 3; batches of 10: after four of them, eight samples into the second epoch."""
     meta = json.loads((cache.parent / "meta.json").read_text())
     state = state_after(cache, 4, T=3, global_batch_size=10, seed=5)
@@ -58,7 +56,7 @@ def test_a_state_says_where_in_which_cache(cache: Path) -> None:
     assert state == {"stream": 1, "seed": 5, "key_check": key_check, **place, **data}
 
 
-def test_a_folder_of_another_tool_has_no_sha256_and_is_known_by_its_tokens(ten: Path, tmp_path: Path) -> None:
+def test_a_folder_of_another_tool_has_no_sha256_and_is_known_by_its_tokens(ten, tmp_path):
     state = state_after(ten, 0)
     assert set(state) == {*KEYS, "checksum"} and (state["epoch"], state["consumed_samples"]) == (0, 0)
     assert (state["content_sha256"], state["tokenizer_sha256"], state["tokens"]) == (None, None, 43)
@@ -66,14 +64,14 @@ def test_a_folder_of_another_tool_has_no_sha256_and_is_known_by_its_tokens(ten: 
     assert "43" in message and "44" in message
 
 
-def test_the_end_of_a_run_of_epochs_is_a_state_too(ten: Path) -> None:
+def test_the_end_of_a_run_of_epochs_is_a_state_too(ten):
     states = [batch.state for batch in run_epochs(ten, G=4, world=2, epochs=1)]
     assert [state["consumed_samples"] for state in states] == [4, 8, 10]
     assert run_epochs(ten, G=4, epochs=1, state=states[-1]) == []
     assert firsts(run_epochs(ten, G=4, epochs=2, state=states[-1])) == firsts(run_epochs(ten, G=4, epochs=2))[10:]
 
 
-def test_a_run_may_get_more_or_fewer_epochs_when_it_goes_on(ten: Path) -> None:
+def test_a_run_may_get_more_or_fewer_epochs_when_it_goes_on(ten):
     state = run_epochs(ten, 5, G=4)[-1].state  # 20 of 10 samples an epoch
     assert run_epochs(ten, G=4, epochs=2, state=state) == []
     assert len(firsts(run_epochs(ten, G=4, epochs=3, state=state))) == 10
@@ -81,7 +79,7 @@ def test_a_run_may_get_more_or_fewer_epochs_when_it_goes_on(ten: Path) -> None:
     assert "consumed_samples is 20, but this stream ends after 10" in message
 
 
-def test_a_copy_of_the_cache_elsewhere_goes_on(cache: Path, tmp_path: Path) -> None:
+def test_a_copy_of_the_cache_elsewhere_goes_on(cache, tmp_path):
     elsewhere = number_cache(tmp_path / "pretrain" / "the_same", val=50)
     state = state_after(cache, 3)
     one = stream(elsewhere)
@@ -89,7 +87,7 @@ def test_a_copy_of_the_cache_elsewhere_goes_on(cache: Path, tmp_path: Path) -> N
     assert one.state_dict() == state
 
 
-def refused(one: EpochStream, state: Any, error: type[Exception] = ValueError, **flags: Any) -> str:
+def refused(one, state, error=ValueError, **flags):
     before = one.state_dict()
     with pytest.raises(error) as caught:
         one.load_state_dict(state, **flags)
@@ -98,7 +96,7 @@ def refused(one: EpochStream, state: Any, error: type[Exception] = ValueError, *
     return str(caught.value)
 
 
-def test_other_content_is_refused_by_name(cache: Path, tmp_path: Path) -> None:
+def test_other_content_is_refused_by_name(cache, tmp_path):
     other = number_cache(tmp_path / "pretrain" / "others", start=20, val=50)
     state = state_after(cache, 3)
     message = refused(stream(other), state, CacheError)
@@ -108,27 +106,27 @@ def test_other_content_is_refused_by_name(cache: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("allow_other_content", [False, True])
-def test_another_tokenizer_is_always_refused(cache: Path, tmp_path: Path, allow_other_content: bool) -> None:
+def test_another_tokenizer_is_always_refused(cache, tmp_path, allow_other_content):
     other = number_cache(tmp_path / "pretrain" / "others", tokenizer="cd" * 32, val=50)
     state = state_after(cache, 3)
     message = refused(stream(other), state, CacheError, allow_other_content=allow_other_content)
     assert "abab" in message and "cdcd" in message and "tokenizer" in message
 
 
-def test_another_split_is_refused(cache: Path) -> None:
+def test_another_split_is_refused(cache):
     message = refused(stream(cache.parent / "val"), state_after(cache, 1))
     assert "train" in message and "val" in message
 
 
 @pytest.mark.parametrize("allow_other_content", [False, True])
-def test_a_state_without_one_of_its_keys_is_refused(cache: Path, allow_other_content: bool) -> None:
+def test_a_state_without_one_of_its_keys_is_refused(cache, allow_other_content):
     state = state_after(cache, 3)
     for key in KEYS:
         part = {name: value for name, value in state.items() if name != key}
         assert key in refused(stream(cache), part, allow_other_content=allow_other_content)
 
 
-WRONG: dict[str, list[Any]] = {
+WRONG = {
     "stream": [None, 0, 2, "1", 1.0, True, [1], -1],
     "seed": [None, "0", 0.0, False, [0], float("nan")],
     "epoch": [None, "0", 0.0, True, -1, [0], float("inf"), 2**64, 10**40],
@@ -143,7 +141,7 @@ WRONG: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("key", WRONG)
-def test_a_value_of_the_wrong_kind_is_refused(cache: Path, key: str) -> None:
+def test_a_value_of_the_wrong_kind_is_refused(cache, key):
     """True is not 1 and 12.0 is not 12; allow_other_content lets no wrong count in either."""
     state, one = state_after(cache, 3), stream(cache)
     for value in WRONG[key]:
@@ -153,7 +151,7 @@ def test_a_value_of_the_wrong_kind_is_refused(cache: Path, key: str) -> None:
             refused(one, {**state, key: value}, allow_other_content=True)
 
 
-def test_a_state_that_denies_itself_is_refused(ten: Path) -> None:
+def test_a_state_that_denies_itself_is_refused(ten):
     message = refused(stream(ten), {**state_after(ten, 3), "epoch": 7})  # 12 samples of 10 an epoch are in epoch 1
     assert re.search(r"\b7\b", message) and re.search(r"\b1\b", message)
     # As by a torch that draws other numbers from the same seed: nobody would see that the order is another.
@@ -161,7 +159,7 @@ def test_a_state_that_denies_itself_is_refused(ten: Path) -> None:
     stream(ten).load_state_dict({**state_after(ten, 3), "step": 3, "note": object()})  # keys that others add
 
 
-def test_an_edited_state_is_refused_unless_its_checksum_is_removed(cache: Path, tmp_path: Path) -> None:
+def test_an_edited_state_is_refused_unless_its_checksum_is_removed(cache, tmp_path):
     """32 and 33 samples are both in epoch 1 of 24: nothing but the checksum tells that somebody changed one of them."""
     state = state_after(cache, 8)
     edited = {**state, "consumed_samples": 33}
@@ -185,13 +183,13 @@ def test_an_edited_state_is_refused_unless_its_checksum_is_removed(cache: Path, 
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.lists(st.integers()),
     )
 )
-def test_garbage_is_a_value_error_and_nothing_else(cache: Path, state: dict[str, Any]) -> None:
+def test_garbage_is_a_value_error_and_nothing_else(cache, state):
     one = stream(cache)
     refused(one, {**one.state_dict(), **state, "consumed_samples": -1})
     refused(one, {**state, "stream": 1.5})
 
 
-def test_the_last_sample_that_a_count_can_hold_is_no_overflow(ten: Path) -> None:
+def test_the_last_sample_that_a_count_can_hold_is_no_overflow(ten):
     """Far beyond any run, 2^62 samples are still a position; or they are refused, but never an OverflowError."""
     one = stream(ten)
     state = {key: value for key, value in one.state_dict().items() if key != "checksum"}

@@ -5,8 +5,6 @@ import json
 import os
 import pickle
 from itertools import islice
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -40,12 +38,12 @@ WORLDS = st.sampled_from([1, 2, 3, 8])
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory):
     return build_caches(tmp_path_factory.mktemp("streams"))
 
 
 @pytest.fixture(scope="module")
-def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def others(tmp_path_factory):
     """The same caches of other tokens."""
     return build_caches(tmp_path_factory.mktemp("others"), shift=1)
 
@@ -59,7 +57,7 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_each_unit_comes_exactly_once_an_epoch_whatever_the_split_of_the_work(root, kind, seed, parts, last):
     """Parts of a run of two epochs: world size, rows of a rank, steps until the next part begins."""
-    steps: list[Any] = []
+    steps = []
     for world, size, count in [*parts, (*last, None)]:
         state = steps[-1][1] if steps else None
         steps += run(kind, root, count, world=world, global_batch_size=world * size, seed=seed, state=state)
@@ -80,7 +78,7 @@ def test_each_unit_comes_exactly_once_an_epoch_whatever_the_split_of_the_work(ro
 )
 def test_a_run_may_change_its_workers_its_world_and_its_batch(root, kind):
     """Parts of a run: workers, world size, rows of all ranks, steps."""
-    steps: list[Any] = []
+    steps = []
     for workers, world, size, count in [(2, 1, 4, 3), (0, 3, 6, 2), (1, 2, 4, None)]:
         ranks = []
         for rank in range(world):
@@ -203,7 +201,7 @@ def test_a_second_iterator_or_a_state_ends_the_first(root, kind):
     assert told(islice(stream, 3)) == expected[1:]
 
 
-def not_taken(code: str, *words: str, stream: Any, state: Any, kind: Any = ValueError, **flags: Any) -> None:
+def not_taken(code, *words, stream, state, kind=ValueError, **flags):
     before = stream.state_dict()
     with refused(code, *words, kind=kind) as caught:
         stream.load_state_dict(state, **flags)
@@ -243,7 +241,7 @@ def test_a_state_of_other_content_is_refused_unless_that_is_allowed(root, others
     assert told(stream) == [step for step in run(kind, others) if step[1]["consumed_samples"] > consumed]
 
 
-def counts_of(kind: str) -> list[str]:
+def counts_of(kind):
     of_bins = ["max_tokens"] if kind in OF_BINS else ["T", "global_batch_size"]
     return [*of_bins, "rank", "world_size", *([] if kind == "mixture" else ["epochs"])]
 
@@ -257,7 +255,7 @@ def test_what_is_no_count_is_refused_by_its_name(root, kind, name):
 
 @pytest.mark.parametrize("kind", [kind for kind, row in KINDS.items() if row.wrong])
 def test_arguments_that_cannot_be_are_refused(root, kind):
-    wrong: list[dict[str, Any]] = [{name: value} for name, value in KINDS[kind].wrong.items()]
+    wrong = [{name: value} for name, value in KINDS[kind].wrong.items()]
     wrong += [{"rank": 1}]
     if kind in OF_BATCHES:
         wrong += [{"world_size": 5}, {"io": "mmapp"}, {"drop_last": 1}]
@@ -268,7 +266,7 @@ def test_arguments_that_cannot_be_are_refused(root, kind):
 
 
 def test_numpy_integers_are_integers(root):
-    numbers: Any = {"global_batch_size": np.int64(6), "epochs": np.int64(2), "seed": np.int64(0)}
+    numbers = {"global_batch_size": np.int64(6), "epochs": np.int64(2), "seed": np.int64(0)}
     for kind in ONE_OF_EACH[:3]:
         assert told(opened(kind, root, T=np.int64(12), **numbers)) == told(opened(kind, root, T=12))
 

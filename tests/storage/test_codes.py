@@ -4,7 +4,6 @@ import ast
 import errno
 import pickle
 import warnings
-from collections.abc import Iterator
 
 import pytest
 from support import ROOT
@@ -17,13 +16,13 @@ from tools import errors_page
 SOURCES = [*ROOT.glob("niels_gpt/**/*.py"), *ROOT.glob("pipelines/**/*.py")]
 
 
-def calls(tree: ast.Module) -> Iterator[tuple[str, ast.Call]]:
+def calls(tree):
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             yield ast.unparse(node.func), node
 
 
-def uncoded(source: str) -> Iterator[str]:
+def uncoded(source):
     """The calls in a source that make a CacheError or a warning without a code of the table."""
     for name, call in calls(ast.parse(source)):
         given = {word.arg: ast.unparse(word.value) for word in call.keywords}
@@ -41,7 +40,7 @@ def uncoded(source: str) -> Iterator[str]:
             yield f"{call.lineno}: {ast.unparse(call)[:80]}"
 
 
-def test_every_warning_and_every_cache_error_has_a_code_of_the_table() -> None:
+def test_every_warning_and_every_cache_error_has_a_code_of_the_table():
     found = [f"{path}:{where}" for path in SOURCES for where in uncoded(path.read_text())]
     assert found == []
 
@@ -57,11 +56,11 @@ def test_every_warning_and_every_cache_error_has_a_code_of_the_table() -> None:
         'CodedWarning("W999", "short")',
     ],
 )
-def test_a_place_without_a_code_is_found(source: str) -> None:
+def test_a_place_without_a_code_is_found(source):
     assert len(list(uncoded(source))) == 1
 
 
-def test_every_code_is_used_and_none_twice() -> None:
+def test_every_code_is_used_and_none_twice():
     used = {
         node.value
         for path in SOURCES
@@ -72,7 +71,7 @@ def test_every_code_is_used_and_none_twice() -> None:
     assert len({row.name for row in codes().values()}) == len(codes())
 
 
-def test_every_row_is_whole() -> None:
+def test_every_row_is_whole():
     for code, row in codes().items():
         assert code == row.code and code[0] in "EW" and code[1:].isdecimal() and len(code) == 4
         assert row.name == row.name.lower() and " " not in row.name
@@ -95,14 +94,14 @@ def test_every_row_is_whole() -> None:
         (RuntimeError("a"), "E902"),
     ],
 )
-def test_the_code_of_an_error(error: BaseException, code: str) -> None:
+def test_the_code_of_an_error(error, code):
     assert code_of(error) == code
     assert code_of(pickle.loads(pickle.dumps(error))) == code  # from a worker process
 
 
-def test_a_code_of_another_library_does_not_count() -> None:
+def test_a_code_of_another_library_does_not_count():
     error = ValueError("a")
-    error.code = "E404 Not Found"  # type: ignore[attr-defined]
+    error.code = "E404 Not Found"
     assert code_of(error) == "E102"
 
 
@@ -166,12 +165,12 @@ def test_a_missing_file_has_the_code_of_what_was_read_and_every_other_error_its_
     assert caught.value is raised and code_of(raised) == code
 
 
-def test_a_warning_of_python_ends_in_its_code() -> None:
+def test_a_warning_of_python_ends_in_its_code():
     with pytest.warns(UserWarning, match=r"too short \[W202\]$"):
         warnings.warn(CodedWarning("W202", "too short"), stacklevel=1)
 
 
-def test_explain_prints_the_row_and_refuses_what_is_no_code() -> None:
+def test_explain_prints_the_row_and_refuses_what_is_no_code():
     row = codes()["E503"]
     text = explained("e503")
     words = " ".join(text.split())
@@ -181,6 +180,6 @@ def test_explain_prints_the_row_and_refuses_what_is_no_code() -> None:
     assert code_of(refused.value) == "E101"
 
 
-def test_the_page_is_the_table() -> None:
+def test_the_page_is_the_table():
     assert errors_page.PAGE.read_text() == errors_page.page(), "run python tools/errors_page.py"
     assert [code for code in codes() if f"{{#{code.lower()}}}" not in errors_page.page()] == []

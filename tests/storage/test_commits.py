@@ -8,9 +8,7 @@ import re
 import shutil
 import socket
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,17 +23,17 @@ from niels_gpt.cache import CacheError, PretrainTokenStreamDataset
 from niels_gpt.storage import fileio
 
 
-def tree(folder: Path) -> dict[str, bytes | str]:
+def tree(folder):
     """Return every file and link below a folder with its content or target."""
     return {name: content for name, content in tree_of(folder).items() if content is not None}
 
 
-def entries_of(path: Path) -> set[str]:
+def entries_of(path):
     """Return the names of the finished versions, and of anything else that lies with them."""
     return {entry.name for entry in versions_dir(path).iterdir()} - {"lock"}
 
 
-def real_folder(path: Path, texts: Any) -> None:
+def real_folder(path, texts):
     """Put a real folder with a cache at `path`, as a copy from another machine is."""
     elsewhere = path.parent / "elsewhere"
     build(elsewhere / "c", texts)
@@ -43,14 +41,14 @@ def real_folder(path: Path, texts: Any) -> None:
     shutil.rmtree(elsewhere)
 
 
-def test_the_public_path_is_a_relative_link_to_a_version_named_by_its_content(tmp_path: Path) -> None:
+def test_the_public_path_is_a_relative_link_to_a_version_named_by_its_content(tmp_path):
     meta = build(tmp_path / "cache" / "notes", ["a" * 30])
     assert os.readlink(tmp_path / "cache" / "notes") == f".versions/notes/{meta['content_sha256'][:12]}"
     (tmp_path / "cache").rename(tmp_path / "moved")
     assert train_text(tmp_path / "moved" / "notes") == "a" * 30
 
 
-def test_a_rebuild_switches_the_link_and_keeps_the_old_version_for_its_readers(tmp_path: Path) -> None:
+def test_a_rebuild_switches_the_link_and_keeps_the_old_version_for_its_readers(tmp_path):
     old = build(tmp_path / "c", ["a" * 30])
     dataset = PretrainTokenStreamDataset(tmp_path / "c" / "train", T=4, device="cpu")
     new = build(tmp_path / "c", ["b" * 30])
@@ -60,7 +58,7 @@ def test_a_rebuild_switches_the_link_and_keeps_the_old_version_for_its_readers(t
     assert set(x.flatten().tolist()) == {ord("a") + 10}
 
 
-def test_equal_content_is_one_version_with_the_newest_description(tmp_path: Path) -> None:
+def test_equal_content_is_one_version_with_the_newest_description(tmp_path):
     build(tmp_path / "c", ["a" * 30], num_tokens=30)
     build(tmp_path / "c", ["a" * 30], num_tokens=50)
     assert len(entries_of(tmp_path / "c")) == 1
@@ -68,7 +66,7 @@ def test_equal_content_is_one_version_with_the_newest_description(tmp_path: Path
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "missing", "no meta.json"])
-def test_a_rebuild_mends_a_damaged_version_of_the_same_content(tmp_path: Path, damage: str) -> None:
+def test_a_rebuild_mends_a_damaged_version_of_the_same_content(tmp_path, damage):
     build(tmp_path / "c", ["a" * 30])
     healthy = tree(tmp_path)
     shard = tmp_path / "c" / "train" / "shard_00001.bin"
@@ -83,7 +81,7 @@ def test_a_rebuild_mends_a_damaged_version_of_the_same_content(tmp_path: Path, d
     assert tree(tmp_path) == healthy
 
 
-def breaking(error: BaseException, texts: int = 1500) -> Iterator[str]:
+def breaking(error, texts=1500):
     """Yield more than a batch of documents, 1,024, then break."""
     for _ in range(texts):
         yield "z"
@@ -99,7 +97,7 @@ def breaking(error: BaseException, texts: int = 1500) -> Iterator[str]:
         pytest.param(KeyboardInterrupt(), 5000, id="ctrl-c-after some"),
     ],
 )
-def test_a_failing_build_leaves_the_committed_cache_as_it_was(tmp_path: Path, error: BaseException, texts: int) -> None:
+def test_a_failing_build_leaves_the_committed_cache_as_it_was(tmp_path, error, texts):
     build(tmp_path / "c", ["a" * 30])
     before, names = tree(tmp_path), entries_of(tmp_path / "c")
     with warnings.catch_warnings(record=True) as caught:
@@ -118,7 +116,7 @@ def test_a_failing_build_leaves_the_committed_cache_as_it_was(tmp_path: Path, er
     assert not [path for path in held if path.startswith(str(tmp_path))] and caught == []
 
 
-def test_a_failing_first_build_leaves_no_cache(tmp_path: Path) -> None:
+def test_a_failing_first_build_leaves_no_cache(tmp_path):
     with pytest.raises(RuntimeError):  # the source's own, and no error of the build
         build(tmp_path / "c", breaking(RuntimeError()), num_tokens=10**6)
     assert tree(tmp_path) == {".versions/c/lock": b""}
@@ -126,10 +124,10 @@ def test_a_failing_first_build_leaves_no_cache(tmp_path: Path) -> None:
     assert train_text(tmp_path / "c") == "a" * 30
 
 
-def test_what_a_build_left_that_died_before_its_first_checkpoint_is_cleared_by_the_next(tmp_path: Path) -> None:
-    names: set[str] = set()
+def test_what_a_build_left_that_died_before_its_first_checkpoint_is_cleared_by_the_next(tmp_path):
+    names = set()
 
-    def texts() -> Iterator[str]:
+    def texts():
         names.update(entries_of(tmp_path / "c") - {"attempts.json"})
         yield "a" * 30
 
@@ -145,7 +143,7 @@ def test_what_a_build_left_that_died_before_its_first_checkpoint_is_cleared_by_t
     assert tree(tmp_path) == expected
 
 
-def test_what_a_dead_stub_left_is_cleared_by_the_next(tmp_path: Path) -> None:
+def test_what_a_dead_stub_left_is_cleared_by_the_next(tmp_path):
     dead = versions_dir(tmp_path / "c") / "building"
     dead.mkdir(parents=True)
     (dead / "half").write_text("half")
@@ -154,7 +152,7 @@ def test_what_a_dead_stub_left_is_cleared_by_the_next(tmp_path: Path) -> None:
     assert not (tmp_path / "c" / "half").exists()
 
 
-def test_an_empty_folder_in_the_way_is_replaced_and_one_of_a_cache_becomes_a_version(tmp_path: Path) -> None:
+def test_an_empty_folder_in_the_way_is_replaced_and_one_of_a_cache_becomes_a_version(tmp_path):
     (tmp_path / "c" / "train").mkdir(parents=True)
     build(tmp_path / "c", ["a" * 30])
     assert (tmp_path / "c").is_symlink() and len(entries_of(tmp_path / "c")) == 1
@@ -167,7 +165,7 @@ def test_an_empty_folder_in_the_way_is_replaced_and_one_of_a_cache_becomes_a_ver
 
 
 @pytest.mark.parametrize("stranger", ["notes.md", "train/notes.md", "train/shard_00099.bin", "a link to a folder"])
-def test_a_folder_with_files_of_somebody_else_is_refused_and_not_touched(tmp_path: Path, stranger: str) -> None:
+def test_a_folder_with_files_of_somebody_else_is_refused_and_not_touched(tmp_path, stranger):
     if stranger == "a link to a folder":  # and no meta.json
         (tmp_path / "c").mkdir()
         (tmp_path / "c" / "val").symlink_to(tmp_path)
@@ -182,7 +180,7 @@ def test_a_folder_with_files_of_somebody_else_is_refused_and_not_touched(tmp_pat
 
 
 @pytest.mark.parametrize("meta", ["no json", "[]", '{"shards": 3}'])
-def test_a_folder_whose_meta_json_is_no_caches_is_refused(tmp_path: Path, meta: str) -> None:
+def test_a_folder_whose_meta_json_is_no_caches_is_refused(tmp_path, meta):
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "meta.json").write_text(meta)
     with refused("E504", "meta.json"):
@@ -190,8 +188,8 @@ def test_a_folder_whose_meta_json_is_no_caches_is_refused(tmp_path: Path, meta: 
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before the build", "during it"])
-def test_a_file_in_the_way_is_refused(tmp_path: Path, before: bool) -> None:
-    def texts() -> Iterator[str]:
+def test_a_file_in_the_way_is_refused(tmp_path, before):
+    def texts():
         yield "abc"
         (tmp_path / "c").write_text("mine")
 
@@ -202,7 +200,7 @@ def test_a_file_in_the_way_is_refused(tmp_path: Path, before: bool) -> None:
     assert (tmp_path / "c").read_text() == "mine"
 
 
-def test_a_folder_in_the_way_of_the_commits_link_is_refused_and_the_same_build_then_goes_on(tmp_path: Path) -> None:
+def test_a_folder_in_the_way_of_the_commits_link_is_refused_and_the_same_build_then_goes_on(tmp_path):
     stranger = versions_dir(tmp_path / "c") / "link"
     stranger.mkdir(parents=True)
     (stranger / "precious").write_text("precious")
@@ -214,7 +212,7 @@ def test_a_folder_in_the_way_of_the_commits_link_is_refused_and_the_same_build_t
     assert train_text(tmp_path / "c") == "a" * 30
 
 
-def test_files_and_folders_honour_the_umask(tmp_path: Path) -> None:
+def test_files_and_folders_honour_the_umask(tmp_path):
     before = os.umask(0o027)
     try:
         for _ in range(2):  # the second build rewrites meta.json in place
@@ -227,7 +225,7 @@ def test_files_and_folders_honour_the_umask(tmp_path: Path) -> None:
     assert {path.stat().st_mode & 0o777 for path in paths if path.is_dir()} == {0o750}
 
 
-def test_what_is_committed_tells_not_where_when_or_by_whom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_committed_tells_not_where_when_or_by_whom(tmp_path, monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "host-of-mine")
     monkeypatch.setattr(getpass, "getuser", lambda: "user-of-mine")
     meta = build(tmp_path / "c", ["a" * 30])
@@ -238,8 +236,8 @@ def test_what_is_committed_tells_not_where_when_or_by_whom(tmp_path: Path, monke
     assert not {key for key in meta if any(word in key for word in ("time", "date", "host", "pid", "path", "user"))}
 
 
-def test_write_bytes_that_fails_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any) -> None:
+def test_write_bytes_that_fails_leaves_the_old_file_alone(tmp_path, monkeypatch):
+    def broken(*_):
         raise OSError("disk gone")
 
     (tmp_path / "f").write_bytes(b"old")
@@ -249,11 +247,11 @@ def test_write_bytes_that_fails_leaves_the_old_file_alone(tmp_path: Path, monkey
     assert tree(tmp_path) == {"f": b"old"}
 
 
-def test_all_files_of_a_large_tree_are_synced_before_their_folder(tmp_path: Path) -> None:
+def test_all_files_of_a_large_tree_are_synced_before_their_folder(tmp_path):
     names = {str(tmp_path / f"{number}.bin") for number in range(600)}
     for name in names:
         Path(name).write_bytes(b"x")
-    trace: list[fileio.Operation] = []
+    trace = []
     with fileio.recorded(trace):
         fileio.sync_tree(tmp_path)
     assert {path for verb, path, *_ in trace[:-1] if verb == "fsync"} == names

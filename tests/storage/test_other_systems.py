@@ -3,8 +3,6 @@
 The programs below run in processes of their own, where these are taken away before niels_gpt is imported.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json
@@ -14,8 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -75,7 +71,7 @@ print(json.dumps([[batch.tolist() for batch in batches], data[0].ids.tolist(), c
 """
 
 
-def output(program: str, *arguments: str | Path) -> str:
+def output(program, *arguments):
     """Run a program in a process of its own; returns what it printed."""
     command = [sys.executable, "-c", program, *map(str, arguments)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -85,7 +81,7 @@ def output(program: str, *arguments: str | Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("locks", ["flock", "record locks"])
-def test_small_caches_have_equal_bytes_and_batches(tmp_path: Path, locks: str) -> None:
+def test_small_caches_have_equal_bytes_and_batches(tmp_path, locks):
     here = output("import sys, torch" + SMALL, tmp_path / "here")
     there = output(ELSEWHERE + SMALL, locks, tmp_path / "there")
     assert json.loads(there) == json.loads(here)
@@ -93,7 +89,7 @@ def test_small_caches_have_equal_bytes_and_batches(tmp_path: Path, locks: str) -
 
 
 @pytest.mark.slow
-def test_commands_build_verify_and_clean_up_equal_caches(tmp_path: Path) -> None:
+def test_commands_build_verify_and_clean_up_equal_caches(tmp_path):
     run = "\nimport runpy\nrunpy.run_module('niels_gpt.cache.cli', run_name='__main__', alter_sys=True)"
     for place, prelude, *first in (("here", ""), ("there", ELSEWHERE, "record locks")):
         caches = tmp_path / place
@@ -112,10 +108,10 @@ def test_commands_build_verify_and_clean_up_equal_caches(tmp_path: Path) -> None
 class NoFlock:
     """Take flock away in this process."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         monkeypatch.setattr(fcntl, "flock", self.refused)
 
-    def refused(self, *_: Any) -> None:
+    def refused(self, *_):
         """Refuse as a system without flock."""
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
 
@@ -129,7 +125,7 @@ with file_lock(pathlib.Path(sys.argv[2]), "c", "is being built", wait=False):
 """
 
 
-def test_a_record_lock_keeps_another_process_out_until_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_lock_keeps_another_process_out_until_it_ends(tmp_path, monkeypatch):
     NoFlock(monkeypatch)
     path = tmp_path / "lock"
     command = [sys.executable, "-c", ELSEWHERE.replace("sys.argv = sys.argv[1:]", "") + HOLD, "record locks", path]
@@ -143,13 +139,11 @@ def test_a_record_lock_keeps_another_process_out_until_it_ends(tmp_path: Path, m
         assert str(os.getpid()) in path.read_text()
 
 
-def test_a_record_lock_is_one_within_a_process_and_survives_a_look(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_record_lock_is_one_within_a_process_and_survives_a_look(tmp_path, monkeypatch):
     NoFlock(monkeypatch)
     path, order = tmp_path / "lock", []
 
-    def second() -> None:
+    def second():
         with locked_file(path, wait=True):
             order.append("second")
 
@@ -168,15 +162,13 @@ def test_a_record_lock_is_one_within_a_process_and_survives_a_look(
     look_at_lock(path)
 
 
-def test_two_threads_that_wait_get_a_record_lock_one_after_the_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_two_threads_that_wait_get_a_record_lock_one_after_the_other(tmp_path, monkeypatch, caplog):
     NoFlock(monkeypatch)
     path = tmp_path / "lock"
     caplog.set_level(logging.INFO, "niels_gpt")
     inside, most, errors = [], [], []
 
-    def work(name: str) -> None:
+    def work(name):
         with locked_file(path, wait=True):
             inside.append(name)
             other = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
@@ -202,9 +194,7 @@ def test_two_threads_that_wait_get_a_record_lock_one_after_the_other(
     assert len(said) == 2 and all(f"pid {holder.pid}; waiting" in line for line in said)
 
 
-def test_without_flock_gc_keeps_versions_and_removes_unfinished_builds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_flock_gc_keeps_versions_and_removes_unfinished_builds(tmp_path, monkeypatch):
     NoFlock(monkeypatch)
     first = tmp_path / ".versions" / "c" / build(tmp_path / "c", ["old text, " * 9])["content_sha256"][:12]
     data = PretrainTokenStreamDataset(first / "train", T=4, device="cpu")

@@ -6,8 +6,6 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +22,7 @@ ROWS = 8_000  # more than are read ahead, so that a source that fails later leav
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Path:
+def own(tmp_path):
     """A folder of user text: a file of rows, and a damaged one."""
     folder = tmp_path / "my texts"
     folder.mkdir()
@@ -35,13 +33,13 @@ def own(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def flags(tmp_path: Path, own: Path, tiny_model_path: Path) -> list[str]:
+def flags(tmp_path, own, tiny_model_path):
     """Flags that all differ from their defaults."""
     lines = ["--pretrain", f"notes={own}", "--licence", "notes=CC0, or so", "--document-end", "none", "--seed", "7"]
     return [*lines, "--cache-dir", str(tmp_path / "the cache"), "--tokenizer", str(tiny_model_path)]
 
 
-def carried_out(message: str) -> int:
+def carried_out(message):
     """Run the command that a message ends in; returns its exit status."""
     words = shlex.split(message.strip().splitlines()[-1].rpartition(": ")[2])
     if words[0] != PROGRAM:
@@ -49,9 +47,9 @@ def carried_out(message: str) -> int:
     return niels_gpt(*words[1:]).status
 
 
-def test_the_command_of_a_build_has_every_flag_that_matters_to_it(tmp_path: Path) -> None:
+def test_the_command_of_a_build_has_every_flag_that_matters_to_it(tmp_path):
     given = {"pretrain": "a=x;b=y z", "sft": "c=w", "licence": "b=CC0;a=MIT", "document_end": "none", "vocab_size": 300}
-    settings = Settings(source_root="the mirror", **given)  # type: ignore[arg-type]
+    settings = Settings(source_root="the mirror", **given)
     words = shlex.split(build_command(settings, "pretrain/b", "--restart"))
     assert words[0] == PROGRAM and words[1:] == [
         *["build", "b", "--restart", "--source-root", "the mirror", "--vocab-size", "300", "--document-end", "none"],
@@ -59,7 +57,7 @@ def test_the_command_of_a_build_has_every_flag_that_matters_to_it(tmp_path: Path
     ]
 
 
-def test_a_changed_source_is_read_from_scratch(own: Path, flags: list[str]) -> None:
+def test_a_changed_source_is_read_from_scratch(own, flags):
     assert niels_gpt("build", *flags).status == 1
     (own / "b.jsonl.gz").unlink()
     (own / "a.jsonl").write_text((own / "a.jsonl").read_text().replace('"text 5"', '"other 5"'))
@@ -74,9 +72,7 @@ def test_a_changed_source_is_read_from_scratch(own: Path, flags: list[str]) -> N
     assert "pretrain/notes  up to date" in done.out
 
 
-def test_a_restart_builds_what_is_up_to_date_too_and_only_what_was_asked_for(
-    own: Path, flags: list[str], tmp_path: Path
-) -> None:
+def test_a_restart_builds_what_is_up_to_date_too_and_only_what_was_asked_for(own, flags, tmp_path):
     assert niels_gpt("build", *flags).status == 1
     (own / "b.jsonl.gz").unlink()
     versions = tmp_path / "the cache" / "pretrain" / ".versions" / "notes"
@@ -92,9 +88,7 @@ def test_a_restart_builds_what_is_up_to_date_too_and_only_what_was_asked_for(
 
 
 @pytest.mark.parametrize("family", ["pretrain", "sft"])
-def test_a_build_without_text_keeps_nothing_so_that_its_advice_works(
-    tmp_path: Path, tiny_model_path: Path, family: str
-) -> None:
+def test_a_build_without_text_keeps_nothing_so_that_its_advice_works(tmp_path, tiny_model_path, family):
     own = tmp_path / "a.jsonl"
     row = {"text": "<|eot|>"} if family == "pretrain" else {"messages": [{"role": "assistant", "content": "<|eot|>"}]}
     own.write_text(json.dumps(row) + "\n")
@@ -107,7 +101,7 @@ def test_a_build_without_text_keeps_nothing_so_that_its_advice_works(
     assert done.status == 0, done.err
 
 
-def test_a_damaged_unfinished_build_is_started_from_scratch(own: Path, flags: list[str], tmp_path: Path) -> None:
+def test_a_damaged_unfinished_build_is_started_from_scratch(own, flags, tmp_path):
     assert niels_gpt("build", *flags).status == 1
     (own / "b.jsonl.gz").unlink()
     (texts,) = (tmp_path / "the cache").rglob("texts.bin")
@@ -118,7 +112,7 @@ def test_a_damaged_unfinished_build_is_started_from_scratch(own: Path, flags: li
 
 
 @pytest.fixture
-def built(own: Path, flags: list[str], tmp_path: Path) -> Path:
+def built(own, flags, tmp_path):
     """A cache that was built with these flags, from 200 rows."""
     (own / "b.jsonl.gz").unlink()
     lines = (own / "a.jsonl").read_text().splitlines(keepends=True)
@@ -127,13 +121,13 @@ def built(own: Path, flags: list[str], tmp_path: Path) -> Path:
     return tmp_path / "the cache" / "pretrain" / "notes"
 
 
-def flip(path: Path) -> None:
+def flip(path):
     content = bytearray(path.read_bytes())
     content[len(content) // 3] ^= 1
     path.write_bytes(content)
 
 
-DAMAGES: dict[str, Callable[[Path], object]] = {
+DAMAGES = {
     "a flipped bit of meta.json": lambda cache: flip(cache / "meta.json"),
     "no JSON": lambda cache: (cache / "meta.json").write_text("{"),
     "a shard cut": lambda cache: os.truncate(next(cache.glob("train/*.bin")), 8),
@@ -146,17 +140,17 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-def read(cache: Path) -> None:
+def read(cache):
     dataset = PretrainTokenStreamDataset(cache / "train", T=8, device="cpu")
     dataset.get_batch(B=2, generator=torch.Generator().manual_seed(0))
 
 
-def edit(cache: Path, **keys: object) -> None:
+def edit(cache, **keys):
     write_meta(str(cache / "meta.json"), {**read_meta(str(cache / "meta.json")), **keys})
 
 
 @pytest.mark.parametrize("damage", sorted(DAMAGES))
-def test_what_a_reader_refuses_is_built_again_by_the_command_it_names(built: Path, damage: str) -> None:
+def test_what_a_reader_refuses_is_built_again_by_the_command_it_names(built, damage):
     before = read_meta(str(built / "meta.json"))
     DAMAGES[damage](built.resolve())
     with pytest.raises((CacheError, FileNotFoundError)) as refused:
@@ -166,14 +160,14 @@ def test_what_a_reader_refuses_is_built_again_by_the_command_it_names(built: Pat
     assert read_meta(str(built / "meta.json")) == before
 
 
-def test_what_verify_finds_is_built_again_by_the_command_it_names(built: Path) -> None:
+def test_what_verify_finds_is_built_again_by_the_command_it_names(built):
     flip(next(built.glob("train/*.bin")))
     (problem, *_) = verify(built, Limits(deep=True))["files_match_meta"].problems
     assert carried_out(problem) == 0, problem
     assert not any(verdict.problems for verdict in verify(built, Limits(deep=True)).values())
 
 
-def test_a_damaged_tokenizer_is_made_again(built: Path, flags: list[str]) -> None:
+def test_a_damaged_tokenizer_is_made_again(built, flags):
     model = built.parent.parent / "tokenizer" / "spm.model"
     shutil.copy(flags[-1], model)
     edit(model.parent, tokenizer_sha256="0" * 64)
@@ -186,7 +180,7 @@ def test_a_damaged_tokenizer_is_made_again(built: Path, flags: list[str]) -> Non
     assert niels_gpt("build", *flags[:-2], "--vocab-size", "300").status == 0
 
 
-def test_a_record_of_a_strangers_folder_gives_no_other_command(built: Path) -> None:
+def test_a_record_of_a_strangers_folder_gives_no_other_command(built):
     runs = built.parent.parent / ".runs" / "pretrain.notes.jsonl"
     hostile = {"seed": "$(touch x)", "cache_dir": "/elsewhere", "exclude": "a;rm -r b\n", "sft": "x=y;`id`", "nope": 1}
     runs.write_text(json.dumps({"settings": {**hostile, "revision": "'; rm -r x #"}}) + "\n")

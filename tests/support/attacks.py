@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,7 @@ class Outcome:
     peak_bytes: int = 0
 
 
-def is_one_of(name: str, patterns: Iterable[str]) -> bool:
+def is_one_of(name, patterns):
     """Whether a name fits a pattern."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
@@ -90,12 +90,12 @@ def is_one_of(name: str, patterns: Iterable[str]) -> bool:
 class Server:
     """A process that imports what a table needs before its first attack, and forks a child for each attack."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         command = [sys.executable, __file__, "--serve"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._outcomes: list[tuple[str, Outcome]] = []
+        self._outcomes = []
 
-    def outcomes_of(self, module: str, attack: str, probes: Sequence[str] = ()) -> list[Outcome]:
+    def outcomes_of(self, module, attack, probes=()):
         """Let probes meet an attack of a module's table, by default all of them."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(f"{json.dumps([module, attack, probes])}\n")
@@ -106,12 +106,12 @@ class Server:
         self._outcomes += [(f"{module}, {attack}", outcome) for outcome in outcomes]
         return outcomes
 
-    def check(self, module: str, attack: str, probes: Sequence[str] = ()) -> None:
+    def check(self, module, attack, probes=()):
         """Fail unless each probe that meets an attack ends as documented, and those refuse it that have to."""
         table = importlib.import_module(module)
         outcomes = self.outcomes_of(module, attack, probes)
         found = [f"{outcome.probe}: {fault}" for outcome in outcomes for fault in outcome.faults]
-        said: Attack = table.ATTACKS[attack]
+        said = table.ATTACKS[attack]
         for pattern in said.refused_by:
             assert fnmatch.filter(table.PROBES, pattern), f"no probe is called {pattern}"
             for outcome in [each for each in outcomes if fnmatch.fnmatch(each.probe, pattern)]:
@@ -121,13 +121,13 @@ class Server:
                     found.append(f"{outcome.probe}: {outcome.message[:300]!r} has no {said.message!r}")
         assert not found, f"{attack}:\n" + "\n".join(found)
 
-    def close(self) -> None:
+    def close(self):
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait()
         self._process.stdout.close()
 
-    def report(self) -> str:
+    def report(self):
         """Return the number of meetings, and their worst time and memory."""
         slowest = max(self._outcomes, key=lambda pair: pair[1].seconds)
         largest = max(self._outcomes, key=lambda pair: pair[1].peak_bytes)
@@ -139,7 +139,7 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving() -> Iterator[Server]:
+def serving():
     """Run a server; its report is printed at the end, for pytest -s."""
     server = Server()
     try:
@@ -152,11 +152,11 @@ def serving() -> Iterator[Server]:
 
 # --- in the server ----------------------------------------------------------------------------------------------------
 
-_forbidden: str | None = None
-_led_outside: list[str] = []
+_forbidden = None
+_led_outside = []
 
 
-def _note(event: str, arguments: tuple[Any, ...]) -> None:
+def _note(event, arguments):
     if _forbidden is None or event not in ("open", "os.listdir", "os.scandir") or not arguments:
         return
     path = os.fsdecode(arguments[0]) if isinstance(arguments[0], str | bytes | os.PathLike) else ""
@@ -169,8 +169,8 @@ def _note(event: str, arguments: tuple[Any, ...]) -> None:
         _led_outside.append(path)
 
 
-def _serve() -> None:
-    tables: dict[str, Any] = {}
+def _serve():
+    tables = {}
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     sys.addaudithook(_note)
@@ -187,7 +187,7 @@ def _serve() -> None:
             answers.flush()
 
 
-def _prepared(module: str, good: Path) -> Any:
+def _prepared(module, good):
     """Return a table whose good folders were built, and whose modules are imported."""
     table = importlib.import_module(module)
     _import_too(table.IMPORTS)
@@ -198,7 +198,7 @@ def _prepared(module: str, good: Path) -> Any:
     return table
 
 
-def _end_with(call: Callable[[], Any]) -> None:
+def _end_with(call):
     status = 1
     try:
         call()
@@ -210,7 +210,7 @@ def _end_with(call: Callable[[], Any]) -> None:
         os._exit(status)
 
 
-def _met(table: Any, attack: str, probes: list[str], good: Path, place: Path) -> list[Outcome]:
+def _met(table, attack, probes, good, place):
     root, outside = place / "root", place / "outside"
     shutil.copytree(good, root, symlinks=True)
     shutil.copytree(good, outside, symlinks=True)
@@ -226,7 +226,7 @@ def _met(table: Any, attack: str, probes: list[str], good: Path, place: Path) ->
     return outcomes
 
 
-def _until_one_fails(probes: dict[str, Probe], names: list[str], root: Path, outside: Path) -> list[Outcome]:
+def _until_one_fails(probes, names, root, outside):
     """Let probes meet the folder in one child, until there is none left or the child has to be killed."""
     reads, writes = os.pipe()
     child = os.fork()
@@ -250,7 +250,7 @@ def _until_one_fails(probes: dict[str, Probe], names: list[str], root: Path, out
     return found
 
 
-def _import_too(modules: Sequence[str]) -> None:
+def _import_too(modules):
     """Import what a child has imported, so that the next one finds it."""
     for module in modules:
         with contextlib.suppress(ImportError):
@@ -259,7 +259,7 @@ def _import_too(modules: Sequence[str]) -> None:
     assert len(os.listdir("/proc/self/task")) == 1, f"one of them starts threads, which a fork loses: {modules}"
 
 
-def _lines(reads: int) -> Iterator[bytes]:
+def _lines(reads):
     """Yield the lines of a pipe until its end, or until there is none for too long."""
     rest = b""
     with os.fdopen(reads, "rb", buffering=0) as answers:
@@ -268,7 +268,7 @@ def _lines(reads: int) -> Iterator[bytes]:
             yield from lines
 
 
-def _meet_all(probes: dict[str, Probe], names: list[str], root: Path, outside: Path, answers: int) -> None:
+def _meet_all(probes, names, root, outside, answers):
     warnings.simplefilter("ignore")
     limit = 1024 * _status("VmData") + MAX_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
@@ -288,7 +288,7 @@ def _meet_all(probes: dict[str, Probe], names: list[str], root: Path, outside: P
     os.write(answers, json.dumps([module for module in sys.modules if module not in before]).encode() + b"\n")
 
 
-def _meet(name: str, probe: Probe, root: Path, outside: Path, output: int) -> Outcome:
+def _meet(name, probe, root, outside, output):
     global _forbidden
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
     _forbidden = str(outside)
@@ -313,7 +313,7 @@ def _meet(name: str, probe: Probe, root: Path, outside: Path, output: int) -> Ou
     return Outcome(name, refused, (said + printed)[:2000], faults, seconds, peak)
 
 
-def _called(probe: Probe, root: Path) -> tuple[str, bool, list[str]]:
+def _called(probe, root):
     """Return what a probe said, whether it refused the folder, and what is wrong with how it did."""
     try:
         found = probe.call(root)
@@ -327,7 +327,7 @@ def _called(probe: Probe, root: Path) -> tuple[str, bool, list[str]]:
     return "", type(found) is int and found != 0, []
 
 
-def _tree(root: Path) -> list[tuple[str, int, int, int]]:
+def _tree(root):
     """Return the name, kind, size and time of everything below a folder; of a deep one what os.walk comes to."""
     found = []
     for folder, folders, files in os.walk(root):
@@ -339,13 +339,13 @@ def _tree(root: Path) -> list[tuple[str, int, int, int]]:
     return sorted(found)
 
 
-def _status(key: str) -> int:
+def _status(key):
     """Return a figure of this process, in KiB."""
     lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))
 
 
-def _main(arguments: list[str]) -> None:
+def _main(arguments):
     sys.path[:0] = [str(TESTS), *map(str, TESTS.iterdir())]
     if arguments[0] == "--serve":
         _serve()

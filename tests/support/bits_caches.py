@@ -1,12 +1,7 @@
 """Sft caches with loss bits, made of caches whose sentinels mark the same tokens, or of masks that a test gives."""
 
-from __future__ import annotations
-
 import json
 import zlib
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -18,13 +13,13 @@ from support.disk import META_NAME, content_sha256, file_records
 TEMPLATE = {"sha256": "ab" * 32, "mask_by": "generation", "loss_on": "assistant"}
 
 
-def give_bits(cache: Path, pad_id: int = 0, special_token_ids: dict[str, int] | None = None) -> Path:
+def give_bits(cache, pad_id=0, special_token_ids=None):
     """Turn an sft cache of the project's template into one with bits that mark the same tokens; returns its folder.
 
     special_token_ids: what its meta.json says then; None: as before.
     """
     folder = cache.resolve()
-    meta: dict[str, Any] = json.loads((folder / META_NAME).read_bytes())
+    meta = json.loads((folder / META_NAME).read_bytes())
     sentinels = meta["special_token_ids"]
     masks = {}
     for split in ("train", "val"):
@@ -34,9 +29,9 @@ def give_bits(cache: Path, pad_id: int = 0, special_token_ids: dict[str, int] | 
     return put_bits(folder, masks, pad_id, sentinels if special_token_ids is None else special_token_ids)
 
 
-def put_bits(folder: Path, masks: dict[str, Sequence[bool]], pad_id: int, special_token_ids: dict[str, int]) -> Path:
+def put_bits(folder, masks, pad_id, special_token_ids):
     """Write the loss bits of an sft cache, and the keys of its meta.json that follow."""
-    meta: dict[str, Any] = json.loads((folder / META_NAME).read_bytes())
+    meta = json.loads((folder / META_NAME).read_bytes())
     meta["loss_bits"] = {}
     for split, mask in masks.items():
         raw = bytearray(-(-len(mask) // 8))
@@ -49,7 +44,7 @@ def put_bits(folder: Path, masks: dict[str, Sequence[bool]], pad_id: int, specia
     return sealed(folder, meta)
 
 
-def sealed(folder: Path, meta: dict[str, Any]) -> Path:
+def sealed(folder, meta):
     """Write what follows from the bytes of a cache's files: their records, checksums and meta.json."""
     for record in meta["loss_bits"].values():
         path = folder / record["name"]

@@ -6,10 +6,8 @@ import shutil
 import socket
 import subprocess
 import urllib.request
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from support import ROOT
 from support.dagster_dev import until
@@ -25,7 +23,7 @@ ENDED = ("SUCCESS", "FAILURE", "CANCELED")
 class DagsterDev:
     """A `dagster dev` on loopback, always at the same address. Its folder has chats of its own, in sources.toml."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
         for name in ("dagster.yaml", "workspace.yaml"):
             shutil.copyfile(ROOT / name, folder / name)
@@ -37,18 +35,18 @@ class DagsterDev:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         self.address = f"http://127.0.0.1:{self.port}"
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process = None
 
-    def start(self, **more: str) -> None:
+    def start(self, **more):
         """Start it with `more` variables in its environment, and wait until its web server answers."""
         # A shell in the background ignores SIGINT, and dagster maps SIGTERM to it: without env it could not be stopped.
         command = ["env", "--default-signal=INT,TERM", "dagster", "dev", "-h", "127.0.0.1", "-p", str(self.port)]
         with open(self.folder / "dev.log", "ab") as log:
-            how: Any = {"cwd": self.folder, "env": environment(**more), "stdout": log, "stderr": subprocess.STDOUT}
+            how = {"cwd": self.folder, "env": environment(**more), "stdout": log, "stderr": subprocess.STDOUT}
             self.process = subprocess.Popen(command, **how)
         until(lambda: self.ask("{ version }"), f"dagster dev, see {self.folder / 'dev.log'}")
 
-    def stop(self) -> None:
+    def stop(self):
         """Stop it; afterwards no process works in its folder."""
         if self.process is not None:
             self.process.terminate()
@@ -56,30 +54,30 @@ class DagsterDev:
             self.process = None
         until(lambda: not self._processes(), "the end of every process that dagster dev has started")
 
-    def restart(self, **more: str) -> None:
+    def restart(self, **more):
         """Start it again with another environment."""
         self.stop()
         self.start(**more)
 
-    def ask(self, query: str) -> Any:
+    def ask(self, query):
         """Return what the web server's GraphQL answers."""
         body = json.dumps({"query": query}).encode()
         request = urllib.request.Request(f"{self.address}/graphql", body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=30) as answer:
             return json.load(answer)["data"]
 
-    def run_of(self, click: Callable[[], None]) -> str:
+    def run_of(self, click):
         """Do `click`, and return the status in which the run ends that it has started."""
         before = self._runs()
         click()
 
-        def ended() -> list[str]:
+        def ended():
             return [status for run, status in self._runs().items() if run not in before and status in ENDED]
 
         (status,) = until(ended, "the run of a click")
         return str(status)
 
-    def stale(self) -> dict[str, list[str]]:
+    def stale(self):
         """Return the reasons of all assets that are stale, by key."""
         nodes = self.ask("{ assetNodes { assetKey { path } staleStatus staleCauses { reason } } }")["assetNodes"]
         return {
@@ -88,14 +86,14 @@ class DagsterDev:
             if node["staleStatus"] == "STALE"
         }
 
-    def _runs(self) -> dict[str, str]:
+    def _runs(self):
         runs = self.ask("{ runsOrError { ... on Runs { results { runId status } } } }")["runsOrError"]["results"]
         return {run["runId"]: run["status"] for run in runs}
 
-    def _processes(self) -> list[str]:
+    def _processes(self):
         """Return the ids of the processes that work in the folder."""
 
-        def works_here(process: Path) -> bool:
+        def works_here(process):
             try:
                 return (process / "cwd").readlink().is_relative_to(self.folder)
             except OSError:  # it has ended, or is somebody else's
@@ -105,7 +103,7 @@ class DagsterDev:
 
 
 @contextmanager
-def chromium(address: str) -> Iterator[Any]:
+def chromium(address):
     """Yield a page of a headless Chromium; at the end no request may have left the machine."""
     from playwright.sync_api import sync_playwright
 
@@ -116,7 +114,7 @@ def chromium(address: str) -> Iterator[Any]:
         browser = playwright.chromium.launch(executable_path=path, args=flags)
         page = browser.new_page(viewport={"width": WIDE, "height": HIGH}, timezone_id="UTC")
         page.set_default_timeout(SECONDS * 1000)
-        requests: list[str] = []
+        requests = []
         page.context.on("request", lambda request: requests.append(request.url))
         yield page
         browser.close()
@@ -124,19 +122,19 @@ def chromium(address: str) -> Iterator[Any]:
     assert [url for url in requests if not url.startswith((address, "data:", "blob:"))] == []
 
 
-def seen(page: Any, *texts: str) -> None:
+def seen(page, *texts):
     """Wait until each text is on the page. Dagster's UI has many texts twice, of which one is hidden."""
     for text in texts:
         page.get_by_text(text, exact=True).filter(visible=True).first.wait_for()
 
 
-def choose(page: Any, button: str, entry: str) -> None:
+def choose(page, button, entry):
     """Choose an entry from the drop-down beside a button."""
     page.get_by_role("button", name=button).first.locator("xpath=following::button[1]").click()
     page.get_by_role("menuitem", name=entry).click()
 
 
-def confirmed(page: Any, then: Any) -> None:
+def confirmed(page, then):
     """Wait for `then`; where the UI first asks whether one is sure, as upstream assets are missing, say so."""
     sure = page.get_by_role("button", name="Confirm")
     sure.or_(then).first.wait_for()
@@ -145,7 +143,7 @@ def confirmed(page: Any, then: Any) -> None:
         then.first.wait_for()
 
 
-def blemishes(page: Any) -> list[str]:
+def blemishes(page):
     """Return what a page shows for no value, but null, which meta.json has; and the pictures that have not loaded."""
     words = re.findall(r".{0,40}\b(?:undefined|NaN|object Object)\b.{0,40}", page.inner_text("body"))
     broken = "images => images.filter(image => image.complete && !image.naturalWidth).map(image => image.src)"

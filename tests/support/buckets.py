@@ -1,10 +1,6 @@
 """A bucket beside push and pull: its files, short waits, and what happens in the middle of a run."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 
@@ -16,18 +12,18 @@ MARK_NAME = "niels_gpt-push.json"
 ATTEMPTS = remote.ATTEMPTS
 
 
-def bucket(url: str) -> Bucket:
+def bucket(url):
     """The folder at a URL: `sizes()` of its files by name, `read`, `write` and `remove`."""
     return Bucket(url)
 
 
-def place_of(url: str) -> str:
+def place_of(url):
     """The folder of this machine that a URL names, or the place at its host."""
     return str(remote.path_of(url) if url.lower().startswith("file:") else Bucket(url)._root)
 
 
 @contextmanager
-def waiting(first_wait_s: float | None = None, range_bytes: int = remote.RANGE_BYTES) -> Iterator[None]:
+def waiting(first_wait_s=None, range_bytes=remote.RANGE_BYTES):
     """Let the first wait before another attempt be so long, default the longest; range_bytes: of one request."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(remote, "FIRST_WAIT_S", remote.LONGEST_WAIT_S if first_wait_s is None else first_wait_s)
@@ -36,11 +32,11 @@ def waiting(first_wait_s: float | None = None, range_bytes: int = remote.RANGE_B
 
 
 @contextmanager
-def before(step: str, act: Callable[..., Any]) -> Iterator[None]:
+def before(step, act):
     """Let `act` run before each `send`, `remove`, `create` or `part` of any bucket, with its arguments."""
     real = getattr(Bucket, step)
 
-    def acted(self: Bucket, *args: Any) -> Any:
+    def acted(self, *args):
         act(*args)
         return real(self, *args)
 

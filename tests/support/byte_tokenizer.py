@@ -3,15 +3,10 @@
 And the one-line cache that several tests build with it.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 
 from niels_gpt.builders.pretrain import build_pretrain
-from niels_gpt.chat.tokenizers import Chat, ChatTokenizer, EncodedChat, RefusedChat
+from niels_gpt.chat.tokenizers import ChatTokenizer, EncodedChat, RefusedChat
 
 
 class ByteTokenizer:
@@ -45,12 +40,12 @@ class WideByteTokenizer(ByteTokenizer):
         return super().decode([id - self.more for id in ids])
 
 
-def encoded_chat(ids: list[int], mask: list[int], *noted: Any) -> Any:
+def encoded_chat(ids, mask, *noted):
     """What a chat tokenizer gives of a chat. noted: a token is of two sides, what happened, turns without loss."""
     return EncodedChat(ids, mask, *noted)
 
 
-def refused_chat(reason: str, found: str) -> Any:
+def refused_chat(reason, found):
     """What a chat tokenizer gives of a chat that cannot be used."""
     return RefusedChat(reason, found)
 
@@ -61,14 +56,14 @@ class ByteChats(ChatTokenizer):
     name, sha256, template_sha256, mask_by, loss_on = "bytes", "0" * 64, "1" * 64, "prefix", "assistant"
     pad_id, special_token_ids = 0, [None, 4, 0, None]
 
-    def __init__(self, tokenizer: Any = None) -> None:
+    def __init__(self, tokenizer=None):
         self.tokenizer = tokenizer or ByteTokenizer()
         self.vocab_size = self.tokenizer.vocab_size
 
-    def encode_chats(self, chats: Any) -> list[EncodedChat | RefusedChat]:
+    def encode_chats(self, chats):
         return [self.encoded(chat) for chat in chats]
 
-    def encoded(self, chat: Chat) -> EncodedChat | RefusedChat:
+    def encoded(self, chat):
         ids, mask = list[int](), list[int]()
         for message in chat.messages:
             if "<|" in message["content"]:
@@ -79,7 +74,7 @@ class ByteChats(ChatTokenizer):
         return EncodedChat(ids, mask)
 
 
-def build(path: Path, texts: Any, num_tokens: int = 30, shard_bytes: int = 20) -> dict[str, Any]:
+def build(path, texts, num_tokens=30, shard_bytes=20):
     """Build a cache of some texts whose val split is empty."""
     return build_pretrain(
         ((None, text) for text in texts),
@@ -93,7 +88,7 @@ def build(path: Path, texts: Any, num_tokens: int = 30, shard_bytes: int = 20) -
     )
 
 
-def train_text(path: Path) -> str:
+def train_text(path):
     """Return the train split of a cache as text."""
     ids = np.concatenate([np.fromfile(shard, dtype="<u2") for shard in sorted((path / "train").iterdir())])
     return ByteTokenizer().decode(ids)

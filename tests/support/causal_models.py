@@ -1,22 +1,19 @@
 """Tiny causal language models of transformers, of any architecture, built from a config with random weights."""
 
 import random
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
 from niels_gpt.prefix_tree.forest import PrefixForest
-from support.prefix_trees import Samples
 
 WINDOW = 6  # of models with a sliding window
 VOCAB = 97
 _draw = random.Random(0)
 _PROMPT, _TURN, *_REPLIES = ([_draw.randrange(3, VOCAB) for _ in range(length)] for length in (9, 5, 6, 4, 7, 1))
-SAMPLES: Samples = [
+SAMPLES = [
     [*_PROMPT, *_TURN, *_REPLIES[0]],
     [*_PROMPT, *_TURN, *_REPLIES[1]],
     [*_PROMPT, *_REPLIES[2]],
@@ -52,7 +49,7 @@ _SIZES = {
 }
 
 
-def tiny_config(model_type: str, **changes: Any) -> Any:
+def tiny_config(model_type, **changes):
     """Return a config of some hundred thousand parameters at most; `changes` come on top of the small sizes."""
     default = transformers.CONFIG_MAPPING[model_type]().get_text_config()
     sizes = {name: size for name, size in _SIZES.items() if _has(default, name)}
@@ -61,7 +58,7 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
     return type(default)(**{**sizes, **changes})
 
 
-def _has(config: Any, name: str) -> bool:
+def _has(config, name):
     of_class = getattr(type(config), name, None)
     if isinstance(of_class, property) and of_class.fset is None:
         return False
@@ -71,12 +68,12 @@ def _has(config: Any, name: str) -> bool:
         return True
 
 
-def tiny_model(model_type: str, attn: str = "sdpa", **changes: Any) -> Any:
+def tiny_model(model_type, attn="sdpa", **changes):
     """Return a model in eval mode, its weights from a fixed seed and large enough to tell right from wrong."""
     return from_config(tiny_config(model_type, **changes), attn)
 
 
-def from_config(config: Any, attn: str) -> Any:
+def from_config(config, attn):
     """Return what `tiny_model` does, from a config."""
     of_type = (CLASSES[name] for name in CLASSES if transformers.CONFIG_MAPPING[name] is type(config))
     torch.manual_seed(0)
@@ -87,22 +84,22 @@ def from_config(config: Any, attn: str) -> Any:
     return model
 
 
-def logprobs(model: Any, **inputs: Any) -> Tensor:
+def logprobs(model, **inputs):
     """Return log-probabilities [T, V] of a row."""
     with torch.no_grad():
         return model(**inputs).logits[0].log_softmax(dim=-1)
 
 
-def alone(model: Any, forest: PrefixForest) -> Tensor:
+def alone(model, forest):
     """Return log-probabilities of every token of every sample, each sample run by itself as anyone would."""
     return torch.cat([logprobs(model, input_ids=torch.tensor([sample])) for sample in forest.samples()])
 
 
-def error(model: Any, forest: PrefixForest, inputs: dict[str, Any]) -> float:
+def error(model, forest, inputs):
     """Return the largest difference between the log-probabilities of a folded row and of the samples alone."""
     return float((logprobs(model, **inputs)[forest.sample_rows] - alone(model, forest)).abs().max())
 
 
-def without(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+def without(name):
     """Return a function that leaves one of a model's inputs out."""
     return lambda inputs: {key: value for key, value in inputs.items() if key != name}

@@ -3,18 +3,14 @@
 `write_tokenizer(folder, template=CHATML)` writes a folder that AutoTokenizer opens.
 """
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from niels_gpt.chat import Chat, ChatTokenizer, Row, backends, chat_rows, rows, template_process, template_tokenizer
+from niels_gpt.chat import Chat, Row, backends, chat_rows, rows, template_process, template_tokenizer
 
 Messages = list[dict[str, Any]]
 
@@ -72,15 +68,15 @@ TEMPLATES = {"chatml": CHATML, "chatml_marked": CHATML_MARKED, "llama_3": LLAMA_
 
 
 def write_tokenizer(
-    folder: Path,
+    folder,
     *,
-    template: str | None = CHATML,
-    vocab_size: int = 400,
-    trim_offsets: bool = False,
-    more: tuple[str, ...] = (),
-    replaced: tuple[str, str] | None = None,
-    special: tuple[str, ...] = (),
-) -> Path:
+    template=CHATML,
+    vocab_size=400,
+    trim_offsets=False,
+    more=(),
+    replaced=None,
+    special=(),
+):
     """Write a byte-level BPE tokenizer, lossless, with pad, bos and eos but no unk; returns the folder.
 
     trim_offsets: leave spaces out of the offsets, as RoBERTa's does.
@@ -106,7 +102,7 @@ def write_tokenizer(
     return save(backend, folder, template=template, pad_token="<|pad|>", bos_token="<|begin|>", eos_token="<|im_end|>")
 
 
-def write_word_tokenizer(folder: Path, *, template: str | None = CHATML) -> Path:
+def write_word_tokenizer(folder, *, template=CHATML):
     """Write a tokenizer of whole words that drops all white space, as BERT's does."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
@@ -117,7 +113,7 @@ def write_word_tokenizer(folder: Path, *, template: str | None = CHATML) -> Path
     return save(backend, folder, template=template, unk_token="<|unk|>")
 
 
-def save(backend: Any, folder: Path, *, template: str | None, **special: str) -> Path:
+def save(backend, folder, *, template, **special):
     """Write a tokenizer of the library tokenizers as a folder of transformers."""
     from transformers import PreTrainedTokenizerFast
 
@@ -127,7 +123,7 @@ def save(backend: Any, folder: Path, *, template: str | None, **special: str) ->
     return folder
 
 
-def turns(*contents: str, first: str = "user") -> Messages:
+def turns(*contents, first="user"):
     """Return a chat of user and assistant in turn."""
     roles = ["user", "assistant"] if first == "user" else ["assistant", "user"]
     return [{"role": roles[number % 2], "content": text} for number, text in enumerate(contents)]
@@ -136,42 +132,42 @@ def turns(*contents: str, first: str = "user") -> Messages:
 CHAT = turns("Hello there.", "I am well.", "And why?", "It rained. 🦊")
 
 
-def rows_of(tokenizer: ChatTokenizer, *chats: Messages | Chat, seq_length: int = 512, **more: Any) -> list[Row]:
+def rows_of(tokenizer, *chats, seq_length=512, **more):
     """Return the rows of chats, whose ids are chat 0, chat 1 and so on."""
     counters = more.pop("counters", Counter())
     named = (chat if isinstance(chat, Chat) else Chat(f"chat {number}", chat) for number, chat in enumerate(chats))
     return list(chat_rows(named, tokenizer, seq_length=seq_length, counters=counters, **more))
 
 
-def supervised(tokenizer: ChatTokenizer, row: Row | tuple[Any, Any]) -> list[str]:
+def supervised(tokenizer, row):
     """Return the text of each run of supervised tokens. row: or its ids and mask."""
     ids, mask = (row.input_ids, row.loss_mask) if isinstance(row, Row) else row
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask, [0]]).astype(int)))
     return [tokenizer.decode(np.asarray(ids)[start:end].tolist()) for start, end in edges.reshape(-1, 2)]
 
 
-def dropped(counters: Counter[str]) -> int:
+def dropped(counters):
     """Return how many chats were dropped, for any reason."""
     return sum(number for reason, number in counters.items() if reason not in (rows.ROWS, *rows.NOT_DROPPED))
 
 
-def rendered(template: str, *chats: Chat) -> list[tuple[str, str]]:
+def rendered(template, *chats):
     """Render the first message of each chat in the process of the templates: "text" or "raised", and which."""
     return template_process.PROCESS.render(template, {}, list(chats), [(each, 1, {}) for each in range(len(chats))])
 
 
-def stop_rendering() -> None:
+def stop_rendering():
     """End the process of the templates; the next template starts another one."""
     template_process.PROCESS.stop()
 
 
-def backends_of(ours: ChatTokenizer, theirs: Any) -> tuple[Any, Any]:
+def backends_of(ours, theirs):
     """Return what gives the ids to a tokenizer of chats, and what would with a tokenizer of transformers."""
-    return ours._backend, backends.TransformersBackend(theirs, "")  # type: ignore[attr-defined]
+    return ours._backend, backends.TransformersBackend(theirs, "")
 
 
 @contextmanager
-def checked_beginnings(*, first: int, every: int) -> Iterator[None]:
+def checked_beginnings(*, first, every):
     """Check the beginnings of the `first` chats and then of every so many."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(template_tokenizer, "_ALL_CHECKED", first)
@@ -180,7 +176,7 @@ def checked_beginnings(*, first: int, every: int) -> Iterator[None]:
 
 
 @contextmanager
-def seconds_of_a_template(seconds: float) -> Iterator[None]:
+def seconds_of_a_template(seconds):
     """Let a template take so much CPU time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(template_process, "_SECONDS", seconds)

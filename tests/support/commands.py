@@ -15,10 +15,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import click
 import pytest
@@ -31,7 +28,6 @@ from niels_gpt.commands.main import ROOT
 from niels_gpt.commands.settings_flags import settings_of
 from niels_gpt.inspection.stats import Stats
 from niels_gpt.interrupts import SIGNALS
-from niels_gpt.settings import Settings
 from niels_gpt.storage import remedies
 from niels_gpt.storage.codes import CodedWarning
 
@@ -45,21 +41,19 @@ class Done:
     err: str
 
     @property
-    def json(self) -> Any:
+    def json(self):
         """The one JSON value that it printed."""
         return json.loads(self.out)
 
 
-def niels_gpt(
-    *argv: str | Path, env: dict[str, str] | None = None, module: str = "", is_terminal: bool = False
-) -> Done:
+def niels_gpt(*argv, env=None, module="", is_terminal=False):
     """Run `niels-gpt ARGV` as the installed script does, and leave this process as it was.
 
     env: variables of the environment beside those that are there. module: run `python -m MODULE ARGV` instead.
     is_terminal: whether the command takes its output for a terminal.
     """
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", errors, "") for errors in ("strict", "backslashreplace"))
-    out.isatty = lambda: is_terminal  # type: ignore[method-assign]
+    out.isatty = lambda: is_terminal
     start = importlib.import_module(module).main if module else commands.start
     with _restored(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         os.environ.update(env or {})
@@ -68,13 +62,13 @@ def niels_gpt(
     return Done(status, _text(out), _text(err))
 
 
-def _text(stream: io.TextIOWrapper) -> str:
+def _text(stream):
     stream.flush()
-    return stream.buffer.getvalue().decode()  # type: ignore[attr-defined]
+    return stream.buffer.getvalue().decode()
 
 
 @contextlib.contextmanager
-def _restored() -> Iterator[None]:
+def _restored():
     """Begin with the logging of a fresh process, and restore what a command changes in its process."""
     root, argv, environment = logging.getLogger(), sys.argv, dict(os.environ)
     level, handlers = root.level, root.handlers[:]
@@ -102,9 +96,9 @@ def _restored() -> Iterator[None]:
 # --- which commands there are -----------------------------------------------------------------------------------------
 
 
-def every_command(group: click.Group = ROOT, *names: str) -> dict[tuple[str, ...], click.Command]:
+def every_command(group=ROOT, *names):
     """Every command of niels-gpt, by its name in words."""
-    found: dict[tuple[str, ...], click.Command] = {}
+    found = {}
     for name, command in group.commands.items():
         if isinstance(command, click.Group):
             found |= every_command(command, *names, name)
@@ -113,7 +107,7 @@ def every_command(group: click.Group = ROOT, *names: str) -> dict[tuple[str, ...
     return found
 
 
-FACES: dict[str, click.Command] = {
+FACES = {
     "": ROOT,
     "niels_gpt.cache.cli": cache.FACE,
     "niels_gpt.eagle3": eagle3.FACE,
@@ -126,7 +120,7 @@ FACES: dict[str, click.Command] = {
 """What `python -m` runs; niels-gpt itself has no name here."""
 
 
-def parse(*argv: str, module: str = "") -> click.Context:
+def parse(*argv, module=""):
     """Parse the arguments of niels-gpt, or of `python -m MODULE`, without running anything."""
     command = FACES[module]
     while isinstance(command, click.Group):
@@ -134,18 +128,18 @@ def parse(*argv: str, module: str = "") -> click.Context:
     return command.make_context(command.name, list(argv))
 
 
-def rebuild_command(path: Path) -> str:
+def rebuild_command(path):
     """The command that messages name to build a cache again."""
     return remedies.rebuild_command(path)
 
 
-def settings_by(*flags: str) -> Settings:
+def settings_by(*flags):
     """What `build` is to be done with, by its flags."""
     return settings_of(parse("build", *flags).params)
 
 
 @contextlib.contextmanager
-def stats_does(work: Callable[[], Sequence[tuple[str, str]]]) -> Iterator[None]:
+def stats_does(work):
     """Let `niels-gpt stats` do this and print what it returns: for what all commands have in common."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("niels_gpt.inspection.stats.stats", lambda _: Stats(work()))

@@ -7,10 +7,8 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from support.dagster_runs import environment
 
@@ -24,7 +22,7 @@ _TERMINATE = """mutation ($run: String!, $policy: TerminateRunPolicy) {
   terminateRun(runId: $run, terminatePolicy: $policy) { __typename } }"""
 
 
-def until(question: Callable[[], Any], what: str) -> Any:
+def until(question, what):
     """Return the first answer that is not empty; a connection refused is none."""
     end = time.monotonic() + SECONDS
     while time.monotonic() < end:
@@ -43,7 +41,7 @@ DEV = "dagster dev -h 127.0.0.1 -p 3000"
 class Dev:
     """Commands of Dagster that run: webserver, daemon, code servers, and the runs they launch, all in one session."""
 
-    def __init__(self, home: Path, *commands: str, **more: str) -> None:
+    def __init__(self, home, *commands, **more):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -51,12 +49,12 @@ class Dev:
         # A shell in the background ignores SIGINT, and dagster maps SIGTERM to it: without env it could not be stopped.
         lines = [f"env --default-signal=INT,TERM {each.replace(' 3000', f' {port}')} &" for each in commands or (DEV,)]
         with open(home / "dev.log", "ab") as log:
-            how: Any = {"stdout": log, "stderr": log, "start_new_session": True}
+            how = {"stdout": log, "stderr": log, "start_new_session": True}
             command = ["bash", "-c", " ".join([*lines, "wait"])]
             self.process = subprocess.Popen(command, cwd=home, env=environment(**more), **how)
         until(lambda: self.ask("{ version }"), f"{lines}, see {home / 'dev.log'}")
 
-    def ask(self, query: str, **variables: Any) -> Any:
+    def ask(self, query, **variables):
         """Return what the webserver's GraphQL answers."""
         body = json.dumps({"query": query, "variables": variables}).encode()
         request = urllib.request.Request(f"{self.address}/graphql", body, {"Content-Type": "application/json"})
@@ -65,7 +63,7 @@ class Dev:
         assert "errors" not in found, found["errors"]
         return found["data"]
 
-    def launch(self, *assets: str, location: str = "niels_gpt", tags: dict[str, str] | None = None) -> str:
+    def launch(self, *assets, location="niels_gpt", tags=None):
         """Launch a run of assets as the UI's button does, and return its id. It waits in the queue for the daemon."""
         selector = {
             "repositoryLocationName": location,
@@ -79,24 +77,24 @@ class Dev:
         assert answer["__typename"] == "LaunchRunSuccess", answer
         return str(answer["run"]["runId"])
 
-    def statuses(self) -> dict[str, str]:
+    def statuses(self):
         """Return the status of every run by its id."""
         return {run["runId"]: run["status"] for run in self.ask(_RUNS)["runsOrError"]["results"]}
 
-    def finished(self, *runs: str) -> list[str]:
+    def finished(self, *runs):
         """Wait until the runs are over, and return their statuses."""
 
-        def statuses() -> list[str]:
+        def statuses():
             found = self.statuses()
             return [found[run] for run in runs if found[run] in ("SUCCESS", "FAILURE", "CANCELED")]
 
-        return until(lambda: len(statuses()) == len(runs) and statuses(), "the runs")  # type: ignore[no-any-return]
+        return until(lambda: len(statuses()) == len(runs) and statuses(), "the runs")
 
-    def terminate(self, run: str, policy: str) -> str:
+    def terminate(self, run, policy):
         """Terminate a run as the UI does; return the kind of the answer."""
         return str(self.ask(_TERMINATE, run=run, policy=policy)["terminateRun"]["__typename"])
 
-    def processes(self) -> list[int]:
+    def processes(self):
         """Return all living processes of the session: dev, webserver, daemon, code servers, runs and their steps."""
         found = []
         for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -109,7 +107,7 @@ class Dev:
                 found.append(int(stat.parent.name))
         return found
 
-    def kill(self) -> None:
+    def kill(self):
         """Kill every process of the session with SIGKILL, as when the machine goes down."""
         while found := self.processes():
             for pid in found:
@@ -120,7 +118,7 @@ class Dev:
 
 
 @contextmanager
-def dagster_dev(home: Path, *commands: str, **more: str) -> Iterator[Dev]:
+def dagster_dev(home, *commands, **more):
     """Run `dagster dev`, or other commands that serve at the port 3000, in `home` with its yaml files.
 
     Another port is taken for it. more: variables of the environment.

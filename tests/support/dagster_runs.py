@@ -68,7 +68,7 @@ def typed_metadata(result: dg.ExecuteInProcessResult) -> dict[str, dict[str, dg.
     }
 
 
-def mirrors(shown: dict[str, Any], expected: dict[str, Any]) -> bool:
+def mirrors(shown, expected):
     """Return whether each key is shown under its own name, settings that are numbers as text: those are not plotted."""
     return all(shown[key] in (value, str(value)) for key, value in expected.items())
 
@@ -106,17 +106,17 @@ def check_alone(instance: dg.DagsterInstance, settings: Settings, key: str, *nam
 
 
 @contextmanager
-def builder_of(settings: Settings, key: str) -> Iterator[None]:
+def builder_of(settings, key):
     """Hold the lock of a cache as another builder does, until somebody waits for it."""
     held, done = threading.Event(), threading.Event()
 
-    def hold() -> None:
+    def hold():
         with build_lock(Path(settings.cache_dir, key)):
             held.set()
             done.wait()
 
     class Waiting(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
+        def emit(self, record):
             if record.getMessage().endswith("; waiting"):
                 done.set()
 
@@ -132,20 +132,20 @@ def builder_of(settings: Settings, key: str) -> Iterator[None]:
         builder.join()
 
 
-def environment(**more: str) -> dict[str, str]:
+def environment(**more):
     """Return this environment without what Dagster or the settings would take from it."""
     ours = {k: v for k, v in os.environ.items() if not k.startswith(("DAGSTER_", "NIELS_GPT_"))}
     path = os.pathsep.join([str(Path(sys.executable).parent), ours["PATH"]])
     return {**ours, "PATH": path, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", **more}
 
 
-def shell(home: Path, command: str, **more: str) -> subprocess.CompletedProcess[str]:
+def shell(home, command, **more):
     """Run a line of bash in `home`."""
-    how: Any = {"cwd": home, "env": environment(**more), "capture_output": True, "text": True}
+    how = {"cwd": home, "env": environment(**more), "capture_output": True, "text": True}
     return subprocess.run(["bash", "-c", command], check=False, **how)
 
 
-def settings_with(lines: str, folder: Path, tokenizer: Path) -> Settings:
+def settings_with(lines, folder, tokenizer):
     """Settings of the sample, with a sources.toml of these lines and the caches in a folder."""
     (folder / "sources.toml").write_text(lines)
     where = {"cache_dir": str(folder / "cache"), "sources_file": str(folder / "sources.toml")}

@@ -1,16 +1,11 @@
 """Files of texts and rows, for tests of what reads them."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json
 import sys
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,7 +18,7 @@ else:
     from backports import zstd
 
 
-def write(path: Path, content: bytes | str = b"") -> Path:
+def write(path, content=b""):
     """Write a file and the folders above it; compressed if its name ends in .gz or .zst."""
     data = content.encode() if isinstance(content, str) else content
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -32,12 +27,12 @@ def write(path: Path, content: bytes | str = b"") -> Path:
     return path
 
 
-def lines(*rows: Any) -> bytes:
+def lines(*rows):
     """Return rows as JSON lines."""
     return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 
 
-def write_parquet(path: Path, columns: Mapping[str, Any] | Any, **options: Any) -> Path:
+def write_parquet(path, columns, **options):
     """Write columns, or a table, as a parquet file; options: of pyarrow.parquet.write_table."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -47,7 +42,7 @@ def write_parquet(path: Path, columns: Mapping[str, Any] | Any, **options: Any) 
     return path
 
 
-def invalid_utf8(*texts: bytes | None) -> Any:
+def invalid_utf8(*texts):
     """Return an arrow array of strings with these bytes."""
     import pyarrow as pa
 
@@ -59,17 +54,17 @@ def invalid_utf8(*texts: bytes | None) -> Any:
 # --- what the product's readers make of them --------------------------------------------------------------------------
 
 
-def numbered_rows(path: Path, **how: Any) -> Iterator[tuple[int, dict[str, Any]]]:
+def numbered_rows(path, **how):
     """Yield the rows of a file with their numbers; how: unreadable, columns, max_document_bytes, counters."""
     yield from rows.numbered_rows(path, **how)
 
 
-def rows_of(*paths: Path, **how: Any) -> list[dict[str, Any]]:
+def rows_of(*paths, **how):
     """Return the rows of files."""
     return list(rows.iter_rows(paths, **how))
 
 
-def raw_chat_of_row(row: dict[str, Any], *, sparse: bool) -> tuple[Any, Any] | None:
+def raw_chat_of_row(row, *, sparse):
     """Return messages and tools of a row, None where it is no chat; sparse: a null is an absent field, at any depth."""
     try:
         return chat_shapes.raw_chat_of(row, sparse=sparse)
@@ -77,34 +72,34 @@ def raw_chat_of_row(row: dict[str, Any], *, sparse: bool) -> tuple[Any, Any] | N
         return None
 
 
-def json_values(content: bytes) -> list[Any]:
+def json_values(content):
     """Return the values of a JSON array, or of objects one after the other."""
     return [value for _, value, _ in json_stream.iter_values(io.BytesIO(content), "x")]
 
 
-def kept_of_the_hub(given: list[dict[str, Any]], counters: Counter[str], limit: int) -> list[dict[str, Any]]:
+def kept_of_the_hub(given, counters, limit):
     """Return the rows of the hub that are no longer than `limit` bytes; the others are counted."""
     of_hub = upstream_rows.UpstreamRows("x", counters, limit).of_hub(enumerate(given), "hub/x")
     return [row for _, _, row in of_hub]
 
 
-def mirror_files(root: Path, dataset: str, **how: Any) -> list[Path]:
+def mirror_files(root, dataset, **how):
     """Return the files of a dataset in a mirror, or with `split` those of a split; how: folders, follow_links."""
     return (mirrors.split_files if "split" in how else mirrors.source_files)(root, dataset, **how)
 
 
-def fingerprint_of(root: Path, files: list[Path]) -> str:
+def fingerprint_of(root, files):
     """Return the fingerprint of a source with these files."""
     return walk.files_fingerprint(root, files)
 
 
-def exclusion_facts(path: Path) -> dict[str, int | str]:
+def exclusion_facts(path):
     """Return what meta.json says of a file of --exclude."""
     return exclude.read_exclusion(path).facts
 
 
 @contextmanager
-def json_blocks(size: int) -> Iterator[None]:
+def json_blocks(size):
     """Let .json files be read in blocks of so many bytes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_stream, "BLOCK_BYTES", size)
@@ -112,7 +107,7 @@ def json_blocks(size: int) -> Iterator[None]:
 
 
 @contextmanager
-def groups_of_at_most(tokens: int) -> Iterator[None]:
+def groups_of_at_most(tokens):
     """Let a group of rollouts have at most so many tokens."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rollouts, "MAX_GROUP_TOKENS", tokens)

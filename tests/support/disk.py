@@ -3,17 +3,13 @@
 A test that damages a description, makes a version or looks for one names no function of the product for it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 META_NAME, VERSIONS_DIR, LOCKS_NAME, LEASES_DIR = "meta.json", ".versions", ".locks.json", ".leases"
 BLOCK_BYTES = 65_536
@@ -24,35 +20,35 @@ _CRC_LINE = re.compile(rb'(?<=\n  "meta_crc32": ")[^\n"]{8}(?=",?\n)')
 # --- meta.json --------------------------------------------------------------------------------------------------------
 
 
-def canonical_json(value: Any) -> bytes:
+def canonical_json(value):
     """utf-8, keys sorted, indented by 2, a newline at the end; letters beyond ASCII as they are."""
     return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
-def meta_bytes(meta: Mapping[str, Any]) -> bytes:
+def meta_bytes(meta):
     """A meta.json with the `meta_crc32` that fits, whether `meta` has one or not."""
     raw = canonical_json({**meta, "meta_crc32": "0" * 8})
     return _CRC_LINE.sub(b"%08x" % zlib.crc32(raw), raw, count=1)
 
 
-def crc_fits(raw: bytes) -> bool:
+def crc_fits(raw):
     """Whether the bytes of a meta.json have their `meta_crc32`; also true of one without it."""
     digits = _CRC_LINE.search(raw)
     return digits is None or digits[0] == b"%08x" % zlib.crc32(_CRC_LINE.sub(b"0" * 8, raw, count=1))
 
 
-def read_meta(cache: Path) -> dict[str, Any]:
+def read_meta(cache):
     """The meta.json of a cache: of its public name, a version or any folder."""
-    meta: dict[str, Any] = json.loads((cache / META_NAME).read_bytes())
+    meta = json.loads((cache / META_NAME).read_bytes())
     return meta
 
 
-def write_meta(cache: Path, meta: Mapping[str, Any]) -> None:
+def write_meta(cache, meta):
     """Write the meta.json of a folder in the canonical form; a `meta_crc32` in it becomes the one that fits."""
     (cache / META_NAME).write_bytes(meta_bytes(meta) if "meta_crc32" in meta else canonical_json(meta))
 
 
-def change_meta(cache: Path, **keys: Any) -> None:
+def change_meta(cache, **keys):
     """Set keys of a cache's meta.json, as its author would: with a CRC-32 that fits."""
     write_meta(cache, {**read_meta(cache), **keys})
 
@@ -60,18 +56,18 @@ def change_meta(cache: Path, **keys: Any) -> None:
 # --- the files that it names ------------------------------------------------------------------------------------------
 
 
-def sha256(path: Path) -> str:
+def sha256(path):
     """The sha256 of a file in hex."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def record_of(folder: Path, name: str, **more: Any) -> dict[str, Any]:
+def record_of(folder, name, **more):
     """The record of a file as it is."""
     path = folder / name
     return {"name": name, "bytes": path.stat().st_size, "sha256": sha256(path), **more}
 
 
-def file_records(meta: Mapping[str, Any]) -> list[dict[str, Any]]:
+def file_records(meta):
     """The records of all files in the order of their checksums, that of the checksums before `files`."""
     records = [record for split in sorted(meta.get("shards", {})) for record in meta["shards"][split]]
     for group in ("index", "ids", "loss_bits"):
@@ -79,13 +75,13 @@ def file_records(meta: Mapping[str, Any]) -> list[dict[str, Any]]:
     return records + ([meta["checksums"]] if "checksums" in meta else []) + meta.get("files", [])
 
 
-def content_sha256(records: Iterable[Mapping[str, Any]]) -> str:
+def content_sha256(records):
     """The sha256 of the lines `<sha256>  <name>`, sorted by name: of what sha256sum prints."""
     lines = sorted((str(record["name"]), str(record["sha256"])) for record in records)
     return hashlib.sha256("".join(f"{digest}  {name}\n" for name, digest in lines).encode()).hexdigest()
 
 
-def describe(folder: Path, meta: dict[str, Any]) -> dict[str, Any]:
+def describe(folder, meta):
     """Write a meta.json that fits the files as they are: their records, checksums of blocks and content_sha256.
 
     Records keep their keys and their lists; what a file holds (`tokens`, `entries`) is the caller's to say.
@@ -103,7 +99,7 @@ def describe(folder: Path, meta: dict[str, Any]) -> dict[str, Any]:
     return meta
 
 
-def checksums_of(content: bytes) -> bytes:
+def checksums_of(content):
     """The CRC-32 of each block of a file, as index/crc32.bin has them."""
     blocks = (content[at : at + BLOCK_BYTES] for at in range(0, len(content), BLOCK_BYTES))
     return b"".join(zlib.crc32(block).to_bytes(4, "little") for block in blocks)
@@ -112,50 +108,50 @@ def checksums_of(content: bytes) -> bytes:
 # --- versions and the public link -------------------------------------------------------------------------------------
 
 
-def versions_dir(path: Path) -> Path:
+def versions_dir(path):
     """The folder of the versions, the lock and the unfinished builds of the cache with this public name."""
     return path.parent / VERSIONS_DIR / path.name
 
 
-def version_path(path: Path, content: str) -> Path:
+def version_path(path, content):
     """The folder of the version with this content_sha256."""
     return versions_dir(path) / content[:12]
 
 
-def versions_of(path: Path) -> list[str]:
+def versions_of(path):
     """The names of the finished versions, sorted."""
     return sorted(entry.name for entry in versions_dir(path).iterdir() if re.fullmatch("[0-9a-f]{12}", entry.name))
 
 
-def link(path: Path, version: str) -> None:
+def link(path, version):
     """Let a public name stand for a version: the link that is there is replaced in one step."""
     new = path.with_name(f".{path.name}.new")
     new.symlink_to(os.path.join(VERSIONS_DIR, path.name, version))
     new.replace(path)
 
 
-def read_recipe(path: Path) -> dict[str, Any]:
+def read_recipe(path):
     """The record of the recipe that made the committed version; {} without one."""
     record = versions_dir(path) / "recipe.json"
     return json.loads(record.read_bytes()) if record.exists() else {}
 
 
-def unfinished(path: Path) -> list[Path]:
+def unfinished(path):
     """The folders of builds that were not finished, without their journals."""
     return sorted(versions_dir(path).glob("building-" + "[0-9a-f]" * 12))
 
 
-def journal_of(build: Path) -> Path:
+def journal_of(build):
     """The journal's folder of an unfinished build."""
     return build.with_name(f"{build.name}.journal")
 
 
-def plan_folders(path: Path) -> list[Path]:
+def plan_folders(path):
     """The folders of a cache that is built in partitions and not sealed yet."""
     return sorted(versions_dir(path).glob("partitions-" + "[0-9a-f]" * 12))
 
 
-def remove(path: Path) -> None:
+def remove(path):
     """Remove a file, a link or a folder."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -166,13 +162,13 @@ def remove(path: Path) -> None:
 # --- leases -----------------------------------------------------------------------------------------------------------
 
 
-def lock_by_leases(root: Path) -> None:
+def lock_by_leases(root):
     """Let the locks of a folder of caches be leases."""
     root.mkdir(parents=True, exist_ok=True)
     (root / LOCKS_NAME).write_bytes(canonical_json({"kind": "locks", "lock": "lease"}))
 
 
-def lease_path(lock: Path, number: int = 1) -> Path:
+def lease_path(lock, number=1):
     """The file of a lease of a lock, in the nearest folder of caches above it whose locks are leases."""
     real = Path(os.path.realpath(lock))
     root = next(folder for folder in real.parents if (folder / LOCKS_NAME).exists())
@@ -180,13 +176,13 @@ def lease_path(lock: Path, number: int = 1) -> Path:
     return root / LEASES_DIR / f"{below}.{number}"
 
 
-def lease_bytes(**keys: Any) -> bytes:
+def lease_bytes(**keys):
     """What a lease's file holds; by default that of a process of a machine that is not there."""
     holder = {"token": "t", "counter": 1, "user": "u", "host": "elsewhere", "boot": "b", "pids": "p", "pid": 1}
     return json.dumps({"kind": "lease", **holder, **keys}).encode().ljust(LEASE_BYTES - 1) + b"\n"
 
 
-def read_lease(path: Path) -> dict[str, Any]:
+def read_lease(path):
     """The keys of a lease."""
-    keys: dict[str, Any] = json.loads(path.read_bytes())
+    keys = json.loads(path.read_bytes())
     return keys

@@ -1,11 +1,7 @@
 """Steps of the disk that fail: whoever takes them must leave what was there."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,11 +9,11 @@ from niels_gpt.storage import fileio
 
 
 @contextmanager
-def writing_fails(name: str) -> Iterator[None]:
+def writing_fails(name):
     """Let the disk be full when a file of this name is written."""
     real = fileio.write_bytes
 
-    def full(path: Any, content: bytes) -> None:
+    def full(path, content):
         if Path(path).name == name:
             raise OSError(28, "No space left on device", str(path))
         real(path, content)
@@ -28,10 +24,10 @@ def writing_fails(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def renaming_fails() -> Iterator[None]:
+def renaming_fails():
     """Let no file get its name."""
 
-    def fails(*_: Any) -> None:
+    def fails(*_):
         raise OSError("no")
 
     with pytest.MonkeyPatch.context() as patch:

@@ -28,7 +28,6 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 HOME = "/home/you"
 TIMEOUT_S = 300
@@ -75,9 +74,9 @@ class Block:
     """Where `body` starts in the page's text."""
 
     @property
-    def commands(self) -> list[Command]:
+    def commands(self):
         """The commands of a console block."""
-        found: list[Command] = []
+        found = []
         for line in self.body.splitlines():
             if line.startswith("$ "):
                 found.append(Command(line[2:]))
@@ -89,7 +88,7 @@ class Block:
         return found
 
 
-def blocks_of(text: str) -> list[Block]:
+def blocks_of(text):
     """Return the fenced blocks of a page in their order."""
     return [
         Block(found["language"], found["title"], found["body"], found["why"], found.start("body"))
@@ -97,7 +96,7 @@ def blocks_of(text: str) -> list[Block]:
     ]
 
 
-def difference(shown: list[str], real: list[str]) -> str:
+def difference(shown, real):
     """Return what differs between the output of a page and the real one, by the rules above; "" where nothing does."""
     pattern, expected = "", []
     for line in (line.rstrip() for line in shown):
@@ -125,14 +124,14 @@ def difference(shown: list[str], real: list[str]) -> str:
 class Page:
     """Runs the blocks of a page in a folder."""
 
-    def __init__(self, text: str, folder: Path) -> None:
+    def __init__(self, text, folder):
         self.text, self.folder = text, folder
-        self.names: dict[str, Any] = {"__name__": "__main__"}
-        self.differences: list[str] = []
+        self.names = {"__name__": "__main__"}
+        self.differences = []
         self.rewritten = text
         """The page with the output of this run, where it differs."""
 
-    def run(self) -> None:
+    def run(self):
         """Run every block; what differs is in `differences` afterwards. Raises AssertionError where a command fails."""
         blocks = blocks_of(self.text)
         with contextlib.chdir(self.folder):
@@ -145,7 +144,7 @@ class Page:
                 elif block.language == "console" and not block.why_not_run:
                     self._console(block)
 
-    def _python(self, block: Block, following: Block | None) -> None:
+    def _python(self, block, following):
         line = self.text.count("\n", 0, block.start)
         code = compile("\n" * line + block.body, "the page", "exec")  # tracebacks have the page's lines
         if block.why_not_run:
@@ -161,7 +160,7 @@ class Page:
             if self.differences:
                 self._rewrite(shown.body, real)
 
-    def _console(self, block: Block) -> None:
+    def _console(self, block):
         commands, before = block.commands, len(self.differences)
         marked = "\n".join(f"{each.text}\ncode=$?; printf '\\036%d\\036' $code; (exit $code)" for each in commands)
         done = subprocess.run(
@@ -189,16 +188,16 @@ class Page:
         if len(self.differences) > before:
             self._rewrite(block.body, body.splitlines())
 
-    def _as_at_home(self, output: str) -> list[str]:
+    def _as_at_home(self, output):
         return output.replace(str(self.folder), HOME).splitlines()
 
-    def _compare(self, line: int, shown: list[str], real: list[str]) -> bool:
+    def _compare(self, line, shown, real):
         found = difference(shown, real)
         if found:
             self.differences.append(f"after line {line}: {found}")
         return bool(found)
 
-    def _rewrite(self, before: str, lines: list[str]) -> None:
+    def _rewrite(self, before, lines):
         assert before, "an empty block cannot be found again: write ... into it"
         self.rewritten = self.rewritten.replace(
             f"\n{before}```", "\n" + "".join(f"{line}\n" for line in lines) + "```", 1

@@ -1,10 +1,7 @@
 """Copies of a finished EAGLE-3 cache with single values, bits or files changed."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,18 +11,18 @@ from niels_gpt.eagle3.format.layout import read_header, read_tensors_header, row
 from niels_gpt.eagle3.format.native.shard_reader import NativeShards
 from support import eagle3_runs
 
-FORMS: dict[str, dict[str, Any]] = {"dense": {}, "topk": eagle3_runs.TOPK}
+FORMS = {"dense": {}, "topk": eagle3_runs.TOPK}
 """The forms of a cache of version 1 or 2, as `eagle3_runs.plan` takes them."""
-NATIVE_FORMS: dict[str, dict[str, Any]] = {"native": eagle3_runs.NATIVE, "fp8": eagle3_runs.FP8}
+NATIVE_FORMS = {"native": eagle3_runs.NATIVE, "fp8": eagle3_runs.FP8}
 ALL_FORMS = {**FORMS, **NATIVE_FORMS}
 
 
-def copy_of(cache: Path, folder: Path) -> Path:
+def copy_of(cache, folder):
     """Return a copy of a cache in a folder."""
     return Path(shutil.copytree(cache, folder / "cache"))
 
 
-def stored(cache: Path, shard: int, field: str) -> np.ndarray[Any, Any]:
+def stored(cache, shard, field):
     """Return a field of a shard as it stands in the file, to be written to: uint8 [n, S, bytes]."""
     path = shard_path(cache, shard)
     fields, rows, header = read_header(path)
@@ -38,7 +35,7 @@ def stored(cache: Path, shard: int, field: str) -> np.ndarray[Any, Any]:
     raise KeyError(field)
 
 
-def native_rows(cache: Path, shard: int, tensor: str) -> np.ndarray[Any, Any]:
+def native_rows(cache, shard, tensor):
     """Return a tensor of a native shard as it stands in the file, to be written to: uint8 [rows, bytes]."""
     path = shard_path(cache, shard)
     tensors, header = read_tensors_header(path)
@@ -51,21 +48,21 @@ def native_rows(cache: Path, shard: int, tensor: str) -> np.ndarray[Any, Any]:
     raise KeyError(tensor)
 
 
-def put(cache: Path, field: str, sample: int, slot: int, column: int, value: float) -> None:
+def put(cache, field, sample, slot, column, value):
     """Write one number into a cache of four samples a shard."""
     form = read_header(shard_path(cache, sample // 4))[0][field]
     raw = torch.tensor([value], dtype=form[0]).view(torch.uint8).numpy()
     stored(cache, sample // 4, field)[sample % 4, slot, column * len(raw) : (column + 1) * len(raw)] = raw
 
 
-def flip_bit(path: Path, offset: int) -> None:
+def flip_bit(path, offset):
     """Change the last bit of a byte of a file."""
     content = bytearray(path.read_bytes())
     content[offset] ^= 1
     path.write_bytes(content)
 
 
-def native_put(cache: Path, sample: int, tensor: str, row: int, column: int, value: float) -> None:
+def native_put(cache, sample, tensor, row, column, value):
     """Write one number into a row of a sample of a native cache."""
     shards = NativeShards(cache)
     shard, place = shards.place(sample)

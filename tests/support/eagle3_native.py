@@ -1,11 +1,6 @@
 """Native caches of random states, written by the project's writer."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +21,7 @@ from niels_gpt.eagle3.target import capture
 VOCAB = 50
 
 
-def manifest_of(samples: int, shards: int, **changed: Any) -> dict[str, Any]:
+def manifest_of(samples, shards, **changed):
     """Return a native manifest: two layers of four values, a target of 50 tokens, a draft of 20."""
     return {
         "format_version": "native-1",
@@ -60,7 +55,7 @@ def manifest_of(samples: int, shards: int, **changed: Any) -> dict[str, Any]:
     }
 
 
-def random_sample(mask: Sequence[int], manifest: dict[str, Any], seed: int = 0) -> NativeSample:
+def random_sample(mask, manifest, seed=0):
     """Return a sample of random ids and states with this raw loss mask."""
     torch.manual_seed(seed)
     loss = np.array(mask, np.bool_)
@@ -80,9 +75,7 @@ def random_sample(mask: Sequence[int], manifest: dict[str, Any], seed: int = 0) 
     )
 
 
-def write_native(
-    folder: Path, masks: Sequence[Sequence[int]], cuts: Sequence[int] = (), **changed: Any
-) -> list[NativeSample]:
+def write_native(folder, masks, cuts=(), **changed):
     """Write a native cache of samples with these raw loss masks and return them.
 
     cuts: first samples of the shards after the first. changed: other values of the manifest.
@@ -101,7 +94,7 @@ def write_native(
     return samples
 
 
-def capture_native(folder: Path, model: Any, rows: Sequence[Any], **manifest: Any) -> None:
+def capture_native(folder, model, rows, **manifest):
     """Write a native cache of what a model says about samples, one at a time, in one shard and without a plan."""
     samples = Samples.of_rows(rows)
     head, size = TargetHead.of_model(model), model.config.hidden_size
@@ -125,21 +118,21 @@ def capture_native(folder: Path, model: Any, rows: Sequence[Any], **manifest: An
     write_weights(folder, head.weights())
 
 
-def damaged_samples(cache: Path, shard: int = 0) -> list[int | None]:
+def damaged_samples(cache, shard=0):
     """The samples of a shard that are not as its receipt says; None for what is of no sample."""
     return [row for row, _ in native_shard_damage(cache, shard)]
 
 
-def write_weights(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+def write_weights(folder, tensors):
     """Write the weights of a target that a native cache holds."""
     weights.write_weights(folder, tensors)
 
 
-def read_weights(folder: Path, *names: Any) -> dict[str, torch.Tensor]:
+def read_weights(folder, *names):
     """Read them, or those of these names."""
     return weights.read_weights(folder, *names)
 
 
-def has_weights(folder: Path) -> bool:
+def has_weights(folder):
     """Whether they are there and undamaged."""
     return weights.has_weights(folder)

@@ -1,11 +1,6 @@
 """The target's own replies without the command: a model that speaks, chats that are answered, the file of replies."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,12 +13,12 @@ END = 3
 """Id of <|im_end|>."""
 
 
-def speaker_of(model: Any, *, vocab_size: int, max_positions: int) -> Speaker:
+def speaker_of(model, *, vocab_size, max_positions):
     """A model that replies: END ends a reply, 0 pads."""
     return Speaker(model, (END,), pad_id=0, vocab_size=vocab_size, max_positions=max_positions)
 
 
-def replies_of(speaker: Speaker, prompts: Sequence[tuple[str, list[int]]], **how: Any) -> list[Any]:
+def replies_of(speaker, prompts, **how):
     """What it replies to prompts, each a name and ids. how: max_new_tokens, temperature, top_p and seed.
 
     A reply has ids, the id that ended it or None, and why it ends: stop, length or context.
@@ -31,18 +26,16 @@ def replies_of(speaker: Speaker, prompts: Sequence[tuple[str, list[int]]], **how
     return speaker.replies([Prompt(*prompt) for prompt in prompts], Sampling(**how))
 
 
-def begun(chat: Any, turns: str) -> Any:
+def begun(chat, turns):
     """A chat before its first reply."""
     return answering.started(chat, turns)
 
 
-def answered(
-    tokenizer: Any, chat: Any, *texts: str, turns: str = "all", form: str = "messages"
-) -> tuple[Any, list[str]]:
+def answered(tokenizer, chat, *texts, turns="all", form="messages"):
     """Reply to a chat with these texts in turn, each ended unless it ends with "..."; returns it and the prompts."""
     prompts, left = list[str](), list(texts)
 
-    def generate(asked: Sequence[Prompt]) -> list[Reply]:
+    def generate(asked):
         prompts.extend(tokenizer.decode(prompt.ids) for prompt in asked)
         said = [left.pop(0) for _ in asked]
         ids = [tokenizer._backend.encoded([text])[0][0] for text in said]
@@ -58,7 +51,7 @@ def answered(
 
 
 @contextmanager
-def reply_file(path: Path) -> Iterator[Any]:
+def reply_file(path):
     """A file of replies that this process makes."""
     with opened(path, {}) as file:
         assert isinstance(file, ReplyFile)
@@ -66,7 +59,7 @@ def reply_file(path: Path) -> Iterator[Any]:
 
 
 @contextmanager
-def appending(call: Callable[..., None]) -> Iterator[None]:
+def appending(call):
     """Let a run call `call(append, file, chats)` in place of adding chats to its file."""
     append = ReplyFile.append
     with pytest.MonkeyPatch.context() as patch:
@@ -75,7 +68,7 @@ def appending(call: Callable[..., None]) -> Iterator[None]:
 
 
 @contextmanager
-def without_target() -> Iterator[None]:
+def without_target():
     """Fail where a run loads the target."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(respond, "_load", lambda _: pytest.fail("the target was loaded"))

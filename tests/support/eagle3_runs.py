@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import random
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,7 +33,7 @@ class Row:
     loss_mask: Sequence[int]
 
 
-def rows(count: int = 10, *, seed: int = 0, vocab: int = VOCAB, longest: int = LENGTH) -> list[Row]:
+def rows(count=10, *, seed=0, vocab=VOCAB, longest=LENGTH):
     """Return samples of 1 to `longest` tokens, some of them supervised."""
     chance = random.Random(seed)
     found = []
@@ -46,7 +45,7 @@ def rows(count: int = 10, *, seed: int = 0, vocab: int = VOCAB, longest: int = L
 
 
 @cache
-def load(device: torch.device, *, seed: int = 0) -> Any:
+def load(device, *, seed=0):
     """Return a Llama of 8 layers, always the same. Pickled by its name, and made once in each process."""
     import transformers
 
@@ -58,7 +57,7 @@ def load(device: torch.device, *, seed: int = 0) -> Any:
         return transformers.LlamaForCausalLM(config).requires_grad_(False).eval().to(device)
 
 
-def manifest(**changed: Any) -> dict[str, Any]:
+def manifest(**changed):
     """Return a manifest of version 1, or what is asked for, without what the plan and the target add to it."""
     made = {
         "format_version": 1,
@@ -90,9 +89,9 @@ class Given:
     settings: dict[str, Any]
 
 
-def plan(samples: Sequence[Row], *, batch_size: int = 3, max_batch_tokens: int = 64, **changed: Any) -> Given:
+def plan(samples, *, batch_size=3, max_batch_tokens=64, **changed):
     """Return what a run is given. changed: fields of the manifest, or of whole parts of the plan."""
-    parts: dict[str, Any] = {
+    parts = {
         "target": {"name": "small", "vocab_size": VOCAB, "hidden_size": HIDDEN, "config_sha256": "c" * 64},
         "tokenizer": {"sha256": "a" * 64, "template_sha256": None, "mask_by": "given", "pad_id": 5},
         "source": {"input_data": "rows", "kind": "own", "limit": None},
@@ -105,43 +104,41 @@ def plan(samples: Sequence[Row], *, batch_size: int = 3, max_batch_tokens: int =
     return Given(samples, {"manifest": manifest(**changed), **sizes, **parts})
 
 
-def samples_of(count: int = 10, **how: Any) -> list[Row]:
+def samples_of(count=10, **how):
     """Return the samples of `rows`."""
     return rows(count, **how)
 
 
-def run(
-    folder: Path, *, samples: Sequence[Row] | None = None, given: Given | None = None, load: Any = load, **how: Any
-) -> Any:
+def run(folder, *, samples=None, given=None, load=load, **how):
     """Make a cache of ten samples in three shards, or what is missing of it. how: as `make_target_cache` has it."""
     given = given or plan(samples_of() if samples is None else samples)
     return make_target_cache(folder, given.samples, load, **given.settings, **how)
 
 
-def whole_tree(folder: Path) -> dict[str, bytes]:
+def whole_tree(folder):
     """Return the bytes of each file of a cache but the lock."""
     files = (path for path in folder.rglob("*") if path.is_file() and path.name != "lock")
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-def times(folder: Path) -> dict[str, int]:
+def times(folder):
     """Return when each file and folder was changed, in nanoseconds."""
     return {str(path.relative_to(folder)): path.lstat().st_mtime_ns for path in [folder, *folder.rglob("*")]}
 
 
-def never(device: torch.device) -> Any:
+def never(device):
     """Stand in for `load` where the target must not be loaded."""
     raise AssertionError("the target was loaded")
 
 
-def has_shard(cache: Path, shard: int) -> bool:
+def has_shard(cache, shard):
     """Return whether a shard and its receipt are there."""
     name = f"shard-{shard:06d}"
     return (cache / f"{name}.safetensors").exists() and (cache / "sidecar" / f"{name}.json").exists()
 
 
 @contextmanager
-def disk(folder: Path, size: str) -> Iterator[Path]:
+def disk(folder, size):
     """A file system in memory of a given size."""
     folder.mkdir()
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True)
@@ -156,35 +153,35 @@ def disk(folder: Path, size: str) -> Iterator[Path]:
 # --- what has no public name ------------------------------------------------------------------------------------------
 
 
-def samples_in_memory(rows: Iterable[Any]) -> Any:
+def samples_in_memory(rows):
     """The samples of rows as a run holds them; what is no sample is refused."""
     from niels_gpt.eagle3.format.samples import Samples
 
     return Samples.of_rows(rows)
 
 
-def samples_on_disk(folder: Path) -> Any:
+def samples_on_disk(folder):
     """The samples that a sidecar holds."""
     from niels_gpt.eagle3.format.samples import Samples
 
     return Samples.open(folder)
 
 
-def planned(given: Given) -> Any:
+def planned(given):
     """The plan of a run."""
     from niels_gpt.eagle3.format.plan import make_plan
 
     return make_plan(samples=samples_in_memory(given.samples), **given.settings)
 
 
-def recorded_plan(cache: Path) -> Any:
+def recorded_plan(cache):
     """The plan that a cache was made by."""
     from niels_gpt.eagle3.format.plan import open_plan
 
     return open_plan(cache)
 
 
-def estimated(folder: Path, given: Given, *, resume: bool = False, **how: Any) -> Any:
+def estimated(folder, given, *, resume=False, **how):
     """What a run into a folder takes of the disk. how: as `estimate` has it."""
     from niels_gpt.eagle3.produce.estimate import estimate
     from niels_gpt.eagle3.produce.resume_checks import finished_shards
@@ -195,35 +192,35 @@ def estimated(folder: Path, given: Given, *, resume: bool = False, **how: Any) -
     return estimate(folder, made, samples_in_memory(given.samples), **how)
 
 
-def has_holes(folder: Path) -> bool:
+def has_holes(folder):
     """Whether padding takes no room on the disk of a folder."""
     from niels_gpt.eagle3.produce import estimate
 
     return estimate.has_holes(folder)
 
 
-def join(out: Path, parts: Sequence[Path]) -> Any:
+def join(out, parts):
     """Join parts that were made in folders of their own."""
     from niels_gpt.eagle3.produce.join import join
 
     return join(out, parts)
 
 
-def seal(folder: Path) -> Any:
+def seal(folder):
     """Finish a cache whose parts were made in one folder."""
     from niels_gpt.eagle3.parts.seal import seal
 
     return seal(folder)
 
 
-def part_lock(folder: Path, part: tuple[int, int]) -> AbstractContextManager[Any]:
+def part_lock(folder, part):
     """The lock that a run of a part holds."""
     from niels_gpt.eagle3.parts.folder import part_lock
 
     return part_lock(folder, part)
 
 
-def cache_lock(cache: Path) -> AbstractContextManager[Any]:
+def cache_lock(cache):
     """The lock that a run holds while it writes a cache."""
     from niels_gpt.storage.locks import file_lock
 
@@ -231,7 +228,7 @@ def cache_lock(cache: Path) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def patched(**by: Any) -> Iterator[None]:
+def patched(**by):
     """Let a run call `by[name](real, ...)` in place of a step of it.
 
     forward: the target's pass over a batch; write, commit: of a shard; files: the bytes of the samples; lock: the
@@ -257,5 +254,5 @@ def patched(**by: Any) -> Iterator[None]:
         yield
 
 
-def _around(real: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
+def _around(real, call):
     return lambda *given, **named: call(real, *given, **named)

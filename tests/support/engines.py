@@ -1,46 +1,41 @@
 """gigatoken, its comparison with the reference, and the memory of a process, one at a time."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 
 from niels_gpt import encoding
 from niels_gpt.tokenizers import engine
 from niels_gpt.tokenizers.gigatoken import memory
-from niels_gpt.tokenizers.protocol import FullTokenizer
 
 FIRST_COMPARED = engine.FIRST_COMPARED
 """So many documents at the beginning are all compared with the reference."""
 
 
-def gigatoken(tokenizer: FullTokenizer, **how: Any) -> Any:
+def gigatoken(tokenizer, **how):
     """Return gigatoken without a comparison; how: max_growth, the bytes that it may grow before it is opened again."""
     from niels_gpt.tokenizers.gigatoken.encoder import GigatokenEngine
 
     return GigatokenEngine(tokenizer, **how)
 
 
-def compared(fast: Any, tokenizer: FullTokenizer) -> Any:
+def compared(fast, tokenizer):
     """Return an engine that is compared with the reference of a tokenizer."""
     return engine.ComparedEngine(fast, engine.ReferenceEngine(tokenizer), tokenizer)
 
 
-def locks_of(compared_engine: Any, fast: Any) -> tuple[dict[int, Any], ...]:
+def locks_of(compared_engine, fast):
     """Return the locks that encoding takes, by process."""
     return compared_engine._counting, fast._reopening
 
 
 @contextmanager
-def texts_of_the_reference() -> Iterator[list[int]]:
+def texts_of_the_reference():
     """Collect how many bytes of text each call of the reference encodes."""
-    sizes: list[int] = []
+    sizes = []
     encode = engine.ReferenceEngine.encode
 
-    def noted(self: engine.ReferenceEngine, texts: Sequence[bytes], *, first: int) -> Any:
+    def noted(self, texts, *, first):
         sizes.append(sum(map(len, texts)))
         return encode(self, texts, first=first)
 
@@ -49,21 +44,21 @@ def texts_of_the_reference() -> Iterator[list[int]]:
         yield sizes
 
 
-def probe_texts(literals: Sequence[str]) -> list[bytes]:
+def probe_texts(literals):
     """Return the texts on which gigatoken is compared when it is opened."""
     return engine.probe_texts(literals)
 
 
-def growing_memory(max_growth: int) -> memory.Memory:
+def growing_memory(max_growth):
     """Return what decides when gigatoken is opened again."""
     return memory.Memory(max_growth)
 
 
-def sees_its_size() -> bool:
+def sees_its_size():
     """Whether a process can see its size here."""
     return memory.process_size() is not None
 
 
-def encoder_of(tokenizer: FullTokenizer) -> encoding.TextEncoder:
+def encoder_of(tokenizer):
     """Return what a build encodes texts with."""
     return encoding.TextEncoder(tokenizer)

@@ -1,8 +1,5 @@
 """What a refusal promises: its code, and the files, keys and figures in its text. Its sentences may change."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 from niels_gpt.storage.codes import code_of
@@ -11,21 +8,17 @@ from niels_gpt.storage.codes import code_of
 class Refused:
     """The error that a block of `refused` ended with."""
 
-    error: Exception
-
     @property
-    def value(self) -> Exception:
+    def value(self):
         """The error, by the name that pytest's ExceptionInfo has for it."""
         return self.error
 
-    def __str__(self) -> str:
+    def __str__(self):
         return str(self.error)
 
 
 @contextmanager
-def refused(
-    code: str, *found: object, kind: type[Exception] | tuple[type[Exception], ...] = Exception
-) -> Iterator[Refused]:
+def refused(code, *found, kind=Exception):
     """Expect an error of this code whose text has each of these words (file names, keys, figures); `.error` is it.
 
     An error that is no `kind` passes through, and so does a BaseException that is no Exception.

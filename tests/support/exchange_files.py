@@ -8,8 +8,6 @@ from __future__ import annotations
 import gzip
 import io
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -34,12 +32,12 @@ class Chat:
     post: Tensor
 
     @property
-    def aux(self) -> Tensor:
+    def aux(self):
         """[L, 3, H]"""
         return self.blocks[:, list(BLOCKS)]
 
 
-def small_model() -> Any:
+def small_model():
     """A Llama of random weights, whose blocks give states that are far apart."""
     import transformers
 
@@ -60,7 +58,7 @@ def small_model() -> Any:
     return model
 
 
-def chats(model: Any, number: int = 10) -> list[Chat]:
+def chats(model, number=10):
     """Chats of two replies each, and their states by hooks of this function's own."""
     chance = torch.Generator().manual_seed(1)
     made = []
@@ -78,9 +76,9 @@ def chats(model: Any, number: int = 10) -> list[Chat]:
     return made
 
 
-def states_of(model: Any, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def states_of(model, ids):
     """The outputs of all blocks [L, n, H], that of the last one, and what lm_head takes [L, H]."""
-    seen: list[Tensor] = []
+    seen = []
     hooks = [layer.register_forward_hook(lambda _, __, out: seen.append(out[0])) for layer in model.model.layers]
     hooks.append(model.lm_head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0][0])))
     with torch.no_grad():
@@ -91,13 +89,13 @@ def states_of(model: Any, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return blocks, blocks[:, -1], seen[-1]
 
 
-def in_bf16(chat: Chat) -> Chat:
+def in_bf16(chat):
     """The same with states of bf16."""
     states = {name: getattr(chat, name).to(torch.bfloat16) for name in ("blocks", "pre", "post")}
     return replace(chat, **states)
 
 
-def specforge_dict(chat: Chat, **changed: Tensor) -> dict[str, Tensor]:
+def specforge_dict(chat, **changed):
     """What a file of SpecForge holds."""
     made = {
         "input_ids": chat.ids,
@@ -108,7 +106,7 @@ def specforge_dict(chat: Chat, **changed: Tensor) -> dict[str, Tensor]:
     return {**made, **changed}
 
 
-def write_specforge(folder: Path, given: list[Chat]) -> Path:
+def write_specforge(folder, given):
     """Write files in the order of the chats, the last of them with gzip."""
     (folder / "rows_0-2000").mkdir(parents=True)
     for index, chat in enumerate(given):
@@ -122,7 +120,7 @@ def write_specforge(folder: Path, given: list[Chat]) -> Path:
     return folder
 
 
-def write_speculators(folder: Path, given: list[Chat]) -> Path:
+def write_speculators(folder, given):
     """Write the rows and their files."""
     import datasets
 
@@ -136,21 +134,21 @@ def write_speculators(folder: Path, given: list[Chat]) -> Path:
     return folder
 
 
-def write_row(folder: Path, index: int, chat: Chat, **changed: Tensor) -> None:
+def write_row(folder, index, chat, **changed):
     """Write the file of one row of speculators."""
     states = torch.cat([chat.aux, chat.pre[:, None]], dim=1)
     path = folder / "hidden_states" / f"hs_{index}.safetensors"
     save_file({"token_ids": chat.ids, "hidden_states": states, **changed}, path)
 
 
-def export_cache(cache: Path, tool: str, out: Path) -> Any:
+def export_cache(cache, tool, out):
     """Write a native cache as the folder of a tool; returns what was left out of it."""
     from niels_gpt.eagle3.exchange import exporting
 
     return exporting.export_cache(cache, tool, out)
 
 
-def redraft(cache: Path, out: Path, **how: Any) -> None:
+def redraft(cache, out, **how):
     """Give a native cache another draft vocabulary. how: draft_vocab_size and special_token_ids."""
     from niels_gpt.eagle3.derive.redraft import redraft
 

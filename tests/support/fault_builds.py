@@ -1,7 +1,5 @@
 """Builds that meet a fault of the disk, of rights or of a source, or are interrupted or killed; what they leave."""
 
-from __future__ import annotations
-
 import functools
 import json
 import logging
@@ -10,9 +8,8 @@ import shutil
 import subprocess
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,10 +20,9 @@ from niels_gpt.builders.sft import build_sft, build_templated_sft
 from niels_gpt.chat.tokenizers import Chat
 from niels_gpt.documents import DocumentBatch
 from niels_gpt.recipes import gc
-from niels_gpt.storage.fileio import Operation
 from support.byte_tokenizer import ByteChats, ByteTokenizer, build
 from support.disk import versions_dir
-from support.power_loss import Disk, Tree, put, recorded_below, tree_of
+from support.power_loss import Disk, put, recorded_below, tree_of
 from support.small_builds import BUILDERS, ITEMS, quick_folder
 
 TEXTS = [f"Document {number}. " + "abcdefgh " * 30 for number in range(40)]
@@ -34,9 +30,9 @@ OLD = "the old text"
 NOBODY = 65534
 
 
-def build_new(path: Path, kind: str = "pretrain", texts: Any = TEXTS, **arguments: Any) -> dict[str, Any]:
+def build_new(path, kind="pretrain", texts=TEXTS, **arguments):
     """Build the cache that the faults meet, with a checkpoint after each batch."""
-    common: dict[str, Any] = {"tokenizer": ByteTokenizer(), "seed": 0, "checkpoint_seconds": 0, "num_threads": 0}
+    common = {"tokenizer": ByteTokenizer(), "seed": 0, "checkpoint_seconds": 0, "num_threads": 0}
     chats = ([{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}] for text in texts)
     if kind == "sft":
         return build_sft(chats, path, val_frac=0.1, **{**common, **arguments})
@@ -47,7 +43,7 @@ def build_new(path: Path, kind: str = "pretrain", texts: Any = TEXTS, **argument
     return build_pretrain(((None, text) for text in texts), path, **{**common, **limits, **arguments})
 
 
-def said_to_be_kept(error: BaseException) -> int:
+def said_to_be_kept(error):
     """Return the number of documents that a message says are kept; 0 where it says nothing of it."""
     found = re.search(r"(\d+) documents are done and kept: the same command resumes", str(error))
     return int(found.group(1)) if found else 0
@@ -60,16 +56,16 @@ _STEPS = {
 }
 
 
-def die_at(patch: pytest.MonkeyPatch, step: str, error: BaseException) -> None:
+def die_at(patch, step, error):
     """Let builds end with an error where they would write their description, commit, or record their recipe."""
 
-    def die(*_: Any, **__: Any) -> None:
+    def die(*_, **__):
         raise error
 
     patch.setattr(_STEPS[step], die)
 
 
-def before_each_removal(patch: pytest.MonkeyPatch, meanwhile: Callable[[Path], object]) -> None:
+def before_each_removal(patch, meanwhile):
     """Let something happen whenever gc is about to remove a path."""
     real = gc.discard
     patch.setattr(gc, "discard", lambda path: (meanwhile(path), real(path)))
@@ -78,18 +74,18 @@ def before_each_removal(patch: pytest.MonkeyPatch, meanwhile: Callable[[Path], o
 class Heard(logging.Handler):
     """Holds the numbers of documents after which builds said that they resume."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.numbers: list[int] = []
+        self.numbers = []
         resume.logger.addHandler(self)
         resume.logger.setLevel(logging.INFO)
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def emit(self, record):
         found = re.search(r"resuming after (\d+) documents of an earlier run", record.getMessage())
         self.numbers += [int(found.group(1))] if found else []
 
 
-def error_of(path: Path) -> dict[str, Any]:
+def error_of(path):
     """Return the error that a build of a cache ends with."""
     try:
         build(path, ["new"])
@@ -98,7 +94,7 @@ def error_of(path: Path) -> dict[str, Any]:
     return {"type": None}
 
 
-def skip_unless(*command: str) -> None:
+def skip_unless(*command):
     """Skip the test, with what the system says, where it refuses a command."""
     if shutil.which(command[0]) is None:
         pytest.skip(f"no {command[0]} here")
@@ -112,13 +108,13 @@ Ask = Callable[..., Any]
 
 
 @contextmanager
-def asking(*command: str, **options: Any) -> Iterator[Ask]:
+def asking(*command, **options):
     """Start a process that runs `answer`; yield a function that asks it for an action with some arguments."""
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
     ) as process:
 
-        def ask(action: str, *arguments: object) -> Any:
+        def ask(action, *arguments):
             assert process.stdin is not None and process.stdout is not None and process.stderr is not None
             process.stdin.write(json.dumps([action, *map(str, arguments)]) + "\n")
             process.stdin.flush()
@@ -133,7 +129,7 @@ def asking(*command: str, **options: Any) -> Iterator[Ask]:
 
 
 @contextmanager
-def ready(command: Sequence[str], line: str) -> Iterator[subprocess.Popen[str]]:
+def ready(command, line):
     """Run a process that prints a line when it is ready; it is killed at the end."""
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -143,7 +139,7 @@ def ready(command: Sequence[str], line: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def answer(actions: Mapping[str, Callable[..., Any]]) -> None:
+def answer(actions):
     """Do what stdin asks for, line by line, and print each result as a line of JSON."""
     for line in sys.stdin:
         action, *arguments = json.loads(line)
@@ -154,7 +150,7 @@ KINDS = pytest.mark.parametrize("kind", sorted(BUILDERS))
 ENCODED_KINDS = pytest.mark.parametrize("kind", ["pretrain", "sft"])
 
 
-def cut_off(items: Iterable[Any], at: int | None) -> Iterator[Any]:
+def cut_off(items, at):
     """Yield items, and fail at item number `at` as a network does; a batch has as many items as documents."""
     number = 0
     for item in items:
@@ -167,41 +163,41 @@ def cut_off(items: Iterable[Any], at: int | None) -> Iterator[Any]:
         yield item
 
 
-def _begin_of(batch: DocumentBatch, size: int) -> DocumentBatch:
+def _begin_of(batch, size):
     counters = [(first, counts) for first, counts in batch.counters if first < size]
     position = {name: places[:size] for name, places in batch.position.items()}
     return DocumentBatch(batch.texts[:size], batch.ids[:size], batch.split, counters, position)
 
 
-def interrupt(kind: str, path: Path, at: int, items: list[Any] | None = None, **changed: Any) -> None:
+def interrupt(kind, path, at, items=None, **changed):
     """Leave a build unfinished after `at` items of its source."""
     with pytest.raises(ConnectionError, match="upstream is gone"):
         BUILDERS[kind](path, items=cut_off(ITEMS[kind](0) if items is None else items, at), **changed)
 
 
-def files_of(root: Path) -> Tree:
+def files_of(root):
     """Return all that a folder holds, without locks and the counts of runs that gained nothing."""
     return {name: content for name, content in tree_of(root).items() if not name.endswith(("/lock", "/attempts.json"))}
 
 
-def left(path: Path) -> Tree:
+def left(path):
     """Return all files beside a cache, its versions and unfinished builds included."""
     return files_of(path.parent)
 
 
-def uninterrupted(kind: str, folder: Path, **changed: Any) -> Tree:
+def uninterrupted(kind, folder, **changed):
     """Return what a build leaves that is not interrupted."""
     BUILDERS[kind](folder / "whole" / "c", **changed)
     return left(folder / "whole" / "c")
 
 
-def unfinished(path: Path, suffix: str = "") -> Path:
+def unfinished(path, suffix=""):
     """Return the folder of the one unfinished build of a cache; suffix ".journal": the folder of its journal."""
     (entry,) = (entry for entry in versions_dir(path).glob("building-*") if entry.suffix == suffix)
     return entry
 
 
-def checkpoints(path: Path) -> list[dict[str, Any]]:
+def checkpoints(path):
     """Return the checkpoints of an unfinished build."""
     raw = (unfinished(path, ".journal") / "journal.jsonl").read_bytes()
     header, *found = values_of(raw)
@@ -209,13 +205,13 @@ def checkpoints(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def documents_in_journal(path: Path) -> int:
+def documents_in_journal(path):
     """Return how many documents the journal of the one unfinished build has."""
     found = checkpoints(path)
     return int(found[-1]["documents"]) if found else 0
 
 
-def killed_after(kind: str, folder: Path, is_last: Callable[[Operation], bool], **changed: Any) -> Path:
+def killed_after(kind, folder, is_last, **changed):
     """Return the path of a cache whose build was killed after the first operation for which `is_last` is true."""
     (folder / "recorded").mkdir()
     trace = recorded_below(folder / "recorded", lambda: BUILDERS[kind](folder / "recorded" / "c", **changed))
@@ -225,32 +221,32 @@ def killed_after(kind: str, folder: Path, is_last: Callable[[Operation], bool], 
     return folder / "killed" / "c"
 
 
-def journals(part: str) -> Callable[[Operation], bool]:
+def journals(part):
     """Return a condition: the operation writes a line to the journal that holds `part`."""
     return lambda operation: (
         operation[0] == "write" and "journal.jsonl" in operation[1] and part.encode() in operation[3]
     )
 
 
-def line(value: Any) -> bytes:
+def line(value):
     """Return a line of a journal as docs/formats.md has it."""
     text = json.dumps(value, sort_keys=True).encode()
     return b"%08x %s\n" % (zlib.crc32(text), text)
 
 
-def values_of(raw: Any) -> list[Any]:
+def values_of(raw):
     """Return the objects of a journal, the header included; a line without the CRC-32 that it says is none."""
     return [json.loads(text[9:]) for text in raw.splitlines() if text[:9] == b"%08x " % zlib.crc32(text[9:])]
 
 
 @functools.cache
-def unfinished_tree(kind: str, sealed: bool = False) -> tuple[Tree, str, str]:
+def unfinished_tree(kind, sealed=False):
     """Return what an unfinished build left, the name of its journal, and the content sha256 that it would end with.
 
     sealed: it has done everything but its last callback, and the version is committed. Call it with small batches.
     """
 
-    def fail(meta: Any) -> None:
+    def fail(meta):
         raise ConnectionError
 
     with quick_folder() as path:

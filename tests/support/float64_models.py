@@ -4,13 +4,8 @@ A stock Llama in float64 computes its norms and its rotary angles in float32, wh
 in gradients. Its "eager" attention has a float32 softmax too; "sdpa" has not.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("transformers", reason="a Llama to test with needs the extra eagle3")
 
@@ -29,19 +24,19 @@ SIZES = {
 
 
 class _Norm(LlamaRMSNorm):
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(self, hidden_states):
         variance = hidden_states.square().mean(-1, keepdim=True)
         return self.weight * hidden_states * torch.rsqrt(variance + self.variance_epsilon)
 
 
 class _Rotary(LlamaRotaryEmbedding):
-    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x, position_ids):
         angles = position_ids[..., None].to(x.dtype) * self.inv_freq.to(x.dtype)
         both = torch.cat((angles, angles), dim=-1)
         return both.cos(), both.sin()
 
 
-def float64_llama(seed: int = 0, **sizes: Any) -> Any:
+def float64_llama(seed=0, **sizes):
     """Return a LlamaForCausalLM with random weights on "sdpa": 3 layers, 4 query and 2 key heads, 97 ids."""
     config = LlamaConfig(**{**SIZES, "attn_implementation": "sdpa", **sizes})
     torch.manual_seed(seed)

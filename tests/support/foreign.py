@@ -1,19 +1,14 @@
 """What an import finds in a folder of another tool, and the tokens of a cache as an export takes them."""
 
-from __future__ import annotations
-
 import importlib
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from niels_gpt.interop import output
 from niels_gpt.interop.foreign import ForeignFile, ForeignFolder
 from niels_gpt.interop.formats import FORMATS
-from niels_gpt.interop.importing import Imported, ImportOptions, import_folder
+from niels_gpt.interop.importing import ImportOptions, import_folder
 from niels_gpt.interop.token_cache import TokenCache
 
 MANIFEST_NAME = "niels_gpt.json"
@@ -22,7 +17,7 @@ NAMES = tuple(FORMATS)
 WITH_LOSS = tuple(name for name in FORMATS if FORMATS[name].has_loss)
 
 
-def read_folder(folder: Path, name: str, **asked: Any) -> ForeignFolder:
+def read_folder(folder, name, **asked):
     """Look into a folder, and into all that its files yield."""
     found = FORMATS[name].read(folder, **asked)
     for file in found.files:
@@ -32,24 +27,24 @@ def read_folder(folder: Path, name: str, **asked: Any) -> ForeignFolder:
     return found
 
 
-def tokens_of(cache: Path) -> TokenCache:
+def tokens_of(cache):
     """Open a cache as an export does: `.files(split)` with their ids, `.bounds(split)` of documents, `.dtype`."""
     return TokenCache(cache)
 
 
-def import_files(files: list[ForeignFile], out: Path, *, tokenizer: Any, **options: Any) -> Imported:
+def import_files(files, out, *, tokenizer, **options):
     """Import files that are given as arrays, without a folder of another tool."""
     how = {"format": "datatrove", "tokenizer": tokenizer, "options": ImportOptions(**options)}
     return import_folder(out.parent, ForeignFolder(files), out, **how)
 
 
-def foreign_file(name: str, pieces: Callable[[], Iterator[Any]], tokens: int, **more: Any) -> ForeignFile:
+def foreign_file(name, pieces, tokens, **more):
     """A file of train; pieces and ends: functions that give them."""
     return ForeignFile("train", name, tokens, pieces, **more)
 
 
 @contextmanager
-def small_limits(name: str, **limits: int) -> Iterator[None]:
+def small_limits(name, **limits):
     """Let the module of a format have small limits, such as MAX_ROW of hf_rows."""
     module = importlib.import_module(f"niels_gpt.interop.formats.{name}")
     with pytest.MonkeyPatch.context() as patch:
@@ -59,10 +54,10 @@ def small_limits(name: str, **limits: int) -> Iterator[None]:
 
 
 @contextmanager
-def no_chmod() -> Iterator[None]:
+def no_chmod():
     """Let an export be on a disk where it may not change the rights of a file."""
 
-    def refuse(path: Any, mode: int) -> None:
+    def refuse(path, mode):
         raise PermissionError(1, "Operation not permitted", str(path))
 
     with pytest.MonkeyPatch.context() as patch:

@@ -1,13 +1,9 @@
 """Random JSON, random damage to bytes, and how many examples of them a test draws."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -21,7 +17,7 @@ from support.disk import META_NAME
 Files = dict[str, bytes]
 
 
-def fuzz(max_examples: int) -> Any:
+def fuzz(max_examples):
     """The same examples at every run; FUZZ_TIMES=100 for a hundred times as many, others at each run."""
     times = int(os.environ.get("FUZZ_TIMES", "1"))
     quiet = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
@@ -29,7 +25,7 @@ def fuzz(max_examples: int) -> Any:
 
 
 @contextlib.contextmanager
-def written(files: Files, tokenizer: Files | None = None) -> Iterator[Path]:
+def written(files, tokenizer=None):
     """Write the files of a cache, and of a tokenizer beside it, to a folder that lives as long as the block."""
     with tempfile.TemporaryDirectory(prefix="fuzzed-") as name:
         folder = Path(os.path.realpath(name)) / "cache"
@@ -40,12 +36,12 @@ def written(files: Files, tokenizer: Files | None = None) -> Iterator[Path]:
         yield folder
 
 
-def named_files(folder: Path) -> list[Path]:
+def named_files(folder):
     """The files that the meta.json of a folder names, as readers take them. Raises: CacheError for a bad one."""
     return [path_inside(folder, record["name"]) for record in file_records(read_meta(str(folder / META_NAME)))]
 
 
-def counted_for_a_plot(folder: Path) -> None:
+def counted_for_a_plot(folder):
     """Count what `plot` draws of a cache; drawing itself takes too long to be done so often."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(plot, "png", lambda figure, colours: b"")
@@ -72,7 +68,7 @@ JSON = st.recursive(
 
 
 @st.composite
-def damaged(draw: st.DrawFn, content: bytes) -> bytes:
+def damaged(draw, content):
     """Some bytes with bits flipped, pieces inserted, taken out, cut off, swapped or repeated."""
     raw = bytearray(content)
     for _ in range(draw(st.integers(1, 3))):

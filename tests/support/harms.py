@@ -1,17 +1,13 @@
 """What is done to the files and descriptions of caches, and the watch over what meets them then."""
 
-from __future__ import annotations
-
 import io
 import os
 import resource
 import signal
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import numpy as np
 
@@ -27,23 +23,23 @@ Harm = Callable[[Path], object]
 """What is done to a file."""
 
 
-def flip(path: Path, byte: int, bit: int = 0) -> None:
+def flip(path, byte, bit=0):
     """Change one bit of a file; a negative byte is counted from its end."""
     content = bytearray(path.read_bytes())
     content[byte] ^= 1 << bit
     path.write_bytes(content)
 
 
-def cut(size: int) -> Harm:
+def cut(size):
     """Keep the first bytes of a file; a negative number: all but the last ones."""
     return lambda path: path.write_bytes(path.read_bytes()[:size])
 
 
-def _replaced(make: Harm) -> Harm:
+def _replaced(make):
     return lambda path: (path.unlink(), make(path))
 
 
-def _link_out(path: Path) -> None:
+def _link_out(path):
     """Put a link to the same bytes outside of the caches: who follows it finds nothing wrong."""
     outside = outside_of(path)
     outside.mkdir(exist_ok=True)
@@ -51,13 +47,13 @@ def _link_out(path: Path) -> None:
     path.symlink_to(outside / path.name)
 
 
-def outside_of(path: Path) -> Path:
+def outside_of(path):
     """Return a folder beside that of the caches."""
     root = next(parent for parent in path.parents if parent.name == "caches")
     return root.parent / "outside"
 
 
-FILE_HARMS: dict[str, Harm] = {
+FILE_HARMS = {
     "empty": cut(0),
     "one byte": cut(1),
     "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
@@ -77,7 +73,7 @@ FILE_HARMS: dict[str, Harm] = {
 
 
 @contextmanager
-def kept(path: Path) -> Iterator[None]:
+def kept(path):
     """Put a file back as it was, whatever became of it."""
     content, about = path.read_bytes(), path.stat()
     try:
@@ -95,7 +91,7 @@ class Hung(BaseException):
 
 
 @contextmanager
-def watched(*folders: Path) -> Iterator[None]:
+def watched(*folders):
     """Fail where a block hangs, takes too much memory, or changes anything in a folder."""
     before = [listing(folder) for folder in folders]
     limits = resource.getrlimit(resource.RLIMIT_DATA)
@@ -114,11 +110,11 @@ def watched(*folders: Path) -> Iterator[None]:
         assert not changed, f"{folder} was changed: {changed[:5]}"
 
 
-def _hung(number: int, frame: FrameType | None) -> None:
+def _hung(number, frame):
     raise Hung(f"no answer within {HANGS} s")
 
 
-def listing(folder: Path) -> list[tuple[str, int, int, int]]:
+def listing(folder):
     """Return name, kind, size and time of everything below a folder; links are not followed."""
     found = []
     for above, folders, files in os.walk(folder):
@@ -131,15 +127,15 @@ def listing(folder: Path) -> list[tuple[str, int, int, int]]:
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
-def keys(**changed: Any) -> Harm:
+def keys(**changed):
     """Set keys of a version's meta.json, with a CRC-32 that fits."""
     return lambda folder: change_meta(folder, **changed)
 
 
-def number(name: str, at: int, value: float, dtype: str) -> Harm:
+def number(name, at, value, dtype):
     """Write one number into a file of numbers."""
 
-    def write(folder: Path) -> None:
+    def write(folder):
         values = np.fromfile(folder / name, dtype)
         values[at] = value
         values.tofile(folder / name)
@@ -147,10 +143,10 @@ def number(name: str, at: int, value: float, dtype: str) -> Harm:
     return write
 
 
-def entry(name: str, at: int, added: int) -> Harm:
+def entry(name, at, added):
     """Add to one entry of a .npy file."""
 
-    def write(folder: Path) -> None:
+    def write(folder):
         values = np.load(folder / name)
         values[at] += added
         np.save(folder / name, values)
@@ -158,12 +154,12 @@ def entry(name: str, at: int, added: int) -> Harm:
     return write
 
 
-def sealed(harm: Harm, **changed: Any) -> Harm:
+def sealed(harm, **changed):
     """Describe the files as they are after a harm, as a builder with a mistake would; then set keys."""
     return lambda folder: (harm(folder), describe(folder, read_meta(folder) | changed))
 
 
-def npy(shape: str, *, descr: str = "'<i8'", version: bytes = b"\x01\x00", fortran: str = "False") -> bytes:
+def npy(shape, *, descr="'<i8'", version=b"\x01\x00", fortran="False"):
     """Return a .npy file of three offsets whose header says something else."""
     header = f"{{'descr': {descr}, 'fortran_order': {fortran}, 'shape': {shape}, }}".encode()
     width = 2 if version == b"\x01\x00" else 4
@@ -172,13 +168,13 @@ def npy(shape: str, *, descr: str = "'<i8'", version: bytes = b"\x01\x00", fortr
     return start + header + np.array([0, 6, 12], dtype="<i8").tobytes()
 
 
-def saved(values: Any, dtype: str = "<i8") -> bytes:
+def saved(values, dtype="<i8"):
     """Return a .npy file of these values."""
     file = io.BytesIO()
     np.save(file, np.array(values, dtype=dtype))
     return file.getvalue()
 
 
-def file(name: str, content: bytes) -> Harm:
+def file(name, content):
     """Replace the content of a file."""
     return lambda folder: (folder / name).write_bytes(content)

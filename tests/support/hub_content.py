@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import yaml
 
@@ -43,7 +41,7 @@ class Fault:
     reset: bool = False
     """Whether the connection ends with RST instead of FIN."""
 
-    def fits(self, method: str, path: str, *, body: bool) -> bool:
+    def fits(self, method, path, *, body):
         about = self.path in path and self.method in (None, method) and (self.kind not in ("status", "foreign")) == body
         return about and self.times > 0
 
@@ -58,18 +56,18 @@ class Repository:
     private: bool = False
 
 
-def card_data(files: Mapping[str, bytes]) -> dict[str, Any] | None:
+def card_data(files):
     found = re.match(r"---\n(.*?)\n---", files.get("README.md", b"").decode(), re.DOTALL)
     return yaml.safe_load(found[1]) if found else None
 
 
-def git_id(content: bytes) -> str:
+def git_id(content):
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
-def file_entry(path: str, content: bytes) -> dict[str, Any]:
+def file_entry(path, content):
     """Describe a file as the tree does; parquet files, gzip files and weights are LFS files."""
-    entry: dict[str, Any] = {"type": "file", "oid": git_id(content), "size": len(content), "path": path}
+    entry = {"type": "file", "oid": git_id(content), "size": len(content), "path": path}
     if path.endswith((".parquet", ".gz", ".safetensors", ".bin")):
         entry["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
     return entry

@@ -5,14 +5,10 @@ that script it serves the functions below: `read_*` return what the library's pu
 let the library write documents. Nothing of niels_gpt is imported there.
 """
 
-from __future__ import annotations
-
 import os
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -29,7 +25,7 @@ FOLDERS = {
 
 
 @contextmanager
-def library(name: str) -> Iterator[Tool]:
+def library(name):
     """Run a library; skips the test where NIELS_GPT_PEERS is not set. Raises: AssertionError for a missing folder."""
     import pytest
 
@@ -43,13 +39,13 @@ def library(name: str) -> Iterator[Tool]:
     tool.close()
 
 
-def _seen(ids: Any, ends: Any = None, **more: Any) -> dict[str, Any]:
+def _seen(ids, ends=None, **more):
     """Return the ids of one file, or of all, as int64, and where documents end in them."""
     numbers = np.concatenate([np.asarray(part, dtype=np.int64) for part in ids]) if len(ids) else np.zeros(0, np.int64)
     return {"ids": numbers, "ends": None if ends is None else [int(end) for end in ends], **more}
 
 
-def read_megatron(prefixes: list[str]) -> list[dict[str, Any]]:
+def read_megatron(prefixes):
     """Return the documents of each pair of .bin and .idx, each sequence by `get`."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
@@ -62,7 +58,7 @@ def read_megatron(prefixes: list[str]) -> list[dict[str, Any]]:
     return found
 
 
-def write_megatron(prefix: str, documents: list[list[int]], dtype: str) -> None:
+def write_megatron(prefix, documents, dtype):
     """Write documents of one sequence each, as Megatron-LM's preprocess_data.py does."""
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
@@ -73,7 +69,7 @@ def write_megatron(prefix: str, documents: list[list[int]], dtype: str) -> None:
     builder.finalize(f"{prefix}.idx")
 
 
-def read_litdata(folder: str, block: int) -> dict[str, Any]:
+def read_litdata(folder, block):
     """Return the blocks of a StreamingDataset, and the ends of the items by the offsets in its chunks."""
     from litdata import StreamingDataset
     from litdata.streaming.item_loader import TokensLoader
@@ -89,7 +85,7 @@ def read_litdata(folder: str, block: int) -> dict[str, Any]:
     return _seen(blocks, None, items=items, tokens=tokens, dtype=str(blocks[0].dtype))
 
 
-def write_litdata(folder: str, documents: list[list[int]], dtype: str, chunk_bytes: int) -> None:
+def write_litdata(folder, documents, dtype, chunk_bytes):
     """Write documents as items by `optimize`, each chunk as full as it may be."""
     import torch
     from litdata import optimize
@@ -109,7 +105,7 @@ def write_litdata(folder: str, documents: list[list[int]], dtype: str, chunk_byt
     )
 
 
-def read_datatrove(folder: str, window: int, width: int) -> dict[str, Any]:
+def read_datatrove(folder, window, width):
     """Return the windows of a DatatroveFolderDataset, and the positions in documents that it gives beside them."""
     from datatrove.utils.dataset import DatatroveFolderDataset
 
@@ -119,9 +115,7 @@ def read_datatrove(folder: str, window: int, width: int) -> dict[str, Any]:
     return _seen([row["input_ids"] for row in rows], None, positions=positions.tolist())
 
 
-def write_datatrove(
-    folder: str, name: str, documents: list[list[int]], width: int, loss: list[list[bool]] | None, tokenizer: str
-) -> None:
+def write_datatrove(folder, name, documents, width, loss, tokenizer):
     """Write a .ds file with its index and metadata by the class that datatrove's DocumentTokenizer uses."""
     from datatrove.pipeline.tokens.tokenizer import TokenizedFile
 
@@ -138,9 +132,7 @@ def write_datatrove(
     file.close()
 
 
-def read_olmo(
-    paths: list[str], masks: list[str] | None, length: int, dtype: str, eos: int, vocab_size: int
-) -> dict[str, Any]:
+def read_olmo(paths, masks, length, dtype, eos, vocab_size):
     """Return the instances of a NumpyFSLDataset with their label masks, and the documents of each file."""
     from olmo_core.data import NumpyFSLDataset
     from olmo_core.data.utils import iter_document_indices
@@ -161,7 +153,7 @@ def read_olmo(
     return _seen([row["input_ids"] for row in rows], None, labels=labels, documents=documents, by_id=by_id)
 
 
-def write_olmo(path: str, documents: list[list[int]], dtype: str, eos: int, mask: list[bool] | None) -> None:
+def write_olmo(path, documents, dtype, eos, mask):
     """Write a token file, its label mask and its document indices by OLMo-core's own functions."""
     from olmo_core.data.utils import write_array_to_disk, write_document_indices
 
@@ -173,7 +165,7 @@ def write_olmo(path: str, documents: list[list[int]], dtype: str, eos: int, mask
         write_array_to_disk(np.array(mask, dtype=np.bool_), beside)
 
 
-def read_hf(folder: str, split: str) -> list[dict[str, Any]]:
+def read_hf(folder, split):
     """Return the rows of a folder of parquet files as `datasets` finds them, and as torch takes them."""
     import datasets
 
@@ -183,7 +175,7 @@ def read_hf(folder: str, split: str) -> list[dict[str, Any]]:
     return list(rows)
 
 
-def write_hf(folder: str, name: str, documents: list[list[int]], labels: list[list[int]] | None, dtype: str) -> None:
+def write_hf(folder, name, documents, labels, dtype):
     """Write a tokenized dataset as one parquet file."""
     import datasets
 

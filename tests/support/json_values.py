@@ -1,7 +1,5 @@
 """Any JSON, with the values that a parser of journals and meta.json must not trust."""
 
-from __future__ import annotations
-
 import hashlib
 
 from hypothesis import strategies as st

@@ -8,8 +8,6 @@ that encode. A process of its own polls the public paths all the while, and must
 only. Prints a line of JSON; the exit status is 1 if anything was not as it must be.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing
@@ -20,11 +18,8 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -41,7 +36,7 @@ from support.small_builds import BUILDERS, ITEMS, whole_version
 
 COUNT = 2_000
 """Items of a source: a build of them takes some tenths of a second."""
-SETTINGS: dict[str, dict[str, Any]] = {
+SETTINGS = {
     "pretrain": {"max_train_tokens": 12_500, "max_val_tokens": 1_500, "shard_bytes": 4_000, "shuffle_buffer": 100},
     "sft": {},
     "templated": {},
@@ -53,10 +48,10 @@ MOST_TRIES = 100
 class Stages(list[Operation]):
     """A record that is not kept: a pipe is told when the build has gone that far."""
 
-    def __init__(self, pipe: int) -> None:
+    def __init__(self, pipe):
         self._pipe, self._told = pipe, 0
 
-    def append(self, operation: Operation) -> None:
+    def append(self, operation):
         stage = 1 if operation[0] == "create" and "index_" in operation[1] else self._told
         stage = 2 if operation[0] == "rename" and operation[2].endswith("meta.json") else stage
         if stage > self._told:
@@ -64,7 +59,7 @@ class Stages(list[Operation]):
             os.write(self._pipe, b"%d" % stage)
 
 
-def child(work: Callable[[], Any], pipe: int) -> int:
+def child(work, pipe):
     """Do some work in a forked process; returns its pid."""
     pid = os.fork()
     if pid:
@@ -79,7 +74,7 @@ def child(work: Callable[[], Any], pipe: int) -> int:
     os._exit(status)
 
 
-def killed(pid: int, pipe: int, stage: int, seconds: float) -> bool:
+def killed(pid, pipe, stage, seconds):
     """Kill a process some time after it has told of a stage (0: after its start); returns whether it had not ended."""
     while stage:
         told = os.read(pipe, 1)
@@ -91,7 +86,7 @@ def killed(pid: int, pipe: int, stage: int, seconds: float) -> bool:
     return not ended(pid)
 
 
-def ended(pid: int) -> bool:
+def ended(pid):
     """Wait for a process; returns whether it has ended well, which it must have unless it was killed."""
     status = os.waitpid(pid, 0)[1]
     if status and not (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL):
@@ -99,7 +94,7 @@ def ended(pid: int) -> bool:
     return status == 0
 
 
-def attempt(work: Callable[[], Any], stage: int | None, seconds: float) -> bool:
+def attempt(work, stage, seconds):
     """Run a build in a process that is killed, unless `stage` is None; returns whether it was."""
     read, write = os.pipe()
     pid = child(work, write)
@@ -109,9 +104,7 @@ def attempt(work: Callable[[], Any], stage: int | None, seconds: float) -> bool:
     return was_killed
 
 
-def finish_killed(
-    work: Callable[[], Any], duration: float, chance: random.Random, most: int, where: Counter[str], public: Path
-) -> int:
+def finish_killed(work, duration, chance, most, where, public):
     """Kill a build again and again, `most` times at most, until it ends by itself; returns the number of kills."""
     kills = 0
     while True:
@@ -122,7 +115,7 @@ def finish_killed(
         where[left_by(public)] += 1
 
 
-def left_by(public: Path) -> str:
+def left_by(public):
     """Tell how far a killed build had come, by what it left."""
     folder = versions_dir(public)
     entries = {entry.name: entry for entry in folder.iterdir()} if folder.is_dir() else {}
@@ -138,7 +131,7 @@ def left_by(public: Path) -> str:
 # --- the reader -------------------------------------------------------------------------------------------------------
 
 
-def look(kind: str, public: Path, generator: torch.Generator) -> str | None:
+def look(kind, public, generator):
     """Open a cache, read a batch or group and hash all files; returns its content sha256, None where there is none."""
     if not os.path.lexists(public):
         return None
@@ -153,11 +146,11 @@ def look(kind: str, public: Path, generator: torch.Generator) -> str | None:
     return whole_version(public)
 
 
-def poll(publics: dict[str, Path], connection: Connection) -> None:
+def poll(publics, connection):
     """Look at the caches until told to stop; report which versions were seen, how often, and what was wrong."""
     generator = torch.Generator().manual_seed(0)
-    seen: dict[str, Counter[str]] = {kind: Counter() for kind in publics}
-    wrong: list[str] = []
+    seen = {kind: Counter() for kind in publics}
+    wrong = []
     told = False
     while not told:
         told = connection.poll()  # asked before: the last round sees the last versions
@@ -174,7 +167,7 @@ def poll(publics: dict[str, Path], connection: Connection) -> None:
 # --- the two programs -------------------------------------------------------------------------------------------------
 
 
-def kill_builds(folder: Path, kills: int, seed: int) -> dict[str, Any]:
+def kill_builds(folder, kills, seed):
     """Kill builds until there were so many kills; returns what came out."""
     chance = random.Random(seed)
     publics = {kind: folder / "killed" / kind for kind in BUILDERS}
@@ -184,7 +177,7 @@ def kill_builds(folder: Path, kills: int, seed: int) -> dict[str, Any]:
     reader.start()
     theirs.close()
     done, where, different = Counter[str](), Counter[str](), list[str]()
-    made: dict[str, list[str]] = {kind: [] for kind in BUILDERS}
+    made = {kind: [] for kind in BUILDERS}
     while sum(done.values()) < kills:
         number = sum(map(len, made.values()))
         kind = sorted(BUILDERS)[number % len(BUILDERS)]
@@ -211,7 +204,7 @@ def kill_builds(folder: Path, kills: int, seed: int) -> dict[str, Any]:
     }
 
 
-def differences(whole: Path, public: Path, made: list[str]) -> list[str]:
+def differences(whole, public, made):
     """Return the files of a version that are not as they must be, and what a build left beside its versions."""
     right, found = tree_of(whole.resolve()), tree_of(public.resolve())
     wrong = [name for name in sorted({*right, *found}) if name not in right or right[name] != found.get(name)]
@@ -219,12 +212,12 @@ def differences(whole: Path, public: Path, made: list[str]) -> list[str]:
     return wrong + sorted(entry.name for entry in versions_dir(public).iterdir() if entry.name not in known)
 
 
-def thirds(folder: Path, model: Path) -> dict[str, Any]:
+def thirds(folder, model):
     """Kill builds again and again at a third of the time that they need; returns how many tries each took."""
     source.BATCH_ITEMS = 256
     tokenizer = load_tokenizer(model)
     unbounded = {"max_train_tokens": None, "max_val_tokens": None, "shuffle_buffer": 100, "shard_bytes": 1 << 30}
-    builds: dict[str, Callable[[Path], Any]] = {
+    builds = {
         "pretrain": partial(
             BUILDERS["pretrain"],
             items=[("train", " ".join([text] * 50), name) for _, text, name in ITEMS["pretrain"](0, 20_000)],
@@ -232,7 +225,7 @@ def thirds(folder: Path, model: Path) -> dict[str, Any]:
         ),
         "sft": partial(BUILDERS["sft"], items=[(name, chat * 25) for name, chat in ITEMS["sft"](0, 5_000)]),
     }
-    found: dict[str, Any] = {"equal": True}
+    found = {"equal": True}
     for kind, build in builds.items():
         work = partial(build, tokenizer=tokenizer, checkpoint_seconds=CHECKPOINT_SECONDS)
         started = time.monotonic()
@@ -247,7 +240,7 @@ def thirds(folder: Path, model: Path) -> dict[str, Any]:
     return found
 
 
-def main() -> int:
+def main():
     """Run one of the two."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)

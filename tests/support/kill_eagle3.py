@@ -8,8 +8,6 @@ a fresh process, whose workers are spawned. A run is resumed until it ends by it
 the lock must be as a run that was left alone makes it. Prints a line of JSON; the exit status is 1 if anything differs.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json
@@ -23,7 +21,6 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -39,7 +36,7 @@ Start = Callable[[Path, int], int]
 """Starts a run into a folder with so many workers, in a process group of its own; returns its pid."""
 
 
-def forked(folder: Path, workers: int, *, seed: int) -> int:
+def forked(folder, workers, *, seed):
     pid = os.fork()
     if pid:
         with contextlib.suppress(ProcessLookupError):  # it has ended
@@ -58,7 +55,7 @@ def forked(folder: Path, workers: int, *, seed: int) -> int:
     os._exit(status)
 
 
-def commanded(folder: Path, workers: int, *, target: Path, chats: Path, form: list[str]) -> int:
+def commanded(folder, workers, *, target, chats, form):
     program = [sys.executable, "-m", "niels_gpt.eagle3.precompute", "--target-model", str(target), "--resume"]
     program += ["--input-data", str(chats), "--output-dir", str(folder), "--workers", str(workers)]
     program += ["--seq-length", "64", "--threads", "1", *form]
@@ -66,7 +63,7 @@ def commanded(folder: Path, workers: int, *, target: Path, chats: Path, form: li
     return os.posix_spawn(sys.executable, program, os.environ, file_actions=quiet, setpgroup=0)
 
 
-def ended(pid: int) -> bool:
+def ended(pid):
     """Wait for a process; returns whether it has ended well, which it must have unless it was killed."""
     status = os.waitpid(pid, 0)[1]
     if status and not (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL):
@@ -74,14 +71,14 @@ def ended(pid: int) -> bool:
     return status == 0
 
 
-def killed(pid: int, seconds: float, *, group: bool) -> bool:
+def killed(pid, seconds, *, group):
     """Kill a run after some time, with its workers or without; returns whether it had not ended."""
     time.sleep(seconds)
     (os.killpg if group else os.kill)(pid, signal.SIGKILL)
     return not ended(pid)
 
 
-def left_by(folder: Path) -> str:
+def left_by(folder):
     """Tell how far a killed run had come, by what it left."""
     if not (folder / "sidecar" / "plan.json").exists():
         return "before the plan"
@@ -91,7 +88,7 @@ def left_by(folder: Path) -> str:
     return "with some shards" if receipts else "before the first shard"
 
 
-def kill_runs(folder: Path, kills: int, chance: random.Random, starts: Callable[[int], Start]) -> dict[str, Any]:
+def kill_runs(folder, kills, chance, starts):
     """Kill runs until there were so many kills; returns what came out."""
     where, counts, different, number = Counter[str](), Counter[int](), list[str](), 0
     while where.total() < kills:
@@ -119,7 +116,7 @@ def kill_runs(folder: Path, kills: int, chance: random.Random, starts: Callable[
     return {"kills": where.total(), "where": where, "workers": counts, "runs": number, "different": different}
 
 
-def command(folder: Path) -> Callable[[int], Start]:
+def command(folder):
     """Return what starts the real command, on a small target and chats that are written here."""
     texts = [f"Page {page}. The heron walks to the river and finds {page * 3} apples." for page in range(80)]
     model = write_tokenizer(
@@ -135,7 +132,7 @@ def command(folder: Path) -> Callable[[int], Start]:
     return lambda number: partial(commanded, target=target, chats=chats, form=forms[number % 3].split())
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kills", type=int, default=50)

@@ -52,25 +52,25 @@ class Kind:
     """Beginnings of the names of files that `read` leaves alone."""
 
     @property
-    def is_eagle3(self) -> bool:
+    def is_eagle3(self):
         """Whether it is a cache of a target's outputs."""
         return self.place.startswith("eagle3/") and self.place != "eagle3/draft_vocab"
 
 
-def fresh(kind: str, folder: Path) -> Path:
+def fresh(kind, folder):
     """Return the public folder of a good cache, of which a test may do what it likes. folder: does not exist yet."""
     put(KINDS[kind].make(), folder)
     return folder / KINDS[kind].place
 
 
-def files_of(cache: Path) -> list[str]:
+def files_of(cache):
     """Return the names of the files of a cache that hold something, its meta.json among them."""
     version = cache.resolve()
     every = (path for path in version.rglob("*") if path.is_file() and path.stat().st_size)
     return sorted(path.relative_to(version).as_posix() for path in every)
 
 
-def judged(cache: Path, *, deep: bool = False) -> list[str]:
+def judged(cache, *, deep=False):
     """Return what `niels-gpt verify` says of a cache: "FILE: PROBLEM" each."""
     done = niels_gpt("verify", cache, "--json", *(["--deep"] if deep else []))
     found = [damage for damages in done.json.values() for damage in damages]
@@ -78,11 +78,11 @@ def judged(cache: Path, *, deep: bool = False) -> list[str]:
     return [f"{damage['file']}: {damage['problem']}".removeprefix(": ") for damage in found]
 
 
-def calls(kind: str) -> dict[str, Call]:
+def calls(kind):
     """Return what meets a cache of a kind and changes nothing, by name."""
     about = KINDS[kind]
     command = ("eagle3",) if about.is_eagle3 else ()
-    found: dict[str, Call] = {
+    found = {
         "read": functools.partial(_read, about.read),
         "verify": lambda cache: niels_gpt("verify", cache),
         "verify --deep": lambda cache: niels_gpt("verify", cache, "--deep"),
@@ -97,10 +97,10 @@ def calls(kind: str) -> dict[str, Call]:
     return found
 
 
-def writers(kind: str) -> dict[str, Call]:
+def writers(kind):
     """Return what meets a cache of a kind and may write, beside it or in the folder of the caches."""
     about = KINDS[kind]
-    found: dict[str, Call] = {
+    found = {
         "gc": lambda cache: niels_gpt("gc", above(cache, kind)),
         "again": about.again,
     }
@@ -113,18 +113,18 @@ def writers(kind: str) -> dict[str, Call]:
     return found
 
 
-def above(cache: Path, kind: str) -> Path:
+def above(cache, kind):
     """Return the folder of the caches, by a cache's public folder."""
     return cache.parents[KINDS[kind].place.count("/")]
 
 
-def _beside() -> Path:
+def _beside():
     """Return a folder that does not exist, not among the caches."""
     return Path(tempfile.mkdtemp(dir=_session())) / "out"
 
 
 @functools.cache
-def _session() -> Path:
+def _session():
     """Return a folder in memory until this process ends; it has what the caches are built from."""
     shm = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="kinds-", dir=shm if shm.is_dir() else None))
@@ -141,12 +141,12 @@ def _session() -> Path:
     return folder
 
 
-def _completion(*ids: int) -> dict[str, Any]:
+def _completion(*ids):
     return {"ids": ids, "logprobs": [-0.5] * len(ids), "advantage": 0.5, "reward": 1.0}
 
 
 @functools.cache
-def _other(kind: str) -> Path:
+def _other(kind):
     """Return a good cache of a kind that nobody changes."""
     return fresh(kind, _session() / f"other {kind}")
 
@@ -154,10 +154,10 @@ def _other(kind: str) -> Path:
 # --- how they are made ------------------------------------------------------------------------------------------------
 
 
-def _built(key: str) -> Call:
+def _built(key):
     """Return what builds one of the caches that the command `build` makes, in the folder that a cache lies in."""
 
-    def build(cache: Path) -> Done:
+    def build(cache):
         name, raw = key.partition("/")[2], _session() / "raw"
         given = {
             "notes": ["--pretrain", f"notes={raw}/*.txt"],
@@ -177,7 +177,7 @@ def _built(key: str) -> Call:
 
 
 @functools.cache
-def _target() -> None:
+def _target():
     """Write the target whose draft has a vocabulary, with the tokenizer of another cache."""
     from niels_gpt.eagle3.target import write_small_target
 
@@ -186,7 +186,7 @@ def _target() -> None:
 
 
 @functools.cache
-def _tree(key: str) -> Tree:
+def _tree(key):
     if key == "eagle3/draft_vocab":
         _target()
     folder = _session() / f"made {key.replace('/', ' ')}"
@@ -196,14 +196,14 @@ def _tree(key: str) -> Tree:
 
 
 @functools.cache
-def _eagle3_tree(form: str) -> Tree:
+def _eagle3_tree(form):
     folder = _session() / f"made {form}"
     assert _eagle3_again(form)(folder / "eagle3" / form).status == 0
     return tree_of(folder)
 
 
-def _eagle3_again(form: str) -> Call:
-    def build(cache: Path) -> Done:
+def _eagle3_again(form):
+    def build(cache):
         from support import eagle3_runs
 
         samples, changed = eagle3_runs.samples_of(), getattr(eagle3_runs, form.upper(), {})
@@ -217,8 +217,8 @@ def _eagle3_again(form: str) -> Call:
 # --- how they are read ------------------------------------------------------------------------------------------------
 
 
-def _read(read: Callable[[Path], Iterator[Any]], cache: Path) -> Done:
-    def digest() -> list[str]:
+def _read(read, cache):
+    def digest():
         found = hashlib.sha256()
         for value in read(cache):
             _feed(found, value)
@@ -227,7 +227,7 @@ def _read(read: Callable[[Path], Iterator[Any]], cache: Path) -> Done:
     return _done(digest)
 
 
-def _feed(digest: Any, value: Any) -> None:
+def _feed(digest, value):
     """Add every byte of a value, of its tensors and arrays too: their text has the first and last numbers alone."""
     if isinstance(value, dict | list | tuple):
         for each in value.items() if isinstance(value, dict) else value:
@@ -242,7 +242,7 @@ def _feed(digest: Any, value: Any) -> None:
         digest.update(value if isinstance(value, bytes) else repr(getattr(value, "tolist", lambda: value)()).encode())
 
 
-def _done(call: Callable[[], list[Any]], *, errors: tuple[type[Exception], ...] = (FileNotFoundError,)) -> Done:
+def _done(call, *, errors=(FileNotFoundError,)):
     """Call what is no command, and return what a command would have done with its errors. errors: beside ValueError,
     which CacheError is."""
     try:
@@ -251,7 +251,7 @@ def _done(call: Callable[[], list[Any]], *, errors: tuple[type[Exception], ...] 
         return Done(1, "", f"error[{code_of(error)}]: {error}")
 
 
-def _pretrain(cache: Path) -> Iterator[Any]:
+def _pretrain(cache):
     import torch
 
     for split in ("train", "val"):
@@ -261,7 +261,7 @@ def _pretrain(cache: Path) -> Iterator[Any]:
         yield from iter_eval(cache / split, B=8, T=8)
 
 
-def _sft(cache: Path) -> Iterator[Any]:
+def _sft(cache):
     for split in ("train", "val"):
         files = [cache / f"{split}_{name}" for name in ("tokens.bin", "idx.npy")]
         for io in ("mmap", "pread"):
@@ -269,7 +269,7 @@ def _sft(cache: Path) -> Iterator[Any]:
             yield from (data.example(number) for number in range(len(data)))
 
 
-def _rollouts(cache: Path) -> Iterator[Any]:
+def _rollouts(cache):
     from niels_gpt.prefix_tree.rollouts.reader import RolloutDataset
 
     for split in ("train", "val"):
@@ -278,7 +278,7 @@ def _rollouts(cache: Path) -> Iterator[Any]:
             yield data.group(number), data.forest(number).stats()
 
 
-def _eagle3(cache: Path) -> Iterator[Any]:
+def _eagle3(cache):
     from niels_gpt.eagle3.cache import CachedEagle3Dataset
     from niels_gpt.eagle3.native import NativeEagle3Dataset
 
@@ -286,11 +286,11 @@ def _eagle3(cache: Path) -> Iterator[Any]:
     yield from (data[number] for number in range(len(data)))
 
 
-def _tokenizer(cache: Path) -> Iterator[Any]:
+def _tokenizer(cache):
     yield load_tokenizer(cache).encode(TEXTS[0])
 
 
-def _draft_vocab(cache: Path) -> Iterator[Any]:
+def _draft_vocab(cache):
     from niels_gpt.eagle3.vocab import load_token_mapping
 
     yield load_token_mapping(cache, target_vocab_size=295, draft_vocab_size=None)
@@ -299,12 +299,12 @@ def _draft_vocab(cache: Path) -> Iterator[Any]:
 # --- the list ---------------------------------------------------------------------------------------------------------
 
 
-def _token_cache(key: str, read: Callable[[Path], Iterator[Any]], **more: Any) -> Kind:
+def _token_cache(key, read, **more):
     looks = ("stats", "show", "locate train 20", "diff")
     return Kind(key, functools.partial(_tree, key), read, _built(key), **{"looks": looks, **more})
 
 
-def _of_eagle3(form: str, export: str = "") -> Kind:
+def _of_eagle3(form, export=""):
     return Kind(
         f"eagle3/{form}",
         functools.partial(_eagle3_tree, form),
@@ -316,7 +316,7 @@ def _of_eagle3(form: str, export: str = "") -> Kind:
     )
 
 
-KINDS: dict[str, Kind] = {
+KINDS = {
     "pretrain": _token_cache("pretrain/notes", _pretrain, export="megatron", not_read=("index/",)),
     "sft": _token_cache("sft/chats", _sft, export="hf", not_read=("index/",)),
     "sft with bits": _token_cache("sft/marked", _sft, export="hf", not_read=("index/",)),

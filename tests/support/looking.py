@@ -1,10 +1,6 @@
 """What looks into caches: in blocks of other sizes, at documents of any length, and which checks there are."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,7 +21,7 @@ _BLOCKS = {
 
 
 @contextmanager
-def blocks_of(**sizes: int) -> Iterator[None]:
+def blocks_of(**sizes):
     """Let files be read, tokens counted and documents encoded in blocks of these sizes."""
     with pytest.MonkeyPatch.context() as patch:
         for name, size in sizes.items():
@@ -34,7 +30,7 @@ def blocks_of(**sizes: int) -> Iterator[None]:
 
 
 @contextmanager
-def pretended(path: Path, kind: str, **lengths: np.ndarray) -> Iterator[Path]:
+def pretended(path, kind, **lengths):
     """Let `path` be a cache whose documents have these lengths in a picture of it, three quarters of each with loss."""
     path.mkdir(exist_ok=True)
     write_meta(path, {"kind": kind, "built": True})
@@ -45,15 +41,15 @@ def pretended(path: Path, kind: str, **lengths: np.ndarray) -> Iterator[Path]:
 
 
 @contextmanager
-def notices() -> Iterator[list[str]]:
+def notices():
     """The texts of pictures that show nothing else."""
-    said: list[str] = []
+    said = []
     notice = plot._notice
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plot, "_notice", lambda text: said.append(text) or notice(text))
         yield said
 
 
-def checks_of(kind: str, *, blocking: bool = False) -> list[str]:
+def checks_of(kind, *, blocking=False):
     """The names of the checks of a kind of caches; blocking: of those that fail a build."""
     return [check.name for check in CHECKS[kind] if check.blocking or not blocking]

@@ -18,8 +18,6 @@ Faults happen in the order in which they were added; the first that fits a reque
 wait for an answer with a body: not for a redirect or HEAD.
 """
 
-from __future__ import annotations
-
 import base64
 import gzip
 import hashlib
@@ -28,10 +26,7 @@ import re
 import socket
 import struct
 import threading
-from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from support.hub_content import Fault, Repository, Request, card_data, file_entry, git_id
@@ -48,29 +43,29 @@ class LoopbackHub:
     any range, as from some CDNs.
     """
 
-    def __init__(self, *, port: int = 0, cdn_over: int | None = 20_000) -> None:
-        self.repositories: dict[str, Repository] = {}
-        self.requests: list[Request] = []
-        self.faults: list[Fault] = []
+    def __init__(self, *, port=0, cdn_over=20_000):
+        self.repositories = {}
+        self.requests = []
+        self.faults = []
         self.cdn_over = cdn_over
         self.compressing = False
-        self.unfinished: list[str] = []
+        self.unfinished = []
         self.closing = threading.Event()
         self.lock = threading.Lock()
-        self.created: dict[str, dict[str, Any]] = {}
+        self.created = {}
         """What was asked for each repository that a client made."""
-        self.uploaded: dict[str, bytes] = {}
+        self.uploaded = {}
         """LFS objects by their sha256."""
         self._port = port
 
-    def __enter__(self) -> LoopbackHub:
+    def __enter__(self):
         self._server = _Server(("127.0.0.1", self._port), self)
         self._port = self._server.server_port
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self.closing.set()
         self._server.shutdown()
         self._thread.join()
@@ -78,19 +73,19 @@ class LoopbackHub:
         self._server.server_close()
 
     @property
-    def endpoint(self) -> str:
+    def endpoint(self):
         """The value for HF_ENDPOINT."""
         return f"http://127.0.0.1:{self._port}"
 
     def add(
         self,
-        repository_id: str,
-        files: Mapping[str, bytes],
+        repository_id,
+        files,
         *,
-        ref: str = "main",
-        gated: bool = False,
-        private: bool = False,
-    ) -> str:
+        ref="main",
+        gated=False,
+        private=False,
+    ):
         """Commit `files` (path -> bytes), let `ref` point there, and return the sha."""
         total = hashlib.sha1(repository_id.encode())
         for path, content in sorted(files.items()):
@@ -101,9 +96,7 @@ class LoopbackHub:
         repository.gated, repository.private = gated, private
         return total.hexdigest()
 
-    def add_model(
-        self, model_id: str, folder: Path, *, ref: str = "main", gated: bool = False, private: bool = False
-    ) -> str:
+    def add_model(self, model_id, folder, *, ref="main", gated=False, private=False):
         """Commit the files of a folder as a model, let `ref` point there, and return the sha."""
         paths = (path for path in folder.rglob("*") if path.is_file())
         files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
@@ -111,49 +104,47 @@ class LoopbackHub:
 
     def fail(
         self,
-        path: str = "",
+        path="",
         *,
-        status: int = 503,
-        retry_after: int | str | None = None,
-        rate_limit: str | None = None,
-        method: str | None = None,
-        times: float = 1,
-        passing: int = 0,
-    ) -> Fault:
+        status=503,
+        retry_after=None,
+        rate_limit=None,
+        method=None,
+        times=1,
+        passing=0,
+    ):
         """Answer with a status and {"error": ...}; times=math.inf for good."""
         said = {"Retry-After": retry_after, "RateLimit": rate_limit}
         headers = {name: str(value) for name, value in said.items() if value is not None}
         return self._order(Fault("status", path, method, times=times, passing=passing, status=status, headers=headers))
 
-    def foreign(self, path: str = "", *, times: float = 1, passing: int = 0) -> Fault:
+    def foreign(self, path="", *, times=1, passing=0):
         """Answer with 200 and a web page of somebody else, as a login page or a captive portal does."""
         return self._order(Fault("foreign", path, times=times, passing=passing))
 
-    def cut(self, path: str = "", *, after: int, times: float = 1, passing: int = 0, reset: bool = False) -> Fault:
+    def cut(self, path="", *, after, times=1, passing=0, reset=False):
         """End the connection after so many bytes of the body; a shorter body stays whole."""
         return self._order(Fault("cut", path, "GET", times=times, passing=passing, after=after, reset=reset))
 
-    def stall(self, path: str = "", *, seconds: float, after: int = 0, times: float = 1, passing: int = 0) -> Fault:
+    def stall(self, path="", *, seconds, after=0, times=1, passing=0):
         """Send nothing for a while after so many bytes of the body."""
         return self._order(Fault("stall", path, "GET", times=times, passing=passing, after=after, seconds=seconds))
 
-    def end_early(
-        self, path: str = "", *, after: int, chunked: bool = False, times: float = 1, passing: int = 0
-    ) -> Fault:
+    def end_early(self, path="", *, after, chunked=False, times=1, passing=0):
         """Answer without Content-Length and end after so many bytes; `chunked` ends with a proper last chunk."""
         kind = "chunked" if chunked else "unsized"
         return self._order(Fault(kind, path, "GET", times=times, passing=passing, after=after))
 
-    def ignore_range(self, path: str = "", *, times: float = 1, passing: int = 0) -> Fault:
+    def ignore_range(self, path="", *, times=1, passing=0):
         """Answer a request for a range with 200 and the whole file, as some proxies do."""
         return self._order(Fault("whole", path, "GET", times=times, passing=passing))
 
-    def asked(self, path: str = "", *, method: str | None = None) -> list[Request]:
+    def asked(self, path="", *, method=None):
         """Return the requests so far whose path has `path` in it."""
         with self.lock:
             return [one for one in self.requests if path in one.path and method in (None, one.method)]
 
-    def left_early(self, path: str) -> bool:
+    def left_early(self, path):
         """Tell whether somebody closed the connection before he had an answer's whole body; waits 5 s at most."""
         for _ in range(500):
             if any(path in one for one in self.unfinished):
@@ -161,12 +152,12 @@ class LoopbackHub:
             self.closing.wait(0.01)
         return False
 
-    def _order(self, fault: Fault) -> Fault:
+    def _order(self, fault):
         with self.lock:
             self.faults.append(fault)
         return fault
 
-    def spend(self, method: str, path: str, *, body: bool) -> Fault | None:
+    def spend(self, method, path, *, body):
         """Return the fault for a request or for its answer's body, if there is one, and count it."""
         with self.lock:
             fault = next((one for one in self.faults if one.fits(method, path, body=body)), None)
@@ -183,17 +174,17 @@ class _Server(ThreadingHTTPServer):
     allow_reuse_address = True
     request_queue_size = 64
 
-    def __init__(self, address: tuple[str, int], hub: LoopbackHub) -> None:
+    def __init__(self, address, hub):
         self.hub = hub
-        self.open_sockets: set[socket.socket] = set()
-        self.resetting: set[socket.socket] = set()
+        self.open_sockets = set()
+        self.resetting = set()
         super().__init__(address, _Handler)
 
-    def process_request(self, request: Any, client_address: Any) -> None:
+    def process_request(self, request, client_address):
         self.open_sockets.add(request)
         super().process_request(request, client_address)
 
-    def shutdown_request(self, request: Any) -> None:
+    def shutdown_request(self, request):
         self.open_sockets.discard(request)
         if request in self.resetting:
             self.resetting.discard(request)
@@ -201,25 +192,24 @@ class _Server(ThreadingHTTPServer):
         else:
             super().shutdown_request(request)
 
-    def end_connections(self) -> None:
+    def end_connections(self):
         for one in list(self.open_sockets):
             try:
                 one.shutdown(socket.SHUT_RDWR)
             except OSError:
                 continue  # gone by itself
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request, client_address):
         return  # a client that went away, which tests of broken connections want
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # else each body waits 40 ms for the acknowledgement of its headers
-    server: _Server
 
-    def log_message(self, format: str, *args: Any) -> None: ...
+    def log_message(self, format, *args): ...
 
-    def _read_body(self) -> bytes:
+    def _read_body(self):
         if self.headers.get("Transfer-Encoding") != "chunked":
             return self.rfile.read(int(self.headers.get("Content-Length") or 0))
         body = b""
@@ -229,12 +219,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile.readline()
         return body
 
-    def _answer(self) -> None:
+    def _answer(self):
         address = urlsplit(self.path)
         path = unquote(address.path)
         self.body = self._read_body()
         form = parse_qs(self.body.decode(errors="replace"))
-        self.fault: Fault | None = None
+        self.fault = None
         self.asked = path
         if fault := self.server.hub.spend(self.command, path, body=False):
             if fault.kind == "foreign":
@@ -251,7 +241,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_GET = do_HEAD = do_POST = do_PUT = _answer
 
-    def _repository(self, repository_id: str, revision: str) -> tuple[Repository, str] | None:
+    def _repository(self, repository_id, revision):
         """Find a commit, or answer with the hub's error."""
         repository = self.server.hub.repositories.get(repository_id)
         if repository is None or repository.private:
@@ -263,7 +253,7 @@ class _Handler(BaseHTTPRequestHandler):
             return None
         return repository, sha
 
-    def info(self, repository_id: str, revision: str | None, *, form: Mapping[str, Any]) -> None:
+    def info(self, repository_id, revision, *, form):
         if found := self._repository(repository_id, revision or "main"):
             repository, sha = found
             files = repository.commits[sha]
@@ -283,14 +273,14 @@ class _Handler(BaseHTTPRequestHandler):
                 }
             )
 
-    def auth_check(self, repository_id: str, *, form: Mapping[str, Any]) -> None:
+    def auth_check(self, repository_id, *, form):
         if found := self._repository(repository_id, "main"):
             if found[0].gated:
                 self._gated(repository_id)
             else:
                 self._json({})
 
-    def tree(self, repository_id: str, revision: str, folder: str | None, *, form: Mapping[str, Any]) -> None:
+    def tree(self, repository_id, revision, folder, *, form):
         if not (found := self._repository(repository_id, revision)):
             return
         files = found[0].commits[found[1]]
@@ -299,7 +289,7 @@ class _Handler(BaseHTTPRequestHandler):
         if folder and not entries:
             self._error(404, "EntryNotFound", f"{folder} does not exist on {revision!r}")
             return
-        listed: dict[str, dict[str, Any]] = {}
+        listed = {}
         for path, entry in entries.items():
             steps = path.removeprefix(prefix).split("/")
             for depth in range(1, len(steps)) if form.get("recursive") in ("true", "True") else range(1, 2):
@@ -315,12 +305,12 @@ class _Handler(BaseHTTPRequestHandler):
             list(listed.values())[start : start + TREE_PAGE], **({"Link": f'<{next_page}>; rel="next"'} if more else {})
         )
 
-    def paths_info(self, repository_id: str, revision: str, *, form: Mapping[str, Any]) -> None:
+    def paths_info(self, repository_id, revision, *, form):
         if found := self._repository(repository_id, revision):
             files = found[0].commits[found[1]]
             self._json([file_entry(path, files[path]) for path in form.get("paths", ()) if path in files])
 
-    def resolve(self, repository_id: str, revision: str, path: str, *, form: Mapping[str, Any]) -> None:
+    def resolve(self, repository_id, revision, path, *, form):
         if not (found := self._repository(repository_id, revision)):
             return
         repository, sha = found
@@ -341,14 +331,14 @@ class _Handler(BaseHTTPRequestHandler):
         elsewhere = f"http://localhost:{self.server.server_port}/cdn/{repository_id}/{sha}/{path}"
         self._send(302, b"", {**headers, **linked, "Location": elsewhere})
 
-    def model_file(self, model_id: str, revision: str, path: str, *, form: Mapping[str, Any]) -> None:
+    def model_file(self, model_id, revision, path, *, form):
         self.resolve(MODELS + model_id, revision, path, form=form)
 
-    def cdn(self, repository_id: str, sha: str, path: str, *, form: Mapping[str, Any]) -> None:
+    def cdn(self, repository_id, sha, path, *, form):
         content = self.server.hub.repositories[repository_id].commits[sha][path]
         self._content(content, {"ETag": f'"{hashlib.md5(content).hexdigest()}"'})
 
-    def create(self, *, form: Mapping[str, Any]) -> None:
+    def create(self, *, form):
         asked = json.loads(self.body)
         repository_id = f"{asked.get('organization') or 'somebody'}/{asked['name']}"
         url = {"url": f"{self.server.hub.endpoint}/datasets/{repository_id}"}
@@ -359,15 +349,15 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.hub.add(repository_id, {".gitattributes": b"*.bin filter=lfs\n"})
         self._json(url)
 
-    def validate(self, *, form: Mapping[str, Any]) -> None:
+    def validate(self, *, form):
         self._json({"errors": [], "warnings": []})
 
-    def preupload(self, repository_id: str, revision: str, *, form: Mapping[str, Any]) -> None:
+    def preupload(self, repository_id, revision, *, form):
         files = [{"path": each["path"], "shouldIgnore": False} for each in json.loads(self.body)["files"]]
         modes = {True: "lfs", False: "regular"}
         self._json({"files": [{**each, "uploadMode": modes[each["path"].endswith(".bin")]} for each in files]})
 
-    def lfs_batch(self, repository_id: str, *, form: Mapping[str, Any]) -> None:
+    def lfs_batch(self, repository_id, *, form):
         objects = [{"oid": each["oid"], "size": each["size"]} for each in json.loads(self.body)["objects"]]
         for each in objects:
             if each["oid"] not in self.server.hub.uploaded:
@@ -376,12 +366,12 @@ class _Handler(BaseHTTPRequestHandler):
                 }
         self._json({"transfer": "basic", "objects": objects})
 
-    def lfs_upload(self, oid: str, *, form: Mapping[str, Any]) -> None:
+    def lfs_upload(self, oid, *, form):
         assert hashlib.sha256(self.body).hexdigest() == oid
         self.server.hub.uploaded[oid] = self.body
         self._send(200, b"", {})
 
-    def commit(self, repository_id: str, revision: str, *, form: Mapping[str, Any]) -> None:
+    def commit(self, repository_id, revision, *, form):
         hub, lines = self.server.hub, [json.loads(line) for line in self.body.splitlines()]
         repository = hub.repositories[repository_id]
         head = repository.refs[revision]
@@ -400,7 +390,7 @@ class _Handler(BaseHTTPRequestHandler):
         url = f"{hub.endpoint}/datasets/{repository_id}/commit/{sha}"
         self._json({"success": True, "commitUrl": url, "commitOid": sha, "hookOutput": ""})
 
-    def _content(self, content: bytes, headers: Mapping[str, str]) -> None:
+    def _content(self, content, headers):
         """Answer with a file or the asked range of it (RFC 9110, section 14)."""
         headers = {**headers, "Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"}
         self.fault = self.server.hub.spend(self.command, self.asked, body=True)
@@ -418,21 +408,21 @@ class _Handler(BaseHTTPRequestHandler):
             span = f"bytes {first}-{last}/{len(content)}"
             self._send(206, content[first : last + 1], {**headers, "Content-Range": span})
 
-    def _json(self, answer: object, **headers: str) -> None:
+    def _json(self, answer, **headers):
         self.fault = self.server.hub.spend(self.command, self.asked, body=True)
         self._send(200, json.dumps(answer).encode(), {"Content-Type": "application/json; charset=utf-8", **headers})
 
-    def _gated(self, repository_id: str) -> None:
+    def _gated(self, repository_id):
         what = "dataset " + repository_id
         if repository_id.startswith(MODELS):
             what = "model " + repository_id.removeprefix(MODELS)
         self._error(401, "GatedRepo", f"Access to {what} is restricted. You must have access to it.")
 
-    def _error(self, status: int, code: str | None, message: str, **headers: str) -> None:
+    def _error(self, status, code, message, **headers):
         said = {"X-Error-Message": message, **({"X-Error-Code": code} if code else {}), **headers}
         self._send(status, json.dumps({"error": message}).encode(), {"Content-Type": "application/json", **said})
 
-    def _send(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+    def _send(self, status, body, headers):
         fault = self.fault
         with self.server.hub.lock:
             self.server.hub.requests.append(Request(self.command, self.asked, self.headers.get("Range"), status))
@@ -458,7 +448,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.hub.unfinished.append(self.asked)
             raise
 
-    def _cut(self, body: bytes, fault: Fault) -> None:
+    def _cut(self, body, fault):
         self.wfile.write(body[: fault.after])
         if fault.after < len(body) or fault.kind == "unsized":
             if fault.reset:
@@ -466,19 +456,19 @@ class _Handler(BaseHTTPRequestHandler):
                 self.server.resetting.add(self.connection)
             self.close_connection = True
 
-    def _stalled(self, body: bytes, fault: Fault) -> None:
+    def _stalled(self, body, fault):
         self.wfile.write(body[: fault.after])
         self.wfile.flush()
         self.server.hub.closing.wait(fault.seconds)
         self.wfile.write(body[fault.after :])
 
-    def _chunked(self, body: bytes, fault: Fault) -> None:
+    def _chunked(self, body, fault):
         part = body[: fault.after]
         self.wfile.write((b"%x\r\n%s\r\n" % (len(part), part) if part else b"") + b"0\r\n\r\n")
 
 
 _ID = rf"((?:{MODELS})?[^/]+/[^/]+)"
-_ROUTES: list[tuple[str, Callable[..., None]]] = [
+_ROUTES = [
     (r"/api/repos/create", _Handler.create),
     (r"/api/validate-yaml", _Handler.validate),
     (rf"/api/datasets/{_ID}/preupload/([^/]+)", _Handler.preupload),
@@ -493,7 +483,7 @@ _ROUTES: list[tuple[str, Callable[..., None]]] = [
     (r"/([^/]+(?:/[^/]+)?)/resolve/([^/]+)/(.+)", _Handler.model_file),
     (rf"/cdn/{_ID}/([^/]+)/(.+)", _Handler.cdn),
 ]
-_FAULTY_BODIES: dict[str, Callable[[_Handler, bytes, Fault], None]] = {
+_FAULTY_BODIES = {
     "cut": _Handler._cut,
     "stall": _Handler._stalled,
     "unsized": _Handler._cut,

@@ -9,8 +9,6 @@ pieces are learned from the bundled sample; between the first and the last merge
 that English text does not have, so that English text has ids near the end of the vocabulary.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import io
@@ -18,7 +16,6 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -45,7 +42,7 @@ Json = dict[str, Any]
 Merges = list[tuple[str, str]]
 
 
-def real_tokenizer(name: str) -> Path:
+def real_tokenizer(name):
     """Return the folder of a real tokenizer, of REAL; skips the test where NIELS_GPT_TEST_MODELS is not set."""
     models = os.environ.get("NIELS_GPT_TEST_MODELS")
     if not models or not (folder := Path(models) / REAL[name]).is_dir():
@@ -54,7 +51,7 @@ def real_tokenizer(name: str) -> Path:
 
 
 @functools.cache
-def made_tokenizer(name: str) -> Path:
+def made_tokenizer(name):
     """Return the folder of a made tokenizer, of MADE or SMALL."""
     family = name.removeprefix("small ")
     size = SIZES.get(name)
@@ -66,12 +63,12 @@ def made_tokenizer(name: str) -> Path:
     return folder
 
 
-def any_tokenizer(name: str) -> Path:
+def any_tokenizer(name):
     """Return the folder of a tokenizer of REAL, MADE or SMALL."""
     return real_tokenizer(name) if name in REAL else made_tokenizer(name)
 
 
-def write_tokenizer(folder: Path, name: str, **changes: Any) -> Path:
+def write_tokenizer(folder, name, **changes):
     """Copy a made tokenizer with some keys of its tokenizer.json changed; return the folder."""
     shutil.copytree(made_tokenizer(name), folder)
     path = folder / "tokenizer.json"
@@ -82,7 +79,7 @@ def write_tokenizer(folder: Path, name: str, **changes: Any) -> Path:
 # --- byte level -------------------------------------------------------------------------------------------------------
 
 
-def _llama_3(size: int | None) -> tuple[Json, Json]:
+def _llama_3(size):
     reserved = iter(f"<|reserved_special_token_{n}|>" for n in range(256))
     special = ["<|begin_of_text|>", "<|end_of_text|>", *(next(reserved) for _ in range(4)), "<|start_header_id|>"]
     special += ["<|end_header_id|>", next(reserved), "<|eot_id|>", *(next(reserved) for _ in range(246))]
@@ -92,7 +89,7 @@ def _llama_3(size: int | None) -> tuple[Json, Json]:
     return tokenizer, {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
 
 
-def _qwen_2(size: int | None) -> tuple[Json, Json]:
+def _qwen_2(size):
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{n}|>" for n in range(11))]
     tokens = [*special, "<tool_call>", "</tool_call>", *(f"<|extra_{n}|>" for n in range(11, 288))]
     tokenizer = _byte_level(size and size - len(tokens), QWEN_2_SPLIT, ignore_merges=False)
@@ -104,7 +101,7 @@ def _qwen_2(size: int | None) -> tuple[Json, Json]:
     return tokenizer, {"bos_token": None, "eos_token": {"content": "<|endoftext|>", "__type": "AddedToken"}}
 
 
-def _byte_level(size: int | None, split: str, *, ignore_merges: bool) -> Json:
+def _byte_level(size, split, *, ignore_merges):
     alphabet, merges = _learned(split)
     high = [letter for letter in alphabet if letter > "\u0100"][:40]
     longer = (pair for pair in product(high, repeat=2))
@@ -121,7 +118,7 @@ def _byte_level(size: int | None, split: str, *, ignore_merges: bool) -> Json:
 
 
 @functools.cache
-def _learned(split: str) -> tuple[list[str], Merges]:
+def _learned(split):
     """Return the alphabet of bytes and the merges that the library learns from the sample."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
@@ -138,7 +135,7 @@ def _learned(split: str) -> tuple[list[str], Merges]:
 # --- SentencePiece ----------------------------------------------------------------------------------------------------
 
 
-def _gemma(size: int | None) -> tuple[Json, Json]:
+def _gemma(size):
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     learner = Tokenizer(models.BPE())
@@ -162,7 +159,7 @@ def _gemma(size: int | None) -> tuple[Json, Json]:
     return tokenizer, {"bos_token": "<bos>", "eos_token": "<eos>"}
 
 
-def _t5(_: int | None) -> tuple[Json, Json]:
+def _t5(_):
     import sentencepiece
 
     model = io.BytesIO()
@@ -209,13 +206,13 @@ _SENTENCEPIECE_DECODER = {
 # --- parts ------------------------------------------------------------------------------------------------------------
 
 
-def sample_texts() -> list[str]:
+def sample_texts():
     """Return the documents of the bundled sample of FineWeb-Edu."""
     path = mirrors.SAMPLE_DIR / "HuggingFaceFW" / "fineweb-edu" / "train-00000.jsonl"
     return [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def _filled(first: list[str], merges: Merges, fill: Iterable[tuple[str, str]], size: int | None) -> tuple[Json, Merges]:
+def _filled(first, merges, fill, size):
     """Return a vocabulary and its merges: half of `merges`, some of `fill` up to `size` ids, the other half."""
     early, late = merges[: len(merges) // 2], merges[len(merges) // 2 :]
     vocab = {token: at for at, token in enumerate(dict.fromkeys(first))}
@@ -234,7 +231,7 @@ def _filled(first: list[str], merges: Merges, fill: Iterable[tuple[str, str]], s
     return vocab, [*kept, *late]
 
 
-def _new(fill: Iterable[tuple[str, str]], vocab: Json, later: set[str]) -> Iterator[tuple[str, str]]:
+def _new(fill, vocab, later):
     return (
         (left, right)
         for left, right in fill
@@ -242,16 +239,16 @@ def _new(fill: Iterable[tuple[str, str]], vocab: Json, later: set[str]) -> Itera
     )
 
 
-def _merges(tokenizer: Any) -> Merges:
+def _merges(tokenizer):
     return [(left, right) for left, right in json.loads(tokenizer.to_str())["model"]["merges"]]
 
 
-def _added(token: str, token_id: int, *, special: bool = True) -> Json:
+def _added(token, token_id, *, special=True):
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {"id": token_id, "content": token, **flags, "special": special}
 
 
-def _tokenizer(model: Json, **parts: Any) -> Json:
+def _tokenizer(model, **parts):
     return {
         "version": "1.0",
         "truncation": None,
@@ -266,11 +263,11 @@ def _tokenizer(model: Json, **parts: Any) -> Json:
     }
 
 
-def sentencepiece_model(path: Path, **how: Any) -> Path:
+def sentencepiece_model(path, **how):
     """Train a SentencePiece model without the sentinels on texts of the sample; how: arguments of the trainer."""
     import sentencepiece
 
-    defaults: dict[str, Any] = {
+    defaults = {
         "vocab_size": 600,
         "normalization_rule_name": "identity",
         "byte_fallback": True,

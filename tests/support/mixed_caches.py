@@ -3,12 +3,9 @@
 Started by torchrun, it takes the first part of a run with gloo ranks: see tests/sampling/test_mixture_of_all.py.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import warnings
-from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,7 @@ from torch import distributed
 from niels_gpt.builders.sft import build_sft
 from niels_gpt.cache.pretrain_dataset import PretrainSplit
 from niels_gpt.cache.sft_split import SFTSplit
-from niels_gpt.sampling import Batch, EpochStream, MixtureStream, PackedStream, SFTStream, iter_eval, prefetch
+from niels_gpt.sampling import EpochStream, MixtureStream, PackedStream, SFTStream, iter_eval, prefetch
 from support.byte_tokenizer import ByteTokenizer, build
 
 T = 12
@@ -29,7 +26,7 @@ Row = tuple[str, list[Any]]
 """The kind of its source, and its pieces: of a plain row its ids, as one piece."""
 
 
-def build_three(folder: Path) -> Path:
+def build_three(folder):
     """Build the three caches; some documents and chats are longer than T."""
     counted = "".join(f"{number:02}" for number in range(100))  # no twelve characters come twice
     ends = np.cumsum([2 * (number % 9 + 1) for number in range(19)]).tolist()
@@ -44,11 +41,11 @@ def build_three(folder: Path) -> Path:
     return folder
 
 
-def open_mixture(folder: Path, kinds: Sequence[str], weights: Any, *, G: int, **others: Any) -> MixtureStream:
+def open_mixture(folder, kinds, weights, *, G, **others):
     """Open a mixture of some of the three."""
-    common: Any = {"T": T, "seed": 0, "global_batch_size": G}
+    common = {"T": T, "seed": 0, "global_batch_size": G}
     common |= {key: others.pop(key) for key in ("rank", "world_size") if key in others}
-    opened: dict[str, Any] = {
+    opened = {
         "plain": lambda: EpochStream(folder / "pretrain" / "plain" / "train", **common),
         "chats": lambda: SFTStream(folder / "sft" / "chats", over_length="split", **common),
         "packed": lambda: PackedStream(folder / "pretrain" / "packed", **common),
@@ -56,11 +53,11 @@ def open_mixture(folder: Path, kinds: Sequence[str], weights: Any, *, G: int, **
     return MixtureStream([opened[kind]() for kind in kinds], weights, **{"seed": 1, "block_size": 9, **others})
 
 
-def rows_of(batch: Batch, kinds: Sequence[str]) -> list[Row]:
+def rows_of(batch, kinds):
     """Return what each row of a batch is."""
     assert batch.source is not None
-    found: list[Row] = []
-    segments: list[list[int]] = [[] for _ in batch.source]
+    found = []
+    segments = [[] for _ in batch.source]
     if batch.cu_seqlens is not None and batch.piece_ids is not None:
         for start, piece in zip(batch.cu_seqlens.tolist(), batch.piece_ids.tolist(), strict=False):
             segments[start // T] += [piece] * (piece >= 0)
@@ -70,12 +67,12 @@ def rows_of(batch: Batch, kinds: Sequence[str]) -> list[Row]:
     return found
 
 
-def global_rows(ranks: Sequence[Sequence[Sequence[Row]]]) -> list[Row]:
+def global_rows(ranks):
     """Return the rows of all ranks in their order. ranks: the rows of each batch of each rank."""
     return [row for batches in zip(*ranks, strict=True) for rows in batches for row in rows]
 
 
-def every_piece(folder: Path) -> dict[str, set[Any]]:
+def every_piece(folder):
     """Return all pieces of each source, from the files."""
     windows = set()
     for shard in sorted((folder / "pretrain" / "plain" / "train").glob("*.bin")):
@@ -87,7 +84,7 @@ def every_piece(folder: Path) -> dict[str, set[Any]]:
     return {"plain": windows, "chats": set(range(pieces[0])), "packed": set(range(pieces[1]))}
 
 
-def check_epochs(rows: Sequence[Row], every: dict[str, set[Any]], per_epoch: dict[str, int]) -> None:
+def check_epochs(rows, every, per_epoch):
     """Check that each piece comes exactly once in each epoch of its source. per_epoch: rows of each source."""
     for kind, pieces in every.items():
         own = [row for of, row in rows if of == kind]
@@ -99,7 +96,7 @@ def check_epochs(rows: Sequence[Row], every: dict[str, set[Any]], per_epoch: dic
             assert len(epoch) < per_epoch[kind] or set(served) == pieces, f"{kind}: a piece is missing"
 
 
-def losses(folder: Path, rank: int = 0, world_size: int = 1) -> list[int]:
+def losses(folder, rank=0, world_size=1):
     """Return a sum over all targets of an evaluation that tells them apart, their number, and that of the batches."""
     sums = [0, 0, 0]
     for x, y in iter_eval(folder / "pretrain" / "plain" / "train", B=2, T=5, rank=rank, world_size=world_size):
@@ -108,18 +105,18 @@ def losses(folder: Path, rank: int = 0, world_size: int = 1) -> list[int]:
     return sums
 
 
-def run_first_part(folder: Path) -> None:
+def run_first_part(folder):
     """Take 7 batches of chats and plain windows, then 6 of all three, and evaluate; write what all ranks served."""
     distributed.init_process_group("gloo")
     rank, world = distributed.get_rank(), distributed.get_world_size()
-    ranks: Any = {"rank": rank, "world_size": world}
+    ranks = {"rank": rank, "world_size": world}
     one = open_mixture(folder, KINDS[:2], [2, 1], G=6, **ranks)
     before = list(islice(one, 7))
     three = open_mixture(folder, KINDS, [(0, [1, 1, 1]), (60, [1, 2, 3])], G=4, **ranks)
     three.load_state_dict(before[-1].state, changed=True)
     after = list(islice(prefetch(three, 2), 6))
     mine = [rows_of(batch, KINDS) for batch in [*before, *after]], after[-1].state, losses(folder, **ranks)
-    found: list[Any] = [None] * world
+    found = [None] * world
     distributed.all_gather_object(found, mine)
     sums = torch.tensor(mine[2])
     distributed.all_reduce(sums)

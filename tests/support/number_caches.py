@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from niels_gpt.builders.pretrain import build_pretrain
 from niels_gpt.cache import mmap, pretrain_dataset
-from niels_gpt.cache.formats import TokenDtype
 from niels_gpt.cache.meta import read_meta, write_meta
 from niels_gpt.sampling import EpochStream, MixtureStream
-from niels_gpt.sampling.shares import Weights
 from niels_gpt.storage import filemaps, meta_json
 from niels_gpt.storage.filemaps import FileMaps
 from support.byte_tokenizer import ByteTokenizer
@@ -26,10 +21,10 @@ APART = 10_000
 """Source s of a mixture has the ids from APART * s."""
 BEYOND = 1_000_000
 """Added to the ids of shards of 32 bits; not by a number that is lost in 16 bits."""
-DTYPES: tuple[TokenDtype, ...] = ("uint16", "uint32")
+DTYPES = ("uint16", "uint32")
 
 
-def write_shards(folder: Path, shards: Sequence[Sequence[int]], dtype: str = "uint16") -> Path:
+def write_shards(folder, shards, dtype="uint16"):
     """Write shards as another tool would: token files and no meta.json."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, ids in enumerate(shards):
@@ -38,23 +33,23 @@ def write_shards(folder: Path, shards: Sequence[Sequence[int]], dtype: str = "ui
     return folder
 
 
-def allow_holes(monkeypatch: pytest.MonkeyPatch) -> None:
+def allow_holes(monkeypatch):
     """Let files be mostly holes, which are refused as a stranger's bomb."""
     monkeypatch.setattr(meta_json, "_MIN_SPARSE_BYTES", 2**62)
 
 
-def numbered_shards(lengths: Sequence[int]) -> list[list[int]]:
+def numbered_shards(lengths):
     """Return shards of these lengths whose ids count through the whole stream."""
     starts = np.cumsum([0, *lengths])
     return [list(range(start, start + length)) for start, length in zip(starts.tolist(), lengths, strict=False)]
 
 
-def numbered(folder: Path, lengths: Sequence[int], dtype: str = "uint16") -> Path:
+def numbered(folder, lengths, dtype="uint16"):
     """Write a train split of numbered shards; of 32 bits they count from BEYOND."""
     return write_shards(folder / "train", numbered_shards(lengths), dtype)
 
 
-def first_ids(lengths: Sequence[int], T: int) -> list[int]:
+def first_ids(lengths, T):
     """Return the first ids of all windows of numbered shards, by a slow and plain rule."""
     starts = np.cumsum([0, *lengths]).tolist()
     return [
@@ -64,27 +59,27 @@ def first_ids(lengths: Sequence[int], T: int) -> list[int]:
     ]
 
 
-def recycle_all_memory(patch: pytest.MonkeyPatch) -> None:
+def recycle_all_memory(patch):
     """Let batches take used memory again, small ones too, which are quicker to look at."""
     patch.setattr(pretrain_dataset, "_FRESH_TOKENS", 0)
 
 
-def say_memory(patch: pytest.MonkeyPatch, num_bytes: int) -> None:
+def say_memory(patch, num_bytes):
     """Let readers find so much memory in the machine."""
     patch.setattr(mmap, "memory_bytes", lambda: num_bytes)
 
 
-def before_mapping(patch: pytest.MonkeyPatch, meanwhile: Callable[[], object]) -> None:
+def before_mapping(patch, meanwhile):
     """Let something happen whenever a reader is about to map a file."""
     patch.setattr(mmap, "FileMaps", lambda sizes: (meanwhile(), FileMaps(sizes))[1])
 
 
-def maps_in_process() -> int:
+def maps_in_process():
     """How many files this process has mapped for its readers."""
     return FileMaps.num_in_process
 
 
-def allow_maps(patch: pytest.MonkeyPatch, most: Callable[[], int]) -> None:
+def allow_maps(patch, most):
     """Let a process map so many files."""
     patch.setattr(filemaps, "_most_files", most)
 
@@ -94,26 +89,26 @@ class NumberTokenizer(ByteTokenizer):
 
     vocab_size = 1 << 16
 
-    def __init__(self, sha256: str = "ab" * 32) -> None:
+    def __init__(self, sha256="ab" * 32):
         self.sha256 = sha256
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text):
         start, end = map(int, text.split("-"))
         return list(range(start, end))
 
 
-def number_cache(path: Path, count: int = 100, *, tokenizer: str = "ab" * 32, start: int = 10, val: int = 0) -> Path:
+def number_cache(path, count=100, *, tokenizer="ab" * 32, start=10, val=0):
     """Build a real cache of ids that count from `start` in shards of 40 tokens; returns its train folder."""
     documents = [("train", f"{number}-{number + 10}") for number in range(start, start + count, 10)]
     documents += [("val", f"{number}-{number + 10}") for number in range(start, start + val, 10)]
-    whole: dict[str, Any] = {"max_train_tokens": None, "max_val_tokens": None, "shuffle_buffer": None, "partial": True}
+    whole = {"max_train_tokens": None, "max_val_tokens": None, "shuffle_buffer": None, "partial": True}
     build_pretrain(
         documents, path, tokenizer=NumberTokenizer(tokenizer), shard_bytes=80, seed=0, num_threads=0, **whole
     )
     return path / "train"
 
 
-def with_vocabulary(folder: Path, vocab_size: int) -> Path:
+def with_vocabulary(folder, vocab_size):
     """Change the vocab_size in the meta.json of a cache."""
     meta = read_meta(str(folder.parent / "meta.json"))
     write_meta(str(folder.parent / "meta.json"), {**meta, "vocab_size": vocab_size})
@@ -129,12 +124,12 @@ class GlobalBatch:
     source: list[int] | None = None
 
     @property
-    def firsts(self) -> list[int]:
+    def firsts(self):
         """The first id of each row: the place of its window."""
         return [row[0] for row in self.rows]
 
 
-def joined(ranks: Sequence[Sequence[Any]]) -> list[GlobalBatch]:
+def joined(ranks):
     """Check the batches of each rank, and put those of all ranks together."""
     assert len({len(batches) for batches in ranks}) == 1, "ranks yield unequally many batches"
     found = []
@@ -152,14 +147,12 @@ def joined(ranks: Sequence[Sequence[Any]]) -> list[GlobalBatch]:
     return found
 
 
-def firsts(batches: Sequence[GlobalBatch]) -> list[int]:
+def firsts(batches):
     """Return the first id of each row of all batches."""
     return [first for batch in batches for first in batch.firsts]
 
 
-def run_epochs(
-    folder: Path, steps: int | None = None, *, G: int = 4, world: int = 1, state: Any = None, **changed: Any
-) -> list[GlobalBatch]:
+def run_epochs(folder, steps=None, *, G=4, world=1, state=None, **changed):
     """Take some steps of an EpochStream with all its ranks; None: to the end."""
     ranks = []
     for rank in range(world):
@@ -171,7 +164,7 @@ def run_epochs(
     return joined(ranks)
 
 
-def sources(folder: Path, windows: Sequence[int], dtypes: Sequence[str] = ()) -> list[Path]:
+def sources(folder, windows, dtypes=()):
     """Write a split for each source, of so many windows of T = 1."""
     return [
         write_shards(
@@ -184,17 +177,17 @@ def sources(folder: Path, windows: Sequence[int], dtypes: Sequence[str] = ()) ->
 
 
 def mixture(
-    folders: Sequence[Path],
-    weights: Weights,
+    folders,
+    weights,
     *,
-    G: int = 4,
-    rank: int = 0,
-    world: int = 1,
-    seed: int = 0,
-    streams: dict[str, Any] | None = None,
-    dtypes: Sequence[TokenDtype] = (),
-    **changed: Any,
-) -> MixtureStream:
+    G=4,
+    rank=0,
+    world=1,
+    seed=0,
+    streams=None,
+    dtypes=(),
+    **changed,
+):
     """Open a mixture in blocks of 10 samples."""
     common = {"T": 1, "global_batch_size": G, "rank": rank, "world_size": world, "seed": 0, **(streams or {})}
     opened = [
@@ -205,14 +198,14 @@ def mixture(
 
 
 def run_mixture(
-    folders: Sequence[Path],
-    weights: Weights,
-    steps: int | None = None,
+    folders,
+    weights,
+    steps=None,
     *,
-    world: int = 1,
-    state: Any = None,
-    **changed: Any,
-) -> list[GlobalBatch]:
+    world=1,
+    state=None,
+    **changed,
+):
     """Take some steps of a mixture with all its ranks; None: to the end."""
     ranks = []
     for rank in range(world):
@@ -226,12 +219,12 @@ def run_mixture(
     return batches
 
 
-def sources_of(batches: Sequence[GlobalBatch]) -> list[int]:
+def sources_of(batches):
     """Return the source of each row."""
     return [first // APART for first in firsts(batches)]
 
 
-def assert_in_epochs(taken: Sequence[int], windows: Sequence[int]) -> None:
+def assert_in_epochs(taken, windows):
     """Every source is seen whole before any window of it comes again."""
     for source, count in enumerate(windows):
         own = [first for first in taken if first // APART == source]
@@ -244,7 +237,7 @@ def assert_in_epochs(taken: Sequence[int], windows: Sequence[int]) -> None:
 WRAP = 2**64
 
 
-def plain_mix(z: int) -> int:
+def plain_mix(z):
     """Compute SplitMix64's finalizer in plain integers."""
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % WRAP
     z = (z ^ z >> 27) * 0x94D049BB133111EB % WRAP

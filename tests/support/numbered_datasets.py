@@ -3,30 +3,25 @@
 Every document says its number, counted over all files in order, so that a test sees what is lost, doubled or moved.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import json
 import random
 import re
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 Row = dict[str, Any]
 WORDS = ("river", "mill", "orchard", "heron", "otter", "badger", "lynx", "apple", "pebble", "letter", "windy", "quiet")
 
 
-def number_of(text: str) -> int:
+def number_of(text):
     """Return the number that a document of these datasets carries."""
     found = re.search(r"number (\d+)\b", text)
     assert found is not None, f"no number in {text[:80]!r}"
     return int(found[1])
 
 
-def fineweb_edu(
-    *, documents: int = 60, shards: int = 3, form: str = "parquet", chars: int = 2_000, start: int = 0
-) -> dict[str, bytes]:
+def fineweb_edu(*, documents=60, shards=3, form="parquet", chars=2_000, start=0):
     """fineweb-edu's columns and config CC-MAIN-2024-10, numbered from `start`; form: parquet, jsonl or jsonl.gz."""
     rows = [_web_page(number, chars) for number in range(start, start + documents)]
     folder = "data/CC-MAIN-2024-10"
@@ -42,7 +37,7 @@ def fineweb_edu(
     return {"README.md": readme(card), **_shards(rows, f"{folder}/train", shards, form), **other}
 
 
-def wikitext(*, lines: int = 90, shards: int = 2, start: int = 0) -> dict[str, bytes]:
+def wikitext(*, lines=90, shards=2, start=0):
     """wikitext's single column and config wikitext-103-raw-v1: train in shards, validation and test in one file."""
     folder = "wikitext-103-raw-v1"
     splits = ("test", "train", "validation")
@@ -54,7 +49,7 @@ def wikitext(*, lines: int = 90, shards: int = 2, start: int = 0) -> dict[str, b
         ],
     }
 
-    def rows(first: int, number: int) -> list[Row]:
+    def rows(first, number):
         return [{"text": f" Line number {first + index} . {_filler(first + index, 300)} \n"} for index in range(number)]
 
     return {
@@ -65,7 +60,7 @@ def wikitext(*, lines: int = 90, shards: int = 2, start: int = 0) -> dict[str, b
     }
 
 
-def dolly(*, rows: int = 60, shards: int = 2, start: int = 0) -> dict[str, bytes]:
+def dolly(*, rows=60, shards=2, start=0):
     """dolly's columns, as jsonl files."""
     found = [
         {
@@ -80,11 +75,11 @@ def dolly(*, rows: int = 60, shards: int = 2, start: int = 0) -> dict[str, bytes
     return {"README.md": readme(card), **_shards(found, "databricks-dolly-15k", shards, "jsonl")}
 
 
-def oasst1(*, trees: int = 20, shards: int = 2, start: int = 0) -> dict[str, bytes]:
+def oasst1(*, trees=20, shards=2, start=0):
     """oasst1's columns: each tree a question, two answers and a reply to the first; train in shards, validation."""
     card = {"license": "apache-2.0", "pretty_name": "OpenAssistant Conversations"}
 
-    def rows(first: int, number: int) -> list[Row]:
+    def rows(first, number):
         return [row for tree in range(first, first + number) for row in _tree(tree)]
 
     return {
@@ -94,7 +89,7 @@ def oasst1(*, trees: int = 20, shards: int = 2, start: int = 0) -> dict[str, byt
     }
 
 
-def readme(card: dict[str, Any] | None) -> bytes:
+def readme(card):
     """Write a dataset card."""
     import yaml
 
@@ -102,7 +97,7 @@ def readme(card: dict[str, Any] | None) -> bytes:
     return f"{front}# A dataset of numbered documents\n".encode()
 
 
-def table(rows: Sequence[Row], form: str) -> bytes:
+def table(rows, form):
     """Write rows as parquet (row groups of 8, so that a file takes several reads), jsonl or jsonl.gz."""
     if form == "parquet":
         import pyarrow as pa
@@ -115,13 +110,13 @@ def table(rows: Sequence[Row], form: str) -> bytes:
     return gzip.compress(lines, mtime=0) if form == "jsonl.gz" else lines
 
 
-def _shards(rows: Sequence[Row], stem: str, shards: int, form: str) -> dict[str, bytes]:
+def _shards(rows, stem, shards, form):
     size = -(-len(rows) // shards)
-    parts: Iterable[Sequence[Row]] = (rows[index * size : (index + 1) * size] for index in range(shards))
+    parts = (rows[index * size : (index + 1) * size] for index in range(shards))
     return {f"{stem}-{index:05d}-of-{shards:05d}.{form}": table(part, form) for index, part in enumerate(parts)}
 
 
-def _web_page(number: int, chars: int) -> Row:
+def _web_page(number, chars):
     return {
         "text": f"Page number {number}. {_filler(number, chars)}",
         "id": f"<urn:uuid:{number}>",
@@ -136,8 +131,8 @@ def _web_page(number: int, chars: int) -> Row:
     }
 
 
-def _tree(tree: int) -> list[Row]:
-    def message(key: str, parent: str | None, role: str, text: str) -> Row:
+def _tree(tree):
+    def message(key, parent, role, text):
         return {
             "message_id": f"{tree}-{key}",
             "parent_id": None if parent is None else f"{tree}-{parent}",
@@ -157,7 +152,7 @@ def _tree(tree: int) -> list[Row]:
     ]
 
 
-def _filler(number: int, chars: int) -> str:
+def _filler(number, chars):
     """Give words that compress badly, the same for the same number."""
     draw = random.Random(number)
     text = ""

@@ -1,23 +1,14 @@
 """Small caches in partitions: which documents each has, how they are built, and their seal."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
-
-import pytest
 
 from niels_gpt.builders.meta_keys import Source
-from niels_gpt.builders.partitions.plan import Plan, fix_plan, plans_of
-from niels_gpt.builders.partitions.receipts import PartitionState, partition_states
+from niels_gpt.builders.partitions.plan import fix_plan, plans_of
+from niels_gpt.builders.partitions.receipts import partition_states
 from niels_gpt.builders.partitions.refusal import Commands
 from niels_gpt.builders.partitions.seal import discard_plan, seal
 from niels_gpt.documents import Partition
 from niels_gpt.recipes.partitions import dask, prepared
-from niels_gpt.recipes.run_recipe import Outcome
-from niels_gpt.settings import Settings
 from niels_gpt.storage.versions import build_lock, clear_leftovers, discard_unfinished
 from support.byte_tokenizer import ByteTokenizer
 from support.disk import meta_bytes, versions_dir
@@ -28,7 +19,7 @@ SHA256 = "ab" * 32
 RULE = "document f to f mod P"
 
 
-def content(total: int = TOTAL, **changed: Any) -> dict[str, Any]:
+def content(total=TOTAL, **changed):
     """Return what plan.json holds."""
     return {
         "plan_version": 1,
@@ -56,21 +47,21 @@ class HashedBytes(ByteTokenizer):
     sha256 = SHA256
 
 
-def planned(path: Path, total: int = TOTAL, **changed: Any) -> Plan:
+def planned(path, total=TOTAL, **changed):
     """Fix the plan of a cache."""
     with build_lock(path):
         return fix_plan(path, content(total, **changed))
 
 
-def items_of(number: int, total: int = TOTAL) -> list[Any]:
+def items_of(number, total=TOTAL):
     """Return the documents of a partition."""
     return documents(0)[number::total]
 
 
-def build_part(plan: Plan, number: int, *, items: Iterable[Any] | None = None, **changed: Any) -> dict[str, Any]:
+def build_part(plan, number, *, items=None, **changed):
     """Build a partition; by default without budgets, so that nothing is dropped for them."""
-    counters: dict[str, int] = {}
-    arguments: dict[str, Any] = {
+    counters = {}
+    arguments = {
         "max_train_tokens": None,
         "max_val_tokens": None,
         "val_frac": 0.2,
@@ -83,22 +74,22 @@ def build_part(plan: Plan, number: int, *, items: Iterable[Any] | None = None, *
     return pretrain(plan.partition_path(number), items=found, **{**arguments, **changed})
 
 
-def plans(path: Path) -> list[Plan]:
+def plans(path):
     """The plans of a cache that is not sealed."""
     return plans_of(path)
 
 
-def states(plan: Plan, *, deep: bool = False, progress: Any = None) -> list[PartitionState]:
+def states(plan, *, deep=False, progress=None):
     """What each partition of a plan is; deep: by all its bytes."""
     return partition_states(plan, deep=deep, progress=progress)
 
 
-def seal_small(plan: Plan, **changed: Any) -> dict[str, Any]:
+def seal_small(plan, **changed):
     """Seal a plan; returns the cache's meta.json."""
     return seal(plan, **{"source": Source(name="small"), **changed})
 
 
-def seal_again(path: Path) -> None:
+def seal_again(path):
     """Seal what is there, as a run that is started again does: nothing to do where the cache is there."""
     for plan in plans_of(path):
         if path.exists():
@@ -109,23 +100,23 @@ def seal_again(path: Path) -> None:
     clear_leftovers(path)
 
 
-def remove_plan(plan: Plan) -> bool:
+def remove_plan(plan):
     """Remove the folder of a plan, as its seal does; False where a partition is being built."""
     return discard_plan(plan)
 
 
-def restart(path: Path) -> None:
+def restart(path):
     """Remove all that is unfinished of a cache, its plans too."""
     with build_lock(path) as folder:
         discard_unfinished(folder)
 
 
-def build_on_dask(settings: Settings, name: str, address: str) -> Outcome:
+def build_on_dask(settings, name, address):
     """Build a cache on the Dask cluster of a scheduler."""
     return dask.build_on_dask(settings, name, address)
 
 
-def be_patient(patch: pytest.MonkeyPatch, *, seconds: float | None = None, deaths: int | None = None) -> None:
+def be_patient(patch, *, seconds=None, deaths=None):
     """Let a build on Dask wait so long for workers, or for so many deaths of them at one partition."""
     if seconds is not None:
         patch.setattr(dask, "PATIENCE_S", seconds)
@@ -133,22 +124,22 @@ def be_patient(patch: pytest.MonkeyPatch, *, seconds: float | None = None, death
         patch.setattr(dask, "MOST_DEATHS", deaths)
 
 
-def prepared_partitions(settings: Settings, name: str) -> Any:
+def prepared_partitions(settings, name):
     """What a build of all holds of a cache in partitions: its plan, how one is built, and how all are sealed."""
     return prepared.prepared(settings, name)
 
 
-def forget_prepared(patch: pytest.MonkeyPatch) -> None:
+def forget_prepared(patch):
     """Let the next look at a source read it again, as another process does."""
     patch.setattr(prepared, "_fixed", None)
 
 
-def be_other_code(patch: pytest.MonkeyPatch) -> None:
+def be_other_code(patch):
     """Let plans be made by another version of this program."""
     patch.setattr(prepared, "code_identity", lambda: {"version": "0", "libraries": {"torch": "0"}})
 
 
-def whole(path: Path, order: Iterable[int] = range(TOTAL), **changed: Any) -> dict[str, Any]:
+def whole(path, order=range(TOTAL), **changed):
     """Fix a plan, build its partitions in an order, and seal them."""
     plan = planned(path)
     for number in order:
@@ -156,7 +147,7 @@ def whole(path: Path, order: Iterable[int] = range(TOTAL), **changed: Any) -> di
     return seal_small(plan)
 
 
-def cloned(plan: Plan, numbers: Iterable[int]) -> None:
+def cloned(plan, numbers):
     """Make further partitions of the files of partition 0, linked: the same documents under other numbers."""
     first = plan.partition_path(0).resolve()
     meta = json.loads((first / "meta.json").read_bytes())

@@ -33,27 +33,27 @@ def job() -> dg.JobDefinition:
 def _killing(context: dg.AssetExecutionContext, *_: str) -> Any:
     is_killed = KILLS.exists() and context.op_execution_context.get_mapping_key() == "p00001"
 
-    def progress(*_: object) -> None:
+    def progress(*_):
         if is_killed:
             os.kill(os.getpid(), signal.SIGKILL)
 
     return progress
 
 
-def logged(result: Any) -> dict[str, list[str]]:
+def logged(result):
     """Return by kind of event the steps that it was logged of."""
     events = [(event.event_type_value, str(event.step_key)) for event in result.all_events]
     return {kind: sorted(step for found, step in events if found == kind) for kind in _LOGGED}
 
 
-def main() -> None:
+def main():
     """Print one line of JSON: what was logged of each of the two runs."""
     KILLS.touch()
     with dg.DagsterInstance.from_config(".") as instance:
         again = None
         runs = []
         for _ in range(2):
-            how: dict[str, Any] = {"instance": instance, "reexecution_options": again, "raise_on_error": False}
+            how = {"instance": instance, "reexecution_options": again, "raise_on_error": False}
             with dg.execute_job(dg.reconstructable(job), **how) as result:
                 runs.append(logged(result))
             again = dg.ReexecutionOptions.from_failure(result.run_id, instance)

@@ -7,14 +7,10 @@ The wheel's package `_transformers` needs torchao and a dozen other libraries; t
 and nothing else. So a module with these two names stands in its place; every other line that runs is the peer's own.
 """
 
-from __future__ import annotations
-
 import pickle
 import subprocess
 import sys
 from dataclasses import asdict, is_dataclass
-from pathlib import Path
-from typing import Any
 
 CACHE = "components.datasets.llm.eagle3_cache"
 VOCAB = "components.datasets.llm.eagle3"
@@ -26,7 +22,7 @@ PRECOMPUTE = "components.speculative.precompute_eagle3"
 class PeerError(Exception):
     """What the peer raised: the names of the classes of the exception, first its own, and its text."""
 
-    def __init__(self, classes: list[str], text: str) -> None:
+    def __init__(self, classes, text):
         super().__init__(f"{classes[0]}: {text}")
         self.classes, self.text = classes, text
 
@@ -34,12 +30,12 @@ class PeerError(Exception):
 class Peer:
     """One version of the peer, running. `peer.call(module, name, ...)` calls one of its functions."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.version = folder.name
         command = [sys.executable, __file__, str(folder)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
-    def call(self, module: str, name: str, /, *args: Any, **kwargs: Any) -> Any:
+    def call(self, module, name, /, *args, **kwargs):
         """Return what the function `name` of a module of the peer returns, or of this file where `module` is ""."""
         assert self._process.stdin is not None and self._process.stdout is not None
         pickle.dump((module, name, args, kwargs), self._process.stdin)
@@ -49,12 +45,12 @@ class Peer:
             raise PeerError(*answer)
         return answer
 
-    def close(self) -> None:
+    def close(self):
         """End the process."""
         self._process.communicate()
 
 
-def read(cache_dir: str) -> dict[str, Any]:
+def read(cache_dir):
     """Return the manifest, every item and the embeddings of a cache, as the peer reads them."""
     module = peer_module(CACHE)
     dataset = module.CachedEagle3Dataset(cache_dir)
@@ -66,12 +62,12 @@ def read(cache_dir: str) -> dict[str, Any]:
     }
 
 
-def item(cache_dir: str, index: int) -> dict[str, Any]:
+def item(cache_dir, index):
     """Return one item of a cache."""
     return dict(peer_module(CACHE).CachedEagle3Dataset(cache_dir)[index])
 
 
-def token_file(path: str, length: int, bos: int | None) -> dict[str, Any]:
+def token_file(path, length, bos):
     """Return a file of tokens as NanogptDataset reads it: ids, their type, its index, and its first pass of samples."""
     module = peer_module("components.datasets.llm.nanogpt_dataset")
     tokens, index = module.load_bin_shard(path), module._load_bos_index(path)
@@ -81,12 +77,12 @@ def token_file(path: str, length: int, bos: int | None) -> dict[str, Any]:
     return {**types, "index": None if index is None else index.tolist()}
 
 
-def constants(names: list[str]) -> dict[str, Any]:
+def constants(names):
     """Return what the peer's cache module has under some names."""
     return {name: getattr(peer_module(CACHE), name) for name in names}
 
 
-def batches(cache_dir: str, seed: int, **kwargs: Any) -> list[dict[str, Any]]:
+def batches(cache_dir, seed, **kwargs):
     """Return the batches of the peer's dataloader over a cache, torch's random numbers seeded."""
     import torch
 
@@ -94,13 +90,13 @@ def batches(cache_dir: str, seed: int, **kwargs: Any) -> list[dict[str, Any]]:
     return list(peer_module(CACHE).build_cached_eagle3_dataloader(cache_dir=cache_dir, **kwargs))
 
 
-def target(model: Any, aux_layer_ids: list[int] | None) -> tuple[Any, Any]:
+def target(model, aux_layer_ids):
     """Return the peer's wrapper of a transformers model, and the wrapper's layers."""
     wrapper = peer_module(TARGET).HFEagle3TargetModel(model, aux_layer_ids=aux_layer_ids)
     return wrapper, wrapper.aux_layer_ids
 
 
-def generate(model: Any, aux_layer_ids: list[int] | None, **batch: Any) -> tuple[list[int], dict[str, Any]]:
+def generate(model, aux_layer_ids, **batch):
     """Return the layers that the peer captures of a model, and the five tensors of its generate_batch."""
     wrapper, layers = target(model, aux_layer_ids)
     made = wrapper.generate_batch(**batch)
@@ -108,18 +104,18 @@ def generate(model: Any, aux_layer_ids: list[int] | None, **batch: Any) -> tuple
     return layers, {name: getattr(made, name) for name in names}
 
 
-def precompute(argv: list[str], folder: str, rows: dict[str, Any], specials: dict[str, int | None]) -> int:
+def precompute(argv, folder, rows, specials):
     """Run the peer's producer on a model in a folder and on given rows: `rows` maps a field to an [n, S] tensor."""
     from types import SimpleNamespace
 
     import transformers
     from torch.utils.data import DataLoader
 
-    def loader(*, batch_size: int, **_: Any) -> Any:
+    def loader(*, batch_size, **_):
         dataset = [{name: tensor[row] for name, tensor in rows.items()} for row in range(len(rows["input_ids"]))]
         return DataLoader(dataset, batch_size=batch_size)
 
-    def model(_: str, *, trust_remote_code: bool, torch_dtype: Any) -> Any:
+    def model(_, *, trust_remote_code, torch_dtype):
         return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch_dtype)
 
     module = peer_module(PRECOMPUTE)
@@ -129,7 +125,7 @@ def precompute(argv: list[str], folder: str, rows: dict[str, Any], specials: dic
     return int(module.main(argv))
 
 
-def train(cache_dir: str, model: Any, raw: dict[str, Any], rows: list[int]) -> dict[str, Any]:
+def train(cache_dir, model, raw, rows):
     """Return loss and gradients of the peer's trainer on rows of a cache, and on the live target that made them.
 
     `raw` is the batch of those rows as the target took it, unshifted. The draft's weights come from a fixed seed.
@@ -173,7 +169,7 @@ def train(cache_dir: str, model: Any, raw: dict[str, Any], rows: list[int]) -> d
     return found
 
 
-def plain(value: Any) -> Any:
+def plain(value):
     """Return a value without the classes of either side."""
     if isinstance(value, tuple):
         return tuple(map(plain, value))
@@ -182,7 +178,7 @@ def plain(value: Any) -> Any:
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
-def answer(owners: list[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+def answer(owners, name, args, kwargs):
     """Return ("ok", value) or ("raised", class, text) of a function, or a constant, of the first that has it."""
     found = next(getattr(owner, name) for owner in owners if hasattr(owner, name))
     try:
@@ -191,21 +187,21 @@ def answer(owners: list[Any], name: str, args: tuple[Any, ...], kwargs: dict[str
         return ("raised", type(error).__name__, str(error))
 
 
-def fold_answers(calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]]) -> list[tuple[Any, ...]]:
+def fold_answers(calls):
     """Return the peer's answers to what is asked of its fold of a shared prefix and of its masks."""
     names = ("components.datasets.llm.prefix_tree", "components.datasets.llm.mock_prefix_tree")
     masks = peer_module("components.distributed.context_parallel.magi").AttnMaskSpec
     return [answer([*map(peer_module, names), masks], *call) for call in calls]
 
 
-def peer_module(name: str) -> Any:
+def peer_module(name):
     """Import a module of the peer by its name below nemo_automodel."""
     import importlib
 
     return importlib.import_module(f"nemo_automodel.{name}")
 
 
-def stand_in() -> None:
+def stand_in():
     """Put a module with the names that the producer imports in the place of the package `_transformers`."""
     from types import ModuleType
 
@@ -216,7 +212,7 @@ def stand_in() -> None:
     sys.modules[package.__name__], sys.modules[tokenizers.__name__] = package, tokenizers
 
 
-def serve() -> None:
+def serve():
     """Answer requests until stdin ends; whatever libraries print goes to stderr."""
     import os
 

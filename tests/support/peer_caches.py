@@ -1,15 +1,11 @@
 """Caches for the tests with nemo-automodel: written by either side, read by the other, compared bit for bit."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from niels_gpt.eagle3 import cache
-from support.peer_automodel import CACHE, Peer
+from support.peer_automodel import CACHE
 
 PEERS = os.environ.get("NIELS_GPT_PEERS")
 NO_PEERS = "nemo-automodel is not here: set NIELS_GPT_PEERS to a folder with its wheels, see .ci/run"
@@ -24,7 +20,7 @@ LATER_KEYS = {
 }
 
 
-def made_up(dtype: str = "bf16", topk: int = 0) -> tuple[dict[str, Any], list[dict[str, torch.Tensor]], torch.Tensor]:
+def made_up(dtype="bf16", topk=0):
     """Return a manifest, its shards (the last one short) and embeddings. Every bit pattern that is a number occurs."""
     generator = torch.Generator().manual_seed(0)
     number = cache.DTYPE_MAP[dtype]
@@ -62,7 +58,7 @@ def made_up(dtype: str = "bf16", topk: int = 0) -> tuple[dict[str, Any], list[di
     return manifest, shards, torch.randn(V, H3 // 3, generator=generator).to(torch.bfloat16)
 
 
-def items_of(shards: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+def items_of(shards):
     """Return what a reader has to give for some shards, worked out here."""
     items = []
     for shard in shards:
@@ -78,7 +74,7 @@ def items_of(shards: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tens
     return items
 
 
-def assert_same(found: Any, expected: Any, where: str = "") -> None:
+def assert_same(found, expected, where=""):
     """Two nests of dicts, lists and tensors are equal: keys, lengths, dtypes, shapes, and every bit."""
     if isinstance(expected, torch.Tensor):
         assert (found.dtype, found.shape) == (expected.dtype, expected.shape), where
@@ -97,11 +93,11 @@ def assert_same(found: Any, expected: Any, where: str = "") -> None:
         assert found == expected, where
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
+def bits(tensor):
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
-def write_ours(folder: Path, version: int, dtype: str, topk: int = 0) -> list[dict[str, torch.Tensor]]:
+def write_ours(folder, version, dtype, topk=0):
     """Write a cache with our functions; returns its shards."""
     manifest, shards, embeddings = made_up(dtype, topk)
     keys = {"target_probs_topk": topk, **LATER_KEYS} if version == 2 else {}
@@ -112,19 +108,19 @@ def write_ours(folder: Path, version: int, dtype: str, topk: int = 0) -> list[di
     return shards
 
 
-def write_theirs(peer: Peer, folder: Path, manifest: dict[str, Any], shards: list[Any], embeddings: Any) -> None:
+def write_theirs(peer, folder, manifest, shards, embeddings):
     peer.call(CACHE, "write_manifest", str(folder), manifest)
     peer.call(CACHE, "write_target_embeddings", str(folder), embeddings)
     for index, shard in enumerate(shards):
         peer.call(CACHE, "write_shard", str(folder), index, shard)
 
 
-def read_ours(folder: Path) -> list[dict[str, torch.Tensor]]:
+def read_ours(folder):
     dataset = cache.CachedEagle3Dataset(str(folder))
     return [dataset[index] for index in range(len(dataset))]
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
+def files_of(folder):
     """Return what the peer knows of a cache folder, byte for byte: not the sidecar, not meta.json."""
     names = ["manifest.json", "target_embeddings.safetensors", *sorted(path.name for path in folder.glob("shard-*"))]
     return {name: (folder / name).read_bytes() for name in names}

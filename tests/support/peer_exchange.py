@@ -5,13 +5,10 @@ package in `folder` on the path. As that script: requests come pickled on stdin,
 of niels_gpt is imported there.
 """
 
-from __future__ import annotations
-
 import pickle
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 MAX_LEN = 64
 
@@ -19,12 +16,12 @@ MAX_LEN = 64
 class Tool:
     """One package, running. `tool.call(name, ...)` calls a function of the script there."""
 
-    def __init__(self, folder: Path, script: str = __file__) -> None:
+    def __init__(self, folder, script=__file__):
         self._process = subprocess.Popen(
             [sys.executable, script, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
 
-    def call(self, name: str, *args: Any) -> Any:
+    def call(self, name, *args):
         """Return what a function returns. Raises: RuntimeError with what it raised."""
         assert self._process.stdin is not None and self._process.stdout is not None
         pickle.dump((name, args), self._process.stdin)
@@ -34,12 +31,12 @@ class Tool:
             raise RuntimeError(answer)
         return answer
 
-    def close(self) -> None:
+    def close(self):
         """End the process."""
         self._process.communicate()
 
 
-def speculators_rows(folder: str) -> list[dict[str, Any]]:
+def speculators_rows(folder):
     """Return every row as speculators' dataset reads it and its EAGLE-3 trainer shifts it."""
     from speculators.models.eagle3.data import shift_batch
     from speculators.train.data import ArrowDataset
@@ -48,7 +45,7 @@ def speculators_rows(folder: str) -> list[dict[str, Any]]:
     return [shift_batch(dataset[index]) for index in range(len(dataset))]
 
 
-def speculators_refusals(folder: str) -> list[str]:
+def speculators_refusals(folder):
     """Return what speculators' own check of a row's file finds wrong, of all rows; and what it cannot open."""
     from datasets import load_from_disk
     from safetensors.torch import load_file
@@ -70,7 +67,7 @@ def speculators_refusals(folder: str) -> list[str]:
     return wrong
 
 
-def speculators_fp8(states: Any) -> tuple[Any, Any]:
+def speculators_fp8(states):
     """Return states as its fp8 backend stores them: values, as bytes, since pickle has no float8; and scales."""
     import torch
     from hs_connectors.fp8_utils import quantize_tensor_to_fp8
@@ -79,7 +76,7 @@ def speculators_fp8(states: Any) -> tuple[Any, Any]:
     return values.view(torch.uint8), scales
 
 
-def specforge_rows(folder: str) -> list[dict[str, Any]]:
+def specforge_rows(folder):
     """Return every file as SpecForge's reader and normalizer give it and its target head shifts it."""
     from specforge.algorithms.eagle3.data import normalize_offline_sample
     from specforge.modeling.target.target_head import TargetHead
@@ -96,7 +93,7 @@ def specforge_rows(folder: str) -> list[dict[str, Any]]:
     return rows
 
 
-def specforge_write(folder: str, samples: list[dict[str, Any]]) -> None:
+def specforge_write(folder, samples):
     """Write samples by SpecForge's feature store, the one place of the package that writes such files."""
     from specforge.runtime.data_plane.feature_store import LocalFeatureStore
 
@@ -105,7 +102,7 @@ def specforge_write(folder: str, samples: list[dict[str, Any]]) -> None:
         store.put(sample, sample_id=f"data_{index:03d}", metadata={})
 
 
-def serve(functions: dict[str, Any]) -> None:
+def serve(functions):
     """Answer requests until stdin ends; whatever libraries print goes to stderr."""
     import os
 

@@ -1,15 +1,11 @@
 """What tests of pipelines/ reach behind the assets: caches, locks that others hold, steps and targets that fail."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import dagster as dg
 import pytest
@@ -25,10 +21,8 @@ from niels_gpt.recipes.eagle3.of_settings import resolved
 from niels_gpt.recipes.exchange import lines, outputs
 from niels_gpt.recipes.plan import every_recipe, recipes
 from niels_gpt.recipes.rollouts.checks import CHECKS as ROLLOUT_CHECKS
-from niels_gpt.recipes.run_recipe import Outcome
 from niels_gpt.settings import Settings
 from niels_gpt.storage import fileio, versions
-from niels_gpt.storage.checks import Check
 from niels_gpt.storage.locks.builders import file_lock
 from pipelines import assets, automation, steps
 from support.disk import canonical_json, versions_dir
@@ -41,13 +35,13 @@ TARGETS, VOCAB = "eagle3/targets", "eagle3/draft_vocab"
 TARGET_CHECKS = tuple(eagle3_checks.CHECKS)
 
 
-def checks_of(key: str) -> dict[str, Check]:
+def checks_of(key):
     """The checks of a cache by name."""
     family = key.split("/")[0]
     return {each.name: each for each in (ROLLOUT_CHECKS if family == "trees" else verify.CHECKS[family])}
 
 
-def chosen_keys(settings: Settings) -> list[str]:
+def chosen_keys(settings):
     """The keys that `build --all` builds, in its order."""
     return list(_chosen_keys(settings, None))
 
@@ -55,22 +49,22 @@ def chosen_keys(settings: Settings) -> list[str]:
 # --- caches and their records -----------------------------------------------------------------------------------------
 
 
-def build_targets(settings: Settings) -> Outcome:
+def build_targets(settings):
     """Build eagle3/targets, as its asset does."""
     return every_recipe(settings)[TARGETS](settings)
 
 
-def build_draft_vocab(settings: Settings) -> Outcome:
+def build_draft_vocab(settings):
     """Build eagle3/draft_vocab, as its asset does."""
     return every_recipe(settings)[VOCAB](settings)
 
 
-def fingerprints(settings: Settings) -> dict[str, str]:
+def fingerprints(settings):
     """What the settings alone decide of the two caches: the code versions of their assets."""
     return {TARGETS: asset.settings_fingerprint(settings), VOCAB: draft_vocab.settings_fingerprint(settings)}
 
 
-def fingerprint_in_parts(settings: Settings, part: str) -> str:
+def fingerprint_in_parts(settings, part):
     """The fingerprint of a target cache of which a machine builds a part, as in "1/2"; "" for all of it."""
     from dataclasses import replace
 
@@ -78,18 +72,18 @@ def fingerprint_in_parts(settings: Settings, part: str) -> str:
     return asset._fingerprint(replace(found, options=replace(found.options, part=part)) if part else found)
 
 
-def facts_of_target(cache: Path, target: str, revision: str | None = None) -> dict[str, Any]:
+def facts_of_target(cache, target, revision=None):
     """What is recorded of a target that a cache is compared with."""
     how = {} if revision is None else {"revision": revision}
     return dict(asset.target_of(cache, target, **how).facts)
 
 
-def shard(cache: Path, number: int) -> Path:
+def shard(cache, number):
     """The file of a shard of a target cache."""
     return Path(shard_path(cache, number))
 
 
-def flip_state(path: Path, row: int) -> None:
+def flip_state(path, row):
     """Change one bit of the first hidden state of a row of a shard."""
     fields, rows, header = read_header(path)
     before = itertools.takewhile(lambda name: name != "aux_hidden_states", fields)
@@ -99,24 +93,24 @@ def flip_state(path: Path, row: int) -> None:
     path.write_bytes(content)
 
 
-def record_of_recipe(cache: Path) -> Path:
+def record_of_recipe(cache):
     """The file that says which recipe built the cache."""
     return versions_dir(cache) / "recipe.json"
 
 
-def recorded(cache: Path) -> dict[str, Any]:
+def recorded(cache):
     """Which recipe built the cache."""
-    found: dict[str, Any] = json.loads(record_of_recipe(cache).read_bytes())
+    found = json.loads(record_of_recipe(cache).read_bytes())
     assert found["version"] == Path(os.readlink(cache)).name
     return found
 
 
-def record(cache: Path, recipe: dict[str, Any]) -> None:
+def record(cache, recipe):
     """Write another record of which recipe built the cache."""
     record_of_recipe(cache).write_bytes(canonical_json(recipe))
 
 
-def deliver(settings: Settings, name: str, **how: Any) -> Any:
+def deliver(settings, name, **how):
     """Export or publish a cache by its line of sources.toml, as its asset does."""
     return outputs.deliver(settings, lines.lines_of(settings)[name], **how)
 
@@ -125,21 +119,21 @@ def deliver(settings: Settings, name: str, **how: Any) -> Any:
 
 
 @contextmanager
-def building(cache: Path) -> Iterator[None]:
+def building(cache):
     """Hold the lock of a cache, as its builder does."""
     with versions.build_lock(cache):
         yield
 
 
 @contextmanager
-def turn_taken(root: Path) -> Iterator[None]:
+def turn_taken(root):
     """Hold the turn of pretrain builds in a folder of caches."""
     with file_lock(root / ".runs" / "pretrain.turn", "held by the test", wait=False):
         yield
 
 
 @contextmanager
-def turn_of(settings: Settings, key: str) -> Iterator[None]:
+def turn_of(settings, key):
     """Hold the turn of pretrain builds as a step of another run does."""
     with steps.turn(steps.Run(settings, wait=False), key):
         yield
@@ -149,7 +143,7 @@ def turn_of(settings: Settings, key: str) -> Iterator[None]:
 
 
 @contextmanager
-def recipe_is(build: Callable[..., Any]) -> Iterator[None]:
+def recipe_is(build):
     """Let the steps of token caches call `build(real, settings, name, ...)` in place of `real`."""
     real = assets.build_token_cache
     with pytest.MonkeyPatch.context() as patch:
@@ -158,7 +152,7 @@ def recipe_is(build: Callable[..., Any]) -> Iterator[None]:
 
 
 @contextmanager
-def noted_restarts(note: Callable[[], object]) -> Iterator[None]:
+def noted_restarts(note):
     """Retry at once where the network is asked, and note each time a step begins from scratch."""
     real = steps.restart
     with pytest.MonkeyPatch.context() as patch:
@@ -168,7 +162,7 @@ def noted_restarts(note: Callable[[], object]) -> Iterator[None]:
 
 
 @contextmanager
-def sensor_times(**seconds: float) -> Iterator[None]:
+def sensor_times(**seconds):
     """Let the sensor of files have other times: `again` after which it asks once more, `files` for one tick."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in seconds.items():
@@ -177,7 +171,7 @@ def sensor_times(**seconds: float) -> Iterator[None]:
 
 
 @contextmanager
-def chats_are(chats: Callable[[str | None], Iterator[Any]]) -> Iterator[None]:
+def chats_are(chats):
     """Let a source of chats yield what `chats(revision)` yields."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("niels_gpt.recipes.sources.chats", lambda _settings, _source, revision, *_: chats(revision))
@@ -185,7 +179,7 @@ def chats_are(chats: Callable[[str | None], Iterator[Any]]) -> Iterator[None]:
 
 
 @contextmanager
-def cards_are(text: str) -> Iterator[None]:
+def cards_are(text):
     """Let every card of a cache be this text."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("niels_gpt.interop.card.card_of", lambda *_, **__: text)
@@ -193,7 +187,7 @@ def cards_are(text: str) -> Iterator[None]:
 
 
 @contextmanager
-def check_never_passes(name: str, problem: str) -> Iterator[None]:
+def check_never_passes(name, problem):
     """Let a check find this in every cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(verify._RULES, name, lambda *_: iter([Damage("meta.json", 0, 0, problem)]))
@@ -201,7 +195,7 @@ def check_never_passes(name: str, problem: str) -> Iterator[None]:
 
 
 @contextmanager
-def without_target() -> Iterator[None]:
+def without_target():
     """Fail where a target is loaded."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepare, "open_target", lambda *_, **__: pytest.fail("the target was loaded"))
@@ -218,11 +212,11 @@ _FILES = {
 }
 
 
-def _fail(patch: pytest.MonkeyPatch, what: str, when: Callable[..., bool], number: int) -> None:
+def _fail(patch, what, when, number):
     owner, name = _FILES[what]
     real = getattr(owner, name)
 
-    def fail(*arguments: Any, **named: Any) -> Any:
+    def fail(*arguments, **named):
         if when(*arguments):
             raise OSError(number, os.strerror(number), str(arguments[-1]))
         return real(*arguments, **named)
@@ -231,7 +225,7 @@ def _fail(patch: pytest.MonkeyPatch, what: str, when: Callable[..., bool], numbe
 
 
 @contextmanager
-def failing(what: str, when: Callable[..., bool] = lambda *_: True, number: int = errno.ENOSPC) -> Iterator[None]:
+def failing(what, when=lambda *_: True, number=errno.ENOSPC):
     """Let the journal, links or the writing of shards fail, with a full disk if no other number is given."""
     with pytest.MonkeyPatch.context() as patch:
         _fail(patch, what, when, number)
@@ -239,12 +233,12 @@ def failing(what: str, when: Callable[..., bool] = lambda *_: True, number: int 
 
 
 @contextmanager
-def failing_commit(cache: Path, step: str) -> Iterator[None]:
+def failing_commit(cache, step):
     """Let the disk be full at a step of the commit of a cache: sync_tree, rename or symlink."""
     commit = versions.commit
     with pytest.MonkeyPatch.context() as patch:
 
-        def fail(*arguments: Any) -> Path:
+        def fail(*arguments):
             if arguments[1] == cache:
                 _fail(patch, step, lambda *_: True, errno.ENOSPC)
             return commit(*arguments)

@@ -10,11 +10,9 @@ import shutil
 import socket
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 USER = DATABASE = "dagster"
 
@@ -27,11 +25,11 @@ class Server:
     password: str
 
     @property
-    def environment(self) -> dict[str, str]:
+    def environment(self):
         """The variables that the dagster.yaml of docs/deployment.md reads."""
         return {"DAGSTER_PG_HOST": "127.0.0.1", "DAGSTER_PG_PORT": str(self.port), "DAGSTER_PG_PASSWORD": self.password}
 
-    def rows(self, query: str) -> list[tuple[Any, ...]]:
+    def rows(self, query):
         """Return what a query finds in the database."""
         import psycopg2
 
@@ -45,7 +43,7 @@ class Server:
             connection.close()
 
 
-def programs() -> Path | None:
+def programs():
     """Return the folder of initdb and pg_ctl, the newest version's; None where there is no PostgreSQL."""
     found = shutil.which("initdb")
     versions = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: float(path.parts[-3]))
@@ -53,7 +51,7 @@ def programs() -> Path | None:
 
 
 @contextmanager
-def server() -> Iterator[Server]:
+def server():
     """Start a server, and stop and remove it at the end. Raises: CalledProcessError if a program of it fails."""
     binaries = programs()
     assert binaries, "no PostgreSQL: apt-get install postgresql"
@@ -69,12 +67,10 @@ def server() -> Iterator[Server]:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
 
-        def call(program: str, *arguments: str) -> None:
-            how: Any = (
-                {"user": user, "group": pwd.getpwnam(user).pw_gid, "extra_groups": []} if os.geteuid() == 0 else {}
-            )
+        def call(program, *arguments):
+            how = {"user": user, "group": pwd.getpwnam(user).pw_gid, "extra_groups": []} if os.geteuid() == 0 else {}
             with open(folder / "output", "ab") as log:  # not a pipe: the server would hold it
-                output: Any = {"stdout": log, "stderr": log, "stdin": subprocess.DEVNULL}
+                output = {"stdout": log, "stderr": log, "stdin": subprocess.DEVNULL}
                 subprocess.run([binaries / program, *arguments], cwd=folder, check=True, **output, **how)
 
         data = str(folder / "data")
@@ -88,7 +84,7 @@ def server() -> Iterator[Server]:
             call("pg_ctl", "-D", data, "-m", "immediate", "-w", "stop")
 
 
-def create_database(port: int, password: str) -> None:
+def create_database(port, password):
     """Make the empty database."""
     import psycopg2
 

@@ -15,14 +15,10 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 from niels_gpt.storage import fileio
-from niels_gpt.storage.fileio import Operation
 
 MODELS = ("kill", "power", "mixed")
 Tree = dict[str, bytes | str | None]
@@ -37,14 +33,14 @@ class File:
     synced: bytes = b""
     since: list[tuple[int, bytes | None]] = field(default_factory=list)
 
-    def change(self, offset: int, content: bytes | None) -> None:
+    def change(self, offset, content):
         self.content = _changed(self.content, offset, content)
         self.since.append((offset, content))
 
-    def sync(self) -> None:
+    def sync(self):
         self.synced, self.since = self.content, []
 
-    def left(self, model: str, chance: random.Random) -> bytes:
+    def left(self, model, chance):
         if model == "kill":
             return self.content
         found = self.synced
@@ -80,16 +76,16 @@ Change = list[tuple[Folder, str, Node | None]]
 class Disk:
     """A folder on a disk, to which operations of a record are applied."""
 
-    def __init__(self, before: Tree) -> None:
+    def __init__(self, before):
         """before: what there is before the first operation; all of it is durable."""
         self._top = Folder()
-        self._waiting: list[Change] = []
+        self._waiting = []
         for path, content in sorted(before.items()):
             folder, name = self._place(path)
-            node: Node = File(content, content) if isinstance(content, bytes) else Folder()
+            node = File(content, content) if isinstance(content, bytes) else Folder()
             folder.names[name] = folder.durable[name] = Link(content) if isinstance(content, str) else node
 
-    def apply(self, operations: Iterable[Operation]) -> None:
+    def apply(self, operations):
         """Do to the model what was done to the disk. Paths are relative: see `below`."""
         for verb, path, *rest in operations:
             if verb == "fsync_dir":
@@ -104,12 +100,12 @@ class Disk:
             else:
                 self._change_names(self._change(verb, path, *rest))
 
-    def left(self, model: str, seed: int = 0) -> Tree:
+    def left(self, model, seed=0):
         """Return what a cut at this moment leaves."""
         chance = random.Random(seed)
         names = {id(folder): dict(folder.names if model == "kill" else folder.durable) for folder in self._folders()}
         if model == "mixed":
-            lost: set[tuple[int, str]] = set()
+            lost = set()
             for change in self._waiting:
                 touched = {(id(folder), name) for folder, name, _ in change}
                 if touched & lost or chance.random() < 1 / 2:
@@ -117,8 +113,8 @@ class Disk:
                 else:
                     for folder, name, node in change:
                         _set(names[id(folder)], name, node)
-        tree: Tree = {}
-        stack: list[tuple[str, Folder]] = [("", self._top)]
+        tree = {}
+        stack = [("", self._top)]
         while stack:
             prefix, folder = stack.pop()
             for name, node in sorted(names[id(folder)].items()):
@@ -129,24 +125,24 @@ class Disk:
                     tree[prefix + name] = node.target if isinstance(node, Link) else node.left(model, chance)
         return tree
 
-    def _change(self, verb: str, path: str, new: str = "") -> Change:
+    def _change(self, verb, path, new=""):
         folder, name = self._place(path)
         if verb == "rename":
             return [(folder, name, None), (*self._place(new), folder.names[name])]
-        made: dict[str, Node] = {"create": File(), "mkdir": Folder(), "symlink": Link(new)}
+        made = {"create": File(), "mkdir": Folder(), "symlink": Link(new)}
         assert (verb in made) != (name in folder.names), f"{verb} {path}"
         return [(folder, name, made.get(verb))]
 
-    def _change_names(self, change: Change) -> None:
+    def _change_names(self, change):
         for folder, name, node in change:
             _set(folder.names, name, node)
         self._waiting.append(change)
 
-    def _sync_names(self, path: str) -> None:
+    def _sync_names(self, path):
         """Make durable what changed in a folder, the other side of a rename, and what came before on these names."""
         folder = self._top if path == "." else self._node(path)
         wanted = {(id(folder), name) for change in self._waiting for where, name, _ in change if where is folder}
-        done: list[Change] = []
+        done = []
         for change in reversed(self._waiting):
             touched = {(id(where), name) for where, name, _ in change}
             if touched & wanted:
@@ -157,11 +153,11 @@ class Disk:
             for where, name, node in change:
                 _set(where.durable, name, node)
 
-    def _node(self, path: str) -> Node:
+    def _node(self, path):
         folder, name = self._place(path)
         return folder.names[name]
 
-    def _place(self, path: str) -> tuple[Folder, str]:
+    def _place(self, path):
         *above, name = path.split("/")
         folder = self._top
         for part in above:
@@ -170,10 +166,10 @@ class Disk:
             folder = below
         return folder, name
 
-    def _folders(self) -> Iterator[Folder]:
+    def _folders(self):
         """Yield all folders that some model may reach."""
-        found: list[Node | None] = [self._top]
-        seen: set[int] = set()
+        found = [self._top]
+        seen = set()
         found += [node for change in self._waiting for folder, _, new in change for node in (folder, new)]
         while found:
             folder = found.pop()
@@ -183,7 +179,7 @@ class Disk:
                 yield folder
 
 
-def below(root: Path, trace: Iterable[Operation]) -> list[Operation]:
+def below(root, trace):
     """Return a record with paths that are relative to a folder; the folder itself is "."."""
     return [
         (verb, os.path.relpath(path, root), *(os.path.relpath(new, root) if verb == "rename" else new for new in rest))
@@ -191,23 +187,23 @@ def below(root: Path, trace: Iterable[Operation]) -> list[Operation]:
     ]
 
 
-def recorded_below(root: Path, build: Callable[[], Any]) -> list[Operation]:
+def recorded_below(root, build):
     """Return the record of a build, with relative paths as `below` makes them."""
-    trace: list[Operation] = []
+    trace = []
     with fileio.recorded(trace):
         build()
     return below(root, trace)
 
 
 @contextmanager
-def recording() -> Iterator[list[Operation]]:
+def recording():
     """The record of what is done to the disk in the block, with whole paths; it grows meanwhile."""
-    trace: list[Operation] = []
+    trace = []
     with fileio.recorded(trace):
         yield trace
 
 
-def tree_of(root: Path) -> Tree:
+def tree_of(root):
     """Return what a folder holds."""
     return {
         str(path.relative_to(root)): os.readlink(path)
@@ -219,7 +215,7 @@ def tree_of(root: Path) -> Tree:
     }
 
 
-def put(tree: Tree, root: Path) -> None:
+def put(tree, root):
     """Make a folder that holds what was left."""
     root.mkdir(parents=True)
     for name, content in sorted(tree.items()):
@@ -231,13 +227,13 @@ def put(tree: Tree, root: Path) -> None:
             (root / name).write_bytes(content)
 
 
-def _set(names: dict[str, Node], name: str, node: Node | None) -> None:
+def _set(names, name, node):
     names.pop(name, None)
     if node is not None:
         names[name] = node
 
 
-def _changed(content: bytes, offset: int, new: bytes | None) -> bytes:
+def _changed(content, offset, new):
     """Return a file's content after a write at an offset, or after it was cut (or grown by zeros) to that size."""
     if new is None:
         return content[:offset].ljust(offset, b"\0")

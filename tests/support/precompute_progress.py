@@ -1,8 +1,5 @@
 """How `eagle3 precompute` shows its progress: lines in place of none, and a bar."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -11,7 +8,7 @@ from niels_gpt.commands.eagle3 import precompute
 
 
 @contextmanager
-def lines_at_once() -> Iterator[None]:
+def lines_at_once():
     """Let each progress be a line, not one in ten seconds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(precompute, "_LINE_EVERY_S", 0.0)

@@ -1,20 +1,15 @@
 """Trees of samples for tests, drawn by hypothesis or a seed, and their folded rows by brute force."""
 
-from __future__ import annotations
-
 import importlib
 import random
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import strategies as st
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from niels_gpt.prefix_tree.forest import PrefixForest
+    pass
 
 Samples = list[list[int]]
 
@@ -22,13 +17,13 @@ Samples = list[list[int]]
 SAMPLES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), min_size=1, max_size=12)
 
 
-def grown(generator: random.Random, *, samples: int = 22, levels: int = 6, vocab: int = 97) -> Samples:
+def grown(generator, *, samples=22, levels=6, vocab=97):
     """Return samples cut from a random tree of several levels, with a duplicate, a prefix and a one-token sample."""
 
-    def ids(longest: int) -> list[int]:
+    def ids(longest):
         return [generator.randrange(vocab) for _ in range(generator.randint(1, longest))]
 
-    paths: Samples = [ids(6), ids(3)]
+    paths = [ids(6), ids(3)]
     while len(paths) < samples - 3:
         stem = generator.choice(paths)
         for _ in range(generator.randint(1, levels)):
@@ -40,15 +35,15 @@ def grown(generator: random.Random, *, samples: int = 22, levels: int = 6, vocab
     return paths
 
 
-def prefixes(samples: Samples) -> list[tuple[int, ...]]:
+def prefixes(samples):
     """Return the distinct prefixes of the samples: one for each token of the folded row."""
     return list(dict.fromkeys(tuple(sample[: end + 1]) for sample in samples for end in range(len(sample))))
 
 
-def plain_rows(samples: Samples) -> list[tuple[int, ...]]:
+def plain_rows(samples):
     """Return the prefix of each row: depth first, siblings in the order of the samples."""
-    rows: list[tuple[int, ...]] = []
-    waiting: list[tuple[int, ...]] = [()]
+    rows = []
+    waiting = [()]
     known = prefixes(samples)
     while waiting:
         prefix = waiting.pop()
@@ -57,21 +52,21 @@ def plain_rows(samples: Samples) -> list[tuple[int, ...]]:
     return rows
 
 
-def demo_group(prompt: int, completion: int, samples: int, seed: int) -> tuple[list[int], Samples]:
+def demo_group(prompt, completion, samples, seed):
     """Return the prompt and the completions that the demo of folding draws."""
     from niels_gpt.prefix_tree.demo import random_group
 
     return random_group(prompt, completion, samples, seed)
 
 
-def tree(seed: int, depth: int = 7) -> PrefixForest:
+def tree(seed, depth=7):
     """Return a forest of nodes of 1 to 90 tokens, with padding."""
     from niels_gpt.prefix_tree.forest import PrefixForest
 
     draw = random.Random(seed)
-    samples: list[list[int]] = []
+    samples = []
 
-    def grow(above: list[int], levels: int) -> None:
+    def grow(above, levels):
         longest = draw.choice([2, 4, 90])
         path = [*above, *(draw.randrange(50) for _ in range(draw.randint(1, longest)))]
         if not levels or draw.random() < 0.2:
@@ -86,11 +81,11 @@ def tree(seed: int, depth: int = 7) -> PrefixForest:
     return PrefixForest.from_sequences(samples[:60]).padded(8)
 
 
-def tree_keys(forest: PrefixForest) -> dict[str, Tensor]:
+def tree_keys(forest):
     """Return TRL's keys of a forest without padding."""
     import torch
 
-    kv: list[int] = []
+    kv = []
     bounds_q, bounds_k, paths = [0], [0], []
     columns = (forest.node_starts, forest.node_lengths, forest.node_parents)
     for start, length, parent in zip(*(column.tolist() for column in columns), strict=True):
@@ -104,14 +99,14 @@ def tree_keys(forest: PrefixForest) -> dict[str, Tensor]:
     )
 
 
-def register_segments() -> None:
+def register_segments():
     """Let transformers know the attention by segments, "prefix_tree"."""
     from niels_gpt.prefix_tree.backends.segments import register
 
     register()
 
 
-def advice(finding: str) -> str:
+def advice(finding):
     """The last line of a report whose first finding this is."""
     from niels_gpt.prefix_tree.fold_checks import ADVICE
 
@@ -119,15 +114,15 @@ def advice(finding: str) -> str:
 
 
 @contextmanager
-def calls_of(name: str) -> Iterator[list[tuple[tuple[Any, ...], dict[str, Any]]]]:
+def calls_of(name):
     """The arguments of each call of a function of the backends, such as "checks.dense_mask"."""
     module, *owners, last = name.split(".")
-    owner: Any = importlib.import_module(f"niels_gpt.prefix_tree.backends.{module}")
+    owner = importlib.import_module(f"niels_gpt.prefix_tree.backends.{module}")
     for each in owners:
         owner = getattr(owner, each)
     real, calls = getattr(owner, last), []
 
-    def called(*args: Any, **how: Any) -> Any:
+    def called(*args, **how):
         calls.append((args, how))
         return real(*args, **how)
 
@@ -137,7 +132,7 @@ def calls_of(name: str) -> Iterator[list[tuple[tuple[Any, ...], dict[str, Any]]]
 
 
 @contextmanager
-def window_of_all(window: int) -> Iterator[None]:
+def window_of_all(window):
     """Let every model be taken for one whose layers have this window."""
     from niels_gpt.prefix_tree.backends import masks
 

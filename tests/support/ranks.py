@@ -1,7 +1,5 @@
 """Two gloo processes that make steps by each way of spreading a model over ranks, for tests of their gradients."""
 
-from __future__ import annotations
-
 import copy
 import json
 import sys
@@ -13,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, multiprocessing, nn
+from torch import distributed, multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -34,7 +32,7 @@ TOTAL = sum(len(sample) - 1 for sample in SAMPLES)
 Step = Callable[[Any, PrefixForest], Body]
 
 
-def unfolded(model: Any) -> dict[str, Tensor]:
+def unfolded(model):
     """Return the gradients of the mean over all tokens of all samples, run one by one in one process."""
     for sample in SAMPLES:
         ids = torch.tensor([sample])
@@ -43,32 +41,32 @@ def unfolded(model: Any) -> dict[str, Tensor]:
     return gradients(model)
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor]:
+def gradients(model):
     """Return the gradients by the names that parameters have in a model without DistributedDataParallel."""
-    found: dict[str, Any] = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
     whole = {name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in found.items()}
     return {name.replace("_orig_mod.", "").removeprefix("module."): each for name, each in whole.items()}
 
 
-def largest_error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+def largest_error(found, wanted):
     """Return the largest relative error of a parameter's gradient."""
     assert set(found) == set(wanted)
     return max(float((found[name] - each).norm() / each.norm()) for name, each in wanted.items())
 
 
-def past_the_wrapper(model: Any, forest: PrefixForest) -> Body:
+def past_the_wrapper(model, forest):
     """Call the body inside a wrapper: gradients are those of the rank alone."""
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     return Body(inner.model(**model_inputs(forest, model)).last_hidden_state[0], inner.lm_head)
 
 
-def guarded(model: Any, forest: PrefixForest, step: Step = body_forward) -> Body:
+def guarded(model, forest, step=body_forward):
     """Make a step under the guard."""
     with guard(forest, model):
         return step(model, forest)
 
 
-def evaluated_first(model: Any, forest: PrefixForest) -> Body:
+def evaluated_first(model, forest):
     """Call the body inside where nothing is to be reduced, which the guard allows, and then make a step."""
     with guard(forest, model):
         with torch.no_grad():
@@ -78,7 +76,7 @@ def evaluated_first(model: Any, forest: PrefixForest) -> Body:
         return body_forward(model, forest)
 
 
-def adapted(model: Any) -> Any:
+def adapted(model):
     """Return a model with adapters, one of them of the head; their two factors are not zero."""
     from peft import LoraConfig, get_peft_model
 
@@ -87,14 +85,14 @@ def adapted(model: Any) -> Any:
     return get_peft_model(model, LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
 
 
-def _sharded(model: Any, *, layers: bool = True, head: bool = False, **options: Any) -> Any:
+def _sharded(model, *, layers=True, head=False, **options):
     options["mesh"] = init_device_mesh("cpu", (WORLD,))
     for part in [*(model.model.layers if layers else []), *([model.lm_head] if head else [])]:
         fully_shard(part, **options)
     return fully_shard(model, **options)
 
 
-def _evaluated(model: Any) -> Any:
+def _evaluated(model):
     """Leave the weights of the root gathered, as an evaluation does: then a call of its body raises no error."""
     with torch.no_grad():
         model(input_ids=torch.tensor([[1, 2]]))
@@ -103,7 +101,7 @@ def _evaluated(model: Any) -> Any:
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
 DDP = DistributedDataParallel
-CASES: dict[str, tuple[Callable[[Any], Any], Step]] = {
+CASES = {
     "ddp": (DDP, guarded),
     "ddp, unused": (partial(DDP, find_unused_parameters=True), body_forward),
     "ddp, static": (partial(DDP, static_graph=True), body_forward),
@@ -129,7 +127,7 @@ CASES: dict[str, tuple[Callable[[Any], Any], Step]] = {
 }
 
 
-def _outcome(model: Any, step: Step, rank: int, wanted: dict[str, Tensor]) -> float | str:
+def _outcome(model, step, rank, wanted):
     """Return the error of the gradients after the second of two equal steps, or why a step was refused."""
     forest = PrefixForest.from_sequences(PARTS[rank])
     edges = LossEdges.from_forest(forest)
@@ -146,7 +144,7 @@ def _outcome(model: Any, step: Step, rank: int, wanted: dict[str, Tensor]) -> fl
     return largest_error(gradients(model), wanted)
 
 
-def run(rank: int, folder: str) -> None:
+def run(rank, folder):
     """Run the cases in one of WORLD processes, and write the outcomes of each to outcomes-RANK.json."""
     warnings.simplefilter("ignore")
     store = f"file://{folder}/store"

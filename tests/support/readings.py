@@ -6,10 +6,8 @@ import json
 import logging
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pyarrow as pa
 import pytest
@@ -18,11 +16,10 @@ from hypothesis import strategies as st
 from niels_gpt.builders.meta_keys import Source
 from niels_gpt.data.exclude import read_exclusion
 from niels_gpt.data.files import columns, parquet
-from niels_gpt.documents import DocumentBatch, Partition
+from niels_gpt.documents import Partition
 from niels_gpt.recipes import resolve, sources
-from niels_gpt.recipes.resolve import ResolvedSource, resolve_source
+from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.recipes.tokenizers.texts import source_state
-from niels_gpt.settings import Settings
 from support.data_files import invalid_utf8, lines, write, write_parquet
 
 LIMIT = 600
@@ -46,7 +43,7 @@ JSONL = st.lists(ROWS.map(lines) | ODD_LINES, max_size=8).map(b"".join)
 NULLABLE = st.none() | TEXTS
 
 
-KINDS: dict[str, Callable[[list[str]], Any]] = {
+KINDS = {
     "plain": lambda texts: pa.array(texts, pa.string()),
     "null": lambda texts: pa.array([None, *texts[1:]], pa.string()),
     "large": lambda texts: pa.array(texts, pa.large_string()),
@@ -60,7 +57,7 @@ KINDS: dict[str, Callable[[list[str]], Any]] = {
 
 
 @st.composite
-def tables(draw: st.DrawFn) -> Any:
+def tables(draw):
     """Return a table of which most columns are strings, in different arrow types, and how it is written."""
     size, columns = draw(st.integers(1, 14)), {}
     for name in draw(st.lists(st.sampled_from(["text", "content", "id", "path", "odd"]), unique=True, min_size=1)):
@@ -89,7 +86,7 @@ class Seen(NamedTuple):
     position: dict[str, int]
 
 
-def flat(batches: Iterator[DocumentBatch]) -> Iterator[Seen]:
+def flat(batches):
     for batch in batches:
         starts = [start for start, _ in batch.counters]
         assert starts[0] == 0 and starts == sorted(set(starts)) and len(batch) == len(batch.ids) > 0
@@ -100,22 +97,22 @@ def flat(batches: Iterator[DocumentBatch]) -> Iterator[Seen]:
             yield Seen(batch.split, text.decode(), batch.ids[at], nonzero(counters), place)
 
 
-def nonzero(counters: Any) -> dict[str, int]:
+def nonzero(counters):
     return {name: number for name, number in counters.items() if number}
 
 
-def found_source(given: Settings, name: str) -> ResolvedSource:
+def found_source(given, name):
     """Return where a source's texts or chats come from by these settings: the hub, a snapshot of it, or a mirror."""
     return resolve_source(given, name)
 
 
-def state_of_source(given: Settings, name: str) -> str | None:
+def state_of_source(given, name):
     """Return the fingerprint of a source as it is now."""
     return source_state(given, name)
 
 
 @contextmanager
-def trained_on(*names: str) -> Iterator[None]:
+def trained_on(*names):
     """Let a tokenizer be trained on these sources alone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("niels_gpt.recipes.tokenizers.texts.training_order", lambda: list(names))
@@ -123,25 +120,25 @@ def trained_on(*names: str) -> Iterator[None]:
 
 
 @contextmanager
-def parsed_lines() -> Iterator[list[bytes]]:
+def parsed_lines():
     """Collect the lines of JSON that are parsed where rows are read as columns."""
-    seen: list[bytes] = []
+    seen = []
     parse = columns.parsed
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(columns, "parsed", lambda line: seen.append(line) or parse(line))
         yield seen
 
 
-def read_in_small_batches(monkeypatch: pytest.MonkeyPatch, rows: int = 4, documents: int = 5) -> None:
+def read_in_small_batches(monkeypatch, rows=4, documents=5):
     """Let small files have several batches, of rows of parquet and of documents."""
     monkeypatch.setattr(parquet, "BATCH_ROWS", rows)
     monkeypatch.setattr(sources, "BATCH_DOCUMENTS", documents)
 
 
-def forbid_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+def forbid_reading(monkeypatch):
     """Let a build fail that reads its source."""
 
-    def unreadable(*_: Any, **__: Any) -> Iterator[Any]:
+    def unreadable(*_, **__):
         raise AssertionError("the source was read")
         yield
 
@@ -149,12 +146,12 @@ def forbid_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "chats", unreadable)
 
 
-def say_version_of_datasets(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+def say_version_of_datasets(monkeypatch, version):
     """Let caches of the hub say that this version of the library read them."""
     monkeypatch.setattr(resolve, "version", lambda name: version)
 
 
-def opened_source(given: Settings, name: str) -> tuple[Iterator[Any], Source]:
+def opened_source(given, name):
     """The documents or chats of a source as a recipe gives them to a builder, and what it says of them."""
     origin, counters, position = resolve_source(given, name), Counter[str](), dict[str, int]()
     excluded = given.exclude and read_exclusion(given.exclude).facts
@@ -171,19 +168,19 @@ class Reading:
 
     def __init__(
         self,
-        given: Settings,
-        name: str,
+        given,
+        name,
         *,
-        by_column: bool = True,
-        behind: Seen | None = None,
-        partition: tuple[int, int] | None = None,
-        revision: str | None = None,
-    ) -> None:
-        self.counters: Counter[str] = Counter()
-        self.position: dict[str, int] = {}
-        self.seen: list[Seen] = []
+        by_column=True,
+        behind=None,
+        partition=None,
+        revision=None,
+    ):
+        self.counters = Counter()
+        self.position = {}
+        self.seen = []
         self.error = ""
-        self.messages: list[str] = []
+        self.messages = []
         args = (given, resolve_source(given, name), revision, self.counters, self.position)
         log, logger = Log(self.messages), logging.getLogger("niels_gpt")
         logger.addHandler(log)
@@ -200,27 +197,27 @@ class Reading:
         finally:
             logger.removeHandler(log)
 
-    def rows(self, rows: sources.Documents) -> Iterator[Seen]:
+    def rows(self, rows):
         for split, text, name in rows:
             yield Seen(split, text, name, nonzero(self.counters), dict(self.position))
 
     @property
-    def end(self) -> Any:
+    def end(self):
         return nonzero(self.counters), self.position if self.seen else {}, self.error
 
 
 class Log(logging.Handler):
     """Keeps messages."""
 
-    def __init__(self, messages: list[str]) -> None:
+    def __init__(self, messages):
         super().__init__()
         self._messages = messages
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def emit(self, record):
         self._messages.append(record.getMessage())
 
 
-def put(folder: Path, files: list[tuple[str, Any]]) -> None:
+def put(folder, files):
     """Write files to a folder, in place of what was there; each is a suffix and a content: bytes, or `tables`."""
     shutil.rmtree(folder, ignore_errors=True)
     for number, (suffix, content) in enumerate(files):

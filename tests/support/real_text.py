@@ -1,11 +1,6 @@
 """What the sources of a mirror of real text hold, and target caches of its chats."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 from niels_gpt.chat import open_tokenizer
 from niels_gpt.data.files.rows import iter_rows
@@ -15,28 +10,28 @@ from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.settings import Settings
 
 
-def files_of(settings: Settings, name: str) -> list[Any]:
+def files_of(settings, name):
     """The files of a source."""
     return list(resolve_source(settings, name).files)
 
 
-def rows_of(settings: Settings, name: str) -> int:
+def rows_of(settings, name):
     """How many rows the files of a source have."""
     return sum(1 for _ in iter_rows(resolve_source(settings, name).files))
 
 
-def texts_of(settings: Settings, name: str) -> Iterator[str]:
+def texts_of(settings, name):
     """The documents of a pretrain source, as a build reads them."""
     for _, text, _ in sources.document_rows(settings, resolve_source(settings, name), None, Counter()):
         yield text
 
 
-def chats_of(settings: Settings, name: str) -> list[tuple[Any, Any]]:
+def chats_of(settings, name):
     """The chats of an sft source with their source ids, as a build reads them."""
     return list(sources.chats(settings, resolve_source(settings, name), None, Counter()))
 
 
-def training_texts(settings: Settings) -> Iterator[Iterator[str]]:
+def training_texts(settings):
     """The texts that a tokenizer is trained on, of each built-in source that is there."""
     for name in SOURCES:
         source = resolve_source(settings, name)
@@ -44,7 +39,7 @@ def training_texts(settings: Settings) -> Iterator[Iterator[str]]:
             yield sources.training_texts(settings, source, None)
 
 
-def target_cache(settings: Settings, folder: Path, **options: Any) -> dict[str, Any]:
+def target_cache(settings, folder, **options):
     """Build an EAGLE-3 target cache of a source in a folder; returns its manifest."""
     from niels_gpt.recipes.eagle3.options import Options
     from niels_gpt.recipes.eagle3.prepare import carry_out, prepare, resolve
@@ -52,7 +47,7 @@ def target_cache(settings: Settings, folder: Path, **options: Any) -> dict[str, 
     return carry_out(prepare(resolve(Options(**options), settings)), folder).meta
 
 
-def tokenized(chats: Path, target: Path | str, seq_length: int) -> Iterator[Any]:
+def tokenized(chats, target, seq_length):
     """The rows of a file of chats, tokenized for a target."""
     from niels_gpt.recipes.eagle3.input import input_rows
 
@@ -60,7 +55,7 @@ def tokenized(chats: Path, target: Path | str, seq_length: int) -> Iterator[Any]
     return input_rows(Settings(), str(chats), tokenizer, seq_length=seq_length, counters=Counter())
 
 
-def sample_rows(cache: Path) -> Iterator[tuple[Any, Any, Any]]:
+def sample_rows(cache):
     """The source id, ids and mask of each sample of a target cache."""
     from niels_gpt.eagle3.format.samples import Samples
 

@@ -1,7 +1,5 @@
 """A real S3 server on 127.0.0.1, moto's in a process, behind a small proxy that cuts, delays and answers 503."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess
@@ -19,17 +17,17 @@ _METHODS = (b"GET ", b"PUT ", b"HEAD", b"POST", b"DELE")
 class S3Server:
     """The server; as a context manager. Its attributes are faults, which are used up."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.refuse = 0
         """Requests that are answered with 503."""
-        self.cut_after: int | None = None
+        self.cut_after = None
         """Bytes of answers until a connection ends."""
         self.delay_s = 0.0
         """Before each request."""
         self.requests = 0
         self._port = _free_port()
 
-    def __enter__(self) -> S3Server:
+    def __enter__(self):
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self._port)]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         for _ in range(600):
@@ -42,16 +40,16 @@ class S3Server:
         self.make_bucket("team")
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self._listener.close()
         self._process.kill()
         self._process.wait()
 
-    def make_bucket(self, name: str) -> None:
+    def make_bucket(self, name):
         request = urllib.request.Request(f"http://127.0.0.1:{self._port}/{name}", method="PUT")
         urllib.request.urlopen(request).close()
 
-    def environment(self) -> dict[str, str]:
+    def environment(self):
         """What a client needs to reach it; the library's own retries are left out."""
         return {
             "AWS_ACCESS_KEY_ID": "AKIAGEHEIMGEHEIM",
@@ -63,7 +61,7 @@ class S3Server:
             "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
         }
 
-    def _accept(self) -> None:
+    def _accept(self):
         with suppress(OSError):
             while True:
                 client, _ = self._listener.accept()
@@ -71,7 +69,7 @@ class S3Server:
                 threading.Thread(target=self._asks, args=(client, server), daemon=True).start()
                 threading.Thread(target=self._answers, args=(server, client), daemon=True).start()
 
-    def _asks(self, client: socket.socket, server: socket.socket) -> None:
+    def _asks(self, client, server):
         with suppress(OSError):
             while content := client.recv(1 << 16):
                 if content.startswith(_METHODS):
@@ -84,7 +82,7 @@ class S3Server:
                 server.sendall(content)
         _end(client, server)
 
-    def _answers(self, server: socket.socket, client: socket.socket) -> None:
+    def _answers(self, server, client):
         with suppress(OSError):
             while content := server.recv(1 << 16):
                 if self.cut_after is not None:
@@ -97,13 +95,13 @@ class S3Server:
         _end(client, server)
 
 
-def _end(*sockets: socket.socket) -> None:
+def _end(*sockets):
     for one in sockets:
         with suppress(OSError):
             one.shutdown(socket.SHUT_RDWR)
         one.close()
 
 
-def _free_port() -> int:
+def _free_port():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])

@@ -1,14 +1,11 @@
 """Builds of a few batches and shards, in which everything happens that may happen to a document."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
 import random
 import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,27 +36,27 @@ SHARD_BYTES = 240
 class Counted(ByteTokenizer):
     """A tokenizer that remembers what it was asked for."""
 
-    def __init__(self) -> None:
-        self.texts: list[str] = []
+    def __init__(self):
+        self.texts = []
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text):
         if text not in (PROBE, "a\u2581b"):  # of the build's identity, and whether U+2581 is lost
             self.texts.append(text)
         return super().encode(text)
 
 
 @contextmanager
-def another_version() -> Iterator[None]:
+def another_version():
     """Let builds be those of another version of the program, whose unfinished builds this one does not go on with."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(meta_keys, "_DIGESTS", 1)
         yield
 
 
-def documents(seed: int, count: int = 90) -> list[Item]:
+def documents(seed, count=90):
     """Return (split, text, id): some hold a sentinel, are empty, or hold half a surrogate pair."""
     chance = random.Random(seed)
-    found: list[Item] = []
+    found = []
     for number in range(count):
         text = f"{number}:" + "".join(chance.choices("abcdef é", k=chance.randint(1, 9)))
         text = {5: f"{number}<|eot|>", 11: "", 20: f"{number}\ud800"}.get(number % 12 if number != 20 else 20, text)
@@ -67,15 +64,13 @@ def documents(seed: int, count: int = 90) -> list[Item]:
     return found
 
 
-def chats(seed: int, count: int = 40) -> list[Item]:
+def chats(seed, count=40):
     """Return (id, messages): some hold a sentinel, have no reply, or are no chats at all."""
     chance = random.Random(seed)
-    found: list[Item] = []
+    found = []
     for number in range(count):
         texts = [f"{number}:" + "".join(chance.choices("abcdef ", k=chance.randint(1, 9))) for _ in range(2)]
-        messages: list[Any] = [
-            {"role": role, "content": text} for role, text in zip(("user", "assistant"), texts, strict=True)
-        ]
+        messages = [{"role": role, "content": text} for role, text in zip(("user", "assistant"), texts, strict=True)]
         if number % 12 == 5:
             messages[0]["content"] = f"{number}<|usr|>"
         elif number % 12 == 7:
@@ -86,9 +81,7 @@ def chats(seed: int, count: int = 40) -> list[Item]:
     return found
 
 
-def batches_of(
-    patch: pytest.MonkeyPatch, items: int = BATCH_ITEMS, chars: int | None = None, ahead_chars: int | None = None
-) -> None:
+def batches_of(patch, items=BATCH_ITEMS, chars=None, ahead_chars=None):
     """Let builds encode batches of so many documents or characters, and take so many characters ahead."""
     patch.setattr(source, "BATCH_ITEMS", items)
     if chars is not None:
@@ -97,51 +90,51 @@ def batches_of(
         patch.setattr(pipeline, "AHEAD_CHARS", ahead_chars)
 
 
-def encode_with(patch: pytest.MonkeyPatch, engine: Any) -> None:
+def encode_with(patch, engine):
     """Let builds encode with this engine."""
     for place in ("pretrain", "sft.sentinels"):
         patch.setattr(f"niels_gpt.builders.{place}.open_engine", lambda *of, **how: engine)
 
 
-def locked(path: Path, *, wait: bool = False) -> AbstractContextManager[Path]:
+def locked(path, *, wait=False):
     """Hold the lock of the cache at a path, as its builder does; gives the folder of its versions."""
     return build_lock(path, wait=wait)
 
 
-def locked_file(path: Path, *, wait: bool = False) -> AbstractContextManager[None]:
+def locked_file(path, *, wait=False):
     """Hold a lock file of something called c."""
     return file_lock(path, "c", "is being built", wait=wait)
 
 
-def look_at_lock(path: Path) -> None:
+def look_at_lock(path):
     """Raise CacheError if somebody holds a lock file; no lock is kept."""
     refuse_if_held(path, "c")
 
 
-def compare_less(patch: pytest.MonkeyPatch, **limits: int) -> None:
+def compare_less(patch, **limits):
     """Let builds compare fewer `texts`, `num_bytes` of them, and `ids` of a text with what they decode to."""
     names = {"texts": "ROUNDTRIP_TEXTS", "num_bytes": "ROUNDTRIP_BYTES", "ids": "_COMPARED_IDS"}
     for limit, value in limits.items():
         patch.setattr(losses, names[limit], value)
 
 
-def log_always(patch: pytest.MonkeyPatch) -> None:
+def log_always(patch):
     """Let builds say how far they are at every batch."""
     patch.setattr(resume, "_LOG_SECONDS", 0.0)
 
 
-def counting(items: Iterable[Item], counters: dict[str, int]) -> Iterator[Item]:
+def counting(items, counters):
     """Yield the items as a loader does that counts what it reads."""
     for item in items:
         counters["rows"] = counters.get("rows", 0) + 1
         yield item
 
 
-def pretrain(path: Path, seed: int = 0, *, items: Iterable[Item] | None = None, **changed: Any) -> dict[str, Any]:
+def pretrain(path, seed=0, *, items=None, **changed):
     """Build a pretrain cache of five shards or so: shuffled, some documents dropped, two cut, not all read."""
-    counters: dict[str, int] = {}
+    counters = {}
     items = counting(documents(seed) if items is None else items, counters)
-    arguments: dict[str, Any] = {
+    arguments = {
         "tokenizer": ByteTokenizer(),
         "max_train_tokens": 380,
         "max_val_tokens": 100,
@@ -156,11 +149,11 @@ def pretrain(path: Path, seed: int = 0, *, items: Iterable[Item] | None = None, 
     return build_pretrain(items, path, **{**arguments, **changed})
 
 
-def sft(path: Path, seed: int = 0, *, items: Iterable[Item] | None = None, **changed: Any) -> dict[str, Any]:
+def sft(path, seed=0, *, items=None, **changed):
     """Build an sft cache of both splits."""
-    counters: dict[str, int] = {}
+    counters = {}
     items = counting(chats(seed) if items is None else items, counters)
-    arguments: dict[str, Any] = {
+    arguments = {
         "tokenizer": ByteTokenizer(),
         "val_frac": 0.2,
         "seed": seed,
@@ -171,13 +164,11 @@ def sft(path: Path, seed: int = 0, *, items: Iterable[Item] | None = None, **cha
     return build_sft(items, path, **{**arguments, **changed})
 
 
-def templated(
-    path: Path, seed: int = 0, *, items: Iterable[Item] | None = None, tokenizer: Any = None, **changed: Any
-) -> dict[str, Any]:
+def templated(path, seed=0, *, items=None, tokenizer=None, **changed):
     """Build an sft cache of both splits by another chat template, with loss bits."""
-    counters: dict[str, int] = {}
+    counters = {}
     tokenizer = tokenizer or ByteTokenizer()
-    arguments: dict[str, Any] = {
+    arguments = {
         "tokenizer": tokenizer,
         "chat_tokenizer": ByteChats(tokenizer),
         "val_frac": 0.2,
@@ -190,10 +181,10 @@ def templated(
     return build_templated_sft(read, path, **{**arguments, **changed})
 
 
-def rollout_groups(seed: int, count: int = 40) -> list[RolloutGroup]:
+def rollout_groups(seed, count=40):
     """Return groups with every field; some samples have a bad form, and some groups no good one."""
     chance = random.Random(seed)
-    found: list[RolloutGroup] = []
+    found = []
     for number in range(count):
         prompt, samples = chance.choices(range(VOCABULARY), k=3), []
         for _ in range(chance.randint(1, 4)):
@@ -209,18 +200,18 @@ def rollout_groups(seed: int, count: int = 40) -> list[RolloutGroup]:
 
 
 def rollouts(
-    path: Path,
-    seed: int = 0,
+    path,
+    seed=0,
     *,
-    items: Iterable[RolloutGroup] | None = None,
-    num_threads: int = 0,
-    tokenizer: Any = None,
-    **changed: Any,
-) -> dict[str, Any]:
+    items=None,
+    num_threads=0,
+    tokenizer=None,
+    **changed,
+):
     """Build a rollout cache of both splits. Nothing is encoded: threads and a tokenizer that counts have no work."""
-    counters: dict[str, int] = {}
-    groups: Any = counting(rollout_groups(seed) if items is None else items, counters)  # type: ignore[arg-type]
-    arguments: dict[str, Any] = {
+    counters = {}
+    groups = counting(rollout_groups(seed) if items is None else items, counters)
+    arguments = {
         "vocab_size": VOCABULARY,
         "val_frac": 0.2,
         "seed": seed,
@@ -230,19 +221,19 @@ def rollouts(
     return build_rollouts(groups, path, **{**arguments, **changed})
 
 
-BUILDERS: dict[str, Any] = {"pretrain": pretrain, "sft": sft, "templated": templated, "rollouts": rollouts}
-ITEMS: dict[str, Any] = {"pretrain": documents, "sft": chats, "templated": chats, "rollouts": rollout_groups}
+BUILDERS = {"pretrain": pretrain, "sft": sft, "templated": templated, "rollouts": rollouts}
+ITEMS = {"pretrain": documents, "sft": chats, "templated": chats, "rollouts": rollout_groups}
 
 
 @contextmanager
-def quick_folder() -> Iterator[Path]:
+def quick_folder():
     """Make a folder in memory where that can be: these builds wait for nothing but fsync."""
     shm = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=shm if os.access(shm, os.W_OK) else None) as name:
         yield Path(name)
 
 
-def whole_version(path: Path) -> str:
+def whole_version(path):
     """Return the content sha256 of a committed cache, after a look at every byte of every file that its meta names."""
     folder = path.resolve(strict=True)
     meta = json.loads((folder / "meta.json").read_bytes())

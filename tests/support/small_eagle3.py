@@ -1,10 +1,5 @@
 """Tiny EAGLE-3 caches for tests: random fields of the right forms, written by the project's own writers."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import torch
 
 from niels_gpt.eagle3.cache import (
@@ -18,9 +13,7 @@ from niels_gpt.eagle3.cache import (
 HIDDEN, DRAFT_VOCAB, TARGET_VOCAB = 2, 8, 20
 
 
-def fields_of(
-    samples: int, *, slots: int = 4, dtype: torch.dtype = torch.float32, topk: int = 0, seed: int = 0
-) -> dict[str, torch.Tensor]:
+def fields_of(samples, *, slots=4, dtype=torch.float32, topk=0, seed=0):
     """Return stacked fields [samples, slots, ...] of random numbers: ids below TARGET_VOCAB, rows that sum to 1."""
     chance = torch.Generator().manual_seed(seed)
     shape = (samples, slots)
@@ -39,9 +32,9 @@ def fields_of(
     return {**fields, "target_probs": probs.to(dtype)}
 
 
-def manifest_of(*, samples: int, shard_size: int, slots: int = 4, dtype: str = "fp32", topk: int = 0) -> dict[str, Any]:
+def manifest_of(*, samples, shard_size, slots=4, dtype="fp32", topk=0):
     """Return the manifest of a cache of such fields, without its version."""
-    manifest: dict[str, Any] = {
+    manifest = {
         "target_model": "tiny",
         "target_vocab_size": TARGET_VOCAB,
         "draft_vocab_size": DRAFT_VOCAB,
@@ -56,9 +49,7 @@ def manifest_of(*, samples: int, shard_size: int, slots: int = 4, dtype: str = "
     return {**manifest, "target_probs_topk": topk} if topk else manifest
 
 
-def write_cache(
-    folder: Path, *, samples: int, shard_size: int, slots: int = 4, dtype: str = "fp32", topk: int = 0, seed: int = 0
-) -> dict[str, torch.Tensor]:
+def write_cache(folder, *, samples, shard_size, slots=4, dtype="fp32", topk=0, seed=0):
     """Write a whole cache; returns its fields, all samples stacked."""
     fields = fields_of(samples, slots=slots, dtype=DTYPE_MAP[dtype], topk=topk, seed=seed)
     for index, begin in enumerate(range(0, samples, shard_size)):

@@ -1,9 +1,7 @@
 """A small transformer in float64 and a group of two completions, for tests that put a fault where they want it."""
 
-from __future__ import annotations
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from niels_gpt.prefix_tree.forest import PrefixForest
 
@@ -15,7 +13,7 @@ SEQUENCES = [[1, 2, 10, 11], [1, 2, 20, 21, 22]]
 class Transformer(nn.Module):
     """Two layers of attention with one head and a residual stream; every position has an embedding."""
 
-    def __init__(self, width: int = 16, dropout: float = 0.0) -> None:
+    def __init__(self, width=16, dropout=0.0):
         super().__init__()
         torch.manual_seed(3)
         self.token, self.place = nn.Embedding(VOCAB, width), nn.Embedding(256, width)
@@ -24,7 +22,7 @@ class Transformer(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.double()
 
-    def forward(self, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, ids, positions, mask):
         hidden = self.dropout(self.token(ids) + self.place(positions))
         for layer in self.layers:
             query, key, value = layer(hidden).chunk(3, -1)
@@ -33,9 +31,9 @@ class Transformer(nn.Module):
         return self.head(hidden)
 
 
-def group() -> PrefixForest:
+def group():
     return PrefixForest.from_rollout_group(*GROUP)
 
 
-def causal(rows: int) -> Tensor:
+def causal(rows):
     return torch.ones(rows, rows, dtype=torch.bool).tril()[None, None]

@@ -1,13 +1,8 @@
 """Snapshots: rows of the hub that are kept as files of a mirror."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,29 +13,29 @@ from niels_gpt.recipes import snapshot as recipe
 MANIFEST_NAME = "snapshot.json"
 
 
-def take(folder: Path, about: dict[str, Any], rows_of: Any, **how: Any) -> dict[str, Any]:
+def take(folder, about, rows_of, **how):
     """Take or go on with a snapshot of the rows that `rows_of(revision, split)` gives; returns its manifest."""
     return snapshot.take(folder, about, rows_of, **how)
 
 
-def manifest_of(folder: Path) -> dict[str, Any]:
+def manifest_of(folder):
     """Return the manifest as it is on disk."""
-    manifest: dict[str, Any] = json.loads((folder / MANIFEST_NAME).read_bytes())
+    manifest = json.loads((folder / MANIFEST_NAME).read_bytes())
     return manifest
 
 
-def check_manifest(folder: Path) -> None:
+def check_manifest(folder):
     """Read a manifest as a build does."""
     snapshot.read_manifest(folder)
 
 
-def check_files(folder: Path, manifest: dict[str, Any], files: list[Path] | None = None) -> None:
+def check_files(folder, manifest, files=None):
     """Compare the files of a snapshot, or these, with its manifest, as a build does before it reads them."""
     snapshot.check_files(folder, manifest, sorted(folder.glob("*.jsonl.gz")) if files is None else files)
 
 
 @contextmanager
-def files_of(size: int) -> Iterator[None]:
+def files_of(size):
     """Let a file of a snapshot have so many bytes of JSON."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(snapshot, "PART_BYTES", size)
@@ -48,7 +43,7 @@ def files_of(size: int) -> Iterator[None]:
 
 
 @contextmanager
-def read_ahead(size: int) -> Iterator[None]:
+def read_ahead(size):
     """Keep so many bytes of text of fineweb_edu beyond what the tokens need, so that a small snapshot can be short."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recipe, "READ_AHEAD_BYTES", size)

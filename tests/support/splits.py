@@ -1,12 +1,8 @@
 """Small pretrain caches whose splits are checked against a rule applied to the whole stream."""
 
-from __future__ import annotations
-
 import hashlib
 import os
-from fractions import Fraction
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,18 +12,18 @@ from niels_gpt.builders.shards import Shards
 from support.byte_tokenizer import ByteTokenizer
 
 if TYPE_CHECKING:
-    import pytest
+    pass
 
 IN_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None  # many builds, and each of them syncs its files
 SPLITS = ("train", "val")
 
 
-def letters(lengths: list[int]) -> list[str]:
+def letters(lengths):
     """Return documents of these lengths; document i repeats the i-th letter."""
     return [chr(ord("a") + number) * length for number, length in enumerate(lengths)]
 
 
-def build(folder: Path, documents: list[Any], train: int | None, val: int | None, **extras: Any) -> dict[str, Any]:
+def build(folder, documents, train, val, **extras):
     """Build a cache of texts, or of (split, text); returns its meta."""
     pairs = [document if isinstance(document, tuple) else (None, document) for document in documents]
     arguments = {"shard_bytes": 1 << 20, "seed": 0, "shuffle_buffer": None, **extras}
@@ -36,16 +32,16 @@ def build(folder: Path, documents: list[Any], train: int | None, val: int | None
     )
 
 
-def hold_in_memory(patch: pytest.MonkeyPatch, num_bytes: int) -> None:
+def hold_in_memory(patch, num_bytes):
     """Let a build hold so many bytes of documents in memory while it waits for both splits to have one."""
     patch.setattr(split, "_HELD_IN_MEMORY", num_bytes)
 
 
-def die_at_document(patch: pytest.MonkeyPatch, number: int) -> None:
+def die_at_document(patch, number):
     """Interrupt a build when it writes the batch of this document, or a later one."""
     written = Shards._add
 
-    def add(shards: Shards, batch: Any, *encoded: Any) -> int:
+    def add(shards, batch, *encoded):
         if batch.first >= number:
             raise KeyboardInterrupt
         return written(shards, batch, *encoded)
@@ -53,7 +49,7 @@ def die_at_document(patch: pytest.MonkeyPatch, number: int) -> None:
     patch.setattr(Shards, "_add", add)
 
 
-def stored(cache: Path, split: str) -> list[str]:
+def stored(cache, split):
     """Return the documents of a split, read with the document index."""
     shards = sorted((cache / split).glob("shard_*.bin"))
     ids = np.concatenate([np.zeros(0, dtype="<u2"), *(np.fromfile(shard, dtype="<u2") for shard in shards)])
@@ -62,12 +58,12 @@ def stored(cache: Path, split: str) -> list[str]:
     return [ByteTokenizer().decode(part) for part in np.split(ids, starts[1:-1])] if len(starts) > 1 else []
 
 
-def key(text: str, seed: int = 0) -> int:
+def key(text, seed=0):
     """Return the number that decides a text's split, as docs/formats.md has it."""
     return int(hashlib.sha256(f"{seed}\n{text}".encode(errors="surrogatepass")).hexdigest()[:16], 16)
 
 
-def obvious_splits(texts: list[str], share: Fraction, seed: int = 0) -> dict[str, str]:
+def obvious_splits(texts, share, seed=0):
     """Return the split of each text of a stream that is held whole: the slow oracle."""
     known = sorted({text for text in texts if text and "<|" not in text}, key=lambda text: key(text, seed))
     found = {text: "val" if key(text, seed) < share * 2**64 else "train" for text in known}

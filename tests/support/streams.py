@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from niels_gpt.builders.sft import build_sft
 from niels_gpt.prefix_tree.rollouts.stream import RolloutBin, RolloutStream
-from niels_gpt.sampling import Batch, EpochStream, MixtureStream, PackedStream, SFTStream
+from niels_gpt.sampling import EpochStream, MixtureStream, PackedStream, SFTStream
 from support.bits_caches import give_bits
 from support.byte_tokenizer import ByteTokenizer
 from support.number_caches import number_cache, numbered, with_vocabulary
@@ -34,7 +33,7 @@ CHATS = [(number % 4 + 1, number * 5 % 13 + 1) for number in range(17)]
 _TOKENS = [user + assistant + 4 for user, assistant in CHATS]
 
 
-def build_caches(root: Path, shift: int = 0) -> Path:
+def build_caches(root, shift=0):
     """Build the caches of all streams below a folder; with a shift their content is another."""
     numbered(root / "plain", [*LENGTHS[:3], LENGTHS[3] + shift])
     numbered(root / "wide", [50, 33 + shift], "uint32")
@@ -74,23 +73,23 @@ class Kind:
     """Its windows are others in each epoch."""
 
 
-def _over(stream: Any, folder: str, root: Path, /, **arguments: Any) -> Any:
+def _over(stream, folder, root, /, **arguments):
     return stream(root / folder, **arguments)
 
 
-def _rollouts(root: Path, /, *, global_batch_size: int = 1, drop_last: bool = False, **arguments: Any) -> RolloutStream:
+def _rollouts(root, /, *, global_batch_size=1, drop_last=False, **arguments):
     """Open the one stream whose step is a bin for each rank."""
     return RolloutStream(root / "rollouts", **{"max_tokens": 40, **arguments})
 
 
-def _mixture(sources: Any, weights: Any, root: Path, /, **arguments: Any) -> MixtureStream:
+def _mixture(sources, weights, root, /, **arguments):
     own = {key: arguments.pop(key) for key in ("seed", "drop_last", "block_size") if key in arguments}
     own = {"when_exhausted": arguments.pop("epochs") or "repeat", "block_size": 9, **own}
     weights = arguments.pop("weights", weights)
     return MixtureStream([open(root, seed=0, **arguments) for open in sources], weights, **own)
 
 
-def _cut(lengths: list[int], T: int) -> int:
+def _cut(lengths, T):
     """How many pieces of at most T tokens there are."""
     return sum(-(-length // T) for length in lengths)
 
@@ -102,17 +101,17 @@ _documents = partial(_over, EpochStream, "indexed/train", T=4, documents=True)
 _chats = partial(_over, SFTStream, "chats", T=6, over_length="split")
 _bits = partial(_over, SFTStream, "bits", T=6, over_length="split")
 _packed = partial(_over, PackedStream, "indexed", T=12)
-_OF_WINDOWS: Any = {"others": {"seed": 1, "T": 5, "random_offset": True}, "wrong": {"random_offset": 1, "documents": 1}}
-_OF_CHATS: Any = {"others": {"seed": 1, "T": 7, "over_length": "drop", "require_targets": True}}
+_OF_WINDOWS = {"others": {"seed": 1, "T": 5, "random_offset": True}, "wrong": {"random_offset": 1, "documents": 1}}
+_OF_CHATS = {"others": {"seed": 1, "T": 7, "over_length": "drop", "require_targets": True}}
 _OF_CHATS |= {"wrong": {"over_length": "cut", "require_targets": 1, "split": "test"}}
-_OF_PACKED: Any = {"others": {"seed": 1, "T": 11, "over_length": "drop"}}
+_OF_PACKED = {"others": {"seed": 1, "T": 11, "over_length": "drop"}}
 _OF_PACKED |= {"wrong": {"over_length": "wrap", "split": "test"}}
-_OF_MIXTURES: Any = {
+_OF_MIXTURES = {
     "others": {"seed": 1, "T": 5, "block_size": 8, "weights": [2, 1], "random_offset": True},
     "wrong": {"block_size": 0},
 }
-_OF_ROLLOUTS: Any = {"others": {"seed": 1, "max_tokens": 41, "oversize": "own_bin"}, "wrong": {"oversize": "cut"}}
-KINDS: dict[str, Kind] = {
+_OF_ROLLOUTS = {"others": {"seed": 1, "max_tokens": 41, "oversize": "own_bin"}, "wrong": {"oversize": "cut"}}
+KINDS = {
     "windows": Kind(_windows, [6 + 17 + 4 + 2], **_OF_WINDOWS),
     "windows of a cache": Kind(_cached, [13 * 3], **_OF_WINDOWS),
     "wide windows": Kind(_wide, [12 + 8], **_OF_WINDOWS),
@@ -147,14 +146,12 @@ KINDS: dict[str, Kind] = {
 }
 
 
-def opened(kind: str, root: Path, **changed: Any) -> Any:
+def opened(kind, root, **changed):
     """Open a stream of two epochs of seed 0, in batches of 6 where it has batches."""
     return KINDS[kind].open(root, **{"global_batch_size": 6, "seed": 0, "epochs": 2, **changed})
 
 
-def ranks_of(
-    kind: str, root: Path, steps: int | None = None, *, world: int = 1, state: Any = None, **changed: Any
-) -> list[list[Any]]:
+def ranks_of(kind, root, steps=None, *, world=1, state=None, **changed):
     """Take some steps with all ranks of a stream, each of its own; None: to the end. Returns the batches of each rank.
 
     state: continue there, in JSON as it is saved.
@@ -168,7 +165,7 @@ def ranks_of(
     return ranks
 
 
-def joined(ranks: list[list[Any]]) -> list[Step]:
+def joined(ranks):
     """Check that all ranks have as many batches and the same states, and put them together."""
     assert len({len(batches) for batches in ranks}) == 1, "ranks yield unequally many batches"
     steps = []
@@ -178,23 +175,23 @@ def joined(ranks: list[list[Any]]) -> list[Step]:
     return steps
 
 
-def run(kind: str, root: Path, steps: int | None = None, **changed: Any) -> list[Step]:
+def run(kind, root, steps=None, **changed):
     """Take some steps of a stream with all its ranks, as `ranks_of`."""
     return joined(ranks_of(kind, root, steps, **changed))
 
 
-def told(batches: Iterable[Any]) -> list[Step]:
+def told(batches):
     """Spell out the batches of one rank."""
     return [(rows_of(batch), batch.state) for batch in batches]
 
 
-def rows_of(batch: Batch | RolloutBin) -> list[Row]:
+def rows_of(batch):
     """Spell out the rows of a batch."""
     if isinstance(batch, RolloutBin):
         ids, advantages = batch.forest.input_ids.tolist(), batch.advantages.tolist()
         return [] if batch.is_filler else [(0, batch.samples.tolist(), ids, advantages)]
     count, T = batch.x.shape
-    segments: list[list[Any]] = [[] for _ in range(count)]
+    segments = [[] for _ in range(count)]
     if batch.cu_seqlens is not None:
         begins = batch.cu_seqlens[:-1].tolist()
         for begin, piece, document in zip(begins, batch.piece_ids.tolist(), batch.documents.tolist(), strict=True):
@@ -203,9 +200,9 @@ def rows_of(batch: Batch | RolloutBin) -> list[Row]:
     return list(zip(sources, batch.x.tolist(), batch.y.tolist(), segments, strict=True))
 
 
-def units_of(kind: str, rows: Iterable[Row]) -> list[list[Any]]:
+def units_of(kind, rows):
     """Return the windows, pieces or samples of each source in some rows, in order."""
-    units: list[list[Any]] = [[] for _ in KINDS[kind].units]
+    units = [[] for _ in KINDS[kind].units]
     for source, x, _, segments in rows:
         if kind.startswith("rollouts"):
             units[source] += x

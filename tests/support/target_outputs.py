@@ -1,30 +1,25 @@
 """A target's outputs as the fields of a cache, without a run: what is stored of a batch, and what is refused."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 
 from niels_gpt.eagle3 import head, target
 from niels_gpt.eagle3.produce import supervision
-from niels_gpt.eagle3.target import Eagle3TargetBatch
 
 
-def stored_fields(batch: Eagle3TargetBatch, lengths: Any, selected: Any, known: Any, **how: Any) -> tuple[Any, Any]:
+def stored_fields(batch, lengths, selected, known, **how):
     """The fields of a batch as versions 1 and 2 store them, and the counts of its receipt. how: topk and dtype."""
     return supervision.cache_fields(batch, lengths, selected, known, **how)
 
 
-def check_finite(batch: Eagle3TargetBatch, names: Sequence[str], lengths: Any, layers: Any, *stored: Any) -> None:
+def check_finite(batch, names, lengths, layers, *stored):
     """Refuse a batch with a number that is not finite, or that the stored dtype cannot hold."""
     supervision.check_finite(batch, names, lengths, layers, *stored)
 
 
 @contextmanager
-def in_parts_of(values: int) -> Iterator[None]:
+def in_parts_of(values):
     """Let logits be worked on in parts of so many values."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (supervision, target, head):

@@ -34,26 +34,26 @@ def job() -> dg.JobDefinition:
 
 
 def _killing(_: dg.AssetExecutionContext) -> Any:
-    def progress(*_: object) -> None:
+    def progress(*_):
         if KILLS.exists() and _shards():
             os.kill(os.getpid(), signal.SIGKILL)
 
     return progress
 
 
-def _shards() -> list[int]:
+def _shards():
     """Return the inodes of the first shard, of an unfinished version or of the committed one."""
     return [file.stat().st_ino for file in Path("cache/eagle3/.versions/targets").glob(f"*/{_FIRST}")]
 
 
-def main() -> None:
+def main():
     """Print one line of JSON: what was logged of each of the two runs, and the first shard's inodes after it."""
     KILLS.touch()
     with dg.DagsterInstance.from_config(".") as instance:
         again = None
         runs = []
         for _ in range(2):
-            how: dict[str, Any] = {"instance": instance, "reexecution_options": again, "raise_on_error": False}
+            how = {"instance": instance, "reexecution_options": again, "raise_on_error": False}
             config = {"resources": {"settings": {"config": {"force": True}}}}
             with dg.execute_job(dg.reconstructable(job), run_config=config, **how) as result:
                 runs.append({**logged(result), "inodes": _shards()})

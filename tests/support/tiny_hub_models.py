@@ -1,10 +1,5 @@
 """A tiny Llama with its tokenizer, as save_pretrained writes them."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import torch
 
 from niels_gpt.eagle3.targets import loading
@@ -13,7 +8,7 @@ from support import chat_tokenizers as kinds
 CHAT = [{"role": "user", "content": "Name a river."}, {"role": "assistant", "content": "The otter swam."}]
 
 
-def write_model(folder: Path, *, seed: int, template: str = kinds.CHATML, **how: Any) -> Path:
+def write_model(folder, *, seed, template=kinds.CHATML, **how):
     """Write the model and its tokenizer to a folder; how: of save_pretrained."""
     import transformers
 
@@ -33,6 +28,6 @@ def write_model(folder: Path, *, seed: int, template: str = kinds.CHATML, **how:
     return folder
 
 
-def target_facts(name: str, *, revision: str | None = None) -> loading.TargetFacts:
+def target_facts(name, *, revision=None):
     """Return what is recorded of a target, by its folder or its id on the hub: no weights are read."""
     return loading.target_facts(name, revision=revision)

@@ -3,12 +3,7 @@
 The table of attacks is cache/test_attacks.py.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -27,7 +22,7 @@ PRETRAIN, SFT, ROLLOUTS, MODEL = "pretrain/notes", "sft/chats", "rollouts/steps"
 TEXTS = [f"Page {page}. The heron walks to the river and finds {page * 3} apples." for page in range(12)]
 
 
-def build(root: Path) -> None:
+def build(root):
     """Make tokenizer/, pretrain/notes, sft/chats and rollouts/steps of three versions, and what they are built from."""
     (root / "raw").mkdir(parents=True)
     for number, text in enumerate(TEXTS):
@@ -40,7 +35,7 @@ def build(root: Path) -> None:
         assert cli.main([*_build(root), "--seed", seed]) == 0
 
 
-def _build(root: Path) -> list[str]:
+def _build(root):
     own = ["--pretrain", f"notes={root}/raw/*.txt", "--sft", f"chats={root}/raw/chats.jsonl"]
     flags = ["--vocab-size", "300", "--shard-bytes", "600", "--threads", "1"]
     own += ["--rollouts", f"steps={root}/raw/steps.jsonl"]
@@ -61,10 +56,10 @@ def _build(root: Path) -> list[str]:
 # --- what meets it ----------------------------------------------------------------------------------------------------
 
 
-def each(kind: str, call: Callable[[Path], Any]) -> Callable[[Path], int]:
+def each(kind, call):
     """Let a reader or a command meet every cache of a kind; the error says how many it refuses, and why the last."""
 
-    def meet(root: Path) -> int:
+    def meet(root):
         caches, statuses, errors = sorted(root.glob(f"{kind}/[!.]*")), [0], []
         for cache in caches:
             try:
@@ -80,38 +75,38 @@ def each(kind: str, call: Callable[[Path], Any]) -> Callable[[Path], int]:
     return meet
 
 
-def command(name: str, *arguments: str) -> Callable[[Path], int]:
-    def call(path: Path) -> int:
+def command(name, *arguments):
+    def call(path):
         return cli.main([name, str(path), *arguments])
 
     return call
 
 
-def diff(cache: Path) -> int:
+def diff(cache):
     versions = sorted((cache.parent / ".versions" / cache.name).glob("[0-9a-f]*"))
     return cli.main(["diff", str(cache), str(next((path for path in versions if path != cache.resolve()), cache))])
 
 
-def generator() -> torch.Generator:
+def generator():
     return torch.Generator().manual_seed(0)
 
 
-def pretrain(io: Any) -> Callable[[Path], Any]:
-    def read(cache: Path) -> None:
+def pretrain(io):
+    def read(cache):
         PretrainTokenStreamDataset(cache / "train", T=8, device="cpu", io=io).get_batch(B=64, generator=generator())
 
     return read
 
 
-def sft(io: Any) -> Callable[[Path], Any]:
-    def read(cache: Path) -> None:
+def sft(io):
+    def read(cache):
         files = [cache / f"train_{name}" for name in ("tokens.bin", "idx.npy")]
         SFTExampleDataset(*files, T=64, device="cpu", eot_id=6, io=io).get_batch(B=64, generator=generator())
 
     return read
 
 
-PROBES: dict[str, Probe] = {
+PROBES = {
     "list": Probe(command("list")),
     "verify": Probe(command("verify")),
     "verify --deep": Probe(command("verify", "--deep")),

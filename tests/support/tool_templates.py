@@ -11,8 +11,6 @@ import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from niels_gpt.chat.tokenizers import ChatTokenizer
-
 Message = dict[str, Any]
 Parts = list[tuple[str, int | None]]
 
@@ -34,19 +32,19 @@ class Family(NamedTuple):
     oracle: Callable[[list[Message], list[Any] | None], Parts]
 
 
-def dumped(value: Any) -> str:
+def dumped(value):
     """Return the JSON that templates write."""
     return json.dumps(value, ensure_ascii=False)
 
 
-def encoded(tokenizer: ChatTokenizer, parts: Parts, turns: list[int]) -> tuple[list[int], list[int]]:
+def encoded(tokenizer, parts, turns):
     """Return ids and mask, each part tokenized alone; the first token of a text is a part of it, also in the middle.
 
     turns: those that carry loss.
     """
-    ids: list[int] = []
-    mask: list[int] = []
-    backend = tokenizer._backend  # type: ignore[attr-defined]  # the library's own ids of one text
+    ids = []
+    mask = []
+    backend = tokenizer._backend  # the library's own ids of one text
     for text, turn in parts:
         own = backend.encoded([text])[0][0]
         ids += own
@@ -54,7 +52,7 @@ def encoded(tokenizer: ChatTokenizer, parts: Parts, turns: list[int]) -> tuple[l
     return ids, mask
 
 
-def with_loss(messages: list[Message], loss_on: str) -> list[int]:
+def with_loss(messages, loss_on):
     """Return the turns that carry loss."""
     words = [n for n, each in enumerate(messages) if each["role"] == "assistant" and not each.get("tool_calls")]
     calls = [n for n, each in enumerate(messages) if each["role"] == "assistant" and each.get("tool_calls")]
@@ -102,11 +100,11 @@ QWEN = """
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
 
-def qwen(messages: list[Message], tools: list[Any] | None) -> Parts:
+def qwen(messages, tools):
     """What QWEN writes."""
     system = messages[0]["content"] if messages[0]["role"] == "system" else "You are helpful."
     about = "".join(f"\n{dumped(tool)}" for tool in tools or ())
-    parts: Parts = [(f"<|im_start|>system\n{system}" + f"\n\n# Tools\n{about}" * bool(tools) + "<|im_end|>\n", None)]
+    parts = [(f"<|im_start|>system\n{system}" + f"\n\n# Tools\n{about}" * bool(tools) + "<|im_end|>\n", None)]
     for number, message in enumerate(messages):
         role, content = message["role"], message.get("content")
         following = messages[number + 1]["role"] if number + 1 < len(messages) else None
@@ -168,15 +166,15 @@ LLAMA = """
 {%- if add_generation_prompt %}{{ header('assistant') }}{% endif %}"""
 
 
-def llama(messages: list[Message], tools: list[Any] | None) -> Parts:
+def llama(messages, tools):
     """What LLAMA writes. Where a turn has words and calls, it leaves out the words."""
 
-    def header(role: str) -> str:
+    def header(role):
         return f"<|start_header|>{role}<|end_header|>\n\n"
 
     system = messages[0]["content"].strip() if messages[0]["role"] == "system" else ""
     about = "Environment: ipython\n" * (tools is not None)
-    parts: Parts = [("<|begin|>" + header("system") + about + system + "<|eot|>", None)]
+    parts = [("<|begin|>" + header("system") + about + system + "<|eot|>", None)]
     first = int(messages[0]["role"] == "system")
     if tools is not None and [each["role"] for each in messages[first : first + 1]] != ["user"]:
         raise Refused("refused_by_template")
@@ -230,9 +228,9 @@ MISTRAL = """
 {%- endfor %}"""
 
 
-def mistral(messages: list[Message], tools: list[Any] | None) -> Parts:
+def mistral(messages, tools):
     """What MISTRAL writes. Where a turn has words and calls, it leaves out the words."""
-    parts: Parts = [("<|begin|>", None)]
+    parts = [("<|begin|>", None)]
     last_user = max((number for number, each in enumerate(messages) if each["role"] == "user"), default=-1)
     is_users = True
     for number, message in enumerate(messages):
@@ -272,9 +270,9 @@ GEMMA = """
 {%- if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""
 
 
-def gemma(messages: list[Message], tools: list[Any] | None) -> Parts:
+def gemma(messages, tools):
     """What GEMMA writes."""
-    parts: Parts = [("<|begin|>", None)]
+    parts = [("<|begin|>", None)]
     for number, message in enumerate(messages):
         if (message["role"] == "user") != (number % 2 == 0):
             raise Refused("refused_by_template")
@@ -301,9 +299,9 @@ CHATML = """
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
 
-def chatml(messages: list[Message], tools: list[Any] | None) -> Parts:
+def chatml(messages, tools):
     """What CHATML writes."""
-    parts: Parts = []
+    parts = []
     for number, message in enumerate(messages):
         if not isinstance(message.get("content"), str):
             raise Refused("refused_by_template")
@@ -314,12 +312,12 @@ def chatml(messages: list[Message], tools: list[Any] | None) -> Parts:
     return parts
 
 
-def plain(template: str) -> str:
+def plain(template):
     """Return a template without marks."""
     return template.replace("OPEN", "").replace("CLOSE", "")
 
 
-def with_marks(template: str) -> str:
+def with_marks(template):
     """Return a template with marks around what the assistant says."""
     return template.replace("OPEN", "{% generation %}").replace("CLOSE", "{% endgeneration %}")
 
@@ -346,6 +344,6 @@ TOOLS = [
 ]
 
 
-def call(name: str = "river", **arguments: Any) -> Message:
+def call(name="river", **arguments):
     """Return a call of a tool, as the assistant makes it."""
     return {"type": "function", "function": {"name": name, "arguments": arguments}}

@@ -1,13 +1,10 @@
 """A byte-level BPE tokenizer trained here: the same bytes from the same texts, and every text comes back."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -26,19 +23,19 @@ SIZE = 700
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     trained = train_tokenizer(sample_texts(), kind="bpe", vocab_size=SIZE, trained_on="the sample")
     return write_tokenizer(trained, tmp_path_factory.mktemp("bpe")).model_path.parent
 
 
 @pytest.fixture(scope="module")
-def tokenizer(folder: Path) -> HuggingFaceTokenizer:
+def tokenizer(folder):
     opened = load_tokenizer(folder, sentinels="required")
     assert isinstance(opened, HuggingFaceTokenizer)
     return opened
 
 
-def test_what_is_written(folder: Path, tokenizer: HuggingFaceTokenizer) -> None:
+def test_what_is_written(folder, tokenizer):
     assert sorted(os.listdir(folder)) == ["tokenizer.json", "tokenizer_meta.json"]
     meta = json.loads((folder / "tokenizer_meta.json").read_text())
     texts = sample_texts()
@@ -60,7 +57,7 @@ def test_what_is_written(folder: Path, tokenizer: HuggingFaceTokenizer) -> None:
     assert unigram.meta.keys() - meta.keys() == {"pieces", "sentencepiece_version"}
 
 
-def test_texts_have_fewer_ids_than_bytes_and_the_sentinels_are_special(tokenizer: HuggingFaceTokenizer) -> None:
+def test_texts_have_fewer_ids_than_bytes_and_the_sentinels_are_special(tokenizer):
     text = sample_texts()[1]
     assert len(tokenizer.encode(text)) < 0.5 * len(text.encode())
     chat = f"{SPECIAL_TOKENS[1]}a text{SPECIAL_TOKENS[3]}"
@@ -74,11 +71,11 @@ def test_texts_have_fewer_ids_than_bytes_and_the_sentinels_are_special(tokenizer
 
 @settings(max_examples=100)
 @given(text=st.text(st.characters(exclude_categories=("Cs",)), max_size=60))
-def test_any_text_comes_back(tokenizer: HuggingFaceTokenizer, text: str) -> None:
+def test_any_text_comes_back(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_the_bytes_depend_neither_on_threads_nor_on_the_hash_seed(tmp_path: Path) -> None:
+def test_the_bytes_depend_neither_on_threads_nor_on_the_hash_seed(tmp_path):
     """Most words occur equally often, so that nearly every merge is one of many equally frequent pairs."""
     drawn = random.Random(0)
     words = ["".join(drawn.choices("abcdefgh\u00e9\u6f22", k=6)) for _ in range(3_000)]
@@ -99,28 +96,28 @@ def test_the_bytes_depend_neither_on_threads_nor_on_the_hash_seed(tmp_path: Path
     assert len(found) == 1 and next(iter(found)).startswith("2000 ")
 
 
-def test_a_vocabulary_above_16_bits() -> None:
+def test_a_vocabulary_above_16_bits():
     drawn = random.Random(0)
     text = " ".join("".join(drawn.choices("abcdefghijklmnop", k=9)) for _ in range(26_000))
     trained = train_tokenizer([text, text], kind="bpe", vocab_size=70_000)
     assert trained.meta["vocab_size"] == 70_000
 
 
-def test_too_little_text_gives_a_smaller_vocabulary_and_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_too_little_text_gives_a_smaller_vocabulary_and_a_warning(caplog):
     trained = train_tokenizer(["few words, few words"], kind="bpe", vocab_size=5_000)
     assert trained.meta["vocab_size"] < 300
-    assert [record.code for record in caplog.records] == ["W408"]  # type: ignore[attr-defined]
+    assert [record.code for record in caplog.records] == ["W408"]
 
 
-def test_max_bytes_is_the_limit_of_what_is_read() -> None:
-    read: list[str] = []
+def test_max_bytes_is_the_limit_of_what_is_read():
+    read = []
 
-    def texts() -> object:
+    def texts():
         for text in ("a" * 90, "b\u6f22" * 10, "never"):
             read.append(text)
             yield text
 
-    trained = train_tokenizer(texts(), kind="bpe", vocab_size=300, max_bytes=102)  # type: ignore[arg-type]
+    trained = train_tokenizer(texts(), kind="bpe", vocab_size=300, max_bytes=102)
     assert trained.meta["bytes_given"] == trained.meta["bytes_seen"] == 102 and len(read) == 2
 
 
@@ -135,23 +132,21 @@ def test_max_bytes_is_the_limit_of_what_is_read() -> None:
         (["a"], {"kind": "wordpiece"}, "sentencepiece, bpe", "E102"),
     ],
 )
-def test_what_cannot_be_trained(texts: list[str], how: dict[str, object], found: str, code: str) -> None:
+def test_what_cannot_be_trained(texts, how, found, code):
     with refused(code, found, kind=ValueError):
-        train_tokenizer(texts, **{"kind": "bpe", "vocab_size": 300, **how})  # type: ignore[arg-type]
+        train_tokenizer(texts, **{"kind": "bpe", "vocab_size": 300, **how})
 
 
-def test_an_error_of_the_texts_is_raised_unchanged() -> None:
-    def texts() -> object:
+def test_an_error_of_the_texts_is_raised_unchanged():
+    def texts():
         yield "a text"
         raise OSError("the disk")
 
     with pytest.raises(OSError, match="the disk"):
-        train_tokenizer(texts(), kind="bpe", vocab_size=300)  # type: ignore[arg-type]
+        train_tokenizer(texts(), kind="bpe", vocab_size=300)
 
 
-def test_the_command_and_a_folder_that_has_the_other_kind(
-    tmp_path: Path, tiny_model_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_and_a_folder_that_has_the_other_kind(tmp_path, tiny_model_path, capsys):
     (tmp_path / "a.txt").write_text("a text of some words, and some words more\n" * 20)
     out = tmp_path / "out"
     how = ["train-tokenizer", "--input-glob", str(tmp_path / "*.txt"), "--out-dir", str(out), "--vocab-size", "300"]

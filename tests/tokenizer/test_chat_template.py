@@ -6,20 +6,19 @@ import pytest
 from support.byte_tokenizer import ByteTokenizer
 from support.errors import refused
 
-from niels_gpt.chat_template import Message, extract_assistant_reply, format_chat, format_prompt
-from niels_gpt.tokenizer import SentencePieceTokenizer
+from niels_gpt.chat_template import extract_assistant_reply, format_chat, format_prompt
 
 SYS, USR, ASST, EOT = 1, 2, 3, 4
 
 
-CHAT: list[Message] = [
+CHAT = [
     {"role": "system", "content": "S"},
     {"role": "user", "content": "AB"},
     {"role": "assistant", "content": "C"},
 ]
 
 
-def test_each_message_is_role_content_end_of_turn_and_a_prompt_ends_where_the_assistant_begins() -> None:
+def test_each_message_is_role_content_end_of_turn_and_a_prompt_ends_where_the_assistant_begins():
     tokenizer = ByteTokenizer()
     assert format_chat(tokenizer, CHAT) == [SYS, 93, EOT, USR, 75, 76, EOT, ASST, 77, EOT]
     assert format_prompt(tokenizer, CHAT[:2]) == [SYS, 93, EOT, USR, 75, 76, EOT, ASST]
@@ -42,11 +41,11 @@ def test_each_message_is_role_content_end_of_turn_and_a_prompt_ends_where_the_as
         ([], []),
     ],
 )
-def test_the_reply_is_what_follows_the_last_assistant_mark(ids: list[int], reply: list[int]) -> None:
+def test_the_reply_is_what_follows_the_last_assistant_mark(ids, reply):
     assert extract_assistant_reply(ByteTokenizer(), ids) == reply
 
 
-def test_a_real_tokenizer_gives_the_reply_back(tiny_tokenizer: SentencePieceTokenizer) -> None:
+def test_a_real_tokenizer_gives_the_reply_back(tiny_tokenizer):
     ids = format_chat(tiny_tokenizer, CHAT)
     assert tiny_tokenizer.decode(extract_assistant_reply(tiny_tokenizer, ids)) == "C"
     tensor = tiny_tokenizer.encode_torch("x").new_tensor(ids)

@@ -11,11 +11,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,10 +25,9 @@ from support.made_tokenizers import MADE, REAL, SMALL, any_tokenizer, made_token
 from support.tiny_texts import TINY_TEXTS
 
 from niels_gpt.special_tokens import SPECIAL_TOKENS
-from niels_gpt.tokenizer import SentencePieceTokenizer, load_tokenizer
+from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.tokenizer_training import train_tokenizer
 from niels_gpt.tokenizers.engine import EngineDifference, open_engine
-from niels_gpt.tokenizers.protocol import FullTokenizer
 
 pytest.importorskip("gigatoken", reason="needs the extra fast")
 
@@ -41,16 +38,16 @@ UNORDERED_MARKS = "a\u1df6\u05a2 \u1ad3\u073b a\u0302\u0323 \u1100\u1161 \u212b"
 
 
 @pytest.fixture(scope="module", params=BPE)
-def tokenizer(request: pytest.FixtureRequest) -> FullTokenizer:
+def tokenizer(request):
     return load_tokenizer(any_tokenizer(request.param))
 
 
 @pytest.fixture(scope="module")
-def llama() -> FullTokenizer:
+def llama():
     return load_tokenizer(made_tokenizer("small llama3"))
 
 
-def assert_ids_of_reference(tokenizer: FullTokenizer, texts: list[bytes]) -> None:
+def assert_ids_of_reference(tokenizer, texts):
     """Compare all texts; the engine itself compares a share of them only, from FIRST_COMPARED on."""
     engine, reference = open_engine(tokenizer, "gigatoken"), open_engine(tokenizer, "reference")
     assert engine.name == "gigatoken"
@@ -61,7 +58,7 @@ def assert_ids_of_reference(tokenizer: FullTokenizer, texts: list[bytes]) -> Non
         assert found[1].dtype == np.int64 and found[0].dtype.kind in "iu"
 
 
-def odd_texts(tokenizer: FullTokenizer, seed: int, number: int) -> Iterator[str]:
+def odd_texts(tokenizer, seed, number):
     """Yield texts of few characters, of random code points, and of literals of the tokenizer's control tokens."""
     generator = random.Random(seed)
     literals = [tokenizer.token(token_id) for token_id in sorted(tokenizer.control_ids)[:8]]
@@ -83,12 +80,12 @@ def odd_texts(tokenizer: FullTokenizer, seed: int, number: int) -> Iterator[str]
 # --- the same ids -----------------------------------------------------------------------------------------------------
 
 
-def test_odd_texts_have_the_references_ids(tokenizer: FullTokenizer) -> None:
+def test_odd_texts_have_the_references_ids(tokenizer):
     texts = [*odd_texts(tokenizer, 1, 3000), NEW_LETTERS, UNORDERED_MARKS, "", "\0", "\ufffd" * 3, "x" * 20_000]
     assert_ids_of_reference(tokenizer, [text.encode() for text in (*texts, *sample_texts())])
 
 
-def test_letters_of_a_newer_unicode_are_left_to_the_reference() -> None:
+def test_letters_of_a_newer_unicode_are_left_to_the_reference():
     tokenizer = load_tokenizer(any_tokenizer("gpt2"))
     texts = [f"{letter}'s{letter}'S ".encode() for letter in NEW_LETTERS.split()]
     fast, reference = engines.gigatoken(tokenizer), open_engine(tokenizer, "reference")
@@ -98,7 +95,7 @@ def test_letters_of_a_newer_unicode_are_left_to_the_reference() -> None:
 
 
 @pytest.mark.slow
-def test_marks_in_another_order_are_left_to_the_reference() -> None:
+def test_marks_in_another_order_are_left_to_the_reference():
     tokenizer = load_tokenizer(made_tokenizer("qwen2"))
     assert all(engines.gigatoken(tokenizer).may_differ(f"a{pair}".encode()) for pair in UNORDERED_MARKS.split())
     generator = random.Random(2)
@@ -107,7 +104,7 @@ def test_marks_in_another_order_are_left_to_the_reference() -> None:
 
 
 @pytest.fixture(scope="module", params=["identity", "llama 2"])
-def sentencepiece_bpe(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> FullTokenizer:
+def sentencepiece_bpe(request, tmp_path_factory):
     import sentencepiece
 
     path = tmp_path_factory.mktemp("bpe") / "spm.model"
@@ -131,19 +128,19 @@ def sentencepiece_bpe(request: pytest.FixtureRequest, tmp_path_factory: pytest.T
     return load_tokenizer(path, sentinels="optional")
 
 
-def test_sentencepiece_bpe_has_the_ids_of_sentencepiece(sentencepiece_bpe: FullTokenizer) -> None:
+def test_sentencepiece_bpe_has_the_ids_of_sentencepiece(sentencepiece_bpe):
     texts = [*odd_texts(sentencepiece_bpe, 3, 3000), "<s> </s> <unk> <0x41>", NEW_LETTERS, UNORDERED_MARKS, ""]
     assert_ids_of_reference(sentencepiece_bpe, [text.encode() for text in (*texts, *TINY_TEXTS)])
 
 
-def documents_of_mirror(max_bytes: int) -> list[bytes]:
+def documents_of_mirror(max_bytes):
     """Return documents of the mirror, some of each file until there are so many bytes."""
     root = os.environ.get("NIELS_GPT_TEST_DATA")
     if not root:
         pytest.skip("NIELS_GPT_TEST_DATA names no mirror of real text")
     paths = [path for path in sorted(Path(root).rglob("*")) if path.suffix in (".txt", ".md", ".jsonl", ".parquet")]
     assert paths
-    found: list[bytes] = []
+    found = []
     for path in paths:
         left = max_bytes // len(paths)
         for text in texts_of_file(path):
@@ -154,7 +151,7 @@ def documents_of_mirror(max_bytes: int) -> list[bytes]:
     return found
 
 
-def texts_of_file(path: Path) -> Iterator[bytes]:
+def texts_of_file(path):
     """Yield the texts of a file: strings in the rows of a table, the lines of another one."""
     if path.suffix == ".parquet":
         import pyarrow
@@ -168,17 +165,17 @@ def texts_of_file(path: Path) -> Iterator[bytes]:
         yield from text.split(b"\n" if path.suffix == ".jsonl" else b"\n\n\n")
 
 
-def test_documents_of_the_mirror_have_the_references_ids(tokenizer: FullTokenizer) -> None:
+def test_documents_of_the_mirror_have_the_references_ids(tokenizer):
     assert_ids_of_reference(tokenizer, documents_of_mirror(1_000_000))
 
 
 @pytest.mark.real_text
-def test_every_document_of_the_mirror_has_the_references_ids(tokenizer: FullTokenizer) -> None:
+def test_every_document_of_the_mirror_has_the_references_ids(tokenizer):
     assert_ids_of_reference(tokenizer, documents_of_mirror(1 << 40))
 
 
 @pytest.mark.slow
-def test_a_line_of_20_mb_has_the_references_ids(tokenizer: FullTokenizer) -> None:
+def test_a_line_of_20_mb_has_the_references_ids(tokenizer):
     texts = " ".join(sample_texts())
     assert_ids_of_reference(tokenizer, [(texts * (20_000_000 // len(texts) + 1)).replace("\n", " ").encode()])
 
@@ -186,12 +183,12 @@ def test_a_line_of_20_mb_has_the_references_ids(tokenizer: FullTokenizer) -> Non
 # --- which tokenizers -------------------------------------------------------------------------------------------------
 
 
-def test_auto_takes_gigatoken_where_it_knows_the_model(llama: FullTokenizer) -> None:
+def test_auto_takes_gigatoken_where_it_knows_the_model(llama):
     assert open_engine(llama).name == "gigatoken"
     assert open_engine(llama, "reference").name == "tokenizers"
 
 
-def unusable(name: str, folder: Path) -> Any:
+def unusable(name, folder):
     """Return a tokenizer that gigatoken cannot encode with."""
     if name == "own object":
         return ByteTokenizer()
@@ -205,7 +202,7 @@ def unusable(name: str, folder: Path) -> Any:
     if name == "unigram json":
         return load_tokenizer(made_tokenizer("t5"))
     content = json.loads((made_tokenizer("small llama3") / "tokenizer.json").read_text())
-    change: dict[str, Any] = {
+    change = {
         "lower case": {"normalizer": {"type": "Lowercase"}},
         "unknown pattern": {"pre_tokenizer": {"type": "Whitespace"}},
         "suffix": {"model": {**content["model"], "end_of_word_suffix": "</w>"}},
@@ -217,7 +214,7 @@ def unusable(name: str, folder: Path) -> Any:
     return load_tokenizer(write_tokenizer(folder / "changed", "small llama3", **change))
 
 
-def other_pattern(pre_tokenizer: dict[str, Any]) -> dict[str, Any]:
+def other_pattern(pre_tokenizer):
     """Return a pre-tokenizer that gigatoken opens and takes for another one: it splits bytes by a second pattern."""
     pattern, byte_level = pre_tokenizer["pretokenizers"]
     return {"type": "Sequence", "pretokenizers": [pattern, {**byte_level, "use_regex": True}]}
@@ -237,19 +234,17 @@ def other_pattern(pre_tokenizer: dict[str, Any]) -> dict[str, Any]:
         ("other ids", "on a test text gigatoken and tokenizers differ"),
     ],
 )
-def test_what_it_does_not_know_is_the_references_or_an_error_with_the_reason(
-    name: str, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_it_does_not_know_is_the_references_or_an_error_with_the_reason(name, reason, tmp_path, caplog):
     tokenizer = unusable(name, tmp_path)
     assert open_engine(tokenizer).name in ("tokenizers", "sentencepiece", "encode")
     assert ["W410"] * (name == "other ids") == [
         r.code for r in caplog.records if r.levelname == "WARNING" and "engine" in r.name
-    ]  # type: ignore[attr-defined]
+    ]
     with refused("E411", reason, "reference", kind=ValueError):
         open_engine(tokenizer, "gigatoken")
 
 
-def test_without_the_extra_the_reference_encodes_and_the_error_says_what_to_install() -> None:
+def test_without_the_extra_the_reference_encodes_and_the_error_says_what_to_install():
     program = f"""
 import sys
 sys.modules["gigatoken"] = None
@@ -268,7 +263,7 @@ except ValueError as error:
     assert refusal.startswith("E901 ") and "pip install 'niels-gpt[fast]'" in refusal
 
 
-def test_a_model_that_changed_since_it_was_opened_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_changed_since_it_was_opened_is_refused(tmp_path):
     shutil.copytree(made_tokenizer("small llama3"), tmp_path / "copy")
     tokenizer = load_tokenizer(tmp_path / "copy")
     with open(tmp_path / "copy" / "tokenizer.json", "a") as file:
@@ -281,7 +276,7 @@ def test_a_model_that_changed_since_it_was_opened_is_refused(tmp_path: Path) -> 
 
 
 @pytest.fixture(scope="module")
-def different(llama: FullTokenizer, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def different(llama, tmp_path_factory):
     """Return gigatoken with a model that lacks the reference's last merge, " tadpole" say, compared with it."""
     content = json.loads(Path(llama.model_path).read_text())
     merges = content["model"]["merges"]
@@ -294,13 +289,13 @@ def different(llama: FullTokenizer, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture(scope="module")
-def word(llama: FullTokenizer) -> str:
+def word(llama):
     """Return the word of the last merge."""
     left, right = json.loads(Path(llama.model_path).read_text())["model"]["merges"][-1]
     return (left + right).replace("\u0120", " ")
 
 
-def test_a_difference_names_the_document_the_tokens_and_the_text(different: Any, word: str) -> None:
+def test_a_difference_names_the_document_the_tokens_and_the_text(different, word):
     texts = [b"A heron walks.", b"An otter.", f"One, two,{word} and more".encode(), f"Again{word}".encode()]
     different.encode(texts[:2], first=0)
     with refused("E410", kind=EngineDifference) as caught:
@@ -312,10 +307,10 @@ def test_a_difference_names_the_document_the_tokens_and_the_text(different: Any,
 
 
 @pytest.mark.slow
-def test_the_first_thousand_and_a_share_of_the_others_are_compared(different: Any, word: str) -> None:
+def test_the_first_thousand_and_a_share_of_the_others_are_compared(different, word):
     texts = [f"{number}{word} and so on".encode() for number in range(4000)]
 
-    def stopped(first: int, part: list[bytes]) -> int | None:
+    def stopped(first, part):
         try:
             different.encode(part, first=first)
         except EngineDifference as error:
@@ -334,7 +329,7 @@ def test_the_first_thousand_and_a_share_of_the_others_are_compared(different: An
     }
 
 
-def test_a_long_text_is_compared_in_pieces(different: Any, word: str) -> None:
+def test_a_long_text_is_compared_in_pieces(different, word):
     """The reference takes up to 130 times a text's size in memory."""
     compared, long = different.num_compared, b"A heron walks by the mill.\n" * 80_000
     with engines.texts_of_the_reference() as sizes:
@@ -346,7 +341,7 @@ def test_a_long_text_is_compared_in_pieces(different: Any, word: str) -> None:
     assert caught.value.number == 4 and max(sizes) <= 1 << 20
 
 
-def test_the_texts_of_the_opening_do_not_depend_on_chance(llama: FullTokenizer) -> None:
+def test_the_texts_of_the_opening_do_not_depend_on_chance(llama):
     program = "from support.engines import probe_texts; import hashlib; " + (
         "print(hashlib.sha256(b'|'.join(probe_texts(['<a>']))).hexdigest())"
     )
@@ -358,13 +353,13 @@ def test_the_texts_of_the_opening_do_not_depend_on_chance(llama: FullTokenizer) 
 # --- threads, processes, memory ---------------------------------------------------------------------------------------
 
 
-def encode_there(engine: Any, texts: list[bytes]) -> list[int]:
-    ids: list[int] = engine.encode(texts, first=0)[0].tolist()
+def encode_there(engine, texts):
+    ids = engine.encode(texts, first=0)[0].tolist()
     return ids
 
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_a_process_encodes_after_a_fork_and_after_pickling(llama: FullTokenizer, method: str) -> None:
+def test_a_process_encodes_after_a_fork_and_after_pickling(llama, method):
     engine = open_engine(llama, "gigatoken")
     texts = [text.encode() for text in TINY_TEXTS]
     here = engine.encode(texts, first=0)[0].tolist()
@@ -373,7 +368,7 @@ def test_a_process_encodes_after_a_fork_and_after_pickling(llama: FullTokenizer,
     assert pickle.loads(pickle.dumps(engine)).encode(texts, first=0)[0].tolist() == here
 
 
-def test_a_process_is_not_stopped_by_a_lock_that_was_held_at_the_fork(llama: FullTokenizer) -> None:
+def test_a_process_is_not_stopped_by_a_lock_that_was_held_at_the_fork(llama):
     fast = engines.gigatoken(llama, max_growth=0)
     engine = engines.compared(fast, llama)
     for lock in engines.locks_of(engine, fast):
@@ -388,7 +383,7 @@ def test_a_process_is_not_stopped_by_a_lock_that_was_held_at_the_fork(llama: Ful
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_threads_get_the_same_ids_while_it_is_opened_again_and_again(llama: FullTokenizer) -> None:
+def test_threads_get_the_same_ids_while_it_is_opened_again_and_again(llama):
     engine = engines.gigatoken(llama, max_growth=1 << 14)
     generator = random.Random(0)
     batches = [[generator.randbytes(300_000).hex().encode()] for _ in range(10)]
@@ -400,7 +395,7 @@ def test_threads_get_the_same_ids_while_it_is_opened_again_and_again(llama: Full
     assert engine.times_reopened >= 1
 
 
-def test_memory_that_is_not_of_the_cache_makes_it_wait_longer_each_time() -> None:
+def test_memory_that_is_not_of_the_cache_makes_it_wait_longer_each_time():
     memory = engines.growing_memory(8 << 20)
     kept = []
     for _ in range(256):
@@ -434,7 +429,7 @@ print((peak() - before) // 1024, engine.times_reopened)
 @pytest.mark.skipif(not engines.sees_its_size(), reason="a process cannot see its size here")
 @pytest.mark.parametrize("letters", ["latin", "chinese"])
 @pytest.mark.parametrize("name", REAL)
-def test_words_never_seen_before_take_150_mb_at_most(name: str, letters: str) -> None:
+def test_words_never_seen_before_take_150_mb_at_most(name, letters):
     arguments = [str(any_tokenizer(name)), letters, str(100_000_000)]
     command = [sys.executable, "-c", WORDS, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=TESTS)
@@ -443,5 +438,5 @@ def test_words_never_seen_before_take_150_mb_at_most(name: str, letters: str) ->
     assert reopened >= 3
 
 
-def test_a_sentencepiece_model_that_is_not_bpe_keeps_its_engine(tiny_tokenizer: SentencePieceTokenizer) -> None:
+def test_a_sentencepiece_model_that_is_not_bpe_keeps_its_engine(tiny_tokenizer):
     assert open_engine(tiny_tokenizer).name == "sentencepiece"

@@ -3,11 +3,8 @@
 Run: NIELS_GPT_TEST_DATA=MIRROR pytest -m real_text tests/tokenizer
 """
 
-from __future__ import annotations
-
 import os
 import unicodedata
-from collections.abc import Iterator
 from itertools import islice
 
 import pytest
@@ -28,14 +25,14 @@ EVERY = 4
 """Each fourth text of a source."""
 
 
-def mirror_texts() -> Iterator[str]:
+def mirror_texts():
     """Yield documents and messages of every source of the mirror."""
     for texts in training_texts(Settings(source_root=os.environ["NIELS_GPT_TEST_DATA"])):
         yield from islice(texts, 0, None, EVERY)
 
 
 @pytest.mark.parametrize("name", [*REAL, *MADE])
-def test_texts_come_back(name: str) -> None:
+def test_texts_come_back(name):
     tokenizer = load_tokenizer(any_tokenizer(name))
     control, texts, read = tokenizer.control_ids, mirror_texts(), 0
     while batch := list(islice(texts, BATCH)):
@@ -51,6 +48,6 @@ def test_texts_come_back(name: str) -> None:
     assert read > 1_000
 
 
-def _normalized(name: str, text: str) -> str:
+def _normalized(name, text):
     form = NORMALIZED.get(name)
     return unicodedata.normalize("NFC", text) if form == "NFC" else text.replace(form or "\u2581", " ")

@@ -1,10 +1,7 @@
 """An existing tokenizer with the four sentinels: new ids for them, and no other change."""
 
-from __future__ import annotations
-
 import json
 import os
-from pathlib import Path
 
 import pytest
 from support.errors import refused
@@ -24,14 +21,14 @@ OF_MODELS = {"unigram": {}, "bpe": {"model_type": "bpe"}, "prefix": {"add_dummy_
 @pytest.fixture(
     scope="module", params=["neox", "t5", "small llama3", pytest.param("llama3", marks=pytest.mark.slow), *OF_MODELS]
 )
-def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(request, tmp_path_factory):
     """A tokenizer without the sentinels, of each kind."""
     if request.param not in OF_MODELS:
         return any_tokenizer(request.param)
     return sentencepiece_model(tmp_path_factory.mktemp("model") / "m.model", **OF_MODELS[request.param])
 
 
-def test_the_sentinels_are_the_next_ids_and_no_other_id_changes(tmp_path: Path, source: Path) -> None:
+def test_the_sentinels_are_the_next_ids_and_no_other_id_changes(tmp_path, source):
     before = load_tokenizer(source)
     made = add_sentinels(source, tmp_path / "out")
     after, size = load_tokenizer(tmp_path / "out", sentinels="required"), before.vocab_size
@@ -57,7 +54,7 @@ def test_the_sentinels_are_the_next_ids_and_no_other_id_changes(tmp_path: Path, 
         assert after.decode(after.encode_plain([CHAT])[0].tolist()) == CHAT
 
 
-def test_the_other_files_are_copied_and_nothing_is_overwritten(tmp_path: Path) -> None:
+def test_the_other_files_are_copied_and_nothing_is_overwritten(tmp_path):
     source = write_tokenizer(tmp_path / "t", "t5")
     (source / "chat_template.jinja").write_text("{{ messages }}")
     (source / "weights.bin").write_bytes(b"0")
@@ -76,7 +73,7 @@ def test_the_other_files_are_copied_and_nothing_is_overwritten(tmp_path: Path) -
     assert not (tmp_path / "again").exists()
 
 
-def test_a_tokenizer_with_some_of_the_sentinels_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_with_some_of_the_sentinels_is_refused(tmp_path):
     source = made_tokenizer("t5")
     for special, expected in ((True, "1 of the four"), (False, "0 of them special")):
         content = json.loads((source / "tokenizer.json").read_text())
@@ -91,7 +88,7 @@ def test_a_tokenizer_with_some_of_the_sentinels_is_refused(tmp_path: Path) -> No
         load_tokenizer(some)
 
 
-def test_a_model_without_the_sentinels_opens_where_they_are_optional(tmp_path: Path) -> None:
+def test_a_model_without_the_sentinels_opens_where_they_are_optional(tmp_path):
     path = sentencepiece_model(tmp_path / "spm.model")
     tokenizer = load_tokenizer(tmp_path)
     assert isinstance(tokenizer, SentencePieceTokenizer) and tokenizer.special_token_ids() == {}
@@ -112,14 +109,14 @@ def test_a_model_without_the_sentinels_opens_where_they_are_optional(tmp_path: P
             opened()
 
 
-def test_flags_of_sentencepiece_are_refused_for_bpe(capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_of_sentencepiece_are_refused_for_bpe(capsys):
     flags = ["train-tokenizer", "--input-glob", "none", "--kind", "bpe"]
     assert main([*flags, "--model-type", "unigram"]) == 2
     assert "--model-type: of SentencePiece, and has no effect with --kind bpe" in capsys.readouterr().err
     assert main(flags) == 1
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(tmp_path, capsys):
     assert main(["add-sentinels", str(made_tokenizer("t5")), str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
     assert "sys = 1100, usr = 1101, asst = 1102, eot = 1103" in printed
@@ -129,7 +126,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.slow
-def test_the_command_says_where_tokens_become_wider(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_where_tokens_become_wider(tmp_path, capsys):
     content = json.loads((made_tokenizer("t5") / "tokenizer.json").read_text())
     content["model"]["vocab"] += [[f"\u4e00{n}", -50.0] for n in range((1 << 16) - 1_100)]
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))

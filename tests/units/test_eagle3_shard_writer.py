@@ -17,7 +17,7 @@ INT_KEYS = ("input_ids", "attention_mask", "loss_mask")
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("topk", [0, 3])
-def test_the_bytes_of_a_shard_are_known_before_it_is_written(folder: Path, dtype: str, topk: int) -> None:
+def test_the_bytes_of_a_shard_are_known_before_it_is_written(folder, dtype, topk):
     floats = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     fields = fields_of(4, dtype=floats[dtype], topk=topk)
     write_shard(folder, 0, fields)
@@ -25,7 +25,7 @@ def test_the_bytes_of_a_shard_are_known_before_it_is_written(folder: Path, dtype
     assert layout.shard_bytes(4) == os.path.getsize(shard_path(folder, 0))
 
 
-def test_rows_in_any_order_and_without_their_padding_give_the_same_bytes(folder: Path) -> None:
+def test_rows_in_any_order_and_without_their_padding_give_the_same_bytes(folder):
     fields = fields_of(4, slots=8)
     used = [3, 8, 1, 5]
     for key in ("aux_hidden_states", "target_probs", "position_mask"):
@@ -46,7 +46,7 @@ def test_rows_in_any_order_and_without_their_padding_give_the_same_bytes(folder:
     assert sorted(os.listdir(folder / "rows")) == ["shard-000000.safetensors", "sidecar"]
 
 
-def test_padding_takes_no_disk_where_files_have_holes_and_a_byte_in_it_is_found(folder: Path) -> None:
+def test_padding_takes_no_disk_where_files_have_holes_and_a_byte_in_it_is_found(folder):
     slots, width, used = 1024, 512, 4
     layout = Layout(slots, width, 8, 0, "fp32")
     fields = {
@@ -66,7 +66,7 @@ def test_padding_takes_no_disk_where_files_have_holes_and_a_byte_in_it_is_found(
     assert "position_mask is not zero after its 4 slots" in verify(folder)[0]
 
 
-def test_a_row_must_be_written_exactly_once(folder: Path) -> None:
+def test_a_row_must_be_written_exactly_once(folder):
     fields = fields_of(2)
     layout = {key: (tensor.dtype, tuple(tensor.shape[1:])) for key, tensor in fields.items()}
     writer = ShardWriter(folder, 0, layout, 2)

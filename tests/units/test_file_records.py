@@ -1,8 +1,5 @@
 """The records of files in a meta.json: names stay inside the cache, numbers and hashes are what they must be."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 from support.errors import refused
 
@@ -22,12 +19,12 @@ BAD_COUNTS = [-1, 2**63, 10**90, True, False, 20.0, 0.5, "20", None, [20], {}]
 BAD_DIGESTS = [None, 3, True, [], "", "0" * 63, "0" * 65, "A" * 64, "g" * 64, DIGEST + "\n", "٠" * 64]
 
 
-def record(**parts: Any) -> dict[str, Any]:
+def record(**parts):
     return {"name": "train/shard_00000.bin", "bytes": 20, "tokens": 10, "sha256": DIGEST, **parts}
 
 
 @pytest.mark.parametrize("name", [*BAD_NAMES, *NO_NAMES])
-def test_a_name_that_is_none_of_a_file_in_the_cache_is_refused(tmp_path: Path, name: Any) -> None:
+def test_a_name_that_is_none_of_a_file_in_the_cache_is_refused(tmp_path, name):
     message = r"^w/meta.json: shards\.val\[1\]\.name is .{1,80}, expected the relative path of a file inside the cache"
     with pytest.raises(CacheError, match=message):
         file_records({"shards": {"val": [record(), record(name=name)]}}, "w/meta.json")
@@ -36,7 +33,7 @@ def test_a_name_that_is_none_of_a_file_in_the_cache_is_refused(tmp_path: Path, n
 
 
 @pytest.mark.parametrize("name", ["a", "a/b", "...", "..a", ".hidden", "a b", "naïve/漢字.bin", "x" * 255, "-rf", "~"])
-def test_other_names_are_good(tmp_path: Path, name: str) -> None:
+def test_other_names_are_good(tmp_path, name):
     assert checked_name(name, "name", "meta.json") == name and path_inside(tmp_path, name) == tmp_path / name
 
 
@@ -51,12 +48,12 @@ BAD_PARTS = [
 
 
 @pytest.mark.parametrize(("part", "value", "expected"), BAD_PARTS)
-def test_a_count_and_a_sha256_that_are_none_are_refused(part: str, value: Any, expected: str) -> None:
+def test_a_count_and_a_sha256_that_are_none_are_refused(part, value, expected):
     with refused("E202", "meta.json", f"index.train.{part} is ", expected):
         file_records({"index": {"train": record(**{part: value})}})
 
 
-MALFORMED: list[tuple[Any, str]] = [
+MALFORMED = [
     ([], "the whole is [], expected an object"),
     (None, "the whole is None, expected an object"),
     ({"shards": None}, "shards is None, expected an object"),
@@ -82,13 +79,13 @@ MALFORMED: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("meta", "message"), MALFORMED)
-def test_records_of_another_shape_are_refused_by_a_short_message(meta: Any, message: str) -> None:
+def test_records_of_another_shape_are_refused_by_a_short_message(meta, message):
     with pytest.raises(CacheError, match=r"^w: .*, expected .*\. Build it again: niels-gpt") as caught:
         file_records(meta, "w")
     assert message in str(caught.value) and len(str(caught.value)) < 320
 
 
-def test_records_come_in_the_order_of_the_checksums() -> None:
+def test_records_come_in_the_order_of_the_checksums():
     one, two, three, four, five, six, seven, eight, nine, ten = (record(name=str(number)) for number in range(1, 11))
     meta = {"files": [nine, ten], "checksums": eight, "ids": {"val": seven, "train": six}}
     meta |= {"index": {"val": five, "train": four}, "shards": {"val": [three], "train": [one, two]}}

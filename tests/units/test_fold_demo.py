@@ -2,7 +2,6 @@
 
 import io
 import re
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +24,7 @@ DEMO = "niels_gpt.prefix_tree.demo"
 SMALL = ["--prompt", "24", "--completion", "10", "--samples", "5"]
 
 
-def test_the_group_is_not_the_easy_case() -> None:
+def test_the_group_is_not_the_easy_case():
     for seed in range(5):
         prompt, completions = demo.random_group(prompt=24, completion=10, samples=5, seed=seed)
         assert len(prompt) == 24 and {len(each) for each in completions} <= set(range(5, 11))
@@ -34,10 +33,10 @@ def test_the_group_is_not_the_easy_case() -> None:
     assert demo.random_group(1, 1, 4, 0) == demo.random_group(1, 1, 4, 0)
 
 
-def test_a_step_without_its_mask_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_without_its_mask_fails(monkeypatch):
     right = demo.model_inputs
 
-    def without_mask(forest: PrefixForest, model: Any, **how: Any) -> dict[str, Any]:
+    def without_mask(forest, model, **how):
         return {**right(forest, model, **how), "prefix_tree": None}
 
     monkeypatch.setattr(demo, "model_inputs", without_mask)
@@ -47,7 +46,7 @@ def test_a_step_without_its_mask_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["ok"] is False and found["logprobs_differ"] > 1e-2
 
 
-def test_the_loss_of_the_demo_clips_and_its_old_log_probs_are_per_sample() -> None:
+def test_the_loss_of_the_demo_clips_and_its_old_log_probs_are_per_sample():
     now, old = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.0, -2.0, -0.5])
     # Ratios 1, e and 0.61: a gain is cut at 1.2, and at 0.8 from below where the advantage is negative.
     gains = [1.0, 1.2, -0.8]
@@ -56,7 +55,7 @@ def test_the_loss_of_the_demo_clips_and_its_old_log_probs_are_per_sample() -> No
 
 
 @pytest.mark.parametrize("model_type", ["llama", "granite"])
-def test_the_folded_side_may_be_copied_for_a_model_that_scales_its_logits(model_type: str) -> None:
+def test_the_folded_side_may_be_copied_for_a_model_that_scales_its_logits(model_type):
     model = tiny_model(model_type, **({"logits_scaling": 0.05} if model_type == "granite" else {}))
     drawn, group = demo.random_group(6, 4, 4, 1)
     prompt, *completions = [[token % VOCAB for token in ids] for ids in (drawn, *group)]
@@ -74,10 +73,10 @@ def test_the_folded_side_may_be_copied_for_a_model_that_scales_its_logits(model_
     assert torch.equal(folded[:size], folded[size : 2 * size])
 
 
-def test_the_demo_itself_takes_the_head_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Any] = []
+def test_the_demo_itself_takes_the_head_once(monkeypatch):
+    made = []
 
-    def doubled(model: Any) -> Any:
+    def doubled(model):
         made.append(model)
         return lambda hidden: 2 * model.lm_head(hidden)
 
@@ -86,7 +85,7 @@ def test_the_demo_itself_takes_the_head_once(monkeypatch: pytest.MonkeyPatch) ->
     assert len(made) == 1
 
 
-def test_a_finding_of_verify_fold_fails_the_demo_though_its_own_numbers_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finding_of_verify_fold_fails_the_demo_though_its_own_numbers_agree(monkeypatch):
     monkeypatch.setattr(demo, "hf_forward", lambda model: lambda ids, positions, mask: model(ids).logits)
     done = niels_gpt(*SMALL, module=DEMO)
     assert done.status == 1
@@ -95,7 +94,7 @@ def test_a_finding_of_verify_fold_fails_the_demo_though_its_own_numbers_agree(mo
     assert found is not None and float(found.group(1)) < 1e-5 and "FAILED" in out
 
 
-def test_the_picture_of_the_mask_is_dark_where_a_query_sees_a_key() -> None:
+def test_the_picture_of_the_mask_is_dark_where_a_query_sees_a_key():
     pytest.importorskip("matplotlib", reason="the extra `plot` brings it")
     png = plot_mask(PrefixForest.from_sequences([[1, 2, 10, 11], [1, 2, 20, 21, 22]]))
     pixels = np.asarray(Image.open(io.BytesIO(png)).convert("RGB")).astype(int)

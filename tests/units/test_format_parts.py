@@ -9,7 +9,7 @@ from niels_gpt.interop.names import FORMAT_NAMES
 from niels_gpt.recipes.exchange.imports import key_of
 
 
-def test_the_names_that_help_has_without_numpy_are_those_of_the_formats() -> None:
+def test_the_names_that_help_has_without_numpy_are_those_of_the_formats():
     assert set(FORMAT_NAMES) == set(FORMATS)
 
 
@@ -17,11 +17,11 @@ def test_the_names_that_help_has_without_numpy_are_those_of_the_formats() -> Non
     ("tokens", "said"),
     [(1, "1.00 T"), (999, "999 T"), (1000, "1.00 kT"), (9999, "10.0 kT"), (999_600, "1.00 MT"), (5**18, "3.81 TT")],
 )
-def test_datatrove_counts_in_three_digits(tokens: int, said: str) -> None:
+def test_datatrove_counts_in_three_digits(tokens, said):
     assert _metric(tokens) == said
 
 
-def test_names_of_imported_caches() -> None:
+def test_names_of_imported_caches():
     assert key_of("wiki") == "imported/wiki" and key_of("sft/chats") == "sft/chats"
     for name in ("../wiki", "tokenizer/a", "a/b/c", "", ".wiki", "imported/"):
         with refused("E102", "NAME", repr(name)):

@@ -1,14 +1,13 @@
 """What stopped runs left beside a folder is named, and nothing of it is removed."""
 
 import logging
-from pathlib import Path
 
 import pytest
 
 from niels_gpt.storage.fresh_folder import fresh_folder
 
 
-def test_folders_of_stopped_runs_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_folders_of_stopped_runs_are_named(tmp_path, caplog):
     out, left = tmp_path / "my [x]", tmp_path / ".my [x].0a1b2c3d.tmp"
     left.mkdir()
     (tmp_path / ".my [x].0000000f.tmp").symlink_to(left)

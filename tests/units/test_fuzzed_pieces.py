@@ -28,7 +28,7 @@ def test_records_of_any_json_are_good_or_a_cache_error(value: Any, around: str |
 VALUES = st.lists(JSON, max_size=4)
 
 
-def spelled(values: list[Any], how: str) -> bytes:
+def spelled(values, how):
     if how == "lines":
         return b"".join(json.dumps(value).encode() + b"\n" for value in values)
     return json.dumps(values, indent=2 if how == "indented" else None).encode()

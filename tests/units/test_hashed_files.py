@@ -17,7 +17,7 @@ from niels_gpt.builders.sft.examples import packed
 from niels_gpt.builders.writer import BLOCK_BYTES, HashedFile, npy_header, npy_parts
 
 
-def test_more_offsets_than_are_read_at_once_are_all_written(tmp_path: Path) -> None:
+def test_more_offsets_than_are_read_at_once_are_all_written(tmp_path):
     starts = np.arange(300_000, dtype="<i8")  # 2.4 MB, and 1 MiB is read at once
     starts[:-1].tofile(tmp_path / "starts")
     (tmp_path / "idx.npy").write_bytes(b"".join(npy_parts(tmp_path / "starts", len(starts), int(starts[-1]))))
@@ -32,7 +32,7 @@ CUTS = st.lists(st.integers(0, len(CONTENT)) | EDGES, max_size=6).map(sorted)
 
 @settings(derandomize=True, max_examples=40)
 @given(cuts=CUTS, keep=st.integers(0, len(CONTENT)) | EDGES, size=st.integers(0, len(CONTENT)) | EDGES)
-def test_a_file_has_its_hashes_however_it_is_written_and_taken_up_again(cuts: list[int], keep: int, size: int) -> None:
+def test_a_file_has_its_hashes_however_it_is_written_and_taken_up_again(cuts, keep, size):
     content = CONTENT[:size]
     with tempfile.TemporaryDirectory(dir=IN_MEMORY) as name:
         path = Path(name, "file")
@@ -54,7 +54,7 @@ def test_a_file_has_its_hashes_however_it_is_written_and_taken_up_again(cuts: li
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut"])
-def test_a_file_that_is_not_what_was_written_is_not_taken_up_again(tmp_path: Path, damage: str) -> None:
+def test_a_file_that_is_not_what_was_written_is_not_taken_up_again(tmp_path, damage):
     (tmp_path / "file").write_bytes(b"abc!" if damage == "flipped" else b"abc")
     before = (tmp_path / "file").read_bytes()
     with refused("E505", "file", "expected 4 of sha256"):
@@ -62,7 +62,7 @@ def test_a_file_that_is_not_what_was_written_is_not_taken_up_again(tmp_path: Pat
     assert (tmp_path / "file").read_bytes() == before
 
 
-def test_an_array_is_written_as_its_values_and_one_with_gaps_is_refused(tmp_path: Path) -> None:
+def test_an_array_is_written_as_its_values_and_one_with_gaps_is_refused(tmp_path):
     ids = np.arange(10, dtype="<u2")
     file = HashedFile(tmp_path / "file")
     file.write(ids[2:4])
@@ -74,7 +74,7 @@ def test_an_array_is_written_as_its_values_and_one_with_gaps_is_refused(tmp_path
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_bits_do_not_depend_on_where_the_parts_of_a_file_end(seed: int) -> None:
+def test_bits_do_not_depend_on_where_the_parts_of_a_file_end(seed):
     chance = random.Random(seed)
     parts = [np.array(chance.choices((0, 1), k=chance.randint(0, 20)), dtype=np.uint8) for _ in range(30)]
     found = b"".join(part.tobytes() for part in packed(parts))

@@ -1,10 +1,6 @@
 """What an import asks of a folder: order and splits by names, its manifest, and no way out of it."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +9,7 @@ from support.errors import refused
 from niels_gpt.interop.foreign import names_below, read_manifest, read_pieces, split_of
 
 RECORD = {"name": "a.bin", "bytes": 4, "sha256": "0" * 64, "split": "train", "of": [{"name": "s", "continues": False}]}
-MANIFEST: dict[str, Any] = {
+MANIFEST = {
     "kind": "export",
     "manifest_version": 1,
     "format": "nanogpt",
@@ -22,7 +18,7 @@ MANIFEST: dict[str, Any] = {
 }
 
 
-def test_files_are_in_natural_order_and_hidden_ones_are_left_out(tmp_path: Path) -> None:
+def test_files_are_in_natural_order_and_hidden_ones_are_left_out(tmp_path):
     for name in ("part10.bin", "part2.bin", "b/1.bin", "b/.cache/2.bin", ".x.bin", "c.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
@@ -44,12 +40,12 @@ def test_files_are_in_natural_order_and_hidden_ones_are_left_out(tmp_path: Path)
         ("x/test.bin", None),
     ],
 )
-def test_names_say_the_split(name: str, split: str | None) -> None:
+def test_names_say_the_split(name, split):
     assert split_of(name) == split
     assert split_of(name, "*") == "val" and split_of(name, "other*") == "train"
 
 
-def test_a_file_is_read_in_pieces_and_no_link_is_followed(tmp_path: Path) -> None:
+def test_a_file_is_read_in_pieces_and_no_link_is_followed(tmp_path):
     np.arange(3_000_000, dtype="<i4").tofile(tmp_path / "a")
     pieces = list(read_pieces(tmp_path / "a", np.dtype("<i4"), offset=8, count=2_999_997))
     assert len(pieces) > 1 and np.array_equal(np.concatenate(pieces), np.arange(2, 2_999_999))
@@ -59,7 +55,7 @@ def test_a_file_is_read_in_pieces_and_no_link_is_followed(tmp_path: Path) -> Non
             next(read_pieces(path, np.dtype("<i4"), count=count))
 
 
-def changed(**keys: Any) -> dict[str, Any]:
+def changed(**keys):
     return MANIFEST | keys
 
 
@@ -83,7 +79,7 @@ def changed(**keys: Any) -> dict[str, Any]:
     ],
     ids=lambda manifest: next(f"{key}" for key in manifest if manifest[key] != MANIFEST[key]),
 )
-def test_a_manifest_that_is_not_ours_is_refused(tmp_path: Path, manifest: dict[str, Any]) -> None:
+def test_a_manifest_that_is_not_ours_is_refused(tmp_path, manifest):
     (tmp_path / "a.bin").write_bytes(b"1234")
     (tmp_path / "link.bin").symlink_to("a.bin")
     assert read_manifest(tmp_path, "nanogpt") is None

@@ -4,8 +4,6 @@ import hashlib
 import json
 import re
 import subprocess
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +20,7 @@ from niels_gpt.cache import CacheError
 pytestmark = pytest.mark.usefixtures("small_batches")
 
 
-def test_a_journal_is_a_header_and_a_line_for_each_checkpoint(tmp_path: Path) -> None:
+def test_a_journal_is_a_header_and_a_line_for_each_checkpoint(tmp_path):
     journal = Journal(tmp_path, {"seed": 3})
     assert journal.last is None and list(tmp_path.iterdir()) == []
     record = {"name": "train/x", "bytes": 1, "sha256": SOME_SHA256}
@@ -30,11 +28,11 @@ def test_a_journal_is_a_header_and_a_line_for_each_checkpoint(tmp_path: Path) ->
     journal.append(Checkpoint(documents=2, files={"a.bin": (4, SOME_SHA256)}, state={"kept": 1}))
     journal.append(second)
     journal.close()
-    of_first: dict[str, Any] = {"documents": 2, "ended": False, "files": {"a.bin": [4, SOME_SHA256]}, "finished": []}
+    of_first = {"documents": 2, "ended": False, "files": {"a.bin": [4, SOME_SHA256]}, "finished": []}
     of_first |= {"generator": None, "sealed": None, "seek": None, "state": {"kept": 1}}
     of_second = {**of_first, "documents": 3, "ended": True, "files": {}, "finished": [record], "state": {}}
     of_second |= {"generator": SOME_SHA256, "sealed": SOME_SHA256}
-    values: list[Any] = [{"identity": {"seed": 3}, "journal_version": 1}, of_first, of_second]
+    values = [{"identity": {"seed": 3}, "journal_version": 1}, of_first, of_second]
     assert (tmp_path / "journal.jsonl").read_bytes() == b"".join(map(line, values))
     again = Journal(tmp_path, {"seed": 3})
     assert again.last == second and again.finished == second.finished
@@ -64,7 +62,7 @@ def test_a_checkpoint_says_what_lies_on_disk(kind: str) -> None:
     assert checkpoints[-1]["files"]["texts.bin"][0] == 8 * checkpoints[-1]["documents"] > 0
 
 
-def test_the_generators_state_is_that_of_torch_after_the_draws_so_far() -> None:
+def test_the_generators_state_is_that_of_torch_after_the_draws_so_far():
     tree, name, _ = unfinished_tree("pretrain")
     checkpoints = values_of(tree[name])[1:]
     generator = torch.Generator().manual_seed(0)
@@ -73,7 +71,7 @@ def test_the_generators_state_is_that_of_torch_after_the_draws_so_far() -> None:
     assert values_of(unfinished_tree("sft")[0][unfinished_tree("sft")[1]])[-1]["generator"] is None
 
 
-def test_a_journal_cut_at_any_byte_is_the_checkpoints_before(tmp_path: Path) -> None:
+def test_a_journal_cut_at_any_byte_is_the_checkpoints_before(tmp_path):
     lines = [line({"identity": {}, "journal_version": 1})]
     lines += [line(json.loads(json.dumps(vars(Checkpoint(documents=number))))) for number in (1, 2, 3)]
     third = lines.pop()
@@ -93,7 +91,7 @@ def test_a_journal_cut_at_any_byte_is_the_checkpoints_before(tmp_path: Path) -> 
         assert path.read_bytes() == b"".join([*lines[: whole + 1], third])  # what is no line is cut off
 
 
-def test_damage_before_good_lines_is_refused_and_the_message_says_how_to_go_on_from_before_it(tmp_path: Path) -> None:
+def test_damage_before_good_lines_is_refused_and_the_message_says_how_to_go_on_from_before_it(tmp_path):
     lines = [line({"identity": {}, "journal_version": 1})]
     lines += [line(vars(Checkpoint(documents=number))) for number in (1, 2, 3)]
     lines[2] = lines[2].replace(b'"documents": 2', b'"documents": 9')
@@ -108,7 +106,7 @@ def test_damage_before_good_lines_is_refused_and_the_message_says_how_to_go_on_f
 
 
 @pytest.mark.parametrize("header", [{"identity": {"seed": 4}, "journal_version": 1}, {}, [], 3, None, "x"], ids=str)
-def test_the_journal_of_another_build_is_refused(tmp_path: Path, header: Any) -> None:
+def test_the_journal_of_another_build_is_refused(tmp_path, header):
     (tmp_path / "journal.jsonl").write_bytes(line(header))
     with refused("E505", "journal.jsonl"):
         Journal(tmp_path, {"seed": 3})
@@ -123,7 +121,7 @@ def test_the_journal_of_another_build_is_refused(tmp_path: Path, header: Any) ->
 @example({**vars(Checkpoint()), "state": {"counts": {"a": {"b": 1}}}})
 @example({**vars(Checkpoint()), "finished": [{"name": "../x", "bytes": 1, "sha256": SOME_SHA256}]})
 @example({**vars(Checkpoint()), "sealed": SOME_SHA256})
-def test_any_object_is_a_checkpoint_or_a_cache_error(value: Any) -> None:
+def test_any_object_is_a_checkpoint_or_a_cache_error(value):
     with quick_folder() as path:
         header = line({"identity": {}, "journal_version": 1})
         (path / "journal.jsonl").write_bytes(header + line(value))
@@ -137,7 +135,7 @@ def test_any_object_is_a_checkpoint_or_a_cache_error(value: Any) -> None:
         assert journal.last is None or 0 <= journal.last.documents < 2**63
 
 
-def test_the_journal_of_a_build_of_days_tells_that_it_was_committed(tmp_path: Path) -> None:
+def test_the_journal_of_a_build_of_days_tells_that_it_was_committed(tmp_path):
     folder = tmp_path / ".versions" / "c" / "building-0123456789ab.journal"
     folder.mkdir(parents=True)
     journal = Journal(folder, {})

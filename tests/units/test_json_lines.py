@@ -4,8 +4,6 @@ import io
 import json
 import logging
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +12,7 @@ from support.json_values import JSON
 
 from niels_gpt.data.files import rows
 from niels_gpt.data.files.rows import numbered_rows
-from niels_gpt.data.files.text import Problem, line_blocks, lines_of
+from niels_gpt.data.files.text import line_blocks, lines_of
 
 LIMIT = 4_000
 ODD = [
@@ -39,7 +37,7 @@ LINES = OBJECTS | VALUES | st.sampled_from([b"", b" ", b"\x0b", b"\r", b"\x00", 
 
 
 @st.composite
-def mutated(draw: st.DrawFn) -> bytes:
+def mutated(draw):
     """Return a line with a few bytes put in, taken out or replaced."""
     line = draw(LINES)
     for _ in range(draw(st.integers(0, 3))):
@@ -52,29 +50,29 @@ def mutated(draw: st.DrawFn) -> bytes:
 class Kept(logging.Handler):
     """Keeps the messages that are logged."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.messages: list[str] = []
+        self.messages = []
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def emit(self, record):
         self.messages.append(record.getMessage())
 
 
-def read(path: Path) -> Any:
+def read(path):
     """Return rows, problems, counters and messages; repr tells 1 from 1.0 and True, and shows the order of keys."""
-    counters: Counter[str] = Counter()
-    problems: list[Problem] = []
+    counters = Counter()
+    problems = []
     log, logger = Kept(), logging.getLogger("niels_gpt.data.files.text")
     logger.addHandler(log)
     try:
-        how: dict[str, Any] = {"unreadable": problems.append, "max_document_bytes": LIMIT}
+        how = {"unreadable": problems.append, "max_document_bytes": LIMIT}
         found = [(number, repr(row)) for number, row in numbered_rows(path, counters=counters, **how)]
     finally:
         logger.removeHandler(log)
     return found, [(problem, problem.reason, problem.rows) for problem in problems], counters, log.messages
 
 
-def read_by_python(path: Path) -> Any:
+def read_by_python(path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rows, "parsed", lambda line: None)
         return read(path)
@@ -82,16 +80,14 @@ def read_by_python(path: Path) -> Any:
 
 @settings(max_examples=400)
 @given(content=st.lists(mutated(), max_size=6).map(b"".join))
-def test_rows_counters_problems_and_messages_are_those_of_pythons_parser(
-    content: bytes, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_rows_counters_problems_and_messages_are_those_of_pythons_parser(content, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / "lines.jsonl"
     path.write_bytes(content)
     assert read(path) == read_by_python(path)
 
 
 @pytest.mark.parametrize("value", ODD)
-def test_each_odd_value_is_read_as_by_pythons_parser_in_a_row_and_nested(tmp_path: Path, value: bytes) -> None:
+def test_each_odd_value_is_read_as_by_pythons_parser_in_a_row_and_nested(tmp_path, value):
     path = tmp_path / "lines.jsonl"
     shapes = [
         b'{"text": %s}',
@@ -104,7 +100,7 @@ def test_each_odd_value_is_read_as_by_pythons_parser_in_a_row_and_nested(tmp_pat
     assert read(path) == read_by_python(path)
 
 
-def test_usual_rows_are_not_parsed_by_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_usual_rows_are_not_parsed_by_python(tmp_path, monkeypatch):
     """Chats, scores and nested fields are as fast as texts."""
     usual = [
         {"text": "Grüße [1] {2}", "id": "a", "score": 0.5, "n": 3, "ok": True, "none": None},
@@ -116,7 +112,7 @@ def test_usual_rows_are_not_parsed_by_python(tmp_path: Path, monkeypatch: pytest
     assert [row for _, row in numbered_rows(tmp_path / "a.jsonl")] == usual
 
 
-def test_a_line_over_the_limit_is_passed_over_and_no_other_one() -> None:
+def test_a_line_over_the_limit_is_passed_over_and_no_other_one():
     for content in (b"aaaa\nb\ncccccc", b"aaaaa\nb\ncccc", b"a\n\nbbbbbbbbbbbbb\nc\n"):
         expected = [line if len(line) <= 5 else None for line in content.splitlines(keepends=True)]
         assert [line for _, line in lines_of(io.BytesIO(content), 5)] == expected
@@ -125,11 +121,11 @@ def test_a_line_over_the_limit_is_passed_over_and_no_other_one() -> None:
 class Dripping(io.BytesIO):
     """Gives a few bytes at a time."""
 
-    def __init__(self, content: bytes, step: int) -> None:
+    def __init__(self, content, step):
         super().__init__(content)
         self._step = step
 
-    def read1(self, size: int | None = -1, /) -> bytes:
+    def read1(self, size=-1, /):
         return super().read1(self._step)
 
 
@@ -138,7 +134,7 @@ class Dripping(io.BytesIO):
     step=st.integers(1, 40),
     limit=st.integers(1, 8),
 )
-def test_lines_do_not_depend_on_where_a_block_ends(content: bytes, step: int, limit: int) -> None:
+def test_lines_do_not_depend_on_where_a_block_ends(content, step, limit):
     found, numbers = [], []
     for first, lines in line_blocks(Dripping(content, step), limit):
         numbers += range(first, first + len(lines))

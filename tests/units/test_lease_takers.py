@@ -3,13 +3,10 @@
 Other processes run the programs below. Their constants are shorter, so that a lease runs out within the test.
 """
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,14 +21,14 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
+def short(monkeypatch):
     """Let a counter move soon."""
     monkeypatch.setattr(leases, "BEAT_SECONDS", 0.02)
     monkeypatch.setattr(leases, "_POLL_SECONDS", 0.02)
 
 
 @pytest.fixture
-def lock(tmp_path: Path) -> Path:
+def lock(tmp_path):
     """The path of a lock in a folder of leases."""
     apply_lock_setting(tmp_path, "lease")
     return tmp_path / "pretrain" / ".versions" / "c" / "lock"
@@ -55,7 +52,7 @@ for _ in range(int(sys.argv[4])):
 """
 
 
-def contend(lock: Path, takers: int, rounds: int, seconds: float) -> int:
+def contend(lock, takers, rounds, seconds):
     """Let processes take a lock in turns, some of which are killed with it; returns how often one was inside."""
     lock.parent.mkdir(parents=True, exist_ok=True)
     commands = [[sys.executable, "-c", CONTEND, lock, seconds, number, rounds] for number in range(takers)]
@@ -68,12 +65,12 @@ def contend(lock: Path, takers: int, rounds: int, seconds: float) -> int:
     return number
 
 
-def test_of_many_takers_exactly_one_is_inside(lock: Path) -> None:
+def test_of_many_takers_exactly_one_is_inside(lock):
     for _ in range(2):
         assert contend(lock, takers=12, rounds=20, seconds=60) >= 12
 
 
-def test_of_many_takers_of_a_lease_that_has_run_out_exactly_one_goes_on(lock: Path) -> None:
+def test_of_many_takers_of_a_lease_that_has_run_out_exactly_one_goes_on(lock):
     for number in range(1, 3):
         name = lease_path(lock)
         name.parent.mkdir(exist_ok=True)
@@ -106,9 +103,7 @@ except CacheError as error:
 
 
 @pytest.mark.parametrize("stopped_at", [0, 25])
-def test_a_build_that_was_stopped_and_taken_over_leaves_the_others_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped_at: int
-) -> None:
+def test_a_build_that_was_stopped_and_taken_over_leaves_the_others_bytes(tmp_path, monkeypatch, stopped_at):
     expected = build_new(tmp_path / "alone" / "c")
     monkeypatch.setattr(leases, "LEASE_SECONDS", 1.0)
     shared = tmp_path / "shared"
@@ -123,12 +118,12 @@ def test_a_build_that_was_stopped_and_taken_over_leaves_the_others_bytes(
     assert _caches(shared) == _caches(tmp_path / "alone")
 
 
-def _caches(folder: Path) -> dict[str, object]:
+def _caches(folder):
     """Return a folder's files but those of locks."""
     return {name: content for name, content in tree_of(folder).items() if ".l" not in name and "/lock" not in name}
 
 
-def _waking(stopped: subprocess.Popen[str]) -> Iterator[str]:
+def _waking(stopped):
     """Yield the texts, and let the stopped build go on in the middle."""
     for number, text in enumerate(TEXTS):
         if number == 20:

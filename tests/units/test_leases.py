@@ -3,8 +3,6 @@
 Other processes run the programs below. Their constants are shorter, so that a lease runs out within the test.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource
@@ -16,8 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -61,31 +58,31 @@ OTHER_MACHINE += ["sh", "-c", 'hostname elsewhere && exec "$0" "$@"']
 
 
 @pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
+def short(monkeypatch):
     """Let a counter move soon."""
     monkeypatch.setattr(leases, "BEAT_SECONDS", 0.02)
     monkeypatch.setattr(leases, "_POLL_SECONDS", 0.02)
 
 
 @pytest.fixture
-def expiring(monkeypatch: pytest.MonkeyPatch) -> None:
+def expiring(monkeypatch):
     """Let a lease run out within a test."""
     monkeypatch.setattr(leases, "LEASE_SECONDS", 0.4)
 
 
 @pytest.fixture
-def lock(tmp_path: Path) -> Path:
+def lock(tmp_path):
     """The path of a lock in a folder of leases."""
     apply_lock_setting(tmp_path, "lease")
     return tmp_path / "pretrain" / ".versions" / "c" / "lock"
 
 
-def holding(lock: Path, *prefix: str) -> AbstractContextManager[subprocess.Popen[str]]:
+def holding(lock, *prefix):
     """Let another process hold a lock; it is killed at the end."""
     return ready([*prefix, sys.executable, "-c", HOLD, str(lock)], "held")
 
 
-def plant(lock: Path, content: Holder | bytes, number: int = 1) -> Path:
+def plant(lock, content, number=1):
     """Write a lease of a lock."""
     name = lease_path(lock)
     path = name.with_name(f"{name.name}.{number}")
@@ -94,7 +91,7 @@ def plant(lock: Path, content: Holder | bytes, number: int = 1) -> Path:
     return path
 
 
-def elsewhere(counter: int = 1) -> Holder:
+def elsewhere(counter=1):
     """A process of another machine, whose pid is not in use here."""
     return Holder("a token", counter, "ada", "elsewhere", "a boot", "pid:[1]", 2**30)
 
@@ -102,7 +99,7 @@ def elsewhere(counter: int = 1) -> Holder:
 # --- the folder says how it is locked ---------------------------------------------------------------------------------
 
 
-def test_a_folder_says_how_all_below_it_is_locked(tmp_path: Path) -> None:
+def test_a_folder_says_how_all_below_it_is_locked(tmp_path):
     root = tmp_path / "cache"
     deepest = root / "sample/pretrain/.versions/n/partitions-0123456789ab/.versions/00003/lock"
     apply_lock_setting(root, "auto")
@@ -122,7 +119,7 @@ def test_a_folder_says_how_all_below_it_is_locked(tmp_path: Path) -> None:
         apply_lock_setting(root, "dotlock")
 
 
-def test_a_folder_where_a_builder_has_a_flock_does_not_change(tmp_path: Path) -> None:
+def test_a_folder_where_a_builder_has_a_flock_does_not_change(tmp_path):
     lock = tmp_path / "pretrain" / ".versions" / "c" / "lock"
     with holding(lock) as holder, refused("E503", f"pid {holder.pid}") as error:
         apply_lock_setting(tmp_path, "lease")
@@ -138,7 +135,7 @@ def test_a_folder_where_a_builder_has_a_flock_does_not_change(tmp_path: Path) ->
         file_lock(lock, "c", wait=False).__enter__()
 
 
-def test_who_waited_for_a_flock_takes_a_lease_where_the_folder_has_changed(tmp_path: Path) -> None:
+def test_who_waited_for_a_flock_takes_a_lease_where_the_folder_has_changed(tmp_path):
     lock, order = tmp_path / "lock", []
     with file_lock(lock, "c", wait=False):
         waiting = threading.Thread(target=lambda: order.append(held_in(lock)))
@@ -150,7 +147,7 @@ def test_who_waited_for_a_flock_takes_a_lease_where_the_folder_has_changed(tmp_p
     assert order == ["lease"]
 
 
-def held_in(lock: Path) -> str:
+def held_in(lock):
     with file_lock(lock, "c", wait=True):
         return "lease" if leases.HELD else "flock"
 
@@ -158,7 +155,7 @@ def held_in(lock: Path) -> str:
 @pytest.mark.parametrize(
     "marker", [b"", b"[]", b'{"kind": "locks", "lock": "new"}', b" " * 5000, "link", "FIFO", "folder"], ids=str
 )
-def test_a_marker_that_is_not_ours_is_refused(tmp_path: Path, marker: bytes | str) -> None:
+def test_a_marker_that_is_not_ours_is_refused(tmp_path, marker):
     spoil(tmp_path / MARKER, marker)
     for attempt in (lambda: file_lock(tmp_path / "lock", "c", wait=False).__enter__(), lambda: lock_kind(tmp_path)):
         with refused("E512", "locks.json") as error:
@@ -166,7 +163,7 @@ def test_a_marker_that_is_not_ours_is_refused(tmp_path: Path, marker: bytes | st
         assert error.value.code == "E512"
 
 
-def spoil(path: Path, how: bytes | str) -> None:
+def spoil(path, how):
     """Put something at a path: bytes, or a link to a good file, a FIFO, a folder, a file of two names."""
     good = path.parent / "good"
     good.write_bytes(elsewhere().content() if path.parent.name == LEASES_DIR else b'{"kind": "locks", "lock": "lease"}')
@@ -196,7 +193,7 @@ def spoil(path: Path, how: bytes | str) -> None:
     ],
     ids=range(8),
 )
-def test_a_file_at_a_leases_name_that_is_none_is_named_and_left(lock: Path, content: bytes | str) -> None:
+def test_a_file_at_a_leases_name_that_is_none_is_named_and_left(lock, content):
     path = plant(lock, b"")
     path.unlink()
     spoil(path, content)
@@ -211,7 +208,7 @@ def test_a_file_at_a_leases_name_that_is_none_is_named_and_left(lock: Path, cont
 # --- who holds it -----------------------------------------------------------------------------------------------------
 
 
-def test_a_lease_is_one_file_while_it_is_held_and_nothing_after(lock: Path) -> None:
+def test_a_lease_is_one_file_while_it_is_held_and_nothing_after(lock):
     with file_lock(lock, "c", wait=False):
         (path,) = lease_path(lock).parent.iterdir()
         first = read_lease(path)
@@ -227,7 +224,7 @@ def test_a_lease_is_one_file_while_it_is_held_and_nothing_after(lock: Path) -> N
     check_lease(lock)  # nothing is held
 
 
-def test_one_of_this_machine_that_was_killed_is_replaced_at_once(lock: Path) -> None:
+def test_one_of_this_machine_that_was_killed_is_replaced_at_once(lock):
     with holding(lock) as holder:
         with pytest.raises(CacheError, match=rf"^c: is being built by user \S+, host \S+, pid {holder.pid}\."):
             file_lock(lock, "c", "is being built", wait=False).__enter__()
@@ -238,12 +235,10 @@ def test_one_of_this_machine_that_was_killed_is_replaced_at_once(lock: Path) -> 
         assert path.name.endswith(".2")
 
 
-def test_one_of_another_machine_is_replaced_only_after_its_counter_stood_still(
-    lock: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_of_another_machine_is_replaced_only_after_its_counter_stood_still(lock, monkeypatch):
     path, ended = plant(lock, elsewhere()), threading.Event()
 
-    def beat() -> None:
+    def beat():
         counter = 1
         while not ended.wait(0.02):
             counter += 1
@@ -269,7 +264,7 @@ def test_one_of_another_machine_is_replaced_only_after_its_counter_stood_still(
 
 
 @pytest.mark.usefixtures("expiring")
-def test_a_file_that_was_just_created_counts_until_it_stood_still(lock: Path) -> None:
+def test_a_file_that_was_just_created_counts_until_it_stood_still(lock):
     plant(lock, b"")
     with pytest.raises(CacheError, match="just started"):
         refuse_if_held(lock, "c")
@@ -278,7 +273,7 @@ def test_a_file_that_was_just_created_counts_until_it_stood_still(lock: Path) ->
 
 
 @pytest.mark.usefixtures("expiring")
-def test_a_stopped_holder_that_wakes_up_writes_nothing_durable(lock: Path) -> None:
+def test_a_stopped_holder_that_wakes_up_writes_nothing_durable(lock):
     with holding(lock) as stopped:
         stopped.send_signal(signal.SIGSTOP)
         with file_lock(lock, "c", wait=True):
@@ -290,7 +285,7 @@ def test_a_stopped_holder_that_wakes_up_writes_nothing_durable(lock: Path) -> No
         assert not lease_path(lock).parent.exists()
 
 
-def test_a_forked_child_neither_keeps_a_lease_nor_ends_it(lock: Path) -> None:
+def test_a_forked_child_neither_keeps_a_lease_nor_ends_it(lock):
     with file_lock(lock, "c", wait=False):
         child = os.fork()
         if not child:
@@ -306,7 +301,7 @@ def test_a_forked_child_neither_keeps_a_lease_nor_ends_it(lock: Path) -> None:
 
 
 @contextmanager
-def no_room() -> Iterator[None]:
+def no_room():
     """Refuse every byte that this process writes to a file."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
@@ -316,7 +311,7 @@ def no_room() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_gives_no_lease(lock: Path) -> None:
+def test_a_full_disk_gives_no_lease(lock):
     with no_room(), pytest.raises(OSError, match=lease_path(lock).name) as error:
         file_lock(lock, "c", wait=False).__enter__()
     assert code_of(error.value) == "E501" and not lease_path(lock).parent.exists()
@@ -326,7 +321,7 @@ def test_a_full_disk_gives_no_lease(lock: Path) -> None:
 
 
 @pytest.mark.usefixtures("expiring")
-def test_a_folder_that_may_not_be_written_is_named_and_a_holder_in_it() -> None:
+def test_a_folder_that_may_not_be_written_is_named_and_a_holder_in_it():
     root = Path(tempfile.mkdtemp())
     try:
         apply_lock_setting(root, "lease")
@@ -347,7 +342,7 @@ def test_a_folder_that_may_not_be_written_is_named_and_a_holder_in_it() -> None:
         shutil.rmtree(root)
 
 
-def test_gc_keeps_every_version_where_builders_take_leases(lock: Path) -> None:
+def test_gc_keeps_every_version_where_builders_take_leases(lock):
     version = lock.with_name("0123456789ab")
     version.mkdir(parents=True)
     (version / "meta.json").write_text("{}")
@@ -358,7 +353,7 @@ def test_gc_keeps_every_version_where_builders_take_leases(lock: Path) -> None:
         assert hold and why == "open in a reader"
 
 
-def test_a_partition_that_is_built_under_a_lease_is_seen(lock: Path) -> None:
+def test_a_partition_that_is_built_under_a_lease_is_seen(lock):
     inner = lock.parent / "partitions-0123456789ab" / ".versions" / "00003"
     with (
         file_lock(inner / "lock", inner, wait=False),
@@ -369,7 +364,7 @@ def test_a_partition_that_is_built_under_a_lease_is_seen(lock: Path) -> None:
 
 
 @pytest.mark.usefixtures("expiring")
-def test_the_lease_of_a_machine_that_died_with_a_finished_partition_runs_out(lock: Path) -> None:
+def test_the_lease_of_a_machine_that_died_with_a_finished_partition_runs_out(lock):
     plan = lock.parent / "partitions-0123456789ab"
     (plan / ".versions" / "00003").mkdir(parents=True)
     path = plant(plan / ".versions" / "00003" / "lock", elsewhere())
@@ -380,14 +375,14 @@ def test_the_lease_of_a_machine_that_died_with_a_finished_partition_runs_out(loc
 
 
 @pytest.mark.usefixtures("expiring")
-def test_the_last_number_of_a_lease_is_named(lock: Path) -> None:
+def test_the_last_number_of_a_lease_is_named(lock):
     path = plant(lock, elsewhere(), 999_999_999)
     with refused("E504", path) as error:
         file_lock(lock, "c", wait=False).__enter__()
     assert error.value.code == "E504" and os.listdir(path.parent) == [path.name]
 
 
-def test_a_strangers_file_called_lock_is_no_holder(tmp_path: Path) -> None:
+def test_a_strangers_file_called_lock_is_no_holder(tmp_path):
     (tmp_path / "lock").write_text("the notes on my door's lock\n")
     apply_lock_setting(tmp_path, "lease")
     assert lock_kind(tmp_path) == "lease"
@@ -397,7 +392,7 @@ def test_a_strangers_file_called_lock_is_no_holder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["\N{GRINNING FACE}" * 300, "\udcff\n", "x" * 1200], ids=["long", "not UTF-8", "longer"]
 )
-def test_any_user_name_takes_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str) -> None:
+def test_any_user_name_takes_a_lock(tmp_path, monkeypatch, name, kind):
     monkeypatch.setenv("LOGNAME", name)
     apply_lock_setting(tmp_path, kind)
     with file_lock(tmp_path / "lock", "c", wait=False):
@@ -410,7 +405,7 @@ def test_any_user_name_takes_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("kind", ["flock", "lease"])
-def test_a_builder_on_another_machine_is_neither_disturbed_nor_believed_dead(tmp_path: Path, kind: str) -> None:
+def test_a_builder_on_another_machine_is_neither_disturbed_nor_believed_dead(tmp_path, kind):
     skip_unless(*OTHER_MACHINE, "true")
     apply_lock_setting(tmp_path, kind)
     lock = tmp_path / "c" / "lock"
@@ -428,7 +423,7 @@ def test_a_builder_on_another_machine_is_neither_disturbed_nor_believed_dead(tmp
         check_lease(lock)
 
 
-def test_a_lease_says_who_holds_it(lock: Path) -> None:
+def test_a_lease_says_who_holds_it(lock):
     with file_lock(lock, "c", wait=False):
         (path,) = lease_path(lock).parent.iterdir()
         found = json.loads(path.read_bytes())

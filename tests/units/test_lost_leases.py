@@ -1,13 +1,8 @@
 """A process that lost its lease while it was stopped changes nothing of its taker's, at whatever step it wakes up."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from support.errors import refused
@@ -23,11 +18,11 @@ from niels_gpt.storage.locks.holders import Holder
 from niels_gpt.storage.versions import build_lock, building, commit, publish, resumable
 
 
-def _files(folder: Path) -> dict[str, object]:
+def _files(folder):
     return {name: content for name, content in tree_of(folder).items() if LEASES_DIR not in name}
 
 
-def lose() -> None:
+def lose():
     """Let another process have taken over every lease of this one."""
     for held in leases.HELD.values():
         held.path.unlink(missing_ok=True)
@@ -36,11 +31,11 @@ def lose() -> None:
         )
 
 
-def losing(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, turn: int = 0) -> None:
+def losing(monkeypatch, owner, name, turn=0):
     """Lose all leases at the end of a call of a function, that of the number `turn`."""
     real, calls = getattr(owner, name), itertools.count()
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args, **kwargs):
         result = real(*args, **kwargs)
         if next(calls) == turn:
             lose()
@@ -49,7 +44,7 @@ def losing(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, turn: int 
     monkeypatch.setattr(owner, name, call)
 
 
-def test_a_folder_that_says_no_more_that_its_locks_are_leases_ends_them(tmp_path: Path) -> None:
+def test_a_folder_that_says_no_more_that_its_locks_are_leases_ends_them(tmp_path):
     apply_lock_setting(tmp_path, "lease")
     lock = tmp_path / "lock"
     with file_lock(lock, "c", wait=False):
@@ -60,10 +55,8 @@ def test_a_folder_that_says_no_more_that_its_locks_are_leases_ends_them(tmp_path
 
 
 @pytest.mark.usefixtures("small_batches")
-def test_a_build_that_loses_its_lease_while_it_reads_its_shards_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def dying() -> Iterator[str]:
+def test_a_build_that_loses_its_lease_while_it_reads_its_shards_changes_nothing(tmp_path, monkeypatch):
+    def dying():
         yield from TEXTS[:25]
         raise KeyboardInterrupt
 
@@ -82,7 +75,7 @@ def test_a_build_that_loses_its_lease_while_it_reads_its_shards_changes_nothing(
 
 
 @pytest.mark.parametrize("step", ["sync_tree", "symlink"])
-def test_a_commit_that_loses_its_lease_is_not_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+def test_a_commit_that_loses_its_lease_is_not_seen(tmp_path, monkeypatch, step):
     apply_lock_setting(tmp_path, "lease")
     before = build_new(tmp_path / "c")
     losing(monkeypatch, fileio, step)
@@ -92,7 +85,7 @@ def test_a_commit_that_loses_its_lease_is_not_seen(tmp_path: Path, monkeypatch: 
     assert error.value.code == "E512" and json.loads((tmp_path / "c" / "meta.json").read_text()) == before
 
 
-def test_two_that_build_without_a_journal_have_two_folders(tmp_path: Path) -> None:
+def test_two_that_build_without_a_journal_have_two_folders(tmp_path):
     apply_lock_setting(tmp_path, "lease")
     with building(tmp_path / "c") as stopped:
         pass
@@ -105,7 +98,7 @@ def test_two_that_build_without_a_journal_have_two_folders(tmp_path: Path) -> No
         (work / "train.bin").touch()
 
 
-def test_who_lost_its_lease_removes_and_replaces_nothing(tmp_path: Path) -> None:
+def test_who_lost_its_lease_removes_and_replaces_nothing(tmp_path):
     apply_lock_setting(tmp_path, "lease")
     public = tmp_path / "c"
     public.mkdir()
@@ -125,10 +118,10 @@ def test_who_lost_its_lease_removes_and_replaces_nothing(tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_batches")
-def test_a_build_that_loses_its_lease_while_it_syncs_a_file_takes_no_further_step(tmp_path: Path) -> None:
+def test_a_build_that_loses_its_lease_while_it_syncs_a_file_takes_no_further_step(tmp_path):
     apply_lock_setting(tmp_path, "lease")
     for turn in itertools.count():
-        trace: list[Any] = []
+        trace = []
         with pytest.MonkeyPatch.context() as patched, fileio.recorded(trace):
             synced = lose_at_sync(patched, turn, trace)
             try:
@@ -145,11 +138,11 @@ def test_a_build_that_loses_its_lease_while_it_syncs_a_file_takes_no_further_ste
     assert turn > 30
 
 
-def lose_at_sync(patched: pytest.MonkeyPatch, turn: int, trace: list[Any]) -> list[str]:
+def lose_at_sync(patched, turn, trace):
     """Lose all leases at the end of a sync of a file; returns a list that has the file's path then."""
     real, calls, synced = fileio.OutputFile.sync, itertools.count(), list[str]()
 
-    def sync(file: fileio.OutputFile) -> None:
+    def sync(file):
         before = len(trace)
         real(file)
         if len(trace) > before and next(calls) == turn:

@@ -9,7 +9,7 @@ import numpy as np
 from niels_gpt.inspection.diff import match
 
 
-def test_matching_is_right_for_small_multisets_of_all_kinds() -> None:
+def test_matching_is_right_for_small_multisets_of_all_kinds():
     """Against counting by hand: what is common, what stays in its split, what moves."""
     draw = random.Random(0)
     for _ in range(300):

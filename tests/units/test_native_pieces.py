@@ -1,7 +1,5 @@
 """The native form's pieces: which rows are stored, their bytes and cuts, the writer of a shard, fp8."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import os
@@ -9,7 +7,6 @@ import re
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,7 +26,7 @@ MASKS = [[0, 0, 1, 1, 0, 0, 1, 0, 0, 0], [0, 0, 0], [1], [1, 0, 0], [0, 1, 1, 1,
 POSITIONS = [[2, 3, 4, 6, 7], [], [], [1], [1, 2, 3, 4]]  # on paper: t >= 1 with m[t] = 1 or m[t - 1] = 1
 
 
-def test_rows_are_those_that_a_loss_can_need() -> None:
+def test_rows_are_those_that_a_loss_can_need():
     assert [target_positions(np.array(mask)).tolist() for mask in MASKS] == POSITIONS
 
 
@@ -38,9 +35,7 @@ MASK = st.lists(st.booleans(), min_size=1, max_size=12)
 
 @settings(max_examples=30)
 @given(masks=st.lists(MASK, min_size=1, max_size=8), limit=st.integers(2048, 4000), data=st.data())
-def test_any_masks_give_the_rows_and_bytes_of_the_oracle(
-    tmp_path_factory: pytest.TempPathFactory, masks: list[list[bool]], limit: int, data: st.DataObject
-) -> None:
+def test_any_masks_give_the_rows_and_bytes_of_the_oracle(tmp_path_factory, masks, limit, data):
     folder = tmp_path_factory.mktemp("c")
     expected = []
     for mask in masks:
@@ -69,7 +64,7 @@ def test_any_masks_give_the_rows_and_bytes_of_the_oracle(
             assert torch.equal(getattr(read, name).float(), getattr(sample, name).float())
 
 
-def test_a_writer_takes_each_sample_once_and_whole(tmp_path: Path) -> None:
+def test_a_writer_takes_each_sample_once_and_whole(tmp_path):
     manifest = manifest_of(2, 1)
     good, other = random_sample(MASKS[0], manifest), random_sample(MASKS[4], manifest)
     writer = NativeShardWriter(tmp_path, 0, NativeLayout(4, 2, "bf16", "bf16"), np.array([[10, 7, 5], [5, 4, 4]]))
@@ -93,7 +88,7 @@ def test_a_writer_takes_each_sample_once_and_whole(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-def test_fp8_is_what_torch_makes_of_it_and_brought_back_exactly() -> None:
+def test_fp8_is_what_torch_makes_of_it_and_brought_back_exactly():
     torch.manual_seed(0)
     states = torch.randn(40, 3, 16) * torch.logspace(-30, 30, 40).view(-1, 1, 1)
     states[3, 1] = 0
@@ -117,13 +112,13 @@ def test_fp8_is_what_torch_makes_of_it_and_brought_back_exactly() -> None:
         quantized(torch.tensor([[1.0, float("nan")]]))
 
 
-def in_memory() -> int:
+def in_memory():
     """Return the bytes of this process's own memory, without maps of files."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     return 1024 * int(re.search(r"RssAnon:\s*(\d+)", status)[1])
 
 
-def test_memory_does_not_grow_with_a_shard_and_a_new_shard_leaves_the_links_of_the_old_one(tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_a_shard_and_a_new_shard_leaves_the_links_of_the_old_one(tmp_path):
     manifest = manifest_of(16, 1, hidden_size=4096)
     sample = random_sample([0, *[1] * 63], manifest)  # 1.5 MiB
     layout = native_layout_of(manifest, tmp_path)

@@ -15,10 +15,10 @@ from niels_gpt.sampling.packing.plan import MAX_PIECES, Plan, Turn
 LENGTHS = st.integers(1, 30).flatmap(lambda T: st.tuples(st.just(T), st.lists(st.integers(1, T), min_size=1)))
 
 
-def naive_rows(lengths: list[int], T: int) -> list[list[int]]:
+def naive_rows(lengths, T):
     """Place the pieces one by one, the longest first, each in the fullest row that has room, the one so for longest."""
-    rows: list[list[int]] = []
-    rooms: list[tuple[int, int, int]] = []  # room, since when, row
+    rows = []
+    rooms = []  # room, since when, row
     for time, piece in enumerate(sorted(range(len(lengths)), key=lambda piece: -lengths[piece])):
         fitting = [room for room in rooms if room[0] >= lengths[piece]]
         best = min(fitting, default=(T, 0, len(rows)))
@@ -31,7 +31,7 @@ def naive_rows(lengths: list[int], T: int) -> list[list[int]]:
     return rows
 
 
-def test_a_plan_on_paper() -> None:
+def test_a_plan_on_paper():
     """T = 10. 7; 6 opens a row; 4 fills 6 up; 3 fills 7 up; 2 2 2 2 2 fill a row together, and one begins the last."""
     plan = Plan(np.array([2, 3, 2, 7, 2, 6, 2, 4, 2, 2]), 10)
     assert [plan.lengths[one].tolist() for one in np.split(np.arange(10), plan.ends[:-1])] == [
@@ -46,7 +46,7 @@ def test_a_plan_on_paper() -> None:
 
 @settings(derandomize=True, max_examples=60)
 @given(LENGTHS)
-def test_lengths_placed_together_make_the_rows_of_pieces_placed_one_by_one(drawn: tuple[int, list[int]]) -> None:
+def test_lengths_placed_together_make_the_rows_of_pieces_placed_one_by_one(drawn):
     T, lengths = drawn
     plan = Plan(np.array(lengths), T)
     assert [plan.pieces[row].tolist() for row in np.split(plan.slots, plan.ends[:-1])] == naive_rows(lengths, T)
@@ -54,9 +54,7 @@ def test_lengths_placed_together_make_the_rows_of_pieces_placed_one_by_one(drawn
 
 @settings(derandomize=True, max_examples=30)
 @given(LENGTHS, st.integers(0, 2**40), st.integers(0, 2**64 - 1))
-def test_in_every_epoch_each_piece_stands_once_in_a_place_of_its_length(
-    drawn: tuple[int, list[int]], epoch: int, key: int
-) -> None:
+def test_in_every_epoch_each_piece_stands_once_in_a_place_of_its_length(drawn, epoch, key):
     T, lengths = drawn
     plan = Plan(np.array(lengths), T)
     counts, places = plan.located(np.arange(len(plan)))
@@ -66,7 +64,7 @@ def test_in_every_epoch_each_piece_stands_once_in_a_place_of_its_length(
     assert [lengths[piece] for piece in pieces] == plan.lengths[places].tolist()
 
 
-def test_the_turn_of_an_epoch_is_as_the_format_says() -> None:
+def test_the_turn_of_an_epoch_is_as_the_format_says():
     """In plain integers, of lengths of 0, 1, 2, 12 and 30 pieces."""
     key, epoch, counts = 2**64 - 3, 5, [0, 1, 2, 12, 30]
     turn = Turn.of(epoch, np.array(counts), np.array([key], dtype=np.uint64))
@@ -77,11 +75,11 @@ def test_the_turn_of_an_epoch_is_as_the_format_says() -> None:
         assert (turn.factors[length], turn.offsets[length]) == (a, plain_mix(h) % count)
 
 
-def test_pieces_of_a_frequent_length_meet_others_in_each_epoch() -> None:
+def test_pieces_of_a_frequent_length_meet_others_in_each_epoch():
     """100 pairs of a 6 and a 4: in 20 epochs a piece of 6 has at least 10 different companions of 4."""
     plan = Plan(np.repeat([6, 4], 100), 10)
     places = np.arange(200)
-    met: dict[int, set[int]] = {}
+    met = {}
     for epoch in range(20):
         pairs = plan.pieces_at(places, Turn.of(epoch, plan.counts, np.array([7], dtype=np.uint64))).reshape(-1, 2)
         for six, four in pairs.tolist():
@@ -89,7 +87,7 @@ def test_pieces_of_a_frequent_length_meet_others_in_each_epoch() -> None:
     assert min(map(len, met.values())) >= 10
 
 
-def test_a_plan_grows_with_the_longest_piece_and_not_with_the_row() -> None:
+def test_a_plan_grows_with_the_longest_piece_and_not_with_the_row():
     plan = Plan(np.array([3, 9, 3]), 10**9)
     assert len(plan.counts) == len(plan.firsts) == 10 and plan.slots.tolist() == [0, 1, 2] and len(plan) == 1
 

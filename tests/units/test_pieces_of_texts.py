@@ -25,12 +25,12 @@ LINE = "\n" + "x" * 999  # four of these are exactly 4,000 bytes
     ],
     ids=lambda value: str(value)[:9],
 )
-def test_a_text_is_cut_into_pieces_at_line_feeds_and_between_characters(text: str, pieces: list[str]) -> None:
+def test_a_text_is_cut_into_pieces_at_line_feeds_and_between_characters(text, pieces):
     assert list(training_pieces(text)) == pieces
 
 
 @given(st.text(st.sampled_from("a\u20ac\U0001f600\n\r\u2585"), max_size=60), st.integers(1, 400))
-def test_pieces_join_to_the_text_and_none_is_too_long(text: str, times: int) -> None:
+def test_pieces_join_to_the_text_and_none_is_too_long(text, times):
     pieces = list(training_pieces(text * times))
     assert "".join(pieces) == (text * times).replace("\u2585", "")
     assert all(0 < len(piece.encode()) <= MAX_PIECE_BYTES for piece in pieces)
@@ -39,7 +39,7 @@ def test_pieces_join_to_the_text_and_none_is_too_long(text: str, times: int) -> 
 @pytest.mark.parametrize(
     "text", ["ab\n" * 900_000, "\U0001f98a" * 600_000, "a\U0001f98a" * 600_000, "x\n" + "y" * 3_000_000]
 )
-def test_a_long_text_is_cut_at_line_ends_or_between_characters(text: str) -> None:
+def test_a_long_text_is_cut_at_line_ends_or_between_characters(text):
     raw = text.encode()
     pieces = list(pieces_of(raw))
     assert b"".join(pieces) == raw and len(pieces) < 2 + len(raw) / (1 << 19)

@@ -5,7 +5,6 @@ import shutil
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import dagster as dg
 import pytest
@@ -24,7 +23,7 @@ KEY = "sft/dolly15k"
 EVERYTHING = {"tokenizer", *CACHES}
 
 
-def test_the_form_has_the_settings_of_the_core_name_by_name(settings: Settings) -> None:
+def test_the_form_has_the_settings_of_the_core_name_by_name(settings):
     form = settings_resource(settings).config_schema.config_type.fields
     assert list(form) == [*NAMES, *RENAMED]
     assert {*NAMES} - {"force", "wait"} == {field.name for field in fields(Settings)} - {"cache_dir"}
@@ -34,7 +33,7 @@ def test_the_form_has_the_settings_of_the_core_name_by_name(settings: Settings) 
     assert asked == Run(replace(settings, seed=7, tokenizer=None), force=True)
 
 
-def test_the_environment_fills_the_settings_and_the_sample_is_the_default() -> None:
+def test_the_environment_fills_the_settings_and_the_sample_is_the_default():
     assert settings_from_environment({}) == Settings(source_root="sample")
     given = {"NIELS_GPT_SEED": "7", "NIELS_GPT_DOCUMENT_END": "none", "NIELS_GPT_SOURCE_ROOT": "hub", "HOME": "/"}
     assert settings_from_environment(given) == Settings(seed=7, document_end="none")
@@ -50,7 +49,7 @@ def test_the_environment_fills_the_settings_and_the_sample_is_the_default() -> N
         ("NIELS_GPT_DISK_CHECK", "perhaps", "NIELS_GPT_DISK_CHECK: Input should be a valid boolean"),
     ],
 )
-def test_a_variable_that_names_no_setting_or_no_value_is_an_error(name: str, text: str, message: str) -> None:
+def test_a_variable_that_names_no_setting_or_no_value_is_an_error(name, text, message):
     with pytest.raises(ValueError, match=message):
         settings_from_environment({name: text})
 
@@ -67,7 +66,7 @@ def test_a_variable_that_names_no_setting_or_no_value_is_an_error(name: str, tex
         (KeyError("a mistake of ours"), False),
     ],
 )
-def test_only_what_time_may_mend_is_tried_again(error: Exception, again: bool) -> None:
+def test_only_what_time_may_mend_is_tried_again(error, again):
     with (
         pytest.raises(type(error) if again else dg.Failure) as raised,
         steps.clear_errors(Deployment(settings=Settings())),
@@ -78,14 +77,14 @@ def test_only_what_time_may_mend_is_tried_again(error: Exception, again: bool) -
         assert str(error) in str(raised.value.description)
 
 
-def test_an_asset_may_be_called_as_a_function(settings: Settings) -> None:
+def test_an_asset_may_be_called_as_a_function(settings):
     made = {asset.key: asset for asset in assets.assets_of(Deployment(settings=settings))}
     (result,) = made[dg.AssetKey(["sft", "dolly15k"])](dg.build_asset_context(resources={"settings": {}}))
     meta = read_meta(str(Path(settings.cache_dir, "sft/dolly15k/meta.json")))
     assert result.data_version.value == meta["content_sha256"]
 
 
-def test_pretrain_builds_share_a_pool_and_whatever_asks_the_hub_is_retried() -> None:
+def test_pretrain_builds_share_a_pool_and_whatever_asks_the_hub_is_retried():
     graph = defs.resolve_asset_graph()
     pools = {key.to_user_string(): graph.get(key).pools for key in graph.materializable_asset_keys}
     assert {key for key, pool in pools.items() if pool} == {key for key in CACHES if key.startswith("pretrain/")}
@@ -94,11 +93,9 @@ def test_pretrain_builds_share_a_pool_and_whatever_asks_the_hub_is_retried() -> 
 
 
 @pytest.mark.parametrize(("parent", "is_again"), [(None, False), ("first", True)])
-def test_a_reexecuted_run_with_force_goes_on_with_what_the_first_has_built(
-    settings: Settings, parent: str | None, is_again: bool
-) -> None:
+def test_a_reexecuted_run_with_force_goes_on_with_what_the_first_has_built(settings, parent, is_again):
     attempt = SimpleNamespace(retry_number=0, run=SimpleNamespace(parent_run_id=parent))
-    context: Any = SimpleNamespace(op_execution_context=attempt)
+    context = SimpleNamespace(op_execution_context=attempt)
     forced = (context, Deployment(settings=settings), steps.Run(settings, force=True), KEY)
     assert (steps.why_from_scratch(*forced) is None) == is_again, "nothing was ever committed"
     build_token_cache(settings, "dolly15k")
@@ -108,12 +105,12 @@ def test_a_reexecuted_run_with_force_goes_on_with_what_the_first_has_built(
 
 
 @pytest.fixture
-def own(settings: Settings, mirror: Path, tmp_path: Path) -> Settings:
+def own(settings, mirror, tmp_path):
     """The settings of a mirror that the test may change."""
     return dataclasses.replace(settings, source_root=str(shutil.copytree(mirror, tmp_path / "own")))
 
 
-def test_a_code_version_has_what_decides_a_build_and_nothing_else(settings: Settings, own: Settings) -> None:
+def test_a_code_version_has_what_decides_a_build_and_nothing_else(settings, own):
     named, eagle3 = str(settings.tokenizer), {"eagle3/draft_vocab", "eagle3/targets"}
     listed, renamed = Path(own.source_root, "excluded"), Path(own.source_root, "renamed.model")
     listed.write_text("some-id\n")
@@ -121,7 +118,7 @@ def test_a_code_version_has_what_decides_a_build_and_nothing_else(settings: Sett
     trained = {"tokenizer": None, "vocab_size": 600}
     pretrain = {key for key in CACHES if key.startswith("pretrain/")}
 
-    def differing(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
+    def differing(before, after):
         one, other = (code_versions(dataclasses.replace(settings, **changed)) for changed in (before, after))
         return {path for path in one if one[path] != other[path]}
 
@@ -140,7 +137,7 @@ def test_a_code_version_has_what_decides_a_build_and_nothing_else(settings: Sett
     assert differing(hub, {**hub, "revision": "dolly15k=main"}) == {"sft/dolly15k", *eagle3}
 
 
-def test_other_files_of_a_target_are_another_code_version(settings: Settings, tmp_path: Path) -> None:
+def test_other_files_of_a_target_are_another_code_version(settings, tmp_path):
     (target := tmp_path / "target").mkdir()
     named = dataclasses.replace(settings, eagle3_target=str(target))
     versions = [code_versions(named)]

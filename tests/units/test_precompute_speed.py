@@ -2,14 +2,10 @@
 
 from types import SimpleNamespace
 
-import pytest
-
 from niels_gpt.commands.eagle3 import precompute
 
 
-def test_the_speed_counts_neither_what_was_there_nor_the_loading_of_the_target(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_speed_counts_neither_what_was_there_nor_the_loading_of_the_target(monkeypatch, capsys):
     now = 0.0
     monkeypatch.setattr(precompute, "time", SimpleNamespace(monotonic=lambda: now))
     tell = precompute._Lines("target", "tok")

@@ -5,7 +5,7 @@ import torch
 from niels_gpt.eagle3.replies.generate import _sampled
 
 
-def test_a_token_is_the_first_whose_cumulative_probability_exceeds_the_uniform_number() -> None:
+def test_a_token_is_the_first_whose_cumulative_probability_exceeds_the_uniform_number():
     probs = torch.tensor([0.1, 0.4, 0.2, 0.3])
     uniform = torch.tensor([0.0, 0.0999, 0.1001, 0.4999, 0.5001, 0.6999, 0.7001, 0.9999], dtype=torch.float64)
     logits = probs.log().expand(8, 4)

@@ -4,13 +4,12 @@ import io
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from niels_gpt.prefix_tree.savings import plot
 from niels_gpt.prefix_tree.savings.count import count_savings, forests
-from niels_gpt.prefix_tree.savings.rollouts import Rollouts, read_rollouts
+from niels_gpt.prefix_tree.savings.rollouts import read_rollouts
 
 # On paper. 1 2 | 10 11 | 20 21 22: 4 + 5 = 9 tokens become 7. Each token sees what stands above it and itself, so
 # 10 + 15 = 25 pairs become 3 + (3 + 4) + (3 + 4 + 5) = 22; a dense mask has 7 * 7 = 49.
@@ -20,16 +19,16 @@ ALIKE = {"prompt_ids": [5], "completions": [[7, 8], [7, 8], [7]], "id": "b"}
 NOTHING = {"prompt_ids": [], "completions": [[1, 2], [3]]}  # shares nothing, and has no first token to lose
 
 
-def lines_of(content: bytes) -> list[Rollouts]:
+def lines_of(content):
     """Return the lines of a content as if it came from the standard input."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
         return list(read_rollouts(["-"]))
 
 
-def test_the_curve_falls_from_the_forest_that_gains_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_curve_falls_from_the_forest_that_gains_most(monkeypatch):
     pytest.importorskip("matplotlib", reason="the extra `plot` brings it")
-    figures: list[Any] = []
+    figures = []
     monkeypatch.setattr(plot, "png", lambda figure, *_: figures.append(figure) or b"")
     content = "\n".join(map(json.dumps, [APART, ALIKE, NOTHING])).encode()
     plot.plot(count_savings(forests(lines_of(content))), "x")
@@ -39,10 +38,10 @@ def test_the_curve_falls_from_the_forest_that_gains_most(monkeypatch: pytest.Mon
     assert tokens.get_xdata().tolist() == pytest.approx([100 / 6, 50, 500 / 6])
 
 
-def test_files_are_read_line_by_line_and_tell_how_far(tmp_path: Path) -> None:
+def test_files_are_read_line_by_line_and_tell_how_far(tmp_path):
     path = str(tmp_path / "many.jsonl")
     Path(path).write_text("".join(json.dumps(row) + "\n" for row in [APART, ALIKE] * 300))
-    told: list[tuple[int, int, int | None]] = []
+    told = []
     folded = forests(read_rollouts([path, path], progress=lambda *progress: told.append(progress)))
     assert next(folded).forest.num_tokens == 7
     size = Path(path).stat().st_size

@@ -7,15 +7,14 @@ import pytest
 import torch
 from support.errors import refused
 from support.prefix_trees import tree, tree_keys
-from torch import Tensor
 
 from niels_gpt.prefix_tree.attention import dense_mask
 from niels_gpt.prefix_tree.backends.segments import Segments, segments_of
 from niels_gpt.prefix_tree.backends.segments_kernel import FlashSegments, attend, has_kernel
-from niels_gpt.prefix_tree.backends.segments_plan import Plan, depths, plan_of
+from niels_gpt.prefix_tree.backends.segments_plan import depths, plan_of
 
 
-def pairs(plan: Plan, rows: int) -> Tensor:
+def pairs(plan, rows):
     """Return how often each query meets each key, int8 [T, T]."""
     met = torch.zeros(rows, rows, dtype=torch.int8)
     for step in (*plan.own, *plan.above):
@@ -29,7 +28,7 @@ def pairs(plan: Plan, rows: int) -> Tensor:
 
 
 @pytest.mark.parametrize("window", [None, 5, 40])
-def test_the_steps_of_a_plan_are_the_pairs_of_the_mask_each_once(window: int | None) -> None:
+def test_the_steps_of_a_plan_are_the_pairs_of_the_mask_each_once(window):
     for seed in range(20):
         forest = tree(seed)
         segments = Segments.from_forest(forest)
@@ -45,7 +44,7 @@ def test_the_steps_of_a_plan_are_the_pairs_of_the_mask_each_once(window: int | N
 
 @pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_attention_and_its_gradients_are_those_of_dense_attention(dtype: torch.dtype, window: int | None) -> None:
+def test_attention_and_its_gradients_are_those_of_dense_attention(dtype, window):
     if not has_kernel():
         pytest.skip("this torch has no flash kernel for CPUs with the arguments that are used")
     forest = tree(2)
@@ -72,7 +71,7 @@ def test_attention_and_its_gradients_are_those_of_dense_attention(dtype: torch.d
             assert float((one - other).detach().abs().max() / one.detach().abs().max()) < limit
 
 
-def test_tree_keys_are_not_kept_and_changes_are_seen_in_inference_mode() -> None:
+def test_tree_keys_are_not_kept_and_changes_are_seen_in_inference_mode():
     keys = tree_keys(tree(2))
     found = segments_of(keys)
     assert segments_of(keys) is found

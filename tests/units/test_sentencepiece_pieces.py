@@ -1,14 +1,12 @@
 """The pieces in the bytes of a SentencePiece model: added, and given another type."""
 
-from pathlib import Path
-
 import numpy as np
 from support.made_tokenizers import sentencepiece_model
 
 from niels_gpt.tokenizers.sentencepiece_proto import with_pieces, with_types
 
 
-def test_pieces_are_changed_without_touching_another_byte(tmp_path: Path) -> None:
+def test_pieces_are_changed_without_touching_another_byte(tmp_path):
     import sentencepiece
 
     model = sentencepiece_model(tmp_path / "m.model").read_bytes()
@@ -20,7 +18,7 @@ def test_pieces_are_changed_without_touching_another_byte(tmp_path: Path) -> Non
     assert [changed.id_to_piece(at) for at in range(600)] == [kept.id_to_piece(at) for at in range(600)]
 
 
-def test_damaged_pieces_are_refused(tmp_path: Path) -> None:
+def test_damaged_pieces_are_refused(tmp_path):
     model = sentencepiece_model(tmp_path / "m.model").read_bytes()
     random = np.random.default_rng(0)
     refused = 0

@@ -1,7 +1,5 @@
 """What T makes of examples is counted in blocks of tokens: their size changes no count."""
 
-from pathlib import Path
-
 import pytest
 from support.streams import build_caches
 
@@ -14,7 +12,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*supervised tokens")
 RULES = ("split", "truncate", "drop")
 
 
-def counts_of(root: Path) -> list[object]:
+def counts_of(root):
     common = {"global_batch_size": 1, "seed": 0, "require_targets": True}
     cases = [(name, T, rule) for name in ("chats", "bits") for T in (5, 12) for rule in RULES]
     return [SFTStream(root / name, T=T, over_length=rule, **common).counts for name, T, rule in cases]

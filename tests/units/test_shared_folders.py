@@ -1,7 +1,5 @@
 """What machines must share: the same program, and a folder whose file system keeps its promises."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import logging
@@ -9,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from support import ROOT
@@ -23,11 +20,11 @@ from niels_gpt.storage.locks.mounts import mount_in, mount_of
 LOCAL = "22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n"
 
 
-def line(kind: str, options: str = "rw", place: str = "/data") -> str:
+def line(kind, options="rw", place="/data"):
     return f"50 22 0:45 / {place} rw,relatime shared:9 - {kind} server:/x {options}"
 
 
-def test_the_program_is_named_without_importing_a_library() -> None:
+def test_the_program_is_named_without_importing_a_library():
     program = (
         "import sys, json; from niels_gpt.recipes.partitions.shared import code_identity; "
         "print(json.dumps([code_identity(), [name for name in sys.argv[1:] if name in sys.modules]]))"
@@ -40,7 +37,7 @@ def test_the_program_is_named_without_importing_a_library() -> None:
     assert f'"sources": "{here["sources"]}"' in said and re.fullmatch("[0-9a-f]{64}", here["sources"])
 
 
-def test_another_line_of_code_is_another_program(tmp_path: Path) -> None:
+def test_another_line_of_code_is_another_program(tmp_path):
     (tmp_path / "part").mkdir()
     (tmp_path / "a.py").write_text("x = 1\n")
     (tmp_path / "part" / "b.py").write_text("")
@@ -75,19 +72,19 @@ def test_another_line_of_code_is_another_program(tmp_path: Path) -> None:
         *((kind, "rw", None) for kind in ("ext4", "xfs", "btrfs", "tmpfs", "overlay")),
     ],
 )
-def test_what_is_known_of_a_file_system(kind: str, options: str, told: str | None) -> None:
+def test_what_is_known_of_a_file_system(kind, options, told):
     found = mount_in([*LOCAL.splitlines(), line(kind, options)], "/data/cache")
     assert found.kind == kind and (told in found.hidden if told else not found.hidden)
 
 
-def test_the_innermost_and_latest_mount_counts() -> None:
+def test_the_innermost_and_latest_mount_counts():
     lines = [LOCAL.strip(), line("nfs4"), line("xfs", place="/data/in\\040here"), line("cifs"), "", "damaged - x"]
     paths = ["/data", "/data/cache", "/data/in here/cache", "/database", "/"]
     assert [mount_in(lines, path).kind for path in paths] == ["cifs", "cifs", "xfs", "ext4", "ext4"]
     assert mount_in([], "/data").kind == ""
 
 
-def test_the_table_of_the_page_is_what_is_known() -> None:
+def test_the_table_of_the_page_is_what_is_known():
     page = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8").partition("## What the machines must share")[2]
     rows = re.findall(r"^\| (`[^|]+) \|([^|]*)\| ([^|]*) \|$", page, re.MULTILINE)
     told = {kind for row in rows for kind in re.findall("`([^`]+)`", row[0])}
@@ -101,7 +98,7 @@ def test_the_table_of_the_page_is_what_is_known() -> None:
             assert set(mounts._ONE_MACHINE.get(kind, ())) <= set(options), kind
 
 
-def test_a_good_folder_is_left_as_it_was(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_good_folder_is_left_as_it_was(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         check_shared_folder(tmp_path / "cache")
         apply_lock_setting(tmp_path / "cache", "lease")
@@ -118,10 +115,8 @@ def test_a_good_folder_is_left_as_it_was(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 @pytest.mark.parametrize("missing", ["flock", "replace", "symlink", "link"])
-def test_what_a_folder_lacks_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, missing: str
-) -> None:
-    def refused(*_: object) -> None:
+def test_what_a_folder_lacks_is_named(tmp_path, monkeypatch, caplog, missing):
+    def refused(*_):
         raise OSError(errno.ENOTSUP, "not offered")
 
     monkeypatch.setattr(fcntl if missing == "flock" else os, missing, refused)  # no such file system is at hand
@@ -139,9 +134,7 @@ def test_what_a_folder_lacks_is_named(
     assert not list(tmp_path.glob(".probe*"))
 
 
-def test_locks_that_do_not_reach_other_machines_are_told_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_locks_that_do_not_reach_other_machines_are_told_once(tmp_path, monkeypatch, caplog):
     hidden = mount_in([line("nfs", "rw,nolock", "/")], str(tmp_path))
     monkeypatch.setattr(shared, "mount_of", lambda _: hidden)
     for _ in range(2):

@@ -1,6 +1,5 @@
 """Shares of a mixture as docs/reading.md has them, in plain integers: how many of a block are whose, and where."""
 
-from collections.abc import Sequence
 from fractions import Fraction
 from itertools import pairwise
 
@@ -13,7 +12,7 @@ from niels_gpt.sampling.permutation import random_keys
 from niels_gpt.sampling.shares import Phase, whole_weights
 
 
-def plain_counts(weights: Sequence[float], samples: int) -> list[int]:
+def plain_counts(weights, samples):
     """Share out the first samples as docs/reading.md says, in plain integers: the slow oracle."""
     exact = {source: Fraction(str(float(weight))) for source, weight in enumerate(weights)}
     counts = [0] * len(weights)
@@ -30,9 +29,7 @@ def plain_counts(weights: Sequence[float], samples: int) -> list[int]:
     block_size=st.integers(1, 300),
     first=st.just(0) | st.integers(0, 10**12),
 )
-def test_counts_are_exact_never_fall_and_follow_from_the_block(
-    weights: list[float], block_size: int, first: int
-) -> None:
+def test_counts_are_exact_never_fall_and_follow_from_the_block(weights, block_size, first):
     phase = Phase(0, 0, block_size, None, [0] * len(weights), whole_weights(list(map(float, weights))))
     counts = [phase.before(block) for block in range(first, first + 12)]
     share = [Fraction(str(float(weight))) for weight in weights]
@@ -44,11 +41,11 @@ def test_counts_are_exact_never_fall_and_follow_from_the_block(
     assert (np.diff(np.array(counts), axis=0) >= 0).all()
 
 
-def plain_drawn(places: int, counts: list[int], key: int, block: int) -> list[tuple[int, int]]:
+def plain_drawn(places, counts, key, block):
     """Spell out whose each place of a block is, by docs/reading.md, and how many of its source come before it."""
     salt = plain_mix((key + block) % 2**64)
 
-    def run(node: int, size: int, counts: list[int]) -> list[int]:
+    def run(node, size, counts):
         if size == 1:
             return [source for source, count in enumerate(counts) if count]
         half, drawn = size // 2, plain_mix((salt + node) % 2**64) % size
@@ -67,7 +64,7 @@ def plain_drawn(places: int, counts: list[int], key: int, block: int) -> list[tu
     seed=st.integers(0, 2**32),
     block=st.integers(0, 10**12),
 )
-def test_the_places_of_a_block_are_the_documented_ones(counts: list[int], seed: int, block: int) -> None:
+def test_the_places_of_a_block_are_the_documented_ones(counts, seed, block):
     size = sum(counts)
     phase = Phase(7, block, size, 1, [3] * len(counts), counts, counts)
     (key,) = random_keys(seed, 1, purpose=1)
@@ -79,7 +76,7 @@ def test_the_places_of_a_block_are_the_documented_ones(counts: list[int], seed: 
     assert [(int(source[0]), int(number[0]) - 3) for source, number in alone] == expected[::7]
 
 
-def test_the_places_of_seed_0_never_change() -> None:
+def test_the_places_of_seed_0_never_change():
     (key,) = random_keys(0, 1, purpose=1)
     phase = Phase(0, 0, 12, None, [0, 0, 0], [3, 2, 1])
     sources, numbers = phase.located(np.arange(24), key)

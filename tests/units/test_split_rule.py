@@ -2,7 +2,6 @@
 
 import random
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from niels_gpt.builders.split import TextSplit, count_duplicates
 
 
-def test_a_share_is_compared_exactly() -> None:
+def test_a_share_is_compared_exactly():
     """The bound of a third is no float; its neighbours are told apart."""
     rule = TextSplit(Fraction(1, 3), seed=0)
     assert rule.bound == 6148914691236517206  # ceil(2**64 / 3)
@@ -22,7 +21,7 @@ def test_a_share_is_compared_exactly() -> None:
 
 @pytest.mark.parametrize("by_ranges", [False, True])
 @pytest.mark.parametrize("most", [1, 100, 1 << 24])
-def test_duplicates_are_counted_in_passes_or_ranges(tmp_path: Path, most: int, by_ranges: bool) -> None:
+def test_duplicates_are_counted_in_passes_or_ranges(tmp_path, most, by_ranges):
     folder = tmp_path if by_ranges else None
     digests = np.random.default_rng(0).integers(0, 2**64, 300, dtype=np.uint64)
     found = np.concatenate([digests, digests[:50], np.repeat(digests[:1], 100)])
@@ -36,7 +35,7 @@ def test_duplicates_are_counted_in_passes_or_ranges(tmp_path: Path, most: int, b
     assert count_duplicates(paths[0], folder=folder, max_digests=most) == 0
 
 
-def test_duplicates_of_several_files_are_counted_in_passes(tmp_path: Path) -> None:
+def test_duplicates_of_several_files_are_counted_in_passes(tmp_path):
     chance, digests = random.Random(0), []
     for number in range(3):
         some = [chance.randrange(1 << 10) << 54 for _ in range(700)]

@@ -15,5 +15,5 @@ from niels_gpt.inspection.plot import _ticks
         (1, 10**6, 5, [1, 10, 100, 1000, 10**4, 10**5, 10**6]),
     ],
 )
-def test_ticks_are_round_numbers(low: int, high: int, most: int, ticks: list[int]) -> None:
+def test_ticks_are_round_numbers(low, high, most, ticks):
     assert _ticks(low, high, most) == ticks

@@ -1,12 +1,11 @@
 """A small target, chats with its states, and both tools' folders of them."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.exchange_files import HIDDEN, LAYERS, VOCAB, Chat, chats, in_bf16, write_specforge, write_speculators
+from support.exchange_files import HIDDEN, LAYERS, VOCAB, chats, in_bf16, write_specforge, write_speculators
 
 pytest.importorskip("transformers", reason="running a target needs the extra eagle3")
 
@@ -14,20 +13,20 @@ Import = Callable[..., Any]
 
 
 @pytest.fixture(scope="session")
-def model() -> Any:
+def model():
     from support.exchange_files import small_model
 
     return small_model()
 
 
 @pytest.fixture(scope="session")
-def given(model: Any) -> list[Chat]:
+def given(model):
     """Ten chats, with states of float32."""
     return chats(model)
 
 
 @pytest.fixture(scope="session")
-def folders(given: list[Chat], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(given, tmp_path_factory):
     """The folder of each tool, with states of bf16; nothing may change them."""
     folder, stored = tmp_path_factory.mktemp("foreign"), [in_bf16(chat) for chat in given]
     return {
@@ -37,7 +36,7 @@ def folders(given: list[Chat], tmp_path_factory: pytest.TempPathFactory) -> dict
 
 
 @pytest.fixture(scope="session")
-def importing(model: Any) -> Import:
+def importing(model):
     """`import_cache` with the target. stated: layers, and where the last hidden state was taken."""
     from niels_gpt.eagle3.exchange.importing import Target, import_cache
     from niels_gpt.eagle3.exchange.proof import Convention, capture_of
@@ -46,7 +45,7 @@ def importing(model: Any) -> Import:
     target = Target("small", TargetHead.of_model(model), HIDDEN, VOCAB, [1, 2])
     capture = capture_of(model, LAYERS, torch.device("cpu"))
 
-    def run(tool: str, source: Path, out: Path, **how: Any) -> Any:
+    def run(tool, source, out, **how):
         if "stated" in how:
             how["stated"] = Convention(*how["stated"])
         else:

@@ -1,13 +1,11 @@
 """eagle3 import and export from the command line."""
 
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from support.commands import niels_gpt
-from support.exchange_files import BLOCKS, Chat, in_bf16, specforge_dict
+from support.exchange_files import BLOCKS, in_bf16, specforge_dict
 
 from niels_gpt.eagle3.native import NativeEagle3Dataset
 
@@ -16,7 +14,7 @@ eagle3 = partial(niels_gpt, "eagle3")
 
 
 @pytest.fixture(scope="module")
-def target(model: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+def target(model, tmp_path_factory):
     from transformers.utils import logging
 
     folder = tmp_path_factory.mktemp("target")
@@ -28,9 +26,7 @@ def target(model: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def test_import_says_what_it_found_and_export_what_it_left_zero(
-    folders: dict[str, Path], target: str, tmp_path: Path
-) -> None:
+def test_import_says_what_it_found_and_export_what_it_left_zero(folders, target, tmp_path):
     (tmp_path / "c").mkdir()  # an empty folder is accepted
     source, cache, out = str(folders["speculators"]), str(tmp_path / "c"), str(tmp_path / "f")
     done = eagle3("import", source, cache, "--from", "speculators", "--target", target, "--aux-dtype", "fp8")
@@ -51,9 +47,7 @@ def test_import_says_what_it_found_and_export_what_it_left_zero(
     assert done.status == 0 and found["without_last"] > found["without_aux"] > 0 and found["last_hidden"] == "post_norm"
 
 
-def test_a_trusted_import_needs_layers_and_a_name_of_a_file_never_commands_the_terminal(
-    given: list[Chat], target: str, tmp_path: Path
-) -> None:
+def test_a_trusted_import_needs_layers_and_a_name_of_a_file_never_commands_the_terminal(given, target, tmp_path):
     folder, out = tmp_path / "f", str(tmp_path / "c")
     folder.mkdir()
     for index, chat in enumerate(given[:3]):

@@ -3,7 +3,6 @@
 import io
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,7 +31,7 @@ Import = Callable[..., Any]
 STORED = ("input_ids", "loss_mask", "aux_hidden_states", "last_hidden_states", "log_normalizers", "argmax_ids")
 
 
-def assert_same_samples(left: Path, right: Path) -> None:
+def assert_same_samples(left, right):
     ours, theirs = NativeEagle3Dataset(left), NativeEagle3Dataset(right)
     assert len(ours) == len(theirs)
     for one, other in zip(ours, theirs, strict=True):
@@ -41,9 +40,7 @@ def assert_same_samples(left: Path, right: Path) -> None:
 
 
 @pytest.mark.parametrize(("tool", "last"), [("specforge", "post_norm"), ("speculators", "pre_norm")])
-def test_a_round_trip_gives_the_same_cache_bit_for_bit(
-    folders: dict[str, Path], importing: Import, tmp_path: Path, tool: str, last: str
-) -> None:
+def test_a_round_trip_gives_the_same_cache_bit_for_bit(folders, importing, tmp_path, tool, last):
     importing(tool, folders[tool], tmp_path / "c")
     done = export_cache(tmp_path / "c", tool, tmp_path / "f")
     counts = NativeEagle3Dataset(tmp_path / "c").counts.sum(0).tolist()
@@ -54,9 +51,7 @@ def test_a_round_trip_gives_the_same_cache_bit_for_bit(
     assert_same_samples(tmp_path / "c", tmp_path / "again")
 
 
-def test_an_export_of_few_or_late_replies_is_imported_again(
-    given: list[Chat], importing: Import, model: Any, tmp_path: Path
-) -> None:
+def test_an_export_of_few_or_late_replies_is_imported_again(given, importing, model, tmp_path):
     silent = [replace(chat, mask=chat.mask & (index == 6)) for index, chat in enumerate(given)]
     ids = torch.cat([chat.ids for chat in given] * 3)[: PROOF_TOKENS + 20]
     late = Chat(ids, torch.arange(len(ids)) >= PROOF_TOKENS + 4, *states_of(model, ids))
@@ -74,9 +69,7 @@ def test_an_export_of_few_or_late_replies_is_imported_again(
         importing("speculators", nothing, tmp_path / "d")
 
 
-def test_an_export_has_the_states_of_every_token_with_loss_and_zeros_elsewhere(
-    folders: dict[str, Path], given: list[Chat], importing: Import, tmp_path: Path
-) -> None:
+def test_an_export_has_the_states_of_every_token_with_loss_and_zeros_elsewhere(folders, given, importing, tmp_path):
     importing("speculators", folders["speculators"], tmp_path / "c", aux_fp8=True)
     done = export_cache(tmp_path / "c", "specforge", tmp_path / "f")
     assert len(done.notes) == 3 and "norm was applied" in done.notes[1] and "float8 to bf16" in done.notes[2]
@@ -97,9 +90,7 @@ def test_an_export_has_the_states_of_every_token_with_loss_and_zeros_elsewhere(
         assert not aux[rows[-1] :].any()
 
 
-def test_an_export_is_refused_where_the_tool_needs_what_the_cache_lacks(
-    folders: dict[str, Path], importing: Import, tmp_path: Path
-) -> None:
+def test_an_export_is_refused_where_the_tool_needs_what_the_cache_lacks(folders, importing, tmp_path):
     importing("specforge", folders["specforge"], tmp_path / "post")
     eagle3_native.write_native(tmp_path / "two", [[0, 1, 1]])
     small_eagle3.write_cache(tmp_path / "v1", samples=2, shard_size=2)
@@ -117,9 +108,7 @@ def test_an_export_is_refused_where_the_tool_needs_what_the_cache_lacks(
         export_cache(tmp_path / "two", "speculators", tmp_path / "full")
 
 
-def test_an_imported_cache_gets_another_draft_vocabulary_and_becomes_version_1(
-    folders: dict[str, Path], importing: Import, tmp_path: Path
-) -> None:
+def test_an_imported_cache_gets_another_draft_vocabulary_and_becomes_version_1(folders, importing, tmp_path):
     for size in (300, 200):
         importing("specforge", folders["specforge"], tmp_path / str(size), draft_vocab_size=size)
     redraft(tmp_path / "300", tmp_path / "out", draft_vocab_size=200, special_token_ids=[1, 2])

@@ -13,7 +13,6 @@ from support.errors import refused
 from support.exchange_files import (
     BLOCKS,
     HEADER,
-    Chat,
     in_bf16,
     specforge_dict,
     write_row,
@@ -29,15 +28,15 @@ TOOLS = {"specforge": "post_norm", "speculators": "pre_norm"}
 WRITE = {"specforge": write_specforge, "speculators": write_speculators}
 
 
-def rows_of(mask: list[bool]) -> list[int]:
+def rows_of(mask):
     """Positions of target rows, as docs/formats.md has them."""
     return [t for t in range(1, len(mask)) if mask[t] or mask[t - 1]]
 
 
 @pytest.mark.parametrize("tool", TOOLS)
 def test_an_import_finds_blocks_and_norm_and_stores_every_state_that_a_loss_needs(
-    folders: dict[str, Path], given: list[Chat], importing: Import, model: Any, tmp_path: Path, tool: str
-) -> None:
+    folders, given, importing, model, tmp_path, tool
+):
     done = importing(tool, folders[tool], tmp_path / "c", shard_bytes=1 << 13)
     assert problems_of(tmp_path / "c") == []
     again = run_again(tmp_path / "c", {}, lambda device: model, {"device": "cpu", "threads": 1}, k=10)
@@ -60,13 +59,13 @@ def test_an_import_finds_blocks_and_norm_and_stores_every_state_that_a_loss_need
         assert torch.equal(sample.argmax_ids, logits.argmax(-1))
 
 
-def test_states_that_fit_no_block_name_the_nearest(given: list[Chat], importing: Import, tmp_path: Path) -> None:
-    def of_other_blocks(chat: Chat, *, noise: float = 0.0, shift: int = 0, last: int = -1) -> Chat:
+def test_states_that_fit_no_block_name_the_nearest(given, importing, tmp_path):
+    def of_other_blocks(chat, *, noise=0.0, shift=0, last=-1):
         blocks = chat.blocks.roll(shift, dims=0) + noise * chat.blocks.std() * torch.randn(chat.blocks.shape)
         return replace(chat, blocks=blocks, pre=chat.blocks[:, last])
 
     torch.manual_seed(0)
-    faults: dict[str, tuple[dict[str, Any], list[str]]] = {
+    faults = {
         "noise": ({"noise": 0.5}, ["auxiliary layer 0 of 3", "nearest is block 1, 0.9 away"]),
         "shifted": ({"shift": 1}, ["auxiliary layer 0 of 3", "block 1 fits, 0 away", "the token before"]),
         "last": ({"last": 5}, ["last hidden state", "nearest is pre_norm, 0.54 away"]),
@@ -78,9 +77,7 @@ def test_states_that_fit_no_block_name_the_nearest(given: list[Chat], importing:
         assert not (tmp_path / "out").exists()
 
 
-def test_a_convention_that_is_not_the_tools_own_is_found_and_named(
-    given: list[Chat], importing: Import, tmp_path: Path
-) -> None:
+def test_a_convention_that_is_not_the_tools_own_is_found_and_named(given, importing, tmp_path):
     before = [replace(chat, post=chat.pre, blocks=chat.blocks.roll(-1, dims=1)) for chat in given]
     done = importing("specforge", write_specforge(tmp_path / "f", before), tmp_path / "c")
     assert done.convention.aux_layer_ids == tuple(block + 1 for block in BLOCKS)
@@ -88,28 +85,26 @@ def test_a_convention_that_is_not_the_tools_own_is_found_and_named(
     assert done.notes == ("the last hidden states are pre_norm, where specforge has post_norm",)
 
 
-def test_a_drawn_sample_with_the_states_of_another_is_named(
-    given: list[Chat], importing: Import, tmp_path: Path
-) -> None:
+def test_a_drawn_sample_with_the_states_of_another_is_named(given, importing, tmp_path):
     swapped = [*given[:-1], replace(given[-1], ids=given[-1].ids.roll(1))]
     folder = write_speculators(tmp_path / "f", swapped)
     with refused("E706", "row 9"):
         importing("speculators", folder, tmp_path / "c", samples=10)
 
 
-def spoiled(chat: Chat) -> Chat:
+def spoiled(chat):
     """With infinity in one state."""
     blocks = chat.blocks.clone()
     blocks[3, BLOCKS[1], 2] = torch.inf
     return replace(chat, blocks=blocks)
 
 
-def cut(path: Path) -> None:
+def cut(path):
     path.write_bytes(path.read_bytes()[:-40])
 
 
 HS, CKPT = "hidden_states/hs_2.safetensors", "rows_0-2000/data_002.ckpt"
-DAMAGE: dict[str, tuple[str, Callable[[Path, Chat], object], list[str]]] = {
+DAMAGE = {
     "no file": ("speculators", lambda f, c: (f / HS).unlink(), ["row 2 is missing", "hs_2.safetensors"]),
     "cut": ("speculators", lambda f, c: cut(f / HS), ["row 2 is unreadable", "hs_2.safetensors: safetensors"]),
     "lock": ("speculators", lambda f, c: (f / f"{HS}.lock").touch(), ["row 2 is unreadable", "hs_2.safetensors.lock"]),
@@ -183,9 +178,7 @@ SEED = next(seed for seed in range(100) if torch.randperm(10, generator=torch.Ge
 
 
 @pytest.mark.parametrize("fault", DAMAGE)
-def test_a_bad_sample_is_refused_by_name_or_left_out_and_counted(
-    folders: dict[str, Path], given: list[Chat], importing: Import, tmp_path: Path, fault: str
-) -> None:
+def test_a_bad_sample_is_refused_by_name_or_left_out_and_counted(folders, given, importing, tmp_path, fault):
     tool, damage, words = DAMAGE[fault]
     folder = shutil.copytree(folders[tool], tmp_path / "f")
     damage(folder, in_bf16(given[2]))
@@ -198,9 +191,7 @@ def test_a_bad_sample_is_refused_by_name_or_left_out_and_counted(
     assert left == [chat.ids.tolist() for index, chat in enumerate(given) if index != 2]
 
 
-def test_the_fp8_files_of_speculators_are_dequantized(
-    folders: dict[str, Path], given: list[Chat], importing: Import, tmp_path: Path
-) -> None:
+def test_the_fp8_files_of_speculators_are_dequantized(folders, given, importing, tmp_path):
     folder = shutil.copytree(folders["speculators"], tmp_path / "f")
     for index, chat in enumerate(given):  # the rule of hs_connectors' quantize_tensor_to_fp8
         states = torch.cat([chat.aux, chat.pre[:, None]], dim=1)
@@ -214,9 +205,7 @@ def test_the_fp8_files_of_speculators_are_dequantized(
         assert float((sample.aux_hidden_states.float() - aux).abs().max()) < 0.08 * float(aux.abs().max())
 
 
-def test_a_mask_of_the_next_token_is_noticed_and_taken_where_it_is_named(
-    given: list[Chat], importing: Import, tmp_path: Path
-) -> None:
+def test_a_mask_of_the_next_token_is_noticed_and_taken_where_it_is_named(given, importing, tmp_path):
     shifted = [replace(chat, mask=torch.cat([chat.mask[1:], torch.tensor([False])])) for chat in given]
     folder = write_specforge(tmp_path / "f", shifted)
     with refused("E711", HEADER, "in 16 of 16 replies"):
@@ -227,9 +216,7 @@ def test_a_mask_of_the_next_token_is_noticed_and_taken_where_it_is_named(
     importing("specforge", folder, tmp_path / "raw", samples=8, loss_mask="raw")
 
 
-def test_a_stated_convention_is_taken_and_said_to_be_unproved(
-    folders: dict[str, Path], given: list[Chat], importing: Import, tmp_path: Path
-) -> None:
+def test_a_stated_convention_is_taken_and_said_to_be_unproved(folders, given, importing, tmp_path):
     done = importing("specforge", folders["specforge"], tmp_path / "c", stated=((0, 2, 6), "post_norm"))
     assert done.convention.samples == 0
     assert NativeEagle3Dataset(tmp_path / "c").manifest["imported"]["proved"]["samples"] == 0
@@ -242,7 +229,7 @@ def test_a_stated_convention_is_taken_and_said_to_be_unproved(
         importing("specforge", folders["specforge"], tmp_path / "c")
 
 
-def test_rows_that_are_no_integers_are_mismatched(given: list[Chat], importing: Import, tmp_path: Path) -> None:
+def test_rows_that_are_no_integers_are_mismatched(given, importing, tmp_path):
     import datasets
 
     chat = given[0]
@@ -263,9 +250,7 @@ def test_rows_that_are_no_integers_are_mismatched(given: list[Chat], importing: 
         shutil.rmtree(folder)
 
 
-def test_a_folder_never_leads_to_other_files_or_loses_samples_by_links(
-    folders: dict[str, Path], given: list[Chat], importing: Import, tmp_path: Path
-) -> None:
+def test_a_folder_never_leads_to_other_files_or_loses_samples_by_links(folders, given, importing, tmp_path):
     import datasets
 
     folder = shutil.copytree(folders["specforge"], tmp_path / "s")

@@ -8,13 +8,13 @@ its own check accepts them.
 """
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.exchange_files import BLOCKS, Chat, export_cache, in_bf16, specforge_dict, write_row
+from support.exchange_files import BLOCKS, export_cache, in_bf16, specforge_dict, write_row
 from support.peer_caches import PEERS
 from support.peer_exchange import Tool
 
@@ -33,22 +33,20 @@ Import = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-def speculators() -> Iterator[Tool]:
+def speculators():
     tool = Tool(FOLDERS["speculators-0.9.0"])
     yield tool
     tool.close()
 
 
 @pytest.fixture(scope="module")
-def specforge() -> Iterator[Tool]:
+def specforge():
     tool = Tool(FOLDERS["specforge-0.2.0"])
     yield tool
     tool.close()
 
 
-def test_speculators_reads_an_export_as_the_rows_that_our_batches_have(
-    speculators: Tool, folders: dict[str, Path], importing: Import, tmp_path: Path
-) -> None:
+def test_speculators_reads_an_export_as_the_rows_that_our_batches_have(speculators, folders, importing, tmp_path):
     importing("speculators", folders["speculators"], tmp_path / "c")
     export_cache(tmp_path / "c", "speculators", tmp_path / "f")
     assert speculators.call("speculators_refusals", str(tmp_path / "f")) == []
@@ -66,9 +64,7 @@ def test_speculators_reads_an_export_as_the_rows_that_our_batches_have(
 
 
 @pytest.mark.parametrize("source", ["specforge", "speculators"])
-def test_specforge_reads_an_export_as_the_rows_of_its_unshifted_mask(
-    specforge: Tool, folders: dict[str, Path], importing: Import, tmp_path: Path, source: str
-) -> None:
+def test_specforge_reads_an_export_as_the_rows_of_its_unshifted_mask(specforge, folders, importing, tmp_path, source):
     importing(source, folders[source], tmp_path / "c")
     export_cache(tmp_path / "c", "specforge", tmp_path / "f")
     rows, ours = specforge.call("specforge_rows", str(tmp_path / "f")), NativeEagle3Dataset(tmp_path / "c")
@@ -84,9 +80,7 @@ def test_specforge_reads_an_export_as_the_rows_of_its_unshifted_mask(
         assert torch.equal(row["aux"][slots], sample.aux_hidden_states[slots].flatten(1))
 
 
-def test_what_specforge_writes_is_imported(
-    specforge: Tool, given: list[Chat], importing: Import, tmp_path: Path
-) -> None:
+def test_what_specforge_writes_is_imported(specforge, given, importing, tmp_path):
     stored = [in_bf16(chat) for chat in given]
     specforge.call("specforge_write", str(tmp_path / "f"), [specforge_dict(chat) for chat in stored])
     done = importing("specforge", tmp_path / "f", tmp_path / "c")
@@ -102,9 +96,7 @@ def test_what_specforge_writes_is_imported(
         assert torch.equal(written["aux"][:upto], exported["aux"][:upto])
 
 
-def test_what_speculators_accepts_is_imported_its_fp8_too(
-    speculators: Tool, folders: dict[str, Path], given: list[Chat], importing: Import, tmp_path: Path
-) -> None:
+def test_what_speculators_accepts_is_imported_its_fp8_too(speculators, folders, given, importing, tmp_path):
     assert speculators.call("speculators_refusals", str(folders["speculators"])) == []
     folder = shutil.copytree(folders["speculators"], tmp_path / "f")
     for index, chat in enumerate(given):

@@ -1,7 +1,6 @@
 """The command precompute for native caches."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -11,10 +10,10 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def native_run(model: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+def native_run(model, chats, tmp_path, capsys):
     """Runs precompute --format native into tmp_path / "c"; returns status, output and errors without progress."""
 
-    def done(*more: str) -> tuple[int, str, str]:
+    def done(*more):
         capsys.readouterr()
         what = ["--target-model", str(model), "--input-data", str(chats), "--output-dir", str(tmp_path / "c")]
         status = precompute.main([*what, "--format", "native", "--seq-length", "40", "--threads", "1", *more])

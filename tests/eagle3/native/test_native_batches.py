@@ -1,25 +1,19 @@
 """Batches of the native form against the same slots written out in plain Python, in the process and in workers."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from support.eagle3_native import write_native
 from support.errors import refused
 
-from niels_gpt.eagle3.format.native.sample import NativeSample
 from niels_gpt.eagle3.native import NativeEagle3Dataset, build_native_dataloader, native_batch
 
 MASKS = [[0, 0, 1, 1, 0, 0, 1, 0, 0, 0], [0, 0, 0], [1], [1, 0, 0], [0, 1, 1, 1, 1]]
 KNOWN = [40, *range(0, 30, 3)]
 
 
-def slots_of(samples: list[NativeSample], known: list[int], width: int) -> dict[str, Any]:
+def slots_of(samples, known, width):
     """Return the batch as lists: slot p has the token at p + 1, and the states at p."""
-    batch: dict[str, Any] = {name: [] for name in ("input_ids", "attention_mask", "loss_mask", "position_mask", "aux")}
+    batch = {name: [] for name in ("input_ids", "attention_mask", "loss_mask", "position_mask", "aux")}
     batch |= {name: [] for name in ("target_slots", "last_hidden_states", "log_normalizers", "argmax_ids")}
     for row, sample in enumerate(samples):
         ids, mask, length = sample.input_ids.tolist(), sample.loss_mask.tolist(), len(sample.input_ids)
@@ -48,7 +42,7 @@ def slots_of(samples: list[NativeSample], known: list[int], width: int) -> dict[
 
 @pytest.mark.parametrize("form", [{}, {"aux_dtype": "fp8"}, {"aux_dtype": "fp16", "dtype": "fp32"}], ids=str)
 @pytest.mark.parametrize("pad_to", [None, 16])
-def test_a_batch_has_each_slot_of_the_oracle(tmp_path: Path, form: dict[str, str], pad_to: int | None) -> None:
+def test_a_batch_has_each_slot_of_the_oracle(tmp_path, form, pad_to):
     samples = write_native(tmp_path, MASKS, cuts=[2], **form)
     dataset = NativeEagle3Dataset(tmp_path)
     batch = native_batch([dataset[index] for index in range(5)], selected_token_ids=KNOWN, pad_to=pad_to)
@@ -64,7 +58,7 @@ def test_a_batch_has_each_slot_of_the_oracle(tmp_path: Path, form: dict[str, str
     assert {name: tensor.tolist() for name, tensor in batch.items()} == oracle
 
 
-def test_workers_give_the_batches_of_the_process_itself(tmp_path: Path) -> None:
+def test_workers_give_the_batches_of_the_process_itself(tmp_path):
     write_native(tmp_path, MASKS, cuts=[2])
     dataset = NativeEagle3Dataset(tmp_path)
     ids = dataset.selected_token_ids
@@ -76,7 +70,7 @@ def test_workers_give_the_batches_of_the_process_itself(tmp_path: Path) -> None:
             assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_each_rank_has_its_share_in_the_order_of_its_epoch(tmp_path: Path) -> None:
+def test_each_rank_has_its_share_in_the_order_of_its_epoch(tmp_path):
     write_native(tmp_path, [[0, 1]] * 7)
     ids = [sample.input_ids[1] for sample in NativeEagle3Dataset(tmp_path)]
     fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")  # two ranks, of which this is the second
@@ -95,7 +89,7 @@ def test_each_rank_has_its_share_in_the_order_of_its_epoch(tmp_path: Path) -> No
         torch.distributed.destroy_process_group()
 
 
-def test_a_batch_without_target_rows_and_samples_that_do_not_fit(tmp_path: Path) -> None:
+def test_a_batch_without_target_rows_and_samples_that_do_not_fit(tmp_path):
     write_native(tmp_path / "a", MASKS)
     write_native(tmp_path / "b", MASKS, hidden_size=8)
     ours, wider = NativeEagle3Dataset(tmp_path / "a"), NativeEagle3Dataset(tmp_path / "b")

@@ -1,7 +1,5 @@
 """Which layers are captured, and the hidden states of any number of them, while one slot of logits is computed."""
 
-from typing import Any
-
 import pytest
 import torch
 from support.causal_models import VOCAB, tiny_model
@@ -23,7 +21,7 @@ from niels_gpt.eagle3.target import capture, parse_aux_layers
         ("dflash:4", 9, [1, 3, 4, 6]),  # 1, 2.67, 4.33, 6
     ],
 )
-def test_the_layers_of_a_rule(text: str, layers: int, ids: list[int]) -> None:
+def test_the_layers_of_a_rule(text, layers, ids):
     assert parse_aux_layers(text, layers) == ids
 
 
@@ -39,13 +37,13 @@ def test_the_layers_of_a_rule(text: str, layers: int, ids: list[int]) -> None:
         ("1,8", "layer 8 "),
     ],
 )
-def test_other_texts_are_refused(text: str, said: str) -> None:
+def test_other_texts_are_refused(text, said):
     with refused("E705", said):
         parse_aux_layers(text, 8)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2", "cohere"])
-def test_the_states_are_those_of_the_model_and_lm_head_gets_one_slot(kind: str) -> None:
+def test_the_states_are_those_of_the_model_and_lm_head_gets_one_slot(kind):
     model, seen = tiny_model(kind, "eager"), []
     ids = torch.randint(VOCAB, (2, 7), generator=torch.Generator().manual_seed(0))
     mask = torch.tensor([[1] * 7, [1] * 4 + [0] * 3])
@@ -61,8 +59,8 @@ def test_the_states_are_those_of_the_model_and_lm_head_gets_one_slot(kind: str) 
     assert not model.get_output_embeddings()._forward_pre_hooks and not aux.requires_grad
 
 
-def test_a_model_without_what_is_captured_is_refused() -> None:
-    model: Any = tiny_model("llama")
+def test_a_model_without_what_is_captured_is_refused():
+    model = tiny_model("llama")
     ids = torch.zeros(1, 3, dtype=torch.int64)
     with refused("E705", "layer 2", "2 layers"):
         capture(model, ids, torch.ones_like(ids), [2])

@@ -1,7 +1,5 @@
 """The native form's files: which rows, which bytes, as safetensors writes them; what a receipt reveals."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -20,7 +18,7 @@ AUX_ROWS = [7, 0, 0, 1, 4]  # the last of the positions
 
 
 @pytest.mark.parametrize("form", [{}, {"aux_dtype": "fp8"}, {"aux_dtype": "fp16", "dtype": "fp32"}], ids=str)
-def test_a_shard_is_read_as_written_and_equals_safetensors_own(tmp_path: Path, form: dict[str, str]) -> None:
+def test_a_shard_is_read_as_written_and_equals_safetensors_own(tmp_path, form):
     written = write_native(tmp_path, MASKS, cuts=[3], **form)
     shards = NativeEagle3Dataset(tmp_path)
     assert shards.counts.tolist() == [
@@ -53,7 +51,7 @@ def test_a_shard_is_read_as_written_and_equals_safetensors_own(tmp_path: Path, f
 
 
 @pytest.mark.parametrize("form", [{}, {"aux_dtype": "fp8"}], ids=str)
-def test_a_flipped_bit_of_each_tensor_is_found_in_its_sample(tmp_path: Path, form: dict[str, str]) -> None:
+def test_a_flipped_bit_of_each_tensor_is_found_in_its_sample(tmp_path, form):
     write_native(tmp_path, MASKS, **form)
     path = Path(shard_path(tmp_path, 0))
     whole = path.read_bytes()

@@ -25,15 +25,15 @@ LOADED = {"device": "cpu", "threads": 1, "compute_dtype": "fp32"}
 
 
 @pytest.fixture
-def copied(eagle3_caches: dict[str, Path], tmp_path: Path) -> Copy:
+def copied(eagle3_caches, tmp_path):
     return lambda form="native": copy_of(eagle3_caches[form], tmp_path)
 
 
-def problems(cache: Path, name: str) -> list[str]:
+def problems(cache, name):
     return verify(cache, names=[name])[name].problems
 
 
-def test_the_share_of_a_logit_that_is_let_pass_holds_for_the_rounding_of_a_state() -> None:
+def test_the_share_of_a_logit_that_is_let_pass_holds_for_the_rounding_of_a_state():
     chance = torch.Generator().manual_seed(0)
     weight, states = (torch.randn(rows, 256, generator=chance) for rows in (4000, 200))
     for sharpness in (0.01, 0.1, 1.0):
@@ -44,7 +44,7 @@ def test_the_share_of_a_logit_that_is_let_pass_holds_for_the_rounding_of_a_state
             assert bool((apart <= LOGIT_SHARE[dtype] * logits.abs().amax(-1).clamp_min(1)).all())
 
 
-def unplanned(cache: Path) -> Path:
+def unplanned(cache):
     """Leave of a cache what an import writes: receipts of shards and weights, and no plan."""
     for name in ("plan.json", "batches.jsonl", "samples.safetensors", "ids.txt"):
         (cache / "sidecar" / name).unlink()
@@ -57,7 +57,7 @@ def unplanned(cache: Path) -> Path:
 
 
 @pytest.mark.parametrize("form", NATIVE_FORMS)
-def test_a_cache_without_a_plan_is_checked_by_its_receipts_and_run_again_by_its_ids(copied: Copy, form: str) -> None:
+def test_a_cache_without_a_plan_is_checked_by_its_receipts_and_run_again_by_its_ids(copied, form):
     cache, there = unplanned(copied(form)), ({"name": "small"}, eagle3_runs.load, LOADED)
     unchecked = Verdict([], "cannot be checked: no plan, as precompute did not make this cache")
     assert verify(cache) == {**dict.fromkeys(check_names()[:-1], Verdict([])), "ids_match": unchecked}
@@ -75,7 +75,7 @@ def test_a_cache_without_a_plan_is_checked_by_its_receipts_and_run_again_by_its_
     assert "no sidecar" in str(verify(cache)["checksums"].note)
 
 
-def test_a_wrong_sample_is_found_if_it_is_drawn(copied: Copy) -> None:
+def test_a_wrong_sample_is_found_if_it_is_drawn(copied):
     cache = copied()
     plan = json.loads((cache / "sidecar" / "plan.json").read_text())
     there = (plan["target"], eagle3_runs.load, plan["run"])
@@ -91,7 +91,7 @@ def test_a_wrong_sample_is_found_if_it_is_drawn(copied: Copy) -> None:
 
 
 @pytest.mark.parametrize("form", NATIVE_FORMS)
-def test_stats_are_those_of_the_samples(eagle3_caches: dict[str, Path], form: str) -> None:
+def test_stats_are_those_of_the_samples(eagle3_caches, form):
     cache, rows = eagle3_caches[form], eagle3_runs.rows()
     selected = eagle3_runs.manifest()["selected_token_ids"]
     found = stats_of(cache).as_json()
@@ -124,7 +124,7 @@ def test_stats_are_those_of_the_samples(eagle3_caches: dict[str, Path], form: st
     )
 
 
-def test_inspect_shows_what_is_stored_of_each_token(eagle3_caches: dict[str, Path]) -> None:
+def test_inspect_shows_what_is_stored_of_each_token(eagle3_caches):
     cache, row = eagle3_caches["native"], eagle3_runs.rows()[1]
     heading, (columns, *found) = sample_heading(cache, 1), slot_rows(cache, 1, slots=100)
     mask, model = row.loss_mask, eagle3_runs.load(torch.device("cpu"))
@@ -146,9 +146,7 @@ def test_inspect_shows_what_is_stored_of_each_token(eagle3_caches: dict[str, Pat
         slot_rows(cache, 1, begin=24)
 
 
-def test_the_commands_know_the_native_form(
-    eagle3_caches: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_commands_know_the_native_form(eagle3_caches, tmp_path, capsys):
     cache = eagle3_caches["fp8"]
     assert main(["verify", str(cache), "--json"]) == 0
     assert set(json.loads(capsys.readouterr().out)) == {*check_names()}
@@ -163,7 +161,7 @@ def test_the_commands_know_the_native_form(
     assert "bytes a token" in capsys.readouterr().out and (tmp_path / "p.png").stat().st_size > 1000
 
 
-def test_a_cache_whose_weights_are_gone_has_no_stats(copied: Copy) -> None:
+def test_a_cache_whose_weights_are_gone_has_no_stats(copied):
     cache = copied()
     (cache / "target_weights.safetensors").unlink()
     for look in (stats_of, lambda folder: slot_rows(folder, 1)):

@@ -2,8 +2,6 @@
 
 import shutil
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from support import eagle3_runs as small
@@ -13,10 +11,10 @@ from support.eagle3_runs import EAGLE3, FP8, NATIVE, TOPK, disk, join, never, ru
 from support.errors import refused
 
 Run = Callable[..., tuple[int, str, str]]
-FORMS: dict[str, dict[str, Any]] = {"dense": {}, "topk": TOPK, "native": NATIVE, "fp8": FP8}
+FORMS = {"dense": {}, "topk": TOPK, "native": NATIVE, "fp8": FP8}
 
 
-def parts_of(folder: Path, count: int, **form: Any) -> list[Path]:
+def parts_of(folder, count, **form):
     """Make the parts of a cache of ten samples."""
     plan = small.plan(samples_of(), **form)
     for number in range(1, count + 1):
@@ -25,13 +23,13 @@ def parts_of(folder: Path, count: int, **form: Any) -> list[Path]:
 
 
 @pytest.fixture
-def parts(tmp_path: Path) -> list[Path]:
+def parts(tmp_path):
     """Two parts of a native cache of three shards: 0 and 2, and 1."""
     return parts_of(tmp_path, 2, **NATIVE)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_parts_join_to_the_bytes_of_one_run(tmp_path: Path, form: str) -> None:
+def test_parts_join_to_the_bytes_of_one_run(tmp_path, form):
     count = {"dense": 2, "fp8": 5}.get(form, 3)  # of three shards: more parts than shards are allowed
     parts = parts_of(tmp_path, count, **FORMS[form])
     found = [sorted(int(path.stem[6:]) for path in part.glob("shard-*")) for part in parts]
@@ -47,7 +45,7 @@ def test_parts_join_to_the_bytes_of_one_run(tmp_path: Path, form: str) -> None:
     assert run(tmp_path / "c", given=small.plan(samples_of(), **FORMS[form]), resume=True, load=never).shards == 0
 
 
-def test_a_part_is_resumed_and_may_become_the_whole(parts: list[Path]) -> None:
+def test_a_part_is_resumed_and_may_become_the_whole(parts):
     plan, (first, second) = small.plan(samples_of(), **NATIVE), parts
     before = whole_tree(first)
     (first / "shard-000002.safetensors").unlink()
@@ -61,14 +59,14 @@ def test_a_part_is_resumed_and_may_become_the_whole(parts: list[Path]) -> None:
     assert whole_tree(second.parent / "c") == whole_tree(first) and joined.meta == whole.meta
 
 
-def not_joined(out: Path, parts: list[Path], code: str, *found: object) -> Any:
+def not_joined(out, parts, code, *found):
     with refused(code, *found) as caught:
         join(out, parts)
     assert not out.exists() and not list(out.parent.glob(".*.tmp"))
     return caught.value
 
 
-def test_what_is_missing_or_does_not_fit_is_refused(tmp_path: Path, parts: list[Path]) -> None:
+def test_what_is_missing_or_does_not_fit_is_refused(tmp_path, parts):
     out, (first, second) = tmp_path / "c", parts
     assert "--part i/N" in not_joined(out, [first], "E702", "1 of 3 shards", ": 1").remedy
     receipt = second / "sidecar" / "shard-000001.json"
@@ -95,9 +93,7 @@ def test_what_is_missing_or_does_not_fit_is_refused(tmp_path: Path, parts: list[
         join(tmp_path / "d", [first, tmp_path / "nowhere"])
 
 
-def test_a_damaged_file_of_a_part_is_taken_from_another_and_copied_to_another_disk(
-    tmp_path: Path, parts: list[Path]
-) -> None:
+def test_a_damaged_file_of_a_part_is_taken_from_another_and_copied_to_another_disk(tmp_path, parts):
     flip_bit(parts[0] / "target_weights.safetensors", -1)
     flip_bit(parts[0] / "sidecar" / "ids.txt", -2)
     run(tmp_path / "whole", given=small.plan(samples_of(), **NATIVE))
@@ -107,7 +103,7 @@ def test_a_damaged_file_of_a_part_is_taken_from_another_and_copied_to_another_di
     assert joined.linked_bytes == 0 < joined.copied_bytes
 
 
-def test_the_commands_make_parts_and_join_them(tmp_path: Path, native_run: Run) -> None:
+def test_the_commands_make_parts_and_join_them(tmp_path, native_run):
     for number in (1, 2):
         what = ["--shard-bytes", "20000", "--part", f"{number}/2", "--output-dir", str(tmp_path / f"{number}")]
         status, out, errors = native_run(*what)

@@ -3,8 +3,6 @@
 import json
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,12 +22,12 @@ CPU = torch.device("cpu")
 DRAFT = small.manifest()["selected_token_ids"]
 
 
-def needed(mask: list[int]) -> list[int]:
+def needed(mask):
     """Return the positions of the target rows."""
     return [t for t in range(1, len(mask)) if mask[t] or mask[t - 1]]
 
 
-def said_of(ids: list[int], layers: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def said_of(ids, layers):
     """Return what the target says of one sample alone: blocks' outputs [L, K, H], the last one's [L, H], logits."""
     model, seen = small.load(CPU), []
     hooks = [block.register_forward_hook(lambda *of: seen.append(of[2])) for block in model.model.layers]
@@ -42,7 +40,7 @@ def said_of(ids: list[int], layers: list[int]) -> tuple[torch.Tensor, torch.Tens
 
 
 @pytest.mark.parametrize("form", [NATIVE, FP8], ids=["bf16", "fp8"])
-def test_a_sample_has_what_the_target_says_of_it(tmp_path: Path, form: dict[str, Any]) -> None:
+def test_a_sample_has_what_the_target_says_of_it(tmp_path, form):
     meta = run(tmp_path / "c", given=small.plan(samples_of(), **form)).meta
     shards, rows, layers = NativeEagle3Dataset(tmp_path / "c"), small.rows(), form.get("aux_layer_ids", [1, 3, 4])
     rough, sums = {"rtol": 2**-8, "atol": 1e-6}, {"aux_rows": 0, "target_rows": 0, "positions": 0}
@@ -70,7 +68,7 @@ def test_a_sample_has_what_the_target_says_of_it(tmp_path: Path, form: dict[str,
     assert sorted(receipt["facts"]) == ["aux_rows", "plan", "supervised", "target_rows", "tokens"]
 
 
-def test_its_files_are_those_of_safetensors_and_its_ids_and_masks_those_of_version_1(tmp_path: Path) -> None:
+def test_its_files_are_those_of_safetensors_and_its_ids_and_masks_those_of_version_1(tmp_path):
     for name, form in (("native", NATIVE), ("dense", {})):
         run(tmp_path / name, given=small.plan(samples_of(), **form))
     for path in (tmp_path / "native").glob("*.safetensors"):
@@ -89,7 +87,7 @@ def test_its_files_are_those_of_safetensors_and_its_ids_and_masks_those_of_versi
 
 
 @pytest.mark.parametrize("form", [NATIVE, FP8], ids=["bf16", "fp8"])
-def test_any_number_of_processes_gives_the_same_bytes(tmp_path: Path, form: dict[str, Any]) -> None:
+def test_any_number_of_processes_gives_the_same_bytes(tmp_path, form):
     torch.set_num_threads(1)
     samples = samples_of(22)
     given = small.plan(samples, **form)
@@ -98,12 +96,12 @@ def test_any_number_of_processes_gives_the_same_bytes(tmp_path: Path, form: dict
     assert whole_tree(tmp_path / "one") == whole_tree(tmp_path / "three") and planned(given).num_shards > 3
 
 
-def of_kind(device: torch.device, *, kind: str, changes: tuple[tuple[str, Any], ...]) -> Any:
+def of_kind(device, *, kind, changes):
     """Return a target of another architecture, as `load` does."""
     return tiny_model(kind, "eager", vocab_size=small.VOCAB, **dict(changes)).to(device)
 
 
-KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+KINDS = {
     "tied": ("llama", {"tie_word_embeddings": True}, {"norm": "rms", "tied": True}),
     "softcap": ("gemma2", {"final_logit_softcapping": 3.0}, {"norm": "gemma_rms", "softcap": 3.0, "tied": True}),
     "layer_norm": ("gpt2", {}, {"norm": "layer", "tied": True}),
@@ -112,7 +110,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_targets_with_other_heads_have_theirs_in_the_manifest(tmp_path: Path, name: str) -> None:
+def test_targets_with_other_heads_have_theirs_in_the_manifest(tmp_path, name):
     kind, changes, facts = KINDS[name]
     samples, load = samples_of(4), partial(of_kind, kind=kind, changes=tuple(changes.items()))
     form = {**NATIVE, "hidden_size": 32, "aux_layer_ids": [1, 0], "dtype": "fp32"}
@@ -130,14 +128,14 @@ def test_targets_with_other_heads_have_theirs_in_the_manifest(tmp_path: Path, na
         torch.testing.assert_close(found.log_normalizers, logits[found.positions].logsumexp(-1), rtol=1e-5, atol=1e-4)
 
 
-def squashed(device: torch.device) -> Any:
+def squashed(device):
     """Return a target whose final norm is none that a head could have."""
     model = tiny_model("llama", vocab_size=small.VOCAB)
     model.model.norm = torch.nn.Tanh()
     return model.to(device)
 
 
-def test_where_the_norm_is_not_known_the_lm_heads_input_is_stored(tmp_path: Path) -> None:
+def test_where_the_norm_is_not_known_the_lm_heads_input_is_stored(tmp_path):
     form = {**NATIVE, "hidden_size": 32, "aux_layer_ids": [1], "dtype": "fp32", "aux_dtype": "fp32"}
     given = small.plan(samples_of(4), **form, target={"hidden_size": 32})
     run(tmp_path / "c", samples=samples_of(4), given=given, load=squashed)
@@ -149,7 +147,7 @@ def test_where_the_norm_is_not_known_the_lm_heads_input_is_stored(tmp_path: Path
     torch.testing.assert_close(last, found.aux_hidden_states[inner, 0].tanh())
 
 
-def test_the_estimate_is_the_size_of_the_files_and_a_little_more(tmp_path: Path) -> None:
+def test_the_estimate_is_the_size_of_the_files_and_a_little_more(tmp_path):
     samples = samples_of(40)
     given = small.plan(samples, **NATIVE)
     plan = planned(given)
@@ -169,13 +167,13 @@ def test_the_estimate_is_the_size_of_the_files_and_a_little_more(tmp_path: Path)
 # --- what is not finite, and another draft vocabulary -----------------------------------------------------------------
 
 
-def spoiled(device: torch.device, *, block: int, value: float) -> Any:
+def spoiled(device, *, block, value):
     """Return a target that gives a value of its own in one block, at token 7 only."""
     model = tiny_model("llama", num_hidden_layers=8, vocab_size=small.VOCAB, hidden_size=16)
-    ids: list[torch.Tensor] = []
+    ids = []
     model.model.embed_tokens.register_forward_pre_hook(lambda _, inputs: ids.append(inputs[0]))
 
-    def spoil(_module: Any, _inputs: Any, output: Any) -> Any:
+    def spoil(_module, _inputs, output):
         states = output[0] if isinstance(output, tuple) else output
         states[..., 3] = torch.where(ids[-1] == 7, value, states[..., 3])
         return output
@@ -198,9 +196,7 @@ def spoiled(device: torch.device, *, block: int, value: float) -> Any:
         ({"aux_dtype": "fp8"}, 4, float("inf"), ["'b', position 1, block 4: inf"]),
     ],
 )
-def test_what_is_not_finite_is_refused_with_sample_and_layer(
-    tmp_path: Path, form: dict[str, Any], block: int, value: float, said: list[str]
-) -> None:
+def test_what_is_not_finite_is_refused_with_sample_and_layer(tmp_path, form, block, value, said):
     rows = [small.Row("a", [1, 2, 3, 7], [0, 1, 1, 0]), small.Row("b", [8, 7, 9], [1, 1, 1])]
     given = small.plan(rows, **{**NATIVE, **form})  # of a, position 3 has no auxiliary row
     with refused("E708", *said, kind=RuntimeError):
@@ -208,7 +204,7 @@ def test_what_is_not_finite_is_refused_with_sample_and_layer(
     assert not list((tmp_path / "c").glob("*shard-*"))
 
 
-def test_another_draft_vocabulary_writes_the_manifest_and_meta_json_alone(tmp_path: Path) -> None:
+def test_another_draft_vocabulary_writes_the_manifest_and_meta_json_alone(tmp_path):
     samples = samples_of()
     run(tmp_path / "c", given=small.plan(samples, **NATIVE))
     before = whole_tree(tmp_path / "c")
@@ -231,9 +227,7 @@ def test_another_draft_vocabulary_writes_the_manifest_and_meta_json_alone(tmp_pa
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def test_the_command_makes_one_and_says_what_it_takes(
-    tmp_path: Path, native_run: Run, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_command_makes_one_and_says_what_it_takes(tmp_path, native_run, caplog):
     caplog.set_level("INFO", "niels_gpt")
     status, out, _ = native_run("--dry-run")
     assert status == 0 and "native form, bf16 of the blocks 1, 3, 4, bf16 of the last one, draft vocabulary " in out

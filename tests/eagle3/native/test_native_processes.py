@@ -1,13 +1,9 @@
 """Other processes and threads read what one wrote; a shard that was replaced since is refused."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import pytest
 from support.eagle3_native import write_native
@@ -19,11 +15,11 @@ from niels_gpt.eagle3.native import NativeEagle3Dataset
 MASKS = [[0, 1, 1], [1, 0], [0, 1, 0, 1]]  # tokens 3, 2, 4; target rows [1, 2], [1], [1, 2, 3]; auxiliary rows 2, 1, 3
 
 
-def first_ids(dataset: NativeEagle3Dataset, queue: Any) -> None:
+def first_ids(dataset, queue):
     queue.put([sample.input_ids.tolist() for sample in dataset])
 
 
-def test_other_processes_and_threads_read_the_same_with_few_maps(tmp_path: Path) -> None:
+def test_other_processes_and_threads_read_the_same_with_few_maps(tmp_path):
     written = [sample.input_ids.tolist() for sample in write_native(tmp_path, MASKS * 4, cuts=[2, 5, 9])]
     dataset = NativeEagle3Dataset(tmp_path, max_open_shards=1)
     assert (
@@ -45,7 +41,7 @@ def test_other_processes_and_threads_read_the_same_with_few_maps(tmp_path: Path)
         process.join()
 
 
-def test_a_shard_that_was_replaced_since_is_refused_and_a_view_keeps_its_map(tmp_path: Path) -> None:
+def test_a_shard_that_was_replaced_since_is_refused_and_a_view_keeps_its_map(tmp_path):
     write_native(tmp_path / "a", MASKS)
     write_native(tmp_path / "b", MASKS[::-1])
     dataset = NativeEagle3Dataset(tmp_path / "a")

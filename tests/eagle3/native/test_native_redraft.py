@@ -3,8 +3,6 @@
 import json
 import shlex
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,26 +19,24 @@ Run = Callable[..., tuple[int, str, str]]
 pytest.importorskip("transformers", reason="running a target needs the extra eagle3")
 
 
-def eagle3(*words: object) -> tuple[int, str, str]:
+def eagle3(*words):
     """Run a command of the group; returns status, output and errors."""
     done = niels_gpt(*map(str, words), module=EAGLE3)
     return done.status, done.out, done.err
 
 
-def plan_of(cache: Path) -> Any:
+def plan_of(cache):
     return json.loads((cache / "sidecar" / "plan.json").read_bytes())
 
 
 @pytest.fixture
-def cache(native_run: Run, tmp_path: Path) -> Path:
+def cache(native_run, tmp_path):
     """A native cache of ten chats, with the whole vocabulary."""
     assert native_run("--dtype", "fp32")[0] == 0
     return tmp_path / "c"
 
 
-def test_redraft_writes_what_precompute_writes_for_that_vocabulary(
-    cache: Path, native_run: Run, tmp_path: Path
-) -> None:
+def test_redraft_writes_what_precompute_writes_for_that_vocabulary(cache, native_run, tmp_path):
     whole, out = whole_tree(cache), tmp_path / "out"
     status, said, _ = eagle3("redraft", cache, out, "--draft-vocab-size", 60)
     assert status == 0 and "draft vocabulary 60; " in said and ", 0 copied" in said
@@ -58,7 +54,7 @@ def test_redraft_writes_what_precompute_writes_for_that_vocabulary(
     assert item["target_probs"].shape[-1] == 60
 
 
-def test_redraft_takes_the_tokens_of_a_file_and_of_a_cache(cache: Path, tmp_path: Path) -> None:
+def test_redraft_takes_the_tokens_of_a_file_and_of_a_cache(cache, tmp_path):
     ids = [9, 4, *range(20, 70)]
     save_token_mapping(tmp_path / "ids.pt", ids, read_manifest(cache)["target_vocab_size"])
     assert eagle3("redraft", cache, tmp_path / "a", "--draft-vocab-from", tmp_path / "ids.pt")[0] == 0
@@ -68,7 +64,7 @@ def test_redraft_takes_the_tokens_of_a_file_and_of_a_cache(cache: Path, tmp_path
     assert not (tmp_path / "a" / "shard-000000.safetensors").samefile(tmp_path / "b" / "shard-000000.safetensors")
 
 
-def test_redraft_refuses_what_it_cannot_do_and_leaves_nothing(cache: Path, made: Path, tmp_path: Path) -> None:
+def test_redraft_refuses_what_it_cannot_do_and_leaves_nothing(cache, made, tmp_path):
     asked = ("--draft-vocab-size", 60)
     status, _, errors = eagle3("redraft", made, tmp_path / "out", *asked)
     assert status == 1 and "error[E710]" in errors and "its distributions are of its own draft vocabulary" in errors
@@ -89,7 +85,7 @@ def test_redraft_refuses_what_it_cannot_do_and_leaves_nothing(cache: Path, made:
     assert not (tmp_path / "out").exists() and not [*tmp_path.glob(".out*")]
 
 
-def test_redraft_says_which_folder_and_what_it_does_with_a_size(cache: Path, tmp_path: Path) -> None:
+def test_redraft_says_which_folder_and_what_it_does_with_a_size(cache, tmp_path):
     whole = whole_tree(cache)
     vocab_size = read_manifest(cache)["target_vocab_size"]
     status, said, _ = eagle3("redraft", cache, tmp_path / "all", "--draft-vocab-size", vocab_size + 1)
@@ -110,9 +106,7 @@ def test_redraft_says_which_folder_and_what_it_does_with_a_size(cache: Path, tmp
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_a_native_cache_becomes_one_of_version_1_or_2_that_verify_accepts(
-    cache: Path, tmp_path: Path, version: int
-) -> None:
+def test_a_native_cache_becomes_one_of_version_1_or_2_that_verify_accepts(cache, tmp_path, version):
     out = tmp_path / "out"
     status, said, errors = eagle3("convert", cache, "--format", version, "--output-dir", out, "--shard-size", 4)
     assert status == 0 and "bytes of files with padding and embeddings; to write " in said, errors
@@ -134,7 +128,7 @@ def test_a_native_cache_becomes_one_of_version_1_or_2_that_verify_accepts(
     assert after["draft_mass"] == 1.0  # the draft knows all tokens
 
 
-def test_a_converted_cache_has_the_counts_and_the_mass_of_version_1(native_run: Run, tmp_path: Path) -> None:
+def test_a_converted_cache_has_the_counts_and_the_mass_of_version_1(native_run, tmp_path):
     form = ("--dtype", "fp32", "--draft-vocab-size", "60")
     assert native_run(*form)[0] == native_run(*form, "--format", "1", "--output-dir", str(tmp_path / "1"))[0] == 0
     assert eagle3("convert", tmp_path / "c", "--format", 1, "--output-dir", tmp_path / "out")[0] == 0
@@ -146,9 +140,7 @@ def test_a_converted_cache_has_the_counts_and_the_mass_of_version_1(native_run: 
 
 
 @pytest.mark.parametrize("form", [("--dtype", "fp32"), ("--aux-dtype", "fp8")], ids=["fp32", "fp8"])
-def test_the_target_is_run_over_a_converted_cache_again(
-    native_run: Run, model: Path, tmp_path: Path, form: tuple[str, ...]
-) -> None:
+def test_the_target_is_run_over_a_converted_cache_again(native_run, model, tmp_path, form):
     assert native_run(*form)[0] == 0
     status, said, _ = eagle3("convert", tmp_path / "c", "--format", 1, "--output-dir", tmp_path / "out")
     assert status == 0 and ("the auxiliary states are fp8: they are written as bf16" in said) == ("fp8" in form)
@@ -163,9 +155,7 @@ def test_the_target_is_run_over_a_converted_cache_again(
     assert status != 0 and "run again" in said
 
 
-def test_the_command_of_a_refused_conversion_takes_the_same_samples_and_the_same_tokens(
-    native_run: Run, tmp_path: Path
-) -> None:
+def test_the_command_of_a_refused_conversion_takes_the_same_samples_and_the_same_tokens(native_run, tmp_path):
     old, out = tmp_path / "old", tmp_path / "out"
     form = ("--format", "1", "--limit", "6", "--draft-vocab-size", "60", "--output-dir", str(old))
     assert native_run(*form)[0] == 0
@@ -178,7 +168,7 @@ def test_the_command_of_a_refused_conversion_takes_the_same_samples_and_the_same
     assert read_manifest(out)["selected_token_ids"] == read_manifest(old)["selected_token_ids"]
 
 
-def test_conversions_that_would_lose_something_are_refused(cache: Path, made: Path, tmp_path: Path) -> None:
+def test_conversions_that_would_lose_something_are_refused(cache, made, tmp_path):
     eagle3_native.write_native(tmp_path / "two", [[0, 1, 1]])
     status, _, errors = eagle3("convert", tmp_path / "two", "--format", 1, "--output-dir", tmp_path / "out")
     assert status == 1 and "2 auxiliary layers, and versions 1 and 2 have 3" in errors

@@ -1,8 +1,6 @@
 """The target's head, found in a model and read from a cache; and the six keys of a native cache."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +9,7 @@ from support import eagle3_native, eagle3_runs
 from support.eagle3_native import has_weights, read_weights, write_weights
 from support.errors import refused
 from support.target_outputs import in_parts_of
-from torch import Tensor, nn
+from torch import nn
 
 from niels_gpt.eagle3.cache import (
     CACHE_KEYS,
@@ -26,7 +24,7 @@ transformers = pytest.importorskip("transformers", reason="running a target need
 
 VOCAB, HIDDEN = 50, 16
 _ROTARY = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 24, "num_hidden_layers": 2}
-CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+CONFIGS = {
     "llama": ("Llama", {**_ROTARY}),
     "qwen3": ("Qwen3", {**_ROTARY, "head_dim": 8, "tie_word_embeddings": True}),
     "gemma2": ("Gemma2", {**_ROTARY, "head_dim": 8, "final_logit_softcapping": 0.05}),
@@ -41,7 +39,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 NORMS = {"gemma2": "gemma_rms"} | dict.fromkeys(("gpt2", "gpt_neox", "cohere", "olmo", "phi"), "layer")
 
 
-def made(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+def made(name, dtype=torch.float32):
     """A model of random weights; biases and norms of random ones too, as new ones are zeros and ones."""
     kind, sizes = CONFIGS[name]
     model_class = "GPT2LMHeadModel" if name == "gpt2" else f"{kind}ForCausalLM"
@@ -49,18 +47,18 @@ def made(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     config = getattr(transformers, f"{kind}Config")(vocab_size=VOCAB, pad_token_id=0, **hidden, **sizes)
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        model: nn.Module = getattr(transformers, model_class)(config)
+        model = getattr(transformers, model_class)(config)
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 nn.init.normal_(parameter, mean=0.4, std=0.3)
     return model.eval().requires_grad_(False).to(dtype)
 
 
-def states_and_logits(model: Any) -> tuple[Tensor, Tensor]:
+def states_and_logits(model):
     """The last block's output [T, H] and the logits [T, V] of two rows of tokens."""
     ids = torch.randint(1, VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
     blocks = [module for name, module in model.named_modules() if name.endswith((".layers.1", ".h.1"))]
-    seen: list[Tensor] = []
+    seen = []
     handle = blocks[0].register_forward_hook(lambda _, __, out: seen.append(out[0] if isinstance(out, tuple) else out))
     with torch.no_grad():
         logits = model(input_ids=ids).logits
@@ -69,7 +67,7 @@ def states_and_logits(model: Any) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_head_of_a_model_gives_the_models_own_logits(name: str) -> None:
+def test_the_head_of_a_model_gives_the_models_own_logits(name):
     model = made(name)
     head = TargetHead.of_model(model)
     states, logits = states_and_logits(model)
@@ -86,12 +84,12 @@ def test_the_head_of_a_model_gives_the_models_own_logits(name: str) -> None:
         assert float((other(states) - logits).abs().max()) > 1e-2 * float(logits.abs().max())
 
 
-def facts_of(head: TargetHead) -> dict[str, Any]:
+def facts_of(head):
     return {name: value for name, value in head.facts().items() if name != "compute_dtype"}
 
 
-def test_a_softcap_that_small_logits_hardly_show_is_found_and_one_that_is_not_applied_is_not() -> None:
-    model: Any = made("gemma2", torch.bfloat16)
+def test_a_softcap_that_small_logits_hardly_show_is_found_and_one_that_is_not_applied_is_not():
+    model = made("gemma2", torch.bfloat16)
     model.config.final_logit_softcapping = 1000.0
     assert TargetHead.of_model(model).softcap == 1000.0
     model = made("llama", torch.bfloat16)
@@ -100,7 +98,7 @@ def test_a_softcap_that_small_logits_hardly_show_is_found_and_one_that_is_not_ap
 
 
 @pytest.mark.parametrize(("name", "norm"), [("llama", "rms"), ("olmo2", "wide_rms"), ("gemma2", "gemma_rms")])
-def test_the_head_computes_in_bf16_as_a_model_of_bf16(name: str, norm: str) -> None:
+def test_the_head_computes_in_bf16_as_a_model_of_bf16(name, norm):
     model = made(name, torch.bfloat16)
     head = TargetHead.of_model(model)
     states, logits = states_and_logits(model)
@@ -116,12 +114,12 @@ def test_the_head_computes_in_bf16_as_a_model_of_bf16(name: str, norm: str) -> N
 class Twisted(nn.Module):
     """A norm that none of the known ones is."""
 
-    def forward(self, states: Tensor) -> Tensor:
+    def forward(self, states):
         return torch.tanh(states * 3)
 
 
-def test_a_norm_that_is_not_known_makes_the_states_post_norm(monkeypatch: pytest.MonkeyPatch) -> None:
-    model: Any = made("llama")
+def test_a_norm_that_is_not_known_makes_the_states_post_norm(monkeypatch):
+    model = made("llama")
     model.model.norm = Twisted()
     head = TargetHead.of_model(model)
     states, logits = states_and_logits(model)
@@ -129,14 +127,14 @@ def test_a_norm_that_is_not_known_makes_the_states_post_norm(monkeypatch: pytest
     torch.testing.assert_close(head(torch.tanh(states * 3)), logits, rtol=1e-5, atol=1e-6)
 
 
-def test_a_model_whose_logits_do_not_follow_from_its_last_hidden_state_is_refused() -> None:
-    model: Any = made("llama")
+def test_a_model_whose_logits_do_not_follow_from_its_last_hidden_state_is_refused():
+    model = made("llama")
     model.lm_head.register_forward_hook(lambda _, __, logits: logits + torch.arange(VOCAB) / VOCAB)
     with refused("E705", "logits"):
         TargetHead.of_model(model)
 
 
-def test_normalizers_argmax_and_probabilities_in_parts_are_those_of_all_logits() -> None:
+def test_normalizers_argmax_and_probabilities_in_parts_are_those_of_all_logits():
     head = TargetHead.of_model(made("cohere"))
     states = torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(1))
     logits, ids = head(states), [4, 49, 0, 7]
@@ -154,7 +152,7 @@ def test_normalizers_argmax_and_probabilities_in_parts_are_those_of_all_logits()
 
 
 @pytest.mark.parametrize("name", ["qwen3", "phi"])
-def test_the_weights_are_stored_once_in_the_smallest_dtype_that_is_exact(tmp_path: Path, name: str) -> None:
+def test_the_weights_are_stored_once_in_the_smallest_dtype_that_is_exact(tmp_path, name):
     model = made(name).to(torch.bfloat16).to(torch.float32)  # loaded as fp32, as on a CPU
     head = TargetHead.of_model(model)
     (tmp_path / "sidecar").mkdir()
@@ -162,7 +160,7 @@ def test_the_weights_are_stored_once_in_the_smallest_dtype_that_is_exact(tmp_pat
     assert has_weights(tmp_path)
     found = read_weights(tmp_path)
     assert ("lm_head" in found) == (name == "phi") and {each.dtype for each in found.values()} == {torch.bfloat16}
-    expected = model.get_input_embeddings().weight  # type: ignore[operator]
+    expected = model.get_input_embeddings().weight
     assert torch.equal(read_target_embeddings(tmp_path), expected)
     manifest = {"format_version": "native-1", "hidden_size": HIDDEN, "target_vocab_size": VOCAB, "head": head.facts()}
     assert json.loads(json.dumps(manifest)) == manifest
@@ -172,7 +170,7 @@ def test_the_weights_are_stored_once_in_the_smallest_dtype_that_is_exact(tmp_pat
     assert not has_weights(tmp_path)
 
 
-def test_weights_that_bf16_cannot_hold_stay_as_they_are_and_foreign_ones_are_refused(tmp_path: Path) -> None:
+def test_weights_that_bf16_cannot_hold_stay_as_they_are_and_foreign_ones_are_refused(tmp_path):
     values = torch.tensor([[1.0, 2.0**-12 + 1, 0.1]])
     write_weights(tmp_path, {"embeddings": values, "norm": torch.tensor([1.0009765625, 0, 1])})
     with safe_open(tmp_path / "target_weights.safetensors", "pt") as file:
@@ -191,7 +189,7 @@ def test_weights_that_bf16_cannot_hold_stay_as_they_are_and_foreign_ones_are_ref
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def both(tmp_path_factory):
     """A cache of version 1, and a native one of the same samples; ten of them, of 1 to 24 tokens, in float32."""
     folder, samples = tmp_path_factory.mktemp("both"), eagle3_runs.samples_of()
     plan = eagle3_runs.plan(samples, dtype="fp32", tokenizer={"pad_id": 0})
@@ -202,7 +200,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "1", folder / "native"
 
 
-def test_items_of_a_native_cache_are_those_of_version_1_where_a_draft_looks(both: tuple[Path, Path]) -> None:
+def test_items_of_a_native_cache_are_those_of_version_1_where_a_draft_looks(both):
     published, native = (CachedEagle3Dataset(path) for path in both)
     assert len(native) == len(published) == 10 and native.shard_size is None and not native.compressed
     supervised = 0
@@ -226,7 +224,7 @@ def test_items_of_a_native_cache_are_those_of_version_1_where_a_draft_looks(both
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_batches_of_a_native_cache_are_its_items(both: tuple[Path, Path], workers: int) -> None:
+def test_batches_of_a_native_cache_are_its_items(both, workers):
     dataset = CachedEagle3Dataset(both[1])
     batches = list(build_cached_eagle3_dataloader(both[1], 4, False, workers))
     assert [len(batch["input_ids"]) for batch in batches] == [4, 4, 2]
@@ -237,14 +235,14 @@ def test_batches_of_a_native_cache_are_its_items(both: tuple[Path, Path], worker
             torch.testing.assert_close(row[name], tensor)
 
 
-def test_target_probs_can_be_left_out_and_are_no_option_of_version_1(both: tuple[Path, Path]) -> None:
+def test_target_probs_can_be_left_out_and_are_no_option_of_version_1(both):
     (native := CachedEagle3Dataset(both[1], target_probs=False))[1]
     assert native[1].keys() == set(CACHE_KEYS) - {"target_probs"}
     with refused("E102", "target_probs"):
         CachedEagle3Dataset(both[0], target_probs=False)
 
 
-def test_the_head_of_a_cache_is_that_of_the_model(both: tuple[Path, Path]) -> None:
+def test_the_head_of_a_cache_is_that_of_the_model(both):
     expected, found = TargetHead.of_model(eagle3_runs.load(torch.device("cpu"))), TargetHead.of_cache(both[1])
     states = torch.randn(3, eagle3_runs.HIDDEN, generator=torch.Generator().manual_seed(2))
     assert torch.equal(found(states), expected(states)) and found.facts() == expected.facts()
@@ -255,16 +253,16 @@ def test_the_head_of_a_cache_is_that_of_the_model(both: tuple[Path, Path]) -> No
         TargetHead.of_cache(both[0])
 
 
-def test_fp8_states_become_those_of_the_manifests_dtype(tmp_path: Path) -> None:
+def test_fp8_states_become_those_of_the_manifests_dtype(tmp_path):
     (stored,) = eagle3_native.write_native(tmp_path, [[0, 1, 1, 0]], aux_dtype="fp8", dtype="fp32")
     item = CachedEagle3Dataset(tmp_path, target_probs=False)[0]
-    expected = stored.aux_hidden_states.float() * stored.aux_scales[..., None]  # type: ignore[index]
+    expected = stored.aux_hidden_states.float() * stored.aux_scales[..., None]
     assert item["aux_hidden_states"].dtype == torch.float32
     assert torch.equal(item["aux_hidden_states"][:3], expected.bfloat16().float().flatten(1))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_target_probs_are_made_on_a_gpu(both: tuple[Path, Path]) -> None:
+def test_target_probs_are_made_on_a_gpu(both):
     (found, expected) = (
         next(iter(build_cached_eagle3_dataloader(both[1], 4, False, device=device))) for device in ("cuda", "cpu")
     )
