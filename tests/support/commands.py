@@ -84,7 +84,9 @@ def _restored():
         root.setLevel(level)
         root.handlers[:] = handlers
         for name in list(root.manager.loggerDict):
-            logging.getLogger(name).setLevel(levels.get(name, logging.NOTSET))
+            logger, level = logging.getLogger(name), levels.get(name, logging.NOTSET)
+            if logger.level != level:  # setLevel clears what every logger remembers: half the time of a short command
+                logger.setLevel(level)
         for number, handler in signals.items():
             signal.signal(number, handler)
         sys.argv = argv
