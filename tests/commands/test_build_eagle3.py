@@ -107,7 +107,8 @@ def test_without_a_target_a_build_of_all_leaves_them_out_and_a_named_one_fails(f
     (line,) = [line for line in err.splitlines() if "W513" in line]
     assert VOCAB in line and TARGETS in line and "--eagle3-target" in line
     done = niels_gpt("build", "--all", *flags, "--strict")
-    assert done.status == 0 and re.findall(r"^warning\[(\w+)", done.err, re.MULTILINE) == ["W513"]
+    warned = re.findall(r"^warning\[(\w+)", done.err, re.MULTILINE)
+    assert "W513" in warned and done.status == (1 if len(warned) > 1 else 0)
 
 
 def test_without_transformers_they_are_left_out_and_strict_counts_it_where_a_target_is_named(

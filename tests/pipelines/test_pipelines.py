@@ -172,5 +172,5 @@ def test_bad_input_fails_at_once_with_the_cores_own_words(instance: dg.DagsterIn
     settings = Settings(source_root=str(tmp_path / "no"), cache_dir=str(tmp_path / "cache"))
     result = run(instance, settings, "pretrain/roam", raise_on_error=False)
     message = failure_of(result, "pretrain__roam")
-    assert message.startswith("FileNotFoundError: ") and str(tmp_path / "no") in message
+    assert message.startswith("SourceNotFound: ") and str(tmp_path / "no") in message
     assert message.endswith("(here a flag is a field of resources.settings.config, as source_root)")
