@@ -31,7 +31,15 @@ from niels_gpt.inspection.file_checks import CacheFiles
 from niels_gpt.inspection.source_ids import printable
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME
-from niels_gpt.storage.meta_json import file_records, path_inside, read_regular, resolved, shortened, wrong_value
+from niels_gpt.storage.meta_json import (
+    checked_sha256,
+    file_records,
+    path_inside,
+    read_regular,
+    resolved,
+    shortened,
+    wrong_value,
+)
 from niels_gpt.storage.remedies import rebuild_command
 from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.tokenizers.files import COMPANIONS, MAX_TOKENIZER_JSON_BYTES, MODEL_NAME, TOKENIZER_JSON
@@ -171,7 +179,9 @@ def check_model(tokenizer: Path, meta: Meta, remedy: str = "") -> None:
     remedy = remedy or f"Make another one: {remake_command(tokenizer)}"
     expected = {record["name"]: record["sha256"] for record in file_records(meta, str(tokenizer / META_NAME))}
     name = next(iter(expected), MODEL_NAME)
-    expected[name] = meta.get("tokenizer_sha256")  # of the file that decides the ids; other tools may record no files
+    if (of_ids := meta.get("tokenizer_sha256")) is not None:
+        checked_sha256(of_ids, "tokenizer_sha256", str(tokenizer / META_NAME))
+    expected[name] = of_ids  # of the file that decides the ids; other tools may record no files
     for name, sha256 in expected.items():
         if not os.path.lexists(tokenizer / name):
             raise CacheError(tokenizer / name, "no such file", "a file of the tokenizer", remedy, code="E204")

@@ -200,6 +200,7 @@ def _problems(path: Path, meta: Mapping[str, Any]) -> Iterator[str]:
             file = path_inside(resolved_path(path), record["name"])
             if (sha := sha256_regular(file)) != record["sha256"]:
                 yield str(CacheError(path / record["name"], f"sha256 {sha[:12]}", record["sha256"][:12], code="E201"))
+                return  # what it holds is not that of meta.json
         for name, kinds in (("target_vocab_size", (int,)), ("draft_vocab_size", (int,)), ("coverage", (int, float))):
             if type(meta.get(name)) not in kinds:
                 raise wrong_value(str(path / META_NAME), name, meta.get(name), "a number")
