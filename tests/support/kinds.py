@@ -6,6 +6,7 @@ import atexit
 import functools
 import hashlib
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -126,8 +127,8 @@ def _beside():
 @functools.cache
 def _session():
     """Return a folder in memory until this process ends; it has what the caches are built from."""
-    shm = Path("/dev/shm")
-    folder = Path(tempfile.mkdtemp(prefix="kinds-", dir=shm if shm.is_dir() else None))
+    # The run's own folder, which conftest.py removes: workers of pytest-xdist end without their atexit.
+    folder = Path(tempfile.mkdtemp(prefix="kinds-", dir=os.environ.get("PYTEST_DEBUG_TEMPROOT")))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     raw = folder / "raw"
     raw.mkdir()
