@@ -179,12 +179,13 @@ def plain(value):
 
 
 def answer(owners, name, args, kwargs):
-    """Return ("ok", value) or ("raised", class, text) of a function, or a constant, of the first that has it."""
+    """Return ("ok", value) or ("raised", class of Python, text) of a function or a constant of the first that has it."""
     found = next(getattr(owner, name) for owner in owners if hasattr(owner, name))
     try:
         return ("ok", plain(found(*args, **kwargs)) if callable(found) else found)
     except Exception as error:
-        return ("raised", type(error).__name__, str(error))
+        kind = next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
+        return ("raised", kind.__name__, str(error))
 
 
 def fold_answers(calls):
