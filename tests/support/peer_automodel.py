@@ -179,7 +179,7 @@ def plain(value):
 
 
 def answer(owners, name, args, kwargs):
-    """Return ("ok", value) or ("raised", class of Python, text) of a function or a constant of the first that has it."""
+    """Return ("ok", value) or ("raised", class of Python, text) of a function or constant of the first that has it."""
     found = next(getattr(owner, name) for owner in owners if hasattr(owner, name))
     try:
         return ("ok", plain(found(*args, **kwargs)) if callable(found) else found)
