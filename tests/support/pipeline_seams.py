@@ -119,9 +119,9 @@ def deliver(settings, name, **how):
 
 
 @contextmanager
-def building(cache):
+def building(cache, *, wait=False):
     """Hold the lock of a cache, as its builder does."""
-    with versions.build_lock(cache):
+    with versions.build_lock(cache, wait=wait):
         yield
 
 
