@@ -20,7 +20,7 @@ exchange/        other tools' folders -> a native cache, and back
 
 cache.py and format/ need torch and safetensors, the rest also transformers (the extra eagle3). The input is tokenized
 by niels_gpt/chat; recipes/eagle3 connects input, target and producer. The package passes on `make_target_cache`, the
-producer for samples and targets of one's own.
+producer for a program that has its own samples and target.
 """
 
 from __future__ import annotations

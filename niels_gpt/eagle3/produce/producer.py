@@ -93,7 +93,7 @@ def make_target_cache(
     progress: Progress | None = None,
     start: str = "spawn",
 ) -> Produced:
-    """Make a cache of tokenized samples and a target of one's own, or what is missing of it.
+    """Make a cache of the caller's tokenized samples and target, or the shards that are still missing.
 
     What `niels-gpt eagle3 precompute` does with chats and a target by name; docs/formats.md describes the files.
 
