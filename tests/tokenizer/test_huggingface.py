@@ -412,7 +412,7 @@ def test_an_eos_that_is_a_word_or_the_unknown_token(tmp_path, eos, fails):
     tokenizer = load_tokenizer(folder)
     with contextlib.ExitStack() as stack:
         if fails:
-            stack.enter_context(refused("E408", "'\\u2581the'", "eos"))
+            stack.enter_context(refused("E305", "'\\u2581the'", "eos"))
         (ids,) = tokenizer.encode_plain([f"<eos> the {eos} end"])
     if not fails:
         assert tokenizer.decode(ids.tolist()) == f"<eos> the {eos} end" and tokenizer.eos_id not in ids.tolist()
