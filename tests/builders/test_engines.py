@@ -68,6 +68,7 @@ def test_an_executor_of_processes_gives_the_same_bytes(kind, tmp_path):
     assert there == built(tmp_path / "here", tokenizer, engine="reference")
 
 
+@pytest.mark.slow
 def test_special_tokens_as_text_are_the_same_with_both_engines(tmp_path):
     tokenizer = load_tokenizer(any_tokenizer("qwen2"), sentinels="optional")
     trees = [built(tmp_path / each, tokenizer, engine=each, on_special="text") for each in ("gigatoken", "reference")]

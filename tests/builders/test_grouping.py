@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import LONG
 from support.byte_tokenizer import ByteTokenizer
 from support.errors import refused
 from support.power_loss import tree_of
@@ -85,7 +86,7 @@ CUTS = st.none() | st.lists(st.integers(1, len(TEXTS)), max_size=12)
 LIMITS = st.sampled_from([(500, 120), (10**6, 10**5), (200, 10**5), (600, 0)])
 
 
-@settings(derandomize=True, max_examples=60)
+@settings(derandomize=True, max_examples=60 if LONG else 20)
 @given(
     cuts=st.lists(CUTS, min_size=3, max_size=3),
     sizes=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 400)), min_size=3, max_size=3),

@@ -283,7 +283,7 @@ def run_kills(*arguments):
 
 @pytest.mark.faults
 def test_killed_builds_end_with_the_same_bytes(tmp_path):
-    kills = 200 if LONG else 60
+    kills = 200 if LONG else 30
     found = run_kills(tmp_path, "--kills", kills)
     assert sum(found["kills"].values()) == kills
     assert found["different"] == found["strange"] == found["wrong"] == []

@@ -4,6 +4,7 @@ import random
 import re
 
 import pytest
+from support import LONG
 from support.harms import FILE_HARMS, flip, kept, outside_of, watched
 from support.kinds import KINDS, above, calls, files_of, fresh, judged, writers
 
@@ -90,7 +91,7 @@ def assert_blamed(cache, kind, name, *, deep=False):
     assert found and all(is_named(name, problem) for problem in found), (kind, name, found)
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(24, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [1, pytest.param(24 if LONG else 8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_flipped_bit_is_told_by_a_deep_look_and_blames_no_good_file(tmp_path, kind, count):
     cache, chance = fresh(kind, tmp_path / "caches"), random.Random(kind)

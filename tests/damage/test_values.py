@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support import LONG
 from support.disk import write_meta
 from support.eagle3_damage import native_put, native_rows, put, stored
 from support.errors import refused
@@ -770,7 +771,9 @@ def write(path, description):
         path.write_text(json.dumps(description))
 
 
-@pytest.mark.parametrize("part", [None, *(pytest.param(part, marks=pytest.mark.slow) for part in range(11))])
+@pytest.mark.parametrize(
+    "part", [None, *(pytest.param(part, marks=pytest.mark.slow) for part in range(0, 11, 1 if LONG else 4))]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_a_key_holds_ends_in_a_documented_error_or_none(tmp_path, kind, part):
     """A part: of all keys with all values, which everything meets; None: one call in turn meets some of them."""

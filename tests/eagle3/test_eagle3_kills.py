@@ -109,7 +109,7 @@ def test_the_plan_comes_first_and_meta_json_last(folder, weight, form):
 @pytest.mark.faults
 @pytest.mark.parametrize(
     ("kills", "more"),
-    [(50 if LONG else 20, []), (6 if LONG else 2, ["--command"])],
+    [(50 if LONG else 10, []), (6 if LONG else 2, ["--command"])],
     ids=["forked", "the real command"],
 )
 def test_killed_runs_end_with_the_same_bytes(tmp_path, kills, more):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support import LONG
 from support.real_text import chats_of, files_of, rows_of, sample_rows, target_cache, texts_of
 
 from niels_gpt.chat_template import format_chat
@@ -32,11 +33,15 @@ pytestmark = [
 ]
 
 
+TRAINING = {} if LONG else {"tokenizer_max_bytes": 4_000_000}
+"""In the short form the tokenizer is trained on a part of the text: on all of it takes two minutes."""
+
+
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
     """Settings of the README's command on the mirror."""
     cache = tmp_path_factory.mktemp("real") / "cache"
-    return Settings(source_root=os.environ["NIELS_GPT_TEST_DATA"], cache_dir=str(cache), seed=42)
+    return Settings(source_root=os.environ["NIELS_GPT_TEST_DATA"], cache_dir=str(cache), seed=42, **TRAINING)
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +148,7 @@ def test_another_folder_hash_seed_locale_and_file_order_give_the_same_bytes(sett
     environment = {**os.environ, "PYTHONHASHSEED": "12345", "LC_ALL": "C", "LANG": "C"}
     command = [sys.executable, "-m", "niels_gpt.cache.cli", "build-all", "--seed", "42", "--threads", "1"]
     places_ = ["--source-root", str(mirror), "--cache-dir", str(tmp_path / "cache")]
+    places_ += [word for name, value in TRAINING.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     subprocess.run([*command, *places_], env=environment, cwd=tmp_path, check=True, capture_output=True)
     files = relative_files(tmp_path / "cache")
     assert files == relative_files(Path(settings.cache_dir))

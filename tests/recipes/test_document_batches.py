@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import LONG
 from support.data_files import lines, write, write_parquet
 from support.readings import FILES, JSONL, LIMIT, TEXTS, Reading, nonzero, put, read_in_small_batches, tables
 
@@ -42,7 +43,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("batches")
 
 
-FIXTURES = settings(max_examples=150)
+FIXTURES = settings(max_examples=150 if LONG else 50)
 
 
 @FIXTURES
