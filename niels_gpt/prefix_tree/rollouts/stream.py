@@ -27,7 +27,7 @@ from niels_gpt.prefix_tree.rollouts.records import PER_SAMPLE, Sample
 from niels_gpt.sampling.permutation import ROUNDS, permute, random_keys
 from niels_gpt.sampling.position import ResumableStream
 from niels_gpt.sampling.state import key_check, limited
-from niels_gpt.storage.errors import REBUILD, CacheError, StateError
+from niels_gpt.storage.errors import REBUILD, CacheError, NoLength, StateError
 from niels_gpt.storage.meta_json import checked_int, printable
 
 STREAM_VERSION = 1
@@ -185,10 +185,10 @@ class RolloutStream(ResumableStream[RolloutBin]):
     def __len__(self) -> int:
         """Return the number of steps from the first sample to the end, the same on every rank. It plans all epochs.
 
-        Raises: TypeError for a stream without end.
+        Raises: NoLength (a TypeError, E109) for a stream without end.
         """
         if self.num_samples is None:
-            raise TypeError("this RolloutStream has no end and no length. Count steps instead")
+            raise NoLength("this RolloutStream has no end and no length. Count steps instead")
         return sum(1 for _ in self._steps(0))
 
     def identity(self) -> dict[str, Any]:
