@@ -105,6 +105,17 @@ def test_a_flipped_bit_is_told_by_a_deep_look_and_blames_no_good_file(tmp_path, 
     assert judged(cache, deep=True) == []
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind].is_eagle3])
+def test_a_number_of_a_changed_plan_blames_no_shard(tmp_path, kind):
+    """The plan's pad_id is one that a plan may have: meta.json alone shows the change."""
+    cache = fresh(kind, tmp_path / "caches")
+    path = cache.resolve() / "sidecar" / "plan.json"
+    changed = path.read_bytes().replace(b'"pad_id": 5', b'"pad_id": 1')
+    assert changed != path.read_bytes()
+    path.write_bytes(changed)
+    assert_blamed(cache, kind, "sidecar/plan.json", deep=True)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_writes_refuses_a_harmed_file_or_leaves_the_rest_alone(tmp_path, kind):
     """Harms and operations in turn. What is outside stays, and no harmed file is pushed."""

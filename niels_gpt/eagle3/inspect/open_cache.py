@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
+from niels_gpt.eagle3.format.convert import file_sha256
 from niels_gpt.eagle3.format.layout import SIDECAR, open_file, read_meta_bytes, shard_path
 from niels_gpt.eagle3.format.manifest import existing_shard_indices, number_in
 from niels_gpt.eagle3.format.plan import BATCHES_NAME, PLAN_NAME, read_record
@@ -27,7 +28,8 @@ from niels_gpt.eagle3.format.samples import IDS_NAME, SAMPLES_NAME, Samples
 from niels_gpt.eagle3.format.shard_writer import read_receipt, receipt_path
 from niels_gpt.eagle3.produce.positions import Counts
 from niels_gpt.storage.errors import CacheError
-from niels_gpt.storage.meta_json import parse_object, shortened
+from niels_gpt.storage.fileio import META_NAME
+from niels_gpt.storage.meta_json import file_records, meta_crc32, parse_object, shortened
 
 OF_THE_PLAN = (PLAN_NAME, SAMPLES_NAME, IDS_NAME, BATCHES_NAME)
 """The plan, its batches and its samples, in sidecar/."""
@@ -219,7 +221,21 @@ class OpenCache(ABC):
                 error.path, error.found, error.expected, self.remedy(PLAN_NAME), code=error.code
             ) from error
         assert record is not None
+        expected = self._plan_sha256()  # a number of a changed plan would blame good shards
+        if expected is not None and (computed := file_sha256(path, follow_links=self.follow_links)) != expected:
+            found, wanted = f"sha256 {computed[:12]}", f"{expected[:12]} by {META_NAME}"
+            raise CacheError(path, found, wanted, self.remedy(PLAN_NAME), code="E701")
         return record
+
+    def _plan_sha256(self) -> str | None:
+        """Return the sha256 of plan.json; None where no undamaged meta.json has it."""
+        try:
+            raw = read_meta_bytes(self.folder, follow_links=self.follow_links)
+            recorded, computed = meta_crc32(raw)
+            records = file_records(parse_object(raw)) if recorded == computed else []
+        except (ValueError, OSError):
+            return None
+        return next((record["sha256"] for record in records if record["name"] == f"{SIDECAR}/{PLAN_NAME}"), None)
 
     def _read_samples(self) -> Samples:
         try:
