@@ -32,14 +32,13 @@ pytestmark = [
     ),
 ]
 
-
 TRAINING = {} if LONG else {"tokenizer_max_bytes": 4_000_000}
 """In the short form the tokenizer is trained on a part of the text: on all of it takes two minutes."""
 
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
-    """Settings of the README's command on the mirror."""
+    """Settings of the README's command on the mirror, but for TRAINING."""
     cache = tmp_path_factory.mktemp("real") / "cache"
     return Settings(source_root=os.environ["NIELS_GPT_TEST_DATA"], cache_dir=str(cache), seed=42, **TRAINING)
 

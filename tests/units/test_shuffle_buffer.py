@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import LONG
 from support.errors import refused
 from support.small_builds import batches_of
 
@@ -105,7 +106,7 @@ def test_the_state_changes_only_with_a_draw():
     assert states(3000, 7, seed=1)[0] != found[0] and states(3000, 7) == found
 
 
-@settings(derandomize=True, max_examples=30)
+@settings(derandomize=True, max_examples=100 if LONG else 30)
 @given(count=st.integers(0, 3000), size=st.integers(2, 40), cuts=st.lists(st.integers(0, 3000), max_size=9))
 def test_the_shuffle_does_not_depend_on_chunks(count, size, cuts):
     def outcome(edges):
