@@ -1,7 +1,7 @@
 """Write tests/not_quick.txt, what `make quick` leaves out, from the durations of a run of the suite.
 
     PYTEST_ADDOPTS="--durations=0 --durations-min=0" make test > LOG
-    python tools/not_quick.py LOG [--seconds 0.02]
+    python tools/not_quick.py LOG [--seconds 0.04]
 
 A test is left out if one of its cases takes longer, and a file where few cases are left: its imports would take longer
 than they do. A test that the log does not know is quick until the list is made anew.
@@ -36,7 +36,7 @@ def left_out(log: str, seconds: float) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("log", type=Path)
-    parser.add_argument("--seconds", type=float, default=0.02, help="what a case of a quick test takes at most")
+    parser.add_argument("--seconds", type=float, default=0.04, help="what a case of a quick test takes at most")
     arguments = parser.parse_args()
     lines = left_out(arguments.log.read_text(encoding="utf-8"), arguments.seconds)
     LIST.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")

@@ -168,7 +168,7 @@ def recorded(request, small_batches):
     ("models", "seeds"),
     [
         ({"power": 5, "kill": 13, "mixed": 11}, 1),
-        pytest.param({"power": 1, "kill": 1, "mixed": 1}, 10 if LONG else 1, marks=pytest.mark.faults),
+        pytest.param({"power": 1, "kill": 1, "mixed": 1 if LONG else 3}, 10 if LONG else 1, marks=pytest.mark.faults),
     ],
     ids=["some", "all"],
 )

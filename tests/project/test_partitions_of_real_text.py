@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support import ROOT
+from support import LONG, ROOT
 
 from niels_gpt.cache import PretrainTokenStreamDataset
 from niels_gpt.cache.meta import read_meta
@@ -31,7 +31,7 @@ pytestmark = [
     ),
 ]
 
-NAME, PARTITIONS, KILLS = "fineweb_edu", 8, 20
+NAME, PARTITIONS, KILLS = "fineweb_edu", 8, 20 if LONG else 6
 FLAGS = {"tokenizer_max_bytes": 2_000_000, "vocab_size": 4_000, "shard_bytes": 1 << 20, "threads": 1}
 JOURNALS = "pretrain/.versions/*/partitions-*/.versions/*/building-*.journal"
 CLI = [sys.executable, "-m", "niels_gpt.cache.cli"]
@@ -80,7 +80,7 @@ def whole(base, tmp_path_factory):
     return folder
 
 
-def test_by_hand_in_random_order_with_twenty_kills(base, whole, tmp_path):
+def test_by_hand_in_random_order_with_kills(base, whole, tmp_path):
     folder, draw = copied(base, tmp_path), random.Random(0)
     settings, kills, longest, made = of(folder), 0, 3.0, set[int]()
     while len(made) < PARTITIONS:

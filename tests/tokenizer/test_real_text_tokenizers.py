@@ -8,6 +8,7 @@ import unicodedata
 from itertools import islice
 
 import pytest
+from support import LONG
 from support.made_tokenizers import MADE, REAL, any_tokenizer
 from support.real_text import training_texts
 
@@ -21,8 +22,8 @@ pytestmark = [
 NORMALIZED = {"neox": "NFC", "qwen2": "NFC", "gemma": "\u2581", "t5": "\u2581"}
 """What a tokenizer changes before it encodes: a text becomes NFC; U+2581, which stands for a space, becomes one."""
 BATCH = 2_000
-EVERY = 4
-"""Each fourth text of a source."""
+EVERY = 1 if LONG else 8
+"""Of how many texts of a source one is taken."""
 
 
 def mirror_texts():
