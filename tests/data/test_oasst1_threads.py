@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 from support.data_files import lines, write
 from support.errors import refused
+from support.real_text import training_texts
 
 from niels_gpt.data.oasst1 import iter_oasst1_sft, iter_oasst1_trees, tree_threads
+from niels_gpt.settings import Settings
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -102,6 +104,18 @@ def test_other_languages_are_kept_on_request_and_a_path_is_cut_once_at_the_longe
     assert threads(*tree, max_messages=2) == (["p a"], {"over_max_messages": 3})
     with refused("E102", "max_messages", "at least 1"):
         threads(*tree, max_messages=0)
+
+
+def test_a_tokenizer_is_trained_on_each_message_once_and_on_other_languages_by_request(tmp_path):
+    spanish = message("p2", "a", lang="es")
+    root = mirror(tmp_path, train=[P, A, message("a2", "p"), spanish])
+
+    def texts(english_only):
+        settings = Settings(source_root=root, oasst1_english_only=english_only)
+        return [text for some in training_texts(settings, ["oasst1"]) for text in some]
+
+    assert texts(True) == [P["text"], A["text"], " a2\n"]
+    assert texts(False) == [*texts(True), spanish["text"]]
 
 
 def test_a_chain_deeper_than_the_recursion_limit_is_read():

@@ -51,6 +51,21 @@ def test_an_id_outside_the_vocabulary_is_refused_where_it_is_read(cache):
         data.group(len(data) - 1)
 
 
+# Columns of the table "a sample's number" of docs/formats.md. The sample has 8 tokens and stands in a group of three.
+BEYOND = [(0, 0), (0, 1 << 40), (1, -2), (1, 8), (2, -1), (2, 8), (3, -1), (3, 3), (3, 0), (4, -1), (4, 9)]
+
+
+@pytest.mark.parametrize(("column", "number"), BEYOND)
+def test_a_number_of_a_sample_beyond_its_bounds_is_refused(cache, column, number):
+    path = cache / "index" / "train_samples.npy"
+    rows = np.load(path).reshape(-1, 5)
+    assert rows[1, 0] == 8
+    rows[1, column] = number
+    np.save(path, rows.ravel())
+    with refused("E203", "train_samples.npy"):
+        RolloutDataset(cache).group(0)
+
+
 def read_all(folder):
     """Read every group; what is not a documented error fails the test."""
     try:

@@ -31,9 +31,9 @@ def chats_of(settings, name):
     return list(sources.chats(settings, resolve_source(settings, name), None, Counter()))
 
 
-def training_texts(settings):
-    """The texts that a tokenizer is trained on, of each built-in source that is there."""
-    for name in SOURCES:
+def training_texts(settings, names=SOURCES):
+    """The texts that a tokenizer is trained on, of each of these sources that is there."""
+    for name in names:
         source = resolve_source(settings, name)
         if not source.stub:
             yield sources.training_texts(settings, source, None)
