@@ -158,10 +158,15 @@ def test_an_id_outside_the_vocabulary_is_named(caches, tmp_path):
     assert error.value.code == "E222" and not (caches / "imported" / "outside").exists()
 
 
-def test_ids_of_another_tokenizer_are_warned_of(caches, tmp_path, tokenizer, caplog):
+def test_ids_of_another_tokenizer_are_warned_of_and_their_text_is_that_of_each_document(
+    caches, tmp_path, tokenizer, caplog
+):
     ids = torch.randint(10, tokenizer.vocab_size, (400,), generator=torch.Generator().manual_seed(0)).tolist()
+    ids[99] = ids[249] = tokenizer.special_token_ids()["eot"]
     done = imported(
         write_bin(tmp_path / "bins", train=ids), caches, "odd", "nanogpt", tokenizer=str(caches / "tokenizer")
     )
     assert done.meta["roundtrip"]["differ"] == done.meta["roundtrip"]["texts"]
     assert [record.code for record in caplog.records if hasattr(record, "code")] == ["W205"]
+    texts = [tokenizer.decode(ids[begin:end]) for begin, end in ((0, 99), (100, 249), (250, 400))]
+    assert done.meta["utf8_bytes"]["train"] == sum(len(text.encode()) for text in texts)
