@@ -112,7 +112,7 @@ def tests_of(root: Path, path: Path) -> list[str]:
     parts = path.with_suffix("").parts
     package = parts[0] if parts[0] == "pipelines" else parts[1]
     folders = [root / "tests" / name for name in PLACES.get(package, (package,))]
-    files = [file for folder in folders for file in sorted(folder.glob("test_*.py"))]
+    files = [file for folder in folders for file in sorted(folder.rglob("test_*.py"))]
     if package == "cache":
         files += sorted((root / "tests").glob("test_*.py"))
     dotted = ".".join(parts)
