@@ -10,8 +10,6 @@ from support.kinds import KINDS, above, calls, files_of, fresh, judged, writers
 
 PARTS = 9
 """Of the table. No divisor of the number of harms: each of them meets other files in another part."""
-TAKEN = range(0, PARTS, 1 if LONG else 3)
-"""The parts that the slow tests take."""
 CODES = {
     "missing": {"E105", "E203", "E204", "E207", "E208", "E401", "E702"},
     "holes": {"E202", "E203", "E206", "E707"},
@@ -45,7 +43,9 @@ def test_a_good_cache_is_good_for_everything_that_meets_it(tmp_path, kind):
     assert judged(cache, deep=True) == []
 
 
-@pytest.mark.parametrize("part", [None, *(pytest.param(part, marks=pytest.mark.slow) for part in TAKEN)])
+@pytest.mark.parametrize(
+    "part", [None, *(pytest.param(part, marks=pytest.mark.slow) for part in range(0, PARTS, 1 if LONG else 4))]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_harmed_file_is_told_and_refused_by_who_reads_it(tmp_path, kind, part):
     """A part: of all files with all harms, which everything meets. None: a file has some of the harms in turn, and of
