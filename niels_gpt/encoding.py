@@ -6,7 +6,7 @@ Decides what the ids of a text are, which texts are dropped for a special token,
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
@@ -165,10 +165,9 @@ class TextEncoder:
                 error, lambda number: self._engine_ids([safe[number]], first), range(len(safe)), first
             ) from error
         self._check_range(ids)
-        is_control = _is_control(self.tokenizer, self.append)(ids)
-        if is_control.any():
+        if special := self._with_special(ids, lengths, clean):
             ends = np.cumsum(lengths)
-            for number in np.unique(ends.searchsorted(is_control.nonzero()[0], side="right")).tolist():
+            for number in special:
                 of_text = ids[ends[number] - lengths[number] : ends[number]]
                 problems[number] = self._problem(clean[number], of_text)
             ids, lengths = _replaced(ids, lengths, {number: ids[:0] for number in problems})
@@ -188,6 +187,32 @@ class TextEncoder:
             problems=problems,
             notes={number: found for number, found in notes.items() if number not in problems},
         )
+
+    def _with_special(self, ids: NDArray[Any], lengths: NDArray[np.int64], texts: list[bytes]) -> list[int]:
+        """Return the numbers of the texts with a special id, ascending.
+
+        The unknown id is one where the text holds its literal, and else stands for a character.
+        """
+        is_special = _is_control(self.tokenizer, self.append)(ids)
+        is_unknown = None if self._unk is None else ids == self._unk[0]
+        if not is_special.any() and (is_unknown is None or not is_unknown.any()):
+            return []
+        ends = np.cumsum(lengths)
+        found = set(ends.searchsorted(is_special.nonzero()[0], side="right").tolist())
+        if self._unk is not None and is_unknown is not None:
+            unknown = set(ends.searchsorted(is_unknown.nonzero()[0], side="right").tolist())
+            found |= {number for number in unknown if self._unk[1] in texts[number]}
+        return sorted(found)
+
+    @cached_property
+    def _unk(self) -> tuple[int, bytes] | None:
+        """The unknown id and its literal, where the tokenizer reads the literal as that id."""
+        unk_id: int | None = getattr(self.tokenizer, "unk_id", None)
+        added: Callable[[], Mapping[str, bool]] | None = getattr(self.tokenizer, "added_tokens", None)
+        if unk_id is None or added is None:
+            return None
+        literal = str(self.tokenizer.token(unk_id))  # type: ignore[attr-defined]
+        return (unk_id, literal.encode(errors="replace")) if literal in added() else None
 
     def accept(self, problem: tuple[str, str] | None, name: str) -> str | None:
         """Return the counter under which a text is dropped; None for a text that is kept.
@@ -226,7 +251,8 @@ class TextEncoder:
         """Finds the literals of special tokens."""
         token = getattr(self.tokenizer, "token", None)
         literals = sorted(filter(None, map(token, control_ids(self.tokenizer)))) if token else []
-        return re.compile(b"|".join(re.escape(literal.encode(errors="replace")) for literal in literals) or rb"(?!)")
+        known = [literal.encode(errors="replace") for literal in literals] + ([self._unk[1]] if self._unk else [])
+        return re.compile(b"|".join(map(re.escape, known)) or rb"(?!)")
 
     def _literals(self, texts: list[bytes]) -> dict[int, tuple[str, str]]:
         """Return the problem of each text with a reserved literal; no literal is reserved without the sentinels."""
@@ -245,7 +271,8 @@ class TextEncoder:
         shown = text.decode(errors="replace")
         if np.isin(ids, list(self.tokenizer.special_token_ids().values())).any():
             return SENTINEL_TEXT, _problem_text(shown, "reserved sentinel after normalization")
-        special = int(ids[_is_control(self.tokenizer, self.append)(ids)][0])
+        found = ids[_is_control(self.tokenizer, self.append)(ids)]
+        special = int(found[0]) if len(found) else self._unk[0] if self._unk else 0
         name = getattr(self.tokenizer, "token", None)
         return SPECIAL_TEXT, _problem_text(shown, f"special token {name(special)!r}" if name else f"id {special}")
 

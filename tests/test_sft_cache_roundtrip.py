@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-import torch
 from support.byte_tokenizer import ByteTokenizer
 from support.errors import refused
+from support.splits import chat_key
 
 from niels_gpt.cache import SFTExampleDataset, build_sft_cache, read_meta
 from niels_gpt.chat_template import format_chat
@@ -24,6 +24,7 @@ CHATS = [
     chat("naïve — 漢字 🙂", "  two spaces,\n\na line"),
     *(chat(word, str(number)) for number, word in enumerate(("One", "Two", "Three", "Four"), 1)),
 ]
+NUM_VAL = 1
 
 
 def read_split(cache, split):
@@ -45,7 +46,7 @@ def cache(tmp_path_factory, tiny_tokenizer):
 
 
 def test_offsets_begin_at_0_ascend_strictly_and_stay_inside_the_tokens(cache):
-    for split, count in (("train", 6), ("val", 2)):
+    for split, count in (("train", 8 - NUM_VAL), ("val", NUM_VAL)):
         starts = np.load(cache / f"{split}_idx.npy")
         size = (cache / f"{split}_tokens.bin").stat().st_size
         assert starts.shape == (count,) and starts[0] == 0 and (np.diff(starts) > 0).all()
@@ -53,7 +54,8 @@ def test_offsets_begin_at_0_ascend_strictly_and_stay_inside_the_tokens(cache):
 
 
 def test_both_splits_are_format_chat_in_the_order_of_the_stream(cache, tiny_tokenizer):
-    in_val = set(torch.randperm(8, generator=torch.Generator().manual_seed(42))[:2].tolist())
+    in_val = {row for row, messages in enumerate(CHATS) if chat_key(messages, 42) < 0.25 * 2**64}
+    assert len(in_val) == NUM_VAL
     expected = [format_chat(tiny_tokenizer, messages) for messages in CHATS]
     assert read_split(cache, "val") == [ids for row, ids in enumerate(expected) if row in in_val]
     assert read_split(cache, "train") == [ids for row, ids in enumerate(expected) if row not in in_val]
@@ -94,9 +96,9 @@ def test_the_totals_are_those_of_the_files_and_supervised_tokens_the_targets(cac
 
 @pytest.mark.parametrize(
     ("count", "val_frac", "num_val"),
-    [(1, 0.5, 0), (2, 0.1, 1), (2, 0.99, 1), (5, 0.0, 0), (10, 0.1, 1), (19, 0.1, 1), (20, 0.1, 2), (8, 0.25, 2)],
+    [(1, 0.5, 0), (2, 0.1, 1), (2, 0.99, 1), (5, 0.0, 0)],
 )
-def test_val_gets_its_share_rounded_down_and_at_least_one_of_two(tmp_path, count, val_frac, num_val):
+def test_val_gets_none_of_one_chat_and_at_least_one_of_two(tmp_path, count, val_frac, num_val):
     cache = build(tmp_path / "c", [chat(str(number), "ok") for number in range(count)], val_frac=val_frac)
     assert (len(read_split(cache, "train")), len(read_split(cache, "val"))) == (count - num_val, num_val)
 

@@ -23,7 +23,8 @@ from niels_gpt.tokenizers.protocol import Tokenizer, control_ids, token_dtype_na
 
 FORMAT_VERSION = 1
 PARTITIONED_VERSION = 2  # of a cache of several partitions, or imported, whose shards may be short anywhere
-BUILDER_VERSION = 3  # raised when the same input gives other bytes
+BUILDER_VERSIONS = {"tokenizer": 3, "pretrain": 3, "sft": 4, "rollouts": 4}
+"""Of the builder of each kind: raised when the same input gives other bytes."""
 OF_ANOTHER_VERSION = "of another version of this program or of a library, which is not used"
 """What messages say of an unfinished build that is not `is_of_this_version`."""
 _DIGESTS = 2  # raised when the digests of documents in a journal are made otherwise
@@ -82,10 +83,11 @@ def is_of_this_version(identity: Mapping[str, Any]) -> bool:
     if not isinstance(theirs, dict):
         return True
     libraries = {name: version(name) for name in ("sentencepiece", "tokenizers") if name in theirs}
-    return theirs == {"format": FORMAT_VERSION, "builder": BUILDER_VERSION, "digests": _DIGESTS, **libraries}
+    builder = BUILDER_VERSIONS.get(str(identity.get("kind")))
+    return theirs == {"format": FORMAT_VERSION, "builder": builder, "digests": _DIGESTS, **libraries}
 
 
-def build_identity(source: Source, tokenizer: Tokenizer | None, **settings: Any) -> dict[str, Any]:
+def build_identity(source: Source, tokenizer: Tokenizer | None, *, kind: str, **settings: Any) -> dict[str, Any]:
     """Return all that is known before a build to decide its bytes: a build resumes only under the same identity.
 
     tokenizer: None for a cache of ids whose tokenizer is not known.
@@ -95,12 +97,13 @@ def build_identity(source: Source, tokenizer: Tokenizer | None, **settings: Any)
     return {
         "versions": {
             "format": FORMAT_VERSION,
-            "builder": BUILDER_VERSION,
+            "builder": BUILDER_VERSIONS[kind],
             "digests": _DIGESTS,
             **({} if tokenizer is None else _library(tokenizer)),
         },
         "source": {"name": source.name, "config": source.config, "streaming": source.streaming, **asked},
         "recipe": dict(source.recipe),
+        "kind": kind,
         **({} if tokenizer is None else _of_tokenizer(tokenizer)),
         **settings,
     }
@@ -131,6 +134,7 @@ def write_description(
     shards: dict[str, list[dict[str, Any]]],
     index: dict[str, dict[str, Any]],
     totals: dict[str, int],
+    kind: str,
     **keys: Any,
 ) -> dict[str, Any]:
     """Write meta.json, the last file of a build, and return it.
@@ -140,7 +144,8 @@ def write_description(
     """
     meta = {
         "format_version": FORMAT_VERSION,
-        "builder_version": BUILDER_VERSION,
+        "builder_version": BUILDER_VERSIONS[kind],
+        "kind": kind,
         "dataset_name": source.name,
         "dataset_config": source.config,
         "streaming": source.streaming,

@@ -21,7 +21,7 @@ from niels_gpt.builders.losses import Losses, loss_keys
 from niels_gpt.builders.meta_keys import Source
 from niels_gpt.builders.resume import seek
 from niels_gpt.builders.source import Batch, Change, Chunk, ItemKind, Shuffled, first_number
-from niels_gpt.builders.split import SPLITS, Document, TextSplit, TokenBudget, count_duplicates
+from niels_gpt.builders.split import SPLITS, TextSplit, TokenBudget, Waiting, count_duplicates
 from niels_gpt.builders.writer import OFFSET_DTYPE, npy_parts
 from niels_gpt.documents import DocumentBatch, Partition
 from niels_gpt.encoding import DIGEST_BYTES, EncodedTexts, TextEncoder
@@ -31,6 +31,8 @@ from niels_gpt.storage.errors import CacheError, SourceError
 from niels_gpt.storage.fileio import id_lines
 from niels_gpt.tokenizers.protocol import Ids
 
+Document = tuple[str | None, bytes | str, str]
+"""Split (None: by its text), text (bytes: valid utf-8), and the document's id in its source."""
 _NOT_DROPS = {"documents_read", "cut_documents", "cut_tokens"}
 FILES: dict[str, str | None] = {
     **{f"{split}.bin": split + "/shard_{:05d}.bin" for split in SPLITS},
@@ -140,7 +142,7 @@ class Shards:
         self._shard_bytes = shard_bytes // self._token_bytes * self._token_bytes
         zero = dict.fromkeys(SPLITS, 0)
         numbers = {key: zero for key in ("docs", "tokens", "utf8_bytes")}
-        state = build.restored({"counts": {}, "noticed": {}, **numbers, "bound": self._bound()})
+        state = build.restored({"counts": {}, "noticed": {}, **numbers, "bound": self._rule.halves})
         self._known_bound = state["bound"] if build.last.documents else None
         self.counts, self.warnings = Counter(state["counts"]), Counter(state["noticed"])
         self.losses = Losses(encoder, self.warnings)
@@ -188,16 +190,14 @@ class Shards:
 
     def _seek(self, source: Source) -> None:
         """Let the source begin after the consumed documents, unless the split's bound depends on their texts."""
-        if self._known_bound in (None, self._bound()):
+        if self._known_bound in (None, self._rule.halves):
             seek(self._build, source)
 
     def _settled(self, documents: Iterator[Chunk[Document]]) -> Iterator[Chunk[Document]]:
         """Yield chunks. Raises: CacheError if the split's bound is another one than at the last checkpoint."""
-        settled = (
-            documents if self._build.sought else self._rule.settled(documents, self._build.folder, self._encoder.drops)
-        )
+        settled = documents if self._build.sought else self._rule.settled(documents, self._build.folder, self._waiting)
         for number, document in enumerate(settled):
-            if number == 0 and self._known_bound not in (None, self._bound()):
+            if number == 0 and self._known_bound not in (None, self._rule.halves):
                 raise CacheError(
                     self._build.folder,
                     "the source changed during the build, and now another document is nearest to val",
@@ -205,6 +205,13 @@ class Shards:
                     code="E306",
                 )
             yield document
+
+    def _waiting(self, document: Document) -> Waiting | None:
+        split, text, name = document
+        if split is not None:
+            return None
+        raw = text if isinstance(text, bytes) else text.encode(errors="surrogatepass")
+        return Waiting(raw if raw and not self._encoder.drops(text) else None, len(raw) + len(name))
 
     def described(self) -> dict[str, Any]:
         """Finish the last shards, the index and the ids; returns the keys of meta.json for them and for the counts."""
@@ -247,12 +254,8 @@ class Shards:
 
     def state(self) -> dict[str, Any]:
         """Return the numbers that a checkpoint keeps."""
-        counters = {"counts": self.counts, "noticed": self.warnings, "bound": self._bound()}
+        counters = {"counts": self.counts, "noticed": self.warnings, "bound": self._rule.halves}
         return {**counters, "docs": self.docs, "tokens": self.tokens, "utf8_bytes": self.utf8_bytes}
-
-    def _bound(self) -> dict[str, int]:
-        """Return the bound of the split in two halves: it may be 2**64, and a journal's numbers are below 2**63."""
-        return dict(zip(("high", "low"), divmod(self._rule.bound, 1 << 32), strict=True))
 
     def _full(self) -> bool:
         return self._budget.full("train") and self._budget.full("val")

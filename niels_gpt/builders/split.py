@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +25,7 @@ from niels_gpt.storage.meta_json import open_regular
 logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "val")
-Document = tuple[str | None, bytes | str, str]
-"""Split (None: by its text), text (bytes: valid utf-8), and the document's id in its source."""
+T = TypeVar("T")
 
 _KEYS = 1 << 64  # values of a split key
 _HELD_BYTES = 1 << 30  # of documents that wait on disk until both splits have one; in memory up to:
@@ -39,72 +39,116 @@ _READ_DIGESTS = 1 << 20  # at once
 _MAX_PASSES = 4  # over files of digests
 
 
-class TextSplit:
-    """Splits documents by text and seed, independent of order, of other documents, and of the tokenizer.
+class Waiting(NamedTuple):
+    """What the split needs of an item that waits until both splits have one."""
 
-    A document goes to val if its key (`split_keys`) is below `bound`, which is share * 2**64. If all documents of a
-    stream would go to one split, `bound` is the nearest number that gives each split a document, train first. So equal
-    texts are always in one split.
+    text: bytes | None
+    """The text that decides; None where the item enters no split."""
+    num_bytes: int
+    """About what it takes to hold the item."""
+
+
+class TextSplit:
+    """Splits documents, chats and groups by text and seed, independent of order, of other items, and of the tokenizer.
+
+    The text of a chat is its roles and contents (`chat_text`), of a group its id. An item goes to val if its text's key
+    (`split_keys`) is below `bound`, which is share * 2**64. If all items of a stream would go to one split, `bound` is
+    the nearest number that gives each split one, train first. So equal texts are always in one split.
     """
 
     def __init__(self, share: Fraction | None, seed: int, *, moves: bool = True) -> None:
-        """share: of the documents that go to val, 0 to 1; None if every document names its split.
+        """share: of the items that go to val, 0 to 1; None if every one names its split.
 
-        moves: whether `settled` may change the bound; False for a partition, which does not know the other documents.
+        moves: whether the bound may move; False for a partition, which does not know the other documents.
         """
-        self.share, self.seed, self._moves = share, seed, moves
+        self.share, self.seed = share, seed
         self.bound = math.ceil((share or 0) * _KEYS)
-        """Keys below it mean val. Final once `settled` has yielded the first document."""
+        """Keys below it mean val. Final once `settled` has yielded the first item, or `settle` has returned."""
+        self._moves = moves and share is not None and 0 < self.bound < _KEYS
+
+    @property
+    def halves(self) -> dict[str, int]:
+        """The bound in two halves, for a checkpoint: it may be 2**64, and a journal's numbers are below 2**63."""
+        return dict(zip(("high", "low"), divmod(self.bound, 1 << 32), strict=True))
+
+    @halves.setter
+    def halves(self, value: Mapping[str, int]) -> None:
+        self.bound = (value["high"] << 32) + value["low"]
 
     def in_val(self, keys: NDArray[np.uint64]) -> NDArray[np.bool_]:
         """Return bool [keys]: the text with this key goes to val."""
         return keys < np.uint64(self.bound) if self.bound < _KEYS else np.ones(len(keys), dtype=np.bool_)
 
-    def settled(
-        self, chunks: Iterator[Chunk[Document]], folder: Path, drops: Callable[[bytes | str], bool]
-    ) -> Iterator[Chunk[Document]]:
-        """Yield documents once `bound` is final: when both splits have a document, or the stream has ended.
+    def settle(self, keys: NDArray[np.uint64], num_read: int, num_bytes: int) -> None:
+        """Make `bound` final, as `settled` would, for a stream that has ended.
 
-        Documents wait in an unnamed file in `folder`: at most 1 GiB, 100,000 documents, and 20 times as many as give
-        each split one on average. After that, or at a document that names its split, `bound` stays as it is.
-        drops: whether a text enters no split.
+        keys: of the items that enter a split. num_read: all items. num_bytes: what holding all of them would take.
         """
-        if self.share is None or not self._moves or not 0 < self.bound < _KEYS:
+        if self._moves and len(keys) and num_read < self._most_held and num_bytes < _HELD_BYTES:
+            self._move(int(keys.min()), int(keys.max()))
+
+    def settled(
+        self, chunks: Iterator[Chunk[T]], folder: Path, waiting: Callable[[T], Waiting | None]
+    ) -> Iterator[Chunk[T]]:
+        """Yield items once `bound` is final: when both splits have one, or the stream has ended.
+
+        Items wait in an unnamed file in `folder`: at most 1 GiB, 100,000 items, and 20 times as many as give each split
+        one on average. After that, or at an item that names its split, `bound` stays as it is.
+        waiting: what the split needs of an item; None for one that names its split.
+        """
+        if not self._moves:
             yield from chunks
             return
-        limit = min(math.ceil(_HELD_CHANCES / min(self.share, 1 - self.share)), _HELD_DOCUMENTS)
         with tempfile.SpooledTemporaryFile(_HELD_IN_MEMORY, mode="w+b", dir=os.fspath(folder)) as held:
-            count = self._hold(chunks, held, limit, drops)
+            count = self._hold(chunks, held, waiting)
             held.seek(0)
             for _ in range(count):
                 yield pickle.load(held)
         yield from chunks
 
+    @property
+    def _most_held(self) -> int:
+        assert self.share is not None
+        return min(math.ceil(_HELD_CHANCES / min(self.share, 1 - self.share)), _HELD_DOCUMENTS)
+
     def _hold(
         self,
-        chunks: Iterator[Chunk[Document]],
+        chunks: Iterator[Chunk[T]],
         held: tempfile.SpooledTemporaryFile[bytes],
-        limit: int,
-        drops: Callable[[bytes | str], bool],
+        waiting: Callable[[T], Waiting | None],
     ) -> int:
         """Write chunks until the bound is known, and set it; returns their number."""
-        count, documents, num_bytes, lowest, highest = 0, 0, 0, _KEYS, -1
+        limit, count, items, num_bytes, lowest, highest = self._most_held, 0, 0, 0, _KEYS, -1
         for count, chunk in enumerate(chunks, 1):
             pickle.dump(chunk, held)
-            for split, text, name in chunk.items:
-                documents += 1
-                if split is not None:
+            for each in map(waiting, chunk.items):
+                items += 1
+                if each is None:
                     return count
-                raw = text if isinstance(text, bytes) else text.encode(errors="surrogatepass")
-                if raw and not drops(text):
-                    key = int(split_keys([raw], self.seed)[0])
+                if each.text is not None:
+                    key = int(split_keys([each.text], self.seed)[0])
                     lowest, highest = min(lowest, key), max(highest, key)
-                num_bytes += len(raw) + len(name)
-                if lowest < self.bound <= highest or documents == limit or num_bytes >= _HELD_BYTES:
+                num_bytes += each.num_bytes
+                if lowest < self.bound <= highest or items == limit or num_bytes >= _HELD_BYTES:
                     return count
-        if highest >= 0:  # train first: a single text goes there
-            self.bound = min(max(self.bound, lowest + 1), highest)
+        if highest >= 0:
+            self._move(lowest, highest)
         return count
+
+    def _move(self, lowest: int, highest: int) -> None:
+        """Move the bound so that each split has an item. lowest, highest: key. Train first: one text alone is train."""
+        self.bound = min(max(self.bound, lowest + 1), highest)
+
+
+_AS_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), sort_keys=True)
+
+
+def chat_text(turns: Sequence[tuple[str, Any]]) -> bytes:
+    """Return the text that decides a chat's split, as docs/formats.md has it: its turns as JSON, in utf-8.
+
+    turns: (role, content) of each message; content None where a message has none.
+    """
+    return _AS_JSON.encode(turns).encode(errors="surrogatepass")
 
 
 def asked_share(meta: Mapping[str, Any]) -> Fraction | None:
@@ -120,6 +164,7 @@ def asked_share(meta: Mapping[str, Any]) -> Fraction | None:
 def warn_of_share(out_dir: str | os.PathLike[str], meta: Mapping[str, Any]) -> None:
     """Log a warning if val's share of the tokens is below half of what was asked for, or above twice as much.
 
+    The bundled sample is left alone: it is small on purpose.
     A difference of one document of average length is allowed, because a cache of few documents cannot avoid it.
     """
     asked, tokens = asked_share(meta), [int(meta["totals"][f"{split}_tokens"]) for split in SPLITS]
@@ -127,7 +172,7 @@ def warn_of_share(out_dir: str | os.PathLike[str], meta: Mapping[str, Any]) -> N
         num = sum(int(meta["totals"][f"{split}_groups"]) for split in SPLITS)
     else:
         num = sum(int(meta["index"][split]["entries"]) - (meta["kind"] == "pretrain") for split in SPLITS)
-    if not asked or num < 2:
+    if not asked or num < 2 or meta["source"].get("kind") == "sample":
         return
     share, one = Fraction(tokens[1], sum(tokens)), Fraction(1, num)
     if not asked / 2 - one <= share <= 2 * asked + one:

@@ -31,7 +31,7 @@ from niels_gpt.storage.meta_json import (
     shortened,
     wrong_value,
 )
-from niels_gpt.storage.remedies import build_again
+from niels_gpt.storage.remedies import build_again, instead_of
 from niels_gpt.storage.versions import VERSION_NAME, VERSIONS_DIR, is_plan, version_name
 from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.tokenizers.files import tokenizer_file
@@ -129,7 +129,7 @@ def existing_cache(folder: Path, named: str | os.PathLike[str]) -> Path:
     named: the path as the caller passed it, for the message.
     """
     if not folder.is_dir():
-        raise CacheNotFound(f"{os.fspath(named)}: no such folder. {build_again(named)}")
+        raise CacheNotFound(f"{os.fspath(named)}: no such folder. {instead_of(named)}")
     return folder
 
 

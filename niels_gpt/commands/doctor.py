@@ -196,7 +196,7 @@ def _engine(folder: Path) -> str:
 
 
 def _of_content(cache: Path) -> Iterator[Care]:
-    from niels_gpt.builders.meta_keys import BUILDER_VERSION
+    from niels_gpt.builders.meta_keys import BUILDER_VERSIONS
     from niels_gpt.cache.meta import find_meta
     from niels_gpt.commands.cache import damage_of
     from niels_gpt.inspection.readers import refusal
@@ -212,7 +212,8 @@ def _of_content(cache: Path) -> Iterator[Care]:
         for damage in damage_of(cache, deep=False, progress=None)[:1]:
             yield Care(str(cache), damage.problem, shlex.join(verify), True)
             return
-    if meta.get("kind") in ("pretrain", "sft", "rollouts") and meta.get("builder_version", 0) < BUILDER_VERSION:
+    is_old = meta.get("builder_version", 0) < BUILDER_VERSIONS.get(str(meta.get("kind")), 0)
+    if is_old and meta["kind"] != "tokenizer":
         yield Care(str(cache), f"made by builder version {meta.get('builder_version')}", rebuild_command(cache))
 
 

@@ -40,8 +40,13 @@ class OfflineError(HubError):
 
 
 def is_local(name: str) -> bool:
-    """Return whether a model's name stands for a folder, which need not exist, and not for an id of the hub."""
-    return name.startswith((".", "~", "/")) or name.count("/") > 1 or os.path.isdir(name)
+    """Return whether a model's name stands for a folder, which need not exist, and not for an id of the hub.
+
+    So does a name whose first part is a folder here: models/qwen with a slip, beside a folder models.
+    """
+    first, slash, _ = name.partition("/")
+    is_path = name.startswith((".", "~", "/")) or name.count("/") > 1 or name.endswith("/")
+    return is_path or os.path.isdir(name) or bool(slash and os.path.isdir(first))
 
 
 def refuse_large(folder: Path) -> None:

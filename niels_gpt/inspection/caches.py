@@ -10,7 +10,7 @@ from niels_gpt.cache.formats import SPLITS
 from niels_gpt.storage.errors import CacheError, NotFound
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.leftovers import versions_below
-from niels_gpt.storage.remedies import PROGRAM
+from niels_gpt.storage.remedies import BUILD_ALL, PROGRAM, instead_of
 from niels_gpt.storage.versions import BUILDING, PARTITIONS, VERSIONS_DIR
 
 _UNFINISHED = (BUILDING, f"{PARTITIONS}-")
@@ -40,7 +40,9 @@ def caches_below(path: Path) -> list[Path]:
     caches = [path] if _is_cache(path) else list(_below(path, _MAX_DEPTH))
     if not caches:
         what = "no cache there" if path.is_dir() else "no such folder"
-        raise FileNotFoundError(f"{path}: {what}. Name a cache, or the folder that holds pretrain/ and sft/")
+        raise FileNotFoundError(
+            f"{path}: {what}. {_instead(path, 'Name a cache, or the folder that holds pretrain/ and sft/')}"
+        )
     return caches
 
 
@@ -72,7 +74,13 @@ def refuse_unless_cache(path: Path) -> None:
         remedy = f"Take {PROGRAM} eagle3 inspect, stats or verify"
         raise CacheError(path, "an EAGLE-3 cache", "one of tokens", remedy, code="E208")
     what = "no cache" if path.is_dir() else "not a folder" if path.exists() else "no such folder"
-    raise NotFound(f"{path}: {what}. Name the folder of one cache, such as cache/sft/oasst1")
+    raise NotFound(f"{path}: {what}. {_instead(path, 'Name the folder of one cache, such as cache/sft/oasst1')}")
+
+
+def _instead(path: Path, otherwise: str) -> str:
+    """Return what to name in place of a path without a cache: a URL's command or names nearby, if there are any."""
+    found = "" if path.exists() else instead_of(path)
+    return otherwise if not found or found.endswith(BUILD_ALL) else found
 
 
 def _has_meta(path: Path) -> bool:

@@ -70,6 +70,19 @@ def diff(left: Path, right: Path, *, tokenizers: Sequence[Decoder | None], limit
     return differences | (_compared_documents(a, b, compared == "tokens", limit) if compared else {})
 
 
+def num_moved_to_val(before: Path, after: Path) -> int:
+    """Return how many documents of train of one cache are in val of another; 0 where they cannot be compared.
+
+    Documents are equal as in `diff`. Raises: FileNotFoundError, CacheError.
+    """
+    a, b = _side(before, None), _side(after, None)
+    compared, _ = _comparable(a, b)
+    if compared is None:
+        return 0
+    sizes = [*a.splits.values(), *b.splits.values()]
+    return len(match(_digests((a, b), compared == "tokens"), sizes).moved[0][0])
+
+
 def is_equal(differences: Differences) -> bool:
     """Whether `diff` found no difference."""
     counts = [differences[part]["count"] for part in PARTS if part in differences]

@@ -3,6 +3,7 @@
 plan.py              which recipes there are; what a run would do (--dry-run); whether a source has changed
 token_caches.py      build_token_cache: which builder a source goes to, and with which arguments
 run_recipe.py        runs a recipe, or skips it if its fingerprint is unchanged; meta.json's `source`; records each run
+rebuilt.py           what is said of a cache that replaces another version: documents in another split, exclusions
 records.py           which caches are in a folder, and which runs made them
 resolve.py           what a source is under the current settings: dataset, files or revision, licence, fingerprint
 sources.py           opens a source of the table as an iterable for a builder, without what --exclude lists

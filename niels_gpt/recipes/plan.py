@@ -39,6 +39,7 @@ from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.recipes.tokenizer import (
     NoSentinels,
     check_tokenizer,
+    copied_bytes,
     expected_vocab_size,
     tokenizer_state,
     usable_tokenizer,
@@ -61,6 +62,7 @@ RECIPES: dict[str, Recipe] = {
 OF_EAGLE3: dict[str, Recipe] = {VOCAB_KEY: build_draft_vocab, TARGETS_KEY: build_targets}
 """What is built last, where `recipes.eagle3.of_settings.check_configured` lets it."""
 _MAX_JOURNAL_BYTES = 1 << 28
+_TRAINED_BYTES = 1_000_000  # of a trained tokenizer, about; one that is to be downloaded is not known
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,8 @@ def plan(settings: Settings, keys: list[str]) -> list[Plan]:
     state = tokenizer_state(settings)
     opened = None if state.startswith("cannot") else usable_tokenizer(settings)
     model = settings.tokenizer or ("sources" if state == "train" else "")
-    tokenizer = Plan(TOKENIZER_KEY, state, model, 0 if state == "up to date" else 1_000_000)
+    size = {"up to date": 0, "copy": copied_bytes(settings) if state == "copy" else 0}.get(state, _TRAINED_BYTES)
+    tokenizer = Plan(TOKENIZER_KEY, state, model, size)
     return [tokenizer, *(_plan_of(settings, key, state, opened) for key in keys)]
 
 

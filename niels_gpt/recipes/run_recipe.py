@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.builders.journal import sealed_builds, unfinished_builds
-from niels_gpt.builders.meta_keys import BUILDER_VERSION, FORMAT_VERSION, Source
+from niels_gpt.builders.meta_keys import BUILDER_VERSIONS, FORMAT_VERSION, Source
 from niels_gpt.builders.partitions.plan import plans_of
 from niels_gpt.builders.partitions.seal import discard_plan
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.cache.meta import find_meta, read_meta
 from niels_gpt.data.exclude import read_exclusion
 from niels_gpt.recipes.disk import needed_bytes, refuse_without_room, unfinished_bytes
+from niels_gpt.recipes.rebuilt import warn_of_changes
 from niels_gpt.recipes.resolve import ResolvedSource
 from niels_gpt.recipes.tokenizers.templates import recipe_settings
 from niels_gpt.recipes.user_sources import stated_credit
@@ -162,12 +163,13 @@ def recipe_fingerprint(
             del chosen["tokenizer_kind"]
     if "document_end" in chosen:
         chosen |= _known_end(tokenizer, chosen.pop("document_end"))
+    family = key.partition("/")[0]
     parts: dict[str, Any] = {
         "recipe": key,
         "settings": chosen,
         "tokenizer": "" if tokenizer is None else tokenizer.sha256,
         "source": source,
-        "versions": [FORMAT_VERSION, BUILDER_VERSION],
+        "versions": [FORMAT_VERSION, BUILDER_VERSIONS["rollouts" if family == "trees" else family]],
     }
     if tokenizer is not None and tokenizer.kind == "huggingface":  # the files beside tokenizer.json can change them
         parts["control_ids"] = sorted(tokenizer.control_ids)
@@ -195,12 +197,16 @@ def _known_end(tokenizer: FullTokenizer | None, choice: str) -> dict[str, Any]:
 
 def recorded_recipe(path: Path) -> dict[str, Any]:
     """Return the record of the recipe that built the committed version at `path`; {} without one."""
-    record = versions_dir(path) / RECIPE_NAME
+    recipe = _read_record(path)
+    return recipe if path.is_symlink() and recipe.get("version") == Path(os.readlink(path)).name else {}
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    """Return the last record of a recipe, whatever version is committed; {} without one."""
     try:
-        recipe = parse_object(read_regular(record))
+        return parse_object(read_regular(versions_dir(path) / RECIPE_NAME))
     except (FileNotFoundError, ValueError):
         return {}
-    return recipe if path.is_symlink() and recipe.get("version") == Path(os.readlink(path)).name else {}
 
 
 def is_current(path: Path, fingerprint: str) -> bool:
@@ -348,7 +354,9 @@ class AskedCache:
 
     def record(self, meta: dict[str, Any], **more: Any) -> None:
         """Record which recipe made the committed version. meta: of that version; more: further keys."""
+        before = _read_record(self.path)
         record_recipe(self.path, self.fingerprint, self.provenance, meta, **more)
+        warn_of_changes(self.settings, self.key, self.path, before)
 
     def finish(self, meta: dict[str, Any], reused: bool, measurement: Measurement) -> Outcome:
         """Return the outcome, as `finish`."""

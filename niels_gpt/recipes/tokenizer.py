@@ -216,6 +216,13 @@ def tokenizer_state(settings: Settings) -> str:
     return "copy"
 
 
+def copied_bytes(settings: Settings) -> int:
+    """Return the bytes of the files of the tokenizer that the settings name, which is a file or folder."""
+    name = _name_of(settings)
+    assert name is not None
+    return sum(map(len, _find(settings, name).files().values()))
+
+
 def usable_tokenizer(settings: Settings) -> FullTokenizer | None:
     """Return the tokenizer that `ensure_tokenizer` would install; None for one to be trained or downloaded.
 

@@ -8,6 +8,9 @@
 
 Tokens of different segments must not attend to each other: `block_causal_mask`, or FlashAttention's varlen functions,
 which take cu_seqlens and max_seqlen.
+
+y is shifted: y[b, t] is the target of x[b, t]. A model of transformers shifts its `labels` itself, so y as `labels` would
+train it on the token after the next one. `Batch.for_transformers` gives it what it takes.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ from numpy.typing import NDArray
 from niels_gpt.cache.pretrain_dataset import as_int64
 from niels_gpt.display.tables import html_table
 
+IGNORED = -100
+"""In y and in labels: no loss here. It is torch's ignore_index."""
 _LONG = 128  # tokens of segments, on average, from which on their places are copied one segment after the other
 
 
@@ -70,7 +75,7 @@ class Rows(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class Batch:
-    """x, y: int64 [B, T], y one token later, -100 where there is no loss; state: the stream's after this batch.
+    """x, y: int64 [B, T], y shifted: one token later, -100 where there is no loss; state: the stream's after this batch.
 
     state: as `state_dict`, the same on every rank.
     source: in a mixture, the index of the stream of each row: int64 [B], on the CPU; else None.
@@ -114,6 +119,28 @@ class Batch:
             starts = self.cu_seqlens.numpy()
             return torch.from_numpy(_positions(starts[1:] - starts[:-1], self.x.shape[1]))
         return positions_on_device(self.cu_seqlens, self.x.numel()).view(self.x.shape)
+
+    def for_transformers(self, *, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+        """Return the arguments of a model of transformers, which then returns the loss of y: T + 1 columns.
+
+        input_ids: int64 [B, T + 1]: x, and the last target of each row; where that is -100, its last token once more.
+        labels: int64 [B, T + 1], unshifted, as transformers wants them: labels[:, 1:] is y, labels[:, 0] is -100.
+        position_ids: int64 [B, T + 1]; attention_mask: `dtype` [B, 1, T + 1, T + 1], see `block_causal_mask`: both only
+            where the stream knows the segments. For a model of `dtype`, with attention "sdpa" or "eager".
+        All are on the device of x.
+        """
+        last = torch.where(self.y[:, -1:] == IGNORED, self.x[:, -1:], self.y[:, -1:])
+        inputs = {"input_ids": torch.cat((self.x, last), 1)}
+        inputs["labels"] = torch.cat((torch.full_like(last, IGNORED), self.y), 1)
+        if self.cu_seqlens is not None:
+            from niels_gpt.sampling.packing.masks import block_causal_mask
+
+            rows, T = self.x.shape
+            starts = self.cu_seqlens.to(torch.int64)
+            starts = starts + starts // T  # each row is a token longer
+            inputs["position_ids"] = positions_on_device(starts, rows * (T + 1)).view(rows, T + 1)
+            inputs["attention_mask"] = block_causal_mask(starts, (rows, T + 1), dtype=dtype)
+        return inputs
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         names = ("x", "y", "source", "cu_seqlens", "piece_ids", "documents")

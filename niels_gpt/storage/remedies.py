@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
@@ -12,7 +14,7 @@ from typing import Any, get_type_hints
 
 from niels_gpt.paths import FAMILIES
 from niels_gpt.settings import Settings
-from niels_gpt.storage.fileio import open_for_reading
+from niels_gpt.storage.fileio import META_NAME, open_for_reading
 
 PROGRAM = "niels-gpt"
 BUILD_ALL = f"{PROGRAM} build --all"
@@ -23,6 +25,9 @@ _TOKENIZER = "tokenizer"
 _VERSIONS_DIR, _RUNS_DIR, _SAMPLE = ".versions", ".runs", "sample"
 _MOST_BYTES = 1 << 16  # of the end of a file of run records; a record has about 2 KiB
 _MOST_TEXT = 4096  # characters of a setting
+_PLACES = (*FAMILIES, _SAMPLE, _TOKENIZER)
+_MOST_NAMES = 10  # in a message
+_URL = re.compile(r"([a-z][a-z0-9+.-]+):/+")
 
 
 def build_command(settings: Settings, keys: str | Sequence[str], *more: str, verb: str = "build") -> str:
@@ -86,6 +91,36 @@ def rebuild_command(path: str | os.PathLike[str]) -> str:
 def build_again(path: str | os.PathLike[str]) -> str:
     """Return the remedy "Build it again: COMMAND" for a cache; `path`: any of its files or folders."""
     return f"Build it again: {rebuild_command(path)}"
+
+
+def instead_of(path: str | os.PathLike[str]) -> str:
+    """Return what to do about a path where nothing is: pull a URL, take one of the names that are there, or build."""
+    text = os.fspath(path)
+    if (url := _URL.match(text)) is not None:  # a Path has one slash after the colon
+        url_text = f"{url[1]}://{text[url.end() :]}"
+        return f"It is a URL, and a folder is read. Fetch it first: {shlex.join([PROGRAM, 'pull', url_text, 'FOLDER'])}"
+    command = rebuild_command(path)
+    if command == BUILD_ALL and (names := _names_near(Path(os.path.abspath(text)))):
+        return names
+    return f"Build it again: {command}"
+
+
+def _names_near(path: Path) -> str:
+    """Return the names of caches in the first folder above a path that is there, those like its own first; "" if none."""
+    above = next((folder for folder in path.parents if folder.is_dir()), path.parent)
+    wanted = path.relative_to(above).parts[0]
+    try:
+        names = sorted(entry.name for entry in os.scandir(above) if entry.name in _PLACES or _is_cache(entry))
+    except OSError:
+        return ""
+    close = difflib.get_close_matches(wanted, names, n=3)
+    shown = list(dict.fromkeys([*close, *names]))[:_MOST_NAMES]
+    more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
+    return f"In {above} there is {', '.join(shown)}{more}" if shown else ""
+
+
+def _is_cache(entry: os.DirEntry[str]) -> bool:
+    return entry.is_symlink() or os.path.lexists(os.path.join(entry.path, META_NAME))
 
 
 def source_of(line: str) -> str:

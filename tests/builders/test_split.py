@@ -21,6 +21,7 @@ from support.splits import (
     IN_MEMORY,
     SPLITS,
     build,
+    chat_key,
     die_at_document,
     hold_in_memory,
     key,
@@ -29,7 +30,8 @@ from support.splits import (
     stored,
 )
 
-from niels_gpt.builders import meta_keys as describe
+from niels_gpt.builders import meta_keys
+from niels_gpt.builders.meta_keys import BUILDER_VERSIONS
 from niels_gpt.builders.pretrain import build_pretrain
 from niels_gpt.builders.sft import build_sft
 from niels_gpt.cache import CacheError, PretrainTokenStreamDataset, SFTExampleDataset, read_meta
@@ -136,16 +138,17 @@ def chat(text, role="user"):
 
 @settings(derandomize=True, max_examples=15)
 @given(numbers=st.lists(st.integers(0, 9), min_size=1, max_size=25), val_frac=st.sampled_from([0, 0.1, 0.5]))
-def test_the_permutation_of_chats_runs_over_the_distinct_ones(numbers, val_frac):
+def test_the_key_of_roles_and_contents_splits_chats(numbers, val_frac):
     roles = {0: "system"}
     chats = [
         (f"{row}", chat("x" if number < 2 else str(number), roles.get(number, "user")))
         for row, number in enumerate(numbers)
     ]
-    distinct = list(dict.fromkeys(numbers))
-    num_val = max(1, int(len(distinct) * val_frac)) if val_frac and len(distinct) > 1 else 0
-    order = torch.randperm(len(distinct), generator=torch.Generator().manual_seed(3)).tolist()
-    in_val = {distinct[place] for place in order[:num_val]}
+    keys = {number: chat_key(messages, 3) for number, (_, messages) in zip(numbers, chats, strict=True)}
+    bound = val_frac * 2**64
+    if val_frac:  # a split that would be empty gets the nearest
+        bound = min(max(bound, min(keys.values()) + 1), max(keys.values()))
+    in_val = {number for number in numbers if keys[number] < bound}
     with tempfile.TemporaryDirectory(dir=IN_MEMORY) as name:
         meta = build_sft(chats, Path(name, "c"), tokenizer=ByteTokenizer(), val_frac=val_frac, seed=3)
         rows = {split: [int(row) for row in source_ids(Path(name, "c"), split)] for split in SPLITS}
@@ -227,9 +230,10 @@ def test_a_share_of_tokens_far_from_what_was_asked_is_a_warning(tmp_path, caplog
 
 
 def test_chats_and_budgets_warn_of_a_far_share_too(tmp_path, caplog):
-    order = torch.randperm(60, generator=torch.Generator().manual_seed(0)).tolist()
-    chats = [chat("x" * (5_000 if row == order[0] else 5) + str(row)) for row in range(60)]
-    build_sft(chats, tmp_path / "sft", tokenizer=ByteTokenizer(), val_frac=0.1, seed=0)
+    chats = [chat("x" * 5 + str(row)) for row in range(60)]
+    long = next(some for n in itertools.count() if chat_key(some := chat("x" * 5_000 + str(n)), 3) < 0.1 * 2**64)
+    chats[7] = long
+    build_sft(chats, tmp_path / "sft", tokenizer=ByteTokenizer(), val_frac=0.1, seed=3)
     assert caplog.text.count("were asked for") == 1
     build(tmp_path / "budget", rare_long([10] * 50 + [5_000], 0.1, True), 90_000, 10_000)
     assert caplog.text.count("were asked for") == 2
@@ -242,8 +246,8 @@ def test_chats_and_budgets_warn_of_a_far_share_too(tmp_path, caplog):
 def test_a_cache_of_builder_2_is_replaced(settings, key_, monkeypatch):
     recipe, cache = recipes(settings)[key_], Path(settings.cache_dir) / key_
     with monkeypatch.context() as patch:
-        for module in (describe, run_recipe):
-            patch.setattr(module, "BUILDER_VERSION", 2)
+        patch.setattr(meta_keys, "BUILDER_VERSIONS", old := dict.fromkeys(BUILDER_VERSIONS, 2))
+        patch.setattr(run_recipe, "BUILDER_VERSIONS", old)
         recipe(settings)
         meta = {name: value for name, value in read_meta(str(cache / "meta.json")).items() if name != "duplicates"}
         (cache / "meta.json").write_bytes(raw := meta_bytes(meta))
@@ -263,7 +267,8 @@ def test_a_cache_of_builder_2_is_replaced(settings, key_, monkeypatch):
         data = SFTExampleDataset(*files, T=512, device="cpu", eot_id=meta["special_token_ids"]["eot"])
     assert data.get_batch(B=3, generator=torch.Generator().manual_seed(0))[0].shape == (3, data.T)
     replaced = recipe(settings)
-    assert not replaced.reused and replaced.meta["builder_version"] == 3 and "duplicates" in replaced.meta
+    assert not replaced.reused and replaced.meta["builder_version"] == BUILDER_VERSIONS[meta["kind"]]
+    assert "duplicates" in replaced.meta
 
 
 def obvious_split(documents, limits):

@@ -58,18 +58,18 @@ PRETRAIN_FILES["index/crc32.bin"] = crc32s(
 )
 
 SFT_FILES = {
-    # One id of `torch.randperm(3)` seeded with 0 goes to val: the third chat.
-    # usr A eot asst B eot, then sys A eot usr A eot asst eot
-    "train_tokens.bin": b"\x02\0\x4b\0\x04\0\x03\0\x4c\0\x04\0\x01\0\x4b\0\x04\0\x02\0\x4b\0\x04\0\x03\0\x04\0",
-    # usr C eot asst D eot
-    "val_tokens.bin": b"\x02\0\x4d\0\x04\0\x03\0\x4e\0\x04\0",
-    "train_idx.npy": npy(2, b"\0\0\0\0\0\0\0\0\x06\0\0\0\0\0\0\0"),
+    # Their keys are 0.55, 0.59 and 0.86 of 2**64, none below 0.1: the smallest goes to val, the first chat.
+    # sys A eot usr A eot asst eot, then usr C eot asst D eot
+    "train_tokens.bin": b"\x01\0\x4b\0\x04\0\x02\0\x4b\0\x04\0\x03\0\x04\0\x02\0\x4d\0\x04\0\x03\0\x4e\0\x04\0",
+    # usr A eot asst B eot
+    "val_tokens.bin": b"\x02\0\x4b\0\x04\0\x03\0\x4c\0\x04\0",
+    "train_idx.npy": npy(2, b"\0\0\0\0\0\0\0\0\x08\0\0\0\0\0\0\0"),
     "val_idx.npy": npy(1, b"\0\0\0\0\0\0\0\0"),
-    "index/train_ids.txt": b"0\n1\n",
-    "index/val_ids.txt": b"2\n",
+    "index/train_ids.txt": b"1\n2\n",
+    "index/val_ids.txt": b"0\n",
 }
 _IN_ORDER = ("train_tokens.bin", "val_tokens.bin", "train_idx.npy", "val_idx.npy")
-SFT_FILES["index/crc32.bin"] = crc32s(*(SFT_FILES[name] for name in _IN_ORDER), b"0\n1\n", b"2\n")
+SFT_FILES["index/crc32.bin"] = crc32s(*(SFT_FILES[name] for name in _IN_ORDER), b"1\n2\n", b"0\n")
 
 COMMON_META = {
     "format_version": 1,
@@ -193,6 +193,7 @@ def test_an_sft_meta_json_says_this(sft):
     files = SFT_FILES
     assert json.loads((sft / "meta.json").read_bytes()) == {
         **COMMON_META,
+        "builder_version": 4,
         "kind": "sft",
         "noticed": {"empty_replies": 1},
         "roundtrip": {"texts": 6, "differ": 0},

@@ -209,11 +209,11 @@ def test_an_unfinished_build_of_another_version_is_shown_as_not_used(flags, root
 def test_show_prints_a_window_and_an_example_with_its_mask(sample):
     done = cli("show", sample / "pretrain/wikitext", "--at", "10", "--tokens", "5")
     assert done.status == 0 and "tokens 10 to 15" in done.out
-    done = cli("show", sample / "sft/dolly15k", "--split", "val", "--at", "1", "--tokens", "5000")
+    done = cli("show", sample / "sft/dolly15k", "--split", "val", "--at", "4", "--tokens", "5000")
     assert done.status == 0
     plain = done.out
     heading, legend, *turns = plain.splitlines()
-    assert heading.startswith(f"{sample}/sft/dolly15k/val: example 1 of ") and legend.count("[[") == 1
+    assert heading.startswith(f"{sample}/sft/dolly15k/val: example 4 of ") and legend.count("[[") == 1
     assert [turn[:7] for turn in turns] == ["<|usr|>", "<|asst|"] and turns[1].startswith("<|asst|>[[")
     assert turns[1].endswith("<|eot|>]]") and plain.count("[[") == 2
     done = cli("show", sample / "sft/dolly15k", "--tokens", "5000", "--color", "always")

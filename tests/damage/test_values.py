@@ -108,7 +108,7 @@ OFFSETS = {
     "not from 0": ("E201", saved([6, 12]), "at 6", "expected 0"),
     "twice the same": ("E201", saved([0, 6, 6]), "entry 2"),
     "beyond 64 bits": ("E201", saved([0, 2**63 - 1, -(2**63)]), "entry 2"),
-    "beyond the tokens": ("E203", saved([0, 6, 570]), "offset 570", "570 tokens", TOKENS),
+    "beyond the tokens": ("E203", saved([0, 6, 570]), "offset 570", "569 tokens", TOKENS),
     "version 3": ("E203", npy("(3,)", version=b"\x03\x00")),
     "version 0": ("E203", npy("(3,)", version=b"\x00\x00")),
     "a record": ("E203", npy("(3,)", descr="[('a', '<i8')]")),
@@ -521,13 +521,13 @@ SAMPLE_1, SAMPLE_4, SAMPLE_5 = (f"sample {number} ('chat\\n{number}')" for numbe
 EMBEDDINGS, WEIGHTS = "target_embeddings.safetensors", "target_weights.safetensors"
 DEEP = {
     "an id outside": ("pretrain", sealed(number(SHARD, 50, 300, "<u2")), SHARD, "token 50", "300"),
-    "tokens with loss": ("sft", keys(supervised_tokens={"train": 526, "val": 49}), "meta.json", "48 tokens", "49"),
+    "tokens with loss": ("sft", keys(supervised_tokens={"train": 525, "val": 50}), "meta.json", "49 tokens", "50"),
     "bits with loss": (
         "sft with bits",
-        keys(supervised_tokens={"train": 184, "val": 17}),
+        keys(supervised_tokens={"train": 183, "val": 18}),
         "meta.json",
-        "185 tokens",
-        "184",
+        "184 tokens",
+        "183",
     ),
     "documents that do not ascend": (
         "pretrain",

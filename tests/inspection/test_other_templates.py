@@ -49,7 +49,7 @@ def chats(count):
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
-    """A cache of four examples of train and one of val."""
+    """A cache of three examples of train and two of val."""
     path = tmp_path_factory.mktemp("templates") / "sft" / "other"
     templated(path, items=chats(5), tokenizer=Marked())
     return path
@@ -59,7 +59,7 @@ def test_an_example_is_shown_with_its_targets_and_special_tokens(cache):
     for split in ("train", "val"):
         plain = show(cache, Marked(), split=split, position=0, num_tokens=99, color=False).split("\n", 2)
         number = int(plain[2][-8])
-        assert plain[0] == f"{cache}/{split}: example 0 of {4 if split == 'train' else 1}, 17 tokens, 6 supervised"
+        assert plain[0] == f"{cache}/{split}: example 0 of {3 if split == 'train' else 2}, 17 tokens, 6 supervised"
         assert plain[2] == f"<user>\nabc<end><reply>[[d<end>]]<user>e<end><reply>[[f\\x1b{number}<end>]]"
     colored = show(cache, Marked(), split="val", position=0, num_tokens=99, color=True).split("\n", 2)[2]
     assert colored == (
@@ -74,14 +74,17 @@ def test_the_rows_of_a_table_and_a_located_token_are_of_the_example(cache):
     assert [(row["with_loss"], row["tokens"]) for row in rows] == [(6, 17), (6, 17)]
     assert str(rows[1]["text"]).startswith("<user>\nabc<end><reply>[[d<end>]]<user>e")
     found = locate(cache, Marked(), split="train", position=17, num_tokens=99)
-    assert "example:      1 of 4, 17 tokens" in found and found.endswith("<end>") and "[[<user>]]\nabc" in found
+    assert "example:      1 of 3, 17 tokens" in found and found.endswith("<end>") and "[[<user>]]\nabc" in found
 
 
 def test_stats_name_the_template_and_count_the_bits(cache):
     table, meta = dict(stats(cache)), read_meta(str(cache / "meta.json"))
     assert table["chat template"] == "111111111111, mask by prefix, loss on assistant"
-    assert "68 tokens in 4 examples" in table["train"] and "35% supervised" in table["train"]
-    assert [supervised_counts(cache.resolve(), meta, split).tolist() for split in ("train", "val")] == [[6] * 4, [6]]
+    assert "51 tokens in 3 examples" in table["train"] and "35% supervised" in table["train"]
+    assert [supervised_counts(cache.resolve(), meta, split).tolist() for split in ("train", "val")] == [
+        [6] * 3,
+        [6] * 2,
+    ]
     assert find_damage(cache, deep=True) == []
     verdicts = verify(cache, Limits(deep=True), names=("files_match_meta", "readers_open", "examples_supervised"))
     assert not any(verdict.problems for verdict in verdicts.values())
@@ -91,14 +94,14 @@ def test_stats_name_the_template_and_count_the_bits(cache):
 def test_supervised_tokens_are_counted_in_blocks_of_any_size(cache, tokens):
     meta = read_meta(str(cache / "meta.json"))
     with blocks_of(counted_bits=tokens):
-        assert supervised_counts(cache.resolve(), meta, "train").tolist() == [6] * 4
+        assert supervised_counts(cache.resolve(), meta, "train").tolist() == [6] * 3
 
 
 def test_a_wrong_sum_of_targets_is_a_failed_check(cache, tmp_path):
     templated(tmp_path / "other", items=chats(5), tokenizer=Marked())
-    change_meta((tmp_path / "other").resolve(), supervised_tokens={"train": 23, "val": 6})
+    change_meta((tmp_path / "other").resolve(), supervised_tokens={"train": 17, "val": 12})
     verdict = verify(tmp_path / "other", Limits(), names=("examples_supervised",))["examples_supervised"]
-    assert ["supervised_tokens.train is 23, but 24 tokens carry loss" in problem for problem in verdict.problems] == [
+    assert ["supervised_tokens.train is 17, but 18 tokens carry loss" in problem for problem in verdict.problems] == [
         True
     ]
 

@@ -88,8 +88,8 @@ def test_equal_calls_give_equal_rows_of_both_splits(tmp_path, tiny_tokenizer):
     rows = sample_texts(tmp_path / "sft", tiny_tokenizer)
     assert rows == sample_texts(tmp_path / "sft", tiny_tokenizer)
     assert [(row["split"], row["number"]) for row in rows] == [
-        *(("train", 0), ("train", 7), ("train", 15)),
-        *(("val", 0), ("val", 1), ("val", 3)),
+        *(("train", 0), ("train", 8), ("train", 17)),
+        *(("val", 0), ("val", 1)),
     ]
 
 

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.byte_tokenizer import ByteTokenizer
 from support.looking import blocks_of
-from support.splits import IN_MEMORY, SPLITS, stored
+from support.splits import IN_MEMORY, SPLITS, chat_key, stored
 
 from niels_gpt.builders.pretrain import build_pretrain
 from niels_gpt.builders.sft import build_sft
@@ -110,12 +109,9 @@ def test_numbers_are_counted_before_the_shuffle(tmp_path):
 def test_chats_have_their_id_or_their_number_in_the_split_that_they_went_to(tmp_path):
     examples = [("first", chat("a")), chat("b"), ("bad", [{"role": "user"}]), (None, chat("c")), chat("d")]
     meta = sft(tmp_path / "c", examples, val_frac=0.3)
-    in_val = torch.randperm(4, generator=torch.Generator().manual_seed(0))[:1].tolist()
-    names = ["first", "1", "3", "4"]
-    expected = {
-        "train": [name for row, name in enumerate(names) if row not in in_val],
-        "val": [names[row] for row in in_val],
-    }
+    texts = {"first": "a", "1": "b", "3": "c", "4": "d"}
+    in_val = [name for name, text in texts.items() if chat_key(chat(text), 0) < 0.3 * 2**64]
+    expected = {"train": [name for name in texts if name not in in_val], "val": in_val}
     assert ids_of(tmp_path / "c") == expected and meta["dropped"] == {"malformed": 1}
     build_sft_cache([chat("a"), chat("b")], tmp_path / "spec", tokenizer=ByteTokenizer(), val_frac=0, seed=0)
     assert ids_of(tmp_path / "spec")["train"] == ["0", "1"]

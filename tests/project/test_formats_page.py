@@ -11,6 +11,7 @@ import torch
 from support import ROOT
 from support.byte_tokenizer import ByteTokenizer, WideByteTokenizer
 
+from niels_gpt.builders.split import chat_text
 from niels_gpt.cache import PretrainTokenStreamDataset, SFTExampleDataset, build_pretrain_cache, build_sft_cache
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.sampling import EpochStream
@@ -144,3 +145,11 @@ def test_the_least_cache_of_another_writer_is_read(tmp_path):
     assert sorted(int(row[0]) for batch in batches for row in batch.x) == [10, 14, 18, 22]
     x, y, masked = SFTExampleDataset.open(chats, "train", T=5).get_batch(B=1, generator=generator)
     assert x.tolist() == [[2, 75, 4, 3, 76]] and masked.tolist() == [[-100, -100, -100, 76, 4]]
+
+
+def test_the_texts_and_keys_of_chats_on_the_page_are_the_real_ones():
+    rows = re.findall(r"^\| .+ \| `(\[\[.*\]\])` \| 0x([0-9a-f]{16}) \|$", PAGE, re.MULTILINE)
+    for text, digits in rows:
+        assert hashlib.sha256(f"0\n{text}".encode()).hexdigest()[:16] == digits
+        assert chat_text([tuple(turn) for turn in json.loads(text)]).decode() == text
+    assert len(rows) == 3

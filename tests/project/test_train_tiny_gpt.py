@@ -51,7 +51,7 @@ def build_small(root, tokenizer, texts=TINY_TEXTS):
             [{"role": "user", "content": f"Page {number}?"}, {"role": "assistant", "content": text[:40]}]
             for number, text in enumerate(part)
         ]
-        build_sft_cache(chats, root / "sft" / name, tokenizer=tokenizer, val_frac=0.1, seed=0)
+        build_sft_cache(chats, root / "sft" / name, tokenizer=tokenizer, val_frac=0.3, seed=0)
     return root
 
 

@@ -188,10 +188,12 @@ def test_an_eos_that_was_text_decides_which_texts_are_dropped_and_so_what_is_bui
     settings = own(tmp_path, folder, [*TEXTS, "a <tool_call> is text"], document_end="none")
     cache = Path(settings.cache_dir) / "pretrain" / "own"
     assert not sum(build_token_cache(settings, "own").meta["dropped"].values())
-    before = build_identity(Source(), load_tokenizer(folder))
+    before = build_identity(Source(), load_tokenizer(folder), kind="pretrain")
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "<tool_call>"}))
-    assert build_identity(Source(), load_tokenizer(folder)) != before  # so no unfinished build is resumed either
+    assert (
+        build_identity(Source(), load_tokenizer(folder), kind="pretrain") != before
+    )  # so no unfinished build is resumed either
     assert [item.action for item in plan(settings, ["pretrain/own"])] == ["copy", "build"]
     built = build_token_cache(settings, "own")
     assert not built.reused and built.meta["dropped"]["special_in_text"] == 1
@@ -199,6 +201,31 @@ def test_an_eos_that_was_text_decides_which_texts_are_dropped_and_so_what_is_bui
     assert build_token_cache(settings, "own").reused
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "<|im_end|>"}))
     assert not sum(build_token_cache(settings, "own").meta["dropped"].values())
+
+
+def test_the_literal_of_the_unknown_token_is_special_text_and_an_unknown_word_is_not(tmp_path):
+    library = pytest.importorskip("tokenizers")
+    model = library.models.WordLevel({"<unk>": 0, "the": 1, "in": 2, "text": 3, "<end>": 4}, unk_token="<unk>")
+    made = library.Tokenizer(model)
+    made.pre_tokenizer = library.pre_tokenizers.Whitespace()
+    made.add_special_tokens(["<unk>", "<end>"])
+    (tmp_path / "tokenizer").mkdir()
+    made.save(str(tmp_path / "tokenizer" / "tokenizer.json"))
+    settings = own(tmp_path, tmp_path / "tokenizer", ["the text", "the <unk> in text", "the cat"], document_end="none")
+    meta = build_token_cache(settings, "own").meta
+    assert meta["dropped"]["special_in_text"] == 1 and meta["unknown_ids"] == 1 and sum(meta["docs"].values()) == 2
+    as_text = build_token_cache(dataclasses.replace(settings, on_special="text"), "own").meta
+    assert as_text["noticed"]["special_as_text"] == 1 and as_text["unknown_ids"] == 4  # <, unk and > have no piece
+    with refused("E305", "<unk>"):
+        build_token_cache(dataclasses.replace(settings, on_special="raise"), "own")
+
+
+def test_a_dry_run_counts_the_files_of_a_tokenizer_that_is_copied(tmp_path):
+    folder = any_tokenizer("gpt2")
+    tokenizer, _ = plan(own(tmp_path, folder, TEXTS), ["pretrain/own"])
+    assert (tokenizer.action, tokenizer.disk_bytes > 1_000_000) == ("copy", True)
+    copied = build_token_cache(own(tmp_path, folder, TEXTS), "own").path.parents[1] / "tokenizer"
+    assert tokenizer.disk_bytes == sum(file.stat().st_size for file in copied.iterdir() if file.name != "meta.json")
 
 
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("qwen2", marks=pytest.mark.slow)])

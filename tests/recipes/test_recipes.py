@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support.disk import canonical_json
 
-from niels_gpt.builders.meta_keys import BUILDER_VERSION, FORMAT_VERSION
+from niels_gpt.builders.meta_keys import BUILDER_VERSIONS, FORMAT_VERSION
 from niels_gpt.data.files import mirrors
 from niels_gpt.data.files.rows import iter_rows
 from niels_gpt.recipes.plan import plan, recipes, settings_fingerprint
@@ -126,13 +126,15 @@ def test_two_builds_that_want_a_missing_tokenizer_at_once_train_it_once(mirror, 
 def test_a_cache_of_before_there_were_other_ends_of_documents_has_the_fingerprint_of_now(settings, tiny_model_path):
     tokenizer, reads = load_tokenizer(tiny_model_path), ("seed", "document_end")
     for choice, appended in (("auto", True), ("eot", True), ("none", False)):
-        now = recipe_fingerprint(dataclasses.replace(settings, document_end=choice), "k", reads, tokenizer, "s")
+        now = recipe_fingerprint(
+            dataclasses.replace(settings, document_end=choice), "pretrain/k", reads, tokenizer, "s"
+        )
         before = {"seed": settings.seed, "append_eot": appended}
-        parts = {"recipe": "k", "settings": before, "tokenizer": tokenizer.sha256, "source": "s"}
-        parts["versions"] = [FORMAT_VERSION, BUILDER_VERSION]
+        parts = {"recipe": "pretrain/k", "settings": before, "tokenizer": tokenizer.sha256, "source": "s"}
+        parts["versions"] = [FORMAT_VERSION, BUILDER_VERSIONS["pretrain"]]
         assert now == hashlib.sha256(canonical_json(parts)).hexdigest()
-    eos = recipe_fingerprint(dataclasses.replace(settings, document_end="eos"), "k", reads, tokenizer, "s")
-    assert eos not in (now, recipe_fingerprint(settings, "k", reads, tokenizer, "s"))
+    eos = recipe_fingerprint(dataclasses.replace(settings, document_end="eos"), "pretrain/k", reads, tokenizer, "s")
+    assert eos not in (now, recipe_fingerprint(settings, "pretrain/k", reads, tokenizer, "s"))
 
 
 @pytest.mark.parametrize(

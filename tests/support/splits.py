@@ -1,6 +1,7 @@
 """Small pretrain caches whose splits are checked against a rule applied to the whole stream."""
 
 import hashlib
+import json
 import os
 from typing import TYPE_CHECKING
 
@@ -61,6 +62,12 @@ def stored(cache, split):
 def key(text, seed=0):
     """Return the number that decides a text's split, as docs/formats.md has it."""
     return int(hashlib.sha256(f"{seed}\n{text}".encode(errors="surrogatepass")).hexdigest()[:16], 16)
+
+
+def chat_key(messages, seed):
+    """Return the key of a chat by docs/formats.md: that of a text, of its roles and contents as JSON."""
+    turns = [[message["role"], message.get("content")] for message in messages]
+    return key(json.dumps(turns, ensure_ascii=False, separators=(",", ":"), sort_keys=True), seed)
 
 
 def obvious_splits(texts, share, seed=0):

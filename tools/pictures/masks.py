@@ -23,7 +23,7 @@ def draw_loss(target: Path) -> None:
         cache = caches / "sft" / "oasst1"
         special = read_meta(str(cache / "meta.json"))["special_token_ids"]
         starts = np.load(cache / "val_idx.npy")
-        ids = np.fromfile(cache / "val_tokens.bin", dtype="<u2")[: starts[1]]
+        ids = np.split(np.fromfile(cache / "val_tokens.bin", dtype="<u2"), starts[1:])[0]
         tokenizer = load_tokenizer(str(caches / "tokenizer"))
     mask = target_mask(ids[None], np.array([len(ids)]), asst_id=special["asst"], eot_id=special["eot"])[0]
     names = {number: f"<|{name}|>" for name, number in special.items()}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from niels_gpt.builders.build import CHECKSUMS
-from niels_gpt.builders.meta_keys import BUILDER_VERSION, FORMAT_VERSION, content_sha256
+from niels_gpt.builders.meta_keys import BUILDER_VERSIONS, FORMAT_VERSION, content_sha256
 from niels_gpt.builders.partitions.plan import LISTINGS_NAME, Plan
 from niels_gpt.builders.partitions.sums import Sums
 from niels_gpt.builders.shards import TEXTS_OF
@@ -164,9 +164,9 @@ def _check_claim(plan: Plan, receipt: Receipt) -> None:
         raise NotFinishedError("foreign", f"its {META_NAME} is no receipt of a partition")
     if claim.get("plan") != plan.sha256 or claim.get("total") != plan.total:
         raise NotFinishedError("stale", "its receipt is of another plan")
-    versions = (meta.get("format_version"), meta.get("builder_version"))
-    if versions != (FORMAT_VERSION, BUILDER_VERSION):
-        raise NotFinishedError("stale", f"made by version {versions[1]!r:.20} of the builder, not {BUILDER_VERSION}")
+    versions, builder = (meta.get("format_version"), meta.get("builder_version")), BUILDER_VERSIONS["pretrain"]
+    if versions != (FORMAT_VERSION, builder):
+        raise NotFinishedError("stale", f"made by version {versions[1]!r:.20} of the builder, not {builder}")
     if meta.get("tokenizer_sha256") != plan.content["tokenizer_sha256"]:
         raise NotFinishedError("stale", "its ids are of another tokenizer than the plan's")
     if claim.get("number") != receipt.number or type(claim["number"]) is not int:

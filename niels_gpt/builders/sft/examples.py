@@ -1,7 +1,7 @@
 """The examples of an unfinished sft build: all of them in one buffer, then copied to their splits.
 
-The split needs the number of examples, so all ids first go to a buffer file. Memory holds a few numbers for each
-example, never its text. Decides which examples go to val.
+All ids first go to a buffer file: the split of a small corpus needs all of it. Memory holds a few numbers for each
+example, never its text.
 """
 
 from __future__ import annotations
@@ -16,31 +16,32 @@ from numpy.typing import NDArray
 
 from niels_gpt.builders.build import Build
 from niels_gpt.builders.losses import loss_keys
-from niels_gpt.builders.split import SPLITS, num_duplicates
+from niels_gpt.builders.split import SPLITS, TextSplit, num_duplicates
 from niels_gpt.builders.writer import OFFSET_DTYPE, npy_header
+from niels_gpt.encoding import split_keys
 from niels_gpt.storage.fileio import id_lines
 from niels_gpt.tokenizers.protocol import Ids
 
 SPLIT_RULE = (
-    "by example: of n distinct kept examples (roles and contents) in order of first appearance, the first "
-    "max(1, int(n * val_frac)) of torch.randperm(n) seeded with seed go to val (none where n = 1 or val_frac = 0); "
-    "equal ones go with them; both splits keep the order of the stream"
+    "by roles and contents: to val where the first 8 bytes of sha256(seed, newline, JSON of [[role, content], ...]), "
+    "big-endian, are below val_frac * 2**64; where that would leave a split without an example, the nearest one goes "
+    "there, to train first; both splits keep the order of the stream"
 )
 FILES: dict[str, str | None] = dict.fromkeys(("tokens.bin", "examples.bin", "ids.txt"))
 """The files that a build appends to: the tokens of all kept examples, the COLUMNS of each, their source ids."""
 LOSS = "loss.bin"
 """One more, where the tokens that carry loss are stored: a byte for each token, 1 for a target."""
-COLUMNS = 4
-"""Of an example: tokens, supervised tokens, utf-8 bytes, digest of all that decides whether two are equal."""
+COLUMNS = 5
+"""Of an example: tokens, supervised tokens, utf-8 bytes, digest (equal examples have equal ones), key of its split."""
 _COPIED = 4096  # examples at once, from the buffer to a split
 
 
 class ExampleBuffer:
     """The ids of all kept examples in stream order, four numbers for each, and the counts of what was read."""
 
-    def __init__(self, build: Build, dtype: np.dtype[Any]) -> None:
+    def __init__(self, build: Build, dtype: np.dtype[Any], rule: TextSplit) -> None:
         """dtype: of the tokens. The build has `FILES`, and `LOSS` if it stores the targets."""
-        self._build, self._dtype = build, dtype
+        self._build, self._dtype, self._rule = build, dtype, rule
         self._has_loss = LOSS in build.files
         state = build.restored({"counts": {}, "noticed": {}, "kept": 0, "tokens": 0})
         self.counts, self.warnings = Counter[str](state["counts"]), Counter[str](state["noticed"])
@@ -55,13 +56,21 @@ class ExampleBuffer:
         return {"counts": self.counts, "noticed": self.warnings, "kept": self.kept, "tokens": self.tokens}
 
     def write(
-        self, tokens: Ids, rows: NDArray[np.int64], names: Iterable[str], is_target: NDArray[np.bool_] | None = None
+        self,
+        tokens: Ids,
+        numbers: NDArray[np.int64],
+        names: Iterable[str],
+        texts: Iterable[bytes],
+        is_target: NDArray[np.bool_] | None = None,
     ) -> None:
-        """Append examples. tokens: of all of them, end to end. rows: int64 [examples, COLUMNS]. names: source ids.
+        """Append examples. tokens: of all of them, end to end. numbers: int64 [examples, 4], the first COLUMNS.
 
-        is_target: bool, as long as tokens; None where they are not stored.
+        names: source ids. texts: that decide the split (`chat_text`). is_target: bool, as long as tokens; None where
+        they are not stored.
         """
         files = self._build.files
+        keys = split_keys(texts, self._rule.seed).view(np.int64)
+        rows = np.column_stack([numbers, keys])
         files["tokens.bin"].write(tokens)
         files["examples.bin"].write(rows.astype(OFFSET_DTYPE))
         files["ids.txt"].write(id_lines(names))
@@ -70,11 +79,13 @@ class ExampleBuffer:
         self.kept += len(rows)
         self.tokens += len(tokens)
 
-    def split(self, val_frac: float, seed: int) -> dict[str, Any]:
+    def split(self) -> dict[str, Any]:
         """Copy the buffer to both splits; returns the keys of meta.json for their files and the counts."""
-        build = self._build
+        build, rule = self._build, self._rule
         rows = np.fromfile(build.folder / "examples.bin", dtype=OFFSET_DTYPE).reshape(-1, COLUMNS)
-        in_val = _val_rows(rows[:, 3], val_frac, seed)
+        keys = np.ascontiguousarray(rows[:, 4]).view(np.uint64)
+        rule.settle(keys, self.counts["examples_read"], int(rows[:, 2].sum()))
+        in_val = rule.in_val(keys)
         chosen = {"train": ~in_val, "val": in_val}
         files = {
             split: build.add(f"{split}_tokens.bin", self._tokens_of("tokens.bin", rows[:, 0], chosen[split]))
@@ -131,21 +142,6 @@ def packed(parts: Iterable[NDArray[np.uint8]]) -> Iterator[NDArray[np.uint8]]:
         yield np.packbits(values[:whole], bitorder="little")
         rest = values[whole:]
     yield np.packbits(rest, bitorder="little")
-
-
-def _val_rows(digests: NDArray[np.int64], val_frac: float, seed: int) -> NDArray[np.bool_]:
-    """Return bool [examples], true for val: a permutation of the distinct digests, by first appearance, decides."""
-    import torch
-
-    _, first, group = np.unique(digests, return_index=True, return_inverse=True)
-    count = len(first)
-    num_val = max(1, int(count * val_frac)) if count > 1 and val_frac > 0 else 0
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-    in_val = np.zeros(count, dtype=np.bool_)
-    in_val[order[:num_val].numpy()] = True
-    appearance = np.empty(count, dtype=np.int64)
-    appearance[np.argsort(first)] = np.arange(count)
-    return in_val[appearance[group]]
 
 
 def _offsets(lengths: NDArray[np.int64]) -> Iterator[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
@@ -18,6 +19,7 @@ from niels_gpt.builders.meta_keys import Source, build_identity, describe_and_co
 from niels_gpt.builders.resume import NoTextError, open_build, seek
 from niels_gpt.builders.sft.examples import FILES, SPLIT_RULE, ExampleBuffer
 from niels_gpt.builders.source import Batch, ItemKind, digest_list, first_number, item_digest
+from niels_gpt.builders.split import TextSplit, chat_text
 from niels_gpt.builders.writer import OFFSET_DTYPE
 from niels_gpt.chat_template import ROLE_TO_NAME, UNKNOWN_ROLE, count_role
 from niels_gpt.encoding import EncodedTexts, TextEncoder
@@ -74,7 +76,7 @@ def build_sft(
     vocabulary = vocabulary_of(tokenizer)
     identity = build_identity(source, tokenizer, seed=seed, **settings)
     with open_build(out_dir, identity, FILES, checkpoint_seconds, source) as build:
-        chats = _Chats(build, encoder, progress)
+        chats = _Chats(build, encoder, TextSplit(Fraction(val_frac), seed), progress)
         buffer = chats.buffer
         seek(build, source)
         chats.fill(_numbered(examples, source.position), source, num_threads, executor)
@@ -87,7 +89,7 @@ def build_sft(
         meta = describe_and_commit(
             build,
             out_dir,
-            lambda: buffer.split(val_frac, seed),
+            buffer.split,
             committed,
             vocabulary=vocabulary,
             source=source,
@@ -151,11 +153,11 @@ _EXAMPLES = ItemKind[Example](
 class _Chats:
     """Encodes chats, and appends those that are kept to the buffer."""
 
-    def __init__(self, build: Build, encoder: TextEncoder, progress: Progress | None) -> None:
+    def __init__(self, build: Build, encoder: TextEncoder, rule: TextSplit, progress: Progress | None) -> None:
         self._build, self._encoder, self._progress = build, encoder, progress
         self._special = encoder.tokenizer.special_token_ids()
         self._role_ids = {role: self._special[name] for role, name in ROLE_TO_NAME.items()}
-        self.buffer = ExampleBuffer(build, encoder.dtype)
+        self.buffer = ExampleBuffer(build, encoder.dtype, rule)
         self.counts, self.warnings = self.buffer.counts, self.buffer.warnings
         self.losses = Losses(encoder, self.warnings)
 
@@ -243,8 +245,9 @@ class _Chats:
         begins = (np.cumsum(is_kept) - 1)[firsts]
         columns = (lengths + 2, np.where(is_target, lengths + 1, 0), encoded.utf8_bytes[is_kept])
         digests = np.frombuffer(b"".join(contents), dtype=OFFSET_DTYPE)
-        rows = np.stack([*(np.add.reduceat(column, begins) for column in columns), digests], axis=1)
-        self.buffer.write(tokens, rows, (example.name for example in examples))
+        numbers = np.stack([*(np.add.reduceat(column, begins) for column in columns), digests], axis=1)
+        turns = (list(zip(each.roles.split(_JOINT), each.texts, strict=False)) for each in examples)
+        self.buffer.write(tokens, numbers, (example.name for example in examples), map(chat_text, turns))
 
     def _refused(self, encoded: EncodedTexts, texts: range, name: str) -> str | None:
         problems = (self._encoder.accept(encoded.problems.get(text), name) for text in texts)

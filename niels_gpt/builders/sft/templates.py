@@ -11,6 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from hashlib import sha256
 from threading import Lock
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from niels_gpt.builders.meta_keys import Source, build_identity, describe_and_co
 from niels_gpt.builders.resume import NoTextError, open_build, seek
 from niels_gpt.builders.sft.examples import FILES, LOSS, SPLIT_RULE, ExampleBuffer
 from niels_gpt.builders.source import Batch, ItemKind, first_number
+from niels_gpt.builders.split import TextSplit, chat_text
 from niels_gpt.chat.rows import EMPTY, MERGED, NO_SUPERVISED, WITHOUT_LOSS
 from niels_gpt.chat.tokenizers import SPECIAL_TEXT, Chat, ChatTokenizer, EncodedChat, RefusedChat
 from niels_gpt.encoding import DIGEST_BYTES, DIGEST_DTYPE
@@ -35,7 +37,6 @@ from niels_gpt.tokenizers.protocol import Tokenizer, token_dtype
 logger = logging.getLogger(__name__)
 
 MALFORMED = "malformed"
-_SPLIT_RULE = SPLIT_RULE.replace("(roles and contents)", "(messages and tools)")
 _REMEDY = (
     "Expected a chat with a turn that carries loss: name other turns with --loss-on, or with --chat-template a file "
     "that marks the replies by {% generation %} and {% endgeneration %}"
@@ -95,12 +96,13 @@ def build_templated_sft(
         "loss_on": chat_tokenizer.loss_on,
     }
     settings: dict[str, Any] = {"kind": "sft", "built": True, "val_frac": val_frac, "on_special": on_special}
-    settings |= {"split_rule": _SPLIT_RULE, "chat_template": template, "pad_id": chat_tokenizer.pad_id}
-    named = {"template_tokens": chat_tokenizer.names_sha256}  # files beside tokenizer.json name them
-    identity = build_identity(source, tokenizer, seed=seed, **named, **settings)
+    settings |= {"split_rule": SPLIT_RULE, "chat_template": template, "pad_id": chat_tokenizer.pad_id}
+    named = chat_tokenizer.names_sha256  # of the template's tokens, by files beside tokenizer.json
+    identity = build_identity(source, tokenizer, seed=seed, template_tokens=named, **settings)
     encoder = _ChatEncoder(chat_tokenizer, vocabulary["vocab_size"])
     with open_build(out_dir, identity, {**FILES, LOSS: None}, checkpoint_seconds, source) as build:
-        writer = _Writer(build, encoder, on_special, getattr(tokenizer, "unk_id", None), progress)
+        rule = TextSplit(Fraction(val_frac), seed)
+        writer = _Writer(build, encoder, rule, on_special, getattr(tokenizer, "unk_id", None), progress)
         seek(build, source)
         first_number(source.position)
         writer.fill(map(_item, chats), source, num_threads)
@@ -110,7 +112,7 @@ def build_templated_sft(
             raise NoTextError(f"{os.fspath(out_dir)}: no chat with a target is left: {lost}.{first} {_REMEDY}")
         build.checkpoint(writer.buffer.state(), ended=True)
         known = {"vocabulary": vocabulary, "source": source, "counters": source.counters, "seed": seed, **settings}
-        meta = describe_and_commit(build, out_dir, lambda: writer.buffer.split(val_frac, seed), committed, **known)
+        meta = describe_and_commit(build, out_dir, writer.buffer.split, committed, **known)
     warn_of_unknown(out_dir, meta["unknown_ids"])
     return meta
 
@@ -141,8 +143,10 @@ class _EncodedChats:
     """Of each kept chat, in the cache's dtype."""
     targets: list[NDArray[np.bool_]] = field(default_factory=list)
     """Of each kept chat, as long as its ids."""
-    rows: list[tuple[int, ...]] = field(default_factory=list)
+    numbers: list[tuple[int, ...]] = field(default_factory=list)
     """Of each kept chat: tokens, supervised tokens, utf-8 bytes, digest."""
+    texts: list[bytes] = field(default_factory=list)
+    """Of each kept chat: what decides its split."""
     problems: dict[int, RefusedChat] = field(default_factory=dict)
     """Number of the chat -> why it is dropped."""
     noticed: Counter[str] = field(default_factory=Counter)
@@ -154,7 +158,8 @@ class _EncodedChats:
         targets[0] = False  # nothing predicts the first token
         self.ids.append(ids)
         self.targets.append(targets)
-        self.rows.append((len(ids), int(targets.sum()), _utf8_bytes(chat.messages), _digest(chat)))
+        self.numbers.append((len(ids), int(targets.sum()), _utf8_bytes(chat.messages), _digest(chat)))
+        self.texts.append(chat_text([(message["role"], message.get("content")) for message in chat.messages]))
         self.noticed.update([MERGED] * encoded.merged + list(encoded.unsupervised))
         self.noticed[WITHOUT_LOSS] += encoded.turns_without_loss
 
@@ -216,11 +221,17 @@ class _Writer:
     """Appends the chats that are kept to the buffer, and counts."""
 
     def __init__(
-        self, build: Build, encoder: _ChatEncoder, on_special: str, unk_id: int | None, progress: Progress | None
+        self,
+        build: Build,
+        encoder: _ChatEncoder,
+        rule: TextSplit,
+        on_special: str,
+        unk_id: int | None,
+        progress: Progress | None,
     ) -> None:
         self._build, self._encoder, self._on_special, self._unk_id = build, encoder, on_special, unk_id
         self._progress = progress
-        self.buffer = ExampleBuffer(build, encoder.dtype)
+        self.buffer = ExampleBuffer(build, encoder.dtype, rule)
         self.first_problem = ""
         """Of the first chat that was dropped in this run for a reason that has words."""
 
@@ -258,7 +269,7 @@ class _Writer:
             if self._unk_id is not None:
                 buffer.warnings[UNKNOWN_IDS] += int(np.count_nonzero(ids == self._unk_id))
             names = (item.name for number, item in enumerate(batch.items) if number not in encoded.problems)
-            buffer.write(ids, np.array(encoded.rows, dtype=np.int64), names, targets)
+            buffer.write(ids, np.array(encoded.numbers, dtype=np.int64), names, encoded.texts, targets)
 
     def _drop(self, name: str, problem: RefusedChat) -> None:
         if problem.reason == SPECIAL_TEXT and self._on_special == "raise":

@@ -19,7 +19,7 @@ from niels_gpt.builders.build import CHECKPOINT_SECONDS, Build
 from niels_gpt.builders.meta_keys import Source, build_identity, describe_and_commit, vocabulary_of
 from niels_gpt.builders.resume import NoTextError, check_ended, compare_consumed, open_build, seek
 from niels_gpt.builders.source import ItemKind, chunked, first_number
-from niels_gpt.builders.split import SPLITS
+from niels_gpt.builders.split import SPLITS, TextSplit, Waiting
 from niels_gpt.builders.writer import OFFSET_DTYPE, npy_header
 from niels_gpt.encoding import DIGEST_BYTES, split_keys
 from niels_gpt.prefix_tree.rollouts.format import (
@@ -39,8 +39,8 @@ from niels_gpt.storage.meta_json import checked_int, shortened
 from niels_gpt.tokenizers.protocol import MAX_IDS, TOKEN_DTYPES, Tokenizer, token_dtype_name
 
 SPLIT_RULE = (
-    "by group: a group goes to val where the first 8 bytes, big-endian, of sha256(seed, newline, id) are below "
-    "val_frac * 2**64; groups with equal ids go together"
+    "by group: to val where the first 8 bytes of sha256(seed, newline, id), big-endian, are below val_frac * 2**64; "
+    "where that would leave a split without a group, the nearest one goes there, to train first"
 )
 _FILES: dict[str, str | None] = {
     **{file_of(split, name): file_of(split, name) for split in SPLITS for name in ("tokens", "loss", *FIELDS)},
@@ -106,7 +106,7 @@ def build_rollouts(
     settings: dict[str, Any] = {"kind": KIND, "built": True, "val_frac": val_frac, "split_rule": SPLIT_RULE}
     identity = build_identity(source, tokenizer, seed=seed, **{**vocabulary, **settings})
     with open_build(path, identity, _FILES, checkpoint_seconds, source) as build:
-        writer = _Writer(build, vocabulary, val_frac, seed, progress)
+        writer = _Writer(build, vocabulary, TextSplit(Fraction(val_frac), seed), progress)
         seek(build, source)
         first_number(source.position)
         writer.fill(groups, source)
@@ -130,15 +130,14 @@ def _vocabulary(tokenizer: Tokenizer | None, vocab_size: int | None) -> dict[str
 class _Writer:
     """Appends groups to the files of their splits, and counts."""
 
-    def __init__(
-        self, build: Build, vocabulary: dict[str, Any], val_frac: float, seed: int, progress: Progress | None
-    ) -> None:
-        self._build, self._seed, self._progress = build, seed, progress
+    def __init__(self, build: Build, vocabulary: dict[str, Any], rule: TextSplit, progress: Progress | None) -> None:
+        self._build, self._rule, self._progress = build, rule, progress
         self._kind = _Groups(texts=lambda group: [], label=_name, name=_name, vocab_size=vocabulary["vocab_size"])
         self._dtype = TOKEN_DTYPES[vocabulary["token_dtype"]]
-        self._bound = int(Fraction(val_frac) * (1 << 64))
         none = dict.fromkeys(_SUMS, 0)
-        state = build.restored({"counts": {}, "fields": {}, **{split: none for split in SPLITS}})
+        bound = rule.halves
+        state = build.restored({"counts": {}, "fields": {}, "bound": bound, **{split: none for split in SPLITS}})
+        rule.halves = state["bound"]
         self._counts = Counter[str](state["counts"])
         self._fields = tuple(name for name in FIELDS if name in state["fields"])
         self.sums = {split: dict(state[split]) for split in SPLITS}
@@ -149,7 +148,8 @@ class _Writer:
 
     def state(self) -> dict[str, Any]:
         """Return the numbers that a checkpoint keeps."""
-        return {"counts": self._counts, "fields": dict.fromkeys(self._fields, 1), **self.sums}
+        fields = dict.fromkeys(self._fields, 1)
+        return {"counts": self._counts, "fields": fields, "bound": self._rule.halves, **self.sums}
 
     def counted(self, source: Source) -> str:
         """Return the counters, for a message."""
@@ -159,6 +159,8 @@ class _Writer:
         """Read all groups that the last checkpoint does not have, and append those that are kept."""
         build = self._build
         read = build.checked_for_forks(chunked(groups, source.counters, build.position, _size))
+        if not build.last.documents:  # later, the last checkpoint has the bound
+            read = self._rule.settled(read, build.folder, self._waiting)
         chunks = compare_consumed(build, read, self._kind, None, self._report)  # type: ignore[arg-type]
         if build.last.ended:
             if build.compares:
@@ -191,8 +193,12 @@ class _Writer:
         if not samples:
             self._counts["groups_without_sample"] += 1
             return
-        key = int(split_keys([name.encode(errors="surrogatepass")], self._seed)[0])
-        self._append("val" if key < self._bound else "train", name, samples)
+        in_val = self._rule.in_val(split_keys([name.encode(errors="surrogatepass")], self._rule.seed))[0]
+        self._append("val" if in_val else "train", name, samples)
+
+    def _waiting(self, group: RolloutGroup) -> Waiting:
+        kept = any(not isinstance(sample, str) for sample in self._kind.samples(group))
+        return Waiting(group.id.encode(errors="surrogatepass") if kept else None, _size(group))
 
     def _check_fields(self, sample: Sample, group: str, number: int) -> None:
         """Raise ValueError for a sample with other fields than the first one: a file of a field has a value of each."""

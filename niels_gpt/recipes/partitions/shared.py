@@ -16,7 +16,7 @@ from secrets import token_hex
 from typing import Any
 
 import niels_gpt
-from niels_gpt.builders.meta_keys import BUILDER_VERSION, FORMAT_VERSION
+from niels_gpt.builders.meta_keys import BUILDER_VERSIONS, FORMAT_VERSION
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.leftovers import PROBE
@@ -45,7 +45,7 @@ def code_identity() -> dict[str, Any]:
         "version": niels_gpt.__version__,
         "sources": _sources_sha256(Path(niels_gpt.__file__).parent),
         "format": FORMAT_VERSION,
-        "builder": BUILDER_VERSION,
+        "builder": BUILDER_VERSIONS["pretrain"],
         "libraries": {name: _installed(name) for name in LIBRARIES},
     }
 

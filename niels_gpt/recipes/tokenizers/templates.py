@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from niels_gpt.chat.backends import CacheBackend
 from niels_gpt.chat.template_tokenizer import problem_of
 from niels_gpt.chat.tokenizers import ChatTokenizer, template_tokenizer
 from niels_gpt.chat.turns import check_loss_on
@@ -107,9 +108,12 @@ def opened_template(settings: Settings, tokenizer: FullTokenizer, where: Path) -
 
 
 def warn_of_marks(settings: Settings, tokenizer: FullTokenizer, cache: Path) -> None:
-    """Log a warning for a named template that writes literals such as <|im_end|> which are no tokens of the tokenizer:
-    they become several ids, and a message may hold them too."""
-    marks = dict.fromkeys(_MARK.findall(template_text(settings) or ""))
+    """Log a warning for a template that writes literals such as <|im_end|> which are no tokens of the tokenizer: they
+    become several ids, and a message may hold them too."""
+    text = template_text(settings)
+    if text is None and tokenizer.kind == "huggingface":
+        text = CacheBackend(cast(HuggingFaceTokenizer, tokenizer)).template
+    marks = dict.fromkeys(_MARK.findall(text or ""))
     unknown = [mark for mark in marks if tokenizer.token_id(mark) is None]
     if unknown:
         message = "%s: the chat template writes %s, which %s no token of the tokenizer: each becomes several ids"

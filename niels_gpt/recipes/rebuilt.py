@@ -1,0 +1,83 @@
+"""What is said of a cache that replaces another version: documents that moved to val, an exclusion that ended.
+
+The version before is the one that recipe.json names. Where `gc` has removed it, nothing is said.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from niels_gpt.builders.split import asked_share
+from niels_gpt.cache.meta import read_meta
+from niels_gpt.data.exclude import EXCLUDED
+from niels_gpt.display.numbers import many
+from niels_gpt.inspection.diff import num_moved_to_val
+from niels_gpt.settings import Settings
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import META_NAME
+from niels_gpt.storage.meta_json import resolved
+from niels_gpt.storage.remedies import build_command, recorded_settings
+from niels_gpt.storage.versions import VERSION_DIGITS, versions_dir
+
+logger = logging.getLogger(__name__)
+
+_SURELY_MANY = 100_000
+"""Documents from which on no split moves its nearest one: see TextSplit."""
+
+
+def warn_of_changes(settings: Settings, key: str, path: Path, recorded: Mapping[str, Any]) -> None:
+    """Log what readers of the version before have to know of the one that was just committed at `path`.
+
+    recorded: the recipe.json of the version before; {} where there was none.
+    """
+    name, folder = recorded.get("version"), resolved(path)
+    if not isinstance(name, str) or not re.fullmatch(rf"[0-9a-f]{{{VERSION_DIGITS}}}", name) or name == folder.name:
+        return
+    before = versions_dir(path) / name
+    try:
+        old, new = (read_meta(str(version / META_NAME)) for version in (before, folder))
+        moved = num_moved_to_val(before, folder) if _may_have_moved(old, new) else 0
+    except (CacheError, OSError) as error:  # damaged or removed: it is read no more
+        logger.info("%s: not compared with the version before: %s", path, error)
+        return
+    if moved:
+        message = (
+            "%s: %s that %s in train in the version before are now in val. A model that was trained on that version "
+            "has seen them"
+        )
+        logger.warning(message, path, many(moved, "document"), "was" if moved == 1 else "were", extra={"code": "W311"})
+    _warn_of_exclusion(settings, key, path, old, new)
+
+
+def _may_have_moved(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Whether a document can be in train of one version and in val of the other: the rule of the split decides."""
+    if old.get("built") is False or new.get("built") is False:
+        return False
+    of_both = [(meta.get("split_rule"), meta.get("seed"), asked_share(meta)) for meta in (old, new)]
+    rule = str(of_both[0][0])
+    read = min(meta.get("documents_read", meta.get("examples_read", 0)) for meta in (old, new))
+    return of_both[0] != of_both[1] or "sha256(seed" not in rule or read < _SURELY_MANY
+
+
+def _warn_of_exclusion(
+    settings: Settings, key: str, path: Path, old: Mapping[str, Any], new: Mapping[str, Any]
+) -> None:
+    excluded = old["source"].get("counters", {}).get(EXCLUDED, 0)
+    if not excluded or "exclude" in new["source"]:
+        return
+    root = path.parent.parent
+    file = recorded_settings(root, key).exclude
+    again = build_command(replace(settings, exclude=file or "FILE"), key)
+    logger.warning(
+        "%s: the version before left out %s by --exclude%s, and this one has them again. To leave them out: %s",
+        path,
+        many(excluded, "document"),
+        f" {file}" if file else "",
+        again,
+        extra={"code": "W312"},
+    )
