@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, Literal, Protocol, TypedDict
@@ -20,7 +21,9 @@ class Message(TypedDict):
 ROLE_TO_NAME: Final[Mapping[str, str]] = {"system": "sys", "user": "usr", "assistant": "asst"}
 """The sentinel that begins a role's message, as a key of `special_token_ids`."""
 UNKNOWN_ROLE: Final = "unknown_role"
-_MAX_ROLES, _MAX_ROLE_CHARS = 20, 40  # counted by name: a role is any string of an untrusted file
+_MAX_ROLES = 20  # counted by name: a role is any string of an untrusted file
+_ROLE = re.compile(r"[\w .:/-]{1,40}")
+OTHERS: Final = f"{UNKNOWN_ROLE}:others"
 
 
 class ChatTokenizer(Protocol):
@@ -65,15 +68,16 @@ def extract_assistant_reply(tokenizer: ChatTokenizer, ids: Sequence[int]) -> lis
     return values[start:end]
 
 
-def count_role(counters: Counter[str], role: str) -> None:
-    """Count a chat that is dropped because of a role, under the role's name, as `unknown_role:tool`.
+def count_role(counters: Counter[str], role: str) -> str:
+    """Count a chat that is dropped because of a role, under the role's name, as `unknown_role:tool`; returns the name.
 
-    Names are truncated to 40 characters; roles after the first 20 are counted as `unknown_role:others`.
+    What is no name of a role, as a text in its place, and roles after the first 20, count as `unknown_role:others`.
     """
-    shown = role[:_MAX_ROLE_CHARS].encode("utf-8", "backslashreplace").decode()  # meta.json holds no lone surrogate
-    name = f"{UNKNOWN_ROLE}:{shown}"
-    known = name in counters or len(roles_counted(counters)) < _MAX_ROLES
-    counters[name if known else f"{UNKNOWN_ROLE}:others"] += 1
+    name = f"{UNKNOWN_ROLE}:{role}" if _ROLE.fullmatch(role) else OTHERS
+    if name not in counters and len(roles_counted(counters)) >= _MAX_ROLES:
+        name = OTHERS
+    counters[name] += 1
+    return name
 
 
 def roles_counted(counts: Mapping[str, int]) -> dict[str, int]:

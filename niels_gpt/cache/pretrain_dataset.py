@@ -277,6 +277,7 @@ class PretrainTokenStreamDataset(DecodedItems):
     def get_batch(self, *, B: int, generator: torch.Generator) -> tuple[torch.LongTensor, torch.LongTensor]:
         """Return x, y: int64 [B, T], contiguous, on `device`, with y[:, :-1] == x[:, 1:].
 
+        So y is shifted. Labels of a model of transformers are not: it shifts them itself (`Batch.for_transformers`).
         One draw from `generator` per batch, on the generator's device.
         Raises: CacheError, naming file and place, for an id outside meta.json's vocab_size.
         """

@@ -182,6 +182,8 @@ class SFTExampleDataset(DecodedItems):
     ) -> tuple[torch.LongTensor, torch.LongTensor, torch.LongTensor]:
         """Return x, y, y_masked: int64 [B, T], contiguous, on `device`; y_masked is y with -100 where there is no loss.
 
+        y is shifted: y[b, t] is the token after x[b, t]. Labels of a model of transformers are not, for it shifts them
+        itself: `Batch.for_transformers` of an SFTStream gives them.
         An example longer than T + 1 tokens is truncated; a shorter one is padded with eot_id, which is never a target.
         One draw from `generator` per batch, on the generator's device, over `counts.rows`.
         Raises: CacheError as `example`.

@@ -18,6 +18,7 @@ from typing import Any
 
 from niels_gpt.commands.console import ExitCode, Result, exit_code_of, print_error, print_warning, progress_bar, say
 from niels_gpt.commands.report import checked, listed, notices, outcome_line, outcomes_table, plan_table, snapshot_lines
+from niels_gpt.data.exclude import read_exclusion
 from niels_gpt.progress import Progress
 from niels_gpt.recipes import run_recipe
 from niels_gpt.recipes.disk import DiskNeed, free_bytes, needed_bytes, refuse_without_room, unfinished_bytes
@@ -39,8 +40,10 @@ from niels_gpt.recipes.tokenizers.templates import check_early
 from niels_gpt.recipes.user_sources import names_in_lines, stated_credit
 from niels_gpt.settings import Settings, UsageError
 from niels_gpt.storage.codes import code_of
+from niels_gpt.storage.meta_json import shortened
 
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
+_SHOWN = 3  # entries in a warning
 
 
 class UnknownSourceError(UsageError):
@@ -82,11 +85,33 @@ def build_caches(
     finally:
         if outcomes or failures:
             print_built(outcomes, failures)
+    unmatched = _unmatched(settings, outcomes, failures)
     return Result(
-        {"caches": built_rows(settings, outcomes, failures)},
+        {"caches": built_rows(settings, outcomes, failures), **unmatched},
         print_failures(failures),
         "" if failures else _look(settings, outcomes),
     )
+
+
+def _unmatched(
+    settings: Settings, outcomes: Sequence[Outcome], failures: Mapping[str, Exception]
+) -> dict[str, list[str]]:
+    """Warn of entries of --exclude that named nothing; returns them, ready for JSON.
+
+    Returns {} where they are not known: not every cache was built, and read from its beginning, in this process.
+    """
+    built = all(not outcome.reused for outcome in outcomes if outcome.key != TOKENIZER_KEY)
+    if settings.exclude is None or failures or not built or settings.partitions > 1:
+        return {}
+    exclusion = read_exclusion(settings.exclude)
+    if exclusion.resumed:
+        return {}
+    unmatched = sorted(exclusion.entries - exclusion.matched)
+    if unmatched:
+        shown = ", ".join(map(shortened, unmatched[:_SHOWN])) + (", ..." if len(unmatched) > _SHOWN else "")
+        number = f"{len(unmatched):,} of its {len(exclusion.entries):,} entries"
+        print_warning("W313", f"{settings.exclude}: {number} name nothing that was read: {shown}")
+    return {"unmatched_exclude": unmatched}
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TypeVar
@@ -42,6 +42,10 @@ class Exclusion:
     """The entries of the file: ids, and sha256 in lower case."""
 
     entries: frozenset[str]
+    matched: set[str] = field(default_factory=set, compare=False)
+    """Those that named something since this process has read the file."""
+    resumed: set[str] = field(default_factory=set, compare=False)
+    """Sources of which this process has not read the beginning, so that `matched` may lack their entries."""
 
     @cached_property
     def facts(self) -> dict[str, int | str]:
@@ -111,6 +115,7 @@ def remaining(samples: Iterable[Sample], exclude: str | None, counters: Counter[
         for sample in samples:
             entries = exclusion.matching(sample)
             matched |= entries
+            exclusion.matched.update(entries)
             if entries:
                 counters[EXCLUDED] += 1
             else:

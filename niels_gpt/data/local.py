@@ -394,9 +394,8 @@ class _Reader:
             yield row, {"path": name, "row": number} | known
 
     def drop(self, reason: str, problem: str, *, role: str | None = None) -> None:
-        """Count the current row as dropped, and log the first one of each reason and of each unknown role."""
-        if role is not None:
-            count_role(self._counters, role)
+        """Count the current row as dropped, and log the first one of each reason and of each role counted by name."""
+        role = None if role is None else count_role(self._counters, role)
         path, number, _ = self._row
         if problem and not self._dropped:
             self._first = f"{path}, row {number}: found {problem}"

@@ -40,9 +40,8 @@ def caches_below(path: Path) -> list[Path]:
     caches = [path] if _is_cache(path) else list(_below(path, _MAX_DEPTH))
     if not caches:
         what = "no cache there" if path.is_dir() else "no such folder"
-        raise FileNotFoundError(
-            f"{path}: {what}. {_instead(path, 'Name a cache, or the folder that holds pretrain/ and sft/')}"
-        )
+        remedy = _instead(path, "Name a cache, or the folder that holds pretrain/ and sft/")
+        raise FileNotFoundError(f"{path}: {what}. {remedy}")
     return caches
 
 

@@ -131,7 +131,7 @@ def _chat(ids: Ids, mask: NDArray[np.bool_], names: dict[int, str], tokenizer: D
     for start, end in runs(2 * mask + is_sentinel) if color else runs(mask):
         text = shown(decoded_text(ids[start:end], names, tokenizer))
         if color:
-            style = _SENTINEL if is_sentinel[start] else _SUPERVISED if mask[start] else _REST
+            style = _SUPERVISED if mask[start] else _SENTINEL if is_sentinel[start] else _REST
             parts.append(f"{style}{text}{_PLAIN}")
         else:
             parts.append(f"[[{text}]]" if mask[start] else text)

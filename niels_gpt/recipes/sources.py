@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
 from niels_gpt.chat.template_process import Chat
-from niels_gpt.data.exclude import remaining
+from niels_gpt.data.exclude import read_exclusion, remaining
 from niels_gpt.data.files.text import WITH_NUL, note
 from niels_gpt.data.sources import Loader, LoadRequest
 from niels_gpt.data.types import ChatSample, PretrainSample, RawChat, SequenceGroup, TextBlock, source_id
@@ -181,7 +181,20 @@ def _parts(
     """
     request = LoadRequest(settings, source.found, revision, counters, source.splits, position, blocks, raw, partition)
     loaded = (load or source.spec.load)(request)
-    return chain.from_iterable(_kept(settings, source, split, samples, counters) for split, samples in loaded)
+    return _kept_of_parts(settings, source, loaded, counters, position)
+
+
+def _kept_of_parts(
+    settings: Settings,
+    source: ResolvedSource,
+    loaded: Iterable[tuple[str | None, Iterable[Any]]],
+    counters: Counter[str],
+    position: dict[str, int] | None,
+) -> Iterator[tuple[str | None, Any]]:
+    if settings.exclude is not None and position:  # a resumed build has set it by now
+        read_exclusion(settings.exclude).resumed.add(source.source)
+    for split, samples in loaded:
+        yield from _kept(settings, source, split, samples, counters)
 
 
 def _kept(

@@ -40,6 +40,8 @@ from niels_gpt.tokenizers.sentinels import folder_of_copy
 
 logger = logging.getLogger(__name__)
 
+_MOST_NAMES = 10  # of what lies beside a path where nothing is
+
 
 def ensure_tokenizer(settings: Settings, *, user_sources_only: bool = False, from_scratch: bool = False) -> Outcome:
     """Return <cache>/tokenizer, its files and meta.json; it is made and installed first if necessary.
@@ -379,10 +381,13 @@ def _find(settings: Settings, name: str, revision: str | None = None) -> _Named:
 
 
 def _absent(name: str, error: OSError) -> FileNotFoundError:
-    why = error.strerror or ("there is none" if not os.path.isdir(os.path.expanduser(name)) else str(error))
+    path = Path(os.path.expanduser(name))
+    why = error.strerror or ("there is none" if not path.is_dir() else str(error))
+    beside = sorted(each.name for each in path.parent.iterdir())[:_MOST_NAMES] if path.parent.is_dir() else []
+    there = f" In {path.parent} there is {', '.join(beside)}." if beside and not path.exists() else ""
     return TokenizerNotFound(
-        f"{name}: no tokenizer can be read there ({why}). Name a SentencePiece model, a tokenizer.json, a folder "
-        "with one of them or an id of the hub, or leave --tokenizer out to have one trained"
+        f"{name}: no tokenizer can be read there ({why}).{there} Name a SentencePiece model, a tokenizer.json, a "
+        "folder with one of them or an id of the hub, or leave --tokenizer out to have one trained"
     )
 
 

@@ -9,8 +9,8 @@
 Tokens of different segments must not attend to each other: `block_causal_mask`, or FlashAttention's varlen functions,
 which take cu_seqlens and max_seqlen.
 
-y is shifted: y[b, t] is the target of x[b, t]. A model of transformers shifts its `labels` itself, so y as `labels` would
-train it on the token after the next one. `Batch.for_transformers` gives it what it takes.
+y is shifted: y[b, t] is the target of x[b, t]. A model of transformers shifts its `labels` itself, so y as `labels`
+would train it on the token after the next one. `Batch.for_transformers` gives it what it takes.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ class Rows(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class Batch:
-    """x, y: int64 [B, T], y shifted: one token later, -100 where there is no loss; state: the stream's after this batch.
+    """x, y: int64 [B, T]; y is shifted: the token after each of x, -100 where there is no loss.
 
-    state: as `state_dict`, the same on every rank.
+    state: of the stream after this batch, as `state_dict`, the same on every rank.
     source: in a mixture, the index of the stream of each row: int64 [B], on the CPU; else None.
     cu_seqlens: where the K segments of x.view(-1) begin, and B * T: int32 [K + 1], on the device of x. None, like the
         three below, where the stream does not know them.

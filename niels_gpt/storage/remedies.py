@@ -106,7 +106,7 @@ def instead_of(path: str | os.PathLike[str]) -> str:
 
 
 def _names_near(path: Path) -> str:
-    """Return the names of caches in the first folder above a path that is there, those like its own first; "" if none."""
+    """Return the names of caches in the first folder above a path that is there, the likely one first; "" if none."""
     above = next((folder for folder in path.parents if folder.is_dir()), path.parent)
     wanted = path.relative_to(above).parts[0]
     try:

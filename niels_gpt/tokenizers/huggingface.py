@@ -12,6 +12,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
@@ -271,6 +272,11 @@ def _open(raw: bytes, where: str) -> Any:
     """Return the library's tokenizer, without truncation, padding, post-processor and the random merges of dropout."""
     from tokenizers import Tokenizer
 
+    if missing := [name for name in ("from_buffer", "encode_batch_fast") if not hasattr(Tokenizer, name)]:
+        raise ImportError(
+            f"tokenizers {version('tokenizers')} is not supported: its Tokenizer has no {' and no '.join(missing)}. "
+            "Install one that is: pip install 'tokenizers>=0.22,<0.24'"
+        )
     try:
         tokenizer = Tokenizer.from_buffer(raw.removeprefix(BYTE_ORDER_MARK))
         tokenizer.no_truncation()

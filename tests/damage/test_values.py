@@ -128,7 +128,7 @@ READ = {
         f"offsets: {name}": ("sft", undescribed(file(IDX, content)), code, IDX, *found)
         for name, (code, content, *found) in OFFSETS.items()
     },
-    "offsets beyond the tokens": ("sft", file(IDX, saved([*range(10), 570])), "E203", IDX, "570 tokens"),
+    "offsets beyond the tokens": ("sft", file(IDX, saved([*range(10), 570])), "E203", IDX, "569 tokens"),
     "no token, undescribed": ("pretrain", undescribed(file(SHARD, b"")), "E203", SHARD, "empty"),
     "half a token, undescribed": ("pretrain", undescribed(file(SHARD, b"123")), "E203", SHARD, "3 bytes"),
     "an id outside": (

@@ -335,3 +335,14 @@ def test_a_row_that_python_cannot_read_costs_that_row_alone(tmp_path, name, bad,
     write(tmp_path / name, b"\n".join(rows) if name == "a.jsonl" else b"[" + b",".join(rows) + b"]")
     assert own(tmp_path, counters) == ["one", "\ufffd two"]
     assert counters == {"unreadable_row": 1, "repaired_utf8": 1}
+
+
+def test_a_flipped_bit_in_a_page_with_a_checksum_is_refused(tmp_path):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    how = {"compression": "none", "use_dictionary": False, "write_page_checksum": True, "write_statistics": False}
+    pq.write_table(pa.table({"text": ["The heron walks", "The otter swims"]}), tmp_path / "a.parquet", **how)
+    raw = bytearray((tmp_path / "a.parquet").read_bytes())
+    raw[raw.index(b"otter")] ^= 1
+    (tmp_path / "a.parquet").write_bytes(raw)
+    with refused("E302", "a.parquet"):
+        list(open_files(str(tmp_path)).texts(source="own"))

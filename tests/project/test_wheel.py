@@ -1,6 +1,7 @@
 """A wheel works away from the checkout, and an editable install shows its types."""
 
 import ast
+import json
 import os
 import re
 import shutil
@@ -190,3 +191,36 @@ def test_a_type_checker_in_another_folder_sees_the_types_of_an_editable_install(
     (work / "mypy.ini").write_text("[mypy]\n[mypy-torch.*,numpy.*]\nfollow_imports = skip\n")
     found = run(python, "-m", "mypy", "--cache-dir", tmp_path / "mypy", "uses.py", cwd=work)
     assert "PretrainTokenStreamDataset, *, B: int, generator: Any) -> tuple[" in found, found
+
+
+@pytest.mark.slow
+def test_a_base_install_takes_no_later_tokenizers_than_it_knows(built, installed, tmp_path):
+    python = installed / "python"
+    with zipfile.ZipFile(tmp_path / "tokenizers-1.0.0-py3-none-any.whl", "w") as file:  # an index that has 1.0
+        about = "Metadata-Version: 2.1\nName: tokenizers\nVersion: 1.0.0\n"
+        file.writestr("tokenizers-1.0.0.dist-info/METADATA", about)
+        file.writestr(
+            "tokenizers-1.0.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        file.writestr("tokenizers-1.0.0.dist-info/RECORD", "")
+    with zipfile.ZipFile(built[0]) as file:
+        (name,) = (each for each in file.namelist() if each.endswith(".dist-info/METADATA"))
+        lines = file.read(name).decode().splitlines()
+    (asked,) = (line.partition(": ")[2] for line in lines if line.startswith("Requires-Dist: tokenizers"))
+    for requirement, expected in (("tokenizers", "1.0.0"), (asked, "0.")):
+        flags = ["--dry-run", "--ignore-installed", "--no-deps", "--find-links", tmp_path, "--report", tmp_path / "r"]
+        run(python, "-m", "pip", "install", "--quiet", *flags, requirement)
+        (found,) = json.loads((tmp_path / "r").read_text())["install"]
+        assert found["metadata"]["version"].startswith(expected)
+
+
+@pytest.mark.slow
+def test_a_library_that_is_too_new_is_named_and_not_the_users_file(installed, tmp_path):
+    python = installed / "python"
+    run(python, "-m", "pip", "install", "--quiet", "--no-deps", "--target", tmp_path / "new", "tokenizers==1.0.0rc3")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    code = "from niels_gpt.tokenizer import load_tokenizer; load_tokenizer('tokenizer.json')"
+    command = [python, "-c", code]
+    new = environment() | {"PYTHONPATH": str(tmp_path / "new")}
+    done = subprocess.run(command, cwd=tmp_path, env=new, capture_output=True, text=True, check=False)
+    assert "ImportError: tokenizers 1.0.0rc3 is not supported" in done.stderr and "damaged" not in done.stderr

@@ -193,6 +193,11 @@ def test_marks_that_are_no_tokens_are_named(tmp_path, tokenizer, caplog):
     build_token_cache(settings_of(tmp_path, tokenizer, chat_template=str(tmp_path / "other.jinja")), "own")
     (found,) = (record for record in caplog.records if getattr(record, "code", "") == "W412")
     assert "writes <｜end▁of▁it｜>, [/INST], which are no token" in found.getMessage()
+    caplog.clear()  # the tokenizer's own template is looked at as well
+    folder = write_tokenizer(tmp_path / "own", template=CHATML.replace("<|im_end|>", "<|eot_id|>"))
+    build_token_cache(settings_of(tmp_path, folder, chat_template="tokenizer"), "own")
+    (found,) = (record for record in caplog.records if getattr(record, "code", "") == "W412")
+    assert "writes <|eot_id|>, which is no token" in found.getMessage()
 
 
 def test_another_template_for_chats_with_tools_is_known_after_the_tokenizer_was_copied(tmp_path):

@@ -1,9 +1,10 @@
-"""What a build says of the version that it replaces: documents that moved from train to val, an exclusion that ended."""
+"""What a build says of the version that it replaces: documents that moved to val, an exclusion that ended."""
 
 import dataclasses
 import json
 
 import pytest
+from support.commands import niels_gpt
 from support.data_files import lines, write
 from support.splits import chat_key
 from support.tiny_texts import TINY_TEXTS
@@ -19,8 +20,8 @@ CHATS = [
 @pytest.fixture
 def own(tmp_path, tiny_model_path):
     """Settings of a file of chats and one of texts, built with a small tokenizer."""
-    write(tmp_path / "chats.jsonl", lines({"id": f"c{n}", "messages": chat} for n, chat in enumerate(CHATS)))
-    write(tmp_path / "texts.jsonl", lines({"id": f"t{n}", "text": text} for n, text in enumerate(TINY_TEXTS)))
+    write(tmp_path / "chats.jsonl", lines(*[{"id": f"c{n}", "messages": chat} for n, chat in enumerate(CHATS)]))
+    write(tmp_path / "texts.jsonl", lines(*[{"id": f"t{n}", "text": text} for n, text in enumerate(TINY_TEXTS)]))
     given = {"sft": f"chats={tmp_path}/chats.jsonl", "pretrain": f"texts={tmp_path}/texts.jsonl", "seed": 0}
     return Settings(cache_dir=str(tmp_path / "c"), tokenizer=str(tiny_model_path), sft_val_frac=0.3, **given)
 
@@ -44,8 +45,8 @@ def test_a_rebuild_says_how_many_documents_moved_from_train_to_val(own, caplog, 
         (line,) = said(caplog, "W311")
         assert f"{moved(0.3, (last, seed))} documents that were in train" in line
     caplog.clear()  # more of the same source moves nothing
-    more = [*CHATS, [{"role": "user", "content": "more?"}, {"role": "assistant", "content": "more"}]]
-    write(tmp_path / "chats.jsonl", lines({"id": f"c{n}", "messages": chat} for n, chat in enumerate(reversed(more))))
+    more = [[{"role": "user", "content": "more?"}, {"role": "assistant", "content": "more"}], *CHATS[::-1]]
+    write(tmp_path / "chats.jsonl", lines(*[{"id": f"c{n}", "messages": chat} for n, chat in enumerate(more)]))
     assert not build_token_cache(own, "chats").reused and not said(caplog, "W311")
 
 
@@ -58,3 +59,14 @@ def test_an_exclusion_that_ended_is_said_with_the_command_that_keeps_it(own, cap
     assert "2 documents" in line and f"--exclude '{listed}'" in line and "niels-gpt build texts" in line
     record = json.loads((tmp_path / "c" / "pretrain" / ".versions" / "texts" / "recipe.json").read_text())
     assert record["version"] == (tmp_path / "c" / "pretrain" / "texts").resolve().name
+
+
+def test_entries_that_name_nothing_are_warned_of_unless_not_all_was_read(own, tmp_path):
+    listed = write(tmp_path / "list.txt", "t3\nt99\nno such id\n")
+    command = ["build", "--pretrain", own.pretrain, "--cache-dir", own.cache_dir, "--tokenizer", own.tokenizer]
+    done = niels_gpt(*command, "--exclude", str(listed), "--json")
+    assert "warning[W313]" in done.err and "2 of its 3 entries" in done.err and "'no such id', 't99'" in done.err
+    assert done.json["unmatched_exclude"] == ["no such id", "t99"] and done.status == 0
+    assert niels_gpt(*command, "--exclude", str(listed), "--restart", "--strict").status == 1
+    again = niels_gpt(*command, "--exclude", str(listed), "--json")  # up to date: nothing is read
+    assert "W313" not in again.err and "unmatched_exclude" not in again.json

@@ -1,4 +1,4 @@
-"""What a model of transformers gets of a batch: labels that it shifts itself, so that the next token is what it learns."""
+"""What a model of transformers gets of a batch: labels that it shifts itself, so that it learns the next token."""
 
 import pytest
 import torch

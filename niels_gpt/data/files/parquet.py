@@ -82,7 +82,7 @@ def iter_batches(
             handle = open_for_reading(path, follow_links=True)
         with (
             open(handle, "rb") as file,
-            pq.ParquetFile(file, buffer_size=_READ_BYTES) as table,
+            pq.ParquetFile(file, buffer_size=_READ_BYTES, page_checksum_verification=True) as table,
         ):
             names = [name for name in dict.fromkeys(table.schema_arrow.names) if columns is None or name in columns]
             read = _Groups(table, names, file, max_row_bytes)
@@ -181,7 +181,8 @@ class _Groups:
 
         key = tuple(in_codes)
         if key not in self._readers:
-            self._readers[key] = pq.ParquetFile(self._file, buffer_size=_READ_BYTES, read_dictionary=in_codes)
+            how = {"buffer_size": _READ_BYTES, "page_checksum_verification": True}
+            self._readers[key] = pq.ParquetFile(self._file, read_dictionary=in_codes, **how)
         return self._readers[key]
 
 

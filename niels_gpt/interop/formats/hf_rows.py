@@ -144,7 +144,8 @@ def _batches(path: Path) -> Iterator[pa.RecordBatch]:
                     batch.validate(full=True)
                     yield from (batch.slice(first, _ROWS) for first in range(0, batch.num_rows, _ROWS))
             return
-        limits = {"thrift_string_size_limit": _MAX_FOOTER, "thrift_container_size_limit": _MAX_FOOTER}
+        limits: dict[str, Any] = {"page_checksum_verification": True}
+        limits |= dict.fromkeys(("thrift_string_size_limit", "thrift_container_size_limit"), _MAX_FOOTER)
         with pq.ParquetFile(file, buffer_size=_READ_BYTES, pre_buffer=False, **limits) as rows:
             _check_pages(path, rows.metadata, file.fileno())
             names = [name for name in rows.schema_arrow.names if name in _COLUMNS]
