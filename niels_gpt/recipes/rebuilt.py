@@ -47,10 +47,10 @@ def warn_of_changes(settings: Settings, key: str, path: Path, recorded: Mapping[
         return
     if moved:
         message = (
-            "%s: %s that %s in train in the version before are now in val. A model that was trained on that version "
-            "has seen them"
+            "%s: %s of train of the version before %s now in val. A model that was trained on that version has seen "
+            "what is evaluated"
         )
-        logger.warning(message, path, many(moved, "document"), "was" if moved == 1 else "were", extra={"code": "W311"})
+        logger.warning(message, path, many(moved, "document"), "is" if moved == 1 else "are", extra={"code": "W311"})
     _warn_of_exclusion(settings, key, path, old, new)
 
 

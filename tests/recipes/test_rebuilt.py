@@ -43,7 +43,7 @@ def test_a_rebuild_says_how_many_documents_moved_from_train_to_val(own, caplog, 
         caplog.clear()
         build_token_cache(dataclasses.replace(own, seed=seed), "chats")
         (line,) = said(caplog, "W311")
-        assert f"{moved(0.3, (last, seed))} documents that were in train" in line
+        assert f"{moved(0.3, (last, seed))} documents of train" in line
     caplog.clear()  # more of the same source moves nothing
     more = [[{"role": "user", "content": "more?"}, {"role": "assistant", "content": "more"}], *CHATS[::-1]]
     write(tmp_path / "chats.jsonl", lines(*[{"id": f"c{n}", "messages": chat} for n, chat in enumerate(more)]))
