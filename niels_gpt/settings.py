@@ -93,6 +93,10 @@ class Settings:
         100_000_000, "utf-8 bytes of text that a tokenizer is trained on, at most", least=1
     )
 
+    retrain_tokenizer: bool = _setting(
+        False, "train a tokenizer on the sources of this build in place of the one that the folder of caches has"
+    )
+
     shard_bytes: int = _setting(2**27, "bytes of a pretrain shard: 128 MiB (PR-03)", least=2)
     shuffle_buffer: int = _setting(10_000, "documents in the shuffle buffer of fineweb_edu; 0: none (PR-03)", least=0)
     document_end: str = _setting(

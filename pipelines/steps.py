@@ -17,6 +17,7 @@ from niels_gpt.progress import Progress
 from niels_gpt.recipes.eagle3.of_settings import NoExtra, NoTarget
 from niels_gpt.recipes.plan import built_at, every_key
 from niels_gpt.recipes.run_recipe import RUNS_DIR, TOKENIZER_KEY, Outcome, cache_root, recorded_recipe, restart
+from niels_gpt.recipes.tokenizer import with_installed
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError, LeftOut
 from niels_gpt.storage.locks import file_lock
@@ -58,7 +59,8 @@ def materialized(
     run = deployment.run(context)
     with step(context, deployment), turn(run, path) if path.startswith("pretrain/") else nullcontext():
         try:
-            outcome = carried_out(context, deployment, run, path, lambda: build(run.settings))
+            # The asset `tokenizer` alone replaces the one that is there.
+            outcome = carried_out(context, deployment, run, path, lambda: build(with_installed(run.settings)))
         except LeftOut as error:
             leave_out(context, deployment, error)
             return

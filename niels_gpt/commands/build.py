@@ -10,11 +10,13 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+import click
 
 from niels_gpt.commands.console import ExitCode, Result, exit_code_of, print_error, print_warning, progress_bar, say
 from niels_gpt.commands.report import checked, listed, notices, outcome_line, outcomes_table, plan_table, snapshot_lines
@@ -35,7 +37,9 @@ from niels_gpt.recipes.tokenizer import (
     stage_tokenizer,
     tokenizer_state,
     usable_tokenizer,
+    with_all_asked,
 )
+from niels_gpt.recipes.tokenizers.change import ended_caches
 from niels_gpt.recipes.tokenizers.templates import check_early
 from niels_gpt.recipes.user_sources import names_in_lines, stated_credit
 from niels_gpt.settings import Settings, UsageError
@@ -59,11 +63,12 @@ def build_caches(
     dry_run: bool,
     refresh: bool,
     restart: bool,
+    yes: bool = False,
     in_partitions: Callable[..., Outcome] | None = None,
 ) -> Result:
     """Build caches and print what was built, or with `dry_run` what would be. sources: None for all.
 
-    in_partitions: see `build_each`.
+    yes: see `agreed`. in_partitions: see `build_each`.
     Raises: UsageError where there are to be partitions, and none of the caches can have them; as `build_each`.
     """
     chosen = chosen_keys(settings, sources)
@@ -73,8 +78,10 @@ def build_caches(
             f"--partitions {settings.partitions}: only pretrain caches have partitions, not "
             f"{', '.join(chosen)}: {why}. Leave it out"
         )
+    settings = with_all_asked(settings, explicit_options())
     if dry_run:
         return _planned(settings, chosen, of_all=sources is None)
+    agreed(settings, chosen, yes=yes)
     _return_large_blocks()
     outcomes: list[Outcome] = []
     failures: dict[str, Exception] = {}
@@ -91,6 +98,33 @@ def build_caches(
         print_failures(failures),
         "" if failures else _look(settings, outcomes),
     )
+
+
+def explicit_options() -> list[str]:
+    """Return the options that the user has written on the command line, by the names of their settings."""
+    context = click.get_current_context(silent=True)
+    written = click.core.ParameterSource.COMMANDLINE
+    return [] if context is None else [name for name in context.params if context.get_parameter_source(name) is written]
+
+
+def agreed(settings: Settings, chosen: Sequence[str], *, yes: bool) -> None:
+    """Ask, on a terminal, before a tokenizer is replaced that finished caches need which are not among the chosen.
+
+    yes: the user has agreed already. Raises: UsageError where nobody can be asked, and where the answer is no.
+    """
+    if yes or not any(needs_tokenizer(settings, key) for key in chosen):
+        return
+    state = tokenizer_state(settings)
+    ended = [] if state.startswith(("up to date", "cannot be used")) else ended_caches(settings, chosen)
+    if not ended:
+        return
+    path = cache_root(settings) / TOKENIZER_KEY
+    problem = f"{path} would be replaced: readers then refuse {', '.join(ended)} until they are built again"
+    can_ask = sys.stdin.isatty() and sys.stderr.isatty()
+    if can_ask and click.confirm(f"{problem}. Replace it?", err=True):
+        return
+    remedy = "Build them in the same command, name another --cache-dir, or agree with --yes"
+    raise UsageError(f"{problem}. {remedy}", code="E412")
 
 
 def _unmatched(
@@ -249,13 +283,17 @@ def build_each(
         check_early(settings, trains=settings.chat_template is not None and tokenizer_state(settings) == "train")
     if any(needs_tokenizer(settings, key) for key in chosen):
         is_users_own = not set(chosen) & {*RECIPES, *OF_EAGLE3}
-        tokenizer = stage_tokenizer(settings, user_sources_only=is_users_own, announce=True, refresh=refresh)
+        how = {"user_sources_only": is_users_own, "announce": True, "refresh": refresh}
+        tokenizer = stage_tokenizer(settings, **how, from_scratch=settings.retrain_tokenizer)
         outcomes.append(tokenizer)
         left_out = _without_sentinels(settings, chosen, tokenizer) if of_all else []
+    installed = cache_root(settings) / TOKENIZER_KEY
     whole = built_whole(settings, [key for key in chosen if key not in OF_EAGLE3])
-    own = without_partitions(settings, whole) if whole else settings
     for key in (key for key in chosen if key not in left_out):
         recipe = known[key]
+        if tokenizer is not None and installed.resolve() == tokenizer.path.resolve():
+            settings = replace(settings, retrain_tokenizer=False)  # it is installed by now
+        own = without_partitions(settings, whole) if whole else settings
         if in_partitions is not None and key not in (*whole, *OF_EAGLE3):
             recipe = partial(in_partitions, name=key.rpartition("/")[2])
         with bar(key) as progress:
@@ -269,7 +307,6 @@ def build_each(
             except Exception as error:
                 failures[key] = error
                 logging.debug("%s failed", key, exc_info=True)
-    installed = cache_root(settings) / TOKENIZER_KEY
     if tokenizer is not None and tokenizer.path.resolve() != installed.resolve():
         state = "stays as it was" if os.path.lexists(installed) else "is not there yet"
         print(f"{installed} {state}: no cache was built with the new tokenizer", file=sys.stderr)

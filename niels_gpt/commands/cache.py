@@ -61,6 +61,7 @@ def _how_to_build(function: Callable[..., Any]) -> Callable[..., Any]:
             "--restart", is_flag=True, help="build from scratch, without what is there, finished or not", panel="Build"
         ),
         option("--dry-run", is_flag=True, help="print what would be built and the disk it needs", panel="Build"),
+        option("--yes", is_flag=True, hidden=True, help="replace a tokenizer that other caches need", panel="Build"),
     ):
         function = decorate(function)
     return function
@@ -99,6 +100,7 @@ def build(
     dry_run: bool,
     refresh: bool,
     restart: bool,
+    yes: bool,
     **given: Any,
 ) -> Result:
     """Build what was named."""
@@ -114,18 +116,19 @@ def build(
     if partition is not None and dry_run:
         raise click.UsageError("--dry-run shows the partitions of a cache together: leave out --partition")
     if partition is not None:
-        return build_one(settings, source, partition, refresh=refresh, restart=restart)
+        return build_one(settings, source, partition, refresh=refresh, restart=restart, yes=yes)
     elsewhere = None if dask is None else on_dask(settings, dask)
-    return build_caches(settings, chosen, dry_run=dry_run, refresh=refresh, restart=restart, in_partitions=elsewhere)
+    how: dict[str, Any] = {"dry_run": dry_run, "refresh": refresh, "restart": restart, "yes": yes}
+    return build_caches(settings, chosen, **how, in_partitions=elsewhere)
 
 
 @command("build-all", "Build every cache, those of eagle3 too where a target is named.", kept=KEPT)
 @_how_to_build
-def build_all(dry_run: bool, refresh: bool, restart: bool, **given: Any) -> Result:
+def build_all(dry_run: bool, refresh: bool, restart: bool, yes: bool, **given: Any) -> Result:
     """Build everything."""
     from niels_gpt.commands.build import build_caches
 
-    return build_caches(settings_of(given), None, dry_run=dry_run, refresh=refresh, restart=restart)
+    return build_caches(settings_of(given), None, dry_run=dry_run, refresh=refresh, restart=restart, yes=yes)
 
 
 @command(

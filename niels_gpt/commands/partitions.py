@@ -47,13 +47,19 @@ def seal(source: str, sizes_only: bool, **given: Any) -> Result:
 settings_options(seal)
 
 
-def build_one(settings: Settings, sources: Sequence[str], number: int, *, refresh: bool, restart: bool) -> Result:
+def build_one(
+    settings: Settings, sources: Sequence[str], number: int, *, refresh: bool, restart: bool, yes: bool
+) -> Result:
     """Build one partition and print what it holds, and which command is next."""
     from niels_gpt.builders.partitions.receipts import partition_states
+    from niels_gpt.commands.build import agreed
     from niels_gpt.commands.report import partition_line
     from niels_gpt.recipes.partitions.run import build_partition, prepare, restart_partition
 
     key = _partitioned_key(settings, sources)
+    if settings.retrain_tokenizer:
+        raise UsageError("--retrain-tokenizer: each partition would train one. Train it first: build any other cache")
+    agreed(settings, [key], yes=yes)
     name = key.rpartition("/")[2]
     if not 0 <= number < settings.partitions:
         raise UsageError(f"--partition {number}: expected 0 to {settings.partitions - 1}, of --partitions")

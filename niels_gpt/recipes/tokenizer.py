@@ -23,14 +23,15 @@ from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Measurement, Outcome, ca
 from niels_gpt.recipes.tokenizers.change import log_unseen_source, warn_of_older_caches
 from niels_gpt.recipes.tokenizers.earlier import meta_or_none, records_of, trained_earlier, undamaged
 from niels_gpt.recipes.tokenizers.templates import opened_template
-from niels_gpt.recipes.tokenizers.texts import train, was_trained_by
+from niels_gpt.recipes.tokenizers.texts import ASKING, asked, has_values, source_state, train, training_order
+from niels_gpt.recipes.user_sources import text_sources
 from niels_gpt.settings import Settings
 from niels_gpt.storage import versions
 from niels_gpt.storage.errors import CacheError, LeftOut, TokenizerNotFound
 from niels_gpt.storage.fileio import META_NAME, write_bytes
 from niels_gpt.storage.locks import apply_lock_setting
 from niels_gpt.storage.meta_json import checked_sha256, file_records, meta_bytes, parse_object
-from niels_gpt.storage.remedies import build_command
+from niels_gpt.storage.remedies import build_command, with_recorded_tokenizer
 from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.tokenizers.document_end import document_end
 from niels_gpt.tokenizers.files import COMPANIONS, TOKENIZER_JSON, UPSTREAM_MODELS, tokenizer_file, tokenizer_files
@@ -46,8 +47,13 @@ _MOST_NAMES = 10  # of what lies beside a path where nothing is
 def ensure_tokenizer(settings: Settings, *, user_sources_only: bool = False, from_scratch: bool = False) -> Outcome:
     """Return <cache>/tokenizer, its files and meta.json; it is made and installed first if necessary.
 
+    One that was trained without a source that failed is trained again when that source has changed.
     Arguments and errors: see `stage_tokenizer`.
     """
+    failed = (meta_or_none(cache_root(settings) / TOKENIZER_KEY) or {}).get("failed_sources", {})
+    known = {*training_order(), *text_sources(settings)}
+    if any(source_state(settings, name) != state for name, state in failed.items() if name in known):
+        settings = replace(settings, retrain_tokenizer=settings.tokenizer is None)
     staged = stage_tokenizer(settings, user_sources_only=user_sources_only, from_scratch=from_scratch)
     install_tokenizer(settings, staged)
     return replace(staged, path=cache_root(settings) / TOKENIZER_KEY)
@@ -95,8 +101,9 @@ def stage_tokenizer(
     refresh: ask the hub for the newest revision of a tokenizer that is named by its id; else the recorded one counts.
     from_scratch: train it, or copy it, whatever there is. The installed one stays readable until then.
 
-    A named tokenizer (`tokenizer`) replaces another one. A model trained here is trained again when its settings
-    change, or when a source that failed at that time has changed; other changes of the text do not count.
+    The one that is there stays, unless the settings ask for another one: a named tokenizer (`tokenizer`) replaces
+    another one; settings that decide a trained one, where their value is neither the default nor the recorded one; and
+    `retrain_tokenizer`. A change of the text does not count.
     Raises: FileNotFoundError for a named tokenizer that is absent; CacheError for one that cannot be used: of no known
         kind, damaged, or trained on the sample where the text is not; ConnectionError for a hub that cannot be reached:
         a tokenizer outlives an outage; ValueError where there is no text to train on, and for what the hub refuses.
@@ -123,19 +130,20 @@ def stage_tokenizer(
 def tokenizer_for(settings: Settings, key: str, source: ResolvedSource, folder: Path) -> FullTokenizer:
     """Return a folder's tokenizer. Raises: CacheError if it is damaged, or of the sample and the text is not."""
     remove = shlex.join(["rm", *([] if folder.is_symlink() else ["-r"]), str(folder)])
-    again = f"{remove} && {build_command(settings, key)}"
+    of_now = f"{remove} && {build_command(settings, key)}"
+    again = f"{remove} && {build_command(with_recorded_tokenizer(settings, cache_root(settings)), key)}"
     meta = read_meta(str(folder / META_NAME))
     if settings.source_root != "sample" and meta.get("trained_on") == "sample":
         raise CacheError(
             folder / META_NAME,
             "this tokenizer was trained on the bundled sample",
             "one that may encode real text",
-            f"Name another one with --tokenizer, or train one: {again}",
+            f"Name another one with --tokenizer, or train one: {of_now}",
             code="E405",
         )
     if source.user is None and meta.get("trained_on") == "own":
         logger.warning(
-            "%s: trained on user-defined sources only, and used for %s. Remove it to train one on all sources",
+            "%s: trained on user-defined sources only, and used for %s. --retrain-tokenizer trains one on all sources",
             folder,
             source.source,
             extra={"code": "W407"},
@@ -253,16 +261,34 @@ def _installed_for(settings: Settings, path: Path, refresh: bool) -> dict[str, A
     except CacheError as error:
         logger.warning("tokenizer: made again: %s", error, extra={"code": "W403"})
         return None
-    if meta is None or not there:
+    if meta is None or not there or settings.retrain_tokenizer:
         return None
     if settings.tokenizer is not None:
         if is_id(settings.tokenizer):
             return meta if not refresh and is_of_hub(settings, meta) else None
         files = _find(settings, settings.tokenizer).files()
         return meta if content_sha256(records_of(files)) == meta.get("content_sha256") else None
-    if meta.get("origin") == "trained":
-        return meta if was_trained_by(settings, meta) else None
-    return meta
+    return meta if has_values(settings, asked(settings), meta) else None
+
+
+def with_installed(settings: Settings) -> Settings:
+    """Return settings that ask for no other tokenizer than the one that is installed, if one is."""
+    if meta_or_none(cache_root(settings) / TOKENIZER_KEY) is None:
+        return settings
+    defaults = {name: getattr(Settings, name) for name in (*ASKING, "tokenizer", "retrain_tokenizer")}
+    return replace(settings, **defaults)
+
+
+def with_all_asked(settings: Settings, explicit: Sequence[str]) -> Settings:
+    """Return settings that ask for another tokenizer also where an explicit value is the default.
+
+    explicit: the settings that the user has written in this run.
+    """
+    installed = meta_or_none(cache_root(settings) / TOKENIZER_KEY)
+    names = [name for name in explicit if name in ASKING]
+    if installed is None or settings.tokenizer is not None or has_values(settings, names, installed):
+        return settings
+    return replace(settings, retrain_tokenizer=True)
 
 
 def is_of_hub(settings: Settings, meta: Mapping[str, Any]) -> bool:

@@ -22,6 +22,11 @@ _BY_KEY = ("trees/", "eagle3/")  # named by their key
 _EAGLE3 = "eagle3"
 _LINES = ("pretrain", "sft", "rollouts", "licence", "attribution")  # settings of several entries, each a flag
 _TOKENIZER = "tokenizer"
+_OF_TOKENIZER = (
+    *(_TOKENIZER, "tokenizer_kind", "vocab_size", "model_type", "normalization", "character_coverage"),
+    "tokenizer_max_bytes",
+)
+"""The settings that decide which tokenizer is made."""
 _VERSIONS_DIR, _RUNS_DIR, _SAMPLE = ".versions", ".runs", "sample"
 _MOST_BYTES = 1 << 16  # of the end of a file of run records; a record has about 2 KiB
 _MOST_TEXT = 4096  # characters of a setting
@@ -83,9 +88,20 @@ def rebuild_command(path: str | os.PathLike[str]) -> str:
         settings = replace(settings, source_root=_SAMPLE)
     if key == _TOKENIZER:
         return build_command(settings, key)
-    if (root / _TOKENIZER).exists():
-        settings = replace(settings, tokenizer=None)
+    there = (root / _TOKENIZER).exists()
+    settings = replace(settings, tokenizer=None) if there else with_recorded_tokenizer(settings, root)
     return build_command(settings, key, "--restart")
+
+
+def with_recorded_tokenizer(settings: Settings, root: Path) -> Settings:
+    """Return settings that make the tokenizer of a folder of caches again, as the record of its last build says.
+
+    Where there is no record, they are the settings as they are.
+    """
+    if not (root / _RUNS_DIR / f"{_TOKENIZER}.jsonl").is_file():
+        return settings
+    recorded = recorded_settings(root, _TOKENIZER)
+    return replace(settings, **{name: getattr(recorded, name) for name in _OF_TOKENIZER})
 
 
 def build_again(path: str | os.PathLike[str]) -> str:

@@ -198,8 +198,8 @@ def windows(folder):
 NO_SPLITS = [
     ("letters/val", bits, "letters"),  # it has no token
     ("letters/test", bits, "letters"),
-    ("no_such/train", bits, "no such folder. Build it"),
-    ("no_such/train", windows, "no such folder. Build it"),
+    ("no_such/train", bits, "no such folder. "),
+    ("no_such/train", windows, "no such folder. "),
     *(
         (f"chats{part}", bits, "chats") for part in ("", "/train", "/train_tokens.bin")
     ),  # its losses are of replies alone

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from niels_gpt.recipes.user_sources import FAMILIES, user_sources
 from niels_gpt.settings import Settings
 from niels_gpt.storage import versions
 from niels_gpt.storage.errors import CacheError
-from niels_gpt.storage.remedies import build_command, recorded_settings, source_of
+from niels_gpt.storage.remedies import build_command, recorded_settings, source_of, with_recorded_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -55,10 +54,19 @@ def warn_of_older_caches(settings: Settings, meta: Mapping[str, Any]) -> None:
             "for the old one: %s",
             " && ".join(
                 _command(settings, keys, tokenizer=str(back), **dict(zip(_WITH_TOKENIZER, values, strict=True)))
+                + " --yes" * (len(groups) > 1)
                 for values, keys in groups.items()
             ),
             extra={"code": "W404"},
         )
+
+
+def ended_caches(settings: Settings, chosen: Sequence[str]) -> list[str]:
+    """Return the finished caches of the installed tokenizer that a build of `chosen` does not build again."""
+    root = cache_root(settings)
+    installed = (find_meta(root / TOKENIZER_KEY) or {}).get("tokenizer_sha256")
+    of_others = _caches_of_other_tokenizers(root, "")
+    return [key for key, sha256 in of_others.items() if sha256 == installed and key not in chosen]
 
 
 def log_unseen_source(settings: Settings, meta: Mapping[str, Any], key: str) -> None:
@@ -69,17 +77,15 @@ def log_unseen_source(settings: Settings, meta: Mapping[str, Any], key: str) -> 
     trained_on = _sources_with_text(num_bytes)
     if name in trained_on:
         return
-    path = cache_root(settings) / TOKENIZER_KEY
-    remove = shlex.join(["rm", *([] if path.is_symlink() else ["-r"]), str(path)])
+    again = with_recorded_tokenizer(settings, cache_root(settings))
     user_defined = [source for source in trained_on if source not in SOURCES]
     logger.info(
         "%s: the tokenizer has not seen this source: it was trained on %s bytes of %s. To train one that has, and "
-        "build with it: %s && %s",
+        "build with it: %s",
         key,
         f"{meta.get('bytes_seen', 0):,}",
         ", ".join(trained_on),
-        remove,
-        _command(settings, [*user_defined, key]),
+        _command(again, [*user_defined, key], retrain_tokenizer=True),
     )
 
 

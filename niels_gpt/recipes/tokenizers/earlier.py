@@ -39,7 +39,9 @@ def undamaged(version: Path) -> dict[str, Any] | None:
     with contextlib.suppress(CacheError, OSError):
         meta = read_meta(str(version / META_NAME))
         records = records_of(tokenizer_files(version))
-        return meta if records == file_records(meta) and content_sha256(records) == meta["content_sha256"] else None
+        names_model = meta.get("tokenizer_sha256") in {record["sha256"] for record in records}
+        is_whole = records == file_records(meta) and content_sha256(records) == meta["content_sha256"]
+        return meta if is_whole and names_model else None
     return None
 
 

@@ -30,6 +30,8 @@ TRAINING_SETTINGS = {
     "tokenizer_max_bytes": "max_bytes",
 }
 """The settings that decide a tokenizer trained here, and the keys of its meta.json that record them."""
+ASKING = ("tokenizer_kind", *(name for name in TRAINING_SETTINGS if name != "seed"))
+"""The settings with which a build asks for another tokenizer than the one that is there."""
 _OF_SENTENCEPIECE = ("model_type", "normalization", "character_coverage")
 _FAILED = "failed"
 
@@ -80,6 +82,20 @@ def training_settings(settings: Settings) -> dict[str, Any]:
     """Return those of TRAINING_SETTINGS that a tokenizer of the settings' kind is made by."""
     read = (name for name in TRAINING_SETTINGS if settings.tokenizer_kind != "bpe" or name not in _OF_SENTENCEPIECE)
     return {name: getattr(settings, name) for name in read}
+
+
+def asked(settings: Settings) -> list[str]:
+    """Return which of ASKING have another value than the default."""
+    return [name for name in ASKING if getattr(settings, name) != getattr(Settings, name)]
+
+
+def has_values(settings: Settings, names: Sequence[str], meta: Mapping[str, Any]) -> bool:
+    """Whether some of ASKING have the values by which the tokenizer with this meta was trained here."""
+    kind = "bpe" if meta.get("tokenizer_kind") == "huggingface" else "sentencepiece"
+    made_by = {name: meta.get(key) for name, key in TRAINING_SETTINGS.items()} | {"tokenizer_kind": kind}
+    return not names or (
+        meta.get("origin") == "trained" and all(getattr(settings, name) == made_by[name] for name in names)
+    )
 
 
 def was_trained_by(settings: Settings, meta: Mapping[str, Any]) -> bool:
