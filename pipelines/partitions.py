@@ -17,6 +17,7 @@ from niels_gpt.recipes.partitions.documents import is_partitioned
 from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Outcome
 from niels_gpt.recipes.token_caches import build_token_cache
+from niels_gpt.recipes.tokenizer import with_installed
 from pipelines.deployment import Deployment
 from pipelines.steps import (
     BUILD_POOL,
@@ -86,7 +87,7 @@ def _plan_partitions(deployment: Deployment) -> dg.OpDefinition:
     )
     def plan_partitions(context: dg.AssetExecutionContext) -> Iterator[dg.DynamicOutput[None]]:
         asked, path = deployment.run(context), deployment.path_of(context.asset_key)
-        core, name = asked.settings, path.rpartition("/")[2]
+        core, name = with_installed(asked.settings), path.rpartition("/")[2]
         unfinished: list[int] = []
         with step(context, deployment):
             start_over(context, deployment, asked, path)
@@ -124,8 +125,8 @@ def _build_partition(deployment: Deployment) -> dg.OpDefinition:
         asked, path = deployment.run(context), deployment.path_of(context.asset_key)
         number = int(str(context.op_execution_context.get_mapping_key()).removeprefix("p"))
         with step(context, deployment):
-            name = path.rpartition("/")[2]
-            made = run.build_partition(asked.settings, name, number, wait=asked.wait, progress=progress_log(context))
+            core, name = with_installed(asked.settings), path.rpartition("/")[2]
+            made = run.build_partition(core, name, number, wait=asked.wait, progress=progress_log(context))
         done = "was finished already" if made.reused else f"built in {made.seconds:.1f} s"
         context.log.info(f"{path}: partition {number} of {made.partition.total} {done}")
         counts = (
@@ -151,7 +152,7 @@ def _seal_cache(deployment: Deployment) -> dg.OpDefinition:
     )
     def seal_cache(context: dg.AssetExecutionContext) -> Iterator[dg.Output[None]]:
         asked, path = deployment.run(context), deployment.path_of(context.asset_key)
-        core, name = asked.settings, path.rpartition("/")[2]
+        core, name = with_installed(asked.settings), path.rpartition("/")[2]
 
         def build() -> Outcome:
             if is_partitioned(core, resolve_source(core, name)):

@@ -27,7 +27,7 @@ from niels_gpt.recipes.partitions.documents import is_partitioned
 from niels_gpt.recipes.plan import built_at, every_key, needs_no_tokenizer, observe, settings_fingerprint
 from niels_gpt.recipes.resolve import asked_revisions, resolve_source
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Outcome, cache_root, recorded_recipe
-from niels_gpt.recipes.tokenizer import ensure_tokenizer, is_id
+from niels_gpt.recipes.tokenizer import is_id, stage_tokenizer, tokenizer_state
 from niels_gpt.recipes.tokenizers.texts import training_settings
 from niels_gpt.recipes.user_sources import user_sources
 from niels_gpt.settings import Settings
@@ -395,8 +395,13 @@ def is_recorded(
 
 
 def report_tokenizer(context: dg.AssetExecutionContext, deployment: Deployment, settings: Settings) -> None:
-    """Log a materialization of the tokenizer if a cache's step has made another one than Dagster knows, or found it."""
-    outcome = ensure_tokenizer(settings)
+    """Log a materialization of the tokenizer if a cache's step has made another one than Dagster knows, or found it.
+
+    One that is not what the settings ask for is not logged: the asset is out of date until it is materialized itself.
+    """
+    if tokenizer_state(settings) != "up to date":
+        return
+    outcome = stage_tokenizer(settings)
     if not is_recorded(context, deployment, settings, outcome):
         content, code = str(outcome.meta["content_sha256"]), code_version(settings, TOKENIZER_KEY)
         tags = {DATA_VERSION: content, CODE_VERSION: code}

@@ -124,7 +124,7 @@ def plan(settings: Settings, keys: list[str]) -> list[Plan]:
     state = tokenizer_state(settings)
     opened = None if state.startswith("cannot") else usable_tokenizer(settings)
     model = settings.tokenizer or ("sources" if state == "train" else "")
-    size = {"up to date": 0, "copy": copied_bytes(settings) if state == "copy" else 0}.get(state, _TRAINED_BYTES)
+    size = copied_bytes(settings) if state == "copy" else 0 if state == "up to date" else _TRAINED_BYTES
     tokenizer = Plan(TOKENIZER_KEY, state, model, size)
     return [tokenizer, *(_plan_of(settings, key, state, opened) for key in keys)]
 

@@ -18,7 +18,6 @@ from niels_gpt.data.exclude import EXCLUDED
 from niels_gpt.display.numbers import many
 from niels_gpt.inspection.diff import num_moved_to_val
 from niels_gpt.settings import Settings
-from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import resolved
 from niels_gpt.storage.remedies import build_command, recorded_settings
@@ -42,7 +41,8 @@ def warn_of_changes(settings: Settings, key: str, path: Path, recorded: Mapping[
     try:
         old, new = (read_meta(str(version / META_NAME)) for version in (before, folder))
         moved = num_moved_to_val(before, folder) if _may_have_moved(old, new) else 0
-    except (CacheError, OSError) as error:  # damaged or removed: it is read no more
+        excluded = 0 if "exclude" in new["source"] else int(old["source"]["counters"].get(EXCLUDED, 0))
+    except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:  # removed, or damaged: read no more
         logger.info("%s: not compared with the version before: %s", path, error)
         return
     if moved:
@@ -51,7 +51,8 @@ def warn_of_changes(settings: Settings, key: str, path: Path, recorded: Mapping[
             "what is evaluated"
         )
         logger.warning(message, path, many(moved, "document"), "is" if moved == 1 else "are", extra={"code": "W311"})
-    _warn_of_exclusion(settings, key, path, old, new)
+    if excluded:
+        _warn_of_exclusion(settings, key, path, excluded)
 
 
 def _may_have_moved(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
@@ -64,14 +65,8 @@ def _may_have_moved(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     return of_both[0] != of_both[1] or "sha256(seed" not in rule or read < _SURELY_MANY
 
 
-def _warn_of_exclusion(
-    settings: Settings, key: str, path: Path, old: Mapping[str, Any], new: Mapping[str, Any]
-) -> None:
-    excluded = old["source"].get("counters", {}).get(EXCLUDED, 0)
-    if not excluded or "exclude" in new["source"]:
-        return
-    root = path.parent.parent
-    file = recorded_settings(root, key).exclude
+def _warn_of_exclusion(settings: Settings, key: str, path: Path, excluded: int) -> None:
+    file = recorded_settings(path.parent.parent, key).exclude
     again = build_command(replace(settings, exclude=file or "FILE"), key)
     logger.warning(
         "%s: the version before left out %s by --exclude%s, and this one has them again. To leave them out: %s",

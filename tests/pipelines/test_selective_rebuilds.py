@@ -1,6 +1,7 @@
 """What has changed is built, nothing else, and the UI shows as stale what a run would build."""
 
 import dataclasses
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -204,11 +205,14 @@ def test_a_run_in_another_folder_is_refused(instance: dg.DagsterInstance, settin
 
 
 @pytest.mark.slow
-def test_a_caches_run_that_replaces_the_tokenizer_makes_the_other_caches_stale(
+def test_the_tokenizers_asset_alone_replaces_it_and_that_makes_the_other_caches_stale(
     after_a_run: dg.DagsterInstance, settings: Settings, tmp_path: Path
 ) -> None:
     new = with_another_tokenizer(settings, tmp_path)
-    run(after_a_run, new, "sft/oasst1")
+    before = os.readlink(Path(settings.cache_dir) / "tokenizer")
+    assert built(run(after_a_run, new, "sft/oasst1")) == set()
+    assert os.readlink(Path(settings.cache_dir) / "tokenizer") == before and "tokenizer" in stale(after_a_run, new)
+    run(after_a_run, new, "tokenizer", "sft/oasst1")
     others = set(CACHES) - {"sft/oasst1"}
     assert stale(after_a_run, new) == dict.fromkeys(others, "has a new code version")
     assert built(run(after_a_run, new)) == others
