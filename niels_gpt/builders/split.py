@@ -73,6 +73,7 @@ class TextSplit:
 
     @halves.setter
     def halves(self, value: Mapping[str, int]) -> None:
+        """Take the bound of a checkpoint."""
         self.bound = (value["high"] << 32) + value["low"]
 
     def in_val(self, keys: NDArray[np.uint64]) -> NDArray[np.bool_]:

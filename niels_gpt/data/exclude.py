@@ -45,7 +45,7 @@ class Exclusion:
     matched: set[str] = field(default_factory=set, compare=False)
     """Those that named something since this process has read the file."""
     resumed: set[str] = field(default_factory=set, compare=False)
-    """Sources of which this process has not read the beginning, so that `matched` may lack their entries."""
+    """Sources that this process has read from a later row on, so that `matched` may lack their entries."""
 
     @cached_property
     def facts(self) -> dict[str, int | str]:

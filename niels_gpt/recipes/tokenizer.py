@@ -23,8 +23,7 @@ from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Measurement, Outcome, ca
 from niels_gpt.recipes.tokenizers.change import log_unseen_source, warn_of_older_caches
 from niels_gpt.recipes.tokenizers.earlier import meta_or_none, records_of, trained_earlier, undamaged
 from niels_gpt.recipes.tokenizers.templates import opened_template
-from niels_gpt.recipes.tokenizers.texts import ASKING, asked, has_values, source_state, train, training_order
-from niels_gpt.recipes.user_sources import text_sources
+from niels_gpt.recipes.tokenizers.texts import ASKING, asked, has_new_sources, has_values, train
 from niels_gpt.settings import Settings
 from niels_gpt.storage import versions
 from niels_gpt.storage.errors import CacheError, LeftOut, TokenizerNotFound
@@ -50,9 +49,8 @@ def ensure_tokenizer(settings: Settings, *, user_sources_only: bool = False, fro
     One that was trained without a source that failed is trained again when that source has changed.
     Arguments and errors: see `stage_tokenizer`.
     """
-    failed = (meta_or_none(cache_root(settings) / TOKENIZER_KEY) or {}).get("failed_sources", {})
-    known = {*training_order(), *text_sources(settings)}
-    if any(source_state(settings, name) != state for name, state in failed.items() if name in known):
+    installed = meta_or_none(cache_root(settings) / TOKENIZER_KEY)
+    if installed is not None and has_new_sources(settings, installed):
         settings = replace(settings, retrain_tokenizer=settings.tokenizer is None)
     staged = stage_tokenizer(settings, user_sources_only=user_sources_only, from_scratch=from_scratch)
     install_tokenizer(settings, staged)

@@ -24,11 +24,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from niels_gpt.cache.formats import IGNORE_INDEX
 from niels_gpt.cache.pretrain_dataset import as_int64
 from niels_gpt.display.tables import html_table
 
-IGNORED = -100
-"""In y and in labels: no loss here. It is torch's ignore_index."""
 _LONG = 128  # tokens of segments, on average, from which on their places are copied one segment after the other
 
 
@@ -129,9 +128,9 @@ class Batch:
             where the stream knows the segments. For a model of `dtype`, with attention "sdpa" or "eager".
         All are on the device of x.
         """
-        last = torch.where(self.y[:, -1:] == IGNORED, self.x[:, -1:], self.y[:, -1:])
+        last = torch.where(self.y[:, -1:] == IGNORE_INDEX, self.x[:, -1:], self.y[:, -1:])
         inputs = {"input_ids": torch.cat((self.x, last), 1)}
-        inputs["labels"] = torch.cat((torch.full_like(last, IGNORED), self.y), 1)
+        inputs["labels"] = torch.cat((torch.full_like(last, IGNORE_INDEX), self.y), 1)
         if self.cu_seqlens is not None:
             from niels_gpt.sampling.packing.masks import block_causal_mask
 

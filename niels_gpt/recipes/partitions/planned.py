@@ -202,7 +202,7 @@ def tokenizer_of_plan(settings: Settings, key: str) -> Outcome | None:
         if plan.total != settings.partitions or (meta := undamaged(folder)) is None:
             continue
         if settings.tokenizer is None:
-            is_asked = meta.get("origin") == "trained" and was_trained_by(settings, meta)
+            is_asked = was_trained_by(settings, meta)
         else:
             is_asked = is_id(settings.tokenizer) and is_of_hub(settings, meta)
         if is_asked and meta["content_sha256"] == plan.content["tokenizer_content_sha256"]:

@@ -56,6 +56,6 @@ def trained_earlier(settings: Settings, path: Path) -> tuple[Path, dict[str, Any
         if version.stat().st_mtime_ns <= installed.stat().st_mtime_ns:
             break
         meta = undamaged(version)
-        if meta is not None and meta.get("origin") == "trained" and was_trained_by(settings, meta):
+        if meta is not None and was_trained_by(settings, meta):
             return version, meta
     return None

@@ -90,7 +90,7 @@ def asked(settings: Settings) -> list[str]:
 
 
 def has_values(settings: Settings, names: Sequence[str], meta: Mapping[str, Any]) -> bool:
-    """Whether some of ASKING have the values by which the tokenizer with this meta was trained here."""
+    """Whether some training settings have the values by which the tokenizer with this meta was trained here."""
     kind = "bpe" if meta.get("tokenizer_kind") == "huggingface" else "sentencepiece"
     made_by = {name: meta.get(key) for name, key in TRAINING_SETTINGS.items()} | {"tokenizer_kind": kind}
     return not names or (
@@ -99,14 +99,16 @@ def has_values(settings: Settings, names: Sequence[str], meta: Mapping[str, Any]
 
 
 def was_trained_by(settings: Settings, meta: Mapping[str, Any]) -> bool:
-    """Whether these settings would train the tokenizer with this meta again."""
-    kind = "bpe" if meta.get("tokenizer_kind") == "huggingface" else "sentencepiece"
-    same = kind == settings.tokenizer_kind and all(
-        meta.get(TRAINING_SETTINGS[name]) == value for name, value in training_settings(settings).items()
-    )
+    """Whether these settings trained the tokenizer with this meta, and would not train it otherwise now."""
+    names = ["tokenizer_kind", *training_settings(settings)]
+    return has_values(settings, names, meta) and not has_new_sources(settings, meta)
+
+
+def has_new_sources(settings: Settings, meta: Mapping[str, Any]) -> bool:
+    """Whether a source that failed when the tokenizer with this meta was trained has changed."""
     known = {*training_order(), *text_sources(settings)}
     failed = {name: state for name, state in meta.get("failed_sources", {}).items() if name in known}
-    return same and all(source_state(settings, name) == state for name, state in failed.items())
+    return any(source_state(settings, name) != state for name, state in failed.items())
 
 
 def source_state(settings: Settings, name: str) -> str | None:
