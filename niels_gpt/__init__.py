@@ -11,6 +11,7 @@ Data goes from top to bottom. Each package's docstring lists its modules.
     tokenizers/            tokenizers of any kind behind one protocol
     documents.py           documents as columns: what a loader of files gives a builder
     encoding.py            how texts are encoded in batches, with checks of what a tokenizer returns
+    signals.py             signs that a source is not what it is taken for: counters, and when a build warns of them
     special_tokens.py      the four sentinels, and how text that contains one is recognized
     chat_template.py       how this project turns a chat into ids
     chat/                  chat templates of other models: ids, and which tokens carry loss

@@ -28,6 +28,7 @@ LEVELS: tuple[frozenset[str], ...] = (
             "pictures",
             "chat_template",
             "special_tokens",
+            "signals",
         }
     ),
     frozenset({"cache", "builders"}),

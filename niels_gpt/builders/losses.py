@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from niels_gpt.chat_template import roles_counted, roles_of
 from niels_gpt.encoding import EncodedTexts, TextEncoder
+from niels_gpt.signals import ODD_TEXTS, Counts, warn_of_signals
 from niels_gpt.tokenizers.protocol import Ids
 from niels_gpt.tokenizers.roundtrip import first_difference
 
@@ -27,10 +28,7 @@ ROUNDTRIP_BYTES: Final = 1 << 18
 """The first texts of a build are decoded and compared, up to this number or this many utf-8 bytes: some 20 ms ..."""
 ROUNDTRIP_SHARE: Final = 256
 """... and one of so many later ones: those whose digest is a multiple of it, whatever the threads and resumes."""
-EMPTY_REPLIES: Final = "empty_replies"
 UNKNOWN_IDS: Final = "unknown_ids"
-MAX_EMPTY_SHARE: Final = 0.01
-"""A build warns if a larger share of the examples has an empty reply."""
 
 _TEXTS, _DIFFER, _BYTES = "roundtrip_texts", "roundtrip_differ", "roundtrip_bytes"
 _COMPARED_IDS = 1 << 10  # only the beginning of a longer text is compared, so that one book does not use all bytes
@@ -39,7 +37,7 @@ _COMPARED_IDS = 1 << 10  # only the beginning of a longer text is compared, so t
 class Losses:
     """Counts losses in the texts that enter a cache, in `warnings`; `warn` logs them at the end."""
 
-    def __init__(self, encoder: TextEncoder, warnings: Counter[str]) -> None:
+    def __init__(self, encoder: TextEncoder, warnings: Counts) -> None:
         self._warnings = warnings
         self._decode = getattr(encoder.tokenizer, "decode", None)
         self._encode = encoder.tokenizer.encode
@@ -65,7 +63,8 @@ class Losses:
             return
         ends, is_drawn = np.cumsum(encoded.lengths), encoded.digests % ROUNDTRIP_SHARE == 0
         for number in (kept[is_drawn[kept]] if self._compared_enough() else kept).tolist():
-            if number in encoded.notes or not texts[number]:  # counted as lossy already, or nothing to lose
+            is_lossy = not set(encoded.notes.get(number, ())) <= {*ODD_TEXTS}
+            if is_lossy or not texts[number]:  # counted already, or nothing to lose
                 continue
             if not is_drawn[number] and self._compared_enough():
                 continue
@@ -124,8 +123,9 @@ def warn_of_losses(
             extra={"code": "W401"},
         )
     warn_of_unknown(where, meta["unknown_ids"], unknown)
+    warn_of_signals(where, meta)
     if meta["kind"] == "sft":
-        _warn_of_chats(where, meta)
+        _warn_of_roles(where, meta)
 
 
 def warn_of_unknown(where: str | os.PathLike[str], count: int, example: str = "") -> None:
@@ -144,14 +144,8 @@ def _string(text: bytes | str) -> str:
     return text if isinstance(text, str) else text.decode()
 
 
-def count_blank(warnings: Counter[str], roles: Sequence[str], texts: Sequence[str]) -> None:
-    """Count a chat that has blank messages and is kept, if one of them is the assistant's."""
-    replies = (text for role, text in zip(roles, texts, strict=False) if role == "assistant")
-    warnings[EMPTY_REPLIES] += not all(map(str.strip, replies))
-
-
-def loss_keys(warnings: Mapping[str, int]) -> dict[str, Any]:
-    """Return the keys of meta.json that the counts give: roundtrip, lossless, unknown_ids and noticed."""
+def loss_keys(warnings: Counts) -> dict[str, Any]:
+    """Return the keys of meta.json that the counts give: roundtrip, lossless, unknown_ids, noticed and examples."""
     texts, differ = warnings.get(_TEXTS, 0), warnings.get(_DIFFER, 0)
     elsewhere = (_TEXTS, _DIFFER, _BYTES, UNKNOWN_IDS)
     return {
@@ -159,6 +153,7 @@ def loss_keys(warnings: Mapping[str, int]) -> dict[str, Any]:
         "lossless": differ == 0 if texts else None,
         "unknown_ids": warnings.get(UNKNOWN_IDS, 0),
         "noticed": {key: number for key, number in sorted(warnings.items()) if key not in elsewhere and number},
+        **warnings.keys_of_meta(),
     }
 
 
@@ -187,18 +182,7 @@ def _numbers(value: Any) -> dict[str, int]:
     return {str(key): number for key, number in items if type(number) is int}
 
 
-def _warn_of_chats(where: str | os.PathLike[str], meta: Mapping[str, Any]) -> None:
-    examples = meta["totals"]["train_examples"] + meta["totals"]["val_examples"]
-    empty = meta["noticed"].get(EMPTY_REPLIES, 0)
-    if empty > MAX_EMPTY_SHARE * examples:
-        logger.warning(
-            "%s: %d of %d examples have an empty reply of the assistant, and are kept: a model learns from them to end "
-            "its turn at once. Remove them from the source, or list their ids in a file for --exclude",
-            where,
-            empty,
-            examples,
-            extra={"code": "W309"},
-        )
+def _warn_of_roles(where: str | os.PathLike[str], meta: Mapping[str, Any]) -> None:
     roles = Counter(roles_of(meta["noticed"])) + Counter(roles_of(meta["source"]["counters"]))
     if roles:
         logger.warning(

@@ -26,6 +26,7 @@ from niels_gpt.builders.writer import OFFSET_DTYPE, npy_parts
 from niels_gpt.documents import DocumentBatch, Partition
 from niels_gpt.encoding import DIGEST_BYTES, EncodedTexts, TextEncoder
 from niels_gpt.progress import Progress
+from niels_gpt.signals import BLANK, IN_BOTH, REPEATED_ID, SHORTER_THAN_ID, Counts
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError, SourceError
 from niels_gpt.storage.fileio import id_lines
@@ -33,6 +34,8 @@ from niels_gpt.tokenizers.protocol import Ids
 
 Document = tuple[str | None, bytes | str, str]
 """Split (None: by its text), text (bytes: valid utf-8), and the document's id in its source."""
+_LAST_ID = "the last id"
+_LONGEST_ID, _WORDS = 1_000, 4  # bytes of a text that may be shorter than an id; spaces of an id that may be a text
 _NOT_DROPS = {"documents_read", "cut_documents", "cut_tokens"}
 FILES: dict[str, str | None] = {
     **{f"{split}.bin": split + "/shard_{:05d}.bin" for split in SPLITS},
@@ -144,7 +147,8 @@ class Shards:
         numbers = {key: zero for key in ("docs", "tokens", "utf8_bytes")}
         state = build.restored({"counts": {}, "noticed": {}, **numbers, "bound": self._rule.halves})
         self._known_bound = state["bound"] if build.last.documents else None
-        self.counts, self.warnings = Counter(state["counts"]), Counter(state["noticed"])
+        self.counts, self.warnings = Counter(state["counts"]), Counts(state)
+        self._names_splits = bool(state.get("names_splits"))
         self.losses = Losses(encoder, self.warnings)
         self.docs, self.tokens, self.utf8_bytes = (dict(state[key]) for key in ("docs", "tokens", "utf8_bytes"))
         for split in SPLITS:
@@ -240,6 +244,10 @@ class Shards:
     def _counts(self) -> dict[str, Any]:
         full = {split: self._budget.room(split) == 0 for split in SPLITS}
         unbounded = [split for split in SPLITS if self._budget.limits[split] is None]
+        texts = {split: self._build.folder / f"{split}_texts.bin" for split in SPLITS}
+        duplicates = {split: count_duplicates(path) for split, path in texts.items()}
+        if self._names_splits:
+            self.warnings[IN_BOTH] = count_duplicates(*texts.values()) - sum(duplicates.values())
         return {
             "totals": {f"{split}_tokens": self.tokens[split] for split in SPLITS},
             "budget_reached": {split: None if split in unbounded else full[split] for split in SPLITS},
@@ -247,14 +255,15 @@ class Shards:
             "utf8_bytes": self.utf8_bytes,
             "documents_read": self.counts["documents_read"],
             "dropped": {key: self.counts[key] for key in sorted(self.counts) if key not in _NOT_DROPS},
-            "duplicates": {split: count_duplicates(self._build.folder / f"{split}_texts.bin") for split in SPLITS},
+            "duplicates": duplicates,
             "cut": {"documents": self.counts["cut_documents"], "tokens": self.counts["cut_tokens"]},
             **loss_keys(self.warnings),
         }
 
     def state(self) -> dict[str, Any]:
         """Return the numbers that a checkpoint keeps."""
-        counters = {"counts": self.counts, "noticed": self.warnings, "bound": self._rule.halves}
+        counters = {"counts": self.counts, **self.warnings.state(), "bound": self._rule.halves}
+        counters["names_splits"] = int(self._names_splits)
         return {**counters, "docs": self.docs, "tokens": self.tokens, "utf8_bytes": self.utf8_bytes}
 
     def _full(self) -> bool:
@@ -284,9 +293,7 @@ class Shards:
         self._count_drops(batch.items[:consumed], encoded, fits[:consumed], len(kept))
         truncated = {split: self._truncated(split, encoded, chosen[split], lengths) for split in SPLITS}
         kept.sort()
-        if encoded.notes:
-            for number in set(kept.tolist()).intersection(encoded.notes):
-                self.warnings.update(encoded.notes[number])
+        self._note_odd(batch, encoded, kept)
         self.losses.look(batch.payload, encoded, kept, lengths)
         for split, numbers in chosen.items():
             if len(numbers):
@@ -295,9 +302,29 @@ class Shards:
         self.counts["documents_read"] += consumed
         return consumed
 
+    def _note_odd(self, batch: Batch[Document], encoded: EncodedTexts, kept: NDArray[np.int64]) -> None:
+        """Count what is odd about documents that are kept. kept: ascending numbers."""
+        last = self.warnings.seen.get(_LAST_ID)
+        is_short = (encoded.utf8_bytes < _LONGEST_ID).tolist()
+        for number in kept.tolist():
+            text, name, odd = batch.payload[number], batch.items[number][2], encoded.notes.get(number, ())
+            if text.isspace():
+                odd += (BLANK,)
+            if is_short[number] and name.count(" ") >= _WORDS and encoded.utf8_bytes[number] < len(name):
+                odd += (SHORTER_THAN_ID,)
+            if name == last:
+                odd += (REPEATED_ID,)
+            last = name
+            if odd:
+                begin = text[:_LONGEST_ID]
+                self.warnings.note(odd, name, begin if isinstance(begin, str) else begin.decode(errors="replace"))
+        if last is not None:
+            self.warnings.seen[_LAST_ID] = last
+
     def _in_val(self, items: list[Document], keys: NDArray[np.uint64]) -> NDArray[np.bool_]:
         """Return bool [items]: the document goes to val."""
         splits = {item[0] for item in items}
+        self._names_splits |= bool(splits - {None})
         if splits == {None}:
             return self._rule.in_val(keys) if len(keys) else np.zeros(len(items), dtype=np.bool_)
         named = np.array([item[0] == "val" for item in items], dtype=np.bool_)

@@ -213,7 +213,7 @@ def checked(outcome: Outcome, settings: Settings) -> list[str]:
         found[True] = _problems_of_eagle3(outcome, settings)
         return _refuse_failing(outcome, found)
     verdicts = (rollout_checks.verify if kind == "rollouts" else verify)(outcome.path, limits)
-    said = () if outcome.reused else ("budget_reached",)  # the build has warned of it
+    said = () if outcome.reused else ("budget_reached", "signals")  # the build has warned of them
     for check in rollout_checks.CHECKS if kind == "rollouts" else CHECKS[kind]:
         if check.name in said:
             continue

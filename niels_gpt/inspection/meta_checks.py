@@ -25,6 +25,7 @@ from niels_gpt.inspection.file_checks import (
     Damage,
     covered_files,
 )
+from niels_gpt.signals import above, found_in
 from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES
 from niels_gpt.storage.checks import Figures
 from niels_gpt.storage.errors import CacheError
@@ -327,6 +328,14 @@ _ODD_TEXTS = {
     "texts_with_nul": "hold NUL characters, a sign of UTF-16 without a byte-order mark: convert the files to UTF-8, as "
     "does `iconv -f UTF-16LE -t UTF-8`, and build again",
 }
+
+
+def signal_problems(meta: Meta, figures: Figures) -> Iterator[str]:
+    """Yield the signals of the table that are above their share."""
+    found = found_in(meta)
+    shown = ", ".join(f"{each.signal.counter.rstrip(':')} {each.number:,}" for each in found) or "none"
+    figures.say(f"Signs that the source is not what it is taken for: {shown}.", signals=shown)
+    yield from map(str, above(meta))
 
 
 def _unit(meta: Meta) -> str:

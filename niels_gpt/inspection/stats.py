@@ -25,6 +25,7 @@ from niels_gpt.display.tables import html_table, table
 from niels_gpt.inspection.caches import refuse_unless_cache
 from niels_gpt.inspection.readers import open_bits, refusal
 from niels_gpt.inspection.source_ids import printable
+from niels_gpt.signals import UNREAD, above
 from niels_gpt.storage.errors import REBUILD, CacheError, PositionError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import checked_count, file_records, path_inside, resolved, shortened, wrong_value
@@ -32,7 +33,8 @@ from niels_gpt.storage.remedies import PROGRAM
 from niels_gpt.tokenizers.vocabulary import end_of_documents
 
 REPAIRED = ("repaired_utf8", "undecodable_utf8")  # counters of repaired documents; the second of earlier builders
-UNCHANGED = ("byte_order_mark", "texts_with_nul")  # counters of odd documents that are kept unchanged
+UNCHANGED = ("byte_order_mark", "texts_with_nul", "other_text_field", "contradicting_shape")
+"""Counters of odd documents and chats that are kept unchanged; so are those of UNREAD."""
 _BIT_TOKENS = 2**22  # whose bits are counted at once
 _BATCH_TOKENS = 2**16  # padding included; its masks fit a core's cache: 2**21 took up to four times as long
 
@@ -212,11 +214,13 @@ def _rows(cache: Path, folder: Path, meta: dict[str, Any]) -> list[tuple[str, st
     rows.append(("dropped", _dropped(meta)))
     rows.append(("duplicates", _duplicates(meta)))
     counters = source.get("counters", {})
-    left_out = [reason for reason in counters if reason not in (*REPAIRED, *UNCHANGED)]
-    for name, reasons in (("left out", left_out), ("repaired", REPAIRED), ("noticed", UNCHANGED)):
+    noticed = [reason for reason in counters if reason in UNCHANGED or reason.startswith(UNREAD)]
+    left_out = [reason for reason in counters if reason not in (*REPAIRED, *noticed)]
+    for name, reasons in (("left out", left_out), ("repaired", REPAIRED), ("noticed", noticed)):
         counts = {reason: number for reason, number in counters.items() if reason in reasons}
         rows.append((f"{name} by the loader", _counted(counts)))
     rows += loss_table(meta).items()
+    rows += warned_of(meta)
     if meta["kind"] == "pretrain" and meta["built"]:
         end = end_of_documents(meta, META_NAME)
         names = sentinel_names(folder, meta)
@@ -227,6 +231,12 @@ def _rows(cache: Path, folder: Path, meta: dict[str, Any]) -> list[tuple[str, st
         rows.append(("chat template", how))
     ids = f"{meta['vocab_size']:,} ids{_asked(folder, meta)}"
     return [*rows, ("tokenizer", f"{str(meta['tokenizer_sha256'])[:12]}, {ids}")]
+
+
+def warned_of(meta: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return a row for the signals of a cache that a build warns of; none without."""
+    found = "; ".join(map(str, above(meta)))
+    return [("warned of", found)] if found else []
 
 
 def _asked(folder: Path, meta: dict[str, Any]) -> str:

@@ -285,6 +285,7 @@ _RULES: dict[str, Rule] = {
     "dropped_share": _warning(
         lambda meta, limits, figures: meta_checks.dropped_problems(meta, limits.max_dropped_share, figures)
     ),
+    "signals": _warning(lambda meta, limits, figures: meta_checks.signal_problems(meta, figures)),
     "repaired_share": _warning(lambda meta, limits, figures: meta_checks.repaired_problems(meta, figures)),
 }
 
@@ -321,6 +322,12 @@ _WARNINGS = (
         "repaired_share",
         "Hardly a document or example was in another encoding than UTF-8, or holds NUL characters; many point to files "
         "that have to be converted.",
+        blocking=False,
+    ),
+    Check(
+        "signals",
+        "Few of the documents, chats or samples have a sign that the source is not what it is taken for, such as chats "
+        "that begin with a reply; the table of signs is in docs/own_data.md and docs/rollouts.md.",
         blocking=False,
     ),
 )

@@ -162,7 +162,7 @@ def test_empty_replies_are_counted(tiny_tokenizer, tmp_path, caplog):
         [*chats("good", "", " \t"), several, silent], tmp_path / "c", tokenizer=tiny_tokenizer, val_frac=0, seed=0
     )
     assert (meta["noticed"], meta["dropped"], meta["train_examples"]) == ({"empty_replies": 3}, {}, 5)
-    assert "3 of 5 examples have an empty reply" in caplog.text
+    assert "3 of 5 chats have an empty reply" in caplog.text
     caplog.clear()
     few = chats(*(f"good {number}" for number in range(99)), "")
     meta = build_sft(few, tmp_path / "few", tokenizer=tiny_tokenizer, val_frac=0, seed=0)

@@ -65,7 +65,12 @@ def test_every_chat_is_kept_or_counted(tmp_path, caplog):
     ]
     meta = templated(tmp_path / "c", items=[*dropped, *kept], val_frac=0, chat_tokenizer=Odd())
     assert meta["dropped"] == {"empty": 1, "malformed": 4, "no_supervised": 1, "refused_by_template": 2}
-    assert meta["noticed"] == {"merged_at_reply_edge": 1, "empty_reply": 1, "turns_without_loss": 1}
+    assert meta["noticed"] == {
+        "merged_at_reply_edge": 1,
+        "empty_reply": 1,
+        "turns_without_loss": 1,
+        "ends_with_user": 4,
+    }
     assert meta["examples_read"] == 12 and meta["supervised_tokens"]["train"] == 4  # of "both" the second token
     assert caplog.text.count("roles must alternate") == 1 and "Counted as refused_by_template" in caplog.text
     assert (tmp_path / "c" / "index" / "train_ids.txt").read_text() == "both\nmerged\nempty\ntwo\n"

@@ -30,6 +30,7 @@ class Sums:
         self.of_each: list[dict[str, int]] = []
         """Tokens, documents and shards of each partition: `partitions.of_each` of meta.json."""
         groups = (*_BY_NAME, *_OF_SPLITS, "totals", "cut", "trip")
+        self._examples: dict[str, str] = {}
         self._sums: dict[str, Counter[str]] = {key: Counter() for key in groups}
         self._numbers = Counter[str]()
         self._limits: dict[str, int | None] = dict.fromkeys(SPLITS, 0)
@@ -43,6 +44,8 @@ class Sums:
         for key, numbers in counts.items():
             self._sums[key].update(_checked(numbers, key))
         self.counters.update(_checked(meta["source"]["counters"], "source.counters"))
+        for name, example in meta.get("examples", {}).items():
+            self._examples.setdefault(str(name), str(example))
         self._numbers.update(_checked({key: meta[key] for key in _NUMBERS}, "the whole"))
         for split, limit in self._limits.items():
             of_part = meta[f"max_{split}_tokens"]
@@ -69,6 +72,7 @@ class Sums:
             **{key: self._numbers[key] for key in _NUMBERS},
             "cut": {key: self._sums["cut"][key] for key in ("documents", "tokens")},
             **{key: dict(sorted(self._sums[key].items())) for key in _BY_NAME},
+            **({"examples": dict(sorted(self._examples.items()))} if self._examples else {}),
             "roundtrip": trip,
             "lossless": trip["differ"] == 0 if trip["texts"] else None,
         }

@@ -7,7 +7,8 @@ example, never its text.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from hashlib import sha256
 from itertools import islice
 from typing import Any
 
@@ -18,7 +19,8 @@ from niels_gpt.builders.build import Build
 from niels_gpt.builders.losses import loss_keys
 from niels_gpt.builders.split import SPLITS, TextSplit, num_duplicates
 from niels_gpt.builders.writer import OFFSET_DTYPE, npy_header
-from niels_gpt.encoding import split_keys
+from niels_gpt.encoding import DIGEST_BYTES, split_keys
+from niels_gpt.signals import EMPTY_REPLIES, REPEATED_REPLY, Counts, odd_in_chat
 from niels_gpt.storage.fileio import id_lines
 from niels_gpt.tokenizers.protocol import Ids
 
@@ -33,6 +35,7 @@ LOSS = "loss.bin"
 """One more, where the tokens that carry loss are stored: a byte for each token, 1 for a target."""
 COLUMNS = 5
 """Of an example: tokens, supervised tokens, utf-8 bytes, digest (equal examples have equal ones), key of its split."""
+_LAST_REPLY = "digest of the last reply"
 _COPIED = 4096  # examples at once, from the buffer to a split
 
 
@@ -44,7 +47,7 @@ class ExampleBuffer:
         self._build, self._dtype, self._rule = build, dtype, rule
         self._has_loss = LOSS in build.files
         state = build.restored({"counts": {}, "noticed": {}, "kept": 0, "tokens": 0})
-        self.counts, self.warnings = Counter[str](state["counts"]), Counter[str](state["noticed"])
+        self.counts, self.warnings = Counter[str](state["counts"]), Counts(state)
         self.kept, self.tokens = int(state["kept"]), int(state["tokens"])
         build.expect("tokens.bin", self.tokens * dtype.itemsize)
         build.expect("examples.bin", self.kept * COLUMNS * OFFSET_DTYPE.itemsize)
@@ -53,7 +56,22 @@ class ExampleBuffer:
 
     def state(self) -> dict[str, Any]:
         """Return the numbers that a checkpoint keeps."""
-        return {"counts": self.counts, "noticed": self.warnings, "kept": self.kept, "tokens": self.tokens}
+        return {"counts": self.counts, **self.warnings.state(), "kept": self.kept, "tokens": self.tokens}
+
+    def note(
+        self, name: str, roles: Sequence[str], texts: Sequence[str], odd: Iterable[str] = (), *, has_empty: bool = True
+    ) -> None:
+        """Count what is odd about a chat that is kept, and `odd`. roles, texts: of its messages.
+
+        has_empty: whether an empty reply is odd.
+        """
+        reply = next((text for role, text in zip(roles[::-1], texts[::-1], strict=True) if role == "assistant"), "")
+        digest = sha256(reply.encode(errors="surrogatepass")).hexdigest()[: 2 * DIGEST_BYTES]
+        found = [*odd, *odd_in_chat(roles, texts)]
+        if reply.strip() and digest == self.warnings.seen.get(_LAST_REPLY):
+            found.append(REPEATED_REPLY)
+        self.warnings.seen[_LAST_REPLY] = digest
+        self.warnings.note([each for each in found if has_empty or each != EMPTY_REPLIES], name, reply)
 
     def write(
         self,

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from niels_gpt.builders import pipeline
 from niels_gpt.builders.build import CHECKPOINT_SECONDS, Build
-from niels_gpt.builders.losses import Losses, count_blank
+from niels_gpt.builders.losses import Losses
 from niels_gpt.builders.meta_keys import Source, build_identity, describe_and_commit, vocabulary_of
 from niels_gpt.builders.resume import NoTextError, open_build, seek
 from niels_gpt.builders.sft.examples import FILES, SPLIT_RULE, ExampleBuffer
@@ -24,6 +24,7 @@ from niels_gpt.builders.writer import OFFSET_DTYPE
 from niels_gpt.chat_template import ROLE_TO_NAME, UNKNOWN_ROLE, count_role
 from niels_gpt.encoding import EncodedTexts, TextEncoder
 from niels_gpt.progress import Progress
+from niels_gpt.signals import ODD_TEXTS
 from niels_gpt.tokenizers.engine import open_engine
 from niels_gpt.tokenizers.protocol import Tokenizer
 
@@ -201,8 +202,10 @@ class _Chats:
                 kept.append(example)
                 contents.append(item_digest(example.roles, text_digests[first:last]))
                 firsts.append(first)
-                if not all(map(str.strip, example.texts)):
-                    count_blank(self.warnings, example.roles.split(_JOINT), example.texts)
+                notes = [note for text in range(first, last) for note in encoded.notes.get(text, ())]
+                self.warnings.update(note for note in notes if note not in ODD_TEXTS)
+                odd = {*ODD_TEXTS}.intersection(notes)
+                self.buffer.note(example.name, example.roles.split(_JOINT)[:-1], example.texts, sorted(odd))
             else:
                 self.counts[problem] += 1
                 if problem == UNKNOWN_ROLE:
@@ -211,9 +214,6 @@ class _Chats:
                 is_kept[first:last] = False
             first = last
         self.counts["examples_read"] += len(batch.items)
-        for text, notes in encoded.notes.items():
-            if is_kept[text]:
-                self.warnings.update(notes)
         if kept:
             self.losses.look(batch.payload, encoded, np.flatnonzero(is_kept))
             self._write(kept, contents, firsts, is_kept, encoded)

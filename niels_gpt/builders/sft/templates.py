@@ -31,6 +31,7 @@ from niels_gpt.chat.rows import EMPTY, MERGED, NO_SUPERVISED, WITHOUT_LOSS
 from niels_gpt.chat.tokenizers import SPECIAL_TEXT, Chat, ChatTokenizer, EncodedChat, RefusedChat
 from niels_gpt.encoding import DIGEST_BYTES, DIGEST_DTYPE
 from niels_gpt.progress import Progress
+from niels_gpt.signals import odd_in_text, warn_of_signals
 from niels_gpt.storage.errors import SourceError, TokenizerError
 from niels_gpt.tokenizers.protocol import Tokenizer, token_dtype
 
@@ -114,6 +115,7 @@ def build_templated_sft(
         known = {"vocabulary": vocabulary, "source": source, "counters": source.counters, "seed": seed, **settings}
         meta = describe_and_commit(build, out_dir, writer.buffer.split, committed, **known)
     warn_of_unknown(out_dir, meta["unknown_ids"])
+    warn_of_signals(out_dir, meta)
     return meta
 
 
@@ -149,8 +151,10 @@ class _EncodedChats:
     """Of each kept chat: what decides its split."""
     problems: dict[int, RefusedChat] = field(default_factory=dict)
     """Number of the chat -> why it is dropped."""
+    chats: list[tuple[list[str], list[str]]] = field(default_factory=list)
+    """Of each kept chat: roles, and the words of the messages."""
     noticed: Counter[str] = field(default_factory=Counter)
-    """What is odd about chats that are kept."""
+    """What the template does with chats that are kept."""
 
     def add(self, chat: Chat, ids: NDArray[Any], encoded: EncodedChat) -> None:
         """Take a chat that is kept."""
@@ -160,6 +164,8 @@ class _EncodedChats:
         self.targets.append(targets)
         self.numbers.append((len(ids), int(targets.sum()), _utf8_bytes(chat.messages), _digest(chat)))
         self.texts.append(chat_text([(message["role"], message.get("content")) for message in chat.messages]))
+        words = [_words(message.get("content")) for message in chat.messages]
+        self.chats.append(([message["role"] for message in chat.messages], words))
         self.noticed.update([MERGED] * encoded.merged + list(encoded.unsupervised))
         self.noticed[WITHOUT_LOSS] += encoded.turns_without_loss
 
@@ -200,6 +206,17 @@ class _ChatEncoder:
             problem = f"chat {name!r}: the tokenizer gave id {wrong}, expected ids below vocab_size={self.vocab_size}"
             raise TokenizerError(problem, code="E409")
         return array.astype(self.dtype)
+
+
+def _words(content: Any) -> str:
+    """Return the text of a content; of a list, that of its parts."""
+    if isinstance(content, list):
+        return "".join(_words(part.get("text")) for part in content if isinstance(part, dict))
+    return content if isinstance(content, str) else ""
+
+
+def _utf8(text: str) -> bytes:
+    return text.encode(errors="surrogatepass")
 
 
 def _utf8_bytes(value: Any) -> int:
@@ -268,7 +285,10 @@ class _Writer:
             ids, targets = np.concatenate(encoded.ids), np.concatenate(encoded.targets)
             if self._unk_id is not None:
                 buffer.warnings[UNKNOWN_IDS] += int(np.count_nonzero(ids == self._unk_id))
-            names = (item.name for number, item in enumerate(batch.items) if number not in encoded.problems)
+            names = [item.name for number, item in enumerate(batch.items) if number not in encoded.problems]
+            for name, (roles, texts) in zip(names, encoded.chats, strict=True):
+                odd = {each for text in texts if not text.isascii() for each in odd_in_text(_utf8(text))}
+                buffer.note(name, roles, texts, sorted(odd), has_empty=False)  # counted as EMPTY_REPLY
             buffer.write(ids, np.array(encoded.numbers, dtype=np.int64), names, encoded.texts, targets)
 
     def _drop(self, name: str, problem: RefusedChat) -> None:

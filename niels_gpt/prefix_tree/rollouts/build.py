@@ -31,8 +31,9 @@ from niels_gpt.prefix_tree.rollouts.format import (
     scored_tokens,
     stored,
 )
-from niels_gpt.prefix_tree.rollouts.records import FIELDS, RolloutGroup, Sample, checked
+from niels_gpt.prefix_tree.rollouts.records import FIELDS, RolloutGroup, Sample, checked, odd_in_group, odd_in_sample
 from niels_gpt.progress import Progress
+from niels_gpt.signals import NO_COMMON_END, REPEATED_GROUP, WITHOUT_PROMPT, Counts, warn_of_signals
 from niels_gpt.storage.errors import SourceError
 from niels_gpt.storage.fileio import id_lines
 from niels_gpt.storage.meta_json import checked_int, shortened
@@ -52,6 +53,8 @@ _SUMS = (
     *("groups", "samples", "stored_tokens", "loss_bytes", "scores", "id_bytes"),
     *("tokens", "tokens_after", "pairs", "pairs_after", "loss_tokens", "samples_without_target"),
 )
+_RANGE = "range of "
+_MOST_LAST_IDS = 1_000  # counted by name: more are no common end
 _CHUNK = 1 << 16  # of the tables, copied at once
 
 
@@ -114,7 +117,9 @@ def build_rollouts(
             raise NoTextError(f"{os.fspath(path)}: no group is left for train: {writer.counted(source)}")
         build.checkpoint(writer.state(), ended=True)
         known = {"vocabulary": vocabulary, "source": source, "counters": source.counters, "seed": seed, **settings}
-        return describe_and_commit(build, path, writer.described, committed, **known)
+        meta = describe_and_commit(build, path, writer.described, committed, **known)
+    warn_of_signals(path, meta)
+    return meta
 
 
 def _vocabulary(tokenizer: Tokenizer | None, vocab_size: int | None) -> dict[str, Any]:
@@ -137,6 +142,13 @@ class _Writer:
         none = dict.fromkeys(_SUMS, 0)
         bound = rule.halves
         state = build.restored({"counts": {}, "fields": {}, "bound": bound, **{split: none for split in SPLITS}})
+        self._odd = Counts(state)
+        self._ranges = {  # least, most, sum and number of the values
+            name.removeprefix(_RANGE): [float.fromhex(number) for number in text.split()]
+            for name, text in self._odd.seen.items()
+            if name.startswith(_RANGE)
+        }
+        self._last_ids = Counter[str](state.get("last_ids", {}))
         rule.halves = state["bound"]
         self._counts = Counter[str](state["counts"])
         self._fields = tuple(name for name in FIELDS if name in state["fields"])
@@ -149,7 +161,9 @@ class _Writer:
     def state(self) -> dict[str, Any]:
         """Return the numbers that a checkpoint keeps."""
         fields = dict.fromkeys(self._fields, 1)
-        return {"counts": self._counts, "fields": fields, "bound": self._rule.halves, **self.sums}
+        self._odd.seen |= {_RANGE + name: " ".join(map(float.hex, numbers)) for name, numbers in self._ranges.items()}
+        seen = {**self._odd.state(), "last_ids": self._last_ids}
+        return {"counts": self._counts, "fields": fields, "bound": self._rule.halves, **self.sums, **seen}
 
     def counted(self, source: Source) -> str:
         """Return the counters, for a message."""
@@ -189,12 +203,43 @@ class _Writer:
                 self._counts[sample] += 1
                 continue
             self._check_fields(sample, name, number)
+            self._look(sample, f"sample {number} of group {name}")
             samples.append(sample)
         if not samples:
             self._counts["groups_without_sample"] += 1
             return
+        self._odd.note(odd_in_group(samples), f"group {name}")
         in_val = self._rule.in_val(split_keys([name.encode(errors="surrogatepass")], self._rule.seed))[0]
         self._append("val" if in_val else "train", name, samples)
+
+    def _look(self, sample: Sample, place: str) -> None:
+        """Count what is odd about a sample that is kept, and take its values into the ranges of the fields."""
+        self._odd.note(odd_in_sample(sample), place)
+        for field, values in sample.fields.items():
+            exact = values.astype(np.float64)
+            least, most, total, count = self._ranges.get(field, [np.inf, -np.inf, 0.0, 0.0])
+            if len(exact):
+                least, most = min(least, float(exact.min())), max(most, float(exact.max()))
+                self._ranges[field] = [least, most, total + float(exact.sum()), count + len(exact)]
+        last = str(sample.ids[-1])
+        if last in self._last_ids or len(self._last_ids) < _MOST_LAST_IDS:
+            self._last_ids[last] += 1
+
+    def _noticed(self) -> dict[str, Any]:
+        """Return the keys of meta.json for what is odd, and for the ranges of the fields."""
+        names = (line for split in SPLITS for line in self._lines(f"{split}_ids.txt"))
+        keys = np.sort(split_keys(names, 0))
+        self._odd[REPEATED_GROUP] = int(np.count_nonzero(keys[1:] == keys[:-1]))
+        samples = self._counts["samples_kept"]
+        if self._odd[WITHOUT_PROMPT] == samples:  # as in trees
+            del self._odd[WITHOUT_PROMPT]
+        self._odd[NO_COMMON_END] = samples - max(self._last_ids.values(), default=0)
+        ranges = {
+            field: {"min": least, "mean": total / count, "max": most}
+            for field, (least, most, total, count) in self._ranges.items()
+        }
+        counts = {name: number for name, number in sorted(self._odd.items()) if number}
+        return {"noticed": counts, **self._odd.keys_of_meta(), **({"ranges": ranges} if ranges else {})}
 
     def _waiting(self, group: RolloutGroup) -> Waiting:
         kept = any(not isinstance(sample, str) for sample in self._kind.samples(group))
@@ -236,6 +281,7 @@ class _Writer:
     def described(self) -> dict[str, Any]:
         """Finish the files; returns their keys of meta.json and the counts."""
         build, sums = self._build, self.sums
+        noticed = self._noticed()
         shards, index, ids, files = {}, {}, {}, []
         for split in SPLITS:
             tokens = sums[split]["stored_tokens"]
@@ -259,6 +305,7 @@ class _Writer:
             **{key: {split: sums[split][key] for split in SPLITS} for key in more},
             **read,
             "dropped": {key: self._counts[key] for key in sorted(self._counts) if key not in kept},
+            **noticed,
         }
 
     def _table(self, split: str, table: str, columns: int) -> dict[str, Any]:
@@ -266,6 +313,10 @@ class _Writer:
         entries = self.sums[split][table] * columns
         record = self._build.add(f"index/{split}_{table}.npy", self._rows(f"{split}_{table}.bin", entries))
         return {**record, "entries": entries}
+
+    def _lines(self, name: str) -> Iterator[bytes]:
+        with open(self._build.folder / name, "rb") as file:
+            yield from file
 
     def _rows(self, name: str, entries: int) -> Iterator[Any]:
         yield npy_header(entries)

@@ -1,4 +1,5 @@
-"""Rollout and RolloutGroup: one sampled sequence, and the sequences of one prompt or tree; which of them are dropped.
+"""Rollout and RolloutGroup: one sampled sequence, and the sequences of one prompt or tree; which of them are dropped
+or odd.
 
 Arrays are NumPy's. Lists, tuples and tensors are accepted too.
 """
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from niels_gpt.signals import WITHOUT_PROMPT
 from niels_gpt.tokenizers.protocol import MAX_IDS
 
 PER_TOKEN = ("logprobs", "advantages")
@@ -20,6 +22,7 @@ PER_TOKEN = ("logprobs", "advantages")
 PER_SAMPLE = ("advantage", "reward")
 """Fields with one float32 for each sample."""
 FIELDS = (*PER_TOKEN, *PER_SAMPLE)
+_POSITIVE = 1e-4  # a log-prob above it is no rounding
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,6 +107,33 @@ def checked(rollout: Rollout, vocab_size: int | None) -> Sample | str:
     elif sizes and mask[:start].any():
         return "target_without_score"
     return Sample(ids, prompt, mask, fields)
+
+
+def odd_in_sample(sample: Sample) -> list[str]:
+    """Return the counters of what is odd about a sample."""
+    found = []
+    if sample.prompt_length < 0:
+        found.append(WITHOUT_PROMPT)
+    elif sample.prompt_length == 0:
+        found.append("empty_prompts")
+    logprobs = sample.fields.get("logprobs")
+    if logprobs is not None and len(logprobs):
+        if logprobs.max() > _POSITIVE:
+            found.append("positive_logprobs")
+        elif len(logprobs) > 1 and not logprobs.any():
+            found.append("zero_logprobs")
+    return found
+
+
+def odd_in_group(samples: Sequence[Sample]) -> list[str]:
+    """Return the counters of what is odd about a group."""
+    if len(samples) == 1:
+        return ["groups_of_one"]
+    first = samples[0]
+    size = max(first.prompt_length, 1)  # of an unknown prompt the first token at least
+    prompt = first.ids[:size].tolist()
+    same = all(each.prompt_length == first.prompt_length and each.ids[:size].tolist() == prompt for each in samples[1:])
+    return [] if same or first.prompt_length == 0 else ["prompts_differ"]
 
 
 def _array(values: Any) -> npt.NDArray[Any]:

@@ -16,7 +16,8 @@ from niels_gpt.display.numbers import number_of
 from niels_gpt.display.tables import shown
 from niels_gpt.inspection.show import short_names
 from niels_gpt.inspection.source_ids import printable
-from niels_gpt.inspection.stats import Stats, meta_errors
+from niels_gpt.inspection.stats import Stats, meta_errors, warned_of
+from niels_gpt.signals import UNREAD
 from niels_gpt.storage.errors import PositionError
 from niels_gpt.storage.fileio import META_NAME
 
@@ -49,8 +50,14 @@ def _rows(cache: Path, meta: dict[str, Any]) -> list[tuple[str, Any]]:
         ("fields", ", ".join(f"{name} by {of}" for name, of in meta["fields"].items()) or "none"),
         ("with loss", f"{sum(meta['loss_tokens'].values()) / max(before, 1):.0%} of the tokens"),
         ("without a target", number_of(sum(meta["samples_without_target"].values()), "sample")),
+        *(
+            (f"range of {name}", f"{of['min']:.6g} to {of['max']:.6g}, mean {of['mean']:.6g}")
+            for name, of in meta.get("ranges", {}).items()
+        ),
         ("dropped", _counted(meta["dropped"])),
-        ("left out by the loader", _counted(source.get("counters", {}))),
+        *_of_loader(source.get("counters", {})),
+        ("noticed", _counted(meta.get("noticed", {}))),
+        *warned_of(meta),
         ("split", meta["split_rule"]),
     ]
     size = "vocabulary not known" if meta["vocab_size"] is None else f"{meta['vocab_size']:,} ids"
@@ -71,6 +78,12 @@ def _split_line(cache: Path, meta: dict[str, Any], split: str) -> str:
         f"({sizes[0]:,.0f} to {sizes[2]:,.0f} samples, median {sizes[1]:,.0f}), "
         f"{number_of(meta['tokens_after'][split], 'token')} after folding"
     )
+
+
+def _of_loader(counters: dict[str, int]) -> list[tuple[str, str]]:
+    unread = {name: number for name, number in counters.items() if name.startswith(UNREAD)}
+    left_out = {name: number for name, number in counters.items() if name not in unread}
+    return [("left out by the loader", _counted(left_out)), ("noticed by the loader", _counted(unread))]
 
 
 def _counted(counts: dict[str, int]) -> str:

@@ -1,0 +1,413 @@
+"""Signs that a source is not what it is taken for: one table for texts, chats and rollouts.
+
+A signal is a counter of meta.json, of `noticed` or of the loader's, or what other numbers of meta.json tell. Nothing is
+dropped for it. `stats` shows every count; where more than `share` has the sign, the build warns (W314), and so do
+Dagster's checks. What is odd about one text or chat is decided here too, about rollouts in prefix_tree/rollouts.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, Final, NamedTuple
+
+logger = logging.getLogger(__name__)
+
+Meta = Mapping[str, Any]
+UNREAD: Final = "unread_field:"
+"""Counters of rows with a field that no reader reads, by the field's name."""
+BYTE_ORDER_MARK, REPLACED, MOJIBAKE = "texts_with_byte_order_mark", "texts_with_u_fffd", "texts_with_mojibake"
+ODD_TEXTS: Final = (BYTE_ORDER_MARK, REPLACED, MOJIBAKE)
+"""What TextEncoder notes of a text that comes back from its ids unchanged."""
+EMPTY_REPLIES: Final = "empty_replies"
+BLANK, REPEATED_ID, IN_BOTH = "blank_texts", "repeated_ids", "val_texts_in_train"
+SHORTER_THAN_ID: Final = "texts_shorter_than_id"
+REPEATED_REPLY, REPEATED_GROUP = "repeated_replies", "repeated_groups"
+NO_COMMON_END, WITHOUT_PROMPT = "samples_without_common_end", "samples_without_prompt_length"
+
+_FEW = 2  # with a sign are no reason to warn where some may have it
+_FEW_BYTES = 1.5  # for a token: English has about 4, and a script that the tokenizer has no pieces for 1
+_BYTE_IDS = 512  # a vocabulary of bytes has about one id for each
+_SHOWN, _MOST_PLACE = 60, 200  # characters of an example, and of its place
+_INVISIBLE = "\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\ufeff"
+_NO_VALUES = frozenset({"nan", "none", "null", "n/a", "na", "undefined", "[]", "{}"})
+_MARKS = ("<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|endoftext|>", "</s>", "<end_of_turn>", "[/INST]")
+_HEADERS = ("Assistant:", "User:", "Human:")
+_ROLLOUT_FIELDS = ("logprobs", "advantages", "rewards", "loss_mask", "prompt_length", "prompt_ids", "completion_ids")
+_SYNONYMS = frozenset({"score", "scores", "log_probs", "old_log_probs", "response_mask", "attention_mask", "returns"})
+
+
+class Counts(Counter[str]):
+    """Counters of a build, and the first example of each: its place, and what stands there."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        """state: of the last checkpoint, with `state()` in it; or without."""
+        super().__init__(state.get("noticed", {}))
+        self.seen: dict[str, str] = dict(state.get("seen", {}))
+        """The examples by counter; and what the builder has to know of the documents before, by other names."""
+
+    def note(self, names: Iterable[str], place: str, text: str = "") -> None:
+        """Count one document, chat or sample for each of `names`. place: its source id. text: what to show of it."""
+        for name in names:
+            self[name] += 1
+            if name not in self.seen:
+                where = place[:_MOST_PLACE].encode(errors="backslashreplace").decode()
+                shown = text[:_SHOWN] + ("..." if len(text) > _SHOWN else "")
+                self.seen[name] = f"{where}: {shown!a}" if text else where
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps: `noticed` and `seen`."""
+        return {"noticed": self, "seen": self.seen}
+
+    def keys_of_meta(self) -> dict[str, Any]:
+        """Return the key `examples` of meta.json; {} without any."""
+        found = {name: self.seen[name] for name in sorted(self.seen) if self[name]}
+        return {"examples": found} if found else {}
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Signal:
+    """One sign, and when a build warns of it."""
+
+    counter: str
+    """Of `noticed` or `source.counters`; one that ends in ":" stands for all that begin with it."""
+    words: str
+    """What the counted ones do or are: continues "12 of 40 chats"."""
+    remedy: str
+    """What to look at, or to do."""
+    share: float = 0.01
+    """A build warns above this share of `unit`."""
+    unit: str = ""
+    """What is counted; "" for the documents, chats or samples of the cache."""
+    count: Callable[[Meta, Mapping[str, int]], int] | None = None
+    """How many, from meta.json and its counters, where it is not that of `counter`."""
+
+
+class Found(NamedTuple):
+    """A signal in a cache."""
+
+    signal: Signal
+    number: int
+    total: int
+    unit: str
+    example: str
+    """Its place, and what stands there; "" where none is recorded."""
+
+    @property
+    def is_above(self) -> bool:
+        """Whether a build warns of it."""
+        share = self.signal.share
+        return self.number > (max(_FEW, share * self.total) if share else 0)
+
+    def __str__(self) -> str:
+        such = f", such as {self.example}" if self.example else ""
+        name, of = self.signal.counter.rstrip(":"), f" of {self.total:,}" if self.total else ""
+        return f"{self.number:,}{of} {self.unit} {self.signal.words} ({name}){such}. {self.signal.remedy}"
+
+
+def _replaced_upstream(meta: Meta, counts: Mapping[str, int]) -> int:
+    """Return the texts with U+FFFD that the loader did not put there."""
+    return max(0, counts.get(REPLACED, 0) - counts.get("repaired_utf8", 0))
+
+
+def _duplicates(meta: Meta, counts: Mapping[str, int]) -> int:
+    return sum(meta.get("duplicates", {}).values())
+
+
+def _byte_tokens(meta: Meta, counts: Mapping[str, int]) -> int:
+    """Return all tokens where one has hardly more than a byte, and the vocabulary is not one of bytes; else 0."""
+    tokens, num_bytes = _total(meta, "tokens"), sum(meta.get("utf8_bytes", {}).values())
+    return 0 if meta["vocab_size"] <= _BYTE_IDS or num_bytes >= _FEW_BYTES * tokens else tokens
+
+
+def _unknown_roles(meta: Meta, counts: Mapping[str, int]) -> int:
+    """Return the chats that a built-in source leaves out for a role; those of the user's files have W310."""
+    return 0 if meta["source"].get("kind") == "own" else int(meta["source"]["counters"].get("unknown_role", 0))
+
+
+def _equal(field: str, *values: float) -> Callable[[Meta, Mapping[str, int]], int]:
+    """Return what gives all samples where a field has one value everywhere, or one of `values` if there are some."""
+
+    def count(meta: Meta, counts: Mapping[str, int]) -> int:
+        found, total = meta.get("ranges", {}).get(field), _total(meta, "samples")
+        is_one = found is not None and total > 1 and found["min"] == found["max"]
+        return total if is_one and (not values or found["min"] in values) else 0
+
+    return count
+
+
+def _misspelt(meta: Meta, counts: Mapping[str, int]) -> int:
+    """Return the rows with an unread field whose name is close to one that is read."""
+    return max((number for name, number in counts.items() if _is_close(name)), default=0)
+
+
+@lru_cache(maxsize=1024)
+def _is_close(counter: str) -> bool:
+    name = counter.removeprefix(UNREAD)
+    return name != counter and bool(name in _SYNONYMS or get_close_matches(name, _ROLLOUT_FIELDS, n=1, cutoff=0.8))
+
+
+_CONVERT = "Convert the source, and build again"
+_LOOK = "Look at the source, and at the cache with `niels-gpt show`"
+_BYTES = Signal(
+    "bytes_per_token",
+    "hold hardly more than a byte each",
+    "The tokenizer may be of another script or language",
+    share=0.0,
+    unit="tokens",
+    count=_byte_tokens,
+)
+_EMPTY_FILE = Signal("empty_file", "have no byte", "Fetch or write them again", share=0.0, unit="files")
+_POINTER = Signal(
+    "git_lfs_pointer", "are pointers of git-lfs in place of a text", "Fetch them: git lfs pull", share=0.0, unit="files"
+)
+_TWICE = Signal(
+    "duplicates", "repeat an earlier one of the same split", "Deduplicate the source", share=0.5, count=_duplicates
+)
+_TEXTS = (
+    Signal(BYTE_ORDER_MARK, "begin with U+FEFF, a byte-order mark that became text", _CONVERT),
+    Signal(REPLACED, "hold U+FFFD, in place of what was not decoded", _CONVERT, count=_replaced_upstream),
+    Signal(MOJIBAKE, "hold UTF-8 that was read as Latin-1, such as U+00C3 U+00A9 for e with an acute accent", _CONVERT),
+)
+SIGNALS: Final[Mapping[str, tuple[Signal, ...]]] = {
+    "pretrain": (
+        *_TEXTS,
+        Signal(BLANK, "are white space alone", _LOOK),
+        Signal(
+            "other_text_field",
+            "have another text in a second of the fields text, content and document",
+            "Name the one that holds the text: `--pretrain 'NAME=GLOB:FIELD'`",
+        ),
+        Signal(SHORTER_THAN_ID, "are shorter than their id, which has spaces", "Are id and text swapped?", share=0.5),
+        Signal(REPEATED_ID, "have the id of the one before", "Give each an id of its own: --exclude names it", 0.1),
+        _TWICE,
+        Signal(IN_BOTH, "have a text that is in train too", "Leave them out: --exclude", unit="documents of val"),
+        _BYTES,
+        _EMPTY_FILE,
+        _POINTER,
+    ),
+    "sft": (
+        Signal(
+            EMPTY_REPLIES,
+            "have an empty reply of the assistant, and are kept: a model learns from them to end its turn at once",
+            "Remove them from the source, or list their ids in a file for --exclude",
+        ),
+        Signal("begins_with_reply", "begin with a reply", "Are the roles swapped, or is the prompt missing?"),
+        Signal("ends_with_user", "end with a message of the user, which carries no loss", _LOOK, share=0.5),
+        Signal("same_role_twice", "have two messages of the user, or two replies, in a row", _LOOK),
+        Signal("system_in_the_middle", "have a system message that is not the first", _LOOK),
+        Signal("blank_user_messages", "have a blank message of the user", _LOOK),
+        Signal("reply_equals_prompt", "have a reply that equals the message before it", "Are two fields the same?"),
+        Signal("no_value_replies", "have a reply such as nan, None or null", "Remove rows without a value"),
+        Signal(REPEATED_REPLY, "have the last reply of the chat before", _LOOK, share=0.1),
+        Signal(
+            "marks_in_replies",
+            "have a mark of a chat template, or a line that begins with 'User:', inside a reply",
+            "Cut such texts into messages",
+        ),
+        _TWICE,
+        Signal(
+            UNREAD,
+            "have a field that is not read",
+            "A chat template may read it (--chat-template); else take it out of the rows",
+        ),
+        Signal("contradicting_shape", "have a second form of a chat, with other messages", "Take one of them out"),
+        *(
+            Signal(name, words, _LOOK, unit="chats read")
+            for name, words in (
+                ("orphan", "were read besides messages whose parent is missing"),
+                ("cycle", "were read besides messages without a root"),
+                ("duplicate_id", "were read besides messages with the id of another one"),
+            )
+        ),
+        Signal("unknown_role", "have an unknown role", "Give it a known one", unit="chats", count=_unknown_roles),
+        Signal(
+            "not_english",
+            "messages are left out for their language",
+            "Look at the field `lang`: en is kept, EN is not. --no-oasst1-english-only keeps all",
+            share=6.0,
+            unit="chats read",
+        ),
+        *_TEXTS,
+        _BYTES,
+        _EMPTY_FILE,
+        _POINTER,
+    ),
+    "rollouts": (
+        Signal("positive_logprobs", "have a log-prob above 0", "Are they probabilities, or of another sign?", share=0),
+        Signal("zero_logprobs", "have log-probs that are all 0", "Were they recorded?"),
+        *(
+            Signal(f"{field}_all_0", f"have no {field} but 0", "No loss has a gradient", 0, count=_equal(field, 0))
+            for field in ("advantage", "advantages")
+        ),
+        Signal("reward_all_equal", "have the same reward", "Was it recorded?", share=0, count=_equal("reward")),
+        Signal(
+            "prompts_differ",
+            "have samples of different prompts",
+            "Give each prompt a group of its own, or the right `prompt_length`",
+            unit="groups",
+        ),
+        Signal(
+            REPEATED_GROUP,
+            "have the id of an earlier group",
+            "Write the rows of a group one after another",
+            unit="groups",
+        ),
+        Signal(
+            "groups_of_one",
+            "have one sample",
+            "Sort the rows by their group: those of one follow each other",
+            0.9,
+            "groups",
+        ),
+        Signal("empty_prompts", "have a prompt without a token", _LOOK),
+        Signal(
+            WITHOUT_PROMPT,
+            "have no `prompt_length`, though others have one: their prompt may carry loss",
+            "Give it in every row",
+            share=0,
+        ),
+        Signal(
+            NO_COMMON_END,
+            "do not end with the token that most samples end with",
+            "Are the completions cut, or recorded without the end of the turn?",
+            share=0.9,
+        ),
+        Signal(
+            UNREAD,
+            "have a field that is not read, with a name like one that is",
+            "Rename it: docs/rollouts.md has the names",
+            share=0,
+            count=_misspelt,
+        ),
+        _EMPTY_FILE,
+    ),
+}
+"""By the kind of cache."""
+_UNITS = {"pretrain": "documents", "sft": "chats", "rollouts": "samples"}
+
+
+def _total(meta: Meta, unit: str) -> int:
+    """Return how many of a unit there are; 0 for files, whose number is not known."""
+    totals = meta["totals"]
+    if unit == "documents":
+        return sum(meta.get("docs", {}).values())
+    if unit == "documents of val":
+        return int(meta.get("docs", {}).get("val", 0))
+    if unit == "chats read":
+        return int(meta["examples_read"])
+    name = {"chats": "examples"}.get(unit, unit)
+    return sum(int(totals.get(f"{split}_{name}", 0)) for split in ("train", "val"))
+
+
+def found_in(meta: Meta) -> list[Found]:
+    """Return the signals of a cache that are there at all, in the order of the table; [] of a kind that has none.
+
+    Raises: LookupError, TypeError and the like for a meta.json of another form.
+    """
+    kind, counts = str(meta["kind"]), _counts(meta)
+    found = []
+    for signal in SIGNALS.get(kind, ()):
+        of = {name: number for name, number in counts.items() if name.startswith(signal.counter)}
+        if not signal.counter.endswith(":"):
+            of = {signal.counter: counts.get(signal.counter, 0)}
+        count = max(of.values(), default=0) if signal.count is None else signal.count(meta, counts)
+        if count and meta.get("built") is not False:
+            unit, example = signal.unit or _UNITS[kind], meta.get("examples", {}).get(signal.counter, "")
+            if signal.counter.endswith(":"):
+                example = ", ".join(name.removeprefix(signal.counter) for name in sorted(of))
+            found.append(Found(signal, count, _total(meta, unit), unit, str(example)))
+    return found
+
+
+def _counts(meta: Meta) -> Counter[str]:
+    source = meta.get("source")
+    return Counter(meta.get("noticed") or {}) + Counter((source.get("counters") if source else None) or {})
+
+
+def above(meta: Meta) -> list[Found]:
+    """Return the signals that a build warns of; none of the bundled sample, which has odd texts on purpose."""
+    source = meta.get("source") or {}
+    return [] if source.get("kind") == "sample" else [found for found in found_in(meta) if found.is_above]
+
+
+def warn_of_signals(where: str | os.PathLike[str], meta: Meta) -> None:
+    """Log what is above its share in a cache that was just made."""
+    for found in above(meta):
+        logger.warning(
+            "%s: %s", where, found, extra={"code": "W309" if found.signal.counter == EMPTY_REPLIES else "W314"}
+        )
+
+
+def markdown(kind: str) -> str:
+    """Return the table of a kind of cache for a page of the documentation."""
+    rows = ["| counter | warned of above | they |", "|---|---|---|"]
+    for signal in SIGNALS[kind]:
+        name = f"{signal.counter}NAME" if signal.counter.endswith(":") else signal.counter
+        unit = signal.unit or _UNITS[kind]
+        limit = f"{signal.share:.0%} of the {unit}" if signal.share else "none" if unit == "files" else f"no {unit}"
+        rows.append(f"| `{name}` | {limit} | {signal.words} |")
+    return "\n".join(rows)
+
+
+# --- what is odd about one text or chat -------------------------------------------------------------------------------
+
+
+def odd_in_text(text: bytes) -> tuple[str, ...]:
+    """Return the counters of what is odd about a text in utf-8 that is not ASCII."""
+    found: tuple[str, ...] = ()
+    if text.startswith(b"\xef\xbb\xbf"):
+        found += (BYTE_ORDER_MARK,)
+    if b"\xef\xbf\xbd" in text:
+        found += (REPLACED,)
+    if b"\xc3\x83\xc2" in text or b"\xc3\xa2\xe2\x82\xac" in text:  # of a letter with an accent, of a quotation mark
+        found += (MOJIBAKE,)
+    return found
+
+
+def odd_in_chat(roles: Sequence[str], texts: Sequence[str]) -> list[str]:
+    """Return the counters of what is odd about a chat. roles, texts: of its messages."""
+    found = dict.fromkeys(_odd_order(tuple(roles)))
+    before = None
+    for role, text in zip(roles, texts, strict=True):
+        shown = text.strip().strip(_INVISIBLE)
+        if role == "assistant":
+            if not shown:
+                found[EMPTY_REPLIES] = None
+            elif len(shown) < 10 and shown.lower() in _NO_VALUES:
+                found["no_value_replies"] = None
+            elif text == before:
+                found["reply_equals_prompt"] = None
+            if _has_mark(text):
+                found["marks_in_replies"] = None
+        elif role == "user" and not shown:
+            found["blank_user_messages"] = None
+        before = text
+    return list(found)
+
+
+@lru_cache(maxsize=4096)
+def _odd_order(roles: tuple[str, ...]) -> tuple[str, ...]:
+    spoken = [role for role in roles if role != "system"]
+    checks = {
+        "begins_with_reply": spoken[:1] == ["assistant"],
+        "ends_with_user": spoken[-1:] == ["user"],
+        "same_role_twice": any(one == two and one in ("user", "assistant") for one, two in pairwise(roles)),
+        "system_in_the_middle": "system" in roles[1:],
+    }
+    return tuple(name for name, is_so in checks.items() if is_so)
+
+
+def _has_mark(text: str) -> bool:
+    if ("<" in text or "[/" in text) and any(mark in text for mark in _MARKS):
+        return True
+    return ":" in text and any(text.startswith(header) or f"\n{header}" in text for header in _HEADERS)
