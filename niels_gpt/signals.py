@@ -32,8 +32,8 @@ REPEATED_REPLY, REPEATED_GROUP = "repeated_replies", "repeated_groups"
 NO_COMMON_END, WITHOUT_PROMPT = "samples_without_common_end", "samples_without_prompt_length"
 
 _FEW = 2  # with a sign are no reason to warn where some may have it
-_FEW_BYTES = 1.5  # for a token: English has about 4, and a script that the tokenizer has no pieces for 1
-_BYTE_IDS = 512  # a vocabulary of bytes has about one id for each
+_FEW_BYTES = 1.2  # for a token: English has about 4, and a script that the tokenizer has no pieces for 1
+_BYTE_IDS = 384  # a vocabulary of bytes has about one id for each
 _SHOWN, _MOST_PLACE = 60, 200  # characters of an example, and of its place
 _INVISIBLE = "\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\ufeff"
 _NO_VALUES = frozenset({"nan", "none", "null", "n/a", "na", "undefined", "[]", "{}"})
@@ -238,7 +238,6 @@ SIGNALS: Final[Mapping[str, tuple[Signal, ...]]] = {
             unit="chats read",
         ),
         *_TEXTS,
-        _BYTES,
         _EMPTY_FILE,
         _POINTER,
     ),

@@ -12,6 +12,7 @@ import os
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from niels_gpt.builders.partitions.receipts import (
 )
 from niels_gpt.builders.partitions.refusal import Commands, not_finished
 from niels_gpt.builders.partitions.sums import Sums, warn_of_whole
+from niels_gpt.builders.pretrain import IN_PARTITIONS
 from niels_gpt.builders.resume import NoTextError
 from niels_gpt.builders.shards import TEXTS_OF
 from niels_gpt.builders.split import SPLITS, count_duplicates
@@ -153,6 +155,9 @@ def _joined(plan: Plan, work: Path, source: Source, seen: Sequence[str]) -> dict
     duplicates = {
         split: count_duplicates(*paths, folder=work, max_digests=MAX_DIGESTS) for split, paths in texts.items()
     }
+    if common["split_rule"] not in IN_PARTITIONS.values():  # by text, no text can be in both
+        of_both = count_duplicates(*chain(*texts.values()), folder=work, max_digests=MAX_DIGESTS)
+        sums.in_both_splits(of_both - sum(duplicates.values()))
     meta = write_description(
         work,
         vocabulary={},

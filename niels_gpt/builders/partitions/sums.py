@@ -11,6 +11,7 @@ from typing import Any
 from niels_gpt.builders.losses import warn_of_losses
 from niels_gpt.builders.pretrain import IN_PARTITIONS, warn_of_unmet_budgets
 from niels_gpt.builders.split import SPLITS, asked_share, warn_of_share
+from niels_gpt.signals import IN_BOTH
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import checked_count
 
@@ -54,6 +55,10 @@ class Sums:
         docs = {f"{split}_docs": meta["docs"][split] for split in SPLITS}
         self.of_each.append(totals | docs | {f"{split}_shards": len(meta["shards"][split]) for split in SPLITS})
 
+    def in_both_splits(self, number: int) -> None:
+        """Take the number of texts that are in both splits, which no partition knows."""
+        self._sums["noticed"][IN_BOTH] = number
+
     def of(self, key: str, split: str) -> int:
         """Return the sum of `docs`, `utf8_bytes` or `tokens` of a split."""
         return self._sums["totals"][f"{split}_tokens"] if key == "tokens" else self._sums[key][split]
@@ -71,7 +76,7 @@ class Sums:
             **{key: {split: self.of(key, split) for split in SPLITS} for key in _OF_SPLITS},
             **{key: self._numbers[key] for key in _NUMBERS},
             "cut": {key: self._sums["cut"][key] for key in ("documents", "tokens")},
-            **{key: dict(sorted(self._sums[key].items())) for key in _BY_NAME},
+            **{key: dict(sorted((+self._sums[key]).items())) for key in _BY_NAME},
             **({"examples": dict(sorted(self._examples.items()))} if self._examples else {}),
             "roundtrip": trip,
             "lossless": trip["differ"] == 0 if trip["texts"] else None,
