@@ -391,7 +391,7 @@ def _repaired(
     for number in [number for number, text in enumerate(raw) if not text.isascii()]:
         data, text = raw[number], texts[number]
         found = odd_in_text(data)
-        if count_u2581 and b"\xe2\x96\x81" in data:
+        if count_u2581 and b"\x81" in data and b"\xe2\x96\x81" in data:
             found += (U2581,)
         if isinstance(text, str) and b"\xed" in data:  # it may begin a surrogate
             try:

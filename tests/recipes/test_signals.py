@@ -147,6 +147,15 @@ def test_a_good_source_has_none(kind, rows, build):
     assert (code, meta["noticed"], meta.get("examples")) == (0, {}, None) and "W314" not in said
 
 
+def test_ids_beyond_a_tokenizer_that_is_named_are_warned_of_each_time(tiny_model_path, tmp_path):
+    write(tmp_path / "odd.jsonl", lines({"prompt_ids": [5], "completion_ids": [7, 389]}))
+    build = ["build", "--rollouts", "odd=odd.jsonl", "--tokenizer", str(tiny_model_path)]
+    for more, is_said in (([], True), ([], True), (["--rollouts-vocab-size", "390"], True)):
+        assert ("the largest id is 389" in niels_gpt(*build, *more).err) == is_said
+    write(tmp_path / "odd.jsonl", lines({"prompt_ids": [5], "completion_ids": [7, 388]}))
+    assert niels_gpt(*build, "--strict").status == 0
+
+
 def test_texts_in_both_of_upstreams_splits_are_counted_in_partitions_too(tiny_model_path, tmp_path):
     folder = tmp_path / "mirror" / "Salesforce" / "wikitext"
     write(folder / "train.txt", "".join(f"{sentence(number)}\n" for number in range(40)))

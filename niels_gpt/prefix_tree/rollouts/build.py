@@ -148,7 +148,7 @@ class _Writer:
             for name, text in self._odd.seen.items()
             if name.startswith(_RANGE)
         }
-        self._last_ids = Counter[str](state.get("last_ids", {}))
+        self._last_ids, self._largest_id = Counter[str](state.get("last_ids", {})), int(state.get("largest_id", 0))
         rule.halves = state["bound"]
         self._counts = Counter[str](state["counts"])
         self._fields = tuple(name for name in FIELDS if name in state["fields"])
@@ -162,7 +162,7 @@ class _Writer:
         """Return the numbers that a checkpoint keeps."""
         fields = dict.fromkeys(self._fields, 1)
         self._odd.seen |= {_RANGE + name: " ".join(map(float.hex, numbers)) for name, numbers in self._ranges.items()}
-        seen = {**self._odd.state(), "last_ids": self._last_ids}
+        seen = {**self._odd.state(), "last_ids": self._last_ids, "largest_id": self._largest_id}
         return {"counts": self._counts, "fields": fields, "bound": self._rule.halves, **self.sums, **seen}
 
     def counted(self, source: Source) -> str:
@@ -221,6 +221,7 @@ class _Writer:
             if len(exact):
                 least, most = min(least, float(exact.min())), max(most, float(exact.max()))
                 self._ranges[field] = [least, most, total + float(exact.sum()), count + len(exact)]
+        self._largest_id = max(self._largest_id, int(sample.ids.max()))
         last = str(sample.ids[-1])
         if last in self._last_ids or len(self._last_ids) < _MOST_LAST_IDS:
             self._last_ids[last] += 1
@@ -239,7 +240,12 @@ class _Writer:
             for field, (least, most, total, count) in self._ranges.items()
         }
         counts = {name: number for name, number in sorted(self._odd.items()) if number}
-        return {"noticed": counts, **self._odd.keys_of_meta(), **({"ranges": ranges} if ranges else {})}
+        return {
+            "largest_id": self._largest_id,
+            "noticed": counts,
+            **self._odd.keys_of_meta(),
+            **({"ranges": ranges} if ranges else {}),
+        }
 
     def _waiting(self, group: RolloutGroup) -> Waiting:
         kept = any(not isinstance(sample, str) for sample in self._kind.samples(group))

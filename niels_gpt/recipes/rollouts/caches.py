@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ from niels_gpt.progress import Progress
 from niels_gpt.recipes import sources
 from niels_gpt.recipes.resolve import ResolvedSource, resolve_source
 from niels_gpt.recipes.run_recipe import BuildInputs, Outcome, run_recipe
-from niels_gpt.recipes.tokenizer import build_with_tokenizer
+from niels_gpt.recipes.tokenizer import build_with_tokenizer, usable_tokenizer
 from niels_gpt.settings import Settings
+
+logger = logging.getLogger(__name__)
 
 
 def build_rollout_cache(
@@ -36,7 +39,21 @@ def build_rollout_cache(
     how: dict[str, Any] = {"reads": source.spec.settings, "build": build, "refresh": refresh, "observed": observed}
     if source.spec.family == "trees":
         return build_with_tokenizer(settings, source, key, **how)
-    return run_recipe(settings, key, source=source, tokenizer=None, tokenizer_folder=None, **how)
+    outcome = run_recipe(settings, key, source=source, tokenizer=None, tokenizer_folder=None, **how)
+    tokenizer = None if settings.tokenizer is None else usable_tokenizer(settings)
+    largest = int(outcome.meta.get("largest_id", 0))
+    if tokenizer is not None and largest >= tokenizer.vocab_size:
+        logger.warning(
+            "%s: the largest id is %s, and %s has %s ids (ids_beyond_tokenizer). Were they sampled with another one? "
+            "--rollouts-vocab-size %d drops such samples",
+            outcome.path,
+            f"{largest:,}",
+            settings.tokenizer,
+            f"{tokenizer.vocab_size:,}",
+            tokenizer.vocab_size,
+            extra={"code": "W314"},
+        )
+    return outcome
 
 
 def _build(

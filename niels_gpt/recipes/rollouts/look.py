@@ -60,6 +60,7 @@ def _rows(cache: Path, meta: dict[str, Any]) -> list[tuple[str, Any]]:
         *warned_of(meta),
         ("split", meta["split_rule"]),
     ]
+    rows += [("largest id", f"{meta['largest_id']:,}")] if "largest_id" in meta else []
     size = "vocabulary not known" if meta["vocab_size"] is None else f"{meta['vocab_size']:,} ids"
     sha256 = meta["tokenizer_sha256"]
     return [*rows, ("tokenizer", f"{'not recorded' if sha256 is None else sha256[:12]}, {size}")]
