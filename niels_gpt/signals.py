@@ -353,7 +353,7 @@ def markdown(kind: str) -> str:
     for signal in SIGNALS[kind]:
         name = f"{signal.counter}NAME" if signal.counter.endswith(":") else signal.counter
         unit = signal.unit or _UNITS[kind]
-        limit = f"{signal.share:.0%} of the {unit}" if signal.share else "none" if unit == "files" else f"no {unit}"
+        limit = f"{signal.share:.0%} of the {unit}" if signal.share else "any"
         rows.append(f"| `{name}` | {limit} | {signal.words} |")
     return "\n".join(rows)
 
