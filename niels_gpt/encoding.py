@@ -6,7 +6,7 @@ Decides what the ids of a text are, which texts are dropped for a special token,
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
@@ -83,7 +83,7 @@ class EncodedTexts:
     ids: NDArray[Any]
     """[tokens] in the cache's dtype, of all texts in order; a text with a problem has none."""
     lengths: NDArray[np.int64]
-    """int64 [texts]: tokens of each text, the appended id included."""
+    """int64 [texts]: tokens of each text, the ids before and behind it included."""
     utf8_bytes: NDArray[np.int64]
     """int64 [texts]: length of each text in utf-8."""
     digests: NDArray[np.uint64]
@@ -109,6 +109,8 @@ class TextEncoder:
     "text": it is encoded as plain text, without the special id."""
     append: int | None = None
     """An id to append to each text that has tokens. No text may give it: it counts as a special token."""
+    prepend: int | None = None
+    """An id to put before each text that has tokens, as `append`."""
     split_seed: int | None = None
     """The seed of `split_keys`; None: no keys."""
     engine: Engine | None = None
@@ -125,10 +127,15 @@ class TextEncoder:
                 f"on_special='text': the tokenizer ({type(self.tokenizer).__name__}) has no encode_plain, which "
                 "encodes special tokens as plain text"
             )
-        _is_control(self.tokenizer, self.append)
+        _is_control(self.tokenizer, self.added_ids)
         if self.engine is None:
             object.__setattr__(self, "engine", open_engine(self.tokenizer))
         object.__setattr__(self, "loses_u2581", _loses(self.tokenizer, "a\u2581b"))
+
+    @property
+    def added_ids(self) -> frozenset[int]:
+        """`prepend` and `append`, as far as there are."""
+        return frozenset(each for each in (self.prepend, self.append) if each is not None)
 
     @property
     def vocab_size(self) -> int:
@@ -177,7 +184,7 @@ class TextEncoder:
             for number in problems:
                 notes[number] = (*notes.get(number, ()), AS_TEXT)
             problems = {}
-        ids, lengths = self._ended(ids.astype(self.dtype, copy=False), lengths)
+        ids, lengths = self._with_added(ids.astype(self.dtype, copy=False), lengths)
         keys, digests = _hashes(raw, self.split_seed)
         return EncodedTexts(
             ids=ids,
@@ -194,7 +201,7 @@ class TextEncoder:
 
         The unknown id is one where the text holds its literal, and else stands for a character.
         """
-        is_special = _is_control(self.tokenizer, self.append)(ids)
+        is_special = _is_control(self.tokenizer, self.added_ids)(ids)
         is_unknown = None if self._unk is None else ids == self._unk[0]
         if not is_special.any() and (is_unknown is None or not is_unknown.any()):
             return []
@@ -234,7 +241,7 @@ class TextEncoder:
         if self._literals([raw]):
             return True
         # A token of ordinary text has no literal that tells where it comes from.
-        is_word = self.append is not None and self.append not in control_ids(self.tokenizer)
+        is_word = not self.added_ids <= control_ids(self.tokenizer)
         return (is_word or bool(self._special.search(raw))) and self._is_problem(text)
 
     def _is_problem(self, text: bytes | str) -> bool:
@@ -272,7 +279,7 @@ class TextEncoder:
         shown = text.decode(errors="replace")
         if np.isin(ids, list(self.tokenizer.special_token_ids().values())).any():
             return SENTINEL_TEXT, _problem_text(shown, "reserved sentinel after normalization")
-        found = ids[_is_control(self.tokenizer, self.append)(ids)]
+        found = ids[_is_control(self.tokenizer, self.added_ids)(ids)]
         special = int(found[0]) if len(found) else self._unk[0] if self._unk else 0
         name = getattr(self.tokenizer, "token", None)
         return SPECIAL_TEXT, _problem_text(shown, f"special token {name(special)!r}" if name else f"id {special}")
@@ -291,7 +298,7 @@ class TextEncoder:
             raise _of_one_text(error, lambda at: encode_plain([asked[at]]), numbers, first) from error
         for number, of_text in zip(numbers, plain, strict=True):
             self._check_range(of_text)
-            if _is_control(self.tokenizer, self.append)(of_text).any():
+            if _is_control(self.tokenizer, self.added_ids)(of_text).any():
                 problem = f"{self._problem(texts[number], of_text)[1]}, even as plain text. {_DROP}"
                 raise TextError(first + number, problem, code="E305")
         return _replaced(ids, lengths, dict(zip(numbers, plain, strict=True)))
@@ -307,26 +314,29 @@ class TextEncoder:
                 f"the tokenizer gave id {wrong}, expected ids below vocab_size={self.vocab_size}", code="E409"
             )
 
-    def _ended(self, ids: NDArray[Any], lengths: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Append an id to each text that has tokens, if there is one to append."""
-        if self.append is None or not len(ids):
+    def _with_added(self, ids: NDArray[Any], lengths: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """Put `prepend` before each text that has tokens, and `append` behind it, as far as there are."""
+        before, behind = ([] if each is None else [each] for each in (self.prepend, self.append))
+        if not (before or behind) or not len(ids):
             return ids, lengths
-        end, view = np.array([self.append], dtype=ids.dtype).data, np.ascontiguousarray(ids).data
-        parts: list[memoryview] = []
+        between, view = np.array([*behind, *before], dtype=ids.dtype).data, np.ascontiguousarray(ids).data
+        parts = [between[len(behind) :]]
         start = 0
         for stop in np.cumsum(lengths[lengths > 0]).tolist():
-            parts += (view[start:stop], end)
+            parts += (view[start:stop], between)
             start = stop
-        return np.frombuffer(bytearray().join(parts), dtype=ids.dtype), lengths + (lengths > 0)
+        parts[-1] = between[: len(behind)]
+        added = len(between) * (lengths > 0)
+        return np.frombuffer(bytearray().join(parts), dtype=ids.dtype), lengths + added
 
 
-def _is_control(tokenizer: Tokenizer, end: int | None) -> Callable[[NDArray[Any]], NDArray[np.bool_]]:
+def _is_control(tokenizer: Tokenizer, more: Collection[int]) -> Callable[[NDArray[Any]], NDArray[np.bool_]]:
     """Return a function that finds special ids among ids; comparing a range is three times as fast as a lookup.
 
-    end: another id that counts as special, the one that ends documents.
+    more: other ids that count as special, those that begin and end documents.
     Raises: ValueError for a special id outside the vocabulary.
     """
-    special = sorted(control_ids(tokenizer) | ({end} if end is not None else set()))
+    special = sorted(control_ids(tokenizer).union(more))
     if special and not 0 <= special[0] <= special[-1] < tokenizer.vocab_size:
         wrong = special[0] if special[0] < 0 else special[-1]
         raise ValueError(f"special id {wrong}: expected 0 <= id < vocab_size={tokenizer.vocab_size}")

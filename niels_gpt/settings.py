@@ -99,6 +99,11 @@ class Settings:
 
     shard_bytes: int = _setting(2**27, "bytes of a pretrain shard: 128 MiB (PR-03)", least=2)
     shuffle_buffer: int = _setting(10_000, "documents in the shuffle buffer of fineweb_edu; 0: none (PR-03)", least=0)
+    document_start: str | None = _setting(
+        None,
+        "token before each document but wikitext's lines: none, auto (what the post-processor of a tokenizer.json "
+        "writes before a text), or a token such as <bos>; not given: none, with a warning where auto has one",
+    )
     document_end: str = _setting(
         "auto",
         "token after each document but wikitext's lines: auto (the end-of-text sentinel, without it the tokenizer's "

@@ -42,7 +42,7 @@ class Losses:
         self._decode = getattr(encoder.tokenizer, "decode", None)
         self._encode = encoder.tokenizer.encode
         self._unk_id: int | None = getattr(encoder.tokenizer, "unk_id", None)
-        self._num_ends = int(encoder.append is not None)
+        self._num_starts, self._num_ends = int(encoder.prepend is not None), int(encoder.append is not None)
         self._changed = ""  # an example of a text that decoding changes
         self._unknown = ""  # an example of an unknown character
 
@@ -68,8 +68,9 @@ class Losses:
                 continue
             if not is_drawn[number] and self._compared_enough():
                 continue
-            start, end = int(ends[number] - encoded.lengths[number]), int(ends[number]) - self._num_ends
-            self._compare(_string(texts[number]), encoded.ids[start:end])
+            start, end = int(ends[number] - encoded.lengths[number]), int(ends[number])
+            of_text = encoded.ids[start + self._num_starts : end - self._num_ends]
+            self._compare(_string(texts[number]), of_text)
 
     def _compared_enough(self) -> bool:
         return self._warnings[_TEXTS] >= ROUNDTRIP_TEXTS or self._warnings[_BYTES] >= ROUNDTRIP_BYTES

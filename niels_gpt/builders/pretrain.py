@@ -31,8 +31,9 @@ from niels_gpt.progress import Progress
 from niels_gpt.special_tokens import SPECIAL_TOKENS
 from niels_gpt.storage import fileio, versions
 from niels_gpt.storage.meta_json import checked_sha256
-from niels_gpt.tokenizers.document_end import DocumentEnd
-from niels_gpt.tokenizers.document_end import document_end as document_end_of
+from niels_gpt.tokenizers.document_tokens import DocumentToken
+from niels_gpt.tokenizers.document_tokens import document_end as document_end_of
+from niels_gpt.tokenizers.document_tokens import document_start as document_start_of
 from niels_gpt.tokenizers.engine import open_engine
 from niels_gpt.tokenizers.protocol import FullTokenizer, Tokenizer, token_dtype
 
@@ -64,6 +65,7 @@ def build_pretrain(
     seed: int,
     shuffle_buffer: int | None,
     val_frac: float | None = None,
+    document_start: str | None = None,
     document_end: str = "none",
     on_special: str = "drop",
     num_threads: int = 1,
@@ -81,15 +83,14 @@ def build_pretrain(
     """Build the cache and commit it at `out_dir`; returns its meta. A killed build resumes.
 
     documents: batches, (split, text), or (split, text, id); split None: text and seed decide (D5); no id: its number.
-    max_train_tokens, max_val_tokens: tokens, document ends included; None: no limit.
+    max_train_tokens, max_val_tokens: tokens, document starts and ends included; None: no limit.
     val_frac: the share of val, 0 <= val_frac < 1, among documents that name no split; None: max_val_tokens / both. If
         documents name their split, the share to expect: a warning is logged if the tokens are far from it.
-    shuffle_buffer: documents that torch's shuffle buffer holds; None or 0: the order of the stream. document_end: the
-        token that ends each document, as the setting names it. on_special: see TextEncoder.
-    num_threads: threads that encode, 0: the caller's own; executor: encodes instead. engine: what computes the ids
-        (open_engine). None of them changes the output.
-    partial: upstream lacks a split; train may then be empty, and `built` in the meta is "partial". checkpoint_seconds:
-        between two checkpoints; 0: one after each batch.
+    shuffle_buffer: documents that torch's shuffle buffer holds; None or 0: the order of the stream.
+    document_start, document_end: tokens of each document, as the settings name them. on_special: see TextEncoder.
+    num_threads: threads that encode, 0: the caller's own; executor: encodes instead; engine: see open_engine. None of
+        them changes the output. partial: upstream lacks a split; train may then be empty, and `built` in the meta is
+        "partial". checkpoint_seconds: between two checkpoints; 0: one after each batch.
     partition: `documents` are its own, budgets and seed those of all; its splits may be empty, and it warns of nothing
         that is a matter of all. plan: the sha256 of plan.json. `seal` makes one cache of all partitions.
     committed: called with the meta after the commit; if it fails, the next run finishes this build. progress: called
@@ -98,9 +99,9 @@ def build_pretrain(
         CacheError if another process builds here, if what is no cache is in the way, or if documents changed since a
         killed run; RuntimeError if a worker of the executor dies twice on a batch.
     """
-    budget = TokenBudget({"train": max_train_tokens, "val": max_val_tokens})
-    source, vocabulary, end = source or Source(), vocabulary_of(tokenizer), _document_end(tokenizer, document_end)
-    settings = _settings(split_rule, shard_bytes, end, on_special, partial, budget, shuffle_buffer or 0, val_frac)
+    budget, source = TokenBudget({"train": max_train_tokens, "val": max_val_tokens}), source or Source()
+    vocabulary, settings = vocabulary_of(tokenizer), _document_tokens(tokenizer, document_start, document_end)
+    settings |= _settings(split_rule, shard_bytes, on_special, partial, budget, shuffle_buffer or 0, val_frac)
     rule = TextSplit(asked_share(settings), seed, moves=partition is None)
     encoder = _encoder(tokenizer, settings, rule, engine)
     settings |= _of_partition(partition, plan, budget, split_rule)
@@ -143,7 +144,8 @@ def build_stub(
 
 def _encoder(tokenizer: Tokenizer, settings: dict[str, Any], rule: TextSplit, engine: str) -> TextEncoder:
     """Return the encoder of a build. Raises: ValueError for a shard too small for one of its tokens, and as it does."""
-    token_bytes, end = token_dtype(tokenizer.vocab_size).itemsize, settings["document_end"]
+    token_bytes = token_dtype(tokenizer.vocab_size).itemsize
+    start, end = settings.get("document_start"), settings["document_end"]
     if settings["shard_bytes"] < token_bytes:
         raise ValueError(
             f"shard_bytes={settings['shard_bytes']}: expected at least {token_bytes}, the bytes of one token"
@@ -152,25 +154,33 @@ def _encoder(tokenizer: Tokenizer, settings: dict[str, Any], rule: TextSplit, en
         tokenizer,
         on_special=settings["on_special"],
         append=None if end is None else end["id"],
+        prepend=None if start is None else start["id"],
         split_seed=None if rule.share is None else rule.seed,
         engine=open_engine(tokenizer, engine, seed=rule.seed),
     )
 
 
-def _document_end(tokenizer: Tokenizer, choice: str) -> DocumentEnd | None:
-    """Return the token that ends a document. A caller's own tokenizer may have eot alone."""
+def _document_tokens(tokenizer: Tokenizer, start_choice: str | None, end_choice: str) -> dict[str, Any]:
+    """Return the keys of meta.json of what begins and ends a document: document_start only where there is such a token,
+    as before there was one. A caller's own tokenizer may have eot alone, for the end."""
+    start, end = None, None
     if all(hasattr(tokenizer, name) for name in ("token", "token_id", "eos_id", "model_path")):
-        return document_end_of(cast(FullTokenizer, tokenizer), choice)
-    eot = tokenizer.special_token_ids().get("eot")
-    if choice not in ("auto", "eot", "none") or (choice != "none" and eot is None):
-        raise ValueError(f"document_end={choice!r}: the tokenizer has no such token")
-    return None if choice == "none" or eot is None else DocumentEnd(SPECIAL_TOKENS[3], eot)
+        start = document_start_of(cast(FullTokenizer, tokenizer), start_choice)
+        end = document_end_of(cast(FullTokenizer, tokenizer), end_choice)
+    else:
+        eot = tokenizer.special_token_ids().get("eot")
+        if start_choice not in (None, "auto", "none"):
+            raise ValueError(f"document_start={start_choice!r}: the tokenizer has no such token")
+        if end_choice not in ("auto", "eot", "none") or (end_choice != "none" and eot is None):
+            raise ValueError(f"document_end={end_choice!r}: the tokenizer has no such token")
+        end = None if end_choice == "none" or eot is None else DocumentToken(SPECIAL_TOKENS[3], eot)
+    keys = {"document_end": None if end is None else {"id": end.id, "token": end.token}}
+    return keys if start is None else {**keys, "document_start": {"id": start.id, "token": start.token}}
 
 
 def _settings(
     split_rule: str,
     shard_bytes: int,
-    end: DocumentEnd | None,
     on_special: str,
     partial: bool,
     budget: TokenBudget,
@@ -185,7 +195,6 @@ def _settings(
         "built": "partial" if partial else True,
         "split_rule": split_rule,
         "shard_bytes": shard_bytes,
-        "document_end": None if end is None else {"id": end.id, "token": end.token},
         "on_special": on_special,
         "max_train_tokens": budget.limits["train"],
         "max_val_tokens": budget.limits["val"],

@@ -405,8 +405,9 @@ class Shards:
         self.counts["cut_documents"] += 1
         self.counts["cut_tokens"] += length - room
         start = int(encoded.lengths[:number].sum())
-        of_text = length - (self._encoder.append is not None)
-        kept = encoded.ids[start : start + min(room, of_text)].tolist()  # without end-of-text
+        first, last = int(self._encoder.prepend is not None), length - (self._encoder.append is not None)
+        of_text = last - first
+        kept = encoded.ids[start + first : start + min(room, last)].tolist()  # without what begins and ends it
         whole = int(encoded.utf8_bytes[number])
         decode = getattr(self._encoder.tokenizer, "decode", None)
         if decode is None:

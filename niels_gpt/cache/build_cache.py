@@ -30,6 +30,7 @@ def build_pretrain_cache(
     source_name: str | None = None,
     source_config: str | None = None,
     streaming: bool = False,
+    document_start: str | None = None,
     document_end: str = "none",
     on_special: str = "drop",
     num_threads: int = 1,
@@ -44,7 +45,8 @@ def build_pretrain_cache(
     max_train_tokens, max_val_tokens: tokens; a hash of seed and text decides the split, and the share of val is
         max_val_tokens / both (D5).
     shuffle_buffer: documents in the shuffle buffer; None: the order of the stream.
-    document_end: the token that ends each document, as for `build_pretrain`; "eot" is the end-of-text sentinel.
+    document_start, document_end: the tokens that begin and end each document, as for `build_pretrain`; "eot" is the
+        end-of-text sentinel.
     on_special: a text that holds a special token is dropped and counted ("drop"), a ValueError ("raise"), or encoded as
         plain text ("text").
     num_threads: threads that encode; 0: the caller's thread. executor: any concurrent.futures.Executor to encode
@@ -61,6 +63,7 @@ def build_pretrain_cache(
         shard_bytes=shard_bytes,
         seed=seed,
         shuffle_buffer=shuffle_buffer,
+        document_start=document_start,
         document_end=document_end,
         on_special=on_special,
         num_threads=num_threads,

@@ -41,6 +41,7 @@ from niels_gpt.tokenizers.vocabulary import (
     end_of_documents,
     integer,
     special_id_in,
+    start_of_documents,
     tokenizer_sha256_in,
 )
 
@@ -168,6 +169,7 @@ def checked_meta(meta: dict[str, Any], where: str, kind: str | None = None) -> N
     tokenizer_sha256_in(meta, where)
     for name in SPECIAL_TOKEN_NAMES:
         special_id_in(meta, name, where)
+    start_of_documents(meta, where)
     end_of_documents(meta, where)
     if meta.get("content_sha256") is not None:
         checked_sha256(meta["content_sha256"], "content_sha256", where)

@@ -136,8 +136,8 @@ class SourceSpec:
     """The setting that holds the share of val."""
     budgets: bool = False
     """Whether the settings NAME_train_tokens and NAME_val_tokens bound the cache."""
-    has_document_end: bool = True
-    """Whether the setting document_end applies: a token after each document."""
+    has_documents: bool = True
+    """Whether the settings document_start and document_end apply: a token before and after each document."""
 
     training_rank: int = 0
     """A tokenizer is trained on sources of lower rank first. Each takes at most an equal part of the bytes that are
@@ -171,9 +171,9 @@ class SourceSpec:
     @property
     def own_settings(self) -> tuple[str, ...]:
         """The settings that decide the bytes of this source's cache and are not common to its family."""
-        end = ("document_end",) if self.family == "pretrain" and self.has_document_end else ()
+        tokens = ("document_start", "document_end") if self.family == "pretrain" and self.has_documents else ()
         named = (self.shuffle_buffer, self.dataset, self.config, self.from_hub, self.val_frac)
-        return (*end, *filter(None, named), *self.budget_settings, *self.reads)
+        return (*tokens, *filter(None, named), *self.budget_settings, *self.reads)
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -371,7 +371,7 @@ _BUILT_IN = (
         hub_splits=("train", "validation", "test"),
         splits={"train": "train", "val": "validation"},
         split_rule="upstream's own splits; val is upstream's validation",
-        has_document_end=False,
+        has_documents=False,
         training_rank=2,
         hub_text_bytes=550_000_000,
         hub_rows=1_900_000,

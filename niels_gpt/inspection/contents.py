@@ -22,7 +22,7 @@ from niels_gpt.storage.checks import Figures
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.tokenizers.protocol import Ids
-from niels_gpt.tokenizers.vocabulary import end_of_documents
+from niels_gpt.tokenizers.vocabulary import end_of_documents, start_of_documents
 
 _OFFSET_BYTES = OFFSET_DTYPE.itemsize
 _MAX_EXAMPLES = 5  # named in one problem
@@ -283,8 +283,8 @@ def _cut_places(meta: dict[str, Any], split: str, bounds: NDArray[np.int64]) -> 
 class SentinelScan:
     """The special tokens of a split's token stream, which may span several files.
 
-    Pretrain: each document ends with the token of `document_end`, if there is one, and has it and special tokens
-    nowhere else, but in an imported cache, whose documents may hold any token.
+    Pretrain: each document begins with the token of `document_start` and ends with that of `document_end`, if there is
+    one, and has them and special tokens nowhere else, but in an imported cache, whose documents may hold any token.
     Sft: each example begins with a role; a role is followed by ids and an end-of-text, and that by the next role. With
     loss bits a chat template decides what stands where: nothing is scanned.
     Only the first wrong token is kept.
@@ -301,9 +301,10 @@ class SentinelScan:
         self._ids: dict[str, int] = dict(meta["special_token_ids"])
         self._names = {token: name for name, token in self._ids.items()}
         self._bounds, self._sft = bounds, meta["kind"] == "sft"
+        start, self._start_token = start_of_documents(meta, META_NAME) or (None, "")
         end, self._end_token = end_of_documents(meta, META_NAME) or (None, "")
-        self._end_id = end
-        others = () if self._sft else (*control, *(() if end is None else (end,)))
+        self._start_id, self._end_id = start, end
+        others = () if self._sft else (*control, *(each for each in (start, end) if each is not None))
         self._control = np.array(sorted({*self._ids.values(), *others}), dtype=np.int64)
         self._may_stand_inside = is_imported(meta)
         self._may_lack_end = _cut_places(meta, split, bounds)
@@ -338,23 +339,41 @@ class SentinelScan:
         first, last = np.searchsorted(self._bounds, [self._num_tokens, end], side="right")
         ends = self._bounds[first:last] - 1 if self._end_id is not None else self._bounds[:0]
         is_end = ids == (-1 if self._end_id is None else self._end_id)
-        if np.array_equal(places, ends) and bool(np.all(is_end)):
+        if self._start_id is None and np.array_equal(places, ends) and bool(np.all(is_end)):
             return
         missing = np.setdiff1d(ends, places[is_end])
         if len(missing):
             missing = np.setdiff1d(missing, self._may_lack_end)
-        stray = ~np.isin(places, ends) | ~is_end
+        stray, bare = ~np.isin(places, ends) | ~is_end, self._bounds[:0]
+        if self._start_id is not None:
+            first, last = np.searchsorted(self._bounds[:-1], [self._num_tokens, end])
+            starts, is_start = self._bounds[first:last], ids == self._start_id
+            stray &= ~(is_start & np.isin(places, starts))
+            bare = np.setdiff1d(starts, places[is_start])
         if self._may_stand_inside:
             stray[:] = False
-        if stray.any() and not (len(missing) and missing[0] < places[np.argmax(stray)]):
+        found = []
+        if stray.any():
             place, token = int(places[np.argmax(stray)]), int(ids[np.argmax(stray)])
-            of_end = f"token {self._end_token!a} ({token}), which ends documents,"
-            other = of_end if token == self._end_id else f"special token {token}"
-            name = f"sentinel {self._names[token]}" if token in self._names else other
-            self._keep(place, f"is the {name} inside document {self._document(place)}")
-        elif len(missing):
+            found.append((place, f"is the {self._named(token)} inside document {self._document(place)}"))
+        if len(missing):
             expected = "an end-of-text" if self._end_id in self._names else f"{self._end_token!a} ({self._end_id})"
-            self._keep(int(missing[0]), f"ends document {self._document(int(missing[0]))}, expected {expected}")
+            place = int(missing[0])
+            found.append((place, f"ends document {self._document(place)}, expected {expected}"))
+        if len(bare):
+            place, expected = int(bare[0]), f"{self._start_token!a} ({self._start_id})"
+            found.append((place, f"begins document {self._document(place)}, expected {expected}"))
+        if found:
+            self._keep(*min(found, key=lambda each: each[0]))
+
+    def _named(self, token: int) -> str:
+        if token in self._names:
+            return f"sentinel {self._names[token]}"
+        if token == self._end_id:
+            return f"token {self._end_token!a} ({token}), which ends documents,"
+        if token == self._start_id:
+            return f"token {self._start_token!a} ({token}), which begins documents,"
+        return f"special token {token}"
 
     def _check_examples(self, places: NDArray[np.int64], ids: NDArray[np.int64], end: int) -> None:
         """As `_check_documents`, for examples."""

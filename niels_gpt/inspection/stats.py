@@ -30,7 +30,7 @@ from niels_gpt.storage.errors import REBUILD, CacheError, PositionError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import checked_count, file_records, path_inside, resolved, shortened, wrong_value
 from niels_gpt.storage.remedies import PROGRAM
-from niels_gpt.tokenizers.vocabulary import end_of_documents
+from niels_gpt.tokenizers.vocabulary import end_of_documents, start_of_documents
 
 REPAIRED = ("repaired_utf8", "undecodable_utf8")  # counters of repaired documents; the second of earlier builders
 UNCHANGED = ("byte_order_mark", "texts_with_nul", "other_text_field", "contradicting_shape")
@@ -222,9 +222,10 @@ def _rows(cache: Path, folder: Path, meta: dict[str, Any]) -> list[tuple[str, st
     rows += loss_table(meta).items()
     rows += warned_of(meta)
     if meta["kind"] == "pretrain" and meta["built"]:
-        end = end_of_documents(meta, META_NAME)
         names = sentinel_names(folder, meta)
-        rows.append(("document end", "none" if end is None else f"{names.get(*end)} (id {end[0]})"))
+        for name, token_of in (("document start", start_of_documents), ("document end", end_of_documents)):
+            token = token_of(meta, META_NAME)
+            rows.append((name, "none" if token is None else f"{names.get(*token)} (id {token[0]})"))
     if has_loss_bits(meta):
         template = meta["chat_template"]
         how = f"{str(template['sha256'])[:12]}, mask by {template['mask_by']}, loss on {template['loss_on']}"

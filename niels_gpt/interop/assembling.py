@@ -40,7 +40,7 @@ from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, OutputFile, id_lines
 from niels_gpt.storage.meta_json import MAX_JSON_BYTES, open_regular
-from niels_gpt.tokenizers.document_end import DocumentEnd
+from niels_gpt.tokenizers.document_tokens import DocumentToken
 from niels_gpt.tokenizers.protocol import token_dtype
 
 _MOST_THREADS = 8
@@ -62,7 +62,7 @@ class About:
     """dataset_name, dataset_config, and the key `source`."""
     imported: Mapping[str, Any]
     """The key `imported`: format, borders, files, tokenizer."""
-    end: DocumentEnd | None = None
+    end: DocumentToken | None = None
     """The token that may end documents; of files without borders it decides where they end."""
     noticed: Mapping[str, int] = field(default_factory=dict)
     """What was left out or changed before, by reason."""

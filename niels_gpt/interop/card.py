@@ -171,6 +171,8 @@ def _tokenizer(meta: Mapping[str, Any], kind: str | None) -> Iterator[tuple[str,
         yield "dtype", _text(meta["token_dtype"])
     yield "special ids", _counted(meta.get("special_token_ids"), " = ")
     if meta["kind"] == "pretrain":
+        if start := meta.get("document_start"):
+            yield "before each document", _text(f"{start['token']} (id {start['id']})")
         end = meta.get("document_end")
         yield "behind each document", _text(f"{end['token']} (id {end['id']})") if end else "nothing"
 

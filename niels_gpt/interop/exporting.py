@@ -69,12 +69,14 @@ def _manifest(name: str, output: Output) -> dict[str, object]:
     """Return the manifest: which cache, in which form, and every file with its sha256."""
     meta = output.cache.meta
     keys = ("content_sha256", "dataset_name", "kind", "token_dtype", "tokenizer_sha256", "vocab_size", "totals")
+    start = meta.get("document_start")
     return {
         "manifest_version": MANIFEST_VERSION,
         "kind": "export",
         "format": name,
         "cache": {
             **{key: meta.get(key) for key in keys},
+            **({} if start is None else {"document_start": start}),
             "document_end": meta.get("document_end"),
             "pad_id": meta.get("pad_id", (meta.get("special_token_ids") or {}).get("eot")),
             "source": {key: meta.get("source", {}).get(key) for key in ("kind", "licence", "attribution", "revision")},

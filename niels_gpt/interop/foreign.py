@@ -31,7 +31,7 @@ from niels_gpt.storage.meta_json import (
     printable,
     read_regular,
 )
-from niels_gpt.tokenizers.vocabulary import check_vocab_size, end_of_documents, integer
+from niels_gpt.tokenizers.vocabulary import check_vocab_size, end_of_documents, integer, start_of_documents
 
 MAX_FILES = 1_000_000
 """Files of a folder that an import looks at."""
@@ -207,6 +207,7 @@ def _check_manifest(manifest: dict[str, Any], where: str) -> None:
         if cache.get(key) is not None:
             checked_sha256(cache[key], f"cache.{key}", where)
     check_vocab_size(cache, where)
+    start_of_documents(cache, where)
     end_of_documents(cache, where)
     if cache.get("pad_id") is not None and integer(cache["pad_id"], 0, cache.get("vocab_size") or 2**31) is None:
         raise ValueError(f"cache.pad_id is {cache['pad_id']!r:.40}, expected an id")

@@ -19,8 +19,9 @@ from niels_gpt.interop.texts import Texts
 from niels_gpt.progress import Progress
 from niels_gpt.storage import versions
 from niels_gpt.storage.errors import CacheError
-from niels_gpt.tokenizers.document_end import DocumentEnd, document_end
+from niels_gpt.tokenizers.document_tokens import DocumentToken, document_end
 from niels_gpt.tokenizers.protocol import FullTokenizer
+from niels_gpt.tokenizers.vocabulary import start_of_documents
 
 _OF_ROWS = ("hf", "litdata")  # formats whose rows are the documents
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -102,25 +103,38 @@ def import_folder(
     def examine(done: Assembled) -> Mapping[str, Any]:
         _compare_with_manifest(source, manifest_files(folder.manifest), files, done)
         linked.append(done.linked_bytes)
-        texts, lacking = Texts(done, kind, tokenizer, end), sum(done.docs.values()) - sum(done.ended.values())
-        unknown = tokenizer.unk_id
-        keys: dict[str, Any] = {
-            "roundtrip": texts.roundtrip(path),
-            "lossless": None,
-            "unknown_ids": 0 if unknown is None else sum(int(each[unknown]) for each in done.id_counts.values()),
-            "noticed": {"documents_without_end": lacking if end is not None and kind == "pretrain" else 0},
-        }
-        if kind == "pretrain" and options.utf8_bytes:
-            counts = texts.utf8_bytes()
-            if all(count or not any(done.shards[split]) for split, count in counts.items()):
-                keys["utf8_bytes"] = counts
-        return keys
+        return _examined(done, about, tokenizer, path, folder, options)
 
     with versions.building(path) as work:
         meta = assemble(work, files, about, copy=options.copy, examine=examine, progress=progress)
         before_commit()
         versions.commit(work, path, str(meta["content_sha256"]))
     return Imported(path, meta, len(folder.files), sum(linked))
+
+
+def _examined(
+    done: Assembled, about: About, tokenizer: FullTokenizer, path: Path, folder: ForeignFolder, options: ImportOptions
+) -> dict[str, Any]:
+    """Return the keys of meta.json that what was written decides. path: of the cache, for warnings."""
+    start = None if folder.manifest is None else start_of_documents(folder.manifest["cache"], MANIFEST_NAME)
+    texts = Texts(done, about.kind, tokenizer, about.end, None if start is None else start[0])
+    documents, unknown = sum(done.docs.values()), tokenizer.unk_id
+    is_ended = about.end is not None and about.kind == "pretrain"
+    keys: dict[str, Any] = {
+        "roundtrip": texts.roundtrip(path),
+        "lossless": None,
+        "unknown_ids": 0 if unknown is None else sum(int(each[unknown]) for each in done.id_counts.values()),
+        "noticed": {"documents_without_end": documents - sum(done.ended.values()) if is_ended else 0},
+    }
+    if start is not None and not (bare := documents - sum(texts.begun.values())):
+        keys["document_start"] = {"id": start[0], "token": start[1]}
+    elif start is not None:
+        keys["noticed"]["documents_without_start"] = bare
+    if about.kind == "pretrain" and options.utf8_bytes:
+        counts = texts.utf8_bytes()
+        if all(count or not any(done.shards[split]) for split, count in counts.items()):
+            keys["utf8_bytes"] = counts
+    return keys
 
 
 def _compare_with_manifest(
@@ -156,7 +170,7 @@ def kind_of(source: Path, folder: ForeignFolder) -> str:
     return "sft" if with_loss else "pretrain"
 
 
-def _end_of(folder: ForeignFolder, tokenizer: FullTokenizer, choice: str | None) -> DocumentEnd | None:
+def _end_of(folder: ForeignFolder, tokenizer: FullTokenizer, choice: str | None) -> DocumentToken | None:
     """Return the token that ends documents: the caller's, the manifest's, the folder's, else the tokenizer's.
 
     Raises: ValueError where it is needed for borders, and nobody names one.
@@ -165,9 +179,9 @@ def _end_of(folder: ForeignFolder, tokenizer: FullTokenizer, choice: str | None)
         return document_end(tokenizer, choice)
     if folder.manifest is not None:
         known = folder.manifest["cache"].get("document_end")
-        return None if known is None else DocumentEnd(known["token"], known["id"])
+        return None if known is None else DocumentToken(known["token"], known["id"])
     if folder.document_end is not None and folder.document_end < tokenizer.vocab_size:
-        return DocumentEnd(tokenizer.token(folder.document_end), folder.document_end)
+        return DocumentToken(tokenizer.token(folder.document_end), folder.document_end)
     if any(file.ends is None for file in folder.files):
         return document_end(tokenizer)
     with suppress(ValueError):
@@ -175,7 +189,7 @@ def _end_of(folder: ForeignFolder, tokenizer: FullTokenizer, choice: str | None)
     return None
 
 
-def _borders(folder: ForeignFolder, format: str, end: DocumentEnd | None, choice: str | None) -> str:
+def _borders(folder: ForeignFolder, format: str, end: DocumentToken | None, choice: str | None) -> str:
     if all(file.ends is not None for file in folder.files):
         return "rows" if format in _OF_ROWS else "index"
     if end is None:
@@ -189,7 +203,7 @@ def _name_of(tokenizer: str) -> str:
 
 
 def _pad_id(
-    source: Path, folder: ForeignFolder, tokenizer: FullTokenizer, end: DocumentEnd | None, choice: int | None
+    source: Path, folder: ForeignFolder, tokenizer: FullTokenizer, end: DocumentToken | None, choice: int | None
 ) -> int:
     """Return the id that fills up rows. Raises: ValueError; CacheError E221 where nobody names one."""
     known = choice

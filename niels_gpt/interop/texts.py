@@ -9,6 +9,7 @@ import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from niels_gpt.builders.split import SPLITS
 from niels_gpt.cache.mmap import load_idx, mmap_tokens
 from niels_gpt.interop.assembling import Assembled
-from niels_gpt.tokenizers.document_end import DocumentEnd
+from niels_gpt.tokenizers.document_tokens import DocumentToken
 from niels_gpt.tokenizers.protocol import FullTokenizer, Ids
 
 logger = logging.getLogger(__name__)
@@ -47,9 +48,12 @@ class _Table:
 class Texts:
     """The documents of an assembled cache and their tokenizer."""
 
-    def __init__(self, done: Assembled, kind: str, tokenizer: FullTokenizer, end: DocumentEnd | None) -> None:
+    def __init__(
+        self, done: Assembled, kind: str, tokenizer: FullTokenizer, end: DocumentToken | None, start: int | None
+    ) -> None:
+        """start: the id that may begin a document."""
         self._done, self._kind, self._tokenizer = done, kind, tokenizer
-        self._end = -1 if end is None else end.id
+        self._end, self._start = -1 if end is None else end.id, -1 if start is None else start
         self._control = np.zeros(tokenizer.vocab_size, dtype=np.bool_)
         self._control[sorted(tokenizer.control_ids)] = True
         self._samples = [each for split in SPLITS for each in self._sampled(split)]
@@ -87,15 +91,16 @@ class Texts:
         return max(1, len(ids) - begin - end)
 
     def utf8_bytes(self) -> dict[str, int]:
-        """Return the utf-8 length of the text of each split, without what ends its documents."""
+        """Return the utf-8 length of the text of each split, without what begins and ends its documents."""
         table = next((each for each in self._tables() if self._is_proved(each)), None)
         if table is None:
             logger.info("the text is counted by decoding every document; --no-utf8-bytes leaves that out")
             return {split: sum(map(self._decoded_bytes, self._documents(split))) for split in SPLITS}
-        of_end = 0 if self._end < 0 else int(table.num_bytes[self._end])
+        of_start, of_end = (0 if each < 0 else int(table.num_bytes[each]) for each in (self._start, self._end))
         return {
             split: int(self._done.id_counts[split] @ table.num_bytes)
             - self._done.ended[split] * of_end
+            - (self.begun[split] * of_start if of_start else 0)
             - (self._stripped(split, table) if table.stripped.any() else 0)
             for split in SPLITS
         }
@@ -141,6 +146,19 @@ class Texts:
             if len(text := ids[:8][~self._control[ids[:8]]])
         )
 
+    @cached_property
+    def begun(self) -> dict[str, int]:
+        """The documents of each split that begin with `start`."""
+        found = dict.fromkeys(SPLITS, 0)
+        for split in SPLITS:
+            bounds, first = self._bounds(split), 0
+            for record in self._done.shards[split]:
+                at, last = np.searchsorted(bounds, [first, first + record["tokens"]])
+                if record["tokens"]:
+                    found[split] += int(np.count_nonzero(self._mapped(record)[bounds[at:last] - first] == self._start))
+                first += record["tokens"]
+        return found
+
     # --- documents ----------------------------------------------------------------------------------------------------
 
     def _bounds(self, split: str) -> NDArray[np.int64]:
@@ -153,7 +171,7 @@ class Texts:
         return np.append(starts, np.int64(tokens)) if self._kind == "sft" else starts
 
     def _documents(self, split: str) -> Iterator[Ids]:
-        """Yield the ids of each document, without the one that ends it."""
+        """Yield the ids of each document, without those that begin and end it."""
         bounds, number, position = self._bounds(split), 0, 0
         parts: list[Ids] = []
         for record in self._done.shards[split]:
@@ -164,7 +182,7 @@ class Texts:
             while number < len(bounds) - 1 and int(bounds[number + 1]) <= last:
                 end = int(bounds[number + 1])
                 parts.append(ids[position - first : end - first])
-                yield self._without_end(np.concatenate(parts))
+                yield self._without_added(np.concatenate(parts))
                 parts, position, number = [], end, number + 1
             if position < last:
                 parts.append(ids[position - first :])
@@ -180,12 +198,13 @@ class Texts:
             at = int(firsts.searchsorted(begin, side="right")) - 1
             ids = self._mapped(self._done.shards[split][at])[begin - firsts[at] : end - firsts[at]]
             is_cut = len(ids) < end - begin or len(ids) > _SAMPLE_TOKENS
-            ids = self._without_end(ids)[:_SAMPLE_TOKENS]
+            ids = self._without_added(ids)[:_SAMPLE_TOKENS]
             if len(ids):
                 yield np.array(ids), is_cut
 
     def _mapped(self, record: dict[str, Any]) -> Ids:
         return mmap_tokens(self._done.work / record["name"], expected_bytes=record["bytes"], dtype=self._done.dtype)
 
-    def _without_end(self, ids: Ids) -> Ids:
+    def _without_added(self, ids: Ids) -> Ids:
+        ids = ids[1:] if len(ids) and int(ids[0]) == self._start else ids
         return ids[:-1] if len(ids) and int(ids[-1]) == self._end else ids

@@ -49,7 +49,7 @@ from niels_gpt.storage.versions import (
     discard_unfinished,
     versions_dir,
 )
-from niels_gpt.tokenizers.document_end import document_end
+from niels_gpt.tokenizers.document_tokens import document_end, document_start
 from niels_gpt.tokenizers.engine import engine_name
 from niels_gpt.tokenizers.protocol import FullTokenizer
 
@@ -153,8 +153,8 @@ def recipe_fingerprint(
     """Return the sha256 of everything that a recipe's output depends on.
 
     tokenizer: None: that it is unknown.
-    Raises: FileNotFoundError, ValueError if the file of --exclude cannot be read; ValueError for a document_end that
-        the tokenizer does not have.
+    Raises: FileNotFoundError, ValueError if the file of --exclude cannot be read; ValueError for a document_start or
+        document_end that the tokenizer does not have.
     """
     chosen = recipe_settings(settings, reads, tokenizer)
     if key == TOKENIZER_KEY:  # under the name of before, and without the kind that was the only one
@@ -163,6 +163,8 @@ def recipe_fingerprint(
             del chosen["tokenizer_kind"]
     if "document_end" in chosen:
         chosen |= _known_end(tokenizer, chosen.pop("document_end"))
+    if tokenizer is not None and (start := document_start(tokenizer, chosen.get("document_start"))) is not None:
+        chosen["document_start"] = [start.id, start.token]
     family = key.partition("/")[0]
     parts: dict[str, Any] = {
         "recipe": key,

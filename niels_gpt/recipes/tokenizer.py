@@ -32,7 +32,7 @@ from niels_gpt.storage.locks import apply_lock_setting
 from niels_gpt.storage.meta_json import checked_sha256, file_records, meta_bytes, parse_object
 from niels_gpt.storage.remedies import build_command, with_recorded_tokenizer
 from niels_gpt.tokenizer import load_tokenizer
-from niels_gpt.tokenizers.document_end import document_end
+from niels_gpt.tokenizers.document_tokens import document_end, document_start
 from niels_gpt.tokenizers.files import COMPANIONS, TOKENIZER_JSON, UPSTREAM_MODELS, tokenizer_file, tokenizer_files
 from niels_gpt.tokenizers.protocol import FullTokenizer
 from niels_gpt.tokenizers.roundtrip import roundtrip
@@ -171,6 +171,7 @@ def check_tokenizer(
         opened_template(settings, tokenizer, where)
     if "document_end" in source.spec.settings:
         try:
+            document_start(tokenizer, settings.document_start)
             document_end(tokenizer, settings.document_end)
         except ValueError as error:
             why = str(error).removeprefix(f"{tokenizer.model_path}: ")

@@ -1,8 +1,8 @@
 """Tokenizers of Hugging Face: a tokenizer.json, opened by the library `tokenizers`.
 
 Nothing else of such a tokenizer is used: no class of transformers and no code from the hub. The post-processor, which
-adds BOS and EOS, is not applied. Truncation, padding and dropout are switched off: a cache must neither be cut silently
-nor differ from one build to the next.
+adds BOS and EOS, is not applied to a text; `start_ids` says what it writes before one. Truncation, padding and dropout
+are switched off: a cache must neither be cut silently nor differ from one build to the next.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -32,6 +33,7 @@ from niels_gpt.tokenizers.files import (
     read_file,
 )
 from niels_gpt.tokenizers.inputs import checked_ids, refuse_surrogates
+from niels_gpt.tokenizers.protocol import PROBE
 
 MAX_OPENED_IDS: Final = 1 << 24
 """A file with a larger id is refused: tables of one entry an id are made from it."""
@@ -64,7 +66,7 @@ class HuggingFaceTokenizer:
         self.model_path: str = os.path.abspath(os.path.join(path, TOKENIZER_JSON) if in_folder else path)
         raw = self._read()
         self._sha256 = hashlib.sha256(raw).hexdigest()
-        self._tokenizer = _open(raw, self.model_path)
+        self._tokenizer, self._post_processor = _open(raw, self.model_path)
         self._vocab_size = _vocab_size(self._tokenizer, self.model_path)
         added = self._tokenizer.get_added_tokens_decoder()
         _check_added_ids(raw, {token.content: token_id for token_id, token in added.items()}, self.model_path)
@@ -97,6 +99,20 @@ class HuggingFaceTokenizer:
     def eos_id(self) -> int | None:
         """The id of `eos_token` in tokenizer_config.json or special_tokens_map.json; None if none is named there."""
         return self._eos_id
+
+    @cached_property
+    def start_ids(self) -> tuple[int, ...]:
+        """The ids that the file's post-processor writes before a text, such as BOS; () for none.
+
+        They are found by running it on PROBE; where PROBE has no ids, it cannot be told, and they are ().
+        Raises: ValueError where the model cannot encode PROBE.
+        """
+        if self._post_processor is None:
+            return ()
+        plain, *_ = self._encoded([PROBE], self._tokenizer.encode_batch)
+        ids, of_text = self._post_processor.process(plain).ids, plain.ids
+        count = next((at for at in range(len(ids)) if ids[at : at + len(of_text)] == of_text), 0)
+        return tuple(ids[:count])
 
     @property
     def control_ids(self) -> frozenset[int]:
@@ -268,8 +284,9 @@ class HuggingFaceTokenizer:
         return found
 
 
-def _open(raw: bytes, where: str) -> Any:
-    """Return the library's tokenizer, without truncation, padding, post-processor and the random merges of dropout."""
+def _open(raw: bytes, where: str) -> tuple[Any, Any]:
+    """Return the library's tokenizer, without truncation, padding, post-processor and the random merges of dropout;
+    and its post-processor, or None."""
     from tokenizers import Tokenizer
 
     if missing := [name for name in ("from_buffer", "encode_batch_fast") if not hasattr(Tokenizer, name)]:
@@ -283,17 +300,18 @@ def _open(raw: bytes, where: str) -> Any:
         tokenizer.no_padding()
         if getattr(tokenizer.model, "dropout", None) is not None:
             tokenizer.model.dropout = None
+        post_processor = tokenizer.post_processor
         tokenizer.post_processor = None  # even without its special tokens, one could leave out or repeat a text
     except BaseException as error:
         if not is_of_library(error):
             raise
         found = f"is damaged, or of an unknown form ({str(error)[:_SHOWN]!a})"
         raise CacheError(where, found, _EXPECTED, code="E403") from error
-    return tokenizer
+    return tokenizer, post_processor
 
 
 def _plain(raw: bytes, where: str) -> Any:
-    tokenizer = _open(raw, where)
+    tokenizer, _ = _open(raw, where)
     tokenizer.encode_special_tokens = True
     return tokenizer
 

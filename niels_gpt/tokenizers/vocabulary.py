@@ -82,13 +82,28 @@ def end_of_documents(meta: Mapping[str, Any] | None, where: str) -> tuple[int, s
     Raises: CacheError for a wrong value.
     """
     keys = meta or {}
-    end = keys.get("document_end")
-    if end is None:
+    if keys.get("document_end") is None:
         eot = special_id_in(keys, "eot", where) if keys.get("append_eot") is True else None
         return None if eot is None else (eot, SPECIAL_TOKENS[SPECIAL_TOKEN_NAMES.index("eot")])
-    if not isinstance(end, dict) or not isinstance(end.get("token"), str):
-        raise wrong_value(where, "document_end", end, "null, or the id and the token that end a document")
-    return _id(keys, end.get("id"), "document_end.id", where), end["token"]
+    return _document_token(keys, "document_end", where)
+
+
+def start_of_documents(meta: Mapping[str, Any] | None, where: str) -> tuple[int, str] | None:
+    """Return id and literal of the token before each document of a pretrain cache; None where there is none.
+
+    Raises: CacheError for a wrong value.
+    """
+    return _document_token(meta or {}, "document_start", where)
+
+
+def _document_token(keys: Mapping[str, Any], key: str, where: str) -> tuple[int, str] | None:
+    known = keys.get(key)
+    if known is None:
+        return None
+    if not isinstance(known, dict) or not isinstance(known.get("token"), str):
+        verb = key.removeprefix("document_")
+        raise wrong_value(where, key, known, f"null, or the id and the token that {verb} a document")
+    return _id(keys, known.get("id"), f"{key}.id", where), known["token"]
 
 
 def _id(meta: Mapping[str, Any], value: Any, key: str, where: str) -> int:

@@ -16,7 +16,7 @@ from niels_gpt.commands.main import main
 from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES, SPECIAL_TOKENS, find_reserved_literal
 from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.tokenizer_training import train_tokenizer, write_tokenizer
-from niels_gpt.tokenizers.document_end import document_end
+from niels_gpt.tokenizers.document_tokens import document_end
 from niels_gpt.tokenizers.huggingface import HuggingFaceTokenizer
 
 SIZE = 700

@@ -30,7 +30,7 @@ from support.made_tokenizers import (
 
 from niels_gpt.cache import sha256_file
 from niels_gpt.tokenizer import load_tokenizer
-from niels_gpt.tokenizers.document_end import document_end
+from niels_gpt.tokenizers.document_tokens import document_end
 from niels_gpt.tokenizers.files import tokenizer_files
 from niels_gpt.tokenizers.huggingface import HuggingFaceTokenizer
 

@@ -10,7 +10,7 @@ from support.made_tokenizers import any_tokenizer, made_tokenizer, sample_texts,
 from niels_gpt.commands.main import main
 from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES, SPECIAL_TOKENS, find_reserved_literal
 from niels_gpt.tokenizer import SentencePieceTokenizer, load_tokenizer
-from niels_gpt.tokenizers.document_end import document_end
+from niels_gpt.tokenizers.document_tokens import document_end
 from niels_gpt.tokenizers.sentinels import add_sentinels
 
 TEXTS = [text for text in sample_texts() if find_reserved_literal(text) is None][:40]

@@ -49,12 +49,14 @@ SAME = (
     "built",
     "split_rule",
     "shard_bytes",
+    "document_start",
     "document_end",
     "on_special",
     "val_frac",
     "shuffle",
 )
-"""Keys of meta.json that all partitions of a cache have in common, and the cache too."""
+"""Keys of meta.json that all partitions of a cache have in common, and the cache too; document_start only if there is
+one."""
 _TARGET = re.compile(r"\.versions/([0-9]{5})/([0-9a-f]{12})")
 _HALF_WRITTEN = re.compile(r"\.plan\.json\.[0-9a-f]{8}\.tmp")
 _READ_BYTES = 1 << 20

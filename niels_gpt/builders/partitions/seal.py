@@ -136,7 +136,7 @@ def _joined(plan: Plan, work: Path, source: Source, seen: Sequence[str]) -> dict
     common: dict[str, Any] = {}
     for number in range(plan.total):
         receipt = _receipt(plan, number, seen[number])
-        common = {key: receipt.meta[key] for key in (*SAME, "tokenizer_sha256")}
+        common = {key: receipt.meta[key] for key in (*SAME, "tokenizer_sha256") if key in receipt.meta}
         sums.add(receipt.meta)
         parts.append(_linked(work, receipt, shards))
     if not any(part.tokens["train"] for part in parts) and common["built"] is True:

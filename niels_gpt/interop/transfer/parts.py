@@ -30,14 +30,14 @@ from niels_gpt.storage import fileio, versions
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, id_of_line
 from niels_gpt.storage.meta_json import path_inside, resolved
-from niels_gpt.tokenizers.document_end import DocumentEnd
+from niels_gpt.tokenizers.document_tokens import DocumentToken
 from niels_gpt.tokenizers.protocol import TOKEN_DTYPES
 from niels_gpt.tokenizers.vocabulary import end_of_documents
 
 Chosen = dict[str, list[dict[str, Any]]]
 """The records of the shards to stage, by split."""
 _VOCABULARY = ("tokenizer_sha256", "vocab_size", "token_dtype", "special_token_ids")
-_AS_WHOLE = ("seed", "split_rule", "roundtrip", "lossless")
+_AS_WHOLE = ("seed", "split_rule", "roundtrip", "lossless", "document_start")
 
 
 def chosen_shards(remote: Described, split: str | None, max_bytes: int | None) -> Chosen:
@@ -166,6 +166,6 @@ def _about(remote: Described, files: int, staged: dict[str, Any]) -> About:
             meta.get("dataset_name"), meta.get("dataset_config"), meta.get("streaming", False), source, {}, counters
         ),
         {"format": "niels_gpt", "borders": "index", "files": files, "tokenizer": None},
-        None if end is None else DocumentEnd(end[1], end[0]),
+        None if end is None else DocumentToken(end[1], end[0]),
         keys={**keys, "staged": staged},
     )

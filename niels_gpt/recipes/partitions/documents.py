@@ -16,6 +16,8 @@ from niels_gpt.recipes import sources
 from niels_gpt.recipes.resolve import ResolvedSource, resolve_source
 from niels_gpt.recipes.run_recipe import BuildInputs, num_threads
 from niels_gpt.settings import Settings
+from niels_gpt.tokenizers.document_tokens import post_processor_starts
+from niels_gpt.tokenizers.protocol import FullTokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +58,8 @@ def build_documents(
         shuffle_buffer=buffer,
         split_rule=spec.split_rule or (FRACTION_RULE if spec.val_frac else BUDGET_RULE),
         val_frac=getattr(settings, spec.val_frac) if spec.val_frac else None,
-        document_end=settings.document_end if spec.has_document_end else "none",
+        document_start=settings.document_start if spec.has_documents else "none",
+        document_end=settings.document_end if spec.has_documents else "none",
         partial=_is_partial(source),
         on_special=settings.on_special,
         num_threads=num_threads(settings),
@@ -70,7 +73,26 @@ def build_documents(
     if partition is None and spec.split_rule is None and meta["val_frac"] and not meta["val_tokens"]:
         distinct = meta["docs"]["train"] - meta["duplicates"]["train"]
         logger.warning("%s: val is empty: too few distinct texts (%d)", path, distinct, extra={"code": "W308"})
+    if partition is None:
+        warn_of_missing_start(settings, source, inputs.tokenizer, path)
     return meta
+
+
+def warn_of_missing_start(settings: Settings, source: ResolvedSource, tokenizer: FullTokenizer, cache: Path) -> None:
+    """Log a warning for a cache whose documents begin without what the tokenizer's post-processor writes before a text,
+    where the settings do not say how they begin."""
+    if settings.document_start is not None or not source.spec.has_documents:
+        return
+    with suppress(ValueError):  # the model cannot encode a text that would show it
+        if starts := post_processor_starts(tokenizer):
+            logger.warning(
+                "%s: its documents begin without %s, which the tokenizer's own post-processor writes before a text. To "
+                "write it: --document-start %s. To leave it out: --document-start none",
+                cache,
+                " ".join(ascii(each.token)[1:-1] for each in starts),
+                "auto" if len(starts) == 1 else "TOKEN",
+                extra={"code": "W414"},
+            )
 
 
 def is_partitioned(settings: Settings, source: ResolvedSource) -> bool:

@@ -169,6 +169,8 @@ def settings_of(plan: Plan, settings: Settings, tokenizer_content: str | None) -
     """
     known = {field.name: type(getattr(settings, field.name)) for field in fields(Settings)}
     recipe = {name: value for name, value in plan.content["recipe"].items() if known.get(name) is type(value)}
+    start = plan.content["recipe"].get("document_start")
+    recipe["document_start"] = start if isinstance(start, str) else None
     there = replace(settings, **recipe, partitions=plan.total)
     if plan.content["tokenizer_content_sha256"] != tokenizer_content:
         if undamaged(folder := _staged(plan, settings)) is None:

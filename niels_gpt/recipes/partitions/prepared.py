@@ -20,7 +20,13 @@ from niels_gpt.cache.meta import read_meta
 from niels_gpt.data.files.part import PARTITION_RULE
 from niels_gpt.documents import Partition
 from niels_gpt.progress import Progress
-from niels_gpt.recipes.partitions.documents import build_documents, check_val_frac, is_partitioned, warn_if_partial
+from niels_gpt.recipes.partitions.documents import (
+    build_documents,
+    check_val_frac,
+    is_partitioned,
+    warn_if_partial,
+    warn_of_missing_start,
+)
 from niels_gpt.recipes.partitions.planned import (
     Planned,
     add_listing,
@@ -172,8 +178,11 @@ class Prepared:
                     raise
                 else:
                     return sealed, True
-        install_tokenizer(self.asked.settings, self.staged)
-        log_unseen_source(self.asked.settings, self.staged.meta, self.asked.key)
+        asked = self.asked
+        assert asked.tokenizer is not None
+        warn_of_missing_start(asked.settings, asked.source, asked.tokenizer, asked.path)
+        install_tokenizer(asked.settings, self.staged)
+        log_unseen_source(asked.settings, self.staged.meta, asked.key)
         return meta, False
 
 

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 LITTLE_TEXT = 1_000_000
 """utf-8 bytes; a tokenizer that was trained on less has hardly a piece longer than a syllable."""
 
-_WITH_TOKENIZER = ("document_end", "on_special")
+_WITH_TOKENIZER = ("document_start", "document_end", "on_special")
 """Settings that suit one tokenizer and not another: the way back takes them from the last build of each cache."""
 
 

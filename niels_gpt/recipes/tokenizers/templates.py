@@ -1,4 +1,4 @@
-"""The chat template of sft caches: its text by the settings, and what a fingerprint has of it."""
+"""The chat template of sft caches: its text by the settings, and what a fingerprint has of it and other settings."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from niels_gpt.chat.tokenizers import ChatTokenizer, template_tokenizer
 from niels_gpt.chat.turns import check_loss_on
 from niels_gpt.settings import OF_TOKENIZER, Settings
 from niels_gpt.storage.errors import CacheError, NotFound
+from niels_gpt.tokenizers.document_tokens import document_start
 from niels_gpt.tokenizers.files import TOKENIZER_JSON, read_file
 from niels_gpt.tokenizers.huggingface import HuggingFaceTokenizer
 from niels_gpt.tokenizers.protocol import FullTokenizer
@@ -123,12 +124,15 @@ def warn_of_marks(settings: Settings, tokenizer: FullTokenizer, cache: Path) -> 
 
 def recipe_settings(settings: Settings, reads: Sequence[str], tokenizer: FullTokenizer | None) -> dict[str, Any]:
     """Return the settings that a recipe reads, by name; of a chat template what decides bytes, and nothing if none is
-    named: the caches of the project's own template stay as they are.
+    named: the caches of the project's own template stay as they are. So do those without a token before documents.
 
     tokenizer: None: not known, so that its own template is not either.
-    Raises: as `opened_template`.
+    Raises: as `opened_template`; ValueError for a document_start that the tokenizer does not have.
     """
     chosen = {name: getattr(settings, name) for name in reads if name not in SETTINGS}
+    start = chosen.pop("document_start", None)
+    if start not in (None, "none") and (tokenizer is None or document_start(tokenizer, start) is not None):
+        chosen["document_start"] = start
     if settings.chat_template is None or SETTINGS[0] not in reads:
         return chosen
     facts: dict[str, Any] = {"loss_on": settings.loss_on}

@@ -1,0 +1,96 @@
+"""The tokens that begin and end each document of a pretrain cache: the settings `document_start` and `document_end`."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from niels_gpt.tokenizers.protocol import FullTokenizer, Tokenizer, control_ids
+
+CHOICES = ("auto", "eot", "eos", "none")
+"""What is not the literal of a token."""
+
+_KNOWN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|end|>")  # for the text of an error
+_NEAR = 4  # tokens in the text of an error
+
+
+@dataclass(frozen=True)
+class DocumentToken:
+    """One token."""
+
+    token: str
+    """As the vocabulary has it."""
+    id: int
+
+
+def document_start(tokenizer: FullTokenizer, choice: str | None = "auto") -> DocumentToken | None:
+    """Return the token that begins a document; None for no token.
+
+    choice: "auto", what the tokenizer's own post-processor writes before a text; "none" or None; or a token's literal.
+    Raises: ValueError for a token that the tokenizer does not have, with the names of some that it has; for "auto"
+        where the post-processor writes several.
+    """
+    if choice in (None, "none"):
+        return None
+    if choice != "auto":
+        if (known := tokenizer.token_id(str(choice))) is None:
+            raise ValueError(f"{tokenizer.model_path}: no token to begin a document with: {_near(tokenizer, choice)}")
+        return DocumentToken(tokenizer.token(known), known)
+    starts = post_processor_starts(tokenizer)
+    if len(starts) > 1:
+        names = ", ".join(ascii(each.token) for each in starts)
+        raise ValueError(
+            f"{tokenizer.model_path}: its post-processor begins a text with {len(starts)} tokens, {names}. Name the "
+            "one that begins a document: --document-start TOKEN"
+        )
+    return starts[0] if starts else None
+
+
+def post_processor_starts(tokenizer: Tokenizer) -> list[DocumentToken]:
+    """Return what the post-processor of a tokenizer.json writes before a text; [] for every other tokenizer."""
+    ids: tuple[int, ...] = getattr(tokenizer, "start_ids", ())
+    return [DocumentToken(tokenizer.token(each), each) for each in ids]  # type: ignore[attr-defined]
+
+
+def document_end(tokenizer: FullTokenizer, choice: str = "auto") -> DocumentToken | None:
+    """Return the token that ends a document; None for no token.
+
+    choice: "eot", the sentinel; "eos", the end of a text that the tokenizer names; "none"; a token's literal; or
+        "auto": eot where the tokenizer has the sentinels, else eos.
+    Raises: ValueError for a token that the tokenizer does not have; for "auto" the message names others.
+    """
+    if choice == "none":
+        return None
+    eot, eos = tokenizer.special_token_ids().get("eot"), tokenizer.eos_id
+    if choice in CHOICES:
+        chosen = {"eot": eot, "eos": eos, "auto": eos if eot is None else eot}[choice]
+    else:
+        chosen = tokenizer.token_id(choice)
+    if chosen is not None:
+        return DocumentToken(tokenizer.token(chosen), chosen)
+    named: str | None = getattr(tokenizer, "eos_token", None)
+    no_eos = (
+        "its files name no eos_token" if named is None else f"its files name eos_token {named!a}, which is no token"
+    )
+    names = {"eot": "it has no sentinels", "eos": no_eos, "auto": no_eos}
+    why = names.get(choice, f"it has no token {choice!a}")
+    text = f"{tokenizer.model_path}: no token to end a document with: {why}. {_remedy(tokenizer)}"
+    raise ValueError(text)
+
+
+def _near(tokenizer: FullTokenizer, choice: str | None) -> str:
+    """Return that there is no such token, and those of the added and control tokens that are most like it."""
+    added = getattr(tokenizer, "added_tokens", dict[str, bool])()
+    known = dict.fromkeys([*added, *(tokenizer.token(each) for each in sorted(control_ids(tokenizer)))])
+    names = [each for each in known if each.isprintable()]
+    shown = (get_close_matches(str(choice), names, n=_NEAR) or names[:_NEAR]) + ["auto", "none"]
+    return f"it has no token {choice!a}. Pass one that it has: --document-start {' or '.join(map(shlex.quote, shown))}"
+
+
+def _remedy(tokenizer: FullTokenizer) -> str:
+    known = [token for token in _KNOWN_ENDS if tokenizer.token_id(token) is not None]
+    control = [tokenizer.token(each) for each in sorted(tokenizer.control_ids)]
+    token = next((each for each in (*known, *control) if each.isprintable()), None)
+    named = "" if token is None else f"--document-end {shlex.quote(token)} for this token, or "
+    return f"Pass {named}--document-end none for no token"
