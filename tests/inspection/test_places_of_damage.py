@@ -234,6 +234,21 @@ def test_an_ordinary_token_that_ends_documents_is_found_inside_one(tmp_path):
     assert find_damage(folder, deep=True) == [Damage(name, 2, 4, problem)]
 
 
+def test_a_token_that_begins_documents_is_missed_and_is_found_inside_one(tmp_path):
+    folder, name = pretrain_of(tmp_path, ["aaaa", "bbbb"], max_val_tokens=0), "train/shard_00000.bin"
+    for place in (0, 5):
+        put_token(folder / name, place, 75)
+    describe(folder, document_start={"id": 75, "token": "A"})
+    assert find_damage(folder, deep=True) == []
+    put_token(folder / name, 7, 75)
+    describe(folder)
+    problem = "token 7 is the token 'A' (75), which begins documents, inside document 1"
+    assert find_damage(folder, deep=True) == [Damage(name, 14, 16, problem)]
+    put_token(folder / name, 5, 76)
+    describe(folder)
+    assert find_damage(folder, deep=True) == [Damage(name, 10, 12, "token 5 begins document 1, expected 'A' (75)")]
+
+
 def test_a_document_that_met_its_budget_needs_no_end_of_text_and_no_other_lacks_one(tmp_path):
     folder = pretrain_of(tmp_path, ["aaaa", "bbbb"], max_train_tokens=8, max_val_tokens=0)
     assert json.loads((folder / "meta.json").read_bytes())["cut"]["documents"] == 1
