@@ -17,8 +17,10 @@ from support.start_tokenizers import FORMS, start_tokenizer
 from tokenizers import Tokenizer
 
 from niels_gpt.builders.pretrain import build_pretrain
+from niels_gpt.cache.meta import read_meta
 from niels_gpt.inspection.verify import find_damage
 from niels_gpt.interop.exporting import export_cache
+from niels_gpt.interop.transfer.fetch import stage
 from niels_gpt.recipes.exchange.imports import import_cache
 from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.sampling import PackedStream
@@ -196,3 +198,19 @@ def test_an_export_and_its_import_keep_it(tmp_path, name):
     manifest.write_text(json.dumps(said))
     other = import_cache(tmp_path / "out", "other", **where).meta
     assert "document_start" not in other and other["noticed"] == {"documents_without_start": len(TEXTS)}
+
+
+def test_a_staged_part_keeps_it(tmp_path):
+    meta = build(tmp_path / "c", start_tokenizer(tmp_path / "t", "gemma"), TEXTS, document_end="<eos>")
+    staged = stage(str(tmp_path / "c"), tmp_path / "part", max_bytes=200)
+    part = read_meta(str(tmp_path / "part/meta.json"))
+    assert staged.fetched_bytes and part["document_start"] == meta["document_start"]
+    assert all(ids[0] == 2 for ids in ids_of(tmp_path / "part")) and not find_damage(tmp_path / "part", deep=True)
+
+
+def test_lines_of_wikitext_are_no_documents_and_have_neither_token_nor_warning(tmp_path, caplog):
+    mistral = start_tokenizer(tmp_path / "t", "mistral")
+    settings = Settings(source_root="sample", cache_dir=str(tmp_path), tokenizer=str(mistral), engine="reference")
+    built = build_token_cache(settings, "wikitext")
+    assert codes(caplog) == [] and "document_start" not in built.meta
+    assert build_token_cache(replace(settings, document_start="auto"), "wikitext").reused
