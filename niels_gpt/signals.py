@@ -33,7 +33,7 @@ NO_COMMON_END, WITHOUT_PROMPT = "samples_without_common_end", "samples_without_p
 
 _FEW = 2  # with a sign are no reason to warn where some may have it
 _FEW_BYTES = 1.2  # for a token: English has about 4, and a script that the tokenizer has no pieces for 1
-_BYTE_IDS = 384  # a vocabulary of bytes has about one id for each
+_FEW_IDS = 1_000  # a vocabulary of so few has about one id for each byte of any text
 _SHOWN, _MOST_PLACE = 60, 200  # characters of an example, and of its place
 _INVISIBLE = "\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\ufeff"
 _NO_VALUES = frozenset({"nan", "none", "null", "n/a", "na", "undefined", "[]", "{}"})
@@ -124,9 +124,9 @@ def _duplicates(meta: Meta, counts: Mapping[str, int]) -> int:
 
 
 def _byte_tokens(meta: Meta, counts: Mapping[str, int]) -> int:
-    """Return all tokens where one has hardly more than a byte, and the vocabulary is not one of bytes; else 0."""
+    """Return all tokens where one has hardly more than a byte, though the vocabulary is not a small one; else 0."""
     tokens, num_bytes = _total(meta, "tokens"), sum(meta.get("utf8_bytes", {}).values())
-    return 0 if meta["vocab_size"] <= _BYTE_IDS or num_bytes >= _FEW_BYTES * tokens else tokens
+    return 0 if meta["vocab_size"] <= _FEW_IDS or num_bytes >= _FEW_BYTES * tokens else tokens
 
 
 def _unknown_roles(meta: Meta, counts: Mapping[str, int]) -> int:

@@ -13,7 +13,7 @@ from niels_gpt.cache.meta import read_meta
 from niels_gpt.inspection.verify import Limits, verify
 from niels_gpt.prefix_tree.rollouts.records import Rollout, RolloutGroup
 from niels_gpt.recipes.rollouts.checks import verify as verify_rollouts
-from niels_gpt.signals import markdown
+from niels_gpt.signals import above, markdown
 
 WORDS = ["the", "cat", "sat", "on", "the", "mat", "and", "looked", "at", "the", "moon", "over", "the", "quiet", "town"]
 
@@ -74,7 +74,6 @@ PRETRAIN = {
     "repeated_ids": texts(lambda n: {"id": "same"}),
     "texts_shorter_than_id": texts(lambda n: {"id": f"{sentence(n)} in many words", "text": f"n{n}"}, odd=12),
     "duplicates": texts(lambda n: {"text": "one text for all"}, odd=12),
-    "bytes_per_token": texts(lambda n: {"text": "ユニコードの文字列" * 3 + chr(0x4E00 + n)}, odd=12),
 }
 SFT = {
     "begins_with_reply": chats(lambda turns: [("assistant", "Hello."), *turns]),
@@ -147,6 +146,13 @@ def test_an_odd_source_is_counted_shown_warned_of_and_fails_a_strict_build(kind,
 def test_a_good_source_has_none(kind, rows, build):
     code, said, meta = build(kind, rows(lambda change: change, odd=0))
     assert (code, meta["noticed"], meta.get("examples")) == (0, {}, None) and "W314" not in said
+
+
+def test_a_tokenizer_of_another_script_shows_in_the_bytes_of_a_token():
+    meta = {"kind": "pretrain", "docs": {"train": 3, "val": 1}, "totals": {"train_tokens": 900, "val_tokens": 100}}
+    for num_bytes, vocab_size, said in ((1199, 1001, ["bytes_per_token"]), (1200, 1001, []), (1199, 1000, [])):
+        meta |= {"utf8_bytes": {"train": num_bytes, "val": 0}, "vocab_size": vocab_size}
+        assert [found.signal.counter for found in above(meta)] == said
 
 
 def test_ids_beyond_a_tokenizer_that_is_named_are_warned_of_each_time(tiny_model_path, tmp_path):
