@@ -21,9 +21,8 @@ class Message(TypedDict):
 ROLE_TO_NAME: Final[Mapping[str, str]] = {"system": "sys", "user": "usr", "assistant": "asst"}
 """The sentinel that begins a role's message, as a key of `special_token_ids`."""
 UNKNOWN_ROLE: Final = "unknown_role"
-_MAX_ROLES = 20  # counted by name: a role is any string of an untrusted file
-_ROLE = re.compile(r"[\w .:/-]{1,40}")
-OTHERS: Final = f"{UNKNOWN_ROLE}:others"
+_MAX_NAMES = 20  # counted under one prefix: a role or a field's name is any string of an untrusted file
+_NAME = re.compile(r"[\w .:/-]{1,40}")
 
 
 class ChatTokenizer(Protocol):
@@ -68,23 +67,27 @@ def extract_assistant_reply(tokenizer: ChatTokenizer, ids: Sequence[int]) -> lis
     return values[start:end]
 
 
-def count_role(counters: Counter[str], role: str) -> str:
-    """Count a chat that is dropped because of a role, under the role's name, as `unknown_role:tool`; returns the name.
+def count_names(counters: Counter[str], prefix: str, names: Iterable[str]) -> list[str]:
+    """Count names, each once, under a prefix, as `unknown_role:tool`; returns the keys that were counted.
 
-    What is no name of a role, as a text in its place, and roles after the first 20, count as `unknown_role:others`.
+    What is no name, as a text in its place, and names after the first 20 of the prefix, count once as
+    `unknown_role:others`.
     """
-    name = f"{UNKNOWN_ROLE}:{role}" if _ROLE.fullmatch(role) else OTHERS
-    if name not in counters and len(roles_counted(counters)) >= _MAX_ROLES:
-        name = OTHERS
-    counters[name] += 1
-    return name
+    others, keys = f"{prefix}:others", dict[str, None]()
+    for name in sorted(set(names)):
+        key = f"{prefix}:{name}" if _NAME.fullmatch(name) else others
+        if key not in counters and sum(each.startswith(f"{prefix}:") for each in {*counters, *keys}) >= _MAX_NAMES:
+            key = others
+        keys[key] = None
+    counters.update(list(keys))
+    return list(keys)
 
 
 def roles_counted(counts: Mapping[str, int]) -> dict[str, int]:
-    """Return the counts of `count_role` among others."""
+    """Return the counts of roles, by `count_names`, among others."""
     return {key: number for key, number in counts.items() if key.startswith(f"{UNKNOWN_ROLE}:")}
 
 
 def roles_of(counts: Mapping[str, int]) -> dict[str, int]:
-    """Return the roles counted by `count_role`: role -> chats."""
+    """Return the roles among the counts: role -> chats."""
     return {key.partition(":")[2]: number for key, number in roles_counted(counts).items()}

@@ -7,15 +7,19 @@
 The first of SHAPES that a row has is read. A field that is null is absent: rows of parquet have every field.
 
 There are two readings. `messages_of` is that of the project's own chats: system, user and assistant, and words alone.
-`raw_chat_of` is that of other chat templates: a turn keeps its role and all its fields.
+`raw_chat_of` is that of other chat templates: a turn keeps its role and all its fields. Both count what they leave out
+of a chat: `unread_field:NAME`, and `contradicting_shape` where another shape of the row gives another chat.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from niels_gpt.chat_template import UNKNOWN_ROLE, count_names
+from niels_gpt.data.files.text import CONTRADICTING_SHAPE, MISSING_FIELD, UNREAD_FIELD, count, says_nothing
 from niels_gpt.data.types import ChatMessage
 
 ROLES = {
@@ -42,12 +46,14 @@ PAIRS = (  # of TRL and completion APIs; of Alpaca and Dolly; of question answer
 SHAPES = ", ".join((*LISTS, *("+".join(pair) for pair in PAIRS)))
 SYSTEM_FIELDS = ("system", "system_prompt")
 CONTEXT_FIELDS = ("context", "input")
-FIELDS = frozenset((*LISTS, *(name for pair in PAIRS for name in pair), *SYSTEM_FIELDS, *CONTEXT_FIELDS))
-TOOLS, _FUNCTIONS = "tools", "functions"  # the latter is the earlier form of OpenAI
-RAW_FIELDS = FIELDS | {TOOLS, _FUNCTIONS}
-"""The fields of a row that `raw_chat_of` reads."""
-MISSING_FIELD, MALFORMED, UNKNOWN_ROLE = "missing_field", "malformed", "unknown_role"
-NOT_TEXT = "not_text"
+_TOOLS = ("tools", "functions")  # the latter is the earlier form of OpenAI
+_NEVER_READ = ("system_message", "history")  # history: of Alpaca, the turns before
+FIELDS = frozenset(
+    (*LISTS, *(name for pair in PAIRS for name in pair), *SYSTEM_FIELDS, *CONTEXT_FIELDS, *_TOOLS, *_NEVER_READ)
+)
+"""The fields of a row that are read or counted."""
+MALFORMED, NOT_TEXT, WEIGHT_0 = "malformed", "not_text", "weight_0"
+_READ_OF_TURN = frozenset(("role", "from", "content", "value", "weight", "tool_calls"))  # a turn with calls is refused
 _RESULTS = ("tool", "observation", "function_response", "tool_response")  # of ShareGPT: what a tool answered
 _CALL = "function_call"  # of ShareGPT: the role of a turn whose value is a call, or a list of them, in JSON
 _MAY_SAY_NOTHING = ("tool_calls", "reasoning_content", "thinking", "reasoning")  # content may be absent beside these
@@ -59,21 +65,51 @@ class NotAChatError(ValueError):
     def __init__(self, reason: str, found: str = "", *, role: str | None = None) -> None:
         super().__init__(f"{reason}: found {found or 'none of the known shapes'}")
         self.reason = reason
-        """missing_field, malformed, unknown_role or not_text."""
+        """missing_field, malformed, unknown_role, not_text or weight_0."""
         self.found = found
         """What was found instead of a turn or text, for messages; "" if the row has no known shape."""
         self.role = role
         """The unknown role."""
 
 
-def messages_of(row: Mapping[str, Any]) -> list[ChatMessage]:
+def messages_of(row: Mapping[str, Any], counters: Counter[str] | None = None) -> list[ChatMessage]:
     """Return the turns of a row; its system field, if any, is the first. Blank contents are kept.
 
+    counters: receives what is left out of the chat.
     Raises: NotAChatError "missing_field" for a row of no known shape; "unknown_role" for a turn with a role that is not
-        in ROLES, such as a tool's; "malformed" for a turn or field that is no text, for a turn that calls a tool, and
-        for a list without turns.
+        in ROLES, such as a tool's; "malformed" for a turn or field that is no text, for a turn that calls a tool or has
+        another weight than 0 and 1, and for a list without turns; "weight_0" for a reply of that weight, since every
+        reply carries loss.
     """
-    return _with_system(row, _turns_of(row))
+
+    def read(shape: _Shape) -> list[ChatMessage]:
+        return _with_system(row, _read_turns(_turns_of(row, shape)))
+
+    shape, *others = _shapes_of(row)
+    messages = read(shape)
+    if counters is not None:
+        unread = {name for turn in _turns_of(row, shape) for name in _unread(turn, turn.keys() - _READ_OF_TURN)}
+        _count_left_out(counters, unread.union(_unread(row, (*_TOOLS, *_NEVER_READ))), others, read, messages)
+    return messages
+
+
+def _unread(given: Mapping[str, Any], names: Collection[str]) -> list[str]:
+    return [name for name in names if not says_nothing(given.get(name))]
+
+
+def _count_left_out(
+    counters: Counter[str], unread: Collection[str], others: Sequence[_Shape], read: Callable[[_Shape], Any], chat: Any
+) -> None:
+    """others: the shapes of a row beside the one that `chat` was read from by `read`; they may be no chats."""
+    count_names(counters, UNREAD_FIELD, unread)
+    for other in others:
+        try:
+            contradicts = read(other) != chat
+        except NotAChatError:
+            continue
+        if contradicts:
+            count(counters, CONTRADICTING_SHAPE)
+            return
 
 
 def with_context(instruction: str, context: str) -> str:
@@ -81,20 +117,37 @@ def with_context(instruction: str, context: str) -> str:
     return f"{instruction}\n\ncontext:\n{context}" if context.strip() else instruction
 
 
-def _turns_of(row: Mapping[str, Any]) -> list[ChatMessage]:
-    for name in LISTS:
-        if isinstance(row.get(name), list):
-            return _read_turns(row[name])
+_Shape = tuple[Any, ...]
+"""The lists of turns that make a chat, one or two, or two texts: what was asked and what was answered."""
+
+
+def _shapes_of(row: Mapping[str, Any]) -> list[_Shape]:
+    """Return the known shapes that a row has, at least one. Raises: NotAChatError if it has none."""
+    shapes: list[_Shape] = [(row[name],) for name in LISTS if isinstance(row.get(name), list)]
     for asked, answered in PAIRS:
-        match row.get(asked), row.get(answered):
-            case str(question), str(answer):
-                for name in CONTEXT_FIELDS:
-                    question = with_context(question, _text_field(row, name))
-                return [ChatMessage("user", question), ChatMessage("assistant", answer)]
-            case list(question), list(answer):
-                return _read_turns(question + answer)
+        pair = row.get(asked), row.get(answered)
+        if any(all(isinstance(part, kind) for part in pair) for kind in (str, list)):
+            shapes.append(pair)
+    if shapes:
+        return shapes
     odd = next((name for name in LISTS if row.get(name) is not None), None)  # such as a list as a string
     raise NotAChatError(MISSING_FIELD, "" if odd is None else f"{_kind(row[odd])} in the field {odd}")
+
+
+def _turns_of(row: Mapping[str, Any], shape: _Shape) -> list[Any]:
+    """Return the turns of a shape of a row as they are, at least one. Raises: NotAChatError."""
+    if isinstance(shape[0], str):
+        question, answer = shape
+        for name in CONTEXT_FIELDS:
+            question = with_context(question, _text_field(row, name))
+        return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    turns = [turn for part in shape for turn in part]
+    if not turns:
+        raise NotAChatError(MALFORMED, "a list without turns")
+    for turn in turns:
+        if not isinstance(turn, Mapping):
+            raise NotAChatError(MALFORMED, f"{_kind(turn)} in place of a turn")
+    return turns
 
 
 def _with_system(row: Mapping[str, Any], turns: list[ChatMessage]) -> list[ChatMessage]:
@@ -110,14 +163,13 @@ def _text_field(row: Mapping[str, Any], name: str) -> str:
     return value or ""
 
 
-def _read_turns(turns: Sequence[Any]) -> list[ChatMessage]:
-    if not turns:
-        raise NotAChatError(MALFORMED, "a list without turns")
-    for turn in turns:
-        if not isinstance(turn, Mapping):
-            raise NotAChatError(MALFORMED, f"{_kind(turn)} in place of a turn")
+def _read_turns(turns: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
     roles = [_role_of(turn) for turn in turns]  # first: a turn of a tool is an unknown role, with any content
-    return [ChatMessage(role, _content_of(turn)) for role, turn in zip(roles, turns, strict=True)]
+    messages = [ChatMessage(role, _content_of(turn)) for role, turn in zip(roles, turns, strict=True)]
+    weights = [_weight_of(turn) for turn in turns]
+    if any(role == "assistant" and weight == 0 for role, weight in zip(roles, weights, strict=True)):
+        raise NotAChatError(WEIGHT_0, "a reply of weight 0, and here every reply carries loss")
+    return messages
 
 
 def _role_of(turn: Mapping[str, Any]) -> str:
@@ -138,6 +190,13 @@ def _content_of(turn: Mapping[str, Any]) -> str:
     return content if isinstance(content, str) else "".join(_part_text(part) for part in content)
 
 
+def _weight_of(turn: Mapping[str, Any]) -> float | None:
+    weight = turn.get("weight")
+    if weight is None or (type(weight) in (int, float) and weight in (0, 1)):
+        return weight
+    raise NotAChatError(MALFORMED, f"{_kind(weight)} in place of a turn's weight, 0 or 1")
+
+
 def _part_text(part: Any) -> str:
     match part:
         case {"type": "text", "text": str(text)}:
@@ -146,6 +205,8 @@ def _part_text(part: Any) -> str:
 
 
 def _kind(value: Any) -> str:
+    if isinstance(value, int | float):
+        return f"{value!r:.40}"
     return "nothing" if value is None else f"a value of type {type(value).__name__}"
 
 
@@ -157,23 +218,33 @@ def _either(turn: Mapping[str, Any], name: str, other: str) -> Any:
 # --- for other chat templates ---
 
 
-def raw_chat_of(row: Mapping[str, Any], *, sparse: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+def raw_chat_of(
+    row: Mapping[str, Any], *, sparse: bool, counters: Counter[str] | None = None
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
     """Return the turns of a row and its tools, as they are; its system field, if any, is the first turn.
 
     The other names of ROLES become system, user and assistant; every other role stays. A turn of ShareGPT has `role`
     and `content` in place of `from` and `value`. An empty list of calls is left out, and a `function_call` becomes one
     of `tool_calls`. `tools` is a list, or its JSON; without it, `functions` is the list of their functions.
     sparse: leave out null fields at any depth, as rows of parquet have them; else those of a turn alone.
-    Raises: NotAChatError as messages_of, but for roles and calls; "not_text" for a content with a part that is no text,
-        such as a picture; "malformed" for a turn without content that neither calls a tool nor has reasoning, and for
-        tools that are no list of objects; "unknown_role" for a `from` that has no known role.
+    counters: receives what is left out of the row; what a template leaves out of a turn is counted elsewhere.
+    Raises: NotAChatError as messages_of, but for roles, calls and replies of weight 0; "not_text" for a content with a
+        part that is no text, such as a picture; "malformed" for a turn without content that neither calls a tool nor
+        has reasoning, and for tools that are no list of objects; "unknown_role" for a `from` that has no known role.
     """
     found = _without_nulls(row) if sparse else row
-    turns = _raw_turns_of(found)
     system = next((text for name in SYSTEM_FIELDS if (text := _text_field(found, name)).strip()), None)
-    if system is not None and turns[0] != (prompt := {"role": "system", "content": system}):
-        turns = [prompt, *turns]
-    tools, functions = (_tools_of(found.get(name), f"the field {name}") for name in (TOOLS, _FUNCTIONS))
+    prompt = {"role": "system", "content": system}
+
+    def read(shape: _Shape) -> list[dict[str, Any]]:
+        turns = [_raw_turn(turn) for turn in _turns_of(found, shape)]
+        return turns if system is None or turns[0] == prompt else [prompt, *turns]
+
+    shape, *others = _shapes_of(found)
+    turns = read(shape)
+    tools, functions = (_tools_of(found.get(name), f"the field {name}") for name in _TOOLS)
+    if counters is not None:
+        _count_left_out(counters, _unread(found, _NEVER_READ), others, read, turns)
     return turns, [{"type": "function", "function": each} for each in functions] if functions and not tools else tools
 
 
@@ -183,23 +254,9 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _raw_turns_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    turns = next((row[name] for name in LISTS if isinstance(row.get(name), list)), None)
-    if turns is None:
-        pairs = ((row.get(asked), row.get(answered)) for asked, answered in PAIRS)
-        turns = next((one + two for one, two in pairs if isinstance(one, list) and isinstance(two, list)), None)
-    if turns is None:  # a pair of texts, or nothing
-        return [{"role": turn.role, "content": turn.content} for turn in _turns_of(row)]
-    if not turns:
-        raise NotAChatError(MALFORMED, "a list without turns")
-    for turn in turns:
-        if not isinstance(turn, Mapping):
-            raise NotAChatError(MALFORMED, f"{_kind(turn)} in place of a turn")
-    return [_raw_turn(turn) for turn in turns]
-
-
 def _raw_turn(turn: Mapping[str, Any]) -> dict[str, Any]:
     role, content = _either(turn, "role", "from"), _either(turn, "content", "value")
+    _weight_of(turn)
     if not isinstance(role, str):
         raise NotAChatError(MALFORMED, f"{_kind(role)} in place of a turn's role")
     known = role.strip().lower()

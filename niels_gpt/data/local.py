@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from niels_gpt.chat_template import count_role
+from niels_gpt.chat_template import UNKNOWN_ROLE, count_names
 from niels_gpt.data import chat_shapes
 from niels_gpt.data.files import rollouts
 from niels_gpt.data.files.columns import Columns, Reading, rows_or_columns
@@ -114,12 +114,15 @@ class LocalFiles:
         raw: as RawChats, for a chat template. What a row may look like, and why it may be dropped: see chat_shapes.
         The rest: as `texts`.
         """
-        fields = chat_shapes.RAW_FIELDS if raw else chat_shapes.FIELDS
-        reader = _Reader(self, counters, (*fields, "id"), max_document_bytes, position)
+        reader = _Reader(self, counters, (*chat_shapes.FIELDS, "id"), max_document_bytes, position)
         for row, where in reader.read(rows_only=True):
             sparse = where["path"].lower().endswith(".parquet")
             try:
-                chat = chat_shapes.raw_chat_of(row, sparse=sparse) if raw else chat_shapes.messages_of(row)
+                chat = (
+                    chat_shapes.raw_chat_of(row, sparse=sparse, counters=counters)
+                    if raw
+                    else chat_shapes.messages_of(row, counters)
+                )
             except chat_shapes.NotAChatError as error:
                 reader.drop(error.reason, error.found, role=error.role)
             else:
@@ -395,7 +398,8 @@ class _Reader:
 
     def drop(self, reason: str, problem: str, *, role: str | None = None) -> None:
         """Count the current row as dropped, and log the first one of each reason and of each role counted by name."""
-        role = None if role is None else count_role(self._counters, role)
+        if role is not None:
+            (role,) = count_names(self._counters, UNKNOWN_ROLE, [role])
         path, number, _ = self._row
         if problem and not self._dropped:
             self._first = f"{path}, row {number}: found {problem}"

@@ -18,13 +18,13 @@ CHAT = [
     {"role": "user", "content": [{"type": "text", "text": "Does "}, {"type": "text", "text": "it rain?"}], "name": "x"},
     {"role": "assistant", "content": None, "reasoning_content": "Look.", "tool_calls": [CALL]},
     {"role": "tool", "tool_call_id": "a1", "name": "rain", "content": "4"},
-    {"role": "assistant", "content": "It does.", "weight": 0.5, "tool_calls": []},
+    {"role": "assistant", "content": "It does.", "weight": 1, "tool_calls": []},
 ]
 READ = [
     *CHAT[:2],
     {"role": "assistant", "reasoning_content": "Look.", "tool_calls": [CALL]},
     CHAT[3],
-    {"role": "assistant", "content": "It does.", "weight": 0.5},
+    {"role": "assistant", "content": "It does.", "weight": 1},
 ]
 
 

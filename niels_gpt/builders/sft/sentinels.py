@@ -21,7 +21,7 @@ from niels_gpt.builders.sft.examples import FILES, SPLIT_RULE, ExampleBuffer
 from niels_gpt.builders.source import Batch, ItemKind, digest_list, first_number, item_digest
 from niels_gpt.builders.split import TextSplit, chat_text
 from niels_gpt.builders.writer import OFFSET_DTYPE
-from niels_gpt.chat_template import ROLE_TO_NAME, UNKNOWN_ROLE, count_role
+from niels_gpt.chat_template import ROLE_TO_NAME, UNKNOWN_ROLE, count_names
 from niels_gpt.encoding import EncodedTexts, TextEncoder
 from niels_gpt.progress import Progress
 from niels_gpt.signals import ODD_TEXTS
@@ -210,7 +210,8 @@ class _Chats:
                 self.counts[problem] += 1
                 if problem == UNKNOWN_ROLE:
                     roles = example.roles.split(_JOINT)
-                    count_role(self.warnings, next((role for role in roles if role not in ROLE_TO_NAME), ""))
+                    unknown = next((role for role in roles if role not in ROLE_TO_NAME), "")
+                    count_names(self.warnings, UNKNOWN_ROLE, [unknown])
                 is_kept[first:last] = False
             first = last
         self.counts["examples_read"] += len(batch.items)

@@ -16,10 +16,10 @@ import os
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from niels_gpt.data.files.part import WHOLE_FILE, Share
 from niels_gpt.storage.errors import SourceError, errors_as
@@ -31,7 +31,9 @@ MAX_DOCUMENT_BYTES = 1 << 26
 """The largest document or row by default: 64 MiB."""
 
 REPAIRED, BYTE_ORDER_MARK, WITH_NUL = "repaired_utf8", "byte_order_mark", "texts_with_nul"
-"""Counters of documents that were kept; every other counter is of dropped ones."""
+UNREAD_FIELD, CONTRADICTING_SHAPE = "unread_field", "contradicting_shape"
+"""Counters of documents, chats and rows that were kept; every other counter is of dropped ones. An unread field is
+counted by its name, as `unread_field:NAME`."""
 TOO_LARGE, UNREADABLE_ROW, MISSING_FIELD = "too_large", "unreadable_row", "missing_field"
 LINKS = "links_not_followed"
 
@@ -81,6 +83,15 @@ def note(counters: Counter[str] | None, reason: str, problem: str, number: int =
     if not counters[reason]:
         logger.warning("%s. Counted as %s; more like it are counted only", problem, reason, extra={"code": "W305"})
     counters[reason] += number
+
+
+def says_nothing(value: Any) -> bool:
+    """Whether a field's value holds nothing: null, a blank text, an empty list or object, or one of such values."""
+    if isinstance(value, str):
+        return value.strip() in ("", "null", "[]", "{}")  # the last three: as JSON in a text
+    if isinstance(value, Mapping):
+        return all(map(says_nothing, value.values()))
+    return value is None or (isinstance(value, list) and all(map(says_nothing, value)))
 
 
 def decode(data: bytes, *, counters: Counter[str] | None = None, where: str = "") -> str:
