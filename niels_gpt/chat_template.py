@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, Literal, Protocol, TypedDict
+from typing import Any, Final, Literal, Protocol, TypedDict
 
 
 class Message(TypedDict):
@@ -65,6 +65,11 @@ def extract_assistant_reply(tokenizer: ChatTokenizer, ids: Sequence[int]) -> lis
     start = len(values) - values[::-1].index(special["asst"])
     end = values.index(special["eot"], start) if special["eot"] in values[start:] else len(values)
     return values[start:end]
+
+
+def is_weight(value: Any) -> bool:
+    """Whether a value may be a message's weight in the loss: 0, 1, or None, which is 1."""
+    return value is None or (type(value) in (int, float) and value in (0, 1))
 
 
 def count_names(counters: Counter[str], prefix: str, names: Iterable[str]) -> list[str]:

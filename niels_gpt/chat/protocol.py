@@ -25,12 +25,11 @@ LEADING_REPLY, EMPTY_REPLY = "leading_reply", "empty_reply"
 """Counters of chats with a reply that carries no loss, since its header cannot be told from it."""
 UNUSED_TOOLS, UNUSED_REASONING = "unused_tools", "unused_reasoning"
 """Counters of chats that are kept, and in which the template leaves out all tools, or some of the reasoning."""
-UNUSED_WORDS, UNUSED_WEIGHT = "unused_words", "unused_weight"
-"""Counters of chats that are kept, and in which the template changes or leaves out the words of a message, or does not
-know the weight 0 of a reply, which carries loss like the others."""
+UNUSED_WORDS: Final = "unused_words"
+"""Counter of chats that are kept, and in which the template changes or leaves out the words of a message."""
 ARGUMENTS_AS_TEXT: Final = "arguments_as_text"
 """Counter of chats that are kept, and in which a call's arguments are a text of JSON that is written as a string."""
-CHANGED: Final = (UNUSED_TOOLS, UNUSED_REASONING, UNUSED_WORDS, UNUSED_WEIGHT, ARGUMENTS_AS_TEXT)
+CHANGED: Final = (UNUSED_TOOLS, UNUSED_REASONING, UNUSED_WORDS, ARGUMENTS_AS_TEXT)
 """Counters of chats that are kept, of what the template does with them."""
 
 
@@ -59,7 +58,7 @@ class EncodedChat(NamedTuple):
     unsupervised: tuple[str, ...] = ()
     """Counters of what happened to it: LEADING_REPLY, EMPTY_REPLY and those of CHANGED."""
     turns_without_loss: int = 0
-    """How many turns of the assistant carry no loss by the choice of `loss_on`."""
+    """How many turns of the assistant carry no loss by their weight, or by the choice of `loss_on`."""
 
 
 class ChatTokenizer(Protocol):

@@ -97,7 +97,7 @@ class Rendered(NamedTuple):
     unsupervised: tuple[str, ...] = ()
     """Counters: why a reply carries no loss, LEADING_REPLY and EMPTY_REPLY; and those of protocol.CHANGED."""
     turns_without_loss: int = 0
-    """How many turns of the assistant carry no loss by the choice of `loss_on`."""
+    """How many turns of the assistant carry no loss by their weight, or by the choice of `loss_on`."""
 
 
 class _RefusedError(Exception):

@@ -17,8 +17,8 @@ from niels_gpt.chat.backends import CacheBackend, TransformersBackend
 from niels_gpt.chat.protocol import SPECIAL_TEXT, ChatTokenizer, EncodedChat, RefusedChat
 from niels_gpt.chat.template_process import Chat
 from niels_gpt.chat.template_tokenizer import TemplateTokenizer
-from niels_gpt.chat.turns import calls_tools, check_loss_on
-from niels_gpt.chat_template import ROLE_TO_NAME
+from niels_gpt.chat.turns import calls_tools, check_loss_on, has_weight
+from niels_gpt.chat_template import ROLE_TO_NAME, is_weight
 from niels_gpt.encoding import TextEncoder
 from niels_gpt.hub.models import hub_tokenizer, is_local, refuse_large
 from niels_gpt.hub.retries import is_network
@@ -146,7 +146,8 @@ class ProjectTokenizer(ChatTokenizer):
     def encode_chats(self, chats: Sequence[Chat]) -> list[EncodedChat | RefusedChat]:
         """Encode chats; one that holds a sentinel is refused.
 
-        Raises: ValueError for an unknown role, for tools or calls, and for a content that is no text.
+        Raises: ValueError for an unknown role, for tools or calls, for a content that is no text, and for another
+            weight than 0 and 1.
         """
         encoded = self._encoder.encode([_text_of(chat, message) for chat in chats for message in chat.messages])
         ends = np.cumsum(encoded.lengths)
@@ -160,7 +161,7 @@ class ProjectTokenizer(ChatTokenizer):
                 problem = problem or encoded.problems.get(text)
                 content = encoded.ids[ends[text] - encoded.lengths[text] : ends[text]].tolist()
                 ids += [self._role_id(name, message["role"]), *content, self._special["eot"]]
-                mask += [0, *[int(message["role"] == "assistant")] * (len(content) + 1)]
+                mask += [0, *[int(message["role"] == "assistant" and has_weight(message))] * (len(content) + 1)]
                 text += 1
             refused = None if problem is None else RefusedChat(SPECIAL_TEXT, f"chat {name!r}: {problem[1]}")
             results.append(refused or EncodedChat(ids, mask))
@@ -190,9 +191,9 @@ class ProjectTokenizer(ChatTokenizer):
 
 def _text_of(chat: Chat, message: Mapping[str, Any]) -> str:
     content = message.get("content")
-    if not isinstance(content, str) or calls_tools(message) or chat.tools:
+    if not isinstance(content, str) or calls_tools(message) or chat.tools or not is_weight(message.get("weight")):
         raise TokenizerError(
-            f"chat {chat.name!r}: found tools, a call of one, or a content that is no text; the project's own chat "
-            "format has none of these"
+            f"chat {chat.name!r}: found tools, a call of one, a content that is no text, or a weight that is neither 0 "
+            "nor 1; the project's own chat format has none of these"
         )
     return content

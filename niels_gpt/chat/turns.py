@@ -5,7 +5,8 @@
     tool_calls            every turn of the assistant that calls a tool
     last                  the last turn of the assistant alone, whether it calls a tool or not
 
-A turn with both words and calls is one that calls a tool. Calls without a name are calls.
+A turn with both words and calls is one that calls a tool. Calls without a name are calls. A turn of weight 0
+carries no loss.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from niels_gpt.chat.protocol import (
     UNUSED_CALLS,
     UNUSED_REASONING,
     UNUSED_TOOLS,
-    UNUSED_WEIGHT,
     UNUSED_WORDS,
 )
 from niels_gpt.chat.template_process import Chat, Messages
@@ -47,9 +47,14 @@ def supervised_turns(messages: Messages, loss_on: str) -> list[int]:
     """Return the numbers of the messages that carry loss, from 0."""
     turns = assistant_turns(messages)
     if loss_on == "last":
-        return turns[-1:]
+        turns = turns[-1:]
     wanted = {"assistant": (False,), "tool_calls": (True,)}.get(loss_on, (False, True))
-    return [number for number in turns if calls_tools(messages[number]) in wanted]
+    return [number for number in turns if calls_tools(messages[number]) in wanted and has_weight(messages[number])]
+
+
+def has_weight(message: Mapping[str, Any]) -> bool:
+    """Whether a message may carry loss: one of weight 0 carries none, whatever the template says."""
+    return message.get("weight") != 0
 
 
 def calls_tools(message: Mapping[str, Any]) -> bool:
@@ -109,9 +114,6 @@ def changed(chat: Chat, text: str, template: str) -> Iterator[str]:
         yield UNUSED_REASONING
     if not _has_words(chat.messages, text):
         yield UNUSED_WORDS
-    weights = (message.get("weight") for message in chat.messages if message.get("role") == "assistant")
-    if "weight" not in template and any(isinstance(each, int | float) and each == 0 for each in weights):
-        yield UNUSED_WEIGHT
     given = (each for message in chat.messages if calls_tools(message) for each in _arguments(message["tool_calls"]))
     if any(
         '"' in each and any(json.dumps(each, ensure_ascii=ascii) in text for ascii in (True, False)) for each in given

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from niels_gpt.chat.template_process import Chat
 from niels_gpt.chat.turns import called_names
+from niels_gpt.chat_template import is_weight
 
 UNUSABLE_VALUE: Final = "unusable_value"
 """Counter of chats with a value that no JSON has, such as NaN, or with too many or too deep ones."""
@@ -28,7 +29,8 @@ def usable(chat: Chat) -> Chat:
     """Return a copy of a chat of plain lists and dicts, with U+FFFD for each lone surrogate, which UTF-8 cannot hold.
 
     Raises: UnusableValueError for a float that is not finite, an integer beyond 64 bits, a key that is no string, a
-        value that is none of JSON's, messages or tools that are no objects, a call of no function, and more than
+        value that is none of JSON's, messages or tools that are no objects, a call of no function, a weight that is
+        neither 0 nor 1, and more than
         MAX_DEPTH levels, MAX_VALUES values or MAX_CHARS characters.
     """
     left = [MAX_VALUES]
@@ -37,6 +39,8 @@ def usable(chat: Chat) -> Chat:
         raise UnusableValueError(f"tools are a value of type {type(chat.tools).__name__}, expected a list")
     tools = None if chat.tools is None else [_object(tool, "tool", left) for tool in chat.tools]
     for number, message in enumerate(messages, 1):
+        if not is_weight(weight := message.get("weight")):
+            raise UnusableValueError(f"message {number} has the weight {weight!r:.40}, expected 0 or 1")
         calls = message.get("tool_calls")
         if calls and not (isinstance(calls, list) and len(called_names(message)) == len(calls)):
             raise UnusableValueError(f"message {number} has a call without the name of a function")

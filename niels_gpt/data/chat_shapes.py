@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from niels_gpt.chat_template import UNKNOWN_ROLE, count_names
+from niels_gpt.chat_template import UNKNOWN_ROLE, count_names, is_weight
 from niels_gpt.data.files.text import CONTRADICTING_SHAPE, MISSING_FIELD, UNREAD_FIELD, count, says_nothing
 from niels_gpt.data.types import ChatMessage
 
@@ -192,7 +192,7 @@ def _content_of(turn: Mapping[str, Any]) -> str:
 
 def _weight_of(turn: Mapping[str, Any]) -> float | None:
     weight = turn.get("weight")
-    if weight is None or (type(weight) in (int, float) and weight in (0, 1)):
+    if is_weight(weight):
         return weight
     raise NotAChatError(MALFORMED, f"{_kind(weight)} in place of a turn's weight, 0 or 1")
 

@@ -72,6 +72,12 @@ def test_values_that_json_has_not_are_refused_wherever_they_are(qwen, value, sai
     )
 
 
+@pytest.mark.parametrize("weight", [0.5, 2, -1, True, "1"])
+def test_a_weight_that_is_neither_0_nor_1_is_refused(qwen, weight):
+    found = refused_chat(qwen, [USER, {**WORDS, "weight": weight}])
+    assert found.reason == "unusable_value" and f"message 2 has the weight {weight!r}" in found.found
+
+
 def test_special_tokens_are_found_in_every_text(qwen):
     token = "a <|im_end|>"
     made = [{"type": "text", "text": "<|im_"}, {"type": "text", "text": "end|>"}]
@@ -136,10 +142,10 @@ def test_words_that_a_template_leaves_out_are_counted_and_those_of_a_list_refuse
     template += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     tokenizer, counters = open_tokenizer(str(folder), chat_template=template), Counter[str]()
     parts = [{"type": "text", "text": "  "}, {"type": "text", "text": "Is it?"}]
-    chats = ([USER, WORDS], [USER, {"role": "tool", "content": "4 mm"}, {**WORDS, "weight": 0}])
+    chats = ([USER, WORDS], [USER, {"role": "tool", "content": "4 mm"}, {**WORDS, "weight": 1}])
     rows = rows_of(tokenizer, *chats, [{**USER, "content": parts}, WORDS], counters=counters)
     assert [row.id for row in rows] == ["chat 0", "chat 1"]
-    assert counters == {"rows": 2, "unused_words": 1, "unused_weight": 1, "content_not_as_text": 1}
+    assert counters == {"rows": 2, "unused_words": 1, "content_not_as_text": 1}
 
 
 def test_arguments_that_are_written_as_a_string_are_counted(qwen):

@@ -293,6 +293,11 @@ def test_facts_of_the_projects_own_tokenizer(tiny_model_path, tiny_tokenizer):
     assert found.decode(found.encode_chat(turns("a", "b"))[0]) == "<|usr|>a<|eot|><|asst|>b<|eot|>"
     with refused("E408", folder, "--chat-template"):
         open_tokenizer(folder, chat_template=kinds.CHATML)
+    _, said = found.encode_chat([*turns("a", "b"), *({**each, "weight": 0} for each in turns("a", "b"))])
+    assert found.encode_chat(turns("a", "b", "a", "b"))[1][: len(said) // 2] == said[: len(said) // 2]
+    assert any(said) and not any(said[len(said) // 2 :])
+    with refused("E408", "a weight"):
+        found.encode_chat([{**each, "weight": 0.5} for each in turns("a", "b")])
     with refused("E408", "chat 'x'", "'tool'"):
         found.encode_chats([Chat("x", [{"role": "tool", "content": "a"}])])
 

@@ -1,5 +1,7 @@
 """Chats with tools by templates of the usual kinds: which tokens carry loss, and which template refuses which chat."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -145,6 +147,10 @@ def test_another_token_of_the_user_changes_no_target(opened):
         assert changed.any() and one.mask == two.mask and not (changed & (np.array(one.mask) == 1)).any()
 
 
+def without_weights(messages):
+    return [{name: value for name, value in message.items() if name != "weight"} for message in messages]
+
+
 def test_loss_in_each_choice_written_out(opened, ids):
     talk = [USER, BOTH, RESULT, WORDS]
     called = 'I am to look.\n<tool_call>\n{"name": "river", "arguments": {"name": "river", "of": "Spree"}}'
@@ -159,6 +165,15 @@ def test_loss_in_each_choice_written_out(opened, ids):
         for name in ("qwen", "qwen_marked"):
             tokenizer = opened[name, loss_on]
             assert supervised(tokenizer, tokenizer.encode_chat(talk, TOOLS)) == texts
+    first, last = [USER, {**WORDS, "weight": 0}], [USER, {**WORDS, "content": "Why?", "weight": 1}]
+    for name, loss_on in itertools.product(("qwen", "qwen_marked"), ("assistant", "last")):
+        tokenizer = opened[name, loss_on]
+        plain, weighed, none = tokenizer.encode_chats(
+            [Chat("plain", without_weights(first + last)), Chat("weighed", first + last), Chat("none", last + first)]
+        )
+        assert supervised(tokenizer, weighed[:2]) == ["Why?<|im_end|>"] and weighed.ids == plain.ids
+        assert weighed.turns_without_loss == 1
+        assert supervised(tokenizer, none[:2]) == (["Why?<|im_end|>"] if loss_on == "assistant" else [])
     with refused("E407", "loss_on='user'", "'assistant', 'assistant,tool_calls'"):
         template_tokenizer(ids, None, loss_on="user")
 
