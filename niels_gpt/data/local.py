@@ -29,6 +29,7 @@ from niels_gpt.data.files.text import (
     MISSING_FIELD,
     PACKED_SUFFIXES,
     TOO_LARGE,
+    UNREAD_FIELD,
     TooLarge,
     count,
     read_text,
@@ -154,6 +155,7 @@ class LocalFiles:
             except rollouts.NotRolloutsError as error:
                 reader.drop(error.reason, error.found)
                 continue
+            count_names(behind.counters, UNREAD_FIELD, rollouts.unread_of(row, reader.names()))
             if behind.continues(name, where["path"]) and group is not None:
                 group.samples.extend(samples)
                 tokens = rollouts.tokens_of(samples, tokens, f"{where['path']}, row {where['row']}")
@@ -338,6 +340,7 @@ class _Reader:
         self._file = 0
         self._row: tuple[Path, int, dict[str, Any]]  # the current one
         self._first = self._problem = ""  # of the first row that could be read, and of the first that could not
+        self._columns_of: dict[Path, list[str]] = {}  # of the current parquet file
         self._dropped: Counter[str] = Counter()
         self._logged: set[tuple[str, str | None]] = set()
 
@@ -427,9 +430,17 @@ class _Reader:
             self._logged.add((reason, kind))
             logger.warning("%s. Counted as %s; more like it are counted only", problem, reason, extra={"code": "W305"})
 
-    def _fields(self) -> str:
+    def names(self) -> list[str]:
+        """Return the names of the current row's fields; in a parquet file also of those that are not read."""
         path, _, row = self._row
-        names = field_names(path) if _has_suffix(path, (".parquet",)) else list(row)  # parquet: not all were read
+        if not _has_suffix(path, (".parquet",)):
+            return list(row)
+        if path not in self._columns_of:
+            self._columns_of = {path: field_names(path)}
+        return self._columns_of[path]
+
+    def _fields(self) -> str:
+        names = self.names()
         more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
         return f"the fields {', '.join(names[:_MOST_NAMES]) or 'none'}{more}"
 

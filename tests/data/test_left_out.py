@@ -28,6 +28,15 @@ def counted(folder, read):
     return dict(counters)
 
 
+def write_rows(folder, kind, *files):
+    """Write files of rows: in one file of parquet all rows have the same fields."""
+    for number, rows in enumerate(files):
+        if kind == "jsonl":
+            write(folder / f"{number}.jsonl", lines(*rows))
+        else:
+            write_parquet(folder / f"{number}.parquet", pa.Table.from_pylist(rows))
+
+
 def texts(found, counters, position):
     return found.texts(source="own", counters=counters, position=position)
 
@@ -86,11 +95,7 @@ CONTRADICTS = {"contradicting_shape": 1}
     ],
 )
 def test_what_is_left_out_of_a_chat_is_counted(tmp_path, kind, row, expected, of_templates):
-    for name, fields in (("a", row), ("b", {"messages": CHAT})):
-        if kind == "jsonl":
-            write(tmp_path / f"{name}.jsonl", lines(fields))
-        else:
-            write_parquet(tmp_path / f"{name}.parquet", pa.Table.from_pylist([fields]))
+    write_rows(tmp_path, kind, [row], [{"messages": CHAT}])
     assert counted(tmp_path, chats) == expected
     assert counted(tmp_path, raw_chats) == of_templates
 
@@ -100,3 +105,36 @@ def test_the_first_names_of_fields_are_counted_each_and_the_others_together(tmp_
     write(tmp_path / "a.jsonl", lines(*(replied(**{name: 1}) for name in names), replied(**dict.fromkeys(names, 1))))
     first = {f"unread_field:f{number:02}": 2 for number in range(20)}
     assert counted(tmp_path, chats) == {**first, "unread_field:others": 8}
+
+
+def rollouts(found, counters, position):
+    return found.rollouts(source="own", counters=counters, position=position)
+
+
+SAMPLE, GROUP = {"prompt_ids": [1], "completion_ids": [2]}, {"prompt_ids": [1], "completions": [{"ids": [2]}]}
+DESCRIBED = ["prompt", "completion", "text", "messages", "question", "answer", "solution", "source", "dataset"]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({**SAMPLE, "routed_experts": [[1]], "weight_version": 3}, unread("routed_experts", "weight_version")),
+        ({**SAMPLE, "id": "a", "data_source": "b", **dict.fromkeys(DESCRIBED, "x")}, {}),
+        ({"prompt_tokens": [1], "response_tokens": [2], "finish_reason": "stop"}, unread("finish_reason")),
+        ({"ids": [1], "logprob": [0.5]}, unread("logprob")),  # a slip of the pen
+        (
+            {**GROUP, "completions": [{"ids": [2], "score": 1.0, "text": "x", "stop": None}] * 2, "score": [1.0, 2.0]},
+            unread("score"),  # once a row
+        ),
+        ({**GROUP, "completions": [{"ids": [2], "group": "a", "prompt_ids": [1]}]}, unread("group", "prompt_ids")),
+        ({"ids": [1], "mask": [2], "x": 1}, {"malformed": 1}),
+        ({**SAMPLE, "response_tokens": [2], "x": 1}, {"malformed": 1}),
+        ({"prompt_tokens": [1], **SAMPLE}, {"malformed": 1}),
+    ],
+)
+def test_what_is_left_out_of_a_row_of_rollouts_is_counted(tmp_path, kind, row, expected):
+    group = [{"group": "q", **SAMPLE, "x": number or None} for number in range(2)]
+    write_rows(tmp_path, kind, [row], group, [{"ids": [5]}])
+    of_x = 1 if kind == "jsonl" else 2  # a column of parquet that is not read counts in each row
+    assert counted(tmp_path, rollouts) == {**expected, "unread_field:x": of_x}

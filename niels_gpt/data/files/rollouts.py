@@ -8,16 +8,17 @@ Beside ids, a completion or a sample may have `logprobs`, one for each id of the
 `advantages`, one number or one for each of these ids; `mask` or `loss_mask`, 1 for each id with loss; and `reward`.
 Beside `completions` these names hold a list with an entry for each completion. A whole sequence has these lists for
 all of its ids; with `prompt_length`, logprobs and advantages are of the ids behind the prompt. A field that is null is
-absent: rows of parquet have every field. Other fields are ignored.
+absent: rows of parquet have every field. `prompt_tokens` and `response_tokens`, as open-instruct has them, are other
+names of `prompt_ids` and `completion_ids`. Other fields are not kept, and counted: see `unread_of`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from niels_gpt.data.files.text import MISSING_FIELD, TOO_LARGE
+from niels_gpt.data.files.text import MISSING_FIELD, TOO_LARGE, says_nothing
 from niels_gpt.data.types import SampledSequence
 from niels_gpt.storage.errors import SourceError
 
@@ -36,10 +37,12 @@ _ALIASES = {
     "mask": ("mask", "loss_mask"),
     "reward": ("reward", "rewards"),
 }
+_OTHER_NAMES = {"prompt_tokens": "prompt_ids", "response_tokens": "completion_ids"}  # of open-instruct
 _SEQUENCES = ("completions", "completion_ids", "ids")
-FIELDS = frozenset(
-    ("group", "prompt_ids", "prompt_length", *_SEQUENCES, *(name for names in _ALIASES.values() for name in names))
-)
+_BESIDE_IDS = frozenset(name for names in _ALIASES.values() for name in names)
+FIELDS = frozenset(("group", "prompt_ids", "prompt_length", *_SEQUENCES, *_OTHER_NAMES)) | _BESIDE_IDS
+_IN_WORDS = ("prompt", "completion", "text", "messages", "question", "answer", "solution")
+_DESCRIBING = frozenset(("id", *_IN_WORDS, "source", "dataset", "data_source"))  # no sequence loses a part with these
 
 
 class NotRolloutsError(SourceError):
@@ -59,7 +62,7 @@ def samples_of(row: Mapping[str, Any]) -> tuple[str | None, list[SampledSequence
     Raises: NotRolloutsError "missing_field" for a row of no known form; "too_large" for a group of more than
         MAX_GROUP_TOKENS; "malformed" for a field of another type, length or range.
     """
-    given = {name: row[name] for name in FIELDS if row.get(name) is not None}
+    given = _given(row)
     forms = [name for name in _SEQUENCES if name in given]
     if not forms or ("prompt_ids" in given) != (forms != ["ids"]):
         raise NotRolloutsError(MISSING_FIELD, f"only {', '.join(sorted(given))}" if given else "")
@@ -79,17 +82,45 @@ def samples_of(row: Mapping[str, Any]) -> tuple[str | None, list[SampledSequence
     return _group(given.get("group")), samples
 
 
+def _given(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that a row has, those with another name by the first one."""
+    given = {name: row[name] for name in FIELDS if row.get(name) is not None}
+    for other, name in _OTHER_NAMES.items():
+        if other in given and name in given:
+            raise NotRolloutsError(MALFORMED, f"both {name} and {other}")
+        if other in given:
+            given[name] = given.pop(other)
+    return given
+
+
+def unread_of(row: Mapping[str, Any], names: Iterable[str]) -> set[str]:
+    """Return the names of fields that are not kept of a row or of its completions, and hold more than a description.
+
+    names: of all of the row's fields. One that `row` is without was not read, and counts; one that holds nothing
+        does not.
+    """
+    completions = row.get("completions")
+    own = completions if isinstance(completions, list) else ()
+    unread = {name for each in own if isinstance(each, Mapping) for name in _unknown(each, each, {"ids", *_BESIDE_IDS})}
+    return unread.union(_unknown(row, names, FIELDS))
+
+
+def _unknown(given: Mapping[str, Any], names: Iterable[str], known: Collection[str]) -> list[str]:
+    others = (name for name in names if name not in known and name not in _DESCRIBING)
+    return [name for name in others if name not in given or not says_nothing(given[name])]
+
+
 class Behind:
     """A loader's counters and position as of a row before the one that it reads."""
 
     def __init__(self, counters: Counter[str] | None, position: dict[str, int] | None) -> None:
         """counters, position: those that the builder shares; None if it does not want them."""
         self._shared, self._shared_position = counters, position
-        self.counters: Counter[str] = Counter()
+        self.counters: Counter[str] = Counter(counters)
         """For the loader to count in."""
         self.position = {} if position is None else dict(position)
         """For the loader to keep its position in."""
-        self._published: Counter[str] = Counter()
+        self._published = Counter(counters)
         self._open: tuple[str | None, str] = (None, "")
         self.mark()
 
