@@ -22,16 +22,23 @@ from niels_gpt.data import chat_shapes
 from niels_gpt.data.files import rollouts
 from niels_gpt.data.files.columns import Columns, Reading, rows_or_columns
 from niels_gpt.data.files.parquet import field_names
-from niels_gpt.data.files.part import FilePart, Share
+from niels_gpt.data.files.part import FilePart, Share, is_first
 from niels_gpt.data.files.rows import TABLE_SUFFIXES, Position
 from niels_gpt.data.files.text import (
+    GIT_LFS_POINTER,
     MAX_DOCUMENT_BYTES,
     MISSING_FIELD,
+    NOT_FETCHED,
+    OTHER_TEXT_FIELD,
     PACKED_SUFFIXES,
-    TOO_LARGE,
+    RESOURCE_FORK,
     UNREAD_FIELD,
-    TooLarge,
+    UnusableFile,
     count,
+    has_other_text,
+    is_empty_file,
+    is_pointer,
+    packed_suffix,
     read_text,
 )
 from niels_gpt.data.files.walk import first_link, in_order, once_each, walk_folders
@@ -63,6 +70,8 @@ class LocalFiles:
     """Their suffixes with their number, the most frequent first."""
     links: tuple[Path, ...] = ()
     """Links that are not followed: those that match, or lead to files that may match."""
+    resource_forks: int = 0
+    """How many files `._NAME`, which macOS puts beside NAME on other disks, would match if they were not hidden."""
 
     def name_of(self, path: Path) -> str:
         """Return a file's name, with / between folders and U+FFFD for bytes that are not UTF-8."""
@@ -215,10 +224,11 @@ def open_files(
     readable = once_each(path for path in matches if _has_suffix(path, suffixes) and os.path.isfile(path))
     if not readable:
         raise SourceNotFound(_nothing_found(pattern, literal, matches, suffixes, links))
+    forks = sum(_has_suffix(path, suffixes) for path in _resource_forks(root, wild, follow_links))
     files, root = in_order(readable.values(), root)
     other = {os.path.realpath(path): path for path in sorted(matches)}
     kinds = Counter(_kind_of(path) for real, path in other.items() if real not in readable)
-    return LocalFiles(root, tuple(files), kinds.total(), tuple(kinds.most_common()), tuple(sorted(set(links))))
+    return LocalFiles(root, tuple(files), kinds.total(), tuple(kinds.most_common()), tuple(sorted(set(links))), forks)
 
 
 def _without_links(matches: Iterable[Path], root: Path, suffixes: Sequence[str], links: list[Path]) -> list[Path]:
@@ -264,6 +274,11 @@ def _paths(folder: Path, wild: Sequence[str], follow_links: bool, links: list[Pa
         yield folder
 
 
+def _resource_forks(root: Path, wild: Sequence[str], follow_links: bool) -> list[Path]:
+    *folders, last = (*wild, "*") if wild[-1] == "**" else wild
+    return _matches(root, (*folders, f"._{last}"), follow_links, links=[]) if last.startswith("*") else []
+
+
 def _has_suffix(path: Path, suffixes: Sequence[str]) -> bool:
     return path.name.lower().endswith(tuple(suffixes))
 
@@ -296,6 +311,11 @@ def iter_documents(
         elif isinstance(item, str):
             yield PretrainSample(text=item, source=source, meta=reader.meta(where))
         elif texts := [item[name] for name in wanted if isinstance(item.get(name), str)]:
+            if is_pointer(texts[0]):
+                reader.drop(GIT_LFS_POINTER, NOT_FETCHED)
+                continue
+            if has_other_text(texts):
+                count(counters, OTHER_TEXT_FIELD)
             yield PretrainSample(text=texts[0], source=source, meta=reader.meta(where))
         else:
             types = [f"{type(item[name]).__name__} in the field {name}" for name in wanted if name in item]
@@ -346,6 +366,8 @@ class _Reader:
 
     def read(self, *, rows_only: bool = False) -> Iterator[tuple[Any, dict[str, Any]]]:
         """Yield each document's text, row or Columns, with "path" and, for a row, "row" and "id"."""
+        if is_first(self._partition) and not self._position.resumed:
+            count(self._counters, RESOURCE_FORK, self._found.resource_forks)
         part = FilePart(self._partition, len(self._found.files))
         for file, path in enumerate(self._found.files):
             share = part.share(file)
@@ -370,10 +392,12 @@ class _Reader:
         return self._position.set_all(self._file, rows.numbers, index=range(begin, self._index + 1))
 
     def _document(self, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+        if packed_suffix(path.name) and is_empty_file(path, self._counters):
+            return
         try:
             text = read_text(path, counters=self._counters, max_document_bytes=self._limit)
-        except TooLarge as error:
-            self._drop_problem(TOO_LARGE, None, str(error))
+        except UnusableFile as error:
+            self._drop_problem(error.reason, None, str(error))
         else:
             yield text, {"path": self._found.name_of(path)}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from niels_gpt.data.files import mirrors
 from niels_gpt.data.files.part import FilePart
-from niels_gpt.data.files.text import MAX_DOCUMENT_BYTES, REPAIRED, TOO_LARGE, read_text
+from niels_gpt.data.files.text import GIT_LFS_POINTER, MAX_DOCUMENT_BYTES, REPAIRED, TOO_LARGE, read_text
 from niels_gpt.data.files.walk import walk_files
 from niels_gpt.data.types import PretrainSample
 from niels_gpt.data.upstream_rows import UpstreamRows
@@ -98,7 +98,9 @@ def notes_by_split(
     """
     read = partial(iter_notes, folder=folder, max_document_bytes=max_document_bytes)
     part = FilePart(partition, len(paths))
-    of_others = Counter({REPAIRED: 1, TOO_LARGE: 1})  # not logged: their own partitions count and log them
+    of_others = Counter(
+        {REPAIRED: 1, TOO_LARGE: 1, GIT_LFS_POINTER: 1}
+    )  # not logged: their own partitions count and log them
     digests, own = dict[str, bytes](), set[str]()
     for file, path in enumerate(paths):
         is_own = part.has_document(file)

@@ -15,7 +15,23 @@ from niels_gpt.data.files import mirrors
 from niels_gpt.data.files.columns import Columns, Reading, rows_or_columns
 from niels_gpt.data.files.part import FilePart, Share, is_first
 from niels_gpt.data.files.rows import TABLE_SUFFIXES, Position
-from niels_gpt.data.files.text import MAX_DOCUMENT_BYTES, MISSING_FIELD, TOO_LARGE, Problem, TooLarge, note, read_text
+from niels_gpt.data.files.text import (
+    GIT_LFS_POINTER,
+    MAX_DOCUMENT_BYTES,
+    MISSING_FIELD,
+    NOT_FETCHED,
+    OTHER_TEXT_FIELD,
+    TOO_LARGE,
+    Problem,
+    UnusableFile,
+    count,
+    has_other_text,
+    is_empty_file,
+    is_pointer,
+    note,
+    packed_suffix,
+    read_text,
+)
 from niels_gpt.data.types import PretrainSample, TextBlock, source_id
 from niels_gpt.documents import Partition
 from niels_gpt.hub import datasets as hub
@@ -174,11 +190,13 @@ class UpstreamRows:
                 yield f"{name}#{number}" if in_partition else first, f"{path}, row {number}", row
 
     def document(self, path: Path) -> Iterator[str]:
-        """Yield the text of a file, or nothing if it is too large."""
+        """Yield the text of a file, or nothing if it is too large, compressed and empty, or a pointer of git-lfs."""
+        if packed_suffix(path.name) and is_empty_file(path, self.counters):
+            return
         try:
             yield read_text(path, counters=self.counters, max_document_bytes=self._limit)
-        except TooLarge as error:
-            self.drop(TOO_LARGE, str(error))
+        except UnusableFile as error:
+            self.drop(error.reason, str(error))
 
     def of_hub(self, indexed: Iterable[tuple[int | str, Row]], dataset_id: str) -> NumberedRows:
         """Yield the hub's rows. A row's size is that of its line in a snapshot, so that both drop the same rows."""
@@ -281,6 +299,11 @@ def _with_texts(
         except ValueError as error:
             rows.drop(MISSING_FIELD, f"{where}: {error}")
             continue
+        if is_pointer(text):
+            rows.drop(GIT_LFS_POINTER, f"{where}: {NOT_FETCHED}")
+            continue
+        if has_other_text([row[name] for name in TEXT_FIELDS if isinstance(row.get(name), str)]):
+            count(rows.counters, OTHER_TEXT_FIELD)
         kept += 1
         yield index, row, text
     rows.check_any(kept)

@@ -5,8 +5,12 @@ from collections import Counter
 import pyarrow as pa
 import pytest
 from support.data_files import lines, write, write_parquet
+from support.errors import refused
 
 from niels_gpt.data import open_files
+from niels_gpt.data.files.text import MAX_DOCUMENT_BYTES
+from niels_gpt.data.local import iter_documents
+from niels_gpt.data.upstream_rows import UpstreamRows, samples_of_rows
 
 USER, REPLY = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}
 CHAT, OTHER = [USER, REPLY], [USER, {**REPLY, "content": "No."}]
@@ -18,7 +22,7 @@ def counted(folder, read):
 
     read: takes the files, counters and a position.
     """
-    found = open_files(str(folder), rows_only=read is not texts)
+    found = open_files(str(folder), rows_only=read not in (texts, blocks))
     counters, position, states = Counter(), {}, []
     for _ in read(found, counters, position):
         states.append((Counter(counters), dict(position)))
@@ -138,3 +142,92 @@ def test_what_is_left_out_of_a_row_of_rollouts_is_counted(tmp_path, kind, row, e
     write_rows(tmp_path, kind, [row], group, [{"ids": [5]}])
     of_x = 1 if kind == "jsonl" else 2  # a column of parquet that is not read counts in each row
     assert counted(tmp_path, rollouts) == {**expected, "unread_field:x": of_x}
+
+
+def blocks(found, counters, position):
+    """Stream documents; of each block the position is that of the document, as a builder has it."""
+    options = {"field": None, "max_document_bytes": MAX_DOCUMENT_BYTES, "blocks": True}
+    for item in iter_documents(found, source="own", counters=counters, position=position, **options):
+        ends = dict(position)
+        for at in range(len(getattr(item, "texts", [""]))):
+            position.update({name: values[at] for name, values in getattr(item, "position", {}).items()})
+            yield item
+        position.update(ends)
+
+
+def upstream(found, counters, position):
+    rows = UpstreamRows("own", counters)
+    return samples_of_rows(rows.of_files(found.files, folder=found.root, position=position), rows)
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12\n"
+
+
+@pytest.mark.parametrize("read", [texts, blocks, upstream])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"text": "a", "content": "b", "document": "c"}, {"other_text_field": 1}),
+        ({"content": "a", "document": "b"}, {"other_text_field": 1}),
+        ({"text": "", "content": "b"}, {"other_text_field": 1}),
+        *(({"text": "a", "content": other, "body": "b"}, {}) for other in ("a", " ", None, ["b"])),
+        ({"text": POINTER, "content": "b"}, {"git_lfs_pointer": 1}),
+        ({"text": POINTER + "x" * 1000}, {}),
+    ],
+)
+def test_what_is_left_out_of_a_row_of_text_is_counted(tmp_path, read, kind, row, expected):
+    usual = [{**dict.fromkeys(row), "text": "usual"}] * 2
+    write_rows(tmp_path, kind, [*usual, row, *usual], usual)
+    write(tmp_path / "z.jsonl", lines({"text": "a"}))
+    assert counted(tmp_path, read) == expected
+
+
+def test_a_field_that_is_named_is_no_other_one(tmp_path):
+    write(tmp_path / "a.jsonl", lines({"text": "a", "content": "b"}))
+    counters = Counter()
+    list(open_files(str(tmp_path)).texts(source="own", field="text", counters=counters))
+    assert counters == {}
+
+
+EMPTY = ["a.txt.gz", "a.md.zst", "b.jsonl", "b.jsonl.gz", "b.json", "b.json.zst", "b.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        *(({name: b""}, {"empty_file": 1}) for name in EMPTY),
+        ({"a.md": b""}, {}),  # a document without a word
+        ({name: POINTER.encode() for name in ("a.md", "a.txt.gz")}, {"git_lfs_pointer": 2}),
+    ],
+)
+def test_files_that_hold_no_document_are_counted(tmp_path, files, expected):
+    for name, content in files.items():
+        write(tmp_path / name).write_bytes(content)
+    write(tmp_path / "0.txt", "one")
+    write(tmp_path / "z.jsonl", lines({"text": "two"}, {"text": "three"}))
+    for read in (texts, blocks):
+        assert counted(tmp_path, read) == expected
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json.gz", "a.parquet"])
+def test_rows_that_git_lfs_has_not_fetched_are_an_error_with_the_remedy(tmp_path, name):
+    write(tmp_path / name).write_bytes(POINTER.encode())
+    with refused("E302", tmp_path / name, "git lfs pull"):
+        counted(tmp_path, texts)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "number"),
+    [(".", 4), ("**", 4), ("**/*", 4), ("*", 2), ("*.md", 1), ("**/*.jsonl", 2), ("0.txt", 0), ("0*", 0), ("in/*", 2)],
+)
+def test_resource_forks_of_macos_that_would_match_are_counted(tmp_path, pattern, number):
+    for folder in ("", "in/", ".in/", "._in/"):
+        for name in ("._x.md", "._x.jsonl", "._x.png", ".x.md", "0.txt", "x.md", "x.jsonl"):
+            write(tmp_path / f"{folder}{name}", lines({"text": "a"}))
+    found = open_files(pattern, base=tmp_path)
+    assert not any(path.name.startswith(".") for path in found.files)
+    counters, position = Counter(), {}
+    for _ in range(2):  # the second time from the end
+        list(texts(found, counters, position))
+    assert counters["resource_fork"] == number

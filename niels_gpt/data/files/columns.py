@@ -1,7 +1,7 @@
 """Texts of rows as columns: many rows at a time where they are as usual, and one by one where they are not.
 
-A row is as usual if it is read without a repair and has a text in one of the fields that may hold it. All others are
-left to rows.py, so that what is dropped or repaired is decided there alone.
+A row is as usual if it is read without a repair and has a text in one of the fields that may hold it, and no other one
+in another. All others are left to rows.py, so that what is dropped, repaired or counted is decided there alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,16 @@ from typing import Any
 from niels_gpt.data.files.parquet import iter_batches, rows_of_batch
 from niels_gpt.data.files.part import WHOLE_FILE, Share
 from niels_gpt.data.files.rows import numbered_rows, of_file, parsed, row_of_line
-from niels_gpt.data.files.text import Problem, decode, line_blocks, opened_text, unpacked_name
+from niels_gpt.data.files.text import (
+    Problem,
+    decode,
+    has_other_text,
+    is_empty_file,
+    is_pointer,
+    line_blocks,
+    opened_text,
+    unpacked_name,
+)
 
 Rows = Iterator[tuple[int, dict[str, Any]]]
 
@@ -60,11 +69,13 @@ class Reading:
 
 def rows_or_columns(path: Path, reading: Reading) -> Iterator[Columns | tuple[int, dict[str, Any]]]:
     """Yield the rows of rows.numbered_rows, in order: runs of usual ones as Columns, about a mebibyte each."""
-    name = unpacked_name(path.name).lower()
+    name, of_whole = unpacked_name(path.name).lower(), of_file(reading.counters, reading.skip_to, reading.share)
+    if is_empty_file(path, of_whole):
+        return
     if reading.texts and name.endswith(".parquet"):
         yield from _of_parquet(path, reading)
     elif reading.texts and name.endswith(".jsonl"):
-        with opened_text(path, counters=of_file(reading.counters, reading.skip_to, reading.share)) as file:
+        with opened_text(path, counters=of_whole) as file:
             for first, lines in line_blocks(file, reading.max_document_bytes):
                 yield from _of_lines(path, first, lines, reading)
     else:
@@ -88,12 +99,14 @@ def _of_lines(
     for number, line in zip(wanted, lines[wanted.start - first :: wanted.step], strict=True):
         row = None if line is None else parsed(line)
         if row is not None:
-            text = next((value for name in reading.texts if type(value := row.get(name)) is str), None)
-            if text is not None:
-                numbers.append(number)
-                texts.append(text.encode())
-                rows.append(row)
-                continue
+            found = [value for name in reading.texts if type(value := row.get(name)) is str]
+            if found and not (len(found) > 1 and has_other_text(found)):
+                text = found[0].encode()
+                if not is_pointer(text):
+                    numbers.append(number)
+                    texts.append(text)
+                    rows.append(row)
+                    continue
         if rows:
             yield _columns(numbers, texts, rows, reading)
             numbers, texts, rows = [], [], []
@@ -131,8 +144,8 @@ def _of_parquet(path: Path, reading: Reading) -> Iterator[Columns | tuple[int, d
 def _columns_of_batch(batch: Any, numbers: range, reading: Reading) -> Columns | None:
     """Return a batch of usual rows as columns; None for any other.
 
-    A batch is usual if its texts are all in one column of strings, its other columns hold numbers and strings, and all
-    strings are valid UTF-8.
+    A batch is usual if its texts are all in one column of strings, or the same in others, its other columns hold
+    numbers and strings, all strings are valid UTF-8, and no text is a pointer of git-lfs.
     """
     import pyarrow as pa
 
@@ -146,8 +159,20 @@ def _columns_of_batch(batch: Any, numbers: range, reading: Reading) -> Columns |
         batch.validate(full=True)
     except pa.ArrowInvalid:
         return None
+    if any(_differ(batch.column(strings[0]), batch.column(other)) for other in strings[1:]):
+        return None
+    texts = _bytes_of(batch.column(strings[0]))
+    if any(map(is_pointer, texts)):
+        return None
     fields = {name: _values_of(batch.column(name)) for name in reading.others if name in names}
-    return Columns(numbers, _bytes_of(batch.column(strings[0])), fields)
+    return Columns(numbers, texts, fields)
+
+
+def _differ(texts: Any, others: Any) -> bool:
+    """Whether some value of a second arrow array of strings is another one, not null."""
+    import pyarrow.compute as pc
+
+    return bool(pc.any(pc.not_equal(texts.cast(others.type), others)).as_py())
 
 
 def _is_usual(kind: Any) -> bool:

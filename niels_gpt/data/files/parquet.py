@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from niels_gpt.data.files.part import WHOLE_FILE, Share
-from niels_gpt.data.files.text import MAX_DOCUMENT_BYTES, Problem
+from niels_gpt.data.files.text import MAX_DOCUMENT_BYTES, NOT_FETCHED, Problem, is_pointer
 from niels_gpt.data.files.text import decode as decode_text
 from niels_gpt.storage.errors import SourceError, errors_as
 from niels_gpt.storage.fileio import open_for_reading
@@ -100,7 +100,13 @@ def iter_batches(
             raise  # of the system: no such file, no permission; a page that does not decompress has no errno
         if isinstance(error, pa.ArrowNotImplementedError):
             raise SourceError(f"{path}: holds what pyarrow cannot read ({error}); write it in another form") from error
-        raise SourceError(f"{path}: not a whole parquet file ({error}); fetch it again") from error
+        with open(path, "rb") as begin:
+            problem = (
+                NOT_FETCHED
+                if is_pointer(begin.read(1 << 16))
+                else f"not a whole parquet file ({error}); fetch it again"
+            )
+        raise SourceError(f"{path}: {problem}") from error
 
 
 class _Groups:

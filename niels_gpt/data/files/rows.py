@@ -22,6 +22,7 @@ from niels_gpt.data.files.text import (
     REPAIRED,
     Problem,
     decode,
+    is_empty_file,
     lines_of,
     note,
     opened_text,
@@ -73,8 +74,10 @@ def numbered_rows(
     share: which rows, or row groups of a parquet file that has at least `share.step` of them. Others are not decoded,
         except in an array, and not counted; a byte-order mark is counted with the first row.
     Raises: ValueError naming the file if it is damaged as a whole or an array that is cut off; without `unreadable`
-        also for a row that would be dropped.
+        also for a row that would be dropped. A file without a byte has no rows, and is counted.
     """
+    if is_empty_file(path, of_file(counters, skip_to, share)):
+        return
     name = path.name.lower()
     rows: Iterator[tuple[int, dict[str, Any] | Problem]]
     if name.endswith(".parquet"):

@@ -13,10 +13,11 @@ import gzip
 import io
 import logging
 import os
+import stat
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -31,11 +32,14 @@ MAX_DOCUMENT_BYTES = 1 << 26
 """The largest document or row by default: 64 MiB."""
 
 REPAIRED, BYTE_ORDER_MARK, WITH_NUL = "repaired_utf8", "byte_order_mark", "texts_with_nul"
-UNREAD_FIELD, CONTRADICTING_SHAPE = "unread_field", "contradicting_shape"
+UNREAD_FIELD, CONTRADICTING_SHAPE, OTHER_TEXT_FIELD = "unread_field", "contradicting_shape", "other_text_field"
 """Counters of documents, chats and rows that were kept; every other counter is of dropped ones. An unread field is
 counted by its name, as `unread_field:NAME`."""
 TOO_LARGE, UNREADABLE_ROW, MISSING_FIELD = "too_large", "unreadable_row", "missing_field"
-LINKS = "links_not_followed"
+EMPTY_FILE, GIT_LFS_POINTER = "empty_file", "git_lfs_pointer"
+LINKS, RESOURCE_FORK = "links_not_followed", "resource_fork"
+
+NOT_FETCHED = "a pointer of git-lfs in place of the text; fetch it: git lfs pull"
 
 PACKED_SUFFIXES = (".gz", ".zst")
 """Of compressed files, after the suffix that says what is in them."""
@@ -47,6 +51,8 @@ _MARKS = (  # UTF-32 LE first: its mark begins with that of UTF-16 LE
     (codecs.BOM_UTF16_LE, "utf-16-le"),
     (codecs.BOM_UTF16_BE, "utf-16-be"),
 )
+_POINTER_BEGINS = b"version https://git-lfs.github.com/spec/v1"
+_POINTER_BYTES = 1 << 10  # git-lfs's own limit
 _BLOCK_BYTES = 1 << 16
 _READ_BYTES = 1 << 20
 _ZSTD_WINDOW_LOG = 27  # 128 MiB, what zstd itself reads without --long
@@ -85,6 +91,29 @@ def note(counters: Counter[str] | None, reason: str, problem: str, number: int =
     counters[reason] += number
 
 
+def is_pointer(text: bytes | str) -> bool:
+    """Whether a text stands for another one that git-lfs has not fetched."""
+    begin = text[:_POINTER_BYTES]
+    if isinstance(begin, str):
+        begin = begin.encode(errors="replace")
+    return begin.startswith(_POINTER_BEGINS) and len(begin) < _POINTER_BYTES
+
+
+def has_other_text(texts: Sequence[str]) -> bool:
+    """Whether a row has another text than the one that is read, which is the first of its fields of text."""
+    return any(text != texts[0] and not says_nothing(text) for text in texts[1:])
+
+
+def is_empty_file(path: Path, counters: Counter[str] | None) -> bool:
+    """Whether a file that must hold some bytes, as one of rows or a compressed one, has none; then it is counted."""
+    with errors_as("E301"):
+        about = path.stat()
+    if about.st_size or not stat.S_ISREG(about.st_mode):
+        return False
+    note(counters, EMPTY_FILE, f"{path}: a file without a byte")
+    return True
+
+
 def says_nothing(value: Any) -> bool:
     """Whether a field's value holds nothing: null, a blank text, an empty list or object, or one of such values."""
     if isinstance(value, str):
@@ -115,7 +144,8 @@ def read_text(
 ) -> str:
     """Read a whole file, decompressed if it is of PACKED_SUFFIXES, newlines unchanged; see `decode`.
 
-    Raises: TooLarge, a ValueError, for more than `max_document_bytes` of UTF-8; ValueError for a damaged .gz or .zst.
+    Raises: UnusableFile, a ValueError, for more than `max_document_bytes` of UTF-8 and for a pointer of git-lfs;
+        ValueError for a damaged .gz or .zst.
     """
     blocks, size = [], 0
     with opened_text(Path(path), counters=counters) as file:  # block by block: a file may be a gzip bomb, or grow
@@ -127,14 +157,18 @@ def read_text(
     if len(data) > max_document_bytes:
         name = unpacked_name(Path(path).name)
         cut = f"split -C 10M --additional-suffix {Path(name).suffix} {name} part-"
-        raise TooLarge(
-            f"{Problem.too_large(os.fspath(path), max_document_bytes)}. To keep it, cut it at line ends: {cut}"
-        )
+        problem = Problem.too_large(os.fspath(path), max_document_bytes)
+        raise UnusableFile(TOO_LARGE, f"{problem}. To keep it, cut it at line ends: {cut}")
     return decode(data, counters=counters, where=os.fspath(path))
 
 
-class TooLarge(SourceError):
-    """A file is too large to be a document. The message names the file and how to keep its text."""
+class UnusableFile(SourceError):
+    """A file is too large to be a document, or a pointer of git-lfs. The message names the file and the remedy."""
+
+    def __init__(self, reason: str, problem: str) -> None:
+        super().__init__(problem)
+        self.reason = reason
+        """The counter of the document that is dropped."""
 
 
 def unpacked_name(name: str) -> str:
@@ -188,12 +222,15 @@ def line_blocks(file: BinaryIO, limit: int) -> Iterator[tuple[int, list[bytes | 
 def opened_text(path: Path, *, counters: Counter[str] | None = None) -> Iterator[BinaryIO]:
     """Open a file and yield its text as UTF-8 without a byte-order mark, which is counted.
 
-    Raises: ValueError if it is no regular file, and inside the block for a damaged .gz or .zst file.
+    Raises: ValueError if it is no regular file, or a pointer of git-lfs; inside the block for a damaged .gz or .zst
+        file.
     """
     packed = packed_suffix(path.name)
     with errors_as("E301"):
         handle = open_for_reading(path, follow_links=True)
     with open(handle, "rb") as raw:
+        if is_pointer(raw.peek(_POINTER_BYTES)):
+            raise UnusableFile(GIT_LFS_POINTER, f"{path}: {NOT_FETCHED}")
         if packed == ".gz":
             try:
                 with gzip.GzipFile(fileobj=raw, mode="rb") as unpacked:
@@ -208,12 +245,15 @@ def opened_text(path: Path, *, counters: Counter[str] | None = None) -> Iterator
 
 
 @contextmanager
-def _unpacked_zstd(raw: BinaryIO, path: Path) -> Iterator[BinaryIO]:
+def _unpacked_zstd(raw: io.BufferedReader, path: Path) -> Iterator[BinaryIO]:
     if sys.version_info >= (3, 14):
         from compression import zstd
     else:
         from backports import zstd
 
+    if not raw.peek(1):  # as gzip does, nothing is nothing
+        yield raw
+        return
     options: dict[int, int] = {zstd.DecompressionParameter.window_log_max: _ZSTD_WINDOW_LOG}
     try:
         with zstd.ZstdFile(raw, "rb", options=options) as unpacked:
