@@ -2,7 +2,8 @@
 
 A .txt, .md, .rst or .html file is one document, unchanged; in .jsonl, .json and .parquet files each row is a text or a
 chat. All but .parquet may be compressed, with .gz or .zst after the suffix. What gives no sample is counted: as
-too_large, unreadable_row, missing_field, malformed, not_text or unknown_role.
+too_large, unreadable_row, missing_field, malformed, not_text, unknown_role, weight_0, empty_file or git_lfs_pointer. So
+is what is left out of a sample that is kept: unread_field:NAME, contradicting_shape, other_text_field.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ from niels_gpt.data.files.text import (
     NOT_FETCHED,
     OTHER_TEXT_FIELD,
     PACKED_SUFFIXES,
-    RESOURCE_FORK,
     UNREAD_FIELD,
     UnusableFile,
     count,
@@ -41,7 +41,7 @@ from niels_gpt.data.files.text import (
     packed_suffix,
     read_text,
 )
-from niels_gpt.data.files.walk import first_link, in_order, once_each, walk_folders
+from niels_gpt.data.files.walk import first_link, in_order, note_forks, note_links, once_each, walk_folders
 from niels_gpt.data.types import ChatSample, PretrainSample, RawChat, SequenceGroup, TextBlock
 from niels_gpt.data.upstream_rows import TEXT_FIELDS
 from niels_gpt.documents import Partition
@@ -76,6 +76,11 @@ class LocalFiles:
     def name_of(self, path: Path) -> str:
         """Return a file's name, with / between folders and U+FFFD for bytes that are not UTF-8."""
         return os.fsencode(path.relative_to(self.root).as_posix()).decode("utf-8", "replace")
+
+    def note_what_is_beside(self, counters: Counter[str] | None) -> None:
+        """Count the links that are not followed and the resource forks, only at the first call for these counters."""
+        note_links(counters, self.links)
+        note_forks(counters, self.resource_forks)
 
     def texts(
         self,
@@ -367,7 +372,7 @@ class _Reader:
     def read(self, *, rows_only: bool = False) -> Iterator[tuple[Any, dict[str, Any]]]:
         """Yield each document's text, row or Columns, with "path" and, for a row, "row" and "id"."""
         if is_first(self._partition) and not self._position.resumed:
-            count(self._counters, RESOURCE_FORK, self._found.resource_forks)
+            note_forks(self._counters, self._found.resource_forks)
         part = FilePart(self._partition, len(self._found.files))
         for file, path in enumerate(self._found.files):
             share = part.share(file)

@@ -45,17 +45,23 @@ def roam_dir_of(
 
 
 def list_roam_paths(
-    dir: str | os.PathLike[str], *, follow_links: bool = False, links: list[Path] | None = None
+    dir: str | os.PathLike[str],
+    *,
+    follow_links: bool = False,
+    links: list[Path] | None = None,
+    forks: list[Path] | None = None,
 ) -> list[str]:
     """List the absolute paths of all .md files below `dir` in order of relative path, without hidden ones (PR-02).
 
     follow_links: below `dir`, which may itself be a link; otherwise `links` receives the links that are not followed.
+    forks: receives the resource forks of macOS: see walk.walk_files.
     Raises: FileNotFoundError if there is no such folder.
     """
     folder = Path(dir).absolute()
     if not folder.is_dir():
         raise SourceNotFound(f"no folder of notes at {folder}; pass the folder that holds the .md files")
-    return [str(path) for path in walk_files(folder, suffixes=(".md",), follow_links=follow_links, links=links)]
+    found = walk_files(folder, suffixes=(".md",), follow_links=follow_links, links=links, forks=forks)
+    return [str(path) for path in found]
 
 
 def load_texts(paths: Iterable[str | os.PathLike[str]], *, counters: Counter[str] | None = None) -> Iterator[str]:

@@ -20,7 +20,6 @@ from niels_gpt.data import dolly, fineweb_edu, gutenberg, oasst1, roam, wikitext
 from niels_gpt.data.files import mirrors
 from niels_gpt.data.files.part import is_first
 from niels_gpt.data.files.rows import from_position
-from niels_gpt.data.files.walk import note_links
 from niels_gpt.data.local import LocalFiles
 from niels_gpt.data.types import ChatSample, PretrainSample, RawChat, SequenceGroup, TextBlock
 from niels_gpt.data.upstream_rows import UpstreamRows, documents_of_pieces
@@ -83,7 +82,7 @@ class LoadRequest:
         """Read a built-in source from its files; folder: below the mirror's root; how: as UpstreamRows.of_files."""
         assert self.found is not None
         if is_first(self.partition):
-            note_links(self.counters, self.found.links)
+            self.found.note_what_is_beside(self.counters)
         rows = UpstreamRows(source, self.counters, self.settings.max_document_bytes, self.partition)
         how |= {"folder": self.found.root / folder, "blocks": self.blocks}
         return documents_of_pieces(rows.of_files(self.found.files, **how), rows)
@@ -190,9 +189,10 @@ def credit_of(source: str, source_root: str | os.PathLike[str]) -> Credit:
 
 def _mirror_files(settings: Settings, root: Path | None, folder: str, *, split: str = "all", **how: Any) -> LocalFiles:
     assert root is not None  # of a source on the hub
-    links = how["not_followed"] = list[Path]()
+    links, forks = list[Path](), list[Path]()
+    how |= {"not_followed": links, "forks": forks}
     files = mirrors.split_files(root, folder, split=split, follow_links=settings.follow_links, **how)
-    return LocalFiles(root, tuple(files), 0, links=tuple(links))
+    return LocalFiles(root, tuple(files), 0, links=tuple(links), resource_forks=len(forks))
 
 
 def _fineweb_edu_files(settings: Settings, root: Path | None) -> LocalFiles:
@@ -238,22 +238,22 @@ def _load_wikitext(request: LoadRequest) -> Iterator[Part]:
 
 
 def _roam_files(settings: Settings, root: Path | None) -> LocalFiles:
-    follow, links = settings.follow_links, list[Path]()
+    follow, links, forks = settings.follow_links, list[Path](), list[Path]()
     folder = roam.roam_dir_of(settings.source_root, roam_dir=settings.roam_dir, follow_links=follow)
-    files = tuple(Path(path) for path in roam.list_roam_paths(folder, follow_links=follow, links=links))
+    files = tuple(Path(path) for path in roam.list_roam_paths(folder, follow_links=follow, links=links, forks=forks))
     if links and not files:
         raise SourceNotFound(
             f"expected .md files in {folder}, found symbolic links only, such as {min(links)}, which are not "
             "followed: pass --follow-links if they may be"
         )
-    return LocalFiles(folder, files, 0, links=tuple(links))
+    return LocalFiles(folder, files, 0, links=tuple(links), resource_forks=len(forks))
 
 
 def _load_roam(request: LoadRequest) -> Iterator[Part]:
     """The notes of train, then of val. The split goes by file (PR-02); notes with equal text follow the first one."""
     assert request.found is not None
     if is_first(request.partition):
-        note_links(request.counters, request.found.links)
+        request.found.note_what_is_beside(request.counters)
     yield from roam.notes_by_split(
         request.found.files,
         folder=request.found.root,

@@ -103,7 +103,9 @@ def test_row_groups_of_other_partitions_are_not_read(folder):
 
 
 ITEMS = [*({"text": f"item {number}"} for number in range(9)), [], "", {"text": "y" * LIMIT}]
+POINTER = "version https://git-lfs.github.com/spec/v1\n"
 LINES = lines({"text": "a", "id": "one"}, {"text": "x" * LIMIT}, {"content": 7}) + b"\n\xff\n"
+LINES += lines({"text": POINTER}, {"text": "a", "content": "b", "id": "two"})
 MIXED = [
     (".jsonl", b"\xef\xbb\xbf" + LINES),
     (".jsonl.gz", lines(*({"text": f"packed {number}"} for number in range(20)))),
@@ -123,9 +125,12 @@ def test_files_of_all_formats(folder, total, number):
     put(folder / "own", MIXED[:number])
     write(folder / "own" / "picture.png", b"no text")
     (folder / "own" / "link.txt").symlink_to("0.jsonl")
+    write(folder / "own" / "empty.jsonl")
+    write(folder / "own" / "._0.jsonl", b"fork")
     given = own(folder / "own")
     whole = Reading(given, "own")
     counted = ["links_not_followed", "other_files", "byte_order_mark", "unreadable_row", "too_large", "missing_field"]
+    counted += ["empty_file", "resource_fork", "git_lfs_pointer", "other_text_field"]
     assert all(whole.counters[reason] for reason in counted)
     names = [each.id for part in check_parts(given, "own", total) for each in part.seen]
     assert sorted(names) == sorted(each.id for each in whole.seen) and len(set(names)) == len(names)
@@ -151,6 +156,13 @@ def mirrored(folder):
     write(root / "gutenberg/more.jsonl", lines(*({"text": f"row of books {number}"} for number in range(9)), {"no": 1}))
     for linked in ("roam/l.md", "gutenberg/l.txt", "Salesforce/wikitext/l.txt", "HuggingFaceFW/fineweb-edu/l.jsonl"):
         (root / linked).symlink_to("nowhere")
+    for name in ("roam/._l.md", "gutenberg/._l.txt", "Salesforce/wikitext/._l.txt"):
+        write(root / name, b"a fork")
+    write(home / "._l.jsonl")
+    for name in (home / "e.jsonl", wiki / "train-2.jsonl", root / "gutenberg/e.jsonl"):
+        write(name)
+    for name in ("roam/p.md", "gutenberg/p.txt"):
+        write(root / name, POINTER)
     return Settings(source_root=str(root), max_document_bytes=LIMIT)
 
 
@@ -160,7 +172,12 @@ def test_built_in_sources_of_a_mirror(mirrored, name, total):
     found = [each for part in check_parts(mirrored, name, total) for each in part.seen]
     ids = [(each.split, each.id) for each in found]
     assert len(set(ids)) == len(ids)
-    kept = {"fineweb_edu": {"one", *map(str, range(20))}, "gutenberg": {f"{number}.txt" for number in range(5)}}
+    counted = {"fineweb_edu": ["empty_file", "git_lfs_pointer", "other_text_field"], "wikitext": ["empty_file"]}
+    counted |= {"roam": ["git_lfs_pointer"], "gutenberg": ["empty_file", "git_lfs_pointer"]}
+    counters = Reading(mirrored, name).counters
+    assert {reason: counters[reason] for reason in counted[name]} == dict.fromkeys(counted[name], 1)
+    assert counters["resource_fork"] == 1
+    kept = {"fineweb_edu": {"one", "two", *map(str, range(20))}, "gutenberg": {f"{number}.txt" for number in range(5)}}
     kept["roam"] = {each.id for each in Reading(mirrored, "roam").seen}
     assert {each.id for each in found if "#" not in each.id} == kept.get(name, set())
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.data.files.rows import TABLE_SUFFIXES
-from niels_gpt.data.files.walk import first_link, note_links, walk_files
+from niels_gpt.data.files.walk import first_link, note_forks, note_links, walk_files
 from niels_gpt.storage.errors import SourceError, SourceNotFound
 
 KNOWN_SUFFIXES = (*TABLE_SUFFIXES, ".txt", ".md")
@@ -44,16 +44,19 @@ def source_files(
     follow_links: bool = False,
     counters: Counter[str] | None = None,
     not_followed: list[Path] | None = None,
+    forks: list[Path] | None = None,
 ) -> list[Path]:
     """List a source's files in a mirror, in order of relative path; FileNotFoundError if there are none.
 
     follow_links: below `root`, which may itself be a link; otherwise links are counted and the first is logged.
-    not_followed: receives these links.
+    not_followed: receives these links. forks: as walk_files; they are counted too.
     """
     folder = root / dataset_id
     wanted = tuple(suffixes or KNOWN_SUFFIXES)
     links = [link] if not follow_links and (link := first_link(root, folder)) else []
-    files = [] if links else walk_files(folder, suffixes=wanted, follow_links=follow_links, links=links)
+    hidden = list[Path]() if forks is None else forks
+    how: dict[str, Any] = {"follow_links": follow_links, "links": links, "forks": hidden}
+    files = [] if links else walk_files(folder, suffixes=wanted, **how)
     if not files:
         state = "it has no such file" if folder.is_dir() else "there is no such folder"
         if links:
@@ -63,6 +66,7 @@ def source_files(
             "put them there, or use --source-root hub or --source-root sample"
         )
     note_links(counters, links)
+    note_forks(counters, len(hidden))
     if not_followed is not None:
         not_followed += links
     return files
@@ -81,20 +85,18 @@ def split_files(
     split: str,
     suffixes: Sequence[str] = TABLE_SUFFIXES,
     folders: Sequence[str] = (),
-    follow_links: bool = False,
-    counters: Counter[str] | None = None,
-    not_followed: list[Path] | None = None,
+    **beside: Any,
 ) -> list[Path]:
-    """List the files of one split; with "all" those of every split: train, validation, test. Links: as `source_files`.
+    """List the files of one split; with "all" those of every split: train, validation, test.
 
     folders: the first that exists inside the dataset's folder is read alone. A copy of a hub repository has a folder
         for each config, or the same rows in other formats beside it.
+    beside: follow_links, counters, not_followed and forks of `source_files`.
     """
     check_split(split, allow_all=True)
     inner = next((name for name in folders if (root / dataset_id / name).is_dir()), None)
     folder = dataset_id if inner is None else f"{dataset_id}/{inner}"
-    how: dict[str, Any] = {"follow_links": follow_links, "counters": counters, "not_followed": not_followed}
-    files = source_files(root, folder, suffixes=suffixes, **how)
+    files = source_files(root, folder, suffixes=suffixes, **beside)
     if split == "all":
         return sorted(files, key=lambda path: SPLITS.index(split_of(path)))  # stable: in path order within a split
     chosen = [path for path in files if split_of(path) == split]

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from niels_gpt.data.files.text import LINKS
+from niels_gpt.data.files.text import LINKS, RESOURCE_FORK
 from niels_gpt.storage.errors import errors_as
 from niels_gpt.storage.fileio import sha256_file
 
@@ -18,7 +18,12 @@ logger = logging.getLogger(__name__)
 
 
 def walk_files(
-    folder: Path, *, suffixes: Sequence[str], follow_links: bool = False, links: list[Path] | None = None
+    folder: Path,
+    *,
+    suffixes: Sequence[str],
+    follow_links: bool = False,
+    links: list[Path] | None = None,
+    forks: list[Path] | None = None,
 ) -> list[Path]:
     """List the files below `folder` with one of `suffixes`, sorted by the bytes of their relative paths.
 
@@ -27,11 +32,14 @@ def walk_files(
     follow_links: below `folder`, which may itself be a link. Each file is then listed once, by the path with the fewest
         links.
     links: receives the links to folders, and to files with such a suffix, that are not followed.
+    forks: receives the hidden files `._NAME` with such a suffix, which macOS puts beside NAME on other disks.
     """
     files: list[Path] = []
     for parent in walk_folders(folder, follow_links=follow_links, links=links):
         for name in _names_in(parent):
             path = parent / name
+            if forks is not None and name.startswith("._") and name.endswith(tuple(suffixes)):
+                forks.append(path)
             if name.startswith(".") or not name.endswith(tuple(suffixes)) or path.is_dir():
                 continue
             if path.is_symlink() and not follow_links:
@@ -117,6 +125,12 @@ def note_links(counters: Counter[str] | None, links: Sequence[Path]) -> None:
             counters[LINKS],
             extra={"code": "W303"},
         )
+
+
+def note_forks(counters: Counter[str] | None, number: int) -> None:
+    """Count resource forks of macOS, only at the first call for these counters."""
+    if counters is not None and number and not counters[RESOURCE_FORK]:
+        counters[RESOURCE_FORK] = number
 
 
 def _names_in(folder: Path) -> list[str]:
