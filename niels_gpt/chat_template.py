@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, Literal, Protocol, TypedDict
 
 
@@ -72,12 +72,14 @@ def is_weight(value: Any) -> bool:
     return value is None or (type(value) in (int, float) and value in (0, 1))
 
 
-def count_names(counters: Counter[str], prefix: str, names: Iterable[str]) -> list[str]:
+def count_names(counters: Counter[str], prefix: str, names: Collection[str]) -> list[str]:
     """Count names, each once, under a prefix, as `unknown_role:tool`; returns the keys that were counted.
 
     What is no name, as a text in its place, and names after the first 20 of the prefix, count once as
     `unknown_role:others`.
     """
+    if not names:
+        return []
     others, keys = f"{prefix}:others", dict[str, None]()
     for name in sorted(set(names)):
         key = f"{prefix}:{name}" if _NAME.fullmatch(name) else others

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from niels_gpt.chat_template import UNKNOWN_ROLE, count_names, is_weight
@@ -82,34 +82,34 @@ def messages_of(row: Mapping[str, Any], counters: Counter[str] | None = None) ->
         reply carries loss.
     """
 
-    def read(shape: _Shape) -> list[ChatMessage]:
-        return _with_system(row, _read_turns(_turns_of(row, shape)))
+    def read(turns: _Turns) -> list[ChatMessage]:
+        return _with_system(row, _read_turns(turns))
 
     shape, *others = _shapes_of(row)
-    messages = read(shape)
+    messages = read(turns := _turns_of(row, shape))
     if counters is not None:
-        unread = {name for turn in _turns_of(row, shape) for name in _unread(turn, turn.keys() - _READ_OF_TURN)}
-        _count_left_out(counters, unread.union(_unread(row, (*_TOOLS, *_NEVER_READ))), others, read, messages)
+        unread = _unread(row, (*_TOOLS, *_NEVER_READ))
+        for turn in turns:
+            if not turn.keys() <= _READ_OF_TURN:
+                unread += _unread(turn, list(turn.keys() - _READ_OF_TURN))
+        count_names(counters, UNREAD_FIELD, unread)
+        count(counters, CONTRADICTING_SHAPE, _contradicted(messages, row, others, read))
     return messages
 
 
-def _unread(given: Mapping[str, Any], names: Collection[str]) -> list[str]:
+def _unread(given: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     return [name for name in names if not says_nothing(given.get(name))]
 
 
-def _count_left_out(
-    counters: Counter[str], unread: Collection[str], others: Sequence[_Shape], read: Callable[[_Shape], Any], chat: Any
-) -> None:
-    """others: the shapes of a row beside the one that `chat` was read from by `read`; they may be no chats."""
-    count_names(counters, UNREAD_FIELD, unread)
+def _contradicted(chat: Any, row: Mapping[str, Any], others: Sequence[_Shape], read: Callable[[_Turns], Any]) -> bool:
+    """Whether one of the other shapes of a row gives another chat than the one that `read` made; it may give none."""
     for other in others:
         try:
-            contradicts = read(other) != chat
+            if read(_turns_of(row, other)) != chat:
+                return True
         except NotAChatError:
             continue
-        if contradicts:
-            count(counters, CONTRADICTING_SHAPE)
-            return
+    return False
 
 
 def with_context(instruction: str, context: str) -> str:
@@ -119,22 +119,23 @@ def with_context(instruction: str, context: str) -> str:
 
 _Shape = tuple[Any, ...]
 """The lists of turns that make a chat, one or two, or two texts: what was asked and what was answered."""
+_Turns = list[Mapping[str, Any]]
 
 
 def _shapes_of(row: Mapping[str, Any]) -> list[_Shape]:
     """Return the known shapes that a row has, at least one. Raises: NotAChatError if it has none."""
     shapes: list[_Shape] = [(row[name],) for name in LISTS if isinstance(row.get(name), list)]
     for asked, answered in PAIRS:
-        pair = row.get(asked), row.get(answered)
-        if any(all(isinstance(part, kind) for part in pair) for kind in (str, list)):
-            shapes.append(pair)
+        match row.get(asked), row.get(answered):
+            case (str(), str()) | (list(), list()) as pair:
+                shapes.append(pair)
     if shapes:
         return shapes
     odd = next((name for name in LISTS if row.get(name) is not None), None)  # such as a list as a string
     raise NotAChatError(MISSING_FIELD, "" if odd is None else f"{_kind(row[odd])} in the field {odd}")
 
 
-def _turns_of(row: Mapping[str, Any], shape: _Shape) -> list[Any]:
+def _turns_of(row: Mapping[str, Any], shape: _Shape) -> _Turns:
     """Return the turns of a shape of a row as they are, at least one. Raises: NotAChatError."""
     if isinstance(shape[0], str):
         question, answer = shape
@@ -166,8 +167,8 @@ def _text_field(row: Mapping[str, Any], name: str) -> str:
 def _read_turns(turns: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
     roles = [_role_of(turn) for turn in turns]  # first: a turn of a tool is an unknown role, with any content
     messages = [ChatMessage(role, _content_of(turn)) for role, turn in zip(roles, turns, strict=True)]
-    weights = [_weight_of(turn) for turn in turns]
-    if any(role == "assistant" and weight == 0 for role, weight in zip(roles, weights, strict=True)):
+    weights = [None if turn.get("weight") is None else _weight_of(turn) for turn in turns]
+    if 0 in weights and any(role == "assistant" and weight == 0 for role, weight in zip(roles, weights, strict=True)):
         raise NotAChatError(WEIGHT_0, "a reply of weight 0, and here every reply carries loss")
     return messages
 
@@ -236,15 +237,16 @@ def raw_chat_of(
     system = next((text for name in SYSTEM_FIELDS if (text := _text_field(found, name)).strip()), None)
     prompt = {"role": "system", "content": system}
 
-    def read(shape: _Shape) -> list[dict[str, Any]]:
-        turns = [_raw_turn(turn) for turn in _turns_of(found, shape)]
+    def read(given: _Turns) -> list[dict[str, Any]]:
+        turns = [_raw_turn(turn) for turn in given]
         return turns if system is None or turns[0] == prompt else [prompt, *turns]
 
     shape, *others = _shapes_of(found)
-    turns = read(shape)
+    turns = read(_turns_of(found, shape))
     tools, functions = (_tools_of(found.get(name), f"the field {name}") for name in _TOOLS)
     if counters is not None:
-        _count_left_out(counters, _unread(found, _NEVER_READ), others, read, turns)
+        count_names(counters, UNREAD_FIELD, _unread(found, _NEVER_READ))
+        count(counters, CONTRADICTING_SHAPE, _contradicted(turns, found, others, read))
     return turns, [{"type": "function", "function": each} for each in functions] if functions and not tools else tools
 
 

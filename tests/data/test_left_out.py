@@ -109,6 +109,8 @@ def test_the_first_names_of_fields_are_counted_each_and_the_others_together(tmp_
     write(tmp_path / "a.jsonl", lines(*(replied(**{name: 1}) for name in names), replied(**dict.fromkeys(names, 1))))
     first = {f"unread_field:f{number:02}": 2 for number in range(20)}
     assert counted(tmp_path, chats) == {**first, "unread_field:others": 8}
+    write(tmp_path / "a.jsonl", lines(*({**SAMPLE, name: 1} for name in names), {**SAMPLE, **dict.fromkeys(names, 1)}))
+    assert counted(tmp_path, rollouts) == {**first, "unread_field:others": 8}
 
 
 def rollouts(found, counters, position):

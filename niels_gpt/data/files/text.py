@@ -17,7 +17,7 @@ import stat
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -118,7 +118,7 @@ def says_nothing(value: Any) -> bool:
     """Whether a field's value holds nothing: null, a blank text, an empty list or object, or one of such values."""
     if isinstance(value, str):
         return value.strip() in ("", "null", "[]", "{}")  # the last three: as JSON in a text
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return all(map(says_nothing, value.values()))
     return value is None or (isinstance(value, list) and all(map(says_nothing, value)))
 
