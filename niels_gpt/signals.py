@@ -21,7 +21,17 @@ logger = logging.getLogger(__name__)
 
 Meta = Mapping[str, Any]
 UNREAD: Final = "unread_field:"
-"""Counters of rows with a field that no reader reads, by the field's name."""
+"""Counters of rows with a field that is not read, by the field's name."""
+REPAIRED_TEXTS: Final = ("repaired_utf8", "undecodable_utf8")
+"""Loaders' counters of texts that were repaired; the second of earlier builders."""
+_KEPT_BY_LOADERS = (
+    "byte_order_mark",
+    "other_text_field",
+    "contradicting_shape",
+    "special_as_text",
+    UNREAD,
+    "texts_with_",
+)
 BYTE_ORDER_MARK, REPLACED, MOJIBAKE = "texts_with_byte_order_mark", "texts_with_u_fffd", "texts_with_mojibake"
 ODD_TEXTS: Final = (BYTE_ORDER_MARK, REPLACED, MOJIBAKE)
 """What TextEncoder notes of a text that comes back from its ids unchanged."""
@@ -331,6 +341,11 @@ def found_in(meta: Meta) -> list[Found]:
 def _counts(meta: Meta) -> Counter[str]:
     source = meta.get("source")
     return Counter(meta.get("noticed") or {}) + Counter((source.get("counters") if source else None) or {})
+
+
+def is_of_kept(counter: str) -> bool:
+    """Whether a loader's counter is of what was kept as it is; all but REPAIRED_TEXTS are else of what was left out."""
+    return counter.startswith(_KEPT_BY_LOADERS)
 
 
 def above(meta: Meta) -> list[Found]:

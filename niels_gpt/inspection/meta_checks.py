@@ -37,7 +37,9 @@ from niels_gpt.tokenizers.vocabulary import integer, most_ids, token_dtype_of
 
 _CRC_KEY = "meta_crc32"
 _UNREAD = ("too_large", "unreadable_row")  # counters of every loader
-_UNREAD_USER_DEFINED = (*_UNREAD, "malformed", "missing_field", "not_text", "unknown_role")  # of user files
+_UNREAD_USER_DEFINED = (  # of user files
+    *(*_UNREAD, "malformed", "missing_field", "not_text", "unknown_role", "weight_0", "git_lfs_pointer"),
+)
 _MAX_REPAIRED_SHARE = 0.01  # of the documents or examples read: more point to files of another encoding
 _NOT_LOST = frozenset({"split_full", "groups_without_sample"})
 """Dropped because the split had all that was asked for; counted by its samples already."""

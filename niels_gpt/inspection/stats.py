@@ -25,16 +25,13 @@ from niels_gpt.display.tables import html_table, table
 from niels_gpt.inspection.caches import refuse_unless_cache
 from niels_gpt.inspection.readers import open_bits, refusal
 from niels_gpt.inspection.source_ids import printable
-from niels_gpt.signals import UNREAD, above
+from niels_gpt.signals import REPAIRED_TEXTS, above, is_of_kept
 from niels_gpt.storage.errors import REBUILD, CacheError, PositionError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import checked_count, file_records, path_inside, resolved, shortened, wrong_value
 from niels_gpt.storage.remedies import PROGRAM
 from niels_gpt.tokenizers.vocabulary import end_of_documents, start_of_documents
 
-REPAIRED = ("repaired_utf8", "undecodable_utf8")  # counters of repaired documents; the second of earlier builders
-UNCHANGED = ("byte_order_mark", "texts_with_nul", "other_text_field", "contradicting_shape")
-"""Counters of odd documents and chats that are kept unchanged; so are those of UNREAD."""
 _BIT_TOKENS = 2**22  # whose bits are counted at once
 _BATCH_TOKENS = 2**16  # padding included; its masks fit a core's cache: 2**21 took up to four times as long
 
@@ -213,13 +210,7 @@ def _rows(cache: Path, folder: Path, meta: dict[str, Any]) -> list[tuple[str, st
         rows.append(("partitions", f"{meta['partitions']['total']:,}: {meta['partitions']['rule']}"))
     rows.append(("dropped", _dropped(meta)))
     rows.append(("duplicates", _duplicates(meta)))
-    counters = source.get("counters", {})
-    noticed = [reason for reason in counters if reason in UNCHANGED or reason.startswith(UNREAD)]
-    left_out = [reason for reason in counters if reason not in (*REPAIRED, *noticed)]
-    for name, reasons in (("left out", left_out), ("repaired", REPAIRED), ("noticed", noticed)):
-        counts = {reason: number for reason, number in counters.items() if reason in reasons}
-        rows.append((f"{name} by the loader", _counted(counts)))
-    rows += loss_table(meta).items()
+    rows += [*of_loader(meta), *loss_table(meta).items()]
     rows += warned_of(meta)
     if meta["kind"] == "pretrain" and meta["built"]:
         names = sentinel_names(folder, meta)
@@ -232,6 +223,16 @@ def _rows(cache: Path, folder: Path, meta: dict[str, Any]) -> list[tuple[str, st
         rows.append(("chat template", how))
     ids = f"{meta['vocab_size']:,} ids{_asked(folder, meta)}"
     return [*rows, ("tokenizer", f"{str(meta['tokenizer_sha256'])[:12]}, {ids}")]
+
+
+def of_loader(meta: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the rows of what the loader left out, repaired and noticed."""
+    kinds: dict[str, dict[str, int]] = {"left out": {}, "repaired": {}, "noticed": {}}
+    for counter, number in meta["source"].get("counters", {}).items():
+        is_left_out = counter not in REPAIRED_TEXTS and not is_of_kept(counter)
+        kind = "left out" if is_left_out else "repaired" if counter in REPAIRED_TEXTS else "noticed"
+        kinds[kind][counter] = number
+    return [(f"{kind} by the loader", _counted(counts)) for kind, counts in kinds.items()]
 
 
 def warned_of(meta: dict[str, Any]) -> list[tuple[str, str]]:

@@ -193,7 +193,7 @@ def test_an_sft_meta_json_says_this(sft):
     files = SFT_FILES
     assert json.loads((sft / "meta.json").read_bytes()) == {
         **COMMON_META,
-        "builder_version": 4,
+        "builder_version": 5,
         "kind": "sft",
         "noticed": {"empty_replies": 1},
         "examples": {"empty_replies": "1"},

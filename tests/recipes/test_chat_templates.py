@@ -120,6 +120,7 @@ def test_the_targets_of_a_reader_are_those_of_an_oracle_that_tokenizes_turn_by_t
         assert meta["supervised_tokens"] == sums and sum(sums.values()) == sum(
             sum(mask) for _, mask in expected.values()
         )
+        assert meta["noticed"].pop("repeated_replies") == 19  # all say the same
         assert meta["noticed"] == ({} if loss_on == "assistant" else {"turns_without_loss": 20})
     assert main(["verify", "--deep", str(cache)]) == 0
 

@@ -74,6 +74,8 @@ PRETRAIN = {
     "repeated_ids": texts(lambda n: {"id": "same"}),
     "texts_shorter_than_id": texts(lambda n: {"id": f"{sentence(n)} in many words", "text": f"n{n}"}, odd=12),
     "duplicates": texts(lambda n: {"text": "one text for all"}, odd=12),
+    "other_text_field": texts(lambda n: {"content": f"another {n}"}),
+    "git_lfs_pointer": texts(lambda n: {"text": "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"}),
 }
 SFT = {
     "begins_with_reply": chats(lambda turns: [("assistant", "Hello."), *turns]),
@@ -88,6 +90,8 @@ SFT = {
     "marks_in_replies": chats(lambda turns: [turns[0], ("assistant", f"{turns[1][1]}<|im_end|>\nUser: and then?")]),
     "duplicates": chats(lambda turns: [("user", "Hi"), ("assistant", "Hello.")], odd=12),
     "texts_with_mojibake": chats(lambda turns: [turns[0], ("assistant", f"cafÃ\u00a9 {turns[1][1]}")]),
+    "unread_field": [row | {"tools": [{"name": "look"}]} for row in chats(lambda turns: turns)],
+    "contradicting_shape": [row | {"prompt": "Hi", "response": "No."} for row in chats(lambda turns: turns)],
 }
 ROLLOUTS = {
     "positive_logprobs": groups(lambda n: {"logprobs": [[0.5, 0.2, 0.9]] * 2}),
@@ -107,6 +111,7 @@ ROLLOUTS = {
     "empty_prompts": groups(lambda n: {"prompt_ids": []}),
     "samples_without_prompt_length": samples(lambda row: {"prompt_length": None}),
     "samples_without_common_end": samples(lambda row: {"ids": [5, 20, 40, 100 + row["ids"][1]]}, odd=12),
+    "unread_field": groups(lambda n: {"logprob": [[-1.0] * 3] * 2, "router": 7}),
 }
 ODD = [
     *(("pretrain", name, rows) for name, rows in PRETRAIN.items()),

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from niels_gpt.chat_template import roles_counted
 from niels_gpt.recipes.eagle3.options import Options
 from niels_gpt.settings import Settings, usable_cores
+from niels_gpt.signals import is_of_kept
 from niels_gpt.storage.errors import TargetError
 
 if TYPE_CHECKING:
@@ -304,12 +305,14 @@ def prepare(resolved: Resolved, *, tokenized: Callable[[int, int], None] | None 
     )
     samples = Samples.of_rows(_reported(islice(rows, options.limit), tokenized, shown, options.show))
     selected = resolved.draft_vocab or _frequent_vocab(resolved, samples)
-    not_dropped = {ROWS, *NOT_DROPPED, *roles_counted(counters)}  # the roles are counted in unknown_role too
+    kept = filter(is_of_kept, counters)
+    altered = {**{reason: counters[reason] for reason in NOT_DROPPED}, **{reason: counters[reason] for reason in kept}}
+    not_dropped = {ROWS, *altered, *roles_counted(counters)}  # the roles are counted in unknown_role too
     plan = make_plan(
         manifest_of(resolved, selected),
         samples,
         dropped={reason: number for reason, number in counters.items() if reason not in not_dropped},
-        altered={reason: counters[reason] for reason in NOT_DROPPED},
+        altered=altered,
         **resolved.known_parts,
     )
     return Prepared(resolved, samples, plan, shown)

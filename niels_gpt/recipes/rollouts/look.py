@@ -16,8 +16,7 @@ from niels_gpt.display.numbers import number_of
 from niels_gpt.display.tables import shown
 from niels_gpt.inspection.show import short_names
 from niels_gpt.inspection.source_ids import printable
-from niels_gpt.inspection.stats import Stats, meta_errors, warned_of
-from niels_gpt.signals import UNREAD
+from niels_gpt.inspection.stats import Stats, meta_errors, of_loader, warned_of
 from niels_gpt.storage.errors import PositionError
 from niels_gpt.storage.fileio import META_NAME
 
@@ -55,7 +54,7 @@ def _rows(cache: Path, meta: dict[str, Any]) -> list[tuple[str, Any]]:
             for name, of in meta.get("ranges", {}).items()
         ),
         ("dropped", _counted(meta["dropped"])),
-        *_of_loader(source.get("counters", {})),
+        *of_loader(meta),
         ("noticed", _counted(meta.get("noticed", {}))),
         *warned_of(meta),
         ("split", meta["split_rule"]),
@@ -79,12 +78,6 @@ def _split_line(cache: Path, meta: dict[str, Any], split: str) -> str:
         f"({sizes[0]:,.0f} to {sizes[2]:,.0f} samples, median {sizes[1]:,.0f}), "
         f"{number_of(meta['tokens_after'][split], 'token')} after folding"
     )
-
-
-def _of_loader(counters: dict[str, int]) -> list[tuple[str, str]]:
-    unread = {name: number for name, number in counters.items() if name.startswith(UNREAD)}
-    left_out = {name: number for name, number in counters.items() if name not in unread}
-    return [("left out by the loader", _counted(left_out)), ("noticed by the loader", _counted(unread))]
 
 
 def _counted(counts: dict[str, int]) -> str:
