@@ -76,9 +76,9 @@ class Counts(Counter[str]):
         return {"noticed": self, "seen": self.seen}
 
     def keys_of_meta(self) -> dict[str, Any]:
-        """Return the key `examples` of meta.json; {} without any."""
+        """Return the key `first_noticed` of meta.json; {} without any."""
         found = {name: self.seen[name] for name in sorted(self.seen) if self[name]}
-        return {"examples": found} if found else {}
+        return {"first_noticed": found} if found else {}
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -331,7 +331,7 @@ def found_in(meta: Meta) -> list[Found]:
             of = {signal.counter: counts.get(signal.counter, 0)}
         count = max(of.values(), default=0) if signal.count is None else signal.count(meta, counts)
         if count and meta.get("built") is not False:
-            unit, example = signal.unit or _UNITS[kind], meta.get("examples", {}).get(signal.counter, "")
+            unit, example = signal.unit or _UNITS[kind], meta.get("first_noticed", {}).get(signal.counter, "")
             if signal.counter.endswith(":"):
                 example = ", ".join(name.removeprefix(signal.counter) for name in sorted(of))
             found.append(Found(signal, count, _total(meta, unit), unit, str(example)))
@@ -357,9 +357,7 @@ def above(meta: Meta) -> list[Found]:
 def warn_of_signals(where: str | os.PathLike[str], meta: Meta) -> None:
     """Log what is above its share in a cache that was just made."""
     for found in above(meta):
-        logger.warning(
-            "%s: %s", where, found, extra={"code": "W309" if found.signal.counter == EMPTY_REPLIES else "W314"}
-        )
+        logger.warning("%s: %s", where, found, extra={"code": "W314"})
 
 
 def markdown(kind: str) -> str:

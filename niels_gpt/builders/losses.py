@@ -146,7 +146,7 @@ def _string(text: bytes | str) -> str:
 
 
 def loss_keys(warnings: Counts) -> dict[str, Any]:
-    """Return the keys of meta.json that the counts give: roundtrip, lossless, unknown_ids, noticed and examples."""
+    """Return the keys that the counts give: roundtrip, lossless, unknown_ids, noticed and first_noticed."""
     texts, differ = warnings.get(_TEXTS, 0), warnings.get(_DIFFER, 0)
     elsewhere = (_TEXTS, _DIFFER, _BYTES, UNKNOWN_IDS)
     return {

@@ -27,7 +27,7 @@ COMMON = {
         "gutenberg_val_tokens",
         "own_val_frac",
     ),
-    "Tokenizer": ("tokenizer", "vocab_size", "document_start", "document_end", "chat_template"),
+    "Tokenizer": ("tokenizer", "vocab_size", "document_end", "chat_template"),
     "EAGLE-3": ("eagle3_target", "eagle3_source"),
     "Build": ("cache_dir", "seed", "partitions", "threads"),
 }

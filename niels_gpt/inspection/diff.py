@@ -28,7 +28,17 @@ from niels_gpt.storage.meta_json import path_inside
 
 PARTS = ("only_a", "only_b", "moved")
 """The differences between documents that `diff` counts."""
-_FILE_KEYS = {"shards", "index", "ids", "loss_bits", "checksums", "files", "content_sha256", "meta_crc32", "examples"}
+_FILE_KEYS = {
+    "shards",
+    "index",
+    "ids",
+    "loss_bits",
+    "checksums",
+    "files",
+    "content_sha256",
+    "meta_crc32",
+    "first_noticed",
+}
 _DIGEST_BYTES = 16
 _WORDS_TOKENS, _WORDS_CHARS = 24, 60  # of a document's beginning
 _MAX_DEPTH = 20  # of keys that are compared one by one; a deeper value is one value

@@ -196,7 +196,7 @@ def test_an_sft_meta_json_says_this(sft):
         "builder_version": 5,
         "kind": "sft",
         "noticed": {"empty_replies": 1},
-        "examples": {"empty_replies": "1"},
+        "first_noticed": {"empty_replies": "1"},
         "roundtrip": {"texts": 6, "differ": 0},
         "split_rule": SPLIT_RULE,
         "val_frac": 0.1,

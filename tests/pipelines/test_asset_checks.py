@@ -41,7 +41,7 @@ def test_a_good_cache_passes_and_an_unmet_budget_is_a_warning_that_fails_no_run(
     result = run(instance, settings, "pretrain/fineweb_edu")
     assert result.success
     names = ("files_match_meta", "ids_below_vocab_size", "tokenizer_matches", "readers_open")
-    shares = dict.fromkeys(("dropped_share", "repaired_share"), (True, "WARN"))
+    shares = dict.fromkeys(("dropped_share", "repaired_share", "signals"), (True, "WARN"))
     assert verdicts(result) == {**dict.fromkeys(names, (True, "ERROR")), "budget_reached": (False, "WARN"), **shares}
     for found in result.get_asset_check_evaluations():  # each says what it has measured
         assert found.description and len(found.metadata) > 1, found.check_name

@@ -71,8 +71,9 @@ def test_each_partition_is_a_step_and_the_cache_is_that_of_a_build_without_dagst
     first = run(instance, three, "pretrain/wikitext")
     assert steps(first) == {"plan_partitions", *partitions(0, 1, 2), "seal_cache"}
     assert_same_files(Path(directly.cache_dir, "pretrain"), Path(three.cache_dir, "pretrain"))
-    assert all(passed for passed, _ in verdicts(first).values())
-    assert verdicts(first)
+    found = verdicts(first)
+    assert found.pop("signals") == (False, "WARN")  # the sample's splits share headings
+    assert found and all(passed for passed, _ in found.values())
 
     shown, meta = metadata(first)["pretrain/wikitext"], read_meta(f"{three.cache_dir}/pretrain/wikitext/meta.json")
     listed = ("shards", "files", "partitions")

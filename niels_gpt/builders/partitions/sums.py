@@ -45,7 +45,7 @@ class Sums:
         for key, numbers in counts.items():
             self._sums[key].update(_checked(numbers, key))
         self.counters.update(_checked(meta["source"]["counters"], "source.counters"))
-        for name, example in meta.get("examples", {}).items():
+        for name, example in meta.get("first_noticed", {}).items():
             self._examples.setdefault(str(name), str(example))
         self._numbers.update(_checked({key: meta[key] for key in _NUMBERS}, "the whole"))
         for split, limit in self._limits.items():
@@ -77,7 +77,7 @@ class Sums:
             **{key: self._numbers[key] for key in _NUMBERS},
             "cut": {key: self._sums["cut"][key] for key in ("documents", "tokens")},
             **{key: dict(sorted((+self._sums[key]).items())) for key in _BY_NAME},
-            **({"examples": dict(sorted(self._examples.items()))} if self._examples else {}),
+            **({"first_noticed": dict(sorted(self._examples.items()))} if self._examples else {}),
             "roundtrip": trip,
             "lossless": trip["differ"] == 0 if trip["texts"] else None,
         }
