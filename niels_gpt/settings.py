@@ -184,6 +184,11 @@ class Settings:
     eagle3_source: str = _setting(
         "dolly15k", "chats of eagle3/targets: dolly15k, oasst1, a source of your own, or files of chats or rows"
     )
+    eagle3_document_start: str | None = _setting(
+        None,
+        "token before each chat of eagle3/targets whose template does not write it: none, auto (what the target's "
+        "tokenizer writes before a text), or a token such as <bos>; not given: none, with a warning where auto has one",
+    )
     eagle3_max_samples: int = _setting(0, "samples of eagle3/targets, at most; 0: all of the source", least=0)
     eagle3_seq_length: int = _setting(
         0, "slots of a sample, in tokens; a longer one is cut. 0: 2048, for the small random Llama 256", least=0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import parse_object, read_regular
 from niels_gpt.tokenizers.files import COMPANIONS, CONFIG_NAME, TEMPLATE_NAME, TOKENS_MAP_NAME, companion
 from niels_gpt.tokenizers.huggingface import HuggingFaceTokenizer
+from niels_gpt.tokenizers.protocol import ids_before
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """The tokens that a template has as variables."""
@@ -86,6 +88,37 @@ class TransformersBackend(Backend):
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+class TransformersTokens:
+    """The tokens of a fast tokenizer of transformers by their names, as `document_start` looks one up."""
+
+    def __init__(self, tokenizer: Any, name: str) -> None:
+        """tokenizer: from AutoTokenizer. name: folder or hub id, for messages."""
+        self.model_path, self._tokenizer = name, tokenizer
+        self.control_ids = frozenset(tokenizer.all_special_ids)
+
+    @cached_property
+    def start_ids(self) -> tuple[int, ...]:
+        """The ids that the tokenizer itself writes before a text, such as BOS; () for none."""
+        try:
+            whole, plain = (self._tokenizer("a", add_special_tokens=each)["input_ids"] for each in (True, False))
+        except Exception:  # of the library tokenizers, for a model that does not know the letter
+            return ()
+        return ids_before(whole, plain)
+
+    def added_tokens(self) -> list[str]:
+        """Return the literals of all added tokens."""
+        return [token.content for token in self._tokenizer.added_tokens_decoder.values()]
+
+    def token_id(self, literal: str) -> int | None:
+        """Return the id of a token by its literal; None if there is none."""
+        found: int | None = self._tokenizer.get_vocab().get(literal)
+        return found
+
+    def token(self, token_id: int) -> str:
+        """Return the literal of an id."""
+        return str(self._tokenizer.convert_ids_to_tokens(token_id))
 
 
 class CacheBackend(Backend):

@@ -7,6 +7,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from niels_gpt.chat.template_process import Chat, Messages
 from niels_gpt.storage.errors import TemplateError
+from niels_gpt.tokenizers.document_tokens import DocumentToken
 
 SPECIAL_TEXT: Final = "special_text"
 """Counter of chats in which a text holds the literal of a special token, which would become that token's id."""
@@ -84,6 +85,15 @@ class ChatTokenizer(Protocol):
     """Of the named tokens that a template may write, and of the literals that no chat may hold; None without one."""
     special_ids: frozenset[int] = frozenset()
     """Ids of the special tokens, whose literals no chat may hold."""
+
+    start: DocumentToken | None = None
+    """What begins each chat, without loss, where the template does not write it there; None: nothing."""
+    usual_starts: Sequence[DocumentToken] = ()
+    """What the tokenizer's own post-processor writes before a text; () for the project's chat format."""
+
+    def missing_start(self, ids: Sequence[int]) -> list[int]:
+        """Return the id of `start`, for a chat whose ids by the template do not begin with it; else []."""
+        return [] if self.start is None or not ids or ids[0] == self.start.id else [self.start.id]
 
     def encode_chats(self, chats: Sequence[Chat]) -> list[EncodedChat | RefusedChat]:
         """Encode chats together.

@@ -30,6 +30,7 @@ from niels_gpt.chat.templates import MAX_TEMPLATE, REMEDY, ChatTemplate, Rendere
 from niels_gpt.chat.turns import check_loss_on, lost
 from niels_gpt.chat.values import UNUSABLE_VALUE, UnusableValueError, texts_of, usable
 from niels_gpt.storage.errors import TemplateError, errors_as
+from niels_gpt.tokenizers.document_tokens import DocumentToken
 
 _BRACKETS = "<>|[]/_ "
 _USUAL_ROLES = frozenset(
@@ -62,14 +63,26 @@ def problem_of(template: str) -> tuple[str, str] | None:
 class TemplateTokenizer(ChatTokenizer):
     """A tokenizer of Hugging Face with a chat template."""
 
-    def __init__(self, backend: Backend, template: str | None, *, loss_on: str, file: str | None = None) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        template: str | None,
+        *,
+        loss_on: str,
+        file: str | None = None,
+        start: DocumentToken | None = None,
+        usual_starts: Sequence[DocumentToken] = (),
+    ) -> None:
         """template: text of a jinja template; None: the tokenizer's own, if it has one. file: its own, for messages.
+
+        start, usual_starts: as of ChatTokenizer.
 
         Raises: ValueError for a template that is too long, and for another `loss_on` than those of turns.LOSS_ON.
         """
         with errors_as("E407", (ValueError,)):
             self.loss_on = check_loss_on(loss_on)
         self.name, self.sha256 = backend.name, backend.sha256
+        self.start, self.usual_starts = start, usual_starts
         self._backend = backend
         self._num_encoded = 0
         self._has_tool_template = template is None and backend.has_tool_template
@@ -122,7 +135,8 @@ class TemplateTokenizer(ChatTokenizer):
         rendered = iter(self._rendered(usable_chats, prompt))
         results: list[str | RefusedChat] = [next(rendered) if isinstance(chat, Chat) else chat for chat in checked]
         tokens = iter(self._backend.encoded([each for each in results if isinstance(each, str)]))
-        return [next(tokens)[0] if isinstance(each, str) else each for each in results]
+        found = [next(tokens)[0] if isinstance(each, str) else each for each in results]
+        return [each if isinstance(each, RefusedChat) else [*self.missing_start(each), *each] for each in found]
 
     def turn_ends(self) -> tuple[int, ...]:
         """Return the id of the token that the template writes behind a reply, and EOS."""
@@ -190,8 +204,9 @@ class TemplateTokenizer(ChatTokenizer):
         tokens = self._backend.encoded([each.text for _, each in rendered])
         for (name, each), (ids, offsets) in zip(rendered, tokens, strict=True):
             mask, merged = mask_of(np.asarray(offsets, dtype=np.int64).reshape(-1, 2), each.spans)
-            bits = mask.astype(np.uint8).tolist()
-            chats.append(EncodedChat(ids, bits, merged, each.unsupervised, each.turns_without_loss))
+            start = self.missing_start(ids)
+            bits = [0] * len(start) + mask.astype(np.uint8).tolist()
+            chats.append(EncodedChat([*start, *ids], bits, merged, each.unsupervised, each.turns_without_loss))
             if self._num_encoded < _ALL_CHECKED or self._num_encoded % _CHECKED_EVERY == 0:
                 self._check_prefixes(name, each, ids, offsets)
             self._num_encoded += 1

@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from niels_gpt.chat.backends import CacheBackend, TransformersBackend
+from niels_gpt.chat.backends import CacheBackend, TransformersBackend, TransformersTokens
 from niels_gpt.chat.protocol import SPECIAL_TEXT, ChatTokenizer, EncodedChat, RefusedChat
 from niels_gpt.chat.template_process import Chat
 from niels_gpt.chat.template_tokenizer import TemplateTokenizer
@@ -26,6 +26,7 @@ from niels_gpt.special_tokens import SPECIAL_TOKENS
 from niels_gpt.storage.errors import CacheError, NotFound, TokenizerError, errors_as
 from niels_gpt.storage.meta_json import parse_object
 from niels_gpt.tokenizer import MODEL_NAME, SentencePieceTokenizer, load_tokenizer
+from niels_gpt.tokenizers.document_tokens import document_start, post_processor_starts
 from niels_gpt.tokenizers.files import CONFIG_NAME, TEMPLATE_NAME, TOKENIZER_JSON, tokenizer_files
 from niels_gpt.tokenizers.huggingface import HuggingFaceTokenizer
 from niels_gpt.tokenizers.protocol import FullTokenizer
@@ -43,7 +44,12 @@ __all__ = [
 
 
 def open_tokenizer(
-    name: str, *, revision: str | None = None, chat_template: str | None = None, loss_on: str = "assistant"
+    name: str,
+    *,
+    revision: str | None = None,
+    chat_template: str | None = None,
+    loss_on: str = "assistant",
+    start: str | None = None,
 ) -> ChatTokenizer:
     """Open a target's tokenizer.
 
@@ -52,8 +58,10 @@ def open_tokenizer(
     revision: commit, tag or branch on the hub.
     chat_template: text of a jinja template to use instead of the tokenizer's own.
     loss_on: which turns of the assistant carry loss, one of turns.LOSS_ON; only "assistant" for the project's format.
-    Raises: ValueError where there is no tokenizer, or one without offsets, and for what the hub does not have, or does
-        not give to this user; ConnectionError where the hub does not answer; ImportError without transformers.
+    start: what begins each chat that does not begin with it by its template: a choice of `document_start`.
+    Raises: ValueError where there is no tokenizer, or one without offsets, for what the hub does not have, or does not
+        give to this user, and as `document_start`; ConnectionError where the hub does not answer; ImportError without
+        transformers.
     """
     with errors_as("E408", (ValueError,)):
         check_loss_on(loss_on)
@@ -62,12 +70,26 @@ def open_tokenizer(
         if chat_template is not None:
             raise TokenizerError(f"{name}: has the project's own tokenizer and chat format; leave --chat-template out")
         return ProjectTokenizer(
-            SentencePieceTokenizer(os.path.join(folder, MODEL_NAME), follow_links=False), name, loss_on
+            SentencePieceTokenizer(os.path.join(folder, MODEL_NAME), follow_links=False), name, loss_on, start
         )
     if chat_template is None and _is_of_project(folder):
         return ProjectTokenizer(
-            load_tokenizer(os.path.join(folder, TOKENIZER_JSON), sentinels="required"), name, loss_on
+            load_tokenizer(os.path.join(folder, TOKENIZER_JSON), sentinels="required"), name, loss_on, start
         )
+    tokenizer = _of_transformers(name, revision)
+    tokens = cast(FullTokenizer, TransformersTokens(tokenizer, name))
+    return TemplateTokenizer(
+        TransformersBackend(tokenizer, name),
+        chat_template,
+        loss_on=loss_on,
+        start=document_start(tokens, start),
+        usual_starts=post_processor_starts(tokens),
+    )
+
+
+def _of_transformers(name: str, revision: str | None) -> Any:
+    """Return a tokenizer of transformers. Raises: as `open_tokenizer`."""
+    folder = os.path.expanduser(name)
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
@@ -81,7 +103,7 @@ def open_tokenizer(
             raise NotFound("there is no such folder", code="E408")
         if local:
             refuse_large(Path(folder))
-        tokenizer = AutoTokenizer.from_pretrained(
+        return AutoTokenizer.from_pretrained(
             folder, revision=commit or revision or "main", local_files_only=is_cached, trust_remote_code=False
         )
     except ImportError as error:  # of a format that needs one more library
@@ -96,7 +118,6 @@ def open_tokenizer(
             f"{name}: no tokenizer can be opened there ({first}). Expected a folder with tokenizer.json or "
             f"{MODEL_NAME}, or the id of a model on the hub"
         ) from error
-    return TemplateTokenizer(TransformersBackend(tokenizer, name), chat_template, loss_on=loss_on)
 
 
 def template_tokenizer(
@@ -132,13 +153,19 @@ class ProjectTokenizer(ChatTokenizer):
     mask_by: str = "sentinels"
     loss_on: str = "assistant"
 
-    def __init__(self, tokenizer: FullTokenizer, name: str, loss_on: str = "assistant") -> None:
-        """Raises: ValueError for another `loss_on` than "assistant": in this format every reply carries loss."""
+    def __init__(
+        self, tokenizer: FullTokenizer, name: str, loss_on: str = "assistant", start: str | None = None
+    ) -> None:
+        """start: as of `open_tokenizer`.
+
+        Raises: ValueError for another `loss_on` than "assistant": in this format every reply carries loss.
+        """
         if loss_on != "assistant":
             raise TokenizerError(f"{name}: loss_on={loss_on!r}: expected 'assistant' for the project's own chat format")
         self.name, self.sha256, self.vocab_size = name, tokenizer.sha256, tokenizer.vocab_size
         self._tokenizer, self._encoder = tokenizer, TextEncoder(tokenizer)
         self._special = tokenizer.special_token_ids()
+        self.start = document_start(tokenizer, start)
         self.pad_id = self._special["eot"]
         self.special_token_ids = [None, self.pad_id, self.pad_id, None]
         self.special_ids = frozenset(self._special.values())
@@ -164,7 +191,8 @@ class ProjectTokenizer(ChatTokenizer):
                 mask += [0, *[int(message["role"] == "assistant" and has_weight(message))] * (len(content) + 1)]
                 text += 1
             refused = None if problem is None else RefusedChat(SPECIAL_TEXT, f"chat {name!r}: {problem[1]}")
-            results.append(refused or EncodedChat(ids, mask))
+            start = self.missing_start(ids)
+            results.append(refused or EncodedChat([*start, *ids], [0] * len(start) + mask))
         return results
 
     def plain_ids(self, chats: Sequence[Chat], *, prompt: bool) -> list[list[int] | RefusedChat]:

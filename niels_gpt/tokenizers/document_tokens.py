@@ -1,4 +1,7 @@
-"""The tokens that begin and end each document of a pretrain cache: the settings `document_start` and `document_end`."""
+"""The tokens that begin and end each document of a pretrain cache: the settings `document_start` and `document_end`.
+
+What begins a document may begin each chat of an EAGLE-3 cache too: the setting `eagle3_document_start`.
+"""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from niels_gpt.tokenizers.files import (
     read_file,
 )
 from niels_gpt.tokenizers.inputs import checked_ids, refuse_surrogates
-from niels_gpt.tokenizers.protocol import PROBE
+from niels_gpt.tokenizers.protocol import PROBE, ids_before
 
 MAX_OPENED_IDS: Final = 1 << 24
 """A file with a larger id is refused: tables of one entry an id are made from it."""
@@ -110,9 +110,7 @@ class HuggingFaceTokenizer:
         if self._post_processor is None:
             return ()
         plain, *_ = self._encoded([PROBE], self._tokenizer.encode_batch)
-        ids, of_text = self._post_processor.process(plain).ids, plain.ids
-        count = next((at for at in range(len(ids)) if ids[at : at + len(of_text)] == of_text), 0)
-        return tuple(ids[:count])
+        return ids_before(self._post_processor.process(plain).ids, plain.ids)
 
     @property
     def control_ids(self) -> frozenset[int]:

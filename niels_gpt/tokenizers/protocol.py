@@ -88,6 +88,12 @@ class FullTokenizer(Tokenizer, Protocol):
         """Return the literal of an id, for people: of a byte piece, what the vocabulary calls it."""
 
 
+def ids_before(ids: Sequence[int], of_text: Sequence[int]) -> tuple[int, ...]:
+    """Return those of `ids` that stand before the ids of a text; () where these are not in them."""
+    count = next((at for at in range(len(ids)) if [*ids[at : at + len(of_text)]] == [*of_text]), 0)
+    return tuple(ids[:count])
+
+
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """Return the dtype of a cache's tokens: uint16 little-endian, or uint32 for ids of 65,536 and more (D18)."""
     return np.dtype("<u2" if vocab_size <= NARROW_IDS else "<u4")

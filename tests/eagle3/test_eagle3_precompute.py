@@ -24,7 +24,7 @@ FLAGS = """
 --target-model --revision --input-data --source-root --output-dir --seq-length --draft-vocab-size --draft-vocab-from
 --target-probs-topk --batch-size --max-batch-tokens --shard-size --dtype --format --aux-layers --workers --part --lock
 --aux-dtype --shard-bytes --resume --dry-run --device --compute-dtype --chat-template --show --attention --threads
---limit
+--limit --document-start
 """
 KEYS = """
 format_version target_model target_vocab_size draft_vocab_size seq_length dtype num_samples shard_size aux_hidden_dim

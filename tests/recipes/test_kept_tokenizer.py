@@ -1,7 +1,11 @@
 """A build takes the tokenizer that is there; another one is made only where this run asks for it, and agrees."""
 
+import contextlib
 import dataclasses
+import os
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -85,3 +89,20 @@ def test_settings_in_python_ask_as_flags_do(notes):
     assert build_token_cache(settings, "notes").reused and ensure_tokenizer(settings).reused
     build_token_cache(dataclasses.replace(settings, vocab_size=350), "notes")
     assert tokenizer_of(notes) != before
+
+
+@pytest.mark.parametrize(("answer", "status"), [("n", 2), ("y", 0)])
+def test_on_a_terminal_it_is_asked(notes, answer, status):
+    before = tokenizer_of(notes)
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-c", "from niels_gpt.commands import start; start()", *more(notes, "--vocab-size", "350")]
+    with subprocess.Popen(command, stdin=theirs, stdout=subprocess.DEVNULL, stderr=theirs, env=os.environ) as process:
+        os.write(ours, f"{answer}\n".encode())
+        os.close(theirs)
+        said = b""
+        with contextlib.suppress(OSError):  # the terminal is gone with the process
+            while part := os.read(ours, 4096):
+                said += part
+    os.close(ours)
+    assert b"Replace it?" in said and process.returncode == status, said
+    assert (tokenizer_of(notes) == before) == (answer == "n")

@@ -28,6 +28,20 @@ def write_model(folder, *, seed, template=kinds.CHATML, **how):
     return folder
 
 
+def begin_texts_with(folder, single="<|begin|> $A"):
+    """Let the post-processor of a model's tokenizer write what is before $A before each text; returns the folder."""
+    from tokenizers import Tokenizer, processors
+
+    path = str(folder / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(path)
+    special = [(token, tokenizer.token_to_id(token)) for token in single.split() if token != "$A"]
+    template = processors.TemplateProcessing(single=single, pair="$A $B", special_tokens=special)
+    byte_level = processors.ByteLevel(trim_offsets=False)
+    tokenizer.post_processor = processors.Sequence([byte_level, template])  # as in the files of Llama 3
+    tokenizer.save(path)
+    return folder
+
+
 def target_facts(name, *, revision=None):
     """Return what is recorded of a target, by its folder or its id on the hub: no weights are read."""
     return loading.target_facts(name, revision=revision)

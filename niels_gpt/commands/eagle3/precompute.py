@@ -23,7 +23,7 @@ from rich_click import RichOption
 from niels_gpt.commands.console import ERRORS, Command, ExitCode, Result, is_color_wanted, run, say
 from niels_gpt.progress import Progress
 from niels_gpt.recipes.eagle3.options import GROUPS, Options, flag_name
-from niels_gpt.recipes.eagle3.prepare import Prepared, carry_out, prepare, resolve
+from niels_gpt.recipes.eagle3.prepare import Prepared, carry_out, prepare, resolve, warn_of_missing_start
 from niels_gpt.settings import OF_TOKENIZER, Settings, usable_cores
 
 if TYPE_CHECKING:
@@ -96,6 +96,7 @@ def _run(options: Options, settings: Settings, command: list[str], *, dry_run: b
     if state := progress_text(options.output_dir, prepared.plan, done):
         say(f"{options.output_dir}: {state}")
     if dry_run:
+        warn_of_missing_start(prepared, options.output_dir)
         return Result(asdict(sizes) | {"fits": sizes.fits}, ExitCode.GOOD if sizes.fits else ExitCode.FAILED)
     refuse_without_room(options.output_dir, sizes)
     with _progress("target", "tok") as show:

@@ -54,6 +54,7 @@ niels-gpt eagle3 precompute --target-model MODEL --input-data replies.jsonl --ou
 @option("--input-data", required=True, metavar="SOURCE", help="a source of chats by its name, or files of chats")
 @option("--source-root", default=Settings().source_root, metavar="ROOT", help="hub, sample, or the folder of a mirror")
 @option("--chat-template", type=_PATH, metavar="FILE", help="a file of jinja (default: tokenizer, its own)")
+@option("--document-start", metavar="TOKEN", help="token before each prompt, as for precompute: none, auto or a token")
 @option("--limit", type=_COUNT, metavar="N", help="use the first N chats only (default: all)")
 @option("--output", required=True, type=_PATH, metavar="FILE", help="file of the replies, as JSON lines")
 @option(
@@ -105,6 +106,8 @@ def respond(source_root: str, chat_template: Path | None, dry_run: bool, **given
     _say_counts("of chats and replies", counts)
     _say_advice(counts)
     target = shlex.join(["--target-model", options.target_model, "--input-data", str(options.output)])
+    if options.document_start is not None and options.form == "messages":
+        target += f" {shlex.join(['--document-start', options.document_start])}"
     return Result(record, next=f"niels-gpt eagle3 precompute {target} --output-dir DIR")
 
 

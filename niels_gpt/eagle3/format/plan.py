@@ -57,7 +57,7 @@ class Plan:
     target: dict[str, Any]
     """The facts of the target: name, revision, sha256 of weights and config, sizes."""
     tokenizer: dict[str, Any]
-    """sha256, template_sha256, mask_by, pad_id."""
+    """sha256, template_sha256, mask_by, pad_id; document_start, id and token of what begins each chat, if anything."""
     source: dict[str, Any]
     """The facts of the input, `limit` among them."""
     dropped: dict[str, int]
@@ -394,6 +394,10 @@ _PARTS: dict[str, tuple[type[Any], Callable[[Any], bool]]] = {
     **dict.fromkeys(("target.vocab_size", "target.hidden_size"), (int, _at_least(1))),
     **dict.fromkeys((f"tokenizer.{key}" for key in ("sha256", "template_sha256", "mask_by")), (str, _any)),
     "tokenizer.pad_id": (int, _at_least(0)),
+    "tokenizer.document_start": (
+        dict,
+        lambda value: type(value.get("id")) is int and value["id"] >= 0 and isinstance(value.get("token"), str),
+    ),
     "tokenizer.special_token_ids": (list, lambda value: all(each is None or type(each) is int for each in value)),
     **dict.fromkeys((f"samples.{key}" for key in ("count", "tokens", "supervised_tokens")), (int, _at_least(0))),
     **dict.fromkeys(("samples.sha256", "samples.ids_sha256", "batches.sha256"), (str, _any)),

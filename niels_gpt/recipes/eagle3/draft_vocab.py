@@ -48,6 +48,7 @@ CHECK = Check(
 _OF_SETTINGS = (
     "eagle3_target",
     "eagle3_source",
+    "eagle3_document_start",
     "eagle3_max_samples",
     "eagle3_seq_length",
     "eagle3_draft_vocab_size",
@@ -171,7 +172,7 @@ def _fingerprint(found: Resolved) -> str:
         "recipe": VOCAB_KEY,
         "options": options,
         "target_vocab_size": found.target.vocab_size,
-        "tokenizer": {name: getattr(found.tokenizer, name) for name in _OF_TOKENIZER},
+        "tokenizer": {name: getattr(found.tokenizer, name) for name in _OF_TOKENIZER} | found.start_record,
         "source": {name: found.source[name] for name in about if name in found.source},
         "versions": [FORMAT_VERSION],
     }

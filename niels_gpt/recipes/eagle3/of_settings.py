@@ -32,7 +32,7 @@ from niels_gpt.storage.fileio import canonical_json
 VOCAB_KEY, KEY = KEYS
 SMALL_TARGET = "small_target"
 """The manifest's name of the small random Llama that is the sample's target."""
-_OF_DEFAULT = ("eagle3_format", "eagle3_aux_dtype", "eagle3_aux_layers")
+_OF_DEFAULT = ("eagle3_document_start", "eagle3_format", "eagle3_aux_dtype", "eagle3_aux_layers")
 """Settings that fingerprints leave out while they have their defaults: older caches have been made without them."""
 _SIZES = {"draft_vocab_size": 32_000}  # as the published drafts have
 _SMALL_SIZES = {"seq_length": 256, "draft_vocab_size": 512, "threads": 1}

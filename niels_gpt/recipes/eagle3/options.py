@@ -80,6 +80,14 @@ class Options:
         None, _WHAT, "chat template: a file of jinja (default: tokenizer, its own)", type=Path, metavar="FILE"
     )
     """The template's text."""
+    document_start: str | None = _option(
+        None,
+        _WHAT,
+        "token before each chat whose template does not write it, without loss: none, auto (what the target's "
+        "tokenizer writes before a text), or a token such as <bos> (default: none, with a warning where auto has one)",
+        setting="eagle3_document_start",
+        metavar="TOKEN",
+    )
     limit: int | None = _option(
         None, _WHAT, "use the first N samples only, for a trial (default: all)", least=1, setting="eagle3_max_samples"
     )

@@ -10,6 +10,7 @@ value of manifest.json. Heavy libraries are imported in functions, so that a com
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,10 +21,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from niels_gpt.chat_template import roles_counted
+from niels_gpt.display.numbers import many
 from niels_gpt.recipes.eagle3.options import Options
 from niels_gpt.settings import Settings, usable_cores
 from niels_gpt.signals import is_of_kept
-from niels_gpt.storage.errors import TargetError
+from niels_gpt.storage.errors import InputError, TargetError
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +38,9 @@ if TYPE_CHECKING:
     from niels_gpt.eagle3.targets.loading import TargetFacts
     from niels_gpt.progress import Progress
 
+logger = logging.getLogger(__name__)
 _REPORT_EVERY = 100  # samples
+_START_FLAG = "--eagle3-document-start"  # of a build
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,13 @@ class Resolved:
         names = ["sha256", "template_sha256", "mask_by", "pad_id"]
         if self.options.form == "native":  # redraft chooses another draft vocabulary from the plan alone
             names.append("special_token_ids")
-        return {name: getattr(self.tokenizer, name) for name in names}
+        return {name: getattr(self.tokenizer, name) for name in names} | self.start_record
+
+    @property
+    def start_record(self) -> dict[str, Any]:
+        """`document_start` of the plan's `tokenizer`: id and token; {} where chats have what their template writes."""
+        start = self.tokenizer.start
+        return {} if start is None else {"document_start": {"id": start.id, "token": start.token}}
 
     @property
     def known_parts(self) -> dict[str, Any]:
@@ -110,7 +120,7 @@ def resolve(
     from niels_gpt.eagle3.produce.estimate import refuse_unusable
     from niels_gpt.eagle3.produce.resume_checks import recorded_plan, refuse_existing
     from niels_gpt.eagle3.target import checked_aux_layer_ids, parse_aux_layers, target_facts
-    from niels_gpt.recipes.eagle3.input import input_facts
+    from niels_gpt.recipes.eagle3.input import ROWS, input_facts
 
     if options.output_dir is not None:
         refuse_unusable(options.output_dir)
@@ -129,8 +139,18 @@ def resolve(
             checked_aux_layer_ids(layers, target.num_layers)
     except ValueError as error:
         raise ValueError(f"--aux-layers {options.aux_layers}: {error}") from error
-    tokenizer = open_tokenizer(options.target_model, revision=target.revision, chat_template=options.chat_template)
+    tokenizer = open_tokenizer(
+        options.target_model,
+        revision=target.revision,
+        chat_template=options.chat_template,
+        start=options.document_start,
+    )
     facts = input_facts(settings, options.input_data, recorded=recorded.get("source"))
+    if tokenizer.start is not None and facts["form"] == ROWS:
+        raise InputError(
+            f"--document-start is {options.document_start}, and {options.input_data} has rows of input_ids, which are "
+            "taken as they are: leave it out"
+        )
     resolved = Resolved(
         options=options,
         settings=settings,
@@ -361,7 +381,7 @@ def carry_out(
         compute_dtype=run["compute_dtype"],
         attention=options.attention,
     )
-    return produce(
+    produced = produce(
         folder,
         prepared.plan,
         prepared.samples,
@@ -374,6 +394,31 @@ def carry_out(
         command=command,
         progress=progress,
     )
+    warn_of_missing_start(prepared, named or Path(folder), "--document-start" if named is None else _START_FLAG)
+    return produced
+
+
+def warn_of_missing_start(prepared: Prepared, cache: Path, flag: str = "--document-start") -> None:
+    """Log a warning where no chat begins with what the target's tokenizer writes before a text, and no option says how
+    they begin. flag: that of the option."""
+    from niels_gpt.recipes.eagle3.input import ROWS
+
+    resolved, samples = prepared.resolved, prepared.samples
+    starts, is_stated = resolved.tokenizer.usual_starts, resolved.options.document_start is not None
+    if is_stated or not starts or resolved.source["form"] == ROWS or not len(samples):
+        return
+    if not (samples.ids[samples.starts[:-1]] == starts[0].id).any():
+        logger.warning(
+            "%s: its %s begin without %s, which the target's own tokenizer writes before a text. To write it: %s %s. "
+            "To leave it out: %s none",
+            cache,
+            many(len(samples), "chat"),
+            " ".join(ascii(each.token)[1:-1] for each in starts),
+            flag,
+            "auto" if len(starts) == 1 else "TOKEN",
+            flag,
+            extra={"code": "W414"},
+        )
 
 
 def open_target(device: torch.device, *, name: str, revision: str | None, compute_dtype: str, attention: str) -> Any:

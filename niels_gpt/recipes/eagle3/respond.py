@@ -42,6 +42,7 @@ class RespondOptions:
     revision: str | None = None
     chat_template: str | None = None
     """The template's text; None: the tokenizer's own."""
+    document_start: str | None = None
     limit: int | None = None
     turns: str = "all"
     form: str = "messages"
@@ -95,6 +96,8 @@ class Responder:
         source = {name: value for name, value in self.source.items() if name != "input_data"}
         tokenizer = {name: getattr(self.tokenizer, name) for name in ("sha256", "template_sha256")}
         parts = {"target": target, "tokenizer": tokenizer, "source": source, "run": self.run}
+        if self.tokenizer.start is not None:
+            parts["document_start"] = asdict(self.tokenizer.start)
         return {**parts, "sampling": asdict(self.sampling), "stop_ids": list(self.stop_ids), **chosen}
 
 
@@ -129,7 +132,12 @@ def resolve(options: RespondOptions, settings: Settings) -> Responder:
     made_by = before.get("target", {})
     revision = made_by.get("revision") if made_by.get("name") == options.target_model else None
     target = target_facts(options.target_model, revision=options.revision or revision)
-    tokenizer = open_tokenizer(options.target_model, revision=target.revision, chat_template=options.chat_template)
+    tokenizer = open_tokenizer(
+        options.target_model,
+        revision=target.revision,
+        chat_template=options.chat_template,
+        start=options.document_start,
+    )
     source = input_facts(settings, options.input_data, recorded=before.get("source"))
     stop_ids = tokenizer.turn_ends()
     if not stop_ids:
