@@ -95,7 +95,12 @@ def test_settings_in_python_ask_as_flags_do(notes):
 def test_on_a_terminal_it_is_asked(notes, answer, status):
     before = tokenizer_of(notes)
     ours, theirs = os.openpty()
-    command = [sys.executable, "-c", "from niels_gpt.commands import start; start()", *more(notes, "--vocab-size", "350")]
+    command = [
+        sys.executable,
+        "-c",
+        "from niels_gpt.commands import start; raise SystemExit(start())",
+        *more(notes, "--vocab-size", "350"),
+    ]
     with subprocess.Popen(command, stdin=theirs, stdout=subprocess.DEVNULL, stderr=theirs, env=os.environ) as process:
         os.write(ours, f"{answer}\n".encode())
         os.close(theirs)
