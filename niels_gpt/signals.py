@@ -354,6 +354,14 @@ def above(meta: Meta) -> list[Found]:
     return [] if source.get("kind") == "sample" else [found for found in found_in(meta) if found.is_above]
 
 
+def below(meta: Meta) -> set[str]:
+    """Return the counters of the table that a build does not warn of, which `stats` alone prints."""
+    of_kind = SIGNALS.get(str(meta.get("kind")), ())
+    return (
+        {signal.counter for signal in of_kind} - {found.signal.counter for found in above(meta)} if of_kind else set()
+    )
+
+
 def warn_of_signals(where: str | os.PathLike[str], meta: Meta) -> None:
     """Log what is above its share in a cache that was just made."""
     for found in above(meta):

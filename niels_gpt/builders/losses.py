@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -158,15 +158,17 @@ def loss_keys(warnings: Counts) -> dict[str, Any]:
     }
 
 
-def loss_table(meta: Mapping[str, Any]) -> dict[str, str]:
+def loss_table(meta: Mapping[str, Any], without: Collection[str] = ()) -> dict[str, str]:
     """Return the losses that a meta.json names, as rows of a table: of the loader, the builder and the tokenizer.
 
+    without: counters that are not wanted.
     Values in another form than docs/formats.md has, as another tool's file may hold, are left out.
     """
     rows = {}
     source = meta.get("source")
     counters = source.get("counters") if isinstance(source, Mapping) else None
     trip, kept = meta.get("roundtrip"), _numbers(meta.get("noticed")) | roles_counted(_numbers(counters))
+    kept = {name: number for name, number in kept.items() if name not in without}
     if kept:
         rows["noticed"] = ", ".join(f"{name} {number:,}" for name, number in sorted(kept.items()))
     if isinstance(trip, Mapping) and _numbers(trip).get("texts"):

@@ -28,6 +28,7 @@ from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Outcome
 from niels_gpt.recipes.snapshot import ORDER_SETTINGS
 from niels_gpt.recipes.tokenizers.templates import template_table
 from niels_gpt.settings import Settings
+from niels_gpt.signals import below
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.meta_json import shortened
 from niels_gpt.storage.remedies import PROGRAM
@@ -63,7 +64,7 @@ def outcomes_table(
 
 def notices(outcome: Outcome) -> str:
     """Return what is lost in a cache, on a line of its own or on several; "" where nothing is."""
-    found = template_table(outcome.meta) | loss_table(outcome.meta)
+    found = template_table(outcome.meta) | loss_table(outcome.meta, below(outcome.meta))
     asked = outcome.meta.get("requested_vocab_size")
     if isinstance(asked, int) and asked > outcome.meta["vocab_size"] and outcome.meta.get("trained_on") != "sample":
         found["vocabulary"] = f"{outcome.meta['vocab_size']:,} ids of {asked:,} asked for: more text would give more"
