@@ -6,6 +6,7 @@ import json
 import math
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from string import hexdigits
@@ -64,7 +65,10 @@ def outcomes_table(
 
 def notices(outcome: Outcome) -> str:
     """Return what is lost in a cache, on a line of its own or on several; "" where nothing is."""
-    found = template_table(outcome.meta) | loss_table(outcome.meta, below(outcome.meta))
+    quiet: set[str] = set()
+    with suppress(*_MALFORMED):
+        quiet = below(outcome.meta)
+    found = template_table(outcome.meta) | loss_table(outcome.meta, quiet)
     asked = outcome.meta.get("requested_vocab_size")
     if isinstance(asked, int) and asked > outcome.meta["vocab_size"] and outcome.meta.get("trained_on") != "sample":
         found["vocabulary"] = f"{outcome.meta['vocab_size']:,} ids of {asked:,} asked for: more text would give more"
