@@ -120,8 +120,10 @@ class Found(NamedTuple):
 
     def __str__(self) -> str:
         such = f", such as {self.example}" if self.example else ""
-        name, of = self.signal.counter.rstrip(":"), f" of {self.total:,}" if self.total else ""
-        return f"{self.number:,}{of} {self.unit} {self.signal.words} ({name}){such}. {self.signal.remedy}"
+        what = f"{self.number:,} of {self.total:,} {self.unit}" if self.total else f"{self.number:,} {self.unit}"
+        if self.unit == "messages":
+            what = f"{self.number:,} messages, beside {self.total:,} chats,"
+        return f"{what} {self.signal.words} ({self.signal.counter.rstrip(':')}){such}. {self.signal.remedy}"
 
 
 def _replaced_upstream(meta: Meta, counts: Mapping[str, int]) -> int:
@@ -200,7 +202,12 @@ SIGNALS: Final[Mapping[str, tuple[Signal, ...]]] = {
         Signal(SHORTER_THAN_ID, "are shorter than their id, which has spaces", "Are id and text swapped?", share=0.5),
         Signal(REPEATED_ID, "have the id of the one before", "Give each an id of its own: --exclude names it", 0.1),
         _TWICE,
-        Signal(IN_BOTH, "have a text that is in train too", "Leave them out: --exclude", unit="documents of val"),
+        Signal(
+            IN_BOTH,
+            "have a text that is in train too",
+            "List the sha256 of their texts in a file for --exclude, which leaves them out of both",
+            unit="documents of val",
+        ),
         _BYTES,
         _EMPTY_FILE,
         _POINTER,
@@ -232,20 +239,20 @@ SIGNALS: Final[Mapping[str, tuple[Signal, ...]]] = {
         ),
         Signal("contradicting_shape", "have a second form of a chat, with other messages", "Take one of them out"),
         *(
-            Signal(name, words, _LOOK, unit="chats read")
+            Signal(name, words, _LOOK, unit="messages")
             for name, words in (
-                ("orphan", "were read besides messages whose parent is missing"),
-                ("cycle", "were read besides messages without a root"),
-                ("duplicate_id", "were read besides messages with the id of another one"),
+                ("orphan", "are left out, for their parent is missing"),
+                ("cycle", "are left out, for they have no root"),
+                ("duplicate_id", "are left out, for another one has their id"),
             )
         ),
         Signal("unknown_role", "have an unknown role", "Give it a known one", unit="chats", count=_unknown_roles),
         Signal(
             "not_english",
-            "messages are left out for their language",
+            "are left out for their language",
             "Look at the field `lang`: en is kept, EN is not. --no-oasst1-english-only keeps all",
             share=6.0,
-            unit="chats read",
+            unit="messages",
         ),
         *_TEXTS,
         _EMPTY_FILE,
@@ -312,7 +319,7 @@ def _total(meta: Meta, unit: str) -> int:
         return sum(meta.get("docs", {}).values())
     if unit == "documents of val":
         return int(meta.get("docs", {}).get("val", 0))
-    if unit == "chats read":
+    if unit == "messages":  # what a source has is not known: as a share of its chats
         return int(meta["examples_read"])
     name = {"chats": "examples"}.get(unit, unit)
     return sum(int(totals.get(f"{split}_{name}", 0)) for split in ("train", "val"))
@@ -374,6 +381,7 @@ def markdown(kind: str) -> str:
     for signal in SIGNALS[kind]:
         name = f"{signal.counter}NAME" if signal.counter.endswith(":") else signal.counter
         unit = signal.unit or _UNITS[kind]
+        unit = "chats" if unit == "messages" else unit
         limit = f"{signal.share:.0%} of the {unit}" if signal.share else "any"
         rows.append(f"| `{name}` | {limit} | {signal.words} |")
     return "\n".join(rows)

@@ -200,8 +200,8 @@ def test_messages_that_oasst1_loses_for_their_language_or_parent_are_warned_of(t
     rows += [message(f"lost{number}", "nobody", "assistant", "en") for number in range(4)]
     write(tmp_path / "mirror" / "OpenAssistant" / "oasst1" / "train.jsonl", lines(*rows))
     done = niels_gpt("build", "oasst1", "--source-root", "mirror", "--tokenizer", str(tiny_model_path))
-    assert "104 of 8 chats read" in done.err and "(not_english)" in done.err
-    assert "4 of 8 chats read" in done.err and "(orphan)" in done.err
+    assert "104 messages, beside 8 chats, " in done.err and "(not_english)" in done.err
+    assert "4 messages, beside 8 chats, " in done.err and "(orphan)" in done.err
 
 
 ITEMS = {
