@@ -146,7 +146,7 @@ def test_a_cache_of_before_there_were_other_ends_of_documents_has_the_fingerprin
         ("pretrain/roam", {"document_end": "eot"}, "29c848dfbecb"),
         ("pretrain/roam", {"document_end": "none"}, "6431977158d2"),
         ("pretrain/wikitext", {}, "a3d367c754d9"),
-        ("sft/dolly15k", {}, "f3d2425369c4"),
+        ("sft/dolly15k", {}, "0db3085b0c7c"),
     ],
 )
 def test_the_settings_have_the_fingerprint_of_before_there_were_tokenizers_of_other_kinds(key, changed, expected):
