@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
@@ -49,8 +49,8 @@ _INVISIBLE = "\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\ufeff"
 _NO_VALUES = frozenset({"nan", "none", "null", "n/a", "na", "undefined", "[]", "{}"})
 _MARKS = ("<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|endoftext|>", "</s>", "<end_of_turn>", "[/INST]")
 _HEADERS = ("Assistant:", "User:", "Human:")
-_ROLLOUT_FIELDS = ("logprobs", "advantages", "rewards", "loss_mask", "prompt_length", "prompt_ids", "completion_ids")
-_SYNONYMS = frozenset({"score", "scores", "log_probs", "old_log_probs", "response_mask", "attention_mask", "returns"})
+_ROLLOUT_FIELDS = ("logprobs", "advantage", "advantages", "reward", "rewards")
+_SYNONYMS = {"score": "reward", "scores": "rewards", "returns": "advantages", "old_log_probs": "logprobs"}
 
 
 class Counts(Counter[str]):
@@ -67,7 +67,7 @@ class Counts(Counter[str]):
         for name in names:
             self[name] += 1
             if name not in self.seen:
-                where = place[:_MOST_PLACE].encode(errors="backslashreplace").decode()
+                where = _one_line(place[:_MOST_PLACE])
                 shown = text[:_SHOWN] + ("..." if len(text) > _SHOWN else "")
                 self.seen[name] = f"{where}: {shown!a}" if text else where
 
@@ -79,6 +79,11 @@ class Counts(Counter[str]):
         """Return the key `first_noticed` of meta.json; {} without any."""
         found = {name: self.seen[name] for name in sorted(self.seen) if self[name]}
         return {"first_noticed": found} if found else {}
+
+
+def _one_line(text: str) -> str:
+    """Return a text with an escape for each character that is not printed, such as a line end."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -119,11 +124,15 @@ class Found(NamedTuple):
         return self.number > (max(_FEW, share * self.total) if share else 0)
 
     def __str__(self) -> str:
-        such = f", such as {self.example}" if self.example else ""
-        what = f"{self.number:,} of {self.total:,} {self.unit}" if self.total else f"{self.number:,} {self.unit}"
-        if self.unit == "messages":
-            what = f"{self.number:,} messages, beside {self.total:,} chats,"
-        return f"{what} {self.signal.words} ({self.signal.counter.rstrip(':')}){such}. {self.signal.remedy}"
+        words, name = self.signal.words, self.signal.counter.rstrip(":")
+        if self.unit in _NOT_KEPT:  # their number in all is not known
+            beside = f", beside {self.total:,} chats" if self.total else ""
+            what = f"{words}: {self.number:,}{beside} ({name})"
+        else:
+            least = "at least " if self.signal.counter.endswith(":") else ""
+            what = f"{least}{self.number:,} of {self.total:,} {self.unit} {words} ({name})"
+        such = f", such as {_one_line(self.example)}" if self.example else ""
+        return f"{what}{such}. {self.signal.remedy}"
 
 
 def _replaced_upstream(meta: Meta, counts: Mapping[str, int]) -> int:
@@ -137,8 +146,11 @@ def _duplicates(meta: Meta, counts: Mapping[str, int]) -> int:
 
 def _byte_tokens(meta: Meta, counts: Mapping[str, int]) -> int:
     """Return all tokens where one has hardly more than a byte, though the vocabulary is not a small one; else 0."""
-    tokens, num_bytes = _total(meta, "tokens"), sum(meta.get("utf8_bytes", {}).values())
-    return 0 if meta["vocab_size"] <= _FEW_IDS or num_bytes >= _FEW_BYTES * tokens else tokens
+    num_bytes = sum(meta.get("utf8_bytes", {}).values())
+    added = bool(meta.get("document_start")) + bool(meta.get("document_end"))
+    tokens = _total(meta, "tokens") - added * _total(meta, "documents")
+    is_known = num_bytes and meta["vocab_size"] > _FEW_IDS
+    return tokens if is_known and num_bytes < _FEW_BYTES * tokens else 0
 
 
 def _unknown_roles(meta: Meta, counts: Mapping[str, int]) -> int:
@@ -158,14 +170,15 @@ def _equal(field: str, *values: float) -> Callable[[Meta, Mapping[str, int]], in
 
 
 def _misspelt(meta: Meta, counts: Mapping[str, int]) -> int:
-    """Return the rows with an unread field whose name is close to one that is read."""
-    return max((number for name, number in counts.items() if _is_close(name)), default=0)
+    """Return the rows with an unread field whose name is like that of a field that the cache lacks."""
+    return max((number for name, number in counts.items() if _is_like_a_missing_one(meta, name)), default=0)
 
 
-@lru_cache(maxsize=1024)
-def _is_close(counter: str) -> bool:
+def _is_like_a_missing_one(meta: Meta, counter: str) -> bool:
     name = counter.removeprefix(UNREAD)
-    return name != counter and bool(name in _SYNONYMS or get_close_matches(name, _ROLLOUT_FIELDS, n=1, cutoff=0.8))
+    like = _SYNONYMS.get(name) or next(iter(get_close_matches(name, _ROLLOUT_FIELDS, n=1, cutoff=0.8)), "")
+    known = {field.rstrip("s") for field in meta.get("fields", {})}
+    return name != counter and bool(like) and like.rstrip("s") not in known
 
 
 _CONVERT = "Convert the source, and build again"
@@ -178,9 +191,13 @@ _BYTES = Signal(
     unit="tokens",
     count=_byte_tokens,
 )
-_EMPTY_FILE = Signal("empty_file", "have no byte", "Fetch or write them again", share=0.0, unit="files")
+_EMPTY_FILE = Signal("empty_file", "files without a byte", "Fetch or write them again", share=0.0, unit="files")
 _POINTER = Signal(
-    "git_lfs_pointer", "are pointers of git-lfs in place of a text", "Fetch them: git lfs pull", share=0.0, unit="files"
+    "git_lfs_pointer",
+    "files and rows that are pointers of git-lfs",
+    "Fetch what they stand for: git lfs pull",
+    share=0.0,
+    unit="files",
 )
 _TWICE = Signal(
     "duplicates", "repeat an earlier one of the same split", "Deduplicate the source", share=0.5, count=_duplicates
@@ -197,10 +214,15 @@ SIGNALS: Final[Mapping[str, tuple[Signal, ...]]] = {
         Signal(
             "other_text_field",
             "have another text in a second of the fields text, content and document",
-            "Name the one that holds the text: `--pretrain 'NAME=GLOB:FIELD'`",
+            "Of files of your own name the field that holds the text: `--pretrain 'NAME=GLOB:FIELD'`",
         ),
         Signal(SHORTER_THAN_ID, "are shorter than their id, which has spaces", "Are id and text swapped?", share=0.5),
-        Signal(REPEATED_ID, "have the id of the one before", "Give each an id of its own: --exclude names it", 0.1),
+        Signal(
+            REPEATED_ID,
+            "have the id of an earlier one",
+            "Give each an id of its own: a file of `--exclude` names documents by it",
+            0.1,
+        ),
         _TWICE,
         Signal(
             IN_BOTH,
@@ -235,21 +257,24 @@ SIGNALS: Final[Mapping[str, tuple[Signal, ...]]] = {
         Signal(
             UNREAD,
             "have a field that is not read",
-            "A chat template may read it (--chat-template); else take it out of the rows",
+            "Write `history` and `system_message` as messages. A chat template may read the others "
+            "(`--chat-template`); else take them out of the rows",
         ),
         Signal("contradicting_shape", "have a second form of a chat, with other messages", "Take one of them out"),
         *(
             Signal(name, words, _LOOK, unit="messages")
             for name, words in (
-                ("orphan", "are left out, for their parent is missing"),
-                ("cycle", "are left out, for they have no root"),
-                ("duplicate_id", "are left out, for another one has their id"),
+                ("orphan", "messages left out, since their parent is missing"),
+                ("cycle", "messages left out, since they have no root"),
+                ("duplicate_id", "messages left out, since another one has their id"),
             )
         ),
-        Signal("unknown_role", "have an unknown role", "Give it a known one", unit="chats", count=_unknown_roles),
+        Signal(
+            "unknown_role", "chats left out for a role", "Give it a known one", unit="messages", count=_unknown_roles
+        ),
         Signal(
             "not_english",
-            "are left out for their language",
+            "messages left out for their language",
             "Look at the field `lang`: en is kept, EN is not. --no-oasst1-english-only keeps all",
             share=6.0,
             unit="messages",
@@ -294,21 +319,24 @@ SIGNALS: Final[Mapping[str, tuple[Signal, ...]]] = {
         ),
         Signal(
             NO_COMMON_END,
-            "do not end with the token that most samples end with",
+            "end with another token than the most frequent last one",
             "Are the completions cut, or recorded without the end of the turn?",
             share=0.9,
         ),
         Signal(
             UNREAD,
-            "have a field that is not read, with a name like one that is",
+            "rows with a field that is not read, whose name is like one that the cache lacks",
             "Rename it: docs/rollouts.md has the names",
             share=0,
+            unit="rows",
             count=_misspelt,
         ),
         _EMPTY_FILE,
     ),
 }
 """By the kind of cache."""
+_NOT_KEPT = ("files", "rows", "messages")
+"""Units whose number in all is not known; that of messages is compared with the chats read."""
 _UNITS = {"pretrain": "documents", "sft": "chats", "rollouts": "samples"}
 
 
@@ -319,8 +347,8 @@ def _total(meta: Meta, unit: str) -> int:
         return sum(meta.get("docs", {}).values())
     if unit == "documents of val":
         return int(meta.get("docs", {}).get("val", 0))
-    if unit == "messages":  # what a source has is not known: as a share of its chats
-        return int(meta["examples_read"])
+    if unit in _NOT_KEPT:
+        return int(meta["examples_read"]) if unit == "messages" else 0
     name = {"chats": "examples"}.get(unit, unit)
     return sum(int(totals.get(f"{split}_{name}", 0)) for split in ("train", "val"))
 
@@ -340,7 +368,8 @@ def found_in(meta: Meta) -> list[Found]:
         if count and meta.get("built") is not False:
             unit, example = signal.unit or _UNITS[kind], meta.get("first_noticed", {}).get(signal.counter, "")
             if signal.counter.endswith(":"):
-                example = ", ".join(name.removeprefix(signal.counter) for name in sorted(of))
+                names = of if signal.count is None else filter(partial(_is_like_a_missing_one, meta), of)
+                example = ", ".join(f"{name.removeprefix(signal.counter)} {of[name]:,}" for name in sorted(names))
             found.append(Found(signal, count, _total(meta, unit), unit, str(example)))
     return found
 

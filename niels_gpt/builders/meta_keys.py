@@ -23,7 +23,7 @@ from niels_gpt.tokenizers.protocol import Tokenizer, control_ids, token_dtype_na
 
 FORMAT_VERSION = 1
 PARTITIONED_VERSION = 2  # of a cache of several partitions, or imported, whose shards may be short anywhere
-BUILDER_VERSIONS = {"tokenizer": 3, "pretrain": 3, "sft": 5, "rollouts": 4}
+BUILDER_VERSIONS = {"tokenizer": 3, "pretrain": 3, "sft": 5, "rollouts": 5}
 """Of the builder of each kind: raised when the same input gives other bytes."""
 OF_ANOTHER_VERSION = "of another version of this program or of a library, which is not used"
 """What messages say of an unfinished build that is not `is_of_this_version`."""

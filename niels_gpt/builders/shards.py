@@ -21,7 +21,15 @@ from niels_gpt.builders.losses import Losses, loss_keys
 from niels_gpt.builders.meta_keys import Source
 from niels_gpt.builders.resume import seek
 from niels_gpt.builders.source import Batch, Change, Chunk, ItemKind, Shuffled, first_number
-from niels_gpt.builders.split import SPLITS, TextSplit, TokenBudget, Waiting, count_duplicates
+from niels_gpt.builders.split import (
+    SPLITS,
+    TextSplit,
+    TokenBudget,
+    Waiting,
+    count_duplicates,
+    count_in_both,
+    count_repeated_lines,
+)
 from niels_gpt.builders.writer import OFFSET_DTYPE, npy_parts
 from niels_gpt.documents import DocumentBatch, Partition
 from niels_gpt.encoding import DIGEST_BYTES, EncodedTexts, TextEncoder
@@ -34,7 +42,6 @@ from niels_gpt.tokenizers.protocol import Ids
 
 Document = tuple[str | None, bytes | str, str]
 """Split (None: by its text), text (bytes: valid utf-8), and the document's id in its source."""
-_LAST_ID = "the last id"
 _LONGEST_ID, _WORDS = 1_000, 4  # bytes of a text that may be shorter than an id; spaces of an id that may be a text
 _NOT_DROPS = {"documents_read", "cut_documents", "cut_tokens"}
 FILES: dict[str, str | None] = {
@@ -220,6 +227,9 @@ class Shards:
     def described(self) -> dict[str, Any]:
         """Finish the last shards, the index and the ids; returns the keys of meta.json for them and for the counts."""
         build, index, ids = self._build, {}, {}
+        self.warnings[REPEATED_ID] = sum(  # of wikitext's splits each begins at 0
+            count_repeated_lines(build.folder / f"{split}_ids.txt", folder=build.folder) for split in SPLITS
+        )
         for split in SPLITS:
             fileio.make_dir(build.work / split)
             if build.files[f"{split}.bin"].num_bytes:
@@ -247,7 +257,7 @@ class Shards:
         texts = {split: self._build.folder / f"{split}_texts.bin" for split in SPLITS}
         duplicates = {split: count_duplicates(path) for split, path in texts.items()}
         if self._names_splits:
-            self.warnings[IN_BOTH] = count_duplicates(*texts.values()) - sum(duplicates.values())
+            self.warnings[IN_BOTH] = count_in_both([texts["train"]], [texts["val"]])
         return {
             "totals": {f"{split}_tokens": self.tokens[split] for split in SPLITS},
             "budget_reached": {split: None if split in unbounded else full[split] for split in SPLITS},
@@ -304,22 +314,16 @@ class Shards:
 
     def _note_odd(self, batch: Batch[Document], encoded: EncodedTexts, kept: NDArray[np.int64]) -> None:
         """Count what is odd about documents that are kept. kept: ascending numbers."""
-        last = self.warnings.seen.get(_LAST_ID)
         is_short = (encoded.utf8_bytes < _LONGEST_ID).tolist()
         for number in kept.tolist():
             text, name, odd = batch.payload[number], batch.items[number][2], encoded.notes.get(number, ())
-            if text.isspace():
+            if _is_blank(text):
                 odd += (BLANK,)
             if is_short[number] and name.count(" ") >= _WORDS and encoded.utf8_bytes[number] < len(name):
                 odd += (SHORTER_THAN_ID,)
-            if name == last:
-                odd += (REPEATED_ID,)
-            last = name
             if odd:
                 begin = text[:_LONGEST_ID]
                 self.warnings.note(odd, name, begin if isinstance(begin, str) else begin.decode(errors="replace"))
-        if last is not None:
-            self.warnings.seen[_LAST_ID] = last
 
     def _in_val(self, items: list[Document], keys: NDArray[np.uint64]) -> NDArray[np.bool_]:
         """Return bool [items]: the document goes to val."""
@@ -433,6 +437,13 @@ class Shards:
     def _report(self, documents: int) -> None:
         if self._progress is not None:
             self._progress(documents, sum(self.tokens.values()), self._expected)
+
+
+def _is_blank(text: bytes | str) -> bool:
+    """Whether a text is white space alone, which in bytes is more than what `isspace` of bytes knows."""
+    if isinstance(text, str) or text.isascii():
+        return text.isspace()
+    return text[:_LONGEST_ID].decode(errors="ignore").isspace() and text.decode(errors="replace").isspace()
 
 
 def _ids_of(encoded: EncodedTexts, wanted: NDArray[np.int64]) -> Ids:

@@ -11,7 +11,8 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import pairwise
+from hashlib import blake2b
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 
@@ -35,6 +36,7 @@ _HELD_CHANCES = 20  # one in e**20 streams has no val document among 20 / share 
 _DIGEST_DTYPE: np.dtype[np.uint64] = np.dtype("<u8")
 MAX_DIGESTS = 1 << 24
 """Distinct digests in a pass over a file: 128 MiB, and as much again while they are sorted."""
+_READ_LINES = 1 << 12  # at once
 _READ_DIGESTS = 1 << 20  # at once
 _MAX_PASSES = 4  # over files of digests
 
@@ -228,6 +230,28 @@ def count_duplicates(*paths: Path, folder: Path | None = None, max_digests: int 
         stops = _write_by_range(paths, passes, file)
         parts = (_part(file, start, stop) for start, stop in pairwise(stops))
         return count - sum(_num_distinct(digests, max_digests) for digests in parts)
+
+
+def count_repeated_lines(path: Path, *, folder: Path) -> int:
+    """Return how many lines of a file equal an earlier one, by 8 bytes of their hash.
+
+    folder: where the hashes are written for a while.
+    """
+    with tempfile.NamedTemporaryFile(dir=folder) as file, open(path, "rb") as lines:
+        while some := list(islice(lines, _READ_LINES)):
+            file.write(b"".join([blake2b(line, digest_size=8).digest() for line in some]))
+        file.flush()
+        return count_duplicates(Path(file.name), folder=folder)
+
+
+def count_in_both(train: Sequence[Path], val: Sequence[Path]) -> int:
+    """Return how many of the digests in val's files are in train's too. The distinct ones of val are in memory."""
+    of_val = np.concatenate([np.empty(0, dtype=_DIGEST_DTYPE), *_digests(val)])
+    distinct, place = np.unique(of_val, return_inverse=True)
+    is_there = np.zeros(len(distinct), dtype=np.bool_)
+    for some in _digests(train):
+        is_there |= np.isin(distinct, some)
+    return int(np.count_nonzero(is_there[place]))
 
 
 def num_duplicates(digests: NDArray[np.generic]) -> int:

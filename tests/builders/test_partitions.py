@@ -189,7 +189,9 @@ def test_a_partition_warns_of_nothing_that_is_a_matter_of_all(tmp_path, caplog):
 def test_a_seal_warns_of_no_empty_val_where_some_texts_fell_to_it(tmp_path, caplog):
     plan = planned(tmp_path / "c", 2)
     for number in range(2):
-        build_part(plan, number, items=[(None, f"text {number} {row}", None) for row in range(20)], val_frac=0.4)
+        build_part(
+            plan, number, items=[(None, f"text {number} {row}", f"{number}-{row}") for row in range(20)], val_frac=0.4
+        )
     meta = seal_small(plan)
     assert min(meta["docs"].values()) > 0
     assert [record for record in caplog.records if record.levelname == "WARNING"] == []

@@ -23,7 +23,7 @@ def qa(instruction="Q", response="A", **more):
 
 
 def test_the_text_is_the_first_of_text_content_document_that_is_a_string(tmp_path, caplog, counters):
-    rows = [{"document": "d", "content": "c", "text": "t"}, {"document": "d", "content": "c"}]
+    rows = [{"document": "d e", "content": "c", "text": "t"}, {"document": "d e", "content": "c"}]
     rows += [{"text": None, "document": ""}, {"body": "b", "text": 3}]
     path = write(tmp_path / WEB / "a.jsonl", lines(*rows))
     assert [page.text for page in iter_fineweb_edu(source_root=tmp_path, counters=counters)] == ["t", "c", ""]

@@ -170,10 +170,10 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12\
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
-        ({"text": "a", "content": "b", "document": "c"}, {"other_text_field": 1}),
-        ({"content": "a", "document": "b"}, {"other_text_field": 1}),
-        ({"text": "", "content": "b"}, {"other_text_field": 1}),
-        *(({"text": "a", "content": other, "body": "b"}, {}) for other in ("a", " ", None, ["b"])),
+        ({"text": "a", "content": "b", "document": "c d"}, {"other_text_field": 1}),
+        ({"content": "a", "document": "b c"}, {"other_text_field": 1}),
+        ({"text": "", "content": "b\nc"}, {"other_text_field": 1}),
+        *(({"text": "a", "content": other, "body": "b"}, {}) for other in ("a", " ", None, ["b"], "b.md")),
         ({"text": POINTER, "content": "b"}, {"git_lfs_pointer": 1}),
         ({"text": POINTER + "x" * 1000}, {}),
     ],
@@ -192,7 +192,7 @@ def test_a_field_that_is_named_is_no_other_one(tmp_path):
     assert counters == {}
 
 
-EMPTY = ["a.txt.gz", "a.md.zst", "b.jsonl", "b.jsonl.gz", "b.json", "b.json.zst", "b.parquet"]
+EMPTY = ["a.txt.gz", "a.md.zst", "b.jsonl", "b.jsonl.gz", "b.json", "b.json.zst"]
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def test_row_groups_of_other_partitions_are_not_read(folder):
 ITEMS = [*({"text": f"item {number}"} for number in range(9)), [], "", {"text": "y" * LIMIT}]
 POINTER = "version https://git-lfs.github.com/spec/v1\n"
 LINES = lines({"text": "a", "id": "one"}, {"text": "x" * LIMIT}, {"content": 7}) + b"\n\xff\n"
-LINES += lines({"text": POINTER}, {"text": "a", "content": "b", "id": "two"})
+LINES += lines({"text": POINTER}, {"text": "a", "content": "b c", "id": "two"})
 MIXED = [
     (".jsonl", b"\xef\xbb\xbf" + LINES),
     (".jsonl.gz", lines(*({"text": f"packed {number}"} for number in range(20)))),

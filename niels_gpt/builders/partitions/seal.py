@@ -12,7 +12,6 @@ import os
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,9 +32,10 @@ from niels_gpt.builders.partitions.sums import Sums, warn_of_whole
 from niels_gpt.builders.pretrain import IN_PARTITIONS
 from niels_gpt.builders.resume import NoTextError
 from niels_gpt.builders.shards import TEXTS_OF
-from niels_gpt.builders.split import SPLITS, count_duplicates
+from niels_gpt.builders.split import SPLITS, count_duplicates, count_in_both, count_repeated_lines
 from niels_gpt.builders.writer import BLOCK_BYTES, OFFSET_DTYPE, npy_header, num_blocks, write_whole
 from niels_gpt.progress import Progress
+from niels_gpt.signals import IN_BOTH, REPEATED_ID
 from niels_gpt.storage import fileio, versions
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
@@ -156,8 +156,9 @@ def _joined(plan: Plan, work: Path, source: Source, seen: Sequence[str]) -> dict
         split: count_duplicates(*paths, folder=work, max_digests=MAX_DIGESTS) for split, paths in texts.items()
     }
     if common["split_rule"] not in IN_PARTITIONS.values():  # by text, no text can be in both
-        of_both = count_duplicates(*chain(*texts.values()), folder=work, max_digests=MAX_DIGESTS)
-        sums.in_both_splits(of_both - sum(duplicates.values()))
+        sums.noticed(IN_BOTH, count_in_both(texts["train"], texts["val"]))
+    repeated = sum(count_repeated_lines(work / f"index/{split}_ids.txt", folder=work) for split in SPLITS)
+    sums.noticed(REPEATED_ID, repeated)
     meta = write_description(
         work,
         vocabulary={},

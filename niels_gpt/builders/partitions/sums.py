@@ -11,7 +11,6 @@ from typing import Any
 from niels_gpt.builders.losses import warn_of_losses
 from niels_gpt.builders.pretrain import IN_PARTITIONS, warn_of_unmet_budgets
 from niels_gpt.builders.split import SPLITS, asked_share, warn_of_share
-from niels_gpt.signals import IN_BOTH
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import checked_count
 
@@ -55,9 +54,9 @@ class Sums:
         docs = {f"{split}_docs": meta["docs"][split] for split in SPLITS}
         self.of_each.append(totals | docs | {f"{split}_shards": len(meta["shards"][split]) for split in SPLITS})
 
-    def in_both_splits(self, number: int) -> None:
-        """Take the number of texts that are in both splits, which no partition knows."""
-        self._sums["noticed"][IN_BOTH] = number
+    def noticed(self, counter: str, number: int) -> None:
+        """Take a number that no partition knows, in place of the sum of theirs."""
+        self._sums["noticed"][counter] = number
 
     def of(self, key: str, split: str) -> int:
         """Return the sum of `docs`, `utf8_bytes` or `tokens` of a split."""

@@ -105,7 +105,7 @@ def _not_to_native(cache: Path, manifest: dict[str, Any], follow_links: bool) ->
         "revision": target.get("revision"),
         "input-data": source.get("input_data") or manifest.get("input_data") or "SOURCE",
         "source-root": root,
-        "document-start": record.get("tokenizer", {}).get("document_start", {}).get("token"),
+        "document-start": ((record.get("tokenizer") or {}).get("document_start") or {}).get("token"),
         "limit": source.get("limit"),
         "seq-length": manifest["seq_length"],
         "draft-vocab-from": None if is_whole else cache,

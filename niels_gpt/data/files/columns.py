@@ -169,10 +169,13 @@ def _columns_of_batch(batch: Any, numbers: range, reading: Reading) -> Columns |
 
 
 def _differ(texts: Any, others: Any) -> bool:
-    """Whether some value of a second arrow array of strings is another one, not null."""
+    """Whether some value of a second arrow array of strings is another text, as `has_other_text` says."""
     import pyarrow.compute as pc
 
-    return bool(pc.any(pc.not_equal(texts.cast(others.type), others)).as_py())
+    is_other = pc.not_equal(texts.cast(others.type), others)
+    if not pc.any(is_other).as_py():
+        return False
+    return bool(pc.any(pc.match_substring_regex(others.filter(is_other), r"\S\s+\S")).as_py())
 
 
 def _is_usual(kind: Any) -> bool:

@@ -100,12 +100,17 @@ def is_pointer(text: bytes | str) -> bool:
 
 
 def has_other_text(texts: Sequence[str]) -> bool:
-    """Whether a row has another text than the one that is read, which is the first of its fields of text."""
-    return any(text != texts[0] and not says_nothing(text) for text in texts[1:])
+    """Whether a row has another text than the one that is read, which is the first of its fields of text.
+
+    One without white space inside is a name or an id.
+    """
+    return any(text != texts[0] and len(text.split(None, 1)) > 1 for text in texts[1:])
 
 
 def is_empty_file(path: Path, counters: Counter[str] | None) -> bool:
-    """Whether a file that must hold some bytes, as one of rows or a compressed one, has none; then it is counted."""
+    """Whether a file of rows, or a compressed one, has no byte; then it is counted. One of parquet is damaged then."""
+    if path.name.lower().endswith(".parquet"):
+        return False
     with errors_as("E301"):
         about = path.stat()
     if about.st_size or not stat.S_ISREG(about.st_mode):

@@ -54,7 +54,6 @@ _SUMS = (
     *("tokens", "tokens_after", "pairs", "pairs_after", "loss_tokens", "samples_without_target"),
 )
 _RANGE = "range of "
-_MOST_LAST_IDS = 1_000  # counted by name: more are no common end
 _CHUNK = 1 << 16  # of the tables, copied at once
 
 
@@ -222,9 +221,7 @@ class _Writer:
                 least, most = min(least, float(exact.min())), max(most, float(exact.max()))
                 self._ranges[field] = [least, most, total + float(exact.sum()), count + len(exact)]
         self._largest_id = max(self._largest_id, int(sample.ids.max()))
-        last = str(sample.ids[-1])
-        if last in self._last_ids or len(self._last_ids) < _MOST_LAST_IDS:
-            self._last_ids[last] += 1
+        self._last_ids[str(sample.ids[-1])] += 1
 
     def _noticed(self) -> dict[str, Any]:
         """Return the keys of meta.json for what is odd, and for the ranges of the fields."""

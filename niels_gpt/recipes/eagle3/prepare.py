@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -415,7 +416,7 @@ def warn_of_missing_start(prepared: Prepared, cache: Path, flag: str = "--docume
             many(len(samples), "chat"),
             " ".join(ascii(each.token)[1:-1] for each in starts),
             flag,
-            "auto" if len(starts) == 1 else "TOKEN",
+            "auto" if len(starts) == 1 else shlex.quote(starts[0].token),
             flag,
             extra={"code": "W414"},
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -90,7 +91,7 @@ def warn_of_missing_start(settings: Settings, source: ResolvedSource, tokenizer:
                 "write it: --document-start %s. To leave it out: --document-start none",
                 cache,
                 " ".join(ascii(each.token)[1:-1] for each in starts),
-                "auto" if len(starts) == 1 else "TOKEN",
+                "auto" if len(starts) == 1 else shlex.quote(starts[0].token),
                 extra={"code": "W414"},
             )
 

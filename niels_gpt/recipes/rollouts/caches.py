@@ -40,20 +40,30 @@ def build_rollout_cache(
     if source.spec.family == "trees":
         return build_with_tokenizer(settings, source, key, **how)
     outcome = run_recipe(settings, key, source=source, tokenizer=None, tokenizer_folder=None, **how)
-    tokenizer = None if settings.tokenizer is None else usable_tokenizer(settings)
-    largest = int(outcome.meta.get("largest_id", 0))
-    if tokenizer is not None and largest >= tokenizer.vocab_size:
+    _compare_ids(settings, outcome)
+    return outcome
+
+
+def _compare_ids(settings: Settings, outcome: Outcome) -> None:
+    """Log a warning where a cache of recorded ids has one that the tokenizer of the settings does not have."""
+    largest, size = outcome.meta.get("largest_id"), None
+    try:
+        tokenizer = None if settings.tokenizer is None else usable_tokenizer(settings)
+        size = None if tokenizer is None else tokenizer.vocab_size
+    except (OSError, ValueError) as error:  # the cache needs none
+        message = "%s: its ids are not compared with the tokenizer: %s"
+        logger.warning(message, outcome.path, error, extra={"code": "W314"})
+    if type(largest) is int and size is not None and largest >= size:
         logger.warning(
             "%s: the largest id is %s, and %s has %s ids (ids_beyond_tokenizer). Were they sampled with another one? "
             "--rollouts-vocab-size %d drops such samples",
             outcome.path,
             f"{largest:,}",
             settings.tokenizer,
-            f"{tokenizer.vocab_size:,}",
-            tokenizer.vocab_size,
+            f"{size:,}",
+            size,
             extra={"code": "W314"},
         )
-    return outcome
 
 
 def _build(
