@@ -33,6 +33,7 @@ _KEPT_BY_LOADERS = (
     "texts_with_",
 )
 BYTE_ORDER_MARK, REPLACED, MOJIBAKE = "texts_with_byte_order_mark", "texts_with_u_fffd", "texts_with_mojibake"
+_MARK_OF = {REPLACED: "\ufffd", MOJIBAKE: "\u00c3"}  # what an example of it shows
 ODD_TEXTS: Final = (BYTE_ORDER_MARK, REPLACED, MOJIBAKE)
 """What TextEncoder notes of a text that comes back from its ids unchanged."""
 EMPTY_REPLIES: Final = "empty_replies"
@@ -68,7 +69,8 @@ class Counts(Counter[str]):
             self[name] += 1
             if name not in self.seen:
                 where = _one_line(place[:_MOST_PLACE])
-                shown = text[:_SHOWN] + ("..." if len(text) > _SHOWN else "")
+                begin = max(0, text.find(_MARK_OF.get(name, "")) - _SHOWN // 2)
+                shown = text[begin : begin + _SHOWN] + ("..." if len(text) > begin + _SHOWN else "")
                 self.seen[name] = f"{where}: {shown!a}" if text else where
 
     def state(self) -> dict[str, Any]:

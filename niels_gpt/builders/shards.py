@@ -322,8 +322,8 @@ class Shards:
             if is_short[number] and name.count(" ") >= _WORDS and encoded.utf8_bytes[number] < len(name):
                 odd += (SHORTER_THAN_ID,)
             if odd:
-                begin = text[:_LONGEST_ID]
-                self.warnings.note(odd, name, begin if isinstance(begin, str) else begin.decode(errors="replace"))
+                shown = text if isinstance(text, str) else text.decode(errors="replace")
+                self.warnings.note(odd, name, shown)
 
     def _in_val(self, items: list[Document], keys: NDArray[np.uint64]) -> NDArray[np.bool_]:
         """Return bool [items]: the document goes to val."""

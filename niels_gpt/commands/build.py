@@ -301,8 +301,8 @@ def build_each(
                 if restart:
                     run_recipe.restart(settings, key)
                 outcome = recipe(own if key in whole else settings, refresh=refresh, progress=progress)
-                for warning in checked(outcome, settings):
-                    print_warning("W201", f"{key}: {warning}")
+                for code, warning in checked(outcome, settings):
+                    print_warning(code, f"{key}: {warning}")
                 outcomes.append(outcome)
             except Exception as error:
                 failures[key] = error

@@ -38,8 +38,8 @@ def seal(source: str, sizes_only: bool, **given: Any) -> Result:
     key = _partitioned_key(settings, [source])
     with progress_bar(f"seal {key}", unit="B", items="files") as progress:
         outcome = seal_cache(settings, key.rpartition("/")[2], deep=not sizes_only, progress=progress)
-    for warning in checked(outcome, settings):
-        print_warning("W201", f"{key}: {warning}")
+    for code, warning in checked(outcome, settings):
+        print_warning(code, f"{key}: {warning}")
     print_built([outcome])
     return Result({"caches": built_rows(settings, [outcome], {})}, next=_show(settings, key))
 

@@ -209,21 +209,29 @@ def snapshot_lines(
     )
 
 
-def checked(outcome: Outcome, settings: Settings) -> list[str]:
-    """Make the checks of Dagster's assets; returns the warnings. Raises: CacheError for what makes a cache bad."""
+def checked(outcome: Outcome, settings: Settings) -> list[tuple[str, str]]:
+    """Make the checks of Dagster's assets; returns code and text of the warnings.
+
+    Raises: CacheError for what makes a cache bad.
+    """
     limits = Limits(deep=settings.deep_checks, max_dropped_share=settings.max_dropped_share)
     kind = outcome.meta["kind"]
-    found: dict[bool, list[str]] = {True: [], False: []}
     if kind in _OF_EAGLE3:
-        found[True] = _problems_of_eagle3(outcome, settings)
-        return _refuse_failing(outcome, found)
+        _refuse_failing(outcome, _problems_of_eagle3(outcome, settings))
+        return []
+    bad, warnings = list[str](), list[tuple[str, str]]()
     verdicts = (rollout_checks.verify if kind == "rollouts" else verify)(outcome.path, limits)
     said = () if outcome.reused else ("budget_reached", "signals")  # the build has warned of them
     for check in rollout_checks.CHECKS if kind == "rollouts" else CHECKS[kind]:
         if check.name in said:
             continue
-        found[check.blocking] += verdicts[check.name].problems
-    return _refuse_failing(outcome, found)
+        problems = verdicts[check.name].problems
+        if check.blocking:
+            bad += problems
+        else:
+            warnings += [("W314" if check.name == "signals" else "W201", problem) for problem in problems]
+    _refuse_failing(outcome, bad)
+    return warnings
 
 
 def _problems_of_eagle3(outcome: Outcome, settings: Settings) -> list[str]:
@@ -239,12 +247,10 @@ def _problems_of_eagle3(outcome: Outcome, settings: Settings) -> list[str]:
     return list(dict.fromkeys(problem for verdict in verdicts.values() for problem in verdict.problems))
 
 
-def _refuse_failing(outcome: Outcome, found: Mapping[bool, list[str]]) -> list[str]:
-    """Return the warnings. found: problems of checks, by whether the check blocks."""
-    if found[True]:
+def _refuse_failing(outcome: Outcome, problems: Sequence[str]) -> None:
+    if problems:
         again = REBUILD if outcome.meta["kind"] in _OF_EAGLE3 else ""  # problems of the others name the command
-        raise CacheError(outcome.path, "\n".join(["it fails its checks", *found[True]]), remedy=again, code="E211")
-    return found[False]
+        raise CacheError(outcome.path, "\n".join(["it fails its checks", *problems]), remedy=again, code="E211")
 
 
 def damage_lines(cache: Path, damages: Sequence[Damage]) -> str:

@@ -7,7 +7,7 @@ example, never its text.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from itertools import islice
 from typing import Any
@@ -59,15 +59,17 @@ class ExampleBuffer:
         return {"counts": self.counts, **self.warnings.state(), "kept": self.kept, "tokens": self.tokens}
 
     def note(
-        self, name: str, roles: Sequence[str], texts: Sequence[str], odd: Iterable[str] = (), *, has_empty: bool = True
+        self, name: str, roles: Sequence[str], texts: Sequence[str], odd: Mapping[str, str], *, has_empty: bool = True
     ) -> None:
-        """Count what is odd about a chat that is kept, and `odd`. roles, texts: of its messages.
+        """Count what is odd about a chat that is kept. roles, texts: of its messages.
 
-        has_empty: whether an empty reply is odd.
+        odd: counters of what is odd about single texts, each with such a text. has_empty: whether an empty reply is odd.
         """
+        for counter, text in sorted(odd.items()):
+            self.warnings.note([counter], name, text)
         reply = next((text for role, text in zip(roles[::-1], texts[::-1], strict=True) if role == "assistant"), "")
         digest = sha256(reply.encode(errors="surrogatepass")).hexdigest()[: 2 * DIGEST_BYTES]
-        found = [*odd, *odd_in_chat(roles, texts)]
+        found = odd_in_chat(roles, texts)
         if reply.strip() and digest == self.warnings.seen.get(_LAST_REPLY):
             found.append(REPEATED_REPLY)
         self.warnings.seen[_LAST_REPLY] = digest

@@ -202,10 +202,14 @@ class _Chats:
                 kept.append(example)
                 contents.append(item_digest(example.roles, text_digests[first:last]))
                 firsts.append(first)
-                notes = [note for text in range(first, last) for note in encoded.notes.get(text, ())]
-                self.warnings.update(note for note in notes if note not in ODD_TEXTS)
-                odd = {*ODD_TEXTS}.intersection(notes)
-                self.buffer.note(example.name, example.roles.split(_JOINT)[:-1], example.texts, sorted(odd))
+                notes = [
+                    (note, text)
+                    for number, text in enumerate(example.texts, first)
+                    for note in encoded.notes.get(number, ())
+                ]
+                self.warnings.update(note for note, _ in notes if note not in ODD_TEXTS)
+                odd = {note: text for note, text in notes if note in ODD_TEXTS}
+                self.buffer.note(example.name, example.roles.split(_JOINT)[:-1], example.texts, odd)
             else:
                 self.counts[problem] += 1
                 if problem == UNKNOWN_ROLE:

@@ -287,8 +287,8 @@ class _Writer:
                 buffer.warnings[UNKNOWN_IDS] += int(np.count_nonzero(ids == self._unk_id))
             names = [item.name for number, item in enumerate(batch.items) if number not in encoded.problems]
             for name, (roles, texts) in zip(names, encoded.chats, strict=True):
-                odd = {each for text in texts if not text.isascii() for each in odd_in_text(_utf8(text))}
-                buffer.note(name, roles, texts, sorted(odd), has_empty=False)  # counted as EMPTY_REPLY
+                odd = {each: text for text in texts if not text.isascii() for each in odd_in_text(_utf8(text))}
+                buffer.note(name, roles, texts, odd, has_empty=False)  # counted as EMPTY_REPLY
             buffer.write(ids, np.array(encoded.numbers, dtype=np.int64), names, encoded.texts, targets)
 
     def _drop(self, name: str, problem: RefusedChat) -> None:
