@@ -63,7 +63,8 @@ class ExampleBuffer:
     ) -> None:
         """Count what is odd about a chat that is kept. roles, texts: of its messages.
 
-        odd: counters of what is odd about single texts, each with such a text. has_empty: whether an empty reply is odd.
+        odd: counters of what is odd about single texts, each with such a text. has_empty: whether an empty reply is
+            odd.
         """
         for counter, text in sorted(odd.items()):
             self.warnings.note([counter], name, text)
