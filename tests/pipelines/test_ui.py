@@ -97,7 +97,7 @@ def test_a_damaged_file_is_seen_and_repaired_by_force_in_the_launchpad(dagster, 
     good = damage(dagster.folder / SHARD)
     check_all(dagster, page)
     passed = page.get_by_text("Succeeded", exact=True).filter(visible=True)
-    until(lambda: passed.count() == 3, "the results of all checks: those that read the file fail")
+    until(lambda: passed.count() == 4, "the results of all checks: those that read the file fail")
     seen(page, "Failed")
     look(page, tmp_path / "failed.png")
     assert "force" in page.inner_text("body")
