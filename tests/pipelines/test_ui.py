@@ -105,7 +105,7 @@ def test_a_damaged_file_is_seen_and_repaired_by_force_in_the_launchpad(dagster, 
     page.get_by_text("Materialized").first.wait_for()
     look(page, tmp_path / "list_failed.png")
     page.goto(f"{dagster.address}{GROUP}/sft/lineage")
-    page.get_by_text("3 / 7 Passed").wait_for()
+    page.get_by_text("4 / 8 Passed").wait_for()
     look(page, tmp_path / "group_failed.png")
 
     page.goto(f"{dagster.address}/assets/sft/oasst1")
@@ -159,7 +159,7 @@ def all_pass(dagster, page):
     page.goto(f"{dagster.address}/assets/sft/oasst1?view=checks")
     for check in ("files_match_meta", "ids_below_vocab_size", "tokenizer_matches", "examples_supervised"):
         seen(page, check)
-    assert page.get_by_text("Succeeded", exact=True).filter(visible=True).count() == 7
+    assert page.get_by_text("Succeeded", exact=True).filter(visible=True).count() == 8
     assert dagster.stale() == {}
 
 
