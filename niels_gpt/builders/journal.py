@@ -35,7 +35,7 @@ from niels_gpt.storage.versions import ATTEMPTS_NAME, BUILDING, JOURNAL_NAME, JO
 
 logger = logging.getLogger(__name__)
 
-JOURNAL_VERSION = 2
+JOURNAL_VERSION = 1
 _MAX_LINE = 1 << 24
 _MAX_ATTEMPTS_BYTES = 1 << 12
 

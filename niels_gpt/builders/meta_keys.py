@@ -27,7 +27,7 @@ BUILDER_VERSIONS = {"tokenizer": 3, "pretrain": 3, "sft": 5, "rollouts": 5}
 """Of the builder of each kind: raised when the same input gives other bytes."""
 OF_ANOTHER_VERSION = "of another version of this program or of a library, which is not used"
 """What messages say of an unfinished build that is not `is_of_this_version`."""
-_DIGESTS = 2  # raised when the digests of documents in a journal are made otherwise
+_DIGESTS = 3  # raised when the digests of documents in a journal, or the counts in it, are made otherwise
 
 
 @dataclass(frozen=True)
