@@ -19,6 +19,7 @@ from niels_gpt.data.files.parquet import iter_batches, rows_of_batch
 from niels_gpt.data.files.part import WHOLE_FILE, Share
 from niels_gpt.data.files.rows import numbered_rows, of_file, parsed, row_of_line
 from niels_gpt.data.files.text import (
+    TWO_WORDS,
     Problem,
     decode,
     has_other_text,
@@ -175,7 +176,7 @@ def _differ(texts: Any, others: Any) -> bool:
     is_other = pc.not_equal(texts.cast(others.type), others)
     if not pc.any(is_other).as_py():
         return False
-    return bool(pc.any(pc.match_substring_regex(others.filter(is_other), r"\S\s+\S")).as_py())
+    return bool(pc.any(pc.match_substring_regex(others.filter(is_other), TWO_WORDS)).as_py())
 
 
 def _is_usual(kind: Any) -> bool:

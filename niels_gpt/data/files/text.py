@@ -13,6 +13,7 @@ import gzip
 import io
 import logging
 import os
+import re
 import stat
 import sys
 import zlib
@@ -52,6 +53,7 @@ _MARKS = (  # UTF-32 LE first: its mark begins with that of UTF-16 LE
     (codecs.BOM_UTF16_BE, "utf-16-be"),
 )
 _POINTER_BEGINS = b"version https://git-lfs.github.com/spec/v1"
+TWO_WORDS = r"[^ \t\n\f\r][ \t\n\f\r]+[^ \t\n\f\r]"  # by classes: `re` and arrow differ in \s
 _POINTER_BYTES = 1 << 10  # git-lfs's own limit
 _BLOCK_BYTES = 1 << 16
 _READ_BYTES = 1 << 20
@@ -104,7 +106,7 @@ def has_other_text(texts: Sequence[str]) -> bool:
 
     One without white space inside is a name or an id.
     """
-    return any(text != texts[0] and len(text.split(None, 1)) > 1 for text in texts[1:])
+    return any(text != texts[0] and re.search(TWO_WORDS, text) for text in texts[1:])
 
 
 def is_empty_file(path: Path, counters: Counter[str] | None) -> bool:
