@@ -232,16 +232,22 @@ def count_duplicates(*paths: Path, folder: Path | None = None, max_digests: int 
         return count - sum(_num_distinct(digests, max_digests) for digests in parts)
 
 
-def count_repeated_lines(path: Path, *, folder: Path) -> int:
-    """Return how many lines of a file equal an earlier one, by 8 bytes of their hash.
+def count_repeated_lines(path: Path, *, max_digests: int = MAX_DIGESTS) -> int:
+    """Return how many lines of a file equal an earlier one, by 8 bytes of their hash. max_digests: as above."""
+    count = sum(map(len, _line_digests(path)))
+    passes = max(1, -(-count // max_digests))
+    ranges = (
+        (some[_ranges(some, passes) == number] if passes > 1 else some for some in _line_digests(path))
+        for number in range(passes)
+    )
+    return count - sum(_num_distinct(digests, max_digests) for digests in ranges)
 
-    folder: where the hashes are written for a while.
-    """
-    with tempfile.NamedTemporaryFile(dir=folder) as file, open(path, "rb") as lines:
+
+def _line_digests(path: Path) -> Iterator[NDArray[np.uint64]]:
+    with open(path, "rb") as lines:
         while some := list(islice(lines, _READ_LINES)):
-            file.write(b"".join([blake2b(line, digest_size=8).digest() for line in some]))
-        file.flush()
-        return count_duplicates(Path(file.name), folder=folder)
+            hashes = b"".join([blake2b(line, digest_size=8).digest() for line in some])
+            yield np.frombuffer(hashes, dtype=_DIGEST_DTYPE)
 
 
 def count_in_both(train: Sequence[Path], val: Sequence[Path]) -> int:

@@ -157,7 +157,7 @@ def _joined(plan: Plan, work: Path, source: Source, seen: Sequence[str]) -> dict
     }
     if common["split_rule"] not in IN_PARTITIONS.values():  # by text, no text can be in both
         sums.noticed(IN_BOTH, count_in_both(texts["train"], texts["val"]))
-    repeated = sum(count_repeated_lines(work / f"index/{split}_ids.txt", folder=work) for split in SPLITS)
+    repeated = sum(count_repeated_lines(work / f"index/{split}_ids.txt") for split in SPLITS)
     sums.noticed(REPEATED_ID, repeated)
     meta = write_description(
         work,
