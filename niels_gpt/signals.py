@@ -20,21 +20,19 @@ from typing import Any, Final, NamedTuple
 logger = logging.getLogger(__name__)
 
 Meta = Mapping[str, Any]
-UNREAD: Final = "unread_field:"
-"""Counters of rows with a field that is not read, by the field's name."""
+UNREAD_FIELD, CONTRADICTING_SHAPE, OTHER_TEXT_FIELD = "unread_field", "contradicting_shape", "other_text_field"
+"""Loaders' counters of rows that are kept. An unread field is counted by its name: `unread_field:NAME`."""
+EMPTY_FILE, GIT_LFS_POINTER = "empty_file", "git_lfs_pointer"
+"""Loaders' counters of files and rows that hold no text."""
+UNREAD: Final = f"{UNREAD_FIELD}:"
 REPAIRED_TEXTS: Final = ("repaired_utf8", "undecodable_utf8")
 """Loaders' counters of texts that were repaired; the second of earlier builders."""
 _KEPT_BY_LOADERS = (
-    "byte_order_mark",
-    "other_text_field",
-    "contradicting_shape",
-    "special_as_text",
-    UNREAD,
-    "texts_with_",
+    *("byte_order_mark", OTHER_TEXT_FIELD, CONTRADICTING_SHAPE, "special_as_text", UNREAD, "texts_with_"),
 )
 BYTE_ORDER_MARK, REPLACED, MOJIBAKE = "texts_with_byte_order_mark", "texts_with_u_fffd", "texts_with_mojibake"
 _MARK_OF = {REPLACED: "\ufffd", MOJIBAKE: "\u00c3"}  # what an example of it shows
-ODD_TEXTS: Final = (BYTE_ORDER_MARK, REPLACED, MOJIBAKE)
+ODD_TEXTS: Final = frozenset((BYTE_ORDER_MARK, REPLACED, MOJIBAKE))
 """What TextEncoder notes of a text that comes back from its ids unchanged."""
 EMPTY_REPLIES: Final = "empty_replies"
 BLANK, REPEATED_ID, IN_BOTH = "blank_texts", "repeated_ids", "val_texts_in_train"
@@ -193,9 +191,9 @@ _BYTES = Signal(
     unit="tokens",
     count=_byte_tokens,
 )
-_EMPTY_FILE = Signal("empty_file", "files without a byte", "Fetch or write them again", share=0.0, unit="files")
+_EMPTY_FILE = Signal(EMPTY_FILE, "files without a byte", "Fetch or write them again", share=0.0, unit="files")
 _POINTER = Signal(
-    "git_lfs_pointer",
+    GIT_LFS_POINTER,
     "files and rows that are pointers of git-lfs",
     "Fetch what they stand for: git lfs pull",
     share=0.0,
@@ -214,7 +212,7 @@ SIGNALS: Final[Mapping[str, tuple[Signal, ...]]] = {
         *_TEXTS,
         Signal(BLANK, "are white space alone", _LOOK),
         Signal(
-            "other_text_field",
+            OTHER_TEXT_FIELD,
             "have another text in a second of the fields text, content and document",
             "Of files of your own name the field that holds the text: `--pretrain 'NAME=GLOB:FIELD'`",
         ),
@@ -262,7 +260,7 @@ SIGNALS: Final[Mapping[str, tuple[Signal, ...]]] = {
             "Write `history` and `system_message` as messages. A chat template may read the others "
             "(`--chat-template`); else take them out of the rows",
         ),
-        Signal("contradicting_shape", "have a second form of a chat, with other messages", "Take one of them out"),
+        Signal(CONTRADICTING_SHAPE, "have a second form of a chat, with other messages", "Take one of them out"),
         *(
             Signal(name, words, _LOOK, unit="messages")
             for name, words in (

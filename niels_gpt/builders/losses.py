@@ -63,7 +63,7 @@ class Losses:
             return
         ends, is_drawn = np.cumsum(encoded.lengths), encoded.digests % ROUNDTRIP_SHARE == 0
         for number in (kept[is_drawn[kept]] if self._compared_enough() else kept).tolist():
-            is_lossy = not set(encoded.notes.get(number, ())) <= {*ODD_TEXTS}
+            is_lossy = not ODD_TEXTS.issuperset(encoded.notes.get(number, ()))
             if is_lossy or not texts[number]:  # counted already, or nothing to lose
                 continue
             if not is_drawn[number] and self._compared_enough():

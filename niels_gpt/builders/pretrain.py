@@ -174,8 +174,8 @@ def _document_tokens(tokenizer: Tokenizer, start_choice: str | None, end_choice:
         if end_choice not in ("auto", "eot", "none") or (end_choice != "none" and eot is None):
             raise ValueError(f"document_end={end_choice!r}: the tokenizer has no such token")
         end = None if end_choice == "none" or eot is None else DocumentToken(SPECIAL_TOKENS[3], eot)
-    keys = {"document_end": None if end is None else {"id": end.id, "token": end.token}}
-    return keys if start is None else {**keys, "document_start": {"id": start.id, "token": start.token}}
+    keys: dict[str, Any] = {"document_end": None if end is None else end.record}
+    return keys if start is None else {**keys, "document_start": start.record}
 
 
 def _settings(

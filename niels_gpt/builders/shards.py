@@ -228,7 +228,7 @@ class Shards:
         """Finish the last shards, the index and the ids; returns the keys of meta.json for them and for the counts."""
         build, index, ids = self._build, {}, {}
         self.warnings[REPEATED_ID] = sum(  # of wikitext's splits each begins at 0
-            count_repeated_lines(build.folder / f"{split}_ids.txt") for split in SPLITS
+            count_repeated_lines(build.folder / f"{split}_ids.txt", self.docs[split]) for split in SPLITS
         )
         for split in SPLITS:
             fileio.make_dir(build.work / split)

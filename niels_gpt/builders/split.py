@@ -232,9 +232,11 @@ def count_duplicates(*paths: Path, folder: Path | None = None, max_digests: int 
         return count - sum(_num_distinct(digests, max_digests) for digests in parts)
 
 
-def count_repeated_lines(path: Path, *, max_digests: int = MAX_DIGESTS) -> int:
-    """Return how many lines of a file equal an earlier one, by 8 bytes of their hash. max_digests: as above."""
-    count = sum(map(len, _line_digests(path)))
+def count_repeated_lines(path: Path, count: int, *, max_digests: int = MAX_DIGESTS) -> int:
+    """Return how many lines of a file equal an earlier one, by 8 bytes of their hash.
+
+    count: of its lines. max_digests: as above, but the file is read and hashed once for each range.
+    """
     passes = max(1, -(-count // max_digests))
     ranges = (
         (some[_ranges(some, passes) == number] if passes > 1 else some for some in _line_digests(path))

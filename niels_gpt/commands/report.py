@@ -66,7 +66,7 @@ def outcomes_table(
 def notices(outcome: Outcome) -> str:
     """Return what is lost in a cache, on a line of its own or on several; "" where nothing is."""
     quiet: set[str] = set()
-    with suppress(*_MALFORMED):
+    with suppress(*_MALFORMED):  # a meta.json of another form; its line says so
         quiet = below(outcome.meta)
     found = template_table(outcome.meta) | loss_table(outcome.meta, quiet)
     asked = outcome.meta.get("requested_vocab_size")

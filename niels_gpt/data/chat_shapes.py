@@ -19,8 +19,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from niels_gpt.chat_template import UNKNOWN_ROLE, count_names, is_weight
-from niels_gpt.data.files.text import CONTRADICTING_SHAPE, MISSING_FIELD, UNREAD_FIELD, count, says_nothing
+from niels_gpt.data.files.text import MISSING_FIELD, count, says_nothing
 from niels_gpt.data.types import ChatMessage
+from niels_gpt.signals import CONTRADICTING_SHAPE, UNREAD_FIELD
 
 ROLES = {
     "system": "system",

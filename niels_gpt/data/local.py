@@ -26,13 +26,10 @@ from niels_gpt.data.files.parquet import field_names
 from niels_gpt.data.files.part import FilePart, Share, is_first
 from niels_gpt.data.files.rows import TABLE_SUFFIXES, Position
 from niels_gpt.data.files.text import (
-    GIT_LFS_POINTER,
     MAX_DOCUMENT_BYTES,
     MISSING_FIELD,
     NOT_FETCHED,
-    OTHER_TEXT_FIELD,
     PACKED_SUFFIXES,
-    UNREAD_FIELD,
     UnusableFile,
     count,
     has_other_text,
@@ -45,6 +42,7 @@ from niels_gpt.data.files.walk import first_link, in_order, note_forks, note_lin
 from niels_gpt.data.types import ChatSample, PretrainSample, RawChat, SequenceGroup, TextBlock
 from niels_gpt.data.upstream_rows import TEXT_FIELDS
 from niels_gpt.documents import Partition
+from niels_gpt.signals import GIT_LFS_POINTER, OTHER_TEXT_FIELD, UNREAD_FIELD
 from niels_gpt.storage.errors import SourceError, SourceNotFound
 
 logger = logging.getLogger(__name__)

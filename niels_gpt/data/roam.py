@@ -11,11 +11,12 @@ from pathlib import Path
 
 from niels_gpt.data.files import mirrors
 from niels_gpt.data.files.part import FilePart
-from niels_gpt.data.files.text import GIT_LFS_POINTER, MAX_DOCUMENT_BYTES, REPAIRED, TOO_LARGE, read_text
+from niels_gpt.data.files.text import MAX_DOCUMENT_BYTES, REPAIRED, TOO_LARGE, read_text
 from niels_gpt.data.files.walk import walk_files
 from niels_gpt.data.types import PretrainSample
 from niels_gpt.data.upstream_rows import UpstreamRows
 from niels_gpt.documents import Partition
+from niels_gpt.signals import GIT_LFS_POINTER
 from niels_gpt.storage.errors import SourceNotFound
 
 SOURCE = "roam"
@@ -104,9 +105,8 @@ def notes_by_split(
     """
     read = partial(iter_notes, folder=folder, max_document_bytes=max_document_bytes)
     part = FilePart(partition, len(paths))
-    of_others = Counter(
-        {REPAIRED: 1, TOO_LARGE: 1, GIT_LFS_POINTER: 1}
-    )  # not logged: their own partitions count and log them
+    # Not logged: the partitions that these are of count and log them.
+    of_others = Counter((REPAIRED, TOO_LARGE, GIT_LFS_POINTER))
     digests, own = dict[str, bytes](), set[str]()
     for file, path in enumerate(paths):
         is_own = part.has_document(file)

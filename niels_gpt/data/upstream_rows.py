@@ -16,11 +16,9 @@ from niels_gpt.data.files.columns import Columns, Reading, rows_or_columns
 from niels_gpt.data.files.part import FilePart, Share, is_first
 from niels_gpt.data.files.rows import TABLE_SUFFIXES, Position
 from niels_gpt.data.files.text import (
-    GIT_LFS_POINTER,
     MAX_DOCUMENT_BYTES,
     MISSING_FIELD,
     NOT_FETCHED,
-    OTHER_TEXT_FIELD,
     TOO_LARGE,
     Problem,
     UnusableFile,
@@ -35,6 +33,7 @@ from niels_gpt.data.files.text import (
 from niels_gpt.data.types import PretrainSample, TextBlock, source_id
 from niels_gpt.documents import Partition
 from niels_gpt.hub import datasets as hub
+from niels_gpt.signals import GIT_LFS_POINTER, OTHER_TEXT_FIELD
 from niels_gpt.storage.errors import SourceError
 
 T = TypeVar("T")

@@ -126,7 +126,7 @@ def _examined(
         "unknown_ids": 0 if unknown is None else sum(int(each[unknown]) for each in done.id_counts.values()),
         "noticed": {"documents_without_end": documents - sum(done.ended.values()) if is_ended else 0},
     }
-    if start is not None and not (bare := documents - sum(texts.begun.values())):
+    if start is not None and not (bare := documents - sum(texts.with_start.values())):
         keys["document_start"] = {"id": start[0], "token": start[1]}
     elif start is not None:
         keys["noticed"]["documents_without_start"] = bare

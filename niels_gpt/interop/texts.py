@@ -100,7 +100,7 @@ class Texts:
         return {
             split: int(self._done.id_counts[split] @ table.num_bytes)
             - self._done.ended[split] * of_end
-            - (self.begun[split] * of_start if of_start else 0)
+            - (self.with_start[split] * of_start if of_start else 0)
             - (self._stripped(split, table) if table.stripped.any() else 0)
             for split in SPLITS
         }
@@ -147,7 +147,7 @@ class Texts:
         )
 
     @cached_property
-    def begun(self) -> dict[str, int]:
+    def with_start(self) -> dict[str, int]:
         """The documents of each split that begin with `start`."""
         found = dict.fromkeys(SPLITS, 0)
         for split in SPLITS:

@@ -6,6 +6,7 @@ What begins a document may begin each chat of an EAGLE-3 cache too: the setting 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -25,6 +26,11 @@ class DocumentToken:
     token: str
     """As the vocabulary has it."""
     id: int
+
+    @property
+    def record(self) -> dict[str, int | str]:
+        """Return what meta.json and a plan have of it."""
+        return {"id": self.id, "token": self.token}
 
 
 def document_start(tokenizer: FullTokenizer, choice: str | None = "auto") -> DocumentToken | None:
@@ -54,6 +60,19 @@ def post_processor_starts(tokenizer: Tokenizer) -> list[DocumentToken]:
     """Return what the post-processor of a tokenizer.json writes before a text; [] for every other tokenizer."""
     ids: tuple[int, ...] = getattr(tokenizer, "start_ids", ())
     return [DocumentToken(tokenizer.token(each), each) for each in ids]  # type: ignore[attr-defined]
+
+
+def missing_start(what: str, starts: Sequence[DocumentToken], flag: str) -> str:
+    """Return the text of a warning that some documents or chats begin without the tokens of `post_processor_starts`.
+
+    what: such as "documents". flag: the option that says how they begin.
+    """
+    names = " ".join(ascii(each.token)[1:-1] for each in starts)
+    choice = "auto" if len(starts) == 1 else shlex.quote(starts[0].token)
+    return (
+        f"its {what} begin without {names}, which the tokenizer's own post-processor writes before a text. To write "
+        f"it: {flag} {choice}. To leave it out: {flag} none"
+    )
 
 
 def document_end(tokenizer: FullTokenizer, choice: str = "auto") -> DocumentToken | None:

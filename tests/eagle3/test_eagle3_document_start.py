@@ -75,15 +75,15 @@ def ids_of(cache):
 def test_a_chat_has_the_ids_that_the_tokenizers_own_library_gives_its_text(target):
     library = Tokenizer.from_file(str(target / "tokenizer.json"))
     plain = open_tokenizer(str(target))
-    for choice, is_begun in ((None, False), ("none", False), ("auto", True), ("<|begin|>", True)):
+    for choice, is_started in ((None, False), ("none", False), ("auto", True), ("<|begin|>", True)):
         opened = open_tokenizer(str(target), start=choice)
         ids, mask = opened.encode_chat(CHAT)
-        assert ids == library.encode(PROMPT + WHOLE, add_special_tokens=is_begun).ids
-        assert (ids[0] == BEGIN) is is_begun and mask == [0] * is_begun + plain.encode_chat(CHAT)[1]
+        assert ids == library.encode(PROMPT + WHOLE, add_special_tokens=is_started).ids
+        assert (ids[0] == BEGIN) is is_started and mask == [0] * is_started + plain.encode_chat(CHAT)[1]
         assert kinds.supervised(opened, (ids, mask)) == ["I am well.<|im_end|>"]
         for messages, prompt, text in ((CHAT[:1], True, PROMPT), (CHAT, False, PROMPT + WHOLE)):
             found = opened.plain_ids([Chat("a", messages)], prompt=prompt)
-            assert found == [library.encode(text, add_special_tokens=is_begun).ids]
+            assert found == [library.encode(text, add_special_tokens=is_started).ids]
 
 
 def test_a_chat_that_begins_with_the_token_stays_as_it_is(written):
@@ -136,48 +136,48 @@ def test_a_cache_has_the_token_in_its_samples_and_nothing_new_without_it(run):
     (without, plain), (none, stated) = run("plain"), run("none", start="none")
     assert without.status == none.status == 0 and whole_tree(plain) == whole_tree(stated)
     assert "document_start" not in plan_of(plain)["tokenizer"]
-    done, begun = run("begun", "--limit", 6, start="auto")
+    done, started = run("started", "--limit", 6, start="auto")
     assert done.status == 0 and "W414" not in done.err
-    assert plan_of(begun)["tokenizer"]["document_start"] == {"id": BEGIN, "token": "<|begin|>"}
-    (ids, masks), (before, masks_before) = ids_of(begun), ids_of(plain)
+    assert plan_of(started)["tokenizer"]["document_start"] == {"id": BEGIN, "token": "<|begin|>"}
+    (ids, masks), (before, masks_before) = ids_of(started), ids_of(plain)
     assert ids == [[BEGIN, *each][:40] for each in before]
     assert masks == [[0, *each][:40] for each in masks_before]
     assert max(map(len, before)) == 40, "one is cut, and the token takes a slot of it"
-    for row, item in enumerate(CachedEagle3Dataset(begun)):
+    for row, item in enumerate(CachedEagle3Dataset(started)):
         width = len(ids[row]) - 1
         assert item["input_ids"][:width].tolist() == ids[row][1:]
         assert item["loss_mask"][:width].tolist() == masks[row][1:]
         assert item["position_mask"].sum() and not item["position_mask"][width:].any()
-    shown = niels_gpt("eagle3", "inspect", begun)
+    shown = niels_gpt("eagle3", "inspect", started)
     assert shown.status == 0 and f"<|begin|> (id {BEGIN})" in shown.out
-    checked = niels_gpt("eagle3", "verify", begun, "--target", plan_of(begun)["target"]["name"])
+    checked = niels_gpt("eagle3", "verify", started, "--target", plan_of(started)["target"]["name"])
     assert checked.status == 0, checked.out + checked.err
 
 
 def test_the_counts_of_the_draft_vocabulary_stay_where_nothing_is_cut(run):
     done, plain = run("plain", "--seq-length", 60)
-    begun = run("begun", "--seq-length", 60, start="auto")[1]
-    assert done.status == 0 and read_manifest(begun) == read_manifest(plain)
-    assert plan_of(begun)["samples"]["supervised_tokens"] == plan_of(plain)["samples"]["supervised_tokens"]
-    assert plan_of(begun)["samples"]["tokens"] == plan_of(plain)["samples"]["tokens"] + len(CHATS)
+    started = run("started", "--seq-length", 60, start="auto")[1]
+    assert done.status == 0 and read_manifest(started) == read_manifest(plain)
+    assert plan_of(started)["samples"]["supervised_tokens"] == plan_of(plain)["samples"]["supervised_tokens"]
+    assert plan_of(started)["samples"]["tokens"] == plan_of(plain)["samples"]["tokens"] + len(CHATS)
 
 
 def test_a_cache_is_continued_with_the_same_token_alone(run):
-    begun = run("c", "--shard-size", 2, start="auto")[1]
-    before = whole_tree(begun)
+    started = run("c", "--shard-size", 2, start="auto")[1]
+    before = whole_tree(started)
     for start in (None, "none", "<|eot|>"):
         done, _ = run("c", "--shard-size", 2, "--resume", start=start)
         assert done.status == 1 and "E703" in done.err and "tokenizer.document_start" in done.err
-    assert whole_tree(begun) == before
+    assert whole_tree(started) == before
     for name in ("shard-000001.safetensors", "meta.json"):
-        (begun / name).unlink()
+        (started / name).unlink()
     done, _ = run("c", "--shard-size", 2, "--resume", start="<|begin|>")
-    assert done.status == 0 and "made 1 shards" in done.out and whole_tree(begun) == before
-    record = plan_of(begun)
+    assert done.status == 0 and "made 1 shards" in done.out and whole_tree(started) == before
+    record = plan_of(started)
     for wrong in ({"id": -1, "token": "a"}, {"id": 1}, "<|begin|>"):
         record["tokenizer"]["document_start"] = wrong
-        (begun / "sidecar" / "plan.json").write_bytes(canonical_json(record))
-        done = niels_gpt("eagle3", "inspect", begun)
+        (started / "sidecar" / "plan.json").write_bytes(canonical_json(record))
+        done = niels_gpt("eagle3", "inspect", started)
         assert done.status == 3 and "E701" in done.err and "tokenizer.document_start" in done.err
 
 
@@ -221,12 +221,12 @@ def test_replies_are_asked_for_with_the_token_before_each_prompt(tmp_path, targe
     prompts = [kinds.turns(chat[0]["content"]) for chat in CHATS]
     expected = open_tokenizer(str(target)).plain_ids([Chat("a", each) for each in prompts], prompt=True)
     assert respond("plain.jsonl", "--form", "ids").status == 0
-    assert respond("begun.jsonl", "--form", "ids", "--document-start", "auto").status == 0
-    for found, start in ((ids("plain.jsonl"), []), (ids("begun.jsonl"), [BEGIN])):
+    assert respond("started.jsonl", "--form", "ids", "--document-start", "auto").status == 0
+    for found, start in ((ids("plain.jsonl"), []), (ids("started.jsonl"), [BEGIN])):
         pairs = zip(found, expected, strict=True)
         assert all(one[: len(other) + len(start)] == [*start, *other] for one, other in pairs)
-    assert respond("begun.jsonl", "--form", "ids", "--document-start", "<|begin|>").status == 0
-    other = respond("begun.jsonl", "--form", "ids")
+    assert respond("started.jsonl", "--form", "ids", "--document-start", "<|begin|>").status == 0
+    other = respond("started.jsonl", "--form", "ids")
     assert other.status == 1 and "document_start" in other.err
     done = respond("chats.jsonl", "--document-start", "auto")
     assert done.status == 0 and "--document-start auto" in done.out
@@ -246,10 +246,10 @@ def test_the_assets_have_the_token_by_a_setting_of_their_own(tmp_path, target, c
     assert len(warned) == 1 and "--eagle3-document-start auto" in warned[0].getMessage()
     caplog.clear()
     assert build_targets(settings("none")).reused and build_draft_vocab(settings("none")).reused
-    begun = build_targets(settings("auto"))
-    assert not begun.reused and begun.fingerprint != plain.fingerprint and "W414" not in caplog.text
+    started = build_targets(settings("auto"))
+    assert not started.reused and started.fingerprint != plain.fingerprint and "W414" not in caplog.text
     assert build_targets(settings("<|begin|>")).reused and build_draft_vocab(settings("<|begin|>")).reused
     assert build_draft_vocab(settings("auto")).meta["totals"]["tokens"] > vocab.meta["totals"]["tokens"]
-    assert ids_of(begun.path)[0][0][0] == BEGIN
+    assert ids_of(started.path)[0][0][0] == BEGIN
     with refused("E102", "eagle3_document_start", "<|begun|>"):
         build_targets(settings("<|begun|>"))

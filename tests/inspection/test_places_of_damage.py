@@ -222,28 +222,32 @@ def test_a_sentinel_inside_a_document_and_an_end_without_one_are_found(
     assert find_damage(folder, deep=True) == [Damage(name, 2 * place, 2 * place + 2, problem)]
 
 
-def test_an_ordinary_token_that_ends_documents_is_found_inside_one(tmp_path):
-    folder, name = pretrain_of(tmp_path, ["aaaa", "bbbb"], max_val_tokens=0), "train/shard_00000.bin"
-    for place in (4, 9):
-        put_token(folder / name, place, 75)
-    describe(folder, document_end={"id": 75, "token": "A"})
+def with_edges(tmp_path, key, places):
+    """Return a good cache of two documents, whose tokens at `places` are the ordinary one of a key of meta.json."""
+    folder = pretrain_of(tmp_path, ["aaaa", "bbbb"], max_val_tokens=0)
+    for place in places:
+        put_token(folder / "train/shard_00000.bin", place, 75)
+    describe(folder, **{key: {"id": 75, "token": "A"}})
     assert find_damage(folder, deep=True) == []
-    put_token(folder / name, 1, 75)
-    describe(folder)
-    problem = "token 1 is the token 'A' (75), which ends documents, inside document 0"
-    assert find_damage(folder, deep=True) == [Damage(name, 2, 4, problem)]
+    return folder
 
 
-def test_a_token_that_begins_documents_is_missed_and_is_found_inside_one(tmp_path):
-    folder, name = pretrain_of(tmp_path, ["aaaa", "bbbb"], max_val_tokens=0), "train/shard_00000.bin"
-    for place in (0, 5):
-        put_token(folder / name, place, 75)
-    describe(folder, document_start={"id": 75, "token": "A"})
-    assert find_damage(folder, deep=True) == []
-    put_token(folder / name, 7, 75)
+@pytest.mark.parametrize(
+    ("key", "places", "stray", "problem"),
+    [
+        ("document_end", (4, 9), 1, "token 1 is the token 'A' (75), which ends documents, inside document 0"),
+        ("document_start", (0, 5), 7, "token 7 is the token 'A' (75), which begins documents, inside document 1"),
+    ],
+)
+def test_an_ordinary_token_at_the_edge_of_documents_is_found_inside_one(tmp_path, key, places, stray, problem):
+    folder, name = with_edges(tmp_path, key, places), "train/shard_00000.bin"
+    put_token(folder / name, stray, 75)
     describe(folder)
-    problem = "token 7 is the token 'A' (75), which begins documents, inside document 1"
-    assert find_damage(folder, deep=True) == [Damage(name, 14, 16, problem)]
+    assert find_damage(folder, deep=True) == [Damage(name, 2 * stray, 2 * stray + 2, problem)]
+
+
+def test_a_document_without_the_token_that_begins_documents_is_found(tmp_path):
+    folder, name = with_edges(tmp_path, "document_start", (0, 5)), "train/shard_00000.bin"
     put_token(folder / name, 5, 76)
     describe(folder)
     assert find_damage(folder, deep=True) == [Damage(name, 10, 12, "token 5 begins document 1, expected 'A' (75)")]

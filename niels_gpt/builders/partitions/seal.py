@@ -157,11 +157,13 @@ def _joined(plan: Plan, work: Path, source: Source, seen: Sequence[str]) -> dict
     }
     if common["split_rule"] not in IN_PARTITIONS.values():  # by text, no text can be in both
         sums.noticed(IN_BOTH, count_in_both(texts["train"], texts["val"]))
-    if (
-        sum(sums.of("docs", split) for split in SPLITS) <= 16 * MAX_DIGESTS
-    ):  # more are not hashed so often: the sum stays
-        names = (work / f"index/{split}_ids.txt" for split in SPLITS)
-        sums.noticed(REPEATED_ID, sum(count_repeated_lines(name, max_digests=MAX_DIGESTS) for name in names))
+    documents = {split: sums.of("docs", split) for split in SPLITS}
+    if sum(documents.values()) <= 16 * MAX_DIGESTS:  # of more the sum of the partitions stays: that many passes
+        counts = (
+            count_repeated_lines(work / f"index/{split}_ids.txt", number, max_digests=MAX_DIGESTS)
+            for split, number in documents.items()
+        )
+        sums.noticed(REPEATED_ID, sum(counts))
     meta = write_description(
         work,
         vocabulary={},

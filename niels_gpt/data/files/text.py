@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from niels_gpt.data.files.part import WHOLE_FILE, Share
+from niels_gpt.signals import EMPTY_FILE, GIT_LFS_POINTER
 from niels_gpt.storage.errors import SourceError, errors_as
 from niels_gpt.storage.fileio import open_for_reading
 
@@ -33,11 +34,8 @@ MAX_DOCUMENT_BYTES = 1 << 26
 """The largest document or row by default: 64 MiB."""
 
 REPAIRED, BYTE_ORDER_MARK, WITH_NUL = "repaired_utf8", "byte_order_mark", "texts_with_nul"
-UNREAD_FIELD, CONTRADICTING_SHAPE, OTHER_TEXT_FIELD = "unread_field", "contradicting_shape", "other_text_field"
-"""Counters of documents, chats and rows that were kept; every other counter is of dropped ones. An unread field is
-counted by its name, as `unread_field:NAME`."""
+"""Counters of documents that were kept, as are those of signals.py; every other counter is of dropped ones."""
 TOO_LARGE, UNREADABLE_ROW, MISSING_FIELD = "too_large", "unreadable_row", "missing_field"
-EMPTY_FILE, GIT_LFS_POINTER = "empty_file", "git_lfs_pointer"
 LINKS, RESOURCE_FORK = "links_not_followed", "resource_fork"
 
 NOT_FETCHED = "a pointer of git-lfs in place of the text; fetch it: git lfs pull"

@@ -104,11 +104,11 @@ def _plan_rows(plan: dict[str, Any]) -> Table:
     revision = target.get("revision") or f"weights {str(target.get('weights_sha256'))[:_DIGITS]}"
     lost = ", ".join(f"{why} {count:,}" for why, count in {**plan["dropped"], **plan["altered"]}.items())
     start = tokenizer.get("document_start")
-    begun = f", chats begin with {start['token']} (id {start['id']})" if start else ""
+    start_text = f", chats begin with {start['token']} (id {start['id']})" if start else ""
     values = {
         "made from": f"{target.get('name')}, {revision}, config {str(target.get('config_sha256'))[:_DIGITS]}",
         "tokenizer": f"{str(tokenizer['sha256'])[:_DIGITS]}, loss mask by {tokenizer['mask_by']}, pad id "
-        f"{tokenizer['pad_id']}{begun}",
+        f"{tokenizer['pad_id']}{start_text}",
         "source": _flat(plan["source"]),
         "dropped or truncated": lost or "nothing",
         "tokens": f"{count_text(samples['tokens'])}, {count_text(samples['supervised_tokens'])} of them supervised",

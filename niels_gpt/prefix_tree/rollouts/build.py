@@ -19,7 +19,7 @@ from niels_gpt.builders.build import CHECKPOINT_SECONDS, Build
 from niels_gpt.builders.meta_keys import Source, build_identity, describe_and_commit, vocabulary_of
 from niels_gpt.builders.resume import NoTextError, check_ended, compare_consumed, open_build, seek
 from niels_gpt.builders.source import ItemKind, chunked, first_number
-from niels_gpt.builders.split import SPLITS, TextSplit, Waiting
+from niels_gpt.builders.split import SPLITS, TextSplit, Waiting, count_repeated_lines
 from niels_gpt.builders.writer import OFFSET_DTYPE, npy_header
 from niels_gpt.encoding import DIGEST_BYTES, split_keys
 from niels_gpt.prefix_tree.rollouts.format import (
@@ -225,9 +225,10 @@ class _Writer:
 
     def _noticed(self) -> dict[str, Any]:
         """Return the keys of meta.json for what is odd, and for the ranges of the fields."""
-        names = (line for split in SPLITS for line in self._lines(f"{split}_ids.txt"))
-        keys = np.sort(split_keys(names, 0))
-        self._odd[REPEATED_GROUP] = int(np.count_nonzero(keys[1:] == keys[:-1]))
+        self._odd[REPEATED_GROUP] = sum(  # groups of one id are in one split
+            count_repeated_lines(self._build.folder / f"{split}_ids.txt", self.sums[split]["groups"])
+            for split in SPLITS
+        )
         samples = self._counts["samples_kept"]
         if self._odd[WITHOUT_PROMPT] == samples:  # as in trees
             del self._odd[WITHOUT_PROMPT]
@@ -316,10 +317,6 @@ class _Writer:
         entries = self.sums[split][table] * columns
         record = self._build.add(f"index/{split}_{table}.npy", self._rows(f"{split}_{table}.bin", entries))
         return {**record, "entries": entries}
-
-    def _lines(self, name: str) -> Iterator[bytes]:
-        with open(self._build.folder / name, "rb") as file:
-            yield from file
 
     def _rows(self, name: str, entries: int) -> Iterator[Any]:
         yield npy_header(entries)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -77,7 +76,7 @@ class Resolved:
     def start_record(self) -> dict[str, Any]:
         """`document_start` of the plan's `tokenizer`: id and token; {} where chats have what their template writes."""
         start = self.tokenizer.start
-        return {} if start is None else {"document_start": {"id": start.id, "token": start.token}}
+        return {} if start is None else {"document_start": start.record}
 
     @property
     def known_parts(self) -> dict[str, Any]:
@@ -326,8 +325,7 @@ def prepare(resolved: Resolved, *, tokenized: Callable[[int, int], None] | None 
     )
     samples = Samples.of_rows(_reported(islice(rows, options.limit), tokenized, shown, options.show))
     selected = resolved.draft_vocab or _frequent_vocab(resolved, samples)
-    kept = filter(is_of_kept, counters)
-    altered = {**{reason: counters[reason] for reason in NOT_DROPPED}, **{reason: counters[reason] for reason in kept}}
+    altered = {reason: counters[reason] for reason in (*NOT_DROPPED, *filter(is_of_kept, counters))}
     not_dropped = {ROWS, *altered, *roles_counted(counters)}  # the roles are counted in unknown_role too
     plan = make_plan(
         manifest_of(resolved, selected),
@@ -403,23 +401,15 @@ def warn_of_missing_start(prepared: Prepared, cache: Path, flag: str = "--docume
     """Log a warning where no chat begins with what the target's tokenizer writes before a text, and no option says how
     they begin. flag: that of the option."""
     from niels_gpt.recipes.eagle3.input import ROWS
+    from niels_gpt.tokenizers.document_tokens import missing_start
 
     resolved, samples = prepared.resolved, prepared.samples
     starts, is_stated = resolved.tokenizer.usual_starts, resolved.options.document_start is not None
     if is_stated or not starts or resolved.source["form"] == ROWS or not len(samples):
         return
     if not (samples.ids[samples.starts[:-1]] == starts[0].id).any():
-        logger.warning(
-            "%s: its %s begin without %s, which the target's own tokenizer writes before a text. To write it: %s %s. "
-            "To leave it out: %s none",
-            cache,
-            many(len(samples), "chat"),
-            " ".join(ascii(each.token)[1:-1] for each in starts),
-            flag,
-            "auto" if len(starts) == 1 else shlex.quote(starts[0].token),
-            flag,
-            extra={"code": "W414"},
-        )
+        text = missing_start(many(len(samples), "chat"), starts, flag)
+        logger.warning("%s: %s", cache, text, extra={"code": "W414"})
 
 
 def open_target(device: torch.device, *, name: str, revision: str | None, compute_dtype: str, attention: str) -> Any:

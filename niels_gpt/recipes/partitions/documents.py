@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -17,7 +16,7 @@ from niels_gpt.recipes import sources
 from niels_gpt.recipes.resolve import ResolvedSource, resolve_source
 from niels_gpt.recipes.run_recipe import BuildInputs, num_threads
 from niels_gpt.settings import Settings
-from niels_gpt.tokenizers.document_tokens import post_processor_starts
+from niels_gpt.tokenizers.document_tokens import missing_start, post_processor_starts
 from niels_gpt.tokenizers.protocol import FullTokenizer
 
 logger = logging.getLogger(__name__)
@@ -86,14 +85,8 @@ def warn_of_missing_start(settings: Settings, source: ResolvedSource, tokenizer:
         return
     with suppress(ValueError):  # the model cannot encode a text that would show it
         if starts := post_processor_starts(tokenizer):
-            logger.warning(
-                "%s: its documents begin without %s, which the tokenizer's own post-processor writes before a text. To "
-                "write it: --document-start %s. To leave it out: --document-start none",
-                cache,
-                " ".join(ascii(each.token)[1:-1] for each in starts),
-                "auto" if len(starts) == 1 else shlex.quote(starts[0].token),
-                extra={"code": "W414"},
-            )
+            text = missing_start("documents", starts, "--document-start")
+            logger.warning("%s: %s", cache, text, extra={"code": "W414"})
 
 
 def is_partitioned(settings: Settings, source: ResolvedSource) -> bool:
