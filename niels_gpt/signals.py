@@ -104,7 +104,7 @@ class Signal:
     unit: str = ""
     """What is counted; "" for the documents, chats or samples of the cache."""
     count: Callable[[Meta, Mapping[str, int]], int] | None = None
-    """How many, from meta.json and its counters, where it is not that of `counter`."""
+    """Counts them from meta.json and its counters; None: `counter` is their number."""
 
 
 class Found(NamedTuple):
@@ -154,7 +154,7 @@ def _byte_tokens(meta: Meta, counts: Mapping[str, int]) -> int:
 
 
 def _unknown_roles(meta: Meta, counts: Mapping[str, int]) -> int:
-    """Return the chats that a built-in source leaves out for a role; those of the user's files have W310."""
+    """Return the chats that a built-in source leaves out for a role. The user's own files have W310 for it."""
     return 0 if meta["source"].get("kind") == "own" else int(meta["source"]["counters"].get("unknown_role", 0))
 
 
@@ -170,7 +170,7 @@ def _equal(field: str, *values: float) -> Callable[[Meta, Mapping[str, int]], in
 
 
 def _misspelt(meta: Meta, counts: Mapping[str, int]) -> int:
-    """Return the rows with an unread field whose name is like that of a field that the cache lacks."""
+    """Return the rows with an unread field whose name is like a field that the cache lacks."""
     return max((number for name, number in counts.items() if _is_like_a_missing_one(meta, name)), default=0)
 
 
@@ -306,7 +306,7 @@ SIGNALS: Final[Mapping[str, tuple[Signal, ...]]] = {
         Signal(
             "groups_of_one",
             "have one sample",
-            "Sort the rows by their group: those of one follow each other",
+            "Sort the rows by their group: rows of one group follow each other",
             0.9,
             "groups",
         ),
@@ -336,7 +336,7 @@ SIGNALS: Final[Mapping[str, tuple[Signal, ...]]] = {
 }
 """By the kind of cache."""
 _NOT_KEPT = ("files", "rows", "messages")
-"""Units whose number in all is not known; that of messages is compared with the chats read."""
+"""Units whose number in all is not known. Messages are compared with the chats that were read."""
 _UNITS = {"pretrain": "documents", "sft": "chats", "rollouts": "samples"}
 
 
@@ -393,9 +393,7 @@ def above(meta: Meta) -> list[Found]:
 def below(meta: Meta) -> set[str]:
     """Return the counters of the table that a build does not warn of, which `stats` alone prints."""
     of_kind = SIGNALS.get(str(meta.get("kind")), ())
-    return (
-        {signal.counter for signal in of_kind} - {found.signal.counter for found in above(meta)} if of_kind else set()
-    )
+    return {signal.counter for signal in of_kind} - {found.signal.counter for found in above(meta)}
 
 
 def warn_of_signals(where: str | os.PathLike[str], meta: Meta) -> None:

@@ -30,8 +30,7 @@ def usable(chat: Chat) -> Chat:
 
     Raises: UnusableValueError for a float that is not finite, an integer beyond 64 bits, a key that is no string, a
         value that is none of JSON's, messages or tools that are no objects, a call of no function, a weight that is
-        neither 0 nor 1, and more than
-        MAX_DEPTH levels, MAX_VALUES values or MAX_CHARS characters.
+        neither 0 nor 1, and more than MAX_DEPTH levels, MAX_VALUES values or MAX_CHARS characters.
     """
     left = [MAX_VALUES]
     messages = [_object(message, "message", left) for message in chat.messages]

@@ -6,8 +6,8 @@
 
 The first of SHAPES that a row has is read. A field that is null is absent: rows of parquet have every field.
 
-There are two readings. `messages_of` is that of the project's own chats: system, user and assistant, and words alone.
-`raw_chat_of` is that of other chat templates: a turn keeps its role and all its fields. Both count what they leave out
+There are two readings. `messages_of` is for the project's own chats: system, user and assistant, and words alone.
+`raw_chat_of` is for other chat templates: a turn keeps its role and all its fields. Both count what they leave out
 of a chat: `unread_field:NAME`, and `contradicting_shape` where another shape of the row gives another chat.
 """
 
@@ -168,8 +168,8 @@ def _text_field(row: Mapping[str, Any], name: str) -> str:
 def _read_turns(turns: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
     roles = [_role_of(turn) for turn in turns]  # first: a turn of a tool is an unknown role, with any content
     messages = [ChatMessage(role, _content_of(turn)) for role, turn in zip(roles, turns, strict=True)]
-    weights = [None if turn.get("weight") is None else _weight_of(turn) for turn in turns]
-    if 0 in weights and any(role == "assistant" and weight == 0 for role, weight in zip(roles, weights, strict=True)):
+    weights = [_weight_of(turn) for turn in turns]
+    if ("assistant", 0) in zip(roles, weights, strict=True):
         raise NotAChatError(WEIGHT_0, "a reply of weight 0, and here every reply carries loss")
     return messages
 

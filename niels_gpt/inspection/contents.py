@@ -283,8 +283,9 @@ def _cut_places(meta: dict[str, Any], split: str, bounds: NDArray[np.int64]) -> 
 class SentinelScan:
     """The special tokens of a split's token stream, which may span several files.
 
-    Pretrain: each document begins with the token of `document_start` and ends with that of `document_end`, if there is
-    one, and has them and special tokens nowhere else, but in an imported cache, whose documents may hold any token.
+    Pretrain: each document begins with the token of `document_start` and ends with the token of `document_end`, if
+    there is one, and has them and special tokens nowhere else, but in an imported cache, whose documents may hold
+    any token.
     Sft: each example begins with a role; a role is followed by ids and an end-of-text, and that by the next role. With
     loss bits a chat template decides what stands where: nothing is scanned.
     Only the first wrong token is kept.

@@ -127,7 +127,7 @@ def _examined(
         "noticed": {"documents_without_end": documents - sum(done.ended.values()) if is_ended else 0},
     }
     if start is not None and not (bare := documents - sum(texts.with_start.values())):
-        keys["document_start"] = {"id": start[0], "token": start[1]}
+        keys["document_start"] = DocumentToken(start[1], start[0]).record
     elif start is not None:
         keys["noticed"]["documents_without_start"] = bare
     if about.kind == "pretrain" and options.utf8_bytes:

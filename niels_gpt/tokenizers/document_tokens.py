@@ -62,7 +62,7 @@ def post_processor_starts(tokenizer: Tokenizer) -> list[DocumentToken]:
     return [DocumentToken(tokenizer.token(each), each) for each in ids]  # type: ignore[attr-defined]
 
 
-def missing_start(what: str, starts: Sequence[DocumentToken], flag: str) -> str:
+def missing_start_text(what: str, starts: Sequence[DocumentToken], flag: str) -> str:
     """Return the text of a warning that some documents or chats begin without the tokens of `post_processor_starts`.
 
     what: such as "documents". flag: the option that says how they begin.
@@ -102,7 +102,7 @@ def document_end(tokenizer: FullTokenizer, choice: str = "auto") -> DocumentToke
 
 
 def _near(tokenizer: FullTokenizer, choice: str | None) -> str:
-    """Return that there is no such token, and those of the added and control tokens that are most like it."""
+    """Return the text that there is no such token, with the added and control tokens that are most like it."""
     added = getattr(tokenizer, "added_tokens", dict[str, bool])()
     known = dict.fromkeys([*added, *(tokenizer.token(each) for each in sorted(control_ids(tokenizer)))])
     names = [each for each in known if each.isprintable()]

@@ -89,7 +89,7 @@ class FullTokenizer(Tokenizer, Protocol):
 
 
 def ids_before(ids: Sequence[int], of_text: Sequence[int]) -> tuple[int, ...]:
-    """Return those of `ids` that stand before the ids of a text; () where these are not in them."""
+    """Return the ids before the ids of a text, which are among `ids`; () where they are not."""
     count = next((at for at in range(len(ids)) if [*ids[at : at + len(of_text)]] == [*of_text]), 0)
     return tuple(ids[:count])
 

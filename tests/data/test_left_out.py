@@ -147,7 +147,7 @@ def test_what_is_left_out_of_a_row_of_rollouts_is_counted(tmp_path, kind, row, e
 
 
 def blocks(found, counters, position):
-    """Stream documents; of each block the position is that of the document, as a builder has it."""
+    """Stream documents; the position of a block is moved to each of its documents, as a builder does."""
     options = {"field": None, "max_document_bytes": MAX_DOCUMENT_BYTES, "blocks": True}
     for item in iter_documents(found, source="own", counters=counters, position=position, **options):
         ends = dict(position)

@@ -1,4 +1,4 @@
-"""Tokenizers by hand, with a few hundred ids, whose files begin a text as those of known models do.
+"""Tokenizers by hand, with a few hundred ids, whose files begin a text as known models do.
 
 start_tokenizer(folder, name)   writes tokenizer.json and tokenizer_config.json of FORMS; returns the folder
 """
@@ -25,7 +25,7 @@ _ENDS = {
 
 
 def start_tokenizer(folder, name, single=""):
-    """Write a tokenizer. single: the template of one text, in place of "TOKEN $A"; "": that of the form."""
+    """Write a tokenizer. single: the template of one text, in place of "TOKEN $A"; "": the usual one of the form."""
     start, end = FORMS[name], _ENDS[name]
     tokenizer = _sentencepiece_like(name, start, end) if name in ("gemma", "mistral") else _byte_level(name)
     tokenizer.add_special_tokens([AddedToken(each, special=True) for each in (start, end) if each])

@@ -29,7 +29,7 @@ def write_model(folder, *, seed, template=kinds.CHATML, **how):
 
 
 def begin_texts_with(folder, single="<|begin|> $A"):
-    """Let the post-processor of a model's tokenizer write what is before $A before each text; returns the folder."""
+    """Let the post-processor of a model's tokenizer write the tokens before $A before each text; returns the folder."""
     from tokenizers import Tokenizer, processors
 
     path = str(folder / "tokenizer.json")

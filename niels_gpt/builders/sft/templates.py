@@ -29,6 +29,7 @@ from niels_gpt.builders.source import Batch, ItemKind, first_number
 from niels_gpt.builders.split import TextSplit, chat_text
 from niels_gpt.chat.rows import EMPTY, MERGED, NO_SUPERVISED, WITHOUT_LOSS
 from niels_gpt.chat.tokenizers import SPECIAL_TEXT, Chat, ChatTokenizer, EncodedChat, RefusedChat
+from niels_gpt.chat.turns import words_of
 from niels_gpt.encoding import DIGEST_BYTES, DIGEST_DTYPE
 from niels_gpt.progress import Progress
 from niels_gpt.signals import odd_in_text, warn_of_signals
@@ -164,8 +165,7 @@ class _EncodedChats:
         self.targets.append(targets)
         self.numbers.append((len(ids), int(targets.sum()), _utf8_bytes(chat.messages), _digest(chat)))
         self.texts.append(chat_text([(message["role"], message.get("content")) for message in chat.messages]))
-        words = [_words(message.get("content")) for message in chat.messages]
-        self.chats.append(([message["role"] for message in chat.messages], words))
+        self.chats.append(([message["role"] for message in chat.messages], list(map(words_of, chat.messages))))
         self.noticed.update([MERGED] * encoded.merged + list(encoded.unsupervised))
         self.noticed[WITHOUT_LOSS] += encoded.turns_without_loss
 
@@ -206,17 +206,6 @@ class _ChatEncoder:
             problem = f"chat {name!r}: the tokenizer gave id {wrong}, expected ids below vocab_size={self.vocab_size}"
             raise TokenizerError(problem, code="E409")
         return array.astype(self.dtype)
-
-
-def _words(content: Any) -> str:
-    """Return the text of a content; of a list, that of its parts."""
-    if isinstance(content, list):
-        return "".join(_words(part.get("text")) for part in content if isinstance(part, dict))
-    return content if isinstance(content, str) else ""
-
-
-def _utf8(text: str) -> bytes:
-    return text.encode(errors="surrogatepass")
 
 
 def _utf8_bytes(value: Any) -> int:
@@ -287,7 +276,8 @@ class _Writer:
                 buffer.warnings[UNKNOWN_IDS] += int(np.count_nonzero(ids == self._unk_id))
             names = [item.name for number, item in enumerate(batch.items) if number not in encoded.problems]
             for name, (roles, texts) in zip(names, encoded.chats, strict=True):
-                odd = {each: text for text in texts if not text.isascii() for each in odd_in_text(_utf8(text))}
+                utf8 = ((text, text.encode(errors="surrogatepass")) for text in texts if not text.isascii())
+                odd = {each: text for text, data in utf8 for each in odd_in_text(data)}
                 buffer.note(name, roles, texts, odd, has_empty=False)  # counted as EMPTY_REPLY
             buffer.write(ids, np.array(encoded.numbers, dtype=np.int64), names, encoded.texts, targets)
 

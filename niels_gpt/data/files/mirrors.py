@@ -87,7 +87,7 @@ def split_files(
     folders: Sequence[str] = (),
     **beside: Any,
 ) -> list[Path]:
-    """List the files of one split; with "all" those of every split: train, validation, test.
+    """List the files of one split, train, validation or test; with "all" the files of every split.
 
     folders: the first that exists inside the dataset's folder is read alone. A copy of a hub repository has a folder
         for each config, or the same rows in other formats beside it.

@@ -34,7 +34,7 @@ MAX_DOCUMENT_BYTES = 1 << 26
 """The largest document or row by default: 64 MiB."""
 
 REPAIRED, BYTE_ORDER_MARK, WITH_NUL = "repaired_utf8", "byte_order_mark", "texts_with_nul"
-"""Counters of documents that were kept, as are those of signals.py; every other counter is of dropped ones."""
+"""Counters of documents that were kept, as `signals.is_of_kept` has more; every other one is of dropped documents."""
 TOO_LARGE, UNREADABLE_ROW, MISSING_FIELD = "too_large", "unreadable_row", "missing_field"
 LINKS, RESOURCE_FORK = "links_not_followed", "resource_fork"
 

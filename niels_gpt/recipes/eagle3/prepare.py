@@ -399,16 +399,16 @@ def carry_out(
 
 def warn_of_missing_start(prepared: Prepared, cache: Path, flag: str = "--document-start") -> None:
     """Log a warning where no chat begins with what the target's tokenizer writes before a text, and no option says how
-    they begin. flag: that of the option."""
+    they begin. flag: the option, for the message."""
     from niels_gpt.recipes.eagle3.input import ROWS
-    from niels_gpt.tokenizers.document_tokens import missing_start
+    from niels_gpt.tokenizers.document_tokens import missing_start_text
 
     resolved, samples = prepared.resolved, prepared.samples
     starts, is_stated = resolved.tokenizer.usual_starts, resolved.options.document_start is not None
     if is_stated or not starts or resolved.source["form"] == ROWS or not len(samples):
         return
     if not (samples.ids[samples.starts[:-1]] == starts[0].id).any():
-        text = missing_start(many(len(samples), "chat"), starts, flag)
+        text = missing_start_text(many(len(samples), "chat"), starts, flag)
         logger.warning("%s: %s", cache, text, extra={"code": "W414"})
 
 

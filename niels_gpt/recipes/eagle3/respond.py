@@ -97,7 +97,7 @@ class Responder:
         tokenizer = {name: getattr(self.tokenizer, name) for name in ("sha256", "template_sha256")}
         parts = {"target": target, "tokenizer": tokenizer, "source": source, "run": self.run}
         if self.tokenizer.start is not None:
-            parts["document_start"] = asdict(self.tokenizer.start)
+            parts["document_start"] = self.tokenizer.start.record
         return {**parts, "sampling": asdict(self.sampling), "stop_ids": list(self.stop_ids), **chosen}
 
 

@@ -16,7 +16,7 @@ from niels_gpt.recipes import sources
 from niels_gpt.recipes.resolve import ResolvedSource, resolve_source
 from niels_gpt.recipes.run_recipe import BuildInputs, num_threads
 from niels_gpt.settings import Settings
-from niels_gpt.tokenizers.document_tokens import missing_start, post_processor_starts
+from niels_gpt.tokenizers.document_tokens import missing_start_text, post_processor_starts
 from niels_gpt.tokenizers.protocol import FullTokenizer
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ def warn_of_missing_start(settings: Settings, source: ResolvedSource, tokenizer:
         return
     with suppress(ValueError):  # the model cannot encode a text that would show it
         if starts := post_processor_starts(tokenizer):
-            text = missing_start("documents", starts, "--document-start")
+            text = missing_start_text("documents", starts, "--document-start")
             logger.warning("%s: %s", cache, text, extra={"code": "W414"})
 
 
