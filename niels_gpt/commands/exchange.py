@@ -89,7 +89,7 @@ niels-gpt import DIR pretrain/wiki --from olmo --val '*_held_*.npy'""",
 @option("--cache-dir", type=_PATH, default="cache", help="folder of the caches")
 @option("--val", metavar="GLOB", help="the files of val; by their names if not given")
 @option("--document-end", metavar="TOKEN", help="the token that ends documents, or none, or auto")
-@option("--copy", is_flag=True, help="copy files that could be linked")
+@option("--copy", is_flag=True, help="copy files that could be linked. A linked file of SRC becomes read-only")
 @option("--licence", metavar="TEXT", help="licence of the text")
 @option("--attribution", metavar="TEXT", help="whom to name")
 @option("--pad-id", type=click.IntRange(0), metavar="ID", help="of chats: the id that fills up rows")

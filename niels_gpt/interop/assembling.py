@@ -33,7 +33,7 @@ from niels_gpt.builders.writer import (
 )
 from niels_gpt.cache.loss_bits import IMPORTED_TEMPLATE
 from niels_gpt.interop.foreign import ForeignFile, read_pieces
-from niels_gpt.interop.output import made_read_only
+from niels_gpt.interop.output import Modes
 from niels_gpt.progress import Progress
 from niels_gpt.settings import usable_cores
 from niels_gpt.storage import fileio
@@ -98,20 +98,20 @@ def assemble(
     work: Path,
     files: Sequence[ForeignFile],
     about: About,
+    links: Modes | None,
     *,
-    copy: bool = False,
     examine: Examine | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Write all files of a cache and meta.json into an empty folder; returns the meta.
 
-    copy: never link. progress: called with files, bytes of tokens read, and such bytes in all.
+    links: keeps the modes of files that are linked; None: no file is linked. progress: called with files, bytes of tokens read, and such bytes in all.
     Raises: CacheError E222 for an id outside the vocabulary, E221 for a file that is not as its format said, E206 for
         more files than a meta.json lists; OSError.
     """
     for folder in ("index", *(SPLITS if about.kind == "pretrain" else ())):
         fileio.make_dir(work / folder)
-    taker = _Taker(work, about, copy, sum(file.tokens for file in files), progress)
+    taker = _Taker(work, about, links, sum(file.tokens for file in files), progress)
     borders = {split: _Borders(work, split, about) for split in SPLITS}
     shards: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
     crcs: list[bytes] = []
@@ -248,8 +248,10 @@ def _in_order(
 class _Taker:
     """Links or rewrites token files; called by several threads."""
 
-    def __init__(self, work: Path, about: About, copy: bool, tokens: int, progress: Progress | None) -> None:
-        self.work, self.about, self.copy, self._progress = work, about, copy, progress
+    def __init__(
+        self, work: Path, about: About, links: Modes | None, tokens: int, progress: Progress | None
+    ) -> None:
+        self.work, self.about, self._links, self._progress = work, about, links, progress
         self.size = int(about.vocabulary["vocab_size"])
         self.dtype = token_dtype(self.size)
         self.id_counts = {split: np.zeros(self.size, dtype=np.int64) for split in SPLITS}
@@ -259,8 +261,8 @@ class _Taker:
     def take(self, name: str, files: Sequence[ForeignFile]) -> _Taken:
         """Write a token file. Raises: as `assemble`."""
         path = self.work / name
-        if len(files) == 1 and self._may_link(files[0]):
-            self._link(files[0], path)
+        if self._links is not None and len(files) == 1 and self._may_link(files[0]):
+            self._link(files[0], path, self._links)
             hashes = BlockHashes()
             parts = [self._looked_at(files[0], read_pieces(path, self.dtype), hashes.update)]
         else:
@@ -275,12 +277,12 @@ class _Taker:
         return _Taken(record, hashes.checksums(), parts)
 
     def _may_link(self, file: ForeignFile) -> bool:
-        return not self.copy and file.token_file is not None and file.itemsize == self.dtype.itemsize
+        return file.token_file is not None and file.itemsize == self.dtype.itemsize
 
-    def _link(self, file: ForeignFile, path: Path) -> None:
+    def _link(self, file: ForeignFile, path: Path, links: Modes) -> None:
         assert file.token_file is not None
         os.close(open_regular(file.token_file))
-        is_linked = fileio.link_or_copy(file.token_file, path) and made_read_only(path)
+        is_linked = fileio.link_or_copy(file.token_file, path) and links.made_read_only(path, file.token_file)
         if (size := path.lstat().st_size) != file.tokens * self.dtype.itemsize:
             expected = f"{file.tokens * self.dtype.itemsize:,}, as when it was looked at"
             raise CacheError(file.token_file, f"{size:,} bytes", expected, code="E221")

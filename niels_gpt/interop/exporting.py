@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from niels_gpt.interop.formats import FORMATS
-from niels_gpt.interop.output import MANIFEST_NAME, MANIFEST_VERSION, Output
+from niels_gpt.interop.output import MANIFEST_NAME, MANIFEST_VERSION, Modes, Output
 from niels_gpt.interop.token_cache import TokenCache
 from niels_gpt.progress import Progress
 from niels_gpt.storage.errors import CacheError
@@ -38,14 +38,16 @@ def export_cache(cache: Path, name: str, out: Path, *, progress: Progress | None
     cache: a pretrain or sft cache. name: a key of FORMATS. out: must not exist, or be an empty folder.
     progress: called with files, bytes of tokens written or linked, and such bytes in all.
     Raises: ValueError for another name; FileNotFoundError; CacheError E704 where `out` is not empty, E220 for a cache
-        that the format cannot hold; OSError.
+        that the format cannot hold, E203 or E205 for a token file of another size or kind; OSError. A failed export
+        leaves nothing behind, and no file of the cache with another mode.
     """
     if name not in FORMATS:
         raise ValueError(f"--to {name}: expected one of {', '.join(FORMATS)}")
     format, source = FORMATS[name], TokenCache(cache)
     _refuse(source, name)
-    with fresh_folder(out, sources=[source.folder]) as work:
-        output = Output(work, source, progress)
+    source.check_token_files()
+    with Modes().restored_on_failure() as modes, fresh_folder(out, sources=[source.folder]) as work:
+        output = Output(work, source, progress, modes)
         format.write(source, output)
         (work / MANIFEST_NAME).write_bytes(canonical_json(_manifest(name, output)))
     by_how = Counter(str(record["made"]) for record in output.records)

@@ -13,7 +13,7 @@ from niels_gpt.builders.meta_keys import Source, vocabulary_of
 from niels_gpt.builders.split import SPLITS
 from niels_gpt.interop.assembling import About, Assembled, assemble
 from niels_gpt.interop.foreign import ForeignFile, ForeignFolder, manifest_files
-from niels_gpt.interop.output import MANIFEST_NAME
+from niels_gpt.interop.output import MANIFEST_NAME, Modes
 from niels_gpt.interop.recut import recut
 from niels_gpt.interop.texts import Texts
 from niels_gpt.progress import Progress
@@ -105,8 +105,9 @@ def import_folder(
         linked.append(done.linked_bytes)
         return _examined(done, about, tokenizer, path, folder, options)
 
-    with versions.building(path) as work:
-        meta = assemble(work, files, about, copy=options.copy, examine=examine, progress=progress)
+    with Modes().restored_on_failure() as modes, versions.building(path) as work:
+        links = None if options.copy else modes
+        meta = assemble(work, files, about, links, examine=examine, progress=progress)
         before_commit()
         versions.commit(work, path, str(meta["content_sha256"]))
     return Imported(path, meta, len(folder.files), sum(linked))

@@ -6,7 +6,8 @@ import hashlib
 import os
 import shutil
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,14 @@ _WRITES = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
 class Output:
     """The folder of an export while it is written, and the records of its files."""
 
-    def __init__(self, work: Path, cache: TokenCache, progress: Progress | None) -> None:
-        """work: an empty folder. progress: called with files, bytes written or linked, and bytes of tokens in all."""
+    def __init__(self, work: Path, cache: TokenCache, progress: Progress | None, modes: Modes) -> None:
+        """work: an empty folder. modes: of the cache's files. progress: called with files, bytes written or linked, and bytes of tokens in all."""
         self.work, self.cache, self._progress = work, cache, progress
         self.records: list[dict[str, Any]] = []
         """Of each file, in the order written: name, bytes, sha256; of a token file also its part of the manifest."""
         self.noted: dict[str, int] = {}
         """What the format could not hold as the cache has it, by reason, counted."""
+        self.modes = modes
         self._total = sum(int(file.record["bytes"]) for file in cache.all_files)
         self._done = 0
 
@@ -42,7 +44,7 @@ class Output:
         """
         path = self.work / name
         fileio.make_dir(path.parent)
-        linked = fileio.link_or_copy(file.path, path) and made_read_only(path)
+        linked = fileio.link_or_copy(file.path, path) and self.modes.made_read_only(path, file.path)
         record = {"bytes": int(file.record["bytes"]), "sha256": file.record["sha256"]}
         self._add(name, record, made="link" if linked else "copy", files=[file])
 
@@ -73,16 +75,35 @@ class Output:
             self._progress(len(self.records), self._done, self._total)
 
 
-def made_read_only(path: Path) -> bool:
-    """Make a hard link read-only, or put a copy in its place; returns whether it is still the link."""
-    mode = stat.S_IMODE(path.stat().st_mode)
-    try:
-        if mode & _WRITES:
+class Modes:
+    """The files that lost the right to write because they were linked, to give it back if the work fails."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Path, int]] = []
+
+    @contextmanager
+    def restored_on_failure(self) -> Iterator[Modes]:
+        """Give each file the mode back that it had, if the block raises."""
+        try:
+            yield self
+        except BaseException:
+            for path, mode in self._before:
+                with suppress(OSError):
+                    os.chmod(path, mode)
+            raise
+
+    def made_read_only(self, path: Path, source: Path) -> bool:
+        """Make a hard link to `source` read-only, or put a copy in its place; returns whether it is still the link."""
+        mode = stat.S_IMODE(path.stat().st_mode)
+        if not mode & _WRITES:
+            return True
+        try:
             os.chmod(path, mode & ~_WRITES)
-    except PermissionError:
-        linked = path.with_name(f".{path.name}.link")
-        os.rename(path, linked)
-        shutil.copyfile(linked, path)
-        fileio.remove(linked)
-        return False
-    return True
+        except PermissionError:
+            linked = path.with_name(f".{path.name}.link")
+            os.rename(path, linked)
+            shutil.copyfile(linked, path)
+            fileio.remove(linked)
+            return False
+        self._before.append((source, mode))
+        return True

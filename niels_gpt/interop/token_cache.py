@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from niels_gpt.cache.formats import SPLITS, flat_targets
 from niels_gpt.cache.loss_bits import has_loss_bits
 from niels_gpt.cache.meta import checked_meta, special_id
-from niels_gpt.cache.mmap import mmap_tokens
+from niels_gpt.cache.mmap import TokenFiles, mmap_tokens
 from niels_gpt.inspection.readers import open_bits
 from niels_gpt.inspection.stats import bounds, open_version
 from niels_gpt.storage.fileio import META_NAME
@@ -136,6 +136,10 @@ class TokenCache:
                 found.append(TokenFile(self, split, number, path, record, first))
             first += record["tokens"]
         return found
+
+    def check_token_files(self) -> None:
+        """Look at the kind and size of every token file, and open none. Raises: as `mmap_tokens`."""
+        TokenFiles([(file.path, int(file.record["bytes"])) for file in self.all_files], dtype=self.dtype)
 
     @property
     def all_files(self) -> list[TokenFile]:

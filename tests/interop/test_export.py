@@ -117,6 +117,34 @@ def test_a_link_that_cannot_be_made_read_only_is_a_copy(root, tmp_path):
     assert len(names(tmp_path / "out")) == 7
 
 
+def test_a_failed_export_leaves_no_file_read_only(root, tmp_path):
+    shards = sorted((root / NOTES / "train").iterdir())
+    docs = next((root / NOTES / "index").glob("train_docs.npy"))
+    docs.write_bytes(docs.read_bytes()[:-8])  # met when the first shard is linked already
+    with refused("E203"):
+        exported(root, tmp_path / "out")
+    assert {shard.stat().st_mode & 0o777 for shard in shards} == {0o644} and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("code", "harm"),
+    [
+        ("E203", lambda path: os.truncate(path, path.stat().st_size - 2)),
+        ("E205", lambda path: (path.unlink(), os.mkfifo(path))),
+        ("E205", lambda path: (path.rename(f"{path}.moved"), path.symlink_to(f"{path}.moved"))),
+    ],
+    ids=["short", "FIFO", "link"],
+)
+def test_an_export_looks_at_every_file_before_it_links_one(name, code, harm, root, tmp_path):
+    shards = sorted((root / NOTES / "train").iterdir())
+    last = shards[-1].resolve()
+    harm(last)
+    with refused(code, last):
+        export_cache(root / NOTES, name, tmp_path / "out")
+    assert shards[0].stat().st_mode & 0o777 == 0o644 and not (tmp_path / "out").exists()
+
+
 def test_another_file_system_gets_copies(root, tmp_path):
     elsewhere = next((path for path in (Path("/dev/shm"), Path("/tmp")) if path.is_dir() and other(path, root)), None)
     if elsewhere is None:

@@ -20,6 +20,7 @@ from niels_gpt.inspection.source_ids import id_lines
 from niels_gpt.inspection.verify import find_damage
 from niels_gpt.interop.assembling import About, assemble
 from niels_gpt.interop.foreign import ForeignFile, read_pieces
+from niels_gpt.interop.output import Modes
 from niels_gpt.interop.token_cache import continues_at, ends_in
 from niels_gpt.interop.transfer.arrival import Arrival, keep
 from niels_gpt.interop.transfer.described import Described
@@ -85,7 +86,7 @@ def stage_part(
         fileio.remove(work)  # half a cache, of a run that was killed
         fileio.make_dir(work)
         files = [file for split in SPLITS for file in _files(fetched, remote.meta, split, chosen[split])]
-        meta = assemble(work, files, _about(remote, len(files), staged))
+        meta = assemble(work, files, _about(remote, len(files), staged), Modes())
         version = versions.commit(work, dest, str(meta["content_sha256"]))
     return version, meta, tally.moved, tally.kept
 
