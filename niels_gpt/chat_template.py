@@ -22,7 +22,7 @@ ROLE_TO_NAME: Final[Mapping[str, str]] = {"system": "sys", "user": "usr", "assis
 """The sentinel that begins a role's message, as a key of `special_token_ids`."""
 UNKNOWN_ROLE: Final = "unknown_role"
 _MAX_NAMES = 20  # counted under one prefix: a role or a field's name is any string of an untrusted file
-_NAME = re.compile(r"[\w .:/-]{1,40}")
+_NAME = re.compile(r"[\w.:/-]{1,40}")  # without spaces, which texts have
 
 
 class ChatTokenizer(Protocol):

@@ -310,6 +310,7 @@ def build_each(
     if tokenizer is not None and tokenizer.path.resolve() != installed.resolve():
         state = "stays as it was" if os.path.lexists(installed) else "is not there yet"
         print(f"{installed} {state}: no cache was built with the new tokenizer", file=sys.stderr)
+        outcomes.remove(tokenizer)
 
 
 def _configured(

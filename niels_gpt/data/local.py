@@ -52,6 +52,7 @@ DOCUMENT_SUFFIXES = tuple(f"{suffix}{packed}" for packed in ("", *PACKED_SUFFIXE
 CHAT_SUFFIXES = (".json", *TABLE_SUFFIXES)
 TEXT_SUFFIXES = (*DOCUMENT_SUFFIXES, *CHAT_SUFFIXES)
 _MOST_NAMES = 20  # in a message
+_MOST_LOGGED = 3  # roles, or files, of one reason
 
 
 @dataclass(frozen=True)
@@ -364,8 +365,8 @@ class _Reader:
         self._row: tuple[Path, int, dict[str, Any]]  # the current one
         self._first = self._problem = ""  # of the first row that could be read, and of the first that could not
         self._columns_of: dict[Path, list[str]] = {}  # of the current parquet file
-        self._dropped: Counter[str] = Counter()
-        self._logged: set[tuple[str, str | None]] = set()
+        self._dropped, self._unlogged = Counter[str](), Counter[str]()
+        self._logged: dict[str, set[str | None]] = {}  # kinds by reason
 
     def read(self, *, rows_only: bool = False) -> Iterator[tuple[Any, dict[str, Any]]]:
         """Yield each document's text, row or Columns, with "path" and, for a row, "row" and "id"."""
@@ -427,7 +428,7 @@ class _Reader:
             yield row, {"path": name, "row": number} | known
 
     def drop(self, reason: str, problem: str, *, role: str | None = None) -> None:
-        """Count the current row as dropped, and log the first one of each reason and of each role counted by name."""
+        """Count the current row as dropped, and log the first one of each reason, and of the first roles."""
         if role is not None:
             (role,) = count_names(self._counters, UNKNOWN_ROLE, [role])
         path, number, _ = self._row
@@ -438,13 +439,16 @@ class _Reader:
     def check_any(self, problem: str, expected: str) -> None:
         """Raise ValueError with the reasons, at the end, if rows were dropped and there was no sample in any of them.
 
-        Not in a partition: others may have samples.
+        Not in a partition: others may have samples. Otherwise log how many rows were dropped beside those logged.
         """
         if not self._index and self._dropped and self._partition is None:
             reasons = ", ".join(f"{number} {reason}" for reason, number in sorted(self._dropped.items()))
             first = f"{self._first}. Expected {expected}" if self._first else self._problem
             rows = f"{self._dropped.total()} rows below {self._found.root} ({reasons})"
             raise SourceError(f"{problem} in {rows}; the first: {first}", code="E303")
+        for reason, number in self._unlogged.items():
+            where = self._found.root
+            logger.warning("%s: and %s more, counted as %s", where, f"{number:,}", reason, extra={"code": "W305"})
 
     def _drop_problem(self, reason: str, kind: str | None, problem: str, number: int = 1) -> None:
         self._problem = self._problem or problem
@@ -453,8 +457,11 @@ class _Reader:
     def _count(self, reason: str, kind: str | None, problem: str, number: int = 1) -> None:
         self._dropped[reason] += number
         count(self._counters, reason, number)
-        if (reason, kind) not in self._logged:
-            self._logged.add((reason, kind))
+        logged = self._logged.setdefault(reason, set())
+        if kind in logged or len(logged) == _MOST_LOGGED:
+            self._unlogged[reason] += number
+        else:
+            logged.add(kind)
             logger.warning("%s. Counted as %s; more like it are counted only", problem, reason, extra={"code": "W305"})
 
     def names(self) -> list[str]:

@@ -63,6 +63,12 @@ def test_the_size_of_the_sample_is_no_reason_to_warn(caches, monkeypatch):
     assert not {"W306", "W408", "W201"} & set(re.findall(r"W\d+", done.err))
 
 
+def test_what_leaves_no_text_for_a_tokenizer_is_told_once(tmp_path):
+    done = niels_gpt("build", "roam", "--source-root", tmp_path / "none", "--cache-dir", tmp_path / "cache")
+    assert "error[E406]" in done.err and done.err.count("no folder at") == 1
+    assert "roam, wikitext, " in done.err and "trained without" not in done.err
+
+
 def test_the_figures_of_a_cache_print_as_a_table_and_as_html(caches):
     found = stats(caches / "sample/sft/oasst1")
     assert dict(found)["licence"] == "MIT"

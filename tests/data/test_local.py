@@ -38,7 +38,8 @@ def test_a_file_too_large_for_one_document_is_counted_and_named_with_the_way_to_
         write(tmp_path / name, b"x" * (1_000 if name < "c" else 100))
     assert [sample.text for sample in texts_of(tmp_path, counters=counters, max_document_bytes=999)] == ["x" * 100]
     assert counters == {"too_large": 2}
-    (message,) = caplog.messages
+    message, more = caplog.messages
+    assert more == f"{tmp_path}: and 1 more, counted as too_large"
     assert f"{tmp_path}/a.txt: more than 999 bytes" in message and "split -C 10M --additional-suffix .txt a" in message
     with refused("E303", "too_large", "split -C"):
         texts_of(tmp_path, max_document_bytes=9)
@@ -256,6 +257,7 @@ def test_the_first_row_without_a_text_is_told_with_its_fields(tmp_path, caplog):
     ending = "Counted as missing_field; more like it are counted only"
     assert caplog.messages == [
         f"{tmp_path}/a.jsonl, row 2: found the fields title, body. {ending}",
+        f"{tmp_path}: and 2 more, counted as missing_field",
         f"{tmp_path}/b.jsonl, row 1: found NoneType in the field text. {ending}",
     ]
 
@@ -267,17 +269,19 @@ def test_files_without_rows_give_nothing(tmp_path):
     assert texts_of(tmp_path) == []
 
 
-def test_unreadable_rows_are_counted_and_the_first_of_each_file_is_told(tmp_path, caplog, counters):
+def test_unreadable_rows_are_counted_and_the_first_of_three_files_are_told(tmp_path, caplog, counters):
     write(
         tmp_path / "a.jsonl",
         b'{"text": "one"}\n{"text": "tw\nnull\n[1]\n{"text": "five"}\n{"text": "six"} {"text": "seven"}',
     )
     write(tmp_path / "b.json", b'[{"text": "one"}, null, [{"text": "x"}], 3, {"text": "five"}]')
+    write(tmp_path / "c.json", b"[1]")
+    write(tmp_path / "d.json", b"[1, 2]")
     with caplog.at_level(logging.WARNING):
         found = [(sample.text, sample.meta["row"]) for sample in texts_of(tmp_path, counters=counters)]
     assert found == [("one", 1), ("five", 5)] * 2
-    assert counters == {"unreadable_row": 7}
-    assert len(caplog.messages) == 2
+    assert counters == {"unreadable_row": 10}
+    assert caplog.messages[3:] == [f"{tmp_path}: and 7 more, counted as unreadable_row"]
     assert caplog.messages[0].startswith(f"{tmp_path}/a.jsonl, line 2: expected a JSON object (Invalid control")
     assert caplog.messages[1].startswith(f"{tmp_path}/b.json, item 2: expected a JSON object, found 'null'")
 
@@ -311,7 +315,7 @@ def test_a_column_of_parquet_that_nobody_asks_for_does_no_harm(tmp_path):
     no_date = pa.array([10**7], pa.date32())  # about the year 29,000
     write_parquet(tmp_path / "a.parquet", {"when": no_date, "text": ["one"], "id": ["x"], "text.x": no_date})
     assert texts_of(tmp_path) == [PretrainSample("one", "own", {"index": 0, "path": "a.parquet", "row": 1, "id": "x"})]
-    with refused("E302", "a.parquet", "rows 1 to 1", "'when'", "date32"):
+    with refused("E302", "a.parquet", "rows 1 to 1", "'when'", "date32", "read (date value out of range)"):
         texts_of(tmp_path, field="when")
 
 

@@ -205,11 +205,12 @@ def test_a_chat_has_its_place_and_id(tmp_path):
 def test_what_is_dropped_is_counted_and_the_first_of_each_kind_is_told(tmp_path, caplog, counters):
     tool = {"messages": [*HELLO, {"role": "tool", "content": "4"}]}
     other = {"conversations": [{"from": "function_call", "value": "{}"}]}
-    rows = [tool, {"messages": HELLO}, tool, other, {"messages": []}, {"text": "x"}, {"text": "y"}, HELLO]
+    swapped = [{"messages": [{"role": f"{word} you", "content": "user"}]} for word in ("Thank", "See", "Hear")]
+    rows = [tool, {"messages": HELLO}, tool, other, {"messages": []}, {"text": "x"}, {"text": "y"}, HELLO, *swapped]
     with caplog.at_level(logging.WARNING):
         samples = chats_of(tmp_path, *rows, counters=counters)
     assert [sample.meta["row"] for sample in samples] == [2]
-    roles = {"unknown_role": 3, "unknown_role:tool": 2, "unknown_role:function_call": 1}
+    roles = {"unknown_role": 6, "unknown_role:tool": 2, "unknown_role:function_call": 1, "unknown_role:others": 3}
     assert counters == {**roles, "malformed": 1, "missing_field": 2, "unreadable_row": 1}
     where = f"{tmp_path}/rows.jsonl"
     logged = [message.removesuffix("; more like it are counted only") for message in caplog.messages]
@@ -219,7 +220,12 @@ def test_what_is_dropped_is_counted_and_the_first_of_each_kind_is_told(tmp_path,
         f"{where}, row 5: found a list without turns. Counted as malformed",
         f"{where}, row 6: found the fields text. Counted as missing_field",
     ]
-    assert logged[4].startswith(f"{where}, line 8: expected a JSON object, found") and len(logged) == 5
+    assert logged[4].startswith(f"{where}, line 8: expected a JSON object, found")
+    assert logged[5:] == [
+        f"{where}, row 9: found a turn of role 'Thank you'. Counted as unknown_role",
+        f"{tmp_path}: and 3 more, counted as unknown_role",
+        f"{tmp_path}: and 1 more, counted as missing_field",
+    ]
 
 
 def test_rows_without_one_chat_are_an_error_that_names_fields_and_shapes(tmp_path):

@@ -399,7 +399,7 @@ def _values_of(column: Any, decode: Callable[[bytes], str], where: str) -> list[
         except UnicodeDecodeError:
             return [_with_texts(value, decode) for value in column.cast(_with_bytes(column.type)).to_pylist()]
     except _CONVERSION_ERRORS as error:
-        problem = f"{type(error).__name__}: {error}"
+        problem = str(error) or type(error).__name__
         raise SourceError(
             f"{where}: found values of type {column.type} that cannot be read ({problem}). Write the file without them"
         ) from error

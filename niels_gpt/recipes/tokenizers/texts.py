@@ -128,7 +128,7 @@ def _texts(
     sources that were read in the hub's order.
     """
     left = settings.tokenizer_max_bytes
-    missing: list[str] = []
+    missing: dict[str, list[str]] = {}  # names by the reason
     for position, name in enumerate(names):
         share = left // (len(names) - position)
         used = 0
@@ -149,16 +149,17 @@ def _texts(
             num_bytes[name] = used
             del fingerprints[name]
         except (FileNotFoundError, ValueError) as error:
-            logger.warning("tokenizer: trained without %s: %s", name, error, extra={"code": "W406"})
-            missing.append(f"{name}: {error}")
+            missing.setdefault(str(error), []).append(name)
             num_bytes[name] = "absent" if isinstance(error, FileNotFoundError) else _FAILED
         left -= used
+    lines = [f"{', '.join(without)}: {reason}" for reason, without in missing.items()]
     if missing and not any(isinstance(size, int) and size for size in num_bytes.values()):
         raise TokenizerError(
-            "no tokenizer, and no text to train one on. Name one with --tokenizer, or see to:\n  "
-            + "\n  ".join(missing),
+            "no tokenizer, and no text to train one on. Name one with --tokenizer, or see to:\n  " + "\n  ".join(lines),
             code="E406",
         )
+    for line in lines:
+        logger.warning("tokenizer: trained without %s", line, extra={"code": "W406"})
 
 
 def _texts_of(settings: Settings, name: str, fingerprints: dict[str, str]) -> Iterator[str]:
