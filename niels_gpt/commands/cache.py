@@ -164,10 +164,11 @@ settings_options(snapshot, only=READS)
 _CACHE = argument("cache", type=FOLDER, help="folder of a cache, such as cache/sft/oasst1")
 _TOKENIZER = option("--tokenizer", metavar="MODEL", help="file or folder; the one beside the cache if not given")
 _SPLIT = click.Choice(["train", "val"])
+_SHOWN, _LOCATED = 200, 2_000  # tokens that are printed where --tokens does not say how many
 
 
 def _most_tokens(default: int) -> Callable[..., Any]:
-    return option("--tokens", type=int, default=default, metavar="N", help="tokens to print, at most")
+    return option("--tokens", type=int, show_default=str(default), metavar="N", help="tokens to print, at most")
 
 
 @command(
@@ -217,7 +218,8 @@ def stats(cache: Path, plot: Path | None) -> Result:
         write_plot(cache, plot)
     rows = inspection.stats(cache)
     say(rows)
-    return Result(dict(rows), ExitCode.DAMAGED if "refused" in dict(rows) else ExitCode.GOOD)
+    code = ExitCode.DAMAGED if "refused" in dict(rows) else ExitCode.GOOD
+    return Result(lambda: inspection.stats_data(cache), code)
 
 
 def _stats_of_rollouts(cache: Path, plot: Path | None) -> Result:
@@ -228,12 +230,12 @@ def _stats_of_rollouts(cache: Path, plot: Path | None) -> Result:
     if plot is not None:
         check_png(plot)
         write_bytes(plot, look.picture(cache, cache.name))
-    rows = look.stats(cache)
-    say(rows)
-    return Result(dict(rows))
+    say(look.stats(cache))
+    return Result(lambda: look.stats_data(cache))
 
 
 def _stats_of_draft_vocab(cache: Path, plot: Path | None) -> Result:
+    from niels_gpt.inspection.stats import described
     from niels_gpt.pictures import check_png
     from niels_gpt.recipes.eagle3 import draft_vocab
     from niels_gpt.storage.fileio import write_bytes
@@ -241,9 +243,8 @@ def _stats_of_draft_vocab(cache: Path, plot: Path | None) -> Result:
     if plot is not None:
         check_png(plot)
         write_bytes(plot, draft_vocab.picture(draft_vocab.read(cache), cache.name))
-    rows = draft_vocab.stats(cache)
-    say(rows)
-    return Result(dict(rows))
+    say(draft_vocab.stats(cache))
+    return Result(lambda: {"cache": str(cache), **described(draft_vocab.read(cache))})
 
 
 @command(
@@ -255,24 +256,23 @@ def _stats_of_draft_vocab(cache: Path, plot: Path | None) -> Result:
 @option("--split", type=_SPLIT, default="train", help="which split")
 @option("--at", type=int, default=0, metavar="N", help="token position, or number of an example or group")
 @option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", help="auto: on a terminal")
-@_most_tokens(200)
+@_most_tokens(_SHOWN)
 @_TOKENIZER
-def show(cache: Path, split: str, at: int, color: str, tokens: int, tokenizer: str | None) -> Result:
+def show(cache: Path, split: str, at: int, color: str, tokens: int | None, tokenizer: str | None) -> Result:
     """Print a piece of a cache."""
     from niels_gpt.inspection import show as inspection
     from niels_gpt.inspection.stats import open_version
 
     is_colored = color == "always" or (color == "auto" and is_color_wanted())
     if kind_of(cache) == "rollouts":
-        text = _of_rollouts("show", cache, tokenizer, split=split, group=at, num_tokens=tokens)
-        return Result({"cache": str(cache), "split": split, "at": at, "text": text})
+        return _of_rollouts("show", cache, tokenizer, tokens, _SHOWN, split=split, group=at)
     if kind_of(cache) == "draft_vocab":  # its ids have no text without the target's tokenizer
         return _stats_of_draft_vocab(cache, None)
     open_version(cache)  # a wrong path is reported before a missing tokenizer
     model = inspection.tokenizer_of(cache, tokenizer)
-    text = inspection.show(cache, model, split=split, position=at, num_tokens=tokens, color=is_colored)
-    say(text, is_safe=True)
-    return Result({"cache": str(cache), "split": split, "at": at, "text": text})
+    most = _SHOWN if tokens is None else tokens
+    say(inspection.show(cache, model, split=split, position=at, num_tokens=most, color=is_colored), is_safe=True)
+    return Result(lambda: inspection.show_data(cache, model, split=split, position=at, num_tokens=tokens))
 
 
 @command(
@@ -302,22 +302,21 @@ def diff(a: Path, b: Path, limit: int) -> Result:
 @_CACHE
 @argument("split", type=_SPLIT, help="train or val")
 @argument("position", type=parsed(token_position), help="token of the split, from 0: 1_000_000")
-@_most_tokens(2_000)
+@_most_tokens(_LOCATED)
 @_TOKENIZER
-def locate(cache: Path, split: str, position: int, tokens: int, tokenizer: str | None) -> Result:
+def locate(cache: Path, split: str, position: int, tokens: int | None, tokenizer: str | None) -> Result:
     """Print a document."""
-    from niels_gpt.inspection.locate import locate
+    from niels_gpt.inspection.locate import locate, locate_data
     from niels_gpt.inspection.show import tokenizer_beside, tokenizer_of
     from niels_gpt.inspection.stats import open_version
 
     if kind_of(cache) == "rollouts":
-        text = _of_rollouts("locate", cache, tokenizer, split=split, position=position, num_tokens=tokens)
-        return Result({"cache": str(cache), "split": split, "position": position, "text": text})
+        return _of_rollouts("locate", cache, tokenizer, tokens, _LOCATED, split=split, position=position)
     open_version(cache)
     model = tokenizer_of(cache, tokenizer) if tokenizer else tokenizer_beside(cache)
-    text = locate(cache, model, split=split, position=position, num_tokens=tokens)
-    say(text, is_safe=True)
-    return Result({"cache": str(cache), "split": split, "position": position, "text": text})
+    where: dict[str, Any] = {"split": split, "position": position}
+    say(locate(cache, model, **where, num_tokens=_LOCATED if tokens is None else tokens), is_safe=True)
+    return Result(lambda: locate_data(cache, model, **where, num_tokens=tokens))
 
 
 def kind_of(cache: Path) -> str | None:
@@ -330,8 +329,11 @@ def kind_of(cache: Path) -> str | None:
     return None
 
 
-def _of_rollouts(name: str, cache: Path, tokenizer: str | None, **how: Any) -> str:
-    """Print and return what `show` or `locate` finds in a rollout cache; ids where its tokenizer is not known."""
+def _of_rollouts(name: str, cache: Path, tokenizer: str | None, tokens: int | None, most: int, **where: Any) -> Result:
+    """Print what `show` or `locate` finds in a rollout cache; ids where its tokenizer is not known.
+
+    tokens: that were asked for; most: to print where none were.
+    """
     from niels_gpt.cache.meta import read_meta
     from niels_gpt.inspection.show import tokenizer_beside, tokenizer_of
     from niels_gpt.recipes.rollouts import look
@@ -341,9 +343,8 @@ def _of_rollouts(name: str, cache: Path, tokenizer: str | None, **how: Any) -> s
         model = tokenizer_of(cache, tokenizer)
     elif read_meta(str(cache / "meta.json")).get("tokenizer_sha256") is not None:
         model = tokenizer_beside(cache)
-    text: str = getattr(look, name)(cache, model, **how)
-    say(text, is_safe=True)
-    return text
+    say(getattr(look, name)(cache, model, **where, num_tokens=most if tokens is None else tokens), is_safe=True)
+    return Result(lambda: getattr(look, f"{name}_data")(cache, model, **where, num_tokens=tokens))
 
 
 # --- care -------------------------------------------------------------------------------------------------------------
@@ -431,6 +432,8 @@ def gc(cache_dir: Path, dry_run: bool) -> Result:
     for line in collect(cache_dir, dry_run=dry_run):
         say(line)
         lines.append(line)
+    if not lines:
+        say("nothing to remove")
     failed = any(line.startswith(FAILED) for line in lines)
     again = (
         shlex.join(["niels-gpt", "gc", str(cache_dir)])

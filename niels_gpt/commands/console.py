@@ -22,6 +22,7 @@ from rich.text import Text
 from rich_click import RichCommand, RichCommandPanel, RichContext, RichGroup, RichHelpFormatter, RichOption
 
 from niels_gpt.display import bar
+from niels_gpt.display.tables import cut
 from niels_gpt.interrupts import interruptible, say_interrupted
 from niels_gpt.progress import Progress
 from niels_gpt.settings import UsageError
@@ -53,7 +54,7 @@ class Result:
     """What a command found."""
 
     data: object
-    """What --json prints."""
+    """What --json prints, or a function that makes it."""
     code: ExitCode = ExitCode.GOOD
     next: str = ""
     """The command that one would run next; printed as the last line."""
@@ -159,14 +160,14 @@ class Command(_Help):
         """Call the function and print what --json prints, or what to do next; returns the exit code."""
         try:
             result: Result = super().invoke(ctx)
+            if ctx.meta[_JSON]:
+                print(as_json(result.data() if callable(result.data) else result.data))
+            elif result.next:
+                print(f"next: {printable(result.next)}")
         except self._how["errors"] as error:
             if ctx.meta[_JSON] and not isinstance(error, BrokenPipeError):
                 print(_error_as_json(code_of(error), str(error)))
             raise
-        if ctx.meta[_JSON]:
-            print(as_json(result.data))
-        elif result.next:
-            print(f"next: {escaped(result.next)}")
         return result.code
 
 
@@ -246,6 +247,8 @@ def say(text: object, *, is_safe: bool = False) -> None:
 
 
 _JSON, _WARNINGS = "niels_gpt.json", "niels_gpt.warnings"
+_MOST_OF_LINE = 50_000  # characters: of a cell that `table` has cut, each may be escaped
+_REMEDY = 1_000  # characters of a message's end, which says what to do
 
 
 @contextmanager
@@ -354,7 +357,8 @@ def is_unread(more: str = "") -> bool:
 
 def print_error(error: BaseException, of: str = "") -> None:
     """Print `error[CODE]: ` and an error to stderr, control characters escaped; of: what stands before it."""
-    print(f"error[{code_of(error)}]: {escaped(f'{of}{error}')}", file=sys.stderr)
+    text = cut(f"{of}{error}", end=_REMEDY)
+    print(f"error[{code_of(error)}]: {escaped(text)}", file=sys.stderr)
 
 
 def print_warning(code: str, message: object, *, is_counted: bool = True) -> None:
@@ -365,7 +369,8 @@ def print_warning(code: str, message: object, *, is_counted: bool = True) -> Non
     context = click.get_current_context(silent=True)
     if context is not None and is_counted:
         context.meta[_WARNINGS] = context.meta.get(_WARNINGS, 0) + 1
-    print(f"warning[{code}]: {escaped(message)}" if code else f"warning: {escaped(message)}", file=sys.stderr)
+    text = escaped(cut(str(message), end=_REMEDY, where=""))
+    print(f"warning[{code}]: {text}" if code else f"warning: {text}", file=sys.stderr)
 
 
 def log_to_stderr(level: int = logging.INFO) -> None:
@@ -381,12 +386,13 @@ def log_to_stderr(level: int = logging.INFO) -> None:
 class _EscapingFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         code = getattr(record, "code", None)  # of this project's warnings, by `extra`
-        return escaped(("" if code is None else f"warning[{code}]: ") + super().format(record))
+        text = ("" if code is None else f"warning[{code}]: ") + super().format(record)
+        return escaped(cut(text, end=_REMEDY, where=""))
 
 
 def escaped(message: object) -> str:
     """Return a message with control characters escaped, which a file's name or content may have brought."""
-    return "\n".join(map(printable, str(message).split("\n")))
+    return "\n".join(printable(cut(line, _MOST_OF_LINE)) for line in str(message).split("\n"))
 
 
 @contextmanager

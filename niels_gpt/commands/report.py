@@ -15,7 +15,7 @@ from typing import Any
 
 from niels_gpt.builders.losses import loss_table
 from niels_gpt.display.numbers import count_text, many, number_of, size_text
-from niels_gpt.display.tables import folded, table
+from niels_gpt.display.tables import cut, folded, table
 from niels_gpt.inspection.diff import PARTS, is_equal
 from niels_gpt.inspection.file_checks import Damage
 from niels_gpt.inspection.readers import in_short, refusal
@@ -35,6 +35,7 @@ from niels_gpt.storage.meta_json import shortened
 from niels_gpt.storage.remedies import PROGRAM
 
 _OF_EAGLE3 = ("draft_vocab", "eagle3")  # kinds
+_MOST_OF_SETTINGS = 20_000  # characters: 200 lines
 
 
 def outcomes_table(
@@ -84,7 +85,7 @@ def notices(outcome: Outcome) -> str:
 
 
 def _noted(text: str) -> str:
-    return "\n".join(folded(printable(text), indent="  "))
+    return "\n".join(folded(printable(cut(text)), indent="  "))
 
 
 def outcome_line(outcome: Outcome) -> str:
@@ -258,7 +259,7 @@ def damage_lines(cache: Path, damages: Sequence[Damage]) -> str:
     lines = [f"{printable(str(cache))}: {many(len(damages), 'damage') if damages else 'ok'}"]
     for found in damages:
         place = f"{printable(found.file)}, bytes {found.offset:,} to {found.end:,}: " if found.file else ""
-        lines.append(f"  {place}{printable(found.problem)}")
+        lines.append(f"  {place}{printable(cut(found.problem))}")
     return "\n".join(lines)
 
 
@@ -270,9 +271,11 @@ def difference_lines(found: Mapping[str, Any]) -> str:
     if "content_sha256" in found:
         said = {side: printable(str(value))[:12] for side, value in found["content_sha256"].items()}
         lines.append(f"content_sha256: A {said['a']}, B {said['b']}")
+    settings = []
     for key, values in found["settings"].items():
         shown = [_shown(values[side]) if side in values else "absent" for side in ("a", "b")]
-        lines += folded(f"{printable(key)}: A {shown[0]}, B {shown[1]}", indent="  ")
+        settings += folded(f"{printable(cut(key))}: A {shown[0]}, B {shown[1]}", indent="  ")
+    lines += [cut("\n".join(settings), _MOST_OF_SETTINGS)] * bool(settings)
     if not found["compared"]:
         return "\n".join([*lines, f"documents were not compared: {found['why_not_tokens']}"])
     counts = [", ".join(f"{number:,} {split}" for split, number in found["documents"][side].items()) for side in "ab"]
@@ -283,7 +286,7 @@ def difference_lines(found: Mapping[str, Any]) -> str:
         if not count:
             continue
         lines.append(f"{_PARTS[part]}: {many(count, 'document')}")
-        lines += [line for document in first for line in folded(f"  {_document(document)}", indent="    ")]
+        lines += [line for document in first for line in folded(f"  {cut(_document(document))}", indent="    ")]
         lines += [f"  and {count - len(first):,} more"] * (len(first) < count)
     return "\n".join(lines)
 

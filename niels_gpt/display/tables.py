@@ -1,6 +1,7 @@
 """Tables of text and small HTML tables for notebooks; every value is escaped, and there are no scripts.
 
-Decides how wide what commands print may be: 100 columns; the last column of a table continues on more lines.
+Decides how wide what commands print may be: 100 columns; the last column of a table continues on more lines. And how
+long: `cut` leaves out what is beyond some thousand characters of one text, and says how much.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ _CONTROLS = re.compile(
 WIDTH = 100
 """Columns of what commands print."""
 _LEAST_ROOM = 30  # columns of a last column that is folded
+_MOST_CHARACTERS = 4_000
+_OF_TOKEN = 16  # characters
 
 
 def table(rows: Sequence[tuple[str, ...]], width: int = WIDTH) -> str:
@@ -29,7 +32,7 @@ def table(rows: Sequence[tuple[str, ...]], width: int = WIDTH) -> str:
 
     The last column is folded at spaces where a line would be wider than `width`.
     """
-    rows = [tuple(map(printable, row)) for row in rows]
+    rows = [tuple(printable(cut(cell)) for cell in row) for row in rows]
     if not rows:
         return ""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -69,3 +72,20 @@ def escaped_html(text: str, style: str = "") -> str:
 def shown(text: str) -> str:
     """Return a text for a terminal: control and format characters other than line ends and tabs are escaped."""
     return _CONTROLS.sub(lambda found: ascii(found.group())[1:-1], text)
+
+
+def cut(text: str, most: int = _MOST_CHARACTERS, *, end: int = 0, where: str = "; --json has them all") -> str:
+    """Return the beginning of a text for a terminal, and how many characters are left out.
+
+    most: characters that are kept; `end` of them are the text's last. where: what gives the others.
+    """
+    if len(text) <= most:
+        return text
+    end = min(end, most)
+    parts = text[: most - end], f"{len(text) - most:,} more characters{where}", text[len(text) - end :]
+    return " ... ".join(filter(None, parts))
+
+
+def most_of(num_tokens: int) -> int:
+    """Return how many characters of the text of some tokens are shown: more than any language has."""
+    return max(_MOST_CHARACTERS, _OF_TOKEN * num_tokens)

@@ -21,24 +21,14 @@ from niels_gpt.cache.mmap import mmap_tokens
 from niels_gpt.display.decoded import Decoder, decoded_text
 from niels_gpt.inspection.show import short_names
 from niels_gpt.inspection.source_ids import id_lines, source_id
-from niels_gpt.inspection.stats import bounds, ids_at, meta_errors, open_version
+from niels_gpt.inspection.stats import FILE_KEYS, bounds, ids_at, meta_errors, open_version
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import path_inside
 
 PARTS = ("only_a", "only_b", "moved")
 """The differences between documents that `diff` counts."""
-_FILE_KEYS = {
-    "shards",
-    "index",
-    "ids",
-    "loss_bits",
-    "checksums",
-    "files",
-    "content_sha256",
-    "meta_crc32",
-    "first_noticed",
-}
+_NO_SETTINGS = FILE_KEYS | {"content_sha256", "meta_crc32", "first_noticed"}
 _DIGEST_BYTES = 16
 _WORDS_TOKENS, _WORDS_CHARS = 24, 60  # of a document's beginning
 _MAX_DEPTH = 20  # of keys that are compared one by one; a deeper value is one value
@@ -132,7 +122,7 @@ def _own_settings(meta: dict[str, Any]) -> dict[str, Any]:
     return {
         key: value
         for key, value in meta.items()
-        if key not in _FILE_KEYS and not (key in totals and value == totals[key])
+        if key not in _NO_SETTINGS and not (key in totals and value == totals[key])
     }
 
 

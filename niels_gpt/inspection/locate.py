@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from niels_gpt.cache.formats import SPLITS, Ids, token_dtype_of
 from niels_gpt.cache.meta import check_tokenizer
 from niels_gpt.display.decoded import Decoder, decoded_text
-from niels_gpt.display.tables import shown
+from niels_gpt.display.tables import cut, most_of, shown
 from niels_gpt.inspection.show import short_names, turn_names
 from niels_gpt.inspection.source_ids import printable, source_id
 from niels_gpt.inspection.stats import bounds, ids_at, meta_errors, open_version
@@ -33,26 +33,70 @@ def locate(cache: Path, tokenizer: Decoder | None, *, split: str, position: int,
     num_tokens: the most tokens of the document that are printed; a longer one is cut around the position.
     Raises: FileNotFoundError, CacheError; ValueError for a split or a position that does not exist.
     """
+    found = locate_data(cache, tokenizer, split=split, position=position, num_tokens=num_tokens, names_of=turn_names)
+    first, last, size = (found[name] for name in ("first_token", "end_token", "document_tokens"))
+    piece = "" if tokenizer is None else f" {found['token_text']!r}"
+    part = f", tokens {first:,} to {last:,} of its {size:,}" if last - first < size else ""
+    rows = [
+        ("token", f"{position:,} of {found['split_tokens']:,} of {cache}/{split}: id {found['token_id']}{piece}"),
+        (
+            "example" if found["kind"] == "sft" else "document",
+            f"{found['document']:,} of {found['documents']:,}, {size:,} tokens",
+        ),
+        ("source id", "not recorded" if found["source_id"] is None else found["source_id"]),
+        ("offset in it", f"{found['offset_tokens']:,} tokens"),
+        ("file", f"{found['file']}, bytes {found['first_byte']:,} to {found['end_byte']:,}"),
+        ("ids" if tokenizer is None else "text", f"the token in [[ ]]{part}"),
+    ]
+    before, at, after = (found[f"text_{name}"] for name in ("before", "at", "after"))
+    most = most_of(last - first)
+    text = f"{cut(before, most, end=most)}[[{cut(at)}]]{cut(after, most)}"
+    text = text.replace("[[\n<|", "\n[[<|")  # a turn begins a line
+    text = text.removeprefix("\n") if text.startswith(("\n<|", "\n[[<|")) else text
+    lines = [f"{label + ':':14}{printable(cut(value))}" for label, value in rows]
+    return "\n".join([*lines, "", shown(text)])
+
+
+def locate_data(
+    cache: Path,
+    tokenizer: Decoder | None,
+    *,
+    split: str,
+    position: int,
+    num_tokens: int | None = None,
+    names_of: Callable[[Path, dict[str, Any]], dict[int, str]] = short_names,
+) -> dict[str, Any]:
+    """Return what `locate` prints, ready for JSON; docs/building.md has the fields.
+
+    num_tokens: as in `locate`; None: all of the document. names_of: gives the names of sentinels. Raises: as `locate`.
+    """
     if split not in SPLITS:
         raise ValueError(f"split {split!r}: expected one of {', '.join(SPLITS)}")
-    if num_tokens < 1:
+    if num_tokens is not None and num_tokens < 1:
         raise ValueError(f"num_tokens={num_tokens}: expected at least 1")
     folder, meta = open_version(cache)
     if tokenizer is not None:
         check_tokenizer(folder, meta, tokenizer.sha256)
     with meta_errors(cache):
-        return _located(cache, folder, meta, tokenizer, split, position, num_tokens)
+        about = {"cache": str(cache), "kind": meta["kind"], "split": split, "position": position}
+        found, (start, end) = _document_at(cache, folder, meta, split, position)
+        # Around the position, and not shorter than num_tokens where the document starts or ends near it.
+        num_tokens = end - start if num_tokens is None else num_tokens
+        first = max(start, min(position - num_tokens // 2, end - num_tokens))
+        ids = ids_at(folder, meta, split, first, min(end, first + num_tokens))
+        token, decode, text = int(ids[position - first]), None, None
+        if tokenizer is not None:
+            decode = partial(decoded_text, sentinels=names_of(folder, meta), tokenizer=tokenizer)
+            text = decoded_text(np.array([token]), short_names(folder, meta), tokenizer)
+        parts = dict(zip(("text_before", "text_at", "text_after"), _parts(ids, position - first, decode), strict=True))
+        place = {"first_token": first - start, "end_token": first - start + len(ids)}
+        return about | found | {"token_id": token, "token_text": text} | place | parts
 
 
-def _located(
-    cache: Path,
-    folder: Path,
-    meta: dict[str, Any],
-    tokenizer: Decoder | None,
-    split: str,
-    position: int,
-    num_tokens: int,
-) -> str:
+def _document_at(
+    cache: Path, folder: Path, meta: dict[str, Any], split: str, position: int
+) -> tuple[dict[str, Any], tuple[int, int]]:
+    """Return figures of the document at a position, and its first and last token in the split."""
     starts = bounds(folder, meta, split)
     total = int(starts[-1])
     if not total:
@@ -61,52 +105,37 @@ def _located(
         raise PositionError(f"position {position:,}: {cache}/{split} has {total:,} tokens, expected 0 to {total - 1:,}")
     number = int(np.searchsorted(starts, position, side="right")) - 1
     start, end = starts[number : number + 2].tolist()
-    unit = "example" if meta["kind"] == "sft" else "document"
-    token = int(ids_at(folder, meta, split, position, position + 1)[0])
-    decode, piece = None, ""
-    if tokenizer is not None:
-        decode = partial(decoded_text, sentinels=turn_names(folder, meta), tokenizer=tokenizer)
-        piece = f" {decoded_text(np.array([token]), short_names(folder, meta), tokenizer)!r}"
-    name = source_id(folder, meta, split, number)
-    rows = [
-        ("token", f"{position:,} of {total:,} of {cache}/{split}: id {token}{piece}"),
-        (unit, f"{number:,} of {len(starts) - 1:,}, {end - start:,} tokens"),
-        ("source id", "not recorded" if name is None else printable(name)),
-        ("offset in it", f"{position - start:,} tokens"),
-        ("file", _file(folder, meta, split, position)),
-    ]
-    # Around the position, and not shorter than num_tokens where the document starts or ends near it.
-    first = max(start, min(position - num_tokens // 2, end - num_tokens))
-    last = min(end, first + num_tokens)
-    cut = f", tokens {first - start:,} to {last - start:,} of its {end - start:,}" if last - first < end - start else ""
-    rows.append(("text" if decode is not None else "ids", f"the token in [[ ]]{cut}"))
-    ids = ids_at(folder, meta, split, first, last)
-    text = _marked(ids, position - first, decode)
-    text = text.removeprefix("\n") if text.startswith(("\n<|", "\n[[<|")) else text
-    lines = [f"{label + ':':14}{printable(value)}" for label, value in rows]
-    return "\n".join([*lines, "", shown(text)])
+    found = {
+        "split_tokens": total,
+        "document": number,
+        "documents": len(starts) - 1,
+        "document_tokens": end - start,
+        "source_id": source_id(folder, meta, split, number),
+        "offset_tokens": position - start,
+    }
+    return found | _file(folder, meta, split, position), (start, end)
 
 
-def _file(folder: Path, meta: dict[str, Any], split: str, position: int) -> str:
+def _file(folder: Path, meta: dict[str, Any], split: str, position: int) -> dict[str, Any]:
     for record in meta["shards"][split]:
         if position < record["tokens"]:
             size = token_dtype_of(meta, META_NAME).itemsize
-            return f"{record['name']}, bytes {size * position:,} to {size * (position + 1):,}"
+            return {"file": record["name"], "first_byte": size * position, "end_byte": size * (position + 1)}
         position -= record["tokens"]
     raise CacheError(
         folder / META_NAME, f"its shards of {split} hold fewer tokens than its totals say", remedy=REBUILD, code="E201"
     )
 
 
-def _marked(ids: Ids, place: int, decode: Callable[[NDArray[Any]], str] | None) -> str:
-    """Return text with [[ ]] around the token, or around the few tokens that together encode its character."""
+def _parts(ids: Ids, place: int, decode: Callable[[NDArray[Any]], str] | None) -> list[str]:
+    """Return the text before, at and after the token, or the few tokens that together encode its character; or ids."""
     if decode is None:
-        return " ".join(f"[[{token}]]" if number == place else str(token) for number, token in enumerate(ids.tolist()))
+        before, after = (" ".join(map(str, part.tolist())) for part in (ids[:place], ids[place + 1 :]))
+        return [f"{before} ".lstrip(), str(ids[place]), f" {after}".rstrip()]
     whole, choices = decode(ids), []
     for length in range(1, _MAX_MARKED + 1):
         for first in range(max(0, place - length + 1), min(place, len(ids) - length) + 1):
-            parts = [decode(part) for part in np.split(ids, [first, first + length])]
-            choices.append("{}[[{}]]{}".format(*parts).replace("[[\n<|", "\n[[<|"))  # a turn begins a line
-            if "".join(parts) == whole:
+            choices.append([decode(part) for part in np.split(ids, [first, first + length])])
+            if "".join(choices[-1]) == whole:
                 return choices[-1]
     return choices[0]

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from niels_gpt.cache.formats import SPLITS, Ids
 from niels_gpt.cache.meta import check_tokenizer, find_meta, read_meta, sentinel_names, tokenizer_above
 from niels_gpt.display.decoded import Decoder, decoded_text, is_special_token, runs
-from niels_gpt.display.tables import shown
+from niels_gpt.display.tables import cut, most_of, shown
 from niels_gpt.inspection.readers import check_model
 from niels_gpt.inspection.source_ids import printable
 from niels_gpt.inspection.stats import bounds, ids_at, mask_of, meta_errors, open_version, tokens_of
@@ -30,6 +30,7 @@ from niels_gpt.tokenizers.protocol import FullTokenizer
 _SUPERVISED, _REST, _SENTINEL, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[36m", "\x1b[0m"  # green, dim, cyan
 _LEGEND = f"{_SUPERVISED}supervised{_PLAIN}  {_REST}not supervised{_PLAIN}  {_SENTINEL}<|sentinel|>{_PLAIN}"
 _LEGEND_PLAIN = "supervised tokens are in [[ ]]"
+_WINDOW = 200  # tokens
 _MORE = " …"
 _LEAST_TOKENS = 8  # of a shortened message
 
@@ -65,6 +66,50 @@ def show(cache: Path, tokenizer: Decoder, *, split: str, position: int, num_toke
     in [[ ]]. num_tokens: the most tokens.
     Raises: FileNotFoundError, CacheError; ValueError for a split or a position that does not exist.
     """
+    folder, meta = _opened(cache, tokenizer, split, num_tokens)
+    with meta_errors(cache):
+        if meta.get("kind") == "sft":
+            ids, mask, found = _example(folder, meta, split, position)
+            head = "example {example:,} of {examples:,}, {tokens:,} tokens, {supervised_tokens:,} supervised"
+            text = _chat(ids[:num_tokens], mask[:num_tokens], turn_names(folder, meta), tokenizer, color)
+        else:
+            ids, found = _window(folder, meta, split, position, num_tokens)
+            head = "tokens {position:,} to {end_position:,} of {split_tokens:,}, in {file}"
+            text = _document(ids, short_names(folder, meta), tokenizer, color)
+    return f"{printable(cut(f'{cache}/{split}: {head.format(**found)}'))}\n{text}"
+
+
+def show_data(cache: Path, tokenizer: Decoder, *, split: str, position: int, num_tokens: int | None) -> dict[str, Any]:
+    """Return what `show` prints, ready for JSON: its figures, the whole text, and of an example its parts by loss.
+
+    num_tokens: the most tokens; None: all of an example, 200 of a pretrain split. docs/building.md has the fields.
+    Raises: as `show`.
+    """
+    folder, meta = _opened(cache, tokenizer, split, 1 if num_tokens is None else num_tokens)
+    about, mask = {"cache": str(cache), "kind": meta["kind"], "split": split}, None
+    with meta_errors(cache):
+        if meta["kind"] == "sft":
+            ids, mask, found = _example(folder, meta, split, position)
+            ids, mask = ids[:num_tokens], mask[:num_tokens]
+        else:
+            ids, found = _window(folder, meta, split, position, num_tokens or _WINDOW)
+        names = short_names(folder, meta)
+        text = {"text": decoded_text(ids, names, tokenizer)}
+        return about | found | text | ({} if mask is None else {"parts": parts_by_loss(ids, mask, names, tokenizer)})
+
+
+def parts_by_loss(
+    ids: Ids, mask: NDArray[np.bool_], names: dict[int, str], tokenizer: Decoder
+) -> list[dict[str, str | bool]]:
+    """Return the text of some tokens in parts, each with whether it is supervised."""
+    return [
+        {"supervised": bool(mask[start]), "text": decoded_text(ids[start:end], names, tokenizer)}
+        for start, end in runs(mask)
+        if start < end
+    ]
+
+
+def _opened(cache: Path, tokenizer: Decoder, split: str, num_tokens: int) -> tuple[Path, dict[str, Any]]:
     if split not in SPLITS:
         raise ValueError(f"split {split!r}: expected one of {', '.join(SPLITS)}")
     if num_tokens < 1:
@@ -72,14 +117,7 @@ def show(cache: Path, tokenizer: Decoder, *, split: str, position: int, num_toke
     folder, meta = _open_with(cache, tokenizer)
     if meta.get("built") is False:
         raise CacheError(cache / META_NAME, "built is false, so there is nothing to show", code="E207")
-    with meta_errors(cache):
-        if meta.get("kind") == "sft":
-            ids, mask, head = _example(folder, meta, split, position)
-            text = _chat(ids[:num_tokens], mask[:num_tokens], turn_names(folder, meta), tokenizer, color)
-        else:
-            ids, head = _window(folder, meta, split, position, num_tokens)
-            text = _document(ids, short_names(folder, meta), tokenizer, color)
-    return f"{printable(f'{cache}/{split}: {head}')}\n{text}"
+    return folder, meta
 
 
 def _open_with(cache: Path, tokenizer: Decoder) -> tuple[Path, dict[str, Any]]:
@@ -88,7 +126,9 @@ def _open_with(cache: Path, tokenizer: Decoder) -> tuple[Path, dict[str, Any]]:
     return cache, meta
 
 
-def _window(folder: Path, meta: dict[str, Any], split: str, position: int, num_tokens: int) -> tuple[Ids, str]:
+def _window(
+    folder: Path, meta: dict[str, Any], split: str, position: int, num_tokens: int
+) -> tuple[Ids, dict[str, Any]]:
     total = int(meta["totals"][f"{split}_tokens"])
     _check(position, total, f"tokens in {split}")
     before = 0
@@ -96,25 +136,27 @@ def _window(folder: Path, meta: dict[str, Any], split: str, position: int, num_t
         if position < before + record["tokens"]:
             end = min(position + num_tokens, before + record["tokens"])
             ids = ids_at(folder, meta, split, position, end)
-            return ids, f"tokens {position:,} to {position + len(ids):,} of {total:,}, in {record['name']}"
+            of = {"position": position, "end_position": position + len(ids), "split_tokens": total}
+            return ids, {**of, "file": record["name"]}
         before += record["tokens"]
     raise CacheError(
         folder / META_NAME, f"its shards hold {before} tokens, its totals say {total}", remedy=REBUILD, code="E201"
     )
 
 
-def _example(folder: Path, meta: dict[str, Any], split: str, row: int) -> tuple[Ids, NDArray[np.bool_], str]:
+def _example(folder: Path, meta: dict[str, Any], split: str, row: int) -> tuple[Ids, NDArray[np.bool_], dict[str, Any]]:
     starts = bounds(folder, meta, split)
     _check(row, len(starts) - 1, f"examples in {split}")
     ids = tokens_of(folder, meta, split)[starts[row] : starts[row + 1]]
     mask = mask_of(folder, meta, split, int(starts[row]), ids)
-    return ids, mask, f"example {row:,} of {len(starts) - 1:,}, {len(ids):,} tokens, {int(mask.sum()):,} supervised"
+    of = {"example": row, "examples": len(starts) - 1, "tokens": len(ids), "supervised_tokens": int(mask.sum())}
+    return ids, mask, of
 
 
 def _document(ids: Ids, names: dict[int, str], tokenizer: Decoder, color: bool) -> str:
     is_special = is_special_token(ids, names, tokenizer) & color
     parts = [
-        (bool(is_special[start]), shown(decoded_text(ids[start:end], names, tokenizer)))
+        (bool(is_special[start]), shown(cut(decoded_text(ids[start:end], names, tokenizer), most_of(end - start))))
         for start, end in runs(is_special)
         if start < end
     ]
@@ -129,7 +171,7 @@ def _chat(ids: Ids, mask: NDArray[np.bool_], names: dict[int, str], tokenizer: D
     is_sentinel = np.isin(ids, list(names)) | (is_special_token(ids, names, tokenizer) & ~mask)
     parts = []
     for start, end in runs(2 * mask + is_sentinel) if color else runs(mask):
-        text = shown(decoded_text(ids[start:end], names, tokenizer))
+        text = shown(cut(decoded_text(ids[start:end], names, tokenizer), most_of(end - start)))
         if color:
             style = _SUPERVISED if mask[start] else _SENTINEL if is_sentinel[start] else _REST
             parts.append(f"{style}{text}{_PLAIN}")

@@ -32,6 +32,8 @@ from niels_gpt.storage.meta_json import checked_count, file_records, path_inside
 from niels_gpt.storage.remedies import PROGRAM
 from niels_gpt.tokenizers.vocabulary import end_of_documents, start_of_documents
 
+FILE_KEYS = frozenset({"shards", "index", "ids", "loss_bits", "checksums", "files"})
+"""Keys of meta.json that list files."""
 _BIT_TOKENS = 2**22  # whose bits are counted at once
 _BATCH_TOKENS = 2**16  # padding included; its masks fit a core's cache: 2**21 took up to four times as long
 
@@ -193,6 +195,29 @@ def stats(cache: str | os.PathLike[str]) -> Stats:
         return Stats((name, printable(str(value))) for name, value in _rows(path, folder, meta))
 
 
+def stats_data(cache: Path) -> dict[str, Any]:
+    """Return what a cache holds, ready for JSON; docs/building.md has the fields. Raises: as `stats`."""
+    folder, meta = open_version(cache)
+    with meta_errors(cache):
+        sizes = {split: spread(lengths(folder, meta, split)) for split in SPLITS}
+        return {"cache": str(cache), "refused": refusal(folder), "document_tokens": sizes, **described(meta)}
+
+
+def described(meta: dict[str, Any]) -> dict[str, Any]:
+    """Return a meta.json without its lists of files, and with the signals that a build warns of."""
+    found = [
+        {"counter": each.signal.counter.rstrip(":"), "number": each.number, "of": each.total, "text": str(each)}
+        for each in above(meta)
+    ]
+    return {key: value for key, value in meta.items() if key not in FILE_KEYS} | {"warned_of": found}
+
+
+def spread(sizes: NDArray[np.int64]) -> dict[str, float] | None:
+    """Return min, median, p95 and max of some sizes; None of none."""
+    names = ("min", "median", "p95", "max")
+    return dict(zip(names, np.percentile(sizes, [0, 50, 95, 100]).tolist(), strict=True)) if len(sizes) else None
+
+
 def _rows(cache: Path, folder: Path, meta: dict[str, Any]) -> list[tuple[str, str]]:
     source, unknown, reason = meta["source"], "not stated", refusal(folder)
     rows = [
@@ -259,13 +284,12 @@ _BUILT = {True: "built", False: "not built", "partial": "partial"}
 
 def _split_line(folder: Path, meta: dict[str, Any], split: str) -> str:
     tokens, sizes = meta["totals"][f"{split}_tokens"], lengths(folder, meta, split)
-    if not len(sizes):
+    if (of := spread(sizes)) is None:
         return "empty"
     unit = "example" if meta["kind"] == "sft" else "document"
-    least, middle, most, longest = np.percentile(sizes, [0, 50, 95, 100])
     parts = [
         f"{number_of(tokens, 'token')} in {number_of(len(sizes), unit)} "
-        f"({least:,.0f} to {longest:,.0f}, median {middle:,.0f}, 95% below {most:,.0f})"
+        f"({of['min']:,.0f} to {of['max']:,.0f}, median {of['median']:,.0f}, 95% below {of['p95']:,.0f})"
     ]
     if "utf8_bytes" in meta:
         parts.append(f"{meta['utf8_bytes'][split] / tokens:.2f} bytes per token")

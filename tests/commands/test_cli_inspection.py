@@ -11,7 +11,7 @@ import unicodedata
 from pathlib import Path
 
 import pytest
-from support.byte_tokenizer import build
+from support.byte_tokenizer import ByteTokenizer, build
 from support.commands import niels_gpt
 from support.disk import change_meta, meta_bytes, write_meta
 
@@ -184,6 +184,64 @@ def test_locate_prints_the_document_with_its_text(root):
     assert status == 0 and "ids:" in out
 
 
+def as_json(*argv):
+    return json.loads(run(*argv, "--json")[1])
+
+
+def test_stats_gives_its_figures_as_json(root):
+    found = as_json("stats", root / "sft/oasst1")
+    meta = json.loads((root / "sft/oasst1/meta.json").read_text())
+    assert found["refused"] is None and found["warned_of"] == [] and "shards" not in found
+    assert all(found[key] == meta[key] for key in ("kind", "totals", "dropped", "source", "supervised_tokens"))
+    sizes = found["document_tokens"]["train"]
+    assert 0 < sizes["min"] <= sizes["median"] <= sizes["p95"] <= sizes["max"] < found["totals"]["train_tokens"]
+
+
+def test_show_gives_the_whole_piece_as_json(root):
+    found = as_json("show", root / "sft/oasst1", "--at", "1")
+    assert (found["kind"], found["split"], found["example"]) == ("sft", "train", 1)
+    assert found["examples"] > 1 and found["tokens"] > found["supervised_tokens"] > 0
+    assert found["text"] == "".join(part["text"] for part in found["parts"]) and "[[" not in found["text"]
+    assert [part["supervised"] for part in found["parts"][:2]] == [False, True]
+    assert found["parts"][1]["text"].endswith("<|eot|>")
+    assert len(as_json("show", root / "sft/oasst1", "--at", "1", "--tokens", "9")["text"]) < len(found["text"])
+    window = as_json("show", root / "pretrain/roam", "--at", "20")
+    assert (window["position"], window["end_position"]) == (20, 220) and window["file"] == "train/shard_00000.bin"
+    assert window["text"] in run("show", root / "pretrain/roam", "--at", "20")[1]
+
+
+def test_locate_gives_the_whole_document_as_json(root):
+    found = as_json("locate", root / "pretrain/roam", "train", "1_000")
+    assert (found["kind"], found["split"], found["position"]) == ("pretrain", "train", 1_000)
+    assert (found["first_token"], found["end_token"]) == (0, found["document_tokens"])
+    assert found["position"] < found["split_tokens"] and found["document"] < found["documents"]
+    assert found["end_byte"] - found["first_byte"] == 2 and found["file"] == "train/shard_00000.bin"
+    tokenizer = load_tokenizer(root / "tokenizer" / "spm.model")
+    assert tokenizer.decode([found["token_id"]]) == found["token_text"] == found["text_at"]
+    assert found["source_id"].endswith(".md") and found["text_after"].endswith("<|eot|>")
+    assert abs(len(tokenizer.encode(found["text_before"])) - found["offset_tokens"]) <= 1
+
+
+def test_one_long_field_is_cut_on_a_terminal_and_whole_in_json(tmp_path):
+    long = {name: name * 50_000 for name in "ilw"}
+    source = Source(name="x", provenance={"licence": long["l"]})
+    fixed = {"tokenizer": ByteTokenizer(), "seed": 0, "source": source, "shuffle_buffer": None}
+    sizes = {"max_train_tokens": None, "max_val_tokens": None, "shard_bytes": 999}
+    for name in ("a", "b"):
+        build_pretrain([("train", name, long["i"] + name)], tmp_path / name, **sizes, **fixed)
+    change_meta(tmp_path / "b", **{long["w"]: 1})
+    shown = {"stats": ["l"], "locate": ["i"], "diff": ["w", "i", "i"]}
+    for command, names in shown.items():
+        argv = {"stats": [tmp_path / "a"], "diff": [tmp_path / "a", tmp_path / "b"]}
+        words = [command, *argv.get(command, [tmp_path / "a", "train", "0"])]
+        _, out, _ = run(*words)
+        assert len(out) < 20_000 and out.count("more characters; --json has them all") == len(names)
+        _, out, _ = run(*words, "--json")
+        assert all(long[name] in out for name in names)
+    _, out, err = run("locate", tmp_path / "a", long["w"], "0")
+    assert "locate" in err and len(err) < 10_000
+
+
 def test_stats_draws_a_picture_where_it_is_told_to(root, tmp_path):
     status, out, _ = run("stats", root / "sft/oasst1", "--plot", tmp_path / "out.png")
     assert status == 0 and (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
@@ -225,9 +283,9 @@ def test_gc_of_a_folder_without_caches_is_an_error(root, tmp_path):
     for path in (tmp_path / "empty", root / "sft/oasst1", (root / "sft/oasst1").resolve()):
         status, out, err = run("gc", path)
         assert (status, out) == (1, "") and f"{path}: no caches below it" in err
-    assert run("gc", tmp_path / "none")[0] == 1 and run("gc", root) == (0, "", "")
+    assert run("gc", tmp_path / "none")[0] == 1 and run("gc", root) == (0, "nothing to remove\n", "")
     shutil.copytree(root / "sft/oasst1", tmp_path / "copies" / "oasst1")
-    assert run("gc", tmp_path / "copies") == (0, "", "")  # a cache, without versions
+    assert run("gc", tmp_path / "copies", "--dry-run") == (0, "nothing to remove\n", "")  # a cache, without versions
 
 
 @pytest.mark.parametrize("key", ["totals", "shards", "index", "special_token_ids", "kind", "ids", "dropped", "source"])

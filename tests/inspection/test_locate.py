@@ -9,7 +9,7 @@ from support.errors import refused
 from niels_gpt.builders.meta_keys import Source
 from niels_gpt.builders.pretrain import build_pretrain, build_stub
 from niels_gpt.builders.sft import build_sft
-from niels_gpt.inspection.locate import locate
+from niels_gpt.inspection.locate import locate, locate_data
 
 
 class SavedByteTokenizer(ByteTokenizer):
@@ -98,6 +98,21 @@ def test_a_token_that_is_half_a_character_is_marked_with_the_other_half(tmp_path
     ]
     assert all(line.replace("[[", "").replace("]]", "") == text for line in marked)
     assert sum("雪" in line.partition("[[")[2].partition("]]")[0] for line in marked) == 3
+
+
+class Long(SavedByteTokenizer):
+    """A tokenizer of which each token is a text of a million characters."""
+
+    def decode(self, ids):
+        return "x" * (1_000_000 * len(ids))
+
+
+def test_the_text_around_a_token_is_bounded_in_lines_and_whole_as_data(notes):
+    text = locate(notes, Long(), split="train", position=20, num_tokens=2_000)
+    assert len(text) < 20_000 and text.count(" more characters; --json has them all") == 4
+    assert "\n5,996,000 more characters; --json has them all ... xxx" in text
+    found = locate_data(notes, Long(), split="train", position=20)
+    assert [len(found[f"text_{name}"]) for name in ("before", "at", "after")] == [6_000_000, 1_000_000, 6_000_000]
 
 
 def test_without_a_tokenizer_ids_stand_in_the_place_of_text(notes):

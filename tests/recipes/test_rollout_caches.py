@@ -170,13 +170,23 @@ def test_every_command_takes_a_rollout_cache(both, capsys):
     root = both.cache_dir
     assert "rollouts/maths  built  48 samples" in said("list", root)
     figures = json.loads(said("stats", f"{root}/{MATHS}", "--json"))
-    assert figures["folding"].startswith("2.80x fewer tokens")
-    assert figures["fields"] == "advantage by sample, logprobs by token"
+    assert figures["totals"]["train_groups"] + figures["totals"]["val_groups"] == 12
+    assert figures["fields"] == {"advantage": "sample", "logprobs": "token"}
+    assert figures["group_samples"]["train"] == {"min": 4, "median": 4, "p95": 4, "max": 4}
     shown = said("show", f"{root}/{MATHS}")
     assert "id q0, 4 samples, 56 tokens, 20 after folding" in shown and "[[40 60 7]]" in shown
     assert "<|asst|>[[" in said("show", f"{root}/{TREES}", "--at", "1")
     located = said("locate", f"{root}/{MATHS}", "train", "11")
     assert "source id:    q0" in located and "offset in it: 11 tokens, with loss" in located
+    group = json.loads(said("show", f"{root}/{MATHS}", "--json"))
+    assert group["source_id"] == "q0" and (group["tokens"], group["tokens_after_folding"]) == (56, 20)
+    sample = group["samples"][0]
+    assert len(group["samples"]) == 4 and sample["tokens"] == len(sample["ids"]) == 14
+    assert len(sample["fields"]["logprobs"]) == sample["supervised_tokens"] and sample["parts"] is None
+    found = json.loads(said("locate", f"{root}/{MATHS}", "train", "11", "--json"))
+    assert found["sample"] == sample and found["token_id"] == sample["ids"][found["offset_tokens"]]
+    parts = json.loads(said("show", f"{root}/{TREES}", "--at", "1", "--json"))["samples"][0]["parts"]
+    assert [part["supervised"] for part in parts[:2]] == [False, True] and parts[0]["text"].startswith("<|usr|>")
     assert "groups are compared by content_sha256" in said("diff", f"{root}/{MATHS}", f"{root}/{MATHS}")
     assert said("verify", root, "--deep").count(": ok") == 3
     assert "removed" not in said("gc", root, "--dry-run")

@@ -13,10 +13,10 @@ from niels_gpt.builders.split import SPLITS
 from niels_gpt.cache.meta import check_tokenizer, read_meta
 from niels_gpt.display.decoded import decoded_text, runs
 from niels_gpt.display.numbers import number_of
-from niels_gpt.display.tables import shown
-from niels_gpt.inspection.show import short_names
+from niels_gpt.display.tables import cut, most_of, shown
+from niels_gpt.inspection.show import parts_by_loss, short_names
 from niels_gpt.inspection.source_ids import printable
-from niels_gpt.inspection.stats import Stats, meta_errors, of_loader, warned_of
+from niels_gpt.inspection.stats import Stats, described, meta_errors, of_loader, spread, warned_of
 from niels_gpt.storage.errors import PositionError
 from niels_gpt.storage.fileio import META_NAME
 
@@ -33,6 +33,19 @@ def stats(cache: Path) -> Stats:
     meta = read_meta(str(cache / META_NAME))
     with meta_errors(cache):
         return Stats((name, printable(str(value))) for name, value in _rows(cache, meta))
+
+
+def stats_data(cache: Path) -> dict[str, Any]:
+    """Return what a rollout cache holds, ready for JSON; docs/building.md has the fields. Raises: as `stats`."""
+    meta = read_meta(str(cache / META_NAME))
+    with meta_errors(cache):
+        sizes: dict[str, Any] = {"sample_tokens": dict.fromkeys(SPLITS), "group_samples": dict.fromkeys(SPLITS)}
+        for split in SPLITS:
+            if meta["totals"][f"{split}_groups"]:
+                data = _opened(cache, split)
+                sizes["sample_tokens"][split] = spread(data.samples[:, 0])
+                sizes["group_samples"][split] = spread(data.groups[:, 1])
+        return {"cache": str(cache), **sizes, **described(meta)}
 
 
 def _rows(cache: Path, meta: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -117,17 +130,14 @@ def show(cache: Path, tokenizer: FullTokenizer | None, *, split: str, group: int
     tokenizer: of the cache, or that the caller names; None: ids are printed.
     Raises: as RolloutDataset; PositionError for a group that does not exist; CacheError for another tokenizer.
     """
-    data = _opened(cache, split)
-    if not 0 <= group < len(data):
-        raise PositionError(f"position {group:,}: there are {len(data):,} groups in {split}")
+    data, samples, found = _group(cache, split, group)
     names = _sentinels(data, tokenizer)
-    samples = data.read(group)
-    before, after = sum(len(sample.ids) for sample in samples), int(data.groups[group, -2])
     head = (
-        f"{cache}/{split}: group {group:,} of {len(data):,}, id {data.id(group)}, {number_of(len(samples), 'sample')}, "
-        f"{number_of(before, 'token')}, {after:,} after folding"
+        f"{cache}/{split}: group {group:,} of {len(data):,}, id {found['source_id']}, "
+        f"{number_of(len(samples), 'sample')}, {number_of(found['tokens'], 'token')}, "
+        f"{found['tokens_after_folding']:,} after folding"
     )
-    lines, room = [printable(head), LEGEND], num_tokens
+    lines, room = [printable(cut(head)), LEGEND], num_tokens
     for number, sample in enumerate(samples):
         if room <= 0:
             lines.append(f"and {number_of(len(samples) - number, 'sample')} more")
@@ -137,11 +147,76 @@ def show(cache: Path, tokenizer: FullTokenizer | None, *, split: str, group: int
     return "\n".join(lines)
 
 
+def show_data(
+    cache: Path, tokenizer: FullTokenizer | None, *, split: str, group: int, num_tokens: int | None
+) -> dict[str, Any]:
+    """Return what `show` prints, ready for JSON; docs/building.md has the fields.
+
+    num_tokens: the most of each sample whose text is wanted; None: all. Raises: as `show`.
+    """
+    data, samples, found = _group(cache, split, group)
+    return found | {"samples": [_sample_data(data, sample, num_tokens, tokenizer) for sample in samples]}
+
+
+def _group(cache: Path, split: str, group: int) -> tuple[RolloutDataset, list[Sample], dict[str, Any]]:
+    data = _opened(cache, split)
+    if not 0 <= group < len(data):
+        raise PositionError(f"position {group:,}: there are {len(data):,} groups in {split}")
+    samples = data.read(group)
+    found = {"cache": str(cache), "kind": "rollouts", "split": split, "group": group, "groups": len(data)}
+    found |= {"source_id": data.id(group), "tokens": sum(len(sample.ids) for sample in samples)}
+    return data, samples, found | {"tokens_after_folding": int(data.groups[group, -2])}
+
+
+def _sample_data(
+    data: RolloutDataset, sample: Sample, num_tokens: int | None, tokenizer: FullTokenizer | None
+) -> dict[str, Any]:
+    ids: npt.NDArray[Any] = sample.ids[:num_tokens]
+    mask = sample.loss_mask[:num_tokens]
+    names = _names(data) if _sentinels(data, tokenizer) else {}
+    model = _of_ids(tokenizer, ids)
+    return {
+        "tokens": len(sample.ids),
+        "prompt_tokens": sample.prompt_length if sample.prompt_length >= 0 else None,
+        "supervised_tokens": int(np.count_nonzero(sample.loss_mask)),
+        "fields": {name: values.tolist() for name, values in sample.fields.items()},
+        "ids": ids.tolist(),
+        "parts": None if model is None else parts_by_loss(ids, mask, names, model),
+    }
+
+
 def locate(cache: Path, tokenizer: FullTokenizer | None, *, split: str, position: int, num_tokens: int) -> str:
     """Return the group and the sample of a token, counted over all samples of the split, and its text.
 
     Raises: as `show`.
     """
+    data, sample, found = _located(cache, split, position)
+    names = _sentinels(data, tokenizer)
+    place = found["sample_of_group"]
+    rows = [
+        ("token", f"{position:,} of {found['split_tokens']:,} of {cache}/{split}: id {found['token_id']}"),
+        ("group", f"{found['group']:,} of {found['groups']:,}, {number_of(found['group_samples'], 'sample')}"),
+        ("source id", found["source_id"]),
+        ("sample", f"{place} of its group, {found['sample_of_split']:,} of the split"),
+        ("offset in it", f"{found['offset_tokens']:,} tokens, {'with' if found['has_loss'] else 'without'} loss"),
+    ]
+    lines = [f"{label + ':':14}{printable(cut(str(value)))}" for label, value in rows]
+    text = _text(sample, min(num_tokens, len(sample.ids)), names, tokenizer)
+    return "\n".join([*lines, "", _heading(place, sample), text])
+
+
+def locate_data(
+    cache: Path, tokenizer: FullTokenizer | None, *, split: str, position: int, num_tokens: int | None
+) -> dict[str, Any]:
+    """Return what `locate` prints, ready for JSON; docs/building.md has the fields. num_tokens: as in `show_data`.
+
+    Raises: as `show`.
+    """
+    data, sample, found = _located(cache, split, position)
+    return found | {"sample": _sample_data(data, sample, num_tokens, tokenizer)}
+
+
+def _located(cache: Path, split: str, position: int) -> tuple[RolloutDataset, Sample, dict[str, Any]]:
     data = _opened(cache, split)
     ends = np.cumsum(data.samples[:, 0])
     if not 0 <= position < ends[-1]:
@@ -150,17 +225,12 @@ def locate(cache: Path, tokenizer: FullTokenizer | None, *, split: str, position
     group, place = data.locate(number)
     sample = data.read(group, [place])[0]
     offset = position - int(ends[number]) + len(sample.ids)
-    names = _sentinels(data, tokenizer)
-    rows = [
-        ("token", f"{position:,} of {ends[-1]:,} of {cache}/{split}: id {sample.ids[offset]}"),
-        ("group", f"{group:,} of {len(data):,}, {number_of(int(data.groups[group, 1]), 'sample')}"),
-        ("source id", data.id(group)),
-        ("sample", f"{place} of its group, {number:,} of the split"),
-        ("offset in it", f"{offset:,} tokens, {'with' if sample.loss_mask[offset] else 'without'} loss"),
-    ]
-    lines = [f"{label + ':':14}{printable(str(value))}" for label, value in rows]
-    text = _text(sample, min(num_tokens, len(sample.ids)), names, tokenizer)
-    return "\n".join([*lines, "", _heading(place, sample), text])
+    found = {"cache": str(cache), "kind": "rollouts", "split": split, "position": position}
+    found |= {"split_tokens": int(ends[-1]), "token_id": int(sample.ids[offset]), "source_id": data.id(group)}
+    found |= {"group": group, "groups": len(data), "group_samples": int(data.groups[group, 1])}
+    found |= {"sample_of_group": place, "sample_of_split": number, "offset_tokens": offset}
+    found["has_loss"] = bool(sample.loss_mask[offset])
+    return data, sample, found
 
 
 def _opened(cache: Path, split: str) -> RolloutDataset:
@@ -187,17 +257,21 @@ def _heading(number: int, sample: Sample) -> str:
     parts += [f"{np.count_nonzero(sample.loss_mask):,} with loss"]
     for name, values in sample.fields.items():
         parts.append(f"{name} {values[0]:.4g}" if len(values) == 1 else f"{name} {values.mean():.4g} on average")
-    return f"sample {number}: {', '.join(parts)}"
+    return printable(cut(f"sample {number}: {', '.join(parts)}"))
+
+
+def _of_ids(tokenizer: FullTokenizer | None, ids: npt.NDArray[Any]) -> FullTokenizer | None:
+    """Return the tokenizer, None where it is not the one of the recorded ids."""
+    return None if tokenizer is None or int(ids.max(initial=0)) >= tokenizer.vocab_size else tokenizer
 
 
 def _text(sample: Sample, num_tokens: int, names: dict[int, str], tokenizer: FullTokenizer | None) -> str:
     ids: npt.NDArray[Any] = sample.ids[:num_tokens]
-    if tokenizer is not None and int(ids.max(initial=0)) >= tokenizer.vocab_size:
-        tokenizer = None  # not the one of the recorded ids
-    parts = []
+    tokenizer, parts = _of_ids(tokenizer, ids), []
     for start, end in runs(sample.loss_mask[:num_tokens]):
         piece = ids[start:end]
-        text = " ".join(map(str, piece)) if tokenizer is None else shown(decoded_text(piece, names, tokenizer))
+        text = " ".join(map(str, piece)) if tokenizer is None else decoded_text(piece, names, tokenizer)
+        text = shown(cut(text, most_of(end - start)))
         parts.append(f"[[{text}]]" if sample.loss_mask[start] else text)
     more = " …" if num_tokens < len(sample.ids) else ""
     return ("" if tokenizer else " ").join(parts).removeprefix("\n") + more
