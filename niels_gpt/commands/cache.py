@@ -380,11 +380,13 @@ def verify(path: tuple[Path, ...], deep: bool) -> Result:
 
 
 def _remedy(cache: Path) -> str:
-    """Return the command that builds a damaged cache again; of one that another program made, nothing."""
+    """Return the command that builds a damaged cache again; of a copy, and of another program's cache, nothing."""
     from niels_gpt.inspection.readers import remake_command
     from niels_gpt.paths import FAMILIES
-    from niels_gpt.storage.remedies import rebuild_command
+    from niels_gpt.storage.remedies import is_copy, rebuild_command
 
+    if is_copy(cache):
+        return ""
     if cache.name == "tokenizer":
         return remake_command(cache)
     if cache.parent.name == "eagle3" and not os.path.lexists(cache.parent / ".versions" / cache.name):

@@ -88,7 +88,7 @@ def doctor(cache_dir: Path) -> Result:
         need = f"{number} in need of care" if number else "none in need of care"
         say(f"  tokenizer: {tokenizer}\n  {number_of(len(caches), 'cache')}; {need}")
     for care in cares:
-        say(f"  {care.cache}: {care.problem}\n    {care.command}")
+        say("\n    ".join(filter(None, (f"  {care.cache}: {care.problem}", care.command))))
     line = COMPLETION.get(Path(os.environ.get("SHELL", "")).name, COMPLETION["bash"])
     say(f"\nTo complete commands with Tab, add to the start file of your shell:\n  {line}")
     data = {
@@ -200,7 +200,7 @@ def _of_content(cache: Path) -> Iterator[Care]:
     from niels_gpt.cache.meta import find_meta
     from niels_gpt.commands.cache import damage_of
     from niels_gpt.inspection.readers import refusal
-    from niels_gpt.storage.remedies import rebuild_command
+    from niels_gpt.storage.remedies import is_copy, rebuild_command
 
     reason = refusal(cache)
     if reason is not None:
@@ -214,7 +214,8 @@ def _of_content(cache: Path) -> Iterator[Care]:
             return
     is_old = meta.get("builder_version", 0) < BUILDER_VERSIONS.get(str(meta.get("kind")), 0)
     if is_old and meta["kind"] != "tokenizer":
-        yield Care(str(cache), f"made by builder version {meta.get('builder_version')}", rebuild_command(cache))
+        command = "" if is_copy(cache) else rebuild_command(cache)
+        yield Care(str(cache), f"made by builder version {meta.get('builder_version')}", command)
 
 
 def _of_versions(folder: Path, cache: Path) -> Iterator[Care]:

@@ -40,7 +40,7 @@ from niels_gpt.storage.meta_json import (
     shortened,
     wrong_value,
 )
-from niels_gpt.storage.remedies import rebuild_command
+from niels_gpt.storage.remedies import ANOTHER_COPY, is_copy, rebuild_command
 from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.tokenizers.files import COMPANIONS, MAX_TOKENIZER_JSON_BYTES, MODEL_NAME, TOKENIZER_JSON
 
@@ -176,7 +176,7 @@ def check_model(tokenizer: Path, meta: Meta, remedy: str = "") -> None:
 
     remedy: what to do; "": remove the tokenizer and build.
     """
-    remedy = remedy or f"Make another one: {remake_command(tokenizer)}"
+    remedy = remedy or make_again(tokenizer)
     expected = {record["name"]: record["sha256"] for record in file_records(meta, str(tokenizer / META_NAME))}
     name = next(iter(expected), MODEL_NAME)
     if (of_ids := meta.get("tokenizer_sha256")) is not None:
@@ -192,6 +192,11 @@ def check_model(tokenizer: Path, meta: Meta, remedy: str = "") -> None:
     for name in COMPANIONS if TOKENIZER_JSON in expected else ():
         if name not in expected and os.path.lexists(tokenizer / name):  # it would change what ends a document
             raise CacheError(tokenizer / name, f"is not in its {META_NAME}", remedy=remedy, code="E403")
+
+
+def make_again(tokenizer: Path) -> str:
+    """Return the remedy of a damaged tokenizer."""
+    return ANOTHER_COPY if is_copy(tokenizer) else f"Make another one: {remake_command(tokenizer)}"
 
 
 def remake_command(tokenizer: Path) -> str:

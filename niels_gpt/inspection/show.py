@@ -6,6 +6,7 @@ cuts the messages of an example to one length, and may end it after the first re
 
 from __future__ import annotations
 
+import os
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -21,7 +22,7 @@ from niels_gpt.display.tables import cut, most_of, shown
 from niels_gpt.inspection.readers import check_model
 from niels_gpt.inspection.source_ids import printable
 from niels_gpt.inspection.stats import bounds, ids_at, mask_of, meta_errors, open_version, tokens_of
-from niels_gpt.storage.errors import REBUILD, CacheError, PositionError
+from niels_gpt.storage.errors import REBUILD, CacheError, PositionError, TokenizerNotFound
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import resolved
 from niels_gpt.tokenizer import load_tokenizer
@@ -45,6 +46,8 @@ def tokenizer_of(cache: Path, model: str | None = None) -> FullTokenizer:
     beside = tokenizer_above(resolved(cache)) or cache.absolute().parent.parent / "tokenizer"
     if about := find_meta(beside):  # refuses a link out of the folder of caches
         check_model(beside, about)
+    elif not os.path.lexists(beside):
+        raise TokenizerNotFound(f"{beside}: there is no tokenizer. Name that of the ids: --tokenizer MODEL")
     return load_tokenizer(beside, follow_links=False)
 
 

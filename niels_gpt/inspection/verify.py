@@ -25,14 +25,14 @@ from niels_gpt.display.numbers import many, number_of, share_text, size_text
 from niels_gpt.inspection import meta_checks
 from niels_gpt.inspection.contents import content_damages, id_damages, supervised_damages
 from niels_gpt.inspection.file_checks import CacheFiles, Damage
-from niels_gpt.inspection.readers import refusals, remake_command
+from niels_gpt.inspection.readers import make_again, refusals
 from niels_gpt.inspection.stats import supervised_counts
 from niels_gpt.progress import Progress
 from niels_gpt.storage.checks import Check, Figures, Verdict, first_problems
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import path_inside, resolved, sha256_regular
-from niels_gpt.storage.remedies import rebuild_command
+from niels_gpt.storage.remedies import build_again
 from niels_gpt.storage.versions import VERSION_DIGITS
 from niels_gpt.tokenizers.files import FILE_OF, MODEL_NAME
 
@@ -92,16 +92,11 @@ def _found(rule: Rule, files: CacheFiles, limits: Limits, figures: Figures) -> I
 
 def _sentences(cache: Path, folder: Path, findings: Iterable[Finding]) -> Iterator[str]:
     """Turn findings into sentences that name the public folder, not the version's, which means little to readers."""
-    remedy = _remove_first(cache) if cache.name == "tokenizer" else REBUILD
+    remedy = make_again(cache) if cache.name == "tokenizer" else REBUILD
     for finding in findings:
         if isinstance(finding, Damage):
             finding = CacheError(cache / finding.file, finding.problem, remedy=remedy, code="E201")
         yield str(finding).replace(str(folder), str(cache))
-
-
-def _remove_first(tokenizer: Path) -> str:
-    """Return the remedy of a damaged tokenizer, which a build does not replace by itself."""
-    return f"Make another one: {remake_command(tokenizer)}"
 
 
 # --- every damage, with its bytes -------------------------------------------------------------------------------------
@@ -222,7 +217,7 @@ def _tokenizer_matches(files: CacheFiles, limits: Limits, figures: Figures) -> I
         problem = f"no tokenizer/{META_NAME} beside or above it"
         yield CacheError(files.folder, problem, f"tokenizer {expected[:12]}", code="E401")
         return
-    again = f"Build the cache again: {rebuild_command(files.folder)}"
+    again = build_again(files.folder)
     version = resolved(tokenizer)  # one version of both files
     about = read_meta(str(version / META_NAME))
     recorded = about.get("tokenizer_sha256")
@@ -232,10 +227,10 @@ def _tokenizer_matches(files: CacheFiles, limits: Limits, figures: Figures) -> I
     name = FILE_OF.get(str(about.get("tokenizer_kind")), MODEL_NAME)
     model = tokenizer / name
     if not os.path.lexists(version / name):
-        yield CacheError(model, "no such file", f"tokenizer {expected[:12]}", _remove_first(tokenizer), code="E401")
+        yield CacheError(model, "no such file", f"tokenizer {expected[:12]}", make_again(tokenizer), code="E401")
     elif (sha256 := sha256_regular(path_inside(version, name))) != expected:
         problem = f"sha256 {sha256[:12]}, but {where} has ids of tokenizer {expected[:12]}"
-        yield CacheError(model, problem, remedy=again if sha256 == recorded else _remove_first(tokenizer), code="E402")
+        yield CacheError(model, problem, remedy=again if sha256 == recorded else make_again(tokenizer), code="E402")
 
 
 def _readers_open(files: CacheFiles, limits: Limits, figures: Figures) -> Iterator[Finding]:

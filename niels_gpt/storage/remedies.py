@@ -18,6 +18,7 @@ from niels_gpt.storage.fileio import META_NAME, open_for_reading
 
 PROGRAM = "niels-gpt"
 BUILD_ALL = f"{PROGRAM} build --all"
+ANOTHER_COPY = "No build of it is recorded here: take another copy, or build it where it was built"
 _BY_KEY = ("trees/", "eagle3/")  # named by their key
 _EAGLE3 = "eagle3"
 _LINES = ("pretrain", "sft", "rollouts", "licence", "attribution")  # settings of several entries, each a flag
@@ -72,11 +73,7 @@ def rebuild_command(path: str | os.PathLike[str]) -> str:
     It has the settings of the last recorded build, but uses the tokenizer that is in the folder of caches now. It is
     `build --all` for a path outside of all folders of caches, and for a cache that was never built.
     """
-    try:
-        place = None if "\n" in os.fspath(path) else _place_of(Path(os.path.abspath(path)))
-    except OSError:  # the current folder was removed
-        place = None
-    if place is None:
+    if (place := _place_of(path)) is None:
         return BUILD_ALL
     root, key = place
     if (words := _recorded_import(root, key)) is not None:
@@ -98,15 +95,31 @@ def with_recorded_tokenizer(settings: Settings, root: Path) -> Settings:
 
     Where there is no record, they are the settings as they are.
     """
-    if not (root / _RUNS_DIR / f"{_TOKENIZER}.jsonl").is_file():
+    if not _record_of(root, _TOKENIZER).is_file():
         return settings
     recorded = recorded_settings(root, _TOKENIZER)
     return replace(settings, **{name: getattr(recorded, name) for name in _OF_TOKENIZER})
 
 
 def build_again(path: str | os.PathLike[str]) -> str:
-    """Return the remedy "Build it again: COMMAND" for a cache; `path`: any of its files or folders."""
-    return f"Build it again: {rebuild_command(path)}"
+    """Return the remedy "Build it again: COMMAND" for a cache; of a copy, to take another one. path: anything in it."""
+    return ANOTHER_COPY if is_copy(path) else f"Build it again: {rebuild_command(path)}"
+
+
+def is_copy(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is of a cache that no build recorded here has made, such as one that was pulled, staged or copied.
+
+    Of such a cache no command is known that gives the same one again.
+    """
+    if (place := _place_of(path)) is not None:
+        root, key = place
+        return os.path.lexists(root / key) and not os.path.lexists(_record_of(root, key))
+    try:
+        where = Path(os.path.abspath(path))
+    except OSError:
+        return False
+    is_missing = where.name == META_NAME and where.parent.is_dir()
+    return is_missing or any(os.path.lexists(folder / META_NAME) for folder in (where, *where.parents[:2]))
 
 
 def instead_of(path: str | os.PathLike[str]) -> str:
@@ -118,7 +131,7 @@ def instead_of(path: str | os.PathLike[str]) -> str:
     command = rebuild_command(path)
     if command == BUILD_ALL and (names := _names_near(Path(os.path.abspath(text)))):
         return names
-    return f"Build it again: {command}"
+    return build_again(path)
 
 
 def _names_near(path: Path) -> str:
@@ -144,9 +157,12 @@ def source_of(line: str) -> str:
     return line.partition("=")[0].strip()
 
 
-def _place_of(path: Path) -> tuple[Path, str] | None:
+def _place_of(path: str | os.PathLike[str]) -> tuple[Path, str] | None:
     """Return the folder of caches and the key of the cache that contains a path; None outside of a cache."""
-    parts = path.parts
+    try:
+        parts = () if "\n" in os.fspath(path) else Path(os.path.abspath(path)).parts
+    except OSError:  # the current folder was removed
+        return None
     for at in range(len(parts) - 1, 0, -1):
         if parts[at] == _TOKENIZER and os.path.lexists(Path(*parts[: at + 1])):
             root = Path(*parts[:at])
@@ -165,7 +181,7 @@ def _place_of(path: Path) -> tuple[Path, str] | None:
 def recorded_settings(root: Path, key: str) -> Settings:
     """Return the settings of the last recorded build, or the defaults without a record. The record is not trusted."""
     try:
-        found = json.loads(_last_line(root / _RUNS_DIR / f"{key.replace('/', '.')}.jsonl"))["settings"]
+        found = json.loads(_last_line(_record_of(root, key)))["settings"]
         types, known = get_type_hints(Settings), asdict(Settings())
         if found.get("append_eot") is False:  # an earlier setting
             found["document_end"] = "none"
@@ -175,10 +191,14 @@ def recorded_settings(root: Path, key: str) -> Settings:
         return Settings()
 
 
+def _record_of(root: Path, key: str) -> Path:
+    return root / _RUNS_DIR / f"{key.replace('/', '.')}.jsonl"
+
+
 def _recorded_import(root: Path, key: str) -> list[str] | None:
     """Return the arguments of `import` where the last recorded run of a cache is one. The record is not trusted."""
     try:
-        words = json.loads(_last_line(root / _RUNS_DIR / f"{key.replace('/', '.')}.jsonl")).get("import")
+        words = json.loads(_last_line(_record_of(root, key))).get("import")
     except (OSError, ValueError, AttributeError, RecursionError):
         return None
     return words if isinstance(words, list) and words and all(_is_good(word, str) for word in words) else None

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import small_caches
-from support.commands import niels_gpt, rebuild_command
+from support.commands import build_again, niels_gpt
 from support.errors import refused
 from support.looking import blocks_of, checks_of
 from support.power_loss import put
@@ -28,10 +28,8 @@ from niels_gpt.storage.fileio import sha256_file
 
 
 def again(folder):
-    """Return the remedy of a damaged cache, or of its tokenizer."""
-    if folder.name == "tokenizer":
-        return f"Make another one: rm -r {folder} && {rebuild_command(folder)}"
-    return f"Build it again: {rebuild_command(folder)}"
+    """Return the remedy of a damaged cache; also of its tokenizer, where no build has recorded it."""
+    return build_again(folder)
 
 
 @pytest.fixture
@@ -135,7 +133,7 @@ def test_ids_of_another_tokenizer_than_the_one_beside_the_cache_are_a_problem(ro
     wrong = f"{model}: sha256 {other[:12]}, but {ours} has ids of tokenizer {real[:12]}."
     assert problems(root / key, "tokenizer_matches") == [f"{wrong} {again(theirs)}"]
     change_meta(theirs, tokenizer_sha256=other)
-    build = f"Build the cache again: {rebuild_command(root / key)}"
+    build = again(root / key)
     assert problems(root / key, "tokenizer_matches") == [
         f"{ours}: ids of tokenizer {real[:12]}, but {theirs}/meta.json is of tokenizer {other[:12]}. {build}",
         f"{wrong} {build}",

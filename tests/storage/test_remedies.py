@@ -180,6 +180,17 @@ def test_a_damaged_tokenizer_is_made_again(built, flags):
     assert niels_gpt("build", *flags[:-2]).status == 0
 
 
+@pytest.mark.parametrize("damage", ["a shard cut", "no shard", "no JSON", "no description"])
+@pytest.mark.parametrize("place", ["copy", "other/pretrain/notes", "other/sft/dolly15k"])
+def test_of_a_copy_another_one_is_to_be_taken(built, tmp_path, place, damage):
+    copy = tmp_path / place
+    shutil.copytree(built, copy)
+    {**DAMAGES, "no description": lambda cache: (cache / "meta.json").unlink()}[damage](copy)
+    done = niels_gpt("locate", copy, "train", "0")
+    assert done.status == 3 and "take another copy" in done.err and "niels-gpt build" not in done.err
+    assert "next:" not in niels_gpt("verify", copy).out
+
+
 def test_a_record_of_a_strangers_folder_gives_no_other_command(built):
     runs = built.parent.parent / ".runs" / "pretrain.notes.jsonl"
     hostile = {"seed": "$(touch x)", "cache_dir": "/elsewhere", "exclude": "a;rm -r b\n", "sft": "x=y;`id`", "nope": 1}

@@ -130,6 +130,11 @@ def parse(*argv, module=""):
     return command.make_context(command.name, list(argv))
 
 
+def build_again(path):
+    """What a damaged cache's error ends in."""
+    return remedies.build_again(path)
+
+
 def rebuild_command(path):
     """The command that messages name to build a cache again."""
     return remedies.rebuild_command(path)
