@@ -114,7 +114,9 @@ def _is_empty(meta: Meta, split: str) -> bool:
 def _open_split(folder: Path, meta: Meta, split: str) -> None:
     if not path_inside(folder, split).is_dir():
         raise CacheError(folder / split, "no such folder", remedy=REBUILD, code="E204")
-    TokenFiles(split_shards(folder, meta, split), dtype=token_dtype_of(meta, folder / META_NAME))
+    if not (shards := split_shards(folder, meta, split)):
+        raise CacheError(folder / split, "this split has no shard", remedy=REBUILD, code="E204")
+    TokenFiles(shards, dtype=token_dtype_of(meta, folder / META_NAME))
     if not has_no_text_bytes(meta):
         text_bytes(folder, meta, split)
 

@@ -18,6 +18,7 @@ from support.small_caches import CHAT, build_chats, build_notes, built_caches, c
 from niels_gpt.builders.meta_keys import Source
 from niels_gpt.builders.pretrain import build_stub
 from niels_gpt.cache.meta import read_meta, write_meta
+from niels_gpt.cache.pretrain_dataset import PretrainSplit
 from niels_gpt.inspection.readers import refusal
 from niels_gpt.inspection.verify import Limits, find_damage, verify
 from niels_gpt.recipes.plan import recipes
@@ -290,6 +291,15 @@ def test_a_lost_folder_is_refused_and_another_tokenizer_beside_a_cache_is_its_da
     (tokenizer / "meta.json").write_bytes(b"{")
     (found,) = find_damage(cache, deep=False)
     assert "tokenizer/meta.json: not JSON" in found.problem
+
+
+def test_a_split_with_tokens_and_no_shard_is_refused_as_by_its_reader(root):
+    cache = root / "pretrain" / "notes"
+    change_meta(cache, shards={"train": [], "val": []})
+    with refused("E204", "train: this split has no shard"):
+        PretrainSplit(cache / "train")
+    assert refusal(cache) == "train: this split has no shard"
+    assert [niels_gpt(*words).status for words in (("stats", cache), ("list", root))] == [3, 3]
 
 
 def test_only_the_named_checks_are_made(root):

@@ -12,6 +12,7 @@ from support import eagle3_runs
 from support.eagle3_damage import NATIVE_FORMS, copy_of, native_put
 from support.eagle3_looks import check_names, run_again, sample_heading, slot_rows, stats_of, summary
 from support.eagle3_looks import verdicts as verify
+from support.eagle3_native import capture_native
 from support.errors import refused
 
 from niels_gpt.commands.eagle3.group import main
@@ -42,6 +43,12 @@ def test_the_share_of_a_logit_that_is_let_pass_holds_for_the_rounding_of_a_state
             rounded = sharpness * states.to(share).float() @ weight.T
             apart = (rounded.logsumexp(-1) - logits.logsumexp(-1)).abs()
             assert bool((apart <= LOGIT_SHARE[dtype] * logits.abs().amax(-1).clamp_min(1)).all())
+
+
+def test_a_sample_without_a_target_row_is_good(tmp_path):
+    rows = [eagle3_runs.Row("a", range(3, 11), [0] * 4 + [1] * 4), eagle3_runs.Row("b", range(3, 9), [0] * 6)]
+    capture_native(tmp_path / "c", eagle3_runs.load(torch.device("cpu")), rows)
+    assert [problems(tmp_path / "c", name) for name in ("finite", "distribution", "positions")] == [[], [], []]
 
 
 def unplanned(cache):

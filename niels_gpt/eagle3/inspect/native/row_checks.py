@@ -30,7 +30,7 @@ def weights_not_finite(cache: OpenCache) -> Iterator[CacheError]:
         yield missing
         return
     for name, weight in read_weights(cache.folder, follow_links=cache.follow_links).items():
-        for start, part in _parts(weight.reshape(len(weight), -1)):
+        for start, part in _parts(weight):
             wrong = (~torch.isfinite(part)).any(dim=-1).nonzero()
             if len(wrong):
                 row = start + int(wrong[0])
@@ -43,7 +43,7 @@ def not_finite(row: NativeRow) -> Iterator[CacheError]:
     """Yield the first NaN or infinity of each float tensor, with the number of tokens that hold one."""
     for name, (tensor, positions) in row.tensors().items():
         wrong_rows, first = 0, ""
-        for start, part in _parts(tensor.reshape(len(tensor), -1)):
+        for start, part in _parts(tensor):
             wrong = _not_finite(part)
             if wrong is None:
                 continue
@@ -145,7 +145,8 @@ def _first(wrong: NDArray[np.bool_]) -> Iterator[tuple[int, str]]:
 
 
 def _parts(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield a tensor [rows, width] in pieces of at most _CHUNK values: the number of the first row, and the piece."""
+    """Yield a tensor in pieces [rows, width] of at most _CHUNK values: the number of the first row, and the piece."""
+    tensor = tensor.flatten(1) if tensor.ndim > 1 else tensor[:, None]
     step = max(1, _CHUNK // max(1, tensor.shape[-1]))
     for start in range(0, len(tensor) if tensor.numel() else 0, step):
         yield start, tensor[start : start + step]
