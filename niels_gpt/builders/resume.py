@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _LOG_SECONDS = 10.0  # between two log lines about documents that are read again
-_CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM}
+CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM}
 
 
 class NoTextError(SourceError, code="E303"):
@@ -80,7 +80,7 @@ def open_build(
             raise
         except Exception as error:
             attempts.forget()
-            if isinstance(error, OSError) and error.errno in _CANNOT_WRITE and build.last.documents:
+            if isinstance(error, OSError) and error.errno in CANNOT_WRITE and build.last.documents:
                 kept = (
                     f"{build.last.documents} documents are done and kept: the same command resumes once that is fixed"
                 )

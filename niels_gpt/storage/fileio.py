@@ -120,7 +120,7 @@ class OutputFile:
         """keep: bytes of an existing file that stay; later bytes are truncated."""
         self.path, self.num_bytes = Path(path), keep
         new = not self.path.exists()
-        with _named(self.path):
+        with named(self.path):
             self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | NO_LINK, 0o666)
         if new:
             _note("create", path)
@@ -133,7 +133,7 @@ class OutputFile:
         """Append bytes or any buffer. Raises OSError that names the file, for instance if the disk is full."""
         view = memoryview(content).cast("B") if len(content) else memoryview(b"")
         while len(view):
-            with _named(self.path):
+            with named(self.path):
                 written = os.write(self._handle, view)
             if _trace is not None:
                 _note("write", self.path, self.num_bytes, bytes(view[:written]))
@@ -144,7 +144,7 @@ class OutputFile:
     def sync(self) -> None:
         """Make the written bytes durable; does nothing without new bytes."""
         if self._unsynced:
-            with _named(self.path):
+            with named(self.path):
                 os.fsync(self._handle)
             _note("fsync", self.path)
             self._unsynced = False
@@ -165,7 +165,7 @@ class SizedFile:
     def __init__(self, path: PathLike, size: int) -> None:
         """size: bytes. Raises: FileExistsError."""
         self.path = Path(path)
-        with _named(self.path):
+        with named(self.path):
             self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINK, 0o666)
             _note("create", path)
             os.ftruncate(self._handle, size)
@@ -175,7 +175,7 @@ class SizedFile:
         """Write bytes or any buffer at an offset. Raises OSError that names the file."""
         view = memoryview(content).cast("B") if len(content) else memoryview(b"")
         while len(view):
-            with _named(self.path):
+            with named(self.path):
                 written = os.pwrite(self._handle, view, offset)
             if _trace is not None:
                 _note("write", self.path, offset, bytes(view[:written]))
@@ -184,7 +184,7 @@ class SizedFile:
 
     def sync(self) -> None:
         """Make the written bytes durable."""
-        with _named(self.path):
+        with named(self.path):
             os.fsync(self._handle)
         _note("fsync", self.path)
 
@@ -196,8 +196,8 @@ class SizedFile:
 
 
 @contextmanager
-def _named(path: PathLike) -> Iterator[None]:
-    """Add the file's name to an OSError of a call that has only a file descriptor."""
+def named(path: PathLike) -> Iterator[None]:
+    """Add a file's name to an OSError of a call that does not know it, such as one with a file descriptor."""
     try:
         yield
     except OSError as error:
@@ -266,7 +266,7 @@ def link_or_copy(source: PathLike, path: PathLike) -> bool:
 
     The bytes of a copy are durable once the caller has synced it. Raises: OSError.
     """
-    with _named(path):
+    with named(path):
         try:
             os.link(source, path, follow_symlinks=False)
             is_linked = True
@@ -285,7 +285,7 @@ def link_or_copy(source: PathLike, path: PathLike) -> bool:
 
 def symlink(target: PathLike, path: PathLike) -> None:
     """Make a symlink; `rename` makes it durable."""
-    with _named(path):
+    with named(path):
         os.symlink(target, path)
     _note("symlink", path, os.fspath(target))
 

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -268,6 +269,19 @@ def test_files_that_cannot_be_linked_are_copied(plan, expected, monkeypatch):
         raise OSError(errno.EXDEV, "no links here")
 
     monkeypatch.setattr(os, "link", refused)
+    seal_small(plan)
+    assert without_lock(plan.path.parent) == expected
+
+
+def test_a_seal_that_can_write_no_more_keeps_the_partitions_and_says_so(plan, expected):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(OSError, match=r"too large\. Its partitions are kept: the same command seals") as error:
+            seal_small(plan)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert error.value.errno == errno.EFBIG and str(plan.path.parent) in error.value.filename
     seal_small(plan)
     assert without_lock(plan.path.parent) == expected
 

@@ -11,7 +11,7 @@ import logging
 import os
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from niels_gpt.builders.partitions.receipts import (
 from niels_gpt.builders.partitions.refusal import Commands, not_finished
 from niels_gpt.builders.partitions.sums import Sums, warn_of_whole
 from niels_gpt.builders.pretrain import IN_PARTITIONS
-from niels_gpt.builders.resume import NoTextError
+from niels_gpt.builders.resume import CANNOT_WRITE, NoTextError
 from niels_gpt.builders.shards import TEXTS_OF
 from niels_gpt.builders.split import SPLITS, count_duplicates, count_in_both, count_repeated_lines
 from niels_gpt.builders.writer import BLOCK_BYTES, OFFSET_DTYPE, npy_header, num_blocks, write_whole
@@ -83,7 +83,7 @@ def seal(
         partition is being built or, without `wait`, another process seals; ValueError E303 where no partition has a
         token for the train split; OSError.
     """
-    with versions.building(plan.path, wait=wait) as work:
+    with _saying_what_is_kept(plan.path), versions.building(plan.path, wait=wait) as work:
         if not is_there(plan):
             raise CacheError(plan.folder, f"has no {versions.PLAN_NAME} of this plan", code="E510")
         versions.refuse_if_partition_is_built(plan.folder)
@@ -104,6 +104,18 @@ def seal(
             )
     warn_of_whole(plan.path, meta)
     return meta
+
+
+@contextmanager
+def _saying_what_is_kept(path: Path) -> Iterator[None]:
+    """Name a file, and what to do, where the disk takes nothing more."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in CANNOT_WRITE:
+            raise
+        kept = "Its partitions are kept: the same command seals them once that is fixed"
+        raise OSError(error.errno, f"{error.strerror}. {kept}", error.filename or os.fspath(path)) from error
 
 
 def is_there(plan: Plan) -> bool:

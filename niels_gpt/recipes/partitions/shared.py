@@ -85,7 +85,9 @@ def check_shared_folder(folder: Path, flag: str = "--cache-dir") -> None:
         for what, works in _PROBES.items():
             if what == _FLOCK and not by_flock:
                 continue
-            if not works(probe):
+            with fileio.named(folder):
+                is_good = works(probe)
+            if not is_good:
                 remedy = "Add --lock lease" if what == _FLOCK else f"Name another folder ({flag})"
                 raise CacheError(folder, f"its file system has no {what}", remedy=remedy, code="E512")
         if not _has_hard_links(probe):
