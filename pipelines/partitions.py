@@ -7,6 +7,7 @@ The steps pass nothing to each other but their order: what they share is the cac
 
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import dagster as dg
@@ -14,6 +15,7 @@ import dagster as dg
 from niels_gpt.builders.partitions.receipts import partition_states
 from niels_gpt.recipes.partitions import run
 from niels_gpt.recipes.partitions.documents import is_partitioned
+from niels_gpt.recipes.partitions.prepared import NoPlan
 from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Outcome
 from niels_gpt.recipes.token_caches import build_token_cache
@@ -72,6 +74,21 @@ def _as_graph(
     return asset
 
 
+@contextmanager
+def _in_a_new_run(path: str) -> Iterator[None]:
+    """Say in a step's error what helps where the plan of its run is no longer that of the text and the settings.
+
+    A re-execution repeats no step that has succeeded, so it cannot build a whole plan.
+    """
+    try:
+        yield
+    except NoPlan as error:
+        remedy = (
+            f"Materialize {path} in a new run, which plans its partitions again; a re-execution of this run does not"
+        )
+        raise NoPlan(error.path, error.found, error.expected, remedy, code=error.code) from error
+
+
 def _plan_partitions(deployment: Deployment) -> dg.OpDefinition:
     """Return the step that fixes the plan of a cache, and starts a step for each partition that is not finished."""
 
@@ -124,9 +141,10 @@ def _build_partition(deployment: Deployment) -> dg.OpDefinition:
     def build_partition(context: dg.AssetExecutionContext) -> Iterator[dg.Output[None]]:
         asked, path = deployment.run(context), deployment.path_of(context.asset_key)
         number = int(str(context.op_execution_context.get_mapping_key()).removeprefix("p"))
-        with step(context, deployment):
+        with step(context, deployment), _in_a_new_run(path):
             core, name = with_installed(asked.settings), path.rpartition("/")[2]
-            made = run.build_partition(core, name, number, wait=asked.wait, progress=progress_log(context))
+            how: dict[str, Any] = {"wait": asked.wait, "fixes": False, "progress": progress_log(context)}
+            made = run.build_partition(core, name, number, **how)
         done = "was finished already" if made.reused else f"built in {made.seconds:.1f} s"
         context.log.info(f"{path}: partition {number} of {made.partition.total} {done}")
         counts = (
@@ -161,7 +179,7 @@ def _seal_cache(deployment: Deployment) -> dg.OpDefinition:
             observed = newer_observation(context, deployment, core, path)
             return build_token_cache(core, name, observed=observed, progress=progress_log(context))
 
-        with step(context, deployment), turn(asked, path):
+        with step(context, deployment), turn(asked, path), _in_a_new_run(path):
             result = report(context, deployment, core, waited_for(asked, path, build))
         with warnings.catch_warnings():  # Dagster calls the data version of an output beta, that of an asset not
             warnings.simplefilter("ignore", dg.BetaWarning)

@@ -19,6 +19,7 @@ from niels_gpt.recipes.plan import built_at, every_key
 from niels_gpt.recipes.run_recipe import RUNS_DIR, TOKENIZER_KEY, Outcome, cache_root, recorded_recipe, restart
 from niels_gpt.recipes.tokenizer import with_installed
 from niels_gpt.settings import Settings
+from niels_gpt.storage.codes import code_of
 from niels_gpt.storage.errors import CacheError, LeftOut
 from niels_gpt.storage.locks import file_lock
 from niels_gpt.storage.versions import VERSIONS_DIR, build_lock, is_plan, refuse_if_building, versions_dir
@@ -299,4 +300,4 @@ def clear_errors(deployment: Deployment) -> Iterator[None]:
     except Exception as error:
         form = f"resources.{deployment.resource}.config"
         hint = f" (here a flag is a field of {form}, as source_root)" if " --" in str(error) else ""
-        raise dg.Failure(f"{type(error).__name__}: {error}{hint}", allow_retries=False) from error
+        raise dg.Failure(f"{type(error).__name__} [{code_of(error)}]: {error}{hint}", allow_retries=False) from error

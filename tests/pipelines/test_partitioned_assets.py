@@ -13,6 +13,8 @@ import pytest
 from dagster._core.execution.api import create_execution_plan
 from support import ROOT, TESTS
 from support.dagster_runs import metadata, mirrors, run, shell, stale, verdicts
+from support.data_files import lines, write
+from support.partition_runs import job_of_notes, logged
 from support.small_builds import quick_folder
 
 from niels_gpt.cache.meta import read_meta
@@ -181,6 +183,31 @@ def test_a_killed_partition_fails_its_run_and_is_alone_built_by_the_reexecution(
     assert [step for step in again["STEP_SUCCESS"] if step.startswith(STEP)] == [killed, f"{STEP}.seal_cache"]
     assert again["ASSET_MATERIALIZATION"] == [f"{STEP}.seal_cache"] * 2  # the tokenizer that a step made, and the cache
     assert_same_files(Path(directly.cache_dir, "pretrain"), Path(three.cache_dir, "pretrain"))
+
+
+def test_a_reexecution_after_the_text_was_replaced_asks_for_a_new_run_and_builds_nothing(
+    instance: dg.DagsterInstance, given: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(3):
+        write(tmp_path / f"{number}.jsonl.gz", lines(*({"id": f"{number}-{at}", "text": "words"} for at in range(9))))
+    damaged = tmp_path / "1.jsonl.gz"
+    whole = damaged.read_bytes()
+    damaged.write_bytes(whole[:-20])
+    for name, value in {**given, "NIELS_GPT_PRETRAIN": f"notes={tmp_path}/*.jsonl.gz"}.items():
+        monkeypatch.setenv(name, value)
+    job, how = dg.reconstructable(job_of_notes), {"instance": instance, "raise_on_error": False}
+    with dg.execute_job(job, **how) as failed:
+        assert {step[-8:] for step in logged(failed)["STEP_FAILURE"]} == {"[p00001]"}
+    damaged.write_bytes(whole)
+    how["reexecution_options"] = dg.ReexecutionOptions.from_failure(failed.run_id, instance)
+    with dg.execute_job(job, **how) as again:
+        (failure,) = (event.step_failure_data for event in again.all_events if event.is_step_failure)
+    said = failure.user_failure_data.description
+    assert "[E511]" in said and "the text" in said and "Materialize pretrain/notes in a new run" in said
+    assert len([*(tmp_path / "cache/pretrain").rglob("plan.json")]) == 1
+    del how["reexecution_options"]
+    with dg.execute_job(job, **how) as new:
+        assert new.success
 
 
 def test_a_run_over_everything_has_the_steps_of_each_partitioned_cache(settings):

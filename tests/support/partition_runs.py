@@ -30,6 +30,16 @@ def job() -> dg.JobDefinition:
     return dg.Definitions.merge(definitions.defs, dg.Definitions(jobs=[one])).resolve_job_def("one")
 
 
+def job_of_notes() -> dg.JobDefinition:
+    """Return the job of the asset pretrain/notes by the settings of the environment, with all steps in this process."""
+    from pipelines.definitions import niels_definitions
+    from pipelines.resources import settings_from_environment
+
+    one = dg.define_asset_job("one", selection='key:"pretrain/notes"', executor_def=dg.in_process_executor)
+    definitions = niels_definitions(settings=settings_from_environment())
+    return dg.Definitions.merge(definitions, dg.Definitions(jobs=[one])).resolve_job_def("one")
+
+
 def _killing(context: dg.AssetExecutionContext, *_: str) -> Any:
     is_killed = KILLS.exists() and context.op_execution_context.get_mapping_key() == "p00001"
 

@@ -61,6 +61,10 @@ from niels_gpt.tokenizers.protocol import FullTokenizer
 logger = logging.getLogger(__name__)
 
 
+class NoPlan(CacheError):
+    """There is no plan of this text and these settings, and none is to be fixed."""
+
+
 @dataclass
 class Prepared:
     """A partitioned cache whose plan is fixed, with its tokenizer."""
@@ -127,7 +131,7 @@ class Prepared:
         if is_sealed:
             return self.current_meta()
         again = f"Build its partitions again: {build_command(self.asked.settings, self.asked.key)}"
-        raise CacheError(plan.folder, f"another command has removed {PLAN_NAME}", "the plan", again, code="E511")
+        raise NoPlan(plan.folder, f"another command has removed {PLAN_NAME}", "the plan", again, code="E511")
 
     def _check_text(self, path: Path) -> None:
         """Raise CacheError, and remove the partition built at `path`, where the text is not that of the plan."""
@@ -344,8 +348,8 @@ def _warn_of_other(plan: Plan, asked: AskedCache, tokenizer_content: str) -> Non
     )
 
 
-def _without_plan(asked: AskedCache, plans: list[Plan], tokenizer_content: str) -> CacheError:
-    """Return the error of a seal that has no plan: none at all, or one of other settings."""
+def _without_plan(asked: AskedCache, plans: list[Plan], tokenizer_content: str) -> NoPlan:
+    """Return the error where no plan may be fixed: none is there at all, or one of other settings."""
     if not plans:
         return _none_there(asked.settings, asked.key)
     differing = {plan.sha256: differences(plan, asked, tokenizer_content) for plan in plans}
@@ -354,14 +358,14 @@ def _without_plan(asked: AskedCache, plans: list[Plan], tokenizer_content: str) 
     there = settings_of(plan, asked.settings, tokenizer_content)
     if there == asked.settings:
         again = f"Build those of the source as it is now: {build_command(there, asked.key)}"
-        return CacheError(asked.path, found, "the source and tokenizer of their builds", again, code="E511")
-    return CacheError(asked.path, found, "the flags of their builds", _seals(there, asked.key), code="E511")
+        return NoPlan(asked.path, found, "the source and tokenizer of their builds", again, code="E511")
+    return NoPlan(asked.path, found, "the flags of their builds", _seals(there, asked.key), code="E511")
 
 
-def _none_there(settings: Settings, key: str) -> CacheError:
+def _none_there(settings: Settings, key: str) -> NoPlan:
     build = build_command(settings, key)
     path = cache_root(settings) / key
-    return CacheError(path, "none of its partitions is there", remedy=f"Build them: {build}", code="E510")
+    return NoPlan(path, "none of its partitions is there", remedy=f"Build them: {build}", code="E510")
 
 
 def _seals(there: Settings | None, key: str) -> str:
@@ -386,5 +390,5 @@ def _tokenizer(settings: Settings, source: ResolvedSource, refresh: bool, fixes:
         plan = next((plan for plan in plans if plan.total == settings.partitions), plans[0])
         found = f"its partitions ({plan.folder.name}) have a tokenizer that these settings do not name"
         remedy = _seals(settings_of(plan, settings, None), key)
-        raise CacheError(root / key, found, "the tokenizer of their builds", remedy, code="E511")
+        raise NoPlan(root / key, found, "the tokenizer of their builds", remedy, code="E511")
     return stage_tokenizer(settings, user_sources_only=source.user is not None, refresh=refresh)

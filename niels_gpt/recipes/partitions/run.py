@@ -54,17 +54,24 @@ def prepare(settings: Settings, name: str, *, refresh: bool = False, observed: s
 
 
 def build_partition(
-    settings: Settings, name: str, number: int, *, wait: bool = False, progress: Progress | None = None
+    settings: Settings,
+    name: str,
+    number: int,
+    *,
+    wait: bool = False,
+    fixes: bool = True,
+    progress: Progress | None = None,
 ) -> MadePartition:
     """Prepare, and build partition `number`, from 0, unless it is finished or the cache is current.
 
     A killed build of the partition is resumed. wait: wait for another builder of it, instead of E503.
+    fixes: fix a plan where there is none; else that is the error NoPlan.
     progress: receives documents, tokens, and the tokens of both of its budgets (None without budgets).
     Raises: as `prepare` and `build_pretrain`; ValueError for a number that there is not.
     """
     partition = Partition.checked(number, settings.partitions)
     with Measurement() as measurement:
-        made = prepared(settings, name)
+        made = prepared(settings, name, fixes=fixes)
         if made.plan is None:
             meta, reused = made.current_meta(), True
         else:
