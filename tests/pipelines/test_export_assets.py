@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from support.pipeline_seams import deliver
 
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.recipes.run_recipe import cache_root
+from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.storage.errors import CacheError
 from pipelines.definitions import niels_definitions
 
@@ -58,14 +60,43 @@ def test_a_line_is_exported_once_and_again_when_the_cache_changes(with_line, tmp
         assert not verdicts(wanted.execute_in_process(instance=instance))["is_there"][0]
         assert metadata(run(instance, other, NAME))[NAME]["run/state"] == "built" and (folder / "train.bin").is_file()
 
-    (folder / "mine.txt").write_text("mine")
-    with refused("E704", "mine.txt"):
-        deliver(other, NAME)
-    assert (folder / "train.bin").is_file()
     (folder / "niels_gpt.json").unlink()
     with pytest.raises(CacheError):
         deliver(other, NAME)
-    assert (folder / "mine.txt").read_text() == "mine"
+    assert (folder / "train.bin").is_file()
+
+
+def others_of_its_size(path):
+    path.chmod(0o644)
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+FOREIGN = {
+    "mine.txt": lambda path: path.write_text("mine"),
+    "empty": lambda path: path.mkdir(),
+    "pipe": lambda path: os.mkfifo(path),
+    "away": lambda path: path.symlink_to("/etc"),
+    "train.bin": others_of_its_size,
+    "val.bin": lambda path: path.unlink() or path.write_bytes(b"mine"),
+    "meta.pkl": lambda path: path.unlink() or path.mkdir(),
+}
+"""What a user may put into the folder of an export, by its name there."""
+
+
+def test_what_the_export_did_not_write_is_never_replaced(with_line, tmp_path):
+    folder, other = tmp_path / "exports" / "roam", replace(with_line, seed=with_line.seed + 1)
+    build_token_cache(with_line, "roam")
+    deliver(with_line, NAME)
+    folder.rename(tmp_path / "first")
+    build_token_cache(other, "roam")
+    for name, put in FOREIGN.items():
+        shutil.copytree(tmp_path / "first", folder)
+        put(folder / name)
+        before = sorted((path, path.lstat().st_mtime_ns) for path in folder.rglob("*"))
+        with refused("E704", folder, name):
+            deliver(other, NAME)
+        assert sorted((path, path.lstat().st_mtime_ns) for path in folder.rglob("*")) == before
+        shutil.rmtree(folder)
 
 
 def test_two_deployments_have_their_own(with_line):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import stat
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from secrets import token_hex
 from typing import Any
 
@@ -18,7 +19,7 @@ from niels_gpt.settings import Settings
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.locks import file_lock
-from niels_gpt.storage.meta_json import checked_name, parse_object, read_regular
+from niels_gpt.storage.meta_json import checked_name, parse_object, read_regular, sha256_regular
 from niels_gpt.storage.remedies import build_command
 
 
@@ -38,8 +39,9 @@ class Delivered:
 def deliver(settings: Settings, line: Line, *, wait: bool = True, progress: Progress | None = None) -> Delivered:
     """Export or push the cache of a line, unless what is there is of its content and format.
 
-    An export of another version is replaced by the new one, if its folder holds nothing but what its manifest names;
-    a pushed cache, if this line pushed it, or found it up to date. wait: for another process that does the same.
+    An export of another version is replaced by the new one, if its folder holds nothing but what its manifest
+    describes, by name, size and sha256; a pushed cache, if this line pushed it, or found it up to date. wait: for
+    another process that does the same.
     Raises: FileNotFoundError without the cache; CacheError E704 where the folder holds anything else, E610 where the
         bucket does; as `export_cache` and `push`.
     """
@@ -108,19 +110,21 @@ def _export(cache: Path, line: Line, content: str, progress: Progress | None) ->
     if manifest is None:
         export_cache(cache, line.to, folder, progress=progress)
     else:
-        _replace(cache, line.to, folder, progress)
+        _refuse_foreign(folder, manifest, by_digest=True)
+        _replace(cache, line.to, folder, manifest, progress)
     manifest = manifest_of(folder)
     assert manifest is not None
     return Delivered(line, str(manifest["cache"]["content_sha256"]), False, _facts(manifest))
 
 
-def _replace(cache: Path, to: str, folder: Path, progress: Progress | None) -> None:
+def _replace(cache: Path, to: str, folder: Path, manifest: dict[str, Any], progress: Progress | None) -> None:
     """Export to a folder beside, and let it take the place of the old one: two renames, at once one after the other."""
     from niels_gpt.interop.exporting import export_cache
 
     new, old = (folder.with_name(f".{folder.name}.{token_hex(4)}.tmp") for _ in range(2))
     try:
         export_cache(cache, to, new, progress=progress)
+        _refuse_foreign(folder, manifest)  # what was put there since
         fileio.rename(folder, old)
         try:
             fileio.rename(new, folder)
@@ -132,13 +136,27 @@ def _replace(cache: Path, to: str, folder: Path, progress: Progress | None) -> N
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _refuse_foreign(folder: Path, manifest: dict[str, Any]) -> None:
-    """Raise CacheError E704 where a folder has files that its manifest does not name: they would be removed."""
-    named = {MANIFEST_NAME, *(record["name"] for record in manifest["files"])}
-    there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_symlink() or path.is_file()}
-    if foreign := sorted(there - named):
-        found = f"has {len(foreign)} files that are not of its export (such as {foreign[0]})"
-        raise CacheError(folder, found, remedy="Move them away, then export again", code="E704")
+def _refuse_foreign(folder: Path, manifest: dict[str, Any], *, by_digest: bool = False) -> None:
+    """Raise CacheError E704 where a folder has anything but the files that its manifest describes: it would be removed.
+
+    by_digest: compare not only names and sizes, but sha256 too.
+    """
+    named = {record["name"]: record for record in manifest["files"]}
+    folders = {parent.as_posix() for name in named for parent in PurePosixPath(name).parents}
+
+    def is_of_export(path: Path, name: str) -> bool:
+        state, record = path.lstat(), named.get(name)
+        if record is None or not stat.S_ISREG(state.st_mode):
+            return name == MANIFEST_NAME or (name in folders and stat.S_ISDIR(state.st_mode))
+        is_same = state.st_size == record["bytes"]
+        return is_same and (not by_digest or sha256_regular(path) == record["sha256"])
+
+    there = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*")}
+    if foreign := sorted(name for name, path in there.items() if not is_of_export(path, name)):
+        found = (
+            f"{foreign[0]} is not as its export wrote it{f', nor are {len(foreign) - 1:,} more' if foreign[1:] else ''}"
+        )
+        raise CacheError(folder, found, remedy="Move what is yours away, then export again", code="E704")
 
 
 def _facts(manifest: dict[str, Any]) -> dict[str, Any]:
