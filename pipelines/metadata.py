@@ -6,19 +6,24 @@ Dagster's page shows the entries in their order, but plots every number, by name
 import base64
 import os
 from collections.abc import Mapping
-from typing import Any
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, cast
 
 import dagster as dg
 
 from niels_gpt.cache.formats import SPLITS
+from niels_gpt.chat.backends import CacheBackend
 from niels_gpt.display.numbers import count_text, many, number_of, share_text, size_text
 from niels_gpt.inspection.plot import plot
 from niels_gpt.inspection.show import sample_texts
 from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Outcome
+from niels_gpt.recipes.tokenizer import opened
 from niels_gpt.settings import Settings
-from niels_gpt.storage.fileio import META_NAME
+from niels_gpt.storage.fileio import META_NAME, canonical_json
 from niels_gpt.tokenizer import load_tokenizer
+from niels_gpt.tokenizers.huggingface import HuggingFaceTokenizer
 from pipelines.describe import look_inside
 
 Metadata = dict[str, dg.MetadataValue[Any]]
@@ -58,8 +63,24 @@ def materialize_result(outcome: Outcome) -> dg.MaterializeResult[None]:
             **examples,
             **meta,
         },
-        data_version=dg.DataVersion(str(outcome.meta["content_sha256"])),
+        data_version=dg.DataVersion(data_version(outcome.path, outcome.meta)),
     )
+
+
+def data_version(path: Path, meta: Mapping[str, Any]) -> str:
+    """Return the data version of a cache: its content_sha256; of a tokenizer.json and the files beside it, of what
+    recipes compare of them: its ids, special tokens and chat template."""
+    content = str(meta["content_sha256"])
+    if meta.get("tokenizer_kind") != "huggingface":  # in the meta of a tokenizer alone
+        return content
+    try:
+        tokenizer = opened(Path(os.path.abspath(path)), content)
+        chat = CacheBackend(cast(HuggingFaceTokenizer, tokenizer))
+    except (OSError, ValueError):  # a cache that needs these files says what is wrong
+        return content
+    of_chats = [chat.template, sorted(chat.variables.items()), sorted(chat.special_tokens)]
+    facts = [tokenizer.sha256, sorted(tokenizer.control_ids), tokenizer.eos_id, *of_chats]
+    return sha256(canonical_json(facts)).hexdigest()
 
 
 def draft_vocab_result(outcome: Outcome) -> dg.MaterializeResult[None]:

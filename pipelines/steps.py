@@ -300,4 +300,4 @@ def clear_errors(deployment: Deployment) -> Iterator[None]:
     except Exception as error:
         form = f"resources.{deployment.resource}.config"
         hint = f" (here a flag is a field of {form}, as source_root)" if " --" in str(error) else ""
-        raise dg.Failure(f"{type(error).__name__} [{code_of(error)}]: {error}{hint}", allow_retries=False) from error
+        raise dg.Failure(f"{type(error).__name__}: {error} [{code_of(error)}]{hint}", allow_retries=False) from error

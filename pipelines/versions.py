@@ -8,6 +8,7 @@ its run's settings, so that a cache built with others than the deployment's is s
 import os
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,14 +28,15 @@ from niels_gpt.recipes.partitions.documents import is_partitioned
 from niels_gpt.recipes.plan import built_at, every_key, needs_no_tokenizer, observe, settings_fingerprint
 from niels_gpt.recipes.resolve import asked_revisions, resolve_source
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Outcome, cache_root, recorded_recipe
-from niels_gpt.recipes.tokenizer import is_id, stage_tokenizer, tokenizer_state
+from niels_gpt.recipes.tokenizer import is_id, named_tokenizer, stage_tokenizer, tokenizer_state
 from niels_gpt.recipes.tokenizers.texts import training_settings
 from niels_gpt.recipes.user_sources import user_sources
 from niels_gpt.settings import Settings
 from niels_gpt.storage.fileio import canonical_json
 from niels_gpt.tokenizers.files import tokenizer_files
+from niels_gpt.tokenizers.protocol import FullTokenizer
 from pipelines.deployment import Deployment
-from pipelines.metadata import materialize_result, observation_metadata
+from pipelines.metadata import data_version, materialize_result, observation_metadata
 
 DATA_VERSION, CODE_VERSION = "dagster/data_version", "dagster/code_version"
 INPUT_VERSION, INPUT_POINTER = "dagster/input_data_version", "dagster/input_event_pointer"
@@ -57,21 +59,26 @@ _WHAT_IS_READ = (
 
 def code_versions(settings: Settings) -> dict[str, str]:
     """Return the code version of every asset that is built, by its path."""
-    tokenizer = _asked_tokenizer(settings)
-    return {path: _code_version(settings, path, tokenizer) for path in every_key(settings)}
+    asked = _asked_tokenizer(settings)
+    return {path: _code_version(settings, path, *asked) for path in every_key(settings)}
 
 
 def code_version(settings: Settings, path: str) -> str:
     """Return the code version of one asset with these settings: twelve hex digits."""
-    return _code_version(settings, path, _asked_tokenizer(settings))
+    return _code_version(settings, path, *_asked_tokenizer(settings))
 
 
-def _code_version(settings: Settings, path: str, tokenizer: Any) -> str:
+def _code_version(settings: Settings, path: str, asked: Any, tokenizer: FullTokenizer | None) -> str:
+    """asked, tokenizer: of `_asked_tokenizer`."""
     parts: dict[str, Any] = {"cache_root": os.path.abspath(cache_root(settings))}
     if path == TOKENIZER_KEY:
-        return _digits({**parts, "tokenizer": tokenizer})
+        return _digits({**parts, "tokenizer": asked})
     if settings.source_root != "hub":  # elsewhere no revision is chosen
         settings = replace(settings, revision=None)
+    if TOKENIZER_KEY in upstream_of(settings, path):
+        parts["tokenizer"] = asked if tokenizer is None else tokenizer.sha256
+    else:
+        tokenizer = None
     if path in (VOCAB_KEY, TARGETS_KEY):
         module = draft_vocab if path == VOCAB_KEY else eagle3_asset
         parts |= {"settings": module.settings_fingerprint(settings), **_of_chats(settings)}
@@ -80,9 +87,7 @@ def _code_version(settings: Settings, path: str, tokenizer: Any) -> str:
         if not is_graph(settings, path):
             settings = replace(settings, partitions=1)
         name = path.rpartition("/")[2]
-        parts |= {"settings": settings_fingerprint(settings, path), **_where(settings, name)}
-    if TOKENIZER_KEY in upstream_of(settings, path):
-        parts["tokenizer"] = tokenizer
+        parts |= {"settings": settings_fingerprint(settings, path, tokenizer), **_where(settings, name)}
     return _digits(parts)
 
 
@@ -140,21 +145,32 @@ def _exclude(settings: Settings) -> Any:
         return None
 
 
-def _asked_tokenizer(settings: Settings) -> Any:
-    """Return what decides which tokenizer a run installs: the content of a named one, or how one is trained."""
+def _asked_tokenizer(settings: Settings) -> tuple[Any, FullTokenizer | None]:
+    """Return what decides which tokenizer a run installs, the content of a named one or how one is trained; and a named
+    one itself: recipes compare some facts of it, and not its files."""
     name = settings.tokenizer
     if name is None:
         if settings.source_root != "sample" and DEFAULT_TOKENIZER_PATH.is_file():
-            return str(DEFAULT_TOKENIZER_PATH)  # copied where there is none, and kept
-        return {"kind": settings.tokenizer_kind, **training_settings(settings)}
+            return str(DEFAULT_TOKENIZER_PATH), None  # copied where there is none, and kept
+        return {"kind": settings.tokenizer_kind, **training_settings(settings)}, None
     if is_id(name):
-        return [name, asked_revisions(settings).get(TOKENIZER_KEY)]
+        return [name, asked_revisions(settings).get(TOKENIZER_KEY)], None
     path = Path(name).expanduser().absolute()
     try:
         found = tokenizer_files(path, follow_links=settings.follow_links or not path.is_dir())
     except (OSError, ValueError):  # the build reports it
-        return str(path)
-    return {file: sha256(content).hexdigest() for file, content in found.items()}
+        return str(path), None
+    asked = {file: sha256(content).hexdigest() for file, content in found.items()}
+    return asked, _opened(settings, _digits(asked))
+
+
+@lru_cache(maxsize=2)
+def _opened(settings: Settings, _content: str) -> FullTokenizer | None:
+    """Open the tokenizer that settings name, once for those of the deployment and of a run; None if it is damaged."""
+    try:
+        return named_tokenizer(settings)
+    except (OSError, ValueError):  # the build reports it
+        return None
 
 
 def is_graph(settings: Settings, path: str) -> bool:
@@ -238,7 +254,7 @@ def version_tags(
 
 def _content(path: Path) -> str | None:
     meta = find_meta(path)
-    return None if meta is None else str(meta["content_sha256"])
+    return None if meta is None else data_version(path, meta)
 
 
 def _observed(
@@ -390,7 +406,7 @@ def is_recorded(
     """Whether Dagster's last materialization of an asset is of this content and of these settings."""
     event = context.instance.get_latest_materialization_event(deployment.key(outcome.key))
     tags = (event.asset_materialization.tags if event is not None and event.asset_materialization else None) or {}
-    now = {DATA_VERSION: str(outcome.meta["content_sha256"]), CODE_VERSION: code_version(settings, outcome.key)}
+    now = {DATA_VERSION: data_version(outcome.path, outcome.meta), CODE_VERSION: code_version(settings, outcome.key)}
     return now.items() <= tags.items()
 
 
@@ -403,7 +419,7 @@ def report_tokenizer(context: dg.AssetExecutionContext, deployment: Deployment, 
         return
     outcome = stage_tokenizer(settings)
     if not is_recorded(context, deployment, settings, outcome):
-        content, code = str(outcome.meta["content_sha256"]), code_version(settings, TOKENIZER_KEY)
+        content, code = data_version(outcome.path, outcome.meta), code_version(settings, TOKENIZER_KEY)
         tags = {DATA_VERSION: content, CODE_VERSION: code}
         metadata = materialize_result(outcome).metadata
         context.log_event(dg.AssetMaterialization(deployment.key(TOKENIZER_KEY), metadata=metadata, tags=tags))

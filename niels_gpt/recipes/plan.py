@@ -129,11 +129,11 @@ def plan(settings: Settings, keys: list[str]) -> list[Plan]:
     return [tokenizer, *(_plan_of(settings, key, state, opened) for key in keys)]
 
 
-def settings_fingerprint(settings: Settings, key: str) -> str:
+def settings_fingerprint(settings: Settings, key: str, tokenizer: FullTokenizer | None = None) -> str:
     """Return twelve hex digits of the settings that decide the bytes of `key`, and of the builder's version.
 
-    The parts of `recipe_fingerprint` that are known without reading a tokenizer or a source. A file of --exclude, and
-    that of a chat template, that cannot be read counts as none: the build reports it.
+    The parts of `recipe_fingerprint` that are known without reading a source; tokenizer: None: not known either. A file
+    of --exclude, and that of a chat template, that cannot be read counts as none: the build reports it.
     """
     name = key.rpartition("/")[2]
     user = user_sources(settings).get(name)
@@ -142,7 +142,7 @@ def settings_fingerprint(settings: Settings, key: str) -> str:
     else:
         source = asked_revisions(settings).get(name, "")
     try:
-        return recipe_fingerprint(settings, key, _reads(settings, key), None, source)[:12]
+        return recipe_fingerprint(settings, key, _reads(settings, key), tokenizer, source)[:12]
     except (OSError, ValueError):
         unread = replace(settings, exclude=None, chat_template=None, loss_on=Settings.loss_on)
         return recipe_fingerprint(unread, key, _reads(settings, key), None, source)[:12]
@@ -185,18 +185,18 @@ def observe(settings: Settings, key: str) -> tuple[dict[str, Any], str | None]:
 def _plan_of(settings: Settings, key: str, state: str, tokenizer: FullTokenizer | None) -> Plan:
     """state, tokenizer: of the tokenizer; None for one that is not there yet."""
     if key in OF_EAGLE3:
-        return Plan(key, *planned_action(settings, key, state, tokenizer), 0)
+        return Plan(key, *planned_action(settings, key, tokenizer), 0)
     name = key.split("/")[1]
     try:
         source = resolve_source(settings, key)
         if source.spec.family == "sft":
             check_early(settings, trains=tokenizer is None and state == "train")
         if needs_no_tokenizer(key):
-            tokenizer, state = None, "up to date"
+            tokenizer = None
         elif tokenizer is not None:
             check_tokenizer(settings, key, source, tokenizer, Path(tokenizer.model_path))
         is_known = tokenizer is not None or needs_no_tokenizer(key)
-        current = is_known and state == "up to date" and _is_current(settings, key, source, tokenizer)
+        current = is_known and _is_current(settings, key, source, tokenizer)
     except NoSentinels as error:
         return Plan(key, f"left out: {error.found}", source.dataset, 0)
     except (FileNotFoundError, CacheError) as error:

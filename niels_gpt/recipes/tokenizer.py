@@ -147,14 +147,14 @@ def tokenizer_for(settings: Settings, key: str, source: ResolvedSource, folder: 
             extra={"code": "W407"},
         )
     check_model(folder, meta, f"Make another one: {again}")
-    tokenizer = _opened(Path(os.path.abspath(folder)), content_sha256(file_records(meta)))
+    tokenizer = opened(Path(os.path.abspath(folder)), content_sha256(file_records(meta)))
     check_tokenizer(settings, key, source, tokenizer, folder)
     return tokenizer
 
 
 @functools.lru_cache(maxsize=1)
-def _opened(folder: Path, _content: str) -> FullTokenizer:
-    """Open the tokenizer of a folder, once for the caches of a run. _content: of its files, which were checked."""
+def opened(folder: Path, _content: str) -> FullTokenizer:
+    """Open the tokenizer of a folder, once for the caches of a run. _content: content_sha256 of its files."""
     return load_tokenizer(folder, follow_links=False)
 
 

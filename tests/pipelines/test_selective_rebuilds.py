@@ -1,6 +1,7 @@
 """What has changed is built, nothing else, and the UI shows as stale what a run would build."""
 
 import dataclasses
+import json
 import os
 import shutil
 from pathlib import Path
@@ -12,6 +13,7 @@ from support import chat_tokenizers
 from support.dagster_runs import built, metadata, run, stale
 from support.pipeline_seams import CACHES, recipe_is
 
+from niels_gpt.recipes.plan import plan
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizer_training import train_tokenizer, write_tokenizer
 
@@ -106,6 +108,30 @@ def test_another_chat_template_rebuilds_the_chats_alone(instance: dg.DagsterInst
     assert built(run(instance, last, *keys)) == {"sft/dolly15k"}
     template.write_text(chat_tokenizers.CHATML_MARKED)
     assert stale(instance, last) == {"sft/dolly15k": "has a new code version"}
+
+
+def test_of_a_tokenizers_files_a_cache_compares_what_its_recipe_reads(
+    instance: dg.DagsterInstance, tmp_path: Path
+) -> None:
+    folder = chat_tokenizers.write_tokenizer(tmp_path / "tokenizer")
+    config = folder / "tokenizer_config.json"
+    before = json.loads(config.read_text())
+    how = {"cache_dir": str(tmp_path / "cache"), "chat_template": "tokenizer", "document_end": "eos"}
+    settings, caches = Settings(source_root="sample", tokenizer=str(folder), **how), ["pretrain/roam", "sft/dolly15k"]
+    run(instance, settings, "tokenizer", *caches)
+    config.write_text(json.dumps(before | {"model_max_length": 2048}))
+    assert stale(instance, settings) == {"tokenizer": "has a new code version"}
+    planned = {item.key: item.action for item in plan(settings, caches)}
+    assert planned == {"tokenizer": "copy", **dict.fromkeys(caches, "up to date")}
+    run(instance, settings, "tokenizer")
+    assert stale(instance, settings) == {}
+    assert built(run(instance, settings, *caches)) == set()
+    config.write_text(json.dumps(before | {"chat_template": chat_tokenizers.CHATML_MARKED}))
+    (folder / "chat_template.jinja").unlink()
+    assert set(stale(instance, settings)) == {"tokenizer", "sft/dolly15k"}
+    config.write_text(json.dumps(before | {"eos_token": "<|eot|>"}))
+    run(instance, settings, "tokenizer")
+    assert set(stale(instance, settings)) == {*caches}
 
 
 @pytest.mark.slow

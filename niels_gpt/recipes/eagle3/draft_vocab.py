@@ -86,10 +86,12 @@ def _tokenized(progress: Progress, samples: int, tokens: int) -> None:
     progress(samples, tokens, None)
 
 
-def resolved_for_vocab(settings: Settings, *, observed: str | None = None, refresh: bool = False) -> Resolved:
+def resolved_for_vocab(
+    settings: Settings, *, observed: str | None = None, refresh: bool = False, target: Path | None = None
+) -> Resolved:
     """Return what the settings stand for; chats of the hub have the revision of the committed file at least."""
     newest = observed or (recorded_recipe(cache_root(settings) / VOCAB_KEY).get("source") or {}).get("fingerprint")
-    return resolved(settings, observed=newest, refresh=refresh, hash_weights=False)
+    return resolved(settings, observed=newest, refresh=refresh, hash_weights=False, target=target)
 
 
 def committed_content(settings: Settings) -> str | None:

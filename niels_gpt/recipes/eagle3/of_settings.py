@@ -122,23 +122,30 @@ def small_target_folder(settings: Settings, tokenizer_sha256: str) -> Path:
     return cache_root(settings) / "eagle3" / _TARGETS_DIR / tokenizer_sha256[:_DIGITS]
 
 
-def resolved(settings: Settings, *, observed: str | None, refresh: bool = False, hash_weights: bool = True) -> Resolved:
+def resolved(
+    settings: Settings,
+    *,
+    observed: str | None,
+    refresh: bool = False,
+    hash_weights: bool = True,
+    target: Path | None = None,
+) -> Resolved:
     """Return what the settings stand for; a hub source has the observed revision, or that of eagle3/targets (D12).
 
     observed: fingerprint of the source, newer than the asset. refresh: ask the hub for the newest revisions of chats
-    and target. hash_weights: as of target_facts.
+    and target. hash_weights: as of target_facts. target: the folder of the small one, if it is there already.
     Raises: as `target_name`; ValueError naming the settings that do not fit; as `prepare.resolve`.
     """
     from niels_gpt.recipes.eagle3.input import input_facts
 
-    target = target_name(settings)
+    named = target_name(settings) if target is None else str(target)
     sizes: dict[str, Any] = _SMALL_SIZES if settings.eagle3_target is None else _SIZES
     with _named_by_settings():
-        name = stable_name(settings, target)
+        name = stable_name(settings, named)
         if refresh:
             observed = _newest_chats(settings) or observed
-            sizes = sizes if is_local(target) else {**sizes, "revision": "main"}
-        options = Options.from_settings(settings, target_model=target, target_name=name, **sizes)
+            sizes = sizes if is_local(named) else {**sizes, "revision": "main"}
+        options = Options.from_settings(settings, target_model=named, target_name=name, **sizes)
         folder = folder_with_plan(cache_root(settings) / KEY)
         found = resolve(options, settings, plan_from=folder, hash_weights=hash_weights)
     source = found.source

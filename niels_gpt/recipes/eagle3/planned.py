@@ -27,11 +27,11 @@ from niels_gpt.storage.versions import BUILDING, versions_dir
 from niels_gpt.tokenizers.protocol import FullTokenizer
 
 
-def planned_action(settings: Settings, key: str, state: str, tokenizer: FullTokenizer | None) -> tuple[str, str]:
+def planned_action(settings: Settings, key: str, tokenizer: FullTokenizer | None) -> tuple[str, str]:
     """Return what a build would do, and from what.
 
     The first is "up to date", "build", or "left out" or "cannot be built" and why; what is not configured is said in
-    the second. state, tokenizer: of the tokenizer of the caches; None for one that is not there yet.
+    the second. tokenizer: that of the caches; None for one that is to be trained or downloaded.
     """
     problem = why_left_out(settings)
     if problem is not None:
@@ -40,7 +40,7 @@ def planned_action(settings: Settings, key: str, state: str, tokenizer: FullToke
     try:
         if has_small_target(settings) and tokenizer is not None and not tokenizer.special_token_ids():
             raise no_sentinels(settings, [key], cache_root(settings) / TOKENIZER_KEY)
-        if _is_current(settings, key, state, tokenizer):
+        if _is_current(settings, key, tokenizer):
             return "up to date", source
     except LeftOut as error:
         return f"left out: {error.found}", source
@@ -51,17 +51,18 @@ def planned_action(settings: Settings, key: str, state: str, tokenizer: FullToke
     return "build (an unfinished one is there)" if is_there else "build", source
 
 
-def _is_current(settings: Settings, key: str, state: str, tokenizer: FullTokenizer | None) -> bool:
+def _is_current(settings: Settings, key: str, tokenizer: FullTokenizer | None) -> bool:
     if not recorded_recipe(cache_root(settings) / key).get("fingerprint"):
         return False
+    target = None
     if has_small_target(settings):
-        if state != "up to date" or tokenizer is None or not small_target_folder(settings, tokenizer.sha256).is_dir():
+        if tokenizer is None or not (target := small_target_folder(settings, tokenizer.sha256)).is_dir():
             return False
     elif not _is_known_without_hub(settings):
         return False
     if key == VOCAB_KEY:
-        return current_draft_vocab(resolved_for_vocab(settings)) is not None
-    return are_current_targets(resolved(settings, observed=None))
+        return current_draft_vocab(resolved_for_vocab(settings, target=target)) is not None
+    return are_current_targets(resolved(settings, observed=None, target=target))
 
 
 def _is_known_without_hub(settings: Settings) -> bool:
