@@ -27,12 +27,15 @@ from typing import TypeVar
 
 from niels_gpt.data.types import ChatSample, PretrainSample, RawChat, SequenceGroup
 from niels_gpt.storage.errors import SourceError, SourceNotFound
+from niels_gpt.storage.fileio import open_for_reading
 
 logger = logging.getLogger(__name__)
 
 Sample = TypeVar("Sample", PretrainSample, ChatSample, RawChat, SequenceGroup)
 
 EXCLUDED = "excluded"
+MAX_BYTES = 1 << 28
+"""Of the file: four million sha256."""
 _DIGEST = re.compile(r"([0-9a-fA-F]{64})(\s.*)?")
 _ID_FIELDS = ("id", "path", "message_tree_id")
 
@@ -74,13 +77,14 @@ class Exclusion:
 def read_exclusion(path: str | os.PathLike[str]) -> Exclusion:
     """Read the file of --exclude.
 
-    Raises: FileNotFoundError if it does not exist; ValueError if it is not UTF-8 or has no entry.
+    Raises: FileNotFoundError if it does not exist; ValueError if it is no regular file, is larger than MAX_BYTES, is
+        not UTF-8 or has no entry.
     """
     file = Path(path).expanduser()
     try:
         state = file.stat()
         return _read(file.absolute(), state.st_mtime_ns, state.st_size)
-    except (FileNotFoundError, IsADirectoryError):
+    except FileNotFoundError:
         raise SourceNotFound(
             f"{os.fspath(path)}: no such file, expected ids or sha256 of texts, one a line, that --exclude leaves out"
         ) from None
@@ -93,7 +97,10 @@ def read_exclusion(path: str | os.PathLike[str]) -> Exclusion:
 @lru_cache(maxsize=1)
 def _read(path: Path, mtime_ns: int, size: int) -> Exclusion:
     """Parse a file; the cache is for one modification time and size, as a build and each asset read the file."""
-    lines = path.read_text(encoding="utf-8-sig").split("\n")
+    if size > MAX_BYTES:
+        raise SourceError(f"{path}: {size:,} bytes, expected a list of at most {MAX_BYTES:,}", code="E206")
+    with open(open_for_reading(path, follow_links=True), "rb") as file:
+        lines = file.read(size).decode("utf-8-sig").split("\n")
     entries = [line.strip() for line in lines if line.strip() and not re.match(r"\s*#(\s|$)", line)]
     if not entries:
         raise SourceError(f"{path}: no entry in it, expected ids or sha256 of texts, one a line", code="E303")

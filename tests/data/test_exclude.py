@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import os
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -95,6 +96,15 @@ def test_a_file_without_an_entry_is_an_error_that_names_it(tmp_path, content, co
         left(tmp_path / "x.txt", page("a"))
     with refused("E301", "absent.txt", kind=FileNotFoundError):
         left(tmp_path / "absent.txt", page("a"))
+
+
+def test_what_is_no_file_or_too_large_is_refused_before_it_is_read(settings, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "large").touch()
+    os.truncate(tmp_path / "large", 1 << 40)
+    for name, code in (("pipe", "E205"), ("/dev/zero", "E205"), ("large", "E206")):
+        with refused(code, name):
+            build(dataclasses.replace(settings, exclude=str(tmp_path / name)), "sft/oasst1")
 
 
 def first_file(root, folder):
