@@ -1,12 +1,16 @@
 """What folding would save on recorded rollouts: the commands of python -m niels_gpt.prefix_tree, and its demo.
 
-A line is one group, {"prompt_ids": [...], "completions": [[...], ...]}, or one whole sequence, {"ids": [...]}; other
-keys are ignored. A group is folded by itself. Whole sequences are folded in runs of consecutive lines, since rollouts
-of one prompt are usually adjacent. Files may end in .gz; - is the standard input. The first bad line is an error.
+Files are read as `build --rollouts` reads them; - is the standard input. A group is folded by itself. Samples without a
+group are folded in runs of consecutive lines, since rollouts of one prompt are usually adjacent.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import shlex
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import dropwhile
@@ -20,20 +24,27 @@ from niels_gpt.commands.console import Command, ExitCode, Group, Result, command
 from niels_gpt.display.numbers import many
 from niels_gpt.display.tables import folded, table
 from niels_gpt.prefix_tree.savings import ATTENTIONS, MODEL_7B, ROWS
-from niels_gpt.storage.errors import TreeError
+from niels_gpt.progress import Progress
+from niels_gpt.settings import Settings
+from niels_gpt.storage.errors import CacheError, TreeError
+from niels_gpt.storage.fileio import META_NAME
+from niels_gpt.storage.meta_json import shortened
+from niels_gpt.storage.remedies import PROGRAM
 
 if TYPE_CHECKING:
     from niels_gpt.prefix_tree.forest import ModelShape
-    from niels_gpt.prefix_tree.savings.count import Folded
+    from niels_gpt.prefix_tree.savings.count import Folded, Rollouts
 
+_GROUP = "group"
 _INDENTED = 24  # levels; deeper nodes are not indented further
 _FIRST_IDS, _LAST_IDS = 8, 4
 _CHARACTERS = 60
 _MOST = 10**15  # the largest number on the command line: FLOPs still fit into a float
 _PATH = click.Path(path_type=Path)
-_LINES = """A line is one group, {"prompt_ids": [...], "completions": [[...], ...]}, or one whole sequence,
-{"ids": [...]}; other keys are ignored. A group is folded by itself; whole sequences are folded in runs of consecutive
-lines. The first bad line is an error; no line is skipped."""
+_LINES = """Lines are rows as `build --rollouts` reads them: {"prompt_ids": [...], "completions": [[...], ...]} is a
+group, {"ids": [...]} a sample. A group is folded by itself; samples that name no group are folded in runs of
+consecutive lines. What a build would leave out is left out and counted."""
+_FILES = ".jsonl, .json (also .gz, .zst) or .parquet, or - for .jsonl from stdin"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,10 +63,96 @@ def _number(least: int) -> Callable[[str | int], int]:
 
 
 def _folding(function: Callable[..., Result]) -> Callable[..., Result]:
-    rows = "`ids` lines that are folded together; 0: all of the file"
+    rows = "samples without a group that are folded together; 0: all of the file"
     function = option("--rows", type=_number(0), metavar="N", default=ROWS, help=rows)(function)
     key = "fold consecutive lines with the same value of this key together"
-    return option("--group-key", metavar="KEY", help=key)(function)
+    function = option("--group-key", metavar="KEY", default=_GROUP, help=key)(function)
+    most = "of a line; a larger one is left out and counted"
+    return option("--max-document-bytes", type=_number(1), metavar="N", default=Settings.max_document_bytes, help=most)(
+        function
+    )
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def read_rollouts(
+    paths: Sequence[str],
+    group_key: str = _GROUP,
+    max_document_bytes: int = Settings.max_document_bytes,
+    counters: Counter[str] | None = None,
+    progress: Progress | None = None,
+) -> Iterator[Rollouts]:
+    """Yield the lines of files in their order, as `build --rollouts` reads them.
+
+    paths: "-" is the standard input. group_key: the field that names a line's group. counters: receives how many lines
+    and samples are left out, by reason; the first of each is logged. progress: gets lines, tokens, and None.
+    Raises: ValueError for a damaged file, for a sample without the group key that was asked for, and for a file
+        without rollouts; OSError.
+    """
+    from niels_gpt.data.files.rollouts import FORMS
+
+    counters = Counter() if counters is None else counters
+    lines = tokens = 0
+    for path in paths:
+        before = lines
+        for number, row in _rows(path, group_key, max_document_bytes, counters):
+            line = _line(path, number, row, group_key, counters)
+            if line is not None:
+                lines, tokens = lines + 1, tokens + sum(len(sample.ids) for sample in line.samples)
+                yield line
+            if progress is not None:
+                progress(lines, tokens, None)
+        if lines == before:
+            raise TreeError(f"{path}: holds no rollouts. Expected lines with {FORMS}", code="E804")
+
+
+def _line(path: str, number: int, row: dict[str, Any], group_key: str, counters: Counter[str]) -> Rollouts | None:
+    """Return a row's samples; None, counted, where a build would keep none of them. Raises: as read_rollouts."""
+    from niels_gpt.data.files.rollouts import NotRolloutsError, samples_of
+    from niels_gpt.data.files.text import note
+    from niels_gpt.prefix_tree.rollouts.records import Rollout, checked
+    from niels_gpt.prefix_tree.savings.count import Rollouts
+
+    names = ", ".join(map(shortened, list(row)[:20])) or "none"
+    try:
+        found = [checked(Rollout(**vars(sample)), None) for sample in samples_of(row)[1]]
+    except NotRolloutsError as error:
+        note(counters, error.reason, f"{path}, line {number}: found {error.found or f'the fields {names}'}")
+        return None
+    is_group, key = row.get("completions") is not None, row.get(group_key)
+    if key is None and group_key != _GROUP and not is_group:
+        text = f"{path}:{number}: no group key {group_key!r}, but the keys {names}. Expected it in each sample"
+        raise TreeError(text, code="E804")
+    for reason in (sample for sample in found if isinstance(sample, str)):
+        note(counters, reason, f"{path}, line {number}: a sample is left out")
+    samples = [sample for sample in found if not isinstance(sample, str)]
+    key = None if key is None else json.dumps(key, sort_keys=True)
+    return Rollouts(path, number, samples, is_group, key) if samples else None
+
+
+def _rows(path: str, group_key: str, limit: int, counters: Counter[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the rows of a file with their numbers. Raises: as read_rollouts."""
+    from niels_gpt.data.files import rollouts, rows, text
+
+    def drop(problem: text.Problem) -> None:
+        text.note(counters, problem.reason, problem, problem.rows)
+
+    if path != "-":
+        if os.path.lexists(os.path.join(path, META_NAME)):
+            remedy = f"Run: {shlex.join([PROGRAM, 'stats', path])}, or {shlex.join([PROGRAM, 'show', path])}"
+            raise CacheError(path, "a cache", "a file of recorded rollouts", remedy, code="E208")
+        columns = rollouts.FIELDS | {group_key}
+        yield from rows.numbered_rows(
+            Path(path), counters=counters, columns=columns, unreadable=drop, max_document_bytes=limit
+        )
+        return
+    for number, line in text.lines_of(sys.stdin.buffer, limit):
+        row = rows.row_of_line(line, rows.parsed(line or b""), Path(path), number, limit, counters)
+        if isinstance(row, text.Problem):
+            drop(row)
+        elif row is not None:
+            yield number, row
 
 
 # --- stats ------------------------------------------------------------------------------------------------------------
@@ -66,7 +163,7 @@ def _folding(function: Callable[..., Result]) -> Callable[..., Result]:
     f"Print what folding would save: tokens, attention pairs, FLOPs.\n\n{_LINES}",
     examples="niels-gpt tree stats ROLLOUTS.jsonl --plot stats.png",
 )
-@argument("rollouts", nargs=-1, required=True, help=".jsonl or .jsonl.gz, or - for stdin")
+@argument("rollouts", nargs=-1, required=True, help=_FILES)
 @_folding
 @option("--attention", type=click.Choice(ATTENTIONS), default=ATTENTIONS[0], help="how a folded row is run")
 @option("--model", metavar="MODEL", help="folder or hub id: FLOPs are of the shape in its config.json")
@@ -76,7 +173,8 @@ def _folding(function: Callable[..., Result]) -> Callable[..., Result]:
 @option("--plot", type=_PATH, metavar="PNG", help="write a picture of the savings per forest and in total")
 def stats(
     rollouts: tuple[str, ...],
-    group_key: str | None,
+    group_key: str,
+    max_document_bytes: int,
     rows: int,
     plot: Path | None,
     attention: str,
@@ -85,16 +183,17 @@ def stats(
 ) -> Result:
     """Print savings."""
     from niels_gpt.prefix_tree.savings.count import count_savings, forests
-    from niels_gpt.prefix_tree.savings.rollouts import read_rollouts
 
     if plot is not None:
         from niels_gpt.prefix_tree.savings.plot import check_picture
 
         check_picture(plot)
     shape = _shape(model, sizes)
-    with progress_bar("stats", "B") as progress:
-        lines = read_rollouts(rollouts, group_key=group_key, progress=progress)
+    counters = Counter[str]()
+    with progress_bar("stats", items="lines") as progress:
+        lines = read_rollouts(rollouts, group_key, max_document_bytes, counters, progress)
         savings = count_savings(forests(lines, rows=rows), shape, attention)
+    savings.counters = counters
     if plot is not None:
         from niels_gpt.prefix_tree.savings.plot import plot as draw
         from niels_gpt.storage.fileio import write_bytes
@@ -130,17 +229,24 @@ def _shape(model: str | None, sizes: Mapping[str, int | None]) -> ModelShape:
     "Print the tree of a group, or of the run of rows that begins at a line.",
     examples="niels-gpt tree show ROLLOUTS.jsonl --line 3",
 )
-@argument("rollouts", help=".jsonl or .jsonl.gz, or - for stdin")
+@argument("rollouts", help=_FILES)
 @_folding
 @option("--line", type=_number(1), metavar="N", default=1, help="line of the file, from 1")
 @option("--tokenizer", metavar="MODEL", help="folder or hub id, to print text; ids if not given")
 @option("--nodes", type=_number(1), metavar="N", default=200, help="at most so many nodes")
-def show(rollouts: str, group_key: str | None, rows: int, line: int, tokenizer: str | None, nodes: int) -> Result:
+def show(
+    rollouts: str,
+    group_key: str,
+    max_document_bytes: int,
+    rows: int,
+    line: int,
+    tokenizer: str | None,
+    nodes: int,
+) -> Result:
     """Print a tree."""
     from niels_gpt.prefix_tree.savings.count import forests
-    from niels_gpt.prefix_tree.savings.rollouts import read_rollouts
 
-    lines = dropwhile(lambda found: found.line < line, read_rollouts([rollouts], group_key=group_key))
+    lines = dropwhile(lambda found: found.line < line, read_rollouts([rollouts], group_key, max_document_bytes))
     folded = next(forests(lines, rows=rows), None)
     if folded is None or folded.lines[0].line != line:
         text = f"{rollouts}: has no rollouts on line {line}. Expected a line that has some, from 1"

@@ -3,6 +3,7 @@
 Run: pytest tests/cache/test_attacks.py -s, or python tests/support/attacks.py test_attacks for a line of each meeting
 """
 
+import gzip
 import itertools
 import json
 import os
@@ -339,6 +340,21 @@ ATTACKS = {
             ]
         ),
         ("verify*", "stats *"),
+    ),
+    **{
+        f"{what} as raw/{name}": Attack(replaced("raw", name, how), refused_by, "pipe, a device|bytes")
+        for name, refused_by in (("steps.jsonl", ("tree *",)), ("left_out.list", ("reader exclusion",)))
+        for what, how in {
+            "a FIFO": os.mkfifo,
+            "a link to /dev/zero": lambda path: path.symlink_to("/dev/zero"),
+            "24 GB": sparse(24 * 10**9),
+        }.items()
+        if (what, name) != ("24 GB", "steps.jsonl")  # read to its end, as a build would
+    },
+    "3 GB of one row in 3 MB": Attack(
+        lambda root, outside: (root / "raw/steps.jsonl.gz").write_bytes(gzip.compress(b"1," * 2**25) * 48),
+        ("tree *",),
+        "holds no rollouts",
     ),
     "commands of a terminal in texts": Attack(every(commanding)),
     "commands of a terminal in names": Attack(

@@ -3,13 +3,11 @@
 import logging
 from collections import Counter
 
-import numpy as np
 import pytest
 from support.data_files import groups_of_at_most, lines, write, write_parquet
 from support.errors import refused
 
 from niels_gpt.data import open_files, source_id
-from niels_gpt.prefix_tree.savings.rollouts import read_rollouts
 
 
 def groups_of(folder, *rows, counters=None):
@@ -181,16 +179,3 @@ def test_nothing_usable_is_an_error_with_the_forms(tmp_path):
         groups_of(tmp_path, {"text": "Hi"})
     with refused("E303", "2 rows", "row 1: ", "of 2 in the field logprobs"):
         groups_of(tmp_path, {"ids": [1], "logprobs": [0, 0]}, {"text": "Hi"})
-
-
-def test_what_tree_stats_reads_is_read_here_too(tmp_path):
-    rows = [{"prompt_ids": [1, 2], "completions": [[3], [4, 5]]}, {"ids": [6, 7], "x": 1}]
-    write(tmp_path / "rows.jsonl", lines(*rows))
-    of_savings = [
-        [*(line.prompt if line.prompt is not None else ()), *sequence]
-        for line in read_rollouts([str(tmp_path / "rows.jsonl")])
-        for sequence in line.sequences
-    ]
-    here = [sample.ids for group in groups_of(tmp_path) for sample in group.samples]
-    assert [[int(each) for each in ids] for ids in of_savings] == [ids.tolist() for ids in here]
-    assert {ids.dtype for ids in here} == {np.dtype(np.int64)}

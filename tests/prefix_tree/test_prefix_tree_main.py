@@ -9,9 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from PIL import Image
 from support.commands import niels_gpt
+from support.data_files import lines, write, write_parquet
 
 # On paper. 1 2 | 10 11 | 20 21 22: 4 + 5 = 9 tokens become 7. Each token sees what stands above it and itself, so
 # 10 + 15 = 25 pairs become 3 + (3 + 4) + (3 + 4 + 5) = 22; a dense mask has 7 * 7 = 49.
@@ -239,9 +241,8 @@ def test_a_group_key_tells_which_lines_belong_together(tmp_path):
     found = found_in(path, "--rows", "2", "--group-key", "uid")
     assert (found["forests"], found["lines"], found["groups"], found["samples"]) == (2, 7, 1, 7)
     assert found["tokens_after"] == (2 + 3) + (2 + 4)
-    two = file_of(tmp_path / "two.jsonl", [APART])
-    said = error_of("stats", two, "--group-key", "uid")
-    assert said.startswith(f"{two}:1: no group key 'uid', but the keys 'prompt_ids', 'completions', 'rewards', 'id'")
+    two = file_of(tmp_path / "two.jsonl", [APART, {"ids": [1, 2]}])  # a line of completions is a group by itself
+    assert error_of("stats", two, "--group-key", "uid").startswith(f"{two}:2: no group key 'uid', but the keys 'ids'")
 
 
 def test_packed_files_and_the_standard_input_are_read_too(two, tmp_path, monkeypatch):
@@ -262,47 +263,75 @@ def test_plot_draws_a_picture(two, tmp_path):
     assert "the only kind of picture" in error_of("stats", two, "--plot", "stats.svg")
 
 
-BAD = {
-    "{": "not JSON",
-    "[1]": "a JSON list",
-    '{"prompt": "text", "response": "text"}': "the keys 'prompt', 'response'",
-    '{"prompt_ids": [1]}': "the keys 'prompt_ids'",
-    '{"prompt_ids": [1], "completions": [[1]], "ids": [1]}': "and not both",
-    '{"ids": []}': "ids is []",
-    '{"ids": "1 2"}': "ids is '1 2'",
-    '{"ids": [1, 2.0]}': "ids[1] is 2.0",
-    '{"ids": [1, true]}': "ids[1] is True",
-    '{"ids": [1, -100]}': "ids[1] is -100",
-    '{"ids": [9223372036854775808]}': "ids[0] is 9223372036854775808",
-    '{"prompt_ids": [null], "completions": [[1]]}': "prompt_ids[0] is None",
-    '{"prompt_ids": [1], "completions": []}': "completions is []",
-    '{"prompt_ids": [1], "completions": [1]}': "completions[0] is 1",
-    '{"prompt_ids": [1], "completions": [[1], []]}': "completions[1] is []",
-    '{"prompt_ids": [1], "completions": [[1], [2, "3"]]}': "completions[1][1] is '3'",
-    "[" * 100_000: "not JSON",
+LEFT_OUT = {
+    "{": "unreadable_row",
+    "[1]": "unreadable_row",
+    "[" * 4_000: "unreadable_row",
+    '{"ids": [' + "1, " * 2_000 + "1]}": "too_large",
+    '{"prompt": "text", "response": "text"}': "missing_field",
+    '{"prompt_ids": [1], "completions": [[1]], "ids": [1]}': "malformed",
+    '{"ids": [1, 2.0]}': "malformed",
+    '{"ids": [1], "prompt_length": 1}': "empty_completion",
 }
 
 
-@pytest.mark.parametrize("line", BAD, ids=BAD.values())
-def test_the_first_bad_line_is_named_as_an_error(line, tmp_path):
+@pytest.mark.parametrize("line", LEFT_OUT, ids=LEFT_OUT.values())
+def test_a_line_that_a_build_leaves_out_is_left_out_counted_and_named(line, tmp_path):
     path = tmp_path / "bad.jsonl"
     path.write_text(json.dumps(APART) + "\n\n" + line + "\n" + json.dumps(ALIKE) + "\n", encoding="utf-8")
-    said = error_of("stats", str(path))
-    assert said.startswith(f"{path}:3: ") and BAD[line] in said and "Expected" in said
-    assert len(said) < 400 + len(str(path))
+    done = tree("stats", str(path), "--json", "--max-document-bytes", "4096")
+    found = json.loads(done.out)
+    assert (found["lines"], found["tokens_before"], found["counters"]) == (2, 17, {LEFT_OUT[line]: 1})
+    assert done.err.startswith(f"warning[W305]: {path}, line 3: ") and done.err.count("\n") == 1
+
+
+def write_rows(path, rows):
+    if path.suffix == ".parquet":
+        names = {name for row in rows for name in row}
+        write_parquet(path, {name: pa.array([row.get(name) for row in rows]) for name in names})
+    else:
+        write(path, json.dumps(rows, indent=1) if path.suffix == ".json" else lines(*rows))
+
+
+@pytest.mark.parametrize("name", ["r.jsonl", "r.jsonl.gz", "r.jsonl.zst", "r.json", "r.parquet"])
+def test_every_form_of_a_file_and_of_a_row_is_read_as_a_build_reads_it(name, tmp_path):
+    whole = [7, 8, 20]
+    rows = [
+        {"group": "q", "prompt_ids": [7, 8], "completions": [[20], [21, 22]]},
+        {"group": "q", "prompt_ids": [7, 8], "completion_ids": [20, 23]},
+        *({"ids": [*whole, number], "prompt_length": 2} for number in (30, 31)),
+        {"prompt_tokens": [7, 8], "response_tokens": [20], "mask": [0]},
+    ]
+    write_rows(tmp_path / name, rows)
+    found = found_in(tmp_path / name)
+    assert [found[key] for key in ("lines", "groups", "forests", "samples")] == [5, 1, 2, 6]
+    assert (found["tokens_before"], found["tokens_after"]) == (3 + 4 + 4 + 4 + 4 + 3, (2 + 1 + 2 + 1) + (3 + 1 + 1))
+    assert (found["completion_tokens"], found["counters"]) == (1 + 2 + 2 + 2 + 2 + 1, {})
+
+
+@pytest.mark.parametrize("command", ["stats", "show"])
+def test_a_cache_names_the_commands_that_read_it(tmp_path, command):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        file_of(tmp_path / "own.jsonl", [APART])
+        assert niels_gpt("build", "own", "--rollouts", "own=own.jsonl").status == 0
+        done = tree(command, "cache/rollouts/own")
+        assert "error[E208]: cache/rollouts/own: a cache" in done.err
+        assert "Run: niels-gpt stats cache/rollouts/own, or niels-gpt show cache/rollouts/own" in done.err
+        assert niels_gpt("stats", "cache/rollouts/own").status == 0
 
 
 def test_empty_damaged_or_absent_files_are_errors(two, tmp_path):
-    empty, cut, wrong, plain = (tmp_path / name for name in ("empty.jsonl", "cut.gz", "wrong.gz", "plain.gz"))
-    empty.write_bytes(b"\n")
+    empty, cut, wrong, plain = (tmp_path / f"{name}.jsonl.gz" for name in ("empty", "cut", "wrong", "plain"))
     good = gzip.compress(Path(two).read_bytes())
+    empty.write_bytes(gzip.compress(b"\n"))
     cut.write_bytes(good[:-12])
     wrong.write_bytes(good[:10] + b"\xff" + good[11:])
     plain.write_bytes(Path(two).read_bytes())
-    assert error_of("stats", two, str(empty)).startswith(f"{empty}: holds no line. Expected")
+    assert error_of("stats", two, str(empty)).startswith(f"{empty}: holds no rollouts. Expected")
     for path in (cut, wrong, plain):
         assert error_of("stats", str(path)).startswith(f"{path}: damaged gzip file")
-    assert str(tmp_path / "none") in error_of("stats", str(tmp_path / "none"))
+    assert str(tmp_path / "none.jsonl") in error_of("stats", str(tmp_path / "none.jsonl"))
 
 
 @pytest.mark.parametrize("flag", ["--rows=-1", "--parameters=0", "--layers=1.5", "--d-model=x", "--parameters=1e308"])
@@ -363,11 +392,11 @@ def test_show_prints_the_tree_of_a_line_or_run(two, tmp_path):
 def test_show_cuts_long_nodes_and_the_indent_of_deep_trees(tmp_path):
     chain = [{"ids": list(range(100, 120 + length))} for length in range(600)]  # each is a prefix of the next
     path = file_of(tmp_path / "chain.jsonl", chain)
-    lines = printed("show", path, "--rows", "0", "--nodes", "5000").splitlines()
+    nodes = printed("show", path, "--rows", "0", "--nodes", "5000").splitlines()
     first = "100 101 102 103 104 105 106 107 ... 116 117 118 119"
-    assert lines[1] == f"rows 0:20, 20 tokens, 600 samples, ends sample 0: {first}"
-    assert len(lines) == 601 and max(map(len, lines[1:])) < 200
-    assert lines[-1].strip() == "(level 599) rows 618:619, 1 token, 1 sample, ends sample 599: 718"
+    assert nodes[1] == f"rows 0:20, 20 tokens, 600 samples, ends sample 0: {first}"
+    assert len(nodes) == 601 and max(map(len, nodes[1:])) < 200
+    assert nodes[-1].strip() == "(level 599) rows 618:619, 1 token, 1 sample, ends sample 599: 718"
     assert (
         printed("show", path, "--rows", "0", "--nodes", "2").splitlines()[-1]
         == "and 598 more nodes: see all with --nodes 600"

@@ -9,6 +9,8 @@ import torch
 
 from niels_gpt.cache import PretrainTokenStreamDataset, SFTExampleDataset
 from niels_gpt.commands import cache as cli
+from niels_gpt.commands import prefix_tree
+from niels_gpt.data.exclude import read_exclusion
 from niels_gpt.prefix_tree.rollouts.reader import RolloutDataset
 from niels_gpt.prefix_tree.rollouts.stream import RolloutStream
 from niels_gpt.sampling import EpochStream, iter_eval
@@ -31,6 +33,7 @@ def build(root):
     (root / "raw" / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     groups = [{"prompt_ids": [1, n], "completions": [[2, n], [2, 3]], "rewards": [0, 1]} for n in range(12)]
     (root / "raw" / "steps.jsonl").write_text("".join(json.dumps(group) + "\n" for group in groups))
+    (root / "raw" / "left_out.list").write_text("a document\n")
     for seed in ("1", "2", "3"):
         assert cli.main([*_build(root), "--seed", seed]) == 0
 
@@ -87,6 +90,13 @@ def diff(cache):
     return cli.main(["diff", str(cache), str(next((path for path in versions if path != cache.resolve()), cache))])
 
 
+def tree(verb):
+    def call(root):
+        return max(prefix_tree.main([verb, str(path)]) for path in root.glob("raw/steps.*"))
+
+    return call
+
+
 def generator():
     return torch.Generator().manual_seed(0)
 
@@ -128,6 +138,8 @@ PROBES = {
     ),
     "reader evaluation": Probe(each("pretrain", lambda cache: list(iter_eval(cache / "train", B=8, T=8)))),
     "reader tokenizer": Probe(lambda root: load_tokenizer(root / "tokenizer").encode("a text")),
+    "reader exclusion": Probe(lambda root: read_exclusion(root / "raw" / "left_out.list")),
+    **{f"tree {verb}": Probe(tree(verb)) for verb in ("stats", "show")},
     "gc --dry-run": Probe(command("gc", "--dry-run")),
     "gc": Probe(command("gc"), writes=True),
     "build": Probe(lambda root: cli.main(_build(root)), writes=True),

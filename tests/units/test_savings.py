@@ -6,10 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.errors import refused
 
-from niels_gpt.prefix_tree.savings import plot
+from niels_gpt.commands.prefix_tree import read_rollouts
+from niels_gpt.prefix_tree.savings import count, plot
 from niels_gpt.prefix_tree.savings.count import count_savings, forests
-from niels_gpt.prefix_tree.savings.rollouts import read_rollouts
 
 # On paper. 1 2 | 10 11 | 20 21 22: 4 + 5 = 9 tokens become 7. Each token sees what stands above it and itself, so
 # 10 + 15 = 25 pairs become 3 + (3 + 4) + (3 + 4 + 5) = 22; a dense mask has 7 * 7 = 49.
@@ -44,7 +45,16 @@ def test_files_are_read_line_by_line_and_tell_how_far(tmp_path):
     told = []
     folded = forests(read_rollouts([path, path], progress=lambda *progress: told.append(progress)))
     assert next(folded).forest.num_tokens == 7
-    size = Path(path).stat().st_size
-    assert len(told) == 1 and told[0][1] < size  # one line further than the forest
+    assert told == [(1, 9, None)]  # one line further than the forest
     assert sum(1 for _ in folded) == 1199
-    assert told[-1] == (1200, 2 * size, 2 * size)
+    assert told[-1] == (1200, 600 * 17, None)
+
+
+def test_no_forest_has_more_tokens_than_a_group_of_a_cache(monkeypatch):
+    monkeypatch.setattr(count, "MOST_TOKENS", 10)
+    rows = [{"ids": [1, 2, number, 4]} for number in range(5)]
+    found = lines_of("\n".join(map(json.dumps, rows)).encode())
+    assert [len(each.lines) for each in forests(found, rows=0)] == [2, 2, 1]
+    named = lines_of("\n".join(json.dumps({**row, "group": 1}) for row in rows).encode())
+    with refused("E804", "-:3: found a group of more than 10 tokens"):
+        list(forests(named))

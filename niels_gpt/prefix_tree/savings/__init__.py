@@ -1,6 +1,5 @@
-"""What folding would save on files of recorded rollouts, without a model.
+"""What folding would save on recorded rollouts, without a model. niels_gpt/commands/prefix_tree.py reads the files.
 
-rollouts.py   which lines a file may have, and what is wrong with a bad one
 count.py      which lines are folded together; every figure of `stats`, as a table and as JSON
 models.py     the shape of a model from its config.json
 plot.py       the picture of `stats --plot`, and the mask of one forest

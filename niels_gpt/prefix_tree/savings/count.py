@@ -1,6 +1,6 @@
 """What folding would save on recorded rollouts: which lines are folded together, and every figure that is reported.
 
-    savings = count_savings(forests(read_rollouts(["rollouts.jsonl"])))
+    savings = count_savings(forests(lines))
     print(savings.as_json()["token_factor"], savings.interpretation())
 
 Forests are counted one by one and dropped, so that memory depends on the largest forest, not on the file.
@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from niels_gpt.prefix_tree.forest import ForestStats, ModelShape, PrefixForest
+from niels_gpt.prefix_tree.rollouts.records import Sample
 from niels_gpt.prefix_tree.savings import MODEL_7B, ROWS
-from niels_gpt.prefix_tree.savings.rollouts import Rollouts
 from niels_gpt.storage.errors import TreeError
 
 SHAPE_7B = ModelShape(**MODEL_7B)
+MOST_TOKENS = 1 << 26
+"""Tokens of a run or a group before folding: 512 MiB as int64. A group of a rollout cache has no more either."""
 LITTLE = 1.3
 """A smaller factor of FLOPs is called little: a prompt of 256 tokens with 8 completions of 1,024 gives 1.21."""
 
@@ -38,6 +38,24 @@ def flop_factor(stats: ForestStats, shape: ModelShape, attention: str) -> float:
     return shape.training_flops(stats.tokens_before, stats.pairs_before, stats.head_rows_before) / after
 
 
+class Rollouts(NamedTuple):
+    """One row of a file of rollouts."""
+
+    path: str
+    line: int
+    """From 1: of a line, of an item of an array, or of a row of parquet."""
+    samples: list[Sample]
+    is_group: bool
+    """Whether the row is a prompt with its completions, and not one sample."""
+    key: str | None
+    """The name of the row's group; None: it names none."""
+
+    @property
+    def where(self) -> str:
+        """FILE:LINE."""
+        return f"{self.path}:{self.line}"
+
+
 class Folded(NamedTuple):
     """A forest and the lines that it was made from."""
 
@@ -46,38 +64,42 @@ class Folded(NamedTuple):
 
 
 def forests(lines: Iterable[Rollouts], *, rows: int = ROWS) -> Iterator[Folded]:
-    """Fold each group by itself, and whole sequences in runs of `rows` consecutive lines; 0: all of a file.
+    """Fold each group by itself, and samples without a group in runs of `rows` consecutive lines; 0: all of a file.
 
     Consecutive lines with the same group key are folded together, in either form. No forest holds lines of
-    two files.
+    two files, and a run ends before it has more than MOST_TOKENS.
+    Raises: ValueError for a group of several lines with more than MOST_TOKENS.
     """
     run: list[Rollouts] = []
+    tokens = 0
     for line in lines:
-        if run and not _belongs_to(run, line, rows):
+        size = sum(len(sample.ids) for sample in line.samples)
+        if run and not _belongs_to(run, line, rows, tokens + size):
             yield Folded(_folded(run), run)
-            run = []
+            run, tokens = [], 0
         run.append(line)
+        tokens += size
     if run:
         yield Folded(_folded(run), run)
 
 
-def _belongs_to(run: list[Rollouts], line: Rollouts, rows: int) -> bool:
+def _belongs_to(run: list[Rollouts], line: Rollouts, rows: int, tokens: int) -> bool:
+    """Return whether a line is folded with those before; tokens: of all of them. Raises: as `forests`."""
     if run[0].path != line.path or run[-1].line >= line.line or run[0].key != line.key:  # a file may be given twice
         return False
-    if line.key is not None:
-        return True
-    return line.prompt is None and run[0].prompt is None and (rows == 0 or len(run) < rows)
+    if line.key is None:
+        is_run = not line.is_group and not run[0].is_group
+        return is_run and (rows == 0 or len(run) < rows) and tokens <= MOST_TOKENS
+    if tokens > MOST_TOKENS:
+        text = f"{line.where}: found a group of more than {MOST_TOKENS:,} tokens, expected smaller groups"
+        raise TreeError(text, code="E804")
+    return True
 
 
 def _folded(lines: list[Rollouts]) -> PrefixForest:
-    first = lines[0].prompt
-    if len(lines) == 1 and first is not None:
-        return PrefixForest.from_rollout_group(first, lines[0].sequences)
-    none = np.empty(0, dtype=np.int64)
-    parts = [(none if line.prompt is None else line.prompt, ids) for line in lines for ids in line.sequences]
-    wholes = [np.concatenate(part) for part in parts]
-    targets = [np.arange(len(ids)) >= len(prompt) for (prompt, _), ids in zip(parts, wholes, strict=True)]
-    return PrefixForest.from_sequences(wholes, loss_mask=targets)
+    samples = [sample for line in lines for sample in line.samples]
+    masks = [sample.loss_mask for sample in samples]
+    return PrefixForest.from_sequences([sample.ids for sample in samples], loss_mask=masks)
 
 
 @dataclass
@@ -88,15 +110,17 @@ class Savings:
     """Of the model whose FLOPs are predicted."""
     attention: str = "prefix_tree"
     """One of ATTENTIONS: it decides which pairs are computed after folding."""
+    counters: Mapping[str, int] = field(default_factory=dict)
+    """Lines and samples that are left out, and what else was counted while they were read."""
     lines: int = 0
     groups: int = 0
-    """Lines with a prompt and completions; the others are whole sequences."""
+    """Lines with a prompt and completions; each other one is a sample."""
     total: ForestStats | None = None
     """None before the first forest."""
     first_tokens: int = 0
     """First tokens of completions after a prompt: one label per row has no loss for them."""
     completion_tokens: int = 0
-    """Of the lines with a prompt and completions."""
+    """Of the samples whose prompt is known."""
     computed_pairs: int = 0
     """Query-key pairs that the attention computes: those of the mask, or T x T for each forest."""
     longest: tuple[int, str] = (0, "")
@@ -120,11 +144,10 @@ class Savings:
         stats = folded.forest.stats(self.shape)
         self.total = stats if self.total is None else self.total + stats
         self.lines += len(folded.lines)
-        for line in folded.lines:
-            if line.prompt is not None:
-                self.groups += 1
-                self.first_tokens += len(line.sequences) if len(line.prompt) else 0
-                self.completion_tokens += sum(map(len, line.sequences))
+        self.groups += sum(line.is_group for line in folded.lines)
+        for sample in (sample for line in folded.lines for sample in line.samples if sample.prompt_length >= 0):
+            self.first_tokens += sample.prompt_length > 0
+            self.completion_tokens += len(sample.ids) - sample.prompt_length
         size = stats.tokens_after
         self.computed_pairs += computed_pairs(stats, self.attention)
         where, factor = folded.lines[0].where, stats.tokens_before / size
@@ -164,6 +187,7 @@ class Savings:
         least, most = self.flop_factor_of_any_model
         return {
             "lines": self.lines,
+            "counters": dict(self.counters),
             "groups": self.groups,
             "forests": len(self.token_factors),
             **{name: value for name, value in vars(sums).items() if name not in ("nodes", "flops_after")},
