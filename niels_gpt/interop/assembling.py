@@ -84,6 +84,8 @@ class Assembled:
     """Documents of each split; their starts are in index/SPLIT_docs.npy or SPLIT_idx.npy."""
     ended: dict[str, int]
     """Those of them that end with `About.end`."""
+    cut: dict[str, bool]
+    """Whether the last one of a split does not."""
     id_counts: dict[str, NDArray[np.int64]]
     """How often each id occurs in a split: int64 [vocab_size]."""
     linked_bytes: int
@@ -105,7 +107,8 @@ def assemble(
 ) -> dict[str, Any]:
     """Write all files of a cache and meta.json into an empty folder; returns the meta.
 
-    links: keeps the modes of files that are linked; None: no file is linked. progress: called with files, bytes of tokens read, and such bytes in all.
+    links: keeps the modes of files that are linked; None: no file is linked. progress: called with files, bytes of
+    tokens read, and such bytes in all.
     Raises: CacheError E222 for an id outside the vocabulary, E221 for a file that is not as its format said, E206 for
         more files than a meta.json lists; OSError.
     """
@@ -126,7 +129,8 @@ def assemble(
     loss = _write_loss(work, files, borders, crcs) if about.kind == "sft" else {}
     checksums = {**write_whole(work, CHECKSUMS, crcs), "block_bytes": BLOCK_BYTES}
     docs, ended = ({split: getattr(borders[split], name) for split in SPLITS} for name in ("docs", "ended"))
-    done = Assembled(work, taker.dtype, shards, docs, ended, taker.id_counts, taker.linked_bytes)
+    cut = {split: not borders[split].is_ended for split in SPLITS}
+    done = Assembled(work, taker.dtype, shards, docs, ended, cut, taker.id_counts, taker.linked_bytes)
     more = dict(examine(done)) if examine is not None else {}
     noticed = {**about.noticed, **loss.pop("noticed", {}), **more.pop("noticed", {})}
     keys = {**_described(about, done), **loss, **about.keys, **more}
@@ -183,12 +187,11 @@ def _described(about: About, done: Assembled) -> dict[str, Any]:
 
 def _end_of(about: About, done: Assembled) -> dict[str, Any]:
     """Return `document_end`, and `cut`: only the last document of a split may lack its end, as in a build."""
-    lacking = sum(done.docs[split] > done.ended[split] for split in SPLITS)
-    if about.end is None or any(done.docs[split] > done.ended[split] + 1 for split in SPLITS):
+    if about.end is None or any(done.docs[split] != done.ended[split] + done.cut[split] for split in SPLITS):
         return {"document_end": None, "cut": {"documents": 0, "tokens": 0}}
     return {
         "document_end": {"id": about.end.id, "token": about.end.token},
-        "cut": {"documents": lacking, "tokens": 0},
+        "cut": {"documents": sum(done.cut.values()), "tokens": 0},
     }
 
 
@@ -248,9 +251,7 @@ def _in_order(
 class _Taker:
     """Links or rewrites token files; called by several threads."""
 
-    def __init__(
-        self, work: Path, about: About, links: Modes | None, tokens: int, progress: Progress | None
-    ) -> None:
+    def __init__(self, work: Path, about: About, links: Modes | None, tokens: int, progress: Progress | None) -> None:
         self.work, self.about, self._links, self._progress = work, about, links, progress
         self.size = int(about.vocabulary["vocab_size"])
         self.dtype = token_dtype(self.size)
@@ -358,18 +359,18 @@ class _Borders:
         self.starts_path = work / f"{split}_starts.bin"
         self._starts, self._names = OutputFile(self.starts_path), HashedFile(work / f"index/{split}_ids.txt")
         self.docs = self.ended = self.tokens = 0
-        self._is_ended = True  # the file before
+        self.is_ended = True  # the file before
 
     def add(self, part: _Part) -> None:
         """Append the documents of a file: the first of them may continue the last one of the file before."""
-        joins = not self._is_ended if part.file.ends is None and self._by_id else part.file.continues
+        joins = not self.is_ended if part.file.ends is None and self._by_id else part.file.continues
         if joins and not self.tokens:
             raise CacheError(part.file.name, "begins inside a document, and no file is before it", code="E221")
         self._starts.write((np.append(0, part.ends[:-1])[int(joins) :] + self.tokens).astype(OFFSET_DTYPE))
         self._name(part, int(joins))
         self.docs += len(part.ends) - joins
-        self.ended += part.ended - (joins and self._is_ended)  # that was no end of a document
-        self.tokens, self._is_ended = self.tokens + part.file.tokens, part.is_ended
+        self.ended += part.ended - (joins and self.is_ended)  # that was no end of a document
+        self.tokens, self.is_ended = self.tokens + part.file.tokens, part.is_ended
 
     def _name(self, part: _Part, first: int) -> None:
         count, file = len(part.ends), part.file

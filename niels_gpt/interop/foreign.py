@@ -157,11 +157,24 @@ def read_pieces(path: Path, dtype: np.dtype[Any], *, offset: int = 0, count: int
             yield np.frombuffer(buffer, dtype=dtype)
 
 
+def size_of(path: Path) -> int:
+    """Return the bytes of a regular file. Raises: as `open_regular`."""
+    with open(open_regular(path), "rb") as file:
+        return os.fstat(file.fileno()).st_size
+
+
+def not_ours(error: CacheError) -> CacheError:
+    """Return an error of a file of another tool, which no build makes again."""
+    remedy = error.own_remedy or ("Put a copy of the real file there" if error.code == "E205" else "")
+    return CacheError(error.path, error.found, error.expected, remedy, code=error.code)
+
+
 def read_manifest(source: Path, format: str | None = None) -> Mapping[str, Any] | None:
     """Return the manifest of an export of this project, checked; None for a file, and for a folder without one.
 
     format: the expected one. The token files that it names are regular files of the sizes that it says, below `source`.
-    Raises: CacheError E221 for one of another kind, version or format, and for a wrong value.
+    Raises: CacheError E221 for one of another kind, version or format, and for a wrong value; E205 for a token file
+        that is none.
     """
     path = source / MANIFEST_NAME
     if not source.is_dir() or not os.path.lexists(path):
@@ -170,9 +183,11 @@ def read_manifest(source: Path, format: str | None = None) -> Mapping[str, Any] 
         manifest = parse_object(read_regular(path))
         _check_manifest(manifest, str(path))
         for record in manifest["files"]:
-            if "of" in record and (size := path_inside(source, record["name"]).stat().st_size) != record["bytes"]:
+            if "of" in record and (size := size_of(path_inside(source, record["name"]))) != record["bytes"]:
                 raise ValueError(f"{record['name']} has {size:,} bytes, expected {record['bytes']:,} as it says")
     except (CacheError, OSError, ValueError) as error:
+        if isinstance(error, CacheError) and error.path != str(path):
+            raise not_ours(error) from error
         found = error.problem if isinstance(error, CacheError) else printable(str(error))
         remedy = f"Remove {MANIFEST_NAME} to import the files without it"
         raise CacheError(path, found, remedy=remedy, code="E221") from error

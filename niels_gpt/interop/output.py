@@ -26,7 +26,10 @@ class Output:
     """The folder of an export while it is written, and the records of its files."""
 
     def __init__(self, work: Path, cache: TokenCache, progress: Progress | None, modes: Modes) -> None:
-        """work: an empty folder. modes: of the cache's files. progress: called with files, bytes written or linked, and bytes of tokens in all."""
+        """work: an empty folder. modes: of the cache's files.
+
+        progress: called with files, bytes written or linked, and bytes of tokens in all.
+        """
         self.work, self.cache, self._progress = work, cache, progress
         self.records: list[dict[str, Any]] = []
         """Of each file, in the order written: name, bytes, sha256; of a token file also its part of the manifest."""

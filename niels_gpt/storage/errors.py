@@ -14,7 +14,7 @@ from niels_gpt.storage.codes import own_code
 from niels_gpt.storage.remedies import build_again
 
 REBUILD = "rebuild"
-"""A remedy that becomes the command that builds the cache at the error's path from scratch."""
+"""A remedy, or its end, that becomes the command that builds the cache at the error's path from scratch."""
 
 
 _ABSENT = (FileNotFoundError, NotADirectoryError)
@@ -188,7 +188,8 @@ class CacheError(CodedError, ValueError, code="E201"):
     @property
     def remedy(self) -> str:
         """What to do. REBUILD becomes a command here and not earlier, since that reads the record of the last build."""
-        return build_again(self.path) if self._remedy == REBUILD else self._remedy
+        own = self.own_remedy
+        return own if own == self._remedy else f"{own} {build_again(self.path)}".lstrip()
 
     @property
     def problem(self) -> str:
@@ -197,8 +198,8 @@ class CacheError(CodedError, ValueError, code="E201"):
 
     @property
     def own_remedy(self) -> str:
-        """The remedy, "" where it is to build again: a caller who knows a nearer one replaces that."""
-        return "" if self._remedy == REBUILD else self._remedy
+        """The remedy without the command that builds again: a caller who knows a nearer one replaces that."""
+        return self._remedy.removesuffix(REBUILD).rstrip()
 
     def __repr__(self) -> str:
         return f"CacheError({str(self)!r})"

@@ -206,10 +206,8 @@ def resolved(path: Path) -> Path:
 
 
 def _link_error(path: PathLike) -> CacheError:
-    remedy = f"If the link is yours, replace it by a copy of its target (cp -rL). {build_again(path)}"
-    return CacheError(
-        path, "a symbolic link", "a file or folder inside the cache: links are not followed", remedy, code="E205"
-    )
+    remedy = f"If the link is yours, replace it by a copy of its target (cp -rL). {REBUILD}"
+    return CacheError(path, "a symbolic link", "a file or folder: links are not followed", remedy, code="E205")
 
 
 # --- untrusted values -------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import os
 import numpy as np
 import pytest
 import torch
+from support.data_files import write_parquet
 from support.errors import refused
 from support.foreign import MANIFEST_NAME
 
@@ -111,11 +112,39 @@ def test_an_export_that_was_changed_is_not_imported(caches, tmp_path, copy):
     assert find_damage(done.path, deep=True) == []
 
 
-def test_no_build_is_named_as_the_remedy_of_a_foreign_file(caches, tmp_path):
-    os.mkfifo(write_bin(tmp_path / "bins") / "train.bin")
-    with refused("E205", "train.bin") as error:
-        imported(tmp_path / "bins", caches, format="nanogpt", tokenizer=str(caches / "tokenizer"))
-    assert error.value.code == "E205" and "niels-gpt build" not in str(error.value)
+@pytest.mark.parametrize("lacking", [[], [0], [1], [0, 2], [3], [0, 3]], ids=str)
+def test_documents_without_their_end_are_kept_counted_and_no_damage(caches, tmp_path, tokenizer, lacking):
+    eot = tokenizer.special_token_ids()["eot"]
+    rows = [tokenizer.encode(text) + [eot] * (at not in lacking) for at, text in enumerate(TEXTS[:4])]
+    write_parquet(tmp_path / "rows" / "train.parquet", {"input_ids": rows})
+    done = imported(tmp_path / "rows", caches, "lacking", "hf", tokenizer=str(caches / "tokenizer"))
+    assert find_damage(done.path, deep=True) == []
+    assert done.meta["docs"]["train"] == 4 and done.meta["noticed"].get("documents_without_end", 0) == len(lacking)
+    is_as_a_build = lacking in ([], [3])  # where a budget cuts the last document
+    assert (done.meta["document_end"] is not None) == is_as_a_build
+    assert done.meta["cut"]["documents"] == (len(lacking) if is_as_a_build else 0)
+
+
+@pytest.mark.parametrize("is_export", [True, False], ids=["an export", "no manifest"])
+@pytest.mark.parametrize(
+    ("harm", "remedy"),
+    [
+        (os.mkfifo, "Put a copy of the real file there"),
+        (lambda path: path.symlink_to("/dev/zero"), "replace it by a copy"),
+        (lambda path: path.symlink_to("val_00000.bin"), "replace it by a copy"),
+    ],
+    ids=["a FIFO", "a device", "a link"],
+)
+def test_a_token_file_that_is_none_is_named_and_no_build_as_its_remedy(caches, tmp_path, is_export, harm, remedy):
+    export_cache(caches / "pretrain" / "web", "megatron", tmp_path / "out")
+    if not is_export:
+        (tmp_path / "out" / MANIFEST_NAME).unlink()
+    path = tmp_path / "out" / "train_00000.bin"
+    path.unlink()
+    harm(path)
+    with refused("E205", f"{path}: ", remedy) as error:
+        imported(tmp_path / "out", caches, tokenizer=str(caches / "tokenizer"))
+    assert "niels-gpt build" not in str(error.value) and MANIFEST_NAME not in str(error.value)
 
 
 def test_a_source_that_is_not_there_is_named(caches, tmp_path):

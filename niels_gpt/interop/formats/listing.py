@@ -21,10 +21,11 @@ from niels_gpt.interop.foreign import (
     names_below,
     read_manifest,
     read_pieces,
+    size_of,
     split_of,
 )
 from niels_gpt.storage.errors import CacheError
-from niels_gpt.storage.meta_json import open_regular, path_inside
+from niels_gpt.storage.meta_json import path_inside
 from niels_gpt.tokenizers.protocol import TOKEN_DTYPES, token_dtype_name
 from niels_gpt.tokenizers.vocabulary import end_of_documents
 
@@ -105,8 +106,7 @@ def listed(
     for name in known or names:
         split = str(known[name]["split"]) if known and val_glob is None else split_of(name, val_glob)
         path = path_inside(base, name)
-        with open(open_regular(path), "rb") as file:
-            size = os.fstat(file.fileno()).st_size
+        size = size_of(path)
         if split is None or not size:
             noticed["empty_files" if split else "files_of_a_test_split"] += 1
             continue
@@ -143,9 +143,7 @@ def checked_ends(ends: NDArray[np.int64], tokens: int, where: Path, noticed: Cou
 
 def loss_of(path: Path, tokens: int) -> Callable[[], Iterator[NDArray[np.bool_]]]:
     """Return what yields a mask of one byte a token. Raises: CacheError E221 for another size or another byte."""
-    with open(open_regular(path), "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-    if size != tokens:
+    if (size := size_of(path)) != tokens:
         raise CacheError(path, f"{size:,} bytes", f"{tokens:,}, one for each token", code="E221")
 
     def pieces() -> Iterator[NDArray[np.bool_]]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.cache.meta import find_meta
-from niels_gpt.interop.foreign import ForeignFolder, read_manifest
+from niels_gpt.interop.foreign import ForeignFolder, not_ours, read_manifest
 from niels_gpt.interop.formats import FORMATS
 from niels_gpt.interop.importing import Imported, ImportOptions, import_folder, kind_of
 from niels_gpt.progress import Progress
@@ -100,8 +100,8 @@ def import_cache(
 def _read(source: Path, format: str, val: str | None, vocab_size: int) -> ForeignFolder:
     try:
         return FORMATS[format].read(source, val_glob=val, vocab_size=vocab_size)
-    except CacheError as error:  # no build makes files of another tool again
-        raise CacheError(error.path, error.found, error.expected, error.own_remedy, code=error.code) from error
+    except CacheError as error:
+        raise not_ours(error) from error
 
 
 def _record(cache_dir: Path, key: str, words: list[str], seconds: float) -> None:
