@@ -20,6 +20,7 @@ from niels_gpt.storage.errors import StateError
 from niels_gpt.storage.meta_json import printable, shortened
 
 _PROGRESS = ("epoch", "consumed_samples", "positions")
+_ARGUMENTS = ("weights", "when_exhausted", "block_size", "seed")
 _NO_IDENTITY = {*_PROGRESS, "checksum", "worker"}
 _DEPTH = 6  # of lists and dicts in a state
 
@@ -29,13 +30,12 @@ class Change(NamedTuple):
 
     origin: Origin
     report: str
-    """What differs between the sources of both; empty if all are the same and none has ended."""
+    """What differs between the arguments and the sources of both."""
 
 
 def is_unchanged(state: Any, identity: Mapping[str, Any]) -> bool:
-    """Return whether a state is of a mixture with the same arguments and sources. identity: of the mixture."""
-    decisive = {key: value for key, value in identity.items() if key != "origin"}
-    return isinstance(state, Mapping) and all(key in state and same(state[key], decisive[key]) for key in decisive)
+    """Return whether a state is of a mixture with the same arguments and sources. identity: without its origin."""
+    return isinstance(state, Mapping) and all(key in state and same(state[key], identity[key]) for key in identity)
 
 
 def origin_of(state: Any, sources: int) -> Origin:
@@ -55,19 +55,18 @@ def origin_of(state: Any, sources: int) -> Origin:
     return Origin(sample, tuple(positions))
 
 
-def continued(
-    state: Any, sources: Sequence[dict[str, Any]], names: Sequence[str], limits: Sequence[int | None]
-) -> Change:
+def continued(state: Any, identity: Mapping[str, Any], names: Sequence[str], limits: Sequence[int | None]) -> Change:
     """Return how a mixture continues the run of a state: of another mixture, or of a stream of one cache.
 
-    sources, names, limits: of each source of the mixture its identity, its name, and its total number of samples.
+    identity: of the mixture. names, limits: of each source of it the name, and the total number of samples.
     Raises: ValueError for a state without positions or a wrong checksum, and for what is no state; CacheError for
         another tokenizer.
     """
     known, positions, consumed = _read(state)
-    for identity in known:
+    sources: Sequence[dict[str, Any]] = identity["sources"]
+    for given in known:
         for mine in sources:
-            refuse_tokenizer(identity.get("tokenizer_sha256"), mine.get("tokenizer_sha256"), "state")
+            refuse_tokenizer(given.get("tokenizer_sha256"), mine.get("tokenizer_sha256"), "state")
     resumed = _matched(known, sources, range(len(known)), same)
     rest = [number for number in range(len(known)) if number not in resumed]
     left = [source if number is None else {} for source, number in zip(sources, resumed, strict=True)]
@@ -83,6 +82,8 @@ def continued(
     if parts:
         stayed = [name for name, old in zip(names, resumed, strict=True) if old is not None]
         parts.insert(0, f"resumed: {', '.join(stayed) or 'none'}")
+    if arguments := _differences(state, identity, [key for key in _ARGUMENTS if key in state]):
+        parts.insert(0, arguments)
     return Change(Origin(consumed, tuple(0 if old is None else positions[old] for old in resumed)), "; ".join(parts))
 
 
@@ -137,9 +138,14 @@ def _is_plain(value: Any, depth: int) -> bool:
 
 def _renewed(name: str, known: Mapping[str, Any], position: int, source: Mapping[str, Any]) -> str:
     """Return that a source begins a new epoch, and which of its arguments differ."""
-    keys = [key for key in {**known, **source} if key != "key_check" and not same(known.get(key), source.get(key))]
-    changed = ", ".join(f"{key} {shortened(known.get(key))} -> {shortened(source.get(key))}" for key in keys)
+    changed = _differences(known, source, [key for key in {**known, **source} if key != "key_check"])
     return printable(f"a new epoch of {name}, which had {position:,} samples: {changed}")
+
+
+def _differences(one: Mapping[str, Any], other: Mapping[str, Any], keys: Sequence[str]) -> str:
+    """Return those of some keys that differ, with both values; "" for none."""
+    changed = [key for key in keys if not same(one.get(key), other.get(key))]
+    return ", ".join(f"{key} {shortened(one.get(key))} -> {shortened(other.get(key))}" for key in changed)
 
 
 def _described(source: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ from niels_gpt.sampling.epochs import EpochStream
 from niels_gpt.sampling.permutation import random_keys
 from niels_gpt.sampling.position import ResumableStream
 from niels_gpt.sampling.shares import MAX_BLOCK, Origin, Weights, phases, stages_of
-from niels_gpt.sampling.state import key_check, limited
+from niels_gpt.sampling.state import check_identity, key_check, limited
 from niels_gpt.sampling.stream import CacheStream, SampleStream
 from niels_gpt.storage.codes import CodedWarning
 from niels_gpt.storage.errors import REBUILD, CacheError, StateError
@@ -218,7 +218,7 @@ class MixtureStream(SampleStream):
             stream of one cache. The sources of the state that are in this mixture too, with equal content, T, seed and
             other arguments, continue from their positions: each sample once an epoch across the change. Others begin
             at 0: a new source, and one of the same content with other arguments, which begins a new epoch. Warns of
-            these, and of what was removed. consumed_samples continues to count, and numbers of epochs count from the
+            all that differs (W103). consumed_samples continues to count, and numbers of epochs count from the
             source's very beginning. Later states load plainly into a mixture with these arguments. A state of a mixture
             with the same arguments is loaded plainly.
         Raises: as `ResumableStream.load_state_dict`; with changed also ValueError for a state without positions, of an
@@ -228,11 +228,13 @@ class MixtureStream(SampleStream):
         before, report = self._origin, ""
         if changed and allow_other_content:
             raise ValueError("changed=True with allow_other_content=True: a source of other content is a new source")
-        is_change = changed and not is_unchanged(state, self.identity())
+        identity = {key: value for key, value in self.identity().items() if key != "origin"}
+        is_change = changed and not is_unchanged(state, identity)
         if is_change:
             names = [stream.name for stream in self.streams]
-            origin, report = continued(state, [stream.identity() for stream in self.streams], names, self._limits())
+            origin, report = continued(state, identity, names, self._limits())
         else:
+            check_identity(state, identity, "state", allow_other_content)
             origin = origin_of(state, len(self.streams))
         try:
             if origin != before:
@@ -247,7 +249,7 @@ class MixtureStream(SampleStream):
                 self._begin(before)
             raise
         if report:
-            text = f"the sources differ from those of the state, at sample {origin.sample:,}: {report}"
+            text = f"the mixture changes at sample {origin.sample:,}: {report}"
             warnings.warn(CodedWarning("W103", text), stacklevel=2)
         if origin != before or self._consumed % self.global_batch_size:
             self._warn_of_last_batch()

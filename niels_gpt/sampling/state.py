@@ -107,38 +107,47 @@ def same(one: Any, other: Any) -> bool:
     return isinstance(one, (int, float, str, type(None))) and bool(one == other)
 
 
-def check_identity(state: Any, mine: dict[str, Any], where: str, allow_other_content: bool) -> None:
+def check_identity(
+    state: Any,
+    mine: dict[str, Any],
+    where: str,
+    allow_other_content: bool,
+    remedy: str = "Open the stream as it was, or start without the state",
+) -> None:
     """Raise unless a state belongs to a stream with this identity.
 
-    where: how errors begin. Raises: CacheError for other content, if that is not allowed, and for another tokenizer;
-    ValueError for a state of another kind or of a stream with other arguments.
+    where: how errors begin. remedy: where the arguments are others; for a mixture it names changed=True.
+    Raises: CacheError for other content, if that is not allowed, and for another tokenizer; ValueError for a state of
+        another kind or of a stream with other arguments.
     """
     if not isinstance(state, Mapping):
         raise StateError(f"{where}: {shortened(state)}, expected what state_dict() returned")
     if state.get("kind") != (kind := mine.get("kind")):
         found = f"kind is {shortened(state.get('kind'))}, expected {shortened(kind)} as in this stream"
         raise StateError(f"{where}: {found}. It is of another kind of stream: open that one")
+    if "sources" in mine:
+        remedy = f"To continue its run with these sources and arguments, load it with changed=True. {remedy}"
     for key, value in mine.items():
         if key not in state:
             raise StateError(f"{where}: lacks {key}, expected what state_dict() returned")
         given = state[key]
         if isinstance(value, list) and isinstance(value[0], dict) and isinstance(given, list):
             if len(given) != len(value):
-                raise StateError(f"{where}: {key} has {len(given)} entries, expected {len(value)}")
+                raise StateError(f"{where}: {key} has {len(given)} entries, expected {len(value)}. {remedy}")
             for number, (one, other) in enumerate(zip(given, value, strict=True)):
-                check_identity(one, other, f"{where}: {key}[{number}]", allow_other_content)
+                check_identity(one, other, f"{where}: {key}[{number}]", allow_other_content, remedy)
         elif not same(given, value):
-            _refuse(key, given, value, where, allow_other_content)
+            _refuse(key, given, value, where, allow_other_content, remedy)
 
 
-def _refuse(key: str, given: Any, value: Any, where: str, allow_other_content: bool) -> None:
+def _refuse(key: str, given: Any, value: Any, where: str, allow_other_content: bool, remedy: str) -> None:
     """Raise for a value of a state that differs from the stream's, unless it is other content and that is allowed."""
     found, expected = f"{key} is {shortened(given)}", f"{shortened(value)} as in this stream"
     message = f"{where}: {found}, expected {expected}"
     if key == "stream":
         raise StateError(f"{message}. The state is of another release, where the same number means another sample")
     if key not in _CONTENT:
-        raise StateError(f"{message}. Open the stream as it was, or start without the state")
+        raise StateError(f"{message}. {remedy}")
     if key == "tokens":
         state_count({key: given}, key)
     elif not isinstance(given, str | None):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.errors import refused
 from support.number_caches import APART, firsts, joined, mixture, run_epochs, run_mixture, sources
 
 from niels_gpt.cache import CacheError
@@ -16,7 +17,7 @@ from niels_gpt.storage.codes import CodedWarning
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:the last batch has"),
-    pytest.mark.filterwarnings("ignore:the sources differ"),
+    pytest.mark.filterwarnings("ignore:the mixture changes"),
 ]
 
 
@@ -102,16 +103,18 @@ def test_a_source_whose_T_changes_begins_a_new_epoch_and_all_changes_are_named(t
 
 
 @pytest.mark.filterwarnings("error")
-def test_other_weights_alone_need_no_word_and_an_unchanged_mixture_resumes_plainly(tmp_path):
+def test_other_weights_are_said_and_an_unchanged_mixture_resumes_plainly(tmp_path):
     folders = sources(tmp_path, [7, 50])
     whole = run_mixture(folders, [1, 1], 9)
     same = changed_run(folders, [1, 1], 6, whole[2].state)
     assert (firsts(same), same[-1].state) == (firsts(whole[3:]), whole[-1].state)
-    other = changed_run(folders, [1, 3], 5, whole[2].state)
+    with pytest.warns(CodedWarning, match=r"at sample 12: weights \[1.0, 1.0\] -> \[1.0, 3.0\], seed 0 -> 1 \[W103\]$"):
+        other = changed_run(folders, [1, 3], 5, whole[2].state, seed=1)
     assert firsts(other) != firsts(whole[3:8])
-    with pytest.raises(ValueError, match="weights is"):
-        changed_run(folders, [1, 1], 1, other[0].state, changed=False)
-    again = changed_run(folders, [1, 3], 4, other[0].state, changed=False)
+    for chosen, seed in ((folders, 1), (folders[:1], 1), (folders, 0)):
+        with refused("E108", "changed=True"):
+            changed_run(chosen, [1] * len(chosen), 1, other[0].state, changed=False, seed=seed)
+    again = changed_run(folders, [1, 3], 4, other[0].state, changed=False, seed=1)
     assert firsts(again) == firsts(other[1:])
 
 

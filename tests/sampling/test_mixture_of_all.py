@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:the last batch has"),
-    pytest.mark.filterwarnings("ignore:the sources differ"),
+    pytest.mark.filterwarnings("ignore:the mixture changes"),
     pytest.mark.filterwarnings("ignore:This DataLoader will create .* worker processes"),
 ]
 

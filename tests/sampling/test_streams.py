@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*random_offset moves none"),
     pytest.mark.filterwarnings("ignore:.*supervised tokens"),
     pytest.mark.filterwarnings("ignore:.*are in no row"),
-    pytest.mark.filterwarnings("ignore:the sources differ"),
+    pytest.mark.filterwarnings("ignore:the mixture changes"),
     pytest.mark.filterwarnings("ignore:This DataLoader will create .* worker processes"),
 ]
 OF_BINS = [kind for kind in KINDS if kind.startswith("rollouts")]
