@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import operator
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, zip_longest
 from typing import Any, NamedTuple
@@ -68,6 +68,7 @@ class FoldReport:
     padding: int = 0  # rows of padding
     given_samples: int = 0  # the sequences of samples=
     changed_samples: int | None = None  # samples that differ from the given one, or are missing
+    other_tails: int = 0  # samples that have, behind their last target, tokens of another one, or none
     sample_where: tuple[int, int] | None = None  # the first token that differs
     dtype: torch.dtype = torch.float32  # the one of logits and parameters with the loosest tolerance
     tolerance: float = 0.0  # absolute for log-probabilities, relative for gradients
@@ -139,6 +140,8 @@ class FoldReport:
         if self.changed_samples is None:
             return None, "not compared: they were read from the fold; pass samples=, the sequences that were folded"
         counts = f"{self.changed_samples} differ of {self.samples} in the fold and {self.given_samples} given ones"
+        if self.other_tails:
+            counts += f"; {self.other_tails} end otherwise behind their last target, where no loss depends on it"
         return self.changed_samples > 0, f"{counts}{_at(self.sample_where)}"
 
     def _probe_checks(self) -> dict[str, tuple[bool | None, str]]:
@@ -311,19 +314,48 @@ def _summed(keys: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     return distinct, torch.zeros_like(distinct, dtype=torch.float64).index_add(0, number, weights.double())
 
 
-def check_samples(fold: Fold, given: Sequence[Any], report: FoldReport) -> bool:
-    """Compare the samples of the fold with the given ones, in order; return whether they are equal."""
-    folded = [part.tolist() for part in torch.split(fold.ids[fold.rows], fold.samples.sample_lengths.tolist())]
+def check_samples(
+    fold: Fold, given: Sequence[Any], loss_mask: Sequence[Sequence[Any]] | None, report: FoldReport
+) -> Sequence[Sequence[Any]] | None:
+    """Compare the samples of the fold with the given ones, in order; return loss_mask for the samples of the fold.
+
+    No loss depends on the tokens behind the last target of a sample, and a row of TRL does not say whose they are. So
+    they may be another sample's, where the tokens of the tree are the same.
+    """
+    lengths = fold.samples.sample_lengths.tolist()
+    folded = [part.tolist() for part in torch.split(fold.ids[fold.rows], lengths)]
     ids, offsets = concatenated(given, "sample")
     wanted = [ids[start:end].tolist() for start, end in pairwise(offsets)]
     changed = [i for i, (a, b) in enumerate(zip_longest(folded, wanted)) if a != b]
     report.given_samples, report.changed_samples = len(wanted), len(changed)
-    if changed:
-        first = changed[0]
-        tokens = zip_longest(folded[first] if first < len(folded) else (), wanted[first] if first < len(wanted) else ())
-        report.sample_where = (first, next((token for token, (a, b) in enumerate(tokens) if a != b), 0))
-        report.not_compared = "the samples differ"
-    return not changed
+    if not changed:
+        return loss_mask
+    given_masks = [[bool(value) for value in mask] for mask in (() if loss_mask is None else loss_mask)]
+    fold_masks = [part.tolist() for part in torch.split(fold.samples.loss_mask, lengths)]
+    columns: Iterator[Any] = zip_longest(folded, wanted, given_masks, fold_masks, fillvalue=[])
+    folded, wanted, given_masks, fold_masks = map(list, zip(*columns, strict=True))
+    heads = [max(map(_last_target, pair)) + 1 for pair in zip(given_masks, fold_masks, strict=True)]
+    same = all(a[:end] == b[:end] for a, b, end in zip(folded, wanted, heads, strict=True))
+    if same and _leaves(folded) == _leaves(wanted):
+        report.changed_samples, report.other_tails = 0, len(changed)
+        ends = zip(given_masks, heads, lengths, strict=False)
+        fitting = [[*mask[:end], *[False] * (size - end)] for mask, end, size in ends]
+        return None if loss_mask is None else fitting
+    first = changed[0]
+    token = next(at for at, (a, b) in enumerate(zip_longest(folded[first], wanted[first])) if a != b)
+    report.sample_where, report.not_compared = (first, token), "the samples differ"
+    return loss_mask
+
+
+def _last_target(mask: list[bool]) -> int:
+    """Return the last target that a row predicts; -1 for none."""
+    return max((token for token, is_target in enumerate(mask) if token and is_target), default=-1)
+
+
+def _leaves(samples: Sequence[Sequence[int]]) -> set[tuple[int, ...]]:
+    """Return the samples that are no beginning of another one: they have all tokens of the tree."""
+    ordered = sorted(map(tuple, samples))
+    return {one for one, following in zip_longest(ordered, ordered[1:], fillvalue=()) if following[: len(one)] != one}
 
 
 def check_positions(fold: Fold, report: FoldReport) -> None:

@@ -65,7 +65,7 @@ def verify_fold(
             a FoldedRollouts, or a dict with input_ids, labels, position_ids, prefix_tree = (node_lengths,
             sample_paths). Rows after the last node are padding. With `edges` a dict needs no labels.
         samples: the sequences that were folded, in order. Default: those read from the fold, so that a lost or changed
-            sample is not detected.
+            sample is not detected. Which of them has which tokens behind its last target is not compared.
         edges: the supervision to check, in rows of the batch. Default: LossEdges.from_forest(batch,
             weighting=weighting), or the batch's labels with a weight of 1.
         loss_mask: which tokens of the samples are targets, one mask per sample. Default: that of the forest; for other
@@ -91,7 +91,9 @@ def verify_fold(
     fold = read_fold(batch, device, needs_labels=edges is None)
     report = FoldReport(fold.samples.num_samples, len(fold.rows), len(fold.distinct_rows()))
     report.padding = len(fold.ids) - report.tokens_after
-    if samples is not None and not check_samples(fold, samples, report):
+    if samples is not None:
+        loss_mask = check_samples(fold, samples, loss_mask, report)
+    if report.changed_samples:
         return report
     targets = expected_targets(fold, loss_mask, weighting)
     pairs = supervised_pairs(batch, fold, edges, weighting, ignore_idx)

@@ -107,6 +107,23 @@ def test_tails_without_a_term_are_read_in_order_and_never_lost():
         assert read.samples()[3:] == samples[3:]  # a sample without a term keeps its number
 
 
+@pytest.mark.parametrize("fork_early", [False, True])
+@pytest.mark.parametrize("seed", [1, 4, 5])
+def test_a_right_row_is_right_whoever_gets_the_tokens_behind_the_last_target(seed, fork_early):
+    samples, masks = drawn(seed)
+    forest = PrefixForest.from_sequences(samples, loss_mask=masks)
+    read, edges = from_tree_row(tree_row(forest, LossEdges.from_forest(forest), fork_early=fork_early))
+    assert read.samples() != samples  # drawn so
+    model = hf_forward(tiny_model())
+    report = verify_fold(model, read, samples=samples, loss_mask=masks, edges=edges, probes=0)
+    assert report.ok and report.other_tails, str(report)
+    assert f"{report.other_tails} end otherwise behind their last target" in str(report)
+    for changed in ([*samples[0], 96], [*samples[0][:-1], 95]):  # a token that the row lacks is no other tail
+        fitting = [[*masks[0], 0][: len(changed)], *masks[1:]]
+        report = verify_fold(model, read, samples=[changed, *samples[1:]], loss_mask=fitting, edges=edges)
+        assert report.findings == ["samples"]
+
+
 def damaged(row, name, index, value):
     column = row[name].clone()
     column[index] = value
