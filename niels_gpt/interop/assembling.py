@@ -107,8 +107,8 @@ def assemble(
 ) -> dict[str, Any]:
     """Write all files of a cache and meta.json into an empty folder; returns the meta.
 
-    links: keeps the modes of files that are linked; None: no file is linked. progress: called with files, bytes of
-    tokens read, and such bytes in all.
+    links: keeps the modes of files that are linked; None: no file is linked.
+    progress: called with files, bytes of tokens read, and such bytes in all.
     Raises: CacheError E222 for an id outside the vocabulary, E221 for a file that is not as its format said, E206 for
         more files than a meta.json lists; OSError.
     """

@@ -2,6 +2,7 @@
 
 import logging
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -42,7 +43,7 @@ def running():
 @pytest.fixture
 def server(running, monkeypatch):
     """The server without faults, at which the libraries of this process look."""
-    running.refuse, running.cut_after, running.delay_s = 0, None, 0.0
+    running.refuse, running.cut_after, running.delay_s, running.lies = 0, None, 0.0, {}
     for name, value in running.environment().items():
         monkeypatch.setenv(name, value)
     with waiting(0.01):
@@ -168,3 +169,51 @@ def test_damage_and_foreign_files_are_refused(server, cache, tmp_path, url):
     with refused("E612", "no-such-bucket"):
         push.push(cache, "s3://no-such-bucket/wiki")
     assert META_NAME not in bucket(f"{url}-mine").sizes()
+
+
+def in_pieces_without_end(sent):
+    """Answer with a body that does not end; `sent` gets the bytes of each answer."""
+    sent.append(0)
+    yield b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    while True:
+        yield b"100000\r\n" + b"a" * (1 << 20) + b"\r\n"
+        sent[-1] += 1 << 20
+
+
+def page_of_a_listing(sent):
+    """Answer with one page of a listing, of 15 MiB, after which another one comes."""
+    sent.append(15 << 20)
+    next_page = f"<IsTruncated>true</IsTruncated><NextContinuationToken>{len(sent)}</NextContinuationToken>".encode()
+    page = b"<ListBucketResult>%s%s</ListBucketResult>" % (next_page, b" " * sent[-1])
+    yield b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % len(page) + page
+
+
+@pytest.mark.parametrize("what", ["meta.json", "train/shard_00000.bin", "a listing", "pages of a listing"])
+def test_an_answer_without_end_is_left_after_what_was_asked_for(server, cache, tmp_path, what):
+    place, sent, is_listing = f"/team/endless/{len(what)}", [], "listing" in what
+    push.push(cache, f"s3:/{place}")
+    begin = "/team?list" if is_listing else f"{place}/{what}"
+    answer = page_of_a_listing if what.startswith("pages") else in_pieces_without_end
+    server.lies = {f"GET {begin}".encode(): lambda: answer(sent)}
+    with refused("E612", "bytes"):
+        if is_listing:
+            push.push(cache, f"s3:/{place}")
+        else:
+            fetch.pull(f"s3:/{place}", tmp_path / "there", jobs=2)
+    assert max(sent) < 32 << 20 and sum(sent) < 200 << 20 and not (tmp_path / "there").exists()
+
+
+def test_a_redirect_is_not_followed(server, cache, tmp_path, url, monkeypatch):
+    monkeypatch.setenv("AWS_SESSION_TOKEN", SECRET)
+    push.push(cache, url)
+    with socket.create_server(("127.0.0.1", 0)) as elsewhere:
+        elsewhere.settimeout(0.2)
+        location = f"http://localhost:{elsewhere.getsockname()[1]}/x"
+        answer = f"HTTP/1.1 307 Temporary Redirect\r\nLocation: {location}\r\nContent-Length: 0\r\n\r\n".encode()
+        server.lies = {
+            f"{method} {url.removeprefix('s3:/')}/meta.json".encode(): lambda: [answer] for method in ("GET", "HEAD")
+        }
+        with refused("E612", "Redirect"):
+            fetch.pull(url, tmp_path / "there")
+        with pytest.raises(TimeoutError):
+            elsewhere.accept()

@@ -24,6 +24,8 @@ class S3Server:
         """Bytes of answers until a connection ends."""
         self.delay_s = 0.0
         """Before each request."""
+        self.lies = {}
+        """Beginnings of requests, such as b"GET /team/x/meta.json", and what they are answered with, in parts."""
         self.requests = 0
         self._port = _free_port()
 
@@ -75,6 +77,10 @@ class S3Server:
                 if content.startswith(_METHODS):
                     self.requests += 1
                     time.sleep(self.delay_s)
+                    if lie := next((told for begin, told in self.lies.items() if content.startswith(begin)), None):
+                        for part in lie():
+                            client.sendall(part)
+                        break
                     if self.refuse > 0:
                         self.refuse -= 1
                         client.sendall(_REFUSAL)

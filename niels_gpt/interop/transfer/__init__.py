@@ -2,6 +2,7 @@
 
 described.py  a cache by its meta.json, checked before anything is sent or fetched
 remote.py     a folder at a URL: reads, writes, retries; no credentials in what it says
+answers.py    no answer of s3:// or gs:// longer than what was asked for, no redirect of s3://
 jobs.py       several files at once, progress, and the end of all at the first error
 push.py       a cache -> a URL: data first, meta.json last
 arrival.py    the files of a cache -> the folder of a build: in ranges, resumed, compared with their sha256

@@ -277,8 +277,12 @@ def _opened(kind: str, url: str) -> tuple[Any, str]:
         return fsspec.filesystem("file", auto_mkdir=False), os.fspath(path_of(url))
     library, extra = _LIBRARIES.get(kind, ("", ""))
     # Kept instances and listings would show another process's files as they were.
-    fresh = {"skip_instance_cache": True, "use_listings_cache": False} if library else {}
+    fresh: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False} if library else {}
     try:
+        if kind in ("s3", "gs"):
+            from niels_gpt.interop.transfer.answers import bounded
+
+            fresh |= bounded(kind)
         fs = fsspec.filesystem(kind, **fresh)
     except ImportError as error:
         found = f"{kind}:// needs the package {library}, which is not installed: pip install 'niels-gpt[{extra}]'"
@@ -309,6 +313,8 @@ def _pinned(fs: Any, root: str, url: str) -> str:
 def may_pass(error: BaseException) -> bool:
     """Whether a later attempt may succeed: the HTTP status of an error or of a cause of it decides, else its class."""
     chain = list(_causes(error))
+    if any(type(one).__name__ == "AnswerTooLong" for one in chain):
+        return False
     status = next((found for one in chain if (found := _status(one)) is not None), None)
     if status is not None:
         return status in (408, 425, 429) or status >= 500
