@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import threading
+from contextlib import ExitStack
 
 import pytest
 from support import small_builds
@@ -19,6 +20,8 @@ from niels_gpt.interop.transfer import fetch, push
 from niels_gpt.storage.errors import CacheError
 
 KINDS = ("pretrain", "sft", "templated", "rollouts")
+NOTE = {"files": [], "kind": "push", "push_version": 1, "removing": []}
+"""Of a push, without its content_sha256."""
 
 
 @pytest.fixture(scope="module")
@@ -131,24 +134,52 @@ def test_a_replacement_that_was_stopped_takes_no_file_of_the_old_cache(caches, t
     fetch.pull(url, tmp_path / "wiki")
 
 
-def test_of_two_pushes_of_different_caches_one_fails(caches, tmp_path):
-    """Two of one cache help each other. On a disk, where files appear whole, as in a bucket; in memory they do not."""
-    url = str(tmp_path / "bucket")
-    failed = []
+@pytest.mark.parametrize("step", ["create", "send", "remove"])
+def test_of_two_pushes_of_different_caches_one_fails(step, caches, tmp_path):
+    """One comes before its note, its first file, or the end of the other. On a disk, where files appear whole."""
+    url, names, errors = str(tmp_path / "bucket"), ["wiki", "other"], []
 
-    def send(name):
-        try:
-            push.push(caches / "pretrain" / name, url, jobs=2)
-        except CacheError as error:
-            failed.append((name, error.code))
+    def send(*_):
+        if names:
+            try:
+                push.push(caches / "pretrain" / names.pop(), url, jobs=1)
+            except CacheError as error:
+                errors.append(error.code)
 
-    threads = [threading.Thread(target=send, args=(name,)) for name in ("wiki", "other", "wiki")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failed in ([("other", "E610")], [("wiki", "E610")] * 2)
+    with before(step, send):
+        send()
+    assert errors == ["E610"] and not names and MARK_NAME not in bucket(url).sizes()
     fetch.pull(url, tmp_path / "wiki")
+
+
+def once(act):
+    """What does `act` the first time it is called."""
+    left = [act]
+    return lambda *_: left and left.pop()()
+
+
+def test_two_pushes_of_one_cache_end_well(caches, tmp_path):
+    cache, url, (_, cut), steps = caches / "pretrain/wiki", str(tmp_path / "bucket"), cut_after(3), ExitStack()
+
+    def half():
+        """One has begun when the other comes to its note, and ends before that looks again."""
+        with before("send", cut), pytest.raises(OSError, match="cut"):
+            push.push(cache, url, jobs=1)
+        steps.enter_context(before("sizes", once(lambda: push.push(cache, url))))
+
+    def whole():
+        """One ends while the other sends, and a push of another cache, which gives up next, has left its note."""
+        push.push(cache, f"{url}/2")
+        bucket(f"{url}/2").write(MARK_NAME, json.dumps({**NOTE, "content_sha256": "0" * 64}).encode())
+
+    with steps:
+        steps.enter_context(before("create", once(half)))
+        push.push(cache, url)
+    with before("send", once(whole)):
+        push.push(cache, f"{url}/2", jobs=1)
+    for each in (url, f"{url}/2"):
+        fetch.pull(each, tmp_path / "wiki")
+        assert MARK_NAME not in bucket(each).sizes()
 
 
 def test_a_push_that_looked_before_another_ended_does_not_take_its_place(caches, tmp_path, url):
@@ -283,10 +314,10 @@ def test_errors_of_a_library_are_repeated_and_shown_without_keys(caches, tmp_pat
 
 def test_a_note_of_a_push_says_what_docs_say(caches, url):
     content = whole_version(caches / "sft/wiki")
-    mark = {"content_sha256": content, "files": [], "kind": "push", "push_version": 1, "removing": []}
-    bucket(url).write(MARK_NAME, json.dumps(mark).encode())
+    note = {**NOTE, "content_sha256": content}
+    bucket(url).write(MARK_NAME, json.dumps(note).encode())
     assert push.push(caches / "sft/wiki", url).skipped_files == 0
-    bucket(url).write(MARK_NAME, json.dumps({**mark, "removing": ["../x"]}).encode())
+    bucket(url).write(MARK_NAME, json.dumps({**note, "removing": ["../x"]}).encode())
     bucket(url).remove(META_NAME)
     refusal("E610", "not of", lambda: push.push(caches / "sft/wiki", url))
 

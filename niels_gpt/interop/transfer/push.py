@@ -110,10 +110,8 @@ class _Push:
 
     def run(self, replace: bool | Collection[str], check: bool) -> Pushed:
         """Push. Raises: as `push`."""
-        found = self._found()
+        found = self._take(self._found(), replace)
         is_there = found.content == self.local.content_sha256
-        if not is_there:
-            found = self._take(found, replace)
         resumes = is_there or (found.mark or {}).get("content_sha256") == self.local.content_sha256
         sizes = dict(found.sizes) if resumes else {}
         at_once(lambda record: self._send(record, sizes, is_there), self._records(), self.jobs, self.tally)
@@ -160,8 +158,10 @@ class _Push:
         return _Found(content, raw or b"", mark, frozenset(names), tuple(sizes.items()))
 
     def _take(self, found: _Found, replace: bool | Collection[str]) -> _Found:
-        """Write the note of this push, and remove what it replaces. Raises: CacheError E610."""
+        """Unless the cache is there, write the note of this push and remove what it replaces. Raises: E610."""
         own = self.local.content_sha256
+        if found.content == own:
+            return found
         marked = (found.mark or {}).get("content_sha256")
         if found.content is None and marked == own and not found.mark["removing"]:  # type: ignore[index]
             return found
@@ -186,10 +186,10 @@ class _Push:
         found = self._found()
         if found.content is None:
             return _Found()
-        if found.content == self.local.content_sha256:
-            return found
-        self.bucket.remove(MARK_NAME)
-        return self._take(self._found(), replace)
+        if found.content != self.local.content_sha256:
+            self.bucket.remove(MARK_NAME)
+            found = self._found()
+        return self._take(found, replace)
 
     def _mark(self, removing: list[str]) -> bytes:
         return canonical_json(
@@ -225,15 +225,21 @@ class _Push:
 
     def _refuse_if_taken(self) -> None:
         """Raise CacheError E610 where the note at the URL is no longer of this cache, unless the cache is there."""
-        note = self.bucket.read(MARK_NAME, MAX_JSON_BYTES)
-        content = None if note is None else _content_of(note)
-        if content == self.local.content_sha256:
+        own, note = self.local.content_sha256, self._parsed(MARK_NAME)
+        content = note.get("content_sha256")
+        if content == own:
             return
-        raw = self.bucket.read(META_NAME, MAX_JSON_BYTES)
-        if note is None and raw is not None and _content_of(raw) == self.local.content_sha256:
-            return  # another push of the same cache has ended
-        found = f"another push ({(content or 'unknown')[:12]}) took the place of this one"
+        if not note.get("removing") and self._parsed(META_NAME).get("content_sha256") == own:
+            return  # another push of this cache has ended; one of another cache may have left its note, and gives up
+        found = f"another push ({str(content or 'unknown')[:12]}) took the place of this one"
         raise CacheError(self.bucket.shown, found, remedy="Push one of the two again", code="E610")
+
+    def _parsed(self, name: str) -> dict[str, Any]:
+        raw = self.bucket.read(name, MAX_JSON_BYTES)
+        try:
+            return parse_object(raw or b"{}")
+        except ValueError:
+            return {}
 
     def _finish(self, is_there: bool) -> None:
         """Compare all sizes once more, and put meta.json."""
@@ -266,13 +272,6 @@ class _Push:
 
 
 _DAMAGED = "Remove this file from the bucket and push again"
-
-
-def _content_of(raw: bytes) -> str | None:
-    try:
-        return str(parse_object(raw).get("content_sha256"))
-    except ValueError:
-        return None
 
 
 def _names_of(mark: dict[str, Any]) -> set[str]:
