@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 from support import small_builds
@@ -278,10 +279,21 @@ def test_no_room_is_said_before_anything_is_fetched(caches, tmp_path, url, monke
 
 
 @pytest.mark.parametrize(
-    "url", ["s3://KEYID:geheim@bucket/x", "s3://bucket/x?token=geheim", "hf://geheim@x/y", "https://geheim/x", "a://b"]
+    "url",
+    [
+        *("s3://KEYID:geheim@bucket/x", "s3://bucket/x?token=geheim", "https://geheim/x", "a://b"),
+        *(
+            "hf://geheim@x/y",
+            "hf://datasets/me:geheim@o/x",
+            "hf://datasets/o/me:geheim@x",
+            "hf://datasets/o/x@me:geheim@y",
+        ),
+        *("file://me:geheim@host/x", "FILE://me:geheim@host"),
+    ],
 )
-def test_credentials_in_a_url_are_refused_and_not_repeated(url, tmp_path):
-    for act in (lambda: fetch.pull(url, tmp_path / "wiki"), lambda: bucket(url)):
+def test_credentials_in_a_url_are_refused_and_not_repeated(url, caches, tmp_path):
+    acts = (fetch.pull, fetch.stage, lambda url, _: bucket(url), lambda url, _: push.push(caches / "sft/wiki", url))
+    for act in (partial(each, url, tmp_path / "wiki") for each in acts):
         with refused("E102") as caught:
             act()
         assert "geheim" not in str(caught.value) + repr(caught.value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +16,7 @@ from niels_gpt.interop.transfer.described import (
     refuse_damaged,
     refuse_foreign_files,
 )
-from niels_gpt.interop.transfer.remote import Bucket, redacted
+from niels_gpt.interop.transfer.remote import HUB_FOLDER, Bucket, redacted
 from niels_gpt.progress import Progress
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
@@ -25,7 +24,6 @@ from niels_gpt.storage.meta_json import MAX_JSON_BYTES, path_inside
 
 CARD_NAME = "README.md"
 _OF_THE_HUB = frozenset({CARD_NAME, ".gitattributes", MARK_NAME, META_NAME})
-_URL = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)(?:@([^/]+))?(?:/(.*))?")
 _T = TypeVar("_T")
 
 
@@ -45,9 +43,8 @@ def push_hub(
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
-    found = _URL.fullmatch(url.rstrip("/"))
-    if found is None:
-        raise ValueError("hf://...: expected hf://datasets/USER/NAME[@REVISION][/FOLDER]")
+    found = HUB_FOLDER.fullmatch(url.partition("://")[2].rstrip("/"))
+    assert found is not None  # push has looked at the URL
     repo, revision, inside = found[1], found[2] or "main", f"{found[3]}/" if found[3] else ""
     api: Any = HfApi()
     _asked(url, lambda: api.create_repo(repo, private=not public, exist_ok=True, repo_type="dataset"))

@@ -41,6 +41,8 @@ _NETWORK = frozenset(
     }
 )
 """Classes of errors of the libraries that a later attempt may not meet."""
+HUB_FOLDER = re.compile(r"datasets/([\w.-]+/[\w.-]+)(?:@([^/:@]+))?(?:/(.*))?")
+"""A folder on the hub: its repository, revision and path in it."""
 _T = TypeVar("_T")
 
 
@@ -50,16 +52,17 @@ def scheme_of(url: str) -> str:
     kind = _SAME.get(scheme.lower(), scheme.lower()) if colon else "file"
     if kind not in _SCHEMES:
         raise ValueError(f"{printable(scheme)[:40]}://: expected a path or one of {_known()}")
-    if kind == "file":
-        if not url or (not colon and _ONE_SLASH.match(url)):
-            raise ValueError(f"{printable(url)[:40] or 'an empty URL'}: expected a path or {_known()}")
-        return kind
-    if kind != "memory" and rest.partition("/")[0] == "":
+    if not url or (not colon and _ONE_SLASH.match(url)):
+        raise ValueError(f"{printable(url)[:40] or 'an empty URL'}: expected a path or {_known()}")
+    if kind not in ("file", "memory") and rest.partition("/")[0] == "":
         raise ValueError(f"{kind}://: expected the name of a bucket after it, and a folder")
     user, at, _ = rest.partition("/")[0].rpartition("@")
-    if "?" in rest or (at and (":" in user or kind != "az")):
+    has_user = at and (":" in user or kind not in ("az", "file"))  # az://CONTAINER@ACCOUNT...
+    if colon and (has_user or ("?" in rest and kind != "file")):
         why = "the URL holds credentials or a query, which would be seen in logs. The libraries find credentials"
         raise ValueError(f"{kind}://...: {why} themselves: name the bucket and the folder only")
+    if kind == "hf" and not HUB_FOLDER.fullmatch(rest.rstrip("/")):
+        raise ValueError("hf://...: expected hf://datasets/USER/NAME[@REVISION][/FOLDER]")
     return kind
 
 
@@ -299,8 +302,6 @@ def _pinned(fs: Any, root: str, url: str) -> str:
     """Return a folder of a dataset on the hub at the commit that its revision has now: all reads are of one."""
     from huggingface_hub import HfApi
 
-    if not root.startswith("datasets/"):
-        raise ValueError("hf://...: expected hf://datasets/USER/NAME[@REVISION][/FOLDER]")
     try:
         place = fs.resolve_path(root)
         sha = HfApi().repo_info(place.repo_id, repo_type="dataset", revision=place.revision).sha
