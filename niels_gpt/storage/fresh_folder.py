@@ -14,6 +14,7 @@ from secrets import token_hex
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.locks import OPEN, hold_folder, unless_held
+from niels_gpt.storage.versions import refuse_among_versions
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +26,9 @@ def fresh_folder(out: Path, *, sources: Sequence[Path] = ()) -> Iterator[Path]:
     So `out` is whole or does not exist. Hidden folders that stopped runs left are named in a warning, and not removed:
     no lock shows whether another machine writes one.
     sources: folders that `out` is made from.
-    Raises: CacheError where `out` exists and is not an empty folder, or lies in a source.
+    Raises: CacheError where `out` exists and is not an empty folder, or lies in a source or among versions.
     """
+    refuse_among_versions(out)
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise CacheError(out, "exists already", "a folder that is empty or does not exist", "Name another", code="E704")
     out = out.absolute()

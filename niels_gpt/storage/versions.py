@@ -70,6 +70,16 @@ def public_path(version: Path) -> Path | None:
     return names.parent.parent / names.name if names.parent.name == VERSIONS_DIR else None
 
 
+def refuse_among_versions(path: PathLike) -> None:
+    """Raise CacheError E704 if a new folder at `path` would lie in a folder .versions, by its name or through links."""
+    parent, name = os.path.split(os.path.abspath(path))
+    parts = (*Path(os.path.realpath(parent)).parts, name)
+    if VERSIONS_DIR in parts:
+        outside = Path(*parts[: parts.index(VERSIONS_DIR)])
+        found = f"lies in {outside / VERSIONS_DIR}, which holds versions of caches alone"
+        raise CacheError(path, found, remedy=f"Name a folder elsewhere, such as {outside / 'NAME'}", code="E704")
+
+
 def version_name(folder: Path) -> str:
     """Return the public path and the version of a version's folder, for messages; of another folder its path.
 

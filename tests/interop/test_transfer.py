@@ -17,6 +17,7 @@ from support.errors import refused
 from support.small_builds import whole_version
 from support.small_caches import change_meta
 
+from niels_gpt.interop.exporting import export_cache
 from niels_gpt.interop.transfer import fetch, push
 from niels_gpt.storage.errors import CacheError
 
@@ -421,3 +422,14 @@ def test_the_first_error_ends_the_wait_for_another_attempt(caches, tmp_path, url
     monkeypatch.setattr(memory, "cat_file", failing)
     with waiting():
         refusal("E612", "PermissionError", lambda: fetch.pull(url, tmp_path / "wiki"))
+
+
+@pytest.mark.parametrize("inside", [".versions/other", ".versions/wiki/0123456789ab", "wiki/copy", ".versions"])
+def test_a_folder_among_versions_is_no_destination(inside, tmp_path):
+    small_builds.pretrain(tmp_path / "wiki")
+    cache, dest = tmp_path / "wiki", tmp_path / inside
+    before = sorted(tmp_path.rglob("*"))
+    parts = partial(fetch.stage, split="train")
+    for act in (fetch.pull, fetch.stage, parts, lambda *_: export_cache(cache, "olmo", dest)):
+        refusal("E704", "elsewhere", partial(act, str(cache), dest))
+    assert sorted(tmp_path.rglob("*")) == before

@@ -48,8 +48,10 @@ def pull(url: str, dest: Path, *, jobs: int = 8, wait: bool = False, progress: P
     jobs: files at once. wait: for another process that writes `dest`, instead of refusing.
     progress: called with files, bytes done, and bytes in all, by one thread at a time.
     Raises: ValueError for the URL; CacheError E612 without a cache, E611 for a damaged one, E610 where it was replaced
-        meanwhile, E503 where another process writes `dest`; OSError, E501 without room.
+        meanwhile, E503 where another process writes `dest`, E704 where that lies in .versions; OSError, E501 without
+        room.
     """
+    versions.refuse_among_versions(dest)
     bucket = Bucket(url)
     return arrived(bucket, remote_cache(bucket), dest, jobs=jobs, wait=wait, progress=progress)
 
@@ -71,6 +73,7 @@ def stage(
     The rest: as `pull`.
     Raises: as `pull`; ValueError where no shard fits, and for a part of another kind of cache.
     """
+    versions.refuse_among_versions(dest)
     is_local = scheme_of(source) == "file"
     folder = resolved(path_of(source)) if is_local else None
     hold = None if folder is None else hold_version(folder)  # until the end gc leaves the version
