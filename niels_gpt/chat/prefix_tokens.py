@@ -37,11 +37,11 @@ def checked_edges(edges: Sequence[int], text: str) -> list[int]:
 
 
 def first_difference(
-    ids: Sequence[int], offsets: Sequence[tuple[int, int]], text: str, edge: int, alone: Sequence[int]
+    ids: Sequence[int], offsets: NDArray[np.int64], text: str, edge: int, alone: Sequence[int]
 ) -> int | None:
     """Return the first token in which `alone`, the ids of text[:edge], is not a prefix of the text's ids, or None.
 
-    ids, offsets: of the text.
+    ids, offsets: of the text, offsets as of `mask_of`.
     The last word of the prefix, with the white space around it, may have other tokens: it can merge with what follows,
     and white space at an end of a text is one token where before a word it may be two.
     """
@@ -50,4 +50,4 @@ def first_difference(
         return None if len(alone) <= len(ids) else len(ids)
     words = text[:edge].rsplit(maxsplit=1)
     last_word = len(words[0].rstrip()) if len(words) > 1 else 0
-    return None if offsets[at][0] >= last_word else at
+    return None if offsets[at, 0] >= last_word else at

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 from niels_gpt.chat.template_process import Chat, Messages
@@ -95,11 +95,11 @@ class ChatTokenizer(Protocol):
         """Return the id of `start`, for a chat whose ids by the template do not begin with it; else []."""
         return [] if self.start is None or not ids or ids[0] == self.start.id else [self.start.id]
 
-    def encode_chats(self, chats: Sequence[Chat]) -> list[EncodedChat | RefusedChat]:
-        """Encode chats together.
+    def encode_chats(self, chats: Sequence[Chat]) -> Iterable[EncodedChat | RefusedChat]:
+        """Encode chats together, as they are asked for.
 
-        Raises: ValueError for a template that cannot be used, which is also found with no chats; UnstableError for one
-            that cannot be used for these chats.
+        Raises: ValueError at once for a template that cannot be used, which is also found with no chats; UnstableError
+            for one that cannot be used for a chat when that one is asked for.
         """
 
     def plain_ids(self, chats: Sequence[Chat], *, prompt: bool) -> list[list[int] | RefusedChat]:
@@ -117,7 +117,7 @@ class ChatTokenizer(Protocol):
 
     def encode_chat(self, messages: Messages, tools: list[Any] | None = None) -> tuple[list[int], list[int]]:
         """Return ids and mask of one chat. Raises: ValueError for a chat or a template that cannot be used."""
-        encoded = self.encode_chats([Chat("0", messages, tools)])[0]
+        (encoded,) = self.encode_chats([Chat("0", messages, tools)])
         if isinstance(encoded, RefusedChat):
             raise ValueError(f"{self.name}: {encoded.reason}: {encoded.found}")
         return encoded.ids, encoded.mask

@@ -34,8 +34,8 @@ Outcome = tuple[str, str]
 _SECONDS, _OF_A_MESSAGE, _OF_A_CHARACTER = 2.0, 1e-3, 1e-6  # CPU time of a request: at least ten times what it takes
 _WALL = 4.0, 10.0  # wall time: by the CPU time, and added, for a machine that has other work too
 _START_S = 120.0
-_FRAME = 1 << 24  # characters that are expected in one answer, as JSON, at most, or one text
-_MAX_CHARS = 1 << 22, 16  # of a text: four million, or sixteen times the chat and the template
+_FRAME = 1 << 24  # characters of the texts in one answer, and those that are expected, at most, or one text
+_MAX_CHARS = 1 << 22, 16  # of a text: four million, or sixteen times the chat
 
 
 class Chat(NamedTuple):
@@ -62,29 +62,35 @@ class TemplateProcess:
 
     def render(
         self, template: str, variables: Mapping[str, Any], chats: Sequence[Chat], jobs: Sequence[Job]
-    ) -> list[Outcome]:
-        """Return the outcome of each job. Raises: TemplateLimitError; RuntimeError where it cannot be started."""
+    ) -> Iterator[Outcome]:
+        """Yield the outcome of each job; the texts of a few are in memory, however long the template makes them.
+
+        Raises: TemplateLimitError; RuntimeError where it cannot be started.
+        """
         sizes = [list(accumulate((len(json.dumps(each)) for each in chat.messages), initial=0)) for chat in chats]
         of_tools = [len(json.dumps(chat.tools)) for chat in chats]
-        longest = max((size[-1] + own for size, own in zip(sizes, of_tools, strict=True)), default=0)
+        lengths = [size[-1] + own for size, own in zip(sizes, of_tools, strict=True)]
         request = {
             "template": template,
             "variables": dict(variables),
             "chats": [[dict(message) for message in chat.messages] for chat in chats],
             "tools": [chat.tools for chat in chats],
-            "max_chars": max(_MAX_CHARS[0], _MAX_CHARS[1] * (longest + len(template))),
+            "max_chars": [max(_MAX_CHARS[0], _MAX_CHARS[1] * length) for length in lengths],
+            "frame_chars": _FRAME,
         }
-        outcomes: list[Any] = []
         expected = [sizes[number][end] + of_tools[number] for number, end, _ in jobs]
-        for first, last in _frames(expected):
+        first = 0
+        while first < len(jobs):
+            last = _frame_end(expected, first)
             messages = sum(end for _, end, _ in jobs[first:last])
             chars = sum(expected[first:last]) + len(template) * (last - first)
             seconds = _SECONDS + _OF_A_MESSAGE * messages + _OF_A_CHARACTER * chars
             with self._lock:
-                outcomes += self._answer({**request, "jobs": jobs[first:last], "seconds": seconds}, seconds)
-        if any(kind == "memory" for kind, _ in outcomes):
-            raise TemplateLimitError(f"takes more than {template_worker.MEMORY_BYTES >> 20} MiB of memory")
-        return [(kind, text) for kind, text in outcomes]
+                outcomes = self._answer({**request, "jobs": jobs[first:last], "seconds": seconds}, seconds)
+            if any(kind == "memory" for kind, _ in outcomes):
+                raise TemplateLimitError(f"takes more than {template_worker.MEMORY_BYTES >> 20} MiB of memory")
+            first += len(outcomes)
+            yield from map(tuple, outcomes)
 
     def stop(self) -> None:
         """End the process, if this process started it."""
@@ -156,16 +162,14 @@ class TemplateProcess:
         return json.loads(read(int.from_bytes(read(8), "little")))
 
 
-def _frames(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield first and last + 1 of the jobs that are answered in one frame, which the process has in its memory."""
-    first = held = 0
-    for number, size in enumerate(sizes):
-        if held + size > _FRAME and number > first:
-            yield first, number
-            first, held = number, 0
-        held += size
-    if sizes:
-        yield first, len(sizes)
+def _frame_end(sizes: Sequence[int], first: int) -> int:
+    """Return last + 1 of the jobs that are asked for in one frame, which the process has in its memory."""
+    held = sizes[first]
+    for last in range(first + 1, len(sizes)):
+        held += sizes[last]
+        if held > _FRAME:
+            return last
+    return len(sizes)
 
 
 PROCESS = TemplateProcess()

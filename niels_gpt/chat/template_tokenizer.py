@@ -10,9 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, count
+from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from niels_gpt.chat.backends import Backend
 from niels_gpt.chat.prefix_tokens import checked_edges, first_difference, mask_of
@@ -32,6 +35,8 @@ from niels_gpt.chat.values import UNUSABLE_VALUE, UnusableValueError, texts_of, 
 from niels_gpt.storage.errors import TemplateError, errors_as
 from niels_gpt.tokenizers.document_tokens import DocumentToken
 
+T = TypeVar("T")
+
 _BRACKETS = "<>|[]/_ "
 _USUAL_ROLES = frozenset(
     ("system", "developer", "user", "assistant", "model", "tool", "function", "ipython", "observation", "environment")
@@ -40,6 +45,20 @@ _PROMPT = "add_generation_prompt"
 _WORDS = "71930 46258", "58291 60374"  # of a probe chat: no template's own text is made of them
 _DECODED = 8  # tokens whose text is shown in a message about a difference
 _ALL_CHECKED, _CHECKED_EVERY = 1000, 100  # the chats whose prefixes are tokenized too: the first ones, then every 100th
+_TOGETHER = 1 << 20  # characters that are tokenized at once: each may be a token, and one with offsets takes 230 bytes
+
+
+def _in_groups(items: Iterable[T], length: Callable[[T], int]) -> Iterator[list[T]]:
+    """Yield the items in order, in groups that end when their texts have _TOGETHER characters."""
+    group: list[T] = []
+    num_chars = 0
+    for item in items:
+        group.append(item)
+        num_chars += length(item)
+        if num_chars >= _TOGETHER:
+            yield group
+            group, num_chars = [], 0
+    yield group
 
 
 def problem_of(template: str) -> tuple[str, str] | None:
@@ -84,7 +103,7 @@ class TemplateTokenizer(ChatTokenizer):
         self.name, self.sha256 = backend.name, backend.sha256
         self.start, self.usual_starts = start, usual_starts
         self._backend = backend
-        self._num_encoded = 0
+        self._num_read = 0
         self._has_tool_template = template is None and backend.has_tool_template
         ends = tuple(literal for literal in backend.added_tokens if literal.strip())
         text = backend.template if template is None else template
@@ -104,7 +123,7 @@ class TemplateTokenizer(ChatTokenizer):
         _, eos, pad, _ = self.special_token_ids
         self.pad_id = next(token for token in (pad, eos, 0) if token is not None)
 
-    def encode_chats(self, chats: Sequence[Chat]) -> list[EncodedChat | RefusedChat]:
+    def encode_chats(self, chats: Sequence[Chat]) -> Iterator[EncodedChat | RefusedChat]:
         """Encode chats; one that holds a special token's literal, or that the template refuses, is refused.
 
         Where the template has no marks, this checks that tokenization is prefix-stable: the tokens of a chat's text up
@@ -117,12 +136,13 @@ class TemplateTokenizer(ChatTokenizer):
             prefix-stable.
         """
         self._template.check()
+        first, self._num_read = self._num_read, self._num_read + len(chats)
         checked = [self._checked(chat) for chat in chats]
         rendered = self._template.rendered_all([chat for chat in checked if isinstance(chat, Chat)])
-        results = [next(rendered) if isinstance(chat, Chat) else chat for chat in checked]
-        pairs = [(chat.name, each) for chat, each in zip(chats, results, strict=True) if isinstance(each, Rendered)]
-        encoded = iter(self._encoded(pairs))
-        return [next(encoded) if isinstance(each, Rendered) else each for each in results]
+        results = (next(rendered) if isinstance(chat, Chat) else chat for chat in checked)
+        named = zip(count(first), (chat.name for chat in chats), results, strict=False)
+        groups = _in_groups(named, lambda each: len(each[2].text) if isinstance(each[2], Rendered) else 0)
+        return chain.from_iterable(map(self._encoded, groups))
 
     def plain_ids(self, chats: Sequence[Chat], *, prompt: bool) -> list[list[int] | RefusedChat]:
         """Return the ids of chats without a mask; one that `encode_chats` would refuse by its text is refused.
@@ -152,7 +172,7 @@ class TemplateTokenizer(ChatTokenizer):
         """Return the text of each chat, as the template renders it."""
         jobs: list[Job] = [(at, len(chat.messages), {_PROMPT: prompt}) for at, chat in enumerate(chats)]
         try:
-            outcomes = PROCESS.render(str(self._template.text), self._template.variables, chats, jobs) if jobs else []
+            outcomes = list(PROCESS.render(str(self._template.text), self._template.variables, chats, jobs))
         except TemplateLimitError as error:
             raise TemplateError(f"{self.name}: its chat template {error}. {REMEDY}") from None
         results: list[str | RefusedChat] = []
@@ -199,23 +219,28 @@ class TemplateTokenizer(ChatTokenizer):
         roles = (message.get("role") for message in chat.messages)
         return [role.strip() for role in roles if isinstance(role, str)]
 
-    def _encoded(self, rendered: list[tuple[str, Rendered]]) -> list[EncodedChat]:
-        chats = []
-        tokens = self._backend.encoded([each.text for _, each in rendered])
-        for (name, each), (ids, offsets) in zip(rendered, tokens, strict=True):
-            mask, merged = mask_of(np.asarray(offsets, dtype=np.int64).reshape(-1, 2), each.spans)
+    def _encoded(self, group: list[tuple[int, str, Rendered | RefusedChat]]) -> Iterator[EncodedChat | RefusedChat]:
+        encoded = self._backend.encoded([each.text for *_, each in group if isinstance(each, Rendered)])
+        # As arrays, the offsets take a ninth of the memory.
+        tokens = iter([(ids, np.asarray(offsets, dtype=np.int64).reshape(-1, 2)) for ids, offsets in encoded])
+        del encoded
+        for number, name, each in group:
+            if isinstance(each, RefusedChat):
+                yield each
+                continue
+            ids, offsets = next(tokens)
+            mask, merged = mask_of(offsets, each.spans)
             start = self.missing_start(ids)
             bits = [0] * len(start) + mask.astype(np.uint8).tolist()
-            chats.append(EncodedChat([*start, *ids], bits, merged, each.unsupervised, each.turns_without_loss))
-            if self._num_encoded < _ALL_CHECKED or self._num_encoded % _CHECKED_EVERY == 0:
+            if number < _ALL_CHECKED or number % _CHECKED_EVERY == 0:
                 self._check_prefixes(name, each, ids, offsets)
-            self._num_encoded += 1
-        return chats
+            yield EncodedChat([*start, *ids], bits, merged, each.unsupervised, each.turns_without_loss)
 
-    def _check_prefixes(self, name: str, rendered: Rendered, ids: list[int], offsets: list[tuple[int, int]]) -> None:
+    def _check_prefixes(self, name: str, rendered: Rendered, ids: list[int], offsets: NDArray[np.int64]) -> None:
         text = rendered.text
         edges = checked_edges(rendered.edges, text)
-        for edge, (alone, _) in zip(edges, self._backend.encoded([text[:edge] for edge in edges]), strict=True):
+        tokens = (self._backend.encoded([text[:edge] for edge in group]) for group in _in_groups(edges, int))
+        for edge, (alone, _) in zip(edges, chain.from_iterable(tokens), strict=True):
             at = first_difference(ids, offsets, text, edge, alone)
             if at is not None:
                 raise TemplateError(

@@ -14,6 +14,7 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Iterator
 from datetime import datetime
 from typing import IO, Any
 
@@ -28,8 +29,9 @@ def main() -> None:
 
     The first frame is the sys.path to use; its answer says that everything is loaded. A request has `template`,
     `variables`, `chats`, `tools` of each chat, `jobs` (number of the chat, how many of its messages, more variables),
-    `seconds` of CPU time, after which the kernel ends the process, and `max_chars` of a text. The answer has an outcome
-    for each job: its kind (text, syntax, raised, memory, long) and a text.
+    `seconds` of CPU time, after which the kernel ends the process, `max_chars` of each chat's texts, and `frame_chars`.
+    The answer has an outcome for each job: its kind (text, syntax, raised, memory, long) and a text. It ends early
+    where the texts have `frame_chars` characters together.
     """
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # a library that prints must not write into the answers
@@ -41,7 +43,7 @@ def main() -> None:
     compiled: dict[str, Any] = {}
     while (request := _receive(requests)) is not None:
         _limit_time(request["seconds"])
-        send(answers, [_outcome(environment, compiled, request, job) for job in request["jobs"]])
+        send(answers, list(_outcomes(environment, compiled, request)))
 
 
 def _environment() -> Any:
@@ -114,6 +116,16 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
+def _outcomes(environment: Any, compiled: dict[str, Any], request: Any) -> Iterator[list[Any]]:
+    num_chars = 0
+    for job in request["jobs"]:
+        kind, text = _outcome(environment, compiled, request, job)
+        yield [kind, text]
+        num_chars += len(text)
+        if num_chars >= request["frame_chars"]:
+            return
+
+
 def _outcome(environment: Any, compiled: dict[str, Any], request: Any, job: Any) -> list[Any]:
     import jinja2
 
@@ -136,7 +148,7 @@ def _outcome(environment: Any, compiled: dict[str, Any], request: Any, job: Any)
         return ["raised", f"{error}"] if line is None else ["syntax", f"line {line}: {error}"]
     except Exception as error:  # from what the template computes
         return ["raised", f"{type(error).__name__}: {error}"]
-    return ["text", rendered] if len(rendered) <= request["max_chars"] else ["long", f"{len(rendered):,}"]
+    return ["text", rendered] if len(rendered) <= request["max_chars"][number] else ["long", f"{len(rendered):,}"]
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:

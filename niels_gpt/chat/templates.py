@@ -27,6 +27,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from niels_gpt.chat.protocol import (
@@ -65,12 +66,10 @@ logger = logging.getLogger(__name__)
 
 Spans = list[tuple[int, int]]
 """Start and end of what carries loss, in characters of a text, in order."""
-Key = tuple[bool, int, bool | None]
-"""Of a rendering: is it by the template without marks, of how many messages, and with a generation prompt."""
 MAX_TEMPLATE = 1 << 20
 """Characters of a template, at most."""
 MAX_RENDERED = 1 << 29
-"""Characters of a chat, times the number of its renderings, at most: they are in memory together."""
+"""Characters of a chat, times the number of its renderings, at most."""
 _PER_MESSAGE = 64  # characters that take a template as long as a message
 _PROMPT = "add_generation_prompt"
 _GROUP_COST = 2000  # of chats that are rendered together, in messages or thousands of characters
@@ -124,8 +123,9 @@ class ChatTemplate:
     """Takes two texts; returns the first token that differs, and the text of each from there."""
     loss_on: str = "assistant"
     """One of turns.LOSS_ON."""
-    _known: dict[Key, Outcome] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Renderings of the current chat that were made together with those of other chats."""
+    _ahead: list[Iterator[tuple[Job, Outcome]]] = field(default_factory=list, init=False, repr=False, compare=False)
+    """Renderings of the current chat, which are made together with those of other chats, in the order of their use: by
+    the template, and by the one with marks."""
 
     def __post_init__(self) -> None:
         """Raises: ValueError for a template that is too long."""
@@ -222,20 +222,19 @@ class ChatTemplate:
     def rendered_all(self, chats: Sequence[Chat]) -> Iterator[Rendered | RefusedChat]:
         """Yield text and spans of each chat; RefusedChat if the template raises an error for it, or leaves out calls.
 
-        chats: as values.usable returns them. Many are rendered together.
+        chats: as values.usable returns them. Many are rendered together, as long as their texts are short.
         Raises: ValueError for a template that is no jinja, is not prefix-stable, or changes the text at its marks.
         """
         for group in _groups(chats):
-            known: list[dict[Key, Outcome]] = [{} for _ in group]
-            for template, jobs in self._jobs(group).items():
-                outcomes = self._outcomes(template, group, jobs)
-                for (number, end, more), outcome in zip(jobs, outcomes, strict=True):
-                    known[number][template == self.text, end, more.get(_PROMPT)] = outcome
-            for chat, outcomes_of_chat in zip(group, known, strict=True):
-                self._known.clear()
-                self._known.update(outcomes_of_chat)
-                yield self._rendered(f"chat {chat.name!r}", chat)
-        self._known.clear()
+            made = [
+                groupby(zip(jobs, self._outcomes(template, group, jobs), strict=True), key=lambda pair: pair[0][0])
+                for template, jobs in self._jobs(group).items()
+            ]
+            for chat, *by_template in zip(group, *made, strict=True):
+                self._ahead[:] = [pairs for _, pairs in by_template]
+                found = self._rendered(f"chat {chat.name!r}", chat)
+                self._ahead.clear()
+                yield found
 
     def _rendered(self, subject: str, chat: Chat) -> Rendered | RefusedChat:
         import jinja2
@@ -257,15 +256,14 @@ class ChatTemplate:
             raise _RefusedError(*found)
 
     def _jobs(self, chats: Sequence[Chat]) -> dict[str, list[Job]]:
-        """Return the renderings that these chats are likely to need, by the template to render."""
+        """Return the renderings that these chats need, by the template to render, in the order of `_ahead`."""
         plain: list[Job] = []
-        jobs = {str(self.text): plain}
+        jobs = {str(self.text): plain, **({self._marked: []} if self.mask_by == "generation" else {})}
         for number, chat in enumerate(chats):
             length = len(chat.messages)
             plain.append((number, length, {_PROMPT: False}))
             if self.mask_by == "generation":
-                if (marks := self._characters(chat, 2)) is not None:
-                    jobs.setdefault(self._marked, []).append((number, length, _mark_variables(marks)))
+                jobs[self._marked].append((number, length, _mark_variables(self._characters(chat, 2) or ["", ""])))
                 continue
             for end in supervised_turns(chat.messages, self.loss_on):
                 if end:
@@ -277,14 +275,22 @@ class ChatTemplate:
     def _text(self, chat: Chat, end: int | None = None, *, prompt: bool = False) -> str:
         """Return the text of the first `end` messages, or of all."""
         end = len(chat.messages) if end is None else end
-        known = self._known.get((True, end, prompt))
+        known = self._next(0, end, {_PROMPT: prompt})
         return self._render(str(self.text), chat, end, known, add_generation_prompt=prompt)
+
+    def _next(self, template: int, end: int, more: Mapping[str, Any]) -> Outcome | None:
+        """Return the next one of `_ahead`, which must be of this job; None for a chat that was not rendered ahead."""
+        if not self._ahead:
+            return None
+        job, outcome = next(self._ahead[template])
+        assert job[1:] == (end, more), f"{job[1:]} was rendered ahead, expected {(end, more)}"
+        return outcome
 
     def _render(self, template: str, chat: Chat, end: int, known: Outcome | None = None, **more: Any) -> str:
         """known: the outcome, if it was made together with those of other chats."""
         import jinja2
 
-        kind, text = known or self._outcomes(template, [chat], [(0, end, more)])[0]
+        kind, text = known or next(self._outcomes(template, [chat], [(0, end, more)]))
         if kind == "text":
             return text
         if kind == "syntax":
@@ -293,9 +299,9 @@ class ChatTemplate:
             raise _RefusedError(TOO_LARGE, f"the template makes {text} characters of it")
         raise jinja2.TemplateRuntimeError(text)
 
-    def _outcomes(self, template: str, chats: Sequence[Chat], jobs: Sequence[Job]) -> list[Outcome]:
+    def _outcomes(self, template: str, chats: Sequence[Chat], jobs: Sequence[Job]) -> Iterator[Outcome]:
         try:
-            return PROCESS.render(template, self.variables, chats, jobs)
+            yield from PROCESS.render(template, self.variables, chats, jobs)
         except TemplateLimitError as error:
             raise TemplateError(f"{self.name}: its chat template {error}. {REMEDY}") from None
 
@@ -315,7 +321,7 @@ class ChatTemplate:
         self._check_shown(chat, whole)
         if marks is None:
             raise _RefusedError(UNKNOWN_TURNS, "it has every private character")
-        found = self._with_marks(chat, marks, self._known.get((False, len(chat.messages), None)))
+        found = self._with_marks(chat, marks, self._next(1, len(chat.messages), _mark_variables(marks)))
         if found is None or found[0] != whole:
             raise TemplateError(
                 f"{self.name}: its chat template works on text that holds its own marks (by a filter, or a mark within "
@@ -399,7 +405,7 @@ class ChatTemplate:
         words, has_calls = words_of(message).strip(), calls_tools(message)
         if words and not has_calls and reply.lstrip().startswith(words):
             return True
-        if not self._text(chat, number).startswith(before):
+        if not self._render(str(self.text), chat, number, add_generation_prompt=False).startswith(before):
             return True  # a generation prompt holds the header, so what follows it is the assistant's
         if has_calls and self._has_no_header(chat, number, before):
             return True

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -37,6 +37,8 @@ from niels_gpt.tokenizers.protocol import PROBE, ids_before
 
 MAX_OPENED_IDS: Final = 1 << 24
 """A file with a larger id is refused: tables of one entry an id are made from it."""
+MAX_ADDED_TOKENS: Final = 100_000
+"""A file with more added tokens is refused: texts are searched for each of them. Models for speech have some 65,000."""
 
 _EXPECTED = f"a {TOKENIZER_JSON} that the library tokenizers reads"
 _UNK_ID = re.compile(rb'"unk_id"\s*:\s*(\d{1,9})\b')
@@ -59,17 +61,20 @@ class HuggingFaceTokenizer:
         follow_links: whether the files may be links, as in a snapshot of the hub. None: a file that is named may, those
             in a folder that is named may not.
         Raises: FileNotFoundError; CacheError for a file that is too large, that the library refuses, that has ids of
-            MAX_OPENED_IDS or more, or whose added tokens would get other ids than it says.
+            MAX_OPENED_IDS or more or over MAX_ADDED_TOKENS, or whose added tokens would get other ids than it says.
         """
         in_folder = os.path.isdir(path) and os.path.basename(path) != TOKENIZER_JSON
         self.follow_links: bool = not in_folder if follow_links is None else follow_links
         self.model_path: str = os.path.abspath(os.path.join(path, TOKENIZER_JSON) if in_folder else path)
         raw = self._read()
         self._sha256 = hashlib.sha256(raw).hexdigest()
+        said = _said_ids(raw)
+        _refuse_many(said or (), self.model_path)  # at once: the library would take its time
         self._tokenizer, self._post_processor = _open(raw, self.model_path)
-        self._vocab_size = _vocab_size(self._tokenizer, self.model_path)
         added = self._tokenizer.get_added_tokens_decoder()
-        _check_added_ids(raw, {token.content: token_id for token_id, token in added.items()}, self.model_path)
+        _refuse_many(added, self.model_path)
+        self._vocab_size = _vocab_size(self._tokenizer, self.model_path)
+        _check_added_ids(said, {token.content: token_id for token_id, token in added.items()}, self.model_path)
         special = {token_id for token_id, token in added.items() if token.special}
         self._unk_id = _unk_id(self._tokenizer, raw)
         self.eos_token = self._eos_token()
@@ -330,19 +335,31 @@ def _vocab_size(tokenizer: Any, where: str) -> int:
     return int(largest) + 1
 
 
-def _check_added_ids(raw: bytes, ids: dict[str, int], where: str) -> None:
+def _said_ids(raw: bytes) -> dict[str, int] | None:
+    """Return the ids of the added tokens as the file says them; None where they cannot be read."""
+    at = re.search(rb'"added_tokens"\s*:\s*(?=\[)', raw)
+    if at is None:
+        return {}
+    try:
+        tokens, _ = json.JSONDecoder().raw_decode(raw[at.end() :].decode("utf-8", "replace"))
+        return {token["content"]: token["id"] for token in tokens}
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def _refuse_many(added: Collection[Any], where: str) -> None:
+    if len(added) > MAX_ADDED_TOKENS:
+        found = f"has {len(added):,} added tokens"
+        raise CacheError(where, found, f"{MAX_ADDED_TOKENS:,} at most", code="E403")
+
+
+def _check_added_ids(said: dict[str, int] | None, ids: dict[str, int], where: str) -> None:
     """Refuse a file whose added tokens get other ids from the library than the file says.
 
     The library numbers added tokens that are not in the model's vocabulary by itself.
     """
-    at = re.search(rb'"added_tokens"\s*:\s*(?=\[)', raw)
-    if at is None:
-        return
-    try:
-        tokens, _ = json.JSONDecoder().raw_decode(raw[at.end() :].decode("utf-8", "replace"))
-        said = {token["content"]: token["id"] for token in tokens}
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise CacheError(where, "its added_tokens cannot be read", _EXPECTED, code="E403") from error
+    if said is None:
+        raise CacheError(where, "its added_tokens cannot be read", _EXPECTED, code="E403")
     for content, token_id in said.items():
         if ids.get(content, token_id) != token_id:
             found = f"says that {content!a} has id {token_id}, but it would get {ids[content]}"

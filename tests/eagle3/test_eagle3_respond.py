@@ -209,7 +209,7 @@ def test_messages_end_where_the_template_writes_an_earlier_reply_otherwise_and_i
         True,
     )
     tokenizer = open_tokenizer(str(cut))
-    ids, mask, *_ = tokenizer.encode_chats([Chat("c", found.messages)])[0]  # it is not refused
+    ids, mask = tokenizer.encode_chat(found.messages)  # it is not refused
     assert len(ids) == len(mask) and any(mask)
     plain, _ = answered(cut, chat, "one", "two")
     assert contents_of(plain) == ["A?", "one", "B?", "two"], "without reasoning no turn is cut"

@@ -128,7 +128,7 @@ def test_lines_stay_with_documents_over_batches(tmp_path, kind):
             pretrain(cache, documents, max_train_tokens=None, max_val_tokens=None)
         found = {split: stored(cache, split) for split in SPLITS}
     else:
-        with blocks_of(batch_items=7, copied_examples=5):
+        with blocks_of(batch_items=7, copied_ids=5, copied_tokens=50):
             sft(cache, [(f"id of {text}", chat(text)) for text in texts])
         found = {}
         for split in SPLITS:

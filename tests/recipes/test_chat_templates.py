@@ -3,12 +3,16 @@
 import dataclasses
 import json
 import re
+import resource
 import shutil
+import subprocess
+import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support.chat_tokenizers import CHATML, CHATML_MARKED, write_tokenizer
+from support.chat_tokenizers import CHAT, CHATML, CHATML_MARKED, write_tokenizer
 from support.errors import refused
 
 from niels_gpt.cache.meta import read_meta
@@ -123,6 +127,18 @@ def test_the_targets_of_a_reader_are_those_of_an_oracle_that_tokenizes_turn_by_t
         assert meta["noticed"].pop("repeated_replies") == 19  # all say the same
         assert meta["noticed"] == ({} if loss_on == "assistant" else {"turns_without_loss": 20})
     assert main(["verify", "--deep", str(cache)]) == 0
+
+
+@pytest.mark.parametrize("template", [CHATML_MARKED, pytest.param(CHATML, marks=pytest.mark.slow)])
+def test_a_template_that_writes_much_fills_no_memory(tmp_path, tokenizer, template):
+    """Each of its 200,000 characters is a token, before each of 24 chats: a gigabyte if they were encoded together."""
+    (tmp_path / "long.jinja").write_text("{{ '<' * 200000 }}" + template)
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in [CHAT] * 24))
+    words = [f"own={tmp_path}/chats.jsonl", "--tokenizer", tokenizer, "--chat-template", tmp_path / "long.jinja"]
+    command = [sys.executable, "-m", "niels_gpt.cache.cli", "build", "--sft", *words, "--cache-dir", tmp_path / "cache"]
+    limit = partial(resource.setrlimit, resource.RLIMIT_DATA, (1 << 30, 1 << 30))
+    done = subprocess.run(list(map(str, command)), preexec_fn=limit, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "24 chats" in done.stdout, done.stderr[-2000:]
 
 
 def test_calls_of_tools_reach_the_template_and_loss_is_by_turn(tmp_path, tokenizer):

@@ -92,7 +92,8 @@ class Server:
 
     def __init__(self):
         command = [sys.executable, __file__, "--serve"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}  # numpy starts threads without it
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         self._outcomes = []
 
     def outcomes_of(self, module, attack, probes=()):

@@ -153,7 +153,7 @@ def dropped(counters):
 
 def rendered(template, *chats):
     """Render the first message of each chat in the process of the templates: "text" or "raised", and which."""
-    return template_process.PROCESS.render(template, {}, list(chats), [(each, 1, {}) for each in range(len(chats))])
+    return list(template_process.PROCESS.render(template, {}, chats, [(each, 1, {}) for each in range(len(chats))]))
 
 
 def stop_rendering():

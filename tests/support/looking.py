@@ -16,7 +16,8 @@ _BLOCKS = {
     "counted_bits": (stats, "_BIT_TOKENS"),
     "counted_tokens": (stats, "_BATCH_TOKENS"),
     "batch_items": (source, "BATCH_ITEMS"),
-    "copied_examples": (examples, "_COPIED"),
+    "copied_ids": (examples, "_LINES"),
+    "copied_tokens": (examples, "_COPIED"),
 }
 
 

@@ -32,7 +32,7 @@ from niels_gpt.cache import sha256_file
 from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.tokenizers.document_tokens import document_end
 from niels_gpt.tokenizers.files import tokenizer_files
-from niels_gpt.tokenizers.huggingface import HuggingFaceTokenizer
+from niels_gpt.tokenizers.huggingface import MAX_ADDED_TOKENS, HuggingFaceTokenizer
 
 LARGE = [pytest.param(name, marks=pytest.mark.slow) for name in MADE if name != "t5"]
 EVERY = (*REAL, "t5", *SMALL, *LARGE)
@@ -329,6 +329,13 @@ def _with(at, value):
     return change
 
 
+def _with_many_added(content):
+    token, first = content["added_tokens"][0], len(content["model"]["vocab"])
+    content["added_tokens"] += [
+        {**token, "id": first + number, "content": f"<{number}>"} for number in range(MAX_ADDED_TOKENS)
+    ]
+
+
 HOSTILE = {
     "empty": b"",
     "no json": b"no model",
@@ -350,6 +357,7 @@ HOSTILE = {
     "added without an id": _with("added_tokens.3", {"content": "<new>"}),
     "added is a number": _with("added_tokens.3", 7),
     "added are an object": _with("added_tokens", {}),
+    "added are many": _with_many_added,
     "normalizer": _with("normalizer", {"type": "Replace", "pattern": {"Regex": "("}, "content": ""}),
     "charsmap": _with("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
     "eos file": None,

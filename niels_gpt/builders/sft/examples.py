@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,8 @@ LOSS = "loss.bin"
 COLUMNS = 5
 """Of an example: tokens, supervised tokens, utf-8 bytes, digest (equal examples have equal ones), key of its split."""
 _LAST_REPLY = "digest of the last reply"
-_COPIED = 4096  # examples at once, from the buffer to a split
+_LINES = 4096  # of source ids at once
+_COPIED = 1 << 22  # tokens at once, from the buffer to a split
 
 
 class ExampleBuffer:
@@ -139,19 +140,18 @@ class ExampleBuffer:
 
     def _tokens_of(self, name: str, lengths: NDArray[np.int64], chosen: NDArray[np.bool_]) -> Iterator[NDArray[Any]]:
         """Yield what a file has for the tokens of chosen examples: their ids, or whether they are targets."""
+        cuts = np.flatnonzero(np.diff(np.cumsum(lengths) // _COPIED)) + 1
         with open(self._build.folder / name, "rb") as file:
-            for start in range(0, len(lengths), _COPIED):
-                some = lengths[start : start + _COPIED]
+            for start, stop in pairwise([0, *cuts.tolist(), len(lengths)]):
+                some = lengths[start:stop]
                 values = np.fromfile(file, dtype=np.uint8 if name == LOSS else self._dtype, count=int(some.sum()))
-                yield values[np.repeat(chosen[start : start + _COPIED], some)]
+                yield values[np.repeat(chosen[start:stop], some)]
 
     def _ids_of(self, chosen: NDArray[np.bool_]) -> Iterator[bytes]:
         with open(self._build.folder / "ids.txt", "rb") as file:
-            for start in range(0, len(chosen), _COPIED):
-                lines = list(islice(file, _COPIED))
-                yield b"".join(
-                    line for line, wanted in zip(lines, chosen[start : start + _COPIED], strict=True) if wanted
-                )
+            for start in range(0, len(chosen), _LINES):
+                lines, of_lines = list(islice(file, _LINES)), chosen[start : start + _LINES]
+                yield b"".join(line for line, wanted in zip(lines, of_lines, strict=True) if wanted)
 
 
 def packed(parts: Iterable[NDArray[np.uint8]]) -> Iterator[NDArray[np.uint8]]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from hashlib import sha256
+from itertools import chain
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -39,6 +40,7 @@ from niels_gpt.tokenizers.protocol import Tokenizer, token_dtype
 logger = logging.getLogger(__name__)
 
 MALFORMED = "malformed"
+_PART_TOKENS = 1 << 20  # of encoded chats that are in memory together
 _REMEDY = (
     "Expected a chat with a turn that carries loss: name other turns with --loss-on, or with --chat-template a file "
     "that marks the replies by {% generation %} and {% endgeneration %}"
@@ -140,7 +142,7 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class _EncodedChats:
-    """A batch of chats: what is stored of those that are kept, and why the others are dropped."""
+    """A part of a batch of chats: what is stored of those that are kept, and why the others are dropped."""
 
     ids: list[NDArray[Any]] = field(default_factory=list)
     """Of each kept chat, in the cache's dtype."""
@@ -151,7 +153,9 @@ class _EncodedChats:
     texts: list[bytes] = field(default_factory=list)
     """Of each kept chat: what decides its split."""
     problems: dict[int, RefusedChat] = field(default_factory=dict)
-    """Number of the chat -> why it is dropped."""
+    """Number of the chat in the batch -> why it is dropped."""
+    names: list[str] = field(default_factory=list)
+    """Of each kept chat: its id in the source."""
     chats: list[tuple[list[str], list[str]]] = field(default_factory=list)
     """Of each kept chat: roles, and the words of the messages."""
     noticed: Counter[str] = field(default_factory=Counter)
@@ -161,6 +165,7 @@ class _EncodedChats:
         """Take a chat that is kept."""
         targets = np.array(encoded.mask, dtype=np.bool_)
         targets[0] = False  # nothing predicts the first token
+        self.names.append(chat.name)
         self.ids.append(ids)
         self.targets.append(targets)
         self.numbers.append((len(ids), int(targets.sum()), _utf8_bytes(chat.messages), _digest(chat)))
@@ -182,22 +187,38 @@ class _ChatEncoder:
         digests = [sha256(text.encode() if isinstance(text, str) else text).digest()[:DIGEST_BYTES] for text in texts]
         return np.empty(0, dtype=np.uint64), np.frombuffer(b"".join(digests), dtype=DIGEST_DTYPE)
 
-    def encode(self, texts: Sequence[bytes | str], first: int = 0) -> _EncodedChats:
-        """Encode chats, each as `_Item.text` has it. Raises: ValueError as the chat tokenizer, and for a wrong id."""
+    def encode(self, texts: Sequence[bytes | str], first: int = 0) -> Iterator[_EncodedChats]:
+        """Encode chats, each as `_Item.text` has it. Raises: ValueError as the chat tokenizer, and for a wrong id.
+
+        The first part is encoded now: all of a batch, unless the template makes it much longer. Each other one is
+        encoded when it is asked for, so that one part is in memory however long the template makes them.
+        """
         chats = [Chat(**json.loads(text)) if text else None for text in texts]
         with self._lock:
             found = iter(self._chat_tokenizer.encode_chats([chat for chat in chats if chat and chat.messages]))
-        encoded = _EncodedChats()
+        parts = self._parts(chats, found)
+        return chain([next(parts)], parts)
+
+    def _parts(self, chats: list[Chat | None], found: Iterator[EncodedChat | RefusedChat]) -> Iterator[_EncodedChats]:
+        """found: of the chats that have a message."""
+        encoded, tokens = _EncodedChats(), 0
         for number, chat in enumerate(chats):
             if chat is None or not chat.messages:
                 encoded.problems[number] = RefusedChat(EMPTY if chat else MALFORMED, "")
-            elif isinstance(result := next(found), RefusedChat):
+                continue
+            with self._lock:
+                result = next(found)
+            if isinstance(result, RefusedChat):
                 encoded.problems[number] = result
             elif any(result.mask[1:]):
                 encoded.add(chat, self._checked(result.ids, chat.name), result)
+                tokens += len(result.ids)
             else:
                 encoded.problems[number] = RefusedChat(NO_SUPERVISED, "")
-        return encoded
+            if tokens >= _PART_TOKENS:
+                yield encoded
+                encoded, tokens = _EncodedChats(), 0
+        yield encoded
 
     def _checked(self, ids: list[int], name: str) -> NDArray[Any]:
         array = np.array(ids, dtype=np.int64)
@@ -254,8 +275,10 @@ class _Writer:
             executor=None,
             report=self._report,
         ) as batches:
-            for batch, encoded in batches:
-                self._add(batch, encoded)
+            for batch, parts in batches:
+                for encoded in parts:
+                    self._add(batch, encoded)
+                self.buffer.counts["examples_read"] += len(batch.items)
                 self._build.record_consumed(_CHATS.digests(batch.items, self._encoder), batch.chunk)
                 self._build.checkpoint(self.buffer.state())
                 self._report(self.buffer.counts["examples_read"])
@@ -268,18 +291,16 @@ class _Writer:
         buffer = self.buffer
         for number, problem in encoded.problems.items():
             self._drop(batch.items[number].name, problem)
-        buffer.counts["examples_read"] += len(batch.items)
         buffer.warnings.update(encoded.noticed)
         if encoded.ids:
             ids, targets = np.concatenate(encoded.ids), np.concatenate(encoded.targets)
             if self._unk_id is not None:
                 buffer.warnings[UNKNOWN_IDS] += int(np.count_nonzero(ids == self._unk_id))
-            names = [item.name for number, item in enumerate(batch.items) if number not in encoded.problems]
-            for name, (roles, texts) in zip(names, encoded.chats, strict=True):
+            for name, (roles, texts) in zip(encoded.names, encoded.chats, strict=True):
                 utf8 = ((text, text.encode(errors="surrogatepass")) for text in texts if not text.isascii())
                 odd = {each: text for text, data in utf8 for each in odd_in_text(data)}
                 buffer.note(name, roles, texts, odd, has_empty=False)  # counted as EMPTY_REPLY
-            buffer.write(ids, np.array(encoded.numbers, dtype=np.int64), names, encoded.texts, targets)
+            buffer.write(ids, np.array(encoded.numbers, dtype=np.int64), encoded.names, encoded.texts, targets)
 
     def _drop(self, name: str, problem: RefusedChat) -> None:
         if problem.reason == SPECIAL_TEXT and self._on_special == "raise":

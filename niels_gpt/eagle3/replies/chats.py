@@ -126,7 +126,7 @@ def _keeps_its_turns(prompt: Chat, tokenizer: ChatTokenizer) -> bool:
     if not assistant_turns(prompt.messages):
         return True
     try:
-        tokenizer.encode_chats([prompt._replace(messages=[*prompt.messages, _ANY_REPLY])])
+        list(tokenizer.encode_chats([prompt._replace(messages=[*prompt.messages, _ANY_REPLY])]))
     except UnstableError:
         return False
     return True
