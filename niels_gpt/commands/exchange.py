@@ -126,7 +126,7 @@ _URL = "s3://, gs://, az://, hf://datasets/OWNER/NAME, or a path; without creden
 @_CACHE
 @argument("url", help=f"folder of this cache alone: {_URL}")
 @option("--replace", is_flag=True, help="replace another cache that is there")
-@option("--check", is_flag=True, help="read every file back and compare its sha256")
+@option("--check", is_flag=True, help="read every file back, compare its sha256, and send again what differs")
 @option("--public", is_flag=True, help="of hf://: a repository that everybody may read")
 @_JOBS
 def push(cache: Path, url: str, replace: bool, check: bool, public: bool, jobs: int) -> Result:

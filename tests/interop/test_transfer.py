@@ -209,6 +209,19 @@ def test_damage_is_not_published(caches, tmp_path, url):
     assert META_NAME not in bucket(url).sizes()
 
 
+def test_a_file_of_the_right_size_with_other_bytes_is_sent_again_by_a_push_with_check(caches, tmp_path, url):
+    sent, there = push.push(caches / "pretrain/wiki", url), bucket(url)
+    for name in ("train/shard_00001.bin", "index/crc32.bin"):
+        there.write(name, bytes(there.sizes()[name]))
+    text = refusal("E611", f"niels-gpt push CACHE {url} --check", lambda: fetch.pull(url, tmp_path / "wiki"))
+    assert "twice" in text and push.push(caches / "pretrain/wiki", url).sent_bytes == 0
+    calls = []
+    checked = push.push(caches / "pretrain/wiki", url, check=True, progress=lambda *seen: calls.append(seen))
+    assert 0 < checked.sent_bytes < sent.sent_bytes and checked.skipped_files == sent.files - 2
+    assert calls[-1][:2] == (sent.files - 1, calls[-1][2])
+    fetch.pull(url, tmp_path / "wiki")
+
+
 @pytest.mark.parametrize("size", [0, 1])
 def test_damage_is_not_pulled(size, caches, tmp_path, url):
     push.push(caches / "pretrain/wiki", url)

@@ -1,5 +1,6 @@
 """push and pull over a real S3 server: faults of the network, killed clients, several at once, damage."""
 
+import hashlib
 import logging
 import signal
 import socket
@@ -217,3 +218,28 @@ def test_a_redirect_is_not_followed(server, cache, tmp_path, url, monkeypatch):
             fetch.pull(url, tmp_path / "there")
         with pytest.raises(TimeoutError):
             elsewhere.accept()
+
+
+@pytest.mark.parametrize("name", ["meta.json", "train/shard_00003.bin"])
+def test_a_cut_or_altered_file_is_fetched_once_more(server, cache, tmp_path, name):
+    url = f"s3://team/altered/{len(name)}"
+    push.push(cache, url)
+    good = bucket(url).read(name, 1 << 20)
+    bad = [bytes([good[0] ^ 1]) + good[1:], good[:-9], b"", good + b"x"]
+    answers = []
+
+    def answer():
+        if not answers:
+            return None
+        body = answers.pop()
+        head = f"HTTP/1.1 206 Partial Content\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        return [head.encode() + body]
+
+    server.lies = {f"GET {url.removeprefix('s3:/')}/{name}".encode(): answer}
+    for number, content in enumerate(bad):
+        answers.append(content)
+        fetch.pull(url, tmp_path / str(number))
+    answers += [bad[0], good[:-1] + b"x"]
+    with refused("E611", name, "The connection", *[hashlib.sha256(each).hexdigest()[:12] for each in answers]):
+        fetch.pull(url, tmp_path / "none")
+    assert not answers and not (tmp_path / "none").exists()

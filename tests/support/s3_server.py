@@ -25,7 +25,7 @@ class S3Server:
         self.delay_s = 0.0
         """Before each request."""
         self.lies = {}
-        """Beginnings of requests, such as b"GET /team/x/meta.json", and what they are answered with, in parts."""
+        """What returns an answer, in parts, or None, by the beginning of requests, such as b"GET /team/x/meta.json"."""
         self.requests = 0
         self._port = _free_port()
 
@@ -77,8 +77,9 @@ class S3Server:
                 if content.startswith(_METHODS):
                     self.requests += 1
                     time.sleep(self.delay_s)
-                    if lie := next((told for begin, told in self.lies.items() if content.startswith(begin)), None):
-                        for part in lie():
+                    lie = next((told for begin, told in self.lies.items() if content.startswith(begin)), lambda: None)
+                    if (answer := lie()) is not None:
+                        for part in answer:
                             client.sendall(part)
                         break
                     if self.refuse > 0:

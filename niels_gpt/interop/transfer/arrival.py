@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+import shlex
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,6 +19,7 @@ from niels_gpt.storage.errors import CacheError, NoRoomError
 from niels_gpt.storage.fileio import META_NAME, OutputFile
 from niels_gpt.storage.meta_json import MAX_JSON_BYTES, open_regular, path_inside
 
+logger = logging.getLogger(__name__)
 _FREE_BYTES = 1 << 24  # for meta.json and the file system
 
 
@@ -45,18 +48,25 @@ class Arrival:
             return 0
 
     def _fetch(self, record: dict[str, Any]) -> None:
-        """Fetch one file. What an earlier run left of it is used; if it was damaged, the file begins again, once."""
-        kept = self._arrived(record)
-        actual = self._fetched(record, kept)
-        if actual != record["sha256"] and kept:
-            self.tally.drop(moved=int(record["bytes"]) - kept, kept=kept)
-            actual = self._fetched(record, 0)
-        if actual != record["sha256"]:
-            fileio.remove(path_inside(self.work, str(record["name"])))
-            self.refuse_if_replaced()
-            found, expected = f"damaged: its sha256 is {actual[:12]}", f"{record['sha256'][:12]} by its {META_NAME}"
-            raise CacheError(self.bucket.at(str(record["name"])), found, expected, PUSH_AGAIN, code="E611")
-        self.tally.add(files=1)
+        """Fetch one file. What an earlier run left of it is used; one that arrives damaged is fetched once more."""
+        where, size, kept = self.bucket.at(str(record["name"])), int(record["bytes"]), self._arrived(record)
+        came, expected = "", f"{record['sha256'][:12]} by its {META_NAME}"
+        for keep in (kept, 0, 0) if kept else (0, 0):
+            if came:
+                logger.info("%s: arrived with the sha256 %s, expected %s; again", where, came[:12], expected)
+            before, came = came, self._fetched(record, keep)
+            if came == record["sha256"]:
+                self.tally.add(files=1)
+                return
+            arrived = self._arrived(record)
+            self.tally.drop(moved=arrived - keep, kept=keep)
+        fileio.remove(path_inside(self.work, str(record["name"])))
+        self.refuse_if_replaced()
+        found, remedy = f"damaged: its sha256 is {came[:12]}, twice", push_again(self.bucket.shown)
+        if came != before:
+            found, remedy = f"arrived with the sha256 {before[:12]}, then {came[:12]}", RUN_AGAIN
+        short = f" ({arrived:,} of {size:,} bytes)" if arrived < size else ""
+        raise CacheError(where, found + short, expected, remedy, code="E611")
 
     def _fetched(self, record: dict[str, Any], keep: int) -> str:
         """Append what is missing of a file, and return the sha256 of all of it."""
@@ -76,16 +86,17 @@ class Arrival:
                 self.tally.add(moved=len(piece))
         except FileNotFoundError:
             self.refuse_if_replaced()
+            remedy = push_again(self.bucket.shown)
             raise CacheError(
-                self.bucket.at(name), "no such file", f"a file that {META_NAME} names", PUSH_AGAIN, code="E611"
+                self.bucket.at(name), "no such file", f"a file that {META_NAME} names", remedy, code="E611"
             ) from None
         finally:
             file.close()
         return digest.hexdigest()
 
     def refuse_if_replaced(self) -> None:
-        """Raise CacheError E610 where the URL has another meta.json than when this began, or none."""
-        if self.bucket.read(META_NAME, MAX_JSON_BYTES) != self.remote.raw:
+        """Raise CacheError E610 where the URL has another meta.json than when this began, or none, at two looks."""
+        if all(self.bucket.read(META_NAME, MAX_JSON_BYTES) != self.remote.raw for _ in range(2)):
             found = "its cache was replaced while it was read. Nothing was committed"
             raise CacheError(self.bucket.shown, found, remedy="Run it again", code="E610")
 
@@ -98,7 +109,12 @@ def keep(notes: Path, identity: dict[str, Any]) -> None:
     journal.close()
 
 
-PUSH_AGAIN = "Have the cache pushed again, or take another copy"
+RUN_AGAIN = "The connection alters what it carries. Run it again: it resumes"
+
+
+def push_again(url: str) -> str:
+    """Return the remedy for a cache that is damaged at its URL."""
+    return f"Take another copy, or have it sent again from one: niels-gpt push CACHE {shlex.quote(url)} --check"
 
 
 def refuse_without_room(folder: Path, num_bytes: int) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from niels_gpt.cache.meta import KINDS as CHECKED_KINDS
 from niels_gpt.inspection.verify import find_damage
 from niels_gpt.interop.transfer import parts
-from niels_gpt.interop.transfer.arrival import PUSH_AGAIN, Arrival, keep
+from niels_gpt.interop.transfer.arrival import RUN_AGAIN, Arrival, keep, push_again
 from niels_gpt.interop.transfer.described import MARK_NAME, Described, described
 from niels_gpt.interop.transfer.jobs import Stopped, Tally, at_once
 from niels_gpt.interop.transfer.remote import Bucket, path_of, scheme_of
@@ -91,7 +91,25 @@ def stage(
 
 
 def remote_cache(bucket: Bucket) -> Described:
-    """Read and check the meta.json at a URL. Raises: CacheError E612 where there is none; others as `described`."""
+    """Read and check the meta.json at a URL, once more where it arrives damaged.
+
+    Raises: CacheError E612 where there is none, E611 where it arrives damaged in two ways; others as `described`.
+    """
+    raw = _read_meta(bucket)
+    try:
+        return described(raw, bucket.at(META_NAME))
+    except CacheError:
+        if (again := _read_meta(bucket)) == raw:
+            raise
+    try:
+        return described(again, bucket.at(META_NAME))
+    except CacheError as error:
+        sums = [hashlib.sha256(each).hexdigest()[:12] for each in (raw, again)]
+        found = f"arrived with the sha256 {sums[0]}, then {sums[1]}; of the second one: {error.problem}"
+        raise CacheError(bucket.at(META_NAME), found, remedy=RUN_AGAIN, code="E611") from error
+
+
+def _read_meta(bucket: Bucket) -> bytes:
     raw = bucket.read(META_NAME, MAX_JSON_BYTES)
     if raw is None:
         found, remedy = f"no cache is there: it has no {META_NAME}", ""
@@ -99,7 +117,7 @@ def remote_cache(bucket: Bucket) -> Described:
             found = "a cache is being pushed there, or a push was killed"
             remedy = "Wait for it, or push the cache again: that resumes"
         raise CacheError(bucket.shown, found, remedy=remedy, code="E612")
-    return described(raw, bucket.at(META_NAME))
+    return raw
 
 
 def arrived(
@@ -126,7 +144,7 @@ def arrived(
         if remote.meta["kind"] in CHECKED_KINDS and (damages := find_damage(work, deep=False)):
             fileio.remove(notes / JOURNAL_NAME)  # so that the folder is removed: the next run would find the same
             first = damages[0]
-            raise CacheError(bucket.at(first.file), first.problem, remedy=PUSH_AGAIN, code="E611")
+            raise CacheError(bucket.at(first.file), first.problem, remedy=push_again(bucket.shown), code="E611")
         version = versions.commit(work, dest, remote.content_sha256)
     return _fetched(dest, version, remote, tally.moved, tally.kept)
 

@@ -38,10 +38,10 @@ class Tally:
             if self._progress is not None:
                 self._progress(self.files, self.moved + self.kept, self._total)
 
-    def drop(self, *, moved: int, kept: int) -> None:
+    def drop(self, *, moved: int = 0, kept: int = 0, files: int = 0) -> None:
         """Take back what was counted of a file that begins again."""
         with self._lock:
-            self.moved, self.kept = self.moved - moved, self.kept - kept
+            self.files, self.moved, self.kept = self.files - files, self.moved - moved, self.kept - kept
 
     def pause(self, seconds: float) -> None:
         """Wait. Raises: Stopped after `stop`, which ends the wait."""

@@ -7,7 +7,10 @@ next push of the same cache skips the files that have their sizes; one of anothe
 from __future__ import annotations
 
 import hashlib
+import logging
+import shlex
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +44,7 @@ from niels_gpt.storage.meta_json import (
 )
 from niels_gpt.storage.versions import public_path
 
+logger = logging.getLogger(__name__)
 MARK_VERSION = 1
 
 
@@ -75,7 +79,7 @@ def push(
 
     cache: its public folder. url: a path or URL without credentials: the folder that will have the cache's files.
     replace: another cache there is replaced; a collection: only one whose content_sha256 is among these.
-    check: read every file back and compare its sha256. jobs: files at once.
+    check: read every file back and compare its sha256; one that differs is sent again. jobs: files at once.
     progress: called with files, bytes done, and bytes in all, by one thread at a time.
     public, card: of a repository on the Hugging Face hub: whether everybody may read it, and its README.md.
     Raises: FileNotFoundError; ValueError for the URL; CacheError E610 where something else is there or another push
@@ -116,7 +120,7 @@ class _Push:
         sizes = dict(found.sizes) if resumes else {}
         at_once(lambda record: self._send(record, sizes, is_there), self._records(), self.jobs, self.tally)
         if check:
-            self._check()
+            at_once(lambda record: self._check(record, sizes, is_there), self._records(), self.jobs, self.tally)
         sent = self.tally.moved
         if found.raw == self.local.raw:
             self.skipped += 1
@@ -152,7 +156,8 @@ class _Push:
                 names |= _names_of(mark)
         except (ValueError, LookupError, TypeError) as error:
             found = f"its {META_NAME} or {MARK_NAME} is not of a cache ({error})"
-            raise CacheError(self.bucket.shown, found, remedy="Push to another URL", code="E610") from error
+            remedy = "Run it again; where that does not help, push to another URL"
+            raise CacheError(self.bucket.shown, found, remedy=remedy, code="E610") from error
         if content != self.local.content_sha256:
             refuse_foreign_files(self.bucket.shown, sizes.keys() - names)
         return _Found(content, raw or b"", mark, frozenset(names), tuple(sizes.items()))
@@ -253,25 +258,29 @@ class _Push:
                 raise CacheError(self.bucket.at(name), found, f"{size:,} bytes", "Push it again", code="E611")
         self.bucket.write(META_NAME, self.local.raw)
 
-    def _check(self) -> None:
-        """Read every file back and compare its sha256."""
-        at_once(self._check_file, self._records(), self.jobs, self.tally)
+    def _check(self, record: dict[str, Any], sizes: dict[str, int], is_there: bool) -> None:
+        """Read a file back and compare its sha256; send it again, once, where it is another one."""
+        where, size, expected = self.bucket.at(str(record["name"])), int(record["bytes"]), record["sha256"]
+        if (found := self._read_back(record)) == expected:
+            return
+        logger.info("%s: read back, its sha256 is %s, expected %s; it is sent again", where, found[:12], expected[:12])
+        kept = size if sizes.get(str(record["name"])) == size else 0
+        self.skipped -= kept > 0
+        self.tally.drop(moved=size - kept, kept=kept, files=1)
+        self._send(record, {}, is_there)
+        if (found := self._read_back(record)) != expected:
+            found = f"sent again and read back, its sha256 is {found[:12]}"
+            command = shlex.join(["niels-gpt", "push", str(public_path(self.folder) or self.folder), self.bucket.shown])
+            remedy = f"The bucket or the connection alters it. Run it again: {command} --check"
+            raise CacheError(where, found, f"{expected[:12]} by its {META_NAME}", remedy, code="E611")
 
-    def _check_file(self, record: dict[str, Any]) -> None:
-        name, digest = str(record["name"]), hashlib.sha256()
-        try:
-            for piece in self.bucket.pieces(name, 0, int(record["bytes"])):
+    def _read_back(self, record: dict[str, Any]) -> str:
+        digest = hashlib.sha256()
+        with suppress(FileNotFoundError):
+            for piece in self.bucket.pieces(str(record["name"]), 0, int(record["bytes"])):
                 digest.update(piece)
                 self.tally.add()
-        except FileNotFoundError:
-            raise CacheError(self.bucket.at(name), "no such file", "the file that was sent", code="E611") from None
-        if digest.hexdigest() != record["sha256"]:
-            found = f"read back, its sha256 is {digest.hexdigest()[:12]}"
-            expected = f"{record['sha256'][:12]} by its {META_NAME}"
-            raise CacheError(self.bucket.at(name), found, expected, _DAMAGED, code="E611")
-
-
-_DAMAGED = "Remove this file from the bucket and push again"
+        return digest.hexdigest()
 
 
 def _names_of(mark: dict[str, Any]) -> set[str]:

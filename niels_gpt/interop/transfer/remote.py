@@ -34,7 +34,7 @@ _ONE_SLASH = re.compile(rf"(?i)({'|'.join([*_SCHEMES, *filter(None, _SAME)])}):/
 _PART_BYTES, _MOST_PARTS, _PARTS_AT_ONCE = 16 << 20, 9_000, 2  # of an upload to S3: memory stays below 32 MiB a job
 _NETWORK = frozenset(
     {
-        *("HTTPClientError", "EndpointConnectionError", "ResponseParserError"),  # botocore
+        *("HTTPClientError", "EndpointConnectionError", "ResponseParserError", "FlexibleChecksumError"),  # botocore
         *("ClientConnectionError", "ClientPayloadError", "TransportError"),  # aiohttp, httpx
         *("IncompleteRead", "IncompleteReadError", "ProtocolError"),  # http, asyncio, urllib3
         *("ServiceRequestError", "ServiceResponseError"),  # azure
@@ -111,7 +111,7 @@ class Bucket:
 
     def at(self, name: str) -> str:
         """Return the URL of a file, for messages."""
-        return f"{self.shown}/{printable(name)}"
+        return f"{self.shown}/{printable(name)}".rstrip("/")
 
     def read(self, name: str, most: int) -> bytes | None:
         """Return a small file; None without one. Raises: CacheError E206 for more than `most` bytes; E612."""
@@ -153,14 +153,19 @@ class Bucket:
             with open(open_regular(self._path(name)), "rb") as file:
                 file.seek(begin)
                 return file.read(end - begin)
-        return bytes(self._asked(name, lambda: self._fs.cat_file(self._path(name), start=begin, end=end)))
+        return self._asked(name, lambda: self._range(name, begin, end))
+
+    def _range(self, name: str, begin: int, end: int) -> bytes:
+        try:
+            return bytes(self._fs.cat_file(self._path(name), start=begin, end=end))
+        except Exception as error:
+            if _status(error) != 416:  # of a file that ends before the range
+                raise
+            return b""
 
     def pieces(self, name: str, begin: int, end: int) -> Iterator[bytes]:
-        """Yield the bytes of a file, in ranges. Raises: FileNotFoundError; CacheError E611 for a shorter file, E612."""
-        while begin < end:
-            piece = self.part(name, begin, min(begin + RANGE_BYTES, end))
-            if not piece or len(piece) > end - begin:
-                raise CacheError(self.at(name), f"ends at byte {begin:,}", f"{end:,} by its meta.json", code="E611")
+        """Yield the bytes of a file, in ranges, as many as there are. Raises: FileNotFoundError; CacheError E612."""
+        while begin < end and (piece := self.part(name, begin, min(begin + RANGE_BYTES, end))[: end - begin]):
             yield piece
             begin += len(piece)
 
@@ -255,7 +260,8 @@ class Bucket:
                     raise
                 reason = redacted(f"{type(error).__name__}: {error}")
                 if not may_pass(error):
-                    raise CacheError(self.at(name), f"refused: {reason}", remedy=_CREDENTIALS, code="E612") from None
+                    remedy = _NO_BUCKET if _is_too_long(error) else _CREDENTIALS
+                    raise CacheError(self.at(name), f"refused: {reason}", remedy=remedy, code="E612") from None
                 if attempt == ATTEMPTS:
                     found = f"{ATTEMPTS} attempts failed, the last one: {reason}"
                     raise CacheError(self.at(name), found, remedy="Run it again: it resumes", code="E612") from None
@@ -270,6 +276,7 @@ class Bucket:
 
 
 _CREDENTIALS = "Check the name, and the credentials that the library finds (docs/buckets.md)"
+_NO_BUCKET = "Check the address: this server does not answer as a bucket does"
 
 
 def _opened(kind: str, url: str) -> tuple[Any, str]:
@@ -312,16 +319,17 @@ def _pinned(fs: Any, root: str, url: str) -> str:
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether a later attempt may succeed: the HTTP status of an error or of a cause of it decides, else its class."""
-    chain = list(_causes(error))
-    if any(type(one).__name__ == "AnswerTooLong" for one in chain):
-        return False
-    status = next((found for one in chain if (found := _status(one)) is not None), None)
-    if status is not None:
-        return status in (408, 425, 429) or status >= 500
-    if any(isinstance(one, ConnectionError | TimeoutError) for one in chain):
-        return True
-    return any(kind.__name__ in _NETWORK for one in chain for kind in type(one).__mro__)
+    """Whether a later attempt may succeed: the class of an error or of a cause of it decides, or its HTTP status."""
+    for one in () if _is_too_long(error) else _causes(error):
+        if isinstance(one, ConnectionError | TimeoutError) or _NETWORK & {kind.__name__ for kind in type(one).__mro__}:
+            return True  # before its cause: aiohttp gives its own errors the status 400
+        if (status := _own_status(one)) is not None:
+            return status in (408, 425, 429) or status >= 500
+    return False
+
+
+def _is_too_long(error: BaseException) -> bool:
+    return any(type(one).__name__ == "AnswerTooLong" for one in _causes(error))
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
@@ -334,6 +342,11 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _status(error: BaseException) -> int | None:
+    """Return the HTTP status of an error or of a cause of it."""
+    return next((status for one in _causes(error) if (status := _own_status(one)) is not None), None)
+
+
+def _own_status(error: BaseException) -> int | None:
     """Return the HTTP status that an error of a library has, each in its own place."""
     response = getattr(error, "response", None)
     of_botocore = response.get("ResponseMetadata", {}) if isinstance(response, dict) else {}
