@@ -11,7 +11,7 @@ import time
 
 import pytest
 from support import small_builds
-from support.buckets import MARK_NAME, bucket, waiting
+from support.buckets import MARK_NAME, bucket, impatience, waiting
 from support.disk import META_NAME
 from support.errors import refused
 from support.s3_server import SECRET, S3Server
@@ -218,6 +218,32 @@ def test_a_redirect_is_not_followed(server, cache, tmp_path, url, monkeypatch):
             fetch.pull(url, tmp_path / "there")
         with pytest.raises(TimeoutError):
             elsewhere.accept()
+
+
+def drops(sent, stopped):
+    """Answer with a byte at a time; with `sent` empty, with nothing at all."""
+    yield sent and b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    while not stopped.wait(0.02):
+        yield sent
+
+
+@pytest.mark.parametrize(
+    ("what", "sent"), [("meta.json", b""), ("train/shard_00000.bin", b"1\r\n \r\n"), ("a listing", b"1\r\n \r\n")]
+)
+def test_a_silent_server_is_named_and_left(server, cache, tmp_path, caplog, what, sent):
+    place, stopped = f"/team/silent/{len(what)}", threading.Event()
+    push.push(cache, f"s3:/{place}")
+    begin = "/team?list" if what == "a listing" else f"{place}/{what}"
+    server.lies = {f"GET {begin}".encode(): lambda: drops(sent, stopped)}
+    caplog.set_level(logging.INFO)
+    with impatience(0.1, 3.0), refused("E612", "no whole answer", "--jobs 1"):
+        if what == "a listing":
+            push.push(cache, f"s3:/{place}")
+        else:
+            fetch.pull(f"s3:/{place}", tmp_path / "there", jobs=1)
+    stopped.set()
+    named = f"s3:/{place}" if what == "a listing" else f"s3:/{place}/{what}"
+    assert f"{named}: no answer for" in caplog.text and not (tmp_path / "there").exists()
 
 
 @pytest.mark.parametrize("name", ["meta.json", "train/shard_00003.bin"])

@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from niels_gpt.interop.transfer import remote
+from niels_gpt.interop.transfer import patience, remote
 from niels_gpt.interop.transfer.remote import Bucket
 
 MARK_NAME = "niels_gpt-push.json"
@@ -28,6 +28,16 @@ def waiting(first_wait_s=None, range_bytes=remote.RANGE_BYTES):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(remote, "FIRST_WAIT_S", remote.LONGEST_WAIT_S if first_wait_s is None else first_wait_s)
         patch.setattr(remote, "RANGE_BYTES", range_bytes)
+        yield
+
+
+@contextmanager
+def impatience(said_after_s, longest_s):
+    """Let lines say so often that a server does not answer, and a request end so soon."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(patience, "SAID_AFTER_S", said_after_s)
+        patch.setattr(patience, "LONGEST_SILENCE_S", said_after_s)
+        patch.setattr(patience, "LONGEST_S", longest_s)
         yield
 
 

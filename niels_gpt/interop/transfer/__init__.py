@@ -1,6 +1,7 @@
 """Caches in buckets and on other disks: push, pull and stage, through fsspec.
 
 described.py  a cache by its meta.json, checked before anything is sent or fetched
+patience.py   a line where a server does not answer, and an end
 remote.py     a folder at a URL: reads, writes, retries; no credentials in what it says
 answers.py    no answer of s3:// or gs:// longer than what was asked for, no redirect of s3://
 jobs.py       several files at once, progress, and the end of all at the first error

@@ -29,7 +29,7 @@ class Arrival:
     def __init__(self, bucket: Bucket, remote: Described, work: Path, tally: Tally) -> None:
         """work: of the build; what an earlier run left there is used."""
         self.bucket, self.remote, self.work, self.tally = bucket, remote, work, tally
-        bucket.pause = tally.pause
+        bucket.patience.pause = tally.pause
 
     def fetch(self, records: Iterable[dict[str, Any]], jobs: int) -> None:
         """Fetch these files. Raises: CacheError E611 for a damaged one, E610 where the cache at the URL is another one

@@ -16,6 +16,7 @@ from niels_gpt.interop.transfer.described import (
     refuse_damaged,
     refuse_foreign_files,
 )
+from niels_gpt.interop.transfer.patience import Patience, end_of
 from niels_gpt.interop.transfer.remote import HUB_FOLDER, Bucket, redacted
 from niels_gpt.progress import Progress
 from niels_gpt.storage.errors import CacheError
@@ -71,6 +72,7 @@ def push_hub(
         lambda: api.create_commit(
             repo, operations, commit_message=said, revision=revision, parent_commit=head, repo_type="dataset"
         ),
+        size,
     )
     if progress is not None:
         progress(files - 1, size, size)
@@ -93,10 +95,12 @@ def _old_files(
     return names
 
 
-def _asked(url: str, ask: Callable[[], _T]) -> _T:
-    """Ask the hub, whose library repeats what may pass; no message has a credential."""
+def _asked(url: str, ask: Callable[[], _T], num_bytes: int = 0) -> _T:
+    """Ask the hub, whose library repeats what may pass; no message has a credential. num_bytes: that are sent."""
     try:
-        return ask()
+        return Patience().answer(url, ask, end_of(num_bytes))
+    except CacheError:
+        raise
     except Exception as error:
         last = error.__cause__ or error  # an upload that failed names the file, and its cause says why
         reason = redacted(f"{type(last).__name__}: {last}")

@@ -110,7 +110,7 @@ class _Push:
     def __init__(self, folder: Path, local: Described, bucket: Bucket, tally: Tally, jobs: int) -> None:
         self.folder, self.local, self.bucket, self.tally, self.jobs = folder, local, bucket, tally, jobs
         self.skipped = 0
-        bucket.pause = tally.pause
+        bucket.patience.pause = tally.pause
 
     def run(self, replace: bool | Collection[str], check: bool) -> Pushed:
         """Push. Raises: as `push`."""

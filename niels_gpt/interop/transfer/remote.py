@@ -7,12 +7,13 @@ import logging
 import os
 import re
 import secrets
-import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+from niels_gpt.interop.transfer.jobs import Stopped
+from niels_gpt.interop.transfer.patience import Patience, end_of
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import open_regular, path_inside, printable
@@ -104,9 +105,8 @@ class Bucket:
         self.folder = path_of(url) if kind == "file" else None
         """The folder, where it is one on a disk."""
         self.is_local = kind == "file"
-        self.pause: Callable[[float], object] = time.sleep
-        """Waits so many seconds for another attempt; may raise to give up."""
-        self._fs, self._root = _opened(kind, url)
+        self.patience = Patience()
+        self._fs, self._root = _opened(kind, url, self.patience)
         self._is_s3 = kind == "s3"
 
     def at(self, name: str) -> str:
@@ -174,11 +174,13 @@ class Bucket:
         if self.is_local:
             self._place(name, lambda half: self._fs.put_file(os.fspath(path), half))
             return
-        more: dict[str, Any] = {}
+        from fsspec.callbacks import Callback
+
+        more: dict[str, Any] = {"callback": Callback(hooks={"heard": self.patience.heard})}
+        size = path.stat().st_size
         if self._is_s3:
-            chunk = max(_PART_BYTES, -(-path.stat().st_size // _MOST_PARTS))
-            more = {"chunksize": chunk, "max_concurrency": _PARTS_AT_ONCE}
-        self._put(name, lambda: self._fs.put_file(os.fspath(path), self._path(name), **more))
+            more |= {"chunksize": max(_PART_BYTES, -(-size // _MOST_PARTS)), "max_concurrency": _PARTS_AT_ONCE}
+        self._put(name, lambda: self._fs.put_file(os.fspath(path), self._path(name), **more), size)
 
     def write(self, name: str, content: bytes) -> None:
         """Put a small file, or replace it. Raises: CacheError E612; OSError."""
@@ -238,22 +240,23 @@ class Bucket:
         finally:
             fileio.remove(half)
 
-    def _put(self, name: str, put: Callable[[], object]) -> None:
+    def _put(self, name: str, put: Callable[[], object], num_bytes: int = 0) -> None:
         try:
-            self._asked(name, put)
+            self._asked(name, put, num_bytes)
         except FileNotFoundError as error:
             raise CacheError(self.shown, redacted(str(error)), "a bucket that exists", code="E612") from None
 
-    def _asked(self, name: str, ask: Callable[[], _T]) -> _T:
-        """Ask, and again after failures that may pass.
+    def _asked(self, name: str, ask: Callable[[], _T], num_bytes: int = 0) -> _T:
+        """Ask, and again after failures that may pass. num_bytes: that are sent.
 
         Raises: FileNotFoundError, NotADirectoryError, FileExistsError; OSError of a disk; CacheError E205 for a link
             on it, and E612 for all else.
         """
+        end = end_of(num_bytes)
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                return ask()
-            except (FileNotFoundError, NotADirectoryError, FileExistsError, CacheError):
+                return ask() if self.is_local else self.patience.answer(self.at(name), ask, end)
+            except (FileNotFoundError, NotADirectoryError, FileExistsError, CacheError, Stopped):
                 raise
             except Exception as error:
                 if self.is_local and isinstance(error, OSError):
@@ -271,7 +274,7 @@ class Bucket:
                 *(self.at(name), attempt, ATTEMPTS, reason, seconds),
                 extra={"code": "W610"},
             )
-            self.pause(seconds)
+            self.patience.pause(seconds)
         raise AssertionError
 
 
@@ -279,7 +282,7 @@ _CREDENTIALS = "Check the name, and the credentials that the library finds (docs
 _NO_BUCKET = "Check the address: this server does not answer as a bucket does"
 
 
-def _opened(kind: str, url: str) -> tuple[Any, str]:
+def _opened(kind: str, url: str, patience: Patience) -> tuple[Any, str]:
     """Return the file system of a URL and the folder in it. Nothing is asked yet."""
     import fsspec
 
@@ -302,20 +305,25 @@ def _opened(kind: str, url: str) -> tuple[Any, str]:
         raise CacheError(printable(url), f"refused: {reason}", remedy=_CREDENTIALS, code="E612") from None
     scheme, _, rest = url.partition("://")
     root = str(fs._strip_protocol(f"{scheme.lower()}://{rest}")).rstrip("/")  # libraries know small letters only
-    return fs, _pinned(fs, root, url) if kind == "hf" else root
+    return fs, _pinned(fs, root, url, patience) if kind == "hf" else root
 
 
-def _pinned(fs: Any, root: str, url: str) -> str:
+def _pinned(fs: Any, root: str, url: str, patience: Patience) -> str:
     """Return a folder of a dataset on the hub at the commit that its revision has now: all reads are of one."""
     from huggingface_hub import HfApi
 
-    try:
+    def ask() -> str:
         place = fs.resolve_path(root)
         sha = HfApi().repo_info(place.repo_id, repo_type="dataset", revision=place.revision).sha
+        return f"datasets/{place.repo_id}@{sha}/{place.path_in_repo}".rstrip("/")
+
+    try:
+        return patience.answer(printable(url), ask, end_of())
+    except CacheError:
+        raise
     except Exception as error:
         reason = redacted(f"{type(error).__name__}: {error}")
         raise CacheError(printable(url), f"refused: {reason}", remedy=_CREDENTIALS, code="E612") from None
-    return f"datasets/{place.repo_id}@{sha}/{place.path_in_repo}".rstrip("/")
 
 
 def may_pass(error: BaseException) -> bool:
