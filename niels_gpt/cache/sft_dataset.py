@@ -182,6 +182,7 @@ class SFTExampleDataset(DecodedItems):
     ) -> tuple[torch.LongTensor, torch.LongTensor, torch.LongTensor]:
         """Return x, y, y_masked: int64 [B, T], contiguous, on `device`; y_masked is y with -100 where there is no loss.
 
+        Take the loss of y_masked: y has every token. The `y` of an SFTStream's batch is masked, as y_masked is here.
         y is shifted: y[b, t] is the token after x[b, t]. Labels of a model of transformers are not, for it shifts them
         itself: `Batch.for_transformers` of an SFTStream gives them.
         An example longer than T + 1 tokens is truncated; a shorter one is padded with eot_id, which is never a target.

@@ -70,6 +70,8 @@ def stages_of(weights: Weights, sources: int) -> list[Stage]:
         first = checked_int(f"{where}: sample", pair[0], stages[-1].first + 1 if stages else 0)
         if first > (MAX_SAMPLES if stages else 0):
             raise ValueError(f"{where}: sample is {first}, expected {f'at most {MAX_SAMPLES}' if stages else 0}")
+        if texts := [weight for weight in pair[1] if isinstance(weight, str | bytes)]:
+            raise ValueError(f"{where}: {shortened(texts[0])} is a text, expected numbers")
         stage = [float(weight) for weight in pair[1]]
         if len(stage) != sources:
             raise ValueError(f"{where}: {len(stage)} weights for {sources} streams: expected as many of each")

@@ -164,6 +164,7 @@ NO_STAGES = [
     ([(0, [1, 1]), (0, [2, 1])], {}, "expected an integer of 1 or more"),
     ([(0, [1, 1]), (9.5, [2, 1])], {}, r"weights\[1\]: sample=9.5"),
     ([(0, [1, 1]), (9, [2, 1, 1])], {}, r"weights\[1\]: 3 weights for 2 streams"),
+    (["0.5", 1], {}, "weights: '0.5' is a text, expected numbers"),
     ([(0, [1, 1]), 9], {}, r"weights\[1\]=9: expected \(sample"),
     ([(0, [1, 1]), (9, [0, 0])], {}, "expected one above 0"),
     ([(0, [1, 1]), (9, [1, -1])], {}, r"weights\[1\]\[1\]\[1\]=-1.0: expected a number, 0 or more"),
