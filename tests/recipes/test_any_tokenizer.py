@@ -146,6 +146,8 @@ def test_an_end_that_the_tokenizer_does_not_have_is_refused_by_plan_and_build(tm
     done = niels_gpt("build", "own", *flags, "--tokenizer", named)
     assert done.status == 1
     assert f"error[E102]: pretrain/own: {named}: no token to end a document with: {said}" in done.err
+    planned = niels_gpt("build", "own", *flags, "--tokenizer", named, "--dry-run").out
+    assert "pretrain/own  cannot be built  0 B" in planned and "\npretrain/own cannot be built:" in planned
 
 
 def test_a_config_of_another_eos_replaces_the_tokenizer_and_the_caches_that_it_changes(tmp_path):
