@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 _PATH = click.Path(path_type=Path)
 _CACHE = argument("cache", type=_PATH, help="folder of a cache, such as cache/pretrain/wikitext")
-_FORMAT = click.Choice(FORMAT_NAMES)
+_FORMAT: dict[str, Any] = {"type": click.Choice(FORMAT_NAMES), "required": True, "metavar": "TOOL"}
+_NAMES = ", ".join(FORMAT_NAMES)
 
 
 @command(
@@ -31,7 +32,7 @@ niels-gpt export cache/sft/oasst1 OUT --to hf""",
 )
 @_CACHE
 @argument("dest", type=_PATH, help="folder to write; must be empty or not exist")
-@option("--to", "name", type=_FORMAT, required=True, help="the tool that shall read the files")
+@option("--to", "name", **_FORMAT, help=f"the tool that shall read the files: {_NAMES}")
 def export(cache: Path, dest: Path, name: str) -> Result:
     """Export a cache."""
     from niels_gpt.display.numbers import many, size_text
@@ -84,7 +85,7 @@ niels-gpt import DIR pretrain/wiki --from olmo --val '*_held_*.npy'""",
 )
 @argument("source", type=_PATH, metavar="SRC", help="folder or file of the other tool")
 @argument("name", help="NAME is imported/NAME; or pretrain/NAME, sft/NAME")
-@option("--from", "format", type=_FORMAT, required=True, help="the tool that wrote the files")
+@option("--from", "format", **_FORMAT, help=f"the tool that wrote the files: {_NAMES}")
 @option("--tokenizer", metavar="MODEL", help="file, folder or hub id; of an export, that of the caches if not given")
 @option("--cache-dir", type=_PATH, default="cache", help="folder of the caches")
 @option("--val", metavar="GLOB", help="the files of val; by their names if not given")
