@@ -270,6 +270,13 @@ SIGNALS: Final[Mapping[str, tuple[Signal, ...]]] = {
             )
         ),
         Signal(
+            "not_prefix_stable",
+            "chats left out, since the chat template writes their earlier turns otherwise once others follow",
+            "Let the last reply alone carry loss: `--loss-on last`",
+            unit="messages",
+            count=lambda meta, counts: meta.get("dropped", {}).get("not_prefix_stable", 0),
+        ),
+        Signal(
             "unknown_role", "chats left out for a role", "Give it a known one", unit="messages", count=_unknown_roles
         ),
         Signal(

@@ -6,13 +6,15 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 from niels_gpt.chat.template_process import Chat, Messages
-from niels_gpt.storage.errors import TemplateError
 from niels_gpt.tokenizers.document_tokens import DocumentToken
 
 SPECIAL_TEXT: Final = "special_text"
 """Counter of chats in which a text holds the literal of a special token, which would become that token's id."""
 REFUSED_BY_TEMPLATE: Final = "refused_by_template"
 """Counter of chats that the template raises an error for, such as two user messages in a row."""
+NOT_STABLE: Final = "not_prefix_stable"
+"""Counter of chats that the template renders otherwise once further messages follow, such as one that takes the
+thinking out of all turns but the last: it is not known which tokens are the assistant's."""
 UNUSED_CALLS: Final = "unused_tool_calls"
 """Counter of chats in which the template leaves out a call of a tool."""
 UNKNOWN_TURNS: Final = "unknown_turns"
@@ -32,10 +34,6 @@ ARGUMENTS_AS_TEXT: Final = "arguments_as_text"
 """Counter of chats that are kept, and in which a call's arguments are a text of JSON that is written as a string."""
 CHANGED: Final = (UNUSED_TOOLS, UNUSED_REASONING, UNUSED_WORDS, ARGUMENTS_AS_TEXT)
 """Counters of chats that are kept, of what the template does with them."""
-
-
-class UnstableError(TemplateError):
-    """A template is not prefix-stable for one chat; it may be for others."""
 
 
 class RefusedChat(NamedTuple):
@@ -98,8 +96,7 @@ class ChatTokenizer(Protocol):
     def encode_chats(self, chats: Sequence[Chat]) -> Iterable[EncodedChat | RefusedChat]:
         """Encode chats together, as they are asked for.
 
-        Raises: ValueError at once for a template that cannot be used, which is also found with no chats; UnstableError
-            for one that cannot be used for a chat when that one is asked for.
+        Raises: ValueError for a template that cannot be used; as far as that is known without a chat, at once.
         """
 
     def plain_ids(self, chats: Sequence[Chat], *, prompt: bool) -> list[list[int] | RefusedChat]:

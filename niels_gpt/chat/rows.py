@@ -23,12 +23,14 @@ from niels_gpt.chat.protocol import (
     CHANGED,
     EMPTY_REPLY,
     LEADING_REPLY,
+    NOT_STABLE,
     SPECIAL_TEXT,
     ChatTokenizer,
     RefusedChat,
 )
 from niels_gpt.chat.template_process import Chat, Messages
-from niels_gpt.storage.errors import InputError, SourceError
+from niels_gpt.chat.templates import REMEDY
+from niels_gpt.storage.errors import InputError, SourceError, TemplateError
 
 ROWS = "rows"
 EMPTY, NO_SUPERVISED = "empty", "no_supervised"
@@ -78,7 +80,8 @@ def chat_rows(
     a supervised token that also holds characters outside of a reply, "merged_at_reply_edge"; and what is dropped:
     "empty" chats without a message, "no_supervised" without a reply in the first seq_length tokens, "special_text", and
     "refused_by_template" for those that the template raises an error for.
-    Raises: ValueError if no row is left, for an id outside the vocabulary, and as tokenizer.encode_chats.
+    Raises: ValueError if no row is left, for an id outside the vocabulary, for a chat that the template is not
+        prefix-stable for, and as tokenizer.encode_chats.
     """
     if on_special not in ("drop", "raise"):
         raise InputError(f"on_special={on_special!r}: expected 'drop' or 'raise'")
@@ -89,6 +92,8 @@ def chat_rows(
         kept = [chat for chat in batch if builder.has_reply(chat.messages)]
         for chat, encoded in zip(kept, tokenizer.encode_chats(kept), strict=True):
             if isinstance(encoded, RefusedChat):
+                if encoded.reason == NOT_STABLE:
+                    raise TemplateError(f"{tokenizer.name}: {encoded.found}. {REMEDY}")
                 if encoded.reason == SPECIAL_TEXT and on_special == "raise":
                     raise SourceError(
                         f"{encoded.found}. Remove it from the source, or have such chats dropped", code="E305"

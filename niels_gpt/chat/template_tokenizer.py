@@ -43,7 +43,7 @@ _USUAL_ROLES = frozenset(
 )
 _PROMPT = "add_generation_prompt"
 _WORDS = "71930 46258", "58291 60374"  # of a probe chat: no template's own text is made of them
-_DECODED = 8  # tokens whose text is shown in a message about a difference
+_DECODED, _SHOWN = 8, 80  # tokens whose text is shown in a message about a difference, and characters of it
 _ALL_CHECKED, _CHECKED_EVERY = 1000, 100  # the chats whose prefixes are tokenized too: the first ones, then every 100th
 _TOGETHER = 1 << 20  # characters that are tokenized at once: each may be a token, and one with offsets takes 230 bytes
 
@@ -199,13 +199,13 @@ class TemplateTokenizer(ChatTokenizer):
             return RefusedChat(UNUSABLE_VALUE, f"chat {chat.name!r}: {error}")
         made = [role for role in self._roles_of(plain) if role in self._inner and role not in _USUAL_ROLES]
         if made:
-            found = f"a role of chat {chat.name!r}, {made[0]!r}, may become a special token"
+            found = f"a role of chat {chat.name!r}, {made[0][:_SHOWN]!r}, may become a special token"
             return RefusedChat(SPECIAL_TEXT, found)
         if (large := self._template.too_large(plain)) is not None:
             return RefusedChat(TOO_LARGE, f"chat {chat.name!r}: {large}")
         for text in texts_of([plain.messages, plain.tools]):
             if literal := self._literal.search(text):
-                found = f"a message or tool of chat {chat.name!r} holds the special token {literal.group()}"
+                found = f"a message or tool of chat {chat.name!r} holds the special token {literal.group()[:_SHOWN]}"
                 return RefusedChat(SPECIAL_TEXT, found)
         if plain.tools is not None and self._has_tool_template:
             raise TemplateError(
@@ -243,14 +243,19 @@ class TemplateTokenizer(ChatTokenizer):
         for edge, (alone, _) in zip(edges, chain.from_iterable(tokens), strict=True):
             at = first_difference(ids, offsets, text, edge, alone)
             if at is not None:
+                one, all_of = (self._shown(each, at) for each in (alone, ids))
                 raise TemplateError(
                     f"{self.name}: its tokenizer gives the beginning of a chat other tokens than the chat. Chat "
-                    f"{name!r}, token {at}: {self.decode(alone[at : at + _DECODED])!r} in its first {edge} characters "
-                    f"alone, and {self.decode(ids[at : at + _DECODED])!r} in all of it. {REMEDY}"
+                    f"{name!r}, token {at}: {one!r} in its first {edge} characters alone, and {all_of!r} in all of it. "
+                    f"{REMEDY}"
                 )
 
     def _difference(self, text: str, other: str) -> tuple[int, str, str]:
-        left, right = (ids for ids, _ in self._backend.encoded([text, other]))
+        (left, _), (right, _) = (self._backend.encoded([each])[0] for each in (text, other))  # both need twice as much
         pairs = enumerate(zip(left, right, strict=False))
         at = next((place for place, (one, two) in pairs if one != two), min(len(left), len(right)))
-        return at, self.decode(left[at : at + _DECODED]), self.decode(right[at : at + _DECODED])
+        return at, self._shown(left, at), self._shown(right, at)
+
+    def _shown(self, ids: Sequence[int], at: int) -> str:
+        """Return the text of some ids for a message."""
+        return self.decode(ids[at : at + _DECODED])[:_SHOWN]

@@ -22,6 +22,7 @@ MEMORY_BYTES = 512 << 20
 """Memory that templates may use beside what the process needs itself."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _MAX_COMPILED = 64  # templates that are kept
+_MAX_ERROR = 300  # characters of an error's text, which a template may make of any length
 
 
 def main() -> None:
@@ -141,14 +142,23 @@ def _outcome(environment: Any, compiled: dict[str, Any], request: Any, job: Any)
         usual = {"documents": None, "tools": tools, "add_generation_prompt": False}
         variables = {**usual, **request["variables"], **more}
         rendered = compiled[text].render(messages=messages, **variables)
+        rendered.isascii() or rendered.encode()
     except MemoryError:
         return ["memory", ""]
+    except UnicodeEncodeError as error:  # the chats have none
+        half = error.object[error.start]
+        return ["raised", f"the template writes {half!a}, half of a surrogate pair, which no text in UTF-8 has"]
     except jinja2.TemplateError as error:
         line = getattr(error, "lineno", None) if type(error).__name__ == "TemplateSyntaxError" else None
-        return ["raised", f"{error}"] if line is None else ["syntax", f"line {line}: {error}"]
+        return ["raised", _begin(error)] if line is None else ["syntax", f"line {line}: {_begin(error)}"]
     except Exception as error:  # from what the template computes
-        return ["raised", f"{type(error).__name__}: {error}"]
+        return ["raised", f"{type(error).__name__}: {_begin(error)}"]
     return ["text", rendered] if len(rendered) <= request["max_chars"][number] else ["long", f"{len(rendered):,}"]
+
+
+def _begin(error: Exception) -> str:
+    text = str(error)
+    return text if len(text) <= _MAX_ERROR else f"{text[:_MAX_ERROR]}..."
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:

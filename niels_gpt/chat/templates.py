@@ -10,7 +10,7 @@ There are two ways. A template decides by itself which one is used:
     prefix       It has no marks. A reply carries loss from the end of the rendering of the messages before it, with a
                  generation prompt, to the end of the rendering that includes the reply; white space after the token
                  that ends the turn does not. Both renderings must be prefixes of that of the whole chat, else the
-                 template is refused. A reply has no loss where its header cannot be told from its words: if no message
+                 chat is refused. A reply has no loss where its header cannot be told from its words: if no message
                  stands before it, and if it is empty and a generation prompt adds nothing.
 
 Which of the assistant's turns carry loss is the choice of `loss_on`, see turns.py.
@@ -33,11 +33,11 @@ from typing import Any, NamedTuple
 from niels_gpt.chat.protocol import (
     EMPTY_REPLY,
     LEADING_REPLY,
+    NOT_STABLE,
     REFUSED_BY_TEMPLATE,
     TOO_LARGE,
     UNKNOWN_TURNS,
     RefusedChat,
-    UnstableError,
 )
 from niels_gpt.chat.template_code import (
     CLOSES,
@@ -72,6 +72,7 @@ MAX_RENDERED = 1 << 29
 """Characters of a chat, times the number of its renderings, at most."""
 _PER_MESSAGE = 64  # characters that take a template as long as a message
 _PROMPT = "add_generation_prompt"
+_SHOWN = 80  # characters of a text in a message
 _GROUP_COST = 2000  # of chats that are rendered together, in messages or thousands of characters
 
 REMEDY = (
@@ -120,7 +121,7 @@ class ChatTemplate:
     ends: tuple[str, ...]
     """Literals of the tokens that may end a turn."""
     difference: Callable[[str, str], tuple[int, str, str]]
-    """Takes two texts; returns the first token that differs, and the text of each from there."""
+    """Takes two texts; returns the first token that differs, and a little of the text of each from there."""
     loss_on: str = "assistant"
     """One of turns.LOSS_ON."""
     _ahead: list[Iterator[tuple[Job, Outcome]]] = field(default_factory=list, init=False, repr=False, compare=False)
@@ -169,18 +170,17 @@ class ChatTemplate:
         for probe, roles in _PROBES.items():
             try:
                 self._try(probe, Chat(probe, [{"role": role, "content": _WORDS[role]} for role in roles]))
-            except UnstableError as error:
-                logger.warning(
-                    "%s. The first chat that shows it ends a run that needs its loss mask",
-                    error,
-                    extra={"code": "W409"},
-                )
             except jinja2.TemplateError as error:
                 raised.append(f"for {probe}: {error}")
             except _RefusedError as error:
-                raise TemplateError(
-                    f"{self.name}: its chat template cannot be used. In {probe} {error}. {REMEDY}"
-                ) from None
+                if error.reason != NOT_STABLE:
+                    found = f"its chat template cannot be used. In {probe} {error}"
+                    raise TemplateError(f"{self.name}: {found}. {REMEDY}") from None
+                logger.warning(
+                    "%s: %s. An sft cache leaves out each chat that shows it, a run of eagle3 ends at the first. %s",
+                    *(probe, error, REMEDY),
+                    extra={"code": "W409"},
+                )
         if len(raised) == len(_PROBES):  # a template may refuse system messages; one that refuses both is unknown
             logger.warning(
                 "%s: its chat template could not be tried. It raises an error %s",
@@ -198,8 +198,8 @@ class ChatTemplate:
         last, inner = (self._text(chat, end).rpartition(word) for end in (number - 2, number - 1))
         if last[1] and not inner[2].startswith(last[2]):
             raise TemplateError(
-                f"{self.name}: its chat template writes {last[2][:80]!r} after a reply that ends a chat, and "
-                f"{inner[2][:80]!r} where a user's message follows, so the end of a reply is not known. {REMEDY}"
+                f"{self.name}: its chat template writes {last[2][:_SHOWN]!r} after a reply that ends a chat, and "
+                f"{inner[2][:_SHOWN]!r} where a user's message follows, so the end of a reply is not known. {REMEDY}"
             )
         self._check_spans(probe, self._by_prefixes(probe, chat, assistant_turns(chat.messages)))
 
@@ -220,10 +220,11 @@ class ChatTemplate:
         return f"it would be rendered {number:,} times, with more than {MAX_RENDERED:,} characters together"
 
     def rendered_all(self, chats: Sequence[Chat]) -> Iterator[Rendered | RefusedChat]:
-        """Yield text and spans of each chat; RefusedChat if the template raises an error for it, or leaves out calls.
+        """Yield text and spans of each chat; RefusedChat if the template raises an error for it, leaves out calls, or
+        is not prefix-stable for it.
 
         chats: as values.usable returns them. Many are rendered together, as long as their texts are short.
-        Raises: ValueError for a template that is no jinja, is not prefix-stable, or changes the text at its marks.
+        Raises: ValueError for a template that is no jinja, or changes the text at its marks.
         """
         for group in _groups(chats):
             made = [
@@ -382,10 +383,10 @@ class ChatTemplate:
                 f"of messages 1 to {number} with a generation prompt",
                 f"of messages 1 to {number + 1}",
             )
-            self._check_prefix(subject, before, of_before, after, of_after)
-            self._check_prefix(subject, after, of_after, whole, f"of all {length}")
+            self._check_prefix(before, of_before, after, of_after)
+            self._check_prefix(after, of_after, whole, f"of all {length}")
             if spans and len(before) < spans[-1][1]:
-                raise self._unstable(subject, f"the rendering {of_before} is shorter than that of fewer messages")
+                raise self._unstable(f"the rendering {of_before} is shorter than that of fewer messages")
             edges += [len(before), len(after)]
             reply = after[len(before) :]
             if self._starts_with_words(subject, chat, number, before, reply):
@@ -424,18 +425,16 @@ class ChatTemplate:
         text = self._render(str(self.text), chat._replace(messages=messages), number + 1, add_generation_prompt=False)
         return text.startswith(before) and text[len(before) :].lstrip().startswith(words)
 
-    def _check_prefix(self, subject: str, text: str, what: str, longer: str, what_longer: str) -> None:
+    def _check_prefix(self, text: str, what: str, longer: str, what_longer: str) -> None:
         if longer.startswith(text):
             return
         at, one, other = self.difference(text, longer)
         found = f"the rendering {what} continues at token {at} with {one!r}, and that {what_longer} with {other!r}"
-        raise self._unstable(subject, found)
+        raise self._unstable(found)
 
-    def _unstable(self, subject: str, found: str) -> UnstableError:
-        return UnstableError(
-            f"{self.name}: its chat template is not prefix-stable, so the assistant's tokens are not known. "
-            f"In {subject} {found}. {REMEDY}"
-        )
+    def _unstable(self, found: str) -> _RefusedError:
+        why = "is not prefix-stable, so the assistant's tokens are not known"
+        return _RefusedError(NOT_STABLE, f"the chat template of {self.name} {why}: {found}")
 
 
 def _mark_variables(marks: Sequence[str]) -> dict[str, str]:

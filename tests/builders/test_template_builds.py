@@ -76,16 +76,39 @@ def test_every_chat_is_kept_or_counted(tmp_path, caplog):
     assert (tmp_path / "c" / "index" / "train_ids.txt").read_text() == "both\nmerged\nempty\ntwo\n"
 
 
-def test_no_target_at_all_is_an_error_that_counts_and_says_what_to_do(tmp_path):
-    items = [("a", chat("x")), ("b", chat("refuse"))]
-    with refused("E303", "'no_supervised': 1", "chat 'b'", "--loss-on") as error:
-        templated(tmp_path / "c", items=items, chat_tokenizer=type("", (Odd,), {"encoded": never})())
-    assert "no chat with a target is left" in str(error.value) and not (tmp_path / "c").exists()
+NOTHING_LEFT = [
+    ("no_supervised", "assistant", "E303", "name other turns with --loss-on, or with --chat-template a file"),
+    ("refused_by_template", "assistant", "E303", "a template that takes these chats: --chat-template FILE"),
+    ("special_text", "assistant", "E303", "The first: chat 'b': why."),
+    ("not_prefix_stable", "assistant", "E407", "--loss-on last. Name a file with a template that puts"),
+    ("not_prefix_stable", "last", "E407", "chat 'b': why. Name a file with a template that puts"),
+]
 
 
-def never(self, chat):
-    is_refused = chat.messages[0]["content"] == "refuse"
-    return Odd.encoded(self, chat) if is_refused else encoded_chat([7, 8], [0, 0])
+@pytest.mark.parametrize(("reason", "loss_on", "code", "said"), NOTHING_LEFT)
+def test_no_target_at_all_is_an_error_that_counts_and_says_what_helps(tmp_path, reason, loss_on, code, said):
+    class Never(ByteChats):
+        def encoded(self, chat):
+            return refused_chat(reason, f"chat {chat.name!r}: why")
+
+    never = type("", (Never,), {"loss_on": loss_on})()
+    with refused(code, "no chat with a target is left", f"'{reason}': 1", "'malformed': 1", said) as error:
+        templated(tmp_path / "c", items=[("a", "text"), ("b", chat("x"))], chat_tokenizer=never)
+    assert ("--loss-on" in str(error.value)) == ("--loss-on" in said) and not (tmp_path / "c").exists()
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_a_template_that_is_stable_for_none_of_the_first_hundred_chats_ends_the_build(tmp_path):
+    class Unstable(ByteChats):
+        def encoded(self, chat):
+            unstable = refused_chat("not_prefix_stable", f"chat {chat.name!r}: why")
+            return unstable if chat.name.isdecimal() else super().encoded(chat)
+
+    items = [(str(number), chat("A", "B")) for number in range(200)]
+    meta = templated(tmp_path / "c", items=[("first", items[0][1]), *items], chat_tokenizer=Unstable())
+    assert meta["dropped"] == {"not_prefix_stable": 200}
+    with refused("E407", "'not_prefix_stable': 100,", "--loss-on last"):
+        templated(tmp_path / "d", items=[*items, ("last", items[0][1])], chat_tokenizer=Unstable())
 
 
 def test_an_id_outside_the_vocabulary_is_named(tmp_path):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.chat_tokenizers import CHAT, CHATML, CHATML_MARKED, write_tokenizer
+from support.chat_tokenizers import CHAT, CHATML, CHATML_MARKED, LAST_REPLY_THINKS, write_tokenizer
 from support.errors import refused
 
 from niels_gpt.cache.meta import read_meta
@@ -202,6 +202,47 @@ def test_the_projects_chats_are_built_by_a_template_where_there_are_no_sentinels
         assert meta["special_token_ids"] == {} and sum(meta["supervised_tokens"].values()) > 100
     of_trees = plan(settings, ["trees/oasst1"])[-1]
     assert of_trees.action.startswith("left out") and "has no sentinels" in of_trees.action
+
+
+def test_a_chat_that_the_template_changes_once_others_follow_is_left_out_and_counted(tmp_path, caplog, capsys):
+    folder = write_tokenizer(tmp_path / "thinks", template=LAST_REPLY_THINKS)
+    words = [
+        "build",
+        "--sft",
+        f"own={tmp_path}/chats.jsonl",
+        "--tokenizer",
+        str(folder),
+        "--chat-template",
+        "tokenizer",
+    ]
+    words += ["--cache-dir", str(tmp_path / "cache")]
+
+    def build(*chats, flags=()):
+        (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in chats))
+        status, printed = main([*words, *flags]), capsys.readouterr()
+        return status, printed.out + " ".join(printed.err.split())
+
+    status, printed = build(*[CHAT[:2]] * 4, *[CHAT] * 3)
+    assert status == 0 and "own: 4 chats" in printed and "dropped: not_prefix_stable 3" in printed
+    assert "left out, since the chat template writes their earlier turns otherwise once others follow: 3" in caplog.text
+    assert main(["stats", str(tmp_path / "cache/sft/own")]) == 0 and "not_prefix_stable" in capsys.readouterr().out
+    status, printed = build(CHAT)
+    assert status == 1 and re.search("error.E407.*not_prefix_stable.*--loss-on last", printed)
+    assert build(CHAT, flags=["--loss-on", "last"])[0] == 0
+
+
+def test_what_a_template_makes_is_shown_in_part_and_never_blamed_on_the_chats(tmp_path, tokenizer):
+    rows(tmp_path)
+    path = tmp_path / "odd.jinja"
+    for template, code, said in (
+        (r"{{ '\ud800' }}", "E303", r"the template writes '\ud800', half of a surrogate pair"),
+        ("{{ raise_exception('x' * 1000000) }}", "E303", "xxx..."),
+        ("{{ messages | length }}{{ 'x' * 100000 }}", "E407", "continues at token 0 with '2x"),
+    ):
+        path.write_text(template + CHATML)
+        with refused(code, said, "--chat-template FILE") as error:
+            build_token_cache(settings_of(tmp_path, tokenizer, chat_template=str(path)), "own")
+        assert len(str(error.value)) < 1500
 
 
 def test_marks_that_are_no_tokens_are_named(tmp_path, tokenizer, caplog):

@@ -28,7 +28,9 @@ from niels_gpt.builders.resume import NoTextError, open_build, seek
 from niels_gpt.builders.sft.examples import FILES, LOSS, SPLIT_RULE, ExampleBuffer
 from niels_gpt.builders.source import Batch, ItemKind, first_number
 from niels_gpt.builders.split import TextSplit, chat_text
+from niels_gpt.chat.protocol import NOT_AS_TEXT, NOT_STABLE, REFUSED_BY_TEMPLATE, TOO_LARGE, UNKNOWN_TURNS, UNUSED_CALLS
 from niels_gpt.chat.rows import EMPTY, MERGED, NO_SUPERVISED, WITHOUT_LOSS
+from niels_gpt.chat.templates import REMEDY
 from niels_gpt.chat.tokenizers import SPECIAL_TEXT, Chat, ChatTokenizer, EncodedChat, RefusedChat
 from niels_gpt.chat.turns import words_of
 from niels_gpt.encoding import DIGEST_BYTES, DIGEST_DTYPE
@@ -41,10 +43,18 @@ logger = logging.getLogger(__name__)
 
 MALFORMED = "malformed"
 _PART_TOKENS = 1 << 20  # of encoded chats that are in memory together
-_REMEDY = (
-    "Expected a chat with a turn that carries loss: name other turns with --loss-on, or with --chat-template a file "
-    "that marks the replies by {% generation %} and {% endgeneration %}"
-)
+_MANY = 100  # chats that are left out because the template is not prefix-stable, and none is kept: it is of no use
+_REMEDIES = {
+    NOT_STABLE: REMEDY,
+    NO_SUPERVISED: "Expected a chat with a turn that carries loss: name other turns with --loss-on, or with "
+    "--chat-template a file that marks the replies by {% generation %} and {% endgeneration %}",
+    **dict.fromkeys(
+        (REFUSED_BY_TEMPLATE, UNUSED_CALLS, NOT_AS_TEXT, TOO_LARGE),
+        "Name a file with a template that takes these chats: --chat-template FILE",
+    ),
+    UNKNOWN_TURNS: "Let all turns of the assistant carry loss: --loss-on assistant,tool_calls",
+}
+"""What helps where no chat is left, by a reason that is among theirs."""
 
 
 class _Item(NamedTuple):
@@ -106,14 +116,12 @@ def build_templated_sft(
     encoder = _ChatEncoder(chat_tokenizer, vocabulary["vocab_size"])
     with open_build(out_dir, identity, {**FILES, LOSS: None}, checkpoint_seconds, source) as build:
         rule = TextSplit(Fraction(val_frac), seed)
-        writer = _Writer(build, encoder, rule, on_special, getattr(tokenizer, "unk_id", None), progress)
+        unk_id = getattr(tokenizer, "unk_id", None)
+        writer = _Writer(os.fspath(out_dir), build, encoder, rule, on_special, unk_id, progress)
         seek(build, source)
         first_number(source.position)
         writer.fill(map(_item, chats), source, num_threads)
-        if not writer.buffer.kept:
-            lost = {**writer.buffer.counts, **source.counters}
-            first = f" The first: {writer.first_problem}." if writer.first_problem else ""
-            raise NoTextError(f"{os.fspath(out_dir)}: no chat with a target is left: {lost}.{first} {_REMEDY}")
+        writer.check_kept(source)
         build.checkpoint(writer.buffer.state(), ended=True)
         known = {"vocabulary": vocabulary, "source": source, "counters": source.counters, "seed": seed, **settings}
         meta = describe_and_commit(build, out_dir, writer.buffer.split, committed, **known)
@@ -180,6 +188,7 @@ class _ChatEncoder:
 
     def __init__(self, chat_tokenizer: ChatTokenizer, vocab_size: int) -> None:
         self._chat_tokenizer, self._lock = chat_tokenizer, Lock()
+        self.loss_on = chat_tokenizer.loss_on
         self.vocab_size, self.dtype = vocab_size, token_dtype(vocab_size)
 
     def hashes(self, texts: Sequence[bytes | str]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
@@ -249,6 +258,7 @@ class _Writer:
 
     def __init__(
         self,
+        out_dir: str,
         build: Build,
         encoder: _ChatEncoder,
         rule: TextSplit,
@@ -257,7 +267,7 @@ class _Writer:
         progress: Progress | None,
     ) -> None:
         self._build, self._encoder, self._on_special, self._unk_id = build, encoder, on_special, unk_id
-        self._progress = progress
+        self._out_dir, self._progress = out_dir, progress
         self.buffer = ExampleBuffer(build, encoder.dtype, rule)
         self.first_problem = ""
         """Of the first chat that was dropped in this run for a reason that has words."""
@@ -279,9 +289,23 @@ class _Writer:
                 for encoded in parts:
                     self._add(batch, encoded)
                 self.buffer.counts["examples_read"] += len(batch.items)
+                if self.buffer.counts[NOT_STABLE] >= _MANY:
+                    self.check_kept(source)
                 self._build.record_consumed(_CHATS.digests(batch.items, self._encoder), batch.chunk)
                 self._build.checkpoint(self.buffer.state())
                 self._report(self.buffer.counts["examples_read"])
+
+    def check_kept(self, source: Source) -> None:
+        """Raise NoTextError if no chat is kept."""
+        counts = self.buffer.counts
+        if self.buffer.kept:
+            return
+        first = f" The first: {self.first_problem}." if self.first_problem else ""
+        is_last = self._encoder.loss_on == "last"
+        last = "" if is_last or not counts[NOT_STABLE] else " If it changes only turns before the last: --loss-on last."
+        remedy = next((f" {remedy}" for reason, remedy in _REMEDIES.items() if counts[reason]), "")
+        found = f"no chat with a target is left: {dict(counts + Counter(source.counters))}.{first}{last}{remedy}"
+        raise NoTextError(f"{self._out_dir}: {found}", code="E407" if counts[NOT_STABLE] else "E303")
 
     def _report(self, chats: int) -> None:
         if self._progress is not None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from niels_gpt.chat.protocol import SPECIAL_TEXT, ChatTokenizer, RefusedChat, UnstableError
+from niels_gpt.chat.protocol import NOT_STABLE, SPECIAL_TEXT, ChatTokenizer, RefusedChat
 from niels_gpt.chat.template_process import Chat, Messages
 from niels_gpt.chat.turns import assistant_turns, calls_tools, supervised_turns
 from niels_gpt.eagle3.replies.generate import CONTEXT, LENGTH, STOP, Prompt, Reply
@@ -23,10 +23,8 @@ FORMS: Final = ("messages", "ids")
 MESSAGES: Final = FORMS[0]
 NO_PROMPT, CALLS_TOOLS, OVER_CONTEXT, EMPTY_REPLY = "no_prompt", "calls_tools", "over_context", "empty_reply"
 """Why a chat, or its rest, has no reply: nobody asks, the turn calls a tool, the prompt leaves no room, the reply has
-no words. Beside these: the reasons of the tokenizer's RefusedChat, and SPECIAL_TEXT for a special token in it."""
-NOT_STABLE = "not_prefix_stable"
-"""Why a chat of the form "messages" has no further reply: behind one, the template writes its earlier turns otherwise.
-The file would be refused as input, since it is not known which tokens are the assistant's."""
+no words. Beside these: the reasons of the tokenizer's RefusedChat, SPECIAL_TEXT for a special token in it, and, of the
+form "messages", NOT_STABLE: behind a reply the template writes the earlier turns otherwise."""
 SOURCE_TURNS = "turns_of_the_source"
 """Counter of the assistant's turns of the form "messages" that the target did not write, and that get loss."""
 CUT: Final = {LENGTH: "cut_at_max_new_tokens", CONTEXT: "cut_at_context"}
@@ -122,14 +120,14 @@ def next_prompts(
 
 
 def _keeps_its_turns(prompt: Chat, tokenizer: ChatTokenizer) -> bool:
-    """Whether the template writes the assistant's turns of a prompt as it did, once another one stands behind them."""
+    """Whether the template writes the assistant's turns of a prompt as it did, once another one stands behind them.
+
+    Else the chat has no further reply (NOT_STABLE): the file would be refused as input.
+    """
     if not assistant_turns(prompt.messages):
         return True
-    try:
-        list(tokenizer.encode_chats([prompt._replace(messages=[*prompt.messages, _ANY_REPLY])]))
-    except UnstableError:
-        return False
-    return True
+    (found,) = tokenizer.encode_chats([prompt._replace(messages=[*prompt.messages, _ANY_REPLY])])
+    return not isinstance(found, RefusedChat) or found.reason != NOT_STABLE
 
 
 def reply_to_all(chats: Sequence[Answered], tokenizer: ChatTokenizer, generate: Generate, form: str = MESSAGES) -> None:
