@@ -68,6 +68,13 @@ def test_all_fields_that_differ_are_named_in_order_and_six_of_their_values(cache
     assert error.found.endswith("): source.limit: None, now 9")
 
 
+def test_another_chat_template_is_named_with_where_it_is_from(cache):
+    given = small.plan(samples_of(), tokenizer={"template_sha256": "b" * 64})
+    error = untouched(cache, "E703", given=given, resume=True)
+    template = "the chat template (tokenizer.template_sha256), of --chat-template or else of small"
+    assert error.found.endswith(f"{template}: None, now {'b' * 12}")
+
+
 def test_other_samples_are_refused(cache):
     rows = small.rows()
     rows[3] = small.Row(rows[3].id, rows[3].input_ids, [1 - bit for bit in rows[3].loss_mask])

@@ -47,6 +47,7 @@ _ORIGINAL = "Run it with the original settings"
 _RESUMED = "--resume was requested, but "
 _MISMATCH = f"{_RESUMED}the recorded plan does not match the current run configuration"
 _MOST_VALUES = 6
+_TEMPLATE = "tokenizer.template_sha256"
 _FOLLOWS = ("dropped.", "altered.", "samples.", "batches.sha256", "manifest.selected_token_ids", "manifest.num_samples")
 """Fields that follow from the settings and the files."""
 
@@ -290,7 +291,10 @@ def _values(name: str, record: dict[str, Any], manifest: dict[str, Any], plan: P
     ours = next((value for value in now if value is not None), None)
     recorded = [_value(name, record), _value(name, {"manifest": manifest})]
     theirs = next((value for value in recorded if value is not None and value != ours), None)
-    return f"{name}: {theirs!r:.60}, now {ours!r:.60}"
+    if name == _TEMPLATE:
+        name = f"the chat template ({name}), of --chat-template or else of {_value('target.name', plan.record)}"
+    before, after = (str(each)[:12] if "sha256" in name and each else shortened(each) for each in (theirs, ours))
+    return f"{name}: {before}, now {after}"
 
 
 def _value(name: str, record: Any) -> Any:
