@@ -272,8 +272,16 @@ def _opened(tokenizer: Tokenizer, choice: str, seed: int) -> Engine:
             logger.warning("%s; %s encodes", error.difference, reference.name, extra={"code": "W410"})
         elif error.code == "E901" and is_bpe(full):
             logger.info("builds with this tokenizer are many times as fast with gigatoken: %s", INSTALL)
+        elif error.code != "E901" and not error.is_usual:
+            _say(f"{full.model_path}: {reference.name} encodes, and many times as slowly as gigatoken: {error.reason}")
         return reference
     return ComparedEngine(fast, reference, full, seed=seed)
+
+
+@functools.cache
+def _say(text: str) -> None:
+    """Log a text once: a run opens its tokenizer for each cache."""
+    logger.info(text)
 
 
 def _refusal(tokenizer: FullTokenizer, error: UnusableError | EngineDifference) -> CacheError:

@@ -37,9 +37,10 @@ class Model:
 class UnusableError(Exception):
     """gigatoken cannot encode with a tokenizer."""
 
-    def __init__(self, reason: str, remedy: str = "", *, code: str = "E411") -> None:
+    def __init__(self, reason: str, remedy: str = "", *, code: str = "E411", is_usual: bool = False) -> None:
+        """is_usual: it is for no tokenizer of this kind, and nobody would expect it to."""
         super().__init__(reason)
-        self.reason, self.remedy, self.code = reason, remedy, code
+        self.reason, self.remedy, self.code, self.is_usual = reason, remedy, code, is_usual
 
 
 def is_bpe(tokenizer: FullTokenizer) -> bool:
@@ -98,7 +99,7 @@ def _of_sentencepiece(raw: bytes) -> Model:
     try:
         content = json.loads(sentencepiece_to_tokenizer_json(raw))
     except ValueError as error:  # unigram, or without byte fallback
-        raise UnusableError(str(error)[:SHOWN]) from None
+        raise UnusableError(str(error)[:SHOWN], is_usual=True) from None
     types = [each["type"] for each in _normalizers(content["normalizer"])]
     literals = {each["content"] for each in content["added_tokens"] if not each["special"]}
     if types not in (_SPACES, _PREFIX_AND_SPACES):
