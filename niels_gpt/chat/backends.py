@@ -6,7 +6,9 @@ Both give the ids of their own library and the offsets of each token; for the sa
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -36,8 +38,8 @@ class Backend(Protocol):
     """Of the tokenizer."""
     template: str | None
     """Its own chat template."""
-    has_tool_template: bool
-    """Whether it has another one for chats with tools."""
+    tool_template: str
+    """How to name the other one that it has for chats with tools; "": it has none."""
     variables: Mapping[str, str]
     """Of a template: bos_token and so on."""
     added_tokens: Sequence[str]
@@ -69,7 +71,8 @@ class TransformersBackend(Backend):
         self.name, self._tokenizer = name, tokenizer
         self.sha256 = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
         self.template = tokenizer.get_chat_template() if tokenizer.chat_template else None
-        self.has_tool_template = isinstance(tokenizer.chat_template, dict) and "tool_use" in tokenizer.chat_template
+        has_two = isinstance(tokenizer.chat_template, dict) and "tool_use" in tokenizer.chat_template
+        self.tool_template = _named(Path(os.path.expanduser(name))) if has_two else ""
         self.variables = dict(tokenizer.special_tokens_map)
         added = list(tokenizer.added_tokens_decoder.values())
         self.added_tokens = [token.content for token in added]
@@ -124,15 +127,20 @@ class TransformersTokens:
 class CacheBackend(Backend):
     """The tokenizer.json of a cache, with the template and the named tokens of the files beside it."""
 
-    def __init__(self, tokenizer: HuggingFaceTokenizer) -> None:
-        """Raises: CacheError for files that are damaged, or have named templates without one that is the default."""
+    def __init__(self, tokenizer: HuggingFaceTokenizer, copied_from: str = "") -> None:
+        """copied_from: folder that the tokenizer was copied from, for messages.
+
+        Raises: CacheError for files that are damaged, or have named templates without one that is the default.
+        """
         self._tokenizer = tokenizer
         self.name, self.sha256 = os.path.dirname(tokenizer.model_path), tokenizer.sha256
         path = Path(tokenizer.model_path)
         files = {name: companion(path, name, follow_links=tokenizer.follow_links) for name in COMPANIONS}
         config, named = (_object_of(files[name], path.with_name(name)) for name in (CONFIG_NAME, TOKENS_MAP_NAME))
-        self.template, is_named = _template_of(files[TEMPLATE_NAME], config, path.parent)
-        self.has_tool_template = is_named or has_tool_template(path)
+        self.template, has_two = _template_of(files[TEMPLATE_NAME], config, path.parent)
+        origin = Path(os.path.expanduser(copied_from or "FOLDER"))
+        folder = path.parent if has_two else origin.parent if origin.is_file() else origin
+        self.tool_template = _named(folder) if has_two or has_tool_template(path) else ""
         self.variables = _variables({**config, **({} if "added_tokens_decoder" in config else named)})
         added = tokenizer.added_tokens()
         self.added_tokens = list(added)
@@ -161,6 +169,15 @@ def has_tool_template(file: Path) -> bool:
         return parse_object(read_regular(file.parent / META_NAME)).get("tool_template") is True
     except (CacheError, OSError, ValueError):
         return False
+
+
+def _named(folder: Path) -> str:
+    """Return the flag that names the template for chats with tools; before it the command that writes it to a file."""
+    if (folder / _TOOL_TEMPLATE).is_file() or not (folder / CONFIG_NAME).is_file():
+        return f"--chat-template {shlex.quote(str(folder / _TOOL_TEMPLATE))}"
+    templates = f'json.load(open({json.dumps(str(folder / CONFIG_NAME))}))["chat_template"]'
+    code = f'import json; print({{each["name"]: each["template"] for each in {templates}}}["tool_use"], end="")'
+    return f"python -c {shlex.quote(code)} > tool_use.jinja; --chat-template tool_use.jinja"
 
 
 def _object_of(raw: bytes | None, path: Path) -> dict[str, Any]:

@@ -104,7 +104,7 @@ class TemplateTokenizer(ChatTokenizer):
         self.start, self.usual_starts = start, usual_starts
         self._backend = backend
         self._num_read = 0
-        self._has_tool_template = template is None and backend.has_tool_template
+        self._tool_template = backend.tool_template if template is None else ""
         ends = tuple(literal for literal in backend.added_tokens if literal.strip())
         text = backend.template if template is None else template
         self._template = ChatTemplate(file or self.name, text, backend.variables, ends, self._difference, self.loss_on)
@@ -207,10 +207,10 @@ class TemplateTokenizer(ChatTokenizer):
             if literal := self._literal.search(text):
                 found = f"a message or tool of chat {chat.name!r} holds the special token {literal.group()[:_SHOWN]}"
                 return RefusedChat(SPECIAL_TEXT, found)
-        if plain.tools is not None and self._has_tool_template:
+        if plain.tools is not None and self._tool_template:
             raise TemplateError(
-                f"{self.name}: its tokenizer has another chat template for chats with tools, and chat {chat.name!r} "
-                "has tools. Name a file with the one to use for all chats: --chat-template FILE"
+                f"{self.name}: its tokenizer has two chat templates, default and, for chats with tools, tool_use, and "
+                f"chat {chat.name!r} has tools. Use one for all chats, such as tool_use: {self._tool_template}"
             )
         return plain
 

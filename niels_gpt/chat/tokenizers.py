@@ -121,16 +121,21 @@ def _of_transformers(name: str, revision: str | None) -> Any:
 
 
 def template_tokenizer(
-    tokenizer: HuggingFaceTokenizer, template: str | None, *, loss_on: str = "assistant", file: str | None = None
+    tokenizer: HuggingFaceTokenizer,
+    template: str | None,
+    *,
+    loss_on: str = "assistant",
+    file: str | None = None,
+    copied_from: str = "",
 ) -> ChatTokenizer:
     """Return a tokenizer of chats with the ids of a cache's tokenizer. It needs no transformers.
 
     template: text of a jinja template; None: the one in the tokenizer's folder.
-    loss_on: one of turns.LOSS_ON. file: that the template was read from, for messages.
+    loss_on: one of turns.LOSS_ON. file: that the template was read from, for messages. copied_from: as of CacheBackend.
     Raises: ValueError for a template that is too long, and for another `loss_on`; CacheError for damaged files beside
         the tokenizer.
     """
-    return TemplateTokenizer(CacheBackend(tokenizer), template, loss_on=loss_on, file=file)
+    return TemplateTokenizer(CacheBackend(tokenizer, copied_from), template, loss_on=loss_on, file=file)
 
 
 def _is_of_project(folder: str) -> bool:

@@ -274,8 +274,11 @@ def test_the_template_and_the_named_tokens_come_from_the_files_beside(folder, tm
     assert (llama.pad_id, llama.special_token_ids) == (6, [1, 6, None, None])
     assert supervised(llama, llama.encode_chat([USER, WORDS])) == ["It rained.<|eot|>"]
     assert llama.encode_chat([USER, WORDS])[0][0] == 1
-    with refused("E407", "chat '0'", "--chat-template FILE"):
+    with refused("E407", "chat '0'", "default", "--chat-template tool_use.jinja") as error:
         llama.encode_chat([USER, WORDS], TOOLS)
+    command = str(error).split("such as tool_use: ")[1].split("; --chat-template")[0]
+    subprocess.run(command, shell=True, cwd=tmp_path, check=True)
+    assert (tmp_path / "tool_use.jinja").read_text() == kinds.CHATML
     with refused("E407", tmp_path, "no chat template"):
         opened().encode_chats([])
     with refused("E403", config, "'rag'", "default"):

@@ -259,16 +259,22 @@ def test_marks_that_are_no_tokens_are_named(tmp_path, tokenizer, caplog):
 
 
 def test_another_template_for_chats_with_tools_is_known_after_the_tokenizer_was_copied(tmp_path):
+    from transformers import AutoTokenizer
+
     folder = write_tokenizer(tmp_path / "named")
     (folder / "additional_chat_templates").mkdir()
-    (folder / "additional_chat_templates" / "tool_use.jinja").write_text(CHATML)
+    file = folder / "additional_chat_templates" / "tool_use.jinja"
+    file.write_text(CHATML_MARKED)
     chats = rows(tmp_path)
     build_token_cache(settings_of(tmp_path, folder), "own")
     assert read_meta(str(tmp_path / "cache/tokenizer/meta.json"))["tool_template"] is True
     tools = [{"type": "function", "function": {"name": "rain"}}]
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": chats[0], "tools": tools}))
-    with refused("E407", "--chat-template"):
+    with refused("E407", f"--chat-template {file}"):
         build_token_cache(settings_of(tmp_path, folder), "own")
+    build_token_cache(settings_of(tmp_path, folder, chat_template=str(file)), "own")
+    opened = AutoTokenizer.from_pretrained(folder)
+    assert opened.get_chat_template(tools=tools) == file.read_text() != opened.get_chat_template()
 
 
 def test_what_no_template_can_be_used_with_is_refused_before_anything_is_made(

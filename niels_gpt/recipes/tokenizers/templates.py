@@ -96,6 +96,7 @@ def opened_template(settings: Settings, tokenizer: FullTokenizer, where: Path) -
         template_text(settings),
         loss_on=settings.loss_on,
         file=settings.chat_template if settings.chat_template != OF_TOKENIZER else None,
+        copied_from=settings.tokenizer or "",
     )
     if opened.template_sha256 is None:
         raise CacheError(
