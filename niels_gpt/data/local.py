@@ -156,7 +156,7 @@ class LocalFiles:
 
         What a row may look like, and why it may be dropped: see files.rollouts. The rest: as `texts`. To know that a
         group is whole, the row behind it is read; counters and position do not have that row until it is used.
-        Raises: ValueError for a group of more than rollouts.MAX_GROUP_TOKENS in several rows; as `texts`.
+        Raises: ValueError for a group of several rows that is larger than `rollouts` allows; as `texts`.
         """
         behind = rollouts.Behind(counters, position)
         reader = _Reader(self, behind.counters, (*rollouts.FIELDS, "id"), max_document_bytes, behind.position)
@@ -288,7 +288,7 @@ def _has_suffix(path: Path, suffixes: Sequence[str]) -> bool:
 
 
 def _kind_of(path: Path) -> str:
-    return (path.suffix.lower() or "without a suffix") if path.is_file() else _ODD
+    return (path.suffix.lower() or "without a suffix") if os.path.isfile(path) else _ODD
 
 
 _ODD = "pipes, devices or links to nothing"
@@ -492,7 +492,7 @@ def _nothing_found(
             f"nothing matches {pattern!r}: no file or folder at {literal}. Expected a file, a folder, or a glob in "
             "quotation marks, such as 'notes/**/*.md': a shell expands an unquoted one"
         )
-    kinds = sorted({(path.suffix or path.name) if path.is_file() else _ODD for path in matches})[:_MOST_NAMES]
+    kinds = sorted({(path.suffix or path.name) if os.path.isfile(path) else _ODD for path in matches})[:_MOST_NAMES]
     found = f"{len(matches)} files of other kinds ({', '.join(kinds)})" if matches else f"an empty folder, {literal}"
     more = "; --as-text .SUFFIX,... reads more kinds as text" if DOCUMENT_SUFFIXES[0] in suffixes else ""
     return (

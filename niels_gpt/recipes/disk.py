@@ -22,6 +22,7 @@ from niels_gpt.recipes.resolve import ResolvedSource
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import NoRoomError
 from niels_gpt.storage.fileio import META_NAME, walked
+from niels_gpt.storage.meta_json import is_sparse
 from niels_gpt.storage.remedies import build_command
 from niels_gpt.storage.versions import BUILDING, PARTITIONS, VERSION_DIGITS, versions_dir
 from niels_gpt.tokenizers.protocol import MAX_IDS, token_dtype
@@ -134,7 +135,10 @@ def refuse_without_room(settings: Settings, cache_dir: Path, needs: dict[str, Di
 
 def _text_size(path: Path) -> tuple[int, int, int]:
     """Return the bytes of text in a file, at least and at most, and about how many rows it has at most."""
-    size, name = path.stat().st_size, path.name.lower()
+    about, name = path.stat(), path.name.lower()
+    if is_sparse(about):  # it is refused when it is read
+        return 0, 0, 0
+    size = about.st_size
     if name.endswith(".parquet"):
         return size, size * _UNPACKED, _parquet_rows(path)
     if name.endswith((".md", ".txt")) and not _is_lines(path):

@@ -23,8 +23,8 @@ from niels_gpt.recipes.eagle3.of_settings import KEY as TARGETS_KEY
 from niels_gpt.recipes.eagle3.of_settings import VOCAB_KEY, has_small_target
 from niels_gpt.recipes.eagle3.planned import planned_action
 from niels_gpt.recipes.partitions.documents import is_partitioned
-from niels_gpt.recipes.partitions.planned import listing_of, planned
-from niels_gpt.recipes.resolve import ResolvedSource, asked_revisions, resolve_source
+from niels_gpt.recipes.partitions.planned import planned
+from niels_gpt.recipes.resolve import ResolvedSource, asked_revisions, listing_of, resolve_source
 from niels_gpt.recipes.rollouts.caches import build_rollout_cache
 from niels_gpt.recipes.rollouts.trees import TREES
 from niels_gpt.recipes.run_recipe import (

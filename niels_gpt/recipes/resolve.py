@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -63,6 +65,11 @@ class ResolvedSource:
         """The files that are read, in order; empty on the hub."""
         return self.found.files if self.found else ()
 
+    @cached_property
+    def listing(self) -> str | None:
+        """`listing_of` this source when it is first asked for: before its text is read."""
+        return listing_of(self)
+
     @property
     def ordered(self) -> bool:
         """Whether rows come in the order of the hub's stream, so that a builder must not shuffle them again (D8)."""
@@ -96,6 +103,7 @@ class ResolvedSource:
         if self.kind == "hub":
             return self._hub_provenance(self._known(recorded or {}, ask_hub))
         assert self.root is not None
+        _ = self.listing
         fingerprint = files_fingerprint(self.root, self.files)
         if self.user is not None:  # the user's lines are in meta.json, or decide what is read
             stated = [fingerprint, self.user.field, *self.credit]
@@ -125,6 +133,21 @@ class ResolvedSource:
             "datasets_version": self.manifest["datasets_version"] if self.manifest else version("datasets"),
         }
         return {**provenance, "asked_revision": self.asked_revision} if self.asked_revision else provenance
+
+
+def listing_of(source: ResolvedSource) -> str | None:
+    """Return the sha256 of the names, sizes and times of the source's files; None on the hub, which has a revision.
+
+    With what else is in the provenance of user-defined text: its field, licence and attribution.
+    """
+    if source.found is None:
+        return None
+    digest = hashlib.sha256(canonical_json([source.kind, source.user and source.user.field, *source.credit]))
+    for path in source.files:
+        about = path.stat()
+        name = os.fsencode(path.relative_to(source.found.root))
+        digest.update(name + f"\0{about.st_size}\0{about.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
 
 
 def resolve_source(settings: Settings, name: str) -> ResolvedSource:

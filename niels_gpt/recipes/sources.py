@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 from niels_gpt.chat.template_process import Chat
 from niels_gpt.data.exclude import read_exclusion, remaining
@@ -13,10 +13,12 @@ from niels_gpt.data.files.text import WITH_NUL, note
 from niels_gpt.data.sources import Loader, LoadRequest
 from niels_gpt.data.types import ChatSample, PretrainSample, RawChat, SequenceGroup, TextBlock, source_id
 from niels_gpt.documents import DocumentBatch, Partition
-from niels_gpt.recipes.resolve import ResolvedSource
+from niels_gpt.recipes.resolve import ResolvedSource, listing_of
 from niels_gpt.settings import Settings
-from niels_gpt.storage.errors import SourceError
+from niels_gpt.storage.errors import CacheError, SourceError
+from niels_gpt.storage.remedies import build_command
 
+T = TypeVar("T")
 Documents = Iterator[tuple[str | None, str, str]]
 """Split (None leaves the choice to the text and the seed), text, and the document's id in its source."""
 BATCH_BYTES = 1 << 20  # of text in a batch, which ends with the document that reaches it ...
@@ -181,7 +183,17 @@ def _parts(
     """
     request = LoadRequest(settings, source.found, revision, counters, source.splits, position, blocks, raw, partition)
     loaded = (load or source.spec.load)(request)
-    return _kept_of_parts(settings, source, loaded, counters, position)
+    parts = _kept_of_parts(settings, source, loaded, counters, position)
+    return parts if partition is not None else _unchanged(settings, source, parts)
+
+
+def _unchanged(settings: Settings, source: ResolvedSource, parts: Iterator[T]) -> Iterator[T]:
+    """Yield what was read; raise CacheError at the end if a file is another one than before, in time or size."""
+    before = source.listing
+    yield from parts
+    if listing_of(source) != before:
+        remedy = f"When they no longer change: {build_command(settings, source.spec.key, '--restart')}"
+        raise CacheError(source.root or "", "its files changed while they were read", remedy=remedy, code="E306")
 
 
 def _kept_of_parts(

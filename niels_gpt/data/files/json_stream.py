@@ -17,13 +17,32 @@ from niels_gpt.data.files.text import MAX_DOCUMENT_BYTES, Problem
 from niels_gpt.storage.errors import SourceError
 
 BLOCK_BYTES = 1 << 20
+MAX_LISTS = 1 << 20
+"""Lists and objects of a row: for each, Python takes up to 250 bytes, and three of a file suffice."""
+TOO_MANY = f"more than {MAX_LISTS:,} lists and objects"
 UNSETTLED = 16  # characters at a window's end whose meaning may change with more text: tru|e, 1.|5, "\ud8|3d"
 _WHITESPACE = re.compile(r"[ \t\r\n]*")  # JSON's own, RFC 8259 section 2
 _DECODE = json.JSONDecoder().raw_decode
 # What ends or nests a skipped value, inside a string and outside. A whole run is matched at once.
 _IN_STRING, _OUTSIDE = re.compile(r'["\\]'), re.compile(r'["\[\]{}]')  # one class each, which is searched fast
 _RUN = re.compile(r'"|(?:\\.)+|\\\Z|[\[{]+|[\]}]+', re.DOTALL)
+_STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[\]{}]', re.DOTALL)
 _AFTER_SCALAR = re.compile(r"[,\]}\s]")
+
+
+def has_many_lists(text: str, start: int = 0) -> bool:
+    """Whether the value of JSON at a place of a text has more than MAX_LISTS, as far as the text goes."""
+    if text.count("[", start) + text.count("{", start) <= MAX_LISTS:
+        return False
+    lists = depth = 0
+    for found in _STRING_OR_BRACKET.finditer(text, start):
+        if found[0] in ("[", "{"):
+            lists, depth = lists + 1, depth + 1
+        elif found[0] in ("]", "}"):
+            depth -= 1
+        if lists > MAX_LISTS or depth < 1:
+            break
+    return lists > MAX_LISTS
 
 
 def spans_lines(file: BinaryIO, limit: int = MAX_DOCUMENT_BYTES) -> bool:
@@ -130,6 +149,8 @@ class _Window:
         Raises: _SkipError, without moving, for a value that `skip_value` can skip; ValueError for invalid JSON.
         """
         while True:
+            if has_many_lists(self._text, self._at):
+                raise ValueError(TOO_MANY)  # to skip it would take a second for each megabyte
             try:
                 value, end = _DECODE(self._text, self._at)
             except RecursionError:

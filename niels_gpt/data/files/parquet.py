@@ -1,7 +1,8 @@
 """Rows of a parquet file, batch by batch, in bounded memory; nested lists and structs as Python lists and dicts.
 
 A row has at most `max_row_bytes`. pyarrow allocates whole uncompressed pages and cannot skip one: so a row group with a
-page of more than twice that and a usual page is left out, and all its rows count as too large.
+page of more than twice that and a usual page, or of more values than bytes, is left out, and all its rows count as too
+large. A few bytes can stand for any number of equal values.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ BATCH_ROWS = 1_000  # at most. Rows of 2 kB are equally fast within 10 % with 12
 PROBE_ROWS = 16
 USUAL_PAGE_BYTES = 1 << 20  # pyarrow's; a page ends with the row that reaches it
 _PLAIN = {"PLAIN", "RLE", "BIT_PACKED", "DELTA_LENGTH_BYTE_ARRAY", "BYTE_STREAM_SPLIT", "DELTA_BINARY_PACKED"}
+_USUAL_PAGE_VALUES = 1 << 20
+_LIST_BYTES = 64  # of a list or struct in a list: Python needs more, and arrow as few as none
 _READ_BYTES = 1 << 18  # of a column chunk at once; without it pyarrow reads the whole of it
 _CONVERSION_ERRORS = (ArithmeticError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
 
@@ -89,7 +92,9 @@ def iter_batches(
             by_group = table.num_row_groups >= share.step
             first = 1
             for group in range(table.num_row_groups):
-                stop = first + table.metadata.row_group(group).num_rows
+                if (rows := table.metadata.row_group(group).num_rows) < 0:
+                    raise OSError(f"row group {group} has {rows} rows")
+                stop = first + rows
                 numbers = range(first, stop) if by_group else share.numbers(first, stop)
                 if numbers and numbers[-1] > skip_to and (share.has(group) or not by_group):
                     chunks = _chunks(table, group, names, file.fileno())
@@ -97,14 +102,14 @@ def iter_batches(
                 first = stop
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
-            raise  # of the system: no such file, no permission; a page that does not decompress has no errno
+            raise  # of the system: no such file, no permission; a damaged page and a wrong count have no errno
         if isinstance(error, pa.ArrowNotImplementedError):
             raise SourceError(f"{path}: holds what pyarrow cannot read ({error}); write it in another form") from error
         with open(path, "rb") as begin:
             problem = (
                 NOT_FETCHED
                 if is_pointer(begin.read(1 << 16))
-                else f"not a whole parquet file ({error}); fetch it again"
+                else f"not a whole parquet file ({error}); fetch it again, or write it in another form"
             )
         raise SourceError(f"{path}: {problem}") from error
 
@@ -124,13 +129,16 @@ class _Groups:
 
         first: number of the group's first row. numbers: of those of its rows that are wanted.
         """
-        largest = max((page.num_bytes for chunk in chunks for page in chunk.pages), default=0)
-        if largest > 2 * self._limit + USUAL_PAGE_BYTES:
+        pages = [page for chunk in chunks for page in chunk.pages]
+        largest = max((page.num_bytes for page in pages), default=0)
+        longest = max((page.num_values for page in pages), default=0)
+        if largest > 2 * self._limit + USUAL_PAGE_BYTES or longest > max(self._limit, _USUAL_PAGE_VALUES):
             where = f"{path}, rows {numbers[0]} to {numbers[-1]}"
-            found = f"a page of {largest:,} bytes among these rows, which can only be read together"
+            found = f"a page of {largest:,} bytes, or one of {longest:,} values, among these rows"
+            found += ", which can only be read together"
             yield numbers, Problem.too_large(where, self._limit, rows=len(numbers), found=found)
             return
-        every = Share((numbers[0] - 1) % numbers.step, numbers.step)
+        start, every = first, Share((numbers[0] - 1) % numbers.step, numbers.step)
         for part in self.parts(group, chunks):
             wanted = every.numbers(first, first + part.num_rows)
             if wanted and wanted[-1] > skip_to:
@@ -139,6 +147,8 @@ class _Groups:
                 else:
                     yield wanted, _rows_at(part, [number - first for number in wanted])
             first += part.num_rows
+        if (missing := start + self._table.metadata.row_group(group).num_rows - first) > 0:
+            raise OSError(f"row group {group} lacks {missing} of its rows")
 
     def parts(self, group: int, chunks: list[_Chunk]) -> Iterator[Any]:
         """Yield the batches of a row group whole, or row by row if a row of the batch may be too large."""
@@ -243,20 +253,23 @@ def _size_of(batch: Any) -> int:
     return sum(map(_bytes_of, batch.columns))
 
 
-def _bytes_of(array: Any) -> int:
-    """Return the bytes of an arrow array, counting each value of a dictionary as often as it is used."""
+def _bytes_of(array: Any, of_list: int = 0) -> int:
+    """Return the bytes of an arrow array, counting each value of a dictionary as often as it is used.
+
+    of_list: bytes that a list or struct counts as, beside its values. A value counts as one byte at least.
+    """
     import pyarrow as pa
     import pyarrow.compute as pc
 
     if pa.types.is_dictionary(array.type) and _is_text(array.type.value_type):
         return int(pc.sum(_lengths(array)).as_py() or 0)
     if pa.types.is_struct(array.type):
-        return sum(map(_bytes_of, array.flatten()))
+        return of_list * len(array) + sum(_bytes_of(field, of_list) for field in array.flatten())
     if pa.types.is_list(array.type) or pa.types.is_large_list(array.type) or pa.types.is_fixed_size_list(array.type):
-        return _bytes_of(array.flatten())
+        return of_list * len(array) + _bytes_of(array.flatten(), _LIST_BYTES)
     if pa.types.is_map(array.type):
-        return _bytes_of(array.cast(pa.list_(pa.struct([array.type.key_field, array.type.item_field]))))
-    return int(array.nbytes)
+        return _bytes_of(array.cast(pa.list_(pa.struct([array.type.key_field, array.type.item_field]))), of_list)
+    return max(int(array.nbytes), len(array))
 
 
 def _is_text(kind: Any) -> bool:
@@ -351,6 +364,10 @@ def _chunks(table: Any, group: int, names: list[str], handle: int) -> list[_Chun
         except ValueError:  # damaged, which pyarrow reports better, or unusual: use the footer
             pages = [Page(int(chunk.num_values), size, False, -1)]
         is_flat = table.schema.column(number).max_repetition_level == 0
+        values = sum(page.num_values for page in pages if not page.is_dictionary)
+        if values != chunk.num_values or (is_flat and values != about.num_rows):
+            counts = f"{about.num_rows} rows, and {values} of {chunk.num_values} values"
+            raise OSError(f"row group {group} has {counts} in a column")
         is_coded = all(page.is_dictionary or page.encoding in CODES for page in pages)
         chunks.append(_Chunk(chunk.path_in_schema, size, pages, _is_plain(chunk), is_coded, is_flat))
     return chunks
@@ -372,7 +389,8 @@ def _batch_rows(table: Any, group: int, names: list[str], chunks: list[_Chunk], 
 def _most_rows(chunk: _Chunk, max_row_bytes: int) -> int:
     """Return how many consecutive rows of a column have at most about max_row_bytes, anywhere in the chunk."""
     largest = max((page.num_bytes for page in chunk.pages), default=0)
-    if not (chunk.is_plain and chunk.is_flat):  # any value may be as large as a page
+    if not (chunk.is_plain and chunk.is_flat):  # any value may be as large as a page, and any row have all its values
+        largest = max([largest, *(8 * page.num_values for page in chunk.pages if not chunk.is_flat)])
         return max(1, min(BATCH_ROWS, max_row_bytes // max(largest, 1)))
     rows = BATCH_ROWS
     while rows > 1 and _largest_run(chunk.pages, rows) > max(max_row_bytes, largest):

@@ -30,6 +30,8 @@ MALFORMED = "malformed"
 MAX_ID = 2**31 - 1
 MAX_GROUP_TOKENS = 2**26
 """Tokens of a group, the prompt once for each completion: 512 MiB as int64. A short row can ask for many more."""
+MAX_GROUP_SAMPLES = 2**18
+"""Samples of a group: Python needs about a kilobyte for each, however short it is."""
 FORMS = '"prompt_ids" with "completions" or "completion_ids", or "ids"'
 _ALIASES = {
     "logprobs": ("logprobs",),
@@ -147,14 +149,23 @@ class Behind:
 
 
 def tokens_of(samples: Sequence[SampledSequence], before: int = 0, where: str = "") -> int:
-    """Return the tokens of a group. before: of its earlier rows; where: the row of the samples.
+    """Return the tokens of a group, for its limit. before: of its earlier rows; where: the row of the samples.
 
-    Raises: ValueError for more than MAX_GROUP_TOKENS.
+    Raises: ValueError for more than MAX_GROUP_TOKENS, and for more than MAX_GROUP_SAMPLES.
     """
-    tokens = before + sum(len(sample.ids) for sample in samples)
+    tokens = before + sum(_counted(len(sample.ids)) for sample in samples)
     if tokens > MAX_GROUP_TOKENS:
-        raise SourceError(f"{where}: found a group of more than {MAX_GROUP_TOKENS:,} tokens, expected smaller groups")
+        raise SourceError(f"{where}: found {_too_many()}, expected smaller groups")
     return tokens
+
+
+def _counted(length: int) -> int:
+    """Return what a sample counts as of MAX_GROUP_TOKENS, so that a group has MAX_GROUP_SAMPLES at most."""
+    return max(length, MAX_GROUP_TOKENS // MAX_GROUP_SAMPLES)
+
+
+def _too_many() -> str:
+    return f"a group of more than {MAX_GROUP_TOKENS:,} tokens or {MAX_GROUP_SAMPLES:,} samples"
 
 
 def _group(value: Any) -> str | None:
@@ -178,9 +189,9 @@ def _completions(prompt: NDArray[np.int64], given: Mapping[str, Any]) -> list[Sa
         for name in beside.keys() & fields.keys():
             raise NotRolloutsError(MALFORMED, f"{name} in completions[{index}] and beside completions")
         fields |= {name: values[index] for name, values in beside.items() if values[index] is not None}
-        tokens += len(prompt) + (len(fields["ids"]) if isinstance(fields["ids"], list) else 0)
+        tokens += _counted(len(prompt) + (len(fields["ids"]) if isinstance(fields["ids"], list) else 0))
         if tokens > MAX_GROUP_TOKENS:  # before the prompt is copied once more
-            raise NotRolloutsError(TOO_LARGE, f"a group of more than {MAX_GROUP_TOKENS:,} tokens")
+            raise NotRolloutsError(TOO_LARGE, _too_many())
         samples.append(_sample(prompt, fields, f"completions[{index}]"))
     return samples
 

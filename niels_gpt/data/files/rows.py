@@ -179,6 +179,8 @@ def parsed(line: bytes) -> dict[str, Any] | None:
     orjson accepts less: no NaN, no number above 1.8e308, no half of a surrogate pair, no invalid UTF-8. And it makes
     a float of an integer of more than 64 bits, the one thing that it reads otherwise.
     """
+    if len(line) > json_stream.MAX_LISTS and line.count(b"[") + line.count(b"{") > json_stream.MAX_LISTS:
+        return None
     try:
         row = orjson.loads(line)
     except orjson.JSONDecodeError:
@@ -208,8 +210,11 @@ def _has_small_numbers(value: Any) -> bool:
 
 
 def _json_object(line: bytes, where: str, counters: Counter[str] | None) -> dict[str, Any] | Problem:
+    text = decode(line, counters=counters, where=where)
     try:
-        row = json.loads(decode(line, counters=counters, where=where))
+        if json_stream.has_many_lists(text):
+            raise ValueError(json_stream.TOO_MANY)
+        row = json.loads(text)
         if _is_too_deep(row, line.count(b"[") + line.count(b"{")):
             reason = f" ({_TOO_DEEP})"
         elif isinstance(row, dict):

@@ -11,10 +11,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from niels_gpt.data.files.text import LINKS, RESOURCE_FORK
-from niels_gpt.storage.errors import errors_as
-from niels_gpt.storage.fileio import sha256_file
+from niels_gpt.storage.errors import CacheError, SourceError, errors_as
+from niels_gpt.storage.fileio import open_for_reading
+from niels_gpt.storage.meta_json import refuse_holes
 
 logger = logging.getLogger(__name__)
+
+MAX_DEPTH = 100
+"""Folders below one another that are looked into. Each look takes a time that grows with the length of the path."""
 
 
 def walk_files(
@@ -63,6 +67,10 @@ def walk_folders(folder: Path, *, follow_links: bool = False, links: list[Path] 
     waiting = [(0, 0, b"", folder)]
     while waiting:
         num_links, depth, _, where = heapq.heappop(waiting)
+        if depth > MAX_DEPTH:
+            text = "%s: below more than %d folders, skipped with all that is in it"
+            logger.warning(text, where, MAX_DEPTH, extra={"code": "W304"})
+            continue
         real = Path(os.path.realpath(where))
         # Links to hidden folders are ignored: a cache among notes is such a link, and changes with every build.
         hidden = real.is_relative_to(root) and any(part.startswith(".") for part in real.relative_to(root).parts)
@@ -73,7 +81,8 @@ def walk_folders(folder: Path, *, follow_links: bool = False, links: list[Path] 
         try:
             with os.scandir(where) as entries:
                 for entry in entries:
-                    if entry.name.startswith(".") or not os.path.isdir(entry):
+                    # A folder whose path is too long is no folder for isdir; to look into it fails with a warning.
+                    if entry.name.startswith(".") or not (entry.is_dir(follow_symlinks=False) or os.path.isdir(entry)):
                         continue
                     if follow_links or not entry.is_symlink():
                         key = (num_links + entry.is_symlink(), depth + 1, os.fsencode(entry.path) + b"/")
@@ -155,10 +164,15 @@ def _warn_of(error: OSError) -> None:
 def files_fingerprint(root: Path, paths: Iterable[Path]) -> str:
     """Hash names and contents: sha256 over "relpath, NUL, size, NUL, sha256, newline" in order of relative path.
 
-    Independent of where `root` is and of modification times.
+    Independent of where `root` is and of modification times. Raises: ValueError for a file that is mostly holes.
     """
     total = hashlib.sha256()
     for name, path in sorted((os.fsencode(path.relative_to(root)), path) for path in paths):
-        with errors_as("E301"):
-            total.update(name + f"\0{path.stat().st_size}\0{sha256_file(path)}\n".encode())
+        with errors_as("E301"), open(open_for_reading(path, follow_links=True), "rb") as file:
+            try:
+                refuse_holes(path, file.fileno())
+            except CacheError as error:
+                raise SourceError(f"{path}: {error.problem}. Fetch it again, or take it away") from None
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            total.update(name + f"\0{os.fstat(file.fileno()).st_size}\0{digest}\n".encode())
     return total.hexdigest()

@@ -6,7 +6,6 @@ compare names, sizes and times of modification, and read the bytes again only wh
 
 from __future__ import annotations
 
-import hashlib
 import os
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -36,21 +35,6 @@ class Planned(NamedTuple):
     asked: AskedCache
     plan: Plan | None
     """None: the committed cache is current."""
-
-
-def listing_of(source: ResolvedSource) -> str | None:
-    """Return the sha256 of the names, sizes and times of the source's files; None on the hub, which has a revision.
-
-    With what else is in the provenance of user-defined text: its field, licence and attribution.
-    """
-    if source.found is None:
-        return None
-    digest = hashlib.sha256(canonical_json([source.kind, source.user and source.user.field, *source.credit]))
-    for path in source.files:
-        about = path.stat()
-        name = os.fsencode(path.relative_to(source.found.root))
-        digest.update(name + f"\0{about.st_size}\0{about.st_mtime_ns}\n".encode())
-    return digest.hexdigest()
 
 
 def planned(

@@ -32,14 +32,13 @@ from niels_gpt.recipes.partitions.planned import (
     add_listing,
     differences,
     excluded_sha256,
-    listing_of,
     make_newest,
     planned,
     settings_of,
     tokenizer_of_plan,
 )
 from niels_gpt.recipes.partitions.shared import check_shared_folder, code_identity
-from niels_gpt.recipes.resolve import ResolvedSource, resolve_source
+from niels_gpt.recipes.resolve import ResolvedSource, listing_of, resolve_source
 from niels_gpt.recipes.run_recipe import (
     AskedCache,
     BuildInputs,
