@@ -332,6 +332,8 @@ def check_samples(
         return loss_mask
     given_masks = [[bool(value) for value in mask] for mask in (() if loss_mask is None else loss_mask)]
     fold_masks = [part.tolist() for part in torch.split(fold.samples.loss_mask, lengths)]
+    if loss_mask is None:  # all tokens of a sample that the fold lacks are targets, by default
+        fold_masks += [[True] * len(sample) for sample in wanted[len(lengths) :]]
     columns: Iterator[Any] = zip_longest(folded, wanted, given_masks, fold_masks, fillvalue=[])
     folded, wanted, given_masks, fold_masks = map(list, zip(*columns, strict=True))
     heads = [max(map(_last_target, pair)) + 1 for pair in zip(given_masks, fold_masks, strict=True)]

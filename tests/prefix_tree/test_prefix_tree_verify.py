@@ -285,6 +285,12 @@ def test_a_batch_that_contradicts_itself_is_refused(model, batch, how, error, co
     assert verify_fold(model, without("labels"), edges=edges, samples=SEQUENCES).ok
 
 
+@pytest.mark.parametrize("more", [SEQUENCES[1], SEQUENCES[1][:2]])
+def test_a_fold_that_lost_a_sample_whose_tokens_another_has_is_found(model, more):
+    report = verify_fold(model, group(), samples=[*SEQUENCES, more])
+    assert report.findings == ["samples"] and report.sample_where == (len(SEQUENCES), 0)
+
+
 @pytest.mark.parametrize(
     ("folded", "changed", "first"),
     [
