@@ -82,8 +82,7 @@ def verify_fold(
     Needs the memory of a forward and backward pass of the fold, of its gradients twice, and of masks of T x T, about
     ten bytes a pair whatever the attention: 3 GB for 16,384 tokens. Check the rows of a few groups, not of a whole bin.
 
-    Raises:
-        ValueError: forward does not return floating-point logits of that shape, or the batch is inconsistent.
+    Raises: ValueError where forward returns no floating-point logits of that shape, or the batch is inconsistent.
     """
     everything = _parameters(forward, parameters)
     named = {name: parameter for name, parameter in everything.items() if parameter.requires_grad}
@@ -91,8 +90,7 @@ def verify_fold(
     fold = read_fold(batch, device, needs_labels=edges is None)
     report = FoldReport(fold.samples.num_samples, len(fold.rows), len(fold.distinct_rows()))
     report.padding = len(fold.ids) - report.tokens_after
-    if samples is not None:
-        loss_mask = check_samples(fold, samples, loss_mask, report)
+    loss_mask = loss_mask if samples is None else check_samples(fold, samples, loss_mask, report)
     if report.changed_samples:
         return report
     targets = expected_targets(fold, loss_mask, weighting)
