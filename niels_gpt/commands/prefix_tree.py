@@ -114,21 +114,24 @@ def _line(path: str, number: int, row: dict[str, Any], group_key: str, counters:
     from niels_gpt.prefix_tree.rollouts.records import Rollout, checked
     from niels_gpt.prefix_tree.savings.count import Rollouts
 
-    names = ", ".join(map(shortened, list(row)[:20])) or "none"
     try:
         found = [checked(Rollout(**vars(sample)), None) for sample in samples_of(row)[1]]
     except NotRolloutsError as error:
-        note(counters, error.reason, f"{path}, line {number}: found {error.found or f'the fields {names}'}")
+        note(counters, error.reason, f"{path}, line {number}: found {error.found or f'the fields {_names(row)}'}")
         return None
     is_group, key = row.get("completions") is not None, row.get(group_key)
     if key is None and group_key != _GROUP and not is_group:
-        text = f"{path}:{number}: no group key {group_key!r}, but the keys {names}. Expected it in each sample"
+        text = f"{path}:{number}: no group key {group_key!r}, but the keys {_names(row)}. Expected it in each sample"
         raise TreeError(text, code="E804")
     for reason in (sample for sample in found if isinstance(sample, str)):
         note(counters, reason, f"{path}, line {number}: a sample is left out")
     samples = [sample for sample in found if not isinstance(sample, str)]
     key = None if key is None else json.dumps(key, sort_keys=True)
     return Rollouts(path, number, samples, is_group, key) if samples else None
+
+
+def _names(row: dict[str, Any]) -> str:
+    return ", ".join(map(shortened, list(row)[:20])) or "none"
 
 
 def _rows(path: str, group_key: str, limit: int, counters: Counter[str]) -> Iterator[tuple[int, dict[str, Any]]]:
