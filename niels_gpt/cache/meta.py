@@ -400,7 +400,8 @@ def _open_tokenizer(folder: Path, sha256: str | None, _file: tuple[int, ...]) ->
         raise ImportError(f"the text of ids needs {name} ({error}): pip install {name}") from error
     if sha256 not in (None, tokenizer.sha256):
         expected = f"tokenizer {str(sha256)[:12]}, of which the ids are"
-        raise CacheError(tokenizer.model_path, f"tokenizer {tokenizer.sha256[:12]}", expected, REBUILD, code="E402")
+        found, remedy = f"tokenizer {tokenizer.sha256[:12]}", build_again(folder, "E402")
+        raise CacheError(tokenizer.model_path, found, expected, remedy, code="E402")
     return tokenizer
 
 

@@ -271,7 +271,9 @@ def show(cache: Path, split: str, at: int, color: str, tokens: int | None, token
     open_version(cache)  # a wrong path is reported before a missing tokenizer
     model = inspection.tokenizer_of(cache, tokenizer)
     most = _SHOWN if tokens is None else tokens
-    say(inspection.show(cache, model, split=split, position=at, num_tokens=most, color=is_colored), is_safe=True)
+    say(
+        lambda: inspection.show(cache, model, split=split, position=at, num_tokens=most, color=is_colored), is_safe=True
+    )
     return Result(lambda: inspection.show_data(cache, model, split=split, position=at, num_tokens=tokens))
 
 
@@ -315,7 +317,7 @@ def locate(cache: Path, split: str, position: int, tokens: int | None, tokenizer
     open_version(cache)
     model = tokenizer_of(cache, tokenizer) if tokenizer else tokenizer_beside(cache)
     where: dict[str, Any] = {"split": split, "position": position}
-    say(locate(cache, model, **where, num_tokens=_LOCATED if tokens is None else tokens), is_safe=True)
+    say(lambda: locate(cache, model, **where, num_tokens=_LOCATED if tokens is None else tokens), is_safe=True)
     return Result(lambda: locate_data(cache, model, **where, num_tokens=tokens))
 
 
@@ -343,7 +345,8 @@ def _of_rollouts(name: str, cache: Path, tokenizer: str | None, tokens: int | No
         model = tokenizer_of(cache, tokenizer)
     elif read_meta(str(cache / "meta.json")).get("tokenizer_sha256") is not None:
         model = tokenizer_beside(cache)
-    say(getattr(look, name)(cache, model, **where, num_tokens=most if tokens is None else tokens), is_safe=True)
+    most = most if tokens is None else tokens
+    say(lambda: getattr(look, name)(cache, model, **where, num_tokens=most), is_safe=True)
     return Result(lambda: getattr(look, f"{name}_data")(cache, model, **where, num_tokens=tokens))
 
 

@@ -240,9 +240,10 @@ def is_color_wanted() -> bool:
 def say(text: object, *, is_safe: bool = False) -> None:
     """Print a part of the result for people, control characters escaped; with --json nothing.
 
-    is_safe: whether they are escaped already, where the text has colours.
+    text: or a function that makes it. is_safe: whether they are escaped already, where the text has colours.
     """
     if not click.get_current_context().meta[_JSON]:
+        text = text() if callable(text) else text
         print(text if is_safe else escaped(text), flush=True)
 
 

@@ -217,7 +217,7 @@ def _tokenizer_matches(files: CacheFiles, limits: Limits, figures: Figures) -> I
         problem = f"no tokenizer/{META_NAME} beside or above it"
         yield CacheError(files.folder, problem, f"tokenizer {expected[:12]}", code="E401")
         return
-    again = build_again(files.folder)
+    again = build_again(files.folder, "E402")
     version = resolved(tokenizer)  # one version of both files
     about = read_meta(str(version / META_NAME))
     recorded = about.get("tokenizer_sha256")

@@ -189,7 +189,7 @@ class CacheError(CodedError, ValueError, code="E201"):
     def remedy(self) -> str:
         """What to do. REBUILD becomes a command here and not earlier, since that reads the record of the last build."""
         own = self.own_remedy
-        return own if own == self._remedy else f"{own} {build_again(self.path)}".lstrip()
+        return own if own == self._remedy else f"{own} {build_again(self.path, self.code)}".lstrip()
 
     @property
     def problem(self) -> str:

@@ -19,6 +19,7 @@ from niels_gpt.storage.fileio import META_NAME, open_for_reading
 PROGRAM = "niels-gpt"
 BUILD_ALL = f"{PROGRAM} build --all"
 ANOTHER_COPY = "No build of it is recorded here: take another copy, or build it where it was built"
+_ITS_TOKENIZER = "No build of it is recorded here: give it the tokenizer of the cache that it was copied from"
 _BY_KEY = ("trees/", "eagle3/")  # named by their key
 _EAGLE3 = "eagle3"
 _LINES = ("pretrain", "sft", "rollouts", "licence", "attribution")  # settings of several entries, each a flag
@@ -101,9 +102,14 @@ def with_recorded_tokenizer(settings: Settings, root: Path) -> Settings:
     return replace(settings, **{name: getattr(recorded, name) for name in _OF_TOKENIZER})
 
 
-def build_again(path: str | os.PathLike[str]) -> str:
-    """Return the remedy "Build it again: COMMAND" for a cache; of a copy, to take another one. path: anything in it."""
-    return ANOTHER_COPY if is_copy(path) else f"Build it again: {rebuild_command(path)}"
+def build_again(path: str | os.PathLike[str], code: str = "") -> str:
+    """Return the remedy "Build it again: COMMAND" for a cache; of a copy, to take another one. path: anything in it.
+
+    code: of the error; of E402 it is the tokenizer that is another one, not the copy.
+    """
+    if is_copy(path):
+        return _ITS_TOKENIZER if code == "E402" else ANOTHER_COPY
+    return f"Build it again: {rebuild_command(path)}"
 
 
 def is_copy(path: str | os.PathLike[str]) -> bool:

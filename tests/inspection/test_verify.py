@@ -28,11 +28,6 @@ from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.storage.fileio import sha256_file
 
 
-def again(folder):
-    """Return the remedy of a damaged cache; also of its tokenizer, where no build has recorded it."""
-    return build_again(folder)
-
-
 @pytest.fixture
 def root(tmp_path):
     """Caches: tokenizer/, pretrain/notes (train: 3 shards of 10 tokens, no val) and sft/chats (3 examples)."""
@@ -92,7 +87,7 @@ def test_a_flipped_bit_is_found_by_a_deep_check_and_in_a_model_always(root, key,
     file.write_bytes(content[:4] + bytes([content[4] ^ 1]) + content[5:])
     problem = f"{file}: sha256 {sha256_file(file)[:12]}, expected {before[:12]} by its meta.json"
     where = "" if key == "tokenizer" else "; bytes 0 to 20 differ"
-    expected = [f"{problem}{where}. " + again(root / key)]
+    expected = [f"{problem}{where}. " + build_again(root / key)]
     assert problems(root / key, "files_match_meta", deep=True) == expected
     assert problems(root / key, "files_match_meta") == (expected if key == "tokenizer" else [])
 
@@ -108,7 +103,9 @@ def test_an_id_of_no_vocabulary_is_found_by_place(root, read_bytes):
     with blocks_of(read_bytes=read_bytes):
         (problem,) = problems(cache, "ids_below_vocab_size")
     assert (
-        problem.startswith(f"{shard}: token 5 is id 300, ") and "2 of 10 tokens" in problem and again(cache) in problem
+        problem.startswith(f"{shard}: token 5 is id 300, ")
+        and "2 of 10 tokens" in problem
+        and build_again(cache) in problem
     )
     change_meta(cache, vocab_size=65_536)  # every uint16 is an id of it
     assert problems(cache, "ids_below_vocab_size") == []
@@ -132,9 +129,9 @@ def test_ids_of_another_tokenizer_than_the_one_beside_the_cache_are_a_problem(ro
     other = sha256_file(model)
     ours, theirs = f"{root / key}/meta.json", root / "tokenizer"
     wrong = f"{model}: sha256 {other[:12]}, but {ours} has ids of tokenizer {real[:12]}."
-    assert problems(root / key, "tokenizer_matches") == [f"{wrong} {again(theirs)}"]
+    assert problems(root / key, "tokenizer_matches") == [f"{wrong} {build_again(theirs)}"]
     change_meta(theirs, tokenizer_sha256=other)
-    build = again(root / key)
+    build = build_again(root / key, "E402")
     assert problems(root / key, "tokenizer_matches") == [
         f"{ours}: ids of tokenizer {real[:12]}, but {theirs}/meta.json is of tokenizer {other[:12]}. {build}",
         f"{wrong} {build}",
@@ -160,7 +157,8 @@ def test_an_example_without_a_token_that_carries_loss_is_found_by_its_number(roo
     first, second = problems(cache, "examples_supervised")
     assert first.startswith(f"{cache}/train_tokens.bin: 1 of 3 examples have no") and "Examples: 1. " in first
     assert (
-        second.startswith(f"{cache}/meta.json: supervised_tokens.train is 6, but 4 tokens") and again(cache) in second
+        second.startswith(f"{cache}/meta.json: supervised_tokens.train is 6, but 4 tokens")
+        and build_again(cache) in second
     )
 
 
@@ -335,7 +333,7 @@ def test_the_remedy_mends_what_a_second_build_would_reuse(settings):
     put_token(cache / "train_tokens.bin", 0, 65_535)  # the size is as before, and sizes are what a build looks at
     assert build_token_cache(settings, "oasst1").reused
     found = all_problems(cache, deep=True)
-    assert all(again(cache) in found[name][0] for name in ("files_match_meta", "ids_below_vocab_size"))
+    assert all(build_again(cache) in found[name][0] for name in ("files_match_meta", "ids_below_vocab_size"))
     restart(settings, "sft/oasst1")  # --restart
     assert not build_token_cache(settings, "oasst1").reused
     assert not all_problems(cache, deep=True, max_dropped_share=1)

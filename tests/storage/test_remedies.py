@@ -10,6 +10,7 @@ import subprocess
 import pytest
 import torch
 from support.commands import niels_gpt
+from support.errors import refused
 
 from niels_gpt.cache import PretrainTokenStreamDataset, read_meta, write_meta
 from niels_gpt.inspection.verify import Limits, verify
@@ -189,6 +190,15 @@ def test_of_a_copy_another_one_is_to_be_taken(built, tmp_path, place, damage):
     done = niels_gpt("locate", copy, "train", "0")
     assert done.status == 3 and "take another copy" in done.err and "niels-gpt build" not in done.err
     assert "next:" not in niels_gpt("verify", copy).out
+
+
+def test_of_a_copy_beside_another_tokenizer_its_own_is_to_be_given(built, tmp_path):
+    root = tmp_path / "other"
+    shutil.copytree(built, root / "pretrain" / "notes")
+    shutil.copytree(built.parent.parent / "tokenizer", root / "tokenizer")
+    edit(root / "tokenizer", tokenizer_sha256="0" * 64)
+    with refused("E402", "copied from"):
+        PretrainTokenStreamDataset(root / "pretrain" / "notes" / "train", T=8, device="cpu")
 
 
 def test_a_record_of_a_strangers_folder_gives_no_other_command(built):

@@ -130,9 +130,9 @@ def parse(*argv, module=""):
     return command.make_context(command.name, list(argv))
 
 
-def build_again(path):
+def build_again(path, code=""):
     """What a damaged cache's error ends in."""
-    return remedies.build_again(path)
+    return remedies.build_again(path, code)
 
 
 def rebuild_command(path):
