@@ -16,7 +16,7 @@ from niels_gpt.interop.transfer.described import (
     refuse_damaged,
     refuse_foreign_files,
 )
-from niels_gpt.interop.transfer.patience import Patience, end_of
+from niels_gpt.interop.transfer.patience import Patience, end_of, in_thread
 from niels_gpt.interop.transfer.remote import HUB_FOLDER, Bucket, redacted
 from niels_gpt.progress import Progress
 from niels_gpt.storage.errors import CacheError
@@ -98,7 +98,7 @@ def _old_files(
 def _asked(url: str, ask: Callable[[], _T], num_bytes: int = 0) -> _T:
     """Ask the hub, whose library repeats what may pass; no message has a credential. num_bytes: that are sent."""
     try:
-        return Patience().answer(url, ask, end_of(num_bytes))
+        return Patience().answer(url, in_thread(ask), end_of(num_bytes))
     except CacheError:
         raise
     except Exception as error:

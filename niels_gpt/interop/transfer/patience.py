@@ -1,7 +1,6 @@
 """Waits for the answers of a server: a line where none comes, and an end.
 
-No library ends a request for certain: a server may send a byte a second. So each request has a thread, which is left
-behind where it lasts too long.
+No library ends a request for certain: a server may send a byte a second.
 """
 
 from __future__ import annotations
@@ -39,23 +38,27 @@ class Patience:
         """Note that the server does its work. Also a hook of fsspec's callbacks."""
         self._heard = time.monotonic()
 
-    def answer(self, what: str, ask: Callable[[], _T], end: float) -> _T:
-        """Return what `ask` returns. what: for messages. Raises: as `ask`; CacheError E612 at `end`."""
-        came: Future[_T] = Future()
-        threading.Thread(target=_run, args=(ask, came), name="request", daemon=True).start()
+    def answer(self, what: str, request: Future[_T], end: float) -> _T:
+        """Return the answer to a request. what: for messages. Raises: as the request; CacheError E612 at `end`."""
         begin = time.monotonic()
-        while not wait([came], min(1.0, SAID_AFTER_S)).done:
-            self.pause(0)
-            now = time.monotonic()
-            if now >= end:
-                remedy = "Run it again: it resumes. On a slow line take fewer files at once: --jobs 1"
-                raise CacheError(what, f"no whole answer after {now - begin:,.0f} s", remedy=remedy, code="E612")
-            silent = now - max(begin, self._heard)
-            if min(silent, now - self._said) >= self._silence:
-                self._said, self._silence = now, min(2 * self._silence, LONGEST_SILENCE_S)
-                logger.info("%s: no answer for %.0f s; given up in %.0f s", what, silent, end - now)
-        self.heard()
-        return came.result()
+        try:
+            while not request.done() and not wait([request], min(1.0, SAID_AFTER_S)).done:
+                self.pause(0)
+                self._look(what, begin, end)
+            self.heard()
+            return request.result()
+        finally:
+            request.cancel()
+
+    def _look(self, what: str, begin: float, end: float) -> None:
+        now = time.monotonic()
+        if now >= end:
+            remedy = "Run it again: it resumes. On a slow line take fewer files at once: --jobs 1"
+            raise CacheError(what, f"no whole answer after {now - begin:,.0f} s", remedy=remedy, code="E612")
+        silent = now - max(begin, self._heard)
+        if min(silent, now - self._said) >= self._silence:
+            self._said, self._silence = now, min(2 * self._silence, LONGEST_SILENCE_S)
+            logger.info("%s: no answer for %.0f s; given up in %.0f s", what, silent, end - now)
 
 
 def end_of(num_bytes: int = 0) -> float:
@@ -63,8 +66,16 @@ def end_of(num_bytes: int = 0) -> float:
     return time.monotonic() + LONGEST_S + num_bytes / UPLOAD_BYTES_PER_S
 
 
-def _run(ask: Callable[[], _T], came: Future[_T]) -> None:
-    try:
-        came.set_result(ask())
-    except BaseException as error:
-        came.set_exception(error)
+def in_thread(ask: Callable[[], _T]) -> Future[_T]:
+    """Return a request of a library without coroutines: a thread makes it, and is left behind where it never ends."""
+    request: Future[_T] = Future()
+    request.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            request.set_result(ask())
+        except BaseException as error:
+            request.set_exception(error)
+
+    threading.Thread(target=run, name="request", daemon=True).start()
+    return request

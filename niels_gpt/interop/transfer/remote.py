@@ -8,12 +8,13 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from niels_gpt.interop.transfer.jobs import Stopped
-from niels_gpt.interop.transfer.patience import Patience, end_of
+from niels_gpt.interop.transfer.patience import Patience, end_of, in_thread
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import open_regular, path_inside, printable
@@ -44,7 +45,6 @@ _NETWORK = frozenset(
 """Classes of errors of the libraries that a later attempt may not meet."""
 HUB_FOLDER = re.compile(r"datasets/([\w.-]+/[\w.-]+)(?:@([^/:@]+))?(?:/(.*))?")
 """A folder on the hub: its repository, revision and path in it."""
-_T = TypeVar("_T")
 
 
 def scheme_of(url: str) -> str:
@@ -128,7 +128,7 @@ class Bucket:
     def size(self, name: str) -> int | None:
         """Return the bytes of a file; None without one."""
         try:
-            about = self._asked(name, lambda: self._fs.info(self._path(name)))
+            about = self._asked(name, "info", self._path(name))
         except (FileNotFoundError, NotADirectoryError):
             return None
         return int(about["size"]) if about.get("type") == "file" else None
@@ -136,7 +136,7 @@ class Bucket:
     def sizes(self) -> dict[str, int]:
         """Return the bytes of every file below the folder, by its name."""
         try:
-            found = self._asked("", lambda: self._fs.find(self._root, detail=True))
+            found = self._asked("", "find", self._root, detail=True)
         except (FileNotFoundError, NotADirectoryError):
             return {}
         start = len(self._root.rstrip("/")) + 1
@@ -153,12 +153,9 @@ class Bucket:
             with open(open_regular(self._path(name)), "rb") as file:
                 file.seek(begin)
                 return file.read(end - begin)
-        return self._asked(name, lambda: self._range(name, begin, end))
-
-    def _range(self, name: str, begin: int, end: int) -> bytes:
         try:
-            return bytes(self._fs.cat_file(self._path(name), start=begin, end=end))
-        except Exception as error:
+            return bytes(self._asked(name, "cat_file", self._path(name), start=begin, end=end))
+        except CacheError as error:
             if _status(error) != 416:  # of a file that ends before the range
                 raise
             return b""
@@ -180,14 +177,14 @@ class Bucket:
         size = path.stat().st_size
         if self._is_s3:
             more |= {"chunksize": max(_PART_BYTES, -(-size // _MOST_PARTS)), "max_concurrency": _PARTS_AT_ONCE}
-        self._put(name, lambda: self._fs.put_file(os.fspath(path), self._path(name), **more), size)
+        self._put(name, size, "put_file", os.fspath(path), self._path(name), **more)
 
     def write(self, name: str, content: bytes) -> None:
         """Put a small file, or replace it. Raises: CacheError E612; OSError."""
         if self.is_local:
             self._place(name, lambda half: self._fs.pipe_file(half, content))
         else:
-            self._put(name, lambda: self._fs.pipe_file(self._path(name), content))
+            self._put(name, len(content), "pipe_file", self._path(name), content)
 
     def create(self, name: str, content: bytes) -> bool:
         """Put a small file unless there is one; False where there is one. Atomic on disks and on S3."""
@@ -195,7 +192,7 @@ class Bucket:
             if self.is_local:
                 self._place(name, lambda half: self._fs.pipe_file(half, content), os.link)
             else:
-                self._put(name, lambda: self._fs.pipe_file(self._path(name), content, mode="create"))
+                self._put(name, len(content), "pipe_file", self._path(name), content, mode="create")
         except FileExistsError:
             return False
         return True
@@ -203,7 +200,7 @@ class Bucket:
     def remove(self, name: str) -> None:
         """Remove a file; an absent one is accepted."""
         try:
-            self._asked(name, lambda: self._fs.rm_file(self._path(name)))
+            self._asked(name, "rm_file", self._path(name))
         except FileNotFoundError:
             return
 
@@ -240,14 +237,14 @@ class Bucket:
         finally:
             fileio.remove(half)
 
-    def _put(self, name: str, put: Callable[[], object], num_bytes: int = 0) -> None:
+    def _put(self, name: str, num_bytes: int, method: str, *arguments: object, **how: object) -> None:
         try:
-            self._asked(name, put, num_bytes)
+            self._asked(name, method, *arguments, num_bytes=num_bytes, **how)
         except FileNotFoundError as error:
             raise CacheError(self.shown, redacted(str(error)), "a bucket that exists", code="E612") from None
 
-    def _asked(self, name: str, ask: Callable[[], _T], num_bytes: int = 0) -> _T:
-        """Ask, and again after failures that may pass. num_bytes: that are sent.
+    def _asked(self, name: str, method: str, *arguments: object, num_bytes: int = 0, **how: object) -> Any:
+        """Call a method of the file system, and again after failures that may pass. num_bytes: that are sent.
 
         Raises: FileNotFoundError, NotADirectoryError, FileExistsError; OSError of a disk; CacheError E205 for a link
             on it, and E612 for all else.
@@ -255,7 +252,9 @@ class Bucket:
         end = end_of(num_bytes)
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                return ask() if self.is_local else self.patience.answer(self.at(name), ask, end)
+                if self.is_local:
+                    return getattr(self._fs, method)(*arguments, **how)
+                return self.patience.answer(self.at(name), self._request(method, *arguments, **how), end)
             except (FileNotFoundError, NotADirectoryError, FileExistsError, CacheError, Stopped):
                 raise
             except Exception as error:
@@ -276,6 +275,13 @@ class Bucket:
             )
             self.patience.pause(seconds)
         raise AssertionError
+
+    def _request(self, method: str, *arguments: object, **how: object) -> Future[Any]:
+        if self._fs.async_impl:
+            import asyncio
+
+            return asyncio.run_coroutine_threadsafe(getattr(self._fs, f"_{method}")(*arguments, **how), self._fs.loop)
+        return in_thread(lambda: getattr(self._fs, method)(*arguments, **how))
 
 
 _CREDENTIALS = "Check the name, and the credentials that the library finds (docs/buckets.md)"
@@ -318,7 +324,7 @@ def _pinned(fs: Any, root: str, url: str, patience: Patience) -> str:
         return f"datasets/{place.repo_id}@{sha}/{place.path_in_repo}".rstrip("/")
 
     try:
-        return patience.answer(printable(url), ask, end_of())
+        return patience.answer(printable(url), in_thread(ask), end_of())
     except CacheError:
         raise
     except Exception as error:
