@@ -115,7 +115,7 @@ def _open_split(folder: Path, meta: Meta, split: str) -> None:
     if not path_inside(folder, split).is_dir():
         raise CacheError(folder / split, "no such folder", remedy=REBUILD, code="E204")
     if not (shards := split_shards(folder, meta, split)):
-        raise CacheError(folder / split, "this split has no shard", remedy=REBUILD, code="E204")
+        raise wrong_value(str(folder / META_NAME), f"shards.{split}", shards, "the files of its tokens")
     TokenFiles(shards, dtype=token_dtype_of(meta, folder / META_NAME))
     if not has_no_text_bytes(meta):
         text_bytes(folder, meta, split)

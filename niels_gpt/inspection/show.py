@@ -74,6 +74,7 @@ def show(cache: Path, tokenizer: Decoder, *, split: str, position: int, num_toke
         if meta.get("kind") == "sft":
             ids, mask, found = _example(folder, meta, split, position)
             head = "example {example:,} of {examples:,}, {tokens:,} tokens, {supervised_tokens:,} supervised"
+            head += f", the first {num_tokens:,} below" * (len(ids) > num_tokens)
             text = _chat(ids[:num_tokens], mask[:num_tokens], turn_names(folder, meta), tokenizer, color)
         else:
             ids, found = _window(folder, meta, split, position, num_tokens)

@@ -205,6 +205,7 @@ def test_show_gives_the_whole_piece_as_json(root):
     assert [part["supervised"] for part in found["parts"][:2]] == [False, True]
     assert found["parts"][1]["text"].endswith("<|eot|>")
     assert len(as_json("show", root / "sft/oasst1", "--at", "1", "--tokens", "9")["text"]) < len(found["text"])
+    assert " supervised, the first 9 below\n" in run("show", root / "sft/oasst1", "--at", "1", "--tokens", "9")[1]
     window = as_json("show", root / "pretrain/roam", "--at", "20")
     assert (window["position"], window["end_position"]) == (20, 220) and window["file"] == "train/shard_00000.bin"
     assert window["text"] in run("show", root / "pretrain/roam", "--at", "20")[1]

@@ -296,7 +296,7 @@ def test_a_split_with_tokens_and_no_shard_is_refused_as_by_its_reader(root):
     change_meta(cache, shards={"train": [], "val": []})
     with refused("E204", "train: this split has no shard"):
         PretrainSplit(cache / "train")
-    assert refusal(cache) == "train: this split has no shard"
+    assert refusal(cache) == "meta.json: shards.train is [], expected the files of its tokens"
     assert [niels_gpt(*words).status for words in (("stats", cache), ("list", root))] == [3, 3]
 
 
