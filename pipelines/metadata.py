@@ -71,7 +71,7 @@ def data_version(path: Path, meta: Mapping[str, Any]) -> str:
     """Return the data version of a cache: its content_sha256; of a tokenizer.json and the files beside it, of what
     recipes compare of them: its ids, special tokens and chat template."""
     content = str(meta["content_sha256"])
-    if meta.get("tokenizer_kind") != "huggingface":  # in the meta of a tokenizer alone
+    if meta.get("tokenizer_kind") != "huggingface" or len(meta["files"]) == 1:  # the kind: of a tokenizer alone
         return content
     try:
         tokenizer = opened(Path(os.path.abspath(path)), content)

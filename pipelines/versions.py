@@ -7,6 +7,7 @@ its run's settings, so that a cache built with others than the deployment's is s
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields, replace
 from functools import lru_cache
 from hashlib import sha256
@@ -16,18 +17,20 @@ from typing import Any, NamedTuple
 import dagster as dg
 
 from niels_gpt.cache.meta import find_meta
-from niels_gpt.data.exclude import read_exclusion
+from niels_gpt.data.exclude import Exclusion, read_exclusion
 from niels_gpt.data.sources import SOURCES
 from niels_gpt.hub.models import is_local
 from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
 from niels_gpt.recipes.eagle3 import asset as eagle3_asset
 from niels_gpt.recipes.eagle3 import draft_vocab
 from niels_gpt.recipes.eagle3.of_settings import KEY as TARGETS_KEY
-from niels_gpt.recipes.eagle3.of_settings import VOCAB_KEY, raw_source
+from niels_gpt.recipes.eagle3.of_settings import VOCAB_KEY, has_small_target, raw_source
 from niels_gpt.recipes.partitions.documents import is_partitioned
+from niels_gpt.recipes.partitions.planned import listing_of
 from niels_gpt.recipes.plan import built_at, every_key, needs_no_tokenizer, observe, settings_fingerprint
 from niels_gpt.recipes.resolve import asked_revisions, resolve_source
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Outcome, cache_root, recorded_recipe
+from niels_gpt.recipes.sources import named
 from niels_gpt.recipes.tokenizer import is_id, named_tokenizer, stage_tokenizer, tokenizer_state
 from niels_gpt.recipes.tokenizers.texts import training_settings
 from niels_gpt.recipes.user_sources import user_sources
@@ -43,6 +46,7 @@ INPUT_VERSION, INPUT_POINTER = "dagster/input_data_version", "dagster/input_even
 HUB_ASKED = "niels_gpt/hub_asked"
 """The tag of an observation of a hub's dataset that was logged without asking the hub: it moves no other cache."""
 _MOST_FILES = 1000  # of a target
+_MOST_BYTES = 1 << 24  # of a source's files that are read for what --exclude takes from them
 _LOOKED_AT = 50  # of the observations of a source
 SFT_ROOT, ROOT_VERSION = "sft/", "root"
 _DIGITS = 12
@@ -88,7 +92,7 @@ def _code_version(settings: Settings, path: str, asked: Any, tokenizer: FullToke
             settings = replace(settings, partitions=1)
         name = path.rpartition("/")[2]
         parts |= {"settings": settings_fingerprint(settings, path, tokenizer), **_where(settings, name)}
-    return _digits(parts)
+    return _digits({**parts, **_excluded(settings, path)})
 
 
 def _digits(parts: Any) -> str:
@@ -119,7 +123,7 @@ def _of_chats(settings: Settings) -> dict[str, Any]:
     return {
         **_where(settings, name),
         "source": [user.files, user.licence, user.attribution] if user else asked_revisions(settings).get(name),
-        "exclude": _exclude(settings),
+        "exclude": None,  # unless `_excluded` finds something
         "max_document_bytes": settings.max_document_bytes,
     }
 
@@ -137,17 +141,38 @@ def _files_of_target(settings: Settings, *, weights: bool) -> list[Any] | None:
         return None
 
 
-def _exclude(settings: Settings) -> Any:
-    """Return the content of the file of --exclude; None without one, and where the build reports it."""
+def _excluded(settings: Settings, path: str) -> dict[str, Any]:
+    """Return what the list of --exclude takes from the text of a cache; {} for nothing, and where the build reports it.
+
+    It is the whole list where the build compares that, and where a code location that loads cannot read the text.
+    """
     try:
-        return None if settings.exclude is None else read_exclusion(settings.exclude).facts["sha256"]
+        listed = None if settings.exclude is None else read_exclusion(settings.exclude)
     except (OSError, ValueError):
-        return None
+        listed = None
+    if listed is None:
+        return {}
+    taken: Any = listed.facts["sha256"]
+    name = raw_source(settings) if path in (VOCAB_KEY, TARGETS_KEY) else path
+    is_whole = settings.partitions > 1 and path.startswith("pretrain/")
+    with suppress(OSError, ValueError):  # such as no files
+        source = None if name is None or is_whole else resolve_source(settings, name)
+        listing = source and listing_of(source)
+        if source and listing and sum(file.stat().st_size for file in source.files) <= _MOST_BYTES:
+            taken = _taken(settings, path, source.spec.key, listed, listing)
+    return {"exclude": taken} if taken else {}
+
+
+@lru_cache(maxsize=64)
+def _taken(settings: Settings, path: str, key: str, listed: Exclusion, _listing: str) -> list[str]:
+    """Read a source for the entries that name something in it. path: of the cache; key: of the one of the source."""
+    raw = path in (VOCAB_KEY, TARGETS_KEY) and not has_small_target(settings)
+    return sorted({*named(settings, resolve_source(settings, key), None, listed, raw=raw)})
 
 
 def _asked_tokenizer(settings: Settings) -> tuple[Any, FullTokenizer | None]:
     """Return what decides which tokenizer a run installs, the content of a named one or how one is trained; and a named
-    one itself: recipes compare some facts of it, and not its files."""
+    one itself, if it has files beside the one of its ids: of these recipes compare some facts, and not the bytes."""
     name = settings.tokenizer
     if name is None:
         if settings.source_root != "sample" and DEFAULT_TOKENIZER_PATH.is_file():
@@ -161,7 +186,7 @@ def _asked_tokenizer(settings: Settings) -> tuple[Any, FullTokenizer | None]:
     except (OSError, ValueError):  # the build reports it
         return str(path), None
     asked = {file: sha256(content).hexdigest() for file, content in found.items()}
-    return asked, _opened(settings, _digits(asked))
+    return asked, _opened(settings, _digits(asked)) if len(found) > 1 else None
 
 
 @lru_cache(maxsize=2)

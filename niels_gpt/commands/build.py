@@ -132,15 +132,18 @@ def _unmatched(
 ) -> dict[str, list[str]]:
     """Warn of entries of --exclude that named nothing; returns them, ready for JSON.
 
-    Returns {} where they are not known: not every cache was built, and read from its beginning, in this process.
+    Returns {} where they are not known: not every source was read from its beginning in this process. Where one was
+    read to compare another list, the entries of both are not known.
     """
-    built = all(not outcome.reused for outcome in outcomes if outcome.key != TOKENIZER_KEY)
-    if settings.exclude is None or failures or not built or settings.partitions > 1:
+    if settings.exclude is None or failures or settings.partitions > 1:
         return {}
     exclusion = read_exclusion(settings.exclude)
-    if exclusion.resumed:
+    reused = [outcome.path for outcome in outcomes if outcome.reused and outcome.key != TOKENIZER_KEY]
+    if exclusion.resumed or not exclusion.absent.keys() >= {*reused}:
         return {}
-    unmatched = sorted(exclusion.entries - exclusion.matched)
+    unmatched = sorted(
+        (exclusion.entries - exclusion.matched).intersection(*(exclusion.absent[path] for path in reused))
+    )
     if unmatched:
         shown = ", ".join(map(shortened, unmatched[:_SHOWN])) + (", ..." if len(unmatched) > _SHOWN else "")
         number = f"{len(unmatched):,} of its {len(exclusion.entries):,} entries"

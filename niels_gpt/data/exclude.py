@@ -50,6 +50,9 @@ class Exclusion:
     resumed: set[str] = field(default_factory=set, compare=False)
     """Sources that this process has read from a later row on, so that `matched` may lack their entries."""
 
+    absent: dict[Path, frozenset[str]] = field(default_factory=dict, compare=False)
+    """By a cache that was reused, the entries that its source was read for, and does not have."""
+
     @cached_property
     def facts(self) -> dict[str, int | str]:
         """Return the entries of meta.json: the number of entries, and a sha256 that does not depend on their order."""

@@ -31,10 +31,12 @@ from niels_gpt.recipes.run_recipe import (
     TOKENIZER_KEY,
     Outcome,
     cache_root,
+    fingerprint_by_list,
     is_current,
     recipe_fingerprint,
     recorded_recipe,
 )
+from niels_gpt.recipes.sources import named
 from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.recipes.tokenizer import (
     NoSentinels,
@@ -132,8 +134,8 @@ def plan(settings: Settings, keys: list[str]) -> list[Plan]:
 def settings_fingerprint(settings: Settings, key: str, tokenizer: FullTokenizer | None = None) -> str:
     """Return twelve hex digits of the settings that decide the bytes of `key`, and of the builder's version.
 
-    The parts of `recipe_fingerprint` that are known without reading a source; tokenizer: None: not known either. A file
-    of --exclude, and that of a chat template, that cannot be read counts as none: the build reports it.
+    The parts of `recipe_fingerprint` that are known without reading a source, --exclude left out; tokenizer: None: not
+    known either. A chat template that cannot be read counts as none: the build reports it.
     """
     name = key.rpartition("/")[2]
     user = user_sources(settings).get(name)
@@ -144,7 +146,7 @@ def settings_fingerprint(settings: Settings, key: str, tokenizer: FullTokenizer 
     try:
         return recipe_fingerprint(settings, key, _reads(settings, key), tokenizer, source)[:12]
     except (OSError, ValueError):
-        unread = replace(settings, exclude=None, chat_template=None, loss_on=Settings.loss_on)
+        unread = replace(settings, chat_template=None, loss_on=Settings.loss_on)
         return recipe_fingerprint(unread, key, _reads(settings, key), None, source)[:12]
 
 
@@ -264,5 +266,8 @@ def _is_current(settings: Settings, key: str, source: ResolvedSource, tokenizer:
     recorded: dict[str, Any] | None = recorded_recipe(path).get("source")
     if recorded is None:
         return False
-    fingerprint = str(source.provenance(recorded, ask_hub=False)["fingerprint"])
-    return is_current(path, recipe_fingerprint(settings, key, source.spec.settings, tokenizer, fingerprint))
+    known = str(source.provenance(recorded, ask_hub=False)["fingerprint"])
+    fingerprint_of = partial(recipe_fingerprint, settings, key, source.spec.settings, tokenizer, known)
+    is_read = source.kind != "hub" and not is_partitioned(settings, source)
+    read = partial(named, settings, source, None) if is_read else None
+    return is_current(path, fingerprint_by_list(settings, path, fingerprint_of, read))

@@ -9,8 +9,9 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ from niels_gpt.builders.partitions.plan import plans_of
 from niels_gpt.builders.partitions.seal import discard_plan
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.cache.meta import find_meta, read_meta
-from niels_gpt.data.exclude import read_exclusion
+from niels_gpt.data.exclude import Exclusion, read_exclusion
 from niels_gpt.recipes.disk import needed_bytes, refuse_without_room, unfinished_bytes
 from niels_gpt.recipes.rebuilt import warn_of_changes
 from niels_gpt.recipes.resolve import ResolvedSource
+from niels_gpt.recipes.sources import named
 from niels_gpt.recipes.tokenizers.templates import recipe_settings
 from niels_gpt.recipes.user_sources import stated_credit
 from niels_gpt.settings import Settings, usable_cores
@@ -55,6 +57,7 @@ from niels_gpt.tokenizers.protocol import FullTokenizer
 
 logger = logging.getLogger(__name__)
 
+_MOST_LISTED = 1 << 20  # characters of the entries of --exclude that are recorded, to be compared with another list
 TOKENIZER_KEY = "tokenizer"
 RUNS_DIR = ".runs"
 """In the cache folder: one line of JSON for each build. Times are here and not in meta.json (D10)."""
@@ -148,13 +151,17 @@ def num_threads(settings: Settings) -> int:
 
 
 def recipe_fingerprint(
-    settings: Settings, key: str, reads: tuple[str, ...], tokenizer: FullTokenizer | None, source: str
+    settings: Settings,
+    key: str,
+    reads: tuple[str, ...],
+    tokenizer: FullTokenizer | None,
+    source: str,
+    listed: Exclusion | None = None,
 ) -> str:
     """Return the sha256 of everything that a recipe's output depends on.
 
-    tokenizer: None: that it is unknown.
-    Raises: FileNotFoundError, ValueError if the file of --exclude cannot be read; ValueError for a document_start or
-        document_end that the tokenizer does not have.
+    tokenizer: None: that it is unknown. listed: what --exclude lists.
+    Raises: ValueError for a document_start or document_end that the tokenizer does not have.
     """
     chosen = recipe_settings(settings, reads, tokenizer)
     if key == TOKENIZER_KEY:  # under the name of before, and without the kind that was the only one
@@ -179,8 +186,8 @@ def recipe_fingerprint(
         parts["credit"] = stated
     if settings.partitions > 1 and key.startswith("pretrain/"):
         parts["partitions"] = settings.partitions
-    if settings.exclude is not None:
-        parts["exclude"] = read_exclusion(settings.exclude).facts["sha256"]
+    if listed is not None:
+        parts["exclude"] = listed.facts["sha256"]
     return hashlib.sha256(canonical_json(parts)).hexdigest()
 
 
@@ -226,6 +233,32 @@ def is_current(path: Path, fingerprint: str) -> bool:
         return False
     sizes = {file: file.lstat().st_size for file in files if file.is_file()}  # path_inside has refused links
     return sizes == files
+
+
+def fingerprint_by_list(
+    settings: Settings,
+    path: Path,
+    fingerprint_of: Callable[[Exclusion | None], str],
+    named: Callable[[Exclusion], Iterable[str]] | None,
+) -> str:
+    """Return a recipe's fingerprint; that of the committed cache, where this was built by another list of --exclude and
+    is current but for that, and no entry that is in one of the two lists alone names anything in the source.
+
+    fingerprint_of: called with a list, None for none. named: reads the source, and yields the entries of a list that
+    name something; None: it is not read for this, so that any change of the list counts.
+    """
+    now = None if settings.exclude is None else read_exclusion(settings.exclude)
+    recorded = recorded_recipe(path).get("exclude")
+    before = Exclusion(frozenset(map(str, recorded))) if recorded and isinstance(recorded, list) else None
+    differing = Exclusion((now.entries if now else frozenset()) ^ (before.entries if before else frozenset()))
+    fingerprint = fingerprint_of(now)
+    if named is None or not differing.entries or is_current(path, fingerprint):
+        return fingerprint
+    if not is_current(path, known := fingerprint_of(before)) or any(True for _ in named(differing)):
+        return fingerprint
+    if now is not None:
+        now.absent[path] = differing.entries
+    return known
 
 
 def restart(settings: Settings, key: str) -> None:
@@ -318,10 +351,17 @@ class AskedCache:
         tokenizer: FullTokenizer | None,
         provenance: dict[str, Any],
     ) -> AskedCache:
-        """Return the cache that is made of a source as `provenance` has it. Raises: as `recipe_fingerprint`."""
-        recipe = recipe_settings(settings, reads, tokenizer)
-        fingerprint = recipe_fingerprint(settings, key, reads, tokenizer, str(provenance["fingerprint"]))
-        return cls(settings, key, cache_root(settings) / key, source, tokenizer, recipe, provenance, fingerprint)
+        """Return the cache that is made of a source as `provenance` has it.
+
+        Raises: FileNotFoundError, ValueError if the file of --exclude cannot be read; as `recipe_fingerprint`.
+        """
+        path, recipe = cache_root(settings) / key, recipe_settings(settings, reads, tokenizer)
+        fingerprint_of = partial(recipe_fingerprint, settings, key, reads, tokenizer, str(provenance["fingerprint"]))
+        # A stream would be read to its end, and partitions are there so that no machine reads the whole text.
+        is_read = not source.streaming and settings.partitions == 1
+        read = partial(named, settings, source, provenance["revision"]) if is_read else None
+        fingerprint = fingerprint_by_list(settings, path, fingerprint_of, read)
+        return cls(settings, key, path, source, tokenizer, recipe, provenance, fingerprint)
 
     def current_meta(self) -> dict[str, Any] | None:
         """Return the meta of the committed cache if it is current, and remove what killed builds have left; else
@@ -357,7 +397,7 @@ class AskedCache:
     def record(self, meta: dict[str, Any], **more: Any) -> None:
         """Record which recipe made the committed version. meta: of that version; more: further keys."""
         before = _read_record(self.path)
-        record_recipe(self.path, self.fingerprint, self.provenance, meta, **more)
+        record_recipe(self.settings, self.path, self.fingerprint, self.provenance, meta, **more)
         warn_of_changes(self.settings, self.key, self.path, before)
 
     def finish(self, meta: dict[str, Any], reused: bool, measurement: Measurement) -> Outcome:
@@ -409,8 +449,13 @@ def _at(fingerprint: str | None) -> dict[str, Any]:
     return {"fingerprint": fingerprint, "revision": fingerprint.rpartition("@")[2]} if fingerprint else {}
 
 
-def record_recipe(path: Path, fingerprint: str, source: dict[str, Any], meta: dict[str, Any], **more: Any) -> None:
+def record_recipe(
+    settings: Settings, path: Path, fingerprint: str, source: dict[str, Any], meta: dict[str, Any], **more: Any
+) -> None:
     """Record the recipe of the committed version at `path`. source: its provenance; meta: of that version."""
+    listed = [] if settings.exclude is None else sorted(read_exclusion(settings.exclude).entries)
+    if 0 < sum(map(len, listed)) <= _MOST_LISTED:
+        more["exclude"] = listed
     record = {
         **more,
         "fingerprint": fingerprint,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
 from niels_gpt.chat.template_process import Chat
-from niels_gpt.data.exclude import read_exclusion, remaining
+from niels_gpt.data.exclude import Exclusion, read_exclusion, remaining
 from niels_gpt.data.files.text import WITH_NUL, note
 from niels_gpt.data.sources import Loader, LoadRequest
 from niels_gpt.data.types import ChatSample, PretrainSample, RawChat, SequenceGroup, TextBlock, source_id
@@ -163,6 +164,22 @@ def training_texts(settings: Settings, source: ResolvedSource, revision: str | N
     load = source.spec.training_texts or source.spec.load
     for _, sample in _parts(settings, source, revision, counters, None, load):
         yield from _texts_of(sample)
+
+
+class _Unlogged(Counter[str]):
+    """Counters of a reading of which nothing is said: the first of each reason is not logged."""
+
+    def __missing__(self, key: str) -> int:
+        return 1
+
+
+def named(
+    settings: Settings, source: ResolvedSource, revision: str | None, listed: Exclusion, *, raw: bool = False
+) -> Iterator[str]:
+    """Read a source, and yield the entries of a list of --exclude that name something in it. raw: for a template."""
+    plain = replace(settings, exclude=None)
+    parts = _parts(plain, source, revision, _Unlogged(), None, raw=raw or settings.chat_template is not None)
+    return (entry for _, sample in parts for entry in listed.matching(sample))
 
 
 def _parts(

@@ -3,6 +3,7 @@
 import base64
 import dataclasses
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -37,11 +38,13 @@ from niels_gpt.cache.meta import read_meta
 from niels_gpt.eagle3.cache import CachedEagle3Dataset, read_manifest
 from niels_gpt.eagle3.target import write_small_target
 from niels_gpt.eagle3.vocab import load_token_mapping
+from niels_gpt.recipes.plan import plan
 from niels_gpt.settings import Settings
 from niels_gpt.storage.fileio import sha256_file
 from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.tokenizers.sentinels import add_sentinels
 from pipelines.definitions import niels_definitions
+from pipelines.versions import code_versions
 
 KEY = "eagle3/targets"
 VOCAB = "eagle3/draft_vocab"
@@ -231,6 +234,26 @@ def test_what_only_the_states_need_leaves_the_draft_vocabulary_as_it_is(settings
         after = build_draft_vocab(other)
         assert not after.reused and after.fingerprint != before.fingerprint
         assert fingerprints(other)[VOCAB] != fingerprints(settings)[VOCAB]
+
+
+def test_a_list_of_exclude_counts_by_what_it_takes_from_the_chats(settings, tmp_path):
+    plain, versions = build_targets(settings), code_versions(settings)
+    listed = dataclasses.replace(settings, exclude=str(tmp_path / "listed"))
+    fineweb, dolly = (
+        json.loads(next(Path(settings.source_root, dataset).rglob("*.jsonl")).read_text().splitlines()[0])
+        for dataset in (settings.fineweb_edu_dataset, DOLLY)
+    )
+    fineweb, chat = fineweb["id"], hashlib.sha256(dolly["response"].encode()).hexdigest()
+    for entries, counts in ([fineweb], False), ([fineweb, chat], True), ([chat, "no-such-id"], False):
+        (tmp_path / "listed").write_text("\n".join(entries))
+        planned = {item.key: item.action for item in plan(listed, [VOCAB, KEY])}
+        assert planned == dict.fromkeys([VOCAB, KEY], "build" if counts else "up to date")
+        changed = {path for path, version in code_versions(listed).items() if version != versions[path]}
+        assert changed & {KEY, VOCAB} == ({KEY, VOCAB} if counts else set())
+        outcome, versions = build_targets(listed), code_versions(listed)
+        assert outcome.reused != counts and build_draft_vocab(listed).reused
+    assert outcome.meta["content_sha256"] != plain.meta["content_sha256"]
+    assert not build_targets(settings).reused
 
 
 def test_the_fingerprint_of_caches_of_earlier_versions_stays(settings):

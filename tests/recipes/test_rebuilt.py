@@ -9,6 +9,7 @@ from support.data_files import lines, write
 from support.splits import chat_key
 from support.tiny_texts import TINY_TEXTS
 
+from niels_gpt.recipes.plan import plan
 from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.settings import Settings
 
@@ -61,6 +62,26 @@ def test_an_exclusion_that_ended_is_said_with_the_command_that_keeps_it(own, cap
     assert record["version"] == (tmp_path / "c" / "pretrain" / "texts").resolve().name
 
 
+def test_a_list_counts_by_what_it_takes_from_the_source_of_a_cache(own, tmp_path):
+    listed = tmp_path / "list.txt"
+    by_list = dataclasses.replace(own, exclude=str(listed))
+    for name in ("chats", "texts"):
+        build_token_cache(own, name)
+    for entries, built in (
+        ("t3", "texts"),
+        ("t3\nt99", None),
+        ("t3\nc1", "chats"),
+        ("c1", "texts"),
+        ("c1\nt3", "texts"),
+    ):
+        listed.write_text(entries)
+        planned = {item.key: item.action for item in plan(by_list, ["sft/chats", "pretrain/texts"])}
+        assert [key.split("/")[1] for key, action in planned.items() if action == "build"] == [built] * bool(built)
+        outcomes = [build_token_cache(by_list, name) for name in ("chats", "texts")]
+        assert [outcome.key.split("/")[1] for outcome in outcomes if not outcome.reused] == [built] * bool(built)
+    assert not build_token_cache(own, "texts").reused
+
+
 def test_entries_that_name_nothing_are_warned_of_unless_not_all_was_read(own, tmp_path):
     listed = write(tmp_path / "list.txt", "t3\nt99\nno such id\n")
     command = ["build", "--pretrain", own.pretrain, "--cache-dir", own.cache_dir, "--tokenizer", own.tokenizer]
@@ -70,3 +91,6 @@ def test_entries_that_name_nothing_are_warned_of_unless_not_all_was_read(own, tm
     assert niels_gpt(*command, "--exclude", str(listed), "--restart", "--strict").status == 1
     again = niels_gpt(*command, "--exclude", str(listed), "--json")  # up to date: nothing is read
     assert "W313" not in again.err and "unmatched_exclude" not in again.json
+    write(listed, "t3\nt99\nno such id\nmisspelt\n")
+    again = niels_gpt(*command, "--exclude", str(listed), "--json")
+    assert again.json["caches"][1]["state"] == "up to date" and again.json["unmatched_exclude"] == ["misspelt"]

@@ -1,6 +1,7 @@
 """Pieces of pipelines/ without a run: the form of the settings, the environment, retries, code versions."""
 
 import dataclasses
+import json
 import shutil
 from dataclasses import fields, replace
 from pathlib import Path
@@ -113,7 +114,8 @@ def own(settings, mirror, tmp_path):
 def test_a_code_version_has_what_decides_a_build_and_nothing_else(settings, own):
     named, eagle3 = str(settings.tokenizer), {"eagle3/draft_vocab", "eagle3/targets"}
     listed, renamed = Path(own.source_root, "excluded"), Path(own.source_root, "renamed.model")
-    listed.write_text("some-id\n")
+    (texts,) = Path(own.source_root, own.fineweb_edu_dataset).rglob("*.jsonl")
+    listed.write_text(json.loads(texts.read_text().splitlines()[0])["id"])
     shutil.copyfile(named, renamed)
     trained = {"tokenizer": None, "vocab_size": 600}
     pretrain = {key for key in CACHES if key.startswith("pretrain/")}
@@ -125,7 +127,10 @@ def test_a_code_version_has_what_decides_a_build_and_nothing_else(settings, own)
     everything = EVERYTHING | eagle3
     assert differing({}, {"cache_dir": "elsewhere"}) == everything
     assert differing({}, {"source_root": own.source_root}) == everything - {"tokenizer"}
-    assert differing({}, {"exclude": str(listed)}) == everything - {"tokenizer"}
+    assert differing({}, {"exclude": str(listed)}) == {"pretrain/fineweb_edu"}
+    assert differing({"source_root": "hub"}, {"source_root": "hub", "exclude": str(listed)}) == everything - {
+        "tokenizer"
+    }
     assert differing({}, {"tokenizer": str(renamed)}) == set(), "the same content"
     assert differing({}, {"vocab_size": 300}) == differing({}, {"revision": "oasst1=main"}) == set()
     assert differing(trained, {**trained, "vocab_size": 300}) == everything

@@ -18,13 +18,12 @@ from niels_gpt.cache.meta import read_meta
 from niels_gpt.recipes.eagle3.draft_vocab import commit_draft_vocab, current_draft_vocab
 from niels_gpt.recipes.eagle3.of_settings import KEY, fingerprint_of, resolved, sha256, target_name
 from niels_gpt.recipes.eagle3.options import Options
-from niels_gpt.recipes.eagle3.prepare import Resolved, carry_out, open_target, prepare, run_facts
+from niels_gpt.recipes.eagle3.prepare import Resolved, carry_out, is_current_of, open_target, prepare, run_facts
 from niels_gpt.recipes.run_recipe import (
     Measurement,
     Outcome,
     cache_root,
     finish,
-    is_current,
     record_recipe,
     recorded_recipe,
 )
@@ -76,10 +75,10 @@ def build_targets(
     return finish(settings, KEY, path, meta, reused, measured, fingerprint)
 
 
-def are_current_targets(found: Resolved) -> bool:
-    """Whether the committed eagle3/targets is what was asked for, and has its shards."""
+def are_current_targets(found: Resolved, *, reads_hub: bool = True) -> bool:
+    """Whether the committed eagle3/targets is what was asked for, and has its shards. reads_hub: of `is_current_of`."""
     path = cache_root(found.settings) / KEY
-    return is_current(path, _fingerprint(found)) and _has_its_shards(path)
+    return is_current_of(found, path, _fingerprint, reads_hub) and _has_its_shards(path)
 
 
 def target_of(
@@ -202,7 +201,7 @@ def _build(found: Resolved, path: Path, fingerprint: str, progress: Progress | N
             journal.close()
         version = versions.commit(work, path, sealed)
         meta = read_meta(str(version / META_NAME))
-        record_recipe(path, fingerprint, found.source, meta)
+        record_recipe(found.settings, path, fingerprint, found.source, meta)
     return meta
 
 

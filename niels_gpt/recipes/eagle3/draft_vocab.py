@@ -19,13 +19,12 @@ from niels_gpt.inspection.stats import Stats, meta_errors
 from niels_gpt.pictures import new_figure, plain_axes, png, set_title
 from niels_gpt.progress import Progress
 from niels_gpt.recipes.eagle3.of_settings import VOCAB_KEY, fingerprint_of, resolved, sha256
-from niels_gpt.recipes.eagle3.prepare import Prepared, Resolved, prepare
+from niels_gpt.recipes.eagle3.prepare import Prepared, Resolved, is_current_of, prepare
 from niels_gpt.recipes.run_recipe import (
     Measurement,
     Outcome,
     cache_root,
     finish,
-    is_current,
     record_recipe,
     recorded_recipe,
 )
@@ -100,12 +99,15 @@ def committed_content(settings: Settings) -> str | None:
     return None if meta is None else str(meta.get("content_sha256"))
 
 
-def current_draft_vocab(found: Resolved) -> list[int] | None:
-    """Return the target's id of each token of the draft, of the committed file; None where that is not current."""
+def current_draft_vocab(found: Resolved, *, reads_hub: bool = True) -> list[int] | None:
+    """Return the target's id of each token of the draft, of the committed file; None where that is not current.
+
+    reads_hub: see `is_current_of`.
+    """
     from niels_gpt.eagle3.vocab import load_token_mapping
 
     path = cache_root(found.settings) / VOCAB_KEY
-    if not is_current(path, _fingerprint(found)):
+    if not is_current_of(found, path, _fingerprint, reads_hub):
         return None
     ids, _ = load_token_mapping(path, target_vocab_size=found.target.vocab_size, draft_vocab_size=None)
     return [int(number) for number in ids]
@@ -143,7 +145,7 @@ def commit_draft_vocab(prepared: Prepared) -> dict[str, Any]:
         write_bytes(work / META_NAME, meta_bytes(meta))
         version = versions.commit(work, path, content_sha256)
         made = read_meta(str(version / META_NAME))
-        record_recipe(path, _fingerprint(found), found.source, made)
+        record_recipe(found.settings, path, _fingerprint(found), found.source, made)
     return made
 
 

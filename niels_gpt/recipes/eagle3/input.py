@@ -16,7 +16,7 @@ from typing import Any
 from niels_gpt.chat.rows import GIVEN_FIELDS, Row, chat_rows, given_rows
 from niels_gpt.chat.tokenizers import Chat, ChatTokenizer
 from niels_gpt.data import local
-from niels_gpt.data.exclude import read_exclusion, remaining
+from niels_gpt.data.exclude import Exclusion, read_exclusion, remaining
 from niels_gpt.data.files.rows import numbered_rows
 from niels_gpt.data.files.text import Problem, note
 from niels_gpt.data.files.walk import note_links
@@ -119,6 +119,18 @@ def input_chats(
         raise InputError(f"{FLAG} {input_data}: rows of input_ids and loss_mask, expected chats")
     read = sources.chats if tokenizer.mask_by == "sentinels" else sources.template_chats
     yield from (Chat(*chat) for chat in read(settings, _origin(settings, input_data), facts["revision"], counters))
+
+
+def named_in_input(settings: Settings, facts: Mapping[str, Any], listed: Exclusion, *, raw: bool) -> Iterator[str]:
+    """Read an input, and yield the entries of a list of --exclude that name something in it. facts: of `input_facts`.
+
+    raw: its chats go into a target's template.
+    """
+    origin = _origin(settings, facts["input_data"])
+    if facts["form"] == ROWS:
+        rows = _given_samples(settings, origin, Counter())
+        return (entry for row in rows for entry in listed.matching(row))
+    return sources.named(settings, origin, facts["revision"], listed, raw=raw)
 
 
 def _origin(settings: Settings, input_data: str) -> ResolvedSource:

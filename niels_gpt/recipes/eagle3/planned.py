@@ -54,15 +54,15 @@ def planned_action(settings: Settings, key: str, tokenizer: FullTokenizer | None
 def _is_current(settings: Settings, key: str, tokenizer: FullTokenizer | None) -> bool:
     if not recorded_recipe(cache_root(settings) / key).get("fingerprint"):
         return False
-    target = None
+    target, how = None, {"reads_hub": False}
     if has_small_target(settings):
         if tokenizer is None or not (target := small_target_folder(settings, tokenizer.sha256)).is_dir():
             return False
     elif not _is_known_without_hub(settings):
         return False
     if key == VOCAB_KEY:
-        return current_draft_vocab(resolved_for_vocab(settings, target=target)) is not None
-    return are_current_targets(resolved(settings, observed=None, target=target))
+        return current_draft_vocab(resolved_for_vocab(settings, target=target), **how) is not None
+    return are_current_targets(resolved(settings, observed=None, target=target), **how)
 
 
 def _is_known_without_hub(settings: Settings) -> bool:

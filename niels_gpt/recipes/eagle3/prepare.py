@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from niels_gpt.chat_template import roles_counted
+from niels_gpt.data.exclude import Exclusion
 from niels_gpt.display.numbers import many
 from niels_gpt.recipes.eagle3.options import Options
+from niels_gpt.recipes.run_recipe import fingerprint_by_list, is_current
 from niels_gpt.settings import Settings, usable_cores
 from niels_gpt.signals import is_of_kept
 from niels_gpt.storage.errors import InputError, TargetError
@@ -100,6 +102,21 @@ class Prepared:
     plan: Plan
     shown: list[Row] = field(default_factory=list)
     """The first `options.show` samples."""
+
+
+def is_current_of(found: Resolved, path: Path, fingerprint: Callable[[Resolved], str], reads_hub: bool) -> bool:
+    """Whether the committed cache at `path` has the fingerprint of what the options stand for: see
+    `fingerprint_by_list`. reads_hub: read chats of the hub, where the list of --exclude has changed, to compare."""
+    from niels_gpt.recipes.eagle3.input import named_in_input
+
+    def by_list(listed: Exclusion | None) -> str:
+        source = {name: fact for name, fact in found.source.items() if name != "exclude"}
+        return fingerprint(replace(found, source=source | ({"exclude": listed.facts} if listed else {})))
+
+    raw = found.tokenizer.mask_by != "sentinels"
+    named = partial(named_in_input, found.settings, found.source, raw=raw)
+    is_read = reads_hub or found.source["kind"] != "hub"
+    return is_current(path, fingerprint_by_list(found.settings, path, by_list, named if is_read else None))
 
 
 # --- options -> Resolved ----------------------------------------------------------------------------------------------

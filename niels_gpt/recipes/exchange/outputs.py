@@ -153,9 +153,8 @@ def _refuse_foreign(folder: Path, manifest: dict[str, Any], *, by_digest: bool =
 
     there = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*")}
     if foreign := sorted(name for name, path in there.items() if not is_of_export(path, name)):
-        found = (
-            f"{foreign[0]} is not as its export wrote it{f', nor are {len(foreign) - 1:,} more' if foreign[1:] else ''}"
-        )
+        more = f", nor are {len(foreign) - 1:,} more" if foreign[1:] else ""
+        found = f"{foreign[0]} is not as its export wrote it{more}"
         raise CacheError(folder, found, remedy="Move what is yours away, then export again", code="E704")
 
 
