@@ -53,6 +53,7 @@ CHAT_SUFFIXES = (".json", *TABLE_SUFFIXES)
 TEXT_SUFFIXES = (*DOCUMENT_SUFFIXES, *CHAT_SUFFIXES)
 _MOST_NAMES = 20  # in a message
 _MOST_LOGGED = 3  # roles, or files, of one reason
+_MAX_ID_CHARS = 1 << 16  # a longer one is no name, and `locate` could not read it
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ class LocalFiles:
                 if group is not None:
                     behind.publish()
                     yield group
-                meta = {"id": None, **reader.meta(where), **({"id": name} if name else {})}
+                meta = {"id": None, **reader.meta(where), **({"id": name} if name and _is_id(name) else {})}
                 group = SequenceGroup(samples, source, meta)
                 tokens = rollouts.tokens_of(samples)
             behind.mark()
@@ -337,7 +338,9 @@ def _ids_of(rows: Columns, path: str) -> list[str]:
 
 
 def _is_id(value: Any) -> bool:
-    return isinstance(value, str | int) and not isinstance(value, bool)
+    if isinstance(value, str):
+        return len(value) <= _MAX_ID_CHARS
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 class _Reader:

@@ -44,7 +44,7 @@ from niels_gpt.tokenizers.document_tokens import DocumentToken
 from niels_gpt.tokenizers.protocol import token_dtype
 
 _MOST_THREADS = 8
-_NAMES = 1 << 16  # documents whose names are made at once
+_NAMES = 1 << 10  # documents whose names are made at once: each may have 64 KiB
 _COUNTED = 1 << 18  # ids that are counted at once: numpy makes them int64, which then fits a core's cache
 
 Ends = NDArray[np.int64]

@@ -30,11 +30,13 @@ from niels_gpt.storage.meta_json import (
     path_inside,
     printable,
     read_regular,
+    shortened,
 )
 from niels_gpt.tokenizers.vocabulary import check_vocab_size, end_of_documents, integer, start_of_documents
 
 MAX_FILES = 1_000_000
 """Files of a folder that an import looks at."""
+_MAX_DEPTH = 100
 PIECE_BYTES = 1 << 23
 """Bytes of a token file that are read at once."""
 _VAL_WORDS = frozenset({"val", "valid", "validation", "dev", "eval"})
@@ -120,17 +122,37 @@ def names_below(source: Path, *suffixes: str) -> list[str]:
         return [source.name]
     if not source.is_dir():
         raise FileNotFoundError(f"{source}: no such file or folder")
-    found: list[str] = []
-    for folder, folders, names in os.walk(source):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for path in (Path(folder, name) for name in folders):
-            if path.is_symlink():
-                raise CacheError(path, "a symbolic link", "a folder: links are not followed", code="E205")
-        below = Path(folder).relative_to(source)
-        found += [(below / name).as_posix() for name in names if name.endswith(suffixes) and not name.startswith(".")]
+    found, waiting = list[str](), [""]
+    while waiting:
+        below = waiting.pop()
+        if below.count("/") > _MAX_DEPTH:
+            raise CacheError(source / below, f"below more than {_MAX_DEPTH} folders", code="E221")
+        with os.scandir(source / below) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                if os.path.isdir(entry):
+                    if entry.is_symlink():
+                        expected = "a folder: links are not followed"
+                        raise CacheError(entry.path, "a symbolic link", expected, code="E205")
+                    waiting.append(f"{below}{entry.name}/")
+                elif entry.name.endswith(suffixes):
+                    found.append(usable_name(source, below + entry.name))
         if len(found) > MAX_FILES:
             raise CacheError(source, f"more than {MAX_FILES:,} files", "fewer in one folder", code="E221")
     return sorted(found, key=natural_order)
+
+
+def usable_name(where: Path, name: str) -> str:
+    """Return the name of a file. Raises: CacheError E221 for one that a cache cannot record, or that is too long for
+    the names of the files beside it."""
+    try:
+        for each in (name, f"{name}.metadata"):
+            checked_name(each, "name", str(where))
+    except CacheError:
+        found, expected = f"a file called {shortened(name)}", "a name of printable characters, 240 bytes at most"
+        raise CacheError(where, found, expected, "Rename it", code="E221") from None
+    return name
 
 
 def read_pieces(path: Path, dtype: np.dtype[Any], *, offset: int = 0, count: int = -1) -> Iterator[NDArray[Any]]:

@@ -48,7 +48,7 @@ _WHAT = {
 UNSTATED = "not stated"
 MAX_TOML_BYTES = 1 << 20
 _KEYS = ("files", "field", "licence", "attribution")
-_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,99}")
 _FIELD = re.compile(r"(?P<files>.+):(?P<field>[^:/\\*?\[\]]+)")
 _SUFFIX = re.compile(r"\.[^\s/*?\[\],]+")
 _RESERVED = ("tokenizer",)  # a folder of this name beside a cache is its tokenizer
@@ -144,7 +144,10 @@ def user_sources(settings: Settings) -> dict[str, UserSource]:
     for user in (*_of_file(settings), *_of_lines(settings)):
         where = f"{user.named_in}: {user.family}/{user.name}"
         if not _NAME.fullmatch(user.name):
-            raise _error(user.named_in, f"{where}: expected a name of letters, digits and _ that starts with a letter")
+            raise _error(
+                user.named_in,
+                f"{where}: expected a name of letters, digits and _, 100 at most, that starts with a letter",
+            )
         if user.name in SOURCES or user.name in _RESERVED:
             raise _error(user.named_in, f"{where}: {user.name} is a built-in name. Choose another one")
         if user.name in sources:

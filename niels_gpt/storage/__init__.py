@@ -8,6 +8,7 @@ locks/         one builder for each cache; readers that keep their version from 
 meta_json.py   meta.json's checksum and file records; what is refused when a file of a cache is read
 filemaps.py    many files mapped as one array
 parquet_pages.py the pages of a parquet file by their headers
+arrow_messages.py the messages of an Arrow stream by their headers
 errors.py      the classes of errors, each with its code; CacheError: path, found, expected, remedy
 codes.py       which code an error has; the texts of codes.txt: what a code means, what to do, an example
 remedies.py    for error messages: the command line that builds a cache again

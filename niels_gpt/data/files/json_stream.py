@@ -32,8 +32,6 @@ _AFTER_SCALAR = re.compile(r"[,\]}\s]")
 
 def has_many_lists(text: str, start: int = 0) -> bool:
     """Whether the value of JSON at a place of a text has more than MAX_LISTS, as far as the text goes."""
-    if text.count("[", start) + text.count("{", start) <= MAX_LISTS:
-        return False
     lists = depth = 0
     for found in _STRING_OR_BRACKET.finditer(text, start):
         if found[0] in ("[", "{"):
@@ -126,7 +124,7 @@ class _Window:
         self._file = file
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape")
         self._text = ""
-        self._at = 0
+        self._at = self._brackets = 0
         self._ended = False
 
     def peek(self) -> str:
@@ -149,7 +147,7 @@ class _Window:
         Raises: _SkipError, without moving, for a value that `skip_value` can skip; ValueError for invalid JSON.
         """
         while True:
-            if has_many_lists(self._text, self._at):
+            if self._brackets > MAX_LISTS and has_many_lists(self._text, self._at):
                 raise ValueError(TOO_MANY)  # to skip it would take a second for each megabyte
             try:
                 value, end = _DECODE(self._text, self._at)
@@ -229,6 +227,7 @@ class _Window:
         block = self._file.read(max(BLOCK_BYTES, min(len(held), self.limit + 1 - len(held))))
         self._ended = not block
         self._text, self._at = held + self._decoder.decode(block, final=self._ended), 0
+        self._brackets = self._text.count("[") + self._text.count("{")
         return True
 
     def _next_block(self) -> bool:

@@ -212,7 +212,7 @@ def _has_small_numbers(value: Any) -> bool:
 def _json_object(line: bytes, where: str, counters: Counter[str] | None) -> dict[str, Any] | Problem:
     text = decode(line, counters=counters, where=where)
     try:
-        if json_stream.has_many_lists(text):
+        if len(text) > json_stream.MAX_LISTS and json_stream.has_many_lists(text):
             raise ValueError(json_stream.TOO_MANY)
         row = json.loads(text)
         if _is_too_deep(row, line.count(b"[") + line.count(b"{")):

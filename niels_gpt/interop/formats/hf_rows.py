@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from niels_gpt.cache.formats import IGNORE_INDEX, SPLITS
 from niels_gpt.interop.foreign import ForeignFile, ForeignFolder, names_below, read_manifest, split_of
+from niels_gpt.storage.arrow_messages import unpacked_sizes
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import open_regular, path_inside
 from niels_gpt.storage.parquet_pages import pages_of
@@ -28,12 +29,18 @@ if TYPE_CHECKING:
 
 MASKS = ("loss_mask", "label_mask", "assistant_masks", "completion_mask")
 _ROWS, _BATCH_VALUES, _READ_BYTES = 512, 1 << 20, 1 << 18
+_BATCH_BYTES = 1 << 28
+"""Bytes of the names of some rows, at most: a file may have one long name for all."""
+_MAX_BATCH = 1 << 30
+"""Bytes of a packed batch of an arrow file when unpacked, all columns together."""
 _MAX_FOOTER = 1 << 26
 """Bytes of a text or entries of a list in the footer of a parquet file."""
-MAX_ROW = 1 << 27
-"""Tokens of a row, and values in a page."""
+MAX_ROW = 1 << 25
+"""Tokens of a row, and values in a page: a text of 64 MiB has about a quarter of them."""
 _MAX_PAGE = 9 * MAX_ROW
 """Bytes of a page, uncompressed: ids of 64 bits, and what says where rows end."""
+_MAX_NAME = 1 << 16
+"""Bytes of a row's id."""
 
 
 class _Some(NamedTuple):
@@ -139,51 +146,71 @@ def _batches(path: Path) -> Iterator[pa.RecordBatch]:
 
     with open(open_regular(path), "rb") as file:
         if path.suffix == ".arrow":
+            if (largest := max(unpacked_sizes(file.fileno()), default=0)) > max(_MAX_BATCH, path.stat().st_size):
+                found, remedy = f"a batch of {largest:,} bytes when unpacked", "Write it without compression"
+                raise CacheError(path, found, f"at most {_MAX_BATCH:,}", remedy, code="E221")
             with pa.ipc.open_stream(file) as stream:
                 for batch in stream:
                     batch.validate(full=True)
-                    yield from (batch.slice(first, _ROWS) for first in range(0, batch.num_rows, _ROWS))
+                    rows = _arrow_rows(batch)
+                    yield from (batch.slice(first, rows) for first in range(0, batch.num_rows, rows))
             return
         limits: dict[str, Any] = {"page_checksum_verification": True}
         limits |= dict.fromkeys(("thrift_string_size_limit", "thrift_container_size_limit"), _MAX_FOOTER)
-        with pq.ParquetFile(file, buffer_size=_READ_BYTES, pre_buffer=False, **limits) as rows:
-            _check_pages(path, rows.metadata, file.fileno())
-            names = [name for name in rows.schema_arrow.names if name in _COLUMNS]
-            yield from rows.iter_batches(_batch_rows(rows.metadata), columns=names, use_threads=False)
+        with pq.ParquetFile(file, buffer_size=_READ_BYTES, pre_buffer=False, **limits) as table:
+            names = _read_of(table.schema_arrow.names)
+            rows = _parquet_rows(path, table.metadata, file.fileno(), names)
+            yield from table.iter_batches(rows, columns=names, use_threads=False)
 
 
-def _batch_rows(about: Any) -> int:
-    """Return how many rows have about _BATCH_VALUES in a column: a book has 200,000 tokens, a chat 200."""
-    longest = 1
+def _read_of(names: list[str]) -> list[str]:
+    """Return which of some columns are read: of those that say which tokens carry loss, the first."""
+    loss = [name for name in ("labels", *MASKS) if name in names]
+    return [name for name in names if name in ("id", "input_ids", "attention_mask", *loss[:1])]
+
+
+def _arrow_rows(batch: pa.RecordBatch) -> int:
+    """Return how many rows of a batch have about _BATCH_VALUES, anywhere in it."""
+    import pyarrow.compute as pc
+
+    lists = [column for column in batch.columns if _is_list(column.type)]
+    longest = max((pc.max(pc.list_value_length(column)).as_py() or 1 for column in lists), default=1)
+    return max(1, min(_ROWS, _BATCH_VALUES // max(longest, 1)))
+
+
+def _parquet_rows(path: Path, about: Any, handle: int, names: list[str]) -> int:
+    """Return how many rows have about _BATCH_VALUES in a column: a book has 200,000 tokens, a chat 200.
+
+    In a row group of more than MAX_ROW values any row may have as many as the largest page.
+    Raises: CacheError for a page of more than MAX_ROW ids: pyarrow decodes whole pages, and a row is in one.
+    """
+    rows = _ROWS
     for group in map(about.row_group, range(about.num_row_groups)):
-        values = max((group.column(number).num_values for number in range(group.num_columns)), default=0)
-        longest = max(longest, values // max(group.num_rows, 1))
-    return max(1, min(_ROWS, _BATCH_VALUES // longest))
-
-
-_COLUMNS = {"id", "input_ids", "labels", "attention_mask", *MASKS}
-
-
-def _check_pages(path: Path, about: Any, handle: int) -> None:
-    """Raise CacheError for a page of more than MAX_ROW ids: pyarrow decodes whole pages, and a row is in one."""
-    for group in map(about.row_group, range(about.num_row_groups)):
-        for number in range(group.num_columns):
-            column = group.column(number)
+        for column in map(group.column, range(group.num_columns)):
+            if (name := column.path_in_schema.partition(".")[0]) not in names:
+                continue
             places = (column.dictionary_page_offset, column.data_page_offset)
-            start = min((place for place in places if place), default=0)
-            pages = pages_of(handle, start, start + column.total_compressed_size)
-            if column.path_in_schema.partition(".")[0] in _COLUMNS:
-                for page in pages:
-                    if page.num_values > MAX_ROW or page.num_bytes > _MAX_PAGE:
-                        found = f"a page of {page.num_values:,} values in {page.num_bytes:,} bytes"
-                        raise CacheError(path, found, f"at most {MAX_ROW:,}, in {_MAX_PAGE:,}", code="E221")
+            start, longest, largest = min((place for place in places if place), default=0), 1, 1
+            for page in pages_of(handle, start, start + column.total_compressed_size):
+                longest, largest = max(longest, page.num_values), max(largest, page.num_bytes)
+            if longest > MAX_ROW or largest > _MAX_PAGE:
+                found = f"a page of {longest:,} values, or one of {largest:,} bytes"
+                raise CacheError(path, found, f"at most {MAX_ROW:,}, and {_MAX_PAGE:,}", code="E221")
+            usual = _BATCH_VALUES // max(column.num_values // max(group.num_rows, 1), 1)
+            any_rows = _ROWS if column.num_values <= MAX_ROW else MAX_ROW // longest
+            rows = min(rows, _BATCH_BYTES // largest if name == "id" else min(usual, any_rows))
+    return max(1, rows)
 
 
 def _converted(path: Path, batch: pa.RecordBatch, first: int) -> _Some:
     """Return the rows of a batch. first: the number of its first row, for messages."""
+    import pyarrow.compute as pc
+
     names = batch.schema.names
     if "input_ids" not in names:
         raise CacheError(path, f"columns {', '.join(map(str, names))}"[:200], "a column input_ids", code="E221")
+    if twice := [name for name in _read_of(names) if names.count(name) > 1]:
+        raise CacheError(path, f"{len(twice)} columns called {twice[0]}", "one", code="E221")
     ids, lengths = _flat(path, batch, "input_ids")
     loss = _supervised(path, batch, ids, lengths, first)
     padding = 0
@@ -197,6 +224,8 @@ def _converted(path: Path, batch: pa.RecordBatch, first: int) -> _Some:
     is_full = lengths > 0
     told = None
     if "id" in names and _is_text(batch.column("id").type):
+        if (longest := pc.max(pc.binary_length(batch.column("id"))).as_py() or 0) > _MAX_NAME:
+            raise CacheError(path, f"an id of {longest:,} bytes", f"at most {_MAX_NAME:,}", code="E221")
         told = [str(name) for name, full in zip(batch.column("id").to_pylist(), is_full, strict=True) if full]
     return _Some(ids, lengths[is_full], loss, told, padding, int(len(lengths) - is_full.sum()))
 
@@ -239,14 +268,21 @@ def _flat(path: Path, batch: pa.RecordBatch, name: str) -> tuple[NDArray[Any], N
     import pyarrow.compute as pc
 
     column = batch.column(name)
-    is_list = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
-    if not is_list and not pa.types.is_fixed_size_list(column.type):
+    if not _is_list(column.type):
         raise CacheError(path, f"{name} is {column.type}"[:200], "lists of integers", code="E221")
     values = pc.list_flatten(column)
+    if len(values) > max(MAX_ROW, _BATCH_VALUES):
+        raise CacheError(path, f"{name} of a row has {len(values):,} values", f"at most {MAX_ROW:,}", code="E221")
     if not (pa.types.is_integer(values.type) or pa.types.is_boolean(values.type)) or values.null_count:
         raise CacheError(path, f"{name} is {column.type}, or has nulls"[:200], "lists of integers", code="E221")
     lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False).astype(np.int64)
     return values.to_numpy(zero_copy_only=False), lengths
+
+
+def _is_list(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
 def _is_text(kind: Any) -> bool:

@@ -36,6 +36,7 @@ from niels_gpt.interop.foreign import (
     read_manifest,
     read_pieces,
     split_of,
+    usable_name,
 )
 from niels_gpt.interop.formats.listing import Listing
 from niels_gpt.interop.output import Output
@@ -151,10 +152,12 @@ def _chunks(path: Path) -> Iterator[tuple[dict[str, Any], np.dtype[Any]]]:
     """Yield what an index.json says of each chunk, checked, and the type of its ids."""
     try:
         index = parse_object(read_regular(path))
-        dtype = _dtype_of(index["config"])
+        dtype, seen = _dtype_of(index["config"]), set[str]()
         for number, chunk in enumerate(index["chunks"]):
-            if not isinstance(chunk["filename"], str) or "/" in chunk["filename"]:
-                raise ValueError(f"chunks[{number}].filename is {shortened(chunk['filename'])}, expected a file's name")
+            name = chunk["filename"]
+            if not isinstance(name, str) or "/" in name or name in seen:
+                raise ValueError(f"chunks[{number}].filename is {shortened(name)}, expected another file's name")
+            seen.add(usable_name(path, name))
             for key in ("chunk_bytes", "chunk_size", "dim"):
                 if not isinstance(chunk[key], int) or isinstance(chunk[key], bool) or not 0 <= chunk[key] <= _MAX:
                     expected = "the tokens of a chunk of TokensLoader" if key == "dim" else "a count below 2**32"

@@ -33,7 +33,7 @@ from niels_gpt.tokenizers.protocol import FullTokenizer
 
 IMPORTED = "imported"
 """The folder of caches that no build makes."""
-_NAME = re.compile(r"(?:(pretrain|sft|imported)/)?([A-Za-z][A-Za-z0-9_]*)")
+_NAME = re.compile(r"(?:(pretrain|sft|imported)/)?(?!tokenizer$)([A-Za-z][A-Za-z0-9_]{0,99})")
 
 
 def import_cache(
@@ -119,7 +119,8 @@ def key_of(name: str) -> str:
     """Return the key of the cache that an import makes: imported/wiki of wiki. Raises: ValueError."""
     found = _NAME.fullmatch(name)
     if found is None:
-        expected = "letters, digits and _, a letter first, alone or behind imported/, pretrain/ or sft/"
+        expected = "up to 100 letters, digits and _, a letter first, alone or behind imported/, pretrain/ or sft/, "
+        expected += "and not tokenizer"
         raise ValueError(f"NAME {name!r}: expected {expected}")
     return f"{found[1] or IMPORTED}/{found[2]}"
 
