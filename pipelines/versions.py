@@ -26,9 +26,8 @@ from niels_gpt.recipes.eagle3 import draft_vocab
 from niels_gpt.recipes.eagle3.of_settings import KEY as TARGETS_KEY
 from niels_gpt.recipes.eagle3.of_settings import VOCAB_KEY, has_small_target, raw_source
 from niels_gpt.recipes.partitions.documents import is_partitioned
-from niels_gpt.recipes.partitions.planned import listing_of
 from niels_gpt.recipes.plan import built_at, every_key, needs_no_tokenizer, observe, settings_fingerprint
-from niels_gpt.recipes.resolve import asked_revisions, resolve_source
+from niels_gpt.recipes.resolve import asked_revisions, listing_of, resolve_source
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Outcome, cache_root, recorded_recipe
 from niels_gpt.recipes.sources import named
 from niels_gpt.recipes.tokenizer import is_id, named_tokenizer, stage_tokenizer, tokenizer_state
