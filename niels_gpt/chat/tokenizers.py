@@ -6,6 +6,7 @@ that it raises no error for, see template_tokenizer.py.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,11 +21,11 @@ from niels_gpt.chat.template_tokenizer import TemplateTokenizer
 from niels_gpt.chat.turns import calls_tools, check_loss_on, has_weight
 from niels_gpt.chat_template import ROLE_TO_NAME, is_weight
 from niels_gpt.encoding import TextEncoder
-from niels_gpt.hub.models import hub_tokenizer, is_local, refuse_large
+from niels_gpt.hub.models import CONFIG, hub_tokenizer, is_local, refuse_large
 from niels_gpt.hub.retries import is_network
 from niels_gpt.special_tokens import SPECIAL_TOKENS
 from niels_gpt.storage.errors import CacheError, NotFound, TokenizerError, errors_as
-from niels_gpt.storage.meta_json import parse_object
+from niels_gpt.storage.meta_json import parse_object, shortened
 from niels_gpt.tokenizer import MODEL_NAME, SentencePieceTokenizer, load_tokenizer
 from niels_gpt.tokenizers.document_tokens import document_start, post_processor_starts
 from niels_gpt.tokenizers.files import CONFIG_NAME, TEMPLATE_NAME, TOKENIZER_JSON, tokenizer_files
@@ -103,6 +104,7 @@ def _of_transformers(name: str, revision: str | None) -> Any:
             raise NotFound("there is no such folder", code="E408")
         if local:
             refuse_large(Path(folder))
+            _refuse_other_classes(Path(folder))
         return AutoTokenizer.from_pretrained(
             folder, revision=commit or revision or "main", local_files_only=is_cached, trust_remote_code=False
         )
@@ -118,6 +120,17 @@ def _of_transformers(name: str, revision: str | None) -> Any:
             f"{name}: no tokenizer can be opened there ({first}). Expected a folder with tokenizer.json or "
             f"{MODEL_NAME}, or the id of a model on the hub"
         ) from error
+
+
+def _refuse_other_classes(folder: Path) -> None:
+    """Raise TokenizerError for a tokenizer_class that is no tokenizer: transformers would load a model, too."""
+    import transformers
+
+    for path in (folder / CONFIG_NAME, folder / CONFIG):
+        name = json.loads(path.read_bytes()).get("tokenizer_class") if path.is_file() else None
+        kind = getattr(transformers, str(name), None)
+        if kind is not None and not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedTokenizerBase)):
+            raise TokenizerError(f"{path.name} names {shortened(name)} as tokenizer_class")
 
 
 def template_tokenizer(

@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from niels_gpt.eagle3.cache import read_manifest
+from niels_gpt.eagle3.format.torch_files import load_dict, refuse_odd_tensor
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError, NotFound, VocabularyError
-from niels_gpt.storage.meta_json import MAX_JSON_BYTES, parse_object, read_regular
+from niels_gpt.storage.meta_json import MAX_JSON_BYTES, open_regular, parse_object, read_regular, shortened
 
 MAPPING_NAME = "draft_vocab.json"
 """The file of eagle3/draft_vocab: JSON with the keys of `save_token_mapping`, whose bytes depend on no library."""
@@ -141,7 +142,8 @@ def load_token_mapping(
     ids, size = mapping.get("selected_token_ids"), mapping.get("target_vocab_size")
     try:
         if size != target_vocab_size:
-            raise VocabularyError(f"its target_vocab_size is {size!r}, expected {target_vocab_size} as the target has")
+            found = f"its target_vocab_size is {shortened(size)}"
+            raise VocabularyError(f"{found}, expected {target_vocab_size} as the target has")
         checked = _checked_ids(torch.as_tensor(ids), target_vocab_size)
         if draft_vocab_size is not None and len(checked) != min(draft_vocab_size, target_vocab_size):
             raise VocabularyError(f"it has {len(checked)} ids, expected draft_vocab_size={draft_vocab_size}")
@@ -153,8 +155,9 @@ def load_token_mapping(
 
 
 def _read_file(where: str) -> dict[str, Any]:
+    real = os.path.realpath(where)  # links are followed
     try:
-        content = read_regular(os.path.realpath(where))  # links are followed
+        content = read_regular(real)
     except CacheError as error:
         found, expected = f"not a regular file of at most {MAX_JSON_BYTES:,} bytes", f"{_EXPECTED} or a cache folder"
         raise CacheError(where, found, expected, f"Name another one, {_COUNT}", code="E707") from error
@@ -163,12 +166,12 @@ def _read_file(where: str) -> dict[str, Any]:
     try:
         if content[:1] == b"{":
             return parse_object(content)
-        mapping = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as error:  # pickle's, zipfile's or torch's, depending on the damage
-        found = f"{len(content):,} bytes that are no file of torch.save ({type(error).__name__})"
-        raise CacheError(where, found, remedy=f"Write it again, {_COUNT}", code="E707") from error
-    if not isinstance(mapping, dict):
-        raise CacheError(where, f"holds a {type(mapping).__name__}", "a dict of save_token_mapping", code="E707")
+        with open(open_regular(real), "rb") as file:
+            mapping = load_dict(real, file)
+        refuse_odd_tensor("selected_token_ids", mapping.get("selected_token_ids"))
+    except ValueError as error:
+        found = f"{len(content):,} bytes that cannot be read ({error})"
+        raise CacheError(where, found, _EXPECTED, f"Write it again, {_COUNT}", code="E707") from error
     return mapping
 
 

@@ -28,6 +28,7 @@ _TOKENIZER_PARTS = ("vocab.json", "merges.txt", "tokenizer.model")  # where ther
 _MOST_BYTES = {
     CONFIG: 1 << 24,
     "generation_config.json": 1 << 24,
+    **dict.fromkeys([one + _INDEX for one in _WEIGHTS], 1 << 26),
     **dict.fromkeys(_TOKENIZER, 1 << 28),
     **dict.fromkeys(_TOKENIZER_PARTS, 1 << 28),
     _TEMPLATE: 1 << 22,
@@ -111,7 +112,7 @@ def hub_weights(name: str, commit: str) -> Path:
         path = _optional(name, filename, commit)
         if path is not None:
             if filename.endswith(_INDEX):
-                _fetch_all(name, commit, _shards_of(path, name))
+                _fetch_all(name, commit, shards_of(path, name))
             return path.parent
     raise HubRefusal(f"{name}: commit {commit} has no weights, expected one of {', '.join(choices)}", code="E603")
 
@@ -166,11 +167,12 @@ def _optional(name: str, filename: str, revision: str | None) -> Path | None:
         return None
 
 
-def _shards_of(index: Path, name: str) -> list[str]:
+def shards_of(index: Path, name: str) -> list[str]:
+    """Return the files that an index of the weights of model `name` names. Raises: HubRefusal for files elsewhere."""
     try:
         names = set(json.loads(index.read_bytes())["weight_map"].values())
-        if not names or not all(isinstance(one, str) for one in names):
-            raise HubRefusal("its weight_map does not name files", code="E603")
+        if not names or not all(isinstance(one, str) and os.path.basename(one) == one for one in names):
+            raise HubRefusal("its weight_map does not name files beside it", code="E603")
         return sorted(names)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise HubRefusal(f"{name}: {index} is no index of weights ({reason_of(error)})", code="E603") from error

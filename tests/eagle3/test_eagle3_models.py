@@ -245,5 +245,5 @@ def test_weights_that_are_missing_or_of_another_shape_are_an_error_and_not_made_
 def test_a_file_of_weights_that_is_cut_off_is_an_error(left, own):
     path = own / "model.safetensors"
     path.write_bytes(path.read_bytes()[:left])
-    with refused("E705", own, "SafetensorError"):
+    with refused("E705", own, "SafetensorError" if left < 0 else "expected whole files"):
         opened(own)

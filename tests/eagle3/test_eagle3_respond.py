@@ -1,6 +1,7 @@
 """eagle3 respond: the target's own replies, the same however they are batched, interrupted and resumed."""
 
 import json
+import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -309,6 +310,16 @@ def test_a_killed_run_resumes_to_the_same_bytes_and_other_settings_are_refused(r
         part.with_name("other.jsonl").write_bytes(b"{}")
         done, _ = run(*how, name="other.jsonl")
         assert done.status == 1 and "error[E704]" in done.err
+
+
+@pytest.mark.parametrize("name", ["r.jsonl.part", "r.jsonl.lock", ".r.jsonl.tmp"])
+def test_a_link_or_a_pipe_in_the_place_of_an_own_file_is_named_with_what_removes_it(name, tmp_path):
+    path = tmp_path / name
+    for make in (os.mkfifo, lambda path: path.symlink_to(tmp_path / "elsewhere")):
+        make(path)
+        with refused("E205", f"rm -r {path}"), reply_file(tmp_path / "r.jsonl"):
+            pass
+        path.unlink()
 
 
 def test_a_run_that_lost_its_lease_appends_nothing(tmp_path):

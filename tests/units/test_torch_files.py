@@ -7,7 +7,7 @@ import zipfile
 import pytest
 import torch
 
-from niels_gpt.eagle3.exchange.torch_files import inflate, load_tensors
+from niels_gpt.eagle3.format.torch_files import inflate, load_tensors
 
 
 def test_a_torch_file_never_takes_more_than_its_own_size(tmp_path):

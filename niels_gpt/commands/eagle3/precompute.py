@@ -24,7 +24,7 @@ from niels_gpt.commands.console import ERRORS, Command, ExitCode, Result, is_col
 from niels_gpt.progress import Progress
 from niels_gpt.recipes.eagle3.options import GROUPS, Options, flag_name
 from niels_gpt.recipes.eagle3.prepare import Prepared, carry_out, prepare, resolve, warn_of_missing_start
-from niels_gpt.settings import OF_TOKENIZER, Settings, usable_cores
+from niels_gpt.settings import Settings, usable_cores
 
 if TYPE_CHECKING:
     from niels_gpt.eagle3.produce.estimate import Estimate
@@ -67,9 +67,10 @@ def _whole_path(value: str) -> str:
 
 
 def _options(given: dict[str, Any]) -> Options:
-    template = given["chat_template"]
-    is_own = template is None or str(template) == OF_TOKENIZER  # as of `build`
-    options = Options(**{**given, "chat_template": None if is_own else template.read_text(encoding="utf-8")})
+    from niels_gpt.recipes.tokenizers.templates import template_text
+
+    file = given["chat_template"]
+    options = Options(**{**given, "chat_template": template_text(Settings(chat_template=file and str(file)))})
     source = click.get_current_context().get_parameter_source
     options.check_form([name for name in given if source(name) not in _UNSTATED])  # also those stated as their default
     return options

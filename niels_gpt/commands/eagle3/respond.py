@@ -19,7 +19,7 @@ from niels_gpt.commands.console import ERRORS, Result, command, progress_bar, ru
 from niels_gpt.progress import Progress
 from niels_gpt.recipes.eagle3 import respond as recipe
 from niels_gpt.recipes.eagle3.respond import RespondOptions
-from niels_gpt.settings import OF_TOKENIZER, Settings
+from niels_gpt.settings import Settings
 
 _PATH = click.Path(path_type=Path)
 _LINE_EVERY_S = 10.0
@@ -85,9 +85,10 @@ niels-gpt eagle3 precompute --target-model MODEL --input-data replies.jsonl --ou
 @option("--dry-run", is_flag=True, help="read the chats, print how many prompts and tokens, and stop")
 def respond(source_root: str, chat_template: Path | None, dry_run: bool, **given: Any) -> Result:
     """Make a file of replies."""
+    from niels_gpt.recipes.tokenizers.templates import template_text
+
     try:
-        own = chat_template is None or str(chat_template) == OF_TOKENIZER
-        template = None if own or chat_template is None else chat_template.read_text(encoding="utf-8")
+        template = template_text(Settings(chat_template=str(chat_template) if chat_template else None))
         options = RespondOptions(chat_template=template, **given)
         options.check()
     except (ValueError, OSError) as error:

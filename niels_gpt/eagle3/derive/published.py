@@ -7,6 +7,7 @@ with loss are zeros: a native cache has neither, and no loss depends on them.
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from niels_gpt.eagle3.format.plan import Plan, make_plan, open_plan, read_record
 from niels_gpt.eagle3.format.run import CONVERTED_FROM
 from niels_gpt.eagle3.format.samples import Samples
 from niels_gpt.eagle3.format.shard_writer import ShardWriter
+from niels_gpt.eagle3.format.torch_files import MAX_INFLATED
 from niels_gpt.eagle3.native_view import NativeView
 from niels_gpt.eagle3.produce.estimate import has_holes
 from niels_gpt.eagle3.produce.finalize import finish
@@ -61,7 +63,8 @@ class Published:
     ) -> None:
         """shard_size: samples of a shard. device: of the target's head; None: the CPU.
 
-        Raises: FileNotFoundError; CacheError for a cache that is not native, or has other than three layers.
+        Raises: FileNotFoundError; CacheError for a cache that is not native, has other than three layers, or has a
+            sample that would be too large.
         """
         self._folder, self._links = Path(cache_dir), follow_links
         self._view = NativeView(cache_dir, follow_links=follow_links, device=device)
@@ -82,6 +85,17 @@ class Published:
             self.manifest["target_probs_topk"] = 0
             self.manifest |= {key: native[key] for key in ("input_data", "split", "shuffle_seed") if key in native}
         self._layout = layout_of(self.manifest, cache_dir)
+        self._refuse_large()
+
+    def _refuse_large(self) -> None:
+        """Raise CacheError for a sample that would take too much memory: it has few target rows, and gets them all."""
+        layout, longest = self._layout, int(self._view.dataset.counts[:, 0].max(initial=0))
+        padded = row_bytes_of(layout.fields["aux_hidden_states"])
+        if (size := max(padded, longest * layout.token_bytes)) > MAX_INFLATED:
+            found = f"a sample of {longest:,} tokens, padded to {layout.seq_length:,}, would have {size:,} bytes"
+            words = ["niels-gpt", "eagle3", "redraft", str(self._folder), "OUT", "--draft-vocab-size", "D"]
+            remedy = f"Give it a smaller draft vocabulary: {shlex.join(words)}, or make it of shorter samples"
+            raise CacheError(self._folder, found, f"{MAX_INFLATED:,} at most", remedy, code="E710")
 
     def cost(self, out: PathLike) -> Cost:
         """Return what the conversion takes on the file system of a folder, which may be absent."""
@@ -156,12 +170,18 @@ class Published:
     def _row(self, index: int, length: int) -> tuple[dict[str, Tensor], float]:
         """Return a sample's fields, [1, S, ...], and its supervised probability within the draft's vocabulary."""
         view = self._view
-        batch = view.collate([view.dataset[index]])
+        sample = view.dataset[index]
+        batch = view.collate([sample])
         size, dtype = self.manifest["draft_vocab_size"], DTYPES[self.manifest["dtype"]]
-        probs = torch.full((length, size), 1 / size).to(dtype)
+        probs = torch.full((length, size), 1 / size, dtype=dtype)
         slots, normalizers, masses = batch["target_slots"], batch["log_normalizers"], []
         for part, logits in view.head.parts_of_logits(batch["last_hidden_states"], view.manifest["selected_token_ids"]):
             probs[slots[part]] = logits.softmax(-1).to("cpu", dtype)
             masses += (logits.logsumexp(-1).cpu() - normalizers[part]).exp().clamp(max=1).tolist()
+        is_finite = np.isfinite([*masses, *map(float, batch["aux_hidden_states"].aminmax())]).all()
+        if not is_finite or int(sample.input_ids.max()) >= self.manifest["target_vocab_size"]:
+            found = f"sample {index} has states that are not finite, or token ids that the target does not have"
+            remedy = f"Find all damage: {shlex.join(['niels-gpt', 'eagle3', 'verify', str(self._folder)])}"
+            raise CacheError(self._folder, found, remedy=remedy, code="E701")
         fields = {name: batch[name] for name in (*INT_FIELDS, "position_mask", "aux_hidden_states")}
         return {**fields, "target_probs": probs[None]}, float(np.sum(masses))

@@ -8,6 +8,7 @@ these. The masks and ids are whole.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from niels_gpt.eagle3.exchange.foreign import ForeignSample
+from niels_gpt.eagle3.exchange.foreign import BadSample, ForeignSample, checked_sample
 from niels_gpt.eagle3.exchange.specforge import NUM_LAYERS, SpecForgeWriter
 from niels_gpt.eagle3.exchange.speculators import SpeculatorsWriter
-from niels_gpt.eagle3.format.layout import DTYPES
+from niels_gpt.eagle3.format.layout import DTYPES, row_bytes_of
 from niels_gpt.eagle3.format.manifest import is_native, read_manifest
 from niels_gpt.eagle3.format.native.fp8 import dequantized
 from niels_gpt.eagle3.format.native.sample import NativeSample
 from niels_gpt.eagle3.format.native.shard_reader import NativeShards
+from niels_gpt.eagle3.format.torch_files import MAX_INFLATED
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.progress import Progress
 from niels_gpt.storage.errors import CacheError
@@ -59,11 +61,13 @@ def export_cache(
 
     tool: a key of WRITERS. out: must not exist, or be an empty folder; it is there whole or not at all.
     progress: items and units are samples.
-    Raises: CacheError for a cache of version 1 or 2, and for one that lacks what the tool needs.
+    Raises: CacheError for a cache of version 1 or 2, for one that lacks what the tool needs, and for a sample that no
+        import would take.
     """
     manifest = read_manifest(cache, follow_links=follow_links)
     _refuse(cache, manifest, tool)
     stored = NativeShards(cache, follow_links=follow_links)
+    _refuse_large(cache, stored)
     kind = WRITERS[tool]
     to_post_norm = tool == "specforge" and manifest["conventions"]["last_hidden"] == "pre_norm"
     head = TargetHead.of_cache(cache, follow_links=follow_links) if to_post_norm else None
@@ -71,9 +75,9 @@ def export_cache(
     with fresh_folder(out, sources=[cache]) as work:
         writer = kind(work, stored.num_samples)
         for index in range(stored.num_samples):
-            num_bytes += writer.write(
-                index, _whole(stored.sample(index), manifest, head, one_dtype=tool != "specforge")
-            )
+            sample = _whole(stored.sample(index), manifest, head, one_dtype=tool != "specforge")
+            _refuse_bad(cache, manifest, index, sample)
+            num_bytes += writer.write(index, sample)
             if progress is not None:
                 progress(index + 1, index + 1, stored.num_samples)
         writer.finish()
@@ -104,6 +108,27 @@ def _refuse(cache: Path, manifest: dict[str, Any], tool: str) -> None:
     if tool == "speculators" and last == "post_norm":
         found = "has last hidden states after the final norm, which cannot be undone"
         raise CacheError(cache, found, "those before it, which speculators takes", "Export to specforge", code="E710")
+
+
+def _refuse_large(cache: Path, stored: NativeShards) -> None:
+    """Raise CacheError for a sample that would be larger than an import takes: it has few states, and gets them all."""
+    states = len(stored.manifest["aux_layer_ids"]) + 1, stored.manifest["hidden_size"]
+    longest = int(stored.counts[:, 0].max(initial=0))
+    size = longest * row_bytes_of((DTYPES[stored.manifest["dtype"]], states))
+    if size > MAX_INFLATED:
+        found = f"a sample of {longest:,} tokens would have {size:,} bytes with a state for each"
+        raise CacheError(cache, found, f"{MAX_INFLATED:,} at most", "Make the cache of shorter samples", code="E710")
+
+
+def _refuse_bad(cache: Path, manifest: dict[str, Any], index: int, sample: ForeignSample) -> None:
+    """Raise CacheError for states that are not finite, and for token ids that the target does not have."""
+    parts, sizes = (sample.input_ids, sample.loss_mask, sample.aux, sample.last), ("hidden_size", "target_vocab_size")
+    try:
+        checked_sample(f"sample {index}", *parts, *(manifest[size] for size in sizes))
+    except BadSample as error:
+        remedy = f"Find all damage: {shlex.join(['niels-gpt', 'eagle3', 'verify', str(cache)])}"
+        found = f"{error.name} is {error.reason}: {error.found}"
+        raise CacheError(cache, found, remedy=remedy, code="E701") from error
 
 
 def _whole(

@@ -49,14 +49,20 @@ class ForeignFiles(Protocol):
 class BadSample(Exception):
     """A sample that cannot be used. reason: one of REASONS. found: what was found and expected, as a sentence."""
 
-    def __init__(self, reason: str, name: str, found: str) -> None:
-        super().__init__(reason, name, found)
+    def __init__(self, reason: str, name: str, found: str, remedy: str = "") -> None:
+        super().__init__(reason, name, found, remedy)
         self.reason, self.name, self.found = reason, name, found
+        self.remedy = remedy or "Write it again with the tool that made it, or leave such samples out: --drop-bad"
 
     def refusal(self, folder: Path) -> CacheError:
         """Return the error that names the sample."""
-        remedy = "Write it again with the tool that made it, or leave such samples out: --drop-bad"
-        return CacheError(folder, f"{self.name} is {self.reason}: {self.found}", remedy=remedy, code="E711")
+        return CacheError(folder, f"{self.name} is {self.reason}: {self.found}", remedy=self.remedy, code="E711")
+
+
+def unreadable(name: str, error: CacheError, file: str = "") -> BadSample:
+    """Return the error of a sample whose file, named by `file` if given, is refused; a link has its own remedy."""
+    remedy = error.own_remedy if error.code == "E205" else ""
+    return BadSample("unreadable", name, f"{file}: {error.problem}" if file else error.problem, remedy)
 
 
 def checked_sample(

@@ -121,7 +121,7 @@ def import_cache(
     convention = prove(source, drawn, capture) if capture else stated
     assert convention is not None
     head = _head_for(convention.last_hidden, target.head)
-    with fresh_folder(out) as work:
+    with fresh_folder(out, sources=[source]) as work:
         shards = _Shards(work, importing, convention, head, aux_fp8, shard_bytes, progress)
         shards.write()
         write_weights(work, head.weights())

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from niels_gpt.eagle3.exchange.foreign import BadSample, ForeignSample, checked_sample
-from niels_gpt.eagle3.exchange.torch_files import load_tensors
+from niels_gpt.eagle3.exchange.foreign import BadSample, ForeignSample, checked_sample, unreadable
+from niels_gpt.eagle3.format.torch_files import load_tensors
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import printable
 
@@ -51,7 +51,7 @@ class SpecForgeFiles:
                 raise
             raise BadSample("missing", name, "no such file") from error
         except CacheError as error:
-            raise BadSample("unreadable", name, error.problem) from error
+            raise unreadable(name, error) from error
         except ValueError as error:
             raise BadSample("unreadable", name, str(error)) from error
         states, last = tensors["aux_hidden_state"], tensors["hidden_state"]

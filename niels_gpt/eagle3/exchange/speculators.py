@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from niels_gpt.eagle3.exchange.foreign import BadSample, ForeignSample, checked_sample, integers
-from niels_gpt.eagle3.format.layout import open_file, read_file
+from niels_gpt.eagle3.exchange.foreign import BadSample, ForeignSample, checked_sample, integers, unreadable
+from niels_gpt.eagle3.format.layout import WITHOUT_HOLES, open_file, read_file, read_tensors_header, refuse_sparse
 from niels_gpt.eagle3.format.manifest import load_safetensors
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
@@ -32,6 +33,8 @@ USUAL_LAST = "pre_norm"
 STATES = "hidden_states"
 _SCALES = "hidden_states_scales"
 _COLUMNS = ("input_ids", "loss_mask", "seq_len")
+_MAX_ROWS, _MAX_LAYERS, _MAX_TOKENS = 10_000_000, 1000, 1 << 24
+_AGAIN = "Write the folder again with the tool that made it"
 
 
 class SpeculatorsFiles:
@@ -54,10 +57,11 @@ class SpeculatorsFiles:
             raise BadSample("mismatched", name, f"{found}, expected one length")
         tensors = self._file(index)
         states, was_fp8 = tensors[STATES], _SCALES in tensors
-        if not torch.equal(tensors["token_ids"].to(torch.int64), ids):
+        theirs = tensors["token_ids"]
+        if theirs.shape != ids.shape or not torch.equal(theirs.to(torch.int64), ids):
             raise BadSample("mismatched", name, f"token_ids of {self._name(index)} are not the row's input_ids")
-        if states.dim() != 3 or states.shape[1] < 2:
-            found = f"{STATES} is {list(states.shape)}, expected [tokens, layers, {self._sizes[0]}], 2 layers or more"
+        if states.dim() != 3 or not 2 <= states.shape[1] <= _MAX_LAYERS:
+            found = f"{STATES} is {list(states.shape)}, expected [tokens, 2 to {_MAX_LAYERS} layers, {self._sizes[0]}]"
             raise BadSample("mismatched", name, found)
         if was_fp8:
             states = _without_scales(name, states, tensors[_SCALES])
@@ -73,7 +77,8 @@ class SpeculatorsFiles:
         if os.path.lexists(f"{path}.lock"):
             raise BadSample("unreadable", name, f"{self._name(index)}.lock is there: the file is still being written")
         try:
-            os.close(open_file(path, follow_links=self._follow_links))  # refuses links and what is no file
+            # Refuses links, what is no file, holes, and a header of more than the few tensors of a sample.
+            read_tensors_header(path, sparse=WITHOUT_HOLES, follow_links=self._follow_links)
             _, safe_open = load_safetensors()
             with safe_open(path, framework="pt") as file:
                 kept = {"token_ids", STATES, _SCALES}.intersection(file.keys())
@@ -81,7 +86,7 @@ class SpeculatorsFiles:
         except FileNotFoundError as error:
             raise BadSample("missing", name, f"no such file: {self._name(index)}") from error
         except CacheError as error:
-            raise BadSample("unreadable", name, f"{self._name(index)}: {error.problem}") from error
+            raise unreadable(name, error, self._name(index)) from error
         except (OSError, MemoryError):  # no fault of the file
             raise
         except Exception as error:  # safetensors raises its own error, a direct subclass of Exception
@@ -146,15 +151,39 @@ def _open_rows(folder: Path, follow_links: bool) -> Any:
         raise CacheError(folder, f"its rows have no {', '.join(missing)}", expected, code="E711")
     for name in _COLUMNS:
         feature = rows.features[name]
-        if not isinstance(getattr(feature, "feature", feature), Value):  # an Image opens the file that a row names
+        value = getattr(feature, "feature", feature)
+        # An Image opens the file that a row names, and a thousand million nulls take no byte.
+        if not isinstance(value, Value) or value.dtype.strip("u0123456789") not in ("int", "bool"):
             found = f"the feature of {name} is {shortened(feature)}"
-            raise CacheError(folder, found, "integers, or a list of them", code="E711")
-    return rows.select_columns(list(_COLUMNS))
+            raise CacheError(folder, found, "integers, or a list of them", _AGAIN, code="E711")
+    rows = rows.select_columns(list(_COLUMNS))
+    _refuse_odd_rows(folder, rows.data.columns)
+    return rows
+
+
+def _refuse_odd_rows(folder: Path, columns: list[Any]) -> None:
+    """Raise CacheError for lists that begin or end outside of their column, which would be read all the same, for more
+    rows than there can be files, and for a row that becomes a list of too many numbers.
+    """
+    from pyarrow import ArrowInvalid, compute
+
+    try:
+        for column in columns:
+            column.validate(full=True)
+    except ArrowInvalid as error:
+        raise CacheError(folder, f"its rows are damaged ({error})", remedy=_AGAIN, code="E711") from error
+    lists = [column for column in columns if hasattr(column.type, "value_type")]
+    longest = max((compute.max(compute.list_value_length(each)).as_py() or 0 for each in lists), default=0)
+    if len(columns[0]) > _MAX_ROWS or longest > _MAX_TOKENS:
+        found = f"{len(columns[0]):,} rows, the longest of {longest:,} values"
+        raise CacheError(folder, found, f"{_MAX_ROWS:,} and {_MAX_TOKENS:,} at most", _AGAIN, code="E711")
 
 
 def _refuse_other_files(folder: Path, follow_links: bool) -> None:
-    """Raise CacheError for links and for a state.json that names files elsewhere; ValueError for another state.json."""
-    os.close(open_file(folder / "dataset_info.json", follow_links=follow_links))
+    """Raise CacheError for links, files that grow in memory and a state.json that names files elsewhere; ValueError for
+    another state.json.
+    """
+    read_file(folder / "dataset_info.json", follow_links=follow_links)  # of a size that may be parsed
     if not follow_links and os.path.islink(folder / STATES):
         found, remedy = "a link to a folder", "Pass --follow-links, or copy the folder here"
         raise CacheError(folder / STATES, found, "the folder of the states", remedy, code="E711")
@@ -163,7 +192,34 @@ def _refuse_other_files(folder: Path, follow_links: bool) -> None:
         name = each["filename"]
         if os.path.basename(name) != name:
             raise CacheError(folder / "state.json", f"names the file {name!r}", "one of the same folder", code="E711")
-        os.close(open_file(folder / name, follow_links=follow_links))
+        with open(open_file(folder / name, follow_links=follow_links), "rb") as file:
+            refuse_sparse(file.fileno(), str(folder / name), *WITHOUT_HOLES, _AGAIN)
+        _refuse_compressed(folder / name)
+
+
+def _refuse_compressed(path: Path) -> None:
+    """Raise CacheError for an Arrow stream that grows when it is read: `datasets` writes none, and maps its files.
+
+    A message's head is a flatbuffer: tables, whose fields may be absent. Field 3 of a record batch says how its body is
+    compressed.
+    """
+    import pyarrow
+
+    def field(head: bytes, table: int, number: int) -> int:
+        fields = table - struct.unpack_from("<i", head, table)[0]
+        at = 4 + 2 * number
+        has = at < struct.unpack_from("<H", head, fields)[0]
+        found: int = struct.unpack_from("<H", head, fields + at)[0] if has else 0
+        return table + found if found else 0
+
+    with pyarrow.memory_map(str(path)) as source:
+        for message in pyarrow.ipc.MessageReader.open_stream(source):
+            head = message.metadata.to_pybytes()
+            batch = field(head, struct.unpack_from("<I", head)[0], 2)
+            batch += struct.unpack_from("<I", head, batch)[0]
+            if message.type == "dictionary" or (message.type == "record batch" and field(head, batch, 3)):
+                found = "its rows are compressed, or looked up in a dictionary"
+                raise CacheError(path, found, "plain ones, as datasets writes them", _AGAIN, code="E711")
 
 
 def _without_scales(name: str, states: Tensor, scales: Tensor) -> Tensor:

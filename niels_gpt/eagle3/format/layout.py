@@ -280,7 +280,9 @@ def read_meta_bytes(cache_dir: PathLike, *, follow_links: bool = False) -> bytes
     return read_file(os.path.join(cache_dir, META_NAME), most, follow_links=follow_links)
 
 
-def refuse_sparse(handle: int, where: str, least: int, share: int) -> None:
+def refuse_sparse(
+    handle: int, where: str, least: int, share: int, remedy: str = "Produce it again: precompute --resume"
+) -> None:
     """Raise CacheError for a file of `least` bytes or more that has less than a `share`-th of them on disk.
 
     Such a file is almost all holes, but reading it takes the memory and time of its stated size.
@@ -289,7 +291,7 @@ def refuse_sparse(handle: int, where: str, least: int, share: int) -> None:
     on_disk = status.st_blocks * 512
     if status.st_size >= least and on_disk * share < status.st_size:
         found = f"{status.st_size:,} bytes, of which {on_disk:,} are on disk: almost all of it is holes"
-        raise CacheError(where, found, "a file that was written", "Produce it again: precompute --resume", code="E203")
+        raise CacheError(where, found, "a file that was written", remedy, code="E203")
 
 
 def refuse_links(cache_dir: PathLike) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -156,6 +157,10 @@ def opened(path: Path, settings: Mapping[str, Any]) -> Iterator[ReplyFile | dict
         where it is damaged or was changed.
     """
     fileio.make_dir(path.parent)
+    for own in (path.with_name(f".{path.name}.tmp"), _beside(path, _PART), _beside(path, _LOCK)):
+        if os.path.lexists(own) and (own.is_symlink() or not own.is_file()):
+            remedy = f"Remove it: {shlex.join(['rm', '-r', str(own)])}"
+            raise CacheError(own, "a link, a folder or a pipe", "a file of this command", remedy, code="E205")
     lock = _beside(path, _LOCK)
     with file_lock(lock, path, "is being made", wait=False):
         file = ReplyFile(path, settings)

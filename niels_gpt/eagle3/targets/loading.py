@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,9 +17,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from niels_gpt.hub.models import CONFIG, hub_file, hub_weights, is_local, refuse_large
+from niels_gpt.eagle3.format.layout import WITHOUT_HOLES, refuse_sparse
+from niels_gpt.eagle3.format.torch_files import refuse_odd_archive
+from niels_gpt.hub.models import CONFIG, hub_file, hub_weights, is_local, refuse_large, shards_of
 from niels_gpt.storage.errors import NotFound, TargetError, errors_as
-from niels_gpt.storage.fileio import sha256_file
+from niels_gpt.storage.fileio import open_for_reading, sha256_file
+
+_MAX_LAYERS = 1000
+_WEIGHTS, _INDEX, _ADAPTER = ".safetensors", "model.safetensors.index.json", "adapter_config.json"
+_AGAIN = "Download it again"
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,8 @@ def target_facts(name: str, *, revision: str | None = None, hash_weights: bool =
             f"{path}: model_type {config.model_type!r} is no causal language model of transformers "
             f"{transformers.__version__}. Name one that predicts the next token"
         )
+    if not 0 < sizes[0] <= _MAX_LAYERS:
+        raise TargetError(f"{path}: {sizes[0]:,} layers, expected 1 to {_MAX_LAYERS:,}")
     weights = _weight_files(path.parent) if local else []
     return TargetFacts(
         name=name,
@@ -92,11 +101,14 @@ def load_target(
     transformers = _transformers()
     facts = target_facts(name, revision=revision, hash_weights=False)
     folder = Path(name).expanduser() if facts.revision is None else hub_weights(name, facts.revision)
+    config, _ = _read_config(folder / CONFIG)
+    _refuse_more_weights(folder, config, sum(path.stat().st_size for path in _weight_files(folder)))
     try:
         with _quiet():
             # A folder, as for an id transformers may have an online service convert weights of an old format.
             model, found = transformers.AutoModelForCausalLM.from_pretrained(
                 folder,
+                config=config,  # opened here, else its own attn_implementation, code of the hub, precedes ours
                 local_files_only=True,
                 trust_remote_code=False,
                 dtype=dtype,
@@ -117,7 +129,7 @@ def load_target(
             first = ", ".join(sorted(keys)[:3])
             raise TargetError(
                 f"{name}: {len(keys)} of its weights are {what} (such as {first}): expected a complete model, whose "
-                f"{CONFIG} is that of its weights. Download it again"
+                f"{CONFIG} is that of its weights. {_AGAIN}"
             )
     opened: nn.Module = model.requires_grad_(False).eval().to(device)
     return opened
@@ -163,12 +175,48 @@ def _read_config(path: Path) -> tuple[Any, Any]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
+    """Return the weights of a folder. Raises: NotFound; ValueError where loading them could do more than read them."""
     with errors_as("E705"):
         files = list(folder.iterdir())
-    paths = sorted((path for path in files if path.suffix in (".safetensors", ".bin")), key=lambda path: path.name)
+    paths = sorted((path for path in files if path.suffix in (_WEIGHTS, ".bin")), key=lambda path: path.name)
     if not paths:
         raise NotFound(f"{folder}: has no *.safetensors and no *.bin, expected the weights of a model", code="E705")
+    if (folder / _ADAPTER).exists():  # transformers would load the model that it names, from anywhere
+        raise TargetError(
+            f"{folder}: has {_ADAPTER}, expected a whole model. Merge the adapter into its model, or remove it"
+        )
+    for index in (folder / _INDEX, folder / "pytorch_model.bin.index.json"):
+        if index.is_file():
+            shards_of(index, str(folder))  # refuses names of files elsewhere
+    is_pickle = not (folder / "model.safetensors").exists() and not (folder / _INDEX).exists()
+    for path in paths:
+        with open(open_for_reading(path, follow_links=True), "rb") as file:
+            refuse_sparse(file.fileno(), str(path), *WITHOUT_HOLES, _AGAIN)
+            if is_pickle and path.suffix == ".bin":
+                try:
+                    refuse_odd_archive(file)
+                except ValueError as error:
+                    raise TargetError(f"{path}: {error}. Convert it to safetensors") from error
     return paths
+
+
+def _refuse_more_weights(folder: Path, config: Any, num_bytes: int) -> None:
+    """Raise TargetError for a config of more weights than files can hold: transformers would make them in memory.
+
+    A byte has one weight at most, eight in quantized ones.
+    """
+    import transformers
+
+    of_config: Any = transformers.AutoModelForCausalLM.from_config
+    try:
+        with _quiet(), torch.device("meta"):
+            model = of_config(config, trust_remote_code=False)
+    except Exception:  # from_pretrained says why
+        return
+    num_weights = sum(each.numel() for each in chain(model.parameters(), model.buffers()))
+    if num_weights > num_bytes * (8 if getattr(config, "quantization_config", None) else 1):
+        found = f"{CONFIG} states {num_weights:,} weights, and the files of weights have {num_bytes:,} bytes"
+        raise TargetError(f"{folder}: {found}, expected whole files, and their own {CONFIG}. {_AGAIN}")
 
 
 def _sha256_of_all(paths: list[Path]) -> str:

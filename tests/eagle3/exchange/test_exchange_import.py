@@ -106,12 +106,16 @@ def cut(path):
 HS, CKPT = "hidden_states/hs_2.safetensors", "rows_0-2000/data_002.ckpt"
 DAMAGE = {
     "no file": ("speculators", lambda f, c: (f / HS).unlink(), ["row 2 is missing", "hs_2.safetensors"]),
-    "cut": ("speculators", lambda f, c: cut(f / HS), ["row 2 is unreadable", "hs_2.safetensors: safetensors"]),
+    "cut": (
+        "speculators",
+        lambda f, c: cut(f / HS),
+        ["row 2 is unreadable", "hs_2.safetensors: ", "its header"],
+    ),
     "lock": ("speculators", lambda f, c: (f / f"{HS}.lock").touch(), ["row 2 is unreadable", "hs_2.safetensors.lock"]),
     "a link": (
         "speculators",
         lambda f, c: ((f / HS).unlink(), (f / HS).symlink_to(f / "hidden_states/hs_1.safetensors")),
-        ["row 2 is unreadable", "hs_2.safetensors", "link"],
+        ["row 2 is unreadable", "hs_2.safetensors", "link", "--follow-links"],
     ),
     "infinity": ("speculators", lambda f, c: write_row(f, 2, spoiled(c)), ["row 2 is not finite", "token 3"]),
     "zeros": (
@@ -227,6 +231,8 @@ def test_a_stated_convention_is_taken_and_said_to_be_unproved(folders, given, im
         importing("specforge", unsupervised, tmp_path / "e")
     with refused("E704", tmp_path / "c"):
         importing("specforge", folders["specforge"], tmp_path / "c")
+    with refused("E704", "lies in"):
+        importing("specforge", unsupervised, unsupervised / "c")
 
 
 def test_rows_that_are_no_integers_are_mismatched(given, importing, tmp_path):
@@ -235,17 +241,18 @@ def test_rows_that_are_no_integers_are_mismatched(given, importing, tmp_path):
     chat = given[0]
     good = {"input_ids": chat.ids.tolist(), "loss_mask": chat.mask.long().tolist(), "seq_len": len(chat.ids)}
     for key, value, words in (
-        ("input_ids", None, "no list of integers"),
-        ("input_ids", [0.5] * len(chat.ids), "torch.float32"),
-        ("loss_mask", [None] * len(chat.ids), "no list of integers"),
-        ("loss_mask", good["loss_mask"][:-1], "15 input_ids, 14 loss_mask"),
-        ("seq_len", 14, "15 input_ids, seq_len 14"),
+        ("input_ids", None, "input_ids is Value('null')"),
+        ("input_ids", [0.5] * len(chat.ids), "input_ids is List(Value('float64'))"),
+        ("loss_mask", [None] * len(chat.ids), "loss_mask is List(Value('null'))"),
+        ("loss_mask", [*good["loss_mask"][:-1], None], "row 0 is mismatched: loss_mask is no list of integers"),
+        ("loss_mask", good["loss_mask"][:-1], "row 0 is mismatched: 15 input_ids, 14 loss_mask"),
+        ("seq_len", 14, "row 0 is mismatched: 15 input_ids, seq_len 14"),
     ):
         folder = write_speculators(tmp_path / "f", [chat])
         datasets.disable_progress_bars()
         datasets.Dataset.from_list([{**good, key: value}]).save_to_disk(str(folder))
         datasets.enable_progress_bars()
-        with refused("E711", "row 0", words):
+        with refused("E711", words):
             importing("speculators", folder, tmp_path / "c")
         shutil.rmtree(folder)
 

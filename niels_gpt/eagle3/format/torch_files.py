@@ -1,9 +1,10 @@
 """Files of torch.save from strangers: read with weights_only, after their sizes were bounded.
 
 torch.load(weights_only=True) runs none of a file's code. What is left is a file that takes far more memory than its
-size: by compression, inside the zip archive or around it, or by a pickle that makes something large. Members of the
-archive must be stored as they are, as torch.save stores them and as they are mapped. The pickle may name only what
-torch.save writes for tensors. A gzip stream is inflated to a limit.
+size: by compression, inside the zip archive or around it, by holes, or by a pickle that makes something large. Members
+of the archive must be stored as they are, as torch.save stores them and as they are mapped. The pickle may name only
+what torch.save writes for tensors, and use only texts and names again: a part that is used twice at each of sixty
+levels takes for ever to hash. A gzip stream is inflated to a limit.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from niels_gpt.eagle3.format.layout import open_file
+from niels_gpt.eagle3.format.layout import WITHOUT_HOLES, PathLike, open_file, refuse_sparse
 from niels_gpt.storage.meta_json import shortened
 
 MAX_INFLATED = 1 << 33
@@ -30,6 +31,9 @@ MAX_RATIO, RATIO_FROM = 200, 1 << 26
 """A gzip stream may inflate to more than 64 MiB only if that is at most 200 times its size. States take half of their
 size as gzip, zeros a thousandth."""
 _MAX_PICKLE = 1 << 20
+_MAX_TUPLES = 20_000
+"""Of a pickle: torch.save writes four for a tensor. Python's hash of tuples that are nested deeper ends the process."""
+_USED_AGAIN = ("BINUNICODE", "GLOBAL")
 _STORAGES = ("BFloat16", "Half", "Float", "Double", "Bool", "Byte", "Char", "Short", "Int", "Long")
 _GLOBALS = {"collections OrderedDict", "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter"}
 _GLOBALS |= {f"torch {each}Storage" for each in _STORAGES}
@@ -39,10 +43,11 @@ _PART = 1 << 20
 def load_tensors(path: Path, names: tuple[str, ...], *, follow_links: bool = False) -> dict[str, Tensor]:
     """Return the named tensors of a file of torch.save that holds a dict, mapped from the file; gzip where it ends .gz.
 
-    Raises: FileNotFoundError; CacheError for a link; ValueError that says what is wrong with the file; any other
-        OSError where the fault is not the file's: a disk that is full, no permission.
+    Raises: FileNotFoundError; CacheError for a link and a sparse file; ValueError that says what is wrong with the
+        file; any other OSError where the fault is not the file's: a disk that is full, no permission.
     """
     with open(open_file(path, follow_links=follow_links), "rb") as file:
+        refuse_sparse(file.fileno(), str(path), *WITHOUT_HOLES)
         if path.suffix != ".gz":
             return _tensors(path, file, names)
         with tempfile.NamedTemporaryFile(prefix="niels-gpt-", suffix=".ckpt") as inflated:
@@ -70,7 +75,18 @@ def inflate(source: IO[bytes], target: IO[bytes], most: int = MAX_INFLATED, rati
 
 
 def _tensors(path: Path, file: IO[bytes], names: tuple[str, ...]) -> dict[str, Tensor]:
-    _refuse_odd_archive(file)
+    content = load_dict(path, file)
+    for name in names:
+        refuse_odd_tensor(name, content.get(name))
+    return {name: content[name].detach() for name in names}
+
+
+def load_dict(path: PathLike, file: IO[bytes]) -> dict[Any, Any]:
+    """Return the dict in a file of torch.save, opened as `file`; its tensors are mapped, and still unchecked.
+
+    Raises: ValueError that says what is wrong with the file; OSError.
+    """
+    refuse_odd_archive(file)
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, MemoryError):
@@ -78,13 +94,11 @@ def _tensors(path: Path, file: IO[bytes], names: tuple[str, ...]) -> dict[str, T
     except Exception as error:  # pickle's, zipfile's or torch's, depending on the damage
         raise ValueError(f"torch.load(weights_only=True) refuses it ({type(error).__name__})") from error
     if not isinstance(content, dict):
-        raise ValueError(f"holds a {type(content).__name__}, expected a dict of {', '.join(names)}")
-    for name in names:
-        _refuse_odd_tensor(name, content.get(name))
-    return {name: content[name].detach() for name in names}
+        raise ValueError(f"holds a {type(content).__name__}, expected a dict of tensors")
+    return content
 
 
-def _refuse_odd_archive(file: IO[bytes]) -> None:
+def refuse_odd_archive(file: IO[bytes]) -> None:
     """Raise ValueError unless the file is a zip archive that takes no more memory than the file has bytes."""
     size = file.seek(0, os.SEEK_END)
     try:
@@ -106,16 +120,27 @@ def _refuse_odd_archive(file: IO[bytes]) -> None:
 
 
 def _refuse_odd_pickle(content: bytes) -> None:
-    """Raise ValueError for a pickle that names anything but what torch.save writes for tensors in dicts and lists."""
+    """Raise ValueError for a pickle with anything but what torch.save writes for tensors in dicts and lists."""
+    kept: dict[Any, str] = {}  # number in the pickle's memo -> the opcode that made what is there
+    made, tuples, named, again = "", 0, set(), False
     try:
-        named = {str(argument) for opcode, argument, _ in pickletools.genops(content) if opcode.name == "GLOBAL"}
+        for opcode, argument, _ in pickletools.genops(content):
+            if opcode.name.endswith("PUT"):
+                kept[argument] = made
+                continue
+            made = opcode.name
+            named |= {str(argument)} if made == "GLOBAL" else set()
+            again |= made.endswith("GET") and kept.get(argument) not in _USED_AGAIN
+            tuples += made.startswith("TUPLE")
     except Exception as error:  # of any kind, depending on the damage
         raise ValueError(f"no whole pickle ({type(error).__name__})") from error
     if odd := sorted(named - _GLOBALS):
         raise ValueError(f"its pickle names {shortened(odd[0])}, expected tensors of torch.save alone")
+    if again or tuples > _MAX_TUPLES:
+        raise ValueError(f"its pickle uses a part twice, or has more than {_MAX_TUPLES:,} tuples, unlike torch.save's")
 
 
-def _refuse_odd_tensor(name: str, value: Any) -> None:
+def refuse_odd_tensor(name: str, value: Any) -> None:
     """Raise ValueError unless a value is a plain tensor whose elements all lie in its own part of the file."""
     if not isinstance(value, Tensor):
         raise ValueError(f"{name} is {shortened(value)}, expected a tensor")
