@@ -26,7 +26,7 @@ from support.token_cache_probes import build as build
 Make = Callable[[Path, Path], Any]
 Change = Callable[[dict[str, Any]], Any]
 CACHES = (PRETRAIN, SFT, ROLLOUTS, "tokenizer")
-OF_PRETRAIN = ("reader pretrain*", "reader epoch", "reader evaluation", "show pretrain", "verify*")
+OF_PRETRAIN = ("reader pretrain*", "reader epoch", "reader evaluation", "show pretrain", "verify*", "export*")
 OF_SFT = ("reader sft*", "show sft", "verify*")
 OF_ROLLOUTS = ("reader rollouts*", "show rollouts", "locate rollouts", "verify*")
 OF_MODEL = ("show pretrain", "show sft", "reader tokenizer", "verify*")  # a build trains another one
@@ -280,6 +280,17 @@ ATTACKS = {
         )
         for key, name in ((PRETRAIN, "train/shard_00000.bin"), (SFT, "train_tokens.bin"))
     },
+    **{
+        f"{what} as {PRETRAIN}/train/shard_00001.bin": Attack(
+            lambda root, outside, how=how: how(version(root, PRETRAIN) / "train" / "shard_00001.bin"),
+            ("reader pretrain*", "verify*", "export*"),
+            "shard_00001.bin",
+        )
+        for what, how in {
+            "a FIFO": lambda path: (path.unlink(), os.mkfifo(path)),
+            "two bytes less": lambda path: os.truncate(path, path.stat().st_size - 2),
+        }.items()
+    },
     "24 GB of offsets": Attack(sized(SFT, "train_idx.npy", 128 + 24 * 10**9, npy(3 * 10**9)), OF_SFT),
     "24 GB of documents": Attack(
         sized(PRETRAIN, "index/train_docs.npy", 128 + 24 * 10**9, npy(3 * 10**9)), ("verify*", "locate pretrain")
@@ -424,7 +435,7 @@ def remove(path):
     path.unlink(missing_ok=True)
 
 
-WRITERS = [name for name, probe in PROBES.items() if probe.writes]
+WRITERS = ["gc", "build"]
 READ_BY_NO_WRITER = (
     *(f"a {what} as */*/[!m]*" for what in ("link [!o]*", "[Ffs]*")),
     *("24 GB of [!m]*", "24 GB as *", "wrong *"),

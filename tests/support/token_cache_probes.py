@@ -90,6 +90,13 @@ def diff(cache):
     return cli.main(["diff", str(cache), str(next((path for path in versions if path != cache.resolve()), cache))])
 
 
+def export(name):
+    def call(root):
+        return cli.main(["export", str(root / PRETRAIN), str(root.parent / f"for {name}"), "--to", name])
+
+    return call
+
+
 def tree(verb):
     def call(root):
         return max(prefix_tree.main([verb, str(path)]) for path in root.glob("raw/steps.*"))
@@ -140,6 +147,7 @@ PROBES = {
     "reader tokenizer": Probe(lambda root: load_tokenizer(root / "tokenizer").encode("a text")),
     "reader exclusion": Probe(lambda root: read_exclusion(root / "raw" / "left_out.list")),
     **{f"tree {verb}": Probe(tree(verb)) for verb in ("stats", "show")},
+    **{f"export {name}": Probe(export(name), writes=True) for name in ("megatron", "datatrove", "nanogpt")},
     "gc --dry-run": Probe(command("gc", "--dry-run")),
     "gc": Probe(command("gc"), writes=True),
     "build": Probe(lambda root: cli.main(_build(root)), writes=True),
