@@ -83,6 +83,7 @@ def test_a_file_that_is_named_must_be_there_and_its_paths_are_relative_to_it(tmp
         (Settings(pretrain="a=x.md", sft="a=y.json"), r"sft/a: --pretrain a=x\.md names pretrain/a already"),
         (Settings(pretrain="my-notes=x.md"), "expected a name of letters, digits and _"),
         (Settings(pretrain="../a=x.md"), "expected a name of letters, digits and _"),
+        (Settings(pretrain=f"{'a' * 101}=x.md"), "letters, digits and _, 100 at most"),
         (Settings(sft="tokenizer=x.md"), "tokenizer is a built-in name"),
         (Settings(pretrain="x.md"), r"--pretrain x\.md: expected NAME=GLOB\[:FIELD\]"),
         (Settings(sft="a="), r"--sft a=: expected NAME=GLOB$"),

@@ -3,7 +3,9 @@
 import dataclasses
 import hashlib
 import json
+import logging
 import os
+import shlex
 import subprocess
 import sys
 from collections import Counter
@@ -15,6 +17,7 @@ import pytest
 from support.commands import niels_gpt
 from support.dagster_runs import built, metadata, run, stale
 from support.data_files import lines, write
+from support.errors import refused
 from support.tiny_texts import TINY_TEXTS
 
 from niels_gpt.cache.meta import read_meta
@@ -157,6 +160,25 @@ def test_a_changed_file_or_line_builds_anew_and_nothing_else_does(home):
     (home / "sources.toml").write_text('[pretrain]\nmore = {files = "notes", licence = "MIT"}\n')
     assert build(settings).reused
     assert recipes(settings)["pretrain/more"](settings).meta["content_sha256"] != first.meta["content_sha256"]
+
+
+def test_text_that_changes_while_it_is_read_is_no_cache_until_the_printed_command_is_run(home, settings, monkeypatch):
+    settings, path = dataclasses.replace(settings, pretrain="notes=notes"), home / "notes" / "n00.md"
+    logger = logging.getLogger("niels_gpt.recipes.user_sources")  # it says which files are not read, then reads
+    with monkeypatch.context() as patch:
+        patch.setattr(logger, "filters", [lambda record: bool(path.write_text("x"))])
+        with refused("E306", "its files changed while they were read") as error:
+            recipes(settings)["pretrain/notes"](settings)
+    assert not (home / "cache" / "pretrain" / "notes").exists()
+    done = niels_gpt(*shlex.split(str(error.value).partition("no longer change: ")[2])[1:])
+    assert done.status == 0 and (home / "cache" / "pretrain" / "notes" / "meta.json").is_file(), done.err
+
+
+def test_an_id_that_locate_could_not_read_is_none(home, settings):
+    write(home / "rows.jsonl", lines({"text": "a short text", "id": "x" * 70_000}, {"text": "another", "id": "ok"}))
+    settings = dataclasses.replace(settings, pretrain="rows=rows.jsonl", own_val_frac=0)
+    path = recipes(settings)["pretrain/rows"](settings).path
+    assert (path / "index" / "train_ids.txt").read_text() == "rows.jsonl#1\nok\n"
 
 
 def test_rows_that_cannot_be_read_are_counted_and_too_many_are_a_warning(home):

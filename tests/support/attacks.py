@@ -92,9 +92,9 @@ class Server:
 
     def __init__(self):
         command = [sys.executable, __file__, "--serve"]
-        one_thread = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}  # of numpy and pyarrow
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self._process = subprocess.Popen(command, **pipes, text=True, env={**os.environ, **one_thread})
+        # Libraries that start threads as they are imported, unless told otherwise: numpy and pyarrow.
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         self._outcomes = []
 
     def outcomes_of(self, module, attack, probes=()):

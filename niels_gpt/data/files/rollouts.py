@@ -153,15 +153,11 @@ def tokens_of(samples: Sequence[SampledSequence], before: int = 0, where: str = 
 
     Raises: ValueError for more than MAX_GROUP_TOKENS, and for more than MAX_GROUP_SAMPLES.
     """
-    tokens = before + sum(_counted(len(sample.ids)) for sample in samples)
+    least = MAX_GROUP_TOKENS // MAX_GROUP_SAMPLES  # that a sample counts as, so that they are bounded too
+    tokens = before + sum(max(len(sample.ids), least) for sample in samples)
     if tokens > MAX_GROUP_TOKENS:
         raise SourceError(f"{where}: found {_too_many()}, expected smaller groups")
     return tokens
-
-
-def _counted(length: int) -> int:
-    """Return what a sample counts as of MAX_GROUP_TOKENS, so that a group has MAX_GROUP_SAMPLES at most."""
-    return max(length, MAX_GROUP_TOKENS // MAX_GROUP_SAMPLES)
 
 
 def _too_many() -> str:
@@ -178,6 +174,8 @@ def _completions(prompt: NDArray[np.int64], given: Mapping[str, Any]) -> list[Sa
     completions = given["completions"]
     if not isinstance(completions, list) or not completions:
         raise NotRolloutsError(MALFORMED, f"{_kind(completions)} in the field completions")
+    if len(completions) > MAX_GROUP_SAMPLES:
+        raise NotRolloutsError(TOO_LARGE, _too_many())
     beside = _fields(given)
     for name, values in beside.items():
         if not isinstance(values, list) or len(values) != len(completions):
@@ -189,7 +187,7 @@ def _completions(prompt: NDArray[np.int64], given: Mapping[str, Any]) -> list[Sa
         for name in beside.keys() & fields.keys():
             raise NotRolloutsError(MALFORMED, f"{name} in completions[{index}] and beside completions")
         fields |= {name: values[index] for name, values in beside.items() if values[index] is not None}
-        tokens += _counted(len(prompt) + (len(fields["ids"]) if isinstance(fields["ids"], list) else 0))
+        tokens += len(prompt) + (len(fields["ids"]) if isinstance(fields["ids"], list) else 0)
         if tokens > MAX_GROUP_TOKENS:  # before the prompt is copied once more
             raise NotRolloutsError(TOO_LARGE, _too_many())
         samples.append(_sample(prompt, fields, f"completions[{index}]"))
