@@ -24,7 +24,6 @@ from niels_gpt.chat_template import roles_counted
 from niels_gpt.data.exclude import Exclusion
 from niels_gpt.display.numbers import many
 from niels_gpt.recipes.eagle3.options import Options
-from niels_gpt.recipes.run_recipe import fingerprint_by_list, is_current
 from niels_gpt.settings import Settings, usable_cores
 from niels_gpt.signals import is_of_kept
 from niels_gpt.storage.errors import InputError, TargetError
@@ -108,6 +107,7 @@ def is_current_of(found: Resolved, path: Path, fingerprint: Callable[[Resolved],
     """Whether the committed cache at `path` has the fingerprint of what the options stand for: see
     `fingerprint_by_list`. reads_hub: read chats of the hub, where the list of --exclude has changed, to compare."""
     from niels_gpt.recipes.eagle3.input import named_in_input
+    from niels_gpt.recipes.run_recipe import fingerprint_by_list, is_current
 
     def by_list(listed: Exclusion | None) -> str:
         source = {name: fact for name, fact in found.source.items() if name != "exclude"}
