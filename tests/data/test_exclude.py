@@ -145,8 +145,10 @@ def test_a_build_leaves_out_counts_and_is_built_anew(settings, tmp_path, key):
     assert build(without, key).reused
     path.write_text("# reworded\n" + path.read_text())
     assert build(without, key).reused
-    path.write_text(path.read_text() + "one more\n")
-    assert not build(without, key).reused
+    path.write_text(path.read_text() + "one more, of another source\n")
+    assert build(without, key).reused
+    again = build(settings, key)
+    assert not again.reused and again.fingerprint == whole.fingerprint
 
 
 def test_a_build_with_an_absent_file_says_so_and_builds_nothing(settings):
