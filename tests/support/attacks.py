@@ -92,8 +92,9 @@ class Server:
 
     def __init__(self):
         command = [sys.executable, __file__, "--serve"]
-        # Libraries that start threads as they are imported, unless told otherwise: numpy and pyarrow.
+        # numpy and pyarrow start threads as they are imported, unless told otherwise; pyarrow's pool reserves a GiB.
         env = {**os.environ, "OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+        env["ARROW_DEFAULT_MEMORY_POOL"] = "system"
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         self._outcomes = []
 
