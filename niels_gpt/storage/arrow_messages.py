@@ -12,13 +12,23 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterator
+from typing import NamedTuple
 
 _MAX_HEADER = 1 << 24
 _DICTIONARY, _ROWS = 2, 3
 
 
-def unpacked_sizes(handle: int) -> Iterator[int]:
-    """Yield the bytes of each message's body when unpacked. Raises: ValueError for what is no whole stream."""
+class Message(NamedTuple):
+    """A schema, a dictionary, or some rows."""
+
+    is_dictionary: bool
+    is_packed: bool
+    num_bytes: int
+    """Of its body when unpacked."""
+
+
+def messages(handle: int) -> Iterator[Message]:
+    """Yield the messages of a file. Raises: ValueError for a file that is no whole stream."""
     end, at = os.fstat(handle).st_size, 0
     try:
         while at < end:
@@ -36,7 +46,9 @@ def unpacked_sizes(handle: int) -> Iterator[int]:
             rows = _fields(header, _offset(header, message[2])) if kind in (_DICTIONARY, _ROWS) else {}
             if kind == _DICTIONARY:
                 rows = _fields(header, _offset(header, rows[1]))
-            yield _unpacked(handle, header, _offset(header, rows[2]), body) if rows.get(3) else length
+            is_packed = 3 in rows
+            num_bytes = _unpacked(handle, header, _offset(header, rows[2]), body) if is_packed else length
+            yield Message(kind == _DICTIONARY, is_packed, num_bytes)
             at = body + length
     except (struct.error, LookupError) as error:
         raise ValueError(f"a broken message at byte {at}") from error

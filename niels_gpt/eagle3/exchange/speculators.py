@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import struct
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from niels_gpt.eagle3.exchange.foreign import BadSample, ForeignSample, checked_
 from niels_gpt.eagle3.format.layout import WITHOUT_HOLES, open_file, read_file, read_tensors_header, refuse_sparse
 from niels_gpt.eagle3.format.manifest import load_safetensors
 from niels_gpt.storage import fileio
+from niels_gpt.storage.arrow_messages import messages
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import shortened
 
@@ -194,32 +194,10 @@ def _refuse_other_files(folder: Path, follow_links: bool) -> None:
             raise CacheError(folder / "state.json", f"names the file {name!r}", "one of the same folder", code="E711")
         with open(open_file(folder / name, follow_links=follow_links), "rb") as file:
             refuse_sparse(file.fileno(), str(folder / name), *WITHOUT_HOLES, _AGAIN)
-        _refuse_compressed(folder / name)
-
-
-def _refuse_compressed(path: Path) -> None:
-    """Raise CacheError for an Arrow stream that grows when it is read: `datasets` writes none, and maps its files.
-
-    A message's head is a flatbuffer: tables, whose fields may be absent. Field 3 of a record batch says how its body is
-    compressed.
-    """
-    import pyarrow
-
-    def field(head: bytes, table: int, number: int) -> int:
-        fields = table - struct.unpack_from("<i", head, table)[0]
-        at = 4 + 2 * number
-        has = at < struct.unpack_from("<H", head, fields)[0]
-        found: int = struct.unpack_from("<H", head, fields + at)[0] if has else 0
-        return table + found if found else 0
-
-    with pyarrow.memory_map(str(path)) as source:
-        for message in pyarrow.ipc.MessageReader.open_stream(source):
-            head = message.metadata.to_pybytes()
-            batch = field(head, struct.unpack_from("<I", head)[0], 2)
-            batch += struct.unpack_from("<I", head, batch)[0]
-            if message.type == "dictionary" or (message.type == "record batch" and field(head, batch, 3)):
+            # It would grow when it is read; datasets writes none such, and maps its files.
+            if any(message.is_dictionary or message.is_packed for message in messages(file.fileno())):
                 found = "its rows are compressed, or looked up in a dictionary"
-                raise CacheError(path, found, "plain ones, as datasets writes them", _AGAIN, code="E711")
+                raise CacheError(folder / name, found, "plain ones, as datasets writes them", _AGAIN, code="E711")
 
 
 def _without_scales(name: str, states: Tensor, scales: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from niels_gpt.cache.formats import IGNORE_INDEX, SPLITS
 from niels_gpt.interop.foreign import ForeignFile, ForeignFolder, names_below, read_manifest, split_of
-from niels_gpt.storage.arrow_messages import unpacked_sizes
+from niels_gpt.storage.arrow_messages import messages
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import open_regular, path_inside
 from niels_gpt.storage.parquet_pages import pages_of
@@ -146,7 +146,8 @@ def _batches(path: Path) -> Iterator[pa.RecordBatch]:
 
     with open(open_regular(path), "rb") as file:
         if path.suffix == ".arrow":
-            if (largest := max(unpacked_sizes(file.fileno()), default=0)) > max(_MAX_BATCH, path.stat().st_size):
+            largest = max((message.num_bytes for message in messages(file.fileno())), default=0)
+            if largest > max(_MAX_BATCH, path.stat().st_size):
                 found, remedy = f"a batch of {largest:,} bytes when unpacked", "Write it without compression"
                 raise CacheError(path, found, f"at most {_MAX_BATCH:,}", remedy, code="E221")
             with pa.ipc.open_stream(file) as stream:
