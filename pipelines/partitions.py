@@ -76,7 +76,7 @@ def _as_graph(
 
 @contextmanager
 def _in_a_new_run(path: str) -> Iterator[None]:
-    """Say in a step's error what helps where the plan of its run is no longer that of the text and the settings.
+    """Say in a step's error what helps where the plan of its run no longer fits the text and the settings.
 
     A re-execution repeats no step that has succeeded, so it cannot build a whole plan.
     """

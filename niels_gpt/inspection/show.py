@@ -47,7 +47,7 @@ def tokenizer_of(cache: Path, model: str | None = None) -> FullTokenizer:
     if about := find_meta(beside):  # refuses a link out of the folder of caches
         check_model(beside, about)
     elif not os.path.lexists(beside):
-        raise TokenizerNotFound(f"{beside}: there is no tokenizer. Name that of the ids: --tokenizer MODEL")
+        raise TokenizerNotFound(f"{beside}: there is no tokenizer. Name the tokenizer of the ids: --tokenizer MODEL")
     return load_tokenizer(beside, follow_links=False)
 
 

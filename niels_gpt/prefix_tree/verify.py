@@ -64,7 +64,7 @@ def verify_fold(
         batch: a PrefixForest; or another tool's fold, whose ids, positions and pre-shifted labels are used as they are:
             a FoldedRollouts, or a dict with input_ids, labels, position_ids, prefix_tree = (node_lengths,
             sample_paths). Rows after the last node are padding. With `edges` a dict needs no labels.
-        samples: the sequences that were folded, in order. Default: those of the fold, so that a lost one is not found.
+        samples: the sequences that were folded, in order. Default: read from the fold, where a lost one is not found.
         edges: the supervision to check, in rows of the batch. Default: LossEdges.from_forest(batch,
             weighting=weighting), or the batch's labels with a weight of 1.
         loss_mask: which tokens of the samples are targets, one mask per sample. Default: that of the forest; for other

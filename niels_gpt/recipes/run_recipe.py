@@ -241,8 +241,8 @@ def fingerprint_by_list(
     fingerprint_of: Callable[[Exclusion | None], str],
     named: Callable[[Exclusion], Iterable[str]] | None,
 ) -> str:
-    """Return a recipe's fingerprint; that of the committed cache, where this was built by another list of --exclude and
-    is current but for that, and no entry that is in one of the two lists alone names anything in the source.
+    """Return a recipe's fingerprint by the list of --exclude; by the list of the committed cache, where the cache is
+    current but for it, and no entry that is in one of the two lists alone names anything in the source.
 
     fingerprint_of: called with a list, None for none. named: reads the source, and yields the entries of a list that
     name something; None: it is not read for this, so that any change of the list counts.

@@ -167,7 +167,7 @@ def training_texts(settings: Settings, source: ResolvedSource, revision: str | N
 
 
 class _Unlogged(Counter[str]):
-    """Counters of a reading of which nothing is said: the first of each reason is not logged."""
+    """Counters of a reading that logs nothing: no reason is new to them, and the first of each is logged."""
 
     def __missing__(self, key: str) -> int:
         return 1

@@ -143,7 +143,7 @@ def _renewed(name: str, known: Mapping[str, Any], position: int, source: Mapping
 
 
 def _differences(one: Mapping[str, Any], other: Mapping[str, Any], keys: Sequence[str]) -> str:
-    """Return those of some keys that differ, with both values; "" for none."""
+    """Return which of some keys differ, with both values; "" for none."""
     changed = [key for key in keys if not same(one.get(key), other.get(key))]
     return ", ".join(f"{key} {shortened(one.get(key))} -> {shortened(other.get(key))}" for key in changed)
 

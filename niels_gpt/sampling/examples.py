@@ -36,8 +36,8 @@ class SFTStream(CacheStream):
     Sample k is row `permute(k % rows)` of epoch `k // rows`. Ranks, DataLoader workers and the state are as in an
     EpochStream; see `SampleStream` and docs/reading.md. Of a batch: x is padded with the cache's pad_id; y has -100
     where there is no loss, and at padding, as y_masked of `SFTExampleDataset.get_batch`, whose y has every token. A
-    row is a segment of its example, and one of its padding, whose piece and document are -1. A piece's number is
-    that of its example, the document; with over_length="split" pieces are counted through the split.
+    row is a segment of its example, and one of its padding, whose piece and document are -1. A piece has
+    the number of its example, the document; with over_length="split" pieces are counted through the split.
     """
 
     COLUMNS = 4

@@ -164,7 +164,7 @@ def test_two_pushes_of_one_cache_end_well(caches, tmp_path):
     cache, url, (_, cut), steps = caches / "pretrain/wiki", str(tmp_path / "bucket"), cut_after(3), ExitStack()
 
     def half():
-        """One has begun when the other comes to its note, and ends before that looks again."""
+        """One is under way when the other comes to its note, and ends before the other looks again."""
         with before("send", cut), pytest.raises(OSError, match="cut"):
             push.push(cache, url, jobs=1)
         steps.enter_context(before("sizes", once(lambda: push.push(cache, url))))

@@ -77,7 +77,7 @@ class SpeculatorsFiles:
         if os.path.lexists(f"{path}.lock"):
             raise BadSample("unreadable", name, f"{self._name(index)}.lock is there: the file is still being written")
         try:
-            # Refuses links, what is no file, holes, and a header of more than the few tensors of a sample.
+            # Refuses links, devices and folders, holes, and a header of more than the few tensors of a sample.
             read_tensors_header(path, sparse=WITHOUT_HOLES, follow_links=self._follow_links)
             _, safe_open = load_safetensors()
             with safe_open(path, framework="pt") as file:

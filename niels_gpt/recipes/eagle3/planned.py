@@ -31,7 +31,7 @@ def planned_action(settings: Settings, key: str, tokenizer: FullTokenizer | None
     """Return what a build would do, and from what.
 
     The first is "up to date", "build", or "left out" or "cannot be built" and why; what is not configured is said in
-    the second. tokenizer: that of the caches; None for one that is to be trained or downloaded.
+    the second. tokenizer: of the caches; None for one that is to be trained or downloaded.
     """
     problem = why_left_out(settings)
     if problem is not None:

@@ -155,7 +155,7 @@ def _refuse_foreign(folder: Path, manifest: dict[str, Any], *, by_digest: bool =
     if foreign := sorted(name for name, path in there.items() if not is_of_export(path, name)):
         more = f", nor are {len(foreign) - 1:,} more" if foreign[1:] else ""
         found = f"{foreign[0]} is not as its export wrote it{more}"
-        raise CacheError(folder, found, remedy="Move what is yours away, then export again", code="E704")
+        raise CacheError(folder, found, remedy="Move your own files away, then export again", code="E704")
 
 
 def _facts(manifest: dict[str, Any]) -> dict[str, Any]:
