@@ -43,7 +43,7 @@ def _setting(
 class Settings:
     """The settings of all recipes. A recipe's fingerprint has those that decide bytes, not places and threads."""
 
-    seed: int = _setting(42, "seed of every split and shuffle (PR-03)")
+    seed: int = _setting(42, "seed of every split and shuffle (PR-03)", least=-(2**63), most=2**64 - 1)
     source_root: str = _setting("hub", "where text comes from: hub, sample, or the folder of a mirror")
     cache_dir: str = _setting(
         "cache", "folder that receives the caches; source_root=sample builds in its folder sample/"

@@ -100,13 +100,11 @@ def unfinished_bytes(path: Path, fingerprint: str = "*") -> int:
     fingerprint: of the recipe whose partitions count; * for those of all plans.
     """
     names = (f"{BUILDING}-*", f"{PARTITIONS}-{fingerprint[:VERSION_DIGITS]}")
-    folders = (folder for name in names for folder in versions_dir(path).glob(name))
-    files = (os.path.join(inside, name) for folder in folders for inside, _, names in os.walk(folder) for name in names)
     total = 0
-    for file in files:
-        with suppress(FileNotFoundError):  # its builder has moved or removed it
-            about = os.lstat(file)
-            total += about.st_size if stat.S_ISREG(about.st_mode) and os.path.basename(file) != META_NAME else 0
+    for folder in (folder for name in names for folder in versions_dir(path).glob(name)):
+        with suppress(OSError):  # its builder has moved or removed it
+            for _, below, about in walked(folder):
+                total += about.st_size if stat.S_ISREG(about.st_mode) and below[-1] != META_NAME else 0
     return total
 
 

@@ -7,9 +7,10 @@ import hashlib
 import json
 import logging
 import os
+import shlex
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -480,9 +481,6 @@ def finish(
     outcome = Outcome(key, path, meta, reused, measurement.seconds, measurement.peak_bytes, fingerprint, engine)
     if reused:
         return outcome
-    runs = runs_file(cache_root(settings), key)
-    path_inside(resolved(cache_root(settings)), f"{RUNS_DIR}/{runs.name}")  # refuses a link that leads outside
-    runs.parent.mkdir(parents=True, exist_ok=True)
     line = {
         "time": time.time(),
         "key": key,
@@ -494,10 +492,21 @@ def finish(
         "totals": meta.get("totals"),
         "settings": asdict(settings),
     }
+    append_run(cache_root(settings), key, line)
+    return outcome
+
+
+def append_run(root: Path, key: str, line: Mapping[str, Any]) -> None:
+    """Append a line to the runs of a cache. Raises: CacheError E205 for a link, and where they have no folder."""
+    runs = runs_file(root, key)
+    path_inside(resolved(root), f"{RUNS_DIR}/{runs.name}")  # refuses a link that leads outside
+    if runs.parent.exists() and not runs.parent.is_dir():
+        remedy = f"The cache {key} is finished. Remove this: rm {shlex.quote(str(runs.parent))}"
+        raise CacheError(runs.parent, "no folder", "the folder of the records of builds", remedy, code="E205")
+    runs.parent.mkdir(parents=True, exist_ok=True)
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     with open(os.open(runs, flags, 0o666), "a") as file:
         file.write(json.dumps(line, sort_keys=True) + "\n")
-    return outcome
 
 
 def runs_file(root: Path, key: str) -> Path:

@@ -47,6 +47,7 @@ _WHAT = {
 }
 UNSTATED = "not stated"
 MAX_TOML_BYTES = 1 << 20
+_MAX_DOTS = 1_000  # of a line: tomllib takes hours for a key of 100,000 parts
 _KEYS = ("files", "field", "licence", "attribution")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,99}")
 _FIELD = re.compile(r"(?P<files>.+):(?P<field>[^:/\\*?\[\]]+)")
@@ -234,6 +235,8 @@ def sources_tables(settings: Settings) -> tuple[Path, dict[str, Any]]:
         raw = file.read(MAX_TOML_BYTES + 1)
     if len(raw) > MAX_TOML_BYTES:
         raise DefinitionError(f"{path}: more than {MAX_TOML_BYTES:,} bytes, expected a file that defines sources")
+    if any(line.count(b".") > _MAX_DOTS for line in raw.split(b"\n")):
+        raise DefinitionError(f"{path}: a line with more than {_MAX_DOTS:,} dots, expected a file that defines sources")
     try:
         return path, tomllib.loads(raw.decode("utf-8-sig"))
     except RecursionError:

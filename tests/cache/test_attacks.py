@@ -387,8 +387,14 @@ ATTACKS = {
     ),
     "a deep version": Attack(lambda root, outside: deep_folder(version(root, PRETRAIN) / "deep")),
     "a deep folder": Attack(lambda root, outside: deep_folder(root / "pretrain" / "deep")),
-    "a deep build": Attack(
-        lambda root, outside: deep_folder(root / "pretrain" / ".versions" / "notes" / "building" / "deep")
+    **{
+        f"a deep {name}": Attack(
+            lambda root, outside, name=name: deep_folder(root / "pretrain" / ".versions" / "notes" / name / "deep")
+        )
+        for name in ("building", "building-0123456789ab")
+    },
+    "a FIFO as .runs": Attack(
+        lambda root, outside: (shutil.rmtree(root / ".runs"), os.mkfifo(root / ".runs")), ("build",), "E205.*: rm /"
     ),
     "folders of another program": Attack(foreign_versions),
     **{

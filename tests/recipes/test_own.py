@@ -109,6 +109,7 @@ def test_a_name_that_is_taken_and_a_line_that_is_none(settings, message):
         ('[sft.a]\nfiles = "x"\nfield = "y"', "the texts files, licence, attribution,"),
         ('[pretrain]\nwikitext = "x"', "wikitext is a built-in name"),
         ("a = " + "[" * 20_000, r"sources\.toml: .*nested too deeply"),
+        ("a." * 1_001 + "a = 1", r"sources\.toml: a line with more than 1,000 dots"),
         ("#" * ((1 << 20) + 1), r"sources\.toml: .*more than 1,048"),
         (None, r"sources\.toml: a pipe"),
     ],

@@ -6,8 +6,6 @@ with its versions, in imported/.versions/NAME/tokenizer, where readers look firs
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import time
 from collections.abc import Callable
@@ -21,12 +19,11 @@ from niels_gpt.interop.formats import FORMATS
 from niels_gpt.interop.importing import Imported, ImportOptions, import_folder, kind_of
 from niels_gpt.progress import Progress
 from niels_gpt.recipes.records import recorded_outcomes
-from niels_gpt.recipes.run_recipe import RUNS_DIR, TOKENIZER_KEY, runs_file
+from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, append_run
 from niels_gpt.recipes.tokenizer import copy_tokenizer, ensure_tokenizer, named_tokenizer
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.locks import apply_lock_setting
-from niels_gpt.storage.meta_json import path_inside, resolved
 from niels_gpt.storage.versions import versions_dir
 from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.tokenizers.protocol import FullTokenizer
@@ -106,13 +103,8 @@ def _read(source: Path, format: str, val: str | None, vocab_size: int) -> Foreig
 
 def _record(cache_dir: Path, key: str, words: list[str], seconds: float) -> None:
     """Append the import to the runs of the cache, from which errors take the command that makes it again."""
-    runs = runs_file(cache_dir, key)
-    path_inside(resolved(cache_dir), f"{RUNS_DIR}/{runs.name}")  # refuses a link that leads outside
-    runs.parent.mkdir(parents=True, exist_ok=True)
     line = {"time": time.time(), "key": key, "seconds": round(seconds, 3), "peak_bytes": None, "fingerprint": ""}
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-    with open(os.open(runs, flags, 0o666), "a") as file:
-        file.write(json.dumps({**line, "import": words, "settings": {}}, sort_keys=True) + "\n")
+    append_run(cache_dir, key, {**line, "import": words, "settings": {}})
 
 
 def key_of(name: str) -> str:
