@@ -40,6 +40,10 @@ MAX_OPENED_IDS: Final = 1 << 24
 MAX_ADDED_TOKENS: Final = 100_000
 """A file with more added tokens is refused: texts are searched for each of them. Models for speech have some 65,000."""
 
+_MOST_STEPS = _MOST_GROWTH = 64
+"""Steps of a part such as the normalizer, and how many times as long its steps may make a text."""
+_MAX_TEMPLATE_BYTES = 1 << 14  # of a post-processor: it writes BOS and EOS
+
 _EXPECTED = f"a {TOKENIZER_JSON} that the library tokenizers reads"
 _UNK_ID = re.compile(rb'"unk_id"\s*:\s*(\d{1,9})\b')
 _UNUSED = "\ufdd0"  # no character, by Unicode: no text should have it
@@ -303,14 +307,44 @@ def _open(raw: bytes, where: str) -> tuple[Any, Any]:
         tokenizer.no_padding()
         if getattr(tokenizer.model, "dropout", None) is not None:
             tokenizer.model.dropout = None
+        _refuse_growth(tokenizer, where)
         post_processor = tokenizer.post_processor
         tokenizer.post_processor = None  # even without its special tokens, one could leave out or repeat a text
     except BaseException as error:
-        if not is_of_library(error):
+        if not is_of_library(error) or isinstance(error, CacheError):
             raise
         found = f"is damaged, or of an unknown form ({str(error)[:_SHOWN]!a})"
         raise CacheError(where, found, _EXPECTED, code="E403") from error
     return tokenizer, post_processor
+
+
+def _refuse_growth(tokenizer: Any, where: str) -> None:
+    """Refuse a file that makes a long text of a short one, or takes too many steps: it would fill the memory."""
+    for name in ("normalizer", "pre_tokenizer", "decoder", "post_processor"):
+        if (part := getattr(tokenizer, name)) is None:
+            continue
+        state = part.__getstate__()
+        steps, growth, waiting = 0, 1, [json.loads(state)]
+        while waiting:
+            step = waiting.pop()
+            if isinstance(step, dict):
+                steps, growth = steps + ("type" in step), growth * _growth_of(step)
+            waiting += step.values() if isinstance(step, dict) else step if isinstance(step, list) else ()
+        size = len(state) if name == "post_processor" else 0
+        if steps > _MOST_STEPS or growth > _MOST_GROWTH or size > _MAX_TEMPLATE_BYTES:
+            found = f"its {name} of {len(state):,} bytes has {steps:,} steps, and may make a text "
+            found += f"{min(growth, 10**9):,} times as long"
+            expected = f"{_MOST_STEPS} steps, {_MOST_GROWTH} times, {_MAX_TEMPLATE_BYTES:,} bytes of a post_processor"
+            raise CacheError(where, found, expected, code="E403")
+
+
+def _growth_of(step: dict[str, Any]) -> int:
+    """Return how many times as long a step that replaces or prepends makes a text; one character is one."""
+    pattern, content = step.get("pattern"), step.get("content", step.get("prepend"))
+    if not isinstance(content, str):
+        return 1
+    found = pattern.get("String") if isinstance(pattern, dict) else None
+    return max(1, -(-len(content) // len(found))) if found else len(content) + 1  # an expression may match nothing
 
 
 def _plain(raw: bytes, where: str) -> Any:

@@ -336,6 +336,14 @@ def _with_many_added(content):
     ]
 
 
+def _replace(pattern, content):
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+def _sequence(steps):
+    return {"type": "Sequence", "normalizers": steps}
+
+
 HOSTILE = {
     "empty": b"",
     "no json": b"no model",
@@ -360,6 +368,21 @@ HOSTILE = {
     "added are many": _with_many_added,
     "normalizer": _with("normalizer", {"type": "Replace", "pattern": {"Regex": "("}, "content": ""}),
     "charsmap": _with("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
+    "a text 10,000 times as long": _with("normalizer", _replace({"String": " "}, "x" * 10_000)),
+    "a text 10**8 times as long": _with("normalizer", _sequence([_replace({"String": "a"}, "a" * 100)] * 4)),
+    "a text of nothing": _with("normalizer", _sequence([_replace({"Regex": ""}, "x")] * 7)),
+    "a text with a long beginning": _with("normalizer", {"type": "Prepend", "prepend": "x" * 100}),
+    "100 steps": _with("normalizer", _sequence([{"type": "NFC"}] * 100)),
+    "a decoder of 10,000 times": _with("decoder", _replace({"String": "e"}, "e" * 10_000)),
+    "a template of 1,000 pieces": _with(
+        "post_processor",
+        {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "</s>", "type_id": 0}}] * 1_000,
+            "pair": [],
+            "special_tokens": {"</s>": {"id": "</s>", "ids": [1], "tokens": ["</s>"]}},
+        },
+    ),
     "eos file": None,
 }
 
