@@ -155,6 +155,7 @@ def plan_bins(
             f"max_tokens is {max_tokens}, ranks {ranks} and oversize {oversize!r}; expected 1 or more, 1 or more, and "
             f"one of {', '.join(OVERSIZE)}"
         )
+    _check(sizes)
     measure = _Measure(sizes, shape)
     over = np.flatnonzero(sizes.lengths > max_tokens)
     if len(over) and oversize == "error":
@@ -172,6 +173,21 @@ def plan_bins(
         found = _over_ranks(measure, items, len(found), max_tokens, ranks)
     bins = [np.concatenate([np.arange(item.begin, item.end) for item in sorted(each, key=_begin)]) for each in found]
     return BinPlan(bins, *measure.marginal(bins), ranks, shape)
+
+
+def _check(sizes: SampleSizes) -> None:
+    lengths, shared, offsets = map(np.asarray, sizes)
+    whole = len(shared) == len(lengths) and len(offsets) > 0 and (offsets[0], offsets[-1]) == (0, len(lengths))
+    before = np.append(0, lengths[:-1])
+    if (
+        not whole
+        or np.any(np.diff(offsets) < 0)
+        or np.any((lengths < 1) | (shared < 0) | (shared > np.minimum(lengths, before)))
+    ):
+        raise TreeError(
+            "sizes: expected lengths of 1 or more, of which each sample shares at most as many as the one before has, "
+            "and offsets of groups that rise from 0 to the number of samples"
+        )
 
 
 def _begin(item: _Item) -> int:

@@ -28,6 +28,9 @@ from niels_gpt.prefix_tree.layout import radix
 from niels_gpt.prefix_tree.sequences import Encode, concatenated, masks, threads
 from niels_gpt.storage.errors import TreeError, TreeTypeError
 
+MAX_SAMPLE_TOKENS = 2**26
+"""The most tokens of all samples of a forest that is given by its nodes: a few numbers can name any number."""
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -196,7 +199,11 @@ class PrefixForest:
                 fit the lengths.
         """
         sizes = _numbers(node_lengths, "node_lengths")
-        tree, paths = radix.tree_of_paths(sizes, [_numbers(path, "a path") for path in sample_paths])
+        chosen = [_numbers(path, "a path") for path in sample_paths]
+        tokens = sum(sizes[node] for path in chosen for node in path if 0 <= node < len(sizes))
+        if max(tokens, sum(sizes)) > MAX_SAMPLE_TOKENS:
+            raise TreeError(f"the samples have {tokens} tokens; expected {MAX_SAMPLE_TOKENS} at most")
+        tree, paths = radix.tree_of_paths(sizes, chosen)
         flat = [input_ids[0] if getattr(input_ids, "ndim", 1) == 2 and len(input_ids) == 1 else input_ids]
         ids = np.zeros(sum(sizes), np.int64) if input_ids is None else concatenated(flat, "input_ids")[0]
         if len(ids) != sum(sizes):

@@ -160,10 +160,12 @@ def threads(tree: Message, encode: Encode, counters: Counter[str]) -> Iterator[T
 
 def _encoded(tree: Message, encode: Encode) -> Iterator[_Encoded]:
     """Yield the messages of a tree, each after the one that it replies to."""
-    waiting: list[tuple[Message, int]] = [(tree.get("prompt", tree), -1)]
+    waiting: list[tuple[Message, int]] = [(tree.get("prompt", tree) if isinstance(tree, Mapping) else tree, -1)]
     number = 0
     while waiting:
         message, parent = waiting.pop()
+        if not isinstance(message, Mapping) or not isinstance(message.get("replies"), list | tuple | None):
+            raise TreeError(f"{message!r:.200} is no message: expected an object, with its replies as a list")
         ids, mask = encode(message)
         if len(ids) != len(mask):
             raise TreeError(f"encode gave {len(ids)} ids and a mask of {len(mask)} for {dict(message)!r:.200}")

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from niels_gpt.prefix_tree.edges import LossEdges
 from niels_gpt.prefix_tree.fold import CROSS_ENTROPY_IGNORE_IDX
-from niels_gpt.prefix_tree.forest import PrefixForest
+from niels_gpt.prefix_tree.forest import MAX_SAMPLE_TOKENS, PrefixForest
 from niels_gpt.prefix_tree.layout import radix
 from niels_gpt.prefix_tree.layout.early_forks import at_the_token, forked_early
 from niels_gpt.prefix_tree.layout.fields import by_target, forms_of
@@ -154,8 +154,8 @@ def _parent_keys(parents: Ints) -> dict[str, Any]:
 
 _INTEGERS = ("input_ids", "position_ids", "shift_labels", "tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")
 _TERMS = ("token_index", "segment_id")
-MAX_SAMPLES, MAX_SAMPLE_TOKENS = 2**20, 2**26
-"""The most samples of a row, and the most tokens that they have together: a short row can name any number."""
+MAX_SAMPLES = 2**20
+"""The most samples of a row: a short one can name any number."""
 
 
 @torch.inference_mode(False)

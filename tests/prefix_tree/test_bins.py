@@ -73,6 +73,15 @@ def test_a_subset_of_other_numbers_is_refused(wrong):
         PrefixForest.from_sequences([[1, 2], [1, 3]]).subset(wrong)
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [([0], [0], [0, 1]), ([5, 5], [0, 9], [0, 2]), ([5, 5], [0, -1], [0, 2]), ([5, 5], [0, 0], [0, 7]), ([5], [], [0])],
+)
+def test_sizes_that_no_samples_have_are_refused(sizes):
+    with refused("E801", "sizes:"):
+        plan_bins(SampleSizes(*map(np.array, sizes)), 64)
+
+
 def test_gradients_of_bins_add_up_to_those_of_one_row():
     float64_models = pytest.importorskip("support.float64_models")
     model = float64_models.float64_llama()

@@ -149,6 +149,9 @@ def test_a_reply_is_in_one_thread_however_many_questions_behind_it_have_no_answe
         PrefixForest.from_message_tree(unanswered[0], encode)
     with refused("E801", "1 ids", "a mask of 2", "{'text': 'x'"):
         PrefixForest.from_message_tree(unanswered[0], lambda message: ([1], [0, 1]))
+    for wrong in ([1], {"prompt": [1]}, {**unanswered[0], "replies": "abc"}, {**unanswered[0], "replies": [5]}):
+        with refused("E801", "no message", "replies as a list"):
+            PrefixForest.from_message_tree(wrong, encode)
 
 
 def test_a_thread_of_three_thousand_messages_is_no_recursion():
@@ -223,6 +226,8 @@ def test_bad_groups_masks_and_paths_are_named():
         ([1, 1], [[0, 1, 0]], "has node 0 below 1"),
         ([2, -1], [[0]], "node 1 has -1 tokens"),
         ([0], [], "sample_paths is empty"),
+        ([2**62] * 2, [[0], [1]], "the samples have 9223372036854775808 tokens"),
+        ([2**20], [[0]] * 65, "the samples have 68157440 tokens"),
     ]:
         with refused("E801", words):
             PrefixForest.from_node_paths(lengths, paths)
