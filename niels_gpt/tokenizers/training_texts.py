@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from typing import Final
 
 from niels_gpt.progress import Progress
@@ -13,6 +15,8 @@ from niels_gpt.storage.errors import TokenizerError
 MAX_PIECE_BYTES: Final = 4_000
 """Utf-8 bytes of a training piece; SentencePiece drops longer ones than its max_sentence_length, 4,192."""
 
+_LONG_WORD = re.compile("|".join(rf"{kind}{{{MAX_PIECE_BYTES},}}" for kind in (r"[^\W\d_]", r"[^\w\s]", r"\s", "_")))
+"""What may be a word of bpe, such as a gene: the time that its training takes grows with the square of its length."""
 _SKIP_MARK = "\u2585"  # SentencePiece's mark for the unknown; it drops training pieces that contain it
 _SPACE_MARK = "\u2581"
 
@@ -82,11 +86,14 @@ class TrainingTexts:
                     yield piece
 
     def documents(self) -> Iterator[str]:
-        """Yield whole texts; one that is empty is left out."""
+        """Yield whole texts; one that is empty is left out, and words of thousands of letters are cut."""
         for text in self._documents():
             if text:
                 self.counts["bytes_seen"] += len(data := _utf8(text))
-                yield data.decode()
+                text, step = data.decode(), MAX_PIECE_BYTES
+                words = _LONG_WORD.finditer(text)
+                cuts = [at for word in words for at in range(word.start() + step, word.end(), step)]
+                yield from (text[begin:end] for begin, end in pairwise([0, *cuts, len(text)]))
 
     def nothing_usable(self) -> Exception:
         """Return the error of a training without a text."""

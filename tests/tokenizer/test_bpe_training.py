@@ -109,6 +109,13 @@ def test_too_little_text_gives_a_smaller_vocabulary_and_a_warning(caplog):
     assert [record.code for record in caplog.records] == ["W408"]
 
 
+@pytest.mark.parametrize("part", ["ab", "\0\1", " \n", "__", "漢字"])
+def test_a_word_of_thousands_of_letters_is_cut(part):
+    pieces = [part * 2_000] * 3
+    whole, cut = (train_tokenizer(texts, kind="bpe", vocab_size=300) for texts in (["".join(pieces)], pieces))
+    assert whole.model == cut.model and whole.meta["bytes_seen"] == cut.meta["bytes_seen"]
+
+
 def test_max_bytes_is_the_limit_of_what_is_read():
     read = []
 

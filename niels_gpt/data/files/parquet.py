@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from niels_gpt.data.files.part import WHOLE_FILE, Share
-from niels_gpt.data.files.text import MAX_DOCUMENT_BYTES, NOT_FETCHED, Problem, is_pointer
+from niels_gpt.data.files.text import MAX_DOCUMENT_BYTES, NOT_FETCHED, Problem, is_pointer, open_source
 from niels_gpt.data.files.text import decode as decode_text
-from niels_gpt.storage.errors import SourceError, errors_as
-from niels_gpt.storage.fileio import open_for_reading
+from niels_gpt.storage.errors import SourceError
 from niels_gpt.storage.parquet_pages import CODES, Page, pages_of
 
 if TYPE_CHECKING:
@@ -81,10 +80,8 @@ def iter_batches(
     import pyarrow.parquet as pq
 
     try:
-        with errors_as("E301"):
-            handle = open_for_reading(path, follow_links=True)
         with (
-            open(handle, "rb") as file,
+            open(open_source(path), "rb") as file,
             pq.ParquetFile(file, buffer_size=_READ_BYTES, page_checksum_verification=True) as table,
         ):
             names = [name for name in dict.fromkeys(table.schema_arrow.names) if columns is None or name in columns]

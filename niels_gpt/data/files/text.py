@@ -25,8 +25,9 @@ from typing import Any, BinaryIO, cast
 
 from niels_gpt.data.files.part import WHOLE_FILE, Share
 from niels_gpt.signals import EMPTY_FILE, GIT_LFS_POINTER
-from niels_gpt.storage.errors import SourceError, errors_as
+from niels_gpt.storage.errors import CacheError, SourceError, errors_as
 from niels_gpt.storage.fileio import open_for_reading
+from niels_gpt.storage.meta_json import refuse_holes
 
 logger = logging.getLogger(__name__)
 
@@ -223,6 +224,19 @@ def line_blocks(file: BinaryIO, limit: int) -> Iterator[tuple[int, list[bytes | 
         yield number, [b"".join(parts) if size <= limit else None]
 
 
+def open_source(path: Path) -> int:
+    """Open a regular file of a source and return its descriptor. Raises: as `open_for_reading`; ValueError for a file
+    that is mostly holes."""
+    with errors_as("E301"):
+        handle = open_for_reading(path, follow_links=True)
+    try:
+        refuse_holes(path, handle)
+    except CacheError as error:
+        os.close(handle)
+        raise SourceError(f"{path}: {error.problem}. Fetch it again, or take it away") from None
+    return handle
+
+
 @contextmanager
 def opened_text(path: Path, *, counters: Counter[str] | None = None) -> Iterator[BinaryIO]:
     """Open a file and yield its text as UTF-8 without a byte-order mark, which is counted.
@@ -231,9 +245,7 @@ def opened_text(path: Path, *, counters: Counter[str] | None = None) -> Iterator
         file.
     """
     packed = packed_suffix(path.name)
-    with errors_as("E301"):
-        handle = open_for_reading(path, follow_links=True)
-    with open(handle, "rb") as raw:
+    with open(open_source(path), "rb") as raw:
         if is_pointer(raw.peek(_POINTER_BYTES)):
             raise UnusableFile(GIT_LFS_POINTER, f"{path}: {NOT_FETCHED}")
         if packed == ".gz":

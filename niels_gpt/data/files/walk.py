@@ -10,10 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from niels_gpt.data.files.text import LINKS, RESOURCE_FORK
-from niels_gpt.storage.errors import CacheError, SourceError, errors_as
-from niels_gpt.storage.fileio import open_for_reading
-from niels_gpt.storage.meta_json import refuse_holes
+from niels_gpt.data.files.text import LINKS, RESOURCE_FORK, open_source
 
 logger = logging.getLogger(__name__)
 
@@ -168,11 +165,7 @@ def files_fingerprint(root: Path, paths: Iterable[Path]) -> str:
     """
     total = hashlib.sha256()
     for name, path in sorted((os.fsencode(path.relative_to(root)), path) for path in paths):
-        with errors_as("E301"), open(open_for_reading(path, follow_links=True), "rb") as file:
-            try:
-                refuse_holes(path, file.fileno())
-            except CacheError as error:
-                raise SourceError(f"{path}: {error.problem}. Fetch it again, or take it away") from None
+        with open(open_source(path), "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             total.update(name + f"\0{os.fstat(file.fileno()).st_size}\0{digest}\n".encode())
     return total.hexdigest()
