@@ -1,5 +1,7 @@
 """Parquet for `datasets`: what it reads of an export, and what an import reads of files like those it writes."""
 
+from contextlib import suppress
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,6 +15,7 @@ from support.foreign import read_folder, small_limits, tokens_of
 
 from niels_gpt.cache.sft_dataset import SFTExampleDataset
 from niels_gpt.interop.exporting import export_cache
+from niels_gpt.storage.errors import CacheError
 
 ROWS = {"input_ids": [[5, 6, 7], [8], [9, 10]], "labels": [[-100, 6, 7], [-100], [-100, 10]]}
 
@@ -147,6 +150,25 @@ def test_a_small_file_of_a_huge_row_is_refused_before_it_is_decoded(
     ids = pa.array([[7] * 1001], pa.list_(pa.int32()))  # a few bytes: runs of one code
     with small_limits("hf_rows", MAX_ROW=1000), refused("E221", "1,001 values"):
         read_folder(saved(tmp_path, {"input_ids": ids}), "hf")
+
+
+@pytest.mark.parametrize("compression", [None, "zstd", "lz4"])
+def test_an_arrow_file_is_read_whole_and_of_a_cut_or_lying_one_nothing(tmp_path, compression):
+    rows, path = pa.table({"input_ids": [[7] * 900, [8] * 900], "name": ["a", "b"]}), tmp_path / "a.arrow"
+    rows = rows.set_column(1, "name", rows["name"].dictionary_encode())
+    with pa.ipc.new_stream(path, rows.schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as stream:
+        stream.write_table(rows)
+        stream.write_table(rows)
+    assert [file.tokens for file in read_folder(tmp_path, "hf").files] == [3_600]
+    whole = path.read_bytes()
+    assert [sum(map(len, file.pieces())) for file in read_folder(tmp_path, "hf").files] == [3_600]
+    for at in range(0, len(whole) - 8, 97):  # whatever a byte says, it is read or refused
+        path.write_bytes(whole[:at] + b"\xff" + whole[at + 1 :])
+        with suppress(CacheError):
+            read_folder(tmp_path, "hf")
+    path.write_bytes(whole[: len(whole) // 2])
+    with refused("E221", path, "whole"):
+        read_folder(tmp_path, "hf")
 
 
 def test_a_mask_in_some_files_alone_a_cut_file_and_a_link_are_refused(tmp_path):

@@ -23,6 +23,6 @@ def test_datatrove_counts_in_three_digits(tokens, said):
 
 def test_names_of_imported_caches():
     assert key_of("wiki") == "imported/wiki" and key_of("sft/chats") == "sft/chats"
-    for name in ("../wiki", "tokenizer/a", "a/b/c", "", ".wiki", "imported/"):
+    for name in ("../wiki", "tokenizer/a", "a/b/c", "", ".wiki", "imported/", "tokenizer", "x" * 101):
         with refused("E102", "NAME", repr(name)):
             key_of(name)
