@@ -50,7 +50,7 @@ def messages(handle: int) -> Iterator[Message]:
             num_bytes = _unpacked(handle, header, _offset(header, rows[2]), body) if is_packed else length
             yield Message(kind == _DICTIONARY, is_packed, num_bytes)
             at = body + length
-    except (struct.error, LookupError) as error:
+    except (struct.error, LookupError, OverflowError) as error:
         raise ValueError(f"a broken message at byte {at}") from error
 
 
