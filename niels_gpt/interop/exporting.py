@@ -45,15 +45,15 @@ def export_cache(cache: Path, name: str, out: Path, *, progress: Progress | None
         raise ValueError(f"--to {name}: expected one of {', '.join(FORMATS)}")
     format, source = FORMATS[name], TokenCache(cache)
     _refuse(source, name)
-    source.check_token_files()
+    files = source.checked_files()
     with Modes().restored_on_failure() as modes, fresh_folder(out, sources=[source.folder]) as work:
-        output = Output(work, source, progress, modes)
+        output = Output(work, source, sum(int(file.record["bytes"]) for file in files), progress, modes)
         format.write(source, output)
         (work / MANIFEST_NAME).write_bytes(canonical_json(_manifest(name, output)))
     by_how = Counter(str(record["made"]) for record in output.records)
     linked = sum(record["bytes"] for record in output.records if record["made"] == "link")
     num_bytes = sum(record["bytes"] for record in output.records)
-    tokens = sum(file.tokens for file in source.all_files)
+    tokens = sum(file.tokens for file in files)
     return Exported(len(output.records), tokens, num_bytes, linked, dict(by_how), output.noted)
 
 

@@ -25,10 +25,10 @@ _WRITES = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
 class Output:
     """The folder of an export while it is written, and the records of its files."""
 
-    def __init__(self, work: Path, cache: TokenCache, progress: Progress | None, modes: Modes) -> None:
-        """work: an empty folder. modes: of the cache's files.
+    def __init__(self, work: Path, cache: TokenCache, total: int, progress: Progress | None, modes: Modes) -> None:
+        """work: an empty folder. total: bytes of all token files. modes: of the cache's files.
 
-        progress: called with files, bytes written or linked, and bytes of tokens in all.
+        progress: called with files, bytes written or linked, and `total`.
         """
         self.work, self.cache, self._progress = work, cache, progress
         self.records: list[dict[str, Any]] = []
@@ -36,8 +36,7 @@ class Output:
         self.noted: dict[str, int] = {}
         """What the format could not hold as the cache has it, by reason, counted."""
         self.modes = modes
-        self._total = sum(int(file.record["bytes"]) for file in cache.all_files)
-        self._done = 0
+        self._total, self._done = total, 0
 
     def place(self, name: str, file: TokenFile) -> None:
         """Let `name` be a token file of the cache: the same bytes, a hard link, or a copy where links are impossible.

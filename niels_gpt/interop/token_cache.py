@@ -137,11 +137,11 @@ class TokenCache:
             first += record["tokens"]
         return found
 
-    def check_token_files(self) -> None:
-        """Look at the kind and size of every token file, and open none. Raises: as `mmap_tokens`."""
-        TokenFiles([(file.path, int(file.record["bytes"])) for file in self.all_files], dtype=self.dtype)
+    def checked_files(self) -> list[TokenFile]:
+        """Return the token files of train, then those of val. Their kinds and sizes are looked at, and none is opened.
 
-    @property
-    def all_files(self) -> list[TokenFile]:
-        """The token files of train, then those of val."""
-        return [file for split in SPLITS for file in self.files(split)]
+        Raises: as `mmap_tokens`.
+        """
+        files = [file for split in SPLITS for file in self.files(split)]
+        TokenFiles([(file.path, int(file.record["bytes"])) for file in files], dtype=self.dtype)
+        return files
