@@ -14,16 +14,24 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
+from niels_gpt.hub.models import is_local
 from niels_gpt.storage.errors import CacheError, TokenizerError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import parse_object, read_regular
-from niels_gpt.tokenizers.files import COMPANIONS, CONFIG_NAME, TEMPLATE_NAME, TOKENS_MAP_NAME, companion
+from niels_gpt.tokenizers.files import (
+    COMPANIONS,
+    CONFIG_NAME,
+    TEMPLATE_NAME,
+    TOKENS_MAP_NAME,
+    TOOL_TEMPLATE_NAME,
+    companion,
+)
 from niels_gpt.tokenizers.huggingface import HuggingFaceTokenizer
 from niels_gpt.tokenizers.protocol import ids_before
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """The tokens that a template has as variables."""
-_TOOL_TEMPLATE = os.path.join("additional_chat_templates", "tool_use.jinja")  # as transformers saves a second template
+_TOOL_FILE = "tool_use.jinja"  # that a remedy writes
 _SHOWN = 20  # names of templates, and characters of each, in a message
 Tokens = tuple[list[int], list[tuple[int, int]]]
 """Ids of a text, and start and end of each token in characters."""
@@ -72,7 +80,10 @@ class TransformersBackend(Backend):
         self.sha256 = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
         self.template = tokenizer.get_chat_template() if tokenizer.chat_template else None
         has_two = isinstance(tokenizer.chat_template, dict) and "tool_use" in tokenizer.chat_template
-        self.tool_template = _named(Path(os.path.expanduser(name))) if has_two else ""
+        templates = f"AutoTokenizer.from_pretrained({json.dumps(name)}).chat_template"
+        code = f'from transformers import AutoTokenizer; print({templates}["tool_use"], end="")'
+        of_hub = f"python -c {shlex.quote(code)} > {_TOOL_FILE}; --chat-template {_TOOL_FILE}"
+        self.tool_template = _named(name, of_hub) if has_two else ""
         self.variables = dict(tokenizer.special_tokens_map)
         added = list(tokenizer.added_tokens_decoder.values())
         self.added_tokens = [token.content for token in added]
@@ -128,7 +139,7 @@ class CacheBackend(Backend):
     """The tokenizer.json of a cache, with the template and the named tokens of the files beside it."""
 
     def __init__(self, tokenizer: HuggingFaceTokenizer, copied_from: str = "") -> None:
-        """copied_from: folder that the tokenizer was copied from, for messages.
+        """copied_from: file, folder or id of the hub that the tokenizer was copied from, for messages.
 
         Raises: CacheError for files that are damaged, or have named templates without one that is the default.
         """
@@ -138,9 +149,9 @@ class CacheBackend(Backend):
         files = {name: companion(path, name, follow_links=tokenizer.follow_links) for name in COMPANIONS}
         config, named = (_object_of(files[name], path.with_name(name)) for name in (CONFIG_NAME, TOKENS_MAP_NAME))
         self.template, has_two = _template_of(files[TEMPLATE_NAME], config, path.parent)
-        origin = Path(os.path.expanduser(copied_from or "FOLDER"))
-        folder = path.parent if has_two else origin.parent if origin.is_file() else origin
-        self.tool_template = _named(folder) if has_two or has_tool_template(path) else ""
+        of_hub = f"hf download {copied_from} {TOOL_TEMPLATE_NAME} --local-dir .; --chat-template {TOOL_TEMPLATE_NAME}"
+        origin = self.name if has_two else copied_from or os.path.join(".", "FOLDER")
+        self.tool_template = _named(origin, of_hub) if has_two or has_tool_template(path) else ""
         self.variables = _variables({**config, **({} if "added_tokens_decoder" in config else named)})
         added = tokenizer.added_tokens()
         self.added_tokens = list(added)
@@ -163,7 +174,7 @@ class CacheBackend(Backend):
 def has_tool_template(file: Path) -> bool:
     """Whether another chat template, for chats with tools, lies beside a tokenizer.json, or lay there when this one was
     copied: caches have no such file, only `tool_template` in their meta.json."""
-    if os.path.isfile(file.parent / _TOOL_TEMPLATE):
+    if os.path.isfile(file.parent / TOOL_TEMPLATE_NAME):
         return True
     try:
         return parse_object(read_regular(file.parent / META_NAME)).get("tool_template") is True
@@ -171,13 +182,20 @@ def has_tool_template(file: Path) -> bool:
         return False
 
 
-def _named(folder: Path) -> str:
-    """Return the flag that names the template for chats with tools; before it the command that writes it to a file."""
-    if (folder / _TOOL_TEMPLATE).is_file() or not (folder / CONFIG_NAME).is_file():
-        return f"--chat-template {shlex.quote(str(folder / _TOOL_TEMPLATE))}"
+def _named(name: str, of_hub: str) -> str:
+    """Return the flag that names the template for chats with tools; before it the command that writes it to a file.
+
+    name: of the tokenizer: its folder, a file in it, or an id of the hub, for which `of_hub` is returned.
+    """
+    folder = Path(os.path.expanduser(name))
+    if not is_local(name) and not folder.exists():
+        return of_hub
+    folder = folder.parent if folder.is_file() else folder
+    if (folder / TOOL_TEMPLATE_NAME).is_file() or not (folder / CONFIG_NAME).is_file():
+        return f"--chat-template {shlex.quote(str(folder / TOOL_TEMPLATE_NAME))}"
     templates = f'json.load(open({json.dumps(str(folder / CONFIG_NAME))}))["chat_template"]'
     code = f'import json; print({{each["name"]: each["template"] for each in {templates}}}["tool_use"], end="")'
-    return f"python -c {shlex.quote(code)} > tool_use.jinja; --chat-template tool_use.jinja"
+    return f"python -c {shlex.quote(code)} > {_TOOL_FILE}; --chat-template {_TOOL_FILE}"
 
 
 def _object_of(raw: bytes | None, path: Path) -> dict[str, Any]:

@@ -23,7 +23,7 @@ CONFIG = "config.json"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # in the order in which transformers looks for them
 _INDEX = ".index.json"
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-_TEMPLATE = "chat_template.jinja"
+_TEMPLATES = ("chat_template.jinja", "additional_chat_templates/tool_use.jinja")
 _TOKENIZER_PARTS = ("vocab.json", "merges.txt", "tokenizer.model")  # where there is no tokenizer.json
 _MOST_BYTES = {
     CONFIG: 1 << 24,
@@ -31,7 +31,7 @@ _MOST_BYTES = {
     **dict.fromkeys([one + _INDEX for one in _WEIGHTS], 1 << 26),
     **dict.fromkeys(_TOKENIZER, 1 << 28),
     **dict.fromkeys(_TOKENIZER_PARTS, 1 << 28),
-    _TEMPLATE: 1 << 22,
+    **dict.fromkeys(_TEMPLATES, 1 << 22),
 }
 _DOWNLOADS = 8  # downloads at once
 
@@ -118,7 +118,7 @@ def hub_weights(name: str, commit: str) -> Path:
 
 
 def hub_tokenizer(name: str, revision: str | None) -> tuple[str | None, bool]:
-    """Download the files of a model's tokenizer and its chat template.
+    """Download the files of a model's tokenizer and its chat templates.
 
     revision: branch, tag or commit; None: main.
     Returns: their commit, None if there is no such file; and whether these are all files that transformers needs.
@@ -126,13 +126,14 @@ def hub_tokenizer(name: str, revision: str | None) -> tuple[str | None, bool]:
     Raises: as `hub_file`.
     """
     commit: str | None = None
-    for filename in (CONFIG, *_TOKENIZER, _TEMPLATE):
+    for filename in (CONFIG, *_TOKENIZER, _TEMPLATES[0]):
         path = _optional(name, filename, commit or revision)
         if path is not None:
             commit = path.parent.name
     if commit is None:
         hub_file(name, CONFIG, revision)  # raises OfflineError if the hub may not be asked
         return None, False
+    _optional(name, _TEMPLATES[1], commit)
     if _optional(name, _TOKENIZER[0], commit) is not None:
         return commit, True
     for filename in _TOKENIZER_PARTS:

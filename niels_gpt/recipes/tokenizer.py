@@ -33,7 +33,14 @@ from niels_gpt.storage.meta_json import checked_sha256, file_records, meta_bytes
 from niels_gpt.storage.remedies import build_command, with_recorded_tokenizer
 from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.tokenizers.document_tokens import document_end, document_start
-from niels_gpt.tokenizers.files import COMPANIONS, TOKENIZER_JSON, UPSTREAM_MODELS, tokenizer_file, tokenizer_files
+from niels_gpt.tokenizers.files import (
+    COMPANIONS,
+    TOKENIZER_JSON,
+    TOOL_TEMPLATE_NAME,
+    UPSTREAM_MODELS,
+    tokenizer_file,
+    tokenizer_files,
+)
 from niels_gpt.tokenizers.protocol import FullTokenizer
 from niels_gpt.tokenizers.roundtrip import roundtrip
 from niels_gpt.tokenizers.sentinels import folder_of_copy
@@ -395,7 +402,7 @@ def _find(settings: Settings, name: str, revision: str | None = None) -> _Named:
         if "/" not in name:  # as likely a path with a slip
             logger.info("tokenizer: no file or folder %s; asking the hub", name)
         one_of = (TOKENIZER_JSON, *UPSTREAM_MODELS)
-        path = hub.hub_tokenizer_file(name, revision or asked, one_of=one_of, beside=COMPANIONS)
+        path = hub.hub_tokenizer_file(name, revision or asked, one_of=one_of, beside=(*COMPANIONS, TOOL_TEMPLATE_NAME))
         facts = {"id": name, "revision": path.parent.name, **({"asked_revision": asked} if asked else {})}
         return _Named(name, path, True, facts)
     path = Path(os.path.expanduser(name))

@@ -32,6 +32,8 @@ TEMPLATE_NAME: Final = "chat_template.jinja"
 COMPANIONS: Final = (CONFIG_NAME, TOKENS_MAP_NAME, TEMPLATE_NAME)
 """Files beside a tokenizer.json that belong to it; they decide no id."""
 MAX_COMPANION_BYTES: Final = 1 << 23
+TOOL_TEMPLATE_NAME: Final = "additional_chat_templates/tool_use.jinja"
+"""Another chat template, for chats with tools, as transformers saves a second one. It is not copied into caches."""
 
 FILE_OF: Final = {"sentencepiece": MODEL_NAME, "huggingface": TOKENIZER_JSON}
 """The file that decides the ids, by the kind of tokenizer."""

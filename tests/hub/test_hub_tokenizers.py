@@ -5,6 +5,8 @@ import json
 import logging
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from niels_gpt.recipes.plan import plan
 from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.settings import Settings
+from niels_gpt.tokenizers.files import COMPANIONS, TOOL_TEMPLATE_NAME
 
 pytestmark = pytest.mark.usefixtures("no_waiting")
 
@@ -52,7 +55,7 @@ def test_only_the_files_of_a_tokenizer_are_fetched_and_the_hub_is_not_asked_agai
     meta = ensure_tokenizer(named).meta
     assert meta["hub"] == {"id": model_id, "revision": commit}
     assert [record["name"] for record in meta["files"]] == ["tokenizer.json", "tokenizer_config.json"]
-    allowed = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"}
+    allowed = {"tokenizer.json", *(Path(name).name for name in (*COMPANIONS, TOOL_TEMPLATE_NAME))}
     assert "tokenizer.json" in fetched(loopback_hub) <= allowed
     loopback_hub.requests.clear()
     assert build_token_cache(named, "own").meta["vocab_size"] == 1_100
@@ -100,6 +103,28 @@ def test_a_sentencepiece_model_of_the_hub_is_one_file(loopback_hub, named, model
     loopback_hub.add_model(model_id, tmp_path / "r")
     meta = ensure_tokenizer(named).meta
     assert (meta["tokenizer_kind"], [record["name"] for record in meta["files"]]) == ("sentencepiece", ["spm.model"])
+
+
+def test_a_chat_with_tools_and_two_templates_on_the_hub_ends_with_the_command_that_writes_the_second(
+    loopback_hub, repository, model_id, tmp_path, monkeypatch
+):
+    for name in ("chat_template.jinja", TOOL_TEMPLATE_NAME):
+        (repository / name).parent.mkdir(exist_ok=True)
+        (repository / name).write_text("{% for each in messages %}{{ each.content }}{{ eos_token }}{% endfor %}")
+    loopback_hub.add_model(model_id, repository)
+    turns = [{"role": "user", "content": "rain?"}, {"role": "assistant", "content": "no"}]
+    row = {"messages": turns, "tools": [{"type": "function", "function": {"name": "rain"}}]}
+    (tmp_path / "chats.jsonl").write_text(json.dumps(row))
+    named = Settings(sft=f"own={tmp_path}/chats.jsonl", cache_dir=str(tmp_path / "cache"), tokenizer=model_id)
+    with refused("E407", "has tools") as error:
+        build_token_cache(dataclasses.replace(named, chat_template="tokenizer"), "own")
+    monkeypatch.chdir(tmp_path)
+    command, flag, file = str(error).split("such as tool_use: ")[1].partition("; --chat-template ")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    subprocess.run(command, shell=True, check=True, env={**os.environ, "PATH": path})
+    assert (
+        flag and build_token_cache(dataclasses.replace(named, chat_template=file, loss_on="last"), "own").meta["built"]
+    )
 
 
 def test_what_the_hub_does_not_have_is_named_and_nothing_is_installed(loopback_hub, named, model_id, tmp_path):
