@@ -39,6 +39,20 @@ def test_a_cache_is_one_commit_and_comes_back(loopback_hub, tmp_path):
     assert whole_version(tmp_path / "second") == whole_version(tmp_path / "other")
 
 
+def test_a_file_that_differs_at_the_hub_is_sent_again_on_request(loopback_hub, tmp_path):
+    small_builds.pretrain(tmp_path / "wiki")
+    push.push(tmp_path / "wiki", URL)
+    repository = loopback_hub.repositories["somebody/wiki-cache"]
+    files = repository.commits[repository.refs["main"]]
+    shard = files["train/shard_00000.bin"]
+    loopback_hub.add("somebody/wiki-cache", {**files, "train/shard_00000.bin": bytes(len(shard))})
+    with refused("E611", f"niels-gpt push CACHE {URL} --check"):
+        fetch.pull(URL, tmp_path / "damaged")
+    push.push(tmp_path / "wiki", URL, check=True)
+    fetch.pull(URL, tmp_path / "mended")
+    assert whole_version(tmp_path / "mended") == whole_version(tmp_path / "wiki")
+
+
 def test_foreign_files_and_refusals_are_said_without_a_token(loopback_hub, tmp_path):
     small_builds.pretrain(tmp_path / "wiki")
     loopback_hub.add("somebody/wiki-cache", {"notes.txt": b"mine"})

@@ -34,6 +34,7 @@ def push_hub(
     url: str,
     *,
     replace: bool | Collection[str],
+    check: bool,
     public: bool,
     card: bytes | None,
     progress: Progress | None,
@@ -54,7 +55,7 @@ def push_hub(
     raw = bucket.read(META_NAME, MAX_JSON_BYTES)
     old = _old_files(bucket, raw, local, url, replace)
     files, size = len(local.records) + 1, local.num_bytes + len(local.raw)
-    if raw == local.raw and (card is None or bucket.read(CARD_NAME, MAX_JSON_BYTES) == card):
+    if raw == local.raw and not check and (card is None or bucket.read(CARD_NAME, MAX_JSON_BYTES) == card):
         return Pushed(url, files, size, 0, files)
     contents: dict[str, Any] = {META_NAME: local.raw}
     if card is not None:

@@ -79,7 +79,8 @@ def push(
 
     cache: its public folder. url: a path or URL without credentials: the folder that will have the cache's files.
     replace: another cache there is replaced; a collection: only one whose content_sha256 is among these.
-    check: read every file back and compare its sha256; one that differs is sent again. jobs: files at once.
+    check: read every file back and compare its sha256; one that differs is sent again. Of hf://, offer every
+        file once more: the hub knows files by their sha256, and takes those that differ. jobs: files at once.
     progress: called with files, bytes done, and bytes in all, by one thread at a time.
     public, card: of a repository on the Hugging Face hub: whether everybody may read it, and its README.md.
     Raises: FileNotFoundError; ValueError for the URL; CacheError E610 where something else is there or another push
@@ -92,9 +93,9 @@ def push(
     if scheme_of(url) == "hf":
         from niels_gpt.interop.transfer.hub import push_hub
 
-        return push_hub(folder, local, url, replace=replace, public=public, card=card, progress=progress)
-    if card is not None:
-        raise ValueError("card: only a repository on the hub has one (hf://datasets/USER/NAME)")
+        return push_hub(folder, local, url, replace=replace, check=check, public=public, card=card, progress=progress)
+    if card is not None or public:
+        raise ValueError("card and public: only a repository on the hub has them (hf://datasets/USER/NAME)")
     bucket = Bucket(url)
     if bucket.folder is not None and public_path(resolved(bucket.folder)) is not None:
         found = "a version of a cache, which never changes"
