@@ -31,6 +31,7 @@ _OF_TOKENIZER = (
 """The settings that decide which tokenizer is made."""
 _VERSIONS_DIR, _RUNS_DIR, _SAMPLE = ".versions", ".runs", "sample"
 _MOST_BYTES = 1 << 16  # of the end of a file of run records; a record has about 2 KiB
+_RECIPE_NAME, _MOST_RECIPE_BYTES = "recipe.json", 1 << 24
 _MOST_TEXT = 4096  # characters of a setting
 _PLACES = (*FAMILIES, _SAMPLE, _TOKENIZER)
 _MOST_NAMES = 10  # in a message
@@ -119,13 +120,24 @@ def is_copy(path: str | os.PathLike[str]) -> bool:
     """
     if (place := _place_of(path)) is not None:
         root, key = place
-        return os.path.lexists(root / key) and not os.path.lexists(_record_of(root, key))
+        is_built = os.path.lexists(_record_of(root, key)) and not _has_replaced_a_build(root / key)
+        return os.path.lexists(root / key) and not (is_built or _recorded_import(root, key) is not None)
     try:
         where = Path(os.path.abspath(path))
     except OSError:
         return False
     is_missing = where.name == META_NAME and where.parent.is_dir()
     return is_missing or any(os.path.lexists(folder / META_NAME) for folder in (where, *where.parents[:2]))
+
+
+def _has_replaced_a_build(cache: Path) -> bool:
+    """Whether the committed version is another one than that of the last build, as after a pull. No file is trusted."""
+    try:
+        with open(open_for_reading(cache.parent / _VERSIONS_DIR / cache.name / _RECIPE_NAME), "rb") as file:
+            version = json.loads(file.read(_MOST_RECIPE_BYTES)).get("version")
+        return isinstance(version, str) and version != Path(os.readlink(cache)).name
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return False
 
 
 def instead_of(path: str | os.PathLike[str]) -> str:

@@ -14,6 +14,7 @@ from support.errors import refused
 
 from niels_gpt.cache import PretrainTokenStreamDataset, read_meta, write_meta
 from niels_gpt.inspection.verify import Limits, verify
+from niels_gpt.interop.transfer.fetch import pull
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.remedies import build_command, rebuild_command
@@ -190,6 +191,17 @@ def test_of_a_copy_another_one_is_to_be_taken(built, tmp_path, place, damage):
     done = niels_gpt("locate", copy, "train", "0")
     assert done.status == 3 and "take another copy" in done.err and "niels-gpt build" not in done.err
     assert "next:" not in niels_gpt("verify", copy).out
+
+
+def test_of_a_copy_that_took_the_place_of_a_build_another_one_is_to_be_taken(built, flags, own, tmp_path):
+    mine = shutil.copytree(built, tmp_path / "mine", symlinks=False)
+    (own / "a.jsonl").write_text((own / "a.jsonl").read_text()[:2_000].rpartition("\n")[0])
+    assert niels_gpt("build", *flags).status == 0
+    pull(mine.as_uri(), built)
+    DAMAGES["a shard cut"](built.resolve())
+    with pytest.raises(CacheError) as refused:
+        read(built)
+    assert "take another copy" in str(refused.value)
 
 
 def test_of_a_copy_beside_another_tokenizer_its_own_is_to_be_given(built, tmp_path):
