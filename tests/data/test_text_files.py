@@ -161,6 +161,16 @@ def test_a_bomb_takes_memory_by_the_limit_and_not_by_its_size(tmp_path, name):
     assert grown < 8 * limit + CONSTANT < size
 
 
+@pytest.mark.slow
+def test_a_line_that_takes_long_to_skip_is_named_while_it_is_read(tmp_path, caplog):
+    (tmp_path / "a.jsonl.gz").write_bytes(
+        gzip.compress(b"x" * (1 << 20), 1) * 4_097 + gzip.compress(b'\n{"text": "b"}')
+    )
+    with caplog.at_level("INFO"):
+        assert own(tmp_path, counters := Counter(), max_document_bytes=1_000) == ["b"]
+    assert counters == {"too_large": 1} and f"{tmp_path}/a.jsonl.gz, line 1: its end is not in 4 GiB" in caplog.text
+
+
 @pytest.mark.parametrize(
     "name", ["a.jsonl", "a.txt", *(pytest.param(name, marks=pytest.mark.slow) for name in ("a.json", "a.parquet"))]
 )

@@ -77,7 +77,7 @@ def rows_or_columns(path: Path, reading: Reading) -> Iterator[Columns | tuple[in
         yield from _of_parquet(path, reading)
     elif reading.texts and name.endswith(".jsonl"):
         with opened_text(path, counters=of_whole) as file:
-            for first, lines in line_blocks(file, reading.max_document_bytes):
+            for first, lines in line_blocks(file, reading.max_document_bytes, path):
                 yield from _of_lines(path, first, lines, reading)
     else:
         yield from numbered_rows(

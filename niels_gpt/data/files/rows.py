@@ -104,7 +104,7 @@ def _text_lines(
     path: Path, counters: Counter[str] | None, limit: int, skip_to: int, share: Share
 ) -> Iterator[tuple[int, dict[str, Any] | Problem]]:
     with opened_text(path, counters=of_file(counters, skip_to, share)) as file:
-        for number, line in lines_of(file, limit, share, skip_to):
+        for number, line in lines_of(file, limit, share, skip_to, path=path):
             if line is None:
                 yield number, Problem.too_large(f"{path}, line {number}", limit)
                 continue
@@ -132,7 +132,7 @@ def _json_rows(
                 where = f"{path}, item {number}"
                 yield number, value if isinstance(value, Problem) else _json_item(value, text, where, counters)
             return
-        for number, line in lines_of(file, limit, share, skip_to):
+        for number, line in lines_of(file, limit, share, skip_to, path=path):
             row = None if line is None else parsed(line)
             if (found := row_of_line(line, row, path, number, limit, counters)) is not None:
                 yield number, found

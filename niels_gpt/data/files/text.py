@@ -31,6 +31,8 @@ from niels_gpt.storage.meta_json import refuse_holes
 
 logger = logging.getLogger(__name__)
 
+_TOLD_BYTES = 1 << 32  # of a line that is left out, between two messages: a small packed file can have a very long one
+
 MAX_DOCUMENT_BYTES = 1 << 26
 """The largest document or row by default: 64 MiB."""
 
@@ -188,18 +190,18 @@ def packed_suffix(name: str) -> str:
 
 
 def lines_of(
-    file: BinaryIO, limit: int, share: Share = WHOLE_FILE, skip_to: int = 0
+    file: BinaryIO, limit: int, share: Share = WHOLE_FILE, skip_to: int = 0, *, path: Path | None = None
 ) -> Iterator[tuple[int, bytes | None]]:
     """Yield lines with their numbers from 1 and their line ends; None instead of a line of more than `limit` bytes.
 
-    share: which lines. skip_to: the lines up to this number are left out.
+    share: which lines. skip_to: the lines up to this number are left out. path: of the file, for messages.
     """
-    for first, lines in line_blocks(file, limit):
+    for first, lines in line_blocks(file, limit, path):
         numbers = share.numbers(max(first, skip_to + 1), first + len(lines))
         yield from zip(numbers, lines[numbers.start - first :: numbers.step], strict=True)
 
 
-def line_blocks(file: BinaryIO, limit: int) -> Iterator[tuple[int, list[bytes | None]]]:
+def line_blocks(file: BinaryIO, limit: int, path: Path | None = None) -> Iterator[tuple[int, list[bytes | None]]]:
     """Yield the lines of `lines_of`, about a mebibyte at a time, with the number of the first of them."""
     reader = cast(io.BufferedReader, file)
     number, parts, size = 1, list[bytes](), 0  # parts: of a line without its end so far; none of one that is too large
@@ -218,6 +220,8 @@ def line_blocks(file: BinaryIO, limit: int) -> Iterator[tuple[int, list[bytes | 
         size += len(rest)
         if size > limit:
             parts = []
+            if size // _TOLD_BYTES > (size - len(rest)) // _TOLD_BYTES:
+                logger.info("%s, line %d: its end is not in %d GiB, of which none is used", path, number, size >> 30)
         elif rest:
             parts.append(rest)
     if size:
