@@ -132,7 +132,8 @@ def remaining(samples: Iterable[Sample], exclude: str | None, counters: Counter[
                 yield sample
     finally:
         total = len(exclusion.entries)
-        logger.info("%s: %d of its %d entries named a document that was read", exclude, len(matched), total)
+        if matched:  # W313 names the entries that name nothing in any source
+            logger.info("%s: %d of its %d entries named a document that was read", exclude, len(matched), total)
 
 
 def _digest_of(text: str) -> str:
