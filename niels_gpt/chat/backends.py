@@ -31,7 +31,7 @@ from niels_gpt.tokenizers.protocol import ids_before
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """The tokens that a template has as variables."""
-_TOOL_FILE = "tool_use.jinja"  # that a remedy writes
+_TOOL_FILE = "tool_use.jinja"  # written by the command of an error
 _SHOWN = 20  # names of templates, and characters of each, in a message
 Tokens = tuple[list[int], list[tuple[int, int]]]
 """Ids of a text, and start and end of each token in characters."""

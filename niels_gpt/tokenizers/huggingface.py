@@ -40,8 +40,12 @@ MAX_OPENED_IDS: Final = 1 << 24
 MAX_ADDED_TOKENS: Final = 100_000
 """A file with more added tokens is refused: texts are searched for each of them. Models for speech have some 65,000."""
 
-_MOST_STEPS = _MOST_GROWTH = 64
+_MOST_STEPS, _MOST_GROWTH = 512, 64
 """Steps of a part such as the normalizer, and how many times as long its steps may make a text."""
+_CONSUMES = re.compile(
+    r"(?:(?:\[(?:[^\[\]\\]|\\.)+\]|\\p\{\w+\}|\\[sdwSDWnrt]|\\[^\w\s]|[^\\^$|?*+()\[\]{}])(?:\+|\{[1-9]\d*(?:,(?:[1-9]\d*)?)?\})?)+"
+)
+"""An expression that matches one character at least, such as ` {2,}` or `[\u201c\u201d]`; some others do too."""
 _MAX_TEMPLATE_BYTES = 1 << 14  # of a post-processor: it writes BOS and EOS
 
 _EXPECTED = f"a {TOKENIZER_JSON} that the library tokenizers reads"
@@ -324,27 +328,46 @@ def _refuse_growth(tokenizer: Any, where: str) -> None:
         if (part := getattr(tokenizer, name)) is None:
             continue
         state = part.__getstate__()
-        steps, growth, waiting = 0, 1, [json.loads(state)]
-        while waiting:
-            step = waiting.pop()
-            if isinstance(step, dict):
-                steps, growth = steps + ("type" in step), growth * _growth_of(step)
-            waiting += step.values() if isinstance(step, dict) else step if isinstance(step, list) else ()
-        size = len(state) if name == "post_processor" else 0
-        if steps > _MOST_STEPS or growth > _MOST_GROWTH or size > _MAX_TEMPLATE_BYTES:
-            found = f"its {name} of {len(state):,} bytes has {steps:,} steps, and may make a text "
+        steps = _steps_of(json.loads(state))
+        growth, size = _growth_of(steps), len(state) if name == "post_processor" else 0
+        if len(steps) > _MOST_STEPS or growth > _MOST_GROWTH or size > _MAX_TEMPLATE_BYTES:
+            found = f"its {name} of {len(state):,} bytes has {len(steps):,} steps, and may make a text "
             found += f"{min(growth, 10**9):,} times as long"
             expected = f"{_MOST_STEPS} steps, {_MOST_GROWTH} times, {_MAX_TEMPLATE_BYTES:,} bytes of a post_processor"
             raise CacheError(where, found, expected, code="E403")
 
 
-def _growth_of(step: dict[str, Any]) -> int:
-    """Return how many times as long a step that replaces or prepends makes a text; one character is one."""
-    pattern, content = step.get("pattern"), step.get("content", step.get("prepend"))
-    if not isinstance(content, str):
-        return 1
-    found = pattern.get("String") if isinstance(pattern, dict) else None
-    return max(1, -(-len(content) // len(found))) if found else len(content) + 1  # an expression may match nothing
+def _steps_of(part: Any) -> list[dict[str, Any]]:
+    """Return the steps of a normalizer and so on, in order: objects with a type, also in sequences of sequences."""
+    steps, waiting = [], [part]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict) and "type" in value and value["type"] != "Sequence":
+            steps.append(value)
+        waiting += reversed([*value.values()] if isinstance(value, dict) else value if isinstance(value, list) else [])
+    return steps
+
+
+def _growth_of(steps: list[dict[str, Any]]) -> int:
+    """Return how many characters one of a text can become, at most, by steps that replace or prepend.
+
+    What a step writes, a later one can replace only if it looks for one of these characters; an expression, and any
+    step after one of another kind, such as NFKC, may look for all of them.
+    """
+    written: list[tuple[frozenset[str] | None, int]] = [(None, 1)]  # characters (None: any), and of how many they are
+    for step in steps:
+        content = {"Replace": step.get("content"), "Prepend": step.get("prepend")}.get(step["type"])
+        if not isinstance(content, str):
+            written = [(None, max(grown for _, grown in written))]
+            continue
+        pattern = step.get("pattern")
+        literal = pattern.get("String") if isinstance(pattern, dict) else None
+        each = -(-len(content) // len(literal)) if literal else len(content) + 1  # the pattern may match nothing
+        if isinstance(pattern, dict) and _CONSUMES.fullmatch(str(pattern.get("Regex", ""))):
+            each = len(content)
+        before = max(grown for found, grown in written if not literal or found is None or found & set(literal))
+        written.append((frozenset(content), before * max(1, each)))
+    return max(grown for _, grown in written)
 
 
 def _plain(raw: bytes, where: str) -> Any:

@@ -168,7 +168,7 @@ def test_a_line_that_takes_long_to_skip_is_named_while_it_is_read(tmp_path, capl
     )
     with caplog.at_level("INFO"):
         assert own(tmp_path, counters := Counter(), max_document_bytes=1_000) == ["b"]
-    assert counters == {"too_large": 1} and f"{tmp_path}/a.jsonl.gz, line 1: its end is not in 4 GiB" in caplog.text
+    assert counters == {"too_large": 1} and f"{tmp_path}/a.jsonl.gz, line 1: more than 4 GiB" in caplog.text
 
 
 @pytest.mark.parametrize(

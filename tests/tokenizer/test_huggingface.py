@@ -372,7 +372,13 @@ HOSTILE = {
     "a text 10**8 times as long": _with("normalizer", _sequence([_replace({"String": "a"}, "a" * 100)] * 4)),
     "a text of nothing": _with("normalizer", _sequence([_replace({"Regex": ""}, "x")] * 7)),
     "a text with a long beginning": _with("normalizer", {"type": "Prepend", "prepend": "x" * 100}),
-    "100 steps": _with("normalizer", _sequence([{"type": "NFC"}] * 100)),
+    "1,000 steps": _with("normalizer", _sequence([{"type": "NFC"}] * 1_000)),
+    "a text by way of NFKC": _with(
+        "normalizer",
+        _sequence([_replace({"String": "b"}, "\uff42" * 10), {"type": "NFKC"}, _replace({"String": "b"}, "b" * 10)]),
+    ),
+    "a text of intervals that are swapped": _with("normalizer", _sequence([_replace({"Regex": "z{3,0}"}, "x")] * 7)),
+    "a text of intervals that are optional": _with("normalizer", _sequence([_replace({"Regex": "z{1}?"}, "x")] * 7)),
     "a decoder of 10,000 times": _with("decoder", _replace({"String": "e"}, "e" * 10_000)),
     "a template of 1,000 pieces": _with(
         "post_processor",
@@ -385,6 +391,21 @@ HOSTILE = {
     ),
     "eos file": None,
 }
+
+
+def test_a_normalizer_of_many_small_replacements_is_no_bomb(tmp_path):
+    folder = write_tokenizer(tmp_path / "t", "t5")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    words = {"…": "...", "½": "1/2", "ﬁ": "fi", "œ": "oe", "æ": "ae", "ß": "ss", "™": "(tm)", "№": "No."}
+    steps = [_replace({"String": one}, text) for one, text in words.items()]
+    steps += [
+        _replace({"Regex": one}, " ") for one in (" {2,}", r"\s+", "[\u2028\u2029]", "\t", r"\p{Zs}+", "[^\\S ]", "_+")
+    ]
+    content["normalizer"] = _sequence(steps)
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    text = "".join(words) + "\u2028a__b"
+    expected = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text, add_special_tokens=False).ids
+    assert HuggingFaceTokenizer(folder).encode(text) == expected
 
 
 @pytest.mark.parametrize("case", HOSTILE)

@@ -31,7 +31,7 @@ from niels_gpt.storage.meta_json import refuse_holes
 
 logger = logging.getLogger(__name__)
 
-_TOLD_BYTES = 1 << 32  # of a line that is left out, between two messages: a small packed file can have a very long one
+_TOLD_BYTES = 1 << 32  # a line that is too large is named again after so many: unpacked, it can be of any length
 
 MAX_DOCUMENT_BYTES = 1 << 26
 """The largest document or row by default: 64 MiB."""
@@ -221,7 +221,7 @@ def line_blocks(file: BinaryIO, limit: int, path: Path | None = None) -> Iterato
         if size > limit:
             parts = []
             if size // _TOLD_BYTES > (size - len(rest)) // _TOLD_BYTES:
-                logger.info("%s, line %d: its end is not in %d GiB, of which none is used", path, number, size >> 30)
+                logger.info("%s, line %d: more than %d GiB, too large; looking for its end", path, number, size >> 30)
         elif rest:
             parts.append(rest)
     if size:
