@@ -76,7 +76,7 @@ def data_version(path: Path, meta: Mapping[str, Any]) -> str:
     try:
         tokenizer = opened(Path(os.path.abspath(path)), content)
         chat = CacheBackend(cast(HuggingFaceTokenizer, tokenizer))
-    except (OSError, ValueError):  # a cache that needs these files says what is wrong
+    except (OSError, ValueError):  # a cache that needs these files names the fault
         return content
     of_chats = [chat.template, sorted(chat.variables.items()), sorted(chat.special_tokens)]
     facts = [tokenizer.sha256, sorted(tokenizer.control_ids), tokenizer.eos_id, *of_chats]

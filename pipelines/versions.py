@@ -190,7 +190,7 @@ def _asked_tokenizer(settings: Settings) -> tuple[Any, FullTokenizer | None]:
 
 @lru_cache(maxsize=2)
 def _opened(settings: Settings, _content: str) -> FullTokenizer | None:
-    """Open the tokenizer that settings name, once for those of the deployment and of a run; None if it is damaged."""
+    """Open the tokenizer that settings name, once for a deployment and its runs; None if it is damaged."""
     try:
         return named_tokenizer(settings)
     except (OSError, ValueError):  # the build reports it

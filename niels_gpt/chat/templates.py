@@ -125,8 +125,8 @@ class ChatTemplate:
     loss_on: str = "assistant"
     """One of turns.LOSS_ON."""
     _ahead: list[Iterator[tuple[Job, Outcome]]] = field(default_factory=list, init=False, repr=False, compare=False)
-    """Renderings of the current chat, which are made together with those of other chats, in the order of their use: by
-    the template, and by the one with marks."""
+    """Renderings of the current chat, made together with other chats, in the order of their use: by the template, and
+    by the one with marks."""
 
     def __post_init__(self) -> None:
         """Raises: ValueError for a template that is too long."""
@@ -386,7 +386,7 @@ class ChatTemplate:
             self._check_prefix(before, of_before, after, of_after)
             self._check_prefix(after, of_after, whole, f"of all {length}")
             if spans and len(before) < spans[-1][1]:
-                raise self._unstable(f"the rendering {of_before} is shorter than that of fewer messages")
+                raise self._unstable(f"the rendering {of_before} is shorter than one of fewer messages")
             edges += [len(before), len(after)]
             reply = after[len(before) :]
             if self._starts_with_words(subject, chat, number, before, reply):

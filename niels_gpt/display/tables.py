@@ -1,7 +1,7 @@
 """Tables of text and small HTML tables for notebooks; every value is escaped, and there are no scripts.
 
 Decides how wide what commands print may be: 100 columns; the last column of a table continues on more lines. And how
-long: `cut` leaves out what is beyond some thousand characters of one text, and says how much.
+long: `cut` keeps some thousand characters of one text, and says how many are left out.
 """
 
 from __future__ import annotations

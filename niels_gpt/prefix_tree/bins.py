@@ -185,8 +185,8 @@ def _check(sizes: SampleSizes) -> None:
         or np.any((lengths < 1) | (shared < 0) | (shared > np.minimum(lengths, before)))
     ):
         raise TreeError(
-            "sizes: expected lengths of 1 or more, of which each sample shares at most as many as the one before has, "
-            "and offsets of groups that rise from 0 to the number of samples"
+            "sizes: expected lengths of 1 or more, of shared tokens at most the lengths of the sample and of the one "
+            "before it, and offsets of groups that rise from 0 to the number of samples"
         )
 
 

@@ -29,7 +29,7 @@ from niels_gpt.prefix_tree.sequences import Encode, concatenated, masks, threads
 from niels_gpt.storage.errors import TreeError, TreeTypeError
 
 MAX_SAMPLE_TOKENS = 2**26
-"""The most tokens of all samples of a forest that is given by its nodes: a few numbers can name any number."""
+"""The most tokens of all samples of a forest that a file or a few numbers describe: 512 MiB as int64."""
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ def is_copy(path: str | os.PathLike[str]) -> bool:
 
 
 def _has_replaced_a_build(cache: Path) -> bool:
-    """Whether the committed version is another one than that of the last build, as after a pull. No file is trusted."""
+    """Whether the committed version is not the one of the last build, as after a pull. No file is trusted."""
     try:
         with open(open_for_reading(cache.parent / _VERSIONS_DIR / cache.name / _RECIPE_NAME), "rb") as file:
             version = json.loads(file.read(_MOST_RECIPE_BYTES)).get("version")

@@ -77,7 +77,7 @@ PROBES = {
 }
 
 
-# --- what is done to them ---------------------------------------------------------------------------------------------
+# --- the operations ---------------------------------------------------------------------------------------------------
 
 
 def archived(name, content, *, compression=zipfile.ZIP_STORED, data=0):
@@ -156,7 +156,7 @@ def code_of_its_own(path, outside):
 
 
 def long_samples(hidden, vocab):
-    """Return what makes a native cache of one long sample, of which two tokens have states."""
+    """Return what makes a native cache of one long sample with two tokens that have states."""
 
     def make(root, _):
         from support.eagle3_native import write_native

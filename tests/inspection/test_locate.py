@@ -101,7 +101,7 @@ def test_a_token_that_is_half_a_character_is_marked_with_the_other_half(tmp_path
 
 
 class Long(SavedByteTokenizer):
-    """A tokenizer of which each token is a text of a million characters."""
+    """A tokenizer in which each token is a text of a million characters."""
 
     def decode(self, ids):
         return "x" * (1_000_000 * len(ids))

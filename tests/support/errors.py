@@ -1,6 +1,10 @@
 """What a refusal promises: its code, and the files, keys and figures in its text. Its sentences may change."""
 
+import os
+import subprocess
+import sys
 from contextlib import contextmanager
+from pathlib import Path
 
 from niels_gpt.storage.codes import code_of
 
@@ -33,3 +37,12 @@ def refused(code, *found, kind=Exception):
     assert code_of(caught.error) == code, f"{code_of(caught.error)}, expected {code}: {caught.error!r}"
     missing = [word for word in found if str(word) not in str(caught.error)]
     assert not missing, f"{missing} not in {caught.error}"
+
+
+def template_by_command(error, folder):
+    """Run, in a folder, the command in the error of a chat with tools; returns the file of its `--chat-template`."""
+    command, flag, file = str(error).split("such as tool_use: ")[1].partition("; --chat-template ")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    subprocess.run(command, shell=True, cwd=folder, env={**os.environ, "PATH": path}, check=True)
+    assert flag
+    return folder / file

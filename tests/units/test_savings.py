@@ -51,7 +51,7 @@ def test_files_are_read_line_by_line_and_tell_how_far(tmp_path):
 
 
 def test_no_forest_has_more_tokens_than_a_group_of_a_cache(monkeypatch):
-    monkeypatch.setattr(count, "MOST_TOKENS", 10)
+    monkeypatch.setattr(count, "MAX_SAMPLE_TOKENS", 10)
     rows = [{"ids": [1, 2, number, 4]} for number in range(5)]
     found = lines_of("\n".join(map(json.dumps, rows)).encode())
     assert [len(each.lines) for each in forests(found, rows=0)] == [2, 2, 1]

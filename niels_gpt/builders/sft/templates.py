@@ -150,7 +150,7 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class _EncodedChats:
-    """A part of a batch of chats: what is stored of those that are kept, and why the others are dropped."""
+    """A part of a batch of chats: the stored parts of kept chats, and why the others are dropped."""
 
     ids: list[NDArray[Any]] = field(default_factory=list)
     """Of each kept chat, in the cache's dtype."""

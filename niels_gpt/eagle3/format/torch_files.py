@@ -43,7 +43,7 @@ _PART = 1 << 20
 def load_tensors(path: Path, names: tuple[str, ...], *, follow_links: bool = False) -> dict[str, Tensor]:
     """Return the named tensors of a file of torch.save that holds a dict, mapped from the file; gzip where it ends .gz.
 
-    Raises: FileNotFoundError; CacheError for a link and a sparse file; ValueError that says what is wrong with the
+    Raises: FileNotFoundError; CacheError for a link and a sparse file; ValueError that names the fault of the
         file; any other OSError where the fault is not the file's: a disk that is full, no permission.
     """
     with open(open_file(path, follow_links=follow_links), "rb") as file:
@@ -84,7 +84,7 @@ def _tensors(path: Path, file: IO[bytes], names: tuple[str, ...]) -> dict[str, T
 def load_dict(path: PathLike, file: IO[bytes]) -> dict[Any, Any]:
     """Return the dict in a file of torch.save, opened as `file`; its tensors are mapped, and still unchecked.
 
-    Raises: ValueError that says what is wrong with the file; OSError.
+    Raises: ValueError that names the fault of the file; OSError.
     """
     refuse_odd_archive(file)
     try:
@@ -121,7 +121,7 @@ def refuse_odd_archive(file: IO[bytes]) -> None:
 
 def _refuse_odd_pickle(content: bytes) -> None:
     """Raise ValueError for a pickle with anything but what torch.save writes for tensors in dicts and lists."""
-    kept: dict[Any, str] = {}  # number in the pickle's memo -> the opcode that made what is there
+    kept: dict[Any, str] = {}  # number in the pickle's memo -> the opcode that made the part
     made, tuples, named, again = "", 0, set(), False
     try:
         for opcode, argument, _ in pickletools.genops(content):

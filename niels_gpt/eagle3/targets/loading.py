@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
@@ -56,8 +56,16 @@ def target_facts(name: str, *, revision: str | None = None, hash_weights: bool =
         ValueError for a model that is not on the hub or not open to the user, is no causal language model, or needs
         code of its repository; ImportError without the extra.
     """
+    facts, _, folder = _of_config(name, revision)
+    if facts.revision is not None:
+        return facts
+    weights = _weight_files(folder)
+    return replace(facts, weights_sha256=_sha256_of_all(weights)) if hash_weights else facts
+
+
+def _of_config(name: str, revision: str | None) -> tuple[TargetFacts, Any, Path]:
+    """Return the facts that a target's config states, the config, and its folder. Raises: as `target_facts`."""
     transformers = _transformers()
-    local = is_local(name)
     path = _config_path(name, revision)
     try:
         refuse_large(path.parent)
@@ -75,11 +83,10 @@ def target_facts(name: str, *, revision: str | None = None, hash_weights: bool =
         )
     if not 0 < sizes[0] <= _MAX_LAYERS:
         raise TargetError(f"{path}: {sizes[0]:,} layers, expected 1 to {_MAX_LAYERS:,}")
-    weights = _weight_files(path.parent) if local else []
-    return TargetFacts(
+    facts = TargetFacts(
         name=name,
-        revision=None if local else path.parent.name,
-        weights_sha256=_sha256_of_all(weights) if local and hash_weights else None,
+        revision=None if is_local(name) else path.parent.name,
+        weights_sha256=None,
         config_sha256=hashlib.sha256(raw).hexdigest(),
         model_type=config.model_type,
         num_layers=sizes[0],
@@ -87,6 +94,7 @@ def target_facts(name: str, *, revision: str | None = None, hash_weights: bool =
         vocab_size=sizes[2],
         max_positions=getattr(text, "max_position_embeddings", None),
     )
+    return facts, config, path.parent
 
 
 def load_target(
@@ -99,9 +107,9 @@ def load_target(
         them at random), and where they cannot be read.
     """
     transformers = _transformers()
-    facts = target_facts(name, revision=revision, hash_weights=False)
-    folder = Path(name).expanduser() if facts.revision is None else hub_weights(name, facts.revision)
-    config, _ = _read_config(folder / CONFIG)
+    facts, config, folder = _of_config(name, revision)
+    if facts.revision is not None:
+        folder = hub_weights(name, facts.revision)
     _refuse_more_weights(folder, config, sum(path.stat().st_size for path in _weight_files(folder)))
     try:
         with _quiet():
@@ -128,8 +136,8 @@ def load_target(
         if keys:
             first = ", ".join(sorted(keys)[:3])
             raise TargetError(
-                f"{name}: {len(keys)} of its weights are {what} (such as {first}): expected a complete model, whose "
-                f"{CONFIG} is that of its weights. {_AGAIN}"
+                f"{name}: {len(keys)} of its weights are {what} (such as {first}): expected a complete model, with "
+                f"the {CONFIG} of its weights. {_AGAIN}"
             )
     opened: nn.Module = model.requires_grad_(False).eval().to(device)
     return opened

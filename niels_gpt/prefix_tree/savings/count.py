@@ -15,14 +15,12 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
 
-from niels_gpt.prefix_tree.forest import ForestStats, ModelShape, PrefixForest
+from niels_gpt.prefix_tree.forest import MAX_SAMPLE_TOKENS, ForestStats, ModelShape, PrefixForest
 from niels_gpt.prefix_tree.rollouts.records import Sample
 from niels_gpt.prefix_tree.savings import MODEL_7B, ROWS
 from niels_gpt.storage.errors import TreeError
 
 SHAPE_7B = ModelShape(**MODEL_7B)
-MOST_TOKENS = 1 << 26
-"""Tokens of a run or a group before folding: 512 MiB as int64. A group of a rollout cache has no more either."""
 LITTLE = 1.3
 """A smaller factor of FLOPs is called little: a prompt of 256 tokens with 8 completions of 1,024 gives 1.21."""
 
@@ -67,8 +65,8 @@ def forests(lines: Iterable[Rollouts], *, rows: int = ROWS) -> Iterator[Folded]:
     """Fold each group by itself, and samples without a group in runs of `rows` consecutive lines; 0: all of a file.
 
     Consecutive lines with the same group key are folded together, in either form. No forest holds lines of
-    two files, and a run ends before it has more than MOST_TOKENS.
-    Raises: ValueError for a group of several lines with more than MOST_TOKENS.
+    two files, and a run ends before it has more than MAX_SAMPLE_TOKENS.
+    Raises: ValueError for a group of several lines with more than MAX_SAMPLE_TOKENS.
     """
     run: list[Rollouts] = []
     tokens = 0
@@ -89,9 +87,9 @@ def _belongs_to(run: list[Rollouts], line: Rollouts, rows: int, tokens: int) -> 
         return False
     if line.key is None:
         is_run = not line.is_group and not run[0].is_group
-        return is_run and (rows == 0 or len(run) < rows) and tokens <= MOST_TOKENS
-    if tokens > MOST_TOKENS:
-        text = f"{line.where}: found a group of more than {MOST_TOKENS:,} tokens, expected smaller groups"
+        return is_run and (rows == 0 or len(run) < rows) and tokens <= MAX_SAMPLE_TOKENS
+    if tokens > MAX_SAMPLE_TOKENS:
+        text = f"{line.where}: found a group of more than {MAX_SAMPLE_TOKENS:,} tokens, expected smaller groups"
         raise TreeError(text, code="E804")
     return True
 
