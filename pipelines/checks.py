@@ -1,20 +1,12 @@
-"""Is a finished cache good? The rules of niels_gpt.inspection.verify, niels_gpt.recipes.rollouts.checks and
-niels_gpt.eagle3.inspect.verify as Dagster's asset checks."""
+"""Is a finished cache good? The checks of its kind (niels_gpt.kinds) as Dagster's asset checks."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import dagster as dg
 
-from niels_gpt.eagle3.inspect.checks import CHECKS as EAGLE3_CHECKS
-from niels_gpt.eagle3.inspect.checks import RECOMPUTED
-from niels_gpt.inspection.verify import CHECKS, Limits, verify
-from niels_gpt.recipes.eagle3.asset import check_targets
-from niels_gpt.recipes.eagle3.draft_vocab import CHECK as DRAFT_VOCAB_CHECK
-from niels_gpt.recipes.eagle3.draft_vocab import check_draft_vocab
-from niels_gpt.recipes.eagle3.of_settings import KEY as TARGETS_KEY
-from niels_gpt.recipes.eagle3.of_settings import VOCAB_KEY
-from niels_gpt.recipes.rollouts import checks as rollouts
+from niels_gpt.kinds.kind import Kind, Limits, kind_of_key, loaded
+from niels_gpt.kinds.verify import verify
 from niels_gpt.recipes.run_recipe import cache_root
 from niels_gpt.settings import Settings
 from niels_gpt.storage.checks import Check, Value, Verdict
@@ -22,7 +14,6 @@ from niels_gpt.storage.errors import CacheError, LeftOut
 from pipelines.deployment import Deployment
 
 _DIGITS = 6  # of a share
-_ROLLOUTS = ("trees/", "rollouts/")
 CAUSED_ELSEWHERE = frozenset({"tokenizer_matches", "positions"})
 """Checks whose failure the asset's own build does not repair: their problems name what does."""
 NOT_THERE = "not_there"
@@ -32,12 +23,13 @@ _SHOWN_PROBLEMS = 3  # in the text of a check; all of them are in an entry
 
 def rules_of(path: str) -> Mapping[str, Check]:
     """Return the checks of an asset that is built, by name."""
-    if path == TARGETS_KEY:
-        return EAGLE3_CHECKS
-    if path == VOCAB_KEY:
-        return {DRAFT_VOCAB_CHECK.name: DRAFT_VOCAB_CHECK}
-    checks = rollouts.CHECKS if path.startswith(_ROLLOUTS) else CHECKS[path.split("/")[0]]
-    return {check.name: check for check in checks}
+    return {check.name: check for check in _kind(path).checks}
+
+
+def _kind(path: str) -> Kind:
+    kind = kind_of_key(path)
+    assert kind is not None, path
+    return kind
 
 
 def checks_of(deployment: Deployment, path: str) -> dg.AssetChecksDefinition:
@@ -61,8 +53,9 @@ def checks_of(deployment: Deployment, path: str) -> dg.AssetChecksDefinition:
     def check(context: dg.AssetCheckExecutionContext) -> Iterator[dg.AssetCheckResult]:
         names = {selected.name for selected in context.selected_asset_check_keys}
         settings = deployment.run(context).settings
-        # The check that runs the target needs more than the cache: what is not there for it fails no other check.
-        for some in filter(None, (names - {RECOMPUTED}, names & {RECOMPUTED})):
+        outside = _kind(path).outside_checks.keys()
+        # These need more than the cache: what is not there for them fails no other check.
+        for some in filter(None, (names - outside, names & outside)):
             for name, verdict in _verdicts_or_error(settings, path, some).items():
                 yield _result(deployment, key, rules[name], verdict)
 
@@ -74,20 +67,19 @@ def _verdicts_or_error(settings: Settings, path: str, names: set[str]) -> Mappin
     try:
         return _verdicts(settings, path, names)
     except (FileNotFoundError, CacheError, LeftOut) as error:
-        is_damage = isinstance(error, CacheError) and (cache_root(settings) / path).exists() and RECOMPUTED not in names
+        is_damage = isinstance(error, CacheError) and (cache_root(settings) / path).exists()
+        is_damage = is_damage and not names & _kind(path).outside_checks.keys()
         values: dict[str, Value] = {} if is_damage else {NOT_THERE: "yes"}
         return {name: Verdict([str(error)], values=values) for name in names}
 
 
 def _verdicts(settings: Settings, path: str, names: set[str]) -> Mapping[str, Verdict]:
     """Make the checks `names` of an asset."""
-    if path == TARGETS_KEY:
-        return check_targets(settings, names)
-    cache = cache_root(settings) / path
-    if path == VOCAB_KEY:
-        return {DRAFT_VOCAB_CHECK.name: check_draft_vocab(cache)}
-    verified = rollouts.verify if path.startswith(_ROLLOUTS) else verify
-    return verified(cache, Limits(deep=settings.deep_checks, max_dropped_share=settings.max_dropped_share), names=names)
+    outside = {name: place for name, place in _kind(path).outside_checks.items() if name in names}
+    if outside:
+        return {name: loaded(place)(settings) for name, place in outside.items()}
+    limits = Limits(deep=settings.deep_checks, max_dropped_share=settings.max_dropped_share)
+    return verify(cache_root(settings) / path, limits, names=names)
 
 
 def _result(deployment: Deployment, key: dg.AssetKey, rule: Check, verdict: Verdict) -> dg.AssetCheckResult:

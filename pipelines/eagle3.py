@@ -11,7 +11,7 @@ from niels_gpt.recipes.eagle3.of_settings import SMALL_TARGET, VOCAB_KEY
 from niels_gpt.recipes.run_recipe import Outcome
 from niels_gpt.settings import Settings
 from pipelines.deployment import Deployment
-from pipelines.metadata import draft_vocab_result, targets_result
+from pipelines.metadata import materialize_result
 from pipelines.steps import NETWORK_RETRIES, materialized, target_log
 from pipelines.versions import DATA_VERSION, is_recorded, newer_observation, upstream_of, version_tags
 
@@ -27,7 +27,7 @@ def draft_vocab_of(deployment: Deployment) -> dg.AssetsDefinition:
         "most often, counted without the target's weights. eagle3/targets takes them from here; another size builds "
         "this again, and of a native eagle3/targets the manifest alone."
     )
-    return _asset(deployment, VOCAB_KEY, text, build, draft_vocab_result)
+    return _asset(deployment, VOCAB_KEY, text, build)
 
 
 def targets_of(deployment: Deployment) -> dg.AssetsDefinition:
@@ -46,7 +46,7 @@ def targets_of(deployment: Deployment) -> dg.AssetsDefinition:
         "that it follows from), for a draft to be trained without the target. Made from the chats themselves by the "
         "target's own tokenizer and template; needs the extra eagle3."
     )
-    return _asset(deployment, TARGETS_KEY, text, build, targets_result)
+    return _asset(deployment, TARGETS_KEY, text, build)
 
 
 def _asset(
@@ -54,7 +54,6 @@ def _asset(
     path: str,
     description: str,
     build: Callable[[dg.AssetExecutionContext, Settings], Outcome],
-    described: Callable[[Outcome], dg.MaterializeResult[None]],
 ) -> dg.AssetsDefinition:
     @dg.asset(
         key=deployment.key(path),
@@ -67,7 +66,7 @@ def _asset(
         description=description,
     )
     def asset(context: dg.AssetExecutionContext) -> Iterator[dg.MaterializeResult[None]]:
-        yield from materialized(context, deployment, path, lambda settings: build(context, settings), described)
+        yield from materialized(context, deployment, path, lambda settings: build(context, settings))
 
     made: dg.AssetsDefinition = asset
     return made
@@ -80,5 +79,5 @@ def _report_draft_vocab(context: dg.AssetExecutionContext, deployment: Deploymen
     if not is_recorded(context, deployment, settings, outcome):
         tags = version_tags(context, deployment, settings, outcome)
         tags[DATA_VERSION] = str(outcome.meta["content_sha256"])
-        metadata = draft_vocab_result(outcome).metadata
+        metadata = materialize_result(outcome).metadata
         context.log_event(dg.AssetMaterialization(deployment.key(VOCAB_KEY), metadata=metadata, tags=tags))

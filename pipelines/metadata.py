@@ -14,26 +14,25 @@ import dagster as dg
 
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.chat.backends import CacheBackend
-from niels_gpt.display.numbers import count_text, many, number_of, share_text, size_text
-from niels_gpt.inspection.plot import plot
-from niels_gpt.inspection.show import sample_texts
+from niels_gpt.display.numbers import count_text, many, share_text, size_text
+from niels_gpt.kinds.kind import Cache, Kind, kind_named
+from niels_gpt.kinds.look import tokenizer_to_show
 from niels_gpt.recipes.resolve import resolve_source
-from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Outcome
+from niels_gpt.recipes.run_recipe import Outcome
 from niels_gpt.recipes.tokenizer import opened
 from niels_gpt.settings import Settings
 from niels_gpt.storage.fileio import META_NAME, canonical_json
-from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.tokenizers.huggingface import HuggingFaceTokenizer
 from pipelines.describe import look_inside
 
 Metadata = dict[str, dg.MetadataValue[Any]]
 
 _MIB = 2**20
-_SHOWN_TOKENS = 300  # of the first group of rollouts
-_FIRST_IDS = 8  # of the draft's vocabulary: a list of 32,000 belongs into a file
+_SHOWN_TOKENS = 120  # of an item in the table of examples
 _MOST_PARTITIONS = 100  # rows of a table in the event log
 _MOST_REASONS = 3  # named in one line
-_UNITS = {"pretrain": "document", "sft": "example", "rollouts": "group"}
+_MIRRORED_ELSEWHERE = frozenset({"manifest"})
+"""Keys of meta.json that a kind gives one by one, in its `more_results`."""
 _RESULTS = frozenset(
     {
         *(f"{split}_{unit}" for split in SPLITS for unit in ("groups", "samples", "examples", "tokens")),
@@ -49,22 +48,32 @@ _RESULTS = frozenset(
 
 def materialize_result(outcome: Outcome) -> dg.MaterializeResult[None]:
     """Return what Dagster records of an outcome; its data version is the content, so equal bytes make nothing stale."""
-    meta, (picture, examples) = mirrored(outcome), _to_look_at(outcome)
-    headline = [f"{split}_{unit}" for unit in ("groups", "samples", "examples", "tokens") for split in SPLITS]
+    cache = Cache(outcome.path, outcome.path.resolve(), outcome.meta, _kind(outcome.meta))
+    meta, (picture, examples) = mirrored(outcome), _to_look_at(cache, outcome)
+    more = cache.kind.more_results(cache)
+    things = [f"{split}_{unit}" for unit in ("groups", "samples", "examples", "tokens") for split in SPLITS]
+    headline = {key: meta[key] for key in things if key in meta}
     return dg.MaterializeResult(
         # In the order in which the asset's page shows it: what a person looks at comes first.
         metadata={
             **picture,
             **_in_words(outcome),
             **_figures(outcome),
-            **{key: meta[key] for key in headline if key in meta},
+            **headline,
             **_of_the_run(outcome),
             **_partition_table(outcome),
             **examples,
-            **meta,
+            **{key: value for key, value in meta.items() if key not in _MIRRORED_ELSEWHERE or not more},
+            **{name: _typed(name, value) for name, value in more.items()},
         },
         data_version=dg.DataVersion(data_version(outcome.path, outcome.meta)),
     )
+
+
+def _kind(meta: Mapping[str, Any]) -> Kind:
+    kind = kind_named(meta["kind"])
+    assert kind is not None, meta["kind"]
+    return kind
 
 
 def data_version(path: Path, meta: Mapping[str, Any]) -> str:
@@ -81,55 +90,6 @@ def data_version(path: Path, meta: Mapping[str, Any]) -> str:
     of_chats = [chat.template, sorted(chat.variables.items()), sorted(chat.special_tokens)]
     facts = [tokenizer.sha256, sorted(tokenizer.control_ids), tokenizer.eos_id, *of_chats]
     return sha256(canonical_json(facts)).hexdigest()
-
-
-def draft_vocab_result(outcome: Outcome) -> dg.MaterializeResult[None]:
-    """Return what Dagster records of eagle3/draft_vocab: meta.json key by key, and a picture of coverage by size."""
-    from niels_gpt.recipes.eagle3.draft_vocab import picture
-
-    meta = mirrored(outcome)
-    try:
-        png = base64.b64encode(picture(outcome.meta, outcome.key)).decode()
-        shown: dg.MetadataValue[Any] = dg.MetadataValue.md(f"![coverage by size](data:image/png;base64,{png})")
-    except (LookupError, TypeError, ValueError) as error:
-        shown = dg.MetadataValue.text(f"the cache cannot be read: {error!r}")
-    return dg.MaterializeResult(
-        metadata={
-            "picture": shown,
-            **_in_words(outcome),
-            **_figures(outcome),
-            "coverage": meta["coverage"],
-            **_of_the_run(outcome),
-            **meta,
-        },
-        data_version=dg.DataVersion(str(outcome.meta["content_sha256"])),
-    )
-
-
-def targets_result(outcome: Outcome) -> dg.MaterializeResult[None]:
-    """Return what Dagster records of eagle3/targets: manifest.json key by key, and what meta.json adds to it."""
-    from niels_gpt.eagle3.format.manifest import read_manifest
-
-    meta, manifest = mirrored(outcome), read_manifest(outcome.path)
-    del meta["manifest"]
-    selected = manifest["selected_token_ids"]
-    manifest["selected_token_ids"] = {"count": len(selected), "first": selected[:_FIRST_IDS]}
-    sizes = outcome.meta.get("token_bytes", {})
-    return dg.MaterializeResult(
-        metadata={
-            **_picture_of_targets(outcome),
-            **_in_words(outcome),
-            **_figures(outcome),
-            **{name: dg.MetadataValue.int(number) for name, number in outcome.meta["totals"].items()},
-            **{name: meta[name] for name in ("bytes_per_token", "supervised_share", "kept_mass", "draft_mass")},
-            **{f"token_bytes/{part}": _typed(f"token_bytes/{part}", size) for part, size in sizes.items()},
-            **_of_the_run(outcome),
-            **meta,
-            "sidecar_version": meta["format_version"],
-            **{name: _typed(name, manifest[name]) for name in sorted(manifest)},
-        },
-        data_version=dg.DataVersion(str(outcome.meta["content_sha256"])),
-    )
 
 
 def observation_metadata(
@@ -155,17 +115,6 @@ def _files_of(settings: Settings, name: str) -> list[os.stat_result]:
         return [] if source.root is None else [(source.root / file).stat() for file in source.files]
     except (OSError, ValueError):
         return []
-
-
-def _picture_of_targets(outcome: Outcome) -> Metadata:
-    from niels_gpt.eagle3.inspect.plot import plot as plot_targets
-    from niels_gpt.eagle3.inspect.stats import stats
-
-    try:
-        png = base64.b64encode(plot_targets(stats(outcome.path), outcome.key)).decode()
-    except (ValueError, OSError) as error:
-        return {"picture": dg.MetadataValue.text(f"the cache cannot be read: {error}")}
-    return {"picture": dg.MetadataValue.md(f"![lengths, entropy, mass](data:image/png;base64,{png})")}
 
 
 def mirrored(outcome: Outcome) -> Metadata:
@@ -246,37 +195,26 @@ def _in_words(outcome: Outcome) -> Metadata:
 
 
 def _held(outcome: Outcome) -> str:
-    meta, totals = outcome.meta, outcome.meta.get("totals") or {}
-    if meta.get("built") is False:
+    if outcome.meta.get("built") is False:
         return "nothing: a stub, for its source was not asked for"
-    if meta["kind"] == "tokenizer":
-        return f"{number_of(meta['vocab_size'], 'id')}, {meta['tokenizer_kind']}"
-    if meta["kind"] == "draft_vocab":
-        of = f"{meta['target_vocab_size']:,} ids, for {share_text(meta['coverage'])} of the supervised tokens"
-        return f"{meta['draft_vocab_size']:,} of the target's {of}"
-    if meta["kind"] == "eagle3":
-        return f"{many(totals['samples'], 'sample')}, {many(totals['tokens'], 'token')}"
-    rows = meta["docs"] if meta["kind"] == "pretrain" else {each: totals[f"{each}_{_unit(meta)}s"] for each in SPLITS}
-    parts = f", {many(meta['partitions']['total'], 'partition')}" if "partitions" in meta else ""
-    return ", ".join(f"{rows[split]:,} {split}" for split in SPLITS) + f" {_unit(meta)}s{parts}"
-
-
-def _unit(meta: Mapping[str, Any]) -> str:
-    return _UNITS[meta["kind"]]
+    held = _kind(outcome.meta).held(outcome.meta)
+    parts = [f"{sum(counts.values()):,} {thing}s" for thing, counts in held.counts.items()]
+    for thing, counts in [*held.counts.items()][:1]:
+        if "" not in counts:
+            parts = [", ".join(f"{count:,} {split}" for split, count in counts.items()) + f" {thing}s"]
+    if "partitions" in outcome.meta:
+        parts.append(many(outcome.meta["partitions"]["total"], "partition"))
+    return ", ".join([*parts, *filter(None, [held.note])])
 
 
 def _figures(outcome: Outcome) -> Metadata:
     """Return rows and bytes under Dagster's own names: its page shows them at the top, and plots them."""
-    meta, totals = outcome.meta, outcome.meta.get("totals") or {}
     found: Metadata = {"dagster/size_bytes": dg.MetadataValue.int(outcome.disk_bytes)}
-    rows: int | None = None
-    if meta["kind"] == "pretrain":
-        rows = sum((meta.get("docs") or {}).values())
-    elif meta["kind"] in _UNITS:
-        rows = sum(totals.get(f"{split}_{_unit(meta)}s", 0) for split in SPLITS)
-    elif meta["kind"] == "eagle3":
-        rows = totals["samples"]
-    return found if rows is None else {"dagster/row_count": dg.MetadataValue.int(rows), **found}
+    kind = _kind(outcome.meta)
+    if not kind.unit:
+        return found
+    rows = kind.held(outcome.meta).total(kind.unit)
+    return {"dagster/row_count": dg.MetadataValue.int(rows), **found}
 
 
 def _partition_table(outcome: Outcome) -> Metadata:
@@ -296,8 +234,10 @@ def _supervised_share(outcome: Outcome) -> float | None:
     meta = outcome.meta
     if "supervised_share" in meta:
         return float(meta["supervised_share"])
-    supervised = meta.get("loss_tokens") if meta["kind"] == "rollouts" else meta.get("supervised_tokens")
-    return sum(supervised.values()) / outcome.tokens if supervised and outcome.tokens else None
+    if meta.get("built") is False:
+        return None
+    held = _kind(meta).held(meta)
+    return held.loss / held.total("token") if held.loss and held.total("token") else None
 
 
 def _of_the_run(outcome: Outcome) -> Metadata:
@@ -324,48 +264,27 @@ def _of_the_run(outcome: Outcome) -> Metadata:
         found["bytes_per_token"] = value.float(round(sum(meta["utf8_bytes"].values()) / tokens, 3))
     if "dropped" in meta:
         found["dropped_total"] = value.int(sum(meta["dropped"].values()))
-    if meta.get("kind") == "rollouts":
-        after = sum(meta["tokens_after"].values())
-        found["folding/token_factor"] = value.float(round(tokens / after, 4))
-        found["folding/pair_factor"] = value.float(
-            round(sum(meta["pairs"].values()) / sum(meta["pairs_after"].values()), 4)
-        )
     if (share := _supervised_share(outcome)) is not None:
         found["supervised_share"] = value.float(round(share, 4))
     return found
 
 
-def _to_look_at(outcome: Outcome) -> tuple[Metadata, Metadata]:
-    """Return a picture of the lengths, under 20 kB, and a short table of decoded pieces: both go to the event log.
+def _to_look_at(cache: Cache, outcome: Outcome) -> tuple[Metadata, Metadata]:
+    """Return a picture, under 20 kB, and a short table of pieces as `show` prints them: both go to the event log.
 
-    In an sft cache the part that carries loss stands in [[ ]]. A cache that cannot be read gets the reason instead, so
-    that its checks have the last word.
+    The part that carries loss stands in [[ ]]. A cache that cannot be read gets the reason instead, so that its checks
+    have the last word.
     """
-    if outcome.key == TOKENIZER_KEY:
-        return {}, {}
-    if outcome.meta["kind"] == "rollouts":
-        return _look_at_rollouts(outcome)
+    kind, rows = cache.kind, list[dict[str, Any]]()
     try:
-        png = base64.b64encode(plot(outcome.path)).decode()
-        tokenizer = load_tokenizer(outcome.path.parent.parent / TOKENIZER_KEY, follow_links=False)
-        rows = [] if outcome.meta["built"] is False else sample_texts(outcome.path, tokenizer)
-    except (ValueError, OSError) as error:
+        png = base64.b64encode(kind.plot(cache, outcome.key)).decode() if kind.has("plot") else None
+        places = [] if cache.is_stub else kind.places(cache)
+        tokenizer = tokenizer_to_show(cache) if places else None
+        how: dict[str, Any] = {"tokens": _SHOWN_TOKENS, "color": False}
+        rows = [
+            {"split": split, "text": kind.show(cache, tokenizer, split=split, at=at, **how)} for split, at in places
+        ]
+    except (ValueError, OSError, LookupError, TypeError) as error:
         return {"picture": dg.MetadataValue.text(f"the cache cannot be read: {error}")}, {}
-    picture: Metadata = {"picture": dg.MetadataValue.md(f"![lengths](data:image/png;base64,{png})")}
+    picture: Metadata = {"picture": dg.MetadataValue.md(f"![{kind.unit}s](data:image/png;base64,{png})")} if png else {}
     return picture, {"examples": dg.MetadataValue.table([dg.TableRecord(row) for row in rows])} if rows else {}
-
-
-def _look_at_rollouts(outcome: Outcome) -> tuple[Metadata, Metadata]:
-    """Return a picture of what folding saves, and the first group with its loss in [[ ]]."""
-    from niels_gpt.recipes.rollouts import look
-
-    try:
-        tokenizer = None
-        if outcome.meta["tokenizer_sha256"] is not None:
-            tokenizer = load_tokenizer(outcome.path.parent.parent / TOKENIZER_KEY, follow_links=False)
-        png = base64.b64encode(look.picture(outcome.path, outcome.key)).decode()
-        group = look.show(outcome.path, tokenizer, split="train", group=0, num_tokens=_SHOWN_TOKENS)
-    except (ValueError, OSError) as error:
-        return {"picture": dg.MetadataValue.text(f"the cache cannot be read: {error}")}, {}
-    picture: Metadata = {"picture": dg.MetadataValue.md(f"![what folding saves](data:image/png;base64,{png})")}
-    return picture, {"first_group": dg.MetadataValue.text(group)}

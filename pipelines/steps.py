@@ -51,11 +51,10 @@ def materialized(
     deployment: Deployment,
     path: str,
     build: Callable[[Settings], Outcome],
-    described: Callable[[Outcome], dg.MaterializeResult[None]] = materialize_result,
 ) -> Iterator[dg.MaterializeResult[None]]:
     """Run the recipe of an asset, and yield what Dagster records of it; nothing where the asset is left out.
 
-    build: called with the run's settings. described: gives the metadata.
+    build: called with the run's settings.
     """
     run = deployment.run(context)
     with step(context, deployment), turn(run, path) if path.startswith("pretrain/") else nullcontext():
@@ -65,7 +64,7 @@ def materialized(
         except LeftOut as error:
             leave_out(context, deployment, error)
             return
-        result = report(context, deployment, run.settings, outcome, described)
+        result = report(context, deployment, run.settings, outcome)
     yield result
 
 
@@ -221,11 +220,10 @@ def report(
     deployment: Deployment,
     settings: Settings,
     outcome: Outcome,
-    described: Callable[[Outcome], dg.MaterializeResult[None]] = materialize_result,
 ) -> dg.MaterializeResult[None]:
     """Log what a run of a recipe has done and observed, and return what Dagster records of it. settings: of the run."""
     context.log.info(f"{outcome.key}: {'reused' if outcome.reused else 'built'} in {outcome.seconds:.1f} s")
-    return described(outcome)._replace(tags=version_tags(context, deployment, settings, outcome))
+    return materialize_result(outcome)._replace(tags=version_tags(context, deployment, settings, outcome))
 
 
 @contextmanager

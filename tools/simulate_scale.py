@@ -155,7 +155,7 @@ def documents_stream(cache: Path) -> Work:
 
 
 def verified(cache: Path) -> Work:
-    from niels_gpt.inspection.verify import find_damage
+    from niels_gpt.kinds.verify import find_damage
 
     def work() -> Found:
         return {"damages": len(find_damage(cache, deep=False))}
@@ -175,7 +175,7 @@ def listed(cache: Path) -> Work:
 
 
 def stats(cache: Path) -> Work:
-    from niels_gpt.inspection.stats import stats as stats_of
+    from niels_gpt.kinds.look import stats as stats_of
 
     def work() -> Found:
         return {"rows": len(stats_of(cache))}

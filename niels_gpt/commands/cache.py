@@ -5,7 +5,6 @@ The builds themselves are in build.py. Heavy modules are imported by the functio
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 from collections.abc import Callable, Sequence
@@ -36,11 +35,9 @@ from niels_gpt.commands.exchange import COMMANDS as EXCHANGERS
 from niels_gpt.commands.partitions import seal
 from niels_gpt.commands.settings_flags import settings_of, settings_options, source_names
 from niels_gpt.data.sources import SOURCES
-from niels_gpt.progress import Progress
 from niels_gpt.recipes.eagle3.options import KEYS as EAGLE3_KEYS
 from niels_gpt.recipes.rollouts.trees import TREES
 from niels_gpt.recipes.snapshot import READS, SPLITS
-from niels_gpt.storage.errors import CacheError
 
 FOLDER = click.Path(path_type=Path)
 KEPT = ". What was finished is kept; the same command resumes the build in progress"
@@ -164,7 +161,7 @@ settings_options(snapshot, only=READS)
 _CACHE = argument("cache", type=FOLDER, help="folder of a cache, such as cache/sft/oasst1")
 _TOKENIZER = option("--tokenizer", metavar="MODEL", help="file or folder; the one beside the cache if not given")
 _SPLIT = click.Choice(["train", "val"])
-_SHOWN, _LOCATED = 200, 2_000  # tokens that are printed where --tokens does not say how many
+_LOCATED = 2_000  # tokens that are printed where --tokens does not say how many
 
 
 def _most_tokens(default: int) -> Callable[..., Any]:
@@ -207,44 +204,15 @@ def list_caches(cache_dir: Path) -> Result:
 @option("--plot", type=FOLDER, metavar="PNG", help="draw the lengths, and the share with loss, there")
 def stats(cache: Path, plot: Path | None) -> Result:
     """Print the figures of a cache."""
-    from niels_gpt.inspection import stats as inspection
-    from niels_gpt.inspection.plot import write_plot
+    from niels_gpt.kinds import look
 
-    if kind_of(cache) == "rollouts":
-        return _stats_of_rollouts(cache, plot)
-    if kind_of(cache) == "draft_vocab":
-        return _stats_of_draft_vocab(cache, plot)
-    if plot is not None:
-        write_plot(cache, plot)
-    rows = inspection.stats(cache)
+    with progress_bar("stats", "parts") as progress:
+        if plot is not None:
+            look.write_plot(cache, plot)
+        rows = look.stats(cache, progress)
     say(rows)
     code = ExitCode.DAMAGED if "refused" in dict(rows) else ExitCode.GOOD
-    return Result(lambda: inspection.stats_data(cache), code)
-
-
-def _stats_of_rollouts(cache: Path, plot: Path | None) -> Result:
-    from niels_gpt.pictures import check_png
-    from niels_gpt.recipes.rollouts import look
-    from niels_gpt.storage.fileio import write_bytes
-
-    if plot is not None:
-        check_png(plot)
-        write_bytes(plot, look.picture(cache, cache.name))
-    say(look.stats(cache))
-    return Result(lambda: look.stats_data(cache))
-
-
-def _stats_of_draft_vocab(cache: Path, plot: Path | None) -> Result:
-    from niels_gpt.inspection.stats import described
-    from niels_gpt.pictures import check_png
-    from niels_gpt.recipes.eagle3 import draft_vocab
-    from niels_gpt.storage.fileio import write_bytes
-
-    if plot is not None:
-        check_png(plot)
-        write_bytes(plot, draft_vocab.picture(draft_vocab.read(cache), cache.name))
-    say(draft_vocab.stats(cache))
-    return Result(lambda: {"cache": str(cache), **described(draft_vocab.read(cache))})
+    return Result(lambda: look.stats_data(cache), code)
 
 
 @command(
@@ -256,25 +224,20 @@ def _stats_of_draft_vocab(cache: Path, plot: Path | None) -> Result:
 @option("--split", type=_SPLIT, default="train", help="which split")
 @option("--at", type=int, default=0, metavar="N", help="token position, or number of an example or group")
 @option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", help="auto: on a terminal")
-@_most_tokens(_SHOWN)
+@_most_tokens(200)
 @_TOKENIZER
 def show(cache: Path, split: str, at: int, color: str, tokens: int | None, tokenizer: str | None) -> Result:
     """Print a piece of a cache."""
-    from niels_gpt.inspection import show as inspection
-    from niels_gpt.inspection.stats import open_version
+    from niels_gpt.kinds import look
+    from niels_gpt.kinds.folders import open_cache
 
     is_colored = color == "always" or (color == "auto" and is_color_wanted())
-    if kind_of(cache) == "rollouts":
-        return _of_rollouts("show", cache, tokenizer, tokens, _SHOWN, split=split, group=at)
-    if kind_of(cache) == "draft_vocab":  # its ids have no text without the target's tokenizer
-        return _stats_of_draft_vocab(cache, None)
-    open_version(cache)  # a wrong path is reported before a missing tokenizer
-    model = inspection.tokenizer_of(cache, tokenizer)
-    most = _SHOWN if tokens is None else tokens
-    say(
-        lambda: inspection.show(cache, model, split=split, position=at, num_tokens=most, color=is_colored), is_safe=True
-    )
-    return Result(lambda: inspection.show_data(cache, model, split=split, position=at, num_tokens=tokens))
+    opened = open_cache(cache)  # a wrong path is reported before a missing tokenizer
+    model = look.tokenizer_to_show(opened, tokenizer)
+    most = opened.kind.shown if tokens is None else tokens
+    where: dict[str, Any] = {"split": split, "position": at}
+    say(lambda: look.show(cache, model, **where, num_tokens=most, color=is_colored), is_safe=True)
+    return Result(lambda: look.show_data(cache, model, **where, num_tokens=tokens))
 
 
 @command(
@@ -288,8 +251,8 @@ def show(cache: Path, split: str, at: int, color: str, tokens: int | None, token
 def diff(a: Path, b: Path, limit: int) -> Result:
     """Compare two caches."""
     from niels_gpt.commands.report import difference_lines
-    from niels_gpt.inspection.diff import diff, is_equal
-    from niels_gpt.inspection.show import tokenizer_beside
+    from niels_gpt.kinds.diff import diff, is_equal
+    from niels_gpt.kinds.look import tokenizer_beside
 
     found = diff(a, b, tokenizers=[tokenizer_beside(cache) for cache in (a, b)], limit=limit)
     say(difference_lines(found))
@@ -308,46 +271,15 @@ def diff(a: Path, b: Path, limit: int) -> Result:
 @_TOKENIZER
 def locate(cache: Path, split: str, position: int, tokens: int | None, tokenizer: str | None) -> Result:
     """Print a document."""
-    from niels_gpt.inspection.locate import locate, locate_data
-    from niels_gpt.inspection.show import tokenizer_beside, tokenizer_of
-    from niels_gpt.inspection.stats import open_version
+    from niels_gpt.kinds import look
+    from niels_gpt.kinds.folders import open_cache
 
-    if kind_of(cache) == "rollouts":
-        return _of_rollouts("locate", cache, tokenizer, tokens, _LOCATED, split=split, position=position)
-    open_version(cache)
-    model = tokenizer_of(cache, tokenizer) if tokenizer else tokenizer_beside(cache)
+    open_cache(cache)
+    model = look.tokenizer_of(cache, tokenizer) if tokenizer else look.tokenizer_beside(cache)
     where: dict[str, Any] = {"split": split, "position": position}
-    say(lambda: locate(cache, model, **where, num_tokens=_LOCATED if tokens is None else tokens), is_safe=True)
-    return Result(lambda: locate_data(cache, model, **where, num_tokens=tokens))
-
-
-def kind_of(cache: Path) -> str | None:
-    """Return the kind of a cache by its meta.json; None where it cannot be read, which readers report."""
-    from niels_gpt.cache.meta import find_meta
-    from niels_gpt.storage.meta_json import resolved
-
-    with contextlib.suppress(CacheError, OSError, RuntimeError):
-        return (find_meta(resolved(cache)) or {}).get("kind")
-    return None
-
-
-def _of_rollouts(name: str, cache: Path, tokenizer: str | None, tokens: int | None, most: int, **where: Any) -> Result:
-    """Print what `show` or `locate` finds in a rollout cache; ids where its tokenizer is not known.
-
-    tokens: that were asked for; most: to print where none were.
-    """
-    from niels_gpt.cache.meta import read_meta
-    from niels_gpt.inspection.show import tokenizer_beside, tokenizer_of
-    from niels_gpt.recipes.rollouts import look
-
-    model = None
-    if tokenizer:
-        model = tokenizer_of(cache, tokenizer)
-    elif read_meta(str(cache / "meta.json")).get("tokenizer_sha256") is not None:
-        model = tokenizer_beside(cache)
-    most = most if tokens is None else tokens
-    say(lambda: getattr(look, name)(cache, model, **where, num_tokens=most), is_safe=True)
-    return Result(lambda: getattr(look, f"{name}_data")(cache, model, **where, num_tokens=tokens))
+    most = _LOCATED if tokens is None else tokens
+    say(lambda: look.locate(cache, model, **where, num_tokens=most), is_safe=True)
+    return Result(lambda: look.locate_data(cache, model, **where, num_tokens=tokens))
 
 
 # --- care -------------------------------------------------------------------------------------------------------------
@@ -363,7 +295,8 @@ def _of_rollouts(name: str, cache: Path, tokenizer: str | None, tokens: int | No
 def verify(path: tuple[Path, ...], deep: bool) -> Result:
     """Look for damage."""
     from niels_gpt.commands.report import damage_lines
-    from niels_gpt.inspection.caches import caches_of
+    from niels_gpt.kinds.folders import caches_of
+    from niels_gpt.kinds.verify import find_damage
 
     caches, errors = caches_of(path)
     for error in errors.values():  # the others are looked at
@@ -372,7 +305,7 @@ def verify(path: tuple[Path, ...], deep: bool) -> Result:
     damaged: list[Path] = []
     for cache in caches:
         with progress_bar(escaped(cache), unit="B", items="files") as progress:
-            damages = damage_of(cache, deep=deep, progress=progress)
+            damages = find_damage(cache, deep=deep, progress=progress)
         found[str(cache)] = [damage._asdict() for damage in damages]
         damaged += [cache] if damages else []
         say(damage_lines(cache, damages))
@@ -384,9 +317,8 @@ def verify(path: tuple[Path, ...], deep: bool) -> Result:
 
 def _remedy(cache: Path) -> str:
     """Return the command that builds a damaged cache again; of a copy, and of another program's cache, nothing."""
-    from niels_gpt.inspection.readers import remake_command
     from niels_gpt.paths import FAMILIES
-    from niels_gpt.storage.remedies import is_copy, rebuild_command
+    from niels_gpt.storage.remedies import is_copy, rebuild_command, remake_command
 
     if is_copy(cache):
         return ""
@@ -397,39 +329,12 @@ def _remedy(cache: Path) -> str:
     return rebuild_command(cache) if cache.parent.name in FAMILIES else ""
 
 
-def damage_of(cache: Path, *, deep: bool, progress: Progress | None) -> list[Any]:
-    """Return the damage of a cache of any kind. deep: read every file; else, of an EAGLE-3 cache, the headers."""
-    from niels_gpt.inspection.file_checks import Damage
-    from niels_gpt.inspection.verify import find_damage
-    from niels_gpt.recipes.rollouts.checks import find_damage as rollout_damage
-
-    kind = kind_of(cache)
-    if kind == "rollouts":
-        return list(rollout_damage(cache, deep=deep, progress=progress))
-    if kind == "draft_vocab":
-        from niels_gpt.recipes.eagle3.draft_vocab import check_draft_vocab
-
-        return [Damage("", 0, 0, problem) for problem in check_draft_vocab(cache).problems]
-    if kind != "eagle3":
-        return find_damage(cache, deep=deep, progress=progress)
-    from niels_gpt.eagle3.inspect.verify import verify
-
-    try:
-        verdicts = verify(cache, names=None if deep else ["complete"], progress=progress)
-    except (CacheError, OSError) as error:  # the manifest cannot be read
-        return [Damage("", 0, 0, str(error))]
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
-        return [Damage("", 0, 0, f"not as docs/formats.md describes it ({error!r})")]
-    problems = (problem for verdict in verdicts.values() for problem in verdict.problems)
-    return [Damage("", 0, 0, problem) for problem in dict.fromkeys(problems)]  # several checks need one file
-
-
 @command("gc", "Remove old versions and dead builds.", examples="niels-gpt gc cache --dry-run")
 @argument("cache_dir", type=FOLDER, help="folder of the caches, such as cache")
 @option("--dry-run", is_flag=True, help="print what would be removed")
 def gc(cache_dir: Path, dry_run: bool) -> Result:
     """Remove what no cache needs."""
-    from niels_gpt.inspection.caches import refuse_without_caches
+    from niels_gpt.kinds.folders import refuse_without_caches
     from niels_gpt.recipes.gc import FAILED, collect
 
     refuse_without_caches(cache_dir)

@@ -39,7 +39,7 @@ def demo(folder: Path | None) -> Result:
     """Build the sample."""
     from niels_gpt.commands.build import bar_of, build_each, built_rows, chosen_keys, print_failures
     from niels_gpt.commands.report import outcomes_table
-    from niels_gpt.inspection.show import show, tokenizer_of
+    from niels_gpt.kinds.look import show, tokenizer_of
     from niels_gpt.recipes.run_recipe import cache_root
 
     start = time.monotonic()

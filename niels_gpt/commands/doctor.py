@@ -159,7 +159,7 @@ def _version(package: str) -> str | None:
 
 def _caches(folder: Path) -> tuple[str, list[Path], list[Care]]:
     """Return the tokenizer in a folder of caches, the caches, and what they need."""
-    from niels_gpt.inspection.caches import caches_below
+    from niels_gpt.kinds.folders import caches_below
     from niels_gpt.storage.leftovers import versions_below
 
     try:
@@ -198,8 +198,7 @@ def _engine(folder: Path) -> str:
 def _of_content(cache: Path) -> Iterator[Care]:
     from niels_gpt.builders.meta_keys import BUILDER_VERSIONS
     from niels_gpt.cache.meta import find_meta
-    from niels_gpt.commands.cache import damage_of
-    from niels_gpt.inspection.readers import refusal
+    from niels_gpt.kinds.verify import find_damage, refusal
     from niels_gpt.storage.remedies import is_copy, rebuild_command
 
     reason = refusal(cache)
@@ -207,11 +206,9 @@ def _of_content(cache: Path) -> Iterator[Care]:
         yield Care(str(cache), f"readers refuse it: {reason}", shlex.join(["niels-gpt", "verify", str(cache)]), True)
         return
     meta: dict[str, Any] = find_meta(cache) or {}
-    if meta.get("kind") in ("eagle3", "rollouts", "draft_vocab"):
-        verify = ["niels-gpt", *(["eagle3"] if meta["kind"] == "eagle3" else []), "verify", str(cache)]
-        for damage in damage_of(cache, deep=False, progress=None)[:1]:
-            yield Care(str(cache), damage.problem, shlex.join(verify), True)
-            return
+    for damage in find_damage(cache, deep=False)[:1]:
+        yield Care(str(cache), damage.problem, shlex.join(["niels-gpt", "verify", str(cache)]), True)
+        return
     is_old = meta.get("builder_version", 0) < BUILDER_VERSIONS.get(str(meta.get("kind")), 0)
     if is_old and meta["kind"] != "tokenizer":
         command = "" if is_copy(cache) else rebuild_command(cache)

@@ -16,25 +16,22 @@ from typing import Any
 from niels_gpt.builders.losses import loss_table
 from niels_gpt.display.numbers import count_text, many, number_of, size_text
 from niels_gpt.display.tables import cut, folded, table
-from niels_gpt.inspection.diff import PARTS, is_equal
-from niels_gpt.inspection.file_checks import Damage
-from niels_gpt.inspection.readers import in_short, refusal
-from niels_gpt.inspection.source_ids import printable
-from niels_gpt.inspection.verify import CHECKS, Limits, verify
+from niels_gpt.kinds.diff import PARTS, is_equal
+from niels_gpt.kinds.files import Damage
+from niels_gpt.kinds.kind import Cache, Limits, kind_named
+from niels_gpt.kinds.verify import in_short, refusal, verify
 from niels_gpt.recipes.disk import free_bytes
 from niels_gpt.recipes.partitions.run import MadePartition
 from niels_gpt.recipes.plan import Plan
-from niels_gpt.recipes.rollouts import checks as rollout_checks
-from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Outcome
+from niels_gpt.recipes.run_recipe import Outcome
 from niels_gpt.recipes.snapshot import ORDER_SETTINGS
 from niels_gpt.recipes.tokenizers.templates import template_table
 from niels_gpt.settings import Settings
 from niels_gpt.signals import below
 from niels_gpt.storage.errors import REBUILD, CacheError
-from niels_gpt.storage.meta_json import shortened
+from niels_gpt.storage.meta_json import printable, shortened
 from niels_gpt.storage.remedies import PROGRAM
 
-_OF_EAGLE3 = ("draft_vocab", "eagle3")  # kinds
 _MOST_OF_SETTINGS = 20_000  # characters: 200 lines
 
 
@@ -49,18 +46,23 @@ def outcomes_table(
 
     refused: by a cache's key why its readers refuse it. timed: whether a run just made them.
     """
-    rows: list[tuple[str, ...]] = [("cache", "state", "holds", "train tokens", "val tokens", "on disk", "seconds")]
+    found: list[dict[str, str]] = []
     reasons = dict(refused)
     for outcome in outcomes:
-        cells = ["-"] * 5
+        cells: dict[str, str] = {}
         try:
             cells = _cells(outcome)
         except _MALFORMED as error:  # a meta.json that anybody may have written costs its own line only
             reasons.setdefault(outcome.key, _malformed(error))
-        rows.append((outcome.key, "refused" if outcome.key in reasons else _state(outcome), *cells))
-    rows += [(key, "refused" if key in reasons else "FAILED", *["-"] * 5) for key in failures]
+        state = "refused" if outcome.key in reasons else _state(outcome)
+        found.append({"cache": outcome.key, "state": state, **cells})
+    found += [{"cache": key, "state": "refused" if key in reasons else "FAILED"} for key in failures]
+    columns = ["cache", "state", "holds", "train tokens", "val tokens", "on disk", *["seconds"] * timed]
+    if any("tokens" in cells for cells in found):  # of caches of one piece
+        columns.insert(3, "tokens")
+    rows = [tuple(columns), *(tuple(cells.get(name, "-") for name in columns) for cells in found)]
     refusals = (f"{key}: refused: {reason}" for key, reason in reasons.items())
-    lines = [table([row if timed else row[:-1] for row in rows]), *map(notices, outcomes), *map(_noted, refusals)]
+    lines = [table(rows), *map(notices, outcomes), *map(_noted, refusals)]
     return "\n".join(filter(None, lines))
 
 
@@ -90,25 +92,20 @@ def _noted(text: str) -> str:
 
 def outcome_line(outcome: Outcome) -> str:
     """Return what was built in one line: "pretrain/notes: 1,204 documents, 5.81M tokens, in 3.2 s"."""
-    meta, totals = outcome.meta, outcome.meta.get("totals", {})
-    if outcome.key == TOKENIZER_KEY:
-        what = number_of(meta["vocab_size"], "id")
-    elif meta.get("built") is False:
-        what = "not built, a stub"
-    elif meta["kind"] == "draft_vocab":
-        what = f"{number_of(meta['draft_vocab_size'], 'id')}, {meta['coverage']:.2%} of the supervised tokens"
-    elif meta["kind"] == "eagle3":
-        what = f"{number_of(totals['samples'], 'sample')}, {number_of(totals['tokens'], 'token')}"
-    elif meta["kind"] == "rollouts":
-        units = (number_of(_sum(totals, f"{unit}s"), unit) for unit in ("group", "sample", "token"))
-        what = ", ".join(units)
-    elif meta["kind"] == "sft":
-        what = f"{number_of(_sum(totals, 'examples'), 'chat')}, {number_of(_sum(totals, 'tokens'), 'token')}"
-    else:
-        what = f"{number_of(sum(meta['docs'].values()), 'document')}, {number_of(_sum(totals, 'tokens'), 'token')}"
+    meta = outcome.meta
+    what = "not built, a stub" if meta.get("built") is False else held_text(meta)
     if isinstance(parts := meta.get("partitions"), Mapping):
         what += f", {number_of(parts['total'], 'partition')}"
     return f"{outcome.key}: {what}, {'up to date' if outcome.reused else f'in {outcome.seconds:.1f} s'}"
+
+
+def held_text(meta: Mapping[str, Any]) -> str:
+    """Return what a cache holds: "1,204 documents, 5.81M tokens"."""
+    kind = kind_named(meta["kind"])
+    if kind is None:
+        return f"kind {shortened(meta['kind'])}, which is not installed"
+    held = kind.held(meta)
+    return ", ".join([*(number_of(held.total(thing), thing) for thing in held.counts), *filter(None, [held.note])])
 
 
 def _sum(totals: Mapping[str, int], unit: str) -> int:
@@ -128,23 +125,20 @@ def partition_line(made: MadePartition) -> str:
 _MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, OSError)
 
 
-def _cells(outcome: Outcome) -> list[str]:
-    """Return what a cache holds, the tokens of train and val, the size on disk and the seconds of its build."""
-    totals, kind = outcome.meta.get("totals") or {}, outcome.meta.get("kind")
-    counts = [count_text(totals.get(f"{split}_tokens", 0)) for split in ("train", "val")]
-    if outcome.key == TOKENIZER_KEY:
-        holds, counts = number_of(outcome.meta["vocab_size"], "id"), ["-", "-"]
-    elif kind == "draft_vocab":
-        holds, counts = number_of(outcome.meta["draft_vocab_size"], "id"), ["-", "-"]
-    elif kind == "eagle3":  # of one piece
-        holds, counts = number_of(totals["samples"], "sample"), [count_text(totals["tokens"]), "-"]
-    elif kind == "rollouts":
-        holds = number_of(totals["train_samples"] + totals["val_samples"], "sample")
-    elif kind == "sft":
-        holds = number_of(totals["train_examples"] + totals["val_examples"], "example")
-    else:  # a stub counts none
-        holds = number_of(sum(outcome.meta.get("docs", {}).values()), "document")
-    return [holds, *counts, size_text(outcome.disk_bytes), f"{outcome.seconds:.2f}".replace("nan", "-")]
+def _cells(outcome: Outcome) -> dict[str, str]:
+    """Return what a cache holds, its tokens by split, its size on disk and the seconds of its build, by column."""
+    kind = kind_named(outcome.meta.get("kind"))
+    if kind is None:
+        raise ValueError(f"kind is {shortened(outcome.meta.get('kind'))}")
+    held = kind.held(outcome.meta)
+    things = [thing for thing in held.counts if thing != "token"]
+    tokens = {f"{split} tokens".lstrip(): count_text(count) for split, count in held.counts.get("token", {}).items()}
+    return {
+        "holds": number_of(held.total(things[-1]), things[-1]) if things else "-",
+        **tokens,
+        "on disk": size_text(outcome.disk_bytes),
+        "seconds": f"{outcome.seconds:.2f}".replace("nan", "-"),
+    }
 
 
 def listed(root: Path, outcomes: Sequence[Outcome], damaged: Mapping[str, Exception]) -> list[dict[str, Any]]:
@@ -214,47 +208,27 @@ def snapshot_lines(
 
 
 def checked(outcome: Outcome, settings: Settings) -> list[tuple[str, str]]:
-    """Make the checks of Dagster's assets; returns code and text of the warnings.
+    """Make the checks of a build at its end; returns code and text of the warnings.
 
     Raises: CacheError for what makes a cache bad.
     """
     limits = Limits(deep=settings.deep_checks, max_dropped_share=settings.max_dropped_share)
-    kind = outcome.meta["kind"]
-    if kind in _OF_EAGLE3:
-        _refuse_failing(outcome, _problems_of_eagle3(outcome, settings))
-        return []
-    bad, warnings = list[str](), list[tuple[str, str]]()
-    verdicts = (rollout_checks.verify if kind == "rollouts" else verify)(outcome.path, limits)
+    kind = Cache.open(outcome.path).kind
     said = () if outcome.reused else ("budget_reached", "signals")  # the build has warned of them
-    for check in rollout_checks.CHECKS if kind == "rollouts" else CHECKS[kind]:
-        if check.name in said:
-            continue
-        problems = verdicts[check.name].problems
+    names = [name for name in kind.checks_of_build(reused=outcome.reused, deep=limits.deep) if name not in said]
+    verdicts = verify(outcome.path, limits, names=names)
+    bad, warnings = list[str](), list[tuple[str, str]]()
+    for check in kind.checks:
+        problems = verdicts[check.name].problems if check.name in verdicts else []
         if check.blocking:
             bad += problems
         else:
             warnings += [("W314" if check.name == "signals" else "W201", problem) for problem in problems]
-    _refuse_failing(outcome, bad)
+    if bad:
+        again = "" if any(check.rule for check in kind.checks) else REBUILD  # problems of rules name the command
+        text = "\n".join(["it fails its checks", *dict.fromkeys(bad)])
+        raise CacheError(outcome.path, text, remedy=again, code="E211")
     return warnings
-
-
-def _problems_of_eagle3(outcome: Outcome, settings: Settings) -> list[str]:
-    """Return what fails of a cache of eagle3. One that was up to date is not read whole, unless `deep_checks` asks."""
-    from niels_gpt.eagle3.inspect.checks import CHECKS as EAGLE3_CHECKS
-    from niels_gpt.recipes.eagle3.asset import check_targets
-    from niels_gpt.recipes.eagle3.draft_vocab import check_draft_vocab
-
-    if outcome.meta["kind"] == "draft_vocab":
-        return check_draft_vocab(outcome.path).problems
-    names = ["complete"] if outcome.reused and not settings.deep_checks else list(EAGLE3_CHECKS)
-    verdicts = check_targets(settings, names)
-    return list(dict.fromkeys(problem for verdict in verdicts.values() for problem in verdict.problems))
-
-
-def _refuse_failing(outcome: Outcome, problems: Sequence[str]) -> None:
-    if problems:
-        again = REBUILD if outcome.meta["kind"] in _OF_EAGLE3 else ""  # problems of the others name the command
-        raise CacheError(outcome.path, "\n".join(["it fails its checks", *problems]), remedy=again, code="E211")
 
 
 def damage_lines(cache: Path, damages: Sequence[Damage]) -> str:

@@ -1,15 +1,33 @@
-"""Looking into a finished cache. Nothing here loads torch.
+"""The earlier name of niels_gpt.kinds, kept for one release: importing it warns, and gives the same functions."""
 
-verify.py        is a cache good: the table of named checks, and which fail a build; a new check is a row here
-file_checks.py   files: presence, size, sha256, which 64 KiB blocks differ; how files are read
-meta_checks.py   meta.json: its bytes, the sums in it; when dropped or repaired documents are a warning
-contents.py      what files hold: which ids, sentinels, offsets and source ids are valid
-readers.py       why a reader refuses a cache; the first reason in a few words, for tables
-show.py          decoded text with the supervised tokens marked; where printed text is cut
-stats.py         how long documents are, how many tokens are supervised; the table that `stats` prints
-plot.py          lengths of documents and shares of supervised tokens as a picture
-diff.py          which keys of meta.json and which documents differ between two caches; commands/report.py prints it
-locate.py        the document at a position of the token stream
-source_ids.py    the source id of each document
-caches.py        which folders are caches, for commands that are given a folder of caches
-"""
+from __future__ import annotations
+
+import sys
+import warnings
+from importlib import import_module
+from types import ModuleType
+
+_MOVED = {
+    "verify": {"verify": "kinds.verify", "find_damage": "kinds.verify", "Limits": "kinds.kind"},
+    "file_checks": {"Damage": "kinds.files"},
+    "caches": {"caches_below": "kinds.folders"},
+    "show": {"show": "kinds.look", "show_data": "kinds.look", "tokenizer_of": "kinds.look"},
+    "stats": {
+        "stats": "kinds.look",
+        "stats_data": "kinds.look",
+        "lengths": "cache.documents",
+        "supervised_counts": "cache.documents",
+    },
+    "diff": {"diff": "kinds.diff"},
+    "locate": {"locate": "kinds.look", "locate_data": "kinds.look"},
+    "readers": {"refusal": "kinds.verify"},
+    "plot": {"plot": "kinds.look"},
+}
+"""The documented names of each module, and the module that has them now."""
+
+warnings.warn("niels_gpt.inspection is niels_gpt.kinds now; docs/api/kinds.md has the names", DeprecationWarning, 2)
+for _name, _places in _MOVED.items():
+    _module = ModuleType(f"{__name__}.{_name}", f"Names of niels_gpt.kinds: {', '.join(_places)}.")
+    for _attribute, _place in _places.items():
+        setattr(_module, _attribute, getattr(import_module(f"niels_gpt.{_place}"), _attribute))
+    globals()[_name] = sys.modules[_module.__name__] = _module

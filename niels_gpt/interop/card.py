@@ -15,7 +15,7 @@ from typing import Any
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.cache.meta import read_meta, tokenizer_above
 from niels_gpt.display.numbers import many
-from niels_gpt.inspection.stats import meta_errors, open_version
+from niels_gpt.kinds.folders import open_cache
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import printable
@@ -54,9 +54,10 @@ def card_of(cache: Path, *, command: str | None = None, url: str | None = None) 
     known, and the text has OWNER/NAME.
     Raises: FileNotFoundError; CacheError for a stub, another kind, or a meta.json that is not as documented.
     """
-    folder, meta = open_version(cache, KINDS)
+    opened = open_cache(cache)
+    folder, meta = opened.folder, opened.meta
     kind = _kind_of_tokenizer(folder, meta)
-    with meta_errors(cache):
+    with opened.errors():
         name = (public_path(folder) or folder).name
         head, body = _front_matter(meta), _body(name, meta, kind, command, url or "hf://datasets/OWNER/NAME")
         return "\n".join(["---", *head, "---", "", *body, ""])

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from niels_gpt.cache.documents import bounds, open_bits
 from niels_gpt.cache.formats import SPLITS, flat_targets
 from niels_gpt.cache.loss_bits import has_loss_bits
 from niels_gpt.cache.meta import checked_meta, special_id
 from niels_gpt.cache.mmap import TokenFiles, mmap_tokens
-from niels_gpt.inspection.readers import open_bits
-from niels_gpt.inspection.stats import bounds, open_version
+from niels_gpt.kinds.folders import open_cache
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.locks import hold_version
 from niels_gpt.storage.meta_json import path_inside
@@ -102,7 +102,10 @@ class TokenCache:
     def __init__(self, cache: Path) -> None:
         """cache: its public folder. Raises: FileNotFoundError; CacheError for a stub, another kind, or damage."""
         self.path = cache
-        self.folder, self.meta = open_version(cache)
+        opened = open_cache(cache)
+        if not opened.kind.formats:
+            raise opened.kind.lacks("formats", opened)
+        self.folder, self.meta, self.formats = opened.folder, opened.meta, opened.kind.formats
         checked_meta(self.meta, str(self.folder / META_NAME))  # as every reader does: ids below 2**31, sizes
         self._hold = hold_version(self.folder)
         self.kind = str(self.meta["kind"])

@@ -16,7 +16,6 @@ from niels_gpt.builders.meta_keys import FORMAT_VERSION, content_sha256
 from niels_gpt.cache.meta import find_meta, read_meta
 from niels_gpt.chat.backends import has_tool_template
 from niels_gpt.hub import models as hub
-from niels_gpt.inspection.readers import check_model
 from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
 from niels_gpt.recipes.resolve import ResolvedSource, asked_revisions
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Measurement, Outcome, cache_root, finish, run_recipe
@@ -38,6 +37,7 @@ from niels_gpt.tokenizers.files import (
     TOKENIZER_JSON,
     TOOL_TEMPLATE_NAME,
     UPSTREAM_MODELS,
+    check_model,
     tokenizer_file,
     tokenizer_files,
 )

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any
 
 MOST_PROBLEMS = 20
 """Reported problems of one check: a wrong shard would give one for each row."""
@@ -23,6 +24,8 @@ class Check:
     """One or two sentences for the UI."""
     blocking: bool = True
     """True: a cache that fails must not be used. False: a warning."""
+    rule: Callable[..., Iterator[Any]] | None = field(default=None, compare=False, repr=False)
+    """What makes it, a niels_gpt.kinds.kind.Rule; None: it is one of several that are made in one pass."""
 
 
 Value = int | float | str

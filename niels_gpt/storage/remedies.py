@@ -232,3 +232,14 @@ def _last_line(path: Path) -> bytes:
     with open(open_for_reading(path), "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _MOST_BYTES))
         return file.read(_MOST_BYTES).rstrip(b"\n").rpartition(b"\n")[2]
+
+
+def make_again(tokenizer: Path) -> str:
+    """Return the remedy of a damaged tokenizer."""
+    return ANOTHER_COPY if is_copy(tokenizer) else f"Make another one: {remake_command(tokenizer)}"
+
+
+def remake_command(tokenizer: Path) -> str:
+    """Return the command that replaces a damaged tokenizer: a build does not replace one that exists."""
+    remove = shlex.join(["rm", *([] if tokenizer.is_symlink() else ["-r"]), str(tokenizer)])
+    return f"{remove} && {rebuild_command(tokenizer)}"

@@ -9,13 +9,22 @@ chat_template.jinja     Hugging Face: the chat template
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from niels_gpt.storage.errors import CacheError, TokenizerNotFound
 from niels_gpt.storage.fileio import META_NAME, NotRegularError, open_for_reading
-from niels_gpt.storage.meta_json import open_regular, parse_object, read_regular
+from niels_gpt.storage.meta_json import (
+    checked_sha256,
+    file_records,
+    open_regular,
+    parse_object,
+    path_inside,
+    read_regular,
+)
+from niels_gpt.storage.remedies import make_again
 
 MODEL_NAME: Final = "spm.model"
 TOKENIZER_JSON: Final = "tokenizer.json"
@@ -147,3 +156,26 @@ def _kind_in_meta(folder: Path) -> str | None:
     except FileNotFoundError:
         return None
     return kind if isinstance(kind, str) else None
+
+
+def check_model(tokenizer: Path, meta: dict[str, Any], remedy: str = "") -> None:
+    """Raise CacheError unless the files in a tokenizer's folder are those of its meta.json.
+
+    remedy: what to do; "": remove the tokenizer and build.
+    """
+    remedy = remedy or make_again(tokenizer)
+    expected = {record["name"]: record["sha256"] for record in file_records(meta, str(tokenizer / META_NAME))}
+    name = next(iter(expected), MODEL_NAME)
+    if (of_ids := meta.get("tokenizer_sha256")) is not None:
+        checked_sha256(of_ids, "tokenizer_sha256", str(tokenizer / META_NAME))
+    expected[name] = of_ids  # of the file that decides the ids; other tools may record no files
+    for name, sha256 in expected.items():
+        if not os.path.lexists(tokenizer / name):
+            raise CacheError(tokenizer / name, "no such file", "a file of the tokenizer", remedy, code="E204")
+        actual = hashlib.sha256(read_regular(path_inside(tokenizer, name), MAX_TOKENIZER_JSON_BYTES)).hexdigest()
+        if sha256 not in (None, actual):
+            found = f"its sha256 is {actual[:12]}"
+            raise CacheError(tokenizer / name, found, f"{sha256[:12]}, as in its {META_NAME}", remedy, code="E403")
+    for name in COMPANIONS if TOKENIZER_JSON in expected else ():
+        if name not in expected and os.path.lexists(tokenizer / name):  # it would change what ends a document
+            raise CacheError(tokenizer / name, f"is not in its {META_NAME}", remedy=remedy, code="E403")

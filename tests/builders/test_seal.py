@@ -30,8 +30,8 @@ from support.power_loss import Disk, put, recorded_below, tree_of
 from support.small_builds import locked, quick_folder
 
 from niels_gpt.cache.meta import tokenizer_above
-from niels_gpt.inspection.caches import caches_below
-from niels_gpt.inspection.verify import find_damage
+from niels_gpt.kinds.folders import caches_below
+from niels_gpt.kinds.verify import find_damage
 from niels_gpt.recipes.gc import collect
 from niels_gpt.storage.leftovers import removable
 

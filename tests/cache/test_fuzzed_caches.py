@@ -33,12 +33,13 @@ from niels_gpt.cache import PretrainTokenStreamDataset, SFTExampleDataset, build
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.cache.mmap import IO, load_idx, mmap_tokens
 from niels_gpt.commands.report import difference_lines
-from niels_gpt.inspection.diff import diff, is_equal
-from niels_gpt.inspection.locate import locate
-from niels_gpt.inspection.readers import refusal
-from niels_gpt.inspection.show import show
-from niels_gpt.inspection.stats import PositionError, stats
-from niels_gpt.inspection.verify import find_damage
+from niels_gpt.kinds.diff import diff, is_equal
+from niels_gpt.kinds.look import locate
+from niels_gpt.kinds.verify import refusal
+from niels_gpt.kinds.look import show
+from niels_gpt.kinds.look import stats
+from niels_gpt.storage.errors import PositionError
+from niels_gpt.kinds.verify import find_damage
 from niels_gpt.prefix_tree.rollouts.reader import RolloutDataset
 from niels_gpt.recipes.rollouts.checks import find_damage as rollout_damage
 from niels_gpt.sampling import EpochStream, bits_per_byte, iter_eval

@@ -14,7 +14,7 @@ from support.small_caches import CHAT, build_chats, built_caches, change_meta, p
 from niels_gpt.cache import CacheError, PretrainTokenStreamDataset, SFTExampleDataset
 from niels_gpt.cache.meta import find_meta
 from niels_gpt.cache.mmap import load_idx
-from niels_gpt.inspection.verify import find_damage
+from niels_gpt.kinds.verify import find_damage
 from niels_gpt.storage.fileio import sha256_file
 
 NOTES, CHATS = "pretrain/notes", "sft/chats"

@@ -18,7 +18,7 @@ from support.disk import change_meta, meta_bytes, write_meta
 from niels_gpt.builders.meta_keys import Source
 from niels_gpt.builders.pretrain import build_pretrain
 from niels_gpt.builders.sft import build_sft
-from niels_gpt.inspection.caches import caches_below
+from niels_gpt.kinds.folders import caches_below
 from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.tokenizer import load_tokenizer

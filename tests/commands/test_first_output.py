@@ -5,7 +5,7 @@ import re
 import pytest
 from support.commands import niels_gpt
 
-from niels_gpt.inspection.stats import stats
+from niels_gpt.kinds.look import stats
 
 ROLLOUTS = '{"prompt_ids": [1, 2, 3], "completions": [[4, 5], [4, 6], [7]]}\n'
 

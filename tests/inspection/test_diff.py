@@ -7,7 +7,7 @@ from support.errors import refused
 
 from niels_gpt.builders.pretrain import build_pretrain
 from niels_gpt.builders.sft import build_sft
-from niels_gpt.inspection.diff import diff
+from niels_gpt.kinds.diff import diff
 
 
 class Shifted(ByteTokenizer):

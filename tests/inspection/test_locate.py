@@ -9,7 +9,7 @@ from support.errors import refused
 from niels_gpt.builders.meta_keys import Source
 from niels_gpt.builders.pretrain import build_pretrain, build_stub
 from niels_gpt.builders.sft import build_sft
-from niels_gpt.inspection.locate import locate, locate_data
+from niels_gpt.kinds.look import locate, locate_data
 
 
 class SavedByteTokenizer(ByteTokenizer):

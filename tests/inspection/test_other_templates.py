@@ -10,11 +10,13 @@ from support.small_caches import change_meta
 
 from niels_gpt.cache import SFTExampleDataset, read_meta
 from niels_gpt.display.decoded import Decoded
-from niels_gpt.inspection.diff import diff
-from niels_gpt.inspection.locate import locate
-from niels_gpt.inspection.show import sample_texts, show
-from niels_gpt.inspection.stats import stats, supervised_counts
-from niels_gpt.inspection.verify import Limits, find_damage, verify
+from niels_gpt.kinds.diff import diff
+from niels_gpt.kinds.look import locate
+from niels_gpt.kinds.look import sample_texts, show
+from niels_gpt.cache.documents import supervised_counts
+from niels_gpt.kinds.look import stats
+from niels_gpt.kinds.kind import Limits
+from niels_gpt.kinds.verify import find_damage, verify
 
 GREEN, DIM, CYAN, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[36m", "\x1b[0m"
 

@@ -17,8 +17,8 @@ from support.small_caches import put_token
 
 from niels_gpt.builders.pretrain import build_pretrain
 from niels_gpt.builders.sft import build_sft
-from niels_gpt.inspection.file_checks import Damage
-from niels_gpt.inspection.verify import find_damage
+from niels_gpt.kinds.files import Damage
+from niels_gpt.kinds.verify import find_damage
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
 
 BLOCK = 65_536

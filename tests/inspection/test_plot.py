@@ -12,7 +12,7 @@ from support.looking import notices, pretended
 from niels_gpt.builders.meta_keys import Source
 from niels_gpt.builders.pretrain import build_stub
 from niels_gpt.cache import build_sft_cache
-from niels_gpt.inspection.plot import plot
+from niels_gpt.kinds.look import plot
 
 pytest.importorskip("matplotlib", reason="the extra `plot` brings it")
 

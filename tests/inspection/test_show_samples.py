@@ -7,7 +7,7 @@ from support.errors import refused
 from niels_gpt.builders.meta_keys import Source
 from niels_gpt.builders.pretrain import build_pretrain, build_stub
 from niels_gpt.cache import build_sft_cache
-from niels_gpt.inspection.show import sample_texts
+from niels_gpt.kinds.look import sample_texts
 
 Row = dict[str, str | int]
 HERON = "The heron walks to the river and finds 3 apples."

@@ -13,7 +13,8 @@ from support.looking import blocks_of
 from niels_gpt.builders.meta_keys import Source
 from niels_gpt.builders.pretrain import build_stub
 from niels_gpt.cache import build_sft_cache, read_meta
-from niels_gpt.inspection.stats import lengths, stats, supervised_counts
+from niels_gpt.cache.documents import lengths, supervised_counts
+from niels_gpt.kinds.look import stats
 
 SYS, USR, ASST, EOT = 1, 2, 3, 4
 A, B = 75, 76

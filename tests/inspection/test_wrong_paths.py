@@ -6,8 +6,8 @@ from support.tiny_texts import TINY_TEXTS
 
 from niels_gpt.cache import PretrainTokenStreamDataset, build_pretrain_cache
 from niels_gpt.hub.models import is_local
-from niels_gpt.inspection.caches import caches_below
-from niels_gpt.inspection.stats import stats
+from niels_gpt.kinds.folders import caches_below
+from niels_gpt.kinds.look import stats
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.sampling import EpochStream
 from niels_gpt.settings import Settings

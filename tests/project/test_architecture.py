@@ -46,7 +46,7 @@ def test_imports_in_functions_and_for_type_checkers_count(tmp_path):
         {
             "niels_gpt/settings": "def f():\n    from niels_gpt.recipes import plan\n",
             "niels_gpt/recipes/plan": "if TYPE_CHECKING:\n    import niels_gpt.settings\n",
-            "niels_gpt/sampling/epochs": "from niels_gpt.inspection.show import x\nfrom niels_gpt.data import types\n",
+            "niels_gpt/sampling/epochs": "from niels_gpt.kinds.look import x\nfrom niels_gpt.data import types\n",
             "niels_gpt/inspection/show": "x = 1\n",
             "niels_gpt/data/types": "",
         },

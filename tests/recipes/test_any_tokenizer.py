@@ -14,7 +14,8 @@ from support.made_tokenizers import any_tokenizer, made_tokenizer
 
 from niels_gpt.builders.meta_keys import Source, build_identity
 from niels_gpt.cache import CacheError, PretrainTokenStreamDataset, read_meta
-from niels_gpt.inspection.verify import Limits, find_damage, verify
+from niels_gpt.kinds.kind import Limits
+from niels_gpt.kinds.verify import find_damage, verify
 from niels_gpt.recipes.plan import plan, recipes
 from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.recipes.tokenizer import ensure_tokenizer, no_sentinels

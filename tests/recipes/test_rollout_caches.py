@@ -19,9 +19,9 @@ from niels_gpt.cache.formats import target_mask
 from niels_gpt.commands.main import main
 from niels_gpt.commands.report import checked
 from niels_gpt.data import open_files
-from niels_gpt.inspection.show import tokenizer_of
+from niels_gpt.kinds.look import tokenizer_of
 from niels_gpt.inspection.stats import bounds, open_version, tokens_of
-from niels_gpt.inspection.verify import Limits
+from niels_gpt.kinds.kind import Limits
 from niels_gpt.prefix_tree.rollouts.build import build_rollouts
 from niels_gpt.prefix_tree.rollouts.reader import RolloutDataset
 from niels_gpt.recipes.plan import plan, recipes

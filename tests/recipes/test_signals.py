@@ -10,7 +10,8 @@ from support.data_files import lines, write
 from support.small_builds import BUILDERS
 
 from niels_gpt.cache.meta import read_meta
-from niels_gpt.inspection.verify import Limits, verify
+from niels_gpt.kinds.kind import Limits
+from niels_gpt.kinds.verify import verify
 from niels_gpt.prefix_tree.rollouts.records import Rollout, RolloutGroup
 from niels_gpt.recipes.rollouts.checks import verify as verify_rollouts
 from niels_gpt.signals import above, markdown

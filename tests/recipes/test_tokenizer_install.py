@@ -13,7 +13,7 @@ from support.errors import refused
 from support.fault_builds import die_at
 from support.tiny_texts import TINY_TEXTS
 
-from niels_gpt.inspection.verify import find_damage
+from niels_gpt.kinds.verify import find_damage
 from niels_gpt.recipes import plan as plans
 from niels_gpt.recipes import tokenizer as recipe
 from niels_gpt.recipes.plan import recipes

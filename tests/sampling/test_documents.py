@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from support.number_caches import number_cache, numbered
 
 from niels_gpt.cache import CacheError, PretrainTokenStreamDataset
-from niels_gpt.inspection.locate import locate
+from niels_gpt.kinds.look import locate
 from niels_gpt.sampling import Batch, EpochStream, MixtureStream
 
 pytestmark = [

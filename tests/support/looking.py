@@ -8,7 +8,7 @@ import pytest
 from niels_gpt.builders import source
 from niels_gpt.builders.sft import examples
 from niels_gpt.inspection import file_checks, plot, stats
-from niels_gpt.inspection.verify import CHECKS
+from niels_gpt.kinds.verify import CHECKS
 from support.disk import write_meta
 
 _BLOCKS = {

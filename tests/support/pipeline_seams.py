@@ -15,7 +15,7 @@ from niels_gpt.commands.build import chosen_keys as _chosen_keys
 from niels_gpt.eagle3.format.layout import read_header, row_bytes_of, shard_path
 from niels_gpt.eagle3.inspect import checks as eagle3_checks
 from niels_gpt.inspection import verify
-from niels_gpt.inspection.file_checks import Damage
+from niels_gpt.kinds.files import Damage
 from niels_gpt.recipes.eagle3 import asset, draft_vocab, prepare
 from niels_gpt.recipes.eagle3.of_settings import resolved
 from niels_gpt.recipes.exchange import lines, outputs

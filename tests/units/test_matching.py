@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 
-from niels_gpt.inspection.diff import match
+from niels_gpt.kinds.diff import match
 
 
 def test_matching_is_right_for_small_multisets_of_all_kinds():

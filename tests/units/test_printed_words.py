@@ -7,8 +7,8 @@ import pytest
 from niels_gpt.commands.report import damage_lines
 from niels_gpt.display.numbers import count_text, size_text
 from niels_gpt.display.tables import WIDTH, escaped_html, html_table, shown, table
-from niels_gpt.inspection.file_checks import Damage
-from niels_gpt.inspection.stats import Stats
+from niels_gpt.kinds.files import Damage
+from niels_gpt.kinds.rows import Stats
 from niels_gpt.storage.versions import version_name
 
 

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from niels_gpt.cache.documents import id_lines
 from niels_gpt.cache.formats import IGNORE_INDEX
-from niels_gpt.inspection.source_ids import id_lines
 from niels_gpt.interop.formats.hf_rows import MAX_ROW
 from niels_gpt.interop.output import Output
 from niels_gpt.interop.token_cache import TokenCache, TokenFile

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from niels_gpt.cache.meta import KINDS as CHECKED_KINDS
-from niels_gpt.inspection.verify import find_damage
 from niels_gpt.interop.transfer import parts
 from niels_gpt.interop.transfer.arrival import RUN_AGAIN, Arrival, keep, push_again
 from niels_gpt.interop.transfer.described import MARK_NAME, Described, described
 from niels_gpt.interop.transfer.jobs import Stopped, Tally, at_once
 from niels_gpt.interop.transfer.remote import Bucket, path_of, scheme_of
+from niels_gpt.kinds.verify import find_damage
 from niels_gpt.progress import Progress
 from niels_gpt.storage import fileio, versions
 from niels_gpt.storage.errors import CacheError

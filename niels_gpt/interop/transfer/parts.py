@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 
 from niels_gpt.builders.meta_keys import Source
+from niels_gpt.cache.documents import id_lines
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.cache.meta import find_meta
 from niels_gpt.cache.mmap import load_idx
-from niels_gpt.inspection.source_ids import id_lines
-from niels_gpt.inspection.verify import find_damage
 from niels_gpt.interop.assembling import About, assemble
 from niels_gpt.interop.foreign import ForeignFile, read_pieces
 from niels_gpt.interop.output import Modes
@@ -26,6 +25,7 @@ from niels_gpt.interop.transfer.arrival import Arrival, keep
 from niels_gpt.interop.transfer.described import Described
 from niels_gpt.interop.transfer.jobs import Tally
 from niels_gpt.interop.transfer.remote import Bucket
+from niels_gpt.kinds.verify import find_damage
 from niels_gpt.progress import Progress
 from niels_gpt.storage import fileio, versions
 from niels_gpt.storage.errors import CacheError

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.inspection.caches import refuse_unless_cache
 from niels_gpt.interop.transfer.described import (
     MARK_NAME,
     REPLACE,
@@ -29,6 +28,7 @@ from niels_gpt.interop.transfer.described import (
 )
 from niels_gpt.interop.transfer.jobs import Tally, at_once
 from niels_gpt.interop.transfer.remote import Bucket, scheme_of
+from niels_gpt.kinds.folders import refuse_unless_cache
 from niels_gpt.progress import Progress
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, canonical_json

@@ -7,7 +7,6 @@ the committed one are. A version's folder is what python -m niels_gpt.eagle3.pre
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -115,23 +114,19 @@ def target_of(
     return Target(asdict(facts), load, run)
 
 
-def check_targets(settings: Settings, names: Collection[str]) -> dict[str, Verdict]:
-    """Run the named checks of niels_gpt.eagle3.inspect.verify on eagle3/targets; return their verdicts.
+def check_recomputed(settings: Settings) -> Verdict:
+    """Run samples of eagle3/targets through the target again.
 
     Raises: FileNotFoundError and CacheError where there is no such cache; as `target_of`.
     """
-    from niels_gpt.eagle3.inspect.checks import RECOMPUTED
     from niels_gpt.eagle3.inspect.recompute import recomputed
-    from niels_gpt.eagle3.inspect.verify import verify
 
-    path, number = cache_root(settings) / KEY, settings.eagle3_check_samples
-    found = verify(path, names=[name for name in names if name != RECOMPUTED])
-    if RECOMPUTED in names and number:
-        target = target_of(path, target_name(settings), device=settings.eagle3_device)
-        found[RECOMPUTED] = recomputed(path, target, k=number, seed=settings.seed)
-    elif RECOMPUTED in names:
-        found[RECOMPUTED] = Verdict([], "not made: eagle3_check_samples is 0")
-    return found
+    number = settings.eagle3_check_samples
+    if not number:
+        return Verdict([], "not made: eagle3_check_samples is 0")
+    path = cache_root(settings) / KEY
+    target = target_of(path, target_name(settings), device=settings.eagle3_device)
+    return recomputed(path, target, k=number, seed=settings.seed)
 
 
 def _fingerprint(resolved: Resolved) -> str:

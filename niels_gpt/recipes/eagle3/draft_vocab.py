@@ -8,15 +8,11 @@ not current.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from niels_gpt.cache.meta import find_meta, read_meta
-from niels_gpt.display.numbers import share_text
-from niels_gpt.inspection.stats import Stats, meta_errors
-from niels_gpt.pictures import new_figure, plain_axes, png, set_title
 from niels_gpt.progress import Progress
 from niels_gpt.recipes.eagle3.of_settings import VOCAB_KEY, fingerprint_of, resolved, sha256
 from niels_gpt.recipes.eagle3.prepare import Prepared, Resolved, is_current_of, prepare
@@ -30,20 +26,13 @@ from niels_gpt.recipes.run_recipe import (
 )
 from niels_gpt.settings import Settings
 from niels_gpt.storage import versions
-from niels_gpt.storage.checks import Check, Figures, Verdict, first_problems
-from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, canonical_json, write_bytes
 from niels_gpt.storage.locks import apply_lock_setting
-from niels_gpt.storage.meta_json import file_records, meta_bytes, path_inside, printable, sha256_regular, wrong_value
-from niels_gpt.storage.meta_json import resolved as resolved_path
+from niels_gpt.storage.meta_json import meta_bytes
 
 KIND = "draft_vocab"
 """`kind` in its meta.json."""
 FORMAT_VERSION = 1
-CHECK = Check(
-    "mapping_fits",
-    "The file of tokens has the bytes that meta.json names, and as many distinct ids of the target as it says.",
-)
 _OF_SETTINGS = (
     "eagle3_target",
     "eagle3_source",
@@ -181,80 +170,3 @@ def _fingerprint(found: Resolved) -> str:
         "versions": [FORMAT_VERSION],
     }
     return sha256(parts)
-
-
-def check_draft_vocab(path: Path) -> Verdict:
-    """Check a committed file of tokens. Raises: FileNotFoundError and CacheError where meta.json cannot be read."""
-    meta = read_meta(str(path / META_NAME))
-    figures, problems = Figures(), first_problems(_problems(path, meta))
-    if not problems:
-        ids, of, coverage = meta["draft_vocab_size"], meta["target_vocab_size"], meta["coverage"]
-        figures.say(
-            f"The draft knows {ids:,} of the target's {of:,} tokens: {share_text(coverage)} of the supervised ones.",
-            tokens=ids,
-            coverage=coverage,
-        )
-    return Verdict.of(problems, figures)
-
-
-def _problems(path: Path, meta: Mapping[str, Any]) -> Iterator[str]:
-    from niels_gpt.eagle3.vocab import load_token_mapping
-
-    try:
-        for record in file_records(meta, str(path / META_NAME)):
-            file = path_inside(resolved_path(path), record["name"])
-            if (sha := sha256_regular(file)) != record["sha256"]:
-                yield str(CacheError(path / record["name"], f"sha256 {sha[:12]}", record["sha256"][:12], code="E201"))
-                return  # what it holds is not that of meta.json
-        for name, kinds in (("target_vocab_size", (int,)), ("draft_vocab_size", (int,)), ("coverage", (int, float))):
-            if type(meta.get(name)) not in kinds:
-                raise wrong_value(str(path / META_NAME), name, meta.get(name), "a number")
-        sizes = {name: meta[name] for name in ("target_vocab_size", "draft_vocab_size")}
-        load_token_mapping(path, **sizes)
-    except (CacheError, OSError) as error:
-        yield str(error)
-    except (LookupError, TypeError, ValueError) as error:
-        yield f"{path / META_NAME}: not as docs/formats.md describes it ({error!r})"
-
-
-def read(cache: Path) -> dict[str, Any]:
-    """Return meta.json of a committed file of tokens. Raises: FileNotFoundError and CacheError."""
-    return read_meta(str(cache / META_NAME))
-
-
-def stats(cache: Path) -> Stats:
-    """Return what a file of tokens holds, and what other sizes would. Raises: as `read`."""
-    meta = read(cache)
-    with meta_errors(cache):
-        totals, source, sizes = meta["totals"], meta["source"], meta["coverage_by_size"]
-        shown = [f"{size:,}: {share:.2%}" for size, share in sizes if size >= meta["draft_vocab_size"] / 8]
-        rows = [
-            ("cache", f"{cache} (draft_vocab, built)"),
-            ("target", meta["target_model"]),
-            ("tokens", f"{meta['draft_vocab_size']:,} of the target's {meta['target_vocab_size']:,}"),
-            ("coverage", f"{meta['coverage']:.2%} of {totals['supervised_tokens']:,} supervised tokens"),
-            ("coverage by size", ", ".join(shown)),
-            ("samples", f"{totals['samples']:,}, of {totals['tokens']:,} tokens"),
-            ("dropped", ", ".join(f"{reason} {number:,}" for reason, number in meta["dropped"].items()) or "none"),
-            *((name, source.get(name) or "not stated") for name in ("input_data", "licence", "attribution")),
-            ("tokenizer", meta["tokenizer_sha256"][:12]),
-        ]
-        return Stats((name, printable(str(value))) for name, value in rows)
-
-
-def picture(meta: Mapping[str, Any], name: str) -> bytes:
-    """Return a PNG of the share of supervised tokens that so many ids cover. Raises: ImportError without matplotlib."""
-    figure = new_figure(7.2, 2.8, layout="constrained")
-    size, coverage = meta["draft_vocab_size"], meta["coverage"]
-    of = f"{size:,} of {meta['target_vocab_size']:,} tokens"
-    set_title(figure, f"{name}: {of} cover {100 * coverage:.2f} % of the supervised ones")
-    axes = figure.subplots()
-    numbers, shares = zip(*meta["coverage_by_size"], strict=True)
-    axes.semilogx(numbers, [100 * share for share in shares], color="#1d5f9e")
-    axes.axvline(size, color="#c2410c", linestyle="--", linewidth=1.2)
-    axes.set_xlabel("tokens that the draft knows (dashed: as built)")
-    axes.set_ylabel("supervised tokens covered")
-    axes.set_ylim(0, 102)
-    axes.yaxis.set_major_formatter("{x:.0f} %")
-    plain_axes(axes)
-    return png(figure, 32)

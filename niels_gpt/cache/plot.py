@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from niels_gpt.cache.documents import lengths, supervised_counts
 from niels_gpt.cache.formats import SPLITS
-from niels_gpt.inspection.source_ids import printable
-from niels_gpt.inspection.stats import lengths, meta_errors, open_version, supervised_counts
-from niels_gpt.pictures import check_matplotlib, check_png, new_figure, plain_axes, png
-from niels_gpt.storage.fileio import write_bytes
-from niels_gpt.storage.versions import VERSIONS_DIR
+from niels_gpt.kinds.kind import Cache
+from niels_gpt.pictures import new_figure, plain_axes, png
+from niels_gpt.storage.meta_json import printable
 
 if TYPE_CHECKING:  # at run time imported by the functions that draw: matplotlib takes long to load
     from matplotlib.axes import Axes
@@ -30,44 +28,23 @@ _COLOURS_IN_FILE = 32
 _BySplit = dict[str, NDArray[Any]]
 
 
-def plot(cache: Path) -> bytes:
+def plot(cache: Cache, name: str) -> bytes:
     """Return a PNG of 720 x 280 pixels, some 10 kB: how the lengths of a cache's documents are distributed.
 
     Each split is shown as shares of its documents, so that a small val is as tall as train. An sft cache has a second
     panel: the share of each example's tokens that is supervised. A cache without documents gives a smaller picture that
-    says so. Equal caches of one name give equal bytes with one version of matplotlib.
-    Raises: FileNotFoundError, CacheError; ImportError without matplotlib, which the extra `pipelines` installs.
+    says so. name: of the cache, for the title.
     """
-    check_matplotlib()
-    folder, meta = open_version(cache)
-    with meta_errors(cache):
-        return _plotted(_public_name(cache), folder, meta)
-
-
-def write_plot(cache: Path, target: Path) -> None:
-    """Write what `plot` returns to a file.
-
-    Raises: as `plot`; ValueError unless the name ends in .png; FileNotFoundError also where its folder does not exist.
-    """
-    check_png(target)
-    write_bytes(target, plot(cache))
-
-
-def _plotted(name: str, cache: Path, meta: dict[str, Any]) -> bytes:
+    folder, meta = cache.folder, cache.meta
     name = printable(name).replace("$", r"\$")  # two of them would be a formula
-    title, what = f"{meta['kind']}/{name}", "examples" if meta["kind"] == "sft" else "documents"
-    sizes = {split: values for split in SPLITS if len(values := lengths(cache, meta, split))}
+    title = f"{meta['kind']}/{name}"
+    sizes = {split: values for split in SPLITS if len(values := lengths(folder, meta, split))}
     if not sizes:
-        return _notice(f"{title}: {'not built' if meta.get('built') is False else f'no {what}'}")
+        return _notice(f"{title}: {'not built' if cache.is_stub else f'no {cache.kind.unit}s'}")
     if meta["kind"] == "sft":
-        counts = {split: supervised_counts(cache, meta, split) for split in sizes}
+        counts = {split: supervised_counts(folder, meta, split) for split in sizes}
         return png(_examples_figure(title, sizes, counts), _COLOURS_IN_FILE)
     return png(_documents_figure(title, sizes), _COLOURS_IN_FILE)
-
-
-def _public_name(cache: Path) -> str:
-    path = cache.absolute()
-    return path.parent.name if path.parent.parent.name == VERSIONS_DIR else path.name
 
 
 def _documents_figure(title: str, sizes: _BySplit) -> Figure:

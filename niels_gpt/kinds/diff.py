@@ -7,7 +7,9 @@ example of an sft cache is a document. Files are read as streams; matching takes
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,23 +18,18 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.cache.formats import SPLITS, token_dtype_of
-from niels_gpt.cache.mmap import mmap_tokens
-from niels_gpt.display.decoded import Decoder, decoded_text
-from niels_gpt.inspection.show import short_names
-from niels_gpt.inspection.source_ids import id_lines, source_id
-from niels_gpt.inspection.stats import FILE_KEYS, bounds, ids_at, meta_errors, open_version
+from niels_gpt.display.decoded import Decoder
+from niels_gpt.kinds.folders import open_cache
+from niels_gpt.kinds.kind import Cache
+from niels_gpt.kinds.rows import FILE_KEYS
 from niels_gpt.storage.errors import REBUILD, CacheError
-from niels_gpt.storage.fileio import META_NAME
-from niels_gpt.storage.meta_json import path_inside
+from niels_gpt.storage.fileio import id_of_line
 
 PARTS = ("only_a", "only_b", "moved")
 """The differences between documents that `diff` counts."""
 _NO_SETTINGS = FILE_KEYS | {"content_sha256", "meta_crc32", "first_noticed"}
 _DIGEST_BYTES = 16
-_WORDS_TOKENS, _WORDS_CHARS = 24, 60  # of a document's beginning
 _MAX_DEPTH = 20  # of keys that are compared one by one; a deeper value is one value
-_CHUNK = 1 << 16  # bounds that are Python numbers at a time
 
 Differences = dict[str, Any]
 
@@ -41,10 +38,17 @@ Differences = dict[str, Any]
 class _Side:
     """One of the two caches."""
 
-    folder: Path
-    meta: dict[str, Any]
+    cache: Cache
     tokenizer: Decoder | None
-    splits: dict[str, int]  # documents
+    splits: dict[str, int]  # documents; of a cache of one piece, all of them and no val
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        return self.cache.meta
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.splits)
 
 
 def diff(left: Path, right: Path, *, tokenizers: Sequence[Decoder | None], limit: int) -> Differences:
@@ -89,14 +93,13 @@ def is_equal(differences: Differences) -> bool:
     return not differences["settings"] and not any(counts) and "content_sha256" not in differences
 
 
-def _side(cache: Path, tokenizer: Decoder | None) -> _Side:
-    folder, meta = open_version(cache, ("pretrain", "sft", "rollouts", "tokenizer"))
-    if tokenizer is not None and tokenizer.sha256 != meta.get("tokenizer_sha256"):
+def _side(path: Path, tokenizer: Decoder | None) -> _Side:
+    cache = open_cache(path)
+    if tokenizer is not None and tokenizer.sha256 != cache.meta.get("tokenizer_sha256"):
         tokenizer = None
-    has_documents = meta.get("kind") in ("pretrain", "sft")
-    with meta_errors(cache):
-        splits = {split: len(bounds(folder, meta, split)) - 1 for split in SPLITS} if has_documents else {}
-    return _Side(folder, meta, tokenizer, splits)
+    with cache.errors():
+        sizes = cache.kind.sizes(cache)
+    return _Side(cache, tokenizer, {**sizes, "val": 0} if len(sizes) == 1 else sizes)
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------
@@ -141,14 +144,12 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _comparable(a: _Side, b: _Side) -> tuple[str | None, str | None]:
     """Return by what documents are compared, and why not by tokens."""
-    if not a.splits or not b.splits:
-        if a.meta["kind"] == b.meta["kind"] == "rollouts":
-            return None, "groups are compared by content_sha256 only"
+    if not a.splits or not b.splits or a.names != b.names or a.cache.kind.unit != b.cache.kind.unit:
         return None, "not both are caches of documents"
     keys = ("tokenizer_sha256", "vocab_size", "special_token_ids")
     if all(a.meta.get(key) == b.meta.get(key) for key in keys):
         return "tokens", None
-    without = [name for name, side in (("A", a), ("B", b)) if any(side.splits.values()) and "ids" not in side.meta]
+    without = [name for name, side in (("A", a), ("B", b)) if any(side.splits.values()) and not _has_ids(side)]
     if without:
         names = " and ".join(without)
         return None, f"their tokenizers differ, and source ids of {names} were not recorded by the builder of that time"
@@ -157,19 +158,18 @@ def _comparable(a: _Side, b: _Side) -> tuple[str | None, str | None]:
 
 def _compared_documents(a: _Side, b: _Side, by_tokens: bool, limit: int) -> Differences:
     sizes = [*a.splits.values(), *b.splits.values()]
-    ids = _id_numbers((a, b)) if by_tokens and "ids" in a.meta and "ids" in b.meta else None
+    ids = _id_numbers((a, b)) if by_tokens and _has_ids(a) and _has_ids(b) else None
     matched = match(_digests((a, b), by_tokens), sizes, ids)
     differences: Differences = {}
     for part, side, numbers in (("only_a", a, matched.only_a), ("only_b", b, matched.only_b)):
-        listed = [_described(side, SPLITS[split], int(numbers[split][at])) for split, at in _first(numbers, limit)]
+        listed = [_described(side, side.names[split], int(numbers[split][at])) for split, at in _first(numbers, limit)]
         differences[part] = {"count": sum(map(len, numbers)), "first": listed}
     numbers, listed = [left for left, _ in matched.moved], []
     for split, at in _first(numbers, limit):
         left, right = (int(of_side[at]) for of_side in matched.moved[split])
-        in_b: Differences = {"split": SPLITS[1 - split], "document": right}
-        with meta_errors(b.folder):
-            in_b["source_id"] = source_id(b.folder, b.meta, in_b["split"], right)
-        listed.append({**_described(a, SPLITS[split], left), "in_b": in_b})
+        in_b: Differences = {"split": b.names[1 - split], "document": right}
+        in_b["source_id"] = _source_id(b, in_b["split"], right)
+        listed.append({**_described(a, a.names[split], left), "in_b": in_b})
     differences["moved"] = {"count": sum(map(len, numbers)), "first": listed}
     return differences
 
@@ -180,8 +180,10 @@ def _digests(sides: Sequence[_Side], by_tokens: bool) -> NDArray[np.uint64]:
     raw, start = digests.view(np.uint8).reshape(-1).data, 0
     for side in sides:
         for split, documents in side.splits.items():
-            with meta_errors(side.folder):
-                found = _token_digests(side, split) if by_tokens else _id_digests(side, split, _DIGEST_BYTES)
+            with side.cache.errors():
+                found = (
+                    side.cache.kind.digests(side.cache, split) if by_tokens else _id_digests(side, split, _DIGEST_BYTES)
+                )
                 for digest in found if documents else ():
                     raw[start : start + _DIGEST_BYTES] = digest
                     start += _DIGEST_BYTES
@@ -192,66 +194,44 @@ def _id_numbers(sides: Sequence[_Side]) -> NDArray[np.uint64]:
     """Return a hash of the source id of each document of A's train and val and of B's: uint64 [documents]."""
     parts = []
     for side in sides:
-        with meta_errors(side.folder):
+        with side.cache.errors():
             for split, documents in side.splits.items():
                 lines = _id_digests(side, split, 8) if documents else ()
                 parts.append(np.fromiter((int.from_bytes(line) for line in lines), np.uint64))
     return np.concatenate(parts)
 
 
+def _has_ids(side: _Side) -> bool:
+    return side.cache.kind.source_ids(side.cache, side.names[0]) is not None
+
+
 def _id_digests(side: _Side, split: str, num_bytes: int) -> Iterator[bytes]:
     """Yield a hash of each source id. Raises: CacheError unless there is one for each document."""
     number, documents = 0, side.splits[split]
-    for number, line in enumerate(id_lines(side.folder, side.meta, split), 1):
+    for number, line in enumerate(side.cache.kind.source_ids(side.cache, split) or (), 1):
         if number > documents:
             break
         yield hashlib.blake2b(line, digest_size=num_bytes).digest()
     if number != documents:
-        path, lines = side.folder / side.meta["ids"][split]["name"], "more" if number > documents else number
-        raise CacheError(path, f"{lines} lines", f"{documents}, one for each document", REBUILD, code="E201")
-
-
-def _token_digests(side: _Side, split: str) -> Iterator[bytes]:
-    ends = _numbers(bounds(side.folder, side.meta, split)[1:])
-    digest, end, position = hashlib.blake2b(digest_size=_DIGEST_BYTES), next(ends, None), 0
-    dtype = token_dtype_of(side.meta, side.folder / META_NAME)
-    for record in side.meta["shards"][split]:
-        if not record["bytes"]:
-            continue
-        path = path_inside(side.folder, record["name"])
-        tokens = mmap_tokens(path, expected_bytes=record["bytes"], dtype=dtype)
-        content, first, last = tokens.data, position, position + len(tokens)
-        while end is not None and end <= last:
-            digest.update(content[position - first : end - first])
-            yield digest.digest()
-            digest, position, end = hashlib.blake2b(digest_size=_DIGEST_BYTES), end, next(ends, None)
-        digest.update(content[position - first :])  # the document continues in the next shard
-        position = last
-    if position != (total := side.meta["totals"][f"{split}_tokens"]):
-        problem = f"its shards of {split} hold {position} tokens, its totals say {total}"
-        raise CacheError(side.folder / META_NAME, problem, remedy=REBUILD, code="E202")
-
-
-def _numbers(values: NDArray[np.int64]) -> Iterator[int]:
-    for start in range(0, len(values), _CHUNK):
-        yield from values[start : start + _CHUNK].tolist()
+        lines = "more" if number > documents else number
+        found = f"{lines} source ids of {split}"
+        raise CacheError(side.cache.folder, found, f"{documents}, one for each document", REBUILD, code="E201")
 
 
 def _described(side: _Side, split: str, number: int) -> Differences:
     """Return a document's split, number, source id and first words."""
-    with meta_errors(side.folder):
-        name = source_id(side.folder, side.meta, split, number)
-        return {"split": split, "document": number, "source_id": name, "words": _words(side, split, number)}
+    with side.cache.errors():
+        words = side.cache.kind.words(side.cache, side.tokenizer, split, number)
+        return {"split": split, "document": number, "source_id": _source_id(side, split, number), "words": words}
 
 
-def _words(side: _Side, split: str, number: int) -> str | None:
-    """Return the beginning of a document on one line."""
-    if side.tokenizer is None:
-        return None
-    start, end = bounds(side.folder, side.meta, split)[number : number + 2].tolist()
-    ids = ids_at(side.folder, side.meta, split, start, min(end, start + _WORDS_TOKENS))
-    text = decoded_text(ids, short_names(side.folder, side.meta), side.tokenizer)
-    return " ".join(text.split())[:_WORDS_CHARS]
+def _source_id(side: _Side, split: str, number: int) -> str | None:
+    with side.cache.errors():
+        lines = side.cache.kind.source_ids(side.cache, split)
+        line = None if lines is None else next(itertools.islice(lines, number, None), None)
+    with warnings.catch_warnings():  # about a damaged line
+        warnings.simplefilter("ignore")
+        return None if line is None else id_of_line(line, "replace")
 
 
 # --- which documents both caches have ---------------------------------------------------------------------------------

@@ -6,20 +6,18 @@ is reported as that, and no other file is judged by it.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 import re
 import stat
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.builders.meta_keys import content_sha256
 from niels_gpt.builders.writer import BLOCK_BYTES, npy_header, num_blocks
 from niels_gpt.progress import Progress
 from niels_gpt.storage.errors import CacheError
@@ -58,12 +56,23 @@ class Scan(Protocol):
         """Yield what was found; called after the last byte."""
 
 
-class CacheFiles:
+class FileChecks:
     """The files that the meta.json of one version names."""
 
-    def __init__(self, folder: Path, meta: dict[str, Any], progress: Progress | None = None) -> None:
-        """folder: of the version, resolved. progress: called with files, bytes read, and bytes to read in all."""
-        self.folder, self.meta, self._progress = folder, meta, progress
+    def __init__(
+        self,
+        folder: Path,
+        meta: dict[str, Any],
+        records: Sequence[Record],
+        content_sha256: Callable[[Sequence[Record]], str],
+        progress: Progress | None = None,
+    ) -> None:
+        """folder: of the version, resolved. records: of its files. content_sha256: the rule of its kind.
+
+        progress: called with files, bytes read, and bytes to read in all.
+        """
+        self.folder, self.meta, self.records, self._content_sha256 = folder, meta, records, content_sha256
+        self._progress = progress
         self.readable: dict[str, Record] = {}
         """Records of the files that are there and have their sizes, by name; filled by `size_damages`."""
         self.sound: set[str] = set()
@@ -74,10 +83,12 @@ class CacheFiles:
         self._files_read = self._bytes_read = self._total_bytes = 0
         self._buffer = memoryview(bytearray(_READ_BYTES))
 
-    @functools.cached_property
-    def records(self) -> list[Record]:
-        """The records of all files. Raises: CacheError, as `file_records`."""
-        return file_records(self.meta, str(self.folder / META_NAME))
+    def content_problem(self) -> str | None:
+        """Compare content_sha256 with the records of the files; None where it is right."""
+        recorded, actual = self.meta["content_sha256"], self._content_sha256(self.records)
+        if actual == recorded:
+            return None
+        return f"content_sha256 is {str(recorded)[:12]}, but the files it names give {actual[:12]}"
 
     def size_damages(self) -> Iterator[Damage]:
         """Yield the files that are missing, are no regular files, or have another size."""
@@ -114,20 +125,6 @@ class CacheFiles:
             return ""
         remedy = "rebuild the cache, or remove this name and copy a good file there"
         return f". The file has {count} names (hard links, as an export has), and was written through one: {remedy}"
-
-    def header_damages(self) -> Iterator[Damage]:
-        """Yield the offsets files that do not begin with the header of an int64 array of their length."""
-        for record in self.meta.get("index", {}).values():
-            name, entries = record["name"], record["entries"]
-            if name not in self.readable:
-                continue
-            expected = npy_header(entries)
-            with open(open_regular(self.folder / name), "rb") as file:
-                header = file.read(HEADER_BYTES)
-            if header != expected:
-                place = next(i for i, byte in enumerate(expected) if header[i : i + 1] != bytes([byte]))
-                problem = f"not the header of a .npy file of int64 [{entries}], from this byte on"
-                yield Damage(name, place, HEADER_BYTES, problem)
 
     def unnamed_damages(self) -> Iterator[Damage]:
         """Yield files and links that meta.json does not name. Links are not followed."""
@@ -184,7 +181,7 @@ class CacheFiles:
             self.sound.add(name)
             return []
         others = [other for other in self.records if other["name"] != name]
-        if content_sha256([*others, {**record, "sha256": sha256}]) == self.meta["content_sha256"]:
+        if self._content_sha256([*others, {**record, "sha256": sha256}]) == self.meta["content_sha256"]:
             self.sound.add(name)
             problem = f"sha256 of {name} is {recorded[:12]}, but the file and content_sha256 say {sha256[:12]}"
             return [Damage(META_NAME, 0, 0, problem)]

@@ -13,34 +13,36 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.cache.formats import SPLITS, Ids, token_dtype_of
-from niels_gpt.cache.meta import check_tokenizer
+from niels_gpt.cache.documents import bounds, ids_at, source_id
+from niels_gpt.cache.formats import Ids, token_dtype_of
+from niels_gpt.cache.meta import sentinel_names
+from niels_gpt.cache.show import check_piece, turn_names
 from niels_gpt.display.decoded import Decoder, decoded_text
 from niels_gpt.display.tables import cut, most_of, shown
-from niels_gpt.inspection.show import short_names, turn_names
-from niels_gpt.inspection.source_ids import printable, source_id
-from niels_gpt.inspection.stats import bounds, ids_at, meta_errors, open_version
+from niels_gpt.kinds.kind import Cache
 from niels_gpt.storage.errors import REBUILD, CacheError, PositionError
 from niels_gpt.storage.fileio import META_NAME
+from niels_gpt.storage.meta_json import printable
 
 _MAX_MARKED = 4  # tokens: each byte of a character may be one
 
 
-def locate(cache: Path, tokenizer: Decoder | None, *, split: str, position: int, num_tokens: int) -> str:
+def locate(cache: Cache, tokenizer: Decoder | None, *, split: str, position: int, tokens: int) -> str:
     """Return what is at token `position` of a split's stream, as lines of text; an sft example is a document.
 
     tokenizer: of the cache; None: ids are printed instead of text.
-    num_tokens: the most tokens of the document that are printed; a longer one is cut around the position.
-    Raises: FileNotFoundError, CacheError; ValueError for a split or a position that does not exist.
+    tokens: the most tokens of the document that are printed; a longer one is cut around the position.
+    Raises: CacheError; ValueError for a split or a position that does not exist.
     """
-    found = locate_data(cache, tokenizer, split=split, position=position, num_tokens=num_tokens, names_of=turn_names)
+    where: dict[str, Any] = {"split": split, "position": position, "tokens": tokens}
+    found = locate_data(cache, tokenizer, **where, names_of=turn_names)
     first, last, size = (found[name] for name in ("first_token", "end_token", "document_tokens"))
     piece = "" if tokenizer is None else f" {found['token_text']!r}"
     part = f", tokens {first:,} to {last:,} of its {size:,}" if last - first < size else ""
     rows = [
-        ("token", f"{position:,} of {found['split_tokens']:,} of {cache}/{split}: id {found['token_id']}{piece}"),
+        ("token", f"{position:,} of {found['split_tokens']:,} of {cache.path}/{split}: id {found['token_id']}{piece}"),
         (
-            "example" if found["kind"] == "sft" else "document",
+            cache.kind.unit,
             f"{found['document']:,} of {found['documents']:,}, {size:,} tokens",
         ),
         ("source id", "not recorded" if found["source_id"] is None else found["source_id"]),
@@ -58,51 +60,46 @@ def locate(cache: Path, tokenizer: Decoder | None, *, split: str, position: int,
 
 
 def locate_data(
-    cache: Path,
+    cache: Cache,
     tokenizer: Decoder | None,
     *,
     split: str,
     position: int,
-    num_tokens: int | None = None,
-    names_of: Callable[[Path, dict[str, Any]], dict[int, str]] = short_names,
+    tokens: int | None = None,
+    names_of: Callable[[Path, dict[str, Any]], dict[int, str]] = sentinel_names,
 ) -> dict[str, Any]:
     """Return what `locate` prints, ready for JSON; docs/building.md has the fields.
 
-    num_tokens: as in `locate`; None: all of the document. names_of: gives the names of sentinels. Raises: as `locate`.
+    tokens: as in `locate`; None: all of the document. names_of: gives the names of sentinels. Raises: as `locate`.
     """
-    if split not in SPLITS:
-        raise ValueError(f"split {split!r}: expected one of {', '.join(SPLITS)}")
-    if num_tokens is not None and num_tokens < 1:
-        raise ValueError(f"num_tokens={num_tokens}: expected at least 1")
-    folder, meta = open_version(cache)
+    folder, meta = cache.folder, cache.meta
+    check_piece(cache, tokenizer, split, 1 if tokens is None else tokens)
+    about = {"kind": cache.kind.name, "split": split, "position": position}
+    found, (start, end) = _document_at(cache, split, position)
+    # Around the position, and not shorter than tokens where the document starts or ends near it.
+    tokens = end - start if tokens is None else tokens
+    first = max(start, min(position - tokens // 2, end - tokens))
+    ids = ids_at(folder, meta, split, first, min(end, first + tokens))
+    token, decode, text = int(ids[position - first]), None, None
     if tokenizer is not None:
-        check_tokenizer(folder, meta, tokenizer.sha256)
-    with meta_errors(cache):
-        about = {"cache": str(cache), "kind": meta["kind"], "split": split, "position": position}
-        found, (start, end) = _document_at(cache, folder, meta, split, position)
-        # Around the position, and not shorter than num_tokens where the document starts or ends near it.
-        num_tokens = end - start if num_tokens is None else num_tokens
-        first = max(start, min(position - num_tokens // 2, end - num_tokens))
-        ids = ids_at(folder, meta, split, first, min(end, first + num_tokens))
-        token, decode, text = int(ids[position - first]), None, None
-        if tokenizer is not None:
-            decode = partial(decoded_text, sentinels=names_of(folder, meta), tokenizer=tokenizer)
-            text = decoded_text(np.array([token]), short_names(folder, meta), tokenizer)
-        parts = dict(zip(("text_before", "text_at", "text_after"), _parts(ids, position - first, decode), strict=True))
-        place = {"first_token": first - start, "end_token": first - start + len(ids)}
-        return about | found | {"token_id": token, "token_text": text} | place | parts
+        decode = partial(decoded_text, sentinels=names_of(folder, meta), tokenizer=tokenizer)
+        text = decoded_text(np.array([token]), sentinel_names(folder, meta), tokenizer)
+    parts = dict(zip(("text_before", "text_at", "text_after"), _parts(ids, position - first, decode), strict=True))
+    place = {"first_token": first - start, "end_token": first - start + len(ids)}
+    return about | found | {"token_id": token, "token_text": text} | place | parts
 
 
-def _document_at(
-    cache: Path, folder: Path, meta: dict[str, Any], split: str, position: int
-) -> tuple[dict[str, Any], tuple[int, int]]:
+def _document_at(cache: Cache, split: str, position: int) -> tuple[dict[str, Any], tuple[int, int]]:
     """Return figures of the document at a position, and its first and last token in the split."""
+    folder, meta = cache.folder, cache.meta
     starts = bounds(folder, meta, split)
     total = int(starts[-1])
     if not total:
-        raise PositionError(f"position {position:,}: {cache}/{split} has no token")
+        raise PositionError(f"position {position:,}: {cache.path}/{split} has no token")
     if not 0 <= position < total:
-        raise PositionError(f"position {position:,}: {cache}/{split} has {total:,} tokens, expected 0 to {total - 1:,}")
+        raise PositionError(
+            f"position {position:,}: {cache.path}/{split} has {total:,} tokens, expected 0 to {total - 1:,}"
+        )
     number = int(np.searchsorted(starts, position, side="right")) - 1
     start, end = starts[number : number + 2].tolist()
     found = {

@@ -12,12 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.builders.writer import OFFSET_DTYPE
+from niels_gpt.cache.documents import supervised_counts
 from niels_gpt.cache.formats import SPLITS, is_imported, token_dtype_of
 from niels_gpt.cache.loss_bits import has_loss_bits
 from niels_gpt.cache.meta import control_ids_of
 from niels_gpt.display.numbers import many
-from niels_gpt.inspection.file_checks import HEADER_BYTES, CacheFiles, Damage, Record, Scan
-from niels_gpt.inspection.stats import supervised_counts
+from niels_gpt.kinds.files import HEADER_BYTES, Damage, FileChecks, Record, Scan
 from niels_gpt.storage.checks import Figures
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
@@ -29,7 +29,7 @@ _MAX_EXAMPLES = 5  # named in one problem
 _FEW_IDS = 8  # compared one by one, which is faster then
 
 
-def content_damages(files: CacheFiles) -> Iterator[Damage]:
+def content_damages(files: FileChecks) -> Iterator[Damage]:
     """Read every readable file of a pretrain or sft cache; yield wrong sha256 sums and wrong contents.
 
     The token files of an sft cache are read a second time, for its supervised tokens.
@@ -64,7 +64,7 @@ def content_damages(files: CacheFiles) -> Iterator[Damage]:
 
 
 def _scanned(
-    files: CacheFiles, record: Record, scan: Scan | None = None, stream: SentinelScan | None = None
+    files: FileChecks, record: Record, scan: Scan | None = None, stream: SentinelScan | None = None
 ) -> Iterator[Damage]:
     """Read one file; yield its own damage, and that of its contents unless it follows from damage of known bytes."""
     if record["name"] not in files.readable:
@@ -78,7 +78,7 @@ def _scanned(
         yield from scan.damages()
 
 
-def _offsets(files: CacheFiles, record: Record) -> NDArray[np.int64]:
+def _offsets(files: FileChecks, record: Record) -> NDArray[np.int64]:
     count = record["entries"]
     if not count:
         return np.zeros(0, dtype=OFFSET_DTYPE)
@@ -87,7 +87,7 @@ def _offsets(files: CacheFiles, record: Record) -> NDArray[np.int64]:
     return mapped.view(np.ndarray)
 
 
-def id_damages(files: CacheFiles, figures: Figures) -> Iterator[Damage]:
+def id_damages(files: FileChecks, figures: Figures) -> Iterator[Damage]:
     """Yield the ids that are not in the vocabulary, and the token files that cannot be read."""
     tokens, greatest, vocab_size = 0, -1, int(files.meta["vocab_size"])
     itemsize, records = token_dtype_of(files.meta, files.folder / META_NAME).itemsize, files.records
@@ -120,7 +120,7 @@ def id_damages(files: CacheFiles, figures: Figures) -> Iterator[Damage]:
         figures.say("There are no tokens.", tokens=0)
 
 
-def supervised_damages(files: CacheFiles, split: str, counts: NDArray[np.int64]) -> Iterator[Damage]:
+def supervised_damages(files: FileChecks, split: str, counts: NDArray[np.int64]) -> Iterator[Damage]:
     """Yield the examples without a supervised token, and a sum other than the one in meta.json.
 
     counts: of `supervised_counts`.

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from niels_gpt.cache.formats import SPLITS
+from niels_gpt.cache.meta import find_meta
+from niels_gpt.kinds.kind import Cache, Kind, kind_named, kinds
 from niels_gpt.storage.errors import CacheError, NotFound
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.leftovers import versions_below
-from niels_gpt.storage.remedies import BUILD_ALL, PROGRAM, instead_of
+from niels_gpt.storage.meta_json import resolved
+from niels_gpt.storage.remedies import BUILD_ALL, instead_of
 from niels_gpt.storage.versions import BUILDING, PARTITIONS, VERSIONS_DIR
 
 _UNFINISHED = (BUILDING, f"{PARTITIONS}-")
@@ -24,6 +28,23 @@ _ONLY_IN_CACHES = (
     "index/{train,val}_ids.txt",
     "index/crc32.bin",
 )
+
+
+def open_cache(path: str | os.PathLike[str]) -> Cache:
+    """Open a cache of any kind. Raises: as `refuse_unless_cache` and `Cache.open`."""
+    refuse_unless_cache(Path(path))
+    return Cache.open(path)
+
+
+def kind_at(path: Path) -> Kind | None:
+    """Return the kind of a cache by its meta.json, else by its files; None where neither tells."""
+    with suppress(CacheError, OSError, RuntimeError):
+        folder = resolved(path)
+        meta = find_meta(folder)
+        if meta is None:
+            return next((kind for kind in kinds() if kind.recognizes(folder)), None)
+        return kind_named(meta.get("kind"))
+    return None
 
 
 def caches_below(path: Path) -> list[Path]:
@@ -61,17 +82,13 @@ def refuse_unless_cache(path: Path) -> None:
     """Raise an error for a path that is no cache at all, which is a wrong argument and no damage.
 
     A damaged cache passes: its meta.json cannot be read, or is missing beside its tokens, or its version is gone.
-    Raises: FileNotFoundError for no such folder, and one without a cache; CacheError for a part of a cache, and for an
-        EAGLE-3 cache without a meta.json.
+    Raises: FileNotFoundError for no such folder, and one without a cache; CacheError for a part of a cache.
     """
     if _is_cache(path):
         return
     whole = next((above for above in list(path.absolute().parents)[:2] if _has_meta(above)), None)
     if whole is not None and os.path.lexists(path):
         raise CacheError(path, "a part of a cache", f"the whole cache, {whole}", code="E209")
-    if os.path.lexists(path / "manifest.json"):
-        remedy = f"Take {PROGRAM} eagle3 inspect, stats or verify"
-        raise CacheError(path, "an EAGLE-3 cache", "one of tokens", remedy, code="E208")
     what = "no cache" if path.is_dir() else "not a folder" if path.exists() else "no such folder"
     raise NotFound(f"{path}: {what}. {_instead(path, 'Name the folder of one cache, such as cache/sft/oasst1')}")
 
@@ -109,6 +126,8 @@ def _is_cache(path: Path) -> bool:
     if _is_in_versions(path):
         return path.is_dir() and not path.name.startswith(_UNFINISHED)
     if _has_meta(path) or (not path.is_symlink() and _holds_tokens(path)):
+        return True
+    if path.is_dir() and any(kind.recognizes(path) for kind in kinds()):
         return True
     return path.is_symlink() and Path(os.readlink(path)).parent.parent.name == VERSIONS_DIR
 

@@ -1,0 +1,159 @@
+"""What people see of a split of a token cache: its documents, their lengths, ids, loss and source ids.
+
+`cache` is the folder of one version, resolved; `meta` is its meta.json. A document of an sft cache is an example. The
+files are opened here and not by a reader, so that a cache that readers refuse can still be looked at.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from niels_gpt.cache.formats import OFFSET_DTYPE, Ids, flat_targets, target_mask, token_dtype_of
+from niels_gpt.cache.loss_bits import LossBits, bits_path, has_loss_bits
+from niels_gpt.cache.meta import recorded_bytes, special_id
+from niels_gpt.cache.mmap import load_idx, mmap_tokens
+from niels_gpt.storage.errors import REBUILD, CacheError
+from niels_gpt.storage.fileio import META_NAME, id_of_line
+from niels_gpt.storage.meta_json import open_regular, path_inside
+
+BLOCK_TOKENS = 2**16
+"""Whose loss is counted at once: its masks fit a core's cache."""
+_READ_BYTES = 1 << 20
+_MAX_ID_BYTES = 1 << 24
+
+
+def bounds(cache: Path, meta: dict[str, Any], split: str) -> NDArray[np.int64]:
+    """Return where each document starts and where the last one ends, in tokens: int64 [documents + 1], ascending.
+
+    In a pretrain cache it is the mapped file. A split without documents, as in a stub, gives [0].
+    Raises: FileNotFoundError, CacheError where a file is missing or does not match its meta.json.
+    """
+    total = int(meta["totals"][f"{split}_tokens"])
+    if total == 0:  # a stub has no file, and an empty sft split has one that cannot be mapped
+        return np.zeros(1, dtype=OFFSET_DTYPE)
+    if meta["kind"] == "sft":
+        end = len(tokens_of(cache, meta, split))
+        return np.append(load_idx(path_inside(cache, f"{split}_idx.npy"), num_tokens=end), np.int64(end))
+    path = path_inside(cache, f"index/{split}_docs.npy")
+    starts = load_idx(path, num_tokens=np.iinfo(OFFSET_DTYPE).max)
+    if starts[-1] != total:
+        raise CacheError(path, f"ends at token {starts[-1]}", f"{total} by {META_NAME}", REBUILD, code="E201")
+    return starts
+
+
+def lengths(cache: Path, meta: dict[str, Any], split: str) -> NDArray[np.int64]:
+    """Return the tokens of each document of a split: int64 [documents]. Raises as `bounds`."""
+    return np.diff(bounds(cache, meta, split))
+
+
+def tokens_of(cache: Path, meta: dict[str, Any], split: str) -> Ids:
+    """Map the token file of an sft split: its ids [tokens]. Raises as `mmap_tokens`; an empty split is refused."""
+    path, size = path_inside(cache, f"{split}_tokens.bin"), meta["shards"][split][0]["bytes"]
+    return mmap_tokens(path, expected_bytes=size, dtype=token_dtype_of(meta, cache / META_NAME))
+
+
+def ids_at(cache: Path, meta: dict[str, Any], split: str, start: int, end: int) -> Ids:
+    """Return tokens [start, end) of a split's stream, which may lie in several shards: the cache's dtype."""
+    dtype = token_dtype_of(meta, cache / META_NAME)
+    parts, before = [np.zeros(0, dtype=dtype)], 0
+    for record in meta["shards"][split]:
+        first, last = max(start - before, 0), min(end - before, record["tokens"])
+        if first < last:
+            path = path_inside(cache, record["name"])
+            parts.append(mmap_tokens(path, expected_bytes=record["bytes"], dtype=dtype)[first:last])
+        before += record["tokens"]
+    return np.concatenate(parts)
+
+
+def mask_of(cache: Path, meta: dict[str, Any], split: str, start: int, ids: Ids) -> NDArray[np.bool_]:
+    """Return which tokens of an example of an sft split are supervised: bool [tokens].
+
+    start: the first token of the example; ids: its tokens, or the first ones.
+    """
+    if has_loss_bits(meta):
+        bits = open_bits(cache, meta, split, len(tokens_of(cache, meta, split)))
+        return bits.flat(np.array([start]), np.array([start + len(ids)]))
+    asst_id, eot_id = (special_id(cache, meta, name) for name in ("asst", "eot"))
+    return target_mask(ids[None], np.array([len(ids)]), asst_id=asst_id, eot_id=eot_id).reshape(-1)
+
+
+def open_bits(folder: Path, meta: dict[str, Any], split: str, num_tokens: int) -> LossBits:
+    """Map the loss bits of a split that has tokens. Raises: as `LossBits`."""
+    path = bits_path(folder, meta, f"{split}_tokens.bin")
+    return LossBits(path, num_tokens, recorded=recorded_bytes(folder, meta, path))
+
+
+def supervised_counts(cache: Path, meta: dict[str, Any], split: str) -> NDArray[np.int64]:
+    """Return how many tokens of each example of an sft split are supervised: int64 [examples].
+
+    By the loss bits, or by the sentinels. Blocks of about 65,536 tokens are held in memory, or one longer example.
+    Raises: as `bounds` and `tokens_of`; CacheError where the ids of the sentinels are not known.
+    """
+    starts = bounds(cache, meta, split)
+    counts = np.zeros(len(starts) - 1, dtype=np.int64)
+    if len(counts) == 0:
+        return counts
+    mask = _loss_reader(cache, meta, split)
+    first = 0
+    while first < len(counts):
+        last = max(first + 1, int(np.searchsorted(starts, starts[first] + BLOCK_TOKENS, "right")) - 1)
+        edges = starts[first : last + 1]
+        # Of an empty example reduceat would give the next token, but the index ascends strictly.
+        counts[first:last] = np.add.reduceat(mask(edges), edges[:-1] - edges[0], dtype=np.int64)
+        first = last
+    return counts
+
+
+def _loss_reader(cache: Path, meta: dict[str, Any], split: str) -> Callable[[NDArray[np.int64]], NDArray[np.bool_]]:
+    """Return what gives the loss mask of the examples between some edges, end to end: bool [tokens]."""
+    tokens = tokens_of(cache, meta, split)
+    if has_loss_bits(meta):
+        bits = open_bits(cache, meta, split, len(tokens))
+        return lambda edges: bits.flat(edges[:1], edges[-1:])
+    asst_id, eot_id = (special_id(cache, meta, name) for name in ("asst", "eot"))
+
+    def by_sentinels(edges: NDArray[np.int64]) -> NDArray[np.bool_]:
+        closed = np.zeros(len(edges) - 1, dtype=np.bool_)
+        ids = tokens[edges[0] : edges[-1]]
+        return flat_targets(ids, edges[1:] - edges[0], closed, asst_id=asst_id, eot_id=eot_id)
+
+    return by_sentinels
+
+
+def source_id(cache: Path, meta: dict[str, Any], split: str, number: int) -> str | None:
+    """Return the source id of document `number` of a split; None for a cache whose builder recorded none.
+
+    cache: the folder of one version, resolved. Raises: FileNotFoundError; CacheError where the file has no such line.
+    """
+    if split not in meta.get("ids", {}):
+        return None
+    line = next(itertools.islice(id_lines(cache, meta, split), number, None), None)
+    if line is None:
+        path = cache / meta["ids"][split]["name"]
+        raise CacheError(path, f"has no line {number}", "one for each document", REBUILD, code="E201")
+    with warnings.catch_warnings():  # about a damaged line
+        warnings.simplefilter("ignore")
+        return id_of_line(line, "replace")
+
+
+def id_lines(cache: Path, meta: dict[str, Any], split: str) -> Iterator[bytes]:
+    """Yield the source ids of a split in the order of its documents, as written in the file, without line ends.
+
+    Raises: FileNotFoundError; CacheError also for an id of more than 16 MiB.
+    """
+    rest, path = b"", path_inside(cache, meta["ids"][split]["name"])
+    with open(open_regular(path), "rb") as file:
+        while content := file.read(_READ_BYTES):
+            *lines, rest = (rest + content).split(b"\n")
+            yield from lines
+            if len(rest) > _MAX_ID_BYTES:
+                raise CacheError(path, f"a line of more than {_MAX_ID_BYTES:,} bytes", "a source id", code="E201")
+    if rest:
+        yield rest

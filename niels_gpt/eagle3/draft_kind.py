@@ -1,0 +1,122 @@
+"""The kind of the draft vocabulary: a file of the target's ids that a draft knows, and a meta.json."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from niels_gpt.display.numbers import share_text
+from niels_gpt.kinds.files import FileChecks
+from niels_gpt.kinds.kind import Cache, Finding, Held, Kind, Limits, Page, Rows
+from niels_gpt.kinds.rows import described
+from niels_gpt.storage.checks import Check, Figures
+from niels_gpt.storage.errors import PositionError
+from niels_gpt.storage.fileio import META_NAME
+from niels_gpt.storage.meta_json import wrong_value
+
+_IDS = 200  # printed where the caller does not say how many
+_SHOWN_IDS = 10  # a line
+
+
+def _mapping_fits(files: FileChecks, limits: Limits, figures: Figures) -> Iterator[Finding]:
+    yield from files.size_damages()
+    yield from (damages := list(files.sha256_damages()))
+    if damages:
+        return  # what it holds is not that of meta.json
+    meta = files.meta
+    _load(files.folder, meta)
+    ids, of, coverage = meta["draft_vocab_size"], meta["target_vocab_size"], meta["coverage"]
+    figures.say(
+        f"The draft knows {ids:,} of the target's {of:,} tokens: {share_text(coverage)} of the supervised ones.",
+        tokens=ids,
+        coverage=coverage,
+    )
+
+
+def _load(folder: Any, meta: Mapping[str, Any]) -> list[int]:
+    """Return the target's id of each token of the draft. Raises: CacheError where the file does not fit meta.json."""
+    from niels_gpt.eagle3.vocab import load_token_mapping
+
+    for name, kinds in (("target_vocab_size", (int,)), ("draft_vocab_size", (int,)), ("coverage", (int, float))):
+        if type(meta.get(name)) not in kinds:
+            raise wrong_value(str(folder / META_NAME), name, meta.get(name), "a number")
+    sizes = {name: meta[name] for name in ("target_vocab_size", "draft_vocab_size")}
+    ids, _ = load_token_mapping(folder, **sizes)
+    return [int(number) for number in ids]
+
+
+class DraftVocabKind(Kind):
+    """The tokens that a draft knows."""
+
+    name = "draft_vocab"
+    keys = ("eagle3/draft_vocab",)
+    checks = (
+        Check(
+            "mapping_fits",
+            "The file of tokens has the bytes that meta.json names, and as many distinct ids of the target as it says.",
+            rule=_mapping_fits,
+        ),
+    )
+    is_small = True
+    page = Page(
+        "from niels_gpt.cache import read_meta\nfrom niels_gpt.eagle3.vocab import load_token_mapping\n\n"
+        'size = read_meta("{path}/meta.json")["target_vocab_size"]\n'
+        'ids, is_known = load_token_mapping("{path}", target_vocab_size=size, draft_vocab_size=None)',
+        frozenset({"json"}),
+        look="stats",
+        columns=(
+            ("selected_token_ids", "int64 [D]", "draft id -> id of the target"),
+            ("selected_token_mask", "bool [V]", "which ids of the target the draft knows"),
+        ),
+    )
+
+    def refuse(self, cache: Cache, *, models: bool) -> None:
+        """Load the ids as a draft does."""
+        _load(cache.folder, cache.meta)
+
+    def held(self, meta: Mapping[str, Any]) -> Held:
+        """Return the ids, and the share of the supervised tokens that they cover."""
+        note = f"{meta['coverage']:.2%} of the supervised tokens"
+        return Held({"id": {"": int(meta["draft_vocab_size"])}}, note=note)
+
+    def stats(self, cache: Cache, progress: Any = None) -> Rows:
+        """Return the coverage, and what it was counted from."""
+        meta, totals, source = cache.meta, cache.meta["totals"], cache.meta["source"]
+        return [
+            ("cache", f"{cache.path} (draft_vocab, built)"),
+            ("target", meta["target_model"]),
+            ("tokens", f"{meta['draft_vocab_size']:,} of the target's {meta['target_vocab_size']:,}"),
+            ("coverage", f"{meta['coverage']:.2%} of {totals['supervised_tokens']:,} supervised tokens"),
+            ("samples", f"{totals['samples']:,}, of {totals['tokens']:,} tokens"),
+            ("dropped", ", ".join(f"{reason} {number:,}" for reason, number in meta["dropped"].items()) or "none"),
+            *((name, source.get(name) or "not stated") for name in ("input_data", "licence", "attribution")),
+            ("tokenizer", meta["tokenizer_sha256"][:12]),
+        ]
+
+    def stats_data(self, cache: Cache, progress: Any = None) -> dict[str, Any]:
+        """Return meta.json without its list of files."""
+        return described(cache.meta)
+
+    def show(self, cache: Cache, tokenizer: Any, *, split: str, at: int, tokens: int, color: bool) -> str:
+        """Return some of the target's ids, in the order of the draft's, and their text with the target's tokenizer."""
+        found = self.show_data(cache, tokenizer, split=split, at=at, tokens=tokens)
+        ids = [each["target_id"] for each in found["ids"]]
+        head = f"{cache.path}: draft ids {at:,} to {at + len(ids) - 1:,} of {found['draft_vocab_size']:,}"
+        if tokenizer is not None:
+            return "\n".join([head, *(f"{each['target_id']:>8,}  {each['token']!r}" for each in found["ids"])])
+        lines = (ids[first : first + _SHOWN_IDS] for first in range(0, len(ids), _SHOWN_IDS))
+        return "\n".join([head, *(" ".join(map(str, line)) for line in lines)])
+
+    def show_data(self, cache: Cache, tokenizer: Any, *, split: str, at: int, tokens: int | None) -> dict[str, Any]:
+        """Return the same, ready for JSON."""
+        ids = _load(cache.folder, cache.meta)
+        if not 0 <= at < len(ids):
+            raise PositionError(f"position {at:,}: there are {len(ids):,} ids, expected 0 to {len(ids) - 1:,}")
+        some = range(at, min(len(ids), at + (_IDS if tokens is None else tokens)))
+        named = [{"draft_id": number, "target_id": ids[number]} for number in some]
+        if tokenizer is not None:
+            named = [{**each, "token": tokenizer.token(each["target_id"])} for each in named]
+        return {"kind": self.name, "draft_vocab_size": len(ids), "ids": named}
+
+
+DRAFT_VOCAB = DraftVocabKind()

@@ -1,0 +1,214 @@
+"""The kind of EAGLE-3 caches: versions 1 and 2 and the native form, of this project and of other tools.
+
+Its checks and figures stand in eagle3/inspect; here they answer what every kind is asked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from niels_gpt.eagle3.format.layout import MANIFEST_NAME
+from niels_gpt.eagle3.inspect.checks import CHECKS, RECOMPUTED
+from niels_gpt.kinds.kind import Cache, Held, Kind, Limits, Page, Rows
+from niels_gpt.progress import Progress
+from niels_gpt.storage.checks import Verdict
+from niels_gpt.storage.errors import PositionError
+
+_DIGEST_BYTES = 16
+_FIRST_IDS = 8  # of the draft's vocabulary: a list of 32,000 belongs into a file
+
+
+class Eagle3Kind(Kind):
+    """What a target says of each token, in shards."""
+
+    name = "eagle3"
+    unit = "sample"
+    keys = ("eagle3/targets",)
+    checks = tuple(CHECKS.values())
+    outside_checks: ClassVar[Mapping[str, str]] = {RECOMPUTED: "niels_gpt.recipes.eagle3.asset:check_recomputed"}
+    shown = 32
+    page = Page(
+        "from niels_gpt.eagle3.cache import CachedEagle3Dataset\n\n"
+        'data = CachedEagle3Dataset("{path}")\n'
+        "sample = data[0]  # the columns by name",
+        frozenset({"huggingface", "pytorch"}),
+        columns=(
+            ("input_ids", "int64 [S]", "ids of the tokens, shifted by one"),
+            ("attention_mask", "int64 [S]", "1 where there is a token, 0 in the padding"),
+            ("loss_mask", "int64 [S]", "1 where a token carries loss"),
+            ("aux_hidden_states", "float [S, 3H]", "hidden states of some of the target's layers"),
+            (
+                "position_mask",
+                "bool [S, 1]",
+                "where a draft learns: with loss, its vocabulary has the likeliest token",
+            ),
+            ("target_probs", "float [S, D]", "the target's distribution over the draft's vocabulary"),
+        ),
+    )
+
+    def recognizes(self, folder: Path) -> bool:
+        """Whether there is a manifest.json, as every tool of this format writes it."""
+        return os.path.lexists(folder / MANIFEST_NAME)
+
+    def refuse(self, cache: Cache, *, models: bool) -> None:
+        """Read the manifest, as every reader does first."""
+        from niels_gpt.eagle3.inspect.opening import open_cache
+
+        open_cache(cache.folder)
+
+    def verdicts(
+        self, cache: Cache, names: Collection[str], limits: Limits, progress: Progress | None = None
+    ) -> dict[str, Verdict]:
+        """Make all checks in one pass over the shards."""
+        from niels_gpt.eagle3.inspect.verify import verify
+
+        return verify(cache.path, names=list(names), progress=progress)
+
+    def checks_of_build(self, *, reused: bool, deep: bool) -> list[str]:
+        """Return all checks, and of a cache that was up to date the one that reads headers alone."""
+        return ["complete"] if reused and not deep else [name for name in CHECKS if name not in self.outside_checks]
+
+    def held(self, meta: Mapping[str, Any]) -> Held:
+        """Return samples and tokens."""
+        totals = meta.get("totals") or {}
+        counts = {unit: {"": int(totals[f"{unit}s"])} for unit in ("sample", "token")}
+        return Held(counts, loss=totals.get("supervised_tokens"))
+
+    def stats(self, cache: Cache, progress: Progress | None = None) -> Rows:
+        """Return what it was made from, and its lengths, mass, entropy and norms."""
+        from niels_gpt.eagle3.inspect.show import summary
+        from niels_gpt.eagle3.inspect.stats import stats
+
+        about: Any = summary(cache.path)
+        known = {name for name, _ in about}
+        return [*about, *(row for row in stats(cache.path, progress=progress).rows() if row[0] not in known)]
+
+    def stats_data(self, cache: Cache, progress: Progress | None = None) -> dict[str, Any]:
+        """Return the same, ready for JSON."""
+        from niels_gpt.eagle3.inspect.show import description
+        from niels_gpt.eagle3.inspect.stats import stats
+
+        return {**description(cache.path), **stats(cache.path, progress=progress).as_json()}
+
+    def show(self, cache: Cache, tokenizer: Any, *, split: str, at: int, tokens: int, color: bool) -> str:
+        """Return the slots of a sample: id, masks, likeliest draft tokens, norms."""
+        from niels_gpt.display.tables import table
+        from niels_gpt.eagle3.inspect.show import sample_heading, slot_rows
+
+        _refuse_val(split)
+        rows = slot_rows(cache.path, at, tokenizer, slots=tokens)
+        return f"{sample_heading(cache.path, at)}\n{table(rows)}"
+
+    def show_data(self, cache: Cache, tokenizer: Any, *, split: str, at: int, tokens: int | None) -> dict[str, Any]:
+        """Return the same, ready for JSON. tokens: None: all slots."""
+        from niels_gpt.eagle3.inspect.show import slot_rows
+
+        _refuse_val(split)
+        head, *rows = slot_rows(cache.path, at, tokenizer, slots=2**31 if tokens is None else tokens)
+        return {"kind": self.name, "sample": at, "slots": [dict(zip(head, row, strict=True)) for row in rows]}
+
+    def locate(self, cache: Cache, tokenizer: Any, *, split: str, position: int, tokens: int) -> str:
+        """Return the sample, its source and its shard at a token, and the slots around it."""
+        from niels_gpt.display.tables import table
+        from niels_gpt.eagle3.inspect.show import slot_rows
+
+        found = self.locate_data(cache, tokenizer, split=split, position=position, tokens=tokens)
+        rows = [
+            ("token", f"{position:,} of {found['tokens']:,} of {cache.path}"),
+            ("sample", f"{found['sample']:,} of {found['samples']:,}"),
+            ("source id", found["source_id"] or "not recorded"),
+            ("offset in it", f"{found['offset_tokens']:,} tokens"),
+            ("file", found["file"]),
+        ]
+        begin = max(0, found["offset_tokens"] - tokens // 2)
+        slots = table(slot_rows(cache.path, found["sample"], tokenizer, begin=begin, slots=tokens))
+        return "\n".join([*(f"{label + ':':14}{value}" for label, value in rows), "", slots])
+
+    def locate_data(
+        self, cache: Cache, tokenizer: Any, *, split: str, position: int, tokens: int | None
+    ) -> dict[str, Any]:
+        """Return the same without the slots, ready for JSON. A position counts the tokens of all samples."""
+        from niels_gpt.eagle3.format.layout import shard_path
+
+        _refuse_val(split)
+        sizes, names, shards = _lengths(cache)
+        total = sum(sizes)
+        if not 0 <= position < total:
+            raise PositionError(
+                f"position {position:,}: {cache.path} has {total:,} tokens, expected 0 to {total - 1:,}"
+            )
+        sample, before = 0, 0
+        while before + sizes[sample] <= position:
+            before, sample = before + sizes[sample], sample + 1
+        about = {"kind": self.name, "position": position, "tokens": total, "sample": sample, "samples": len(sizes)}
+        place = {"source_id": names[sample] if names else None, "offset_tokens": position - before}
+        return about | place | {"file": os.path.basename(shard_path("", shards[sample]))}
+
+    def sizes(self, cache: Cache) -> dict[str, int]:
+        """Return the number of samples."""
+        return {"": len(_lengths(cache)[0])}
+
+    def digests(self, cache: Cache, split: str) -> Iterator[bytes]:
+        """Yield a hash of the ids and the loss mask of each sample, as stored."""
+        from niels_gpt.eagle3.inspect.opening import open_cache
+
+        opened: Any = open_cache(cache.folder)
+        for shard in opened.shards:
+            for row in opened.stored(shard):
+                fields = row.fields if hasattr(row, "fields") else vars(row.sample)
+                digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+                for name in ("input_ids", "loss_mask"):
+                    digest.update(fields[name][: row.length].long().numpy().tobytes())
+                yield digest.digest()
+
+    def source_ids(self, cache: Cache, split: str) -> Iterator[bytes] | None:
+        """Yield the id of each sample."""
+        names = _lengths(cache)[1]
+        return (name.encode("unicode_escape") for name in names) if names else None
+
+    def plot(self, cache: Cache, name: str) -> bytes:
+        """Return a PNG of lengths, entropy and mass."""
+        from niels_gpt.eagle3.inspect.plot import plot
+        from niels_gpt.eagle3.inspect.stats import stats
+
+        return plot(stats(cache.path), name)
+
+    def places(self, cache: Cache) -> list[tuple[str, int]]:
+        """Return none: slots are tables of numbers."""
+        return []
+
+    def more_results(self, cache: Cache) -> dict[str, Any]:
+        """Return the totals and the manifest."""
+        from niels_gpt.eagle3.format.manifest import read_manifest
+
+        manifest, meta = read_manifest(cache.folder), cache.meta
+        selected = manifest["selected_token_ids"]
+        manifest["selected_token_ids"] = {"count": len(selected), "first": selected[:_FIRST_IDS]}
+        sizes = {f"token_bytes/{part}": size for part, size in meta.get("token_bytes", {}).items()}
+        return {**meta["totals"], **sizes, "sidecar_version": meta["format_version"], **manifest}
+
+
+def _refuse_val(split: str) -> None:
+    if split != "train":
+        raise PositionError(f"split {split!r}: an EAGLE-3 cache is of one piece; leave it out, or name train")
+
+
+def _lengths(cache: Cache) -> tuple[list[int], list[str], list[int]]:
+    """Return of each sample its tokens, its source id, and its shard; no ids where none is recorded."""
+    from niels_gpt.eagle3.inspect.opening import open_cache
+
+    opened: Any = open_cache(cache.folder)
+    shards = [shard for shard in opened.shards for _ in range(opened.rows_of(shard))]
+    if not opened.is_planned:
+        return [row.length for shard in opened.shards for row in opened.stored(shard)], [], shards
+    samples = opened.samples
+    return np.diff(samples.starts).tolist(), list(samples.source_ids), shards
+
+
+EAGLE3 = Eagle3Kind()

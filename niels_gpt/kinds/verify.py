@@ -1,0 +1,237 @@
+"""Is a finished cache good? Named checks (`verify`), and every damage with its file and bytes (`find_damage`).
+
+The checks of a kind stand in its table (kinds/kind.py); those that several kinds share in checks.py. A rule yields a
+`Damage`, where bytes of the cache are wrong, or an error, where the problem lies elsewhere or has another remedy.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from niels_gpt.kinds.files import Damage, FileChecks
+from niels_gpt.kinds.folders import kind_at, open_cache
+from niels_gpt.kinds.kind import MALFORMED, Cache, Finding, Kind, Limits, MetaDamage, Rule
+from niels_gpt.progress import Progress
+from niels_gpt.storage.checks import Figures, Verdict, first_problems
+from niels_gpt.storage.errors import REBUILD, CacheError
+from niels_gpt.storage.fileio import META_NAME
+from niels_gpt.storage.meta_json import printable, read_regular, resolved
+from niels_gpt.storage.remedies import make_again
+from niels_gpt.storage.versions import VERSION_DIGITS
+
+_MAX_REASON = 100  # characters in a table
+
+
+def verify(
+    path: Path, limits: Limits, *, names: Collection[str] | None = None, progress: Progress | None = None
+) -> dict[str, Verdict]:
+    """Make the checks of a cache; returns the verdict of each by the check's name, blocking ones first.
+
+    path: the public folder, such as cache/sft/oasst1. It is resolved once, so all checks look at one version.
+    names: the checks to make; None: all those of this kind of cache that need nothing but the cache.
+    Raises: FileNotFoundError and CacheError if meta.json cannot be read or is of an unknown kind; ValueError for a name
+        that is no check of this kind. Damage to anything else is a problem of the checks that need it.
+    """
+    cache = open_cache(path)
+    outside = cache.kind.outside_checks
+    known = {check.name: check for check in cache.kind.checks if check.name not in outside}
+    if unknown := [name for name in names or () if name not in known]:
+        raise ValueError(
+            f"there is no check {unknown[0]!r} of kind {cache.kind.name}, expected some of {', '.join(known)}"
+        )
+    wanted = [name for name in known if names is None or name in names]
+    made = cache.kind.verdicts(cache, wanted, limits, progress)
+    if made is not None:
+        return {name: made[name] for name in wanted}
+    return {name: _verdict(cache, rule, limits) for name in wanted if (rule := known[name].rule) is not None}
+
+
+def _verdict(cache: Cache, rule: Rule, limits: Limits) -> Verdict:
+    figures, files = Figures(), file_checks(cache)
+    problems = first_problems(_sentences(cache.path, files.folder, _guarded(rule(files, limits, figures))))
+    return Verdict.of(problems, figures)
+
+
+def file_checks(cache: Cache, progress: Progress | None = None) -> FileChecks:
+    """Return the checks of a cache's files. Raises: CacheError E202 where its records are none."""
+    return FileChecks(cache.folder, cache.meta, cache.records, cache.kind.content_sha256, progress)
+
+
+def _guarded(findings: Iterator[Finding]) -> Iterator[Finding]:
+    """Yield findings; what is raised instead is one more."""
+    try:
+        yield from findings
+    except (CacheError, OSError) as error:  # both name their file
+        yield error
+    except MALFORMED as error:
+        yield Damage(META_NAME, 0, 0, f"not as docs/formats.md describes it ({error!r})")
+
+
+def _sentences(path: Path, folder: Path, findings: Iterable[Finding]) -> Iterator[str]:
+    """Turn findings into sentences that name the public folder, not the version's, which means little to readers."""
+    remedy = make_again(path) if path.name == "tokenizer" else REBUILD
+    for finding in findings:
+        if isinstance(finding, Damage):
+            finding = CacheError(path / finding.file, finding.problem, remedy=remedy, code="E201")
+        yield str(finding).replace(str(folder), str(path))
+
+
+# --- every damage, with its bytes -------------------------------------------------------------------------------------
+
+
+def find_damage(path: Path, *, deep: bool, progress: Progress | None = None) -> list[Damage]:
+    """Return what is wrong with the cache at `path`, [] for a good one. Nothing outside its folder is opened.
+
+    Warnings are no damage. A quick look compares sizes, headers and sums; it finds files that meta.json does not name.
+    It reads the files that have another name, a hard link, and were written after meta.json.
+    path: the public folder, such as cache/sft/oasst1, or a version's own. It is resolved once.
+    deep: read every file; those of a small kind, such as a tokenizer's model, are always read.
+    progress: called with files, bytes read, and bytes to read in all.
+    """
+    try:
+        folder = path.resolve()
+    except (OSError, RuntimeError) as error:  # links in a circle; Python 3.13 has an OSError for it
+        return [Damage(META_NAME, 0, 0, str(error))]
+    kind = kind_at(folder)
+    if kind is not None and kind.has("verdicts"):
+        return _by_verdicts(path, kind, deep=deep, progress=progress)
+    try:
+        cache = Cache.trusted(folder)
+        files = file_checks(cache, progress)
+    except MetaDamage as damage:
+        return [_with_end(folder, damage.damage)]
+    except CacheError as error:
+        return [_with_end(folder, _as_damage(error, folder))]
+    limits = Limits(deep=deep)
+
+    findings = _guarded(_all_damages(cache, files, limits))
+    damages = [_as_damage(finding, folder) for finding in findings]
+    damages = _of_another_cache(files, damages) or [*damages, *_refused(cache, damages)]
+    if not damages:
+        damages = [_as_damage(finding, folder) for finding in _guarded(cache.kind.last_look(files, limits))]
+    return [_with_end(folder, damage) for damage in dict.fromkeys(damages)]
+
+
+def _by_verdicts(path: Path, kind: Kind, *, deep: bool, progress: Progress | None) -> list[Damage]:
+    """Return the problems of a kind that makes all its checks in one pass, each once."""
+    names = kind.checks_of_build(reused=not deep, deep=deep)
+    try:
+        verdicts = verify(path, Limits(deep=deep), names=names, progress=progress)
+    except (CacheError, OSError) as error:  # its description cannot be read
+        return [Damage("", 0, 0, str(error))]
+    except MALFORMED as error:
+        return [Damage("", 0, 0, f"not as docs/formats.md describes it ({error!r})")]
+    problems = (problem for verdict in verdicts.values() for problem in verdict.problems)
+    return [Damage("", 0, 0, problem) for problem in dict.fromkeys(problems)]  # several checks need one file
+
+
+def _all_damages(cache: Cache, files: FileChecks, limits: Limits) -> Iterator[Finding]:
+    yield from _sum_damages(cache, files)
+    yield from files.unnamed_damages()
+    yield from files.size_damages()
+    yield from cache.kind.headers(files)
+    if limits.deep and not cache.is_stub:
+        yield from cache.kind.contents(files)
+    elif limits.deep or cache.kind.is_small:
+        yield from files.sha256_damages()
+    else:
+        yield from files.linked_damages()
+
+
+def _sum_damages(cache: Cache, files: FileChecks) -> Iterator[Damage]:
+    """Yield what does not agree within meta.json, each with its line."""
+    raw = read_regular(files.folder / META_NAME)
+    content = files.content_problem()
+    for key, problem in (*([("content_sha256", content)] if content else []), *cache.kind.wrong_sums(cache)):
+        start = max(0, raw.find(f'\n  "{key}":'.encode()) + 1)
+        end = raw.find(b"\n", start) if start else len(raw)
+        yield Damage(META_NAME, start, end, problem)
+
+
+def _as_damage(finding: Finding, folder: Path) -> Damage:
+    """Return an error as damage of the file that it names, or of meta.json where that file lies elsewhere."""
+    if isinstance(finding, Damage):
+        return finding
+    if isinstance(finding, CacheError) and folder in Path(finding.path).parents:
+        return Damage(os.path.relpath(finding.path, folder), 0, 0, finding.problem)
+    inside, _, problem = str(finding).partition(": ")
+    if problem and folder in Path(inside).parents:  # an OSError that names its file
+        return Damage(os.path.relpath(inside, folder), 0, 0, problem)
+    return Damage(META_NAME, 0, 0, str(finding))
+
+
+def _of_another_cache(files: FileChecks, damages: Sequence[Damage]) -> list[Damage]:
+    """Return the damage if meta.json describes other files than those in the folder; else nothing.
+
+    In a version whose name is the content that meta.json describes, the files are damaged, not meta.json.
+    """
+    names = {record["name"] for record in files.records if record["bytes"]}
+    wrong = sorted({damage.file for damage in damages if os.path.lexists(files.folder / damage.file)} & names)
+    is_its_own = files.folder.name == str(files.meta.get("content_sha256"))[:VERSION_DIGITS]
+    if is_its_own or len(wrong) < 2 or 2 * len(wrong) <= len(names):
+        return []
+    differ = f"{len(wrong)} of the {len(names)} files that it names are here and hold something else ({wrong[0]}, ...)"
+    return [Damage(META_NAME, 0, 0, f"of another cache, it seems: {differ}. Those were not judged by it")]
+
+
+def _refused(cache: Cache, damages: Sequence[Damage]) -> Iterator[Damage]:
+    """Yield why a reader refuses the cache, unless the reason is a known damage."""
+    error = reader_error(cache, models=not damages)  # a model is opened once its sha256 is right
+    if error is None:
+        return
+    refused = _as_damage(error, cache.folder)
+    key = refused.problem.partition(" ")[0]
+    if not any(damage.file in str(error) and (damage.file != META_NAME or key in damage.problem) for damage in damages):
+        yield refused._replace(problem=f"the readers refuse it: {refused.problem}")
+
+
+def _with_end(folder: Path, damage: Damage) -> Damage:
+    """Let damage of meta.json as a whole span all of its bytes."""
+    if damage.file != META_NAME or damage.end or not (folder / META_NAME).is_file():
+        return damage
+    return damage._replace(end=(folder / META_NAME).stat().st_size)
+
+
+# --- why the readers refuse a cache -----------------------------------------------------------------------------------
+
+
+def reader_error(cache: Cache, *, models: bool = True) -> CacheError | OSError | None:
+    """Return the error with which readers refuse a cache; None for one that they open.
+
+    Of a stub, nothing is opened: nothing was built.
+    models: open a tokenizer's model too, which loads its library.
+    """
+    where = str(cache.folder / META_NAME)
+    try:
+        if cache.is_stub:
+            if any(record["bytes"] for record in cache.records):
+                raise CacheError(where, "built is false, but it names files that hold something", code="E202")
+            return None
+        cache.kind.refuse(cache, models=models)
+    except (CacheError, OSError) as error:
+        return error
+    except MALFORMED as error:
+        return CacheError(where, f"not as docs/formats.md describes it ({error!r})", code="E202")
+    return None
+
+
+def refusal(path: Path) -> str | None:
+    """Return in a few words why the readers refuse a cache; None where they do not. path: the public folder."""
+    try:
+        folder = resolved(path)
+        cache = Cache.open(folder)
+    except (CacheError, OSError) as error:
+        return in_short(error, path)
+    reason = reader_error(cache, models=False)
+    return None if reason is None else in_short(reason, folder)
+
+
+def in_short(error: Exception, folder: Path) -> str:
+    """Return what an error of a cache found, without its remedy, for a table; files by their names in the folder."""
+    text = str(error).split(". ")[0]  # of another error: its first sentence
+    if isinstance(error, CacheError):
+        text = f"{error.path}: {error.problem}"
+    text = printable(text.replace(f"{folder}/", "").replace(f"{folder}: ", ""))
+    return text if len(text) <= _MAX_REASON else text[: _MAX_REASON - 1] + "…"
