@@ -16,7 +16,7 @@ from niels_gpt.cache.formats import SPLITS
 from niels_gpt.chat.backends import CacheBackend
 from niels_gpt.display.numbers import count_text, many, share_text, size_text
 from niels_gpt.kinds.kind import Cache, Kind, kind_named
-from niels_gpt.kinds.look import tokenizer_to_show
+from niels_gpt.kinds.look import tokenizer_for
 from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.recipes.run_recipe import Outcome
 from niels_gpt.recipes.tokenizer import opened
@@ -279,7 +279,7 @@ def _to_look_at(cache: Cache, outcome: Outcome) -> tuple[Metadata, Metadata]:
     try:
         png = base64.b64encode(kind.plot(cache, outcome.key)).decode() if kind.has("plot") else None
         places = [] if cache.is_stub else kind.places(cache)
-        tokenizer = tokenizer_to_show(cache) if places else None
+        tokenizer = tokenizer_for(cache, is_needed=kind.needs_tokenizer) if places else None
         how: dict[str, Any] = {"tokens": _SHOWN_TOKENS, "color": False}
         rows = [
             {"split": split, "text": kind.show(cache, tokenizer, split=split, at=at, **how)} for split, at in places

@@ -32,9 +32,9 @@ LEVELS: tuple[frozenset[str], ...] = (
         }
     ),
     frozenset({"cache", "builders"}),
-    frozenset({"inspection", "sampling", "eagle3", "prefix_tree", "interop"}),
+    frozenset({"kinds", "sampling", "eagle3", "prefix_tree", "interop"}),
     frozenset({"recipes"}),
-    frozenset({"commands", "train_tokenizer"}),
+    frozenset({"commands", "train_tokenizer", "inspection"}),
 )
 """Packages and modules of niels_gpt by level, lowest first. A module imports its own level and lower ones."""
 ENTRY_POINTS = frozenset(
@@ -51,8 +51,8 @@ ENTRY_POINTS = frozenset(
 NEIGHBOURS = {
     "builders": set(),
     "cache": {"builders"},
-    "inspection": {"builders", "cache"},
-    "interop": {"builders", "cache", "inspection"},
+    "kinds": {"builders", "cache"},
+    "interop": {"builders", "cache", "kinds"},
     "sampling": {"builders", "cache"},
     "eagle3": set(),
     "prefix_tree": {"builders", "cache", "sampling"},
@@ -83,7 +83,13 @@ class Module:
     def level(self) -> int:
         if self.name.startswith("pipelines") or self.name in ENTRY_POINTS:
             return len(LEVELS) - 1
-        return next(number for number, packages in enumerate(LEVELS) if self.package in packages)
+        package = "kinds" if self.is_kind else self.package
+        return next(number for number, packages in enumerate(LEVELS) if package in packages)
+
+    @property
+    def is_kind(self) -> bool:
+        """Whether it is the kind of its package's caches, which imports niels_gpt.kinds: `kind`, `draft_kind`."""
+        return any(part == "kind" or part.endswith("_kind") for part in self.name.split(".")[2:])
 
 
 def read_modules(root: Path) -> dict[str, Module]:
@@ -122,12 +128,13 @@ def back_arrows(modules: dict[str, Module]) -> list[tuple[str, str]]:
         for name in sorted(own_imports(module, modules)):
             target = modules[name]
             package, other = module.package, target.package
+            beside = NEIGHBOURS.get(package, set()) | ({"kinds"} if module.is_kind else set())
             sideways = (
                 package in NEIGHBOURS
                 and module.level < len(LEVELS) - 1
                 and package != other
                 and (
-                    (other in NEIGHBOURS and other not in NEIGHBOURS[package])
+                    (other in NEIGHBOURS and other not in beside)
                     or (other in NO_SOURCES and not (other == "hub" and ".eagle3.targets." in f"{module.name}."))
                 )
             )

@@ -9,6 +9,8 @@
     loss_bits.py          loss of chats of another template: a bit for each token; how a batch's are taken from them
     sft_counts.py         which rows T makes of the examples; which are truncated, dropped, split or warned of
     sft_dataset.py        SFTExampleDataset: random rows of an sft cache, one example each
+    documents.py          what people see of a split: documents, lengths, ids, loss, source ids
+    kind/                 the kinds pretrain and sft: every operation of niels_gpt.kinds for token caches
     cli.py                python -m niels_gpt.cache.cli; the code is in niels_gpt/commands/
 
 The names below are imported at their first use, so that reading metadata does not load torch.

@@ -233,7 +233,7 @@ def show(cache: Path, split: str, at: int, color: str, tokens: int | None, token
 
     is_colored = color == "always" or (color == "auto" and is_color_wanted())
     opened = open_cache(cache)  # a wrong path is reported before a missing tokenizer
-    model = look.tokenizer_to_show(opened, tokenizer)
+    model = look.tokenizer_for(opened, tokenizer, is_needed=opened.kind.needs_tokenizer)
     most = opened.kind.shown if tokens is None else tokens
     where: dict[str, Any] = {"split": split, "position": at}
     say(lambda: look.show(cache, model, **where, num_tokens=most, color=is_colored), is_safe=True)
@@ -274,8 +274,7 @@ def locate(cache: Path, split: str, position: int, tokens: int | None, tokenizer
     from niels_gpt.kinds import look
     from niels_gpt.kinds.folders import open_cache
 
-    open_cache(cache)
-    model = look.tokenizer_of(cache, tokenizer) if tokenizer else look.tokenizer_beside(cache)
+    model = look.tokenizer_for(open_cache(cache), tokenizer)
     where: dict[str, Any] = {"split": split, "position": position}
     most = _LOCATED if tokens is None else tokens
     say(lambda: look.locate(cache, model, **where, num_tokens=most), is_safe=True)

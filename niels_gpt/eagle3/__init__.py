@@ -8,6 +8,8 @@ vocab.py         public: which of the target's tokens the draft knows, and the f
 precompute.py    public: python -m niels_gpt.eagle3.precompute (commands/eagle3/precompute.py)
 respond.py       public: python -m niels_gpt.eagle3.respond (commands/eagle3/respond.py)
 __main__.py      public: python -m niels_gpt.eagle3 verify | inspect | convert | seal | stats (commands/eagle3/group.py)
+kind.py          the kind eagle3: what niels_gpt.kinds asks of a finished cache
+draft_kind.py    the kind draft_vocab: the file of the tokens that a draft knows
 native_view.py   the six keys of version 1, made of a native cache
 format/          the files of a cache: what is in them, their writers and readers, the plan
 targets/         loads target models: by folder or hub id, or the sample's small one

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from niels_gpt.display.numbers import share_text
-from niels_gpt.kinds.files import FileChecks
+from niels_gpt.kinds.files import FileChecks, Record
 from niels_gpt.kinds.kind import Cache, Finding, Held, Kind, Limits, Page, Rows
 from niels_gpt.kinds.rows import described
 from niels_gpt.storage.checks import Check, Figures
 from niels_gpt.storage.errors import PositionError
-from niels_gpt.storage.fileio import META_NAME
+from niels_gpt.storage.fileio import META_NAME, canonical_json
 from niels_gpt.storage.meta_json import wrong_value
 
 _IDS = 200  # printed where the caller does not say how many
@@ -69,6 +70,10 @@ class DraftVocabKind(Kind):
             ("selected_token_mask", "bool [V]", "which ids of the target the draft knows"),
         ),
     )
+
+    def content_sha256(self, records: Sequence[Record]) -> str:
+        """Return the sha256 of the records as canonical JSON."""
+        return hashlib.sha256(canonical_json(list(records))).hexdigest()
 
     def refuse(self, cache: Cache, *, models: bool) -> None:
         """Load the ids as a draft does."""

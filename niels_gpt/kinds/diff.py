@@ -22,7 +22,6 @@ from niels_gpt.display.decoded import Decoder
 from niels_gpt.kinds.folders import open_cache
 from niels_gpt.kinds.kind import Cache
 from niels_gpt.kinds.rows import FILE_KEYS
-from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import id_of_line
 
 PARTS = ("only_a", "only_b", "moved")
@@ -206,16 +205,9 @@ def _has_ids(side: _Side) -> bool:
 
 
 def _id_digests(side: _Side, split: str, num_bytes: int) -> Iterator[bytes]:
-    """Yield a hash of each source id. Raises: CacheError unless there is one for each document."""
-    number, documents = 0, side.splits[split]
-    for number, line in enumerate(side.cache.kind.source_ids(side.cache, split) or (), 1):
-        if number > documents:
-            break
+    """Yield a hash of each source id."""
+    for line in side.cache.kind.source_ids(side.cache, split) or ():
         yield hashlib.blake2b(line, digest_size=num_bytes).digest()
-    if number != documents:
-        lines = "more" if number > documents else number
-        found = f"{lines} source ids of {split}"
-        raise CacheError(side.cache.folder, found, f"{documents}, one for each document", REBUILD, code="E201")
 
 
 def _described(side: _Side, split: str, number: int) -> Differences:

@@ -6,6 +6,7 @@ is reported as that, and no other file is judged by it.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import re
@@ -63,15 +64,14 @@ class FileChecks:
         self,
         folder: Path,
         meta: dict[str, Any],
-        records: Sequence[Record],
         content_sha256: Callable[[Sequence[Record]], str],
         progress: Progress | None = None,
     ) -> None:
-        """folder: of the version, resolved. records: of its files. content_sha256: the rule of its kind.
+        """folder: of the version, resolved. content_sha256: the rule of its kind.
 
         progress: called with files, bytes read, and bytes to read in all.
         """
-        self.folder, self.meta, self.records, self._content_sha256 = folder, meta, records, content_sha256
+        self.folder, self.meta, self._content_sha256 = folder, meta, content_sha256
         self._progress = progress
         self.readable: dict[str, Record] = {}
         """Records of the files that are there and have their sizes, by name; filled by `size_damages`."""
@@ -82,6 +82,11 @@ class FileChecks:
         `size_damage`."""
         self._files_read = self._bytes_read = self._total_bytes = 0
         self._buffer = memoryview(bytearray(_READ_BYTES))
+
+    @functools.cached_property
+    def records(self) -> list[Record]:
+        """The records of all files. Raises: CacheError, as `file_records`."""
+        return file_records(self.meta, str(self.folder / META_NAME))
 
     def content_problem(self) -> str | None:
         """Compare content_sha256 with the records of the files; None where it is right."""

@@ -46,8 +46,8 @@ from niels_gpt.tokenizers.protocol import FullTokenizer
 
 OURS = {
     "tokenizer": "niels_gpt.tokenizers.kind:TOKENIZER",
-    "pretrain": "niels_gpt.cache.kind:PRETRAIN",
-    "sft": "niels_gpt.cache.kind:SFT",
+    "pretrain": "niels_gpt.cache.kind.tokens:PRETRAIN",
+    "sft": "niels_gpt.cache.kind.tokens:SFT",
     "rollouts": "niels_gpt.prefix_tree.rollouts.kind:ROLLOUTS",
     "draft_vocab": "niels_gpt.eagle3.draft_kind:DRAFT_VOCAB",
     "eagle3": "niels_gpt.eagle3.kind:EAGLE3",
@@ -127,6 +127,8 @@ class Kind:
     """Checks that need more than the cache: by name, the place (module:name) of a function of the settings."""
     is_small = False
     """Whether all files are hashed at every look."""
+    may_lack_vocabulary = False
+    """Whether `vocab_size` may be null: the tokenizer of the ids is not known."""
     shown = 200
     """How many tokens `show` prints where nobody says how many."""
     needs_tokenizer = False
@@ -341,25 +343,38 @@ class Cache:
         self.path, self.folder, self.meta, self.kind = path, folder, meta, kind
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Cache:
-        """Resolve a cache once, read its meta.json, and check what every command needs of it.
+    def named(cls, path: str | os.PathLike[str]) -> Cache:
+        """Resolve a cache once, read its meta.json and find its kind; other keys are not looked at.
 
-        The records of files are checked, and `partitions`, `built`, `totals` and `vocab_size` where they are given;
-        other keys are looked at inside `errors`.
-        Raises: FileNotFoundError for no cache; CacheError if meta.json is damaged, missing or of an unknown kind.
+        Raises: FileNotFoundError without a meta.json; CacheError if it is damaged or of an unknown kind.
         """
         path = Path(path)
-        folder, where = resolved(path), str(path / META_NAME)
+        folder = resolved(path)
         if not os.path.lexists(folder / META_NAME):
             kind = next((each for each in kinds() if each.recognizes(folder)), None)
             if kind is not None:
                 return cls(path, folder, {"kind": kind.name}, kind)
-            raise CacheError(where, "no such file", "the description of a cache", REBUILD, code="E204")
         meta = read_meta(str(folder / META_NAME))
-        file_records(meta, where)
         kind = kind_named(meta.get("kind"))
         if kind is None:
-            raise CacheError(where, *_unknown_kind(meta), code="E208")
+            raise CacheError(path / META_NAME, *_unknown_kind(meta), code="E208")
+        return cls(path, folder, meta, kind)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Cache:
+        """Return `named`, with the keys checked that every command needs.
+
+        The records of files are checked, and `partitions`, `built`, `totals` and `vocab_size` where they are given;
+        other keys are looked at inside `errors`.
+        Raises: as `named`; CacheError E202 for a wrong value, E204 without a meta.json.
+        """
+        where = str(Path(path) / META_NAME)
+        try:
+            cache = cls.named(path)
+        except FileNotFoundError:
+            raise CacheError(where, "no such file", "the description of a cache", REBUILD, code="E204") from None
+        meta = cache.meta
+        file_records(meta, where)
         check_partitions(meta, where)
         built, totals = meta.get("built", True), meta.get("totals", {})
         if not any(built is value for value in (True, False)) and built != "partial":
@@ -368,9 +383,9 @@ class Cache:
             raise wrong_value(where, "totals", totals, "an object")
         for name, count in totals.items():
             checked_count(count, f"totals.{name}", where)
-        if meta.get("vocab_size") is not None:  # that of recorded ids may be unknown
-            checked_count(meta["vocab_size"], "vocab_size", where)
-        return cls(path, folder, meta, kind)
+        if not cache.kind.may_lack_vocabulary or meta.get("vocab_size") is not None:
+            checked_count(meta.get("vocab_size", 0), "vocab_size", where)
+        return cache
 
     @classmethod
     def trusted(cls, folder: Path) -> Cache:

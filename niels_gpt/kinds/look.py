@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from niels_gpt.cache.formats import SPLITS
 from niels_gpt.cache.meta import check_tokenizer, find_meta, tokenizer_above
 from niels_gpt.kinds.folders import open_cache
 from niels_gpt.kinds.kind import Cache
@@ -51,6 +52,7 @@ def show(
     in [[ ]]. num_tokens: the most tokens.
     Raises: FileNotFoundError, CacheError; ValueError for a split or a position that does not exist.
     """
+    _check_arguments(split, num_tokens)
     cache = open_cache(path)
     with cache.errors():
         return cache.kind.show(cache, tokenizer, split=split, at=position, tokens=num_tokens, color=color)
@@ -64,6 +66,7 @@ def show_data(
     num_tokens: the most tokens; None: all of an item, 200 of a stream. docs/building.md has the fields.
     Raises: as `show`.
     """
+    _check_arguments(split, num_tokens)
     cache = open_cache(path)
     with cache.errors():
         return cache.kind.show_data(cache, tokenizer, split=split, at=position, tokens=num_tokens)
@@ -76,6 +79,7 @@ def locate(path: Path, tokenizer: FullTokenizer | None, *, split: str, position:
     num_tokens: the most tokens of the document that are printed; a longer one is cut around the position.
     Raises: FileNotFoundError, CacheError; ValueError for a split or a position that does not exist.
     """
+    _check_arguments(split, num_tokens)
     cache = open_cache(path)
     with cache.errors():
         return cache.kind.locate(cache, tokenizer, split=split, position=position, tokens=num_tokens)
@@ -88,9 +92,17 @@ def locate_data(
 
     num_tokens: as in `locate`; None: all of the document. Raises: as `locate`.
     """
+    _check_arguments(split, num_tokens)
     cache = open_cache(path)
     with cache.errors():
         return cache.kind.locate_data(cache, tokenizer, split=split, position=position, tokens=num_tokens)
+
+
+def _check_arguments(split: str, num_tokens: int | None) -> None:
+    if split not in SPLITS:
+        raise ValueError(f"split {split!r}: expected one of {', '.join(SPLITS)}")
+    if num_tokens is not None and num_tokens < 1:
+        raise ValueError(f"num_tokens={num_tokens}: expected at least 1")
 
 
 def plot(path: Path) -> bytes:
@@ -142,11 +154,12 @@ def tokenizer_beside(cache: Path) -> FullTokenizer | None:
     return tokenizer
 
 
-def tokenizer_to_show(cache: Cache, model: str | None = None) -> FullTokenizer | None:
+def tokenizer_for(cache: Cache, model: str | None = None, *, is_needed: bool = False) -> FullTokenizer | None:
     """Return the tokenizer for the text of a cache's ids; None where the ids are printed.
 
-    model: a named one. Raises: as `tokenizer_of`, where the kind has no text without one.
+    model: a named one. is_needed: there is no text without one.
+    Raises: as `tokenizer_of`, where one is needed or named.
     """
-    if model or cache.kind.needs_tokenizer:
+    if model or is_needed:
         return tokenizer_of(cache.path, model)
     return tokenizer_beside(cache.path) if cache.meta.get("tokenizer_sha256") is not None else None

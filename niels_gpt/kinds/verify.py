@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from niels_gpt.kinds.files import Damage, FileChecks
-from niels_gpt.kinds.folders import kind_at, open_cache
+from niels_gpt.kinds.folders import kind_at
 from niels_gpt.kinds.kind import MALFORMED, Cache, Finding, Kind, Limits, MetaDamage, Rule
 from niels_gpt.progress import Progress
 from niels_gpt.storage.checks import Figures, Verdict, first_problems
@@ -34,7 +34,7 @@ def verify(
     Raises: FileNotFoundError and CacheError if meta.json cannot be read or is of an unknown kind; ValueError for a name
         that is no check of this kind. Damage to anything else is a problem of the checks that need it.
     """
-    cache = open_cache(path)
+    cache = Cache.named(path)
     outside = cache.kind.outside_checks
     known = {check.name: check for check in cache.kind.checks if check.name not in outside}
     if unknown := [name for name in names or () if name not in known]:
@@ -55,8 +55,8 @@ def _verdict(cache: Cache, rule: Rule, limits: Limits) -> Verdict:
 
 
 def file_checks(cache: Cache, progress: Progress | None = None) -> FileChecks:
-    """Return the checks of a cache's files. Raises: CacheError E202 where its records are none."""
-    return FileChecks(cache.folder, cache.meta, cache.records, cache.kind.content_sha256, progress)
+    """Return the checks of a cache's files."""
+    return FileChecks(cache.folder, cache.meta, cache.kind.content_sha256, progress)
 
 
 def _guarded(findings: Iterator[Finding]) -> Iterator[Finding]:
@@ -99,11 +99,9 @@ def find_damage(path: Path, *, deep: bool, progress: Progress | None = None) -> 
         return _by_verdicts(path, kind, deep=deep, progress=progress)
     try:
         cache = Cache.trusted(folder)
-        files = file_checks(cache, progress)
     except MetaDamage as damage:
         return [_with_end(folder, damage.damage)]
-    except CacheError as error:
-        return [_with_end(folder, _as_damage(error, folder))]
+    files = file_checks(cache, progress)
     limits = Limits(deep=deep)
 
     findings = _guarded(_all_damages(cache, files, limits))
@@ -167,7 +165,10 @@ def _of_another_cache(files: FileChecks, damages: Sequence[Damage]) -> list[Dama
 
     In a version whose name is the content that meta.json describes, the files are damaged, not meta.json.
     """
-    names = {record["name"] for record in files.records if record["bytes"]}
+    try:
+        names = {record["name"] for record in files.records if record["bytes"]}
+    except CacheError:
+        return []
     wrong = sorted({damage.file for damage in damages if os.path.lexists(files.folder / damage.file)} & names)
     is_its_own = files.folder.name == str(files.meta.get("content_sha256"))[:VERSION_DIGITS]
     if is_its_own or len(wrong) < 2 or 2 * len(wrong) <= len(names):

@@ -33,8 +33,7 @@ from niels_gpt.cache.pretrain_dataset import PretrainTokenStreamDataset
 from niels_gpt.commands.main import main
 from niels_gpt.documents import Partition
 from niels_gpt.kinds.diff import diff
-from niels_gpt.kinds.look import locate
-from niels_gpt.kinds.look import stats
+from niels_gpt.kinds.look import locate, stats
 from niels_gpt.kinds.verify import find_damage
 from niels_gpt.storage.errors import CacheError
 

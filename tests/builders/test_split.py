@@ -36,8 +36,8 @@ from niels_gpt.builders.pretrain import build_pretrain
 from niels_gpt.builders.sft import build_sft
 from niels_gpt.cache import CacheError, PretrainTokenStreamDataset, SFTExampleDataset, read_meta
 from niels_gpt.data.roam import list_roam_paths, split_roam_paths
-from niels_gpt.kinds.look import stats
 from niels_gpt.kinds.kind import Limits
+from niels_gpt.kinds.look import stats
 from niels_gpt.kinds.verify import find_damage, verify
 from niels_gpt.recipes import run_recipe
 from niels_gpt.recipes.plan import recipes

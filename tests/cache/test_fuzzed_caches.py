@@ -34,16 +34,11 @@ from niels_gpt.cache.meta import read_meta
 from niels_gpt.cache.mmap import IO, load_idx, mmap_tokens
 from niels_gpt.commands.report import difference_lines
 from niels_gpt.kinds.diff import diff, is_equal
-from niels_gpt.kinds.look import locate
-from niels_gpt.kinds.verify import refusal
-from niels_gpt.kinds.look import show
-from niels_gpt.kinds.look import stats
-from niels_gpt.storage.errors import PositionError
-from niels_gpt.kinds.verify import find_damage
+from niels_gpt.kinds.look import locate, show, stats
+from niels_gpt.kinds.verify import find_damage, refusal
 from niels_gpt.prefix_tree.rollouts.reader import RolloutDataset
-from niels_gpt.recipes.rollouts.checks import find_damage as rollout_damage
 from niels_gpt.sampling import EpochStream, bits_per_byte, iter_eval
-from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.errors import CacheError, PositionError
 from niels_gpt.tokenizer import load_tokenizer
 
 KINDS = ("pretrain", "sft", "wide pretrain", "wide sft", "bits sft")
@@ -265,8 +260,7 @@ def test_verify_passes_what_the_readers_open_and_these_give_good_ids(good, kind)
             else (data.draw(edited(whole)), good["tokenizer"] if data.draw(st.booleans()) else None)
         )
         with written(files, tokenizer) as folder:
-            look = rollout_damage if kind == "rollouts" else find_damage
-            found, messages = look(folder, deep=False), refused(kind, folder)
+            found, messages = find_damage(folder, deep=False), refused(kind, folder)
             assert found or not messages
             assert messages or all(is_verifys_own(kind, damage) for damage in found)
             nothing_there = all("this split has no shard" in message for message in messages)

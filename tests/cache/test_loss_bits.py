@@ -24,8 +24,7 @@ from niels_gpt.cache import CacheError, SFTExampleDataset, build_sft_cache, read
 from niels_gpt.cache.mmap import IO
 from niels_gpt.cache.sft_counts import SFTCounts, count_rows, warn_of_counts
 from niels_gpt.cache.sft_split import SFTSplit
-from niels_gpt.kinds.verify import refusal
-from niels_gpt.kinds.verify import find_damage
+from niels_gpt.kinds.verify import find_damage, refusal
 
 PAD, NO = 9, -100
 # Two examples of a template that begins each turn with 1 and a role: 20 to 23 are words, and 2 ends a turn.

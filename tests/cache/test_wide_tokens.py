@@ -19,9 +19,8 @@ from support.small_caches import change_meta
 from niels_gpt.builders.writer import HashedFile
 from niels_gpt.cache import CacheError, PretrainTokenStreamDataset, SFTExampleDataset
 from niels_gpt.cache.build_cache import build_pretrain_cache, build_sft_cache
-from niels_gpt.kinds.look import locate
-from niels_gpt.kinds.look import stats
 from niels_gpt.kinds.kind import Limits
+from niels_gpt.kinds.look import locate, stats
 from niels_gpt.kinds.verify import find_damage, verify
 from niels_gpt.sampling import EpochStream, MixtureStream, iter_eval
 from niels_gpt.storage.fileio import sha256_file

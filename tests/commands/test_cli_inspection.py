@@ -351,13 +351,14 @@ def test_a_wrong_path_is_no_damage(sample):
     cache, nowhere, part = sample / "sft/oasst1", sample / "nowhere", sample / "pretrain/wikitext/train"
     cases = [(path, "E105", "no ") for path in (nowhere, sample, sample / "sft")]
     cases += [(part, "E209", str(part.parent)), (part.parent / "meta.json", "E209", str(part.parent))]
-    cases += [(sample / "tokenizer", "E208", "kind is 'tokenizer'")]
-    for path, code, said in cases:
-        for command in (["stats", path], ["show", path], ["locate", path, "train", "0"]):
-            done = niels_gpt(*command)
-            assert done.status == 1
-            error = done.err
-            assert error.startswith(f"error[{code}]: ") and said in error and "build" not in error
+    commands = [["stats"], ["show"], ["locate", "train", "0"]]
+    cases = [(command, *case) for command in commands for case in cases]
+    cases += [(commands[2], sample / "tokenizer", "E208", "kind is 'tokenizer'")]
+    for (name, *where), path, code, said in cases:
+        done = niels_gpt(name, path, *where)
+        assert done.status == 1
+        error = done.err
+        assert error.startswith(f"error[{code}]: ") and said in error and "build" not in error
     for command in (["diff", cache, nowhere], ["diff", part, cache]):
         done = niels_gpt(*command)
         assert done.status == 1 and done.err.startswith(("error[E105]", "error[E209]"))

@@ -18,9 +18,9 @@ from support.small_caches import build_caches, build_notes
 from niels_gpt.builders.meta_keys import Source
 from niels_gpt.builders.pretrain import build_stub
 from niels_gpt.cache import write_meta
+from niels_gpt.interop.exporting import export_cache
 from niels_gpt.kinds.kind import Limits
 from niels_gpt.kinds.verify import find_damage, verify
-from niels_gpt.interop.exporting import export_cache
 from niels_gpt.storage.fileio import sha256_file
 
 NOTES = "pretrain/notes"

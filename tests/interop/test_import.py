@@ -11,8 +11,8 @@ from support.foreign import MANIFEST_NAME
 
 from niels_gpt.builders.pretrain import build_pretrain
 from niels_gpt.cache import PretrainTokenStreamDataset, read_meta
-from niels_gpt.kinds.verify import find_damage
 from niels_gpt.interop.exporting import export_cache
+from niels_gpt.kinds.verify import find_damage
 from niels_gpt.recipes.exchange.imports import import_cache
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.sampling import EpochStream

@@ -7,12 +7,11 @@ from support.errors import refused
 from support.foreign import foreign_file, import_files
 
 from niels_gpt.cache.meta import read_meta, tokenizer_above, tokenizer_of
-from niels_gpt.kinds.folders import caches_below
-from niels_gpt.kinds.look import locate
-from niels_gpt.kinds.look import stats
-from niels_gpt.kinds.kind import Limits
-from niels_gpt.kinds.verify import find_damage, verify
 from niels_gpt.interop.exporting import export_cache
+from niels_gpt.kinds.folders import caches_below
+from niels_gpt.kinds.kind import Limits
+from niels_gpt.kinds.look import locate, stats
+from niels_gpt.kinds.verify import find_damage, verify
 from niels_gpt.recipes.exchange.imports import import_cache
 from niels_gpt.recipes.gc import collect
 from niels_gpt.recipes.records import recorded_outcomes

@@ -21,8 +21,8 @@ from support.interop_peers import library
 from support.made_tokenizers import made_tokenizer
 from support.peer_exchange import Tool
 
-from niels_gpt.kinds.verify import find_damage
 from niels_gpt.interop.exporting import export_cache
+from niels_gpt.kinds.verify import find_damage
 from niels_gpt.recipes.exchange.imports import import_cache
 
 END = 1

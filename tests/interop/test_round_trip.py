@@ -9,8 +9,8 @@ from support.made_tokenizers import made_tokenizer
 from niels_gpt.builders.pretrain import build_pretrain
 from niels_gpt.builders.sft import build_sft
 from niels_gpt.cache import PretrainTokenStreamDataset, SFTExampleDataset
-from niels_gpt.kinds.verify import find_damage
 from niels_gpt.interop.exporting import export_cache
+from niels_gpt.kinds.verify import find_damage
 from niels_gpt.recipes.exchange.imports import import_cache
 from niels_gpt.tokenizer import load_tokenizer
 

@@ -7,8 +7,8 @@ from support import small_builds
 from support.errors import refused
 from support.foreign import tokens_of
 
-from niels_gpt.kinds.verify import find_damage
 from niels_gpt.interop.transfer.fetch import stage
+from niels_gpt.kinds.verify import find_damage
 from niels_gpt.sampling import EpochStream
 
 

@@ -47,13 +47,13 @@ def test_imports_in_functions_and_for_type_checkers_count(tmp_path):
             "niels_gpt/settings": "def f():\n    from niels_gpt.recipes import plan\n",
             "niels_gpt/recipes/plan": "if TYPE_CHECKING:\n    import niels_gpt.settings\n",
             "niels_gpt/sampling/epochs": "from niels_gpt.kinds.look import x\nfrom niels_gpt.data import types\n",
-            "niels_gpt/inspection/show": "x = 1\n",
+            "niels_gpt/kinds/look": "x = 1\n",
             "niels_gpt/data/types": "",
         },
     )
     assert structure.back_arrows(modules) == [
         ("niels_gpt.sampling.epochs", "niels_gpt.data.types"),
-        ("niels_gpt.sampling.epochs", "niels_gpt.inspection.show"),
+        ("niels_gpt.sampling.epochs", "niels_gpt.kinds.look"),
         ("niels_gpt.settings", "niels_gpt.recipes.plan"),
     ]
     assert structure.circles(modules) == [["niels_gpt.recipes.plan", "niels_gpt.settings"]]

@@ -138,7 +138,7 @@ def test_a_template_that_writes_much_fills_no_memory(tmp_path, tokenizer, templa
     command = [sys.executable, "-m", "niels_gpt.cache.cli", "build", "--sft", *words, "--cache-dir", tmp_path / "cache"]
     limit = partial(resource.setrlimit, resource.RLIMIT_DATA, (1 << 30, 1 << 30))
     done = subprocess.run(list(map(str, command)), preexec_fn=limit, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and "24 chats" in done.stdout, done.stderr[-2000:]
+    assert done.returncode == 0 and "24 examples" in done.stdout, done.stderr[-2000:]
 
 
 def test_calls_of_tools_reach_the_template_and_loss_is_by_turn(tmp_path, tokenizer):
@@ -223,7 +223,7 @@ def test_a_chat_that_the_template_changes_once_others_follow_is_left_out_and_cou
         return status, printed.out + " ".join(printed.err.split())
 
     status, printed = build(*[CHAT[:2]] * 4, *[CHAT] * 3)
-    assert status == 0 and "own: 4 chats" in printed and "dropped: not_prefix_stable 3" in printed
+    assert status == 0 and "own: 4 examples" in printed and "dropped: not_prefix_stable 3" in printed
     assert "left out, since the chat template writes their earlier turns otherwise once others follow: 3" in caplog.text
     assert main(["stats", str(tmp_path / "cache/sft/own")]) == 0 and "not_prefix_stable" in capsys.readouterr().out
     status, printed = build(CHAT)

@@ -21,8 +21,8 @@ from support.errors import refused
 from support.tiny_texts import TINY_TEXTS
 
 from niels_gpt.cache.meta import read_meta
-from niels_gpt.kinds.look import stats
 from niels_gpt.kinds.kind import Limits
+from niels_gpt.kinds.look import stats
 from niels_gpt.kinds.verify import verify
 from niels_gpt.recipes.plan import plan, recipes
 from niels_gpt.recipes.tokenizer import ensure_tokenizer

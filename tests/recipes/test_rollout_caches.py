@@ -15,19 +15,20 @@ from support.errors import refused
 from support.small_caches import change_meta
 
 from niels_gpt.builders.meta_keys import Source
+from niels_gpt.cache.documents import bounds, tokens_of
 from niels_gpt.cache.formats import target_mask
 from niels_gpt.commands.main import main
 from niels_gpt.commands.report import checked
 from niels_gpt.data import open_files
-from niels_gpt.kinds.look import tokenizer_of
-from niels_gpt.inspection.stats import bounds, open_version, tokens_of
+from niels_gpt.kinds.folders import open_cache
 from niels_gpt.kinds.kind import Limits
+from niels_gpt.kinds.look import plot, stats, tokenizer_of
+from niels_gpt.kinds.verify import find_damage, verify
 from niels_gpt.prefix_tree.rollouts.build import build_rollouts
+from niels_gpt.prefix_tree.rollouts.kind import ROLLOUTS
 from niels_gpt.prefix_tree.rollouts.reader import RolloutDataset
 from niels_gpt.recipes.plan import plan, recipes
-from niels_gpt.recipes.rollouts.checks import CHECKS, find_damage, verify
 from niels_gpt.recipes.rollouts.groups import recorded_groups
-from niels_gpt.recipes.rollouts.look import picture, stats
 from niels_gpt.settings import Settings
 from niels_gpt.storage.codes import code_of
 
@@ -64,7 +65,8 @@ def groups_of(path, meta):
 
 def test_the_threads_of_trees_are_the_chats_of_the_sft_cache_with_its_loss(settings):
     trees, chats = recipes(settings)[TREES](settings), recipes(settings)["sft/oasst1"](settings)
-    folder, meta = open_version(chats.path)
+    cache = open_cache(chats.path)
+    folder, meta = cache.folder, cache.meta
     examples = []
     for split in ("train", "val"):
         starts, ids = bounds(folder, meta, split), tokens_of(folder, meta, split)
@@ -187,7 +189,7 @@ def test_every_command_takes_a_rollout_cache(both, capsys):
     assert found["sample"] == sample and found["token_id"] == sample["ids"][found["offset_tokens"]]
     parts = json.loads(said("show", f"{root}/{TREES}", "--at", "1", "--json"))["samples"][0]["parts"]
     assert [part["supervised"] for part in parts[:2]] == [False, True] and parts[0]["text"].startswith("<|usr|>")
-    assert "groups are compared by content_sha256" in said("diff", f"{root}/{MATHS}", f"{root}/{MATHS}")
+    assert said("diff", f"{root}/{MATHS}", f"{root}/{MATHS}") == "equal\n"
     assert said("verify", root, "--deep").count(": ok") == 3
     assert "removed" not in said("gc", root, "--dry-run")
     assert "none in need of care" in said("doctor", root)
@@ -230,7 +232,7 @@ def test_sums_that_are_not_those_of_the_index_and_ids_of_two_lines_are_damage(bo
     for key, value in SUMS.items():
         change_meta(path.resolve(), **{key: value})
         found = find_damage(path, deep=False)
-        assert found and all("meta.json: " in each.problem for each in found), key
+        assert found and all(each.file == "meta.json" for each in found), key
         (path / "meta.json").write_bytes(raw)
     change_meta(path.resolve(), pairs_after={"train": 0, "val": 0}, tokens_after={"train": 0, "val": 0})
     assert "x fewer tokens" in dict(stats(path))["folding"]
@@ -272,11 +274,11 @@ def test_both_are_assets_with_checks_and_a_picture(
     run(instance, both, "raw/maths", "raw/oasst1")
     result = run(instance, both, "tokenizer", *keys)
     assert built(result) >= set(keys)
-    assert verdicts(result).keys() >= {check.name for check in CHECKS}
+    assert verdicts(result).keys() >= {check.name for check in ROLLOUTS.checks}
     assert all(passed for passed, _ in verdicts(result).values())
     shown = metadata(result)
     for key in keys:
-        assert shown[key]["picture"].startswith("![what folding saves](data:image/png;base64,")
+        assert shown[key]["picture"].startswith("![groups](data:image/png;base64,")
         assert shown[key]["content_sha256"] and "supervised tokens are in [[ ]]" in shown[key]["first_group"]
     assert shown[MATHS]["folding/token_factor"] == pytest.approx(56 / 20, abs=1e-3)
     assert stale(instance, both) == {}
@@ -284,4 +286,4 @@ def test_both_are_assets_with_checks_and_a_picture(
     run(instance, both, "raw/maths")
     assert stale(instance, both).keys() == {MATHS}
     assert built(run(instance, both, "tokenizer", *keys)) == {MATHS}
-    assert picture(Path(both.cache_dir) / MATHS, "maths").startswith(b"\x89PNG")
+    assert plot(Path(both.cache_dir) / MATHS).startswith(b"\x89PNG")

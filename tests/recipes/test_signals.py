@@ -13,7 +13,6 @@ from niels_gpt.cache.meta import read_meta
 from niels_gpt.kinds.kind import Limits
 from niels_gpt.kinds.verify import verify
 from niels_gpt.prefix_tree.rollouts.records import Rollout, RolloutGroup
-from niels_gpt.recipes.rollouts.checks import verify as verify_rollouts
 from niels_gpt.signals import above, markdown
 
 WORDS = ["the", "cat", "sat", "on", "the", "mat", "and", "looked", "at", "the", "moon", "over", "the", "quiet", "town"]
@@ -144,7 +143,7 @@ def test_an_odd_source_is_counted_shown_warned_of_and_fails_a_strict_build(kind,
     assert code == 1 and re.match(r"warning\[W314\]: cache/\w+/odd: .*\d", warning)
     shown = niels_gpt("stats", f"cache/{kind}/odd", "--json").json
     assert name in [each["counter"] for each in shown["warned_of"] if each["number"]]
-    found = (verify_rollouts if kind == "rollouts" else verify)(Path(f"cache/{kind}/odd"), Limits())["signals"]
+    found = verify(Path(f"cache/{kind}/odd"), Limits())["signals"]
     assert any(f"({name})" in problem for problem in found.problems)
     if name in meta["noticed"] and name not in WITHOUT_EXAMPLE:
         place = "row-|same|the cat|odd.jsonl#|chat-|q"

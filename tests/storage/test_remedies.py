@@ -13,9 +13,9 @@ from support.commands import niels_gpt
 from support.errors import refused
 
 from niels_gpt.cache import PretrainTokenStreamDataset, read_meta, write_meta
+from niels_gpt.interop.transfer.fetch import pull
 from niels_gpt.kinds.kind import Limits
 from niels_gpt.kinds.verify import verify
-from niels_gpt.interop.transfer.fetch import pull
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.remedies import build_command, rebuild_command

@@ -26,8 +26,8 @@ from niels_gpt.commands.eagle3 import group as eagle3
 from niels_gpt.commands.eagle3 import precompute, respond
 from niels_gpt.commands.main import ROOT
 from niels_gpt.commands.settings_flags import settings_of
-from niels_gpt.kinds.rows import Stats
 from niels_gpt.interrupts import SIGNALS
+from niels_gpt.kinds.rows import Stats
 from niels_gpt.storage import remedies
 from niels_gpt.storage.codes import CodedWarning
 
@@ -149,5 +149,5 @@ def settings_by(*flags):
 def stats_does(work):
     """Let `niels-gpt stats` do this and print what it returns: for what all commands have in common."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("niels_gpt.inspection.stats.stats", lambda _: Stats(work()))
+        patch.setattr("niels_gpt.kinds.look.stats", lambda *_: Stats(work()))
         yield

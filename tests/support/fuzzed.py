@@ -9,8 +9,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+from niels_gpt.cache.kind import plot
 from niels_gpt.cache.meta import read_meta
-from niels_gpt.inspection import plot
+from niels_gpt.kinds import look
 from niels_gpt.storage.meta_json import file_records, path_inside
 from support.disk import META_NAME
 
@@ -47,7 +48,7 @@ def counted_for_a_plot(folder):
         patched.setattr(plot, "png", lambda figure, colours: b"")
         for name in ("_examples_figure", "_documents_figure", "_notice"):
             patched.setattr(plot, name, lambda *_: None)
-        plot.plot(folder)
+        look.plot(folder)
 
 
 NUMBERS = st.sampled_from(

@@ -7,14 +7,15 @@ import pytest
 
 from niels_gpt.builders import source
 from niels_gpt.builders.sft import examples
-from niels_gpt.inspection import file_checks, plot, stats
-from niels_gpt.kinds.verify import CHECKS
+from niels_gpt.cache import documents
+from niels_gpt.cache.kind import plot
+from niels_gpt.kinds import files
+from niels_gpt.kinds.kind import kind_named
 from support.disk import write_meta
 
 _BLOCKS = {
-    "read_bytes": (file_checks, "_READ_BYTES"),
-    "counted_bits": (stats, "_BIT_TOKENS"),
-    "counted_tokens": (stats, "_BATCH_TOKENS"),
+    "read_bytes": (files, "_READ_BYTES"),
+    "counted_tokens": (documents, "BLOCK_TOKENS"),
     "batch_items": (source, "BATCH_ITEMS"),
     "copied_ids": (examples, "_LINES"),
     "copied_tokens": (examples, "_COPIED"),
@@ -53,4 +54,4 @@ def notices():
 
 def checks_of(kind, *, blocking=False):
     """The names of the checks of a kind of caches; blocking: of those that fail a build."""
-    return [check.name for check in CHECKS[kind] if check.blocking or not blocking]
+    return [check.name for check in kind_named(kind).checks if check.blocking or not blocking]

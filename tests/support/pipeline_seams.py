@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import dagster as dg
@@ -14,13 +15,12 @@ from niels_gpt.builders import journal
 from niels_gpt.commands.build import chosen_keys as _chosen_keys
 from niels_gpt.eagle3.format.layout import read_header, row_bytes_of, shard_path
 from niels_gpt.eagle3.inspect import checks as eagle3_checks
-from niels_gpt.inspection import verify
 from niels_gpt.kinds.files import Damage
+from niels_gpt.kinds.kind import kind_of_key, kinds
 from niels_gpt.recipes.eagle3 import asset, draft_vocab, prepare
 from niels_gpt.recipes.eagle3.of_settings import resolved
 from niels_gpt.recipes.exchange import lines, outputs
 from niels_gpt.recipes.plan import every_recipe, recipes
-from niels_gpt.recipes.rollouts.checks import CHECKS as ROLLOUT_CHECKS
 from niels_gpt.settings import Settings
 from niels_gpt.storage import fileio, versions
 from niels_gpt.storage.locks.builders import file_lock
@@ -37,8 +37,7 @@ TARGET_CHECKS = tuple(eagle3_checks.CHECKS)
 
 def checks_of(key):
     """The checks of a cache by name."""
-    family = key.split("/")[0]
-    return {each.name: each for each in (ROLLOUT_CHECKS if family == "trees" else verify.CHECKS[family])}
+    return {each.name: each for each in kind_of_key(key).checks}
 
 
 def chosen_keys(settings):
@@ -190,7 +189,10 @@ def cards_are(text):
 def check_never_passes(name, problem):
     """Let a check find this in every cache."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(verify._RULES, name, lambda *_: iter([Damage("meta.json", 0, 0, problem)]))
+        for kind in kinds():
+            rule = {"rule": lambda *_: iter([Damage("meta.json", 0, 0, problem)])}
+            checks = [replace(each, **rule) if each.name == name else each for each in kind.checks]
+            patch.setattr(kind, "checks", checks, raising=False)
         yield
 
 

@@ -19,7 +19,7 @@ from support.attacks import Probe
 
 # --- what is attacked -------------------------------------------------------------------------------------------------
 
-IMPORTS = ("sentencepiece", "niels_gpt.commands.build", "niels_gpt.commands.report", "niels_gpt.inspection.diff")
+IMPORTS = ("sentencepiece", "niels_gpt.commands.build", "niels_gpt.commands.report", "niels_gpt.kinds.diff")
 PRETRAIN, SFT, ROLLOUTS, MODEL = "pretrain/notes", "sft/chats", "rollouts/steps", "tokenizer/spm.model"
 TEXTS = [f"Page {page}. The heron walks to the river and finds {page * 3} apples." for page in range(12)]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from niels_gpt.cache.plot import _ticks
+from niels_gpt.cache.kind.plot import _ticks
 
 
 @pytest.mark.parametrize(

@@ -7,5 +7,6 @@ format.py     names of the files, columns of the index; a group as arrays
 build.py      public: groups -> a committed cache, resumable
 index.py      whether the numbers of the index fit each other and the files
 reader.py     public: RolloutDataset: a group as samples or as a forest with its fields
+kind.py       the kind rollouts: checks, figures, groups and tokens for people
 stream.py     public: RolloutStream: bins of several groups by epochs, for ranks and workers, resumable
 """

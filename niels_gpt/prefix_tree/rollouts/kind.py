@@ -129,6 +129,7 @@ class RolloutsKind(Kind):
     name = "rollouts"
     unit = "group"
     keys = ("rollouts/", "trees/")
+    may_lack_vocabulary = True
     checks = (
         FILES,
         TOKENIZER_MAY_MATCH,

@@ -31,8 +31,7 @@ def show_window(cache: Cache, tokenizer: Decoder, split: str, position: int, num
     Sentinels have their short names, such as <|eot|>, and other special tokens their literals; both are cyan.
     Raises: CacheError; ValueError for a split or a position that does not exist.
     """
-    check_piece(cache, tokenizer, split, num_tokens)
-    _refuse_stub(cache)
+    _refuse(cache, tokenizer)
     ids, found = _window(cache.folder, cache.meta, split, position, num_tokens)
     head = "tokens {position:,} to {end_position:,} of {split_tokens:,}, in {file}".format(**found)
     return _headed(cache, split, head, _document(ids, sentinel_names(cache.folder, cache.meta), tokenizer, color))
@@ -41,8 +40,7 @@ def show_window(cache: Cache, tokenizer: Decoder, split: str, position: int, num
 def window_data(cache: Cache, tokenizer: Decoder, split: str, position: int, num_tokens: int | None) -> dict[str, Any]:
     """Return what `show_window` prints, ready for JSON. num_tokens: the most tokens; None: 200."""
     num_tokens = _WINDOW if num_tokens is None else num_tokens
-    check_piece(cache, tokenizer, split, num_tokens)
-    _refuse_stub(cache)
+    _refuse(cache, tokenizer)
     ids, found = _window(cache.folder, cache.meta, split, position, num_tokens)
     return found | {"text": decoded_text(ids, sentinel_names(cache.folder, cache.meta), tokenizer)}
 
@@ -53,8 +51,7 @@ def show_example(cache: Cache, tokenizer: Decoder, split: str, row: int, num_tok
     Supervised tokens are green, the others dim; without color, supervised tokens are in [[ ]].
     Raises: as `show_window`.
     """
-    check_piece(cache, tokenizer, split, num_tokens)
-    _refuse_stub(cache)
+    _refuse(cache, tokenizer)
     ids, mask, found = _example(cache.folder, cache.meta, split, row)
     head = "example {example:,} of {examples:,}, {tokens:,} tokens, {supervised_tokens:,} supervised".format(**found)
     head += f", the first {num_tokens:,} below" * (len(ids) > num_tokens)
@@ -64,15 +61,27 @@ def show_example(cache: Cache, tokenizer: Decoder, split: str, row: int, num_tok
 
 def example_data(cache: Cache, tokenizer: Decoder, split: str, row: int, num_tokens: int | None) -> dict[str, Any]:
     """Return what `show_example` prints, ready for JSON, and its parts by loss. num_tokens: None: all."""
-    check_piece(cache, tokenizer, split, 1 if num_tokens is None else num_tokens)
-    _refuse_stub(cache)
+    _refuse(cache, tokenizer)
     ids, mask, found = _example(cache.folder, cache.meta, split, row)
     ids, mask, names = ids[:num_tokens], mask[:num_tokens], sentinel_names(cache.folder, cache.meta)
     text = {"text": decoded_text(ids, names, tokenizer)}
     return found | text | {"parts": parts_by_loss(ids, mask, names, tokenizer)}
 
 
-def _refuse_stub(cache: Cache) -> None:
+def _refuse(cache: Cache, tokenizer: Decoder) -> None:
+    """Raise CacheError for a tokenizer of other ids, and for a stub."""
+    check_tokenizer(cache.folder, cache.meta, tokenizer.sha256)
+    if cache.is_stub:
+        raise CacheError(cache.path / META_NAME, "built is false, so there is nothing to show", code="E207")
+
+
+def _headed(cache: Cache, split: str, head: str, text: str) -> str:
+    return f"{printable(cut(f'{cache.path}/{split}: {head}'))}\n{text}"
+
+
+def _refuse(cache: Cache, tokenizer: Decoder) -> None:
+    """Raise CacheError for a tokenizer of other ids, and for a stub."""
+    check_tokenizer(cache.folder, cache.meta, tokenizer.sha256)
     if cache.is_stub:
         raise CacheError(cache.path / META_NAME, "built is false, so there is nothing to show", code="E207")
 

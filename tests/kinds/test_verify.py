@@ -19,9 +19,8 @@ from niels_gpt.builders.meta_keys import Source
 from niels_gpt.builders.pretrain import build_stub
 from niels_gpt.cache.meta import read_meta, write_meta
 from niels_gpt.cache.pretrain_dataset import PretrainSplit
-from niels_gpt.kinds.verify import refusal
 from niels_gpt.kinds.kind import Limits
-from niels_gpt.kinds.verify import find_damage, verify
+from niels_gpt.kinds.verify import find_damage, refusal, verify
 from niels_gpt.recipes.plan import recipes
 from niels_gpt.recipes.run_recipe import cache_root, restart
 from niels_gpt.recipes.token_caches import build_token_cache
@@ -342,8 +341,8 @@ def test_the_remedy_mends_what_a_second_build_would_reuse(settings):
 
 def test_no_check_loads_torch(root):
     program = (
-        "import sys; from pathlib import Path; from niels_gpt.kinds.kind import Limits
-from niels_gpt.kinds.verify import verify\n"
+        "import sys; from pathlib import Path; from niels_gpt.kinds.kind import Limits\n"
+        "from niels_gpt.kinds.verify import verify\n"
         "for key in ('tokenizer', 'pretrain/notes', 'sft/chats'):\n"
         "    assert not any(found.problems for found in verify(Path(sys.argv[1]) / key, Limits(deep=True)).values())\n"
         "print(sorted({'torch', 'datasets', 'matplotlib', 'pyarrow', 'transformers'} & set(sys.modules)))"

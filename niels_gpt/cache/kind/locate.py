@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from niels_gpt.cache.documents import bounds, ids_at, source_id
 from niels_gpt.cache.formats import Ids, token_dtype_of
-from niels_gpt.cache.meta import sentinel_names
-from niels_gpt.cache.show import check_piece, turn_names
+from niels_gpt.cache.kind.show import turn_names
+from niels_gpt.cache.meta import check_tokenizer, sentinel_names
 from niels_gpt.display.decoded import Decoder, decoded_text
 from niels_gpt.display.tables import cut, most_of, shown
 from niels_gpt.kinds.kind import Cache
@@ -73,7 +73,8 @@ def locate_data(
     tokens: as in `locate`; None: all of the document. names_of: gives the names of sentinels. Raises: as `locate`.
     """
     folder, meta = cache.folder, cache.meta
-    check_piece(cache, tokenizer, split, 1 if tokens is None else tokens)
+    if tokenizer is not None:
+        check_tokenizer(folder, meta, tokenizer.sha256)
     about = {"kind": cache.kind.name, "split": split, "position": position}
     found, (start, end) = _document_at(cache, split, position)
     # Around the position, and not shorter than tokens where the document starts or ends near it.

@@ -72,6 +72,7 @@ def test_a_stub_has_a_picture_that_says_so(tmp_path):
 
 
 def test_importing_it_loads_no_matplotlib():
-    program = "import sys, niels_gpt.inspection.plot; print({'matplotlib', 'PIL', 'torch'} & set(sys.modules))"
+    program = "import sys, niels_gpt.kinds.look, niels_gpt.cache.kind.plot; "
+    program += "print({'matplotlib', 'PIL', 'torch'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

@@ -9,13 +9,11 @@ from support.small_builds import templated
 from support.small_caches import change_meta
 
 from niels_gpt.cache import SFTExampleDataset, read_meta
+from niels_gpt.cache.documents import supervised_counts
 from niels_gpt.display.decoded import Decoded
 from niels_gpt.kinds.diff import diff
-from niels_gpt.kinds.look import locate
-from niels_gpt.kinds.look import sample_texts, show
-from niels_gpt.cache.documents import supervised_counts
-from niels_gpt.kinds.look import stats
 from niels_gpt.kinds.kind import Limits
+from niels_gpt.kinds.look import locate, show, stats
 from niels_gpt.kinds.verify import find_damage, verify
 
 GREEN, DIM, CYAN, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[36m", "\x1b[0m"
@@ -71,10 +69,7 @@ def test_an_example_is_shown_with_its_targets_and_special_tokens(cache):
     assert show(cache, Marked(), split="val", position=0, num_tokens=8, color=False).endswith("<end><reply>[[d]]")
 
 
-def test_the_rows_of_a_table_and_a_located_token_are_of_the_example(cache):
-    rows = sample_texts(cache, Marked(), per_split=1, num_tokens=99)
-    assert [(row["with_loss"], row["tokens"]) for row in rows] == [(6, 17), (6, 17)]
-    assert str(rows[1]["text"]).startswith("<user>\nabc<end><reply>[[d<end>]]<user>e")
+def test_a_located_token_is_of_its_example(cache):
     found = locate(cache, Marked(), split="train", position=17, num_tokens=99)
     assert "example:      1 of 3, 17 tokens" in found and found.endswith("<end>") and "[[<user>]]\nabc" in found
 
@@ -95,7 +90,7 @@ def test_stats_name_the_template_and_count_the_bits(cache):
 @pytest.mark.parametrize("tokens", [1, 16, 17, 50, 1 << 22])
 def test_supervised_tokens_are_counted_in_blocks_of_any_size(cache, tokens):
     meta = read_meta(str(cache / "meta.json"))
-    with blocks_of(counted_bits=tokens):
+    with blocks_of(counted_tokens=tokens):
         assert supervised_counts(cache.resolve(), meta, "train").tolist() == [6] * 3
 
 

@@ -115,8 +115,8 @@ def test_the_summary_says_what_a_cache_holds_on_paper(tmp_path):
 def test_the_summary_of_what_is_no_cache_is_an_error(tmp_path):
     with refused("E105", tmp_path, kind=FileNotFoundError):
         stats(tmp_path)
-    (tmp_path / "meta.json").write_text('{"kind": "tokenizer"}')
-    with refused("E208", "'tokenizer'", "pretrain or sft"):
+    (tmp_path / "meta.json").write_text('{"kind": "photo"}')
+    with refused("E208", "'photo'", "pretrain, sft"):
         stats(tmp_path)
     (tmp_path / "meta.json").write_text('{"kind": "pretrain", "built": 1}')
     with refused("E202", "built is 1"):
@@ -128,8 +128,9 @@ def test_inspection_never_loads_torch(tmp_path):
     cache, _ = sft(tmp_path / "sft", [chat("A", "B")])
     program = (
         "import sys; from pathlib import Path; from niels_gpt.cache import read_meta\n"
-        "from niels_gpt.inspection import show, stats; cache = Path(sys.argv[1])\n"
-        "print(stats.supervised_counts(cache, read_meta(cache / 'meta.json'), 'train'), 'torch' in sys.modules)"
+        "from niels_gpt.cache import documents; from niels_gpt.kinds import look; cache = Path(sys.argv[1])\n"
+        "look.stats(cache)\n"
+        "print(documents.supervised_counts(cache, read_meta(cache / 'meta.json'), 'train'), 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program, str(cache)], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[2] False"

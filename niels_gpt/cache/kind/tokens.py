@@ -20,7 +20,11 @@ from niels_gpt.cache.documents import (
     supervised_counts,
 )
 from niels_gpt.cache.formats import SPLITS, has_no_text_bytes, token_dtype_of
-from niels_gpt.cache.locate import locate, locate_data
+from niels_gpt.cache.kind.locate import locate, locate_data
+from niels_gpt.cache.kind.plot import plot
+from niels_gpt.cache.kind.scans import content_damages, id_damages, supervised_damages
+from niels_gpt.cache.kind.show import example_data, show_example, show_window, window_data
+from niels_gpt.cache.kind.sums import wrong_sums
 from niels_gpt.cache.loss_bits import has_loss_bits
 from niels_gpt.cache.meta import (
     check_pair,
@@ -36,10 +40,6 @@ from niels_gpt.cache.meta import (
     tokenizer_above,
 )
 from niels_gpt.cache.mmap import TokenFiles, check_starts, load_idx, mmap_tokens
-from niels_gpt.cache.plot import plot
-from niels_gpt.cache.scans import content_damages, id_damages, supervised_damages
-from niels_gpt.cache.show import example_data, show_example, show_window, window_data
-from niels_gpt.cache.sums import wrong_sums
 from niels_gpt.display.decoded import decoded_text
 from niels_gpt.display.numbers import count_text, many, number_of, share_text, size_text
 from niels_gpt.kinds.checks import BUDGET_REACHED, FILES, TOKENIZER_MATCHES, warnings_of
@@ -247,7 +247,7 @@ class Tokens(Kind):
 
     def source_ids(self, cache: Cache, split: str) -> Iterator[bytes] | None:
         """Yield the source id of each document."""
-        return id_lines(cache.folder, cache.meta, split) if split in cache.meta.get("ids", {}) else None
+        return _all_ids(cache, split) if split in cache.meta.get("ids", {}) else None
 
     def words(self, cache: Cache, tokenizer: Any, split: str, number: int) -> str | None:
         """Return the beginning of a document on one line."""
@@ -346,6 +346,18 @@ class SftKind(Tokens):
         """Return the same, ready for JSON."""
         about = {"kind": self.name, "split": split}
         return about | example_data(cache, tokenizer, split, at, tokens)
+
+
+def _all_ids(cache: Cache, split: str) -> Iterator[bytes]:
+    """Yield the source ids of a split. Raises: CacheError unless there is one for each document."""
+    number, documents = 0, len(bounds(cache.folder, cache.meta, split)) - 1
+    for number, line in enumerate(id_lines(cache.folder, cache.meta, split), 1):
+        if number > documents:
+            break
+        yield line
+    if number != documents:
+        path, lines = cache.folder / cache.meta["ids"][split]["name"], "more" if number > documents else number
+        raise CacheError(path, f"{lines} lines", f"{documents}, one for each document", REBUILD, code="E201")
 
 
 def _numbers(values: Any) -> Iterator[int]:
