@@ -40,7 +40,18 @@ _RESULTS = frozenset(
         *("documents", "documents_with_reserved_literal", "documents_with_u2581"),  # of a tokenizer's texts
         *("bytes_given", "bytes_seen", "share_seen", "unknown_ids"),
         *("coverage", "disk_bytes", "bytes_per_token", "supervised_share", "kept_mass", "draft_mass"),
-        *("num_samples", "num_shards"),
+        *(
+            "num_samples",
+            "num_shards",
+            "samples",
+            "shards",
+            "tokens",
+            "supervised_tokens",
+            "positions",
+            "aux_rows",
+            "target_rows",
+        ),
+        *("folding/token_factor", "folding/pair_factor"),
     }
 )
 """Keys of meta.json and manifest.json whose numbers change from one build to the next; the others are settings."""

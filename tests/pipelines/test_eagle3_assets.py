@@ -142,7 +142,6 @@ def test_the_draft_vocabulary_is_an_asset_that_targets_and_precompute_read(
     assert built(result) == {VOCAB} and verdicts(result) == {"mapping_fits": True} and not cache_of(settings).exists()
     found, folder = metadata(result)[VOCAB], Path(settings.cache_dir, *VOCAB.split("/"))
     assert (found["draft_vocab_size"], found["run/state"]) == ("40", "built") and 0.5 < found["coverage"] < 1
-    assert base64.b64decode(found["picture"].split("base64,")[1].rstrip(")")).startswith(b"\x89PNG")
     build_targets(settings)
     assert build_draft_vocab(settings).reused
     selected = read_manifest(cache_of(settings))["selected_token_ids"]
@@ -162,9 +161,9 @@ def test_targets_alone_make_a_draft_vocabulary_that_is_not_current_and_record_th
     larger = dataclasses.replace(settings, eagle3_draft_vocab_size=300)
     assert built(run(instance, larger, KEY)) >= {KEY}
     assert stale(instance, larger) == {} and built(run(instance, larger, KEY)) == set()
-    for command in ("stats", "show"):
+    for command, said in (("stats", "300 of the target's"), ("show", "draft ids 0 to 199 of 300")):
         done = niels_gpt(command, f"{settings.cache_dir}/{VOCAB}")
-        assert done.status == 0 and "300 of the target's" in done.out
+        assert done.status == 0 and said in done.out
 
 
 def test_it_covers_what_the_counted_tokens_say(settings, tmp_path):

@@ -29,7 +29,7 @@ def test_the_assets_are_the_tokenizer_the_caches_and_what_is_observed():
     assert {key.to_user_string() for key in children} == {key for key in CACHES if key.startswith("sft/")}
 
 
-def test_the_page_of_an_asset_says_who_owns_it_what_it_gives_and_where_its_code_and_files_are():
+def test_the_page_of_an_asset_says_who_owns_it_what_it_gives_and_where_its_files_are():
     ours = niels_definitions("llm", Settings(source_root="hub"), owners=["team:data"], tags={"tier": "gold"})
     graph = ours.resolve_asset_graph()
     for key in graph.get_all_asset_keys():
@@ -40,11 +40,6 @@ def test_the_page_of_an_asset_says_who_owns_it_what_it_gives_and_where_its_code_
     assert graph.get(dg.AssetKey(["llm", "pretrain", "wikitext"])).tags["licence"] == "CC-BY-SA-3.0-and-GFDL"
     schema = page.metadata["dagster/column_schema"]
     assert [(column.name, column.type) for column in schema.columns][-1] == ("y_masked", "int64 [B, T]")
-    places = page.metadata["dagster/code_references"]
-    for place in places.code_references:
-        line = Path(place.file_path).read_text().splitlines()[place.line_number - 1]
-        name = place.label
-        assert line.startswith((f"def {name}(", f"def _{name}("))
     assert page.metadata["look inside"] == "niels-gpt show cache/sft/oasst1"
     assert "huggingface.co/datasets/OpenAssistant/oasst1" in str(
         graph.get(dg.AssetKey(["llm", "raw", "oasst1"])).description
@@ -113,13 +108,10 @@ def test_a_page_has_a_small_picture_and_decoded_examples(first_run):
         shown = first_run.metadata[key]
         assert len(shown["picture"]) < 20_000
         assert base64.b64decode(shown["picture"].split("base64,")[1].rstrip(")")).startswith(b"\x89PNG")
-        if key.startswith("trees/"):
-            assert "[[" in shown["first_group"]
-            continue
         rows = [record.data for record in shown["examples"].records]
         assert 2 <= len(rows) <= 6
         assert {row["split"] for row in rows} == {"train", "val"}
-        assert key.startswith("pretrain/") or all("[[" in row["text"] and row["with_loss"] > 0 for row in rows)
+        assert key.startswith("pretrain/") or all("[[" in row["text"] for row in rows)
 
 
 def failure_of(result: dg.ExecuteInProcessResult, step: str) -> str:
