@@ -18,7 +18,7 @@ Data goes from top to bottom. Each package's docstring lists its modules.
     display/               how people look at data: decoded with its loss mask; tables, a bar
     builders/              iterables of texts or chats to token files: shuffle, split, encode, write, resume
     cache/                 the public builders and readers of token caches (PR-03)
-    inspection/            a finished token cache: verify, stats, show, diff, locate
+    kinds/                 every operation for a finished cache of any kind: verify, stats, show, diff, locate
     sampling/              epochs, mixtures of caches and evaluation, with a resumable state
     interop/               other tools' token files, out and in; caches in buckets
     eagle3/                caches of a target model's outputs for training EAGLE-3 drafts
@@ -26,6 +26,7 @@ Data goes from top to bottom. Each package's docstring lists its modules.
     recipes/               which source, tokenizer and builder make each cache, and when it is built again
     commands/              every command line: flags, output, exit status
     storage/               files on disk: atomic writes, locks, versions, CacheError
+    inspection/            the earlier name of kinds/, for one release
     pictures.py            what all PNG pictures share: their figure, axes and bytes
     progress.py            the type of progress callbacks
     interrupts.py          turns signals into KeyboardInterrupt; the exit status is commands/console.py's
@@ -33,7 +34,7 @@ Data goes from top to bottom. Each package's docstring lists its modules.
 
 meta.json: builders/ decides its keys (meta_keys.py: those of every cache; pretrain.py, shards.py, sft/: the others),
 recipes/run_recipe.py what the key `source` says. cache/meta.py writes and reads it, storage/meta_json.py has its
-checksum and file records, inspection/meta_checks.py verifies it. Rules such as D5 and PR-03: docs/decisions/README.md.
+checksum and file records, kinds/verify.py verifies it. Rules such as D5 and PR-03: docs/decisions/README.md.
 
 This module imports nothing, so that reading metadata does not load torch.
 """

@@ -8,7 +8,7 @@ partitions.py   a pretrain cache with --partitions: a graph of a plan, a step fo
 exchange/       exports and published caches, downstream of the caches
 steps.py        what the steps share: revisions, turns, logs, errors, what they report
 versions.py     the versions that Dagster compares: of an asset's code, and of what it was made from
-checks.py       the asset checks, made of the rules of niels_gpt.inspection and niels_gpt.eagle3.inspect
+checks.py       the asset checks, made of the rules of niels_gpt.kinds
 metadata.py     what the UI shows of a finished asset: meta.json key by key, a picture, decoded examples
 describe.py     what an asset's page says before it is materialized
 automation.py   jobs, the schedule of observations, and the sensors; all off by default

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from niels_gpt.display.numbers import share_text
 from niels_gpt.kinds.files import FileChecks, Record
@@ -59,6 +59,12 @@ class DraftVocabKind(Kind):
         ),
     )
     is_small = True
+    why_not: ClassVar[Mapping[str, str]] = {
+        "locate": "A draft vocabulary holds no tokens of a text",
+        "digests": "Draft vocabularies differ by their ids and by what meta.json says of them",
+        "plot": "Its coverage is one number: see stats",
+        "formats": "Its file is the one that nemo-automodel reads",
+    }
     page = Page(
         "from niels_gpt.cache import read_meta\nfrom niels_gpt.eagle3.vocab import load_token_mapping\n\n"
         'size = read_meta("{path}/meta.json")["target_vocab_size"]\n'

@@ -33,6 +33,9 @@ class Eagle3Kind(Kind):
     checks = tuple(CHECKS.values())
     outside_checks: ClassVar[Mapping[str, str]] = {RECOMPUTED: "niels_gpt.recipes.eagle3.asset:check_recomputed"}
     shown = 32
+    why_not: ClassVar[Mapping[str, str]] = {
+        "formats": "niels-gpt eagle3 export writes the files of speculators; versions 1 and 2 are nemo-automodel's own"
+    }
     page = Page(
         "from niels_gpt.eagle3.cache import CachedEagle3Dataset\n\n"
         'data = CachedEagle3Dataset("{path}")\n'

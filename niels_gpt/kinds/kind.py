@@ -135,6 +135,8 @@ class Kind:
     """Whether `show` needs the tokenizer of the ids."""
     formats: ClassVar[frozenset[str]] = frozenset()
     """Names of the formats of other tools that can hold one."""
+    why_not: ClassVar[Mapping[str, str]] = {}
+    """By the name of a method that the kind leaves out, why it cannot have it: a sentence."""
     page = Page()
 
     # --- is it one, and is it good ---
@@ -266,7 +268,8 @@ class Kind:
         """Return the error for an operation that this kind does not have; it names the kinds that have it."""
         where = META_NAME if cache is None else cache.path / META_NAME
         having = [kind.name for kind in kinds() if kind.has(name)]
-        return CacheError(where, f"kind is {shortened(self.name)}", " or ".join(having), code="E208")
+        expected = " or ".join(having)
+        return CacheError(where, f"kind is {shortened(self.name)}", expected, self.why_not.get(name, ""), code="E208")
 
 
 # --- the table --------------------------------------------------------------------------------------------------------

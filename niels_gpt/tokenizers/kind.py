@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from niels_gpt.cache.meta import checked_meta
 from niels_gpt.display.numbers import number_of, size_text
@@ -25,6 +25,12 @@ class TokenizerKind(Kind):
     keys = ("tokenizer",)
     checks = (SMALL_FILES,)
     is_small = True
+    why_not: ClassVar[Mapping[str, str]] = {
+        "locate": "A tokenizer holds no tokens of a text",
+        "digests": "Tokenizers differ by what meta.json says of them",
+        "plot": "A tokenizer has no lengths to draw",
+        "formats": "A tokenizer is copied as it is: its model is a file of SentencePiece or Hugging Face",
+    }
     page = Page(
         "from niels_gpt.tokenizer import load_tokenizer\n\n"
         'tokenizer = load_tokenizer("{path}")\n'

@@ -21,7 +21,7 @@ OTHERS = {0: "progress, ...", 1: "display", 5: "commands"}
 LEVELS = (
     ("commands and Dagster", ("commands", "pipelines"), VIOLET),
     ("source + tokenizer + builder", ("recipes",), ORANGE),
-    ("finished caches", ("inspection", "interop", "sampling", "eagle3", "prefix_tree"), GREEN),
+    ("finished caches", ("kinds", "interop", "sampling", "eagle3", "prefix_tree"), GREEN),
     ("build and read", ("builders", "cache"), BLUE),
     ("text, chats, models", ("data", "hub", "chat", TEXT, "display"), MUTED),
     ("files, settings", ("storage", "settings", "progress, ..."), MUTED),

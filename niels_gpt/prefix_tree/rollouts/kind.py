@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -130,6 +130,7 @@ class RolloutsKind(Kind):
     unit = "group"
     keys = ("rollouts/", "trees/")
     may_lack_vocabulary = True
+    why_not: ClassVar[Mapping[str, str]] = {"formats": "No format of other tools has groups of samples yet"}
     checks = (
         FILES,
         TOKENIZER_MAY_MATCH,
