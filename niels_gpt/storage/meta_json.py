@@ -1,4 +1,4 @@
-"""meta.json's checksum and file records, and how any file of a cache is read: nothing in it is trusted."""
+"""meta.json's checksum, file records and content_sha256; how files of a cache are read. Nothing in it is trusted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import reprlib
 import stat
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -331,3 +331,34 @@ def _typed(value: Any, kind: type[Any], key: str, where: str) -> Any:
     if not isinstance(value, kind):
         raise wrong_value(where, key, value, "a list" if kind is list else "an object")
     return value
+
+
+# --- content_sha256 ---------------------------------------------------------------------------------------------------
+
+
+def content_sha256(records: Sequence[Mapping[str, Any]], kind: str = "") -> str:
+    """Return the content_sha256 of a cache: the sha256 of what its kind takes of the records of its files.
+
+    records: name, bytes, sha256 of every file, in the order of `file_records`. kind: as in meta.json.
+    """
+    return hashlib.sha256(_CONTENT.get(kind, _lines)(records)).hexdigest()
+
+
+def _lines(records: Sequence[Mapping[str, Any]]) -> bytes:
+    """Return the output of `sha256sum` for all files, sorted by name: lines `<sha256>  <name>`."""
+    lines = sorted((str(record["name"]), str(record["sha256"])) for record in records)
+    return "".join(f"{digest}  {name}\n" for name, digest in lines).encode()
+
+
+def _deciding(records: Sequence[Mapping[str, Any]]) -> bytes:
+    """Return the sha256 of an EAGLE-3 cache's manifest, weights and receipts by name: all other files follow."""
+    digests = {str(record["name"]): record["sha256"] for record in records}
+    return canonical_json({name: digest for name, digest in digests.items() if _DECIDES.fullmatch(name)})
+
+
+_DECIDES = re.compile(r"manifest\.json|target_(embeddings|weights)\.safetensors|sidecar/shard-[0-9]{6}\.json")
+_CONTENT: dict[str, Callable[[Sequence[Mapping[str, Any]]], bytes]] = {
+    "eagle3": _deciding,
+    "draft_vocab": lambda records: canonical_json([dict(record) for record in records]),
+}
+"""Kind -> what is hashed; `_lines` for all others."""

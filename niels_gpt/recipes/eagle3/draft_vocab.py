@@ -34,7 +34,15 @@ from niels_gpt.storage.checks import Check, Figures, Verdict, first_problems
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, canonical_json, write_bytes
 from niels_gpt.storage.locks import apply_lock_setting
-from niels_gpt.storage.meta_json import file_records, meta_bytes, path_inside, printable, sha256_regular, wrong_value
+from niels_gpt.storage.meta_json import (
+    content_sha256,
+    file_records,
+    meta_bytes,
+    path_inside,
+    printable,
+    sha256_regular,
+    wrong_value,
+)
 from niels_gpt.storage.meta_json import resolved as resolved_path
 
 KIND = "draft_vocab"
@@ -120,16 +128,16 @@ def commit_draft_vocab(prepared: Prepared) -> dict[str, Any]:
     found, selected = prepared.resolved, prepared.plan.manifest["selected_token_ids"]
     path, size = cache_root(found.settings) / VOCAB_KEY, found.target.vocab_size
     with versions.building(path) as work:
-        content = canonical_json({"selected_token_ids": selected, "target_vocab_size": size})
-        write_bytes(work / MAPPING_NAME, content)
-        record = {"name": MAPPING_NAME, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        raw = canonical_json({"selected_token_ids": selected, "target_vocab_size": size})
+        write_bytes(work / MAPPING_NAME, raw)
+        record = {"name": MAPPING_NAME, "bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
         supervised, coverage = _coverage(prepared, selected)
-        content_sha256 = sha256([record])
+        content = content_sha256([record], KIND)
         meta: dict[str, Any] = {
             "kind": KIND,
             "format_version": FORMAT_VERSION,
             "built": True,
-            "content_sha256": content_sha256,
+            "content_sha256": content,
             "target_model": found.options.target_name or found.options.target_model,
             "target_vocab_size": size,
             "draft_vocab_size": len(selected),
@@ -143,7 +151,7 @@ def commit_draft_vocab(prepared: Prepared) -> dict[str, Any]:
             "files": [record],
         }
         write_bytes(work / META_NAME, meta_bytes(meta))
-        version = versions.commit(work, path, content_sha256)
+        version = versions.commit(work, path, content)
         made = read_meta(str(version / META_NAME))
         record_recipe(found.settings, path, _fingerprint(found), found.source, made)
     return made
