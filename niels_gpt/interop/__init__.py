@@ -5,6 +5,7 @@ output.py       writes a folder of another tool: links, copies, streams, and the
 exporting.py    export: a cache -> a folder of another tool
 foreign.py      a folder of another tool as an import reads it
 names.py        the names of the formats, and how their own tools read them; --help needs no more
+words.py        what each kind of cache says of itself, to the card and the transfers
 card.py         the card of a cache: README.md of a hub dataset repository
 assembling.py   files of tokens -> all files of a cache
 texts.py        the bytes of text in an assembled cache; whether its ids come back

@@ -130,7 +130,7 @@ def arrived(
     progress: Progress | None = None,
 ) -> Fetched:
     """Fetch the files of `remote` and commit them at `dest`."""
-    tally = Tally(remote.num_bytes, progress)
+    tally, bucket.least_share = Tally(remote.num_bytes, progress), remote.words.least_share
     key = hashlib.sha256(b"pull " + remote.raw).hexdigest()
     with versions.resumable(dest, key, wait=wait) as (work, notes):
         version = versions.versions_dir(dest) / remote.content_sha256[:VERSION_DIGITS]
@@ -158,12 +158,12 @@ def _is_there(version: Path, remote: Described, jobs: int) -> bool:
     """Whether a version of this content is there, whole: every file is read and compared."""
     if not (version / META_NAME).is_file():
         return False
-    tally = Tally(0, None)
+    tally, share = Tally(0, None), remote.words.least_share
 
     def compare(record: dict[str, object]) -> None:
         tally.add()
         path = path_inside(version, str(record["name"]))
-        if path.lstat().st_size != record["bytes"] or sha256_regular(path) != record["sha256"]:
+        if path.lstat().st_size != record["bytes"] or sha256_regular(path, least_share=share) != record["sha256"]:
             raise Stopped
 
     try:

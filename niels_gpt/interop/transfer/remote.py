@@ -17,7 +17,7 @@ from niels_gpt.interop.transfer.jobs import Stopped
 from niels_gpt.interop.transfer.patience import Patience, end_of, in_thread
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
-from niels_gpt.storage.meta_json import open_regular, path_inside, printable
+from niels_gpt.storage.meta_json import LEAST_SHARE, open_regular, path_inside, printable
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +105,8 @@ class Bucket:
         self.folder = path_of(url) if kind == "file" else None
         """The folder, where it is one on a disk."""
         self.is_local = kind == "file"
+        self.least_share = LEAST_SHARE
+        """Of a file on a disk, as `refuse_holes`."""
         self.patience = Patience()
         self._fs, self._root = _opened(kind, url, self.patience)
         self._is_s3 = kind == "s3"
@@ -150,7 +152,7 @@ class Bucket:
         On a disk CacheError for what is not a regular file, such as a pipe, which would never end.
         """
         if self.is_local:
-            with open(open_regular(self._path(name)), "rb") as file:
+            with open(open_regular(self._path(name), least_share=self.least_share), "rb") as file:
                 file.seek(begin)
                 return file.read(end - begin)
         try:
