@@ -23,6 +23,7 @@ from niels_gpt.storage.codes import code_of
 from niels_gpt.storage.errors import CacheError, LeftOut
 from niels_gpt.storage.locks import file_lock
 from niels_gpt.storage.versions import VERSIONS_DIR, build_lock, is_plan, refuse_if_building, versions_dir
+from niels_gpt.storage.waits import Waits
 from pipelines.checks import CAUSED_ELSEWHERE, NOT_THERE, rules_of
 from pipelines.deployment import Deployment
 from pipelines.metadata import materialize_result
@@ -32,8 +33,14 @@ from pipelines.versions import DATA_VERSION, version_tags
 BUILD_POOL = BUILD_TAG = "niels_gpt/pretrain_build"
 """Pretrain builds run one at a time, because each encodes on all cores. Within a run the tag enforces it, on one cache
 folder `turn`, and where a deployment of several machines gives the pool a limit, the pool."""
-NETWORK_RETRIES = dg.RetryPolicy(max_retries=3, delay=15, backoff=dg.Backoff.EXPONENTIAL, jitter=dg.Jitter.PLUS_MINUS)
-"""After about 15, 30 and 60 seconds; only errors that may pass by themselves are retried (`clear_errors`)."""
+NETWORK_WAITS, _NETWORK_ATTEMPTS = Waits(first_s=15.0, longest_s=105.0, jitter=1.0), 4
+NETWORK_RETRIES = dg.RetryPolicy(
+    max_retries=_NETWORK_ATTEMPTS - 1,
+    delay=NETWORK_WAITS.first_s,
+    backoff=dg.Backoff.EXPONENTIAL,  # 2 ** n - 1 times the first
+    jitter=dg.Jitter.PLUS_MINUS,  # as long as the first
+)
+"""After about 15, 45 and 105 seconds; only errors that may pass by themselves are retried (`clear_errors`)."""
 _HISTORY = 50
 """Results of a check, from the newest on, that are looked at for a build from scratch that did not help."""
 _LOG_SECONDS = 10.0

@@ -6,7 +6,6 @@ their settings.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from niels_gpt.builders.build import Build
 from niels_gpt.builders.split import warn_of_share
 from niels_gpt.storage import versions
 from niels_gpt.storage.fileio import META_NAME, write_bytes
+from niels_gpt.storage.meta_json import content_sha256 as content_sha256
 from niels_gpt.storage.meta_json import file_records, meta_bytes, parse_object
 from niels_gpt.tokenizers.protocol import Tokenizer, control_ids, token_dtype_name, tokenizer_identity, tokenizer_sha256
 
@@ -52,12 +52,6 @@ class Source:
     """The loader's position in its files, which a resumed build sets (data.files.rows.Position). With it,
     provenance["fingerprint"] is that of the files' names and bytes. None, or {} while it is read: a resumed build reads
     all documents again."""
-
-
-def content_sha256(records: list[dict[str, Any]]) -> str:
-    """Return the sha256 of the lines `<sha256>  <name>`, sorted by name: of the output of `sha256sum`."""
-    lines = sorted((str(record["name"]), str(record["sha256"])) for record in records)
-    return hashlib.sha256("".join(f"{digest}  {name}\n" for name, digest in lines).encode()).hexdigest()
 
 
 def why_unmet(meta: Mapping[str, Any]) -> str:

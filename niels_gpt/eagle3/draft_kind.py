@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from niels_gpt.display.numbers import share_text
 from niels_gpt.kinds.files import FileChecks, Record
-from niels_gpt.kinds.kind import Cache, Finding, Held, Kind, Limits, Page, Rows
+from niels_gpt.kinds.kind import CHECK_RECORDS, CHECKED_RECORDS, Cache, Card, Finding, Held, Kind, Limits, Page, Rows
 from niels_gpt.kinds.rows import described
 from niels_gpt.storage.checks import Check, Figures
 from niels_gpt.storage.errors import PositionError
@@ -46,6 +46,21 @@ def _load(folder: Any, meta: Mapping[str, Any]) -> list[int]:
     return [int(number) for number in ids]
 
 
+def _reader(meta: Mapping[str, Any]) -> Iterator[str]:
+    sizes = ", ".join(f"{name}={int(meta[name])}" for name in ("target_vocab_size", "draft_vocab_size"))
+    yield from ("from niels_gpt.eagle3.vocab import load_token_mapping", "")
+    yield f'selected_token_ids, _ = load_token_mapping("FOLDER", {sizes})'
+    yield from ("", "# without this library", "import json", "")
+    yield from ('with open("FOLDER/draft_vocab.json") as file:', '    ids = json.load(file)["selected_token_ids"]')
+
+
+def _of_draft_vocab(meta: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "target", str(meta["target_model"])
+    yield "draft's tokens", f"{int(meta['draft_vocab_size']):,} of {int(meta['target_vocab_size']):,}"
+    yield "supervised tokens that are among them", f"{float(meta['coverage']):.2%}"
+    yield from ((name.replace("_", " "), f"{int(number):,}") for name, number in sorted(meta["totals"].items()))
+
+
 class DraftVocabKind(Kind):
     """The tokens that a draft knows."""
 
@@ -75,6 +90,14 @@ class DraftVocabKind(Kind):
             ("selected_token_ids", "int64 [D]", "draft id -> id of the target"),
             ("selected_token_mask", "bool [V]", "which ids of the target the draft knows"),
         ),
+    )
+
+    card = Card(
+        "The tokens of a target model that an EAGLE-3 draft knows",
+        _reader,
+        figures=_of_draft_vocab,
+        check=CHECK_RECORDS,
+        checked=CHECKED_RECORDS,
     )
 
     def content_sha256(self, records: Sequence[Record]) -> str:

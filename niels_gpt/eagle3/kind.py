@@ -7,21 +7,43 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
-from niels_gpt.eagle3.format.layout import MANIFEST_NAME
 from niels_gpt.eagle3.inspect.checks import CHECKS, RECOMPUTED
-from niels_gpt.kinds.kind import Cache, Held, Kind, Limits, Page, Rows
+from niels_gpt.kinds.files import Record
+from niels_gpt.kinds.kind import CHECK_RECORDS, CHECKED_RECORDS, Cache, Card, Held, Kind, Limits, Page, Rows
 from niels_gpt.progress import Progress
 from niels_gpt.storage.checks import Verdict
 from niels_gpt.storage.errors import PositionError
 
+_MANIFEST_NAME = "manifest.json"  # as eagle3.format.layout has it, which loads torch
 _DIGEST_BYTES = 16
 _FIRST_IDS = 8  # of the draft's vocabulary: a list of 32,000 belongs into a file
+
+
+def _targets(meta: Mapping[str, Any]) -> Iterator[str]:
+    module, name = ("native", "NativeEagle3Dataset") if _is_native(meta) else ("cache", "CachedEagle3Dataset")
+    yield from (f"from niels_gpt.eagle3.{module} import {name}", "", f'dataset = {name}("FOLDER")')
+
+
+def _of_targets(meta: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    manifest, target = meta["manifest"], meta.get("target") or {}
+    yield "form", "native" if _is_native(meta) else f"version {manifest['format_version']}"
+    yield "target", ", ".join(str(each) for each in (manifest["target_model"], target.get("revision")) if each)
+    yield "outputs of the target's blocks", ", ".join(str(int(layer)) for layer in manifest["aux_layer_ids"])
+    yield "draft's tokens", f"{int(manifest['draft_vocab_size']):,} of {int(manifest['target_vocab_size']):,}"
+    yield from ((name.replace("_", " "), f"{int(number):,}") for name, number in sorted(meta["totals"].items()))
+    if meta.get("kept_mass") is not None:
+        yield "probability that the most probable tokens keep", f"{float(meta['kept_mass']):.2%}"
+    yield "bytes", f"{int(meta['disk_bytes']):,}"
+
+
+def _is_native(meta: Mapping[str, Any]) -> bool:
+    return str(meta["manifest"]["format_version"]).startswith("native")
 
 
 class Eagle3Kind(Kind):
@@ -55,9 +77,37 @@ class Eagle3Kind(Kind):
         ),
     )
 
+    card = Card(
+        "A frozen target model's hidden states and distributions over chats, from which an EAGLE-3 draft is trained "
+        "without the target",
+        _targets,
+        figures=_of_targets,
+        check=CHECK_RECORDS,
+        checked=CHECKED_RECORDS,
+    )
+    least_share = 1 << 16
+
+    def content_sha256(self, records: Sequence[Record]) -> str:
+        """Return the sha256 of the digests of manifest, weights and receipts."""
+        from niels_gpt.eagle3.format.meta import content_sha256
+
+        return content_sha256(records)
+
+    def unnamed(self, meta: Mapping[str, Any], names: Collection[str]) -> str:
+        """Return how to add the shards to a meta.json of an earlier build."""
+        from niels_gpt.eagle3.format.meta import lists_shards
+
+        if lists_shards(meta):
+            return ""
+        return (
+            "Add its shards to it, which runs no target: niels-gpt build eagle3/targets, or the command precompute of "
+            "the folder with --resume; of an imported cache: niels-gpt eagle3 redraft CACHE OUT --draft-vocab-from "
+            "CACHE"
+        )
+
     def recognizes(self, folder: Path) -> bool:
         """Whether there is a manifest.json, as every tool of this format writes it."""
-        return os.path.lexists(folder / MANIFEST_NAME)
+        return os.path.lexists(folder / _MANIFEST_NAME)
 
     def refuse(self, cache: Cache, *, models: bool) -> None:
         """Read the manifest, as every reader does first."""

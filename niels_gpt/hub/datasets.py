@@ -21,13 +21,13 @@ from niels_gpt.hub.retries import (
     Backoff,
     BrokenAnswer,
     GaveUp,
-    causes,
     may_pass,
     read_timeout,
     recognized,
     remedy_of,
 )
 from niels_gpt.storage.errors import HubRefusal
+from niels_gpt.storage.waits import causes
 
 T = TypeVar("T")
 

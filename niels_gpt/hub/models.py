@@ -16,8 +16,9 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from niels_gpt.hub.retries import COMMIT_SHA, causes, is_network, reason_of, remedy_of
+from niels_gpt.hub.retries import COMMIT_SHA, is_network, reason_of, remedy_of
 from niels_gpt.storage.errors import HubError, HubRefusal, TokenizerError
+from niels_gpt.storage.waits import causes
 
 CONFIG = "config.json"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # in the order in which transformers looks for them

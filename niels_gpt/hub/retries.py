@@ -7,8 +7,6 @@ to LONGEST_WAIT_S, or are as long as the hub asks.
 from __future__ import annotations
 
 import contextlib
-import datetime
-import email.utils
 import json
 import logging
 import re
@@ -16,10 +14,11 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, cast
 
 from niels_gpt.storage.errors import HubError
+from niels_gpt.storage.waits import Waits, asked_seconds, causes, is_passing
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +66,7 @@ class Backoff:
         self.failures += 1
         reason = reason_of(error)
         asked = retry_after(error)
-        # The hub may ask for 0 seconds, or give a date that has passed: then our own wait counts.
-        seconds = max(min(FIRST_WAIT_S * 2 ** (self.failures - 1), LONGEST_WAIT_S), asked or 0.0)
+        seconds = Waits(FIRST_WAIT_S, LONGEST_WAIT_S).after(self.failures, asked)
         if self.failures >= self.attempts or seconds > LONGEST_RETRY_AFTER_S:
             wish = f" (the hub asks to wait {asked:.0f} s)" if asked == seconds else ""
             raise GaveUp(
@@ -93,16 +91,6 @@ def reason_of(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and its causes, including those that a library hides with `raise ... from None`."""
-    seen: set[int] = set()
-    current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        yield current
-        current = current.__cause__ or current.__context__
-
-
 def retry_after(error: BaseException) -> float | None:
     """Return the seconds that the hub asked to wait, below 0 for a date that has passed; None if it did not ask.
 
@@ -113,7 +101,7 @@ def retry_after(error: BaseException) -> float | None:
     if response is None:
         return None
     limit = _rate_limit(response) if response.status_code == 429 else None
-    return _retry_after(response.headers) if limit is None else limit
+    return asked_seconds(response.headers) if limit is None else limit
 
 
 def _response_of(error: BaseException) -> Any:
@@ -130,19 +118,6 @@ def _rate_limit(response: Any) -> float | None:
     limit = parse_ratelimit_headers(response.headers)
     # One second more, as the library waits: the hub rounds down.
     return float(limit.reset_in_seconds) + 1 if limit is not None and limit.remaining == 0 else None
-
-
-def _retry_after(headers: Mapping[str, str]) -> float | None:
-    value = str(headers.get("Retry-After", "")).strip()
-    if value.isdigit():
-        return float(value)
-    try:
-        when = email.utils.parsedate_to_datetime(value)
-    except ValueError:
-        return None
-    # A date without a zone is in GMT.
-    when = when if when.tzinfo else when.replace(tzinfo=datetime.UTC)
-    return (when - datetime.datetime.now(datetime.UTC)).total_seconds()
 
 
 def recognized(error: Exception) -> Exception:
@@ -182,7 +157,7 @@ def may_pass(error: BaseException) -> bool:
             return False
         if isinstance(one, HfHubHTTPError):
             status = getattr(getattr(one, "response", None), "status_code", None)
-            return status is None or _is_retried(status)
+            return status is None or is_passing(status)
         if isinstance(one, (_client_error(), ConnectionError, TimeoutError, socket.gaierror)):
             return True
         # huggingface_hub/file_download.py http_get: a body that ended early; the next download starts again.
@@ -203,13 +178,9 @@ def is_network(error: BaseException) -> bool:
 
     response = _response_of(error)
     if response is not None:
-        return _is_retried(response.status_code)
+        return is_passing(response.status_code)
     kinds = (_client_error(), ConnectionError, TimeoutError, LocalEntryNotFoundError)
     return any(isinstance(one, kinds) for one in causes(error))
-
-
-def _is_retried(status: int) -> bool:
-    return status in (408, 425, 429) or status >= 500
 
 
 def _client_error() -> type[Exception]:

@@ -16,13 +16,12 @@ from niels_gpt.cache.formats import SPLITS
 from niels_gpt.cache.meta import read_meta, tokenizer_above
 from niels_gpt.display.numbers import many
 from niels_gpt.kinds.folders import open_cache
+from niels_gpt.kinds.kind import Card, Kind
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import printable
 from niels_gpt.storage.versions import public_path
 
-KINDS = ("pretrain", "sft", "rollouts", "tokenizer")
-_UNITS = {"pretrain": "documents", "sft": "examples", "rollouts": "groups"}
 _LICENCES = {
     **{name: name for name in ("mit", "apache-2.0", "cc-by-3.0", "cc-by-4.0", "cc-by-sa-3.0", "cc-by-sa-4.0")},
     **{name: name for name in ("cc-by-nc-4.0", "cc-by-nc-sa-4.0", "cc0-1.0", "odc-by", "odbl", "pddl", "unlicense")},
@@ -37,14 +36,10 @@ _SIZES = (
     *((10**3, "n<1K"), (10**4, "1K<n<10K"), (10**5, "10K<n<100K"), (10**6, "100K<n<1M"), (10**7, "1M<n<10M")),
     *((10**8, "10M<n<100M"), (10**9, "100M<n<1B"), (10**10, "1B<n<10B"), (10**11, "10B<n<100B")),
 )
+_URL = "hf://datasets/OWNER/NAME"
 _MOST_TEXT, _MOST_REASONS = 1000, 50
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]<>|~#!&])")
 _ADDRESS = re.compile(r"https?://[A-Za-z0-9./:%?=_~-]+[A-Za-z0-9/]")
-CHECK = (
-    "cd FOLDER && find . -type f ! -name meta.json ! -name README.md ! -path './.*' -printf '%P\\n' "
-    "| LC_ALL=C sort | xargs -d '\\n' sha256sum | sha256sum"
-)
-"""The command that prints a cache's content_sha256: that of docs/formats.md, without what a hub repository adds."""
 
 
 def card_of(cache: Path, *, command: str | None = None, url: str | None = None) -> str:
@@ -55,25 +50,25 @@ def card_of(cache: Path, *, command: str | None = None, url: str | None = None) 
     Raises: FileNotFoundError; CacheError for a stub, another kind, or a meta.json that is not as documented.
     """
     opened = open_cache(cache)
-    folder, meta = opened.folder, opened.meta
-    kind = _kind_of_tokenizer(folder, meta)
+    folder, meta, kind = opened.folder, opened.meta, opened.kind
+    if kind.card is None:
+        raise kind.lacks("card", opened)
     with opened.errors():
         name = (public_path(folder) or folder).name
-        head, body = _front_matter(meta), _body(name, meta, kind, command, url or "hf://datasets/OWNER/NAME")
-        return "\n".join(["---", *head, "---", "", *body, ""])
+        body = _body(name, meta, kind, kind.card, _kind_of_tokenizer(folder, meta), command, url or _URL)
+        return "\n".join(["---", *_front_matter(meta, kind), "---", "", *body, ""])
 
 
 # --- YAML -------------------------------------------------------------------------------------------------------------
 
 
-def _front_matter(meta: Mapping[str, Any]) -> Iterator[str]:
+def _front_matter(meta: Mapping[str, Any], kind: Kind) -> Iterator[str]:
     licence = _slug((meta.get("source") or {}).get("licence") or "not stated")
     yield f"license: {_LICENCES.get(licence, 'other')}"
     if licence not in _LICENCES:
         yield f'license_name: "{licence or "other"}"'
     yield from ("tags:", "- niels-gpt", f"- {meta['kind']}", *(["- tokenized"] if "shards" in meta else []))
-    if meta["kind"] in _UNITS:
-        rows = sum(_rows(meta, split) for split in SPLITS)
+    if rows := _rows(meta, kind):
         yield from ("size_categories:", "- " + next((text for most, text in _SIZES if rows < most), "100B<n<1T"))
     yield "viewer: false"  # the hub has no table of token files
 
@@ -85,57 +80,69 @@ def _slug(text: object) -> str:
 # --- Markdown ---------------------------------------------------------------------------------------------------------
 
 
-def _body(name: str, meta: Mapping[str, Any], kind: str | None, command: str | None, url: str) -> Iterator[str]:
-    """Yield the lines below the YAML. kind: of the tokenizer; None: not known."""
+def _body(
+    name: str, meta: Mapping[str, Any], kind: Kind, words: Card, of_tokenizer: str | None, command: str | None, url: str
+) -> Iterator[str]:
+    """Yield the lines below the YAML. of_tokenizer: its kind; None: not known."""
+    by_split = "" not in kind.held(meta).counts.get(kind.unit, {"": 0})
     yield f"# {_text(name)}"
     yield ""
-    yield _WHAT[meta["kind"]] + (", imported from files of another tool." if "imported" in meta else ".")
-    if meta["kind"] in _UNITS:
-        yield from ("", *_splits(meta))
+    yield words.what + (", imported from files of another tool." if "imported" in meta else ".")
+    if by_split:
+        yield from ("", *_splits(meta, kind))
+    if words.figures:
+        figures = ((_text(figure), _text(value)) for figure, value in words.figures(meta))
+        yield from ("", "## What it holds", "", *_listed(figures))
     yield from ("", "## Origin", "", *_listed(_origin(meta)))
-    if meta["kind"] in _UNITS:
-        yield from ("", "## What was left out or changed", "", *_listed(_changes(meta)))
-    yield from ("", "## Tokenizer", "", *_listed(_tokenizer(meta, kind)))
+    if by_split or words.figures:
+        yield from ("", "## What was left out or changed", "", *_listed(_changes(meta, by_split)))
+    yield from ("", "## Tokenizer", "", *_listed(_tokenizer(meta, of_tokenizer)))
     yield from ("", "## How it was made", "")
     yield from (_code("console", command) if command else ["The command that made it is not recorded."])
-    yield from ("", "## How to check it", "", *_code("console", CHECK), "")
-    yield f"prints its content_sha256, `{_hex(meta['content_sha256'])}`."
+    yield from ("", "## How to check it", "", *_code("console", words.check), "")
+    yield f"{words.checked}, `{_hex(meta['content_sha256'])}`."
     yield "`niels-gpt verify FOLDER --deep` reads every file and names every damage."
     yield from ("", "## How to read it", "", *_code("console", f"niels-gpt pull {url} FOLDER"), "")
-    yield from _code("python", *_reader(meta))
+    yield from _code("python", *words.reader(meta))
 
 
-_WHAT = {
-    "pretrain": "A token cache for pretraining: documents as token ids, in files without headers",
-    "sft": "A token cache of chats, and which of their tokens carry loss",
-    "rollouts": "A cache of groups of sampled sequences, and which of their tokens carry loss",
-    "tokenizer": "The tokenizer of token caches",
-}
-
-
-def _splits(meta: Mapping[str, Any]) -> Iterator[str]:
+def _splits(meta: Mapping[str, Any], kind: Kind) -> Iterator[str]:
     loss = meta.get("supervised_tokens") or meta.get("loss_tokens")
-    unit, seen = _UNITS[meta["kind"]], [*(["bytes of text"] if "utf8_bytes" in meta else [])]
-    columns = ["split", "tokens", *(["tokens with loss"] if loss else []), unit, *seen, "token files", "their bytes"]
+    seen = ["bytes of text"] if "utf8_bytes" in meta else []
+    columns = [
+        "split",
+        "tokens",
+        *(["tokens with loss"] if loss else []),
+        f"{kind.unit}s",
+        *seen,
+        "token files",
+        "their bytes",
+    ]
     yield f"| {' | '.join(columns)} |"
     yield "|---" + "|---:" * (len(columns) - 1) + "|"
     for split in SPLITS:
         files = meta["shards"][split]
-        numbers = [int(meta["totals"][f"{split}_tokens"]), *([int(loss[split])] if loss else []), _rows(meta, split)]
+        numbers = [
+            int(meta["totals"][f"{split}_tokens"]),
+            *([int(loss[split])] if loss else []),
+            _rows(meta, kind, split),
+        ]
         numbers += [int(meta["utf8_bytes"][split])] if seen else []
         numbers += [len(files), sum(int(file["bytes"]) for file in files)]
         yield f"| {split} | {' | '.join(f'{number:,}' for number in numbers)} |"
 
 
-def _rows(meta: Mapping[str, Any], split: str) -> int:
-    if meta["kind"] == "pretrain":
-        return int((meta.get("docs") or {}).get(split, 0))
-    return int(meta["totals"][f"{split}_{_UNITS[meta['kind']]}"])
+def _rows(meta: Mapping[str, Any], kind: Kind, split: str | None = None) -> int:
+    """Return the items of a split, or of all."""
+    counts = kind.held(meta).counts.get(kind.unit, {})
+    return sum(counts.values()) if split is None else counts.get(split, 0)
 
 
 def _origin(meta: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     source = meta.get("source") or {}
-    names = (meta.get("dataset_name"), meta.get("dataset_config"))
+    # A file's path would name this machine.
+    chats = source.get("input_data") if source.get("kind") == "hub" else None
+    names = (meta.get("dataset_name", chats), meta.get("dataset_config"))
     yield "dataset", ", ".join(_text(name) for name in names if name) or "unknown"
     for key in ("licence", "attribution", "revision"):
         yield key, _text(source[key]) if source.get(key) else "unknown"
@@ -149,13 +156,16 @@ def _origin(meta: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "imported", _text(f"format {imported.get('format')}, borders by {imported.get('borders')}")
 
 
-def _changes(meta: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _changes(meta: Mapping[str, Any], by_split: bool) -> Iterator[tuple[str, str]]:
     source = meta.get("source") or {}
-    yield "split", _text(meta.get("split_rule", "unknown"))
-    yield "seed", str(meta.get("seed")) if meta.get("seed") is not None else "none"
+    if by_split:
+        yield "split", _text(meta.get("split_rule", "unknown"))
+        yield "seed", str(meta.get("seed")) if meta.get("seed") is not None else "none"
     yield "dropped", _counted(meta.get("dropped"))
     yield "left out, repaired or noticed while reading", _counted(source.get("counters"))
     yield "noticed", _counted(meta.get("noticed"))
+    if "altered" in meta:
+        yield "altered", _counted(meta["altered"])
     yield "duplicates kept", _counted(meta.get("duplicates"))
     if meta.get("cut"):
         yield "cut at the budget", _counted(meta["cut"])
@@ -166,12 +176,13 @@ def _changes(meta: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _tokenizer(meta: Mapping[str, Any], kind: str | None) -> Iterator[tuple[str, str]]:
     sha256 = meta.get("tokenizer_sha256")
     yield "sha256", f"`{_hex(sha256)}`" if sha256 else "unknown"
-    yield "ids", f"{int(meta['vocab_size']):,}" if meta.get("vocab_size") is not None else "unknown"
+    size = meta.get("vocab_size", {**(meta.get("manifest") or {}), **meta}.get("target_vocab_size"))
+    yield "ids", f"{int(size):,}" if size is not None else "unknown"
     yield "kind", _text(kind or "unknown")
     if "token_dtype" in meta:
         yield "dtype", _text(meta["token_dtype"])
     yield "special ids", _counted(meta.get("special_token_ids"), " = ")
-    if meta["kind"] == "pretrain":
+    if "docs" in meta:
         if start := meta.get("document_start"):
             yield "before each document", _text(f"{start['token']} (id {start['id']})")
         end = meta.get("document_end")
@@ -181,29 +192,12 @@ def _tokenizer(meta: Mapping[str, Any], kind: str | None) -> Iterator[tuple[str,
 def _kind_of_tokenizer(folder: Path, meta: Mapping[str, Any]) -> str | None:
     """Return sentencepiece or another kind, as the tokenizer itself or that beside the cache says; None: not known."""
     about: Mapping[str, Any] = meta
-    if meta["kind"] != "tokenizer":
+    if "tokenizer_kind" not in meta:  # it is no tokenizer itself
         with suppress(CacheError, OSError):  # a damaged tokenizer is not this cache's damage
             beside = tokenizer_above(folder)
             about = {} if beside is None else read_meta(str(beside / META_NAME))
     same = about.get("tokenizer_sha256") == meta.get("tokenizer_sha256")
     return about.get("tokenizer_kind") if same else None
-
-
-def _reader(meta: Mapping[str, Any]) -> Iterator[str]:
-    if meta["kind"] == "tokenizer":
-        yield from ("from niels_gpt.tokenizer import load_tokenizer", "", 'tokenizer = load_tokenizer("FOLDER")')
-        return
-    split = next((split for split in SPLITS if meta["shards"][split]), SPLITS[0])
-    module, name, how = {
-        "pretrain": ("niels_gpt.sampling", "EpochStream", f'"FOLDER/{split}", T=1024, global_batch_size=8, seed=0'),
-        "sft": ("niels_gpt.sampling", "SFTStream", f'"FOLDER", split="{split}", T=1024, global_batch_size=8, seed=0'),
-        "rollouts": ("niels_gpt.prefix_tree.rollouts.reader", "RolloutDataset", '"FOLDER"'),
-    }[meta["kind"]]
-    yield from (f"from {module} import {name}", "", f"stream = {name}({how})")
-    dtype = "<u4" if str(meta.get("token_dtype")).startswith("uint32") else "<u2"
-    yield from ("", "# without this library", "import json", "", "import numpy as np", "")
-    yield f'file = json.load(open("FOLDER/meta.json"))["shards"]["{split}"][0]["name"]'
-    yield f'ids = np.memmap("FOLDER/" + file, dtype="{dtype}", mode="r")'
 
 
 # --- untrusted texts --------------------------------------------------------------------------------------------------

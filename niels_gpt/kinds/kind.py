@@ -23,7 +23,6 @@ from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from niels_gpt.builders.meta_keys import content_sha256
 from niels_gpt.cache.formats import check_partitions
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.kinds.files import Damage, FileChecks, Record
@@ -32,7 +31,9 @@ from niels_gpt.storage.checks import Check, Figures, Verdict
 from niels_gpt.storage.errors import REBUILD, CacheError, PositionError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import (
+    LEAST_SHARE,
     checked_count,
+    content_sha256,
     file_records,
     meta_crc32,
     parse_object,
@@ -109,6 +110,36 @@ class Page:
     columns: Columns = ()
 
 
+_BY_NAME = (
+    "cd FOLDER && find . -type f ! -name meta.json ! -name README.md ! -path './.*' -printf '%P\\n' "
+    "| LC_ALL=C sort | xargs -d '\\n' sha256sum | sha256sum"
+)
+
+
+@dataclass(frozen=True)
+class Card:
+    """What the card of a cache says, README.md of a repository of the hub. Whoever prints values escapes them."""
+
+    what: str
+    """What a cache is, as the beginning of a sentence."""
+    reader: Callable[[Mapping[str, Any]], Iterator[str]]
+    """Lines of Python that open the cache in FOLDER, by its meta.json."""
+    figures: Callable[[Mapping[str, Any]], Iterator[tuple[str, str]]] | None = None
+    """Name and text of each number of a cache without splits."""
+    check: str = _BY_NAME
+    """The command that checks the files in FOLDER."""
+    checked: str = "prints its content_sha256"
+    """What that command does with good files."""
+
+
+CHECK_RECORDS = (
+    'cd FOLDER && python3 -c \'import json; [print(file["sha256"], "", file["name"]) '
+    'for file in json.load(open("meta.json"))["files"]]\' | sha256sum --check --quiet'
+)
+"""The `check` of a kind whose content_sha256 is not made of the sha256 of every file."""
+CHECKED_RECORDS = "prints nothing where every file is as meta.json says: that of the content_sha256"
+
+
 class Kind:
     """What one kind says of its caches. Nobody else asks which kind a cache is of.
 
@@ -138,6 +169,9 @@ class Kind:
     why_not: ClassVar[Mapping[str, str]] = {}
     """By the name of a method that the kind leaves out, why it cannot have it: a sentence."""
     page = Page()
+    card: Card | None = None
+    least_share = LEAST_SHARE
+    """A file is refused of which less than this part is on the disk: as `refuse_holes`."""
 
     # --- is it one, and is it good ---
 
@@ -147,7 +181,14 @@ class Kind:
 
     def content_sha256(self, records: Sequence[Record]) -> str:
         """Return the identity of a cache's content by the records of its files."""
-        return content_sha256(list(records))
+        return content_sha256(records)
+
+    def unnamed(self, meta: Mapping[str, Any], names: Collection[str]) -> str:
+        """Return how to add the files that an earlier build left out of a meta.json; "" where it names all.
+
+        names: of the files that it names.
+        """
+        return ""
 
     def refuse(self, cache: Cache, *, models: bool) -> None:
         """Open a cache as its readers do. Raises: what they raise.
@@ -360,7 +401,7 @@ class Cache:
         meta = read_meta(str(folder / META_NAME))
         kind = kind_named(meta.get("kind"))
         if kind is None:
-            raise CacheError(path / META_NAME, *_unknown_kind(meta), code="E208")
+            raise CacheError(path / META_NAME, *unknown_kind(meta), code="E208")
         return cls(path, folder, meta, kind)
 
     @classmethod
@@ -415,7 +456,7 @@ class Cache:
             raise MetaDamage(f"{what}, expected {actual:08x}; the other files were not looked at", 0, len(raw))
         kind = kind_named(meta.get("kind"))
         if kind is None:
-            found, expected = _unknown_kind(meta)
+            found, expected = unknown_kind(meta)
             raise MetaDamage(f"not of a cache of this project: {found}, expected {expected}")
         return cls(folder, folder, meta, kind)
 
@@ -446,7 +487,7 @@ class Cache:
         return f"{PROGRAM} verify {self.path}"
 
 
-def _unknown_kind(meta: dict[str, Any]) -> tuple[str, str]:
+def unknown_kind(meta: dict[str, Any]) -> tuple[str, str]:
     """Return what was found and expected, for the error of a kind that is none, or whose package is missing."""
     name = meta.get("kind")
     what = " of a package that is not installed" if name in kind_names() else ""

@@ -226,7 +226,7 @@ def is_current(path: Path, fingerprint: str) -> bool:
         return False
     version = resolved(path)
     try:
-        if sha256_regular(version / META_NAME) != recipe.get("meta_sha256"):
+        if sha256_regular(version / META_NAME) not in (recipe.get("meta_sha256"), recipe.get("next_meta_sha256")):
             return False  # damaged, or written by a builder that records no recipe
         records = file_records(read_meta(str(meta_path)), str(meta_path))
         files = {path_inside(version, record["name"]): record["bytes"] for record in records}

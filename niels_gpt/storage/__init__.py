@@ -11,6 +11,7 @@ parquet_pages.py the pages of a parquet file by their headers
 arrow_messages.py the messages of an Arrow stream by their headers
 errors.py      the classes of errors, each with its code; CacheError: path, found, expected, remedy
 codes.py       which code an error has; the texts of codes.txt: what a code means, what to do, an example
+waits.py       waits between attempts at a server; which failures pass
 remedies.py    for error messages: the command line that builds a cache again
 checks.py      Check and Verdict: one question to a finished cache and its result
 """

@@ -1,4 +1,4 @@
-"""meta.json's checksum and file records, and how any file of a cache is read: nothing in it is trusted."""
+"""meta.json's checksum, file records and content_sha256; how files of a cache are read. Nothing in it is trusted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import reprlib
 import stat
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ _SHA256 = re.compile("[0-9a-f]{64}")
 _MAX_NAME, _MAX_PART = 1024, 255  # bytes of a file name, and of one part of it: the limits of file systems
 _MAX_DIGITS = 100
 _MIN_SPARSE_BYTES = 1 << 20
+LEAST_SHARE = 64
+"""A file that has less than this part of its bytes on disk is mostly holes."""
 
 
 # --- meta_crc32 -------------------------------------------------------------------------------------------------------
@@ -64,10 +66,11 @@ def meta_crc32(raw: bytes) -> tuple[int | None, int]:
 # --- reading files of a cache -----------------------------------------------------------------------------------------
 
 
-def open_regular(path: PathLike, *, holes: bool = False) -> int:
+def open_regular(path: PathLike, *, holes: bool = False, least_share: int = LEAST_SHARE) -> int:
     """Open a regular file of a cache read-only and return its descriptor, which the caller closes.
 
-    holes: accept a sparse file, such as an EAGLE-3 file that is not completely written yet.
+    holes: accept a sparse file, such as an EAGLE-3 file that is not completely written yet. least_share: as
+    `refuse_holes`.
     Raises: FileNotFoundError; CacheError for a symlink, a folder, a FIFO, a device, and a sparse file (`refuse_holes`).
     """
     try:
@@ -78,21 +81,22 @@ def open_regular(path: PathLike, *, holes: bool = False) -> int:
         ) from error
     try:
         if not holes:
-            refuse_holes(path, handle)
+            refuse_holes(path, handle, least_share)
     except BaseException:
         os.close(handle)
         raise
     return handle
 
 
-def refuse_holes(path: PathLike, handle: int) -> None:
+def refuse_holes(path: PathLike, handle: int, least_share: int = LEAST_SHARE) -> None:
     """Raise CacheError for a file that is mostly holes: a few bytes of an archive that take hours and memory to read.
 
-    Both must be true: the file has a hole, and less than a 64th of its bytes is on disk. Either alone proves nothing:
-    some file systems compress, and some do not report the disk space of a file.
+    least_share: the part of its bytes that is on disk at least, as 64 for a 64th.
+    Both must be true: the file has a hole, and less than this part is on disk. Either alone proves nothing: some file
+    systems compress, and some do not report the disk space of a file.
     """
     status = os.fstat(handle)
-    if not is_sparse(status):
+    if not is_sparse(status, least_share):
         return
     try:
         hole = os.lseek(handle, 0, os.SEEK_HOLE)
@@ -104,9 +108,9 @@ def refuse_holes(path: PathLike, handle: int) -> None:
         raise CacheError(path, f"{size}: a sparse file", "a file without holes", REBUILD, code="E203")
 
 
-def is_sparse(status: os.stat_result) -> bool:
+def is_sparse(status: os.stat_result, least_share: int = LEAST_SHARE) -> bool:
     """Whether a file may be mostly holes, by its lstat; `refuse_holes` decides."""
-    return status.st_size > _MIN_SPARSE_BYTES and 64 * 512 * status.st_blocks < status.st_size
+    return status.st_size > _MIN_SPARSE_BYTES and least_share * 512 * status.st_blocks < status.st_size
 
 
 def read_regular(path: PathLike, max_bytes: int = MAX_JSON_BYTES) -> bytes:
@@ -118,9 +122,9 @@ def read_regular(path: PathLike, max_bytes: int = MAX_JSON_BYTES) -> bytes:
         return file.read(size)
 
 
-def sha256_regular(path: PathLike) -> str:
-    """Return the hex sha256 of a regular file. Raises: as `open_regular`."""
-    with open(open_regular(path), "rb") as file:
+def sha256_regular(path: PathLike, *, least_share: int = LEAST_SHARE) -> str:
+    """Return the hex sha256 of a regular file. least_share, Raises: as `open_regular`."""
+    with open(open_regular(path, least_share=least_share), "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -331,3 +335,15 @@ def _typed(value: Any, kind: type[Any], key: str, where: str) -> Any:
     if not isinstance(value, kind):
         raise wrong_value(where, key, value, "a list" if kind is list else "an object")
     return value
+
+
+# --- content_sha256 ---------------------------------------------------------------------------------------------------
+
+
+def content_sha256(records: Sequence[Mapping[str, Any]]) -> str:
+    """Return the content_sha256 of most kinds: of the output of `sha256sum` for all files, sorted by name.
+
+    records: name, bytes, sha256 of every file. The other kinds have a rule of their own: `Kind.content_sha256`.
+    """
+    lines = sorted((str(record["name"]), str(record["sha256"])) for record in records)
+    return hashlib.sha256("".join(f"{digest}  {name}\n" for name, digest in lines).encode()).hexdigest()

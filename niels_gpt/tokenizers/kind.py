@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from niels_gpt.cache.meta import checked_meta
 from niels_gpt.display.numbers import number_of, size_text
 from niels_gpt.kinds.checks import SMALL_FILES, vocabulary_sums
-from niels_gpt.kinds.kind import Cache, Held, Kind, Page, Rows
+from niels_gpt.kinds.kind import Cache, Card, Held, Kind, Page, Rows
 from niels_gpt.kinds.rows import described
 from niels_gpt.storage.errors import CacheError, PositionError
 from niels_gpt.storage.fileio import META_NAME
@@ -16,6 +16,10 @@ from niels_gpt.storage.meta_json import shortened
 from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.tokenizers.files import FILE_OF, MODEL_NAME, check_model
 from niels_gpt.tokenizers.protocol import FullTokenizer
+
+
+def _reader(_: Mapping[str, Any]) -> Iterator[str]:
+    yield from ("from niels_gpt.tokenizer import load_tokenizer", "", 'tokenizer = load_tokenizer("FOLDER")')
 
 
 class TokenizerKind(Kind):
@@ -38,6 +42,8 @@ class TokenizerKind(Kind):
         frozenset({"file"}),
         look="stats",
     )
+
+    card = Card("The tokenizer of token caches", _reader)
 
     def refuse(self, cache: Cache, *, models: bool) -> None:
         """Compare the files with meta.json, and what the model says of itself."""

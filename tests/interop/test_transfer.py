@@ -338,6 +338,29 @@ def test_errors_of_a_library_are_repeated_and_shown_without_keys(caches, tmp_pat
     assert "geheim" not in text + caplog.text
 
 
+def test_a_server_that_asks_to_wait_is_waited_for_or_given_up(caches, tmp_path, url, monkeypatch, caplog):
+    import fsspec
+
+    push.push(caches / "sft/wiki", url)
+    memory, asked = type(fsspec.filesystem("memory")), []
+    cat_file = memory.cat_file
+
+    def busy(self, *args, **more):
+        if asked:
+            error = OSError("busy")
+            headers = {"retry-after": asked.pop()}
+            error.response = {"ResponseMetadata": {"HTTPStatusCode": 503, "HTTPHeaders": headers}}
+            raise error
+        return bytes(cat_file(self, *args, **more))
+
+    monkeypatch.setattr(memory, "cat_file", busy)
+    asked.append("1")
+    fetch.pull(url, tmp_path / "wiki")
+    assert "again in 1.0 s" in caplog.text
+    asked.append("4000")
+    refusal("E612", "asks to wait 4000 s", lambda: fetch.pull(url, tmp_path / "more"))
+
+
 def test_a_note_of_a_push_says_what_docs_say(caches, url):
     content = whole_version(caches / "sft/wiki")
     note = {**NOTE, "content_sha256": content}

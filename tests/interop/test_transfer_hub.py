@@ -2,8 +2,10 @@
 
 import pytest
 from support import small_builds
+from support.commands import niels_gpt
 from support.disk import META_NAME
 from support.errors import refused
+from support.kinds import fresh
 from support.small_builds import whole_version
 
 from niels_gpt.interop.transfer import fetch, push
@@ -37,6 +39,16 @@ def test_a_cache_is_one_commit_and_comes_back(loopback_hub, tmp_path):
     fetch.pull(f"{URL}@{first}", tmp_path / "first")
     assert whole_version(tmp_path / "first") == whole_version(tmp_path / "wiki")
     assert whole_version(tmp_path / "second") == whole_version(tmp_path / "other")
+
+
+@pytest.mark.parametrize("kind", ["native", "draft vocabulary"])
+def test_the_command_sends_a_cache_of_eagle3_with_its_card(kind, loopback_hub, tmp_path):
+    cache = fresh(kind, tmp_path / "caches")
+    assert niels_gpt("push", cache, URL).status == 0
+    repository = loopback_hub.repositories["somebody/wiki-cache"]
+    assert b"EAGLE-3 draft" in repository.commits[repository.refs["main"]]["README.md"]
+    assert niels_gpt("pull", URL, tmp_path / "there").status == 0
+    assert (tmp_path / "there" / META_NAME).read_bytes() == (cache / META_NAME).read_bytes()
 
 
 def test_a_file_that_differs_at_the_hub_is_sent_again_on_request(loopback_hub, tmp_path):

@@ -16,7 +16,7 @@ from support import ROOT, TESTS, dagster_runs, numbered_datasets
 from support.commands import niels_gpt
 from support.dagster_runs import builder_of, built, check_alone, metadata, mirrors, run, shell, stale
 from support.data_files import lines, write
-from support.disk import versions_dir
+from support.disk import change_meta, versions_dir
 from support.errors import refused
 from support.loopback_hub import LoopbackHub
 from support.made_tokenizers import made_tokenizer
@@ -30,6 +30,7 @@ from support.pipeline_seams import (
     fingerprint_in_parts,
     fingerprints,
     flip_state,
+    killed_at_write,
     shard,
     without_target,
 )
@@ -464,6 +465,28 @@ def test_a_cache_that_lost_a_shard_is_built_again(settings):
     assert not again.reused and again.meta["content_sha256"] == content
     assert shard(cache_of(settings), 1).is_file()
     assert build_targets(settings).reused
+
+
+def test_a_cache_of_an_earlier_build_gets_the_list_of_its_shards_without_the_target(settings):
+    whole = build_targets(settings).meta
+    cache = cache_of(settings).resolve()
+    files = [record for record in whole["files"] if not record["name"].startswith("shard-")]
+
+    def earlier():
+        """Take the shards out of meta.json, and record it so."""
+        change_meta(cache, files=files)
+        record = versions_dir(cache_of(settings)) / "recipe.json"
+        said = json.loads(record.read_bytes()) | {"meta_sha256": sha256_file(cache / "meta.json")}
+        record.write_text(json.dumps(said))
+
+    with without_target():
+        for step in (None, *range(1, 4)):
+            earlier()
+            if step is not None:  # killed at each of the three writes
+                with killed_at_write(step), pytest.raises(OSError, match="killed"):
+                    build_targets(settings)
+            again = build_targets(settings)
+            assert again.reused and again.meta == whole == read_meta(str(cache / "meta.json"))
 
 
 def test_a_build_that_failed_goes_on_with_its_finished_shards(settings, tmp_path):

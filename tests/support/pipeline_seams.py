@@ -17,6 +17,7 @@ from niels_gpt.eagle3.format.layout import read_header, row_bytes_of, shard_path
 from niels_gpt.eagle3.inspect import checks as eagle3_checks
 from niels_gpt.kinds.files import Damage
 from niels_gpt.kinds.kind import kind_of_key, kinds
+from niels_gpt.recipes import run_recipe
 from niels_gpt.recipes.eagle3 import asset, draft_vocab, prepare
 from niels_gpt.recipes.eagle3.of_settings import resolved
 from niels_gpt.recipes.exchange import lines, outputs
@@ -201,6 +202,23 @@ def without_target():
     """Fail where a target is loaded."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepare, "open_target", lambda *_, **__: pytest.fail("the target was loaded"))
+        yield
+
+
+@contextmanager
+def killed_at_write(number):
+    """End the process, as OSError, before this one of the small files that are written."""
+    real, written = fileio.write_bytes, []
+
+    def write(path, content):
+        written.append(path)
+        if len(written) == number:
+            raise OSError(f"killed before {path}")
+        real(path, content)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (fileio, run_recipe):
+            patch.setattr(module, "write_bytes", write)
         yield
 
 

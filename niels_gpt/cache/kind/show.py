@@ -79,17 +79,6 @@ def _headed(cache: Cache, split: str, head: str, text: str) -> str:
     return f"{printable(cut(f'{cache.path}/{split}: {head}'))}\n{text}"
 
 
-def _refuse(cache: Cache, tokenizer: Decoder) -> None:
-    """Raise CacheError for a tokenizer of other ids, and for a stub."""
-    check_tokenizer(cache.folder, cache.meta, tokenizer.sha256)
-    if cache.is_stub:
-        raise CacheError(cache.path / META_NAME, "built is false, so there is nothing to show", code="E207")
-
-
-def _headed(cache: Cache, split: str, head: str, text: str) -> str:
-    return f"{printable(cut(f'{cache.path}/{split}: {head}'))}\n{text}"
-
-
 def check_piece(cache: Cache, tokenizer: Decoder | None, split: str, num_tokens: int) -> None:
     """Raise an error unless a piece of a split can be shown with this tokenizer."""
     if split not in SPLITS:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ from niels_gpt.display.decoded import decoded_text
 from niels_gpt.display.numbers import count_text, many, number_of, share_text, size_text
 from niels_gpt.kinds.checks import BUDGET_REACHED, FILES, TOKENIZER_MATCHES, warnings_of
 from niels_gpt.kinds.files import HEADER_BYTES, Damage, FileChecks
-from niels_gpt.kinds.kind import Cache, Finding, Held, Kind, Limits, Page, Rows
+from niels_gpt.kinds.kind import Cache, Card, Finding, Held, Kind, Limits, Page, Rows
 from niels_gpt.kinds.rows import counted, described, of_loader, spread, warned_of
 from niels_gpt.kinds.verify import reader_error, refusal
 from niels_gpt.storage.checks import Check, Figures
@@ -263,6 +263,23 @@ class Tokens(Kind):
         return plot(cache, name)
 
 
+def _opened(module: str, name: str, how: str) -> Callable[[Mapping[str, Any]], Iterator[str]]:
+    """Return what yields the lines that open a token cache with a stream, and a token file with numpy.
+
+    how: arguments, with {split} for one that has tokens.
+    """
+
+    def lines(meta: Mapping[str, Any]) -> Iterator[str]:
+        split = next((split for split in SPLITS if meta["shards"][split]), SPLITS[0])
+        yield from (f"from {module} import {name}", "", f"stream = {name}({how.format(split=split)})")
+        dtype = "<u4" if str(meta.get("token_dtype")).startswith("uint32") else "<u2"
+        yield from ("", "# without this library", "import json", "", "import numpy as np", "")
+        yield f'file = json.load(open("FOLDER/meta.json"))["shards"]["{split}"][0]["name"]'
+        yield f'ids = np.memmap("FOLDER/" + file, dtype="{dtype}", mode="r")'
+
+    return lines
+
+
 class PretrainKind(Tokens):
     """Documents in token files, read as windows."""
 
@@ -280,6 +297,11 @@ class PretrainKind(Tokens):
             ("x", "int64 [B, T]", "ids of the tokens"),
             ("y", "int64 [B, T]", "the token after each: y[:, :-1] == x[:, 1:]"),
         ),
+    )
+
+    card = Card(
+        "A token cache for pretraining: documents as token ids, in files without headers",
+        _opened("niels_gpt.sampling", "EpochStream", '"FOLDER/{split}", T=1024, global_batch_size=8, seed=0'),
     )
 
     def _open(self, folder: Path, meta: Meta, split: str) -> None:
@@ -325,6 +347,11 @@ class SftKind(Tokens):
         "x, y, y_masked = data.get_batch(B=8, generator=torch.Generator().manual_seed(0))",
         PretrainKind.page.icons,
         columns=(*PretrainKind.page.columns, ("y_masked", "int64 [B, T]", "y, but -100 where there is no loss")),
+    )
+
+    card = Card(
+        "A token cache of chats, and which of their tokens carry loss",
+        _opened("niels_gpt.sampling", "SFTStream", '"FOLDER", split="{split}", T=1024, global_batch_size=8, seed=0'),
     )
 
     def _check_sentinels(self, folder: Path, meta: Meta) -> None:

@@ -6,7 +6,6 @@ these two, and hard links to every other file. It equals what precompute writes 
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import shutil
@@ -17,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.eagle3.format.convert import content_sha256, eagle3_meta
 from niels_gpt.eagle3.format.layout import (
     MANIFEST_NAME,
     SHARD_NAME,
@@ -29,6 +27,7 @@ from niels_gpt.eagle3.format.layout import (
     shard_path,
 )
 from niels_gpt.eagle3.format.manifest import is_native, manifest_bytes, read_manifest
+from niels_gpt.eagle3.format.meta import eagle3_meta, write_meta
 from niels_gpt.eagle3.format.native.shard_reader import MappedShard, NativeShards
 from niels_gpt.eagle3.format.native.weights import WEIGHTS_NAME
 from niels_gpt.eagle3.produce.positions import Counts, native_positions
@@ -37,7 +36,6 @@ from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, write_bytes
 from niels_gpt.storage.fresh_folder import fresh_folder
-from niels_gpt.storage.meta_json import meta_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +85,8 @@ def redraft(
     with fresh_folder(to, sources=[folder]) as work:
         linked, copied = _take_files(folder, work, out=to, copy=copy, follow_links=follow_links)
         write_bytes(work / MANIFEST_NAME, manifest_bytes(manifest))
-        write_bytes(work / META_NAME, meta_bytes(_described(meta, manifest, totals, work)))
+        known = [record for record in meta["files"] if record["name"] != MANIFEST_NAME]
+        write_meta(work, {**meta, "totals": totals}, known=known)
     if counts.warning:
         logger.warning("%s: %s", to, counts.warning, extra={"code": "W703"})
     return Redrafted(selected, counts, linked, copied)
@@ -165,18 +164,3 @@ def _take_files(folder: Path, to: Path, *, out: Path, copy: bool, follow_links: 
             raise CacheError(out, found, "a folder on its file system", "Pass --copy", code="E710") from error
         linked += os.stat(source).st_size
     return linked, total - linked
-
-
-def _described(meta: dict[str, Any], manifest: dict[str, Any], totals: dict[str, int], to: Path) -> dict[str, Any]:
-    """Return the meta.json of the new cache, whose other files are those of the old one."""
-    raw = (to / MANIFEST_NAME).read_bytes()
-    record = {"name": MANIFEST_NAME, "bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
-    before = next(entry["bytes"] for entry in meta["files"] if entry["name"] == MANIFEST_NAME)
-    return {
-        **meta,
-        "manifest": {name: value for name, value in manifest.items() if name != "selected_token_ids"},
-        "content_sha256": content_sha256(to),
-        "totals": totals,
-        "disk_bytes": meta["disk_bytes"] - before + len(raw),
-        "files": [record if entry["name"] == MANIFEST_NAME else entry for entry in meta["files"]],
-    }

@@ -9,7 +9,8 @@ samples.py       sidecar/samples.safetensors and ids.txt: the tokenized input
 run.py           how a target is run: what may change a bit of its outputs
 plan.py          sidecar/plan.json and batches.jsonl: all that decides the bytes; where samples are cut into batches
 torch_files.py   reads files of torch.save without running anything, their sizes bounded
-convert.py       changes a cache between versions 1 and 2 by its manifest alone; computes content_sha256
+meta.py          meta.json: its one writer, and the records of all files that it names
+convert.py       changes a cache between versions 1 and 2 by its manifest alone
 native/          the native form: ragged, with target rows only where a loss can need them, and hidden states in
                  place of distributions
 """

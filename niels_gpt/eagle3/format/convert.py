@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -13,13 +12,9 @@ from niels_gpt.eagle3.format.layout import (
     LOCK_NAME,
     MANIFEST_NAME,
     SIDECAR,
-    SPARSE,
+    WEIGHTS_NAME,
     PathLike,
-    open_file,
-    read_file,
-    read_meta_bytes,
     refuse_links,
-    refuse_sparse,
 )
 from niels_gpt.eagle3.format.manifest import (
     VERSIONS,
@@ -31,12 +26,12 @@ from niels_gpt.eagle3.format.manifest import (
     read_manifest,
     write_manifest,
 )
-from niels_gpt.eagle3.format.native.weights import WEIGHTS_NAME
+from niels_gpt.eagle3.format.meta import content_sha256 as content_of_records
+from niels_gpt.eagle3.format.meta import eagle3_meta, file_sha256, write_meta
 from niels_gpt.eagle3.format.shard_writer import receipt_path
 from niels_gpt.storage.errors import CacheError
-from niels_gpt.storage.fileio import META_NAME, canonical_json, remove, write_bytes
+from niels_gpt.storage.fileio import remove
 from niels_gpt.storage.locks import file_lock
-from niels_gpt.storage.meta_json import file_records, meta_bytes, parse_object
 from niels_gpt.storage.versions import VERSIONS_DIR
 
 
@@ -64,8 +59,7 @@ def convert(cache_dir: PathLike, format_version: int, *, follow_links: bool = Fa
 
 
 def _convert(folder: Path, format_version: int, follow_links: bool) -> bool:
-    manifest = read_manifest(folder, follow_links=follow_links)
-    meta = eagle3_meta(folder, follow_links)
+    manifest, meta = read_manifest(folder, follow_links=follow_links), eagle3_meta(folder, follow_links)
     if manifest["format_version"] != format_version:
         topk = manifest.get("target_probs_topk")
         if topk and is_compressed(topk, number_in(manifest, "draft_vocab_size", folder)):
@@ -86,7 +80,7 @@ def _convert(folder: Path, format_version: int, follow_links: bool) -> bool:
 
 
 def content_sha256(cache_dir: PathLike, *, follow_links: bool = False) -> str:
-    """Return the sha256 of the checksums of the manifest, the target's weights and the receipts (of the shards).
+    """Return the content_sha256 of a cache, by the bytes of its manifest, the target's weights and the receipts.
 
     Raises: CacheError where one of them is missing or no regular file.
     """
@@ -95,47 +89,18 @@ def content_sha256(cache_dir: PathLike, *, follow_links: bool = False) -> str:
         native = is_native(read_manifest(cache_dir, follow_links=follow_links))
     names = [MANIFEST_NAME, WEIGHTS_NAME if native else EMBEDDINGS_NAME]
     names += [os.path.relpath(receipt_path(".", index)) for index in sorted(existing_shard_indices(cache_dir))]
-    checksums = {name: file_sha256(Path(cache_dir) / name, follow_links=follow_links) for name in names}
-    return hashlib.sha256(canonical_json(checksums)).hexdigest()
-
-
-def file_sha256(path: Path, *, follow_links: bool = False) -> str:
-    """Return the sha256 of a file of a cache. Raises: CacheError where it is missing, or is no regular file."""
-    try:
-        with open(open_file(path, follow_links=follow_links), "rb") as file:
-            refuse_sparse(file.fileno(), str(path), *SPARSE)
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except FileNotFoundError as error:
-        raise CacheError(path, "no such file", "one of the cache", "Run: precompute --resume", code="E702") from error
-
-
-def eagle3_meta(folder: Path, follow_links: bool) -> dict[str, Any] | None:
-    """Return the meta.json of a cache of this project; None where there is none, or another tool's."""
-    path = folder / META_NAME
-    if not os.path.lexists(path):
-        return None
-    raw = read_meta_bytes(folder, follow_links=follow_links)
-    try:
-        meta = parse_object(raw)
-    except ValueError as error:
-        raise CacheError(path, str(error), "the meta.json of a cache", "Move it away", code="E704") from error
-    if meta.get("kind") != "eagle3":
-        return None
-    file_records(meta, str(path))
-    return meta
+    sums = ((name, file_sha256(Path(cache_dir) / name, follow_links=follow_links)) for name in names)
+    return content_of_records({"name": name, "sha256": sha256} for name, sha256 in sums)
 
 
 def _update_meta(folder: Path, meta: dict[str, Any] | None, manifest: dict[str, Any], follow_links: bool) -> bool:
     """Write the manifest's values and checksums into meta.json; return whether it changed."""
     if meta is None:
         return False
-    raw = read_file(folder / MANIFEST_NAME, follow_links=follow_links)
-    record = {"name": MANIFEST_NAME, "bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
-    files = [record if entry["name"] == MANIFEST_NAME else entry for entry in meta["files"]]
-    short = {key: value for key, value in manifest.items() if key != "selected_token_ids"}
-    content = content_sha256(folder, follow_links=follow_links)
-    updated = meta_bytes({**meta, "files": files, "manifest": short, "content_sha256": content})
-    if updated == meta_bytes(meta):
+    sha256 = file_sha256(folder / MANIFEST_NAME, follow_links=follow_links)
+    recorded = {record["name"]: record["sha256"] for record in meta["files"]}
+    if recorded.get(MANIFEST_NAME) == sha256:
         return False
-    write_bytes(folder / META_NAME, updated)
+    known = [record for record in meta["files"] if record["name"] != MANIFEST_NAME]
+    write_meta(folder, meta, known=known, follow_links=follow_links)
     return True

@@ -268,14 +268,14 @@ def read_file(path: PathLike, max_bytes: int = MAX_JSON_BYTES, *, follow_links: 
 
 
 def read_meta_bytes(cache_dir: PathLike, *, follow_links: bool = False) -> bytes:
-    """Return the bytes of a cache's meta.json; its size is limited by the number of files in the sidecar.
+    """Return the bytes of a cache's meta.json; its size is limited by the number of files.
 
     Raises: as `read_file`.
     """
     files, sidecar = 0, os.path.join(cache_dir, SIDECAR)
-    if follow_links or not os.path.islink(sidecar):
+    for folder in (cache_dir, sidecar) if follow_links or not os.path.islink(sidecar) else (cache_dir,):
         with suppress(OSError):
-            files = len(os.listdir(sidecar))
+            files += len(os.listdir(folder))
     most = _META_BYTES[0] + files * _META_BYTES[1]
     return read_file(os.path.join(cache_dir, META_NAME), most, follow_links=follow_links)
 

@@ -20,9 +20,9 @@ from typing import Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
-from niels_gpt.eagle3.format.convert import file_sha256
 from niels_gpt.eagle3.format.layout import SIDECAR, open_file, read_meta_bytes, shard_path
 from niels_gpt.eagle3.format.manifest import existing_shard_indices, number_in
+from niels_gpt.eagle3.format.meta import file_sha256
 from niels_gpt.eagle3.format.plan import BATCHES_NAME, PLAN_NAME, read_record
 from niels_gpt.eagle3.format.samples import IDS_NAME, SAMPLES_NAME, Samples
 from niels_gpt.eagle3.format.shard_writer import read_receipt, receipt_path

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,7 +92,8 @@ def seal(cache_dir: PathLike, *, progress: Progress | None = None) -> Sealed:
             for path in leftovers(folder):
                 fileio.remove(path)
             check_lease(lock)
-        sealed = Sealed(finish(folder, plan), is_new=True) if meta is None else Sealed(meta, is_new=False)
+        check = partial(check_lease, lock)
+        sealed = Sealed(finish(folder, plan, check=check), is_new=True) if meta is None else Sealed(meta, is_new=False)
         remove_parts(folder)
         return sealed
 

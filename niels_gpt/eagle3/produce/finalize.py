@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.eagle3.format.convert import content_sha256
 from niels_gpt.eagle3.format.embeddings import has_embeddings
-from niels_gpt.eagle3.format.layout import EMBEDDINGS_NAME, MANIFEST_NAME, SIDECAR, is_lock, shard_path
+from niels_gpt.eagle3.format.layout import MANIFEST_NAME, SIDECAR, shard_path
 from niels_gpt.eagle3.format.manifest import manifest_bytes
+from niels_gpt.eagle3.format.meta import lists_shards, write_meta
 from niels_gpt.eagle3.format.native.shard_reader import map_shard
-from niels_gpt.eagle3.format.native.weights import WEIGHTS_NAME, has_weights
-from niels_gpt.eagle3.format.plan import BUILDER_VERSION, SIDECAR_VERSION, Plan
+from niels_gpt.eagle3.format.native.weights import has_weights
+from niels_gpt.eagle3.format.plan import Plan
 from niels_gpt.eagle3.format.shard_writer import read_receipt, receipt_path
 from niels_gpt.eagle3.produce.positions import Counts, native_positions
 from niels_gpt.eagle3.produce.resume_checks import finished_meta
 from niels_gpt.storage.errors import CacheError
-from niels_gpt.storage.fileio import META_NAME, sha256_file, write_bytes
-from niels_gpt.storage.meta_json import meta_bytes, parse_object, read_regular, shortened
+from niels_gpt.storage.meta_json import read_regular, shortened
 
 
 def complete_meta(folder: Path, plan: Plan) -> dict[str, Any] | None:
     """Return the meta.json of a finished cache of this plan; None where it, a file or the plan's own files are not."""
     meta = finished_meta(folder, plan)
-    if meta is None or not (has_weights(folder) if plan.is_native else has_embeddings(folder)):
+    if meta is None or not lists_shards(meta):  # of an earlier build, whose files are listed now
+        return None
+    if not (has_weights(folder) if plan.is_native else has_embeddings(folder)):
         return None
     # meta.json states their sizes; here their bytes are compared
     files = {folder / SIDECAR / name: content for name, content in plan.sidecar_files().items()}
@@ -33,49 +34,36 @@ def complete_meta(folder: Path, plan: Plan) -> dict[str, Any] | None:
     return meta if all(read_regular(path) == content for path, content in files.items()) else None
 
 
-def finish(folder: Path, plan: Plan, named: Path | None = None) -> dict[str, Any]:
-    """Write meta.json, which makes the cache finished, and return its content.
+def finish(
+    folder: Path, plan: Plan, named: Path | None = None, check: Callable[[], object] | None = None
+) -> dict[str, Any]:
+    """Write meta.json, which makes the cache finished, and return its content. All files are read, to be hashed.
 
-    named: what errors call the folder, where it gets another name later.
+    named: what errors call the folder, where it gets another name later. check: as `write_meta`.
     Raises: CacheError where a receipt is missing, and where no slot is a position: the cache then stays unfinished.
     """
-    meta = describe(folder, plan)
-    if problem := Counts.of_meta(meta).problem:
+    keys = _described(folder, plan)
+    if problem := Counts.of_meta(keys).problem:
         raise CacheError(named or folder, problem, code="E709")
-    write_bytes(folder / META_NAME, meta_bytes(meta))
-    return parse_object(meta_bytes(meta))
+    return write_meta(folder, keys, check=check)
 
 
-def describe(folder: Path, plan: Plan) -> dict[str, Any]:
-    """Return the content of meta.json, without meta_crc32, of a folder that has all its shards.
+def _described(folder: Path, plan: Plan) -> dict[str, Any]:
+    """Return the keys of meta.json that come from the plan and the receipts, of a folder that has all its shards.
 
     Raises: CacheError where a receipt is missing.
     """
     names = ("tokens", "supervised", *(("aux_rows", "target_rows") if plan.is_native else ("positions",)))
-    receipts = [_receipt(folder, shard, names) for shard in range(plan.num_shards)]
-    facts = [receipt["facts"] for receipt in receipts]
+    facts = [_receipt(folder, shard, names)["facts"] for shard in range(plan.num_shards)]
     totals = {name: sum(each[name] for each in facts) for name in names}
     if plan.is_native:
         totals["positions"] = _native_positions(folder, plan)
     tokens, supervised, positions = (totals[name] for name in ("tokens", "supervised", "positions"))
-    shard_bytes = sum(receipt["bytes"] for receipt in receipts)
     topk = 0 if plan.is_native else plan.layout.topk
     kept = None if topk == 0 or not positions else sum(each["kept_mass"] for each in facts) / positions
     draft_mass = None if plan.is_native or not supervised else sum(each["draft_mass"] for each in facts) / supervised
-    sidecar = sorted(entry.name for entry in (folder / SIDECAR).iterdir() if not is_lock(entry.name))
-    weights = WEIGHTS_NAME if plan.is_native else EMBEDDINGS_NAME
-    names = (MANIFEST_NAME, weights, *(f"{SIDECAR}/{name}" for name in sidecar))
-    files: list[dict[str, Any]] = [
-        {"name": name, "bytes": (folder / name).stat().st_size, "sha256": sha256_file(folder / name)} for name in names
-    ]
     return {
-        "kind": "eagle3",
-        "format_version": SIDECAR_VERSION,
-        "builder_version": BUILDER_VERSION,
-        "built": True,
-        "manifest": {name: value for name, value in plan.manifest.items() if name != "selected_token_ids"},
         "plan_sha256": plan.sha256,
-        "content_sha256": content_sha256(folder),
         "totals": {
             "samples": plan.manifest["num_samples"],
             "tokens": tokens,
@@ -84,10 +72,7 @@ def describe(folder: Path, plan: Plan) -> dict[str, Any]:
             "shards": plan.num_shards,
             **{name: totals[name] for name in ("aux_rows", "target_rows") if name in totals},
         },
-        "disk_bytes": shard_bytes + sum(record["bytes"] for record in files),
-        "bytes_per_token": shard_bytes / tokens,
         "token_bytes": plan.token_bytes,
-        "supervised_share": supervised / tokens,
         "kept_mass": kept,
         "draft_mass": draft_mass,
         "dropped": plan.dropped,
@@ -95,7 +80,6 @@ def describe(folder: Path, plan: Plan) -> dict[str, Any]:
         "source": plan.source,
         "target": plan.target,
         "tokenizer_sha256": plan.tokenizer["sha256"],
-        "files": files,
     }
 
 

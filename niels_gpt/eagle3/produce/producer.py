@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from niels_gpt.eagle3.format.convert import file_sha256
 from niels_gpt.eagle3.format.embeddings import has_embeddings
 from niels_gpt.eagle3.format.layout import LOCK_NAME, MANIFEST_NAME, SIDECAR, PathLike
 from niels_gpt.eagle3.format.manifest import manifest_bytes, read_manifest
+from niels_gpt.eagle3.format.meta import file_sha256
 from niels_gpt.eagle3.format.native.weights import has_weights
 from niels_gpt.eagle3.format.plan import Plan, make_plan, shards_of_part
 from niels_gpt.eagle3.format.run import Run
@@ -190,8 +190,7 @@ def _whole(
             with _cleaned_up(folder, plan, lock):
                 write_plan(folder, plan, samples)
                 make(left, locks=[lock])
-                check_lease(lock)
-                meta = finish(folder, plan, named)
+                meta = finish(folder, plan, named, partial(check_lease, lock))
         remove_parts(folder)
         return meta, len(left), is_described
 

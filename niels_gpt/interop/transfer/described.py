@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.builders.meta_keys import content_sha256
 from niels_gpt.cache.meta import checked_meta
+from niels_gpt.kinds.kind import Kind, kind_named, unknown_kind
 from niels_gpt.storage.errors import REBUILD, CacheError
-from niels_gpt.storage.fileio import META_NAME, canonical_json
+from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import (
     MAX_JSON_BYTES,
     checked_sha256,
     file_records,
     meta_crc32,
     parse_object,
+    path_inside,
     sha256_regular,
-    shortened,
     wrong_value,
 )
 
 MARK_NAME = "niels_gpt-push.json"
 """In a bucket while a cache is pushed to it: whose files these are."""
-KINDS = ("pretrain", "sft", "rollouts", "tokenizer", "draft_vocab")
-"""The caches whose meta.json names all their files."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +36,7 @@ class Described:
     records: dict[str, dict[str, Any]]
     """The record (name, bytes, sha256) of every file but meta.json, by its name."""
     content_sha256: str
+    kind: Kind
 
     @property
     def num_bytes(self) -> int:
@@ -63,7 +61,7 @@ class Pushed:
 def described(raw: bytes, where: str) -> Described:
     """Check the bytes of a meta.json; where: its path or URL, for messages.
 
-    Raises: CacheError for what is not the meta.json of a cache of KINDS, or contradicts itself; for a stub.
+    Raises: CacheError for what is not the meta.json of a cache of a known kind, or contradicts itself; for a stub.
     """
     if len(raw) > MAX_JSON_BYTES:
         raise CacheError(where, f"{len(raw):,} bytes", f"at most {MAX_JSON_BYTES:,}", _PUBLISHER, code="E206")
@@ -75,9 +73,9 @@ def described(raw: bytes, where: str) -> Described:
     if stored != computed and (stored is not None or "meta_crc32" in meta or "checksums" in meta):
         found = f"damaged: its bytes have the CRC-32 {computed:08x}"
         raise CacheError(where, found, "its meta_crc32", _PUBLISHER, code="E202")
-    if meta.get("kind") not in KINDS:
-        found = f"kind is {shortened(meta.get('kind'))}"
-        raise CacheError(where, found, f"one of {', '.join(KINDS)}, whose {META_NAME} names each file", code="E208")
+    kind = kind_named(meta.get("kind"))
+    if kind is None:
+        raise CacheError(where, *unknown_kind(meta), code="E208")
     if meta.get("built") is False:
         raise CacheError(where, "built is false, so there is nothing to transfer", code="E207")
     checked_meta(meta, where)
@@ -85,17 +83,13 @@ def described(raw: bytes, where: str) -> Described:
     if MARK_NAME in records:
         raise wrong_value(where, "a file's name", MARK_NAME, "another one")
     content = checked_sha256(meta.get("content_sha256"), "content_sha256", where)
-    if (actual := _content_of(meta, records)) != content:
+    if (actual := kind.content_sha256([*records.values()])) != content:
         found = f"content_sha256 is {content[:12]}, but the files it names give {actual[:12]}"
         raise CacheError(where, found, remedy=_PUBLISHER, code="E202")
-    return Described(raw, meta, records, content)
-
-
-def _content_of(meta: dict[str, Any], records: dict[str, dict[str, Any]]) -> str:
-    """Return the content_sha256 that the records of the files give."""
-    if meta["kind"] == "draft_vocab":  # as niels_gpt/recipes/eagle3/draft_vocab.py
-        return hashlib.sha256(canonical_json(list(records.values()))).hexdigest()
-    return content_sha256(list(records.values()))
+    if remedy := kind.unnamed(meta, records):
+        found = "it does not name all files of the cache, as in earlier builds"
+        raise CacheError(where, found, "the name, size and sha256 of each", remedy, code="E208")
+    return Described(raw, meta, records, content, kind)
 
 
 _PUBLISHER = "Take another copy, or have it pushed again with --replace"
@@ -122,9 +116,10 @@ def other_cache(where: str, content: str, own: str) -> CacheError:
 REPLACE = "Push to another URL, or replace what is there: --replace"
 
 
-def refuse_damaged(path: Path, record: dict[str, Any]) -> Path:
+def whole(folder: Path, local: Described, record: dict[str, Any]) -> Path:
     """Return the path of a file of a cache. Raises: CacheError E611 where its sha256 is not that of its record."""
-    if (actual := sha256_regular(path)) != record["sha256"]:
+    path = path_inside(folder, str(record["name"]))
+    if (actual := sha256_regular(path, least_share=local.kind.least_share)) != record["sha256"]:
         found = f"its sha256 is {actual[:12]}"
         raise CacheError(path, found, f"{record['sha256'][:12]} by its {META_NAME}", REBUILD, code="E611")
     return path

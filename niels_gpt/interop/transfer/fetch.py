@@ -7,7 +7,6 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from niels_gpt.cache.meta import KINDS as CHECKED_KINDS
 from niels_gpt.interop.transfer import parts
 from niels_gpt.interop.transfer.arrival import RUN_AGAIN, Arrival, keep, push_again
 from niels_gpt.interop.transfer.described import MARK_NAME, Described, described
@@ -130,7 +129,7 @@ def arrived(
     progress: Progress | None = None,
 ) -> Fetched:
     """Fetch the files of `remote` and commit them at `dest`."""
-    tally = Tally(remote.num_bytes, progress)
+    tally, bucket.least_share = Tally(remote.num_bytes, progress), remote.kind.least_share
     key = hashlib.sha256(b"pull " + remote.raw).hexdigest()
     with versions.resumable(dest, key, wait=wait) as (work, notes):
         version = versions.versions_dir(dest) / remote.content_sha256[:VERSION_DIGITS]
@@ -141,7 +140,7 @@ def arrived(
         fileio.make_dir(work)
         Arrival(bucket, remote, work, tally).fetch(remote.records.values(), jobs)
         write_bytes(work / META_NAME, remote.raw)
-        if remote.meta["kind"] in CHECKED_KINDS and (damages := find_damage(work, deep=False)):
+        if damages := find_damage(work, deep=False):
             fileio.remove(notes / JOURNAL_NAME)  # so that the folder is removed: the next run would find the same
             first = damages[0]
             raise CacheError(bucket.at(first.file), first.problem, remedy=push_again(bucket.shown), code="E611")
@@ -158,12 +157,12 @@ def _is_there(version: Path, remote: Described, jobs: int) -> bool:
     """Whether a version of this content is there, whole: every file is read and compared."""
     if not (version / META_NAME).is_file():
         return False
-    tally = Tally(0, None)
+    tally, share = Tally(0, None), remote.kind.least_share
 
     def compare(record: dict[str, object]) -> None:
         tally.add()
         path = path_inside(version, str(record["name"]))
-        if path.lstat().st_size != record["bytes"] or sha256_regular(path) != record["sha256"]:
+        if path.lstat().st_size != record["bytes"] or sha256_regular(path, least_share=share) != record["sha256"]:
             raise Stopped
 
     try:

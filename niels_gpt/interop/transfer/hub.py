@@ -13,15 +13,15 @@ from niels_gpt.interop.transfer.described import (
     described,
     may_replace,
     other_cache,
-    refuse_damaged,
     refuse_foreign_files,
+    whole,
 )
 from niels_gpt.interop.transfer.patience import Patience, end_of, in_thread
 from niels_gpt.interop.transfer.remote import HUB_FOLDER, Bucket, redacted
 from niels_gpt.progress import Progress
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
-from niels_gpt.storage.meta_json import MAX_JSON_BYTES, path_inside
+from niels_gpt.storage.meta_json import MAX_JSON_BYTES
 
 CARD_NAME = "README.md"
 _OF_THE_HUB = frozenset({CARD_NAME, ".gitattributes", MARK_NAME, META_NAME})
@@ -61,7 +61,7 @@ def push_hub(
     if card is not None:
         contents[CARD_NAME] = card
     for number, (name, record) in enumerate(local.records.items(), 1):
-        contents[name] = refuse_damaged(path_inside(folder, name), record)
+        contents[name] = whole(folder, local, record)
         if progress is not None:
             progress(number, 0, size)
     operations: list[Any] = [CommitOperationAdd(inside + name, content) for name, content in contents.items()]

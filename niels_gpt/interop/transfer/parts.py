@@ -48,7 +48,8 @@ def chosen_shards(remote: Described, split: str | None, max_bytes: int | None) -
     """
     kind = remote.meta["kind"]
     if kind != "pretrain":
-        raise ValueError(f"a part of a cache of kind {kind} cannot be staged: leave out --split and --max-bytes")
+        why = f"a part of a cache of kind {kind} cannot be staged: only shards of pretrain are read alone"
+        raise ValueError(f"{why}. Leave out --split and --max-bytes")
     if split not in (None, *SPLITS):
         raise ValueError(f"--split {split}: expected {' or '.join(SPLITS)}")
     left, found = max_bytes, Chosen({name: [] for name in SPLITS})

@@ -23,8 +23,8 @@ from niels_gpt.interop.transfer.described import (
     described,
     may_replace,
     other_cache,
-    refuse_damaged,
     refuse_foreign_files,
+    whole,
 )
 from niels_gpt.interop.transfer.jobs import Tally, at_once
 from niels_gpt.interop.transfer.remote import Bucket, scheme_of
@@ -38,7 +38,6 @@ from niels_gpt.storage.meta_json import (
     checked_name,
     file_records,
     parse_object,
-    path_inside,
     read_regular,
     resolved,
 )
@@ -220,7 +219,7 @@ class _Push:
             self.skipped += 1
             self.tally.add(kept=size, files=1)
             return
-        path = refuse_damaged(path_inside(self.folder, name), record)
+        path = whole(self.folder, self.local, record)
         if not is_there:
             self._refuse_if_taken()
         self.bucket.send(name, path)

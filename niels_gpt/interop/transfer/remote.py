@@ -17,7 +17,8 @@ from niels_gpt.interop.transfer.jobs import Stopped
 from niels_gpt.interop.transfer.patience import Patience, end_of, in_thread
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
-from niels_gpt.storage.meta_json import open_regular, path_inside, printable
+from niels_gpt.storage.meta_json import LEAST_SHARE, open_regular, path_inside, printable
+from niels_gpt.storage.waits import Waits, asked_seconds, causes, is_passing
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,10 @@ ATTEMPTS = 5
 """Attempts at a request, beside those that the libraries make themselves."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
 """Seconds before the second attempt; each later wait is twice as long, up to the longest."""
+JITTER = 0.25
+"""Part of a wait by which it differs: many files are sent at once, and would all come back to a busy server at once."""
+LONGEST_RETRY_AFTER_S = 300.0
+"""Seconds; the longest wait that a server may ask for. More is an error, for a request ends after ten minutes."""
 
 _LIBRARIES = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gs"), "az": ("adlfs", "az")}
 _SAME = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "local": "file", "": "file"}
@@ -105,6 +110,8 @@ class Bucket:
         self.folder = path_of(url) if kind == "file" else None
         """The folder, where it is one on a disk."""
         self.is_local = kind == "file"
+        self.least_share = LEAST_SHARE
+        """Of a file on a disk, as `refuse_holes`."""
         self.patience = Patience()
         self._fs, self._root = _opened(kind, url, self.patience)
         self._is_s3 = kind == "s3"
@@ -150,7 +157,7 @@ class Bucket:
         On a disk CacheError for what is not a regular file, such as a pipe, which would never end.
         """
         if self.is_local:
-            with open(open_regular(self._path(name)), "rb") as file:
+            with open(open_regular(self._path(name), least_share=self.least_share), "rb") as file:
                 file.seek(begin)
                 return file.read(end - begin)
         try:
@@ -264,10 +271,12 @@ class Bucket:
                 if not may_pass(error):
                     remedy = _NO_BUCKET if _is_too_long(error) else _CREDENTIALS
                     raise CacheError(self.at(name), f"refused: {reason}", remedy=remedy, code="E612") from None
-                if attempt == ATTEMPTS:
-                    found = f"{ATTEMPTS} attempts failed, the last one: {reason}"
+                asked = _asked_seconds(error)
+                if attempt == ATTEMPTS or (asked or 0) > LONGEST_RETRY_AFTER_S:
+                    wish = f" (the server asks to wait {asked:.0f} s)" if asked else ""
+                    found = f"{attempt} attempts failed, the last one{wish}: {reason}"
                     raise CacheError(self.at(name), found, remedy="Run it again: it resumes", code="E612") from None
-            seconds = min(FIRST_WAIT_S * 2 ** (attempt - 1), LONGEST_WAIT_S)
+            seconds = Waits(FIRST_WAIT_S, LONGEST_WAIT_S, jitter=JITTER).after(attempt, asked)
             logger.warning(
                 "%s: attempt %d of %d failed (%s); again in %.1f s",
                 *(self.at(name), attempt, ATTEMPTS, reason, seconds),
@@ -334,30 +343,32 @@ def _pinned(fs: Any, root: str, url: str, patience: Patience) -> str:
 
 def may_pass(error: BaseException) -> bool:
     """Whether a later attempt may succeed: the class of an error or of a cause of it decides, or its HTTP status."""
-    for one in () if _is_too_long(error) else _causes(error):
+    for one in () if _is_too_long(error) else causes(error):
         if isinstance(one, ConnectionError | TimeoutError) or _NETWORK & {kind.__name__ for kind in type(one).__mro__}:
             return True  # before its cause: aiohttp gives its own errors the status 400
         if (status := _own_status(one)) is not None:
-            return status in (408, 425, 429) or status >= 500
+            return is_passing(status)
     return False
 
 
 def _is_too_long(error: BaseException) -> bool:
-    return any(type(one).__name__ == "AnswerTooLong" for one in _causes(error))
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    current: BaseException | None = error
-    for _ in range(20):
-        if current is None:
-            return
-        yield current
-        current = current.__cause__ or current.__context__
+    return any(type(one).__name__ == "AnswerTooLong" for one in causes(error))
 
 
 def _status(error: BaseException) -> int | None:
     """Return the HTTP status of an error or of a cause of it."""
-    return next((status for one in _causes(error) if (status := _own_status(one)) is not None), None)
+    return next((status for one in causes(error) if (status := _own_status(one)) is not None), None)
+
+
+def _asked_seconds(error: BaseException) -> float | None:
+    """Return the seconds that a server asked to wait: its error, or a cause, has the headers of the answer."""
+    for one in causes(error):
+        response = getattr(one, "response", None)
+        of_botocore = response.get("ResponseMetadata", {}) if isinstance(response, dict) else {}
+        for headers in (of_botocore.get("HTTPHeaders"), getattr(response, "headers", None)):
+            if headers is not None and (seconds := asked_seconds(headers)) is not None:
+                return seconds
+    return None
 
 
 def _own_status(error: BaseException) -> int | None:

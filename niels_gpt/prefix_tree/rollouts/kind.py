@@ -21,7 +21,7 @@ from niels_gpt.display.numbers import many, number_of
 from niels_gpt.display.tables import cut, most_of, shown
 from niels_gpt.kinds.checks import FILES, TOKENIZER_MAY_MATCH, warnings_of
 from niels_gpt.kinds.files import HEADER_BYTES, Damage, FileChecks
-from niels_gpt.kinds.kind import MALFORMED, Cache, Finding, Held, Kind, Limits, Page, Rows
+from niels_gpt.kinds.kind import MALFORMED, Cache, Card, Finding, Held, Kind, Limits, Page, Rows
 from niels_gpt.kinds.rows import counted, described, of_loader, parts_by_loss, spread, warned_of
 from niels_gpt.kinds.verify import file_checks
 from niels_gpt.storage.checks import Check, Figures
@@ -123,6 +123,16 @@ def _counts(folder: Path, kept: Counter[str]) -> Iterator[Finding]:
 # --- the kind ---------------------------------------------------------------------------------------------------------
 
 
+def _reader(meta: Mapping[str, Any]) -> Iterator[str]:
+    yield from ("from niels_gpt.prefix_tree.rollouts.reader import RolloutDataset", "")
+    yield 'groups = RolloutDataset("FOLDER")'
+    yield from ("", "# without this library", "import json", "", "import numpy as np", "")
+    split = next((split for split in SPLITS if meta["shards"][split]), SPLITS[0])
+    dtype = "<u4" if str(meta.get("token_dtype")).startswith("uint32") else "<u2"
+    yield f'file = json.load(open("FOLDER/meta.json"))["shards"]["{split}"][0]["name"]'
+    yield f'ids = np.memmap("FOLDER/" + file, dtype="{dtype}", mode="r")'
+
+
 class RolloutsKind(Kind):
     """Groups of samples that share a prompt, with loss mask and scores."""
 
@@ -154,6 +164,8 @@ class RolloutsKind(Kind):
             ("fields", "float32 [scored tokens], or [1]", "advantages, log-probabilities and such, by name"),
         ),
     )
+
+    card = Card("A cache of groups of sampled sequences, and which of their tokens carry loss", _reader)
 
     def refuse(self, cache: Cache, *, models: bool) -> None:
         """Compare the tokenizer and the sizes; groups_read opens the index."""

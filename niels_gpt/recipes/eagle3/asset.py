@@ -6,6 +6,7 @@ the committed one are. A version's folder is what python -m niels_gpt.eagle3.pre
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import asdict, replace
 from functools import partial
@@ -30,7 +31,8 @@ from niels_gpt.settings import Settings
 from niels_gpt.storage import fileio, versions
 from niels_gpt.storage.checks import Verdict
 from niels_gpt.storage.fileio import META_NAME
-from niels_gpt.storage.locks import apply_lock_setting
+from niels_gpt.storage.locks import apply_lock_setting, check_lease
+from niels_gpt.storage.meta_json import meta_bytes
 
 if TYPE_CHECKING:
     from niels_gpt.eagle3.format.plan import Plan
@@ -70,7 +72,7 @@ def build_targets(
         reused = are_current_targets(found)
         if reused and current_draft_vocab(found) is None:  # removed, or of an earlier version
             commit_draft_vocab(prepare(found))
-        meta = read_meta(str(path / META_NAME)) if reused else _build(found, path, fingerprint, progress)
+        meta = _with_all_files(found, path, fingerprint) if reused else _build(found, path, fingerprint, progress)
     return finish(settings, KEY, path, meta, reused, measured, fingerprint)
 
 
@@ -157,7 +159,7 @@ def _fingerprint(resolved: Resolved) -> str:
 
 
 def _has_its_shards(path: Path) -> bool:
-    """Whether every shard has the size that its receipt states; meta.json lists the receipts, not the shards."""
+    """Whether every shard has the size that its receipt states; meta.json of an earlier build lists no shards."""
     from niels_gpt.eagle3.format.layout import shard_path
     from niels_gpt.eagle3.format.shard_writer import read_receipt
 
@@ -169,6 +171,25 @@ def _has_its_shards(path: Path) -> bool:
     except (OSError, ValueError):
         return False
     return True
+
+
+def _with_all_files(found: Resolved, path: Path, fingerprint: str) -> dict[str, Any]:
+    """Return meta.json of the committed cache; one of an earlier build, which names no shard, gets their records."""
+    from niels_gpt.eagle3.format.meta import lists_shards, meta_of
+
+    if lists_shards(meta := read_meta(str(path / META_NAME))):
+        return meta
+    with versions.build_lock(path) as folder:
+        file = path.resolve() / META_NAME
+        meta = read_meta(str(file))
+        listed = meta_of(file.parent, meta, known=meta["files"])
+        check_lease(folder / versions.LOCK_NAME)
+        # A run that is killed between these writes leaves a cache that is current.
+        upcoming = hashlib.sha256(meta_bytes(listed)).hexdigest()
+        record_recipe(found.settings, path, fingerprint, found.source, meta, next_meta_sha256=upcoming)
+        fileio.write_bytes(file, meta_bytes(listed))
+        record_recipe(found.settings, path, fingerprint, found.source, listed)
+    return listed
 
 
 def _build(found: Resolved, path: Path, fingerprint: str, progress: Progress | None) -> dict[str, Any]:

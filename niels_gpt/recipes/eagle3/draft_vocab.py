@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.cache.meta import find_meta, read_meta
+from niels_gpt.eagle3.draft_kind import DRAFT_VOCAB
 from niels_gpt.progress import Progress
 from niels_gpt.recipes.eagle3.of_settings import VOCAB_KEY, fingerprint_of, resolved, sha256
 from niels_gpt.recipes.eagle3.prepare import Prepared, Resolved, is_current_of, prepare
@@ -109,16 +110,16 @@ def commit_draft_vocab(prepared: Prepared) -> dict[str, Any]:
     found, selected = prepared.resolved, prepared.plan.manifest["selected_token_ids"]
     path, size = cache_root(found.settings) / VOCAB_KEY, found.target.vocab_size
     with versions.building(path) as work:
-        content = canonical_json({"selected_token_ids": selected, "target_vocab_size": size})
-        write_bytes(work / MAPPING_NAME, content)
-        record = {"name": MAPPING_NAME, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        raw = canonical_json({"selected_token_ids": selected, "target_vocab_size": size})
+        write_bytes(work / MAPPING_NAME, raw)
+        record = {"name": MAPPING_NAME, "bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
         supervised, coverage = _coverage(prepared, selected)
-        content_sha256 = sha256([record])
+        content = DRAFT_VOCAB.content_sha256([record])
         meta: dict[str, Any] = {
             "kind": KIND,
             "format_version": FORMAT_VERSION,
             "built": True,
-            "content_sha256": content_sha256,
+            "content_sha256": content,
             "target_model": found.options.target_name or found.options.target_model,
             "target_vocab_size": size,
             "draft_vocab_size": len(selected),
@@ -132,7 +133,7 @@ def commit_draft_vocab(prepared: Prepared) -> dict[str, Any]:
             "files": [record],
         }
         write_bytes(work / META_NAME, meta_bytes(meta))
-        version = versions.commit(work, path, content_sha256)
+        version = versions.commit(work, path, content)
         made = read_meta(str(version / META_NAME))
         record_recipe(found.settings, path, _fingerprint(found), found.source, made)
     return made

@@ -29,7 +29,9 @@ _KEYS = {EXPORT: ("cache", "to", "folder"), PUBLISHED: ("cache", "url")}
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 _CACHES = {
     EXPORT: re.compile(r"(pretrain|sft|imported)/[A-Za-z0-9_-]+"),
-    PUBLISHED: re.compile(r"tokenizer|(pretrain|sft|imported|rollouts)/[A-Za-z0-9_-]+"),
+    PUBLISHED: re.compile(
+        r"tokenizer|eagle3/(targets|draft_vocab)|(pretrain|sft|imported|rollouts|trees)/[A-Za-z0-9_-]+"
+    ),
 }
 
 

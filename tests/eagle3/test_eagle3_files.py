@@ -1,0 +1,69 @@
+"""meta.json of a cache names all its files, and its content_sha256 is that of builds that did not name the shards."""
+
+import hashlib
+import json
+import os
+import re
+
+import pytest
+from support.disk import META_NAME, change_meta, sha256
+from support.eagle3_damage import ALL_FORMS, copy_of
+from support.eagle3_runs import never, plan, run, samples_of, whole_tree
+
+from niels_gpt.eagle3.cache import CachedEagle3Dataset, convert, verify
+
+DECIDES = re.compile("manifest[.]json|target_(embeddings|weights)[.]safetensors|sidecar/shard-[0-9]{6}[.]json")
+
+
+def meta_of(cache):
+    return json.loads((cache / META_NAME).read_bytes())
+
+
+def records_of(cache):
+    """The record of each file by its bytes, in the order of docs/formats.md."""
+    names = sorted(path.relative_to(cache).as_posix() for path in cache.rglob("*") if path.is_file())
+    order = ("manifest.json", "target_", "sidecar/", "shard-")
+    names = [name for each in order for name in names if name.startswith(each) and name != "sidecar/lock"]
+    return [{"bytes": os.stat(cache / name).st_size, "name": name, "sha256": sha256(cache / name)} for name in names]
+
+
+def content_of(cache):
+    """The content_sha256 by the bytes of the files, as docs/formats.md works it out."""
+    sums = {record["name"]: record["sha256"] for record in records_of(cache) if DECIDES.fullmatch(record["name"])}
+    return hashlib.sha256((json.dumps(sums, indent=2, sort_keys=True) + "\n").encode()).hexdigest()
+
+
+def of_earlier_build(cache):
+    """Take the shards out of meta.json."""
+    files = [record for record in meta_of(cache)["files"] if not record["name"].startswith("shard-")]
+    change_meta(cache, files=files)
+    return cache
+
+
+@pytest.mark.parametrize("form", ALL_FORMS)
+def test_meta_json_names_every_file_and_its_content(eagle3_caches, form):
+    meta = meta_of(eagle3_caches[form])
+    assert meta["files"] == records_of(eagle3_caches[form])
+    assert meta["content_sha256"] == content_of(eagle3_caches[form])
+    assert meta["disk_bytes"] == sum(record["bytes"] for record in meta["files"])
+
+
+@pytest.mark.parametrize("form", ALL_FORMS)
+def test_a_resumed_run_adds_the_files_to_a_cache_of_an_earlier_build_without_the_target(eagle3_caches, tmp_path, form):
+    samples, whole = samples_of(), whole_tree(eagle3_caches[form])
+    cache = of_earlier_build(copy_of(eagle3_caches[form], tmp_path))
+    assert verify(cache) == []
+    given = plan(samples, **ALL_FORMS[form])
+    done = run(cache, samples=samples, given=given, resume=True, load=never)
+    assert (done.shards, done.is_described, whole_tree(cache)) == (0, True, whole)
+    assert run(cache, samples=samples, given=given, resume=True, load=never).is_described is False
+
+
+def test_a_conversion_of_a_cache_of_an_earlier_build_names_all_files_once_it_changes_one(finished, tmp_path):
+    cache = of_earlier_build(copy_of(finished, tmp_path))
+    before = (cache / META_NAME).read_bytes()
+    assert convert(cache, 1) is False and (cache / META_NAME).read_bytes() == before
+    assert convert(cache, 2) and meta_of(cache)["files"] == records_of(cache)
+    assert meta_of(cache)["content_sha256"] == content_of(cache)
+    assert convert(cache, 1) and meta_of(cache) == meta_of(finished)
+    assert len(CachedEagle3Dataset(cache)) == 10
