@@ -7,8 +7,9 @@ Run: python benchmarks/gpu.py [--only SECTION ...] [--rounds 3] [--folder DIR] [
                 forward passes of the same batches; and of what is made of the outputs, before anything is written
     probs       TargetHead.target_probs of batches of a native cache (H=4,096, D=32,000), beside the CPU's
     prefetch    a step of some ms whose batches are read in the loop, and by prefetch(stream, 4, device)
-    step        forward and backward of a Llama (8 layers, width 1,024, bf16) of a prompt and 8 completions: folded by
-                flex_attention and under a dense mask, beside the plain causal batch of the same samples
+    step        forward and backward in bf16 of a Llama of 8 layers of width 1,024, and of one of 1.2 billion
+                parameters, of a prompt and 8 completions: folded by flex_attention and under a dense mask, beside the
+                plain causal batch of the same samples
     lengths     the folded step by flex_attention over rows of as many lengths: what torch.compile takes of it
 
 --folder: where caches are written, default a folder in /tmp; one in memory leaves the disk out. --quick: tiny sizes,
@@ -19,10 +20,9 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,18 +30,14 @@ from typing import Any
 import numpy as np
 import torch
 from eagle3_native import DRAFT, HIDDEN, LONGEST, States, masks_of, write_native
+from gpu_models import VOCAB, finished, llama, show
+from gpu_precompute import bench_precompute
 from loader_caches import build
-from measuring import Ways, measured, ratio
+from measuring import Ways, measured
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from niels_gpt.eagle3 import make_target_cache
-from niels_gpt.eagle3.format.plan import make_plan
-from niels_gpt.eagle3.format.samples import Samples
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.eagle3.native import build_native_dataloader
-from niels_gpt.eagle3.produce.forward import PlannedForward
-from niels_gpt.eagle3.produce.native_forward import NativeForward
 from niels_gpt.prefix_tree.attention import Backend
 from niels_gpt.prefix_tree.demo import folded_logprobs
 from niels_gpt.prefix_tree.edges import LossEdges
@@ -49,131 +45,10 @@ from niels_gpt.prefix_tree.forest import PrefixForest
 from niels_gpt.prefix_tree.heads import logits_head
 from niels_gpt.sampling import EpochStream, prefetch
 
-VOCAB = 32_000
+SIZES = {"small": (1024, 8, 3), "large": (2048, 22, 2.75)}
+"""Width, layers, and how many times wider their inner layer is, of the models that make steps."""
 GROUPS = ((512, 128, 8), (1024, 64, 8), (1024, 256, 8), (1024, 1024, 8))
 """Tokens of a prompt, tokens of each completion, completions."""
-FORMS: dict[str, dict[str, Any]] = {
-    "native": {"format_version": "native-1", "aux_dtype": "bf16", "shard_bytes": 1 << 30},
-    "version 2, top 10": {"format_version": 2, "target_probs_topk": 10, "shard_size": 64},
-    "version 1": {"format_version": 1, "shard_size": 64},
-}
-
-
-def llama(device: str, **sizes: int) -> Any:
-    """Return a Llama in bf16 with random weights."""
-    config = LlamaConfig(vocab_size=VOCAB, max_position_embeddings=1 << 14, **sizes)
-    torch.manual_seed(0)
-    with torch.device(device):
-        return LlamaForCausalLM(config).to(torch.bfloat16).eval()
-
-
-def finished(work: Callable[[], object], device: str) -> Callable[[], object]:
-    """Return some work that ends when the device has done it."""
-
-    def run() -> None:
-        work()
-        if device == "cuda":
-            torch.cuda.synchronize()
-
-    return run
-
-
-def show(seconds: dict[str, list[float]], limit: str, tokens: int) -> None:
-    """Print the median of each way, the tokens a second, and the share of the limit's speed."""
-    for name, found in seconds.items():
-        middle = statistics.median(found)
-        speed = f"{tokens / middle:13,.0f} tokens/s" if tokens else ""
-        print(f"  {name:<44} {middle * 1e3:10.2f} ms {speed} {ratio(seconds, name, limit):7.3f}", flush=True)
-
-
-class Row:
-    """A sample of random ids, of which the last two thirds carry loss."""
-
-    def __init__(self, number: int, longest: int) -> None:
-        draw = np.random.default_rng(number)
-        length = int(draw.integers(longest * 9 // 10, longest + 1))
-        self.id, self.input_ids = str(number), draw.integers(VOCAB, size=length).tolist()
-        self.loss_mask = (np.arange(length) >= length // 3).astype(int).tolist()
-
-
-def settings_of(form: str, options: argparse.Namespace, hidden: int, longest: int) -> dict[str, Any]:
-    """Return what `make_target_cache` takes beside samples and target."""
-    sizes = {"target_vocab_size": VOCAB, "draft_vocab_size": VOCAB, "seq_length": longest, "dtype": "bf16"}
-    manifest = {"target_model": "random", "aux_layer_ids": [1, 3, 4], **sizes, **FORMS[form]}
-    manifest |= {"hidden_size": hidden} if form == "native" else {"aux_hidden_dim": 3 * hidden}
-    manifest["selected_token_ids"] = list(range(VOCAB))
-    return {
-        "manifest": manifest,
-        "target": {"name": "random", "vocab_size": VOCAB, "hidden_size": hidden, "config_sha256": "c" * 64},
-        "tokenizer": {"sha256": "a" * 64, "template_sha256": None, "mask_by": "given", "pad_id": 0},
-        "run": {"device": options.device, "threads": 8, "attention": "sdpa", "compute_dtype": "bf16"},
-    }
-
-
-def bench_precompute(options: argparse.Namespace, folder: Path) -> None:
-    """Compare whole runs with the forward passes of their batches, with and without what is made of the outputs."""
-    hidden, layers, longest = (128, 8, 64) if options.quick else (2048, 22, 1100)
-    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": hidden // 64}
-    model = llama(
-        options.device, **sizes, num_key_value_heads=max(1, hidden // 512), intermediate_size=11 * hidden // 4
-    )
-    print(f"precompute: {sum(each.numel() for each in model.parameters()) / 1e9:.2f} billion parameters")
-    for form in FORMS:
-        count = (6, 6) if options.quick else (256, 64)
-        rows = [Row(number, longest) for number in range(count[form == "version 1"])]
-        given, samples = settings_of(form, options, hidden, longest), Samples.of_rows(rows)
-        plan = make_plan(samples=samples, source={}, dropped={}, batch_size=8, max_batch_tokens=16_384, **given)
-        if plan.is_native:
-            head = TargetHead.of_model(model)
-            plan = plan.with_head(head.facts(), head.last_hidden)
-        forward = (NativeForward if plan.is_native else PlannedForward)(plan, samples, model, options.device)
-
-        def bare(plan: Any = plan, samples: Any = samples) -> None:
-            for ids, mask in inputs(plan, samples, options.device):
-                with torch.no_grad():
-                    keep = {"logits_to_keep": 1} if plan.is_native else {}
-                    model(input_ids=ids, attention_mask=mask, use_cache=False, **keep)
-
-        def made(plan: Any = plan, forward: Any = forward) -> None:
-            for shard, batches in enumerate(plan.batches):
-                for batch in batches:
-                    forward(shard, batch)
-
-        def whole(rows: Any = rows, given: Any = given) -> None:
-            make_target_cache(folder / "c", rows, lambda _: model, **given)
-
-        ways: Ways = {"bare forward passes": bare, "and what is stored": made, "the whole run": whole}
-        seconds = measured(
-            {name: finished(way, options.device) for name, way in ways.items()},
-            min(options.rounds, 2),
-            after=lambda: shutil.rmtree(folder / "c", ignore_errors=True),
-        )
-        print(f" {form}: {len(rows)} samples, {len(samples.ids):,} tokens, {plan.num_shards} shards")
-        show(seconds, "bare forward passes", len(samples.ids))
-    if options.profile:
-        profiled(lambda: made())
-
-
-def profiled(work: Callable[[], object]) -> None:
-    """Print where the CPU's time goes."""
-    import cProfile
-    import pstats
-
-    with cProfile.Profile() as profile:
-        work()
-    pstats.Stats(profile).sort_stats("tottime").print_stats(14)
-
-
-def inputs(plan: Any, samples: Any, device: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the ids and the attention mask of each batch of a plan, on the device."""
-    for shard, batches in enumerate(plan.batches):
-        for width, rows in batches:
-            own = [samples.row(plan.first_of(shard) + row)[0] for row in rows]
-            ids = torch.zeros(len(own), width, dtype=torch.int64)
-            mask = torch.zeros_like(ids)
-            for row, each in enumerate(own):
-                ids[row, : len(each)], mask[row, : len(each)] = torch.from_numpy(each), 1
-            yield ids.to(device), mask.to(device)
 
 
 def bench_probs(options: argparse.Namespace, folder: Path) -> None:
@@ -248,14 +123,14 @@ def plain_logprobs(model: Any, ids: Tensor, prompt: int) -> Tensor:
     return -torch.nn.functional.cross_entropy(logits, ids[:, prompt:].flatten(), reduction="none")
 
 
-def training_models(options: argparse.Namespace) -> dict[str, Any]:
+def training_models(size: str, options: argparse.Namespace) -> dict[str, Any]:
     """Return the same Llama with flex_attention and with sdpa."""
-    width, layers = (64, 2) if options.quick else (1024, 8)
+    width, layers, wider = (64, 2, 3) if options.quick else SIZES[size]
     sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": width // 64}
-    made = {name: llama(options.device, **sizes, intermediate_size=3 * width).train() for name in ("flex", "sdpa")}
+    made = {name: llama(options.device, **sizes, intermediate_size=int(wider * width)) for name in ("flex", "sdpa")}
     if options.device == "cuda":
         made["flex"].set_attn_implementation("flex_attention")
-    return made
+    return {name: model.train() for name, model in made.items()}
 
 
 def folded_step(model: Any, forest: PrefixForest, backend: Backend = "auto") -> Callable[[], object]:
@@ -271,27 +146,31 @@ def group_of(prompt: int, completion: int, count: int) -> tuple[list[int], list[
 
 
 def bench_step(options: argparse.Namespace, _: Path) -> None:
-    """Compare a training step in three ways."""
-    models = training_models(options)
-    for prompt, completion, count in [(24, 8, 4)] if options.quick else GROUPS:
-        first, completions = group_of(prompt, completion, count)
-        forest, whole = PrefixForest.from_rollout_group(first, completions), [first + each for each in completions]
-        ids, stats = torch.tensor(whole, device=options.device), forest.stats()
-        plain = partial(plain_logprobs, models["sdpa"], ids, prompt)
-        ways: Ways = {
-            "plain causal batch, sdpa": gradients_of(models["sdpa"], plain),
-            "folded, flex_attention": folded_step(models["flex"], forest),
-            "folded, dense mask": folded_step(models["sdpa"], forest, "dense"),
-        }
-        seconds = measured({name: finished(way, options.device) for name, way in ways.items()}, 3 * options.rounds)
-        tokens, pairs = stats.tokens_before / stats.tokens_after, stats.pairs_before / stats.pairs_after
-        print(f"step, {prompt} + {completion} x {count}: {tokens:.2f} times fewer tokens, {pairs:.2f} fewer pairs")
-        show(seconds, "plain causal batch, sdpa", 0)
+    """Compare a training step in three ways, of a small model and of a large one."""
+    for size in SIZES:
+        models = training_models(size, options)
+        print(f"step, {sum(each.numel() for each in models['sdpa'].parameters()) / 1e6:,.0f} million parameters")
+        for prompt, completion, count in [(24, 8, 4)] if options.quick else GROUPS:
+            first, completions = group_of(prompt, completion, count)
+            forest, whole = PrefixForest.from_rollout_group(first, completions), [first + each for each in completions]
+            ids, stats = torch.tensor(whole, device=options.device), forest.stats()
+            plain = partial(plain_logprobs, models["sdpa"], ids, prompt)
+            ways: Ways = {
+                "plain causal batch, sdpa": gradients_of(models["sdpa"], plain),
+                "folded, flex_attention": folded_step(models["flex"], forest),
+                "folded, dense mask": folded_step(models["sdpa"], forest, "dense"),
+            }
+            waited = {name: finished(way, options.device) for name, way in ways.items()}
+            seconds = measured(waited, 2 * options.rounds)
+            tokens, pairs = stats.tokens_before / stats.tokens_after, stats.pairs_before / stats.pairs_after
+            print(f" {prompt} + {completion} x {count}: {tokens:.2f} times fewer tokens, {pairs:.2f} fewer pairs")
+            show(seconds, "plain causal batch, sdpa", 0)
+        del models
 
 
 def bench_lengths(options: argparse.Namespace, _: Path) -> None:
     """Time folded steps by flex_attention over rows of many lengths, each a first time and a second one."""
-    model, seconds = training_models(options)["flex"], list[list[float]]()
+    model, seconds = training_models("small", options)["flex"], list[list[float]]()
     steps = [
         finished(
             folded_step(model, PrefixForest.from_rollout_group(*group_of(300 + 37 * number, 50, 8))), options.device
@@ -325,7 +204,6 @@ def main() -> None:
     parser.add_argument("--folder", help="default: a temporary one")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="tiny sizes")
-    parser.add_argument("--profile", action="store_true", help="of precompute: where the CPU's time goes")
     options = parser.parse_args()
     name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
     print(f"{name}, torch {torch.__version__}; the last column: as a share of the speed of the line that has 1")
