@@ -160,7 +160,7 @@ def _end(ahead: _Ahead, thread: Thread) -> None:
 
 
 class _Place:
-    """Where batches are copied to. The part for CUDA was not run by the tests of machines without a GPU."""
+    """Where batches are copied to."""
 
     def __init__(self, device: str | torch.device | None) -> None:
         self.device = None if device is None else torch.device(device)

@@ -275,9 +275,8 @@ def test_precompute_reads_both_forms(run, folder):
     assert same and all(row.input_ids.tolist()[: len(of_ids[row.id])] == of_ids[row.id] for row in same)
 
 
-def test_a_killed_run_resumes_to_the_same_bytes_and_other_settings_are_refused(run):
-    how = ("--temperature", "0.9")
-    _, whole = run(*how, name="whole.jsonl")
+def killed_after_three_appends(run, *how):
+    """Interrupt a run; returns the path of its file, and of the one that has what was done."""
     runs = []
 
     def killed(append, file, chats):
@@ -290,6 +289,13 @@ def test_a_killed_run_resumes_to_the_same_bytes_and_other_settings_are_refused(r
         done, path = run(*how)
     part = Path(f"{path}.part")
     assert done.status == 130 and not path.exists() and len(part.read_bytes().splitlines()) == 1 + sum(runs[:3])
+    return path, part
+
+
+def test_a_killed_run_resumes_to_the_same_bytes_and_other_settings_are_refused(run):
+    how = ("--temperature", "0.9")
+    _, whole = run(*how, name="whole.jsonl")
+    path, part = killed_after_three_appends(run, *how)
     part.write_bytes(part.read_bytes()[:-30])  # a torn line
     done, _ = run(*how, "--seed", "1")
     assert done.status == 1 and "error[E703]" in done.err and "sampling" in done.err
@@ -310,6 +316,29 @@ def test_a_killed_run_resumes_to_the_same_bytes_and_other_settings_are_refused(r
         part.with_name("other.jsonl").write_bytes(b"{}")
         done, _ = run(*how, name="other.jsonl")
         assert done.status == 1 and "error[E704]" in done.err
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("sampled", [(), ("--temperature", "0.9", "--top-p", "0.95")], ids=["greedy", "sampled"])
+def test_replies_of_a_gpu_are_the_same_in_each_run_and_after_a_kill(run, sampled):
+    how = ("--device", "cuda", *sampled)
+    first, second = (run(*how, name=name) for name in ("first.jsonl", "second.jsonl"))
+    assert first[0].status == second[0].status == 0, first[0].err
+    rows = first[1].read_bytes()
+    assert second[1].read_bytes() == rows and len(rows.splitlines()) > 10
+    record = json.loads(Path(f"{first[1]}.record").read_text())
+    assert '"cuda"' in json.dumps(record) and '"bf16"' in json.dumps(record)
+    path, _ = killed_after_three_appends(run, *how)
+    assert run(*how)[0].status == 0 and path.read_bytes() == rows
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_greedy_replies_of_a_gpu_in_fp32_are_those_of_the_cpu(run):
+    (_, found), (_, expected) = (
+        run("--device", device, "--compute-dtype", "fp32", name=f"{device}.jsonl") for device in ("cuda", "cpu")
+    )
+    same = [one == other for one, other in zip(rows_of(found), rows_of(expected), strict=True)]
+    assert sum(same) >= 0.9 * len(same), "tokens that are nearly as likely may change places"
 
 
 @pytest.mark.parametrize("name", ["r.jsonl.part", "r.jsonl.lock", ".r.jsonl.tmp"])

@@ -89,23 +89,35 @@ def test_sizes_are_positive_integers(size):
         build_eagle3_token_mapping([], target_vocab_size=None, draft_vocab_size=2)
 
 
-@pytest.mark.slow
-def test_processes_that_train_together_count_together(tmp_path):
+def counted_together(store, backend, ids):
+    """Count these ids, one row for each of as many processes; returns what each of them prints."""
     program = (
         "import sys, torch, torch.distributed as dist\n"
         "from niels_gpt.eagle3.vocab import build_eagle3_token_mapping\n"
-        "rank = int(sys.argv[1])\n"
-        "dist.init_process_group('gloo', init_method='file://' + sys.argv[2], rank=rank, world_size=2)\n"
-        "ids = torch.tensor([[3, 3, 3, 5, 5], [6, 6, 5, 5, 6]][rank])\n"  # together 5: 4, 3: 3, 6: 3
-        "batches = [{'input_ids': ids, 'loss_mask': torch.ones_like(ids)}]\n"
+        "rank, ids = int(sys.argv[1]), eval(sys.argv[4])\n"
+        "how = {'init_method': 'file://' + sys.argv[2], 'rank': rank, 'world_size': len(ids)}\n"
+        "dist.init_process_group(sys.argv[3], **how)\n"
+        "row = torch.tensor([ids[rank]])\n"
+        "batches = [{'input_ids': row, 'loss_mask': torch.ones_like(row)}]\n"
         "found, _ = build_eagle3_token_mapping(batches, target_vocab_size=9, draft_vocab_size=3)\n"
         "print(found.tolist())\n"
         "dist.destroy_process_group()\n"
     )
     command = [sys.executable, "-c", program]
-    ranks = ([*command, str(rank), str(tmp_path / "store")] for rank in range(2))
+    ranks = ([*command, str(rank), str(store), backend, repr(ids)] for rank in range(len(ids)))
     running = [subprocess.Popen(each, stdout=subprocess.PIPE, text=True) for each in ranks]
-    assert [one.communicate(timeout=100)[0].strip() for one in running] == ["[5, 3, 6]"] * 2
+    return [one.communicate(timeout=100)[0].strip() for one in running]
+
+
+@pytest.mark.slow
+def test_processes_that_train_together_count_together(tmp_path):
+    ids = [[3, 3, 3, 5, 5], [6, 6, 5, 5, 6]]  # together 5: 4, 3: 3, 6: 3
+    assert counted_together(tmp_path / "store", "gloo", ids) == ["[5, 3, 6]"] * 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_nccl_which_adds_on_a_gpu_only_counts_too(tmp_path):
+    assert counted_together(tmp_path / "store", "nccl", [[3, 3, 3, 5, 5, 6]]) == ["[3, 5, 6]"]
 
 
 def test_the_tables_lead_from_a_draft_id_to_the_target_and_back():

@@ -81,6 +81,7 @@ def test_padding_and_masked_completions_have_no_part_in_a_row(example, options, 
     for kind in (example.Unfolded, example.Folded):
         trainer = example.trainer_of(kind, options, folder)
         model = trainer.model.eval()
+        ids, mask = ids.to(model.device), mask.to(model.device)
         logps, entropies, _ = trainer._get_per_token_logps_and_entropies(
             model, ids, mask, 5, batch_size=4, compute_entropy=True
         )
@@ -89,7 +90,8 @@ def test_padding_and_masked_completions_have_no_part_in_a_row(example, options, 
     for unfolded, folded in zip(*values, strict=True):
         torch.testing.assert_close(folded, unfolded, rtol=1e-4, atol=1e-5)
     model.zero_grad()
-    nothing = trainer._get_per_token_logps_and_entropies(model, ids, (torch.arange(12) < 7).long().expand(6, -1), 5)[0]
+    cut = (torch.arange(12) < 7).long().expand(6, -1).to(ids.device)
+    nothing = trainer._get_per_token_logps_and_entropies(model, ids, cut, 5)[0]
     nothing.sum().backward()  # every completion was cut
     assert not nothing.any() and all(each.grad is not None and not each.grad.any() for each in model.parameters())
     with pytest.raises(ValueError, match="pixel_values"):
@@ -117,7 +119,7 @@ def test_the_completions_of_a_prompt_stay_together(example):
 @pytest.mark.slow
 def test_two_processes_train_as_unfolded():
     command = f"-W ignore -m torch.distributed.run --nproc-per-node 2 examples/folded_grpo.py {SMALL} --rounds 1"
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # two ranks need two GPUs
     run = subprocess.run(
         [sys.executable, *command.split()], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )

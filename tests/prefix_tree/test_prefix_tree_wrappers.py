@@ -115,7 +115,9 @@ def test_hooks_of_the_user_run_in_wrappers_too_and_graphs_are_of_this_forward():
         with guard(FOREST, wrapped):
             hidden, head = body_forward(wrapped, FOREST, backend="dense")
         assert {*ran} == {model, model.model, model.lm_head}
-        assert float((head(hidden) - wanted).detach().abs().max()) < 1e-6
+        # DataParallel has moved the model to a GPU where there is one, whose sums are other ones.
+        found, limit = head(hidden).detach(), 1e-5 if hidden.is_cuda else 1e-6
+        assert float((found.cpu() - wanted.detach()).abs().max()) < limit
 
 
 def test_hidden_states_that_do_not_come_out_are_refused():

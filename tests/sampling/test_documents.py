@@ -5,7 +5,8 @@ The ids of the splits count through all shards, so that id t is token t of the s
 
 import pickle
 from bisect import bisect_right
-from itertools import islice
+from inspect import signature
+from itertools import islice, pairwise
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from support.number_caches import number_cache, numbered
 
 from niels_gpt.cache import CacheError, PretrainTokenStreamDataset
 from niels_gpt.kinds.look import locate
-from niels_gpt.sampling import Batch, EpochStream, MixtureStream
+from niels_gpt.sampling import Batch, EpochStream, MixtureStream, block_causal_mask
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:the last batch has"),
@@ -189,6 +190,32 @@ def test_batches_on_a_gpu_are_those_of_the_cpu(tmp_path):
     for ours, theirs in zip(islice(opened(folder, device="cuda"), 9), opened(folder), strict=False):
         for name in ("x", "y", "cu_seqlens", "documents", "position_ids"):
             assert torch.equal(getattr(ours, name).cpu(), getattr(theirs, name)), name
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_over_segments_on_a_gpu_is_that_under_the_mask(tmp_path, dtype):
+    """The mask, made there; and torch's FlashAttention of pieces of different lengths, which takes 16 bits only."""
+    batch = next(iter(opened(with_index(tmp_path, [7, 1, 30, 2, 41], [50, 31]), T=20, device="cuda")))
+    shape, tokens = (len(batch.x), batch.x.shape[1]), batch.x.numel()
+    mask = block_causal_mask(batch.cu_seqlens, shape, dtype=dtype)
+    assert mask.is_cuda and torch.equal(mask.cpu(), block_causal_mask(batch.cu_seqlens.cpu(), shape, dtype=dtype))
+    q, k, v = torch.randn(3, tokens, 2, 64, generator=torch.Generator().manual_seed(0)).to("cuda", dtype)
+    rows = [part.view(*shape, 2, 64).transpose(1, 2) for part in (q, k, v)]
+    found = torch.nn.functional.scaled_dot_product_attention(*rows, attn_mask=mask)
+    alone = [
+        torch.nn.functional.scaled_dot_product_attention(
+            *(part[a:b].transpose(0, 1) for part in (q, k, v)), is_causal=True
+        )
+        for a, b in pairwise(batch.cu_seqlens.tolist())
+    ]
+    expected, limit = torch.cat(alone, 1).transpose(0, 1), 1e-5 if dtype == torch.float32 else 2e-2
+    assert float((found.transpose(1, 2).reshape(tokens, 2, 64) - expected).abs().max()) < limit
+    if dtype == torch.bfloat16:
+        varlen = pytest.importorskip("torch.nn.attention.varlen", reason="this torch has no varlen_attn").varlen_attn
+        lengths, longest = (batch.cu_seqlens, batch.cu_seqlens), (batch.max_seqlen, batch.max_seqlen)
+        causal = {"window_size": (-1, 0)} if "window_size" in signature(varlen).parameters else {"is_causal": True}
+        assert float((varlen(q, k, v, *lengths, *longest, **causal) - expected).abs().max()) < limit
 
 
 def test_positions_of_the_longest_rows_of_16_bits_and_of_one_more_token():

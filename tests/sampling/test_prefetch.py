@@ -172,6 +172,42 @@ def test_batches_are_copied_to_the_device(tmp_path):
             assert device == "meta" or (torch.equal(batch.x.cpu(), plain.x) and torch.equal(batch.y.cpu(), plain.y))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_batch_on_a_gpu_waits_for_its_copy_and_keeps_its_memory_until_the_step_is_done(tmp_path, loaded):
+    folder = numbered(tmp_path, [4000])
+    how = {"T": 64, "global_batch_size": 16, "epochs": 4}
+    expected = [(batch.x, batch.y) for batch in open_stream(folder, **how)]
+    batches = open_stream(folder, **how)
+    found, side = [], torch.cuda.Stream()
+    with (
+        torch.cuda.stream(side),
+        prefetch(DataLoader(batches, batch_size=None) if loaded else batches, 3, "cuda") as ahead,
+    ):
+        for batch in ahead:
+            torch.cuda._sleep(10_000_000)  # some ms: the GPU is far behind the loop, which lets go of the batch
+            found.append((batch.x.clone(), batch.y.clone()))
+            del batch
+    torch.cuda.synchronize()
+    assert len(found) == len(expected) > 10 and threads() == []
+    for ours, theirs in zip(found, expected, strict=True):
+        assert all(torch.equal(one.cpu(), other) for one, other in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_streams_that_put_batches_on_a_gpu_themselves_and_plain_tensors_are_made_ahead_too(tmp_path):
+    folder = numbered(tmp_path, [50, 20])
+    for ours, theirs in zip(prefetch(open_stream(folder, device="cuda"), 2), open_stream(folder), strict=True):
+        assert ours.x.is_cuda and torch.equal(ours.x.cpu(), theirs.x) and ours.state == theirs.state
+    for ours, theirs in zip(prefetch(open_stream(folder, device="cuda"), 2, "cuda"), open_stream(folder), strict=True):
+        assert ours.x.is_cuda and torch.equal(ours.x.cpu(), theirs.x)
+    pairs = [(torch.arange(5) + number, [torch.ones(3) * number]) for number in range(20)]
+    for ours, theirs in zip(prefetch(pairs, 2, "cuda:0"), pairs, strict=True):
+        assert (
+            ours[1][0].is_cuda and torch.equal(ours[0].cpu(), theirs[0]) and torch.equal(ours[1][0].cpu(), theirs[1][0])
+        )
+
+
 def test_a_stream_behind_another_iterator_is_lent_and_not_copied(tmp_path):
     stream = open_stream(numbered(tmp_path, [400]))
     batches = prefetch(islice(stream, 20), 3)

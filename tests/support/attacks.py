@@ -95,6 +95,7 @@ class Server:
         # numpy and pyarrow start threads as they are imported, unless told otherwise; pyarrow's pool reserves a GiB.
         env = {**os.environ, "OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
         env["ARROW_DEFAULT_MEMORY_POOL"] = "system"
+        env["CUDA_VISIBLE_DEVICES"] = ""  # what a process has of a GPU is more than an attack may take
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         self._outcomes = []
 

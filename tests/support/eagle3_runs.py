@@ -6,6 +6,7 @@ estimate of a run, parts that are joined or sealed, patches of its writer.
 
 from __future__ import annotations
 
+import copy
 import random
 import subprocess
 from collections.abc import Sequence
@@ -55,6 +56,11 @@ def load(device, *, seed=0):
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return transformers.LlamaForCausalLM(config).requires_grad_(False).eval().to(device)
+
+
+def load_bf16(device):
+    """Return the same Llama in bf16."""
+    return copy.deepcopy(load(torch.device("cpu"))).to(device, torch.bfloat16)
 
 
 def manifest(**changed):

