@@ -372,9 +372,10 @@ def test_a_note_of_a_push_says_what_docs_say(caches, url):
 
 
 def test_a_draft_vocabulary_has_its_own_content_sha256(tmp_path, url):
-    content = b"{}\n"
+    content = canonical_json({"selected_token_ids": [3, 1], "target_vocab_size": 5})
     record = {"bytes": len(content), "name": "draft_vocab.json", "sha256": hashlib.sha256(content).hexdigest()}
-    meta = {"built": True, "files": [record], "format_version": 1, "kind": "draft_vocab"}
+    sizes = {"draft_vocab_size": 2, "target_vocab_size": 5, "coverage": 1.0}
+    meta = {"built": True, "files": [record], "format_version": 1, "kind": "draft_vocab", **sizes}
     folder = tmp_path / "draft"
     folder.mkdir()
     (folder / "draft_vocab.json").write_bytes(content)
