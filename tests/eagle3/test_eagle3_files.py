@@ -7,7 +7,7 @@ import re
 
 import pytest
 from support.disk import META_NAME, change_meta, sha256
-from support.eagle3_damage import ALL_FORMS, copy_of
+from support.eagle3_damage import ALL_FORMS, copy_of, flip_bit
 from support.eagle3_runs import never, plan, run, samples_of, whole_tree
 
 from niels_gpt.eagle3.cache import CachedEagle3Dataset, convert, verify
@@ -57,6 +57,23 @@ def test_a_resumed_run_adds_the_files_to_a_cache_of_an_earlier_build_without_the
     done = run(cache, samples=samples, given=given, resume=True, load=never)
     assert (done.shards, done.is_described, whole_tree(cache)) == (0, True, whole)
     assert run(cache, samples=samples, given=given, resume=True, load=never).is_described is False
+
+
+def test_another_draft_vocabulary_reads_no_shard_that_meta_json_names(eagle3_caches, tmp_path):
+    cache, samples = copy_of(eagle3_caches["native"], tmp_path), samples_of()
+    shard = cache / "shard-000001.safetensors"
+    flip_bit(shard, shard.stat().st_size // 2)  # so that its bytes have another sha256 than meta.json says
+    selected = [7, 3, 11, 0, 1, 2, 4, 5, 39, 20, 22, 8]
+    given = plan(samples, **ALL_FORMS["native"], selected_token_ids=selected)
+    run(cache, samples=samples, given=given, resume=True, load=never)
+    shards = [
+        [each for each in meta_of(folder)["files"] if "shard" in each["name"]]
+        for folder in (cache, eagle3_caches["native"])
+    ]
+    assert shards[0] == shards[1] and meta_of(cache)["content_sha256"] == content_of(cache)
+    (cache / META_NAME).unlink()
+    run(cache, samples=samples, given=given, resume=True)
+    assert meta_of(cache)["files"] == records_of(cache)
 
 
 def test_a_conversion_of_a_cache_of_an_earlier_build_names_all_files_once_it_changes_one(finished, tmp_path):

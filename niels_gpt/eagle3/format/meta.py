@@ -25,6 +25,7 @@ from niels_gpt.eagle3.format.layout import (
 )
 from niels_gpt.eagle3.format.manifest import existing_shard_indices, is_native, read_manifest
 from niels_gpt.eagle3.format.plan import BUILDER_VERSION, SIDECAR_VERSION
+from niels_gpt.eagle3.format.shard_writer import receipt_path
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, canonical_json, write_bytes
 from niels_gpt.storage.meta_json import file_records, meta_bytes, parse_object
@@ -89,7 +90,7 @@ def records_of(
     """Return the record (name, bytes, sha256) of every file of a cache but meta.json and locks.
 
     In this order: the manifest, the target's weights, the sidecar by name, the shards by number. Several files are read
-    at once. known: records that are taken as they are.
+    at once. known: records that are taken as they are where the file has that size.
     Raises: CacheError where a file is missing or no regular file.
     """
     weights = WEIGHTS_NAME if is_native(read_manifest(folder, follow_links=follow_links)) else EMBEDDINGS_NAME
@@ -98,10 +99,12 @@ def records_of(
     there = {str(record["name"]): dict(record) for record in known}
 
     def record(name: str) -> dict[str, Any]:
-        if name in there:
+        path = folder / name
+        size = path.stat().st_size if path.is_file() else None  # `file_sha256` reports one that is missing
+        if size is not None and size == there.get(name, {}).get("bytes"):
             return there[name]
-        sha256 = file_sha256(folder / name, follow_links=follow_links)
-        return {"name": name, "bytes": (folder / name).stat().st_size, "sha256": sha256}
+        sha256 = file_sha256(path, follow_links=follow_links)
+        return {"name": name, "bytes": size, "sha256": sha256}
 
     with ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0)))) as threads:
         return list(threads.map(record, [MANIFEST_NAME, weights, *(f"{SIDECAR}/{name}" for name in sidecar), *shards]))
@@ -112,6 +115,24 @@ def content_sha256(records: Iterable[Mapping[str, Any]]) -> str:
     digests = {str(record["name"]): record["sha256"] for record in records}
     deciding = {name: digest for name, digest in digests.items() if _DECIDES.fullmatch(name)}
     return hashlib.sha256(canonical_json(deciding)).hexdigest()
+
+
+def unchanged_shards(folder: Path, meta: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """Return the records of shards in an earlier meta.json, None for none, whose receipts are those that it names.
+
+    A receipt decides the bytes of its shard, so such a shard is not read again.
+    """
+    try:
+        records = {str(record["name"]): record for record in file_records(meta or {})}
+    except CacheError:
+        return []
+    shards = ((int(found[1]), record) for name, record in records.items() if (found := SHARD_NAME.match(name)))
+    receipts = ((record, receipt_path("", shard).as_posix()) for shard, record in shards)
+    return [
+        record
+        for record, name in receipts
+        if name in records and (folder / name).is_file() and file_sha256(folder / name) == records[name]["sha256"]
+    ]
 
 
 def lists_shards(meta: Mapping[str, Any]) -> bool:

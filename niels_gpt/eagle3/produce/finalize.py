@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from niels_gpt.eagle3.format.embeddings import has_embeddings
 from niels_gpt.eagle3.format.layout import MANIFEST_NAME, SIDECAR, shard_path
 from niels_gpt.eagle3.format.manifest import manifest_bytes
-from niels_gpt.eagle3.format.meta import lists_shards, write_meta
+from niels_gpt.eagle3.format.meta import lists_shards, unchanged_shards, write_meta
 from niels_gpt.eagle3.format.native.shard_reader import map_shard
 from niels_gpt.eagle3.format.native.weights import has_weights
 from niels_gpt.eagle3.format.plan import Plan
@@ -35,17 +35,23 @@ def complete_meta(folder: Path, plan: Plan) -> dict[str, Any] | None:
 
 
 def finish(
-    folder: Path, plan: Plan, named: Path | None = None, check: Callable[[], object] | None = None
+    folder: Path,
+    plan: Plan,
+    named: Path | None = None,
+    *,
+    before: Mapping[str, Any] | None = None,
+    check: Callable[[], object] | None = None,
 ) -> dict[str, Any]:
-    """Write meta.json, which makes the cache finished, and return its content. All files are read, to be hashed.
+    """Write meta.json, which makes the cache finished, and return its content. The files are read, to be hashed.
 
     named: what errors call the folder, where it gets another name later. check: as `write_meta`.
+    before: the meta.json that was there: shards that it describes, with their receipts, are not read.
     Raises: CacheError where a receipt is missing, and where no slot is a position: the cache then stays unfinished.
     """
     keys = _described(folder, plan)
     if problem := Counts.of_meta(keys).problem:
         raise CacheError(named or folder, problem, code="E709")
-    return write_meta(folder, keys, check=check)
+    return write_meta(folder, keys, known=unchanged_shards(folder, before), check=check)
 
 
 def _described(folder: Path, plan: Plan) -> dict[str, Any]:

@@ -187,10 +187,11 @@ def _whole(
         meta = None if left else complete_meta(folder, plan)
         is_described = meta is None
         if meta is None:
+            before = finished_meta(folder)
             with _cleaned_up(folder, plan, lock):
                 write_plan(folder, plan, samples)
                 make(left, locks=[lock])
-                meta = finish(folder, plan, named, partial(check_lease, lock))
+                meta = finish(folder, plan, named, before=before, check=partial(check_lease, lock))
         remove_parts(folder)
         return meta, len(left), is_described
 

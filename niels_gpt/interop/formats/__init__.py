@@ -8,8 +8,7 @@ olmo.py            .npy without a header, and .csv.gz
 hf.py              parquet files of `datasets`, as they are written
 hf_rows.py         rows with input_ids, as they are read
 litdata.py         a folder a split, with chunk-0-N.bin and index.json
-listing.py         the token files of a folder: splits, order, and what lies beside them
-chunks.py          what several of them write alike
+listing.py         the token files of a folder: splits, order, what lies beside them; what several of them write alike
 """
 
 from __future__ import annotations

@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.interop.foreign import ForeignFolder
-from niels_gpt.interop.formats.chunks import chunked
-from niels_gpt.interop.formats.listing import Listed, checked_ends, listed, loss_of, numbers
+from niels_gpt.interop.formats.listing import Listed, checked_ends, chunked, listed, loss_of, numbers
 from niels_gpt.interop.output import Output
 from niels_gpt.interop.token_cache import TokenCache
 from niels_gpt.storage.errors import CacheError

@@ -1,4 +1,6 @@
-"""The token files of a folder of another tool: which there are, their splits and order, and what lies beside them."""
+"""The token files of a folder of another tool: which there are, their splits and order, and what lies beside them;
+and what several formats write alike: arrays in pieces, the error of a shard that is too long for a format.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,13 @@ from niels_gpt.interop.foreign import (
     size_of,
     split_of,
 )
+from niels_gpt.interop.token_cache import TokenFile
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import path_inside
 from niels_gpt.tokenizers.protocol import TOKEN_DTYPES, token_dtype_name
 from niels_gpt.tokenizers.vocabulary import end_of_documents
+
+_CHUNK = 1 << 19  # numbers that are written at once
 
 
 @dataclass(frozen=True)
@@ -153,3 +158,26 @@ def loss_of(path: Path, tokens: int) -> Callable[[], Iterator[NDArray[np.bool_]]
             yield part.view(np.bool_)
 
     return pieces
+
+
+# --- what several formats write alike ---------------------------------------------------------------------------------
+
+
+def chunked(ends: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+    """Yield an array in pieces of some MiB."""
+    for begin in range(0, len(ends), _CHUNK):
+        yield ends[begin : begin + _CHUNK]
+
+
+def spans(ends: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+    """Yield where documents start and end, in pieces: int64 [some documents, 2]."""
+    first = 0
+    for some in chunked(ends):
+        yield np.stack([np.append(first, some[:-1]), some], axis=1)
+        first = int(some[-1])
+
+
+def too_long(file: TokenFile, limit: str) -> CacheError:
+    """Return the error of a token file with more tokens than a format counts."""
+    remedy = "Build the cache with a smaller --shard-bytes, for instance 134217728"
+    return CacheError(file.path, f"{file.tokens:,} tokens", f"at most 2**31 - 1, which {limit}", remedy, code="E220")

@@ -31,8 +31,7 @@ from numpy.typing import NDArray
 
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.interop.foreign import ForeignFile, ForeignFolder, read_pieces
-from niels_gpt.interop.formats.chunks import chunked, too_long
-from niels_gpt.interop.formats.listing import checked_ends, listed, numbers
+from niels_gpt.interop.formats.listing import checked_ends, chunked, listed, numbers, too_long
 from niels_gpt.interop.output import Output
 from niels_gpt.interop.token_cache import TokenCache
 from niels_gpt.storage.errors import CacheError

@@ -29,8 +29,7 @@ from numpy.typing import NDArray
 
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.interop.foreign import ForeignFolder
-from niels_gpt.interop.formats.chunks import spans
-from niels_gpt.interop.formats.listing import Listed, listed, loss_of
+from niels_gpt.interop.formats.listing import Listed, listed, loss_of, spans
 from niels_gpt.interop.output import Output
 from niels_gpt.interop.token_cache import TokenCache, TokenFile
 from niels_gpt.storage.errors import CacheError

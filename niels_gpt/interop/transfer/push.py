@@ -1,7 +1,8 @@
 """Push: a cache -> a URL. A note of the push comes first, then the data, meta.json last: who finds it finds all.
 
 The note, niels_gpt-push.json, says of which content_sha256 the files are. A push that was killed leaves it, and the
-next push of the same cache skips the files that have their sizes; one of another cache is refused.
+next push of the same cache skips the files that have their sizes; one of another cache is refused. On the hub a push is
+one commit, without a note.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import shlex
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from niels_gpt.interop.transfer.described import (
     MARK_NAME,
@@ -27,7 +28,8 @@ from niels_gpt.interop.transfer.described import (
     whole,
 )
 from niels_gpt.interop.transfer.jobs import Tally, at_once
-from niels_gpt.interop.transfer.remote import Bucket, scheme_of
+from niels_gpt.interop.transfer.patience import Patience, end_of, in_thread
+from niels_gpt.interop.transfer.remote import HUB_FOLDER, Bucket, redacted, scheme_of
 from niels_gpt.kinds.folders import refuse_unless_cache
 from niels_gpt.progress import Progress
 from niels_gpt.storage.errors import CacheError
@@ -45,6 +47,9 @@ from niels_gpt.storage.versions import public_path
 
 logger = logging.getLogger(__name__)
 MARK_VERSION = 1
+CARD_NAME = "README.md"
+_OF_THE_HUB = frozenset({CARD_NAME, ".gitattributes", MARK_NAME, META_NAME})
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -90,9 +95,7 @@ def push(
     hold = hold_version(folder)
     local = described(read_regular(folder / META_NAME), str(cache / META_NAME))
     if scheme_of(url) == "hf":
-        from niels_gpt.interop.transfer.hub import push_hub
-
-        return push_hub(folder, local, url, replace=replace, check=check, public=public, card=card, progress=progress)
+        return _push_hub(folder, local, url, replace=replace, check=check, public=public, card=card, progress=progress)
     if card is not None or public:
         raise ValueError("card and public: only a repository on the hub has them (hf://datasets/USER/NAME)")
     bucket = Bucket(url)
@@ -288,3 +291,87 @@ def _names_of(mark: dict[str, Any]) -> set[str]:
     if mark["kind"] != "push" or mark["push_version"] != MARK_VERSION or not isinstance(mark["content_sha256"], str):
         raise ValueError("not the note of a push, or one of a later release")
     return {checked_name(name, "a file's name", MARK_NAME) for name in [*mark["files"], *mark["removing"]]}
+
+
+# --- the Hugging Face hub: one commit, so that a reader sees all of a cache or nothing --------------------------------
+
+
+def _push_hub(
+    folder: Path,
+    local: Described,
+    url: str,
+    *,
+    replace: bool | Collection[str],
+    check: bool,
+    public: bool,
+    card: bytes | None,
+    progress: Progress | None,
+) -> Pushed:
+    """Send a cache as one commit. The repository is made if absent, private unless `public`.
+
+    folder, local: of the version. The rest, and what it raises: as `push`.
+    """
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+
+    found = HUB_FOLDER.fullmatch(url.partition("://")[2].rstrip("/"))
+    assert found is not None  # push has looked at the URL
+    repo, revision, inside = found[1], found[2] or "main", f"{found[3]}/" if found[3] else ""
+    api: Any = HfApi()
+    _asked(url, lambda: api.create_repo(repo, private=not public, exist_ok=True, repo_type="dataset"))
+    head = str(_asked(url, lambda: api.repo_info(repo, revision=revision, repo_type="dataset")).sha)
+    bucket = Bucket(f"hf://datasets/{repo}@{head}/{inside}")
+    raw = bucket.read(META_NAME, MAX_JSON_BYTES)
+    old = _old_files(bucket, raw, local, url, replace)
+    files, size = len(local.records) + 1, local.num_bytes + len(local.raw)
+    if raw == local.raw and not check and (card is None or bucket.read(CARD_NAME, MAX_JSON_BYTES) == card):
+        return Pushed(url, files, size, 0, files)
+    contents: dict[str, Any] = {META_NAME: local.raw}
+    if card is not None:
+        contents[CARD_NAME] = card
+    for number, (name, record) in enumerate(local.records.items(), 1):
+        contents[name] = whole(folder, local, record)
+        if progress is not None:
+            progress(number, 0, size)
+    operations: list[Any] = [CommitOperationAdd(inside + name, content) for name, content in contents.items()]
+    operations += [CommitOperationDelete(inside + name) for name in sorted(old - contents.keys())]
+    said = f"Cache {local.content_sha256[:12]}"
+    # The parent: where another push was faster the hub refuses this one.
+    _asked(
+        url,
+        lambda: api.create_commit(
+            repo, operations, commit_message=said, revision=revision, parent_commit=head, repo_type="dataset"
+        ),
+        size,
+    )
+    if progress is not None:
+        progress(files - 1, size, size)
+    return Pushed(url, files, size, size, 0)
+
+
+def _old_files(
+    bucket: Bucket, raw: bytes | None, local: Described, url: str, replace: bool | Collection[str]
+) -> set[str]:
+    """Return the files of the cache that is there. raw: its meta.json; None without one.
+
+    Raises: CacheError E610 for another cache, and for other files.
+    """
+    there = None if raw is None else described(raw, bucket.at(META_NAME))
+    names = set() if there is None else set(there.records)
+    refuse_foreign_files(url, bucket.sizes().keys() - names - _OF_THE_HUB)
+    content = local.content_sha256 if there is None else there.content_sha256
+    if content != local.content_sha256 and not may_replace(replace, content):
+        raise other_cache(url, content, local.content_sha256)
+    return names
+
+
+def _asked(url: str, ask: Callable[[], _T], num_bytes: int = 0) -> _T:
+    """Ask the hub, whose library repeats what may pass; no message has a credential. num_bytes: that are sent."""
+    try:
+        return Patience().answer(url, in_thread(ask), end_of(num_bytes))
+    except CacheError:
+        raise
+    except Exception as error:
+        last = error.__cause__ or error  # an upload that failed names the file, and its cause says why
+        reason = redacted(f"{type(last).__name__}: {last}")
+        remedy = "Check the name, and log in as a user who may write there: hf auth login"
+        raise CacheError(url, f"refused: {reason}", remedy=remedy, code="E612") from None
