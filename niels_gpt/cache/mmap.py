@@ -28,7 +28,6 @@ from niels_gpt.storage.filemaps import (
     page_starts,
 )
 from niels_gpt.storage.meta_json import is_sparse, open_regular, shortened
-from niels_gpt.storage.remedies import build_again
 from niels_gpt.storage.versions import public_path
 
 _OFFSET_BYTES = 8
@@ -370,7 +369,7 @@ def check_starts(
         expected = f"the sentinel of a role ({', '.join(map(str, roles))})"
         why = "The offsets are of other tokens, or one of both files is damaged"
         found = f"token {starts[wrong]}, {begins}, is id {firsts[wrong]}"
-        raise CacheError(tokens_path, found, expected, f"{why}. {build_again(tokens_path)}", code="E203")
+        raise CacheError(tokens_path, found, expected, f"{why}. {REBUILD}", code="E203")
 
 
 def mapped_npy(path: PathLike, expected_bytes: int | None) -> NDArray[np.int64]:
@@ -407,6 +406,8 @@ def _opened(path: PathLike, what: str) -> int:
     try:
         return open_regular(path)
     except FileNotFoundError:
+        from niels_gpt.storage.remedies import build_again
+
         raise CacheNotFound(f"{os.fspath(path)}: no such {what}. {_removed(path) or build_again(path)}") from None
 
 

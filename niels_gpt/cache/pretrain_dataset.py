@@ -12,10 +12,9 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from niels_gpt.cache.formats import Ids, TokenDtype, token_dtype_of
@@ -31,15 +30,15 @@ from niels_gpt.cache.meta import (
 )
 from niels_gpt.cache.mmap import IO, TokenFiles, load_idx, public_file
 from niels_gpt.display.decoded import Decoded, DecodedItems
-from niels_gpt.display.numbers import number_of
-from niels_gpt.display.tables import html_table
 from niels_gpt.storage.codes import CodedWarning
 from niels_gpt.storage.errors import REBUILD, CacheError, OutOfRange
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import checked_int, path_inside, printable, resolved
-from niels_gpt.storage.remedies import build_again
 from niels_gpt.storage.versions import public_path, version_name
 from niels_gpt.tokenizers.protocol import MAX_IDS
+
+if TYPE_CHECKING:
+    import torch
 
 
 class PretrainSplit:
@@ -250,6 +249,9 @@ class PretrainTokenStreamDataset(DecodedItems):
         return f"PretrainTokenStreamDataset({self._split!r}, x, y: int64 [B, {self.T}] on {self.device})"
 
     def _repr_html_(self) -> str:
+        from niels_gpt.display.numbers import number_of
+        from niels_gpt.display.tables import html_table
+
         split, tokens = self._split, int(self._split.lengths.sum())
         rows = {
             "cache": version_name(split.folder.parent),
@@ -281,6 +283,8 @@ class PretrainTokenStreamDataset(DecodedItems):
         One draw from `generator` per batch, on the generator's device.
         Raises: CacheError, naming file and place, for an id outside meta.json's vocab_size.
         """
+        import torch
+
         drawn = torch.randint(self.num_windows, (B,), generator=generator, device=generator.device)
         windows = drawn.numpy() if drawn.is_cpu else drawn.cpu().numpy()
         if len(self._ends) == 1:  # saves a tenth of the time of a small batch
@@ -322,6 +326,8 @@ def split_rows(rows: Ids, device: str | torch.device) -> tuple[Any, Any]:
     The narrow form is copied to another device once, and cast there; to CUDA through pinned memory, so that the call
     does not wait for the copy.
     """
+    import torch
+
     if str(device) == "cpu":  # numpy casts in half the time of torch
         if rows.size < _FRESH_TOKENS:
             return torch.from_numpy(rows[:, :-1].astype(np.int64)), torch.from_numpy(rows[:, 1:].astype(np.int64))
@@ -398,7 +404,7 @@ def outside_vocabulary(path: Path, token: int, itemsize: int, id: int, vocab_siz
     found = f"token {token} at byte {token * itemsize} is id {id}"
     if vocab_size is None:
         return CacheError(path, found, "ids below 2**31", "Leave dtype out if these tokens have 16 bits", code="E409")
-    remedy = f"The file is damaged, or its meta.json belongs to another cache. {build_again(path)}"
+    remedy = f"The file is damaged, or its meta.json belongs to another cache. {REBUILD}"
     return CacheError(path, found, f"ids below vocab_size {vocab_size}", remedy, code="E409")
 
 

@@ -21,11 +21,12 @@ from niels_gpt.cache.formats import (
     Ids,
     TokenDtype,
     flat_targets,
+    has_loss_bits,
     masked_targets,
     reply_runs,
     token_dtype_of,
 )
-from niels_gpt.cache.loss_bits import LossBits, bits_path, has_loss_bits, limited_by_bits, unpacked
+from niels_gpt.cache.loss_bits import LossBits, bits_path, limited_by_bits, unpacked
 from niels_gpt.cache.meta import (
     check_expected,
     check_pair,

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.builders.meta_keys import content_sha256
-from niels_gpt.builders.writer import BLOCK_BYTES, npy_header, num_blocks
+from niels_gpt.cache.formats import BLOCK_BYTES, npy_header, num_blocks
 from niels_gpt.progress import Progress
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, walked

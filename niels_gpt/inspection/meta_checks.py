@@ -13,9 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.builders.meta_keys import content_sha256, why_unmet
-from niels_gpt.builders.writer import OFFSET_DTYPE, num_blocks
-from niels_gpt.cache.formats import SPLITS, check_format, is_imported
-from niels_gpt.cache.loss_bits import has_loss_bits, num_bytes
+from niels_gpt.cache.formats import (
+    OFFSET_DTYPE,
+    SPLITS,
+    check_format,
+    has_loss_bits,
+    is_imported,
+    num_blocks,
+    num_bytes,
+)
 from niels_gpt.cache.meta import KINDS
 from niels_gpt.display.numbers import number_of, share_text
 from niels_gpt.inspection.file_checks import (

@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.cache.formats import SPLITS, has_no_text_bytes, token_dtype_of
-from niels_gpt.cache.loss_bits import LossBits, bits_path, has_loss_bits
+from niels_gpt.cache.formats import SPLITS, has_loss_bits, has_no_text_bytes, token_dtype_of
+from niels_gpt.cache.loss_bits import LossBits, bits_path
 from niels_gpt.cache.meta import (
     check_pair,
     check_tokenizer,

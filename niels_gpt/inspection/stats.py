@@ -16,8 +16,16 @@ from numpy.typing import NDArray
 
 from niels_gpt.builders.losses import loss_table
 from niels_gpt.builders.split import asked_share
-from niels_gpt.cache.formats import OFFSET_DTYPE, SPLITS, Ids, check_partitions, target_mask, token_dtype_of
-from niels_gpt.cache.loss_bits import LossBits, has_loss_bits
+from niels_gpt.cache.formats import (
+    OFFSET_DTYPE,
+    SPLITS,
+    Ids,
+    check_partitions,
+    has_loss_bits,
+    target_mask,
+    token_dtype_of,
+)
+from niels_gpt.cache.loss_bits import LossBits
 from niels_gpt.cache.meta import read_meta, sentinel_names, special_id, tokenizer_above
 from niels_gpt.cache.mmap import load_idx, mmap_tokens
 from niels_gpt.display.numbers import count_text, number_of, size_text

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from niels_gpt.builders.split import SPLITS
+from niels_gpt.cache.formats import SPLITS
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.display.numbers import many
 from niels_gpt.inspection import verify as inspection

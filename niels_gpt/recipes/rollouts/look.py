@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from niels_gpt.builders.split import SPLITS
+from niels_gpt.cache.formats import SPLITS
 from niels_gpt.cache.meta import check_tokenizer, read_meta
 from niels_gpt.display.decoded import decoded_text, runs
 from niels_gpt.display.numbers import number_of
