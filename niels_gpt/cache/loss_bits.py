@@ -14,8 +14,9 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
+from niels_gpt.cache.checksums import BlockSums
 from niels_gpt.cache.formats import IGNORE_INDEX, num_bytes
-from niels_gpt.cache.mmap import IO, TokenFiles, mmap_tokens
+from niels_gpt.cache.mmap import IO, mmap_tokens, token_files
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import path_inside, printable
@@ -43,8 +44,16 @@ def bits_path(folder: Path, meta: Mapping[str, Any], tokens_name: str) -> Path:
 class LossBits:
     """The bits of a split, by memory map or by positioned reads. It is not pickled: its owner opens it again."""
 
-    def __init__(self, path: Path, num_tokens: int, *, io: IO = "mmap", recorded: int | None = None) -> None:
-        """num_tokens: of the split's token file, more than 0; recorded: the bytes by meta.json.
+    def __init__(
+        self,
+        path: Path,
+        num_tokens: int,
+        *,
+        io: IO = "mmap",
+        recorded: int | None = None,
+        sums: BlockSums | None = None,
+    ) -> None:
+        """num_tokens: of the split's token file, more than 0; recorded: the bytes by meta.json; sums: its checksums.
 
         Raises: FileNotFoundError; CacheError for another size, unused bits that are not 0, and anything that is not a
             regular file: links are not followed.
@@ -52,11 +61,11 @@ class LossBits:
         self.path, self._num_tokens = path, num_tokens
         self._map: memoryview | None = None
         self._views: tuple[int, NDArray[np.uint8] | None, NDArray[np.uint64]] | None = None
-        if io == "mmap":
-            self._map = mmap_tokens(path, expected_bytes=recorded, dtype=_BYTE).data
+        if io == "mmap" and not (sums and sums.every_block):
+            self._map = mmap_tokens(path, expected_bytes=recorded, dtype=_BYTE, sums=sums).data
             size = len(self._map)
         else:
-            self._file = TokenFiles([(path, recorded)], io=io, dtype=_BYTE)
+            self._file = token_files([(path, recorded)], sums or BlockSums(path.parent, None), io=io, dtype=_BYTE)
             size = int(self._file.lengths[0])
         if size != num_bytes(num_tokens):
             expected = f"{num_bytes(num_tokens)}, a bit for each of {num_tokens} tokens"

@@ -15,7 +15,6 @@ from niels_gpt.cache.formats import SHARD_GLOB, SPLITS, check_format, check_loss
 from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES
 from niels_gpt.storage.errors import REBUILD, CacheError, CacheNotFound
 from niels_gpt.storage.fileio import META_NAME, canonical_json, sha256_file, write_bytes
-from niels_gpt.storage.locks import VersionHold, hold_version
 from niels_gpt.storage.meta_json import (
     checked_count,
     checked_sha256,
@@ -132,19 +131,6 @@ def existing_cache(folder: Path, named: str | os.PathLike[str]) -> Path:
 
         raise CacheNotFound(f"{os.fspath(named)}: no such folder. {instead_of(named)}")
     return folder
-
-
-def open_version(
-    folder: Path, kind: str, tokenizer_sha256: str | None
-) -> tuple[VersionHold, dict[str, Any] | None, int | None]:
-    """Return what a reader keeps of the version it opens: a hold against gc, its `reader_meta`, its vocab_size.
-
-    Raises: as `reader_meta` and `check_tokenizer`.
-    """
-    hold = hold_version(folder)
-    meta = reader_meta(folder, kind)
-    check_tokenizer(folder, meta, tokenizer_sha256)
-    return hold, meta, (meta or {}).get("vocab_size")
 
 
 def checked_meta(meta: dict[str, Any], where: str, kind: str | None = None) -> None:

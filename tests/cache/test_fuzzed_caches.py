@@ -166,7 +166,8 @@ def is_verifys_own(kind, damage):
         return damage.problem.partition(META_NAME)[2].split(".")[0].removeprefix(": ").split(" ")[0] in SUMS
     if damage.file == META_NAME:
         return READ_BY_READERS.match(damage.problem) is None
-    return damage.file.startswith("index/") or "does not name" in damage.problem or "not the header" in damage.problem
+    is_read = damage.file.startswith(("train", "val"))  # source ids and checksums may have any name
+    return not is_read or "does not name" in damage.problem or "not the header" in damage.problem
 
 
 @pytest.mark.parametrize("kind", EXAMPLES)
@@ -266,11 +267,13 @@ def test_verify_passes_what_the_readers_open_and_these_give_good_ids(good, kind)
         with written(files, tokenizer) as folder:
             look = rollout_damage if kind == "rollouts" else find_damage
             found, messages = look(folder, deep=False), refused(kind, folder)
-            assert found or not messages
+            # Readers compare checksums of the ends of a file, a quick look does not.
+            by_sums = all("crc32.bin" in message for message in messages)
+            assert found or not messages or (by_sums and look(folder, deep=True))
             assert messages or all(is_verifys_own(kind, damage) for damage in found)
             nothing_there = all("this split has no shard" in message for message in messages)
             is_seen = META_NAME in files and kind not in ("tokenizer", "rollouts")  # of rollouts: the sizes of files
-            assert refusal(folder) or nothing_there or not is_seen, messages
+            assert refusal(folder) or nothing_there or by_sums or not is_seen, messages
             with contextlib.suppress(CacheError, FileNotFoundError):
                 for path in named_files(folder):
                     assert Path(os.path.realpath(path)).is_relative_to(folder) and path != folder
