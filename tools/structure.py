@@ -54,7 +54,7 @@ NEIGHBOURS = {
     "inspection": {"builders", "cache"},
     "interop": {"builders", "cache", "inspection"},
     "sampling": {"builders", "cache"},
-    "eagle3": set(),
+    "eagle3": {"cache.checksums", "cache.meta"},
     "prefix_tree": {"builders", "cache", "sampling"},
 }
 """Which packages of levels 2 and 3 a package of these levels may import, beside itself; or which module of one."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.builders.meta_keys import content_sha256, why_unmet
+from niels_gpt.cache.checksums import CRC_DTYPE, covered_files
 from niels_gpt.cache.formats import (
     OFFSET_DTYPE,
     SPLITS,
@@ -25,11 +26,9 @@ from niels_gpt.cache.formats import (
 from niels_gpt.cache.meta import KINDS
 from niels_gpt.display.numbers import number_of, share_text
 from niels_gpt.inspection.file_checks import (
-    CRC_DTYPE,
     HEADER_BYTES,
     CacheFiles,
     Damage,
-    covered_files,
 )
 from niels_gpt.signals import above, found_in
 from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES
