@@ -67,20 +67,27 @@ class BlockSums:
         """folder: of the version, resolved. check: one of `Check`. Raises: ValueError for another one."""
         checked_check(check)
         self.folder, self._check = folder, check
-        covered = covered_files(meta or {}) if _has_sums(meta) else []
-        self._record: dict[str, Any] = dict((meta or {})["checksums"]) if covered else {}
-        self._first: dict[str, int] = {}  # of each file: the number of its first block among all blocks
+        self._meta = meta if meta is not None and _has_sums(folder, meta) else None
+        self._record: dict[str, Any] = {} if self._meta is None else dict(self._meta["checksums"])
         self._content = str((meta or {}).get("content_sha256"))
-        total = 0
-        for record in covered:
-            self._first[record["name"]] = total
-            total += num_blocks(record["bytes"])
+        self._first: dict[str, int] | None = None
         self._seen: dict[str, bytearray] = {}  # of each file: a byte for each block that was compared
-        if covered and self._record.get("bytes") != CRC_DTYPE.itemsize * total:
-            self._first = {}  # `verify` says what is wrong with it
 
     def __bool__(self) -> bool:
-        return bool(self._first)
+        return bool(self._record)
+
+    @property
+    def _firsts(self) -> dict[str, int]:
+        """Of each file the number of its first block among all blocks; found when a file is first opened."""
+        if self._first is None:
+            first, total = {}, 0
+            for record in covered_files(self._meta or {}):
+                first[record["name"]] = total
+                total += num_blocks(record["bytes"])
+            # Of another size nothing is compared: `verify` says what is wrong.
+            self._first = first if self._record.get("bytes") == CRC_DTYPE.itemsize * total else {}
+            self._meta = None
+        return self._first
 
     @property
     def every_block(self) -> bool:
@@ -131,10 +138,10 @@ class BlockSums:
             name = path.relative_to(self.folder).as_posix()
         except ValueError:
             return None
-        return name if name in self._first else None
+        return name if self._record and name in self._firsts else None
 
     def _compare(self, path: Path, name: str, numbers: list[int], block: Callable[[int], Any]) -> None:
-        stored = self._stored([self._first[name] + number for number in numbers])
+        stored = self._stored([self._firsts[name] + number for number in numbers])
         for number, crc in zip(numbers, stored, strict=True):
             content = block(number)
             if zlib.crc32(content) != crc:
@@ -168,8 +175,10 @@ class BlockSums:
             raise CacheError(path, found, remedy=REBUILD, code="E201")
 
 
-def _has_sums(meta: Mapping[str, Any] | None) -> bool:
-    return meta is not None and "checksums" in meta and meta["checksums"].get("block_bytes") == BLOCK_BYTES
+def _has_sums(folder: Path, meta: Mapping[str, Any]) -> bool:
+    """Whether a cache has checksums of these blocks; their file may be absent, for nobody needs it to train."""
+    record = meta.get("checksums", {})
+    return record.get("block_bytes") == BLOCK_BYTES and os.path.lexists(folder / str(record.get("name")))
 
 
 def _pread(handle: int, number: int) -> bytes:

@@ -126,7 +126,9 @@ class PretrainSplit(Reader):
         if self._documents is None:
             name, total = f"index/{self.split}_docs.npy", self.num_tokens
             path, most = path_inside(self.cache, name), np.iinfo(np.int64).max
-            starts = load_idx(path, num_tokens=most, expected_bytes=self._recorded(name), sums=self._sums)
+            record = (self.meta or {}).get("index", {}).get(self.split, {})
+            size = record["bytes"] if record.get("name") == name else None
+            starts = load_idx(path, num_tokens=most, expected_bytes=size, sums=self._sums)
             if starts[-1] != total:
                 expected = f"{total}, the tokens of the shards"
                 raise CacheError(path, f"ends at token {starts[-1]}", expected, REBUILD, code="E201")

@@ -6,7 +6,6 @@ Decides how a cache and a split of it are named: CACHE with `split=`, or CACHE/S
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,12 +15,12 @@ from niels_gpt.cache.formats import SPLITS
 from niels_gpt.cache.meta import check_expected, check_tokenizer, existing_cache, fingerprint, reader_meta
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.locks import hold_version
-from niels_gpt.storage.meta_json import file_records, printable, resolved
+from niels_gpt.storage.meta_json import printable, resolved
 from niels_gpt.storage.versions import version_name
 
 
-class Reader(ABC):
-    """One split of one version of a cache.
+class Reader:
+    """One split of one version of a cache: the base of its readers. No ABC: isinstance of one takes much longer.
 
     The public name is resolved to a version once: a rebuild does not change an open split, and gc keeps its version.
     Safe to fork and to pickle: a copy maps the files again, and raises CacheError if they were replaced. Never writes,
@@ -54,16 +53,16 @@ class Reader(ABC):
         self._open()
         check_expected(self.fingerprint(), expect, str(self._where))
 
-    def _prepare(self) -> None:  # noqa: B027
+    def _prepare(self) -> None:
         """Check what a copy need not check again."""
 
-    @abstractmethod
     def _open(self) -> None:
         """Open the files and check their sizes; a copy calls it too. Sets `num_tokens`."""
+        raise NotImplementedError
 
-    @abstractmethod
     def _sizes(self) -> str:
         """Return what is in the split, for `repr`."""
+        raise NotImplementedError
 
     @property
     def folder(self) -> Path:
@@ -78,10 +77,6 @@ class Reader(ABC):
     def _identity(self) -> dict[str, Any]:
         """Return what a copy must find again."""
         return self.fingerprint()
-
-    def _recorded(self, name: str) -> int | None:
-        """Return the bytes of a file by meta.json; None where it does not name the file."""
-        return next((int(record["bytes"]) for record in file_records(self.meta or {}) if record["name"] == name), None)
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the identity of these tokens for a checkpoint: see `niels_gpt.cache.meta.fingerprint`."""

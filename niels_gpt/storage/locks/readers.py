@@ -43,10 +43,10 @@ class VersionHold:
     def __reduce__(self) -> tuple[Callable[[Path], VersionHold], tuple[Path]]:
         return hold_version, (self.folder,)
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at exit the name os may be gone
         handle, self._handle = self._handle, None
         if handle is not None:
-            os.close(handle)
+            close(handle)
 
 
 def hold_version(folder: Path) -> VersionHold:
