@@ -1,4 +1,6 @@
-"""Write the table of kinds and operations into docs/kinds.md, from niels_gpt.kinds: python tools/kinds_page.py [--check]
+"""Write the table of kinds and operations into docs/kinds.md, from niels_gpt.kinds.
+
+python tools/kinds_page.py [--check]
 
 With --check nothing is written; exit status 1 where the page differs.
 """

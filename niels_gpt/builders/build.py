@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 
 from niels_gpt.builders.journal import Checkpoint, Journal, remedy_of
 from niels_gpt.builders.source import Chunk, Seek, SourceState
-from niels_gpt.builders.writer import BLOCK_BYTES, HashedFile, checksums_of
+from niels_gpt.builders.writer import HashedFile, checksums_of
+from niels_gpt.cache.formats import BLOCK_BYTES
 from niels_gpt.encoding import DIGEST_BYTES
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError, ForkedBuild

@@ -15,14 +15,13 @@ from typing import Any
 
 from niels_gpt.builders.build import Build
 from niels_gpt.builders.split import warn_of_share
+from niels_gpt.cache.formats import FORMAT_VERSION
 from niels_gpt.storage import versions
 from niels_gpt.storage.fileio import META_NAME, write_bytes
 from niels_gpt.storage.meta_json import content_sha256 as content_sha256
 from niels_gpt.storage.meta_json import file_records, meta_bytes, parse_object
 from niels_gpt.tokenizers.protocol import Tokenizer, control_ids, token_dtype_name, tokenizer_identity, tokenizer_sha256
 
-FORMAT_VERSION = 1
-PARTITIONED_VERSION = 2  # of a cache of several partitions, or imported, whose shards may be short anywhere
 BUILDER_VERSIONS = {"tokenizer": 3, "pretrain": 3, "sft": 5, "rollouts": 5}
 """Of the builder of each kind: raised when the same input gives other bytes."""
 OF_ANOTHER_VERSION = "of another version of this program or of a library, which is not used"

@@ -24,7 +24,8 @@ from niels_gpt.builders.meta_keys import (
 from niels_gpt.builders.resume import NoTextError, open_build
 from niels_gpt.builders.shards import Shards, files_of, with_ids
 from niels_gpt.builders.source import SHUFFLE_ALGORITHM, Shuffled
-from niels_gpt.builders.split import SPLITS, TextSplit, TokenBudget, asked_share
+from niels_gpt.builders.split import TextSplit, TokenBudget, asked_share
+from niels_gpt.cache.formats import SPLITS
 from niels_gpt.documents import DocumentBatch, Partition
 from niels_gpt.encoding import TextEncoder
 from niels_gpt.progress import Progress

@@ -22,7 +22,6 @@ from niels_gpt.builders.meta_keys import Source
 from niels_gpt.builders.resume import seek
 from niels_gpt.builders.source import Batch, Change, Chunk, ItemKind, Shuffled, first_number
 from niels_gpt.builders.split import (
-    SPLITS,
     TextSplit,
     TokenBudget,
     Waiting,
@@ -30,7 +29,8 @@ from niels_gpt.builders.split import (
     count_in_both,
     count_repeated_lines,
 )
-from niels_gpt.builders.writer import OFFSET_DTYPE, npy_parts
+from niels_gpt.builders.writer import npy_parts
+from niels_gpt.cache.formats import OFFSET_DTYPE, SPLITS
 from niels_gpt.documents import DocumentBatch, Partition
 from niels_gpt.encoding import DIGEST_BYTES, EncodedTexts, TextEncoder
 from niels_gpt.progress import Progress

@@ -20,12 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.builders.source import Chunk
+from niels_gpt.cache.formats import SPLITS
 from niels_gpt.encoding import split_keys
 from niels_gpt.storage.meta_json import open_regular
 
 logger = logging.getLogger(__name__)
 
-SPLITS = ("train", "val")
 T = TypeVar("T")
 
 _KEYS = 1 << 64  # values of a split key

@@ -15,15 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from niels_gpt.cache.formats import BLOCK_BYTES, OFFSET_DTYPE, npy_header
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import OutputFile
 from niels_gpt.storage.meta_json import open_regular
 
-OFFSET_DTYPE: np.dtype[np.int64] = np.dtype("<i8")
-BLOCK_BYTES = 1 << 16
-"""Bytes of a file that one CRC-32 of index/crc32.bin stands for."""
-_NPY_HEADER_BYTES = 128
 _READ_BYTES = 1 << 20
 
 
@@ -151,20 +148,9 @@ def checksums_of(path: Path, num_bytes: int, sha256: str) -> bytes:
     return file.checksums()
 
 
-def num_blocks(num_bytes: int) -> int:
-    """Return how many blocks with a checksum a file has; an empty one has none."""
-    return -(-num_bytes // BLOCK_BYTES)
-
-
 def npy_parts(path: Path, entries: int, last: int) -> Iterator[bytes]:
     """Yield an .npy file of `entries` int64: those in the file at `path`, and `last`."""
     yield npy_header(entries)
     with open(path, "rb") as file:
         yield from iter(lambda: file.read(_READ_BYTES), b"")
     yield last.to_bytes(OFFSET_DTYPE.itemsize, "little")
-
-
-def npy_header(count: int) -> bytes:
-    """Return the 128 bytes that numpy.save puts before an int64 [count] array (NEP 1, version 1.0)."""
-    entry = f"{{'descr': '<i8', 'fortran_order': False, 'shape': ({count},), }}".encode()
-    return b"\x93NUMPY\x01\x00v\x00" + entry.ljust(_NPY_HEADER_BYTES - 11) + b"\n"

@@ -1,7 +1,10 @@
 """Token caches on disk: their public builders and readers. The spec (PR-03) fixes the names of these modules.
 
-    formats.py            names and dtypes of every file; the loss mask of the project's own chats, by their sentinels
+    formats.py            names, dtypes and constants of every file, which builders take from here; the loss mask of the
+                          project's own chats, by their sentinels
     meta.py               meta.json: how it is written and read, which keys readers require, which tokenizer must match
+    checksums.py          whether a file is the one of its meta.json: the CRC-32 of its blocks
+    reader.py             Reader: what all readers do alike; how a cache and a split of it are named
     mmap.py               how token files and offsets files are opened, checked and mapped
     build_cache.py        build_pretrain_cache and build_sft_cache: the signatures; the work is in niels_gpt/builders/
     pretrain_dataset.py   PretrainTokenStreamDataset: which windows of T + 1 tokens a batch has

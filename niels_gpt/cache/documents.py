@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.cache.formats import OFFSET_DTYPE, Ids, flat_targets, target_mask, token_dtype_of
-from niels_gpt.cache.loss_bits import LossBits, bits_path, has_loss_bits
+from niels_gpt.cache.formats import OFFSET_DTYPE, Ids, flat_targets, has_loss_bits, target_mask, token_dtype_of
+from niels_gpt.cache.loss_bits import LossBits, bits_path
 from niels_gpt.cache.meta import recorded_bytes, special_id
 from niels_gpt.cache.mmap import load_idx, mmap_tokens
 from niels_gpt.storage.errors import REBUILD, CacheError

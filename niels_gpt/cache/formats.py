@@ -13,13 +13,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.builders.meta_keys import FORMAT_VERSION, PARTITIONED_VERSION
-from niels_gpt.builders.split import SPLITS
-from niels_gpt.builders.writer import OFFSET_DTYPE
-from niels_gpt.storage.meta_json import checked_count, wrong_value
+from niels_gpt.storage.errors import REBUILD, CacheError
+from niels_gpt.storage.meta_json import checked_count, checked_sha256, wrong_value
 from niels_gpt.tokenizers.protocol import Ids
 from niels_gpt.tokenizers.vocabulary import NARROW, TokenDtype, integer, token_dtype_of
 
+SPLITS = ("train", "val")
+FORMAT_VERSION = 1
+PARTITIONED_VERSION = 2  # of a cache of several partitions, or imported, whose shards may be short anywhere
+OFFSET_DTYPE: np.dtype[np.int64] = np.dtype("<i8")
+BLOCK_BYTES = 1 << 16
+"""Bytes of a file that one CRC-32 of index/crc32.bin stands for."""
+_NPY_HEADER_BYTES = 128
 DEFAULT_SHARD_BYTES = 2**27
 """Default bytes of a pretrain shard: "128 MB" (PR-03)."""
 
@@ -30,31 +35,57 @@ IGNORE_INDEX = -100
 BORDERS = ("index", "document_end", "manifest", "rows", "files")
 """What an import took the borders of documents from: `imported.borders`."""
 
+LOSS_KEYS = ("loss_bits", "chat_template", "pad_id")
+"""Of a meta.json: a cache has all of them or none."""
+
+IMPORTED_TEMPLATE = {"sha256": None, "mask_by": "imported", "loss_on": "imported"}
+"""`chat_template` of an imported cache, whose loss came with the tokens."""
+
 _OF_EACH = frozenset(f"{split}_{name}" for split in SPLITS for name in ("tokens", "docs", "shards"))
 
 __all__ = [
+    "BLOCK_BYTES",
     "BORDERS",
     "DEFAULT_SHARD_BYTES",
     "FORMAT_VERSION",
     "IGNORE_INDEX",
+    "IMPORTED_TEMPLATE",
+    "LOSS_KEYS",
     "NARROW",
     "OFFSET_DTYPE",
+    "PARTITIONED_VERSION",
     "SHARD_GLOB",
     "SPLITS",
     "Ids",
     "TokenDtype",
     "check_format",
+    "check_loss_keys",
     "check_partitions",
     "flat_targets",
     "format_version_of",
+    "has_loss_bits",
     "has_no_text_bytes",
     "is_imported",
     "masked_targets",
+    "npy_header",
+    "num_blocks",
+    "num_bytes",
     "reply_edges",
     "reply_runs",
     "target_mask",
     "token_dtype_of",
 ]
+
+
+def num_blocks(num_bytes: int) -> int:
+    """Return how many blocks with a checksum a file has; an empty one has none."""
+    return -(-num_bytes // BLOCK_BYTES)
+
+
+def npy_header(count: int) -> bytes:
+    """Return the 128 bytes that numpy.save puts before an int64 [count] array (NEP 1, version 1.0)."""
+    entry = f"{{'descr': '<i8', 'fortran_order': False, 'shape': ({count},), }}".encode()
+    return b"\x93NUMPY\x01\x00v\x00" + entry.ljust(_NPY_HEADER_BYTES - 11) + b"\n"
 
 
 def format_version_of(meta: Mapping[str, Any]) -> int:
@@ -127,6 +158,41 @@ def check_partitions(meta: Mapping[str, Any], where: str) -> None:
             raise wrong_value(where, name, each, f"an object of {', '.join(sorted(_OF_EACH))}")
         for key, count in each.items():
             checked_count(count, f"{name}.{key}", where)
+
+
+def has_loss_bits(meta: Mapping[str, Any] | None) -> bool:
+    """Whether the loss of a cache is in bits; else its sentinels decide."""
+    return meta is not None and "loss_bits" in meta
+
+
+def check_loss_keys(meta: Mapping[str, Any], where: str) -> None:
+    """Raise CacheError unless a meta.json has none of `LOSS_KEYS`, or all of them as docs/formats.md describes them."""
+    given = [key for key in LOSS_KEYS if key in meta]
+    if not given:
+        return
+    if missing := [key for key in LOSS_KEYS if key not in meta]:
+        problem = f"{given[0]} without {missing[0]}: which tokens carry loss is not known"
+        raise CacheError(where, problem, f"all of {', '.join(LOSS_KEYS)}, or none", REBUILD, code="E202")
+    if meta.get("kind", "sft") != "sft":
+        raise wrong_value(where, "loss_bits", "given", f"none in a cache of kind {meta['kind']!r}")
+    if integer(meta["pad_id"], 0, meta.get("vocab_size") or 2**31) is None:
+        raise wrong_value(where, "pad_id", meta["pad_id"], "an id below vocab_size")
+    template = meta["chat_template"]
+    if not isinstance(template, dict) or not all(isinstance(template.get(key), str) for key in ("mask_by", "loss_on")):
+        raise wrong_value(where, "chat_template", template, "an object with sha256, mask_by and loss_on")
+    if not is_imported(meta) or template != IMPORTED_TEMPLATE:
+        checked_sha256(template.get("sha256"), "chat_template.sha256", where)
+    for split, shards in meta.get("shards", {}).items():
+        tokens = sum(record.get("tokens", 0) for record in shards)
+        size = meta["loss_bits"].get(split, {}).get("bytes")
+        if size != num_bytes(tokens) and (tokens or size is not None):  # a stub has neither tokens nor bits
+            expected = f"{num_bytes(tokens)}, a bit for each of {tokens} tokens"
+            raise wrong_value(where, f"loss_bits.{split}.bytes", size, expected)
+
+
+def num_bytes(tokens: int) -> int:
+    """Return the bytes of the bits of so many tokens."""
+    return -(-tokens // 8)
 
 
 def target_mask(ids: Ids, lengths: NDArray[np.int64], *, asst_id: int, eot_id: int) -> NDArray[np.bool_]:

@@ -1,6 +1,7 @@
 """Loss of chats of another template than the project's: a bit for each token, beside the tokens (docs/formats.md).
 
-Decides which meta.json has such bits, and how a batch's are taken from them: whole bytes are copied, then shifted.
+Decides how a batch's bits are taken from them: whole bytes are copied, then shifted. Which meta.json has such bits:
+formats.py.
 """
 
 from __future__ import annotations
@@ -13,19 +14,12 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from niels_gpt.cache.formats import IGNORE_INDEX, is_imported
-from niels_gpt.cache.mmap import IO, TokenFiles, mmap_tokens
+from niels_gpt.cache.checksums import BlockSums
+from niels_gpt.cache.formats import IGNORE_INDEX, num_bytes
+from niels_gpt.cache.mmap import IO, mmap_tokens, token_files
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME
-from niels_gpt.storage.meta_json import checked_sha256, path_inside, printable, wrong_value
-from niels_gpt.storage.remedies import build_again
-from niels_gpt.tokenizers.vocabulary import integer
-
-KEYS = ("loss_bits", "chat_template", "pad_id")
-"""Of a meta.json: a cache has all of them or none."""
-
-IMPORTED_TEMPLATE = {"sha256": None, "mask_by": "imported", "loss_on": "imported"}
-"""`chat_template` of an imported cache, whose loss came with the tokens."""
+from niels_gpt.storage.meta_json import path_inside, printable
 
 Numbers = NDArray[np.int64]
 _BYTE, _WORD = np.dtype(np.uint8), np.dtype("<u8")
@@ -34,41 +28,6 @@ _WORD_BITS = np.uint64(64)
 _LIMITS = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 2**31, IGNORE_INDEX
 )
-
-
-def has_loss_bits(meta: Mapping[str, Any] | None) -> bool:
-    """Whether the loss of a cache is in bits; else its sentinels decide."""
-    return meta is not None and "loss_bits" in meta
-
-
-def check_loss_keys(meta: Mapping[str, Any], where: str) -> None:
-    """Raise CacheError unless a meta.json has none of `KEYS`, or all of them as docs/formats.md describes them."""
-    given = [key for key in KEYS if key in meta]
-    if not given:
-        return
-    if missing := [key for key in KEYS if key not in meta]:
-        problem = f"{given[0]} without {missing[0]}: which tokens carry loss is not known"
-        raise CacheError(where, problem, f"all of {', '.join(KEYS)}, or none", REBUILD, code="E202")
-    if meta.get("kind", "sft") != "sft":
-        raise wrong_value(where, "loss_bits", "given", f"none in a cache of kind {meta['kind']!r}")
-    if integer(meta["pad_id"], 0, meta.get("vocab_size") or 2**31) is None:
-        raise wrong_value(where, "pad_id", meta["pad_id"], "an id below vocab_size")
-    template = meta["chat_template"]
-    if not isinstance(template, dict) or not all(isinstance(template.get(key), str) for key in ("mask_by", "loss_on")):
-        raise wrong_value(where, "chat_template", template, "an object with sha256, mask_by and loss_on")
-    if not is_imported(meta) or template != IMPORTED_TEMPLATE:
-        checked_sha256(template.get("sha256"), "chat_template.sha256", where)
-    for split, shards in meta.get("shards", {}).items():
-        tokens = sum(record.get("tokens", 0) for record in shards)
-        size = meta["loss_bits"].get(split, {}).get("bytes")
-        if size != num_bytes(tokens) and (tokens or size is not None):  # a stub has neither tokens nor bits
-            expected = f"{num_bytes(tokens)}, a bit for each of {tokens} tokens"
-            raise wrong_value(where, f"loss_bits.{split}.bytes", size, expected)
-
-
-def num_bytes(tokens: int) -> int:
-    """Return the bytes of the bits of so many tokens."""
-    return -(-tokens // 8)
 
 
 def bits_path(folder: Path, meta: Mapping[str, Any], tokens_name: str) -> Path:
@@ -85,8 +44,16 @@ def bits_path(folder: Path, meta: Mapping[str, Any], tokens_name: str) -> Path:
 class LossBits:
     """The bits of a split, by memory map or by positioned reads. It is not pickled: its owner opens it again."""
 
-    def __init__(self, path: Path, num_tokens: int, *, io: IO = "mmap", recorded: int | None = None) -> None:
-        """num_tokens: of the split's token file, more than 0; recorded: the bytes by meta.json.
+    def __init__(
+        self,
+        path: Path,
+        num_tokens: int,
+        *,
+        io: IO = "mmap",
+        recorded: int | None = None,
+        sums: BlockSums | None = None,
+    ) -> None:
+        """num_tokens: of the split's token file, more than 0; recorded: the bytes by meta.json; sums: its checksums.
 
         Raises: FileNotFoundError; CacheError for another size, unused bits that are not 0, and anything that is not a
             regular file: links are not followed.
@@ -94,11 +61,11 @@ class LossBits:
         self.path, self._num_tokens = path, num_tokens
         self._map: memoryview | None = None
         self._views: tuple[int, NDArray[np.uint8] | None, NDArray[np.uint64]] | None = None
-        if io == "mmap":
-            self._map = mmap_tokens(path, expected_bytes=recorded, dtype=_BYTE).data
+        if io == "mmap" and not (sums and sums.every_block):
+            self._map = mmap_tokens(path, expected_bytes=recorded, dtype=_BYTE, sums=sums).data
             size = len(self._map)
         else:
-            self._file = TokenFiles([(path, recorded)], io=io, dtype=_BYTE)
+            self._file = token_files([(path, recorded)], sums or BlockSums(path.parent, None), io=io, dtype=_BYTE)
             size = int(self._file.lengths[0])
         if size != num_bytes(num_tokens):
             expected = f"{num_bytes(num_tokens)}, a bit for each of {num_tokens} tokens"
@@ -121,7 +88,7 @@ class LossBits:
             begins = f"with which example {first + wrong[0]} begins by {idx_name}"
             found = f"token {token} carries loss (byte {token >> 3}), {begins}"
             why = "Nothing predicts it: the bits or the offsets are of other tokens, or damaged"
-            raise CacheError(self.path, found, remedy=f"{why}. {build_again(self.path)}", code="E201")
+            raise CacheError(self.path, found, remedy=f"{why}. {REBUILD}", code="E201")
 
     def flat(self, begins: Numbers, ends: Numbers) -> NDArray[np.bool_]:
         """Return whether tokens begins[k] to ends[k] - 1 carry loss, end to end: bool [sum]. No range is empty."""

@@ -11,12 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.cache.formats import SHARD_GLOB, SPLITS, check_format, has_no_text_bytes, token_dtype_of
-from niels_gpt.cache.loss_bits import check_loss_keys
+from niels_gpt.cache.formats import SHARD_GLOB, SPLITS, check_format, check_loss_keys, has_no_text_bytes, token_dtype_of
 from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES
 from niels_gpt.storage.errors import REBUILD, CacheError, CacheNotFound
 from niels_gpt.storage.fileio import META_NAME, canonical_json, sha256_file, write_bytes
-from niels_gpt.storage.locks import VersionHold, hold_version
 from niels_gpt.storage.meta_json import (
     checked_count,
     checked_sha256,
@@ -31,10 +29,7 @@ from niels_gpt.storage.meta_json import (
     shortened,
     wrong_value,
 )
-from niels_gpt.storage.remedies import build_again, instead_of
 from niels_gpt.storage.versions import VERSION_NAME, VERSIONS_DIR, is_plan, version_name
-from niels_gpt.tokenizer import load_tokenizer
-from niels_gpt.tokenizers.files import tokenizer_file
 from niels_gpt.tokenizers.protocol import MAX_IDS, FullTokenizer
 from niels_gpt.tokenizers.vocabulary import (
     check_vocab_size,
@@ -86,6 +81,8 @@ def read_meta(path: str) -> dict[str, Any]:
     try:
         raw = read_regular(path)
     except FileNotFoundError:
+        from niels_gpt.storage.remedies import build_again
+
         said = f"{path}: no such file. A cache is complete when it has one. {build_again(path)}"
         raise CacheNotFound(said) from None
     try:
@@ -130,21 +127,10 @@ def existing_cache(folder: Path, named: str | os.PathLike[str]) -> Path:
     named: the path as the caller passed it, for the message.
     """
     if not folder.is_dir():
+        from niels_gpt.storage.remedies import instead_of
+
         raise CacheNotFound(f"{os.fspath(named)}: no such folder. {instead_of(named)}")
     return folder
-
-
-def open_version(
-    folder: Path, kind: str, tokenizer_sha256: str | None
-) -> tuple[VersionHold, dict[str, Any] | None, int | None]:
-    """Return what a reader keeps of the version it opens: a hold against gc, its `reader_meta`, its vocab_size.
-
-    Raises: as `reader_meta` and `check_tokenizer`.
-    """
-    hold = hold_version(folder)
-    meta = reader_meta(folder, kind)
-    check_tokenizer(folder, meta, tokenizer_sha256)
-    return hold, meta, (meta or {}).get("vocab_size")
 
 
 def checked_meta(meta: dict[str, Any], where: str, kind: str | None = None) -> None:
@@ -375,6 +361,8 @@ def tokenizer_of(folder: Path, sha256: str | None) -> FullTokenizer:
 
 def _model_file(folder: Path) -> tuple[int, ...]:
     """Return what changes when the tokenizer beside or above a version is replaced; () without one."""
+    from niels_gpt.tokenizers.files import tokenizer_file
+
     beside = tokenizer_above(folder)
     if beside is None:
         return ()
@@ -387,6 +375,9 @@ def _model_file(folder: Path) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=4)
 def _open_tokenizer(folder: Path, sha256: str | None, _file: tuple[int, ...]) -> FullTokenizer:
+    from niels_gpt.storage.remedies import build_again
+    from niels_gpt.tokenizer import load_tokenizer
+
     beside = tokenizer_above(folder)
     if beside is None:
         remedy = "Decode `ids` with the tokenizer that they are of"
@@ -447,7 +438,7 @@ def _refuse_link_out(folder: Path) -> Path:
     if folder.is_symlink():
         target, beside = resolved(folder), resolved(folder.parent)
         if not target.is_relative_to(beside):
-            remedy = f"If the link is yours, replace it by a copy of its target (cp -rL). {build_again(folder)}"
+            remedy = f"If the link is yours, replace it by a copy of its target (cp -rL). {REBUILD}"
             expected = f"one to a version below {beside}: nothing outside the folder of the caches is read"
             raise CacheError(folder, f"a symbolic link to {target}", expected, remedy, code="E205")
     return folder

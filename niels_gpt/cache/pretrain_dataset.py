@@ -12,105 +12,104 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from niels_gpt.cache.formats import Ids, TokenDtype, token_dtype_of
-from niels_gpt.cache.meta import (
-    check_expected,
-    existing_cache,
-    fingerprint,
-    open_version,
-    reader_meta,
-    sentinel_names,
-    split_shards,
-    tokenizer_of,
-)
-from niels_gpt.cache.mmap import IO, TokenFiles, load_idx, public_file
+from niels_gpt.cache.checksums import Check
+from niels_gpt.cache.formats import SPLITS, Ids, TokenDtype, token_dtype_of
+from niels_gpt.cache.meta import existing_cache, sentinel_names, split_shards, tokenizer_of
+from niels_gpt.cache.mmap import IO, TokenFiles, load_idx, public_file, token_files
+from niels_gpt.cache.reader import Reader, named_split
 from niels_gpt.display.decoded import Decoded, DecodedItems
-from niels_gpt.display.numbers import number_of
-from niels_gpt.display.tables import html_table
 from niels_gpt.storage.codes import CodedWarning
 from niels_gpt.storage.errors import REBUILD, CacheError, OutOfRange
 from niels_gpt.storage.fileio import META_NAME
-from niels_gpt.storage.meta_json import checked_int, path_inside, printable, resolved
-from niels_gpt.storage.remedies import build_again
+from niels_gpt.storage.meta_json import checked_int, open_regular, path_inside, printable, resolved
 from niels_gpt.storage.versions import public_path, version_name
 from niels_gpt.tokenizers.protocol import MAX_IDS
 
+if TYPE_CHECKING:
+    import torch
 
-class PretrainSplit:
+
+class PretrainSplit(Reader):
     """The shards of one split of one version of a cache.
 
-    The public name is resolved to a version once, here: a rebuild does not change an open split, and gc keeps its
-    version. Sizes are checked at once; a shard is opened at its first read. Safe to fork and to pickle. Never writes,
-    and opens no file outside that version but the meta.json of the tokenizer beside the cache.
+    Versions, forks and pickles: as `niels_gpt.cache.reader.Reader`. Sizes are checked at once; a shard is opened at its
+    first read.
     """
 
-    _documents: NDArray[np.int64] | None = None  # of the class: readers pickled by earlier releases have none
+    kind = "pretrain"
+    _anew = ("_documents",)
+    _documents: NDArray[np.int64] | None
 
     def __init__(
         self,
         shards_dir: str | os.PathLike[str],
         *,
+        split: str | None = None,
         tokenizer_sha256: str | None = None,
         expect: Mapping[str, Any] | None = None,
         io: IO = "mmap",
         dtype: TokenDtype | None = None,
         in_order: bool = False,
+        check: Check = "ends",
     ) -> None:
-        """shards_dir: a split's folder, such as cache/pretrain/fineweb_edu/train; the meta.json above it is used.
+        """shards_dir: a cache with `split`, or a split's folder, such as cache/pretrain/fineweb_edu/train.
 
+        split: "train" or "val"; None: `shards_dir` says it.
         tokenizer_sha256: raise CacheError unless the cache was built with this model.
         expect: an earlier `fingerprint`; raise CacheError unless the split still has it.
         io: "mmap", or "pread" for network file systems.
         dtype: "uint16" or "uint32", of token files without a meta.json; None: uint16. A meta.json must not contradict.
         in_order: windows will be read one after the other, not at random.
-        Raises: FileNotFoundError, CacheError (each names the file), ValueError for another io or dtype.
+        check: compare the checksums of each file's ends once a process, or with "blocks" of each block at its first
+            read, which makes that read slower. Caches without checksums are compared by sizes alone; `repr` says so.
+        Raises: FileNotFoundError, CacheError (each names the file), ValueError for another split, io, dtype or check.
         """
-        self.folder = existing_cache(resolved_split(Path(shards_dir)), shards_dir)
-        cache = self.folder.parent
-        self.meta: dict[str, Any] | None
-        self._hold, self.meta, self.vocab_size = open_version(cache, "pretrain", tokenizer_sha256)
-        shards = split_shards(cache, self.meta, self.folder.name)
-        tokens = token_dtype_of(self.meta, cache / META_NAME, dtype)
-        self.files = TokenFiles(shards, io=io, in_order=in_order, dtype=tokens)
+        cache, name = named_split(shards_dir, split)
+        folder = existing_cache(resolved_split(cache if name is None else cache / name), shards_dir)
+        self._how: dict[str, Any] = {"io": io, "in_order": in_order, "dtype": dtype}
+        self._open_version(folder.parent, folder.name, tokenizer_sha256, expect, check)
+
+    def _prepare(self) -> None:
+        tokens = token_dtype_of(self.meta, self.cache / META_NAME, self._how.pop("dtype"))
+        shards = split_shards(self.cache, self.meta, self.split)
+        self.files = token_files(shards, self._sums, **self._how, dtype=tokens)
+        self.num_tokens = int(self.lengths.sum())
         if not self.files.paths and (self.folder / META_NAME).exists():
-            raise CacheError(
-                self.folder, "a whole cache", "the folder of a split of a pretrain cache in it", code="E209"
-            )
+            public = public_file(self.folder)
+            found, expected = "a whole cache", "the folder of a split of a pretrain cache in it"
+            remedy = f'Open {public / SPLITS[0]}, or pass split="{SPLITS[0]}"'
+            raise CacheError(self.folder, found, expected, remedy, code="E209")
         if not self.files.paths:
             remedy = "Give its source more text, then build it again"
             raise CacheError(self.folder, "this split has no shard", remedy=remedy, code="E204")
-        check_expected(self.fingerprint(), expect, str(self.folder))
 
-    def __repr__(self) -> str:
-        """Name the cache: `PretrainSplit(cache/pretrain/roam (version 0123456789ab), train: 2 shards, 900 tokens)`."""
-        count, tokens = len(self.lengths), int(self.lengths.sum())
-        name = f"{version_name(self.folder.parent)}, {printable(self.folder.name)}"
-        return f"PretrainSplit({name}: {count} shards, {tokens:,} tokens)"
+    def _open(self) -> None:
+        self._documents = None  # shards are opened at their first read, and a copy brings their sizes
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_documents": None}
+    def open_all(self) -> None:
+        """Look at every file now, as its first read does. Raises: CacheError."""
+        for path in self.files.paths:
+            with open(open_regular(path), "rb") as file:
+                self._sums.check_opened(path, file.fileno())
+        self._documents = self.documents
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if self.meta is not None:  # a real folder may have been replaced since
-            before, self.meta = self.fingerprint(), reader_meta(self.folder.parent, "pretrain")
-            check_expected(self.fingerprint(), before, str(self.folder))
+    def _sizes(self) -> str:
+        return f"{len(self.lengths)} shards, {self.num_tokens:,} tokens"
+
+    @property
+    def folder(self) -> Path:
+        """The split's folder."""
+        return self.cache / self.split
 
     @property
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of each shard: int64 [shards]."""
         return self.files.lengths
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Return the identity of these tokens for a checkpoint: see `niels_gpt.cache.meta.fingerprint`."""
-        tokens = int(self.lengths.sum())
-        return fingerprint(self.folder.parent, self.meta, split=self.folder.name, tokens=tokens)
 
     def rows(self, shards: NDArray[np.int64], starts: NDArray[np.int64], width: int) -> Ids:
         """Return ids [B, width]: `width` tokens of shard shards[b] from its token starts[b] on, all inside it.
@@ -132,8 +131,11 @@ class PretrainSplit:
         The index file, mapped and checked at the first use. Raises: FileNotFoundError, CacheError.
         """
         if self._documents is None:
-            path, total = path_inside(self.folder.parent, f"index/{self.folder.name}_docs.npy"), int(self.lengths.sum())
-            starts = load_idx(path, num_tokens=np.iinfo(np.int64).max)
+            name, total = f"index/{self.split}_docs.npy", self.num_tokens
+            path, most = path_inside(self.cache, name), np.iinfo(np.int64).max
+            record = (self.meta or {}).get("index", {}).get(self.split, {})
+            size = record["bytes"] if record.get("name") == name else None
+            starts = load_idx(path, num_tokens=most, expected_bytes=size, sums=self._sums)
             if starts[-1] != total:
                 expected = f"{total}, the tokens of the shards"
                 raise CacheError(path, f"ends at token {starts[-1]}", expected, REBUILD, code="E201")
@@ -210,18 +212,21 @@ class PretrainTokenStreamDataset(DecodedItems):
         shards_dir: str | os.PathLike[str],
         *,
         T: int,
-        device: str,
+        device: str = "cpu",
+        split: str | None = None,
         tokenizer_sha256: str | None = None,
         expect: Mapping[str, Any] | None = None,
         io: IO = "mmap",
         dtype: TokenDtype | None = None,
+        check: Check = "ends",
     ) -> None:
-        """shards_dir, tokenizer_sha256, expect, io, dtype: as for `PretrainSplit`.
+        """shards_dir, split, tokenizer_sha256, expect, io, dtype, check: as for `PretrainSplit`.
 
         Raises: FileNotFoundError, CacheError (each names the file), ValueError for T < 1.
         """
         self.T, self.device = checked_int("T", T, 1), device
-        self._split = PretrainSplit(shards_dir, tokenizer_sha256=tokenizer_sha256, expect=expect, io=io, dtype=dtype)
+        options: dict[str, Any] = {"tokenizer_sha256": tokenizer_sha256, "expect": expect, "io": io, "dtype": dtype}
+        self._split = PretrainSplit(shards_dir, split=split, check=check, **options)
         self.shards_dir, self.meta, self.vocab_size = self._split.folder, self._split.meta, self._split.vocab_size
         lengths = self._split.lengths
         self.skipped_shards, self.skipped_tokens = int((lengths <= T).sum()), int(lengths[lengths <= T].sum())
@@ -250,10 +255,13 @@ class PretrainTokenStreamDataset(DecodedItems):
         return f"PretrainTokenStreamDataset({self._split!r}, x, y: int64 [B, {self.T}] on {self.device})"
 
     def _repr_html_(self) -> str:
-        split, tokens = self._split, int(self._split.lengths.sum())
+        from niels_gpt.display.numbers import number_of
+        from niels_gpt.display.tables import html_table
+
+        split = self._split
         rows = {
-            "cache": version_name(split.folder.parent),
-            "split": f"{split.folder.name}: {number_of(len(split.lengths), 'shard')}, {tokens:,} tokens",
+            "cache": version_name(split.cache),
+            "split": f"{split.split}: {number_of(len(split.lengths), 'shard')}, {split.num_tokens:,} tokens",
             "windows": f"{self.num_windows:,} of T + 1 = {self.T + 1} tokens",
             "batch": f"x, y: int64 [B, {self.T}] on {self.device}",
         }
@@ -265,9 +273,9 @@ class PretrainTokenStreamDataset(DecodedItems):
 
     def _item(self, number: int) -> Decoded:
         split = self._split
-        cache, (start, end) = split.folder.parent, split.documents[number : number + 2].tolist()
+        cache, (start, end) = split.cache, split.documents[number : number + 2].tolist()
         tokenizer = partial(tokenizer_of, cache, split.fingerprint()["tokenizer_sha256"])
-        name = f"document {number:,} of {(public_path(cache) or cache).name}, {split.folder.name}"
+        name = f"document {number:,} of {(public_path(cache) or cache).name}, {split.split}"
         return Decoded(name, split.stream(start, end), None, sentinel_names(cache, split.meta), tokenizer)
 
     def fingerprint(self) -> dict[str, Any]:
@@ -281,6 +289,8 @@ class PretrainTokenStreamDataset(DecodedItems):
         One draw from `generator` per batch, on the generator's device.
         Raises: CacheError, naming file and place, for an id outside meta.json's vocab_size.
         """
+        import torch
+
         drawn = torch.randint(self.num_windows, (B,), generator=generator, device=generator.device)
         windows = drawn.numpy() if drawn.is_cpu else drawn.cpu().numpy()
         if len(self._ends) == 1:  # saves a tenth of the time of a small batch
@@ -322,6 +332,8 @@ def split_rows(rows: Ids, device: str | torch.device) -> tuple[Any, Any]:
     The narrow form is copied to another device once, and cast there; to CUDA through pinned memory, so that the call
     does not wait for the copy.
     """
+    import torch
+
     if str(device) == "cpu":  # numpy casts in half the time of torch
         if rows.size < _FRESH_TOKENS:
             return torch.from_numpy(rows[:, :-1].astype(np.int64)), torch.from_numpy(rows[:, 1:].astype(np.int64))
@@ -398,7 +410,7 @@ def outside_vocabulary(path: Path, token: int, itemsize: int, id: int, vocab_siz
     found = f"token {token} at byte {token * itemsize} is id {id}"
     if vocab_size is None:
         return CacheError(path, found, "ids below 2**31", "Leave dtype out if these tokens have 16 bits", code="E409")
-    remedy = f"The file is damaged, or its meta.json belongs to another cache. {build_again(path)}"
+    remedy = f"The file is damaged, or its meta.json belongs to another cache. {REBUILD}"
     return CacheError(path, found, f"ids below vocab_size {vocab_size}", remedy, code="E409")
 
 

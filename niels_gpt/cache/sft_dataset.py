@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from niels_gpt.cache.checksums import BlockSums, Check
 from niels_gpt.cache.formats import IGNORE_INDEX, Ids, TokenDtype
 from niels_gpt.cache.meta import sentinel_names, tokenizer_of
 from niels_gpt.cache.mmap import IO
@@ -57,6 +58,7 @@ class SFTExampleDataset(DecodedItems):
         expect: Mapping[str, Any] | None = None,
         io: IO = "mmap",
         dtype: TokenDtype | None = None,
+        check: Check = "ends",
     ) -> None:
         """tokens_path, idx_path: a split's token file and offsets, such as train_tokens.bin and train_idx.npy.
 
@@ -68,7 +70,7 @@ class SFTExampleDataset(DecodedItems):
         require_targets: leave out examples without a target in their first T + 1 tokens.
         expect: an earlier `fingerprint`; raise CacheError unless the split still has it.
         io: "mmap", or "pread" for network file systems: each example is one positioned read, only offsets are mapped.
-        dtype: as for `PretrainSplit`.
+        dtype, check: as for `PretrainSplit`.
 
         All tokens (or loss bits) are read once, here, for `counts`. Warns of rows without a target and of lost
         supervised tokens.
@@ -82,6 +84,7 @@ class SFTExampleDataset(DecodedItems):
             raise ValueError(f"over_length={over_length!r}: expected one of {', '.join(get_args(OverLength))}")
         self.T, self.device = checked_int("T", T, 1), device
         options: dict[str, Any] = {"tokenizer_sha256": tokenizer_sha256, "expect": expect, "io": io, "dtype": dtype}
+        options["check"] = check
         self._take(SFTSplit.of_files(tokens_path, idx_path, pad_id=eot_id, asst_id=asst_id, **options))
         self.counts, rows = count_rows(self._split, T=self.T, over_length=over_length, require_targets=require_targets)
         self._kept = rows.kept
@@ -97,7 +100,7 @@ class SFTExampleDataset(DecodedItems):
     def open(
         cls,
         cache_dir: str | os.PathLike[str],
-        split: str,
+        split: str | None = None,
         *,
         T: int,
         device: str = "cpu",
@@ -107,8 +110,9 @@ class SFTExampleDataset(DecodedItems):
         expect: Mapping[str, Any] | None = None,
         io: IO = "mmap",
         dtype: TokenDtype | None = None,
+        check: Check = "ends",
     ) -> SFTExampleDataset:
-        """Open a split, "train" or "val", of an sft cache such as cache/sft/oasst1; its meta.json has the sentinels.
+        """Open a split of an sft cache, whose meta.json has the sentinels. cache_dir, split: as for `SFTSplit`.
 
         Other arguments: as for `SFTExampleDataset`. Raises: as there; CacheError for a cache of another kind, and if no
             meta.json has the id of the eot sentinel; ValueError for another split.
@@ -126,6 +130,7 @@ class SFTExampleDataset(DecodedItems):
             expect=expect,
             io=io,
             dtype=dtype,
+            check=check,
         )
 
     def __repr__(self) -> str:
@@ -211,7 +216,9 @@ def _split_of(state: dict[str, Any]) -> SFTSplit:
     """Return the split of a dataset that an earlier release pickled, taking what was its own out of the state."""
     names = ("tokens_path", "idx_path", "meta", "vocab_size", "io", "asst_id", "_hold", "_dtype", "_roles")
     known = {name: state[name] for name in names if name in state}
-    split = SFTSplit.__new__(SFTSplit)
+    split, folder = SFTSplit.__new__(SFTSplit), state["tokens_path"].parent
+    known |= {"cache": folder, "split": state["tokens_path"].name.removesuffix("_tokens.bin")}
+    known["_sums"] = BlockSums(folder, state["meta"])
     counts = {"pad_id": state["eot_id"], "num_tokens": state["_num_tokens"], "_examples": state["counts"].examples}
     split.__setstate__({**known, **counts})
     return split

@@ -15,74 +15,66 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from niels_gpt.cache.checksums import Check
 from niels_gpt.cache.formats import (
     NARROW,
-    SPLITS,
     Ids,
     TokenDtype,
     flat_targets,
+    has_loss_bits,
     masked_targets,
     reply_runs,
     token_dtype_of,
 )
-from niels_gpt.cache.loss_bits import LossBits, bits_path, has_loss_bits, limited_by_bits, unpacked
-from niels_gpt.cache.meta import (
-    check_expected,
-    check_pair,
-    check_tokenizer,
-    existing_cache,
-    fingerprint,
-    open_version,
-    reader_meta,
-    recorded_bytes,
-    role_ids,
-    special_id,
-)
-from niels_gpt.cache.mmap import IO, TokenFiles, check_starts, load_idx, mmap_tokens
+from niels_gpt.cache.loss_bits import LossBits, bits_path, limited_by_bits, unpacked
+from niels_gpt.cache.meta import check_pair, reader_meta, recorded_bytes, role_ids, special_id
+from niels_gpt.cache.mmap import IO, check_starts, load_idx, mmap_tokens, token_files
 from niels_gpt.cache.pretrain_dataset import as_int64, empty_int64, id_limit, outside_vocabulary
+from niels_gpt.cache.reader import Reader, named_cache
 from niels_gpt.display.numbers import number_of
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
-from niels_gpt.storage.meta_json import printable, resolved
-from niels_gpt.storage.versions import version_name
+from niels_gpt.storage.meta_json import resolved
 from niels_gpt.tokenizers.protocol import MAX_IDS
 
 Numbers = NDArray[np.int64]
 _LOOK_BACK = 1 << 17  # tokens read at once to find the sentinels before some ranges
 
 
-class SFTSplit:
+class SFTSplit(Reader):
     """The tokens and offsets of one split of one version of a cache, and its loss bits, if it has them.
 
-    The public name is resolved to a version once, here: a rebuild does not change an open split, and gc keeps its
-    version. Safe to fork and to pickle: a copy maps the files again, and raises CacheError if they were replaced. Never
-    writes, and opens no file outside that version but the meta.json of the tokenizer beside the cache.
+    Versions, forks and pickles: as `niels_gpt.cache.reader.Reader`.
 
     begins, ends, in the methods: int64 [B]. Range b is tokens begins[b] to ends[b] - 1 of the token file. It is not
     empty, and lies in one example, but may begin inside it.
     """
 
+    kind = "sft"
+    _anew = ("_file", "_map", "_starts", "_bits", "starts", "_padding")
     _dtype: np.dtype[Any] = NARROW  # of the class: readers pickled by earlier releases have none
 
     def __init__(
         self,
         cache_dir: str | os.PathLike[str],
-        split: str,
+        split: str | None = None,
         *,
         tokenizer_sha256: str | None = None,
         expect: Mapping[str, Any] | None = None,
         io: IO = "mmap",
         dtype: TokenDtype | None = None,
+        check: Check = "ends",
     ) -> None:
-        """cache_dir, split: an sft cache such as cache/sft/oasst1, and "train" or "val".
+        """cache_dir: an sft cache such as cache/sft/oasst1, or the name of a split in it, such as cache/sft/oasst1/val.
 
+        split: "train" or "val"; None: what `cache_dir` says, else "train".
         Other arguments: as for `niels_gpt.cache.pretrain_dataset.PretrainSplit`.
         Raises: FileNotFoundError; CacheError (each names the file), also if no meta.json has the ids of the sentinels;
-            ValueError for another split, io or dtype.
+            ValueError for another split, io, dtype or check.
         """
         tokens_path, idx_path, pad_id = files_of(cache_dir, split)
         options: dict[str, Any] = {"tokenizer_sha256": tokenizer_sha256, "expect": expect, "io": io, "dtype": dtype}
-        self._open_files(tokens_path, idx_path, pad_id=pad_id, asst_id=None, **options)
+        self._open_files(tokens_path, idx_path, pad_id=pad_id, asst_id=None, check=check, **options)
 
     @classmethod
     def of_files(
@@ -115,23 +107,22 @@ class SFTSplit:
         expect: Mapping[str, Any] | None = None,
         io: IO = "mmap",
         dtype: TokenDtype | None = None,
+        check: Check = "ends",
     ) -> None:
         self.tokens_path, self.idx_path = _resolved_together(tokens_path, idx_path)
-        self.pad_id, self.io = pad_id, io
-        folder = self.tokens_path.parent
-        self.meta: dict[str, Any] | None
-        self._hold, self.meta, self.vocab_size = open_version(folder, "sft", None)
+        self.pad_id, self.io, self._asked = pad_id, io, (asst_id, dtype)
+        name = self.tokens_path.name.removesuffix("_tokens.bin")
+        self._open_version(self.tokens_path.parent, name, tokenizer_sha256, expect, check)
+
+    def _prepare(self) -> None:
+        asst_id, dtype = self._asked
         check_pair(self.tokens_path, self.idx_path, self.meta)
-        check_tokenizer(folder, self.meta, tokenizer_sha256)
-        self._dtype = token_dtype_of(self.meta, folder / META_NAME, dtype)
-        self.asst_id, self._roles = self._checked_ids(asst_id), role_ids(folder, self.meta)
-        self._open()
-        self._examples = len(self._starts)
-        check_expected(self.fingerprint(), expect, str(self.tokens_path))
+        self._dtype = token_dtype_of(self.meta, self.cache / META_NAME, dtype)
+        self.asst_id, self._roles = self._checked_ids(asst_id), role_ids(self.cache, self.meta)
 
     def _checked_ids(self, asst_id: int | None) -> int | None:
         """Return the id of the assistant sentinel, None of a cache with loss bits; both ids are checked."""
-        folder, end = self.tokens_path.parent, self.vocab_size or min(1 << 8 * self._dtype.itemsize, MAX_IDS)
+        folder, end = self.cache, self.vocab_size or min(1 << 8 * self._dtype.itemsize, MAX_IDS)
         for name, given in (("eot", self.pad_id), ("asst", asst_id)):
             if given is not None and not 0 <= given < end:
                 raise ValueError(f"{name}_id={given}: expected an id of the vocabulary, 0 to {end - 1}")
@@ -148,53 +139,37 @@ class SFTSplit:
         return assistant
 
     def _open(self) -> None:
-        folder, paths = self.tokens_path.parent, (self.tokens_path, self.idx_path)
+        folder, paths, sums = self.cache, (self.tokens_path, self.idx_path), self._sums
         size, idx_size = (recorded_bytes(folder, self.meta, path) for path in paths)
         self._map: memoryview | None = None
-        if self.io == "mmap":
-            self._map = mmap_tokens(self.tokens_path, expected_bytes=size, dtype=self._dtype).data
+        if self.io == "mmap" and not sums.every_block:
+            self._map = mmap_tokens(self.tokens_path, expected_bytes=size, dtype=self._dtype, sums=sums).data
             self.num_tokens = len(self._map)
         else:
-            self._file = TokenFiles([(self.tokens_path, size)], io=self.io, dtype=self._dtype)
+            self._file = token_files([(self.tokens_path, size)], sums, io=self.io, dtype=self._dtype)
             self.num_tokens = int(self._file.lengths[0])
-        self._starts = load_idx(self.idx_path, num_tokens=self.num_tokens, expected_bytes=idx_size)
+        self._starts = load_idx(self.idx_path, num_tokens=self.num_tokens, expected_bytes=idx_size, sums=sums)
+        self._examples = len(self._starts)
         self._padding = np.zeros(0, dtype=self._dtype).data
         self._bits: LossBits | None = None
         if self.meta is not None and has_loss_bits(self.meta):
             path = bits_path(folder, self.meta, self.tokens_path.name)
             recorded = recorded_bytes(folder, self.meta, path)
-            self._bits = LossBits(path, self.num_tokens, io=self.io, recorded=recorded)
+            self._bits = LossBits(path, self.num_tokens, io=self.io, recorded=recorded, sums=sums)
 
-    def __getstate__(self) -> dict[str, Any]:
-        mapped = ("_file", "_map", "_starts", "_bits", "starts", "_padding")
-        return {key: value for key, value in self.__dict__.items() if key not in mapped}
+    def _sizes(self) -> str:
+        return f"{number_of(len(self), 'example')}, {self.num_tokens:,} tokens"
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        before = {**self.fingerprint(), "examples": self._examples}
-        self._open()
-        if self.meta is not None:  # a real folder may have been replaced since
-            self.meta = reader_meta(self.folder, "sft")
-        check_expected({**self.fingerprint(), "examples": len(self)}, before, str(self.tokens_path))
+    def _identity(self) -> dict[str, Any]:
+        return {**self.fingerprint(), "examples": self._examples}
 
-    def __repr__(self) -> str:
-        """Name the cache: `SFTSplit(cache/sft/oasst1 (version 0123456789ab), train: 49 examples, 5,100 tokens)`."""
-        sizes = f"{number_of(len(self), 'example')}, {self.num_tokens:,} tokens"
-        return f"SFTSplit({version_name(self.folder)}, {printable(self.split)}: {sizes})"
+    @property
+    def _where(self) -> Path:
+        return self.tokens_path
 
     def __len__(self) -> int:
         """Number of examples."""
         return len(self._starts)
-
-    @property
-    def folder(self) -> Path:
-        """The version's folder."""
-        return self.tokens_path.parent
-
-    @property
-    def split(self) -> str:
-        """`train` or `val`; of files with other names, the name of the token file."""
-        return self.tokens_path.name.removesuffix("_tokens.bin")
 
     @functools.cached_property
     def starts(self) -> Numbers:
@@ -210,10 +185,6 @@ class SFTSplit:
     def has_bits(self) -> bool:
         """Whether loss is in bits beside the tokens; else the sentinels decide."""
         return self._bits is not None
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Return the identity of these tokens for a checkpoint: see `niels_gpt.cache.meta.fingerprint`."""
-        return fingerprint(self.folder, self.meta, split=self.split, tokens=self.num_tokens)
 
     def bounds(self, examples: Numbers) -> tuple[Numbers, Numbers]:
         """Return the first token of each example, and the one after its last: begins, ends of whole examples."""
@@ -358,17 +329,15 @@ class SFTSplit:
         return outside_vocabulary(self.tokens_path, token, self._dtype.itemsize, id, self.vocab_size)
 
 
-def files_of(cache_dir: str | os.PathLike[str], split: str) -> tuple[Path, Path, int]:
+def files_of(cache_dir: str | os.PathLike[str], split: str | None) -> tuple[Path, Path, int]:
     """Return the token file and the offsets of a split of an sft cache, and the id that pads its rows.
 
-    Raises: as `SFTSplit`.
+    Arguments, and what is raised: as for `SFTSplit`.
     """
-    if split not in SPLITS:
-        raise ValueError(f"split={split!r}: expected one of {', '.join(SPLITS)}")
-    folder = existing_cache(resolved(Path(os.path.expanduser(cache_dir))), cache_dir)
+    folder, name = named_cache(cache_dir, split)
     meta = reader_meta(folder, "sft")
     pad_id = meta["pad_id"] if meta is not None and has_loss_bits(meta) else special_id(folder, meta, "eot")
-    return folder / f"{split}_tokens.bin", folder / f"{split}_idx.npy", pad_id
+    return folder / f"{name}_tokens.bin", folder / f"{name}_idx.npy", pad_id
 
 
 def _resolved_together(tokens_path: Path, idx_path: Path) -> tuple[Path, Path]:

@@ -27,7 +27,7 @@ six keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
+from niels_gpt.cache.checksums import Check
+from niels_gpt.cache.meta import check_expected
 from niels_gpt.display.numbers import number_of
 from niels_gpt.display.tables import html_table
 from niels_gpt.eagle3.format.convert import convert
@@ -63,6 +65,7 @@ from niels_gpt.eagle3.format.manifest import (
     write_manifest,
 )
 from niels_gpt.eagle3.format.native.damage import native_shard_damage
+from niels_gpt.eagle3.format.receipts import fingerprint, version_of
 from niels_gpt.eagle3.format.shard_reader import COMMON_FIELDS, ShardSet
 from niels_gpt.eagle3.format.shard_writer import ShardWriter, shard_damage
 from niels_gpt.storage.errors import CacheError
@@ -180,7 +183,8 @@ class CachedEagle3Dataset(Dataset[dict[str, torch.Tensor]]):
     `max_open_shards` of them at a time. An item's tensors are views of the map, [S] and [S, width]; nothing is copied.
     Clone them before you change, keep, save or send them: a change stays in this process's map, and a view keeps its
     whole shard mapped. A batch is a copy. May be pickled, for workers of any start method; a forked or spawned worker
-    makes its own maps. Threads may share it.
+    makes its own maps. Threads may share it. A public name is resolved to a version once, here: a rebuild does not
+    change an open dataset, and gc keeps its version.
 
     Items of a native cache are copies. Their ids and masks are those of version 1 of the same input, bit for bit;
     target_probs are made by `TargetHead` and are zeros where loss_mask is 0, as are the hidden states after the last
@@ -196,19 +200,23 @@ class CachedEagle3Dataset(Dataset[dict[str, torch.Tensor]]):
         follow_links: bool = False,
         device: str | torch.device | None = None,
         target_probs: bool = True,
+        expect: Mapping[str, Any] | None = None,
+        check: Check = "ends",
     ) -> None:
         """max_open_shards: the kernel allows a process about 65,000 maps.
 
         follow_links: read files that are links, as in a snapshot of the Hugging Face hub; otherwise they are refused.
         device: of a native cache: on which target_probs are made, and left; None: the CPU. target_probs: False leaves
             that key out of the items of a native cache.
+        expect, check: as for `niels_gpt.eagle3.native.NativeEagle3Dataset`.
         Raises: FileNotFoundError; CacheError (a ValueError) naming a file that does not fit the manifest; ImportError
             without safetensors.
         """
+        cache_dir = version_of(cache_dir)  # once: a commit may come in between
         native = is_native(read_manifest(cache_dir, follow_links=follow_links))
         if not native and (device is not None or not target_probs):
             raise ValueError(f"{cache_dir} is not native: device and target_probs are options of native caches")
-        how: dict[str, Any] = {"follow_links": follow_links}
+        how: dict[str, Any] = {"follow_links": follow_links, "check": check}
         view = None
         if native:
             from niels_gpt.eagle3.native_view import NativeView  # versions 1 and 2 need no target's head
@@ -222,6 +230,13 @@ class CachedEagle3Dataset(Dataset[dict[str, torch.Tensor]]):
         self.compressed = isinstance(shards, ShardSet) and shards.compressed
         self.shard_size: int | None = shards.shard_size if isinstance(shards, ShardSet) else None
         """Samples of a shard; None of a native cache, whose shards end by their bytes."""
+        self._follow_links = follow_links
+        if expect is not None:
+            check_expected(self.fingerprint(), expect, self.cache_dir)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return the identity of the cache for a checkpoint: see `niels_gpt.eagle3.format.receipts.fingerprint`."""
+        return fingerprint(self.cache_dir, self.num_samples, follow_links=self._follow_links)
 
     def __repr__(self) -> str:
         """Name the cache, its samples and their form."""
@@ -255,7 +270,7 @@ class CachedEagle3Dataset(Dataset[dict[str, torch.Tensor]]):
             return self._native.item(position)
         assert isinstance(self._shards, ShardSet) and self.shard_size is not None
         shard, row = divmod(position, self.shard_size)
-        sample = {key: table[row] for key, table in self._shards.opened(shard)[1].items()}
+        sample = self._shards.row(shard, row)
         if self.compressed:
             values, indices = (sample.pop(key) for key in TOPK_FIELDS)
             size = self.manifest["draft_vocab_size"]
@@ -293,6 +308,8 @@ def build_cached_eagle3_dataloader(
     follow_links: bool = False,
     device: str | torch.device | None = None,
     target_probs: bool = True,
+    expect: Mapping[str, Any] | None = None,
+    check: Check = "ends",
 ) -> DataLoader[dict[str, torch.Tensor]]:
     """Return a DataLoader over a cache, whose batches have the keys CACHE_KEYS.
 
@@ -300,12 +317,13 @@ def build_cached_eagle3_dataloader(
         and `sampler.set_epoch`.
     distributed: each rank of the default process group reads its share; samples repeat where they do not divide evenly
         (DistributedSampler). The last batch may be short.
-    follow_links, device, target_probs: as `CachedEagle3Dataset`. The target_probs of a native cache are made in this
-        process, not in workers, so that `device` may be a GPU.
+    follow_links, device, target_probs, expect, check: as `CachedEagle3Dataset`. The target_probs of a native cache are
+        made in this process, not in workers, so that `device` may be a GPU.
     """
-    dataset = CachedEagle3Dataset(cache_dir, follow_links=follow_links, device=device, target_probs=target_probs)
+    how: dict[str, Any] = {"follow_links": follow_links, "device": device, "target_probs": target_probs}
+    dataset = CachedEagle3Dataset(cache_dir, expect=expect, check=check, **how)
     sampler: DistributedSampler[Any] | None = DistributedSampler(dataset, shuffle=shuffle) if distributed else None
-    how: dict[str, Any] = {
+    how = {
         "batch_size": batch_size,
         "sampler": sampler,
         "shuffle": shuffle and sampler is None,

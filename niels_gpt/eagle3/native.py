@@ -8,7 +8,7 @@ and 2. docs/formats.md describes the files.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,15 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
+from niels_gpt.cache.checksums import Check
+from niels_gpt.cache.meta import check_expected
 from niels_gpt.display.numbers import number_of
 from niels_gpt.display.tables import html_table
 from niels_gpt.eagle3.format.layout import PathLike
 from niels_gpt.eagle3.format.native.fp8 import dequantize_into
 from niels_gpt.eagle3.format.native.sample import NativeSample
 from niels_gpt.eagle3.format.native.shard_reader import NativeShards
+from niels_gpt.eagle3.format.receipts import fingerprint
 from niels_gpt.storage.meta_json import shortened
 from niels_gpt.storage.versions import version_name
 
@@ -37,19 +40,38 @@ class NativeEagle3Dataset(Dataset[NativeSample]):
     Header, starts and loss bits of every shard are checked when the cache is opened. Shards are mapped when they are
     first read, at most `max_open_shards` of them at a time. The tensors of an item are views of the map; clone them
     before you change, keep, save or send them. May be pickled, for workers of any start method; a forked or spawned
-    worker makes its own maps. Threads may share it.
+    worker makes its own maps. Threads may share it. A public name is resolved to a version once, here: a rebuild does
+    not change an open dataset, and gc keeps its version.
     """
 
-    def __init__(self, cache_dir: PathLike, *, max_open_shards: int = 1024, follow_links: bool = False) -> None:
+    def __init__(
+        self,
+        cache_dir: PathLike,
+        *,
+        max_open_shards: int = 1024,
+        follow_links: bool = False,
+        expect: Mapping[str, Any] | None = None,
+        check: Check = "ends",
+    ) -> None:
         """max_open_shards: the kernel allows a process about 65,000 maps.
 
         follow_links: read files that are links, as in a snapshot of the Hugging Face hub; otherwise they are refused.
+        expect: an earlier `fingerprint`; raise CacheError unless the cache still has it.
+        check: compare each shard's size and header with its receipt when it is first mapped, or with "blocks" also each
+            sample with its checksum when it is first read.
         Raises: FileNotFoundError; CacheError (a ValueError) for a cache of another form, and naming a file that does
             not fit the manifest.
         """
-        self._shards = NativeShards(cache_dir, max_open_shards, follow_links=follow_links)
+        self._shards = NativeShards(cache_dir, max_open_shards, follow_links=follow_links, check=check)
+        self._follow_links = follow_links
         self.cache_dir, self.manifest = self._shards.cache_dir, self._shards.manifest
         self.num_samples, self.num_shards = self._shards.num_samples, self._shards.num_shards
+        if expect is not None:
+            check_expected(self.fingerprint(), expect, self.cache_dir)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return the identity of the cache for a checkpoint: see `niels_gpt.eagle3.format.receipts.fingerprint`."""
+        return fingerprint(self.cache_dir, self.num_samples, follow_links=self._follow_links)
 
     @property
     def counts(self) -> NDArray[np.int64]:
@@ -217,6 +239,8 @@ def build_native_dataloader(
     *,
     pad_to: int | None = None,
     follow_links: bool = False,
+    expect: Mapping[str, Any] | None = None,
+    check: Check = "ends",
 ) -> DataLoader[Any]:
     """Return a DataLoader over a native cache, whose batches are those of `native_batch`.
 
@@ -224,9 +248,9 @@ def build_native_dataloader(
         and `sampler.set_epoch`.
     distributed: each rank of the default process group reads its share; samples repeat where they do not divide evenly
         (DistributedSampler). The last batch may be short.
-    pad_to: as `native_batch`. follow_links: as `NativeEagle3Dataset`.
+    pad_to: as `native_batch`. follow_links, expect, check: as `NativeEagle3Dataset`.
     """
-    dataset = NativeEagle3Dataset(cache_dir, follow_links=follow_links)
+    dataset = NativeEagle3Dataset(cache_dir, follow_links=follow_links, expect=expect, check=check)
     sampler: DistributedSampler[Any] | None = DistributedSampler(dataset, shuffle=shuffle) if distributed else None
     return DataLoader(
         dataset,

@@ -8,13 +8,14 @@ native cache does not have them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from niels_gpt.cache.checksums import Check
 from niels_gpt.eagle3.format.layout import DTYPES, PathLike
 from niels_gpt.eagle3.format.manifest import manifest_path
 from niels_gpt.eagle3.format.native.sample import NativeSample
@@ -38,12 +39,19 @@ class NativeView:
         follow_links: bool = False,
         device: str | torch.device | None = None,
         target_probs: bool = True,
+        expect: Mapping[str, Any] | None = None,
+        check: Check = "ends",
     ) -> None:
         """device: on which target_probs are made, and left; None: the CPU. target_probs: False leaves the key out.
 
+        expect, check: as for `NativeEagle3Dataset`.
+
         Raises: as `NativeEagle3Dataset`; CacheError for a sample that is longer than seq_length.
         """
-        self.dataset = NativeEagle3Dataset(cache_dir, max_open_shards=max_open_shards, follow_links=follow_links)
+        self.dataset = NativeEagle3Dataset(
+            cache_dir, max_open_shards=max_open_shards, follow_links=follow_links, expect=expect, check=check
+        )
+        cache_dir = self.dataset.cache_dir
         self.manifest, self._follow_links = self.dataset.manifest, follow_links
         self.device, self.has_probs = device, target_probs
         self._head: TargetHead | None = None

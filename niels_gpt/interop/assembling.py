@@ -19,19 +19,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.builders.build import CHECKSUMS
-from niels_gpt.builders.meta_keys import PARTITIONED_VERSION, Source, write_description
+from niels_gpt.builders.meta_keys import Source, write_description
 from niels_gpt.builders.sft.examples import packed
-from niels_gpt.builders.split import SPLITS
-from niels_gpt.builders.writer import (
+from niels_gpt.builders.writer import BlockHashes, HashedFile, npy_parts, write_whole
+from niels_gpt.cache.formats import (
     BLOCK_BYTES,
+    IMPORTED_TEMPLATE,
     OFFSET_DTYPE,
-    BlockHashes,
-    HashedFile,
+    PARTITIONED_VERSION,
+    SPLITS,
     npy_header,
-    npy_parts,
-    write_whole,
 )
-from niels_gpt.cache.loss_bits import IMPORTED_TEMPLATE
 from niels_gpt.interop.foreign import ForeignFile, read_pieces
 from niels_gpt.interop.output import Modes
 from niels_gpt.progress import Progress

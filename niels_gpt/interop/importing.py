@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from niels_gpt.builders.meta_keys import Source, vocabulary_of
-from niels_gpt.builders.split import SPLITS
+from niels_gpt.cache.formats import SPLITS
 from niels_gpt.interop.assembling import About, Assembled, assemble
 from niels_gpt.interop.foreign import ForeignFile, ForeignFolder, manifest_files
 from niels_gpt.interop.output import MANIFEST_NAME, Modes

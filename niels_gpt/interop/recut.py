@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.builders.split import SPLITS
+from niels_gpt.cache.formats import SPLITS
 from niels_gpt.interop.foreign import ForeignFile, read_pieces
 
 

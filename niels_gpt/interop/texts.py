@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.builders.split import SPLITS
+from niels_gpt.cache.formats import SPLITS
 from niels_gpt.cache.mmap import load_idx, mmap_tokens
 from niels_gpt.interop.assembling import Assembled
 from niels_gpt.tokenizers.document_tokens import DocumentToken

@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.cache.documents import bounds, open_bits
-from niels_gpt.cache.formats import SPLITS, flat_targets
-from niels_gpt.cache.loss_bits import has_loss_bits
+from niels_gpt.cache.formats import SPLITS, flat_targets, has_loss_bits
 from niels_gpt.cache.meta import checked_meta, special_id
 from niels_gpt.cache.mmap import TokenFiles, mmap_tokens
 from niels_gpt.kinds.folders import open_cache

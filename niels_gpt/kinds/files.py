@@ -19,13 +19,13 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.builders.writer import BLOCK_BYTES, npy_header, num_blocks
+from niels_gpt.cache.checksums import CRC_DTYPE, covered_files, stored_checksums
+from niels_gpt.cache.formats import BLOCK_BYTES, npy_header, num_blocks
 from niels_gpt.progress import Progress
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, walked
-from niels_gpt.storage.meta_json import file_records, open_regular, path_inside, read_regular
+from niels_gpt.storage.meta_json import file_records, open_regular, path_inside
 
-CRC_DTYPE: np.dtype[np.uint32] = np.dtype("<u4")
 HEADER_BYTES = len(npy_header(0))
 _READ_BYTES = 1 << 22
 _MAX_RANGES = 20  # of damaged bytes, reported for one file
@@ -229,28 +229,3 @@ class FileChecks:
         with open(open_regular(self.folder / record["name"]), "rb") as file:
             for start in range(0, record["bytes"], BLOCK_BYTES):
                 yield file.read(min(BLOCK_BYTES, record["bytes"] - start))
-
-
-def covered_files(meta: Mapping[str, Any]) -> list[Record]:
-    """Return the records of the files that have block checksums, in the checksums' order; [] without checksums."""
-    name = meta["checksums"]["name"] if "checksums" in meta else None
-    return [record for record in file_records(meta) if record["name"] != name] if name is not None else []
-
-
-def stored_checksums(folder: Path, meta: Mapping[str, Any]) -> dict[str, NDArray[np.uint32]]:
-    """Return the stored checksums of each file's blocks: name -> uint32 [blocks].
-
-    Empty where the builder stored none, where their file cannot be read, or where it has another size.
-    """
-    covered = covered_files(meta)
-    if not covered or meta["checksums"].get("block_bytes") != BLOCK_BYTES:
-        return {}
-    counts = [num_blocks(record["bytes"]) for record in covered]
-    try:
-        raw = read_regular(path_inside(folder, meta["checksums"]["name"]), CRC_DTYPE.itemsize * sum(counts))
-    except (OSError, CacheError):
-        return {}
-    if len(raw) != CRC_DTYPE.itemsize * sum(counts):
-        return {}
-    parts = np.split(np.frombuffer(raw, dtype=CRC_DTYPE), np.cumsum(counts)[:-1])
-    return {record["name"]: part for record, part in zip(covered, parts, strict=True)}

@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from niels_gpt.builders.meta_keys import FORMAT_VERSION, content_sha256
+from niels_gpt.builders.meta_keys import content_sha256
+from niels_gpt.cache.formats import FORMAT_VERSION
 from niels_gpt.cache.meta import find_meta, read_meta
 from niels_gpt.chat.backends import has_tool_template
 from niels_gpt.hub import models as hub

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from niels_gpt.cache.checksums import Check
 from niels_gpt.cache.formats import IGNORE_INDEX, TokenDtype
 from niels_gpt.cache.mmap import IO, public_file
 from niels_gpt.cache.pretrain_dataset import PretrainSplit, gathered, split_rows
@@ -40,6 +41,7 @@ class EpochStream(CacheStream):
         self,
         shards_dir: str | os.PathLike[str],
         *,
+        split: str | None = None,
         T: int,
         global_batch_size: int,
         seed: int,
@@ -54,8 +56,9 @@ class EpochStream(CacheStream):
         expect: Mapping[str, Any] | None = None,
         io: IO = "mmap",
         dtype: TokenDtype | None = None,
+        check: Check = "ends",
     ) -> None:
-        """Open a split. shards_dir, tokenizer_sha256, expect, io, dtype: as for `PretrainSplit`.
+        """Open a split. shards_dir, split, tokenizer_sha256, expect, io, dtype, check: as for `PretrainSplit`.
 
         global_batch_size: rows of a batch over all ranks, a multiple of world_size; each rank gets an equal part.
         epochs: how many until the stream ends; None: never. The last batch may be short, and the part of a rank empty
@@ -84,7 +87,8 @@ class EpochStream(CacheStream):
         self.random_offset, self.documents = random_offset, documents
         keys = random_keys(self.seed, ROUNDS + 1)
         self._keys, self._offset_key = keys[:ROUNDS], keys[ROUNDS]
-        self.split = PretrainSplit(shards_dir, tokenizer_sha256=tokenizer_sha256, expect=expect, io=io, dtype=dtype)
+        options: dict[str, Any] = {"tokenizer_sha256": tokenizer_sha256, "expect": expect, "io": io, "dtype": dtype}
+        self.split = PretrainSplit(shards_dir, split=split, check=check, **options)
         self.files, self.folder = self.split.files, self.split.folder
         fixed = self._count_windows()
         if documents:

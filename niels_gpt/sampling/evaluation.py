@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,10 +12,12 @@ import torch
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
+from niels_gpt.cache.checksums import Check
 from niels_gpt.cache.formats import IGNORE_INDEX, TokenDtype
 from niels_gpt.cache.meta import reader_meta, text_bytes
 from niels_gpt.cache.mmap import IO
 from niels_gpt.cache.pretrain_dataset import PretrainSplit, as_int64, gathered, resolved_split, split_rows
+from niels_gpt.cache.reader import named_split
 from niels_gpt.storage.errors import CacheError, CacheNotFound
 from niels_gpt.storage.meta_json import checked_int
 from niels_gpt.storage.remedies import build_again
@@ -27,6 +28,7 @@ _LEAST_BITS = 0.001  # per byte; a mean of 10 nats stays undetected for texts un
 def iter_eval(
     shards_dir: str | os.PathLike[str],
     *,
+    split: str | None = None,
     B: int,
     T: int,
     rank: int = 0,
@@ -36,9 +38,11 @@ def iter_eval(
     expect: Mapping[str, Any] | None = None,
     io: IO = "mmap",
     dtype: TokenDtype | None = None,
+    check: Check = "ends",
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Return an iterator over x, y: int64 [b, T], b <= B, contiguous: the windows at stride T of a split's tokens.
 
+    shards_dir, split, and the arguments after device: as for `PretrainSplit`.
     Windows cross shards, so that the result does not depend on the size of the shards, and every token but the first is
     a target exactly once. The last window is padded with x = 0 and y = -100, which cross entropy ignores. For a mean
     over tokens divide the summed loss by `(y != -100).sum()`, not by the number of batches.
@@ -53,17 +57,16 @@ def iter_eval(
     rank, world_size = checked_int("rank", rank, 0), checked_int("world_size", world_size, 1)
     if rank >= world_size:
         raise ValueError(f"rank={rank}, world_size={world_size}: expected 0 <= rank < world_size")
-    split = PretrainSplit(
-        shards_dir, tokenizer_sha256=tokenizer_sha256, expect=expect, io=io, dtype=dtype, in_order=True
-    )
-    ends = np.cumsum(split.lengths)
+    options: dict[str, Any] = {"tokenizer_sha256": tokenizer_sha256, "expect": expect, "io": io, "dtype": dtype}
+    opened = PretrainSplit(shards_dir, split=split, check=check, in_order=True, **options)
+    ends = np.cumsum(opened.lengths)
     total = int(ends[-1])
     if total < 2:
-        raise CacheError(split.folder, "1 token", "at least 2, one to predict the other", code="E107")
+        raise CacheError(opened.folder, "1 token", "at least 2, one to predict the other", code="E107")
     rounds = -(-(total - 1) // (world_size * B * T))
     begins = ((number * world_size + rank) * B * T for number in range(rounds))
     return (
-        _window_batch(split, ends, first, B, T, device) if first < total - 1 else _without_targets(T, device)
+        _window_batch(opened, ends, first, B, T, device) if first < total - 1 else _without_targets(T, device)
         for first in begins
     )
 
@@ -103,12 +106,19 @@ def _window_batch(
     return x, y
 
 
-def bits_per_byte(loss_sum: float | torch.Tensor, shards_dir: str | os.PathLike[str], *, check: bool = True) -> float:
+def bits_per_byte(
+    loss_sum: float | torch.Tensor,
+    shards_dir: str | os.PathLike[str],
+    *,
+    split: str | None = None,
+    check: bool = True,
+) -> float:
     """Return the loss of a split in bits per byte of its text, comparable between models of different tokenizers.
 
     loss_sum: cross entropy in nats, summed over all targets of `iter_eval`, of all ranks. It is divided by ln 2 and by
         the UTF-8 length of the split's texts, from meta.json. (The first token is not a target, but its bytes count;
         end-of-texts are targets without bytes.)
+    shards_dir, split: as for `iter_eval`.
     check: refuse a result below 0.001 bits per byte, which no model of text reaches: a mean was passed, not the sum.
     Raises: ValueError for a sum that is negative or not finite, and by `check`; FileNotFoundError; CacheError for an
         sft cache and where meta.json has no byte count.
@@ -116,7 +126,8 @@ def bits_per_byte(loss_sum: float | torch.Tensor, shards_dir: str | os.PathLike[
     nats = float(loss_sum.detach() if isinstance(loss_sum, torch.Tensor) else loss_sum)
     if not 0 <= nats < math.inf:
         raise ValueError(f"loss_sum={nats}: expected a sum of cross entropies, 0 or more")
-    folder = resolved_split(Path(shards_dir))
+    cache, name = named_split(shards_dir, split)
+    folder = resolved_split(cache if name is None else cache / name)
     if not folder.parent.is_dir():
         raise CacheNotFound(f"{shards_dir}: no such folder. {build_again(shards_dir)}")
     # text_bytes checks the kind: its message says what an sft cache lacks.

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from niels_gpt.cache.checksums import Check
 from niels_gpt.cache.formats import TokenDtype
 from niels_gpt.cache.mmap import IO
 from niels_gpt.cache.pretrain_dataset import as_int64, split_rows
@@ -47,7 +48,7 @@ class SFTStream(CacheStream):
         self,
         cache_dir: str | os.PathLike[str],
         *,
-        split: str = "train",
+        split: str | None = None,
         T: int,
         global_batch_size: int,
         seed: int,
@@ -62,8 +63,9 @@ class SFTStream(CacheStream):
         expect: Mapping[str, Any] | None = None,
         io: IO = "mmap",
         dtype: TokenDtype | None = None,
+        check: Check = "ends",
     ) -> None:
-        """cache_dir: an sft cache such as cache/sft/oasst1. split, tokenizer_sha256, expect, io, dtype: as `SFTSplit`.
+        """cache_dir, split, tokenizer_sha256, expect, io, dtype, check: as for `SFTSplit`.
 
         global_batch_size, epochs, drop_last: as for `EpochStream`.
         over_length: what becomes of an example of L > T + 1 tokens: "truncate" to T + 1; "drop"; "error"; or "split" in
@@ -90,7 +92,8 @@ class SFTStream(CacheStream):
             raise ValueError(f"require_targets={require_targets!r}: expected True or False")
         self.over_length, self.require_targets = over_length, require_targets
         self._keys = random_keys(self.seed, ROUNDS, purpose=_PURPOSE)
-        self.split = SFTSplit(cache_dir, split, tokenizer_sha256=tokenizer_sha256, expect=expect, io=io, dtype=dtype)
+        options: dict[str, Any] = {"tokenizer_sha256": tokenizer_sha256, "expect": expect, "io": io, "dtype": dtype}
+        self.split = SFTSplit(cache_dir, split, check=check, **options)
         self.folder = self.split.folder
         settings: Any = {"T": self.T, "over_length": over_length}
         self.counts, self._rows = count_rows(self.split, **settings, require_targets=require_targets)

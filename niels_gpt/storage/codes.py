@@ -14,8 +14,6 @@ from functools import cache
 from importlib.resources import files
 from textwrap import fill, wrap
 
-from niels_gpt.settings import UsageError
-
 _BY_ERRNO = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "E501"),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "E502"),
@@ -91,6 +89,8 @@ def explained(code: str) -> str:
     """Return what a code means and what to do. Raises: UsageError for a code that does not exist."""
     row = codes().get(code.upper())
     if row is None:
+        from niels_gpt.settings import UsageError
+
         subject = [known for known in codes() if known[:2] == code[:2].upper()]
         raise UsageError(f"no code is called {code!r}, expected one of {', '.join(subject or codes())}")
     kind = "error" if row.code.startswith("E") else "warning"

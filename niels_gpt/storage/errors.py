@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from niels_gpt.storage.codes import own_code
-from niels_gpt.storage.remedies import build_again
 
 REBUILD = "rebuild"
 """A remedy, or its end, that becomes the command that builds the cache at the error's path from scratch."""
@@ -189,7 +188,11 @@ class CacheError(CodedError, ValueError, code="E201"):
     def remedy(self) -> str:
         """What to do. REBUILD becomes a command here and not earlier, since that reads the record of the last build."""
         own = self.own_remedy
-        return own if own == self._remedy else f"{own} {build_again(self.path, self.code)}".lstrip()
+        if own != self._remedy:
+            from niels_gpt.storage.remedies import build_again  # of an error that is shown
+
+            own = f"{own} {build_again(self.path, self.code)}".lstrip()
+        return own
 
     @property
     def problem(self) -> str:

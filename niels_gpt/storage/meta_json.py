@@ -18,7 +18,6 @@ from typing import Any
 
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME, NotRegularError, PathLike, canonical_json, open_for_reading
-from niels_gpt.storage.remedies import build_again
 
 MAX_JSON_BYTES = 1 << 25
 """A larger file is not parsed: 32 MiB. The meta.json of 15,000 shards has 4 MiB."""
@@ -204,9 +203,7 @@ def resolved(path: Path) -> Path:
     try:
         return path.resolve()
     except RuntimeError as error:
-        raise CacheError(
-            path, "symbolic links in a circle", remedy=f"Remove them. {build_again(path)}", code="E205"
-        ) from error
+        raise CacheError(path, "symbolic links in a circle", remedy=f"Remove them. {REBUILD}", code="E205") from error
 
 
 def _link_error(path: PathLike) -> CacheError:

@@ -26,10 +26,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from secrets import token_hex
 
-from niels_gpt.storage import fileio
+from niels_gpt.storage import fileio, locks
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, PathLike, write_bytes
-from niels_gpt.storage.locks import check_lease, file_lock, is_leased, is_lost, refuse_if_held, refuse_while_held
 from niels_gpt.storage.meta_json import (
     file_records,
     parse_object,
@@ -99,13 +98,13 @@ def build_lock(path: PathLike, *, wait: bool = False) -> Iterator[Path]:
             raise CacheError(
                 link, "a symbolic link", "a folder: nothing is written through links", "Remove it", code="E205"
             )
-    with file_lock(folder / LOCK_NAME, path, _BUILT, wait=wait):
+    with locks.file_lock(folder / LOCK_NAME, path, _BUILT, wait=wait):
         yield folder
 
 
 def refuse_if_building(path: PathLike) -> None:
     """Raise CacheError if another process builds the cache at `path`; nothing is written, and no lock is kept."""
-    refuse_if_held(versions_dir(path) / LOCK_NAME, path, _BUILT)
+    locks.refuse_if_held(versions_dir(path) / LOCK_NAME, path, _BUILT)
 
 
 @contextmanager
@@ -119,14 +118,14 @@ def building(path: PathLike, *, wait: bool = False) -> Iterator[Path]:
         _discard_dead(folder)
         fileio.remove(folder / BUILDING)
         # Under a lease a name that no other process has: one that was stopped may go on writing beside its taker.
-        name = f"{BUILDING}-{token_hex(VERSION_DIGITS // 2)}" if is_leased(folder / LOCK_NAME) else BUILDING
+        name = f"{BUILDING}-{token_hex(VERSION_DIGITS // 2)}" if locks.is_leased(folder / LOCK_NAME) else BUILDING
         work = folder / name
         fileio.make_dir(work)
         process = os.getpid()
         try:
             yield work
         except Exception:
-            check_lease(folder / LOCK_NAME)  # its taker has removed this folder
+            locks.check_lease(folder / LOCK_NAME)  # its taker has removed this folder
             raise
         finally:
             if os.getpid() == process:  # not in a forked child
@@ -157,15 +156,19 @@ def resumable(path: PathLike, key: str, *, wait: bool = False) -> Iterator[tuple
             fileio.make_dir(journal)
             for above in (folder, folder.parent, folder.parent.parent):  # a killed run may have made them
                 fileio.fsync_dir(above)
-            if is_leased(folder / LOCK_NAME):
+            if locks.is_leased(folder / LOCK_NAME):
                 fileio.renew(journal)  # who lost its lease may still write to the files that it has open
             yield work, journal
         except BaseException:
-            if os.getpid() == process and not is_lost(folder / LOCK_NAME) and not (journal / JOURNAL_NAME).is_file():
+            if (
+                os.getpid() == process
+                and not locks.is_lost(folder / LOCK_NAME)
+                and not (journal / JOURNAL_NAME).is_file()
+            ):
                 _remove_build(work, journal)
             raise
         if os.getpid() == process:
-            check_lease(folder / LOCK_NAME)
+            locks.check_lease(folder / LOCK_NAME)
             _remove_build(work, journal)
 
 
@@ -257,7 +260,7 @@ def refuse_if_partition_is_built(plan: Path, *, dry_run: bool = False) -> None:
     A lease that may have run out is watched, and removed if it has: else that of a machine that died after its
     partition was committed would stay for ever. dry_run: write nothing; such a lease counts as held.
     """
-    refuse = refuse_if_held if dry_run else refuse_while_held
+    refuse = locks.refuse_if_held if dry_run else locks.refuse_while_held
     inner = plan / VERSIONS_DIR
     for folder in [] if inner.is_symlink() else sorted(inner.glob("*")):  # a lease leaves no file in it
         refuse(folder / LOCK_NAME, plan / folder.name, _BUILT)
@@ -302,7 +305,7 @@ def store(work: Path, path: PathLike, content_sha256: str) -> Path:
     refuse_foreign(public)  # again: files may have appeared during a long build
     if work.is_dir():
         fileio.sync_tree(work)
-        check_lease(folder / LOCK_NAME)
+        locks.check_lease(folder / LOCK_NAME)
         if (version / META_NAME).exists() and _same_files(work, version):
             write_bytes(version / META_NAME, read_regular(work / META_NAME))  # equal content, another description
             os.utime(version)  # make it the newest
@@ -321,14 +324,14 @@ def publish(version: Path, path: PathLike) -> None:
     """Point the public name of the cache at `path` to one of its versions; `build_lock` is held."""
     public = Path(os.path.abspath(path))
     folder = versions_dir(public)
-    check_lease(folder / LOCK_NAME)
+    locks.check_lease(folder / LOCK_NAME)
     _make_way(public, folder)
     link = folder / LINK
     if os.path.lexists(link) and not link.is_symlink():
         raise CacheError(link, "not made by a commit", "the link of a commit, or nothing", "Move it away", code="E504")
     fileio.remove(link)
     fileio.symlink(Path(VERSIONS_DIR) / public.name / version.name, link)
-    check_lease(folder / LOCK_NAME)
+    locks.check_lease(folder / LOCK_NAME)
     fileio.rename(link, public)
 
 

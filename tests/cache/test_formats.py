@@ -15,8 +15,8 @@ from support.byte_tokenizer import ByteTokenizer
 
 from niels_gpt.builders.pretrain import BUDGET_RULE
 from niels_gpt.builders.sft import SPLIT_RULE
-from niels_gpt.builders.writer import npy_header
 from niels_gpt.cache import build_pretrain_cache, build_sft_cache
+from niels_gpt.cache.formats import npy_header
 from niels_gpt.special_tokens import SPECIAL_TOKENS
 
 # Magic, version 1.0, a header of 0x76 = 118 bytes: 10 + 118 = 128. `shape` follows, then spaces and a line end.

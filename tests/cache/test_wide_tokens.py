@@ -9,8 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.bits_caches import sealed
 from support.byte_tokenizer import ByteTokenizer, WideByteTokenizer
-from support.disk import META_NAME, content_sha256, file_records, meta_bytes
+from support.disk import META_NAME, content_sha256, file_records, meta_bytes, read_meta
 from support.errors import refused
 from support.fuzzed import written
 from support.number_caches import number_cache
@@ -120,6 +121,7 @@ def test_an_id_above_the_vocabulary_is_refused_when_it_is_served_and_named_by_ve
         tokens = np.fromfile(path, dtype="<u4")
         tokens[3] = MORE + 300
         tokens.tofile(path)
+        sealed(folder, read_meta(folder))  # as a builder with a fault would write it
         place = r"token 3 at byte 12 is id 100300, expected ids below vocab_size 100300"
         with pytest.raises(CacheError, match=place):
             list(iter_eval(folder / "train", B=1, T=4))

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.disk import META_NAME, meta_bytes
+from support.bits_caches import sealed
+from support.disk import META_NAME, meta_bytes, read_meta
 from support.errors import refused
 from support.fuzzed import JSON, damaged, fuzz, written
 from support.power_loss import tree_of
@@ -45,6 +46,7 @@ def test_an_id_outside_the_vocabulary_is_refused_where_it_is_read(cache):
     tokens = np.fromfile(cache / "train_tokens.bin", "<u2")
     tokens[-1] = VOCABULARY
     tokens.tofile(cache / "train_tokens.bin")
+    sealed(cache, read_meta(cache))  # as a builder with a fault would write it
     data = RolloutDataset(cache)
     data.group(0)
     with refused("E203", "train_tokens.bin", "sample", "group", "id 30"):
@@ -62,6 +64,7 @@ def test_a_number_of_a_sample_beyond_its_bounds_is_refused(cache, column, number
     assert rows[1, 0] == 8
     rows[1, column] = number
     np.save(path, rows.ravel())
+    sealed(cache, read_meta(cache))
     with refused("E203", "train_samples.npy"):
         RolloutDataset(cache).group(0)
 

@@ -5,6 +5,8 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from support.bits_caches import sealed
+from support.disk import read_meta
 from support.small_builds import rollouts
 
 from niels_gpt.prefix_tree.edges import LossEdges, folded_cross_entropy
@@ -141,6 +143,7 @@ def test_a_row_above_the_budget_because_of_an_lcp_that_is_wrong_is_refused(tmp_p
     for table, values in (("samples", samples), ("groups", groups)):
         (folder / f"index/train_{table}.npy").chmod(0o644)
         np.save(folder / f"index/train_{table}.npy", values)
+    sealed(folder, read_meta(folder))  # as a builder with a fault would write it
     with pytest.raises(
         CacheError, match=r"lcp: samples of groups \[0\] fold into 11 tokens, expected 1\d\d by their ids"
     ):

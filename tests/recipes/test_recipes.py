@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from support.disk import canonical_json
 
-from niels_gpt.builders.meta_keys import BUILDER_VERSIONS, FORMAT_VERSION
+from niels_gpt.builders.meta_keys import BUILDER_VERSIONS
+from niels_gpt.cache.formats import FORMAT_VERSION
 from niels_gpt.data.files import mirrors
 from niels_gpt.data.files.rows import iter_rows
 from niels_gpt.recipes.plan import plan, recipes, settings_fingerprint

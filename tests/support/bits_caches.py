@@ -46,7 +46,7 @@ def put_bits(folder, masks, pad_id, special_token_ids):
 
 def sealed(folder, meta):
     """Write what follows from the bytes of a cache's files: their records, checksums and meta.json."""
-    for record in meta["loss_bits"].values():
+    for record in meta.get("loss_bits", {}).values():
         path = folder / record["name"]
         record |= {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
     blocks = b""

@@ -14,7 +14,8 @@ from support.errors import refused
 from support.splits import IN_MEMORY
 
 from niels_gpt.builders.sft.examples import packed
-from niels_gpt.builders.writer import BLOCK_BYTES, HashedFile, npy_header, npy_parts
+from niels_gpt.builders.writer import HashedFile, npy_parts
+from niels_gpt.cache.formats import BLOCK_BYTES, npy_header
 
 
 def test_more_offsets_than_are_read_at_once_are_all_written(tmp_path):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from niels_gpt.builders.build import CHECKSUMS
-from niels_gpt.builders.meta_keys import PARTITIONED_VERSION, Source, write_description
+from niels_gpt.builders.meta_keys import Source, write_description
 from niels_gpt.builders.partitions.plan import Plan
 from niels_gpt.builders.partitions.receipts import (
     SAME,
@@ -32,8 +32,9 @@ from niels_gpt.builders.partitions.sums import Sums, warn_of_whole
 from niels_gpt.builders.pretrain import IN_PARTITIONS
 from niels_gpt.builders.resume import CANNOT_WRITE, NoTextError
 from niels_gpt.builders.shards import TEXTS_OF
-from niels_gpt.builders.split import SPLITS, count_duplicates, count_in_both, count_repeated_lines
-from niels_gpt.builders.writer import BLOCK_BYTES, OFFSET_DTYPE, npy_header, num_blocks, write_whole
+from niels_gpt.builders.split import count_duplicates, count_in_both, count_repeated_lines
+from niels_gpt.builders.writer import write_whole
+from niels_gpt.cache.formats import BLOCK_BYTES, OFFSET_DTYPE, PARTITIONED_VERSION, SPLITS, npy_header, num_blocks
 from niels_gpt.progress import Progress
 from niels_gpt.signals import IN_BOTH, REPEATED_ID
 from niels_gpt.storage import fileio, versions

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from niels_gpt.builders.build import Build
 from niels_gpt.builders.losses import loss_keys
-from niels_gpt.builders.split import SPLITS, TextSplit, num_duplicates
-from niels_gpt.builders.writer import OFFSET_DTYPE, npy_header
+from niels_gpt.builders.split import TextSplit, num_duplicates
+from niels_gpt.cache.formats import OFFSET_DTYPE, SPLITS, npy_header
 from niels_gpt.encoding import DIGEST_BYTES, split_keys
 from niels_gpt.signals import EMPTY_REPLIES, REPEATED_REPLY, Counts, odd_in_chat
 from niels_gpt.storage.fileio import id_lines

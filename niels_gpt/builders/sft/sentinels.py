@@ -20,7 +20,7 @@ from niels_gpt.builders.resume import NoTextError, open_build, seek
 from niels_gpt.builders.sft.examples import FILES, SPLIT_RULE, ExampleBuffer
 from niels_gpt.builders.source import Batch, ItemKind, digest_list, first_number, item_digest
 from niels_gpt.builders.split import TextSplit, chat_text
-from niels_gpt.builders.writer import OFFSET_DTYPE
+from niels_gpt.cache.formats import OFFSET_DTYPE
 from niels_gpt.chat_template import ROLE_TO_NAME, UNKNOWN_ROLE, count_names
 from niels_gpt.encoding import EncodedTexts, TextEncoder
 from niels_gpt.progress import Progress

@@ -11,10 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.builders.writer import OFFSET_DTYPE
 from niels_gpt.cache.documents import supervised_counts
-from niels_gpt.cache.formats import SPLITS, is_imported, token_dtype_of
-from niels_gpt.cache.loss_bits import has_loss_bits
+from niels_gpt.cache.formats import OFFSET_DTYPE, SPLITS, has_loss_bits, is_imported, token_dtype_of
 from niels_gpt.cache.meta import control_ids_of
 from niels_gpt.display.numbers import many
 from niels_gpt.kinds.files import HEADER_BYTES, Damage, FileChecks, Record, Scan

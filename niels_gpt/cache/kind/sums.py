@@ -6,11 +6,18 @@ from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any
 
-from niels_gpt.builders.writer import OFFSET_DTYPE, num_blocks
-from niels_gpt.cache.formats import SPLITS, is_imported, token_dtype_of
-from niels_gpt.cache.loss_bits import has_loss_bits, num_bytes
+from niels_gpt.cache.checksums import CRC_DTYPE, covered_files
+from niels_gpt.cache.formats import (
+    OFFSET_DTYPE,
+    SPLITS,
+    has_loss_bits,
+    is_imported,
+    num_blocks,
+    num_bytes,
+    token_dtype_of,
+)
 from niels_gpt.kinds.checks import Problem, vocabulary_sums
-from niels_gpt.kinds.files import CRC_DTYPE, HEADER_BYTES, covered_files
+from niels_gpt.kinds.files import HEADER_BYTES
 from niels_gpt.kinds.kind import Cache
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.tokenizers.protocol import token_dtype_name

@@ -10,7 +10,6 @@ from typing import Any
 
 from niels_gpt.builders.losses import loss_table
 from niels_gpt.builders.split import asked_share
-from niels_gpt.builders.writer import npy_header
 from niels_gpt.cache.documents import (
     bounds,
     id_lines,
@@ -18,20 +17,18 @@ from niels_gpt.cache.documents import (
     lengths,
     open_bits,
     supervised_counts,
+    tokens_of,
 )
-from niels_gpt.cache.formats import SPLITS, has_no_text_bytes, token_dtype_of
+from niels_gpt.cache.formats import SPLITS, has_loss_bits, has_no_text_bytes, npy_header, token_dtype_of
 from niels_gpt.cache.kind.locate import locate, locate_data
 from niels_gpt.cache.kind.plot import plot
 from niels_gpt.cache.kind.scans import content_damages, id_damages, supervised_damages
 from niels_gpt.cache.kind.show import example_data, show_example, show_window, window_data
 from niels_gpt.cache.kind.sums import wrong_sums
-from niels_gpt.cache.loss_bits import has_loss_bits
 from niels_gpt.cache.meta import (
-    check_pair,
     check_tokenizer,
     checked_meta,
     read_meta,
-    recorded_bytes,
     role_ids,
     sentinel_names,
     special_id,
@@ -39,7 +36,7 @@ from niels_gpt.cache.meta import (
     text_bytes,
     tokenizer_above,
 )
-from niels_gpt.cache.mmap import TokenFiles, check_starts, load_idx, mmap_tokens
+from niels_gpt.cache.mmap import check_starts, mmap_tokens
 from niels_gpt.display.decoded import decoded_text
 from niels_gpt.display.numbers import count_text, many, number_of, share_text, size_text
 from niels_gpt.kinds.checks import BUDGET_REACHED, FILES, TOKENIZER_MATCHES, warnings_of
@@ -71,29 +68,32 @@ def _is_empty(meta: Meta, split: str) -> bool:
 
 
 def _open_split(folder: Path, meta: Meta, split: str) -> None:
+    """Open a pretrain split, each of its files, and its documents, as the streams do."""
+    from niels_gpt.cache.pretrain_dataset import PretrainSplit
+
     if not path_inside(folder, split).is_dir():
         raise CacheError(folder / split, "no such folder", remedy=REBUILD, code="E204")
     if not (shards := split_shards(folder, meta, split)):
         raise wrong_value(str(folder / META_NAME), f"shards.{split}", shards, "the files of its tokens")
-    TokenFiles(shards, dtype=token_dtype_of(meta, folder / META_NAME))
+    PretrainSplit(folder, split=split).open_all()
     if not has_no_text_bytes(meta):
         text_bytes(folder, meta, split)
 
 
 def _open_examples(folder: Path, meta: Meta, split: str) -> None:
-    tokens_path, idx_path = folder / f"{split}_tokens.bin", folder / f"{split}_idx.npy"
-    check_pair(tokens_path, idx_path, meta)
-    size, dtype = recorded_bytes(folder, meta, tokens_path), token_dtype_of(meta, folder / META_NAME)
-    tokens = mmap_tokens(tokens_path, expected_bytes=size, dtype=dtype)
-    idx_bytes = recorded_bytes(folder, meta, idx_path)
-    starts, roles = load_idx(idx_path, num_tokens=len(tokens), expected_bytes=idx_bytes), role_ids(folder, meta)
+    """Open an sft split, and look at the first token of each example, as batches do."""
+    from niels_gpt.cache.sft_split import SFTSplit
+
+    opened = SFTSplit(folder, split)
+    tokens, starts, roles = tokens_of(folder, meta, split), opened.first_tokens, role_ids(folder, meta)
     bits = open_bits(folder, meta, split, len(tokens)) if has_loss_bits(meta) else None
+    paths: Any = {"tokens_path": opened.tokens_path, "idx_path": opened.idx_path}
     for first in range(0, len(starts), _CHUNK):
         some = starts[first : first + _CHUNK]
         if bits is not None:
-            bits.check_starts(some, first, idx_path.name)
+            bits.check_starts(some, first, opened.idx_path.name)
             continue
-        check_starts(tokens[some], some, roles, first=first, tokens_path=tokens_path, idx_path=idx_path)
+        check_starts(tokens[some], some, roles, first=first, **paths)
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------

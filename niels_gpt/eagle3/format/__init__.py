@@ -5,6 +5,7 @@ manifest.py      manifest.json: its version, its checked values, the layout that
 embeddings.py    target_embeddings.safetensors and its receipt (a JSON file with its size and hashes, written last)
 shard_writer.py  one shard and its receipt: when it is complete, which bytes are hashed, what is damaged
 shard_reader.py  all shards of a cache: checked when it is opened, mapped when first read
+receipts.py      what a reader compares with receipts; the identity of a cache, and the hold of its version
 samples.py       sidecar/samples.safetensors and ids.txt: the tokenized input
 run.py           how a target is run: what may change a bit of its outputs
 plan.py          sidecar/plan.json and batches.jsonl: all that decides the bytes; where samples are cut into batches

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 
+from niels_gpt.cache.checksums import Check
 from niels_gpt.eagle3.format.layout import (
     DENSE_FIELDS,
     DTYPES,
@@ -27,6 +29,8 @@ from niels_gpt.eagle3.format.manifest import (
     number_in,
     read_manifest,
 )
+from niels_gpt.eagle3.format.receipts import Receipts, version_of
+from niels_gpt.eagle3.format.shard_writer import row_damage
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import shortened
 
@@ -38,16 +42,19 @@ MappedShard = tuple[Any, dict[str, torch.Tensor]]
 class ShardSet:
     """The shards of one cache. May be pickled; each process makes its own maps, and threads may share it."""
 
-    def __init__(self, cache_dir: PathLike, max_open: int, *, follow_links: bool = False) -> None:
-        """max_open: limit of shards that are mapped at a time. follow_links: as `open_file`.
+    def __init__(
+        self, cache_dir: PathLike, max_open: int, *, follow_links: bool = False, check: Check = "ends"
+    ) -> None:
+        """max_open: limit of shards that are mapped at a time. follow_links: as `open_file`. check: as for `Receipts`.
 
         Raises: as CachedEagle3Dataset; ValueError for max_open < 1.
         """
         load_safetensors()  # ImportError here, and not at the first sample
         if max_open < 1:
             raise ValueError(f"max_open_shards={max_open}: expected 1 or more")
-        self.cache_dir = os.fspath(cache_dir)
+        self.cache_dir = cache_dir = version_of(cache_dir)
         self._follow_links = follow_links
+        self._receipts = Receipts(cache_dir, check, follow_links=follow_links)
         self.manifest = read_manifest(cache_dir, follow_links=follow_links)
         self.shard_size = number_in(self.manifest, "shard_size", cache_dir, 1)
         self.num_samples = number_in(self.manifest, "num_samples", cache_dir)
@@ -78,11 +85,21 @@ class ShardSet:
                     del self._open[next(iter(self._open))]  # views in use keep their map
         return mapped
 
+    def row(self, shard_index: int, row: int) -> dict[str, torch.Tensor]:
+        """Return the tensors of a sample, views of its shard. Raises: as `opened`; CacheError for a damaged sample."""
+        handle, tables = self.opened(shard_index)
+        if self._receipts.every_sample:
+            fields = {name: tables[name] if name in tables else handle.get_tensor(name) for name in self._fields}
+            parts = {name: table[row].reshape(-1).view(torch.uint8).numpy() for name, table in fields.items()}
+            self._receipts.check_sample(shard_index, row, partial(row_damage, self._fields, parts))
+        return {name: table[row] for name, table in tables.items()}
+
     def _map(self, shard_index: int) -> MappedShard:
         from safetensors import SafetensorError
 
         path = shard_path(self.cache_dir, shard_index)
-        self._check_shard(shard_index)  # again: it may have been replaced since
+        header = self._check_shard(shard_index)  # again: it may have been replaced since
+        self._receipts.check_header(shard_index, header)
         try:
             handle = load_safetensors()[1](path, framework="pt")
             return handle, {key: handle.get_tensor(key) for key in self._keys}
@@ -100,9 +117,10 @@ class ShardSet:
         for index in range(self.num_shards):
             self._check_shard(index)
 
-    def _check_shard(self, shard_index: int) -> None:
+    def _check_shard(self, shard_index: int) -> bytes:
+        """Compare a shard with the manifest; returns its header."""
         path = shard_path(self.cache_dir, shard_index)
-        fields, rows, _ = read_header(path, follow_links=self._follow_links)
+        fields, rows, header = read_header(path, follow_links=self._follow_links)
         expected = min(self.shard_size, self.num_samples - shard_index * self.shard_size)
         if rows != expected:
             raise CacheError(path, f"{rows} samples", f"{expected} of the manifest's {self.num_samples}", code="E701")
@@ -111,6 +129,7 @@ class ShardSet:
             self._fields = fields
         elif fields != self._fields:
             raise CacheError(path, _described(fields), f"{_described(self._fields)} as in shard 0", code="E701")
+        return header
 
     def _check_fields(self, path: str, fields: Fields) -> None:
         """Compare the first shard with the manifest; any value fits a key that the manifest lacks."""

@@ -265,7 +265,7 @@ def shard_damage(
         return [(None, f"{path}: its header is not the one that was written, by {its_receipt}")]
     damage: list[tuple[int | None, str]] = []
     for row, parts in enumerate(_rows_of(path, fields, rows, len(header), follow_links)):
-        wrong = _row_damage(fields, parts, receipt["slots"][row], receipt["xxh3_128"][row])
+        wrong = row_damage(fields, parts, receipt["slots"][row], receipt["xxh3_128"][row])
         if wrong:
             damage.append((row, f"{path}: sample {row} of the shard: {wrong}, by {its_receipt}"))
         if progress is not None:
@@ -288,7 +288,11 @@ def _rows_of(
         yield {name: table[row] for name, table in tables.items()}
 
 
-def _row_damage(fields: Fields, parts: Mapping[str, NDArray[np.uint8]], slots: int, digest: str) -> str:
+def row_damage(fields: Fields, parts: Mapping[str, NDArray[np.uint8]], slots: int, digest: str) -> str:
+    """Return what is wrong with the bytes of a row by field, by its slots and checksum in the receipt; "" if nothing.
+
+    fields: in the order of the file.
+    """
     (pieces,) = _pieces(fields, {name: part[None] for name, part in parts.items()}, [slots])
     if digest_of(pieces) != digest:
         return "its bytes do not give the checksum in its receipt"

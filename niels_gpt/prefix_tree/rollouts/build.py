@@ -19,8 +19,8 @@ from niels_gpt.builders.build import CHECKPOINT_SECONDS, Build
 from niels_gpt.builders.meta_keys import Source, build_identity, describe_and_commit, vocabulary_of
 from niels_gpt.builders.resume import NoTextError, check_ended, compare_consumed, open_build, seek
 from niels_gpt.builders.source import ItemKind, chunked, first_number
-from niels_gpt.builders.split import SPLITS, TextSplit, Waiting, count_repeated_lines
-from niels_gpt.builders.writer import OFFSET_DTYPE, npy_header
+from niels_gpt.builders.split import TextSplit, Waiting, count_repeated_lines
+from niels_gpt.cache.formats import OFFSET_DTYPE, SPLITS, npy_header
 from niels_gpt.encoding import DIGEST_BYTES, split_keys
 from niels_gpt.prefix_tree.rollouts.format import (
     GROUP_COLUMNS,

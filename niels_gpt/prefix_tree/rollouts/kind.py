@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from niels_gpt.builders.split import SPLITS
+from niels_gpt.cache.formats import SPLITS
 from niels_gpt.cache.meta import check_tokenizer, checked_meta, read_meta, sentinel_names
 from niels_gpt.display.decoded import decoded_text, runs
 from niels_gpt.display.numbers import many, number_of

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from niels_gpt.cache.formats import SPLITS, token_dtype_of
-from niels_gpt.cache.meta import check_expected, existing_cache, fingerprint, open_version, reader_meta
+from niels_gpt.cache.checksums import Check, CheckedItems
+from niels_gpt.cache.formats import token_dtype_of
 from niels_gpt.cache.mmap import mapped_npy, mmap_tokens, public_file
+from niels_gpt.cache.reader import Reader, named_cache
 from niels_gpt.prefix_tree.rollouts.format import (
     BIT_ORDER,
     GROUP_COLUMNS,
@@ -31,8 +32,7 @@ from niels_gpt.prefix_tree.rollouts.index import check_index
 from niels_gpt.prefix_tree.rollouts.records import FIELDS, PER_TOKEN, Rollout, RolloutGroup, Sample
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME, id_of_line
-from niels_gpt.storage.meta_json import file_records, path_inside, resolved, wrong_value
-from niels_gpt.storage.versions import version_name
+from niels_gpt.storage.meta_json import file_records, path_inside, wrong_value
 from niels_gpt.tokenizers.protocol import MAX_IDS
 
 if TYPE_CHECKING:
@@ -53,50 +53,51 @@ class _Offsets(NamedTuple):
     scores: Ints  # in the files of float32 by token
 
 
-class RolloutDataset:
+class RolloutDataset(Reader):
     """The groups of one split. A group's samples keep the order in which they were given.
 
-    The folder is resolved to a version once, here: a rebuild does not change an open dataset, and gc keeps its version.
-    Safe to fork and to pickle: a copy maps the files again. Files are mapped, never read as a whole, but for the index,
-    which is checked in pieces.
+    Versions, forks and pickles: as `niels_gpt.cache.reader.Reader`. Files are mapped, never read as a whole, but for
+    the index, which is checked in pieces.
     """
+
+    kind = KIND
+    _anew = ("groups", "samples", "_tokens", "_bits", "_ids", "_values", "_offsets")
+    meta: dict[str, Any]
 
     def __init__(
         self,
         path: str | os.PathLike[str],
-        split: str = "train",
+        split: str | None = None,
         *,
         tokenizer_sha256: str | None = None,
         expect: Mapping[str, Any] | None = None,
+        check: Check = "ends",
     ) -> None:
-        """path: of a rollout cache, such as cache/rollouts/NAME. split: "train" or "val".
+        """path: of a rollout cache, such as cache/rollouts/NAME, or of a split in it: cache/rollouts/NAME/val.
 
+        split: "train" or "val"; None: what `path` says, else "train".
         tokenizer_sha256: raise CacheError unless the ids are of this model. expect: an earlier `fingerprint`; raise
-        CacheError unless the split still has it.
+        CacheError unless the split still has it. check: as for `niels_gpt.cache.pretrain_dataset.PretrainSplit`.
 
         Raises:
             FileNotFoundError: no such cache or file.
             CacheError: a damaged cache, one of another kind, and a split without a group. It names the file.
-            ValueError: another split.
+            ValueError: another split or check.
         """
-        if split not in SPLITS:
-            raise ValueError(f"split={split!r}: expected one of {', '.join(SPLITS)}")
-        self.split = split
-        self.folder: Path = existing_cache(resolved(Path(os.path.expanduser(path))), path)
-        self._hold, meta, self.vocab_size = open_version(self.folder, KIND, tokenizer_sha256)
-        if meta is None:
-            raise CacheError(self.folder, f"no {META_NAME}", "a rollout cache", REBUILD, code="E207")
-        if tokenizer_sha256 is not None and meta.get("tokenizer_sha256") is None:
+        self._asked = tokenizer_sha256
+        self._open_version(*named_cache(path, split), tokenizer_sha256, expect, check)
+
+    def _prepare(self) -> None:
+        if self.meta is None:
+            raise CacheError(self.cache, f"no {META_NAME}", "a rollout cache", REBUILD, code="E207")
+        if self._asked is not None and self.meta.get("tokenizer_sha256") is None:
             found, remedy = "does not record which tokenizer its ids are of", "Open it without tokenizer_sha256"
-            raise CacheError(self.folder / META_NAME, found, remedy=remedy, code="E402")
-        self.meta: dict[str, Any] = meta
-        self.fields: dict[str, str] = _fields(meta, str(self.folder / META_NAME))
+            raise CacheError(self.cache / META_NAME, found, remedy=remedy, code="E402")
+        self.fields: dict[str, str] = _fields(self.meta, str(self.cache / META_NAME))
         """The names of the fields -> "token" or "sample", as `LossEdges.field(values, per=...)` takes it."""
-        self._open()
-        check_expected(self.fingerprint(), expect, str(self.folder))
 
     def _open(self) -> None:
-        where = str(self.folder / META_NAME)
+        where = str(self.cache / META_NAME)
         sizes = {record["name"]: record["bytes"] for record in file_records(self.meta, where)}
         if self.vocab_size is None and self.meta.get("token_dtype") != "uint32-le":
             raise wrong_value(where, "token_dtype", self.meta.get("token_dtype"), "'uint32-le' without a vocab_size")
@@ -104,36 +105,38 @@ class RolloutDataset:
 
         def opened(name: str) -> tuple[Path, int]:
             if name not in sizes:
-                raise CacheError(self.folder / META_NAME, f"does not name {name}", remedy=REBUILD, code="E202")
-            return path_inside(self.folder, name), sizes[name]
+                raise CacheError(self.cache / META_NAME, f"does not name {name}", remedy=REBUILD, code="E202")
+            return path_inside(self.cache, name), sizes[name]
 
-        def mapped(name: str, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+        def mapped(name: str, dtype: np.dtype[Any]) -> Any:
             place, size = opened(name)
-            return mmap_tokens(place, expected_bytes=size, dtype=dtype)
+            items = mmap_tokens(place, expected_bytes=size, dtype=dtype, sums=self._sums)
+            return CheckedItems(items, place, self._sums) if self._sums.every_block else items
 
         def table(name: str, columns: Sequence[str]) -> npt.NDArray[np.int64]:
             place, size = opened(f"index/{self.split}_{name}.npy")
-            flat = mapped_npy(place, size)
+            flat = mapped_npy(place, size, self._sums)
             if len(flat) % len(columns):
                 found = f"{len(flat)} numbers"
                 raise CacheError(place, found, f"{len(columns)} for each of {name}", REBUILD, code="E203")
             if not len(flat):
                 raise CacheError(
-                    self.folder, f"split {self.split} is empty: no group is in it", remedy=_FILL, code="E204"
+                    self.cache, f"split {self.split} is empty: no group is in it", remedy=_FILL, code="E204"
                 )
             return flat.reshape(-1, len(columns))
 
         self.groups, self.samples = table("groups", GROUP_COLUMNS), table("samples", SAMPLE_COLUMNS)
-        self._tokens = mapped(file_of(self.split, "tokens"), token_dtype_of(self.meta, self.folder / META_NAME))
+        self._tokens = mapped(file_of(self.split, "tokens"), token_dtype_of(self.meta, self.cache / META_NAME))
+        self.num_tokens = len(self._tokens)
         self._bits = mapped(file_of(self.split, "loss"), _BYTE)
         self._ids = mapped(f"index/{self.split}_ids.txt", _BYTE)
         self._values = {name: mapped(file_of(self.split, name), _FLOAT) for name in self.fields}
         files = {"tokens": self._tokens, "loss": self._bits, "ids": self._ids, **self._values}
-        check_index(self.folder, self.split, self.groups, self.samples, {key: len(file) for key, file in files.items()})
+        check_index(self.cache, self.split, self.groups, self.samples, {key: len(file) for key, file in files.items()})
         self._check_totals()
         ends = np.append(self.groups[1:, _FIRST_ID], len(self._ids)) - 1
-        if (self._ids[ends] != _NEWLINE).any():
-            path = public_file(self.folder / f"index/{self.split}_groups.npy")
+        if (self._ids[:][ends] != _NEWLINE).any():
+            path = public_file(self.cache / f"index/{self.split}_groups.npy")
             raise CacheError(path, "first_id inside a line", "the first byte of one", REBUILD, code="E203")
 
     def _check_totals(self) -> None:
@@ -142,45 +145,22 @@ class RolloutDataset:
         for unit, number in counted.items():
             found = totals.get(f"{self.split}_{unit}") if isinstance(totals, dict) else None
             if found != number:
-                where = str(self.folder / META_NAME)
+                where = str(self.cache / META_NAME)
                 raise wrong_value(where, f"totals.{self.split}_{unit}", found, f"{number} by the index")
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {
-            key: value
-            for key, value in self.__dict__.items()
-            if key not in ("groups", "samples", "_tokens", "_bits", "_ids", "_values", "_offsets")
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        before = self.meta.get("content_sha256"), self.meta.get("tokenizer_sha256")
-        self.meta = reader_meta(self.folder, KIND) or {}
-        self._open()
-        check_expected(
-            self.fingerprint(),
-            {**self.fingerprint(), "content_sha256": before[0], "tokenizer_sha256": before[1]},
-            str(self.folder),
-        )
-
-    def __repr__(self) -> str:
-        """Name the cache, its split and its size."""
-        name, fields = version_name(self.folder), ", ".join(self.fields) or "no fields"
-        return f"RolloutDataset({name}, {self.split}: {len(self):,} groups, {len(self.samples):,} samples, {fields})"
+    def _sizes(self) -> str:
+        fields = ", ".join(self.fields) or "no fields"
+        return f"{len(self):,} groups, {len(self.samples):,} samples, {fields}"
 
     def __len__(self) -> int:
         """Return the number of groups."""
         return len(self.groups)
 
-    def fingerprint(self) -> dict[str, Any]:
-        """Return the identity of this split for a checkpoint: see `niels_gpt.cache.meta.fingerprint`."""
-        return fingerprint(self.folder, self.meta, split=self.split, tokens=len(self._tokens))
-
     def id(self, group: int) -> str:
         """Return the id of a group in its source. Raises: IndexError; CacheError for a line that is no id."""
         first = int(self._group(group)["first_id"])
         end = int(self.groups[group + 1, _FIRST_ID]) if group + 1 < len(self) else len(self._ids)
-        line, path = self._ids[first:end], public_file(self.folder / f"index/{self.split}_ids.txt")
+        line, path = self._ids[first:end], public_file(self.cache / f"index/{self.split}_ids.txt")
         lines = int((line == _NEWLINE).sum())
         if len(line) > _MAX_ID_BYTES or lines != 1:
             found = f"the id of group {group} has {len(line):,} bytes in {lines} lines"
@@ -215,7 +195,7 @@ class RolloutDataset:
         )
         expected = int(self._group(group)["tokens_after"])
         if is_whole and forest.num_tokens != expected:
-            path = public_file(self.folder / f"index/{self.split}_groups.npy")
+            path = public_file(self.cache / f"index/{self.split}_groups.npy")
             found = f"group {group} has {expected} tokens after folding"
             raise CacheError(path, found, f"{forest.num_tokens} by its ids", REBUILD, code="E203")
         starts = torch.tensor([sample.prompt_length for sample in samples])
@@ -290,7 +270,7 @@ class RolloutDataset:
     def _check_ids(self, ids: npt.NDArray[Any], group: int, number: int) -> None:
         limit = self.vocab_size or MAX_IDS
         if ids.max() >= limit:
-            path = public_file(self.folder / file_of(self.split, "tokens"))
+            path = public_file(self.cache / file_of(self.split, "tokens"))
             found = f"sample {number} of group {group} has the id {ids.max()}"
             raise CacheError(path, found, f"ids below {limit}", REBUILD, code="E203")
 
@@ -299,9 +279,9 @@ class RolloutDataset:
         where, mask = f"sample {number} of group {group}", sample.loss_mask
         for name, values in sample.fields.items():
             if not np.isfinite(values).all():
-                path = public_file(self.folder / file_of(self.split, name))
+                path = public_file(self.cache / file_of(self.split, name))
                 raise CacheError(path, f"{where} has a value that is not finite", remedy=REBUILD, code="E203")
-        path = public_file(self.folder / file_of(self.split, "loss"))
+        path = public_file(self.cache / file_of(self.split, "loss"))
         if sample.num_loss_tokens != targets:
             found = f"{where} has {sample.num_loss_tokens} targets"
             raise CacheError(path, found, f"{targets} by the index", REBUILD, code="E203")

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from niels_gpt.cache.checksums import Check
 from niels_gpt.cache.mmap import public_file
 from niels_gpt.display.tables import html_table
 from niels_gpt.prefix_tree.bins import SampleSizes, plan_bins
@@ -129,7 +130,7 @@ class RolloutStream(ResumableStream[RolloutBin]):
         cache: str | os.PathLike[str],
         max_tokens: int,
         *,
-        split: str = "train",
+        split: str | None = None,
         seed: int,
         rank: int = 0,
         world_size: int = 1,
@@ -137,8 +138,9 @@ class RolloutStream(ResumableStream[RolloutBin]):
         oversize: str = "error",
         tokenizer_sha256: str | None = None,
         expect: Mapping[str, Any] | None = None,
+        check: Check = "ends",
     ) -> None:
-        """cache, split, tokenizer_sha256, expect: as for `RolloutDataset`.
+        """cache, split, tokenizer_sha256, expect, check: as for `RolloutDataset`.
 
         max_tokens: the most tokens of a row after folding. A larger group is cut into several bins.
         epochs: how many until the stream ends; None: never.
@@ -156,7 +158,7 @@ class RolloutStream(ResumableStream[RolloutBin]):
             raise ValueError(f"oversize={oversize!r}: expected 'error' or 'own_bin'")
         self.oversize, self.device = oversize, "cpu"
         self._keys = random_keys(self.seed, ROUNDS, purpose=_PURPOSE)
-        self.dataset = RolloutDataset(cache, split, tokenizer_sha256=tokenizer_sha256, expect=expect)
+        self.dataset = RolloutDataset(cache, split, tokenizer_sha256=tokenizer_sha256, expect=expect, check=check)
         self.samples_per_epoch = len(self.dataset.samples)
         self.num_samples = None if self.epochs is None else limited("epochs", self.epochs, self.samples_per_epoch)
         lengths = self.dataset.samples[:, 0]

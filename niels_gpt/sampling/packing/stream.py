@@ -12,10 +12,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from niels_gpt.cache.formats import SPLITS, TokenDtype
-from niels_gpt.cache.meta import existing_cache, reader_meta
+from niels_gpt.cache.checksums import Check
+from niels_gpt.cache.formats import TokenDtype
+from niels_gpt.cache.meta import reader_meta
 from niels_gpt.cache.mmap import IO, public_file
 from niels_gpt.cache.pretrain_dataset import PretrainSplit
+from niels_gpt.cache.reader import named_cache
 from niels_gpt.cache.sft_counts import OverLength
 from niels_gpt.sampling.batch import Rows, Segments
 from niels_gpt.sampling.packing.pieces import PackedCounts, Pieces
@@ -25,7 +27,7 @@ from niels_gpt.sampling.permutation import ROUNDS, random_keys
 from niels_gpt.sampling.state import key_check
 from niels_gpt.sampling.stream import CacheStream, MadeAhead
 from niels_gpt.storage.codes import CodedWarning
-from niels_gpt.storage.meta_json import printable, resolved
+from niels_gpt.storage.meta_json import printable
 from niels_gpt.storage.versions import version_name
 
 _PURPOSE = 3
@@ -62,7 +64,7 @@ class PackedStream(CacheStream):
         self,
         cache_dir: str | os.PathLike[str],
         *,
-        split: str = "train",
+        split: str | None = None,
         T: int,
         global_batch_size: int,
         seed: int,
@@ -76,9 +78,11 @@ class PackedStream(CacheStream):
         expect: Mapping[str, Any] | None = None,
         io: IO = "mmap",
         dtype: TokenDtype | None = None,
+        check: Check = "ends",
     ) -> None:
-        """Open a split, "train" or "val", of a pretrain or sft cache, and plan its rows.
+        """Open a split of a pretrain or sft cache, and plan its rows.
 
+        cache_dir, split: a cache and "train" or "val", or CACHE/SPLIT; neither: "train".
         over_length: what becomes of documents of more than T tokens: "split" cuts them, "truncate" keeps their first T
             tokens, "drop" leaves them out, both with a warning; "error" refuses them.
         Other arguments: as for `EpochStream`.
@@ -94,11 +98,9 @@ class PackedStream(CacheStream):
             epochs=epochs,
             drop_last=drop_last,
         )
-        if split not in SPLITS:
-            raise ValueError(f"split={split!r}: expected one of {', '.join(SPLITS)}")
-        cache = existing_cache(resolved(Path(os.path.expanduser(cache_dir))), cache_dir)
+        cache, name = named_cache(cache_dir, split)
         options: dict[str, Any] = {"tokenizer_sha256": tokenizer_sha256, "expect": expect, "io": io, "dtype": dtype}
-        self.split = _opened(cache, split, options)
+        self.split = _opened(cache, name, {**options, "check": check})
         self.folder, self.over_length = cache, over_length
         keys = random_keys(self.seed, ROUNDS + 1, purpose=_PURPOSE)
         self._keys, self._turn_key = keys[:ROUNDS], keys[ROUNDS:]
@@ -268,4 +270,4 @@ def _opened(cache: Path, split: str, options: dict[str, Any]) -> Any:
         from niels_gpt.cache.sft_split import SFTSplit
 
         return SFTSplit(cache, split, **options)
-    return PretrainSplit(cache / split, **options)
+    return PretrainSplit(cache, split=split, **options)

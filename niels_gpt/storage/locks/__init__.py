@@ -7,13 +7,29 @@ leases.py      a lock that reaches other machines without the kernel: a file who
 holders.py     what a lease's file says of its holder, and whether that process is dead
 mounts.py      whether a folder's file system passes flock on to other machines
 readers.py     a reader's lock on the folder of its version, which gc looks for
+
+The names below are imported at their first use: who reads a cache takes no builder's lock.
 """
 
-from niels_gpt.storage.locks.builders import file_lock, is_leased, refuse_if_held, refuse_while_held
-from niels_gpt.storage.locks.folder import apply_lock_setting, lock_kind
-from niels_gpt.storage.locks.kernel import logger
-from niels_gpt.storage.locks.leases import check_lease, is_lost
-from niels_gpt.storage.locks.readers import OPEN, VersionHold, hold_folder, hold_version, unless_held
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from niels_gpt.storage.locks.builders import file_lock, is_leased, refuse_if_held, refuse_while_held
+    from niels_gpt.storage.locks.folder import apply_lock_setting, lock_kind
+    from niels_gpt.storage.locks.kernel import logger
+    from niels_gpt.storage.locks.leases import check_lease, is_lost
+    from niels_gpt.storage.locks.readers import OPEN, VersionHold, hold_folder, hold_version, unless_held
+
+_HOMES = {
+    **dict.fromkeys(("file_lock", "is_leased", "refuse_if_held", "refuse_while_held"), "builders"),
+    **dict.fromkeys(("apply_lock_setting", "lock_kind"), "folder"),
+    "logger": "kernel",
+    **dict.fromkeys(("check_lease", "is_lost"), "leases"),
+    **dict.fromkeys(("OPEN", "VersionHold", "hold_folder", "hold_version", "unless_held"), "readers"),
+}
 
 __all__ = [
     "OPEN",
@@ -31,3 +47,9 @@ __all__ = [
     "refuse_while_held",
     "unless_held",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

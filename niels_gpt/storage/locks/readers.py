@@ -10,8 +10,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from niels_gpt.storage.fileio import META_NAME
-from niels_gpt.storage.locks.folder import FLOCK, lock_kind
-from niels_gpt.storage.locks.kernel import NOT_OFFERED
 
 _LEASES = "builders lock this folder by leases, which readers have not, so nobody can know whether one has it open"
 _NO_FOLDER = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}
@@ -45,10 +43,10 @@ class VersionHold:
     def __reduce__(self) -> tuple[Callable[[Path], VersionHold], tuple[Path]]:
         return hold_version, (self.folder,)
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at exit the name os may be gone
         handle, self._handle = self._handle, None
         if handle is not None:
-            os.close(handle)
+            close(handle)
 
 
 def hold_version(folder: Path) -> VersionHold:
@@ -80,6 +78,8 @@ def unless_held(folder: Path) -> Iterator[str]:
     Without locks on its file system, and where builders take leases, a version always may have one. A path that is no
     folder has none.
     """
+    from niels_gpt.storage.locks.folder import FLOCK, lock_kind  # gc alone needs them
+
     handle = None
     try:
         try:
@@ -97,6 +97,8 @@ def unless_held(folder: Path) -> Iterator[str]:
 
 
 def _unknown(error: OSError) -> str:
+    from niels_gpt.storage.locks.kernel import NOT_OFFERED
+
     what = "this file system has no locks" if error.errno in NOT_OFFERED else f"it cannot be locked ({error.strerror})"
     return f"{what}, so nobody can know whether a reader has it open"
 

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
-
-import numpy as np
-import torch
-from numpy.typing import NDArray
+from collections.abc import Callable
 
 from niels_gpt.eagle3.format.layout import PathLike, shard_path
 from niels_gpt.eagle3.format.manifest import read_manifest
 from niels_gpt.eagle3.format.native.layout import native_layout_of
-from niels_gpt.eagle3.format.native.shard_reader import MappedShard, map_shard
-from niels_gpt.eagle3.format.native.shard_writer import ROW_TENSORS, sample_digest
+from niels_gpt.eagle3.format.native.shard_reader import map_shard, row_damage, row_digest
 from niels_gpt.eagle3.format.shard_writer import read_receipt, receipt_path
 from niels_gpt.storage.errors import CacheError
 
@@ -45,9 +40,9 @@ def native_shard_damage(
     if hashlib.sha256(header).hexdigest() != receipt["header_sha256"] or len(shard) != receipt["samples"]:
         return [(None, f"{path}: its header is not the one that was written, by {its_receipt}")]
     damage: list[tuple[int | None, str]] = []
-    for row, digest, size in _digests(shard):
-        if digest != receipt["xxh3_128"][row]:
-            what = "its bytes do not give the checksum in its receipt" if digest else "its starts are damaged"
+    for row, stored in enumerate(receipt["xxh3_128"]):
+        digest, size = row_digest(shard, row)
+        if what := row_damage(digest, stored):
             damage.append((row, f"{path}: sample {row} of the shard: {what}, by {its_receipt}"))
         if progress is not None:
             progress(size)
@@ -55,23 +50,3 @@ def native_shard_damage(
     if not damage and shard.loss_mask(tokens, -(-tokens // 8) * 8).any():
         damage.append((None, f"{path}: its loss bits behind the last token are damaged"))
     return damage
-
-
-def _digests(shard: MappedShard) -> Iterator[tuple[int, str, int]]:
-    """Yield of each sample the row, the XXH3-128 of its bytes, empty where its starts name no rows, and its bytes."""
-    limits = [len(shard.tensors[name]) for name in ("input_ids", "aux_hidden_states", "argmax_ids")]
-    for row, (begins, ends) in enumerate(zip(shard.starts[:-1], shard.starts[1:], strict=True)):
-        if bool((begins < 0).any() or (ends < begins).any() or (ends > limits).any()):
-            yield row, "", 0
-            continue
-        pieces = {
-            name: _bytes_of(shard.tensors[name][begins[which] : ends[which]])
-            for name, which in ROW_TENSORS.items()
-            if name in shard.tensors
-        }
-        loss = shard.loss_mask(int(begins[0]), int(ends[0])).view(np.uint8)
-        yield row, sample_digest(ends - begins, loss, pieces), sum(piece.size for piece in pieces.values())
-
-
-def _bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
-    return tensor.view(torch.uint8).numpy().reshape(-1) if tensor.numel() else np.empty(0, np.uint8)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from niels_gpt.cache.checksums import Check
 from niels_gpt.eagle3.format.layout import (
     MAX_ROWS,
     WITHOUT_HOLES,
@@ -36,6 +37,8 @@ from niels_gpt.eagle3.format.manifest import (
 from niels_gpt.eagle3.format.native.layout import STARTS, Counts, NativeLayout, native_layout_of
 from niels_gpt.eagle3.format.native.rows import row_counts
 from niels_gpt.eagle3.format.native.sample import NativeSample
+from niels_gpt.eagle3.format.native.shard_writer import ROW_TENSORS, sample_digest
+from niels_gpt.eagle3.format.receipts import Receipts, version_of
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import shortened
 
@@ -138,18 +141,48 @@ def _described(tensors: Tensors) -> str:
     return ", ".join(f"{shortened(name)} {str(dtype)[6:]} {list(shape)}" for name, (dtype, shape) in tensors.items())
 
 
+def row_digest(shard: MappedShard, row: int) -> tuple[str, int]:
+    """Return the XXH3-128 of a sample's bytes, empty where its starts name no rows, and how many they are."""
+    begins, ends = shard.starts[row], shard.starts[row + 1]
+    limits = [len(shard.tensors[name]) for name in ("input_ids", "aux_hidden_states", "argmax_ids")]
+    if bool((begins < 0).any() or (ends < begins).any() or (ends > limits).any()):
+        return "", 0
+    pieces = {
+        name: _bytes_of(shard.tensors[name][begins[which] : ends[which]])
+        for name, which in ROW_TENSORS.items()
+        if name in shard.tensors
+    }
+    loss = shard.loss_mask(int(begins[0]), int(ends[0])).view(np.uint8)
+    return sample_digest(ends - begins, loss, pieces), sum(piece.size for piece in pieces.values())
+
+
+def row_damage(digest: str, stored: str) -> str:
+    """Return what is wrong with a sample, by the `row_digest` of its bytes and that in the receipt; "" if nothing."""
+    if digest == stored:
+        return ""
+    return "its bytes do not give the checksum in its receipt" if digest else "its starts are damaged"
+
+
+def _bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    return tensor.view(torch.uint8).numpy().reshape(-1) if tensor.numel() else np.empty(0, np.uint8)
+
+
 class NativeShards:
     """The shards of one native cache. May be pickled; each process makes its own maps, and threads may share it."""
 
-    def __init__(self, cache_dir: PathLike, max_open: int = 1024, *, follow_links: bool = False) -> None:
-        """max_open: limit of shards that are mapped at a time. follow_links: as `open_file`.
+    def __init__(
+        self, cache_dir: PathLike, max_open: int = 1024, *, follow_links: bool = False, check: Check = "ends"
+    ) -> None:
+        """max_open: limit of shards that are mapped at a time. follow_links: as `open_file`. check: as for `Receipts`.
 
         Raises: FileNotFoundError; CacheError (a ValueError) naming a file that does not fit the manifest; ValueError
             for max_open < 1.
         """
         if max_open < 1:
             raise ValueError(f"max_open_shards={max_open}: expected 1 or more")
-        self.cache_dir, self._follow_links, self._max_open = os.fspath(cache_dir), follow_links, max_open
+        self.cache_dir = cache_dir = version_of(cache_dir)
+        self._follow_links, self._max_open = follow_links, max_open
+        self._receipts = Receipts(cache_dir, check, follow_links=follow_links)
         self.manifest = read_manifest(cache_dir, follow_links=follow_links)
         if not is_native(self.manifest):
             found = f"format_version={self.manifest['format_version']}"
@@ -182,7 +215,10 @@ class NativeShards:
     def sample(self, index: int) -> NativeSample:
         """Return a sample; its tensors are views of the map. Raises: IndexError; CacheError."""
         shard, row = self.place(index)
-        return self.opened(shard).sample(row)
+        mapped = self.opened(shard)
+        if self._receipts.every_sample:
+            self._receipts.check_sample(shard, row, lambda _, stored: row_damage(row_digest(mapped, row)[0], stored))
+        return mapped.sample(row)
 
     def opened(self, shard_index: int) -> MappedShard:
         """Return a shard, mapped in this process. Raises: CacheError if it is not what it was when it was checked."""
@@ -190,7 +226,8 @@ class NativeShards:
             self._open, self._pid = {}, os.getpid()
         mapped = self._open.get(shard_index)
         if mapped is None:
-            mapped, counts = self._map(shard_index)  # checked again: it may have been replaced since
+            mapped, counts, header = self._map(shard_index)  # checked again: it may have been replaced since
+            self._receipts.check_header(shard_index, header)
             first, behind = self._firsts[shard_index : shard_index + 2]
             if not np.array_equal(counts, self.counts[first:behind]):
                 path = shard_path(self.cache_dir, shard_index)
@@ -201,7 +238,7 @@ class NativeShards:
                     del self._open[next(iter(self._open))]  # views in use keep their map
         return mapped
 
-    def _map(self, shard_index: int) -> tuple[MappedShard, Counts]:
+    def _map(self, shard_index: int) -> tuple[MappedShard, Counts, bytes]:
         path = shard_path(self.cache_dir, shard_index)
-        mapped, _ = map_shard(path, self.layout, follow_links=self._follow_links)
-        return mapped, checked_counts(path, mapped, self.manifest["seq_length"])
+        mapped, header = map_shard(path, self.layout, follow_links=self._follow_links)
+        return mapped, checked_counts(path, mapped, self.manifest["seq_length"]), header

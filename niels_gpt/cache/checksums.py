@@ -1,0 +1,213 @@
+"""Whether the bytes of a file are those of its meta.json: the CRC-32 of its 64 KiB blocks, in index/crc32.bin.
+
+A file of another version often has the right size. A reader compares the first and the last block of each file when a
+process first opens it, which finds every file that was swapped as a whole; with check="blocks" each block when it is
+first read, which finds every changed byte. Caches of builder 1 and of other tools have no such checksums.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from niels_gpt.cache.formats import BLOCK_BYTES, num_blocks
+from niels_gpt.storage.errors import REBUILD, CacheError
+from niels_gpt.storage.meta_json import file_records, open_regular, path_inside, read_regular
+
+CRC_DTYPE: np.dtype[np.uint32] = np.dtype("<u4")
+Check = Literal["ends", "blocks"]
+"""What a reader compares with the checksums: the ends of each file once a process, or each block that it reads."""
+
+_compared: set[tuple[Any, ...]] = set()
+"""Files whose ends this process, or the one that it was forked from, has compared."""
+
+
+def covered_files(meta: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the records of the files that have block checksums, in the checksums' order; [] without checksums."""
+    name = meta["checksums"]["name"] if "checksums" in meta else None
+    return [record for record in file_records(meta) if record["name"] != name] if name is not None else []
+
+
+def stored_checksums(folder: Path, meta: Mapping[str, Any]) -> dict[str, NDArray[np.uint32]]:
+    """Return the stored checksums of each file's blocks: name -> uint32 [blocks].
+
+    Empty where the builder stored none, where their file cannot be read, or where it has another size.
+    """
+    covered = covered_files(meta)
+    if not covered or meta["checksums"].get("block_bytes") != BLOCK_BYTES:
+        return {}
+    counts = [num_blocks(record["bytes"]) for record in covered]
+    try:
+        raw = read_regular(path_inside(folder, meta["checksums"]["name"]), CRC_DTYPE.itemsize * sum(counts))
+    except (OSError, CacheError):
+        return {}
+    if len(raw) != CRC_DTYPE.itemsize * sum(counts):
+        return {}
+    parts = np.split(np.frombuffer(raw, dtype=CRC_DTYPE), np.cumsum(counts)[:-1])
+    return {record["name"]: part for record, part in zip(covered, parts, strict=True)}
+
+
+def checked_check(check: str) -> None:
+    """Raise ValueError unless `check` is one of `Check`."""
+    if check not in get_args(Check):
+        raise ValueError(f"check={check!r}: expected one of {', '.join(get_args(Check))}")
+
+
+class BlockSums:
+    """The checksums of one version of a cache, read block by block; false where it has none. May be pickled."""
+
+    def __init__(self, folder: Path, meta: Mapping[str, Any] | None, check: str = "ends") -> None:
+        """folder: of the version, resolved. check: one of `Check`. Raises: ValueError for another one."""
+        checked_check(check)
+        self.folder, self._check = folder, check
+        self._meta = meta if meta is not None and _has_sums(folder, meta) else None
+        self._record: dict[str, Any] = {} if self._meta is None else dict(self._meta["checksums"])
+        self._content = str((meta or {}).get("content_sha256"))
+        self._first: dict[str, int] | None = None
+        self._seen: dict[str, bytearray] = {}  # of each file: a byte for each block that was compared
+
+    def __bool__(self) -> bool:
+        return bool(self._record)
+
+    @property
+    def _firsts(self) -> dict[str, int]:
+        """Of each file the number of its first block among all blocks; found when a file is first opened."""
+        if self._first is None:
+            first, total = {}, 0
+            for record in covered_files(self._meta or {}):
+                first[record["name"]] = total
+                total += num_blocks(record["bytes"])
+            # Of another size nothing is compared: `verify` says what is wrong.
+            self._first = first if self._record.get("bytes") == CRC_DTYPE.itemsize * total else {}
+            self._meta = None
+        return self._first
+
+    @property
+    def every_block(self) -> bool:
+        """Whether each block is compared when it is first read."""
+        return self._check == "blocks" and bool(self)
+
+    def check_opened(self, path: Path, handle: int, *, whole: bool = False) -> None:
+        """Compare the first and the last block of an open file, once a process.
+
+        whole: the caller reads all of it: with check="blocks" every block is compared now.
+        Raises: CacheError E201 that names the file and the bytes; of the checksums' own file E203 and E204.
+        """
+        name = self._name(path)
+        if name is None:
+            return
+        about = os.fstat(handle)
+        if whole and self.every_block:
+            self.touch(path, about.st_size, 0, about.st_size, lambda number: _pread(handle, number))
+            return
+        key = about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, self._content
+        if key in _compared or not about.st_size:
+            return
+        last = num_blocks(about.st_size) - 1
+        self._compare(path, name, sorted({0, last}), lambda number: _pread(handle, number))
+        _compared.add(key)
+
+    def touch(self, path: Path, size: int, begin: int, end: int, block: Callable[[int], Any]) -> None:
+        """Compare the blocks of bytes begin to end - 1 of a file that were not compared before.
+
+        size: of the file; block: returns the bytes of a block by its number. Raises: as `check_opened`.
+        """
+        name = self._name(path)
+        if name is None or end <= begin:
+            return
+        seen = self._seen.get(name)
+        if seen is None:
+            seen = self._seen[name] = bytearray(num_blocks(size))
+        first, last = begin // BLOCK_BYTES, num_blocks(end)
+        number = seen.find(0, first, last)
+        while number >= 0:
+            self._compare(path, name, [number], block)
+            seen[number] = 1
+            number = seen.find(0, number, last)
+
+    def _name(self, path: Path) -> str | None:
+        """Return a file's name in meta.json; None for a file without checksums."""
+        try:
+            name = path.relative_to(self.folder).as_posix()
+        except ValueError:
+            return None
+        return name if self._record and name in self._firsts else None
+
+    def _compare(self, path: Path, name: str, numbers: list[int], block: Callable[[int], Any]) -> None:
+        stored = self._stored([self._firsts[name] + number for number in numbers])
+        for number, crc in zip(numbers, stored, strict=True):
+            content = block(number)
+            if zlib.crc32(content) != crc:
+                self._refuse_wrong_sums()
+                start = number * BLOCK_BYTES
+                found = f"bytes {start} to {start + len(content)} are not those of its checksum"
+                why = f"The file is damaged, or of another version than {self._record['name']}"
+                raise CacheError(path, found, remedy=f"{why}. {REBUILD}", code="E201")
+
+    def _stored(self, numbers: list[int]) -> Iterator[int]:
+        path = path_inside(self.folder, self._record["name"])
+        try:
+            handle = open_regular(path)
+        except FileNotFoundError:
+            raise CacheError(path, "no such file", "the checksums of the cache", REBUILD, code="E204") from None
+        try:
+            if (size := os.fstat(handle).st_size) != self._record["bytes"]:
+                expected = f"{self._record['bytes']} by its meta.json"
+                raise CacheError(path, f"{size} bytes", expected, REBUILD, code="E203")
+            width = CRC_DTYPE.itemsize
+            return iter([int.from_bytes(os.pread(handle, width, width * number), "little") for number in numbers])
+        finally:
+            os.close(handle)
+
+    def _refuse_wrong_sums(self) -> None:
+        """Raise CacheError if the checksums are damaged themselves: then the file that they blame may be good."""
+        path = path_inside(self.folder, self._record["name"])
+        raw = read_regular(path, self._record["bytes"])
+        if hashlib.sha256(raw).hexdigest() != self._record["sha256"]:
+            found = "its bytes do not give its sha256, so nobody can tell which files are good"
+            raise CacheError(path, found, remedy=REBUILD, code="E201")
+
+
+def _has_sums(folder: Path, meta: Mapping[str, Any]) -> bool:
+    """Whether a cache has checksums of these blocks; their file may be absent, for nobody needs it to train."""
+    record = meta.get("checksums", {})
+    return record.get("block_bytes") == BLOCK_BYTES and os.path.lexists(folder / str(record.get("name")))
+
+
+def _pread(handle: int, number: int) -> bytes:
+    """Return a block of an open file; a network file system may return less than requested."""
+    parts, at, end = [], number * BLOCK_BYTES, (number + 1) * BLOCK_BYTES
+    while at < end and (part := os.pread(handle, end - at, at)):
+        parts.append(part)
+        at += len(part)
+    return b"".join(parts)
+
+
+class CheckedItems:
+    """The map of a file whose blocks are compared when they are first sliced."""
+
+    def __init__(self, items: NDArray[Any], path: Path, sums: BlockSums) -> None:
+        """items: of the whole file."""
+        self._items, self._path, self._sums = items, path, sums
+        self._bytes = items.view(np.uint8).data
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, some: slice) -> NDArray[Any]:
+        """Return items of the file. Raises: CacheError E201 for a block that is not that of its checksum."""
+        begin, end, _ = some.indices(len(self._items))
+        size = self._items.itemsize
+        self._sums.touch(self._path, len(self._bytes), begin * size, end * size, self._block)
+        found: NDArray[Any] = self._items[begin:end]
+        return found
+
+    def _block(self, number: int) -> memoryview:
+        return self._bytes[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]

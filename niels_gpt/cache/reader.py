@@ -1,0 +1,129 @@
+"""What every reader of a cache does alike: it opens one version, holds it, checks whose it is, and can be pickled.
+
+Decides how a cache and a split of it are named: CACHE with `split=`, or CACHE/SPLIT.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from niels_gpt.cache.checksums import BlockSums
+from niels_gpt.cache.formats import SPLITS
+from niels_gpt.cache.meta import check_expected, check_tokenizer, existing_cache, fingerprint, reader_meta
+from niels_gpt.storage.fileio import META_NAME
+from niels_gpt.storage.locks import hold_version
+from niels_gpt.storage.meta_json import printable, resolved
+from niels_gpt.storage.versions import version_name
+
+
+class Reader:
+    """One split of one version of a cache: the base of its readers. No ABC: isinstance of one takes much longer.
+
+    The public name is resolved to a version once: a rebuild does not change an open split, and gc keeps its version.
+    Safe to fork and to pickle: a copy maps the files again, and raises CacheError if they were replaced. Never writes,
+    and opens no file outside that version but the meta.json of the tokenizer beside the cache.
+    """
+
+    kind: ClassVar[str]
+    """`kind` in meta.json."""
+    _anew: ClassVar[tuple[str, ...]] = ()
+    """Attributes that a copy makes anew."""
+    cache: Path
+    """The version's folder."""
+    split: str
+    """`train` or `val`; of another tool's files what their names say."""
+    meta: dict[str, Any] | None
+    vocab_size: int | None
+    num_tokens: int
+
+    def _open_version(
+        self, cache: Path, split: str, tokenizer_sha256: str | None, expect: Mapping[str, Any] | None, check: str
+    ) -> None:
+        """cache: the version's folder, resolved. Raises: FileNotFoundError, CacheError, ValueError."""
+        self.cache, self.split = cache, split
+        self._hold = hold_version(cache)
+        self.meta = reader_meta(cache, self.kind)
+        check_tokenizer(cache, self.meta, tokenizer_sha256)
+        self.vocab_size = (self.meta or {}).get("vocab_size")
+        self._sums = BlockSums(cache, self.meta, check)
+        self._prepare()
+        self._open()
+        check_expected(self.fingerprint(), expect, str(self._where))
+
+    def _prepare(self) -> None:
+        """Check what a copy need not check again."""
+
+    def _open(self) -> None:
+        """Open the files and check their sizes; a copy calls it too. Sets `num_tokens`."""
+        raise NotImplementedError
+
+    def _sizes(self) -> str:
+        """Return what is in the split, for `repr`."""
+        raise NotImplementedError
+
+    @property
+    def folder(self) -> Path:
+        """The version's folder; of a pretrain cache the split's folder in it."""
+        return self.cache
+
+    @property
+    def _where(self) -> Path:
+        """What is named in the error for another content than expected."""
+        return self.folder
+
+    def _identity(self) -> dict[str, Any]:
+        """Return what a copy must find again."""
+        return self.fingerprint()
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return the identity of these tokens for a checkpoint: see `niels_gpt.cache.meta.fingerprint`."""
+        return fingerprint(self.cache, self.meta, split=self.split, tokens=self.num_tokens)
+
+    def __repr__(self) -> str:
+        """Name the cache: `SFTSplit(cache/sft/oasst1 (version 0123456789ab), train: 49 examples, 5,100 tokens)`."""
+        checks = "" if self._sums else ", checksums: none"
+        name = f"{version_name(self.cache)}, {printable(self.split)}"
+        return f"{type(self).__name__}({name}: {self._sizes()}{checks})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key not in self._anew}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        before = self._identity()
+        if self.meta is not None:  # a real folder may have been replaced since
+            self.meta = reader_meta(self.cache, self.kind)
+        check_expected(self.fingerprint(), before, str(self._where))
+        self._open()
+        check_expected(self._identity(), before, str(self._where))
+
+
+def named_split(path: str | os.PathLike[str], split: str | None) -> tuple[Path, str | None]:
+    """Return a cache and the name of a split of it, by its path and `split`, or by CACHE/SPLIT alone.
+
+    path: ~ is the home folder. The name is None where nothing says it: `path` is then a cache, or a split's folder of
+    another name, as other tools make it.
+    Raises: ValueError for another split, and for one that contradicts the path.
+    """
+    if split is not None and split not in SPLITS:
+        raise ValueError(f"split={split!r}: expected one of {', '.join(SPLITS)}")
+    path = Path(os.path.expanduser(path))
+    name, above = path.name, path.parent
+    is_split = name in SPLITS and not os.path.lexists(path / META_NAME) and not (path / (split or META_NAME)).is_dir()
+    if not is_split or not any(map(os.path.lexists, (path, above / META_NAME, above / f"{name}_tokens.bin"))):
+        return path, split
+    if split not in (None, name):
+        raise ValueError(f"split={split!r}: {path} is the split {name}, expected the same split or the cache's folder")
+    return above, name
+
+
+def named_cache(path: str | os.PathLike[str], split: str | None) -> tuple[Path, str]:
+    """Return the version's folder of a cache and the name of a split, as `named_split`; "train" if nothing names one.
+
+    Raises: as `named_split`; FileNotFoundError.
+    """
+    cache, name = named_split(path, split)
+    return existing_cache(resolved(cache), path), name or SPLITS[0]

@@ -1,0 +1,99 @@
+"""What a reader does with a version and its receipts: it holds the version, names it, and compares what it maps.
+
+A shard is compared with the size and the header of its receipt when a process first maps it; with check="blocks" each
+sample with its checksum when it is first read. Caches of other tools have no receipts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from niels_gpt.cache.checksums import checked_check
+from niels_gpt.eagle3.format.layout import MANIFEST_NAME, PathLike, shard_path
+from niels_gpt.eagle3.format.meta import eagle3_meta, file_sha256
+from niels_gpt.eagle3.format.shard_writer import read_receipt, receipt_path
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.locks import hold_version
+from niels_gpt.storage.meta_json import resolved
+
+_compared: set[tuple[int, ...]] = set()  # shards that this process, or the one it was forked from, has compared
+_AGAIN = "Remove the shard and produce it again: precompute --resume"
+
+
+def version_of(cache_dir: PathLike) -> str:
+    """Return the folder of the version that a cache's public name points to now; of another folder its path."""
+    path = Path(cache_dir)
+    return os.fspath(resolved(path) if path.is_symlink() else cache_dir)
+
+
+def fingerprint(cache_dir: PathLike, num_samples: int, *, follow_links: bool) -> dict[str, Any]:
+    """Return the identity of a cache for a checkpoint: samples, manifest_sha256, content_sha256, tokenizer_sha256.
+
+    The last two are None without a meta.json of this project. Raises: CacheError for a damaged one.
+    """
+    meta = eagle3_meta(Path(cache_dir), follow_links) or {}
+    return {
+        "samples": num_samples,
+        "manifest_sha256": file_sha256(Path(cache_dir) / MANIFEST_NAME, follow_links=follow_links),
+        "content_sha256": meta.get("content_sha256"),
+        "tokenizer_sha256": meta.get("tokenizer_sha256"),
+    }
+
+
+class Receipts:
+    """The receipts of an open cache, which it keeps from gc. May be pickled."""
+
+    def __init__(self, cache_dir: PathLike, check: str = "ends", *, follow_links: bool = False) -> None:
+        """check: as for `niels_gpt.cache.pretrain_dataset.PretrainSplit`. Raises: ValueError for another one."""
+        checked_check(check)
+        self.every_sample = check == "blocks"
+        self._cache_dir, self._follow_links = os.fspath(cache_dir), follow_links
+        self._hold = hold_version(Path(cache_dir))
+        self._receipts: dict[int, dict[str, Any] | None] = {}  # of shards whose samples are compared
+        self._seen: dict[int, bytearray] = {}  # of each shard: a byte for each sample that was compared
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_receipts": {}}
+
+    def check_header(self, shard: int, header: bytes) -> None:
+        """Compare a shard's size and header with its receipt, once a process. Raises: CacheError E701."""
+        path = shard_path(self._cache_dir, shard)
+        about = os.stat(path)
+        key = about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
+        if key in _compared:
+            return
+        receipt = read_receipt(self._cache_dir, shard, follow_links=self._follow_links)
+        if receipt is None:
+            return
+        by = f"by {receipt_path(self._cache_dir, shard)}"
+        if about.st_size != receipt["bytes"]:
+            raise CacheError(path, f"{about.st_size} bytes", f"{receipt['bytes']} {by}", _AGAIN, code="E701")
+        if hashlib.sha256(header).hexdigest() != receipt["header_sha256"]:
+            found = f"bytes 0 to {len(header)}, its header, are not those that were written, {by}"
+            raise CacheError(path, found, remedy=_AGAIN, code="E701")
+        _compared.add(key)
+
+    def check_sample(self, shard: int, row: int, damage: Callable[[int, str], str]) -> None:
+        """Compare a sample with its receipt at its first read; without a receipt nothing is compared.
+
+        damage: takes the slots and the checksum of the receipt; returns what is wrong, or "". Raises: CacheError E701.
+        """
+        if shard not in self._receipts:
+            receipt = read_receipt(self._cache_dir, shard, follow_links=self._follow_links)
+            self._receipts[shard] = receipt
+        receipt = self._receipts[shard]
+        if receipt is None:
+            return
+        seen = self._seen.setdefault(shard, bytearray(receipt["samples"]))
+        if row >= len(seen) or not seen[row]:
+            where = receipt_path(self._cache_dir, shard)
+            if row >= len(seen):
+                raise CacheError(where, f"{len(seen)} samples", f"sample {row} of the shard too", _AGAIN, code="E701")
+            if wrong := damage(receipt["slots"][row], receipt["xxh3_128"][row]):
+                found = f"sample {row} of the shard: {wrong}, by {where}"
+                raise CacheError(shard_path(self._cache_dir, shard), found, remedy=_AGAIN, code="E701")
+            seen[row] = 1
