@@ -79,15 +79,16 @@ class BlockSums:
     @property
     def _firsts(self) -> dict[str, int]:
         """Of each file the number of its first block among all blocks; found when a file is first opened."""
-        if self._first is None:
+        meta = self._meta  # before _first is looked at: another thread may set both
+        if self._first is None and meta is not None:
             first, total = {}, 0
-            for record in covered_files(self._meta or {}):
+            for record in covered_files(meta):
                 first[record["name"]] = total
                 total += num_blocks(record["bytes"])
             # Of another size nothing is compared: `verify` says what is wrong.
             self._first = first if self._record.get("bytes") == CRC_DTYPE.itemsize * total else {}
             self._meta = None
-        return self._first
+        return self._first or {}
 
     @property
     def every_block(self) -> bool:
@@ -100,18 +101,19 @@ class BlockSums:
         whole: the caller reads all of it: with check="blocks" every block is compared now.
         Raises: CacheError E201 that names the file and the bytes; of the checksums' own file E203 and E204.
         """
-        name = self._name(path)
-        if name is None:
+        if not self:
             return
         about = os.fstat(handle)
         if whole and self.every_block:
             self.touch(path, about.st_size, 0, about.st_size, lambda number: _pread(handle, number))
             return
         key = about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, self._content
-        if key in _compared or not about.st_size:
+        if key in _compared:
             return
-        last = num_blocks(about.st_size) - 1
-        self._compare(path, name, sorted({0, last}), lambda number: _pread(handle, number))
+        name = self._name(path)
+        if name is not None and about.st_size:
+            last = num_blocks(about.st_size) - 1
+            self._compare(path, name, sorted({0, last}), lambda number: _pread(handle, number))
         _compared.add(key)
 
     def touch(self, path: Path, size: int, begin: int, end: int, block: Callable[[int], Any]) -> None:

@@ -43,7 +43,7 @@ class PretrainSplit(Reader):
 
     kind = "pretrain"
     _anew = ("_documents",)
-    _documents: NDArray[np.int64] | None
+    _documents: NDArray[np.int64] | None = None
 
     def __init__(
         self,

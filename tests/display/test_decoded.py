@@ -184,7 +184,7 @@ def test_documents_need_an_index_that_fits(cache, tmp_path):
     data = PretrainTokenStreamDataset(copy / "train", T=4, device="cpu")
     index = copy / "index" / "train_docs.npy"
     np.save(index, np.load(index)[:-1])
-    with refused("E201", "train_docs.npy"):
+    with refused("E203", "train_docs.npy", "by its meta.json"):
         len(data)
     index.unlink()
     with refused("E204", "train_docs.npy", kind=FileNotFoundError):
