@@ -110,10 +110,16 @@ class Eagle3Kind(Kind):
         return os.path.lexists(folder / _MANIFEST_NAME)
 
     def refuse(self, cache: Cache, *, models: bool) -> None:
-        """Read the manifest, as every reader does first."""
+        """Open it as its readers do, and map every shard."""
+        from niels_gpt.eagle3.cache import CachedEagle3Dataset
+        from niels_gpt.eagle3.format.manifest import is_native
         from niels_gpt.eagle3.inspect.opening import open_cache
+        from niels_gpt.eagle3.native import NativeEagle3Dataset
 
-        open_cache(cache.folder)
+        opened: Any = open_cache(cache.folder)
+        data = (NativeEagle3Dataset if is_native(opened.manifest) else CachedEagle3Dataset)(cache.folder)
+        for shard in range(opened.num_shards):
+            data[opened.first_of(shard)]
 
     def verdicts(
         self, cache: Cache, names: Collection[str], limits: Limits, progress: Progress | None = None

@@ -7,6 +7,8 @@ import warnings
 from importlib import import_module
 from types import ModuleType
 
+from niels_gpt.storage.codes import CodedWarning
+
 _MOVED = {
     "verify": {"verify": "kinds.verify", "find_damage": "kinds.verify", "Limits": "kinds.kind"},
     "file_checks": {"Damage": "kinds.files"},
@@ -25,7 +27,8 @@ _MOVED = {
 }
 """The documented names of each module, and the module that has them now."""
 
-warnings.warn("niels_gpt.inspection is niels_gpt.kinds now; docs/api/kinds.md has the names", DeprecationWarning, 2)
+_SAID = "niels_gpt.inspection is niels_gpt.kinds now: import the names of docs/api/kinds.md from there"
+warnings.warn(CodedWarning("W104", _SAID), stacklevel=2)
 for _name, _places in _MOVED.items():
     _module = ModuleType(f"{__name__}.{_name}", f"Names of niels_gpt.kinds: {', '.join(_places)}.")
     for _attribute, _place in _places.items():

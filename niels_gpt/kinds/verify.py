@@ -121,7 +121,9 @@ def _by_verdicts(path: Path, kind: Kind, *, deep: bool, progress: Progress | Non
         return [Damage("", 0, 0, str(error))]
     except MALFORMED as error:
         return [Damage("", 0, 0, f"not as docs/formats.md describes it ({error!r})")]
-    problems = (problem for verdict in verdicts.values() for problem in verdict.problems)
+    problems = [problem for verdict in verdicts.values() for problem in verdict.problems]
+    if not problems and (refused := reader_error(Cache.named(path))) is not None:
+        problems.append(f"the readers refuse it: {refused}")
     return [Damage("", 0, 0, problem) for problem in dict.fromkeys(problems)]  # several checks need one file
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from niels_gpt.builders.journal import identity_of
 from niels_gpt.builders.meta_keys import OF_ANOTHER_VERSION, is_of_this_version
 from niels_gpt.display.numbers import size_text
+from niels_gpt.kinds.kind import kind_names
 from niels_gpt.recipes.disk import bytes_below
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.leftovers import Leftover, leftovers, removable, versions_below
@@ -41,17 +42,18 @@ def collect(cache_dir: Path, *, dry_run: bool) -> Iterator[str]:
     """
     if not cache_dir.is_dir():
         raise FileNotFoundError(f"{cache_dir}: no such folder. Name the folder of the caches, such as cache")
+    kinds = kind_names()
     for folder in versions_below(cache_dir):
         cache = folder.parent.parent / folder.name
         lines: list[str] = []
         try:
-            if not dry_run and removable(cache):
+            if not dry_run and removable(cache, kinds):
                 with build_lock(cache):
-                    for piece in _explained(leftovers(cache)):  # listed again: a build may have ended meanwhile
+                    for piece in _explained(leftovers(cache, kinds)):  # listed again: a build may have ended meanwhile
                         lines.append(_remove(piece, dry_run))
             else:
                 refuse_if_building(cache)
-                lines += [_remove(piece, dry_run) for piece in _explained(leftovers(cache))]
+                lines += [_remove(piece, dry_run) for piece in _explained(leftovers(cache, kinds))]
         except CacheError as error:  # another process holds the lock, or its file is no lock
             lines.append(f"left alone {error}")
         except OSError as error:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.cache.meta import listed_meta
+from niels_gpt.kinds.kind import kinds
 from niels_gpt.paths import FAMILIES
 from niels_gpt.recipes.run_recipe import RUNS_DIR, TOKENIZER_KEY, Outcome, runs_file
 from niels_gpt.settings import Settings
@@ -31,7 +32,8 @@ def recorded_outcomes(root: Path) -> tuple[list[Outcome], dict[str, Exception]]:
     A cache that was copied here has no line in .runs/: its seconds are nan and its fingerprint is empty.
     Raises: FileNotFoundError if there is no cache.
     """
-    families = [sorted(root.glob(f"{family}/[!.]*")) for family in FAMILIES]
+    known = [key.rstrip("/") for kind in kinds() for key in kind.keys if key.endswith("/")]  # of other packages too
+    families = [sorted(root.glob(f"{family}/[!.]*")) for family in dict.fromkeys([*FAMILIES, *known])]
     outcomes: list[Outcome] = []
     damaged: dict[str, Exception] = {}
     for path in itertools.chain([root / TOKENIZER_KEY], *families):

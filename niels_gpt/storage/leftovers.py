@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import zlib
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,12 +66,12 @@ class Leftover(NamedTuple):
     """Whether this project made it: only then gc removes it."""
 
 
-def removable(path: PathLike) -> list[tuple[Path, str]]:
+def removable(path: PathLike, kinds: Collection[str] = KINDS) -> list[tuple[Path, str]]:
     """Return what gc may remove of the cache at `path`, and why: the `leftovers` that are ours."""
-    return [(entry.path, entry.why) for entry in leftovers(path) if entry.is_ours]
+    return [(entry.path, entry.why) for entry in leftovers(path, kinds) if entry.is_ours]
 
 
-def leftovers(path: PathLike) -> list[Leftover]:
+def leftovers(path: PathLike, kinds: Collection[str] = KINDS) -> list[Leftover]:
     """Return all versions of the cache at `path` but the two newest, and the rest of dead builds (D11).
 
     A leftover is ours by its content, at its right place: a version has a meta.json of a known kind and the name of its
@@ -78,6 +79,7 @@ def leftovers(path: PathLike) -> list[Leftover]:
     folder has recipe.json, a version, or a journal of ours.
     The committed version always stays. Call this with `build_lock` held, or a build in progress looks dead. Whether a
     reader has an old version open is not checked here: see `niels_gpt.storage.locks.unless_held`.
+    kinds: the `kind` of the caches that are ours.
     """
     folder = versions_dir(path)
     if folder.is_symlink() or folder.parent.is_symlink():
@@ -85,7 +87,7 @@ def leftovers(path: PathLike) -> list[Leftover]:
     names = (entry for entry in folder.parent.parent.iterdir() if entry.is_symlink())
     committed = {os.path.normpath(name.parent / os.readlink(name)) for name in names}
     entries = sorted(folder.iterdir(), key=journals_first)
-    marked = {entry for entry in entries if _is_marked(entry)}
+    marked = {entry for entry in entries if _is_marked(entry, kinds)}
     found: list[Leftover] = []
     versions: list[Path] = []
     for entry in entries:
@@ -127,7 +129,7 @@ def _is_link(entry: Path) -> bool:
     return entry.name == LINK and entry.is_symlink()
 
 
-def _is_marked(entry: Path) -> bool:
+def _is_marked(entry: Path, kinds: Collection[str]) -> bool:
     """Whether the content of an entry of the versions folder shows that this project made it."""
     try:
         if entry.name == RECIPE_NAME:
@@ -145,7 +147,7 @@ def _is_marked(entry: Path) -> bool:
         return False
     content = str(meta.get("content_sha256"))
     named = content.startswith(entry.name) or _ADOPTED.fullmatch(entry.name) is not None
-    return meta.get("kind") in KINDS and named and SHA256_DIGITS.fullmatch(content) is not None
+    return meta.get("kind") in kinds and named and SHA256_DIGITS.fullmatch(content) is not None
 
 
 def is_journal(path: Path) -> bool:

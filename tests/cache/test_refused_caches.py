@@ -162,7 +162,7 @@ def test_offsets_of_another_version_of_equal_size_are_refused_at_once(cache_dir,
         pair_of(folder / "train_tokens.bin", folder / "train_idx.npy", io=io)
     if known_by == "meta.json":
         (damage,) = find_damage(folder, deep=False)
-        assert damage.file == "train_tokens.bin" and "example 1 begins" in damage.problem
+        assert damage.file == "train_idx.npy" and "bytes 0 to" in damage.problem
         return
     (cache_dir / "tokenizer" / META_NAME).unlink()  # nobody knows the ids of the roles: the targets show what is wrong
     with pytest.warns(UserWarning, match="2 of 5 rows have no target"):

@@ -90,9 +90,10 @@ def test_a_build_prints_the_warnings_of_its_checks_and_fails_where_one_blocks(fl
     assert done.status == 0 and "warning[W201]: sft/dolly15k: " in done.err
     tokens = sample / "sft" / "dolly15k" / "train_tokens.bin"
     content = bytearray(tokens.read_bytes())
-    content[2] ^= 1  # of a word, not of a sentinel: only the sha256 tells
+    content[2] ^= 1  # of a word, not of a sentinel: only the checksums tell
     tokens.write_bytes(bytes(content))
-    assert cli("build", "dolly15k", *flags).status == 0
+    done = cli("build", "dolly15k", *flags)
+    assert done.status == 1 and f"{tokens}: bytes 0 to " in done.err
     done = cli("build", "dolly15k", "--deep-checks", *flags)
     assert done.status == 1 and f"{tokens}: sha256 " in done.err
 

@@ -13,7 +13,7 @@ from support import LONG
 from support.disk import write_meta
 from support.eagle3_damage import native_put, native_rows, put, stored
 from support.errors import refused
-from support.harms import entry, file, flip, keys, npy, number, saved, sealed, watched
+from support.harms import entry, file, flip, keys, npy, number, resummed, saved, sealed, watched
 from support.kinds import KINDS, calls, fresh, judged
 
 TOKENS, IDX, SHARD = "train_tokens.bin", "train_idx.npy", "train/shard_00001.bin"
@@ -382,6 +382,7 @@ def test_a_reader_refuses_a_value_by_its_file_and_what_it_found(tmp_path, name):
     kind, harm, code, *found = READ[name]
     cache = fresh(kind, tmp_path / "caches")
     harm(cache.resolve())
+    resummed(cache.resolve())
     with watched(tmp_path), refused(code, *found) as caught:
         for _ in KINDS[kind].read(cache):
             pass

@@ -214,7 +214,7 @@ def test_damage_of_a_rollout_cache_is_named_and_care_is_asked_for(both, capsys):
     content[-4] ^= 1
     file.write_bytes(content)
     (found,) = find_damage(outcome.path, deep=False)  # its last block
-    assert "train_tokens.bin: bytes 0 to" in found.problem
+    assert found.file == "train_tokens.bin" and "bytes 0 to" in found.problem
     assert [damage.file for damage in find_damage(outcome.path, deep=True)] == ["train_tokens.bin"]
 
 

@@ -6,9 +6,11 @@ sample with its checksum when it is first read. Caches of other tools have no re
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from niels_gpt.eagle3.format.meta import eagle3_meta, file_sha256
 from niels_gpt.eagle3.format.shard_writer import read_receipt, receipt_path
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.locks import hold_version
-from niels_gpt.storage.meta_json import resolved
+from niels_gpt.storage.meta_json import file_records, resolved
 
 _compared: set[tuple[int, ...]] = set()  # shards that this process, or the one it was forked from, has compared
 _AGAIN = "Remove the shard and produce it again: precompute --resume"
@@ -66,7 +68,7 @@ class Receipts:
         key = about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
         if key in _compared:
             return
-        receipt = read_receipt(self._cache_dir, shard, follow_links=self._follow_links)
+        receipt = self._receipt(shard)
         if receipt is None:
             return
         by = f"by {receipt_path(self._cache_dir, shard)}"
@@ -77,14 +79,30 @@ class Receipts:
             raise CacheError(path, found, remedy=_AGAIN, code="E701")
         _compared.add(key)
 
+    def _receipt(self, shard: int) -> dict[str, Any] | None:
+        """Return a shard's receipt, None without one. Raises: CacheError E701 for another than meta.json names."""
+        receipt = read_receipt(self._cache_dir, shard, follow_links=self._follow_links)
+        where = receipt_path(self._cache_dir, shard)
+        named = self._digests.get(os.path.relpath(where, self._cache_dir)) if receipt is not None else None
+        if named is not None and (actual := file_sha256(Path(where), follow_links=self._follow_links)) != named:
+            raise CacheError(where, f"sha256 {actual[:12]}", f"{named[:12]} by meta.json", _AGAIN, code="E701")
+        return receipt
+
+    @functools.cached_property
+    def _digests(self) -> dict[str, str]:
+        """The sha256 of each file by its name; {} where no meta.json of this project can be read."""
+        with suppress(CacheError, OSError):
+            meta = eagle3_meta(Path(self._cache_dir), self._follow_links)
+            return {str(record["name"]): str(record["sha256"]) for record in file_records(meta or {})}
+        return {}
+
     def check_sample(self, shard: int, row: int, damage: Callable[[int, str], str]) -> None:
         """Compare a sample with its receipt at its first read; without a receipt nothing is compared.
 
         damage: takes the slots and the checksum of the receipt; returns what is wrong, or "". Raises: CacheError E701.
         """
         if shard not in self._receipts:
-            receipt = read_receipt(self._cache_dir, shard, follow_links=self._follow_links)
-            self._receipts[shard] = receipt
+            self._receipts[shard] = self._receipt(shard)
         receipt = self._receipts[shard]
         if receipt is None:
             return
