@@ -7,6 +7,7 @@ files are opened here and not by a reader, so that a cache that readers refuse c
 from __future__ import annotations
 
 import itertools
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -148,8 +149,11 @@ def id_lines(cache: Path, meta: dict[str, Any], split: str) -> Iterator[bytes]:
 
     Raises: FileNotFoundError; CacheError also for an id of more than 16 MiB.
     """
-    rest, path = b"", path_inside(cache, meta["ids"][split]["name"])
+    record = meta["ids"][split]
+    rest, path = b"", path_inside(cache, record["name"])
     with open(open_regular(path), "rb") as file:
+        if (size := os.fstat(file.fileno()).st_size) != record["bytes"]:
+            raise CacheError(path, f"{size} bytes", f"{record['bytes']} by its {META_NAME}", REBUILD, code="E203")
         while content := file.read(_READ_BYTES):
             *lines, rest = (rest + content).split(b"\n")
             yield from lines

@@ -96,6 +96,8 @@ class PretrainSplit(Reader):
         for path in self.files.paths:
             with open(open_regular(path), "rb") as file:
                 self._sums.check_opened(path, file.fileno())
+        if (self.meta or {}).get("index"):
+            self._documents = self.documents
 
     def _sizes(self) -> str:
         return f"{len(self.lengths)} shards, {self.num_tokens:,} tokens"

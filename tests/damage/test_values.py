@@ -416,6 +416,19 @@ def ids(change):
 
 
 QUICK = {
+    "documents that do not ascend": (
+        "pretrain",
+        sealed(entry("index/train_docs.npy", 5, -47)),
+        "train_docs.npy",
+        "do not ascend at entry 5",
+    ),
+    "documents that end early": (
+        "pretrain",
+        sealed(entry("index/train_docs.npy", 10, -1)),
+        "train_docs.npy",
+        "473",
+        "474",
+    ),
     "another byte": ("sft", changed("meta.json", b'"kind": "sft"', b'"kind": "sxx"'), "meta.json", "meta_crc32"),
     "no JSON": ("sft", changed("meta.json", b'"kind":', b'"kind",'), "meta.json", "JSON"),
     "no utf-8": ("sft", changed("meta.json", b'"kind"', b'"\xffind"'), "meta.json", "JSON"),
@@ -529,20 +542,6 @@ DEEP = {
         "meta.json",
         "184 tokens",
         "183",
-    ),
-    "documents that do not ascend": (
-        "pretrain",
-        sealed(entry("index/train_docs.npy", 5, -47)),
-        "train_docs.npy",
-        "entry 5 is 189",
-        "189",
-    ),
-    "documents that end early": (
-        "pretrain",
-        sealed(entry("index/train_docs.npy", 10, -1)),
-        "train_docs.npy",
-        "entry 10 is 473",
-        "474",
     ),
     "source ids that are no ASCII": ("sft", ids(lambda raw: b"\xc3\xa9" + raw), "train_ids.txt", "ASCII"),
     "too few source ids": ("sft", ids(lambda raw: raw.partition(b"\n")[2]), "train_ids.txt", "10 lines", "11"),

@@ -179,11 +179,11 @@ def test_a_list_of_source_ids_that_is_cut_is_an_error(tmp_path):
     a, b = (cache(tmp_path / name, ["one", "two", "three"]) for name in "ab")
     path = b / "index" / "train_ids.txt"
     for content, said in (
-        (b"id of one\n", "1 lines, expected 3"),
-        (path.read_bytes() + b"x\n", "more lines, expected 3"),
+        (b"id of one\n", "10 bytes, expected 32"),
+        (path.read_bytes() + b"x\n", "34 bytes, expected 32"),
     ):
         path.write_bytes(content)
-        with refused("E201", "index/train_ids.txt", said):
+        with refused("E203", "index/train_ids.txt", said):
             compared(a, b)
 
 

@@ -58,7 +58,7 @@ def test_every_token_of_a_pretrain_split_is_found_in_its_document(notes):
 def test_source_ids_are_those_of_the_loader_else_the_number_of_the_text_and_may_be_absent(notes):
     assert [at(notes, position)["source id"] for position in (0, 8, 14)] == ["web/first", "a line\\nend, é", "2"]
     (notes / "index" / "train_ids.txt").write_bytes(b"web/first\n")
-    with refused("E201", "train_ids.txt", "no line 2"):
+    with refused("E201", "train_ids.txt", "bytes 0 to 10"):
         at(notes, 20)
     assert np.load(notes / "index" / "train_docs.npy").tolist() == [0, 8, 14, 27]
     meta = read_meta(notes)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from niels_gpt.cache.checksums import BlockSums
 from niels_gpt.cache.documents import bounds, ids_at, source_id
 from niels_gpt.cache.formats import Ids, token_dtype_of
 from niels_gpt.cache.kind.show import turn_names
@@ -22,7 +23,7 @@ from niels_gpt.display.tables import cut, most_of, shown
 from niels_gpt.kinds.kind import Cache
 from niels_gpt.storage.errors import REBUILD, CacheError, PositionError
 from niels_gpt.storage.fileio import META_NAME
-from niels_gpt.storage.meta_json import printable
+from niels_gpt.storage.meta_json import open_regular, path_inside, printable
 
 _MAX_MARKED = 4  # tokens: each byte of a character may be one
 
@@ -103,6 +104,11 @@ def _document_at(cache: Cache, split: str, position: int) -> tuple[dict[str, Any
         )
     number = int(np.searchsorted(starts, position, side="right")) - 1
     start, end = starts[number : number + 2].tolist()
+    about, sums = _file(folder, meta, split, position), BlockSums(folder, meta)
+    others = [meta[group][split]["name"] for group in ("index", "ids") if split in meta.get(group, {})]
+    for path in (path_inside(folder, name) for name in (about["file"], *others)):
+        with open(open_regular(path), "rb") as file:  # one of another version tells of another document
+            sums.check_opened(path, file.fileno())
     found = {
         "split_tokens": total,
         "document": number,
@@ -111,7 +117,7 @@ def _document_at(cache: Cache, split: str, position: int) -> tuple[dict[str, Any
         "source_id": source_id(folder, meta, split, number),
         "offset_tokens": position - start,
     }
-    return found | _file(folder, meta, split, position), (start, end)
+    return found | about, (start, end)
 
 
 def _file(folder: Path, meta: dict[str, Any], split: str, position: int) -> dict[str, Any]:
