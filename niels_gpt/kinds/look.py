@@ -69,7 +69,8 @@ def show_data(
     _check_arguments(split, num_tokens)
     cache = open_cache(path)
     with cache.errors():
-        return cache.kind.show_data(cache, tokenizer, split=split, at=position, tokens=num_tokens)
+        found = cache.kind.show_data(cache, tokenizer, split=split, at=position, tokens=num_tokens)
+    return {"cache": str(path), **found}
 
 
 def locate(path: Path, tokenizer: FullTokenizer | None, *, split: str, position: int, num_tokens: int) -> str:
@@ -95,7 +96,8 @@ def locate_data(
     _check_arguments(split, num_tokens)
     cache = open_cache(path)
     with cache.errors():
-        return cache.kind.locate_data(cache, tokenizer, split=split, position=position, tokens=num_tokens)
+        found = cache.kind.locate_data(cache, tokenizer, split=split, position=position, tokens=num_tokens)
+    return {"cache": str(path), **found}
 
 
 def _check_arguments(split: str, num_tokens: int | None) -> None:
