@@ -20,13 +20,14 @@ Data goes from top to bottom. Each package's docstring lists its modules.
     cache/                 the public builders and readers of token caches (PR-03)
     kinds/                 every operation for a finished cache of any kind: verify, stats, show, diff, locate
     sampling/              epochs, mixtures of caches and evaluation, with a resumable state
-    interop/               other tools' token files, out and in; caches in buckets
+    exchange/              other tools' token files, out and in; caches in buckets
     eagle3/                caches of a target model's outputs for training EAGLE-3 drafts
     prefix_tree/           samples with shared prefixes folded into trees
     recipes/               which source, tokenizer and builder make each cache, and when it is built again
     commands/              every command line: flags, output, exit status
     storage/               files on disk: atomic writes, locks, versions, CacheError
     inspection/            the earlier name of kinds/, for one release
+    interop/               the earlier name of exchange/, for one release
     pictures.py            what all PNG pictures share: their figure, axes and bytes
     progress.py            the type of progress callbacks
     interrupts.py          turns signals into KeyboardInterrupt; the exit status is commands/console.py's

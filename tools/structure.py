@@ -32,9 +32,9 @@ LEVELS: tuple[frozenset[str], ...] = (
         }
     ),
     frozenset({"cache", "builders"}),
-    frozenset({"kinds", "sampling", "eagle3", "prefix_tree", "interop"}),
+    frozenset({"kinds", "sampling", "eagle3", "prefix_tree", "exchange"}),
     frozenset({"recipes"}),
-    frozenset({"commands", "train_tokenizer", "inspection"}),
+    frozenset({"commands", "train_tokenizer", "inspection", "interop"}),
 )
 """Packages and modules of niels_gpt by level, lowest first. A module imports its own level and lower ones."""
 ENTRY_POINTS = frozenset(
@@ -52,7 +52,7 @@ NEIGHBOURS = {
     "builders": {"cache.formats"},
     "cache": {"builders"},
     "kinds": {"builders", "cache"},
-    "interop": {"builders", "cache", "kinds"},
+    "exchange": {"builders", "cache", "kinds"},
     "sampling": {"builders", "cache"},
     "eagle3": {"cache.checksums", "cache.meta"},
     "prefix_tree": {"builders", "cache", "sampling"},

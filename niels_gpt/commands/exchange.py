@@ -11,10 +11,10 @@ import click
 from rich_click import argument, option
 
 from niels_gpt.commands.console import Command, Result, command, escaped, progress_bar, say
-from niels_gpt.interop.names import FORMAT_NAMES, read_line
+from niels_gpt.exchange.names import FORMAT_NAMES, read_line
 
 if TYPE_CHECKING:
-    from niels_gpt.interop.transfer.fetch import Fetched
+    from niels_gpt.exchange.transfer.fetch import Fetched
 
 _PATH = click.Path(path_type=Path)
 _CACHE = argument("cache", type=_PATH, help="folder of a cache, such as cache/pretrain/wikitext")
@@ -36,8 +36,8 @@ niels-gpt export cache/sft/oasst1 OUT --to hf""",
 def export(cache: Path, dest: Path, name: str) -> Result:
     """Export a cache."""
     from niels_gpt.display.numbers import many, size_text
-    from niels_gpt.interop.exporting import export_cache
-    from niels_gpt.interop.output import MANIFEST_NAME
+    from niels_gpt.exchange.exporting import export_cache
+    from niels_gpt.exchange.output import MANIFEST_NAME
     from niels_gpt.storage.meta_json import parse_object, read_regular
 
     with progress_bar(f"export {escaped(dest)}", "B", "files") as progress:
@@ -61,7 +61,7 @@ niels-gpt card cache/pretrain/wikitext --output README.md""",
 @option("--output", type=_PATH, metavar="FILE", help="write it there; printed if not given")
 def card(cache: Path, output: Path | None) -> Result:
     """Print a card."""
-    from niels_gpt.interop.card import card_of
+    from niels_gpt.exchange.card import card_of
     from niels_gpt.recipes.records import made_by
     from niels_gpt.storage.fileio import write_bytes
 
@@ -133,8 +133,8 @@ _URL = "s3://, gs://, az://, hf://datasets/OWNER/NAME, or a path; without creden
 def push(cache: Path, url: str, replace: bool, check: bool, public: bool, jobs: int) -> Result:
     """Push a cache."""
     from niels_gpt.display.numbers import many, size_text
-    from niels_gpt.interop.card import card_of
-    from niels_gpt.interop.transfer.push import push
+    from niels_gpt.exchange.card import card_of
+    from niels_gpt.exchange.transfer.push import push
     from niels_gpt.recipes.records import made_by
 
     card = card_of(cache, command=made_by(cache), url=url).encode() if url.startswith("hf://") else None
@@ -158,7 +158,7 @@ def push(cache: Path, url: str, replace: bool, check: bool, public: bool, jobs: 
 @_JOBS
 def pull(url: str, dest: Path, wait: bool, jobs: int) -> Result:
     """Pull a cache."""
-    from niels_gpt.interop.transfer.fetch import pull
+    from niels_gpt.exchange.transfer.fetch import pull
 
     with progress_bar(f"pull {escaped(dest)}", "B", "files") as progress:
         done = pull(url, dest, jobs=jobs, wait=wait, progress=progress)
@@ -179,7 +179,7 @@ niels-gpt stage s3://BUCKET/wikitext /local/wikitext --split train --max-bytes 1
 @_JOBS
 def stage(source: str, dest: Path, split: str | None, max_bytes: int | None, jobs: int) -> Result:
     """Stage a cache."""
-    from niels_gpt.interop.transfer.fetch import stage
+    from niels_gpt.exchange.transfer.fetch import stage
 
     with progress_bar(f"stage {escaped(dest)}", "B", "files") as progress:
         done = stage(source, dest, split=split, max_bytes=max_bytes, jobs=jobs, progress=progress)

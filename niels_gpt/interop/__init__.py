@@ -1,15 +1,31 @@
-"""Token caches as files of other tools, files of other tools as token caches, and caches in buckets.
+"""The earlier name of niels_gpt.exchange, kept for one release: importing it warns, and gives the same functions."""
 
-token_cache.py  a token cache as an export reads it: shards, borders, loss
-output.py       writes a folder of another tool: links, copies, streams, and the manifest
-exporting.py    export: a cache -> a folder of another tool
-foreign.py      a folder of another tool as an import reads it
-names.py        the names of the formats, and how their own tools read them; --help needs no more
-card.py         the card of a cache: README.md of a hub dataset repository
-assembling.py   files of tokens -> all files of a cache
-texts.py        the bytes of text in an assembled cache; whether its ids come back
-recut.py        the shards of the cache that was exported, where the files of an export are others
-importing.py    import: a folder of another tool -> a version of a cache
-formats/        one module a format: what it writes of a cache, and what it reads of a folder
-transfer/       push, pull and stage: caches in buckets
-"""
+from __future__ import annotations
+
+import sys
+import warnings
+from importlib import import_module
+from types import ModuleType
+
+from niels_gpt.storage.codes import CodedWarning
+
+_MOVED = {
+    "exporting": {"export_cache": "exporting", "Exported": "exporting"},
+    "importing": {"Imported": "importing"},
+    "transfer": {},
+    "transfer.push": {"push": "transfer.push"},
+    "transfer.described": {"Pushed": "transfer.described"},
+    "transfer.fetch": {"pull": "transfer.fetch", "stage": "transfer.fetch", "Fetched": "transfer.fetch"},
+    "card": {"card_of": "card"},
+}
+"""The documented names of each module, and the module of niels_gpt.exchange that has them now; a package first."""
+
+_SAID = "niels_gpt.interop is niels_gpt.exchange now: import the names of docs/api/exchange.md from there"
+warnings.warn(CodedWarning("W104", _SAID), stacklevel=2)
+for _name, _places in _MOVED.items():
+    _module = ModuleType(f"{__name__}.{_name}", f"Names of niels_gpt.exchange: {', '.join(_places)}.")
+    for _attribute, _place in _places.items():
+        setattr(_module, _attribute, getattr(import_module(f"niels_gpt.exchange.{_place}"), _attribute))
+    sys.modules[_module.__name__] = _module
+    _parent, _, _last = _module.__name__.rpartition(".")
+    setattr(sys.modules[_parent], _last, _module)

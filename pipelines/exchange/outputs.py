@@ -12,8 +12,8 @@ from typing import Any
 import dagster as dg
 
 from niels_gpt.cache.meta import find_meta
-from niels_gpt.interop.output import MANIFEST_NAME
-from niels_gpt.interop.transfer.remote import scheme_of
+from niels_gpt.exchange.output import MANIFEST_NAME
+from niels_gpt.exchange.transfer.remote import scheme_of
 from niels_gpt.recipes.exchange.lines import PUBLISHED, Line, lines_of
 from niels_gpt.recipes.exchange.outputs import Delivered, deliver, manifest_of, missing_of
 from niels_gpt.recipes.exchange.published import missing_at

@@ -85,7 +85,7 @@ def test_only_entry_points_read_argv_and_the_environment_and_the_core_never_impo
     for module in modules.values():
         if module.level < len(structure.LEVELS) - 1:
             words = {"sys.argv", "os.environ", "os.getenv", "argparse"}
-            if module.name == "niels_gpt.interop.transfer.remote":
+            if module.name == "niels_gpt.exchange.transfer.remote":
                 words -= {"os.environ"}  # takes the values of keys out of messages, and no setting from it
             assert not [word for word in words if word in module.source], module.name
         if module.name.startswith("niels_gpt"):

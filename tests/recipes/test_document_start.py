@@ -18,8 +18,8 @@ from tokenizers import Tokenizer
 
 from niels_gpt.builders.pretrain import build_pretrain
 from niels_gpt.cache.meta import read_meta
-from niels_gpt.interop.exporting import export_cache
-from niels_gpt.interop.transfer.fetch import stage
+from niels_gpt.exchange.exporting import export_cache
+from niels_gpt.exchange.transfer.fetch import stage
 from niels_gpt.kinds.verify import find_damage
 from niels_gpt.recipes.exchange.imports import import_cache
 from niels_gpt.recipes.token_caches import build_token_cache

@@ -13,7 +13,7 @@ from support.commands import niels_gpt
 from support.errors import refused
 
 from niels_gpt.cache import PretrainTokenStreamDataset, read_meta, write_meta
-from niels_gpt.interop.transfer.fetch import pull
+from niels_gpt.exchange.transfer.fetch import pull
 from niels_gpt.kinds.kind import Limits
 from niels_gpt.kinds.verify import verify
 from niels_gpt.settings import Settings

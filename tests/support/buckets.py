@@ -4,8 +4,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from niels_gpt.interop.transfer import patience, remote
-from niels_gpt.interop.transfer.remote import Bucket
+from niels_gpt.exchange.transfer import patience, remote
+from niels_gpt.exchange.transfer.remote import Bucket
 
 MARK_NAME = "niels_gpt-push.json"
 """What a push leaves while it runs, by docs/buckets.md."""

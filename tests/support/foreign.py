@@ -5,11 +5,11 @@ from contextlib import contextmanager
 
 import pytest
 
-from niels_gpt.interop import output
-from niels_gpt.interop.foreign import ForeignFile, ForeignFolder
-from niels_gpt.interop.formats import FORMATS
-from niels_gpt.interop.importing import ImportOptions, import_folder
-from niels_gpt.interop.token_cache import TokenCache
+from niels_gpt.exchange import output
+from niels_gpt.exchange.foreign import ForeignFile, ForeignFolder
+from niels_gpt.exchange.formats import FORMATS
+from niels_gpt.exchange.importing import ImportOptions, import_folder
+from niels_gpt.exchange.token_cache import TokenCache
 
 MANIFEST_NAME = "niels_gpt.json"
 NAMES = tuple(FORMATS)
@@ -46,7 +46,7 @@ def foreign_file(name, pieces, tokens, **more):
 @contextmanager
 def small_limits(name, **limits):
     """Let the module of a format have small limits, such as MAX_ROW of hf_rows."""
-    module = importlib.import_module(f"niels_gpt.interop.formats.{name}")
+    module = importlib.import_module(f"niels_gpt.exchange.formats.{name}")
     with pytest.MonkeyPatch.context() as patch:
         for limit, value in limits.items():
             patch.setattr(module, limit, value)

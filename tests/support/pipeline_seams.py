@@ -182,7 +182,7 @@ def chats_are(chats):
 def cards_are(text):
     """Let every card of a cache be this text."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("niels_gpt.interop.card.card_of", lambda *_, **__: text)
+        patch.setattr("niels_gpt.exchange.card.card_of", lambda *_, **__: text)
         yield
 
 

@@ -3,9 +3,9 @@
 import pytest
 from support.errors import refused
 
-from niels_gpt.interop.formats import FORMATS
-from niels_gpt.interop.formats.datatrove import _metric
-from niels_gpt.interop.names import FORMAT_NAMES
+from niels_gpt.exchange.formats import FORMATS
+from niels_gpt.exchange.formats.datatrove import _metric
+from niels_gpt.exchange.names import FORMAT_NAMES
 from niels_gpt.recipes.exchange.imports import key_of
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support.errors import refused
 
-from niels_gpt.interop.foreign import names_below, read_manifest, read_pieces, split_of
+from niels_gpt.exchange.foreign import names_below, read_manifest, read_pieces, split_of
 
 RECORD = {"name": "a.bin", "bytes": 4, "sha256": "0" * 64, "split": "train", "of": [{"name": "s", "continues": False}]}
 MANIFEST = {

@@ -21,7 +21,7 @@ OTHERS = {0: "progress, ...", 1: "display", 5: "commands"}
 LEVELS = (
     ("commands and Dagster", ("commands", "pipelines"), VIOLET),
     ("source + tokenizer + builder", ("recipes",), ORANGE),
-    ("finished caches", ("kinds", "interop", "sampling", "eagle3", "prefix_tree"), GREEN),
+    ("finished caches", ("kinds", "exchange", "sampling", "eagle3", "prefix_tree"), GREEN),
     ("build and read", ("builders", "cache"), BLUE),
     ("text, chats, models", ("data", "hub", "chat", TEXT, "display"), MUTED),
     ("files, settings", ("storage", "settings", "progress, ..."), MUTED),
@@ -34,6 +34,8 @@ def package_of(module: structure.Module) -> str:
         return "pipelines"
     if module.name in structure.ENTRY_POINTS:
         return "commands"
+    if module.is_kind:  # in the package of its readers, at the level of kinds
+        return "kinds"
     package = TOGETHER.get(module.package, module.package)
     drawn = {name for _, packages, _ in LEVELS for name in packages}
     return package if package in drawn or not package else OTHERS[module.level]

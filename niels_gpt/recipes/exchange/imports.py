@@ -1,4 +1,4 @@
-"""Import: where the cache goes, and with which tokenizer; niels_gpt/interop/importing.py makes it.
+"""Import: where the cache goes, and with which tokenizer; niels_gpt/exchange/importing.py makes it.
 
 All caches of pretrain/ and sft/ share the tokenizer of their folder. One of imported/ may have another, which lies
 with its versions, in imported/.versions/NAME/tokenizer, where readers look first.
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.cache.meta import find_meta
-from niels_gpt.interop.foreign import ForeignFolder, not_ours, read_manifest
-from niels_gpt.interop.formats import FORMATS
-from niels_gpt.interop.importing import Imported, ImportOptions, import_folder, kind_of
+from niels_gpt.exchange.foreign import ForeignFolder, not_ours, read_manifest
+from niels_gpt.exchange.formats import FORMATS
+from niels_gpt.exchange.importing import Imported, ImportOptions, import_folder, kind_of
 from niels_gpt.progress import Progress
 from niels_gpt.recipes.records import recorded_outcomes
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, append_run

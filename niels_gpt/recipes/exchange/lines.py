@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.interop.names import FORMAT_NAMES
-from niels_gpt.interop.transfer.remote import scheme_of
+from niels_gpt.exchange.names import FORMAT_NAMES
+from niels_gpt.exchange.transfer.remote import scheme_of
 from niels_gpt.recipes.user_sources import DELIVERIES, sources_tables
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import DefinitionError

@@ -10,7 +10,7 @@ from secrets import token_hex
 from typing import Any
 
 from niels_gpt.cache.meta import find_meta
-from niels_gpt.interop.output import MANIFEST_NAME
+from niels_gpt.exchange.output import MANIFEST_NAME
 from niels_gpt.progress import Progress
 from niels_gpt.recipes.exchange.lines import PUBLISHED, Line
 from niels_gpt.recipes.exchange.published import publish
@@ -97,7 +97,7 @@ def missing_of(folder: Path, manifest: dict[str, Any]) -> list[str]:
 
 
 def _export(cache: Path, line: Line, content: str, progress: Progress | None) -> Delivered:
-    from niels_gpt.interop.exporting import export_cache
+    from niels_gpt.exchange.exporting import export_cache
 
     assert line.folder is not None and line.to is not None
     folder = line.folder
@@ -119,7 +119,7 @@ def _export(cache: Path, line: Line, content: str, progress: Progress | None) ->
 
 def _replace(cache: Path, to: str, folder: Path, manifest: dict[str, Any], progress: Progress | None) -> None:
     """Export to a folder beside, and let it take the place of the old one: two renames, at once one after the other."""
-    from niels_gpt.interop.exporting import export_cache
+    from niels_gpt.exchange.exporting import export_cache
 
     new, old = (folder.with_name(f".{folder.name}.{token_hex(4)}.tmp") for _ in range(2))
     try:

@@ -9,8 +9,8 @@ import shlex
 from pathlib import Path
 
 from niels_gpt.cache.meta import find_meta
-from niels_gpt.interop.transfer.described import Pushed
-from niels_gpt.interop.transfer.remote import Bucket, scheme_of
+from niels_gpt.exchange.transfer.described import Pushed
+from niels_gpt.exchange.transfer.remote import Bucket, scheme_of
 from niels_gpt.progress import Progress
 from niels_gpt.recipes.exchange.lines import Line
 from niels_gpt.storage.errors import CacheError
@@ -24,7 +24,7 @@ def publish(cache: Path, line: Line, content: str, note: Path, progress: Progres
     content: the cache's content_sha256. note: a file of this line.
     Raises: CacheError E610 for a cache at the URL that this line did not push, and for other files; as `push`.
     """
-    from niels_gpt.interop.transfer.push import push
+    from niels_gpt.exchange.transfer.push import push
 
     assert line.url is not None
     ours, is_pushed = _noted(note, line.url)
@@ -49,7 +49,7 @@ def missing_at(cache: Path, line: Line) -> list[str]:
 
     Raises: CacheError E612 without a cache there, or where the bucket cannot be used; others as `remote_cache`.
     """
-    from niels_gpt.interop.transfer.fetch import remote_cache
+    from niels_gpt.exchange.transfer.fetch import remote_cache
 
     assert line.url is not None
     bucket, meta = Bucket(line.url), find_meta(cache)
@@ -79,7 +79,7 @@ def _write(note: Path, url: str, contents: list[str], *, is_pushed: bool) -> Non
 
 
 def _card(cache: Path, url: str) -> bytes:
-    from niels_gpt.interop.card import card_of
+    from niels_gpt.exchange.card import card_of
     from niels_gpt.recipes.records import made_by
 
     return card_of(cache, command=made_by(cache), url=url).encode()

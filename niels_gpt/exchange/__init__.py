@@ -1,0 +1,15 @@
+"""Token caches as files of other tools, files of other tools as token caches, and caches in buckets.
+
+token_cache.py  a token cache as an export reads it: shards, borders, loss
+output.py       writes a folder of another tool: links, copies, streams, and the manifest
+exporting.py    export: a cache -> a folder of another tool
+foreign.py      a folder of another tool as an import reads it
+names.py        the names of the formats, and how their own tools read them; --help needs no more
+card.py         the card of a cache: README.md of a hub dataset repository
+assembling.py   files of tokens -> all files of a cache
+texts.py        the bytes of text in an assembled cache; whether its ids come back
+recut.py        the shards of the cache that was exported, where the files of an export are others
+importing.py    import: a folder of another tool -> a version of a cache
+formats/        one module a format: what it writes of a cache, and what it reads of a folder
+transfer/       push, pull and stage: caches in buckets
+"""

@@ -1,0 +1,88 @@
+"""Export: a token cache -> a folder of another tool, whole or not there at all, with a manifest."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from niels_gpt.exchange.formats import FORMATS
+from niels_gpt.exchange.output import MANIFEST_NAME, MANIFEST_VERSION, Modes, Output
+from niels_gpt.exchange.token_cache import TokenCache
+from niels_gpt.progress import Progress
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import META_NAME, canonical_json
+from niels_gpt.storage.fresh_folder import fresh_folder
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export wrote."""
+
+    files: int
+    """Without the manifest."""
+    tokens: int
+    num_bytes: int
+    """Of all files."""
+    linked_bytes: int
+    """Of those that are hard links, which take no disk space."""
+    made: dict[str, int]
+    """Files by how they were made: link, copy, written."""
+    noted: dict[str, int]
+    """What the format could not hold as the cache has it, by reason."""
+
+
+def export_cache(cache: Path, name: str, out: Path, *, progress: Progress | None = None) -> Exported:
+    """Write the folder that another tool reads.
+
+    cache: a pretrain or sft cache. name: a key of FORMATS. out: must not exist, or be an empty folder.
+    progress: called with files, bytes of tokens written or linked, and such bytes in all.
+    Raises: ValueError for another name; FileNotFoundError; CacheError E704 where `out` is not empty, E220 for a cache
+        that the format cannot hold, E203 or E205 for a token file of another size or kind; OSError. A failed export
+        leaves nothing behind, and no file of the cache with another mode.
+    """
+    if name not in FORMATS:
+        raise ValueError(f"--to {name}: expected one of {', '.join(FORMATS)}")
+    format, source = FORMATS[name], TokenCache(cache)
+    _refuse(source, name)
+    files = source.checked_files()
+    with Modes().restored_on_failure() as modes, fresh_folder(out, sources=[source.folder]) as work:
+        output = Output(work, source, sum(int(file.record["bytes"]) for file in files), progress, modes)
+        format.write(source, output)
+        (work / MANIFEST_NAME).write_bytes(canonical_json(_manifest(name, output)))
+    by_how = Counter(str(record["made"]) for record in output.records)
+    linked = sum(record["bytes"] for record in output.records if record["made"] == "link")
+    num_bytes = sum(record["bytes"] for record in output.records)
+    tokens = sum(file.tokens for file in files)
+    return Exported(len(output.records), tokens, num_bytes, linked, dict(by_how), output.noted)
+
+
+def _refuse(cache: TokenCache, name: str) -> None:
+    """Raise CacheError for a cache that a format cannot hold."""
+    if cache.meta.get("built") is False:
+        raise CacheError(cache.path / META_NAME, "built is false, so there is nothing to export", code="E207")
+    if cache.kind == "sft" and not FORMATS[name].has_loss:
+        able = ", ".join(each.name for each in FORMATS.values() if each.has_loss)
+        found = f"an sft cache, and {name} has no place for which tokens carry loss"
+        raise CacheError(cache.path, found, remedy=f"Export it to one of: {able}", code="E220")
+
+
+def _manifest(name: str, output: Output) -> dict[str, object]:
+    """Return the manifest: which cache, in which form, and every file with its sha256."""
+    meta = output.cache.meta
+    keys = ("content_sha256", "dataset_name", "kind", "token_dtype", "tokenizer_sha256", "vocab_size", "totals")
+    start = meta.get("document_start")
+    return {
+        "manifest_version": MANIFEST_VERSION,
+        "kind": "export",
+        "format": name,
+        "cache": {
+            **{key: meta.get(key) for key in keys},
+            **({} if start is None else {"document_start": start}),
+            "document_end": meta.get("document_end"),
+            "pad_id": meta.get("pad_id", (meta.get("special_token_ids") or {}).get("eot")),
+            "source": {key: meta.get("source", {}).get(key) for key in ("kind", "licence", "attribution", "revision")},
+        },
+        "noted": output.noted,
+        "files": output.records,
+    }

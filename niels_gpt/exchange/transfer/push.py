@@ -1,0 +1,377 @@
+"""Push: a cache -> a URL. A note of the push comes first, then the data, meta.json last: who finds it finds all.
+
+The note, niels_gpt-push.json, says of which content_sha256 the files are. A push that was killed leaves it, and the
+next push of the same cache skips the files that have their sizes; one of another cache is refused. On the hub a push is
+one commit, without a note.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import shlex
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from niels_gpt.exchange.transfer.described import (
+    MARK_NAME,
+    REPLACE,
+    Described,
+    Pushed,
+    described,
+    may_replace,
+    other_cache,
+    refuse_foreign_files,
+    whole,
+)
+from niels_gpt.exchange.transfer.jobs import Tally, at_once
+from niels_gpt.exchange.transfer.patience import Patience, end_of, in_thread
+from niels_gpt.exchange.transfer.remote import HUB_FOLDER, Bucket, redacted, scheme_of
+from niels_gpt.kinds.folders import refuse_unless_cache
+from niels_gpt.progress import Progress
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import META_NAME, canonical_json
+from niels_gpt.storage.locks import hold_version
+from niels_gpt.storage.meta_json import (
+    MAX_JSON_BYTES,
+    checked_name,
+    file_records,
+    parse_object,
+    read_regular,
+    resolved,
+)
+from niels_gpt.storage.versions import public_path
+
+logger = logging.getLogger(__name__)
+MARK_VERSION = 1
+CARD_NAME = "README.md"
+_OF_THE_HUB = frozenset({CARD_NAME, ".gitattributes", MARK_NAME, META_NAME})
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What is at the URL."""
+
+    content: str | None = None
+    """The content_sha256 of the cache there; None without a meta.json."""
+    raw: bytes = b""
+    """Its meta.json."""
+    mark: dict[str, Any] | None = None
+    """The note of a push."""
+    names: frozenset[str] = frozenset()
+    """Files that the meta.json or the note names."""
+    sizes: tuple[tuple[str, int], ...] = ()
+    """Of all files."""
+
+
+def push(
+    cache: Path,
+    url: str,
+    *,
+    replace: bool | Collection[str] = False,
+    check: bool = False,
+    jobs: int = 8,
+    progress: Progress | None = None,
+    public: bool = False,
+    card: bytes | None = None,
+) -> Pushed:
+    """Send a cache. One that is there already is not sent again.
+
+    cache: its public folder. url: a path or URL without credentials: the folder that will have the cache's files.
+    replace: another cache there is replaced; a collection: only one whose content_sha256 is among these.
+    check: read every file back and compare its sha256; one that differs is sent again. Of hf://, offer every
+        file once more: the hub knows files by their sha256, and takes those that differ. jobs: files at once.
+    progress: called with files, bytes done, and bytes in all, by one thread at a time.
+    public, card: of a repository on the Hugging Face hub: whether everybody may read it, and its README.md.
+    Raises: FileNotFoundError; ValueError for the URL; CacheError E610 where something else is there or another push
+        takes its place, E611 for a damaged file, E612 where the bucket cannot be used; OSError.
+    """
+    refuse_unless_cache(cache)
+    folder = resolved(cache)
+    hold = hold_version(folder)
+    local = described(read_regular(folder / META_NAME), str(cache / META_NAME))
+    if scheme_of(url) == "hf":
+        return _push_hub(folder, local, url, replace=replace, check=check, public=public, card=card, progress=progress)
+    if card is not None or public:
+        raise ValueError("card and public: only a repository on the hub has them (hf://datasets/USER/NAME)")
+    bucket = Bucket(url)
+    if bucket.folder is not None and public_path(resolved(bucket.folder)) is not None:
+        found = "a version of a cache, which never changes"
+        raise CacheError(bucket.shown, found, "another folder", "Take stage to copy a cache to it", code="E610")
+    pushed = _Push(folder, local, bucket, Tally(local.num_bytes, progress), jobs).run(replace, check)
+    del hold  # until now gc left the version
+    return pushed
+
+
+class _Push:
+    """One push."""
+
+    def __init__(self, folder: Path, local: Described, bucket: Bucket, tally: Tally, jobs: int) -> None:
+        self.folder, self.local, self.bucket, self.tally, self.jobs = folder, local, bucket, tally, jobs
+        self.skipped = 0
+        bucket.patience.pause = tally.pause
+
+    def run(self, replace: bool | Collection[str], check: bool) -> Pushed:
+        """Push. Raises: as `push`."""
+        found = self._take(self._found(), replace)
+        is_there = found.content == self.local.content_sha256
+        resumes = is_there or (found.mark or {}).get("content_sha256") == self.local.content_sha256
+        sizes = dict(found.sizes) if resumes else {}
+        at_once(lambda record: self._send(record, sizes, is_there), self._records(), self.jobs, self.tally)
+        if check:
+            at_once(lambda record: self._check(record, sizes, is_there), self._records(), self.jobs, self.tally)
+        sent = self.tally.moved
+        if found.raw == self.local.raw:
+            self.skipped += 1
+        else:
+            self._finish(is_there)
+            sent += len(self.local.raw)
+        if not is_there or found.mark is not None:
+            self.bucket.remove(MARK_NAME)
+        self.bucket.clear((*self.local.records, META_NAME, MARK_NAME))
+        records = self.local.records
+        return Pushed(
+            self.bucket.shown, len(records) + 1, self.local.num_bytes + len(self.local.raw), sent, self.skipped
+        )
+
+    def _records(self) -> list[dict[str, Any]]:
+        return list(self.local.records.values())
+
+    def _found(self) -> _Found:
+        """Look at what is at the URL. Raises: CacheError E610 for a meta.json or a note that is none of ours.
+
+        In the order against that of a push: one that ends meanwhile has its note or its meta.json seen with its files.
+        """
+        sizes = self.bucket.sizes()
+        note, raw = (self.bucket.read(name, MAX_JSON_BYTES) for name in (MARK_NAME, META_NAME))
+        names, content, mark = {META_NAME, MARK_NAME}, None, None
+        try:
+            if raw is not None:
+                meta = parse_object(raw)
+                names |= {str(record["name"]) for record in file_records(meta)}
+                content = str(meta["content_sha256"])
+            if note is not None:
+                mark = parse_object(note)
+                names |= _names_of(mark)
+        except (ValueError, LookupError, TypeError) as error:
+            found = f"its {META_NAME} or {MARK_NAME} is not of a cache ({error})"
+            remedy = "Run it again; where that does not help, push to another URL"
+            raise CacheError(self.bucket.shown, found, remedy=remedy, code="E610") from error
+        if content != self.local.content_sha256:
+            refuse_foreign_files(self.bucket.shown, sizes.keys() - names)
+        return _Found(content, raw or b"", mark, frozenset(names), tuple(sizes.items()))
+
+    def _take(self, found: _Found, replace: bool | Collection[str]) -> _Found:
+        """Unless the cache is there, write the note of this push and remove what it replaces. Raises: E610."""
+        own = self.local.content_sha256
+        if found.content == own:
+            return found
+        marked = (found.mark or {}).get("content_sha256")
+        if found.content is None and marked == own and not found.mark["removing"]:  # type: ignore[index]
+            return found
+        replaces = sorted(found.names - {META_NAME, MARK_NAME}) if found.content or marked else []
+        is_replacing = marked == own and found.mark["removing"]  # type: ignore[index]
+        if found.content is not None and not may_replace(replace, found.content) and not is_replacing:
+            raise other_cache(self.bucket.shown, found.content, own)
+        if marked not in (None, own) and not may_replace(replace, str(marked)):
+            raise self._other_push(str(marked))
+        if not replaces:
+            return self._begin(replace) if found.mark is None else _Found(mark=found.mark)
+        self.bucket.write(MARK_NAME, self._mark(replaces))
+        self.bucket.remove(META_NAME)  # first: from here on no reader takes the rest for a cache
+        at_once(self.bucket.remove, replaces, self.jobs, self.tally)
+        self.bucket.write(MARK_NAME, self._mark([]))
+        return _Found()
+
+    def _begin(self, replace: bool | Collection[str]) -> _Found:
+        """Write the note where nothing was, and look again: another push may have ended since. Raises: as `_take`."""
+        if not self.bucket.create(MARK_NAME, self._mark([])):
+            return self._take(self._found(), replace)  # another process was faster
+        found = self._found()
+        if found.content is None:
+            return _Found()
+        if found.content != self.local.content_sha256:
+            self.bucket.remove(MARK_NAME)
+            found = self._found()
+        return self._take(found, replace)
+
+    def _mark(self, removing: list[str]) -> bytes:
+        return canonical_json(
+            {
+                "content_sha256": self.local.content_sha256,
+                "files": sorted(self.local.records),
+                "kind": "push",
+                "push_version": MARK_VERSION,
+                "removing": removing,
+            }
+        )
+
+    def _other_push(self, content: str) -> CacheError:
+        found = f"another cache ({content[:12]}) is being pushed there, or a push of it was killed"
+        return CacheError(self.bucket.shown, found, remedy=f"Wait for it. {REPLACE}", code="E610")
+
+    def _send(self, record: dict[str, Any], sizes: dict[str, int], is_there: bool) -> None:
+        """Send a file, unless it is there; look at its size on arrival."""
+        name, size = str(record["name"]), int(record["bytes"])
+        self.tally.add()
+        if sizes.get(name) == size:
+            self.skipped += 1
+            self.tally.add(kept=size, files=1)
+            return
+        path = whole(self.folder, self.local, record)
+        if not is_there:
+            self._refuse_if_taken()
+        self.bucket.send(name, path)
+        if (arrived := self.bucket.size(name)) != size:
+            found = "is not there after it was sent" if arrived is None else f"{arrived:,} bytes arrived"
+            raise CacheError(self.bucket.at(name), found, f"{size:,}", "Push it again", code="E611")
+        self.tally.add(moved=size, files=1)
+
+    def _refuse_if_taken(self) -> None:
+        """Raise CacheError E610 where the note at the URL is no longer of this cache, unless the cache is there."""
+        own, note = self.local.content_sha256, self._parsed(MARK_NAME)
+        content = note.get("content_sha256")
+        if content == own:
+            return
+        if not note.get("removing") and self._parsed(META_NAME).get("content_sha256") == own:
+            return  # another push of this cache has ended; one of another cache may have left its note, and gives up
+        found = f"another push ({str(content or 'unknown')[:12]}) took the place of this one"
+        raise CacheError(self.bucket.shown, found, remedy="Push one of the two again", code="E610")
+
+    def _parsed(self, name: str) -> dict[str, Any]:
+        raw = self.bucket.read(name, MAX_JSON_BYTES)
+        try:
+            return parse_object(raw or b"{}")
+        except ValueError:
+            return {}
+
+    def _finish(self, is_there: bool) -> None:
+        """Compare all sizes once more, and put meta.json."""
+        if not is_there:
+            self._refuse_if_taken()
+        sizes = self.bucket.sizes()
+        for record in self._records():
+            name, size = str(record["name"]), int(record["bytes"])
+            if sizes.get(name, -1) != size and self.bucket.size(name) != size:  # empty files may not be listed
+                found = "has another size than this push sent, or is gone"
+                raise CacheError(self.bucket.at(name), found, f"{size:,} bytes", "Push it again", code="E611")
+        self.bucket.write(META_NAME, self.local.raw)
+
+    def _check(self, record: dict[str, Any], sizes: dict[str, int], is_there: bool) -> None:
+        """Read a file back and compare its sha256; send it again, once, where it is another one."""
+        where, size, expected = self.bucket.at(str(record["name"])), int(record["bytes"]), record["sha256"]
+        if (found := self._read_back(record)) == expected:
+            return
+        logger.info("%s: read back, its sha256 is %s, expected %s; it is sent again", where, found[:12], expected[:12])
+        kept = size if sizes.get(str(record["name"])) == size else 0
+        self.skipped -= kept > 0
+        self.tally.drop(moved=size - kept, kept=kept, files=1)
+        self._send(record, {}, is_there)
+        if (found := self._read_back(record)) != expected:
+            found = f"sent again and read back, its sha256 is {found[:12]}"
+            command = shlex.join(["niels-gpt", "push", str(public_path(self.folder) or self.folder), self.bucket.shown])
+            remedy = f"The bucket or the connection alters it. Run it again: {command} --check"
+            raise CacheError(where, found, f"{expected[:12]} by its {META_NAME}", remedy, code="E611")
+
+    def _read_back(self, record: dict[str, Any]) -> str:
+        digest = hashlib.sha256()
+        with suppress(FileNotFoundError):
+            for piece in self.bucket.pieces(str(record["name"]), 0, int(record["bytes"])):
+                digest.update(piece)
+                self.tally.add()
+        return digest.hexdigest()
+
+
+def _names_of(mark: dict[str, Any]) -> set[str]:
+    """Return the files that the note of a push names. Raises: CacheError, LookupError, TypeError."""
+    if mark["kind"] != "push" or mark["push_version"] != MARK_VERSION or not isinstance(mark["content_sha256"], str):
+        raise ValueError("not the note of a push, or one of a later release")
+    return {checked_name(name, "a file's name", MARK_NAME) for name in [*mark["files"], *mark["removing"]]}
+
+
+# --- the Hugging Face hub: one commit, so that a reader sees all of a cache or nothing --------------------------------
+
+
+def _push_hub(
+    folder: Path,
+    local: Described,
+    url: str,
+    *,
+    replace: bool | Collection[str],
+    check: bool,
+    public: bool,
+    card: bytes | None,
+    progress: Progress | None,
+) -> Pushed:
+    """Send a cache as one commit. The repository is made if absent, private unless `public`.
+
+    folder, local: of the version. The rest, and what it raises: as `push`.
+    """
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+
+    found = HUB_FOLDER.fullmatch(url.partition("://")[2].rstrip("/"))
+    assert found is not None  # push has looked at the URL
+    repo, revision, inside = found[1], found[2] or "main", f"{found[3]}/" if found[3] else ""
+    api: Any = HfApi()
+    _asked(url, lambda: api.create_repo(repo, private=not public, exist_ok=True, repo_type="dataset"))
+    head = str(_asked(url, lambda: api.repo_info(repo, revision=revision, repo_type="dataset")).sha)
+    bucket = Bucket(f"hf://datasets/{repo}@{head}/{inside}")
+    raw = bucket.read(META_NAME, MAX_JSON_BYTES)
+    old = _old_files(bucket, raw, local, url, replace)
+    files, size = len(local.records) + 1, local.num_bytes + len(local.raw)
+    if raw == local.raw and not check and (card is None or bucket.read(CARD_NAME, MAX_JSON_BYTES) == card):
+        return Pushed(url, files, size, 0, files)
+    contents: dict[str, Any] = {META_NAME: local.raw}
+    if card is not None:
+        contents[CARD_NAME] = card
+    for number, (name, record) in enumerate(local.records.items(), 1):
+        contents[name] = whole(folder, local, record)
+        if progress is not None:
+            progress(number, 0, size)
+    operations: list[Any] = [CommitOperationAdd(inside + name, content) for name, content in contents.items()]
+    operations += [CommitOperationDelete(inside + name) for name in sorted(old - contents.keys())]
+    said = f"Cache {local.content_sha256[:12]}"
+    # The parent: where another push was faster the hub refuses this one.
+    _asked(
+        url,
+        lambda: api.create_commit(
+            repo, operations, commit_message=said, revision=revision, parent_commit=head, repo_type="dataset"
+        ),
+        size,
+    )
+    if progress is not None:
+        progress(files - 1, size, size)
+    return Pushed(url, files, size, size, 0)
+
+
+def _old_files(
+    bucket: Bucket, raw: bytes | None, local: Described, url: str, replace: bool | Collection[str]
+) -> set[str]:
+    """Return the files of the cache that is there. raw: its meta.json; None without one.
+
+    Raises: CacheError E610 for another cache, and for other files.
+    """
+    there = None if raw is None else described(raw, bucket.at(META_NAME))
+    names = set() if there is None else set(there.records)
+    refuse_foreign_files(url, bucket.sizes().keys() - names - _OF_THE_HUB)
+    content = local.content_sha256 if there is None else there.content_sha256
+    if content != local.content_sha256 and not may_replace(replace, content):
+        raise other_cache(url, content, local.content_sha256)
+    return names
+
+
+def _asked(url: str, ask: Callable[[], _T], num_bytes: int = 0) -> _T:
+    """Ask the hub, whose library repeats what may pass; no message has a credential. num_bytes: that are sent."""
+    try:
+        return Patience().answer(url, in_thread(ask), end_of(num_bytes))
+    except CacheError:
+        raise
+    except Exception as error:
+        last = error.__cause__ or error  # an upload that failed names the file, and its cause says why
+        reason = redacted(f"{type(last).__name__}: {last}")
+        remedy = "Check the name, and log in as a user who may write there: hf auth login"
+        raise CacheError(url, f"refused: {reason}", remedy=remedy, code="E612") from None

@@ -1,0 +1,384 @@
+"""A folder at a URL: reads, writes, retries. Credentials are the libraries' own, and no message of it holds one."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import secrets
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from niels_gpt.exchange.transfer.jobs import Stopped
+from niels_gpt.exchange.transfer.patience import Patience, end_of, in_thread
+from niels_gpt.storage import fileio
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.meta_json import LEAST_SHARE, open_regular, path_inside, printable
+from niels_gpt.storage.waits import Waits, asked_seconds, causes, is_passing
+
+logger = logging.getLogger(__name__)
+
+RANGE_BYTES = 8 << 20
+"""Bytes that are read at once."""
+ATTEMPTS = 5
+"""Attempts at a request, beside those that the libraries make themselves."""
+FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
+"""Seconds before the second attempt; each later wait is twice as long, up to the longest."""
+JITTER = 0.25
+"""Part of a wait by which it differs: many files are sent at once, and would all come back to a busy server at once."""
+LONGEST_RETRY_AFTER_S = 300.0
+"""Seconds; the longest wait that a server may ask for. More is an error, for a request ends after ten minutes."""
+
+_LIBRARIES = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gs"), "az": ("adlfs", "az")}
+_SAME = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "local": "file", "": "file"}
+_SCHEMES = ("file", "memory", "hf", *_LIBRARIES)
+_HALF = re.compile(r"((?:.*/)?)\.([^/]+)\.[0-9a-f]{8}\.tmp")
+_ONE_SLASH = re.compile(rf"(?i)({'|'.join([*_SCHEMES, *filter(None, _SAME)])}):/")
+_PART_BYTES, _MOST_PARTS, _PARTS_AT_ONCE = 16 << 20, 9_000, 2  # of an upload to S3: memory stays below 32 MiB a job
+_NETWORK = frozenset(
+    {
+        *("HTTPClientError", "EndpointConnectionError", "ResponseParserError", "FlexibleChecksumError"),  # botocore
+        *("ClientConnectionError", "ClientPayloadError", "TransportError"),  # aiohttp, httpx
+        *("IncompleteRead", "IncompleteReadError", "ProtocolError"),  # http, asyncio, urllib3
+        *("ServiceRequestError", "ServiceResponseError"),  # azure
+    }
+)
+"""Classes of errors of the libraries that a later attempt may not meet."""
+HUB_FOLDER = re.compile(r"datasets/([\w.-]+/[\w.-]+)(?:@([^/:@]+))?(?:/(.*))?")
+"""A folder on the hub: its repository, revision and path in it."""
+
+
+def scheme_of(url: str) -> str:
+    """Return the scheme of a URL: file for a path. Raises: ValueError for one of no use here, or with credentials."""
+    scheme, colon, rest = url.partition("://")
+    kind = _SAME.get(scheme.lower(), scheme.lower()) if colon else "file"
+    if kind not in _SCHEMES:
+        raise ValueError(f"{printable(scheme)[:40]}://: expected a path or one of {_known()}")
+    if not url or (not colon and _ONE_SLASH.match(url)):
+        raise ValueError(f"{printable(url)[:40] or 'an empty URL'}: expected a path or {_known()}")
+    if kind not in ("file", "memory") and rest.partition("/")[0] == "":
+        raise ValueError(f"{kind}://: expected the name of a bucket after it, and a folder")
+    user, at, _ = rest.partition("/")[0].rpartition("@")
+    has_user = at and (":" in user or kind not in ("az", "file"))  # az://CONTAINER@ACCOUNT...
+    if colon and (has_user or ("?" in rest and kind != "file")):
+        why = "the URL holds credentials or a query, which would be seen in logs. The libraries find credentials"
+        raise ValueError(f"{kind}://...: {why} themselves: name the bucket and the folder only")
+    if kind == "hf" and not HUB_FOLDER.fullmatch(rest.rstrip("/")):
+        raise ValueError("hf://...: expected hf://datasets/USER/NAME[@REVISION][/FOLDER]")
+    return kind
+
+
+def path_of(url: str) -> Path:
+    """Return the absolute path that a path or a URL file:// names."""
+    _, colon, rest = url.partition("://")
+    if colon and rest.startswith("localhost/"):
+        rest = rest.removeprefix("localhost")
+    return Path(os.path.abspath(os.path.expanduser(rest if colon else url)))
+
+
+def _known() -> str:
+    return ", ".join(f"{each}://" for each in _SCHEMES if each != "memory")
+
+
+def redacted(text: str) -> str:
+    """Return an error's text on one line, without what may be a credential: queries, users and passwords of URLs,
+    and the values of environment variables that hold keys."""
+    for name, value in os.environ.items():
+        if len(value) >= 6 and _SECRET.search(name):
+            text = text.replace(value, "***")
+    text = re.sub(r"(\w+://)[^/\s@]*:[^/\s@]*@", r"\1***@", text)
+    text = re.sub(r"(\w+://[^\s?\"']*)\?[^\s\"']*", r"\1?***", text)
+    return printable(" ".join(_KEYS.sub(r"\1***", text).split()))[:500]
+
+
+_SECRET = re.compile("KEY|SECRET|TOKEN|PASSWORD|CONNECTION_STRING|CREDENTIAL|SAS")
+_KEYS = re.compile(r"(?i)((?:signature|credential|secret|token|password|authorization|access_?key(?:_?id)?)\W{1,4})\S+")
+
+
+class Bucket:
+    """A folder at a URL, of one cache."""
+
+    def __init__(self, url: str) -> None:
+        """url: a path, or scheme://..., without credentials. Raises: ValueError; ImportError without the library."""
+        kind = scheme_of(url)
+        self.shown = printable(url.rstrip("/"))
+        """The URL for messages."""
+        self.folder = path_of(url) if kind == "file" else None
+        """The folder, where it is one on a disk."""
+        self.is_local = kind == "file"
+        self.least_share = LEAST_SHARE
+        """Of a file on a disk, as `refuse_holes`."""
+        self.patience = Patience()
+        self._fs, self._root = _opened(kind, url, self.patience)
+        self._is_s3 = kind == "s3"
+
+    def at(self, name: str) -> str:
+        """Return the URL of a file, for messages."""
+        return f"{self.shown}/{printable(name)}".rstrip("/")
+
+    def read(self, name: str, most: int) -> bytes | None:
+        """Return a small file; None without one. Raises: CacheError E206 for more than `most` bytes; E612."""
+        size = self.size(name)
+        if size is None:
+            return None
+        if size > most:
+            raise CacheError(self.at(name), f"{size:,} bytes", f"at most {most:,}", code="E206")
+        try:
+            return self.part(name, 0, size) if size else b""
+        except FileNotFoundError:
+            return None
+
+    def size(self, name: str) -> int | None:
+        """Return the bytes of a file; None without one."""
+        try:
+            about = self._asked(name, "info", self._path(name))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return int(about["size"]) if about.get("type") == "file" else None
+
+    def sizes(self) -> dict[str, int]:
+        """Return the bytes of every file below the folder, by its name."""
+        try:
+            found = self._asked("", "find", self._root, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        start = len(self._root.rstrip("/")) + 1
+        names = {path[start:]: int(about["size"] or 0) for path, about in found.items()}
+        # Tools for buckets make empty objects for folders; a killed push to a disk leaves half a file.
+        return {name: size for name, size in names.items() if not _HALF.fullmatch(name) and (size or name)}
+
+    def part(self, name: str, begin: int, end: int) -> bytes:
+        """Return bytes of a file, as many as there are. Raises: FileNotFoundError; CacheError E612.
+
+        On a disk CacheError for what is not a regular file, such as a pipe, which would never end.
+        """
+        if self.is_local:
+            with open(open_regular(self._path(name), least_share=self.least_share), "rb") as file:
+                file.seek(begin)
+                return file.read(end - begin)
+        try:
+            return bytes(self._asked(name, "cat_file", self._path(name), start=begin, end=end))
+        except CacheError as error:
+            if _status(error) != 416:  # of a file that ends before the range
+                raise
+            return b""
+
+    def pieces(self, name: str, begin: int, end: int) -> Iterator[bytes]:
+        """Yield the bytes of a file, in ranges, as many as there are. Raises: FileNotFoundError; CacheError E612."""
+        while begin < end and (piece := self.part(name, begin, min(begin + RANGE_BYTES, end))[: end - begin]):
+            yield piece
+            begin += len(piece)
+
+    def send(self, name: str, path: Path) -> None:
+        """Put a file. On a disk it appears whole. Raises: CacheError E612; OSError."""
+        if self.is_local:
+            self._place(name, lambda half: self._fs.put_file(os.fspath(path), half))
+            return
+        from fsspec.callbacks import Callback
+
+        more: dict[str, Any] = {"callback": Callback(hooks={"heard": self.patience.heard})}
+        size = path.stat().st_size
+        if self._is_s3:
+            more |= {"chunksize": max(_PART_BYTES, -(-size // _MOST_PARTS)), "max_concurrency": _PARTS_AT_ONCE}
+        self._put(name, size, "put_file", os.fspath(path), self._path(name), **more)
+
+    def write(self, name: str, content: bytes) -> None:
+        """Put a small file, or replace it. Raises: CacheError E612; OSError."""
+        if self.is_local:
+            self._place(name, lambda half: self._fs.pipe_file(half, content))
+        else:
+            self._put(name, len(content), "pipe_file", self._path(name), content)
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Put a small file unless there is one; False where there is one. Atomic on disks and on S3."""
+        try:
+            if self.is_local:
+                self._place(name, lambda half: self._fs.pipe_file(half, content), os.link)
+            else:
+                self._put(name, len(content), "pipe_file", self._path(name), content, mode="create")
+        except FileExistsError:
+            return False
+        return True
+
+    def remove(self, name: str) -> None:
+        """Remove a file; an absent one is accepted."""
+        try:
+            self._asked(name, "rm_file", self._path(name))
+        except FileNotFoundError:
+            return
+
+    def clear(self, names: Collection[str]) -> None:
+        """Remove what killed pushes to a disk left half written of these files. What is written now is locked."""
+        for path in self._fs.find(self._root) if self.is_local else ():
+            half = _HALF.fullmatch(os.path.relpath(path, self._root))
+            if half is None or half[1] + half[2] not in names:
+                continue
+            with suppress(OSError, CacheError), open(open_regular(path, holes=True), "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fileio.remove(path)
+
+    def _path(self, name: str) -> str:
+        """Return where a file is. Raises: CacheError E205 on a disk, where a link is in its way."""
+        if self.folder is not None:
+            return os.fspath(path_inside(self.folder, name))
+        return f"{self._root.rstrip('/')}/{name}"
+
+    def _place(
+        self, name: str, make: Callable[[str], object], put: Callable[[str, str], object] = fileio.rename
+    ) -> None:
+        """Make a file on a disk beside its name, durably, and let it appear."""
+        folder, _, last = self._path(name).rpartition("/")
+        fileio.make_dir(folder)
+        half = f"{folder}/.{last}.{secrets.token_hex(4)}.tmp"
+        try:
+            with open(half, "xb") as file:
+                with suppress(OSError):  # of a file system without locks
+                    fcntl.flock(file, fcntl.LOCK_EX)  # until it is in its place: `clear` of another push leaves it
+                make(half)
+                fileio.fsync_file(half)
+                put(half, self._path(name))
+        finally:
+            fileio.remove(half)
+
+    def _put(self, name: str, num_bytes: int, method: str, *arguments: object, **how: object) -> None:
+        try:
+            self._asked(name, method, *arguments, num_bytes=num_bytes, **how)
+        except FileNotFoundError as error:
+            raise CacheError(self.shown, redacted(str(error)), "a bucket that exists", code="E612") from None
+
+    def _asked(self, name: str, method: str, *arguments: object, num_bytes: int = 0, **how: object) -> Any:
+        """Call a method of the file system, and again after failures that may pass. num_bytes: that are sent.
+
+        Raises: FileNotFoundError, NotADirectoryError, FileExistsError; OSError of a disk; CacheError E205 for a link
+            on it, and E612 for all else.
+        """
+        end = end_of(num_bytes)
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                if self.is_local:
+                    return getattr(self._fs, method)(*arguments, **how)
+                return self.patience.answer(self.at(name), self._request(method, *arguments, **how), end)
+            except (FileNotFoundError, NotADirectoryError, FileExistsError, CacheError, Stopped):
+                raise
+            except Exception as error:
+                if self.is_local and isinstance(error, OSError):
+                    raise
+                reason = redacted(f"{type(error).__name__}: {error}")
+                if not may_pass(error):
+                    remedy = _NO_BUCKET if _is_too_long(error) else _CREDENTIALS
+                    raise CacheError(self.at(name), f"refused: {reason}", remedy=remedy, code="E612") from None
+                asked = _asked_seconds(error)
+                if attempt == ATTEMPTS or (asked or 0) > LONGEST_RETRY_AFTER_S:
+                    wish = f" (the server asks to wait {asked:.0f} s)" if asked else ""
+                    found = f"{attempt} attempts failed, the last one{wish}: {reason}"
+                    raise CacheError(self.at(name), found, remedy="Run it again: it resumes", code="E612") from None
+            seconds = Waits(FIRST_WAIT_S, LONGEST_WAIT_S, jitter=JITTER).after(attempt, asked)
+            logger.warning(
+                "%s: attempt %d of %d failed (%s); again in %.1f s",
+                *(self.at(name), attempt, ATTEMPTS, reason, seconds),
+                extra={"code": "W610"},
+            )
+            self.patience.pause(seconds)
+        raise AssertionError
+
+    def _request(self, method: str, *arguments: object, **how: object) -> Future[Any]:
+        if self._fs.async_impl:
+            import asyncio
+
+            return asyncio.run_coroutine_threadsafe(getattr(self._fs, f"_{method}")(*arguments, **how), self._fs.loop)
+        return in_thread(lambda: getattr(self._fs, method)(*arguments, **how))
+
+
+_CREDENTIALS = "Check the name, and the credentials that the library finds (docs/buckets.md)"
+_NO_BUCKET = "Check the address: this server does not answer as a bucket does"
+
+
+def _opened(kind: str, url: str, patience: Patience) -> tuple[Any, str]:
+    """Return the file system of a URL and the folder in it. Nothing is asked yet."""
+    import fsspec
+
+    if kind == "file":
+        return fsspec.filesystem("file", auto_mkdir=False), os.fspath(path_of(url))
+    library, extra = _LIBRARIES.get(kind, ("", ""))
+    # Kept instances and listings would show another process's files as they were.
+    fresh: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False} if library else {}
+    try:
+        if kind in ("s3", "gs"):
+            from niels_gpt.exchange.transfer.answers import bounded
+
+            fresh |= bounded(kind)
+        fs = fsspec.filesystem(kind, **fresh)
+    except ImportError as error:
+        found = f"{kind}:// needs the package {library}, which is not installed: pip install 'niels-gpt[{extra}]'"
+        raise ImportError(found) from error
+    except Exception as error:  # such as Azure without an account
+        reason = redacted(f"{type(error).__name__}: {error}")
+        raise CacheError(printable(url), f"refused: {reason}", remedy=_CREDENTIALS, code="E612") from None
+    scheme, _, rest = url.partition("://")
+    root = str(fs._strip_protocol(f"{scheme.lower()}://{rest}")).rstrip("/")  # libraries know small letters only
+    return fs, _pinned(fs, root, url, patience) if kind == "hf" else root
+
+
+def _pinned(fs: Any, root: str, url: str, patience: Patience) -> str:
+    """Return a folder of a dataset on the hub at the commit that its revision has now: all reads are of one."""
+    from huggingface_hub import HfApi
+
+    def ask() -> str:
+        place = fs.resolve_path(root)
+        sha = HfApi().repo_info(place.repo_id, repo_type="dataset", revision=place.revision).sha
+        return f"datasets/{place.repo_id}@{sha}/{place.path_in_repo}".rstrip("/")
+
+    try:
+        return patience.answer(printable(url), in_thread(ask), end_of())
+    except CacheError:
+        raise
+    except Exception as error:
+        reason = redacted(f"{type(error).__name__}: {error}")
+        raise CacheError(printable(url), f"refused: {reason}", remedy=_CREDENTIALS, code="E612") from None
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether a later attempt may succeed: the class of an error or of a cause of it decides, or its HTTP status."""
+    for one in () if _is_too_long(error) else causes(error):
+        if isinstance(one, ConnectionError | TimeoutError) or _NETWORK & {kind.__name__ for kind in type(one).__mro__}:
+            return True  # before its cause: aiohttp gives its own errors the status 400
+        if (status := _own_status(one)) is not None:
+            return is_passing(status)
+    return False
+
+
+def _is_too_long(error: BaseException) -> bool:
+    return any(type(one).__name__ == "AnswerTooLong" for one in causes(error))
+
+
+def _status(error: BaseException) -> int | None:
+    """Return the HTTP status of an error or of a cause of it."""
+    return next((status for one in causes(error) if (status := _own_status(one)) is not None), None)
+
+
+def _asked_seconds(error: BaseException) -> float | None:
+    """Return the seconds that a server asked to wait: its error, or a cause, has the headers of the answer."""
+    for one in causes(error):
+        response = getattr(one, "response", None)
+        of_botocore = response.get("ResponseMetadata", {}) if isinstance(response, dict) else {}
+        for headers in (of_botocore.get("HTTPHeaders"), getattr(response, "headers", None)):
+            if headers is not None and (seconds := asked_seconds(headers)) is not None:
+                return seconds
+    return None
+
+
+def _own_status(error: BaseException) -> int | None:
+    """Return the HTTP status that an error of a library has, each in its own place."""
+    response = getattr(error, "response", None)
+    of_botocore = response.get("ResponseMetadata", {}) if isinstance(response, dict) else {}
+    places = (
+        of_botocore.get("HTTPStatusCode"),
+        getattr(response, "status_code", None),
+        *(getattr(error, name, None) for name in ("status", "status_code", "code")),
+    )
+    found = next((place for place in places if place is not None), None)
+    return int(found) if isinstance(found, int | str) and str(found).isdigit() else None
