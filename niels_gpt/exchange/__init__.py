@@ -8,7 +8,6 @@ names.py        the names of the formats, and how their own tools read them; --h
 card.py         the card of a cache: README.md of a hub dataset repository
 assembling.py   files of tokens -> all files of a cache
 texts.py        the bytes of text in an assembled cache; whether its ids come back
-recut.py        the shards of the cache that was exported, where the files of an export are others
 importing.py    import: a folder of another tool -> a version of a cache
 formats/        one module a format: what it writes of a cache, and what it reads of a folder
 transfer/       push, pull and stage: caches in buckets

@@ -14,7 +14,6 @@ from niels_gpt.cache.formats import SPLITS
 from niels_gpt.exchange.assembling import About, Assembled, assemble
 from niels_gpt.exchange.foreign import ForeignFile, ForeignFolder, manifest_files
 from niels_gpt.exchange.output import MANIFEST_NAME, Modes
-from niels_gpt.exchange.recut import recut
 from niels_gpt.exchange.texts import Texts
 from niels_gpt.progress import Progress
 from niels_gpt.storage import versions
@@ -82,7 +81,6 @@ def import_folder(
         changed after its export; ValueError for a document end or pad id that the tokenizer does not have.
     """
     kind = kind_of(source, folder)
-    files = folder.files if kind == "sft" or folder.manifest is None else recut(folder.files, folder.manifest)
     end = _end_of(folder, tokenizer, options.end)
     about = About(
         kind,
@@ -101,13 +99,13 @@ def import_folder(
     linked = []
 
     def examine(done: Assembled) -> Mapping[str, Any]:
-        _compare_with_manifest(source, manifest_files(folder.manifest), files, done)
+        _compare_with_manifest(source, manifest_files(folder.manifest), folder.files, done)
         linked.append(done.linked_bytes)
         return _examined(done, about, tokenizer, path, folder, options)
 
     with Modes().restored_on_failure() as modes, versions.building(path) as work:
         links = None if options.copy else modes
-        meta = assemble(work, files, about, links, examine=examine, progress=progress)
+        meta = assemble(work, folder.files, about, links, examine=examine, progress=progress)
         before_commit()
         versions.commit(work, path, str(meta["content_sha256"]))
     return Imported(path, meta, len(folder.files), sum(linked))

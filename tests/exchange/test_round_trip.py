@@ -1,4 +1,4 @@
-"""A cache that leaves and enters: the import has the same documents and batches, and is exported to the same bytes."""
+"""A cache that leaves and enters: the import has the same documents, and is exported to the same bytes."""
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from niels_gpt.kinds.verify import find_damage
 from niels_gpt.recipes.exchange.imports import import_cache
 from niels_gpt.tokenizer import load_tokenizer
 
+OTHER_FILES = ("nanogpt", "hf")  # whose files are not the shards of the cache
 TEXTS = [f"number {number} of " + "the words " * (number % 9) for number in range(24)]
 CHATS = [
     [{"role": "user", "content": "say " * number}, {"role": "assistant", "content": f"{number}"}]
@@ -78,7 +79,7 @@ def batches(cache, split):
     return [part for _ in range(4) for part in data.get_batch(B=5, generator=generator)]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in OTHER_FILES])
 @pytest.mark.parametrize("dtype", ["uint16", pytest.param("uint32", marks=pytest.mark.slow)])
 def test_an_import_of_an_export_gives_the_same_batches(tiny_model_path, dtype, name, tmp_path):
     tokenizer = tiny_model_path if dtype == "uint16" else made_tokenizer("llama3")
@@ -91,13 +92,13 @@ def test_an_import_of_an_export_gives_the_same_batches(tiny_model_path, dtype, n
             assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("name", ["nanogpt", "hf"])
-def test_shards_of_a_few_tokens_come_back_from_files_that_are_no_shards(tiny_model_path, name, tmp_path):
+@pytest.mark.parametrize("name", OTHER_FILES)
+def test_documents_come_back_from_files_that_are_no_shards(tiny_model_path, name, tmp_path):
     cache = built(tmp_path / "cache" / "pretrain" / "texts", tiny_model_path, 7)
     imported = brought_back(cache, tiny_model_path, name, tmp_path)
     same_documents(cache, imported)
     lengths = [[file.tokens for file in tokens_of(each).checked_files()] for each in (cache, imported)]
-    assert lengths[0] == lengths[1]
+    assert sum(lengths[0]) == sum(lengths[1]) and len(lengths[0]) > len(lengths[1])
 
 
 @pytest.mark.parametrize("name", WITH_LOSS)
