@@ -32,6 +32,7 @@ from niels_gpt.cache.formats import (
 )
 from niels_gpt.exchange.foreign import ForeignFile, read_pieces
 from niels_gpt.exchange.output import Modes
+from niels_gpt.kinds.kind import Kind
 from niels_gpt.progress import Progress
 from niels_gpt.settings import usable_cores
 from niels_gpt.storage import fileio
@@ -52,8 +53,8 @@ Ends = NDArray[np.int64]
 class About:
     """What a cache says of itself, beside what its files say."""
 
-    kind: str
-    """pretrain, or sft: then every file has `loss`."""
+    kind: Kind
+    """Of one with loss, every file has `loss`, and a split is one file of tokens."""
     vocabulary: Mapping[str, Any]
     """tokenizer_sha256, vocab_size, token_dtype and special_token_ids."""
     source: Source
@@ -110,7 +111,7 @@ def assemble(
     Raises: CacheError E222 for an id outside the vocabulary, E221 for a file that is not as its format said, E206 for
         more files than a meta.json lists; OSError.
     """
-    for folder in ("index", *(SPLITS if about.kind == "pretrain" else ())):
+    for folder in ("index", *(() if about.kind.has_loss else SPLITS)):
         fileio.make_dir(work / folder)
     taker = _Taker(work, about, links, sum(file.tokens for file in files), progress)
     borders = {split: _Borders(work, split, about) for split in SPLITS}
@@ -124,7 +125,7 @@ def assemble(
                 borders[split].add(part)
     index = {split: borders[split].write_index(crcs) for split in SPLITS}
     ids = {split: borders[split].finish_names(crcs) for split in SPLITS}
-    loss = _write_loss(work, files, borders, crcs) if about.kind == "sft" else {}
+    loss = _write_loss(work, files, borders, crcs) if about.kind.has_loss else {}
     checksums = {**write_whole(work, CHECKSUMS, crcs), "block_bytes": BLOCK_BYTES}
     docs, ended = ({split: getattr(borders[split], name) for split in SPLITS} for name in ("docs", "ended"))
     cut = {split: not borders[split].is_ended for split in SPLITS}
@@ -159,7 +160,7 @@ def _described(about: About, done: Assembled) -> dict[str, Any]:
     totals = {f"{split}_tokens": tokens[split] for split in SPLITS}
     common: dict[str, Any] = {
         "format_version": PARTITIONED_VERSION,
-        "kind": about.kind,
+        "kind": about.kind.name,
         "built": True if all(tokens.values()) else "partial",
         "imported": dict(about.imported),
         "split_rule": "as imported",
@@ -167,7 +168,7 @@ def _described(about: About, done: Assembled) -> dict[str, Any]:
         "on_special": None,
         "dropped": {},
     }
-    if about.kind == "sft":
+    if about.kind.has_loss:
         more = {"pad_id": about.pad_id, "chat_template": IMPORTED_TEMPLATE, "examples_read": sum(done.docs.values())}
         return {**common, **more, "totals": totals | {f"{split}_examples": done.docs[split] for split in SPLITS}}
     return {
@@ -217,11 +218,11 @@ class _Taken:
     parts: list[_Part]
 
 
-def _token_files(kind: str, files: Sequence[ForeignFile]) -> Iterator[tuple[str, str, list[ForeignFile]]]:
+def _token_files(kind: Kind, files: Sequence[ForeignFile]) -> Iterator[tuple[str, str, list[ForeignFile]]]:
     """Yield split, name and sources of each token file: one a file, or of an sft cache one a split, empty or not."""
     for split in SPLITS:
         of_split = [file for file in files if file.split == split]
-        if kind == "sft":
+        if kind.has_loss:
             yield split, f"{split}_tokens.bin", of_split
         else:
             yield from ((split, f"{split}/shard_{at:05d}.bin", [file]) for at, file in enumerate(of_split))
@@ -383,7 +384,7 @@ class _Borders:
     def write_index(self, crcs: list[bytes]) -> dict[str, Any]:
         """Write the file of starts; returns its record."""
         self._starts.close()
-        if self._kind == "sft":
+        if self._kind.has_loss:
             record = write_whole(self.work, f"{self.split}_idx.npy", self._idx_parts(), crcs)
             return {**record, "entries": self.docs}
         parts = npy_parts(self.starts_path, self.docs + 1, self.tokens)

@@ -61,9 +61,10 @@ def _refuse(cache: TokenCache, name: str) -> None:
     """Raise CacheError for a cache that a format cannot hold."""
     if cache.meta.get("built") is False:
         raise CacheError(cache.path / META_NAME, "built is false, so there is nothing to export", code="E207")
-    if cache.kind == "sft" and not FORMATS[name].has_loss:
-        able = ", ".join(each.name for each in FORMATS.values() if each.has_loss)
-        found = f"an sft cache, and {name} has no place for which tokens carry loss"
+    if name not in cache.kind.formats:
+        able = ", ".join(each for each in FORMATS if each in cache.kind.formats)
+        lacks = "has no place for which tokens carry loss" if cache.kind.has_loss else "cannot hold it"
+        found = f"an {cache.kind.name} cache, and {name} {lacks}"
         raise CacheError(cache.path, found, remedy=f"Export it to one of: {able}", code="E220")
 
 

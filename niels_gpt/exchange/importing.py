@@ -11,10 +11,12 @@ from typing import Any
 
 from niels_gpt.builders.meta_keys import Source, vocabulary_of
 from niels_gpt.cache.formats import SPLITS
+from niels_gpt.cache.kind.tokens import PRETRAIN, SFT
 from niels_gpt.exchange.assembling import About, Assembled, assemble
 from niels_gpt.exchange.foreign import ForeignFile, ForeignFolder, manifest_files
 from niels_gpt.exchange.output import MANIFEST_NAME, Modes
 from niels_gpt.exchange.texts import Texts
+from niels_gpt.kinds.kind import Kind
 from niels_gpt.progress import Progress
 from niels_gpt.storage import versions
 from niels_gpt.storage.errors import CacheError
@@ -94,7 +96,7 @@ def import_folder(
         },
         end=end,
         noticed=folder.noticed,
-        pad_id=_pad_id(source, folder, tokenizer, end, options.pad_id) if kind == "sft" else None,
+        pad_id=_pad_id(source, folder, tokenizer, end, options.pad_id) if kind.has_loss else None,
     )
     linked = []
 
@@ -118,7 +120,7 @@ def _examined(
     start = None if folder.manifest is None else start_of_documents(folder.manifest["cache"], MANIFEST_NAME)
     texts = Texts(done, about.kind, tokenizer, about.end, None if start is None else start[0])
     documents, unknown = sum(done.docs.values()), tokenizer.unk_id
-    is_ended = about.end is not None and about.kind == "pretrain"
+    is_ended = about.end is not None and not about.kind.has_loss
     keys: dict[str, Any] = {
         "roundtrip": texts.roundtrip(path),
         "lossless": None,
@@ -129,7 +131,7 @@ def _examined(
         keys["document_start"] = DocumentToken(start[1], start[0]).record
     elif start is not None:
         keys["noticed"]["documents_without_start"] = bare
-    if about.kind == "pretrain" and options.utf8_bytes:
+    if not about.kind.has_loss and options.utf8_bytes:
         counts = texts.utf8_bytes()
         if all(count or not any(done.shards[split]) for split, count in counts.items()):
             keys["utf8_bytes"] = counts
@@ -156,8 +158,8 @@ def _compare_with_manifest(
                 raise CacheError(source / file.name, found, wanted, remedy, code="E221")
 
 
-def kind_of(source: Path, folder: ForeignFolder) -> str:
-    """Return sft where the files say which tokens carry loss, else pretrain. Raises: CacheError E221."""
+def kind_of(source: Path, folder: ForeignFolder) -> Kind:
+    """Return the kind with loss where the files say which tokens carry it, else pretrain. Raises: CacheError E221."""
     with_loss = [file for file in folder.files if file.loss is not None]
     if with_loss and len(with_loss) != len(folder.files):
         without = next(file.name for file in folder.files if file.loss is None)
@@ -166,7 +168,7 @@ def kind_of(source: Path, folder: ForeignFolder) -> str:
         raise CacheError(
             source, "no tokens of train in it", "files of train", "Name those of val by --val", code="E221"
         )
-    return "sft" if with_loss else "pretrain"
+    return SFT if with_loss else PRETRAIN
 
 
 def _end_of(folder: ForeignFolder, tokenizer: FullTokenizer, choice: str | None) -> DocumentToken | None:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.cache.mmap import load_idx, mmap_tokens
 from niels_gpt.exchange.assembling import Assembled
+from niels_gpt.kinds.kind import Kind
 from niels_gpt.tokenizers.document_tokens import DocumentToken
 from niels_gpt.tokenizers.protocol import FullTokenizer, Ids
 
@@ -49,7 +50,7 @@ class Texts:
     """The documents of an assembled cache and their tokenizer."""
 
     def __init__(
-        self, done: Assembled, kind: str, tokenizer: FullTokenizer, end: DocumentToken | None, start: int | None
+        self, done: Assembled, kind: Kind, tokenizer: FullTokenizer, end: DocumentToken | None, start: int | None
     ) -> None:
         """start: the id that may begin a document."""
         self._done, self._kind, self._tokenizer = done, kind, tokenizer
@@ -166,9 +167,10 @@ class Texts:
         tokens = sum(record["tokens"] for record in self._done.shards[split])
         if not tokens:
             return np.zeros(1, dtype=np.int64)
-        name = f"{split}_idx.npy" if self._kind == "sft" else f"index/{split}_docs.npy"
+        has_loss = self._kind.has_loss
+        name = f"{split}_idx.npy" if has_loss else f"index/{split}_docs.npy"
         starts = load_idx(self._done.work / name, num_tokens=tokens + 1)
-        return np.append(starts, np.int64(tokens)) if self._kind == "sft" else starts
+        return np.append(starts, np.int64(tokens)) if has_loss else starts
 
     def _documents(self, split: str) -> Iterator[Ids]:
         """Yield the ids of each document, without those that begin and end it."""

@@ -64,7 +64,7 @@ class TokenFile:
         return continues_at(self.cache.bounds(self.split), self.first)
 
     def loss(self) -> Iterator[NDArray[np.bool_]]:
-        """Yield which tokens carry loss, in order: bool arrays, `tokens` in all. For an sft cache."""
+        """Yield which tokens carry loss, in order: bool arrays, `tokens` in all. For a kind with loss."""
         meta, folder, ends, ids = self.cache.meta, self.cache.folder, self.ends, self.ids
         bits = open_bits(folder, meta, self.split, self.tokens) if has_loss_bits(meta) else None
         begin = 0
@@ -104,10 +104,9 @@ class TokenCache:
         opened = open_cache(cache)
         if not opened.kind.formats:
             raise opened.kind.lacks("formats", opened)
-        self.folder, self.meta, self.formats = opened.folder, opened.meta, opened.kind.formats
+        self.folder, self.meta, self.kind = opened.folder, opened.meta, opened.kind
         checked_meta(self.meta, str(self.folder / META_NAME))  # as every reader does: ids below 2**31, sizes
         self._hold = hold_version(self.folder)
-        self.kind = str(self.meta["kind"])
         self.dtype: np.dtype[Any] = token_dtype_of(self.meta, self.folder / META_NAME)
         """Of the ids: little-endian uint16 or uint32."""
         self._bounds: dict[str, NDArray[np.int64]] = {}

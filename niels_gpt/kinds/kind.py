@@ -166,6 +166,10 @@ class Kind:
     """Whether `show` needs the tokenizer of the ids."""
     formats: ClassVar[frozenset[str]] = frozenset()
     """Names of the formats of other tools that can hold one."""
+    has_loss = False
+    """Whether a cache says which of its tokens carry loss."""
+    has_parts = False
+    """Whether whole shards of a cache are one too, so that a part can be staged."""
     why_not: ClassVar[Mapping[str, str]] = {}
     """By the name of a method that the kind leaves out, why it cannot have it: a sentence."""
     page = Page()

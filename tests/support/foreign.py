@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from niels_gpt.cache.kind.tokens import SFT
 from niels_gpt.exchange import output
 from niels_gpt.exchange.foreign import ForeignFile, ForeignFolder
 from niels_gpt.exchange.formats import FORMATS
@@ -14,7 +15,7 @@ from niels_gpt.exchange.token_cache import TokenCache
 MANIFEST_NAME = "niels_gpt.json"
 NAMES = tuple(FORMATS)
 """Of the formats."""
-WITH_LOSS = tuple(name for name in FORMATS if FORMATS[name].has_loss)
+WITH_LOSS = tuple(name for name in FORMATS if name in SFT.formats)
 
 
 def read_folder(folder, name, **asked):

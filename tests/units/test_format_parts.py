@@ -6,11 +6,16 @@ from support.errors import refused
 from niels_gpt.exchange.formats import FORMATS
 from niels_gpt.exchange.formats.datatrove import _metric
 from niels_gpt.exchange.names import FORMAT_NAMES
+from niels_gpt.kinds.kind import kinds
 from niels_gpt.recipes.exchange.imports import key_of
 
 
 def test_the_names_that_help_has_without_numpy_are_those_of_the_formats():
     assert set(FORMAT_NAMES) == set(FORMATS)
+
+
+def test_the_kinds_name_no_other_formats():
+    assert set().union(*(kind.formats for kind in kinds())) == set(FORMATS)
 
 
 @pytest.mark.parametrize(

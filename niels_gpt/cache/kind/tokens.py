@@ -284,7 +284,8 @@ class PretrainKind(Tokens):
     """Documents in token files, read as windows."""
 
     name = "pretrain"
-    formats = frozenset({"datatrove", "hf", "litdata", "llmc", "megatron", "modded-nanogpt", "nanogpt", "olmo"})
+    formats = frozenset({"datatrove", "hf", "litdata", "megatron", "modded-nanogpt", "nanogpt", "olmo"})
+    has_parts = True
     unit = "document"
     keys = ("pretrain/",)
     checks = (*_TOKENS, BUDGET_REACHED, *warnings_of("documents"))
@@ -330,6 +331,7 @@ class SftKind(Tokens):
 
     name = "sft"
     formats = frozenset({"datatrove", "hf", "olmo"})
+    has_loss = True
     unit = "example"
     keys = ("sft/",)
     checks = (

@@ -37,7 +37,7 @@ class Read(Protocol):
 
 @dataclass(frozen=True)
 class Format:
-    """One format."""
+    """One format. Which kinds it can hold, the kinds say: `Kind.formats`."""
 
     name: str
     """As --to and --from name it."""
@@ -47,17 +47,15 @@ class Format:
     """Write a cache. Raises: CacheError E220 for a cache that the format cannot hold."""
     read: Read
     """Look into a folder or file."""
-    has_loss: bool = False
-    """Whether it holds which tokens carry loss: only then an sft cache is written."""
 
 
 _ALL = (
     Format("nanogpt", "train.bin and val.bin, ids without a header", nanogpt.write, nanogpt.read),
     Format("modded-nanogpt", ".bin files with a header, of llm.c too", modded_nanogpt.write, modded_nanogpt.read),
     Format("megatron", "pairs of .bin and .idx of Megatron-LM", megatron.write, megatron.read),
-    Format("datatrove", ".ds files with .ds.index and .ds.loss", datatrove.write, datatrove.read, has_loss=True),
-    Format("olmo", ".npy and .csv.gz files of OLMo-core, with label masks", olmo.write, olmo.read, has_loss=True),
-    Format("hf", "parquet files of datasets: input_ids, labels, position_ids", hf.write, hf_rows.read, has_loss=True),
+    Format("datatrove", ".ds files with .ds.index and .ds.loss", datatrove.write, datatrove.read),
+    Format("olmo", ".npy and .csv.gz files of OLMo-core, with label masks", olmo.write, olmo.read),
+    Format("hf", "parquet files of datasets: input_ids, labels, position_ids", hf.write, hf_rows.read),
     Format("litdata", "chunks of litdata for its TokensLoader, a folder a split", litdata.write, litdata.read),
 )
 FORMATS = {each.name: each for each in _ALL}

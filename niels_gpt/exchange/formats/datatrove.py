@@ -44,7 +44,7 @@ def write(cache: TokenCache, output: Output) -> None:
             output.place(name, file)
             output.write(f"{name}.index", (some.astype("<u8") for some in chunked(file.ends)))
             output.write(f"{name}.metadata", [_metadata(cache, file.tokens)])
-            if cache.kind == "sft":
+            if cache.kind.has_loss:
                 output.write(f"{name}.loss", (loss.view("u1") for loss in file.loss()))
             output.note("documents_cut_between_files", int(file.continues))
 

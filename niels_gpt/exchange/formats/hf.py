@@ -60,8 +60,8 @@ class _Rows:
         self._files, self._bounds = cache.files(split), cache.bounds(split)
         self._where = cache.path
         self._ids = id_lines(cache.folder, cache.meta, split) if split in cache.meta.get("ids", {}) else None
-        is_sft = cache.kind == "sft" and bool(self._files)
-        self._loss = (part for file in self._files for part in file.loss()) if is_sft else None
+        has_loss = cache.kind.has_loss and bool(self._files)
+        self._loss = (part for file in self._files for part in file.loss()) if has_loss else None
         self._left: NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
 
     def beginning_in(self, file: TokenFile) -> tuple[int, int]:

@@ -48,7 +48,7 @@ def write(cache: TokenCache, output: Output) -> None:
             stem = f"{split}_{file.number:05d}"
             output.place(f"{stem}.npy", file)
             output.write(f"{stem}.csv.gz", _gzip(_lines(file)))
-            if cache.kind == "sft":
+            if cache.kind.has_loss:
                 output.write(f"{_MASKS}/{stem}.npy", (loss.view("u1") for loss in file.loss()))
             output.note("documents_cut_between_files", int(file.continues))
 

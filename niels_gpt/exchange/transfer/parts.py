@@ -25,6 +25,7 @@ from niels_gpt.exchange.transfer.arrival import Arrival, keep
 from niels_gpt.exchange.transfer.described import Described
 from niels_gpt.exchange.transfer.jobs import Tally
 from niels_gpt.exchange.transfer.remote import Bucket
+from niels_gpt.kinds.kind import kinds
 from niels_gpt.kinds.verify import find_damage
 from niels_gpt.progress import Progress
 from niels_gpt.storage import fileio, versions
@@ -46,9 +47,9 @@ def chosen_shards(remote: Described, split: str | None, max_bytes: int | None) -
 
     Raises: ValueError where none fits, for another split, and for a kind of cache that is staged whole.
     """
-    kind = remote.meta["kind"]
-    if kind != "pretrain":
-        why = f"a part of a cache of kind {kind} cannot be staged: only shards of pretrain are read alone"
+    if not remote.kind.has_parts:
+        able = " or ".join(kind.name for kind in kinds() if kind.has_parts)
+        why = f"a part of a cache of kind {remote.kind.name} cannot be staged: only shards of {able} are read alone"
         raise ValueError(f"{why}. Leave out --split and --max-bytes")
     if split not in (None, *SPLITS):
         raise ValueError(f"--split {split}: expected {' or '.join(SPLITS)}")
@@ -162,7 +163,7 @@ def _about(remote: Described, files: int, staged: dict[str, Any]) -> About:
     end = end_of_documents(meta, META_NAME)
     keys = {key: meta[key] for key in _AS_WHOLE if key in meta}
     return About(
-        "pretrain",
+        remote.kind,
         {key: meta[key] for key in _VOCABULARY if key in meta},
         Source(
             meta.get("dataset_name"), meta.get("dataset_config"), meta.get("streaming", False), source, {}, counters

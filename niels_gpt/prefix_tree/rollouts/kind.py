@@ -140,6 +140,7 @@ class RolloutsKind(Kind):
     unit = "group"
     keys = ("rollouts/", "trees/")
     may_lack_vocabulary = True
+    has_loss = True
     why_not: ClassVar[Mapping[str, str]] = {"formats": "No format of other tools has groups of samples yet"}
     checks = (
         FILES,

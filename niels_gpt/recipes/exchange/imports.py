@@ -72,7 +72,7 @@ def import_cache(
     opened = _opened(source, settings, of_manifest)
     install = _place(cache_dir, key, opened, settings)
     folder = _read(source, format, val, opened.vocab_size)
-    if (kind := kind_of(source, folder)) != key.partition("/")[0] and not key.startswith(f"{IMPORTED}/"):
+    if (kind := kind_of(source, folder).name) != key.partition("/")[0] and not key.startswith(f"{IMPORTED}/"):
         raise CacheError(source, f"becomes a cache of kind {kind}", f"one for {key}", "Pass another name", code="E221")
     begin = time.perf_counter()
     done = import_folder(
