@@ -148,7 +148,7 @@ def test_a_small_file_of_a_huge_row_is_refused_before_it_is_decoded(
     tmp_path,
 ):
     ids = pa.array([[7] * 1001], pa.list_(pa.int32()))  # a few bytes: runs of one code
-    with small_limits("hf_rows", MAX_ROW=1000), refused("E221", "1,001 values"):
+    with small_limits("hf", MAX_ROW=1000), refused("E221", "1,001 values"):
         read_folder(saved(tmp_path, {"input_ids": ids}), "hf")
 
 

@@ -46,7 +46,7 @@ def foreign_file(name, pieces, tokens, **more):
 
 @contextmanager
 def small_limits(name, **limits):
-    """Let the module of a format have small limits, such as MAX_ROW of hf_rows."""
+    """Let the module of a format have small limits, such as MAX_ROW of hf."""
     module = importlib.import_module(f"niels_gpt.exchange.formats.{name}")
     with pytest.MonkeyPatch.context() as patch:
         for limit, value in limits.items():

@@ -5,8 +5,7 @@ modded_nanogpt.py  .bin files with a header
 megatron.py        pairs of .bin and .idx
 datatrove.py       .ds with .ds.index and .ds.metadata
 olmo.py            .npy without a header, and .csv.gz
-hf.py              parquet files of `datasets`, as they are written
-hf_rows.py         rows with input_ids, as they are read
+hf.py              parquet files of `datasets`; rows with input_ids, as they are read
 litdata.py         a folder a split, with chunk-0-N.bin and index.json
 listing.py         the token files of a folder: splits, order, what lies beside them; what several of them write alike
 """
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from niels_gpt.exchange.foreign import ForeignFolder
-from niels_gpt.exchange.formats import datatrove, hf, hf_rows, litdata, megatron, modded_nanogpt, nanogpt, olmo
+from niels_gpt.exchange.formats import datatrove, hf, litdata, megatron, modded_nanogpt, nanogpt, olmo
 from niels_gpt.exchange.output import Output
 from niels_gpt.exchange.token_cache import TokenCache
 
@@ -55,7 +54,7 @@ _ALL = (
     Format("megatron", "pairs of .bin and .idx of Megatron-LM", megatron.write, megatron.read),
     Format("datatrove", ".ds files with .ds.index and .ds.loss", datatrove.write, datatrove.read),
     Format("olmo", ".npy and .csv.gz files of OLMo-core, with label masks", olmo.write, olmo.read),
-    Format("hf", "parquet files of datasets: input_ids, labels, position_ids", hf.write, hf_rows.read),
+    Format("hf", "parquet files of datasets: input_ids, labels, position_ids", hf.write, hf.read),
     Format("litdata", "chunks of litdata for its TokensLoader, a folder a split", litdata.write, litdata.read),
 )
 FORMATS = {each.name: each for each in _ALL}

@@ -8,30 +8,58 @@ A row is a whole document of a pretrain cache, or an example of an sft cache. It
     position_ids  list of int32: 0, 1, ... in each row
 A row group has about 2**20 tokens, and a file the documents that begin in one shard. zstd, as datasets writes.
 `datasets.load_dataset(DEST)` finds both splits. The bytes depend on the release of pyarrow.
+
+An import reads rows of parquet and arrow files with `input_ids`. A row is a document, or with labels or a mask an
+example. Tokens whose attention_mask is 0 are padding and left out; rows without tokens too. Both are counted. Which
+tokens carry loss is said by `labels` (-100: none; else the token's own id), or by the first of MASKS that a file has.
 """
 
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.cache.documents import id_lines
-from niels_gpt.cache.formats import IGNORE_INDEX
-from niels_gpt.exchange.formats.hf_rows import MAX_ROW
+from niels_gpt.cache.formats import IGNORE_INDEX, SPLITS
+from niels_gpt.exchange.foreign import ForeignFile, ForeignFolder, names_below, read_manifest, split_of
 from niels_gpt.exchange.output import Output
 from niels_gpt.exchange.token_cache import TokenCache, TokenFile
+from niels_gpt.storage.arrow_messages import messages
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import id_of_line
+from niels_gpt.storage.meta_json import open_regular, path_inside
+from niels_gpt.storage.parquet_pages import pages_of
+from niels_gpt.tokenizers.vocabulary import end_of_documents
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 SPLIT_NAMES = {"train": "train", "val": "validation"}
 _GROUP_TOKENS = 1 << 20
+MASKS = ("loss_mask", "label_mask", "assistant_masks", "completion_mask")
+_ROWS, _BATCH_VALUES, _READ_BYTES = 512, 1 << 20, 1 << 18
+_BATCH_BYTES = 1 << 28
+"""Bytes of the names of some rows, at most: a file may have one long name for all."""
+_MAX_BATCH = 1 << 30
+"""Bytes of a packed batch of an arrow file when unpacked, all columns together."""
+_MAX_FOOTER = 1 << 26
+"""Bytes of a text or entries of a list in the footer of a parquet file."""
+MAX_ROW = 1 << 25
+"""Tokens of a row, and values in a page: a text of 64 MiB has about a quarter of them."""
+_MAX_PAGE = 9 * MAX_ROW
+"""Bytes of a page, uncompressed: ids of 64 bits, and what says where rows end."""
+_MAX_NAME = 1 << 16
+"""Bytes of a row's id."""
+
+
+# --- what is written --------------------------------------------------------------------------------------------------
 
 
 def write(cache: TokenCache, output: Output) -> None:
@@ -40,7 +68,7 @@ def write(cache: TokenCache, output: Output) -> None:
     Raises: CacheError E220 for a document of more than MAX_ROW tokens; ImportError.
     """
     for split, name in SPLIT_NAMES.items():
-        rows = _Rows(cache, split)
+        rows = _Documents(cache, split)
         parts: list[tuple[list[TokenFile], int, int]] = []
         for file in cache.files(split):
             first, end = rows.beginning_in(file)
@@ -53,8 +81,8 @@ def write(cache: TokenCache, output: Output) -> None:
             output.write(path, _parquet(rows.batches(first, end)), files)
 
 
-class _Rows:
-    """The rows of a split, read once from the first to the last."""
+class _Documents:
+    """The documents of a split as rows, read once from the first to the last."""
 
     def __init__(self, cache: TokenCache, split: str) -> None:
         self._files, self._bounds = cache.files(split), cache.bounds(split)
@@ -158,3 +186,255 @@ def _parquet(batches: Iterator[pa.RecordBatch]) -> Iterator[bytes]:
     if writer is not None:
         writer.close()
         yield from sink.taken()
+
+
+# --- what is read -----------------------------------------------------------------------------------------------------
+
+
+class _Some(NamedTuple):
+    """Some rows."""
+
+    ids: NDArray[Any]
+    lengths: NDArray[np.int64]
+    loss: NDArray[np.bool_] | None
+    names: list[str] | None
+    padding: int
+    empty: int
+
+
+class _Looked(NamedTuple):
+    """A file that was read once."""
+
+    tokens: int
+    is_masked: bool
+    """Whether a token is known to carry no loss."""
+    has_loss: bool
+    has_names: bool
+
+
+def read(source: Path, *, val_glob: str | None = None, vocab_size: int | None = None) -> ForeignFolder:
+    """Look into a folder of parquet files or of `save_to_disk`, or into one file: every row is read once.
+
+    Raises: FileNotFoundError; CacheError E221 for a file without lists of ids in `input_ids`, labels that are not the
+        row's ids, and masks in some files alone; E205 for a link; ImportError.
+    """
+    manifest, noticed, found = read_manifest(source, "hf"), Counter[str](), list[tuple[str, str, Path, _Looked]]()
+    names = names_below(source, ".parquet") or names_below(source, ".arrow")
+    for name in names:
+        path, split = path_inside(source if source.is_dir() else source.parent, name), split_of(name, val_glob)
+        if split is None or path.name.startswith("cache-"):  # of datasets' own cache, beside what it saved
+            noticed["files_of_a_test_split" if split is None else "cache_files"] += 1
+            continue
+        if (looked := _look(path, noticed)).tokens:
+            found.append((split, name, path, looked))
+    if not found:
+        raise CacheError(source, "no rows with input_ids", "parquet or arrow files of datasets", code="E221")
+    is_masked = any(looked.is_masked for *_, looked in found)
+    files = [_file(split, name, path, looked, is_masked) for split, name, path, looked in found]
+    cache = (manifest or {}).get("cache", {})
+    end = end_of_documents(cache, "niels_gpt.json")
+    known = {"vocab_size": cache.get("vocab_size"), "document_end": end[0] if end else None, "manifest": manifest}
+    return ForeignFolder(sorted(files, key=lambda file: SPLITS.index(file.split)), noticed=+noticed, **known)
+
+
+def _look(path: Path, noticed: Counter[str]) -> _Looked:
+    tokens, is_masked, has_loss, has_names = 0, False, False, False
+    for some in _rows(path):
+        tokens += len(some.ids)
+        noticed["padding_tokens"] += some.padding
+        noticed["empty_rows"] += some.empty
+        has_loss, has_names = some.loss is not None, some.names is not None
+        is_masked = is_masked or (some.loss is not None and not bool(some.loss.all()))
+    return _Looked(tokens, is_masked, has_loss, has_names)
+
+
+def _file(split: str, name: str, path: Path, looked: _Looked, is_masked: bool) -> ForeignFile:
+    if is_masked and not looked.has_loss:
+        raise CacheError(path, "has no labels and no mask, and other files have", code="E221")
+    more: dict[str, Any] = {"loss": partial(_loss, path)} if is_masked else {}
+    if looked.has_names:
+        more["ids"] = partial(_names, path)
+    return ForeignFile(split, name, looked.tokens, partial(_ids, path), partial(_ends, path), **more)
+
+
+def _ids(path: Path) -> Iterator[NDArray[Any]]:
+    return (some.ids for some in _rows(path))
+
+
+def _ends(path: Path) -> NDArray[np.int64]:
+    return np.cumsum(np.concatenate([some.lengths for some in _rows(path)]))
+
+
+def _loss(path: Path) -> Iterator[NDArray[np.bool_]]:
+    return (some.loss for some in _rows(path) if some.loss is not None)
+
+
+def _names(path: Path) -> Iterator[str]:
+    return (name for some in _rows(path) for name in some.names or ())
+
+
+def _rows(path: Path) -> Iterator[_Some]:
+    """Yield the rows of a file in order, some at a time, padding and empty rows left out."""
+    import pyarrow as pa
+
+    first = 0
+    try:
+        for batch in _batches(path):
+            yield _converted(path, batch, first)
+            first += batch.num_rows
+    except CacheError:
+        raise
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise CacheError(path, f"not a whole file of rows ({error})"[:300], code="E221") from error
+
+
+def _batches(path: Path) -> Iterator[pa.RecordBatch]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with open(open_regular(path), "rb") as file:
+        if path.suffix == ".arrow":
+            largest = max((message.num_bytes for message in messages(file.fileno())), default=0)
+            if largest > max(_MAX_BATCH, path.stat().st_size):
+                found, remedy = f"a batch of {largest:,} bytes when unpacked", "Write it without compression"
+                raise CacheError(path, found, f"at most {_MAX_BATCH:,}", remedy, code="E221")
+            with pa.ipc.open_stream(file) as stream:
+                for batch in stream:
+                    batch.validate(full=True)
+                    rows = _arrow_rows(batch)
+                    yield from (batch.slice(first, rows) for first in range(0, batch.num_rows, rows))
+            return
+        limits: dict[str, Any] = {"page_checksum_verification": True}
+        limits |= dict.fromkeys(("thrift_string_size_limit", "thrift_container_size_limit"), _MAX_FOOTER)
+        with pq.ParquetFile(file, buffer_size=_READ_BYTES, pre_buffer=False, **limits) as table:
+            names = _read_of(table.schema_arrow.names)
+            rows = _parquet_rows(path, table.metadata, file.fileno(), names)
+            yield from table.iter_batches(rows, columns=names, use_threads=False)
+
+
+def _read_of(names: list[str]) -> list[str]:
+    """Return which of some columns are read: of those that say which tokens carry loss, the first."""
+    loss = [name for name in ("labels", *MASKS) if name in names]
+    return [name for name in names if name in ("id", "input_ids", "attention_mask", *loss[:1])]
+
+
+def _arrow_rows(batch: pa.RecordBatch) -> int:
+    """Return how many rows of a batch have about _BATCH_VALUES, anywhere in it."""
+    import pyarrow.compute as pc
+
+    lists = [column for column in batch.columns if _is_list(column.type)]
+    longest = max((pc.max(pc.list_value_length(column)).as_py() or 1 for column in lists), default=1)
+    return max(1, min(_ROWS, _BATCH_VALUES // max(longest, 1)))
+
+
+def _parquet_rows(path: Path, about: Any, handle: int, names: list[str]) -> int:
+    """Return how many rows have about _BATCH_VALUES in a column: a book has 200,000 tokens, a chat 200.
+
+    In a row group of more than MAX_ROW values any row may have as many as the largest page.
+    Raises: CacheError for a page of more than MAX_ROW ids: pyarrow decodes whole pages, and a row is in one.
+    """
+    rows = _ROWS
+    for group in map(about.row_group, range(about.num_row_groups)):
+        for column in map(group.column, range(group.num_columns)):
+            if (name := column.path_in_schema.partition(".")[0]) not in names:
+                continue
+            places = (column.dictionary_page_offset, column.data_page_offset)
+            start, longest, largest = min((place for place in places if place), default=0), 1, 1
+            for page in pages_of(handle, start, start + column.total_compressed_size):
+                longest, largest = max(longest, page.num_values), max(largest, page.num_bytes)
+            if longest > MAX_ROW or largest > _MAX_PAGE:
+                found = f"a page of {longest:,} values, or one of {largest:,} bytes"
+                raise CacheError(path, found, f"at most {MAX_ROW:,}, and {_MAX_PAGE:,}", code="E221")
+            usual = _BATCH_VALUES // max(column.num_values // max(group.num_rows, 1), 1)
+            any_rows = _ROWS if column.num_values <= MAX_ROW else MAX_ROW // longest
+            rows = min(rows, _BATCH_BYTES // largest if name == "id" else min(usual, any_rows))
+    return max(1, rows)
+
+
+def _converted(path: Path, batch: pa.RecordBatch, first: int) -> _Some:
+    """Return the rows of a batch. first: the number of its first row, for messages."""
+    import pyarrow.compute as pc
+
+    names = batch.schema.names
+    if "input_ids" not in names:
+        raise CacheError(path, f"columns {', '.join(map(str, names))}"[:200], "a column input_ids", code="E221")
+    if twice := [name for name in _read_of(names) if names.count(name) > 1]:
+        raise CacheError(path, f"{len(twice)} columns called {twice[0]}", "one", code="E221")
+    ids, lengths = _flat(path, batch, "input_ids")
+    loss = _supervised(path, batch, ids, lengths, first)
+    padding = 0
+    if "attention_mask" in names:
+        attended = _of_equal_lengths(path, batch, "attention_mask", lengths, first) != 0
+        padding = int(len(ids) - attended.sum())
+        if padding:
+            rows = np.repeat(np.arange(len(lengths)), lengths)[attended]
+            ids, loss = ids[attended], None if loss is None else loss[attended]
+            lengths = np.bincount(rows, minlength=len(lengths)).astype(np.int64)
+    is_full = lengths > 0
+    told = None
+    if "id" in names and _is_text(batch.column("id").type):
+        if (longest := pc.max(pc.binary_length(batch.column("id"))).as_py() or 0) > _MAX_NAME:
+            raise CacheError(path, f"an id of {longest:,} bytes", f"at most {_MAX_NAME:,}", code="E221")
+        told = [str(name) for name, full in zip(batch.column("id").to_pylist(), is_full, strict=True) if full]
+    return _Some(ids, lengths[is_full], loss, told, padding, int(len(lengths) - is_full.sum()))
+
+
+def _supervised(
+    path: Path, batch: pa.RecordBatch, ids: NDArray[Any], lengths: NDArray[np.int64], first: int
+) -> NDArray[np.bool_] | None:
+    name = next((name for name in ("labels", *MASKS) if name in batch.schema.names), None)
+    if name is None:
+        return None
+    values = _of_equal_lengths(path, batch, name, lengths, first)
+    if name == "labels":
+        loss: NDArray[np.bool_] = values != IGNORE_INDEX
+        wrong = np.flatnonzero(loss & (values != ids))
+        expected = f"{IGNORE_INDEX}, or the id of the same token: labels are not shifted"
+    else:
+        loss = values != 0
+        wrong = np.flatnonzero(loss & (values != 1))
+        expected = "0 or 1"
+    if len(wrong):
+        row = first + int(np.searchsorted(np.cumsum(lengths), wrong[0], side="right"))
+        raise CacheError(path, f"{name} of row {row} has {values[wrong[0]]}", expected, code="E221")
+    return loss
+
+
+def _of_equal_lengths(
+    path: Path, batch: pa.RecordBatch, name: str, lengths: NDArray[np.int64], first: int
+) -> NDArray[Any]:
+    values, others = _flat(path, batch, name)
+    wrong = np.flatnonzero(others != lengths)
+    if len(wrong):
+        found = f"{name} of row {first + wrong[0]} has {others[wrong[0]]} values"
+        raise CacheError(path, found, f"{lengths[wrong[0]]}, as input_ids", code="E221")
+    return values
+
+
+def _flat(path: Path, batch: pa.RecordBatch, name: str) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """Return the numbers of a column of lists end to end, and how many each row has."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    column = batch.column(name)
+    if not _is_list(column.type):
+        raise CacheError(path, f"{name} is {column.type}"[:200], "lists of integers", code="E221")
+    values = pc.list_flatten(column)
+    if len(values) > max(MAX_ROW, _BATCH_VALUES):
+        raise CacheError(path, f"{name} of a row has {len(values):,} values", f"at most {MAX_ROW:,}", code="E221")
+    if not (pa.types.is_integer(values.type) or pa.types.is_boolean(values.type)) or values.null_count:
+        raise CacheError(path, f"{name} is {column.type}, or has nulls"[:200], "lists of integers", code="E221")
+    lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False).astype(np.int64)
+    return values.to_numpy(zero_copy_only=False), lengths
+
+
+def _is_list(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
+def _is_text(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
