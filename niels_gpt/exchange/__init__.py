@@ -1,8 +1,7 @@
 """Token caches as files of other tools, files of other tools as token caches, and caches in buckets.
 
-token_cache.py  a token cache as an export reads it: shards, borders, loss
-output.py       writes a folder of another tool: links, copies, streams, and the manifest
-exporting.py    export: a cache -> a folder of another tool
+output.py       a token cache as an export reads it: shards, borders, loss; the folder that it writes: links, copies
+exporting.py    export: a cache -> a folder of another tool, with a manifest
 foreign.py      a folder of another tool as an import reads it
 names.py        the names of the formats, and how their own tools read them; --help needs no more
 card.py         the card of a cache: README.md of a hub dataset repository

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from niels_gpt.exchange.formats import FORMATS
-from niels_gpt.exchange.output import MANIFEST_NAME, MANIFEST_VERSION, Modes, Output
-from niels_gpt.exchange.token_cache import TokenCache
+from niels_gpt.exchange.output import MANIFEST_NAME, MANIFEST_VERSION, Modes, Output, TokenCache
 from niels_gpt.progress import Progress
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, canonical_json

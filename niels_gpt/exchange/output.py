@@ -1,4 +1,8 @@
-"""Writes a folder of another tool: hard links where the bytes are the same, copies, streams, and the manifest."""
+"""A token cache as an export reads it, and the folder of another tool that it writes.
+
+Of the cache: its token files, where documents end in each, and which tokens carry loss. Of the folder: hard links where
+the bytes are the same, copies, streams, and the records of all files for the manifest.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +12,161 @@ import shutil
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.exchange.token_cache import TokenCache, TokenFile
+import numpy as np
+from numpy.typing import NDArray
+
+from niels_gpt.cache.documents import bounds, open_bits
+from niels_gpt.cache.formats import SPLITS, flat_targets, has_loss_bits
+from niels_gpt.cache.meta import checked_meta, special_id
+from niels_gpt.cache.mmap import TokenFiles, mmap_tokens
+from niels_gpt.kinds.folders import open_cache
 from niels_gpt.progress import Progress
 from niels_gpt.storage import fileio
-from niels_gpt.storage.fileio import OutputFile
+from niels_gpt.storage.fileio import META_NAME, OutputFile
+from niels_gpt.storage.locks import hold_version
+from niels_gpt.storage.meta_json import path_inside
+from niels_gpt.tokenizers.protocol import Ids
+from niels_gpt.tokenizers.vocabulary import end_of_documents, token_dtype_of
 
 MANIFEST_NAME = "niels_gpt.json"
 """In every folder that is exported: of which cache it is, and which of its shards each file holds."""
 MANIFEST_VERSION = 1
 _WRITES = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
+_BLOCK_TOKENS = 1 << 22
+"""Tokens whose loss is computed at once, whole examples."""
+
+
+# --- the cache --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """One token file of a split: a shard of a pretrain cache, or all of a split of an sft cache."""
+
+    cache: TokenCache
+    split: str
+    number: int
+    """Of the file in its split, from 0."""
+    path: Path
+    record: dict[str, Any]
+    """Its record in meta.json: name, tokens, bytes, sha256."""
+    first: int
+    """The place of its first token in the stream of the split."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in it."""
+        return int(self.record["tokens"])
+
+    @property
+    def ids(self) -> Ids:
+        """Its tokens, mapped: `cache.dtype` [tokens]."""
+        return mmap_tokens(self.path, expected_bytes=int(self.record["bytes"]), dtype=self.cache.dtype)
+
+    @property
+    def ends(self) -> NDArray[np.int64]:
+        """Where each of its documents (examples) ends, in tokens of this file: int64 [documents], the last is `tokens`.
+
+        A document that lies in several files has a piece in each.
+        """
+        return ends_in(self.cache.bounds(self.split), self.first, self.tokens)
+
+    @property
+    def continues(self) -> bool:
+        """Whether its first document begins in the file before."""
+        return continues_at(self.cache.bounds(self.split), self.first)
+
+    def loss(self) -> Iterator[NDArray[np.bool_]]:
+        """Yield which tokens carry loss, in order: bool arrays, `tokens` in all. For a kind with loss."""
+        meta, folder, ends, ids = self.cache.meta, self.cache.folder, self.ends, self.ids
+        bits = open_bits(folder, meta, self.split, self.tokens) if has_loss_bits(meta) else None
+        begin = 0
+        while begin < self.tokens:
+            last = max(int(np.searchsorted(ends, begin + _BLOCK_TOKENS, side="right")) - 1, 0)
+            end = int(ends[last]) if ends[last] > begin else int(ends[np.searchsorted(ends, begin, side="right")])
+            if bits is not None:
+                yield bits.flat(np.array([begin]), np.array([end]))
+            else:
+                some = ends[(ends > begin) & (ends <= end)] - begin
+                sentinels = {f"{name}_id": special_id(folder, meta, name) for name in ("asst", "eot")}
+                yield flat_targets(ids[begin:end], some, np.zeros(len(some), dtype=np.bool_), **sentinels)
+            begin = end
+
+
+def ends_in(bounds: NDArray[np.int64], first: int, tokens: int) -> NDArray[np.int64]:
+    """Return where the documents in some tokens of a split end, counted from `first`; the last is `tokens`.
+
+    bounds: where each document of the split starts and the last one ends: int64 [documents + 1].
+    """
+    begin, end = np.searchsorted(bounds, (first, first + tokens), side="right")
+    ends = np.asarray(bounds[begin:end]) - first
+    return ends if len(ends) and ends[-1] == tokens else np.append(ends, np.int64(tokens))
+
+
+def continues_at(bounds: NDArray[np.int64], first: int) -> bool:
+    """Whether a document of a split lies on both sides of token `first`."""
+    return bool(bounds[np.searchsorted(bounds, first)] != first)
+
+
+class TokenCache:
+    """A pretrain or sft cache, one version of it, which gc leaves while this is alive."""
+
+    def __init__(self, cache: Path) -> None:
+        """cache: its public folder. Raises: FileNotFoundError; CacheError for a stub, another kind, or damage."""
+        self.path = cache
+        opened = open_cache(cache)
+        if not opened.kind.formats:
+            raise opened.kind.lacks("formats", opened)
+        self.folder, self.meta, self.kind = opened.folder, opened.meta, opened.kind
+        checked_meta(self.meta, str(self.folder / META_NAME))  # as every reader does: ids below 2**31, sizes
+        self._hold = hold_version(self.folder)
+        self.dtype: np.dtype[Any] = token_dtype_of(self.meta, self.folder / META_NAME)
+        """Of the ids: little-endian uint16 or uint32."""
+        self._bounds: dict[str, NDArray[np.int64]] = {}
+
+    @property
+    def vocab_size(self) -> int:
+        """Every id is below it."""
+        return int(self.meta["vocab_size"])
+
+    @cached_property
+    def document_end(self) -> int | None:
+        """The id that ends each document of a pretrain cache; None where there is none."""
+        end = end_of_documents(self.meta, str(self.folder / META_NAME))
+        return None if end is None else end[0]
+
+    def bounds(self, split: str) -> NDArray[np.int64]:
+        """Where each document starts and the last one ends, in tokens of the split: int64 [documents + 1]."""
+        if split not in self._bounds:
+            self._bounds[split] = bounds(self.folder, self.meta, split)
+        return self._bounds[split]
+
+    def files(self, split: str) -> list[TokenFile]:
+        """Return the token files of a split in order; [] for a split without tokens."""
+        found, first = [], 0
+        for number, record in enumerate(self.meta["shards"][split]):
+            if record["tokens"]:
+                path = path_inside(self.folder, record["name"])
+                found.append(TokenFile(self, split, number, path, record, first))
+            first += record["tokens"]
+        return found
+
+    def checked_files(self) -> list[TokenFile]:
+        """Return the token files of train, then those of val. Their kinds and sizes are looked at, and none is opened.
+
+        Raises: as `mmap_tokens`.
+        """
+        files = [file for split in SPLITS for file in self.files(split)]
+        TokenFiles([(file.path, int(file.record["bytes"])) for file in files], dtype=self.dtype)
+        return files
+
+
+# --- the folder -------------------------------------------------------------------------------------------------------
 
 
 class Output:

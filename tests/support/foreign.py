@@ -10,7 +10,7 @@ from niels_gpt.exchange import output
 from niels_gpt.exchange.foreign import ForeignFile, ForeignFolder
 from niels_gpt.exchange.formats import FORMATS
 from niels_gpt.exchange.importing import ImportOptions, import_folder
-from niels_gpt.exchange.token_cache import TokenCache
+from niels_gpt.exchange.output import TokenCache
 
 MANIFEST_NAME = "niels_gpt.json"
 NAMES = tuple(FORMATS)

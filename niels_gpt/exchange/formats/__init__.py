@@ -19,8 +19,7 @@ from typing import Protocol
 
 from niels_gpt.exchange.foreign import ForeignFolder
 from niels_gpt.exchange.formats import datatrove, hf, litdata, megatron, modded_nanogpt, nanogpt, olmo
-from niels_gpt.exchange.output import Output
-from niels_gpt.exchange.token_cache import TokenCache
+from niels_gpt.exchange.output import Output, TokenCache
 
 
 class Read(Protocol):

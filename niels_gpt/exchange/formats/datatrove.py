@@ -27,8 +27,7 @@ from numpy.typing import NDArray
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.exchange.foreign import ForeignFolder
 from niels_gpt.exchange.formats.listing import Listed, checked_ends, chunked, listed, loss_of, numbers
-from niels_gpt.exchange.output import Output
-from niels_gpt.exchange.token_cache import TokenCache
+from niels_gpt.exchange.output import Output, TokenCache
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import read_regular
 

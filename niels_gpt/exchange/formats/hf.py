@@ -29,8 +29,7 @@ from numpy.typing import NDArray
 from niels_gpt.cache.documents import id_lines
 from niels_gpt.cache.formats import IGNORE_INDEX, SPLITS
 from niels_gpt.exchange.foreign import ForeignFile, ForeignFolder, names_below, read_manifest, split_of
-from niels_gpt.exchange.output import Output
-from niels_gpt.exchange.token_cache import TokenCache, TokenFile
+from niels_gpt.exchange.output import Output, TokenCache, TokenFile
 from niels_gpt.storage.arrow_messages import messages
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import id_of_line

@@ -26,7 +26,7 @@ from niels_gpt.exchange.foreign import (
     size_of,
     split_of,
 )
-from niels_gpt.exchange.token_cache import TokenFile
+from niels_gpt.exchange.output import TokenFile
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import path_inside
 from niels_gpt.tokenizers.protocol import TOKEN_DTYPES, token_dtype_name

@@ -39,8 +39,7 @@ from niels_gpt.exchange.foreign import (
     usable_name,
 )
 from niels_gpt.exchange.formats.listing import Listing
-from niels_gpt.exchange.output import Output
-from niels_gpt.exchange.token_cache import TokenCache, TokenFile
+from niels_gpt.exchange.output import Output, TokenCache, TokenFile
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import open_regular, parse_object, path_inside, read_regular, shortened
 

@@ -32,8 +32,7 @@ from numpy.typing import NDArray
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.exchange.foreign import ForeignFile, ForeignFolder, read_pieces
 from niels_gpt.exchange.formats.listing import checked_ends, chunked, listed, numbers, too_long
-from niels_gpt.exchange.output import Output
-from niels_gpt.exchange.token_cache import TokenCache
+from niels_gpt.exchange.output import Output, TokenCache
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import open_regular
 

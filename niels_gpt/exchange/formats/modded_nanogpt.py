@@ -27,8 +27,7 @@ from numpy.typing import NDArray
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.exchange.foreign import ForeignFile, ForeignFolder, read_pieces
 from niels_gpt.exchange.formats.listing import Listed, chunked, listed, numbers, too_long
-from niels_gpt.exchange.output import Output
-from niels_gpt.exchange.token_cache import TokenCache, TokenFile
+from niels_gpt.exchange.output import Output, TokenCache, TokenFile
 from niels_gpt.storage.errors import CacheError
 
 _HEADER_BYTES = 1024

@@ -14,8 +14,7 @@ from niels_gpt.cache.formats import SPLITS
 from niels_gpt.exchange.foreign import ForeignFolder
 from niels_gpt.exchange.formats.listing import listed, numbers
 from niels_gpt.exchange.formats.modded_nanogpt import HEADERS
-from niels_gpt.exchange.output import Output
-from niels_gpt.exchange.token_cache import TokenCache
+from niels_gpt.exchange.output import Output, TokenCache
 from niels_gpt.storage.errors import CacheError
 
 

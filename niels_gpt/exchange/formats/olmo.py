@@ -30,8 +30,7 @@ from numpy.typing import NDArray
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.exchange.foreign import ForeignFolder
 from niels_gpt.exchange.formats.listing import Listed, listed, loss_of, spans
-from niels_gpt.exchange.output import Output
-from niels_gpt.exchange.token_cache import TokenCache, TokenFile
+from niels_gpt.exchange.output import Output, TokenCache, TokenFile
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import open_regular
 

@@ -19,8 +19,7 @@ from niels_gpt.cache.meta import find_meta
 from niels_gpt.cache.mmap import load_idx
 from niels_gpt.exchange.assembling import About, assemble
 from niels_gpt.exchange.foreign import ForeignFile, read_pieces
-from niels_gpt.exchange.output import Modes
-from niels_gpt.exchange.token_cache import continues_at, ends_in
+from niels_gpt.exchange.output import Modes, continues_at, ends_in
 from niels_gpt.exchange.transfer.arrival import Arrival, keep
 from niels_gpt.exchange.transfer.described import Described
 from niels_gpt.exchange.transfer.jobs import Tally
