@@ -6,6 +6,7 @@ Decides which part of a long document is printed: the tokens around the position
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -107,8 +108,8 @@ def _document_at(cache: Cache, split: str, position: int) -> tuple[dict[str, Any
     about, sums = _file(folder, meta, split, position), BlockSums(folder, meta)
     others = [meta[group][split]["name"] for group in ("index", "ids") if split in meta.get(group, {})]
     for path in (path_inside(folder, name) for name in (about["file"], *others)):
-        with open(open_regular(path), "rb") as file:  # one of another version tells of another document
-            sums.check_opened(path, file.fileno())
+        with suppress(FileNotFoundError), open(open_regular(path), "rb") as file:  # what needs it says so
+            sums.check_opened(path, file.fileno())  # a file of another version tells of another document
     found = {
         "split_tokens": total,
         "document": number,
