@@ -241,7 +241,7 @@ def damage_lines(cache: Path, damages: Sequence[Damage]) -> str:
 
 
 def difference_lines(found: Mapping[str, Any]) -> str:
-    """Return what `inspection.diff.diff` found, for people."""
+    """Return what `kinds.diff.diff` found, for people."""
     if is_equal(dict(found)):
         return "equal" + ("" if found["compared"] else f"; documents were not compared: {found['why_not_tokens']}")
     lines = []
