@@ -142,8 +142,7 @@ def source_names(ctx: click.Context, _: click.Parameter, incomplete: str) -> lis
     """Complete the name of a source, built-in or user-defined."""
     from niels_gpt.recipes.user_sources import user_sources
 
-    names = {name: spec.family for name, spec in SOURCES.items()}
+    names = {name: spec.family for name, spec in SOURCES.items()} | {key: key.split("/")[0] for key in home_keys()}
     with contextlib.suppress(ValueError, OSError):  # a sources.toml that cannot be read completes nothing
         names |= {name: user.family for name, user in user_sources(settings_of(ctx.params)).items()}
-    names |= {key: key.split("/")[0] for key in home_keys()}
     return [CompletionItem(name, help=family) for name, family in names.items() if name.startswith(incomplete)]

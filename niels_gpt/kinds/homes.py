@@ -64,14 +64,16 @@ def loaded(place: str) -> Any:
 
 @functools.cache
 def is_installed(package: str) -> bool:
-    """Whether a package is there. Raises: ImportError where it is there and cannot be imported."""
+    """Whether a package is there, and not just a folder of its name that was left behind.
+
+    Raises: ImportError where it is there and cannot be imported.
+    """
     try:
-        import_module(package)
+        return getattr(import_module(package), "__file__", None) is not None
     except ModuleNotFoundError as error:
         if error.name != package:
             raise
         return False
-    return True
 
 
 def homes() -> Iterator[Home]:

@@ -9,7 +9,7 @@ import sys
 import pytest
 from support import ROOT
 
-from niels_gpt.kinds.homes import HOMES, homes, loaded
+from niels_gpt.kinds.homes import HOMES, homes, is_installed, loaded
 from niels_gpt.storage.meta_json import meta_bytes
 
 EXCHANGE = next(
@@ -126,6 +126,12 @@ def test_a_home_that_is_there_and_cannot_be_imported_is_an_error(tmp_path):
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert "No module named 'nothing_of_this_name'" in done.stderr
+
+
+def test_a_folder_that_is_left_behind_is_no_package(tmp_path, monkeypatch):
+    (tmp_path / "left_behind" / "__pycache__").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not is_installed("left_behind")
 
 
 def test_the_table_names_what_is_there():
