@@ -12,10 +12,10 @@ from typing import Any
 import dagster as dg
 
 from niels_gpt.data.sources import SOURCES, SourceSpec
-from niels_gpt.recipes.rollouts.caches import build_rollout_cache
-from niels_gpt.recipes.rollouts.trees import TREES
+from niels_gpt.data.trees import TREES
+from niels_gpt.kinds.kind import has_partitions
+from niels_gpt.recipes.plan import every_recipe
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Outcome
-from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.recipes.user_sources import user_sources
 from niels_gpt.settings import Settings
@@ -42,7 +42,8 @@ def assets_of(deployment: Deployment) -> list[dg.AssetsDefinition]:
     with warnings.catch_warnings():  # Dagster calls observables beta; docs/decisions/0003 says why they are used
         warnings.simplefilter("ignore", dg.BetaWarning)
         observed = [_sft_root(deployment), *(_observable(deployment, spec) for spec in sources)]
-    caches = [_cache(deployment, spec) for spec in (*sources, *TREES.values())]
+    known = every_recipe(deployment.settings)  # without those of a package that is not installed
+    caches = [_cache(deployment, spec) for spec in (*sources, *TREES.values()) if spec.key in known]
     return [*observed, _tokenizer(deployment), *caches]
 
 
@@ -114,6 +115,7 @@ def _tokenizer(deployment: Deployment) -> dg.AssetsDefinition:
 
 def _cache(deployment: Deployment, spec: SourceSpec) -> dg.AssetsDefinition:
     """Return FAMILY/NAME, the token or rollout cache of a source."""
+    is_alone = has_partitions(spec.key)
 
     @dg.asset(
         key=deployment.key(spec.key),
@@ -123,17 +125,15 @@ def _cache(deployment: Deployment, spec: SourceSpec) -> dg.AssetsDefinition:
         retry_policy=NETWORK_RETRIES,
         required_resource_keys={deployment.resource},
         output_required=False,  # a tokenizer without sentinels builds no chats: leave_out
-        pool=BUILD_POOL if spec.family == "pretrain" else None,
-        op_tags={**deployment.op_tags, **({BUILD_TAG: "true"} if spec.family == "pretrain" else {})},
+        pool=BUILD_POOL if is_alone else None,
+        op_tags={**deployment.op_tags, **({BUILD_TAG: "true"} if is_alone else {})},
     )
     def cache(context: dg.AssetExecutionContext) -> Iterator[dg.MaterializeResult[None]]:
         def build(settings: Settings) -> Outcome:
             # Dagster's staleness is advisory: the recipe decides whether there is anything to do.
             observed = newer_observation(context, deployment, settings, spec.key)
             how: dict[str, Any] = {"observed": observed, "progress": progress_log(context)}
-            if spec.family in ("trees", "rollouts"):
-                return build_rollout_cache(settings, spec.key, **how)
-            return build_token_cache(settings, spec.name, **how)
+            return every_recipe(settings)[spec.key](settings, **how)
 
         yield from materialized(context, deployment, spec.key, build)
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import dagster as dg
 
-from niels_gpt.kinds.kind import Kind, Limits, kind_of_key, loaded
+from niels_gpt.kinds.homes import loaded
+from niels_gpt.kinds.kind import Kind, Limits, kind_of_key
 from niels_gpt.kinds.verify import verify
 from niels_gpt.recipes.run_recipe import cache_root
 from niels_gpt.settings import Settings

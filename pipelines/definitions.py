@@ -19,13 +19,13 @@ from typing import Any
 
 import dagster as dg
 
+from niels_gpt.kinds.homes import home_assets
 from niels_gpt.settings import Settings
-from pipelines import assets, eagle3, partitions
+from pipelines import assets, partitions
 from pipelines.automation import automation_of, condition_of, switched_on
 from pipelines.checks import checks_of
 from pipelines.deployment import Deployment
 from pipelines.describe import described
-from pipelines.exchange.outputs import outputs_of
 from pipelines.resources import settings_from_environment, settings_resource
 from pipelines.steps import BUILD_TAG
 from pipelines.versions import code_versions
@@ -64,9 +64,8 @@ def niels_definitions(
     )
     chosen = deployment.settings
     versions = code_versions(chosen)
-    made = [*assets.assets_of(deployment), eagle3.draft_vocab_of(deployment), eagle3.targets_of(deployment)]
-
-    outputs, output_checks = outputs_of(deployment)
+    of_homes = [assets_of(deployment) for assets_of in home_assets()]
+    made = [*assets.assets_of(deployment), *(asset for home in of_homes for asset in home.caches)]
 
     def completed(spec: dg.AssetSpec) -> dg.AssetSpec:
         path = deployment.path_of(spec.key)
@@ -75,8 +74,14 @@ def niels_definitions(
         )
 
     ours = dg.Definitions(
-        assets=[*dg.map_asset_specs(completed, partitions.in_partitions(deployment, made)), *outputs],
-        asset_checks=[*(checks_of(deployment, path) for path in versions), *output_checks],
+        assets=[
+            *dg.map_asset_specs(completed, partitions.in_partitions(deployment, made)),
+            *(each for home in of_homes for each in home.outputs),
+        ],
+        asset_checks=[
+            *(checks_of(deployment, path) for path in versions),
+            *(check for home in of_homes for check in home.checks),
+        ],
         resources={deployment.resource: settings_resource(chosen)},
     )
     return dg.Definitions.merge(ours, automation_of(deployment))

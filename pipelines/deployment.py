@@ -4,9 +4,9 @@ Several deployments fit into one code location: every key, op, job and resource 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import dagster as dg
 
@@ -111,3 +111,14 @@ def _reads_config(node: object) -> bool:
         return any(_reads_config(inner.definition) for inner in node.nodes)
     field = node.config_field if isinstance(node, dg.OpDefinition) else None
     return field is None or field.config_type.given_name != "Any"
+
+
+class HomeAssets(NamedTuple):
+    """What a package that may be deleted adds to a deployment: see niels_gpt/kinds/homes.py."""
+
+    caches: Sequence[dg.AssetsDefinition] = ()
+    """Assets of caches, whose page, versions and automation are those of all caches."""
+    outputs: Sequence[dg.AssetsDefinition] = ()
+    """Other assets, which are complete."""
+    checks: Sequence[dg.AssetChecksDefinition] = ()
+    """Of the outputs."""

@@ -10,10 +10,15 @@ from niels_gpt.recipes.eagle3.of_settings import KEY as TARGETS_KEY
 from niels_gpt.recipes.eagle3.of_settings import SMALL_TARGET, VOCAB_KEY
 from niels_gpt.recipes.run_recipe import Outcome
 from niels_gpt.settings import Settings
-from pipelines.deployment import Deployment
+from pipelines.deployment import Deployment, HomeAssets
 from pipelines.metadata import materialize_result
 from pipelines.steps import NETWORK_RETRIES, materialized, target_log
 from pipelines.versions import DATA_VERSION, is_recorded, newer_observation, upstream_of, version_tags
+
+
+def assets_of(deployment: Deployment) -> HomeAssets:
+    """Return both assets."""
+    return HomeAssets([draft_vocab_of(deployment), targets_of(deployment)])
 
 
 def draft_vocab_of(deployment: Deployment) -> dg.AssetsDefinition:

@@ -13,6 +13,7 @@ import dagster as dg
 from dagster._core.storage.asset_check_execution_record import AssetCheckExecutionRecord
 from dagster._core.storage.asset_check_execution_record import AssetCheckExecutionRecordStatus as Status
 
+from niels_gpt.kinds.kind import has_partitions, kinds
 from niels_gpt.progress import Progress
 from niels_gpt.recipes.eagle3.of_settings import NoExtra, NoTarget
 from niels_gpt.recipes.plan import built_at, every_key
@@ -64,7 +65,7 @@ def materialized(
     build: called with the run's settings.
     """
     run = deployment.run(context)
-    with step(context, deployment), turn(run, path) if path.startswith("pretrain/") else nullcontext():
+    with step(context, deployment), turn(run, path) if has_partitions(path) else nullcontext():
         try:
             # The asset `tokenizer` alone replaces the one that is there.
             outcome = carried_out(context, deployment, run, path, lambda: build(with_installed(run.settings)))
@@ -113,9 +114,8 @@ def waited_for(run: Run, path: str, act: Callable[[], _Result]) -> _Result:
 
 def _wait(path: Path) -> bool:
     """Wait until nobody builds at the path of an error E503; False where there is no lock that can be waited for."""
-    from niels_gpt.eagle3.format.layout import LOCK_NAME, SIDECAR
-
-    if (lock := path / SIDECAR / LOCK_NAME).is_file():  # of a folder of eagle3/targets that is being written
+    locks = [lock for kind in kinds() if (lock := kind.lock_of(path)) is not None and lock.is_file()]
+    for lock in locks[:1]:  # of a folder that is written in place
         with file_lock(lock, path, "is being written", wait=True):
             return True
     if is_plan(path):

@@ -20,9 +20,8 @@ from niels_gpt.cache.meta import find_meta
 from niels_gpt.data.exclude import Exclusion, read_exclusion
 from niels_gpt.data.sources import SOURCES
 from niels_gpt.hub.models import is_local
+from niels_gpt.kinds.kind import has_partitions
 from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
-from niels_gpt.recipes.eagle3 import asset as eagle3_asset
-from niels_gpt.recipes.eagle3 import draft_vocab
 from niels_gpt.recipes.eagle3.of_settings import KEY as TARGETS_KEY
 from niels_gpt.recipes.eagle3.of_settings import VOCAB_KEY, has_small_target, raw_source
 from niels_gpt.recipes.partitions.documents import is_partitioned
@@ -83,8 +82,7 @@ def _code_version(settings: Settings, path: str, asked: Any, tokenizer: FullToke
     else:
         tokenizer = None
     if path in (VOCAB_KEY, TARGETS_KEY):
-        module = draft_vocab if path == VOCAB_KEY else eagle3_asset
-        parts |= {"settings": module.settings_fingerprint(settings), **_of_chats(settings)}
+        parts |= {"settings": settings_fingerprint(settings, path), **_of_chats(settings)}
         parts["target"] = _files_of_target(settings, weights=path == TARGETS_KEY)
     else:
         if not is_graph(settings, path):
@@ -153,7 +151,7 @@ def _excluded(settings: Settings, path: str) -> dict[str, Any]:
         return {}
     taken: Any = listed.facts["sha256"]
     name = raw_source(settings) if path in (VOCAB_KEY, TARGETS_KEY) else path
-    is_whole = settings.partitions > 1 and path.startswith("pretrain/")
+    is_whole = settings.partitions > 1 and has_partitions(path)
     with suppress(OSError, ValueError):  # such as no files
         source = None if name is None or is_whole else resolve_source(settings, name)
         listing = source and listing_of(source)
@@ -202,9 +200,9 @@ def is_graph(settings: Settings, path: str) -> bool:
 
     No file of a source is looked for, so that definitions load at once.
     """
-    family, _, name = path.partition("/")
-    if settings.partitions == 1 or family != "pretrain":
+    if settings.partitions == 1 or not has_partitions(path):
         return False
+    name = path.rpartition("/")[2]
     if name not in SOURCES or SOURCES[name].from_hub is None:
         return True
     try:

@@ -1,4 +1,4 @@
-"""Check levels, circles, functions and maps of niels_gpt and pipelines: python tools/structure.py [ROOT]
+"""Check levels, circles, functions, maps and switches of niels_gpt and pipelines: python tools/structure.py [ROOT]
 
 Prints lines, modules, imports of a higher level and circles, and what breaks a rule; exit status 1 where something
 does. `make check` runs it. The rules are docs/decisions/0011-one-plan.md's.
@@ -60,6 +60,19 @@ NEIGHBOURS = {
 """Which packages of levels 2 and 3 a package of these levels may import, beside itself; or which module of one."""
 NO_SOURCES = {"data", "hub"}
 """What levels 2 and 3 may not import: they take iterables and models. The targets of eagle3 may import hub."""
+KINDS = frozenset({"pretrain", "sft", "rollouts", "eagle3", "draft_vocab", "tokenizer"})
+"""Names of the kinds of caches: the table of niels_gpt/kinds/kind.py."""
+WITHOUT_SWITCHES = frozenset({"commands", "exchange", "kinds", "pipelines"})
+"""Packages that ask a kind, and never which one it is."""
+OF_HOMES = (
+    *("niels_gpt.eagle3", "niels_gpt.recipes.eagle3", "niels_gpt.commands.eagle3", "pipelines.eagle3"),
+    *("niels_gpt.prefix_tree", "niels_gpt.recipes.rollouts", "niels_gpt.commands.prefix_tree"),
+    *("niels_gpt.exchange", "niels_gpt.recipes.exchange"),
+    *("niels_gpt.commands.exchange", "pipelines.exchange"),
+)
+"""The homes of niels_gpt/kinds/homes.py, which may be deleted, with their recipes, commands and assets."""
+SHARED_OF_HOMES = frozenset({"niels_gpt.recipes.eagle3.of_settings", "niels_gpt.recipes.eagle3.options"})
+"""Modules of homes that others may import: what settings and keys say, without the home itself."""
 MOST_FUNCTION_LINES = 60  # 40 is what a new one aims at
 
 
@@ -192,6 +205,101 @@ def _is_empty(module: Module) -> bool:
     return module.is_package and len(module.tree.body) <= 1 and module.name.endswith(".sample")
 
 
+def names_of_homes(modules: dict[str, Module]) -> Iterator[str]:
+    """Yield imports of what belongs to a home, by a module that does not: such code is found by the table of homes."""
+    for module in modules.values():
+        if _home_of(module.name):
+            continue
+        for name in sorted(own_imports(module, modules)):
+            if _home_of(name) and name not in SHARED_OF_HOMES:
+                yield f"{module.path}: imports {name}, of a package that may be deleted"
+
+
+def _home_of(name: str) -> str:
+    """Return the home that a module belongs to; "" for none."""
+    return next((home for home in OF_HOMES if f"{name}.".startswith(f"{home}.")), "")
+
+
+def switches(module: Module, subclasses: frozenset[str] = frozenset()) -> list[int]:
+    """Return the lines of a module that ask which kind a cache is of, in place of asking the kind.
+
+    subclasses: names of subclasses of Kind.
+    """
+    tables = [node.value for node in module.tree.body if isinstance(node, ast.Assign) and _is_table(node, module)]
+    return [
+        node.lineno
+        for node in ast.walk(module.tree)
+        if (isinstance(node, ast.MatchValue) and _names_kind(node.value))
+        or (isinstance(node, ast.expr) and node not in tables and _is_switch(node, subclasses))
+    ]
+
+
+def _is_table(node: ast.Assign, module: Module) -> bool:
+    """Whether an assignment is the table of kinds."""
+    return module.name == "niels_gpt.kinds.kind" and [ast.unparse(target) for target in node.targets] == ["OURS"]
+
+
+def _is_switch(node: ast.expr, subclasses: frozenset[str]) -> bool:
+    match node:
+        case ast.Compare():
+            return any(map(_names_kind, [node.left, *node.comparators]))
+        case ast.Dict():
+            return sum(key is not None and _names_kind(key) for key in node.keys) > 1
+        case ast.Subscript():
+            return _has_key_kind(node.slice)
+        case ast.Call(func=ast.Attribute(attr="get"), args=[key, *_]):
+            return _has_key_kind(key)
+        case ast.Call(func=ast.Name(id="isinstance"), args=[_, types]):
+            return bool(subclasses & {each.id for each in ast.walk(types) if isinstance(each, ast.Name)})
+    return False
+
+
+def _names_kind(node: ast.expr) -> bool:
+    """Whether an expression is the name of a kind, or a display with one."""
+    if isinstance(node, ast.Tuple | ast.List | ast.Set):
+        return any(map(_names_kind, node.elts))
+    return isinstance(node, ast.Constant) and node.value in KINDS
+
+
+def _has_key_kind(node: ast.expr) -> bool:
+    """Whether a key is made of meta["kind"] or meta.get("kind")."""
+    return any(_is_meta_kind(each) for each in ast.walk(node))
+
+
+def _is_meta_kind(node: ast.AST) -> bool:
+    match node:
+        case ast.Subscript(value=ast.Name(id="meta"), slice=ast.Constant(value="kind")):
+            return True
+        case ast.Subscript(value=ast.Attribute(attr="meta"), slice=ast.Constant(value="kind")):
+            return True
+        case ast.Call(func=ast.Attribute(value=owner, attr="get"), args=[ast.Constant(value="kind"), *_]):
+            return "meta" in (getattr(owner, "id", ""), getattr(owner, "attr", ""))
+    return False
+
+
+def switches_by_package(modules: dict[str, Module]) -> dict[str, list[tuple[str, int]]]:
+    """Return the switches on the kind of each package that has some: their modules and lines."""
+    subclasses = frozenset(
+        node.name
+        for module in modules.values()
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ClassDef) and node.name.endswith("Kind") and node.bases
+    )
+    found: dict[str, list[tuple[str, int]]] = {}
+    for module in modules.values():
+        package = module.package or module.name.partition(".")[0]
+        for line in switches(module, subclasses):
+            found.setdefault(package, []).append((module.name, line))
+    return found
+
+
+def forbidden_switches(modules: dict[str, Module]) -> Iterator[str]:
+    """Yield the switches on the kind in packages that may have none."""
+    for package, places in switches_by_package(modules).items():
+        if package in WITHOUT_SWITCHES:
+            yield from (f"{modules[name].path}:{line}: asks which kind a cache is of" for name, line in places)
+
+
 def main() -> int:
     root = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).resolve().parent.parent)
     modules = read_modules(root)
@@ -201,13 +309,16 @@ def main() -> int:
         "modules": len(modules),
         "back arrows": len(arrows),
         "circles": len(rounds),
+        **{f"switches {package}": len(places) for package, places in switches_by_package(modules).items()},
     }.items():
-        print(f"{what:15} {figure}")
+        print(f"{what:20} {figure}")
     broken = [
         *(f"{name} imports {other}, of a higher level or beside it" for name, other in arrows),
         *(f"import each other: {', '.join(group)}" for group in rounds),
         *long_functions(modules),
         *missing_in_maps(modules),
+        *forbidden_switches(modules),
+        *names_of_homes(modules),
     ]
     print("\n".join(broken), end="\n" * bool(broken))
     return bool(broken)

@@ -21,6 +21,7 @@ import click
 from niels_gpt.commands.console import ExitCode, Result, exit_code_of, print_error, print_warning, progress_bar, say
 from niels_gpt.commands.report import checked, listed, notices, outcome_line, outcomes_table, plan_table, snapshot_lines
 from niels_gpt.data.exclude import read_exclusion
+from niels_gpt.kinds.kind import has_partitions
 from niels_gpt.progress import Progress
 from niels_gpt.recipes import run_recipe
 from niels_gpt.recipes.disk import DiskNeed, free_bytes, needed_bytes, refuse_without_room, unfinished_bytes
@@ -72,7 +73,7 @@ def build_caches(
     Raises: UsageError where there are to be partitions, and none of the caches can have them; as `build_each`.
     """
     chosen = chosen_keys(settings, sources)
-    if settings.partitions > 1 and not any(key.startswith("pretrain/") for key in chosen):
+    if settings.partitions > 1 and not any(map(has_partitions, chosen)):
         why = "the split of chats needs all chats, and trees need all messages"
         raise UsageError(
             f"--partitions {settings.partitions}: only pretrain caches have partitions, not "

@@ -31,12 +31,10 @@ from niels_gpt.commands.console import (
     say,
     token_position,
 )
-from niels_gpt.commands.exchange import COMMANDS as EXCHANGERS
 from niels_gpt.commands.partitions import seal
 from niels_gpt.commands.settings_flags import settings_of, settings_options, source_names
 from niels_gpt.data.sources import SOURCES
-from niels_gpt.recipes.eagle3.options import KEYS as EAGLE3_KEYS
-from niels_gpt.recipes.rollouts.trees import TREES
+from niels_gpt.kinds.homes import OTHER_TOOLS, home_commands, home_keys
 from niels_gpt.recipes.snapshot import READS, SPLITS
 
 FOLDER = click.Path(path_type=Path)
@@ -78,7 +76,7 @@ niels-gpt build --all --source-root MIRROR --dry-run   what would be built, and 
     nargs=-1,
     shell_complete=source_names,
     panel="What",
-    help=f"{', '.join((*SOURCES, *TREES, *EAGLE3_KEYS))}, or yours",
+    help=f"{', '.join((*SOURCES, *home_keys()))}, or yours",
 )
 @option("--all", "is_all", is_flag=True, help="every cache; of eagle3 where a target is named", panel="What")
 @option("--partition", type=int, metavar="I", help="build partition I alone, from 0, of --partitions", panel="Build")
@@ -296,6 +294,7 @@ def verify(path: tuple[Path, ...], deep: bool) -> Result:
     from niels_gpt.commands.report import damage_lines
     from niels_gpt.kinds.folders import caches_of
     from niels_gpt.kinds.verify import find_damage
+    from niels_gpt.recipes.run_recipe import TOKENIZER_KEY
 
     caches, errors = caches_of(path)
     for error in errors.values():  # the others are looked at
@@ -309,7 +308,7 @@ def verify(path: tuple[Path, ...], deep: bool) -> Result:
         damaged += [cache] if damages else []
         say(damage_lines(cache, damages))
     if damaged:
-        first = next((cache for cache in damaged if cache.name == "tokenizer"), damaged[0])  # what builds need
+        first = next((cache for cache in damaged if cache.name == TOKENIZER_KEY), damaged[0])  # what builds need
         return Result(found, ExitCode.DAMAGED, _remedy(first))
     return Result(found, ExitCode.FAILED if errors else ExitCode.GOOD)
 
@@ -317,15 +316,16 @@ def verify(path: tuple[Path, ...], deep: bool) -> Result:
 def _remedy(cache: Path) -> str:
     """Return the command that builds a damaged cache again; of a copy, and of another program's cache, nothing."""
     from niels_gpt.paths import FAMILIES
+    from niels_gpt.recipes.run_recipe import TOKENIZER_KEY
     from niels_gpt.storage.remedies import is_copy, rebuild_command, remake_command
+    from niels_gpt.storage.versions import versions_dir
 
     if is_copy(cache):
         return ""
-    if cache.name == "tokenizer":
+    if cache.name == TOKENIZER_KEY:
         return remake_command(cache)
-    if cache.parent.name == "eagle3" and not os.path.lexists(cache.parent / ".versions" / cache.name):
-        return ""
-    return rebuild_command(cache) if cache.parent.name in FAMILIES else ""
+    is_built = cache.is_symlink() or os.path.lexists(versions_dir(cache))  # else another program has written it
+    return rebuild_command(cache) if is_built and cache.parent.name in FAMILIES else ""
 
 
 @command("gc", "Remove old versions and dead builds.", examples="niels-gpt gc cache --dry-run")
@@ -357,6 +357,6 @@ VIEWERS: list[Command] = [list_caches, show, stats, locate, diff]
 CARERS: list[Command] = [verify, gc]
 FACE = Group(
     "cache.cli",
-    [build_all, *BUILDERS, *VIEWERS, *CARERS, *EXCHANGERS],
+    [build_all, *BUILDERS, *VIEWERS, *CARERS, *home_commands(OTHER_TOOLS)],
     help="Build token caches and look into them.\n\nThe same commands as niels-gpt, which has more.",
 )

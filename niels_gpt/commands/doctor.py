@@ -160,6 +160,7 @@ def _version(package: str) -> str | None:
 def _caches(folder: Path) -> tuple[str, list[Path], list[Care]]:
     """Return the tokenizer in a folder of caches, the caches, and what they need."""
     from niels_gpt.kinds.folders import caches_below
+    from niels_gpt.recipes.run_recipe import TOKENIZER_KEY
     from niels_gpt.storage.leftovers import versions_below
 
     try:
@@ -169,15 +170,16 @@ def _caches(folder: Path) -> tuple[str, list[Path], list[Care]]:
     cares = [care for cache in caches for care in _of_content(cache)]
     for versions in versions_below(folder) if folder.is_dir() else ():
         cares += _of_versions(folder, versions.parent.parent / versions.name)
-    return _tokenizer(caches), [cache for cache in caches if cache.name != "tokenizer"], cares
+    return _tokenizer(caches), [cache for cache in caches if cache.name != TOKENIZER_KEY], cares
 
 
 def _tokenizer(caches: list[Path]) -> str:
     from niels_gpt.cache.meta import find_meta
     from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
+    from niels_gpt.recipes.run_recipe import TOKENIZER_KEY
 
     for cache in caches:
-        if cache.name == "tokenizer":
+        if cache.name == TOKENIZER_KEY:
             with contextlib.suppress(CacheError, OSError):
                 return f"{cache}, {(find_meta(cache) or {}).get('vocab_size')} ids{_engine(cache)}"
             return f"{cache}, damaged"
@@ -196,8 +198,8 @@ def _engine(folder: Path) -> str:
 
 
 def _of_content(cache: Path) -> Iterator[Care]:
-    from niels_gpt.builders.meta_keys import BUILDER_VERSIONS
     from niels_gpt.cache.meta import find_meta
+    from niels_gpt.kinds.folders import kind_at
     from niels_gpt.kinds.verify import find_damage, refusal
     from niels_gpt.storage.remedies import is_copy, rebuild_command
 
@@ -209,8 +211,8 @@ def _of_content(cache: Path) -> Iterator[Care]:
     for damage in find_damage(cache, deep=False)[:1]:
         yield Care(str(cache), damage.problem, shlex.join(["niels-gpt", "verify", str(cache)]), True)
         return
-    is_old = meta.get("builder_version", 0) < BUILDER_VERSIONS.get(str(meta.get("kind")), 0)
-    if is_old and meta["kind"] != "tokenizer":
+    kind = kind_at(cache)
+    if kind is not None and meta.get("builder_version", 0) < kind.builder_version:
         command = "" if is_copy(cache) else rebuild_command(cache)
         yield Care(str(cache), f"made by builder version {meta.get('builder_version')}", command)
 

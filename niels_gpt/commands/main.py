@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import click
 from rich_click import RichCommandPanel
 
 from niels_gpt import __version__
-from niels_gpt.commands import cache, demo, doctor, exchange, partitions, prefix_tree, train_tokenizer
+from niels_gpt.commands import cache, demo, doctor, partitions, train_tokenizer
 from niels_gpt.commands.console import Group, run
-from niels_gpt.commands.eagle3 import group as eagle3
-from niels_gpt.commands.eagle3 import precompute
+from niels_gpt.kinds.homes import MORE_CACHES, OTHER_TOOLS, home_commands
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,22 +18,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run(ROOT, argv, "niels-gpt", {})
 
 
-def _fold_demo() -> Callable[..., dict[str, Any]]:
-    from niels_gpt.prefix_tree.demo import run
-
-    return run
-
-
-EAGLE3 = Group(
-    "eagle3",
-    [precompute.PRECOMPUTE, *eagle3.COMMANDS],
-    help="Caches of a target's outputs, for training EAGLE-3 drafts.",
-)
-TREE = Group(
-    "tree",
-    [*prefix_tree.COMMANDS, prefix_tree.demo_command(_fold_demo)],
-    help="What folding shared prefixes saves on recorded rollouts.",
-)
 _PANELS: dict[str, list[click.Command]] = {
     "Build": [
         cache.build,
@@ -47,8 +29,8 @@ _PANELS: dict[str, list[click.Command]] = {
     ],
     "Look inside": [cache.list_caches, cache.show, cache.stats, cache.locate, cache.diff],
     "Care": [cache.verify, cache.gc, doctor.doctor, doctor.explain],
-    "Other tools and buckets": [*exchange.COMMANDS],
-    "More caches": [EAGLE3, TREE],
+    OTHER_TOOLS: home_commands(OTHER_TOOLS),
+    MORE_CACHES: home_commands(MORE_CACHES),
 }
 ROOT = Group(
     "niels-gpt",
@@ -62,6 +44,7 @@ niels-gpt verify cache --deep                  every damage, with its file and b
     panels=[
         RichCommandPanel(title, commands=[str(command.name) for command in commands])
         for title, commands in _PANELS.items()
+        if commands
     ],
 )
 ROOT = click.version_option(__version__, message="%(prog)s %(version)s")(ROOT)

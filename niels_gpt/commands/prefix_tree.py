@@ -23,6 +23,7 @@ from rich_click import argument, option
 from niels_gpt.commands.console import Command, ExitCode, Group, Result, command, parsed, progress_bar, run, say
 from niels_gpt.display.numbers import many
 from niels_gpt.display.tables import folded, table
+from niels_gpt.kinds.homes import loaded
 from niels_gpt.prefix_tree.savings import ATTENTIONS, MODEL_7B, ROWS
 from niels_gpt.progress import Progress
 from niels_gpt.settings import Settings
@@ -366,3 +367,8 @@ def demo_command(load: Callable[[], Callable[..., dict[str, Any]]]) -> Command:
 
 COMMANDS: list[Command] = [stats, show]
 FACE = Group("prefix_tree", COMMANDS, help="What folding would save on recorded rollouts, before it is integrated.")
+
+
+_DEMO = demo_command(lambda: loaded("niels_gpt.prefix_tree.demo:run"))
+ROOT_COMMANDS = [Group("tree", [*COMMANDS, _DEMO], help="What folding shared prefixes saves on recorded rollouts.")]
+"""What niels-gpt has of this package."""

@@ -13,9 +13,8 @@ from click.shell_completion import CompletionItem
 from rich_click import RichOption
 
 from niels_gpt.data.sources import SOURCES
-from niels_gpt.recipes.eagle3.options import KEYS as EAGLE3_KEYS
+from niels_gpt.kinds.homes import home_keys
 from niels_gpt.recipes.eagle3.options import Options
-from niels_gpt.recipes.rollouts.trees import TREES
 from niels_gpt.settings import Settings
 
 COMMON = {
@@ -143,8 +142,7 @@ def source_names(ctx: click.Context, _: click.Parameter, incomplete: str) -> lis
     """Complete the name of a source, built-in or user-defined."""
     from niels_gpt.recipes.user_sources import user_sources
 
-    names = {name: spec.family for name, spec in SOURCES.items()} | {key: "trees" for key in TREES}
+    names = {name: spec.family for name, spec in SOURCES.items()} | {key: key.split("/")[0] for key in home_keys()}
     with contextlib.suppress(ValueError, OSError):  # a sources.toml that cannot be read completes nothing
         names |= {name: user.family for name, user in user_sources(settings_of(ctx.params)).items()}
-    names |= dict.fromkeys(EAGLE3_KEYS, "eagle3")
     return [CompletionItem(name, help=family) for name, family in names.items() if name.startswith(incomplete)]

@@ -11,6 +11,7 @@ local.py          user-defined sources: which files a pattern matches, and how t
 chat_shapes.py    what a chat may look like in a user's file, and which roles are known
 exclude.py        which documents and chats are left out by --exclude
 sources.py        the table of built-in sources: how each is found, loaded and credited; a new source is a row here
+trees.py          the table of the caches of message trees: trees/oasst1
 types.py          what loaders yield: PretrainSample, ChatSample, and the id that a sample has in its source
 files/            rows and texts of files of any format
 

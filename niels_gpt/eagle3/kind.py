@@ -109,6 +109,12 @@ class Eagle3Kind(Kind):
         """Whether there is a manifest.json, as every tool of this format writes it."""
         return os.path.lexists(folder / _MANIFEST_NAME)
 
+    def lock_of(self, folder: Path) -> Path | None:
+        """Return the lock of `niels-gpt eagle3 precompute`."""
+        from niels_gpt.eagle3.format.layout import LOCK_NAME, SIDECAR
+
+        return folder / SIDECAR / LOCK_NAME
+
     def refuse(self, cache: Cache, *, models: bool) -> None:
         """Open it as its readers do, and map every shard."""
         from niels_gpt.eagle3.cache import CachedEagle3Dataset

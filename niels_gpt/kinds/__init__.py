@@ -1,6 +1,7 @@
 """Every operation for every kind of cache. Nothing here loads torch.
 
 kind.py      Cache and Kind, and the table of kinds, which other packages may add to
+homes.py     the table of packages that may be deleted: the commands, recipes and assets of each
 files.py     files: presence, size, sha256, which 64 KiB blocks differ; how files are read
 folders.py   which folders are caches, for commands that are given a folder of caches
 checks.py    checks that several kinds share; when dropped or repaired documents are a warning

@@ -17,7 +17,6 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.metadata import entry_points
 from json import JSONDecodeError
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import Any, ClassVar, NamedTuple
 from niels_gpt.cache.formats import check_partitions
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.kinds.files import Damage, FileChecks, Record
+from niels_gpt.kinds.homes import loaded
 from niels_gpt.progress import Progress
 from niels_gpt.storage.checks import Check, Figures, Verdict
 from niels_gpt.storage.errors import REBUILD, CacheError, PositionError
@@ -156,6 +156,10 @@ class Kind:
     """The named checks, blocking ones first, each with its rule; without rules, those of `verdicts`."""
     outside_checks: ClassVar[Mapping[str, str]] = {}
     """Checks that need more than the cache: by name, the place (module:name) of a function of the settings."""
+    has_partitions = False
+    """Whether a build may be split into partitions. Such builds encode on all cores: one runs at a time."""
+    builder_version: ClassVar[int] = 0
+    """Of what is built now, for `doctor`; 0: an older cache needs no care."""
     is_small = False
     """Whether all files are hashed at every look."""
     may_lack_vocabulary = False
@@ -193,6 +197,14 @@ class Kind:
         names: of the files that it names.
         """
         return ""
+
+    def remedy(self, path: Path) -> str:
+        """Return what to do about a damaged cache at a path, a sentence."""
+        return REBUILD
+
+    def lock_of(self, folder: Path) -> Path | None:
+        """Return where a folder that is written in place, not in a version, has its lock; None: none is."""
+        return None
 
     def refuse(self, cache: Cache, *, models: bool) -> None:
         """Open a cache as its readers do. Raises: what they raise.
@@ -333,12 +345,6 @@ def _loader(place: str) -> Callable[[], Any]:
     return lambda: loaded(place)
 
 
-def loaded(place: str) -> Any:
-    """Return what stands at a place, module:name."""
-    module, _, attribute = place.partition(":")
-    return getattr(import_module(module), attribute)
-
-
 def kind_names() -> list[str]:
     """Return the names of all kinds; nothing is loaded."""
     return list(_places())
@@ -366,6 +372,12 @@ def kinds() -> list[Kind]:
 def kind_of_key(key: str) -> Kind | None:
     """Return the kind of the caches at a key, such as sft/oasst1; None for a key of no kind."""
     return next((kind for kind in kinds() if any(_matches(key, known) for known in kind.keys)), None)
+
+
+def has_partitions(key: str) -> bool:
+    """Whether the caches at a key may be built in partitions."""
+    kind = kind_of_key(key)
+    return kind is not None and kind.has_partitions
 
 
 def _matches(key: str, known: str) -> bool:

@@ -15,10 +15,9 @@ from niels_gpt.kinds.folders import kind_at
 from niels_gpt.kinds.kind import MALFORMED, Cache, Finding, Kind, Limits, MetaDamage, Rule
 from niels_gpt.progress import Progress
 from niels_gpt.storage.checks import Figures, Verdict, first_problems
-from niels_gpt.storage.errors import REBUILD, CacheError
+from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import printable, read_regular, resolved
-from niels_gpt.storage.remedies import make_again
 from niels_gpt.storage.versions import VERSION_DIGITS
 
 _MAX_REASON = 100  # characters in a table
@@ -50,7 +49,7 @@ def verify(
 
 def _verdict(cache: Cache, rule: Rule, limits: Limits) -> Verdict:
     figures, files = Figures(), file_checks(cache)
-    problems = first_problems(_sentences(cache.path, files.folder, _guarded(rule(files, limits, figures))))
+    problems = first_problems(_sentences(cache, files.folder, _guarded(rule(files, limits, figures))))
     return Verdict.of(problems, figures)
 
 
@@ -69,9 +68,9 @@ def _guarded(findings: Iterator[Finding]) -> Iterator[Finding]:
         yield Damage(META_NAME, 0, 0, f"not as docs/formats.md describes it ({error!r})")
 
 
-def _sentences(path: Path, folder: Path, findings: Iterable[Finding]) -> Iterator[str]:
+def _sentences(cache: Cache, folder: Path, findings: Iterable[Finding]) -> Iterator[str]:
     """Turn findings into sentences that name the public folder, not the version's, which means little to readers."""
-    remedy = make_again(path) if path.name == "tokenizer" else REBUILD
+    path, remedy = cache.path, cache.kind.remedy(cache.path)
     for finding in findings:
         if isinstance(finding, Damage):
             finding = CacheError(path / finding.file, finding.problem, remedy=remedy, code="E201")
@@ -222,11 +221,12 @@ def reader_error(cache: Cache, *, models: bool = True) -> CacheError | OSError |
 
 def refusal(path: Path) -> str | None:
     """Return in a few words why the readers refuse a cache; None where they do not. path: the public folder."""
+    folder = path
     try:
         folder = resolved(path)
         cache = Cache.open(folder)
     except (CacheError, OSError) as error:
-        return in_short(error, path)
+        return in_short(error, folder)
     reason = reader_error(cache, models=False)
     return None if reason is None else in_short(reason, folder)
 

@@ -1,6 +1,7 @@
 """Recipes: source + tokenizer + builder -> a committed folder. The commands and the Dagster assets call them.
 
 plan.py              which recipes there are; what a run would do (--dry-run); whether a source has changed
+home_recipes.py      what a package that may be deleted adds to the recipes
 token_caches.py      build_token_cache: which builder a source goes to, and with which arguments
 run_recipe.py        runs a recipe, or skips it if its fingerprint is unchanged; meta.json's `source`; records each run
 rebuilt.py           what is said of a cache that replaces another version: documents in another split, exclusions

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,21 +14,17 @@ from niels_gpt.builders.journal import identity_of
 from niels_gpt.builders.meta_keys import OF_ANOTHER_VERSION, is_of_this_version
 from niels_gpt.builders.partitions.receipts import partition_states
 from niels_gpt.data.sources import SOURCES
+from niels_gpt.data.trees import TREES
 from niels_gpt.display.numbers import number_of
+from niels_gpt.kinds.homes import home_recipes
 from niels_gpt.recipes.disk import needed_bytes
-from niels_gpt.recipes.eagle3.asset import build_targets
-from niels_gpt.recipes.eagle3.draft_vocab import build_draft_vocab
-from niels_gpt.recipes.eagle3.of_settings import KEY as TARGETS_KEY
-from niels_gpt.recipes.eagle3.of_settings import VOCAB_KEY, has_small_target
-from niels_gpt.recipes.eagle3.planned import planned_action
+from niels_gpt.recipes.eagle3.of_settings import has_small_target
+from niels_gpt.recipes.home_recipes import HomeRecipes, LatePlan, Recipe
 from niels_gpt.recipes.partitions.documents import is_partitioned
 from niels_gpt.recipes.partitions.planned import planned
 from niels_gpt.recipes.resolve import ResolvedSource, asked_revisions, listing_of, resolve_source
-from niels_gpt.recipes.rollouts.caches import build_rollout_cache
-from niels_gpt.recipes.rollouts.trees import TREES
 from niels_gpt.recipes.run_recipe import (
     TOKENIZER_KEY,
-    Outcome,
     cache_root,
     fingerprint_by_list,
     is_current,
@@ -55,13 +50,14 @@ from niels_gpt.storage.meta_json import parse_object, read_regular
 from niels_gpt.storage.versions import BUILDING, JOURNAL_NAME, JOURNAL_SUFFIX, RECIPE_NAME, versions_dir
 from niels_gpt.tokenizers.protocol import FullTokenizer
 
-Recipe = Callable[..., Outcome]
+_OF_HOMES: list[HomeRecipes] = home_recipes()
 RECIPES: dict[str, Recipe] = {
     **{spec.key: partial(build_token_cache, name=spec.name) for spec in SOURCES.values()},
-    **{key: partial(build_rollout_cache, key=key) for key in TREES},
+    **{key: recipe for home in _OF_HOMES if home.late is None for key, recipe in home.recipes.items()},
 }
 """The built-in caches by key, in the order in which build-all builds them, after the tokenizer: `ensure_tokenizer`."""
-OF_EAGLE3: dict[str, Recipe] = {VOCAB_KEY: build_draft_vocab, TARGETS_KEY: build_targets}
+_LATE: dict[str, LatePlan] = {key: home.late for home in _OF_HOMES if home.late for key in home.recipes}
+OF_EAGLE3: dict[str, Recipe] = {key: home.recipes[key] for home in _OF_HOMES if home.late for key in home.recipes}
 """What is built last, where `recipes.eagle3.of_settings.check_configured` lets it."""
 _MAX_JOURNAL_BYTES = 1 << 28
 _TRAINED_BYTES = 1_000_000  # of a trained tokenizer, about; one that is to be downloaded is not known
@@ -87,13 +83,15 @@ class Plan:
 
 def recipes(settings: Settings) -> dict[str, Recipe]:
     """Return RECIPES and, after them, those of the user-defined sources. Raises: as `user_sources`."""
-    return RECIPES | {
-        key: partial(build_rollout_cache, key=key)
-        if needs_no_tokenizer(key)
-        else partial(build_token_cache, name=user.name)
-        for user in user_sources(settings).values()
-        for key in (f"{user.family}/{user.name}",)
-    }
+    of_families = {family: recipe for home in _OF_HOMES for family, recipe in home.of_families.items()}
+    found = dict(RECIPES)
+    for user in user_sources(settings).values():
+        key = f"{user.family}/{user.name}"
+        if user.family in of_families:
+            found[key] = partial(of_families[user.family], key=key)
+        elif not needs_no_tokenizer(key):  # else the package of rollouts is not installed
+            found[key] = partial(build_token_cache, name=user.name)
+    return found
 
 
 def every_recipe(settings: Settings) -> dict[str, Recipe]:
@@ -137,6 +135,8 @@ def settings_fingerprint(settings: Settings, key: str, tokenizer: FullTokenizer 
     The parts of `recipe_fingerprint` that are known without reading a source, --exclude left out; tokenizer: None: not
     known either. A chat template that cannot be read counts as none: the build reports it.
     """
+    if key in _LATE:
+        return _LATE[key].settings_fingerprint(settings, key)
     name = key.rpartition("/")[2]
     user = user_sources(settings).get(name)
     if user:
@@ -186,8 +186,8 @@ def observe(settings: Settings, key: str) -> tuple[dict[str, Any], str | None]:
 
 def _plan_of(settings: Settings, key: str, state: str, tokenizer: FullTokenizer | None) -> Plan:
     """state, tokenizer: of the tokenizer; None for one that is not there yet."""
-    if key in OF_EAGLE3:
-        return Plan(key, *planned_action(settings, key, tokenizer), 0)
+    if key in _LATE:
+        return Plan(key, *_LATE[key].action(settings, key, tokenizer), 0)
     name = key.split("/")[1]
     try:
         source = resolve_source(settings, key)

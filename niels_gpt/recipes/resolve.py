@@ -15,8 +15,8 @@ from niels_gpt.data.files import mirrors, snapshot
 from niels_gpt.data.files.walk import files_fingerprint
 from niels_gpt.data.local import LocalFiles
 from niels_gpt.data.sources import SOURCES, Credit, SourceSpec, credit_of
+from niels_gpt.data.trees import TREES
 from niels_gpt.hub import datasets as hub
-from niels_gpt.recipes.rollouts.trees import TREES
 from niels_gpt.recipes.user_sources import UNSTATED, UserSource, user_sources
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError, SourceError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 from niels_gpt.cache.meta import checked_meta
@@ -13,6 +14,7 @@ from niels_gpt.kinds.rows import described
 from niels_gpt.storage.errors import CacheError, PositionError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import shortened
+from niels_gpt.storage.remedies import make_again
 from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.tokenizers.files import FILE_OF, MODEL_NAME, check_model
 from niels_gpt.tokenizers.protocol import FullTokenizer
@@ -44,6 +46,10 @@ class TokenizerKind(Kind):
     )
 
     card = Card("The tokenizer of token caches", _reader)
+
+    def remedy(self, path: Path) -> str:
+        """Return the command that replaces it: a build keeps one that exists."""
+        return make_again(path)
 
     def refuse(self, cache: Cache, *, models: bool) -> None:
         """Compare the files with meta.json, and what the model says of itself."""

@@ -22,7 +22,7 @@ from niels_gpt.recipes.run_recipe import cache_root
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, canonical_json
-from pipelines.deployment import Deployment
+from pipelines.deployment import Deployment, HomeAssets
 from pipelines.steps import progress_log, step
 from pipelines.versions import DATA_VERSION, INPUT_VERSION
 
@@ -30,10 +30,11 @@ CHECK = "is_there"
 _DIGITS = 12
 
 
-def outputs_of(deployment: Deployment) -> tuple[list[dg.AssetsDefinition], list[dg.AssetChecksDefinition]]:
+def assets_of(deployment: Deployment) -> HomeAssets:
     """Return an asset and a check for each line of sources.toml. Raises: as `lines_of`."""
     lines = lines_of(deployment.settings).values()
-    return [_asset(deployment, line) for line in lines], [_check(deployment, line) for line in lines]
+    outputs, checks = [_asset(deployment, line) for line in lines], [_check(deployment, line) for line in lines]
+    return HomeAssets(outputs=outputs, checks=checks)
 
 
 def _asset(deployment: Deployment, line: Line) -> dg.AssetsDefinition:

@@ -241,7 +241,7 @@ def completed(line):
 def test_a_shell_completes_commands_sources_and_codes(tmp_path):
     (tmp_path / "sources.toml").write_text('[pretrain.notes]\nfiles = "notes"\n')
     assert completed("niels-gpt ver") == ["verify"]
-    assert completed("niels-gpt build ") == f"{SOURCES} notes eagle3/draft_vocab eagle3/targets".split()
+    assert completed("niels-gpt build ") == f"{SOURCES} eagle3/draft_vocab eagle3/targets notes".split()
     listed = re.findall(r"^### (E20\d) ", (ROOT / "docs/errors.md").read_text(), re.MULTILINE)
     assert len(listed) > 7 and completed("niels-gpt explain E20") == listed
     assert "--cache-dir" in completed("niels-gpt build --c")

@@ -31,7 +31,15 @@ def made(folder, files):
 
 
 @pytest.mark.parametrize(
-    "rule", [structure.back_arrows, structure.circles, structure.long_functions, structure.missing_in_maps]
+    "rule",
+    [
+        structure.back_arrows,
+        structure.circles,
+        structure.long_functions,
+        structure.missing_in_maps,
+        structure.forbidden_switches,
+        structure.names_of_homes,
+    ],
 )
 def test_the_plan_holds(rule, modules):
     assert list(rule(modules)) == []
@@ -70,6 +78,68 @@ def test_a_map_lacks_a_module_or_names_one_that_is_not_there(tmp_path):
     assert ["roam" in line or "gone" in line for line in structure.missing_in_maps(made(tmp_path, files))] == [True]
     files = {"niels_gpt/data/__init__": '"""Loaders.\n\nroam.py\n"""'}
     assert len(list(structure.missing_in_maps(made(tmp_path, files)))) == 1, "a name without a purpose is no map"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        'if name == "pretrain": x()',
+        'if family in ("trees", "rollouts"): x()',
+        'if "eagle3" != name: x()',
+        'match name:\n    case "sft" | "trees": x()',
+        'x = {"sft": 1, "draft_vocab": 2}',
+        'x = TABLE[meta["kind"]]',
+        'x = TABLE.get(str(cache.meta.get("kind")), 0)',
+        "x = isinstance(kind, RolloutsKind)",
+        "x = isinstance(kind, (int, RolloutsKind))",
+    ],
+)
+def test_a_switch_on_the_kind_is_counted_and_named_where_there_may_be_none(code, tmp_path):
+    files = {
+        "niels_gpt/kinds/look": code,
+        "niels_gpt/cache/look": code,
+        "niels_gpt/prefix_tree/kind": "class RolloutsKind(Kind):\n    pass\n",
+    }
+    modules = made(tmp_path, files)
+    line = 2 if code.startswith("match") else 1
+    places = {"kinds": [("niels_gpt.kinds.look", line)], "cache": [("niels_gpt.cache.look", line)]}
+    assert structure.switches_by_package(modules) == places
+    assert [f"kinds/look.py:{line}:" in text for text in structure.forbidden_switches(modules)] == [True]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        'if kind.name == name: x("sft")',
+        'x = {"sft": 1}',
+        'x = {"kind": "sft", "files": []}',
+        'x = source["kind"] + TABLE[source.get("kind")]',
+        "x = isinstance(kind, Kind)",
+        'OURS = {"sft": "a:B", "eagle3": "c:D"}',
+    ],
+)
+def test_what_is_no_switch_on_the_kind(code, tmp_path):
+    assert structure.switches_by_package(made(tmp_path, {"niels_gpt/kinds/kind": code})) == {}
+
+
+def test_a_table_of_kinds_stands_in_one_module(tmp_path):
+    code = 'OURS = {"sft": "a:B", "eagle3": "c:D"}'
+    assert list(structure.switches_by_package(made(tmp_path, {"niels_gpt/kinds/look": code}))) == ["kinds"]
+
+
+def test_what_a_home_takes_along_is_imported_by_nothing_else(tmp_path):
+    modules = made(
+        tmp_path,
+        {
+            "niels_gpt/eagle3/cache": "",
+            "niels_gpt/commands/eagle3/group": "import niels_gpt.eagle3.cache\n",
+            "niels_gpt/commands/main": "def f():\n    from niels_gpt.commands.eagle3 import group\n",
+            "niels_gpt/recipes/eagle3/options": "",
+            "niels_gpt/recipes/plan": "from niels_gpt.recipes.eagle3.options import KEYS\n",
+        },
+    )
+    broken = list(structure.names_of_homes(modules))
+    assert ["main.py: imports niels_gpt.commands.eagle3.group" in line for line in broken] == [True]
 
 
 def test_the_lowest_level_needs_only_the_standard_library_and_numpy(modules):

@@ -11,9 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.bits_caches import sealed
 from support.byte_tokenizer import ByteTokenizer
-from support.disk import read_meta
 from support.errors import refused
 from support.number_caches import numbered
 from support.streams import KINDS, build_caches, joined, opened, ranks_of, run, told, units_of
@@ -21,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from niels_gpt.builders.sft import build_sft
 from niels_gpt.cache import CacheError
+from niels_gpt.cache.checksums import BlockSums
 from niels_gpt.sampling import EpochStream, SFTStream
 
 pytestmark = [
@@ -286,7 +285,7 @@ def test_numpy_integers_are_integers(root):
         ("mixture of kinds", "chats"),
     ],
 )
-def test_an_id_outside_the_vocabulary_is_an_error_and_no_batch(tmp_path, kind, cache, io):
+def test_an_id_outside_the_vocabulary_is_an_error_and_no_batch(tmp_path, kind, cache, io, monkeypatch):
     """Written into the file that is open: another one would be refused."""
     stream = opened(kind, build_caches(tmp_path), global_batch_size=90, io=io)
     files = [path for path in sorted((tmp_path / cache).resolve().rglob("*.bin")) if path.stat().st_size > 6]
@@ -296,8 +295,7 @@ def test_an_id_outside_the_vocabulary_is_an_error_and_no_batch(tmp_path, kind, c
             file.seek(6)
             file.write(np.array([65_535], "<u2").tobytes())
         os.utime(path, ns=times)
-    folder = (tmp_path / cache).resolve()
-    sealed(folder, read_meta(folder))  # else its checksums would refuse it
+    monkeypatch.setattr(BlockSums, "check_opened", lambda *_, **__: None)  # its checksums would refuse it
     with refused("E409", "65535", kind=CacheError) as caught:
         next(iter(stream))
     assert any(path.name in str(caught) for path in files)

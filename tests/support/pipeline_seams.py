@@ -22,6 +22,7 @@ from niels_gpt.recipes.eagle3 import asset, draft_vocab, prepare
 from niels_gpt.recipes.eagle3.of_settings import resolved
 from niels_gpt.recipes.exchange import lines, outputs
 from niels_gpt.recipes.plan import every_recipe, recipes
+from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.settings import Settings
 from niels_gpt.storage import fileio, versions
 from niels_gpt.storage.locks.builders import file_lock
@@ -145,9 +146,17 @@ def turn_of(settings, key):
 @contextmanager
 def recipe_is(build):
     """Let the steps of token caches call `build(real, settings, name, ...)` in place of `real`."""
-    real = assets.build_token_cache
+
+    def replaced(settings):
+        return every_recipe(settings) | {
+            key: lambda given, name=name, **how: build(build_token_cache, given, name, **how)
+            for key in every_recipe(settings)
+            for family, name in [key.split("/")]
+            if family in ("pretrain", "sft")
+        }
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assets, "build_token_cache", lambda *given, **how: build(real, *given, **how))
+        patch.setattr(assets, "every_recipe", replaced)
         yield
 
 

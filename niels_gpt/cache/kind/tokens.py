@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.builders.losses import loss_table
+from niels_gpt.builders.meta_keys import BUILDER_VERSIONS
 from niels_gpt.builders.split import asked_share
 from niels_gpt.cache.documents import (
     bounds,
@@ -288,6 +289,8 @@ class PretrainKind(Tokens):
     has_parts = True
     unit = "document"
     keys = ("pretrain/",)
+    has_partitions = True
+    builder_version = BUILDER_VERSIONS["pretrain"]
     checks = (*_TOKENS, BUDGET_REACHED, *warnings_of("documents"))
     page = Page(
         "import torch\nfrom niels_gpt.cache import PretrainTokenStreamDataset\n\n"
@@ -334,6 +337,7 @@ class SftKind(Tokens):
     has_loss = True
     unit = "example"
     keys = ("sft/",)
+    builder_version = BUILDER_VERSIONS["sft"]
     checks = (
         *_TOKENS,
         Check(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from niels_gpt.builders.meta_keys import BUILDER_VERSIONS
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.cache.meta import check_tokenizer, checked_meta, read_meta, sentinel_names
 from niels_gpt.display.decoded import decoded_text, runs
@@ -139,6 +140,7 @@ class RolloutsKind(Kind):
     name = "rollouts"
     unit = "group"
     keys = ("rollouts/", "trees/")
+    builder_version = BUILDER_VERSIONS["rollouts"]
     may_lack_vocabulary = True
     has_loss = True
     why_not: ClassVar[Mapping[str, str]] = {"formats": "No format of other tools has groups of samples yet"}

@@ -5,6 +5,7 @@ Decides from the record of a committed cache whether it is current. Where that n
 
 from __future__ import annotations
 
+from niels_gpt.recipes.eagle3 import asset, draft_vocab
 from niels_gpt.recipes.eagle3.asset import are_current_targets
 from niels_gpt.recipes.eagle3.draft_vocab import current_draft_vocab, resolved_for_vocab
 from niels_gpt.recipes.eagle3.of_settings import (
@@ -19,6 +20,7 @@ from niels_gpt.recipes.eagle3.of_settings import (
     stable_name,
     why_left_out,
 )
+from niels_gpt.recipes.home_recipes import HomeRecipes, LatePlan
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, cache_root, recorded_recipe
 from niels_gpt.recipes.tokenizer import no_sentinels
 from niels_gpt.settings import Settings
@@ -78,3 +80,14 @@ def _is_known_without_hub(settings: Settings) -> bool:
     is_file = chats is None or resolve_source(settings, chats).kind != "hub"
     is_target_known = is_local(target) or name == stable_name(settings, target)
     return is_target_known and (is_file or input_data == settings.eagle3_source)
+
+
+def _settings_fingerprint(settings: Settings, key: str) -> str:
+    of_key = draft_vocab.settings_fingerprint if key == VOCAB_KEY else asset.settings_fingerprint
+    return of_key(settings)
+
+
+EAGLE3_RECIPES = HomeRecipes(
+    {VOCAB_KEY: draft_vocab.build_draft_vocab, KEY: asset.build_targets},
+    late=LatePlan(planned_action, _settings_fingerprint),
+)

@@ -1,6 +1,5 @@
 """Recorded rollouts, or message trees + tokenizer -> a committed rollout cache.
 
-trees.py    the table of the caches of message trees: trees/oasst1
 groups.py   what the builder reads: recorded groups as they are, and the threads of a tree, encoded by message
 caches.py   the recipes of rollouts/NAME and trees/NAME
 """

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from niels_gpt.data.trees import TREES
 from niels_gpt.progress import Progress
 from niels_gpt.recipes import sources
+from niels_gpt.recipes.home_recipes import HomeRecipes
 from niels_gpt.recipes.resolve import ResolvedSource, resolve_source
 from niels_gpt.recipes.run_recipe import BuildInputs, Outcome, run_recipe
 from niels_gpt.recipes.tokenizer import build_with_tokenizer, usable_tokenizer
@@ -98,3 +101,8 @@ def _build(
         tokenizer=inputs.tokenizer,
         **how,
     )
+
+
+ROLLOUT_RECIPES = HomeRecipes(
+    {key: partial(build_rollout_cache, key=key) for key in TREES}, of_families={"rollouts": build_rollout_cache}
+)

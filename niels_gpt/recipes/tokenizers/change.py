@@ -11,7 +11,7 @@ from typing import Any
 
 from niels_gpt.cache.meta import find_meta
 from niels_gpt.data.sources import SOURCES
-from niels_gpt.recipes.rollouts.trees import TREES
+from niels_gpt.data.trees import TREES
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, cache_root
 from niels_gpt.recipes.user_sources import FAMILIES, user_sources
 from niels_gpt.settings import Settings
