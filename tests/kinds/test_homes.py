@@ -73,7 +73,7 @@ WORKS = (
     ("assets", "sft/oasst1"),
 )
 """Commands, and what each prints."""
-"niels_gpt.exchange"S = (
+EXCHANGES = (
     ("push cache/sample/pretrain/roam bucket/roam", "sent"),
     ("pull bucket/roam pulled", "pulled: 8 files"),
     ("export cache/sample/pretrain/roam out --to hf", "out: "),
@@ -83,7 +83,7 @@ WORKS = (
 @pytest.mark.parametrize("gone", GONE_OF)
 def test_a_home_package_may_be_deleted_and_the_rest_works(gone, tmp_path):
     commands, key, kind = GONE_OF[gone]
-    wanted = [*WORKS, *("niels_gpt.exchange"S if gone != "niels_gpt.exchange" else ())]
+    wanted = [*WORKS, *(EXCHANGES if gone != "niels_gpt.exchange" else ())]
     absent = [f"{command} x y" for command in commands]
     found = run_without(gone, tmp_path, *(command for command, _ in wanted), *absent)
     for (command, text), (code, printed) in zip(wanted, found, strict=False):
