@@ -52,7 +52,7 @@ def export_cache(cache: Path, name: str, out: Path, *, progress: Progress | None
     by_how = Counter(str(record["made"]) for record in output.records)
     linked = sum(record["bytes"] for record in output.records if record["made"] == "link")
     num_bytes = sum(record["bytes"] for record in output.records)
-    tokens = sum(file.tokens for file in files)
+    tokens = source.kind.held(source.meta).total("token")
     return Exported(len(output.records), tokens, num_bytes, linked, dict(by_how), output.noted)
 
 

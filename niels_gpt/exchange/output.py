@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from niels_gpt.cache.checksums import BlockSums
 from niels_gpt.cache.documents import bounds, open_bits
 from niels_gpt.cache.formats import SPLITS, flat_targets, has_loss_bits
 from niels_gpt.cache.meta import checked_meta, special_id
@@ -29,7 +30,7 @@ from niels_gpt.progress import Progress
 from niels_gpt.storage import fileio
 from niels_gpt.storage.fileio import META_NAME, OutputFile
 from niels_gpt.storage.locks import hold_version
-from niels_gpt.storage.meta_json import path_inside
+from niels_gpt.storage.meta_json import open_regular, path_inside
 from niels_gpt.tokenizers.protocol import Ids
 from niels_gpt.tokenizers.vocabulary import end_of_documents, token_dtype_of
 
@@ -65,7 +66,9 @@ class TokenFile:
 
     @property
     def ids(self) -> Ids:
-        """Its tokens, mapped: `cache.dtype` [tokens]."""
+        """Its tokens, mapped: `cache.dtype` [tokens]. Every block is compared with its checksum. Raises: CacheError."""
+        with open(open_regular(self.path), "rb") as file:
+            self.cache.sums.check_opened(self.path, file.fileno(), whole=True)
         return mmap_tokens(self.path, expected_bytes=int(self.record["bytes"]), dtype=self.cache.dtype)
 
     @property
@@ -122,11 +125,12 @@ class TokenCache:
         opened = open_cache(cache)
         if not opened.kind.formats:
             raise opened.kind.lacks("formats", opened)
-        self.folder, self.meta, self.kind = opened.folder, opened.meta, opened.kind
+        self.opened, self.folder, self.meta, self.kind = opened, opened.folder, opened.meta, opened.kind
         checked_meta(self.meta, str(self.folder / META_NAME))  # as every reader does: ids below 2**31, sizes
         self._hold = hold_version(self.folder)
         self.dtype: np.dtype[Any] = token_dtype_of(self.meta, self.folder / META_NAME)
         """Of the ids: little-endian uint16 or uint32."""
+        self.sums = BlockSums(self.folder, self.meta, "blocks")
         self._bounds: dict[str, NDArray[np.int64]] = {}
 
     @property
@@ -157,12 +161,16 @@ class TokenCache:
         return found
 
     def checked_files(self) -> list[TokenFile]:
-        """Return the token files of train, then those of val. Their kinds and sizes are looked at, and none is opened.
+        """Return the token files of train, then those of val. Kinds, sizes and ends of all are looked at first.
 
-        Raises: as `mmap_tokens`.
+        Raises: as `mmap_tokens`; CacheError for a file of another version.
         """
         files = [file for split in SPLITS for file in self.files(split)]
         TokenFiles([(file.path, int(file.record["bytes"])) for file in files], dtype=self.dtype)
+        ends = BlockSums(self.folder, self.meta)
+        for each in files:
+            with open(open_regular(each.path), "rb") as file:
+                ends.check_opened(each.path, file.fileno())
         return files
 
 

@@ -293,6 +293,13 @@ class Kind:
         """Yield the source id of each item of a split; None where none is recorded."""
         return None
 
+    def rows(self, cache: Cache, split: str) -> Iterator[dict[str, Any]]:
+        """Yield the items of a split as rows of a table, for a format whose rows are not documents.
+
+        Values: str, int, float, None, or an array of int32, int8 or float32; equal names and types in every row.
+        """
+        raise self.lacks("rows", cache)
+
     def words(self, cache: Cache, tokenizer: Any, split: str, number: int) -> str | None:
         """Return the beginning of an item on one line; None without a tokenizer."""
         return None
@@ -336,13 +343,8 @@ class Kind:
 def _places() -> dict[str, Callable[[], Any]]:
     """Return what loads each kind, by its name."""
     found: dict[str, Callable[[], Any]] = {point.name: point.load for point in entry_points(group=GROUP)}
-    return {name: _loader(place) for name, place in OURS.items()} | {
-        name: load for name, load in found.items() if name not in OURS
-    }
-
-
-def _loader(place: str) -> Callable[[], Any]:
-    return lambda: loaded(place)
+    ours = {name: functools.partial(loaded, place) for name, place in OURS.items()}
+    return ours | found | ours  # ours first, and not replaced
 
 
 def kind_names() -> list[str]:

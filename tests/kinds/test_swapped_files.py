@@ -13,6 +13,7 @@ import torch
 from support import eagle3_runs, small_builds
 from support.byte_tokenizer import ByteTokenizer
 from support.disk import META_NAME
+from support.errors import refused
 
 from niels_gpt.builders.pretrain import build_pretrain
 from niels_gpt.builders.sft import build_sft
@@ -22,6 +23,7 @@ from niels_gpt.cache.pretrain_dataset import PretrainSplit
 from niels_gpt.cache.sft_split import SFTSplit
 from niels_gpt.eagle3.cache import CachedEagle3Dataset
 from niels_gpt.eagle3.native import NativeEagle3Dataset
+from niels_gpt.exchange.exporting import export_cache
 from niels_gpt.kinds.verify import find_damage
 from niels_gpt.prefix_tree.rollouts.build import build_rollouts
 from niels_gpt.prefix_tree.rollouts.reader import RolloutDataset
@@ -142,3 +144,28 @@ def test_verify_passes_what_readers_take_of_two_mixed_versions(pair, tmp_path):
         verdicts.append((swapped, *found))
         shutil.rmtree(folder)
     assert len(verdicts) == len(differ) * (len(differ) + 1) // 2
+
+
+@pytest.mark.parametrize("format", ["megatron", "hf"])
+def test_an_export_compares_what_it_links_and_reads(tmp_path, format):
+    for letter in "xy":
+        pretrain(tmp_path / letter, letter)
+    one, other = (tmp_path / letter for letter in "xy")
+    assert export_cache(one, format, tmp_path / "good").files > 0
+    shard = one.resolve() / "train" / "shard_00001.bin"
+    shard.chmod(0o644)
+    shard.write_bytes((other / "train" / "shard_00001.bin").read_bytes())
+    with refused("E201", "shard_00001.bin", "bytes 0 to 65536"):
+        export_cache(one, format, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_export_compares_every_block_that_it_reads(tmp_path):
+    pretrain(tmp_path / "x", "x")
+    shard = (tmp_path / "x").resolve() / "train" / "shard_00000.bin"
+    content = bytearray(shard.read_bytes())
+    content[70_000] ^= 1  # neither in the first block nor in the last
+    shard.chmod(0o644)
+    shard.write_bytes(content)
+    with refused("E201", "shard_00000.bin", "bytes 65536 to 131072"):
+        export_cache(tmp_path / "x", "hf", tmp_path / "out")

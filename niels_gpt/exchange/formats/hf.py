@@ -6,6 +6,8 @@ A row is a whole document of a pretrain cache, or an example of an sft cache. It
     labels        list of int32, of an sft cache alone: the id where a token carries loss, else -100; trainers
                   shift them. A pretrain cache has none: trainers copy its input_ids
     position_ids  list of int32: 0, 1, ... in each row
+Of a rollout cache a row is a sample, with the columns that `build --rollouts` reads: group, ids, prompt_length, mask,
+and the fields that the cache has: logprobs, advantages or advantage, reward.
 A row group has about 2**20 tokens, and a file the documents that begin in one shard. zstd, as datasets writes.
 `datasets.load_dataset(DEST)` finds both splits. The bytes depend on the release of pyarrow.
 
@@ -20,6 +22,7 @@ import io
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -66,6 +69,12 @@ def write(cache: TokenCache, output: Output) -> None:
 
     Raises: CacheError E220 for a document of more than MAX_ROW tokens; ImportError.
     """
+    if cache.kind.has("rows"):
+        for split, name in SPLIT_NAMES.items():
+            if cache.files(split):
+                batches = _row_batches(cache.kind.rows(cache.opened, split))
+                output.write(f"data/{name}-00000-of-00001.parquet", _parquet(batches))
+        return
     for split, name in SPLIT_NAMES.items():
         rows = _Documents(cache, split)
         parts: list[tuple[list[TokenFile], int, int]] = []
@@ -78,6 +87,29 @@ def write(cache: TokenCache, output: Output) -> None:
         for number, (files, first, end) in enumerate(parts):
             path = f"data/{name}-{number:05d}-of-{len(parts):05d}.parquet"
             output.write(path, _parquet(rows.batches(first, end)), files)
+
+
+def _row_batches(rows: Iterator[dict[str, Any]]) -> Iterator[pa.RecordBatch]:
+    """Yield rows of a kind as batches of about _GROUP_TOKENS values of their longest column."""
+    import pyarrow as pa
+
+    def column(values: list[Any], sample: Any) -> pa.Array:
+        if isinstance(sample, np.ndarray):
+            return pa.array(values, pa.list_(pa.from_numpy_dtype(sample.dtype)))
+        return pa.array(values, pa.string() if isinstance(sample, str) else type_of.get(type(sample), pa.int32()))
+
+    type_of = {float: pa.float32()}
+    waiting: list[dict[str, Any]] = []
+    size = 0
+    for row in chain(rows, [None]):
+        if waiting and (row is None or size >= _GROUP_TOKENS):
+            yield pa.record_batch(
+                {name: column([each[name] for each in waiting], waiting[0][name]) for name in waiting[0]}
+            )
+            waiting, size = [], 0
+        if row is not None:
+            waiting.append(row)
+            size += max((len(value) for value in row.values() if isinstance(value, np.ndarray)), default=1)
 
 
 class _Documents:
@@ -176,7 +208,11 @@ def _parquet(batches: Iterator[pa.RecordBatch]) -> Iterator[bytes]:
     sink, writer = _Sink(), None
     for batch in batches:
         if writer is None:
-            coded = {"position_ids.list.element": "DELTA_BINARY_PACKED"}  # 0.004 bytes a token; PLAIN takes 0.28
+            coded = {
+                f"{name}.list.element": "DELTA_BINARY_PACKED"  # 0.004 bytes a token; PLAIN takes 0.28
+                for name in batch.schema.names
+                if name == "position_ids"
+            }
             writer = pq.ParquetWriter(
                 sink, batch.schema, compression="zstd", use_dictionary=False, column_encoding=coded
             )

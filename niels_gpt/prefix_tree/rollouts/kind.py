@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ from niels_gpt.kinds.files import HEADER_BYTES, Damage, FileChecks
 from niels_gpt.kinds.kind import MALFORMED, Cache, Card, Finding, Held, Kind, Limits, Page, Rows
 from niels_gpt.kinds.rows import counted, described, of_loader, parts_by_loss, spread, warned_of
 from niels_gpt.kinds.verify import file_checks
+from niels_gpt.prefix_tree.rollouts.records import PER_TOKEN
 from niels_gpt.storage.checks import Check, Figures
 from niels_gpt.storage.errors import REBUILD, CacheError, PositionError
 from niels_gpt.storage.fileio import META_NAME
@@ -143,7 +144,7 @@ class RolloutsKind(Kind):
     builder_version = BUILDER_VERSIONS["rollouts"]
     may_lack_vocabulary = True
     has_loss = True
-    why_not: ClassVar[Mapping[str, str]] = {"formats": "No format of other tools has groups of samples yet"}
+    formats = frozenset({"hf"})
     checks = (
         FILES,
         TOKENIZER_MAY_MATCH,
@@ -271,6 +272,20 @@ class RolloutsKind(Kind):
         """Yield the id of each group."""
         data = _opened(cache, split)
         return (str(data.id(number)).encode("unicode_escape") for number in range(len(data)))
+
+    def rows(self, cache: Cache, split: str) -> Iterator[dict[str, Any]]:
+        """Yield a row for each sample, in a form that `build --rollouts` reads: data/files/rollouts.py has it."""
+        from niels_gpt.prefix_tree.rollouts.reader import RolloutDataset
+
+        data = RolloutDataset(cache.folder, split, check="blocks")
+        for number in range(len(data)):
+            name = data.id(number)
+            for sample in data.read(number):
+                row: dict[str, Any] = {"group": name, "ids": np.asarray(sample.ids, dtype=np.int32)}
+                row["prompt_length"] = sample.prompt_length if sample.prompt_length >= 0 else None
+                row["mask"] = np.asarray(sample.loss_mask, dtype=np.int8)
+                fields = sample.fields.items()
+                yield row | {of: values if of in PER_TOKEN else float(values[0]) for of, values in fields}
 
     def plot(self, cache: Cache, name: str) -> bytes:
         """Return a PNG of what folding saves."""
