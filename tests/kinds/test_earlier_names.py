@@ -62,3 +62,12 @@ def test_an_earlier_name_warns_and_gives_the_same_objects(name):
         for part in module.split("."):
             found = getattr(found, part)
         assert found is sys.modules[f"niels_gpt.{name}.{module}"]
+
+
+def test_the_earlier_place_of_the_checks_of_rollouts_warns_and_gives_the_same_functions():
+    name = "niels_gpt.recipes.rollouts.checks"
+    sys.modules.pop(name, None)
+    with pytest.warns(CodedWarning, match=r"is niels_gpt\.kinds\.verify now.* \[W104\]$"):
+        import_module(name)
+    assert named("recipes.rollouts.checks.verify") is named("kinds.verify.verify")
+    assert named("recipes.rollouts.checks.find_damage") is named("kinds.verify.find_damage")
