@@ -1,4 +1,4 @@
-"""Whether the bytes of a file are those of its meta.json: the CRC-32 of its 64 KiB blocks, in index/crc32.bin.
+"""Whether the bytes of a file are the ones of its meta.json: the CRC-32 of its 64 KiB blocks, in index/crc32.bin.
 
 A file of another version often has the right size. A reader compares the first and the last block of each file when a
 process first opens it, which finds every file that was swapped as a whole; with check="blocks" each block when it is
@@ -27,7 +27,7 @@ Check = Literal["ends", "blocks"]
 """What a reader compares with the checksums: the ends of each file once a process, or each block that it reads."""
 
 _MAX_OWN = 1 << 24
-"""Bytes of checksums that are hashed at the first opening, 10 ms: those of 256 GiB."""
+"""Bytes of checksums that are hashed at the first opening, in 10 ms: the checksums of 256 GiB."""
 _compared: set[tuple[Any, ...]] = set()
 """Files whose ends this process, or the one that it was forked from, has compared."""
 
@@ -219,7 +219,7 @@ class CheckedItems:
         return len(self._items)
 
     def __getitem__(self, some: slice) -> NDArray[Any]:
-        """Return items of the file. Raises: CacheError E201 for a block that is not that of its checksum."""
+        """Return items of the file. Raises: CacheError E201 for a block that has another checksum."""
         begin, end, _ = some.indices(len(self._items))
         size = self._items.itemsize
         self._sums.touch(self._path, len(self._bytes), begin * size, end * size, self._block)

@@ -303,7 +303,7 @@ class CheckedTokenFiles(TokenFiles):
     """Token files whose blocks are compared with their checksums when they are first read."""
 
     def gather(self, files: NDArray[np.int64], places: NDArray[np.int64], width: int) -> Ids:
-        """Return as `TokenFiles.gather`. Raises: CacheError E201 for a block that is not that of its checksum."""
+        """Return as `TokenFiles.gather`. Raises: CacheError E201 for a block that has another checksum."""
         self._touch(files, places, places + width)
         return super().gather(files, places, width)
 

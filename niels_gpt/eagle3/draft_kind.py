@@ -23,7 +23,7 @@ def _mapping_fits(files: FileChecks, limits: Limits, figures: Figures) -> Iterat
     yield from files.size_damages()
     yield from (damages := list(files.sha256_damages()))
     if damages:
-        return  # what it holds is not that of meta.json
+        return  # its content disagrees with meta.json
     meta = files.meta
     _load(files.folder, meta)
     ids, of, coverage = meta["draft_vocab_size"], meta["target_vocab_size"], meta["coverage"]

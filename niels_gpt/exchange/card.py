@@ -100,7 +100,7 @@ def _body(
     yield from ("", "## How it was made", "")
     yield from (_code("console", command) if command else ["The command that made it is not recorded."])
     yield from ("", "## How to check it", "", *_code("console", words.check), "")
-    yield f"{words.checked}, `{_hex(meta['content_sha256'])}`."
+    yield f"{words.checked} `{_hex(meta['content_sha256'])}`."
     yield "`niels-gpt verify FOLDER --deep` reads every file and names every damage."
     yield from ("", "## How to read it", "", *_code("console", f"niels-gpt pull {url} FOLDER"), "")
     yield from _code("python", *words.reader(meta))

@@ -35,7 +35,7 @@ from niels_gpt.tokenizers.protocol import Ids
 from niels_gpt.tokenizers.vocabulary import end_of_documents, token_dtype_of
 
 MANIFEST_NAME = "niels_gpt.json"
-"""In every folder that is exported: of which cache it is, and which of its shards each file holds."""
+"""In every exported folder: the cache it was made from, and the shards that each file holds."""
 MANIFEST_VERSION = 1
 _WRITES = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
 _BLOCK_TOKENS = 1 << 22
@@ -161,7 +161,7 @@ class TokenCache:
         return found
 
     def checked_files(self) -> list[TokenFile]:
-        """Return the token files of train, then those of val. Kinds, sizes and ends of all are looked at first.
+        """Return the token files of train, then of val. Kinds, sizes and ends of all are looked at first.
 
         Raises: as `mmap_tokens`; CacheError for a file of another version.
         """

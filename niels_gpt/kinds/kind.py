@@ -128,8 +128,8 @@ class Card:
     """Name and text of each number of a cache without splits."""
     check: str = _BY_NAME
     """The command that checks the files in FOLDER."""
-    checked: str = "prints its content_sha256"
-    """What that command does with good files."""
+    checked: str = "prints its content_sha256,"
+    """What that command does with good files: the card ends the sentence with the content_sha256."""
 
 
 CHECK_RECORDS = (
@@ -137,7 +137,7 @@ CHECK_RECORDS = (
     'for file in json.load(open("meta.json"))["files"]]\' | sha256sum --check --quiet'
 )
 """The `check` of a kind whose content_sha256 is not made of the sha256 of every file."""
-CHECKED_RECORDS = "prints nothing where every file is as meta.json says: that of the content_sha256"
+CHECKED_RECORDS = "prints nothing where every file has the sha256 that meta.json records. Its content_sha256 is"
 
 
 class Kind:
@@ -153,7 +153,7 @@ class Kind:
     keys: ClassVar[tuple[str, ...]] = ()
     """Where its caches lie: a key, or with / at the end the folder of its caches."""
     checks: Sequence[Check] = ()
-    """The named checks, blocking ones first, each with its rule; without rules, those of `verdicts`."""
+    """The named checks, blocking ones first, each with its rule; without rules, the names of `verdicts`."""
     outside_checks: ClassVar[Mapping[str, str]] = {}
     """Checks that need more than the cache: by name, the place (module:name) of a function of the settings."""
     has_partitions = False
@@ -179,7 +179,7 @@ class Kind:
     page = Page()
     card: Card | None = None
     least_share = LEAST_SHARE
-    """A file is refused of which less than this part is on the disk: as `refuse_holes`."""
+    """A file is refused if less than this share of it is on the disk: as `refuse_holes`."""
 
     # --- is it one, and is it good ---
 

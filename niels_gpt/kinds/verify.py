@@ -29,7 +29,7 @@ def verify(
     """Make the checks of a cache; returns the verdict of each by the check's name, blocking ones first.
 
     path: the public folder, such as cache/sft/oasst1. It is resolved once, so all checks look at one version.
-    names: the checks to make; None: all those of this kind of cache that need nothing but the cache.
+    names: the checks to make; None: every check of this kind that needs nothing but the cache.
     Raises: FileNotFoundError and CacheError if meta.json cannot be read or is of an unknown kind; ValueError for a name
         that is no check of this kind. Damage to anything else is a problem of the checks that need it.
     """
@@ -86,7 +86,7 @@ def find_damage(path: Path, *, deep: bool, progress: Progress | None = None) -> 
     Warnings are no damage. A quick look compares sizes, headers and sums; it finds files that meta.json does not name.
     It reads the files that have another name, a hard link, and were written after meta.json.
     path: the public folder, such as cache/sft/oasst1, or a version's own. It is resolved once.
-    deep: read every file; those of a small kind, such as a tokenizer's model, are always read.
+    deep: read every file. A small cache, such as a tokenizer, is always read.
     progress: called with files, bytes read, and bytes to read in all.
     """
     try:

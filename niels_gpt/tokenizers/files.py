@@ -159,7 +159,7 @@ def _kind_in_meta(folder: Path) -> str | None:
 
 
 def check_model(tokenizer: Path, meta: dict[str, Any], remedy: str = "") -> None:
-    """Raise CacheError unless the files in a tokenizer's folder are those of its meta.json.
+    """Raise CacheError unless the files in a tokenizer's folder have the checksums in its meta.json.
 
     remedy: what to do; "": remove the tokenizer and build.
     """

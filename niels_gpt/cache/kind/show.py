@@ -151,5 +151,5 @@ def _check(position: int, total: int, what: str) -> None:
 
 
 def turn_names(folder: Path, meta: dict[str, Any]) -> dict[int, str]:
-    """Return the short names of sentinels, with a line end before those of roles: each turn begins a line."""
+    """Return the short names of sentinels, and before a role's a line end: each turn begins a line."""
     return {token: name if name == "<|eot|>" else f"\n{name}" for token, name in sentinel_names(folder, meta).items()}

@@ -80,7 +80,7 @@ def _split_sums(meta: Meta, split: str) -> Iterator[Problem]:
 
 
 def _partition_sums(meta: Meta, split: str, ends: list[int]) -> Iterator[Problem]:
-    """Compare the numbers of each partition with its shards, and their sums with those of the cache.
+    """Compare the numbers of each partition with its shards, and their sums with the cache's.
 
     ends: the number of the shard after the last one of each partition.
     """

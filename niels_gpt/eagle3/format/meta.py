@@ -60,7 +60,7 @@ def meta_of(
 ) -> dict[str, Any]:
     """Return the content of meta.json of a folder that has all other files.
 
-    keys: all but those that follow from the files; of a cache whose manifest alone has changed, those of its old
+    keys: all keys but the ones that follow from the files. Where only the manifest has changed: the keys of the old
     meta.json. known: records of files that have not changed, which are not read. follow_links: as `open_file`.
     Raises: CacheError where a file is missing or no regular file.
     """
@@ -136,7 +136,7 @@ def unchanged_shards(folder: Path, meta: Mapping[str, Any] | None) -> list[dict[
 
 
 def lists_shards(meta: Mapping[str, Any]) -> bool:
-    """Return whether a meta.json names every shard: those of earlier builds name the other files alone."""
+    """Return whether a meta.json names every shard; earlier builds named the other files alone."""
     try:
         named = sum(SHARD_NAME.match(record["name"]) is not None for record in file_records(meta))
         return bool(named == meta["totals"]["shards"])
