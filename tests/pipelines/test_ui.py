@@ -74,7 +74,6 @@ def test_a_person_builds_a_group_watches_its_run_and_looks_at_a_cache(dagster, p
     seen(page, "Row count", "NumPy", "family: sft", "licence: MIT", "cache/sample/sft/oasst1")
     assert "SFTExampleDataset.open(" in page.inner_text("body")  # how it is read
     seen(page, "x", "y", "y_masked", "int64 [B, T]")
-    page.get_by_text("load_oasst1").first.wait_for()  # its source code
     look(page, tmp_path / "asset.png")
     keys = page.get_by_placeholder("Filter metadata keys")
     keys.evaluate("element => element.scrollIntoView({block: 'start'})")
@@ -82,7 +81,7 @@ def test_a_person_builds_a_group_watches_its_run_and_looks_at_a_cache(dagster, p
     look(page, tmp_path / "figures.png")
     assert page.get_by_text("[[").first.is_visible()  # the part of an example that carries loss
     page.get_by_text("[Show Markdown]").first.click()
-    picture = page.get_by_role("img", name="lengths")
+    picture = page.get_by_role("img", name="examples")
     picture.wait_for()
     assert picture.evaluate("image => image.naturalWidth") > 300
     look(page, tmp_path / "picture.png")
