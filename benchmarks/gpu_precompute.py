@@ -30,7 +30,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 class Row:
-    """A sample of random ids, of which the last two thirds carry loss."""
+    """A sample of random ids; the last two thirds carry loss."""
 
     def __init__(self, number: int, longest: int) -> None:
         draw = np.random.default_rng(number)
@@ -54,7 +54,7 @@ def settings_of(form: str, options: argparse.Namespace, hidden: int, longest: in
 
 
 def bench_precompute(options: argparse.Namespace, folder: Path) -> None:
-    """Compare whole runs with the forward passes of their batches, with and without what is made of the outputs."""
+    """Compare whole runs with the forward passes of their batches, with and without the work on their outputs."""
     hidden, layers, longest = (128, 8, 64) if options.quick else (2048, 22, 1100)
     sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": hidden // 64}
     sizes |= {"num_key_value_heads": max(1, hidden // 512), "intermediate_size": 11 * hidden // 4}

@@ -42,7 +42,7 @@ def assets_of(deployment: Deployment) -> list[dg.AssetsDefinition]:
     with warnings.catch_warnings():  # Dagster calls observables beta; docs/decisions/0003 says why they are used
         warnings.simplefilter("ignore", dg.BetaWarning)
         observed = [_sft_root(deployment), *(_observable(deployment, spec) for spec in sources)]
-    known = every_recipe(deployment.settings)  # without those of a package that is not installed
+    known = every_recipe(deployment.settings)  # a package that is not installed has none
     caches = [_cache(deployment, spec) for spec in (*sources, *TREES.values()) if spec.key in known]
     return [*observed, _tokenizer(deployment), *caches]
 

@@ -55,7 +55,7 @@ def checks_of(deployment: Deployment, path: str) -> dg.AssetChecksDefinition:
         names = {selected.name for selected in context.selected_asset_check_keys}
         settings = deployment.run(context).settings
         outside = _kind(path).outside_checks.keys()
-        # These need more than the cache: what is not there for them fails no other check.
+        # These need more than the cache: if that is missing, no other check fails.
         for some in filter(None, (names - outside, names & outside)):
             for name, verdict in _verdicts_or_error(settings, path, some).items():
                 yield _result(deployment, key, rules[name], verdict)

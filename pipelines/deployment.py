@@ -117,7 +117,7 @@ class HomeAssets(NamedTuple):
     """What a package that may be deleted adds to a deployment: see niels_gpt/kinds/homes.py."""
 
     caches: Sequence[dg.AssetsDefinition] = ()
-    """Assets of caches, whose page, versions and automation are those of all caches."""
+    """Assets of caches: all have the same page, versions and automation."""
     outputs: Sequence[dg.AssetsDefinition] = ()
     """Other assets, which are complete."""
     checks: Sequence[dg.AssetChecksDefinition] = ()

@@ -34,7 +34,7 @@ def cell(kind: Kind, operation: str) -> str:
 
 
 def table() -> str:
-    """Return the table, and the reasons of what is left out."""
+    """Return the table, and the reasons for its holes."""
     kinds = [kind for name in OURS if (kind := kind_named(name)) is not None]
     rows = [["", *(f"`{kind.name}`" for kind in kinds)], ["---"] * (1 + len(kinds))]
     for operation in (*OF_ALL, *BY_METHOD, "diff"):

@@ -88,7 +88,7 @@ class BlockSums:
             for record in covered_files(meta):
                 first[record["name"]] = total
                 total += num_blocks(record["bytes"])
-            # Of another size nothing is compared: `verify` says what is wrong.
+            # A file of another size is not compared: `verify` describes the damage.
             self._first = first if self._record.get("bytes") == CRC_DTYPE.itemsize * total else {}
             self._meta = None
         return self._first or {}

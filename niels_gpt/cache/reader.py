@@ -30,7 +30,7 @@ class Reader:
     kind: ClassVar[str]
     """`kind` in meta.json."""
     _anew: ClassVar[tuple[str, ...]] = ()
-    """Attributes that a copy makes anew."""
+    """Attributes that a copy sets itself."""
     cache: Path
     """The version's folder."""
     split: str
@@ -61,7 +61,7 @@ class Reader:
         raise NotImplementedError
 
     def _sizes(self) -> str:
-        """Return what is in the split, for `repr`."""
+        """Return the sizes of the split, for `repr`."""
         raise NotImplementedError
 
     @property

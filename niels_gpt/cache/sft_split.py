@@ -332,7 +332,7 @@ class SFTSplit(Reader):
 def files_of(cache_dir: str | os.PathLike[str], split: str | None) -> tuple[Path, Path, int]:
     """Return the token file and the offsets of a split of an sft cache, and the id that pads its rows.
 
-    Arguments, and what is raised: as for `SFTSplit`.
+    Arguments and errors: as for `SFTSplit`.
     """
     folder, name = named_cache(cache_dir, split)
     meta = reader_meta(folder, "sft")

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
-from importlib import import_module
-from types import ModuleType
-
-from niels_gpt.storage.codes import CodedWarning
+from niels_gpt.storage.codes import give_earlier_names
 
 _MOVED = {
     "verify": {"verify": "kinds.verify", "find_damage": "kinds.verify", "Limits": "kinds.kind"},
@@ -27,10 +22,6 @@ _MOVED = {
 }
 """The documented names of each module, and the module that has them now."""
 
-_SAID = "niels_gpt.inspection is niels_gpt.kinds now: import the names of docs/api/kinds.md from there"
-warnings.warn(CodedWarning("W104", _SAID), stacklevel=2)
-for _name, _places in _MOVED.items():
-    _module = ModuleType(f"{__name__}.{_name}", f"Names of niels_gpt.kinds: {', '.join(_places)}.")
-    for _attribute, _place in _places.items():
-        setattr(_module, _attribute, getattr(import_module(f"niels_gpt.{_place}"), _attribute))
-    globals()[_name] = sys.modules[_module.__name__] = _module
+give_earlier_names(
+    __name__, _MOVED, "niels_gpt.inspection is niels_gpt.kinds now: import the names of docs/api/kinds.md from there"
+)

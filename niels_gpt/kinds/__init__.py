@@ -6,7 +6,7 @@ files.py     files: presence, size, sha256, which 64 KiB blocks differ; how file
 folders.py   which folders are caches, for commands that are given a folder of caches
 checks.py    checks that several kinds share; when dropped or repaired documents are a warning
 verify.py    is a cache good: named checks, every damage with its bytes, why readers refuse it
-look.py      what is in it: stats, show, locate, plot; the tokenizer of its ids
+look.py      its contents: stats, show, locate, plot; the tokenizer of its ids
 rows.py      rows that several kinds say of themselves
 diff.py      which keys of meta.json and which documents differ between two caches
 

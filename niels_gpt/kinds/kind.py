@@ -1,4 +1,4 @@
-"""Cache: named files and a meta.json that names them all. Kind: what is in them. The table of kinds.
+"""Cache: named files and a meta.json that names them all. Kind: how to read them. The table of kinds.
 
 A kind stands in the package of its readers. The table names modules, which are loaded at first use: a package that is
 not there takes its kind along, and all the others work. A package of somebody else adds a kind by an entry point of the
@@ -106,7 +106,7 @@ class Page:
     icons: frozenset[str] = frozenset()
     """Of those that Dagster has an icon for."""
     look: str = "show"
-    """The command of `niels-gpt` that prints what is inside."""
+    """The command of `niels-gpt` that prints the content."""
     columns: Columns = ()
 
 
@@ -118,7 +118,7 @@ _BY_NAME = (
 
 @dataclass(frozen=True)
 class Card:
-    """What the card of a cache says, README.md of a repository of the hub. Whoever prints values escapes them."""
+    """What the card of a cache says, README.md of a repository of the hub. The printer of a value escapes it."""
 
     what: str
     """What a cache is, as the beginning of a sentence."""
@@ -159,7 +159,7 @@ class Kind:
     has_partitions = False
     """Whether a build may be split into partitions. Such builds encode on all cores: one runs at a time."""
     builder_version: ClassVar[int] = 0
-    """Of what is built now, for `doctor`; 0: an older cache needs no care."""
+    """The version that builds write now, for `doctor`; 0: an older cache needs no care."""
     is_small = False
     """Whether all files are hashed at every look."""
     may_lack_vocabulary = False
@@ -214,7 +214,7 @@ class Kind:
         raise self.lacks("readers")
 
     def wrong_sums(self, cache: Cache) -> Iterator[tuple[str, str]]:
-        """Yield what does not agree within meta.json: a key, and what is wrong with it."""
+        """Yield contradictions within meta.json: a key, and the problem."""
         return iter(())
 
     def headers(self, files: FileChecks) -> Iterator[Damage]:
@@ -226,7 +226,7 @@ class Kind:
         return files.sha256_damages()
 
     def last_look(self, files: FileChecks, limits: Limits) -> Iterator[Finding]:
-        """Yield what is found after all files were found sound."""
+        """Yield damage found after all files were found sound."""
         return iter(())
 
     def verdicts(
@@ -242,7 +242,7 @@ class Kind:
         """
         return [check.name for check in self.checks if check.name not in self.outside_checks]
 
-    # --- what is in it ---
+    # --- contents ---
 
     def held(self, meta: Mapping[str, Any]) -> Held:
         """Return what a cache holds, by its meta.json."""
@@ -272,7 +272,7 @@ class Kind:
         raise self.lacks("show_data", cache)
 
     def locate(self, cache: Cache, tokenizer: FullTokenizer | None, *, split: str, position: int, tokens: int) -> str:
-        """Return what is at a token of a split, and where it came from, as text."""
+        """Return the text around a token of a split, and where it came from."""
         raise self.lacks("locate", cache)
 
     def locate_data(
@@ -353,7 +353,7 @@ def kind_names() -> list[str]:
 
 
 def kind_named(name: object) -> Kind | None:
-    """Return a kind by the `kind` of a meta.json; None for what is no kind, or whose package is not installed."""
+    """Return a kind by the `kind` of a meta.json; None if no kind has this name, or its package is not installed."""
     load = _places().get(name) if isinstance(name, str) else None
     if load is None:
         return None

@@ -74,7 +74,7 @@ def show_data(
 
 
 def locate(path: Path, tokenizer: FullTokenizer | None, *, split: str, position: int, num_tokens: int) -> str:
-    """Return what is at token `position` of a split, and where it came from, as lines of text.
+    """Return the text around token `position` of a split, and where it came from, as lines.
 
     tokenizer: of the cache; None: ids are printed instead of text.
     num_tokens: the most tokens of the document that are printed; a longer one is cut around the position.

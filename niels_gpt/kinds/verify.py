@@ -59,7 +59,7 @@ def file_checks(cache: Cache, progress: Progress | None = None) -> FileChecks:
 
 
 def _guarded(findings: Iterator[Finding]) -> Iterator[Finding]:
-    """Yield findings; what is raised instead is one more."""
+    """Yield findings; an error raised instead is one more."""
     try:
         yield from findings
     except (CacheError, OSError) as error:  # both name their file
@@ -81,7 +81,7 @@ def _sentences(cache: Cache, folder: Path, findings: Iterable[Finding]) -> Itera
 
 
 def find_damage(path: Path, *, deep: bool, progress: Progress | None = None) -> list[Damage]:
-    """Return what is wrong with the cache at `path`, [] for a good one. Nothing outside its folder is opened.
+    """Return the damage of the cache at `path`, [] for a good one. Nothing outside its folder is opened.
 
     Warnings are no damage. A quick look compares sizes, headers and sums; it finds files that meta.json does not name.
     It reads the files that have another name, a hard link, and were written after meta.json.

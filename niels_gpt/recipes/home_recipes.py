@@ -30,6 +30,6 @@ class LatePlan:
     """What is known of caches that are built last."""
 
     action: Callable[[Settings, str, FullTokenizer | None], tuple[str, str]]
-    """What a build of a key would do, and from what. The tokenizer is that of the caches; None: not there yet."""
+    """What a build of a key would do, and from what. The tokenizer is the caches' own; None: not there yet."""
     settings_fingerprint: Callable[[Settings, str], str]
     """Twelve hex digits of the settings that decide the bytes of a key; no file is looked at."""

@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import errno
 import re
+import sys
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from importlib.resources import files
 from textwrap import fill, wrap
+from types import ModuleType
 
 _BY_ERRNO = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "E501"),
@@ -83,6 +88,22 @@ class CodedWarning(UserWarning):
 
     def __str__(self) -> str:
         return f"{self.text} [{self.code}]"
+
+
+def give_earlier_names(package: str, places: Mapping[str, Mapping[str, str]], said: str) -> None:
+    """Warn W104 the importer of a package that has moved, and make its earlier modules, which give the same objects.
+
+    package: its earlier name, imported now. places: earlier module -> name in it -> module below niels_gpt that has the
+    name now; a package before its modules. said: the text of the warning.
+    """
+    warnings.warn(CodedWarning("W104", said), stacklevel=3)
+    for name, now in places.items():
+        module = ModuleType(f"{package}.{name}", f"Moved names: {', '.join(now)}.")
+        for attribute, place in now.items():
+            setattr(module, attribute, getattr(import_module(f"niels_gpt.{place}"), attribute))
+        sys.modules[module.__name__] = module
+        parent, _, last = module.__name__.rpartition(".")
+        setattr(sys.modules[parent], last, module)
 
 
 def explained(code: str) -> str:

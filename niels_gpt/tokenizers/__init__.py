@@ -2,7 +2,7 @@
 
 protocol.py            what builders and readers need of a tokenizer; what identifies it
 huggingface.py         the adapter of a tokenizer.json; that of SentencePiece is niels_gpt/tokenizer.py
-kind.py                the kind tokenizer: is its folder good, and what is in it
+kind.py                the kind tokenizer: whether its folder is good, and its content
 files.py               which files a tokenizer has, and how they are read
 inputs.py              what both adapters check of their arguments
 sentencepiece_proto.py the pieces in the bytes of a SentencePiece model

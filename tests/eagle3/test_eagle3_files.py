@@ -1,4 +1,4 @@
-"""meta.json of a cache names all its files, and its content_sha256 is that of builds that did not name the shards."""
+"""meta.json of a cache names all its files, and has the content_sha256 of builds that did not name the shards."""
 
 import hashlib
 import json

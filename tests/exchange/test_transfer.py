@@ -21,6 +21,7 @@ from niels_gpt.exchange.exporting import export_cache
 from niels_gpt.exchange.transfer import fetch, push
 from niels_gpt.storage.errors import CacheError
 
+pytestmark = pytest.mark.usefixtures("quick")
 KINDS = ("pretrain", "sft", "templated", "rollouts")
 NOTE = {"files": [], "kind": "push", "push_version": 1, "removing": []}
 """Of a push, without its content_sha256."""
@@ -34,23 +35,6 @@ def caches(tmp_path_factory):
         small_builds.BUILDERS[kind](root / kind / "wiki")
     small_builds.pretrain(root / "pretrain/other", 1)
     return root
-
-
-@pytest.fixture
-def url():
-    """A folder in memory."""
-    import fsspec
-
-    yield "memory://bucket/wiki"
-    memory = fsspec.filesystem("memory")
-    if memory.exists("/bucket"):
-        memory.rm("/bucket", recursive=True)
-
-
-@pytest.fixture(autouse=True)
-def quick():
-    with waiting(0.001):
-        yield
 
 
 def refusal(code, found, act):

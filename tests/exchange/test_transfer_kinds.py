@@ -7,7 +7,7 @@ import os
 import subprocess
 
 import pytest
-from support.buckets import bucket, waiting
+from support.buckets import bucket
 from support.commands import niels_gpt
 from support.disk import META_NAME, change_meta
 from support.errors import refused
@@ -19,23 +19,8 @@ from niels_gpt.exchange.transfer.fetch import pull, stage
 from niels_gpt.exchange.transfer.push import push
 from niels_gpt.settings import Settings
 
+pytestmark = pytest.mark.usefixtures("quick")
 EAGLE3 = [kind for kind in KINDS if KINDS[kind].is_eagle3]
-
-
-@pytest.fixture
-def url():
-    import fsspec
-
-    yield "memory://bucket/kinds"
-    memory = fsspec.filesystem("memory")
-    if memory.exists("/bucket"):
-        memory.rm("/bucket", recursive=True)
-
-
-@pytest.fixture(autouse=True)
-def quick():
-    with waiting(0.001):
-        yield
 
 
 def named(cache):

@@ -161,7 +161,7 @@ def sealed(harm, **changed):
 
 
 def resummed(folder):
-    """Let the block checksums be those of the files as they are: then other checks of a reader have to find a harm."""
+    """Make the block checksums again from the files: then other checks of a reader have to find a harm."""
     try:
         raw = (folder / "meta.json").read_bytes()
         meta = read_meta(folder)

@@ -1,4 +1,4 @@
-"""The kinds of token caches, pretrain and sft: what is in one, and whether it is good. Nothing here loads torch.
+"""The kinds of token caches, pretrain and sft: their contents, and whether they are good. Nothing here loads torch.
 
 tokens.py   the two kinds: what readers open, checks, figures, and the pieces that the modules below make
 sums.py     which sums and sizes of meta.json must agree

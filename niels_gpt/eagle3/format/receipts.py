@@ -99,7 +99,7 @@ class Receipts:
     def check_sample(self, shard: int, row: int, damage: Callable[[int, str], str]) -> None:
         """Compare a sample with its receipt at its first read; without a receipt nothing is compared.
 
-        damage: takes the slots and the checksum of the receipt; returns what is wrong, or "". Raises: CacheError E701.
+        damage: takes the slots and the checksum of the receipt; returns the damage, or "". Raises: CacheError E701.
         """
         if shard not in self._receipts:
             self._receipts[shard] = self._receipt(shard)

@@ -289,7 +289,7 @@ def _rows_of(
 
 
 def row_damage(fields: Fields, parts: Mapping[str, NDArray[np.uint8]], slots: int, digest: str) -> str:
-    """Return what is wrong with the bytes of a row by field, by its slots and checksum in the receipt; "" if nothing.
+    """Return the damaged fields of a row, by its slots and checksum in the receipt; "" if there are none.
 
     fields: in the order of the file.
     """

@@ -61,7 +61,7 @@ _MAX_NAME = 1 << 16
 """Bytes of a row's id."""
 
 
-# --- what is written --------------------------------------------------------------------------------------------------
+# --- writing ----------------------------------------------------------------------------------------------------------
 
 
 def write(cache: TokenCache, output: Output) -> None:
@@ -179,7 +179,7 @@ def _lists(offsets: NDArray[np.int32], values: NDArray[Any]) -> pa.Array:
 
 
 class _Sink(io.RawIOBase):
-    """A file that keeps what is written until it is taken."""
+    """A file that keeps its content until it is taken."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
@@ -223,7 +223,7 @@ def _parquet(batches: Iterator[pa.RecordBatch]) -> Iterator[bytes]:
         yield from sink.taken()
 
 
-# --- what is read -----------------------------------------------------------------------------------------------------
+# --- reading ----------------------------------------------------------------------------------------------------------
 
 
 class _Some(NamedTuple):

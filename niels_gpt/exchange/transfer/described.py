@@ -61,7 +61,7 @@ class Pushed:
 def described(raw: bytes, where: str) -> Described:
     """Check the bytes of a meta.json; where: its path or URL, for messages.
 
-    Raises: CacheError for what is not the meta.json of a cache of a known kind, or contradicts itself; for a stub.
+    Raises: CacheError where this is no meta.json of a known kind, or contradicts itself; for a stub.
     """
     if len(raw) > MAX_JSON_BYTES:
         raise CacheError(where, f"{len(raw):,} bytes", f"at most {MAX_JSON_BYTES:,}", _PUBLISHER, code="E206")

@@ -157,7 +157,7 @@ def row_digest(shard: MappedShard, row: int) -> tuple[str, int]:
 
 
 def row_damage(digest: str, stored: str) -> str:
-    """Return what is wrong with a sample, by the `row_digest` of its bytes and that in the receipt; "" if nothing."""
+    """Return the damage of a sample: the `row_digest` of its bytes, compared with the receipt; "" if they agree."""
     if digest == stored:
         return ""
     return "its bytes do not give the checksum in its receipt" if digest else "its starts are damaged"
