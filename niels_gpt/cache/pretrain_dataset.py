@@ -42,7 +42,7 @@ class PretrainSplit(Reader):
     """
 
     kind = "pretrain"
-    _anew = ("_documents",)
+    _not_copied = ("_documents",)
     _documents: NDArray[np.int64] | None = None
 
     def __init__(

@@ -29,8 +29,8 @@ class Reader:
 
     kind: ClassVar[str]
     """`kind` in meta.json."""
-    _anew: ClassVar[tuple[str, ...]] = ()
-    """Attributes that a copy sets itself."""
+    _not_copied: ClassVar[tuple[str, ...]] = ()
+    """Attributes that are not pickled: a copy opens its own."""
     cache: Path
     """The version's folder."""
     split: str
@@ -89,7 +89,7 @@ class Reader:
         return f"{type(self).__name__}({name}: {self._sizes()}{checks})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key not in self._anew}
+        return {key: value for key, value in self.__dict__.items() if key not in self._not_copied}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

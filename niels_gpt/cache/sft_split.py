@@ -51,7 +51,7 @@ class SFTSplit(Reader):
     """
 
     kind = "sft"
-    _anew = ("_file", "_map", "_starts", "_bits", "starts", "_padding")
+    _not_copied = ("_file", "_map", "_starts", "_bits", "starts", "_padding")
     _dtype: np.dtype[Any] = NARROW  # of the class: readers pickled by earlier releases have none
 
     def __init__(

@@ -61,7 +61,7 @@ class RolloutDataset(Reader):
     """
 
     kind = KIND
-    _anew = ("groups", "samples", "_tokens", "_bits", "_ids", "_values", "_offsets")
+    _not_copied = ("groups", "samples", "_tokens", "_bits", "_ids", "_values", "_offsets")
     meta: dict[str, Any]
 
     def __init__(
