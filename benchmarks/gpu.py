@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 from eagle3_native import DRAFT, HIDDEN, LONGEST, States, masks_of, write_native
+from folded_steps import folded_logprobs
 from gpu_models import VOCAB, finished, llama, show
 from gpu_precompute import bench_precompute
 from loader_caches import build
@@ -39,7 +40,6 @@ from torch import Tensor
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.eagle3.native import build_native_dataloader
 from niels_gpt.prefix_tree.attention import Backend
-from niels_gpt.prefix_tree.demo import folded_logprobs
 from niels_gpt.prefix_tree.edges import LossEdges
 from niels_gpt.prefix_tree.forest import PrefixForest
 from niels_gpt.prefix_tree.heads import logits_head

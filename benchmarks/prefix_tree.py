@@ -34,12 +34,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from folded_steps import folded_logprobs, gradients, tiny_llama, unfolded_logprobs
 from measuring import Seconds, Ways, measured, ratio
 from torch import Tensor
 
 from niels_gpt.prefix_tree.backends.block_mask import block_mask
 from niels_gpt.prefix_tree.bins import SampleSizes, pack, plan_bins
-from niels_gpt.prefix_tree.demo import folded_logprobs, gradients, tiny_llama, unfolded_logprobs
 from niels_gpt.prefix_tree.edges import LossEdges
 from niels_gpt.prefix_tree.fold import FoldedRollouts, fold_shared_prefix_rollouts
 from niels_gpt.prefix_tree.forest import PrefixForest

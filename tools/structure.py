@@ -44,7 +44,6 @@ ENTRY_POINTS = frozenset(
         "niels_gpt.eagle3.precompute",
         "niels_gpt.eagle3.respond",
         "niels_gpt.prefix_tree.__main__",
-        "niels_gpt.prefix_tree.demo",
     }
 )
 """Modules of the highest level in packages of a lower one: what `python -m` runs."""

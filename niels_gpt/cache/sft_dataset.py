@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from niels_gpt.cache.checksums import BlockSums, Check
+from niels_gpt.cache.checksums import Check
 from niels_gpt.cache.formats import IGNORE_INDEX, Ids, TokenDtype
 from niels_gpt.cache.meta import sentinel_names, tokenizer_of
 from niels_gpt.cache.mmap import IO
@@ -164,8 +164,6 @@ class SFTExampleDataset(DecodedItems):
         return len(self._split)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_split" not in state:  # pickled by an earlier release, which had all of it here
-            state = {**state, "_split": _split_of(state)}
         self.__dict__.update(state)
         self._take(self._split)
 
@@ -210,15 +208,3 @@ def chosen_targets(y: torch.Tensor, is_target: NDArray[np.bool_]) -> Any:
     mask = torch.from_numpy(is_target)
     moved = (mask.pin_memory() if y.is_cuda else mask).to(y.device, non_blocking=y.is_cuda)
     return torch.where(moved, y, IGNORE_INDEX)
-
-
-def _split_of(state: dict[str, Any]) -> SFTSplit:
-    """Return the split of a dataset that an earlier release pickled, taking what was its own out of the state."""
-    names = ("tokens_path", "idx_path", "meta", "vocab_size", "io", "asst_id", "_hold", "_dtype", "_roles")
-    known = {name: state[name] for name in names if name in state}
-    split, folder = SFTSplit.__new__(SFTSplit), state["tokens_path"].parent
-    known |= {"cache": folder, "split": state["tokens_path"].name.removesuffix("_tokens.bin")}
-    known["_sums"] = BlockSums(folder, state["meta"])
-    counts = {"pad_id": state["eot_id"], "num_tokens": state["_num_tokens"], "_examples": state["counts"].examples}
-    split.__setstate__({**known, **counts})
-    return split

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from niels_gpt.cache.checksums import Check
 from niels_gpt.cache.formats import (
-    NARROW,
     Ids,
     TokenDtype,
     flat_targets,
@@ -52,7 +51,6 @@ class SFTSplit(Reader):
 
     kind = "sft"
     _not_copied = ("_file", "_map", "_starts", "_bits", "starts", "_padding")
-    _dtype: np.dtype[Any] = NARROW  # of the class: readers pickled by earlier releases have none
 
     def __init__(
         self,

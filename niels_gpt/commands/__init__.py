@@ -15,7 +15,7 @@ train_tokenizer.py  train-tokenizer, add-sentinels; python -m niels_gpt.train_to
 eagle3/             the commands for EAGLE-3 caches; python -m niels_gpt.eagle3 and niels_gpt.eagle3.precompute
 demo.py             demo: every cache of the bundled sample
 doctor.py           doctor and explain: what is installed, which caches need care; what a code means
-prefix_tree.py      tree stats, show, demo; python -m niels_gpt.prefix_tree
+prefix_tree.py      tree stats, show; python -m niels_gpt.prefix_tree
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What folding would save on recorded rollouts: the commands of python -m niels_gpt.prefix_tree, and its demo.
+"""What folding would save on recorded rollouts: the commands of python -m niels_gpt.prefix_tree.
 
 Files are read as `build --rollouts` reads them; - is the standard input. A group is folded by itself. Samples without a
 group are folded in runs of consecutive lines, since rollouts of one prompt are usually adjacent.
@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich_click import argument, option
 
-from niels_gpt.commands.console import Command, ExitCode, Group, Result, command, parsed, progress_bar, run, say
+from niels_gpt.commands.console import Command, Group, Result, command, parsed, progress_bar, run, say
 from niels_gpt.display.numbers import many
 from niels_gpt.display.tables import folded, table
-from niels_gpt.kinds.homes import loaded
 from niels_gpt.prefix_tree.savings import ATTENTIONS, MODEL_7B, ROWS
 from niels_gpt.progress import Progress
 from niels_gpt.settings import Settings
@@ -332,43 +331,8 @@ def _decoder(name: str, largest: int) -> Callable[[list[int]], str]:
     return text_of
 
 
-# --- demo -------------------------------------------------------------------------------------------------------------
-
-
-def demo_command(load: Callable[[], Callable[..., dict[str, Any]]]) -> Command:
-    """Return the command that runs the step of niels_gpt/prefix_tree/demo.py.
-
-    load: returns the function `run` of that module, which loads torch.
-    """
-
-    @command(
-        "demo",
-        "Run one policy-gradient step (GRPO) on a group of rollouts, folded and unfolded, and print the differences.",
-        examples="niels-gpt tree demo --prompt 1024 --completion 32 --samples 8 --plot mask.png",
-    )
-    @option("--prompt", type=int, metavar="N", default=256, help="tokens of the prompt")
-    @option("--completion", type=int, metavar="N", default=64, help="tokens of a completion, at most")
-    @option("--samples", type=int, metavar="N", default=8, help="completions of the group")
-    @option("--seed", type=int, metavar="N", default=0, help="of the rollouts and of the model's weights")
-    @option("--threads", type=int, metavar="N", default=1, help="of torch")
-    @option(
-        "--attention", type=click.Choice([*ATTENTIONS, "eager"]), default=ATTENTIONS[0], help="how a folded row is run"
-    )
-    @option("--plot", type=_PATH, metavar="PNG", help="write a picture of the mask")
-    def demo(prompt: int, completion: int, samples: int, threads: int, **how: Any) -> Result:
-        if samples < 4 or min(prompt, completion, threads) < 1:
-            text = "expected at least 4 samples, and a prompt, a completion and threads of at least 1"
-            raise click.UsageError(text, click.get_current_context())
-        found = load()(prompt=prompt, completion=completion, samples=samples, threads=threads, say=say, **how)
-        return Result(found, ExitCode.GOOD if found["ok"] else ExitCode.FAILED)
-
-    return demo
-
-
 COMMANDS: list[Command] = [stats, show]
 FACE = Group("prefix_tree", COMMANDS, help="What folding would save on recorded rollouts, before it is integrated.")
 
-
-_DEMO = demo_command(lambda: loaded("niels_gpt.prefix_tree.demo:run"))
-ROOT_COMMANDS = [Group("tree", [*COMMANDS, _DEMO], help="What folding shared prefixes saves on recorded rollouts.")]
+ROOT_COMMANDS = [Group("tree", COMMANDS, help="What folding shared prefixes saves on recorded rollouts.")]
 """What niels-gpt has of this package."""

@@ -28,6 +28,5 @@ Proof that folding changes nothing:
 Commands:
 
     savings/          what folding would save on files of recorded rollouts
-    demo.py           python -m niels_gpt.prefix_tree.demo: one policy-gradient step, folded and unfolded
     __main__.py       python -m niels_gpt.prefix_tree stats | show; the code is niels_gpt/commands/prefix_tree.py
 """

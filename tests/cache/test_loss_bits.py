@@ -434,17 +434,3 @@ def test_an_empty_val_has_bits_of_no_byte(tmp_path):
     assert SFTExampleDataset.open(folder, "train", T=5).counts.supervised_tokens == 2
     with refused("E203", "val_tokens.bin"):
         SFTSplit(folder, "val")
-
-
-def test_a_reader_that_an_earlier_release_pickled_is_read(built):
-    data = SFTExampleDataset.open(built / "sentinels", "train", T=90)
-    new = data._split
-    before = {"T": 90, "device": "cpu", "eot_id": 4, "io": "mmap", "asst_id": 3, "_roles": new._roles}
-    before |= {"tokens_path": data.tokens_path, "idx_path": data.idx_path, "meta": data.meta, "vocab_size": 300}
-    before |= {"_hold": new._hold, "counts": data.counts, "_kept": None, "_num_tokens": new.num_tokens}
-    copy = SFTExampleDataset.__new__(SFTExampleDataset)
-    copy.__setstate__(before)
-    batches = [each.get_batch(B=5, generator=torch.Generator().manual_seed(0)) for each in (data, copy)]
-    assert all(a.equal(b) for a, b in zip(*batches, strict=True)) and copy.fingerprint() == data.fingerprint()
-    with refused("E213", "train_tokens.bin", "tokens is 295", "7"):
-        copy.__setstate__({**before, "_num_tokens": 7})

@@ -116,7 +116,6 @@ FACES = {
     "niels_gpt.eagle3.precompute": precompute.PRECOMPUTE,
     "niels_gpt.eagle3.respond": respond.respond,
     "niels_gpt.prefix_tree": prefix_tree.FACE,
-    "niels_gpt.prefix_tree.demo": every_command()["tree", "demo"],
     "niels_gpt.train_tokenizer": train_tokenizer.train,
 }
 """What `python -m` runs; niels-gpt itself has no name here."""

@@ -52,13 +52,6 @@ def plain_rows(samples):
     return rows
 
 
-def demo_group(prompt, completion, samples, seed):
-    """Return the prompt and the completions that the demo of folding draws."""
-    from niels_gpt.prefix_tree.demo import random_group
-
-    return random_group(prompt, completion, samples, seed)
-
-
 def tree(seed, depth=7):
     """Return a forest of nodes of 1 to 90 tokens, with padding."""
     from niels_gpt.prefix_tree.forest import PrefixForest

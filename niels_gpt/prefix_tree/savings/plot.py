@@ -26,14 +26,13 @@ _COLOURS_IN_FILE = 24  # Dagster's event log keeps a picture of each run
 _DOTS = 40  # at most so many forests are drawn as dots too
 
 
-def check_picture(target: Path, tokens: int = 0) -> None:
+def check_picture(target: Path) -> None:
     """Raise if a picture cannot be drawn; call it before the work that the picture shows.
 
-    tokens: of the forest, if its mask is drawn. Raises: ValueError for a name that does not end in .png, and for more
-    than MOST_DRAWN tokens; FileNotFoundError if its folder does not exist; ImportError without matplotlib.
+    Raises: ValueError for a name that does not end in .png; FileNotFoundError if its folder does not exist; ImportError
+    without matplotlib.
     """
     check_png(target)
-    _check_size(tokens)
     check_matplotlib()
 
 
@@ -56,7 +55,8 @@ def plot_mask(forest: PrefixForest) -> bytes:
 
     Raises: ValueError for more than MOST_DRAWN tokens; ImportError as `plot`.
     """
-    _check_size(forest.num_tokens)
+    if forest.num_tokens > MOST_DRAWN:
+        raise TreeError(f"a mask of {forest.num_tokens:,} tokens is not drawn. Expected {MOST_DRAWN:,} at most")
     figure = new_figure(_MASK, _MASK, layout="constrained")
     axes = figure.subplots()
     axes.imshow(dense_mask(forest).cpu().numpy(), cmap="Blues", vmin=0, vmax=1.4, interpolation="nearest")
@@ -68,11 +68,6 @@ def plot_mask(forest: PrefixForest) -> bytes:
     counts = {"sample": forest.num_samples, "node": len(forest.node_starts), "token": forest.num_tokens}
     axes.set_title(", ".join(many(count, name) for name, count in counts.items()))
     return png(figure)
-
-
-def _check_size(tokens: int) -> None:
-    if tokens > MOST_DRAWN:
-        raise TreeError(f"a mask of {tokens:,} tokens is not drawn. Expected {MOST_DRAWN:,} at most")
 
 
 def _draw_forests(axes: Axes, factors: dict[str, array[float]]) -> None:
