@@ -143,9 +143,7 @@ def checked_meta(meta: dict[str, Any], where: str, kind: str | None = None) -> N
     actual = meta.get("kind", kind)
     if kind is not None and actual != kind:
         raise wrong_value(where, "kind", actual, f"{kind!r}, which this reader reads")
-    built = meta.get("built", True)
-    if not any(built is value for value in (True, False)) and built != "partial":  # 1 == True, but is not written
-        raise wrong_value(where, "built", built, "True or False or 'partial'")
+    _check_built(meta, where)
     check_format(meta, where)
     check_vocab_size(meta, where)
     if "tokenizer_sha256" not in meta and meta.get("kind") in KINDS:
@@ -175,21 +173,28 @@ def _check_token_sizes(meta: dict[str, Any], where: str) -> None:
 
 
 def listed_meta(folder: Path) -> dict[str, Any] | None:
-    """Return `find_meta` with the keys checked that a table of caches shows: `built`, `totals` and the files.
-
-    Raises: as `find_meta`; CacheError for wrong ones.
-    """
-    meta, where = find_meta(folder), str(folder / META_NAME)
+    """Return `find_meta`, checked by `check_listed`. Raises: as both."""
+    meta = find_meta(folder)
     if meta is not None:
-        file_records(meta, where)
-        if meta.get("built", True) not in (True, False, "partial"):
-            raise wrong_value(where, "built", meta["built"], 'true, false or "partial"')
-        totals = meta.get("totals", {})
-        if not isinstance(totals, dict):
-            raise wrong_value(where, "totals", totals, "an object")
-        for name, count in totals.items():
-            checked_count(count, f"totals.{name}", where)
+        check_listed(meta, str(folder / META_NAME))
     return meta
+
+
+def check_listed(meta: dict[str, Any], where: str) -> None:
+    """Raise CacheError for a wrong `built`, `totals` or list of files, which a table of caches shows."""
+    file_records(meta, where)
+    _check_built(meta, where)
+    totals = meta.get("totals", {})
+    if not isinstance(totals, dict):
+        raise wrong_value(where, "totals", totals, "an object")
+    for name, count in totals.items():
+        checked_count(count, f"totals.{name}", where)
+
+
+def _check_built(meta: dict[str, Any], where: str) -> None:
+    built = meta.get("built", True)
+    if not any(built is value for value in (True, False)) and built != "partial":  # 1 == True, but is not written
+        raise wrong_value(where, "built", built, 'true, false or "partial"')
 
 
 def split_shards(folder: Path, meta: dict[str, Any] | None, split: str) -> list[tuple[Path, int | None]]:

@@ -250,9 +250,10 @@ def diff(a: Path, b: Path, limit: int) -> Result:
     """Compare two caches."""
     from niels_gpt.commands.report import difference_lines
     from niels_gpt.kinds.diff import diff, is_equal
-    from niels_gpt.kinds.look import tokenizer_beside
+    from niels_gpt.kinds.folders import open_cache
+    from niels_gpt.kinds.look import tokenizer_for
 
-    found = diff(a, b, tokenizers=[tokenizer_beside(cache) for cache in (a, b)], limit=limit)
+    found = diff(a, b, tokenizers=[tokenizer_for(open_cache(cache)) for cache in (a, b)], limit=limit)
     say(difference_lines(found))
     return Result(found, ExitCode.GOOD if is_equal(found) else ExitCode.FAILED)
 

@@ -29,7 +29,6 @@ from niels_gpt.kinds.folders import open_cache
 from niels_gpt.progress import Progress
 from niels_gpt.storage import fileio
 from niels_gpt.storage.fileio import META_NAME, OutputFile
-from niels_gpt.storage.locks import hold_version
 from niels_gpt.storage.meta_json import open_regular, path_inside
 from niels_gpt.tokenizers.protocol import Ids
 from niels_gpt.tokenizers.vocabulary import end_of_documents, token_dtype_of
@@ -127,7 +126,6 @@ class TokenCache:
             raise opened.kind.lacks("formats", opened)
         self.opened, self.folder, self.meta, self.kind = opened, opened.folder, opened.meta, opened.kind
         checked_meta(self.meta, str(self.folder / META_NAME))  # as every reader does: ids below 2**31, sizes
-        self._hold = hold_version(self.folder)
         self.dtype: np.dtype[Any] = token_dtype_of(self.meta, self.folder / META_NAME)
         """Of the ids: little-endian uint16 or uint32."""
         self.sums = BlockSums(self.folder, self.meta, "blocks")

@@ -23,13 +23,14 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from niels_gpt.cache.formats import check_partitions
-from niels_gpt.cache.meta import read_meta
+from niels_gpt.cache.meta import check_listed, read_meta
 from niels_gpt.kinds.files import Damage, FileChecks, Record
 from niels_gpt.kinds.homes import loaded
 from niels_gpt.progress import Progress
 from niels_gpt.storage.checks import Check, Figures, Verdict
 from niels_gpt.storage.errors import REBUILD, CacheError, PositionError
 from niels_gpt.storage.fileio import META_NAME
+from niels_gpt.storage.locks import VersionHold, hold_version
 from niels_gpt.storage.meta_json import (
     LEAST_SHARE,
     checked_count,
@@ -40,7 +41,6 @@ from niels_gpt.storage.meta_json import (
     read_regular,
     resolved,
     shortened,
-    wrong_value,
 )
 from niels_gpt.storage.remedies import PROGRAM
 from niels_gpt.tokenizers.protocol import FullTokenizer
@@ -398,11 +398,20 @@ class MetaDamage(Exception):
 
 
 class Cache:
-    """One version of a cache of any kind: named files and a meta.json that names them all."""
+    """One version of a cache of any kind: named files and a meta.json that names them all.
 
-    def __init__(self, path: Path, folder: Path, meta: dict[str, Any], kind: Kind) -> None:
-        """path: as the caller named it; folder: the version's own, resolved once; meta: its meta.json."""
+    gc leaves the version during the lifetime of this object.
+    """
+
+    def __init__(
+        self, path: Path, folder: Path, meta: dict[str, Any], kind: Kind, hold: VersionHold | None = None
+    ) -> None:
+        """path: as the caller named it; folder: the version's own, resolved once; meta: its meta.json.
+
+        hold: of the folder, where it was taken before meta.json was read.
+        """
         self.path, self.folder, self.meta, self.kind = path, folder, meta, kind
+        self._hold = hold_version(folder) if hold is None else hold
 
     @classmethod
     def named(cls, path: str | os.PathLike[str]) -> Cache:
@@ -412,15 +421,16 @@ class Cache:
         """
         path = Path(path)
         folder = resolved(path)
+        hold = hold_version(folder)
         if not os.path.lexists(folder / META_NAME):
             kind = next((each for each in kinds() if each.recognizes(folder)), None)
             if kind is not None:
-                return cls(path, folder, {"kind": kind.name}, kind)
+                return cls(path, folder, {"kind": kind.name}, kind, hold)
         meta = read_meta(str(folder / META_NAME))
         kind = kind_named(meta.get("kind"))
         if kind is None:
             raise CacheError(path / META_NAME, *unknown_kind(meta), code="E208")
-        return cls(path, folder, meta, kind)
+        return cls(path, folder, meta, kind, hold)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Cache:
@@ -436,15 +446,8 @@ class Cache:
         except FileNotFoundError:
             raise CacheError(where, "no such file", "the description of a cache", REBUILD, code="E204") from None
         meta = cache.meta
-        file_records(meta, where)
         check_partitions(meta, where)
-        built, totals = meta.get("built", True), meta.get("totals", {})
-        if not any(built is value for value in (True, False)) and built != "partial":
-            raise wrong_value(where, "built", built, 'true, false or "partial"')
-        if not isinstance(totals, dict):
-            raise wrong_value(where, "totals", totals, "an object")
-        for name, count in totals.items():
-            checked_count(count, f"totals.{name}", where)
+        check_listed(meta, where)
         if not cache.kind.may_lack_vocabulary or meta.get("vocab_size") is not None:
             checked_count(meta.get("vocab_size", 0), "vocab_size", where)
         return cache
@@ -455,6 +458,7 @@ class Cache:
 
         Raises: MetaDamage.
         """
+        hold = hold_version(folder)
         try:
             raw = read_regular(folder / META_NAME)
         except FileNotFoundError:
@@ -476,7 +480,7 @@ class Cache:
         if kind is None:
             found, expected = unknown_kind(meta)
             raise MetaDamage(f"not of a cache of this project: {found}, expected {expected}")
-        return cls(folder, folder, meta, kind)
+        return cls(folder, folder, meta, kind, hold)
 
     @functools.cached_property
     def records(self) -> list[Record]:

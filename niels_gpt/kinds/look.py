@@ -146,22 +146,20 @@ def tokenizer_of(cache: Path, model: str | None = None) -> FullTokenizer:
     return load_tokenizer(beside, follow_links=False)
 
 
-def tokenizer_beside(cache: Path) -> FullTokenizer | None:
-    """Open the model beside or above a cache; None where there is none, or its ids are not the cache's."""
-    try:
-        tokenizer = tokenizer_of(cache)
-        check_tokenizer(cache, find_meta(resolved(cache)), tokenizer.sha256)
-    except (OSError, CacheError):
-        return None
-    return tokenizer
-
-
 def tokenizer_for(cache: Cache, model: str | None = None, *, is_needed: bool = False) -> FullTokenizer | None:
     """Return the tokenizer for the text of a cache's ids; None where the ids are printed.
 
+    It is the one beside or above the cache, if it made the ids.
     model: a named one. is_needed: there is no text without one.
     Raises: as `tokenizer_of`, where one is needed or named.
     """
     if model or is_needed:
         return tokenizer_of(cache.path, model)
-    return tokenizer_beside(cache.path) if cache.meta.get("tokenizer_sha256") is not None else None
+    if cache.meta.get("tokenizer_sha256") is None:
+        return None
+    try:
+        tokenizer = tokenizer_of(cache.path)
+        check_tokenizer(cache.path, cache.meta, tokenizer.sha256)
+    except (OSError, CacheError):
+        return None
+    return tokenizer

@@ -11,10 +11,11 @@ import pytest
 from support.commands import niels_gpt
 from support.disk import meta_bytes
 
-from niels_gpt.kinds.kind import OURS, kind_named
+from niels_gpt.kinds.kind import OURS, Cache, kind_named
 from niels_gpt.recipes.exchange.lines import lines_of
 from niels_gpt.recipes.exchange.published import publish
 from niels_gpt.settings import Settings
+from niels_gpt.storage.locks import OPEN, unless_held
 from tools import kinds_page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,6 +89,17 @@ def test_each_cell_of_the_page_is_so(root, tmp_path, name, operation):
         assert done.out.startswith("equal") and ("documents were not compared" in done.out) == (cell == "settings")
     if operation == "stats --plot":
         assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_gc_leaves_the_version_of_a_cache_that_is_open(root, name):
+    cache = Cache.open(root / CACHES[name])
+    with unless_held(cache.folder) as why:
+        assert why == OPEN
+    folder = cache.folder
+    del cache
+    with unless_held(folder) as why:
+        assert why == ""
 
 
 # --- a kind of another package ----------------------------------------------------------------------------------------
