@@ -130,8 +130,7 @@ class Command(_Help):
     ) -> None:
         super().__init__(*args, context_settings=_SETTINGS, **how)
         self.examples = examples
-        self._how: dict[str, Any] = {"errors": errors, "kept": kept, "unread": unread}
-        self._level = level
+        self._errors, self._kept, self._unread, self._level = errors, kept, unread, level
         self.params += [
             RichOption(["--json"], is_flag=True, help="print one JSON object instead of text", panel="Options"),
             RichOption(["--strict"], is_flag=True, help="exit with 1 if there was a warning", panel="Options"),
@@ -147,7 +146,7 @@ class Command(_Help):
         is_strict, found = ctx.params.pop("strict"), ctx.params.pop("json")
         ctx.meta[_JSON] = found
         with _counted_warnings(ctx, max(self._level, logging.WARNING)):
-            code = exit_status(lambda: self._finish(ctx), **self._how)
+            code = self._status(ctx)
         if code is ExitCode.INTERRUPTED and found:
             print(_error_as_json(None, "interrupted"))
         count = ctx.meta[_WARNINGS]
@@ -155,6 +154,23 @@ class Command(_Help):
             return code
         print(f"--strict: {count} warning{'' if count == 1 else 's'}, so the exit code is 1", file=sys.stderr)
         return ExitCode.FAILED
+
+    def _status(self, ctx: click.Context) -> ExitCode:
+        """Call the function; returns the exit code. An expected error and an interruption are printed as one line."""
+        try:
+            with interruptible():
+                code = self._finish(ctx)
+        except self._errors as error:
+            if isinstance(error, BrokenPipeError) and is_unread("\n"):  # of stdout, and not of a connection
+                return ExitCode(self._unread)
+            logging.getLogger(__name__).debug("", exc_info=True)
+            print_error(error)
+            return exit_code_of(error)
+        except KeyboardInterrupt as error:
+            say_interrupted(error, self._kept)
+            return ExitCode.INTERRUPTED
+        is_unread()
+        return code
 
     def _finish(self, ctx: click.Context) -> ExitCode:
         """Call the function and print what --json prints, or what to do next; returns the exit code."""
@@ -164,7 +180,7 @@ class Command(_Help):
                 print(as_json(result.data() if callable(result.data) else result.data))
             elif result.next:
                 print(f"next: {printable(result.next)}")
-        except self._how["errors"] as error:
+        except self._errors as error:
             if ctx.meta[_JSON] and not isinstance(error, BrokenPipeError):
                 print(_error_as_json(code_of(error), str(error)))
             raise
@@ -315,35 +331,7 @@ def parsed(parse: Callable[[str], int]) -> Callable[[str | int], int]:
     return convert
 
 
-# --- exit status ------------------------------------------------------------------------------------------------------
-
-
-def exit_status(
-    command: Callable[[], ExitCode],
-    *,
-    errors: tuple[type[Exception], ...] = ERRORS,
-    unread: int = 0,
-    kept: str = "",
-) -> ExitCode:
-    """Run a command; returns its exit code.
-
-    An error of the given kinds is printed as one line. After Ctrl-C, SIGTERM or SIGHUP `kept` says what stays on disk.
-    Where nobody reads the output any more, as behind `| head -1`, the command ends with the status `unread`.
-    """
-    try:
-        with interruptible():
-            code = command()
-    except errors as error:
-        if isinstance(error, BrokenPipeError) and is_unread("\n"):  # of stdout, and not of a connection
-            return ExitCode(unread)
-        logging.getLogger(__name__).debug("", exc_info=True)
-        print_error(error)
-        return exit_code_of(error)
-    except KeyboardInterrupt as error:
-        say_interrupted(error, kept)
-        return ExitCode.INTERRUPTED
-    is_unread()
-    return code
+# --- printing ---------------------------------------------------------------------------------------------------------
 
 
 def is_unread(more: str = "") -> bool:
