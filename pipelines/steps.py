@@ -66,25 +66,14 @@ def materialized(
     run = deployment.run(context)
     with step(context, deployment), turn(run, path) if has_partitions(path) else nullcontext():
         try:
+            start_over(context, deployment, run, path)
             # The asset `tokenizer` alone replaces the one that is there.
-            outcome = carried_out(context, deployment, run, path, lambda: build(with_installed(run.settings)))
+            outcome = waited_for(run, path, lambda: build(with_installed(run.settings)))
         except LeftOut as error:
             leave_out(context, deployment, error)
             return
         result = report(context, deployment, run.settings, outcome)
     yield result
-
-
-def carried_out(
-    context: dg.AssetExecutionContext, deployment: Deployment, run: Run, path: str, build: Callable[[], Outcome]
-) -> Outcome:
-    """Return the outcome of a recipe; the cache is built from scratch where `why_from_scratch` says so.
-
-    Other processes that build the same cache are waited for, and `build` is called again after that.
-    Raises: CacheError E503 where another process builds it and the run does not wait; as `build`.
-    """
-    start_over(context, deployment, run, path)
-    return waited_for(run, path, build)
 
 
 def start_over(context: dg.AssetExecutionContext, deployment: Deployment, run: Run, path: str) -> None:
@@ -254,30 +243,33 @@ class _ToRun(logging.Handler):
 
 def progress_log(context: dg.AssetExecutionContext, counted: str = "documents", measured: str = "tokens") -> Progress:
     """Return a builder's progress callback that writes a line to the run's log every ten seconds."""
+
+    def line(seconds: float, count: int, done: int, expected: int | None) -> str:
+        speed = done / seconds
+        left = f" of {expected:,}, about {(expected - done) / speed:,.0f} s left" if expected and done else ""
+        return f"{count:,} {counted}, {done:,} {measured}{left}, {speed:,.0f} {measured}/s"
+
+    return _now_and_then(context, line)
+
+
+def target_log(context: dg.AssetExecutionContext) -> Progress:
+    """Return a progress callback of bytes, tokens and all tokens that does the same."""
+
+    def line(seconds: float, num_bytes: int, tokens: int, expected: int | None) -> str:
+        return f"{tokens:,} of {expected or 0:,} tokens, {num_bytes / seconds / 1e6:,.1f} MB/s"
+
+    return _now_and_then(context, line)
+
+
+def _now_and_then(context: dg.AssetExecutionContext, line: Callable[[float, int, int, int | None], str]) -> Progress:
+    """line: called with the seconds since the begin, and what the callback is called with."""
     begin = last = time.monotonic()
 
     def log(count: int, done: int, expected: int | None) -> None:
         nonlocal last
-        now = time.monotonic()
-        if now - last < _LOG_SECONDS:
-            return
-        last, speed = now, done / (now - begin)
-        left = f" of {expected:,}, about {(expected - done) / speed:,.0f} s left" if expected and done else ""
-        context.log.info(f"{count:,} {counted}, {done:,} {measured}{left}, {speed:,.0f} {measured}/s")
-
-    return log
-
-
-def target_log(context: dg.AssetExecutionContext) -> Progress:
-    """Return a progress callback of bytes, tokens and all tokens that writes a line to the run's log now and then."""
-    begin = last = time.monotonic()
-
-    def log(num_bytes: int, tokens: int, expected: int | None) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= _LOG_SECONDS:
-            last = now
-            context.log.info(f"{tokens:,} of {expected or 0:,} tokens, {num_bytes / (now - begin) / 1e6:,.1f} MB/s")
+        if time.monotonic() - last >= _LOG_SECONDS:
+            last = time.monotonic()
+            context.log.info(line(last - begin, count, done, expected))
 
     return log
 
