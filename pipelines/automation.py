@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import dagster as dg
-from dagster._core.storage.dagster_run import NOT_FINISHED_STATUSES
 from dagster._core.storage.tags import RUN_KEY_TAG, SENSOR_NAME_TAG
 from pydantic import TypeAdapter, ValidationError
 
@@ -51,7 +50,7 @@ def switched_on(automation: bool | Collection[str]) -> frozenset[str]:
 
 def automation_of(deployment: Deployment) -> dg.Definitions:
     """Return the jobs, the schedule and the sensors of a deployment."""
-    made, names = every_key(deployment.settings), _sources(deployment)
+    made, names = every_key(deployment.settings), [*SOURCES, *user_sources(deployment.settings)]
 
     def job(name: str, paths: Iterable[str], description: str) -> Any:
         return dg.define_asset_job(deployment.name(name), _select(deployment, paths), description=description)
@@ -96,11 +95,6 @@ def condition_of(deployment: Deployment, path: str) -> dg.AutomationCondition[An
     ).with_label("a source or the tokenizer has changed")
 
 
-def _sources(deployment: Deployment) -> list[str]:
-    """Return the names of all sources, as raw/NAME has them."""
-    return [*SOURCES, *user_sources(deployment.settings)]
-
-
 def _select(deployment: Deployment, paths: Iterable[str]) -> dg.AssetSelection:
     return dg.AssetSelection.assets(*(deployment.key(path) for path in paths))
 
@@ -119,40 +113,26 @@ def _rebuild_sensor(deployment: Deployment) -> dg.AutomationConditionSensorDefin
     )
 
 
-class _Asked(NamedTuple):
-    """A request to observe a source."""
+class _Source(NamedTuple):
+    """What the sensor files knows of a source that has files."""
 
     digest: str
-    """Of its files."""
-    key: str
-    """Of the run."""
-    at: float
-    """In seconds since the epoch; 0.0 once the source was observed since."""
+    """Of its files at the last look."""
+    run_key: str = ""
+    """Of the run that was asked to observe these files; empty before that."""
+    asked: float = 0.0
+    """When it was asked, in seconds since the epoch; 0.0 once the source was observed since."""
 
 
 @dataclass
 class _Cursor:
     """What the sensor files keeps from tick to tick."""
 
-    requests: int
+    requests: int = field(default_factory=lambda: int(time.time()))
     """Of runs; part of their keys. It starts at the time of the first tick, so that no cursor repeats another's."""
     next: str = ""
     """The source to look at first: the one that the last tick had no time for."""
-    seen: dict[str, str] = field(default_factory=dict)
-    """Digest of each source's files at the last look."""
-    asked: dict[str, _Asked] = field(default_factory=dict)
-    """The last request for each source."""
-
-    @classmethod
-    def read(cls, text: str | None, names: Collection[str]) -> "_Cursor":
-        """Return what `text` holds of the sources `names`; a text of another form starts afresh."""
-        try:
-            found = TypeAdapter(cls).validate_json(text or "")
-        except ValidationError:
-            return cls(int(time.time()))
-        found.seen = {name: digest for name, digest in found.seen.items() if name in names}
-        found.asked = {name: asked for name, asked in found.asked.items() if name in names}
-        return found
+    sources: dict[str, _Source] = field(default_factory=dict)
 
 
 def _files_sensor(deployment: Deployment, names: list[str]) -> dg.SensorDefinition:
@@ -166,87 +146,69 @@ def _files_sensor(deployment: Deployment, names: list[str]) -> dg.SensorDefiniti
         "has changed is observed as soon as two looks find the same.",
     )
     def files(context: dg.SensorEvaluationContext) -> dg.SensorResult:
-        cursor = _Cursor.read(context.cursor, names)
-        notes = _unknown_sources(deployment, names)
-        changed = _look(deployment, context.instance, names, cursor, notes)
+        try:
+            cursor = TypeAdapter(_Cursor).validate_json(context.cursor or "{}")
+        except ValidationError:  # of another form
+            cursor = _Cursor()
+        due, notes = _look(deployment, context.instance, names, cursor)
         for note in notes:
             context.log.info(note)
-        if not changed:
-            text = "; ".join(notes) or f"nothing has changed in {len(cursor.seen)} sources"
+        if not due:
+            text = "; ".join(notes) or f"nothing has changed in {len(cursor.sources)} sources"
             return dg.SensorResult(skip_reason=text, cursor=json.dumps(asdict(cursor)))
         cursor.requests += 1
-        digest = hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()
+        digest = hashlib.sha256(json.dumps(due, sort_keys=True).encode()).hexdigest()
         key, now = f"{cursor.requests}-{digest[:DIGITS]}", math.floor(time.time() * 1000) / 1000  # SQLite has no more
-        cursor.asked |= {name: _Asked(found, key, now) for name, found in changed.items()}
-        request = dg.RunRequest(run_key=key, asset_selection=[deployment.key(f"raw/{name}") for name in changed])
+        cursor.sources |= {name: _Source(found, key, now) for name, found in due.items()}
+        request = dg.RunRequest(run_key=key, asset_selection=[deployment.key(f"raw/{name}") for name in due])
         return dg.SensorResult(run_requests=[request], cursor=json.dumps(asdict(cursor)))
 
     made: dg.SensorDefinition = files
     return made
 
 
-def _unknown_sources(deployment: Deployment, names: Collection[str]) -> list[str]:
-    """Return a note on the user-defined sources that the definitions were loaded without."""
-    settings = deployment.settings
-    try:
-        new = [f"{user.family}/{name}" for name, user in user_sources(settings).items() if name not in names]
-    except (OSError, ValueError) as error:
-        return [str(error)]
-    return [f"{', '.join(new)} of {settings.sources_file}: reload the definitions to see it"] if new else []
-
-
 def _look(
-    deployment: Deployment, instance: dg.DagsterInstance, names: list[str], cursor: _Cursor, notes: list[str]
-) -> dict[str, str]:
-    """Return the digests of the sources to observe, by name. Changes `cursor`, and adds to `notes`."""
-    first = names.index(cursor.next) if cursor.next in names else 0
-    end, changed, cursor.next = time.monotonic() + FILES_SECONDS, dict[str, str](), ""
-    order = (*names[first:], *names[:first])
-    for name, following in zip(order, (*order[1:], None), strict=True):
-        digest = _digest(deployment, name, notes)
-        if digest and _is_due(deployment, instance, name, digest, cursor, notes):
-            if digest == cursor.seen.get(name):
-                changed[name] = digest
-            else:
-                notes.append(f"raw/{name}: new or changed files, observed once two ticks find the same")
-        if digest:
-            cursor.seen[name] = digest
-        if following and time.monotonic() > end:
-            cursor.next = following
-            notes.append(f"no time is left for raw/{following}: the next tick begins with it")
-            break
-    return changed
-
-
-def _digest(deployment: Deployment, name: str, notes: list[str]) -> str | None:
-    """Return the digest of a source's files; None for one without, and with a note for one that cannot be found."""
-    try:
-        return (listing_of(resolve_source(deployment.settings, name)) or "")[:DIGITS] or None
-    except (OSError, ValueError) as error:  # looked at again at the next tick
-        notes.append(f"raw/{name}: {error}")
-        return None
-
-
-def _is_due(
-    deployment: Deployment, instance: dg.DagsterInstance, name: str, digest: str, cursor: _Cursor, notes: list[str]
-) -> bool:
-    """Whether no observation of these files has been asked for, or none has come of it.
+    deployment: Deployment, instance: dg.DagsterInstance, names: list[str], cursor: _Cursor
+) -> tuple[dict[str, str], list[str]]:
+    """Return the digests of the sources to observe, by name, and what a tick has to say. Changes `cursor`.
 
     What was observed before the first look counts for nothing: no time of a file tells when another one was removed.
     """
-    asked = cursor.asked.get(name)
-    if asked is None or asked.digest != digest:
-        return True
-    if not asked.at:
-        return False
-    if _is_observed(instance, deployment.key(f"raw/{name}"), asked.at):
-        cursor.asked[name] = asked._replace(at=0.0)
-        return False
-    notes.append(f"raw/{name}: asked for, and not observed yet")
-    if time.time() < asked.at + AGAIN_SECONDS:
-        return False
-    ours = {RUN_KEY_TAG: asked.key, SENSOR_NAME_TAG: deployment.name("files")}
-    return not instance.get_runs(dg.RunsFilter(tags=ours, statuses=NOT_FINISHED_STATUSES), limit=1)
+    due, notes = dict[str, str](), list[str]()
+    try:
+        new = [f"{user.family}/{name}" for name, user in user_sources(deployment.settings).items() if name not in names]
+        if new:
+            notes.append(f"{', '.join(new)} of {deployment.settings.sources_file}: reload the definitions to see it")
+    except (OSError, ValueError) as error:
+        notes.append(str(error))
+    cursor.sources = {name: known for name, known in cursor.sources.items() if name in names}
+    first = names.index(cursor.next) if cursor.next in names else 0
+    end, cursor.next = time.monotonic() + FILES_SECONDS, ""
+    for name in (*names[first:], *names[:first]):
+        if name != names[first] and time.monotonic() > end:
+            cursor.next = name
+            notes.append(f"no time is left for raw/{name}: the next tick begins with it")
+            break
+        try:
+            digest = (listing_of(resolve_source(deployment.settings, name)) or "")[:DIGITS]
+        except (OSError, ValueError) as error:  # looked at again at the next tick
+            notes.append(f"raw/{name}: {error}")
+            continue
+        known = cursor.sources.get(name)
+        if digest and (known is None or known.digest != digest):
+            cursor.sources[name] = _Source(digest)
+            notes.append(f"raw/{name}: new or changed files, observed once two ticks find the same")
+        elif digest and known and not known.run_key:
+            due[name] = digest
+        elif digest and known and known.asked:
+            if _is_observed(instance, deployment.key(f"raw/{name}"), known.asked):
+                cursor.sources[name] = known._replace(asked=0.0)
+                continue
+            notes.append(f"raw/{name}: asked for, and not observed yet")
+            ours = dg.RunsFilter(tags={RUN_KEY_TAG: known.run_key, SENSOR_NAME_TAG: deployment.name("files")})
+            if time.time() >= known.asked + AGAIN_SECONDS and all(run.is_finished for run in instance.get_runs(ours)):
+                due[name] = digest
+    return due, notes
 
 
 def _is_observed(instance: dg.DagsterInstance, key: dg.AssetKey, since: float) -> bool:

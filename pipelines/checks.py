@@ -57,36 +57,33 @@ def checks_of(deployment: Deployment, path: str) -> dg.AssetChecksDefinition:
         outside = _kind(path).outside_checks.keys()
         # These need more than the cache: if that is missing, no other check fails.
         for some in filter(None, (names - outside, names & outside)):
-            for name, verdict in _verdicts_or_error(settings, path, some).items():
+            for name, verdict in _verdicts(settings, path, some).items():
                 yield _result(deployment, key, rules[name], verdict)
 
     return check
 
 
-def _verdicts_or_error(settings: Settings, path: str, names: set[str]) -> Mapping[str, Verdict]:
+def _verdicts(settings: Settings, path: str, names: set[str]) -> Mapping[str, Verdict]:
     """Make the checks `names` of an asset; each has failed where there is no cache, or meta.json cannot be read."""
+    cache, outside = cache_root(settings) / path, _kind(path).outside_checks
+    limits = Limits(deep=settings.deep_checks, max_dropped_share=settings.max_dropped_share)
     try:
-        return _verdicts(settings, path, names)
+        if names & outside.keys():
+            return {name: loaded(outside[name])(settings) for name in names}
+        return verify(cache, limits, names=names)
     except (FileNotFoundError, CacheError, LeftOut) as error:
-        is_damage = isinstance(error, CacheError) and (cache_root(settings) / path).exists()
-        is_damage = is_damage and not names & _kind(path).outside_checks.keys()
+        is_damage = isinstance(error, CacheError) and cache.exists() and not names & outside.keys()
         values: dict[str, Value] = {} if is_damage else {NOT_THERE: "yes"}
         return {name: Verdict([str(error)], values=values) for name in names}
-
-
-def _verdicts(settings: Settings, path: str, names: set[str]) -> Mapping[str, Verdict]:
-    """Make the checks `names` of an asset."""
-    outside = {name: place for name, place in _kind(path).outside_checks.items() if name in names}
-    if outside:
-        return {name: loaded(place)(settings) for name, place in outside.items()}
-    limits = Limits(deep=settings.deep_checks, max_dropped_share=settings.max_dropped_share)
-    return verify(cache_root(settings) / path, limits, names=names)
 
 
 def _result(deployment: Deployment, key: dg.AssetKey, rule: Check, verdict: Verdict) -> dg.AssetCheckResult:
     """Return a verdict as Dagster keeps it: a sentence, and what was measured as entries; it plots the numbers."""
     found = verdict.problems
-    metadata: dict[str, Any] = {name: _short(value) for name, value in verdict.values.items()}
+    passed = " ".join(filter(None, [verdict.note or verdict.sentence, *verdict.remarks]))
+    metadata: dict[str, Any] = {
+        name: round(value, _DIGITS) if isinstance(value, float) else value for name, value in verdict.values.items()
+    }
     metadata["problems"] = len(found)
     if len(found) > _SHOWN_PROBLEMS:
         metadata["all_problems"] = found
@@ -95,17 +92,9 @@ def _result(deployment: Deployment, key: dg.AssetKey, rule: Check, verdict: Verd
         check_name=rule.name,
         passed=not found,
         severity=dg.AssetCheckSeverity.ERROR if rule.blocking else dg.AssetCheckSeverity.WARN,
-        description=(_failed(deployment, key, rule, verdict) if found else _passed(verdict)) or None,
+        description=(_failed(deployment, key, rule, verdict) if found else passed) or None,
         metadata=metadata,
     )
-
-
-def _short(value: Value) -> Value:
-    return round(value, _DIGITS) if isinstance(value, float) else value
-
-
-def _passed(verdict: Verdict) -> str:
-    return " ".join(filter(None, [verdict.note or verdict.sentence, *verdict.remarks]))
 
 
 def _failed(deployment: Deployment, key: dg.AssetKey, rule: Check, verdict: Verdict) -> str:

@@ -46,7 +46,7 @@ def described(deployment: Deployment, spec: dg.AssetSpec) -> dg.AssetSpec:
         text, kinds, metadata = _ROOT, set(spec.kinds), {}
     else:
         text, kinds, metadata = _of_cache(deployment.settings, spec, path, kind.page)
-    licence = _licence(deployment.settings, source)
+    licence = re.sub(r"[^A-Za-z0-9_.-]+", "-", _licence(deployment.settings, source) or "")  # as the value of a tag
     return spec.replace_attributes(
         description=text,
         owners=[*spec.owners, *deployment.owners],
@@ -54,7 +54,7 @@ def described(deployment: Deployment, spec: dg.AssetSpec) -> dg.AssetSpec:
         tags={
             **{key: value for key, value in spec.tags.items() if not key.startswith(_KIND)},
             "family": family,
-            **({"licence": _as_tag(licence)} if licence else {}),
+            **({"licence": licence[:_MAX_TAG].strip("-")} if licence else {}),
             **deployment.tags,
         },
         metadata={**spec.metadata, **metadata},
@@ -86,11 +86,6 @@ def _licence(settings: Settings, source: SourceSpec | None) -> str | None:
     if source.dataset and getattr(settings, source.dataset) != getattr(Settings, source.dataset):
         return UNSTATED  # of a dataset that the project does not know
     return credit_of(source.name, settings.source_root).licence if source.name in SOURCES else source.credit.licence
-
-
-def _as_tag(text: str) -> str:
-    """Return a text as the value of a tag: "CC BY-SA 4.0" becomes CC-BY-SA-4.0."""
-    return re.sub(r"[^A-Za-z0-9_.-]+", "-", text)[:_MAX_TAG].strip("-")
 
 
 def _of_cache(settings: Settings, spec: dg.AssetSpec, path: str, page: Page) -> tuple[str, set[str], dict[str, Any]]:

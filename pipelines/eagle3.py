@@ -11,9 +11,8 @@ from niels_gpt.recipes.eagle3.of_settings import SMALL_TARGET, VOCAB_KEY
 from niels_gpt.recipes.run_recipe import Outcome
 from niels_gpt.settings import Settings
 from pipelines.deployment import Deployment, HomeAssets
-from pipelines.metadata import materialize_result
 from pipelines.steps import NETWORK_RETRIES, materialized, target_log
-from pipelines.versions import DATA_VERSION, is_recorded, newer_observation, upstream_of, version_tags
+from pipelines.versions import newer_observation, report_found, upstream_of
 
 
 def assets_of(deployment: Deployment) -> HomeAssets:
@@ -42,7 +41,7 @@ def targets_of(deployment: Deployment) -> dg.AssetsDefinition:
     def build(context: dg.AssetExecutionContext, settings: Settings) -> Outcome:
         observed = newer_observation(context, deployment, settings, TARGETS_KEY)
         outcome = build_targets(settings, observed=observed, progress=target_log(context))
-        _report_draft_vocab(context, deployment, settings)
+        report_found(context, deployment, settings, build_draft_vocab(settings))
         return outcome
 
     text = (
@@ -75,14 +74,3 @@ def _asset(
 
     made: dg.AssetsDefinition = asset
     return made
-
-
-def _report_draft_vocab(context: dg.AssetExecutionContext, deployment: Deployment, settings: Settings) -> None:
-    """Log a materialization of the draft's vocabulary if the step of eagle3/targets has made another one than Dagster
-    knows, or found it."""
-    outcome = build_draft_vocab(settings)
-    if not is_recorded(context, deployment, settings, outcome):
-        tags = version_tags(context, deployment, settings, outcome)
-        tags[DATA_VERSION] = str(outcome.meta["content_sha256"])
-        metadata = materialize_result(outcome).metadata
-        context.log_event(dg.AssetMaterialization(deployment.key(VOCAB_KEY), metadata=metadata, tags=tags))

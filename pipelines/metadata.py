@@ -6,6 +6,7 @@ Dagster's page shows the entries in their order, but plots every number, by name
 import base64
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +16,7 @@ import dagster as dg
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.chat.backends import CacheBackend
 from niels_gpt.display.numbers import count_text, many, share_text, size_text
-from niels_gpt.kinds.kind import Cache, Kind, kind_named
+from niels_gpt.kinds.kind import Cache, Held, kind_named
 from niels_gpt.kinds.look import tokenizer_for
 from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.recipes.run_recipe import Outcome
@@ -59,19 +60,26 @@ _RESULTS = frozenset(
 
 def materialize_result(outcome: Outcome) -> dg.MaterializeResult[None]:
     """Return what Dagster records of an outcome; its data version is the content, so equal bytes make nothing stale."""
-    cache = Cache(outcome.path, outcome.path.resolve(), outcome.meta, _kind(outcome.meta))
-    meta, (picture, examples) = mirrored(outcome), _to_look_at(cache, outcome)
-    more = cache.kind.more_results(cache)
+    kind = kind_named(outcome.meta["kind"])
+    assert kind is not None, outcome.meta["kind"]
+    cache = Cache(outcome.path, outcome.path.resolve(), outcome.meta, kind)
+    held, meta, more = kind.held(outcome.meta), _mirrored(outcome), kind.more_results(cache)
+    share: float | None = outcome.meta.get("supervised_share")
+    if share is None and held.loss and held.total("token"):  # else every token has loss, or there is none
+        share = held.loss / held.total("token")
+    picture, examples = _to_look_at(cache, outcome.key)
+    rows = {"dagster/row_count": dg.MetadataValue.int(held.total(kind.unit))} if kind.unit else {}
     things = [f"{split}_{unit}" for unit in ("groups", "samples", "examples", "tokens") for split in SPLITS]
     headline = {key: meta[key] for key in things if key in meta}
     return dg.MaterializeResult(
         # In the order in which the asset's page shows it: what a person looks at comes first.
         metadata={
             **picture,
-            **_in_words(outcome),
-            **_figures(outcome),
+            **_in_words(outcome, held, share),
+            **rows,  # under Dagster's own names: its page shows them at the top, and plots them
+            "dagster/size_bytes": dg.MetadataValue.int(outcome.disk_bytes),
             **headline,
-            **_of_the_run(outcome),
+            **_of_the_run(outcome, share),
             **_partition_table(outcome),
             **examples,
             **{key: value for key, value in meta.items() if key not in _MIRRORED_ELSEWHERE or not more},
@@ -79,12 +87,6 @@ def materialize_result(outcome: Outcome) -> dg.MaterializeResult[None]:
         },
         data_version=dg.DataVersion(data_version(outcome.path, outcome.meta)),
     )
-
-
-def _kind(meta: Mapping[str, Any]) -> Kind:
-    kind = kind_named(meta["kind"])
-    assert kind is not None, meta["kind"]
-    return kind
 
 
 def data_version(path: Path, meta: Mapping[str, Any]) -> str:
@@ -111,37 +113,33 @@ def observation_metadata(
     name: of the source, or the key of its cache or observable. provenance: the source's part of a meta.json.
     """
     found: dict[str, Any] = {"warning": warning or "none"}
-    if abouts := _files_of(settings, name):
-        found["size of the files"] = size_text(sum(about.st_size for about in abouts))
-        found["newest change"] = dg.MetadataValue.timestamp(max(about.st_mtime for about in abouts))
+    with suppress(OSError, ValueError):  # a file that has just gone
+        source = resolve_source(settings, name)
+        abouts = [] if source.root is None else [(source.root / file).stat() for file in source.files]
+        if abouts:  # not of a dataset on the hub
+            found["size of the files"] = size_text(sum(about.st_size for about in abouts))
+            found["newest change"] = dg.MetadataValue.timestamp(max(about.st_mtime for about in abouts))
     stated = ("files", "revision", "fingerprint")
     order = [*stated, *(key for key in sorted(provenance) if key not in stated)]
     return {**found, **{key: provenance[key] for key in order if provenance.get(key) is not None}}
 
 
-def _files_of(settings: Settings, name: str) -> list[os.stat_result]:
-    """Return size and times of the files of a source; [] of a dataset on the hub, and where one has just gone."""
-    try:
-        source = resolve_source(settings, name)
-        return [] if source.root is None else [(source.root / file).stat() for file in source.files]
-    except (OSError, ValueError):
-        return []
-
-
-def mirrored(outcome: Outcome) -> Metadata:
+def _mirrored(outcome: Outcome) -> Metadata:
     """Return every key of meta.json as typed metadata. Numbers are results, which Dagster's UI plots over the runs.
 
     The lists of files, which grow with the corpus, are mirrored as count, tokens, bytes and the place of the full list.
     So are the partitions: their number, their rule, and the least, the mean and the greatest of each count.
     """
-    listed_in = str(outcome.path / META_NAME)
-    lists: dict[str, Any] = {
-        key: _counted(outcome.meta[key], listed_in) for key in ("shards", "files") if key in outcome.meta
-    }
-    if "partitions" in outcome.meta:
-        lists["partitions"] = {**_ranges(outcome.meta["partitions"]), "listed_in": listed_in}
-    meta: dict[str, Any] = {**outcome.meta, **lists}
-    return {key: _typed(key, meta[key]) for key in sorted(meta)}
+    meta, listed = outcome.meta, {"listed_in": str(outcome.path / META_NAME)}
+    lists = dict[str, Any]()
+    for key in ("shards", "files"):
+        if isinstance(meta.get(key), dict):
+            lists[key] = {split: _sums(records) for split, records in meta[key].items()} | listed
+        elif key in meta:
+            lists[key] = _sums(meta[key]) | listed
+    if "partitions" in meta:
+        lists["partitions"] = _ranges(meta["partitions"]) | listed
+    return {key: _typed(key, value) for key, value in sorted({**meta, **lists}.items())}
 
 
 def _typed(key: str, value: Any) -> dg.MetadataValue[Any]:
@@ -159,11 +157,6 @@ def _typed(key: str, value: Any) -> dg.MetadataValue[Any]:
     return dg.MetadataValue.text(value) if isinstance(value, str) else dg.MetadataValue.json(value)
 
 
-def _counted(value: Any, listed_in: str) -> dict[str, Any]:
-    sums = {split: _sums(records) for split, records in value.items()} if isinstance(value, dict) else _sums(value)
-    return {**sums, "listed_in": listed_in}
-
-
 def _ranges(partitions: dict[str, Any]) -> dict[str, Any]:
     """Return the partitions of a meta.json with the range of each count in the place of the list."""
     of_each = partitions["of_each"]
@@ -175,7 +168,7 @@ def _ranges(partitions: dict[str, Any]) -> dict[str, Any]:
     return {**{key: value for key, value in partitions.items() if key != "of_each"}, "of_each": ranges}
 
 
-def _sums(records: list[dict[str, Any]]) -> dict[str, int]:
+def _sums(records: list[dict[str, Any]]) -> dict[str, Any]:
     sums = {"files": len(records)}
     for key in ("tokens", "bytes"):
         if all(key in record for record in records):
@@ -183,13 +176,16 @@ def _sums(records: list[dict[str, Any]]) -> dict[str, int]:
     return sums
 
 
-def _in_words(outcome: Outcome) -> Metadata:
-    """Return what a person wants to know, in a few words each. A name with a space is no key of meta.json."""
+def _in_words(outcome: Outcome, held: Held, share: float | None) -> Metadata:
+    """Return what a person wants to know, in a few words each. A name with a space is no key of meta.json.
+
+    share: of the tokens with loss, 0 to 1; None where every token has it, or there is none.
+    """
     meta, found = outcome.meta, dict[str, str]()
-    found["holds"] = _held(outcome)
+    found["holds"] = _held_in_words(meta, held)
     if (totals := meta.get("totals")) and "train_tokens" in totals:
         found["tokens of each split"] = ", ".join(f"{totals[f'{split}_tokens']:,} {split}" for split in SPLITS)
-    if (share := _supervised_share(outcome)) is not None:
+    if share is not None:
         found["tokens with loss"] = share_text(share)
     if "dropped" in meta:
         most = sorted(meta["dropped"].items(), key=lambda item: (-item[1], item[0]))
@@ -205,27 +201,16 @@ def _in_words(outcome: Outcome) -> Metadata:
     return {**words, "path": dg.MetadataValue.path(outcome.path.absolute())}
 
 
-def _held(outcome: Outcome) -> str:
-    if outcome.meta.get("built") is False:
+def _held_in_words(meta: Mapping[str, Any], held: Held) -> str:
+    if meta.get("built") is False:
         return "nothing: a stub, for its source was not asked for"
-    held = _kind(outcome.meta).held(outcome.meta)
     parts = [f"{sum(counts.values()):,} {thing}s" for thing, counts in held.counts.items()]
     for thing, counts in [*held.counts.items()][:1]:
         if "" not in counts:
             parts = [", ".join(f"{count:,} {split}" for split, count in counts.items()) + f" {thing}s"]
-    if "partitions" in outcome.meta:
-        parts.append(many(outcome.meta["partitions"]["total"], "partition"))
+    if "partitions" in meta:
+        parts.append(many(meta["partitions"]["total"], "partition"))
     return ", ".join([*parts, *filter(None, [held.note])])
-
-
-def _figures(outcome: Outcome) -> Metadata:
-    """Return rows and bytes under Dagster's own names: its page shows them at the top, and plots them."""
-    found: Metadata = {"dagster/size_bytes": dg.MetadataValue.int(outcome.disk_bytes)}
-    kind = _kind(outcome.meta)
-    if not kind.unit:
-        return found
-    rows = kind.held(outcome.meta).total(kind.unit)
-    return {"dagster/row_count": dg.MetadataValue.int(rows), **found}
 
 
 def _partition_table(outcome: Outcome) -> Metadata:
@@ -240,18 +225,7 @@ def _partition_table(outcome: Outcome) -> Metadata:
     return found
 
 
-def _supervised_share(outcome: Outcome) -> float | None:
-    """Return the tokens with loss as a share of all, 0 to 1; None where every token has it, or there is none."""
-    meta = outcome.meta
-    if "supervised_share" in meta:
-        return float(meta["supervised_share"])
-    if meta.get("built") is False:
-        return None
-    held = _kind(meta).held(meta)
-    return held.loss / held.total("token") if held.loss and held.total("token") else None
-
-
-def _of_the_run(outcome: Outcome) -> Metadata:
+def _of_the_run(outcome: Outcome, share: float | None) -> Metadata:
     """Return what differs between two builds of the same bytes, or is derived; meta.json has none of it (D10)."""
     meta, value = outcome.meta, dg.MetadataValue
     found: Metadata = {
@@ -275,12 +249,12 @@ def _of_the_run(outcome: Outcome) -> Metadata:
         found["bytes_per_token"] = value.float(round(sum(meta["utf8_bytes"].values()) / tokens, 3))
     if "dropped" in meta:
         found["dropped_total"] = value.int(sum(meta["dropped"].values()))
-    if (share := _supervised_share(outcome)) is not None:
+    if share is not None:
         found["supervised_share"] = value.float(round(share, 4))
     return found
 
 
-def _to_look_at(cache: Cache, outcome: Outcome) -> tuple[Metadata, Metadata]:
+def _to_look_at(cache: Cache, key: str) -> tuple[Metadata, Metadata]:
     """Return a picture, under 20 kB, and a short table of pieces as `show` prints them: both go to the event log.
 
     The part that carries loss stands in [[ ]]. A cache that cannot be read gets the reason instead, so that its checks
@@ -288,7 +262,7 @@ def _to_look_at(cache: Cache, outcome: Outcome) -> tuple[Metadata, Metadata]:
     """
     kind, rows = cache.kind, list[dict[str, Any]]()
     try:
-        png = base64.b64encode(kind.plot(cache, outcome.key)).decode() if kind.has("plot") else None
+        png = base64.b64encode(kind.plot(cache, key)).decode() if kind.has("plot") else None
         places = [] if cache.is_stub else kind.places(cache)
         tokenizer = tokenizer_for(cache, is_needed=kind.needs_tokenizer) if places else None
         how: dict[str, Any] = {"tokens": _SHOWN_TOKENS, "color": False}

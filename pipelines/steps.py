@@ -3,14 +3,13 @@ and report, errors."""
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import takewhile
 from pathlib import Path
 from typing import TypeVar
 
 import dagster as dg
-from dagster._core.storage.asset_check_execution_record import AssetCheckExecutionRecord
 from dagster._core.storage.asset_check_execution_record import AssetCheckExecutionRecordStatus as Status
 
 from niels_gpt.kinds.kind import has_partitions, kinds
@@ -43,7 +42,7 @@ NETWORK_RETRIES = dg.RetryPolicy(
 )
 """After about 15, 45 and 105 seconds; only errors that may pass by themselves are retried (`clear_errors`)."""
 _HISTORY = 50
-"""Results of a check, from the newest on, that are looked at for a build from scratch that did not help."""
+"""Results of a check, and materializations, that are looked at for a build from scratch that did not help."""
 _LOG_SECONDS = 10.0
 _CORE = "niels_gpt"
 _Result = TypeVar("_Result")
@@ -67,25 +66,14 @@ def materialized(
     run = deployment.run(context)
     with step(context, deployment), turn(run, path) if has_partitions(path) else nullcontext():
         try:
+            start_over(context, deployment, run, path)
             # The asset `tokenizer` alone replaces the one that is there.
-            outcome = carried_out(context, deployment, run, path, lambda: build(with_installed(run.settings)))
+            outcome = waited_for(run, path, lambda: build(with_installed(run.settings)))
         except LeftOut as error:
             leave_out(context, deployment, error)
             return
         result = report(context, deployment, run.settings, outcome)
     yield result
-
-
-def carried_out(
-    context: dg.AssetExecutionContext, deployment: Deployment, run: Run, path: str, build: Callable[[], Outcome]
-) -> Outcome:
-    """Return the outcome of a recipe; the cache is built from scratch where `why_from_scratch` says so.
-
-    Other processes that build the same cache are waited for, and `build` is called again after that.
-    Raises: CacheError E503 where another process builds it and the run does not wait; as `build`.
-    """
-    start_over(context, deployment, run, path)
-    return waited_for(run, path, build)
 
 
 def start_over(context: dg.AssetExecutionContext, deployment: Deployment, run: Run, path: str) -> None:
@@ -149,47 +137,37 @@ def why_from_scratch(context: dg.AssetExecutionContext, deployment: Deployment, 
 def _failed_check(
     context: dg.AssetExecutionContext, deployment: Deployment, settings: Settings, path: str
 ) -> str | None:
-    """Return which blocking check has failed since the asset was built, here or by the command line."""
-    key, built = deployment.key(path), built_at(settings, path)
-    for record in context.instance.fetch_materializations(key, limit=1).records:
-        built = max(built, record.timestamp)
-    for rule in rules_of(path).values():
-        if not rule.blocking or rule.name in CAUSED_ELSEWHERE:
-            continue
-        check = dg.AssetCheckKey(key, rule.name)  # a run has planned its own checks already
+    """Return which blocking check has failed since the asset was built, here or by the command line.
+
+    One that a build from scratch has not helped is logged: it failed before and after, for the same content.
+    """
+    key, fetch = deployment.key(path), context.instance.fetch_materializations
+    built = max([built_at(settings, path), *(record.timestamp for record in fetch(key, limit=1).records)])
+    names = [rule.name for rule in rules_of(path).values() if rule.blocking and rule.name not in CAUSED_ELSEWHERE]
+    for name in names:
         history = context.instance.event_log_storage.get_asset_check_execution_history(
-            check, limit=_HISTORY, status={Status.FAILED, Status.SUCCEEDED}
+            dg.AssetCheckKey(key, name),
+            limit=_HISTORY,
+            status={Status.FAILED, Status.SUCCEEDED},  # and not planned
         )
         failed = [
-            found
+            found.event.timestamp
             for found in takewhile(lambda found: found.status == Status.FAILED, history)
-            if found.evaluation and NOT_THERE not in found.evaluation.metadata
+            if found.event and found.evaluation and NOT_THERE not in found.evaluation.metadata
         ]
-        if not failed or failed[0].event is None or failed[0].event.timestamp <= built:
+        if not failed or failed[0] <= built:
             continue
-        if not _was_in_vain(context, key, failed):
-            return f"its check {rule.name} has failed since it was built"
+        made = fetch(key, limit=_HISTORY).records
+        made = made[: 1 + sum(record.timestamp > failed[-1] for record in made)]  # to the one that failed first
+        facts = [(each.tags or {}, each.metadata) for record in made if (each := record.asset_materialization)]
+        same = [shown for tags, shown in facts if tags.get(DATA_VERSION) == facts[0][0].get(DATA_VERSION)]
+        if not any("run/state" in shown and shown["run/state"].value == "built" for shown in same[:-1]):
+            return f"its check {name} has failed since it was built"
         context.log.warning(
-            f"{path}: its check {rule.name} has failed for the same content before and after a build from scratch, so "
+            f"{path}: its check {name} has failed for the same content before and after a build from scratch, so "
             f"another one does not help; resources.{deployment.resource}.config.force repeats it"
         )
     return None
-
-
-def _was_in_vain(
-    context: dg.AssetExecutionContext, key: dg.AssetKey, failed: Sequence[AssetCheckExecutionRecord]
-) -> bool:
-    """Whether the asset was built between two failures of a check, to the same content. failed: newest first."""
-    targets = [found.evaluation and found.evaluation.target_materialization_data for found in failed]
-    ids = list(dict.fromkeys(target.storage_id for target in targets if target))
-    if len(ids) < 2:
-        return False
-    wanted = dg.AssetRecordsFilter(asset_key=key, storage_ids=ids)
-    records = context.instance.fetch_materializations(wanted, limit=len(ids)).records
-    made = [record.asset_materialization for record in records if record.asset_materialization]
-    versions = [(each.tags or {}).get(DATA_VERSION) for each in made]
-    same = [each for each, version in zip(made, versions, strict=True) if version and version == versions[0]]
-    return any("run/state" in each.metadata and each.metadata["run/state"].value == "built" for each in same[:-1])
 
 
 def turn(run: Run, path: str) -> AbstractContextManager[None]:
@@ -265,30 +243,33 @@ class _ToRun(logging.Handler):
 
 def progress_log(context: dg.AssetExecutionContext, counted: str = "documents", measured: str = "tokens") -> Progress:
     """Return a builder's progress callback that writes a line to the run's log every ten seconds."""
+
+    def line(seconds: float, count: int, done: int, expected: int | None) -> str:
+        speed = done / seconds
+        left = f" of {expected:,}, about {(expected - done) / speed:,.0f} s left" if expected and done else ""
+        return f"{count:,} {counted}, {done:,} {measured}{left}, {speed:,.0f} {measured}/s"
+
+    return _now_and_then(context, line)
+
+
+def target_log(context: dg.AssetExecutionContext) -> Progress:
+    """Return a progress callback of bytes, tokens and all tokens that does the same."""
+
+    def line(seconds: float, num_bytes: int, tokens: int, expected: int | None) -> str:
+        return f"{tokens:,} of {expected or 0:,} tokens, {num_bytes / seconds / 1e6:,.1f} MB/s"
+
+    return _now_and_then(context, line)
+
+
+def _now_and_then(context: dg.AssetExecutionContext, line: Callable[[float, int, int, int | None], str]) -> Progress:
+    """line: called with the seconds since the begin, and what the callback is called with."""
     begin = last = time.monotonic()
 
     def log(count: int, done: int, expected: int | None) -> None:
         nonlocal last
-        now = time.monotonic()
-        if now - last < _LOG_SECONDS:
-            return
-        last, speed = now, done / (now - begin)
-        left = f" of {expected:,}, about {(expected - done) / speed:,.0f} s left" if expected and done else ""
-        context.log.info(f"{count:,} {counted}, {done:,} {measured}{left}, {speed:,.0f} {measured}/s")
-
-    return log
-
-
-def target_log(context: dg.AssetExecutionContext) -> Progress:
-    """Return a progress callback of bytes, tokens and all tokens that writes a line to the run's log now and then."""
-    begin = last = time.monotonic()
-
-    def log(num_bytes: int, tokens: int, expected: int | None) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= _LOG_SECONDS:
-            last = now
-            context.log.info(f"{tokens:,} of {expected or 0:,} tokens, {num_bytes / (now - begin) / 1e6:,.1f} MB/s")
+        if time.monotonic() - last >= _LOG_SECONDS:
+            last = time.monotonic()
+            context.log.info(line(last - begin, count, done, expected))
 
     return log
 

@@ -6,13 +6,12 @@ its run's settings, so that a cache built with others than the deployment's is s
 """
 
 import os
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import dagster as dg
 
@@ -62,16 +61,15 @@ _WHAT_IS_READ = (
 def code_versions(settings: Settings) -> dict[str, str]:
     """Return the code version of every asset that is built, by its path."""
     asked = _asked_tokenizer(settings)
-    return {path: _code_version(settings, path, *asked) for path in every_key(settings)}
+    return {path: code_version(settings, path, asked) for path in every_key(settings)}
 
 
-def code_version(settings: Settings, path: str) -> str:
-    """Return the code version of one asset with these settings: twelve hex digits."""
-    return _code_version(settings, path, *_asked_tokenizer(settings))
+def code_version(settings: Settings, path: str, asked_tokenizer: tuple[Any, FullTokenizer | None] | None = None) -> str:
+    """Return the code version of one asset with these settings: twelve hex digits.
 
-
-def _code_version(settings: Settings, path: str, asked: Any, tokenizer: FullTokenizer | None) -> str:
-    """asked, tokenizer: of `_asked_tokenizer`."""
+    asked_tokenizer: of `_asked_tokenizer`, where it is known.
+    """
+    asked, tokenizer = asked_tokenizer or _asked_tokenizer(settings)
     parts: dict[str, Any] = {"cache_root": os.path.abspath(cache_root(settings))}
     if path == TOKENIZER_KEY:
         return _digits({**parts, "tokenizer": asked})
@@ -228,19 +226,6 @@ def upstream_of(settings: Settings, path: str) -> list[str]:
     return [*tokenizer, f"raw/{path.rpartition('/')[2]}", *root]
 
 
-class _Event(NamedTuple):
-    """An event that gives an asset a data version."""
-
-    version: str | None
-    storage_id: int
-    run_id: str
-    timestamp: float
-    is_of_hub: bool
-    """Not logged without asking the hub."""
-    facts: dict[str, Any]
-    """What its metadata says of the source beside its version."""
-
-
 def version_tags(
     context: dg.AssetExecutionContext, deployment: Deployment, settings: Settings, outcome: Outcome
 ) -> dict[str, str]:
@@ -250,98 +235,84 @@ def version_tags(
     own tags are of the inputs as they were recorded when the step started; they stay where nothing better is known.
     settings: of the run.
     """
-    path = outcome.key
-    tags = {CODE_VERSION: code_version(settings, path)}
-    read = set(upstream_of(settings, path))
-    for upstream in upstream_of(deployment.settings, path):
-        if upstream not in read:  # a run may name other chats than the deployment's
-            continue
-        key = deployment.key(upstream)
+    tags = {CODE_VERSION: code_version(settings, outcome.key)}
+    read = upstream_of(settings, outcome.key)  # a run may name other chats than the deployment's
+    for upstream in (path for path in upstream_of(deployment.settings, outcome.key) if path in read):
+        key, path = deployment.key(upstream), cache_root(settings) / upstream
         if upstream in (TOKENIZER_KEY, VOCAB_KEY):
-            if upstream == TOKENIZER_KEY:
-                report_tokenizer(context, deployment, settings)
-            version = _content(cache_root(settings) / upstream)
-            event = _newest(context, key, is_observed=False)
+            # A tokenizer that is not what the settings ask for is out of date until it is materialized itself.
+            if upstream == TOKENIZER_KEY and tokenizer_state(settings) == "up to date":
+                report_found(context, deployment, settings, stage_tokenizer(settings))
+            meta = find_meta(path)
+            if meta is None:
+                continue
+            version, fetch = data_version(path, meta), context.instance.fetch_materializations
         else:
-            source = recorded_recipe(outcome.path).get("source") or {}
-            version = _observed(context, deployment, settings, path, upstream, source, outcome.reused)
-            event = _newest(context, key, is_observed=True)
-        if version is None:
-            continue
+            version, fetch = (
+                _observed(context, deployment, settings, outcome, upstream),
+                context.instance.fetch_observations,
+            )
         tags[f"{INPUT_VERSION}/{key.to_user_string()}"] = version
-        if event is not None and event.version == version:
-            tags[f"{INPUT_POINTER}/{key.to_user_string()}"] = str(event.storage_id)
+        for record in fetch(key, limit=1).records:
+            if record.asset_event is not None and (record.asset_event.tags or {}).get(DATA_VERSION) == version:
+                tags[f"{INPUT_POINTER}/{key.to_user_string()}"] = str(record.storage_id)
     return tags
 
 
-def _content(path: Path) -> str | None:
-    meta = find_meta(path)
-    return None if meta is None else data_version(path, meta)
+def report_found(
+    context: dg.AssetExecutionContext, deployment: Deployment, settings: Settings, outcome: Outcome
+) -> None:
+    """Log a materialization of what another asset's step has made, or found, where Dagster knows another one or none.
+
+    settings: of the run.
+    """
+    key, content = deployment.key(outcome.key), data_version(outcome.path, outcome.meta)
+    event = context.instance.get_latest_materialization_event(key)
+    known = (event.asset_materialization.tags if event is not None and event.asset_materialization else None) or {}
+    if (known.get(DATA_VERSION), known.get(CODE_VERSION)) != (content, code_version(settings, outcome.key)):
+        tags = version_tags(context, deployment, settings, outcome) | {DATA_VERSION: content}
+        metadata = materialize_result(outcome).metadata
+        context.log_event(dg.AssetMaterialization(key, metadata=metadata, tags=tags))
 
 
 def _observed(
-    context: dg.AssetExecutionContext,
-    deployment: Deployment,
-    settings: Settings,
-    path: str,
-    upstream: str,
-    source: Mapping[str, Any],
-    reused: bool,
-) -> str | None:
+    context: dg.AssetExecutionContext, deployment: Deployment, settings: Settings, outcome: Outcome, upstream: str
+) -> str:
     """Return the version of an observed asset that the step has read; log it as an observation where it is news.
 
     Of files every step reads the fingerprint, so each run observes them once; but where somebody has observed other
     files since the step started, the step may have read the older ones, and says nothing. The hub is asked for a
     revision only where none is recorded, so its revision is logged where nobody has observed the dataset, or where the
-    cache is ahead of what is observed. A run with other settings of the source says nothing of the deployment's.
-    None: as Dagster has it.
+    cache is ahead of what is observed: of another dataset, or the command line has asked the hub since (--refresh). A
+    cache of a revision that a run has named, and one of a revision that was observed before, is not ahead. A run with
+    other settings of the source says nothing of the deployment's.
     """
     key = deployment.key(upstream)
-    newest = _newest(context, key, is_observed=True)
+    known = _observations(context, key)
     if upstream == SFT_ROOT:
-        if newest is None:
+        if not known:
             context.log_event(dg.AssetObservation(key, tags={DATA_VERSION: ROOT_VERSION}))
         return ROOT_VERSION
-    version = str(source.get("fingerprint"))
-    is_ours = all(getattr(settings, name) == getattr(deployment.settings, name) for name in _WHAT_IS_READ)
-    same = newest is not None and newest.version == version
-    warning, tags = None, {DATA_VERSION: version}
-    if source.get("kind") == "hub":
-        built = built_at(settings, path)
-        is_news = not same and (newest is None or _is_ahead(context, key, settings, newest, source, built))
-        tags[HUB_ASKED] = "no"
-        warning = (
-            "the revision that the cache was built from: the hub was not asked for a newer one" if reused else None
-        )
-    else:
-        is_repeated = same and newest is not None and newest.run_id == context.op_execution_context.run_id
-        is_older = not same and newest is not None and newest.timestamp > _started(context)
-        is_news = not is_repeated and not is_older
-    if is_ours and is_news:
-        metadata = observation_metadata(settings, upstream, source, warning)
+    source = recorded_recipe(outcome.path).get("source") or {}
+    version, of_hub = str(source.get("fingerprint")), source.get("kind") == "hub"
+    is_news = all(getattr(settings, name) == getattr(deployment.settings, name) for name in _WHAT_IS_READ)
+    for newest, record in known[:1] if is_news else []:
+        if of_hub:
+            asked = asked_revisions(settings).get(upstream.rpartition("/")[2])
+            is_refreshed = source.get("asked_revision") == asked and built_at(settings, outcome.key) > record.timestamp
+            is_seen = any(each.data_version == version for each, _ in known)
+            is_other = str(newest.data_version).rpartition("@")[0] != version.rpartition("@")[0]
+            is_news = is_other or (is_refreshed and not is_seen)
+        elif newest.data_version == version:
+            is_news = record.run_id != context.op_execution_context.run_id
+        else:
+            is_news = record.timestamp <= _started(context)
+    if is_news:
+        unasked = "the revision that the cache was built from: the hub was not asked for a newer one"
+        metadata = observation_metadata(settings, upstream, source, unasked if of_hub and outcome.reused else None)
+        tags = {DATA_VERSION: version, **({HUB_ASKED: "no"} if of_hub else {})}
         context.log_event(dg.AssetObservation(key, metadata=metadata, tags=tags))
     return version
-
-
-def _is_ahead(
-    context: dg.AssetExecutionContext,
-    key: dg.AssetKey,
-    settings: Settings,
-    newest: _Event,
-    source: Mapping[str, Any],
-    built: float,
-) -> bool:
-    """Whether a cache of the hub is of other text than the newest observation, and of newer.
-
-    So it is where another dataset was observed, and where the command line has asked the hub since (--refresh). A cache
-    of a revision that a run has named, and one of a revision that was observed before, is not ahead.
-    """
-    version = str(source.get("fingerprint"))
-    if str(newest.version).rpartition("@")[0] != version.rpartition("@")[0]:
-        return True
-    if source.get("asked_revision") != asked_revisions(settings).get(key.path[-1]) or built <= newest.timestamp:
-        return False
-    return all(event.version != version for event in _observations(context, key))
 
 
 def look_at(
@@ -353,14 +324,16 @@ def look_at(
     `observe` has it, only where there is none. Raises: as `observe`.
     """
     source = resolve_source(settings, key)
-    for event in _observations(context, deployment.key(f"raw/{source.source}")):
-        dataset, _, revision = str(event.version).rpartition("@")
-        is_same = source.kind == "hub" and dataset == source.dataset and revision != "None"
-        if is_same and event.facts.get("asked_revision") == source.asked_revision:
+    observed = _observations(context, deployment.key(f"raw/{source.source}")) if source.kind == "hub" else []
+    for event, _ in observed:
+        dataset, _, revision = str(event.data_version).rpartition("@")
+        stated = ("licence", "attribution", "asked_revision")
+        facts = {name: event.metadata[name].value for name in stated if name in event.metadata}
+        if (dataset, facts.get("asked_revision")) == (source.dataset, source.asked_revision) and revision != "None":
             try:
                 return source.provenance(None), None
             except ConnectionError as error:
-                known = {**event.facts, "fingerprint": event.version, "revision": revision}
+                known = {**facts, "fingerprint": event.data_version, "revision": revision}
                 warning = f"{key}: the revision that was observed last stands for the newest one: {error}"
                 return source.provenance(known, ask_hub=False), warning
     return observe(settings, key)
@@ -378,16 +351,25 @@ def newer_observation(
     raw = next((upstream for upstream in upstream_of(settings, path) if upstream.startswith("raw/")), None)
     if raw is None:
         return None
-    key, name = deployment.key(raw), raw.rpartition("/")[2]
-    asked = asked_revisions(settings).get(name)
-    recorded = recorded_recipe(cache_root(settings) / path).get("source") or {}
-    observations = _observations(context, key)
-    if asked != asked_revisions(deployment.settings).get(name):
+    asked = asked_revisions(settings).get(raw.rpartition("/")[2])
+    if asked != asked_revisions(deployment.settings).get(raw.rpartition("/")[2]):
         return None  # what was observed is what the deployment asks for
-    if recorded.get("kind") == "hub" and recorded.get("asked_revision") != asked:
-        return next((event.version for event in observations), None)
-    newest = next((event for event in observations if event.is_of_hub), None)
-    return newest.version if newest is not None and newest.timestamp > built_at(settings, path) else None
+    recorded = recorded_recipe(cache_root(settings) / path).get("source") or {}
+    is_of_others = recorded.get("kind") == "hub" and recorded.get("asked_revision") != asked
+    for event, record in _observations(context, deployment.key(raw)):
+        if is_of_others:
+            return event.data_version
+        if HUB_ASKED not in (event.tags or {}):
+            return event.data_version if record.timestamp > built_at(settings, path) else None
+    return None
+
+
+def _observations(
+    context: dg.AssetExecutionContext, key: dg.AssetKey
+) -> list[tuple[dg.AssetObservation, dg.EventLogRecord]]:
+    """Return the last observations of a source with their records, the newest first."""
+    records = context.instance.fetch_observations(key, limit=_LOOKED_AT).records
+    return [(each.asset_observation, each) for each in records if each.asset_observation is not None]
 
 
 def _started(context: dg.AssetExecutionContext) -> float:
@@ -397,51 +379,3 @@ def _started(context: dg.AssetExecutionContext) -> float:
     stats = context.instance.get_run_step_stats(operation.run_id)
     of_asset = [each for each in stats if each.step_key.partition(".")[0] == name]
     return min((each.start_time for each in of_asset if each.start_time is not None), default=0.0)
-
-
-def _newest(context: dg.AssetExecutionContext, key: dg.AssetKey, *, is_observed: bool) -> _Event | None:
-    return next(iter(_events(context, key, is_observed=is_observed, limit=1)), None)
-
-
-def _observations(context: dg.AssetExecutionContext, key: dg.AssetKey) -> list[_Event]:
-    """Return the last observations of a source, the newest first."""
-    return _events(context, key, is_observed=True, limit=_LOOKED_AT)
-
-
-def _events(context: dg.AssetExecutionContext, key: dg.AssetKey, *, is_observed: bool, limit: int) -> list[_Event]:
-    fetch = context.instance.fetch_observations if is_observed else context.instance.fetch_materializations
-    found = []
-    for record in fetch(key, limit=limit).records:
-        event = record.asset_observation if is_observed else record.asset_materialization
-        tags = (event.tags if event is not None else None) or {}
-        shown = event.metadata if event is not None else {}
-        facts = {name: shown[name].value for name in ("licence", "attribution", "asked_revision") if name in shown}
-        is_of_hub = HUB_ASKED not in tags
-        event_of = (tags.get(DATA_VERSION), record.storage_id, record.run_id, record.timestamp)
-        found.append(_Event(*event_of, is_of_hub, facts))
-    return found
-
-
-def is_recorded(
-    context: dg.AssetExecutionContext, deployment: Deployment, settings: Settings, outcome: Outcome
-) -> bool:
-    """Whether Dagster's last materialization of an asset is of this content and of these settings."""
-    event = context.instance.get_latest_materialization_event(deployment.key(outcome.key))
-    tags = (event.asset_materialization.tags if event is not None and event.asset_materialization else None) or {}
-    now = {DATA_VERSION: data_version(outcome.path, outcome.meta), CODE_VERSION: code_version(settings, outcome.key)}
-    return now.items() <= tags.items()
-
-
-def report_tokenizer(context: dg.AssetExecutionContext, deployment: Deployment, settings: Settings) -> None:
-    """Log a materialization of the tokenizer if a cache's step has made another one than Dagster knows, or found it.
-
-    One that is not what the settings ask for is not logged: the asset is out of date until it is materialized itself.
-    """
-    if tokenizer_state(settings) != "up to date":
-        return
-    outcome = stage_tokenizer(settings)
-    if not is_recorded(context, deployment, settings, outcome):
-        content, code = data_version(outcome.path, outcome.meta), code_version(settings, TOKENIZER_KEY)
-        tags = {DATA_VERSION: content, CODE_VERSION: code}
-        metadata = materialize_result(outcome).metadata
-        context.log_event(dg.AssetMaterialization(deployment.key(TOKENIZER_KEY), metadata=metadata, tags=tags))
