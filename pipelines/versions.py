@@ -296,7 +296,8 @@ def _observed(
     source = recorded_recipe(outcome.path).get("source") or {}
     version, of_hub = str(source.get("fingerprint")), source.get("kind") == "hub"
     is_news = all(getattr(settings, name) == getattr(deployment.settings, name) for name in _WHAT_IS_READ)
-    for newest, record in known[:1] if is_news else []:
+    if is_news and known:
+        newest, record = known[0]
         if of_hub:
             asked = asked_revisions(settings).get(upstream.rpartition("/")[2])
             is_refreshed = source.get("asked_revision") == asked and built_at(settings, outcome.key) > record.timestamp
