@@ -1,5 +1,6 @@
 """Which check of an EAGLE-3 cache tells what, with what to run; caches of other tools; what is read once."""
 
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from support.small_eagle3 import fields_of, manifest_of
 from niels_gpt.eagle3.cache import shard_path, write_manifest, write_shard, write_target_embeddings
 from niels_gpt.eagle3.format.samples import Samples
 from niels_gpt.eagle3.inspect.published.row_checks import tolerance
+from niels_gpt.kinds.verify import find_damage
 from niels_gpt.storage.checks import Verdict
 from niels_gpt.storage.errors import CacheError
 
@@ -167,6 +169,36 @@ def test_a_cache_of_which_much_is_gone_is_no_other_tools(copied, names):
     verdicts, receipts = verify(cache), [f"{cache}/sidecar/shard-{shard:06d}.json" for shard in range(3)]
     assert [problem.split(":")[0] for problem in verdicts["complete"].problems] == receipts
     assert len(verdicts["checksums"].problems) == 3
+
+
+@pytest.mark.parametrize("form", ALL_FORMS)
+def test_a_flipped_bit_anywhere_in_a_shard_is_reported_with_the_bytes_of_its_sample(form, copied, tmp_path):
+    folder = copied(form)
+    (tmp_path / "targets").symlink_to(folder)
+    draw, path = random.Random(6), folder / "shard-000001.safetensors"
+    size = path.stat().st_size
+    for byte in [2, 100, *(draw.randrange(1_000, size) for _ in range(9)), size - 1]:
+        flip_bit(path, byte)
+        found = find_damage(tmp_path / "targets", deep=True)
+        flip_bit(path, byte)
+        assert {damage.file for damage in found} == {path.name}, found
+        within = [(damage.offset, damage.end) for damage in found if damage.offset <= byte < damage.end]
+        assert within and all(0 <= damage.offset < damage.end <= size for damage in found)
+        assert (min(end - start for start, end in within) < size / 3) == (byte >= 1_000), (byte, found)
+        assert not any(str(tmp_path / "targets" / path.name) in damage.problem for damage in found)
+    assert find_damage(tmp_path / "targets", deep=True) == []
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "meta.json", "sidecar/shard-000001.json", "sidecar/ids.txt"])
+def test_another_file_of_targets_is_named(name, copied):
+    folder = copied()
+    (folder / name).write_bytes((folder / name).read_bytes()[:-9])
+    size = (folder / name).stat().st_size
+    begin = size if name == "meta.json" else 0  # where it ends too soon
+    assert (name, begin, size) in [damage[:3] for damage in find_damage(folder, deep=True)]
+    (folder / name).unlink()
+    if name != "manifest.json":  # without it the folder is of no kind
+        assert any(damage[:3] == (name, 0, 0) for damage in find_damage(folder, deep=True))
 
 
 def test_a_damaged_list_of_names_is_read_once_and_told(copied, monkeypatch):
