@@ -13,6 +13,7 @@ from typing import Any
 from niels_gpt.builders.meta_keys import Source, vocabulary_of
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.cache.kind.tokens import PRETRAIN, SFT
+from niels_gpt.display.numbers import many, size_text
 from niels_gpt.exchange.assembling import About, Assembled, assemble
 from niels_gpt.exchange.foreign import ForeignFile, ForeignFolder
 from niels_gpt.exchange.output import MANIFEST_NAME, Modes
@@ -47,6 +48,14 @@ class Imported:
     def tokens(self) -> int:
         """Tokens of both splits."""
         return sum(int(self.meta["totals"][f"{split}_tokens"]) for split in SPLITS)
+
+    def __str__(self) -> str:
+        """Return the folder, files and tokens, and a line for each reason that was counted."""
+        linked = f", {size_text(self.linked_bytes)} of them links" if self.linked_bytes else ""
+        lines = [f"{self.path}: {many(self.files, 'file')}, {many(self.tokens, 'token')}{linked}"]
+        for reasons in (self.meta.get("dropped"), self.meta.get("noticed")):
+            lines += [f"  note: {reason}: {count:,}" for reason, count in sorted((reasons or {}).items())]
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
