@@ -35,7 +35,6 @@ niels-gpt export cache/sft/oasst1 OUT --to hf""",
 @option("--to", "name", **_FORMAT, help=f"the tool that shall read the files: {_NAMES}")
 def export(cache: Path, dest: Path, name: str) -> Result:
     """Export a cache."""
-    from niels_gpt.display.numbers import many, size_text
     from niels_gpt.exchange.exporting import export_cache
     from niels_gpt.exchange.output import MANIFEST_NAME
     from niels_gpt.storage.meta_json import parse_object, read_regular
@@ -43,9 +42,7 @@ def export(cache: Path, dest: Path, name: str) -> Result:
     with progress_bar(f"export {escaped(dest)}", "B", "files") as progress:
         done = export_cache(cache, name, dest, progress=progress)
     line = read_line(str(dest), parse_object(read_regular(dest / MANIFEST_NAME)))
-    linked = f", {size_text(done.linked_bytes)} of them links" if done.linked_bytes else ""
-    sizes = f"{many(done.files, 'file')}, {many(done.tokens, 'token')}, {size_text(done.num_bytes)}{linked}"
-    say("\n".join([f"{dest}: {sizes}", *(f"  note: {reason}: {count:,}" for reason, count in done.noted.items())]))
+    say(f"{dest}: {done}")
     if line:
         say(f"read it: {line}")
     return Result({"cache": str(cache), "out": str(dest), "format": name, **asdict(done), "read": line})
@@ -97,16 +94,11 @@ niels-gpt import DIR pretrain/wiki --from olmo --val '*_held_*.npy'""",
 @option("--utf8-bytes/--no-utf8-bytes", default=True, help="count the bytes of the text, for bits per byte")
 def import_(source: Path, name: str, **how: Any) -> Result:
     """Import a folder."""
-    from niels_gpt.display.numbers import many, size_text
     from niels_gpt.recipes.exchange.imports import import_cache
 
     with progress_bar(f"import {escaped(source)}", "B", "files") as progress:
         done = import_cache(source, name, **how, progress=progress)
-    linked = f", {size_text(done.linked_bytes)} of them links" if done.linked_bytes else ""
-    lines = [f"{done.path}: {many(done.files, 'file')}, {many(done.tokens, 'token')}{linked}"]
-    for reasons in (done.meta.get("dropped"), done.meta.get("noticed")):
-        lines += [f"  note: {reason}: {count:,}" for reason, count in sorted((reasons or {}).items())]
-    say("\n".join(lines))
+    say(str(done))
     about = {"cache": str(done.path), "files": done.files, "tokens": done.tokens, "linked_bytes": done.linked_bytes}
     data = {**about, "content_sha256": done.meta["content_sha256"], "totals": done.meta["totals"]}
     return Result(data, next=shlex.join(["niels-gpt", "verify", str(done.path)]))
@@ -132,7 +124,6 @@ _URL = "s3://, gs://, az://, hf://datasets/OWNER/NAME, or a path; without creden
 @_JOBS
 def push(cache: Path, url: str, replace: bool, check: bool, public: bool, jobs: int) -> Result:
     """Push a cache."""
-    from niels_gpt.display.numbers import many, size_text
     from niels_gpt.exchange.card import card_of
     from niels_gpt.exchange.transfer.push import push
     from niels_gpt.recipes.records import made_by
@@ -140,8 +131,7 @@ def push(cache: Path, url: str, replace: bool, check: bool, public: bool, jobs: 
     card = card_of(cache, command=made_by(cache), url=url).encode() if url.startswith("hf://") else None
     with progress_bar(f"push {escaped(cache)}", "B", "files") as progress:
         done = push(cache, url, replace=replace, check=check, jobs=jobs, progress=progress, public=public, card=card)
-    sizes = f"{many(done.files, 'file')}, {size_text(done.num_bytes)}, {size_text(done.sent_bytes)} of them sent"
-    say(f"{done.url}: {sizes}")
+    say(str(done))
     return Result({"cache": str(cache), **asdict(done)}, next=shlex.join(["niels-gpt", "pull", url, "DEST"]))
 
 
@@ -188,10 +178,7 @@ def stage(source: str, dest: Path, split: str | None, max_bytes: int | None, job
 
 def _fetched(done: Fetched) -> Result:
     """Print and return what a pull or a stage did."""
-    from niels_gpt.display.numbers import many, size_text
-
-    kept = f", {size_text(done.kept_bytes)} were there already" if done.kept_bytes else ""
-    say(f"{done.path}: {many(done.files, 'file')}, {size_text(done.num_bytes)}{kept}")
+    say(str(done))
     data = {name: str(fact) if isinstance(fact, Path) else fact for name, fact in asdict(done).items()}
     return Result(data, next=shlex.join(["niels-gpt", "verify", str(done.path)]))
 

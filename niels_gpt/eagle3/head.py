@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from niels_gpt.eagle3.format.layout import PathLike
+from niels_gpt.eagle3.format.layout import MANIFEST_NAME, PathLike
 from niels_gpt.eagle3.format.manifest import PRODUCE_AGAIN, is_native, read_manifest
 from niels_gpt.eagle3.format.native.weights import WEIGHTS, WEIGHTS_NAME, read_weights
+from niels_gpt.eagle3.format.receipts import compare_once
 from niels_gpt.eagle3.target import PART_VALUES
 from niels_gpt.eagle3.targets.probe import RMS, Probe, difference, final_norm, normed, other_logits, tolerance
 from niels_gpt.storage.errors import CacheError
@@ -116,6 +117,7 @@ class TargetHead(nn.Module):
         follow_links: as `CachedEagle3Dataset`.
         Raises: FileNotFoundError; CacheError for a cache that is not native, and for weights that do not fit it.
         """
+        compare_once(cache_dir, MANIFEST_NAME, follow_links=follow_links)
         manifest = read_manifest(cache_dir, follow_links=follow_links)
         if not is_native(manifest):
             found = f"format_version {manifest['format_version']} has distributions, and no head of the target"

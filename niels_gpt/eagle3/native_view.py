@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from niels_gpt.cache.checksums import Check
-from niels_gpt.eagle3.format.layout import DTYPES, PathLike
+from niels_gpt.eagle3.format.layout import DTYPES, SIDECAR, PathLike
 from niels_gpt.eagle3.format.manifest import manifest_path
 from niels_gpt.eagle3.format.native.sample import NativeSample
-from niels_gpt.eagle3.format.plan import read_record
+from niels_gpt.eagle3.format.plan import PLAN_NAME, read_record
+from niels_gpt.eagle3.format.receipts import compare_once
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.eagle3.native import NativeEagle3Dataset, native_batch
 from niels_gpt.storage.errors import CacheError
@@ -60,6 +61,7 @@ class NativeView:
         if longest > self.seq_length:
             found, expected = f"a sample of {longest:,} tokens", f"seq_length, {self.seq_length:,}, at most"
             raise CacheError(manifest_path(cache_dir), found, expected, code="E701")
+        compare_once(cache_dir, f"{SIDECAR}/{PLAN_NAME}", follow_links=follow_links)
         record = read_record(cache_dir, follow_links=follow_links)
         self.pad_id = 0 if record is None else int(record["tokenizer"]["pad_id"])
         """What follows the last token in input_ids: as precompute pads; 0 where there is no plan."""

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from niels_gpt.display.numbers import many, size_text
 from niels_gpt.exchange.formats import FORMATS
 from niels_gpt.exchange.output import MANIFEST_NAME, MANIFEST_VERSION, Modes, Output, TokenCache
 from niels_gpt.progress import Progress
@@ -29,6 +30,12 @@ class Exported:
     """Files by how they were made: link, copy, written."""
     noted: dict[str, int]
     """What the format could not hold as the cache has it, by reason."""
+
+    def __str__(self) -> str:
+        """Return files, tokens and bytes, and a line for each reason of `noted`."""
+        linked = f", {size_text(self.linked_bytes)} of them links" if self.linked_bytes else ""
+        sizes = f"{many(self.files, 'file')}, {many(self.tokens, 'token')}, {size_text(self.num_bytes)}{linked}"
+        return "\n".join([sizes, *(f"  note: {reason}: {count:,}" for reason, count in self.noted.items())])
 
 
 def export_cache(cache: Path, name: str, out: Path, *, progress: Progress | None = None) -> Exported:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -12,14 +13,16 @@ from typing import Any
 from niels_gpt.builders.meta_keys import Source, vocabulary_of
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.cache.kind.tokens import PRETRAIN, SFT
+from niels_gpt.display.numbers import many, size_text
 from niels_gpt.exchange.assembling import About, Assembled, assemble
-from niels_gpt.exchange.foreign import ForeignFile, ForeignFolder, manifest_files
+from niels_gpt.exchange.foreign import ForeignFile, ForeignFolder
 from niels_gpt.exchange.output import MANIFEST_NAME, Modes
 from niels_gpt.exchange.texts import Texts
 from niels_gpt.kinds.kind import Kind
 from niels_gpt.progress import Progress
 from niels_gpt.storage import versions
 from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.meta_json import path_inside, sha256_regular
 from niels_gpt.tokenizers.document_tokens import DocumentToken, document_end
 from niels_gpt.tokenizers.protocol import FullTokenizer
 from niels_gpt.tokenizers.vocabulary import start_of_documents
@@ -45,6 +48,14 @@ class Imported:
     def tokens(self) -> int:
         """Tokens of both splits."""
         return sum(int(self.meta["totals"][f"{split}_tokens"]) for split in SPLITS)
+
+    def __str__(self) -> str:
+        """Return the folder, files and tokens, and a line for each reason that was counted."""
+        linked = f", {size_text(self.linked_bytes)} of them links" if self.linked_bytes else ""
+        lines = [f"{self.path}: {many(self.files, 'file')}, {many(self.tokens, 'token')}{linked}"]
+        for reasons in (self.meta.get("dropped"), self.meta.get("noticed")):
+            lines += [f"  note: {reason}: {count:,}" for reason, count in sorted((reasons or {}).items())]
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -101,7 +112,7 @@ def import_folder(
     linked = []
 
     def examine(done: Assembled) -> Mapping[str, Any]:
-        _compare_with_manifest(source, manifest_files(folder.manifest), folder.files, done)
+        _compare_with_manifest(source, folder.manifest, folder.files, done)
         linked.append(done.linked_bytes)
         return _examined(done, about, tokenizer, path, folder, options)
 
@@ -139,23 +150,27 @@ def _examined(
 
 
 def _compare_with_manifest(
-    source: Path, known: Mapping[str, Mapping[str, Any]], files: Sequence[ForeignFile], done: Assembled
+    source: Path, manifest: Mapping[str, Any] | None, files: Sequence[ForeignFile], done: Assembled
 ) -> None:
-    """Raise CacheError E221 for a file that an export wrote otherwise; one whose bytes became no shard is not compared.
+    """Raise CacheError E221 for a file that an export wrote otherwise. One that was removed is not compared.
 
-    known: the records of the manifest by name.
+    A token file that became a shard as it is was hashed as such; other files are read once more.
     """
+    hashed = {}
     for split in SPLITS:
         of_split = [file for file in files if file.split == split]
-        if len(of_split) != len(done.shards[split]):  # of sft, all are one
+        if len(of_split) == len(done.shards[split]):  # of sft, all are one
+            for file, record in zip(of_split, done.shards[split], strict=True):
+                if file.token_file is not None and file.itemsize == done.dtype.itemsize:
+                    hashed[file.name] = str(record["sha256"])
+    for record in (manifest or {}).get("files", ()):
+        path, expected = path_inside(source, record["name"]), str(record["sha256"])
+        if record["name"] not in hashed and not os.path.lexists(path):
             continue
-        for file, record in zip(of_split, done.shards[split], strict=True):
-            if file.token_file is None or file.itemsize != done.dtype.itemsize or file.name not in known:
-                continue
-            if record["sha256"] != (expected := str(known[file.name]["sha256"])):
-                found, wanted = f"sha256 {record['sha256'][:12]}", f"{expected[:12]}, as it was exported"
-                remedy = f"Export the cache again, or remove {MANIFEST_NAME} to import the files as they are"
-                raise CacheError(source / file.name, found, wanted, remedy, code="E221")
+        if (sha256 := hashed.get(record["name"]) or sha256_regular(path)) != expected:
+            found, wanted = f"sha256 {sha256[:12]}", f"{expected[:12]}, as it was exported"
+            remedy = f"Export the cache again, or remove {MANIFEST_NAME} to import the files as they are"
+            raise CacheError(path, found, wanted, remedy, code="E221")
 
 
 def kind_of(source: Path, folder: ForeignFolder) -> Kind:

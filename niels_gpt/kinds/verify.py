@@ -14,7 +14,7 @@ from niels_gpt.kinds.files import Damage, FileChecks
 from niels_gpt.kinds.folders import kind_at
 from niels_gpt.kinds.kind import MALFORMED, Cache, Finding, Kind, Limits, MetaDamage, Rule
 from niels_gpt.progress import Progress
-from niels_gpt.storage.checks import Figures, Verdict, first_problems
+from niels_gpt.storage.checks import Figures, Place, Verdict, first_problems, place_of
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import printable, read_regular, resolved
@@ -117,13 +117,26 @@ def _by_verdicts(path: Path, kind: Kind, *, deep: bool, progress: Progress | Non
     try:
         verdicts = verify(path, Limits(deep=deep), names=names, progress=progress)
     except (CacheError, OSError) as error:  # its description cannot be read
-        return [Damage("", 0, 0, str(error))]
+        return [_of_file(error, path)]
     except MALFORMED as error:
         return [Damage("", 0, 0, f"not as docs/formats.md describes it ({error!r})")]
     problems = [problem for verdict in verdicts.values() for problem in verdict.problems]
+    damages = []
     if not problems and (refused := reader_error(Cache.named(path))) is not None:
-        problems.append(f"the readers refuse it: {refused}")
-    return [Damage("", 0, 0, problem) for problem in dict.fromkeys(problems)]  # several checks need one file
+        damage = _of_file(refused, path)
+        damages.append(damage._replace(problem=f"the readers refuse it: {damage.problem}"))
+    for problem in dict.fromkeys(problems):  # several checks need one file
+        places: Sequence[Place] = getattr(problem, "places", [("", 0, 0)])
+        for number, (file, begin, end) in enumerate(places):
+            text = problem.removeprefix(f"{path / file}: ")
+            damages.append(Damage(file, begin, end, "or here: the same checksum is over both" if number else text))
+    return damages
+
+
+def _of_file(error: CacheError | OSError, path: Path) -> Damage:
+    """Return an error as damage of all bytes of the file that it names; of none where that lies elsewhere."""
+    place = place_of(error, path.resolve())
+    return Damage(*place, str(error).removeprefix(f"{path.resolve() / place[0]}: "))
 
 
 def _all_damages(cache: Cache, files: FileChecks, limits: Limits) -> Iterator[Finding]:

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 MOST_PROBLEMS = 20
@@ -28,6 +29,8 @@ class Check:
     """What makes it, a niels_gpt.kinds.kind.Rule; None: it is one of several that are made in one pass."""
 
 
+Place = tuple[str, int, int]
+"""A file's name in the cache's folder, its first byte that may be wrong, and the one after the last."""
 Value = int | float | str
 """A measured number, a share from 0 to 1, or a text: a limit, a name, and what else does not grow with a cache."""
 
@@ -66,6 +69,29 @@ class Verdict:
     def of(cls, problems: list[str], figures: Figures) -> Verdict:
         """Return the verdict of a check that was made."""
         return cls(problems, sentence=figures.sentence, values=figures.values)
+
+
+class PlacedProblem(str):
+    """A problem of a `Verdict` that lies in a file of the cache. Of kinds that make all checks in one pass."""
+
+    places: Sequence[Place]
+
+    def __new__(cls, text: str, places: Sequence[Place] = ()) -> PlacedProblem:
+        """places: several where one checksum is over all of them."""
+        problem = super().__new__(cls, text)
+        problem.places = places
+        return problem
+
+
+def place_of(error: object, folder: Path) -> Place:
+    """Return the file that an error names, and all of its bytes: name, 0, size; "", 0, 0 of one outside a folder.
+
+    folder: of a version, resolved. A file that is not there has no bytes.
+    """
+    path = Path(getattr(error, "path", None) or getattr(error, "filename", None) or "")
+    if folder not in path.parents:
+        return "", 0, 0
+    return str(path.relative_to(folder)), 0, path.stat().st_size if path.is_file() else 0
 
 
 def first_problems(problems: Iterator[str]) -> list[str]:

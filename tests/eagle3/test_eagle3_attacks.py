@@ -3,6 +3,7 @@
 For its figures: python tests/support/attacks.py test_eagle3_attacks
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -158,7 +159,7 @@ def linked(name):
 
 
 def changed(name, change, cache="c"):
-    """Return what changes a JSON file; a meta.json gets its checksum anew."""
+    """Return what changes a JSON file; a meta.json gets its checksum again, and the sha256 of a changed manifest."""
 
     def make(root, _):
         from niels_gpt.storage.fileio import canonical_json
@@ -168,6 +169,13 @@ def changed(name, change, cache="c"):
         value = json.loads(path.read_bytes())
         change(value)
         path.write_bytes(meta_bytes(value) if name == "meta.json" else canonical_json(value))
+        about = root / cache / "meta.json"
+        if name == "manifest.json" and about.is_file():
+            meta = json.loads(about.read_bytes())
+            for record in meta["files"]:
+                if record["name"] == name:
+                    record |= {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+            about.write_bytes(meta_bytes(meta))
 
     return make
 

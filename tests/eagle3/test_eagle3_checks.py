@@ -1,5 +1,7 @@
 """Which check of an EAGLE-3 cache tells what, with what to run; caches of other tools; what is read once."""
 
+import json
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -7,15 +9,26 @@ from pathlib import Path
 import pytest
 import torch
 from support import eagle3_runs
-from support.eagle3_damage import ALL_FORMS, copy_of, flip_bit, put, stored
+from support.eagle3_damage import ALL_FORMS, NATIVE_FORMS, copy_of, flip_bit, put, stored
 from support.eagle3_looks import check_names, run_again, summary
 from support.eagle3_looks import verdicts as verify
 from support.errors import refused
 from support.small_eagle3 import fields_of, manifest_of
 
-from niels_gpt.eagle3.cache import shard_path, write_manifest, write_shard, write_target_embeddings
+from niels_gpt.eagle3.cache import (
+    CachedEagle3Dataset,
+    read_manifest,
+    shard_path,
+    write_manifest,
+    write_shard,
+    write_target_embeddings,
+)
 from niels_gpt.eagle3.format.samples import Samples
+from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.eagle3.inspect.published.row_checks import tolerance
+from niels_gpt.eagle3.native import NativeEagle3Dataset
+from niels_gpt.eagle3.vocab import load_token_mapping
+from niels_gpt.kinds.verify import find_damage
 from niels_gpt.storage.checks import Verdict
 from niels_gpt.storage.errors import CacheError
 
@@ -167,6 +180,75 @@ def test_a_cache_of_which_much_is_gone_is_no_other_tools(copied, names):
     verdicts, receipts = verify(cache), [f"{cache}/sidecar/shard-{shard:06d}.json" for shard in range(3)]
     assert [problem.split(":")[0] for problem in verdicts["complete"].problems] == receipts
     assert len(verdicts["checksums"].problems) == 3
+
+
+@pytest.mark.parametrize("form", ALL_FORMS)
+def test_a_flipped_bit_anywhere_in_a_shard_is_reported_with_the_bytes_of_its_sample(form, copied, tmp_path):
+    folder = copied(form)
+    (tmp_path / "targets").symlink_to(folder)
+    draw, path = random.Random(6), folder / "shard-000001.safetensors"
+    size = path.stat().st_size
+    for byte in [2, 100, *(draw.randrange(1_000, size) for _ in range(9)), size - 1]:
+        flip_bit(path, byte)
+        found = find_damage(tmp_path / "targets", deep=True)
+        flip_bit(path, byte)
+        assert {damage.file for damage in found} == {path.name}, found
+        within = [(damage.offset, damage.end) for damage in found if damage.offset <= byte < damage.end]
+        assert within and all(0 <= damage.offset < damage.end <= size for damage in found)
+        assert (min(end - start for start, end in within) < size / 3) == (byte >= 1_000), (byte, found)
+        assert not any(str(tmp_path / "targets" / path.name) in damage.problem for damage in found)
+    assert find_damage(tmp_path / "targets", deep=True) == []
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "meta.json", "sidecar/shard-000001.json", "sidecar/ids.txt"])
+def test_another_file_of_targets_is_named(name, copied):
+    folder = copied()
+    (folder / name).write_bytes((folder / name).read_bytes()[:-9])
+    size = (folder / name).stat().st_size
+    begin = size if name == "meta.json" else 0  # where it ends too soon
+    assert (name, begin, size) in [damage[:3] for damage in find_damage(folder, deep=True)]
+    (folder / name).unlink()
+    if name != "manifest.json":  # without it the folder is of no kind
+        assert any(damage[:3] == (name, 0, 0) for damage in find_damage(folder, deep=True))
+
+
+@pytest.mark.parametrize("form", ALL_FORMS)
+def test_a_changed_manifest_is_refused_and_resuming_writes_it_again(copied, form):
+    cache = copied(form)
+    path, good = cache / "manifest.json", (cache / "manifest.json").read_bytes()
+    manifest = read_manifest(cache)
+    manifest["selected_token_ids"].reverse()  # the draft's ids would stand for other tokens
+    write_manifest(cache, manifest)
+    sizes = {"target_vocab_size": eagle3_runs.VOCAB, "draft_vocab_size": 12}
+    readers = [CachedEagle3Dataset, lambda folder: load_token_mapping(folder, **sizes)]
+    readers += [NativeEagle3Dataset, TargetHead.of_cache] if form in NATIVE_FORMS else []
+    for read in readers:
+        with refused("E701", f"{path}: sha256", "by meta.json", "--resume"):
+            read(cache)
+    path.unlink()
+    samples = eagle3_runs.samples_of()
+    eagle3_runs.run(cache, samples=samples, given=eagle3_runs.plan(samples, **ALL_FORMS[form]), resume=True)
+    assert path.read_bytes() == good
+    for read in readers:
+        read(cache)
+    (cache / "meta.json").unlink()  # as another tool's: there is nothing to compare with
+    write_manifest(cache, manifest)
+    assert CachedEagle3Dataset(cache).manifest["selected_token_ids"] == manifest["selected_token_ids"]
+
+
+def test_a_changed_plan_and_a_changed_draft_vocabulary_are_refused(copied, tmp_path):
+    plan = copied("native") / "sidecar" / "plan.json"
+    plan.write_bytes(plan.read_bytes().replace(b'"pad_id": 5', b'"pad_id": 6'))
+    with refused("E701", f"{plan}: sha256"):
+        CachedEagle3Dataset(plan.parent.parent)
+    NativeEagle3Dataset(plan.parent.parent)  # which does not read it
+    mapping, sizes = tmp_path / "draft_vocab.json", {"target_vocab_size": 9, "draft_vocab_size": 2}
+    mapping.write_text('{"selected_token_ids": [7, 1], "target_vocab_size": 9}')
+    record = {"name": mapping.name, "bytes": mapping.stat().st_size, "sha256": "0" * 64}
+    (tmp_path / "meta.json").write_text(json.dumps({"kind": "draft_vocab", "files": [record]}))
+    with refused("E701", f"{mapping}: sha256"):
+        load_token_mapping(tmp_path, **sizes)
+    assert load_token_mapping(mapping, **sizes)[0].tolist() == [7, 1]  # a file by itself has no checksum
 
 
 def test_a_damaged_list_of_names_is_read_once_and_told(copied, monkeypatch):

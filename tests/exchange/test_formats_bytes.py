@@ -261,6 +261,7 @@ HOSTILE = {
     "ends beyond": ("datatrove", {"0.ds": IDS, "0.ds.index": struct.pack("<2Q", 3, 2**64 - 1)}),
     "half an end": ("datatrove", {"0.ds": IDS, "0.ds.index": bytes(9)}),
     "metadata of three bytes": ("datatrove", {"0.ds": IDS, "0.ds.metadata": b"gpt2|3\n6\n6.00 T"}),
+    "metadata of other tokens": ("datatrove", {"0.ds": IDS, "0.ds.metadata": b"gpt2|2\n7\n7.00 T"}),
     "a short mask": ("datatrove", {"0.ds": IDS, "0.ds.loss": bytes(5)}),
     "a mask of other bytes": ("datatrove", {"0.ds": IDS, "0.ds.loss": bytes([0, 1, 2, 0, 0, 0])}),
     "a mask beside one of two": ("datatrove", {"0.ds": IDS, "0.ds.loss": bytes(6), "1.ds": IDS}),

@@ -1,15 +1,19 @@
 """A folder of another tool becomes a cache: tokens, borders, loss, text, and what is refused."""
 
+import json
 import os
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from support.data_files import write_parquet
 from support.errors import refused
-from support.foreign import MANIFEST_NAME
+from support.foreign import MANIFEST_NAME, NAMES, WITH_LOSS
 
 from niels_gpt.builders.pretrain import build_pretrain
+from niels_gpt.builders.sft import build_sft
 from niels_gpt.cache import PretrainTokenStreamDataset, read_meta
 from niels_gpt.exchange.exporting import export_cache
 from niels_gpt.kinds.verify import find_damage
@@ -18,6 +22,7 @@ from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.sampling import EpochStream
 from niels_gpt.sampling.evaluation import bits_per_byte, iter_eval
 from niels_gpt.settings import Settings
+from niels_gpt.storage.errors import CacheError
 from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.tokenizer_training import train_tokenizer, write_tokenizer
 
@@ -110,6 +115,47 @@ def test_an_export_that_was_changed_is_not_imported(caches, tmp_path, copy):
     (tmp_path / "out" / MANIFEST_NAME).unlink()
     done = imported(tmp_path / "out", caches, f"changed_{copy}", tokenizer=str(caches / "tokenizer"), copy=copy)
     assert find_damage(done.path, deep=True) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "format"), [*(("pretrain", name) for name in NAMES), *(("sft", name) for name in WITH_LOSS)]
+)
+def test_a_damaged_file_of_an_export_is_named(caches, tmp_path, tokenizer, kind, format):
+    cache = caches / "pretrain" / "web"
+    if kind == "sft":
+        cache = tmp_path / "sft" / "chats"
+        chats = [[{"role": "user", "content": text}, {"role": "assistant", "content": text}] for text in TEXTS[:9]]
+        build_sft(chats, cache, tokenizer=tokenizer, val_frac=0.3, seed=0, num_threads=0)
+    out = tmp_path / "out"
+    export_cache(cache, format, out)
+    names = [record["name"] for record in json.loads((out / MANIFEST_NAME).read_bytes())["files"]]
+    for name in names:
+        content = (out / name).read_bytes()
+        changed = bytearray(content)
+        changed[-1 if name.endswith((".bin", ".ds", ".npy", ".loss")) else len(content) // 2] ^= 1
+        (out / name).unlink()  # it may be a link to the cache's file
+        (out / name).write_bytes(changed)
+        with pytest.raises(CacheError) as error:
+            imported(out, caches, "damaged", format)
+        assert error.value.path == str(out / name), name
+        (out / name).write_bytes(content)
+    assert not (caches / "imported" / "damaged").exists()
+    assert imported(out, caches, f"mended_{kind}_{format.replace('-', '_')}", format).meta["kind"] == kind
+
+
+def test_damage_is_found_without_a_manifest_by_the_checksums_of_parquet_and_gzip(caches, tmp_path):
+    ids = [[300 + at % 20 for at in range(90)]] * 4
+    (tmp_path / "hf").mkdir()
+    how = {"compression": "none", "use_dictionary": False, "write_page_checksum": True}
+    pq.write_table(pa.table({"input_ids": ids}), tmp_path / "hf" / "train.parquet", **how)
+    export_cache(caches / "pretrain" / "web", "olmo", tmp_path / "olmo")
+    (tmp_path / "olmo" / MANIFEST_NAME).unlink()
+    for format, name, at in (("hf", "train.parquet", 200), ("olmo", "train_00000.csv.gz", -6)):  # -8 to -4: the CRC-32
+        content = bytearray((tmp_path / format / name).read_bytes())
+        content[at] ^= 1
+        (tmp_path / format / name).write_bytes(content)
+        with refused("E221", name, "CRC"):
+            imported(tmp_path / format, caches, "unsound", format, tokenizer=str(caches / "tokenizer"))
 
 
 @pytest.mark.parametrize("lacking", [[], [0], [1], [0, 2], [3], [0, 3]], ids=str)

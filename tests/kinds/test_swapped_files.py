@@ -32,8 +32,9 @@ from niels_gpt.storage.meta_json import file_records
 
 TOKENS = 70_000  # of a document: more than two blocks of 64 KiB
 NOT_READ = {"pretrain": ("_ids.txt",), "sft": ("_ids.txt",), "rollouts": ()}
-OF_TARGET = ("embeddings.safetensors", "weights.safetensors", "embeddings.json", "weights.json")
-"""Ends of the names of files that the reader of a kind does not read; of EAGLE-3: what the head of a draft reads."""
+OF_TARGET = ("embeddings.safetensors", "weights.safetensors", "embeddings.json", "weights.json", "plan.json")
+"""Ends of the names of files that the reader of a kind does not read; of EAGLE-3: what the head of a draft and
+`NativeView` read."""
 
 
 def pretrain(path, letter):
@@ -55,10 +56,11 @@ def rollouts(path, letter):
 
 def eagle3(form):
     def make(path, letter):
-        seed = ord(letter)
+        seed, ids = ord(letter), eagle3_runs.manifest()["selected_token_ids"]
         samples = eagle3_runs.samples_of(6)
+        chosen = {**form, "selected_token_ids": ids if letter == "x" else ids[::-1]}  # in a manifest of equal size
         load = lambda device: eagle3_runs.load(device, seed=seed)  # noqa: E731
-        eagle3_runs.run(path, given=eagle3_runs.plan(samples, **form), load=load)
+        eagle3_runs.run(path, given=eagle3_runs.plan(samples, **chosen), load=load)
 
     return make
 

@@ -525,4 +525,4 @@ def test_the_command_line_lists_verifies_and_clears_it(settings):
     flip(settings)
     assert niels_gpt("verify", settings.cache_dir).status == 0
     done = niels_gpt("verify", settings.cache_dir, "--deep")
-    assert done.status == 3 and "shard-000001.safetensors: sample 2 of the shard" in done.out
+    assert done.status == 3 and "shard-000001.safetensors, bytes " in done.out and ": sample 2 of the shard" in done.out

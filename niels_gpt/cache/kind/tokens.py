@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -148,7 +149,7 @@ _TOKENS = (
 # --- the kinds --------------------------------------------------------------------------------------------------------
 
 
-class Tokens(Kind):
+class Tokens(Kind, ABC):
     """What pretrain and sft caches share: token files, an index of offsets, source ids."""
 
     needs_tokenizer = True
@@ -166,8 +167,9 @@ class Tokens(Kind):
     def _check_sentinels(self, folder: Path, meta: Meta) -> None:
         """Raise CacheError where the readers need a sentinel that is not known."""
 
+    @abstractmethod
     def _open(self, folder: Path, meta: Meta, split: str) -> None:
-        raise NotImplementedError
+        """Open a split as its reader does."""
 
     def wrong_sums(self, cache: Cache) -> Iterator[tuple[str, str]]:
         """Compare totals, sizes and counts."""
@@ -199,8 +201,9 @@ class Tokens(Kind):
         counts = {self.unit: self._items(meta), "token": tokens}
         return Held(counts, loss=sum(loss.values()) if isinstance(loss, dict) else None)
 
+    @abstractmethod
     def _items(self, meta: Mapping[str, Any]) -> dict[str, int]:
-        raise NotImplementedError
+        """Return the documents or examples of each split."""
 
     def stats(self, cache: Cache, progress: Any = None) -> Rows:
         """Return lengths, drops, source and licence."""

@@ -1,7 +1,8 @@
-"""What a reader does with a version and its receipts: it holds the version, names it, and compares what it maps.
+"""What a reader does with a version and its receipts: it holds the version, names it, and compares what it reads.
 
-A shard is compared with the size and the header of its receipt when a process first maps it; with check="blocks" each
-sample with its checksum when it is first read. Caches of other tools have no receipts.
+manifest.json, plan.json and receipts are compared with the sha256 in meta.json, once a process. A shard is compared
+with the size and the header of its receipt when a process first maps it; with check="blocks" each sample with its
+checksum when it is first read. Caches of other tools have neither meta.json nor receipts.
 """
 
 from __future__ import annotations
@@ -9,21 +10,23 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from niels_gpt.cache.checksums import checked_check
-from niels_gpt.eagle3.format.layout import MANIFEST_NAME, PathLike, shard_path
+from niels_gpt.eagle3.format.layout import MANIFEST_NAME, PathLike, read_meta_bytes, shard_path
 from niels_gpt.eagle3.format.meta import eagle3_meta, file_sha256
 from niels_gpt.eagle3.format.shard_writer import read_receipt, receipt_path
 from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.locks import hold_version
-from niels_gpt.storage.meta_json import file_records, resolved
+from niels_gpt.storage.meta_json import file_records, parse_object, resolved
 
-_compared: set[tuple[int, ...]] = set()  # shards that this process, or the one it was forked from, has compared
+_compared: set[tuple[int, ...]] = set()  # files that this process, or the one it was forked from, has compared
 _AGAIN = "Remove the shard and produce it again: precompute --resume"
+_WRITE_AGAIN = "Remove the file and run the same precompute command with --resume, or produce the cache again"
 
 
 def version_of(cache_dir: PathLike) -> str:
@@ -46,6 +49,40 @@ def fingerprint(cache_dir: PathLike, num_samples: int, *, follow_links: bool) ->
     }
 
 
+def compare_once(cache_dir: PathLike, name: str, *, follow_links: bool = False) -> None:
+    """Compare a small file of a cache with the sha256 in its meta.json, once a process; nothing where none is there.
+
+    A file that is not there is not compared. Raises: CacheError E701; as `open_file` for a link.
+    """
+    path = Path(cache_dir, name)
+    with suppress(FileNotFoundError):
+        if (key := _key(os.stat(path))) in _compared:
+            return
+        digests = _digests_in(cache_dir, follow_links)
+        if _compare(path, name, digests, _WRITE_AGAIN, follow_links):
+            _compared.add(key)
+
+
+def _compare(path: Path, name: str, digests: Mapping[str, str], remedy: str, follow_links: bool) -> bool:
+    """Compare a file with its digest; returns whether there is one. Raises: CacheError E701."""
+    named = digests.get(name)
+    if named is not None and (actual := file_sha256(path, follow_links=follow_links)) != named:
+        raise CacheError(path, f"sha256 {actual[:12]}", f"{named[:12]} by {META_NAME}", remedy, code="E701")
+    return named is not None
+
+
+def _digests_in(cache_dir: PathLike, follow_links: bool) -> dict[str, str]:
+    """Return the sha256 of each file by its name; {} where no meta.json of this project can be read."""
+    with suppress(ValueError, OSError):
+        meta = parse_object(read_meta_bytes(Path(cache_dir), follow_links=follow_links))
+        return {str(record["name"]): str(record["sha256"]) for record in file_records(meta)}
+    return {}
+
+
+def _key(about: os.stat_result) -> tuple[int, ...]:
+    return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
+
+
 class Receipts:
     """The receipts of an open cache, which it keeps from gc. May be pickled."""
 
@@ -55,6 +92,7 @@ class Receipts:
         self.every_sample = check == "blocks"
         self._cache_dir, self._follow_links = os.fspath(cache_dir), follow_links
         self._hold = hold_version(Path(cache_dir))
+        compare_once(cache_dir, MANIFEST_NAME, follow_links=follow_links)
         self._receipts: dict[int, dict[str, Any] | None] = {}  # of shards whose samples are compared
         self._seen: dict[int, bytearray] = {}  # of each shard: a byte for each sample that was compared
 
@@ -65,7 +103,7 @@ class Receipts:
         """Compare a shard's size and header with its receipt, once a process. Raises: CacheError E701."""
         path = shard_path(self._cache_dir, shard)
         about = os.stat(path)
-        key = about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
+        key = _key(about)
         if key in _compared:
             return
         receipt = self._receipt(shard)
@@ -82,19 +120,14 @@ class Receipts:
     def _receipt(self, shard: int) -> dict[str, Any] | None:
         """Return a shard's receipt, None without one. Raises: CacheError E701 for another than meta.json names."""
         receipt = read_receipt(self._cache_dir, shard, follow_links=self._follow_links)
-        where = receipt_path(self._cache_dir, shard)
-        named = self._digests.get(os.path.relpath(where, self._cache_dir)) if receipt is not None else None
-        if named is not None and (actual := file_sha256(Path(where), follow_links=self._follow_links)) != named:
-            raise CacheError(where, f"sha256 {actual[:12]}", f"{named[:12]} by meta.json", _AGAIN, code="E701")
+        if receipt is not None:
+            where = receipt_path(self._cache_dir, shard)
+            _compare(where, os.path.relpath(where, self._cache_dir), self._digests, _AGAIN, self._follow_links)
         return receipt
 
     @functools.cached_property
     def _digests(self) -> dict[str, str]:
-        """The sha256 of each file by its name; {} where no meta.json of this project can be read."""
-        with suppress(CacheError, OSError):
-            meta = eagle3_meta(Path(self._cache_dir), self._follow_links)
-            return {str(record["name"]): str(record["sha256"]) for record in file_records(meta or {})}
-        return {}
+        return _digests_in(self._cache_dir, self._follow_links)
 
     def check_sample(self, shard: int, row: int, damage: Callable[[int, str], str]) -> None:
         """Compare a sample with its receipt at its first read; without a receipt nothing is compared.

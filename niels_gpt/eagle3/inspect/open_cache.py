@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
 from pathlib import Path
-from typing import Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, ClassVar, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -43,6 +43,18 @@ _R = TypeVar("_R")
 
 class NotChecked(Exception):
     """A check does not apply to this cache, which is no damage; the text says why."""
+
+
+class Located(NamedTuple):
+    """A problem of some bytes of a file."""
+
+    text: str
+    path: Path
+    spans: list[tuple[int, int]]
+    """First byte and the one after the last, each; [] for all of the file."""
+
+    def __str__(self) -> str:
+        return self.text
 
 
 class StoredSample(Protocol):
@@ -110,6 +122,10 @@ class OpenCache(ABC):
     @abstractmethod
     def damage(self, shard: int) -> list[tuple[int | None, str]]:
         """Compare a shard with its receipt; return each damage: the row within the shard, or None, and a sentence."""
+
+    @abstractmethod
+    def spans(self, shard: int, row: int) -> list[tuple[int, int]]:
+        """Return where the bytes of a sample lie in its shard, [start, end) in each tensor. Raises: CacheError."""
 
     @property
     @abstractmethod

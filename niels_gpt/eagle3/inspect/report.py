@@ -9,13 +9,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.eagle3.inspect.open_cache import NotChecked, OpenCache
-from niels_gpt.storage.checks import MOST_PROBLEMS, Figures, Verdict, first_problems
+from niels_gpt.eagle3.inspect.open_cache import Located, NotChecked, OpenCache
+from niels_gpt.storage.checks import MOST_PROBLEMS, Figures, Place, PlacedProblem, Verdict, first_problems, place_of
 from niels_gpt.storage.errors import CacheError
 
 _MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, OSError)
 
-Problems = Iterator[CacheError | str]
+Problems = Iterator[CacheError | OSError | Located]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Report:
 
     def __init__(self, cache: OpenCache) -> None:
         self._cache = cache
-        self._problems: dict[str, None] = {}  # a damaged file is found once for each row that needs it
+        self._problems: dict[str, list[Place]] = {}  # each with its places in files
         self._note: str | None = None
         self._remarks: list[str] = []
         self._figures = ""
@@ -49,18 +49,24 @@ class Report:
             return
         try:
             for problem in islice(question(*arguments), MOST_PROBLEMS + 1 - len(self._problems)):
-                self._problems[str(problem)] = None
+                self._add(problem)
         except NotChecked as error:
             self._note = str(error)
         except FileNotFoundError as error:
             missing = error.filename and self._cache.missing(Path(error.filename), "one of the cache's")
-            self._problems[str(missing or error)] = None
+            self._add(missing or error)
         except (CacheError, OSError) as error:  # both name the file
-            self._problems[str(error)] = None
+            self._add(error)
         except _MALFORMED as error:
             found = f"not as docs/formats.md describes it ({error!r})"
             remedy = "See what the other checks report, or produce the cache again"
-            self._problems[str(CacheError(self._cache.folder, found, remedy=remedy, code="E701"))] = None
+            self._add(CacheError(self._cache.folder, found, remedy=remedy, code="E701"))
+
+    def _add(self, problem: CacheError | OSError | Located) -> None:
+        """Keep a problem once: a damaged file is found for each row that needs it."""
+        place = place_of(problem, self._cache.folder)
+        spans = problem.spans if isinstance(problem, Located) else []
+        self._problems[str(problem)] = [(place[0], *span) for span in spans] or [place]
 
     def ask_once(self, questions: Questions) -> None:
         """Ask what is asked once in a cache. Where remarks and figures cannot be told, the problems say why."""
@@ -76,9 +82,8 @@ class Report:
 
     def verdict(self) -> Verdict:
         """Return what was found so far. Messages name the public folder, not the version's."""
-        problems, remarks = (
-            first_problems(text.replace(str(self._cache.folder), str(self._cache.path)) for text in texts)
-            for texts in (self._problems, self._remarks)
-        )
+        folder, path = str(self._cache.folder), str(self._cache.path)
+        found = (PlacedProblem(text.replace(folder, path), places) for text, places in self._problems.items())
+        problems, remarks = first_problems(found), first_problems(text.replace(folder, path) for text in self._remarks)
         measured = self.measured
         return Verdict(problems, self._note, remarks, self._figures, measured.sentence, measured.values)

@@ -93,7 +93,7 @@ def _ask_rows(cache: OpenCache, shard: int, questions: list[tuple[Report, Callab
         rows = cache.stored(shard)
     except (CacheError, OSError) as error:
         for report, _ in questions:
-            report.ask(iter, [str(error)])
+            report.ask(iter, [error])
         return
     for row in rows:
         for report, question in questions:

@@ -72,10 +72,12 @@ def read(source: Path, *, val_glob: str | None = None, vocab_size: int | None = 
     listing, tokenizer, files = listed(source, ".ds", "datatrove", val_glob), set[str](), []
     for each in listing.files:
         index, about = each.beside(f"{each.name}.index"), each.beside(f"{each.name}.metadata")
-        named, width = _read_metadata(about) if about is not None else (None, None)
+        named, width, stated = _read_metadata(about) if about is not None else (None, None, None)
         width = width or listing.width(None) or _width_by_index(each, index) or listing.width(vocab_size) or 2
         tokenizer |= {named} if named is not None else set()
         tokens, more = each.tokens_of(width), dict[str, Any]()
+        if stated not in (None, tokens):
+            raise CacheError(each.path, f"{tokens:,} tokens", f"{stated:,} by {each.name}.metadata", code="E221")
         if index is not None:
             _ends(index, tokens, listing.noticed)
             more["ends"] = partial(_ends, index, tokens, None)
@@ -85,13 +87,14 @@ def read(source: Path, *, val_glob: str | None = None, vocab_size: int | None = 
     return listing.folder(files, tokenizer.pop() if len(tokenizer) == 1 else None)
 
 
-def _read_metadata(path: Path) -> tuple[str | None, int]:
-    """Return the tokenizer's name, None for an unknown one, and the bytes of an id. Raises: CacheError E221."""
-    first = read_regular(path, 1 << 16).decode(errors="replace").partition("\n")[0]
+def _read_metadata(path: Path) -> tuple[str | None, int, int | None]:
+    """Return the tokenizer's name, the bytes of an id, and the tokens; None for what is unknown. Raises: CacheError."""
+    first, stated, *_ = [*read_regular(path, 1 << 16).decode(errors="replace").split("\n"), ""]
     name, bar, width = first.rpartition("|")
     if not bar or width not in ("2", "4"):
         raise CacheError(path, f"begins with {first!r:.80}", "the tokenizer's name, | and 2 or 4", code="E221")
-    return None if name.startswith(_UNKNOWN) else name, int(width)
+    tokens = int(stated) if stated.isascii() and stated.isdigit() and len(stated) < 20 else None
+    return None if name.startswith(_UNKNOWN) else name, int(width), tokens
 
 
 def _width_by_index(file: Listed, index: Path | None) -> int | None:

@@ -59,7 +59,7 @@ class Arrival:
                 self.tally.add(files=1)
                 return
             arrived = self._arrived(record)
-            self.tally.drop(moved=arrived - keep, kept=keep)
+            self.tally.add(moved=keep - arrived, kept=-keep)
         fileio.remove(path_inside(self.work, str(record["name"])))
         self.refuse_if_replaced()
         found, remedy = f"damaged: its sha256 is {came[:12]}, twice", push_again(self.bucket.shown)

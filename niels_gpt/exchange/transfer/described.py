@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from niels_gpt.cache.meta import checked_meta
+from niels_gpt.display.numbers import many, size_text
 from niels_gpt.kinds.kind import Kind, kind_named, unknown_kind
-from niels_gpt.storage.errors import REBUILD, CacheError
-from niels_gpt.storage.fileio import META_NAME
+from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import (
     MAX_JSON_BYTES,
     checked_sha256,
     file_records,
     meta_crc32,
     parse_object,
-    path_inside,
-    sha256_regular,
     wrong_value,
 )
 
 MARK_NAME = "niels_gpt-push.json"
 """In a bucket while a cache is pushed to it: whose files these are."""
+_PUBLISHER = "Take another copy, or have it pushed again with --replace"
 
 
 @dataclass(frozen=True)
@@ -43,6 +40,11 @@ class Described:
         """Bytes of all files but meta.json."""
         return sum(int(record["bytes"]) for record in self.records.values())
 
+    @property
+    def whole(self) -> tuple[int, int]:
+        """Files, and bytes, of all of it: with meta.json."""
+        return len(self.records) + 1, self.num_bytes + len(self.raw)
+
 
 @dataclass(frozen=True)
 class Pushed:
@@ -56,6 +58,11 @@ class Pushed:
     sent_bytes: int
     skipped_files: int
     """That were there already."""
+
+    def __str__(self) -> str:
+        """Return the URL, files and bytes."""
+        sizes = f"{size_text(self.num_bytes)}, {size_text(self.sent_bytes)} of them sent"
+        return f"{self.url}: {many(self.files, 'file')}, {sizes}"
 
 
 def described(raw: bytes, where: str) -> Described:
@@ -90,36 +97,3 @@ def described(raw: bytes, where: str) -> Described:
         found = "it does not name all files of the cache, as in earlier builds"
         raise CacheError(where, found, "the name, size and sha256 of each", remedy, code="E208")
     return Described(raw, meta, records, content, kind)
-
-
-_PUBLISHER = "Take another copy, or have it pushed again with --replace"
-
-
-def may_replace(replace: bool | Collection[str], content: str) -> bool:
-    """Whether a push may take the place of the cache of this content_sha256. replace: as of `push`."""
-    return replace if isinstance(replace, bool) else content in replace
-
-
-def refuse_foreign_files(where: str, foreign: Collection[str]) -> None:
-    """Raise CacheError E610 where a URL has files that are not of a cache."""
-    if foreign:
-        some = ", ".join(sorted(foreign)[:3])
-        found = f"holds {len(foreign):,} files that are not of a cache ({some}). Nothing was changed"
-        raise CacheError(where, found, remedy="Push to an empty folder", code="E610")
-
-
-def other_cache(where: str, content: str, own: str) -> CacheError:
-    """Return the error of a URL that has another cache, by the content_sha256 of both."""
-    return CacheError(where, f"holds another cache ({content[:12]})", own[:12], REPLACE, code="E610")
-
-
-REPLACE = "Push to another URL, or replace what is there: --replace"
-
-
-def whole(folder: Path, local: Described, record: dict[str, Any]) -> Path:
-    """Return the path of a file of a cache. Raises: CacheError E611 where its sha256 is not that of its record."""
-    path = path_inside(folder, str(record["name"]))
-    if (actual := sha256_regular(path, least_share=local.kind.least_share)) != record["sha256"]:
-        found = f"its sha256 is {actual[:12]}"
-        raise CacheError(path, found, f"{record['sha256'][:12]} by its {META_NAME}", REBUILD, code="E611")
-    return path

@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from niels_gpt.display.numbers import many, size_text
 from niels_gpt.exchange.transfer import parts
 from niels_gpt.exchange.transfer.arrival import RUN_AGAIN, Arrival, keep, push_again
 from niels_gpt.exchange.transfer.described import MARK_NAME, Described, described
@@ -37,6 +38,11 @@ class Fetched:
     fetched_bytes: int
     kept_bytes: int
     """That were there already."""
+
+    def __str__(self) -> str:
+        """Return the folder, files and bytes."""
+        kept = f", {size_text(self.kept_bytes)} were there already" if self.kept_bytes else ""
+        return f"{self.path}: {many(self.files, 'file')}, {size_text(self.num_bytes)}{kept}"
 
 
 def pull(url: str, dest: Path, *, jobs: int = 8, wait: bool = False, progress: Progress | None = None) -> Fetched:
@@ -135,7 +141,7 @@ def arrived(
         version = versions.versions_dir(dest) / remote.content_sha256[:VERSION_DIGITS]
         if _is_there(version, remote, jobs):
             versions.publish(version, dest)
-            return _fetched(dest, version, remote, 0, remote.num_bytes)
+            return Fetched(dest, version, *remote.whole, 0, remote.num_bytes)
         keep(notes, {"pull": remote.content_sha256})
         fileio.make_dir(work)
         Arrival(bucket, remote, work, tally).fetch(remote.records.values(), jobs)
@@ -145,12 +151,7 @@ def arrived(
             first = damages[0]
             raise CacheError(bucket.at(first.file), first.problem, remedy=push_again(bucket.shown), code="E611")
         version = versions.commit(work, dest, remote.content_sha256)
-    return _fetched(dest, version, remote, tally.moved, tally.kept)
-
-
-def _fetched(dest: Path, version: Path, remote: Described, moved: int, kept: int) -> Fetched:
-    size = remote.num_bytes + len(remote.raw)
-    return Fetched(dest, version, len(remote.records) + 1, size, moved, kept)
+    return Fetched(dest, version, *remote.whole, tally.moved, tally.kept)
 
 
 def _is_there(version: Path, remote: Described, jobs: int) -> bool:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import TypeVar
 
 from niels_gpt.progress import Progress
@@ -27,7 +26,8 @@ class Tally:
         self._lock, self._stop = threading.Lock(), threading.Event()
 
     def add(self, *, moved: int = 0, kept: int = 0, files: int = 0) -> None:
-        """Count bytes that were sent or fetched, bytes that were there already, and finished files.
+        """Count bytes that were sent or fetched, bytes that were there already, and finished files; negative numbers
+        take back what was counted of a file that begins again.
 
         Raises: Stopped after `stop`.
         """
@@ -37,11 +37,6 @@ class Tally:
             self.files, self.moved, self.kept = self.files + files, self.moved + moved, self.kept + kept
             if self._progress is not None:
                 self._progress(self.files, self.moved + self.kept, self._total)
-
-    def drop(self, *, moved: int = 0, kept: int = 0, files: int = 0) -> None:
-        """Take back what was counted of a file that begins again."""
-        with self._lock:
-            self.files, self.moved, self.kept = self.files - files, self.moved - moved, self.kept - kept
 
     def pause(self, seconds: float) -> None:
         """Wait. Raises: Stopped after `stop`, which ends the wait."""
@@ -56,15 +51,10 @@ class Tally:
 def at_once(work: Callable[[Item], object], items: Iterable[Item], jobs: int, tally: Tally) -> None:
     """Do `work` for each item, in `jobs` threads. At the first error the others stop soon, and it is raised."""
     with ThreadPoolExecutor(jobs, thread_name_prefix="transfer") as executor:
-        futures = [executor.submit(partial(work, item)) for item in items]
         try:
-            wait(futures, return_when=FIRST_EXCEPTION)
-        finally:
-            if any(future.done() and future.exception() for future in futures) or not all(
-                future.done() for future in futures
-            ):
-                tally.stop()
-                executor.shutdown(cancel_futures=True)
-        errors = [error for future in futures if not future.cancelled() and (error := future.exception())]
-    if errors:
-        raise next((error for error in errors if not isinstance(error, Stopped)), errors[0])
+            for done in as_completed([executor.submit(work, item) for item in items]):
+                done.result()
+        except BaseException:  # an interrupt too
+            tally.stop()
+            executor.shutdown(cancel_futures=True)
+            raise

@@ -16,23 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from niels_gpt.exchange.transfer.described import (
-    MARK_NAME,
-    REPLACE,
-    Described,
-    Pushed,
-    described,
-    may_replace,
-    other_cache,
-    refuse_foreign_files,
-    whole,
-)
+from niels_gpt.exchange.transfer.described import MARK_NAME, Described, Pushed, described
 from niels_gpt.exchange.transfer.jobs import Tally, at_once
 from niels_gpt.exchange.transfer.patience import Patience, end_of, in_thread
 from niels_gpt.exchange.transfer.remote import HUB_FOLDER, Bucket, redacted, scheme_of
 from niels_gpt.kinds.folders import refuse_unless_cache
 from niels_gpt.progress import Progress
-from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME, canonical_json
 from niels_gpt.storage.locks import hold_version
 from niels_gpt.storage.meta_json import (
@@ -40,8 +30,10 @@ from niels_gpt.storage.meta_json import (
     checked_name,
     file_records,
     parse_object,
+    path_inside,
     read_regular,
     resolved,
+    sha256_regular,
 )
 from niels_gpt.storage.versions import public_path
 
@@ -49,6 +41,7 @@ logger = logging.getLogger(__name__)
 MARK_VERSION = 1
 CARD_NAME = "README.md"
 _OF_THE_HUB = frozenset({CARD_NAME, ".gitattributes", MARK_NAME, META_NAME})
+_REPLACE = "Push to another URL, or replace what is there: --replace"
 _T = TypeVar("_T")
 
 
@@ -133,10 +126,7 @@ class _Push:
         if not is_there or found.mark is not None:
             self.bucket.remove(MARK_NAME)
         self.bucket.clear((*self.local.records, META_NAME, MARK_NAME))
-        records = self.local.records
-        return Pushed(
-            self.bucket.shown, len(records) + 1, self.local.num_bytes + len(self.local.raw), sent, self.skipped
-        )
+        return Pushed(self.bucket.shown, *self.local.whole, sent, self.skipped)
 
     def _records(self) -> list[dict[str, Any]]:
         return list(self.local.records.values())
@@ -162,7 +152,7 @@ class _Push:
             remedy = "Run it again; where that does not help, push to another URL"
             raise CacheError(self.bucket.shown, found, remedy=remedy, code="E610") from error
         if content != self.local.content_sha256:
-            refuse_foreign_files(self.bucket.shown, sizes.keys() - names)
+            _refuse_foreign_files(self.bucket.shown, sizes.keys() - names)
         return _Found(content, raw or b"", mark, frozenset(names), tuple(sizes.items()))
 
     def _take(self, found: _Found, replace: bool | Collection[str]) -> _Found:
@@ -175,9 +165,9 @@ class _Push:
             return found
         replaces = sorted(found.names - {META_NAME, MARK_NAME}) if found.content or marked else []
         is_replacing = marked == own and found.mark["removing"]  # type: ignore[index]
-        if found.content is not None and not may_replace(replace, found.content) and not is_replacing:
-            raise other_cache(self.bucket.shown, found.content, own)
-        if marked not in (None, own) and not may_replace(replace, str(marked)):
+        if found.content is not None and not _may_replace(replace, found.content) and not is_replacing:
+            raise _other_cache(self.bucket.shown, found.content, own)
+        if marked not in (None, own) and not _may_replace(replace, str(marked)):
             raise self._other_push(str(marked))
         if not replaces:
             return self._begin(replace) if found.mark is None else _Found(mark=found.mark)
@@ -212,7 +202,7 @@ class _Push:
 
     def _other_push(self, content: str) -> CacheError:
         found = f"another cache ({content[:12]}) is being pushed there, or a push of it was killed"
-        return CacheError(self.bucket.shown, found, remedy=f"Wait for it. {REPLACE}", code="E610")
+        return CacheError(self.bucket.shown, found, remedy=f"Wait for it. {_REPLACE}", code="E610")
 
     def _send(self, record: dict[str, Any], sizes: dict[str, int], is_there: bool) -> None:
         """Send a file, unless it is there; look at its size on arrival."""
@@ -222,7 +212,7 @@ class _Push:
             self.skipped += 1
             self.tally.add(kept=size, files=1)
             return
-        path = whole(self.folder, self.local, record)
+        path = _whole(self.folder, self.local, record)
         if not is_there:
             self._refuse_if_taken()
         self.bucket.send(name, path)
@@ -269,7 +259,7 @@ class _Push:
         logger.info("%s: read back, its sha256 is %s, expected %s; it is sent again", where, found[:12], expected[:12])
         kept = size if sizes.get(str(record["name"])) == size else 0
         self.skipped -= kept > 0
-        self.tally.drop(moved=size - kept, kept=kept, files=1)
+        self.tally.add(moved=kept - size, kept=-kept, files=-1)
         self._send(record, {}, is_there)
         if (found := self._read_back(record)) != expected:
             found = f"sent again and read back, its sha256 is {found[:12]}"
@@ -291,6 +281,33 @@ def _names_of(mark: dict[str, Any]) -> set[str]:
     if mark["kind"] != "push" or mark["push_version"] != MARK_VERSION or not isinstance(mark["content_sha256"], str):
         raise ValueError("not the note of a push, or one of a later release")
     return {checked_name(name, "a file's name", MARK_NAME) for name in [*mark["files"], *mark["removing"]]}
+
+
+def _may_replace(replace: bool | Collection[str], content: str) -> bool:
+    """Whether a push may take the place of the cache of this content_sha256. replace: as of `push`."""
+    return replace if isinstance(replace, bool) else content in replace
+
+
+def _refuse_foreign_files(where: str, foreign: Collection[str]) -> None:
+    """Raise CacheError E610 where a URL has files that are not of a cache."""
+    if foreign:
+        some = ", ".join(sorted(foreign)[:3])
+        found = f"holds {len(foreign):,} files that are not of a cache ({some}). Nothing was changed"
+        raise CacheError(where, found, remedy="Push to an empty folder", code="E610")
+
+
+def _other_cache(where: str, content: str, own: str) -> CacheError:
+    """Return the error of a URL that has another cache, by the content_sha256 of both."""
+    return CacheError(where, f"holds another cache ({content[:12]})", own[:12], _REPLACE, code="E610")
+
+
+def _whole(folder: Path, local: Described, record: dict[str, Any]) -> Path:
+    """Return the path of a file of a cache. Raises: CacheError E611 where its sha256 is not that of its record."""
+    path = path_inside(folder, str(record["name"]))
+    if (actual := sha256_regular(path, least_share=local.kind.least_share)) != record["sha256"]:
+        found = f"its sha256 is {actual[:12]}"
+        raise CacheError(path, found, f"{record['sha256'][:12]} by its {META_NAME}", REBUILD, code="E611")
+    return path
 
 
 # --- the Hugging Face hub: one commit, so that a reader sees all of a cache or nothing --------------------------------
@@ -322,14 +339,14 @@ def _push_hub(
     bucket = Bucket(f"hf://datasets/{repo}@{head}/{inside}")
     raw = bucket.read(META_NAME, MAX_JSON_BYTES)
     old = _old_files(bucket, raw, local, url, replace)
-    files, size = len(local.records) + 1, local.num_bytes + len(local.raw)
+    files, size = local.whole
     if raw == local.raw and not check and (card is None or bucket.read(CARD_NAME, MAX_JSON_BYTES) == card):
         return Pushed(url, files, size, 0, files)
     contents: dict[str, Any] = {META_NAME: local.raw}
     if card is not None:
         contents[CARD_NAME] = card
     for number, (name, record) in enumerate(local.records.items(), 1):
-        contents[name] = whole(folder, local, record)
+        contents[name] = _whole(folder, local, record)
         if progress is not None:
             progress(number, 0, size)
     operations: list[Any] = [CommitOperationAdd(inside + name, content) for name, content in contents.items()]
@@ -357,10 +374,10 @@ def _old_files(
     """
     there = None if raw is None else described(raw, bucket.at(META_NAME))
     names = set() if there is None else set(there.records)
-    refuse_foreign_files(url, bucket.sizes().keys() - names - _OF_THE_HUB)
+    _refuse_foreign_files(url, bucket.sizes().keys() - names - _OF_THE_HUB)
     content = local.content_sha256 if there is None else there.content_sha256
-    if content != local.content_sha256 and not may_replace(replace, content):
-        raise other_cache(url, content, local.content_sha256)
+    if content != local.content_sha256 and not _may_replace(replace, content):
+        raise _other_cache(url, content, local.content_sha256)
     return names
 
 

@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 from niels_gpt.eagle3.format.layout import MANIFEST_NAME, shard_path
 from niels_gpt.eagle3.format.manifest import number_in
 from niels_gpt.eagle3.format.native.damage import native_shard_damage
-from niels_gpt.eagle3.format.native.layout import NativeLayout, native_layout_of
+from niels_gpt.eagle3.format.native.layout import STARTS, NativeLayout, native_layout_of
 from niels_gpt.eagle3.format.native.rows import row_counts
 from niels_gpt.eagle3.format.native.sample import NativeSample
 from niels_gpt.eagle3.format.native.shard_reader import MappedShard, NativeShards, checked_counts, map_shard
+from niels_gpt.eagle3.format.native.shard_writer import ROW_TENSORS
 from niels_gpt.eagle3.format.native.weights import WEIGHTS_NAME, WEIGHTS_RECEIPT, read_weights
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.eagle3.inspect.open_cache import NotChecked, OpenCache
@@ -157,6 +158,16 @@ class NativeCache(OpenCache):
     def damage(self, shard: int) -> list[tuple[int | None, str]]:
         """Compare a shard with its receipt, as `native_shard_damage`."""
         return native_shard_damage(self.folder, shard, self.tick, follow_links=self.follow_links)
+
+    def spans(self, shard: int, row: int) -> list[tuple[int, int]]:
+        """Return where the bytes of a sample lie in its shard, one span a tensor: those of its starts too."""
+        mapped = self._map(shard)
+        begins, ends = mapped.starts[row : row + 2].tolist()
+        rows = {name: slice(begins[which], ends[which]) for name, which in ROW_TENSORS.items()}
+        rows |= {"loss_bits": slice(begins[0] // 8, -(-ends[0] // 8)), **dict.fromkeys(STARTS, slice(row, row + 2))}
+        parts = [tensor[rows[name]] for name, tensor in mapped.tensors.items()]
+        begins = [part.storage_offset() * part.element_size() for part in parts]
+        return [(begin, begin + part.nbytes) for begin, part in zip(begins, parts, strict=True) if part.numel()]
 
     @cached_property
     def counts(self) -> Counts:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from niels_gpt.eagle3.format.layout import (
     TOPK_FIELDS,
     Layout,
     read_header,
+    row_bytes_of,
     shard_path,
 )
 from niels_gpt.eagle3.format.manifest import layout_of, load_safetensors, number_in
@@ -124,6 +126,13 @@ class PublishedCache(OpenCache):
     def damage(self, shard: int) -> list[tuple[int | None, str]]:
         """Compare a shard with its receipt, as `shard_damage`."""
         return shard_damage(self.folder, shard, self.tick, follow_links=self.follow_links)
+
+    def spans(self, shard: int, row: int) -> list[tuple[int, int]]:
+        """Return where the bytes of a sample lie in its shard, one span a field."""
+        fields, rows, header = read_header(shard_path(self.folder, shard), follow_links=self.follow_links)
+        sizes = [row_bytes_of(field) for field in fields.values()]
+        begins = [len(header) + rows * before for before in accumulate(sizes, initial=0)]
+        return [(begin + row * size, begin + (row + 1) * size) for begin, size in zip(begins, sizes, strict=False)]
 
     def wrong_manifest(self) -> Iterator[CacheError]:
         """Yield where the embeddings have another form than the manifest says."""
