@@ -116,16 +116,10 @@ class Eagle3Kind(Kind):
         return folder / SIDECAR / LOCK_NAME
 
     def refuse(self, cache: Cache, *, models: bool) -> None:
-        """Open it as its readers do, and map every shard."""
-        from niels_gpt.eagle3.cache import CachedEagle3Dataset
-        from niels_gpt.eagle3.format.manifest import is_native
-        from niels_gpt.eagle3.inspect.opening import open_cache
-        from niels_gpt.eagle3.native import NativeEagle3Dataset
+        """Open it with its reader, and map every shard."""
+        from niels_gpt.eagle3.inspect.opening import open_cache, read_each_shard
 
-        opened: Any = open_cache(cache.folder)
-        data = (NativeEagle3Dataset if is_native(opened.manifest) else CachedEagle3Dataset)(cache.folder)
-        for shard in range(opened.num_shards):
-            data[opened.first_of(shard)]
+        read_each_shard(open_cache(cache.folder))
 
     def verdicts(
         self, cache: Cache, names: Collection[str], limits: Limits, progress: Progress | None = None

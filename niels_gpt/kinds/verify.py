@@ -122,14 +122,14 @@ def _by_verdicts(path: Path, kind: Kind, *, deep: bool, progress: Progress | Non
         return [Damage("", 0, 0, f"not as docs/formats.md describes it ({error!r})")]
     problems = [problem for verdict in verdicts.values() for problem in verdict.problems]
     damages = []
-    if not problems and (refused := reader_error(Cache.named(path))) is not None:
-        damage = _of_file(refused, path)
-        damages.append(damage._replace(problem=f"the readers refuse it: {damage.problem}"))
     for problem in dict.fromkeys(problems):  # several checks need one file
         places: Sequence[Place] = getattr(problem, "places", [("", 0, 0)])
-        for number, (file, begin, end) in enumerate(places):
-            text = problem.removeprefix(f"{path / file}: ")
-            damages.append(Damage(file, begin, end, "or here: the same checksum is over both" if number else text))
+        file, begins, ends = places[0][0], [place[1] for place in places], [place[2] for place in places]
+        text = problem.removeprefix(f"{path / file}: ")
+        if len(places) > 1:
+            spans = (f"{begin:,} to {end:,}" for begin, end in zip(begins, ends, strict=True))
+            text += f" Its checksum is over bytes {', '.join(spans)}"
+        damages.append(Damage(file, min(begins), max(ends), text))
     return damages
 
 

@@ -13,7 +13,7 @@ CHECKS = {
             "complete",
             "The producer has finished: shards, receipts, plan, the target's weights and the draft vocabulary are "
             "there, no shard or receipt is left over, and all have the form that manifest.json says. In a native "
-            "cache each sample has the rows that its loss mask needs, and no others.",
+            "cache each sample has the rows that its loss mask needs, and no others. The reader opens every shard.",
         ),
         Check("checksums", "Every file and every sample has the checksum that was recorded when it was written."),
         Check(

@@ -18,7 +18,7 @@ from niels_gpt.eagle3.inspect.file_checks import incomplete, unused_files, wrong
 from niels_gpt.eagle3.inspect.native import row_checks as of_samples
 from niels_gpt.eagle3.inspect.native.opened import NativeCache
 from niels_gpt.eagle3.inspect.open_cache import OpenCache
-from niels_gpt.eagle3.inspect.opening import open_cache
+from niels_gpt.eagle3.inspect.opening import open_cache, read_each_shard
 from niels_gpt.eagle3.inspect.published import row_checks as of_rows
 from niels_gpt.eagle3.inspect.published.opened import PublishedCache
 from niels_gpt.eagle3.inspect.report import Problems, Questions, Report
@@ -104,6 +104,16 @@ def _ask_rows(cache: OpenCache, shard: int, questions: list[tuple[Report, Callab
 # --- what is asked once -----------------------------------------------------------------------------------------------
 
 
+def _incomplete(cache: OpenCache) -> Problems:
+    """Yield what `incomplete` finds; where that is nothing, raise what the reader raises."""
+    is_complete = True
+    for problem in incomplete(cache):
+        is_complete = False
+        yield problem
+    if is_complete:
+        read_each_shard(cache)
+
+
 def _other_samples(cache: OpenCache) -> Problems:
     planned = cache.plan["samples"]
     for name, key in ((SAMPLES_NAME, "sha256"), (IDS_NAME, "ids_sha256")):
@@ -155,7 +165,7 @@ def _questions(
 ) -> dict[str, Questions]:
     """Return which functions answer which check, in the order of CHECKS."""
     return {
-        "complete": Questions(once=incomplete, remarks=unused_files, measured=_say_files),
+        "complete": Questions(once=_incomplete, remarks=unused_files, measured=_say_files),
         "checksums": Questions(once=wrong_checksums, per_shard=wrong_shard_checksums, measured=_say_samples),
         "finite": Questions(once=weights, per_row=finite, measured=_say_samples),
         "ids_match": Questions(once=_other_samples, per_row=ids, measured=_say_samples),
