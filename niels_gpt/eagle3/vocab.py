@@ -22,7 +22,7 @@ from niels_gpt.eagle3.format.layout import MANIFEST_NAME
 from niels_gpt.eagle3.format.receipts import compare_once
 from niels_gpt.eagle3.format.torch_files import load_dict, refuse_odd_tensor
 from niels_gpt.storage import fileio
-from niels_gpt.storage.errors import CacheError, NotFound, VocabularyError
+from niels_gpt.storage.errors import REBUILD, CacheError, NotFound, VocabularyError
 from niels_gpt.storage.meta_json import MAX_JSON_BYTES, open_regular, parse_object, read_regular, shortened
 
 MAPPING_NAME = "draft_vocab.json"
@@ -140,8 +140,10 @@ def load_token_mapping(
     where = os.fspath(path)
     has_file = os.path.lexists(os.path.join(where, MAPPING_NAME))
     is_cache = os.path.isdir(where) and not has_file
-    if is_cache or has_file:
-        compare_once(where, MANIFEST_NAME if is_cache else MAPPING_NAME)
+    if is_cache:
+        compare_once(where, MANIFEST_NAME)
+    elif has_file:
+        compare_once(where, MAPPING_NAME, remedy=REBUILD, code="E201")
     mapping = read_manifest(where) if is_cache else _read_file(os.path.join(where, MAPPING_NAME) if has_file else where)
     ids, size = mapping.get("selected_token_ids"), mapping.get("target_vocab_size")
     try:

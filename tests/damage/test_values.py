@@ -1,5 +1,6 @@
 """Values that no builder writes: who meets one names its file and key, and the figures that it found."""
 
+import hashlib
 import json
 import math
 import os
@@ -10,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import LONG
-from support.disk import write_meta
+from support.disk import meta_bytes, write_meta
 from support.eagle3_damage import native_put, native_rows, put, stored
 from support.errors import refused
 from support.harms import entry, file, flip, keys, npy, number, resummed, saved, sealed, watched
@@ -31,7 +32,7 @@ def of_key(name, change):
 
 
 def manifest(**changed):
-    """Set keys of a manifest, those of an object in it as OBJECT__KEY; ... removes one."""
+    """Set keys of a manifest, those of an object in it as OBJECT__KEY; ... removes one. meta.json gets its sha256."""
 
     def write(folder):
         whole = json.loads((folder / MANIFEST).read_bytes())
@@ -40,6 +41,11 @@ def manifest(**changed):
             (whole[part] if part else whole)[key] = value
         without = {name: value for name, value in whole.items() if value is not ...}
         (folder / MANIFEST).write_text(json.dumps(without))
+        meta = json.loads((folder / "meta.json").read_bytes())
+        (record,) = (each for each in meta["files"] if each["name"] == MANIFEST)
+        raw = (folder / MANIFEST).read_bytes()
+        record |= {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+        (folder / "meta.json").write_bytes(meta_bytes(meta))
 
     return write
 

@@ -248,7 +248,7 @@ def test_a_changed_plan_and_a_changed_draft_vocabulary_are_refused(copied, tmp_p
     mapping.write_text('{"selected_token_ids": [7, 1], "target_vocab_size": 9}')
     record = {"name": mapping.name, "bytes": mapping.stat().st_size, "sha256": "0" * 64}
     (tmp_path / "meta.json").write_text(json.dumps({"kind": "draft_vocab", "files": [record]}))
-    with refused("E701", f"{mapping}: sha256"):
+    with refused("E201", f"{mapping}: sha256"):
         load_token_mapping(tmp_path, **sizes)
     assert load_token_mapping(mapping, **sizes)[0].tolist() == [7, 1]  # a file by itself has no checksum
 

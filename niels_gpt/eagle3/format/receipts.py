@@ -26,7 +26,6 @@ from niels_gpt.storage.meta_json import file_records, parse_object, resolved
 
 _compared: set[tuple[int, ...]] = set()  # files that this process, or the one it was forked from, has compared
 _AGAIN = "Remove the shard and produce it again: precompute --resume"
-_WRITE_AGAIN = "Remove the file and run the same precompute command with --resume, or produce the cache again"
 
 
 def version_of(cache_dir: PathLike) -> str:
@@ -49,26 +48,36 @@ def fingerprint(cache_dir: PathLike, num_samples: int, *, follow_links: bool) ->
     }
 
 
-def compare_once(cache_dir: PathLike, name: str, *, follow_links: bool = False) -> None:
+def compare_once(
+    cache_dir: PathLike,
+    name: str,
+    *,
+    follow_links: bool = False,
+    remedy: str = "Remove the file and run the same precompute command with --resume, or produce the cache again",
+    code: str = "E701",
+) -> None:
     """Compare a small file of a cache with the sha256 in its meta.json, once a process; nothing where none is there.
 
-    A file that is not there is not compared. Raises: CacheError E701; as `open_file` for a link.
+    A file that cannot be looked at is not compared: its reader says why. remedy, code: of the error.
+    Raises: CacheError for another sha256; as `open_file` for a link.
     """
     path = Path(cache_dir, name)
-    with suppress(FileNotFoundError):
-        if (key := _key(os.stat(path))) in _compared:
-            return
-        digests = _digests_in(cache_dir, follow_links)
-        if _compare(path, name, digests, _WRITE_AGAIN, follow_links):
-            _compared.add(key)
+    try:
+        key = _key(os.stat(path))
+    except OSError:
+        return
+    if key not in _compared and name in (digests := _digests_in(cache_dir, follow_links)):
+        _compare(path, name, digests, remedy, follow_links, code)
+        _compared.add(key)
 
 
-def _compare(path: Path, name: str, digests: Mapping[str, str], remedy: str, follow_links: bool) -> bool:
-    """Compare a file with its digest; returns whether there is one. Raises: CacheError E701."""
+def _compare(
+    path: Path, name: str, digests: Mapping[str, str], remedy: str, follow_links: bool, code: str = "E701"
+) -> None:
+    """Compare a file with its digest, if there is one. Raises: CacheError."""
     named = digests.get(name)
     if named is not None and (actual := file_sha256(path, follow_links=follow_links)) != named:
-        raise CacheError(path, f"sha256 {actual[:12]}", f"{named[:12]} by {META_NAME}", remedy, code="E701")
-    return named is not None
+        raise CacheError(path, f"sha256 {actual[:12]}", f"{named[:12]} by {META_NAME}", remedy, code=code)
 
 
 def _digests_in(cache_dir: PathLike, follow_links: bool) -> dict[str, str]:
