@@ -88,7 +88,7 @@ def read(source: Path, *, val_glob: str | None = None, vocab_size: int | None = 
 
 
 def _read_metadata(path: Path) -> tuple[str | None, int, int | None]:
-    """Return the tokenizer's name, the bytes of an id, and the tokens; None for what is unknown. Raises: CacheError."""
+    """Return the tokenizer's name, the bytes of an id, and the tokens; None if not known. Raises: CacheError E221."""
     first, stated, *_ = [*read_regular(path, 1 << 16).decode(errors="replace").split("\n"), ""]
     name, bar, width = first.rpartition("|")
     if not bar or width not in ("2", "4"):

@@ -302,7 +302,7 @@ def _other_cache(where: str, content: str, own: str) -> CacheError:
 
 
 def _whole(folder: Path, local: Described, record: dict[str, Any]) -> Path:
-    """Return the path of a file of a cache. Raises: CacheError E611 where its sha256 is not that of its record."""
+    """Return the path of a file of a cache. Raises: CacheError E611 if its record has another sha256."""
     path = path_inside(folder, str(record["name"]))
     if (actual := sha256_regular(path, least_share=local.kind.least_share)) != record["sha256"]:
         found = f"its sha256 is {actual[:12]}"

@@ -160,7 +160,7 @@ class NativeCache(OpenCache):
         return native_shard_damage(self.folder, shard, self.tick, follow_links=self.follow_links)
 
     def spans(self, shard: int, row: int) -> list[tuple[int, int]]:
-        """Return where the bytes of a sample lie in its shard, one span a tensor: those of its starts too."""
+        """Return where the bytes of a sample lie in its shard: a span for each tensor, its starts included."""
         mapped = self._map(shard)
         begins, ends = mapped.starts[row : row + 2].tolist()
         rows = {name: slice(begins[which], ends[which]) for name, which in ROW_TENSORS.items()}
