@@ -83,9 +83,15 @@ def _compare(
 def _digests_in(cache_dir: PathLike, follow_links: bool) -> dict[str, str]:
     """Return the sha256 of each file by its name; {} where no meta.json of this project can be read."""
     with suppress(ValueError, OSError):
-        meta = parse_object(read_meta_bytes(Path(cache_dir), follow_links=follow_links))
-        return {str(record["name"]): str(record["sha256"]) for record in file_records(meta)}
+        return _read_digests(os.fspath(cache_dir), follow_links, _key(os.stat(Path(cache_dir, META_NAME))))
     return {}
+
+
+@functools.lru_cache(maxsize=4)
+def _read_digests(cache_dir: str, follow_links: bool, _key: tuple[int, ...]) -> dict[str, str]:
+    """_key: of meta.json, which may be replaced."""
+    meta = parse_object(read_meta_bytes(Path(cache_dir), follow_links=follow_links))
+    return {str(record["name"]): str(record["sha256"]) for record in file_records(meta)}
 
 
 def _key(about: os.stat_result) -> tuple[int, ...]:
@@ -131,12 +137,9 @@ class Receipts:
         receipt = read_receipt(self._cache_dir, shard, follow_links=self._follow_links)
         if receipt is not None:
             where = receipt_path(self._cache_dir, shard)
-            _compare(where, os.path.relpath(where, self._cache_dir), self._digests, _AGAIN, self._follow_links)
+            name, digests = os.path.relpath(where, self._cache_dir), _digests_in(self._cache_dir, self._follow_links)
+            _compare(where, name, digests, _AGAIN, self._follow_links)
         return receipt
-
-    @functools.cached_property
-    def _digests(self) -> dict[str, str]:
-        return _digests_in(self._cache_dir, self._follow_links)
 
     def check_sample(self, shard: int, row: int, damage: Callable[[int, str], str]) -> None:
         """Compare a sample with its receipt at its first read; without a receipt nothing is compared.
