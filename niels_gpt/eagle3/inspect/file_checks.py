@@ -23,7 +23,8 @@ from niels_gpt.eagle3.format.layout import (
 from niels_gpt.eagle3.format.manifest import existing_shard_indices, number_in
 from niels_gpt.eagle3.format.meta import file_sha256
 from niels_gpt.eagle3.format.shard_writer import receipt_path
-from niels_gpt.eagle3.inspect.open_cache import FOREIGN, Located, NotChecked, OpenCache
+from niels_gpt.eagle3.inspect.open_cache import FOREIGN, NotChecked, OpenCache
+from niels_gpt.storage.checks import PlacedProblem
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import checked_name, file_records, meta_crc32, parse_object, shortened
@@ -165,15 +166,15 @@ def _wrong_file(cache: OpenCache, name: str, size: int, sha256: str) -> Iterator
         yield CacheError(path, found, expected, cache.remedy(path.name), code="E701")
 
 
-def wrong_shard_checksums(cache: OpenCache, shard: int) -> Iterator[CacheError | Located]:
+def wrong_shard_checksums(cache: OpenCache, shard: int) -> Iterator[CacheError | PlacedProblem]:
     """Yield the samples of a shard whose bytes differ from its receipt."""
     if not os.path.lexists(receipt_path(cache.folder, shard)):
         yield cache.receipt_missing(shard)
         return
     path = Path(shard_path(cache.folder, shard))
     for row, damage in cache.damage(shard):
-        if row is None:
-            yield Located(damage, path, [])
-        else:
+        text, spans = damage, [(0, path.stat().st_size)]
+        if row is not None:
             text = f"{damage}. It is {cache.name(cache.first_of(shard) + row)}. {cache.remedy()}"
-            yield Located(text, path, cache.spans(shard, row))
+            spans = cache.spans(shard, row)
+        yield PlacedProblem(text, [(path.name, *span) for span in spans])

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
 from pathlib import Path
-from typing import Any, ClassVar, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -43,18 +43,6 @@ _R = TypeVar("_R")
 
 class NotChecked(Exception):
     """A check does not apply to this cache, which is no damage; the text says why."""
-
-
-class Located(NamedTuple):
-    """A problem of some bytes of a file."""
-
-    text: str
-    path: Path
-    spans: list[tuple[int, int]]
-    """First byte and the one after the last, each; [] for all of the file."""
-
-    def __str__(self) -> str:
-        return self.text
 
 
 class StoredSample(Protocol):

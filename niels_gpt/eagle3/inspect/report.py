@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.eagle3.inspect.open_cache import Located, NotChecked, OpenCache
+from niels_gpt.eagle3.inspect.open_cache import NotChecked, OpenCache
 from niels_gpt.storage.checks import MOST_PROBLEMS, Figures, Place, PlacedProblem, Verdict, first_problems, place_of
 from niels_gpt.storage.errors import CacheError
 
 _MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, OSError)
 
-Problems = Iterator[CacheError | OSError | Located]
+Problems = Iterator[CacheError | OSError | PlacedProblem]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Report:
 
     def __init__(self, cache: OpenCache) -> None:
         self._cache = cache
-        self._problems: dict[str, list[Place]] = {}  # each with its places in files
+        self._problems: dict[str, Sequence[Place]] = {}  # each with its places in files
         self._note: str | None = None
         self._remarks: list[str] = []
         self._figures = ""
@@ -62,11 +62,12 @@ class Report:
             remedy = "See what the other checks report, or produce the cache again"
             self._add(CacheError(self._cache.folder, found, remedy=remedy, code="E701"))
 
-    def _add(self, problem: CacheError | OSError | Located) -> None:
+    def _add(self, problem: CacheError | OSError | PlacedProblem) -> None:
         """Keep a problem once: a damaged file is found for each row that needs it."""
-        place = place_of(problem, self._cache.folder)
-        spans = problem.spans if isinstance(problem, Located) else []
-        self._problems[str(problem)] = [(place[0], *span) for span in spans] or [place]
+        if isinstance(problem, PlacedProblem):
+            self._problems[str(problem)] = problem.places
+        else:
+            self._problems[str(problem)] = [place_of(problem, self._cache.folder)]
 
     def ask_once(self, questions: Questions) -> None:
         """Ask what is asked once in a cache. Where remarks and figures cannot be told, the problems say why."""
