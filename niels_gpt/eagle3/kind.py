@@ -130,7 +130,7 @@ class Eagle3Kind(Kind):
         return verify(cache.path, names=list(names), progress=progress)
 
     def checks_of_build(self, *, reused: bool, deep: bool) -> list[str]:
-        """Return all checks, and of a cache that was up to date the one that reads headers alone."""
+        """Return all checks, and of a cache that was up to date the one that reads little of a shard."""
         return ["complete"] if reused and not deep else [name for name in CHECKS if name not in self.outside_checks]
 
     def held(self, meta: Mapping[str, Any]) -> Held:

@@ -6,7 +6,7 @@
     file_checks.py  `complete` and `checksums`: which files must exist, and in which form
     recompute.py    `recomputed`: runs samples through the target again
     compare.py      how its numbers are compared; the tolerance in another environment, and without a plan
-    opening.py      opens a cache of any form
+    opening.py      opens a cache of any form; reads a sample of each shard, as a training run does
     open_cache.py   what all forms share: plan, samples, receipts; errors that say how to repair a cache
     show.py         `inspect`: what a cache was made from, and the slots of one sample
     stats.py        `stats`: a cache in numbers

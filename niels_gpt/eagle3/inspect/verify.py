@@ -143,7 +143,7 @@ def _say_samples(cache: OpenCache, figures: Figures, what: str = "were read") ->
 
 
 def _say_files(cache: OpenCache, figures: Figures) -> None:
-    _say_samples(cache, figures, "are there; of the shards only the headers were read")
+    _say_samples(cache, figures, "are there; of each shard the header and a sample were read")
 
 
 def _say_counts(cache: OpenCache, figures: Figures) -> None:
