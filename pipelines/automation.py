@@ -194,13 +194,15 @@ def _look(
         except (OSError, ValueError) as error:  # looked at again at the next tick
             notes.append(f"raw/{name}: {error}")
             continue
+        if not digest:  # without files
+            continue
         known = cursor.sources.get(name)
-        if digest and (known is None or known.digest != digest):
+        if known is None or known.digest != digest:
             cursor.sources[name] = _Source(digest)
             notes.append(f"raw/{name}: new or changed files, observed once two ticks find the same")
-        elif digest and known and not known.run_key:
+        elif not known.run_key:
             due[name] = digest
-        elif digest and known and known.asked:
+        elif known.asked:
             if _is_observed(instance, deployment.key(f"raw/{name}"), known.asked):
                 cursor.sources[name] = known._replace(asked=0.0)
                 continue

@@ -352,8 +352,9 @@ def newer_observation(
     raw = next((upstream for upstream in upstream_of(settings, path) if upstream.startswith("raw/")), None)
     if raw is None:
         return None
-    asked = asked_revisions(settings).get(raw.rpartition("/")[2])
-    if asked != asked_revisions(deployment.settings).get(raw.rpartition("/")[2]):
+    name = raw.rpartition("/")[2]
+    asked = asked_revisions(settings).get(name)
+    if asked != asked_revisions(deployment.settings).get(name):
         return None  # what was observed is what the deployment asks for
     recorded = recorded_recipe(cache_root(settings) / path).get("source") or {}
     is_of_others = recorded.get("kind") == "hub" and recorded.get("asked_revision") != asked
