@@ -42,8 +42,8 @@ from typing import Any
 from measuring import Ways, measured, ratio
 
 from niels_gpt.data.fineweb_edu import iter_fineweb_edu
-from niels_gpt.recipes.partitions.run import build_partition, prepare, seal_cache
 from niels_gpt.recipes.plan import recipes
+from niels_gpt.recipes.units import Units
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.tokenizer_training import train_tokenizer
@@ -108,7 +108,7 @@ def build_some(settings: Settings, numbers: range) -> float:
     """Build some partitions; returns the cores that this process used meanwhile."""
     wall, cpu = time.perf_counter(), time.process_time()
     for number in numbers:
-        build_partition(settings, "corpus", number)
+        Units(settings, "corpus").build(number)
     return (time.process_time() - cpu) / (time.perf_counter() - wall)
 
 
@@ -172,7 +172,7 @@ class Bench:
 
     def built(self, processes: int) -> None:
         """Build all partitions of files, each process as many of them, and no seal."""
-        prepare(self.parts["files"], "corpus")
+        Units(self.parts["files"], "corpus")
         share = [range(number, PARTITIONS, processes) for number in range(processes)]
         found = self._wait(build_some, [(self.parts["files"], numbers) for numbers in share])
         self.cores += found if processes == 1 else []
@@ -190,7 +190,7 @@ class Bench:
 
     def _seal(self, kind: str, how: str) -> None:
         start = time.perf_counter()
-        seal_cache(self.parts[kind], "corpus", deep=how == "deep")
+        Units(self.parts[kind], "corpus", fixes=False).seal(deep=how == "deep")
         self.seals[how].append(time.perf_counter() - start)
 
     def _wait(self, work: Any, calls: list[tuple[Any, ...]]) -> list[Any]:

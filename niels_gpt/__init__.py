@@ -17,6 +17,7 @@ Data goes from top to bottom. Each package's docstring lists its modules.
     chat/                  chat templates of other models: ids, and which tokens carry loss
     display/               how people look at data: decoded with its loss mask; tables, a bar
     builders/              iterables of texts or chats to token files: shuffle, split, encode, write, resume
+    engine/                a cache in units: its plan, the state of each unit, the seal
     cache/                 the public builders and readers of token caches (PR-03)
     kinds/                 every operation for a finished cache of any kind: verify, stats, show, diff, locate
     sampling/              epochs, mixtures of caches and evaluation, with a resumable state

@@ -12,14 +12,12 @@ from typing import Any
 
 import dagster as dg
 
-from niels_gpt.builders.partitions.receipts import partition_states
-from niels_gpt.recipes.partitions import run
 from niels_gpt.recipes.partitions.documents import is_partitioned
-from niels_gpt.recipes.partitions.prepared import NoPlan
 from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Outcome
 from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.recipes.tokenizer import with_installed
+from niels_gpt.recipes.units import NoPlan, Units
 from pipelines.deployment import Deployment
 from pipelines.steps import (
     BUILD_POOL,
@@ -109,12 +107,10 @@ def _plan_partitions(deployment: Deployment) -> dg.OpDefinition:
         with step(context, deployment):
             start_over(context, deployment, asked, path)
             if is_partitioned(core, resolve_source(core, name)):
-                plan = run.prepare(core, name, observed=newer_observation(context, deployment, core, path))
-                states = [each for each in partition_states(plan) if each.number >= 0] if plan else []
-                unfinished = [each.number for each in states if each.state != "finished"]
-                found = (
-                    f"{len(states) - len(unfinished)} finished, {len(unfinished)} to build" if plan else "up to date"
-                )
+                units = Units(core, name, observed=newer_observation(context, deployment, core, path))
+                unfinished = units.unfinished()
+                done = f"{core.partitions - len(unfinished)} finished, {len(unfinished)} to build"
+                found = done if units.plan else "up to date"
                 context.log.info(f"{path}: {core.partitions} partitions: {found}")
         for number in unfinished:
             yield dg.DynamicOutput(None, mapping_key=f"p{number:05d}")
@@ -143,8 +139,8 @@ def _build_partition(deployment: Deployment) -> dg.OpDefinition:
         number = int(str(context.op_execution_context.get_mapping_key()).removeprefix("p"))
         with step(context, deployment), _in_a_new_run(path):
             core, name = with_installed(asked.settings), path.rpartition("/")[2]
-            how: dict[str, Any] = {"wait": asked.wait, "fixes": False, "progress": progress_log(context)}
-            made = run.build_partition(core, name, number, **how)
+            units = Units(core, name, fixes=False)
+            made = units.build(number, wait=asked.wait, progress=progress_log(context))
         done = "was finished already" if made.reused else f"built in {made.seconds:.1f} s"
         context.log.info(f"{path}: partition {number} of {made.partition.total} {done}")
         counts = (
@@ -175,7 +171,7 @@ def _seal_cache(deployment: Deployment) -> dg.OpDefinition:
         def build() -> Outcome:
             if is_partitioned(core, resolve_source(core, name)):
                 # Of the newest plan, as its partitions: an observation may have been made since the plan was fixed.
-                return run.seal_cache(core, name, progress=progress_log(context, "files", "bytes"))
+                return Units(core, name, fixes=False).seal(progress=progress_log(context, "files", "bytes"))
             observed = newer_observation(context, deployment, core, path)
             return build_token_cache(core, name, observed=observed, progress=progress_log(context))
 

@@ -18,9 +18,9 @@ import numpy as np
 
 from niels_gpt.builders.build import CHECKSUMS
 from niels_gpt.builders.meta_keys import Source, write_description
-from niels_gpt.builders.partitions.plan import Plan, fix_plan
 from niels_gpt.builders.shards import TEXTS_OF
 from niels_gpt.cache.formats import BLOCK_BYTES, npy_header
+from niels_gpt.engine.units import Plan, fix_plan
 from niels_gpt.storage import fileio, versions
 from niels_gpt.storage.versions import PLAN_KIND
 
@@ -80,7 +80,7 @@ def make_partitions(root: Path, *, partitions: int, shards: int, shard_bytes: in
     for number in range(partitions):
         claim = {"number": number, "total": partitions, "plan": plan.sha256}
         count = documents * (number + 1) // partitions - documents * number // partitions
-        path = plan.partition_path(number)
+        path = plan.unit_path(number)
         make_files(path, linked, shards=shards, documents=count, tokenizer_sha256=sha256, partition=claim)
     shutil.rmtree(root / "real")
     return plan

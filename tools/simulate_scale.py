@@ -232,13 +232,13 @@ def fingerprint(folder: Path, files: int, file_bytes: int) -> Work:
 def sealed(path: Path, deep: bool) -> Work:
     """Seal partitions; their tokens have no tokenizer and no source, so the builder's seal is called, and no recipe."""
     from niels_gpt.builders.meta_keys import Source
-    from niels_gpt.builders.partitions.plan import plans_of
-    from niels_gpt.builders.partitions.seal import seal
+    from niels_gpt.cache.kind.tokens import PRETRAIN
+    from niels_gpt.engine.units import plans_of, seal
 
     (plan,) = plans_of(path)
 
     def work() -> Found:
-        meta = seal(plan, source=Source("simulated"), deep=deep)
+        meta = seal(plan, PRETRAIN.units, source=Source("simulated"), deep=deep)
         files = sum(map(len, meta["shards"].values()))
         return {
             "shards": files,

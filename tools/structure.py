@@ -31,7 +31,7 @@ LEVELS: tuple[frozenset[str], ...] = (
             "signals",
         }
     ),
-    frozenset({"cache", "builders"}),
+    frozenset({"cache", "builders", "engine"}),
     frozenset({"kinds", "sampling", "eagle3", "prefix_tree", "exchange"}),
     frozenset({"recipes"}),
     frozenset({"commands", "train_tokenizer", "inspection", "interop"}),
@@ -49,8 +49,9 @@ ENTRY_POINTS = frozenset(
 """Modules of the highest level in packages of a lower one: what `python -m` runs."""
 NEIGHBOURS = {
     "builders": {"cache.formats"},
-    "cache": {"builders"},
-    "kinds": {"builders", "cache"},
+    "engine": {"builders", "cache.formats"},
+    "cache": {"builders", "engine"},
+    "kinds": {"builders", "cache", "engine"},
     "exchange": {"builders", "cache", "kinds"},
     "sampling": {"builders", "cache"},
     "eagle3": {"cache.checksums", "cache.meta"},

@@ -11,6 +11,5 @@ resume.py     starts or resumes a build: the lock, and which documents a resumed
 build.py      the files of one build: when a checkpoint is taken, and what a resumed build truncates
 journal.py    the format of checkpoints on disk, and which unfinished builds there are
 writer.py     the bytes of a file: hashed token files, .npy headers, lines of source ids
-partitions/   a pretrain cache in partitions: their plan, their states, and how one cache is made of them
 sft/          builds an sft cache: chats -> one token file a split; which chats go to val or are dropped; its own keys
 """

@@ -32,12 +32,12 @@ def seal(source: str, sizes_only: bool, **given: Any) -> Result:
     """Seal partitions."""
     from niels_gpt.commands.build import built_rows, print_built
     from niels_gpt.commands.report import checked
-    from niels_gpt.recipes.partitions.run import seal_cache
+    from niels_gpt.recipes.units import Units
 
     settings = settings_of(given)
     key = _partitioned_key(settings, [source])
     with progress_bar(f"seal {key}", unit="B", items="files") as progress:
-        outcome = seal_cache(settings, key.rpartition("/")[2], deep=not sizes_only, progress=progress)
+        outcome = Units(settings, key.rpartition("/")[2], fixes=False).seal(deep=not sizes_only, progress=progress)
     for code, warning in checked(outcome, settings):
         print_warning(code, f"{key}: {warning}")
     print_built([outcome])
@@ -51,10 +51,9 @@ def build_one(
     settings: Settings, sources: Sequence[str], number: int, *, refresh: bool, restart: bool, yes: bool
 ) -> Result:
     """Build one partition and print what it holds, and which command is next."""
-    from niels_gpt.builders.partitions.receipts import partition_states
     from niels_gpt.commands.build import agreed
     from niels_gpt.commands.report import partition_line
-    from niels_gpt.recipes.partitions.run import build_partition, prepare, restart_partition
+    from niels_gpt.recipes.units import Units
 
     key = _partitioned_key(settings, sources)
     if settings.retrain_tokenizer:
@@ -63,24 +62,22 @@ def build_one(
     name = key.rpartition("/")[2]
     if not 0 <= number < settings.partitions:
         raise UsageError(f"--partition {number}: expected 0 to {settings.partitions - 1}, of --partitions")
-    if refresh:
-        prepare(settings, name, refresh=True)
-    if restart and not restart_partition(settings, name, number):
+    units = Units(settings, name, refresh=refresh)
+    if restart and not units.restart(number):
         whole = build_command(settings, key, "--restart")
         raise UsageError(f"--partition {number}: {key} is sealed and up to date. To build it from scratch: {whole}")
     with progress_bar(f"{key} {number}", items="documents") as progress:
-        made = build_partition(settings, name, number, progress=progress)
+        made = units.build(number, progress=progress)
     say(partition_line(made))
     data = {"key": key, "partition": number, "partitions": settings.partitions, "reused": made.reused}
     if "partition" in made.meta:  # else it is that of the sealed cache
         data |= {"docs": made.meta["docs"], "totals": made.meta["totals"]}
     data["seconds"] = made.seconds
-    plan = prepare(settings, name)
-    if plan is None:
+    if "partition" not in made.meta:
         return Result({**data, "sealed": True, "unfinished": []}, next=_show(settings, key))
-    left = [state.number for state in partition_states(plan) if state.number >= 0 and state.state != "finished"]
-    if left:
-        say(f"{key}: {len(left):,} of {many(plan.total, 'partition')} {'is' if len(left) == 1 else 'are'} not finished")
+    if left := units.unfinished():
+        total = many(settings.partitions, "partition")
+        say(f"{key}: {len(left):,} of {total} {'is' if len(left) == 1 else 'are'} not finished")
     seals = "" if left else build_command(settings, key, verb="seal")
     return Result({**data, "sealed": False, "unfinished": left}, next=seals)
 

@@ -21,11 +21,11 @@ from niels_gpt.kinds.files import Damage
 from niels_gpt.kinds.kind import Cache, Limits, kind_named
 from niels_gpt.kinds.verify import in_short, refusal, verify
 from niels_gpt.recipes.disk import free_bytes
-from niels_gpt.recipes.partitions.run import MadePartition
 from niels_gpt.recipes.plan import Plan
 from niels_gpt.recipes.run_recipe import Outcome
 from niels_gpt.recipes.snapshot import ORDER_SETTINGS
 from niels_gpt.recipes.tokenizers.templates import template_table
+from niels_gpt.recipes.units import MadeUnit
 from niels_gpt.settings import Settings
 from niels_gpt.signals import below
 from niels_gpt.storage.errors import REBUILD, CacheError
@@ -112,7 +112,7 @@ def _sum(totals: Mapping[str, int], unit: str) -> int:
     return sum(totals[f"{split}_{unit}"] for split in ("train", "val"))
 
 
-def partition_line(made: MadePartition) -> str:
+def partition_line(made: MadeUnit) -> str:
     """Return what a partition holds: "pretrain/notes: partition 3 of 8: 1,204 documents, 5.81M tokens, in 3.2 s"."""
     number, meta = made.partition.number, made.meta
     if "partition" not in meta:

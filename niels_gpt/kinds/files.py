@@ -7,20 +7,19 @@ is reported as that, and no other file is judged by it.
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import re
 import stat
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.cache.checksums import CRC_DTYPE, covered_files, stored_checksums
-from niels_gpt.cache.formats import BLOCK_BYTES, npy_header, num_blocks
+from niels_gpt.builders.writer import BlockHashes
+from niels_gpt.cache.checksums import CRC_DTYPE, stored_checksums
+from niels_gpt.cache.formats import BLOCK_BYTES, npy_header
 from niels_gpt.progress import Progress
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, walked
@@ -28,6 +27,8 @@ from niels_gpt.storage.meta_json import file_records, open_regular, path_inside
 
 HEADER_BYTES = len(npy_header(0))
 _READ_BYTES = 1 << 22
+_NO_SUMS: NDArray[np.uint32] = np.empty(0, dtype=CRC_DTYPE)
+_NO_BLOCKS: NDArray[np.intp] = np.empty(0, dtype=np.intp)
 _MAX_RANGES = 20  # of damaged bytes, reported for one file
 _LEFTOVER = re.compile(r"\.meta\.json\.[0-9a-f]+\.tmp")  # of a process that was killed; gc removes it
 
@@ -81,12 +82,25 @@ class FileChecks:
         """Files with other names (hard links) that were written after meta.json: their number of names; filled by
         `size_damage`."""
         self._files_read = self._bytes_read = self._total_bytes = 0
-        self._buffer = memoryview(bytearray(_READ_BYTES))
+        self._wrong_sums: list[tuple[int, int]] = []
 
     @functools.cached_property
     def records(self) -> list[Record]:
         """The records of all files. Raises: CacheError, as `file_records`."""
         return file_records(self.meta, str(self.folder / META_NAME))
+
+    @functools.cached_property
+    def _buffer(self) -> memoryview:
+        return memoryview(bytearray(_READ_BYTES))
+
+    @functools.cached_property
+    def _stored(self) -> dict[str, tuple[int, NDArray[np.uint32]]]:
+        """Of each file with block checksums: the number of its first one among all, and the stored ones."""
+        found, first = {}, 0
+        for name, crcs in stored_checksums(self.folder, self.meta).items():
+            found[name] = first, crcs
+            first += len(crcs)
+        return found
 
     def content_problem(self) -> str | None:
         """Compare content_sha256 with the records of the files; None where it is right."""
@@ -166,10 +180,10 @@ class FileChecks:
         """
         self._files_read += 1
         self._total_bytes = self._total_bytes or sum(other["bytes"] for other in self.readable.values())
-        digest = hashlib.sha256()
+        hashes = BlockHashes()
         try:
             for content in self.pieces(record):
-                digest.update(content)
+                hashes.update(content)
                 for scan in scans:
                     scan.feed(content)
                 self._bytes_read += len(content)
@@ -178,54 +192,39 @@ class FileChecks:
         except (CacheError, OSError) as error:
             del self.readable[record["name"]]
             return [Damage(record["name"], 0, record["bytes"], str(error))]
-        return self._sha256_damages(record, digest.hexdigest())
+        return self._judged(record, hashes)
 
-    def _sha256_damages(self, record: Record, sha256: str) -> list[Damage]:
-        name, recorded = record["name"], record["sha256"]
+    def _judged(self, record: Record, hashes: BlockHashes) -> list[Damage]:
+        """Compare what was read of a file with its record, and its blocks with their checksums."""
+        name, recorded, sha256 = record["name"], record["sha256"], hashes.sha256
+        first, stored = self._stored.get(name, (0, _NO_SUMS))
+        crcs = np.frombuffer(hashes.checksums(), dtype=CRC_DTYPE)
+        wrong = np.flatnonzero(stored != crcs) if len(stored) == len(crcs) else _NO_BLOCKS
+        is_sums = name == self.meta.get("checksums", {}).get("name")
         if sha256 == recorded:
             self.sound.add(name)
-            return []
+            self._wrong_sums += _spans(wrong + first, CRC_DTYPE.itemsize, None)
+            return self._located(name, "other checksums than its files have", self._wrong_sums if is_sums else [])
         others = [other for other in self.records if other["name"] != name]
         if self._content_sha256([*others, {**record, "sha256": sha256}]) == self.meta["content_sha256"]:
             self.sound.add(name)
             problem = f"sha256 of {name} is {recorded[:12]}, but the file and content_sha256 say {sha256[:12]}"
             return [Damage(META_NAME, 0, 0, problem)]
         problem = f"sha256 {sha256[:12]}, expected {recorded[:12]} by its {META_NAME}"
-        ranges = self._damaged_ranges(record)
-        found = [
-            Damage(name, *span, f"{problem}; bytes {span[0]} to {span[1]} differ") for span in ranges[:_MAX_RANGES]
-        ]
-        if rest := ranges[_MAX_RANGES:]:
+        spans = self._wrong_sums if is_sums else _spans(wrong, BLOCK_BYTES, record["bytes"])
+        first_damage, *more = self._located(name, problem, spans) or [Damage(name, 0, record["bytes"], problem)]
+        return [first_damage._replace(problem=first_damage.problem + self._why_linked(name)), *more]
+
+    def _located(self, name: str, problem: str, spans: Sequence[tuple[int, int]]) -> list[Damage]:
+        """Return a damage for each of the first spans of a file, [start, end) in bytes, and one for the others."""
+        found = [Damage(name, *span, f"{problem}; bytes {span[0]} to {span[1]} differ") for span in spans[:_MAX_RANGES]]
+        if rest := spans[_MAX_RANGES:]:
             found.append(Damage(name, rest[0][0], rest[-1][1], f"and {len(rest)} places more"))
-        first, *others_found = found or [Damage(name, 0, record["bytes"], problem)]
-        return [first._replace(problem=first.problem + self._why_linked(name)), *others_found]
+        return found
 
-    def _damaged_ranges(self, record: Record) -> list[tuple[int, int]]:
-        """Return the bytes that differ by the CRC-32 of their blocks, as [start, end); [] where none tells."""
-        name, stored = record["name"], stored_checksums(self.folder, self.meta)
-        if name == self.meta.get("checksums", {}).get("name"):
-            return self._wrong_entries(stored)
-        ranges: list[tuple[int, int]] = []
-        if name in stored:
-            for number, (block, crc) in enumerate(zip(self._blocks(record), stored[name].tolist(), strict=True)):
-                start, end = number * BLOCK_BYTES, number * BLOCK_BYTES + len(block)
-                if zlib.crc32(block) != crc:
-                    ranges.append((ranges.pop()[0] if ranges and ranges[-1][1] == start else start, end))
-        return ranges
 
-    def _wrong_entries(self, stored: Mapping[str, NDArray[np.uint32]]) -> list[tuple[int, int]]:
-        """Return the bytes of the wrong entries in the file of checksums. Those of damaged files cannot be judged."""
-        size, first, wrong = CRC_DTYPE.itemsize, 0, []
-        for record in covered_files(self.meta) if stored else []:
-            name = record["name"]
-            blocks = self._blocks(record) if name in self.sound else iter(())
-            for number, (block, crc) in enumerate(zip(blocks, stored[name].tolist(), strict=False), first):
-                if zlib.crc32(block) != crc:
-                    wrong.append((size * number, size * (number + 1)))
-            first += num_blocks(record["bytes"])
-        return wrong
-
-    def _blocks(self, record: Record) -> Iterator[bytes]:
-        with open(open_regular(self.folder / record["name"]), "rb") as file:
-            for start in range(0, record["bytes"], BLOCK_BYTES):
-                yield file.read(min(BLOCK_BYTES, record["bytes"] - start))
+def _spans(numbers: NDArray[np.intp], size: int, end: int | None) -> list[tuple[int, int]]:
+    """Return ascending numbers of blocks as spans of bytes [start, stop), neighbours as one; none goes past `end`."""
+    runs = np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
+    spans = [(int(run[0]) * size, (int(run[-1]) + 1) * size) for run in runs if len(run)]
+    return spans if end is None else [(start, min(stop, end)) for start, stop in spans]

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from niels_gpt.kinds.files import Damage, FileChecks
 from niels_gpt.kinds.folders import kind_at
@@ -111,6 +113,26 @@ def find_damage(path: Path, *, deep: bool, progress: Progress | None = None) -> 
     return [_with_end(folder, damage) for damage in dict.fromkeys(damages)]
 
 
+def examined(folder: Path, deep: bool, progress: Progress | None = None) -> tuple[dict[str, Any] | None, str]:
+    """Return the meta.json of a unit, None for one that cannot be read, and its first damage, "" for a good one.
+
+    The `examine` of a `UnitKind`. No reader opens a unit, so what its files hold is compared with sha256 and CRC-32 alone.
+    folder: of a version, without links on the way.
+    Raises: CacheError for a meta.json that is no regular file.
+    """
+    try:
+        cache = Cache.trusted(folder)
+    except MetaDamage as damage:
+        if isinstance(damage.__cause__, CacheError):
+            raise damage.__cause__ from None
+        return None, f"{META_NAME}: {damage.damage.problem}"
+    files = file_checks(cache, progress)
+    sizes = chain(_sum_damages(cache, files), files.size_damages())
+    findings = _guarded(chain(sizes, files.sha256_damages() if deep else ()))
+    damage = next((_as_damage(finding, folder) for finding in findings), None)
+    return cache.meta, "" if damage is None else f"{damage.file}: {damage.problem}"
+
+
 def _by_verdicts(path: Path, kind: Kind, *, deep: bool, progress: Progress | None) -> list[Damage]:
     """Return the problems of a kind that makes all its checks in one pass, each once."""
     names = kind.checks_of_build(reused=not deep, deep=deep)
@@ -154,9 +176,10 @@ def _all_damages(cache: Cache, files: FileChecks, limits: Limits) -> Iterator[Fi
 
 def _sum_damages(cache: Cache, files: FileChecks) -> Iterator[Damage]:
     """Yield what does not agree within meta.json, each with its line."""
-    raw = read_regular(files.folder / META_NAME)
     content = files.content_problem()
-    for key, problem in (*([("content_sha256", content)] if content else []), *cache.kind.wrong_sums(cache)):
+    problems = [*([("content_sha256", content)] if content else []), *cache.kind.wrong_sums(cache)]
+    raw = read_regular(files.folder / META_NAME) if problems else b""
+    for key, problem in problems:
         start = max(0, raw.find(f'\n  "{key}":'.encode()) + 1)
         end = raw.find(b"\n", start) if start else len(raw)
         yield Damage(META_NAME, start, end, problem)

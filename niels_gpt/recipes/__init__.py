@@ -14,7 +14,8 @@ tokenizers/          texts that one is trained on, what is logged of a new one, 
 snapshot.py          how many rows of a hub source a snapshot keeps; data/files/snapshot.py writes them
 disk.py              how much disk a build needs, and when it is refused
 gc.py                runs `gc` over all caches of a folder; which versions are old is decided in storage/versions.py
-partitions/          pretrain caches in partitions, built on many machines and sealed to one cache
+units.py             a cache in units: which plan the settings have; builds one or all, and seals them
+partitions/          the same on a Dask cluster, what its machines must share; documents -> a builder
 rollouts/            recorded rollouts -> rollouts/NAME, message trees -> trees/oasst1
 eagle3/              chats + target model -> eagle3/targets
 exchange/            folders of other tools <-> caches

@@ -12,16 +12,16 @@ from typing import Any
 
 from niels_gpt.builders.journal import identity_of
 from niels_gpt.builders.meta_keys import OF_ANOTHER_VERSION, is_of_this_version
-from niels_gpt.builders.partitions.receipts import partition_states
 from niels_gpt.data.sources import SOURCES
 from niels_gpt.data.trees import TREES
 from niels_gpt.display.numbers import number_of
+from niels_gpt.engine.units import states_of
 from niels_gpt.kinds.homes import home_recipes
+from niels_gpt.kinds.kind import kind_of_key
 from niels_gpt.recipes.disk import needed_bytes
 from niels_gpt.recipes.eagle3.of_settings import has_small_target
 from niels_gpt.recipes.home_recipes import HomeRecipes, LatePlan, Recipe
 from niels_gpt.recipes.partitions.documents import is_partitioned
-from niels_gpt.recipes.partitions.planned import planned
 from niels_gpt.recipes.resolve import ResolvedSource, asked_revisions, listing_of, resolve_source
 from niels_gpt.recipes.run_recipe import (
     TOKENIZER_KEY,
@@ -43,6 +43,7 @@ from niels_gpt.recipes.tokenizer import (
 )
 from niels_gpt.recipes.tokenizers.templates import asked_template, check_early
 from niels_gpt.recipes.tokenizers.texts import TRAINING_SETTINGS
+from niels_gpt.recipes.units import recorded_units
 from niels_gpt.recipes.user_sources import user_sources
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError
@@ -220,10 +221,11 @@ def _plan_of(settings: Settings, key: str, state: str, tokenizer: FullTokenizer 
 
 def _partitions(settings: Settings, source: ResolvedSource, tokenizer: FullTokenizer | None) -> str:
     """Return how many partitions of the plan of these settings are in which state; "" without a plan."""
-    found = tokenizer and planned(settings, source, tokenizer, listing_of(source), None)
-    if not found or found.plan is None:
+    found = tokenizer and recorded_units(settings, source, tokenizer, listing_of(source))
+    kind = kind_of_key(source.spec.key)
+    if not found or found[1] is None or kind is None or kind.units is None:
         return ""
-    states = Counter(state.state for state in partition_states(found.plan) if state.number >= 0)
+    states = Counter(unit.state for unit in states_of(found[1], kind.units) if unit.number >= 0)
     order = ("finished", "started", "missing", *sorted(states))
     return f": {', '.join(f'{states[name]:,} {name}' for name in dict.fromkeys(order) if states[name])}"
 
@@ -259,9 +261,9 @@ def _documents(line: bytes) -> int | None:
 
 def _is_current(settings: Settings, key: str, source: ResolvedSource, tokenizer: FullTokenizer | None) -> bool:
     if tokenizer is not None and is_partitioned(settings, source):
-        found = planned(settings, source, tokenizer, listing_of(source), None)
+        found = recorded_units(settings, source, tokenizer, listing_of(source))
         if found is not None:  # the text need not be read
-            return found.plan is None
+            return found[1] is None
     path = cache_root(settings) / key
     recorded: dict[str, Any] | None = recorded_recipe(path).get("source")
     if recorded is None:

@@ -18,11 +18,10 @@ from typing import Any
 
 from niels_gpt.builders.journal import sealed_builds, unfinished_builds
 from niels_gpt.builders.meta_keys import BUILDER_VERSIONS, Source
-from niels_gpt.builders.partitions.plan import plans_of
-from niels_gpt.builders.partitions.seal import discard_plan
 from niels_gpt.cache.formats import FORMAT_VERSION, SPLITS
 from niels_gpt.cache.meta import find_meta, read_meta
 from niels_gpt.data.exclude import Exclusion, read_exclusion
+from niels_gpt.engine.units import discard_plan, plans_of
 from niels_gpt.recipes.disk import needed_bytes, refuse_without_room, unfinished_bytes
 from niels_gpt.recipes.rebuilt import warn_of_changes
 from niels_gpt.recipes.resolve import ResolvedSource
@@ -70,20 +69,27 @@ class Measurement:
     seconds: float = 0.0
     peak_bytes: int | None = None
 
-    def __enter__(self) -> Measurement:
+    def __init__(self) -> None:
         self._begin = time.perf_counter()
         try:
             Path("/proc/self/clear_refs").write_text("5")
             self._can_reset = True
         except OSError:
             self._can_reset = False
-        return self
 
-    def __exit__(self, *error: object) -> None:
+    def end(self) -> Measurement:
+        """Set both for the time since this object was made; may be called again."""
         self.seconds = time.perf_counter() - self._begin
         if self._can_reset:
             lines = Path("/proc/self/status").read_text().splitlines()
             self.peak_bytes = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+        return self
+
+    def __enter__(self) -> Measurement:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
 
 
 @dataclass(frozen=True)

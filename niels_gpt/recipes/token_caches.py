@@ -16,11 +16,11 @@ from niels_gpt.recipes.partitions.documents import (
     warn_if_partial,
     without_partitions,
 )
-from niels_gpt.recipes.partitions.run import build_all_partitions
 from niels_gpt.recipes.resolve import ResolvedSource, resolve_source
 from niels_gpt.recipes.run_recipe import BuildInputs, Outcome, num_threads
 from niels_gpt.recipes.tokenizer import build_with_tokenizer
 from niels_gpt.recipes.tokenizers.templates import opened_template, warn_of_marks
+from niels_gpt.recipes.units import Units
 from niels_gpt.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ def build_token_cache(
     spec = source.spec
     if settings.partitions > 1:
         if is_partitioned(settings, source):
-            return build_all_partitions(settings, name, refresh=refresh, observed=observed, progress=progress)
+            return Units(settings, name, refresh=refresh, observed=observed).build_all(progress)
         settings = without_partitions(settings, [spec.key])
     if spec.family == "pretrain":
         check_val_frac(settings, source)

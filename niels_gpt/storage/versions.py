@@ -361,9 +361,13 @@ def refuse_foreign(path: PathLike) -> None:
     Replaced are: a symlink, an empty folder, and a folder that contains only the files that its meta.json names.
     """
     public = Path(path)
-    if public.is_symlink() or not public.exists():
+    try:
+        mode = public.lstat().st_mode  # once: another process may commit a link just now
+    except FileNotFoundError:
         return
-    if not public.is_dir():
+    if stat.S_ISLNK(mode):
+        return
+    if not stat.S_ISDIR(mode):
         raise CacheError(
             public, "is a file", "a cache folder or nothing", "Move it away, then build again", code="E504"
         )

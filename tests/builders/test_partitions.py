@@ -125,10 +125,10 @@ def test_a_partition_is_a_cache_that_verifies(tmp_path):
     assert meta["partition"] == {"number": 2, "total": TOTAL, "plan": plan.sha256} and meta["format_version"] == 1
     assert [record["name"] for record in meta["files"]] == ["index/train_texts.bin", "index/val_texts.bin"]
     assert [record["bytes"] for record in meta["files"]] == [8 * meta["docs"][split] for split in SPLITS]
-    assert find_damage(plan.partition_path(2), deep=True) == []
-    texts = plan.partition_path(2) / "index/train_texts.bin"
+    assert find_damage(plan.unit_path(2), deep=True) == []
+    texts = plan.unit_path(2) / "index/train_texts.bin"
     texts.write_bytes(b"x" + texts.read_bytes()[1:])
-    assert [damage.file for damage in find_damage(plan.partition_path(2), deep=True)] == ["index/train_texts.bin"]
+    assert [damage.file for damage in find_damage(plan.unit_path(2), deep=True)] == ["index/train_texts.bin"]
 
 
 def test_a_partition_finds_its_tokenizer_before_that_is_installed(tmp_path):
@@ -137,8 +137,8 @@ def test_a_partition_finds_its_tokenizer_before_that_is_installed(tmp_path):
     for name, sha256 in (("tokenizer", "0" * 64), (".versions/tokenizer/000000000001", SHA256)):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "meta.json").write_bytes(meta_bytes({"kind": "tokenizer", "tokenizer_sha256": sha256}))
-    assert tokenizer_above(plan.partition_path(0).resolve()) == tmp_path / ".versions/tokenizer/000000000001"
-    assert find_damage(plan.partition_path(0), deep=False) == []
+    assert tokenizer_above(plan.unit_path(0).resolve()) == tmp_path / ".versions/tokenizer/000000000001"
+    assert find_damage(plan.unit_path(0), deep=False) == []
 
 
 def test_budgets_are_divided_to_the_token_and_documents_are_cut_in_each_partition(tmp_path):
@@ -202,7 +202,7 @@ def test_a_partition_that_is_replaced_while_it_is_sealed_is_refused(tmp_path):
         build_part(plan, number)
 
     def replace(*_):
-        plan.partition_path(0).unlink(missing_ok=True)
+        plan.unit_path(0).unlink(missing_ok=True)
         build_part(plan, 0, items=items_of(1))
 
     with refused("E510", "00000") as caught:
@@ -215,7 +215,7 @@ def test_a_plan_that_stays_after_the_seal_is_said(tmp_path, caplog):
     for number in range(2):
         build_part(plan, number)
     with ExitStack() as stack:
-        seal_small(plan, committed=lambda _: stack.enter_context(locked(plan.partition_path(1))) and None)
+        seal_small(plan, committed=lambda _: stack.enter_context(locked(plan.unit_path(1))) and None)
     (warned,) = [record for record in caplog.records if getattr(record, "code", "") == "W509"]
     command = warned.getMessage().rpartition("niels-gpt ")[2]
     assert main(shlex.split(command)) == 0 and not plan.folder.exists()
@@ -272,9 +272,9 @@ def test_partition_and_plan_are_given_together(tmp_path):
 
 def test_numbers_of_partitions_are_checked(tmp_path):
     plan = planned(tmp_path / "c")
-    assert plan.partition_path(3).name == "00003" and plan.partition(3) == Partition(3, TOTAL)
+    assert plan.unit_path(3).name == "00003" and plan.partition(3) == Partition(3, TOTAL)
     with refused("E102", "partition 4 of 4"):
-        plan.partition_path(4)
+        plan.unit_path(4)
     assert len(items_of(0)) == 23
 
 
@@ -288,7 +288,7 @@ def test_the_example_on_paper_is_these_bytes(tmp_path):
     for number, texts in enumerate((("A", "Hi", "B"), ("Yes", "No", "C"))):
         items = [(None, text, None) for text in texts]
         build_part(plan, number, items=items, shard_bytes=8, shuffle_buffer=None, val_frac=0.5)
-        folder = plan.partition_path(number)
+        folder = plan.unit_path(number)
         for name in [name for name in expected if name.startswith(folder.name)]:
             assert (plan.folder / name).read_bytes().hex(" ") == expected.pop(name), name
     meta = seal_small(plan)

@@ -14,10 +14,10 @@ from support.errors import refused, template_by_command
 from support.loopback_hub import LoopbackHub
 from support.made_tokenizers import made_tokenizer
 
-from niels_gpt.recipes.partitions.run import build_partition, prepare, seal_cache
 from niels_gpt.recipes.plan import plan
 from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
+from niels_gpt.recipes.units import Units
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizers.files import COMPANIONS, TOOL_TEMPLATE_NAME
 
@@ -79,19 +79,21 @@ def test_a_newer_revision_is_taken_on_request_and_an_older_one_by_its_commit(loo
 def test_the_plan_of_partitions_keeps_its_tokenizer(loopback_hub, repository, named, model_id, caplog):
     settings = dataclasses.replace(named, partitions=2)
     old = loopback_hub.add_model(model_id, repository)
-    build_partition(settings, "own", 0)
+    Units(settings, "own").build(0)
     config = json.loads((repository / "tokenizer_config.json").read_text())
     (repository / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "<extra_id_0>"}))
     loopback_hub.add_model(model_id, repository)
     loopback_hub.requests.clear()
-    build_partition(settings, "own", 1)
-    assert prepare(settings, "own") is not None and not loopback_hub.requests
+    Units(settings, "own").build(1)
+    assert Units(settings, "own").plan is not None and not loopback_hub.requests
     with caplog.at_level(logging.WARNING):
-        refreshed = prepare(settings, "own", refresh=True)
+        refreshed = Units(settings, "own", refresh=True).plan
     assert "the tokenizer's files" in caplog.text and "the licence" not in caplog.text
-    assert refreshed == prepare(settings, "own") and len(plan_folders(Path(settings.cache_dir) / "pretrain/own")) == 2
+    assert (
+        refreshed == Units(settings, "own").plan and len(plan_folders(Path(settings.cache_dir) / "pretrain/own")) == 2
+    )
     before = dataclasses.replace(settings, revision=f"tokenizer={old}")
-    assert seal_cache(before, "own").meta["document_end"]["token"] == "</s>"
+    assert Units(before, "own", fixes=False).seal().meta["document_end"]["token"] == "</s>"
     assert ensure_tokenizer(before).meta["hub"]["revision"] == old
 
 

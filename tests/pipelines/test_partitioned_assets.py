@@ -18,8 +18,8 @@ from support.partition_runs import job_of_notes, logged
 from support.small_builds import quick_folder
 
 from niels_gpt.cache.meta import read_meta
-from niels_gpt.recipes.partitions.run import prepare
 from niels_gpt.recipes.token_caches import build_token_cache
+from niels_gpt.recipes.units import Units
 from niels_gpt.settings import Settings
 from pipelines.definitions import niels_definitions
 
@@ -105,7 +105,7 @@ def test_each_partition_is_a_step_and_the_cache_is_that_of_a_build_without_dagst
 def test_what_is_no_partition_in_the_plans_folder_is_an_error_of_the_seal(
     instance: dg.DagsterInstance, three: Settings
 ) -> None:
-    plan = prepare(three, "wikitext")
+    plan = Units(three, "wikitext").plan
     assert plan is not None
     (plan.folder / ".nfs0000001").touch()
     with pytest.raises(dg.Failure, match=r"E510|nfs0000001"):

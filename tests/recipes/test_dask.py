@@ -22,9 +22,9 @@ from support.partition_builds import be_patient, build_on_dask
 
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.recipes.partitions import dask
-from niels_gpt.recipes.partitions.run import prepare
 from niels_gpt.recipes.partitions.worker import obstacle
 from niels_gpt.recipes.token_caches import build_token_cache
+from niels_gpt.recipes.units import Units
 from niels_gpt.settings import Settings, UsageError
 from niels_gpt.storage.errors import CacheError
 
@@ -147,7 +147,7 @@ def notes(tmp_path, tiny_model_path):
 
 
 def test_a_worker_says_why_it_cannot_build(notes, tmp_path):
-    plan = prepare(notes, "notes")
+    plan = Units(notes, "notes").plan
     assert plan is not None
     with dask.work_of(notes, "notes", plan) as work:
         found = {
@@ -194,7 +194,7 @@ def test_workers_that_hang_are_left_out_and_the_others_build(notes, cluster, mon
 def test_a_worker_that_is_killed_twice_changes_no_byte(tmp_path, tiny_model_path, cluster, caplog):
     settings = settings_of(tmp_path, tiny_model_path, rows=600)
     here = build_token_cache(replace(settings, cache_dir="here"), "notes")
-    plan = prepare(settings, "notes")
+    plan = Units(settings, "notes").plan
     assert plan is not None
     killer = kill_builders(plan.folder / ".versions" / "00002" / "lock", cluster, times=2)
     outcome = build_on_dask(settings, "notes", cluster.address)
@@ -218,7 +218,7 @@ def test_a_partition_whose_workers_die_too_often_fails_alone(tmp_path, tiny_mode
         client.run_on_scheduler(no_second_try)
     be_patient(monkeypatch, deaths=2)
     settings = settings_of(tmp_path, tiny_model_path, rows=600)
-    plan = prepare(settings, "notes")
+    plan = Units(settings, "notes").plan
     assert plan is not None
     killer = kill_builders(plan.folder / ".versions" / "00001" / "lock", cluster, times=2)
     with pytest.raises(CacheError, match=r"1 of 4 .*\n +partition 1 ") as failed:

@@ -25,10 +25,10 @@ from support.tiny_texts import TINY_TEXTS
 
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.commands.main import main
-from niels_gpt.recipes.partitions.run import build_partition, prepare, restart_partition, seal_cache
 from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.recipes.run_recipe import cache_root, restart
 from niels_gpt.recipes.token_caches import build_token_cache
+from niels_gpt.recipes.units import Units
 from niels_gpt.settings import Settings, UsageError
 
 TOTAL = 4
@@ -86,7 +86,7 @@ def killed(settings, number, seconds):
     child = os.fork()
     if child == 0:
         try:
-            build_partition(settings, "notes", number)
+            Units(settings, "notes").build(number)
         finally:
             os._exit(0)
     time.sleep(seconds)
@@ -100,37 +100,37 @@ def test_any_order_and_kills_give_the_bytes_of_one_command(kills, notes, tiny_mo
     drawn = random.Random(5)
     for _ in range(kills):
         killed(notes, drawn.randrange(TOTAL), drawn.uniform(0, 0.06))
-    made = [build_partition(notes, "notes", number) for number in (2, 0, 3, 1)]
+    made = [Units(notes, "notes").build(number) for number in (2, 0, 3, 1)]
     assert [each.partition.number for each in made] == [2, 0, 3, 1]
-    sealed = seal_cache(notes, "notes")
+    sealed = Units(notes, "notes", fixes=False).seal()
     assert content_of(sealed) == content_of(by_one) and not sealed.reused
     assert os.readlink(sealed.path) == os.readlink(by_one.path), "the version is named by its content"
     assert not list(versions_dir(sealed.path).glob("partitions-*"))
-    assert all(each.reused for each in (build_token_cache(notes, "notes"), seal_cache(notes, "notes")))
-    again = build_partition(notes, "notes", 2)
-    assert again.reused and again.meta["partitions"]["total"] == TOTAL and prepare(notes, "notes") is None
+    assert all(each.reused for each in (build_token_cache(notes, "notes"), Units(notes, "notes", fixes=False).seal()))
+    again = Units(notes, "notes").build(2)
+    assert again.reused and again.meta["partitions"]["total"] == TOTAL and Units(notes, "notes").plan is None
 
 
 def test_a_repeat_does_nothing_and_restart_builds_one_again(notes):
-    first = build_partition(notes, "notes", 1)
-    plan = prepare(notes, "notes")
+    first = Units(notes, "notes").build(1)
+    plan = Units(notes, "notes").plan
     assert plan is not None and not first.reused and first.meta["partition"]["plan"] == plan.sha256
-    assert build_partition(notes, "notes", 1).reused
-    restart_partition(notes, "notes", 1)
-    again = build_partition(notes, "notes", 1)
+    assert Units(notes, "notes").build(1).reused
+    Units(notes, "notes").restart(1)
+    again = Units(notes, "notes").build(1)
     assert not again.reused and again.meta == first.meta
 
 
 def test_two_at_once_on_one_partition(notes):
-    plan = prepare(notes, "notes")
+    plan = Units(notes, "notes").plan
     assert plan is not None
-    path, made = plan.partition_path(0), []
-    waiting = threading.Thread(target=lambda: made.append(build_partition(notes, "notes", 0, wait=True)))
+    path, made = plan.unit_path(0), []
+    waiting = threading.Thread(target=lambda: made.append(Units(notes, "notes").build(0, wait=True)))
     with locked(path):
         with refused("E503", f"pid {os.getpid()}") as caught:
-            build_partition(notes, "notes", 0)
+            Units(notes, "notes").build(0)
         assert caught.value.code == "E503"
-        build_partition(notes, "notes", 1)
+        Units(notes, "notes").build(1)
         waiting.start()
     waiting.join()
     assert made[0].partition.number == 0
@@ -144,123 +144,123 @@ def test_two_commands_that_build_all_share_the_work(notes, tiny_model_path):
 
 
 def test_text_that_changes_while_partitions_are_built_is_refused(notes, texts):
-    plan, changed = prepare(notes, "notes"), texts / "1.jsonl"
+    plan, changed = Units(notes, "notes").plan, texts / "1.jsonl"
 
     def change(*_):
         changed.write_text(json.dumps({"text": "in front"}) + "\n" + changed.read_text())
 
     assert plan is not None
-    build_partition(notes, "notes", 0)
+    Units(notes, "notes").build(0)
     before = changed.read_bytes()
     made = prepared_partitions(notes, "notes")
     change()
     with refused("E306", "partition 1") as caught:
-        made.build(plan, plan.partition(1), False, None)
-    assert caught.value.code == "E306" and not os.path.lexists(plan.partition_path(1))
+        made.build(1)
+    assert caught.value.code == "E306" and not os.path.lexists(plan.unit_path(1))
     changed.write_bytes(before)  # the same bytes, written later: the plan stays
-    assert not made.build(plan, plan.partition(1), False, None)[1]
+    assert not made.build(1).reused
 
 
 def test_who_comes_after_the_seal_of_another_builds_nothing(notes):
     made = prepared_partitions(notes, "notes")
     assert made.plan is not None
     sealed = build_token_cache(notes, "notes")
-    for meta, reused in (made.build(made.plan, made.plan.partition(3), True, None), made.seal(made.plan, True, None)):
-        assert reused and meta == sealed.meta
+    for again in (made.build(3, wait=True), made.seal()):
+        assert again.reused and again.meta == sealed.meta
     assert not made.plan.folder.exists()
     restart(notes, "pretrain/notes")
     with refused("E511", "plan.json") as caught:
-        made.build(made.plan, made.plan.partition(3), True, None)
+        made.build(3, wait=True)
     assert caught.value.code == "E511" and not made.plan.folder.exists()
 
 
 def test_seal_names_what_is_missing_and_its_commands_work(notes):
     with refused("E510", "pretrain/notes", "Build them") as caught:
-        seal_cache(notes, "notes")
+        Units(notes, "notes", fixes=False).seal()
     assert caught.value.code == "E510"
-    build_partition(notes, "notes", 2)
+    Units(notes, "notes").build(2)
     with refused("E510", "0-1, 3") as caught:
-        seal_cache(notes, "notes")
+        Units(notes, "notes", fixes=False).seal()
     assert caught.value.code == "E510"
     _, *commands = caught.value.remedy.splitlines()
     assert len(commands) == TOTAL
     for command in commands:
         assert main(shlex.split(command)[1:]) == 0
-    assert seal_cache(notes, "notes", deep=False).meta["partitions"]["total"] == TOTAL
+    assert Units(notes, "notes", fixes=False).seal(deep=False).meta["partitions"]["total"] == TOTAL
     many = replace(notes, partitions=30)
-    assert prepare(many, "notes") is not None
+    assert Units(many, "notes").plan is not None
     with refused("E510", "0-29") as caught:
-        seal_cache(many, "notes")
+        Units(many, "notes", fixes=False).seal()
     (command,) = caught.value.remedy.splitlines()[1:]
     assert command.startswith("niels-gpt build notes ") and "--partition " not in command
 
 
 def test_seal_with_other_settings_names_them_and_those_of_the_plan(notes, tiny_model_path):
     for number in range(TOTAL):
-        build_partition(notes, "notes", number)
+        Units(notes, "notes").build(number)
     with refused("E511", "seed: 42 there, 7 here") as caught:
-        seal_cache(own("cache", tiny_model_path, seed=7), "notes")
+        Units(own("cache", tiny_model_path, seed=7), "notes", fixes=False).seal()
     assert caught.value.code == "E511"
     command = caught.value.remedy.partition("niels-gpt ")[2]
     assert main(shlex.split(command)) == 0
     with refused("E101", kind=UsageError):
-        seal_cache(own("cache", tiny_model_path, partitions=1), "notes")
+        Units(own("cache", tiny_model_path, partitions=1), "notes", fixes=False).seal()
 
 
 def test_seal_without_the_tokenizer_of_its_builds_trains_none(notes, tmp_path):
     without = dataclasses.replace(notes, tokenizer=None)
     with refused("E510") as caught:
-        seal_cache(without, "notes")
+        Units(without, "notes", fixes=False).seal()
     assert caught.value.code == "E510" and not (tmp_path / "cache/tokenizer").exists()
     for number in range(TOTAL):
-        build_partition(notes, "notes", number)
+        Units(notes, "notes").build(number)
     for settings in (without, dataclasses.replace(without, seed=7)):
         with refused("E511") as caught:
-            seal_cache(settings, "notes")
+            Units(settings, "notes", fixes=False).seal()
         assert caught.value.code == "E511" and not (tmp_path / "cache/tokenizer").exists()
     assert main(shlex.split(caught.value.remedy.partition("niels-gpt ")[2])) == 0
 
 
 def test_a_remedy_has_the_flags_of_the_plan_alone(notes, tiny_model_path, tmp_path):
     ids = write(tmp_path / "ids.txt", "0.jsonl#1\n")
-    prepare(dataclasses.replace(notes, exclude=str(ids)), "notes")
+    Units(dataclasses.replace(notes, exclude=str(ids)), "notes")
     with refused("E511", "--exclude") as caught:
-        seal_cache(notes, "notes")
+        Units(notes, "notes", fixes=False).seal()
     assert caught.value.code == "E511" and "niels-gpt" not in caught.value.remedy
     other = own("other", tiny_model_path)
-    prepare(other, "notes")
+    Units(other, "notes")
     with refused("E511") as caught:
-        seal_cache(dataclasses.replace(other, exclude=str(ids)), "notes")
+        Units(dataclasses.replace(other, exclude=str(ids)), "notes", fixes=False).seal()
     assert "--exclude" not in caught.value.remedy and "niels-gpt seal" in caught.value.remedy
 
 
 def test_changed_text_has_a_plan_of_its_own(notes, texts, caplog, monkeypatch):
-    build_partition(notes, "notes", 0)
-    old = prepare(notes, "notes")
+    Units(notes, "notes").build(0)
+    old = Units(notes, "notes").plan
     os.utime(texts / "1.jsonl")  # the same bytes: read once more, and the plan stays
-    assert prepare(notes, "notes") == old
+    assert Units(notes, "notes").plan == old
     with monkeypatch.context() as patched:
         forget_prepared(patched)
-        assert prepare(notes, "notes") == old
+        assert Units(notes, "notes").plan == old
     write(texts / "1.jsonl", json.dumps({"text": "another"}) + "\n")
     with caplog.at_level(logging.WARNING):
-        new = prepare(notes, "notes")
+        new = Units(notes, "notes").plan
     assert old is not None and new is not None and new.fingerprint != old.fingerprint
     warned = [record for record in caplog.records if getattr(record, "code", "") == "W507"]
     assert len(warned) == 1 and old.folder.name in warned[0].getMessage() and "the text" in warned[0].getMessage()
-    assert not build_partition(notes, "notes", 0).reused
+    assert not Units(notes, "notes").build(0).reused
 
 
 def test_other_code_is_refused_and_restart_starts_over(notes, monkeypatch, tiny_model_path):
     with monkeypatch.context() as patched:
         be_other_code(patched)
-        build_partition(notes, "notes", 0)
+        Units(notes, "notes").build(0)
     with refused("E511", "torch 0, here") as caught:
-        build_partition(notes, "notes", 1)
+        Units(notes, "notes").build(1)
     assert caught.value.code == "E511"
     command = caught.value.remedy.rpartition("niels-gpt ")[2]
     assert "--restart" in command and main(shlex.split(command)) == 0
-    assert seal_cache(notes, "notes").reused
+    assert Units(notes, "notes", fixes=False).seal().reused
 
 
 def test_other_numbers_of_partitions_between_change_no_bytes(notes, tiny_model_path):
@@ -285,31 +285,31 @@ def test_what_is_built_whole_is_said(tmp_path, tiny_model_path, caplog):
         outcome = build_token_cache(settings, "dolly15k")
     assert [record.code for record in caplog.records if getattr(record, "code", "") == "W505"] == ["W505"]
     with refused("E101", "dolly15k", kind=UsageError):
-        prepare(settings, "dolly15k")
+        Units(settings, "dolly15k")
     assert outcome.meta["kind"] == "sft"
 
 
 def test_a_listing_spares_reading_the_text_again(notes, texts):
     """Files of the same names, sizes and times are not read for their fingerprint."""
-    plan = prepare(notes, "notes")
+    plan = Units(notes, "notes").plan
     path = texts / "0.jsonl"
     about, text = path.stat(), path.read_bytes()
     path.write_bytes(text[::-1])
     os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
-    assert prepare(notes, "notes") == plan
+    assert Units(notes, "notes").plan == plan
     observed = str(resolve_source(notes, "notes").provenance(None)["fingerprint"])
-    new = prepare(notes, "notes", observed=observed)
-    assert new is not None and new != plan and prepare(notes, "notes") == new
+    new = Units(notes, "notes", observed=observed).plan
+    assert new is not None and new != plan and Units(notes, "notes").plan == new
     path.write_bytes(text)
     os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
-    assert plan is not None and prepare(notes, "notes", observed=plan.content["source"]["fingerprint"]) == plan
-    assert prepare(notes, "notes") == plan
+    assert plan is not None and Units(notes, "notes", observed=plan.content["source"]["fingerprint"]).plan == plan
+    assert Units(notes, "notes").plan == plan
     os.utime(path)
     for number in range(TOTAL):
-        build_partition(notes, "notes", number)
-    assert plan.folder.joinpath("listings").is_file() and not seal_cache(notes, "notes").reused
+        Units(notes, "notes").build(number)
+    assert plan.folder.joinpath("listings").is_file() and not Units(notes, "notes", fixes=False).seal().reused
     os.utime(path)
-    assert all(seal_cache(notes, "notes").reused for _ in range(2))
+    assert all(Units(notes, "notes", fixes=False).seal().reused for _ in range(2))
 
 
 # --- real sources -----------------------------------------------------------------------------------------------------

@@ -3,12 +3,11 @@
 import json
 
 from niels_gpt.builders.meta_keys import Source
-from niels_gpt.builders.partitions.plan import fix_plan, plans_of
-from niels_gpt.builders.partitions.receipts import partition_states
-from niels_gpt.builders.partitions.refusal import Commands
-from niels_gpt.builders.partitions.seal import discard_plan, seal
+from niels_gpt.cache.kind.tokens import PRETRAIN
 from niels_gpt.documents import Partition
-from niels_gpt.recipes.partitions import dask, prepared
+from niels_gpt.engine.units import Commands, discard_plan, fix_plan, plans_of, seal, states_of
+from niels_gpt.recipes import units
+from niels_gpt.recipes.partitions import dask
 from niels_gpt.storage.versions import build_lock, clear_leftovers, discard_unfinished
 from support.byte_tokenizer import ByteTokenizer
 from support.disk import meta_bytes, versions_dir
@@ -37,7 +36,7 @@ def content(total=TOTAL, **changed):
     }
 
 
-COMMANDS = Commands(lambda state: f"build --partition {state.number}", "build", "seal")
+COMMANDS = Commands(lambda number: f"build --partition {number}", "build", "seal")
 """What a refused seal tells to run."""
 
 
@@ -71,7 +70,7 @@ def build_part(plan, number, *, items=None, **changed):
         "plan": plan.sha256,
     }
     found = counting(items_of(number, plan.total) if items is None else items, counters)
-    return pretrain(plan.partition_path(number), items=found, **{**arguments, **changed})
+    return pretrain(plan.unit_path(number), items=found, **{**arguments, **changed})
 
 
 def plans(path):
@@ -81,12 +80,12 @@ def plans(path):
 
 def states(plan, *, deep=False, progress=None):
     """What each partition of a plan is; deep: by all its bytes."""
-    return partition_states(plan, deep=deep, progress=progress)
+    return states_of(plan, PRETRAIN.units, deep=deep, progress=progress)
 
 
 def seal_small(plan, **changed):
     """Seal a plan; returns the cache's meta.json."""
-    return seal(plan, **{"source": Source(name="small"), **changed})
+    return seal(plan, PRETRAIN.units, **{"source": Source(name="small"), **changed})
 
 
 def seal_again(path):
@@ -126,17 +125,17 @@ def be_patient(patch, *, seconds=None, deaths=None):
 
 def prepared_partitions(settings, name):
     """What a build of all holds of a cache in partitions: its plan, how one is built, and how all are sealed."""
-    return prepared.prepared(settings, name)
+    return units.Units(settings, name)
 
 
 def forget_prepared(patch):
     """Let the next look at a source read it again, as another process does."""
-    patch.setattr(prepared, "_fixed", None)
+    patch.setattr(units.Units, "_fixed", None)
 
 
 def be_other_code(patch):
     """Let plans be made by another version of this program."""
-    patch.setattr(prepared, "code_identity", lambda: {"version": "0", "libraries": {"torch": "0"}})
+    patch.setattr(units, "code_identity", lambda: {"version": "0", "libraries": {"torch": "0"}})
 
 
 def whole(path, order=range(TOTAL), **changed):
@@ -149,10 +148,10 @@ def whole(path, order=range(TOTAL), **changed):
 
 def cloned(plan, numbers):
     """Make further partitions of the files of partition 0, linked: the same documents under other numbers."""
-    first = plan.partition_path(0).resolve()
+    first = plan.unit_path(0).resolve()
     meta = json.loads((first / "meta.json").read_bytes())
     for number in numbers:
-        path = plan.partition_path(number)
+        path = plan.unit_path(number)
         folder = versions_dir(path) / first.name
         for file in first.rglob("*"):
             if file.is_file() and file.name != "meta.json":

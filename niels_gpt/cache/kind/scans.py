@@ -57,7 +57,8 @@ def content_damages(files: FileChecks) -> Iterator[Damage]:
             yield from (damages := [] if stream is None else list(stream.damages()))
             if not pretrain and not damages:
                 yield from supervised_damages(files, split, supervised_counts(files.folder, meta, split))
-    for record in (*([meta["checksums"]] if "checksums" in meta else []), *meta.get("files", [])):
+    # The checksums last: their entries are compared with the blocks of each file when that file is read.
+    for record in (*meta.get("files", []), *([meta["checksums"]] if "checksums" in meta else [])):
         yield from _scanned(files, record)
 
 

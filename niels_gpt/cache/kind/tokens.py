@@ -22,6 +22,7 @@ from niels_gpt.cache.documents import (
     tokens_of,
 )
 from niels_gpt.cache.formats import SPLITS, has_loss_bits, has_no_text_bytes, npy_header, token_dtype_of
+from niels_gpt.cache.joining import SAME, check_counts, join, warn_of_whole
 from niels_gpt.cache.kind.locate import locate, locate_data
 from niels_gpt.cache.kind.plot import plot
 from niels_gpt.cache.kind.scans import content_damages, id_damages, supervised_damages
@@ -41,11 +42,13 @@ from niels_gpt.cache.meta import (
 from niels_gpt.cache.mmap import check_starts, mmap_tokens
 from niels_gpt.display.decoded import decoded_text
 from niels_gpt.display.numbers import count_text, many, number_of, share_text, size_text
+from niels_gpt.engine.units import UnitKind
 from niels_gpt.kinds.checks import BUDGET_REACHED, FILES, TOKENIZER_MATCHES, warnings_of
 from niels_gpt.kinds.files import HEADER_BYTES, Damage, FileChecks
-from niels_gpt.kinds.kind import Cache, Card, Finding, Held, Kind, Limits, Page, Rows
+from niels_gpt.kinds.kind import MALFORMED, Cache, Card, Finding, Held, Kind, Limits, Page, Rows
 from niels_gpt.kinds.rows import counted, described, of_loader, spread, warned_of
-from niels_gpt.kinds.verify import reader_error, refusal
+from niels_gpt.kinds.verify import examined, reader_error, refusal
+from niels_gpt.progress import Progress
 from niels_gpt.storage.checks import Check, Figures
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME
@@ -284,6 +287,17 @@ def _opened(module: str, name: str, how: str) -> Callable[[Mapping[str, Any]], I
     return lines
 
 
+def _examined(folder: Path, deep: bool, progress: Progress | None) -> tuple[Meta | None, str]:
+    """Return the meta.json of a unit and what is wrong with it, its counts included. See `UnitKind.examine`."""
+    meta, problem = examined(folder, deep, progress)
+    if meta is not None and not problem:
+        try:
+            check_counts(meta)
+        except (CacheError, *MALFORMED) as error:
+            problem = error.problem if isinstance(error, CacheError) else repr(error)
+    return meta, problem
+
+
 class PretrainKind(Tokens):
     """Documents in token files, read as windows."""
 
@@ -292,7 +306,7 @@ class PretrainKind(Tokens):
     has_parts = True
     unit = "document"
     keys = ("pretrain/",)
-    has_partitions = True
+    units = UnitKind("pretrain", SAME, _examined, lambda receipt: sum(receipt["docs"].values()), join, warn_of_whole)
     builder_version = BUILDER_VERSIONS["pretrain"]
     checks = (*_TOKENS, BUDGET_REACHED, *warnings_of("documents"))
     page = Page(

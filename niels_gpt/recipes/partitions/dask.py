@@ -18,19 +18,17 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from niels_gpt.builders.partitions.plan import Plan
-from niels_gpt.builders.partitions.receipts import partition_states
+from niels_gpt.engine.units import Plan
 from niels_gpt.interrupts import sigint_blocked
 from niels_gpt.progress import Progress
 from niels_gpt.recipes.partitions.documents import budget_of
-from niels_gpt.recipes.partitions.run import prepare, seal_cache
 from niels_gpt.recipes.partitions.shared import code_identity
 from niels_gpt.recipes.partitions.worker import BUSY, Built, Said, Work, build_there, inputs_seen, obstacle
-from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.recipes.run_recipe import Outcome, cache_root
+from niels_gpt.recipes.units import Units
 from niels_gpt.settings import Settings, UsageError
 from niels_gpt.storage.codes import code_of
 from niels_gpt.storage.errors import CacheError
@@ -63,19 +61,16 @@ def build_on_dask(
         or one cannot build; where partitions failed, after the others are finished, CacheError with the code of the
         first one; as `prepare` and `seal_cache`.
     """
-    begin = time.perf_counter()
     check_where(where)
-    plan = prepare(settings, name, refresh=refresh)
-    if plan is not None:
-        states = [each for each in partition_states(plan) if each.number >= 0]
-        missing = [each.number for each in states if each.state != "finished"]
-        if missing:
-            done = (sum(each.documents for each in states), sum(each.tokens for each in states))
-            report = _Report(plan, *done, budget_of(settings, resolve_source(settings, name)), progress)
+    cache = Units(settings, name, refresh=refresh)
+    if (plan := cache.plan) is not None:
+        units = cache.states()
+        if missing := [unit.number for unit in units if unit.state != "finished"]:
+            done = (sum(unit.items for unit in units), sum(unit.tokens for unit in units))
+            report = _Report(plan, *done, budget_of(settings, cache.source), progress)
             with work_of(settings, name, plan) as work, _client(where) as client:
                 _Build(plan, work, _Workers(client, where, work), report, deque(missing)).run()
-    outcome = seal_cache(settings, name)
-    return outcome if outcome.reused else replace(outcome, seconds=time.perf_counter() - begin)
+    return cache.seal()
 
 
 def check_where(where: str) -> None:

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.data.exclude import read_exclusion
-from niels_gpt.recipes.partitions.run import build_partition
 from niels_gpt.recipes.partitions.shared import code_identity
 from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.recipes.tokenizer import tokenizer_state
+from niels_gpt.recipes.units import Units
 from niels_gpt.settings import Settings
 from niels_gpt.storage.codes import code_of
 from niels_gpt.storage.errors import CacheError
@@ -95,7 +95,7 @@ def build_there(work: Work, number: int) -> Built:
         try:
             check_wanted()
             with contextlib.chdir(work.folder):
-                meta = build_partition(settings, work.name, number, wait=True, progress=check_wanted).meta
+                meta = Units(settings, work.name).build(number, wait=True, progress=check_wanted).meta
             receipt = meta.get("partition")
             if receipt is None:  # another command has sealed the cache
                 return Built(warnings=warnings)

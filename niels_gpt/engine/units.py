@@ -1,0 +1,501 @@
+"""A cache in units (users say partitions): each is built alone, on any machine, and the seal makes one cache of all.
+
+plan.json fixes what all units share. It is written once, by the machine that comes first, and never changed. A unit is
+a cache of its own in the plan's folder, and its meta.json is its receipt, which names the plan's sha256. A kind says
+what damages a unit and how units are joined: `UnitKind`. Nothing that lies in the folder is trusted.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple
+
+from niels_gpt.builders.meta_keys import BUILDER_VERSIONS, Source
+from niels_gpt.builders.resume import CANNOT_WRITE
+from niels_gpt.cache.formats import FORMAT_VERSION
+from niels_gpt.documents import MAX_PARTITIONS, Partition
+from niels_gpt.progress import Progress
+from niels_gpt.settings import usable_cores
+from niels_gpt.storage import fileio, versions
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import META_NAME, canonical_json, write_bytes
+from niels_gpt.storage.meta_json import (
+    MAX_JSON_BYTES,
+    checked_sha256,
+    file_records,
+    parse_object,
+    path_inside,
+    printable,
+    read_regular,
+    sha256_regular,
+    wrong_value,
+)
+from niels_gpt.storage.versions import (
+    BUILDING,
+    MAX_PLAN_BYTES,
+    PARTITIONS,
+    PLAN_KIND,
+    PLAN_NAME,
+    VERSION_DIGITS,
+    VERSIONS_DIR,
+    versions_dir,
+)
+
+logger = logging.getLogger(__name__)
+
+PLAN_VERSION = 1
+LISTINGS_NAME = "listings"
+"""Beside plan.json: more listings of the same text, one a line. The plan's sha256 does not cover it."""
+_DIGITS = 5  # of a unit's folder
+_TARGET = re.compile(r"\.versions/([0-9]{5})/([0-9a-f]{12})")
+_HALF_WRITTEN = re.compile(r"\.plan\.json\.[0-9a-f]{8}\.tmp")
+_NOT_THERE = ("missing", "started")
+_MOST_REMEDIES = 20
+_MOST_CHARACTERS = 4_000  # of the list of unfinished units: 100,000 of them may be missing
+
+Meta = dict[str, Any]
+
+
+# --- the plan ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan of a cache in units."""
+
+    path: Path
+    """The cache's public path, absolute."""
+    content: Mapping[str, Any]
+    """What plan.json holds: see `fix_plan`."""
+
+    @functools.cached_property
+    def folder(self) -> Path:
+        """The folder of plan.json and of all units."""
+        return versions_dir(self.path) / f"{PARTITIONS}-{self.fingerprint[:VERSION_DIGITS]}"
+
+    @property
+    def total(self) -> int:
+        """Number of units."""
+        return int(self.content["partitions"])
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the recipe: 64 hex digits."""
+        return str(self.content["fingerprint"])
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        """Hex sha256 of plan.json's bytes; each receipt names it."""
+        return hashlib.sha256(canonical_json(self.content)).hexdigest()
+
+    @property
+    def is_there(self) -> bool:
+        """Whether plan.json is there with this content: a seal, `restart` and gc remove it."""
+        try:
+            return sha256_regular(self.folder / PLAN_NAME) == self.sha256
+        except (OSError, CacheError):
+            return False
+
+    def partition(self, number: int) -> Partition:
+        """Return a unit's number with the total. Raises: ValueError unless 0 <= number < total."""
+        return Partition.checked(number, self.total)
+
+    def unit_path(self, number: int) -> Path:
+        """Return the public path of a unit, which may not exist yet. Raises: ValueError."""
+        return self.folder / f"{self.partition(number).number:0{_DIGITS}d}"
+
+
+def fix_plan(path: str | os.PathLike[str], content: Mapping[str, Any]) -> Plan:
+    """Write plan.json unless it is there; return the plan. The caller holds `build_lock(path)`.
+
+    content: plan_version 1, kind "partition_plan", cache (such as "pretrain/roam"), partitions (2 or more), rule,
+        fingerprint (of the recipe, 64 hex digits), recipe, source and code (objects), tokenizer_sha256,
+        tokenizer_content_sha256; listing and exclude_sha256 (both may be null).
+    Raises: CacheError E511 for another content under the same fingerprint, naming the keys that differ; CacheError for
+        a content in another form, and for anything but a plan.json at its place.
+    """
+    plan = Plan(Path(os.path.abspath(path)), parse_object(canonical_json(content)))
+    _check_content(plan.content, f"{path}: {PLAN_NAME}")
+    where = plan.folder / PLAN_NAME
+    if plan.folder.is_symlink():
+        raise CacheError(plan.folder, "a symbolic link", "the folder of a plan", "Remove it", code="E205")
+    if not os.path.lexists(where):
+        fileio.make_dir(plan.folder)
+        write_bytes(where, canonical_json(plan.content))
+        return plan
+    found = parse_object(read_regular(where, MAX_PLAN_BYTES))
+    if found != plan.content:
+        keys = sorted(key for key in {*found, *plan.content} if found.get(key) != plan.content.get(key))
+        raise CacheError(
+            where,
+            f"another plan of the same cache, which differs in {', '.join(keys)}",
+            "the plan that this machine makes",
+            "Use the same program and source on all machines, or build from scratch with --restart",
+            code="E511",
+        )
+    return plan
+
+
+def plans_of(path: str | os.PathLike[str]) -> list[Plan]:
+    """Return the plans of the cache at `path`, the most recently written first; other folders are left out."""
+    dated: list[tuple[int, str, Plan]] = []
+    for folder in versions_dir(path).glob(f"{PARTITIONS}-*"):
+        with suppress(OSError, ValueError):
+            plan = _read_plan(Path(os.path.abspath(path)), folder)
+            dated.append(((folder / PLAN_NAME).lstat().st_mtime_ns, folder.name, plan))
+    return [plan for *_, plan in sorted(dated, key=lambda entry: entry[:2], reverse=True)]
+
+
+def discard_plan(plan: Plan) -> bool:
+    """Remove a plan and its units, unless one is being built; return whether it is gone. `build_lock` is held.
+
+    plan.json goes last, so that what a killed process leaves still says whose it is.
+    """
+    try:
+        versions.refuse_if_partition_is_built(plan.folder)
+    except CacheError as error:
+        logger.info("%s is not removed: %s", plan.folder, error)
+        return False
+    versions.discard(plan.folder)
+    return True
+
+
+def _read_plan(path: Path, folder: Path) -> Plan:
+    """Return the plan in a folder. Raises: OSError, ValueError (CacheError too) for anything else."""
+    if folder.is_symlink():
+        raise CacheError(folder, "a symbolic link", "the folder of a plan", code="E205")
+    raw = read_regular(folder / PLAN_NAME, MAX_PLAN_BYTES)
+    plan = Plan(path, parse_object(raw))
+    _check_content(plan.content, str(folder / PLAN_NAME))
+    if plan.folder.name != folder.name or canonical_json(plan.content) != raw:
+        raise wrong_value(str(folder / PLAN_NAME), "fingerprint", plan.fingerprint, f"the one in {folder.name}")
+    return plan
+
+
+def _check_content(content: Mapping[str, Any], where: str) -> None:
+    """Raise CacheError for a plan in another form."""
+    for key, expected in (("plan_version", PLAN_VERSION), ("kind", PLAN_KIND)):
+        if content.get(key) != expected or type(content[key]) is not type(expected):
+            raise wrong_value(where, key, content.get(key), repr(expected))
+    total = content.get("partitions")
+    if type(total) is not int or not 2 <= total <= MAX_PARTITIONS:
+        raise wrong_value(where, "partitions", total, f"2 to {MAX_PARTITIONS:,}")
+    for key in ("fingerprint", "tokenizer_sha256", "tokenizer_content_sha256"):
+        checked_sha256(content.get(key), key, where)
+    for key in ("listing", "exclude_sha256"):
+        if content.get(key) is not None:
+            checked_sha256(content[key], key, where)
+    for keys, form, name in ((("cache", "rule"), str, "a text"), (("recipe", "source", "code"), dict, "an object")):
+        for key in keys:
+            if not isinstance(content.get(key), form):
+                raise wrong_value(where, key, content.get(key), name)
+
+
+# --- a unit -----------------------------------------------------------------------------------------------------------
+
+
+class Unit(NamedTuple):
+    """What was found of one unit."""
+
+    number: int
+    """From 0; -1 of an entry of the plan's folder that belongs to no unit."""
+    state: str
+    """finished; missing: no receipt; started: an unfinished build is there; doubled: its receipt claims another number;
+    foreign: not made by a build of ours, or a link out; stale: of another plan or version of the builder; damaged: its
+    files differ from its receipt."""
+    found: str = ""
+    """What is wrong, for a message. With number -1: the entry's name, then what is wrong."""
+    version: str = ""
+    """Name of the version that its link leads to, which its content decides; "" without a good receipt."""
+    items: int = 0
+    """Documents, chats or groups in both splits, by a good receipt."""
+    tokens: int = 0
+    """Tokens in both splits, by a good receipt."""
+    entry: Path | None = None
+    """With number -1: the entry, by its name as it is."""
+    receipt: Meta | None = None
+    """Its meta.json, where `look_at` found it finished; None in the list of `states_of`."""
+
+
+class UnitKind(NamedTuple):
+    """What a kind says of its units."""
+
+    name: str
+    """`kind` in the receipts."""
+    same: tuple[str, ...]
+    """Keys of meta.json that all units of a cache have in common; the cache has them too."""
+    examine: Callable[[Path, bool, Progress | None], tuple[Meta | None, str]]
+    """Takes a unit's folder, whether to read every file, and progress; returns its meta.json, None for one that cannot
+    be read, and what is wrong with it or its files, "" for a good one."""
+    items: Callable[[Meta], int]
+    """Returns how many documents, chats or groups a receipt counts."""
+    join: Callable[[Path, Plan, Source, Iterator[tuple[Path, Meta]]], Meta]
+    """Takes the folder to write to, the plan, the source, and folder and receipt of each unit in order. Writes all files
+    of the cache and meta.json; returns the meta."""
+    warn: Callable[[Path, Meta], None]
+    """Logs what no unit can know. Takes the cache's path and its meta."""
+
+
+def look_at(plan: Plan, kind: UnitKind, number: int) -> Unit:
+    """Return a unit by a quick look: its link, its receipt, and the sizes of its files."""
+    path = plan.unit_path(number)
+    if not os.path.lexists(path):
+        if any(versions_dir(path).glob(f"{BUILDING}-*")):
+            return Unit(number, "started", "an unfinished build")
+        return Unit(number, "missing", "no receipt")
+    target = _TARGET.fullmatch(os.readlink(path)) if path.is_symlink() else None
+    if target is None or target[1] != path.name:
+        return Unit(number, "foreign", f"no link to a version below {VERSIONS_DIR}/{path.name}")
+    try:
+        path_inside(plan.folder, f"{target[0]}/{META_NAME}")
+        meta, problem = kind.examine(plan.folder / target[0], False, None)
+    except CacheError as error:
+        return Unit(number, "foreign", error.problem)
+    if meta is not None and (wrong := _claim(plan, kind, number, meta)):
+        return Unit(number, *wrong)
+    if meta is None or problem or meta.get("content_sha256", "")[:VERSION_DIGITS] != target[2]:
+        return Unit(number, "damaged", printable(problem or "content_sha256 is not the one of its version"))
+    tokens = sum(count for key, count in meta["totals"].items() if key.endswith("_tokens"))
+    return Unit(number, "finished", "", target[2], kind.items(meta), tokens, None, meta)
+
+
+def _claim(plan: Plan, kind: UnitKind, number: int, meta: Meta) -> tuple[str, str] | None:
+    """Return the state and what is wrong unless a receipt is of this plan, version and number."""
+    claim = meta.get("partition")
+    if meta.get("kind") != kind.name or not isinstance(claim, dict):
+        return "foreign", f"its {META_NAME} is no receipt of a partition"
+    if claim.get("plan") != plan.sha256 or claim.get("total") != plan.total:
+        return "stale", "its receipt is of another plan"
+    made, ours = (meta.get("format_version"), meta.get("builder_version")), BUILDER_VERSIONS[kind.name]
+    if made != (FORMAT_VERSION, ours):
+        return "stale", f"made by version {made[1]!r:.20} of the builder, not {ours}"
+    if meta.get("tokenizer_sha256") != plan.content["tokenizer_sha256"]:
+        return "stale", "its ids are of another tokenizer than the plan's"
+    if claim.get("number") != number or type(claim["number"]) is not int:
+        return "doubled", f"its receipt claims number {claim.get('number')!r:.20}"
+    return None
+
+
+def states_of(plan: Plan, kind: UnitKind, *, deep: bool = False, progress: Progress | None = None) -> list[Unit]:
+    """Return each unit by number, then foreign entries of the plan's folder, which have number -1.
+
+    deep: compare the sha256 and the block checksums of every file too; else links, receipts and sizes only.
+    progress: called with files, bytes read, and bytes to read in all.
+    """
+    units, sizes = list[Unit](), dict[int, int]()
+    common: Meta | None = None
+    for number in range(plan.total):
+        unit = look_at(plan, kind, number)
+        if (receipt := unit.receipt) is not None:
+            found = {key: receipt.get(key) for key in kind.same}
+            common = common or found
+            if differing := [key for key in kind.same if found[key] != common[key]]:
+                unit = Unit(number, "stale", f"it differs from other partitions in {', '.join(differing)}")
+            else:
+                sizes[number] = sum(record["bytes"] for record in file_records(receipt)) if deep else 0
+        units.append(unit._replace(receipt=None))
+    for number, problem in _damages(plan, kind, units, sizes, progress) if deep else ():
+        units[number] = Unit(number, "damaged", printable(problem))
+    return units + [Unit(-1, "foreign", found, entry=entry) for entry, found in _foreign(plan)]
+
+
+def _damages(
+    plan: Plan, kind: UnitKind, units: Sequence[Unit], sizes: Mapping[int, int], progress: Progress | None
+) -> Iterator[tuple[int, str]]:
+    """Read every file of the finished units, several units at once; yield number and damage of a damaged one."""
+    total, heard, lock = sum(sizes.values()), [0, 0], Lock()
+
+    def examine(number: int) -> str:
+        before = [0, 0]
+
+        def add(files: int, read: int, _: int | None) -> None:
+            with lock:
+                heard[0], heard[1] = heard[0] + files - before[0], heard[1] + read - before[1]
+                before[:] = files, read
+                if progress is not None:
+                    progress(heard[0], heard[1], total)
+
+        folder = plan.unit_path(number).parent / VERSIONS_DIR / f"{number:0{_DIGITS}d}" / units[number].version
+        found = kind.examine(folder, True, add)[1]
+        add(before[0], sizes[number], None)  # a damaged one is not read to its end
+        return found
+
+    with ThreadPoolExecutor(min(16, usable_cores())) as executor:
+        yield from ((number, found) for number, found in zip(sizes, executor.map(examine, sizes), strict=True) if found)
+
+
+def _foreign(plan: Plan) -> Iterator[tuple[Path, str]]:
+    """Yield what is in the plan's folder, or among the versions of its units, and was not put there by a build."""
+    names = {plan.unit_path(number).name for number in range(plan.total)}
+    for folder, known in (
+        (plan.folder, {*names, PLAN_NAME, LISTINGS_NAME, VERSIONS_DIR}),
+        (plan.folder / VERSIONS_DIR, names),
+    ):
+        if folder.is_symlink():
+            yield folder, f"{folder.name}: a symbolic link"
+            continue
+        for name in sorted(os.listdir(folder)) if folder.is_dir() else ():
+            if name not in known and not _HALF_WRITTEN.fullmatch(name):
+                below = "" if folder == plan.folder else f"{VERSIONS_DIR}/"
+                yield folder / name, f"{below}{printable(name)}: no partition of the {plan.total} of this plan"
+
+
+# --- the seal ---------------------------------------------------------------------------------------------------------
+
+
+class Commands(NamedTuple):
+    """The commands that a refused seal names."""
+
+    unit: Callable[[int], str]
+    """Returns the one that builds a unit."""
+    whole: str
+    """Builds all that are missing, and seals."""
+    seal: str
+
+
+def seal(
+    plan: Plan,
+    kind: UnitKind,
+    *,
+    source: Source,
+    deep: bool = True,
+    wait: bool = False,
+    commands: Commands | None = None,
+    committed: Callable[[Meta], None] | None = None,
+    progress: Progress | None = None,
+) -> Meta:
+    """Commit the cache of all units at `plan.path`, remove the plan's folder, and return the cache's meta.json.
+
+    A seal that was killed is repeated. The bytes depend on the receipts alone. The caller does not hold
+    `build_lock(plan.path)`: it is held in here.
+    source: name, config, streaming and from_scratch as for `build_pretrain`; provenance: the key `source` of the meta,
+        without `counters`, which are the sums of the receipts' counters. Its position and counters are not looked at.
+    deep: compare the sha256 of every file of every unit; else sizes. wait: for the lock, as in `build_lock`.
+    commands: those that the error E510 names; None: the one of `source`.
+    committed: called with the meta after the commit, before the plan's folder is removed.
+    progress: called with files, bytes read, and bytes to read in all.
+    Warns (W509) where the plan's folder stays, because a unit is being built in it.
+    Raises: CacheError E510 naming each unit that is not finished, or where plan.json is gone; E503 while a unit is
+        being built or, without `wait`, another process seals; E206 for a meta.json that readers would refuse for its
+        size; ValueError E303 where no unit has a token for the train split; OSError.
+    """
+    with _saying_what_is_kept(plan.path), versions.building(plan.path, wait=wait) as work:
+        if not plan.is_there:
+            raise CacheError(plan.folder, f"has no {PLAN_NAME} of this plan", code="E510")
+        versions.refuse_if_partition_is_built(plan.folder)
+        units = states_of(plan, kind, deep=deep, progress=progress)
+        if any(unit.state != "finished" for unit in units):
+            raise _not_finished(plan, units, commands, source.from_scratch)
+        meta = kind.join(work, plan, source, _receipts(plan, kind, units))
+        if (size := (work / META_NAME).stat().st_size) > MAX_JSON_BYTES:
+            advice = "Build with a larger --shard-bytes or with fewer --partitions"
+            raise CacheError(
+                plan.path, f"its {META_NAME} has {size:,} bytes", f"{MAX_JSON_BYTES:,}", advice, code="E206"
+            )
+        versions.commit(work, plan.path, str(meta["content_sha256"]))
+        if committed is not None:
+            committed(meta)
+        if not discard_plan(plan):
+            logger.warning(
+                "%s: not removed, because one of its partitions is being built. Later: %s",
+                plan.folder,
+                shlex.join(["niels-gpt", "gc", str(plan.path.parent)]),
+                extra={"code": "W509"},
+            )
+    kind.warn(plan.path, meta)
+    return meta
+
+
+def _receipts(plan: Plan, kind: UnitKind, units: Sequence[Unit]) -> Iterator[tuple[Path, Meta]]:
+    """Yield folder and receipt of each unit, in order. Raises: CacheError E510 for one that changed since its look."""
+    for unit in units:
+        now = look_at(plan, kind, unit.number)
+        if now.receipt is None or now.version != unit.version:
+            found = f"version {now.version}, and {unit.version} was checked" if now.receipt else now.found
+            state = "replaced" if now.receipt else now.state
+            raise CacheError(
+                plan.unit_path(unit.number),
+                f"{state}, though it was finished just now: {found}",
+                remedy="Let nothing change the partitions, and seal again",
+                code="E510",
+            )
+        yield plan.folder / VERSIONS_DIR / plan.unit_path(unit.number).name / now.version, now.receipt
+
+
+@contextmanager
+def _saying_what_is_kept(path: Path) -> Iterator[None]:
+    """Name a file, and what to do, where the disk takes nothing more."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in CANNOT_WRITE:
+            raise
+        kept = "Its partitions are kept: the same command seals them once that is fixed"
+        raise OSError(error.errno, f"{error.strerror}. {kept}", error.filename or os.fspath(path)) from error
+
+
+def _not_finished(plan: Plan, units: Sequence[Unit], commands: Commands | None, from_scratch: str | None) -> CacheError:
+    """Return the error that names each unit that is not finished, and the commands that build them and seal.
+
+    Where more than 20 are missing, one command builds them all.
+    """
+    bad = sorted((unit for unit in units if unit.state != "finished"), key=lambda unit: (unit.state, unit.number))
+    groups = [(name, list(some)) for name, some in groupby(bad, key=lambda unit: unit.state)]
+    found = "; ".join(f"{name}: {_described(name, some)}" for name, some in groups)
+    if len(found) > _MOST_CHARACTERS:
+        found = f"{found[:_MOST_CHARACTERS]} ..."
+    last = commands.seal if commands else None
+    if commands and sum(unit.state in _NOT_THERE for unit in bad) > _MOST_REMEDIES:
+        bad, last = [unit for unit in bad if unit.state not in _NOT_THERE], commands.whole
+    remedies = list(dict.fromkeys(_remedy(plan, unit, commands, from_scratch) for unit in bad[:_MOST_REMEDIES]))
+    if len(bad) > _MOST_REMEDIES:
+        last = f"and so on for {len(bad) - _MOST_REMEDIES:,} more"
+    finished = sum(unit.state == "finished" for unit in units)
+    return CacheError(
+        plan.path,
+        f"{finished:,} of {plan.total:,} partitions are finished; {found}",
+        remedy="\n".join(["Build them, then seal:", *remedies, *([last] if last else [])]),
+        code="E510",
+    )
+
+
+def _described(state: str, units: Sequence[Unit]) -> str:
+    """Return the numbers of units in one state, runs of them as 3-5, or each with what is wrong."""
+    if state not in _NOT_THERE:
+        return ", ".join(f"{unit.number} ({unit.found})" if unit.number >= 0 else unit.found for unit in units)
+    runs = [
+        [unit.number for _, unit in run]
+        for _, run in groupby(enumerate(units), key=lambda pair: pair[1].number - pair[0])
+    ]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _remedy(plan: Plan, unit: Unit, commands: Commands | None, from_scratch: str | None) -> str:
+    """Return the commands that mend a unit, as one line of bash."""
+    if unit.entry is not None:
+        return f"rm -rf {_quoted(str(unit.entry))}"
+    build = commands.unit(unit.number) if commands is not None else from_scratch or f"build partition {unit.number}"
+    if unit.state in _NOT_THERE:
+        return build
+    path = plan.unit_path(unit.number)
+    return f"{shlex.join(['rm', '-rf', str(path), str(versions_dir(path))])} && {build}"
+
+
+def _quoted(path: str) -> str:
+    """Return a path as a word of bash on one line: other than printable characters by their bytes, in $'...'."""
+    if path.isprintable():
+        return shlex.quote(path)
+    plain = (chr(byte) if 32 <= byte < 127 and byte not in b"\\'" else f"\\{byte:03o}" for byte in os.fsencode(path))
+    return f"$'{''.join(plain)}'"

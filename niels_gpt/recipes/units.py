@@ -1,0 +1,684 @@
+"""A cache in units (users say partitions) as the settings ask for it: its plan, building one unit or all, the seal.
+
+A source of files has the fingerprint of all of their bytes. The machine that fixes the plan reads them once; the others
+compare names, sizes and times of modification, and read the bytes again only where these differ. Every object of
+`Units` looks at the folder of caches first: what is there already is not made again.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from niels_gpt.cache.meta import read_meta
+from niels_gpt.data.exclude import read_exclusion
+from niels_gpt.data.files.part import PARTITION_RULE
+from niels_gpt.documents import Partition
+from niels_gpt.engine.units import (
+    LISTINGS_NAME,
+    Commands,
+    Plan,
+    Unit,
+    UnitKind,
+    discard_plan,
+    fix_plan,
+    look_at,
+    plans_of,
+    seal,
+    states_of,
+)
+from niels_gpt.kinds.kind import kind_of_key
+from niels_gpt.progress import Progress
+from niels_gpt.recipes.partitions.documents import (
+    budget_of,
+    build_documents,
+    check_val_frac,
+    is_partitioned,
+    warn_if_partial,
+    warn_of_missing_start,
+)
+from niels_gpt.recipes.partitions.shared import check_shared_folder, code_identity
+from niels_gpt.recipes.resolve import ResolvedSource, listing_of, resolve_source
+from niels_gpt.recipes.run_recipe import (
+    TOKENIZER_KEY,
+    AskedCache,
+    BuildInputs,
+    Measurement,
+    Outcome,
+    cache_root,
+    is_current,
+    recorded_provenance,
+    recorded_recipe,
+)
+from niels_gpt.recipes.tokenizer import (
+    install_tokenizer,
+    is_id,
+    is_of_hub,
+    stage_tokenizer,
+    tokenizer_for,
+    tokenizer_state,
+)
+from niels_gpt.recipes.tokenizers.change import log_unseen_source
+from niels_gpt.recipes.tokenizers.earlier import undamaged
+from niels_gpt.recipes.tokenizers.texts import was_trained_by
+from niels_gpt.settings import Settings, UsageError
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import META_NAME, canonical_json, write_bytes
+from niels_gpt.storage.locks import apply_lock_setting
+from niels_gpt.storage.meta_json import read_regular, resolved
+from niels_gpt.storage.remedies import build_command
+from niels_gpt.storage.versions import (
+    BUILDING,
+    PLAN_NAME,
+    RECIPE_NAME,
+    VERSION_DIGITS,
+    build_lock,
+    discard,
+    discard_unfinished,
+    refuse_foreign,
+    refuse_if_building,
+    versions_dir,
+)
+from niels_gpt.tokenizers.protocol import FullTokenizer
+
+logger = logging.getLogger(__name__)
+
+_MAX_LISTINGS_BYTES = 1 << 20
+
+
+class NoPlan(CacheError):
+    """There is no plan of this text and these settings, and none may be fixed."""
+
+
+class MadeUnit(NamedTuple):
+    """What a build of one unit did."""
+
+    key: str
+    """Of the cache, such as pretrain/roam."""
+    partition: Partition
+    meta: dict[str, Any]
+    """The unit's receipt; the meta.json of the sealed cache where that is current, and no unit is needed."""
+    reused: bool
+    """True where the unit was finished before, or the sealed cache is current."""
+    seconds: float
+    """Wall time since the object of `Units` was made."""
+
+
+class Units:
+    """The units of one cache. Making the object fixes their plan, if there is none.
+
+    It makes the tokenizer, resolves the source, and checks the folder, the program and the disk. Any machine may make
+    one, any number of times; a plan of the same settings is kept, and the revision of the hub in it.
+    """
+
+    plan: Plan | None
+    """None: the committed cache is current, and no unit is needed."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        name: str,
+        *,
+        refresh: bool = False,
+        observed: str | None = None,
+        fixes: bool = True,
+    ) -> None:
+        """name: of the source. refresh: ask the hub for its newest revision, even where a plan is there.
+
+        observed: see `run_recipe`. fixes: fix a plan where there is none; else that is an error.
+        Raises: UsageError for settings without partitions, or a cache that is always built whole; NoPlan E510 or E511
+            where none may be fixed; CacheError E511 where the plan was fixed with other versions; E512 for a file
+            system that lacks what is needed; NoRoomError; what resolving the source and the tokenizer raise.
+        """
+        self._measurement = Measurement()
+        source = resolve_source(settings, name)
+        self.key = source.spec.key
+        kind = kind_of_key(self.key)
+        if not is_partitioned(settings, source) or kind is None or kind.units is None:
+            why = f"partitions is {settings.partitions}" if settings.partitions < 2 else "a stub, chats or rollouts"
+            expected = "a pretrain cache with text and 2 or more partitions (--partitions)"
+            raise UsageError(f"{self.key}: {why}; expected {expected}")
+        check_val_frac(settings, source)
+        _check_folder(cache_root(settings).absolute())
+        self.kind: UnitKind = kind.units
+        self.settings, self.source = settings, source
+        self._fixes = fixes
+        self._tokenizer_made = self._made_tokenizer(refresh)
+        self._tokenizer = tokenizer_for(settings, self.key, source, self._tokenizer_made.path)
+        self._listing = listing_of(source)
+        self._find(observed, asks_hub=refresh and source.kind == "hub")
+        if refresh or observed is not None:  # the next commands, which have neither, find this one first
+            with suppress(OSError):
+                os.utime(self.plan.folder / PLAN_NAME if self.plan else versions_dir(self.path) / RECIPE_NAME)
+        if self.plan is not None:
+            self._refuse_other_code(self.plan)
+
+    @property
+    def path(self) -> Path:
+        """The cache's public path."""
+        return cache_root(self.settings) / self.key
+
+    # --- which plan ---
+
+    def _find(self, observed: str | None, *, asks_hub: bool) -> None:
+        """Set `asked` and `plan`; the plan is fixed if there is none."""
+        if not asks_hub and self._is_recorded(observed):
+            return
+        # One machine reads the files for their fingerprint, or asks the hub; the others wait, and find its plan.
+        with build_lock(self.path, wait=True):
+            if not asks_hub and self._is_recorded(observed):
+                return
+            known = recorded_provenance(self._tokenizer_made.path, self.source, self.path, observed, {})
+            provenance = self.source.provenance(None if asks_hub else known)
+            self.asked = _asked(self.settings, self.source, self._tokenizer, provenance)
+            self.plan = None if is_current(self.path, self.asked.fingerprint) else self._fixed()
+            if self._listing is not None:
+                self._add_listing(self._listing)
+
+    def _is_recorded(self, observed: str | None) -> bool:
+        """Set `asked` and `plan` by what was recorded of these settings, without reading the text; False: nothing."""
+        found = recorded_units(self.settings, self.source, self._tokenizer, self._listing, observed)
+        if found is not None:
+            self.asked, self.plan = found
+        return found is not None
+
+    def _fixed(self) -> Plan:
+        """Return the plan of `asked`, which is fixed if there is none. `build_lock` of the cache is held."""
+        plans, content = plans_of(self.path), str(self._tokenizer_made.meta["content_sha256"])
+        plan = next((plan for plan in plans if plan.fingerprint == self.asked.fingerprint), None)
+        if plan is not None:
+            return plan
+        if not self._fixes:
+            raise self._no_plan(plans, content)
+        warn_if_partial(self.source)
+        refuse_foreign(self.path)
+        self.asked.refuse_without_room()
+        for other in plans:
+            self._warn_of_other(other, content)
+        return fix_plan(
+            self.path,
+            {
+                "plan_version": 1,
+                "kind": "partition_plan",
+                "cache": self.key,
+                "partitions": self.settings.partitions,
+                "rule": PARTITION_RULE,
+                "fingerprint": self.asked.fingerprint,
+                "recipe": self.asked.recipe,
+                "source": self.asked.provenance,
+                "listing": self._listing,
+                "tokenizer_sha256": self._tokenizer.sha256,
+                "tokenizer_content_sha256": content,
+                "exclude_sha256": _excluded_sha256(self.settings),
+                "code": code_identity(),
+            },
+        )
+
+    def _add_listing(self, listing: str) -> None:
+        """Record another listing of the same text, so that later commands need not read it. `build_lock` is held."""
+        if self.plan is None:
+            recipe = {**recorded_recipe(self.path), "listing": listing}
+            write_bytes(versions_dir(self.path) / RECIPE_NAME, canonical_json(recipe))
+        elif listing not in _listings(self.plan):
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+            with suppress(OSError), open(os.open(self.plan.folder / LISTINGS_NAME, flags, 0o666), "a") as file:
+                file.write(f"{listing}\n")
+
+    # --- building and sealing ---
+
+    def states(self, *, deep: bool = False) -> list[Unit]:
+        """Return each unit by number; [] where the cache is current. deep: read every file."""
+        return (
+            []
+            if self.plan is None
+            else [unit for unit in states_of(self.plan, self.kind, deep=deep) if unit.number >= 0]
+        )
+
+    def unfinished(self) -> list[int]:
+        """Return the numbers of the units that are not finished."""
+        return [unit.number for unit in self.states() if unit.state != "finished"]
+
+    def build(self, number: int, *, wait: bool = False, progress: Progress | None = None) -> MadeUnit:
+        """Build unit `number`, from 0, unless it is finished or the cache is current. A killed build resumes.
+
+        wait: wait for another builder of it, instead of E503.
+        progress: receives documents, tokens, and the unit's part of both budgets (None without budgets).
+        Raises: ValueError for a number that there is not; CacheError E306 where the text is no longer the plan's text,
+            E503, E511; what `build_pretrain` raises.
+        """
+        partition = Partition.checked(number, self.settings.partitions)
+        meta, reused = self._built(partition, wait, progress)
+        return MadeUnit(self.key, partition, meta, reused, self._measurement.end().seconds)
+
+    def build_all(self, progress: Progress | None = None) -> Outcome:
+        """Build the units that are missing here, one after the other, and seal them.
+
+        Other processes that build a unit, or seal, are waited for. Files of units that were there before are
+        read again; for `progress`, the tokens in them count from 0.
+        Raises: as `build` and `seal`.
+        """
+        if self.plan is None:
+            return self._finished(self.current_meta(), True)
+        total, deep = _Total(budget_of(self.settings, self.source), progress), False
+        for number in range(self.plan.total):
+            receipt, was_there = self._built(self.plan.partition(number), True, total)
+            total.add(receipt)
+            deep = deep or was_there
+        return self.seal(deep=deep, wait=True, progress=total.checked)
+
+    def seal(self, *, deep: bool = True, wait: bool = False, progress: Progress | None = None) -> Outcome:
+        """Check all units, commit the cache that they make, and install its tokenizer; a current cache is reused.
+
+        deep: compute the sha256 of every file; else links, receipts and sizes alone are looked at. wait: wait for other
+        builders of the cache and of its units, instead of E503.
+        progress: receives files, bytes read, and bytes to read in all.
+        Raises: CacheError E510 naming the units that are not finished, each with its command; E503; OSError.
+        """
+        if self.plan is None:
+            return self._finished(self.current_meta(), True)
+        warn_if_partial(self.source)
+        while True:
+            try:
+                meta = seal(
+                    self.plan,
+                    self.kind,
+                    source=self.asked.described(),
+                    deep=deep,
+                    wait=wait,
+                    commands=self._commands,
+                    committed=partial(self.asked.record, listing=self._listing),
+                    progress=progress,
+                )
+                break
+            except CacheError as error:
+                if error.code == "E503" and wait:
+                    deep = True  # they may have been built again
+                    for number in range(self.plan.total):
+                        _wait_for(self.plan.unit_path(number))
+                elif error.code != "E510" or (sealed := self._sealed(self.plan)) is None:
+                    raise
+                else:
+                    return self._finished(sealed, True)
+        warn_of_missing_start(self.settings, self.source, self._tokenizer, self.path)
+        install_tokenizer(self.settings, self._tokenizer_made)
+        log_unseen_source(self.settings, self._tokenizer_made.meta, self.key)
+        return self._finished(meta, False)
+
+    def restart(self, number: int) -> bool:
+        """Make the next build of a unit start from scratch; the others stay.
+
+        Returns False, and does nothing, where the cache is current: it has no units any more.
+        Raises: CacheError E503 if it is being built, or the cache sealed.
+        """
+        if self.plan is None:
+            return False
+        path = self.plan.unit_path(number)
+        refuse_foreign(path)
+        with build_lock(path) as folder:
+            if (versions_dir(self.plan.path) / BUILDING).is_dir():
+                refuse_if_building(self.plan.path)  # a seal, which reads this unit
+            discard_unfinished(folder)
+            if path.is_symlink():
+                discard(path)
+        return True
+
+    def current_meta(self) -> dict[str, Any]:
+        """Return the meta of the committed cache, which is current; a plan that a killed seal has left is removed."""
+        meta = self.asked.current_meta() or read_meta(str(self.path / META_NAME))
+        for plan in plans_of(self.path):
+            if plan.fingerprint == self.asked.fingerprint:
+                with suppress(CacheError, OSError), build_lock(plan.path):
+                    discard_plan(plan)
+        return meta
+
+    def _built(self, partition: Partition, wait: bool, progress: Progress | None) -> tuple[dict[str, Any], bool]:
+        """Return the receipt of a unit, which is built first unless it is finished, and whether it was.
+
+        Returns the meta of the cache, and True, where it is current, or another process seals it.
+        """
+        if (plan := self.plan) is None:
+            return self.current_meta(), True
+        path, asked = plan.unit_path(partition.number), self.asked
+        while True:
+            if (sealed := self._sealed(plan)) is not None:
+                return sealed, True
+            unit = look_at(plan, self.kind, partition.number)
+            if unit.receipt is not None:
+                return unit.receipt, True
+            if unit.state not in ("missing", "started"):
+                logger.info("%s is built again: %s, %s", path, unit.state, unit.found)
+            described = asked.described("--partition", str(partition.number))
+            counters = described.counters
+            assert isinstance(counters, Counter)
+            inputs = BuildInputs(asked.tokenizer, described, counters, asked.provenance["revision"], _nothing)
+            try:
+                meta = build_documents(asked.settings, asked.source, inputs, path, progress, partition, plan.sha256)
+            except (CacheError, OSError) as error:
+                is_built = isinstance(error, CacheError) and error.code == "E503"
+                if not (is_built and wait) and plan.is_there:
+                    raise
+                if is_built and wait:  # another builds it, and may be killed
+                    _wait_for(path)
+                continue
+            if plan.is_there:
+                self._check_text(path)
+                return meta, False
+
+    def _sealed(self, plan: Plan) -> dict[str, Any] | None:
+        """Return the meta of the cache if another process has sealed it; None: its units are needed.
+
+        Raises: NoPlan E511 where the plan was removed, and there is no cache of it.
+        """
+        has_plan = plan.is_there  # asked first: a seal commits, then removes the plan
+        is_sealed = is_current(self.path, plan.fingerprint)
+        if has_plan and not is_sealed:
+            return None
+        with build_lock(plan.path, wait=True):
+            if not plan.is_there:
+                discard_plan(plan)  # what a builder that came too late has put there
+        if is_sealed:
+            return self.current_meta()
+        again = f"Build its partitions again: {build_command(self.settings, self.key)}"
+        raise NoPlan(plan.folder, f"another command has removed {PLAN_NAME}", "the plan", again, code="E511")
+
+    def _check_text(self, path: Path) -> None:
+        """Raise CacheError, and remove the unit built at `path`, where the text is not the plan's text."""
+        if self._listing is None:
+            return
+        source = resolve_source(self.settings, self.key.rpartition("/")[2])
+        listing = listing_of(source)
+        if listing != self._listing:
+            if source.provenance(None)["fingerprint"] != self.asked.provenance["fingerprint"]:
+                with build_lock(path, wait=True):
+                    discard(path)
+                raise CacheError(
+                    self.path,
+                    f"its text changed while partition {int(path.name)} was built, which is removed",
+                    "the text of the plan",
+                    f"Run the same command when the text no longer changes: it fixes a plan of the text as it is then: "
+                    f"{build_command(self.settings, self.key)}",
+                    code="E306",
+                )
+            self._listing = listing
+
+    def _finished(self, meta: dict[str, Any], reused: bool) -> Outcome:
+        return self.asked.finish(meta, reused, self._measurement.end())
+
+    # --- what is refused ---
+
+    @property
+    def _commands(self) -> Commands:
+        """The commands that build one unit, build all, and seal."""
+        command = partial(build_command, self.settings, self.key)
+        return Commands(lambda number: command("--partition", str(number)), command(), command(verb="seal"))
+
+    def _refuse_other_code(self, plan: Plan) -> None:
+        here, there = map(_flat, (code_identity(), plan.content["code"]))
+        if here == there:
+            return
+        differing = sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
+        found = ", ".join(f"{name} {there.get(name)!s:.12}, here {here.get(name)!s:.12}" for name in differing)
+        raise CacheError(
+            plan.folder,
+            f"partitions are built by another program: {found}",
+            "the same versions on every machine",
+            f"Install these versions here, or start over with those that are here: "
+            f"{build_command(self.settings, self.key, '--restart')}",
+            code="E511",
+        )
+
+    def _warn_of_other(self, plan: Plan, tokenizer_content: str) -> None:
+        there = settings_of(plan, self.settings, tokenizer_content)
+        back = "" if there in (None, self.settings) else build_command(there or self.settings, self.key)
+        logger.warning(
+            "%s: partitions of another plan are there, and nothing of them is used (%s)%s",
+            self.path,
+            "; ".join([plan.folder.name, *_differences(plan, self.asked, tokenizer_content)]),
+            f". To go on with them: {back}" if back else "",
+            extra={"code": "W507"},
+        )
+
+    def _no_plan(self, plans: list[Plan], tokenizer_content: str) -> NoPlan:
+        """Return the error where no plan may be fixed: none is there at all, or one of other settings."""
+        if not plans:
+            return self._none_there()
+        differing = {plan.sha256: _differences(plan, self.asked, tokenizer_content) for plan in plans}
+        plan = min(plans, key=lambda plan: len(differing[plan.sha256]))
+        found = f"its partitions are of another plan ({'; '.join([plan.folder.name, *differing[plan.sha256]])})"
+        there = settings_of(plan, self.settings, tokenizer_content)
+        if there == self.settings:
+            again = f"Build those of the source as it is now: {build_command(there, self.key)}"
+            return NoPlan(self.path, found, "the source and tokenizer of their builds", again, code="E511")
+        return NoPlan(self.path, found, "the flags of their builds", self._seals(there), code="E511")
+
+    def _none_there(self) -> NoPlan:
+        build = build_command(self.settings, self.key)
+        return NoPlan(self.path, "none of its partitions is there", remedy=f"Build them: {build}", code="E510")
+
+    def _seals(self, there: Settings | None) -> str:
+        """Return the remedy of a seal with other flags than the builds. there: their settings; None: not known here."""
+        if there is None:
+            return "Seal with the flags of the builds, among them --tokenizer and --exclude"
+        return f"With these: {build_command(there, self.key, verb='seal')}"
+
+    def _made_tokenizer(self, refresh: bool) -> Outcome:
+        """Return the tokenizer: the one of a plan where the settings do not say which, else a staged one.
+
+        Raises: NoPlan for one that would have to be trained where no plan may be fixed.
+        """
+        settings, plans = self.settings, plans_of(self.path)
+        apply_lock_setting(cache_root(settings), settings.lock)
+        if not refresh and (known := _tokenizer_of(plans, settings)) is not None:
+            return known
+        if not self._fixes and tokenizer_state(settings) == "train":
+            if not plans:
+                raise self._none_there()
+            plan = next((plan for plan in plans if plan.total == settings.partitions), plans[0])
+            found = f"its partitions ({plan.folder.name}) have a tokenizer that these settings do not name"
+            remedy = self._seals(settings_of(plan, settings, None))
+            raise NoPlan(self.path, found, "the tokenizer of their builds", remedy, code="E511")
+        return stage_tokenizer(settings, user_sources_only=self.source.user is not None, refresh=refresh)
+
+
+class _Total:
+    """The progress of all units that are built here, as the progress of one cache."""
+
+    def __init__(self, budget: int | None, progress: Progress | None) -> None:
+        self._budget, self._progress, self._documents, self._tokens = budget, progress, 0, 0
+
+    def __call__(self, documents: int, tokens: int, _: int | None) -> None:
+        if self._progress is not None:
+            self._progress(self._documents + documents, self._tokens + tokens, self._budget)
+
+    def add(self, receipt: dict[str, Any]) -> None:
+        """Count a finished unit."""
+        self._documents += receipt["documents_read"]
+        self._tokens += sum(receipt["totals"].values())
+
+    def checked(self, _: int, read: int, num_bytes: int | None) -> None:
+        """Show how much of them the seal has read: the bar begins again."""
+        if self._progress is not None and num_bytes:
+            self._progress(self._documents, self._tokens * read // num_bytes, self._tokens)
+
+
+# --- what is recorded -------------------------------------------------------------------------------------------------
+
+
+def recorded_units(
+    settings: Settings,
+    source: ResolvedSource,
+    tokenizer: FullTokenizer,
+    listing: str | None,
+    observed: str | None = None,
+) -> tuple[AskedCache, Plan | None] | None:
+    """Return the cache that is asked for, with the newest plan of these settings, or without one where the committed
+    version is newer and current. The text is not read.
+
+    listing: of `listing_of`. observed: a fingerprint of the text that alone counts; None: any.
+    None: there is neither, or files differ in name, size or time from those that were recorded.
+    """
+    key = source.spec.key
+    dataset, _, revision = (observed or "").rpartition("@")
+    is_of_source = not dataset if listing else dataset == source.dataset and revision != "None"
+    wanted = observed if is_of_source else None
+    for plan, recorded, listings, fingerprint in _records(settings, cache_root(settings) / key):
+        if listing is not None and listing not in listings:
+            continue
+        provenance = source.provenance(recorded, ask_hub=False) if listing is None else recorded
+        if wanted not in (None, provenance.get("fingerprint")):
+            continue
+        asked = _asked(settings, source, tokenizer, provenance)
+        if asked.fingerprint == fingerprint:
+            if is_current(asked.path, fingerprint):
+                return asked, None
+            if plan is not None:
+                return asked, plan
+    return None
+
+
+def _asked(
+    settings: Settings, source: ResolvedSource, tokenizer: FullTokenizer, provenance: dict[str, Any]
+) -> AskedCache:
+    return AskedCache.of(settings, source.spec.key, source.spec.settings, source, tokenizer, provenance)
+
+
+_Record = tuple[Plan | None, dict[str, Any], set[Any], Any]
+"""Plan, provenance, listings and fingerprint of what was written of a cache; no plan: of the committed version."""
+
+
+def _records(settings: Settings, path: Path) -> list[_Record]:
+    """Return the plans of as many units, and the record of the committed version, newest first."""
+    found: list[tuple[int, _Record]] = []
+    for plan in plans_of(path):
+        if plan.total == settings.partitions:
+            record = (plan, plan.content["source"], _listings(plan), plan.fingerprint)
+            found.append((_written(plan.folder / PLAN_NAME), record))
+    recipe = recorded_recipe(path)
+    if isinstance(source := recipe.get("source"), dict):
+        written = _written(versions_dir(path) / RECIPE_NAME)
+        found.append((written, (None, source, {recipe.get("listing")}, recipe.get("fingerprint"))))
+    return [record for _, record in sorted(found, key=lambda entry: -entry[0])]
+
+
+# --- what a plan says -------------------------------------------------------------------------------------------------
+
+
+def settings_of(plan: Plan, settings: Settings, tokenizer_content: str | None) -> Settings | None:
+    """Return settings with those of a plan, as far as it has them; None where a file that it needs is not known here.
+
+    tokenizer_content: content_sha256 of the tokenizer of `settings`; None: unknown.
+    """
+    known = {field.name: type(getattr(settings, field.name)) for field in fields(Settings)}
+    recipe = {name: value for name, value in plan.content["recipe"].items() if known.get(name) is type(value)}
+    start = plan.content["recipe"].get("document_start")
+    recipe["document_start"] = start if isinstance(start, str) else None
+    there = replace(settings, **recipe, partitions=plan.total)
+    if plan.content["tokenizer_content_sha256"] != tokenizer_content:
+        if undamaged(folder := _staged(plan, settings)) is None:
+            return None
+        there = replace(there, tokenizer=str(folder))
+    excluded = plan.content.get("exclude_sha256")
+    if excluded is None:
+        return replace(there, exclude=None)
+    return there if excluded == _excluded_sha256(settings) else None
+
+
+def _differences(plan: Plan, asked: AskedCache, tokenizer_content: str) -> list[str]:
+    """Return in what a plan differs from the cache that is asked for, in words.
+
+    tokenizer_content: content_sha256 of the tokenizer that is asked for.
+    """
+    found = []
+    if plan.total != asked.settings.partitions:
+        found.append(f"partitions: {plan.total} there, {asked.settings.partitions} here")
+    recipe = plan.content["recipe"]
+    for name in sorted({*recipe, *asked.recipe}):
+        if recipe.get(name) != asked.recipe.get(name):
+            found.append(f"{name}: {recipe.get(name)!r} there, {asked.recipe.get(name)!r} here")
+    if asked.tokenizer is not None and plan.content["tokenizer_sha256"] != asked.tokenizer.sha256:
+        found.append("the tokenizer")
+    elif plan.content["tokenizer_content_sha256"] != tokenizer_content:
+        found.append("the tokenizer's files")
+    if plan.content["source"].get("fingerprint") != asked.provenance.get("fingerprint"):
+        found.append("the text" if asked.source.found else "the hub's revision")
+    return found or ["the licence, the attribution or what --exclude leaves out"]
+
+
+def _tokenizer_of(plans: list[Plan], settings: Settings) -> Outcome | None:
+    """Return the tokenizer of the newest plan of as many units, if it was downloaded or trained as the settings say and
+    is still there.
+
+    So a plan keeps its tokenizer, as it keeps the revision of its text: the hub is not asked for a newer one.
+    """
+    for plan in plans:
+        folder = _staged(plan, settings)
+        if plan.total != settings.partitions or (meta := undamaged(folder)) is None:
+            continue
+        if settings.tokenizer is None:
+            is_asked = was_trained_by(settings, meta)
+        else:
+            is_asked = is_id(settings.tokenizer) and is_of_hub(settings, meta)
+        if is_asked and meta["content_sha256"] == plan.content["tokenizer_content_sha256"]:
+            installed = cache_root(settings) / TOKENIZER_KEY
+            path = installed if resolved(installed) == resolved(folder) else folder
+            return Outcome(TOKENIZER_KEY, path, meta, True, 0.0, None, str(meta["tokenizer_sha256"]))
+    return None
+
+
+def _staged(plan: Plan, settings: Settings) -> Path:
+    """Return the folder of the version that a plan's tokenizer is; it may be gone."""
+    versions = versions_dir(cache_root(settings) / TOKENIZER_KEY)
+    return versions / str(plan.content["tokenizer_content_sha256"])[:VERSION_DIGITS]
+
+
+def _listings(plan: Plan) -> set[str | None]:
+    """Return the listings under which the text of a plan was seen."""
+    more = b""
+    with suppress(OSError, CacheError):
+        more = read_regular(plan.folder / LISTINGS_NAME, _MAX_LISTINGS_BYTES)
+    return {plan.content.get("listing"), *more.decode("ascii", "replace").split("\n")}
+
+
+def _excluded_sha256(settings: Settings) -> str | None:
+    """Return the sha256 of what --exclude leaves out; None without it."""
+    return None if settings.exclude is None else str(read_exclusion(settings.exclude).facts["sha256"])
+
+
+@functools.cache
+def _check_folder(folder: Path) -> None:
+    """Check the folder of caches once in a process: another machine may have it mounted differently."""
+    check_shared_folder(folder)
+
+
+def _flat(code: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what identifies a program, with its libraries' versions among it."""
+    libraries = code.get("libraries")
+    return {**code, **(libraries if isinstance(libraries, dict) else {}), "libraries": None}
+
+
+def _nothing(_: dict[str, Any]) -> None:
+    """A unit has no record of a recipe: its receipt names its plan."""
+
+
+def _wait_for(path: Path) -> None:
+    """Wait until no process builds a unit."""
+    try:
+        refuse_if_building(path)
+    except CacheError:
+        with build_lock(path, wait=True):
+            pass
+
+
+def _written(path: Path) -> int:
+    try:
+        return os.lstat(path).st_mtime_ns
+    except OSError:
+        return 0
