@@ -70,6 +70,11 @@ class Settings:
         "how builders lock the folder of caches: flock, lease (where flock does not reach other machines), or auto, as "
         "the folder says, flock at first. Never changes the output",
     )
+    accept_code: bool = _setting(
+        False,
+        "go on with partitions that were begun with other versions of this program's format or of its libraries; "
+        "meta.json names them",
+    )
     threads: int = _setting(0, "tokenizer threads; 0: one per usable core. Never changes the output", least=0)
 
     tokenizer: str | None = _setting(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,18 +91,21 @@ def join(work: Path, plan: Plan, source: Source, units: Iterator[tuple[Path, Met
     parts, shards = list[_Part](), {split: list[Meta]() for split in SPLITS}
     of_each, limits = list[Meta](), dict[str, int | None]({f"max_{split}_tokens": 0 for split in SPLITS})
     counts, counters, examples = _ZEROS, dict[str, int](), dict[str, str]()
-    meta: Meta = {}
+    accepted, meta = dict[str, Any](source.provenance.get("accepted_code", {})), Meta()
     for folder, meta in units:
         parts.append(_linked(work, folder, meta, shards))
         counts, counters = _added("", counts, meta), _added("counters", counters, meta["source"]["counters"])
         for key, limit in limits.items():
             limits[key] = None if limit is None or meta[key] is None else limit + meta[key]
         examples = {**meta.get("first_noticed", {}), **examples}
+        accepted |= meta["source"].get("accepted_code", {})
         of_each.append(_of_unit(meta))
     known = {key: meta[key] for key in SAME if key in meta}
     if not counts["totals"]["train_tokens"] and known["built"] is True:
         read = counts["documents_read"]
         raise NoTextError(f"{plan.path}: no token for the train split: {read} documents read. Give it more text")
+    if accepted:  # versions that differed while units were built: recipes/units.py
+        source = replace(source, provenance={**source.provenance, "accepted_code": accepted})
     files = _streamed(work, parts, counts["docs"])
     duplicates = _count_duplicates(work, parts, counts, by_text=known["split_rule"] in IN_PARTITIONS.values())
     return write_description(
@@ -124,6 +128,7 @@ def check_counts(meta: Meta) -> None:
     """Raise an error where the counts of a receipt cannot be summed."""
     _added("", _ZEROS, meta)
     _added("counters", {}, meta["source"]["counters"])
+    dict(meta["source"].get("accepted_code", {}))
     for split in SPLITS:
         if (limit := meta[f"max_{split}_tokens"]) is not None:
             checked_count(limit, f"max_{split}_tokens", META_NAME)

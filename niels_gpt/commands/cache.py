@@ -332,21 +332,22 @@ def _remedy(cache: Path) -> str:
 @command("gc", "Remove old versions and dead builds.", examples="niels-gpt gc cache --dry-run")
 @argument("cache_dir", type=FOLDER, help="folder of the caches, such as cache")
 @option("--dry-run", is_flag=True, help="print what would be removed")
-def gc(cache_dir: Path, dry_run: bool) -> Result:
+@option("--unsealed", is_flag=True, help="remove partitions that are not sealed yet, though they are not a week old")
+def gc(cache_dir: Path, dry_run: bool, unsealed: bool) -> Result:
     """Remove what no cache needs."""
     from niels_gpt.kinds.folders import refuse_without_caches
     from niels_gpt.recipes.gc import FAILED, collect
 
     refuse_without_caches(cache_dir)
     lines: list[str] = []
-    for line in collect(cache_dir, dry_run=dry_run):
+    for line in collect(cache_dir, dry_run=dry_run, unsealed=unsealed):
         say(line)
         lines.append(line)
     if not lines:
         say("nothing to remove")
     failed = any(line.startswith(FAILED) for line in lines)
     again = (
-        shlex.join(["niels-gpt", "gc", str(cache_dir)])
+        shlex.join(["niels-gpt", "gc", str(cache_dir), *(["--unsealed"] if unsealed else [])])
         if any(line.startswith("would remove") for line in lines)
         else ""
     )

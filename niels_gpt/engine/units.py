@@ -242,8 +242,8 @@ class UnitKind(NamedTuple):
     items: Callable[[Meta], int]
     """Returns how many documents, chats or groups a receipt counts."""
     join: Callable[[Path, Plan, Source, Iterator[tuple[Path, Meta]]], Meta]
-    """Takes the folder to write to, the plan, the source, and folder and receipt of each unit in order. Writes all files
-    of the cache and meta.json; returns the meta."""
+    """Takes the folder to write to, the plan, the source, and folder and receipt of each unit in order. Writes all
+    files of the cache and meta.json; returns the meta."""
     warn: Callable[[Path, Meta], None]
     """Logs what no unit can know. Takes the cache's path and its meta."""
 

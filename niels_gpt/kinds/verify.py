@@ -116,7 +116,7 @@ def find_damage(path: Path, *, deep: bool, progress: Progress | None = None) -> 
 def examined(folder: Path, deep: bool, progress: Progress | None = None) -> tuple[dict[str, Any] | None, str]:
     """Return the meta.json of a unit, None for one that cannot be read, and its first damage, "" for a good one.
 
-    The `examine` of a `UnitKind`. No reader opens a unit, so what its files hold is compared with sha256 and CRC-32 alone.
+    The `examine` of a `UnitKind`. No reader opens a unit: its files are compared with their sizes, sha256 and CRC-32.
     folder: of a version, without links on the way.
     Raises: CacheError for a meta.json that is no regular file.
     """
@@ -129,8 +129,8 @@ def examined(folder: Path, deep: bool, progress: Progress | None = None) -> tupl
     files = file_checks(cache, progress)
     sizes = chain(_sum_damages(cache, files), files.size_damages())
     findings = _guarded(chain(sizes, files.sha256_damages() if deep else ()))
-    damage = next((_as_damage(finding, folder) for finding in findings), None)
-    return cache.meta, "" if damage is None else f"{damage.file}: {damage.problem}"
+    first = next((_as_damage(finding, folder) for finding in findings), None)
+    return cache.meta, "" if first is None else f"{first.file}: {first.problem}"
 
 
 def _by_verdicts(path: Path, kind: Kind, *, deep: bool, progress: Progress | None) -> list[Damage]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import shlex
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from niels_gpt.builders.journal import identity_of
 from niels_gpt.builders.meta_keys import OF_ANOTHER_VERSION, is_of_this_version
 from niels_gpt.display.numbers import size_text
+from niels_gpt.engine.units import plans_of
 from niels_gpt.kinds.kind import kind_names
 from niels_gpt.recipes.disk import bytes_below
+from niels_gpt.recipes.run_recipe import recorded_recipe
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.leftovers import Leftover, leftovers, removable, versions_below
 from niels_gpt.storage.locks import OPEN, unless_held
@@ -18,6 +21,7 @@ from niels_gpt.storage.versions import (
     BUILDING,
     JOURNAL_SUFFIX,
     PARTITIONS,
+    PLAN_NAME,
     build_lock,
     discard,
     is_plan,
@@ -26,14 +30,17 @@ from niels_gpt.storage.versions import (
     version_name,
 )
 
+_WEEK_S = 7 * 24 * 3600
 FAILED = "could not remove"
 """Begins the line of a piece that could not be removed."""
 
 
-def collect(cache_dir: Path, *, dry_run: bool) -> Iterator[str]:
+def collect(cache_dir: Path, *, dry_run: bool, unsealed: bool = False) -> Iterator[str]:
     """Remove what the caches in a folder no longer need; yields a line for each piece, with its size and the reason.
 
-    dry_run: remove nothing, and write nothing. A cache that is being built is left alone, and its line names the
+    dry_run: remove nothing, and write nothing. unsealed: remove the newest partitions of a cache too; else they stay
+    for a week after the last one was finished, because the next task of a job may go on with them.
+    A cache that is being built is left alone, and its line names the
     builder; so are the partitions of a cache while one is being built. A version that a reader has open is kept,
     and every version where the file system has no locks; files that no cache wrote (`storage.leftovers.leftovers`) are
     left alone. Links are not followed. A piece that cannot be removed has a line that begins with FAILED; the other
@@ -49,11 +56,13 @@ def collect(cache_dir: Path, *, dry_run: bool) -> Iterator[str]:
         try:
             if not dry_run and removable(cache, kinds):
                 with build_lock(cache):
+                    kept = None if unsealed else _wanted_plan(cache)
                     for piece in _explained(leftovers(cache, kinds)):  # listed again: a build may have ended meanwhile
-                        lines.append(_remove(piece, dry_run))
+                        lines.append(_remove(piece, kept, dry_run))
             else:
                 refuse_if_building(cache)
-                lines += [_remove(piece, dry_run) for piece in _explained(leftovers(cache, kinds))]
+                kept = None if unsealed else _wanted_plan(cache)
+                lines += [_remove(piece, kept, dry_run) for piece in _explained(leftovers(cache, kinds))]
         except CacheError as error:  # another process holds the lock, or its file is no lock
             lines.append(f"left alone {error}")
         except OSError as error:
@@ -72,7 +81,21 @@ def _explained(pieces: list[Leftover]) -> list[Leftover]:
     return [piece._replace(why=why) if piece.path in others else piece for piece in pieces]
 
 
-def _remove(piece: Leftover, dry_run: bool) -> str:
+def _wanted_plan(cache: Path) -> Path | None:
+    """Return the folder of the newest plan of a cache, if it was not sealed and is not older than a week."""
+    for plan in plans_of(cache)[:1]:
+        fixed = (plan.folder / PLAN_NAME).lstat().st_mtime
+        if (recorded := recorded_recipe(cache).get("fingerprint")) is not None:
+            is_sealed = plan.fingerprint == recorded
+        else:  # a seal without a recipe
+            is_sealed = cache.is_symlink() and cache.lstat().st_mtime >= fixed
+        if not is_sealed and time.time() - max(fixed, plan.folder.lstat().st_mtime) < _WEEK_S:
+            return plan.folder
+    return None
+
+
+def _remove(piece: Leftover, kept: Path | None, dry_run: bool) -> str:
+    """Remove a piece, unless it is `kept`, the folder of a plan; return its line."""
     # A reader that resolves the public link holds the version a moment later. If gc runs in between, that version is
     # the committed one, which stays, unless two builds are committed in that moment as well. Such a reader fails at
     # the first missing file; that is accepted.
@@ -88,6 +111,9 @@ def _remove(piece: Leftover, dry_run: bool) -> str:
     if is_plan(path):
         finished = sum(entry.is_symlink() for entry in path.iterdir())  # a build ends with the link
         why_unneeded += f", {finished:,} of them finished"
+        if path == kept:
+            why = "the newest partitions of an unsealed cache stay for a week. To remove them: --unsealed"
+            return f"kept {name} ({size_text(num_bytes)}, {finished:,} of them finished): {why}"
     with unless_held(path) as why:
         if why and not path.name.startswith((BUILDING, PARTITIONS)):  # nobody reads an unfinished build
             remedy = "" if why == OPEN else f". When no reader runs: {shlex.join(['rm', '-r', str(path)])}"

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from niels_gpt.builders.meta_keys import Source
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.data.exclude import read_exclusion
 from niels_gpt.data.files.part import PARTITION_RULE
@@ -158,8 +159,7 @@ class Units:
         if refresh or observed is not None:  # the next commands, which have neither, find this one first
             with suppress(OSError):
                 os.utime(self.plan.folder / PLAN_NAME if self.plan else versions_dir(self.path) / RECIPE_NAME)
-        if self.plan is not None:
-            self._refuse_other_code(self.plan)
+        self._accepted = {} if self.plan is None else self._other_code(self.plan)
 
     @property
     def path(self) -> Path:
@@ -290,7 +290,7 @@ class Units:
                 meta = seal(
                     self.plan,
                     self.kind,
-                    source=self.asked.described(),
+                    source=self._described(),
                     deep=deep,
                     wait=wait,
                     commands=self._commands,
@@ -355,7 +355,7 @@ class Units:
                 return unit.receipt, True
             if unit.state not in ("missing", "started"):
                 logger.info("%s is built again: %s, %s", path, unit.state, unit.found)
-            described = asked.described("--partition", str(partition.number))
+            described = self._described("--partition", str(partition.number))
             counters = described.counters
             assert isinstance(counters, Counter)
             inputs = BuildInputs(asked.tokenizer, described, counters, asked.provenance["revision"], _nothing)
@@ -371,6 +371,12 @@ class Units:
             if plan.is_there:
                 self._check_text(path)
                 return meta, False
+
+    def _described(self, *flags: str) -> Source:
+        """Return what meta.json says of the source, and of the versions that --accept-code lets differ."""
+        source = self.asked.described(*flags)
+        accepted = {"accepted_code": self._accepted} if self._accepted else {}
+        return replace(source, provenance={**source.provenance, **accepted})
 
     def _sealed(self, plan: Plan) -> dict[str, Any] | None:
         """Return the meta of the cache if another process has sealed it; None: its units are needed.
@@ -420,18 +426,23 @@ class Units:
         command = partial(build_command, self.settings, self.key)
         return Commands(lambda number: command("--partition", str(number)), command(), command(verb="seal"))
 
-    def _refuse_other_code(self, plan: Plan) -> None:
+    def _other_code(self, plan: Plan) -> dict[str, list[Any]]:
+        """Return the versions that differ from those of a plan: name -> there and here. Raises: CacheError E511 unless
+        the settings accept them."""
         here, there = map(_flat, (code_identity(), plan.content["code"]))
-        if here == there:
-            return
-        differing = sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
-        found = ", ".join(f"{name} {there.get(name)!s:.12}, here {here.get(name)!s:.12}" for name in differing)
+        differing = {
+            name: [there[name], here[name]] for name in sorted(here) if there.get(name, here[name]) != here[name]
+        }
+        if self.settings.accept_code or not differing:
+            return differing
+        found = ", ".join(f"{name} {old!s:.12}, here {new!s:.12}" for name, (old, new) in differing.items())
+        command = partial(build_command, self.settings, self.key)
         raise CacheError(
             plan.folder,
             f"partitions are built by another program: {found}",
             "the same versions on every machine",
-            f"Install these versions here, or start over with those that are here: "
-            f"{build_command(self.settings, self.key, '--restart')}",
+            f"Install these versions here, or start over with those that are here: {command('--restart')}\n"
+            f"Where you know that both give equal bytes: {command('--accept-code')}",
             code="E511",
         )
 
@@ -659,9 +670,9 @@ def _check_folder(folder: Path) -> None:
 
 
 def _flat(code: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what identifies a program, with its libraries' versions among it."""
+    """Return the versions of a program: of its format and builder, and of each library by name."""
     libraries = code.get("libraries")
-    return {**code, **(libraries if isinstance(libraries, dict) else {}), "libraries": None}
+    return {key: code.get(key) for key in ("format", "builder")} | (libraries if isinstance(libraries, dict) else {})
 
 
 def _nothing(_: dict[str, Any]) -> None:

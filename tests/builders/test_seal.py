@@ -7,6 +7,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 from support.disk import meta_bytes, versions_dir
@@ -240,10 +241,15 @@ def test_gc_and_restart_remove_a_plan_of_ours_and_no_other_folder(plan):
     with refused("E212") as error:
         caches_below(plan.folder)
     assert error.value.code == "E212"
-    lines = list(collect(plan.path.parent, dry_run=True))
+    (kept,) = (line for line in collect(plan.path.parent, dry_run=False) if plan.folder.name in line)
+    assert kept.startswith("kept") and "--unsealed" in kept and plan.folder.is_dir()
+    lines = list(collect(plan.path.parent, dry_run=True, unsealed=True))
     assert any("would remove" in line and plan.folder.name in line for line in lines)
     assert any("left alone" in line and other.name in line for line in lines)
     assert not any(str(plan.folder / ".versions") in line for line in lines)  # parts of an unfinished build
+    long_ago = time.time() - 8 * 24 * 3600
+    os.utime(plan.folder / "plan.json", (long_ago, long_ago))
+    os.utime(plan.folder, (long_ago, long_ago))
     list(collect(plan.path.parent, dry_run=False))
     assert not plan.folder.exists() and other.is_dir()
 
@@ -359,14 +365,15 @@ SEAL = """
 import os, sys, tracemalloc
 from pathlib import Path
 from niels_gpt.builders.meta_keys import Source
-from niels_gpt.builders.partitions import seal
-from niels_gpt.engine.units import plans_of
+from niels_gpt.cache import joining
+from niels_gpt.cache.kind.tokens import PRETRAIN
+from niels_gpt.engine.units import plans_of, seal
 if hasattr(os, "sched_setaffinity"):
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # one thread reads: how many buffers overlap is chance
-seal.MAX_DIGESTS = 1 << 12
+joining.MAX_DIGESTS = 1 << 12
 (plan,) = plans_of(Path(sys.argv[1]))
 tracemalloc.start()
-seal.seal(plan, source=Source())
+seal(plan, PRETRAIN.units, source=Source())
 print(tracemalloc.get_traced_memory()[1])
 """
 

@@ -25,6 +25,7 @@ from support.tiny_texts import TINY_TEXTS
 
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.commands.main import main
+from niels_gpt.kinds.look import stats
 from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.recipes.run_recipe import cache_root, restart
 from niels_gpt.recipes.token_caches import build_token_cache
@@ -258,9 +259,23 @@ def test_other_code_is_refused_and_restart_starts_over(notes, monkeypatch, tiny_
     with refused("E511", "torch 0, here") as caught:
         Units(notes, "notes").build(1)
     assert caught.value.code == "E511"
-    command = caught.value.remedy.rpartition("niels-gpt ")[2]
+    command = caught.value.remedy.splitlines()[0].rpartition("niels-gpt ")[2]
     assert "--restart" in command and main(shlex.split(command)) == 0
     assert Units(notes, "notes", fixes=False).seal().reused
+
+
+def test_accepted_code_is_recorded(notes, monkeypatch):
+    with monkeypatch.context() as patched:
+        be_other_code(patched)
+        Units(notes, "notes").build(0)
+    with refused("E511", "torch 0, here") as caught:
+        Units(notes, "notes")
+    command = caught.value.remedy.rpartition("niels-gpt ")[2]
+    assert "--accept-code" in command and main(shlex.split(command)) == 0
+    meta = read_meta("cache/pretrain/notes/meta.json")
+    assert meta["source"]["accepted_code"]["torch"][0] == "0" and meta["partitions"]["total"] == TOTAL
+    assert dict(stats(cache_root(notes) / "pretrain/notes"))["accepted code"].startswith("partitions were built with")
+    assert "accepted_code" not in build_token_cache(replace(notes, cache_dir="other"), "notes").meta["source"]
 
 
 def test_other_numbers_of_partitions_between_change_no_bytes(notes, tiny_model_path):

@@ -34,21 +34,7 @@ def test_the_program_is_named_without_importing_a_library():
     here = code_identity()
     assert said == f"[{said[1:].rpartition(', [')[0]}, []]\n"
     assert here["libraries"].keys() == set(LIBRARIES) and "+" not in str(here)
-    assert f'"sources": "{here["sources"]}"' in said and re.fullmatch("[0-9a-f]{64}", here["sources"])
-
-
-def test_another_line_of_code_is_another_program(tmp_path):
-    (tmp_path / "part").mkdir()
-    (tmp_path / "a.py").write_text("x = 1\n")
-    (tmp_path / "part" / "b.py").write_text("")
-    seen = [shared._sources_sha256(tmp_path)]
-    (tmp_path / "notes.txt").write_text("not code")
-    assert shared._sources_sha256(tmp_path) == seen[0]
-    (tmp_path / "a.py").write_text("x = 2\n")
-    seen.append(shared._sources_sha256(tmp_path))
-    (tmp_path / "a.py").rename(tmp_path / "c.py")
-    seen.append(shared._sources_sha256(tmp_path))
-    assert len(set(seen)) == 3
+    assert here.keys() == {"format", "builder", "libraries"}  # a changed line of code alone stops nobody
 
 
 @pytest.mark.parametrize(

@@ -434,6 +434,9 @@ def _rows(cache: Cache, unit: str) -> Rows:
         rows.append((split, _split_line(folder, meta, split, unit)))
     if "partitions" in meta:
         rows.append(("partitions", f"{meta['partitions']['total']:,}: {meta['partitions']['rule']}"))
+    if accepted := source.get("accepted_code"):
+        told = (f"{name} {there} and {here}" for name, (there, here) in sorted(accepted.items()))
+        rows.append(("accepted code", f"partitions were built with {', '.join(told)}"))
     rows.append(("dropped", _dropped(meta, unit)))
     rows.append(("duplicates", _duplicates(meta)))
     rows += [*of_loader(meta), *loss_table(meta).items()]

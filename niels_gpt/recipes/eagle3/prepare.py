@@ -20,6 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import niels_gpt
 from niels_gpt.chat_template import roles_counted
 from niels_gpt.data.exclude import Exclusion
 from niels_gpt.display.numbers import many
@@ -388,7 +389,7 @@ def carry_out(
     if options.lock != "auto":
         apply_lock_setting(Path(folder), options.lock)
     if options.part is not None:
-        code = code_identity()
+        code = {"version": niels_gpt.__version__, **code_identity()}
         check_shared_folder(Path(folder), "--output-dir")
     load = partial(
         open_target,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import functools
-import hashlib
 import logging
 import os
 import stat
@@ -15,7 +14,6 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-import niels_gpt
 from niels_gpt.builders.meta_keys import BUILDER_VERSIONS
 from niels_gpt.cache.formats import FORMAT_VERSION
 from niels_gpt.storage import fileio
@@ -23,13 +21,11 @@ from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.leftovers import PROBE
 from niels_gpt.storage.locks import lock_kind
 from niels_gpt.storage.locks.mounts import mount_of
-from niels_gpt.storage.meta_json import read_regular
 
 logger = logging.getLogger(__name__)
 
-LIBRARIES = ("torch", "numpy", "sentencepiece", "tokenizers", "pyarrow", "orjson", "datasets")
+LIBRARIES = ("torch", "numpy", "sentencepiece", "tokenizers", "gigatoken", "pyarrow", "orjson", "datasets")
 """Those that read, shuffle or encode: another version may give other bytes."""
-_MAX_FILES, _MAX_FILE_BYTES = 5_000, 1 << 22
 _PROBE_FILES = {"old", "new", "old-link", "new-link", "once", "lock", "linked"}
 _OLD_SECONDS = 600  # a check takes far less
 
@@ -38,26 +34,15 @@ _OLD_SECONDS = 600  # a check takes far less
 def code_identity() -> dict[str, Any]:
     """Return what decides a cache's bytes beside its recipe: equal on all machines that build one cache.
 
-    {"version": of this program, "sources": hex sha256 over its .py files and their names, "format": int,
-    "builder": int, "libraries": {name: version, without the part after "+", which names a variant; None: not
-    installed}}. Nothing is imported. Computed once in a process.
+    {"format": int, "builder": int, "libraries": {name: version, without the part after "+", which names a variant;
+    None: not installed}}. What changes bytes in this program raises one of the numbers. Nothing is imported.
+    Computed once in a process.
     """
     return {
-        "version": niels_gpt.__version__,
-        "sources": _sources_sha256(Path(niels_gpt.__file__).parent),
         "format": FORMAT_VERSION,
         "builder": BUILDER_VERSIONS["pretrain"],
         "libraries": {name: _installed(name) for name in LIBRARIES},
     }
-
-
-def _sources_sha256(package: Path) -> str:
-    digest = hashlib.sha256()
-    names = sorted(path.relative_to(package).as_posix() for path in package.rglob("*.py"))
-    for name in names[:_MAX_FILES]:
-        content = read_regular(package / name, _MAX_FILE_BYTES)
-        digest.update(f"{name} {len(content)}\n".encode() + content)
-    return digest.hexdigest()
 
 
 def _installed(package: str) -> str | None:

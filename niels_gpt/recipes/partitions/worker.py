@@ -126,7 +126,7 @@ def inputs_seen(settings: Settings, name: str) -> dict[str, str]:
 
 
 def _obstacle(work: Work) -> Said | None:
-    if differing := _differing(code_identity(), work.code):
+    if not work.settings.accept_code and (differing := _differing(code_identity(), work.code)):
         return "E511", f"it runs another niels-gpt: {differing}. Install the same version there"
     try:
         token = Path(work.probe).read_text(encoding="utf-8")
