@@ -15,6 +15,8 @@ snapshot.py          how many rows of a hub source a snapshot keeps; data/files/
 disk.py              how much disk a build needs, and when it is refused
 gc.py                runs `gc` over all caches of a folder; which versions are old is decided in storage/versions.py
 partitions/          pretrain caches in partitions, built on many machines and sealed to one cache
+dask.py              build_on_dask: which worker of a Dask cluster builds which partition, and what follows a death
+shared.py            what the machines must share: the same program, and a folder whose file system keeps its promises
 rollouts/            recorded rollouts -> rollouts/NAME, message trees -> trees/oasst1
 eagle3/              chats + target model -> eagle3/targets
 exchange/            folders of other tools <-> caches

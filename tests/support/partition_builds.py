@@ -8,7 +8,8 @@ from niels_gpt.builders.partitions.receipts import partition_states
 from niels_gpt.builders.partitions.refusal import Commands
 from niels_gpt.builders.partitions.seal import discard_plan, seal
 from niels_gpt.documents import Partition
-from niels_gpt.recipes.partitions import dask, prepared
+from niels_gpt.recipes import dask
+from niels_gpt.recipes.partitions import prepared
 from niels_gpt.storage.versions import build_lock, clear_leftovers, discard_unfinished
 from support.byte_tokenizer import ByteTokenizer
 from support.disk import meta_bytes, versions_dir

@@ -37,7 +37,6 @@ from niels_gpt.recipes.partitions.planned import (
     settings_of,
     tokenizer_of_plan,
 )
-from niels_gpt.recipes.partitions.shared import check_shared_folder, code_identity
 from niels_gpt.recipes.resolve import ResolvedSource, listing_of, resolve_source
 from niels_gpt.recipes.run_recipe import (
     AskedCache,
@@ -47,6 +46,7 @@ from niels_gpt.recipes.run_recipe import (
     is_current,
     recorded_provenance,
 )
+from niels_gpt.recipes.shared import check_shared_folder, code_identity
 from niels_gpt.recipes.tokenizer import install_tokenizer, stage_tokenizer, tokenizer_for, tokenizer_state
 from niels_gpt.recipes.tokenizers.change import log_unseen_source
 from niels_gpt.settings import Settings, UsageError
