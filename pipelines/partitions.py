@@ -12,7 +12,7 @@ from typing import Any
 
 import dagster as dg
 
-from niels_gpt.recipes.partitions.documents import is_partitioned
+from niels_gpt.recipes.documents import is_partitioned
 from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Outcome
 from niels_gpt.recipes.token_caches import build_token_cache

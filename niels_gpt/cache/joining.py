@@ -264,12 +264,15 @@ def warn_of_whole(path: Path, meta: Meta) -> None:
     """Log what no unit can know: a share of val far from the one asked for, losses, unmet budgets, an empty val."""
     warn_of_share(path, meta)
     warn_of_losses(path, meta)
-    warn_of_unmet_budgets(path, meta)
-    if asked_share(meta) and not meta["totals"]["val_tokens"] and meta["split_rule"] in IN_PARTITIONS.values():
+    by_share = bool(asked_share(meta)) and meta["split_rule"] in IN_PARTITIONS.values()
+    is_empty = by_share and not meta["totals"]["val_tokens"]
+    reached = {**meta["budget_reached"], "val": None} if is_empty else meta["budget_reached"]  # no budget emptied it
+    warn_of_unmet_budgets(path, {**meta, "budget_reached": reached})
+    if is_empty:
         distinct = meta["docs"]["train"] - meta["duplicates"]["train"]
         logger.warning(
-            "%s: val is empty: none of %d distinct texts fell to it by its share. With --partitions 1 the nearest one "
-            "goes there",
+            "%s: val is empty: none of %d distinct texts fell to it by its share, and partitions move none there. With "
+            "--partitions 1 the nearest one goes to val",
             path,
             distinct,
             extra={"code": "W308"},

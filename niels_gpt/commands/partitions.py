@@ -87,7 +87,7 @@ def on_dask(settings: Settings, where: str) -> Callable[..., Outcome]:
 
     Raises: UsageError for settings without partitions; as `check_where`.
     """
-    from niels_gpt.recipes.partitions.dask import build_on_dask, check_where
+    from niels_gpt.recipes.dask import build_on_dask, check_where
 
     if settings.partitions < 2:
         raise UsageError(f"--dask {where}: a worker builds partitions. Pass --partitions P too, 2 or more")

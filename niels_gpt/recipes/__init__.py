@@ -15,7 +15,10 @@ snapshot.py          how many rows of a hub source a snapshot keeps; data/files/
 disk.py              how much disk a build needs, and when it is refused
 gc.py                runs `gc` over all caches of a folder; which versions are old is decided in storage/versions.py
 units.py             a cache in units: which plan the settings have; builds one or all, and seals them
-partitions/          the same on a Dask cluster, what its machines must share; documents -> a builder
+documents.py         documents -> the builder of a whole cache, or of one unit
+dask.py              build_on_dask: which worker of a Dask cluster builds which unit, and what follows a death
+shared.py            what the machines must share: the same versions, and a folder whose file system keeps its promises
+partitions/          the earlier names of units.py, for one release
 rollouts/            recorded rollouts -> rollouts/NAME, message trees -> trees/oasst1
 eagle3/              chats + target model -> eagle3/targets
 exchange/            folders of other tools <-> caches

@@ -19,9 +19,9 @@ from niels_gpt.engine.units import states_of
 from niels_gpt.kinds.homes import home_recipes
 from niels_gpt.kinds.kind import kind_of_key
 from niels_gpt.recipes.disk import needed_bytes
+from niels_gpt.recipes.documents import budget_of, is_partitioned
 from niels_gpt.recipes.eagle3.of_settings import has_small_target
 from niels_gpt.recipes.home_recipes import HomeRecipes, LatePlan, Recipe
-from niels_gpt.recipes.partitions.documents import is_partitioned
 from niels_gpt.recipes.resolve import ResolvedSource, asked_revisions, listing_of, resolve_source
 from niels_gpt.recipes.run_recipe import (
     TOKENIZER_KEY,
@@ -80,6 +80,8 @@ class Plan:
     need is known, and checked, once its chats are tokenized."""
     least_bytes: int = 0
     """The same, at least: a build that has less room is refused."""
+    note: str = ""
+    """What to know of it before it is built; "" for nothing."""
 
 
 def recipes(settings: Settings) -> dict[str, Recipe]:
@@ -211,12 +213,15 @@ def _plan_of(settings: Settings, key: str, state: str, tokenizer: FullTokenizer 
         return Plan(key, "up to date", where, 0)
     if source.stub:
         return Plan(key, "stub", where, 0)
+    note = ""
     if is_partitioned(settings, source):
+        if budget_of(settings, source) is not None:
+            note = f"each of {settings.partitions:,} partitions may cut a document a split, at its part of the budgets"
         action = f"build in {number_of(settings.partitions, 'partition')}{_partitions(settings, source, tokenizer)}"
     else:
         action = f"build{_unfinished(cache_root(settings) / key)}"
     need = needed_bytes(settings, source, expected_vocab_size(settings, tokenizer))
-    return Plan(key, action, where, need.most, need.least)
+    return Plan(key, action, where, need.most, need.least, note)
 
 
 def _partitions(settings: Settings, source: ResolvedSource, tokenizer: FullTokenizer | None) -> str:

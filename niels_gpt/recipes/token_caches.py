@@ -9,7 +9,7 @@ from typing import Any
 from niels_gpt.builders.sft import build_sft, build_templated_sft
 from niels_gpt.progress import Progress
 from niels_gpt.recipes import sources
-from niels_gpt.recipes.partitions.documents import (
+from niels_gpt.recipes.documents import (
     build_documents,
     check_val_frac,
     is_partitioned,

@@ -38,7 +38,7 @@ from niels_gpt.engine.units import (
 )
 from niels_gpt.kinds.kind import kind_of_key
 from niels_gpt.progress import Progress
-from niels_gpt.recipes.partitions.documents import (
+from niels_gpt.recipes.documents import (
     budget_of,
     build_documents,
     check_val_frac,
@@ -46,7 +46,6 @@ from niels_gpt.recipes.partitions.documents import (
     warn_if_partial,
     warn_of_missing_start,
 )
-from niels_gpt.recipes.partitions.shared import check_shared_folder, code_identity
 from niels_gpt.recipes.resolve import ResolvedSource, listing_of, resolve_source
 from niels_gpt.recipes.run_recipe import (
     TOKENIZER_KEY,
@@ -59,6 +58,7 @@ from niels_gpt.recipes.run_recipe import (
     recorded_provenance,
     recorded_recipe,
 )
+from niels_gpt.recipes.shared import check_shared_folder, code_identity
 from niels_gpt.recipes.tokenizer import (
     install_tokenizer,
     is_id,

@@ -181,8 +181,10 @@ def test_a_partition_warns_of_nothing_that_is_a_matter_of_all(tmp_path, caplog):
         build_part(plan, number, items=items, max_train_tokens=1000, max_val_tokens=500)
     assert [record for record in caplog.records if record.levelname == "WARNING"] == []
     seal_small(plan)
-    codes = {record.code for record in caplog.records if record.levelname == "WARNING"}
-    assert {"W306", "W307", "W308"} <= codes
+    told = {record.code: record.getMessage() for record in caplog.records if record.levelname == "WARNING"}
+    assert {"W306", "W307", "W308"} <= told.keys() and "--partitions 1" in told["W308"]
+    unmet = [record.getMessage() for record in caplog.records if record.code == "W306"]
+    assert [": train has " in text for text in unmet] == [True], "no budget is blamed for the empty val"
 
 
 def test_a_seal_warns_of_no_empty_val_where_some_texts_fell_to_it(tmp_path, caplog):

@@ -87,3 +87,12 @@ def test_of_several_caches_those_without_partitions_are_named_once(
     done = niels_gpt("build", "oasst1", *flags)
     assert done.status == 0
     assert "up to date" in done.out, "whole is whole"
+
+
+def test_a_dry_run_says_that_each_partition_may_cut_a_document_at_its_part_of_the_budgets(notes, mirror):
+    flags = ["--tokenizer", notes[-1], "--source-root", str(mirror), "--dry-run"]
+    for name, told in {"fineweb_edu": True, "wikitext": False}.items():
+        done = niels_gpt("build", name, "--partitions", "3", *flags)
+        assert done.status == 0, done.err
+        assert ("3 partitions may cut a document" in " ".join(done.out.split())) == told
+    assert "may cut" not in niels_gpt("build", "fineweb_edu", *flags).out

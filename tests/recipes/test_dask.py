@@ -21,8 +21,8 @@ from support.commands import niels_gpt
 from support.partition_builds import be_patient, build_on_dask
 
 from niels_gpt.cache.meta import read_meta
-from niels_gpt.recipes.partitions import dask
-from niels_gpt.recipes.partitions.worker import obstacle
+from niels_gpt.recipes import dask
+from niels_gpt.recipes.dask import obstacle
 from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.recipes.units import Units
 from niels_gpt.settings import Settings, UsageError
@@ -87,7 +87,7 @@ class Cluster:
 
         with Client(self.address, set_as_default=False) as client:
             client.wait_for_workers(workers, timeout=30)
-            client.run(lambda: bool(__import__("niels_gpt.recipes.partitions.worker")))
+            client.run(lambda: bool(__import__("niels_gpt.recipes.dask")))
 
     def close(self):
         for process in self._processes:
@@ -242,17 +242,47 @@ def test_an_error_of_a_build_reaches_the_command_line_and_the_others_are_finishe
     assert len(list(Path("cache/pretrain/.versions/notes").glob("partitions-*/0*"))) == 3
 
 
+def worker_with_other_code(cluster):
+    """Start a worker that runs another version of the program."""
+    other = cluster.folder / "other"
+    shutil.copytree(ROOT / "niels_gpt", other / "niels_gpt", ignore=shutil.ignore_patterns("__pycache__"))
+    version = re.sub('__version__ = ".*"', '__version__ = "0.0.1"', (other / "niels_gpt" / "__init__.py").read_text())
+    (other / "niels_gpt" / "__init__.py").write_text(version)
+    cluster.worker(PYTHONPATH=os.pathsep.join([str(other), str(TESTS)]))
+
+
+@pytest.mark.slow
+@needs_dask
+def test_an_unfit_worker_that_comes_later_is_left_out_and_builds_nothing(notes, tmp_path, caplog):
+    plan = Units(notes, "notes").plan
+    cluster = Cluster(tmp_path)
+    try:
+        cluster.worker()
+        cluster.wait_for(1)
+        build = threading.Thread(target=build_on_dask, args=(notes, "notes", cluster.address))
+        build.start()
+        while not list(plan.folder.glob(".versions/0*/lock")):
+            time.sleep(0.001)
+        cluster.signal_workers(signal.SIGSTOP)  # until the other has come and was looked at
+        worker_with_other_code(cluster)
+        while not any("left out" in record.message for record in caplog.records):
+            time.sleep(0.01)
+        cluster.signal_workers(signal.SIGCONT)
+        build.join()
+    finally:
+        cluster.close()
+    (told,) = [record for record in caplog.records if "left out" in record.message]
+    assert told.code == "W508" and "version '0.0.1' there" in told.message
+    assert read_meta("cache/pretrain/notes/meta.json")["partitions"]["total"] == 4
+
+
 @pytest.mark.slow
 @needs_dask
 def test_a_worker_with_other_code_is_refused_before_anything_is_built(notes, cluster):
     # The last test with this cluster, in which that worker stays.
-    other = cluster.folder / "other"
-    shutil.copytree(ROOT / "niels_gpt", other / "niels_gpt", ignore=shutil.ignore_patterns("__pycache__"))
-    with (other / "niels_gpt" / "settings.py").open("a") as file:
-        file.write("# another version\n")
-    cluster.worker(PYTHONPATH=os.pathsep.join([str(other), str(TESTS)]))
+    worker_with_other_code(cluster)
     cluster.wait_for(3)
-    with pytest.raises(CacheError, match=r"worker tcp://.*sources") as refused:
+    with pytest.raises(CacheError, match=r"worker tcp://.*version '0.0.1' there") as refused:
         build_on_dask(notes, "notes", cluster.address)
     assert refused.value.code == "E511"
 

@@ -6,8 +6,7 @@ from niels_gpt.builders.meta_keys import Source
 from niels_gpt.cache.kind.tokens import PRETRAIN
 from niels_gpt.documents import Partition
 from niels_gpt.engine.units import Commands, discard_plan, fix_plan, plans_of, seal, states_of
-from niels_gpt.recipes import units
-from niels_gpt.recipes.partitions import dask
+from niels_gpt.recipes import dask, units
 from niels_gpt.storage.versions import build_lock, clear_leftovers, discard_unfinished
 from support.byte_tokenizer import ByteTokenizer
 from support.disk import meta_bytes, versions_dir

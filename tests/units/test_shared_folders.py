@@ -11,8 +11,8 @@ import sys
 import pytest
 from support import ROOT
 
-from niels_gpt.recipes.partitions import shared
-from niels_gpt.recipes.partitions.shared import LIBRARIES, check_shared_folder, code_identity
+from niels_gpt.recipes import shared
+from niels_gpt.recipes.shared import LIBRARIES, check_shared_folder, code_identity
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.locks import apply_lock_setting, mounts
 from niels_gpt.storage.locks.mounts import mount_in, mount_of
@@ -26,7 +26,7 @@ def line(kind, options="rw", place="/data"):
 
 def test_the_program_is_named_without_importing_a_library():
     program = (
-        "import sys, json; from niels_gpt.recipes.partitions.shared import code_identity; "
+        "import sys, json; from niels_gpt.recipes.shared import code_identity; "
         "print(json.dumps([code_identity(), [name for name in sys.argv[1:] if name in sys.modules]]))"
     )
     command = [sys.executable, "-c", program, "torch", "datasets", "pyarrow"]

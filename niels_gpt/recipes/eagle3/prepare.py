@@ -382,7 +382,7 @@ def carry_out(
 ) -> Produced:
     """Make the cache in a folder, or what is missing of it. named, command, progress, Raises: as `produce`."""
     from niels_gpt.eagle3.produce.producer import produce
-    from niels_gpt.recipes.partitions.shared import check_shared_folder, code_identity
+    from niels_gpt.recipes.shared import check_shared_folder, code_identity
     from niels_gpt.storage.locks import apply_lock_setting
 
     options, run, code = prepared.resolved.options, prepared.resolved.run, None

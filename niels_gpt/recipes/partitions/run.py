@@ -1,4 +1,4 @@
-"""The earlier functions for partitions, kept for one release: importing them warns. Use `niels_gpt.recipes.units.Units`."""
+"""The earlier functions for partitions, for one release: importing them warns. Use `niels_gpt.recipes.units.Units`."""
 
 from __future__ import annotations
 

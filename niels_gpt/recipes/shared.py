@@ -7,8 +7,8 @@ import functools
 import logging
 import os
 import stat
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from secrets import token_hex
@@ -76,7 +76,9 @@ def check_shared_folder(folder: Path, flag: str = "--cache-dir") -> None:
             if not is_good:
                 remedy = "Add --lock lease" if what == _FLOCK else f"Name another folder ({flag})"
                 raise CacheError(folder, f"its file system has no {what}", remedy=remedy, code="E512")
-        if not _has_hard_links(probe):
+        try:
+            os.link(probe / "old", probe / "linked")
+        except OSError:
             logger.info("%s: its file system has no hard links; files are copied instead", folder)
     finally:
         fileio.remove(probe)
@@ -99,15 +101,6 @@ def _remove_old(folder: Path, now: float) -> None:
                 continue
             if now - about.st_mtime > _OLD_SECONDS and set(os.listdir(entry)) <= _PROBE_FILES:
                 fileio.remove(entry)
-
-
-@contextmanager
-def _opened(path: Path, flags: int = 0) -> Iterator[int]:
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | flags, 0o666)
-    try:
-        yield handle
-    finally:
-        os.close(handle)
 
 
 def _replaces_a_file(probe: Path) -> bool:
@@ -135,8 +128,7 @@ def _replaces_a_link(probe: Path) -> bool:
 def _creates_once(probe: Path) -> bool:
     try:
         for _ in range(2):
-            with _opened(probe / "once", os.O_EXCL):
-                pass
+            (probe / "once").touch(exist_ok=False)
     except FileExistsError:
         return True
     return False
@@ -144,7 +136,7 @@ def _creates_once(probe: Path) -> bool:
 
 def _locks(probe: Path) -> bool:
     """Whether flock keeps a second description of a file out."""
-    with _opened(probe / "lock") as first, _opened(probe / "lock") as second:
+    with (probe / "lock").open("w") as first, (probe / "lock").open("w") as second:
         try:
             fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
             fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -153,14 +145,6 @@ def _locks(probe: Path) -> bool:
         except OSError:
             return False
     return False
-
-
-def _has_hard_links(probe: Path) -> bool:
-    try:
-        os.link(probe / "old", probe / "linked")
-    except OSError:
-        return False
-    return True
 
 
 _FLOCK = "locks (flock) that keep a second process out"

@@ -1,0 +1,486 @@
+"""Partitions as tasks of a Dask cluster: which worker builds which, and what happens when one dies.
+
+The driver is `build_on_dask`; on a worker run `obstacle` and `build_there`. A task is for one worker, and a worker has
+one task at a time. So it is known which worker died with which partition, no other partition is blamed for a death, and
+a worker that is slow holds up one partition alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import re
+import secrets
+import tempfile
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import chdir, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from niels_gpt.data.exclude import read_exclusion
+from niels_gpt.engine.units import Plan
+from niels_gpt.interrupts import sigint_blocked
+from niels_gpt.progress import Progress
+from niels_gpt.recipes.documents import budget_of
+from niels_gpt.recipes.resolve import resolve_source
+from niels_gpt.recipes.run_recipe import Outcome, cache_root
+from niels_gpt.recipes.shared import code_identity
+from niels_gpt.recipes.tokenizer import tokenizer_state
+from niels_gpt.recipes.units import Units
+from niels_gpt.settings import Settings, UsageError
+from niels_gpt.storage.codes import code_of, own_code
+from niels_gpt.storage.errors import CacheError
+
+if TYPE_CHECKING:
+    from distributed import Client, Future
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_S = 60.0
+"""How long a build waits for the scheduler, for a worker while there is none, and for the answers of the first ones."""
+MOST_DEATHS = 4
+"""How many workers may die with a partition before it is given up. Dask's own `allowed-failures` is one less."""
+_LOOK_S = 1.0  # between two looks at which workers there are
+_FETCH_S = 30.0  # for the result of a task, which is small
+_WAIT_S = 5.0  # of the first look at a worker, for the end of another build there
+_LOCAL = re.compile(r"local:([1-9][0-9]{0,3})")
+_SHOWN = 10  # workers or failures in a message
+_ONE_AT_A_TIME = threading.RLock()  # on a worker: the current folder is its process's, and a build takes all threads
+
+Said = tuple[str | None, str]
+"""A warning, an error or an obstacle: its code and its text."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the driver sends to a worker about a cache."""
+
+    settings: Settings
+    name: str
+    """Of the source."""
+    plan: str
+    """The sha256 of the plan's file."""
+    folder: str
+    """The current folder of the command: relative paths of the settings start there."""
+    probe: str
+    """The absolute path of a file in the folder of caches."""
+    token: str
+    """What is in that file."""
+    code: dict[str, Any]
+    """The program of the command: see `code_identity`."""
+    inputs: dict[str, str]
+    """See `inputs_seen`."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """What became of one partition."""
+
+    documents: int = 0
+    tokens: int = 0
+    error: Said | None = None
+    """What ended its build early."""
+    unfit: Said | None = None
+    """Why this worker cannot build it, nor any other partition."""
+    warnings: list[Said] = field(default_factory=list)
+    """Of the build, in order."""
+
+
+def build_on_dask(
+    settings: Settings, name: str, where: str, *, refresh: bool = False, progress: Progress | None = None
+) -> Outcome:
+    """Build the partitions of a cache that are missing on the workers of a Dask cluster, and seal the cache here.
+
+    name: of the source. where: the address of a scheduler, `tcp://HOST:PORT`, or `local:N` for N processes of one
+        thread each on this machine; a script then needs `if __name__ == "__main__":`.
+    refresh: see `Units`. progress: receives documents, tokens, and the tokens of both budgets (None without).
+    Raises: ImportError without the extra `dask`; UsageError for another `where`; CacheError E513 where no worker comes
+        or one cannot build; where partitions failed, after the others are finished, CacheError with the code of the
+        first one; the errors of `Units` and `Units.seal`.
+    """
+    check_where(where)
+    cache = Units(settings, name, refresh=refresh)
+    if (plan := cache.plan) is not None:
+        units = cache.states()
+        if missing := [unit.number for unit in units if unit.state != "finished"]:
+            done = (sum(unit.items for unit in units), sum(unit.tokens for unit in units))
+            budget = budget_of(settings, cache.source)
+            with work_of(settings, name, plan) as work, _client(where) as client:
+                _Build(client, where, plan, work, deque(missing), *done, budget, progress).run()
+    return cache.seal()
+
+
+def check_where(where: str) -> None:
+    """Raise UsageError for what is no address of Dask, and ImportError without the extra `dask`."""
+    if not (_LOCAL.fullmatch(where) or re.fullmatch(r"[a-z]+://\S+", where)):
+        raise UsageError(f"--dask {where}: expected tcp://HOST:PORT, the address of a scheduler, or local:N")
+    try:
+        import distributed  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f"--dask needs distributed ({error}): pip install 'niels-gpt[dask]'") from error
+
+
+@contextmanager
+def work_of(settings: Settings, name: str, plan: Plan) -> Iterator[Work]:
+    """Yield what is sent to a worker; the file that it looks for is there until the end of the block."""
+    token = secrets.token_hex(16)
+    probe, path = tempfile.mkstemp(prefix=".probe-", dir=os.path.abspath(cache_root(settings)))
+    try:
+        os.write(probe, token.encode())
+        os.close(probe)
+        os.chmod(path, 0o644)  # a worker may be another user
+        inputs = inputs_seen(settings, name)
+        yield Work(settings, name, plan.sha256, os.getcwd(), path, token, code_identity(), inputs)
+    finally:
+        with suppress(OSError):
+            os.unlink(path)
+
+
+@contextmanager
+def _client(where: str) -> Iterator[Client]:
+    """Connect to a scheduler, or start a cluster of processes here that ends with the block."""
+    from distributed import Client, LocalCluster
+
+    if (local := _LOCAL.fullmatch(where)) is None:
+        try:
+            client = Client(where, timeout=PATIENCE_S, set_as_default=False)
+        except (OSError, ValueError, RuntimeError) as error:
+            problem = f"no scheduler answers ({error})"
+            raise CacheError(where, problem, "", "Start one: dask scheduler", code="E513") from error
+        with _quiet(logging.WARNING), client:
+            yield client
+        return
+    how: dict[str, Any] = {
+        "n_workers": int(local[1]),
+        "threads_per_worker": 1,
+        "processes": True,
+        "host": "127.0.0.1",
+        "dashboard_address": "127.0.0.1:0",
+        "scheduler_kwargs": {"dashboard": False},
+        "memory_limit": 0,  # none: a build has its own bounds
+        "silence_logs": logging.ERROR,
+    }
+    with _quiet(logging.ERROR), tempfile.TemporaryDirectory(prefix="niels-gpt-dask-") as folder:
+        with sigint_blocked():  # the threads that start the processes, and those, never see Ctrl-C
+            cluster = LocalCluster(local_directory=folder, **how)
+        with cluster, Client(cluster, set_as_default=False) as client:
+            yield client
+
+
+@contextmanager
+def _quiet(level: int) -> Iterator[None]:
+    """Let Dask log nothing below a level in this process."""
+    log = logging.getLogger("distributed")
+    before = log.level
+    log.setLevel(level)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
+@dataclass
+class _Build:
+    """The tasks of one build, and the workers that take them."""
+
+    client: Client
+    where: str
+    plan: Plan
+    work: Work
+    waiting: deque[int]
+    """Numbers of the partitions that no worker has."""
+    documents: int
+    tokens: int
+    """Of all partitions that are finished."""
+    budget: int | None
+    progress: Progress | None
+    running: dict[int, tuple[Future, str]] = field(default_factory=dict)
+    """By partition: its task, and the address of its worker."""
+    fit: dict[str, bool] = field(default_factory=dict)
+    """By address, of the workers that were looked at: whether it can build."""
+    deaths: Counter[int] = field(default_factory=Counter)
+    """By partition: how many workers died with it."""
+    failures: dict[int, Said] = field(default_factory=dict)
+    """By partition: the code and the text of its error."""
+    said: set[Said] = field(default_factory=set)
+    """Warnings of workers that were passed on: each is, once."""
+    changed: threading.Event = field(default_factory=threading.Event)
+    """Set when a task has ended."""
+    seen_at: float = field(default_factory=time.monotonic)
+    """When a worker was last there that may build."""
+
+    def run(self) -> None:
+        """Build all that wait. An error or Ctrl-C cancels the tasks that run.
+
+        Raises: CacheError where the scheduler is gone, where one of the first workers cannot build, and where there is
+            no worker for too long; CacheError naming the partitions that failed, after the others are finished.
+        """
+        try:
+            while self.waiting or self.running:
+                there = self._there()
+                self._start(there)
+                self.changed.wait(_LOOK_S)
+                self.changed.clear()
+                for number in list(self.running):
+                    self._look_after(number, there)
+        finally:
+            with suppress(Exception):
+                self.client.cancel([task for task, _ in self.running.values()])
+        if self.failures:
+            failed = sorted(self.failures.items())
+            told = [f"partition {number} {text}" for number, (_, text) in failed]
+            head = f"{len(failed)} of {self.plan.total} partitions failed; the others are finished"
+            raise CacheError(self.plan.path, _lines([head, *told]), code=failed[0][1][0] or "E902")
+
+    def _there(self) -> list[str]:
+        """Return the addresses of the workers that are there and may build. The first ones are looked at here."""
+        problems: dict[str, Said] = {}
+        try:
+            there = list(self.client.nthreads())
+            if there and not (self.fit or self.running):
+                problems = self.client.sync(self._look_at, there)
+                self.seen_at = time.monotonic()
+        except (OSError, RuntimeError) as error:
+            raise CacheError(self.where, f"the scheduler is gone ({error})", code="E513") from error
+        if problems:
+            told = [f"worker {address}: {text}" for address, (_, text) in sorted(problems.items())]
+            raise CacheError(self.where, _lines(told), code=next(iter(problems.values()))[0] or "E513")
+        there = [address for address in there if self.fit.get(address, True)]
+        if there:
+            self.seen_at = time.monotonic()
+        elif time.monotonic() - self.seen_at > PATIENCE_S:
+            remedy = f"Start some, and run the same command again: dask worker {self.where}"
+            raise CacheError(self.where, f"no worker for {PATIENCE_S:.0f} s", "", remedy, code="E513")
+        return there
+
+    async def _look_at(self, addresses: Sequence[str]) -> dict[str, Said]:
+        """Ask workers, all at once, whether they can build. Returns why some cannot; leaves out who does not answer."""
+        how: dict[str, Any] = {"on_error": "return", "asynchronous": True}
+        calls = {
+            address: asyncio.ensure_future(self.client.run(obstacle, self.work, workers=[address], **how))
+            for address in addresses
+        }
+        await asyncio.wait(calls.values(), timeout=PATIENCE_S)
+        problems: dict[str, Said] = {}
+        for address, call in calls.items():
+            if not call.done():
+                call.cancel()
+                self._leave_out(address, f"it has not answered for {PATIENCE_S:.0f} s")
+                continue
+            found: Said | Exception | None = call.result()[address]
+            if isinstance(found, OSError):  # it is going, or builds for another command: its first task looks again
+                continue
+            self.fit[address] = found is None
+            if found is not None:
+                problems[address] = _unable(found) if isinstance(found, Exception) else found
+        return problems
+
+    def _leave_out(self, address: str, why: str) -> None:
+        self.fit[address] = False
+        logger.warning("%s: left out: worker %s: %s", self.where, address, why, extra={"code": "W508"})
+
+    def _start(self, there: Sequence[str]) -> None:
+        """Give a partition to each worker that has none."""
+        busy = {address for _, address in self.running.values()}
+        for address in there:
+            if address not in busy and self.waiting:
+                number = self.waiting.popleft()
+                key = f"partition {number} of {self.plan.content['cache']} {secrets.token_hex(4)}"
+                how: dict[str, Any] = {"key": key, "workers": [address], "pure": False, "retries": 0}
+                looks = address not in self.fit
+                task = self.client.submit(build_there, self.work, number, looks=looks, **how)
+                task.add_done_callback(lambda _: self.changed.set())
+                self.running[number] = task, address
+
+    def _look_after(self, number: int, there: Sequence[str]) -> None:
+        """Take the result of a task; put the partition back where its worker has died, or cannot build."""
+        task, address = self.running[number]
+        if task.status == "pending" and address in there:
+            return
+        built = _result(task, is_new=address not in self.fit)
+        del self.running[number]
+        if built is None:
+            task.cancel()
+            self._died(number, address)
+        elif built.unfit is not None:
+            self.waiting.appendleft(number)
+            self._leave_out(address, built.unfit[1])
+        else:
+            self.fit[address] = True
+            self._ended(number, address, built)
+
+    def _ended(self, number: int, address: str, built: Built) -> None:
+        """Pass on a build's warnings; count the partition, or note its error."""
+        for code, text in built.warnings:
+            if (code, text) not in self.said:
+                self.said.add((code, text))
+                logger.warning("%s", text, extra={"code": code})
+        cache = self.plan.content["cache"]
+        if built.error is not None:
+            self.failures[number] = built.error[0], f"on {address}: {built.error[1]}"
+            logger.info("%s: partition %d failed; the others are built", cache, number)
+            return
+        self.documents, self.tokens = self.documents + built.documents, self.tokens + built.tokens
+        if self.progress is not None:
+            self.progress(self.documents, self.tokens, self.budget)
+            return
+        message = "%s: partition %d of %d is finished: %s documents, %s tokens, by %s"
+        counts = (f"{built.documents:,}", f"{built.tokens:,}")
+        logger.info(message, cache, number, self.plan.total, *counts, address)
+
+    def _died(self, number: int, address: str) -> None:
+        self.deaths[number] += 1
+        if self.deaths[number] == MOST_DEATHS:
+            problem = f"{MOST_DEATHS} workers died while they built it, the last one {address}. Give them more memory"
+            self.failures[number] = "E513", problem
+            return
+        self.waiting.append(number)
+        logger.warning(
+            "%s: worker %s died while it built partition %d; another one resumes it (death %d of at most %d)",
+            *(self.plan.content["cache"], address, number, self.deaths[number], MOST_DEATHS - 1),
+            extra={"code": "W506"},
+        )
+
+
+def _result(task: Future, is_new: bool) -> Built | None:
+    """Return the result of a task that has ended; None where its worker has died. is_new: it was to be looked at."""
+    from distributed import KilledWorker
+
+    try:
+        if task.status == "finished":
+            built: Built = task.result(timeout=_FETCH_S)
+            return built
+        if task.status == "error" and not isinstance(error := task.exception(timeout=_FETCH_S), KilledWorker):
+            # Not of the build, whose errors are returned: the task could not be run.
+            return Built(unfit=_unable(error)) if is_new else Built(error=_told(error))
+    except (OSError, RuntimeError):  # it died before its result was fetched
+        pass
+    return None
+
+
+def _unable(error: Exception) -> Said:
+    return "E511", f"it cannot run this niels-gpt: {error}. Install the same version there"
+
+
+def _told(error: Exception) -> Said:
+    """Return an error's code and message; where it has no code of its own, its class too."""
+    return code_of(error), str(error) if own_code(error) else f"{type(error).__name__}: {error}"
+
+
+def _lines(lines: Sequence[str]) -> str:
+    more = [f"and {len(lines) - _SHOWN:,} more"] if len(lines) > _SHOWN else []
+    return "\n  ".join([*lines[:_SHOWN], *more])
+
+
+# What follows runs on a worker.
+
+
+def build_there(work: Work, number: int, looks: bool = False) -> Built:
+    """Build a partition in a task of Dask. looks: look first whether this worker can.
+
+    An error of the build is returned as text: its class may be unknown to the driver. Where the task is cancelled the
+    build stops, and the next build of the partition resumes it.
+    """
+    from distributed import get_worker
+
+    worker = get_worker()
+    key = worker.get_current_task()
+
+    def check_wanted(*_: object) -> None:
+        task = worker.state.tasks.get(key)
+        if task is None or task.state != "executing":
+            raise RuntimeError("the task was cancelled")
+
+    settings = replace(work.settings, threads=work.settings.threads or worker.state.nthreads)
+    with _ONE_AT_A_TIME, _collected_warnings() as warnings:
+        try:
+            check_wanted()
+            if looks and (unfit := _obstacle(work)) is not None:
+                return Built(unfit=unfit)
+            with chdir(work.folder):
+                meta = Units(settings, work.name).build(number, wait=True, progress=check_wanted).meta
+        except Exception as error:
+            return Built(error=_told(error), warnings=warnings)
+    receipt = meta.get("partition")
+    if receipt is None:  # another command has sealed the cache
+        return Built(warnings=warnings)
+    if receipt["plan"] != work.plan:
+        other = f"{work.probe}: the worker has built partition {number} of another plan, expected equal inputs"
+        return Built(error=("E513", other), warnings=warnings)
+    return Built(sum(meta["docs"].values()), sum(meta["totals"].values()), warnings=warnings)
+
+
+async def obstacle(work: Work) -> Said | None:
+    """Return why this worker cannot build the partitions of a cache; None if it can.
+
+    Raises: TimeoutError where it builds for another command.
+    """
+    return await asyncio.to_thread(_obstacle, work)
+
+
+def _obstacle(work: Work) -> Said | None:
+    if not work.settings.accept_code and (differing := _differing(code_identity(), work.code)):
+        return "E511", f"it runs another niels-gpt: {differing}. Install the same version there"
+    try:
+        token = Path(work.probe).read_text(encoding="utf-8")
+    except OSError as error:
+        token = str(error.strerror)
+    if token != work.token:
+        return "E513", f"it does not see the folder of caches: {work.probe} is {token[:80]!r} there"
+    if not os.path.isdir(work.folder):
+        return "E513", f"it does not see the current folder {work.folder}. Run the command in a folder that all share"
+    if not _ONE_AT_A_TIME.acquire(timeout=_WAIT_S):
+        raise TimeoutError
+    try:
+        with chdir(work.folder), _collected_warnings():
+            differing = _differing(inputs_seen(work.settings, work.name), work.inputs)
+    except Exception as error:
+        return code_of(error), str(error)
+    finally:
+        _ONE_AT_A_TIME.release()
+    return ("E513", f"it sees other inputs: {differing}") if differing else None
+
+
+def inputs_seen(settings: Settings, name: str) -> dict[str, str]:
+    """Return what this machine sees of a build's inputs, by their role: equal on machines that see the same.
+
+    The files of the source count by name and size alone: reading them may take hours.
+    Raises: the errors of `resolve_source` and `read_exclusion`.
+    """
+    found = resolve_source(settings, name).found
+    names = hashlib.sha256()
+    for path in () if found is None else found.files:
+        names.update(f"{found.name_of(path) if found else ''}\0{path.stat().st_size}\n".encode())
+    return {
+        "source": f"{len(found.files) if found else 0:,} files {names.hexdigest()[:12]}",
+        "exclude": "none" if settings.exclude is None else str(read_exclusion(settings.exclude).facts["sha256"]),
+        "tokenizer": tokenizer_state(settings),
+    }
+
+
+def _differing(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    keys = [key for key in sorted({*there, *here}) if there.get(key) != here.get(key)]
+    return ", ".join(f"{key} {there.get(key)!r} there and {here.get(key)!r} here" for key in keys)
+
+
+@contextmanager
+def _collected_warnings() -> Iterator[list[Said]]:
+    """Yield a list that receives the warnings that the package logs in the block."""
+    found: list[Said] = []
+
+    class _Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append((getattr(record, "code", None), record.getMessage()))
+
+    handler, logger = _Keep(logging.WARNING), logging.getLogger("niels_gpt")
+    logger.addHandler(handler)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
