@@ -9,8 +9,8 @@ from support import ROOT
 from tools import structure
 
 CACHE_FILES = """
-__init__ build_cache checksums cli documents formats loss_bits meta mmap pretrain_dataset reader sft_counts sft_dataset
-sft_split
+__init__ build_cache checksums cli documents formats joining loss_bits meta mmap pretrain_dataset reader sft_counts
+sft_dataset sft_split
 """
 HEAVY = {"torch", "datasets", "transformers", "matplotlib", "pyarrow"}
 
