@@ -31,7 +31,7 @@ LEVELS: tuple[frozenset[str], ...] = (
             "signals",
         }
     ),
-    frozenset({"cache", "builders"}),
+    frozenset({"cache", "builders", "engine"}),
     frozenset({"kinds", "sampling", "eagle3", "prefix_tree", "exchange"}),
     frozenset({"recipes"}),
     frozenset({"commands", "train_tokenizer", "inspection", "interop"}),
@@ -48,13 +48,14 @@ ENTRY_POINTS = frozenset(
 )
 """Modules of the highest level in packages of a lower one: what `python -m` runs."""
 NEIGHBOURS = {
-    "builders": {"cache.formats"},
-    "cache": {"builders"},
-    "kinds": {"builders", "cache"},
-    "exchange": {"builders", "cache", "kinds"},
-    "sampling": {"builders", "cache"},
+    "engine": {"cache.formats"},
+    "builders": {"engine", "cache"},
+    "cache": {"engine"},
+    "kinds": {"engine", "cache"},
+    "exchange": {"engine", "cache", "kinds"},
+    "sampling": {"engine", "cache"},
     "eagle3": {"cache.checksums", "cache.meta"},
-    "prefix_tree": {"builders", "cache", "sampling"},
+    "prefix_tree": {"engine", "cache", "sampling"},
 }
 """Which packages of levels 2 and 3 a package of these levels may import, beside itself; or which module of one."""
 NO_SOURCES = {"data", "hub"}

@@ -10,12 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.builders.journal import identity_of
-from niels_gpt.builders.meta_keys import OF_ANOTHER_VERSION, is_of_this_version
 from niels_gpt.builders.partitions.receipts import partition_states
 from niels_gpt.data.sources import SOURCES
 from niels_gpt.data.trees import TREES
 from niels_gpt.display.numbers import number_of
+from niels_gpt.engine.journal import identity_of
+from niels_gpt.engine.meta import OF_ANOTHER_VERSION, is_of_this_version
 from niels_gpt.kinds.homes import home_recipes
 from niels_gpt.recipes.disk import needed_bytes
 from niels_gpt.recipes.eagle3.of_settings import has_small_target

@@ -2,12 +2,12 @@
 
 import json
 
-from niels_gpt.builders.meta_keys import Source
 from niels_gpt.builders.partitions.plan import fix_plan, plans_of
 from niels_gpt.builders.partitions.receipts import partition_states
 from niels_gpt.builders.partitions.refusal import Commands
 from niels_gpt.builders.partitions.seal import discard_plan, seal
 from niels_gpt.documents import Partition
+from niels_gpt.engine.meta import Source
 from niels_gpt.recipes.partitions import dask, prepared
 from niels_gpt.storage.versions import build_lock, clear_leftovers, discard_unfinished
 from support.byte_tokenizer import ByteTokenizer

@@ -22,7 +22,7 @@ LEVELS = (
     ("commands and Dagster", ("commands", "pipelines"), VIOLET),
     ("source + tokenizer + builder", ("recipes",), ORANGE),
     ("finished caches", ("kinds", "exchange", "sampling", "eagle3", "prefix_tree"), GREEN),
-    ("build and read", ("builders", "cache"), BLUE),
+    ("build and read", ("engine", "cache"), BLUE),
     ("text, chats, models", ("data", "hub", "chat", TEXT, "display"), MUTED),
     ("files, settings", ("storage", "settings", "progress, ..."), MUTED),
 )

@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from niels_gpt.builders.build import CHECKSUMS
-from niels_gpt.builders.meta_keys import Source, write_description
 from niels_gpt.builders.partitions.plan import Plan
 from niels_gpt.builders.partitions.receipts import (
     SAME,
@@ -29,12 +27,13 @@ from niels_gpt.builders.partitions.receipts import (
 )
 from niels_gpt.builders.partitions.refusal import Commands, not_finished
 from niels_gpt.builders.partitions.sums import Sums, warn_of_whole
-from niels_gpt.builders.pretrain import IN_PARTITIONS
-from niels_gpt.builders.resume import CANNOT_WRITE, NoTextError
-from niels_gpt.builders.shards import TEXTS_OF
-from niels_gpt.builders.split import count_duplicates, count_in_both, count_repeated_lines
-from niels_gpt.builders.writer import write_whole
+from niels_gpt.cache.build_pretrain import IN_PARTITIONS
 from niels_gpt.cache.formats import BLOCK_BYTES, OFFSET_DTYPE, PARTITIONED_VERSION, SPLITS, npy_header, num_blocks
+from niels_gpt.cache.shards import TEXTS_OF
+from niels_gpt.engine.build import CANNOT_WRITE, CHECKSUMS, NoTextError
+from niels_gpt.engine.journal import write_whole
+from niels_gpt.engine.meta import Source, write_description
+from niels_gpt.engine.split import count_duplicates, count_in_both, count_repeated_lines
 from niels_gpt.progress import Progress
 from niels_gpt.signals import IN_BOTH, REPEATED_ID
 from niels_gpt.storage import fileio, versions

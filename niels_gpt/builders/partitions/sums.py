@@ -8,10 +8,11 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from niels_gpt.builders.losses import warn_of_losses
-from niels_gpt.builders.pretrain import IN_PARTITIONS, warn_of_unmet_budgets
-from niels_gpt.builders.split import asked_share, warn_of_share
+from niels_gpt.cache.build_pretrain import IN_PARTITIONS
 from niels_gpt.cache.formats import SPLITS
+from niels_gpt.cache.shards import warn_of_unmet_budgets
+from niels_gpt.engine.losses import warn_of_losses
+from niels_gpt.engine.split import asked_share, warn_of_share
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import checked_count
 
