@@ -15,7 +15,8 @@ from niels_gpt.cache.formats import SPLITS
 from niels_gpt.cache.shards import Shards, files_of, with_ids
 from niels_gpt.documents import DocumentBatch, Partition
 from niels_gpt.encoding import TextEncoder
-from niels_gpt.engine.build import CHECKPOINT_SECONDS, How, run_build
+from niels_gpt.engine.build import How, run_build
+from niels_gpt.engine.checkpoints import CHECKPOINT_SECONDS
 from niels_gpt.engine.meta import Source, vocabulary_of, write_description
 from niels_gpt.engine.split import TextSplit, TokenBudget, asked_share
 from niels_gpt.engine.stream import SHUFFLE_ALGORITHM, Shuffled

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from niels_gpt.cache.formats import OFFSET_DTYPE, SPLITS
 from niels_gpt.chat_template import ROLE_TO_NAME, UNKNOWN_ROLE, count_names
 from niels_gpt.encoding import DIGEST_BYTES, EncodedTexts, TextEncoder, split_keys
-from niels_gpt.engine.build import CHECKPOINT_SECONDS, Build, How, NoTextError, run_build
+from niels_gpt.engine.build import How, NoTextError, run_build
+from niels_gpt.engine.checkpoints import CHECKPOINT_SECONDS, Build
 from niels_gpt.engine.journal import npy_parts, parts_of
 from niels_gpt.engine.losses import Losses, loss_keys
 from niels_gpt.engine.meta import Source
@@ -77,15 +78,9 @@ class Examples:
             if has_loss:
                 build.expect(f"{split}_loss.bin", self._sums["tokens"][split])
 
-    @property
-    def read(self) -> int:
-        """Chats read so far."""
-        return self.counts["examples_read"]
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens written so far."""
-        return sum(self._sums["tokens"].values())
+    def done(self) -> tuple[int, int]:
+        """Return the chats read and the tokens written so far."""
+        return self.counts["examples_read"], sum(self._sums["tokens"].values())
 
     @property
     def kept(self) -> int:
@@ -316,7 +311,7 @@ class _Chats(Examples):
         """Raise NoTextError if no chat is kept."""
         if not self.kept:
             lost = {**self.counts, **self._source.counters}
-            raise NoTextError(f"{self._path}: no example is left of {self.read} read: {lost}")
+            raise NoTextError(f"{self._path}: no example is left of {self.counts['examples_read']} read: {lost}")
 
     def warn(self, out_dir: str | os.PathLike[str], meta: Mapping[str, Any]) -> None:
         """Log what is odd about a cache that was just built."""

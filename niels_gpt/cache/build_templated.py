@@ -27,7 +27,8 @@ from niels_gpt.chat.templates import REMEDY
 from niels_gpt.chat.tokenizers import SPECIAL_TEXT, Chat, ChatTokenizer, EncodedChat, RefusedChat
 from niels_gpt.chat.turns import words_of
 from niels_gpt.encoding import DIGEST_BYTES, DIGEST_DTYPE
-from niels_gpt.engine.build import CHECKPOINT_SECONDS, Build, How, NoTextError, run_build
+from niels_gpt.engine.build import How, NoTextError, run_build
+from niels_gpt.engine.checkpoints import CHECKPOINT_SECONDS, Build
 from niels_gpt.engine.losses import UNKNOWN_IDS, warn_of_unknown
 from niels_gpt.engine.meta import Source
 from niels_gpt.engine.split import TextSplit, Waiting, chat_text

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from niels_gpt.cache.formats import OFFSET_DTYPE, SPLITS
 from niels_gpt.documents import DocumentBatch, Partition
 from niels_gpt.encoding import DIGEST_BYTES, EncodedTexts, TextEncoder
-from niels_gpt.engine.build import Build, NoTextError
+from niels_gpt.engine.build import NoTextError
+from niels_gpt.engine.checkpoints import Build
 from niels_gpt.engine.journal import npy_parts
 from niels_gpt.engine.losses import Losses, loss_keys
 from niels_gpt.engine.meta import Source, why_unmet
@@ -169,15 +170,9 @@ class Shards:
         budget.used = self._tokens
         self.expected = None if None in budget.limits.values() else sum(limit or 0 for limit in budget.limits.values())
 
-    @property
-    def read(self) -> int:
-        """Documents read so far."""
-        return self._counts["documents_read"]
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens written so far."""
-        return sum(self._tokens.values())
+    def done(self) -> tuple[int, int]:
+        """Return the documents read and the tokens written so far."""
+        return self._counts["documents_read"], sum(self._tokens.values())
 
     @property
     def full(self) -> bool:
@@ -199,8 +194,9 @@ class Shards:
         loader = ", ".join(f"{name} {count}" for name, count in sorted(self._source.counters.items())) or "none"
         counts = sorted(self._counts.items())
         drops = ", ".join(f"{name} {count}" for name, count in counts if name != "documents_read") or "none"
+        read = self._counts["documents_read"]
         raise NoTextError(
-            f"{self._path}: no token for the train split: {self.read} documents read, {self._docs['val']} to val, "
+            f"{self._path}: no token for the train split: {read} documents read, {self._docs['val']} to val, "
             f"dropped: {drops}, left out by the loader: {loader}. Give it more text"
         )
 

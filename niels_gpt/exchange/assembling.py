@@ -27,7 +27,7 @@ from niels_gpt.cache.formats import (
     SPLITS,
     npy_header,
 )
-from niels_gpt.engine.build import CHECKSUMS
+from niels_gpt.engine.checkpoints import CHECKSUMS
 from niels_gpt.engine.journal import BlockHashes, HashedFile, npy_parts, write_whole
 from niels_gpt.engine.meta import Source, write_description
 from niels_gpt.exchange.foreign import ForeignFile, read_pieces

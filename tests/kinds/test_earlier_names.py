@@ -71,3 +71,26 @@ def test_the_earlier_place_of_the_checks_of_rollouts_warns_and_gives_the_same_fu
         import_module(name)
     assert named("recipes.rollouts.checks.verify") is named("kinds.verify.verify")
     assert named("recipes.rollouts.checks.find_damage") is named("kinds.verify.find_damage")
+
+
+BUILDERS = {
+    "pretrain.build_pretrain": "cache.build_pretrain.build_pretrain",
+    "pretrain.build_stub": "cache.build_pretrain.build_stub",
+    "sft.build_sft": "cache.build_sft.build_sft",
+    "meta_keys.Source": "engine.meta.Source",
+    "source.Seek": "engine.stream.Seek",
+    "journal.unfinished_builds": "engine.journal.unfinished_builds",
+    "resume.NoTextError": "engine.build.NoTextError",
+}
+"""The documented names of niels_gpt.builders, and what has them now."""
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_an_earlier_name_of_the_builders_warns_and_gives_the_same_object(name):
+    now = BUILDERS[name]
+    said = rf"niels_gpt\.builders\.{name} is niels_gpt\.{now} now.* \[W104\]$"
+    with pytest.warns(CodedWarning, match=said) as warned:
+        assert named(f"builders.{name}") is named(now)
+    assert warned[0].filename == __file__
+    with pytest.raises(ImportError, match="no_such_name"):
+        exec(f"from niels_gpt.builders.{name.partition('.')[0]} import no_such_name")

@@ -25,7 +25,7 @@ import torch
 
 from niels_gpt.cache import PretrainTokenStreamDataset, SFTExampleDataset
 from niels_gpt.engine import stream
-from niels_gpt.engine.build import CHECKPOINT_SECONDS
+from niels_gpt.engine.checkpoints import CHECKPOINT_SECONDS
 from niels_gpt.prefix_tree.rollouts.reader import RolloutDataset
 from niels_gpt.storage import fileio, versions
 from niels_gpt.storage.fileio import Operation

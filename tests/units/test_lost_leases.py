@@ -10,7 +10,7 @@ from support.errors import refused
 from support.fault_builds import TEXTS, build_new
 from support.power_loss import tree_of
 
-from niels_gpt.engine import build
+from niels_gpt.engine import checkpoints
 from niels_gpt.kinds.verify import find_damage
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
@@ -69,7 +69,7 @@ def test_a_build_that_loses_its_lease_while_it_reads_its_shards_changes_nothing(
     shard.with_name("shard_00099.bin").touch()  # by the taker, which has come further
     before = _files(tmp_path)
     assert any("shard" in name for name in before)
-    losing(monkeypatch, build, "checksums_of")
+    losing(monkeypatch, checkpoints, "checksums_of")
     with refused("E512", "host elsewhere") as error:
         build_new(tmp_path / "c")
     after = _files(tmp_path)

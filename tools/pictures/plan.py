@@ -16,7 +16,7 @@ TOGETHER = {
     "train_tokenizer": "commands",
 }
 """Modules beside the packages that are drawn as one box."""
-OTHERS = {0: "progress, ...", 1: "display", 5: "commands"}
+OTHERS = {0: "progress, ...", 1: "display", 2: "engine", 5: "commands"}
 """The box of every other module beside the packages, by its level."""
 LEVELS = (
     ("commands and Dagster", ("commands", "pipelines"), VIOLET),

@@ -20,7 +20,7 @@ from niels_gpt.builders.partitions.plan import LISTINGS_NAME, Plan
 from niels_gpt.builders.partitions.sums import Sums
 from niels_gpt.cache.formats import BLOCK_BYTES, FORMAT_VERSION, OFFSET_DTYPE, SPLITS, npy_header, num_blocks
 from niels_gpt.cache.shards import TEXTS_OF
-from niels_gpt.engine.build import CHECKSUMS
+from niels_gpt.engine.checkpoints import CHECKSUMS
 from niels_gpt.engine.meta import BUILDER_VERSIONS, content_sha256
 from niels_gpt.progress import Progress
 from niels_gpt.settings import usable_cores

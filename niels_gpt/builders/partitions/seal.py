@@ -30,7 +30,8 @@ from niels_gpt.builders.partitions.sums import Sums, warn_of_whole
 from niels_gpt.cache.build_pretrain import IN_PARTITIONS
 from niels_gpt.cache.formats import BLOCK_BYTES, OFFSET_DTYPE, PARTITIONED_VERSION, SPLITS, npy_header, num_blocks
 from niels_gpt.cache.shards import TEXTS_OF
-from niels_gpt.engine.build import CANNOT_WRITE, CHECKSUMS, NoTextError
+from niels_gpt.engine.build import CANNOT_WRITE, NoTextError
+from niels_gpt.engine.checkpoints import CHECKSUMS
 from niels_gpt.engine.journal import write_whole
 from niels_gpt.engine.meta import Source, write_description
 from niels_gpt.engine.split import count_duplicates, count_in_both, count_repeated_lines

@@ -17,7 +17,8 @@ import numpy as np
 
 from niels_gpt.cache.formats import OFFSET_DTYPE, SPLITS
 from niels_gpt.encoding import DIGEST_BYTES, split_keys
-from niels_gpt.engine.build import CHECKPOINT_SECONDS, Build, How, NoTextError, run_build
+from niels_gpt.engine.build import How, NoTextError, run_build
+from niels_gpt.engine.checkpoints import CHECKPOINT_SECONDS, Build
 from niels_gpt.engine.journal import npy_parts
 from niels_gpt.engine.meta import Source, vocabulary_of
 from niels_gpt.engine.split import TextSplit, Waiting, count_repeated_lines
@@ -161,15 +162,9 @@ class _Groups:
             for table, columns in (("groups", GROUP_COLUMNS), ("samples", SAMPLE_COLUMNS)):
                 build.expect(f"{split}_{table}.bin", self._sums[split][table] * len(columns) * OFFSET_DTYPE.itemsize)
 
-    @property
-    def read(self) -> int:
-        """Groups read so far."""
-        return self._counts["groups_read"]
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the kept samples so far."""
-        return sum(sums["tokens"] for sums in self._sums.values())
+    def done(self) -> tuple[int, int]:
+        """Return the groups read and the tokens of kept samples so far."""
+        return self._counts["groups_read"], sum(sums["tokens"] for sums in self._sums.values())
 
     def state(self) -> dict[str, Any]:
         """Return the numbers that a checkpoint keeps."""

@@ -1,0 +1,320 @@
+"""The files and the journal of one build on disk. Decides when a checkpoint is taken, and what it makes durable.
+
+A build resumes from its last checkpoint: `open` truncates later bytes and removes unknown files. A file of the cache is
+written where it stays.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any, TypeVar
+
+from niels_gpt.cache.formats import BLOCK_BYTES
+from niels_gpt.encoding import DIGEST_BYTES
+from niels_gpt.engine.journal import Checkpoint, HashedFile, Journal, checksums_of, remedy_of, write_whole
+from niels_gpt.engine.stream import Chunk, Seek, SourceState
+from niels_gpt.storage import fileio
+from niels_gpt.storage.errors import CacheError, ForkedBuild
+from niels_gpt.storage.fileio import META_NAME
+from niels_gpt.storage.locks import check_lease, is_leased
+from niels_gpt.storage.meta_json import file_records, parse_object, path_inside, read_regular
+from niels_gpt.storage.versions import LOCK_NAME, VERSION_DIGITS
+
+T = TypeVar("T")
+
+CHECKPOINT_SECONDS = 2.0
+"""A killed build loses at most this much work and one batch. A checkpoint costs a few fsyncs."""
+_SHARE_OF_RUN, _COSTS = 0.5, 10
+"""A new run takes its first checkpoints sooner: after half of its time so far, but after 10 times their cost."""
+TEXTS = "texts.bin"
+"""In the journal's folder: the digest of each document that was consumed, those that were dropped included."""
+CHECKSUMS = "index/crc32.bin"
+
+
+class Build:
+    """The state of one build on disk."""
+
+    def __init__(
+        self,
+        work: Path,
+        folder: Path,
+        identity: Mapping[str, Any],
+        files: Mapping[str, str | None],
+        seconds: float,
+        from_scratch: str | None = None,
+    ) -> None:
+        """work: folder of the cache's files. folder: of the journal and of the files that only the build needs.
+
+        identity: everything that decides the bytes.
+        files: names of the files that are still written -> their names in the cache: "train/shard_{:05d}.bin" for the
+            next shard of a split, None for a file that only the build needs. All are written where they stay.
+        seconds: between two checkpoints; 0: one after each batch.
+        from_scratch: the command that builds from scratch, for messages.
+        """
+        self.work, self.folder = work, folder
+        self.remedy = remedy_of(folder, from_scratch)
+        """What to do if the build cannot be resumed."""
+        self._places = {**files, TEXTS: None}
+        self._seconds = seconds
+        self._process = os.getpid()
+        self._journal = Journal(folder, identity, self.remedy)
+        self.last = self._journal.last or Checkpoint()
+        """The last checkpoint."""
+        self.finished = self._journal.finished
+        """Records of the finished shards: name, bytes, sha256."""
+        self.files: dict[str, HashedFile] = {}
+        self.checksums: dict[str, bytes] = {}
+        """CRC-32 of the blocks of each finished file."""
+        self.state = SourceState({}, None)
+        """As of the last document that was consumed."""
+        self.previous_state = self.state
+        """As of the document before it."""
+        self.source: tuple[str, dict[str, int]] | None = None
+        """Fingerprint of the source's files and the loader's counters before the first document, if it can seek."""
+        self.position: dict[str, int] | None = None
+        """The loader's position, updated as it is read, if it can seek."""
+        self.compares = True
+        """Whether consumed documents are compared with the source."""
+        self.sought = False
+        """Whether the source begins with the last consumed document, because its files are unchanged."""
+        self._counts = Counter(record["name"].partition("/")[0] for record in self.finished)
+        self._journaled = len(self.finished)
+        self._new_names = {folder}
+        """Folders with files whose names are not durable yet."""
+        self._started = self._time = time.monotonic()
+        self._cost = 0.0
+
+    @property
+    def public(self) -> Path:
+        """The path of the cache, for messages."""
+        return self.folder.parent.parent.parent / self.folder.parent.name
+
+    @property
+    def committed(self) -> Path | None:
+        """The version of this build that a killed run committed, if it did."""
+        if self.last.sealed is None or self.work.is_dir():
+            return None
+        return self.folder.parent / self.last.sealed[:VERSION_DIGITS]
+
+    def open(self) -> None:
+        """Restore the disk to the last checkpoint and open the files. Raises: CacheError."""
+        if self.committed is not None:
+            self._opened(TEXTS).close()
+            return
+        self._check_names()
+        fileio.make_dir(self.work)
+        fileio.fsync_dir(self.work)  # a killed run may have made folders in it
+        if self.last.documents:
+            if set(self.last.files) != set(self._places):
+                raise CacheError(
+                    self.folder, "its journal names other files than this build has", remedy=self.remedy, code="E505"
+                )
+            self.expect(TEXTS, self.last.documents * DIGEST_BYTES)
+        for record in self.finished:
+            with self._remedied(self.work / record["name"]):
+                path = path_inside(self.work, record["name"])
+                self.checksums[record["name"]] = checksums_of(path, record["bytes"], record["sha256"])
+        self.check_lease()  # to read all shards may have taken hours
+        known = {record["name"] for record in self.finished}
+        for name in filter(self.keeps, self._places):
+            if self.last.files.get(name, (0, ""))[0]:
+                with self._remedied(self.path_of(name)):
+                    path_inside(self.work, self._place(name))
+                known.add(self._place(name))
+        self._remove_unknown(known)
+        for name in self._places:
+            self.files[name] = self._opened(name)
+
+    def path_of(self, name: str) -> Path:
+        """Return the path of a file that is still written."""
+        return self.work / self._place(name) if self.keeps(name) else self.folder / name
+
+    def keeps(self, name: str) -> bool:
+        """Whether a file that is still written becomes a file of the cache."""
+        return self._places[name] is not None
+
+    def close(self) -> None:
+        """Close all files."""
+        for file in self.files.values():
+            file.close()
+        self._journal.close()
+
+    def check_lease(self) -> None:
+        """Raise CacheError E512 if another process has taken over the lease of this cache, and its files with it."""
+        check_lease(self.folder.parent / LOCK_NAME)
+
+    def checked_for_forks(self, chunks: Iterator[T]) -> Iterator[T]:
+        """Yield what is read of a source. Raises: RuntimeError if it has forked us, for each one and at the end: a
+        forked child shares this build's open files and must not write to them."""
+        for chunk in chain(chunks, [None]):
+            if os.getpid() != self._process:
+                raise ForkedBuild(
+                    f"{self.folder}: this process was forked from the one that builds (pid {self._process}). "
+                    "Let a forked child end by os._exit"
+                )
+            if chunk is not None:
+                yield chunk
+
+    def record_consumed(self, digests: Sequence[bytes], chunk: Chunk[Any]) -> None:
+        """Record that the first documents of a chunk, one for each digest and one or more, were consumed."""
+        self.files[TEXTS].write(b"".join(digests))
+        last = len(digests) - 1
+        self.previous_state = chunk.state(last - 1) if last else self.state
+        self.state = chunk.state(last)
+
+    def restored(self, initial: dict[str, Any]) -> dict[str, Any]:
+        """Return the builder's numbers at the last checkpoint; `initial` if there is none.
+
+        initial: gives the form, too. Raises: CacheError for numbers of another form.
+        """
+        if not self.last.documents:
+            return initial
+        state = self.last.state
+        for key, form in initial.items():
+            same = isinstance(state.get(key), dict) == isinstance(form, dict) and key in state
+            if not same or (isinstance(form, dict) and form and set(form) != set(state[key])):
+                raise CacheError(self.folder, f"its journal has no valid {key!r}", remedy=self.remedy, code="E505")
+        return state
+
+    def expect(self, name: str, num_bytes: int) -> None:
+        """Raise CacheError if the journal gives a file another size than the builder's numbers do."""
+        size = self.last.files.get(name, (0, ""))[0]
+        if size != num_bytes:
+            raise CacheError(
+                self.folder / name, f"{size} bytes by its journal", str(num_bytes), self.remedy, code="E505"
+            )
+
+    def checkpoint(self, state: Mapping[str, Any], *, ended: bool = False) -> None:
+        """Take a checkpoint, if one is due: a shard was finished, the time has passed, or the source has `ended`.
+
+        It makes the files durable before the journal names them. state: the builder's own numbers, or dicts of them.
+        """
+        if self.last.ended:
+            return
+        now = time.monotonic()
+        early = max(_SHARE_OF_RUN * (now - self._started), _COSTS * self._cost)
+        due = ended or len(self.finished) > self._journaled or now - self._time >= min(self._seconds, early)
+        if not due:
+            return
+        for file in self.files.values():
+            if file.num_bytes:
+                file.sync()
+        for folder in sorted(self._new_names):
+            fileio.fsync_dir(folder)
+        self._new_names.clear()
+        checkpoint = Checkpoint(
+            documents=self.files[TEXTS].num_bytes // DIGEST_BYTES,
+            generator=self.state.generator,
+            files={name: (file.num_bytes, file.sha256) for name, file in self.files.items()},
+            finished=self.finished[self._journaled :],
+            state=dict(state),
+            ended=ended,
+            seek=self.source and Seek.between(*self.source, self.previous_state, self.state),
+        )
+        self.check_lease()  # the syncs may have taken long
+        self._journal.append(checkpoint)
+        self.last, self._journaled, self._time = checkpoint, len(self.finished), time.monotonic()
+        self._cost = self._time - now
+
+    def finish_shard(self, name: str) -> None:
+        """Finish a full shard; what is written next is in another one."""
+        self.finished.append(record := self.finish(name))
+        self.files[name].close()
+        self._counts[record["name"].partition("/")[0]] += 1
+        self.files[name] = HashedFile(self.path_of(name), before_open=self._before_open, lazy=True)
+
+    def finish(self, name: str) -> dict[str, Any]:
+        """Sync a file that is complete, though it may be empty; returns its name in the cache, bytes and sha256."""
+        place, file = self._place(name), self.files[name]
+        file.sync()
+        self.checksums[place] = file.checksums()
+        return file.record(place)
+
+    def add(self, place: str, content: Iterator[Any]) -> dict[str, Any]:
+        """Write a further file of the cache from buffers; returns its name, bytes and sha256."""
+        crcs: list[bytes] = []
+        record = write_whole(self.work, place, content, crcs, self._before_open)
+        (self.checksums[place],) = crcs
+        return record
+
+    def add_checksums(self, **groups: Mapping[str, Any] | list[dict[str, Any]]) -> dict[str, Any]:
+        """Write index/crc32.bin for the files of meta.json so far, by their keys there; returns its record."""
+        records = file_records(groups)
+        record = self.add(CHECKSUMS, (self.checksums[each["name"]] for each in records))
+        return {**record, "block_bytes": BLOCK_BYTES}
+
+    def committed_meta(self) -> dict[str, Any] | None:
+        """Return the meta.json of `committed`."""
+        if self.committed is None:
+            return None
+        path = self.committed / META_NAME
+        with self._remedied(path):
+            meta = parse_object(read_regular(path))
+        if meta.get("content_sha256") != self.last.sealed or not isinstance(meta.get("source"), dict):
+            raise CacheError(path, "another content_sha256 than its build had", remedy=self.remedy, code="E505")
+        return meta
+
+    def seal(self, content_sha256: str) -> None:
+        """Record in the journal that the folder is complete, so that a killed commit can be finished."""
+        if self.last.sealed is None:
+            self.check_lease()
+            self._journal.append(replace(self.last, finished=[], sealed=content_sha256))
+
+    def _place(self, name: str) -> str:
+        place = self._places[name]
+        assert place is not None
+        return place.format(self._counts[place.partition("/")[0]])
+
+    def _opened(self, name: str) -> HashedFile:
+        keep, digest = self.last.files.get(name, (0, None))
+        root, place = (self.work, self._place(name)) if self.keeps(name) else (self.folder, name)
+        with self._remedied(root / place):
+            path = path_inside(root, place)
+            # Who lost its lease may still write to the files that it has open; `resumable` has copied the journal's.
+            is_kept, is_lease = self.keeps(name), is_leased(self.folder.parent / LOCK_NAME)
+            before_open, copies = self._before_open, is_kept and is_lease
+            # A file of the cache that stays empty may not be one: a field that is absent, a shard after the last one.
+            return HashedFile(path, keep=keep, sha256=digest, before_open=before_open, copies=copies, lazy=is_kept)
+
+    def _before_open(self, path: Path) -> None:
+        """Prepare the creation of a file, or its truncation."""
+        self.check_lease()
+        fileio.make_dir(path.parent)
+        self._new_names.add(path.parent)
+
+    @contextmanager
+    def _remedied(self, path: Path) -> Iterator[None]:
+        """Raise CacheError with this build's remedy; E512 where the files are another's by now."""
+        try:
+            yield
+        except (FileNotFoundError, ValueError) as error:
+            self.check_lease()
+            if isinstance(error, CacheError):
+                raise CacheError(error.path, error.found, error.expected, self.remedy, code=error.code) from error
+            if isinstance(error, FileNotFoundError):
+                raise CacheError(path, "no such file", "one by the journal", self.remedy, code="E505") from error
+            raise CacheError(path, str(error), remedy=self.remedy, code="E505") from error
+
+    def _check_names(self) -> None:
+        """Raise CacheError unless the journal's shards are those of this build, in order and not empty."""
+        seen = Counter[str]()
+        for record in self.finished:
+            place = next((p for p in self._places.values() if p and record["name"] == p.format(seen[p])), None)
+            if place is None or not record["bytes"]:
+                raise CacheError(
+                    self.folder, f"its journal names {record['name']!r} out of turn", remedy=self.remedy, code="E505"
+                )
+            seen[place] += 1
+
+    def _remove_unknown(self, known: set[str]) -> None:
+        for _, names, about in fileio.walked(self.work):
+            if not stat.S_ISDIR(about.st_mode) and "/".join(names) not in known:
+                fileio.remove(self.work.joinpath(*names))
