@@ -145,6 +145,10 @@ def _plain(value: Any) -> Any:
     raise TypeError
 
 
+def _split_text(messages: Sequence[Mapping[str, Any]]) -> bytes:
+    return chat_text([(message["role"], message.get("content")) for message in messages])
+
+
 @dataclass(frozen=True)
 class _EncodedChats:
     """A part of a batch of chats: the stored parts of kept chats, and why the others are dropped."""
@@ -174,7 +178,7 @@ class _EncodedChats:
         self.ids.append(ids)
         self.targets.append(targets)
         self.numbers.append((len(ids), int(targets.sum()), _utf8_bytes(chat.messages), _digest(chat)))
-        self.texts.append(chat_text([(message["role"], message.get("content")) for message in chat.messages]))
+        self.texts.append(_split_text(chat.messages))
         self.chats.append(([message["role"] for message in chat.messages], list(map(words_of, chat.messages))))
         self.noticed.update([MERGED] * encoded.merged + list(encoded.unsupervised))
         self.noticed[WITHOUT_LOSS] += encoded.turns_without_loss
@@ -270,9 +274,11 @@ class _Chats(Examples):
         self._first_problem = ""  # of the first chat that was dropped in this run for a reason that has words
 
     def waiting(self, item: _Item) -> Waiting:
-        """Return the text that decides a chat's split, if it is kept: which only its encoding shows."""
-        texts = [text for encoded in self.encoder.encode([item.text]) for text in encoded.texts]
-        return Waiting(texts[0] if texts else None, len(item.text))
+        """Return the text that decides a chat's split; only its encoding shows whether it is kept."""
+        if not item.text:
+            return Waiting(None, 0)
+        text = _split_text(json.loads(item.text)["messages"])
+        return Waiting(text, len(item.text), lambda: any(each.ids for each in self.encoder.encode([item.text])))
 
     def add(self, batch: Batch[_Item], encoded: Iterator[_EncodedChats]) -> list[bytes]:
         """Append the chats of a batch that are kept; returns the digests of all."""

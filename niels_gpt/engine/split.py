@@ -48,6 +48,8 @@ class Waiting(NamedTuple):
     """The text that decides; None where the item enters no split."""
     num_bytes: int
     """About what it takes to hold the item."""
+    is_kept: Callable[[], bool] = lambda: True
+    """Whether the item enters a split, where that is dear to know: asked only of one that might move the bound."""
 
 
 class TextSplit:
@@ -122,7 +124,8 @@ class TextSplit:
                     return count
                 if each.text is not None:
                     key = int(split_keys([each.text], self.seed)[0])
-                    lowest, highest = min(lowest, key), max(highest, key)
+                    if not lowest <= key <= highest and each.is_kept():
+                        lowest, highest = min(lowest, key), max(highest, key)
                 num_bytes += each.num_bytes
                 if lowest < self.bound <= highest or items == limit or num_bytes >= _HELD_BYTES:
                     return count
