@@ -16,9 +16,9 @@ Data goes from top to bottom. Each package's docstring lists its modules.
     chat_template.py       how this project turns a chat into ids
     chat/                  chat templates of other models: ids, and which tokens carry loss
     display/               how people look at data: decoded with its loss mask; tables, a bar
-    builders/              iterables of texts or chats to token files: shuffle, split, encode, write, resume
-    engine/                a cache in units: its plan, the state of each unit, the seal
-    cache/                 the public builders and readers of token caches (PR-03)
+    engine/                iterables in, files out: shuffle, split, encode, write, resume; a cache in units
+    cache/                 the builders and readers of token caches (PR-03)
+    builders/              the earlier name of engine/, for one release
     kinds/                 every operation for a finished cache of any kind: verify, stats, show, diff, locate
     sampling/              epochs, mixtures of caches and evaluation, with a resumable state
     exchange/              other tools' token files, out and in; caches in buckets
@@ -34,7 +34,7 @@ Data goes from top to bottom. Each package's docstring lists its modules.
     interrupts.py          turns signals into KeyboardInterrupt; the exit status is commands/console.py's
     paths.py               default folders
 
-meta.json: builders/ decides its keys (meta_keys.py: those of every cache; pretrain.py, shards.py, sft/: the others),
+meta.json: engine/meta.py decides the keys of every cache, the builders in cache/ and prefix_tree/ those of a kind, and
 recipes/run_recipe.py what the key `source` says. cache/meta.py writes and reads it, storage/meta_json.py has its
 checksum and file records, kinds/verify.py verifies it. Rules such as D5 and PR-03: docs/decisions/README.md.
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from niels_gpt.builders.build import CHECKSUMS
-from niels_gpt.builders.meta_keys import Source, write_description
-from niels_gpt.builders.shards import TEXTS_OF
 from niels_gpt.cache.formats import BLOCK_BYTES, npy_header
+from niels_gpt.cache.shards import TEXTS_OF
+from niels_gpt.engine.checkpoints import CHECKSUMS
+from niels_gpt.engine.meta import Source, write_description
 from niels_gpt.engine.units import Plan, fix_plan
 from niels_gpt.storage import fileio, versions
 from niels_gpt.storage.versions import PLAN_KIND

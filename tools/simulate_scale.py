@@ -195,8 +195,8 @@ def collected(cache: Path) -> Work:
 
 def journal(folder: Path, checkpoints: int) -> Work:
     """Write a journal of so many checkpoints; reading it is what a build that resumes does first."""
-    from niels_gpt.builders.journal import Checkpoint, Journal
-    from niels_gpt.builders.shards import FILES
+    from niels_gpt.cache.shards import FILES
+    from niels_gpt.engine.journal import Checkpoint, Journal
 
     identity = {"kind": "pretrain"}
     files = {name: (1 << 40, "0" * 64) for name in (*FILES, "texts.bin")}
@@ -231,8 +231,8 @@ def fingerprint(folder: Path, files: int, file_bytes: int) -> Work:
 
 def sealed(path: Path, deep: bool) -> Work:
     """Seal partitions; their tokens have no tokenizer and no source, so the builder's seal is called, and no recipe."""
-    from niels_gpt.builders.meta_keys import Source
     from niels_gpt.cache.kind.tokens import PRETRAIN
+    from niels_gpt.engine.meta import Source
     from niels_gpt.engine.units import plans_of, seal
 
     (plan,) = plans_of(path)

@@ -48,14 +48,13 @@ ENTRY_POINTS = frozenset(
 )
 """Modules of the highest level in packages of a lower one: what `python -m` runs."""
 NEIGHBOURS = {
-    "builders": {"cache.formats"},
-    "engine": {"builders", "cache.formats"},
-    "cache": {"builders", "engine"},
-    "kinds": {"builders", "cache", "engine"},
-    "exchange": {"builders", "cache", "kinds"},
-    "sampling": {"builders", "cache"},
+    "engine": {"cache.formats"},
+    "cache": {"engine"},
+    "kinds": {"engine", "cache"},
+    "exchange": {"engine", "cache", "kinds"},
+    "sampling": {"engine", "cache"},
     "eagle3": {"cache.checksums", "cache.meta"},
-    "prefix_tree": {"builders", "cache", "sampling"},
+    "prefix_tree": {"engine", "cache", "sampling"},
 }
 """Which packages of levels 2 and 3 a package of these levels may import, beside itself; or which module of one."""
 NO_SOURCES = {"data", "hub"}

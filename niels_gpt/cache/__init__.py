@@ -6,7 +6,11 @@
     checksums.py          whether a file is the one of its meta.json: the CRC-32 of its blocks
     reader.py             Reader: what all readers do alike; how a cache and a split of it are named
     mmap.py               how token files and offsets files are opened, checked and mapped
-    build_cache.py        build_pretrain_cache and build_sft_cache: the signatures; the work is in niels_gpt/builders/
+    build_cache.py        build_pretrain_cache and build_sft_cache: the signatures of the spec
+    build_pretrain.py     build_pretrain: documents -> shards; keys of meta.json, but for files and counts (shards.py)
+    shards.py             where a shard ends, which document is truncated or dropped; files and counts in meta.json
+    build_sft.py          build_sft: chats -> one token file a split, by the own template; all files and counts
+    build_templated.py    the same by any other chat template: a bit for each token says whether it carries loss
     pretrain_dataset.py   PretrainTokenStreamDataset: which windows of T + 1 tokens a batch has
     sft_split.py          SFTSplit: the examples of a split, read by ranges of tokens, and which tokens carry loss
     loss_bits.py          loss of chats of another template: a bit for each token; how a batch's are taken from them

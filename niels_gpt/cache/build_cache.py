@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
-from niels_gpt.builders.meta_keys import Source
-from niels_gpt.builders.pretrain import build_pretrain
-from niels_gpt.builders.sft import build_sft
+from niels_gpt.cache.build_pretrain import build_pretrain
+from niels_gpt.cache.build_sft import build_sft
 from niels_gpt.chat_template import Message
+from niels_gpt.engine.meta import Source
 from niels_gpt.progress import Progress
 from niels_gpt.tokenizers.protocol import Tokenizer
 

@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from niels_gpt.builders.build import CHECKSUMS
-from niels_gpt.builders.losses import warn_of_losses
-from niels_gpt.builders.meta_keys import Source, write_description
-from niels_gpt.builders.pretrain import IN_PARTITIONS, warn_of_unmet_budgets
-from niels_gpt.builders.resume import NoTextError
-from niels_gpt.builders.shards import TEXTS_OF
-from niels_gpt.builders.split import asked_share, count_duplicates, count_in_both, count_repeated_lines, warn_of_share
-from niels_gpt.builders.writer import write_whole
+from niels_gpt.cache.build_pretrain import IN_PARTITIONS
 from niels_gpt.cache.formats import BLOCK_BYTES, OFFSET_DTYPE, PARTITIONED_VERSION, SPLITS, npy_header, num_blocks
+from niels_gpt.cache.shards import TEXTS_OF, warn_of_unmet_budgets
+from niels_gpt.engine.build import NoTextError
+from niels_gpt.engine.checkpoints import CHECKSUMS
+from niels_gpt.engine.journal import write_whole
+from niels_gpt.engine.losses import warn_of_losses
+from niels_gpt.engine.meta import Source, write_description
+from niels_gpt.engine.split import asked_share, count_duplicates, count_in_both, count_repeated_lines, warn_of_share
 from niels_gpt.engine.units import Plan
 from niels_gpt.signals import IN_BOTH, REPEATED_ID
 from niels_gpt.storage import fileio

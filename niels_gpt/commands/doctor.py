@@ -219,8 +219,8 @@ def _of_content(cache: Path) -> Iterator[Care]:
 
 def _of_versions(folder: Path, cache: Path) -> Iterator[Care]:
     """Yield what stands beside the versions of a cache: unfinished builds, and what gc would remove."""
-    from niels_gpt.builders.journal import unfinished_builds
-    from niels_gpt.builders.meta_keys import is_of_this_version
+    from niels_gpt.engine.journal import unfinished_builds
+    from niels_gpt.engine.meta import is_of_this_version
     from niels_gpt.kinds.kind import kind_names
     from niels_gpt.storage.leftovers import removable
     from niels_gpt.storage.versions import refuse_if_building

@@ -13,9 +13,9 @@ from string import hexdigits
 from types import MappingProxyType
 from typing import Any
 
-from niels_gpt.builders.losses import loss_table
 from niels_gpt.display.numbers import count_text, many, number_of, size_text
 from niels_gpt.display.tables import cut, folded, table
+from niels_gpt.engine.losses import loss_table
 from niels_gpt.kinds.diff import PARTS, is_equal
 from niels_gpt.kinds.files import Damage
 from niels_gpt.kinds.kind import Cache, Limits, kind_named

@@ -22,10 +22,10 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
-from niels_gpt.builders.meta_keys import BUILDER_VERSIONS, Source
-from niels_gpt.builders.resume import CANNOT_WRITE
 from niels_gpt.cache.formats import FORMAT_VERSION
 from niels_gpt.documents import MAX_PARTITIONS, Partition
+from niels_gpt.engine.build import CANNOT_WRITE
+from niels_gpt.engine.meta import BUILDER_VERSIONS, Source
 from niels_gpt.progress import Progress
 from niels_gpt.settings import usable_cores
 from niels_gpt.storage import fileio, versions

@@ -18,10 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.builders.build import CHECKSUMS
-from niels_gpt.builders.meta_keys import Source, write_description
-from niels_gpt.builders.sft.examples import packed
-from niels_gpt.builders.writer import BlockHashes, HashedFile, npy_parts, write_whole
+from niels_gpt.cache.build_sft import packed
 from niels_gpt.cache.formats import (
     BLOCK_BYTES,
     IMPORTED_TEMPLATE,
@@ -30,6 +27,9 @@ from niels_gpt.cache.formats import (
     SPLITS,
     npy_header,
 )
+from niels_gpt.engine.checkpoints import CHECKSUMS
+from niels_gpt.engine.journal import BlockHashes, HashedFile, npy_parts, write_whole
+from niels_gpt.engine.meta import Source, write_description
 from niels_gpt.exchange.foreign import ForeignFile, read_pieces
 from niels_gpt.exchange.output import Modes
 from niels_gpt.kinds.kind import Kind

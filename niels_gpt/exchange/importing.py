@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
-from niels_gpt.builders.meta_keys import Source, vocabulary_of
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.cache.kind.tokens import PRETRAIN, SFT
 from niels_gpt.display.numbers import many, size_text
+from niels_gpt.engine.meta import Source, vocabulary_of
 from niels_gpt.exchange.assembling import About, Assembled, assemble
 from niels_gpt.exchange.foreign import ForeignFile, ForeignFolder
 from niels_gpt.exchange.output import MANIFEST_NAME, Modes

@@ -13,10 +13,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from niels_gpt.builders.meta_keys import why_unmet
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.cache.meta import read_meta, tokenizer_above
 from niels_gpt.display.numbers import many, number_of, share_text, size_text
+from niels_gpt.engine.meta import why_unmet
 from niels_gpt.kinds.files import Damage, FileChecks
 from niels_gpt.kinds.kind import Finding, Limits, Rule
 from niels_gpt.signals import above, found_in

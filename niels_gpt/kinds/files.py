@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.builders.writer import BlockHashes
 from niels_gpt.cache.checksums import CRC_DTYPE, stored_checksums
 from niels_gpt.cache.formats import BLOCK_BYTES, npy_header
+from niels_gpt.engine.journal import BlockHashes
 from niels_gpt.progress import Progress
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, walked

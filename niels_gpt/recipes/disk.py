@@ -31,14 +31,13 @@ logger = logging.getLogger(__name__)
 
 _MAX_TOKEN_TEXT = 8  # bytes of text that a token stands for
 _UNPACKED = 8  # bytes of text for a byte of .parquet or .zst, or of .gz in several parts, at most
-_DOCUMENT_BYTES = 96  # its start, twice; its digest; its id, and an example's twice; three numbers of an example
+_DOCUMENT_BYTES = 96  # its start, twice; its digests; its id
 _PROBE_BYTES = 1 << 18  # read from a file to see how long its lines are
 _LONGER_ROWS = 2  # the rows after the probe may be shorter by this factor
-_SFT_COPIES = 2  # the ids of all examples, and of each split
 _INDEX_COPIES = 2  # of a partitioned cache: of each partition, and of all when they are sealed; shards are linked
 _ID_BYTES = 2  # of disk for a byte of recorded ids or floats: four for "1,"
 _TEMPLATE_TOKENS = 512  # that a chat template adds to a chat, at most on average
-_LOSS_BYTES = 2  # of a token of a cache with loss bits: a byte until the splits are made, and a bit
+_LOSS_BITS = 9  # of a token of a cache with loss bits: a byte until the end, and the bit
 _FIXED = 1 << 14  # meta.json, the journal
 _MIN_HUB_DOCUMENT_TOKENS = 200  # on average; fineweb-edu has about a thousand
 
@@ -59,7 +58,6 @@ def needed_bytes(settings: Settings, source: ResolvedSource, vocab_size: int | N
     if source.stub:
         return DiskNeed()
     spec = source.spec
-    copies = _SFT_COPIES if spec.family == "sft" else 1
     sizes = [_text_size(path) for path in source.files]
     least = sum(size[0] for size in sizes) or spec.hub_text_bytes // 2
     text = (sum(size[1] for size in sizes) or spec.hub_text_bytes) * spec.copies
@@ -74,11 +72,11 @@ def needed_bytes(settings: Settings, source: ResolvedSource, vocab_size: int | N
         else:
             tokens, least_tokens, rows = budget, budget, budget // _MIN_HUB_DOCUMENT_TOKENS
     least_bytes, most_bytes = (token_dtype(vocab_size or ids).itemsize for ids in (1, MAX_IDS))
-    most = most_bytes * tokens * copies + _DOCUMENT_BYTES * rows * (1 if settings.partitions < 2 else _INDEX_COPIES)
+    most = most_bytes * tokens + _DOCUMENT_BYTES * rows * (1 if settings.partitions < 2 else _INDEX_COPIES)
     if spec.family == "sft" and settings.chat_template is not None:
         added = _TEMPLATE_TOKENS * rows
-        most += (most_bytes * copies) * added + _LOSS_BYTES * (tokens + added)
-    return DiskNeed(least_bytes * least_tokens * copies, most + most // 1000 + _FIXED)
+        most += most_bytes * added + _LOSS_BITS * (tokens + added) // 8
+    return DiskNeed(least_bytes * least_tokens, most + most // 1000 + _FIXED)
 
 
 def bytes_below(path: Path) -> int:

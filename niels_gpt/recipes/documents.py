@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.builders.pretrain import BUDGET_RULE, FRACTION_RULE, build_pretrain, build_stub
+from niels_gpt.cache.build_pretrain import BUDGET_RULE, FRACTION_RULE, build_pretrain, build_stub
 from niels_gpt.documents import Partition
 from niels_gpt.progress import Progress
 from niels_gpt.recipes import sources

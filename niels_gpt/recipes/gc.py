@@ -7,9 +7,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from niels_gpt.builders.journal import identity_of
-from niels_gpt.builders.meta_keys import OF_ANOTHER_VERSION, is_of_this_version
 from niels_gpt.display.numbers import size_text
+from niels_gpt.engine.journal import identity_of
+from niels_gpt.engine.meta import OF_ANOTHER_VERSION, is_of_this_version
 from niels_gpt.engine.units import plans_of
 from niels_gpt.kinds.kind import kind_names
 from niels_gpt.recipes.disk import bytes_below

@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.builders.split import asked_share
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.data.exclude import EXCLUDED
 from niels_gpt.display.numbers import many
+from niels_gpt.engine.split import asked_share
 from niels_gpt.kinds.diff import num_moved_to_val
 from niels_gpt.settings import Settings
 from niels_gpt.storage.fileio import META_NAME

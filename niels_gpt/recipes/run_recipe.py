@@ -16,11 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.builders.journal import sealed_builds, unfinished_builds
-from niels_gpt.builders.meta_keys import BUILDER_VERSIONS, Source
 from niels_gpt.cache.formats import FORMAT_VERSION, SPLITS
 from niels_gpt.cache.meta import find_meta, read_meta
 from niels_gpt.data.exclude import Exclusion, read_exclusion
+from niels_gpt.engine.journal import sealed_builds, unfinished_builds
+from niels_gpt.engine.meta import BUILDER_VERSIONS, Source
 from niels_gpt.engine.units import discard_plan, plans_of
 from niels_gpt.recipes.disk import needed_bytes, refuse_without_room, unfinished_bytes
 from niels_gpt.recipes.rebuilt import warn_of_changes

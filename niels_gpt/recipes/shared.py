@@ -14,8 +14,8 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from niels_gpt.builders.meta_keys import BUILDER_VERSIONS
 from niels_gpt.cache.formats import FORMAT_VERSION
+from niels_gpt.engine.meta import BUILDER_VERSIONS
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.leftovers import PROBE

@@ -6,7 +6,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.builders.sft import build_sft, build_templated_sft
+from niels_gpt.cache.build_sft import build_sft
+from niels_gpt.cache.build_templated import build_templated_sft
 from niels_gpt.progress import Progress
 from niels_gpt.recipes import sources
 from niels_gpt.recipes.documents import (

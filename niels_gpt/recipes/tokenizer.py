@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from niels_gpt.builders.meta_keys import content_sha256
 from niels_gpt.cache.formats import FORMAT_VERSION
 from niels_gpt.cache.meta import find_meta, read_meta
 from niels_gpt.chat.backends import has_tool_template
+from niels_gpt.engine.meta import content_sha256
 from niels_gpt.hub import models as hub
 from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
 from niels_gpt.recipes.resolve import ResolvedSource, asked_revisions

@@ -18,11 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from niels_gpt.builders.meta_keys import Source
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.data.exclude import read_exclusion
 from niels_gpt.data.files.part import PARTITION_RULE
 from niels_gpt.documents import Partition
+from niels_gpt.engine.meta import Source
 from niels_gpt.engine.units import (
     LISTINGS_NAME,
     Commands,

@@ -364,10 +364,10 @@ def renew(folder: Path) -> None:
     What a killed call left is removed; folders and links are left alone.
     """
     for path in sorted(folder.iterdir()):
-        if path.name.startswith(_COPY):
+        if path.name.startswith(COPY):
             remove(path)
         elif stat.S_ISREG(path.lstat().st_mode):
-            copy = OutputFile(path.with_name(_COPY + path.name))
+            copy = OutputFile(path.with_name(COPY + path.name))
             try:
                 with open(open_for_reading(path), "rb") as file:
                     while block := file.read(1 << 20):
@@ -378,7 +378,8 @@ def renew(folder: Path) -> None:
             rename(copy.path, path)
 
 
-_COPY = "copy_"  # a name that a builder's file may have, and has not
+COPY = "copy_"
+"""Begins the name of a copy that becomes a file: one that a builder's file may have, and has not."""
 
 
 def write_bytes(path: PathLike, content: bytes) -> None:

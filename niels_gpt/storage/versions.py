@@ -51,7 +51,7 @@ SHA256_DIGITS = re.compile("[0-9a-f]{64}")
 BUILD_NAME = re.compile(r"building-[0-9a-f]{12}(\.journal)?")
 _PARTITIONS = re.compile(PARTITIONS + "-[0-9a-f]{12}")
 _HALF_WRITTEN = re.compile(r"\.(recipe|meta|plan)\.json\.[0-9a-f]{8}\.tmp")  # of fileio.write_bytes
-_BUILDERS_FILE = re.compile(r"[a-z0-9_]+\.(bin|npy|txt|json|jsonl|model)")
+_BUILDERS_FILE = re.compile(r"[a-z0-9_]+\.(bin|bits|npy|txt|json|jsonl|model)")
 VERSION_NAME = re.compile(r"[0-9a-f]{12}|adopted\d+")
 KINDS = ("pretrain", "sft", "tokenizer", "rollouts", "eagle3", "draft_vocab")
 """`kind` in the meta.json of every kind of cache."""

@@ -36,8 +36,8 @@ from support.power_loss import tree_of
 from support.readings import read_in_small_batches
 from support.small_builds import batches_of
 
-from niels_gpt.builders.pretrain import build_pretrain
-from niels_gpt.builders.sft import build_sft
+from niels_gpt.cache.build_pretrain import build_pretrain
+from niels_gpt.cache.build_sft import build_sft
 from niels_gpt.recipes.plan import recipes
 from niels_gpt.settings import Settings
 
@@ -103,12 +103,12 @@ def namespace():
 
 
 META, BEGIN, SPLITS = r"\.meta\.json\.\w+\.tmp", r"building-\w{12}(\.journal)?", r"(train|val)_tokens\.bin"
-DOCS = r"index_(train|val)_docs\.npy"
+DOCS, SHARD = r"(train|val)_docs\.npy", r"shard_\d{5}\.bin"
 PHASES = {  # the files that some disk has to be too small for
-    ("pretrain", "pages"): (r"(train|val)\.bin", rf"{DOCS}|index_crc32\.bin|(train|val)_docs\.bin", META),
-    ("sft", "pages"): (r"tokens\.bin", SPLITS, r"(train|val)_idx\.npy|index_\w+\.(bin|txt)", META),
-    ("templated", "pages"): (r"tokens\.bin", r"loss\.bin", r"(train|val)_loss\.bits", META),
-    ("pretrain", "inodes"): (BEGIN, r"train\.bin", DOCS, META, "link"),
+    ("pretrain", "pages"): (SHARD, rf"{DOCS}|crc32\.bin|(train|val)_docs\.bin", META),
+    ("sft", "pages"): (SPLITS, r"(train|val)_idx\.npy|\w+\.(bin|txt)", META),
+    ("templated", "pages"): (SPLITS, r"(train|val)_loss\.bin", r"(train|val)_loss\.bits|(train|val)_idx\.npy", META),
+    ("pretrain", "inodes"): (BEGIN, SHARD, DOCS, META, "link"),
     ("sft", "inodes"): (BEGIN, SPLITS, r"(train|val)_idx\.npy", META, "link"),
 }
 
@@ -142,7 +142,9 @@ def test_a_file_that_may_not_grow_is_named_and_goes_on_later(tmp_path, caplog):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (12_000, hard))
     try:
-        with pytest.raises(OSError, match=r"File too large\. \d+ documents are done and kept.*train\.bin") as error:
+        with pytest.raises(
+            OSError, match=r"File too large\. \d+ documents are done and kept.*train/shard_00000\.bin"
+        ) as error:
             build_new(tmp_path / "found" / "c", shard_bytes=1 << 16)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

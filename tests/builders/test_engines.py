@@ -7,7 +7,7 @@ import pytest
 from support.made_tokenizers import any_tokenizer, sample_texts
 from support.power_loss import tree_of
 
-from niels_gpt.builders.pretrain import build_pretrain
+from niels_gpt.cache.build_pretrain import build_pretrain
 from niels_gpt.documents import DocumentBatch
 from niels_gpt.tokenizer import load_tokenizer
 

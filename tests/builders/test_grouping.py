@@ -15,10 +15,10 @@ from support.power_loss import tree_of
 from support.small_builds import batches_of, encode_with
 from support.splits import IN_MEMORY, key, stored
 
-from niels_gpt.builders.meta_keys import Source
-from niels_gpt.builders.pretrain import build_pretrain
-from niels_gpt.builders.sft import build_sft
+from niels_gpt.cache.build_pretrain import build_pretrain
+from niels_gpt.cache.build_sft import build_sft
 from niels_gpt.documents import DocumentBatch
+from niels_gpt.engine.meta import Source
 from niels_gpt.special_tokens import SPECIAL_TOKENS
 from niels_gpt.storage.codes import code_of
 from niels_gpt.tokenizers.engine import EngineDifference

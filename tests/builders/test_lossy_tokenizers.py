@@ -13,9 +13,9 @@ from support.fault_builds import interrupt
 from support.small_builds import compare_less
 from support.tiny_texts import TINY_TEXTS
 
-from niels_gpt.builders.losses import loss_table
-from niels_gpt.builders.pretrain import build_pretrain
-from niels_gpt.builders.sft import build_sft
+from niels_gpt.cache.build_pretrain import build_pretrain
+from niels_gpt.cache.build_sft import build_sft
+from niels_gpt.engine.losses import loss_table
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.settings import Settings
 from niels_gpt.special_tokens import SPECIAL_TOKENS

@@ -27,7 +27,7 @@ from support.partition_builds import (
 from support.power_loss import tree_of
 from support.small_builds import documents, locked, pretrain, quick_folder, whole_version
 
-from niels_gpt.builders.pretrain import build_pretrain
+from niels_gpt.cache.build_pretrain import build_pretrain
 from niels_gpt.cache.meta import tokenizer_above
 from niels_gpt.cache.pretrain_dataset import PretrainTokenStreamDataset
 from niels_gpt.commands.main import main

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support import LONG
+from support.fault_builds import place_of
 from support.power_loss import Disk, below, put, recorded_below, recording, tree_of
 from support.small_builds import BATCH_ITEMS, BUILDERS, ITEMS, SHARD_BYTES, Counted, quick_folder, whole_version
 
@@ -200,6 +201,16 @@ def test_a_killed_build_may_lose_the_power_later(recorded, folder, step, every):
         cut_twice(recorded, folder, first, every)
 
 
+def test_a_build_that_was_killed_while_it_finished_its_files_may_lose_the_power_later(recorded, folder):
+    """Files that are appended to are also the cache's: a run that finishes them again truncates and loses none."""
+    ended = next(
+        number for number, found in enumerate(recorded.trace) if found[0] == "write" and b'"ended": true' in found[3]
+    )
+    meta = next(number for number, found in enumerate(recorded.trace) if str(found[-1]).endswith("/meta.json"))
+    for first in range(ended, meta + 1, (meta - ended) // 2):
+        cut_twice(recorded, folder, first, 7)
+
+
 def positions(trace, verb, path, end):
     return [number for number in range(end) if trace[number][:2] == (verb, path)]
 
@@ -211,41 +222,44 @@ def assert_durable(trace, path, end):
     names = {path} | ({trace[made][1]} if trace[made][0] == "rename" else set())
     writes = [number for name in names for number in positions(trace, "write", name, end)]
     syncs = [number for name in names for number in positions(trace, "fsync", name, end)]
-    assert writes and syncs and max(syncs) > max(writes), f"{path}: not synced before operation {end}"
+    assert syncs and max(syncs) > max(writes, default=made), f"{path}: not synced before operation {end}"
     parent = str(Path(path).parent)
     assert any(number > made for number in positions(trace, "fsync_dir", parent, end)), (
         f"{path}: named by operation {made}, and {parent} not synced before operation {end}"
     )
 
 
+def made_before(trace, end):
+    made = {operation[1] for operation in trace[:end] if operation[0] == "create"}
+    return made.__contains__
+
+
 def test_a_line_of_the_journal_follows_the_fsync_of_every_file_that_it_names(recorded):
     trace = recorded.trace
     lines = [(number, line) for number, line in enumerate(trace) if line[0] == "write" and "journal.jsonl" in line[1]]
     folder = str(Path(lines[-1][1][1]).parent)
+    found = []
     for number, (_, _, _, raw) in lines[1:]:  # the first is the header
-        checkpoint = json.loads(raw[9:])
+        found.append(checkpoint := json.loads(raw[9:]))
         finished = {record["name"] for record in checkpoint["finished"]}
         for name, (size, _) in checkpoint["files"].items():
             if size and not checkpoint["sealed"]:
-                assert_durable(trace, f"{folder}/{name}", number)
+                assert_durable(trace, place_of(name, folder, found, made_before(trace, number)), number)
         for name in finished:
             assert_durable(trace, f"{folder.removesuffix('.journal')}/{name}", number)
     assert len(lines) > 8
 
 
-def test_a_finished_file_is_written_synced_renamed_and_its_folder_synced(recorded):
-    trace = recorded.trace
-    moved = [number for number, (verb, *_) in enumerate(trace) if verb == "rename"]
-    files = [number for number in moved if any(positions(trace, "fsync", trace[number][1], number))]
-    assert len(files) >= 8
-    for number in files:
-        _, path, new = trace[number]
-        created = positions(trace, "create", path, number)[-1]
-        writes = [at for at in positions(trace, "write", path, number) if at > created]
-        synced = positions(trace, "fsync", path, number)[-1]
-        folders = {str(Path(name).parent) for name in (path, new)}
-        after = {operation[1] for operation in trace[number + 1 : number + 3] if operation[0] == "fsync_dir"}
-        assert synced > max(writes, default=created) and folders <= after, trace[number]
+def test_a_file_is_written_where_it_stays_and_is_durable_before_its_folder_becomes_the_version(recorded):
+    version, trace = str(recorded.after["c"]), recorded.trace
+    if version in recorded.before and not recorded.damaged:
+        return  # no file of it is new but meta.json
+    end, work = next((at, found[1]) for at, found in enumerate(trace) if found[0] == "rename" and found[2] == version)
+    names = [name.replace(version, work) for name, content in recorded.after.items() if name.startswith(f"{version}/")]
+    files = [name for name in names if positions(trace, "create", name, end)]
+    assert len(files) >= 7 and not {found[2] for found in trace[:end] if found[0] == "rename"} & set(files)
+    for name in files:
+        assert_durable(trace, name, end)
 
 
 def test_meta_json_is_the_last_file_and_the_link_comes_last_of_all(recorded):

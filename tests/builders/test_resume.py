@@ -16,7 +16,17 @@ from typing import Any
 import pytest
 from support import LONG, SUPPORT
 from support.errors import refused
-from support.fault_builds import KINDS, checkpoints, interrupt, journals, killed_after, left, unfinished, uninterrupted
+from support.fault_builds import (
+    KINDS,
+    checkpoints,
+    interrupt,
+    journals,
+    killed_after,
+    left,
+    place_of,
+    unfinished,
+    uninterrupted,
+)
 from support.small_builds import (
     BATCH_ITEMS,
     BUILDERS,
@@ -30,8 +40,8 @@ from support.small_builds import (
     whole_version,
 )
 
-from niels_gpt.builders.meta_keys import Source
 from niels_gpt.cache import CacheError
+from niels_gpt.engine.meta import Source
 
 pytestmark = pytest.mark.usefixtures("small_batches")
 IN_ORDER = {"shuffle_buffer": None}
@@ -217,13 +227,11 @@ DAMAGES = {
 def test_a_damaged_file_of_an_unfinished_build_is_named(folder: Path, kind: str, damage: str) -> None:
     interrupt(kind, folder / "whole" / "c", 34)
     place, expected = folder / "whole" / ".versions" / "c", uninterrupted(kind, folder / "other")
-    names = [
-        f"{unfinished(folder / 'whole' / 'c', '.journal').name}/{name}"
-        for name in checkpoints(folder / "whole" / "c")[-1]["files"]
-    ]
-    found = (file for file in unfinished(folder / "whole" / "c").rglob("*") if file.is_file())
-    names += [str(file.relative_to(place)) for file in found]
-    names = [name for name in names if (place / name).stat().st_size]
+    done, journal = checkpoints(folder / "whole" / "c"), unfinished(folder / "whole" / "c", ".journal").name
+    files = {str(file.relative_to(place)) for file in place.rglob("*") if file.is_file()}
+    written = {place_of(name, journal, done, files.__contains__): size for name, (size, _) in done[-1]["files"].items()}
+    finished = [f"{journal.removesuffix('.journal')}/{record['name']}" for each in done for record in each["finished"]]
+    names = [name for name, size in written.items() if size] + finished
     assert len(names) >= 4
     for number, name in enumerate(names):
         shutil.copytree(folder / "whole", folder / str(number))

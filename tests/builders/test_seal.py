@@ -364,7 +364,7 @@ def test_a_partition_that_was_cut_anywhere_ends_in_the_same_bytes():
 SEAL = """
 import os, sys, tracemalloc
 from pathlib import Path
-from niels_gpt.builders.meta_keys import Source
+from niels_gpt.engine.meta import Source
 from niels_gpt.cache import joining
 from niels_gpt.cache.kind.tokens import PRETRAIN
 from niels_gpt.engine.units import plans_of, seal

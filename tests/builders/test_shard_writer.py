@@ -12,7 +12,7 @@ from support.errors import refused
 from support.small_builds import batches_of, documents, pretrain
 from support.splits import IN_MEMORY
 
-from niels_gpt.builders.pretrain import build_pretrain
+from niels_gpt.cache.build_pretrain import build_pretrain
 
 DOCUMENTS = st.lists(st.tuples(st.sampled_from(["train", "val"]), st.lists(st.integers(0, 65531), max_size=12)))
 

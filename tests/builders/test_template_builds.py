@@ -160,3 +160,17 @@ def test_what_a_template_gets_is_what_is_compared(tmp_path):
 @pytest.mark.usefixtures("small_batches")
 def test_threads_change_no_byte(folder):
     assert uninterrupted("templated", folder / "a") == uninterrupted("templated", folder / "b", num_threads=3)
+
+
+def test_a_chat_that_waits_for_val_is_rendered_before_only_if_its_key_is_the_least_or_greatest_one(tmp_path):
+    rendered = []
+
+    class Noting(ByteChats):
+        def encoded(self, chat):
+            rendered.append(chat.name)
+            return super().encoded(chat)
+
+    items = [(str(number), chat(f"question {number}", "answer")) for number in range(300)]
+    meta = templated(tmp_path / "c", items=items, chat_tokenizer=Noting(), val_frac=1e-9)
+    assert meta["totals"]["val_examples"] == 1, "all waited until the stream had ended"
+    assert set(rendered) == {name for name, _ in items} and len(items) + 2 < len(rendered) < len(items) + 30

@@ -17,10 +17,10 @@ from support.errors import refused
 from support.power_loss import tree_of
 from support.small_builds import batches_of
 
-from niels_gpt.builders import source as source_module
-from niels_gpt.builders.pipeline import InOrder
-from niels_gpt.builders.pretrain import build_pretrain
-from niels_gpt.builders.sft import build_sft
+from niels_gpt.cache.build_pretrain import build_pretrain
+from niels_gpt.cache.build_sft import build_sft
+from niels_gpt.engine import stream as source_module
+from niels_gpt.engine.stream import InOrder
 from niels_gpt.tokenizer import load_tokenizer
 
 TEXTS = [f"Note {number}: " + "the otter walks to the mill. " * (number * 7 % 5) for number in range(200)]
@@ -76,7 +76,7 @@ class Immediate(Executor):
 
 def process_pool(num_workers, method="forkserver", **arguments):
     context = multiprocessing.get_context(method)
-    context.set_forkserver_preload(["niels_gpt.builders.pipeline"])
+    context.set_forkserver_preload(["niels_gpt.engine.stream"])
     return ProcessPoolExecutor(num_workers, mp_context=context, **arguments)
 
 
@@ -254,7 +254,7 @@ def test_a_worker_that_dies_once_is_reported_with_its_batch_and_changes_nothing(
         with pytest.raises(BrokenExecutor):  # the caller's own, and his to replace
             executor.submit(int, "3")
     assert mortal.flag.exists() and tree_of(tmp_path / "found") == of_deadly
-    (said,) = [record.getMessage() for record in caplog.records if record.name == "niels_gpt.builders.pipeline"]
+    (said,) = [record.getMessage() for record in caplog.records if record.name == "niels_gpt.engine.stream"]
     found = re.search(r"a worker died while (\d+) batches were in work, from documents (\d+) to (\d+)", said)
     assert found is not None
     number, first, last = map(int, found.groups())

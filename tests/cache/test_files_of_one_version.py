@@ -13,9 +13,9 @@ from support.byte_tokenizer import ByteTokenizer
 from support.disk import META_NAME
 from support.errors import refused
 
-from niels_gpt.builders.pretrain import build_pretrain
-from niels_gpt.builders.sft import build_sft
 from niels_gpt.cache import CacheError, PretrainTokenStreamDataset, SFTExampleDataset
+from niels_gpt.cache.build_pretrain import build_pretrain
+from niels_gpt.cache.build_sft import build_sft
 from niels_gpt.cache.pretrain_dataset import PretrainSplit
 from niels_gpt.cache.sft_split import SFTSplit
 from niels_gpt.prefix_tree.rollouts.build import build_rollouts

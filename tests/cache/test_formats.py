@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.byte_tokenizer import ByteTokenizer
 
-from niels_gpt.builders.pretrain import BUDGET_RULE
-from niels_gpt.builders.sft import SPLIT_RULE
 from niels_gpt.cache import build_pretrain_cache, build_sft_cache
+from niels_gpt.cache.build_pretrain import BUDGET_RULE
+from niels_gpt.cache.build_sft import SPLIT_RULE
 from niels_gpt.cache.formats import npy_header
 from niels_gpt.special_tokens import SPECIAL_TOKENS
 

@@ -27,8 +27,6 @@ from support.disk import META_NAME, canonical_json, content_sha256, meta_bytes
 from support.fuzzed import JSON, Files, counted_for_a_plot, damaged, fuzz, named_files, written
 from support.small_builds import rollouts
 
-from niels_gpt.builders.meta_keys import Source
-from niels_gpt.builders.pretrain import build_pretrain, build_stub
 from niels_gpt.cache import (
     PretrainTokenStreamDataset,
     SFTExampleDataset,
@@ -36,9 +34,11 @@ from niels_gpt.cache import (
     build_sft_cache,
     checksums,
 )
+from niels_gpt.cache.build_pretrain import build_pretrain, build_stub
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.cache.mmap import IO, load_idx, mmap_tokens
 from niels_gpt.commands.report import difference_lines
+from niels_gpt.engine.meta import Source
 from niels_gpt.kinds.diff import diff, is_equal
 from niels_gpt.kinds.look import locate, show, stats
 from niels_gpt.kinds.verify import find_damage, refusal

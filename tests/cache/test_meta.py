@@ -11,11 +11,11 @@ from support.byte_tokenizer import ByteTokenizer
 from support.disk import canonical_json, meta_bytes
 from support.errors import refused
 
-from niels_gpt.builders.meta_keys import Source
-from niels_gpt.builders.pretrain import build_pretrain, build_stub
-from niels_gpt.builders.sft import build_sft
 from niels_gpt.cache import CacheError, read_meta, sha256_file, write_meta
+from niels_gpt.cache.build_pretrain import build_pretrain, build_stub
+from niels_gpt.cache.build_sft import build_sft
 from niels_gpt.cache.meta import checked_meta
+from niels_gpt.engine.meta import Source
 from niels_gpt.special_tokens import SPECIAL_TOKENS
 from niels_gpt.tokenizers.vocabulary import end_of_documents, token_dtype_of
 

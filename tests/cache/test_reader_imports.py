@@ -36,7 +36,7 @@ repr(dataset), dataset.fingerprint(), dataset[0].ids
 """
     own = {name for name in imported(code, caches) if name.split(".")[0] == "niels_gpt"}
     assert "niels_gpt.cache.pretrain_dataset" in own
-    assert not {name for name in own if name.startswith("niels_gpt.builders")}
+    assert not {name for name in own if name.startswith("niels_gpt.engine")}
     assert len(own) <= MOST_MODULES, sorted(own)
 
 
@@ -50,4 +50,4 @@ repr(dataset), dataset.fingerprint(), dataset[0].ids
     ],
 )
 def test_a_split_is_opened_and_read_without_torch(caches, code):
-    assert not {"torch", "niels_gpt.builders", "sentencepiece", "tokenizers"} & imported(code, caches)
+    assert not {"torch", "niels_gpt.engine", "sentencepiece", "tokenizers"} & imported(code, caches)

@@ -17,9 +17,9 @@ from support.fuzzed import written
 from support.number_caches import number_cache
 from support.small_caches import change_meta
 
-from niels_gpt.builders.writer import HashedFile
 from niels_gpt.cache import CacheError, PretrainTokenStreamDataset, SFTExampleDataset
 from niels_gpt.cache.build_cache import build_pretrain_cache, build_sft_cache
+from niels_gpt.engine.journal import HashedFile
 from niels_gpt.kinds.kind import Limits
 from niels_gpt.kinds.look import locate, stats
 from niels_gpt.kinds.verify import find_damage, verify

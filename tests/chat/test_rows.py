@@ -10,7 +10,7 @@ from support import chat_tokenizers as kinds
 from support.chat_tokenizers import CHAT, rows_of, supervised, turns
 from support.errors import refused
 
-from niels_gpt.builders.sft import build_sft
+from niels_gpt.cache.build_sft import build_sft
 from niels_gpt.cache.sft_dataset import SFTExampleDataset
 from niels_gpt.chat import Chat, Row, given_rows, open_tokenizer, show_rows
 from niels_gpt.chat_template import format_chat

@@ -17,7 +17,7 @@ from support.byte_tokenizer import ByteTokenizer
 from support.commands import niels_gpt, settings_by, stats_does
 from support.small_builds import another_version
 
-from niels_gpt.builders.pretrain import build_pretrain
+from niels_gpt.cache.build_pretrain import build_pretrain
 from niels_gpt.recipes.gc import collect
 from niels_gpt.recipes.plan import every_key
 from niels_gpt.settings import Settings

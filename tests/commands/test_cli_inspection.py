@@ -15,9 +15,9 @@ from support.byte_tokenizer import ByteTokenizer, build
 from support.commands import niels_gpt
 from support.disk import change_meta, meta_bytes, write_meta
 
-from niels_gpt.builders.meta_keys import Source
-from niels_gpt.builders.pretrain import build_pretrain
-from niels_gpt.builders.sft import build_sft
+from niels_gpt.cache.build_pretrain import build_pretrain
+from niels_gpt.cache.build_sft import build_sft
+from niels_gpt.engine.meta import Source
 from niels_gpt.kinds.folders import caches_below
 from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.recipes.tokenizer import ensure_tokenizer

@@ -13,8 +13,8 @@ from support.disk import content_sha256, record_of, write_meta
 from support.errors import refused
 from torch.utils.data import DataLoader
 
-from niels_gpt.builders.pretrain import build_pretrain
 from niels_gpt.cache import PretrainTokenStreamDataset, SFTExampleDataset, build_sft_cache
+from niels_gpt.cache.build_pretrain import build_pretrain
 from niels_gpt.cache.meta import tokenizer_of
 from niels_gpt.cache.mmap import public_file
 from niels_gpt.display.decoded import Decoded

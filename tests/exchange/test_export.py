@@ -15,9 +15,9 @@ from support.errors import refused
 from support.foreign import NAMES, no_chmod, small_limits
 from support.small_caches import build_caches, build_notes
 
-from niels_gpt.builders.meta_keys import Source
-from niels_gpt.builders.pretrain import build_stub
 from niels_gpt.cache import write_meta
+from niels_gpt.cache.build_pretrain import build_stub
+from niels_gpt.engine.meta import Source
 from niels_gpt.exchange.exporting import export_cache
 from niels_gpt.kinds.kind import Limits
 from niels_gpt.kinds.verify import find_damage, verify

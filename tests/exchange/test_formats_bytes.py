@@ -14,7 +14,7 @@ from support.errors import refused
 from support.foreign import read_folder as read
 from support.small_caches import CHAT, build_caches, build_chats
 
-from niels_gpt.builders.pretrain import build_pretrain
+from niels_gpt.cache.build_pretrain import build_pretrain
 from niels_gpt.exchange.exporting import export_cache
 
 NARROW = {

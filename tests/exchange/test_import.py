@@ -12,9 +12,9 @@ from support.data_files import write_parquet
 from support.errors import refused
 from support.foreign import MANIFEST_NAME, NAMES, WITH_LOSS
 
-from niels_gpt.builders.pretrain import build_pretrain
-from niels_gpt.builders.sft import build_sft
 from niels_gpt.cache import PretrainTokenStreamDataset, read_meta
+from niels_gpt.cache.build_pretrain import build_pretrain
+from niels_gpt.cache.build_sft import build_sft
 from niels_gpt.exchange.exporting import export_cache
 from niels_gpt.kinds.verify import find_damage
 from niels_gpt.recipes.exchange.imports import import_cache

@@ -9,7 +9,7 @@ from support.foreign import read_folder
 from support.number_caches import NumberTokenizer
 from support.small_caches import build_caches, build_notes
 
-from niels_gpt.builders.pretrain import build_pretrain
+from niels_gpt.cache.build_pretrain import build_pretrain
 from niels_gpt.exchange.exporting import export_cache
 from niels_gpt.storage.errors import CacheError
 

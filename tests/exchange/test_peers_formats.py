@@ -19,8 +19,8 @@ from support.exchange_peers import library
 from support.peer_automodel import Peer
 from support.peer_exchange import Tool
 
-from niels_gpt.builders.pretrain import build_pretrain
-from niels_gpt.builders.sft import build_sft
+from niels_gpt.cache.build_pretrain import build_pretrain
+from niels_gpt.cache.build_sft import build_sft
 from niels_gpt.exchange.exporting import export_cache
 
 WIDTHS = {"uint16": 2, "uint32": 4}

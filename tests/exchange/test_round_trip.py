@@ -6,9 +6,9 @@ import torch
 from support.foreign import MANIFEST_NAME, NAMES, WITH_LOSS, tokens_of
 from support.made_tokenizers import made_tokenizer
 
-from niels_gpt.builders.pretrain import build_pretrain
-from niels_gpt.builders.sft import build_sft
 from niels_gpt.cache import PretrainTokenStreamDataset, SFTExampleDataset
+from niels_gpt.cache.build_pretrain import build_pretrain
+from niels_gpt.cache.build_sft import build_sft
 from niels_gpt.exchange.exporting import export_cache
 from niels_gpt.kinds.verify import find_damage
 from niels_gpt.recipes.exchange.imports import import_cache

@@ -5,8 +5,8 @@ from support.commands import niels_gpt
 from support.disk import read_meta, write_meta
 from support.errors import refused
 
-from niels_gpt.builders.pretrain import build_pretrain
-from niels_gpt.builders.sft import build_sft
+from niels_gpt.cache.build_pretrain import build_pretrain
+from niels_gpt.cache.build_sft import build_sft
 from niels_gpt.kinds.diff import diff
 
 

@@ -38,9 +38,18 @@ NAMES = {
         "transfer.fetch.Fetched": "exchange.transfer.fetch.Fetched",
         "card.card_of": "exchange.card.card_of",
     },
+    "builders": {
+        "pretrain.build_pretrain": "cache.build_pretrain.build_pretrain",
+        "pretrain.build_stub": "cache.build_pretrain.build_stub",
+        "sft.build_sft": "cache.build_sft.build_sft",
+        "meta_keys.Source": "engine.meta.Source",
+        "source.Seek": "engine.stream.Seek",
+        "journal.unfinished_builds": "engine.journal.unfinished_builds",
+        "resume.NoTextError": "engine.build.NoTextError",
+    },
 }
 """The documented names of each, and what has them now."""
-NOW = {"inspection": "kinds", "interop": "exchange"}
+NOW = {"inspection": "kinds", "interop": "exchange", "builders": "engine"}
 
 
 def named(place):

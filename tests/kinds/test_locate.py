@@ -6,9 +6,9 @@ from support.byte_tokenizer import ByteTokenizer
 from support.disk import read_meta, write_meta
 from support.errors import refused
 
-from niels_gpt.builders.meta_keys import Source
-from niels_gpt.builders.pretrain import build_pretrain, build_stub
-from niels_gpt.builders.sft import build_sft
+from niels_gpt.cache.build_pretrain import build_pretrain, build_stub
+from niels_gpt.cache.build_sft import build_sft
+from niels_gpt.engine.meta import Source
 from niels_gpt.kinds.look import locate, locate_data
 
 

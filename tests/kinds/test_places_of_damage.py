@@ -15,8 +15,8 @@ from support.disk import canonical_json, content_sha256, file_records, meta_byte
 from support.looking import blocks_of
 from support.small_caches import put_token
 
-from niels_gpt.builders.pretrain import build_pretrain
-from niels_gpt.builders.sft import build_sft
+from niels_gpt.cache.build_pretrain import build_pretrain
+from niels_gpt.cache.build_sft import build_sft
 from niels_gpt.kinds.files import Damage
 from niels_gpt.kinds.verify import find_damage
 from niels_gpt.recipes.tokenizer import ensure_tokenizer

@@ -9,9 +9,9 @@ import pytest
 from support.byte_tokenizer import ByteTokenizer, build
 from support.looking import notices, pretended
 
-from niels_gpt.builders.meta_keys import Source
-from niels_gpt.builders.pretrain import build_stub
 from niels_gpt.cache import build_sft_cache
+from niels_gpt.cache.build_pretrain import build_stub
+from niels_gpt.engine.meta import Source
 from niels_gpt.kinds.look import plot
 
 pytest.importorskip("matplotlib", reason="the extra `plot` brings it")

@@ -14,9 +14,9 @@ from support.byte_tokenizer import ByteTokenizer
 from support.looking import blocks_of
 from support.splits import IN_MEMORY, SPLITS, chat_key, stored
 
-from niels_gpt.builders.pretrain import build_pretrain
-from niels_gpt.builders.sft import build_sft
 from niels_gpt.cache import build_pretrain_cache, build_sft_cache, read_meta
+from niels_gpt.cache.build_pretrain import build_pretrain
+from niels_gpt.cache.build_sft import build_sft
 
 STRANGE = [
     "a/b.txt#7",
@@ -128,7 +128,7 @@ def test_lines_stay_with_documents_over_batches(tmp_path, kind):
             pretrain(cache, documents, max_train_tokens=None, max_val_tokens=None)
         found = {split: stored(cache, split) for split in SPLITS}
     else:
-        with blocks_of(batch_items=7, copied_ids=5, copied_tokens=50):
+        with blocks_of(batch_items=7):
             sft(cache, [(f"id of {text}", chat(text)) for text in texts])
         found = {}
         for split in SPLITS:

@@ -10,10 +10,10 @@ from support.byte_tokenizer import ByteTokenizer, build
 from support.errors import refused
 from support.looking import blocks_of
 
-from niels_gpt.builders.meta_keys import Source
-from niels_gpt.builders.pretrain import build_stub
 from niels_gpt.cache import build_sft_cache, read_meta
+from niels_gpt.cache.build_pretrain import build_stub
 from niels_gpt.cache.documents import lengths, supervised_counts
+from niels_gpt.engine.meta import Source
 from niels_gpt.kinds.look import stats
 
 SYS, USR, ASST, EOT = 1, 2, 3, 4

@@ -15,10 +15,10 @@ from support.looking import blocks_of, checks_of
 from support.power_loss import put
 from support.small_caches import CHAT, build_chats, build_notes, built_caches, change_meta, put_token
 
-from niels_gpt.builders.meta_keys import Source
-from niels_gpt.builders.pretrain import build_stub
+from niels_gpt.cache.build_pretrain import build_stub
 from niels_gpt.cache.meta import read_meta, write_meta
 from niels_gpt.cache.pretrain_dataset import PretrainSplit
+from niels_gpt.engine.meta import Source
 from niels_gpt.kinds.kind import Limits
 from niels_gpt.kinds.verify import find_damage, refusal, verify
 from niels_gpt.recipes.plan import recipes

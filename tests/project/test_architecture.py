@@ -9,8 +9,8 @@ from support import ROOT
 from tools import structure
 
 CACHE_FILES = """
-__init__ build_cache checksums cli documents formats joining loss_bits meta mmap pretrain_dataset reader sft_counts
-sft_dataset sft_split
+__init__ build_cache build_pretrain build_sft build_templated checksums cli documents formats joining loss_bits meta
+mmap pretrain_dataset reader sft_counts sft_dataset sft_split shards
 """
 HEAVY = {"torch", "datasets", "transformers", "matplotlib", "pyarrow"}
 
@@ -188,6 +188,6 @@ def test_the_files_of_the_spec_and_the_public_names_are_pinned():
 def test_git_ignores_the_caches_but_not_the_cache_package():
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout: there is no ignore rule to ask")
-    command = "git check-ignore cache/meta.json artifacts/x niels_gpt/cache/mmap.py niels_gpt/builders/sft/examples.py"
+    command = "git check-ignore cache/meta.json artifacts/x niels_gpt/cache/mmap.py niels_gpt/engine/build.py"
     done = subprocess.run(command.split(), cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["cache/meta.json", "artifacts/x"]

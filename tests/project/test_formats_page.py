@@ -11,9 +11,9 @@ import torch
 from support import ROOT
 from support.byte_tokenizer import ByteTokenizer, WideByteTokenizer
 
-from niels_gpt.builders.split import chat_text
 from niels_gpt.cache import PretrainTokenStreamDataset, SFTExampleDataset, build_pretrain_cache, build_sft_cache
 from niels_gpt.cache.meta import read_meta
+from niels_gpt.engine.split import chat_text
 from niels_gpt.sampling import EpochStream
 
 PAGE = (ROOT / "docs" / "formats.md").read_text(encoding="utf-8")

@@ -12,8 +12,8 @@ from support.commands import niels_gpt
 from support.errors import refused
 from support.made_tokenizers import any_tokenizer, made_tokenizer
 
-from niels_gpt.builders.meta_keys import Source, build_identity
 from niels_gpt.cache import CacheError, PretrainTokenStreamDataset, read_meta
+from niels_gpt.engine.meta import Source, build_identity
 from niels_gpt.kinds.kind import Limits
 from niels_gpt.kinds.verify import find_damage, verify
 from niels_gpt.recipes.plan import plan, recipes

@@ -16,7 +16,7 @@ from support.splits import die_at_document
 from support.start_tokenizers import FORMS, start_tokenizer
 from tokenizers import Tokenizer
 
-from niels_gpt.builders.pretrain import build_pretrain
+from niels_gpt.cache.build_pretrain import build_pretrain
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.exchange.exporting import export_cache
 from niels_gpt.exchange.transfer.fetch import stage

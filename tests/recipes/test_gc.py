@@ -21,8 +21,8 @@ from support.fault_builds import before_each_removal, interrupt, ready
 from support.power_loss import MODELS, Disk, put, recorded_below, tree_of
 from support.small_builds import documents, locked, pretrain, whole_version
 
-from niels_gpt.builders.meta_keys import Source
 from niels_gpt.cache import CacheError
+from niels_gpt.engine.meta import Source
 from niels_gpt.recipes.gc import collect
 from niels_gpt.storage.leftovers import removable
 from niels_gpt.storage.locks import hold_version

@@ -8,8 +8,8 @@ import pytest
 from support.byte_tokenizer import ByteTokenizer
 from support.power_loss import Disk, put, recorded_below
 
-from niels_gpt.builders.pretrain import build_pretrain
 from niels_gpt.cache import read_meta, write_meta
+from niels_gpt.cache.build_pretrain import build_pretrain
 from niels_gpt.recipes.plan import plan, recipes
 from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.recipes.tokenizer import ensure_tokenizer

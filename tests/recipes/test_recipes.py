@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from support.disk import canonical_json
 
-from niels_gpt.builders.meta_keys import BUILDER_VERSIONS
 from niels_gpt.cache.formats import FORMAT_VERSION
 from niels_gpt.data.files import mirrors
 from niels_gpt.data.files.rows import iter_rows
+from niels_gpt.engine.meta import BUILDER_VERSIONS
 from niels_gpt.recipes.plan import plan, recipes, settings_fingerprint
 from niels_gpt.recipes.run_recipe import recipe_fingerprint
 from niels_gpt.recipes.tokenizer import ensure_tokenizer

@@ -16,12 +16,12 @@ from support.disk import read_meta
 from support.errors import refused
 from support.small_caches import change_meta
 
-from niels_gpt.builders.meta_keys import Source
 from niels_gpt.cache.documents import bounds, tokens_of
 from niels_gpt.cache.formats import target_mask
 from niels_gpt.commands.main import main
 from niels_gpt.commands.report import checked
 from niels_gpt.data import open_files
+from niels_gpt.engine.meta import Source
 from niels_gpt.kinds.folders import open_cache
 from niels_gpt.kinds.kind import Limits
 from niels_gpt.kinds.look import plot, stats, tokenizer_of

@@ -14,8 +14,8 @@ from support.errors import refused
 from support.number_caches import BEYOND, number_cache, write_shards
 from support.small_builds import quick_folder
 
-from niels_gpt.builders.sft import build_sft
 from niels_gpt.cache import CacheError, read_meta, write_meta
+from niels_gpt.cache.build_sft import build_sft
 from niels_gpt.cache.pretrain_dataset import PretrainSplit
 from niels_gpt.sampling import EpochStream, MixtureStream, PackedStream, SFTStream
 from niels_gpt.storage.codes import CodedWarning

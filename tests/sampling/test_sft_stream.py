@@ -15,8 +15,8 @@ from support.byte_tokenizer import ByteTokenizer, WideByteTokenizer
 from support.byte_tokenizer import build as build_tokens
 from support.small_builds import quick_folder
 
-from niels_gpt.builders.sft import build_sft
 from niels_gpt.cache import CacheError, read_meta
+from niels_gpt.cache.build_sft import build_sft
 from niels_gpt.sampling import EpochStream, MixtureStream, SFTStream
 
 pytestmark = [

@@ -17,8 +17,8 @@ from support.number_caches import numbered
 from support.streams import KINDS, build_caches, joined, opened, ranks_of, run, told, units_of
 from torch.utils.data import DataLoader
 
-from niels_gpt.builders.sft import build_sft
 from niels_gpt.cache import CacheError
+from niels_gpt.cache.build_sft import build_sft
 from niels_gpt.cache.checksums import BlockSums
 from niels_gpt.sampling import EpochStream, SFTStream
 

@@ -17,9 +17,9 @@ from support.disk import versions_dir
 from support.errors import refused
 from support.power_loss import tree_of
 
-from niels_gpt.builders.meta_keys import Source
-from niels_gpt.builders.pretrain import build_stub
 from niels_gpt.cache import CacheError, PretrainTokenStreamDataset
+from niels_gpt.cache.build_pretrain import build_stub
+from niels_gpt.engine.meta import Source
 from niels_gpt.storage import fileio
 
 

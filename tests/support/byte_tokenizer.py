@@ -5,7 +5,7 @@ And the one-line cache that several tests build with it.
 
 import numpy as np
 
-from niels_gpt.builders.pretrain import build_pretrain
+from niels_gpt.cache.build_pretrain import build_pretrain
 from niels_gpt.chat.tokenizers import ChatTokenizer, EncodedChat, RefusedChat
 
 

@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from niels_gpt.builders import resume
-from niels_gpt.builders.pretrain import build_pretrain
-from niels_gpt.builders.sft import build_sft, build_templated_sft
+from niels_gpt.cache.build_pretrain import build_pretrain
+from niels_gpt.cache.build_sft import build_sft
+from niels_gpt.cache.build_templated import build_templated_sft
 from niels_gpt.chat.tokenizers import Chat
 from niels_gpt.documents import DocumentBatch
+from niels_gpt.engine import build as engine_build
 from niels_gpt.recipes import gc
 from support.byte_tokenizer import ByteChats, ByteTokenizer, build
 from support.disk import versions_dir
@@ -50,8 +51,8 @@ def said_to_be_kept(error):
 
 
 _STEPS = {
-    "description": "niels_gpt.builders.meta_keys.write_description",
-    "commit": "niels_gpt.builders.meta_keys.versions.commit",
+    "description": "niels_gpt.engine.build.write_description",
+    "commit": "niels_gpt.engine.build.versions.commit",
     "record": "niels_gpt.recipes.run_recipe.record_recipe",
 }
 
@@ -77,8 +78,8 @@ class Heard(logging.Handler):
     def __init__(self):
         super().__init__()
         self.numbers = []
-        resume.logger.addHandler(self)
-        resume.logger.setLevel(logging.INFO)
+        engine_build.logger.addHandler(self)
+        engine_build.logger.setLevel(logging.INFO)
 
     def emit(self, record):
         found = re.search(r"resuming after (\d+) documents of an earlier run", record.getMessage())
@@ -203,6 +204,19 @@ def checkpoints(path):
     header, *found = values_of(raw)
     assert "journal_version" in header and len(found) + 2 >= raw.count(b"\n") + 1  # the last line may be cut
     return found
+
+
+def place_of(name, journal, found, is_there):
+    """Return where a build keeps a file that it still writes: in the folder of its journal, or where it stays.
+
+    journal: the journal's folder. found: the checkpoints so far. is_there: whether there is a file at a place.
+    """
+    if is_there(place := f"{journal}/{name}"):
+        return place
+    work, split = journal.removesuffix(".journal"), name.removesuffix(".bin")
+    shards = sum(record["name"].startswith(f"{split}/") for each in found for record in each["finished"])
+    places = (f"{work}/{name}", f"{work}/index/{name}", f"{work}/{split}/shard_{shards:05d}.bin")
+    return next(filter(is_there, places), place)
 
 
 def documents_in_journal(path):

@@ -23,9 +23,9 @@ from pathlib import Path
 
 import torch
 
-from niels_gpt.builders import source
-from niels_gpt.builders.build import CHECKPOINT_SECONDS
 from niels_gpt.cache import PretrainTokenStreamDataset, SFTExampleDataset
+from niels_gpt.engine import stream
+from niels_gpt.engine.checkpoints import CHECKPOINT_SECONDS
 from niels_gpt.prefix_tree.rollouts.reader import RolloutDataset
 from niels_gpt.storage import fileio, versions
 from niels_gpt.storage.fileio import Operation
@@ -214,7 +214,7 @@ def differences(whole, public, made):
 
 def thirds(folder, model):
     """Kill builds again and again at a third of the time that they need; returns how many tries each took."""
-    source.BATCH_ITEMS = 256
+    stream.BATCH_ITEMS = 256
     tokenizer = load_tokenizer(model)
     unbounded = {"max_train_tokens": None, "max_val_tokens": None, "shuffle_buffer": 100, "shard_bytes": 1 << 30}
     builds = {

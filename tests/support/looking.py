@@ -5,10 +5,9 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from niels_gpt.builders import source
-from niels_gpt.builders.sft import examples
 from niels_gpt.cache import documents
 from niels_gpt.cache.kind import plot
+from niels_gpt.engine import stream
 from niels_gpt.kinds import files
 from niels_gpt.kinds.kind import kind_named
 from support.disk import write_meta
@@ -16,9 +15,7 @@ from support.disk import write_meta
 _BLOCKS = {
     "read_bytes": (files, "_READ_BYTES"),
     "counted_tokens": (documents, "BLOCK_TOKENS"),
-    "batch_items": (source, "BATCH_ITEMS"),
-    "copied_ids": (examples, "_LINES"),
-    "copied_tokens": (examples, "_COPIED"),
+    "batch_items": (stream, "BATCH_ITEMS"),
 }
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import distributed
 
-from niels_gpt.builders.sft import build_sft
+from niels_gpt.cache.build_sft import build_sft
 from niels_gpt.cache.pretrain_dataset import PretrainSplit
 from niels_gpt.cache.sft_split import SFTSplit
 from niels_gpt.sampling import EpochStream, MixtureStream, PackedStream, SFTStream, iter_eval, prefetch

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from niels_gpt.builders.pretrain import build_pretrain
 from niels_gpt.cache import mmap, pretrain_dataset
+from niels_gpt.cache.build_pretrain import build_pretrain
 from niels_gpt.cache.meta import read_meta, write_meta
 from niels_gpt.sampling import EpochStream, MixtureStream
 from niels_gpt.storage import filemaps, meta_json

@@ -2,9 +2,9 @@
 
 import json
 
-from niels_gpt.builders.meta_keys import Source
 from niels_gpt.cache.kind.tokens import PRETRAIN
 from niels_gpt.documents import Partition
+from niels_gpt.engine.meta import Source
 from niels_gpt.engine.units import Commands, discard_plan, fix_plan, plans_of, seal, states_of
 from niels_gpt.recipes import dask, units
 from niels_gpt.storage.versions import build_lock, clear_leftovers, discard_unfinished

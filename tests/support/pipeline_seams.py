@@ -11,10 +11,10 @@ from pathlib import Path
 import dagster as dg
 import pytest
 
-from niels_gpt.builders import journal
 from niels_gpt.commands.build import chosen_keys as _chosen_keys
 from niels_gpt.eagle3.format.layout import read_header, row_bytes_of, shard_path
 from niels_gpt.eagle3.inspect import checks as eagle3_checks
+from niels_gpt.engine import journal
 from niels_gpt.kinds.files import Damage
 from niels_gpt.kinds.kind import kind_of_key, kinds
 from niels_gpt.recipes import run_recipe

@@ -13,10 +13,10 @@ import pyarrow as pa
 import pytest
 from hypothesis import strategies as st
 
-from niels_gpt.builders.meta_keys import Source
 from niels_gpt.data.exclude import read_exclusion
 from niels_gpt.data.files import columns, parquet
 from niels_gpt.documents import Partition
+from niels_gpt.engine.meta import Source
 from niels_gpt.recipes import resolve, sources
 from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.recipes.tokenizers.texts import source_state

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
-from niels_gpt.builders import losses, meta_keys, pipeline, resume, source
-from niels_gpt.builders.meta_keys import Source
-from niels_gpt.builders.pretrain import build_pretrain
-from niels_gpt.builders.sft import build_sft, build_templated_sft
+from niels_gpt.cache.build_pretrain import build_pretrain
+from niels_gpt.cache.build_sft import build_sft
+from niels_gpt.cache.build_templated import build_templated_sft
 from niels_gpt.chat.tokenizers import Chat
+from niels_gpt.engine import build as engine_build
+from niels_gpt.engine import losses, meta, stream
+from niels_gpt.engine.meta import Source
 from niels_gpt.prefix_tree.rollouts.build import build_rollouts
 from niels_gpt.prefix_tree.rollouts.records import Rollout, RolloutGroup
 from niels_gpt.storage.locks import file_lock, refuse_if_held
@@ -49,7 +51,7 @@ class Counted(ByteTokenizer):
 def another_version():
     """Let builds be those of another version of the program, whose unfinished builds this one does not go on with."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meta_keys, "_DIGESTS", 1)
+        patch.setattr(meta, "_DIGESTS", 1)
         yield
 
 
@@ -83,17 +85,17 @@ def chats(seed, count=40):
 
 def batches_of(patch, items=BATCH_ITEMS, chars=None, ahead_chars=None):
     """Let builds encode batches of so many documents or characters, and take so many characters ahead."""
-    patch.setattr(source, "BATCH_ITEMS", items)
+    patch.setattr(stream, "BATCH_ITEMS", items)
     if chars is not None:
-        patch.setattr(source, "BATCH_CHARS", chars)
+        patch.setattr(stream, "BATCH_CHARS", chars)
     if ahead_chars is not None:
-        patch.setattr(pipeline, "AHEAD_CHARS", ahead_chars)
+        patch.setattr(stream, "AHEAD_CHARS", ahead_chars)
 
 
 def encode_with(patch, engine):
     """Let builds encode with this engine."""
-    for place in ("pretrain", "sft.sentinels"):
-        patch.setattr(f"niels_gpt.builders.{place}.open_engine", lambda *of, **how: engine)
+    for place in ("build_pretrain", "build_sft"):
+        patch.setattr(f"niels_gpt.cache.{place}.open_engine", lambda *of, **how: engine)
 
 
 def locked(path, *, wait=False):
@@ -120,7 +122,7 @@ def compare_less(patch, **limits):
 
 def log_always(patch):
     """Let builds say how far they are at every batch."""
-    patch.setattr(resume, "_LOG_SECONDS", 0.0)
+    patch.setattr(engine_build, "_LOG_SECONDS", 0.0)
 
 
 def counting(items, counters):

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from niels_gpt.builders.pretrain import build_pretrain
-from niels_gpt.builders.sft import build_sft
 from niels_gpt.cache import write_meta
+from niels_gpt.cache.build_pretrain import build_pretrain
+from niels_gpt.cache.build_sft import build_sft
 from niels_gpt.storage.fileio import sha256_file
 from support.byte_tokenizer import ByteTokenizer
 from support.disk import META_NAME, content_sha256

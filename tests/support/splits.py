@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from niels_gpt.builders import split
-from niels_gpt.builders.pretrain import build_pretrain
-from niels_gpt.builders.shards import Shards
+from niels_gpt.cache.build_pretrain import build_pretrain
+from niels_gpt.cache.shards import Shards
+from niels_gpt.engine import split
 from support.byte_tokenizer import ByteTokenizer
 
 if TYPE_CHECKING:

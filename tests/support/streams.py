@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from niels_gpt.builders.sft import build_sft
+from niels_gpt.cache.build_sft import build_sft
 from niels_gpt.prefix_tree.rollouts.stream import RolloutBin, RolloutStream
 from niels_gpt.sampling import EpochStream, MixtureStream, PackedStream, SFTStream
 from support.bits_caches import give_bits

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from support.errors import refused
 from support.splits import IN_MEMORY
 
-from niels_gpt.builders.sft.examples import packed
-from niels_gpt.builders.writer import HashedFile, npy_parts
+from niels_gpt.cache.build_sft import packed
 from niels_gpt.cache.formats import BLOCK_BYTES, npy_header
+from niels_gpt.engine.journal import HashedFile, npy_parts
 
 
 def test_more_offsets_than_are_read_at_once_are_all_written(tmp_path):
@@ -32,22 +32,29 @@ CUTS = st.lists(st.integers(0, len(CONTENT)) | EDGES, max_size=6).map(sorted)
 
 
 @settings(derandomize=True, max_examples=40)
-@given(cuts=CUTS, keep=st.integers(0, len(CONTENT)) | EDGES, size=st.integers(0, len(CONTENT)) | EDGES)
-def test_a_file_has_its_hashes_however_it_is_written_and_taken_up_again(cuts, keep, size):
+@given(
+    cuts=CUTS,
+    keep=st.integers(0, len(CONTENT)) | EDGES,
+    size=st.integers(0, len(CONTENT)) | EDGES,
+    copies=st.booleans(),
+)
+def test_a_file_has_its_hashes_however_it_is_written_and_taken_up_again(cuts, keep, size, copies):
     content = CONTENT[:size]
     with tempfile.TemporaryDirectory(dir=IN_MEMORY) as name:
         path = Path(name, "file")
         first = HashedFile(path)
         for begin, end in zip([0, *cuts], [*cuts, len(content)], strict=True):
             first.write(content[begin:end])
-        first.close()
+        inode = path.stat().st_ino
         kept = hashlib.sha256(content[:keep]).hexdigest()
-        second = HashedFile(path, keep=len(content[:keep]), sha256=kept)
+        second = HashedFile(path, keep=len(content[:keep]), sha256=kept, copies=copies)
         assert path.read_bytes() == content[:keep]  # what follows is cut off
+        assert (path.stat().st_ino == inode) == (not copies or not content[:keep])
         second.write(content[keep:])
-        assert path.read_bytes() == content
-        record, checksums = second.moved(Path(name), "at/its/place"), second.checksums()
-        assert Path(name, "at/its/place").read_bytes() == content and not path.exists()
+        assert path.read_bytes() == content and list(Path(name).iterdir()) == [path]
+        record, checksums = second.record("at/its/place"), second.checksums()
+        first.close()
+        second.close()
     blocks = [content[start : start + BLOCK_BYTES] for start in range(0, len(content), BLOCK_BYTES)]
     assert checksums == b"".join(zlib.crc32(block).to_bytes(4, "little") for block in blocks) == first.checksums()
     sha256 = hashlib.sha256(content).hexdigest()

@@ -3,13 +3,15 @@
 import itertools
 import json
 import shutil
+from contextlib import ExitStack
 
 import pytest
 from support.errors import refused
 from support.fault_builds import TEXTS, build_new
 from support.power_loss import tree_of
 
-from niels_gpt.builders import build
+from niels_gpt.engine import checkpoints
+from niels_gpt.kinds.verify import find_damage
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.locks import apply_lock_setting, check_lease, file_lock, leases
@@ -67,11 +69,29 @@ def test_a_build_that_loses_its_lease_while_it_reads_its_shards_changes_nothing(
     shard.with_name("shard_00099.bin").touch()  # by the taker, which has come further
     before = _files(tmp_path)
     assert any("shard" in name for name in before)
-    losing(monkeypatch, build, "checksums_of")
+    losing(monkeypatch, checkpoints, "checksums_of")
     with refused("E512", "host elsewhere") as error:
         build_new(tmp_path / "c")
     after = _files(tmp_path)
     assert error.value.code == "E512" and {**after, **before} == after
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_who_lost_its_lease_may_write_on_to_the_files_that_it_has_open(tmp_path):
+    def dying():
+        yield from TEXTS[:30]
+        raise KeyboardInterrupt
+
+    apply_lock_setting(tmp_path, "lease")
+    with pytest.raises(KeyboardInterrupt):
+        build_new(tmp_path / "c", texts=dying())
+    files = [path for path in tmp_path.rglob("*.*") if path.suffix in (".bin", ".txt") and path.stat().st_size]
+    assert any("shard" in path.name for path in files) and any("ids" in path.name for path in files)
+    with ExitStack() as stack:
+        stale = [stack.enter_context(open(path, "ab", buffering=0)) for path in files if "00000" not in path.name]
+        found = build_new(tmp_path / "c", progress=lambda *_: [file.write(b"x") for file in stale])
+    assert found == build_new(tmp_path / "whole" / "c")
+    assert find_damage(tmp_path / "c", deep=True) == []
 
 
 @pytest.mark.parametrize("step", ["sync_tree", "symlink"])

@@ -11,7 +11,7 @@ from support import LONG
 from support.errors import refused
 from support.small_builds import batches_of
 
-from niels_gpt.builders.source import Change, Chunk, Shuffled, chunked
+from niels_gpt.engine.stream import Change, Chunk, Shuffled, chunked
 
 ITEMS, SIZES, SEEDS = st.integers(0, 60), st.integers(2, 20), st.integers(0, 2**32)
 

@@ -6,7 +6,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from niels_gpt.builders.split import TextSplit, count_duplicates
+from niels_gpt.engine.split import TextSplit, count_duplicates
 
 
 def test_a_share_is_compared_exactly():

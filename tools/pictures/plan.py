@@ -16,13 +16,13 @@ TOGETHER = {
     "train_tokenizer": "commands",
 }
 """Modules beside the packages that are drawn as one box."""
-OTHERS = {0: "progress, ...", 1: "display", 5: "commands"}
+OTHERS = {0: "progress, ...", 1: "display", 2: "engine", 5: "commands"}
 """The box of every other module beside the packages, by its level."""
 LEVELS = (
     ("commands and Dagster", ("commands", "pipelines"), VIOLET),
     ("source + tokenizer + builder", ("recipes",), ORANGE),
     ("finished caches", ("kinds", "exchange", "sampling", "eagle3", "prefix_tree"), GREEN),
-    ("build and read", ("builders", "cache"), BLUE),
+    ("build and read", ("engine", "cache"), BLUE),
     ("text, chats, models", ("data", "hub", "chat", TEXT, "display"), MUTED),
     ("files, settings", ("storage", "settings", "progress, ..."), MUTED),
 )

@@ -9,9 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.builders.losses import loss_table
-from niels_gpt.builders.meta_keys import BUILDER_VERSIONS
-from niels_gpt.builders.split import asked_share
 from niels_gpt.cache.documents import (
     bounds,
     id_lines,
@@ -42,6 +39,9 @@ from niels_gpt.cache.meta import (
 from niels_gpt.cache.mmap import check_starts, mmap_tokens
 from niels_gpt.display.decoded import decoded_text
 from niels_gpt.display.numbers import count_text, many, number_of, share_text, size_text
+from niels_gpt.engine.losses import loss_table
+from niels_gpt.engine.meta import BUILDER_VERSIONS
+from niels_gpt.engine.split import asked_share
 from niels_gpt.engine.units import UnitKind
 from niels_gpt.kinds.checks import BUDGET_REACHED, FILES, TOKENIZER_MATCHES, warnings_of
 from niels_gpt.kinds.files import HEADER_BYTES, Damage, FileChecks

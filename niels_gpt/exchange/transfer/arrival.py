@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.builders.journal import Checkpoint, Journal
+from niels_gpt.engine.journal import Checkpoint, Journal
 from niels_gpt.exchange.transfer.described import Described
 from niels_gpt.exchange.transfer.jobs import Tally, at_once
 from niels_gpt.exchange.transfer.remote import RANGE_BYTES, Bucket

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from niels_gpt.builders.meta_keys import Source
 from niels_gpt.cache.documents import id_lines
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.cache.meta import find_meta
 from niels_gpt.cache.mmap import load_idx
+from niels_gpt.engine.meta import Source
 from niels_gpt.exchange.assembling import About, assemble
 from niels_gpt.exchange.foreign import ForeignFile, read_pieces
 from niels_gpt.exchange.output import Modes, continues_at, ends_in

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from hashlib import sha256
@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from niels_gpt.builders.build import CHECKPOINT_SECONDS, Build
-from niels_gpt.builders.meta_keys import Source, build_identity, describe_and_commit, vocabulary_of
-from niels_gpt.builders.resume import NoTextError, check_ended, compare_consumed, open_build, seek
-from niels_gpt.builders.source import ItemKind, chunked, first_number
-from niels_gpt.builders.split import TextSplit, Waiting, count_repeated_lines
-from niels_gpt.cache.formats import OFFSET_DTYPE, SPLITS, npy_header
+from niels_gpt.cache.formats import OFFSET_DTYPE, SPLITS
 from niels_gpt.encoding import DIGEST_BYTES, split_keys
+from niels_gpt.engine.build import How, NoTextError, run_build
+from niels_gpt.engine.checkpoints import CHECKPOINT_SECONDS, Build
+from niels_gpt.engine.journal import npy_parts
+from niels_gpt.engine.meta import Source, vocabulary_of
+from niels_gpt.engine.split import TextSplit, Waiting, count_repeated_lines
+from niels_gpt.engine.stream import Batch, ItemKind
 from niels_gpt.prefix_tree.rollouts.format import (
     GROUP_COLUMNS,
     KIND,
@@ -54,14 +55,17 @@ _SUMS = (
     *("tokens", "tokens_after", "pairs", "pairs_after", "loss_tokens", "samples_without_target"),
 )
 _RANGE = "range of "
-_CHUNK = 1 << 16  # of the tables, copied at once
 
 
 @dataclass(frozen=True)
-class _Groups(ItemKind[RolloutGroup]):
+class _GroupKind(ItemKind[RolloutGroup]):
     """How the engine reads a group."""
 
     vocab_size: int | None = None
+
+    def size(self, item: RolloutGroup) -> int:
+        """Return about how many bytes a group has."""
+        return sum(8 * len(each.ids) if hasattr(each.ids, "__len__") else 1 for each in item.samples)
 
     def digests(self, items: Sequence[RolloutGroup], encoder: Any) -> list[bytes]:
         """Return the digests that tell whether groups have changed."""
@@ -106,19 +110,20 @@ def build_rollouts(
         raise ValueError(f"val_frac={val_frac}: expected 0 <= val_frac < 1")
     source, vocabulary = source or Source(), _vocabulary(tokenizer, vocab_size)
     settings: dict[str, Any] = {"kind": KIND, "built": True, "val_frac": val_frac, "split_rule": SPLIT_RULE}
-    identity = build_identity(source, tokenizer, seed=seed, **{**vocabulary, **settings})
-    with open_build(path, identity, _FILES, checkpoint_seconds, source) as build:
-        writer = _Writer(build, vocabulary, TextSplit(Fraction(val_frac), seed), progress)
-        seek(build, source)
-        first_number(source.position)
-        writer.fill(groups, source)
-        if not writer.sums["train"]["groups"]:
-            raise NoTextError(f"{os.fspath(path)}: no group is left for train: {writer.counted(source)}")
-        build.checkpoint(writer.state(), ended=True)
-        known = {"vocabulary": vocabulary, "source": source, "counters": source.counters, "seed": seed, **settings}
-        meta = describe_and_commit(build, path, writer.described, committed, **known)
-    warn_of_signals(path, meta)
-    return meta
+    rule = TextSplit(Fraction(val_frac), seed)
+    return run_build(
+        path,
+        lambda _: groups,
+        lambda build: _Groups(build, os.fspath(path), source, vocabulary, rule),
+        How(checkpoint_seconds=checkpoint_seconds, committed=committed, progress=progress),
+        tokenizer=tokenizer,
+        files=_FILES,
+        source=source,
+        rule=rule,
+        settings=settings,
+        vocabulary=vocabulary,
+        identity=vocabulary,
+    )
 
 
 def _vocabulary(tokenizer: Tokenizer | None, vocab_size: int | None) -> dict[str, Any]:
@@ -131,16 +136,17 @@ def _vocabulary(tokenizer: Tokenizer | None, vocab_size: int | None) -> dict[str
     return keys
 
 
-class _Writer:
-    """Appends groups to the files of their splits, and counts."""
+class _Groups:
+    """Appends groups to the files of their splits, and counts: the Writer of this kind."""
 
-    def __init__(self, build: Build, vocabulary: dict[str, Any], rule: TextSplit, progress: Progress | None) -> None:
-        self._build, self._rule, self._progress = build, rule, progress
-        self._kind = _Groups(texts=lambda group: [], label=_name, name=_name, vocab_size=vocabulary["vocab_size"])
+    encoder, expected, full = None, None, False
+
+    def __init__(self, build: Build, path: str, source: Source, vocabulary: dict[str, Any], rule: TextSplit) -> None:
+        self._build, self._path, self._source, self._rule = build, path, source, rule
+        self.kind = _GroupKind(texts=lambda group: [], label=_name, name=_name, vocab_size=vocabulary["vocab_size"])
         self._dtype = TOKEN_DTYPES[vocabulary["token_dtype"]]
         none = dict.fromkeys(_SUMS, 0)
-        bound = rule.halves
-        state = build.restored({"counts": {}, "fields": {}, "bound": bound, **{split: none for split in SPLITS}})
+        state = build.restored({"counts": {}, "fields": {}, **{split: none for split in SPLITS}})
         self._odd = Counts(state)
         self._ranges = {  # least, most, sum and number of the values
             name.removeprefix(_RANGE): [float.fromhex(number) for number in text.split()]
@@ -148,50 +154,48 @@ class _Writer:
             if name.startswith(_RANGE)
         }
         self._last_ids, self._largest_id = Counter[str](state.get("last_ids", {})), int(state.get("largest_id", 0))
-        rule.halves = state["bound"]
         self._counts = Counter[str](state["counts"])
         self._fields = tuple(name for name in FIELDS if name in state["fields"])
-        self.sums = {split: dict(state[split]) for split in SPLITS}
+        self._sums = {split: dict(state[split]) for split in SPLITS}
         for split in SPLITS:
-            build.expect(file_of(split, "tokens"), self.sums[split]["stored_tokens"] * self._dtype.itemsize)
+            build.expect(file_of(split, "tokens"), self._sums[split]["stored_tokens"] * self._dtype.itemsize)
             for table, columns in (("groups", GROUP_COLUMNS), ("samples", SAMPLE_COLUMNS)):
-                build.expect(f"{split}_{table}.bin", self.sums[split][table] * len(columns) * OFFSET_DTYPE.itemsize)
+                build.expect(f"{split}_{table}.bin", self._sums[split][table] * len(columns) * OFFSET_DTYPE.itemsize)
+
+    def done(self) -> tuple[int, int]:
+        """Return the groups read and the tokens of kept samples so far."""
+        return self._counts["groups_read"], sum(sums["tokens"] for sums in self._sums.values())
 
     def state(self) -> dict[str, Any]:
         """Return the numbers that a checkpoint keeps."""
         fields = dict.fromkeys(self._fields, 1)
         self._odd.seen |= {_RANGE + name: " ".join(map(float.hex, numbers)) for name, numbers in self._ranges.items()}
         seen = {**self._odd.state(), "last_ids": self._last_ids, "largest_id": self._largest_id}
-        return {"counts": self._counts, "fields": fields, "bound": self._rule.halves, **self.sums, **seen}
+        return {"counts": self._counts, "fields": fields, **self._sums, **seen}
 
-    def counted(self, source: Source) -> str:
-        """Return the counters, for a message."""
-        return shortened({**self._counts, **source.counters})
+    def check_kept(self) -> None:
+        """Raise NoTextError if no group is left for train."""
+        if not self._sums["train"]["groups"]:
+            counted = shortened({**self._counts, **self._source.counters})
+            raise NoTextError(f"{self._path}: no group is left for train: {counted}")
 
-    def fill(self, groups: Iterable[RolloutGroup], source: Source) -> None:
-        """Read all groups that the last checkpoint does not have, and append those that are kept."""
-        build = self._build
-        read = build.checked_for_forks(chunked(groups, source.counters, build.position, _size))
-        if not build.last.documents:  # later, the last checkpoint has the bound
-            read = self._rule.settled(read, build.folder, self._waiting)
-        chunks = compare_consumed(build, read, self._kind, None, self._report)  # type: ignore[arg-type]
-        if build.last.ended:
-            if build.compares:
-                check_ended(build, chunks, self._kind)
-            return
-        for chunk in chunks:
-            digests = []
-            for group in chunk.items:
-                samples = self._kind.samples(group)
-                digests.append(_digest(group.id, samples))
-                self._add(group.id, samples)
-            build.record_consumed(digests, chunk)
-            build.checkpoint(self.state())
-            self._report(self._counts["groups_read"])
+    def waiting(self, item: RolloutGroup) -> Waiting:
+        """Return a group's id, which decides its split, if a sample of it is kept."""
+        kept = any(not isinstance(sample, str) for sample in self.kind.samples(item))
+        return Waiting(item.id.encode(errors="surrogatepass") if kept else None, self.kind.size(item))
 
-    def _report(self, groups: int) -> None:
-        if self._progress is not None:
-            self._progress(groups, sum(sums["tokens"] for sums in self.sums.values()), None)
+    def warn(self, out_dir: str | os.PathLike[str], meta: Mapping[str, Any]) -> None:
+        """Log what is odd about a cache that was just built."""
+        warn_of_signals(out_dir, meta)
+
+    def add(self, batch: Batch[RolloutGroup], encoded: None) -> list[bytes]:
+        """Append the groups that are kept; returns the digests of all."""
+        digests = []
+        for group in batch.items:
+            samples = self.kind.samples(group)
+            digests.append(_digest(group.id, samples))
+            self._add(group.id, samples)
+        return digests
 
     def _add(self, name: str, found: list[Sample | str]) -> None:
         self._counts["groups_read"] += 1
@@ -226,7 +230,7 @@ class _Writer:
     def _noticed(self) -> dict[str, Any]:
         """Return the keys of meta.json for what is odd, and for the ranges of the fields."""
         self._odd[REPEATED_GROUP] = sum(  # groups of one id are in one split
-            count_repeated_lines(self._build.folder / f"{split}_ids.txt", self.sums[split]["groups"])
+            count_repeated_lines(self._build.path_of(f"{split}_ids.txt"), self._sums[split]["groups"])
             for split in SPLITS
         )
         samples = self._counts["samples_kept"]
@@ -245,10 +249,6 @@ class _Writer:
             **({"ranges": ranges} if ranges else {}),
         }
 
-    def _waiting(self, group: RolloutGroup) -> Waiting:
-        kept = any(not isinstance(sample, str) for sample in self._kind.samples(group))
-        return Waiting(group.id.encode(errors="surrogatepass") if kept else None, _size(group))
-
     def _check_fields(self, sample: Sample, group: str, number: int) -> None:
         """Raise ValueError for a sample with other fields than the first one: a file of a field has a value of each."""
         if not self._counts["samples_kept"]:
@@ -262,7 +262,7 @@ class _Writer:
             raise SourceError(problem, code="E304")
 
     def _append(self, split: str, name: str, samples: list[Sample]) -> None:
-        group, sums, files = stored(samples), self.sums[split], self._build.files
+        group, sums, files = stored(samples), self._sums[split], self._build.files
         tokens_after, pairs_after = group.folded
         begins = (sums[key] for key in ("stored_tokens", "loss_bytes", "scores", "id_bytes"))
         row = (sums["samples"], len(samples), group.prefix, *begins, tokens_after, pairs_after)
@@ -284,8 +284,7 @@ class _Writer:
 
     def described(self) -> dict[str, Any]:
         """Finish the files; returns their keys of meta.json and the counts."""
-        build, sums = self._build, self.sums
-        noticed = self._noticed()
+        build, sums = self._build, self._sums
         shards, index, ids, files = {}, {}, {}, []
         for split in SPLITS:
             tokens = sums[split]["stored_tokens"]
@@ -309,24 +308,16 @@ class _Writer:
             **{key: {split: sums[split][key] for split in SPLITS} for key in more},
             **read,
             "dropped": {key: self._counts[key] for key in sorted(self._counts) if key not in kept},
-            **noticed,
+            **self._noticed(),
         }
 
     def _table(self, split: str, table: str, columns: int) -> dict[str, Any]:
         """Write a table of the index as one row of int64; returns its record."""
-        entries = self.sums[split][table] * columns
-        record = self._build.add(f"index/{split}_{table}.npy", self._rows(f"{split}_{table}.bin", entries))
+        entries = self._sums[split][table] * columns
+        record = self._build.add(
+            f"index/{split}_{table}.npy", npy_parts(self._build.path_of(f"{split}_{table}.bin"), entries)
+        )
         return {**record, "entries": entries}
-
-    def _rows(self, name: str, entries: int) -> Iterator[Any]:
-        yield npy_header(entries)
-        with open(self._build.folder / name, "rb") as file:
-            yield from iter(lambda: file.read(_CHUNK), b"")
-
-
-def _size(group: RolloutGroup) -> int:
-    """Return about how many bytes a group has: a batch is closed by them."""
-    return sum(8 * len(each.ids) if hasattr(each.ids, "__len__") else 1 for each in group.samples)
 
 
 def _digest(name: str, samples: Iterable[Sample | str]) -> bytes:

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from niels_gpt.builders.meta_keys import BUILDER_VERSIONS
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.cache.meta import check_tokenizer, checked_meta, read_meta, sentinel_names
 from niels_gpt.display.decoded import decoded_text, runs
 from niels_gpt.display.numbers import many, number_of
 from niels_gpt.display.tables import cut, most_of, shown
+from niels_gpt.engine.meta import BUILDER_VERSIONS
 from niels_gpt.kinds.checks import FILES, TOKENIZER_MAY_MATCH, warnings_of
 from niels_gpt.kinds.files import HEADER_BYTES, Damage, FileChecks
 from niels_gpt.kinds.kind import MALFORMED, Cache, Card, Finding, Held, Kind, Limits, Page, Rows

@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from niels_gpt.builders.journal import Checkpoint, Journal
 from niels_gpt.cache.meta import read_meta
+from niels_gpt.engine.journal import Checkpoint, Journal
 from niels_gpt.recipes.eagle3.draft_vocab import commit_draft_vocab, current_draft_vocab
 from niels_gpt.recipes.eagle3.of_settings import KEY, fingerprint_of, resolved, sha256, target_name
 from niels_gpt.recipes.eagle3.options import Options

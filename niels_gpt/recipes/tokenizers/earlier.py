@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.builders.meta_keys import content_sha256
 from niels_gpt.cache.meta import find_meta, read_meta
+from niels_gpt.engine.meta import content_sha256
 from niels_gpt.recipes.tokenizers.texts import was_trained_by
 from niels_gpt.settings import Settings
 from niels_gpt.storage import versions

@@ -1,4 +1,4 @@
-"""Starts or resumes a build. Decides what a resumed build reads again, and when an unfinished build is discarded.
+"""Builds a cache of any kind from a stream of items, by the Writer of that kind; starts or resumes it, and commits it.
 
 A resumed build compares each consumed document with the digest recorded of it, without tokenizing it. If the files of
 the source are unchanged and its documents keep their order, only the last consumed document is read again.
@@ -10,32 +10,200 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Executor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
-from niels_gpt.builders.build import TEXTS, Build
-from niels_gpt.builders.journal import Attempts, identity_of
-from niels_gpt.builders.meta_keys import OF_ANOTHER_VERSION, Source, is_of_this_version
-from niels_gpt.builders.source import Chunk, Encoder, ItemKind
 from niels_gpt.encoding import DIGEST_BYTES
-from niels_gpt.storage import fileio
+from niels_gpt.engine.checkpoints import CHECKPOINT_SECONDS, TEXTS, Build
+from niels_gpt.engine.journal import (
+    Attempts,
+    identity_of,
+)
+from niels_gpt.engine.meta import (
+    OF_ANOTHER_VERSION,
+    Source,
+    build_identity,
+    is_of_this_version,
+    vocabulary_of,
+    write_description,
+)
+from niels_gpt.engine.split import TextSplit, Waiting, warn_of_share
+from niels_gpt.engine.stream import (
+    Batch,
+    Chunk,
+    Encoder,
+    ItemKind,
+    Shuffled,
+    chunked,
+    encoded,
+    first_number,
+)
+from niels_gpt.progress import Progress
+from niels_gpt.storage import fileio, versions
 from niels_gpt.storage.errors import CacheError, SourceError
 from niels_gpt.storage.fileio import canonical_json
 from niels_gpt.storage.versions import JOURNAL_SUFFIX, discard, resumable
+from niels_gpt.tokenizers.protocol import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
 _LOG_SECONDS = 10.0  # between two log lines about documents that are read again
 CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM}
 
 
 class NoTextError(SourceError, code="E303"):
     """A source has ended, and nothing of it can be in a cache."""
+
+
+@dataclass(frozen=True)
+class How:
+    """How a cache is built: none of it changes a byte."""
+
+    num_threads: int = 1
+    """Threads that encode; 0: the caller's own."""
+    executor: Executor | None = None
+    """Encodes instead; it is left open."""
+    checkpoint_seconds: float = CHECKPOINT_SECONDS
+    """Between two checkpoints; 0: one after each batch."""
+    committed: Callable[[dict[str, Any]], None] | None = None
+    """Called with the meta after the commit; if it fails, the next run finishes this build."""
+    progress: Progress | None = None
+    """Called with items read, tokens written, and the tokens to expect."""
+
+
+class Writer(Protocol[T]):
+    """What a kind of cache does with the items of its stream. A new one has the numbers of the last checkpoint."""
+
+    @property
+    def kind(self) -> ItemKind[T]:
+        """How the engine reads an item."""
+
+    @property
+    def encoder(self) -> Encoder[Any] | None:
+        """What encodes the texts of the items; None: items are stored as they are."""
+
+    @property
+    def expected(self) -> int | None:
+        """Tokens to expect, for the progress; None: not known."""
+
+    @property
+    def full(self) -> bool:
+        """Whether no further item is needed."""
+
+    def done(self) -> tuple[int, int]:
+        """Return the items read and the tokens written so far."""
+
+    def waiting(self, item: T) -> Waiting | None:
+        """Return what the split needs of an item that waits until both splits have one; None if it names its split."""
+
+    def add(self, batch: Batch[T], encoded: Any) -> list[bytes]:
+        """Append a batch to the files; returns the digests of the items that were consumed, one or more."""
+
+    def state(self) -> dict[str, Any]:
+        """Return the numbers that a checkpoint keeps."""
+
+    def check_kept(self) -> None:
+        """Raise NoTextError if nothing that was read can be in a cache."""
+
+    def described(self) -> dict[str, Any]:
+        """Finish the files; returns their keys of meta.json, and the counts."""
+
+    def warn(self, out_dir: str | os.PathLike[str], meta: Mapping[str, Any]) -> None:
+        """Log what is odd about a cache that was just built."""
+
+
+def run_build(
+    out_dir: str | os.PathLike[str],
+    items: Callable[[int], Iterable[T | Chunk[T]]],
+    writer_of: Callable[[Build], Writer[T]],
+    how: How,
+    *,
+    tokenizer: Tokenizer | None,
+    files: Mapping[str, str | None],
+    source: Source,
+    rule: TextSplit,
+    settings: Mapping[str, Any],
+    vocabulary: Mapping[str, Any] | None = None,
+    identity: Mapping[str, Any] | None = None,
+    shuffled: Shuffled | None = None,
+) -> dict[str, Any]:
+    """Build a cache and commit it at `out_dir`; returns its meta. A killed build resumes.
+
+    items: gets the number of the first item, and returns the stream from there on. files: of Build.
+    rule: decides the splits by its seed; its bound is final once an item was consumed, and part of every checkpoint.
+    settings: keys of meta.json that decide the bytes, `kind` too. vocabulary: the tokenizer's keys; None: read here.
+    identity: what else must be equal for a build to resume. shuffled: None keeps the order.
+    """
+    if vocabulary is None:
+        assert tokenizer is not None
+        vocabulary = vocabulary_of(tokenizer)
+    known = {"vocabulary": vocabulary, "source": source, "seed": rule.seed, **settings}
+    identity = build_identity(source, tokenizer, seed=rule.seed, **settings, **(identity or {}))
+    with open_build(out_dir, identity, files, how.checkpoint_seconds, source) as build:
+        rule.halves = build.restored({"bound": rule.halves})["bound"]
+        writer = writer_of(build)
+        _fill(build, writer, items, how, source, rule, shuffled)
+        writer.check_kept()
+        build.checkpoint({**writer.state(), "bound": rule.halves}, ended=True)
+        meta = build.committed_meta()
+        if meta is None:
+            counters = build.state.counters if writer.full else source.counters
+            meta = write_description(build.work, counters=counters, **known, **writer.described())
+            if "partition" not in meta:
+                warn_of_share(out_dir, meta)
+        build.seal(str(meta["content_sha256"]))
+        versions.commit(build.work, out_dir, str(meta["content_sha256"]))
+        if how.committed is not None:
+            how.committed(meta)
+    writer.warn(out_dir, meta)
+    return meta
+
+
+def _fill(
+    build: Build,
+    writer: Writer[T],
+    items: Callable[[int], Iterable[T | Chunk[T]]],
+    how: How,
+    source: Source,
+    rule: TextSplit,
+    shuffled: Shuffled | None,
+) -> None:
+    """Give the writer all items that the last checkpoint does not have."""
+
+    def report(number: int) -> None:
+        if how.progress is not None:
+            how.progress(number, writer.done()[1], writer.expected)
+
+    if shuffled is None or shuffled.in_order:
+        _seek(build, source)
+    stream = items(first_number(source.position))
+    chunks = build.checked_for_forks(chunked(stream, source.counters, build.position, writer.kind.size))
+    if shuffled is not None:
+        chunks = shuffled.of(chunks, source.counters)
+    if not build.last.documents:
+        chunks = rule.settled(chunks, build.folder, writer.waiting)
+    chunks = _compare_consumed(build, chunks, writer.kind, writer.encoder, report)
+    if build.last.ended:
+        if build.compares and not writer.full:
+            _check_ended(build, chunks, writer.kind)
+        return
+    first = build.last.documents
+    with encoded(
+        chunks, writer.encoder, writer.kind, first=first, num_threads=how.num_threads, executor=how.executor
+    ) as batches:
+        while not writer.full and (found := next(batches, None)) is not None:
+            batch, result = found
+            build.record_consumed(writer.add(batch, result), batch.chunk)
+            build.checkpoint({**writer.state(), "bound": rule.halves})
+            report(writer.done()[0])
 
 
 @contextmanager
@@ -100,7 +268,7 @@ def _log_other_builds(folder: Path, identity: Mapping[str, Any]) -> None:
             logger.info("%s: an unfinished build %s; `niels-gpt gc` would remove it", other, which)
 
 
-def seek(build: Build, source: Source) -> None:
+def _seek(build: Build, source: Source) -> None:
     """Make the source begin with the last consumed document, if its files are unchanged since the last checkpoint.
 
     Call it before anything is read, and only if documents keep the order of the files. Without a fingerprint or a
@@ -116,11 +284,11 @@ def seek(build: Build, source: Source) -> None:
         build.sought = True
 
 
-def compare_consumed(
+def _compare_consumed(
     build: Build,
     chunks: Iterator[Chunk[T]],
     kind: ItemKind[T],
-    encoder: Encoder[Any],
+    encoder: Encoder[Any] | None,
     report: Callable[[int], None],
 ) -> Iterator[Chunk[T]]:
     """Read again what was consumed at the last checkpoint, or only its last document after a seek, and compare it.
@@ -135,14 +303,14 @@ def compare_consumed(
     return chunks
 
 
-def check_ended(build: Build, chunks: Iterator[Chunk[T]], kind: ItemKind[T]) -> None:
+def _check_ended(build: Build, chunks: Iterator[Chunk[T]], kind: ItemKind[T]) -> None:
     """Raise CacheError if a source that had ended has more documents."""
     if build.last.ended and (chunk := next(chunks, None)) is not None:
         _raise_changed(build, f"had ended, and has one more document, {kind.described(chunk.items[0])}")
 
 
 def _compare_last(
-    build: Build, chunks: Iterator[Chunk[T]], kind: ItemKind[T], encoder: Encoder[Any]
+    build: Build, chunks: Iterator[Chunk[T]], kind: ItemKind[T], encoder: Encoder[Any] | None
 ) -> Iterator[Chunk[T]]:
     count, known = build.last.documents, build.last.seek
     assert known is not None
@@ -167,7 +335,7 @@ def _compare_all(
     build: Build,
     chunks: Iterator[Chunk[T]],
     kind: ItemKind[T],
-    encoder: Encoder[Any],
+    encoder: Encoder[Any] | None,
     report: Callable[[int], None],
 ) -> Iterator[Chunk[T]]:
     count, number = build.last.documents, 0

@@ -1,22 +1,17 @@
-"""meta.json: the keys that every cache has, its content sha256, and the commit of a finished build.
+"""meta.json: the keys that every cache has, and its content sha256; what must be equal for a build to resume.
 
-The keys of one kind of cache come from its builder: `described` of shards.py, `split` of sft/examples.py, and
-their settings.
+The keys of one kind of cache come from its builder: `described` of its Writer, and its settings.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.builders.build import Build
-from niels_gpt.builders.split import warn_of_share
 from niels_gpt.cache.formats import FORMAT_VERSION
-from niels_gpt.storage import versions
 from niels_gpt.storage.fileio import META_NAME, write_bytes
 from niels_gpt.storage.meta_json import content_sha256 as content_sha256
 from niels_gpt.storage.meta_json import file_records, meta_bytes, parse_object
@@ -26,7 +21,7 @@ BUILDER_VERSIONS = {"tokenizer": 3, "pretrain": 3, "sft": 5, "rollouts": 5}
 """Of the builder of each kind: raised when the same input gives other bytes."""
 OF_ANOTHER_VERSION = "of another version of this program or of a library, which is not used"
 """What messages say of an unfinished build that is not `is_of_this_version`."""
-_DIGESTS = 3  # raised when the digests of documents in a journal, or the counts in it, are made otherwise
+_DIGESTS = 4  # raised when the digests of documents in a journal, its counts or its files are made otherwise
 
 
 @dataclass(frozen=True)
@@ -154,27 +149,3 @@ def write_description(
     meta["content_sha256"] = content_sha256(file_records(meta))
     write_bytes(work / META_NAME, raw := meta_bytes(meta))
     return parse_object(raw)
-
-
-def describe_and_commit(
-    build: Build,
-    out_dir: str | os.PathLike[str],
-    finish: Callable[[], Mapping[str, Any]],
-    committed: Callable[[dict[str, Any]], None] | None,
-    **known: Any,
-) -> dict[str, Any]:
-    """Finish a build's files, write meta.json, and commit; returns the meta. A killed run can repeat all of it.
-
-    finish: finishes the files and returns their keys of meta.json; known: the other arguments of `write_description`.
-    committed: called with the meta before the build's journal is removed.
-    """
-    meta = build.committed_meta()
-    if meta is None:
-        meta = write_description(build.work, **known, **finish())
-        if "partition" not in meta:
-            warn_of_share(out_dir, meta)
-    build.seal(str(meta["content_sha256"]))
-    versions.commit(build.work, out_dir, str(meta["content_sha256"]))
-    if committed is not None:
-        committed(meta)
-    return meta

@@ -1,4 +1,4 @@
-"""Decides which document goes to val (D5), how many tokens of a split still fit, and what counts as a duplicate."""
+"""Decides which item goes to val (D5), how many tokens of a split still fit, and what counts as a duplicate."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from typing import IO, Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.builders.source import Chunk
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.encoding import split_keys
+from niels_gpt.engine.stream import Chunk
 from niels_gpt.storage.meta_json import open_regular
 
 logger = logging.getLogger(__name__)
@@ -48,6 +48,8 @@ class Waiting(NamedTuple):
     """The text that decides; None where the item enters no split."""
     num_bytes: int
     """About what it takes to hold the item."""
+    is_kept: Callable[[], bool] = lambda: True
+    """Whether the item enters a split, where that is dear to know: asked only of one that might move the bound."""
 
 
 class TextSplit:
@@ -65,7 +67,7 @@ class TextSplit:
         """
         self.share, self.seed = share, seed
         self.bound = math.ceil((share or 0) * _KEYS)
-        """Keys below it mean val. Final once `settled` has yielded the first item, or `settle` has returned."""
+        """Keys below it mean val. Final once `settled` has yielded the first item."""
         self._moves = moves and share is not None and 0 < self.bound < _KEYS
 
     @property
@@ -81,14 +83,6 @@ class TextSplit:
     def in_val(self, keys: NDArray[np.uint64]) -> NDArray[np.bool_]:
         """Return bool [keys]: the text with this key goes to val."""
         return keys < np.uint64(self.bound) if self.bound < _KEYS else np.ones(len(keys), dtype=np.bool_)
-
-    def settle(self, keys: NDArray[np.uint64], num_read: int, num_bytes: int) -> None:
-        """Make `bound` final, as `settled` would, for a stream that has ended.
-
-        keys: of the items that enter a split. num_read: all items. num_bytes: what holding all of them would take.
-        """
-        if self._moves and len(keys) and num_read < self._most_held and num_bytes < _HELD_BYTES:
-            self._move(int(keys.min()), int(keys.max()))
 
     def settled(
         self, chunks: Iterator[Chunk[T]], folder: Path, waiting: Callable[[T], Waiting | None]
@@ -130,7 +124,8 @@ class TextSplit:
                     return count
                 if each.text is not None:
                     key = int(split_keys([each.text], self.seed)[0])
-                    lowest, highest = min(lowest, key), max(highest, key)
+                    if not lowest <= key <= highest and each.is_kept():
+                        lowest, highest = min(lowest, key), max(highest, key)
                 num_bytes += each.num_bytes
                 if lowest < self.bound <= highest or items == limit or num_bytes >= _HELD_BYTES:
                     return count
@@ -260,11 +255,6 @@ def count_in_both(train: Sequence[Path], val: Sequence[Path]) -> int:
     for some in _digests(train):
         is_there |= np.isin(distinct, some)
     return int(np.count_nonzero(is_there[place]))
-
-
-def num_duplicates(digests: NDArray[np.generic]) -> int:
-    """Return how many of the digests equal an earlier one."""
-    return len(digests) - len(np.unique(digests))
 
 
 def _num_distinct(digests: Iterable[NDArray[np.uint64]], max_digests: int) -> int:

@@ -1,25 +1,38 @@
-"""Reads a source in chunks: records its state at each document, shuffles it in bounded memory, cuts it into batches.
+"""Reads a source in chunks, with its state at each document; shuffles it; encodes it in batches, in parallel, in order.
 
-Decides the order of documents (Shuffled), where one batch ends (batches), and where a resumed source begins (Seek).
-Documents pass in chunks, never one by one; sizes of chunks decide nothing but speed.
+Decides the order of documents (Shuffled), where one batch ends (batches), where a resumed source begins (Seek), how
+many batches are encoded ahead in bounded memory, and what happens when a worker dies (InOrder). Documents pass in
+chunks, never one by one; sizes of chunks decide nothing but speed.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
+import os
+import pickle
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
-from itertools import chain, islice, zip_longest
+from functools import lru_cache, partial
+from itertools import accumulate, chain, islice, zip_longest
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.encoding import DIGEST_BYTES
+from niels_gpt.encoding import DIGEST_BYTES, TextError
+from niels_gpt.storage.errors import WorkerDied
 from niels_gpt.storage.meta_json import checked_count
+from niels_gpt.tokenizers.engine import EngineDifference
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 
 SHUFFLE_ALGORITHM = "replace-random-slot, drain by randperm, torch.Generator"
@@ -28,6 +41,10 @@ _DRAWS = 1024  # indices drawn at once: one torch call costs about as much as a 
 
 BATCH_CHARS = 1 << 20  # a batch is closed by characters, so that memory does not depend on document lengths ...
 BATCH_ITEMS = 1024  # ... nor on their number
+
+AHEAD_CHARS = 8 << 20
+"""At most this many characters of text are encoded ahead, unless a single batch has more."""
+_AHEAD_PER_WORKER = 2  # batches: one in work, one waiting
 
 _DOCUMENTS = "documents"
 """Key in a position: the number of documents before the first one, for a source that has not been read yet."""
@@ -277,8 +294,13 @@ class ItemKind(Generic[T]):
     name: Callable[[T], str]
     """The item's id in its source."""
 
-    def digests(self, items: Sequence[T], encoder: Encoder[Any]) -> list[bytes]:
+    def size(self, item: T) -> int:
+        """Return about how many characters an item has: they close a chunk."""
+        return sum(map(len, self.texts(item)))
+
+    def digests(self, items: Sequence[T], encoder: Encoder[Any] | None) -> list[bytes]:
         """Return the digests that tell whether items have changed."""
+        assert encoder is not None
         texts = list(map(self.texts, items))
         each = iter(digest_list(encoder.hashes(list(chain.from_iterable(texts)))[1]))
         return [item_digest(self.label(item), islice(each, len(of))) for item, of in zip(items, texts, strict=True)]
@@ -368,3 +390,186 @@ class Seek:
 def first_number(position: dict[str, int] | None) -> int:
     """Remove the number of a source's first document from its position and return it."""
     return 0 if position is None else position.pop(_DOCUMENTS, 0)
+
+
+@contextmanager
+def encoded(
+    chunks: Iterator[Chunk[T]],
+    encoder: Encoder[R] | None,
+    kind: ItemKind[T],
+    *,
+    first: int,
+    num_threads: int,
+    executor: Executor | None,
+) -> Iterator[Iterator[tuple[Batch[T], R | None]]]:
+    """Yield batches with what they are encoded to, in order. first: number of the first item.
+
+    encoder: None for items that are stored as they are: then each chunk is a batch.
+    num_threads: threads that encode; 0: the caller's own. executor: encodes instead; it is left open.
+    """
+    if encoder is None:
+        yield _as_they_are(chunks, first)
+        return
+    with ExitStack() as stack:
+        if executor is None and num_threads:
+            executor = ThreadPoolExecutor(num_threads, thread_name_prefix="encode")
+            stack.callback(executor.shutdown, cancel_futures=True)
+        encode: Callable[[list[bytes | str], int], R] = encoder.encode
+        if executor is not None and not isinstance(executor, ThreadPoolExecutor):
+            encode = partial(_encode_elsewhere, pickle.dumps(encoder))
+        found = batches(chunks, texts=lambda items: list(map(kind.texts, items)), first=first)
+        yield stack.enter_context(closing(InOrder[T, R](encode, executor, kind)(found)))
+
+
+def _as_they_are(chunks: Iterable[Chunk[T]], first: int) -> Iterator[tuple[Batch[T], None]]:
+    for chunk in chunks:
+        yield Batch(first, chunk, [], 0), None
+        first += len(chunk.items)
+
+
+def _encode_elsewhere(encoder: bytes, texts: list[bytes | str], first: int) -> Any:
+    try:
+        return _unpickled(encoder).encode(texts, first)
+    except Exception as error:
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:  # an error that cannot be pickled would kill the worker
+            raise WorkerDied(f"{type(error).__name__}: {error}") from None
+        raise
+
+
+@lru_cache(maxsize=4)
+def _unpickled(encoder: bytes) -> Encoder[Any]:
+    """Open a tokenizer once in each process. An error here reaches the caller; one while unpickling kills a worker."""
+    opened: Encoder[Any] = pickle.loads(encoder)
+    return opened
+
+
+class InOrder(Generic[T, R]):
+    """Yields (batch, work(batch.payload, batch.first)) in the order of the batches, with any executor.
+
+    If a worker of a process pool dies, the pool breaks and loses its batches. This is logged, the pool is replaced, and
+    each of those batches is tried once more, alone. So a second death is caused by the batch that the error names.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[list[bytes | str], int], R],
+        executor: Executor | None,
+        kind: ItemKind[T] | None = None,
+    ) -> None:
+        """executor: None works in the caller's thread. It is left open; its replacement is closed.
+
+        kind: names the document of an EngineDifference and of a TextError.
+        """
+        self._kind = kind
+        self._work = work
+        self._executor = executor
+        self._replaced = False
+        num_workers = getattr(executor, "_max_workers", None) or os.cpu_count() or 1
+        self._max_ahead = _AHEAD_PER_WORKER * int(num_workers)
+
+    def __call__(self, batches: Iterable[Batch[T]]) -> Generator[tuple[Batch[T], R]]:
+        """Submit as many batches ahead as memory allows, and yield each with its result."""
+        if self._executor is None:
+            for batch in batches:
+                with self._naming(batch):
+                    result = self._work(batch.payload, batch.first)
+                yield batch, result
+            return
+        stream = iter(batches)
+        submitted: deque[tuple[Batch[T], Future[R]]] = deque()
+        waiting: list[Batch[T]] = []  # read from the stream, not submitted yet
+        try:
+            while True:
+                self._fill(stream, waiting, submitted)
+                if not submitted:
+                    return
+                batch, future = submitted[0]
+                try:
+                    with self._naming(batch):
+                        result = future.result()
+                except BrokenExecutor as error:
+                    yield from self._retried(submitted, error)
+                    continue
+                submitted.popleft()
+                yield batch, result
+        finally:
+            for _, future in submitted:
+                future.cancel()
+            if self._replaced:
+                self._executor.shutdown(wait=True, cancel_futures=True)
+
+    @contextmanager
+    def _naming(self, batch: Batch[T]) -> Iterator[None]:
+        """Add the id and the beginning of its text to the error of a document: see EngineDifference and TextError."""
+        try:
+            yield
+        except (EngineDifference, TextError) as error:
+            if self._kind is None:
+                raise
+            place = error.number - batch.first  # of its text in the batch
+            ends = accumulate(len(self._kind.texts(item)) for item in batch.items)
+            index = next(index for index, end in enumerate(ends) if place < end)
+            raise error.named(batch.first + index, self._kind.described(batch.items[index])) from None
+
+    def _fill(
+        self, stream: Iterator[Batch[T]], waiting: list[Batch[T]], submitted: deque[tuple[Batch[T], Future[R]]]
+    ) -> None:
+        while len(submitted) < self._max_ahead:
+            if not waiting:
+                waiting.extend(batch for batch in [next(stream, None)] if batch is not None)
+            ahead = sum(batch.num_chars for batch, _ in submitted)
+            if not waiting or (submitted and ahead + waiting[0].num_chars > AHEAD_CHARS):
+                return
+            batch = waiting.pop()
+            submitted.append((batch, self._submit(batch)))
+
+    def _submit(self, batch: Batch[T]) -> Future[R]:
+        assert self._executor is not None
+        try:
+            return self._executor.submit(self._work, batch.payload, batch.first)
+        except BrokenExecutor as error:  # handled when the result is asked for
+            failed: Future[R] = Future()
+            failed.set_exception(error)
+            return failed
+
+    def _retried(
+        self, submitted: deque[tuple[Batch[T], Future[R]]], error: BrokenExecutor
+    ) -> Iterator[tuple[Batch[T], R]]:
+        logger.warning(
+            "a worker died while %d batches were in work, from %s on (%s); each of them is tried once more, alone",
+            len(submitted),
+            submitted[0][0],
+            str(error) or type(error).__name__,
+            extra={"code": "W503"},
+        )
+        self._replace()
+        while submitted:
+            batch, before = submitted[0]
+            done = before.done() and not before.cancelled() and before.exception() is None
+            try:
+                with self._naming(batch):
+                    result = before.result() if done else self._submit(batch).result()
+            except BrokenExecutor as second:
+                raise WorkerDied(
+                    f"a worker died twice on {batch} ({str(second) or type(second).__name__}). Look for a text there "
+                    "that takes more memory than there is, or encode in this process: no executor"
+                ) from error
+            submitted.popleft()
+            yield batch, result
+
+    def _replace(self) -> None:
+        """Replace a broken process pool; other executors recover by themselves or not at all."""
+        broken = self._executor
+        if isinstance(broken, ProcessPoolExecutor):
+            if self._replaced:
+                broken.shutdown(wait=False)
+            self._executor = ProcessPoolExecutor(
+                getattr(broken, "_max_workers", None),
+                mp_context=getattr(broken, "_mp_context", None),
+                initializer=getattr(broken, "_initializer", None),
+                initargs=getattr(broken, "_initargs", ()),
+                max_tasks_per_child=getattr(broken, "_max_tasks_per_child", None),
+            )
+            self._replaced = True

@@ -20,20 +20,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.builders import pipeline
-from niels_gpt.builders.build import CHECKPOINT_SECONDS, Build
-from niels_gpt.builders.losses import UNKNOWN_IDS, warn_of_unknown
-from niels_gpt.builders.meta_keys import Source, build_identity, describe_and_commit, vocabulary_of
-from niels_gpt.builders.resume import NoTextError, open_build, seek
-from niels_gpt.builders.sft.examples import FILES, LOSS, SPLIT_RULE, ExampleBuffer
-from niels_gpt.builders.source import Batch, ItemKind, first_number
-from niels_gpt.builders.split import TextSplit, chat_text
+from niels_gpt.cache.build_sft import FILES, LOSS, SPLIT_RULE, Examples
 from niels_gpt.chat.protocol import NOT_AS_TEXT, NOT_STABLE, REFUSED_BY_TEMPLATE, TOO_LARGE, UNKNOWN_TURNS, UNUSED_CALLS
 from niels_gpt.chat.rows import EMPTY, MERGED, NO_SUPERVISED, WITHOUT_LOSS
 from niels_gpt.chat.templates import REMEDY
 from niels_gpt.chat.tokenizers import SPECIAL_TEXT, Chat, ChatTokenizer, EncodedChat, RefusedChat
 from niels_gpt.chat.turns import words_of
 from niels_gpt.encoding import DIGEST_BYTES, DIGEST_DTYPE
+from niels_gpt.engine.build import How, NoTextError, run_build
+from niels_gpt.engine.checkpoints import CHECKPOINT_SECONDS, Build
+from niels_gpt.engine.losses import UNKNOWN_IDS, warn_of_unknown
+from niels_gpt.engine.meta import Source
+from niels_gpt.engine.split import TextSplit, Waiting, chat_text
+from niels_gpt.engine.stream import Batch, ItemKind
 from niels_gpt.progress import Progress
 from niels_gpt.signals import odd_in_text, warn_of_signals
 from niels_gpt.storage.errors import SourceError, TokenizerError
@@ -103,7 +102,7 @@ def build_templated_sft(
     if on_special not in ("drop", "raise"):
         raise ValueError(f"on_special={on_special!r}: expected 'drop' or 'raise'")
     chat_tokenizer.encode_chats([])  # fail early if the template cannot be used
-    source, vocabulary = source or Source(), vocabulary_of(tokenizer)
+    source = source or Source()
     template = {
         "sha256": chat_tokenizer.template_sha256,
         "mask_by": chat_tokenizer.mask_by,
@@ -112,22 +111,20 @@ def build_templated_sft(
     settings: dict[str, Any] = {"kind": "sft", "built": True, "val_frac": val_frac, "on_special": on_special}
     settings |= {"split_rule": SPLIT_RULE, "chat_template": template, "pad_id": chat_tokenizer.pad_id}
     named = chat_tokenizer.names_sha256  # of the template's tokens, by files beside tokenizer.json
-    identity = build_identity(source, tokenizer, seed=seed, template_tokens=named, **settings)
-    encoder = _ChatEncoder(chat_tokenizer, vocabulary["vocab_size"])
-    with open_build(out_dir, identity, {**FILES, LOSS: None}, checkpoint_seconds, source) as build:
-        rule = TextSplit(Fraction(val_frac), seed)
-        unk_id = getattr(tokenizer, "unk_id", None)
-        writer = _Writer(os.fspath(out_dir), build, encoder, rule, on_special, unk_id, progress)
-        seek(build, source)
-        first_number(source.position)
-        writer.fill(map(_item, chats), source, num_threads)
-        writer.check_kept(source)
-        build.checkpoint(writer.buffer.state(), ended=True)
-        known = {"vocabulary": vocabulary, "source": source, "counters": source.counters, "seed": seed, **settings}
-        meta = describe_and_commit(build, out_dir, writer.buffer.split, committed, **known)
-    warn_of_unknown(out_dir, meta["unknown_ids"])
-    warn_of_signals(out_dir, meta)
-    return meta
+    rule, encoder = TextSplit(Fraction(val_frac), seed), _ChatEncoder(chat_tokenizer, int(tokenizer.vocab_size))
+    unk_id = getattr(tokenizer, "unk_id", None)
+    return run_build(
+        out_dir,
+        lambda _: map(_item, chats),
+        lambda build: _Chats(build, os.fspath(out_dir), source, rule, encoder, on_special, unk_id),
+        How(min(num_threads, 1), None, checkpoint_seconds, committed, progress),
+        tokenizer=tokenizer,
+        files=FILES | LOSS,
+        source=source,
+        rule=rule,
+        settings=settings,
+        identity={"template_tokens": named},
+    )
 
 
 def _item(chat: Chat) -> _Item:
@@ -146,6 +143,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError
+
+
+def _split_text(messages: Sequence[Mapping[str, Any]]) -> bytes:
+    return chat_text([(message["role"], message.get("content")) for message in messages])
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ class _EncodedChats:
         self.ids.append(ids)
         self.targets.append(targets)
         self.numbers.append((len(ids), int(targets.sum()), _utf8_bytes(chat.messages), _digest(chat)))
-        self.texts.append(chat_text([(message["role"], message.get("content")) for message in chat.messages]))
+        self.texts.append(_split_text(chat.messages))
         self.chats.append(([message["role"] for message in chat.messages], list(map(words_of, chat.messages))))
         self.noticed.update([MERGED] * encoded.merged + list(encoded.unsupervised))
         self.noticed[WITHOUT_LOSS] += encoded.turns_without_loss
@@ -253,87 +254,80 @@ def _digest(chat: Chat) -> int:
     return int.from_bytes(sha256(text.encode()).digest()[:DIGEST_BYTES], "little", signed=True)
 
 
-class _Writer:
-    """Appends the chats that are kept to the buffer, and counts."""
+class _Chats(Examples):
+    """Appends the chats that are kept, with their targets: the Writer of all other templates."""
+
+    kind = _CHATS
 
     def __init__(
         self,
-        out_dir: str,
         build: Build,
-        encoder: _ChatEncoder,
+        path: str,
+        source: Source,
         rule: TextSplit,
+        encoder: _ChatEncoder,
         on_special: str,
         unk_id: int | None,
-        progress: Progress | None,
     ) -> None:
-        self._build, self._encoder, self._on_special, self._unk_id = build, encoder, on_special, unk_id
-        self._out_dir, self._progress = out_dir, progress
-        self.buffer = ExampleBuffer(build, encoder.dtype, rule)
-        self.first_problem = ""
-        """Of the first chat that was dropped in this run for a reason that has words."""
+        super().__init__(build, source, rule, encoder.dtype, has_loss=True)
+        self.encoder, self._path, self._on_special, self._unk_id = encoder, path, on_special, unk_id
+        self._first_problem = ""  # of the first chat that was dropped in this run for a reason that has words
 
-    def fill(self, chats: Iterator[_Item], source: Source, num_threads: int) -> None:
-        """Read all chats and append those that are kept."""
-        with pipeline.encoded(
-            self._build,
-            chats,
-            source.counters,
-            self._encoder,
-            _CHATS,
-            exhausted=True,
-            num_threads=min(num_threads, 1),
-            executor=None,
-            report=self._report,
-        ) as batches:
-            for batch, parts in batches:
-                for encoded in parts:
-                    self._add(batch, encoded)
-                self.buffer.counts["examples_read"] += len(batch.items)
-                if self.buffer.counts[NOT_STABLE] >= _MANY:
-                    self.check_kept(source)
-                self._build.record_consumed(_CHATS.digests(batch.items, self._encoder), batch.chunk)
-                self._build.checkpoint(self.buffer.state())
-                self._report(self.buffer.counts["examples_read"])
+    def waiting(self, item: _Item) -> Waiting:
+        """Return the text that decides a chat's split; only its encoding shows whether it is kept."""
+        if not item.text:
+            return Waiting(None, 0)
+        text = _split_text(json.loads(item.text)["messages"])
+        return Waiting(text, len(item.text), lambda: any(each.ids for each in self.encoder.encode([item.text])))
 
-    def check_kept(self, source: Source) -> None:
+    def add(self, batch: Batch[_Item], encoded: Iterator[_EncodedChats]) -> list[bytes]:
+        """Append the chats of a batch that are kept; returns the digests of all."""
+        for part in encoded:
+            self._add(batch, part)
+        self.counts["examples_read"] += len(batch.items)
+        if self.counts[NOT_STABLE] >= _MANY:
+            self.check_kept()
+        return _CHATS.digests(batch.items, self.encoder)
+
+    def warn(self, out_dir: str | os.PathLike[str], meta: Mapping[str, Any]) -> None:
+        """Log what is odd about a cache that was just built."""
+        warn_of_unknown(out_dir, meta["unknown_ids"])
+        warn_of_signals(out_dir, meta)
+
+    def check_kept(self) -> None:
         """Raise NoTextError if no chat is kept."""
-        counts = self.buffer.counts
-        if self.buffer.kept:
+        if self.kept:
             return
-        first = f" The first: {self.first_problem}." if self.first_problem else ""
-        is_last = self._encoder.loss_on == "last"
+        counts = self.counts
+        first = f" The first: {self._first_problem}." if self._first_problem else ""
+        is_last = self.encoder.loss_on == "last"
         last = "" if is_last or not counts[NOT_STABLE] else " If it changes only turns before the last: --loss-on last."
         remedy = next((f" {remedy}" for reason, remedy in _REMEDIES.items() if counts[reason]), "")
-        found = f"no chat with a target is left: {dict(counts + Counter(source.counters))}.{first}{last}{remedy}"
-        raise NoTextError(f"{self._out_dir}: {found}", code="E407" if counts[NOT_STABLE] else "E303")
-
-    def _report(self, chats: int) -> None:
-        if self._progress is not None:
-            self._progress(chats, self.buffer.tokens, None)
+        found = f"no chat with a target is left: {dict(counts + Counter(self._source.counters))}.{first}{last}{remedy}"
+        raise NoTextError(f"{self._path}: {found}", code="E407" if counts[NOT_STABLE] else "E303")
 
     def _add(self, batch: Batch[_Item], encoded: _EncodedChats) -> None:
-        buffer = self.buffer
         for number, problem in encoded.problems.items():
             self._drop(batch.items[number].name, problem)
-        buffer.warnings.update(encoded.noticed)
+        self.warnings.update(encoded.noticed)
         if encoded.ids:
             ids, targets = np.concatenate(encoded.ids), np.concatenate(encoded.targets)
             if self._unk_id is not None:
-                buffer.warnings[UNKNOWN_IDS] += int(np.count_nonzero(ids == self._unk_id))
+                self.warnings[UNKNOWN_IDS] += int(np.count_nonzero(ids == self._unk_id))
             for name, (roles, texts) in zip(encoded.names, encoded.chats, strict=True):
                 utf8 = ((text, text.encode(errors="surrogatepass")) for text in texts if not text.isascii())
                 odd = {each: text for text, data in utf8 for each in odd_in_text(data)}
-                buffer.note(name, roles, texts, odd, has_empty=False)  # counted as EMPTY_REPLY
-            buffer.write(ids, np.array(encoded.numbers, dtype=np.int64), encoded.names, encoded.texts, targets)
+                self.note(name, roles, texts, odd, has_empty=False)  # counted as EMPTY_REPLY
+            self.write(ids, np.array(encoded.numbers, dtype=np.int64), encoded.names, encoded.texts, targets)
 
     def _drop(self, name: str, problem: RefusedChat) -> None:
         if problem.reason == SPECIAL_TEXT and self._on_special == "raise":
             remedy = "Remove it from the source, or have such chats dropped: --on-special drop"
             raise SourceError(f"{problem.found}. {remedy}", code="E305")
-        if problem.found and not self.first_problem:
-            self.first_problem = problem.found
-        if not self.buffer.counts[problem.reason]:
+        if problem.found and not self._first_problem:
+            self._first_problem = problem.found
+        if not self.counts[problem.reason]:
             what = problem.found or f"chat {name!r}"
             message = "%s. Counted as %s; more like it are counted only"
             logger.warning(message, what, problem.reason, extra={"code": "W305"})
-        self.buffer.counts[problem.reason] += 1
+        self.counts[problem.reason] += 1

@@ -6,28 +6,20 @@ of shards.py give the keys of meta.json that only this kind has.
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from typing import Any, cast
 
-from niels_gpt.builders.build import CHECKPOINT_SECONDS, Build
-from niels_gpt.builders.meta_keys import (
-    Source,
-    build_identity,
-    describe_and_commit,
-    vocabulary_of,
-    why_unmet,
-    write_description,
-)
-from niels_gpt.builders.resume import NoTextError, open_build
-from niels_gpt.builders.shards import Shards, files_of, with_ids
-from niels_gpt.builders.source import SHUFFLE_ALGORITHM, Shuffled
-from niels_gpt.builders.split import TextSplit, TokenBudget, asked_share
 from niels_gpt.cache.formats import SPLITS
+from niels_gpt.cache.shards import Shards, files_of, with_ids
 from niels_gpt.documents import DocumentBatch, Partition
 from niels_gpt.encoding import TextEncoder
+from niels_gpt.engine.build import How, run_build
+from niels_gpt.engine.checkpoints import CHECKPOINT_SECONDS
+from niels_gpt.engine.meta import Source, vocabulary_of, write_description
+from niels_gpt.engine.split import TextSplit, TokenBudget, asked_share
+from niels_gpt.engine.stream import SHUFFLE_ALGORITHM, Shuffled
 from niels_gpt.progress import Progress
 from niels_gpt.special_tokens import SPECIAL_TOKENS
 from niels_gpt.storage import fileio, versions
@@ -37,8 +29,6 @@ from niels_gpt.tokenizers.document_tokens import document_end as document_end_of
 from niels_gpt.tokenizers.document_tokens import document_start as document_start_of
 from niels_gpt.tokenizers.engine import open_engine
 from niels_gpt.tokenizers.protocol import FullTokenizer, Tokenizer, token_dtype
-
-logger = logging.getLogger(__name__)
 
 _BY_TEXT = "by text: to val where the first 8 bytes of sha256(seed, newline, text), big-endian, are below {} * 2**64; "
 _MOVED = "where that would leave a split without a document, the nearest one goes there, to train first"
@@ -85,36 +75,36 @@ def build_pretrain(
 
     documents: batches, (split, text), or (split, text, id); split None: text and seed decide (D5); no id: its number.
     max_train_tokens, max_val_tokens: tokens, document starts and ends included; None: no limit.
-    val_frac: the share of val, 0 <= val_frac < 1, among documents that name no split; None: max_val_tokens / both. If
-        documents name their split, the share to expect: a warning is logged if the tokens are far from it.
+    val_frac: below 1, the share of val, or the one to expect where documents name their split; None: as the budgets.
     shuffle_buffer: documents that torch's shuffle buffer holds; None or 0: the order of the stream.
     document_start, document_end: tokens of each document, as the settings name them. on_special: see TextEncoder.
     num_threads: threads that encode, 0: the caller's own; executor: encodes instead; engine: see open_engine. None of
-        them changes the output. partial: upstream lacks a split; train may then be empty, and `built` in the meta is
-        "partial". checkpoint_seconds: between two checkpoints; 0: one after each batch.
-    partition: `documents` are its own, budgets and seed those of all; its splits may be empty, and it warns of nothing
-        that is a matter of all. plan: the sha256 of plan.json. `seal` makes one cache of all partitions.
+        them changes the output. checkpoint_seconds: between two checkpoints; 0: one after each batch.
+    partial: upstream lacks a split; train may then be empty, and `built` in the meta is "partial".
+    partition: `documents` are its own, budgets and seed those of all. plan: the sha256 of plan.json.
     committed: called with the meta after the commit; if it fails, the next run finishes this build. progress: called
         with documents read, tokens written, and tokens of both budgets.
-    Raises: ValueError for bad arguments, for an empty train split, and for text with a sentinel if on_special="raise";
-        CacheError if another process builds here, if what is no cache is in the way, or if documents changed since a
-        killed run; RuntimeError if a worker of the executor dies twice on a batch.
+    Raises: ValueError for bad arguments, an empty train split, and a sentinel if on_special="raise"; CacheError while
+        another process builds here, for what is no cache, and for documents that changed since a killed run.
     """
     budget, source = TokenBudget({"train": max_train_tokens, "val": max_val_tokens}), source or Source()
-    vocabulary, settings = vocabulary_of(tokenizer), _document_tokens(tokenizer, document_start, document_end)
-    settings |= _settings(split_rule, shard_bytes, on_special, partial, budget, shuffle_buffer or 0, val_frac)
+    settings = _settings(split_rule, shard_bytes, on_special, partial, budget, shuffle_buffer or 0, val_frac)
+    settings |= _document_tokens(tokenizer, document_start, document_end)
     rule = TextSplit(asked_share(settings), seed, moves=partition is None)
     encoder = _encoder(tokenizer, settings, rule, engine)
     settings |= _of_partition(partition, plan, budget, split_rule)
-    shuffled = Shuffled(shuffle_buffer, seed if partition is None else partition.seed(seed))
-    identity = build_identity(source, tokenizer, seed=seed, **settings)
-    with open_build(out_dir, identity, files_of(partition), checkpoint_seconds, source) as build:
-        shards = Shards(build, budget, rule, encoder, shard_bytes, progress)
-        exhausted = shards.fill(with_ids(documents, source.position), shuffled, source, num_threads, executor)
-        known = {"vocabulary": vocabulary, "source": source, "seed": seed, **settings}
-        meta = _finished(build, shards, out_dir, committed, exhausted, known)
-    _warn(shards, out_dir, meta)
-    return meta
+    return run_build(
+        out_dir,
+        lambda number: with_ids(documents, number),
+        lambda build: Shards(build, source, budget, rule, encoder, settings, os.fspath(out_dir)),
+        How(num_threads, executor, checkpoint_seconds, committed, progress),
+        tokenizer=tokenizer,
+        files=files_of(partition),
+        source=source,
+        rule=rule,
+        shuffled=Shuffled(shuffle_buffer, seed if partition is None else partition.seed(seed)),
+        settings=settings,
+    )
 
 
 def build_stub(
@@ -219,51 +209,3 @@ def _of_partition(
         "split_rule": IN_PARTITIONS.get(split_rule, split_rule),
         **{f"max_{split}_tokens": limit for split, limit in budget.limits.items()},
     }
-
-
-def _finished(
-    build: Build,
-    shards: Shards,
-    out_dir: str | os.PathLike[str],
-    committed: Callable[[dict[str, Any]], None] | None,
-    exhausted: bool,
-    known: dict[str, Any],
-) -> dict[str, Any]:
-    """Commit a build whose documents are all in the shards; returns its meta. Raises: NoTextError without train."""
-    source: Source = known["source"]
-    if not shards.tokens["train"] and known["built"] is True and "partition" not in known:
-        raise NoTextError(f"{os.fspath(out_dir)}: no token for the train split: {_shortage(shards, source)}")
-    build.checkpoint(shards.state(), ended=True)
-    counters = source.counters if exhausted else build.state.counters
-    return describe_and_commit(build, out_dir, shards.described, committed, counters=counters, **known)
-
-
-def _shortage(shards: Shards, source: Source) -> str:
-    loader = ", ".join(f"{name} {count}" for name, count in sorted(source.counters.items())) or "none"
-    counts = sorted(shards.counts.items())
-    drops = ", ".join(f"{name} {count}" for name, count in counts if name != "documents_read") or "none"
-    return (
-        f"{shards.counts['documents_read']} documents read, {shards.docs['val']} to val, dropped: {drops}, left out by "
-        f"the loader: {loader}. Give it more text"
-    )
-
-
-def _warn(shards: Shards, out_dir: str | os.PathLike[str], meta: Mapping[str, Any]) -> None:
-    if "partition" not in meta:
-        shards.losses.warn(out_dir, meta)
-        warn_of_unmet_budgets(out_dir, meta)
-
-
-def warn_of_unmet_budgets(out_dir: str | os.PathLike[str], meta: Mapping[str, Any]) -> None:
-    """Log a warning for each split with fewer tokens than its budget, but for the bundled sample, small on purpose."""
-    for split in SPLITS:
-        if meta["budget_reached"][split] is False and meta["source"].get("kind") != "sample":
-            logger.warning(
-                "%s: %s has %s of %s tokens: %s",
-                out_dir,
-                split,
-                f"{meta['totals'][f'{split}_tokens']:,}",
-                f"{meta[f'max_{split}_tokens']:,}",
-                why_unmet(meta),
-                extra={"code": "W306"},
-            )

@@ -5,9 +5,10 @@ Decides where a shard ends, which document is truncated at its budget, and what 
 
 from __future__ import annotations
 
+import logging
+import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Executor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from itertools import repeat
 from typing import Any, NoReturn
@@ -15,13 +16,15 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.builders import pipeline
-from niels_gpt.builders.build import Build
-from niels_gpt.builders.losses import Losses, loss_keys
-from niels_gpt.builders.meta_keys import Source
-from niels_gpt.builders.resume import seek
-from niels_gpt.builders.source import Batch, Change, Chunk, ItemKind, Shuffled, first_number
-from niels_gpt.builders.split import (
+from niels_gpt.cache.formats import OFFSET_DTYPE, SPLITS
+from niels_gpt.documents import DocumentBatch, Partition
+from niels_gpt.encoding import DIGEST_BYTES, EncodedTexts, TextEncoder
+from niels_gpt.engine.build import NoTextError
+from niels_gpt.engine.checkpoints import Build
+from niels_gpt.engine.journal import npy_parts
+from niels_gpt.engine.losses import Losses, loss_keys
+from niels_gpt.engine.meta import Source, why_unmet
+from niels_gpt.engine.split import (
     TextSplit,
     TokenBudget,
     Waiting,
@@ -29,16 +32,14 @@ from niels_gpt.builders.split import (
     count_in_both,
     count_repeated_lines,
 )
-from niels_gpt.builders.writer import npy_parts
-from niels_gpt.cache.formats import OFFSET_DTYPE, SPLITS
-from niels_gpt.documents import DocumentBatch, Partition
-from niels_gpt.encoding import DIGEST_BYTES, EncodedTexts, TextEncoder
-from niels_gpt.progress import Progress
+from niels_gpt.engine.stream import Batch, Change, Chunk, ItemKind
 from niels_gpt.signals import BLANK, IN_BOTH, REPEATED_ID, SHORTER_THAN_ID, Counts
 from niels_gpt.storage import fileio
-from niels_gpt.storage.errors import CacheError, SourceError
+from niels_gpt.storage.errors import SourceError
 from niels_gpt.storage.fileio import id_lines
 from niels_gpt.tokenizers.protocol import Ids
+
+logger = logging.getLogger(__name__)
 
 Document = tuple[str | None, bytes | str, str]
 """Split (None: by its text), text (bytes: valid utf-8), and the document's id in its source."""
@@ -63,14 +64,12 @@ def files_of(partition: Partition | None) -> dict[str, str | None]:
 
 
 def with_ids(
-    documents: Iterable[Sequence[str | None] | DocumentBatch], position: dict[str, int] | None = None
+    documents: Iterable[Sequence[str | None] | DocumentBatch], number: int
 ) -> Iterator[Document | Chunk[Document]]:
     """Give each document without an id its number in the stream; a batch becomes a chunk.
 
-    position: that of Source; a resumed build sets the number of the first document in it.
-    Raises: ValueError naming one that is no document.
+    number: of the first document. Raises: ValueError naming one that is no document.
     """
-    number = first_number(position)
     for document in documents:
         if isinstance(document, DocumentBatch):
             _check_split(number, document.split)
@@ -136,150 +135,130 @@ _DOCUMENTS = ItemKind[Document](
 
 
 class Shards:
-    """Both splits on disk, and the counts of every document that was read."""
+    """Both splits on disk, and the counts of every document that was read: the Writer of this kind."""
+
+    kind = _DOCUMENTS
 
     def __init__(
         self,
         build: Build,
+        source: Source,
         budget: TokenBudget,
         rule: TextSplit,
         encoder: TextEncoder,
-        shard_bytes: int,
-        progress: Progress | None,
+        settings: Mapping[str, Any],
+        path: str,
     ) -> None:
-        self._build, self._budget, self._rule, self._encoder, self._progress = build, budget, rule, encoder, progress
+        """settings: keys of meta.json that decide the bytes. path: of the cache, for messages."""
+        self._build, self._source, self._budget, self._rule, self._path = build, source, budget, rule, path
+        self._may_be_empty = settings["built"] == "partial" or "partition" in settings
+        self.encoder = encoder
         self._token_bytes = encoder.dtype.itemsize
-        self._shard_bytes = shard_bytes // self._token_bytes * self._token_bytes
+        self._shard_bytes = settings["shard_bytes"] // self._token_bytes * self._token_bytes
         zero = dict.fromkeys(SPLITS, 0)
         numbers = {key: zero for key in ("docs", "tokens", "utf8_bytes")}
-        state = build.restored({"counts": {}, "noticed": {}, **numbers, "bound": self._rule.halves})
-        self._known_bound = state["bound"] if build.last.documents else None
-        self.counts, self.warnings = Counter(state["counts"]), Counts(state)
+        state = build.restored({"counts": {}, "noticed": {}, **numbers})
+        self._counts, self._warnings = Counter[str](state["counts"]), Counts(state)
         self._names_splits = bool(state.get("names_splits"))
-        self.losses = Losses(encoder, self.warnings)
-        self.docs, self.tokens, self.utf8_bytes = (dict(state[key]) for key in ("docs", "tokens", "utf8_bytes"))
+        self._losses = Losses(encoder, self._warnings)
+        self._docs, self._tokens, self._utf8_bytes = (dict(state[key]) for key in ("docs", "tokens", "utf8_bytes"))
         for split in SPLITS:
             finished = sum(record["bytes"] for record in build.finished if record["name"].startswith(f"{split}/"))
-            build.expect(f"{split}.bin", self.tokens[split] * self._token_bytes - finished)
-            build.expect(f"{split}_docs.bin", self.docs[split] * OFFSET_DTYPE.itemsize)
-            build.expect(f"{split}_texts.bin", self.docs[split] * DIGEST_BYTES)
-        budget.used = self.tokens
-        self._expected = None if None in budget.limits.values() else sum(limit or 0 for limit in budget.limits.values())
+            build.expect(f"{split}.bin", self._tokens[split] * self._token_bytes - finished)
+            build.expect(f"{split}_docs.bin", self._docs[split] * OFFSET_DTYPE.itemsize)
+            build.expect(f"{split}_texts.bin", self._docs[split] * DIGEST_BYTES)
+        budget.used = self._tokens
+        self.expected = None if None in budget.limits.values() else sum(limit or 0 for limit in budget.limits.values())
 
-    def fill(
-        self,
-        documents: Iterable[Document | Chunk[Document]],
-        shuffled: Shuffled,
-        source: Source,
-        num_threads: int,
-        executor: Executor | None,
-    ) -> bool:
-        """Read documents until both budgets are full; returns whether the source has ended instead."""
-        build = self._build
-        if shuffled.in_order:
-            self._seek(source)
-        with pipeline.encoded(
-            build,
-            documents,
-            source.counters,
-            self._encoder,
-            _DOCUMENTS,
-            exhausted=not self._full(),
-            num_threads=num_threads,
-            executor=executor,
-            report=self._report,
-            shuffled=shuffled.of,
-            settled=self._settled,
-        ) as batches:
-            while not self._full() and (encoded_batch := next(batches, None)) is not None:
-                batch, encoded = encoded_batch
-                consumed = self._add(batch, encoded)
-                build.record_consumed(self._digests(batch, encoded, consumed), batch.chunk)
-                build.checkpoint(self.state())
-                self._report(self.counts["documents_read"])
-        return not self._full()
+    def done(self) -> tuple[int, int]:
+        """Return the documents read and the tokens written so far."""
+        return self._counts["documents_read"], sum(self._tokens.values())
 
-    def _seek(self, source: Source) -> None:
-        """Let the source begin after the consumed documents, unless the split's bound depends on their texts."""
-        if self._known_bound in (None, self._rule.halves):
-            seek(self._build, source)
+    @property
+    def full(self) -> bool:
+        """Whether both budgets are full."""
+        return self._budget.full("train") and self._budget.full("val")
 
-    def _settled(self, documents: Iterator[Chunk[Document]]) -> Iterator[Chunk[Document]]:
-        """Yield chunks. Raises: CacheError if the split's bound is another one than at the last checkpoint."""
-        settled = documents if self._build.sought else self._rule.settled(documents, self._build.folder, self._waiting)
-        for number, document in enumerate(settled):
-            if number == 0 and self._known_bound not in (None, self._rule.halves):
-                raise CacheError(
-                    self._build.folder,
-                    "the source changed during the build, and now another document is nearest to val",
-                    remedy=self._build.remedy,
-                    code="E306",
-                )
-            yield document
-
-    def _waiting(self, document: Document) -> Waiting | None:
-        split, text, name = document
+    def waiting(self, item: Document) -> Waiting | None:
+        """Return a document's text, if it is kept; None for one that names its split."""
+        split, text, name = item
         if split is not None:
             return None
         raw = text if isinstance(text, bytes) else text.encode(errors="surrogatepass")
-        return Waiting(raw if raw and not self._encoder.drops(text) else None, len(raw) + len(name))
+        return Waiting(raw if raw and not self.encoder.drops(text) else None, len(raw) + len(name))
+
+    def check_kept(self) -> None:
+        """Raise NoTextError if the cache needs a token for train, and there is none."""
+        if self._tokens["train"] or self._may_be_empty:
+            return
+        loader = ", ".join(f"{name} {count}" for name, count in sorted(self._source.counters.items())) or "none"
+        counts = sorted(self._counts.items())
+        drops = ", ".join(f"{name} {count}" for name, count in counts if name != "documents_read") or "none"
+        read = self._counts["documents_read"]
+        raise NoTextError(
+            f"{self._path}: no token for the train split: {read} documents read, {self._docs['val']} to val, "
+            f"dropped: {drops}, left out by the loader: {loader}. Give it more text"
+        )
+
+    def warn(self, out_dir: str | os.PathLike[str], meta: Mapping[str, Any]) -> None:
+        """Log what is odd about a cache that was just built; of a partition nothing that is a matter of all."""
+        if "partition" not in meta:
+            self._losses.warn(out_dir, meta)
+            warn_of_unmet_budgets(out_dir, meta)
 
     def described(self) -> dict[str, Any]:
         """Finish the last shards, the index and the ids; returns the keys of meta.json for them and for the counts."""
         build, index, ids = self._build, {}, {}
-        self.warnings[REPEATED_ID] = sum(  # of wikitext's splits each begins at 0
-            count_repeated_lines(build.folder / f"{split}_ids.txt", self.docs[split]) for split in SPLITS
+        for split in SPLITS:
+            ids[split] = {**build.finish(f"{split}_ids.txt"), "entries": self._docs[split]}
+        self._warnings[REPEATED_ID] = sum(  # of wikitext's splits each begins at 0
+            count_repeated_lines(build.path_of(f"{split}_ids.txt"), self._docs[split]) for split in SPLITS
         )
         for split in SPLITS:
             fileio.make_dir(build.work / split)
             if build.files[f"{split}.bin"].num_bytes:
-                self._finish_shard(split)
+                self._build.finish_shard(f"{split}.bin")
         for split in SPLITS:
-            entries = self.docs[split] + 1
-            starts = build.folder / f"{split}_docs.bin"
-            record = build.add(f"index/{split}_docs.npy", npy_parts(starts, entries, self.tokens[split]))
+            entries = self._docs[split] + 1
+            starts = build.path_of(f"{split}_docs.bin")
+            record = build.add(f"index/{split}_docs.npy", npy_parts(starts, entries, self._tokens[split]))
             index[split] = {**record, "entries": entries}
-        for split in SPLITS:
-            ids[split] = {**build.finish(f"{split}_ids.txt"), "entries": self.docs[split]}
         shards: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
         for record in build.finished:
             of_split = shards[record["name"].partition("/")[0]]
             of_split.append({**record, "tokens": record["bytes"] // self._token_bytes})
-        counts = self._counts()
         files: dict[str, Any] = {"shards": shards, "index": index, "ids": ids}
         if build.keeps("train_texts.bin"):
             files["files"] = [build.finish(f"{split}_texts.bin") for split in SPLITS]
-        return {**files, "checksums": build.add_checksums(**files), **counts}
+        return {**files, "checksums": build.add_checksums(**files), **self._described_counts()}
 
-    def _counts(self) -> dict[str, Any]:
+    def _described_counts(self) -> dict[str, Any]:
         full = {split: self._budget.room(split) == 0 for split in SPLITS}
         unbounded = [split for split in SPLITS if self._budget.limits[split] is None]
-        texts = {split: self._build.folder / f"{split}_texts.bin" for split in SPLITS}
+        texts = {split: self._build.path_of(f"{split}_texts.bin") for split in SPLITS}
         duplicates = {split: count_duplicates(path) for split, path in texts.items()}
         if self._names_splits:
-            self.warnings[IN_BOTH] = count_in_both([texts["train"]], [texts["val"]])
+            self._warnings[IN_BOTH] = count_in_both([texts["train"]], [texts["val"]])
         return {
-            "totals": {f"{split}_tokens": self.tokens[split] for split in SPLITS},
+            "totals": {f"{split}_tokens": self._tokens[split] for split in SPLITS},
             "budget_reached": {split: None if split in unbounded else full[split] for split in SPLITS},
-            "docs": self.docs,
-            "utf8_bytes": self.utf8_bytes,
-            "documents_read": self.counts["documents_read"],
-            "dropped": {key: self.counts[key] for key in sorted(self.counts) if key not in _NOT_DROPS},
+            "docs": self._docs,
+            "utf8_bytes": self._utf8_bytes,
+            "documents_read": self._counts["documents_read"],
+            "dropped": {key: self._counts[key] for key in sorted(self._counts) if key not in _NOT_DROPS},
             "duplicates": duplicates,
-            "cut": {"documents": self.counts["cut_documents"], "tokens": self.counts["cut_tokens"]},
-            **loss_keys(self.warnings),
+            "cut": {"documents": self._counts["cut_documents"], "tokens": self._counts["cut_tokens"]},
+            **loss_keys(self._warnings),
         }
 
     def state(self) -> dict[str, Any]:
         """Return the numbers that a checkpoint keeps."""
-        counters = {"counts": self.counts, **self.warnings.state(), "bound": self._rule.halves}
-        counters["names_splits"] = int(self._names_splits)
-        return {**counters, "docs": self.docs, "tokens": self.tokens, "utf8_bytes": self.utf8_bytes}
+        counters = {"counts": self._counts, **self._warnings.state(), "names_splits": int(self._names_splits)}
+        return {**counters, "docs": self._docs, "tokens": self._tokens, "utf8_bytes": self._utf8_bytes}
 
-    def _full(self) -> bool:
-        return self._budget.full("train") and self._budget.full("val")
-
-    def _digests(self, batch: Batch[Document], encoded: EncodedTexts, consumed: int) -> list[bytes]:
+    def add(self, batch: Batch[Document], encoded: EncodedTexts) -> list[bytes]:
+        """Write documents until both budgets are full; returns the digests of those consumed."""
+        consumed = self._add(batch, encoded)
         texts, end = encoded.digests.tobytes(), DIGEST_BYTES
         labels = [f"{split}\0{name}\0".encode(errors="surrogatepass") for split, _, name in batch.items[:consumed]]
         return [
@@ -304,12 +283,12 @@ class Shards:
         truncated = {split: self._truncated(split, encoded, chosen[split], lengths) for split in SPLITS}
         kept.sort()
         self._note_odd(batch, encoded, kept)
-        self.losses.look(batch.payload, encoded, kept, lengths)
+        self._losses.look(batch.payload, encoded, kept, lengths)
         for split, numbers in chosen.items():
             if len(numbers):
                 self._append(split, batch.items, encoded, numbers, lengths)
-                self.utf8_bytes[split] += int(encoded.utf8_bytes[numbers].sum()) - truncated[split]
-        self.counts["documents_read"] += consumed
+                self._utf8_bytes[split] += int(encoded.utf8_bytes[numbers].sum()) - truncated[split]
+        self._counts["documents_read"] += consumed
         return consumed
 
     def _note_odd(self, batch: Batch[Document], encoded: EncodedTexts, kept: NDArray[np.int64]) -> None:
@@ -323,7 +302,7 @@ class Shards:
                 odd += (SHORTER_THAN_ID,)
             if odd:
                 shown = text if isinstance(text, str) else text.decode(errors="replace")
-                self.warnings.note(odd, name, shown)
+                self._warnings.note(odd, name, shown)
 
     def _in_val(self, items: list[Document], keys: NDArray[np.uint64]) -> NDArray[np.bool_]:
         """Return bool [items]: the document goes to val."""
@@ -366,14 +345,14 @@ class Shards:
         Raises: ValueError for one with a problem if the encoder refuses it.
         """
         found = Counter(
-            str(self._encoder.accept(encoded.problems[number], items[number][2]))
+            str(self.encoder.accept(encoded.problems[number], items[number][2]))
             for number in sorted(encoded.problems)
             if number < len(items)
         )
         num_fit = int(np.count_nonzero(fits))
         found["empty"] = len(fits) - num_fit - found.total()
         found["split_full"] = num_fit - num_kept
-        self.counts.update({key: number for key, number in found.items() if number})
+        self._counts.update({key: number for key, number in found.items() if number})
 
     def _truncated(
         self, split: str, encoded: EncodedTexts, numbers: NDArray[np.int64], lengths: NDArray[np.int64]
@@ -399,44 +378,52 @@ class Shards:
         """Write documents of a split, with their source ids and digests. numbers: ascending."""
         kept = lengths[numbers]
         total, files = int(kept.sum()), self._build.files
-        self.tokens[split] += total
+        self._tokens[split] += total
         self._write(split, _ids_of(encoded, numbers)[:total], kept)
         files[f"{split}_ids.txt"].write(id_lines([items[number][2] for number in numbers.tolist()]))
         files[f"{split}_texts.bin"].write(encoded.digests[numbers])
 
     def _truncate(self, encoded: EncodedTexts, number: int, length: int, room: int) -> int:
         """Count a truncated document; returns the utf-8 bytes of the ids that are kept."""
-        self.counts["cut_documents"] += 1
-        self.counts["cut_tokens"] += length - room
+        self._counts["cut_documents"] += 1
+        self._counts["cut_tokens"] += length - room
         start = int(encoded.lengths[:number].sum())
-        first, last = int(self._encoder.prepend is not None), length - (self._encoder.append is not None)
+        first, last = int(self.encoder.prepend is not None), length - (self.encoder.append is not None)
         of_text = last - first
         kept = encoded.ids[start + first : start + min(room, last)].tolist()  # without what begins and ends it
         whole = int(encoded.utf8_bytes[number])
-        decode = getattr(self._encoder.tokenizer, "decode", None)
+        decode = getattr(self.encoder.tokenizer, "decode", None)
         if decode is None:
             return whole * len(kept) // of_text
         return min(len(decode(kept).encode(errors="replace")), whole)
 
     def _write(self, split: str, ids: Ids, lengths: NDArray[np.int64]) -> None:
-        """Append documents of a split; self.tokens includes them already."""
-        ends = self.tokens[split] - int(lengths.sum()) + np.cumsum(lengths)
+        """Append documents of a split; self._tokens includes them already."""
+        ends = self._tokens[split] - int(lengths.sum()) + np.cumsum(lengths)
         self._build.files[f"{split}_docs.bin"].write((ends - lengths).astype(OFFSET_DTYPE))
-        self.docs[split] += len(lengths)
+        self._docs[split] += len(lengths)
         while len(ids):
             filling = self._build.files[f"{split}.bin"]
             room = (self._shard_bytes - filling.num_bytes) // self._token_bytes
             filling.write(ids[:room])
             ids = ids[room:]
             if filling.num_bytes == self._shard_bytes:
-                self._finish_shard(split)
+                self._build.finish_shard(f"{split}.bin")
 
-    def _finish_shard(self, split: str) -> None:
-        self._build.finish_shard(f"{split}.bin")
 
-    def _report(self, documents: int) -> None:
-        if self._progress is not None:
-            self._progress(documents, sum(self.tokens.values()), self._expected)
+def warn_of_unmet_budgets(out_dir: str | os.PathLike[str], meta: Mapping[str, Any]) -> None:
+    """Log a warning for each split with fewer tokens than its budget, but for the bundled sample, small on purpose."""
+    for split in SPLITS:
+        if meta["budget_reached"][split] is False and meta["source"].get("kind") != "sample":
+            logger.warning(
+                "%s: %s has %s of %s tokens: %s",
+                out_dir,
+                split,
+                f"{meta['totals'][f'{split}_tokens']:,}",
+                f"{meta[f'max_{split}_tokens']:,}",
+                why_unmet(meta),
+                extra={"code": "W306"},
+            )
 
 
 def _is_blank(text: bytes | str) -> bool:

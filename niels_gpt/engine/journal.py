@@ -1,27 +1,35 @@
-"""The journal of a build: one line for each checkpoint, from which a killed build resumes.
+"""What an unfinished build has on disk: hashed files that only grow, and one line for each checkpoint.
 
-A line is eight hex digits, the CRC-32 of what follows them, a space, and a JSON object. The first object identifies the
-build. A damaged or cut last line is ignored, and the build resumes from the checkpoint before it: files only grow, and
-later bytes are truncated. Damage before good lines is an error, because ignoring it would lose their work.
-docs/formats.md has the keys. Attempts counts the runs of a build that gained no checkpoint.
+Token files are headerless little-endian uint16 or uint32. Arrays of offsets are .npy files (version 1.0) of
+little-endian int64. docs/formats.md gives both byte by byte, and the keys of a line.
+
+A line of the journal is eight hex digits, the CRC-32 of what follows them, a space, and a JSON object. The first object
+identifies the build. A damaged or cut last line is ignored, and the build resumes from the checkpoint before it: files
+only grow, and later bytes are truncated. Damage before good lines is an error, because ignoring it would lose their
+work. Attempts counts the runs of a build that gained no checkpoint.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 import shlex
 import zlib
-from collections.abc import Mapping
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.builders.source import Seek
+import numpy as np
+
+from niels_gpt.cache.formats import BLOCK_BYTES, OFFSET_DTYPE, npy_header
+from niels_gpt.engine.stream import Seek
 from niels_gpt.storage.errors import CacheError
-from niels_gpt.storage.fileio import OutputFile, write_bytes
+from niels_gpt.storage.fileio import COPY, OutputFile, rename, write_bytes
 from niels_gpt.storage.meta_json import (
     checked_count,
     checked_sha256,
@@ -38,6 +46,179 @@ logger = logging.getLogger(__name__)
 JOURNAL_VERSION = 1
 _MAX_LINE = 1 << 24
 _MAX_ATTEMPTS_BYTES = 1 << 12
+_READ_BYTES = 1 << 20
+
+
+class BlockHashes:
+    """The sha256 of a stream of bytes, and the CRC-32 of each of its blocks."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        """Bytes so far."""
+        self._sha256, self._crcs, self._crc = hashlib.sha256(), array("I"), 0
+
+    @property
+    def sha256(self) -> str:
+        """The hex sha256 of the bytes so far."""
+        return self._sha256.hexdigest()
+
+    def update(self, content: Any) -> None:
+        """Take the next bytes, or anything with a buffer of them."""
+        view = memoryview(content).cast("B") if len(content) else memoryview(b"")
+        self._sha256.update(view)
+        while len(view):
+            part = view[: BLOCK_BYTES - self.num_bytes % BLOCK_BYTES]
+            self._crc = zlib.crc32(part, self._crc)
+            self.num_bytes += len(part)
+            view = view[len(part) :]
+            if self.num_bytes % BLOCK_BYTES == 0:
+                self._crcs.append(self._crc)
+                self._crc = 0
+
+    def checksums(self) -> bytes:
+        """Return the CRC-32 of each block, as uint32-le; the last block may be shorter."""
+        whole = np.asarray(self._crcs, dtype="<u4").tobytes()
+        return whole + self._crc.to_bytes(4, "little") if self.num_bytes % BLOCK_BYTES else whole
+
+
+class HashedFile:
+    """An append-only file, its sha256, and the CRC-32 of each of its blocks."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        keep: int = 0,
+        sha256: str | None = None,
+        before_open: Callable[[Path], None] | None = None,
+        copies: bool = False,
+        lazy: bool = False,
+    ) -> None:
+        """keep, sha256: the bytes to keep of an earlier run, and their hash; later bytes are truncated.
+
+        before_open: called with the path before a file is created, replaced or truncated.
+        copies: keep them in a copy: another process that has the file open does not change it then.
+        lazy: the first byte, or `sync`, creates the file.
+        Raises: CacheError if the file does not begin with those bytes; as `before_open`.
+        """
+        self.path = path
+        self.hashes = BlockHashes()
+        """Of the bytes in the file."""
+        self._before_open = before_open
+        self._file: OutputFile | None = None
+        if not keep and not lazy:
+            self._open()
+        if not keep:
+            return
+        if copies and before_open is not None:
+            before_open(path)
+        copy = OutputFile(path.with_name(COPY + path.name)) if copies else None
+        try:
+            self._reread(keep, sha256, copy)
+            self._open(keep, copy)
+        except BaseException:
+            if copy is not None:
+                copy.close()
+            raise
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the file, those of earlier runs included."""
+        return self.hashes.num_bytes
+
+    @property
+    def sha256(self) -> str:
+        """The hex sha256 of the bytes so far."""
+        return self.hashes.sha256
+
+    def write(self, content: Any) -> None:
+        """Append bytes, or anything with a buffer of them."""
+        if len(content):
+            (self._file or self._open()).write(content)
+            self.hashes.update(content)
+
+    def sync(self) -> None:
+        """Make the bytes written so far durable."""
+        (self._file or self._open()).sync()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+    def checksums(self) -> bytes:
+        """Return the CRC-32 of each block, as uint32-le; the last block may be shorter."""
+        return self.hashes.checksums()
+
+    def record(self, name: str) -> dict[str, Any]:
+        """Return the file's record in a meta.json. name: in the cache."""
+        return {"name": name, "bytes": self.num_bytes, "sha256": self.sha256}
+
+    def _open(self, keep: int = 0, copy: OutputFile | None = None) -> OutputFile:
+        if copy is not None:
+            copy.sync()
+        if self._before_open is not None:
+            self._before_open(self.path)
+        if copy is None:
+            self._file = OutputFile(self.path, keep=keep)
+        else:
+            rename(copy.path, self.path)
+            self._file, copy.path = copy, self.path
+        return self._file
+
+    def _reread(self, keep: int, sha256: str | None, copy: OutputFile | None) -> None:
+        with open(open_regular(self.path), "rb") as file:
+            while self.num_bytes < keep and (content := file.read(min(_READ_BYTES, keep - self.num_bytes))):
+                self.hashes.update(content)
+                if copy is not None:
+                    copy.write(content)
+        if self.num_bytes < keep or self.sha256 != sha256:
+            expected = f"{keep} of sha256 {str(sha256)[:12]} by the journal"
+            raise CacheError(self.path, f"{self.num_bytes} bytes of sha256 {self.sha256[:12]}", expected, code="E505")
+
+
+def write_whole(
+    root: Path,
+    name: str,
+    content: Iterable[Any],
+    crcs: list[bytes] | None = None,
+    before_open: Callable[[Path], None] | None = None,
+) -> dict[str, Any]:
+    """Write a file of a cache and sync it; returns its record, and appends its block checksums to `crcs`.
+
+    before_open: as of HashedFile.
+    """
+    file = HashedFile(root / name, before_open=before_open)
+    try:
+        for part in content:
+            file.write(part)
+        file.sync()
+    finally:
+        file.close()
+    if crcs is not None:
+        crcs.append(file.checksums())
+    return file.record(name)
+
+
+def checksums_of(path: Path, num_bytes: int, sha256: str) -> bytes:
+    """Compare a finished file with its record; returns the CRC-32 of its blocks. Raises: CacheError, OSError."""
+    file = HashedFile(path, keep=num_bytes, sha256=sha256)
+    file.close()
+    return file.checksums()
+
+
+def npy_parts(path: Path, entries: int, last: int | None = None) -> Iterator[bytes]:
+    """Yield an .npy file of `entries` int64: those in the file at `path`, and `last` if there is one."""
+    yield npy_header(entries)
+    yield from parts_of(path)
+    if last is not None:
+        yield last.to_bytes(OFFSET_DTYPE.itemsize, "little")
+
+
+def parts_of(path: Path) -> Iterator[bytes]:
+    """Yield a file in parts of 1 MiB."""
+    with open(path, "rb") as file:
+        yield from iter(lambda: file.read(_READ_BYTES), b"")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The files and the journal of one build on disk. Decides when a checkpoint is taken, and what it makes durable.
 
-A build resumes from its last checkpoint: `open` truncates later bytes, takes back files that were finished later, and
-removes unknown ones.
+A build resumes from its last checkpoint: `open` truncates later bytes and removes unknown files. A file of the cache is
+written where it stays.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ import os
 import stat
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
-from niels_gpt.builders.journal import Checkpoint, Journal, remedy_of
-from niels_gpt.builders.source import Chunk, Seek, SourceState
-from niels_gpt.builders.writer import HashedFile, checksums_of
 from niels_gpt.cache.formats import BLOCK_BYTES
 from niels_gpt.encoding import DIGEST_BYTES
+from niels_gpt.engine.journal import Checkpoint, HashedFile, Journal, checksums_of, remedy_of, write_whole
+from niels_gpt.engine.stream import Chunk, Seek, SourceState
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError, ForkedBuild
 from niels_gpt.storage.fileio import META_NAME
-from niels_gpt.storage.locks import check_lease
+from niels_gpt.storage.locks import check_lease, is_leased
 from niels_gpt.storage.meta_json import file_records, parse_object, path_inside, read_regular
 from niels_gpt.storage.versions import LOCK_NAME, VERSION_DIGITS
 
@@ -51,11 +51,11 @@ class Build:
         seconds: float,
         from_scratch: str | None = None,
     ) -> None:
-        """work: folder of the finished files. folder: of the journal and of the files that are still written.
+        """work: folder of the cache's files. folder: of the journal and of the files that only the build needs.
 
         identity: everything that decides the bytes.
         files: names of the files that are still written -> their names in the cache: "train/shard_{:05d}.bin" for the
-            next shard of a split, None for a file that only the build needs.
+            next shard of a split, None for a file that only the build needs. All are written where they stay.
         seconds: between two checkpoints; 0: one after each batch.
         from_scratch: the command that builds from scratch, for messages.
         """
@@ -87,7 +87,8 @@ class Build:
         """Whether the source begins with the last consumed document, because its files are unchanged."""
         self._counts = Counter(record["name"].partition("/")[0] for record in self.finished)
         self._journaled = len(self.finished)
-        self._new_names = True
+        self._new_names = {folder}
+        """Folders with files whose names are not durable yet."""
         self._started = self._time = time.monotonic()
         self._cost = 0.0
 
@@ -122,12 +123,19 @@ class Build:
                 path = path_inside(self.work, record["name"])
                 self.checksums[record["name"]] = checksums_of(path, record["bytes"], record["sha256"])
         self.check_lease()  # to read all shards may have taken hours
-        if self.last.documents:
-            self._take_back()
-        self._remove_unknown({record["name"] for record in self.finished})
+        known = {record["name"] for record in self.finished}
+        for name in filter(self.keeps, self._places):
+            if self.last.files.get(name, (0, ""))[0]:
+                with self._remedied(self.path_of(name)):
+                    path_inside(self.work, self._place(name))
+                known.add(self._place(name))
+        self._remove_unknown(known)
         for name in self._places:
             self.files[name] = self._opened(name)
-        fileio.fsync_dir(self.folder)
+
+    def path_of(self, name: str) -> Path:
+        """Return the path of a file that is still written."""
+        return self.work / self._place(name) if self.keeps(name) else self.folder / name
 
     def keeps(self, name: str) -> bool:
         """Whether a file that is still written becomes a file of the cache."""
@@ -143,20 +151,17 @@ class Build:
         """Raise CacheError E512 if another process has taken over the lease of this cache, and its files with it."""
         check_lease(self.folder.parent / LOCK_NAME)
 
-    def check_not_forked(self) -> None:
-        """Raise RuntimeError in a forked child: it shares this build's open files and must not write to them."""
-        if os.getpid() != self._process:
-            raise ForkedBuild(
-                f"{self.folder}: this process was forked from the one that builds (pid {self._process}). "
-                "Let a forked child end by os._exit"
-            )
-
-    def checked_for_forks(self, chunks: Iterable[T]) -> Iterator[T]:
-        """Yield what is read of a source; after each one and at the end, check that the source has not forked us."""
-        for chunk in chunks:
-            self.check_not_forked()
-            yield chunk
-        self.check_not_forked()
+    def checked_for_forks(self, chunks: Iterator[T]) -> Iterator[T]:
+        """Yield what is read of a source. Raises: RuntimeError if it has forked us, for each one and at the end: a
+        forked child shares this build's open files and must not write to them."""
+        for chunk in chain(chunks, [None]):
+            if os.getpid() != self._process:
+                raise ForkedBuild(
+                    f"{self.folder}: this process was forked from the one that builds (pid {self._process}). "
+                    "Let a forked child end by os._exit"
+                )
+            if chunk is not None:
+                yield chunk
 
     def record_consumed(self, digests: Sequence[bytes], chunk: Chunk[Any]) -> None:
         """Record that the first documents of a chunk, one for each digest and one or more, were consumed."""
@@ -200,10 +205,11 @@ class Build:
         if not due:
             return
         for file in self.files.values():
-            file.sync()
-        if self._new_names:
-            fileio.fsync_dir(self.folder)
-            self._new_names = False
+            if file.num_bytes:
+                file.sync()
+        for folder in sorted(self._new_names):
+            fileio.fsync_dir(folder)
+        self._new_names.clear()
         checkpoint = Checkpoint(
             documents=self.files[TEXTS].num_bytes // DIGEST_BYTES,
             generator=self.state.generator,
@@ -219,36 +225,25 @@ class Build:
         self._cost = self._time - now
 
     def finish_shard(self, name: str) -> None:
-        """Move a full shard to its place in the cache and start the next one."""
-        self.finished.append(self.finish(name))
-        self._counts[self.finished[-1]["name"].partition("/")[0]] += 1
+        """Finish a full shard; what is written next is in another one."""
+        self.finished.append(record := self.finish(name))
+        self.files[name].close()
+        self._counts[record["name"].partition("/")[0]] += 1
+        self.files[name] = HashedFile(self.path_of(name), before_open=self._before_open, lazy=True)
 
     def finish(self, name: str) -> dict[str, Any]:
-        """Move a file to its place in the cache and start an empty one; returns its name, bytes and sha256."""
-        place = self._place(name)
-        self.files[name].sync()
-        self.check_lease()  # the sync may have taken long
-        record = self.files[name].moved(self.work, place)
-        self.checksums[place] = self.files[name].checksums()
-        self.files[name] = HashedFile(self.folder / name, before_open=self.check_lease)
-        self._new_names = True
-        return record
+        """Sync a file that is complete, though it may be empty; returns its name in the cache, bytes and sha256."""
+        place, file = self._place(name), self.files[name]
+        file.sync()
+        self.checksums[place] = file.checksums()
+        return file.record(place)
 
     def add(self, place: str, content: Iterator[Any]) -> dict[str, Any]:
         """Write a further file of the cache from buffers; returns its name, bytes and sha256."""
-        path = self.folder / place.replace("/", "_")
-        self.check_lease()
-        fileio.remove(path)
-        file = HashedFile(path)
-        try:
-            for part in content:
-                file.write(part)
-            self.checksums[place] = file.checksums()
-            file.sync()
-            self.check_lease()
-            return file.moved(self.work, place)
-        finally:
-            file.close()
+        crcs: list[bytes] = []
+        record = write_whole(self.work, place, content, crcs, self._before_open)
+        (self.checksums[place],) = crcs
+        return record
 
     def add_checksums(self, **groups: Mapping[str, Any] | list[dict[str, Any]]) -> dict[str, Any]:
         """Write index/crc32.bin for the files of meta.json so far, by their keys there; returns its record."""
@@ -280,9 +275,20 @@ class Build:
 
     def _opened(self, name: str) -> HashedFile:
         keep, digest = self.last.files.get(name, (0, None))
-        with self._remedied(self.folder / name):
-            path = path_inside(self.folder, name)
-            return HashedFile(path, keep=keep, sha256=digest, before_open=self.check_lease)
+        root, place = (self.work, self._place(name)) if self.keeps(name) else (self.folder, name)
+        with self._remedied(root / place):
+            path = path_inside(root, place)
+            # Who lost its lease may still write to the files that it has open; `resumable` has copied the journal's.
+            is_kept, is_lease = self.keeps(name), is_leased(self.folder.parent / LOCK_NAME)
+            before_open, copies = self._before_open, is_kept and is_lease
+            # A file of the cache that stays empty may not be one: a field that is absent, a shard after the last one.
+            return HashedFile(path, keep=keep, sha256=digest, before_open=before_open, copies=copies, lazy=is_kept)
+
+    def _before_open(self, path: Path) -> None:
+        """Prepare the creation of a file, or its truncation."""
+        self.check_lease()
+        fileio.make_dir(path.parent)
+        self._new_names.add(path.parent)
 
     @contextmanager
     def _remedied(self, path: Path) -> Iterator[None]:
@@ -307,16 +313,6 @@ class Build:
                     self.folder, f"its journal names {record['name']!r} out of turn", remedy=self.remedy, code="E505"
                 )
             seen[place] += 1
-
-    def _take_back(self) -> None:
-        """Move files that were finished after the last checkpoint back into the journal's folder."""
-        for name, (keep, _) in self.last.files.items():
-            if keep and self._places[name] is not None:
-                place = self._place(name)
-                with self._remedied(self.work / place):
-                    finished = path_inside(self.work, place)
-                if finished.is_file():
-                    fileio.rename(finished, self.folder / name)
 
     def _remove_unknown(self, known: set[str]) -> None:
         for _, names, about in fileio.walked(self.work):
