@@ -24,7 +24,7 @@ from niels_gpt.data.exclude import read_exclusion
 from niels_gpt.kinds.kind import has_partitions
 from niels_gpt.progress import Progress
 from niels_gpt.recipes import run_recipe
-from niels_gpt.recipes.disk import DiskNeed, free_bytes, needed_bytes, refuse_without_room, unfinished_bytes
+from niels_gpt.recipes.disk import free_bytes, needed_bytes, refuse_without_room, unfinished_bytes
 from niels_gpt.recipes.eagle3.of_settings import KEY as TARGETS_KEY
 from niels_gpt.recipes.eagle3.of_settings import has_small_target, why_left_out
 from niels_gpt.recipes.partitions.documents import built_whole, without_partitions
@@ -363,7 +363,7 @@ def _refuse_without_room(settings: Settings, chosen: Sequence[str]) -> None:
 
 def _refuse_plans_without_room(settings: Settings, plans: Sequence[Plan]) -> None:
     root = cache_root(settings)
-    needs = {item.key: DiskNeed(item.least_bytes, item.disk_bytes) for item in plans if item.disk_bytes}
+    needs = {item.key: item.disk_bytes for item in plans if item.disk_bytes and item.key != TOKENIZER_KEY}
     refuse_without_room(settings, root, needs, sum(unfinished_bytes(root / key) for key in needs))
 
 

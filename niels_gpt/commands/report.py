@@ -172,10 +172,10 @@ def _malformed(error: Exception) -> str:
 
 def plan_table(plans: Sequence[Plan], cache_dir: str) -> str:
     """Return a line for each cache: what a run would do; why some cannot be built; and the disk that is free."""
-    rows, reasons = [("what", "would be", "at least", "at most", "from")], dict[str, list[str]]()
+    rows, reasons = [("what", "would be", "at least", "from")], dict[str, list[str]]()
     for item in plans:
         action, _, why = item.action.partition(": ") if item.action.startswith("cannot") else (item.action, "", "")
-        rows.append((item.key, action, size_text(item.least_bytes), size_text(item.disk_bytes), item.source))
+        rows.append((item.key, action, size_text(item.disk_bytes), item.source))
         if why:
             reasons.setdefault(f"{action}: {why}", []).append(item.key)
     lines = "\n".join([table(rows), *(_noted(f"{', '.join(keys)} {why}") for why, keys in reasons.items())])

@@ -60,7 +60,6 @@ _LATE: dict[str, LatePlan] = {key: home.late for home in _OF_HOMES if home.late 
 OF_EAGLE3: dict[str, Recipe] = {key: home.recipes[key] for home in _OF_HOMES if home.late for key in home.recipes}
 """What is built last, where `recipes.eagle3.of_settings.check_configured` lets it."""
 _MAX_JOURNAL_BYTES = 1 << 28
-_TRAINED_BYTES = 1_000_000  # of a trained tokenizer, about; one that is to be downloaded is not known
 
 
 @dataclass(frozen=True)
@@ -75,10 +74,9 @@ class Plan:
     source: str
     """Where the text comes from."""
     disk_bytes: int
-    """Disk that the new version needs while it is built, at most; 0 where nothing is built, and for eagle3, whose
-    need is known, and checked, once its chats are tokenized."""
-    least_bytes: int = 0
-    """The same, at least: a build that has less room is refused."""
+    """Disk that the new version needs while it is built, at least: a build that has less room is refused. 0 where
+    nothing is built, for a tokenizer that is not there yet, and for eagle3, whose need is checked once its chats are
+    tokenized."""
 
 
 def recipes(settings: Settings) -> dict[str, Recipe]:
@@ -124,8 +122,7 @@ def plan(settings: Settings, keys: list[str]) -> list[Plan]:
     state = tokenizer_state(settings)
     opened = None if state.startswith("cannot") else usable_tokenizer(settings)
     model = settings.tokenizer or ("sources" if state == "train" else "")
-    size = copied_bytes(settings) if state == "copy" else 0 if state == "up to date" else _TRAINED_BYTES
-    tokenizer = Plan(TOKENIZER_KEY, state, model, size)
+    tokenizer = Plan(TOKENIZER_KEY, state, model, copied_bytes(settings) if state == "copy" else 0)
     return [tokenizer, *(_plan_of(settings, key, state, opened) for key in keys)]
 
 
@@ -214,8 +211,7 @@ def _plan_of(settings: Settings, key: str, state: str, tokenizer: FullTokenizer 
         action = f"build in {number_of(settings.partitions, 'partition')}{_partitions(settings, source, tokenizer)}"
     else:
         action = f"build{_unfinished(cache_root(settings) / key)}"
-    need = needed_bytes(settings, source, expected_vocab_size(settings, tokenizer))
-    return Plan(key, action, where, need.most, need.least)
+    return Plan(key, action, where, needed_bytes(settings, source, expected_vocab_size(settings, tokenizer)))
 
 
 def _partitions(settings: Settings, source: ResolvedSource, tokenizer: FullTokenizer | None) -> str:
