@@ -31,7 +31,9 @@ from niels_gpt.recipes.partitions.documents import built_whole, without_partitio
 from niels_gpt.recipes.plan import OF_EAGLE3, RECIPES, Plan, every_recipe, needs_tokenizer, plan, recipes
 from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Outcome, cache_root
+from niels_gpt.recipes.templates import check_early
 from niels_gpt.recipes.tokenizer import (
+    ended_caches,
     expected_vocab_size,
     needs_sentinels,
     no_sentinels,
@@ -40,8 +42,6 @@ from niels_gpt.recipes.tokenizer import (
     usable_tokenizer,
     with_all_asked,
 )
-from niels_gpt.recipes.tokenizers.change import ended_caches
-from niels_gpt.recipes.tokenizers.templates import check_early
 from niels_gpt.recipes.user_sources import names_in_lines, stated_credit
 from niels_gpt.settings import Settings, UsageError
 from niels_gpt.storage.codes import code_of

@@ -32,6 +32,7 @@ from niels_gpt.recipes.run_recipe import (
     recorded_recipe,
 )
 from niels_gpt.recipes.sources import named
+from niels_gpt.recipes.templates import asked_template, check_early
 from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.recipes.tokenizer import (
     NoSentinels,
@@ -41,8 +42,7 @@ from niels_gpt.recipes.tokenizer import (
     tokenizer_state,
     usable_tokenizer,
 )
-from niels_gpt.recipes.tokenizers.templates import asked_template, check_early
-from niels_gpt.recipes.tokenizers.texts import TRAINING_SETTINGS
+from niels_gpt.recipes.training import TRAINING_SETTINGS
 from niels_gpt.recipes.user_sources import user_sources
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError

@@ -17,8 +17,7 @@ from niels_gpt.data.exclude import read_exclusion
 from niels_gpt.recipes.resolve import ResolvedSource
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, AskedCache, Outcome, cache_root, is_current, recorded_recipe
 from niels_gpt.recipes.tokenizer import is_id, is_of_hub
-from niels_gpt.recipes.tokenizers.earlier import undamaged
-from niels_gpt.recipes.tokenizers.texts import was_trained_by
+from niels_gpt.recipes.training import undamaged, was_trained_by
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import canonical_json, write_bytes

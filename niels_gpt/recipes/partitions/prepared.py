@@ -47,8 +47,13 @@ from niels_gpt.recipes.run_recipe import (
     is_current,
     recorded_provenance,
 )
-from niels_gpt.recipes.tokenizer import install_tokenizer, stage_tokenizer, tokenizer_for, tokenizer_state
-from niels_gpt.recipes.tokenizers.change import log_unseen_source
+from niels_gpt.recipes.tokenizer import (
+    install_tokenizer,
+    log_unseen_source,
+    stage_tokenizer,
+    tokenizer_for,
+    tokenizer_state,
+)
 from niels_gpt.settings import Settings, UsageError
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
