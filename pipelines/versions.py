@@ -29,7 +29,7 @@ from niels_gpt.recipes.resolve import asked_revisions, listing_of, resolve_sourc
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Outcome, cache_root, recorded_recipe
 from niels_gpt.recipes.sources import named
 from niels_gpt.recipes.tokenizer import is_id, named_tokenizer, stage_tokenizer, tokenizer_state
-from niels_gpt.recipes.tokenizers.texts import training_settings
+from niels_gpt.recipes.training import training_settings
 from niels_gpt.recipes.user_sources import user_sources
 from niels_gpt.settings import Settings
 from niels_gpt.storage.fileio import canonical_json

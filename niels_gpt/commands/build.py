@@ -24,14 +24,16 @@ from niels_gpt.data.exclude import read_exclusion
 from niels_gpt.kinds.kind import has_partitions
 from niels_gpt.progress import Progress
 from niels_gpt.recipes import run_recipe
-from niels_gpt.recipes.disk import DiskNeed, free_bytes, needed_bytes, refuse_without_room, unfinished_bytes
+from niels_gpt.recipes.disk import free_bytes, needed_bytes, refuse_without_room, unfinished_bytes
 from niels_gpt.recipes.documents import built_whole, without_partitions
 from niels_gpt.recipes.eagle3.of_settings import KEY as TARGETS_KEY
 from niels_gpt.recipes.eagle3.of_settings import has_small_target, why_left_out
 from niels_gpt.recipes.plan import OF_EAGLE3, RECIPES, Plan, every_recipe, needs_tokenizer, plan, recipes
 from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Outcome, cache_root
+from niels_gpt.recipes.templates import check_early
 from niels_gpt.recipes.tokenizer import (
+    ended_caches,
     expected_vocab_size,
     needs_sentinels,
     no_sentinels,
@@ -40,8 +42,6 @@ from niels_gpt.recipes.tokenizer import (
     usable_tokenizer,
     with_all_asked,
 )
-from niels_gpt.recipes.tokenizers.change import ended_caches
-from niels_gpt.recipes.tokenizers.templates import check_early
 from niels_gpt.recipes.user_sources import names_in_lines, stated_credit
 from niels_gpt.settings import Settings, UsageError
 from niels_gpt.storage.codes import code_of
@@ -363,7 +363,7 @@ def _refuse_without_room(settings: Settings, chosen: Sequence[str]) -> None:
 
 def _refuse_plans_without_room(settings: Settings, plans: Sequence[Plan]) -> None:
     root = cache_root(settings)
-    needs = {item.key: DiskNeed(item.least_bytes, item.disk_bytes) for item in plans if item.disk_bytes}
+    needs = {item.key: item.disk_bytes for item in plans if item.disk_bytes and item.key != TOKENIZER_KEY}
     refuse_without_room(settings, root, needs, sum(unfinished_bytes(root / key) for key in needs))
 
 

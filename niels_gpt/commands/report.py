@@ -24,7 +24,6 @@ from niels_gpt.recipes.disk import free_bytes
 from niels_gpt.recipes.plan import Plan
 from niels_gpt.recipes.run_recipe import Outcome
 from niels_gpt.recipes.snapshot import ORDER_SETTINGS
-from niels_gpt.recipes.tokenizers.templates import template_table
 from niels_gpt.recipes.units import MadeUnit
 from niels_gpt.settings import Settings
 from niels_gpt.signals import below
@@ -71,7 +70,7 @@ def notices(outcome: Outcome) -> str:
     quiet: set[str] = set()
     with suppress(*_MALFORMED):  # a meta.json of another form; its line says so
         quiet = below(outcome.meta)
-    found = template_table(outcome.meta) | loss_table(outcome.meta, quiet)
+    found = _template_table(outcome.meta) | loss_table(outcome.meta, quiet)
     asked = outcome.meta.get("requested_vocab_size")
     if isinstance(asked, int) and asked > outcome.meta["vocab_size"] and outcome.meta.get("trained_on") != "sample":
         found["vocabulary"] = f"{outcome.meta['vocab_size']:,} ids of {asked:,} asked for: more text would give more"
@@ -170,12 +169,25 @@ def _malformed(error: Exception) -> str:
     return f"meta.json is not as docs/formats.md describes it ({shortened(str(error))})"
 
 
+def _template_table(meta: Mapping[str, Any]) -> dict[str, str]:
+    """Return what a meta.json says of another chat template than the project's, as rows of a table: the template, and
+    the chats that were dropped by reason. Values in another form than docs/formats.md has are left out."""
+    template, dropped = meta.get("chat_template"), meta.get("dropped")
+    if not isinstance(template, Mapping):
+        return {}
+    rows = {"chat template": f"{str(template.get('sha256'))[:12]}, loss on {template.get('loss_on')}"}
+    found = dropped.items() if isinstance(dropped, Mapping) else ()
+    if counts := [f"{reason} {number:,}" for reason, number in found if type(number) is int and number]:
+        rows["dropped"] = ", ".join(counts)
+    return rows
+
+
 def plan_table(plans: Sequence[Plan], cache_dir: str) -> str:
     """Return a line for each cache: what a run would do; notes; why some cannot be built; the disk that is free."""
-    rows, reasons = [("what", "would be", "at least", "at most", "from")], dict[str, list[str]]()
+    rows, reasons = [("what", "would be", "at least", "from")], dict[str, list[str]]()
     for item in plans:
         action, _, why = item.action.partition(": ") if item.action.startswith("cannot") else (item.action, "", "")
-        rows.append((item.key, action, size_text(item.least_bytes), size_text(item.disk_bytes), item.source))
+        rows.append((item.key, action, size_text(item.disk_bytes), item.source))
         if why or item.note:
             reasons.setdefault(f" {action}: {why}" if why else f": {item.note}", []).append(item.key)
     lines = "\n".join([table(rows), *(_noted(f"{', '.join(keys)}{why}") for why, keys in reasons.items())])

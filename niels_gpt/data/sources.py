@@ -145,10 +145,6 @@ class SourceSpec:
     """What a tokenizer is trained on, as documents; None: what `load` returns."""
     hub_text_bytes: int = 0
     """utf-8 bytes of the hub's text, rounded up from its dataset page: the disk estimate without budgets or files."""
-    hub_rows: int = 0
-    """The hub's rows, rounded up."""
-    copies: int = 1
-    """How often a text of the source is in its samples, at most."""
     snapshot_margin_bytes: int = 0
     """Text that a snapshot keeps beyond its tokens, four standard deviations: documents go to splits by chance."""
 
@@ -374,7 +370,6 @@ _BUILT_IN = (
         has_documents=False,
         training_rank=2,
         hub_text_bytes=550_000_000,
-        hub_rows=1_900_000,
     ),
     SourceSpec(
         name="roam",
@@ -419,7 +414,6 @@ _BUILT_IN = (
         reads=("dolly_include_system",),
         training_rank=3,
         hub_text_bytes=13_000_000,
-        hub_rows=16_000,
     ),
     SourceSpec(
         name="oasst1",
@@ -434,8 +428,6 @@ _BUILT_IN = (
         training_rank=4,
         training_texts=_oasst1_messages,
         hub_text_bytes=120_000_000,
-        hub_rows=90_000,
-        copies=4,  # threads that share a message: 2.2 of the real one, 3.0 of the sample
     ),
 )
 SOURCES: dict[str, SourceSpec] = {spec.name: spec for spec in _BUILT_IN}

@@ -9,8 +9,9 @@ records.py           which caches are in a folder, and which runs made them
 resolve.py           what a source is under the current settings: dataset, files or revision, licence, fingerprint
 sources.py           opens a source of the table as an iterable for a builder, without what --exclude lists
 user_sources.py      which user-defined sources there are, by the settings and sources.toml
-tokenizer.py         which tokenizer a cache is encoded with: the installed one, a copy of a model, or a trained one
-tokenizers/          texts that one is trained on, what is logged of a new one, the chat template of sft caches
+tokenizer.py         which tokenizer a cache is encoded with: the installed one, a copy of a named one, or a trained one
+training.py          a tokenizer trained on the sources: their texts, its settings, versions of earlier runs
+templates.py         the chat template of sft caches, and what a fingerprint has of it and of other settings
 snapshot.py          how many rows of a hub source a snapshot keeps; data/files/snapshot.py writes them
 disk.py              how much disk a build needs, and when it is refused
 gc.py                runs `gc` over all caches of a folder; which versions are old is decided in storage/versions.py

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +13,9 @@ from niels_gpt.engine.journal import identity_of
 from niels_gpt.engine.meta import OF_ANOTHER_VERSION, is_of_this_version
 from niels_gpt.engine.units import plans_of
 from niels_gpt.kinds.kind import kind_names
-from niels_gpt.recipes.disk import bytes_below
 from niels_gpt.recipes.run_recipe import recorded_recipe
 from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import walked
 from niels_gpt.storage.leftovers import Leftover, leftovers, removable, versions_below
 from niels_gpt.storage.locks import OPEN, unless_held
 from niels_gpt.storage.versions import (
@@ -94,6 +95,13 @@ def _wanted_plan(cache: Path) -> Path | None:
     return None
 
 
+def _bytes_below(path: Path) -> int:
+    """Return the bytes of a file or link, or of all files in a folder. Links are not followed."""
+    if path.is_dir() and not path.is_symlink():
+        return sum(about.st_size for _, _, about in walked(path) if not stat.S_ISDIR(about.st_mode))
+    return path.lstat().st_size
+
+
 def _remove(piece: Leftover, kept: Path | None, dry_run: bool) -> str:
     """Remove a piece, unless it is `kept`, the folder of a plan; return its line."""
     # A reader that resolves the public link holds the version a moment later. If gc runs in between, that version is
@@ -107,7 +115,7 @@ def _remove(piece: Leftover, kept: Path | None, dry_run: bool) -> str:
             refuse_if_partition_is_built(path, dry_run=dry_run)
         except CacheError as error:
             return f"left alone {error}"
-    num_bytes, name, why_unneeded = bytes_below(path), version_name(path), piece.why
+    num_bytes, name, why_unneeded = _bytes_below(path), version_name(path), piece.why
     if is_plan(path):
         finished = sum(entry.is_symlink() for entry in path.iterdir())  # a build ends with the link
         why_unneeded += f", {finished:,} of them finished"

@@ -32,6 +32,7 @@ from niels_gpt.recipes.run_recipe import (
     recorded_recipe,
 )
 from niels_gpt.recipes.sources import named
+from niels_gpt.recipes.templates import asked_template, check_early
 from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.recipes.tokenizer import (
     NoSentinels,
@@ -41,8 +42,7 @@ from niels_gpt.recipes.tokenizer import (
     tokenizer_state,
     usable_tokenizer,
 )
-from niels_gpt.recipes.tokenizers.templates import asked_template, check_early
-from niels_gpt.recipes.tokenizers.texts import TRAINING_SETTINGS
+from niels_gpt.recipes.training import TRAINING_SETTINGS
 from niels_gpt.recipes.units import recorded_units
 from niels_gpt.recipes.user_sources import user_sources
 from niels_gpt.settings import Settings
@@ -61,7 +61,6 @@ _LATE: dict[str, LatePlan] = {key: home.late for home in _OF_HOMES if home.late 
 OF_EAGLE3: dict[str, Recipe] = {key: home.recipes[key] for home in _OF_HOMES if home.late for key in home.recipes}
 """What is built last, where `recipes.eagle3.of_settings.check_configured` lets it."""
 _MAX_JOURNAL_BYTES = 1 << 28
-_TRAINED_BYTES = 1_000_000  # of a trained tokenizer, about; one that is to be downloaded is not known
 
 
 @dataclass(frozen=True)
@@ -76,10 +75,9 @@ class Plan:
     source: str
     """Where the text comes from."""
     disk_bytes: int
-    """Disk that the new version needs while it is built, at most; 0 where nothing is built, and for eagle3, whose
-    need is known, and checked, once its chats are tokenized."""
-    least_bytes: int = 0
-    """The same, at least: a build that has less room is refused."""
+    """Disk that the new version needs while it is built, at least: a build that has less room is refused. 0 where
+    nothing is built, for a tokenizer that is not there yet, and for eagle3, whose need is checked once its chats are
+    tokenized."""
     note: str = ""
     """What to know of it before it is built; "" for nothing."""
 
@@ -127,8 +125,7 @@ def plan(settings: Settings, keys: list[str]) -> list[Plan]:
     state = tokenizer_state(settings)
     opened = None if state.startswith("cannot") else usable_tokenizer(settings)
     model = settings.tokenizer or ("sources" if state == "train" else "")
-    size = copied_bytes(settings) if state == "copy" else 0 if state == "up to date" else _TRAINED_BYTES
-    tokenizer = Plan(TOKENIZER_KEY, state, model, size)
+    tokenizer = Plan(TOKENIZER_KEY, state, model, copied_bytes(settings) if state == "copy" else 0)
     return [tokenizer, *(_plan_of(settings, key, state, opened) for key in keys)]
 
 
@@ -221,7 +218,7 @@ def _plan_of(settings: Settings, key: str, state: str, tokenizer: FullTokenizer 
     else:
         action = f"build{_unfinished(cache_root(settings) / key)}"
     need = needed_bytes(settings, source, expected_vocab_size(settings, tokenizer))
-    return Plan(key, action, where, need.most, need.least, note)
+    return Plan(key, action, where, need, note)
 
 
 def _partitions(settings: Settings, source: ResolvedSource, tokenizer: FullTokenizer | None) -> str:

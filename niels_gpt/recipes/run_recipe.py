@@ -26,7 +26,7 @@ from niels_gpt.recipes.disk import needed_bytes, refuse_without_room, unfinished
 from niels_gpt.recipes.rebuilt import warn_of_changes
 from niels_gpt.recipes.resolve import ResolvedSource
 from niels_gpt.recipes.sources import named
-from niels_gpt.recipes.tokenizers.templates import recipe_settings
+from niels_gpt.recipes.templates import recipe_settings
 from niels_gpt.recipes.user_sources import stated_credit
 from niels_gpt.settings import Settings, usable_cores
 from niels_gpt.storage.errors import CacheError

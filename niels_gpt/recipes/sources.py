@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 from niels_gpt.chat.template_process import Chat
 from niels_gpt.data.exclude import Exclusion, read_exclusion, remaining
@@ -19,7 +19,6 @@ from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError, SourceError
 from niels_gpt.storage.remedies import build_command
 
-T = TypeVar("T")
 Documents = Iterator[tuple[str | None, str, str]]
 """Split (None leaves the choice to the text and the seed), text, and the document's id in its source."""
 BATCH_BYTES = 1 << 20  # of text in a batch, which ends with the document that reaches it ...
@@ -124,10 +123,7 @@ def chats(
 ) -> Chats:
     """Yield the chats of an sft source in upstream's order, of all upstream splits. Otherwise as `document_rows`."""
     parts = _parts(settings, source, revision, counters, position)
-    return (
-        (source_id(sample), [{"role": turn.role, "content": turn.content} for turn in sample.messages])
-        for _, sample in parts
-    )
+    return ((source_id(sample), _messages(sample)) for _, sample in parts)
 
 
 def template_chats(
@@ -142,8 +138,11 @@ def template_chats(
         if isinstance(sample, RawChat):
             yield Chat(source_id(sample), sample.messages, sample.tools)
         else:
-            messages = [{"role": turn.role, "content": turn.content} for turn in sample.messages]
-            yield Chat(source_id(sample), messages)
+            yield Chat(source_id(sample), _messages(sample))
+
+
+def _messages(sample: ChatSample) -> list[dict[str, str]]:
+    return [{"role": turn.role, "content": turn.content} for turn in sample.messages]
 
 
 def sequences(
@@ -153,16 +152,16 @@ def sequences(
     counters: Counter[str],
     position: dict[str, int] | None = None,
 ) -> Iterator[Any]:
-    """Yield the threads of trees, as ChatSamples, those of one tree after another; or recorded rollouts, as
-    SequenceGroups. Otherwise as `chats`."""
+    """Yield the threads of trees, as ChatSamples, one tree after another; or recorded rollouts, as SequenceGroups.
+    Otherwise as `chats`."""
     return (sample for _, sample in _parts(settings, source, revision, counters, position))
 
 
 def training_texts(settings: Settings, source: ResolvedSource, revision: str | None) -> Iterator[str]:
     """Yield the texts of a source that a tokenizer is trained on: documents, or messages."""
-    counters: Counter[str] = Counter()  # the builders count; here a loss costs a piece at most
     load = source.spec.training_texts or source.spec.load
-    for _, sample in _parts(settings, source, revision, counters, None, load):
+    # The builders count; here a loss costs a piece at most.
+    for _, sample in _parts(settings, source, revision, Counter(), None, load):
         yield from _texts_of(sample)
 
 
@@ -193,53 +192,47 @@ def _parts(
     raw: bool = False,
     partition: Partition | None = None,
 ) -> Iterator[tuple[str | None, Any]]:
-    """Yield samples with their split: PretrainSamples of a pretrain source, ChatSamples of an sft source or of
-    trees, SequenceGroups of rollouts.
+    """Return samples with their split: PretrainSamples of a pretrain source, ChatSamples of an sft source or of
+    trees, SequenceGroups of rollouts. The source is opened here, and read as they are taken.
 
     blocks: also TextBlocks. raw: also RawChats.
     """
     request = LoadRequest(settings, source.found, revision, counters, source.splits, position, blocks, raw, partition)
-    loaded = (load or source.spec.load)(request)
-    parts = _kept_of_parts(settings, source, loaded, counters, position)
-    return parts if partition is not None else _unchanged(settings, source, parts)
-
-
-def _unchanged(settings: Settings, source: ResolvedSource, parts: Iterator[T]) -> Iterator[T]:
-    """Yield what was read; raise CacheError at the end if a file is another one than before, in time or size."""
-    before = source.listing
-    yield from parts
-    if listing_of(source) != before:
-        remedy = f"When they no longer change: {build_command(settings, source.spec.key, '--restart')}"
-        raise CacheError(source.root or "", "its files changed while they were read", remedy=remedy, code="E306")
-
-
-def _kept_of_parts(
-    settings: Settings,
-    source: ResolvedSource,
-    loaded: Iterable[tuple[str | None, Iterable[Any]]],
-    counters: Counter[str],
-    position: dict[str, int] | None,
-) -> Iterator[tuple[str | None, Any]]:
-    if settings.exclude is not None and position:  # a resumed build has set it by now
-        read_exclusion(settings.exclude).resumed.add(source.source)
-    for split, samples in loaded:
-        yield from _kept(settings, source, split, samples, counters)
+    return _kept(request, source, (load or source.spec.load)(request))
 
 
 def _kept(
-    settings: Settings, source: ResolvedSource, split: str | None, samples: Iterable[Any], counters: Counter[str]
+    request: LoadRequest, source: ResolvedSource, loaded: Iterable[tuple[str | None, Iterable[Any]]]
 ) -> Iterator[tuple[str | None, Any]]:
-    """Yield the samples that are not excluded. Texts with NUL characters are counted: UTF-16 read as UTF-8 has them."""
-    for sample in remaining(_whole(source, samples), settings.exclude, counters):
-        if isinstance(sample, TextBlock):
-            for part in _parts_by_nul(sample):
-                if b"\0" in part.texts[0]:
-                    _count_nul(counters, sample.source, part.ids[0])
-                yield split, part
-            continue
-        if any("\0" in text for text in _texts_of(sample)):
-            _count_nul(counters, sample.source, source_id(sample))
-        yield split, sample
+    """Yield the samples that are not excluded. Texts with NUL characters are counted: UTF-16 read as UTF-8 has them.
+
+    Raises: SnapshotTooShort at the end of a snapshot that is cut short, which is not the end of the hub's stream;
+        CacheError at the end of a whole source of which a file has another time or size than before.
+    """
+    settings, counters, is_whole = request.settings, request.counters, request.partition is None
+    before = source.listing if is_whole else None
+    if settings.exclude is not None and request.position:  # a resumed build has set it by now
+        read_exclusion(settings.exclude).resumed.add(source.source)
+    for split, samples in loaded:
+        for sample in remaining(samples, settings.exclude, counters):
+            if isinstance(sample, TextBlock):
+                for part in _parts_by_nul(sample):
+                    if b"\0" in part.texts[0]:
+                        _count_nul(counters, sample.source, part.ids[0])
+                    yield split, part
+                continue
+            if any("\0" in text for text in _texts_of(sample)):
+                _count_nul(counters, sample.source, source_id(sample))
+            yield split, sample
+        if source.manifest is not None and source.streaming and not source.manifest["ended"]:
+            raise SnapshotTooShort(
+                f"{source.root}: this snapshot of {source.source} ends after {source.manifest['text_bytes']:,} bytes "
+                f"of text, and the dataset has more. Make it longer: niels-gpt snapshot {source.source} {source.root} "
+                "--tokens N, or lower the token budgets"
+            )
+    if is_whole and listing_of(source) != before:
+        remedy = f"When they no longer change: {build_command(settings, source.spec.key, '--restart')}"
+        raise CacheError(source.root or "", "its files changed while they were read", remedy=remedy, code="E306")
 
 
 def _count_nul(counters: Counter[str], source: str, name: str) -> None:
@@ -265,14 +258,3 @@ def _texts_of(sample: PretrainSample | ChatSample | RawChat | SequenceGroup) -> 
     if isinstance(sample, ChatSample):
         return [turn.content for turn in sample.messages]
     return [sample.text] if isinstance(sample, PretrainSample) else []
-
-
-def _whole(source: ResolvedSource, samples: Iterable[Any]) -> Iterator[Any]:
-    """Yield the samples. The end of a snapshot that is cut short is an error, not the end of the hub's stream."""
-    yield from samples
-    if source.manifest is not None and source.streaming and not source.manifest["ended"]:
-        raise SnapshotTooShort(
-            f"{source.root}: this snapshot of {source.source} ends after {source.manifest['text_bytes']:,} bytes of "
-            "text, and the dataset has more. Make it longer: niels-gpt snapshot "
-            f"{source.source} {source.root} --tokens N, or lower the token budgets"
-        )

@@ -19,8 +19,8 @@ from niels_gpt.recipes.documents import (
 )
 from niels_gpt.recipes.resolve import ResolvedSource, resolve_source
 from niels_gpt.recipes.run_recipe import BuildInputs, Outcome, num_threads
+from niels_gpt.recipes.templates import opened_template, warn_of_marks
 from niels_gpt.recipes.tokenizer import build_with_tokenizer
-from niels_gpt.recipes.tokenizers.templates import opened_template, warn_of_marks
 from niels_gpt.recipes.units import Units
 from niels_gpt.settings import Settings
 

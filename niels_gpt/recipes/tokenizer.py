@@ -8,29 +8,40 @@ import logging
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from niels_gpt.cache.formats import FORMAT_VERSION
 from niels_gpt.cache.meta import find_meta, read_meta
 from niels_gpt.chat.backends import has_tool_template
+from niels_gpt.data.sources import SOURCES
+from niels_gpt.data.trees import TREES
 from niels_gpt.engine.meta import content_sha256
 from niels_gpt.hub import models as hub
 from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
 from niels_gpt.recipes.resolve import ResolvedSource, asked_revisions
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Measurement, Outcome, cache_root, finish, run_recipe
-from niels_gpt.recipes.tokenizers.change import log_unseen_source, warn_of_older_caches
-from niels_gpt.recipes.tokenizers.earlier import meta_or_none, records_of, trained_earlier, undamaged
-from niels_gpt.recipes.tokenizers.templates import opened_template
-from niels_gpt.recipes.tokenizers.texts import ASKING, asked, has_new_sources, has_values, train
+from niels_gpt.recipes.templates import opened_template
+from niels_gpt.recipes.training import (
+    ASKING,
+    has_new_sources,
+    has_values,
+    meta_or_none,
+    records_of,
+    sources_with_text,
+    train,
+    trained_earlier,
+    undamaged,
+)
+from niels_gpt.recipes.user_sources import FAMILIES, user_sources
 from niels_gpt.settings import Settings
 from niels_gpt.storage import versions
 from niels_gpt.storage.errors import CacheError, LeftOut, TokenizerNotFound
 from niels_gpt.storage.fileio import META_NAME, write_bytes
 from niels_gpt.storage.locks import apply_lock_setting
 from niels_gpt.storage.meta_json import checked_sha256, file_records, meta_bytes, parse_object
-from niels_gpt.storage.remedies import build_command, with_recorded_tokenizer
+from niels_gpt.storage.remedies import build_command, recorded_settings, source_of, with_recorded_tokenizer
 from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.tokenizers.document_tokens import document_end, document_start
 from niels_gpt.tokenizers.files import (
@@ -48,7 +59,10 @@ from niels_gpt.tokenizers.sentinels import folder_of_copy
 
 logger = logging.getLogger(__name__)
 
+_OF_SAMPLE, _FOR_TEXT = "this tokenizer was trained on the bundled sample", "one that may encode real text"
 _MOST_NAMES = 10  # of what lies beside a path where nothing is
+_WITH_TOKENIZER = ("document_start", "document_end", "on_special")
+"""Settings that suit one tokenizer and not another: the way back takes them from the last build of each cache."""
 
 
 def ensure_tokenizer(settings: Settings, *, user_sources_only: bool = False, from_scratch: bool = False) -> Outcome:
@@ -117,36 +131,27 @@ def stage_tokenizer(
     apply_lock_setting(cache_root(settings), settings.lock)
     path = folder = cache_root(settings) / TOKENIZER_KEY
     with Measurement() as measurement:
-        meta = None if from_scratch else _installed_for(settings, path, refresh)
-        reused = meta is not None
-        if reused:
+        meta, reused = None if from_scratch else _installed_for(settings, path, refresh), True
+        if meta is not None:
             versions.clear_leftovers(path)
-        if meta is None:
+        else:
             # Of two caches that are built at once, one makes the tokenizer, and the other waits and finds it.
             with versions.building(path, wait=True) as work:
                 meta = None if from_scratch else _installed_for(settings, path, refresh)
-                reused = meta is not None
                 if meta is None:
                     folder, meta, reused = _make(settings, work, path, user_sources_only, from_scratch)
         if folder != path and (announce or not reused):
-            warn_of_older_caches(settings, meta)
+            _warn_of_older_caches(settings, meta)
     return finish(settings, TOKENIZER_KEY, folder, meta, reused, measurement, str(meta["tokenizer_sha256"]))
 
 
 def tokenizer_for(settings: Settings, key: str, source: ResolvedSource, folder: Path) -> FullTokenizer:
     """Return a folder's tokenizer. Raises: CacheError if it is damaged, or of the sample and the text is not."""
     remove = shlex.join(["rm", *([] if folder.is_symlink() else ["-r"]), str(folder)])
-    of_now = f"{remove} && {build_command(settings, key)}"
-    again = f"{remove} && {build_command(with_recorded_tokenizer(settings, cache_root(settings)), key)}"
     meta = read_meta(str(folder / META_NAME))
     if settings.source_root != "sample" and meta.get("trained_on") == "sample":
-        raise CacheError(
-            folder / META_NAME,
-            "this tokenizer was trained on the bundled sample",
-            "one that may encode real text",
-            f"Name another one with --tokenizer, or train one: {of_now}",
-            code="E405",
-        )
+        again = f"Name another one with --tokenizer, or train one: {remove} && {build_command(settings, key)}"
+        raise CacheError(folder / META_NAME, _OF_SAMPLE, _FOR_TEXT, again, code="E405")
     if source.user is None and meta.get("trained_on") == "own":
         logger.warning(
             "%s: trained on user-defined sources only, and used for %s. --retrain-tokenizer trains one on all sources",
@@ -154,16 +159,17 @@ def tokenizer_for(settings: Settings, key: str, source: ResolvedSource, folder: 
             source.source,
             extra={"code": "W407"},
         )
-    check_model(folder, meta, f"Make another one: {again}")
+    recorded = with_recorded_tokenizer(settings, cache_root(settings))
+    check_model(folder, meta, f"Make another one: {remove} && {build_command(recorded, key)}")
     tokenizer = opened(Path(os.path.abspath(folder)), content_sha256(file_records(meta)))
     check_tokenizer(settings, key, source, tokenizer, folder)
     return tokenizer
 
 
 @functools.lru_cache(maxsize=1)
-def opened(folder: Path, _content: str) -> FullTokenizer:
-    """Open the tokenizer of a folder, once for the caches of a run. _content: content_sha256 of its files."""
-    return load_tokenizer(folder, follow_links=False)
+def opened(path: Path, _content: str, follow_links: bool = False) -> FullTokenizer:
+    """Open a tokenizer by its folder or file, once for the caches of a run. _content: content_sha256 of its files."""
+    return load_tokenizer(path, follow_links=follow_links)
 
 
 def check_tokenizer(
@@ -227,7 +233,7 @@ def tokenizer_state(settings: Settings) -> str:
     if name is None or is_id(name):
         return "train" if name is None else "download"
     try:
-        _checked(settings, _find(settings, name))
+        _checked(settings, name)
     except CacheError as error:
         return f"cannot be used: {error}"
     return "copy"
@@ -237,7 +243,7 @@ def copied_bytes(settings: Settings) -> int:
     """Return the bytes of the files of the tokenizer that the settings name, which is a file or folder."""
     name = _name_of(settings)
     assert name is not None
-    return sum(map(len, _find(settings, name).files().values()))
+    return sum(map(len, _find(settings, name).files.values()))
 
 
 def usable_tokenizer(settings: Settings) -> FullTokenizer | None:
@@ -248,7 +254,7 @@ def usable_tokenizer(settings: Settings) -> FullTokenizer | None:
     path, name = cache_root(settings) / TOKENIZER_KEY, _name_of(settings)
     if _installed_for(settings, path, refresh=False) is not None:
         return load_tokenizer(path, follow_links=False)
-    return None if name is None or is_id(name) else _checked(settings, _find(settings, name))
+    return None if name is None or is_id(name) else _checked(settings, name)
 
 
 def expected_vocab_size(settings: Settings, tokenizer: FullTokenizer | None) -> int | None:
@@ -273,9 +279,9 @@ def _installed_for(settings: Settings, path: Path, refresh: bool) -> dict[str, A
     if settings.tokenizer is not None:
         if is_id(settings.tokenizer):
             return meta if not refresh and is_of_hub(settings, meta) else None
-        files = _find(settings, settings.tokenizer).files()
-        return meta if content_sha256(records_of(files)) == meta.get("content_sha256") else None
-    return meta if has_values(settings, asked(settings), meta) else None
+        return meta if _find(settings, settings.tokenizer).content == meta.get("content_sha256") else None
+    asked = [name for name in ASKING if getattr(settings, name) != getattr(Settings, name)]
+    return meta if has_values(settings, asked, meta) else None
 
 
 def with_installed(settings: Settings) -> Settings:
@@ -313,10 +319,10 @@ def _make(
     name = _name_of(settings)
     installed = meta_or_none(path)
     if name is not None:
-        is_of_these = from_scratch and installed is not None and is_id(name) and is_of_hub(settings, installed)
-        found = _find(settings, name, installed["hub"]["revision"] if is_of_these and installed else None)
-        files, about = found.files(), _about(settings, found)
-        folder = versions.versions_dir(path) / content_sha256(records_of(files))[: versions.VERSION_DIGITS]
+        again = from_scratch and installed is not None and is_id(name) and is_of_hub(settings, installed)
+        found = _find(settings, name, installed["hub"]["revision"] if again and installed else None)
+        files, about = found.files, found.about(settings)
+        folder = versions.versions_dir(path) / found.content[: versions.VERSION_DIGITS]
         if not from_scratch and (known := undamaged(folder)) is not None and known.get("hub") == about.get("hub"):
             return folder, known, True
     else:
@@ -338,7 +344,7 @@ def _make(
 def named_tokenizer(settings: Settings) -> FullTokenizer:
     """Open the tokenizer that the settings name, where it lies; nothing is installed. Raises: as `stage_tokenizer`."""
     assert settings.tokenizer is not None
-    return _checked(settings, _find(settings, settings.tokenizer))
+    return _checked(settings, settings.tokenizer)
 
 
 def copy_tokenizer(settings: Settings, path: Path) -> dict[str, Any]:
@@ -348,18 +354,18 @@ def copy_tokenizer(settings: Settings, path: Path) -> dict[str, Any]:
     """
     assert settings.tokenizer is not None
     found = _find(settings, settings.tokenizer)
-    files = found.files()
     with versions.building(path, wait=True) as work:
         installed = meta_or_none(path)
-        if installed is not None and installed.get("content_sha256") == content_sha256(records_of(files)):
+        if installed is not None and installed.get("content_sha256") == found.content:
             return installed
-        meta = _write(files, _about(settings, found), work)
+        meta = _write(found.files, found.about(settings), work)
         versions.commit(work, path, str(meta["content_sha256"]))
     return meta
 
 
-class _Named(NamedTuple):
-    """Where a tokenizer lies that the settings name."""
+@dataclass(frozen=True)
+class _Named:
+    """A tokenizer that the settings name, where it lies: read and opened once."""
 
     name: str
     """As in the settings."""
@@ -369,12 +375,41 @@ class _Named(NamedTuple):
     hub: dict[str, str] | None = None
     """Of one of the hub: its id and its revision, for meta.json."""
 
+    @functools.cached_property
     def files(self) -> dict[str, bytes]:
-        """Return its files by their names in a cache. Raises: as `tokenizer_files`."""
+        """Its files by their names in a cache. Raises: FileNotFoundError, CacheError."""
         try:
             return tokenizer_files(self.path, follow_links=self.follow_links)
         except OSError as error:
             raise _absent(self.name, error) from None
+
+    @functools.cached_property
+    def content(self) -> str:
+        """The content_sha256 of its files."""
+        return content_sha256(records_of(self.files))
+
+    def opened(self) -> FullTokenizer:
+        """Open it. Raises: CacheError for what is no tokenizer."""
+        return opened(self.path, self.content, self.follow_links)
+
+    def about(self, settings: Settings) -> dict[str, Any]:
+        """Return what meta.json says of it, also from the meta beside it.
+
+        Raises: CacheError for what is no tokenizer, and for one that was trained on the sample where the text is not.
+        """
+        sha256, known = self.opened().sha256, dict[str, Any]()
+        for name in ("tokenizer_meta.json", META_NAME):
+            with contextlib.suppress(CacheError, OSError):
+                beside = read_meta(str(self.path.parent / name))
+                if sha256 in (beside.get("tokenizer_sha256"), beside.get("model_sha256")):
+                    known = beside
+        if settings.source_root != "sample" and known.get("trained_on") == "sample":
+            raise CacheError(
+                self.name, _OF_SAMPLE, _FOR_TEXT, "Name another one with --tokenizer, or leave that out", code="E405"
+            )
+        found: dict[str, Any] = {k: known[k] for k in ("trained_on", "normalization", "model_type") if k in known}
+        more = {"tool_template": True} if has_tool_template(self.path) else {}
+        return {"trained_on": "unknown", **found, "origin": "copied", **more} | ({"hub": self.hub} if self.hub else {})
 
 
 def _name_of(settings: Settings) -> str | None:
@@ -424,36 +459,11 @@ def _absent(name: str, error: OSError) -> FileNotFoundError:
     )
 
 
-def _checked(settings: Settings, found: _Named) -> FullTokenizer:
-    """Open a named tokenizer. Raises: CacheError if it cannot be used, or was trained on the sample and the text is
-    not."""
-    found.files()
-    tokenizer = load_tokenizer(found.path, follow_links=found.follow_links)
-    _about(settings, found, tokenizer)
-    return tokenizer
-
-
-def _about(settings: Settings, found: _Named, tokenizer: FullTokenizer | None = None) -> dict[str, Any]:
-    """Return what meta.json says of a named tokenizer, also from the meta beside it. Raises: as `_checked`."""
-    if tokenizer is None:
-        tokenizer = load_tokenizer(found.path, follow_links=found.follow_links)
-    known: dict[str, Any] = {}
-    for name in ("tokenizer_meta.json", META_NAME):
-        with contextlib.suppress(CacheError, OSError):
-            beside = read_meta(str(found.path.parent / name))
-            if tokenizer.sha256 in (beside.get("tokenizer_sha256"), beside.get("model_sha256")):
-                known = beside
-    if settings.source_root != "sample" and known.get("trained_on") == "sample":
-        raise CacheError(
-            found.name,
-            "this tokenizer was trained on the bundled sample",
-            "one that may encode real text",
-            "Name another one with --tokenizer, or leave that out",
-            code="E405",
-        )
-    tools = {"tool_template": True} if has_tool_template(found.path) else {}
-    about: dict[str, Any] = {key: known[key] for key in ("trained_on", "normalization", "model_type") if key in known}
-    return {"trained_on": "unknown", **about, "origin": "copied", **tools, **({"hub": found.hub} if found.hub else {})}
+def _checked(settings: Settings, name: str) -> FullTokenizer:
+    """Open a named tokenizer. Raises: FileNotFoundError; CacheError if it cannot be used for the settings' text."""
+    found = _find(settings, name)
+    found.about(settings)
+    return found.opened()
 
 
 # --- its folder -------------------------------------------------------------------------------------------------------
@@ -484,3 +494,95 @@ def _write(files: Mapping[str, bytes], about: dict[str, Any], work: Path) -> dic
     }
     write_bytes(work / META_NAME, raw := meta_bytes(meta))
     return parse_object(raw)
+
+
+# --- a new one, and caches that are there -----------------------------------------------------------------------------
+
+
+def ended_caches(settings: Settings, chosen: Sequence[str]) -> list[str]:
+    """Return the finished caches of the installed tokenizer that a build of `chosen` does not build again."""
+    root = cache_root(settings)
+    installed = (find_meta(root / TOKENIZER_KEY) or {}).get("tokenizer_sha256")
+    return [key for key, sha256 in _tokenizers_in_use(root).items() if sha256 == installed and key not in chosen]
+
+
+def log_unseen_source(settings: Settings, meta: Mapping[str, Any], key: str) -> None:
+    """Log that a tokenizer trained here was not trained on the source of a cache, and how to train one that is."""
+    num_bytes, name = meta.get("trained_on_bytes"), key.rpartition("/")[2]
+    if meta.get("origin") != "trained" or not isinstance(num_bytes, Mapping):
+        return
+    trained_on = sources_with_text(num_bytes)
+    if name in trained_on:
+        return
+    again = replace(with_recorded_tokenizer(settings, cache_root(settings)), retrain_tokenizer=True)
+    logger.info(
+        "%s: the tokenizer has not seen this source: it was trained on %s bytes of %s. To train one that has, and "
+        "build with it: %s",
+        key,
+        f"{meta.get('bytes_seen', 0):,}",
+        ", ".join(trained_on),
+        _command(again, [*(source for source in trained_on if source not in SOURCES), key]),
+    )
+
+
+def _warn_of_older_caches(settings: Settings, meta: Mapping[str, Any]) -> None:
+    """Warn of the caches that a tokenizer with this meta makes unreadable when it is installed, and how to go back."""
+    root, new = cache_root(settings), str(meta["tokenizer_sha256"])
+    older = {key: sha256 for key, sha256 in _tokenizers_in_use(root).items() if sha256 != new}
+    if not older:
+        return
+    installed = find_meta(root / TOKENIZER_KEY) or {}
+    before = str(installed.get("tokenizer_sha256"))
+    logger.warning(
+        "tokenizer %s is about to replace %s. Readers then refuse %s until they are built again: %s",
+        new[:12],
+        before[:12],
+        ", ".join(older),
+        _command(settings, list(older)),
+        extra={"code": "W404"},
+    )
+    back = versions.versions_dir(root / TOKENIZER_KEY) / str(installed.get("content_sha256"))[: versions.VERSION_DIGITS]
+    groups: dict[Settings, list[str]] = {}  # keys by the settings that build them as before
+    for key in (key for key, sha256 in older.items() if sha256 == before):
+        recorded = recorded_settings(root, key)
+        suited = {name: getattr(recorded, name) for name in _WITH_TOKENIZER}
+        groups.setdefault(replace(settings, tokenizer=str(back), **suited), []).append(key)
+    if groups:
+        commands = (_command(settings, keys) + " --yes" * (len(groups) > 1) for settings, keys in groups.items())
+        logger.warning("for the old one: %s", " && ".join(commands), extra={"code": "W404"})
+
+
+def _tokenizers_in_use(root: Path) -> dict[str, str]:
+    """Return the sha256 of the tokenizer of each cache that has one, by key."""
+    found: dict[str, str] = {}
+    for folder in sorted(path for family in (*FAMILIES, "trees") for path in (root / family).glob("[!.]*")):
+        with contextlib.suppress(CacheError):  # the reader of a damaged cache reports it
+            if (sha256 := (find_meta(folder) or {}).get("tokenizer_sha256")) is not None:
+                found[folder.relative_to(root).as_posix()] = str(sha256)
+    return found
+
+
+def _command(settings: Settings, keys: Sequence[str]) -> str:
+    """Return the command that builds some caches, given by key or name, under these settings.
+
+    A user-defined source that the settings do not define has the line of its last recorded run; without one it is left
+    out.
+    """
+    chosen = []
+    for name in dict.fromkeys(key if key in TREES else key.rpartition("/")[2] for key in keys):
+        if name not in (*SOURCES, *TREES) and name not in user_sources(settings):
+            lines = _recorded_line(settings, name)
+            if not lines:
+                continue
+            settings = replace(settings, **lines)
+        chosen.append(name)
+    return build_command(settings, chosen)
+
+
+def _recorded_line(settings: Settings, name: str) -> dict[str, Any]:
+    """Return the settings' line, with the line that defined a user source in its last run; {} without a record."""
+    for family in FAMILIES:
+        recorded = getattr(recorded_settings(cache_root(settings), f"{family}/{name}"), family) or ""
+        if lines := [line for line in recorded.split(";") if source_of(line) == name]:
+            return {family: ";".join(filter(None, [getattr(settings, family), *lines]))}
+    return {}

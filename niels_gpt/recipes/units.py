@@ -63,13 +63,12 @@ from niels_gpt.recipes.tokenizer import (
     install_tokenizer,
     is_id,
     is_of_hub,
+    log_unseen_source,
     stage_tokenizer,
     tokenizer_for,
     tokenizer_state,
 )
-from niels_gpt.recipes.tokenizers.change import log_unseen_source
-from niels_gpt.recipes.tokenizers.earlier import undamaged
-from niels_gpt.recipes.tokenizers.texts import was_trained_by
+from niels_gpt.recipes.training import undamaged, was_trained_by
 from niels_gpt.settings import Settings, UsageError
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, canonical_json, write_bytes

@@ -79,7 +79,7 @@ class UserSource:
 
     @property
     def spec(self) -> SourceSpec:
-        """Its row, as those of the built-in sources."""
+        """Its row in the form of the table of built-in sources."""
         is_text, (cache, what) = self.family == "pretrain", _WHAT[self.family]
         return SourceSpec(
             name=self.name,
@@ -95,9 +95,8 @@ class UserSource:
 
     def find(self, settings: Settings) -> local.LocalFiles:
         """Return its files. Raises: FileNotFoundError, ValueError as data.local.open_files."""
-        kinds: dict[str, Any] = (
-            {"as_text": text_suffixes(settings)} if self.family == "pretrain" else {"rows_only": True}
-        )
+        is_text = self.family == "pretrain"
+        kinds: dict[str, Any] = {"as_text": text_suffixes(settings)} if is_text else {"rows_only": True}
         return local.open_files(self.files, base=self.base, follow_links=settings.follow_links, **kinds)
 
     def _load(self, request: LoadRequest) -> list[Part]:
@@ -105,12 +104,8 @@ class UserSource:
         assert found is not None
         if is_first(request.partition):
             self._count_what_is_not_read(found, counters)
-        how: dict[str, Any] = {
-            "source": self.name,
-            "counters": counters,
-            "max_document_bytes": request.settings.max_document_bytes,
-            "position": request.position,
-        }
+        how: dict[str, Any] = {"source": self.name, "counters": counters, "position": request.position}
+        how["max_document_bytes"] = request.settings.max_document_bytes
         if self.family == "rollouts":
             return [(None, found.rollouts(**how))]
         if self.family == "sft":
@@ -120,19 +115,12 @@ class UserSource:
 
     def _count_what_is_not_read(self, found: local.LocalFiles, counters: Counter[str]) -> None:
         note_links(counters, found.links)
-        if not found.other_files:
-            return
-        kinds = ", ".join(f"{number:,} {kind}" for kind, number in found.other_kinds[:_MAX_KINDS])
-        more = ". --as-text .SUFFIX,... reads more kinds as text" if self.family == "pretrain" else ""
-        logger.warning(
-            "%s: %d files of kinds that are not read: %s%s",
-            self.name,
-            found.other_files,
-            kinds,
-            more,
-            extra={"code": "W302"},
-        )
-        count(counters, "other_files", found.other_files)
+        if number := found.other_files:
+            kinds = ", ".join(f"{each:,} {kind}" for kind, each in found.other_kinds[:_MAX_KINDS])
+            more = ". --as-text .SUFFIX,... reads more kinds as text" if self.family == "pretrain" else ""
+            text = "%s: %d files of kinds that are not read: %s%s"
+            logger.warning(text, self.name, number, kinds, more, extra={"code": "W302"})
+            count(counters, "other_files", number)
 
 
 def user_sources(settings: Settings) -> dict[str, UserSource]:
@@ -145,10 +133,8 @@ def user_sources(settings: Settings) -> dict[str, UserSource]:
     for user in (*_of_file(settings), *_of_lines(settings)):
         where = f"{user.named_in}: {user.family}/{user.name}"
         if not _NAME.fullmatch(user.name):
-            raise _error(
-                user.named_in,
-                f"{where}: expected a name of letters, digits and _, 100 at most, that starts with a letter",
-            )
+            expected = "expected a name of letters, digits and _, 100 at most, that starts with a letter"
+            raise _error(user.named_in, f"{where}: {expected}")
         if user.name in SOURCES or user.name in _RESERVED:
             raise _error(user.named_in, f"{where}: {user.name} is a built-in name. Choose another one")
         if user.name in sources:
@@ -182,9 +168,8 @@ def text_suffixes(settings: Settings) -> tuple[str, ...]:
         if not _SUFFIX.fullmatch(suffix):
             raise DefinitionError(f"--as-text {item.strip()}: expected suffixes separated by commas, as in .py,.tex")
         if suffix.endswith(local.CHAT_SUFFIXES):
-            raise DefinitionError(
-                f"--as-text {suffix}: these files are read as rows. Copy them to files of another suffix"
-            )
+            remedy = "Copy them to files of another suffix"
+            raise DefinitionError(f"--as-text {suffix}: these files are read as rows. {remedy}")
         suffixes += [suffix, *(f"{suffix}{packed}" for packed in PACKED_SUFFIXES)]
     return tuple(suffixes)
 
@@ -200,9 +185,8 @@ def stated_credit(settings: Settings, source: str) -> dict[str, str]:
             about, equals, text = (part.strip() for part in line.partition("="))
             known = [*SOURCES, *user_sources(settings)]
             if not (equals and text) or about not in known:
-                raise UsageError(
-                    f"--{name} {line.strip()}: expected SOURCE=TEXT, SOURCE one of {', '.join(known)}", code="E104"
-                )
+                expected = f"expected SOURCE=TEXT, SOURCE one of {', '.join(known)}"
+                raise UsageError(f"--{name} {line.strip()}: {expected}", code="E104")
             if about == source:
                 stated[name] = text
     return stated
@@ -215,9 +199,8 @@ def _of_lines(settings: Settings) -> Iterator[UserSource]:
                 named_in = f"--{family} {line.strip()}"
                 name, equals, files = line.partition("=")
                 if not (equals and name.strip() and files.strip()):
-                    raise UsageError(
-                        f"{named_in}: expected NAME=GLOB" + "[:FIELD]" * (family == "pretrain"), code="E104"
-                    )
+                    form = "NAME=GLOB" + "[:FIELD]" * (family == "pretrain")
+                    raise UsageError(f"{named_in}: expected {form}", code="E104")
                 yield _user_source(family, name.strip(), files.strip(), Path.cwd(), named_in)
 
 
@@ -248,7 +231,7 @@ def sources_tables(settings: Settings) -> tuple[Path, dict[str, Any]]:
 def _of_file(settings: Settings) -> Iterator[UserSource]:
     path, content = sources_tables(settings)
     for family, entries in content.items():
-        if family in DELIVERIES and isinstance(entries, Mapping):  # see recipes/exchange/lines.py
+        if family in DELIVERIES and isinstance(entries, Mapping):  # see recipes/exchange/outputs.py
             continue
         if family not in FAMILIES or not isinstance(entries, Mapping):
             expected = "expected tables [pretrain], [sft], [rollouts], [export] and [published]"
@@ -282,12 +265,10 @@ def _user_source(family: str, name: str, files: str, base: Path, named_in: str) 
     split = _FIELD.fullmatch(files)
     if split is None or (base / Path(files).expanduser()).exists():  # a colon in the name of a file or folder
         return UserSource(family, name, files, base, named_in)
-    if family != "pretrain":
-        if files.lower().endswith(local.CHAT_SUFFIXES):
-            return UserSource(family, name, files, base, named_in)
-        raise _error(
-            named_in,
-            f"{named_in}: a source of {_WHAT[family][1]} takes no field, found {':' + split['field']!r}: its fields "
-            f"are known. Leave it out: {name}={split['files']}",
-        )
-    return UserSource(family, name, split["files"], base, named_in, field=split["field"])
+    if family == "pretrain":
+        return UserSource(family, name, split["files"], base, named_in, field=split["field"])
+    if files.lower().endswith(local.CHAT_SUFFIXES):
+        return UserSource(family, name, files, base, named_in)
+    found = f"a source of {_WHAT[family][1]} takes no field, found {':' + split['field']!r}"
+    remedy = f"its fields are known. Leave it out: {name}={split['files']}"
+    raise _error(named_in, f"{named_in}: {found}: {remedy}")

@@ -14,9 +14,16 @@ import dagster as dg
 from niels_gpt.cache.meta import find_meta
 from niels_gpt.exchange.output import MANIFEST_NAME
 from niels_gpt.exchange.transfer.remote import scheme_of
-from niels_gpt.recipes.exchange.lines import PUBLISHED, Line, lines_of
-from niels_gpt.recipes.exchange.outputs import Delivered, deliver, manifest_of, missing_of
-from niels_gpt.recipes.exchange.published import missing_at
+from niels_gpt.recipes.exchange.outputs import (
+    PUBLISHED,
+    Delivered,
+    Line,
+    deliver,
+    lines_of,
+    manifest_of,
+    missing_at,
+    missing_of,
+)
 from niels_gpt.recipes.plan import every_key
 from niels_gpt.recipes.run_recipe import cache_root
 from niels_gpt.settings import Settings

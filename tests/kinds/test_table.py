@@ -12,8 +12,7 @@ from support.commands import niels_gpt
 from support.disk import meta_bytes
 
 from niels_gpt.kinds.kind import OURS, Cache, kind_named
-from niels_gpt.recipes.exchange.lines import lines_of
-from niels_gpt.recipes.exchange.published import publish
+from niels_gpt.recipes.exchange.outputs import lines_of, publish
 from niels_gpt.settings import Settings
 from niels_gpt.storage.locks import OPEN, unless_held
 from tools import kinds_page

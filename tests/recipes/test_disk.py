@@ -1,4 +1,4 @@
-"""The disk that a build takes, estimated before it starts, for prose, code and tables; a full disk is refused."""
+"""The disk that a build takes at least, known before it starts, for prose, code and tables; a full disk is refused."""
 
 import gzip
 import random
@@ -66,7 +66,7 @@ def most_on_disk(folder, build):
 
 
 @pytest.mark.parametrize("kind", sorted(TEXTS))
-def test_a_build_takes_no_more_and_no_less_than_was_said(tmp_path, tiny_model_path, kind):
+def test_a_build_takes_no_less_than_was_said(tmp_path, tiny_model_path, kind):
     for form, write in FORMS.items():
         folder = tmp_path / form
         folder.mkdir()
@@ -77,17 +77,15 @@ def test_a_build_takes_no_more_and_no_less_than_was_said(tmp_path, tiny_model_pa
         need = needed_bytes(settings, resolve_source(settings, "own"), None)
         ensure_tokenizer(settings)
         taken = most_on_disk(Path(settings.cache_dir), lambda of=settings: recipes(of)["pretrain/own"](of))
-        assert need.least <= taken <= need.most, (form, need, taken)
+        assert 0 < need <= taken, (form, need, taken)
 
 
-def test_a_token_takes_two_bytes_or_four_by_the_vocabulary_and_either_where_it_is_not_known(tmp_path):
+def test_a_token_takes_two_bytes_or_four_by_the_vocabulary_and_two_where_it_is_not_known(tmp_path):
     (tmp_path / "own.txt").write_text(PROSE)
     settings = Settings(pretrain=f"own={tmp_path / 'own.txt'}", cache_dir=str(tmp_path / "c"))
     source = resolve_source(settings, "own")
     narrow, wide, unknown = (needed_bytes(settings, source, size) for size in (65_536, 65_537, None))
-    assert narrow.least == len(PROSE) // 8 * 2 and wide.least == 2 * narrow.least
-    assert wide.most - narrow.most == pytest.approx(2 * (len(PROSE) + 2), rel=0.01)
-    assert (unknown.least, unknown.most) == (narrow.least, wide.most)
+    assert narrow == unknown == len(PROSE) // 8 * 2 and wide == 2 * narrow
 
 
 def test_what_other_plans_have_written_is_no_room_for_this_one(tmp_path):
@@ -101,11 +99,11 @@ def test_what_other_plans_have_written_is_no_room_for_this_one(tmp_path):
 
 
 @pytest.mark.parametrize("key", sorted(RECIPES))
-def test_the_projects_caches_take_no_more_and_no_less_than_was_said(settings, key):
+def test_the_projects_caches_take_no_less_than_was_said(settings, key):
     need = needed_bytes(settings, resolve_source(settings, key.split("/")[1]), settings.vocab_size)
     ensure_tokenizer(settings)
     taken = most_on_disk(Path(settings.cache_dir), lambda: recipes(settings)[key](settings))
-    assert need.least <= taken <= need.most <= 40 * taken, (need, taken)
+    assert taken / 20 <= need <= taken, (need, taken)
 
 
 def test_what_does_not_fit_is_refused_before_the_first_byte_unless_asked_for(tmp_path, tiny_model_path, monkeypatch):
@@ -124,11 +122,3 @@ def test_what_does_not_fit_is_refused_before_the_first_byte_unless_asked_for(tmp
     command = shlex.split(done.err.strip().rpartition(": ")[2])
     assert niels_gpt(*command[1:]).status == 0
     assert niels_gpt("build", *flags).status == 0  # nothing to do
-
-
-def test_what_may_not_fit_is_built_with_a_warning(settings, monkeypatch, caplog):
-    need = needed_bytes(settings, resolve_source(settings, "roam"), settings.vocab_size)
-    usage = shutil.disk_usage(settings.source_root)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=(need.least + need.most) // 2))
-    assert not recipes(settings)["pretrain/roam"](settings).reused
-    assert "may not fit" in caplog.text

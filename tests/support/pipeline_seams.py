@@ -20,7 +20,7 @@ from niels_gpt.kinds.kind import kind_of_key, kinds
 from niels_gpt.recipes import run_recipe
 from niels_gpt.recipes.eagle3 import asset, draft_vocab, prepare
 from niels_gpt.recipes.eagle3.of_settings import resolved
-from niels_gpt.recipes.exchange import lines, outputs
+from niels_gpt.recipes.exchange import outputs
 from niels_gpt.recipes.plan import every_recipe, recipes
 from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.settings import Settings
@@ -113,7 +113,7 @@ def record(cache, recipe):
 
 def deliver(settings, name, **how):
     """Export or publish a cache by its line of sources.toml, as its asset does."""
-    return outputs.deliver(settings, lines.lines_of(settings)[name], **how)
+    return outputs.deliver(settings, outputs.lines_of(settings)[name], **how)
 
 
 # --- locks of others --------------------------------------------------------------------------------------------------

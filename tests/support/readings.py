@@ -19,7 +19,7 @@ from niels_gpt.documents import Partition
 from niels_gpt.engine.meta import Source
 from niels_gpt.recipes import resolve, sources
 from niels_gpt.recipes.resolve import resolve_source
-from niels_gpt.recipes.tokenizers.texts import source_state
+from niels_gpt.recipes.training import source_state
 from support.data_files import invalid_utf8, lines, write, write_parquet
 
 LIMIT = 600
@@ -115,7 +115,7 @@ def state_of_source(given, name):
 def trained_on(*names):
     """Let a tokenizer be trained on these sources alone."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("niels_gpt.recipes.tokenizers.texts.training_order", lambda: list(names))
+        patch.setattr("niels_gpt.recipes.training.training_order", lambda: list(names))
         yield
 
 

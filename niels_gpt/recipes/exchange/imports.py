@@ -6,15 +6,15 @@ with its versions, in imported/.versions/NAME/tokenizer, where readers look firs
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from niels_gpt.cache.meta import find_meta
-from niels_gpt.exchange.foreign import ForeignFolder, not_ours, read_manifest
+from niels_gpt.exchange.foreign import not_ours, read_manifest
 from niels_gpt.exchange.formats import FORMATS
 from niels_gpt.exchange.importing import Imported, ImportOptions, import_folder, kind_of
 from niels_gpt.progress import Progress
@@ -61,18 +61,20 @@ def import_cache(
     if format not in FORMATS:
         raise ValueError(f"--from {format}: expected one of {', '.join(FORMATS)}")
     key, cache_dir = key_of(name), Path(cache_dir)
+    is_free = key.startswith(f"{IMPORTED}/")  # its tokenizer encodes nothing here, so one of the sample will do
     settings = Settings(cache_dir=str(cache_dir), tokenizer=tokenizer)
-    if key.startswith(f"{IMPORTED}/"):  # its tokenizer encodes nothing here, so that of the sample will do
-        settings = replace(settings, source_root="sample")
+    settings = replace(settings, source_root="sample") if is_free else settings
     apply_lock_setting(cache_dir, settings.lock)
     if not source.exists():
         raise FileNotFoundError(f"{source}: no such file or folder")
     manifest = read_manifest(source, format)
-    of_manifest = None if manifest is None else manifest["cache"].get("tokenizer_sha256")
-    opened = _opened(source, settings, of_manifest)
+    opened = _opened(source, settings, None if manifest is None else manifest["cache"].get("tokenizer_sha256"))
     install = _place(cache_dir, key, opened, settings)
-    folder = _read(source, format, val, opened.vocab_size)
-    if (kind := kind_of(source, folder).name) != key.partition("/")[0] and not key.startswith(f"{IMPORTED}/"):
+    try:
+        folder = FORMATS[format].read(source, val_glob=val, vocab_size=opened.vocab_size)
+    except CacheError as error:
+        raise not_ours(error) from error
+    if (kind := kind_of(source, folder).name) != key.partition("/")[0] and not is_free:
         raise CacheError(source, f"becomes a cache of kind {kind}", f"one for {key}", "Pass another name", code="E221")
     begin = time.perf_counter()
     done = import_folder(
@@ -85,24 +87,19 @@ def import_cache(
         before_commit=install,
         progress=progress,
     )
-    flags: dict[str, object] = {"--tokenizer": tokenizer, "--val": val, "--document-end": document_end}
-    flags |= {"--licence": licence, "--attribution": attribution, "--pad-id": pad_id}
-    words = [str(source.absolute()), key, "--from", format, "--cache-dir", str(cache_dir)]
-    words += [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
-    words += ["--copy"] * copy + ["--no-utf8-bytes"] * (not utf8_bytes)
-    _record(cache_dir, key, words, time.perf_counter() - begin)
+    flags: dict[str, object] = {"--from": format, "--cache-dir": cache_dir, "--tokenizer": tokenizer, "--val": val}
+    flags |= {"--document-end": document_end, "--licence": licence, "--attribution": attribution, "--pad-id": pad_id}
+    flags |= {"--copy": copy, "--no-utf8-bytes": not utf8_bytes}
+    _record(source, cache_dir, key, flags, time.perf_counter() - begin)
     return done
 
 
-def _read(source: Path, format: str, val: str | None, vocab_size: int) -> ForeignFolder:
-    try:
-        return FORMATS[format].read(source, val_glob=val, vocab_size=vocab_size)
-    except CacheError as error:
-        raise not_ours(error) from error
-
-
-def _record(cache_dir: Path, key: str, words: list[str], seconds: float) -> None:
+def _record(source: Path, cache_dir: Path, key: str, flags: Mapping[str, object], seconds: float) -> None:
     """Append the import to the runs of the cache, from which errors take the command that makes it again."""
+    words = [str(source.absolute()), key]
+    for flag, value in flags.items():
+        if value is not None and value is not False:
+            words += [flag] if value is True else [flag, str(value)]
     line = {"time": time.time(), "key": key, "seconds": round(seconds, 3), "peak_bytes": None, "fingerprint": ""}
     append_run(cache_dir, key, {**line, "import": words, "settings": {}})
 
@@ -141,35 +138,23 @@ def _place(cache_dir: Path, key: str, tokenizer: FullTokenizer, settings: Settin
 
     Raises: CacheError E223 for a cache of pretrain/ or sft/ whose folder has caches of another tokenizer.
     """
-    shared = _sha256_of(cache_dir / TOKENIZER_KEY)
+    folder = cache_dir / TOKENIZER_KEY
+    shared = (find_meta(folder) or {}).get("tokenizer_sha256") if folder.is_dir() else None
     if key.startswith(f"{IMPORTED}/"):
         own = versions_dir(cache_dir / key) / TOKENIZER_KEY
         if shared == tokenizer.sha256 and not own.is_symlink():
-            return _nothing
+            return lambda: None
         if settings.tokenizer is None:  # that of the folder, and an earlier import left another one here
-            settings = replace(settings, tokenizer=str(cache_dir / TOKENIZER_KEY))
+            settings = replace(settings, tokenizer=str(folder))
         return lambda: copy_tokenizer(settings, own)
-    others = {shared, *_in_use(cache_dir)} if shared is None else {shared}
+    others = {shared}
+    if shared is None:
+        with contextlib.suppress(FileNotFoundError):  # no cache is there
+            outcomes, _ = recorded_outcomes(cache_dir)
+            of_builds = (each.meta for each in outcomes if not each.key.startswith(f"{IMPORTED}/"))
+            others |= {meta.get("tokenizer_sha256") for meta in of_builds}
     if other := next((each for each in others if each not in (None, tokenizer.sha256)), None):
         found, expected = f"ids of tokenizer {tokenizer.sha256[:12]}", f"tokenizer {other[:12]}, that of the others"
         remedy = f"Import it as {IMPORTED}/{key.partition('/')[2]}, or into another --cache-dir"
         raise CacheError(cache_dir / key, found, expected, remedy, code="E223")
-    return _nothing if shared is not None else lambda: ensure_tokenizer(settings)
-
-
-def _nothing() -> None:
-    """The tokenizer is there."""
-
-
-def _sha256_of(tokenizer: Path) -> str | None:
-    sha256 = (find_meta(tokenizer) or {}).get("tokenizer_sha256") if tokenizer.is_dir() else None
-    return str(sha256) if sha256 is not None else None
-
-
-def _in_use(cache_dir: Path) -> set[Any]:
-    """Return the tokenizers of the caches of pretrain/ and sft/."""
-    try:
-        outcomes, _ = recorded_outcomes(cache_dir)
-    except FileNotFoundError:
-        return set()
-    return {each.meta.get("tokenizer_sha256") for each in outcomes if not each.key.startswith(f"{IMPORTED}/")}
+    return lambda: None if shared is not None else ensure_tokenizer(settings)

@@ -1,26 +1,81 @@
-"""Carries out a line of sources.toml: exports a cache, or pushes it to its bucket, unless that is up to date."""
+"""Lines of sources.toml, [export.NAME] and [published.NAME]: caches that are exported or pushed, unless up to date.
+
+[export.wikitext-megatron]
+cache = "pretrain/wikitext"
+to = "megatron"
+folder = "exports/wikitext-megatron"   # relative to the folder of sources.toml
+
+[published.wikitext]
+cache = "pretrain/wikitext"
+url = "s3://bucket/wikitext"           # a path is relative to the folder of sources.toml
+
+An export is replaced if its folder has nothing but what its manifest describes; a cache at a URL if this line pushed
+it, or found it up to date: a note in .runs says what it was.
+"""
 
 from __future__ import annotations
 
+import re
+import shlex
 import shutil
 import stat
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from secrets import token_hex
 from typing import Any
 
 from niels_gpt.cache.meta import find_meta
+from niels_gpt.exchange.names import FORMAT_NAMES
 from niels_gpt.exchange.output import MANIFEST_NAME
+from niels_gpt.exchange.transfer.described import Pushed
+from niels_gpt.exchange.transfer.remote import Bucket, scheme_of
 from niels_gpt.progress import Progress
-from niels_gpt.recipes.exchange.lines import PUBLISHED, Line
-from niels_gpt.recipes.exchange.published import publish
 from niels_gpt.recipes.run_recipe import RUNS_DIR, cache_root
+from niels_gpt.recipes.user_sources import DELIVERIES, sources_tables
 from niels_gpt.settings import Settings
 from niels_gpt.storage import fileio
-from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.errors import CacheError, DefinitionError
 from niels_gpt.storage.locks import file_lock
 from niels_gpt.storage.meta_json import checked_name, parse_object, read_regular, sha256_regular
 from niels_gpt.storage.remedies import build_command
+
+EXPORT, PUBLISHED = DELIVERIES
+_KEYS = {EXPORT: ("cache", "to", "folder"), PUBLISHED: ("cache", "url")}
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
+_CACHES = {
+    EXPORT: re.compile(r"(pretrain|sft|imported)/[A-Za-z0-9_-]+"),
+    PUBLISHED: re.compile(
+        r"tokenizer|eagle3/(targets|draft_vocab)|(pretrain|sft|imported|rollouts|trees)/[A-Za-z0-9_-]+"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One table: a cache, and where it goes."""
+
+    kind: str
+    """export or published."""
+    name: str
+    cache: str
+    """Its key, such as pretrain/wikitext."""
+    to: str | None = None
+    """Of an export, the format."""
+    folder: Path | None = None
+    """Of an export, where it is written: absolute."""
+    url: str | None = None
+    """Of a published cache: a folder in a bucket."""
+
+    @property
+    def path(self) -> str:
+        """Its name in Dagster: export/NAME or published/NAME."""
+        return f"{self.kind}/{self.name}"
+
+    @property
+    def place(self) -> str:
+        """Where the cache goes."""
+        return str(self.folder or self.url)
 
 
 @dataclass(frozen=True)
@@ -34,6 +89,55 @@ class Delivered:
     """Nothing was done: it was up to date."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Files and bytes, by the manifest or the push."""
+
+
+def lines_of(settings: Settings) -> dict[str, Line]:
+    """Return the lines of sources.toml by their path, in its order.
+
+    Raises: ValueError (E104) for a table that is malformed, a second one of the same name but for - and _, and two of
+        the same place; FileNotFoundError as `sources_tables`.
+    """
+    where, tables = sources_tables(settings)
+    found: dict[str, Line] = {}
+    taken: dict[str, str] = {}
+    named = [(kind, name) for kind in DELIVERIES for name in tables.get(kind) or {}]
+    for line in (_line(where, kind, name, tables[kind][name]) for kind, name in named):
+        for key in (line.path.replace("-", "_"), line.place):
+            if key in taken:
+                other = f"{taken[key]} has this name or place already. Choose another one"
+                raise DefinitionError(f"{where}, {line.path}: {other}")
+            taken[key] = line.path
+        found[line.path] = line
+    return found
+
+
+def _line(where: Path, kind: str, name: str, table: Any) -> Line:
+    keys, at = _KEYS[kind], f"{where}, {kind}.{name}"
+    if not _NAME.fullmatch(name):
+        raise DefinitionError(f"{at}: expected a name of letters, digits, _ and - that starts with a letter")
+    texts = isinstance(table, Mapping) and all(isinstance(value, str) and value.strip() for value in table.values())
+    if not texts or set(table) != set(keys):
+        # Without the values: a URL may hold credentials.
+        found = f"the keys {', '.join(table)}" if isinstance(table, Mapping) else "no table"
+        raise DefinitionError(f"{at}: found {found}, expected a table with the texts {', '.join(keys)}")
+    cache = table["cache"]
+    if not _CACHES[kind].fullmatch(cache):
+        raise DefinitionError(f"{at}: cache is {cache!r}, expected the key of a cache, such as pretrain/wikitext")
+    if kind == PUBLISHED:
+        url = str(table["url"]).rstrip("/")
+        try:
+            if scheme_of(table["url"]) == "file":
+                url = str(_absolute(where, table["url"].partition("://")[2] or table["url"]))
+        except ValueError as error:
+            raise DefinitionError(f"{at}: {error}") from error
+        return Line(kind, name, cache, url=url)
+    if table["to"] not in FORMAT_NAMES:
+        raise DefinitionError(f"{at}: to is {table['to']!r}, expected one of {', '.join(FORMAT_NAMES)}")
+    return Line(kind, name, cache, to=table["to"], folder=_absolute(where, table["folder"]))
+
+
+def _absolute(where: Path, path: str) -> Path:
+    return (where.parent / Path(path).expanduser()).absolute()
 
 
 def deliver(settings: Settings, line: Line, *, wait: bool = True, progress: Progress | None = None) -> Delivered:
@@ -60,6 +164,14 @@ def deliver(settings: Settings, line: Line, *, wait: bool = True, progress: Prog
         return _export(cache, line, content, progress)
 
 
+def _wrong_size(at: object, size: int | None, record: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with a file of this size; None: there is none."""
+    if size == record["bytes"]:
+        return []
+    found = "is missing" if size is None else f"has {size:,} bytes"
+    return [f"{at}: {found}, expected {record['bytes']:,} bytes"]
+
+
 # --- exports ----------------------------------------------------------------------------------------------------------
 
 
@@ -78,10 +190,8 @@ def manifest_of(folder: Path) -> dict[str, Any] | None:
             checked_name(record["name"], "a file's name", str(folder / MANIFEST_NAME))
         return manifest
     except (OSError, ValueError, LookupError, TypeError) as error:
-        found = f"is not an export of this project ({error})"
-        raise CacheError(
-            folder, found, "one, or nothing", "Name another folder in sources.toml", code="E704"
-        ) from error
+        found, remedy = f"is not an export of this project ({error})", "Name another folder in sources.toml"
+        raise CacheError(folder, found, "one, or nothing", remedy, code="E704") from error
 
 
 def missing_of(folder: Path, manifest: dict[str, Any]) -> list[str]:
@@ -90,9 +200,7 @@ def missing_of(folder: Path, manifest: dict[str, Any]) -> list[str]:
     for record in manifest["files"]:
         path = folder / record["name"]
         size = path.lstat().st_size if path.is_file() and not path.is_symlink() else None
-        if size != record["bytes"]:
-            found = "is missing" if size is None else f"has {size:,} bytes"
-            problems.append(f"{path}: {found}, expected {record['bytes']:,} bytes")
+        problems += _wrong_size(path, size, record)
     return problems
 
 
@@ -100,40 +208,32 @@ def _export(cache: Path, line: Line, content: str, progress: Progress | None) ->
     from niels_gpt.exchange.exporting import export_cache
 
     assert line.folder is not None and line.to is not None
-    folder = line.folder
-    manifest = manifest_of(folder)
-    if manifest is not None:
+    folder, manifest = line.folder, manifest_of(line.folder)
+    if manifest is None:
+        export_cache(cache, line.to, folder, progress=progress)
+    else:
         _refuse_foreign(folder, manifest)
         is_same = manifest["format"] == line.to and manifest["cache"]["content_sha256"] == content
         if is_same and not missing_of(folder, manifest):
             return Delivered(line, content, True, _facts(manifest))
-    if manifest is None:
-        export_cache(cache, line.to, folder, progress=progress)
-    else:
         _refuse_foreign(folder, manifest, by_digest=True)
-        _replace(cache, line.to, folder, manifest, progress)
+        # To a folder beside, which takes the place of the old one: two renames, at once one after the other.
+        new, old = (folder.with_name(f".{folder.name}.{token_hex(4)}.tmp") for _ in range(2))
+        try:
+            export_cache(cache, line.to, new, progress=progress)
+            _refuse_foreign(folder, manifest)  # what was put there since
+            fileio.rename(folder, old)
+            try:
+                fileio.rename(new, folder)
+            except BaseException:
+                fileio.rename(old, folder)
+                raise
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
     manifest = manifest_of(folder)
     assert manifest is not None
     return Delivered(line, str(manifest["cache"]["content_sha256"]), False, _facts(manifest))
-
-
-def _replace(cache: Path, to: str, folder: Path, manifest: dict[str, Any], progress: Progress | None) -> None:
-    """Export to a folder beside, and let it take the place of the old one: two renames, at once one after the other."""
-    from niels_gpt.exchange.exporting import export_cache
-
-    new, old = (folder.with_name(f".{folder.name}.{token_hex(4)}.tmp") for _ in range(2))
-    try:
-        export_cache(cache, to, new, progress=progress)
-        _refuse_foreign(folder, manifest)  # what was put there since
-        fileio.rename(folder, old)
-        try:
-            fileio.rename(new, folder)
-        except BaseException:
-            fileio.rename(old, folder)
-            raise
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _refuse_foreign(folder: Path, manifest: dict[str, Any], *, by_digest: bool = False) -> None:
@@ -167,3 +267,63 @@ def _facts(manifest: dict[str, Any]) -> dict[str, Any]:
         "linked_bytes": sum(record["bytes"] for record in records if record["made"] == "link"),
         "noted": manifest["noted"],
     }
+
+
+# --- published caches -------------------------------------------------------------------------------------------------
+
+
+def publish(cache: Path, line: Line, content: str, note: Path, progress: Progress | None) -> Pushed:
+    """Push the cache of a line. What is there already is not sent again; a missing file is.
+
+    content: the cache's content_sha256. note: a file of this line.
+    Raises: CacheError E610 for a cache at the URL that this line did not push, and for other files; as `push`.
+    """
+    from niels_gpt.exchange.card import card_of
+    from niels_gpt.exchange.transfer.push import push
+    from niels_gpt.recipes.records import made_by
+
+    assert line.url is not None
+    ours, is_pushed = _noted(note, line.url)
+    # The hub's README.md is sent with each content once: what somebody changed in it since then stays.
+    has_card = scheme_of(line.url) == "hf" and not (is_pushed and ours == [content])
+    card = card_of(cache, command=made_by(cache), url=line.url).encode() if has_card else None
+    known = {"url": line.url, "contents": sorted({*ours, content}), "is_pushed": False}
+    fileio.write_bytes(note, fileio.canonical_json(known))  # first: a push may be killed
+    try:
+        done = push(cache, line.url, replace=ours, card=card, progress=progress)
+    except CacheError as error:
+        if error.code != "E610":
+            raise
+        command = shlex.join(["niels-gpt", "push", str(cache), line.url, "--replace"])
+        remedy = f"Name another url in sources.toml. To replace a cache there: {command}"
+        raise CacheError(error.path, error.problem, remedy=remedy, code="E610") from error
+    fileio.write_bytes(note, fileio.canonical_json({**known, "contents": [content], "is_pushed": True}))
+    return done
+
+
+def _noted(note: Path, url: str) -> tuple[list[str], bool]:
+    """Return the contents that a line pushed to a URL, or tried to, and whether the last push ended well."""
+    try:
+        found = parse_object(read_regular(note))
+        return (list(map(str, found["contents"])), found["is_pushed"] is True) if found["url"] == url else ([], False)
+    except (OSError, ValueError, LookupError, TypeError):
+        return [], False
+
+
+def missing_at(cache: Path, line: Line) -> list[str]:
+    """Return what is wrong at the URL: another cache than the line's, files that are missing or have another size.
+
+    Raises: CacheError E612 without a cache there, or where the bucket cannot be used; others as `remote_cache`.
+    """
+    from niels_gpt.exchange.transfer.fetch import remote_cache
+
+    assert line.url is not None
+    bucket, meta = Bucket(line.url), find_meta(cache)
+    remote = remote_cache(bucket)
+    problems, sizes = [], bucket.sizes()
+    if meta is None or meta["content_sha256"] != remote.content_sha256:
+        problems.append(f"{line.url}: is another version ({remote.content_sha256[:12]}) than {line.cache} is now")
+    for name, record in remote.records.items():
+        size = sizes[name] if name in sizes else bucket.size(name)  # empty files may not be listed
+        problems += _wrong_size(bucket.at(name), size, record)
+    return problems

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -153,16 +153,3 @@ def asked_template(settings: Settings, family: str) -> str:
         return ""
     of_file = "of the tokenizer" if settings.chat_template == OF_TOKENIZER else settings.chat_template
     return f"chat template {of_file}, loss on {settings.loss_on}"
-
-
-def template_table(meta: Mapping[str, Any]) -> dict[str, str]:
-    """Return what a meta.json says of another chat template than the project's, as rows of a table: the template, and
-    the chats that were dropped by reason. Values in another form than docs/formats.md has are left out."""
-    template, dropped = meta.get("chat_template"), meta.get("dropped")
-    if not isinstance(template, Mapping):
-        return {}
-    rows = {"chat template": f"{str(template.get('sha256'))[:12]}, loss on {template.get('loss_on')}"}
-    found = dropped.items() if isinstance(dropped, Mapping) else ()
-    if counts := [f"{reason} {number:,}" for reason, number in found if type(number) is int and number]:
-        rows["dropped"] = ", ".join(counts)
-    return rows

@@ -1,23 +1,30 @@
-"""Training a cache's tokenizer: on which sources, in which order, and how much text of each."""
+"""A tokenizer trained here: on which sources, in which order, on how much text of each, and by which settings."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from niels_gpt.engine.meta import content_sha256
+from niels_gpt.cache.meta import find_meta, read_meta
 from niels_gpt.data.exclude import read_exclusion
 from niels_gpt.data.sources import SOURCES
 from niels_gpt.interrupts import ended_at_once
 from niels_gpt.recipes import sources
 from niels_gpt.recipes.resolve import ResolvedSource, resolve_source
-from niels_gpt.recipes.tokenizers.change import warn_of_little_text
 from niels_gpt.recipes.user_sources import text_sources
 from niels_gpt.settings import Settings
-from niels_gpt.storage.errors import TokenizerError
+from niels_gpt.storage import versions
+from niels_gpt.storage.errors import CacheError, TokenizerError
+from niels_gpt.storage.fileio import META_NAME
+from niels_gpt.storage.meta_json import file_records, resolved
 from niels_gpt.tokenizer_training import train_tokenizer
-from niels_gpt.tokenizers.files import MODEL_NAME, TOKENIZER_JSON
+from niels_gpt.tokenizers.files import MODEL_NAME, TOKENIZER_JSON, tokenizer_files
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +41,7 @@ ASKING = ("tokenizer_kind", *(name for name in TRAINING_SETTINGS if name != "see
 """The settings with which a build asks for another tokenizer than the one that is there."""
 _OF_SENTENCEPIECE = ("model_type", "normalization", "character_coverage")
 _FAILED = "failed"
+_LITTLE_TEXT = 1_000_000  # utf-8 bytes: a tokenizer of fewer has hardly a piece longer than a syllable
 
 
 def training_order() -> list[str]:
@@ -62,31 +70,41 @@ def train(settings: Settings, user_sources_only: bool) -> tuple[dict[str, bytes]
             character_coverage=settings.character_coverage,
             trained_on="own" if user_sources_only else kind,
         )
-    if kind == "mirror" and training_order()[-1] in fingerprints:  # a long enough snapshot: the hub's own text
-        trained.meta["trained_on"] = "hub"
-    failed = {name: source_state(settings, name) for name, size in num_bytes.items() if size == _FAILED}
     about = {
         "max_bytes": settings.tokenizer_max_bytes,
         "trained_on_bytes": num_bytes,
         "trained_on_sources": fingerprints,
-        "failed_sources": failed,
+        "failed_sources": {name: source_state(settings, name) for name, size in num_bytes.items() if size == _FAILED},
         **excluded,
+        "origin": "trained",
     }
-    if kind != "sample":
-        warn_of_little_text(trained.meta, num_bytes)
+    if kind == "mirror" and training_order()[-1] in fingerprints:  # a long enough snapshot: the hub's own text
+        about["trained_on"] = "hub"
+    if kind != "sample" and trained.meta["bytes_seen"] < _LITTLE_TEXT:
+        logger.warning(
+            "tokenizer: trained on little text, %s bytes of %s, for %s ids; every cache of this folder is encoded with "
+            "it. Give the first build more sources, or name a model with --tokenizer",
+            f"{trained.meta['bytes_seen']:,}",
+            ", ".join(sources_with_text(num_bytes)),
+            f"{trained.meta['vocab_size']:,}",
+            extra={"code": "W405"},
+        )
     name = TOKENIZER_JSON if settings.tokenizer_kind == "bpe" else MODEL_NAME
-    return {name: trained.model}, {**trained.meta, **about, "origin": "trained"}
+    return {name: trained.model}, trained.meta | about
+
+
+def sources_with_text(num_bytes: Mapping[str, Any]) -> list[str]:
+    """Return the sources that a tokenizer was trained on. num_bytes: `trained_on_bytes` of its meta."""
+    return [source for source, size in num_bytes.items() if isinstance(size, int) and size]
+
+
+# --- which settings, and which version --------------------------------------------------------------------------------
 
 
 def training_settings(settings: Settings) -> dict[str, Any]:
     """Return those of TRAINING_SETTINGS that a tokenizer of the settings' kind is made by."""
     read = (name for name in TRAINING_SETTINGS if settings.tokenizer_kind != "bpe" or name not in _OF_SENTENCEPIECE)
     return {name: getattr(settings, name) for name in read}
-
-
-def asked(settings: Settings) -> list[str]:
-    """Return which of ASKING have another value than the default."""
-    return [name for name in ASKING if getattr(settings, name) != getattr(Settings, name)]
 
 
 def has_values(settings: Settings, names: Sequence[str], meta: Mapping[str, Any]) -> bool:
@@ -119,6 +137,51 @@ def source_state(settings: Settings, name: str) -> str | None:
         return None
 
 
+def records_of(files: Mapping[str, bytes]) -> list[dict[str, Any]]:
+    """Return what meta.json says of each file of a tokenizer."""
+    return [
+        {"name": name, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        for name, content in files.items()
+    ]
+
+
+def meta_or_none(path: Path) -> dict[str, Any] | None:
+    """Return the meta of a tokenizer; None without one, or if it is damaged."""
+    with contextlib.suppress(CacheError):
+        return find_meta(path)
+    return None
+
+
+def undamaged(version: Path) -> dict[str, Any] | None:
+    """Return the meta of a version of a tokenizer; None without one, or if it or a file is damaged."""
+    with contextlib.suppress(CacheError, OSError):
+        meta = read_meta(str(version / META_NAME))
+        records = records_of(tokenizer_files(version))
+        names_model = meta.get("tokenizer_sha256") in {record["sha256"] for record in records}
+        is_whole = records == file_records(meta) and content_sha256(records) == meta["content_sha256"]
+        return meta if is_whole and names_model else None
+    return None
+
+
+def trained_earlier(settings: Settings, path: Path) -> tuple[Path, dict[str, Any]] | None:
+    """Return a version that these settings trained after the installed one at `path`, and that is not installed yet."""
+    folder = versions.versions_dir(path)
+    installed = resolved(path)
+    if meta_or_none(path) is None or installed.parent != resolved(folder):
+        return None
+    candidates = [version for version in folder.glob("[0-9a-f]" * versions.VERSION_DIGITS) if not version.is_symlink()]
+    for version in sorted(candidates, key=lambda version: -version.stat().st_mtime_ns):
+        if version.stat().st_mtime_ns <= installed.stat().st_mtime_ns:
+            break
+        meta = undamaged(version)
+        if meta is not None and was_trained_by(settings, meta):
+            return version, meta
+    return None
+
+
+# --- the texts --------------------------------------------------------------------------------------------------------
+
+
 def _texts(
     settings: Settings, names: Sequence[str], num_bytes: dict[str, int | str], fingerprints: dict[str, str]
 ) -> Iterator[str]:
@@ -141,11 +204,8 @@ def _texts(
                 yield text
             num_bytes[name] = used
         except sources.SnapshotTooShort as error:
-            logger.warning(
-                "tokenizer: trained on less text than from the hub, so it is another one: %s",
-                error,
-                extra={"code": "W406"},
-            )
+            less = "tokenizer: trained on less text than from the hub, so it is another one: %s"
+            logger.warning(less, error, extra={"code": "W406"})
             num_bytes[name] = used
             del fingerprints[name]
         except (FileNotFoundError, ValueError) as error:
@@ -153,7 +213,7 @@ def _texts(
             num_bytes[name] = "absent" if isinstance(error, FileNotFoundError) else _FAILED
         left -= used
     lines = [f"{', '.join(without)}: {reason}" for reason, without in missing.items()]
-    if missing and not any(isinstance(size, int) and size for size in num_bytes.values()):
+    if missing and not sources_with_text(num_bytes):
         raise TokenizerError(
             "no tokenizer, and no text to train one on. Name one with --tokenizer, or see to:\n  " + "\n  ".join(lines),
             code="E406",
