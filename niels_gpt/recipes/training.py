@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.engine.meta import content_sha256
 from niels_gpt.cache.meta import find_meta, read_meta
 from niels_gpt.data.exclude import read_exclusion
 from niels_gpt.data.sources import SOURCES
+from niels_gpt.engine.meta import content_sha256
 from niels_gpt.interrupts import ended_at_once
 from niels_gpt.recipes import sources
 from niels_gpt.recipes.resolve import ResolvedSource, resolve_source
