@@ -265,10 +265,12 @@ class Build:
         return meta
 
     def seal(self, content_sha256: str) -> None:
-        """Record in the journal that the folder is complete, so that a killed commit can be finished."""
-        if self.last.sealed is None:
-            self.check_lease()
-            self._journal.append(replace(self.last, finished=[], sealed=content_sha256))
+        """Record in the journal that the folder is complete, so that a killed commit can be finished.
+
+        Also where the journal says so: the run that wrote the line may have been killed before it was durable.
+        """
+        self.check_lease()
+        self._journal.append(replace(self.last, finished=[], sealed=content_sha256))
 
     def _where(self, name: str) -> tuple[Path, str]:
         """Return the folder of a file that is still written, and the file's path below it."""
