@@ -237,6 +237,7 @@ class Build:
         """Sync a file that is complete, though it may be empty; returns its name in the cache, bytes and sha256."""
         place, file = self._where(name)[1], self.files[name]
         file.sync()
+        self.check_lease()  # the sync may have taken long
         self.checksums[place] = file.checksums()
         return file.record(place)
 
@@ -244,6 +245,7 @@ class Build:
         """Write a further file of the cache from buffers; returns its name, bytes and sha256."""
         crcs: list[bytes] = []
         record = write_whole(self.work, place, content, crcs, self._before_open)
+        self.check_lease()
         (self.checksums[place],) = crcs
         return record
 
