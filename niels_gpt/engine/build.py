@@ -284,25 +284,6 @@ def _seek(build: Build, source: Source) -> None:
         build.sought = True
 
 
-def _compare_consumed(
-    build: Build,
-    chunks: Iterator[Chunk[T]],
-    kind: ItemKind[T],
-    encoder: Encoder[Any] | None,
-    report: Callable[[int], None],
-) -> Iterator[Chunk[T]]:
-    """Read again what was consumed at the last checkpoint, or only its last document after a seek, and compare it.
-
-    report: called now and then with the number of documents read again. Returns what follows these documents.
-    Raises: CacheError naming the first document that has changed.
-    """
-    if build.sought:
-        return _compare_last(build, chunks, kind, encoder)
-    if build.compares:
-        return _compare_all(build, chunks, kind, encoder, report)
-    return chunks
-
-
 def _check_ended(build: Build, chunks: Iterator[Chunk[T]], kind: ItemKind[T]) -> None:
     """Raise CacheError if a source that had ended has more documents."""
     if build.last.ended and (chunk := next(chunks, None)) is not None:
@@ -331,13 +312,22 @@ def _compare_last(
     return _after(chunk, 1, chunks)
 
 
-def _compare_all(
+def _compare_consumed(
     build: Build,
     chunks: Iterator[Chunk[T]],
     kind: ItemKind[T],
     encoder: Encoder[Any] | None,
     report: Callable[[int], None],
 ) -> Iterator[Chunk[T]]:
+    """Read again what was consumed at the last checkpoint, or only its last document after a seek, and compare it.
+
+    report: called now and then with the number of documents read again. Returns what follows these documents.
+    Raises: CacheError naming the first document that has changed.
+    """
+    if build.sought:
+        return _compare_last(build, chunks, kind, encoder)
+    if not build.compares:
+        return chunks
     count, number = build.last.documents, 0
     if count and build.committed is None:
         message = "%s: resuming after %d documents of an earlier run, which are read again to compare them"

@@ -126,16 +126,18 @@ class Build:
         known = {record["name"] for record in self.finished}
         for name in filter(self.keeps, self._places):
             if self.last.files.get(name, (0, ""))[0]:
-                with self._remedied(self.path_of(name)):
-                    path_inside(self.work, self._place(name))
-                known.add(self._place(name))
+                root, place = self._where(name)
+                with self._remedied(root / place):
+                    path_inside(root, place)
+                known.add(place)
         self._remove_unknown(known)
         for name in self._places:
             self.files[name] = self._opened(name)
 
     def path_of(self, name: str) -> Path:
         """Return the path of a file that is still written."""
-        return self.work / self._place(name) if self.keeps(name) else self.folder / name
+        root, place = self._where(name)
+        return root / place
 
     def keeps(self, name: str) -> bool:
         """Whether a file that is still written becomes a file of the cache."""
@@ -233,8 +235,9 @@ class Build:
 
     def finish(self, name: str) -> dict[str, Any]:
         """Sync a file that is complete, though it may be empty; returns its name in the cache, bytes and sha256."""
-        place, file = self._place(name), self.files[name]
+        place, file = self._where(name)[1], self.files[name]
         file.sync()
+        self.check_lease()  # the sync may have taken long
         self.checksums[place] = file.checksums()
         return file.record(place)
 
@@ -242,6 +245,7 @@ class Build:
         """Write a further file of the cache from buffers; returns its name, bytes and sha256."""
         crcs: list[bytes] = []
         record = write_whole(self.work, place, content, crcs, self._before_open)
+        self.check_lease()
         (self.checksums[place],) = crcs
         return record
 
@@ -263,19 +267,23 @@ class Build:
         return meta
 
     def seal(self, content_sha256: str) -> None:
-        """Record in the journal that the folder is complete, so that a killed commit can be finished."""
-        if self.last.sealed is None:
-            self.check_lease()
-            self._journal.append(replace(self.last, finished=[], sealed=content_sha256))
+        """Record in the journal that the folder is complete, so that a killed commit can be finished.
 
-    def _place(self, name: str) -> str:
+        Also where the journal says so: the run that wrote the line may have been killed before it was durable.
+        """
+        self.check_lease()
+        self._journal.append(replace(self.last, finished=[], sealed=content_sha256))
+
+    def _where(self, name: str) -> tuple[Path, str]:
+        """Return the folder of a file that is still written, and the file's path below it."""
         place = self._places[name]
-        assert place is not None
-        return place.format(self._counts[place.partition("/")[0]])
+        return (
+            (self.folder, name) if place is None else (self.work, place.format(self._counts[place.partition("/")[0]]))
+        )
 
     def _opened(self, name: str) -> HashedFile:
         keep, digest = self.last.files.get(name, (0, None))
-        root, place = (self.work, self._place(name)) if self.keeps(name) else (self.folder, name)
+        root, place = self._where(name)
         with self._remedied(root / place):
             path = path_inside(root, place)
             # Who lost its lease may still write to the files that it has open; `resumable` has copied the journal's.

@@ -201,14 +201,18 @@ def test_a_killed_build_may_lose_the_power_later(recorded, folder, step, every):
         cut_twice(recorded, folder, first, every)
 
 
-def test_a_build_that_was_killed_while_it_finished_its_files_may_lose_the_power_later(recorded, folder):
-    """Files that are appended to are also the cache's: a run that finishes them again truncates and loses none."""
-    ended = next(
-        number for number, found in enumerate(recorded.trace) if found[0] == "write" and b'"ended": true' in found[3]
-    )
-    meta = next(number for number, found in enumerate(recorded.trace) if str(found[-1]).endswith("/meta.json"))
-    for first in range(ended, meta + 1, (meta - ended) // 2):
-        cut_twice(recorded, folder, first, 7)
+def last_line(trace, part):
+    """Return how many operations there were when the last line of the journal with `part` was written, not synced."""
+    lines = (at for at, found in enumerate(trace) if found[0] == "write" and "journal.jsonl" in found[1])
+    return max(at for at in lines if part in trace[at][3]) + 1
+
+
+@pytest.mark.parametrize(("part", "every"), [(b'"ended": false', 7), (b'"sealed": null', 7), (b'"sealed": "', 2)])
+def test_a_line_that_was_written_and_not_synced_is_durable_before_the_next_run_acts_on_it(
+    recorded, folder, part, every
+):
+    """Else a run that found its build complete would commit it, and a loss of power take the line that says so."""
+    cut_twice(recorded, folder, last_line(recorded.trace, part), every)
 
 
 def positions(trace, verb, path, end):
