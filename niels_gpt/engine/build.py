@@ -156,6 +156,8 @@ def run_build(
         meta = build.committed_meta()
         if meta is None:
             counters = build.state.counters if writer.full else source.counters
+            if "partition" in settings and build.state.position:  # units of equal content that came from two places
+                known["partition"] = {**settings["partition"], "end": dict(build.state.position)}
             meta = write_description(build.work, counters=counters, **known, **writer.described())
             if "partition" not in meta:
                 warn_of_share(out_dir, meta)

@@ -212,9 +212,9 @@ class Unit(NamedTuple):
     number: int
     """From 0; -1 of an entry of the plan's folder that belongs to no unit."""
     state: str
-    """finished; missing: no receipt; started: an unfinished build is there; doubled: its receipt claims another number;
-    foreign: not made by a build of ours, or a link out; stale: of another plan or version of the builder; damaged: its
-    files differ from its receipt."""
+    """finished; missing: no receipt; started: an unfinished build is there; doubled: its receipt claims another number,
+    or it has the documents of another unit; foreign: not made by a build of ours, or a link out; stale: of another plan
+    or version of the builder; damaged: its files differ from its receipt."""
     found: str = ""
     """What is wrong, for a message. With number -1: the entry's name, then what is wrong."""
     version: str = ""
@@ -295,20 +295,33 @@ def states_of(plan: Plan, kind: UnitKind, *, deep: bool = False, progress: Progr
     progress: called with files, bytes read, and bytes to read in all.
     """
     units, sizes = list[Unit](), dict[int, int]()
-    common: Meta | None = None
+    common, made = Meta(), dict[tuple[str, bytes], int]()
     for number in range(plan.total):
         unit = look_at(plan, kind, number)
         if (receipt := unit.receipt) is not None:
             found = {key: receipt.get(key) for key in kind.same}
             common = common or found
+            twin = made.setdefault(_origin(receipt), number) if unit.items > 1 else number
             if differing := [key for key in kind.same if found[key] != common[key]]:
                 unit = Unit(number, "stale", f"it differs from other partitions in {', '.join(differing)}")
+            elif twin != number:
+                unit = Unit(number, "doubled", f"it has the documents of partition {twin}")
+                units[twin] = Unit(twin, "doubled", f"it has the documents of partition {number}")
             else:
                 sizes[number] = sum(record["bytes"] for record in file_records(receipt)) if deep else 0
         units.append(unit._replace(receipt=None))
+    sizes = {number: size for number, size in sizes.items() if units[number].state == "finished"}
     for number, problem in _damages(plan, kind, units, sizes, progress) if deep else ():
         units[number] = Unit(number, "damaged", printable(problem))
     return units + [Unit(-1, "foreign", found, entry=entry) for entry, found in _foreign(plan)]
+
+
+def _origin(receipt: Meta) -> tuple[str, bytes]:
+    """Return what two units of several documents cannot share: their content, and where their source ended, if known.
+
+    Two files of a source may be equal, so equal content alone does not prove that a receipt was copied.
+    """
+    return receipt["content_sha256"], canonical_json(receipt["partition"].get("end"))
 
 
 def _damages(

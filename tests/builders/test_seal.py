@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+from support.data_files import write
 from support.disk import meta_bytes, versions_dir
 from support.errors import refused
 from support.partition_builds import (
@@ -34,6 +35,8 @@ from niels_gpt.cache.meta import tokenizer_above
 from niels_gpt.kinds.folders import caches_below
 from niels_gpt.kinds.verify import find_damage
 from niels_gpt.recipes.gc import collect
+from niels_gpt.recipes.units import Units
+from niels_gpt.settings import Settings
 from niels_gpt.storage.leftovers import removable
 
 
@@ -75,9 +78,13 @@ def described(plan, number, **keys):
     path.write_bytes(meta_bytes({**json.loads(path.read_bytes()), **keys}))
 
 
+def remove_unit(plan, number):
+    plan.unit_path(number).unlink()
+    shutil.rmtree(versions_dir(plan.unit_path(number)))
+
+
 def missing(plan):
-    plan.unit_path(1).unlink()
-    shutil.rmtree(versions_dir(plan.unit_path(1)))
+    remove_unit(plan, 1)
 
 
 def started(plan):
@@ -176,6 +183,37 @@ def test_each_kind_of_bad_partition_is_named_with_its_command(plan, spoil):
         assert os.system(command.partition(" && ")[0]) == 0
         build_part(plan, 1)
         assert seal_small(plan)["docs"] == {"train": 62, "val": 13}
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_two_partitions_of_the_same_documents_are_refused_unless_they_came_from_two_places(plan, elsewhere):
+    remove_unit(plan, 1)
+    cloned(plan, [1], elsewhere=elsewhere)
+    bad = [state for state in states(plan) if state.state != "finished"]
+    if elsewhere:
+        assert not bad and seal_small(plan)["partitions"]["total"] == TOTAL
+        return
+    assert [(state.number, state.state) for state in bad] == [(0, "doubled"), (1, "doubled")]
+    with refused("E510", "doubled: 0") as error:
+        seal_small(plan, commands=COMMANDS)
+    for command in str(error.value).splitlines()[1:3]:
+        assert os.system(command.partition(" && ")[0]) == 0
+    build_part(plan, 0)
+    build_part(plan, 1)
+    assert seal_small(plan)["docs"] == {"train": 62, "val": 13}
+
+
+def test_a_partition_of_files_says_where_it_ended(tmp_path, tiny_model_path, monkeypatch):
+    """Two equal files are two places: their partitions have equal content, and are sealed."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        write(tmp_path / f"{name}.jsonl", "".join(json.dumps({"id": n, "text": f"text {n}"}) + "\n" for n in range(9)))
+    settings = Settings(pretrain="notes=*.jsonl", partitions=2, tokenizer=str(tiny_model_path))
+    units = Units(settings, "notes")
+    made = [units.build(number).meta for number in (0, 1)]
+    assert made[0]["content_sha256"] == made[1]["content_sha256"]
+    assert [meta["partition"]["end"]["file"] for meta in made] == [0, 1]
+    assert units.seal().meta["noticed"]["repeated_ids"] == 9
 
 
 @pytest.mark.parametrize("name", ["train/shard_00000.bin", "index/crc32.bin", "index/train_texts.bin"])

@@ -145,8 +145,11 @@ def whole(path, order=range(TOTAL), **changed):
     return seal_small(plan)
 
 
-def cloned(plan, numbers):
-    """Make further partitions of the files of partition 0, linked: the same documents under other numbers."""
+def cloned(plan, numbers, *, elsewhere=True):
+    """Make further partitions of the files of partition 0, linked: the same documents under other numbers.
+
+    elsewhere: as if each came from a file of its own.
+    """
     first = plan.unit_path(0).resolve()
     meta = json.loads((first / "meta.json").read_bytes())
     for number in numbers:
@@ -156,6 +159,7 @@ def cloned(plan, numbers):
             if file.is_file() and file.name != "meta.json":
                 (folder / file.relative_to(first)).parent.mkdir(parents=True, exist_ok=True)
                 (folder / file.relative_to(first)).hardlink_to(file)
-        claim = {"partition": {**meta["partition"], "number": number}}
+        place = {"end": {"file": number}} if elsewhere else {}
+        claim = {"partition": {**meta["partition"], "number": number, **place}}
         (folder / "meta.json").write_bytes(meta_bytes(meta | claim))
         path.symlink_to(f".versions/{path.name}/{first.name}")
