@@ -273,7 +273,7 @@ def test_an_unsealed_folder_says_so(parts):
     for command in ("verify", "stats"):
         done = niels_gpt("eagle3", command, "--json", parts)
         error = done.json["error"]
-        assert done.status == 1 and error["code"] == "E712" and f"niels-gpt eagle3 seal {parts}" in json.dumps(error)
+        assert done.status == 1 and error["code"] == "E712" and f"niels-gpt seal {parts}" in json.dumps(error)
         assert "2 of 3 shards are there" in json.dumps(error) and "partition 1 of 3, 0 of 1 shard" in json.dumps(error)
 
 
@@ -364,9 +364,41 @@ def test_the_commands_make_parts_in_one_folder_and_seal_it(tmp_path, model, chat
     command = done.json["error"]["message"].splitlines()[-1].strip()
     assert command.endswith(again(1, 2)) and "--threads 1" in command
     assert niels_gpt(*shlex.split(command)[1:]).status == 0
-    assert niels_gpt("eagle3", "seal", folder).status == 0
+    assert niels_gpt("seal", folder).status == 0
     assert whole_tree(folder) == whole_tree(made)
     assert not subprocess.run(["diff", "-r", str(folder), str(made)], capture_output=True, check=False).stdout
+
+
+@pytest.mark.parametrize("command", [["seal"], ["eagle3", "seal"]], ids=" ".join)
+def test_both_seals_say_the_same(parts, command, monkeypatch, whole_native):
+    (parts / "shard-000001.safetensors").rename(parts.parent / "kept")
+    done = niels_gpt(*command, "--json", parts)
+    assert done.status == 1 and done.json["error"]["code"] == "E712" and again(1) in done.json["error"]["message"]
+    (parts.parent / "kept").rename(parts / "shard-000001.safetensors")
+    monkeypatch.chdir(parts.parent)
+    parts.rename("roam")  # a source is called so too
+    found = [niels_gpt(*command, "--json", "roam") for _ in range(2)]
+    assert [done.status for done in found] == [0, 0] and whole_tree(parts.parent / "roam") == whole_native
+    assert [done.json["changed"] for done in found] == [True, False]
+    assert all(done.json.keys() == {"folder", "totals", "changed"} and done.json["folder"] == "roam" for done in found)
+    done = niels_gpt(*command, "roam")
+    assert "was sealed already" in done.out and "next: niels-gpt eagle3 verify roam" in done.out
+
+
+def test_a_folder_of_partitions_is_sealed_without_the_flags_of_a_source(parts):
+    before = whole_tree(parts)
+    for flags in (["--partitions", "3"], ["--sizes-only"], ["--seed", "7", "--lock", "lease"]):
+        done = niels_gpt("seal", parts, *flags)
+        assert done.status == 2 and "error[E101]" in done.err and f"{flags[0]}" in done.err
+        assert "is sealed without flags" in done.err and whole_tree(parts) == before
+
+
+def test_a_seal_that_ended_before_it_removed_its_locks_is_repeated(parts, whole_native):
+    shutil.copytree(parts / PARTS_NAME, parts.parent / "kept")
+    seal(parts)
+    shutil.move(parts.parent / "kept", parts / PARTS_NAME)
+    assert niels_gpt("seal", parts).status == 0 and whole_tree(parts) == whole_native
+    assert not (parts / PARTS_NAME).exists()
 
 
 def test_the_earlier_flag_makes_the_same_partition_and_warns(tmp_path, model, chats):

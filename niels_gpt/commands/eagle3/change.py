@@ -12,6 +12,7 @@ from rich_click import argument, option
 
 from niels_gpt.commands.console import Result, progress_bar, say
 from niels_gpt.commands.eagle3.look import command, of_cache
+from niels_gpt.commands.partitions import seal_folder
 from niels_gpt.storage.errors import CacheError
 
 _PATH = click.Path(path_type=Path)
@@ -203,17 +204,9 @@ def _special_ids(cache: Path, name: str | None, follow_links: bool) -> list[int 
 @argument("cache", type=_PATH, metavar="DIR", help="folder that the partitions were made in")
 def seal(cache: Path) -> Result:
     """Seal a folder of parts."""
-    from niels_gpt.eagle3.parts.seal import seal
+    from niels_gpt.eagle3.kind import EAGLE3
 
-    with progress_bar("seal", "B") as progress:
-        sealed = seal(cache, progress=progress)
-    totals = sealed.meta["totals"]
-    done = "sealed" if sealed.is_new else "was sealed already; nothing was written"
-    say(f"{cache}: {done}; {totals['shards']:,} shards, {totals['samples']:,} samples, {totals['tokens']:,} tokens")
-    return Result(
-        {"folder": str(cache), "totals": totals, "changed": sealed.is_new},
-        next=shlex.join(["niels-gpt", "eagle3", "verify", str(cache)]),
-    )
+    return seal_folder(EAGLE3, cache)
 
 
 @command(

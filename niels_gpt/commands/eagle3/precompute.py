@@ -128,7 +128,7 @@ def _partition_made(prepared: Prepared, options: Options, made: dict[str, Any]) 
     numbers = {"partition": options.partition, "partitions": options.partitions, "part": f"{part[0]}/{part[1]}"}
     return Result(
         made | numbers | {"of_shards": prepared.plan.num_shards},
-        next=shlex.join(["niels-gpt", "eagle3", "seal", str(options.output_dir)]),
+        next=shlex.join(["niels-gpt", "seal", str(options.output_dir)]),
     )
 
 

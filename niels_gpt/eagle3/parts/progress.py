@@ -47,6 +47,6 @@ def refuse_unsealed(path: Path) -> None:
     raise CacheError(
         path,
         f"is not sealed: {state}",
-        remedy=f"Once all partitions are made: niels-gpt eagle3 seal {path}",
+        remedy=f"Once all partitions are made: niels-gpt seal {path}",
         code="E712",
     )

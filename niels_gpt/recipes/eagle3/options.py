@@ -174,7 +174,7 @@ class Options:
     partitions: int | None = _option(
         None,
         _HOW,
-        "parts that the shards are made in, each on any machine, in the same DIR; `eagle3 seal DIR` finishes it. "
+        "parts that the shards are made in, each on any machine, in the same DIR; `niels-gpt seal DIR` finishes it. "
         "They decide no byte (default: not partitioned)",
         least=1,
     )
