@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich_click import argument, option
@@ -16,26 +17,40 @@ from niels_gpt.settings import Settings, UsageError
 from niels_gpt.storage.remedies import build_command
 
 if TYPE_CHECKING:
+    from niels_gpt.kinds.kind import Kind
     from niels_gpt.recipes.run_recipe import Outcome
 
 
 @command(
     "seal",
-    "Make the one cache of all partitions.\n\nThe flags are those that the partitions were built with. Each file is "
-    "read once more, and the partitions are removed.",
+    "Make the one cache of all partitions.\n\nThe flags are those that the partitions of a source were built with. "
+    "The folder DIR of a command that made partitions in it takes none. Each file is read once more, and the "
+    "partitions are removed.",
     kept=". Nothing is lost; the same command seals it",
-    examples="niels-gpt seal fineweb_edu --partitions 64",
+    examples="niels-gpt seal fineweb_edu --partitions 64\nniels-gpt seal DIR",
 )
-@argument("source", shell_complete=source_names, help="a pretrain cache whose partitions are built")
+@argument(
+    "source", shell_complete=source_names, help="a pretrain cache whose partitions are built, or a folder of partitions"
+)
 @option("--sizes-only", is_flag=True, help="compare the sizes of files, and do not read them for their sha256")
 def seal(source: str, sizes_only: bool, **given: Any) -> Result:
     """Seal partitions."""
-    from niels_gpt.commands.build import built_rows, print_built
+    from niels_gpt.commands.build import UnknownSourceError, built_rows, explicit_options, print_built
     from niels_gpt.commands.report import checked
+    from niels_gpt.kinds.folders import sealing_kind
     from niels_gpt.recipes.units import Units
 
+    kind, flags = sealing_kind(Path(source)), [name for name in explicit_options() if name != "source"]
+    if kind is not None and not flags:
+        return seal_folder(kind, Path(source))
     settings = settings_of(given)
-    key = _partitioned_key(settings, [source])
+    try:
+        key = _partitioned_key(settings, [source])
+    except UnknownSourceError as error:
+        if kind is None:
+            raise
+        stated = ", ".join(f"--{name.replace('_', '-')}" for name in flags)
+        raise UsageError(f"{stated}: {source} is a folder of partitions, which is sealed without flags") from error
     with progress_bar(f"seal {key}", unit="B", items="files") as progress:
         outcome = Units(settings, key.rpartition("/")[2], fixes=False).seal(deep=not sizes_only, progress=progress)
     for code, warning in checked(outcome, settings):
@@ -45,6 +60,14 @@ def seal(source: str, sizes_only: bool, **given: Any) -> Result:
 
 
 settings_options(seal)
+
+
+def seal_folder(kind: Kind, folder: Path) -> Result:
+    """Seal the units of a kind that were built in a folder, and print what it holds."""
+    with progress_bar("seal", "B") as progress:
+        sealed = kind.seal(folder, progress)
+    say(sealed.text)
+    return Result(sealed.data, next=sealed.next)
 
 
 def build_one(

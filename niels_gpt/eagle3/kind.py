@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,12 +16,13 @@ import numpy as np
 
 from niels_gpt.eagle3.inspect.checks import CHECKS, RECOMPUTED
 from niels_gpt.kinds.files import Record
-from niels_gpt.kinds.kind import CHECK_RECORDS, CHECKED_RECORDS, Cache, Card, Held, Kind, Limits, Page, Rows
+from niels_gpt.kinds.kind import CHECK_RECORDS, CHECKED_RECORDS, Cache, Card, Held, Kind, Limits, Page, Rows, Sealed
 from niels_gpt.progress import Progress
 from niels_gpt.storage.checks import Verdict
 from niels_gpt.storage.errors import PositionError
 
 _MANIFEST_NAME = "manifest.json"  # as eagle3.format.layout has it, which loads torch
+_PARTS_NAME = ".parts"  # as eagle3.parts.folder has it, which loads torch too
 _DIGEST_BYTES = 16
 _FIRST_IDS = 8  # of the draft's vocabulary: a list of 32,000 belongs into a file
 
@@ -108,6 +110,24 @@ class Eagle3Kind(Kind):
     def recognizes(self, folder: Path) -> bool:
         """Whether there is a manifest.json, as every tool of this format writes it."""
         return os.path.lexists(folder / _MANIFEST_NAME)
+
+    def has_unsealed(self, folder: Path) -> bool:
+        """Whether partitions were made in it, and the seal has not ended."""
+        return (folder / _PARTS_NAME).is_dir()
+
+    def seal(self, folder: Path, progress: Progress | None = None) -> Sealed:
+        """Compare every shard with its receipt, and write meta.json."""
+        from niels_gpt.eagle3.parts.seal import seal
+
+        sealed = seal(folder, progress=progress)
+        totals = sealed.meta["totals"]
+        done = "sealed" if sealed.is_new else "was sealed already; nothing was written"
+        held = f"{totals['shards']:,} shards, {totals['samples']:,} samples, {totals['tokens']:,} tokens"
+        return Sealed(
+            f"{folder}: {done}; {held}",
+            {"folder": str(folder), "totals": totals, "changed": sealed.is_new},
+            shlex.join(["niels-gpt", "eagle3", "verify", str(folder)]),
+        )
 
     def lock_of(self, folder: Path) -> Path | None:
         """Return the lock of `niels-gpt eagle3 precompute`."""

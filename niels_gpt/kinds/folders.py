@@ -47,6 +47,16 @@ def kind_at(path: Path) -> Kind | None:
     return None
 
 
+def sealing_kind(path: Path) -> Kind | None:
+    """Return the kind whose units in a folder are to be sealed, or were; None for a folder without any."""
+    if not path.is_dir():
+        return None
+    kind = next((kind for kind in kinds() if kind.has_unsealed(path)), None)
+    if kind is None and _has_meta(path):
+        kind = kind_at(path)
+    return kind if kind is not None and kind.has("seal") else None
+
+
 def caches_below(path: Path) -> list[Path]:
     """Return `path` if it is a cache, or every cache below it in order: pretrain/NAME, sft/NAME, tokenizer.
 

@@ -98,6 +98,17 @@ class Held(NamedTuple):
         return sum(self.counts.get(thing, {}).values())
 
 
+class Sealed(NamedTuple):
+    """What the seal of a folder says."""
+
+    text: str
+    """A line for people."""
+    data: dict[str, Any]
+    """The same, ready for JSON."""
+    next: str
+    """The command that comes next."""
+
+
 @dataclass(frozen=True)
 class Page:
     """What an asset's page in Dagster says of every cache of a kind."""
@@ -189,6 +200,17 @@ class Kind:
     def recognizes(self, folder: Path) -> bool:
         """Whether a folder without a meta.json is a cache of this kind, as another tool writes it."""
         return False
+
+    def has_unsealed(self, folder: Path) -> bool:
+        """Whether a folder holds units of this kind that were built in place, and that `seal` is to finish."""
+        return False
+
+    def seal(self, folder: Path, progress: Progress | None = None) -> Sealed:
+        """Check the units in a folder and write its meta.json; one that was sealed before is left as it is.
+
+        Raises: CacheError for units that are missing or damaged.
+        """
+        raise self.lacks("seal")
 
     def content_sha256(self, records: Sequence[Record]) -> str:
         """Return the identity of a cache's content by the records of its files."""

@@ -70,11 +70,22 @@ def test_the_other_face_builds_and_seals_too(notes):
         ["build", "roam", "--partitions", "8", "--partition", "1", "--dry-run"],
         ["seal", "oasst1", "--partitions", "8"],
         ["seal", "roam"],
+        ["seal", "nowhere"],
     ],
 )
 def test_a_wrong_use_is_an_error_of_usage(words, tmp_path):
     done = niels_gpt(*words, "--cache-dir", tmp_path / "c")
     assert done.status == 2 and "E10" in done.err and not (tmp_path / "c").exists()
+
+
+def test_the_seal_of_a_folder_that_holds_no_partitions_is_refused_as_an_unknown_source(tmp_path, sample):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other" / "sidecar").mkdir(parents=True)
+    (tmp_path / "other" / "manifest.json").write_text("{}")
+    for folder in (tmp_path / "empty", tmp_path / "other", sample / "pretrain" / "roam", sample, "nowhere"):
+        done = niels_gpt("seal", folder, "--json")
+        assert done.status == 2 and done.json["error"]["code"] == "E103"
+        assert f"no source is called '{folder}'" in done.err
 
 
 def test_of_several_caches_those_without_partitions_are_named_once(

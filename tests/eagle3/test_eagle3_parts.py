@@ -66,6 +66,16 @@ def parts(finished_parts, tmp_path):
     return shutil.copytree(finished_parts, tmp_path / "c")
 
 
+def partition(number, total):
+    """The flags that make a partition."""
+    return ["--partitions", str(total), "--partition", str(number)]
+
+
+def again(number, total=3):
+    """The end of the command that makes a partition again."""
+    return " ".join(partition(number, total))
+
+
 def refused(action, *words, code="E712"):
     with pytest.raises(CacheError) as caught:
         action()
@@ -124,7 +134,7 @@ def test_a_part_that_was_killed_is_made_elsewhere_while_others_run(tmp_path, for
         lambda: seal(folder),
         lambda: join(tmp_path / "j", [folder]),
     ):
-        refused(action, "part 2/3 is being written", code="E503")
+        refused(action, "partition 1 of 3 is being written", code="E503")
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     assert make(folder, (2, 3), form) == 1 and seal(folder).is_new
@@ -206,12 +216,12 @@ def test_the_seal_names_what_is_missing_damaged_or_foreign(parts, tmp_path):
     other["facts"]["plan"] = "0" * 64
     receipt.write_text(json.dumps(other))
     before = whole_tree(parts)
-    error = refused(lambda: seal(parts), "missing: 0", "of another plan: 2", "--part 1/3", "--part 3/3")
+    error = refused(lambda: seal(parts), "missing: 0", "of another plan: 2", again(0), again(2))
     assert whole_tree(parts) == before
     subprocess.run(error.remedy.splitlines()[1].split(), check=True)
     assert error.remedy.splitlines()[1].split() == ["rm", f"{parts}/shard-000002.safetensors"]
     assert [make(parts, (number, 3)) for number in (1, 2, 3)] == [1, 0, 1]
-    error = refused(lambda: seal(parts), "damaged: 1 (", "sample", "--part 2/3")  # all is read now
+    error = refused(lambda: seal(parts), "damaged: 1 (", "sample", again(1))  # all is read now
     subprocess.run(error.remedy.splitlines()[1].split(), check=True)
     assert make(parts, (2, 3)) == 1
     shutil.copy(parts / "shard-000001.safetensors", parts / "shard-000003.safetensors")
@@ -226,7 +236,7 @@ def test_the_seal_names_what_is_missing_damaged_or_foreign(parts, tmp_path):
 @pytest.mark.parametrize("name", ["sidecar/samples.safetensors", "target_weights.safetensors", "sidecar/batches.jsonl"])
 def test_what_no_shard_holds_is_written_again_by_any_part(parts, name, whole_native):
     flip_bit(parts / name, -1)
-    refused(lambda: seal(parts), "Run a part again")
+    refused(lambda: seal(parts), "Make a partition again")
     assert make(parts, (2, 3)) == 0
     seal(parts)
     assert whole_tree(parts) == whole_native
@@ -248,7 +258,7 @@ def test_a_machine_with_another_plan_or_other_code_is_refused(tmp_path):
         libraries = {"niels_gpt": "1", "libraries": {"torch": code}}
         return run(folder, given=given, part=(2, 3), code=libraries)
 
-    refused(lambda: other(run={"threads": 2}), "part 2/3", "run.threads: 1, now 2")
+    refused(lambda: other(run={"threads": 2}), "partition 1 of 3", "run.threads: 1, now 2")
     refused(lambda: other(target={"config_sha256": "d" * 64}), "target.config_sha256")
     refused(lambda: other(batch_size=2), "batches.batch_size: 3, now 2")
     refused(lambda: other(selected_token_ids=[1, 2, 3], draft_vocab_size=3), "manifest.draft_vocab_size")
@@ -263,8 +273,8 @@ def test_an_unsealed_folder_says_so(parts):
     for command in ("verify", "stats"):
         done = niels_gpt("eagle3", command, "--json", parts)
         error = done.json["error"]
-        assert done.status == 1 and error["code"] == "E712" and f"niels-gpt eagle3 seal {parts}" in json.dumps(error)
-        assert "2 of 3 shards are there" in json.dumps(error) and "part 2/3 0 of 1" in json.dumps(error)
+        assert done.status == 1 and error["code"] == "E712" and f"niels-gpt seal {parts}" in json.dumps(error)
+        assert "2 of 3 shards are there" in json.dumps(error) and "partition 1 of 3, 0 of 1 shard" in json.dumps(error)
 
 
 def test_nothing_is_written_through_a_link(tmp_path):
@@ -276,7 +286,7 @@ def test_nothing_is_written_through_a_link(tmp_path):
     refused(lambda: seal(folder), PARTS_NAME, code="E205")
     (folder / PARTS_NAME).unlink()
     with part_lock(folder, (2, 3)):
-        refused(lambda: seal(folder), "part 2/3", code="E503")
+        refused(lambda: seal(folder), "partition 1 of 3", code="E503")
 
 
 def cut_everywhere(trace, before, scratch, after, every):
@@ -326,12 +336,12 @@ def test_commands_at_once_one_of_them_killed(tmp_path, model, chats):
     what = ["--target-model", str(model), "--input-data", str(chats), "--seq-length", "40", "--threads", "1"]
     what += ["--format", "native", "--shard-bytes", "20000", "--device", "cpu", "--output-dir"]
     folder, program = tmp_path / "c", [sys.executable, "-m", "niels_gpt.eagle3.precompute"]
-    runs = [subprocess.Popen([*program, *what, str(folder), "--part", f"{number}/2"]) for number in (1, 2)]
+    runs = [subprocess.Popen([*program, *what, str(folder), *partition(number, 2)]) for number in (0, 1)]
     while not (folder / "sidecar" / "plan.json").exists():  # one of the two writes it
         time.sleep(0.005)
     runs[1].kill()
     assert runs[0].wait() == 0 and runs[1].wait() is not None
-    assert niels_gpt("eagle3", "precompute", *what, folder, "--part", "2/2").status == 0
+    assert niels_gpt("eagle3", "precompute", *what, folder, *partition(1, 2)).status == 0
     assert niels_gpt("eagle3", "seal", folder).status == 0
     assert niels_gpt("eagle3", "precompute", *what, tmp_path / "d").status == 0
     found = subprocess.run(["diff", "-r", "c", "d"], cwd=tmp_path, capture_output=True, check=False)
@@ -347,13 +357,57 @@ def test_the_commands_make_parts_in_one_folder_and_seal_it(tmp_path, model, chat
         assert done.status == 0, done.err
         return done.out
 
-    assert "to make in part 1/2" in part("--part", "1/2", "--threads", "1")
-    assert "part 1/2" not in part("--part", "2/2", "--dry-run")
+    assert "to make in partition 0 of 2" in part(*partition(0, 2), "--threads", "1")
+    assert "partition 0 of 2" not in part(*partition(1, 2), "--dry-run")
     done = niels_gpt("eagle3", "seal", "--json", folder)
     assert done.status == 1
     command = done.json["error"]["message"].splitlines()[-1].strip()
-    assert command.endswith("--part 2/2") and "--threads 1" in command
+    assert command.endswith(again(1, 2)) and "--threads 1" in command
     assert niels_gpt(*shlex.split(command)[1:]).status == 0
-    assert niels_gpt("eagle3", "seal", folder).status == 0
+    assert niels_gpt("seal", folder).status == 0
     assert whole_tree(folder) == whole_tree(made)
     assert not subprocess.run(["diff", "-r", str(folder), str(made)], capture_output=True, check=False).stdout
+
+
+@pytest.mark.parametrize("command", [["seal"], ["eagle3", "seal"]], ids=" ".join)
+def test_both_seals_say_the_same(parts, command, monkeypatch, whole_native):
+    (parts / "shard-000001.safetensors").rename(parts.parent / "kept")
+    done = niels_gpt(*command, "--json", parts)
+    assert done.status == 1 and done.json["error"]["code"] == "E712" and again(1) in done.json["error"]["message"]
+    (parts.parent / "kept").rename(parts / "shard-000001.safetensors")
+    monkeypatch.chdir(parts.parent)
+    parts.rename("roam")  # a source is called so too
+    found = [niels_gpt(*command, "--json", "roam") for _ in range(2)]
+    assert [done.status for done in found] == [0, 0] and whole_tree(parts.parent / "roam") == whole_native
+    assert [done.json["changed"] for done in found] == [True, False]
+    assert all(done.json.keys() == {"folder", "totals", "changed"} and done.json["folder"] == "roam" for done in found)
+    done = niels_gpt(*command, "roam")
+    assert "was sealed already" in done.out and "next: niels-gpt eagle3 verify roam" in done.out
+
+
+def test_a_folder_of_partitions_is_sealed_without_the_flags_of_a_source(parts):
+    before = whole_tree(parts)
+    for flags in (["--partitions", "3"], ["--sizes-only"], ["--seed", "7", "--lock", "lease"]):
+        done = niels_gpt("seal", parts, *flags)
+        assert done.status == 2 and "error[E101]" in done.err and f"{flags[0]}" in done.err
+        assert "is sealed without flags" in done.err and whole_tree(parts) == before
+
+
+def test_a_seal_that_ended_before_it_removed_its_locks_is_repeated(parts, whole_native):
+    shutil.copytree(parts / PARTS_NAME, parts.parent / "kept")
+    seal(parts)
+    shutil.move(parts.parent / "kept", parts / PARTS_NAME)
+    assert niels_gpt("seal", parts).status == 0 and whole_tree(parts) == whole_native
+    assert not (parts / PARTS_NAME).exists()
+
+
+def test_the_earlier_flag_makes_the_same_partition_and_warns(tmp_path, model, chats):
+    words = ["eagle3", "precompute", "--target-model", model, "--input-data", chats, "--seq-length", "40"]
+    words += ["--shard-size", "4", "--device", "cpu", "--threads", "1", "--json", "--output-dir", tmp_path / "c"]
+    done = niels_gpt(*words, "--part", "2/3")
+    assert done.status == 0 and "warning[W104]: --part 2/3 is --partitions 3 --partition 1 now" in done.err
+    shutil.move(tmp_path / "c", tmp_path / "d")
+    now = niels_gpt(*words, *partition(1, 3))
+    assert now.status == 0 and "W104" not in now.err and now.json == done.json
+    assert (now.json["partition"], now.json["partitions"], now.json["shards"]) == (1, 3, 1)
+    assert whole_tree(tmp_path / "c") == whole_tree(tmp_path / "d")

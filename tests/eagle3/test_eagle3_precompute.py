@@ -22,7 +22,8 @@ from niels_gpt.eagle3.vocab import save_token_mapping
 TOLD = ("target: ", "tokenizing: ", "hint: ")
 FLAGS = """
 --target-model --revision --input-data --source-root --output-dir --seq-length --draft-vocab-size --draft-vocab-from
---target-probs-topk --batch-size --max-batch-tokens --shard-size --dtype --format --aux-layers --workers --part --lock
+--target-probs-topk --batch-size --max-batch-tokens --shard-size --dtype --format --aux-layers --workers --lock
+--partitions --partition
 --aux-dtype --shard-bytes --resume --dry-run --device --compute-dtype --chat-template --show --attention --threads
 --limit --document-start
 """
@@ -147,6 +148,12 @@ def test_a_run_that_does_not_fit_is_refused_within_seconds(tmp_path, run):
         (["--format-version=2", "--aux-dtype", "fp8"], "--aux-dtype is fp8, and it applies to --format native only"),
         (["--shard-bytes", "9"], "--shard-bytes is 9, and it applies to --format native only, not to 1"),
         *((["--part", part], f"--part is '{part}', expected i/N") for part in ("0/2", "3/2", "1", "1/", "a/2")),
+        (["--partitions", "2"], "--partitions 2: which one is to be made? Pass --partition I, 0 to 1"),
+        (["--partition", "1"], "--partition 1: of how many? Pass --partitions N"),
+        (["--partitions", "2", "--partition", "2"], "--partition 2: expected 0 to 1, of --partitions"),
+        (["--partitions", "0", "--partition", "0"], "--partitions is 0, expected 1"),
+        (["--partitions", "2", "--partition", "-1"], "--partition is -1, expected 0"),
+        (["--partitions", "2", "--partition", "0", "--part", "1/2"], "--part 1/2 is the earlier name of --partitions"),
         (["--chat-template", "nowhere.jinja"], "nowhere.jinja"),
     ],
 )
@@ -318,7 +325,7 @@ def test_every_flag_has_a_text_and_none_is_missing():
     assert {flag for flag, *_ in options} >= {*FLAGS.split(), "--json", "--strict"}
     assert {flag for flag, *_ in options} <= {*FLAGS.split(), "--json", "--strict", "--help"}
     for flag, value, text in options:
-        assert not value or flag == "--part" or re.search(r"\[[^]]+\]|default", text), flag
+        assert not value or re.search(r"\[[^]]+\]|default", text), flag
     program = (
         "import sys, niels_gpt.eagle3.precompute as command\n"
         "command.main(['--help'])\n"

@@ -152,6 +152,7 @@ def test_a_kind_of_another_package_is_taken_by_every_command(tmp_path, installed
     assert f"{cache}: ok" in run("verify", root, "--deep")
     assert "photos" in run("stats", cache) and run("show", cache, "--at", "3").startswith("photo 3 of 7")
     assert "error[E208]" in run("locate", cache, "train", "0", status=1)
+    assert "error[E103]" in run("seal", cache, status=2), "it has no seal"
     run("push", cache, f"file://{tmp_path}/bucket")
     run("pull", f"file://{tmp_path}/bucket", tmp_path / "pulled")
     assert (tmp_path / "pulled" / "photos.bin").read_bytes() == b"seven!!"

@@ -66,11 +66,13 @@ def fingerprints(settings):
 
 
 def fingerprint_in_parts(settings, part):
-    """The fingerprint of a target cache of which a machine builds a part, as in "1/2"; "" for all of it."""
+    """The fingerprint of a target cache of which a machine builds partition I of N, as in (0, 2); None: all of it."""
     from dataclasses import replace
 
     found = resolved(settings, observed=None)
-    return asset._fingerprint(replace(found, options=replace(found.options, part=part)) if part else found)
+    number, total = part or (None, None)
+    options = replace(found.options, partition=number, partitions=total)
+    return asset._fingerprint(replace(found, options=options))
 
 
 def facts_of_target(cache, target, revision=None):

@@ -12,6 +12,7 @@ from rich_click import argument, option
 
 from niels_gpt.commands.console import Result, progress_bar, say
 from niels_gpt.commands.eagle3.look import command, of_cache
+from niels_gpt.commands.partitions import seal_folder
 from niels_gpt.storage.errors import CacheError
 
 _PATH = click.Path(path_type=Path)
@@ -196,32 +197,25 @@ def _special_ids(cache: Path, name: str | None, follow_links: bool) -> list[int 
 
 @command(
     "seal",
-    "Finish a folder in which precompute --part made all parts: every shard is checked, then meta.json is written.",
+    "Finish a folder in which precompute --partition made all partitions: every shard is checked, then meta.json is "
+    "written.",
     examples="niels-gpt eagle3 seal DIR",
 )
-@argument("cache", type=_PATH, metavar="DIR", help="folder that the parts were made in")
+@argument("cache", type=_PATH, metavar="DIR", help="folder that the partitions were made in")
 def seal(cache: Path) -> Result:
     """Seal a folder of parts."""
-    from niels_gpt.eagle3.parts.seal import seal
+    from niels_gpt.eagle3.kind import EAGLE3
 
-    with progress_bar("seal", "B") as progress:
-        sealed = seal(cache, progress=progress)
-    totals = sealed.meta["totals"]
-    done = "sealed" if sealed.is_new else "was sealed already; nothing was written"
-    say(f"{cache}: {done}; {totals['shards']:,} shards, {totals['samples']:,} samples, {totals['tokens']:,} tokens")
-    return Result(
-        {"folder": str(cache), "totals": totals, "changed": sealed.is_new},
-        next=shlex.join(["niels-gpt", "eagle3", "verify", str(cache)]),
-    )
+    return seal_folder(EAGLE3, cache)
 
 
 @command(
     "join",
-    "Put parts together that were made in folders of their own: links where possible, the bytes of one run.",
+    "Put partitions together that were made in folders of their own: links where possible, the bytes of one run.",
     examples="niels-gpt eagle3 join CACHE part-1 part-2 part-3",
 )
 @argument("out", type=click.Path(path_type=Path), help="folder of the cache: empty or absent")
-@argument("part", type=click.Path(path_type=Path), nargs=-1, required=True, help="folders that precompute --part made")
+@argument("part", type=click.Path(path_type=Path), nargs=-1, required=True, help="folders of precompute --partition")
 def join(out: Path, part: tuple[Path, ...]) -> Result:
     """Join parts."""
     from niels_gpt.eagle3.produce.join import join
@@ -231,7 +225,7 @@ def join(out: Path, part: tuple[Path, ...]) -> Result:
     copied = f", {joined.copied_bytes:,} bytes were copied" if joined.copied_bytes else ""
     say(
         f"{out}: {totals['shards']:,} shards, {totals['samples']:,} samples, {totals['tokens']:,} tokens; "
-        f"{joined.linked_bytes:,} bytes are shared with the parts{copied}"
+        f"{joined.linked_bytes:,} bytes are shared with them{copied}"
     )
     made = {"folder": str(out), "totals": totals}
     sizes = {"linked_bytes": joined.linked_bytes, "copied_bytes": joined.copied_bytes}

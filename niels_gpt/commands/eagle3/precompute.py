@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 _LINE_EVERY_S = 10.0
 _UNSTATED = (None, ParameterSource.DEFAULT)
-_NAMES = {each.name for each in fields(Options)} - {"part", "resume", "show"} | {"source_root"}
-"""Options that all parts of a cache may be made with."""
+_NAMES = {each.name for each in fields(Options)} - {"partitions", "partition", "resume", "show"} | {"source_root"}
+"""Options that all partitions of a cache may be made with."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,7 +50,7 @@ def _precompute(source_root: str, dry_run: bool, **given: Any) -> Result:
 
 
 def _stated_words() -> list[str]:
-    """Return the words of the command, without what each part states for itself: for other machines to run it."""
+    """Return the words of the command, without what each partition states for itself: for other machines to run it."""
     context = click.get_current_context()
     words = ["niels-gpt", "eagle3", "precompute"]
     for flag in context.command.params:
@@ -104,27 +104,31 @@ def _run(options: Options, settings: Settings, command: list[str], *, dry_run: b
         produced = carry_out(prepared, options.output_dir, resume=options.resume, command=command, progress=show)
     made = {"folder": str(options.output_dir), "shards": produced.shards}
     if not produced.meta:
-        return _part_made(prepared, options, made)
+        return _partition_made(prepared, options, made)
     _print_made(produced, options.output_dir)
     made |= {"totals": produced.meta["totals"], "token_bytes": produced.meta["token_bytes"]}
     return Result(made, next=shlex.join(["niels-gpt", "eagle3", "verify", str(options.output_dir)]))
 
 
-def _part_made(prepared: Prepared, options: Options, made: dict[str, Any]) -> Result:
-    """Print what a run of a part made, and what to do next."""
+def _partition_made(prepared: Prepared, options: Options, made: dict[str, Any]) -> Result:
+    """Print what a run of a partition made, and what to do next."""
+    from niels_gpt.eagle3.parts.folder import part_text
     from niels_gpt.eagle3.parts.progress import finished_of, progress_text
 
-    assert options.output_dir is not None
+    part = options.part_numbers
+    assert options.output_dir is not None and part is not None
     done = finished_of(options.output_dir, prepared.plan)
     if state := progress_text(options.output_dir, prepared.plan, done):
         say(f"{options.output_dir}: {state}")
     say(
-        f"{options.output_dir}: made {made['shards']:,} of {prepared.plan.num_shards:,} shards, part {options.part}. "
-        "The cache is not finished: make the other parts with the same options, here or on other machines, and seal it"
+        f"{options.output_dir}: made {made['shards']:,} of {prepared.plan.num_shards:,} shards, {part_text(part)}. "
+        "The cache is not finished: make the other partitions with the same options, here or on other machines, and "
+        "seal it"
     )
+    numbers = {"partition": options.partition, "partitions": options.partitions, "part": f"{part[0]}/{part[1]}"}
     return Result(
-        made | {"part": options.part, "of_shards": prepared.plan.num_shards},
-        next=shlex.join(["niels-gpt", "eagle3", "seal", str(options.output_dir)]),
+        made | numbers | {"of_shards": prepared.plan.num_shards},
+        next=shlex.join(["niels-gpt", "seal", str(options.output_dir)]),
     )
 
 
@@ -143,6 +147,8 @@ def _hint_at_threads(workers: int, run: dict[str, Any]) -> None:
 
 
 def _print_estimate(sizes: Estimate, prepared: Prepared, folder: Path) -> None:
+    from niels_gpt.eagle3.parts.folder import part_text
+
     manifest = prepared.plan.manifest
     say(
         f"{sizes.samples:,} samples, {sizes.tokens:,} tokens, {sizes.supervised_share:.1%} supervised; "
@@ -159,8 +165,8 @@ def _print_estimate(sizes: Estimate, prepared: Prepared, folder: Path) -> None:
         topk = manifest.get("target_probs_topk") or "all"
         say(f"format version {manifest['format_version']}, {manifest['dtype']}, {draft}, probabilities kept: {topk}")
     finished = f", {sizes.shards_done:,} of them finished" if sizes.shards_done else ""
-    if part := prepared.resolved.options.part:
-        finished += f", {sizes.shards_left:,} to make in part {part}"
+    if part := prepared.resolved.options.part_numbers:
+        finished += f", {sizes.shards_left:,} to make in {part_text(part)}"
     say(f"{sizes.shards:,} shards{finished}, {sizes.batches:,} batches")
     holes, padding = "", ""
     if not prepared.plan.is_native:
@@ -284,7 +290,8 @@ def _flags() -> list[click.Parameter]:
     text = "hub, sample, or the folder of a mirror"
     root = RichOption(["--source-root"], default=Settings().source_root, metavar="ROOT", help=text, panel=GROUPS[0])
     text = "print sizes and free space, and stop; exit code 1 if it does not fit"
-    return [*found, root, RichOption(["--dry-run"], is_flag=True, help=text, panel=GROUPS[-1])]
+    part = RichOption(["--part"], metavar="i/N", hidden=True, help="the earlier name: --partitions N --partition i - 1")
+    return [*found, root, part, RichOption(["--dry-run"], is_flag=True, help=text, panel=GROUPS[-1])]
 
 
 def _flag(each: Field[Any]) -> RichOption:
@@ -294,7 +301,7 @@ def _flag(each: Field[Any]) -> RichOption:
     elif how.get("type") is Path:
         how["type"] = click.Path(path_type=Path)
     elif each.metadata["least"] is not None:
-        how.update(type=int, metavar="N")
+        how = {"type": int, "metavar": "N", **how}
     if each.default is False:
         how["is_flag"] = True
     elif each.default not in (None, MISSING):

@@ -1,7 +1,7 @@
-"""`.parts` of an unfinished cache: the locks of its parts, and what all machines that make them have in common.
+"""`.parts` of an unfinished cache: the locks of its partitions, and what all machines that make them have in common.
 
     DIR/.parts/settings.json   the code of the machine that fixed the plan, and its command
-    DIR/.parts/1-of-4          empty: part 1 of 4 was started
+    DIR/.parts/1-of-4          empty: partition 0 of 4 was started; the names of files count from 1
     DIR/.parts/1-of-4.lock     held by the process that makes it
     DIR/.parts/weights.lock    held by the process that writes the target's weights
 
@@ -31,7 +31,7 @@ from niels_gpt.storage.locks.folder import MARKER
 from niels_gpt.storage.meta_json import parse_object, read_regular, shortened
 
 Part = tuple[int, int]
-"""(i, N): the shards whose index divided by N leaves i - 1."""
+"""(i, N), i from 1: partition i - 1 of N, which has the shards whose index divided by N leaves i - 1."""
 PARTS_NAME = ".parts"
 _SETTINGS, _WEIGHTS_LOCK = "settings.json", "weights.lock"
 _WEIGHTS_STATE = "the target's weights are being written"
@@ -45,8 +45,8 @@ _MOST_BYTES = 1 << 16
 
 
 def part_text(part: Part) -> str:
-    """Return i/N."""
-    return f"{part[0]}/{part[1]}"
+    """Return how a partition is called in messages: partition 0 of 4."""
+    return f"partition {part[0] - 1} of {part[1]}"
 
 
 def has_parts(folder: Path) -> bool:
@@ -106,7 +106,8 @@ def weights_claim(folder: Path) -> Iterator[tuple[Path, bool]]:
 def fix_settings(folder: Path, code: Mapping[str, Any], command: Sequence[str]) -> None:
     """Record the code and the command of the first machine, or compare the code with the recorded one.
 
-    command: the words of precompute's command without --part, for messages; () where it is not known.
+    command: the words of precompute's command without --partitions and --partition, for messages; () where it is not
+        known.
     The folder's lock is held. Raises: CacheError where the code is another one, naming what differs.
     """
     if (settings := _settings(folder)) is None:
@@ -128,7 +129,7 @@ def _refuse_other_code(folder: Path, recorded: Mapping[str, Any], code: Mapping[
         values = (f"{name}: {shortened(_value(recorded, name))}, now {shortened(_value(code, name))}" for name in names)
         raise CacheError(
             folder,
-            f"its parts are made by other code than this machine has: {'; '.join(values)}",
+            f"its partitions are made by other code than this machine has: {'; '.join(values)}",
             remedy="Install the same version on all machines, or name another folder",
             code="E712",
         )
@@ -143,10 +144,11 @@ def _value(record: Any, name: str) -> Any:
 
 def part_command(folder: Path, part: Part | None) -> str:
     """Return the command that makes a part of a folder, as far as it is known; None: of all that is missing."""
-    flags = ["--resume"] if part is None else ["--part", part_text(part)]
+    flags = ["--resume"] if part is None else ["--partitions", str(part[1]), "--partition", str(part[0] - 1)]
     words = (_settings(folder) or {"command": []})["command"]
     if words[: len(_COMMAND)] != [*_COMMAND]:  # another's words are not printed as a command
-        return shlex.join([*_COMMAND, "--output-dir", str(folder), *flags]) + " with the options of the other parts"
+        command = shlex.join([*_COMMAND, "--output-dir", str(folder), *flags])
+        return f"{command} with the options of the other partitions"
     if "--output-dir" in words[:-1]:  # another machine may have another path to it
         words[words.index("--output-dir") + 1] = str(folder)
     return shlex.join([*words, *flags])
@@ -180,8 +182,8 @@ def _settings(folder: Path) -> dict[str, Any] | None:
     except (ValueError, LookupError) as error:
         raise CacheError(
             path,
-            f"not as a part writes it ({error!r:.200})",
-            remedy=f"Remove it, and run a part again: rm {shlex.quote(str(path))}",
+            f"not as a partition writes it ({error!r:.200})",
+            remedy=f"Remove it, and build a partition again: rm {shlex.quote(str(path))}",
             code="E712",
         ) from error
 
@@ -192,9 +194,8 @@ def _settings(folder: Path) -> dict[str, Any] | None:
 def refuse_foreign_files(folder: Path) -> None:
     """Raise CacheError where `.parts` holds a file that no part made."""
     if foreign := [name for name in _names(folder) if not _OWN.fullmatch(name)]:
-        raise CacheError(
-            folder / PARTS_NAME / foreign[0], "no file of a part", remedy="Move it away, and seal again", code="E712"
-        )
+        path = folder / PARTS_NAME / foreign[0]
+        raise CacheError(path, "no file of a partition", remedy="Move it away, and seal again", code="E712")
 
 
 def remove_parts(folder: Path) -> None:
@@ -211,7 +212,7 @@ def remove_parts(folder: Path) -> None:
 
 
 def _state(part: Part) -> str:
-    return f"part {part_text(part)} is being written"
+    return f"{part_text(part)} is being written"
 
 
 def _lock_path(folder: Path, part: Part) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
+from niels_gpt.display.numbers import many
 from niels_gpt.eagle3.format.plan import Plan, open_plan, shards_of_part
 from niels_gpt.eagle3.parts.folder import has_parts, known_parts, part_text
 from niels_gpt.eagle3.produce.resume_checks import is_finished
@@ -27,10 +28,10 @@ def progress_text(folder: Path, plan: Plan, done: Collection[int]) -> str:
     for part in parts:
         shards = shards_of_part(plan.num_shards, part)
         if missing := len({*shards} - found):
-            shown.append(f"part {part_text(part)} {len(shards) - missing:,} of {len(shards):,}")
-    more = f" and {len(shown) - _MOST_NAMED:,} more parts" if len(shown) > _MOST_NAMED else ""
-    each = f"; unfinished: {', '.join(shown[:_MOST_NAMED])}{more}" if shown else ""
-    return f"{len(found):,} of {plan.num_shards:,} shards are there, {len(parts):,} parts started{each}"
+            shown.append(f"{part_text(part)}, {len(shards) - missing:,} of {many(len(shards), 'shard')}")
+    more = f" and {len(shown) - _MOST_NAMED:,} more partitions" if len(shown) > _MOST_NAMED else ""
+    each = f"; unfinished: {'; '.join(shown[:_MOST_NAMED])}{more}" if shown else ""
+    return f"{len(found):,} of {plan.num_shards:,} shards are there, {many(len(parts), 'partition')} started{each}"
 
 
 def refuse_unsealed(path: Path) -> None:
@@ -46,6 +47,6 @@ def refuse_unsealed(path: Path) -> None:
     raise CacheError(
         path,
         f"is not sealed: {state}",
-        remedy=f"Once all parts are made: niels-gpt eagle3 seal {path}",
+        remedy=f"Once all partitions are made: niels-gpt seal {path}",
         code="E712",
     )

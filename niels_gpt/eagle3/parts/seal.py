@@ -76,8 +76,8 @@ def seal(cache_dir: PathLike, *, progress: Progress | None = None) -> Sealed:
     if not os.path.lexists(folder / SIDECAR / PLAN_NAME):
         raise CacheError(
             folder,
-            "holds no plan that parts were made by",
-            remedy=f"Run a part: {part_command(folder, (1, 2))}",
+            "holds no plan that partitions were made by",
+            remedy=f"Make a partition: {part_command(folder, (1, 2))}",
             code="E712",
         )
     lock = folder / SIDECAR / LOCK_NAME
@@ -107,7 +107,7 @@ def _plan(folder: Path) -> Plan:
     except (FileNotFoundError, CacheError) as error:
         problem = error.problem if isinstance(error, CacheError) else str(error)
         raise CacheError(
-            folder, f"its plan cannot be read: {problem}", remedy=f"Run a part again: {again}", code="E712"
+            folder, f"its plan cannot be read: {problem}", remedy=f"Make a partition again: {again}", code="E712"
         ) from error
     wrong = [
         name
@@ -120,7 +120,7 @@ def _plan(folder: Path) -> Plan:
         raise CacheError(
             folder,
             f"{' and '.join(wrong)}: missing or damaged",
-            remedy=f"Run a part again, which writes them: {again}",
+            remedy=f"Make a partition again, which writes them: {again}",
             code="E712",
         )
     return plan
@@ -183,6 +183,6 @@ def _refuse_bad(folder: Path, parts: list[Part], bad: list[_Bad]) -> None:
     raise CacheError(
         folder,
         f"{number_of(len(bad), 'shard')} cannot be sealed; {'; '.join(texts)}",
-        remedy=f"Run these parts again, on any machine, and seal again:{lines}{more}",
+        remedy=f"Make these partitions again, on any machine, and seal again:{lines}{more}",
         code="E712",
     )

@@ -89,15 +89,15 @@ def _common_plan(folders: Sequence[Path]) -> Plan:
     try:
         first, *others = (open_plan(folder) for folder in folders)
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"{error}. Expected a part that precompute --part made") from error
+        raise FileNotFoundError(f"{error}. Expected a folder that precompute --partition made") from error
     for folder, plan in zip(folders[1:], others, strict=True):
         names = differing_fields(first.record, plan.record)
         names += differing_fields(first.manifest, plan.manifest, "manifest.")
         if names:
             raise CacheError(
                 folder,
-                f"a part of another plan than {folders[0]} (different fields: {sorted({*names})})",
-                "parts that were made with the same options but --part",
+                f"a partition of another plan than {folders[0]} (different fields: {sorted({*names})})",
+                "partitions that were made with the same options but --partition",
                 "Make it again with those of the others",
                 code="E703",
             )
@@ -118,16 +118,16 @@ def _shards_of(folders: Sequence[Path], plan: Plan) -> dict[int, Path]:
                     shard_path(folder, shard),
                     f"other bytes than those of {shard_path(other, shard)}",
                     "the same ones, for the plan is the same",
-                    "Check both parts: niels-gpt eagle3 verify, and leave the damaged one out",
+                    "Check both folders: niels-gpt eagle3 verify, and leave the damaged one out",
                     code="E701",
                 )
     if missing := sorted({*range(plan.num_shards)} - {*found}):
         shown = ", ".join(map(str, missing[:_MOST_NAMED])) + (" ..." if len(missing) > _MOST_NAMED else "")
         raise CacheError(
             folders[0],
-            f"{len(missing):,} of {plan.num_shards:,} shards are in none of the parts, or are not finished: {shown}",
-            remedy="Make them: precompute --part i/N makes the shards i - 1, i - 1 + N, and so on; --resume resumes a "
-            "part that was stopped",
+            f"{len(missing):,} of {plan.num_shards:,} shards are in none of the folders, or are not finished: {shown}",
+            remedy="Make them: precompute --partitions N --partition I makes the shards I, I + N, and so on; the same "
+            "command resumes one that was stopped",
             code="E702",
         )
     return dict(sorted(found.items()))
@@ -152,8 +152,8 @@ def _small_files(folders: Sequence[Path], plan: Plan) -> Iterator[tuple[Path, tu
         if folder is None:
             raise CacheError(
                 folders[0],
-                f"no part has {' and '.join(names)} undamaged",
-                remedy="Run the command of a part again, with --resume",
+                f"no folder has {' and '.join(names)} undamaged",
+                remedy="Run the command of a partition again",
                 code="E702",
             )
         yield folder, names

@@ -146,8 +146,9 @@ def produce(
         that is not finished, whose manifest is not believed about the target's head.
     named: what errors and warnings about the finished cache call the folder, where it gets another name later.
     workers: processes; 1 does the work in this one. The bytes do not depend on it.
-    part: (i, N): make only the shards whose index divided by N leaves i - 1, and no meta.json, also beside other parts
-        that are being made in the same folder; it continues without `resume`. eagle3.parts.seal finishes the folder.
+    part: (i, N), i from 1, the command's --partition i - 1 --partitions N: make only the shards whose index divided by
+        N leaves i - 1, and no meta.json, also beside other parts that are being made in the same folder; it continues
+        without `resume`. eagle3.parts.seal finishes the folder.
     code: of this machine, which all parts must have in common. command: as eagle3.parts.folder.fix_settings.
     progress: items are the bytes that this run wrote, units are tokens; first called with the tokens already done.
     start: how processes are started: spawn, or fork where nothing has used torch's threads yet.

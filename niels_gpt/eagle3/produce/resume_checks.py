@@ -28,6 +28,7 @@ from niels_gpt.eagle3.format.layout import (
 from niels_gpt.eagle3.format.manifest import existing_shard_indices, is_native, manifest_path, read_manifest
 from niels_gpt.eagle3.format.plan import CONVERTED, FREE, PLAN_NAME, Plan, differing_fields, open_plan, read_record
 from niels_gpt.eagle3.format.shard_writer import read_receipt, receipt_path
+from niels_gpt.eagle3.parts.folder import part_text
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, canonical_json
 from niels_gpt.storage.leftovers import PROBE
@@ -108,9 +109,9 @@ def _refusing_a_part(part: tuple[int, int]) -> Iterator[None]:
             raise
         raise CacheError(
             error.path,
-            f"part {part[0]}/{part[1]} does not belong to this cache: {error.found.removeprefix(_RESUMED)}",
-            remedy="Run every part with the same options and versions, on the same kind of device; what a command does "
-            "not state is taken from the plan that is there. For another plan name another folder",
+            f"{part_text(part)} does not belong to this cache: {error.found.removeprefix(_RESUMED)}",
+            remedy="Make every partition with the same options and versions, on the same kind of device; what a "
+            "command does not state is taken from the plan that is there. For another plan name another folder",
             code="E712",
         ) from error
 

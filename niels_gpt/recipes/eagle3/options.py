@@ -7,13 +7,16 @@ its own.
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Collection
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, InitVar, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from niels_gpt.hub.models import is_local
 from niels_gpt.settings import Settings
+from niels_gpt.storage.codes import CodedWarning
 
 KEYS = ("eagle3/draft_vocab", "eagle3/targets")
 """The caches, in the order in which they are built."""
@@ -168,24 +171,35 @@ class Options:
         "how the target computes attention; eager is slower, for a target that cannot run sdpa",
         choices=("sdpa", "eager"),
     )
-    part: str | None = _option(
+    partitions: int | None = _option(
         None,
         _HOW,
-        "make every Nth shard, from the i-th on; other machines make the others in the same DIR, and "
-        "`eagle3 seal DIR` finishes it. Continues what is there",
-        metavar="i/N",
+        "parts that the shards are made in, each on any machine, in the same DIR; `niels-gpt seal DIR` finishes it. "
+        "They decide no byte (default: not partitioned)",
+        least=1,
     )
+    partition: int | None = _option(
+        None,
+        _HOW,
+        "make partition I alone, from 0, of --partitions: every Nth shard. Continues what is there (default: all)",
+        least=0,
+        metavar="I",
+    )
+    part: InitVar[str | None] = None
+    """For one release, the earlier way: "i/N", i from 1, is partition i - 1 of N."""
     lock: str = _option(
         "auto",
         _HOW,
-        "how machines that make parts lock DIR: flock, lease (where flock does not reach other machines), or auto, as "
-        "the folder says, flock at first",
+        "how machines that make partitions lock DIR: flock, lease (where flock does not reach other machines), or "
+        "auto, as the folder says, flock at first",
         choices=("auto", "flock", "lease"),
     )
     resume: bool = _option(False, _HOW, "continue the cache in DIR if its plan is the same (default: refuse)")
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, part: str | None) -> None:
         """Check limits and choices. Raises: ValueError naming the flag."""
+        if part is not None:
+            self._take_part(part)
         for each in fields(self):
             value, least = getattr(self, each.name), each.metadata["least"]
             choices = each.metadata["flag"].get("choices", ())
@@ -194,7 +208,7 @@ class Options:
             if value is not None and choices and value not in choices:
                 raise ValueError(f"{flag_name(each.name)} is {value!r}, expected one of {', '.join(map(str, choices))}")
         self.check_form([each.name for each in fields(self) if getattr(self, each.name) != each.default])
-        _ = self.part_numbers
+        self._check_partition()
         if self.revision is not None and is_local(self.target_model):
             raise ValueError(
                 f"--revision {self.revision}: {self.target_model} is a folder, which has no revisions. Leave it out, "
@@ -209,23 +223,39 @@ class Options:
     @property
     def may_continue(self) -> bool:
         """Whether the run may continue what is in the folder: a part always does."""
-        return self.resume or self.part is not None
+        return self.resume or self.partition is not None
 
     @property
     def part_numbers(self) -> tuple[int, int] | None:
-        """What --part says: (i, N), 1 <= i <= N. Raises: ValueError for another text."""
-        if self.part is None:
+        """The partition as `produce` takes it: (partition + 1, partitions); None: all shards."""
+        if self.partition is None or self.partitions is None:
             return None
-        number, slash, parts = self.part.partition("/")
-        if (
-            slash
-            and self.part.isascii()
-            and number.isdecimal()
-            and parts.isdecimal()
-            and 1 <= int(number) <= int(parts)
-        ):
-            return int(number), int(parts)
-        raise ValueError(f"--part is {self.part!r}, expected i/N with 1 <= i <= N, such as 1/4")
+        return self.partition + 1, self.partitions
+
+    def _take_part(self, part: str) -> None:
+        """Take "i/N" for --partitions and --partition, and warn. Raises: ValueError for another text."""
+        if self.partitions is not None or self.partition is not None:
+            raise ValueError(f"--part {part} is the earlier name of --partitions and --partition: leave it out")
+        found = re.fullmatch(r"([1-9][0-9]{0,8})/([1-9][0-9]{0,8})", part)
+        if found is None or int(found[1]) > int(found[2]):
+            raise ValueError(f"--part is {part!r}, expected i/N with 1 <= i <= N, such as 1/4")
+        partition, partitions = int(found[1]) - 1, int(found[2])
+        now = f"--part {part} is --partitions {partitions} --partition {partition} now: partitions are numbered from 0"
+        warnings.warn(CodedWarning("W104", now), stacklevel=4)  # the caller of Options
+        object.__setattr__(self, "partitions", partitions)
+        object.__setattr__(self, "partition", partition)
+
+    def _check_partition(self) -> None:
+        """Raise ValueError for a partition without a number of partitions, or the other way, or beyond it."""
+        if self.partition is None and self.partitions is not None:
+            raise ValueError(
+                f"--partitions {self.partitions}: which one is to be made? Pass --partition I, 0 to "
+                f"{self.partitions - 1}, or neither to make them all"
+            )
+        if self.partition is not None and self.partitions is None:
+            raise ValueError(f"--partition {self.partition}: of how many? Pass --partitions N")
+        if self.partition is not None and self.partitions is not None and self.partition >= self.partitions:
+            raise ValueError(f"--partition {self.partition}: expected 0 to {self.partitions - 1}, of --partitions")
 
     def check_form(self, stated: Collection[str]) -> None:
         """Raise ValueError, naming the flag, for an option that does not apply to the form.

@@ -215,7 +215,7 @@ def _refuse_other_draft(resolved: Resolved) -> None:
     options = resolved.options
     if options.may_continue and options.output_dir is not None and options.form == "native":
         is_stated = options.draft_vocab_size is not None or options.draft_vocab_from is not None
-        is_stated = is_stated and options.part is None  # other parts have the first one
+        is_stated = is_stated and options.partition is None  # other partitions have the first one
         size = len(resolved.draft_vocab or ()) or _draft_size(options, resolved.target.vocab_size)
         refuse_other_draft(options.output_dir, resolved.draft_vocab, size, is_stated=is_stated)
 
@@ -388,7 +388,7 @@ def carry_out(
     options, run, code = prepared.resolved.options, prepared.resolved.run, None
     if options.lock != "auto":
         apply_lock_setting(Path(folder), options.lock)
-    if options.part is not None:
+    if options.partition is not None:
         code = {"version": niels_gpt.__version__, **code_identity()}
         check_shared_folder(Path(folder), "--output-dir")
     load = partial(

@@ -68,7 +68,7 @@ def not_joined(out, parts, code, *found):
 
 def test_what_is_missing_or_does_not_fit_is_refused(tmp_path, parts):
     out, (first, second) = tmp_path / "c", parts
-    assert "--part i/N" in not_joined(out, [first], "E702", "1 of 3 shards", ": 1").remedy
+    assert "--partitions N --partition I" in not_joined(out, [first], "E702", "1 of 3 shards", ": 1").remedy
     receipt = second / "sidecar" / "shard-000001.json"
     held = receipt.read_bytes()
     receipt.unlink()
@@ -89,7 +89,7 @@ def test_what_is_missing_or_does_not_fit_is_refused(tmp_path, parts):
     with refused("E704", out):
         join(out, [*parts, double])
     not_joined(first / "c", [first, double], "E704", first / "c")
-    with refused("E105", "nowhere/sidecar/plan.json", "--part", kind=FileNotFoundError):
+    with refused("E105", "nowhere/sidecar/plan.json", "--partition", kind=FileNotFoundError):
         join(tmp_path / "d", [first, tmp_path / "nowhere"])
 
 
@@ -105,12 +105,13 @@ def test_a_damaged_file_of_a_part_is_taken_from_another_and_copied_to_another_di
 
 def test_the_commands_make_parts_and_join_them(tmp_path, native_run):
     for number in (1, 2):
-        what = ["--shard-bytes", "20000", "--part", f"{number}/2", "--output-dir", str(tmp_path / f"{number}")]
+        what = ["--shard-bytes", "20000", "--partitions", "2", "--partition", f"{number - 1}"]
+        what += ["--output-dir", str(tmp_path / f"{number}")]
         status, out, errors = native_run(*what)
-        assert status == 0 and "The cache is not finished: make the other parts" in out, errors
-        assert f"to make in part {number}/2" in out and "niels-gpt eagle3 seal " in out
+        assert status == 0 and "The cache is not finished: make the other partitions" in out, errors
+        assert f"to make in partition {number - 1} of 2" in out and "niels-gpt seal " in out
     done = niels_gpt("eagle3", "join", tmp_path / "c", tmp_path / "1", tmp_path / "2")
-    assert done.status == 0 and "bytes are shared with the parts" in done.out
+    assert done.status == 0 and "bytes are shared with them" in done.out
     assert native_run("--shard-bytes", "20000", "--output-dir", str(tmp_path / "d"))[0] == 0
     assert whole_tree(tmp_path / "c") == whole_tree(tmp_path / "d")
     assert niels_gpt("eagle3", "verify", tmp_path / "c").status == 0
