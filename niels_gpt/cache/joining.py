@@ -1,5 +1,7 @@
 """How units of a pretrain cache become one cache: shards linked; index, ids and checksums streamed together.
 
+And how a unit that was built again mends the damaged files of such a cache.
+
 Memory depends on the number of shards alone, whose records meta.json has. Duplicates are counted range by range of
 their digests. Nothing of host, time, plan or code is in the cache.
 """
@@ -7,28 +9,42 @@ their digests. Nothing of host, time, plan or code is in the cache.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from niels_gpt.cache.build_pretrain import IN_PARTITIONS
-from niels_gpt.cache.formats import BLOCK_BYTES, OFFSET_DTYPE, PARTITIONED_VERSION, SPLITS, npy_header, num_blocks
+from niels_gpt.cache.checksums import CRC_DTYPE, stored_checksums
+from niels_gpt.cache.formats import (
+    BLOCK_BYTES,
+    OFFSET_DTYPE,
+    PARTITIONED_VERSION,
+    SPLITS,
+    check_partitions,
+    npy_header,
+    num_blocks,
+)
 from niels_gpt.cache.shards import TEXTS_OF, warn_of_unmet_budgets
 from niels_gpt.engine.build import NoTextError
 from niels_gpt.engine.checkpoints import CHECKSUMS
-from niels_gpt.engine.journal import write_whole
+from niels_gpt.engine.journal import BlockHashes, write_whole
 from niels_gpt.engine.losses import warn_of_losses
 from niels_gpt.engine.meta import Source, write_description
 from niels_gpt.engine.split import asked_share, count_duplicates, count_in_both, count_repeated_lines, warn_of_share
-from niels_gpt.engine.units import Plan
+from niels_gpt.engine.units import Mended, Plan
 from niels_gpt.signals import IN_BOTH, REPEATED_ID
 from niels_gpt.storage import fileio
-from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME
-from niels_gpt.storage.meta_json import checked_count, open_regular
+from niels_gpt.storage.meta_json import checked_count, open_regular, path_inside
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +68,8 @@ MAX_DIGESTS = 1 << 20
 """Digests in memory at once: 8 MiB, and four times that while they are sorted. More are counted by ranges."""
 _READ_BYTES = 1 << 20
 _SHARD = "{}/shard_{:05d}.bin"
+_CRC_BYTES = CRC_DTYPE.itemsize
+_NEW = "mended"  # in a unit's folder: a file that is not in its place yet
 _OF_SPLITS = dict.fromkeys(SPLITS, 0)
 _ZEROS: dict[str, Any] = {
     "totals": {f"{split}_tokens": 0 for split in SPLITS},
@@ -74,7 +92,8 @@ Meta = dict[str, Any]
 class _Part(NamedTuple):
     """What is kept of a unit while the files of all are streamed."""
 
-    folder: Path
+    folder: Path | None
+    """None: its bytes are taken from the cache's own file."""
     docs: dict[str, int]
     tokens: dict[str, int]
     blocks: dict[str, int]
@@ -177,10 +196,14 @@ def _linked(work: Path, folder: Path, meta: Meta, shards: dict[str, list[Meta]])
             name = _SHARD.format(split, len(shards[split]))
             fileio.link_or_copy(folder / record["name"], work / name)
             shards[split].append({key: record[key] for key in ("bytes", "sha256", "tokens")} | {"name": name})
-        blocks[split] = sum(num_blocks(record["bytes"]) for record in meta["shards"][split])
-    docs, totals = meta["docs"], meta["totals"]
-    tokens = {split: int(totals[f"{split}_tokens"]) for split in SPLITS}
-    return _Part(folder, {split: int(docs[split]) for split in SPLITS}, tokens, blocks)
+        blocks[split] = _num_blocks(meta["shards"][split])
+    return _part(folder, _of_unit(meta), blocks)
+
+
+def _part(folder: Path | None, each: Mapping[str, int], blocks: dict[str, int]) -> _Part:
+    """Return a unit by its counts in `partitions.of_each`."""
+    docs, tokens = ({split: int(each[f"{split}_{name}"]) for split in SPLITS} for name in ("docs", "tokens"))
+    return _Part(folder, docs, tokens, blocks)
 
 
 def _streamed(work: Path, parts: Sequence[_Part], docs: Mapping[str, int]) -> Meta:
@@ -202,7 +225,7 @@ def _count_duplicates(work: Path, parts: Sequence[_Part], counts: Meta, *, by_te
 
     by_text: the text decides the split, so that no text can be in both.
     """
-    texts = {split: [part.folder / TEXTS_OF[split] for part in parts] for split in SPLITS}
+    texts = {split: [part.folder / TEXTS_OF[split] for part in parts if part.folder] for split in SPLITS}
     if not by_text:
         counts["noticed"][IN_BOTH] = count_in_both(texts["train"], texts["val"])
     docs = counts["docs"]
@@ -214,50 +237,97 @@ def _count_duplicates(work: Path, parts: Sequence[_Part], counts: Meta, *, by_te
     return {split: count_duplicates(*paths, folder=work, max_digests=MAX_DIGESTS) for split, paths in texts.items()}
 
 
-def _starts(parts: Sequence[_Part], split: str) -> Iterator[bytes]:
-    """Yield the document index of all units. Raises: CacheError for one that is not of its unit."""
+def _starts(parts: Sequence[_Part], split: str, old: BinaryIO | None = None) -> Iterator[bytes]:
+    """Yield the document index of all units. old: the cache's own file, where not all units were built again.
+
+    Raises: CacheError for an index that is not of its unit.
+    """
     yield npy_header(sum(part.docs[split] for part in parts) + 1)
-    before = 0
+    before, at = 0, len(npy_header(0))
     for part in parts:
-        path, left, last = part.folder / f"index/{split}_docs.npy", part.docs[split], -1
-        with open(open_regular(path), "rb") as file:
-            header = npy_header(left + 1)
-            is_good = file.read(len(header)) == header
-            while is_good and (block := file.read(_READ_BYTES)):
-                starts = np.frombuffer(block, dtype=OFFSET_DTYPE)
-                is_good = (last >= 0 or int(starts[0]) == 0) and bool((np.diff(starts, prepend=last) > 0).all())
-                last = int(starts[-1])
-                yield (starts[:left] + before).astype(OFFSET_DTYPE).tobytes()
-                left -= min(left, len(starts))
-        if not is_good or left or last != part.tokens[split]:
-            raise CacheError(path, "not the index of its partition's documents", code="E510")
-        before += part.tokens[split]
+        size = OFFSET_DTYPE.itemsize * part.docs[split]
+        yield from _shifted(part.folder, part, split, before) if part.folder else _span(old, at, size)
+        before, at = before + part.tokens[split], at + size
     yield before.to_bytes(OFFSET_DTYPE.itemsize, "little")
 
 
-def _lines(parts: Sequence[_Part], split: str) -> Iterator[bytes]:
-    """Yield the source ids of all units. Raises: CacheError for another number of them than the unit has documents."""
+def _shifted(folder: Path, part: _Part, split: str, before: int) -> Iterator[bytes]:
+    """Yield the starts of a unit's documents behind `before` tokens of other units. Raises: as `_starts`."""
+    path, left, last = folder / f"index/{split}_docs.npy", part.docs[split], -1
+    with open(open_regular(path), "rb") as file:
+        header = npy_header(left + 1)
+        is_good = file.read(len(header)) == header
+        while is_good and (block := file.read(_READ_BYTES)):
+            starts = np.frombuffer(block, dtype=OFFSET_DTYPE)
+            is_good = (last >= 0 or int(starts[0]) == 0) and bool((np.diff(starts, prepend=last) > 0).all())
+            last = int(starts[-1])
+            yield (starts[:left] + before).astype(OFFSET_DTYPE).tobytes()
+            left -= min(left, len(starts))
+    if not is_good or left or last != part.tokens[split]:
+        raise CacheError(path, "not the index of its partition's documents", code="E510")
+
+
+def _lines(parts: Sequence[_Part], split: str, old: BinaryIO | None = None) -> Iterator[bytes]:
+    """Yield the source ids of all units. old: as in `_starts`.
+
+    Raises: CacheError for another number of them than the unit has documents.
+    """
+    at = 0
     for part in parts:
-        path, lines, last = part.folder / f"index/{split}_ids.txt", 0, b"\n"
-        with open(open_regular(path), "rb") as file:
-            while block := file.read(_READ_BYTES):
-                lines, last = lines + block.count(b"\n"), block[-1:]
-                yield block
-        if lines != part.docs[split] or last != b"\n":
-            raise CacheError(path, f"{lines} lines", f"{part.docs[split]}, one for each document", code="E510")
+        some = _lines_of(part.folder, part, split) if part.folder else _kept_lines(old, at, part.docs[split])
+        for block in some:
+            at += len(block)
+            yield block
 
 
-def _checksums(parts: Sequence[_Part]) -> Iterator[bytes]:
-    """Yield the block checksums of the shards of all units."""
+def _lines_of(folder: Path, part: _Part, split: str) -> Iterator[bytes]:
+    path, lines, last = folder / f"index/{split}_ids.txt", 0, b"\n"
+    with open(open_regular(path), "rb") as file:
+        while block := file.read(_READ_BYTES):
+            lines, last = lines + block.count(b"\n"), block[-1:]
+            yield block
+    if lines != part.docs[split] or last != b"\n":
+        raise CacheError(path, f"{lines} lines", f"{part.docs[split]}, one for each document", code="E510")
+
+
+def _kept_lines(old: BinaryIO | None, at: int, count: int) -> Iterator[bytes]:
+    """Yield `count` lines of a file from byte `at` on; fewer where it ends before."""
+    while old is not None and count and (block := _read(old, at, BLOCK_BYTES)):
+        ends = np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == ord("\n"))
+        block = block[: int(ends[count - 1]) + 1] if len(ends) >= count else block
+        count, at = count - min(count, len(ends)), at + len(block)
+        yield block
+
+
+def _checksums(parts: Sequence[_Part], old: BinaryIO | None = None) -> Iterator[bytes]:
+    """Yield the block checksums of the shards of all units. old: as in `_starts`."""
+    at = 0
     for split in SPLITS:
         for part in parts:
-            first, count = part.blocks["train"] if split == "val" else 0, part.blocks[split]
-            with open(open_regular(part.folder / CHECKSUMS), "rb") as file:
-                file.seek(4 * first)
-                left = 4 * count
-                while left and (block := file.read(min(_READ_BYTES, left))):
-                    left -= len(block)
-                    yield block
+            size = _CRC_BYTES * part.blocks[split]
+            if part.folder is None:
+                yield from _span(old, at, size)
+            else:
+                first = _CRC_BYTES * part.blocks["train"] if split == "val" else 0
+                with open(open_regular(part.folder / CHECKSUMS), "rb") as file:
+                    yield from _span(file, first, size)
+            at += size
+
+
+def _span(file: BinaryIO | None, at: int, size: int) -> Iterator[bytes]:
+    """Yield `size` bytes of a file from byte `at` on; fewer where it ends before."""
+    while file is not None and size > 0 and (block := _read(file, at, min(_READ_BYTES, size))):
+        at, size = at + len(block), size - len(block)
+        yield block
+
+
+def _read(file: BinaryIO, at: int, size: int) -> bytes:
+    file.seek(at)
+    return file.read(size)
+
+
+def _num_blocks(records: Sequence[Meta]) -> int:
+    return sum(num_blocks(record["bytes"]) for record in records)
 
 
 def warn_of_whole(path: Path, meta: Meta) -> None:
@@ -277,3 +347,176 @@ def warn_of_whole(path: Path, meta: Meta) -> None:
             distinct,
             extra={"code": "W308"},
         )
+
+
+# --- mending a sealed cache -------------------------------------------------------------------------------------------
+
+
+def mend(folder: Path, meta: Meta, units: Mapping[int, tuple[Path, Meta]]) -> Mended:
+    """Give damaged files their recorded bytes again. See `UnitKind.mend`.
+
+    The shards of `units` are read, and index, ids and checksums of all. A file is replaced by a rename, and only by one
+    with the recorded sha256: it may be a hard link that an export shares, and readers may have it open.
+    Raises: CacheError E306, before anything is changed, for a unit whose files differ from the recorded ones; E510 for
+        one that was damaged since it was built.
+    """
+    shards, parts = _recorded(meta, units)
+    done = Mended([], [], None)
+    for number, (unit, receipt) in units.items():
+        for split in SPLITS:
+            for record, own in zip(shards[number][split], receipt["shards"][split], strict=True):
+                if _sums_if_good(folder, record) is None:
+                    _put_shard(folder, record, unit / own["name"], unit)
+                    done.files.append(record["name"])
+    beside, crcs = next(iter(units.values()))[0], list[tuple[Meta, bytes | None]]()
+    for name, stream in (("index", _starts), ("ids", _lines)):
+        for split in SPLITS:
+            record = meta[name][split]
+            done, sums = _mended(folder, meta, record, beside, partial(stream, parts, split), done, units)
+            crcs.append((record, sums))
+    return _mended(folder, meta, meta["checksums"], beside, partial(_all_checksums, parts, crcs), done, units)[0]
+
+
+def units_at(folder: Path, meta: Meta, name: str, begin: int, end: int) -> list[int]:
+    """Return the units that bytes begin to end - 1 of a file are from. See `UnitKind.units_at`.
+
+    Of index, ids and checksums nothing tells where the file has another size: the bytes of several units are lost.
+    """
+    shards, parts = _recorded(meta, {})
+    counts, first, last = list[int](), 0, 0
+    for split in SPLITS:
+        if name in (names := [record["name"] for record in meta["shards"][split]]):
+            counts, first = [len(each[split]) for each in shards], names.index(name)
+            last = first
+        elif name in (meta["index"][split]["name"], meta["ids"][split]["name"]):
+            counts = [part.docs[split] for part in parts]
+            is_index = name == meta["index"][split]["name"]
+            record = meta["index" if is_index else "ids"][split]
+            if not _has_size(folder, record):
+                return []
+            header = len(npy_header(0))
+            at = [max(0, byte - header) // OFFSET_DTYPE.itemsize for byte in (begin, max(begin, end - 1))]
+            first, last = at if is_index else _lines_before(folder / name, begin, max(begin, end - 1))
+    if name == meta["checksums"]["name"] and _has_size(folder, meta["checksums"]):
+        counts = [part.blocks[split] for split in SPLITS for part in parts]
+        first, last = begin // _CRC_BYTES, max(begin, end - 1) // _CRC_BYTES
+    ends = list(accumulate(counts))
+    some = range(bisect_right(ends, first), min(bisect_right(ends, last) + 1, len(ends)))
+    found = {at % len(parts) for at in some if counts[at]}
+    return sorted(found) or ([0] if counts else [])  # what no unit has, such as a header, any of them mends
+
+
+def _recorded(meta: Meta, units: Mapping[int, tuple[Path, Meta]]) -> tuple[list[dict[str, list[Meta]]], list[_Part]]:
+    """Return the records of each unit's shards, and all units. Raises: CacheError E306 for one with other shards."""
+    check_partitions(meta, META_NAME)
+    at, shards, parts = dict(_OF_SPLITS), list[dict[str, list[Meta]]](), list[_Part]()
+    for number, each in enumerate(meta["partitions"]["of_each"]):
+        own = {}
+        for split in SPLITS:
+            first, at[split] = at[split], at[split] + each[f"{split}_shards"]
+            own[split] = meta["shards"][split][first : at[split]]
+        unit, receipt = units.get(number, (None, None))
+        if unit is not None and receipt is not None:
+            sums = [
+                [(record["bytes"], record["sha256"]) for split in SPLITS for record in some[split]]
+                for some in (own, receipt["shards"])
+            ]
+            if each != _of_unit(receipt) or sums[0] != sums[1]:
+                found = f"partition {number} was built again, and its shards differ from the recorded ones"
+                why = f"Its source, or a library, gives other bytes now. {REBUILD}"
+                raise CacheError(unit, found, remedy=why, code="E306")
+        shards.append(own)
+        parts.append(_part(unit, each, {split: _num_blocks(own[split]) for split in SPLITS}))
+    return shards, parts
+
+
+def _mended(
+    folder: Path,
+    meta: Meta,
+    record: Meta,
+    beside: Path,
+    stream: Callable[[BinaryIO], Iterator[bytes]],
+    done: Mended,
+    units: Collection[int],
+) -> tuple[Mended, bytes | None]:
+    """Write a file again if it is damaged; returns what was done so far, and its block checksums, None if it stays
+    damaged.
+
+    beside: folder for the new file. stream: takes the old file, and yields the new bytes.
+    """
+    if (sums := _sums_if_good(folder, record)) is not None:
+        return done, sums
+    name, crcs, new = record["name"], list[bytes](), beside / _NEW
+    path, sha256 = path_inside(folder, name), None
+    fileio.remove(new)
+    with suppress(FileNotFoundError), open(open_regular(path), "rb") as old:
+        sha256 = write_whole(beside, _NEW, stream(old), crcs)["sha256"]
+    if sha256 == record["sha256"]:
+        fileio.rename(new, path)
+        return done._replace(files=[*done.files, name]), crcs[0]
+    fileio.remove(new)
+    more = _next_unit(folder, meta, name, crcs, units) if done.unit is None else done.unit
+    return done._replace(left=[*done.left, name], unit=more), None
+
+
+def _next_unit(folder: Path, meta: Meta, name: str, crcs: Sequence[bytes], units: Collection[int]) -> int | None:
+    """Return a unit that has bytes of the first block of a new file that is still wrong; None: not known."""
+    stored, found = stored_checksums(folder, meta).get(name), np.frombuffer(b"".join(crcs), dtype=CRC_DTYPE)
+    if stored is None or len(stored) != len(found) or not (stored != found).any():
+        return None
+    block = int(np.flatnonzero(stored != found)[0])
+    size = min(BLOCK_BYTES, os.stat(folder / name).st_size - block * BLOCK_BYTES)
+    some = units_at(folder, meta, name, block * BLOCK_BYTES, block * BLOCK_BYTES + size)
+    return next((number for number in some if number not in units), None)
+
+
+def _all_checksums(parts: Sequence[_Part], crcs: Sequence[tuple[Meta, bytes | None]], old: BinaryIO) -> Iterator[bytes]:
+    """Yield the block checksums of all files. crcs: record and checksums of index and ids; None: those in `old`."""
+    yield from _checksums(parts, old)
+    at = _CRC_BYTES * sum(sum(part.blocks.values()) for part in parts)
+    for record, sums in crcs:
+        size = _CRC_BYTES * num_blocks(record["bytes"])
+        yield from _span(old, at, size) if sums is None else [sums]
+        at += size
+
+
+def _put_shard(folder: Path, record: Meta, own: Path, beside: Path) -> None:
+    """Put a unit's shard in the place of a damaged one. Raises: CacheError E510 if it is damaged too."""
+    path, new = path_inside(folder, record["name"]), beside / _NEW
+    fileio.remove(new)
+    fileio.link_or_copy(own, new)
+    if _sums_if_good(beside, {**record, "name": _NEW}) is None:
+        raise CacheError(own, "damaged since it was built", remedy="Run the same command again", code="E510")
+    fileio.fsync_file(new)
+    fileio.make_dir(path.parent)
+    fileio.rename(new, path)
+
+
+def _sums_if_good(folder: Path, record: Meta) -> bytes | None:
+    """Return the block checksums of a file that has the recorded sha256; None for a damaged one."""
+    hashes = BlockHashes()
+    try:
+        with open(open_regular(path_inside(folder, record["name"])), "rb") as file:
+            while block := file.read(_READ_BYTES):
+                hashes.update(block)
+    except (OSError, CacheError):
+        return None
+    return hashes.checksums() if hashes.sha256 == record["sha256"] else None
+
+
+def _has_size(folder: Path, record: Meta) -> bool:
+    try:
+        return bool(path_inside(folder, record["name"]).lstat().st_size == record["bytes"])
+    except (OSError, CacheError):
+        return False
+
+
+def _lines_before(path: Path, *places: int) -> list[int]:
+    """Return how many lines of a file end before each of some bytes, which ascend."""
+    lines, at, found = 0, 0, []
+    with open(open_regular(path), "rb") as file:
+        for place in places:
+            lines += sum(block.count(b"\n") for block in _span(file, at, place - at))
+            at = place
+            found.append(lines)
+    return found

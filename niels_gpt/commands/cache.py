@@ -310,14 +310,16 @@ def verify(path: tuple[Path, ...], deep: bool) -> Result:
         say(damage_lines(cache, damages))
     if damaged:
         first = next((cache for cache in damaged if cache.name == TOKENIZER_KEY), damaged[0])  # what builds need
-        return Result(found, ExitCode.DAMAGED, _remedy(first))
+        return Result(found, ExitCode.DAMAGED, _remedy(first, found[str(first)][0]))
     return Result(found, ExitCode.FAILED if errors else ExitCode.GOOD)
 
 
-def _remedy(cache: Path) -> str:
-    """Return the command that builds a damaged cache again; of a copy, and of another program's cache, nothing."""
+def _remedy(cache: Path, first: dict[str, Any]) -> str:
+    """Return the command that builds a damaged cache again, or the one partition that has the first damage; of a copy,
+    and of another program's cache, nothing."""
     from niels_gpt.paths import FAMILIES
     from niels_gpt.recipes.run_recipe import TOKENIZER_KEY
+    from niels_gpt.recipes.units import partition_at
     from niels_gpt.storage.remedies import is_copy, rebuild_command, remake_command
     from niels_gpt.storage.versions import versions_dir
 
@@ -326,7 +328,9 @@ def _remedy(cache: Path) -> str:
     if cache.name == TOKENIZER_KEY:
         return remake_command(cache)
     is_built = cache.is_symlink() or os.path.lexists(versions_dir(cache))  # else another program has written it
-    return rebuild_command(cache) if is_built and cache.parent.name in FAMILIES else ""
+    if not is_built or cache.parent.name not in FAMILIES:
+        return ""
+    return rebuild_command(cache, partition_at(cache, first["file"], first["offset"], first["end"]))
 
 
 @command("gc", "Remove old versions and dead builds.", examples="niels-gpt gc cache --dry-run")

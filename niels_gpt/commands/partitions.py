@@ -17,8 +17,10 @@ from niels_gpt.settings import Settings, UsageError
 from niels_gpt.storage.remedies import build_command
 
 if TYPE_CHECKING:
+    from niels_gpt.engine.units import Mended
     from niels_gpt.kinds.kind import Kind
     from niels_gpt.recipes.run_recipe import Outcome
+    from niels_gpt.recipes.units import MadeUnit, Units
 
 
 @command(
@@ -86,6 +88,11 @@ def build_one(
     if not 0 <= number < settings.partitions:
         raise UsageError(f"--partition {number}: expected 0 to {settings.partitions - 1}, of --partitions")
     units = Units(settings, name, refresh=refresh)
+    if restart:
+        with progress_bar(f"{key} {number}", items="documents") as progress:
+            mended = units.mend(number, progress)
+        if mended is not None:
+            return _mended(units, *mended)
     if restart and not units.restart(number):
         whole = build_command(settings, key, "--restart")
         raise UsageError(f"--partition {number}: {key} is sealed and up to date. To build it from scratch: {whole}")
@@ -103,6 +110,25 @@ def build_one(
         say(f"{key}: {len(left):,} of {total} {'is' if len(left) == 1 else 'are'} not finished")
     seals = "" if left else build_command(settings, key, verb="seal")
     return Result({**data, "sealed": False, "unfinished": left}, next=seals)
+
+
+def _mended(units: Units, made: MadeUnit, mended: Mended) -> Result:
+    """Print which files of a sealed cache have their bytes again, and which command is next."""
+    from niels_gpt.commands.report import partition_line
+
+    say(partition_line(made))
+    number, total = made.partition
+    for name in mended.files:
+        say(f"{made.key}: {name} has its bytes again")
+    for name in mended.left:
+        say(f"{made.key}: {name} stays damaged: bytes of other partitions are wrong in it, or missing")
+    if not mended.files and not mended.left:
+        say(f"{made.key}: nothing of partition {number} was damaged")
+    again = shlex.join(["niels-gpt", "verify", str(units.path), "--deep"])
+    if mended.unit is not None:
+        again = build_command(units.settings, made.key, "--partition", str(mended.unit), "--restart")
+    data = {"key": made.key, "partition": number, "partitions": total, "reused": made.reused, "sealed": True}
+    return Result({**data, "mended": mended.files, "damaged": mended.left, "seconds": made.seconds}, next=again)
 
 
 def on_dask(settings: Settings, where: str) -> Callable[..., Outcome]:

@@ -229,6 +229,17 @@ class Unit(NamedTuple):
     """Its meta.json, where `look_at` found it finished; None in the list of `states_of`."""
 
 
+class Mended(NamedTuple):
+    """What was done about the damaged files of a sealed cache."""
+
+    files: list[str]
+    """Names of the files that have their recorded bytes again."""
+    left: list[str]
+    """Names of the files that are still damaged, where other units have bytes."""
+    unit: int | None
+    """Number of a unit to build next for the first of `left`; None: not known."""
+
+
 class UnitKind(NamedTuple):
     """What a kind says of its units."""
 
@@ -246,6 +257,12 @@ class UnitKind(NamedTuple):
     files of the cache and meta.json; returns the meta."""
     warn: Callable[[Path, Meta], None]
     """Logs what no unit can know. Takes the cache's path and its meta."""
+    mend: Callable[[Path, Meta, Mapping[int, tuple[Path, Meta]]], Mended] | None = None
+    """Replaces damaged files of a sealed cache. Takes the folder of its version, its meta, and folder and receipt of
+    each unit that was built again, by number. None: a damaged cache is built again as a whole."""
+    units_at: Callable[[Path, Meta, str, int, int], list[int]] | None = None
+    """Returns the units that bytes of a file of a sealed cache are from. Takes the folder of its version, its meta, the
+    file's name, the first byte, and the byte after the last one. Returns [] where nothing tells. None: as `mend`."""
 
 
 def look_at(plan: Plan, kind: UnitKind, number: int) -> Unit:
@@ -269,6 +286,11 @@ def look_at(plan: Plan, kind: UnitKind, number: int) -> Unit:
         return Unit(number, "damaged", printable(problem or "content_sha256 is not the one of its version"))
     tokens = sum(count for key, count in meta["totals"].items() if key.endswith("_tokens"))
     return Unit(number, "finished", "", target[2], kind.items(meta), tokens, None, meta)
+
+
+def version_folder(plan: Plan, unit: Unit) -> Path:
+    """Return the folder of the version that a finished unit is."""
+    return versions_dir(plan.unit_path(unit.number)) / unit.version
 
 
 def _claim(plan: Plan, kind: UnitKind, number: int, meta: Meta) -> tuple[str, str] | None:
@@ -340,8 +362,7 @@ def _damages(
                 if progress is not None:
                     progress(heard[0], heard[1], total)
 
-        folder = plan.unit_path(number).parent / VERSIONS_DIR / f"{number:0{_DIGITS}d}" / units[number].version
-        found = kind.examine(folder, True, add)[1]
+        found = kind.examine(version_folder(plan, units[number]), True, add)[1]
         add(before[0], sizes[number], None)  # a damaged one is not read to its end
         return found
 
@@ -444,7 +465,7 @@ def _receipts(plan: Plan, kind: UnitKind, units: Sequence[Unit]) -> Iterator[tup
                 remedy="Let nothing change the partitions, and seal again",
                 code="E510",
             )
-        yield plan.folder / VERSIONS_DIR / plan.unit_path(unit.number).name / now.version, now.receipt
+        yield version_folder(plan, now), now.receipt
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from niels_gpt.engine.meta import OF_ANOTHER_VERSION, is_of_this_version
 from niels_gpt.engine.units import plans_of
 from niels_gpt.kinds.kind import kind_names
 from niels_gpt.recipes.run_recipe import recorded_recipe
+from niels_gpt.recipes.units import is_of_seal
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import walked
 from niels_gpt.storage.leftovers import Leftover, leftovers, removable, versions_below
@@ -87,7 +88,7 @@ def _wanted_plan(cache: Path) -> Path | None:
     for plan in plans_of(cache)[:1]:
         fixed = (plan.folder / PLAN_NAME).lstat().st_mtime
         if (recorded := recorded_recipe(cache).get("fingerprint")) is not None:
-            is_sealed = plan.fingerprint == recorded
+            is_sealed = plan.fingerprint == recorded and is_of_seal(plan)
         else:  # a seal without a recipe
             is_sealed = cache.is_symlink() and cache.lstat().st_mtime >= fixed
         if not is_sealed and time.time() - max(fixed, plan.folder.lstat().st_mtime) < _WEEK_S:

@@ -225,15 +225,24 @@ def _read_record(path: Path) -> dict[str, Any]:
         return {}
 
 
-def is_current(path: Path, fingerprint: str) -> bool:
-    """Whether the committed cache is of this recipe and its files have the sizes in its meta.json (D12)."""
+def is_committed(path: Path, fingerprint: str) -> bool:
+    """Whether the committed cache is of this recipe, with a good meta.json; its other files may be damaged."""
     recipe, meta_path = recorded_recipe(path), path / META_NAME
     if recipe.get("fingerprint") != fingerprint or not meta_path.is_file():
         return False
-    version = resolved(path)
+    try:  # another sha256: damaged, or written by a builder that records no recipe
+        found = sha256_regular(resolved(path) / META_NAME)
+    except CacheError:
+        return False
+    return found in (recipe.get("meta_sha256"), recipe.get("next_meta_sha256"))
+
+
+def is_current(path: Path, fingerprint: str) -> bool:
+    """Whether the committed cache is of this recipe and its files have the sizes in its meta.json (D12)."""
+    if not is_committed(path, fingerprint):
+        return False
+    version, meta_path = resolved(path), path / META_NAME
     try:
-        if sha256_regular(version / META_NAME) not in (recipe.get("meta_sha256"), recipe.get("next_meta_sha256")):
-            return False  # damaged, or written by a builder that records no recipe
         records = file_records(read_meta(str(meta_path)), str(meta_path))
         files = {path_inside(version, record["name"]): record["bytes"] for record in records}
     except CacheError:

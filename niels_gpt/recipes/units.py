@@ -11,7 +11,7 @@ import functools
 import logging
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
@@ -26,6 +26,7 @@ from niels_gpt.engine.meta import Source
 from niels_gpt.engine.units import (
     LISTINGS_NAME,
     Commands,
+    Mended,
     Plan,
     Unit,
     UnitKind,
@@ -35,8 +36,9 @@ from niels_gpt.engine.units import (
     plans_of,
     seal,
     states_of,
+    version_folder,
 )
-from niels_gpt.kinds.kind import kind_of_key
+from niels_gpt.kinds.kind import MALFORMED, Cache, kind_of_key
 from niels_gpt.progress import Progress
 from niels_gpt.recipes.documents import (
     budget_of,
@@ -54,6 +56,7 @@ from niels_gpt.recipes.run_recipe import (
     Measurement,
     Outcome,
     cache_root,
+    is_committed,
     is_current,
     recorded_provenance,
     recorded_recipe,
@@ -189,8 +192,11 @@ class Units:
             self.asked, self.plan = found
         return found is not None
 
-    def _fixed(self) -> Plan:
-        """Return the plan of `asked`, which is fixed if there is none. `build_lock` of the cache is held."""
+    def _fixed(self, *, mends: bool = False) -> Plan:
+        """Return the plan of `asked`, which is fixed if there is none. `build_lock` of the cache is held.
+
+        mends: one unit is built, so the disk need not have room for all.
+        """
         plans, content = plans_of(self.path), str(self._tokenizer_made.meta["content_sha256"])
         plan = next((plan for plan in plans if plan.fingerprint == self.asked.fingerprint), None)
         if plan is not None:
@@ -199,7 +205,8 @@ class Units:
             raise self._no_plan(plans, content)
         warn_if_partial(self.source)
         refuse_foreign(self.path)
-        self.asked.refuse_without_room()
+        if not mends:
+            self.asked.refuse_without_room()
         for other in plans:
             self._warn_of_other(other, content)
         return fix_plan(
@@ -254,7 +261,10 @@ class Units:
             E503, E511; what `build_pretrain` raises.
         """
         partition = Partition.checked(number, self.settings.partitions)
-        meta, reused = self._built(partition, wait, progress)
+        if self.plan is None:
+            meta, reused = self.current_meta(), True
+        else:
+            meta, reused = self._built(self.plan, partition, wait, progress, self._sealed)
         return MadeUnit(self.key, partition, meta, reused, self._measurement.end().seconds)
 
     def build_all(self, progress: Progress | None = None) -> Outcome:
@@ -268,7 +278,7 @@ class Units:
             return self._finished(self.current_meta(), True)
         total, deep = _Total(budget_of(self.settings, self.source), progress), False
         for number in range(self.plan.total):
-            receipt, was_there = self._built(self.plan.partition(number), True, total)
+            receipt, was_there = self._built(self.plan, self.plan.partition(number), True, total, self._sealed)
             total.add(receipt)
             deep = deep or was_there
         return self.seal(deep=deep, wait=True, progress=total.checked)
@@ -329,26 +339,68 @@ class Units:
                 discard(path)
         return True
 
+    def mend(self, number: int, progress: Progress | None = None) -> tuple[MadeUnit, Mended] | None:
+        """Build unit `number` of the sealed cache again, and put its files in the place of damaged ones.
+
+        Returns None, and does nothing, where no cache of these settings and this text is sealed. A killed call is
+        repeated. The plan is removed at the end; where files stay damaged it is kept for the next unit.
+        progress: as for `build`.
+        Raises: as `build`; CacheError E306, and nothing is changed, where the unit gives other bytes now.
+        """
+        partition, mend = Partition.checked(number, self.settings.partitions), self.kind.mend
+        while mend is not None and is_committed(self.path, self.asked.fingerprint):
+            with build_lock(self.path, wait=True):
+                self.plan = plan = self._fixed(mends=True)
+            unit = look_at(plan, self.kind, number)
+            if unit.receipt is not None and self.kind.examine(version_folder(plan, unit), True, None)[1]:
+                self.restart(number)
+            receipt, reused = self._built(plan, partition, False, progress, self._planned)
+            made = MadeUnit(self.key, partition, receipt, reused, self._measurement.end().seconds)
+            with build_lock(self.path, wait=True):
+                units = [look_at(plan, self.kind, each) for each in range(plan.total)]
+                if units[number].receipt is None or not is_committed(self.path, plan.fingerprint):
+                    continue  # another command has removed the unit, or committed something else
+                there = {each.number: (version_folder(plan, each), each.receipt) for each in units if each.receipt}
+                try:
+                    mended = mend(resolved(self.path), read_meta(str(self.path / META_NAME)), there)
+                except CacheError as error:
+                    if error.code == "E306" and is_current(self.path, plan.fingerprint):
+                        discard_plan(plan)
+                    raise
+                if not mended.left:
+                    discard_plan(plan)
+                    self.plan = None
+            return made, mended
+        return None
+
     def current_meta(self) -> dict[str, Any]:
-        """Return the meta of the committed cache, which is current; a plan that a killed seal has left is removed."""
+        """Return the meta of the committed cache, which is current; a plan that a killed seal has left is removed.
+
+        A plan that was fixed later mends this cache, and stays.
+        """
         meta = self.asked.current_meta() or read_meta(str(self.path / META_NAME))
         for plan in plans_of(self.path):
-            if plan.fingerprint == self.asked.fingerprint:
+            if plan.fingerprint == self.asked.fingerprint and is_of_seal(plan):
                 with suppress(CacheError, OSError), build_lock(plan.path):
                     discard_plan(plan)
         return meta
 
-    def _built(self, partition: Partition, wait: bool, progress: Progress | None) -> tuple[dict[str, Any], bool]:
+    def _built(
+        self,
+        plan: Plan,
+        partition: Partition,
+        wait: bool,
+        progress: Progress | None,
+        sealed: Callable[[Plan], dict[str, Any] | None],
+    ) -> tuple[dict[str, Any], bool]:
         """Return the receipt of a unit, which is built first unless it is finished, and whether it was.
 
-        Returns the meta of the cache, and True, where it is current, or another process seals it.
+        sealed: is called before each look. Where it returns the meta of a sealed cache, this is returned, with True.
         """
-        if (plan := self.plan) is None:
-            return self.current_meta(), True
         path, asked = plan.unit_path(partition.number), self.asked
         while True:
-            if (sealed := self._sealed(plan)) is not None:
-                return sealed, True
+            if (meta := sealed(plan)) is not None:
+                return meta, True
             unit = look_at(plan, self.kind, partition.number)
             if unit.receipt is not None:
                 return unit.receipt, True
@@ -376,6 +428,11 @@ class Units:
         source = self.asked.described(*flags)
         accepted = {"accepted_code": self._accepted} if self._accepted else {}
         return replace(source, provenance={**source.provenance, **accepted})
+
+    def _planned(self, plan: Plan) -> None:
+        """Write plan.json again where another command has removed it while a sealed cache is mended."""
+        with build_lock(plan.path, wait=True):
+            fix_plan(plan.path, plan.content)
 
     def _sealed(self, plan: Plan) -> dict[str, Any] | None:
         """Return the meta of the cache if another process has sealed it; None: its units are needed.
@@ -496,6 +553,32 @@ class Units:
             remedy = self._seals(settings_of(plan, settings, None))
             raise NoPlan(self.path, found, "the tokenizer of their builds", remedy, code="E511")
         return stage_tokenizer(settings, user_sources_only=self.source.user is not None, refresh=refresh)
+
+
+def partition_at(path: Path, name: str, begin: int, end: int) -> tuple[int, int] | None:
+    """Return number and total of the first partition that bytes of a file are from; None where nothing tells, and for a
+    cache that no partition mends.
+
+    path: the public folder. name: of the file in it. begin, end: the first byte, and the byte after the last one.
+    """
+    try:
+        cache = Cache.open(path)
+        units_at = cache.kind.units.units_at if cache.kind.units is not None else None
+        is_sealed = "partitions" in cache.meta and is_committed(path, str(recorded_recipe(path).get("fingerprint")))
+        if units_at is None or not is_sealed:
+            return None
+        some = units_at(cache.folder, cache.meta, name, begin, end)
+    except (OSError, CacheError, *MALFORMED):
+        return None
+    return (some[0], int(cache.meta["partitions"]["total"])) if some else None
+
+
+def is_of_seal(plan: Plan) -> bool:
+    """Whether a plan of the committed cache is older than its record: what a killed seal has left.
+
+    One that was fixed later mends this cache.
+    """
+    return _written(plan.folder / PLAN_NAME) <= _written(versions_dir(plan.path) / RECIPE_NAME)
 
 
 class _Total:

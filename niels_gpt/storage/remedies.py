@@ -69,8 +69,10 @@ def build_command(settings: Settings, keys: str | Sequence[str], *more: str, ver
     return shlex.join(words)
 
 
-def rebuild_command(path: str | os.PathLike[str]) -> str:
+def rebuild_command(path: str | os.PathLike[str], partition: tuple[int, int] | None = None) -> str:
     """Return the command that builds a cache from scratch; `path`: any file or folder of the cache.
+
+    partition: number and total: the command builds this partition alone, if the last build had as many.
 
     It has the settings of the last recorded build, but uses the tokenizer that is in the folder of caches now. It is
     `build --all` for a path outside of all folders of caches, and for a cache that was never built.
@@ -89,6 +91,8 @@ def rebuild_command(path: str | os.PathLike[str]) -> str:
         return build_command(settings, key)
     there = (root / _TOKENIZER).exists()
     settings = replace(settings, tokenizer=None) if there else with_recorded_tokenizer(settings, root)
+    if partition is not None and settings.partitions == partition[1]:
+        return build_command(settings, key, "--partition", str(partition[0]), "--restart")
     return build_command(settings, key, "--restart")
 
 

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import random
+import re
 import shlex
 import signal
 import threading
@@ -13,6 +14,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,13 +26,16 @@ from support.small_builds import locked
 from support.tiny_texts import TINY_TEXTS
 
 from niels_gpt.cache.meta import read_meta
+from niels_gpt.commands.console import ExitCode
 from niels_gpt.commands.main import main
 from niels_gpt.kinds.look import stats
+from niels_gpt.recipes.gc import collect
 from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.recipes.run_recipe import cache_root, restart
 from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.recipes.units import Units
 from niels_gpt.settings import Settings, UsageError
+from niels_gpt.storage import fileio
 
 TOTAL = 4
 PATTERN = "texts/*.jsonl"
@@ -66,7 +71,10 @@ def own(cache_dir, model, **given):
 
 def content_of(outcome):
     """Return the bytes of every file of a cache, by name."""
-    root = outcome.path.resolve()
+    return content_of_folder(outcome.path.resolve())
+
+
+def content_of_folder(root):
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
@@ -325,6 +333,157 @@ def test_a_listing_spares_reading_the_text_again(notes, texts):
     assert plan.folder.joinpath("listings").is_file() and not Units(notes, "notes", fixes=False).seal().reused
     os.utime(path)
     assert all(Units(notes, "notes", fixes=False).seal().reused for _ in range(2))
+
+
+# --- one damaged file of a sealed cache ---
+
+
+def sealed_by_command(notes):
+    """Build and seal pretrain/notes; return its folder and the bytes of all its files."""
+    outcome = build_token_cache(notes, "notes")
+    return outcome.path.resolve(), content_of(outcome)
+
+
+def flipped(path, at):
+    """Flip a bit of a file that other names share: the other names keep the good bytes."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 4
+    path.unlink()
+    path.write_bytes(content)
+
+
+def told(capsys, command):
+    """Run a command; return its status, the command that it names as next, and the partitions that it built."""
+    capsys.readouterr()
+    status = main(shlex.split(command)[1:])
+    out = "".join(capsys.readouterr())
+    named = re.findall(r"^next: (.*)$", out, re.MULTILINE)
+    return status, named[0] if named else "", [int(found) for found in re.findall(r"partition (\d+) of 4:.* in ", out)]
+
+
+def mended(capsys, cache):
+    """Run what verify prints, and what that prints, until verify finds nothing; return which partitions were built."""
+    verify, built = f"niels-gpt verify {cache} --deep", []
+    status, command, _ = told(capsys, verify)
+    assert status == ExitCode.DAMAGED and "--partition " in command, command
+    for _ in range(TOTAL + 2):
+        status, command, some = told(capsys, command)
+        built += some
+        assert status == 0
+        if not command or not command.startswith("niels-gpt build"):
+            break
+    assert told(capsys, verify)[0] == 0
+    return built
+
+
+def place(meta, split, number, name):
+    """Return the bytes begin to end that a partition has of an index, or of the checksums, and its first shard."""
+    before = meta["partitions"]["of_each"][:number]
+    if name == "shard":
+        return sum(each[f"{split}_shards"] for each in before)
+    return 128 + 8 * sum(each[f"{split}_docs"] for each in before)
+
+
+DAMAGES = {
+    "a bit of a shard": lambda root, meta: flipped(
+        root / meta["shards"]["train"][place(meta, "train", 2, "shard")]["name"], 9
+    ),
+    "no shard": lambda root, meta: (root / meta["shards"]["train"][place(meta, "train", 2, "shard")]["name"]).unlink(),
+    "a short shard": lambda root, meta: os.truncate(
+        root / meta["shards"]["val"][place(meta, "val", 2, "shard")]["name"], 1
+    ),
+    "checksums": lambda root, meta: flipped(root / "index/crc32.bin", 4 * place(meta, "train", 2, "shard")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_verify_names_the_command_that_mends_one_partition(damage, notes, capsys):
+    root, before = sealed_by_command(notes)
+    DAMAGES[damage](root, read_meta(root / "meta.json"))
+    assert mended(capsys, "cache/pretrain/notes") == [2]
+    assert content_of_folder(root) == before and not list(
+        versions_dir(Path("cache/pretrain/notes")).glob("partitions-*")
+    )
+    assert Units(notes, "notes").plan is None
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_index_and_ids_are_mended_by_the_partitions_that_have_their_block(split, notes, capsys):
+    root, before = sealed_by_command(notes)
+    meta = read_meta(root / "meta.json")
+    at = place(meta, split, 1, "index")
+    flipped(root / f"index/{split}_docs.npy", at)
+    assert mended(capsys, "cache/pretrain/notes") == [0, 1] and content_of_folder(root) == before
+    ids = (root / f"index/{split}_ids.txt").read_bytes().splitlines(keepends=True)
+    first = sum(each[f"{split}_docs"] for each in meta["partitions"]["of_each"][:3])
+    for wrong in (0, sum(map(len, ids[:first]))):  # of the first partition, and of the first and the last
+        flipped(root / f"index/{split}_ids.txt", wrong)
+    assert mended(capsys, "cache/pretrain/notes") == [0, 1, 2, 3] and content_of_folder(root) == before
+    flipped(root / f"index/{split}_docs.npy", 3)  # the header
+    flipped(root / f"index/{split}_docs.npy", len(before[f"index/{split}_docs.npy"]) - 8)
+    flipped(root / "index/crc32.bin", len(before["index/crc32.bin"]) - 1)
+    assert mended(capsys, "cache/pretrain/notes") == [0] and content_of_folder(root) == before
+
+
+def test_a_file_that_an_export_shares_is_replaced_and_not_written(notes, tmp_path):
+    root, before = sealed_by_command(notes)
+    shard = next(path for path in sorted(root.glob("train/*")))
+    flipped(shard, 5)
+    os.link(shard, tmp_path / "other")
+    wrong = shard.read_bytes()
+    _, found = Units(notes, "notes").mend(0)
+    assert found == ([f"train/{shard.name}"], [], None) and content_of_folder(root) == before
+    assert (tmp_path / "other").read_bytes() == wrong
+    made, found = Units(notes, "notes").mend(3)
+    assert found == ([], [], None) and not made.reused and content_of_folder(root) == before
+
+
+def test_other_bytes_of_the_text_mend_nothing(notes, texts, capsys):
+    root, _ = sealed_by_command(notes)
+    flipped(sorted(root.glob("train/*"))[0], 5)
+    wrong = content_of_folder(root)
+    for path in texts.iterdir():  # of the same size and time: nobody sees that they were changed
+        about, text = path.stat(), path.read_text()
+        path.write_text(text.replace("a", "e"))
+        os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
+    for _ in range(2):
+        with refused("E306", "partition 0", "niels-gpt build notes --restart"):
+            Units(notes, "notes").mend(0)
+    assert content_of_folder(root) == wrong and not list(
+        versions_dir(Path("cache/pretrain/notes")).glob("partitions-*")
+    )
+    write(texts / "1.jsonl", json.dumps({"text": "another"}) + "\n")
+    assert Units(notes, "notes").mend(0) is None and content_of_folder(root) == wrong
+
+
+def test_a_killed_mending_goes_on_and_other_commands_keep_its_plan(notes, capsys, monkeypatch):
+    root, before = sealed_by_command(notes)
+    flipped(sorted(root.glob("train/*"))[0], 5)
+    wrong = content_of_folder(root)
+    with monkeypatch.context() as patched:
+        patched.setattr("niels_gpt.storage.fileio.rename", stopped_at("mended"))
+        with pytest.raises(KeyboardInterrupt):
+            Units(notes, "notes").mend(0)
+    assert content_of_folder(root) == wrong
+    assert build_token_cache(notes, "notes").reused and Units(notes, "notes").build(0).reused
+    assert not [
+        line for line in collect(cache_root(notes), dry_run=False) if "removed" in line and "partitions" in line
+    ]
+    made, found = Units(notes, "notes").mend(0)
+    assert made.reused and len(found.files) == 1 and content_of_folder(root) == before
+    assert not list(versions_dir(Path("cache/pretrain/notes")).glob("partitions-*"))
+
+
+def stopped_at(name):
+    """Return a rename that is stopped before it moves a file of this name."""
+    rename = fileio.rename
+
+    def stop(path, new):
+        if Path(path).name == name:
+            raise KeyboardInterrupt
+        rename(path, new)
+
+    return stop
 
 
 # --- real sources -----------------------------------------------------------------------------------------------------
