@@ -435,6 +435,9 @@ def test_of_several_damaged_files_each_is_mended_by_its_partition(notes, capsys)
     _, found = Units(notes, "notes").mend(1)
     assert len(found.files) == 1 and plans(), "the cache is not whole yet"
     assert mended(capsys, "cache/pretrain/notes") == [3] and content_of_folder(root) == good and not plans()
+    for number in (1, 3):  # nothing tells the second one: the cache is built again
+        flipped(root / "index/crc32.bin", 4 * before(meta, "train_shards", number))
+    assert mended(capsys, "cache/pretrain/notes") == [1] and content_of_folder(root) == good and not plans()
     os.truncate(root / "index/train_docs.npy", 200)
     _, command, _ = told(capsys, "niels-gpt verify cache/pretrain/notes --deep")
     assert "--restart" in command and "--partition " not in command, "bytes of several partitions are lost"
