@@ -460,14 +460,17 @@ def _mended(
 
 
 def _next_unit(folder: Path, meta: Meta, name: str, crcs: Sequence[bytes], units: Collection[int]) -> int | None:
-    """Return a unit that has bytes of the first block of a new file that is still wrong; None: not known."""
+    """Return a unit, none of `units`, that has bytes of the first block of a new file that is still wrong, or of the
+    blocks from there to the last wrong one; None: not known."""
     stored, found = stored_checksums(folder, meta).get(name), np.frombuffer(b"".join(crcs), dtype=CRC_DTYPE)
     if stored is None or len(stored) != len(found) or not (stored != found).any():
         return None
-    block = int(np.flatnonzero(stored != found)[0])
-    size = min(BLOCK_BYTES, os.stat(folder / name).st_size - block * BLOCK_BYTES)
-    some = units_at(folder, meta, name, block * BLOCK_BYTES, block * BLOCK_BYTES + size)
-    return next((number for number in some if number not in units), None)
+    wrong = BLOCK_BYTES * np.flatnonzero(stored != found)
+    for last in (int(wrong[0]), int(wrong[-1])):
+        some = units_at(folder, meta, name, int(wrong[0]), min(last + BLOCK_BYTES, os.stat(folder / name).st_size))
+        if more := [number for number in some if number not in units]:
+            return more[0]
+    return None
 
 
 def _all_checksums(parts: Sequence[_Part], crcs: Sequence[tuple[Meta, bytes | None]], old: BinaryIO) -> Iterator[bytes]:

@@ -127,6 +127,8 @@ def _mended(units: Units, made: MadeUnit, mended: Mended) -> Result:
     again = shlex.join(["niels-gpt", "verify", str(units.path), "--deep"])
     if mended.unit is not None:
         again = build_command(units.settings, made.key, "--partition", str(mended.unit), "--restart")
+    elif mended.left and not mended.files:  # nothing tells which partition would help
+        again = build_command(units.settings, made.key, "--restart")
     data = {"key": made.key, "partition": number, "partitions": total, "reused": made.reused, "sealed": True}
     return Result({**data, "mended": mended.files, "damaged": mended.left, "seconds": made.seconds}, next=again)
 

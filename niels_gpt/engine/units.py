@@ -240,6 +240,9 @@ class Mended(NamedTuple):
     """Number of a unit to build next for the first of `left`; None: not known."""
 
 
+Mend = Callable[[Path, Meta, Mapping[int, tuple[Path, Meta]]], Mended]
+
+
 class UnitKind(NamedTuple):
     """What a kind says of its units."""
 
@@ -257,7 +260,7 @@ class UnitKind(NamedTuple):
     files of the cache and meta.json; returns the meta."""
     warn: Callable[[Path, Meta], None]
     """Logs what no unit can know. Takes the cache's path and its meta."""
-    mend: Callable[[Path, Meta, Mapping[int, tuple[Path, Meta]]], Mended] | None = None
+    mend: Mend | None = None
     """Replaces damaged files of a sealed cache. Takes the folder of its version, its meta, and folder and receipt of
     each unit that was built again, by number. None: a damaged cache is built again as a whole."""
     units_at: Callable[[Path, Meta, str, int, int], list[int]] | None = None

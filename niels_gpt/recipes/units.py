@@ -26,6 +26,7 @@ from niels_gpt.engine.meta import Source
 from niels_gpt.engine.units import (
     LISTINGS_NAME,
     Commands,
+    Mend,
     Mended,
     Plan,
     Unit,
@@ -343,35 +344,45 @@ class Units:
         """Build unit `number` of the sealed cache again, and put its files in the place of damaged ones.
 
         Returns None, and does nothing, where no cache of these settings and this text is sealed. A killed call is
-        repeated. The plan is removed at the end; where files stay damaged it is kept for the next unit.
+        repeated. The plan is removed at the end; where files stay damaged or missing, it is kept for the next unit.
         progress: as for `build`.
         Raises: as `build`; CacheError E306, and nothing is changed, where the unit gives other bytes now.
         """
-        partition, mend = Partition.checked(number, self.settings.partitions), self.kind.mend
-        while mend is not None and is_committed(self.path, self.asked.fingerprint):
+        partition, mended = Partition.checked(number, self.settings.partitions), None
+        while self.kind.mend is not None and mended is None and is_committed(self.path, self.asked.fingerprint):
             with build_lock(self.path, wait=True):
                 self.plan = plan = self._fixed(mends=True)
             unit = look_at(plan, self.kind, number)
             if unit.receipt is not None and self.kind.examine(version_folder(plan, unit), True, None)[1]:
                 self.restart(number)
-            receipt, reused = self._built(plan, partition, False, progress, self._planned)
-            made = MadeUnit(self.key, partition, receipt, reused, self._measurement.end().seconds)
-            with build_lock(self.path, wait=True):
-                units = [look_at(plan, self.kind, each) for each in range(plan.total)]
-                if units[number].receipt is None or not is_committed(self.path, plan.fingerprint):
-                    continue  # another command has removed the unit, or committed something else
-                there = {each.number: (version_folder(plan, each), each.receipt) for each in units if each.receipt}
-                try:
-                    mended = mend(resolved(self.path), read_meta(str(self.path / META_NAME)), there)
-                except CacheError as error:
-                    if error.code == "E306" and is_current(self.path, plan.fingerprint):
+            try:
+                receipt, reused = self._built(plan, partition, False, progress, self._planned)
+                with build_lock(self.path, wait=True):
+                    mended = self._mended_by(plan, number, self.kind.mend)
+                    if mended is not None and not mended.left and is_current(self.path, plan.fingerprint):
                         discard_plan(plan)
-                    raise
-                if not mended.left:
-                    discard_plan(plan)
-                    self.plan = None
-            return made, mended
-        return None
+            except CacheError as error:
+                if error.code == "E306" and is_current(self.path, plan.fingerprint):
+                    with build_lock(self.path, wait=True):
+                        discard_plan(plan)
+                raise
+        if mended is None:
+            return None
+        return MadeUnit(self.key, partition, receipt, reused, self._measurement.end().seconds), mended
+
+    def _mended_by(self, plan: Plan, number: int, mend: Mend) -> Mended | None:
+        """Mend the sealed cache by all finished units of a plan. `build_lock` of the cache is held.
+
+        Returns None where another command has removed unit `number`, or committed something else.
+        """
+        units = [look_at(plan, self.kind, each) for each in range(plan.total)]
+        if units[number].receipt is None or not is_committed(self.path, plan.fingerprint):
+            return None
+        folder = resolved(self.path)
+        if folder.parent != resolved(versions_dir(self.path)):
+            raise CacheError(self.path, f"a link to {folder}", "a link to one of its versions", code="E205")
+        there = {unit.number: (version_folder(plan, unit), unit.receipt) for unit in units if unit.receipt is not None}
+        return mend(folder, read_meta(str(folder / META_NAME)), there)
 
     def current_meta(self) -> dict[str, Any]:
         """Return the meta of the committed cache, which is current; a plan that a killed seal has left is removed.

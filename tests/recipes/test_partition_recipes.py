@@ -8,6 +8,7 @@ import os
 import random
 import re
 import shlex
+import shutil
 import signal
 import threading
 import time
@@ -338,7 +339,12 @@ def test_a_listing_spares_reading_the_text_again(notes, texts):
 # --- one damaged file of a sealed cache ---
 
 
-def sealed_by_command(notes):
+def plans():
+    """Return the folders of the plans of pretrain/notes."""
+    return list(versions_dir(Path("cache/pretrain/notes")).glob("partitions-*"))
+
+
+def sealed(notes):
     """Build and seal pretrain/notes; return its folder and the bytes of all its files."""
     outcome = build_token_cache(notes, "notes")
     return outcome.path.resolve(), content_of(outcome)
@@ -376,70 +382,95 @@ def mended(capsys, cache):
     return built
 
 
-def place(meta, split, number, name):
-    """Return the bytes begin to end that a partition has of an index, or of the checksums, and its first shard."""
-    before = meta["partitions"]["of_each"][:number]
-    if name == "shard":
-        return sum(each[f"{split}_shards"] for each in before)
-    return 128 + 8 * sum(each[f"{split}_docs"] for each in before)
+def before(meta, key, number):
+    """Return how many documents or shards of a split the partitions before one have."""
+    return sum(each[key] for each in meta["partitions"]["of_each"][:number])
+
+
+def shard_of(root, meta, split, number):
+    """Return the first shard of a partition."""
+    return root / meta["shards"][split][before(meta, f"{split}_shards", number)]["name"]
 
 
 DAMAGES = {
-    "a bit of a shard": lambda root, meta: flipped(
-        root / meta["shards"]["train"][place(meta, "train", 2, "shard")]["name"], 9
-    ),
-    "no shard": lambda root, meta: (root / meta["shards"]["train"][place(meta, "train", 2, "shard")]["name"]).unlink(),
-    "a short shard": lambda root, meta: os.truncate(
-        root / meta["shards"]["val"][place(meta, "val", 2, "shard")]["name"], 1
-    ),
-    "checksums": lambda root, meta: flipped(root / "index/crc32.bin", 4 * place(meta, "train", 2, "shard")),
+    "a bit of a shard": lambda root, meta: flipped(shard_of(root, meta, "train", 2), 9),
+    "no shard": lambda root, meta: shard_of(root, meta, "train", 2).unlink(),
+    "a short shard": lambda root, meta: os.truncate(shard_of(root, meta, "val", 2), 1),
+    "checksums": lambda root, meta: flipped(root / "index/crc32.bin", 4 * before(meta, "train_shards", 2)),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_verify_names_the_command_that_mends_one_partition(damage, notes, capsys):
-    root, before = sealed_by_command(notes)
+    root, good = sealed(notes)
     DAMAGES[damage](root, read_meta(root / "meta.json"))
     assert mended(capsys, "cache/pretrain/notes") == [2]
-    assert content_of_folder(root) == before and not list(
-        versions_dir(Path("cache/pretrain/notes")).glob("partitions-*")
-    )
+    assert content_of_folder(root) == good and not plans()
     assert Units(notes, "notes").plan is None
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_index_and_ids_are_mended_by_the_partitions_that_have_their_block(split, notes, capsys):
-    root, before = sealed_by_command(notes)
+    root, good = sealed(notes)
     meta = read_meta(root / "meta.json")
-    at = place(meta, split, 1, "index")
+    at = 128 + 8 * before(meta, f"{split}_docs", 1)
     flipped(root / f"index/{split}_docs.npy", at)
-    assert mended(capsys, "cache/pretrain/notes") == [0, 1] and content_of_folder(root) == before
+    assert mended(capsys, "cache/pretrain/notes") == [0, 1] and content_of_folder(root) == good
     ids = (root / f"index/{split}_ids.txt").read_bytes().splitlines(keepends=True)
-    first = sum(each[f"{split}_docs"] for each in meta["partitions"]["of_each"][:3])
+    first = before(meta, f"{split}_docs", 3)
     for wrong in (0, sum(map(len, ids[:first]))):  # of the first partition, and of the first and the last
         flipped(root / f"index/{split}_ids.txt", wrong)
-    assert mended(capsys, "cache/pretrain/notes") == [0, 1, 2, 3] and content_of_folder(root) == before
+    assert mended(capsys, "cache/pretrain/notes") == [0, 1, 2, 3] and content_of_folder(root) == good
     flipped(root / f"index/{split}_docs.npy", 3)  # the header
-    flipped(root / f"index/{split}_docs.npy", len(before[f"index/{split}_docs.npy"]) - 8)
-    flipped(root / "index/crc32.bin", len(before["index/crc32.bin"]) - 1)
-    assert mended(capsys, "cache/pretrain/notes") == [0] and content_of_folder(root) == before
+    flipped(root / f"index/{split}_docs.npy", len(good[f"index/{split}_docs.npy"]) - 8)
+    flipped(root / "index/crc32.bin", len(good["index/crc32.bin"]) - 1)
+    assert mended(capsys, "cache/pretrain/notes") == [0] and content_of_folder(root) == good
+
+
+def test_of_several_damaged_files_each_is_mended_by_its_partition(notes, capsys):
+    root, good = sealed(notes)
+    meta = read_meta(root / "meta.json")
+    for number in (1, 3):
+        shard_of(root, meta, "train", number).unlink()
+    _, found = Units(notes, "notes").mend(1)
+    assert len(found.files) == 1 and plans(), "the cache is not whole yet"
+    assert mended(capsys, "cache/pretrain/notes") == [3] and content_of_folder(root) == good and not plans()
+    for number in (1, 3):  # nothing tells the second one: the cache is built again
+        flipped(root / "index/crc32.bin", 4 * before(meta, "train_shards", number))
+    assert mended(capsys, "cache/pretrain/notes") == [1] and content_of_folder(root) == good and not plans()
+    os.truncate(root / "index/train_docs.npy", 200)
+    _, command, _ = told(capsys, "niels-gpt verify cache/pretrain/notes --deep")
+    assert "--restart" in command and "--partition " not in command, "bytes of several partitions are lost"
+    assert told(capsys, command)[0] == 0 and content_of_folder(Path("cache/pretrain/notes").resolve()) == good
+
+
+def test_nothing_is_written_through_a_link(notes, tmp_path):
+    root, _ = sealed(notes)
+    flipped(sorted(root.glob("train/*"))[0], 5)
+    shutil.copytree(root, tmp_path / root.name)
+    wrong = content_of_folder(tmp_path / root.name)
+    Path("cache/pretrain/notes").unlink()
+    Path("cache/pretrain/notes").symlink_to(tmp_path / root.name)
+    with refused("E205", "one of its versions"):
+        Units(notes, "notes").mend(0)
+    assert content_of_folder(tmp_path / root.name) == wrong
 
 
 def test_a_file_that_an_export_shares_is_replaced_and_not_written(notes, tmp_path):
-    root, before = sealed_by_command(notes)
+    root, good = sealed(notes)
     shard = next(path for path in sorted(root.glob("train/*")))
     flipped(shard, 5)
     os.link(shard, tmp_path / "other")
     wrong = shard.read_bytes()
     _, found = Units(notes, "notes").mend(0)
-    assert found == ([f"train/{shard.name}"], [], None) and content_of_folder(root) == before
+    assert found == ([f"train/{shard.name}"], [], None) and content_of_folder(root) == good
     assert (tmp_path / "other").read_bytes() == wrong
     made, found = Units(notes, "notes").mend(3)
-    assert found == ([], [], None) and not made.reused and content_of_folder(root) == before
+    assert found == ([], [], None) and not made.reused and content_of_folder(root) == good
 
 
 def test_other_bytes_of_the_text_mend_nothing(notes, texts, capsys):
-    root, _ = sealed_by_command(notes)
+    root, _ = sealed(notes)
     flipped(sorted(root.glob("train/*"))[0], 5)
     wrong = content_of_folder(root)
     for path in texts.iterdir():  # of the same size and time: nobody sees that they were changed
@@ -449,15 +480,13 @@ def test_other_bytes_of_the_text_mend_nothing(notes, texts, capsys):
     for _ in range(2):
         with refused("E306", "partition 0", "niels-gpt build notes --restart"):
             Units(notes, "notes").mend(0)
-    assert content_of_folder(root) == wrong and not list(
-        versions_dir(Path("cache/pretrain/notes")).glob("partitions-*")
-    )
+    assert content_of_folder(root) == wrong and not plans()
     write(texts / "1.jsonl", json.dumps({"text": "another"}) + "\n")
     assert Units(notes, "notes").mend(0) is None and content_of_folder(root) == wrong
 
 
 def test_a_killed_mending_goes_on_and_other_commands_keep_its_plan(notes, capsys, monkeypatch):
-    root, before = sealed_by_command(notes)
+    root, good = sealed(notes)
     flipped(sorted(root.glob("train/*"))[0], 5)
     wrong = content_of_folder(root)
     with monkeypatch.context() as patched:
@@ -470,8 +499,8 @@ def test_a_killed_mending_goes_on_and_other_commands_keep_its_plan(notes, capsys
         line for line in collect(cache_root(notes), dry_run=False) if "removed" in line and "partitions" in line
     ]
     made, found = Units(notes, "notes").mend(0)
-    assert made.reused and len(found.files) == 1 and content_of_folder(root) == before
-    assert not list(versions_dir(Path("cache/pretrain/notes")).glob("partitions-*"))
+    assert made.reused and len(found.files) == 1 and content_of_folder(root) == good
+    assert not plans()
 
 
 def stopped_at(name):
