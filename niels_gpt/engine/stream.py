@@ -14,7 +14,7 @@ import pickle
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
@@ -448,8 +448,7 @@ def _unpickled(encoder: bytes) -> Encoder[Any]:
 class InOrder(Generic[T, R]):
     """Yields (batch, work(batch.payload, batch.first)) in the order of the batches, with any executor.
 
-    If a worker of a process pool dies, the pool breaks and loses its batches. This is logged, the pool is replaced, and
-    each of those batches is tried once more, alone. So a second death is caused by the batch that the error names.
+    Where a worker of a process pool dies, the error names the batches that were lost with it.
     """
 
     def __init__(
@@ -458,14 +457,13 @@ class InOrder(Generic[T, R]):
         executor: Executor | None,
         kind: ItemKind[T] | None = None,
     ) -> None:
-        """executor: None works in the caller's thread. It is left open; its replacement is closed.
+        """executor: None works in the caller's thread. It is left open.
 
         kind: names the document of an EngineDifference and of a TextError.
         """
         self._kind = kind
         self._work = work
         self._executor = executor
-        self._replaced = False
         num_workers = getattr(executor, "_max_workers", None) or os.cpu_count() or 1
         self._max_ahead = _AHEAD_PER_WORKER * int(num_workers)
 
@@ -490,15 +488,16 @@ class InOrder(Generic[T, R]):
                     with self._naming(batch):
                         result = future.result()
                 except BrokenExecutor as error:
-                    yield from self._retried(submitted, error)
-                    continue
+                    raise WorkerDied(
+                        f"a worker died while {len(submitted)} batches were in work, from {batch} on "
+                        f"({str(error) or type(error).__name__}). The same build resumes. Look for "
+                        "a text there that takes more memory than there is, or encode in this process: no executor"
+                    ) from error
                 submitted.popleft()
                 yield batch, result
         finally:
             for _, future in submitted:
                 future.cancel()
-            if self._replaced:
-                self._executor.shutdown(wait=True, cancel_futures=True)
 
     @contextmanager
     def _naming(self, batch: Batch[T]) -> Iterator[None]:
@@ -533,43 +532,3 @@ class InOrder(Generic[T, R]):
             failed: Future[R] = Future()
             failed.set_exception(error)
             return failed
-
-    def _retried(
-        self, submitted: deque[tuple[Batch[T], Future[R]]], error: BrokenExecutor
-    ) -> Iterator[tuple[Batch[T], R]]:
-        logger.warning(
-            "a worker died while %d batches were in work, from %s on (%s); each of them is tried once more, alone",
-            len(submitted),
-            submitted[0][0],
-            str(error) or type(error).__name__,
-            extra={"code": "W503"},
-        )
-        self._replace()
-        while submitted:
-            batch, before = submitted[0]
-            done = before.done() and not before.cancelled() and before.exception() is None
-            try:
-                with self._naming(batch):
-                    result = before.result() if done else self._submit(batch).result()
-            except BrokenExecutor as second:
-                raise WorkerDied(
-                    f"a worker died twice on {batch} ({str(second) or type(second).__name__}). Look for a text there "
-                    "that takes more memory than there is, or encode in this process: no executor"
-                ) from error
-            submitted.popleft()
-            yield batch, result
-
-    def _replace(self) -> None:
-        """Replace a broken process pool; other executors recover by themselves or not at all."""
-        broken = self._executor
-        if isinstance(broken, ProcessPoolExecutor):
-            if self._replaced:
-                broken.shutdown(wait=False)
-            self._executor = ProcessPoolExecutor(
-                getattr(broken, "_max_workers", None),
-                mp_context=getattr(broken, "_mp_context", None),
-                initializer=getattr(broken, "_initializer", None),
-                initargs=getattr(broken, "_initargs", ()),
-                max_tasks_per_child=getattr(broken, "_max_tasks_per_child", None),
-            )
-            self._replaced = True

@@ -8,7 +8,7 @@ import re
 import signal
 import sys
 import threading
-from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
@@ -218,14 +218,13 @@ def test_a_worker_opens_the_tokenizer_once_for_all_its_batches(tmp_path, tiny_mo
 
 
 class Mortal(ByteTokenizer):
-    """Kills the worker process that encodes a text with "deadly": each time, or once."""
+    """Kills the worker process that encodes a text with "deadly"."""
 
-    def __init__(self, flag, *, once, signalled=False):
-        self.flag, self.once, self.signalled, self.parent = flag, once, signalled, os.getpid()
+    def __init__(self, signalled):
+        self.signalled, self.parent = signalled, os.getpid()
 
     def encode(self, text):
-        if "deadly" in text and os.getpid() != self.parent and not (self.once and self.flag.exists()):
-            self.flag.touch()
+        if "deadly" in text and os.getpid() != self.parent:
             if self.signalled:
                 os.kill(os.getpid(), signal.SIGKILL)
             os._exit(3)
@@ -237,75 +236,25 @@ DEADLY = [f"{text}, deadly" if number == 70 else text for number, text in enumer
 PLAIN = {"shuffle_buffer": None, "max_train_tokens": 10**6, "max_val_tokens": 10**5}
 
 
-@pytest.fixture(scope="module")
-def of_deadly(tmp_path_factory):
-    """The cache of DEADLY, encoded in this thread."""
-    folder = tmp_path_factory.mktemp("deadly")
-    build_text(folder / "c", DEADLY, tokenizer=ByteTokenizer(), num_threads=0, **PLAIN)
-    return tree_of(folder)
-
-
 @pytest.mark.parametrize("signalled", [False, True], ids=["exit", "SIGKILL"])
-def test_a_worker_that_dies_once_is_reported_with_its_batch_and_changes_nothing(of_deadly, tmp_path, caplog, signalled):
-    caplog.set_level(logging.WARNING)
-    mortal = Mortal(tmp_path / "flag", once=True, signalled=signalled)
-    with process_pool(2) as executor:
-        build_text(tmp_path / "found" / "c", DEADLY, tokenizer=mortal, executor=executor, **PLAIN)
-        with pytest.raises(BrokenExecutor):  # the caller's own, and his to replace
-            executor.submit(int, "3")
-    assert mortal.flag.exists() and tree_of(tmp_path / "found") == of_deadly
-    (said,) = [record.getMessage() for record in caplog.records if record.name == "niels_gpt.engine.stream"]
-    found = re.search(r"a worker died while (\d+) batches were in work, from documents (\d+) to (\d+)", said)
-    assert found is not None
-    number, first, last = map(int, found.groups())
-    assert 1 <= number <= 4 and first <= 70 < first + number * 9 and last == first + 8
-    assert f"begins 'text {first:03d}'" in said and "once more, alone" in said
-    assert multiprocessing.active_children() == []
-
-
-def test_a_worker_that_dies_each_time_is_an_error_that_names_the_documents_and_the_build_resumes_without_it(
-    of_deadly, tmp_path, caplog
+def test_a_worker_that_dies_is_an_error_that_names_its_documents_and_the_build_resumes_without_it(
+    tmp_path, caplog, signalled
 ):
     caplog.set_level(logging.INFO)
-    arguments = {"tokenizer": Mortal(tmp_path / "flag", once=False), "checkpoint_seconds": 0, **PLAIN}
-    with process_pool(2) as executor, refused("E506", "63 to 71", kind=RuntimeError) as error:
+    arguments = {"tokenizer": Mortal(signalled), "checkpoint_seconds": 0, **PLAIN}
+    with process_pool(2) as executor, refused("E506", "died", kind=RuntimeError) as error:
         build_text(tmp_path / "found" / "c", DEADLY, executor=executor, **arguments)
-    assert "a worker died twice on documents 63 to 71 (the first begins 'text 063')" in str(error.value)
+    found = re.search(r"(\d+) batches were in work, from documents (\d+) to (\d+) \(.* '(.*)'\)", str(error.value))
+    assert found is not None
+    number, first, last = map(int, found.groups()[:3])
+    assert 1 <= number <= 4 and first <= 70 < first + number * 9 and last == first + 8
+    assert found[4] == f"text {first:03d}"
     assert not (tmp_path / "found" / "c").exists() and multiprocessing.active_children() == []
     caplog.clear()
     build_text(tmp_path / "found" / "c", DEADLY, num_threads=2, **arguments)
-    assert "resuming after 63 documents of an earlier run" in caplog.text
-    assert tree_of(tmp_path / "found") == of_deadly
-
-
-def test_a_pool_that_was_broken_before_the_build_is_replaced(of_deadly, tmp_path):
-    with process_pool(1) as executor:
-        with pytest.raises(BrokenExecutor):
-            executor.submit(os._exit, 1).result()
-        build_text(tmp_path / "found" / "c", DEADLY, tokenizer=ByteTokenizer(), executor=executor, **PLAIN)
-    assert tree_of(tmp_path / "found") == of_deadly
-
-
-class Prepared(Mortal):
-    """Works only in a process that was prepared for it, or in the one that made it."""
-
-    prepared = False
-
-    def encode(self, text):
-        if os.getpid() != self.parent and not Prepared.prepared:
-            raise ValueError("this worker was not prepared")
-        return super().encode(text)
-
-
-def prepare(flag):
-    Prepared.prepared = flag
-
-
-def test_the_workers_of_the_new_pool_are_prepared_as_those_of_the_lost_one(of_deadly, tmp_path):
-    tokenizer = Prepared(tmp_path / "flag", once=True)
-    with process_pool(1, initializer=prepare, initargs=(True,)) as executor:
-        build_text(tmp_path / "found" / "c", DEADLY, tokenizer=tokenizer, executor=executor, **PLAIN)
-    assert tokenizer.flag.exists() and tree_of(tmp_path / "found") == of_deadly
+    assert f"resuming after {first} documents of an earlier run" in caplog.text
+    build_text(tmp_path / "whole" / "c", DEADLY, tokenizer=ByteTokenizer(), num_threads=0, **PLAIN)
+    assert tree_of(tmp_path / "found") == tree_of(tmp_path / "whole")
 
 
 class NotUnpickled(Exception):
