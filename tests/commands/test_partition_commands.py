@@ -45,6 +45,9 @@ def test_partitions_are_built_and_sealed_by_the_commands_that_are_printed(notes)
     assert (found["sealed"], found["reused"]) == (True, True) and not {"docs", "totals"} & {*found}
     done = niels_gpt("build", "notes", "--partition", "0", "--restart", *notes)
     assert done.status == 0 and "nothing of partition 0 was damaged" in done.out
+    assert niels_gpt(*shlex.split(done.out.splitlines()[-1])[2:]).status == 0
+    done = niels_gpt("build", "notes", "--partition", "1", "--restart", "--json", *notes)
+    assert (done.json["sealed"], done.json["mended"], done.json["damaged"]) == (True, [], [])
     done = niels_gpt("build", "notes", "--partition", "0", *notes)
     assert done.status == 0 and "up to date" in done.out
 
@@ -67,22 +70,11 @@ def test_the_other_face_builds_and_seals_too(notes):
         ["build", "roam", "--partitions", "8", "--partition", "1", "--dry-run"],
         ["seal", "oasst1", "--partitions", "8"],
         ["seal", "roam"],
-        ["seal", "nowhere"],
     ],
 )
 def test_a_wrong_use_is_an_error_of_usage(words, tmp_path):
     done = niels_gpt(*words, "--cache-dir", tmp_path / "c")
     assert done.status == 2 and "E10" in done.err and not (tmp_path / "c").exists()
-
-
-def test_the_seal_of_a_folder_that_holds_no_partitions_is_refused_as_an_unknown_source(tmp_path, sample):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "other" / "sidecar").mkdir(parents=True)
-    (tmp_path / "other" / "manifest.json").write_text("{}")
-    for folder in (tmp_path / "empty", tmp_path / "other", sample / "pretrain" / "roam", sample, "nowhere"):
-        done = niels_gpt("seal", folder, "--json")
-        assert done.status == 2 and done.json["error"]["code"] == "E103"
-        assert f"no source is called '{folder}'" in done.err
 
 
 def test_of_several_caches_those_without_partitions_are_named_once(
