@@ -236,7 +236,8 @@ class _Build:
             failed = sorted(self.failures.items())
             told = [f"partition {number} {text}" for number, (_, text) in failed]
             head = f"{len(failed)} of {self.plan.total} partitions failed; the others are finished"
-            raise CacheError(self.plan.path, _lines([head, *told]), code=failed[0][1][0] or "E902")
+            code = failed[0][1][0] or "E902"
+            raise CacheError(self.plan.path, _lines([head, *told]), code=code)
 
     def _there(self) -> list[str]:
         """Return the addresses of the workers that are there and may build. The first ones are looked at here."""
@@ -250,7 +251,8 @@ class _Build:
             raise CacheError(self.where, f"the scheduler is gone ({error})", code="E513") from error
         if problems:
             told = [f"worker {address}: {text}" for address, (_, text) in sorted(problems.items())]
-            raise CacheError(self.where, _lines(told), code=next(iter(problems.values()))[0] or "E513")
+            code = next(iter(problems.values()))[0] or "E513"
+            raise CacheError(self.where, _lines(told), code=code)
         there = [address for address in there if self.fit.get(address, True)]
         if there:
             self.seen_at = time.monotonic()
