@@ -319,7 +319,7 @@ def _remedy(cache: Path, first: dict[str, Any]) -> str:
     and of another program's cache, nothing."""
     from niels_gpt.paths import FAMILIES
     from niels_gpt.recipes.run_recipe import TOKENIZER_KEY
-    from niels_gpt.recipes.units import partition_at
+    from niels_gpt.recipes.unit_plans import partition_at
     from niels_gpt.storage.remedies import is_copy, rebuild_command, remake_command
     from niels_gpt.storage.versions import versions_dir
 

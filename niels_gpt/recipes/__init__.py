@@ -15,6 +15,7 @@ templates.py         the chat template of sft caches, and what a fingerprint has
 snapshot.py          how many rows of a hub source a snapshot keeps; data/files/snapshot.py writes them
 disk.py              how much disk a build needs, and when it is refused
 gc.py                runs `gc` over all caches of a folder; which versions are old is decided in storage/versions.py
+unit_plans.py        which plan of units the settings have, without reading the text again; how others differ
 units.py             a cache in units: which plan the settings have; builds one or all, and seals them
 documents.py         documents -> the builder of a whole cache, or of one unit
 dask.py              build_on_dask: which worker of a Dask cluster builds which unit, and what follows a death

@@ -43,7 +43,7 @@ from niels_gpt.recipes.tokenizer import (
     usable_tokenizer,
 )
 from niels_gpt.recipes.training import TRAINING_SETTINGS
-from niels_gpt.recipes.units import recorded_units
+from niels_gpt.recipes.unit_plans import recorded_units
 from niels_gpt.recipes.user_sources import user_sources
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError

@@ -1,8 +1,6 @@
 """A cache in units (users say partitions) as the settings ask for it: its plan, building one unit or all, the seal.
 
-A source of files has the fingerprint of all of their bytes. The machine that fixes the plan reads them once; the others
-compare names, sizes and times of modification, and read the bytes again only where these differ. Every object of
-`Units` looks at the folder of caches first: what is there already is not made again.
+Every object of `Units` looks at the folder of caches first: what is there already is not made again.
 """
 
 from __future__ import annotations
@@ -13,13 +11,12 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from niels_gpt.cache.meta import read_meta
-from niels_gpt.data.exclude import read_exclusion
 from niels_gpt.data.files.part import PARTITION_RULE
 from niels_gpt.documents import Partition
 from niels_gpt.engine.meta import Source
@@ -39,7 +36,7 @@ from niels_gpt.engine.units import (
     states_of,
     version_folder,
 )
-from niels_gpt.kinds.kind import MALFORMED, Cache, kind_of_key
+from niels_gpt.kinds.kind import kind_of_key
 from niels_gpt.progress import Progress
 from niels_gpt.recipes.documents import (
     budget_of,
@@ -49,10 +46,8 @@ from niels_gpt.recipes.documents import (
     warn_if_partial,
     warn_of_missing_start,
 )
-from niels_gpt.recipes.resolve import ResolvedSource, listing_of, resolve_source
+from niels_gpt.recipes.resolve import listing_of, resolve_source
 from niels_gpt.recipes.run_recipe import (
-    TOKENIZER_KEY,
-    AskedCache,
     BuildInputs,
     Measurement,
     Outcome,
@@ -65,25 +60,31 @@ from niels_gpt.recipes.run_recipe import (
 from niels_gpt.recipes.shared import check_shared_folder, code_identity
 from niels_gpt.recipes.tokenizer import (
     install_tokenizer,
-    is_id,
-    is_of_hub,
     log_unseen_source,
     stage_tokenizer,
     tokenizer_for,
     tokenizer_state,
 )
-from niels_gpt.recipes.training import undamaged, was_trained_by
+from niels_gpt.recipes.unit_plans import (
+    asked_cache,
+    differences,
+    excluded_sha256,
+    is_of_seal,
+    listings_of,
+    recorded_units,
+    settings_of,
+    tokenizer_of,
+)
 from niels_gpt.settings import Settings, UsageError
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, canonical_json, write_bytes
 from niels_gpt.storage.locks import apply_lock_setting
-from niels_gpt.storage.meta_json import read_regular, resolved
+from niels_gpt.storage.meta_json import resolved
 from niels_gpt.storage.remedies import build_command
 from niels_gpt.storage.versions import (
     BUILDING,
     PLAN_NAME,
     RECIPE_NAME,
-    VERSION_DIGITS,
     build_lock,
     discard,
     discard_unfinished,
@@ -91,11 +92,8 @@ from niels_gpt.storage.versions import (
     refuse_if_building,
     versions_dir,
 )
-from niels_gpt.tokenizers.protocol import FullTokenizer
 
 logger = logging.getLogger(__name__)
-
-_MAX_LISTINGS_BYTES = 1 << 20
 
 
 class NoPlan(CacheError):
@@ -181,7 +179,7 @@ class Units:
                 return
             known = recorded_provenance(self._tokenizer_made.path, self.source, self.path, observed, {})
             provenance = self.source.provenance(None if asks_hub else known)
-            self.asked = _asked(self.settings, self.source, self._tokenizer, provenance)
+            self.asked = asked_cache(self.settings, self.source, self._tokenizer, provenance)
             self.plan = None if is_current(self.path, self.asked.fingerprint) else self._fixed()
             if self._listing is not None:
                 self._add_listing(self._listing)
@@ -224,7 +222,7 @@ class Units:
                 "listing": self._listing,
                 "tokenizer_sha256": self._tokenizer.sha256,
                 "tokenizer_content_sha256": content,
-                "exclude_sha256": _excluded_sha256(self.settings),
+                "exclude_sha256": excluded_sha256(self.settings),
                 "code": code_identity(),
             },
         )
@@ -234,7 +232,7 @@ class Units:
         if self.plan is None:
             recipe = {**recorded_recipe(self.path), "listing": listing}
             write_bytes(versions_dir(self.path) / RECIPE_NAME, canonical_json(recipe))
-        elif listing not in _listings(self.plan):
+        elif listing not in listings_of(self.plan):
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
             with suppress(OSError), open(os.open(self.plan.folder / LISTINGS_NAME, flags, 0o666), "a") as file:
                 file.write(f"{listing}\n")
@@ -519,7 +517,7 @@ class Units:
         logger.warning(
             "%s: partitions of another plan are there, and nothing of them is used (%s)%s",
             self.path,
-            "; ".join([plan.folder.name, *_differences(plan, self.asked, tokenizer_content)]),
+            "; ".join([plan.folder.name, *differences(plan, self.asked, tokenizer_content)]),
             f". To go on with them: {back}" if back else "",
             extra={"code": "W507"},
         )
@@ -528,7 +526,7 @@ class Units:
         """Return the error where no plan may be fixed: none is there at all, or one of other settings."""
         if not plans:
             return self._none_there()
-        differing = {plan.sha256: _differences(plan, self.asked, tokenizer_content) for plan in plans}
+        differing = {plan.sha256: differences(plan, self.asked, tokenizer_content) for plan in plans}
         plan = min(plans, key=lambda plan: len(differing[plan.sha256]))
         found = f"its partitions are of another plan ({'; '.join([plan.folder.name, *differing[plan.sha256]])})"
         there = settings_of(plan, self.settings, tokenizer_content)
@@ -554,7 +552,7 @@ class Units:
         """
         settings, plans = self.settings, plans_of(self.path)
         apply_lock_setting(cache_root(settings), settings.lock)
-        if not refresh and (known := _tokenizer_of(plans, settings)) is not None:
+        if not refresh and (known := tokenizer_of(plans, settings)) is not None:
             return known
         if not self._fixes and tokenizer_state(settings) == "train":
             if not plans:
@@ -564,32 +562,6 @@ class Units:
             remedy = self._seals(settings_of(plan, settings, None))
             raise NoPlan(self.path, found, "the tokenizer of their builds", remedy, code="E511")
         return stage_tokenizer(settings, user_sources_only=self.source.user is not None, refresh=refresh)
-
-
-def partition_at(path: Path, name: str, begin: int, end: int) -> tuple[int, int] | None:
-    """Return number and total of the first partition that bytes of a file are from; None where nothing tells, and for a
-    cache that no partition mends.
-
-    path: the public folder. name: of the file in it. begin, end: the first byte, and the byte after the last one.
-    """
-    try:
-        cache = Cache.open(path)
-        units_at = cache.kind.units.units_at if cache.kind.units is not None else None
-        is_sealed = "partitions" in cache.meta and is_committed(path, str(recorded_recipe(path).get("fingerprint")))
-        if units_at is None or not is_sealed:
-            return None
-        some = units_at(cache.folder, cache.meta, name, begin, end)
-    except (OSError, CacheError, *MALFORMED):
-        return None
-    return (some[0], int(cache.meta["partitions"]["total"])) if some else None
-
-
-def is_of_seal(plan: Plan) -> bool:
-    """Whether a plan of the committed cache is older than its record: what a killed seal has left.
-
-    One that was fixed later mends this cache.
-    """
-    return _written(plan.folder / PLAN_NAME) <= _written(versions_dir(plan.path) / RECIPE_NAME)
 
 
 class _Total:
@@ -611,149 +583,6 @@ class _Total:
         """Show how much of them the seal has read: the bar begins again."""
         if self._progress is not None and num_bytes:
             self._progress(self._documents, self._tokens * read // num_bytes, self._tokens)
-
-
-# --- what is recorded -------------------------------------------------------------------------------------------------
-
-
-def recorded_units(
-    settings: Settings,
-    source: ResolvedSource,
-    tokenizer: FullTokenizer,
-    listing: str | None,
-    observed: str | None = None,
-) -> tuple[AskedCache, Plan | None] | None:
-    """Return the cache that is asked for, with the newest plan of these settings, or without one where the committed
-    version is newer and current. The text is not read.
-
-    listing: of `listing_of`. observed: a fingerprint of the text that alone counts; None: any.
-    None: there is neither, or files differ in name, size or time from those that were recorded.
-    """
-    key = source.spec.key
-    dataset, _, revision = (observed or "").rpartition("@")
-    is_of_source = not dataset if listing else dataset == source.dataset and revision != "None"
-    wanted = observed if is_of_source else None
-    for plan, recorded, listings, fingerprint in _records(settings, cache_root(settings) / key):
-        if listing is not None and listing not in listings:
-            continue
-        provenance = source.provenance(recorded, ask_hub=False) if listing is None else recorded
-        if wanted not in (None, provenance.get("fingerprint")):
-            continue
-        asked = _asked(settings, source, tokenizer, provenance)
-        if asked.fingerprint == fingerprint:
-            if is_current(asked.path, fingerprint):
-                return asked, None
-            if plan is not None:
-                return asked, plan
-    return None
-
-
-def _asked(
-    settings: Settings, source: ResolvedSource, tokenizer: FullTokenizer, provenance: dict[str, Any]
-) -> AskedCache:
-    return AskedCache.of(settings, source.spec.key, source.spec.settings, source, tokenizer, provenance)
-
-
-_Record = tuple[Plan | None, dict[str, Any], set[Any], Any]
-"""Plan, provenance, listings and fingerprint of what was written of a cache; no plan: of the committed version."""
-
-
-def _records(settings: Settings, path: Path) -> list[_Record]:
-    """Return the plans of as many units, and the record of the committed version, newest first."""
-    found: list[tuple[int, _Record]] = []
-    for plan in plans_of(path):
-        if plan.total == settings.partitions:
-            record = (plan, plan.content["source"], _listings(plan), plan.fingerprint)
-            found.append((_written(plan.folder / PLAN_NAME), record))
-    recipe = recorded_recipe(path)
-    if isinstance(source := recipe.get("source"), dict):
-        written = _written(versions_dir(path) / RECIPE_NAME)
-        found.append((written, (None, source, {recipe.get("listing")}, recipe.get("fingerprint"))))
-    return [record for _, record in sorted(found, key=lambda entry: -entry[0])]
-
-
-# --- what a plan says -------------------------------------------------------------------------------------------------
-
-
-def settings_of(plan: Plan, settings: Settings, tokenizer_content: str | None) -> Settings | None:
-    """Return settings with those of a plan, as far as it has them; None where a file that it needs is not known here.
-
-    tokenizer_content: content_sha256 of the tokenizer of `settings`; None: unknown.
-    """
-    known = {field.name: type(getattr(settings, field.name)) for field in fields(Settings)}
-    recipe = {name: value for name, value in plan.content["recipe"].items() if known.get(name) is type(value)}
-    start = plan.content["recipe"].get("document_start")
-    recipe["document_start"] = start if isinstance(start, str) else None
-    there = replace(settings, **recipe, partitions=plan.total)
-    if plan.content["tokenizer_content_sha256"] != tokenizer_content:
-        if undamaged(folder := _staged(plan, settings)) is None:
-            return None
-        there = replace(there, tokenizer=str(folder))
-    excluded = plan.content.get("exclude_sha256")
-    if excluded is None:
-        return replace(there, exclude=None)
-    return there if excluded == _excluded_sha256(settings) else None
-
-
-def _differences(plan: Plan, asked: AskedCache, tokenizer_content: str) -> list[str]:
-    """Return in what a plan differs from the cache that is asked for, in words.
-
-    tokenizer_content: content_sha256 of the tokenizer that is asked for.
-    """
-    found = []
-    if plan.total != asked.settings.partitions:
-        found.append(f"partitions: {plan.total} there, {asked.settings.partitions} here")
-    recipe = plan.content["recipe"]
-    for name in sorted({*recipe, *asked.recipe}):
-        if recipe.get(name) != asked.recipe.get(name):
-            found.append(f"{name}: {recipe.get(name)!r} there, {asked.recipe.get(name)!r} here")
-    if asked.tokenizer is not None and plan.content["tokenizer_sha256"] != asked.tokenizer.sha256:
-        found.append("the tokenizer")
-    elif plan.content["tokenizer_content_sha256"] != tokenizer_content:
-        found.append("the tokenizer's files")
-    if plan.content["source"].get("fingerprint") != asked.provenance.get("fingerprint"):
-        found.append("the text" if asked.source.found else "the hub's revision")
-    return found or ["the licence, the attribution or what --exclude leaves out"]
-
-
-def _tokenizer_of(plans: list[Plan], settings: Settings) -> Outcome | None:
-    """Return the tokenizer of the newest plan of as many units, if it was downloaded or trained as the settings say and
-    is still there.
-
-    So a plan keeps its tokenizer, as it keeps the revision of its text: the hub is not asked for a newer one.
-    """
-    for plan in plans:
-        folder = _staged(plan, settings)
-        if plan.total != settings.partitions or (meta := undamaged(folder)) is None:
-            continue
-        if settings.tokenizer is None:
-            is_asked = was_trained_by(settings, meta)
-        else:
-            is_asked = is_id(settings.tokenizer) and is_of_hub(settings, meta)
-        if is_asked and meta["content_sha256"] == plan.content["tokenizer_content_sha256"]:
-            installed = cache_root(settings) / TOKENIZER_KEY
-            path = installed if resolved(installed) == resolved(folder) else folder
-            return Outcome(TOKENIZER_KEY, path, meta, True, 0.0, None, str(meta["tokenizer_sha256"]))
-    return None
-
-
-def _staged(plan: Plan, settings: Settings) -> Path:
-    """Return the folder of the version that a plan's tokenizer is; it may be gone."""
-    versions = versions_dir(cache_root(settings) / TOKENIZER_KEY)
-    return versions / str(plan.content["tokenizer_content_sha256"])[:VERSION_DIGITS]
-
-
-def _listings(plan: Plan) -> set[str | None]:
-    """Return the listings under which the text of a plan was seen."""
-    more = b""
-    with suppress(OSError, CacheError):
-        more = read_regular(plan.folder / LISTINGS_NAME, _MAX_LISTINGS_BYTES)
-    return {plan.content.get("listing"), *more.decode("ascii", "replace").split("\n")}
-
-
-def _excluded_sha256(settings: Settings) -> str | None:
-    """Return the sha256 of what --exclude leaves out; None without it."""
-    return None if settings.exclude is None else str(read_exclusion(settings.exclude).facts["sha256"])
 
 
 @functools.cache
@@ -779,10 +608,3 @@ def _wait_for(path: Path) -> None:
     except CacheError:
         with build_lock(path, wait=True):
             pass
-
-
-def _written(path: Path) -> int:
-    try:
-        return os.lstat(path).st_mtime_ns
-    except OSError:
-        return 0

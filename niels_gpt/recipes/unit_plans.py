@@ -1,0 +1,207 @@
+"""Which plan of units the settings have, without reading the text again; what a plan says, and how it differs.
+
+A source of files has the fingerprint of all of their bytes. The machine that fixes the plan reads them once; the others
+compare names, sizes and times of modification, and read the bytes again only where these differ.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from niels_gpt.data.exclude import read_exclusion
+from niels_gpt.engine.units import LISTINGS_NAME, Plan, plans_of
+from niels_gpt.kinds.kind import MALFORMED, Cache
+from niels_gpt.recipes.resolve import ResolvedSource
+from niels_gpt.recipes.run_recipe import (
+    TOKENIZER_KEY,
+    AskedCache,
+    Outcome,
+    cache_root,
+    is_committed,
+    is_current,
+    recorded_recipe,
+)
+from niels_gpt.recipes.tokenizer import is_id, is_of_hub
+from niels_gpt.recipes.training import undamaged, was_trained_by
+from niels_gpt.settings import Settings
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.meta_json import read_regular, resolved
+from niels_gpt.storage.versions import PLAN_NAME, RECIPE_NAME, VERSION_DIGITS, versions_dir
+from niels_gpt.tokenizers.protocol import FullTokenizer
+
+_MAX_LISTINGS_BYTES = 1 << 20
+
+
+def recorded_units(
+    settings: Settings,
+    source: ResolvedSource,
+    tokenizer: FullTokenizer,
+    listing: str | None,
+    observed: str | None = None,
+) -> tuple[AskedCache, Plan | None] | None:
+    """Return the cache that is asked for, with the newest plan of these settings, or without one where the committed
+    version is newer and current. The text is not read.
+
+    listing: of `listing_of`. observed: a fingerprint of the text that alone counts; None: any.
+    None: there is neither, or files differ in name, size or time from those that were recorded.
+    """
+    key = source.spec.key
+    dataset, _, revision = (observed or "").rpartition("@")
+    is_of_source = not dataset if listing else dataset == source.dataset and revision != "None"
+    wanted = observed if is_of_source else None
+    for plan, recorded, listings, fingerprint in _records(settings, cache_root(settings) / key):
+        if listing is not None and listing not in listings:
+            continue
+        provenance = source.provenance(recorded, ask_hub=False) if listing is None else recorded
+        if wanted not in (None, provenance.get("fingerprint")):
+            continue
+        asked = asked_cache(settings, source, tokenizer, provenance)
+        if asked.fingerprint == fingerprint:
+            if is_current(asked.path, fingerprint):
+                return asked, None
+            if plan is not None:
+                return asked, plan
+    return None
+
+
+def asked_cache(
+    settings: Settings, source: ResolvedSource, tokenizer: FullTokenizer, provenance: dict[str, Any]
+) -> AskedCache:
+    """Return the cache that is asked for of a source as `provenance` has it."""
+    return AskedCache.of(settings, source.spec.key, source.spec.settings, source, tokenizer, provenance)
+
+
+_Record = tuple[Plan | None, dict[str, Any], set[Any], Any]
+"""Plan, provenance, listings and fingerprint of what was written of a cache; no plan: of the committed version."""
+
+
+def _records(settings: Settings, path: Path) -> list[_Record]:
+    """Return the plans of as many units, and the record of the committed version, newest first."""
+    found: list[tuple[int, _Record]] = []
+    for plan in plans_of(path):
+        if plan.total == settings.partitions:
+            record = (plan, plan.content["source"], listings_of(plan), plan.fingerprint)
+            found.append((_written(plan.folder / PLAN_NAME), record))
+    recipe = recorded_recipe(path)
+    if isinstance(source := recipe.get("source"), dict):
+        written = _written(versions_dir(path) / RECIPE_NAME)
+        found.append((written, (None, source, {recipe.get("listing")}, recipe.get("fingerprint"))))
+    return [record for _, record in sorted(found, key=lambda entry: -entry[0])]
+
+
+def settings_of(plan: Plan, settings: Settings, tokenizer_content: str | None) -> Settings | None:
+    """Return settings with those of a plan, as far as it has them; None where a file that it needs is not known here.
+
+    tokenizer_content: content_sha256 of the tokenizer of `settings`; None: unknown.
+    """
+    known = {field.name: type(getattr(settings, field.name)) for field in fields(Settings)}
+    recipe = {name: value for name, value in plan.content["recipe"].items() if known.get(name) is type(value)}
+    start = plan.content["recipe"].get("document_start")
+    recipe["document_start"] = start if isinstance(start, str) else None
+    there = replace(settings, **recipe, partitions=plan.total)
+    if plan.content["tokenizer_content_sha256"] != tokenizer_content:
+        if undamaged(folder := _staged(plan, settings)) is None:
+            return None
+        there = replace(there, tokenizer=str(folder))
+    excluded = plan.content.get("exclude_sha256")
+    if excluded is None:
+        return replace(there, exclude=None)
+    return there if excluded == excluded_sha256(settings) else None
+
+
+def differences(plan: Plan, asked: AskedCache, tokenizer_content: str) -> list[str]:
+    """Return in what a plan differs from the cache that is asked for, in words.
+
+    tokenizer_content: content_sha256 of the tokenizer that is asked for.
+    """
+    found = []
+    if plan.total != asked.settings.partitions:
+        found.append(f"partitions: {plan.total} there, {asked.settings.partitions} here")
+    recipe = plan.content["recipe"]
+    for name in sorted({*recipe, *asked.recipe}):
+        if recipe.get(name) != asked.recipe.get(name):
+            found.append(f"{name}: {recipe.get(name)!r} there, {asked.recipe.get(name)!r} here")
+    if asked.tokenizer is not None and plan.content["tokenizer_sha256"] != asked.tokenizer.sha256:
+        found.append("the tokenizer")
+    elif plan.content["tokenizer_content_sha256"] != tokenizer_content:
+        found.append("the tokenizer's files")
+    if plan.content["source"].get("fingerprint") != asked.provenance.get("fingerprint"):
+        found.append("the text" if asked.source.found else "the hub's revision")
+    return found or ["the licence, the attribution or what --exclude leaves out"]
+
+
+def tokenizer_of(plans: list[Plan], settings: Settings) -> Outcome | None:
+    """Return the tokenizer of the newest plan of as many units, if it was downloaded or trained as the settings say and
+    is still there.
+
+    So a plan keeps its tokenizer, as it keeps the revision of its text: the hub is not asked for a newer one.
+    """
+    for plan in plans:
+        folder = _staged(plan, settings)
+        if plan.total != settings.partitions or (meta := undamaged(folder)) is None:
+            continue
+        if settings.tokenizer is None:
+            is_asked = was_trained_by(settings, meta)
+        else:
+            is_asked = is_id(settings.tokenizer) and is_of_hub(settings, meta)
+        if is_asked and meta["content_sha256"] == plan.content["tokenizer_content_sha256"]:
+            installed = cache_root(settings) / TOKENIZER_KEY
+            path = installed if resolved(installed) == resolved(folder) else folder
+            return Outcome(TOKENIZER_KEY, path, meta, True, 0.0, None, str(meta["tokenizer_sha256"]))
+    return None
+
+
+def _staged(plan: Plan, settings: Settings) -> Path:
+    """Return the folder of the version that a plan's tokenizer is; it may be gone."""
+    versions = versions_dir(cache_root(settings) / TOKENIZER_KEY)
+    return versions / str(plan.content["tokenizer_content_sha256"])[:VERSION_DIGITS]
+
+
+def listings_of(plan: Plan) -> set[str | None]:
+    """Return the listings under which the text of a plan was seen."""
+    more = b""
+    with suppress(OSError, CacheError):
+        more = read_regular(plan.folder / LISTINGS_NAME, _MAX_LISTINGS_BYTES)
+    return {plan.content.get("listing"), *more.decode("ascii", "replace").split("\n")}
+
+
+def excluded_sha256(settings: Settings) -> str | None:
+    """Return the sha256 of what --exclude leaves out; None without it."""
+    return None if settings.exclude is None else str(read_exclusion(settings.exclude).facts["sha256"])
+
+
+def partition_at(path: Path, name: str, begin: int, end: int) -> tuple[int, int] | None:
+    """Return number and total of the first partition that bytes of a file are from; None where nothing tells, and for a
+    cache that no partition mends.
+
+    path: the public folder. name: of the file in it. begin, end: the first byte, and the byte after the last one.
+    """
+    try:
+        cache = Cache.open(path)
+        units_at = cache.kind.units.units_at if cache.kind.units is not None else None
+        is_sealed = "partitions" in cache.meta and is_committed(path, str(recorded_recipe(path).get("fingerprint")))
+        if units_at is None or not is_sealed:
+            return None
+        some = units_at(cache.folder, cache.meta, name, begin, end)
+    except (OSError, CacheError, *MALFORMED):
+        return None
+    return (some[0], int(cache.meta["partitions"]["total"])) if some else None
+
+
+def is_of_seal(plan: Plan) -> bool:
+    """Whether a plan of the committed cache is older than its record: what a killed seal has left.
+
+    One that was fixed later mends this cache.
+    """
+    return _written(plan.folder / PLAN_NAME) <= _written(versions_dir(plan.path) / RECIPE_NAME)
+
+
+def _written(path: Path) -> int:
+    try:
+        return os.lstat(path).st_mtime_ns
+    except OSError:
+        return 0
