@@ -15,5 +15,5 @@ _MOVED = {
 """The documented names of each module, and the module that has them now."""
 
 give_earlier_names(
-    __name__, _MOVED, "niels_gpt.builders is niels_gpt.engine now: import the names of docs/api/builders.md from there"
+    __name__, _MOVED, "niels_gpt.builders is niels_gpt.engine now: import the names of docs/api/engine.md from there"
 )

@@ -2,17 +2,18 @@
 
 And how a unit that was built again mends the damaged files of such a cache.
 
-Memory depends on the number of shards alone, whose records meta.json has. Duplicates are counted range by range of
-their digests. Nothing of host, time, plan or code is in the cache.
+Memory depends on the number of shards, whose records meta.json has; duplicates are counted range by range of their
+digests. Where texts name their split, the digests of all of val are in memory too. Nothing of host, time, plan or code
+is in the cache.
 """
 
 from __future__ import annotations
 
 import logging
-import os
+import shlex
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -33,6 +34,7 @@ from niels_gpt.cache.formats import (
     num_blocks,
 )
 from niels_gpt.cache.shards import TEXTS_OF, warn_of_unmet_budgets
+from niels_gpt.encoding import DIGEST_BYTES
 from niels_gpt.engine.build import NoTextError
 from niels_gpt.engine.checkpoints import CHECKSUMS
 from niels_gpt.engine.journal import BlockHashes, write_whole
@@ -44,7 +46,10 @@ from niels_gpt.signals import IN_BOTH, REPEATED_ID
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME
-from niels_gpt.storage.meta_json import checked_count, open_regular, path_inside
+from niels_gpt.storage.locks import check_lease
+from niels_gpt.storage.meta_json import checked_count, file_records, open_regular, path_inside, wrong_value
+from niels_gpt.storage.versions import LOCK_NAME
+from niels_gpt.tokenizers.vocabulary import end_of_documents, start_of_documents
 
 logger = logging.getLogger(__name__)
 
@@ -143,14 +148,38 @@ def join(work: Path, plan: Plan, source: Source, units: Iterator[tuple[Path, Met
     )
 
 
-def check_counts(meta: Meta) -> None:
-    """Raise an error where the counts of a receipt cannot be summed."""
+def check_receipt(meta: Meta) -> None:
+    """Raise an error where a receipt has what `join` cannot take: it reads files by the names of a build of ours."""
     _added("", _ZEROS, meta)
     _added("counters", {}, meta["source"]["counters"])
-    dict(meta["source"].get("accepted_code", {}))
     for split in SPLITS:
         if (limit := meta[f"max_{split}_tokens"]) is not None:
             checked_count(limit, f"max_{split}_tokens", META_NAME)
+        if meta["index"][split]["entries"] != meta["docs"][split] + 1:
+            raise wrong_value(
+                META_NAME, f"index.{split}.entries", meta["index"][split]["entries"], "one more than docs"
+            )
+    shards = [_SHARD.format(split, number) for split in SPLITS for number in range(len(meta["shards"][split]))]
+    index = [f"index/{split}_{name}" for name in ("docs.npy", "ids.txt") for split in SPLITS]
+    names = [*shards, *index, CHECKSUMS, *TEXTS_OF.values()]
+    if [record["name"] for record in file_records(meta)] != names:
+        raise CacheError(META_NAME, "it names other files than a partition has", code="E202")
+    if [record["bytes"] for record in meta["files"]] != [DIGEST_BYTES * meta["docs"][split] for split in SPLITS]:
+        raise CacheError(META_NAME, "its digests of texts are not those of its documents", code="E202")
+    if meta["checksums"]["block_bytes"] != BLOCK_BYTES:
+        raise wrong_value(META_NAME, "checksums.block_bytes", meta["checksums"]["block_bytes"], str(BLOCK_BYTES))
+    if any(key not in meta for key in SAME if key != "document_start") or meta["built"] not in (True, "partial"):
+        raise CacheError(META_NAME, "a key of a built partition is missing", code="E202")
+    asked_share(meta)
+    start_of_documents(meta, META_NAME)
+    end_of_documents(meta, META_NAME)
+    accepted = meta["source"].get("accepted_code", {})
+    for texts in (meta.get("first_noticed", {}), accepted):
+        if not isinstance(texts, dict):
+            raise CacheError(META_NAME, f"{texts!r:.40} is no object", code="E202")
+    for versions in accepted.values():
+        if not isinstance(versions, list) or len(versions) != 2:
+            raise CacheError(META_NAME, f"{versions!r:.40} in accepted_code is no pair of versions", code="E202")
 
 
 def _of_unit(meta: Meta) -> dict[str, int]:
@@ -435,7 +464,7 @@ def _mended(
     meta: Meta,
     record: Meta,
     beside: Path,
-    stream: Callable[[BinaryIO], Iterator[bytes]],
+    stream: Callable[[BinaryIO | None], Iterator[bytes]],
     done: Mended,
     units: Collection[int],
 ) -> tuple[Mended, bytes | None]:
@@ -447,33 +476,40 @@ def _mended(
     if (sums := _sums_if_good(folder, record)) is not None:
         return done, sums
     name, crcs, new = record["name"], list[bytes](), beside / _NEW
-    path, sha256 = path_inside(folder, name), None
+    path = path_inside(folder, name)
     fileio.remove(new)
-    with suppress(FileNotFoundError), open(open_regular(path), "rb") as old:
+    with ExitStack() as stack:
+        old = None  # a missing file has its bytes again once all units are there
+        with suppress(FileNotFoundError):
+            old = stack.enter_context(open(open_regular(path), "rb"))
         sha256 = write_whole(beside, _NEW, stream(old), crcs)["sha256"]
     if sha256 == record["sha256"]:
+        _check_lease(folder)
         fileio.rename(new, path)
         return done._replace(files=[*done.files, name]), crcs[0]
     fileio.remove(new)
-    more = _next_unit(folder, meta, name, crcs, units) if done.unit is None else done.unit
+    more = _next_unit(folder, meta, record, crcs, units) if done.unit is None else done.unit
     return done._replace(left=[*done.left, name], unit=more), None
 
 
-def _next_unit(folder: Path, meta: Meta, name: str, crcs: Sequence[bytes], units: Collection[int]) -> int | None:
+def _next_unit(folder: Path, meta: Meta, record: Meta, crcs: Sequence[bytes], units: Collection[int]) -> int | None:
     """Return a unit, none of `units`, that has bytes of the first block of a new file that is still wrong, or of the
     blocks from there to the last wrong one; None: not known."""
+    name = record["name"]
     stored, found = stored_checksums(folder, meta).get(name), np.frombuffer(b"".join(crcs), dtype=CRC_DTYPE)
     if stored is None or len(stored) != len(found) or not (stored != found).any():
         return None
     wrong = BLOCK_BYTES * np.flatnonzero(stored != found)
     for last in (int(wrong[0]), int(wrong[-1])):
-        some = units_at(folder, meta, name, int(wrong[0]), min(last + BLOCK_BYTES, os.stat(folder / name).st_size))
+        some = units_at(folder, meta, name, int(wrong[0]), min(last + BLOCK_BYTES, record["bytes"]))
         if more := [number for number in some if number not in units]:
             return more[0]
     return None
 
 
-def _all_checksums(parts: Sequence[_Part], crcs: Sequence[tuple[Meta, bytes | None]], old: BinaryIO) -> Iterator[bytes]:
+def _all_checksums(
+    parts: Sequence[_Part], crcs: Sequence[tuple[Meta, bytes | None]], old: BinaryIO | None
+) -> Iterator[bytes]:
     """Yield the block checksums of all files. crcs: record and checksums of index and ids; None: those in `old`."""
     yield from _checksums(parts, old)
     at = _CRC_BYTES * sum(sum(part.blocks.values()) for part in parts)
@@ -486,13 +522,22 @@ def _all_checksums(parts: Sequence[_Part], crcs: Sequence[tuple[Meta, bytes | No
 def _put_shard(folder: Path, record: Meta, own: Path, beside: Path) -> None:
     """Put a unit's shard in the place of a damaged one. Raises: CacheError E510 if it is damaged too."""
     path, new = path_inside(folder, record["name"]), beside / _NEW
+    if path.is_dir():  # `path_inside` has refused links
+        remedy = f"Remove it: {shlex.join(['rm', '-r', str(path)])}"
+        raise CacheError(path, "a folder", "a file of the cache", remedy, code="E205")
     fileio.remove(new)
     fileio.link_or_copy(own, new)
     if _sums_if_good(beside, {**record, "name": _NEW}) is None:
         raise CacheError(own, "damaged since it was built", remedy="Run the same command again", code="E510")
     fileio.fsync_file(new)
+    _check_lease(folder)
     fileio.make_dir(path.parent)
     fileio.rename(new, path)
+
+
+def _check_lease(folder: Path) -> None:
+    """Raise CacheError E512 where another process has taken over the cache of a version."""
+    check_lease(folder.parent / LOCK_NAME)
 
 
 def _sums_if_good(folder: Path, record: Meta) -> bytes | None:

@@ -53,7 +53,10 @@ def _how_to_build(function: Callable[..., Any]) -> Callable[..., Any]:
     for decorate in (
         option("--refresh", is_flag=True, help="ask the hub for its newest revisions", panel="Build"),
         option(
-            "--restart", is_flag=True, help="build from scratch, without what is there, finished or not", panel="Build"
+            "--restart",
+            is_flag=True,
+            help="build from scratch, without what is there; with --partition, of a sealed cache, mend its files",
+            panel="Build",
         ),
         option("--dry-run", is_flag=True, help="print what would be built and the disk it needs", panel="Build"),
         option("--yes", is_flag=True, hidden=True, help="replace a tokenizer that other caches need", panel="Build"),

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     "seal",
     "Make the one cache of all partitions.\n\nThe flags are those that the partitions of a source were built with. "
     "The folder DIR of a command that made partitions in it takes none. Each file is read once more, and the "
-    "partitions are removed.",
+    "folders of partitions are removed.",
     kept=". Nothing is lost; the same command seals it",
     examples="niels-gpt seal fineweb_edu --partitions 64\nniels-gpt seal DIR",
 )

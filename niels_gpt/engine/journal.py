@@ -435,6 +435,8 @@ def _checkpoint(value: Any, path: Path, byte: int, remedy: str) -> Checkpoint:
         finished = file_records({"shards": {"finished": value["finished"]}}, where)
         state = value["state"]
         for key, number in state.items():
+            if key == "seen" and not isinstance(number, dict):
+                raise TypeError("seen is no object")
             for count in number.values() if isinstance(number, dict) else [number]:
                 if key == "seen" and isinstance(count, str):
                     continue

@@ -248,7 +248,7 @@ def _line_digests(path: Path) -> Iterator[NDArray[np.uint64]]:
 
 
 def count_in_both(train: Sequence[Path], val: Sequence[Path]) -> int:
-    """Return how many of the digests in val's files are in train's too. The distinct ones of val are in memory."""
+    """Return how many of the digests in val's files are in train's too. All digests of val are in memory."""
     of_val = np.concatenate([np.empty(0, dtype=_DIGEST_DTYPE), *_digests(val)])
     distinct, place = np.unique(of_val, return_inverse=True)
     is_there = np.zeros(len(distinct), dtype=np.bool_)

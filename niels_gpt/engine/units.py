@@ -14,15 +14,15 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
-from threading import Lock
+from threading import Event
 from typing import Any, NamedTuple
 
-from niels_gpt.cache.formats import FORMAT_VERSION
+from niels_gpt.cache.formats import FORMAT_VERSION, SPLITS
 from niels_gpt.documents import MAX_PARTITIONS, Partition
 from niels_gpt.engine.build import CANNOT_WRITE
 from niels_gpt.engine.meta import BUILDER_VERSIONS, Source
@@ -39,7 +39,6 @@ from niels_gpt.storage.meta_json import (
     path_inside,
     printable,
     read_regular,
-    sha256_regular,
     wrong_value,
 )
 from niels_gpt.storage.versions import (
@@ -63,6 +62,8 @@ _TARGET = re.compile(r"\.versions/([0-9]{5})/([0-9a-f]{12})")
 _HALF_WRITTEN = re.compile(r"\.plan\.json\.[0-9a-f]{8}\.tmp")
 _NOT_THERE = ("missing", "started")
 _MOST_REMEDIES = 20
+_TICK_S = 0.2  # between two calls of a progress
+_WAITING = 4  # units for each thread that wait to be read
 _MOST_CHARACTERS = 4_000  # of the list of unfinished units: 100,000 of them may be missing
 
 Meta = dict[str, Any]
@@ -104,7 +105,7 @@ class Plan:
     def is_there(self) -> bool:
         """Whether plan.json is there with this content: a seal, `restart` and gc remove it."""
         try:
-            return sha256_regular(self.folder / PLAN_NAME) == self.sha256
+            return read_regular(self.folder / PLAN_NAME, MAX_PLAN_BYTES) == canonical_json(self.content)
         except (OSError, CacheError):
             return False
 
@@ -161,7 +162,7 @@ def plans_of(path: str | os.PathLike[str]) -> list[Plan]:
 def discard_plan(plan: Plan) -> bool:
     """Remove a plan and its units, unless one is being built; return whether it is gone. `build_lock` is held.
 
-    plan.json goes last, so that what a killed process leaves still says whose it is.
+    plan.json goes last: a half-removed folder still names its cache.
     """
     try:
         versions.refuse_if_partition_is_built(plan.folder)
@@ -265,7 +266,8 @@ class UnitKind(NamedTuple):
     each unit that was built again, by number. None: a damaged cache is built again as a whole."""
     units_at: Callable[[Path, Meta, str, int, int], list[int]] | None = None
     """Returns the units that bytes of a file of a sealed cache are from. Takes the folder of its version, its meta, the
-    file's name, the first byte, and the byte after the last one. Returns [] where nothing tells. None: as `mend`."""
+    file's name, the first byte, and the byte after the last one. Returns [] where nothing tells. None: no unit mends a
+    file."""
 
 
 def look_at(plan: Plan, kind: UnitKind, number: int) -> Unit:
@@ -287,7 +289,7 @@ def look_at(plan: Plan, kind: UnitKind, number: int) -> Unit:
         return Unit(number, *wrong)
     if meta is None or problem or meta.get("content_sha256", "")[:VERSION_DIGITS] != target[2]:
         return Unit(number, "damaged", printable(problem or "content_sha256 is not the one of its version"))
-    tokens = sum(count for key, count in meta["totals"].items() if key.endswith("_tokens"))
+    tokens = sum(meta["totals"][f"{split}_tokens"] for split in SPLITS)
     return Unit(number, "finished", "", target[2], kind.items(meta), tokens, None, meta)
 
 
@@ -352,25 +354,46 @@ def _origin(receipt: Meta) -> tuple[str, bytes]:
 def _damages(
     plan: Plan, kind: UnitKind, units: Sequence[Unit], sizes: Mapping[int, int], progress: Progress | None
 ) -> Iterator[tuple[int, str]]:
-    """Read every file of the finished units, several units at once; yield number and damage of a damaged one."""
-    total, heard, lock = sum(sizes.values()), [0, 0], Lock()
+    """Read every file of the finished units, several units at once; yield number and damage of a damaged one.
+
+    progress is called here, not in the threads: what it raises ends the reading, and is no damage of a unit.
+    """
+    total, heard, stopped = sum(sizes.values()), {number: (0, 0) for number in sizes}, Event()
 
     def examine(number: int) -> str:
-        before = [0, 0]
-
         def add(files: int, read: int, _: int | None) -> None:
-            with lock:
-                heard[0], heard[1] = heard[0] + files - before[0], heard[1] + read - before[1]
-                before[:] = files, read
-                if progress is not None:
-                    progress(heard[0], heard[1], total)
+            if stopped.is_set():
+                raise _Stopped
+            heard[number] = files, read
 
         found = kind.examine(version_folder(plan, units[number]), True, add)[1]
-        add(before[0], sizes[number], None)  # a damaged one is not read to its end
+        heard[number] = heard[number][0], sizes[number]  # a damaged one is not read to its end
         return found
 
-    with ThreadPoolExecutor(min(16, usable_cores())) as executor:
-        yield from ((number, found) for number, found in zip(sizes, executor.map(examine, sizes), strict=True) if found)
+    threads = min(16, usable_cores())
+    with ThreadPoolExecutor(threads) as executor:
+        numbers, left = iter(sizes), dict[Future[str], int]()
+        try:
+            while True:
+                for number in islice(numbers, _WAITING * threads - len(left)):
+                    left[executor.submit(examine, number)] = number
+                if not left:
+                    return
+                for future in wait(left, _TICK_S, FIRST_COMPLETED).done:
+                    if found := future.result():
+                        yield left[future], found
+                    del left[future]
+                if progress is not None:
+                    files, read = (sum(counts) for counts in zip(*heard.values(), strict=True))
+                    progress(files, read, total)
+        finally:
+            stopped.set()
+            for future in left:
+                future.cancel()
+
+
+class _Stopped(BaseException):
+    """Ends a thread that reads a unit."""
 
 
 def _foreign(plan: Plan) -> Iterator[tuple[Path, str]]:

@@ -1,8 +1,8 @@
 """Disk space: what a build needs at least, what is free, and when a build is refused for lack of it.
 
-The bound comes from the sizes of files and from token budgets. A token stands for at most eight bytes of text and takes
-two bytes, in a vocabulary of more than 65,536 ids four; so the bound holds for prose, code and tables, and prose takes
-about twice of it. Packed files count with their packed size.
+The bound comes from the sizes of files and from token budgets. A token is taken to stand for eight bytes of text at
+most, and takes two bytes, in a vocabulary of more than 65,536 ids four. Prose takes about twice the
+bound. Packed files count with their packed size.
 """
 
 from __future__ import annotations

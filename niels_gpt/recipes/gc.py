@@ -84,7 +84,7 @@ def _explained(pieces: list[Leftover]) -> list[Leftover]:
 
 
 def _wanted_plan(cache: Path) -> Path | None:
-    """Return the folder of the newest plan of a cache, if it was not sealed and is not older than a week."""
+    """Return the folder of the newest plan of a cache, unless it was sealed or is older than a week."""
     for plan in plans_of(cache)[:1]:
         fixed = (plan.folder / PLAN_NAME).lstat().st_mtime
         if (recorded := recorded_recipe(cache).get("fingerprint")) is not None:
@@ -121,7 +121,7 @@ def _remove(piece: Leftover, kept: Path | None, dry_run: bool) -> str:
         finished = sum(entry.is_symlink() for entry in path.iterdir())  # a build ends with the link
         why_unneeded += f", {finished:,} of them finished"
         if path == kept:
-            why = "the newest partitions of an unsealed cache stay for a week. To remove them: --unsealed"
+            why = "the newest partitions stay for a week after the last one was finished. To remove them: --unsealed"
             return f"kept {name} ({size_text(num_bytes)}, {finished:,} of them finished): {why}"
     with unless_held(path) as why:
         if why and not path.name.startswith((BUILDING, PARTITIONS)):  # nobody reads an unfinished build

@@ -7,8 +7,9 @@ compare names, sizes and times of modification, and read the bytes again only wh
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def recorded_units(
         if listing is not None and listing not in listings:
             continue
         provenance = source.provenance(recorded, ask_hub=False) if listing is None else recorded
-        if wanted not in (None, provenance.get("fingerprint")):
+        if wanted not in (None, provenance.get("fingerprint")) or not {"fingerprint", "revision"} <= provenance.keys():
             continue
         asked = asked_cache(settings, source, tokenizer, provenance)
         if asked.fingerprint == fingerprint:
@@ -93,16 +94,23 @@ def _records(settings: Settings, path: Path) -> list[_Record]:
     return [record for _, record in sorted(found, key=lambda entry: -entry[0])]
 
 
-def settings_of(plan: Plan, settings: Settings, tokenizer_content: str | None) -> Settings | None:
-    """Return settings with those of a plan, as far as it has them; None where a file that it needs is not known here.
+def settings_of(plan: Plan, settings: Settings, reads: Sequence[str], tokenizer_content: str | None) -> Settings | None:
+    """Return these settings, with the plan's values for what decides bytes; None where a file that it needs is not
+    known here.
 
+    reads: names of the settings that decide bytes: no other is taken from a plan.
     tokenizer_content: content_sha256 of the tokenizer of `settings`; None: unknown.
     """
-    known = {field.name: type(getattr(settings, field.name)) for field in fields(Settings)}
-    recipe = {name: value for name, value in plan.content["recipe"].items() if known.get(name) is type(value)}
-    start = plan.content["recipe"].get("document_start")
+    asked = plan.content["recipe"]
+    recipe = {
+        name: asked[name] for name in reads if type(getattr(settings, name)) is type(asked.get(name)) and name in asked
+    }
+    start = asked.get("document_start")
     recipe["document_start"] = start if isinstance(start, str) else None
-    there = replace(settings, **recipe, partitions=plan.total)
+    try:
+        there = replace(settings, **{**recipe, "partitions": plan.total})
+    except ValueError:  # no build has written this plan
+        return None
     if plan.content["tokenizer_content_sha256"] != tokenizer_content:
         if undamaged(folder := _staged(plan, settings)) is None:
             return None

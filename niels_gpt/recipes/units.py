@@ -36,7 +36,7 @@ from niels_gpt.engine.units import (
     states_of,
     version_folder,
 )
-from niels_gpt.kinds.kind import kind_of_key
+from niels_gpt.kinds.kind import MALFORMED, kind_of_key
 from niels_gpt.progress import Progress
 from niels_gpt.recipes.documents import (
     budget_of,
@@ -180,7 +180,8 @@ class Units:
             known = recorded_provenance(self._tokenizer_made.path, self.source, self.path, observed, {})
             provenance = self.source.provenance(None if asks_hub else known)
             self.asked = asked_cache(self.settings, self.source, self._tokenizer, provenance)
-            self.plan = None if is_current(self.path, self.asked.fingerprint) else self._fixed()
+            mends = is_committed(self.path, self.asked.fingerprint)
+            self.plan = None if is_current(self.path, self.asked.fingerprint) else self._fixed(mends=mends)
             if self._listing is not None:
                 self._add_listing(self._listing)
 
@@ -342,7 +343,7 @@ class Units:
         """Build unit `number` of the sealed cache again, and put its files in the place of damaged ones.
 
         Returns None, and does nothing, where no cache of these settings and this text is sealed. A killed call is
-        repeated. The plan is removed at the end; where files stay damaged or missing, it is kept for the next unit.
+        repeated. The plan is removed at the end; it is kept while files stay damaged or missing, for the next unit.
         progress: as for `build`.
         Raises: as `build`; CacheError E306, and nothing is changed, where the unit gives other bytes now.
         """
@@ -380,7 +381,13 @@ class Units:
         if folder.parent != resolved(versions_dir(self.path)):
             raise CacheError(self.path, f"a link to {folder}", "a link to one of its versions", code="E205")
         there = {unit.number: (version_folder(plan, unit), unit.receipt) for unit in units if unit.receipt is not None}
-        return mend(folder, read_meta(str(folder / META_NAME)), there)
+        try:
+            return mend(folder, read_meta(str(folder / META_NAME)), there)
+        except MALFORMED as error:
+            if isinstance(error, CacheError):
+                raise
+            found = f"not as docs/formats.md describes it ({error!r})"
+            raise CacheError(folder / META_NAME, found, code="E202") from error
 
     def current_meta(self) -> dict[str, Any]:
         """Return the meta of the committed cache, which is current; a plan that a killed seal has left is removed.
@@ -512,7 +519,7 @@ class Units:
         )
 
     def _warn_of_other(self, plan: Plan, tokenizer_content: str) -> None:
-        there = settings_of(plan, self.settings, tokenizer_content)
+        there = settings_of(plan, self.settings, self.source.spec.settings, tokenizer_content)
         back = "" if there in (None, self.settings) else build_command(there or self.settings, self.key)
         logger.warning(
             "%s: partitions of another plan are there, and nothing of them is used (%s)%s",
@@ -529,9 +536,9 @@ class Units:
         differing = {plan.sha256: differences(plan, self.asked, tokenizer_content) for plan in plans}
         plan = min(plans, key=lambda plan: len(differing[plan.sha256]))
         found = f"its partitions are of another plan ({'; '.join([plan.folder.name, *differing[plan.sha256]])})"
-        there = settings_of(plan, self.settings, tokenizer_content)
+        there = settings_of(plan, self.settings, self.source.spec.settings, tokenizer_content)
         if there == self.settings:
-            again = f"Build those of the source as it is now: {build_command(there, self.key)}"
+            again = f"Build partitions of the source as it is now: {build_command(there, self.key)}"
             return NoPlan(self.path, found, "the source and tokenizer of their builds", again, code="E511")
         return NoPlan(self.path, found, "the flags of their builds", self._seals(there), code="E511")
 
@@ -559,7 +566,7 @@ class Units:
                 raise self._none_there()
             plan = next((plan for plan in plans if plan.total == settings.partitions), plans[0])
             found = f"its partitions ({plan.folder.name}) have a tokenizer that these settings do not name"
-            remedy = self._seals(settings_of(plan, settings, None))
+            remedy = self._seals(settings_of(plan, settings, self.source.spec.settings, None))
             raise NoPlan(self.path, found, "the tokenizer of their builds", remedy, code="E511")
         return stage_tokenizer(settings, user_sources_only=self.source.user is not None, refresh=refresh)
 

@@ -1,6 +1,7 @@
 """A seal refuses what is not finished, names it with a command that mends it, and may be killed at any moment."""
 
 import errno
+import functools
 import json
 import os
 import resource
@@ -31,6 +32,7 @@ from support.partition_builds import (
 from support.power_loss import Disk, put, recorded_below, tree_of
 from support.small_builds import locked, quick_folder
 
+from niels_gpt.cache import CacheError
 from niels_gpt.cache.meta import tokenizer_above
 from niels_gpt.kinds.folders import caches_below
 from niels_gpt.kinds.verify import find_damage
@@ -38,6 +40,7 @@ from niels_gpt.recipes.gc import collect
 from niels_gpt.recipes.units import Units
 from niels_gpt.settings import Settings
 from niels_gpt.storage.leftovers import removable
+from niels_gpt.storage.meta_json import content_sha256, file_records
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +186,66 @@ def test_each_kind_of_bad_partition_is_named_with_its_command(plan, spoil):
         assert os.system(command.partition(" && ")[0]) == 0
         build_part(plan, 1)
         assert seal_small(plan)["docs"] == {"train": 62, "val": 13}
+
+
+FORGED = [
+    (("totals", "x_tokens"), "a"),
+    (("docs", "x"), "a"),
+    (("first_noticed",), 5),
+    (("built",), "no"),
+    (("split_rule",), None),
+    (("val_frac",), "x"),
+    (("document_start",), 5),
+    (("document_end",), 5),
+    (("source", "accepted_code"), {"torch": 1}),
+    (("checksums", "block_bytes"), 128),
+    (("documents_read",), "a"),
+    (("index", "train", "entries"), 5),
+    (("files",), []),
+]
+
+
+@pytest.mark.parametrize(("keys", "value"), FORGED, ids=[".".join(keys) for keys, _ in FORGED])
+def test_forged_receipts_of_all_partitions_make_no_cache_that_readers_refuse(plan, keys, value):
+    for number in range(TOTAL):
+        path = version(plan, number) / "meta.json"
+        meta = json.loads(path.read_bytes())
+        inner = functools.reduce(dict.__getitem__, keys[:-1], meta)
+        if value is None:
+            del inner[keys[-1]]
+        else:
+            inner[keys[-1]] = value
+        path.write_bytes(meta_bytes(meta))
+    try:
+        seal_small(plan, deep=False)
+    except CacheError as error:
+        assert error.code == "E510" and not plan.path.exists()
+    else:  # what is not read is left out
+        assert keys[0] in ("totals", "docs") and not find_damage(plan.path, deep=True)
+
+
+def test_a_seal_reads_the_files_that_the_receipt_names_and_no_other(plan, tmp_path):
+    folder, path = version(plan, 0), plan.unit_path(0)
+    shutil.copytree(folder / "index", tmp_path / "outside")
+    (folder / "index").rename(folder / "other")
+    (folder / "index").symlink_to(tmp_path / "outside")
+    text = (folder / "meta.json").read_text().replace('"index/', '"other/')
+    meta = json.loads(text)
+    meta["content_sha256"] = content_sha256(file_records(meta))
+    (folder / "meta.json").write_bytes(meta_bytes(meta))
+    path.unlink()
+    path.symlink_to(f".versions/{path.name}/{folder.rename(folder.with_name(meta['content_sha256'][:12])).name}")
+    with refused("E510", "damaged: 0", "other files"):
+        seal_small(plan)
+
+
+def test_what_a_progress_raises_ends_the_seal_and_is_no_damage(plan):
+    def cancel(*_):
+        raise RuntimeError("cancelled")
+
+    with pytest.raises(RuntimeError, match="cancelled"):
+        seal_small(plan, progress=cancel)
+    assert {state.state for state in states(plan, deep=True)} == {"finished"}
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])

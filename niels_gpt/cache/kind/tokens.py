@@ -19,7 +19,7 @@ from niels_gpt.cache.documents import (
     tokens_of,
 )
 from niels_gpt.cache.formats import SPLITS, has_loss_bits, has_no_text_bytes, npy_header, token_dtype_of
-from niels_gpt.cache.joining import SAME, check_counts, join, mend, units_at, warn_of_whole
+from niels_gpt.cache.joining import SAME, check_receipt, join, mend, units_at, warn_of_whole
 from niels_gpt.cache.kind.locate import locate, locate_data
 from niels_gpt.cache.kind.plot import plot
 from niels_gpt.cache.kind.scans import content_damages, id_damages, supervised_damages
@@ -292,7 +292,7 @@ def _examined(folder: Path, deep: bool, progress: Progress | None) -> tuple[Meta
     meta, problem = examined(folder, deep, progress)
     if meta is not None and not problem:
         try:
-            check_counts(meta)
+            check_receipt(meta)
         except (CacheError, *MALFORMED) as error:
             problem = error.problem if isinstance(error, CacheError) else repr(error)
     return meta, problem
@@ -307,7 +307,14 @@ class PretrainKind(Tokens):
     unit = "document"
     keys = ("pretrain/",)
     units = UnitKind(
-        "pretrain", SAME, _examined, lambda meta: sum(meta["docs"].values()), join, warn_of_whole, mend, units_at
+        "pretrain",
+        SAME,
+        _examined,
+        lambda meta: sum(meta["docs"][split] for split in SPLITS),
+        join,
+        warn_of_whole,
+        mend,
+        units_at,
     )
     builder_version = BUILDER_VERSIONS["pretrain"]
     checks = (*_TOKENS, BUDGET_REACHED, *warnings_of("documents"))
