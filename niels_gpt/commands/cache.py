@@ -55,7 +55,7 @@ def _how_to_build(function: Callable[..., Any]) -> Callable[..., Any]:
         option(
             "--restart",
             is_flag=True,
-            help="build from scratch, without what is there; with --partition, of a sealed cache, mend its files",
+            help="build from scratch; with --partition of a sealed cache, mend its files",
             panel="Build",
         ),
         option("--dry-run", is_flag=True, help="print what would be built and the disk it needs", panel="Build"),
