@@ -72,7 +72,7 @@ class Settings:
     )
     accept_code: bool = _setting(
         False,
-        "go on with partitions that were begun with other versions of this program's format or of its libraries; "
+        "continue partitions that were started with other versions of this program's format or of its libraries; "
         "meta.json names them",
     )
     threads: int = _setting(0, "tokenizer threads; 0: one per usable core. Never changes the output", least=0)

@@ -165,7 +165,7 @@ def check_receipt(meta: Meta) -> None:
     if [record["name"] for record in file_records(meta)] != names:
         raise CacheError(META_NAME, "it names other files than a partition has", code="E202")
     if [record["bytes"] for record in meta["files"]] != [DIGEST_BYTES * meta["docs"][split] for split in SPLITS]:
-        raise CacheError(META_NAME, "its digests of texts are not those of its documents", code="E202")
+        raise CacheError(META_NAME, "its digests of texts are not one for each document", code="E202")
     if meta["checksums"]["block_bytes"] != BLOCK_BYTES:
         raise wrong_value(META_NAME, "checksums.block_bytes", meta["checksums"]["block_bytes"], str(BLOCK_BYTES))
     if any(key not in meta for key in SAME if key != "document_start") or meta["built"] not in (True, "partial"):

@@ -60,7 +60,6 @@ LISTINGS_NAME = "listings"
 _DIGITS = 5  # of a unit's folder
 _TARGET = re.compile(r"\.versions/([0-9]{5})/([0-9a-f]{12})")
 _HALF_WRITTEN = re.compile(r"\.plan\.json\.[0-9a-f]{8}\.tmp")
-_NOT_THERE = ("missing", "started")
 _MOST_REMEDIES = 20
 _TICK_S = 0.2  # between two calls of a progress
 _WAITING = 4  # units for each thread that wait to be read
@@ -228,6 +227,11 @@ class Unit(NamedTuple):
     """With number -1: the entry, by its name as it is."""
     receipt: Meta | None = None
     """Its meta.json, where `look_at` found it finished; None in the list of `states_of`."""
+
+    @property
+    def is_unbuilt(self) -> bool:
+        """Whether it is missing or started: its build mends it, and nothing is removed first."""
+        return self.state in ("missing", "started")
 
 
 class Mended(NamedTuple):
@@ -513,12 +517,12 @@ def _not_finished(plan: Plan, units: Sequence[Unit], commands: Commands | None, 
     """
     bad = sorted((unit for unit in units if unit.state != "finished"), key=lambda unit: (unit.state, unit.number))
     groups = [(name, list(some)) for name, some in groupby(bad, key=lambda unit: unit.state)]
-    found = "; ".join(f"{name}: {_described(name, some)}" for name, some in groups)
+    found = "; ".join(f"{name}: {_described(some)}" for name, some in groups)
     if len(found) > _MOST_CHARACTERS:
         found = f"{found[:_MOST_CHARACTERS]} ..."
     last = commands.seal if commands else None
-    if commands and sum(unit.state in _NOT_THERE for unit in bad) > _MOST_REMEDIES:
-        bad, last = [unit for unit in bad if unit.state not in _NOT_THERE], commands.whole
+    if commands and sum(unit.is_unbuilt for unit in bad) > _MOST_REMEDIES:
+        bad, last = [unit for unit in bad if not unit.is_unbuilt], commands.whole
     remedies = list(dict.fromkeys(_remedy(plan, unit, commands, from_scratch) for unit in bad[:_MOST_REMEDIES]))
     if len(bad) > _MOST_REMEDIES:
         last = f"and so on for {len(bad) - _MOST_REMEDIES:,} more"
@@ -531,9 +535,9 @@ def _not_finished(plan: Plan, units: Sequence[Unit], commands: Commands | None, 
     )
 
 
-def _described(state: str, units: Sequence[Unit]) -> str:
+def _described(units: Sequence[Unit]) -> str:
     """Return the numbers of units in one state, runs of them as 3-5, or each with what is wrong."""
-    if state not in _NOT_THERE:
+    if not units[0].is_unbuilt:
         return ", ".join(f"{unit.number} ({unit.found})" if unit.number >= 0 else unit.found for unit in units)
     runs = [
         [unit.number for _, unit in run]
@@ -547,7 +551,7 @@ def _remedy(plan: Plan, unit: Unit, commands: Commands | None, from_scratch: str
     if unit.entry is not None:
         return f"rm -rf {_quoted(str(unit.entry))}"
     build = commands.unit(unit.number) if commands is not None else from_scratch or f"build partition {unit.number}"
-    if unit.state in _NOT_THERE:
+    if unit.is_unbuilt:
         return build
     path = plan.unit_path(unit.number)
     return f"{shlex.join(['rm', '-rf', str(path), str(versions_dir(path))])} && {build}"

@@ -240,13 +240,9 @@ class Units:
 
     # --- building and sealing ---
 
-    def states(self, *, deep: bool = False) -> list[Unit]:
-        """Return each unit by number; [] where the cache is current. deep: read every file."""
-        return (
-            []
-            if self.plan is None
-            else [unit for unit in states_of(self.plan, self.kind, deep=deep) if unit.number >= 0]
-        )
+    def states(self) -> list[Unit]:
+        """Return each unit by number; [] where the cache is current."""
+        return [] if self.plan is None else [unit for unit in states_of(self.plan, self.kind) if unit.number >= 0]
 
     def unfinished(self) -> list[int]:
         """Return the numbers of the units that are not finished."""
@@ -420,7 +416,7 @@ class Units:
             unit = look_at(plan, self.kind, partition.number)
             if unit.receipt is not None:
                 return unit.receipt, True
-            if unit.state not in ("missing", "started"):
+            if not unit.is_unbuilt:
                 logger.info("%s is built again: %s, %s", path, unit.state, unit.found)
             described = self._described("--partition", str(partition.number))
             counters = described.counters

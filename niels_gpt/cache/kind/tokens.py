@@ -307,14 +307,14 @@ class PretrainKind(Tokens):
     unit = "document"
     keys = ("pretrain/",)
     units = UnitKind(
-        "pretrain",
-        SAME,
-        _examined,
-        lambda meta: sum(meta["docs"][split] for split in SPLITS),
-        join,
-        warn_of_whole,
-        mend,
-        units_at,
+        name="pretrain",
+        same=SAME,
+        examine=_examined,
+        items=lambda meta: sum(meta["docs"][split] for split in SPLITS),
+        join=join,
+        warn=warn_of_whole,
+        mend=mend,
+        units_at=units_at,
     )
     builder_version = BUILDER_VERSIONS["pretrain"]
     checks = (*_TOKENS, BUDGET_REACHED, *warnings_of("documents"))
