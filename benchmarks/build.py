@@ -48,7 +48,7 @@ from niels_gpt.cache import PretrainTokenStreamDataset, build_pretrain_cache, bu
 from niels_gpt.data.dolly import iter_dolly_sft
 from niels_gpt.data.fineweb_edu import iter_fineweb_edu
 from niels_gpt.kinds.verify import find_damage
-from niels_gpt.recipes.run_recipe import Measurement
+from niels_gpt.recipes.records import Measurement
 from niels_gpt.tokenizer import SentencePieceTokenizer
 from niels_gpt.tokenizer_training import train_tokenizer
 

@@ -15,7 +15,7 @@ from niels_gpt.data.sources import SOURCES, SourceSpec
 from niels_gpt.data.trees import TREES
 from niels_gpt.kinds.kind import has_partitions
 from niels_gpt.recipes.plan import every_recipe
-from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Outcome
+from niels_gpt.recipes.records import TOKENIZER_KEY, Outcome
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.recipes.user_sources import user_sources
 from niels_gpt.settings import Settings

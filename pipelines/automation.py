@@ -21,8 +21,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from niels_gpt.data.sources import SOURCES
 from niels_gpt.recipes.plan import every_key
+from niels_gpt.recipes.records import TOKENIZER_KEY
 from niels_gpt.recipes.resolve import listing_of, resolve_source
-from niels_gpt.recipes.run_recipe import TOKENIZER_KEY
 from niels_gpt.recipes.user_sources import user_sources
 from pipelines.deployment import Deployment
 from pipelines.versions import SFT_ROOT

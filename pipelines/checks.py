@@ -8,7 +8,7 @@ import dagster as dg
 from niels_gpt.kinds.homes import loaded
 from niels_gpt.kinds.kind import Kind, Limits, kind_of_key
 from niels_gpt.kinds.verify import verify
-from niels_gpt.recipes.run_recipe import cache_root
+from niels_gpt.recipes.records import cache_root
 from niels_gpt.settings import Settings
 from niels_gpt.storage.checks import Check, Value, Verdict
 from niels_gpt.storage.errors import CacheError, LeftOut

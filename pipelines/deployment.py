@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import dagster as dg
 
-from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, cache_root
+from niels_gpt.recipes.records import TOKENIZER_KEY, cache_root
 from niels_gpt.settings import Settings
 from niels_gpt.storage.remedies import build_command
 from pipelines.resources import NAMES, Run, as_run

@@ -18,8 +18,8 @@ from niels_gpt.chat.backends import CacheBackend
 from niels_gpt.display.numbers import count_text, many, share_text, size_text
 from niels_gpt.kinds.kind import Cache, Held, kind_named
 from niels_gpt.kinds.look import tokenizer_for
+from niels_gpt.recipes.records import Outcome
 from niels_gpt.recipes.resolve import resolve_source
-from niels_gpt.recipes.run_recipe import Outcome
 from niels_gpt.recipes.tokenizer import opened
 from niels_gpt.settings import Settings
 from niels_gpt.storage.fileio import META_NAME, canonical_json

@@ -12,12 +12,10 @@ from typing import Any
 
 import dagster as dg
 
-from niels_gpt.recipes.documents import is_partitioned
+from niels_gpt.recipes.records import TOKENIZER_KEY, Outcome
 from niels_gpt.recipes.resolve import resolve_source
-from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Outcome
-from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.recipes.tokenizer import with_installed
-from niels_gpt.recipes.units import NoPlan, Units
+from niels_gpt.recipes.units import NoPlan, Units, build_token_cache
 from pipelines.deployment import Deployment
 from pipelines.steps import (
     BUILD_POOL,
@@ -106,7 +104,7 @@ def _plan_partitions(deployment: Deployment) -> dg.OpDefinition:
         unfinished: list[int] = []
         with step(context, deployment):
             start_over(context, deployment, asked, path)
-            if is_partitioned(core, resolve_source(core, name)):
+            if resolve_source(core, name).is_partitioned(core):
                 units = Units(core, name, observed=newer_observation(context, deployment, core, path))
                 unfinished = units.unfinished()
                 done = f"{core.partitions - len(unfinished)} finished, {len(unfinished)} to build"
@@ -169,7 +167,7 @@ def _seal_cache(deployment: Deployment) -> dg.OpDefinition:
         core, name = with_installed(asked.settings), path.rpartition("/")[2]
 
         def build() -> Outcome:
-            if is_partitioned(core, resolve_source(core, name)):
+            if resolve_source(core, name).is_partitioned(core):
                 # Of the newest plan, as its partitions: an observation may have been made since the plan was fixed.
                 return Units(core, name, fixes=False).seal(progress=progress_log(context, "files", "bytes"))
             observed = newer_observation(context, deployment, core, path)

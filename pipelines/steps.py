@@ -16,7 +16,8 @@ from niels_gpt.kinds.kind import has_partitions, kinds
 from niels_gpt.progress import Progress
 from niels_gpt.recipes.eagle3.of_settings import NoExtra, NoTarget
 from niels_gpt.recipes.plan import built_at, every_key
-from niels_gpt.recipes.run_recipe import RUNS_DIR, TOKENIZER_KEY, Outcome, cache_root, recorded_recipe, restart
+from niels_gpt.recipes.records import RUNS_DIR, TOKENIZER_KEY, Outcome, cache_root, recorded_recipe
+from niels_gpt.recipes.request import restart
 from niels_gpt.recipes.tokenizer import with_installed
 from niels_gpt.settings import Settings
 from niels_gpt.storage.codes import code_of

@@ -21,12 +21,11 @@ from niels_gpt.data.sources import SOURCES
 from niels_gpt.hub.models import is_local
 from niels_gpt.kinds.kind import has_partitions
 from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
-from niels_gpt.recipes.documents import is_partitioned
 from niels_gpt.recipes.eagle3.of_settings import KEY as TARGETS_KEY
 from niels_gpt.recipes.eagle3.of_settings import VOCAB_KEY, has_small_target, raw_source
 from niels_gpt.recipes.plan import built_at, every_key, needs_no_tokenizer, observe, settings_fingerprint
+from niels_gpt.recipes.records import TOKENIZER_KEY, Outcome, cache_root, recorded_recipe
 from niels_gpt.recipes.resolve import asked_revisions, listing_of, resolve_source
-from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Outcome, cache_root, recorded_recipe
 from niels_gpt.recipes.sources import named
 from niels_gpt.recipes.tokenizer import is_id, named_tokenizer, stage_tokenizer, tokenizer_state
 from niels_gpt.recipes.training import training_settings
@@ -204,7 +203,7 @@ def is_graph(settings: Settings, path: str) -> bool:
     if name not in SOURCES or SOURCES[name].from_hub is None:
         return True
     try:
-        return is_partitioned(settings, resolve_source(settings, name))
+        return resolve_source(settings, name).is_partitioned(settings)
     except (OSError, ValueError):  # the step says what is wrong
         return True
 

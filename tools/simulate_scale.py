@@ -34,7 +34,7 @@ from scale_caches import make_cache, make_partitions
 
 from niels_gpt.display.numbers import size_text
 from niels_gpt.display.tables import table
-from niels_gpt.recipes.run_recipe import Measurement
+from niels_gpt.recipes.records import Measurement
 from niels_gpt.storage.meta_json import MAX_JSON_BYTES, MAX_JSON_VALUES
 
 Found = dict[str, Any]

@@ -23,15 +23,14 @@ from niels_gpt.commands.report import checked, listed, notices, outcome_line, ou
 from niels_gpt.data.exclude import read_exclusion
 from niels_gpt.kinds.kind import has_partitions
 from niels_gpt.progress import Progress
-from niels_gpt.recipes import run_recipe
 from niels_gpt.recipes.disk import free_bytes, needed_bytes, refuse_without_room, unfinished_bytes
-from niels_gpt.recipes.documents import built_whole, without_partitions
 from niels_gpt.recipes.eagle3.of_settings import KEY as TARGETS_KEY
 from niels_gpt.recipes.eagle3.of_settings import has_small_target, why_left_out
+from niels_gpt.recipes.family import family_of
 from niels_gpt.recipes.plan import OF_EAGLE3, RECIPES, Plan, every_recipe, needs_tokenizer, plan, recipes
+from niels_gpt.recipes.records import TOKENIZER_KEY, Outcome, cache_root
+from niels_gpt.recipes.request import restart as start_over
 from niels_gpt.recipes.resolve import resolve_source
-from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Outcome, cache_root
-from niels_gpt.recipes.templates import check_early
 from niels_gpt.recipes.tokenizer import (
     ended_caches,
     expected_vocab_size,
@@ -42,6 +41,7 @@ from niels_gpt.recipes.tokenizer import (
     usable_tokenizer,
     with_all_asked,
 )
+from niels_gpt.recipes.units import built_whole, without_partitions
 from niels_gpt.recipes.user_sources import names_in_lines, stated_credit
 from niels_gpt.settings import Settings, UsageError
 from niels_gpt.storage.codes import code_of
@@ -283,8 +283,7 @@ def build_each(
     if settings.disk_check:
         _refuse_without_room(settings, chosen)
     known, tokenizer, left_out = every_recipe(settings), None, list[str]()
-    if any(key.startswith("sft/") for key in chosen):
-        check_early(settings, trains=settings.chat_template is not None and tokenizer_state(settings) == "train")
+    _check_early(settings, chosen)
     if any(needs_tokenizer(settings, key) for key in chosen):
         is_users_own = not set(chosen) & {*RECIPES, *OF_EAGLE3}
         how = {"user_sources_only": is_users_own, "announce": True, "refresh": refresh}
@@ -303,7 +302,7 @@ def build_each(
         with bar(key) as progress:
             try:
                 if restart:
-                    run_recipe.restart(settings, key)
+                    start_over(settings, key)
                 outcome = recipe(own if key in whole else settings, refresh=refresh, progress=progress)
                 for code, warning in checked(outcome, settings):
                     print_warning(code, f"{key}: {warning}")
@@ -315,6 +314,13 @@ def build_each(
         state = "stays as it was" if os.path.lexists(installed) else "is not there yet"
         print(f"{installed} {state}: no cache was built with the new tokenizer", file=sys.stderr)
         outcomes.remove(tokenizer)
+
+
+def _check_early(settings: Settings, chosen: Sequence[str]) -> None:
+    """Refuse, before a tokenizer is made, what no cache of a chosen family can be built with."""
+    trains = settings.chat_template is not None and tokenizer_state(settings) == "train"
+    for family in {family_of(key) for key in chosen if key not in OF_EAGLE3}:
+        family.check_early(settings, trains=trains)
 
 
 def _configured(

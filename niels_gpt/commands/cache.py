@@ -298,7 +298,7 @@ def verify(path: tuple[Path, ...], deep: bool) -> Result:
     from niels_gpt.commands.report import damage_lines
     from niels_gpt.kinds.folders import caches_of
     from niels_gpt.kinds.verify import find_damage
-    from niels_gpt.recipes.run_recipe import TOKENIZER_KEY
+    from niels_gpt.recipes.records import TOKENIZER_KEY
 
     caches, errors = caches_of(path)
     for error in errors.values():  # the others are looked at
@@ -321,7 +321,7 @@ def _remedy(cache: Path, first: dict[str, Any]) -> str:
     """Return the command that builds a damaged cache again, or the one partition that has the first damage; of a copy,
     and of another program's cache, nothing."""
     from niels_gpt.paths import FAMILIES
-    from niels_gpt.recipes.run_recipe import TOKENIZER_KEY
+    from niels_gpt.recipes.records import TOKENIZER_KEY
     from niels_gpt.recipes.unit_plans import partition_at
     from niels_gpt.storage.remedies import is_copy, rebuild_command, remake_command
     from niels_gpt.storage.versions import versions_dir

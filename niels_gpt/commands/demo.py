@@ -17,7 +17,7 @@ from niels_gpt.commands.console import ExitCode, Result, command, escaped, is_co
 from niels_gpt.settings import Settings
 
 if TYPE_CHECKING:
-    from niels_gpt.recipes.run_recipe import Outcome
+    from niels_gpt.recipes.records import Outcome
 
 _SHOWN = "sft/oasst1"
 _TOKENS = 120  # of the example
@@ -40,7 +40,7 @@ def demo(folder: Path | None) -> Result:
     from niels_gpt.commands.build import bar_of, build_each, built_rows, chosen_keys, print_failures
     from niels_gpt.commands.report import outcomes_table
     from niels_gpt.kinds.look import show, tokenizer_of
-    from niels_gpt.recipes.run_recipe import cache_root
+    from niels_gpt.recipes.records import cache_root
 
     start = time.monotonic()
     place = Path(tempfile.mkdtemp(prefix="niels-gpt-demo-")) if folder is None else folder

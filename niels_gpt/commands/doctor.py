@@ -108,7 +108,7 @@ def doctor(cache_dir: Path) -> Result:
 
 def _machine(cache_dir: Path) -> list[tuple[str, str]]:
     from niels_gpt.recipes.disk import free_bytes
-    from niels_gpt.recipes.run_recipe import num_threads
+    from niels_gpt.recipes.records import num_threads
 
     memory = "not known"
     with contextlib.suppress(ValueError, OSError, AttributeError):
@@ -160,7 +160,7 @@ def _version(package: str) -> str | None:
 def _caches(folder: Path) -> tuple[str, list[Path], list[Care]]:
     """Return the tokenizer in a folder of caches, the caches, and what they need."""
     from niels_gpt.kinds.folders import caches_below
-    from niels_gpt.recipes.run_recipe import TOKENIZER_KEY
+    from niels_gpt.recipes.records import TOKENIZER_KEY
     from niels_gpt.storage.leftovers import versions_below
 
     try:
@@ -176,7 +176,7 @@ def _caches(folder: Path) -> tuple[str, list[Path], list[Care]]:
 def _tokenizer(caches: list[Path]) -> str:
     from niels_gpt.cache.meta import find_meta
     from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
-    from niels_gpt.recipes.run_recipe import TOKENIZER_KEY
+    from niels_gpt.recipes.records import TOKENIZER_KEY
 
     for cache in caches:
         if cache.name == TOKENIZER_KEY:

@@ -19,7 +19,7 @@ from niels_gpt.storage.remedies import build_command
 if TYPE_CHECKING:
     from niels_gpt.engine.units import Mended
     from niels_gpt.kinds.kind import Kind
-    from niels_gpt.recipes.run_recipe import Outcome
+    from niels_gpt.recipes.records import Outcome
     from niels_gpt.recipes.units import MadeUnit, Units
 
 
@@ -159,6 +159,6 @@ def _partitioned_key(settings: Settings, sources: Sequence[str]) -> str:
 
 
 def _show(settings: Settings, key: str) -> str:
-    from niels_gpt.recipes.run_recipe import cache_root
+    from niels_gpt.recipes.records import cache_root
 
     return shlex.join(["niels-gpt", "show", str(cache_root(settings) / key)])

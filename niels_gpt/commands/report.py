@@ -22,7 +22,7 @@ from niels_gpt.kinds.kind import Cache, Limits, kind_named
 from niels_gpt.kinds.verify import in_short, refusal, verify
 from niels_gpt.recipes.disk import free_bytes
 from niels_gpt.recipes.plan import Plan
-from niels_gpt.recipes.run_recipe import Outcome
+from niels_gpt.recipes.records import Outcome
 from niels_gpt.recipes.snapshot import ORDER_SETTINGS
 from niels_gpt.recipes.units import MadeUnit
 from niels_gpt.settings import Settings

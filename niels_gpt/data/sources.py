@@ -173,7 +173,7 @@ class SourceSpec:
     @property
     def settings(self) -> tuple[str, ...]:
         """All settings that decide the cache's bytes: they are part of its recipe's fingerprint."""
-        return (*_COMMON_SETTINGS[self.family], *self.own_settings)
+        return (*_COMMON_SETTINGS.get(self.family, ()), *self.own_settings)
 
 
 def credit_of(source: str, source_root: str | os.PathLike[str]) -> Credit:

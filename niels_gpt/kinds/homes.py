@@ -37,7 +37,6 @@ HOMES = (
         MORE_CACHES,
         "niels_gpt.commands.prefix_tree:ROOT_COMMANDS",
         ("trees/oasst1",),
-        "niels_gpt.recipes.rollouts.caches:ROLLOUT_RECIPES",
     ),
     Home(
         "niels_gpt.eagle3",

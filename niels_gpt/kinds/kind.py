@@ -164,6 +164,8 @@ class Kind:
     """What `show --at N` counts and Dagster calls a row: "document", "example", "group", "sample"; "": nothing."""
     keys: ClassVar[tuple[str, ...]] = ()
     """Where its caches lie: a key, or with / at the end the folder of its caches."""
+    families: ClassVar[Mapping[str, str]] = {}
+    """How its caches are built: by the first part of their keys, the place (module:name) of a Family of recipes/."""
     checks: Sequence[Check] = ()
     """The named checks, blocking ones first, each with its rule; without rules, the names of `verdicts`."""
     outside_checks: ClassVar[Mapping[str, str]] = {}

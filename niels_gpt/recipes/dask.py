@@ -27,9 +27,8 @@ from niels_gpt.data.exclude import read_exclusion
 from niels_gpt.engine.units import Plan
 from niels_gpt.interrupts import sigint_blocked
 from niels_gpt.progress import Progress
-from niels_gpt.recipes.documents import budget_of
+from niels_gpt.recipes.records import Outcome, cache_root
 from niels_gpt.recipes.resolve import resolve_source
-from niels_gpt.recipes.run_recipe import Outcome, cache_root
 from niels_gpt.recipes.shared import code_identity
 from niels_gpt.recipes.tokenizer import tokenizer_state
 from niels_gpt.recipes.units import Units
@@ -110,7 +109,7 @@ def build_on_dask(
         units = cache.states()
         if missing := [unit.number for unit in units if unit.state != "finished"]:
             done = (sum(unit.items for unit in units), sum(unit.tokens for unit in units))
-            budget = budget_of(settings, cache.source)
+            budget = cache.source.budget(settings)
             with work_of(settings, name, plan) as work, _client(where) as client:
                 _Build(client, where, plan, work, deque(missing), *done, budget, progress).run()
     return cache.seal()

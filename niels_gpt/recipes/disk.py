@@ -23,9 +23,6 @@ from niels_gpt.storage.versions import BUILDING, PARTITIONS, VERSION_DIGITS, ver
 from niels_gpt.tokenizers.protocol import token_dtype
 
 _TOKEN_TEXT = 8  # bytes of text that a token stands for, at most
-_COPIES = {"pretrain": 1, "trees": 1, "sft": 1, "rollouts": 0}
-"""How often the ids of a family's caches are on the disk in a build. Recorded ids are decimals of any length, so their
-file sets no bound."""
 _ALL_TEXT = (".parquet", ".md", ".txt")  # other files have rows: names, and fields that are not read
 
 
@@ -42,7 +39,7 @@ def needed_bytes(settings: Settings, source: ResolvedSource, vocab_size: int | N
     if spec.budgets:
         budget = sum(getattr(settings, name) for name in spec.budget_settings)
         tokens = min(tokens, budget) if source.files else budget
-    return token_dtype(vocab_size or 1).itemsize * tokens * _COPIES[spec.family]
+    return token_dtype(vocab_size or 1).itemsize * tokens * source.family.id_copies
 
 
 def free_bytes(folder: Path) -> int:

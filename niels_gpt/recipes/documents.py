@@ -1,152 +1,174 @@
-"""Documents -> a pretrain cache or one of its partitions: how a row of the table of sources becomes arguments."""
+"""The family pretrain: documents -> pretrain/NAME or one of its partitions."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from niels_gpt.cache.build_pretrain import BUDGET_RULE, FRACTION_RULE, build_pretrain, build_stub
+from niels_gpt.data.local import LocalFiles, iter_documents, open_files
+from niels_gpt.data.sources import LoadRequest, Part, SourceSpec
 from niels_gpt.documents import Partition
+from niels_gpt.engine.meta import Source
 from niels_gpt.progress import Progress
 from niels_gpt.recipes import sources
-from niels_gpt.recipes.resolve import ResolvedSource, resolve_source
-from niels_gpt.recipes.run_recipe import BuildInputs, num_threads
+from niels_gpt.recipes.family import Committed, Family
+from niels_gpt.recipes.records import TOKENIZER_KEY, cache_root
+from niels_gpt.recipes.request import Request
+from niels_gpt.recipes.user_sources import text_suffixes
 from niels_gpt.settings import Settings
-from niels_gpt.tokenizers.document_tokens import missing_start_text, post_processor_starts
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.tokenizers.document_tokens import document_end, document_start, missing_start_text, post_processor_starts
 from niels_gpt.tokenizers.protocol import FullTokenizer
 
 logger = logging.getLogger(__name__)
 
 
-def build_documents(
-    settings: Settings,
-    source: ResolvedSource,
-    inputs: BuildInputs,
-    path: Path,
-    progress: Progress | None,
-    partition: Partition | None = None,
-    plan: str | None = None,
-) -> dict[str, Any]:
-    """Build a pretrain cache at `path`, or one of its partitions; returns its meta.
+class Documents(Family):
+    """Documents -> pretrain/NAME."""
 
-    plan: the sha256 of the plan of the partitions. progress: as for `build_token_cache`.
-    """
-    spec = source.spec
-    assert inputs.tokenizer is not None
-    common: dict[str, Any] = {
-        "tokenizer": inputs.tokenizer,
-        "source": inputs.source,
-        "seed": settings.seed,
-        "shard_bytes": settings.shard_bytes,
-    }
-    if source.stub:
-        meta = build_stub(path, **common)
-        inputs.committed(meta)
-        return meta
-    budgets = [getattr(settings, each) for each in spec.budget_settings] or [None, None]
-    # The hub's stream is shuffled by `datasets` already; a second buffer would hold 10,000 documents more (D8).
-    buffer = None if source.ordered or spec.shuffle_buffer is None else getattr(settings, spec.shuffle_buffer)
-    meta = build_pretrain(
-        sources.document_batches(settings, source, inputs.revision, inputs.counters, inputs.source.position, partition),
-        path,
-        max_train_tokens=budgets[0],
-        max_val_tokens=budgets[1],
-        shuffle_buffer=buffer,
-        split_rule=spec.split_rule or (FRACTION_RULE if spec.val_frac else BUDGET_RULE),
-        val_frac=getattr(settings, spec.val_frac) if spec.val_frac else None,
-        document_start=settings.document_start if spec.has_documents else "none",
-        document_end=settings.document_end if spec.has_documents else "none",
-        partial=_is_partial(source),
-        on_special=settings.on_special,
-        num_threads=num_threads(settings),
-        engine=settings.engine,
-        partition=partition,
-        plan=plan,
-        committed=inputs.committed,
-        progress=progress,
-        **common,
-    )
-    if partition is None and spec.split_rule is None and meta["val_frac"] and not meta["val_tokens"]:
-        distinct = meta["docs"]["train"] - meta["duplicates"]["train"]
-        logger.warning("%s: val is empty: too few distinct texts (%d)", path, distinct, extra={"code": "W308"})
-    if partition is None:
-        warn_of_missing_start(settings, source, inputs.tokenizer, path)
-    return meta
+    name = kind = "pretrain"
+    title, holds = "Token cache", "text"
+    own_settings = ("as_text",)
+    own_val_frac = "own_val_frac"
+    own_field = has_partitions = takes_tokenizer = has_text = True
+    id_copies = 1
 
+    # --- what is read ---
 
-def warn_of_missing_start(settings: Settings, source: ResolvedSource, tokenizer: FullTokenizer, cache: Path) -> None:
-    """Log a warning for a cache whose documents begin without what the tokenizer's post-processor writes before a text,
-    where the settings do not say how they begin."""
-    if settings.document_start is not None or not source.spec.has_documents:
-        return
-    with suppress(ValueError):  # the model cannot encode a text that would show it
-        if starts := post_processor_starts(tokenizer):
-            text = missing_start_text("documents", starts, "--document-start")
-            logger.warning("%s: %s", cache, text, extra={"code": "W414"})
+    def files(self, pattern: str, base: Path, settings: Settings) -> LocalFiles:
+        """Return the files of text and of rows."""
+        more = text_suffixes(settings)
+        return open_files(pattern, base=base, follow_links=settings.follow_links, as_text=more)
 
+    def load(self, found: LocalFiles, field: str | None, request: LoadRequest, how: dict[str, Any]) -> list[Part]:
+        """Return the documents of all files, or of a partition."""
+        how |= {"field": field, "blocks": request.blocks, "partition": request.partition}
+        return [(None, iter_documents(found, **how))]
 
-def is_partitioned(settings: Settings, source: ResolvedSource) -> bool:
-    """Whether the settings build the source's cache in partitions: a pretrain cache, and not a stub."""
-    return settings.partitions > 1 and source.spec.family == "pretrain" and not source.stub
+    # --- what decides bytes ---
 
+    def recipe(self, settings: Settings, reads: Sequence[str], tokenizer: FullTokenizer | None) -> dict[str, Any]:
+        """As Family; without a token before documents where there is none, so that older caches stay as they are."""
+        chosen = super().recipe(settings, reads, tokenizer)
+        start = chosen.pop("document_start", None)
+        if start not in (None, "none") and (tokenizer is None or document_start(tokenizer, start) is not None):
+            chosen["document_start"] = start
+        return chosen
 
-def budget_of(settings: Settings, source: ResolvedSource) -> int | None:
-    """Return the tokens of both budgets of a pretrain cache; None without budgets."""
-    return sum(getattr(settings, each) for each in source.spec.budget_settings) or None
+    def compared(self, recipe: dict[str, Any], tokenizer: FullTokenizer | None) -> dict[str, Any]:
+        """As Family; of the tokens around documents their ids. With the sentinel at the end, or with no token there, it
+        has the names of before there were others, so that older caches stay current."""
+        recipe = dict(recipe)
+        if (choice := recipe.pop("document_end", None)) is not None:
+            recipe |= _known_end(tokenizer, choice)
+        if tokenizer is not None and (start := document_start(tokenizer, recipe.get("document_start"))) is not None:
+            recipe["document_start"] = [start.id, start.token]
+        return recipe
 
+    # --- what is refused before anything is built ---
 
-def built_whole(settings: Settings, keys: Sequence[str]) -> list[str]:
-    """Return the caches that are built whole, although the settings have partitions. [] for settings without."""
-    whole = []
-    for key in keys if settings.partitions > 1 else ():
-        with suppress(OSError, ValueError):  # its build reports it
-            if not is_partitioned(settings, resolve_source(settings, key)):
-                whole.append(key)
-    return whole
+    def check(self, settings: Settings, spec: SourceSpec) -> None:
+        """Raise ValueError for a share of val that no cache can have."""
+        name = spec.val_frac
+        if name and not 0 <= getattr(settings, name) < 1:
+            raise ValueError(f"{name} is {getattr(settings, name)}; expected at least 0 and less than 1")
 
+    def check_tokenizer(self, settings: Settings, spec: SourceSpec, tokenizer: FullTokenizer, where: Path) -> None:
+        """Raise CacheError E102 for a token around documents that the tokenizer does not have."""
+        if not spec.has_documents:
+            return
+        try:
+            document_start(tokenizer, settings.document_start)
+            document_end(tokenizer, settings.document_end)
+        except ValueError as error:
+            why = str(error).removeprefix(f"{tokenizer.model_path}: ")
+            raise CacheError(settings.tokenizer or cache_root(settings) / TOKENIZER_KEY, why, code="E102") from error
 
-def without_partitions(settings: Settings, keys: Sequence[str]) -> Settings:
-    """Return the settings of caches that are built whole, and log a warning that names them."""
-    logger.warning(
-        "%s: built whole, without partitions: only pretrain caches that hold text have partitions",
-        ", ".join(keys),
-        extra={"code": "W505"},
-    )
-    return replace(settings, partitions=1)
+    # --- building ---
 
-
-def check_val_frac(settings: Settings, source: ResolvedSource) -> None:
-    """Raise ValueError for a share of val that no cache can have."""
-    name = source.spec.val_frac
-    if name and not 0 <= getattr(settings, name) < 1:
-        raise ValueError(f"{name} is {getattr(settings, name)}; expected at least 0 and less than 1")
-
-
-def _is_partial(source: ResolvedSource) -> bool:
-    return len(source.splits) < len(source.spec.splits or {})
-
-
-def warn_if_partial(source: ResolvedSource) -> None:
-    """Log a warning where upstream's splits are not all there, or a snapshot that is read as files is cut short."""
-    if source.manifest is not None and not source.streaming and not source.manifest["ended"]:
-        logger.warning(
-            "%s: the files are a snapshot that is cut short after %s bytes of text: the dataset has more. Make it "
-            "longer: niels-gpt snapshot %s %s --tokens N",
-            source.source,
-            f"{source.manifest['text_bytes']:,}",
-            source.source,
-            source.root,
-            extra={"code": "W301"},
+    def build(
+        self,
+        request: Request,
+        path: Path,
+        source: Source,
+        *,
+        committed: Committed,
+        progress: Progress | None = None,
+        partition: Partition | None = None,
+        plan: str | None = None,
+    ) -> dict[str, Any]:
+        """As Family. Raises: as `build_pretrain`."""
+        settings, spec = request.settings, request.source.spec
+        assert request.tokenizer is not None
+        common: dict[str, Any] = {
+            "tokenizer": request.tokenizer,
+            "source": source,
+            "seed": settings.seed,
+            "shard_bytes": settings.shard_bytes,
+        }
+        if request.source.stub:
+            meta = build_stub(path, **common)
+            committed(meta)
+            return meta
+        budgets = [getattr(settings, each) for each in spec.budget_settings] or [None, None]
+        # The hub's stream is shuffled by `datasets` already; a second buffer would hold 10,000 documents more (D8).
+        is_shuffled = request.source.ordered or spec.shuffle_buffer is None
+        return build_pretrain(
+            sources.document_batches(*request.reading(source), partition),
+            path,
+            max_train_tokens=budgets[0],
+            max_val_tokens=budgets[1],
+            shuffle_buffer=None if is_shuffled else getattr(settings, str(spec.shuffle_buffer)),
+            split_rule=spec.split_rule or (FRACTION_RULE if spec.val_frac else BUDGET_RULE),
+            val_frac=getattr(settings, spec.val_frac) if spec.val_frac else None,
+            document_start=settings.document_start if spec.has_documents else "none",
+            document_end=settings.document_end if spec.has_documents else "none",
+            partial=request.source.is_partial,
+            on_special=settings.on_special,
+            num_threads=request.num_threads,
+            engine=settings.engine,
+            partition=partition,
+            plan=plan,
+            committed=committed,
+            progress=progress,
+            **common,
         )
-    if _is_partial(source):
-        there = " and ".join(source.splits) or "test"
-        logger.warning(
-            "%s: the source has only %s here: the cache is partial",
-            source.source,
-            there,
-            extra={"code": "W301"},
+
+    def warn(self, request: Request, meta: Mapping[str, Any]) -> None:
+        """Log that documents begin without what the tokenizer's post-processor writes before a text, where the settings
+        do not say how they begin."""
+        if (
+            "partitions" not in meta
+            and meta["built"]
+            and request.source.spec.split_rule is None
+            and meta["val_frac"]
+            and not meta["val_tokens"]
+        ):
+            distinct = meta["docs"]["train"] - meta["duplicates"]["train"]
+            text = "%s: val is empty: too few distinct texts (%d)"
+            logger.warning(text, request.path, distinct, extra={"code": "W308"})
+        if request.settings.document_start is not None or not request.source.spec.has_documents or request.source.stub:
+            return
+        assert request.tokenizer is not None
+        with suppress(ValueError):  # the model cannot encode a text that would show it
+            if starts := post_processor_starts(request.tokenizer):
+                text = missing_start_text("documents", starts, "--document-start")
+                logger.warning("%s: %s", request.path, text, extra={"code": "W414"})
+
+
+def _known_end(tokenizer: FullTokenizer | None, choice: str) -> dict[str, Any]:
+    if tokenizer is None:
+        return {"auto": {"append_eot": True}, "eot": {"append_eot": True}, "none": {"append_eot": False}}.get(
+            choice, {"document_end": choice}
         )
+    end = document_end(tokenizer, choice)
+    if end is None or end.id == tokenizer.special_token_ids().get("eot"):
+        return {"append_eot": end is not None}
+    return {"document_end": [end.id, end.token]}
+
+
+PRETRAIN = Documents()

@@ -13,7 +13,7 @@ from niels_gpt.engine.journal import identity_of
 from niels_gpt.engine.meta import OF_ANOTHER_VERSION, is_of_this_version
 from niels_gpt.engine.units import plans_of
 from niels_gpt.kinds.kind import kind_names
-from niels_gpt.recipes.run_recipe import recorded_recipe
+from niels_gpt.recipes.records import recorded_recipe
 from niels_gpt.recipes.unit_plans import is_of_seal
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import walked

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from niels_gpt.recipes.run_recipe import Outcome
+from niels_gpt.recipes.records import Outcome
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizers.protocol import FullTokenizer
 
@@ -15,20 +15,10 @@ Recipe = Callable[..., Outcome]
 
 @dataclass(frozen=True)
 class HomeRecipes:
-    """The recipes of a home."""
+    """Recipes of caches that no source of the table is resolved for. They are built after all others."""
 
     recipes: Mapping[str, Recipe]
     """Of its built-in caches, by key."""
-    of_families: Mapping[str, Recipe] = field(default_factory=dict)
-    """Of user-defined sources, by the family of the source; called with `key` too."""
-    late: LatePlan | None = None
-    """How they are planned where no source of the table is resolved. They are built after all others."""
-
-
-@dataclass(frozen=True)
-class LatePlan:
-    """What is known of caches that are built last."""
-
     action: Callable[[Settings, str, FullTokenizer | None], tuple[str, str]]
     """What a build of a key would do, and from what. The tokenizer is the caches' own; None: not there yet."""
     settings_fingerprint: Callable[[Settings, str], str]

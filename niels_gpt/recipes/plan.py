@@ -15,25 +15,17 @@ from niels_gpt.data.trees import TREES
 from niels_gpt.display.numbers import number_of
 from niels_gpt.engine.journal import identity_of
 from niels_gpt.engine.meta import OF_ANOTHER_VERSION, is_of_this_version
+from niels_gpt.engine.units import Plan as PlanOfUnits
 from niels_gpt.engine.units import states_of
 from niels_gpt.kinds.homes import home_recipes
 from niels_gpt.kinds.kind import kind_of_key
 from niels_gpt.recipes.disk import needed_bytes
-from niels_gpt.recipes.documents import budget_of, is_partitioned
 from niels_gpt.recipes.eagle3.of_settings import has_small_target
-from niels_gpt.recipes.home_recipes import HomeRecipes, LatePlan, Recipe
-from niels_gpt.recipes.resolve import ResolvedSource, asked_revisions, listing_of, resolve_source
-from niels_gpt.recipes.run_recipe import (
-    TOKENIZER_KEY,
-    cache_root,
-    fingerprint_by_list,
-    is_current,
-    recipe_fingerprint,
-    recorded_recipe,
-)
-from niels_gpt.recipes.sources import named
-from niels_gpt.recipes.templates import asked_template, check_early
-from niels_gpt.recipes.token_caches import build_token_cache
+from niels_gpt.recipes.family import family_named, family_of
+from niels_gpt.recipes.home_recipes import HomeRecipes, Recipe
+from niels_gpt.recipes.records import TOKENIZER_KEY, cache_root, is_current, recorded_recipe
+from niels_gpt.recipes.request import Inputs, recipe_fingerprint
+from niels_gpt.recipes.resolve import asked_revisions, listing_of, resolve_source
 from niels_gpt.recipes.tokenizer import (
     NoSentinels,
     check_tokenizer,
@@ -44,6 +36,7 @@ from niels_gpt.recipes.tokenizer import (
 )
 from niels_gpt.recipes.training import TRAINING_SETTINGS
 from niels_gpt.recipes.unit_plans import recorded_units
+from niels_gpt.recipes.units import build_token_cache
 from niels_gpt.recipes.user_sources import user_sources
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError
@@ -51,14 +44,14 @@ from niels_gpt.storage.meta_json import parse_object, read_regular
 from niels_gpt.storage.versions import BUILDING, JOURNAL_NAME, JOURNAL_SUFFIX, RECIPE_NAME, versions_dir
 from niels_gpt.tokenizers.protocol import FullTokenizer
 
-_OF_HOMES: list[HomeRecipes] = home_recipes()
 RECIPES: dict[str, Recipe] = {
-    **{spec.key: partial(build_token_cache, name=spec.name) for spec in SOURCES.values()},
-    **{key: recipe for home in _OF_HOMES if home.late is None for key, recipe in home.recipes.items()},
+    spec.key: partial(build_token_cache, name=spec.key)
+    for spec in (*SOURCES.values(), *TREES.values())
+    if family_named(spec.family) is not None
 }
 """The built-in caches by key, in the order in which build-all builds them, after the tokenizer: `ensure_tokenizer`."""
-_LATE: dict[str, LatePlan] = {key: home.late for home in _OF_HOMES if home.late for key in home.recipes}
-OF_EAGLE3: dict[str, Recipe] = {key: home.recipes[key] for home in _OF_HOMES if home.late for key in home.recipes}
+_LATE: dict[str, HomeRecipes] = {key: home for home in home_recipes() for key in home.recipes}
+OF_EAGLE3: dict[str, Recipe] = {key: home.recipes[key] for key, home in _LATE.items()}
 """What is built last, where `recipes.eagle3.of_settings.check_configured` lets it."""
 _MAX_JOURNAL_BYTES = 1 << 28
 
@@ -84,14 +77,10 @@ class Plan:
 
 def recipes(settings: Settings) -> dict[str, Recipe]:
     """Return RECIPES and, after them, those of the user-defined sources. Raises: as `user_sources`."""
-    of_families = {family: recipe for home in _OF_HOMES for family, recipe in home.of_families.items()}
     found = dict(RECIPES)
     for user in user_sources(settings).values():
-        key = f"{user.family}/{user.name}"
-        if user.family in of_families:
-            found[key] = partial(of_families[user.family], key=key)
-        elif not needs_no_tokenizer(key):  # else the package of rollouts is not installed
-            found[key] = partial(build_token_cache, name=user.name)
+        if family_named(user.family) is not None:  # else the package of its caches is not installed
+            found[user.spec.key] = partial(build_token_cache, name=user.spec.key)
     return found
 
 
@@ -114,8 +103,9 @@ def needs_tokenizer(settings: Settings, key: str) -> bool:
 
 
 def needs_no_tokenizer(key: str) -> bool:
-    """Whether a cache has no tokenizer: ids of recorded rollouts are stored as they are."""
-    return key.startswith("rollouts/")
+    """Whether a cache is encoded with no tokenizer: ids of recorded rollouts are stored as they are."""
+    family = family_named(key.partition("/")[0])
+    return family is not None and not family.takes_tokenizer
 
 
 def plan(settings: Settings, keys: list[str]) -> list[Plan]:
@@ -144,16 +134,25 @@ def settings_fingerprint(settings: Settings, key: str, tokenizer: FullTokenizer 
     else:
         source = asked_revisions(settings).get(name, "")
     try:
-        return recipe_fingerprint(settings, key, _reads(settings, key), tokenizer, source)[:12]
+        return _fingerprint(settings, key, tokenizer, source)
     except (OSError, ValueError):
         unread = replace(settings, chat_template=None, loss_on=Settings.loss_on)
-        return recipe_fingerprint(unread, key, _reads(settings, key), None, source)[:12]
+        return _fingerprint(unread, key, None, source)
+
+
+def _fingerprint(settings: Settings, key: str, tokenizer: FullTokenizer | None, source: str) -> str:
+    if key == TOKENIZER_KEY:  # under the name of before, and without the kind that was the only one
+        recipe = {name: getattr(settings, name) for name in ("tokenizer", "tokenizer_kind", *TRAINING_SETTINGS)}
+        recipe["tokenizer_model"] = recipe.pop("tokenizer")
+        if recipe["tokenizer_kind"] == Settings.tokenizer_kind:
+            del recipe["tokenizer_kind"]
+    else:
+        recipe = family_of(key).recipe(settings, _reads(settings, key), tokenizer)
+    return recipe_fingerprint(settings, key, recipe, tokenizer, source)[:12]
 
 
 def _reads(settings: Settings, key: str) -> tuple[str, ...]:
     """Return the settings that decide the bytes of `key`."""
-    if key == TOKENIZER_KEY:
-        return ("tokenizer", "tokenizer_kind", *TRAINING_SETTINGS)
     if key in TREES:
         return TREES[key].settings
     name = key.rpartition("/")[2]
@@ -188,46 +187,58 @@ def _plan_of(settings: Settings, key: str, state: str, tokenizer: FullTokenizer 
     """state, tokenizer: of the tokenizer; None for one that is not there yet."""
     if key in _LATE:
         return Plan(key, *_LATE[key].action(settings, key, tokenizer), 0)
-    name = key.split("/")[1]
     try:
         source = resolve_source(settings, key)
-        if source.spec.family == "sft":
-            check_early(settings, trains=tokenizer is None and state == "train")
-        if needs_no_tokenizer(key):
-            tokenizer = None
-        elif tokenizer is not None:
-            check_tokenizer(settings, key, source, tokenizer, Path(tokenizer.model_path))
-        is_known = tokenizer is not None or needs_no_tokenizer(key)
-        current = is_known and _is_current(settings, key, source, tokenizer)
+        source.family.check_early(settings, trains=tokenizer is None and state == "train")
+        takes_tokenizer = source.family.takes_tokenizer
+        if takes_tokenizer and tokenizer is not None:
+            check_tokenizer(settings, source, tokenizer, Path(tokenizer.model_path))
+        if not source.is_partitioned(settings):
+            settings = replace(settings, partitions=1)
+        inputs = Inputs(settings, source, tokenizer if takes_tokenizer else None)
+        is_known = tokenizer is not None or not takes_tokenizer
+        current, units = _found(inputs) if is_known else (False, None)
     except NoSentinels as error:
         return Plan(key, f"left out: {error.found}", source.dataset, 0)
     except (FileNotFoundError, CacheError) as error:
-        user = user_sources(settings).get(name)
+        user = user_sources(settings).get(key.split("/")[1])
         return Plan(key, f"cannot be built: {error}", user.files if user else settings.source_root, 0)
     where = f"{source.kind}: {source.dataset}" + (f", {number_of(len(source.files), 'file')}" if source.files else "")
-    where = ", ".join(filter(None, (where, asked_template(settings, source.spec.family))))
+    where = ", ".join(filter(None, (where, source.family.asks(settings))))
     if current:
         return Plan(key, "up to date", where, 0)
     if source.stub:
         return Plan(key, "stub", where, 0)
     note = ""
-    if is_partitioned(settings, source):
-        if budget_of(settings, source) is not None:
+    if source.is_partitioned(settings):
+        if source.budget(settings) is not None:
             note = f"each of {settings.partitions:,} partitions may cut a document a split, at its part of the budgets"
-        action = f"build in {number_of(settings.partitions, 'partition')}{_partitions(settings, source, tokenizer)}"
+        action = f"build in {number_of(settings.partitions, 'partition')}{_states(key, units) if units else ''}"
     else:
-        action = f"build{_unfinished(cache_root(settings) / key)}"
-    need = needed_bytes(settings, source, expected_vocab_size(settings, tokenizer))
+        action = f"build{_unfinished(inputs.path)}"
+    need = needed_bytes(settings, source, expected_vocab_size(settings, inputs.tokenizer))
     return Plan(key, action, where, need, note)
 
 
-def _partitions(settings: Settings, source: ResolvedSource, tokenizer: FullTokenizer | None) -> str:
-    """Return how many partitions of the plan of these settings are in which state; "" without a plan."""
-    found = tokenizer and recorded_units(settings, source, tokenizer, listing_of(source))
-    kind = kind_of_key(source.spec.key)
-    if not found or found[1] is None or kind is None or kind.units is None:
-        return ""
-    states = Counter(unit.state for unit in states_of(found[1], kind.units) if unit.number >= 0)
+def _found(inputs: Inputs) -> tuple[bool, PlanOfUnits | None]:
+    """Return whether the committed cache is current, and the plan of units that a build goes on with, if there is."""
+    source = inputs.source
+    if source.is_partitioned(inputs.settings):
+        found = recorded_units(inputs, listing_of(source))
+        if found is not None:  # the text need not be read
+            return found[1] is None, found[1]
+    recorded: dict[str, Any] | None = recorded_recipe(inputs.path).get("source")
+    if recorded is None:
+        return False, None
+    request = inputs.at(source.provenance(recorded, ask_hub=False), reads=source.kind != "hub")
+    return is_current(request.path, request.fingerprint), None
+
+
+def _states(key: str, plan: PlanOfUnits) -> str:
+    """Return how many units of a plan are in which state."""
+    kind = kind_of_key(key)
+    assert kind is not None and kind.units is not None
+    states = Counter(unit.state for unit in states_of(plan, kind.units) if unit.number >= 0)
     order = ("finished", "started", "missing", *sorted(states))
     return f": {', '.join(f'{states[name]:,} {name}' for name in dict.fromkeys(order) if states[name])}"
 
@@ -259,19 +270,3 @@ def _documents(line: bytes) -> int | None:
     except ValueError:
         return None
     return documents if isinstance(documents, int) else None
-
-
-def _is_current(settings: Settings, key: str, source: ResolvedSource, tokenizer: FullTokenizer | None) -> bool:
-    if tokenizer is not None and is_partitioned(settings, source):
-        found = recorded_units(settings, source, tokenizer, listing_of(source))
-        if found is not None:  # the text need not be read
-            return found[1] is None
-    path = cache_root(settings) / key
-    recorded: dict[str, Any] | None = recorded_recipe(path).get("source")
-    if recorded is None:
-        return False
-    known = str(source.provenance(recorded, ask_hub=False)["fingerprint"])
-    fingerprint_of = partial(recipe_fingerprint, settings, key, source.spec.settings, tokenizer, known)
-    is_read = source.kind != "hub" and not is_partitioned(settings, source)
-    read = partial(named, settings, source, None) if is_read else None
-    return is_current(path, fingerprint_by_list(settings, path, fingerprint_of, read))

@@ -1,29 +1,267 @@
-"""Which caches are in a folder, by their meta.json, and what the records of runs say of the builds that made them."""
+"""What the folder of caches knows of its builds: which recipe made a cache, and whether it is current; their runs.
+
+Beside a cache stands recipe.json, the record of the recipe that made the committed version; in .runs/ a line for each
+build, with what differs from run to run (D10).
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
+import json
 import math
 import os
 import re
-from dataclasses import asdict, replace
+import shlex
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.cache.meta import listed_meta
+from niels_gpt.cache.formats import SPLITS
+from niels_gpt.cache.meta import listed_meta, read_meta
+from niels_gpt.data.exclude import Exclusion, read_exclusion
 from niels_gpt.kinds.kind import kinds
 from niels_gpt.paths import FAMILIES
-from niels_gpt.recipes.run_recipe import RUNS_DIR, TOKENIZER_KEY, Outcome, runs_file
-from niels_gpt.settings import Settings
+from niels_gpt.settings import Settings, usable_cores
 from niels_gpt.storage.errors import CacheError
-from niels_gpt.storage.fileio import META_NAME
-from niels_gpt.storage.meta_json import checked_count, open_regular, parse_object, path_inside, resolved
+from niels_gpt.storage.fileio import META_NAME, canonical_json, write_bytes
+from niels_gpt.storage.meta_json import (
+    checked_count,
+    file_records,
+    meta_bytes,
+    open_regular,
+    parse_object,
+    path_inside,
+    read_regular,
+    resolved,
+    sha256_regular,
+)
 from niels_gpt.storage.remedies import build_command, recorded_settings
-from niels_gpt.storage.versions import public_path
+from niels_gpt.storage.versions import RECIPE_NAME, public_path, versions_dir
 
+TOKENIZER_KEY = "tokenizer"
+RUNS_DIR = ".runs"
+"""In the cache folder: one line of JSON for each build. Times are here and not in meta.json (D10)."""
+_MOST_LISTED = 1 << 20  # characters of the entries of --exclude that are recorded, to be compared with another list
 _FOLDERS = re.compile(r"(?:(?<=^)|(?<=[=;,:\s]))(?:~|/)[^;,]*/(?=[^;,])")  # of absolute paths in a setting
 _RUNS_BYTES = 1 << 20  # read from the end of a file of runs
+
+
+class Measurement:
+    """Wall time and peak memory of a block. The peak is known on Linux, where a process can reset it."""
+
+    seconds: float = 0.0
+    peak_bytes: int | None = None
+
+    def __init__(self) -> None:
+        self._begin = time.perf_counter()
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+            self._can_reset = True
+        except OSError:
+            self._can_reset = False
+
+    def end(self) -> Measurement:
+        """Set both for the time since this object was made; may be called again."""
+        self.seconds = time.perf_counter() - self._begin
+        if self._can_reset:
+            lines = Path("/proc/self/status").read_text().splitlines()
+            self.peak_bytes = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+        return self
+
+    def __enter__(self) -> Measurement:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one recipe did."""
+
+    key: str
+    """tokenizer, pretrain/NAME, sft/NAME, trees/NAME, rollouts/NAME or eagle3/targets."""
+    path: Path
+    """The public folder."""
+    meta: dict[str, Any]
+    """Its meta.json."""
+    reused: bool
+    """True where the committed cache was current and nothing was built."""
+    seconds: float
+    """Wall time, the check whether the cache is current included."""
+    peak_bytes: int | None
+    """Peak resident memory of this process during the recipe; None where the system does not report it."""
+    fingerprint: str
+    """Of the recipe: settings read, tokenizer, source, format."""
+    engine: str | None = None
+    """What encoded, of Engine.name; None for a tokenizer and where nothing was built."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of train and val together, or of eagle3/targets; 0 for a tokenizer and a stub."""
+        totals = self.meta.get("totals") or {}
+        return int(totals.get("tokens", sum(totals.get(f"{split}_tokens", 0) for split in SPLITS)))
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """None where nothing was tokenized, or where no time is recorded."""
+        return self.tokens / self.seconds if self.tokens and self.seconds > 0 and not self.reused else None
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of all files that meta.json names; of eagle3/targets, whose shards it only counts, its own figure."""
+        return int(self.meta.get("disk_bytes", sum(record["bytes"] for record in file_records(self.meta))))
+
+
+def cache_root(settings: Settings) -> Path:
+    """Return the folder that the caches are written to: the sample has its own (D20)."""
+    root = Path(settings.cache_dir)
+    return root / "sample" if settings.source_root == "sample" else root
+
+
+def num_threads(settings: Settings) -> int:
+    """Return the number of tokenizer threads: the setting, or one per usable core."""
+    return settings.threads or usable_cores()
+
+
+# --- the record of a recipe -------------------------------------------------------------------------------------------
+
+
+def recorded_recipe(path: Path) -> dict[str, Any]:
+    """Return the record of the recipe that built the committed version at `path`; {} without one."""
+    recipe = read_record(path)
+    return recipe if path.is_symlink() and recipe.get("version") == Path(os.readlink(path)).name else {}
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """Return the last record of a recipe, whatever version is committed; {} without one."""
+    try:
+        return parse_object(read_regular(versions_dir(path) / RECIPE_NAME))
+    except (FileNotFoundError, ValueError):
+        return {}
+
+
+def is_committed(path: Path, fingerprint: str) -> bool:
+    """Whether the committed cache is of this recipe, with a good meta.json; its other files may be damaged."""
+    recipe, meta_path = recorded_recipe(path), path / META_NAME
+    if recipe.get("fingerprint") != fingerprint or not meta_path.is_file():
+        return False
+    try:  # another sha256: damaged, or written by a builder that records no recipe
+        found = sha256_regular(resolved(path) / META_NAME)
+    except CacheError:
+        return False
+    return found in (recipe.get("meta_sha256"), recipe.get("next_meta_sha256"))
+
+
+def is_current(path: Path, fingerprint: str) -> bool:
+    """Whether the committed cache is of this recipe and its files have the sizes in its meta.json (D12)."""
+    if not is_committed(path, fingerprint):
+        return False
+    version, meta_path = resolved(path), path / META_NAME
+    try:
+        records = file_records(read_meta(str(meta_path)), str(meta_path))
+        files = {path_inside(version, record["name"]): record["bytes"] for record in records}
+    except CacheError:
+        return False
+    sizes = {file: file.lstat().st_size for file in files if file.is_file()}  # path_inside has refused links
+    return sizes == files
+
+
+def fingerprint_by_list(
+    settings: Settings,
+    path: Path,
+    fingerprint_of: Callable[[Exclusion | None], str],
+    named: Callable[[Exclusion], Iterable[str]] | None,
+) -> str:
+    """Return a recipe's fingerprint by the list of --exclude; by the list of the committed cache, where the cache is
+    current but for it, and no entry that is in one of the two lists alone names anything in the source.
+
+    fingerprint_of: called with a list, None for none. named: reads the source, and yields the entries of a list that
+    name something; None: it is not read for this, so that any change of the list counts.
+    """
+    now = None if settings.exclude is None else read_exclusion(settings.exclude)
+    recorded = recorded_recipe(path).get("exclude")
+    before = Exclusion(frozenset(map(str, recorded))) if recorded and isinstance(recorded, list) else None
+    differing = Exclusion((now.entries if now else frozenset()) ^ (before.entries if before else frozenset()))
+    fingerprint = fingerprint_of(now)
+    if named is None or not differing.entries or is_current(path, fingerprint):
+        return fingerprint
+    if not is_current(path, known := fingerprint_of(before)) or any(True for _ in named(differing)):
+        return fingerprint
+    if now is not None:
+        now.absent[path] = differing.entries
+    return known
+
+
+def record_recipe(
+    settings: Settings, path: Path, fingerprint: str, source: dict[str, Any], meta: dict[str, Any], **more: Any
+) -> None:
+    """Record the recipe of the committed version at `path`. source: its provenance; meta: of that version."""
+    listed = [] if settings.exclude is None else sorted(read_exclusion(settings.exclude).entries)
+    if 0 < sum(map(len, listed)) <= _MOST_LISTED:
+        more["exclude"] = listed
+    record = {
+        **more,
+        "fingerprint": fingerprint,
+        "meta_sha256": hashlib.sha256(meta_bytes(meta)).hexdigest(),
+        "source": source,
+        "version": Path(os.readlink(path)).name,
+    }
+    write_bytes(versions_dir(path) / RECIPE_NAME, canonical_json(record))
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+def finish(
+    settings: Settings,
+    key: str,
+    path: Path,
+    meta: dict[str, Any],
+    reused: bool,
+    measurement: Measurement,
+    fingerprint: str,
+    engine: str | None = None,
+) -> Outcome:
+    """Return the outcome of a recipe; a build is appended to <cache>/.runs/KEY.jsonl."""
+    outcome = Outcome(key, path, meta, reused, measurement.seconds, measurement.peak_bytes, fingerprint, engine)
+    if reused:
+        return outcome
+    line = {
+        "time": time.time(),
+        "key": key,
+        "seconds": round(measurement.seconds, 3),
+        "peak_bytes": measurement.peak_bytes,
+        "fingerprint": fingerprint,
+        "engine": engine,
+        "content_sha256": meta.get("content_sha256"),
+        "totals": meta.get("totals"),
+        "settings": asdict(settings),
+    }
+    append_run(cache_root(settings), key, line)
+    return outcome
+
+
+def append_run(root: Path, key: str, line: Mapping[str, Any]) -> None:
+    """Append a line to the runs of a cache. Raises: CacheError E205 for a link, and where they have no folder."""
+    runs = runs_file(root, key)
+    path_inside(resolved(root), f"{RUNS_DIR}/{runs.name}")  # refuses a link that leads outside
+    if runs.parent.exists() and not runs.parent.is_dir():
+        remedy = f"The cache {key} is finished. Remove this: rm {shlex.quote(str(runs.parent))}"
+        raise CacheError(runs.parent, "no folder", "the folder of the records of builds", remedy, code="E205")
+    runs.parent.mkdir(parents=True, exist_ok=True)
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    with open(os.open(runs, flags, 0o666), "a") as file:
+        file.write(json.dumps(line, sort_keys=True) + "\n")
+
+
+def runs_file(root: Path, key: str) -> Path:
+    """Return the file that has a line for each build of a cache."""
+    return root / RUNS_DIR / f"{key.replace('/', '.')}.jsonl"
 
 
 def recorded_outcomes(root: Path) -> tuple[list[Outcome], dict[str, Exception]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,10 +18,13 @@ from niels_gpt.data.local import LocalFiles
 from niels_gpt.data.sources import SOURCES, Credit, SourceSpec, credit_of
 from niels_gpt.data.trees import TREES
 from niels_gpt.hub import datasets as hub
+from niels_gpt.recipes.family import Family, family_of
 from niels_gpt.recipes.user_sources import UNSTATED, UserSource, user_sources
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError, SourceError
 from niels_gpt.storage.fileio import canonical_json
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,11 @@ class ResolvedSource:
     """The definition of a user-defined source."""
 
     @property
+    def family(self) -> Family:
+        """How caches of its family are built. Raises: LookupError where the package of that is not installed."""
+        return family_of(self.spec.key)
+
+    @property
     def source(self) -> str:
         """The source's name."""
         return self.spec.name
@@ -69,6 +78,36 @@ class ResolvedSource:
     def listing(self) -> str | None:
         """`listing_of` this source when it is first asked for: before its text is read."""
         return listing_of(self)
+
+    def is_partitioned(self, settings: Settings) -> bool:
+        """Whether the settings build its cache in partitions: where the family has them, and not of a stub."""
+        return settings.partitions > 1 and self.family.has_partitions and not self.stub
+
+    def budget(self, settings: Settings) -> int | None:
+        """Return the tokens of both budgets of its cache; None without budgets."""
+        return sum(getattr(settings, each) for each in self.spec.budget_settings) or None
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether splits of upstream's are not all there."""
+        return len(self.splits) < len(self.spec.splits or {})
+
+    def warn_if_partial(self) -> None:
+        """Log a warning where upstream's splits are not all there, or a snapshot that is read as files is cut short."""
+        if self.manifest is not None and not self.streaming and not self.manifest["ended"]:
+            logger.warning(
+                "%s: the files are a snapshot that is cut short after %s bytes of text: the dataset has more. Make it "
+                "longer: niels-gpt snapshot %s %s --tokens N",
+                self.source,
+                f"{self.manifest['text_bytes']:,}",
+                self.source,
+                self.root,
+                extra={"code": "W301"},
+            )
+        if self.is_partial:
+            there = " and ".join(self.splits) or "test"
+            text = "%s: the source has only %s here: the cache is partial"
+            logger.warning(text, self.source, there, extra={"code": "W301"})
 
     @property
     def ordered(self) -> bool:
@@ -194,7 +233,7 @@ def resolve_source(settings: Settings, name: str) -> ResolvedSource:
     found = spec.files(settings, root)
     folder = root / mirror_folder(spec, dataset, config)
     manifest = snapshot.read_manifest(folder)
-    is_whole = settings.partitions == 1 or spec.family != "pretrain"
+    is_whole = settings.partitions == 1 or not on_hub.family.has_partitions
     if manifest is not None and _stands_for(manifest, on_hub, folder) and is_whole:
         return replace(on_hub, found=found, manifest=manifest)
     if manifest is not None:

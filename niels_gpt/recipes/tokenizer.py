@@ -20,9 +20,9 @@ from niels_gpt.data.trees import TREES
 from niels_gpt.engine.meta import content_sha256
 from niels_gpt.hub import models as hub
 from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
+from niels_gpt.recipes.family import family_named
+from niels_gpt.recipes.records import TOKENIZER_KEY, Measurement, Outcome, cache_root, finish
 from niels_gpt.recipes.resolve import ResolvedSource, asked_revisions
-from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Measurement, Outcome, cache_root, finish, run_recipe
-from niels_gpt.recipes.templates import opened_template
 from niels_gpt.recipes.training import (
     ASKING,
     has_new_sources,
@@ -43,7 +43,6 @@ from niels_gpt.storage.locks import apply_lock_setting
 from niels_gpt.storage.meta_json import checked_sha256, file_records, meta_bytes, parse_object
 from niels_gpt.storage.remedies import build_command, recorded_settings, source_of, with_recorded_tokenizer
 from niels_gpt.tokenizer import load_tokenizer
-from niels_gpt.tokenizers.document_tokens import document_end, document_start
 from niels_gpt.tokenizers.files import (
     COMPANIONS,
     TOKENIZER_JSON,
@@ -87,23 +86,6 @@ def install_tokenizer(settings: Settings, staged: Outcome) -> None:
             versions.publish(staged.path, path)
 
 
-def build_with_tokenizer(settings: Settings, source: ResolvedSource, key: str, **how: Any) -> Outcome:
-    """Build a cache with the tokenizer of its folder, and install a new tokenizer when that has succeeded.
-
-    So a build that is refused leaves the tokenizer, and every cache that was built with it, unchanged.
-    key, how: of the cache, and the other arguments of `run_recipe`.
-    Raises: NoSentinels for chats and a tokenizer without sentinels; as `stage_tokenizer` and `run_recipe`.
-    """
-    refresh = bool(how.get("refresh"))
-    staged = stage_tokenizer(settings, user_sources_only=source.user is not None, refresh=refresh)
-    tokenizer = tokenizer_for(settings, key, source, staged.path)
-    outcome = run_recipe(settings, key, source=source, tokenizer=tokenizer, tokenizer_folder=staged.path, **how)
-    install_tokenizer(settings, staged)
-    if not outcome.reused:
-        log_unseen_source(settings, staged.meta, outcome.key)
-    return outcome
-
-
 def stage_tokenizer(
     settings: Settings,
     *,
@@ -145,8 +127,9 @@ def stage_tokenizer(
     return finish(settings, TOKENIZER_KEY, folder, meta, reused, measurement, str(meta["tokenizer_sha256"]))
 
 
-def tokenizer_for(settings: Settings, key: str, source: ResolvedSource, folder: Path) -> FullTokenizer:
+def tokenizer_for(settings: Settings, source: ResolvedSource, folder: Path) -> FullTokenizer:
     """Return a folder's tokenizer. Raises: CacheError if it is damaged, or of the sample and the text is not."""
+    key = source.spec.key
     remove = shlex.join(["rm", *([] if folder.is_symlink() else ["-r"]), str(folder)])
     meta = read_meta(str(folder / META_NAME))
     if settings.source_root != "sample" and meta.get("trained_on") == "sample":
@@ -162,7 +145,7 @@ def tokenizer_for(settings: Settings, key: str, source: ResolvedSource, folder: 
     recorded = with_recorded_tokenizer(settings, cache_root(settings))
     check_model(folder, meta, f"Make another one: {remove} && {build_command(recorded, key)}")
     tokenizer = opened(Path(os.path.abspath(folder)), content_sha256(file_records(meta)))
-    check_tokenizer(settings, key, source, tokenizer, folder)
+    check_tokenizer(settings, source, tokenizer, folder)
     return tokenizer
 
 
@@ -172,24 +155,14 @@ def opened(path: Path, _content: str, follow_links: bool = False) -> FullTokeniz
     return load_tokenizer(path, follow_links=follow_links)
 
 
-def check_tokenizer(
-    settings: Settings, key: str, source: ResolvedSource, tokenizer: FullTokenizer, where: Path
-) -> None:
+def check_tokenizer(settings: Settings, source: ResolvedSource, tokenizer: FullTokenizer, where: Path) -> None:
     """Raise NoSentinels or another CacheError for a tokenizer that this cache cannot be built with.
 
     where: the folder or file that it was opened in; messages name the tokenizer as the settings do.
     """
-    if needs_sentinels(settings, source.spec.family, tokenizer.special_token_ids()):
-        raise no_sentinels(settings, [key], where)
-    if source.spec.family == "sft" and settings.chat_template is not None:
-        opened_template(settings, tokenizer, where)
-    if "document_end" in source.spec.settings:
-        try:
-            document_start(tokenizer, settings.document_start)
-            document_end(tokenizer, settings.document_end)
-        except ValueError as error:
-            why = str(error).removeprefix(f"{tokenizer.model_path}: ")
-            raise CacheError(settings.tokenizer or cache_root(settings) / TOKENIZER_KEY, why, code="E102") from error
+    if source.family.needs_sentinels(settings) and not tokenizer.special_token_ids():
+        raise no_sentinels(settings, [source.spec.key], where)
+    source.family.check_tokenizer(settings, source.spec, tokenizer, where)
 
 
 class NoSentinels(CacheError, LeftOut):
@@ -197,10 +170,9 @@ class NoSentinels(CacheError, LeftOut):
 
 
 def needs_sentinels(settings: Settings, family: str, special_token_ids: Mapping[str, int]) -> bool:
-    """Whether the caches of a family cannot be built with a tokenizer: the project's own template has roles as
-    sentinels."""
-    families = ("sft", "trees") if settings.chat_template is None else ("trees",)
-    return family in families and not special_token_ids
+    """Whether the caches of a family cannot be built with a tokenizer: it has no sentinels, and they need them."""
+    found = family_named(family)
+    return found is not None and found.needs_sentinels(settings) and not special_token_ids
 
 
 def no_sentinels(settings: Settings, keys: Sequence[str], tokenizer: Path) -> NoSentinels:

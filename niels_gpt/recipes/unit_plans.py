@@ -16,75 +16,55 @@ from typing import Any
 from niels_gpt.data.exclude import read_exclusion
 from niels_gpt.engine.units import LISTINGS_NAME, Plan, plans_of
 from niels_gpt.kinds.kind import MALFORMED, Cache
-from niels_gpt.recipes.resolve import ResolvedSource
-from niels_gpt.recipes.run_recipe import (
-    TOKENIZER_KEY,
-    AskedCache,
-    Outcome,
-    cache_root,
-    is_committed,
-    is_current,
-    recorded_recipe,
-)
+from niels_gpt.recipes.records import TOKENIZER_KEY, Outcome, cache_root, is_committed, is_current, recorded_recipe
+from niels_gpt.recipes.request import Inputs, Request
 from niels_gpt.recipes.tokenizer import is_id, is_of_hub
 from niels_gpt.recipes.training import undamaged, was_trained_by
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import read_regular, resolved
 from niels_gpt.storage.versions import PLAN_NAME, RECIPE_NAME, VERSION_DIGITS, versions_dir
-from niels_gpt.tokenizers.protocol import FullTokenizer
 
 _MAX_LISTINGS_BYTES = 1 << 20
 
 
 def recorded_units(
-    settings: Settings,
-    source: ResolvedSource,
-    tokenizer: FullTokenizer,
-    listing: str | None,
-    observed: str | None = None,
-) -> tuple[AskedCache, Plan | None] | None:
+    inputs: Inputs, listing: str | None, observed: str | None = None
+) -> tuple[Request, Plan | None] | None:
     """Return the cache that is asked for, with the newest plan of these settings, or without one where the committed
     version is newer and current. The text is not read.
 
     listing: of `listing_of`. observed: a fingerprint of the text that alone counts; None: any.
     None: there is neither, or files differ in name, size or time from those that were recorded.
     """
-    key = source.spec.key
     dataset, _, revision = (observed or "").rpartition("@")
-    is_of_source = not dataset if listing else dataset == source.dataset and revision != "None"
+    is_of_source = not dataset if listing else dataset == inputs.source.dataset and revision != "None"
     wanted = observed if is_of_source else None
-    for plan, recorded, listings, fingerprint in _records(settings, cache_root(settings) / key):
+    for plan, recorded, listings, fingerprint in _records(inputs):
         if listing is not None and listing not in listings:
             continue
-        provenance = source.provenance(recorded, ask_hub=False) if listing is None else recorded
+        provenance = inputs.source.provenance(recorded, ask_hub=False) if listing is None else recorded
         if wanted not in (None, provenance.get("fingerprint")) or not {"fingerprint", "revision"} <= provenance.keys():
             continue
-        asked = asked_cache(settings, source, tokenizer, provenance)
-        if asked.fingerprint == fingerprint:
-            if is_current(asked.path, fingerprint):
-                return asked, None
+        request = inputs.at(provenance)
+        if request.fingerprint == fingerprint:
+            if is_current(request.path, fingerprint):
+                return request, None
             if plan is not None:
-                return asked, plan
+                return request, plan
     return None
-
-
-def asked_cache(
-    settings: Settings, source: ResolvedSource, tokenizer: FullTokenizer, provenance: dict[str, Any]
-) -> AskedCache:
-    """Return the cache that is asked for of a source as `provenance` has it."""
-    return AskedCache.of(settings, source.spec.key, source.spec.settings, source, tokenizer, provenance)
 
 
 _Record = tuple[Plan | None, dict[str, Any], set[Any], Any]
 """Plan, provenance, listings and fingerprint of what was written of a cache; no plan: of the committed version."""
 
 
-def _records(settings: Settings, path: Path) -> list[_Record]:
+def _records(inputs: Inputs) -> list[_Record]:
     """Return the plans of as many units, and the record of the committed version, newest first."""
+    path = inputs.path
     found: list[tuple[int, _Record]] = []
     for plan in plans_of(path):
-        if plan.total == settings.partitions:
+        if plan.total == inputs.settings.partitions:
             record = (plan, plan.content["source"], listings_of(plan), plan.fingerprint)
             found.append((_written(plan.folder / PLAN_NAME), record))
     recipe = recorded_recipe(path)
@@ -121,11 +101,8 @@ def settings_of(plan: Plan, settings: Settings, reads: Sequence[str], tokenizer_
     return there if excluded == excluded_sha256(settings) else None
 
 
-def differences(plan: Plan, asked: AskedCache, tokenizer_content: str) -> list[str]:
-    """Return in what a plan differs from the cache that is asked for, in words.
-
-    tokenizer_content: content_sha256 of the tokenizer that is asked for.
-    """
+def differences(plan: Plan, asked: Request) -> list[str]:
+    """Return in what a plan differs from the cache that is asked for, in words."""
     found = []
     if plan.total != asked.settings.partitions:
         found.append(f"partitions: {plan.total} there, {asked.settings.partitions} here")
@@ -135,7 +112,7 @@ def differences(plan: Plan, asked: AskedCache, tokenizer_content: str) -> list[s
             found.append(f"{name}: {recipe.get(name)!r} there, {asked.recipe.get(name)!r} here")
     if asked.tokenizer is not None and plan.content["tokenizer_sha256"] != asked.tokenizer.sha256:
         found.append("the tokenizer")
-    elif plan.content["tokenizer_content_sha256"] != tokenizer_content:
+    elif plan.content["tokenizer_content_sha256"] != asked.tokenizer_content:
         found.append("the tokenizer's files")
     if plan.content["source"].get("fingerprint") != asked.provenance.get("fingerprint"):
         found.append("the text" if asked.source.found else "the hub's revision")

@@ -8,8 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -38,35 +37,19 @@ from niels_gpt.engine.units import (
 )
 from niels_gpt.kinds.kind import MALFORMED, kind_of_key
 from niels_gpt.progress import Progress
-from niels_gpt.recipes.documents import (
-    budget_of,
-    build_documents,
-    check_val_frac,
-    is_partitioned,
-    warn_if_partial,
-    warn_of_missing_start,
-)
-from niels_gpt.recipes.resolve import listing_of, resolve_source
-from niels_gpt.recipes.run_recipe import (
-    BuildInputs,
+from niels_gpt.recipes.records import (
     Measurement,
     Outcome,
     cache_root,
     is_committed,
     is_current,
-    recorded_provenance,
     recorded_recipe,
 )
+from niels_gpt.recipes.request import Inputs, build_whole
+from niels_gpt.recipes.resolve import listing_of, resolve_source
 from niels_gpt.recipes.shared import check_shared_folder, code_identity
-from niels_gpt.recipes.tokenizer import (
-    install_tokenizer,
-    log_unseen_source,
-    stage_tokenizer,
-    tokenizer_for,
-    tokenizer_state,
-)
+from niels_gpt.recipes.tokenizer import stage_tokenizer, tokenizer_for, tokenizer_state
 from niels_gpt.recipes.unit_plans import (
-    asked_cache,
     differences,
     excluded_sha256,
     is_of_seal,
@@ -135,28 +118,27 @@ class Units:
     ) -> None:
         """name: of the source. refresh: ask the hub for its newest revision, even where a plan is there.
 
-        observed: see `run_recipe`. fixes: fix a plan where there is none; else that is an error.
+        observed: as of `Inputs.found`. fixes: fix a plan where there is none; else that is an error.
         Raises: UsageError for settings without partitions, or a cache that is always built whole; NoPlan E510 or E511
             where none may be fixed; CacheError E511 where the plan was fixed with other versions; E512 for a file
             system that lacks what is needed; NoRoomError; what resolving the source and the tokenizer raise.
         """
         self._measurement = Measurement()
-        source = resolve_source(settings, name)
-        self.key = source.spec.key
+        self.settings, self.source = settings, resolve_source(settings, name)
+        self.key = self.source.spec.key
         kind = kind_of_key(self.key)
-        if not is_partitioned(settings, source) or kind is None or kind.units is None:
+        if not self.source.is_partitioned(settings) or kind is None or kind.units is None:
             why = f"partitions is {settings.partitions}" if settings.partitions < 2 else "a stub, chats or rollouts"
             expected = "a pretrain cache with text and 2 or more partitions (--partitions)"
             raise UsageError(f"{self.key}: {why}; expected {expected}")
-        check_val_frac(settings, source)
+        self.source.family.check(settings, self.source.spec)
         _check_folder(cache_root(settings).absolute())
         self.kind: UnitKind = kind.units
-        self.settings, self.source = settings, source
         self._fixes = fixes
-        self._tokenizer_made = self._made_tokenizer(refresh)
-        self._tokenizer = tokenizer_for(settings, self.key, source, self._tokenizer_made.path)
-        self._listing = listing_of(source)
-        self._find(observed, asks_hub=refresh and source.kind == "hub")
+        made = self._made_tokenizer(refresh)
+        self._inputs = Inputs(settings, self.source, tokenizer_for(settings, self.source, made.path), made)
+        self._listing = listing_of(self.source)
+        self._find(observed, asks_hub=refresh and self.source.kind == "hub")
         if refresh or observed is not None:  # the next commands, which have neither, find this one first
             with suppress(OSError):
                 os.utime(self.plan.folder / PLAN_NAME if self.plan else versions_dir(self.path) / RECIPE_NAME)
@@ -177,9 +159,8 @@ class Units:
         with build_lock(self.path, wait=True):
             if not asks_hub and self._is_recorded(observed):
                 return
-            known = recorded_provenance(self._tokenizer_made.path, self.source, self.path, observed, {})
-            provenance = self.source.provenance(None if asks_hub else known)
-            self.asked = asked_cache(self.settings, self.source, self._tokenizer, provenance)
+            known = None if asks_hub else self._inputs.recorded_provenance(observed)
+            self.asked = self._inputs.at(self.source.provenance(known))
             mends = is_committed(self.path, self.asked.fingerprint)
             self.plan = None if is_current(self.path, self.asked.fingerprint) else self._fixed(mends=mends)
             if self._listing is not None:
@@ -187,7 +168,7 @@ class Units:
 
     def _is_recorded(self, observed: str | None) -> bool:
         """Set `asked` and `plan` by what was recorded of these settings, without reading the text; False: nothing."""
-        found = recorded_units(self.settings, self.source, self._tokenizer, self._listing, observed)
+        found = recorded_units(self._inputs, self._listing, observed)
         if found is not None:
             self.asked, self.plan = found
         return found is not None
@@ -197,18 +178,19 @@ class Units:
 
         mends: one unit is built, so the disk need not have room for all.
         """
-        plans, content = plans_of(self.path), str(self._tokenizer_made.meta["content_sha256"])
+        plans, tokenizer = plans_of(self.path), self.asked.tokenizer
+        assert tokenizer is not None
         plan = next((plan for plan in plans if plan.fingerprint == self.asked.fingerprint), None)
         if plan is not None:
             return plan
         if not self._fixes:
-            raise self._no_plan(plans, content)
-        warn_if_partial(self.source)
+            raise self._no_plan(plans)
+        self.source.warn_if_partial()
         refuse_foreign(self.path)
         if not mends:
             self.asked.refuse_without_room()
         for other in plans:
-            self._warn_of_other(other, content)
+            self._warn_of_other(other)
         return fix_plan(
             self.path,
             {
@@ -221,8 +203,8 @@ class Units:
                 "recipe": self.asked.recipe,
                 "source": self.asked.provenance,
                 "listing": self._listing,
-                "tokenizer_sha256": self._tokenizer.sha256,
-                "tokenizer_content_sha256": content,
+                "tokenizer_sha256": tokenizer.sha256,
+                "tokenizer_content_sha256": self.asked.tokenizer_content,
                 "exclude_sha256": excluded_sha256(self.settings),
                 "code": code_identity(),
             },
@@ -272,7 +254,7 @@ class Units:
         """
         if self.plan is None:
             return self._finished(self.current_meta(), True)
-        total, deep = _Total(budget_of(self.settings, self.source), progress), False
+        total, deep = _Total(self.source.budget(self.settings), progress), False
         for number in range(self.plan.total):
             receipt, was_there = self._built(self.plan, self.plan.partition(number), True, total, self._sealed)
             total.add(receipt)
@@ -289,7 +271,7 @@ class Units:
         """
         if self.plan is None:
             return self._finished(self.current_meta(), True)
-        warn_if_partial(self.source)
+        self.source.warn_if_partial()
         while True:
             try:
                 meta = seal(
@@ -312,9 +294,8 @@ class Units:
                     raise
                 else:
                     return self._finished(sealed, True)
-        warn_of_missing_start(self.settings, self.source, self._tokenizer, self.path)
-        install_tokenizer(self.settings, self._tokenizer_made)
-        log_unseen_source(self.settings, self._tokenizer_made.meta, self.key)
+        self.source.family.warn(self.asked, meta)
+        self.asked.install_tokenizer(built=True)
         return self._finished(meta, False)
 
     def restart(self, number: int) -> bool:
@@ -419,11 +400,10 @@ class Units:
             if not unit.is_unbuilt:
                 logger.info("%s is built again: %s, %s", path, unit.state, unit.found)
             described = self._described("--partition", str(partition.number))
-            counters = described.counters
-            assert isinstance(counters, Counter)
-            inputs = BuildInputs(asked.tokenizer, described, counters, asked.provenance["revision"], _nothing)
             try:
-                meta = build_documents(asked.settings, asked.source, inputs, path, progress, partition, plan.sha256)
+                # A unit has no record of a recipe: its receipt names its plan.
+                how: dict[str, Any] = {"committed": lambda _: None, "partition": partition, "plan": plan.sha256}
+                meta = asked.family.build(asked, path, described, progress=progress, **how)
             except (CacheError, OSError) as error:
                 is_built = isinstance(error, CacheError) and error.code == "E503"
                 if not (is_built and wait) and plan.is_there:
@@ -460,7 +440,7 @@ class Units:
                 discard_plan(plan)  # what a builder that came too late has put there
         if is_sealed:
             return self.current_meta()
-        again = f"Build its partitions again: {build_command(self.settings, self.key)}"
+        again = f"Build its partitions again: {self.asked.command()}"
         raise NoPlan(plan.folder, f"another command has removed {PLAN_NAME}", "the plan", again, code="E511")
 
     def _check_text(self, path: Path) -> None:
@@ -478,20 +458,20 @@ class Units:
                     f"its text changed while partition {int(path.name)} was built, which is removed",
                     "the text of the plan",
                     f"Run the same command when the text no longer changes: it fixes a plan of the text as it is then: "
-                    f"{build_command(self.settings, self.key)}",
+                    f"{self.asked.command()}",
                     code="E306",
                 )
             self._listing = listing
 
     def _finished(self, meta: dict[str, Any], reused: bool) -> Outcome:
-        return self.asked.finish(meta, reused, self._measurement.end())
+        return self.asked.finished(meta, reused, self._measurement.end())
 
     # --- what is refused ---
 
     @property
     def _commands(self) -> Commands:
         """The commands that build one unit, build all, and seal."""
-        command = partial(build_command, self.settings, self.key)
+        command = self.asked.command
         return Commands(lambda number: command("--partition", str(number)), command(), command(verb="seal"))
 
     def _other_code(self, plan: Plan) -> dict[str, list[Any]]:
@@ -504,7 +484,7 @@ class Units:
         if self.settings.accept_code or not differing:
             return differing
         found = ", ".join(f"{name} {old!s:.12}, here {new!s:.12}" for name, (old, new) in differing.items())
-        command = partial(build_command, self.settings, self.key)
+        command = self.asked.command
         raise CacheError(
             plan.folder,
             f"partitions are built by another program: {found}",
@@ -514,25 +494,25 @@ class Units:
             code="E511",
         )
 
-    def _warn_of_other(self, plan: Plan, tokenizer_content: str) -> None:
-        there = settings_of(plan, self.settings, self.source.spec.settings, tokenizer_content)
+    def _warn_of_other(self, plan: Plan) -> None:
+        there = settings_of(plan, self.settings, self.source.spec.settings, self.asked.tokenizer_content)
         back = "" if there in (None, self.settings) else build_command(there or self.settings, self.key)
         logger.warning(
             "%s: partitions of another plan are there, and nothing of them is used (%s)%s",
             self.path,
-            "; ".join([plan.folder.name, *differences(plan, self.asked, tokenizer_content)]),
+            "; ".join([plan.folder.name, *differences(plan, self.asked)]),
             f". To go on with them: {back}" if back else "",
             extra={"code": "W507"},
         )
 
-    def _no_plan(self, plans: list[Plan], tokenizer_content: str) -> NoPlan:
+    def _no_plan(self, plans: list[Plan]) -> NoPlan:
         """Return the error where no plan may be fixed: none is there at all, or one of other settings."""
         if not plans:
             return self._none_there()
-        differing = {plan.sha256: differences(plan, self.asked, tokenizer_content) for plan in plans}
+        differing = {plan.sha256: differences(plan, self.asked) for plan in plans}
         plan = min(plans, key=lambda plan: len(differing[plan.sha256]))
         found = f"its partitions are of another plan ({'; '.join([plan.folder.name, *differing[plan.sha256]])})"
-        there = settings_of(plan, self.settings, self.source.spec.settings, tokenizer_content)
+        there = settings_of(plan, self.settings, self.source.spec.settings, self.asked.tokenizer_content)
         if there == self.settings:
             again = f"Build partitions of the source as it is now: {build_command(there, self.key)}"
             return NoPlan(self.path, found, "the source and tokenizer of their builds", again, code="E511")
@@ -600,10 +580,6 @@ def _flat(code: Mapping[str, Any]) -> dict[str, Any]:
     return {key: code.get(key) for key in ("format", "builder")} | (libraries if isinstance(libraries, dict) else {})
 
 
-def _nothing(_: dict[str, Any]) -> None:
-    """A unit has no record of a recipe: its receipt names its plan."""
-
-
 def _wait_for(path: Path) -> None:
     """Wait until no process builds a unit."""
     try:
@@ -611,3 +587,47 @@ def _wait_for(path: Path) -> None:
     except CacheError:
         with build_lock(path, wait=True):
             pass
+
+
+def build_token_cache(
+    settings: Settings,
+    name: str,
+    *,
+    refresh: bool = False,
+    observed: str | None = None,
+    progress: Progress | None = None,
+) -> Outcome:
+    """Build the cache of a source, or reuse it if it is current.
+
+    name: of a built-in or user-defined source, or the key of one of its caches, such as trees/oasst1.
+    settings: with partitions, the missing ones are built here, one after the other, and sealed.
+    refresh: ask the hub for its newest revisions. observed: as of `Inputs.found`.
+    progress: receives documents (chats, groups), tokens, and the tokens of both budgets (None without budgets).
+    Raises: as `resolve_source`, `Inputs.of`, `Units` and the builders; NoRoomError.
+    """
+    source = resolve_source(settings, name)
+    if settings.partitions > 1:
+        if source.is_partitioned(settings):
+            return Units(settings, name, refresh=refresh, observed=observed).build_all(progress)
+        settings = without_partitions(settings, [source.spec.key])
+    return build_whole(settings, source, refresh=refresh, observed=observed, progress=progress)
+
+
+def built_whole(settings: Settings, keys: Sequence[str]) -> list[str]:
+    """Return the caches that are built whole, although the settings have partitions. [] for settings without."""
+    whole = []
+    for key in keys if settings.partitions > 1 else ():
+        with suppress(OSError, ValueError):  # its build reports it
+            if not resolve_source(settings, key).is_partitioned(settings):
+                whole.append(key)
+    return whole
+
+
+def without_partitions(settings: Settings, keys: Sequence[str]) -> Settings:
+    """Return the settings of caches that are built whole, and log a warning that names them."""
+    logger.warning(
+        "%s: built whole, without partitions: only pretrain caches that hold text have partitions",
+        ", ".join(keys),
+        extra={"code": "W505"},
+    )
+    return replace(settings, partitions=1)

@@ -31,6 +31,7 @@ from niels_gpt.data.files.part import is_first
 from niels_gpt.data.files.text import PACKED_SUFFIXES, count
 from niels_gpt.data.files.walk import note_links
 from niels_gpt.data.sources import SOURCES, Credit, LoadRequest, Part, SourceSpec
+from niels_gpt.recipes.family import Family, family_named, family_names
 from niels_gpt.settings import Settings, UsageError
 from niels_gpt.storage.errors import DefinitionError, NotFound
 from niels_gpt.storage.fileio import open_for_reading
@@ -38,13 +39,9 @@ from niels_gpt.storage.fileio import open_for_reading
 logger = logging.getLogger(__name__)
 
 FAMILIES = ("pretrain", "sft", "rollouts")
+"""The families of which a line of the settings may define a source; sources.toml takes those of every kind."""
 DELIVERIES = ("export", "published")
 """Tables of sources.toml that define no source: where caches are exported or pushed to."""
-_WHAT = {
-    "pretrain": ("Token cache", "text"),
-    "sft": ("Token cache", "chats"),
-    "rollouts": ("Rollout cache", "rollouts"),
-}
 UNSTATED = "not stated"
 MAX_TOML_BYTES = 1 << 20
 _MAX_DOTS = 1_000  # of a line: tomllib takes hours for a key of 100,000 parts
@@ -78,26 +75,29 @@ class UserSource:
     """Whom to name, as the user states it."""
 
     @property
+    def of_family(self) -> Family:
+        """How caches of its family are built; where its package is not installed, one that can build none."""
+        return family_named(self.family) or Family()
+
+    @property
     def spec(self) -> SourceSpec:
         """Its row in the form of the table of built-in sources."""
-        is_text, (cache, what) = self.family == "pretrain", _WHAT[self.family]
+        family = self.of_family
         return SourceSpec(
             name=self.name,
             family=self.family,
-            description=f"{cache} of your own {what}: {self.files}, by {self.named_in}. "
+            description=f"{family.title} of your own {family.holds}: {self.files}, by {self.named_in}. "
             f"Licence: {self.licence}. Attribution: {self.attribution}.",
             credit=Credit(self.licence, self.attribution),
             load=self._load,
             files=lambda settings, _: self.find(settings),
-            val_frac="own_val_frac" if is_text else None,
-            reads=("as_text",) if is_text else (),
+            val_frac=family.own_val_frac,
+            reads=family.own_settings,
         )
 
     def find(self, settings: Settings) -> local.LocalFiles:
         """Return its files. Raises: FileNotFoundError, ValueError as data.local.open_files."""
-        is_text = self.family == "pretrain"
-        kinds: dict[str, Any] = {"as_text": text_suffixes(settings)} if is_text else {"rows_only": True}
-        return local.open_files(self.files, base=self.base, follow_links=settings.follow_links, **kinds)
+        return self.of_family.files(self.files, self.base, settings)
 
     def _load(self, request: LoadRequest) -> list[Part]:
         found, counters = request.found, request.counters
@@ -106,18 +106,14 @@ class UserSource:
             self._count_what_is_not_read(found, counters)
         how: dict[str, Any] = {"source": self.name, "counters": counters, "position": request.position}
         how["max_document_bytes"] = request.settings.max_document_bytes
-        if self.family == "rollouts":
-            return [(None, found.rollouts(**how))]
-        if self.family == "sft":
-            return [(None, found.chats(raw=request.raw, **how))]
-        how |= {"field": self.field, "blocks": request.blocks, "partition": request.partition}
-        return [(None, local.iter_documents(found, **how))]
+        return self.of_family.load(found, self.field, request, how)
 
     def _count_what_is_not_read(self, found: local.LocalFiles, counters: Counter[str]) -> None:
         note_links(counters, found.links)
         if number := found.other_files:
             kinds = ", ".join(f"{each:,} {kind}" for kind, each in found.other_kinds[:_MAX_KINDS])
-            more = ". --as-text .SUFFIX,... reads more kinds as text" if self.family == "pretrain" else ""
+            as_text = "as_text" in self.of_family.own_settings
+            more = ". --as-text .SUFFIX,... reads more kinds as text" if as_text else ""
             text = "%s: %d files of kinds that are not read: %s%s"
             logger.warning(text, self.name, number, kinds, more, extra={"code": "W302"})
             count(counters, "other_files", number)
@@ -147,7 +143,7 @@ def user_sources(settings: Settings) -> dict[str, UserSource]:
 
 def text_sources(settings: Settings) -> dict[str, UserSource]:
     """Return the user-defined sources that have text, for a tokenizer to be trained on: not the rollouts."""
-    return {name: user for name, user in user_sources(settings).items() if user.family != "rollouts"}
+    return {name: user for name, user in user_sources(settings).items() if user.of_family.has_text}
 
 
 def names_in_lines(settings: Settings) -> list[str]:
@@ -199,7 +195,7 @@ def _of_lines(settings: Settings) -> Iterator[UserSource]:
                 named_in = f"--{family} {line.strip()}"
                 name, equals, files = line.partition("=")
                 if not (equals and name.strip() and files.strip()):
-                    form = "NAME=GLOB" + "[:FIELD]" * (family == "pretrain")
+                    form = "NAME=GLOB" + "[:FIELD]" * (family_named(family) or Family()).own_field
                     raise UsageError(f"{named_in}: expected {form}", code="E104")
                 yield _user_source(family, name.strip(), files.strip(), Path.cwd(), named_in)
 
@@ -233,19 +229,27 @@ def _of_file(settings: Settings) -> Iterator[UserSource]:
     for family, entries in content.items():
         if family in DELIVERIES and isinstance(entries, Mapping):  # see recipes/exchange/outputs.py
             continue
-        if family not in FAMILIES or not isinstance(entries, Mapping):
-            expected = "expected tables [pretrain], [sft], [rollouts], [export] and [published]"
+        if not _defines_sources(family) or not isinstance(entries, Mapping):
+            families = filter(_defines_sources, dict.fromkeys((*FAMILIES, *family_names())))
+            tables = [f"[{name}]" for name in (*families, *DELIVERIES)]
+            expected = f"expected tables {', '.join(tables[:-1])} and {tables[-1]}"
             raise DefinitionError(f"{path}: found {family!r}, {expected}")
         for name, entry in entries.items():
             yield _of_entry(family, name, entry, path)
 
 
+def _defines_sources(name: str) -> bool:
+    found = family_named(name)
+    return name in FAMILIES or (found is not None and found.of_users)
+
+
 def _of_entry(family: str, name: str, entry: Any, path: Path) -> UserSource:
     if _is_text(entry):
         return _user_source(family, name, entry, path.parent, str(path))
+    has_field = (family_named(family) or Family()).own_field
     known = isinstance(entry, Mapping) and all(key in _KEYS and _is_text(entry[key]) for key in entry)
-    if not known or "files" not in entry or (family != "pretrain" and "field" in entry):
-        keys = [key for key in _KEYS if family == "pretrain" or key != "field"]
+    if not known or "files" not in entry or ("field" in entry and not has_field):
+        keys = [key for key in _KEYS if has_field or key != "field"]
         raise DefinitionError(
             f'{path}, {family}.{name}: found {entry!r}, expected a text "GLOB", or a table with the texts '
             f"{', '.join(keys)}, of which `files` must be there"
@@ -265,10 +269,11 @@ def _user_source(family: str, name: str, files: str, base: Path, named_in: str) 
     split = _FIELD.fullmatch(files)
     if split is None or (base / Path(files).expanduser()).exists():  # a colon in the name of a file or folder
         return UserSource(family, name, files, base, named_in)
-    if family == "pretrain":
+    of_family = family_named(family) or Family()
+    if of_family.own_field:
         return UserSource(family, name, split["files"], base, named_in, field=split["field"])
     if files.lower().endswith(local.CHAT_SUFFIXES):
         return UserSource(family, name, files, base, named_in)
-    found = f"a source of {_WHAT[family][1]} takes no field, found {':' + split['field']!r}"
+    found = f"a source of {of_family.holds} takes no field, found {':' + split['field']!r}"
     remedy = f"its fields are known. Leave it out: {name}={split['files']}"
     raise _error(named_in, f"{named_in}: {found}: {remedy}")

@@ -25,7 +25,7 @@ from niels_gpt.recipes.exchange.outputs import (
     missing_of,
 )
 from niels_gpt.recipes.plan import every_key
-from niels_gpt.recipes.run_recipe import cache_root
+from niels_gpt.recipes.records import cache_root
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, canonical_json

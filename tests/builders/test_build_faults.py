@@ -209,7 +209,7 @@ def test_a_read_only_disk_is_named_and_left_as_it_is(namespace, tmp_path):
 def quick_checkpoints(monkeypatch):
     """Let the recipes, too, make a batch of each document and a checkpoint after each batch."""
     batches_of(monkeypatch, 1)
-    for module, builder in (("documents", build_pretrain), ("token_caches", build_sft)):
+    for module, builder in (("documents", build_pretrain), ("chats", build_sft)):
         quick = functools.partial(builder, checkpoint_seconds=0)
         monkeypatch.setattr(f"niels_gpt.recipes.{module}.{builder.__name__}", quick)
 

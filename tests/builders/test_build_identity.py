@@ -22,7 +22,7 @@ from support.small_builds import BUILDERS, ITEMS, Counted, whole_version
 from niels_gpt.cache import CacheError
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.recipes.plan import recipes
-from niels_gpt.recipes.run_recipe import cache_root
+from niels_gpt.recipes.records import cache_root
 from niels_gpt.settings import Settings
 
 DOLLY = "databricks/databricks-dolly-15k"

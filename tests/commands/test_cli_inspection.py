@@ -19,8 +19,8 @@ from niels_gpt.cache.build_pretrain import build_pretrain
 from niels_gpt.cache.build_sft import build_sft
 from niels_gpt.engine.meta import Source
 from niels_gpt.kinds.folders import caches_below
-from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
+from niels_gpt.recipes.units import build_token_cache
 from niels_gpt.tokenizer import load_tokenizer
 
 

@@ -15,9 +15,8 @@ from support.loopback_hub import LoopbackHub
 from support.made_tokenizers import made_tokenizer
 
 from niels_gpt.recipes.plan import plan
-from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
-from niels_gpt.recipes.units import Units
+from niels_gpt.recipes.units import Units, build_token_cache
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizers.files import COMPANIONS, TOOL_TEMPLATE_NAME
 

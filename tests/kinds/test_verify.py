@@ -22,9 +22,10 @@ from niels_gpt.engine.meta import Source
 from niels_gpt.kinds.kind import Limits
 from niels_gpt.kinds.verify import find_damage, refusal, verify
 from niels_gpt.recipes.plan import recipes
-from niels_gpt.recipes.run_recipe import cache_root, restart
-from niels_gpt.recipes.token_caches import build_token_cache
+from niels_gpt.recipes.records import cache_root
+from niels_gpt.recipes.request import restart
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
+from niels_gpt.recipes.units import build_token_cache
 from niels_gpt.storage.fileio import sha256_file
 
 

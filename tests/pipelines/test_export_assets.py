@@ -13,8 +13,8 @@ from support.errors import refused
 from support.pipeline_seams import deliver
 
 from niels_gpt.cache.meta import read_meta
-from niels_gpt.recipes.run_recipe import cache_root
-from niels_gpt.recipes.token_caches import build_token_cache
+from niels_gpt.recipes.records import cache_root
+from niels_gpt.recipes.units import build_token_cache
 from niels_gpt.storage.errors import CacheError
 from pipelines.definitions import niels_definitions
 

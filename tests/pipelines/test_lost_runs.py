@@ -13,7 +13,7 @@ from support.pipeline_seams import building, turn_taken
 
 from niels_gpt.cache import PretrainTokenStreamDataset
 from niels_gpt.cache.meta import read_meta
-from niels_gpt.recipes.token_caches import build_token_cache
+from niels_gpt.recipes.units import build_token_cache
 from niels_gpt.settings import Settings
 
 pytestmark = pytest.mark.faults

@@ -16,7 +16,7 @@ from support.loopback_hub import LoopbackHub
 from support.pipeline_seams import chats_are, recipe_is, record, record_of_recipe, recorded
 
 from niels_gpt.recipes.plan import observe
-from niels_gpt.recipes.token_caches import build_token_cache
+from niels_gpt.recipes.units import build_token_cache
 from niels_gpt.settings import Settings
 
 DOLLY = "databricks/databricks-dolly-15k"

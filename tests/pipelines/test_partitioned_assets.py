@@ -18,8 +18,7 @@ from support.partition_runs import job_of_notes, logged
 from support.small_builds import quick_folder
 
 from niels_gpt.cache.meta import read_meta
-from niels_gpt.recipes.token_caches import build_token_cache
-from niels_gpt.recipes.units import Units
+from niels_gpt.recipes.units import Units, build_token_cache
 from niels_gpt.settings import Settings
 from pipelines.definitions import niels_definitions
 

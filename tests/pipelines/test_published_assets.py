@@ -14,7 +14,7 @@ from support.pipeline_seams import cards_are, deliver
 
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.exchange.transfer.push import push
-from niels_gpt.recipes.run_recipe import cache_root
+from niels_gpt.recipes.records import cache_root
 from pipelines.definitions import niels_definitions
 
 LINE = '[published.roam-team]\ncache = "pretrain/roam"\nurl = "bucket/roam"\n'

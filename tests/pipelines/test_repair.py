@@ -12,9 +12,9 @@ from support.dagster_runs import builder_of, built, check_alone, metadata, run, 
 from support.pipeline_seams import check_never_passes, noted_restarts, recipe_is, turn_of
 
 from niels_gpt.cache.meta import read_meta
-from niels_gpt.recipes.run_recipe import restart
-from niels_gpt.recipes.token_caches import build_token_cache
+from niels_gpt.recipes.request import restart
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
+from niels_gpt.recipes.units import build_token_cache
 from niels_gpt.settings import Settings
 
 KEY = "sft/dolly15k"

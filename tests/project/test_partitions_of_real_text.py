@@ -20,8 +20,8 @@ from support import LONG, ROOT
 
 from niels_gpt.cache import PretrainTokenStreamDataset
 from niels_gpt.cache.meta import read_meta
-from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
+from niels_gpt.recipes.units import build_token_cache
 from niels_gpt.settings import Settings
 
 pytestmark = [

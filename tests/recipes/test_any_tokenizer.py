@@ -17,8 +17,8 @@ from niels_gpt.engine.meta import Source, build_identity
 from niels_gpt.kinds.kind import Limits
 from niels_gpt.kinds.verify import find_damage, verify
 from niels_gpt.recipes.plan import plan, recipes
-from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.recipes.tokenizer import ensure_tokenizer, no_sentinels
+from niels_gpt.recipes.units import build_token_cache
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizer import load_tokenizer
 

@@ -19,7 +19,7 @@ from niels_gpt.cache.meta import read_meta
 from niels_gpt.cache.sft_split import SFTSplit
 from niels_gpt.commands.main import main
 from niels_gpt.recipes.plan import plan
-from niels_gpt.recipes.token_caches import build_token_cache
+from niels_gpt.recipes.units import build_token_cache
 from niels_gpt.settings import Settings
 
 WITH_CALLS = CHATML.replace("message.content + ", "(message.content or '') + (message.tool_calls | tojson "

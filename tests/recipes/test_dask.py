@@ -23,8 +23,7 @@ from support.partition_builds import be_patient, build_on_dask
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.recipes import dask
 from niels_gpt.recipes.dask import obstacle
-from niels_gpt.recipes.token_caches import build_token_cache
-from niels_gpt.recipes.units import Units
+from niels_gpt.recipes.units import Units, build_token_cache
 from niels_gpt.settings import Settings, UsageError
 from niels_gpt.storage.errors import CacheError
 

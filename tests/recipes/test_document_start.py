@@ -22,7 +22,7 @@ from niels_gpt.exchange.exporting import export_cache
 from niels_gpt.exchange.transfer.fetch import stage
 from niels_gpt.kinds.verify import find_damage
 from niels_gpt.recipes.exchange.imports import import_cache
-from niels_gpt.recipes.token_caches import build_token_cache
+from niels_gpt.recipes.units import build_token_cache
 from niels_gpt.sampling import PackedStream
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizer import load_tokenizer

@@ -14,8 +14,8 @@ from support.data_files import lines, write
 from support.tiny_texts import TINY_TEXTS
 
 from niels_gpt.kinds.verify import find_damage
-from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
+from niels_gpt.recipes.units import build_token_cache
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizer import load_tokenizer
 

@@ -31,10 +31,10 @@ from niels_gpt.commands.console import ExitCode
 from niels_gpt.commands.main import main
 from niels_gpt.kinds.look import stats
 from niels_gpt.recipes.gc import collect
+from niels_gpt.recipes.records import cache_root
+from niels_gpt.recipes.request import restart
 from niels_gpt.recipes.resolve import resolve_source
-from niels_gpt.recipes.run_recipe import cache_root, restart
-from niels_gpt.recipes.token_caches import build_token_cache
-from niels_gpt.recipes.units import Units
+from niels_gpt.recipes.units import Units, build_token_cache
 from niels_gpt.settings import Settings, UsageError
 from niels_gpt.storage import fileio
 

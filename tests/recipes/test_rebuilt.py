@@ -10,7 +10,7 @@ from support.splits import chat_key
 from support.tiny_texts import TINY_TEXTS
 
 from niels_gpt.recipes.plan import plan
-from niels_gpt.recipes.token_caches import build_token_cache
+from niels_gpt.recipes.units import build_token_cache
 from niels_gpt.settings import Settings
 
 CHATS = [

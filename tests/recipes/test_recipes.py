@@ -17,7 +17,7 @@ from niels_gpt.data.files import mirrors
 from niels_gpt.data.files.rows import iter_rows
 from niels_gpt.engine.meta import BUILDER_VERSIONS
 from niels_gpt.recipes.plan import plan, recipes, settings_fingerprint
-from niels_gpt.recipes.run_recipe import recipe_fingerprint
+from niels_gpt.recipes.request import recipe_fingerprint
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError
@@ -123,17 +123,19 @@ def test_two_builds_that_want_a_missing_tokenizer_at_once_train_it_once(mirror, 
 
 
 def test_a_cache_of_before_there_were_other_ends_of_documents_has_the_fingerprint_of_now(settings, tiny_model_path):
-    tokenizer, reads = load_tokenizer(tiny_model_path), ("seed", "document_end")
+    tokenizer = load_tokenizer(tiny_model_path)
+
+    def fingerprint(asked):
+        recipe = {"seed": asked.seed, "document_end": asked.document_end}
+        return recipe_fingerprint(asked, "pretrain/k", recipe, tokenizer, "s")
+
     for choice, appended in (("auto", True), ("eot", True), ("none", False)):
-        now = recipe_fingerprint(
-            dataclasses.replace(settings, document_end=choice), "pretrain/k", reads, tokenizer, "s"
-        )
+        now = fingerprint(dataclasses.replace(settings, document_end=choice))
         before = {"seed": settings.seed, "append_eot": appended}
         parts = {"recipe": "pretrain/k", "settings": before, "tokenizer": tokenizer.sha256, "source": "s"}
         parts["versions"] = [FORMAT_VERSION, BUILDER_VERSIONS["pretrain"]]
         assert now == hashlib.sha256(canonical_json(parts)).hexdigest()
-    eos = recipe_fingerprint(dataclasses.replace(settings, document_end="eos"), "pretrain/k", reads, tokenizer, "s")
-    assert eos not in (now, recipe_fingerprint(settings, "pretrain/k", reads, tokenizer, "s"))
+    assert fingerprint(dataclasses.replace(settings, document_end="eos")) not in (now, fingerprint(settings))
 
 
 @pytest.mark.parametrize(

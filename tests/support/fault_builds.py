@@ -53,7 +53,7 @@ def said_to_be_kept(error):
 _STEPS = {
     "description": "niels_gpt.engine.build.write_description",
     "commit": "niels_gpt.engine.build.versions.commit",
-    "record": "niels_gpt.recipes.run_recipe.record_recipe",
+    "record": "niels_gpt.recipes.request.record_recipe",
 }
 
 

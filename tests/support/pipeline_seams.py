@@ -17,12 +17,12 @@ from niels_gpt.eagle3.inspect import checks as eagle3_checks
 from niels_gpt.engine import journal
 from niels_gpt.kinds.files import Damage
 from niels_gpt.kinds.kind import kind_of_key, kinds
-from niels_gpt.recipes import run_recipe
+from niels_gpt.recipes import records
 from niels_gpt.recipes.eagle3 import asset, draft_vocab, prepare
 from niels_gpt.recipes.eagle3.of_settings import resolved
 from niels_gpt.recipes.exchange import outputs
 from niels_gpt.recipes.plan import every_recipe, recipes
-from niels_gpt.recipes.token_caches import build_token_cache
+from niels_gpt.recipes.units import build_token_cache
 from niels_gpt.settings import Settings
 from niels_gpt.storage import fileio, versions
 from niels_gpt.storage.locks.builders import file_lock
@@ -228,7 +228,7 @@ def killed_at_write(number):
         real(path, content)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (fileio, run_recipe):
+        for module in (fileio, records):
             patch.setattr(module, "write_bytes", write)
         yield
 

@@ -12,7 +12,7 @@ import pytest
 from support.pipeline_seams import CACHES
 
 from niels_gpt.cache.meta import read_meta
-from niels_gpt.recipes.token_caches import build_token_cache
+from niels_gpt.recipes.units import build_token_cache
 from niels_gpt.settings import RENAMED, Settings
 from pipelines import assets, steps
 from pipelines.definitions import defs

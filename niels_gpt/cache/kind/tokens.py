@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from niels_gpt.cache.documents import (
     bounds,
@@ -306,6 +306,7 @@ class PretrainKind(Tokens):
     has_parts = True
     unit = "document"
     keys = ("pretrain/",)
+    families: ClassVar[Mapping[str, str]] = {"pretrain": "niels_gpt.recipes.documents:PRETRAIN"}
     units = UnitKind(
         name="pretrain",
         same=SAME,
@@ -363,6 +364,7 @@ class SftKind(Tokens):
     has_loss = True
     unit = "example"
     keys = ("sft/",)
+    families: ClassVar[Mapping[str, str]] = {"sft": "niels_gpt.recipes.chats:SFT"}
     builder_version = BUILDER_VERSIONS["sft"]
     checks = (
         *_TOKENS,

@@ -67,7 +67,7 @@ def _whole_path(value: str) -> str:
 
 
 def _options(given: dict[str, Any]) -> Options:
-    from niels_gpt.recipes.templates import template_text
+    from niels_gpt.recipes.chats import template_text
 
     file = given["chat_template"]
     options = Options(**{**given, "chat_template": template_text(Settings(chat_template=file and str(file)))})

@@ -85,7 +85,7 @@ niels-gpt eagle3 precompute --target-model MODEL --input-data replies.jsonl --ou
 @option("--dry-run", is_flag=True, help="read the chats, print how many prompts and tokens, and stop")
 def respond(source_root: str, chat_template: Path | None, dry_run: bool, **given: Any) -> Result:
     """Make a file of replies."""
-    from niels_gpt.recipes.templates import template_text
+    from niels_gpt.recipes.chats import template_text
 
     try:
         template = template_text(Settings(chat_template=str(chat_template) if chat_template else None))

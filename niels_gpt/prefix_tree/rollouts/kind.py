@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -141,6 +141,10 @@ class RolloutsKind(Kind):
     name = "rollouts"
     unit = "group"
     keys = ("rollouts/", "trees/")
+    families: ClassVar[Mapping[str, str]] = {
+        "trees": "niels_gpt.recipes.rollouts.caches:TREE_CACHES",
+        "rollouts": "niels_gpt.recipes.rollouts.caches:ROLLOUTS",
+    }
     builder_version = BUILDER_VERSIONS["rollouts"]
     may_lack_vocabulary = True
     has_loss = True

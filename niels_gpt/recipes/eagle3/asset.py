@@ -19,14 +19,7 @@ from niels_gpt.recipes.eagle3.draft_vocab import commit_draft_vocab, current_dra
 from niels_gpt.recipes.eagle3.of_settings import KEY, fingerprint_of, resolved, sha256, target_name
 from niels_gpt.recipes.eagle3.options import Options
 from niels_gpt.recipes.eagle3.prepare import Resolved, carry_out, is_current_of, open_target, prepare, run_facts
-from niels_gpt.recipes.run_recipe import (
-    Measurement,
-    Outcome,
-    cache_root,
-    finish,
-    record_recipe,
-    recorded_recipe,
-)
+from niels_gpt.recipes.records import Measurement, Outcome, cache_root, finish, record_recipe, recorded_recipe
 from niels_gpt.settings import Settings
 from niels_gpt.storage import fileio, versions
 from niels_gpt.storage.checks import Verdict

@@ -17,14 +17,7 @@ from niels_gpt.eagle3.draft_kind import DRAFT_VOCAB
 from niels_gpt.progress import Progress
 from niels_gpt.recipes.eagle3.of_settings import VOCAB_KEY, fingerprint_of, resolved, sha256
 from niels_gpt.recipes.eagle3.prepare import Prepared, Resolved, is_current_of, prepare
-from niels_gpt.recipes.run_recipe import (
-    Measurement,
-    Outcome,
-    cache_root,
-    finish,
-    record_recipe,
-    recorded_recipe,
-)
+from niels_gpt.recipes.records import Measurement, Outcome, cache_root, finish, record_recipe, recorded_recipe
 from niels_gpt.settings import Settings
 from niels_gpt.storage import versions
 from niels_gpt.storage.fileio import META_NAME, canonical_json, write_bytes

@@ -23,8 +23,8 @@ from niels_gpt.data.files.walk import note_links
 from niels_gpt.data.sources import SOURCES
 from niels_gpt.data.types import ChatSample, source_id
 from niels_gpt.recipes import sources
+from niels_gpt.recipes.records import cache_root, recorded_recipe
 from niels_gpt.recipes.resolve import ResolvedSource, resolve_source, resolve_user_source
-from niels_gpt.recipes.run_recipe import cache_root, recorded_recipe
 from niels_gpt.recipes.user_sources import UserSource, user_sources
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import InputError, NotFound

@@ -20,8 +20,8 @@ from niels_gpt.data.sources import SOURCES
 from niels_gpt.hub.models import is_local
 from niels_gpt.recipes.eagle3.options import KEYS, Options, flag_name
 from niels_gpt.recipes.eagle3.prepare import Resolved, resolve
+from niels_gpt.recipes.records import cache_root
 from niels_gpt.recipes.resolve import resolve_source
-from niels_gpt.recipes.run_recipe import cache_root
 from niels_gpt.recipes.tokenizer import ensure_tokenizer, no_sentinels
 from niels_gpt.recipes.user_sources import user_sources
 from niels_gpt.settings import Settings

@@ -20,8 +20,8 @@ from niels_gpt.recipes.eagle3.of_settings import (
     stable_name,
     why_left_out,
 )
-from niels_gpt.recipes.home_recipes import HomeRecipes, LatePlan
-from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, cache_root, recorded_recipe
+from niels_gpt.recipes.home_recipes import HomeRecipes
+from niels_gpt.recipes.records import TOKENIZER_KEY, cache_root, recorded_recipe
 from niels_gpt.recipes.tokenizer import no_sentinels
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import LeftOut
@@ -89,5 +89,6 @@ def _settings_fingerprint(settings: Settings, key: str) -> str:
 
 EAGLE3_RECIPES = HomeRecipes(
     {VOCAB_KEY: draft_vocab.build_draft_vocab, KEY: asset.build_targets},
-    late=LatePlan(planned_action, _settings_fingerprint),
+    planned_action,
+    _settings_fingerprint,
 )

@@ -108,7 +108,7 @@ def is_current_of(found: Resolved, path: Path, fingerprint: Callable[[Resolved],
     """Whether the committed cache at `path` has the fingerprint of what the options stand for: see
     `fingerprint_by_list`. reads_hub: read chats of the hub, where the list of --exclude has changed, to compare."""
     from niels_gpt.recipes.eagle3.input import named_in_input
-    from niels_gpt.recipes.run_recipe import fingerprint_by_list, is_current
+    from niels_gpt.recipes.records import fingerprint_by_list, is_current
 
     def by_list(listed: Exclusion | None) -> str:
         source = {name: fact for name, fact in found.source.items() if name != "exclude"}

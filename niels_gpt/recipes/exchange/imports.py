@@ -18,8 +18,7 @@ from niels_gpt.exchange.foreign import not_ours, read_manifest
 from niels_gpt.exchange.formats import FORMATS
 from niels_gpt.exchange.importing import Imported, ImportOptions, import_folder, kind_of
 from niels_gpt.progress import Progress
-from niels_gpt.recipes.records import recorded_outcomes
-from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, append_run
+from niels_gpt.recipes.records import TOKENIZER_KEY, append_run, recorded_outcomes
 from niels_gpt.recipes.tokenizer import copy_tokenizer, ensure_tokenizer, named_tokenizer
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError

@@ -31,7 +31,7 @@ from niels_gpt.exchange.output import MANIFEST_NAME
 from niels_gpt.exchange.transfer.described import Pushed
 from niels_gpt.exchange.transfer.remote import Bucket, scheme_of
 from niels_gpt.progress import Progress
-from niels_gpt.recipes.run_recipe import RUNS_DIR, cache_root
+from niels_gpt.recipes.records import RUNS_DIR, cache_root
 from niels_gpt.recipes.user_sources import DELIVERIES, sources_tables
 from niels_gpt.settings import Settings
 from niels_gpt.storage import fileio

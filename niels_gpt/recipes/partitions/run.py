@@ -7,7 +7,7 @@ from typing import Any
 
 from niels_gpt.engine.units import Plan
 from niels_gpt.progress import Progress
-from niels_gpt.recipes.run_recipe import Outcome
+from niels_gpt.recipes.records import Outcome
 from niels_gpt.recipes.units import MadeUnit, Units
 from niels_gpt.settings import Settings
 from niels_gpt.storage.codes import CodedWarning

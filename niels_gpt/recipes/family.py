@@ -1,0 +1,167 @@
+"""Family: how the caches of one family are built, such as sft/NAME for any NAME. A kind holds the places of its own.
+
+A family says what its caches are made of, what decides their bytes, and who writes them; everything else of a recipe is
+the same for all (request.py). A kind of another package builds caches with a family of its own: see docs/kinds.md.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from niels_gpt.data.local import LocalFiles, open_files
+from niels_gpt.data.sources import LoadRequest, Part, SourceSpec
+from niels_gpt.documents import Partition
+from niels_gpt.engine.meta import BUILDER_VERSIONS, Source
+from niels_gpt.kinds.homes import loaded
+from niels_gpt.kinds.kind import kinds
+from niels_gpt.progress import Progress
+from niels_gpt.settings import Settings
+from niels_gpt.tokenizers.protocol import FullTokenizer
+
+Committed = Callable[[dict[str, Any]], None]
+"""Called with the meta of a cache when it is committed: records which recipe built it."""
+
+
+class Family:
+    """What one family says of its caches."""
+
+    name: ClassVar[str]
+    """The first part of the keys, and the table of sources.toml that defines sources of it."""
+    kind: ClassVar[str]
+    """`kind` in the meta.json of its caches."""
+    title: ClassVar[str] = "Cache"
+    """What one of its caches is called on its page in Dagster."""
+    holds: ClassVar[str] = "files"
+    """What a source of it holds: "text", "chats"."""
+    own_settings: ClassVar[tuple[str, ...]] = ()
+    """The settings that decide the bytes of the cache of a user-defined source, beside those common to the family."""
+    of_users: ClassVar[bool] = True
+    """Whether users may define sources of it."""
+    own_val_frac: ClassVar[str | None] = None
+    """The setting that holds the share of val of a user-defined source, where the source's row is to name one."""
+    own_field: ClassVar[bool] = False
+    """Whether a user-defined source may name the field of a row that holds its text."""
+    takes_tokenizer: ClassVar[bool] = False
+    """Whether its caches are encoded here; else ids are stored as they are, or there are none."""
+    has_text: ClassVar[bool] = False
+    """Whether a tokenizer can be trained on its sources."""
+    has_partitions: ClassVar[bool] = False
+    """Whether its caches may be built in partitions, by `units` of the kind."""
+    id_copies: ClassVar[int] = 0
+    """How often the ids of a cache are on the disk in a build, for the least that it needs; 0: nothing bounds it."""
+
+    @property
+    def builder_version(self) -> int:
+        """The version that its builds write: part of every fingerprint."""
+        return BUILDER_VERSIONS[self.kind]
+
+    # --- what is read ---
+
+    def files(self, pattern: str, base: Path, settings: Settings) -> LocalFiles:
+        """Return the files of a user-defined source. base: what a relative pattern is relative to.
+
+        Raises: FileNotFoundError, ValueError as data.local.open_files.
+        """
+        return open_files(pattern, base=base, follow_links=settings.follow_links, rows_only=True)
+
+    def load(self, found: LocalFiles, field: str | None, request: LoadRequest, how: dict[str, Any]) -> list[Part]:
+        """Return the samples of a user-defined source with their split.
+
+        found: its files. field: of a row, that holds its text; None: the usual ones.
+        how: source (the name), counters, position and max_document_bytes, as local.iter_documents takes them.
+        """
+        raise NotImplementedError
+
+    # --- what decides bytes ---
+
+    def recipe(self, settings: Settings, reads: Sequence[str], tokenizer: FullTokenizer | None) -> dict[str, Any]:
+        """Return the settings that decide the bytes of a cache, by name, as they are recorded.
+
+        reads: their names. tokenizer: None: not known, or none.
+        Raises: ValueError for a setting that the tokenizer does not fit.
+        """
+        return {name: getattr(settings, name) for name in reads}
+
+    def compared(self, recipe: dict[str, Any], tokenizer: FullTokenizer | None) -> dict[str, Any]:
+        """Return what a fingerprint has of a `recipe`: settings that mean the same with this tokenizer are equal."""
+        return recipe
+
+    def asks(self, settings: Settings) -> str:
+        """Return what a plan says of the settings, behind the source; "" for nothing."""
+        return ""
+
+    # --- what is refused before anything is built ---
+
+    def check(self, settings: Settings, spec: SourceSpec) -> None:
+        """Raise ValueError for settings that no cache of the source can have."""
+
+    def check_early(self, settings: Settings, *, trains: bool) -> None:
+        """Refuse what no cache of the family can be built with, before a tokenizer is made.
+
+        trains: whether the tokenizer would be trained.
+        """
+
+    def needs_sentinels(self, settings: Settings) -> bool:
+        """Whether its caches can be built only with a tokenizer that has the sentinels."""
+        return False
+
+    def check_tokenizer(self, settings: Settings, spec: SourceSpec, tokenizer: FullTokenizer, where: Path) -> None:
+        """Raise CacheError for a tokenizer, opened at `where`, that the cache of a source cannot be built with."""
+
+    # --- building ---
+
+    def build(
+        self,
+        request: Any,
+        path: Path,
+        source: Source,
+        *,
+        committed: Committed,
+        progress: Progress | None = None,
+        partition: Partition | None = None,
+        plan: str | None = None,
+    ) -> dict[str, Any]:
+        """Build a cache, or one of its partitions, and commit it at `path`; returns its meta. A killed build resumes.
+
+        request: the Request (request.py).
+        source: what meta.json says of the source; its counters fill, and its position moves, while it is read.
+        progress: receives documents, tokens, and the tokens of both budgets (None without budgets).
+        partition, plan: which one, and the sha256 of its plan; None: the whole cache.
+        """
+        raise NotImplementedError
+
+    def look_back(self, settings: Settings, path: Path, meta: Mapping[str, Any]) -> None:
+        """Log what settings that decide no byte say of a whole cache, built or reused. meta: its meta.json."""
+
+    def warn(self, request: Any, meta: Mapping[str, Any]) -> None:
+        """Log what is to be known of a whole cache that was built now, or sealed. request: the Request."""
+
+
+def family_named(name: str) -> Family | None:
+    """Return a family by its name; None if no kind has it, or its package is not installed."""
+    place = next((kind.families[name] for kind in kinds() if name in kind.families), None)
+    return None if place is None else _family_at(place)
+
+
+def family_of(key: str) -> Family:
+    """Return the family of a cache by its key, FAMILY/NAME. Raises: LookupError for a key of none."""
+    found = family_named(key.partition("/")[0])
+    if found is None:
+        raise LookupError(f"no family of caches is called {key.partition('/')[0]!r}")
+    return found
+
+
+def family_names() -> list[str]:
+    """Return the names of the families of all kinds that are installed, in the order of the table of kinds."""
+    return [name for kind in kinds() for name in kind.families]
+
+
+@functools.cache
+def _family_at(place: str) -> Family:
+    found = loaded(place)
+    if not isinstance(found, Family):
+        raise TypeError(f"{place} is {found!r}, expected a Family")
+    return found
