@@ -17,9 +17,11 @@ snapshot.py          how many rows of a hub source a snapshot keeps; data/files/
 disk.py              how much disk a build needs, and when it is refused
 gc.py                runs `gc` over all caches of a folder; which versions are old is decided in storage/versions.py
 unit_plans.py        which plan of units the settings have, without reading the text again; how others differ
-units.py             a cache in units: which plan the settings have; builds one or all, and seals them; build_token_cache
+units.py             a cache in units: which plan the settings have; builds one or all, seals; build_token_cache
 dask.py              build_on_dask: which worker of a Dask cluster builds which unit, and what follows a death
 shared.py            what the machines must share: the same versions, and a folder whose file system keeps its promises
+run_recipe.py        the earlier names of records.py and request.py, for one release
+token_caches.py      the earlier name of build_token_cache in units.py, for one release
 partitions/          the earlier names of units.py, for one release
 rollouts/            recorded rollouts -> rollouts/NAME, message trees -> trees/oasst1
 eagle3/              chats + target model -> eagle3/targets

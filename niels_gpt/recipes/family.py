@@ -9,17 +9,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from niels_gpt.data.local import LocalFiles, open_files
 from niels_gpt.data.sources import LoadRequest, Part, SourceSpec
-from niels_gpt.documents import Partition
-from niels_gpt.engine.meta import BUILDER_VERSIONS, Source
 from niels_gpt.kinds.homes import loaded
-from niels_gpt.kinds.kind import kinds
 from niels_gpt.progress import Progress
 from niels_gpt.settings import Settings
-from niels_gpt.tokenizers.protocol import FullTokenizer
+
+if TYPE_CHECKING:  # with numpy, and the help of commands is to come at once
+    from niels_gpt.documents import Partition
+    from niels_gpt.engine.meta import Source
+    from niels_gpt.tokenizers.protocol import FullTokenizer
 
 Committed = Callable[[dict[str, Any]], None]
 """Called with the meta of a cache when it is committed: records which recipe built it."""
@@ -56,6 +57,8 @@ class Family:
     @property
     def builder_version(self) -> int:
         """The version that its builds write: part of every fingerprint."""
+        from niels_gpt.engine.meta import BUILDER_VERSIONS
+
         return BUILDER_VERSIONS[self.kind]
 
     # --- what is read ---
@@ -142,7 +145,7 @@ class Family:
 
 def family_named(name: str) -> Family | None:
     """Return a family by its name; None if no kind has it, or its package is not installed."""
-    place = next((kind.families[name] for kind in kinds() if name in kind.families), None)
+    place = _places().get(name)
     return None if place is None else _family_at(place)
 
 
@@ -156,7 +159,13 @@ def family_of(key: str) -> Family:
 
 def family_names() -> list[str]:
     """Return the names of the families of all kinds that are installed, in the order of the table of kinds."""
-    return [name for kind in kinds() for name in kind.families]
+    return list(_places())
+
+
+def _places() -> dict[str, str]:
+    from niels_gpt.kinds.kind import kinds
+
+    return {name: place for kind in kinds() for name, place in kind.families.items()}
 
 
 @functools.cache

@@ -39,7 +39,6 @@ from niels_gpt.engine.meta import BUILDER_VERSIONS
 from niels_gpt.kinds.kind import Limits
 from niels_gpt.kinds.look import stats
 from niels_gpt.kinds.verify import find_damage, verify
-from niels_gpt.recipes import family
 from niels_gpt.recipes.plan import recipes
 
 TEXTS = [f"Page {number} is about " + "the river and the mill "[: number % 24] for number in range(400)]
@@ -247,8 +246,7 @@ def test_chats_and_budgets_warn_of_a_far_share_too(tmp_path, caplog):
 def test_a_cache_of_builder_2_is_replaced(settings, key_, monkeypatch):
     recipe, cache = recipes(settings)[key_], Path(settings.cache_dir) / key_
     with monkeypatch.context() as patch:
-        patch.setattr(meta_keys, "BUILDER_VERSIONS", old := dict.fromkeys(BUILDER_VERSIONS, 2))
-        patch.setattr(family, "BUILDER_VERSIONS", old)
+        patch.setattr(meta_keys, "BUILDER_VERSIONS", dict.fromkeys(BUILDER_VERSIONS, 2))
         recipe(settings)
         meta = {name: value for name, value in read_meta(str(cache / "meta.json")).items() if name != "duplicates"}
         (cache / "meta.json").write_bytes(raw := meta_bytes(meta))

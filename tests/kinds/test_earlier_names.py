@@ -1,5 +1,6 @@
 """The earlier names of niels_gpt.kinds and niels_gpt.exchange: for one release they warn, and give the same objects."""
 
+import re
 import sys
 from importlib import import_module
 
@@ -73,10 +74,24 @@ def test_an_earlier_name_warns_and_gives_the_same_objects(name):
         assert found is sys.modules[f"niels_gpt.{name}.{module}"]
 
 
-def test_the_earlier_place_of_the_checks_of_rollouts_warns_and_gives_the_same_functions():
-    name = "niels_gpt.recipes.rollouts.checks"
+EARLIER_MODULES = {
+    "rollouts.checks": {"verify": "kinds.verify.verify", "find_damage": "kinds.verify.find_damage"},
+    "run_recipe": {
+        "Outcome": "recipes.records.Outcome",
+        "cache_root": "recipes.records.cache_root",
+        "is_current": "recipes.records.is_current",
+        "restart": "recipes.request.restart",
+    },
+    "token_caches": {"build_token_cache": "recipes.units.build_token_cache"},
+}
+"""Earlier modules of niels_gpt.recipes: the documented names of each, and what has them now."""
+
+
+@pytest.mark.parametrize("module", EARLIER_MODULES)
+def test_an_earlier_module_of_the_recipes_warns_and_gives_the_same_objects(module):
+    name = f"niels_gpt.recipes.{module}"
     sys.modules.pop(name, None)
-    with pytest.warns(CodedWarning, match=r"is niels_gpt\.kinds\.verify now.* \[W104\]$"):
+    with pytest.warns(CodedWarning, match=rf"{re.escape(name)} is niels_gpt\..* now.* \[W104\]$"):
         import_module(name)
-    assert named("recipes.rollouts.checks.verify") is named("kinds.verify.verify")
-    assert named("recipes.rollouts.checks.find_damage") is named("kinds.verify.find_damage")
+    for old, new in EARLIER_MODULES[module].items():
+        assert named(f"recipes.{module}.{old}") is named(new)

@@ -161,6 +161,45 @@ def test_a_kind_of_another_package_is_taken_by_every_command(tmp_path, installed
     assert "photos.bin" in run("verify", cache, "--deep", status=3)
 
 
+DAGSTER = """
+import sys
+import dagster as dg
+from niels_gpt.settings import Settings
+from pipelines.definitions import niels_definitions
+definitions = niels_definitions(settings=Settings(source_root="sample", cache_dir=sys.argv[1]))
+job = definitions.resolve_implicit_global_asset_job_def().get_subset(asset_selection={dg.AssetKey(["photos", "cats"])})
+with dg.instance_for_test() as instance:
+    made = job.execute_in_process(instance=instance).get_asset_materialization_events()
+    found = [event.step_materialization_data.materialization.metadata for event in made]
+    print([(entry["run/state"].value, entry["dagster/row_count"].value) for entry in found])
+"""
+
+
+def test_a_kind_of_another_package_is_built_and_is_an_asset(tmp_path, installed):
+    (tmp_path / "pictures").mkdir()
+    for number in range(3):
+        (tmp_path / "pictures" / f"{number}.jpg").write_bytes(bytes([255, number]))
+    (tmp_path / "sources.toml").write_text('[photos]\ncats = "pictures/*.jpg"\n')
+
+    def run(*words, program="from niels_gpt.commands import start; exit(start())"):
+        command = [sys.executable, "-c", program, *map(str, words)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=installed, cwd=tmp_path)
+        assert done.returncode == 0, (words, done.stdout, done.stderr)
+        return done.stdout
+
+    build = ["build", "cats", "--source-root", "sample", "--cache-dir", tmp_path / "cache", "--json"]
+    assert run(*build[:-1], "--dry-run").count("photos/cats") == 1
+    (row,) = json.loads(run(*build))["caches"]
+    assert (row["key"], row["state"], row["totals"]) == ("photos/cats", "built", {"photos": 3})
+    assert json.loads(run(*build))["caches"][0]["state"] == "up to date"
+    (tmp_path / "pictures" / "3.jpg").write_bytes(b"\xff3")
+    assert run(tmp_path / "cache", program=DAGSTER).endswith("[('built', 4)]\n")
+    assert run(tmp_path / "cache", program=DAGSTER).endswith("[('reused: nothing it depends on has changed', 4)]\n")
+    assert "4 photos" in run("list", tmp_path / "cache" / "sample")
+    (record,) = (tmp_path / "cache" / "sample" / ".runs").glob("photos.cats.jsonl")
+    assert record.read_text().count("\n") == 2
+
+
 def test_without_its_package_a_kind_is_named_and_its_version_stays(tmp_path):
     root = tmp_path / "cache"
     for content in (b"one", b"four", b"seven!!"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,12 @@ from niels_gpt.engine.meta import Source
 from niels_gpt.progress import Progress
 from niels_gpt.recipes import sources
 from niels_gpt.recipes.family import Committed, Family
+from niels_gpt.recipes.records import Outcome
 from niels_gpt.recipes.request import Request
 from niels_gpt.recipes.tokenizer import usable_tokenizer
+from niels_gpt.recipes.units import build_token_cache
 from niels_gpt.settings import Settings
+from niels_gpt.storage.codes import CodedWarning
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +127,13 @@ class TreeCaches(Family):
             committed=committed,
             progress=progress,
         )
+
+
+def build_rollout_cache(settings: Settings, key: str, **how: Any) -> Outcome:
+    """The earlier name of `units.build_token_cache`, for one release: it warns."""
+    said = "niels_gpt.recipes.rollouts.caches.build_rollout_cache is niels_gpt.recipes.units.build_token_cache now"
+    warnings.warn(CodedWarning("W104", said), stacklevel=2)
+    return build_token_cache(settings, key, **how)
 
 
 ROLLOUTS, TREE_CACHES = Rollouts(), TreeCaches()
