@@ -30,7 +30,7 @@ from niels_gpt.recipes.family import family_of
 from niels_gpt.recipes.plan import OF_EAGLE3, RECIPES, Plan, every_recipe, needs_tokenizer, plan, recipes
 from niels_gpt.recipes.records import TOKENIZER_KEY, Outcome, cache_root
 from niels_gpt.recipes.request import restart as start_over
-from niels_gpt.recipes.resolve import resolve_source
+from niels_gpt.recipes.resolve import ResolvedSource, resolve_source
 from niels_gpt.recipes.tokenizer import (
     ended_caches,
     expected_vocab_size,
@@ -41,7 +41,7 @@ from niels_gpt.recipes.tokenizer import (
     usable_tokenizer,
     with_all_asked,
 )
-from niels_gpt.recipes.units import built_whole, without_partitions
+from niels_gpt.recipes.units import BUILT_WHOLE
 from niels_gpt.recipes.user_sources import names_in_lines, stated_credit
 from niels_gpt.settings import Settings, UsageError
 from niels_gpt.storage.codes import code_of
@@ -280,30 +280,30 @@ def build_each(
     Raises: as `check_early` and `stage_tokenizer`.
     """
     chosen = _configured(settings, chosen, failures, of_all=of_all)
+    found = _resolved(settings, [key for key in chosen if key not in OF_EAGLE3])
     if settings.disk_check:
-        _refuse_without_room(settings, chosen)
-    known, tokenizer, left_out = every_recipe(settings), None, list[str]()
-    _check_early(settings, chosen)
-    if any(needs_tokenizer(settings, key) for key in chosen):
-        is_users_own = not set(chosen) & {*RECIPES, *OF_EAGLE3}
-        how = {"user_sources_only": is_users_own, "announce": True, "refresh": refresh}
-        tokenizer = stage_tokenizer(settings, **how, from_scratch=settings.retrain_tokenizer)
+        _refuse_without_room(settings, found)
+    known = every_recipe(settings)
+    tokenizer = _staged(settings, chosen, refresh=refresh)
+    left_out = list[str]()
+    if tokenizer is not None:
         outcomes.append(tokenizer)
         left_out = _without_sentinels(settings, chosen, tokenizer) if of_all else []
     installed = cache_root(settings) / TOKENIZER_KEY
-    whole = built_whole(settings, [key for key in chosen if key not in OF_EAGLE3])
-    for key in (key for key in chosen if key not in left_out):
-        recipe = known[key]
+    is_split = settings.partitions > 1
+    if whole := [key for key, source in found.items() if is_split and not source.is_partitioned(settings)]:
+        print_warning("W505", f"{', '.join(whole)}: {BUILT_WHOLE}")
+    for key, recipe in ((key, known[key]) for key in chosen if key not in left_out):
         if tokenizer is not None and installed.resolve() == tokenizer.path.resolve():
             settings = replace(settings, retrain_tokenizer=False)  # it is installed by now
-        own = without_partitions(settings, whole) if whole else settings
-        if in_partitions is not None and key not in (*whole, *OF_EAGLE3):
+        if in_partitions is not None and key in found and found[key].is_partitioned(settings):
             recipe = partial(in_partitions, name=key.rpartition("/")[2])
         with bar(key) as progress:
             try:
                 if restart:
                     start_over(settings, key)
-                outcome = recipe(own if key in whole else settings, refresh=refresh, progress=progress)
+                own = replace(settings, partitions=1) if key in whole else settings
+                outcome = recipe(own, refresh=refresh, progress=progress)
                 for code, warning in checked(outcome, settings):
                     print_warning(code, f"{key}: {warning}")
                 outcomes.append(outcome)
@@ -316,11 +316,19 @@ def build_each(
         outcomes.remove(tokenizer)
 
 
-def _check_early(settings: Settings, chosen: Sequence[str]) -> None:
-    """Refuse, before a tokenizer is made, what no cache of a chosen family can be built with."""
+def _staged(settings: Settings, chosen: Sequence[str], *, refresh: bool) -> Outcome | None:
+    """Return the tokenizer of the chosen caches, which is made if it is not there; None where no cache needs one.
+
+    Before it is made, what no cache of a chosen family can be built with is refused.
+    """
     trains = settings.chat_template is not None and tokenizer_state(settings) == "train"
     for family in {family_of(key) for key in chosen if key not in OF_EAGLE3}:
         family.check_early(settings, trains=trains)
+    if not any(needs_tokenizer(settings, key) for key in chosen):
+        return None
+    is_users_own = not set(chosen) & {*RECIPES, *OF_EAGLE3}
+    how = {"user_sources_only": is_users_own, "announce": True, "refresh": refresh}
+    return stage_tokenizer(settings, **how, from_scratch=settings.retrain_tokenizer)
 
 
 def _configured(
@@ -352,19 +360,24 @@ def _without_sentinels(settings: Settings, chosen: Sequence[str], tokenizer: Out
     return found
 
 
-def _refuse_without_room(settings: Settings, chosen: Sequence[str]) -> None:
+def _resolved(settings: Settings, keys: Iterable[str]) -> dict[str, ResolvedSource]:
+    """Return the sources of caches as they are before the first build, by key, without those whose build will fail."""
+    found = {}
+    for key in keys:
+        with contextlib.suppress(OSError, ValueError):  # the build of that source reports it
+            found[key] = resolve_source(settings, key)
+    return found
+
+
+def _refuse_without_room(settings: Settings, found: Mapping[str, ResolvedSource]) -> None:
     """Refuse before the first byte is written what does not fit together: the caches that do not exist yet."""
-    root, needs, left = cache_root(settings), {}, 0
-    tokenizer = None
+    root, tokenizer = cache_root(settings), None
     with contextlib.suppress(OSError, ValueError):  # the build of the tokenizer reports it
         tokenizer = usable_tokenizer(settings)
     num_ids = expected_vocab_size(settings, tokenizer)
-    for key in (key for key in chosen if key not in OF_EAGLE3):  # those are checked once their chats are tokenized
-        with contextlib.suppress(OSError, ValueError):  # the build of that source reports it
-            if not (root / key).is_symlink():
-                needs[key] = needed_bytes(settings, resolve_source(settings, key), num_ids)
-                left += unfinished_bytes(root / key)
-    refuse_without_room(settings, root, needs, left)
+    new = {key: source for key, source in found.items() if not (root / key).is_symlink()}
+    needs = {key: needed_bytes(settings, source, num_ids) for key, source in new.items()}
+    refuse_without_room(settings, root, needs, sum(unfinished_bytes(root / key) for key in needs))
 
 
 def _refuse_plans_without_room(settings: Settings, plans: Sequence[Plan]) -> None:

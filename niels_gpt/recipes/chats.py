@@ -17,11 +17,8 @@ from niels_gpt.chat.tokenizers import ChatTokenizer, template_tokenizer
 from niels_gpt.chat.turns import check_loss_on
 from niels_gpt.data.local import LocalFiles
 from niels_gpt.data.sources import LoadRequest, Part, SourceSpec
-from niels_gpt.documents import Partition
-from niels_gpt.engine.meta import Source
-from niels_gpt.progress import Progress
 from niels_gpt.recipes import sources
-from niels_gpt.recipes.family import Committed, Family
+from niels_gpt.recipes.family import Family, Job
 from niels_gpt.recipes.request import Request
 from niels_gpt.settings import OF_TOKENIZER, Settings
 from niels_gpt.storage.errors import CacheError, NotFound
@@ -170,17 +167,7 @@ class Chats(Family):
         of_file = "of the tokenizer" if settings.chat_template == OF_TOKENIZER else settings.chat_template
         return f"chat template {of_file}, loss on {settings.loss_on}"
 
-    def build(
-        self,
-        request: Request,
-        path: Path,
-        source: Source,
-        *,
-        committed: Committed,
-        progress: Progress | None = None,
-        partition: Partition | None = None,
-        plan: str | None = None,
-    ) -> dict[str, Any]:
+    def build(self, request: Request, job: Job) -> dict[str, Any]:
         """As Family. Raises: as `build_sft` or `build_templated_sft`."""
         settings, tokenizer = request.settings, request.tokenizer
         assert tokenizer is not None
@@ -189,21 +176,21 @@ class Chats(Family):
             "val_frac": settings.sft_val_frac,
             "seed": settings.seed,
             "num_threads": request.num_threads,
-            "source": source,
-            "committed": committed,
-            "progress": progress,
+            "source": job.source,
+            "committed": job.committed,
+            "progress": job.progress,
         }
         if settings.chat_template is None:
-            chats = sources.chats(*request.reading(source))
-            return build_sft(chats, path, on_special=settings.on_special, engine=settings.engine, **common)
+            chats = sources.chats(*request.reading(job.source))
+            return build_sft(chats, job.path, on_special=settings.on_special, engine=settings.engine, **common)
         if settings.on_special == "text":
             said = "%s: chats that hold a special token are dropped: a template has no plain form of its tokens"
-            logger.info(said, path)
-        warn_of_marks(settings, tokenizer, path)
+            logger.info(said, job.path)
+        warn_of_marks(settings, tokenizer, job.path)
         return build_templated_sft(
-            sources.template_chats(*request.reading(source)),
-            path,
-            chat_tokenizer=opened_template(settings, tokenizer, path),
+            sources.template_chats(*request.reading(job.source)),
+            job.path,
+            chat_tokenizer=opened_template(settings, tokenizer, job.path),
             on_special="raise" if settings.on_special == "raise" else "drop",
             **common,
         )

@@ -11,11 +11,8 @@ from typing import Any
 from niels_gpt.cache.build_pretrain import BUDGET_RULE, FRACTION_RULE, build_pretrain, build_stub
 from niels_gpt.data.local import LocalFiles, iter_documents, open_files
 from niels_gpt.data.sources import LoadRequest, Part, SourceSpec
-from niels_gpt.documents import Partition
-from niels_gpt.engine.meta import Source
-from niels_gpt.progress import Progress
 from niels_gpt.recipes import sources
-from niels_gpt.recipes.family import Committed, Family
+from niels_gpt.recipes.family import Family, Job
 from niels_gpt.recipes.records import TOKENIZER_KEY, cache_root
 from niels_gpt.recipes.request import Request
 from niels_gpt.recipes.user_sources import text_suffixes
@@ -90,36 +87,26 @@ class Documents(Family):
 
     # --- building ---
 
-    def build(
-        self,
-        request: Request,
-        path: Path,
-        source: Source,
-        *,
-        committed: Committed,
-        progress: Progress | None = None,
-        partition: Partition | None = None,
-        plan: str | None = None,
-    ) -> dict[str, Any]:
+    def build(self, request: Request, job: Job) -> dict[str, Any]:
         """As Family. Raises: as `build_pretrain`."""
         settings, spec = request.settings, request.source.spec
         assert request.tokenizer is not None
         common: dict[str, Any] = {
             "tokenizer": request.tokenizer,
-            "source": source,
+            "source": job.source,
             "seed": settings.seed,
             "shard_bytes": settings.shard_bytes,
         }
         if request.source.stub:
-            meta = build_stub(path, **common)
-            committed(meta)
+            meta = build_stub(job.path, **common)
+            job.committed(meta)
             return meta
         budgets = [getattr(settings, each) for each in spec.budget_settings] or [None, None]
         # The hub's stream is shuffled by `datasets` already; a second buffer would hold 10,000 documents more (D8).
         is_shuffled = request.source.ordered or spec.shuffle_buffer is None
         return build_pretrain(
-            sources.document_batches(*request.reading(source), partition),
-            path,
+            sources.document_batches(*request.reading(job.source), job.partition),
+            job.path,
             max_train_tokens=budgets[0],
             max_val_tokens=budgets[1],
             shuffle_buffer=None if is_shuffled else getattr(settings, str(spec.shuffle_buffer)),
@@ -131,10 +118,10 @@ class Documents(Family):
             on_special=settings.on_special,
             num_threads=request.num_threads,
             engine=settings.engine,
-            partition=partition,
-            plan=plan,
-            committed=committed,
-            progress=progress,
+            partition=job.partition,
+            plan=job.plan,
+            committed=job.committed,
+            progress=job.progress,
             **common,
         )
 

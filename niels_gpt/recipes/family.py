@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from niels_gpt.data.local import LocalFiles, open_files
 from niels_gpt.data.sources import LoadRequest, Part, SourceSpec
@@ -22,8 +22,22 @@ if TYPE_CHECKING:  # with numpy, and the help of commands is to come at once
     from niels_gpt.engine.meta import Source
     from niels_gpt.tokenizers.protocol import FullTokenizer
 
-Committed = Callable[[dict[str, Any]], None]
-"""Called with the meta of a cache when it is committed: records which recipe built it."""
+
+class Job(NamedTuple):
+    """What one call of a builder is to make."""
+
+    path: Path
+    """Public folder of the cache, or of one of its partitions."""
+    source: Source
+    """What meta.json says of the source; its counters fill, and its position moves, while it is read."""
+    committed: Callable[[dict[str, Any]], None]
+    """Called with the meta of the cache when it is committed: records which recipe built it."""
+    progress: Progress | None = None
+    """Receives documents (chats, groups), tokens, and the tokens of both budgets (None without budgets)."""
+    partition: Partition | None = None
+    """Which one is built; None: the whole cache."""
+    plan: str | None = None
+    """The sha256 of the partition's plan."""
 
 
 class Family:
@@ -116,23 +130,10 @@ class Family:
 
     # --- building ---
 
-    def build(
-        self,
-        request: Any,
-        path: Path,
-        source: Source,
-        *,
-        committed: Committed,
-        progress: Progress | None = None,
-        partition: Partition | None = None,
-        plan: str | None = None,
-    ) -> dict[str, Any]:
-        """Build a cache, or one of its partitions, and commit it at `path`; returns its meta. A killed build resumes.
+    def build(self, request: Any, job: Job) -> dict[str, Any]:
+        """Build a cache, or one of its partitions, and commit it; returns its meta. A killed build resumes.
 
         request: the Request (request.py).
-        source: what meta.json says of the source; its counters fill, and its position moves, while it is read.
-        progress: receives documents, tokens, and the tokens of both budgets (None without budgets).
-        partition, plan: which one, and the sha256 of its plan; None: the whole cache.
         """
         raise NotImplementedError
 

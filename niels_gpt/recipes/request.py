@@ -27,7 +27,7 @@ from niels_gpt.engine.meta import BUILDER_VERSIONS, Source
 from niels_gpt.engine.units import discard_plan, plans_of
 from niels_gpt.progress import Progress
 from niels_gpt.recipes.disk import needed_bytes, refuse_without_room, unfinished_bytes
-from niels_gpt.recipes.family import Family, family_of
+from niels_gpt.recipes.family import Family, Job, family_of
 from niels_gpt.recipes.rebuilt import warn_of_changes
 from niels_gpt.recipes.records import (
     TOKENIZER_KEY,
@@ -270,8 +270,7 @@ def build_whole(
         reused = meta is not None
         if meta is None:
             request.refuse_without_room()
-            how: dict[str, Any] = {"committed": request.record, "progress": progress}
-            meta = request.family.build(request, request.path, request.described(), **how)
+            meta = request.family.build(request, Job(request.path, request.described(), request.record, progress))
             request.family.warn(request, meta)
     outcome = request.finished(meta, reused, measurement)
     request.family.look_back(settings, request.path, meta)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -37,6 +37,7 @@ from niels_gpt.engine.units import (
 )
 from niels_gpt.kinds.kind import MALFORMED, kind_of_key
 from niels_gpt.progress import Progress
+from niels_gpt.recipes.family import Job
 from niels_gpt.recipes.records import (
     Measurement,
     Outcome,
@@ -46,7 +47,7 @@ from niels_gpt.recipes.records import (
     recorded_recipe,
 )
 from niels_gpt.recipes.request import Inputs, build_whole
-from niels_gpt.recipes.resolve import listing_of, resolve_source
+from niels_gpt.recipes.resolve import ResolvedSource, listing_of, resolve_source
 from niels_gpt.recipes.shared import check_shared_folder, code_identity
 from niels_gpt.recipes.tokenizer import stage_tokenizer, tokenizer_for, tokenizer_state
 from niels_gpt.recipes.unit_plans import (
@@ -77,6 +78,9 @@ from niels_gpt.storage.versions import (
 )
 
 logger = logging.getLogger(__name__)
+
+BUILT_WHOLE = "built whole, without partitions: only pretrain caches that hold text have partitions"
+"""What W505 says of a cache."""
 
 
 class NoPlan(CacheError):
@@ -110,13 +114,13 @@ class Units:
     def __init__(
         self,
         settings: Settings,
-        name: str,
+        source: str | ResolvedSource,
         *,
         refresh: bool = False,
         observed: str | None = None,
         fixes: bool = True,
     ) -> None:
-        """name: of the source. refresh: ask the hub for its newest revision, even where a plan is there.
+        """source: of the cache, or its name. refresh: ask the hub for its newest revision, even where a plan is there.
 
         observed: as of `Inputs.found`. fixes: fix a plan where there is none; else that is an error.
         Raises: UsageError for settings without partitions, or a cache that is always built whole; NoPlan E510 or E511
@@ -124,7 +128,8 @@ class Units:
             system that lacks what is needed; NoRoomError; what resolving the source and the tokenizer raise.
         """
         self._measurement = Measurement()
-        self.settings, self.source = settings, resolve_source(settings, name)
+        self.settings = settings
+        self.source = resolve_source(settings, source) if isinstance(source, str) else source
         self.key = self.source.spec.key
         kind = kind_of_key(self.key)
         if not self.source.is_partitioned(settings) or kind is None or kind.units is None:
@@ -401,9 +406,7 @@ class Units:
                 logger.info("%s is built again: %s, %s", path, unit.state, unit.found)
             described = self._described("--partition", str(partition.number))
             try:
-                # A unit has no record of a recipe: its receipt names its plan.
-                how: dict[str, Any] = {"committed": lambda _: None, "partition": partition, "plan": plan.sha256}
-                meta = asked.family.build(asked, path, described, progress=progress, **how)
+                meta = asked.family.build(asked, Job(path, described, _nothing, progress, partition, plan.sha256))
             except (CacheError, OSError) as error:
                 is_built = isinstance(error, CacheError) and error.code == "E503"
                 if not (is_built and wait) and plan.is_there:
@@ -580,6 +583,10 @@ def _flat(code: Mapping[str, Any]) -> dict[str, Any]:
     return {key: code.get(key) for key in ("format", "builder")} | (libraries if isinstance(libraries, dict) else {})
 
 
+def _nothing(_: dict[str, Any]) -> None:
+    """A unit has no record of a recipe: its receipt names its plan."""
+
+
 def _wait_for(path: Path) -> None:
     """Wait until no process builds a unit."""
     try:
@@ -608,26 +615,7 @@ def build_token_cache(
     source = resolve_source(settings, name)
     if settings.partitions > 1:
         if source.is_partitioned(settings):
-            return Units(settings, name, refresh=refresh, observed=observed).build_all(progress)
-        settings = without_partitions(settings, [source.spec.key])
+            return Units(settings, source, refresh=refresh, observed=observed).build_all(progress)
+        logger.warning("%s: %s", source.spec.key, BUILT_WHOLE, extra={"code": "W505"})
+        settings = replace(settings, partitions=1)
     return build_whole(settings, source, refresh=refresh, observed=observed, progress=progress)
-
-
-def built_whole(settings: Settings, keys: Sequence[str]) -> list[str]:
-    """Return the caches that are built whole, although the settings have partitions. [] for settings without."""
-    whole = []
-    for key in keys if settings.partitions > 1 else ():
-        with suppress(OSError, ValueError):  # its build reports it
-            if not resolve_source(settings, key).is_partitioned(settings):
-                whole.append(key)
-    return whole
-
-
-def without_partitions(settings: Settings, keys: Sequence[str]) -> Settings:
-    """Return the settings of caches that are built whole, and log a warning that names them."""
-    logger.warning(
-        "%s: built whole, without partitions: only pretrain caches that hold text have partitions",
-        ", ".join(keys),
-        extra={"code": "W505"},
-    )
-    return replace(settings, partitions=1)

@@ -10,11 +10,8 @@ from typing import Any
 
 from niels_gpt.data.local import LocalFiles
 from niels_gpt.data.sources import LoadRequest, Part
-from niels_gpt.documents import Partition
-from niels_gpt.engine.meta import Source
-from niels_gpt.progress import Progress
 from niels_gpt.recipes import sources
-from niels_gpt.recipes.family import Committed, Family
+from niels_gpt.recipes.family import Family, Job
 from niels_gpt.recipes.records import Outcome
 from niels_gpt.recipes.request import Request
 from niels_gpt.recipes.tokenizer import usable_tokenizer
@@ -36,30 +33,20 @@ class Rollouts(Family):
         """Return the groups of all rows."""
         return [(None, found.rollouts(**how))]
 
-    def build(
-        self,
-        request: Request,
-        path: Path,
-        source: Source,
-        *,
-        committed: Committed,
-        progress: Progress | None = None,
-        partition: Partition | None = None,
-        plan: str | None = None,
-    ) -> dict[str, Any]:
+    def build(self, request: Request, job: Job) -> dict[str, Any]:
         """As Family; progress receives groups, tokens of their sequences, and None. Raises: as `build_rollouts`."""
         from niels_gpt.prefix_tree.rollouts.build import build_rollouts
         from niels_gpt.recipes.rollouts.groups import recorded_groups
 
         return build_rollouts(
-            recorded_groups(sources.sequences(*request.reading(source))),
-            path,
+            recorded_groups(sources.sequences(*request.reading(job.source))),
+            job.path,
             val_frac=request.settings.rollouts_val_frac,
             vocab_size=request.settings.rollouts_vocab_size or None,
-            source=source,
+            source=job.source,
             seed=request.settings.seed,
-            committed=committed,
-            progress=progress,
+            committed=job.committed,
+            progress=job.progress,
         )
 
     def look_back(self, settings: Settings, path: Path, meta: Mapping[str, Any]) -> None:
@@ -96,36 +83,26 @@ class TreeCaches(Family):
         """Whether a message is marked by sentinels: always."""
         return True
 
-    def build(
-        self,
-        request: Request,
-        path: Path,
-        source: Source,
-        *,
-        committed: Committed,
-        progress: Progress | None = None,
-        partition: Partition | None = None,
-        plan: str | None = None,
-    ) -> dict[str, Any]:
+    def build(self, request: Request, job: Job) -> dict[str, Any]:
         """As Family; progress receives groups, tokens of their sequences, and None. Raises: as `build_rollouts`."""
         from niels_gpt.encoding import TextEncoder
         from niels_gpt.prefix_tree.rollouts.build import build_rollouts
         from niels_gpt.recipes.rollouts.groups import tree_groups
         from niels_gpt.tokenizers.engine import open_engine
 
-        settings, tokenizer, reading = request.settings, request.tokenizer, request.reading(source)
+        settings, tokenizer, reading = request.settings, request.tokenizer, request.reading(job.source)
         assert tokenizer is not None
         engine = open_engine(tokenizer, settings.engine, seed=settings.seed)
         encoder = TextEncoder(tokenizer, on_special=settings.on_special, engine=engine)
         return build_rollouts(
             tree_groups(sources.sequences(*reading), encoder, reading[3]),
-            path,
+            job.path,
             val_frac=settings.sft_val_frac,
             tokenizer=tokenizer,
-            source=source,
+            source=job.source,
             seed=settings.seed,
-            committed=committed,
-            progress=progress,
+            committed=job.committed,
+            progress=job.progress,
         )
 
 
