@@ -35,7 +35,7 @@ Data goes from top to bottom. Each package's docstring lists its modules.
     paths.py               default folders
 
 meta.json: engine/meta.py decides the keys of every cache, the builders in cache/ and prefix_tree/ those of a kind, and
-recipes/run_recipe.py what the key `source` says. cache/meta.py writes and reads it, storage/meta_json.py has its
+recipes/request.py what the key `source` says. cache/meta.py writes and reads it, storage/meta_json.py has its
 checksum and file records, kinds/verify.py verifies it. Rules such as D5 and PR-03: docs/decisions/README.md.
 
 This module imports nothing, so that reading metadata does not load torch.

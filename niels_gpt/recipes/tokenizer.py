@@ -20,7 +20,7 @@ from niels_gpt.data.trees import TREES
 from niels_gpt.engine.meta import content_sha256
 from niels_gpt.hub import models as hub
 from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
-from niels_gpt.recipes.family import family_named
+from niels_gpt.recipes.family import family_named, family_names
 from niels_gpt.recipes.records import TOKENIZER_KEY, Measurement, Outcome, cache_root, finish
 from niels_gpt.recipes.resolve import ResolvedSource, asked_revisions
 from niels_gpt.recipes.training import (
@@ -527,7 +527,7 @@ def _warn_of_older_caches(settings: Settings, meta: Mapping[str, Any]) -> None:
 def _tokenizers_in_use(root: Path) -> dict[str, str]:
     """Return the sha256 of the tokenizer of each cache that has one, by key."""
     found: dict[str, str] = {}
-    for folder in sorted(path for family in (*FAMILIES, "trees") for path in (root / family).glob("[!.]*")):
+    for folder in sorted(path for family in family_names() for path in (root / family).glob("[!.]*")):
         with contextlib.suppress(CacheError):  # the reader of a damaged cache reports it
             if (sha256 := (find_meta(folder) or {}).get("tokenizer_sha256")) is not None:
                 found[folder.relative_to(root).as_posix()] = str(sha256)
