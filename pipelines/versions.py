@@ -19,7 +19,7 @@ from niels_gpt.cache.meta import find_meta
 from niels_gpt.data.exclude import Exclusion, read_exclusion
 from niels_gpt.data.sources import SOURCES
 from niels_gpt.hub.models import is_local
-from niels_gpt.kinds.kind import has_partitions
+from niels_gpt.kinds.kind import has_partitions, has_parts_of_text
 from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
 from niels_gpt.recipes.documents import is_partitioned
 from niels_gpt.recipes.eagle3.of_settings import KEY as TARGETS_KEY
@@ -149,7 +149,7 @@ def _excluded(settings: Settings, path: str) -> dict[str, Any]:
         return {}
     taken: Any = listed.facts["sha256"]
     name = raw_source(settings) if path in (VOCAB_KEY, TARGETS_KEY) else path
-    is_whole = settings.partitions > 1 and has_partitions(path)
+    is_whole = settings.partitions > 1 and has_parts_of_text(path)
     with suppress(OSError, ValueError):  # such as no files
         source = None if name is None or is_whole else resolve_source(settings, name)
         listing = source and listing_of(source)

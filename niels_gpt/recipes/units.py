@@ -144,13 +144,13 @@ class Units:
         source = resolve_source(settings, name)
         self.key = source.spec.key
         kind = kind_of_key(self.key)
-        if not is_partitioned(settings, source) or kind is None or kind.units is None:
+        if not is_partitioned(settings, source) or kind is None or not isinstance(kind.units, UnitKind):
             why = f"partitions is {settings.partitions}" if settings.partitions < 2 else "a stub, chats or rollouts"
             expected = "a pretrain cache with text and 2 or more partitions (--partitions)"
             raise UsageError(f"{self.key}: {why}; expected {expected}")
         check_val_frac(settings, source)
         _check_folder(cache_root(settings).absolute())
-        self.kind: UnitKind = kind.units
+        self.kind = kind.units
         self.settings, self.source = settings, source
         self._fixes = fixes
         self._tokenizer_made = self._made_tokenizer(refresh)
