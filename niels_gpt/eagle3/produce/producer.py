@@ -23,11 +23,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from niels_gpt.eagle3.format.embeddings import has_embeddings
 from niels_gpt.eagle3.format.layout import LOCK_NAME, MANIFEST_NAME, SIDECAR, PathLike
 from niels_gpt.eagle3.format.manifest import manifest_bytes, read_manifest
 from niels_gpt.eagle3.format.meta import file_sha256
-from niels_gpt.eagle3.format.native.weights import has_weights
 from niels_gpt.eagle3.format.plan import Plan, make_plan, shards_of_part
 from niels_gpt.eagle3.format.run import Run
 from niels_gpt.eagle3.format.samples import RowLike, Samples
@@ -41,7 +39,7 @@ from niels_gpt.eagle3.parts.folder import (
     weights_claim,
 )
 from niels_gpt.eagle3.produce.estimate import estimate, refuse_without_room
-from niels_gpt.eagle3.produce.finalize import complete_meta, finish
+from niels_gpt.eagle3.produce.finalize import complete_meta, finish, has_target_weights
 from niels_gpt.eagle3.produce.positions import Counts
 from niels_gpt.eagle3.produce.resume_checks import (
     differing_manifest,
@@ -235,7 +233,7 @@ def _has_all_but_shards(folder: Path, plan: Plan, samples: Samples) -> bool:
         return (
             not differing_manifest(read_manifest(folder), plan)
             and all(file_sha256(folder / SIDECAR / name) == sha256 for name, sha256 in files.items())
-            and (has_weights(folder) if plan.is_native else has_embeddings(folder))
+            and has_target_weights(folder, plan)
         )
     return False
 
@@ -294,7 +292,7 @@ def _make(
 
     totals = _Totals(progress, plan, samples, left)
     workers = min(workers, len(left))
-    has = not may_write_weights or (has_weights(folder) if plan.is_native else has_embeddings(folder))
+    has = not may_write_weights or has_target_weights(folder, plan)
     job = Job(os.fspath(folder), plan, load, weights=not has)
     if workers > 1:
         run_workers(job, left, workers, totals.add, check, start=start)
