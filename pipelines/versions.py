@@ -23,7 +23,7 @@ from niels_gpt.kinds.kind import has_partitions, has_parts_of_text
 from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
 from niels_gpt.recipes.documents import is_partitioned
 from niels_gpt.recipes.eagle3.of_settings import KEY as TARGETS_KEY
-from niels_gpt.recipes.eagle3.of_settings import VOCAB_KEY, has_small_target, raw_source
+from niels_gpt.recipes.eagle3.of_settings import VOCAB_KEY, has_small_target, raw_source, why_left_out
 from niels_gpt.recipes.plan import built_at, every_key, needs_no_tokenizer, observe, settings_fingerprint
 from niels_gpt.recipes.resolve import asked_revisions, listing_of, resolve_source
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Outcome, cache_root, recorded_recipe
@@ -200,6 +200,8 @@ def is_graph(settings: Settings, path: str) -> bool:
     """
     if settings.partitions == 1 or not has_partitions(path):
         return False
+    if path == TARGETS_KEY:
+        return why_left_out(settings) is None
     name = path.rpartition("/")[2]
     if name not in SOURCES or SOURCES[name].from_hub is None:
         return True

@@ -57,6 +57,10 @@ logger = logging.getLogger(__name__)
 PLAN_VERSION = 1
 LISTINGS_NAME = "listings"
 """Beside plan.json: more listings of the same text, one a line. The plan's sha256 does not cover it."""
+SHARDS_RULE = "shards"
+"""`rule` of a plan whose units are shards of one folder, which a plan of its own cuts; any number of builders may share
+them."""
+_SIZES = {SHARDS_RULE: (1, 1_000_000)}  # how many units a plan of a rule has: a shard's name has six digits
 _DIGITS = 5  # of a unit's folder
 _TARGET = re.compile(r"\.versions/([0-9]{5})/([0-9a-f]{12})")
 _HALF_WRITTEN = re.compile(r"\.plan\.json\.[0-9a-f]{8}\.tmp")
@@ -120,9 +124,9 @@ class Plan:
 def fix_plan(path: str | os.PathLike[str], content: Mapping[str, Any]) -> Plan:
     """Write plan.json unless it is there; return the plan. The caller holds `build_lock(path)`.
 
-    content: plan_version 1, kind "partition_plan", cache (such as "pretrain/roam"), partitions (2 or more), rule,
-        fingerprint (of the recipe, 64 hex digits), recipe, source and code (objects), tokenizer_sha256,
-        tokenizer_content_sha256; listing and exclude_sha256 (both may be null).
+    content: plan_version 1, kind "partition_plan", cache (such as "pretrain/roam"), partitions (the number of units, 2
+        or more; of shards 1 or more), rule, fingerprint (of the recipe, 64 hex digits), recipe, source and code
+        (objects), tokenizer_sha256, tokenizer_content_sha256; listing and exclude_sha256 (both may be null).
     Raises: CacheError E511 for another content under the same fingerprint, naming the keys that differ; CacheError for
         a content in another form, and for anything but a plan.json at its place.
     """
@@ -189,9 +193,9 @@ def _check_content(content: Mapping[str, Any], where: str) -> None:
     for key, expected in (("plan_version", PLAN_VERSION), ("kind", PLAN_KIND)):
         if content.get(key) != expected or type(content[key]) is not type(expected):
             raise wrong_value(where, key, content.get(key), repr(expected))
-    total = content.get("partitions")
-    if type(total) is not int or not 2 <= total <= MAX_PARTITIONS:
-        raise wrong_value(where, "partitions", total, f"2 to {MAX_PARTITIONS:,}")
+    total, (least, most) = content.get("partitions"), _SIZES.get(str(content.get("rule")), (2, MAX_PARTITIONS))
+    if type(total) is not int or not least <= total <= most:
+        raise wrong_value(where, "partitions", total, f"{least} to {most:,}")
     for key in ("fingerprint", "tokenizer_sha256", "tokenizer_content_sha256"):
         checked_sha256(content.get(key), key, where)
     for key in ("listing", "exclude_sha256"):
@@ -268,8 +272,6 @@ class Looks(Generic[PlanT]):
 
     word: ClassVar[str] = "partition"
     """What a unit is called in messages."""
-    code: ClassVar[str] = "E510"
-    """Of the error that names the unfinished ones."""
     is_of_text: ClassVar[bool] = True
     """Whether they are cut from a text and encoded on all cores; their number then decides the bytes."""
 
@@ -296,6 +298,10 @@ class Looks(Generic[PlanT]):
     def in_the_way(self, plan: PlanT, unit: Unit) -> list[Path]:
         """Return what is to be removed before a bad unit is built again."""
         raise NotImplementedError
+
+    def refusal(self, path: Path, found: str, remedy: str) -> CacheError:
+        """Return the error that names the unfinished ones."""
+        return CacheError(path, found, remedy=remedy, code="E510")
 
 
 @dataclass(frozen=True)
@@ -614,11 +620,10 @@ def not_finished(
     if len(bad) > _MOST_REMEDIES:
         last = f"and so on for {len(bad) - _MOST_REMEDIES:,} more"
     finished = sum(unit.state == "finished" for unit in units)
-    return CacheError(
+    return kind.refusal(
         plan.path,
         f"{finished:,} of {plan.total:,} {kind.word}s are finished; {found}",
-        remedy="\n".join(["Build them, then seal:", *remedies, *([last] if last else [])]),
-        code=kind.code,
+        "\n".join(["Build them, then seal:", *remedies, *([last] if last else [])]),
     )
 
 

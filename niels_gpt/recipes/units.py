@@ -121,6 +121,7 @@ class Units:
     one, any number of times; a plan of the same settings is kept, and the revision of the hub in it.
     """
 
+    counted = "documents"
     plan: Plan | None
     """None: the committed cache is current, and no unit is needed."""
 
@@ -166,6 +167,11 @@ class Units:
     def path(self) -> Path:
         """The cache's public path."""
         return cache_root(self.settings) / self.key
+
+    @property
+    def budget(self) -> int | None:
+        """Tokens of both budgets; None without budgets."""
+        return budget_of(self.settings, self.source)
 
     # --- which plan ---
 
@@ -272,7 +278,7 @@ class Units:
         """
         if self.plan is None:
             return self._finished(self.current_meta(), True)
-        total, deep = _Total(budget_of(self.settings, self.source), progress), False
+        total, deep = _Total(self.budget, progress), False
         for number in range(self.plan.total):
             receipt, was_there = self._built(self.plan, self.plan.partition(number), True, total, self._sealed)
             total.add(receipt)

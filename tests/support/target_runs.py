@@ -43,7 +43,7 @@ def _killing(_: dg.AssetExecutionContext) -> Any:
 
 def _shards():
     """Return the inodes of the first shard, of an unfinished version or of the committed one."""
-    return [file.stat().st_ino for file in Path("cache/eagle3/.versions/targets").glob(f"*/{_FIRST}")]
+    return [file.stat().st_ino for file in Path("cache/eagle3/.versions/targets").rglob(_FIRST)]
 
 
 def main():

@@ -7,6 +7,7 @@ Nothing is removed of a folder that is refused. The finished folder has the byte
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 from collections.abc import Collection
@@ -29,6 +30,7 @@ from niels_gpt.eagle3.parts.folder import (
 )
 from niels_gpt.eagle3.parts.units import SHARDS, FolderPlan
 from niels_gpt.eagle3.produce.finalize import complete_meta, finish, has_target_weights
+from niels_gpt.eagle3.produce.positions import Counts
 from niels_gpt.eagle3.produce.resume_checks import is_finished, leftovers
 from niels_gpt.engine.units import Commands, not_finished, states_of
 from niels_gpt.progress import Progress
@@ -37,6 +39,7 @@ from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import sha256_file
 from niels_gpt.storage.locks import check_lease, file_lock
 
+logger = logging.getLogger(__name__)
 _MOST_NAMED = 12
 
 
@@ -90,7 +93,9 @@ def seal(
         check = partial(check_lease, lock)
         sealed = Sealed(finish(folder, plan, named, check=check), True) if meta is None else Sealed(meta, False)
         remove_parts(folder)
-        return sealed
+    if sealed.is_new and (warning := Counts.of_meta(sealed.meta).warning):
+        logger.warning("%s: %s", named or folder, warning, extra={"code": "W703"})
+    return sealed
 
 
 def _commands(folder: Path) -> Commands:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from niels_gpt.engine.units import Looks, Unit
 from niels_gpt.progress import Progress
+from niels_gpt.storage.errors import CacheError
 
 if TYPE_CHECKING:
     from niels_gpt.eagle3.format.plan import Plan
@@ -34,7 +35,7 @@ class FolderPlan(NamedTuple):
 class ShardUnits(Looks[FolderPlan]):
     """All units lie in one folder: shards beside each other, and their receipts in its sidecar."""
 
-    word, code, is_of_text = "shard", "E712", False
+    word, is_of_text = "shard", False
 
     def look(self, plan: FolderPlan, number: int) -> Unit:
         """Return a shard by its receipt and its size."""
@@ -81,6 +82,10 @@ class ShardUnits(Looks[FolderPlan]):
         from niels_gpt.eagle3.format.layout import shard_path
 
         return [Path(shard_path(plan.folder, unit.number))]
+
+    def refusal(self, path: Path, found: str, remedy: str) -> CacheError:
+        """Return the error that names the unfinished ones."""
+        return CacheError(path, found, remedy=remedy, code="E712")
 
 
 SHARDS = ShardUnits()
