@@ -428,11 +428,13 @@ def test_another_tokenizer_gives_the_sample_another_target(settings, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("partitions", [1, 2])
 def test_a_killed_run_that_is_reexecuted_from_its_failure_keeps_its_shards_and_gives_the_same_bytes(
-    settings, tmp_path, monkeypatch
+    settings, tmp_path, monkeypatch, partitions
 ):
     monkeypatch.undo()  # the number of cores, which the plan has, is that of the program
     directly = build_targets(settings)
+    settings = dataclasses.replace(settings, partitions=partitions)
     home = tmp_path / "home"
     home.mkdir()
     shutil.copyfile(ROOT / "dagster.yaml", home / "dagster.yaml")
@@ -443,7 +445,8 @@ def test_a_killed_run_that_is_reexecuted_from_its_failure_keeps_its_shards_and_g
     done = shell(home, program, **{**given, "NIELS_GPT_CACHE_DIR": str(home / "cache"), "PYTHONPATH": path})
     assert done.returncode == 0, done.stderr
     killed, again = json.loads(done.stdout.splitlines()[-1])
-    assert killed["STEP_FAILURE"] == ["eagle3__targets"] and killed["ASSET_MATERIALIZATION"] == []
+    failed = "eagle3__targets" if partitions == 1 else "eagle3__targets.build_partition[p00000]"
+    assert killed["STEP_FAILURE"] == [failed] and killed["ASSET_MATERIALIZATION"] == []
     assert again["STEP_FAILURE"] == [] and len(again["inodes"]) == 1
     assert again["inodes"] == killed["inodes"], "the shard is the one of the killed run, although both runs have force"
     assert_equal_folders(directly.path, home / "cache" / KEY)
