@@ -1,4 +1,4 @@
-"""A pretrain cache that is built in partitions, as a graph of steps that the deployment's executor spreads and retries.
+"""A cache that is built in partitions, as a graph of steps that the deployment's executor spreads and retries.
 
     plan_partitions -> build_partition[p00000], [p00001], ... -> seal_cache
 
@@ -6,21 +6,27 @@ The steps pass nothing to each other but their order: what they share is the cac
 """
 
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import dagster as dg
 
+from niels_gpt.kinds.kind import has_parts_of_text
+from niels_gpt.recipes.home_recipes import units_of
+from niels_gpt.recipes.plan import every_recipe
 from niels_gpt.recipes.records import TOKENIZER_KEY, Outcome
 from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.recipes.tokenizer import with_installed
-from niels_gpt.recipes.units import NoPlan, Units, build_token_cache
+from niels_gpt.recipes.units import NoPlan
+from niels_gpt.settings import Settings
+from niels_gpt.storage.errors import LeftOut
 from pipelines.deployment import Deployment
 from pipelines.steps import (
     BUILD_POOL,
     BUILD_TAG,
     NETWORK_RETRIES,
+    leave_out,
     progress_log,
     report,
     start_over,
@@ -28,7 +34,7 @@ from pipelines.steps import (
     turn,
     waited_for,
 )
-from pipelines.versions import is_graph, newer_observation
+from pipelines.versions import is_graph, newer_observation, report_found, upstream_of
 
 PARTITION_POOL = "niels_gpt/partition"
 """Of the steps that build partitions. It has no limit where the deployment gives it none: partitions run at once."""
@@ -36,9 +42,12 @@ PARTITION_POOL = "niels_gpt/partition"
 
 def in_partitions(deployment: Deployment, made: Iterable[dg.AssetsDefinition]) -> list[dg.AssetsDefinition]:
     """Return the assets, those that are built in partitions as graphs with the specs of the plain ones."""
-    steps = [make(deployment) for make in (_plan_partitions, _build_partition, _seal_cache)]
+    plans: dict[frozenset[str], dg.OpDefinition] = {}
+    steps = [make(deployment) for make in (_build_partition, _seal_cache)]
     return [
-        _as_graph(deployment, asset, *steps) if is_graph(deployment.settings, deployment.path_of(asset.key)) else asset
+        _as_graph(deployment, asset, plans, *steps)
+        if is_graph(deployment.settings, deployment.path_of(asset.key))
+        else asset
         for asset in made
     ]
 
@@ -46,14 +55,15 @@ def in_partitions(deployment: Deployment, made: Iterable[dg.AssetsDefinition]) -
 def _as_graph(
     deployment: Deployment,
     plain: dg.AssetsDefinition,
-    plan: dg.OpDefinition,
+    plans: dict[frozenset[str], dg.OpDefinition],
     build: dg.OpDefinition,
     seal: dg.OpDefinition,
 ) -> dg.AssetsDefinition:
-    """Return the asset pretrain/NAME as a graph of steps."""
+    """Return an asset of a cache as a graph of steps. plans: the steps that plan, by the names of their inputs."""
     spec = plain.get_asset_spec()
-    raw = deployment.path_of(spec.key).replace("pretrain/", "raw/")
-    upstream = {"tokenizer": deployment.key(TOKENIZER_KEY), "raw": deployment.key(raw)}
+    paths = upstream_of(deployment.settings, deployment.path_of(spec.key))
+    upstream = {path.partition("/")[0]: deployment.key(path) for path in paths}  # tokenizer, raw, eagle3
+    plan = plans.setdefault(frozenset(upstream), _plan_partitions(deployment, sorted(upstream)))
 
     @dg.graph_asset(
         key=spec.key,
@@ -61,13 +71,20 @@ def _as_graph(
         description=spec.description,
         group_name=spec.group_name,
     )
-    def cache(tokenizer: Any, raw: Any) -> Any:
-        planned = plan.alias("plan_partitions")(tokenizer=tokenizer, raw=raw)
+    def cache(**inputs: Any) -> Any:
+        planned = plan.alias("plan_partitions")(**inputs)
         built = planned.map(build.alias("build_partition"))
         return seal.alias("seal_cache")(built=built.collect())
 
     asset: dg.AssetsDefinition = cache
     return asset
+
+
+def is_in_partitions(settings: Settings, path: str) -> bool:
+    """Whether a run with these settings builds a cache in partitions."""
+    if settings.partitions == 1 or not has_parts_of_text(path):
+        return settings.partitions > 1
+    return resolve_source(settings, path).is_partitioned(settings)
 
 
 @contextmanager
@@ -85,14 +102,18 @@ def _in_a_new_run(path: str) -> Iterator[None]:
         raise NoPlan(error.path, error.found, error.expected, remedy, code=error.code) from error
 
 
-def _plan_partitions(deployment: Deployment) -> dg.OpDefinition:
-    """Return the step that fixes the plan of a cache, and starts a step for each partition that is not finished."""
+def _plan_partitions(deployment: Deployment, upstream: Sequence[str]) -> dg.OpDefinition:
+    """Return the step that fixes the plan of a cache, and starts a step for each partition that is not finished.
+
+    upstream: names of its inputs.
+    """
+    is_text = {*upstream} == {"raw", TOKENIZER_KEY}
 
     @dg.op(
-        name=deployment.name("plan_partitions"),
+        name=deployment.name("plan_partitions" if is_text else f"plan_partitions_{'_'.join(upstream)}"),
         # An input each: with its blocking checks an upstream asset is several steps already, and Dagster nests no
         # lists.
-        ins={"tokenizer": dg.In(dg.Nothing), "raw": dg.In(dg.Nothing)},
+        ins={name: dg.In(dg.Nothing) for name in upstream},
         out=dg.DynamicOut(dg.Nothing),
         retry_policy=NETWORK_RETRIES,
         tags=deployment.op_tags,
@@ -100,12 +121,12 @@ def _plan_partitions(deployment: Deployment) -> dg.OpDefinition:
     )
     def plan_partitions(context: dg.AssetExecutionContext) -> Iterator[dg.DynamicOutput[None]]:
         asked, path = deployment.run(context), deployment.path_of(context.asset_key)
-        core, name = with_installed(asked.settings), path.rpartition("/")[2]
+        core = with_installed(asked.settings)
         unfinished: list[int] = []
-        with step(context, deployment):
+        with step(context, deployment), suppress(LeftOut):  # the last step says so
             start_over(context, deployment, asked, path)
-            if resolve_source(core, name).is_partitioned(core):
-                units = Units(core, name, observed=newer_observation(context, deployment, core, path))
+            if is_in_partitions(core, path):
+                units = units_of(core, path, observed=newer_observation(context, deployment, core, path))
                 unfinished = units.unfinished()
                 done = f"{core.partitions - len(unfinished)} finished, {len(unfinished)} to build"
                 found = done if units.plan else "up to date"
@@ -136,14 +157,12 @@ def _build_partition(deployment: Deployment) -> dg.OpDefinition:
         asked, path = deployment.run(context), deployment.path_of(context.asset_key)
         number = int(str(context.op_execution_context.get_mapping_key()).removeprefix("p"))
         with step(context, deployment), _in_a_new_run(path):
-            core, name = with_installed(asked.settings), path.rpartition("/")[2]
-            units = Units(core, name, fixes=False)
-            made = units.build(number, wait=asked.wait, progress=progress_log(context))
+            units = units_of(with_installed(asked.settings), path, fixes=False)
+            made = units.build(number, wait=asked.wait, progress=progress_log(context, units.counted))
         done = "was finished already" if made.reused else f"built in {made.seconds:.1f} s"
         context.log.info(f"{path}: partition {number} of {made.partition.total} {done}")
-        counts = (
-            {} if "partitions" in made.meta else {key: int(made.meta[key]) for key in ("train_tokens", "val_tokens")}
-        )
+        counts = made.meta["totals"] if "partition" in made.meta else {}
+        counts = {key: int(counts[key]) for key in ("train_tokens", "val_tokens") if key in counts}
         yield dg.Output(None, metadata={"partition": number, **counts, "seconds": round(made.seconds, 3)})
 
     made: dg.OpDefinition = build_partition
@@ -156,7 +175,7 @@ def _seal_cache(deployment: Deployment) -> dg.OpDefinition:
     @dg.op(
         name=deployment.name("seal_cache"),
         ins={"built": dg.In(dg.Nothing)},
-        out=dg.Out(dg.Nothing),
+        out=dg.Out(dg.Nothing, is_required=False),  # a cache may be left out
         retry_policy=NETWORK_RETRIES,
         pool=BUILD_POOL,
         tags={**deployment.op_tags, BUILD_TAG: "true"},
@@ -164,17 +183,25 @@ def _seal_cache(deployment: Deployment) -> dg.OpDefinition:
     )
     def seal_cache(context: dg.AssetExecutionContext) -> Iterator[dg.Output[None]]:
         asked, path = deployment.run(context), deployment.path_of(context.asset_key)
-        core, name = with_installed(asked.settings), path.rpartition("/")[2]
+        core = with_installed(asked.settings)
 
         def build() -> Outcome:
-            if resolve_source(core, name).is_partitioned(core):
+            if is_in_partitions(core, path):
                 # Of the newest plan, as its partitions: an observation may have been made since the plan was fixed.
-                return Units(core, name, fixes=False).seal(progress=progress_log(context, "files", "bytes"))
+                return units_of(core, path, fixes=False).seal(progress=progress_log(context, "files", "bytes"))
             observed = newer_observation(context, deployment, core, path)
-            return build_token_cache(core, name, observed=observed, progress=progress_log(context))
+            return every_recipe(core)[path](core, observed=observed, progress=progress_log(context))
 
-        with step(context, deployment), turn(asked, path), _in_a_new_run(path):
-            result = report(context, deployment, core, waited_for(asked, path, build))
+        alone = turn(asked, path) if has_parts_of_text(path) else nullcontext()
+        with step(context, deployment), alone, _in_a_new_run(path):
+            try:
+                result = report(context, deployment, core, waited_for(asked, path, build))
+            except LeftOut as error:
+                leave_out(context, deployment, error)
+                return
+            recipes = every_recipe(core)
+            for made_too in filter(recipes.__contains__, upstream_of(core, path)):  # a draft vocabulary
+                report_found(context, deployment, core, recipes[made_too](core))
         with warnings.catch_warnings():  # Dagster calls the data version of an output beta, that of an asset not
             warnings.simplefilter("ignore", dg.BetaWarning)
             sealed: dg.Output[None] = dg.Output(

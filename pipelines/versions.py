@@ -19,10 +19,10 @@ from niels_gpt.cache.meta import find_meta
 from niels_gpt.data.exclude import Exclusion, read_exclusion
 from niels_gpt.data.sources import SOURCES
 from niels_gpt.hub.models import is_local
-from niels_gpt.kinds.kind import has_partitions
+from niels_gpt.kinds.kind import has_partitions, has_parts_of_text
 from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
 from niels_gpt.recipes.eagle3.of_settings import KEY as TARGETS_KEY
-from niels_gpt.recipes.eagle3.of_settings import VOCAB_KEY, has_small_target, raw_source
+from niels_gpt.recipes.eagle3.of_settings import VOCAB_KEY, has_small_target, raw_source, why_left_out
 from niels_gpt.recipes.plan import built_at, every_key, needs_no_tokenizer, observe, settings_fingerprint
 from niels_gpt.recipes.records import TOKENIZER_KEY, Outcome, cache_root, recorded_recipe
 from niels_gpt.recipes.resolve import asked_revisions, listing_of, resolve_source
@@ -148,7 +148,7 @@ def _excluded(settings: Settings, path: str) -> dict[str, Any]:
         return {}
     taken: Any = listed.facts["sha256"]
     name = raw_source(settings) if path in (VOCAB_KEY, TARGETS_KEY) else path
-    is_whole = settings.partitions > 1 and has_partitions(path)
+    is_whole = settings.partitions > 1 and has_parts_of_text(path)
     with suppress(OSError, ValueError):  # such as no files
         source = None if name is None or is_whole else resolve_source(settings, name)
         listing = source and listing_of(source)
@@ -199,6 +199,8 @@ def is_graph(settings: Settings, path: str) -> bool:
     """
     if settings.partitions == 1 or not has_partitions(path):
         return False
+    if path == TARGETS_KEY:
+        return why_left_out(settings) is None
     name = path.rpartition("/")[2]
     if name not in SOURCES or SOURCES[name].from_hub is None:
         return True

@@ -76,7 +76,7 @@ def build_caches(
     if settings.partitions > 1 and not any(map(has_partitions, chosen)):
         why = "the split of chats needs all chats, and trees need all messages"
         raise UsageError(
-            f"--partitions {settings.partitions}: only pretrain caches have partitions, not "
+            f"--partitions {settings.partitions}: only pretrain caches and eagle3/targets have partitions, not "
             f"{', '.join(chosen)}: {why}. Leave it out"
         )
     settings = with_all_asked(settings, explicit_options())
@@ -274,8 +274,8 @@ def build_each(
     refresh: ask the hub for its newest revisions. restart: build each from scratch. of_all: leave out, with a warning,
         the caches of chats that the tokenizer has no sentinels for, and those of eagle3 where they are not configured;
         else each of them fails.
-    in_partitions: builds and seals a cache in partitions, as build_token_cache does in this process; called with
-        settings, name, refresh and progress.
+    in_partitions: builds and seals a cache in partitions, as its recipe does in this process; called with settings,
+        name (the key), refresh and progress.
     bar: gives a progress callback, or None, for the time of one build.
     Raises: as `check_early` and `stage_tokenizer`.
     """
@@ -296,8 +296,8 @@ def build_each(
     for key, recipe in ((key, known[key]) for key in chosen if key not in left_out):
         if tokenizer is not None and installed.resolve() == tokenizer.path.resolve():
             settings = replace(settings, retrain_tokenizer=False)  # it is installed by now
-        if in_partitions is not None and key in found and found[key].is_partitioned(settings):
-            recipe = partial(in_partitions, name=key.rpartition("/")[2])
+        if in_partitions is not None and key not in whole and has_partitions(key):
+            recipe = partial(in_partitions, name=key)
         with bar(key) as progress:
             try:
                 if restart:

@@ -19,8 +19,9 @@ from niels_gpt.storage.remedies import build_command
 if TYPE_CHECKING:
     from niels_gpt.engine.units import Mended
     from niels_gpt.kinds.kind import Kind
+    from niels_gpt.recipes.home_recipes import CacheUnits
     from niels_gpt.recipes.records import Outcome
-    from niels_gpt.recipes.units import MadeUnit, Units
+    from niels_gpt.recipes.units import MadeUnit
 
 
 @command(
@@ -31,16 +32,14 @@ if TYPE_CHECKING:
     kept=". Nothing is lost; the same command seals it",
     examples="niels-gpt seal fineweb_edu --partitions 64\nniels-gpt seal DIR",
 )
-@argument(
-    "source", shell_complete=source_names, help="a pretrain cache whose partitions are built, or a folder of partitions"
-)
+@argument("source", shell_complete=source_names, help="a cache whose partitions are built, or a folder of partitions")
 @option("--sizes-only", is_flag=True, help="compare the sizes of files, and do not read them for their sha256")
 def seal(source: str, sizes_only: bool, **given: Any) -> Result:
     """Seal partitions."""
     from niels_gpt.commands.build import UnknownSourceError, built_rows, explicit_options, print_built
     from niels_gpt.commands.report import checked
     from niels_gpt.kinds.folders import sealing_kind
-    from niels_gpt.recipes.units import Units
+    from niels_gpt.recipes.home_recipes import units_of
 
     kind, flags = sealing_kind(Path(source)), [name for name in explicit_options() if name != "source"]
     if kind is not None and not flags:
@@ -54,14 +53,14 @@ def seal(source: str, sizes_only: bool, **given: Any) -> Result:
         stated = ", ".join(f"--{name.replace('_', '-')}" for name in flags)
         raise UsageError(f"{stated}: {source} is a folder of partitions, which is sealed without flags") from error
     with progress_bar(f"seal {key}", unit="B", items="files") as progress:
-        outcome = Units(settings, key.rpartition("/")[2], fixes=False).seal(deep=not sizes_only, progress=progress)
+        outcome = units_of(settings, key, fixes=False).seal(deep=not sizes_only, progress=progress)
     for code, warning in checked(outcome, settings):
         print_warning(code, f"{key}: {warning}")
     print_built([outcome])
     return Result({"caches": built_rows(settings, [outcome], {})}, next=_show(settings, key))
 
 
-settings_options(seal)
+settings_options(seal, with_eagle3=True)
 
 
 def seal_folder(kind: Kind, folder: Path) -> Result:
@@ -78,25 +77,24 @@ def build_one(
     """Build one partition and print what it holds, and which command is next."""
     from niels_gpt.commands.build import agreed
     from niels_gpt.commands.report import partition_line
-    from niels_gpt.recipes.units import Units
+    from niels_gpt.recipes.home_recipes import units_of
 
     key = _partitioned_key(settings, sources)
     if settings.retrain_tokenizer:
         raise UsageError("--retrain-tokenizer: each partition would train one. Train it first: build any other cache")
     agreed(settings, [key], yes=yes)
-    name = key.rpartition("/")[2]
     if not 0 <= number < settings.partitions:
         raise UsageError(f"--partition {number}: expected 0 to {settings.partitions - 1}, of --partitions")
-    units = Units(settings, name, refresh=refresh)
+    units = units_of(settings, key, refresh=refresh)
     if restart:
-        with progress_bar(f"{key} {number}", items="documents") as progress:
+        with progress_bar(f"{key} {number}", items=units.counted) as progress:
             mended = units.mend(number, progress)
         if mended is not None:
             return _mended(units, *mended)
     if restart and not units.restart(number):
         whole = build_command(settings, key, "--restart")
         raise UsageError(f"--partition {number}: {key} is sealed and up to date. To build it from scratch: {whole}")
-    with progress_bar(f"{key} {number}", items="documents") as progress:
+    with progress_bar(f"{key} {number}", items=units.counted) as progress:
         made = units.build(number, progress=progress)
     say(partition_line(made))
     data = {"key": key, "partition": number, "partitions": settings.partitions, "reused": made.reused}
@@ -112,7 +110,7 @@ def build_one(
     return Result({**data, "sealed": False, "unfinished": left}, next=seals)
 
 
-def _mended(units: Units, made: MadeUnit, mended: Mended) -> Result:
+def _mended(units: CacheUnits, made: MadeUnit, mended: Mended) -> Result:
     """Print which files of a sealed cache have their bytes again, and which command is next."""
     from niels_gpt.commands.report import partition_line
 
@@ -149,10 +147,12 @@ def on_dask(settings: Settings, where: str) -> Callable[..., Outcome]:
 def _partitioned_key(settings: Settings, sources: Sequence[str]) -> str:
     """Return the key of the one cache that is named. Raises: UsageError for several, and without partitions."""
     from niels_gpt.commands.build import chosen_keys
+    from niels_gpt.kinds.kind import has_partitions
 
     keys = chosen_keys(settings, sources)
-    if len(keys) != 1 or not keys[0].startswith("pretrain/"):
-        raise UsageError(f"{', '.join(keys)}: expected one pretrain cache; other caches have no partitions")
+    if len(keys) != 1 or not has_partitions(keys[0]):
+        expected = "expected one pretrain cache, or eagle3/targets; other caches have no partitions"
+        raise UsageError(f"{', '.join(keys)}: {expected}")
     if settings.partitions < 2:
         raise UsageError(f"{keys[0]}: how many partitions has it? Pass --partitions P, 2 or more")
     return keys[0]

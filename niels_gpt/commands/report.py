@@ -18,7 +18,7 @@ from niels_gpt.display.tables import cut, folded, table
 from niels_gpt.engine.losses import loss_table
 from niels_gpt.kinds.diff import PARTS, is_equal
 from niels_gpt.kinds.files import Damage
-from niels_gpt.kinds.kind import Cache, Limits, kind_named
+from niels_gpt.kinds.kind import Cache, Limits, kind_named, kind_of_key
 from niels_gpt.kinds.verify import in_short, refusal, verify
 from niels_gpt.recipes.disk import free_bytes
 from niels_gpt.recipes.plan import Plan
@@ -108,7 +108,7 @@ def held_text(meta: Mapping[str, Any]) -> str:
 
 
 def _sum(totals: Mapping[str, int], unit: str) -> int:
-    return sum(totals[f"{split}_{unit}"] for split in ("train", "val"))
+    return sum(totals.get(f"{split}_{unit}", 0) for split in ("train", "val"))
 
 
 def partition_line(made: MadeUnit) -> str:
@@ -116,7 +116,9 @@ def partition_line(made: MadeUnit) -> str:
     number, meta = made.partition.number, made.meta
     if "partition" not in meta:
         return f"{made.key}: all {number_of(made.partition.total, 'partition')} are sealed, up to date"
-    what = f"{number_of(sum(meta['docs'].values()), 'document')}, {number_of(_sum(meta['totals'], 'tokens'), 'token')}"
+    kind = kind_of_key(made.key)
+    unit = "document" if kind is None else kind.unit
+    what = f"{number_of(sum(meta['docs'].values()), unit)}, {number_of(_sum(meta['totals'], 'tokens'), 'token')}"
     when = "finished before" if made.reused else f"in {made.seconds:.1f} s"
     return f"{made.key}: partition {number} of {made.partition.total:,}: {what}, {when}"
 

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from niels_gpt.eagle3.inspect.checks import CHECKS, RECOMPUTED
+from niels_gpt.eagle3.parts.units import SHARDS
 from niels_gpt.kinds.files import Record
 from niels_gpt.kinds.kind import CHECK_RECORDS, CHECKED_RECORDS, Cache, Card, Held, Kind, Limits, Page, Rows, Sealed
 from niels_gpt.progress import Progress
@@ -57,6 +58,7 @@ class Eagle3Kind(Kind):
     checks = tuple(CHECKS.values())
     outside_checks: ClassVar[Mapping[str, str]] = {RECOMPUTED: "niels_gpt.recipes.eagle3.asset:check_recomputed"}
     shown = 32
+    units = SHARDS
     why_not: ClassVar[Mapping[str, str]] = {
         "formats": "niels-gpt eagle3 export writes the files of speculators; versions 1 and 2 are nemo-automodel's own"
     }

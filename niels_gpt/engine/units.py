@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import groupby, islice
 from pathlib import Path
 from threading import Event
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from niels_gpt.cache.formats import FORMAT_VERSION, SPLITS
 from niels_gpt.documents import MAX_PARTITIONS, Partition
@@ -57,6 +57,10 @@ logger = logging.getLogger(__name__)
 PLAN_VERSION = 1
 LISTINGS_NAME = "listings"
 """Beside plan.json: more listings of the same text, one a line. The plan's sha256 does not cover it."""
+SHARDS_RULE = "shards"
+"""`rule` of a plan whose units are shards of one folder, which a plan of its own cuts; any number of builders may share
+them."""
+_SIZES = {SHARDS_RULE: (1, 1_000_000)}  # how many units a plan of a rule has: a shard's name has six digits
 _DIGITS = 5  # of a unit's folder
 _TARGET = re.compile(r"\.versions/([0-9]{5})/([0-9a-f]{12})")
 _HALF_WRITTEN = re.compile(r"\.plan\.json\.[0-9a-f]{8}\.tmp")
@@ -120,9 +124,9 @@ class Plan:
 def fix_plan(path: str | os.PathLike[str], content: Mapping[str, Any]) -> Plan:
     """Write plan.json unless it is there; return the plan. The caller holds `build_lock(path)`.
 
-    content: plan_version 1, kind "partition_plan", cache (such as "pretrain/roam"), partitions (2 or more), rule,
-        fingerprint (of the recipe, 64 hex digits), recipe, source and code (objects), tokenizer_sha256,
-        tokenizer_content_sha256; listing and exclude_sha256 (both may be null).
+    content: plan_version 1, kind "partition_plan", cache (such as "pretrain/roam"), partitions (the number of units, 2
+        or more; of shards 1 or more), rule, fingerprint (of the recipe, 64 hex digits), recipe, source and code
+        (objects), tokenizer_sha256, tokenizer_content_sha256; listing and exclude_sha256 (both may be null).
     Raises: CacheError E511 for another content under the same fingerprint, naming the keys that differ; CacheError for
         a content in another form, and for anything but a plan.json at its place.
     """
@@ -189,9 +193,9 @@ def _check_content(content: Mapping[str, Any], where: str) -> None:
     for key, expected in (("plan_version", PLAN_VERSION), ("kind", PLAN_KIND)):
         if content.get(key) != expected or type(content[key]) is not type(expected):
             raise wrong_value(where, key, content.get(key), repr(expected))
-    total = content.get("partitions")
-    if type(total) is not int or not 2 <= total <= MAX_PARTITIONS:
-        raise wrong_value(where, "partitions", total, f"2 to {MAX_PARTITIONS:,}")
+    total, (least, most) = content.get("partitions"), _SIZES.get(str(content.get("rule")), (2, MAX_PARTITIONS))
+    if type(total) is not int or not least <= total <= most:
+        raise wrong_value(where, "partitions", total, f"{least} to {most:,}")
     for key in ("fingerprint", "tokenizer_sha256", "tokenizer_content_sha256"):
         checked_sha256(content.get(key), key, where)
     for key in ("listing", "exclude_sha256"):
@@ -248,8 +252,61 @@ class Mended(NamedTuple):
 Mend = Callable[[Path, Meta, Mapping[int, tuple[Path, Meta]]], Mended]
 
 
-class UnitKind(NamedTuple):
-    """What a kind says of its units."""
+class UnitPlan(Protocol):
+    """What `states_of` and `not_finished` need of a plan: of a folder of units, or of units that share one folder."""
+
+    @property
+    def path(self) -> Path:
+        """The cache's public path."""
+
+    @property
+    def total(self) -> int:
+        """Number of units."""
+
+
+PlanT = TypeVar("PlanT", bound=UnitPlan)
+
+
+class Looks(Generic[PlanT]):
+    """How units of a kind are looked at: where a receipt is, what damages a unit, what is in the way of its build."""
+
+    word: ClassVar[str] = "partition"
+    """What a unit is called in messages."""
+    is_of_text: ClassVar[bool] = True
+    """Whether they are cut from a text and encoded on all cores; their number then decides the bytes."""
+
+    def look(self, plan: PlanT, number: int) -> Unit:
+        """Return a unit by a quick look: its receipt, and the sizes of its files."""
+        raise NotImplementedError
+
+    def looks(self, plan: PlanT) -> Iterator[Unit]:
+        """Yield each unit by number; one again, in another state, that does not fit to a later one."""
+        return (self.look(plan, number) for number in range(plan.total))
+
+    def size(self, plan: PlanT, unit: Unit) -> int:
+        """Return the bytes of a finished unit's files."""
+        raise NotImplementedError
+
+    def damage(self, plan: PlanT, unit: Unit, progress: Progress | None) -> str:
+        """Read all files of a finished unit, and return what is wrong with them; "" for a good one."""
+        raise NotImplementedError
+
+    def foreign(self, plan: PlanT) -> Iterator[tuple[Path, str]]:
+        """Yield what lies among the units and was not put there by a build, each with what is wrong."""
+        raise NotImplementedError
+
+    def in_the_way(self, plan: PlanT, unit: Unit) -> list[Path]:
+        """Return what is to be removed before a bad unit is built again."""
+        raise NotImplementedError
+
+    def refusal(self, path: Path, found: str, remedy: str) -> CacheError:
+        """Return the error that names the unfinished ones."""
+        return CacheError(path, found, remedy=remedy, code="E510")
+
+
+@dataclass(frozen=True)
+class UnitKind(Looks[Plan]):
+    """What a kind says of its units, of which each is a cache of its own."""
 
     name: str
     """`kind` in the receipts."""
@@ -272,6 +329,46 @@ class UnitKind(NamedTuple):
     """Returns the units that bytes of a file of a sealed cache are from. Takes the folder of its version, its meta, the
     file's name, the first byte, and the byte after the last one. Returns [] where nothing tells. None: no unit mends a
     file."""
+
+    def look(self, plan: Plan, number: int) -> Unit:
+        """Return a unit by a quick look: its link, its receipt, and the sizes of its files."""
+        return look_at(plan, self, number)
+
+    def looks(self, plan: Plan) -> Iterator[Unit]:
+        """Yield each unit; stale ones differ from others in what all have in common, doubled ones have equal text."""
+        common, made = Meta(), dict[tuple[str, bytes], int]()
+        for unit in super().looks(plan):
+            number, receipt = unit.number, unit.receipt
+            if receipt is None:
+                yield unit
+                continue
+            found = {key: receipt.get(key) for key in self.same}
+            common = common or found
+            twin = made.setdefault(_origin(receipt), number) if unit.items > 1 else number
+            if differing := [key for key in self.same if found[key] != common[key]]:
+                yield Unit(number, "stale", f"it differs from other partitions in {', '.join(differing)}")
+            elif twin != number:
+                yield Unit(number, "doubled", f"it has the documents of partition {twin}")
+                yield Unit(twin, "doubled", f"it has the documents of partition {number}")
+            else:
+                yield unit
+
+    def size(self, plan: Plan, unit: Unit) -> int:
+        """Return the bytes of the files that a receipt names."""
+        return sum(record["bytes"] for record in file_records(unit.receipt or {}))
+
+    def damage(self, plan: Plan, unit: Unit, progress: Progress | None) -> str:
+        """Compare the sha256 and the block checksums of every file."""
+        return self.examine(version_folder(plan, unit), True, progress)[1]
+
+    def foreign(self, plan: Plan) -> Iterator[tuple[Path, str]]:
+        """Yield what is in the plan's folder, or among the versions of its units, and was not put there by a build."""
+        return _foreign(plan)
+
+    def in_the_way(self, plan: Plan, unit: Unit) -> list[Path]:
+        """Return the unit's link, and its versions."""
+        path = plan.unit_path(unit.number)
+        return [path, versions_dir(path)]
 
 
 def look_at(plan: Plan, kind: UnitKind, number: int) -> Unit:
@@ -319,32 +416,22 @@ def _claim(plan: Plan, kind: UnitKind, number: int, meta: Meta) -> tuple[str, st
     return None
 
 
-def states_of(plan: Plan, kind: UnitKind, *, deep: bool = False, progress: Progress | None = None) -> list[Unit]:
-    """Return each unit by number, then foreign entries of the plan's folder, which have number -1.
+def states_of(plan: PlanT, kind: Looks[PlanT], *, deep: bool = False, progress: Progress | None = None) -> list[Unit]:
+    """Return each unit by number, then foreign entries among them, which have number -1.
 
-    deep: compare the sha256 and the block checksums of every file too; else links, receipts and sizes only.
+    deep: read every file too, and compare its checksums; else receipts and sizes only.
     progress: called with files, bytes read, and bytes to read in all.
     """
-    units, sizes = list[Unit](), dict[int, int]()
-    common, made = Meta(), dict[tuple[str, bytes], int]()
-    for number in range(plan.total):
-        unit = look_at(plan, kind, number)
-        if (receipt := unit.receipt) is not None:
-            found = {key: receipt.get(key) for key in kind.same}
-            common = common or found
-            twin = made.setdefault(_origin(receipt), number) if unit.items > 1 else number
-            if differing := [key for key in kind.same if found[key] != common[key]]:
-                unit = Unit(number, "stale", f"it differs from other partitions in {', '.join(differing)}")
-            elif twin != number:
-                unit = Unit(number, "doubled", f"it has the documents of partition {twin}")
-                units[twin] = Unit(twin, "doubled", f"it has the documents of partition {number}")
-            else:
-                sizes[number] = sum(record["bytes"] for record in file_records(receipt)) if deep else 0
-        units.append(unit._replace(receipt=None))
+    found, sizes = dict[int, Unit](), dict[int, int]()
+    for unit in kind.looks(plan):
+        found[unit.number] = unit._replace(receipt=None)  # receipts of 100,000 units take much memory
+        if deep and unit.state == "finished":
+            sizes[unit.number] = kind.size(plan, unit)
+    units = [found[number] for number in range(plan.total)]
     sizes = {number: size for number, size in sizes.items() if units[number].state == "finished"}
     for number, problem in _damages(plan, kind, units, sizes, progress) if deep else ():
         units[number] = Unit(number, "damaged", printable(problem))
-    return units + [Unit(-1, "foreign", found, entry=entry) for entry, found in _foreign(plan)]
+    return units + [Unit(-1, "foreign", found, entry=entry) for entry, found in kind.foreign(plan)]
 
 
 def _origin(receipt: Meta) -> tuple[str, bytes]:
@@ -356,7 +443,7 @@ def _origin(receipt: Meta) -> tuple[str, bytes]:
 
 
 def _damages(
-    plan: Plan, kind: UnitKind, units: Sequence[Unit], sizes: Mapping[int, int], progress: Progress | None
+    plan: PlanT, kind: Looks[PlanT], units: Sequence[Unit], sizes: Mapping[int, int], progress: Progress | None
 ) -> Iterator[tuple[int, str]]:
     """Read every file of the finished units, several units at once; yield number and damage of a damaged one.
 
@@ -370,7 +457,7 @@ def _damages(
                 raise _Stopped
             heard[number] = files, read
 
-        found = kind.examine(version_folder(plan, units[number]), True, add)[1]
+        found = kind.damage(plan, units[number], add)
         heard[number] = heard[number][0], sizes[number]  # a damaged one is not read to its end
         return found
 
@@ -461,7 +548,7 @@ def seal(
         versions.refuse_if_partition_is_built(plan.folder)
         units = states_of(plan, kind, deep=deep, progress=progress)
         if any(unit.state != "finished" for unit in units):
-            raise _not_finished(plan, units, commands, source.from_scratch)
+            raise not_finished(plan, kind, units, commands, source.from_scratch)
         meta = kind.join(work, plan, source, _receipts(plan, kind, units))
         if (size := (work / META_NAME).stat().st_size) > MAX_JSON_BYTES:
             advice = "Build with a larger --shard-bytes or with fewer --partitions"
@@ -510,7 +597,13 @@ def _saying_what_is_kept(path: Path) -> Iterator[None]:
         raise OSError(error.errno, f"{error.strerror}. {kept}", error.filename or os.fspath(path)) from error
 
 
-def _not_finished(plan: Plan, units: Sequence[Unit], commands: Commands | None, from_scratch: str | None) -> CacheError:
+def not_finished(
+    plan: PlanT,
+    kind: Looks[PlanT],
+    units: Sequence[Unit],
+    commands: Commands | None,
+    from_scratch: str | None = None,
+) -> CacheError:
     """Return the error that names each unit that is not finished, and the commands that build them and seal.
 
     Where more than 20 are missing, one command builds them all.
@@ -523,15 +616,14 @@ def _not_finished(plan: Plan, units: Sequence[Unit], commands: Commands | None, 
     last = commands.seal if commands else None
     if commands and sum(unit.is_unbuilt for unit in bad) > _MOST_REMEDIES:
         bad, last = [unit for unit in bad if not unit.is_unbuilt], commands.whole
-    remedies = list(dict.fromkeys(_remedy(plan, unit, commands, from_scratch) for unit in bad[:_MOST_REMEDIES]))
+    remedies = list(dict.fromkeys(_remedy(plan, kind, unit, commands, from_scratch) for unit in bad[:_MOST_REMEDIES]))
     if len(bad) > _MOST_REMEDIES:
         last = f"and so on for {len(bad) - _MOST_REMEDIES:,} more"
     finished = sum(unit.state == "finished" for unit in units)
-    return CacheError(
+    return kind.refusal(
         plan.path,
-        f"{finished:,} of {plan.total:,} partitions are finished; {found}",
-        remedy="\n".join(["Build them, then seal:", *remedies, *([last] if last else [])]),
-        code="E510",
+        f"{finished:,} of {plan.total:,} {kind.word}s are finished; {found}",
+        "\n".join(["Build them, then seal:", *remedies, *([last] if last else [])]),
     )
 
 
@@ -546,15 +638,14 @@ def _described(units: Sequence[Unit]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def _remedy(plan: Plan, unit: Unit, commands: Commands | None, from_scratch: str | None) -> str:
+def _remedy(plan: PlanT, kind: Looks[PlanT], unit: Unit, commands: Commands | None, from_scratch: str | None) -> str:
     """Return the commands that mend a unit, as one line of bash."""
     if unit.entry is not None:
         return f"rm -rf {_quoted(str(unit.entry))}"
     build = commands.unit(unit.number) if commands is not None else from_scratch or f"build partition {unit.number}"
     if unit.is_unbuilt:
         return build
-    path = plan.unit_path(unit.number)
-    return f"{shlex.join(['rm', '-rf', str(path), str(versions_dir(path))])} && {build}"
+    return f"{shlex.join(['rm', '-rf', *map(str, kind.in_the_way(plan, unit))])} && {build}"
 
 
 def _quoted(path: str) -> str:

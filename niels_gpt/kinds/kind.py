@@ -24,7 +24,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from niels_gpt.cache.formats import check_partitions
 from niels_gpt.cache.meta import check_listed, read_meta
-from niels_gpt.engine.units import UnitKind
+from niels_gpt.engine.units import Looks
 from niels_gpt.kinds.files import Damage, FileChecks, Record
 from niels_gpt.kinds.homes import loaded
 from niels_gpt.progress import Progress
@@ -170,10 +170,8 @@ class Kind:
     """The named checks, blocking ones first, each with its rule; without rules, the names of `verdicts`."""
     outside_checks: ClassVar[Mapping[str, str]] = {}
     """Checks that need more than the cache: by name, the place (module:name) of a function of the settings."""
-    units: ClassVar[UnitKind | None] = None
-    """How partitions of its caches are looked at and joined; None: it is built whole.
-
-    Builds that may be split encode on all cores: one runs at a time."""
+    units: ClassVar[Looks[Any] | None] = None
+    """How partitions of its caches are looked at, and joined where each is a cache; None: it is built whole."""
     builder_version: ClassVar[int] = 0
     """The version that builds write now, for `doctor`; 0: an older cache needs no care."""
     is_small = False
@@ -407,6 +405,12 @@ def has_partitions(key: str) -> bool:
     """Whether the caches at a key may be built in partitions."""
     kind = kind_of_key(key)
     return kind is not None and kind.units is not None
+
+
+def has_parts_of_text(key: str) -> bool:
+    """Whether their partitions are parts of a text. Builds of such caches encode on all cores: one runs at a time."""
+    kind = kind_of_key(key)
+    return kind is not None and kind.units is not None and kind.units.is_of_text
 
 
 def _matches(key: str, known: str) -> bool:

@@ -24,14 +24,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from niels_gpt.data.exclude import read_exclusion
+from niels_gpt.display.numbers import many
 from niels_gpt.engine.units import Plan
 from niels_gpt.interrupts import sigint_blocked
+from niels_gpt.kinds.kind import kind_of_key
 from niels_gpt.progress import Progress
+from niels_gpt.recipes.eagle3.of_settings import raw_source
+from niels_gpt.recipes.eagle3.options import KEYS
+from niels_gpt.recipes.home_recipes import CacheUnits, units_of
 from niels_gpt.recipes.records import Outcome, cache_root
 from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.recipes.shared import code_identity
 from niels_gpt.recipes.tokenizer import tokenizer_state
-from niels_gpt.recipes.units import Units
 from niels_gpt.settings import Settings, UsageError
 from niels_gpt.storage.codes import code_of, own_code
 from niels_gpt.storage.errors import CacheError
@@ -62,7 +66,7 @@ class Work:
 
     settings: Settings
     name: str
-    """Of the source."""
+    """Of the source, or the key of the cache."""
     plan: str
     """The sha256 of the plan's file."""
     folder: str
@@ -96,22 +100,22 @@ def build_on_dask(
 ) -> Outcome:
     """Build the partitions of a cache that are missing on the workers of a Dask cluster, and seal the cache here.
 
-    name: of the source. where: the address of a scheduler, `tcp://HOST:PORT`, or `local:N` for N processes of one
-        thread each on this machine; a script then needs `if __name__ == "__main__":`.
-    refresh: see `Units`. progress: receives documents, tokens, and the tokens of both budgets (None without).
+    name: of the source, or the key of the cache. where: the address of a scheduler, `tcp://HOST:PORT`, or `local:N` for
+        N processes of one thread each on this machine; a script then needs `if __name__ == "__main__":`.
+    refresh: see `units_of`. progress: receives documents or samples, tokens, and the tokens of both budgets (None
+        without).
     Raises: ImportError without the extra `dask`; UsageError for another `where`; CacheError E513 where no worker comes
         or one cannot build; where partitions failed, after the others are finished, CacheError with the code of the
-        first one; the errors of `Units` and `Units.seal`.
+        first one; the errors of `units_of` and of `seal`.
     """
     check_where(where)
-    cache = Units(settings, name, refresh=refresh)
+    cache = units_of(settings, name, refresh=refresh)
     if (plan := cache.plan) is not None:
         units = cache.states()
         if missing := [unit.number for unit in units if unit.state != "finished"]:
             done = (sum(unit.items for unit in units), sum(unit.tokens for unit in units))
-            budget = cache.source.budget(settings)
             with work_of(settings, name, plan) as work, _client(where) as client:
-                _Build(client, where, plan, work, deque(missing), *done, budget, progress).run()
+                _Build(client, where, cache, work, deque(missing), *done, cache.budget, progress).run()
     return cache.seal()
 
 
@@ -190,7 +194,7 @@ class _Build:
 
     client: Client
     where: str
-    plan: Plan
+    cache: CacheUnits
     work: Work
     waiting: deque[int]
     """Numbers of the partitions that no worker has."""
@@ -234,9 +238,9 @@ class _Build:
         if self.failures:
             failed = sorted(self.failures.items())
             told = [f"partition {number} {text}" for number, (_, text) in failed]
-            head = f"{len(failed)} of {self.plan.total} partitions failed; the others are finished"
+            head = f"{len(failed)} of {self.work.settings.partitions} partitions failed; the others are finished"
             code = failed[0][1][0] or "E902"
-            raise CacheError(self.plan.path, _lines([head, *told]), code=code)
+            raise CacheError(self.cache.path, _lines([head, *told]), code=code)
 
     def _there(self) -> list[str]:
         """Return the addresses of the workers that are there and may build. The first ones are looked at here."""
@@ -292,7 +296,7 @@ class _Build:
         for address in there:
             if address not in busy and self.waiting:
                 number = self.waiting.popleft()
-                key = f"partition {number} of {self.plan.content['cache']} {secrets.token_hex(4)}"
+                key = f"partition {number} of {self.cache.key} {secrets.token_hex(4)}"
                 how: dict[str, Any] = {"key": key, "workers": [address], "pure": False, "retries": 0}
                 looks = address not in self.fit
                 task = self.client.submit(build_there, self.work, number, looks=looks, **how)
@@ -322,7 +326,7 @@ class _Build:
             if (code, text) not in self.said:
                 self.said.add((code, text))
                 logger.warning("%s", text, extra={"code": code})
-        cache = self.plan.content["cache"]
+        cache = self.cache.key
         if built.error is not None:
             self.failures[number] = built.error[0], f"on {address}: {built.error[1]}"
             logger.info("%s: partition %d failed; the others are built", cache, number)
@@ -331,9 +335,9 @@ class _Build:
         if self.progress is not None:
             self.progress(self.documents, self.tokens, self.budget)
             return
-        message = "%s: partition %d of %d is finished: %s documents, %s tokens, by %s"
-        counts = (f"{built.documents:,}", f"{built.tokens:,}")
-        logger.info(message, cache, number, self.plan.total, *counts, address)
+        message, kind = "%s: partition %d of %d is finished: %s, %s, by %s", kind_of_key(cache)
+        counts = many(built.documents, kind.unit if kind else "document"), many(built.tokens, "token")
+        logger.info(message, cache, number, self.work.settings.partitions, *counts, address)
 
     def _died(self, number: int, address: str) -> None:
         self.deaths[number] += 1
@@ -344,7 +348,7 @@ class _Build:
         self.waiting.append(number)
         logger.warning(
             "%s: worker %s died while it built partition %d; another one resumes it (death %d of at most %d)",
-            *(self.plan.content["cache"], address, number, self.deaths[number], MOST_DEATHS - 1),
+            *(self.cache.key, address, number, self.deaths[number], MOST_DEATHS - 1),
             extra={"code": "W506"},
         )
 
@@ -405,7 +409,7 @@ def build_there(work: Work, number: int, looks: bool = False) -> Built:
             if looks and (unfit := _obstacle(work)) is not None:
                 return Built(unfit=unfit)
             with chdir(work.folder):
-                meta = Units(settings, work.name).build(number, wait=True, progress=check_wanted).meta
+                meta = units_of(settings, work.name).build(number, wait=True, progress=check_wanted).meta
         except Exception as error:
             return Built(error=_told(error), warnings=warnings)
     receipt = meta.get("partition")
@@ -454,7 +458,8 @@ def inputs_seen(settings: Settings, name: str) -> dict[str, str]:
     The files of the source count by name and size alone: reading them may take hours.
     Raises: the errors of `resolve_source` and `read_exclusion`.
     """
-    found = resolve_source(settings, name).found
+    chats = raw_source(settings) if name in KEYS else name
+    found = None if chats is None else resolve_source(settings, chats).found  # None: the plan compares their bytes
     names = hashlib.sha256()
     for path in () if found is None else found.files:
         names.update(f"{found.name_of(path) if found else ''}\0{path.stat().st_size}\n".encode())

@@ -119,10 +119,11 @@ def _remove(piece: Leftover, kept: Path | None, dry_run: bool) -> str:
     num_bytes, name, why_unneeded = _bytes_below(path), version_name(path), piece.why
     if is_plan(path):
         finished = sum(entry.is_symlink() for entry in path.iterdir())  # a build ends with the link
-        why_unneeded += f", {finished:,} of them finished"
+        done = f", {finished:,} of them finished" if finished else ""  # receipts of shards are not links
+        why_unneeded += done
         if path == kept:
             why = "the newest partitions stay for a week after the last one was finished. To remove them: --unsealed"
-            return f"kept {name} ({size_text(num_bytes)}, {finished:,} of them finished): {why}"
+            return f"kept {name} ({size_text(num_bytes)}{done}): {why}"
     with unless_held(path) as why:
         if why and not path.name.startswith((BUILDING, PARTITIONS)):  # nobody reads an unfinished build
             remedy = "" if why == OPEN else f". When no reader runs: {shlex.join(['rm', '-r', str(path)])}"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.data.exclude import read_exclusion
-from niels_gpt.engine.units import LISTINGS_NAME, Plan, plans_of
+from niels_gpt.engine.units import LISTINGS_NAME, Plan, UnitKind, plans_of
 from niels_gpt.kinds.kind import MALFORMED, Cache
 from niels_gpt.recipes.records import TOKENIZER_KEY, Outcome, cache_root, is_committed, is_current, recorded_recipe
 from niels_gpt.recipes.request import Inputs, Request
@@ -167,7 +167,7 @@ def partition_at(path: Path, name: str, begin: int, end: int) -> tuple[int, int]
     """
     try:
         cache = Cache.open(path)
-        units_at = cache.kind.units.units_at if cache.kind.units is not None else None
+        units_at = cache.kind.units.units_at if isinstance(cache.kind.units, UnitKind) else None
         is_sealed = "partitions" in cache.meta and is_committed(path, str(recorded_recipe(path).get("fingerprint")))
         if units_at is None or not is_sealed:
             return None

@@ -108,6 +108,7 @@ class Units:
     one, any number of times; a plan of the same settings is kept, and the revision of the hub in it.
     """
 
+    counted = "documents"
     plan: Plan | None
     """None: the committed cache is current, and no unit is needed."""
 
@@ -132,13 +133,13 @@ class Units:
         self.source = resolve_source(settings, source) if isinstance(source, str) else source
         self.key = self.source.spec.key
         kind = kind_of_key(self.key)
-        if not self.source.is_partitioned(settings) or kind is None or kind.units is None:
+        if not self.source.is_partitioned(settings) or kind is None or not isinstance(kind.units, UnitKind):
             why = f"partitions is {settings.partitions}" if settings.partitions < 2 else "a stub, chats or rollouts"
             expected = "a pretrain cache with text and 2 or more partitions (--partitions)"
             raise UsageError(f"{self.key}: {why}; expected {expected}")
         self.source.family.check(settings, self.source.spec)
         _check_folder(cache_root(settings).absolute())
-        self.kind: UnitKind = kind.units
+        self.kind = kind.units
         self._fixes = fixes
         made = self._made_tokenizer(refresh)
         self._inputs = Inputs(settings, self.source, tokenizer_for(settings, self.source, made.path), made)
@@ -153,6 +154,11 @@ class Units:
     def path(self) -> Path:
         """The cache's public path."""
         return cache_root(self.settings) / self.key
+
+    @property
+    def budget(self) -> int | None:
+        """Tokens of both budgets; None without budgets."""
+        return self.source.budget(self.settings)
 
     # --- which plan ---
 
@@ -259,7 +265,7 @@ class Units:
         """
         if self.plan is None:
             return self._finished(self.current_meta(), True)
-        total, deep = _Total(self.source.budget(self.settings), progress), False
+        total, deep = _Total(self.budget, progress), False
         for number in range(self.plan.total):
             receipt, was_there = self._built(self.plan, self.plan.partition(number), True, total, self._sealed)
             total.add(receipt)

@@ -38,6 +38,9 @@ _MOST_NAMES = 10  # in a message
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):/+")
 
 
+_IN_PARTITIONS = ("pretrain/", "eagle3/targets")
+
+
 def build_command(settings: Settings, keys: str | Sequence[str], *more: str, verb: str = "build") -> str:
     """Return the command that builds the caches `keys` with these settings; `more`: further flags; verb: or seals one.
 
@@ -55,7 +58,7 @@ def build_command(settings: Settings, keys: str | Sequence[str], *more: str, ver
         value = getattr(settings, field.name)
         if value in (field.default, None) or (field.name.startswith(_EAGLE3) and not (of_eagle3 or of_all)):
             continue
-        if field.name == "partitions" and not (of_all or any(key.startswith("pretrain/") for key in chosen)):
+        if field.name == "partitions" and not (of_all or any(key.startswith(_IN_PARTITIONS) for key in chosen)):
             continue  # no command builds other caches in partitions
         flag = "--" + field.name.replace("_", "-")
         if field.name in _LINES:

@@ -1,5 +1,6 @@
 """eagle3/draft_vocab and eagle3/targets from the command line: built, checked, repaired, or left out."""
 
+import json
 import os
 import re
 import shlex
@@ -133,3 +134,47 @@ def test_without_transformers_they_are_left_out_and_strict_counts_it_where_a_tar
         assert done.status == status and "W513" in done.err and ("--strict: 1 warning" in done.err) == bool(status)
         states = {key: row["state"] for key, row in rows(done).items()}
         assert not set(KEYS) & set(states) and len(states) > 7 and "failed" not in states.values()
+
+
+def test_partitions_by_hand_and_sealed_are_the_bytes_of_one_build(flags, target):
+    build, of = ["build", TARGETS, *flags, "--eagle3-target", target], ["--partitions", "2"]
+    assert niels_gpt("build", TARGETS, *flags, "--eagle3-target", target, "--cache-dir", "whole").status == 0
+    done = niels_gpt(*build, *of, "--partition", "1", "--json")
+    assert done.status == 0 and (done.json["unfinished"], done.json["sealed"]) == ([0], False)
+    assert done.json["docs"] == {"train": 3} and not Path("c", TARGETS).exists()
+    done = niels_gpt(*build, *of, "--dry-run", "--json")
+    assert "2 partitions" in rows(done)[TARGETS]["action"] and "unfinished" in rows(done)[TARGETS]["action"]
+    done = niels_gpt("seal", *build[1:], *of)
+    assert done.status == 1 and "error[E712]" in done.err and "missing: 0" in done.err
+    again, last = done.err.splitlines()[-2:]
+    assert niels_gpt(*shlex.split(last)[1:]).status == 1, "it is not finished yet"
+    done = niels_gpt(*shlex.split(again)[1:])
+    assert done.status == 0 and niels_gpt(*shlex.split(last)[1:]).status == 0
+    assert contents("c") == contents("whole") and len(contents("c")) > 8
+    done = niels_gpt(*build, *of, "--partition", "0", "--json")
+    assert done.status == 0 and done.json["sealed"] and done.json["reused"]
+    assert not list(Path("c").rglob("partitions-*"))
+
+
+def contents(root):
+    """Return the bytes of the committed cache below a folder of caches."""
+    folder = Path(root, TARGETS).resolve()
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_one_partition_alone_is_begun_from_scratch_and_other_code_is_refused(flags, target):
+    build = ["build", TARGETS, *flags, "--eagle3-target", target, "--partitions", "2", "--json"]
+    for number in ("0", "1"):
+        assert niels_gpt(*build, "--partition", number).status == 0
+    shards = sorted(Path("c").rglob("shard-*.safetensors"))
+    before = [shard.stat().st_ino for shard in shards]
+    assert niels_gpt(*build, "--partition", "1", "--restart").json["reused"] is False
+    after = [shard.stat().st_ino for shard in shards]
+    assert after[0] == before[0] and after[1] != before[1]
+    (settings,) = Path("c").rglob(".parts/settings.json")
+    told = json.loads(settings.read_text())
+    settings.write_text(json.dumps({**told, "code": {**told["code"], "version": "0.0.1"}}))
+    shards[1].unlink()
+    done = niels_gpt(*build, "--partition", "1")
+    assert done.status == 1 and done.json["error"]["code"] == "E712" and "0.0.1" in done.json["error"]["message"]
+    assert niels_gpt("build", *build[1:], "--restart").status == 0 and Path("c", TARGETS).exists()

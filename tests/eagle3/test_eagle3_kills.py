@@ -109,8 +109,8 @@ def test_the_plan_comes_first_and_meta_json_last(folder, weight, form):
 @pytest.mark.faults
 @pytest.mark.parametrize(
     ("kills", "more"),
-    [(50 if LONG else 10, []), (6 if LONG else 2, ["--command"])],
-    ids=["forked", "the real command"],
+    [(50 if LONG else 10, []), (50 if LONG else 10, ["--parts"]), (6 if LONG else 2, ["--command"])],
+    ids=["forked", "in parts", "the real command"],
 )
 def test_killed_runs_end_with_the_same_bytes(tmp_path, kills, more):
     program = [sys.executable, str(SUPPORT / "kill_eagle3.py"), str(tmp_path), "--kills", str(kills), *more]

@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import dagster as dg
 import pytest
@@ -205,7 +206,7 @@ def test_another_draft_vocabulary_of_a_native_cache_runs_no_target_and_copies_no
     fresh = dataclasses.replace(larger, cache_dir=f"{native.cache_dir}-fresh")
     assert build_targets(fresh).meta == read_meta(str(cache / "meta.json"))
     smaller = dataclasses.replace(fresh, eagle3_draft_vocab_size=40)
-    with failing("journal"), pytest.raises(OSError, match="No space"):  # after the links, before the first checkpoint
+    with failing("rename"), pytest.raises(OSError, match="No space"):  # after the links, before they have their name
         build_targets(smaller)
     with without_target(), failing("link", number=errno.EPERM):
         assert build_targets(smaller).meta == first
@@ -427,11 +428,13 @@ def test_another_tokenizer_gives_the_sample_another_target(settings, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("partitions", [1, 2])
 def test_a_killed_run_that_is_reexecuted_from_its_failure_keeps_its_shards_and_gives_the_same_bytes(
-    settings, tmp_path, monkeypatch
+    settings, tmp_path, monkeypatch, partitions
 ):
     monkeypatch.undo()  # the number of cores, which the plan has, is that of the program
     directly = build_targets(settings)
+    settings = dataclasses.replace(settings, partitions=partitions)
     home = tmp_path / "home"
     home.mkdir()
     shutil.copyfile(ROOT / "dagster.yaml", home / "dagster.yaml")
@@ -442,7 +445,8 @@ def test_a_killed_run_that_is_reexecuted_from_its_failure_keeps_its_shards_and_g
     done = shell(home, program, **{**given, "NIELS_GPT_CACHE_DIR": str(home / "cache"), "PYTHONPATH": path})
     assert done.returncode == 0, done.stderr
     killed, again = json.loads(done.stdout.splitlines()[-1])
-    assert killed["STEP_FAILURE"] == ["eagle3__targets"] and killed["ASSET_MATERIALIZATION"] == []
+    failed = "eagle3__targets" if partitions == 1 else "eagle3__targets.build_partition[p00000]"
+    assert killed["STEP_FAILURE"] == [failed] and killed["ASSET_MATERIALIZATION"] == []
     assert again["STEP_FAILURE"] == [] and len(again["inodes"]) == 1
     assert again["inodes"] == killed["inodes"], "the shard is the one of the killed run, although both runs have force"
     assert_equal_folders(directly.path, home / "cache" / KEY)
@@ -495,11 +499,11 @@ def test_a_build_that_failed_goes_on_with_its_finished_shards(settings, tmp_path
     with third, pytest.raises(OSError, match="2 of 3 shards"):
         build_targets(settings)
     assert not cache_of(settings).exists()
-    (work,) = [path for path in versions_dir(cache_of(settings)).glob("building-*") if not path.suffix]
+    (work,) = versions_dir(cache_of(settings)).glob("partitions-*/cache")
     kept = [shard(work, number).stat().st_ino for number in (0, 1)]
     assert build_targets(settings).meta == whole
     assert [shard(cache_of(settings), number).stat().st_ino for number in (0, 1)] == kept
-    assert not list(versions_dir(cache_of(settings)).glob("building-*"))
+    assert not list(versions_dir(cache_of(settings)).glob("partitions-*"))
 
 
 @pytest.mark.parametrize("step", ["sync_tree", "rename", "symlink"])
@@ -526,3 +530,62 @@ def test_the_command_line_lists_verifies_and_clears_it(settings):
     assert niels_gpt("verify", settings.cache_dir).status == 0
     done = niels_gpt("verify", settings.cache_dir, "--deep")
     assert done.status == 3 and "shard-000001.safetensors, bytes " in done.out and ": sample 2 of the shard" in done.out
+
+
+# --- in partitions ----------------------------------------------------------------------------------------------------
+
+STEP = "eagle3__targets."
+
+
+def steps(result, kind="STEP_SUCCESS"):
+    """Return the steps of the graph of eagle3/targets that an event of this kind was logged of."""
+    found = (event.step_key for event in result.all_events if event.event_type_value == kind)
+    return {step.removeprefix(STEP) for step in found if step.startswith(STEP)}
+
+
+@pytest.mark.parametrize("form", [{}, {"eagle3_format": "native", "eagle3_shard_size": 256}], ids=["dense", "native"])
+def test_each_partition_is_a_step_and_the_bytes_are_those_of_one_run(
+    instance: dg.DagsterInstance, settings: Settings, tmp_path: Path, form: dict[str, Any]
+) -> None:
+    settings = dataclasses.replace(settings, partitions=2, eagle3_check_samples=0, **form)
+    whole = build_targets(dataclasses.replace(settings, partitions=1, cache_dir=str(tmp_path / "whole")))
+    first = run(instance, settings, VOCAB, KEY)
+    shards = whole.meta["totals"]["shards"]  # 3, or one that a partition has alone
+    builds = {f"build_partition[p{number:05d}]" for number in range(min(2, shards))}
+    assert steps(first) == {"plan_partitions", *builds, "seal_cache"} and all(verdicts(first).values())
+    assert built(first) == {VOCAB, KEY} and stale(instance, settings) == {}
+    assert_equal_folders(whole.path, cache_of(settings))
+    assert not list(versions_dir(cache_of(settings)).glob("partitions-*"))
+    assert whole.fingerprint == build_targets(settings).fingerprint
+    again = run(instance, settings, KEY)
+    assert steps(again) == {"plan_partitions", "seal_cache"} and built(again) == set()
+    other = dataclasses.replace(settings, partitions=5)  # N is in no fingerprint
+    assert steps(run(instance, other, KEY)) == {"plan_partitions", "seal_cache"}
+
+
+def test_shards_of_any_number_of_partitions_go_on_and_a_step_that_failed_is_repeated(
+    instance: dg.DagsterInstance, settings: Settings, tmp_path: Path
+) -> None:
+    settings = dataclasses.replace(settings, eagle3_check_samples=0)
+    whole = build_targets(dataclasses.replace(settings, cache_dir=str(tmp_path / "whole")))
+    with failing("shard", lambda file, *_: "shard-000002" in str(file.path)), pytest.raises(OSError, match="2 of 3"):
+        build_targets(settings)
+    (work,) = versions_dir(cache_of(settings)).glob("partitions-*/cache")
+    kept = [shard(work, number).stat().st_ino for number in (0, 1)]
+    four = dataclasses.replace(settings, partitions=4)
+    with failing("shard"):
+        result = run(instance, four, KEY, raise_on_error=False)
+    assert steps(result, "STEP_FAILURE") == {"build_partition[p00002]"} and not cache_of(settings).exists()
+    three = dataclasses.replace(settings, partitions=3)
+    result = run(instance, three, KEY)
+    assert steps(result) == {"plan_partitions", "build_partition[p00002]", "seal_cache"}
+    assert [shard(cache_of(settings), number).stat().st_ino for number in (0, 1)] == kept
+    assert_equal_folders(whole.path, cache_of(settings))
+
+
+def test_one_that_is_not_configured_is_left_out_of_a_run_in_partitions(
+    instance: dg.DagsterInstance, settings: Settings, tmp_path: Path
+) -> None:
+    plain = dataclasses.replace(settings, source_root="sample", eagle3_target=None, tokenizer=str(made_tokenizer("t5")))
+    result = run(instance, dataclasses.replace(plain, partitions=2), "pretrain/wikitext", KEY)
+    assert result.success and KEY not in built(result) and "pretrain/wikitext" in built(result)

@@ -23,12 +23,14 @@ from support.partition_builds import be_patient, build_on_dask
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.recipes import dask
 from niels_gpt.recipes.dask import obstacle
+from niels_gpt.recipes.home_recipes import units_of
+from niels_gpt.recipes.plan import every_recipe
 from niels_gpt.recipes.units import Units, build_token_cache
 from niels_gpt.settings import Settings, UsageError
 from niels_gpt.storage.errors import CacheError
 
 needs_dask = pytest.mark.skipif(find_spec("distributed") is None, reason="needs the extra dask")
-KEY = "pretrain/notes"
+KEY, TARGETS = "pretrain/notes", "eagle3/targets"
 
 
 def texts(folder, *, rows, words=40):
@@ -203,6 +205,24 @@ def test_a_worker_that_is_killed_twice_changes_no_byte(tmp_path, tiny_model_path
     assert files_of(outcome.path) == files_of(here.path)
     assert outcome.meta == read_meta("here/pretrain/notes/meta.json") and not outcome.reused
     assert build_on_dask(settings, "notes", cluster.address).reused
+
+
+@pytest.mark.slow
+@needs_dask
+def test_partitions_of_shards_survive_a_worker_that_is_killed(tmp_path, tiny_model_path, cluster, caplog):
+    of_eagle3 = {"eagle3_shard_size": 1, "eagle3_batch_size": 1, "eagle3_max_samples": 40}
+    settings = Settings(
+        source_root="sample", cache_dir="cache", tokenizer=str(tiny_model_path), partitions=4, **of_eagle3
+    )
+    here = every_recipe(settings)[TARGETS](replace(settings, cache_dir="here", partitions=1))
+    plan = units_of(settings, TARGETS).plan
+    assert plan is not None
+    killer = kill_builders(plan.folder / ".versions" / "2-of-4" / "lock", cluster, times=1)
+    outcome = build_on_dask(settings, TARGETS, cluster.address)
+    killer.join(timeout=1)
+    assert not killer.is_alive(), "it was killed"
+    assert [record.code for record in caplog.records if "died" in record.message] == ["W506"]
+    assert files_of(outcome.path) == files_of(here.path) and not list(Path("cache").rglob("partitions-*"))
 
 
 @pytest.mark.slow

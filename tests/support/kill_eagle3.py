@@ -1,11 +1,13 @@
 """Kill runs of the EAGLE-3 producer at random moments with SIGKILL, let others go on, and compare the bytes.
 
-Run: python tests/support/kill_eagle3.py EMPTY_FOLDER [--kills 50] [--seed 0] [--command]
+Run: python tests/support/kill_eagle3.py EMPTY_FOLDER [--kills 50] [--seed 0] [--command | --parts]
 
 A run is a group of processes: a forked child of a process that has imported everything, and its workers, 0 to 3 of
 them by chance; the whole group is killed, or the parent alone. With --command it is the real command line, each time in
-a fresh process, whose workers are spawned. A run is resumed until it ends by itself; then every file of its folder but
-the lock must be as a run that was left alone makes it. Prints a line of JSON; the exit status is 1 if anything differs.
+a fresh process, whose workers are spawned. With --parts a run makes its shards in 2 or 3 parts, and seals them, or in
+one piece; the next one may have another number. A run is resumed until it ends by itself; then every file of its folder
+but the lock must be as a run that was left alone makes it. Prints a line of JSON; the exit status is 1 if anything
+differs.
 """
 
 import argparse
@@ -36,7 +38,7 @@ Start = Callable[[Path, int], int]
 """Starts a run into a folder with so many workers, in a process group of its own; returns its pid."""
 
 
-def forked(folder, workers, *, seed):
+def forked(folder, workers, *, seed, in_parts=False):
     pid = os.fork()
     if pid:
         with contextlib.suppress(ProcessLookupError):  # it has ended
@@ -48,7 +50,12 @@ def forked(folder, workers, *, seed):
         samples = small.samples_of(COUNT, seed=seed)
         form = ({}, small.TOPK, small.NATIVE, small.FP8)[seed % 4]
         plan = small.plan(samples, **form)
-        small.run(folder, samples=samples, given=plan, workers=workers, resume=True, start="fork")
+        if in_parts and workers > 1:
+            for number in range(workers):
+                small.run(folder, samples=samples, given=plan, part=(number + 1, workers))
+            small.seal(folder)
+        else:
+            small.run(folder, samples=samples, given=plan, workers=workers, resume=True, start="fork")
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -138,10 +145,12 @@ def main():
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--command", action="store_true")
+    parser.add_argument("--parts", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # a forked child has none of its parent's threads
     small.load(torch.device("cpu"))
-    starts = command(arguments.folder) if arguments.command else lambda number: partial(forked, seed=number)
+    here = partial(forked, in_parts=arguments.parts)
+    starts = command(arguments.folder) if arguments.command else lambda number: partial(here, seed=number)
     found = kill_runs(arguments.folder, arguments.kills, random.Random(arguments.seed), starts)
     print(json.dumps(found))
     return 1 if found["different"] else 0

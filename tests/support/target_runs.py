@@ -26,16 +26,18 @@ def job() -> dg.JobDefinition:
     from pipelines import steps
 
     steps.NETWORK_RETRIES = dg.RetryPolicy(max_retries=0)  # before the steps are defined
-    from pipelines import definitions, eagle3
+    from pipelines import definitions, eagle3, partitions
 
-    eagle3.target_log = _killing
+    eagle3.target_log = partitions.progress_log = _killing
     one = dg.define_asset_job("one", selection='key:"eagle3/targets"')
     return dg.Definitions.merge(definitions.defs, dg.Definitions(jobs=[one])).resolve_job_def("one")
 
 
-def _killing(_: dg.AssetExecutionContext) -> Any:
+def _killing(context: dg.AssetExecutionContext, *_: str) -> Any:
+    step = str(context.op_execution_context.get_step_execution_context().step.key)
+
     def progress(*_):
-        if KILLS.exists() and _shards():
+        if KILLS.exists() and _shards() and not step.endswith("[p00001]"):
             os.kill(os.getpid(), signal.SIGKILL)
 
     return progress
@@ -43,7 +45,7 @@ def _killing(_: dg.AssetExecutionContext) -> Any:
 
 def _shards():
     """Return the inodes of the first shard, of an unfinished version or of the committed one."""
-    return [file.stat().st_ino for file in Path("cache/eagle3/.versions/targets").glob(f"*/{_FIRST}")]
+    return [file.stat().st_ino for file in Path("cache/eagle3/.versions/targets").rglob(_FIRST)]
 
 
 def main():

@@ -77,7 +77,7 @@ def _options(given: dict[str, Any]) -> Options:
 
 
 def _run(options: Options, settings: Settings, command: list[str], *, dry_run: bool) -> Result:
-    from niels_gpt.eagle3.parts.progress import progress_text
+    from niels_gpt.eagle3.parts.seal import progress_text
     from niels_gpt.eagle3.produce.estimate import estimate, refuse_without_room
     from niels_gpt.eagle3.produce.resume_checks import finished_shards
 
@@ -113,7 +113,7 @@ def _run(options: Options, settings: Settings, command: list[str], *, dry_run: b
 def _partition_made(prepared: Prepared, options: Options, made: dict[str, Any]) -> Result:
     """Print what a run of a partition made, and what to do next."""
     from niels_gpt.eagle3.parts.folder import part_text
-    from niels_gpt.eagle3.parts.progress import finished_of, progress_text
+    from niels_gpt.eagle3.parts.seal import finished_of, progress_text
 
     part = options.part_numbers
     assert options.output_dir is not None and part is not None

@@ -191,19 +191,19 @@ def _settings(folder: Path) -> dict[str, Any] | None:
 # --- the folder itself ------------------------------------------------------------------------------------------------
 
 
-def refuse_foreign_files(folder: Path) -> None:
-    """Raise CacheError where `.parts` holds a file that no part made."""
-    if foreign := [name for name in _names(folder) if not _OWN.fullmatch(name)]:
-        path = folder / PARTS_NAME / foreign[0]
-        raise CacheError(path, "no file of a partition", remedy="Move it away, and seal again", code="E712")
+def foreign_files(folder: Path) -> list[Path]:
+    """Return the files in `.parts` that no part made."""
+    return [folder / PARTS_NAME / name for name in _names(folder) if not _OWN.fullmatch(name)]
 
 
 def remove_parts(folder: Path) -> None:
     """Remove `.parts`, the `.locks.json` of --lock, and what killed checks left, of a cache that is finished.
 
-    The folder's lock is held, and no part is running. Raises: as `refuse_foreign_files`; nothing is removed then.
+    The folder's lock is held, and no part is running.
+    Raises: CacheError for a file in `.parts` that no part made; nothing is removed then.
     """
-    refuse_foreign_files(folder)
+    for path in foreign_files(folder):
+        raise CacheError(path, "no file of a partition", remedy="Move it away, and seal again", code="E712")
     probes = [name for name in os.listdir(folder) if PROBE.fullmatch(name) and not (folder / name).is_symlink()]
     for name in (MARKER, PARTS_NAME, *probes):  # how the folder is locked was written by --lock: no file of a cache
         if os.path.lexists(folder / name):

@@ -25,13 +25,18 @@ def complete_meta(folder: Path, plan: Plan) -> dict[str, Any] | None:
     meta = finished_meta(folder, plan)
     if meta is None or not lists_shards(meta):  # of an earlier build, whose files are listed now
         return None
-    if not (has_weights(folder) if plan.is_native else has_embeddings(folder)):
+    if not has_target_weights(folder, plan):
         return None
     # meta.json states their sizes; here their bytes are compared
     files = {folder / SIDECAR / name: content for name, content in plan.sidecar_files().items()}
     if plan.is_native:  # whose draft vocabulary may be another one
         files[folder / MANIFEST_NAME] = manifest_bytes(plan.manifest)
     return meta if all(read_regular(path) == content for path, content in files.items()) else None
+
+
+def has_target_weights(folder: Path, plan: Plan) -> bool:
+    """Return whether the target's weights are there as their receipt has them: its head too in the native form."""
+    return has_weights(folder) if plan.is_native else has_embeddings(folder)
 
 
 def finish(

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from niels_gpt.eagle3.format.embeddings import EMBEDDINGS_RECEIPT, has_embeddings
+from niels_gpt.eagle3.format.embeddings import EMBEDDINGS_RECEIPT
 from niels_gpt.eagle3.format.layout import (
     EMBEDDINGS_NAME,
     LOCK_NAME,
@@ -20,12 +20,12 @@ from niels_gpt.eagle3.format.layout import (
     shard_path,
 )
 from niels_gpt.eagle3.format.manifest import manifest_bytes
-from niels_gpt.eagle3.format.native.weights import WEIGHTS_NAME, WEIGHTS_RECEIPT, has_weights
+from niels_gpt.eagle3.format.native.weights import WEIGHTS_NAME, WEIGHTS_RECEIPT
 from niels_gpt.eagle3.format.plan import Plan, differing_fields, open_plan
 from niels_gpt.eagle3.format.samples import IDS_NAME, SAMPLES_NAME
 from niels_gpt.eagle3.format.shard_writer import receipt_path
 from niels_gpt.eagle3.parts.folder import refuse_running
-from niels_gpt.eagle3.produce.finalize import finish
+from niels_gpt.eagle3.produce.finalize import finish, has_target_weights
 from niels_gpt.eagle3.produce.resume_checks import is_finished
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
@@ -140,7 +140,9 @@ def _small_files(folders: Sequence[Path], plan: Plan) -> Iterator[tuple[Path, tu
     """
     samples = {SAMPLES_NAME: plan.samples["sha256"], IDS_NAME: plan.samples["ids_sha256"]}
     weights, receipt = (WEIGHTS_NAME, WEIGHTS_RECEIPT) if plan.is_native else (EMBEDDINGS_NAME, EMBEDDINGS_RECEIPT)
-    has = has_weights if plan.is_native else has_embeddings
+
+    def has(folder: Path) -> bool:
+        return has_target_weights(folder, plan)
 
     def has_samples(folder: Path) -> bool:
         paths = {folder / SIDECAR / name: sha256 for name, sha256 in samples.items()}

@@ -15,7 +15,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -23,11 +23,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from niels_gpt.eagle3.format.embeddings import has_embeddings
 from niels_gpt.eagle3.format.layout import LOCK_NAME, MANIFEST_NAME, SIDECAR, PathLike
 from niels_gpt.eagle3.format.manifest import manifest_bytes, read_manifest
 from niels_gpt.eagle3.format.meta import file_sha256
-from niels_gpt.eagle3.format.native.weights import has_weights
 from niels_gpt.eagle3.format.plan import Plan, make_plan, shards_of_part
 from niels_gpt.eagle3.format.run import Run
 from niels_gpt.eagle3.format.samples import RowLike, Samples
@@ -41,7 +39,7 @@ from niels_gpt.eagle3.parts.folder import (
     weights_claim,
 )
 from niels_gpt.eagle3.produce.estimate import estimate, refuse_without_room
-from niels_gpt.eagle3.produce.finalize import complete_meta, finish
+from niels_gpt.eagle3.produce.finalize import complete_meta, finish, has_target_weights
 from niels_gpt.eagle3.produce.positions import Counts
 from niels_gpt.eagle3.produce.resume_checks import (
     differing_manifest,
@@ -137,6 +135,7 @@ def produce(
     part: Part | None = None,
     code: Mapping[str, Any] | None = None,
     command: Sequence[str] = (),
+    claimed: Callable[[], AbstractContextManager[object]] = nullcontext,
     progress: Progress | None = None,
     start: str = "spawn",
 ) -> Produced:
@@ -150,6 +149,7 @@ def produce(
         N leaves i - 1, and no meta.json, also beside other parts that are being made in the same folder; it continues
         without `resume`. eagle3.parts.seal finishes the folder.
     code: of this machine, which all parts must have in common. command: as eagle3.parts.folder.fix_settings.
+    claimed: returns what is held until the part is locked; what that raises ends the run, before it writes anything.
     progress: items are the bytes that this run wrote, units are tokens; first called with the tokens already done.
     start: how processes are started: spawn, or fork where nothing has used torch's threads yet.
     Before anything is written, the target is run over a few tokens.
@@ -169,7 +169,7 @@ def produce(
     if part is None:
         meta, made, is_described = _whole(folder, plan, samples, make, resume=resume, named=named)
     else:
-        made = _part(folder, plan, samples, make, part, code or {}, command)
+        made = _part(folder, plan, samples, make, part, code or {}, command, claimed)
         meta, is_described = finished_meta(folder, plan) or {}, False
     if meta and (warning := Counts.of_meta(meta).warning):
         logger.warning("%s: %s", named or folder, warning, extra={"code": "W703"})
@@ -205,11 +205,12 @@ def _part(
     part: Part,
     code: Mapping[str, Any],
     command: Sequence[str],
+    claimed: Callable[[], AbstractContextManager[object]],
 ) -> int:
     """Make what is missing of a part; return the number of shards made. Other parts may be made at the same time."""
     wanted, lock = shards_of_part(plan.num_shards, part), folder / SIDECAR / LOCK_NAME
     with ExitStack() as held:
-        with file_lock(lock, folder, "is being written", wait=True):
+        with claimed(), file_lock(lock, folder, "is being written", wait=True):
             refuse_running(folder, part)
             done = finished_shards(folder, plan, resume=True, part=part)
             left = [shard for shard in wanted if shard not in done]
@@ -235,7 +236,7 @@ def _has_all_but_shards(folder: Path, plan: Plan, samples: Samples) -> bool:
         return (
             not differing_manifest(read_manifest(folder), plan)
             and all(file_sha256(folder / SIDECAR / name) == sha256 for name, sha256 in files.items())
-            and (has_weights(folder) if plan.is_native else has_embeddings(folder))
+            and has_target_weights(folder, plan)
         )
     return False
 
@@ -294,7 +295,7 @@ def _make(
 
     totals = _Totals(progress, plan, samples, left)
     workers = min(workers, len(left))
-    has = not may_write_weights or (has_weights(folder) if plan.is_native else has_embeddings(folder))
+    has = not may_write_weights or has_target_weights(folder, plan)
     job = Job(os.fspath(folder), plan, load, weights=not has)
     if workers > 1:
         run_workers(job, left, workers, totals.add, check, start=start)
@@ -331,6 +332,13 @@ def write_plan(folder: Path, plan: Plan, samples: Samples, shards: Collection[in
     if (folder / META_NAME).is_file():  # the cache is not complete any more
         fileio.remove(folder / META_NAME)
         fileio.fsync_dir(folder)
+    write_sidecar(folder, plan, samples)
+    _note_other_draft(folder, plan)
+    _write_if_other(folder / MANIFEST_NAME, manifest_bytes(plan.manifest))
+
+
+def write_sidecar(folder: Path, plan: Plan, samples: Samples) -> None:
+    """Write the plan's own files and the samples, if they are not there yet."""
     for name, content in plan.sidecar_files().items():  # plan.json comes first
         _write_if_other(folder / SIDECAR / name, content)
     paths = {folder / SIDECAR / name: sha256 for name, sha256 in samples.checksums.items()}
@@ -338,8 +346,6 @@ def write_plan(folder: Path, plan: Plan, samples: Samples, shards: Collection[in
     for name, content in samples.files().items() if missing else ():  # their bytes are made only where needed
         if name in missing:
             write_bytes(folder / SIDECAR / name, content)
-    _note_other_draft(folder, plan)
-    _write_if_other(folder / MANIFEST_NAME, manifest_bytes(plan.manifest))
 
 
 def _note_other_draft(folder: Path, plan: Plan) -> None:

@@ -29,6 +29,7 @@ from niels_gpt.eagle3.format.manifest import existing_shard_indices, is_native, 
 from niels_gpt.eagle3.format.plan import CONVERTED, FREE, PLAN_NAME, Plan, differing_fields, open_plan, read_record
 from niels_gpt.eagle3.format.shard_writer import read_receipt, receipt_path
 from niels_gpt.eagle3.parts.folder import part_text
+from niels_gpt.engine.units import Unit
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, canonical_json
 from niels_gpt.storage.leftovers import PROBE
@@ -365,20 +366,38 @@ def _refuse_foreign_meta(cache_dir: PathLike) -> None:
 # --- what is finished -------------------------------------------------------------------------------------------------
 
 
-def is_finished(cache_dir: PathLike, plan: Plan, shard: int) -> bool:
-    """Return whether a shard's receipt is there, is of this plan, and states the size that the shard has."""
+def look_at(cache_dir: PathLike, plan: Plan, shard: int) -> Unit:
+    """Return a shard by its receipt, which is of this plan and states the size that the shard has where it is finished.
+
+    Its items are samples. Other states: missing, stale (of another plan), damaged.
+    """
     try:
         receipt = read_receipt(cache_dir, shard)
         raw = read_file(receipt_path(cache_dir, shard))
         size = os.lstat(shard_path(cache_dir, shard)).st_size
     except FileNotFoundError:
-        return False
+        return Unit(shard, "missing", "no receipt")
     except CacheError as error:
-        logger.warning("%s; the shard is made again", error, extra={"code": "W702"})
-        return False
-    if receipt is None or raw != canonical_json(receipt) or receipt["facts"].get("plan") != plan.sha256:
-        return False
-    return bool(receipt["samples"] == plan.rows_of(shard) and receipt["bytes"] == plan.bytes_of(shard) == size)
+        return Unit(shard, "damaged", f"{receipt_path('', shard)} is {error.problem}")
+    if receipt is None:
+        return Unit(shard, "missing", "no receipt")
+    if receipt["facts"].get("plan") != plan.sha256:
+        return Unit(shard, "stale", "its receipt is of another plan")
+    sizes = (plan.rows_of(shard), plan.bytes_of(shard), plan.bytes_of(shard))
+    if raw != canonical_json(receipt) or (receipt["samples"], receipt["bytes"], size) != sizes:
+        return Unit(shard, "damaged", "its size or its receipt is not as the plan has it")
+    tokens = receipt["facts"].get("tokens")
+    return Unit(shard, "finished", "", "", receipt["samples"], tokens if type(tokens) is int else 0, None, receipt)
+
+
+def is_finished(cache_dir: PathLike, plan: Plan, shard: int) -> bool:
+    """Return whether a shard is finished, as `look_at` has it; a warning names a damaged one."""
+    unit = look_at(cache_dir, plan, shard)
+    if unit.state == "damaged":
+        logger.warning(
+            "%s: %s; the shard is made again", shard_path(cache_dir, shard), unit.found, extra={"code": "W702"}
+        )
+    return unit.state == "finished"
 
 
 def finished_meta(cache_dir: PathLike, plan: Plan | None = None) -> dict[str, Any] | None:

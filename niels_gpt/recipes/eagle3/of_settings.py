@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.data.sources import SOURCES
+from niels_gpt.engine.units import plans_of
 from niels_gpt.hub.models import is_local
 from niels_gpt.recipes.eagle3.options import KEYS, Options, flag_name
 from niels_gpt.recipes.eagle3.prepare import Resolved, resolve
@@ -38,6 +39,8 @@ _SIZES = {"draft_vocab_size": 32_000}  # as the published drafts have
 _SMALL_SIZES = {"seq_length": 256, "draft_vocab_size": 512, "threads": 1}
 """For the sample's target: its longest chat has 129 tokens, and one thread is fastest and independent of the cores."""
 _TARGETS_DIR = ".small_target"
+WORK_NAME = "cache"
+"""The folder of an unfinished version of eagle3/targets, beside its plan.json of units."""
 _DIGITS = 12
 
 
@@ -129,11 +132,13 @@ def resolved(
     refresh: bool = False,
     hash_weights: bool = True,
     target: Path | None = None,
+    plan_from: Path | None = None,
 ) -> Resolved:
     """Return what the settings stand for; a hub source has the observed revision, or that of eagle3/targets (D12).
 
     observed: fingerprint of the source, newer than the asset. refresh: ask the hub for the newest revisions of chats
     and target. hash_weights: as of target_facts. target: the folder of the small one, if it is there already.
+    plan_from: the folder whose plan has the revisions, device and threads; None: see `folder_with_plan`.
     Raises: as `target_name`; ValueError naming the settings that do not fit; as `prepare.resolve`.
     """
     from niels_gpt.recipes.eagle3.input import input_facts
@@ -146,7 +151,7 @@ def resolved(
             observed = _newest_chats(settings) or observed
             sizes = sizes if is_local(named) else {**sizes, "revision": "main"}
         options = Options.from_settings(settings, target_model=named, target_name=name, **sizes)
-        folder = folder_with_plan(cache_root(settings) / KEY)
+        folder = plan_from or folder_with_plan(cache_root(settings) / KEY)
         found = resolve(options, settings, plan_from=folder, hash_weights=hash_weights)
     source = found.source
     dataset, _, revision = (observed or "").rpartition("@")
@@ -181,9 +186,14 @@ def folder_with_plan(path: Path) -> Path | None:
     """Return the committed cache, else the unfinished version that was written last, of those that have a plan."""
     from niels_gpt.eagle3.produce.resume_checks import recorded_plan
 
-    unfinished = (folder for folder in versions.versions_dir(path).glob(f"{versions.BUILDING}-*") if not folder.suffix)
-    newest_first = sorted(unfinished, key=lambda folder: folder.lstat().st_mtime_ns, reverse=True)
-    return next((folder for folder in (path, *newest_first) if recorded_plan(folder)), None)
+    return next((folder for folder in (path, *unfinished_versions(path)) if recorded_plan(folder)), None)
+
+
+def unfinished_versions(path: Path) -> list[Path]:
+    """Return the folders of unfinished versions, the last one that was begun first, then those of earlier releases."""
+    earlier = [folder for folder in versions.versions_dir(path).glob(f"{versions.BUILDING}-*") if not folder.suffix]
+    earlier.sort(key=lambda folder: folder.lstat().st_mtime_ns, reverse=True)
+    return [*(plan.folder / WORK_NAME for plan in plans_of(path)), *earlier]
 
 
 def stable_name(settings: Settings, target: str) -> str:

@@ -5,6 +5,7 @@ Decides from the record of a committed cache whether it is current. Where that n
 
 from __future__ import annotations
 
+from niels_gpt.display.numbers import many
 from niels_gpt.recipes.eagle3 import asset, draft_vocab
 from niels_gpt.recipes.eagle3.asset import are_current_targets
 from niels_gpt.recipes.eagle3.draft_vocab import current_draft_vocab, resolved_for_vocab
@@ -18,6 +19,7 @@ from niels_gpt.recipes.eagle3.of_settings import (
     resolved,
     small_target_folder,
     stable_name,
+    unfinished_versions,
     why_left_out,
 )
 from niels_gpt.recipes.home_recipes import HomeRecipes
@@ -25,7 +27,6 @@ from niels_gpt.recipes.records import TOKENIZER_KEY, cache_root, recorded_recipe
 from niels_gpt.recipes.tokenizer import no_sentinels
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import LeftOut
-from niels_gpt.storage.versions import BUILDING, versions_dir
 from niels_gpt.tokenizers.protocol import FullTokenizer
 
 
@@ -48,9 +49,9 @@ def planned_action(settings: Settings, key: str, tokenizer: FullTokenizer | None
         return f"left out: {error.found}", source
     except (OSError, ValueError, ImportError) as error:
         return f"cannot be built: {error}", source
-    unfinished = versions_dir(cache_root(settings) / key).glob(f"{BUILDING}-*")
-    is_there = key == KEY and any(not folder.suffix for folder in unfinished)
-    return "build (an unfinished one is there)" if is_there else "build", source
+    action = "build" if settings.partitions == 1 or key != KEY else f"build in {many(settings.partitions, 'partition')}"
+    is_there = key == KEY and unfinished_versions(cache_root(settings) / key)
+    return f"{action} (an unfinished one is there)" if is_there else action, source
 
 
 def _is_current(settings: Settings, key: str, tokenizer: FullTokenizer | None) -> bool:
@@ -91,4 +92,5 @@ EAGLE3_RECIPES = HomeRecipes(
     {VOCAB_KEY: draft_vocab.build_draft_vocab, KEY: asset.build_targets},
     planned_action,
     _settings_fingerprint,
+    units={KEY: asset.TargetUnits},
 )

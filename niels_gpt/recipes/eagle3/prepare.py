@@ -14,6 +14,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -355,6 +356,23 @@ def prepare(resolved: Resolved, *, tokenized: Callable[[int, int], None] | None 
     return Prepared(resolved, samples, plan, shown)
 
 
+def prepared_before(resolved: Resolved, folder: Path) -> Prepared | None:
+    """Return what a folder's sidecar has of these options, the draft's vocabulary known; None: it is not theirs, or not
+    whole. Its samples are read, and not tokenized again."""
+    from niels_gpt.eagle3.format.layout import SIDECAR
+    from niels_gpt.eagle3.format.plan import make_plan, read_record
+    from niels_gpt.eagle3.format.samples import Samples
+    from niels_gpt.storage.fileio import canonical_json
+
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        record, samples = read_record(folder), Samples.open(folder / SIDECAR)
+        if record is not None and resolved.draft_vocab is not None:
+            manifest, counts = manifest_of(resolved, resolved.draft_vocab), (record["dropped"], record["altered"])
+            plan = make_plan(manifest, samples, dropped=counts[0], altered=counts[1], **resolved.known_parts)
+            return Prepared(resolved, samples, plan) if canonical_json(record) == canonical_json(plan.record) else None
+    return None
+
+
 def _reported(
     rows: Iterable[Row], tokenized: Callable[[int, int], None] | None, shown: list[Row], show: int
 ) -> Iterator[Row]:
@@ -378,9 +396,13 @@ def carry_out(
     named: Path | None = None,
     resume: bool = False,
     command: Sequence[str] = (),
+    claimed: Callable[[], AbstractContextManager[object]] = nullcontext,
     progress: Progress | None = None,
 ) -> Produced:
-    """Make the cache in a folder, or what is missing of it. named, command, progress, Raises: as `produce`."""
+    """Make the cache in a folder, or what is missing of it. Arguments, Raises: as `produce`.
+
+    Of an unfinished version of an asset, which is `named`, the caller has checked the file system.
+    """
     from niels_gpt.eagle3.produce.producer import produce
     from niels_gpt.recipes.shared import check_shared_folder, code_identity
     from niels_gpt.storage.locks import apply_lock_setting
@@ -390,7 +412,8 @@ def carry_out(
         apply_lock_setting(Path(folder), options.lock)
     if options.partition is not None:
         code = {"version": niels_gpt.__version__, **code_identity()}
-        check_shared_folder(Path(folder), "--output-dir")
+        if named is None:
+            check_shared_folder(Path(folder), "--output-dir")
     load = partial(
         open_target,
         name=options.target_model,
@@ -409,6 +432,7 @@ def carry_out(
         part=options.part_numbers,
         code=code,
         command=command,
+        claimed=claimed,
         progress=progress,
     )
     warn_of_missing_start(prepared, named or Path(folder), "--document-start" if named is None else _START_FLAG)

@@ -1,0 +1,91 @@
+"""Shards as units of `niels_gpt.engine.units`: where the receipt of one is, what damages it, what lies in its way.
+
+Torch is loaded by the methods: the table of kinds holds an object of this class.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from niels_gpt.engine.units import Looks, Unit
+from niels_gpt.progress import Progress
+from niels_gpt.storage.errors import CacheError
+
+if TYPE_CHECKING:
+    from niels_gpt.eagle3.format.plan import Plan
+
+
+class FolderPlan(NamedTuple):
+    """The plan of a cache, and the folder in which its shards are made."""
+
+    path: Path
+    """What errors name: the public path of the cache."""
+    folder: Path
+    plan: Plan
+
+    @property
+    def total(self) -> int:
+        """Number of shards."""
+        return self.plan.num_shards
+
+
+class ShardUnits(Looks[FolderPlan]):
+    """All units lie in one folder: shards beside each other, and their receipts in its sidecar."""
+
+    word, is_of_text = "shard", False
+
+    def look(self, plan: FolderPlan, number: int) -> Unit:
+        """Return a shard by its receipt and its size."""
+        from niels_gpt.eagle3.produce.resume_checks import look_at
+
+        return look_at(plan.folder, plan.plan, number)
+
+    def size(self, plan: FolderPlan, unit: Unit) -> int:
+        """Return the bytes of a shard."""
+        return plan.plan.bytes_of(unit.number)
+
+    def damage(self, plan: FolderPlan, unit: Unit, progress: Progress | None) -> str:
+        """Compare each sample with its checksum in the receipt."""
+        from niels_gpt.eagle3.format.layout import shard_path
+        from niels_gpt.eagle3.format.native.damage import native_shard_damage
+        from niels_gpt.eagle3.format.shard_writer import shard_damage
+
+        read = 0
+
+        def add(size: int) -> None:
+            nonlocal read
+            read += size
+            if progress is not None:
+                progress(1, read, None)
+
+        damage = (native_shard_damage if plan.plan.is_native else shard_damage)(plan.folder, unit.number, add)
+        return damage[0][1].removeprefix(f"{shard_path(plan.folder, unit.number)}: ") if damage else ""
+
+    def foreign(self, plan: FolderPlan) -> Iterator[tuple[Path, str]]:
+        """Yield shards beyond the plan's, and files that no part has put into `.parts`."""
+        from niels_gpt.eagle3.format.layout import shard_path
+        from niels_gpt.eagle3.format.manifest import existing_shard_indices
+        from niels_gpt.eagle3.parts.folder import foreign_files
+
+        for shard in sorted(existing_shard_indices(plan.folder)):
+            if shard >= plan.total:
+                path = Path(shard_path(plan.folder, shard))
+                yield path, f"{path.name}: the plan has {plan.total:,} shards"
+        for path in foreign_files(plan.folder):
+            yield path, f"{os.path.relpath(path, plan.folder)}: no file of a partition"
+
+    def in_the_way(self, plan: FolderPlan, unit: Unit) -> list[Path]:
+        """Return the shard's file: a run would take it for a finished one, or for another cache's."""
+        from niels_gpt.eagle3.format.layout import shard_path
+
+        return [Path(shard_path(plan.folder, unit.number))]
+
+    def refusal(self, path: Path, found: str, remedy: str) -> CacheError:
+        """Return the error that names the unfinished ones."""
+        return CacheError(path, found, remedy=remedy, code="E712")
+
+
+SHARDS = ShardUnits()
