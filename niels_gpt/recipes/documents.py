@@ -112,7 +112,7 @@ def built_whole(settings: Settings, keys: Sequence[str]) -> list[str]:
 def without_partitions(settings: Settings, keys: Sequence[str]) -> Settings:
     """Return the settings of caches that are built whole, and log a warning that names them."""
     logger.warning(
-        "%s: built whole, without partitions: only pretrain caches that hold text have partitions",
+        "%s: built whole, without partitions: only pretrain caches that hold text, and eagle3/targets, have partitions",
         ", ".join(keys),
         extra={"code": "W505"},
     )
