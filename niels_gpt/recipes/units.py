@@ -79,7 +79,9 @@ from niels_gpt.storage.versions import (
 
 logger = logging.getLogger(__name__)
 
-BUILT_WHOLE = "built whole, without partitions: only pretrain caches that hold text have partitions"
+BUILT_WHOLE = (
+    "built whole, without partitions: only pretrain caches that hold text, and eagle3/targets, have partitions"
+)
 """What W505 says of a cache."""
 
 
