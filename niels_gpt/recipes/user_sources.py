@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.data import local
-from niels_gpt.data.files.part import is_first
+from niels_gpt.data.files.part import GROUPS_RULE, PARTITION_RULE, is_first
 from niels_gpt.data.files.text import PACKED_SUFFIXES, count
 from niels_gpt.data.files.walk import note_links
 from niels_gpt.data.sources import SOURCES, Credit, LoadRequest, Part, SourceSpec
@@ -91,6 +91,7 @@ class UserSource:
             files=lambda settings, _: self.find(settings),
             val_frac="own_val_frac" if is_text else None,
             reads=("as_text",) if is_text else (),
+            partition_rule=GROUPS_RULE if self.family == "rollouts" else PARTITION_RULE,
         )
 
     def find(self, settings: Settings) -> local.LocalFiles:
@@ -105,12 +106,12 @@ class UserSource:
         if is_first(request.partition):
             self._count_what_is_not_read(found, counters)
         how: dict[str, Any] = {"source": self.name, "counters": counters, "position": request.position}
-        how["max_document_bytes"] = request.settings.max_document_bytes
+        how |= {"max_document_bytes": request.settings.max_document_bytes, "partition": request.partition}
         if self.family == "rollouts":
             return [(None, found.rollouts(**how))]
         if self.family == "sft":
             return [(None, found.chats(raw=request.raw, **how))]
-        how |= {"field": self.field, "blocks": request.blocks, "partition": request.partition}
+        how |= {"field": self.field, "blocks": request.blocks}
         return [(None, local.iter_documents(found, **how))]
 
     def _count_what_is_not_read(self, found: local.LocalFiles, counters: Counter[str]) -> None:
