@@ -1,4 +1,4 @@
-"""A pretrain cache that is built in partitions, as a graph of steps that the deployment's executor spreads and retries.
+"""A cache that is built in partitions, as a graph of steps that the deployment's executor spreads and retries.
 
     plan_partitions -> build_partition[p00000], [p00001], ... -> seal_cache
 
@@ -7,22 +7,24 @@ The steps pass nothing to each other but their order: what they share is the cac
 
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import dagster as dg
 
 from niels_gpt.recipes.documents import is_partitioned
+from niels_gpt.recipes.plan import every_recipe
 from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.recipes.run_recipe import TOKENIZER_KEY, Outcome
-from niels_gpt.recipes.token_caches import build_token_cache
 from niels_gpt.recipes.tokenizer import with_installed
 from niels_gpt.recipes.units import NoPlan, Units
+from niels_gpt.storage.errors import LeftOut
 from pipelines.deployment import Deployment
 from pipelines.steps import (
     BUILD_POOL,
     BUILD_TAG,
     NETWORK_RETRIES,
+    leave_out,
     progress_log,
     report,
     start_over,
@@ -30,7 +32,7 @@ from pipelines.steps import (
     turn,
     waited_for,
 )
-from pipelines.versions import is_graph, newer_observation
+from pipelines.versions import is_graph, newer_observation, upstream_of
 
 PARTITION_POOL = "niels_gpt/partition"
 """Of the steps that build partitions. It has no limit where the deployment gives it none: partitions run at once."""
@@ -52,10 +54,10 @@ def _as_graph(
     build: dg.OpDefinition,
     seal: dg.OpDefinition,
 ) -> dg.AssetsDefinition:
-    """Return the asset pretrain/NAME as a graph of steps."""
+    """Return the asset of a cache as a graph of steps."""
     spec = plain.get_asset_spec()
-    raw = deployment.path_of(spec.key).replace("pretrain/", "raw/")
-    upstream = {"tokenizer": deployment.key(TOKENIZER_KEY), "raw": deployment.key(raw)}
+    above = upstream_of(deployment.settings, deployment.path_of(spec.key))
+    upstream = {path.partition("/")[0]: deployment.key(path) for path in above}
 
     @dg.graph_asset(
         key=spec.key,
@@ -63,8 +65,8 @@ def _as_graph(
         description=spec.description,
         group_name=spec.group_name,
     )
-    def cache(tokenizer: Any, raw: Any) -> Any:
-        planned = plan.alias("plan_partitions")(tokenizer=tokenizer, raw=raw)
+    def cache(**upstream: Any) -> Any:
+        planned = plan.alias("plan_partitions")(**upstream)
         built = planned.map(build.alias("build_partition"))
         return seal.alias("seal_cache")(built=built.collect())
 
@@ -93,8 +95,8 @@ def _plan_partitions(deployment: Deployment) -> dg.OpDefinition:
     @dg.op(
         name=deployment.name("plan_partitions"),
         # An input each: with its blocking checks an upstream asset is several steps already, and Dagster nests no
-        # lists.
-        ins={"tokenizer": dg.In(dg.Nothing), "raw": dg.In(dg.Nothing)},
+        # lists. Recorded rollouts have no tokenizer, and chats alone the root of theirs.
+        ins={name: dg.In(dg.Nothing) for name in (TOKENIZER_KEY, "raw", "sft")},
         out=dg.DynamicOut(dg.Nothing),
         retry_policy=NETWORK_RETRIES,
         tags=deployment.op_tags,
@@ -104,7 +106,7 @@ def _plan_partitions(deployment: Deployment) -> dg.OpDefinition:
         asked, path = deployment.run(context), deployment.path_of(context.asset_key)
         core, name = with_installed(asked.settings), path.rpartition("/")[2]
         unfinished: list[int] = []
-        with step(context, deployment):
+        with step(context, deployment), suppress(LeftOut):  # the seal says so
             start_over(context, deployment, asked, path)
             if is_partitioned(core, resolve_source(core, name)):
                 units = Units(core, name, observed=newer_observation(context, deployment, core, path))
@@ -158,7 +160,7 @@ def _seal_cache(deployment: Deployment) -> dg.OpDefinition:
     @dg.op(
         name=deployment.name("seal_cache"),
         ins={"built": dg.In(dg.Nothing)},
-        out=dg.Out(dg.Nothing),
+        out=dg.Out(dg.Nothing, is_required=False),  # a tokenizer without sentinels builds no chats: leave_out
         retry_policy=NETWORK_RETRIES,
         pool=BUILD_POOL,
         tags={**deployment.op_tags, BUILD_TAG: "true"},
@@ -173,10 +175,15 @@ def _seal_cache(deployment: Deployment) -> dg.OpDefinition:
                 # Of the newest plan, as its partitions: an observation may have been made since the plan was fixed.
                 return Units(core, name, fixes=False).seal(progress=progress_log(context, "files", "bytes"))
             observed = newer_observation(context, deployment, core, path)
-            return build_token_cache(core, name, observed=observed, progress=progress_log(context))
+            return every_recipe(core)[path](core, observed=observed, progress=progress_log(context))
 
         with step(context, deployment), turn(asked, path), _in_a_new_run(path):
-            result = report(context, deployment, core, waited_for(asked, path, build))
+            try:
+                outcome = waited_for(asked, path, build)
+            except LeftOut as error:
+                leave_out(context, deployment, error)
+                return
+            result = report(context, deployment, core, outcome)
         with warnings.catch_warnings():  # Dagster calls the data version of an output beta, that of an asset not
             warnings.simplefilter("ignore", dg.BetaWarning)
             sealed: dg.Output[None] = dg.Output(

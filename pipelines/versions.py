@@ -198,9 +198,9 @@ def is_graph(settings: Settings, path: str) -> bool:
 
     No file of a source is looked for, so that definitions load at once.
     """
-    if settings.partitions == 1 or not has_partitions(path):
-        return False
     name = path.rpartition("/")[2]
+    if settings.partitions == 1 or not name or not has_partitions(path):  # the root of chats has no name
+        return False
     if name not in SOURCES or SOURCES[name].from_hub is None:
         return True
     try:

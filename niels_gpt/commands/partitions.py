@@ -31,9 +31,7 @@ if TYPE_CHECKING:
     kept=". Nothing is lost; the same command seals it",
     examples="niels-gpt seal fineweb_edu --partitions 64\nniels-gpt seal DIR",
 )
-@argument(
-    "source", shell_complete=source_names, help="a pretrain cache whose partitions are built, or a folder of partitions"
-)
+@argument("source", shell_complete=source_names, help="a cache whose partitions are built, or a folder of partitions")
 @option("--sizes-only", is_flag=True, help="compare the sizes of files, and do not read them for their sha256")
 def seal(source: str, sizes_only: bool, **given: Any) -> Result:
     """Seal partitions."""
@@ -101,7 +99,7 @@ def build_one(
     say(partition_line(made))
     data = {"key": key, "partition": number, "partitions": settings.partitions, "reused": made.reused}
     if "partition" in made.meta:  # else it is that of the sealed cache
-        data |= {"docs": made.meta["docs"], "totals": made.meta["totals"]}
+        data |= {key: made.meta[key] for key in ("docs", "totals") if key in made.meta}
     data["seconds"] = made.seconds
     if "partition" not in made.meta:
         return Result({**data, "sealed": True, "unfinished": []}, next=_show(settings, key))
@@ -149,10 +147,12 @@ def on_dask(settings: Settings, where: str) -> Callable[..., Outcome]:
 def _partitioned_key(settings: Settings, sources: Sequence[str]) -> str:
     """Return the key of the one cache that is named. Raises: UsageError for several, and without partitions."""
     from niels_gpt.commands.build import chosen_keys
+    from niels_gpt.kinds.kind import has_partitions
 
     keys = chosen_keys(settings, sources)
-    if len(keys) != 1 or not keys[0].startswith("pretrain/"):
-        raise UsageError(f"{', '.join(keys)}: expected one pretrain cache; other caches have no partitions")
+    if len(keys) != 1 or not has_partitions(keys[0]):
+        expected = "expected one cache of text, chats or recorded rollouts; others have no partitions"
+        raise UsageError(f"{', '.join(keys)}: {expected}")
     if settings.partitions < 2:
         raise UsageError(f"{keys[0]}: how many partitions has it? Pass --partitions P, 2 or more")
     return keys[0]

@@ -107,16 +107,12 @@ def held_text(meta: Mapping[str, Any]) -> str:
     return ", ".join([*(number_of(held.total(thing), thing) for thing in held.counts), *filter(None, [held.note])])
 
 
-def _sum(totals: Mapping[str, int], unit: str) -> int:
-    return sum(totals[f"{split}_{unit}"] for split in ("train", "val"))
-
-
 def partition_line(made: MadeUnit) -> str:
     """Return what a partition holds: "pretrain/notes: partition 3 of 8: 1,204 documents, 5.81M tokens, in 3.2 s"."""
     number, meta = made.partition.number, made.meta
     if "partition" not in meta:
         return f"{made.key}: all {number_of(made.partition.total, 'partition')} are sealed, up to date"
-    what = f"{number_of(sum(meta['docs'].values()), 'document')}, {number_of(_sum(meta['totals'], 'tokens'), 'token')}"
+    what = held_text(meta)
     when = "finished before" if made.reused else f"in {made.seconds:.1f} s"
     return f"{made.key}: partition {number} of {made.partition.total:,}: {what}, {when}"
 

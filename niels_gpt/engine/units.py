@@ -122,7 +122,7 @@ def fix_plan(path: str | os.PathLike[str], content: Mapping[str, Any]) -> Plan:
 
     content: plan_version 1, kind "partition_plan", cache (such as "pretrain/roam"), partitions (2 or more), rule,
         fingerprint (of the recipe, 64 hex digits), recipe, source and code (objects), tokenizer_sha256,
-        tokenizer_content_sha256; listing and exclude_sha256 (both may be null).
+        tokenizer_content_sha256 (both null for recorded ids); listing and exclude_sha256 (both may be null).
     Raises: CacheError E511 for another content under the same fingerprint, naming the keys that differ; CacheError for
         a content in another form, and for anything but a plan.json at its place.
     """
@@ -192,7 +192,9 @@ def _check_content(content: Mapping[str, Any], where: str) -> None:
     total = content.get("partitions")
     if type(total) is not int or not 2 <= total <= MAX_PARTITIONS:
         raise wrong_value(where, "partitions", total, f"2 to {MAX_PARTITIONS:,}")
-    for key in ("fingerprint", "tokenizer_sha256", "tokenizer_content_sha256"):
+    of_tokenizer = ("tokenizer_sha256", "tokenizer_content_sha256")
+    checked_sha256(content.get("fingerprint"), "fingerprint", where)
+    for key in of_tokenizer if any(content.get(key) is not None for key in of_tokenizer) else ():
         checked_sha256(content.get(key), key, where)
     for key in ("listing", "exclude_sha256"):
         if content.get(key) is not None:
@@ -253,6 +255,8 @@ class UnitKind(NamedTuple):
 
     name: str
     """`kind` in the receipts."""
+    keys: tuple[str, ...]
+    """Where the caches lie that have units, as `Kind.keys`: those of the kind, or some."""
     same: tuple[str, ...]
     """Keys of meta.json that all units of a cache have in common; the cache has them too."""
     examine: Callable[[Path, bool, Progress | None], tuple[Meta | None, str]]
@@ -260,6 +264,8 @@ class UnitKind(NamedTuple):
     be read, and what is wrong with it or its files, "" for a good one."""
     items: Callable[[Meta], int]
     """Returns how many documents, chats or groups a receipt counts."""
+    read: str
+    """Key of a receipt that counts those that were read, dropped ones included."""
     join: Callable[[Path, Plan, Source, Iterator[tuple[Path, Meta]]], Meta]
     """Takes the folder to write to, the plan, the source, and folder and receipt of each unit in order. Writes all
     files of the cache and meta.json; returns the meta."""

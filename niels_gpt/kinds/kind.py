@@ -169,9 +169,9 @@ class Kind:
     outside_checks: ClassVar[Mapping[str, str]] = {}
     """Checks that need more than the cache: by name, the place (module:name) of a function of the settings."""
     units: ClassVar[UnitKind | None] = None
-    """How partitions of its caches are looked at and joined; None: it is built whole.
-
-    Builds that may be split encode on all cores: one runs at a time."""
+    """How partitions of its caches are looked at and joined; None: it is built whole."""
+    builds_alone = False
+    """Whether one build of it runs at a time, since each encodes a large corpus on all cores."""
     builder_version: ClassVar[int] = 0
     """The version that builds write now, for `doctor`; 0: an older cache needs no care."""
     is_small = False
@@ -401,10 +401,22 @@ def kind_of_key(key: str) -> Kind | None:
     return next((kind for kind in kinds() if any(_matches(key, known) for known in kind.keys)), None)
 
 
+def units_of_key(key: str) -> UnitKind | None:
+    """Return how the caches at a key are built in partitions; None: they are built whole."""
+    kind = kind_of_key(key)
+    units = None if kind is None else kind.units
+    return units if units is not None and any(_matches(key, known) for known in units.keys) else None
+
+
 def has_partitions(key: str) -> bool:
     """Whether the caches at a key may be built in partitions."""
+    return units_of_key(key) is not None
+
+
+def builds_alone(key: str) -> bool:
+    """Whether one build of the caches at a key, and of others like them, runs at a time."""
     kind = kind_of_key(key)
-    return kind is not None and kind.units is not None
+    return kind is not None and kind.builds_alone
 
 
 def _matches(key: str, known: str) -> bool:

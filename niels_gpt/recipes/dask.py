@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from niels_gpt.cache.formats import SPLITS
 from niels_gpt.data.exclude import read_exclusion
 from niels_gpt.engine.units import Plan
 from niels_gpt.interrupts import sigint_blocked
@@ -406,7 +407,8 @@ def build_there(work: Work, number: int, looks: bool = False) -> Built:
             if looks and (unfit := _obstacle(work)) is not None:
                 return Built(unfit=unfit)
             with chdir(work.folder):
-                meta = Units(settings, work.name).build(number, wait=True, progress=check_wanted).meta
+                made = Units(settings, work.name)
+                meta = made.build(number, wait=True, progress=check_wanted).meta
         except Exception as error:
             return Built(error=_told(error), warnings=warnings)
     receipt = meta.get("partition")
@@ -415,7 +417,8 @@ def build_there(work: Work, number: int, looks: bool = False) -> Built:
     if receipt["plan"] != work.plan:
         other = f"{work.probe}: the worker has built partition {number} of another plan, expected equal inputs"
         return Built(error=("E513", other), warnings=warnings)
-    return Built(sum(meta["docs"].values()), sum(meta["totals"].values()), warnings=warnings)
+    tokens = sum(meta["totals"][f"{split}_tokens"] for split in SPLITS)
+    return Built(made.kind.items(meta), tokens, warnings=warnings)
 
 
 async def obstacle(work: Work) -> Said | None:

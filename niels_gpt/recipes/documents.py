@@ -1,20 +1,26 @@
-"""Documents -> a pretrain cache or one of its partitions: how a row of the table of sources becomes arguments."""
+"""Source -> a token cache or one of its partitions: how a row of the table of sources becomes a builder's arguments."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from niels_gpt.cache.build_pretrain import BUDGET_RULE, FRACTION_RULE, build_pretrain, build_stub
+from niels_gpt.cache.build_sft import build_sft
+from niels_gpt.cache.build_templated import build_templated_sft
 from niels_gpt.documents import Partition
+from niels_gpt.kinds.homes import home_recipes
+from niels_gpt.kinds.kind import has_partitions
 from niels_gpt.progress import Progress
 from niels_gpt.recipes import sources
+from niels_gpt.recipes.home_recipes import HomeRecipes, UnitRecipe
 from niels_gpt.recipes.resolve import ResolvedSource, resolve_source
-from niels_gpt.recipes.run_recipe import BuildInputs, num_threads
+from niels_gpt.recipes.run_recipe import AskedCache, BuildInputs, num_threads
+from niels_gpt.recipes.templates import opened_template, warn_of_marks
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizers.document_tokens import missing_start_text, post_processor_starts
 from niels_gpt.tokenizers.protocol import FullTokenizer
@@ -78,6 +84,45 @@ def build_documents(
     return meta
 
 
+def build_chats(
+    settings: Settings,
+    source: ResolvedSource,
+    inputs: BuildInputs,
+    path: Path,
+    progress: Progress | None,
+    partition: Partition | None = None,
+    plan: str | None = None,
+) -> dict[str, Any]:
+    """Build an sft cache at `path`, or one of its partitions, by the template of the settings. As `build_documents`."""
+    assert inputs.tokenizer is not None
+    read = sources.chats if settings.chat_template is None else sources.template_chats
+    chats: Any = read(settings, source, inputs.revision, inputs.counters, inputs.source.position, partition)
+    common: dict[str, Any] = {
+        "tokenizer": inputs.tokenizer,
+        "val_frac": settings.sft_val_frac,
+        "seed": settings.seed,
+        "num_threads": num_threads(settings),
+        "source": inputs.source,
+        "partition": partition,
+        "plan": plan,
+        "committed": inputs.committed,
+        "progress": progress,
+    }
+    if settings.chat_template is None:
+        return build_sft(chats, path, on_special=settings.on_special, engine=settings.engine, **common)
+    if settings.on_special == "text":
+        logger.info("%s: chats that hold a special token are dropped: a template has no plain form of its tokens", path)
+    if partition is None:
+        warn_of_marks(settings, inputs.tokenizer, path)
+    return build_templated_sft(
+        chats,
+        path,
+        chat_tokenizer=opened_template(settings, inputs.tokenizer, path),
+        on_special="raise" if settings.on_special == "raise" else "drop",
+        **common,
+    )
+
+
 def warn_of_missing_start(settings: Settings, source: ResolvedSource, tokenizer: FullTokenizer, cache: Path) -> None:
     """Log a warning for a cache whose documents begin without what the tokenizer's post-processor writes before a text,
     where the settings do not say how they begin."""
@@ -89,9 +134,26 @@ def warn_of_missing_start(settings: Settings, source: ResolvedSource, tokenizer:
             logger.warning("%s: %s", cache, text, extra={"code": "W414"})
 
 
+def _say_at_seal(asked: AskedCache, _: Mapping[str, Any]) -> None:
+    """Log of all partitions of a token cache what `build_documents` or `build_chats` logs of a whole cache."""
+    settings, tokenizer = asked.settings, asked.tokenizer
+    assert tokenizer is not None
+    if asked.source.spec.family == "pretrain":
+        warn_of_missing_start(settings, asked.source, tokenizer, asked.path)
+    elif settings.chat_template is not None:
+        warn_of_marks(settings, tokenizer, asked.path)
+
+
+def unit_recipe(family: str) -> UnitRecipe:
+    """Return how partitions of a family's caches are built."""
+    own = {"pretrain": UnitRecipe(build_documents, _say_at_seal), "sft": UnitRecipe(build_chats, _say_at_seal)}
+    homes: list[HomeRecipes] = home_recipes()
+    return {**own, **{name: recipe for home in homes for name, recipe in home.units.items()}}[family]
+
+
 def is_partitioned(settings: Settings, source: ResolvedSource) -> bool:
-    """Whether the settings build the source's cache in partitions: a pretrain cache, and not a stub."""
-    return settings.partitions > 1 and source.spec.family == "pretrain" and not source.stub
+    """Whether the settings build the source's cache in partitions: all but trees and stubs."""
+    return settings.partitions > 1 and has_partitions(source.spec.key) and not source.stub
 
 
 def budget_of(settings: Settings, source: ResolvedSource) -> int | None:
@@ -112,7 +174,7 @@ def built_whole(settings: Settings, keys: Sequence[str]) -> list[str]:
 def without_partitions(settings: Settings, keys: Sequence[str]) -> Settings:
     """Return the settings of caches that are built whole, and log a warning that names them."""
     logger.warning(
-        "%s: built whole, without partitions: only pretrain caches that hold text have partitions",
+        "%s: built whole, without partitions: trees of messages and stubs have none",
         ", ".join(keys),
         extra={"code": "W505"},
     )

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from niels_gpt.recipes.run_recipe import Outcome
+from niels_gpt.recipes.run_recipe import AskedCache, Outcome
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizers.protocol import FullTokenizer
 
 Recipe = Callable[..., Outcome]
 """Called with settings, refresh, observed and progress."""
+
+
+class UnitRecipe(NamedTuple):
+    """How partitions of a family's caches are built."""
+
+    build: Callable[..., dict[str, Any]]
+    """Called with settings, source, BuildInputs, path, progress, partition and the sha256 of the plan; returns the
+    receipt."""
+    sealed: Callable[[AskedCache, Mapping[str, Any]], None]
+    """Logs what is a matter of all partitions. Takes the cache that was asked for, and its meta."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +32,8 @@ class HomeRecipes:
     """Of its built-in caches, by key."""
     of_families: Mapping[str, Recipe] = field(default_factory=dict)
     """Of user-defined sources, by the family of the source; called with `key` too."""
+    units: Mapping[str, UnitRecipe] = field(default_factory=dict)
+    """Of its caches that have partitions, by the family of the source."""
     late: LatePlan | None = None
     """How they are planned where no source of the table is resolved. They are built after all others."""
 

@@ -17,7 +17,7 @@ from niels_gpt.engine.journal import identity_of
 from niels_gpt.engine.meta import OF_ANOTHER_VERSION, is_of_this_version
 from niels_gpt.engine.units import states_of
 from niels_gpt.kinds.homes import home_recipes
-from niels_gpt.kinds.kind import kind_of_key
+from niels_gpt.kinds.kind import units_of_key
 from niels_gpt.recipes.disk import needed_bytes
 from niels_gpt.recipes.documents import budget_of, is_partitioned
 from niels_gpt.recipes.eagle3.of_settings import has_small_target
@@ -223,11 +223,12 @@ def _plan_of(settings: Settings, key: str, state: str, tokenizer: FullTokenizer 
 
 def _partitions(settings: Settings, source: ResolvedSource, tokenizer: FullTokenizer | None) -> str:
     """Return how many partitions of the plan of these settings are in which state; "" without a plan."""
-    found = tokenizer and recorded_units(settings, source, tokenizer, listing_of(source))
-    kind = kind_of_key(source.spec.key)
-    if not found or found[1] is None or kind is None or kind.units is None:
+    is_known = tokenizer is not None or needs_no_tokenizer(source.spec.key)
+    found = recorded_units(settings, source, tokenizer, listing_of(source)) if is_known else None
+    kind = units_of_key(source.spec.key)
+    if not found or found[1] is None or kind is None:
         return ""
-    states = Counter(unit.state for unit in states_of(found[1], kind.units) if unit.number >= 0)
+    states = Counter(unit.state for unit in states_of(found[1], kind) if unit.number >= 0)
     order = ("finished", "started", "missing", *sorted(states))
     return f": {', '.join(f'{states[name]:,} {name}' for name in dict.fromkeys(order) if states[name])}"
 
@@ -262,7 +263,7 @@ def _documents(line: bytes) -> int | None:
 
 
 def _is_current(settings: Settings, key: str, source: ResolvedSource, tokenizer: FullTokenizer | None) -> bool:
-    if tokenizer is not None and is_partitioned(settings, source):
+    if is_partitioned(settings, source):
         found = recorded_units(settings, source, tokenizer, listing_of(source))
         if found is not None:  # the text need not be read
             return found[1] is None

@@ -22,6 +22,7 @@ from niels_gpt.data.exclude import Exclusion, read_exclusion
 from niels_gpt.engine.journal import sealed_builds, unfinished_builds
 from niels_gpt.engine.meta import BUILDER_VERSIONS, Source
 from niels_gpt.engine.units import discard_plan, plans_of
+from niels_gpt.kinds.kind import has_partitions
 from niels_gpt.recipes.disk import needed_bytes, refuse_without_room, unfinished_bytes
 from niels_gpt.recipes.rebuilt import warn_of_changes
 from niels_gpt.recipes.resolve import ResolvedSource
@@ -191,7 +192,7 @@ def recipe_fingerprint(
         parts["control_ids"] = sorted(tokenizer.control_ids)
     if stated := stated_credit(settings, key.rpartition("/")[2]):
         parts["credit"] = stated
-    if settings.partitions > 1 and key.startswith("pretrain/"):
+    if settings.partitions > 1 and has_partitions(key):
         parts["partitions"] = settings.partitions
     if listed is not None:
         parts["exclude"] = listed.facts["sha256"]

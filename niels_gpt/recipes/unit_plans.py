@@ -40,7 +40,7 @@ _MAX_LISTINGS_BYTES = 1 << 20
 def recorded_units(
     settings: Settings,
     source: ResolvedSource,
-    tokenizer: FullTokenizer,
+    tokenizer: FullTokenizer | None,
     listing: str | None,
     observed: str | None = None,
 ) -> tuple[AskedCache, Plan | None] | None:
@@ -70,7 +70,7 @@ def recorded_units(
 
 
 def asked_cache(
-    settings: Settings, source: ResolvedSource, tokenizer: FullTokenizer, provenance: dict[str, Any]
+    settings: Settings, source: ResolvedSource, tokenizer: FullTokenizer | None, provenance: dict[str, Any]
 ) -> AskedCache:
     """Return the cache that is asked for of a source as `provenance` has it."""
     return AskedCache.of(settings, source.spec.key, source.spec.settings, source, tokenizer, provenance)
@@ -121,10 +121,10 @@ def settings_of(plan: Plan, settings: Settings, reads: Sequence[str], tokenizer_
     return there if excluded == excluded_sha256(settings) else None
 
 
-def differences(plan: Plan, asked: AskedCache, tokenizer_content: str) -> list[str]:
+def differences(plan: Plan, asked: AskedCache, tokenizer_content: str | None) -> list[str]:
     """Return in what a plan differs from the cache that is asked for, in words.
 
-    tokenizer_content: content_sha256 of the tokenizer that is asked for.
+    tokenizer_content: content_sha256 of the tokenizer that is asked for; None: of recorded ids.
     """
     found = []
     if plan.total != asked.settings.partitions:

@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from niels_gpt.cache.formats import SPLITS
 from niels_gpt.cache.meta import read_meta
-from niels_gpt.data.files.part import PARTITION_RULE
 from niels_gpt.documents import Partition
 from niels_gpt.engine.meta import Source
 from niels_gpt.engine.units import (
@@ -36,15 +36,14 @@ from niels_gpt.engine.units import (
     states_of,
     version_folder,
 )
-from niels_gpt.kinds.kind import MALFORMED, kind_of_key
+from niels_gpt.kinds.kind import MALFORMED, units_of_key
 from niels_gpt.progress import Progress
 from niels_gpt.recipes.documents import (
     budget_of,
-    build_documents,
     check_val_frac,
     is_partitioned,
+    unit_recipe,
     warn_if_partial,
-    warn_of_missing_start,
 )
 from niels_gpt.recipes.resolve import listing_of, resolve_source
 from niels_gpt.recipes.run_recipe import (
@@ -143,18 +142,19 @@ class Units:
         self._measurement = Measurement()
         source = resolve_source(settings, name)
         self.key = source.spec.key
-        kind = kind_of_key(self.key)
-        if not is_partitioned(settings, source) or kind is None or kind.units is None:
-            why = f"partitions is {settings.partitions}" if settings.partitions < 2 else "a stub, chats or rollouts"
-            expected = "a pretrain cache with text and 2 or more partitions (--partitions)"
+        kind = units_of_key(self.key)
+        if kind is None or not is_partitioned(settings, source):
+            why = f"partitions is {settings.partitions}" if settings.partitions < 2 else "a stub, or trees"
+            expected = "a cache of text, chats or recorded rollouts and 2 or more partitions (--partitions)"
             raise UsageError(f"{self.key}: {why}; expected {expected}")
         check_val_frac(settings, source)
         _check_folder(cache_root(settings).absolute())
-        self.kind: UnitKind = kind.units
+        self.kind: UnitKind = kind
+        self._recipe = unit_recipe(source.spec.family)
         self.settings, self.source = settings, source
         self._fixes = fixes
-        self._tokenizer_made = self._made_tokenizer(refresh)
-        self._tokenizer = tokenizer_for(settings, self.key, source, self._tokenizer_made.path)
+        self._tokenizer_made = made = None if source.spec.family == "rollouts" else self._made_tokenizer(refresh)
+        self._tokenizer = None if made is None else tokenizer_for(settings, self.key, source, made.path)
         self._listing = listing_of(source)
         self._find(observed, asks_hub=refresh and source.kind == "hub")
         if refresh or observed is not None:  # the next commands, which have neither, find this one first
@@ -177,7 +177,8 @@ class Units:
         with build_lock(self.path, wait=True):
             if not asks_hub and self._is_recorded(observed):
                 return
-            known = recorded_provenance(self._tokenizer_made.path, self.source, self.path, observed, {})
+            folder = None if self._tokenizer_made is None else self._tokenizer_made.path
+            known = recorded_provenance(folder, self.source, self.path, observed, {})
             provenance = self.source.provenance(None if asks_hub else known)
             self.asked = asked_cache(self.settings, self.source, self._tokenizer, provenance)
             mends = is_committed(self.path, self.asked.fingerprint)
@@ -197,7 +198,8 @@ class Units:
 
         mends: one unit is built, so the disk need not have room for all.
         """
-        plans, content = plans_of(self.path), str(self._tokenizer_made.meta["content_sha256"])
+        plans, made = plans_of(self.path), self._tokenizer_made
+        content = None if made is None else str(made.meta["content_sha256"])
         plan = next((plan for plan in plans if plan.fingerprint == self.asked.fingerprint), None)
         if plan is not None:
             return plan
@@ -216,12 +218,12 @@ class Units:
                 "kind": "partition_plan",
                 "cache": self.key,
                 "partitions": self.settings.partitions,
-                "rule": PARTITION_RULE,
+                "rule": self.source.spec.partition_rule,
                 "fingerprint": self.asked.fingerprint,
                 "recipe": self.asked.recipe,
                 "source": self.asked.provenance,
                 "listing": self._listing,
-                "tokenizer_sha256": self._tokenizer.sha256,
+                "tokenizer_sha256": None if self._tokenizer is None else self._tokenizer.sha256,
                 "tokenizer_content_sha256": content,
                 "exclude_sha256": excluded_sha256(self.settings),
                 "code": code_identity(),
@@ -254,7 +256,7 @@ class Units:
         wait: wait for another builder of it, instead of E503.
         progress: receives documents, tokens, and the unit's part of both budgets (None without budgets).
         Raises: ValueError for a number that there is not; CacheError E306 where the text is no longer the plan's text,
-            E503, E511; what `build_pretrain` raises.
+            E503, E511; what the builder raises.
         """
         partition = Partition.checked(number, self.settings.partitions)
         if self.plan is None:
@@ -272,7 +274,7 @@ class Units:
         """
         if self.plan is None:
             return self._finished(self.current_meta(), True)
-        total, deep = _Total(budget_of(self.settings, self.source), progress), False
+        total, deep = _Total(budget_of(self.settings, self.source), self.kind.read, progress), False
         for number in range(self.plan.total):
             receipt, was_there = self._built(self.plan, self.plan.partition(number), True, total, self._sealed)
             total.add(receipt)
@@ -312,9 +314,10 @@ class Units:
                     raise
                 else:
                     return self._finished(sealed, True)
-        warn_of_missing_start(self.settings, self.source, self._tokenizer, self.path)
-        install_tokenizer(self.settings, self._tokenizer_made)
-        log_unseen_source(self.settings, self._tokenizer_made.meta, self.key)
+        self._recipe.sealed(self.asked, meta)
+        if self._tokenizer_made is not None:
+            install_tokenizer(self.settings, self._tokenizer_made)
+            log_unseen_source(self.settings, self._tokenizer_made.meta, self.key)
         return self._finished(meta, False)
 
     def restart(self, number: int) -> bool:
@@ -423,7 +426,7 @@ class Units:
             assert isinstance(counters, Counter)
             inputs = BuildInputs(asked.tokenizer, described, counters, asked.provenance["revision"], _nothing)
             try:
-                meta = build_documents(asked.settings, asked.source, inputs, path, progress, partition, plan.sha256)
+                meta = self._recipe.build(asked.settings, asked.source, inputs, path, progress, partition, plan.sha256)
             except (CacheError, OSError) as error:
                 is_built = isinstance(error, CacheError) and error.code == "E503"
                 if not (is_built and wait) and plan.is_there:
@@ -514,7 +517,7 @@ class Units:
             code="E511",
         )
 
-    def _warn_of_other(self, plan: Plan, tokenizer_content: str) -> None:
+    def _warn_of_other(self, plan: Plan, tokenizer_content: str | None) -> None:
         there = settings_of(plan, self.settings, self.source.spec.settings, tokenizer_content)
         back = "" if there in (None, self.settings) else build_command(there or self.settings, self.key)
         logger.warning(
@@ -525,7 +528,7 @@ class Units:
             extra={"code": "W507"},
         )
 
-    def _no_plan(self, plans: list[Plan], tokenizer_content: str) -> NoPlan:
+    def _no_plan(self, plans: list[Plan], tokenizer_content: str | None) -> NoPlan:
         """Return the error where no plan may be fixed: none is there at all, or one of other settings."""
         if not plans:
             return self._none_there()
@@ -570,8 +573,9 @@ class Units:
 class _Total:
     """The progress of all units that are built here, as the progress of one cache."""
 
-    def __init__(self, budget: int | None, progress: Progress | None) -> None:
-        self._budget, self._progress, self._documents, self._tokens = budget, progress, 0, 0
+    def __init__(self, budget: int | None, read: str, progress: Progress | None) -> None:
+        """read: see UnitKind."""
+        self._budget, self._read, self._progress, self._documents, self._tokens = budget, read, progress, 0, 0
 
     def __call__(self, documents: int, tokens: int, _: int | None) -> None:
         if self._progress is not None:
@@ -579,8 +583,8 @@ class _Total:
 
     def add(self, receipt: dict[str, Any]) -> None:
         """Count a finished unit."""
-        self._documents += receipt["documents_read"]
-        self._tokens += sum(receipt["totals"].values())
+        self._documents += receipt[self._read]
+        self._tokens += sum(receipt["totals"][f"{split}_tokens"] for split in SPLITS)
 
     def checked(self, _: int, read: int, num_bytes: int | None) -> None:
         """Show how much of them the seal has read: the bar begins again."""

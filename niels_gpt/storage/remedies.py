@@ -22,6 +22,7 @@ ANOTHER_COPY = "No build of it is recorded here: take another copy, or build it 
 _ITS_TOKENIZER = "No build of it is recorded here: give it the tokenizer of the cache that it was copied from"
 _BY_KEY = ("trees/", "eagle3/")  # named by their key
 _EAGLE3 = "eagle3"
+_IN_PARTITIONS = ("pretrain/", "sft/", "rollouts/")
 _LINES = ("pretrain", "sft", "rollouts", "licence", "attribution")  # settings of several entries, each a flag
 _TOKENIZER = "tokenizer"
 _OF_TOKENIZER = (
@@ -55,7 +56,7 @@ def build_command(settings: Settings, keys: str | Sequence[str], *more: str, ver
         value = getattr(settings, field.name)
         if value in (field.default, None) or (field.name.startswith(_EAGLE3) and not (of_eagle3 or of_all)):
             continue
-        if field.name == "partitions" and not (of_all or any(key.startswith("pretrain/") for key in chosen)):
+        if field.name == "partitions" and not (of_all or any(key.startswith(_IN_PARTITIONS) for key in chosen)):
             continue  # no command builds other caches in partitions
         flag = "--" + field.name.replace("_", "-")
         if field.name in _LINES:
