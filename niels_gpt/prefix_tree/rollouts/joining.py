@@ -167,6 +167,8 @@ def _fields_of(parts: Sequence[_Part]) -> tuple[str, ...]:
 def _take_ranges(ranges: dict[str, list[float]], meta: Meta) -> None:
     """Add the least, the most, the sum and the number of the values of each field. Raises: for what is no range."""
     for name, of in meta.get("ranges", {}).items():
+        if name not in meta["fields"]:
+            raise wrong_value(META_NAME, "ranges", name, "fields of its samples")
         is_by_token, totals = per(name) == "token", meta["totals"]
         count = sum(meta["scores"][split] if is_by_token else totals[f"{split}_samples"] for split in SPLITS)
         least, mean, most = (float(of[key]) for key in ("min", "mean", "max"))
