@@ -90,6 +90,19 @@ def count_names(counters: Counter[str], prefix: str, names: Collection[str]) -> 
     return list(keys)
 
 
+def few_names(counts: Mapping[str, int]) -> dict[str, int]:
+    """Return counts of several builds, added up, with no more names of a prefix than `count_names` takes: those that
+    are counted most often. The others are one number, as there."""
+    found: dict[str, int] = {}
+    names = Counter[str]()
+    for key, number in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
+        prefix, colon, name = key.partition(":")
+        names[prefix] += bool(colon) and name != "others"
+        kept = key if names[prefix] <= _MAX_NAMES else f"{prefix}:others"
+        found[kept] = found.get(kept, 0) + number
+    return found
+
+
 def roles_counted(counts: Mapping[str, int]) -> dict[str, int]:
     """Return the counts of roles, by `count_names`, among others."""
     return {key: number for key, number in counts.items() if key.startswith(f"{UNKNOWN_ROLE}:")}

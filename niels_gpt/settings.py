@@ -60,8 +60,8 @@ class Settings:
     )
     partitions: int = _setting(
         1,
-        "parts that a cache is built in, each alone and on any machine; of text they decide the order of the tokens. "
-        "1: not partitioned",
+        "parts that a cache is built in, each alone and on any machine; they decide the order of its tokens. 1: not "
+        "partitioned",
         least=1,
         most=100_000,
     )

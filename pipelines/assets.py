@@ -13,7 +13,7 @@ import dagster as dg
 
 from niels_gpt.data.sources import SOURCES, SourceSpec
 from niels_gpt.data.trees import TREES
-from niels_gpt.kinds.kind import has_parts_of_text
+from niels_gpt.kinds.kind import builds_alone
 from niels_gpt.recipes.plan import every_recipe
 from niels_gpt.recipes.records import TOKENIZER_KEY, Outcome
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
@@ -115,7 +115,7 @@ def _tokenizer(deployment: Deployment) -> dg.AssetsDefinition:
 
 def _cache(deployment: Deployment, spec: SourceSpec) -> dg.AssetsDefinition:
     """Return FAMILY/NAME, the token or rollout cache of a source."""
-    is_alone = has_parts_of_text(spec.key)
+    is_alone = builds_alone(spec.key)
 
     @dg.asset(
         key=deployment.key(spec.key),

@@ -12,7 +12,8 @@ from typing import Any
 
 import dagster as dg
 
-from niels_gpt.kinds.kind import has_parts_of_text
+from niels_gpt.kinds.kind import builds_alone
+from niels_gpt.recipes.family import family_named
 from niels_gpt.recipes.home_recipes import units_of
 from niels_gpt.recipes.plan import every_recipe
 from niels_gpt.recipes.records import TOKENIZER_KEY, Outcome
@@ -82,7 +83,7 @@ def _as_graph(
 
 def is_in_partitions(settings: Settings, path: str) -> bool:
     """Whether a run with these settings builds a cache in partitions."""
-    if settings.partitions == 1 or not has_parts_of_text(path):
+    if settings.partitions == 1 or family_named(path) is None:  # only those of a family are made of a source
         return settings.partitions > 1
     return resolve_source(settings, path).is_partitioned(settings)
 
@@ -192,7 +193,7 @@ def _seal_cache(deployment: Deployment) -> dg.OpDefinition:
             observed = newer_observation(context, deployment, core, path)
             return every_recipe(core)[path](core, observed=observed, progress=progress_log(context))
 
-        alone = turn(asked, path) if has_parts_of_text(path) else nullcontext()
+        alone = turn(asked, path) if builds_alone(path) else nullcontext()
         with step(context, deployment), alone, _in_a_new_run(path):
             try:
                 result = report(context, deployment, core, waited_for(asked, path, build))

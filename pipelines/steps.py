@@ -12,7 +12,7 @@ from typing import TypeVar
 import dagster as dg
 from dagster._core.storage.asset_check_execution_record import AssetCheckExecutionRecordStatus as Status
 
-from niels_gpt.kinds.kind import has_parts_of_text, kinds
+from niels_gpt.kinds.kind import builds_alone, kinds
 from niels_gpt.progress import Progress
 from niels_gpt.recipes.eagle3.of_settings import NoExtra, NoTarget
 from niels_gpt.recipes.plan import built_at, every_key
@@ -65,7 +65,7 @@ def materialized(
     build: called with the run's settings.
     """
     run = deployment.run(context)
-    with step(context, deployment), turn(run, path) if has_parts_of_text(path) else nullcontext():
+    with step(context, deployment), turn(run, path) if builds_alone(path) else nullcontext():
         try:
             start_over(context, deployment, run, path)
             # The asset `tokenizer` alone replaces the one that is there.

@@ -19,7 +19,7 @@ from niels_gpt.cache.meta import find_meta
 from niels_gpt.data.exclude import Exclusion, read_exclusion
 from niels_gpt.data.sources import SOURCES
 from niels_gpt.hub.models import is_local
-from niels_gpt.kinds.kind import has_partitions, has_parts_of_text
+from niels_gpt.kinds.kind import has_partitions
 from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
 from niels_gpt.recipes.eagle3.of_settings import KEY as TARGETS_KEY
 from niels_gpt.recipes.eagle3.of_settings import VOCAB_KEY, has_small_target, raw_source, why_left_out
@@ -148,7 +148,7 @@ def _excluded(settings: Settings, path: str) -> dict[str, Any]:
         return {}
     taken: Any = listed.facts["sha256"]
     name = raw_source(settings) if path in (VOCAB_KEY, TARGETS_KEY) else path
-    is_whole = settings.partitions > 1 and has_parts_of_text(path)
+    is_whole = settings.partitions > 1 and path != TARGETS_KEY and has_partitions(path)
     with suppress(OSError, ValueError):  # such as no files
         source = None if name is None or is_whole else resolve_source(settings, name)
         listing = source and listing_of(source)
@@ -197,11 +197,11 @@ def is_graph(settings: Settings, path: str) -> bool:
 
     No file of a source is looked for, so that definitions load at once.
     """
-    if settings.partitions == 1 or not has_partitions(path):
+    name = path.rpartition("/")[2]
+    if settings.partitions == 1 or not name or not has_partitions(path):  # the root of chats has no name
         return False
     if path == TARGETS_KEY:
         return why_left_out(settings) is None
-    name = path.rpartition("/")[2]
     if name not in SOURCES or SOURCES[name].from_hub is None:
         return True
     try:

@@ -17,7 +17,8 @@
     sft_counts.py         which rows T makes of the examples; which are truncated, dropped, split or warned of
     sft_dataset.py        SFTExampleDataset: random rows of an sft cache, one example each
     documents.py          what people see of a split: documents, lengths, ids, loss, source ids
-    joining.py            how units of a pretrain cache become one cache
+    joining.py            how units become one cache: receipts added up; the files of a pretrain cache
+    joining_chats.py      the files of an sft cache
     kind/                 the kinds pretrain and sft: every operation of niels_gpt.kinds for token caches
     cli.py                python -m niels_gpt.cache.cli; the code is in niels_gpt/commands/
 

@@ -15,7 +15,7 @@ from niels_gpt.cache.formats import SPLITS
 from niels_gpt.cache.shards import Shards, files_of, with_ids
 from niels_gpt.documents import DocumentBatch, Partition
 from niels_gpt.encoding import TextEncoder
-from niels_gpt.engine.build import How, run_build
+from niels_gpt.engine.build import How, claim_of, run_build
 from niels_gpt.engine.checkpoints import CHECKPOINT_SECONDS
 from niels_gpt.engine.meta import Source, vocabulary_of, write_description
 from niels_gpt.engine.split import TextSplit, TokenBudget, asked_share
@@ -23,7 +23,6 @@ from niels_gpt.engine.stream import SHUFFLE_ALGORITHM, Shuffled
 from niels_gpt.progress import Progress
 from niels_gpt.special_tokens import SPECIAL_TOKENS
 from niels_gpt.storage import fileio, versions
-from niels_gpt.storage.meta_json import checked_sha256
 from niels_gpt.tokenizers.document_tokens import DocumentToken
 from niels_gpt.tokenizers.document_tokens import document_end as document_end_of
 from niels_gpt.tokenizers.document_tokens import document_start as document_start_of
@@ -92,7 +91,7 @@ def build_pretrain(
     settings |= _document_tokens(tokenizer, document_start, document_end)
     rule = TextSplit(asked_share(settings), seed, moves=partition is None)
     encoder = _encoder(tokenizer, settings, rule, engine)
-    settings |= _of_partition(partition, plan, budget, split_rule)
+    settings |= claim_of(partition, plan, split_rule, IN_PARTITIONS) | _part_of_budgets(partition, budget)
     return run_build(
         out_dir,
         lambda number: with_ids(documents, number),
@@ -194,18 +193,9 @@ def _settings(
     }
 
 
-def _of_partition(
-    partition: Partition | None, plan: str | None, budget: TokenBudget, split_rule: str
-) -> dict[str, Any]:
-    """Give a partition its part of the budgets; returns its keys of meta.json. Raises: ValueError for bad arguments."""
-    if partition is None and plan is None:
+def _part_of_budgets(partition: Partition | None, budget: TokenBudget) -> dict[str, Any]:
+    """Give a partition its part of the budgets; returns its keys of meta.json."""
+    if partition is None:
         return {}
-    if partition is None or plan is None:
-        raise ValueError("expected both a partition and the sha256 of its plan, or neither")
-    Partition.checked(*partition)
     budget.limits = {split: partition.budget(limit) for split, limit in budget.limits.items()}
-    return {
-        "partition": {**partition._asdict(), "plan": checked_sha256(plan, "plan", "build_pretrain")},
-        "split_rule": IN_PARTITIONS.get(split_rule, split_rule),
-        **{f"max_{split}_tokens": limit for split, limit in budget.limits.items()},
-    }
+    return {f"max_{split}_tokens": limit for split, limit in budget.limits.items()}

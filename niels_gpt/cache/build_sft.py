@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 
 from niels_gpt.cache.formats import OFFSET_DTYPE, SPLITS
 from niels_gpt.chat_template import ROLE_TO_NAME, UNKNOWN_ROLE, count_names
+from niels_gpt.documents import Partition
 from niels_gpt.encoding import DIGEST_BYTES, EncodedTexts, TextEncoder, split_keys
-from niels_gpt.engine.build import How, NoTextError, run_build
+from niels_gpt.engine.build import How, NoTextError, claim_of, run_build
 from niels_gpt.engine.checkpoints import CHECKPOINT_SECONDS, Build
 from niels_gpt.engine.journal import npy_parts, parts_of
 from niels_gpt.engine.losses import Losses, loss_keys
@@ -34,11 +35,17 @@ from niels_gpt.storage.fileio import id_lines
 from niels_gpt.tokenizers.engine import open_engine
 from niels_gpt.tokenizers.protocol import Ids, Tokenizer
 
-SPLIT_RULE = (
+_BY_TEXT = (
     "by roles and contents: to val where the first 8 bytes of sha256(seed, newline, JSON of [[role, content], ...]), "
-    "big-endian, are below val_frac * 2**64; where that would leave a split without an example, the nearest one goes "
-    "there, to train first; both splits keep the order of the stream"
+    "big-endian, are below val_frac * 2**64; "
 )
+_MOVED = "where that would leave a split without an example, the nearest one goes there, to train first; "
+_IN_ORDER = "both splits keep the order of the stream"
+SPLIT_RULE = _BY_TEXT + _MOVED + _IN_ORDER
+IN_PARTITIONS = {
+    SPLIT_RULE: f"{_BY_TEXT}none is moved where that leaves a split without an example; {_IN_ORDER} in each partition"
+}
+"""What a partition does instead: it does not know the chats of the others."""
 FILES: dict[str, str | None] = {
     **{f"{split}_tokens.bin": f"{split}_tokens.bin" for split in SPLITS},
     **{f"{split}_starts.bin": None for split in SPLITS},
@@ -48,6 +55,8 @@ FILES: dict[str, str | None] = {
 """The files that a build appends to, for each split: the tokens of its examples, and the start, the digest (equal
 examples have equal ones) and the source id of each.
 """
+DIGESTS_OF = {split: f"index/{split}_digests.bin" for split in SPLITS}
+"""The digests of the examples of each split, where they are files of a cache: in a partition."""
 LOSS: dict[str, str | None] = {f"{split}_loss.bin": None for split in SPLITS}
 """More files, where the tokens that carry loss are stored: a byte for each token, 1 for a target."""
 NUMBERS = 4
@@ -55,6 +64,11 @@ NUMBERS = 4
 _SUMS = ("examples", "tokens", "supervised_tokens", "utf8_bytes")
 _LAST_REPLY = "digest of the last reply"
 _JOINT = "\0"  # after each role
+
+
+def files_of(partition: Partition | None) -> dict[str, str | None]:
+    """Return the files that a build appends to; a partition keeps the digests: duplicates are counted over all."""
+    return FILES if partition is None else FILES | {f"{split}_digests.bin": name for split, name in DIGESTS_OF.items()}
 
 
 class Examples:
@@ -81,6 +95,11 @@ class Examples:
     def done(self) -> tuple[int, int]:
         """Return the chats read and the tokens written so far."""
         return self.counts["examples_read"], sum(self._sums["tokens"].values())
+
+    @property
+    def is_part(self) -> bool:
+        """Whether this is a partition, which does not know the chats of the others."""
+        return self._build.keeps("train_digests.bin")
 
     @property
     def kept(self) -> int:
@@ -153,6 +172,7 @@ class Examples:
                 bits[split] = build.add(f"{split}_loss.bits", packed(parts))
         groups: dict[str, Any] = {"shards": shards, "index": index, "ids": ids}
         groups |= {"loss_bits": bits} if bits else {}
+        groups |= {"files": [build.finish(f"{split}_digests.bin") for split in SPLITS]} if self.is_part else {}
         digests = {split: build.path_of(f"{split}_digests.bin") for split in SPLITS}
         return {
             **groups,
@@ -204,6 +224,8 @@ def build_sft(
     engine: str = "auto",
     source: Source | None = None,
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
+    partition: Partition | None = None,
+    plan: str | None = None,
     committed: Callable[[dict[str, Any]], None] | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
@@ -220,15 +242,15 @@ def build_sft(
     source = source or Source()
     encoder = TextEncoder(tokenizer, on_special=on_special, engine=open_engine(tokenizer, engine, seed=seed))
     settings: dict[str, Any] = {"kind": "sft", "built": True, "val_frac": val_frac, "on_special": on_special}
-    settings["split_rule"] = SPLIT_RULE
-    rule = TextSplit(Fraction(val_frac), seed)
+    settings |= {"split_rule": SPLIT_RULE, **claim_of(partition, plan, SPLIT_RULE, IN_PARTITIONS)}
+    rule = TextSplit(Fraction(val_frac), seed, moves=partition is None)
     return run_build(
         out_dir,
         lambda number: _numbered(examples, number),
         lambda build: _Chats(build, os.fspath(out_dir), source, rule, encoder),
         How(num_threads, executor, checkpoint_seconds, committed, progress),
         tokenizer=tokenizer,
-        files=FILES,
+        files=files_of(partition),
         source=source,
         rule=rule,
         settings=settings,

@@ -20,14 +20,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from niels_gpt.cache.build_sft import FILES, LOSS, SPLIT_RULE, Examples
+from niels_gpt.cache.build_sft import IN_PARTITIONS, LOSS, SPLIT_RULE, Examples, files_of
 from niels_gpt.chat.protocol import NOT_AS_TEXT, NOT_STABLE, REFUSED_BY_TEMPLATE, TOO_LARGE, UNKNOWN_TURNS, UNUSED_CALLS
 from niels_gpt.chat.rows import EMPTY, MERGED, NO_SUPERVISED, WITHOUT_LOSS
 from niels_gpt.chat.templates import REMEDY
 from niels_gpt.chat.tokenizers import SPECIAL_TEXT, Chat, ChatTokenizer, EncodedChat, RefusedChat
 from niels_gpt.chat.turns import words_of
+from niels_gpt.documents import Partition
 from niels_gpt.encoding import DIGEST_BYTES, DIGEST_DTYPE
-from niels_gpt.engine.build import How, NoTextError, run_build
+from niels_gpt.engine.build import How, NoTextError, claim_of, run_build
 from niels_gpt.engine.checkpoints import CHECKPOINT_SECONDS, Build
 from niels_gpt.engine.losses import UNKNOWN_IDS, warn_of_unknown
 from niels_gpt.engine.meta import Source
@@ -82,6 +83,8 @@ def build_templated_sft(
     num_threads: int = 1,
     source: Source | None = None,
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
+    partition: Partition | None = None,
+    plan: str | None = None,
     committed: Callable[[dict[str, Any]], None] | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
@@ -110,8 +113,10 @@ def build_templated_sft(
     }
     settings: dict[str, Any] = {"kind": "sft", "built": True, "val_frac": val_frac, "on_special": on_special}
     settings |= {"split_rule": SPLIT_RULE, "chat_template": template, "pad_id": chat_tokenizer.pad_id}
+    settings |= claim_of(partition, plan, SPLIT_RULE, IN_PARTITIONS)
     named = chat_tokenizer.names_sha256  # of the template's tokens, by files beside tokenizer.json
-    rule, encoder = TextSplit(Fraction(val_frac), seed), _ChatEncoder(chat_tokenizer, int(tokenizer.vocab_size))
+    rule = TextSplit(Fraction(val_frac), seed, moves=partition is None)
+    encoder = _ChatEncoder(chat_tokenizer, int(tokenizer.vocab_size))
     unk_id = getattr(tokenizer, "unk_id", None)
     return run_build(
         out_dir,
@@ -119,7 +124,7 @@ def build_templated_sft(
         lambda build: _Chats(build, os.fspath(out_dir), source, rule, encoder, on_special, unk_id),
         How(min(num_threads, 1), None, checkpoint_seconds, committed, progress),
         tokenizer=tokenizer,
-        files=FILES | LOSS,
+        files=files_of(partition) | LOSS,
         source=source,
         rule=rule,
         settings=settings,
@@ -285,7 +290,7 @@ class _Chats(Examples):
         for part in encoded:
             self._add(batch, part)
         self.counts["examples_read"] += len(batch.items)
-        if self.counts[NOT_STABLE] >= _MANY:
+        if self.counts[NOT_STABLE] >= _MANY and not self.is_part:
             self.check_kept()
         return _CHATS.digests(batch.items, self.encoder)
 

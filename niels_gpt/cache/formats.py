@@ -41,7 +41,12 @@ LOSS_KEYS = ("loss_bits", "chat_template", "pad_id")
 IMPORTED_TEMPLATE = {"sha256": None, "mask_by": "imported", "loss_on": "imported"}
 """`chat_template` of an imported cache, whose loss came with the tokens."""
 
-_OF_EACH = frozenset(f"{split}_{name}" for split in SPLITS for name in ("tokens", "docs", "shards"))
+OF_EACH = {
+    "pretrain": ("tokens", "docs", "shards"),
+    "sft": ("tokens", "examples"),
+    "rollouts": ("tokens", "groups", "samples"),
+}
+"""What `partitions.of_each` counts of each partition and split, by the kind of the cache."""
 
 __all__ = [
     "BLOCK_BYTES",
@@ -53,6 +58,7 @@ __all__ = [
     "LOSS_KEYS",
     "NARROW",
     "OFFSET_DTYPE",
+    "OF_EACH",
     "PARTITIONED_VERSION",
     "SHARD_GLOB",
     "SPLITS",
@@ -91,7 +97,8 @@ def npy_header(count: int) -> bytes:
 def format_version_of(meta: Mapping[str, Any]) -> int:
     """Return the format version that a meta.json must have: 2 where shards may be short, else 1.
 
-    That is a pretrain cache of several partitions, and one that was imported, of any kind.
+    That is a pretrain cache of several partitions, and one that was imported, of any kind. The files of chats and
+    rollouts are the same however many partitions they were built in.
     """
     is_partitioned = "partitions" in meta and meta.get("kind") == "pretrain"
     return PARTITIONED_VERSION if is_partitioned or is_imported(meta) else FORMAT_VERSION
@@ -142,20 +149,20 @@ def check_partitions(meta: Mapping[str, Any], where: str) -> None:
     """
     if "partitions" not in meta or meta.get("kind") is None:  # without a kind: of another tool
         return
-    partitions = meta["partitions"]
-    if meta["kind"] != "pretrain" or not isinstance(partitions, dict) or {*partitions} != {"total", "rule", "of_each"}:
-        raise wrong_value(
-            where, "partitions", partitions, "total, rule and of_each of a pretrain cache, and no other key"
-        )
+    partitions, counted = meta["partitions"], OF_EACH.get(str(meta["kind"]))
+    if counted is None or not isinstance(partitions, dict) or {*partitions} != {"total", "rule", "of_each"}:
+        expected = f"total, rule and of_each of a cache of {', '.join(OF_EACH)}, and no other key"
+        raise wrong_value(where, "partitions", partitions, expected)
     checked_count(partitions["total"], "partitions.total", where)
     if not isinstance(partitions["rule"], str):
         raise wrong_value(where, "partitions.rule", partitions["rule"], "text")
     if not isinstance(partitions["of_each"], list):
         raise wrong_value(where, "partitions.of_each", partitions["of_each"], "a list")
+    keys = {f"{split}_{name}" for split in SPLITS for name in counted}
     for number, each in enumerate(partitions["of_each"]):
         name = f"partitions.of_each[{number}]"
-        if not isinstance(each, dict) or each.keys() != _OF_EACH:
-            raise wrong_value(where, name, each, f"an object of {', '.join(sorted(_OF_EACH))}")
+        if not isinstance(each, dict) or each.keys() != keys:
+            raise wrong_value(where, name, each, f"an object of {', '.join(sorted(keys))}")
         for key, count in each.items():
             checked_count(count, f"{name}.{key}", where)
 

@@ -1,6 +1,5 @@
-"""How units of a pretrain cache become one cache: shards linked; index, ids and checksums streamed together.
-
-And how a unit that was built again mends the damaged files of such a cache.
+"""How units become one cache: receipts added up, whatever the kind; of pretrain caches shards linked, and index, ids
+and checksums streamed together. And how a unit that was built again mends the damaged files of a pretrain cache.
 
 Memory depends on the number of shards, whose records meta.json has; duplicates are counted range by range of their
 digests. Where texts name their split, the digests of all of val are in memory too. Nothing of host, time, plan or code
@@ -34,6 +33,7 @@ from niels_gpt.cache.formats import (
     num_blocks,
 )
 from niels_gpt.cache.shards import TEXTS_OF, warn_of_unmet_budgets
+from niels_gpt.chat_template import few_names
 from niels_gpt.encoding import DIGEST_BYTES
 from niels_gpt.engine.build import NoTextError
 from niels_gpt.engine.checkpoints import CHECKSUMS
@@ -47,7 +47,14 @@ from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.locks import check_lease
-from niels_gpt.storage.meta_json import checked_count, file_records, open_regular, path_inside, wrong_value
+from niels_gpt.storage.meta_json import (
+    checked_count,
+    file_records,
+    open_regular,
+    path_inside,
+    shortened,
+    wrong_value,
+)
 from niels_gpt.storage.versions import LOCK_NAME
 from niels_gpt.tokenizers.vocabulary import end_of_documents, start_of_documents
 
@@ -105,74 +112,140 @@ class _Part(NamedTuple):
     """Blocks with a checksum in the shards of each split."""
 
 
+class Sums(NamedTuple):
+    """What the receipts of all units say together."""
+
+    known: Meta
+    """The keys that all of them have in common."""
+    counts: Meta
+    """Sums, in the form of the zeros that they began with."""
+    counters: dict[str, int]
+    """Of the loaders."""
+    examples: dict[str, str]
+    """`first_noticed`: of each counter that of the first unit that has one."""
+    accepted: dict[str, Any]
+    """Versions that differed while units were built: recipes/units.py."""
+    of_each: list[Meta]
+
+
+def summed_up(
+    units: Iterator[tuple[Path, Meta]],
+    same: Sequence[str],
+    zeros: Meta,
+    of_unit: Callable[[Meta], Meta],
+    take: Callable[[Path, Meta], None],
+) -> Sums:
+    """Add up the receipts of all units.
+
+    of_unit: gives the `partitions.of_each` of one. take: called with each in order.
+    Raises: CacheError for anything but a count.
+    """
+    counts, counters, examples = zeros, dict[str, int](), dict[str, str]()
+    accepted, of_each, meta = dict[str, Any](), list[Meta](), Meta()
+    for folder, meta in units:
+        take(folder, meta)
+        counts, counters = _added("", counts, meta), _added("counters", counters, meta["source"]["counters"])
+        examples = {**meta.get("first_noticed", {}), **examples}
+        accepted |= meta["source"].get("accepted_code", {})
+        of_each.append(of_unit(meta))
+    known = {key: meta[key] for key in same if key in meta}
+    return Sums(known, counts, few_names(counters), examples, accepted, of_each)
+
+
+def no_train(plan: Plan, sums: Sums, read: str) -> NoTextError:
+    """Return the error of a cache without anything for train. read: the count of what was read."""
+    lost = shortened({**sums.counts["dropped"], **sums.counters})
+    number, what = sums.counts[read], read.removesuffix("_read")
+    return NoTextError(f"{plan.path}: no token for the train split: {number} {what} read: {lost}. Give it more text")
+
+
+def written(work: Path, plan: Plan, source: Source, sums: Sums, kind: str, **keys: Any) -> Meta:
+    """Write the meta.json of a cache whose other files are written, and return it. keys: those that are no sums."""
+    accepted = source.provenance.get("accepted_code", {}) | sums.accepted
+    if accepted:
+        source = replace(source, provenance={**source.provenance, "accepted_code": accepted})
+    counts: Meta = dict(sums.counts)
+    if examples := {name: sums.examples[name] for name in sorted(sums.examples) if counts["noticed"].get(name)}:
+        counts["first_noticed"] = examples
+    for name in ("dropped", "noticed"):
+        counts[name] = {key: number for key, number in sorted(few_names(counts[name]).items()) if number}
+    if trip := counts.get("roundtrip"):
+        counts["lossless"] = trip["differ"] == 0 if trip["texts"] else None
+    return write_description(
+        work,
+        vocabulary={},
+        source=source,
+        counters=sums.counters,
+        partitions={"total": plan.total, "rule": plan.content["rule"], "of_each": sums.of_each},
+        kind=kind,
+        **sums.known,
+        **counts,
+        **keys,
+    )
+
+
 def join(work: Path, plan: Plan, source: Source, units: Iterator[tuple[Path, Meta]]) -> Meta:
-    """Write all files of the cache and meta.json to `work`; returns the meta. See `UnitKind.join`.
+    """Write all files of a pretrain cache and meta.json to `work`; returns the meta. See `UnitKind.join`.
 
     Raises: NoTextError without a token for train; CacheError E510 for an index or ids that are not of their unit.
     """
     for name in (*SPLITS, "index"):
         fileio.make_dir(work / name)
     parts, shards = list[_Part](), {split: list[Meta]() for split in SPLITS}
-    of_each, limits = list[Meta](), dict[str, int | None]({f"max_{split}_tokens": 0 for split in SPLITS})
-    counts, counters, examples = _ZEROS, dict[str, int](), dict[str, str]()
-    accepted, meta = dict[str, Any](source.provenance.get("accepted_code", {})), Meta()
-    for folder, meta in units:
+    limits = dict[str, int | None]({f"max_{split}_tokens": 0 for split in SPLITS})
+
+    def take(folder: Path, meta: Meta) -> None:
         parts.append(_linked(work, folder, meta, shards))
-        counts, counters = _added("", counts, meta), _added("counters", counters, meta["source"]["counters"])
         for key, limit in limits.items():
             limits[key] = None if limit is None or meta[key] is None else limit + meta[key]
-        examples = {**meta.get("first_noticed", {}), **examples}
-        accepted |= meta["source"].get("accepted_code", {})
-        of_each.append(_of_unit(meta))
-    known = {key: meta[key] for key in SAME if key in meta}
-    if not counts["totals"]["train_tokens"] and known["built"] is True:
-        read = counts["documents_read"]
-        raise NoTextError(f"{plan.path}: no token for the train split: {read} documents read. Give it more text")
-    if accepted:  # versions that differed while units were built: recipes/units.py
-        source = replace(source, provenance={**source.provenance, "accepted_code": accepted})
+
+    sums = summed_up(units, SAME, _ZEROS, _of_unit, take)
+    counts = sums.counts
+    if not counts["totals"]["train_tokens"] and sums.known["built"] is True:
+        raise no_train(plan, sums, "documents_read")
     files = _streamed(work, parts, counts["docs"])
-    duplicates = _count_duplicates(work, parts, counts, by_text=known["split_rule"] in IN_PARTITIONS.values())
-    return write_description(
-        work,
-        vocabulary={},
-        source=source,
-        counters=counters,
-        shards=shards,
-        **files,
-        duplicates=duplicates,
-        format_version=PARTITIONED_VERSION,
-        partitions={"total": plan.total, "rule": plan.content["rule"], "of_each": of_each},
-        kind="pretrain",
-        **known,
-        **_described(counts, limits, examples),
-    )
+    duplicates = _count_duplicates(work, parts, counts, by_text=sums.known["split_rule"] in IN_PARTITIONS.values())
+    reached = {
+        split: None
+        if (limit := limits[f"max_{split}_tokens"]) is None
+        else counts["totals"][f"{split}_tokens"] == limit
+        for split in SPLITS
+    }
+    keys = {"shards": shards, **files, "duplicates": duplicates, **limits, "budget_reached": reached}
+    return written(work, plan, source, sums, "pretrain", format_version=PARTITIONED_VERSION, **keys)
 
 
 def check_receipt(meta: Meta) -> None:
     """Raise an error where a receipt has what `join` cannot take: it reads files by the names of a build of ours."""
-    _added("", _ZEROS, meta)
-    _added("counters", {}, meta["source"]["counters"])
+    shards = [_SHARD.format(split, number) for split in SPLITS for number in range(len(meta["shards"][split]))]
+    index = [f"index/{split}_{name}" for name in ("docs.npy", "ids.txt") for split in SPLITS]
+    check_form(meta, SAME, _ZEROS, [*shards, *index, CHECKSUMS, *TEXTS_OF.values()], optional={"document_start"})
     for split in SPLITS:
         if (limit := meta[f"max_{split}_tokens"]) is not None:
             checked_count(limit, f"max_{split}_tokens", META_NAME)
-        if meta["index"][split]["entries"] != meta["docs"][split] + 1:
-            raise wrong_value(
-                META_NAME, f"index.{split}.entries", meta["index"][split]["entries"], "one more than docs"
-            )
-    shards = [_SHARD.format(split, number) for split in SPLITS for number in range(len(meta["shards"][split]))]
-    index = [f"index/{split}_{name}" for name in ("docs.npy", "ids.txt") for split in SPLITS]
-    names = [*shards, *index, CHECKSUMS, *TEXTS_OF.values()]
-    if [record["name"] for record in file_records(meta)] != names:
-        raise CacheError(META_NAME, "it names other files than a partition has", code="E202")
+        check_entries(meta, split, split, meta["docs"][split] + 1)
     if [record["bytes"] for record in meta["files"]] != [DIGEST_BYTES * meta["docs"][split] for split in SPLITS]:
         raise CacheError(META_NAME, "its digests of texts are not one for each document", code="E202")
-    if meta["checksums"]["block_bytes"] != BLOCK_BYTES:
-        raise wrong_value(META_NAME, "checksums.block_bytes", meta["checksums"]["block_bytes"], str(BLOCK_BYTES))
-    if any(key not in meta for key in SAME if key != "document_start") or meta["built"] not in (True, "partial"):
-        raise CacheError(META_NAME, "a key of a built partition is missing", code="E202")
-    asked_share(meta)
     start_of_documents(meta, META_NAME)
     end_of_documents(meta, META_NAME)
+
+
+def check_form(
+    meta: Meta, same: Sequence[str], zeros: Meta, names: Sequence[str], optional: Collection[str] = ()
+) -> None:
+    """Raise an error where a receipt of any kind has what `summed_up` and `written` cannot take.
+
+    names: of all its files, in the order of `file_records`. optional: keys of `same` that may be absent.
+    """
+    _added("", zeros, meta)
+    _added("counters", {}, meta["source"]["counters"])
+    if [record["name"] for record in file_records(meta)] != list(names):
+        raise CacheError(META_NAME, "it names other files than a partition has", code="E202")
+    if meta["checksums"]["block_bytes"] != BLOCK_BYTES:
+        raise wrong_value(META_NAME, "checksums.block_bytes", meta["checksums"]["block_bytes"], str(BLOCK_BYTES))
+    if any(key not in meta for key in same if key not in optional) or meta["built"] not in (True, "partial"):
+        raise CacheError(META_NAME, "a key of a built partition is missing", code="E202")
+    asked_share(meta)
     accepted = meta["source"].get("accepted_code", {})
     for texts in (meta.get("first_noticed", {}), accepted):
         if not isinstance(texts, dict):
@@ -180,6 +253,12 @@ def check_receipt(meta: Meta) -> None:
     for versions in accepted.values():
         if not isinstance(versions, list) or len(versions) != 2:
             raise CacheError(META_NAME, f"{versions!r:.40} in accepted_code is no pair of versions", code="E202")
+
+
+def check_entries(meta: Meta, split: str, index: str, entries: int) -> None:
+    """Raise CacheError unless an offsets file of a receipt has so many entries, by its record. index: its key."""
+    if (found := meta["index"][index]["entries"]) != entries:
+        raise wrong_value(META_NAME, f"index.{index}.entries", found, f"{entries}, by what {split} holds")
 
 
 def _of_unit(meta: Meta) -> dict[str, int]:
@@ -196,25 +275,6 @@ def _added(name: str, total: Any, value: Any) -> Any:
     if name in _OPEN:
         return total | {str(key): _added(f"{name}.{key}", total.get(key, 0), value[key]) for key in value}
     return {key: _added(key, number, value[key]) for key, number in total.items()}
-
-
-def _described(counts: Meta, limits: Mapping[str, int | None], examples: Mapping[str, str]) -> Meta:
-    """Return the sums of the receipts as keys of meta.json."""
-    totals, trip = counts["totals"], counts["roundtrip"]
-    return {
-        **counts,
-        **limits,
-        **{
-            key: {name: number for name, number in sorted(counts[key].items()) if number}
-            for key in ("dropped", "noticed")
-        },
-        "budget_reached": {
-            split: None if (limit := limits[f"max_{split}_tokens"]) is None else totals[f"{split}_tokens"] == limit
-            for split in SPLITS
-        },
-        **({"first_noticed": dict(sorted(examples.items()))} if examples else {}),
-        "lossless": trip["differ"] == 0 if trip["texts"] else None,
-    }
 
 
 def _linked(work: Path, folder: Path, meta: Meta, shards: dict[str, list[Meta]]) -> _Part:
@@ -275,16 +335,23 @@ def _starts(parts: Sequence[_Part], split: str, old: BinaryIO | None = None) -> 
     before, at = 0, len(npy_header(0))
     for part in parts:
         size = OFFSET_DTYPE.itemsize * part.docs[split]
-        yield from _shifted(part.folder, part, split, before) if part.folder else _span(old, at, size)
+        if part.folder is None:
+            yield from _span(old, at, size)
+        else:
+            path = part.folder / f"index/{split}_docs.npy"
+            yield from shifted(path, part.docs[split], part.tokens[split], before, has_end=True)
         before, at = before + part.tokens[split], at + size
     yield before.to_bytes(OFFSET_DTYPE.itemsize, "little")
 
 
-def _shifted(folder: Path, part: _Part, split: str, before: int) -> Iterator[bytes]:
-    """Yield the starts of a unit's documents behind `before` tokens of other units. Raises: as `_starts`."""
-    path, left, last = folder / f"index/{split}_docs.npy", part.docs[split], -1
+def shifted(path: Path, count: int, tokens: int, before: int, *, has_end: bool) -> Iterator[bytes]:
+    """Yield the starts of a unit's `count` documents, of so many tokens, behind `before` tokens of other units.
+
+    has_end: whether the file has the end of the last one too. Raises: CacheError E510 for what is no such file.
+    """
+    left, last = count, -1
     with open(open_regular(path), "rb") as file:
-        header = npy_header(left + 1)
+        header = npy_header(left + has_end)
         is_good = file.read(len(header)) == header
         while is_good and (block := file.read(_READ_BYTES)):
             starts = np.frombuffer(block, dtype=OFFSET_DTYPE)
@@ -292,7 +359,7 @@ def _shifted(folder: Path, part: _Part, split: str, before: int) -> Iterator[byt
             last = int(starts[-1])
             yield (starts[:left] + before).astype(OFFSET_DTYPE).tobytes()
             left -= min(left, len(starts))
-    if not is_good or left or last != part.tokens[split]:
+    if not is_good or left or not (last == tokens if has_end else last < max(tokens, 1)):
         raise CacheError(path, "not the index of its partition's documents", code="E510")
 
 
@@ -303,20 +370,32 @@ def _lines(parts: Sequence[_Part], split: str, old: BinaryIO | None = None) -> I
     """
     at = 0
     for part in parts:
-        some = _lines_of(part.folder, part, split) if part.folder else _kept_lines(old, at, part.docs[split])
+        some = lines_of(part.folder, split, part.docs[split]) if part.folder else _kept_lines(old, at, part.docs[split])
         for block in some:
             at += len(block)
             yield block
 
 
-def _lines_of(folder: Path, part: _Part, split: str) -> Iterator[bytes]:
+def lines_of(folder: Path, split: str, count: int) -> Iterator[bytes]:
+    """Yield the source ids of a split of a unit. Raises: CacheError E510 for another number of them than `count`."""
     path, lines, last = folder / f"index/{split}_ids.txt", 0, b"\n"
     with open(open_regular(path), "rb") as file:
         while block := file.read(_READ_BYTES):
             lines, last = lines + block.count(b"\n"), block[-1:]
             yield block
-    if lines != part.docs[split] or last != b"\n":
-        raise CacheError(path, f"{lines} lines", f"{part.docs[split]}, one for each document", code="E510")
+    if lines != count or last != b"\n":
+        raise CacheError(path, f"{lines} lines", f"{count}, one for each document", code="E510")
+
+
+def whole(path: Path, num_bytes: int) -> Iterator[bytes]:
+    """Yield a file of a unit in blocks. Raises: CacheError E510 for another number of bytes."""
+    found = 0
+    with open(open_regular(path), "rb") as file:
+        while block := file.read(_READ_BYTES):
+            found += len(block)
+            yield block
+    if found != num_bytes:
+        raise CacheError(path, f"{found} bytes", f"{num_bytes} by its receipt", code="E510")
 
 
 def _kept_lines(old: BinaryIO | None, at: int, count: int) -> Iterator[bytes]:
@@ -367,13 +446,19 @@ def warn_of_whole(path: Path, meta: Meta) -> None:
     is_empty = by_share and not meta["totals"]["val_tokens"]
     reached = {**meta["budget_reached"], "val": None} if is_empty else meta["budget_reached"]  # no budget emptied it
     warn_of_unmet_budgets(path, {**meta, "budget_reached": reached})
-    if is_empty:
-        distinct = meta["docs"]["train"] - meta["duplicates"]["train"]
+    if by_share:
+        warn_of_empty_val(path, meta, meta["docs"]["train"] - meta["duplicates"]["train"])
+
+
+def warn_of_empty_val(path: Path, meta: Meta, distinct: int, what: str = "texts") -> None:
+    """Log that val is empty, though a share of it was asked for. distinct: how many there are of `what` decides."""
+    if asked_share(meta) and not meta["totals"]["val_tokens"]:
         logger.warning(
-            "%s: val is empty: none of %d distinct texts fell to it by its share, and partitions move none there. With "
+            "%s: val is empty: none of %d distinct %s fell to it by its share, and partitions move none there. With "
             "--partitions 1 the nearest one goes to val",
             path,
             distinct,
+            what,
             extra={"code": "W308"},
         )
 

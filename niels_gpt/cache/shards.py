@@ -151,7 +151,7 @@ class Shards:
     ) -> None:
         """settings: keys of meta.json that decide the bytes. path: of the cache, for messages."""
         self._build, self._source, self._budget, self._rule, self._path = build, source, budget, rule, path
-        self._may_be_empty = settings["built"] == "partial" or "partition" in settings
+        self._may_be_empty = settings["built"] == "partial"
         self.encoder = encoder
         self._token_bytes = encoder.dtype.itemsize
         self._shard_bytes = settings["shard_bytes"] // self._token_bytes * self._token_bytes
@@ -201,10 +201,9 @@ class Shards:
         )
 
     def warn(self, out_dir: str | os.PathLike[str], meta: Mapping[str, Any]) -> None:
-        """Log what is odd about a cache that was just built; of a partition nothing that is a matter of all."""
-        if "partition" not in meta:
-            self._losses.warn(out_dir, meta)
-            warn_of_unmet_budgets(out_dir, meta)
+        """Log what is odd about a cache that was just built."""
+        self._losses.warn(out_dir, meta)
+        warn_of_unmet_budgets(out_dir, meta)
 
     def described(self) -> dict[str, Any]:
         """Finish the last shards, the index and the ids; returns the keys of meta.json for them and for the counts."""

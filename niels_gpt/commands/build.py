@@ -74,11 +74,8 @@ def build_caches(
     """
     chosen = chosen_keys(settings, sources)
     if settings.partitions > 1 and not any(map(has_partitions, chosen)):
-        why = "the split of chats needs all chats, and trees need all messages"
-        raise UsageError(
-            f"--partitions {settings.partitions}: only pretrain caches and eagle3/targets have partitions, not "
-            f"{', '.join(chosen)}: {why}. Leave it out"
-        )
+        have = "only caches of text, chats and recorded rollouts, and eagle3/targets, have partitions"
+        raise UsageError(f"--partitions {settings.partitions}: {have}, not {', '.join(chosen)}. Leave it out")
     settings = with_all_asked(settings, explicit_options())
     if dry_run:
         return _planned(settings, chosen, of_all=sources is None)

@@ -99,7 +99,7 @@ def build_one(
     say(partition_line(made))
     data = {"key": key, "partition": number, "partitions": settings.partitions, "reused": made.reused}
     if "partition" in made.meta:  # else it is that of the sealed cache
-        data |= {"docs": made.meta["docs"], "totals": made.meta["totals"]}
+        data |= {key: made.meta[key] for key in ("docs", "totals") if key in made.meta}
     data["seconds"] = made.seconds
     if "partition" not in made.meta:
         return Result({**data, "sealed": True, "unfinished": []}, next=_show(settings, key))
@@ -151,7 +151,7 @@ def _partitioned_key(settings: Settings, sources: Sequence[str]) -> str:
 
     keys = chosen_keys(settings, sources)
     if len(keys) != 1 or not has_partitions(keys[0]):
-        expected = "expected one pretrain cache, or eagle3/targets; other caches have no partitions"
+        expected = "expected one cache of text, chats or rollouts, or eagle3/targets; others have no partitions"
         raise UsageError(f"{', '.join(keys)}: {expected}")
     if settings.partitions < 2:
         raise UsageError(f"{keys[0]}: how many partitions has it? Pass --partitions P, 2 or more")

@@ -18,7 +18,7 @@ from niels_gpt.display.tables import cut, folded, table
 from niels_gpt.engine.losses import loss_table
 from niels_gpt.kinds.diff import PARTS, is_equal
 from niels_gpt.kinds.files import Damage
-from niels_gpt.kinds.kind import Cache, Limits, kind_named, kind_of_key
+from niels_gpt.kinds.kind import Cache, Limits, kind_named
 from niels_gpt.kinds.verify import in_short, refusal, verify
 from niels_gpt.recipes.disk import free_bytes
 from niels_gpt.recipes.plan import Plan
@@ -107,18 +107,12 @@ def held_text(meta: Mapping[str, Any]) -> str:
     return ", ".join([*(number_of(held.total(thing), thing) for thing in held.counts), *filter(None, [held.note])])
 
 
-def _sum(totals: Mapping[str, int], unit: str) -> int:
-    return sum(totals.get(f"{split}_{unit}", 0) for split in ("train", "val"))
-
-
 def partition_line(made: MadeUnit) -> str:
     """Return what a partition holds: "pretrain/notes: partition 3 of 8: 1,204 documents, 5.81M tokens, in 3.2 s"."""
     number, meta = made.partition.number, made.meta
     if "partition" not in meta:
         return f"{made.key}: all {number_of(made.partition.total, 'partition')} are sealed, up to date"
-    kind = kind_of_key(made.key)
-    unit = "document" if kind is None else kind.unit
-    what = f"{number_of(sum(meta['docs'].values()), unit)}, {number_of(_sum(meta['totals'], 'tokens'), 'token')}"
+    what = held_text(meta)
     when = "finished before" if made.reused else f"in {made.seconds:.1f} s"
     return f"{made.key}: partition {number} of {made.partition.total:,}: {what}, {when}"
 

@@ -12,6 +12,7 @@ from niels_gpt.data.chat_shapes import with_context
 from niels_gpt.data.files.text import MAX_DOCUMENT_BYTES
 from niels_gpt.data.types import ChatMessage, ChatSample
 from niels_gpt.data.upstream_rows import NumberedRows, UpstreamRows, check_take, shuffled
+from niels_gpt.documents import Partition
 
 SOURCE = "dolly15k"
 DATASET_ID = "databricks/databricks-dolly-15k"
@@ -33,6 +34,7 @@ def iter_dolly_sft(
     max_document_bytes: int = MAX_DOCUMENT_BYTES,
     follow_links: bool = False,
     position: dict[str, int] | None = None,
+    partition: Partition | None = None,
 ) -> Iterator[ChatSample]:
     """Stream Dolly as two-turn chats, with a system turn first on request (PR-02).
 
@@ -40,11 +42,12 @@ def iter_dolly_sft(
     instruction or response count as "blank_field"; rows where one is absent, or a field is not a string, count as
     "missing_field"; both are dropped. Other counters and links: as iter_fineweb_edu.
     split: "all" reads every upstream split. shuffle: holds all rows in memory; otherwise they stream in upstream order.
-    position: of a mirror's files, without `shuffle` and `take`: see rows.Position.
+    position: of a mirror's files, without `shuffle` and `take`: see rows.Position. partition: whose rows
+        alone are read.
     meta is the row and its "index".
     """
     check_take(take)
-    rows = UpstreamRows(SOURCE, counters, max_document_bytes)
+    rows = UpstreamRows(SOURCE, counters, max_document_bytes, partition)
     numbered = rows.read(
         source_root,
         dataset_id,

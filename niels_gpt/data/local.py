@@ -53,6 +53,7 @@ CHAT_SUFFIXES = (".json", *TABLE_SUFFIXES)
 TEXT_SUFFIXES = (*DOCUMENT_SUFFIXES, *CHAT_SUFFIXES)
 _MOST_NAMES = 20  # in a message
 _MOST_LOGGED = 3  # roles, or files, of one reason
+_GROUP = "group"  # in a position: the number in its file of the group of that row, where partitions share files
 _MAX_ID_CHARS = 1 << 16  # a longer one is no name, and `locate` could not read it
 
 
@@ -123,13 +124,15 @@ class LocalFiles:
         max_document_bytes: int = MAX_DOCUMENT_BYTES,
         position: dict[str, int] | None = None,
         raw: bool = False,
+        partition: Partition | None = None,
     ) -> Iterator[ChatSample | RawChat]:
         """Stream chats in order of files and rows, including those without an assistant's turn.
 
-        raw: as RawChats, for a chat template. What a row may look like, and why it may be dropped: see chat_shapes.
-        The rest: as `texts`.
+        raw: as RawChats, for a chat template. partition: whose rows alone are read. What a row may look like, and why
+        it may be dropped: see chat_shapes. The rest: as `texts`.
         """
-        reader = _Reader(self, counters, (*chat_shapes.FIELDS, "id"), max_document_bytes, position)
+        fields = (*chat_shapes.FIELDS, "id")
+        reader = _Reader(self, counters, fields, max_document_bytes, position, partition=partition)
         for row, where in reader.read(rows_only=True):
             sparse = where["path"].lower().endswith(".parquet")
             try:
@@ -152,15 +155,21 @@ class LocalFiles:
         counters: Counter[str] | None = None,
         max_document_bytes: int = MAX_DOCUMENT_BYTES,
         position: dict[str, int] | None = None,
+        partition: Partition | None = None,
     ) -> Iterator[SequenceGroup]:
         """Stream groups of recorded sequences; consecutive rows of a file that name the same group are one.
 
         What a row may look like, and why it may be dropped: see files.rollouts. The rest: as `texts`. To know that a
         group is whole, the row behind it is read; counters and position do not have that row until it is used.
+        partition: whose groups alone are yielded, by GROUPS_RULE of files.part. What is counted between two groups goes
+            with the second one, so that it is counted in one partition.
         Raises: ValueError for a group of several rows that is larger than `rollouts` allows; as `texts`.
         """
-        behind = rollouts.Behind(counters, position)
-        reader = _Reader(self, behind.counters, (*rollouts.FIELDS, "id"), max_document_bytes, behind.position)
+        behind, part = rollouts.Behind(counters, position), FilePart(partition, len(self.files))
+        file, number = (behind.position.get(key, -1) for key in ("file", _GROUP))
+        reads = partition if part.reads_alone else None
+        fields = (*rollouts.FIELDS, "id")
+        reader = _Reader(self, behind.counters, fields, max_document_bytes, behind.position, partition=reads)
         group: SequenceGroup | None = None
         tokens = 0
         for row, where in reader.read(rows_only=True):
@@ -175,17 +184,19 @@ class LocalFiles:
                 tokens = rollouts.tokens_of(samples, tokens, f"{where['path']}, row {where['row']}")
                 reader.meta(where)
             else:
-                if group is not None:
-                    behind.publish()
+                if group is not None and behind.passes(part.has_group(file, number)):
                     yield group
+                file, number = reader.file, number + 1 if reader.file == file else 0
                 meta = {"id": None, **reader.meta(where), **({"id": name} if name and _is_id(name) else {})}
                 group = SequenceGroup(samples, source, meta)
                 tokens = rollouts.tokens_of(samples)
+            if not part.reads_alone:
+                behind.position[_GROUP] = number
             behind.mark()
-        if group is not None:
-            behind.publish()
+        if group is not None and behind.passes(part.has_group(file, number)):
             yield group
-        behind.publish(latest=True)
+        behind.mark()
+        behind.passes(part.reads_alone or is_first(partition))
         reader.check_any(f"{source}: no rollouts", f"one of the forms {rollouts.FORMS}")
 
 
@@ -397,6 +408,11 @@ class _Reader:
         begin = self._index + 1
         self._index += len(rows.texts)
         return self._position.set_all(self._file, rows.numbers, index=range(begin, self._index + 1))
+
+    @property
+    def file(self) -> int:
+        """Number of the file, from 0, that the current row is in."""
+        return self._file
 
     def _document(self, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         if packed_suffix(path.name) and is_empty_file(path, self._counters):

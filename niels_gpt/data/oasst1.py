@@ -8,9 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice, pairwise
 from typing import Any
 
+from niels_gpt.data.files.part import is_first
 from niels_gpt.data.files.text import MAX_DOCUMENT_BYTES, MISSING_FIELD, count
 from niels_gpt.data.types import ChatMessage, ChatSample
 from niels_gpt.data.upstream_rows import NumberedRows, UpstreamRows, check_take, shuffled
+from niels_gpt.documents import Partition
 
 SOURCE = "oasst1"
 DATASET_ID = "OpenAssistant/oasst1"
@@ -36,11 +38,12 @@ def iter_oasst1_sft(
     counters: Counter[str] | None = None,
     max_document_bytes: int = MAX_DOCUMENT_BYTES,
     follow_links: bool = False,
+    partition: Partition | None = None,
 ) -> Iterator[ChatSample]:
     """Stream chats tree by tree, the threads of a tree one after another (PR-02).
 
     take_trees: counts trees, including those without a usable thread. shuffle_trees: permutes trees, not threads, by
-    torch. What is dropped: see `_reconstruct_threads`.
+    torch. What is dropped: see `_reconstruct_threads`. partition: as iter_oasst1_trees.
     """
     check_take(take_trees)
     _check_max_messages(max_messages)
@@ -52,6 +55,7 @@ def iter_oasst1_sft(
         counters=counters,
         max_document_bytes=max_document_bytes,
         follow_links=follow_links,
+        partition=partition,
     )
     chosen = islice(shuffled(trees, seed) if shuffle_trees else trees, take_trees)
     return chain.from_iterable(
@@ -69,13 +73,16 @@ def iter_oasst1_trees(
     counters: Counter[str] | None = None,
     max_document_bytes: int = MAX_DOCUMENT_BYTES,
     follow_links: bool = False,
+    partition: Partition | None = None,
 ) -> Iterator[list[Record]]:
     """Group messages by tree, in order of each tree's first message; within a tree in file order.
 
     Holds every message in memory. split: "all" reads every upstream split. A message without a text, a role, an id or a
     tree counts as "missing_field" and is dropped. Other counters and links: as iter_fineweb_edu.
+    partition: whose trees alone are held and yielded, by TREES_RULE of data.files.part. Each partition reads all
+        messages, and the first one counts those that are dropped.
     """
-    rows = UpstreamRows(SOURCE, counters, max_document_bytes)
+    rows = UpstreamRows(SOURCE, counters if is_first(partition) else None, max_document_bytes)
     numbered = rows.read(
         source_root,
         dataset_id,
@@ -86,19 +93,22 @@ def iter_oasst1_trees(
         # A copy of the hub's repository has the same messages twice: exports beside the parquet files in data/.
         inner_folders=("data",),
     )
-    return _trees(numbered, rows)
+    return _trees(numbered, rows, partition)
 
 
-def _trees(numbered: NumberedRows, rows: UpstreamRows) -> Iterator[list[Record]]:
+def _trees(numbered: NumberedRows, rows: UpstreamRows, partition: Partition | None) -> Iterator[list[Record]]:
     trees: dict[str, list[Record]] = {}
+    numbers: dict[str, int] = {}
+    own, total = (0, 1) if partition is None else partition
     for _, where, row in numbered:
         tree_id = row.get("message_tree_id")
         if isinstance(tree_id, str) and _is_whole(row):
-            trees.setdefault(tree_id, []).append({key: row.get(key) for key in KEPT_FIELDS})
+            if numbers.setdefault(tree_id, len(numbers)) % total == own:
+                trees.setdefault(tree_id, []).append({key: row.get(key) for key in KEPT_FIELDS})
         else:
             expected = "texts in the fields message_tree_id, message_id, text and role, and none or one in parent_id"
             rows.drop(MISSING_FIELD, f"{where}: expected {expected}; its fields are {', '.join(row) or 'none'}")
-    rows.check_any(len(trees))
+    rows.check_any(len(numbers))
     yield from trees.values()
 
 

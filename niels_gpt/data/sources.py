@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from niels_gpt.data import dolly, fineweb_edu, gutenberg, oasst1, roam, wikitext
 from niels_gpt.data.files import mirrors
-from niels_gpt.data.files.part import is_first
+from niels_gpt.data.files.part import PARTITION_RULE, TREES_RULE, is_first
 from niels_gpt.data.files.rows import from_position
 from niels_gpt.data.local import LocalFiles
 from niels_gpt.data.types import ChatSample, PretrainSample, RawChat, SequenceGroup, TextBlock
@@ -65,7 +65,7 @@ class LoadRequest:
     raw: bool = False
     """Whether chats of files come as RawChats, for a chat template."""
     partition: Partition | None = None
-    """The part of a pretrain source to read: see data.files.part. None: all of it."""
+    """The part of the source to read: see `SourceSpec.partition_rule`. None: all of it."""
 
     @property
     def reading(self) -> dict[str, Any]:
@@ -135,6 +135,8 @@ class SourceSpec:
     """The setting that holds the share of val."""
     budgets: bool = False
     """Whether the settings NAME_train_tokens and NAME_val_tokens bound the cache."""
+    partition_rule: str = PARTITION_RULE
+    """Which of its files and rows `load` reads for a partition, in words."""
     has_documents: bool = True
     """Whether the settings document_start and document_end apply: a token before and after each document."""
 
@@ -295,6 +297,7 @@ def _load_dolly(request: LoadRequest) -> list[Part]:
         include_system=request.settings.dolly_include_system,
         dataset_id=request.settings.dolly_dataset,
         position=request.position,
+        partition=request.partition,
         **request.reading,
     )
     return [(None, samples)]
@@ -312,6 +315,7 @@ def _load_oasst1(request: LoadRequest) -> list[Part]:
         english_only=request.settings.oasst1_english_only,
         max_messages=request.settings.oasst1_max_messages,
         dataset_id=request.settings.oasst1_dataset,
+        partition=request.partition,
         **request.reading,
     )
     return [(None, samples)]
@@ -425,6 +429,7 @@ _BUILT_IN = (
         dataset="oasst1_dataset",
         hub_splits=("train", "validation"),
         reads=("oasst1_english_only", "oasst1_max_messages"),
+        partition_rule=TREES_RULE,
         training_rank=4,
         training_texts=_oasst1_messages,
         hub_text_bytes=120_000_000,

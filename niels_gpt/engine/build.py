@@ -19,6 +19,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
+from niels_gpt.documents import Partition
 from niels_gpt.encoding import DIGEST_BYTES
 from niels_gpt.engine.checkpoints import CHECKPOINT_SECONDS, TEXTS, Build
 from niels_gpt.engine.journal import (
@@ -48,6 +49,7 @@ from niels_gpt.progress import Progress
 from niels_gpt.storage import fileio, versions
 from niels_gpt.storage.errors import CacheError, SourceError
 from niels_gpt.storage.fileio import canonical_json
+from niels_gpt.storage.meta_json import checked_sha256
 from niels_gpt.storage.versions import JOURNAL_SUFFIX, discard, resumable
 from niels_gpt.tokenizers.protocol import Tokenizer
 
@@ -139,8 +141,9 @@ def run_build(
 
     items: gets the number of the first item, and returns the stream from there on. files: of Build.
     rule: decides the splits by its seed; its bound is final once an item was consumed, and part of every checkpoint.
-    settings: keys of meta.json that decide the bytes, `kind` too. vocabulary: the tokenizer's keys; None: read here.
-    identity: what else must be equal for a build to resume. shuffled: None keeps the order.
+    settings: keys of meta.json that decide the bytes, `kind` too, and the `claim_of` a partition.
+    vocabulary: the tokenizer's keys; None: read here. identity: what else must be equal for a build to resume.
+    shuffled: None keeps the order.
     """
     if vocabulary is None:
         assert tokenizer is not None
@@ -151,7 +154,8 @@ def run_build(
         rule.halves = build.restored({"bound": rule.halves})["bound"]
         writer = writer_of(build)
         _fill(build, writer, items, how, source, rule, shuffled)
-        writer.check_kept()
+        if "partition" not in settings:  # others may have what this one lacks
+            writer.check_kept()
         build.checkpoint({**writer.state(), "bound": rule.halves}, ended=True)
         meta = build.committed_meta()
         if meta is None:
@@ -159,13 +163,14 @@ def run_build(
             if "partition" in settings and build.state.position:  # units of equal content that came from two places
                 known["partition"] = {**settings["partition"], "end": dict(build.state.position)}
             meta = write_description(build.work, counters=counters, **known, **writer.described())
-            if "partition" not in meta:
+            if "partition" not in settings:
                 warn_of_share(out_dir, meta)
         build.seal(str(meta["content_sha256"]))
         versions.commit(build.work, out_dir, str(meta["content_sha256"]))
         if how.committed is not None:
             how.committed(meta)
-    writer.warn(out_dir, meta)
+    if "partition" not in settings:  # what is a matter of all is said at the seal
+        writer.warn(out_dir, meta)
     return meta
 
 
@@ -206,6 +211,22 @@ def _fill(
             build.record_consumed(writer.add(batch, result), batch.chunk)
             build.checkpoint({**writer.state(), "bound": rule.halves})
             report(writer.done()[0])
+
+
+def claim_of(
+    partition: Partition | None, plan: str | None, split_rule: str, rules: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the keys of meta.json that a partition has in its own way; {} for a whole cache.
+
+    plan: the sha256 of plan.json. rules: how a partition splits, by the rule of the whole, which is `split_rule`.
+    Raises: ValueError for one without the other, and for numbers that there are not.
+    """
+    if partition is None and plan is None:
+        return {}
+    if partition is None or plan is None:
+        raise ValueError("expected both a partition and the sha256 of its plan, or neither")
+    claim = {**Partition.checked(*partition)._asdict(), "plan": checked_sha256(plan, "plan", "a build")}
+    return {"partition": claim, "split_rule": rules.get(split_rule, split_rule)}
 
 
 @contextmanager

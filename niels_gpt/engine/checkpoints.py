@@ -139,6 +139,10 @@ class Build:
         root, place = self._where(name)
         return root / place
 
+    def has(self, name: str) -> bool:
+        """Whether a file is among those that this build appends to."""
+        return name in self._places
+
     def keeps(self, name: str) -> bool:
         """Whether a file that is still written becomes a file of the cache."""
         return self._places[name] is not None

@@ -126,7 +126,8 @@ def fix_plan(path: str | os.PathLike[str], content: Mapping[str, Any]) -> Plan:
 
     content: plan_version 1, kind "partition_plan", cache (such as "pretrain/roam"), partitions (the number of units, 2
         or more; of shards 1 or more), rule, fingerprint (of the recipe, 64 hex digits), recipe, source and code
-        (objects), tokenizer_sha256, tokenizer_content_sha256; listing and exclude_sha256 (both may be null).
+        (objects), tokenizer_sha256, tokenizer_content_sha256 (both null for recorded ids); listing and exclude_sha256
+        (both may be null).
     Raises: CacheError E511 for another content under the same fingerprint, naming the keys that differ; CacheError for
         a content in another form, and for anything but a plan.json at its place.
     """
@@ -196,7 +197,9 @@ def _check_content(content: Mapping[str, Any], where: str) -> None:
     total, (least, most) = content.get("partitions"), _SIZES.get(str(content.get("rule")), (2, MAX_PARTITIONS))
     if type(total) is not int or not least <= total <= most:
         raise wrong_value(where, "partitions", total, f"{least} to {most:,}")
-    for key in ("fingerprint", "tokenizer_sha256", "tokenizer_content_sha256"):
+    of_tokenizer = ("tokenizer_sha256", "tokenizer_content_sha256")
+    checked_sha256(content.get("fingerprint"), "fingerprint", where)
+    for key in of_tokenizer if any(content.get(key) is not None for key in of_tokenizer) else ():
         checked_sha256(content.get(key), key, where)
     for key in ("listing", "exclude_sha256"):
         if content.get(key) is not None:
@@ -272,8 +275,6 @@ class Looks(Generic[PlanT]):
 
     word: ClassVar[str] = "partition"
     """What a unit is called in messages."""
-    is_of_text: ClassVar[bool] = True
-    """Whether they are cut from a text and encoded on all cores; their number then decides the bytes."""
 
     def look(self, plan: PlanT, number: int) -> Unit:
         """Return a unit by a quick look: its receipt, and the sizes of its files."""
@@ -317,6 +318,8 @@ class UnitKind(Looks[Plan]):
     be read, and what is wrong with it or its files, "" for a good one."""
     items: Callable[[Meta], int]
     """Returns how many documents, chats or groups a receipt counts."""
+    read: str
+    """Key of a receipt that counts those that were read, dropped ones included."""
     join: Callable[[Path, Plan, Source, Iterator[tuple[Path, Meta]]], Meta]
     """Takes the folder to write to, the plan, the source, and folder and receipt of each unit in order. Writes all
     files of the cache and meta.json; returns the meta."""

@@ -62,6 +62,18 @@ def vocabulary_sums(meta: Meta, *, may_lack_sentinels: bool = True) -> Iterator[
         yield "special_token_ids", f"special_token_ids are {ids!r}, expected an id of the {size} for each sentinel"
 
 
+def partition_sums(meta: Meta) -> Iterator[Problem]:
+    """Yield the counts of partitions that do not add up to the totals, of a cache that was built in some."""
+    if "partitions" not in meta:
+        return
+    total, of_each = meta["partitions"]["total"], meta["partitions"]["of_each"]
+    if total != len(of_each):
+        yield "partitions", f"partitions.total is {total!r}, expected {len(of_each)} by the rest of it"
+    for key in of_each[0] if of_each else ():
+        if (found := sum(each[key] for each in of_each)) != meta["totals"][key]:
+            yield "partitions", f"the sum of {key} in partitions.of_each is {found}, expected {meta['totals'][key]}"
+
+
 def _files_match_meta(
     files: FileChecks, limits: Limits, figures: Figures, *, is_small: bool = False
 ) -> Iterator[Finding]:

@@ -172,6 +172,10 @@ class Kind:
     """Checks that need more than the cache: by name, the place (module:name) of a function of the settings."""
     units: ClassVar[Looks[Any] | None] = None
     """How partitions of its caches are looked at, and joined where each is a cache; None: it is built whole."""
+    built_whole: ClassVar[tuple[str, ...]] = ()
+    """Of `keys`, those whose caches are built whole all the same."""
+    builds_alone = False
+    """Whether one build of it runs at a time, since each encodes a large corpus on all cores."""
     builder_version: ClassVar[int] = 0
     """The version that builds write now, for `doctor`; 0: an older cache needs no care."""
     is_small = False
@@ -401,16 +405,21 @@ def kind_of_key(key: str) -> Kind | None:
     return next((kind for kind in kinds() if any(_matches(key, known) for known in kind.keys)), None)
 
 
+def units_of_key(key: str) -> Looks[Any] | None:
+    """Return how partitions of the caches at a key are looked at; None: they are built whole."""
+    kind = kind_of_key(key)
+    return None if kind is None or any(_matches(key, known) for known in kind.built_whole) else kind.units
+
+
 def has_partitions(key: str) -> bool:
     """Whether the caches at a key may be built in partitions."""
-    kind = kind_of_key(key)
-    return kind is not None and kind.units is not None
+    return units_of_key(key) is not None
 
 
-def has_parts_of_text(key: str) -> bool:
-    """Whether their partitions are parts of a text. Builds of such caches encode on all cores: one runs at a time."""
+def builds_alone(key: str) -> bool:
+    """Whether one build of the caches at a key, and of others like them, runs at a time."""
     kind = kind_of_key(key)
-    return kind is not None and kind.units is not None and kind.units.is_of_text
+    return kind is not None and kind.builds_alone
 
 
 def _matches(key: str, known: str) -> bool:

@@ -53,6 +53,17 @@ def of_loader(meta: dict[str, Any]) -> list[tuple[str, str]]:
     return [(f"{kind} by the loader", counted(counts)) for kind, counts in kinds.items()]
 
 
+def of_partitions(meta: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the rows of a cache that was built in partitions; [] for another one."""
+    rows, accepted = list[tuple[str, str]](), meta["source"].get("accepted_code")
+    if "partitions" in meta:
+        rows.append(("partitions", f"{meta['partitions']['total']:,}: {meta['partitions']['rule']}"))
+    if accepted:
+        told = (f"{name} {there} and {here}" for name, (there, here) in sorted(accepted.items()))
+        rows.append(("accepted code", f"partitions were built with {', '.join(told)}"))
+    return rows
+
+
 def warned_of(meta: dict[str, Any]) -> list[tuple[str, str]]:
     """Return a row for the signals of a cache that a build warns of; none without."""
     found = "; ".join(map(str, above(meta)))

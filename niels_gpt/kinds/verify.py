@@ -7,7 +7,7 @@ The checks of a kind stand in its table (kinds/kind.py); those that several kind
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -116,7 +116,7 @@ def find_damage(path: Path, *, deep: bool, progress: Progress | None = None) -> 
 def examined(folder: Path, deep: bool, progress: Progress | None = None) -> tuple[dict[str, Any] | None, str]:
     """Return the meta.json of a unit, None for one that cannot be read, and its first damage, "" for a good one.
 
-    The `examine` of a `UnitKind`. No reader opens a unit: its files are compared with their sizes, sha256 and CRC-32.
+    No reader opens a unit: its files are compared with their sizes, sha256 and CRC-32.
     folder: of a version, without links on the way.
     Raises: CacheError for a meta.json that is no regular file.
     """
@@ -131,6 +131,19 @@ def examined(folder: Path, deep: bool, progress: Progress | None = None) -> tupl
     findings = _guarded(chain(sizes, files.sha256_damages() if deep else ()))
     first = next((_as_damage(finding, folder) for finding in findings), None)
     return cache.meta, "" if first is None else f"{first.file}: {first.problem}"
+
+
+def examined_unit(
+    check: Callable[[dict[str, Any]], None], folder: Path, deep: bool, progress: Progress | None = None
+) -> tuple[dict[str, Any] | None, str]:
+    """Return `examined`, with what `check` raises of a receipt that its kind cannot join: `UnitKind.examine`."""
+    meta, problem = examined(folder, deep, progress)
+    if meta is not None and not problem:
+        try:
+            check(meta)
+        except (CacheError, *MALFORMED) as error:
+            problem = error.problem if isinstance(error, CacheError) else repr(error)
+    return meta, problem
 
 
 def _by_verdicts(path: Path, kind: Kind, *, deep: bool, progress: Progress | None) -> list[Damage]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -97,20 +97,6 @@ def opened_template(settings: Settings, tokenizer: FullTokenizer, where: Path) -
     return opened
 
 
-def warn_of_marks(settings: Settings, tokenizer: FullTokenizer, cache: Path) -> None:
-    """Log a warning for a template that writes literals such as <|im_end|> which are no tokens of the tokenizer: they
-    become several ids, and a message may hold them too."""
-    text = template_text(settings)
-    if text is None and tokenizer.kind == "huggingface":
-        text = CacheBackend(cast(HuggingFaceTokenizer, tokenizer)).template
-    marks = dict.fromkeys(_MARK.findall(text or ""))
-    unknown = [mark for mark in marks if tokenizer.token_id(mark) is None]
-    if unknown:
-        message = "%s: the chat template writes %s, which %s no token of the tokenizer: each becomes several ids"
-        verb = "is" if len(unknown) == 1 else "are"
-        logger.warning(message, cache, ", ".join(unknown[:_SHOWN]), verb, extra={"code": "W412"})
-
-
 class Chats(Family):
     """Chats -> sft/NAME."""
 
@@ -177,23 +163,41 @@ class Chats(Family):
             "seed": settings.seed,
             "num_threads": request.num_threads,
             "source": job.source,
+            "partition": job.partition,
+            "plan": job.plan,
             "committed": job.committed,
             "progress": job.progress,
         }
         if settings.chat_template is None:
-            chats = sources.chats(*request.reading(job.source))
+            chats = sources.chats(*request.reading(job.source), job.partition)
             return build_sft(chats, job.path, on_special=settings.on_special, engine=settings.engine, **common)
         if settings.on_special == "text":
             said = "%s: chats that hold a special token are dropped: a template has no plain form of its tokens"
             logger.info(said, job.path)
-        warn_of_marks(settings, tokenizer, job.path)
         return build_templated_sft(
-            sources.template_chats(*request.reading(job.source)),
+            sources.template_chats(*request.reading(job.source), job.partition),
             job.path,
             chat_tokenizer=opened_template(settings, tokenizer, job.path),
             on_special="raise" if settings.on_special == "raise" else "drop",
             **common,
         )
+
+    def warn(self, request: Request, meta: Mapping[str, Any]) -> None:
+        """Log that a template writes literals such as <|im_end|> which are no tokens of the tokenizer: they become
+        several ids, and a message may hold them too."""
+        settings, tokenizer = request.settings, request.tokenizer
+        if settings.chat_template is None or tokenizer is None:
+            return
+        text = template_text(settings)
+        if text is None and tokenizer.kind == "huggingface":
+            text = CacheBackend(cast(HuggingFaceTokenizer, tokenizer)).template
+        marks = dict.fromkeys(_MARK.findall(text or ""))
+        unknown = [mark for mark in marks if tokenizer.token_id(mark) is None]
+        if unknown:
+            message = "%s: the chat template writes %s, which %s no token of the tokenizer: each becomes several ids"
+            verb = "is" if len(unknown) == 1 else "are"
+            shown = ", ".join(unknown[:_SHOWN])
+            logger.warning(message, request.path, shown, verb, extra={"code": "W412"})
 
 
 SFT = Chats()

@@ -27,7 +27,7 @@ from niels_gpt.data.exclude import read_exclusion
 from niels_gpt.display.numbers import many
 from niels_gpt.engine.units import Plan
 from niels_gpt.interrupts import sigint_blocked
-from niels_gpt.kinds.kind import kind_of_key
+from niels_gpt.kinds.kind import kind_named, kind_of_key
 from niels_gpt.progress import Progress
 from niels_gpt.recipes.eagle3.of_settings import raw_source
 from niels_gpt.recipes.eagle3.options import KEYS
@@ -418,7 +418,10 @@ def build_there(work: Work, number: int, looks: bool = False) -> Built:
     if receipt["plan"] != work.plan:
         other = f"{work.probe}: the worker has built partition {number} of another plan, expected equal inputs"
         return Built(error=("E513", other), warnings=warnings)
-    return Built(sum(meta["docs"].values()), sum(meta["totals"].values()), warnings=warnings)
+    kind = kind_named(meta["kind"])
+    assert kind is not None
+    held = kind.held(meta)
+    return Built(held.total(kind.unit), held.total("token"), warnings=warnings)
 
 
 async def obstacle(work: Work) -> Said | None:

@@ -31,7 +31,7 @@ class Documents(Family):
     title, holds = "Token cache", "text"
     own_settings = ("as_text",)
     own_val_frac = "own_val_frac"
-    own_field = has_partitions = takes_tokenizer = has_text = True
+    own_field = takes_tokenizer = has_text = True
     id_copies = 1
 
     # --- what is read ---
@@ -43,7 +43,7 @@ class Documents(Family):
 
     def load(self, found: LocalFiles, field: str | None, request: LoadRequest, how: dict[str, Any]) -> list[Part]:
         """Return the documents of all files, or of a partition."""
-        how |= {"field": field, "blocks": request.blocks, "partition": request.partition}
+        how |= {"field": field, "blocks": request.blocks}
         return [(None, iter_documents(found, **how))]
 
     # --- what decides bytes ---

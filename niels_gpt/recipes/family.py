@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from niels_gpt.data.files.part import PARTITION_RULE
 from niels_gpt.data.local import LocalFiles, open_files
 from niels_gpt.data.sources import LoadRequest, Part, SourceSpec
 from niels_gpt.kinds.homes import loaded
@@ -63,10 +64,17 @@ class Family:
     """Whether its caches are encoded here; else ids are stored as they are, or there are none."""
     has_text: ClassVar[bool] = False
     """Whether a tokenizer can be trained on its sources."""
-    has_partitions: ClassVar[bool] = False
-    """Whether its caches may be built in partitions, by `units` of the kind."""
+    partition_rule: ClassVar[str] = PARTITION_RULE
+    """Which files and rows of a user-defined source a partition reads, in words."""
     id_copies: ClassVar[int] = 0
     """How often the ids of a cache are on the disk in a build, for the least that it needs; 0: nothing bounds it."""
+
+    @property
+    def has_partitions(self) -> bool:
+        """Whether its caches may be built in partitions: the kind says how those are joined."""
+        from niels_gpt.kinds.kind import has_partitions
+
+        return has_partitions(f"{self.name}/")
 
     @property
     def builder_version(self) -> int:
@@ -88,7 +96,7 @@ class Family:
         """Return the samples of a user-defined source with their split.
 
         found: its files. field: of a row, that holds its text; None: the usual ones.
-        how: source (the name), counters, position and max_document_bytes, as local.iter_documents takes them.
+        how: source (the name), counters, position, max_document_bytes and partition, as of iter_documents.
         """
         raise NotImplementedError
 
@@ -145,14 +153,14 @@ class Family:
 
 
 def family_named(name: str) -> Family | None:
-    """Return a family by its name; None if no kind has it, or its package is not installed."""
-    place = _places().get(name)
+    """Return a family by its name, or a key of it; None if no kind has it, or its package is not installed."""
+    place = _places().get(name.partition("/")[0])
     return None if place is None else _family_at(place)
 
 
 def family_of(key: str) -> Family:
     """Return the family of a cache by its key, FAMILY/NAME. Raises: LookupError for a key of none."""
-    found = family_named(key.partition("/")[0])
+    found = family_named(key)
     if found is None:
         raise LookupError(f"no family of caches is called {key.partition('/')[0]!r}")
     return found

@@ -18,7 +18,7 @@ from niels_gpt.engine.meta import OF_ANOTHER_VERSION, is_of_this_version
 from niels_gpt.engine.units import Plan as PlanOfUnits
 from niels_gpt.engine.units import states_of
 from niels_gpt.kinds.homes import home_recipes
-from niels_gpt.kinds.kind import kind_of_key
+from niels_gpt.kinds.kind import units_of_key
 from niels_gpt.recipes.disk import needed_bytes
 from niels_gpt.recipes.eagle3.of_settings import has_small_target
 from niels_gpt.recipes.family import family_named, family_of
@@ -236,9 +236,9 @@ def _found(inputs: Inputs) -> tuple[bool, PlanOfUnits | None]:
 
 def _states(key: str, plan: PlanOfUnits) -> str:
     """Return how many units of a plan are in which state."""
-    kind = kind_of_key(key)
-    assert kind is not None and kind.units is not None
-    states = Counter(unit.state for unit in states_of(plan, kind.units) if unit.number >= 0)
+    units = units_of_key(key)
+    assert units is not None
+    states = Counter(unit.state for unit in states_of(plan, units) if unit.number >= 0)
     order = ("finished", "started", "missing", *sorted(states))
     return f": {', '.join(f'{states[name]:,} {name}' for name in dict.fromkeys(order) if states[name])}"
 

@@ -117,10 +117,9 @@ class Inputs:
         return self.family.recipe(self.settings, self.source.spec.settings, self.tokenizer)
 
     @property
-    def tokenizer_content(self) -> str:
-        """The content_sha256 of the tokenizer's files."""
-        assert self.made is not None
-        return str(self.made.meta["content_sha256"])
+    def tokenizer_content(self) -> str | None:
+        """The content_sha256 of the tokenizer's files; None without one."""
+        return None if self.made is None else str(self.made.meta["content_sha256"])
 
     def command(self, *flags: str, verb: str = "build") -> str:
         """Return the command that builds this cache, with further flags; verb: or seals it."""

@@ -196,7 +196,7 @@ def resolve_source(settings: Settings, name: str) -> ResolvedSource:
         a name that no source has; CacheError for a snapshot that cannot be used.
     """
     if name in TREES:
-        return replace(resolve_source(settings, TREES[name].name), spec=TREES[name])
+        return replace(resolve_whole(settings, TREES[name].name), spec=TREES[name])
     name = name.rpartition("/")[2]
     user = user_sources(settings).get(name)
     if user is not None:
@@ -233,12 +233,16 @@ def resolve_source(settings: Settings, name: str) -> ResolvedSource:
     found = spec.files(settings, root)
     folder = root / mirror_folder(spec, dataset, config)
     manifest = snapshot.read_manifest(folder)
-    is_whole = settings.partitions == 1 or not on_hub.family.has_partitions
-    if manifest is not None and _stands_for(manifest, on_hub, folder) and is_whole:
+    if manifest is not None and _stands_for(manifest, on_hub, folder) and settings.partitions == 1:
         return replace(on_hub, found=found, manifest=manifest)
     if manifest is not None:
         credit = Credit(str(manifest.get("licence")), str(manifest.get("attribution")))
     return ResolvedSource(spec, dataset, config, kind, credit, found, manifest=manifest)
+
+
+def resolve_whole(settings: Settings, name: str) -> ResolvedSource:
+    """Return `resolve_source` for what is made of a source as a whole, whatever `partitions` says."""
+    return resolve_source(replace(settings, partitions=1), name)
 
 
 def resolve_user_source(user: UserSource, found: LocalFiles) -> ResolvedSource:

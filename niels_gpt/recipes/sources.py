@@ -58,7 +58,7 @@ def document_batches(
     """Yield the documents of `document_rows` as columns: those of files many at a time, without Python for each row.
 
     counters, position: as far as the loader has read, which may be behind the batch that it gave last.
-    partition: whose documents alone are read: see LoadRequest.
+    partition: whose documents alone are read: see LoadRequest. The streams below take one too.
     """
     blocks = settings.exclude is None
     parts = _parts(settings, source, revision, counters, position, blocks=blocks, partition=partition)
@@ -120,9 +120,10 @@ def chats(
     revision: str | None,
     counters: Counter[str],
     position: dict[str, int] | None = None,
+    partition: Partition | None = None,
 ) -> Chats:
     """Yield the chats of an sft source in upstream's order, of all upstream splits. Otherwise as `document_rows`."""
-    parts = _parts(settings, source, revision, counters, position)
+    parts = _parts(settings, source, revision, counters, position, partition=partition)
     return ((source_id(sample), _messages(sample)) for _, sample in parts)
 
 
@@ -132,9 +133,10 @@ def template_chats(
     revision: str | None,
     counters: Counter[str],
     position: dict[str, int] | None = None,
+    partition: Partition | None = None,
 ) -> Iterator[Chat]:
     """Yield the chats of an sft source for a chat template: any roles, calls of tools, further fields. As `chats`."""
-    for _, sample in _parts(settings, source, revision, counters, position, raw=True):
+    for _, sample in _parts(settings, source, revision, counters, position, raw=True, partition=partition):
         if isinstance(sample, RawChat):
             yield Chat(source_id(sample), sample.messages, sample.tools)
         else:
@@ -151,10 +153,11 @@ def sequences(
     revision: str | None,
     counters: Counter[str],
     position: dict[str, int] | None = None,
+    partition: Partition | None = None,
 ) -> Iterator[Any]:
     """Yield the threads of trees, as ChatSamples, one tree after another; or recorded rollouts, as SequenceGroups.
     Otherwise as `chats`."""
-    return (sample for _, sample in _parts(settings, source, revision, counters, position))
+    return (sample for _, sample in _parts(settings, source, revision, counters, position, partition=partition))
 
 
 def training_texts(settings: Settings, source: ResolvedSource, revision: str | None) -> Iterator[str]:

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from niels_gpt.data.sources import SOURCES
 from niels_gpt.engine.meta import content_sha256
 from niels_gpt.interrupts import ended_at_once
 from niels_gpt.recipes import sources
-from niels_gpt.recipes.resolve import ResolvedSource, resolve_source
+from niels_gpt.recipes.resolve import ResolvedSource, resolve_whole
 from niels_gpt.recipes.user_sources import text_sources
 from niels_gpt.settings import Settings
 from niels_gpt.storage import versions
@@ -237,4 +236,4 @@ def _texts_of(settings: Settings, name: str, fingerprints: dict[str, str]) -> It
 
 def _resolved(settings: Settings, name: str) -> ResolvedSource:
     # A tokenizer is trained on whole sources: partitions do not change which one it is.
-    return resolve_source(replace(settings, partitions=1), name)
+    return resolve_whole(settings, name)

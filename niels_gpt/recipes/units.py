@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from niels_gpt.cache.formats import SPLITS
 from niels_gpt.cache.meta import read_meta
-from niels_gpt.data.files.part import PARTITION_RULE
 from niels_gpt.documents import Partition
 from niels_gpt.engine.meta import Source
 from niels_gpt.engine.units import (
@@ -35,7 +35,7 @@ from niels_gpt.engine.units import (
     states_of,
     version_folder,
 )
-from niels_gpt.kinds.kind import MALFORMED, kind_of_key
+from niels_gpt.kinds.kind import MALFORMED, units_of_key
 from niels_gpt.progress import Progress
 from niels_gpt.recipes.family import Job
 from niels_gpt.recipes.records import (
@@ -79,9 +79,7 @@ from niels_gpt.storage.versions import (
 
 logger = logging.getLogger(__name__)
 
-BUILT_WHOLE = (
-    "built whole, without partitions: only pretrain caches that hold text, and eagle3/targets, have partitions"
-)
+BUILT_WHOLE = "built whole, without partitions: trees of messages and stubs have none"
 """What W505 says of a cache."""
 
 
@@ -134,17 +132,18 @@ class Units:
         self.settings = settings
         self.source = resolve_source(settings, source) if isinstance(source, str) else source
         self.key = self.source.spec.key
-        kind = kind_of_key(self.key)
-        if not self.source.is_partitioned(settings) or kind is None or not isinstance(kind.units, UnitKind):
-            why = f"partitions is {settings.partitions}" if settings.partitions < 2 else "a stub, chats or rollouts"
-            expected = "a pretrain cache with text and 2 or more partitions (--partitions)"
+        kind = units_of_key(self.key)
+        if not self.source.is_partitioned(settings) or not isinstance(kind, UnitKind):
+            why = f"partitions is {settings.partitions}" if settings.partitions < 2 else "a stub, or trees"
+            expected = "a cache of text, chats or recorded rollouts and 2 or more partitions (--partitions)"
             raise UsageError(f"{self.key}: {why}; expected {expected}")
         self.source.family.check(settings, self.source.spec)
         _check_folder(cache_root(settings).absolute())
-        self.kind = kind.units
+        self.kind = kind
         self._fixes = fixes
-        made = self._made_tokenizer(refresh)
-        self._inputs = Inputs(settings, self.source, tokenizer_for(settings, self.source, made.path), made)
+        made = self._made_tokenizer(refresh) if self.source.family.takes_tokenizer else None
+        tokenizer = None if made is None else tokenizer_for(settings, self.source, made.path)
+        self._inputs = Inputs(settings, self.source, tokenizer, made)
         self._listing = listing_of(self.source)
         self._find(observed, asks_hub=refresh and self.source.kind == "hub")
         if refresh or observed is not None:  # the next commands, which have neither, find this one first
@@ -192,7 +191,6 @@ class Units:
         mends: one unit is built, so the disk need not have room for all.
         """
         plans, tokenizer = plans_of(self.path), self.asked.tokenizer
-        assert tokenizer is not None
         plan = next((plan for plan in plans if plan.fingerprint == self.asked.fingerprint), None)
         if plan is not None:
             return plan
@@ -211,12 +209,12 @@ class Units:
                 "kind": "partition_plan",
                 "cache": self.key,
                 "partitions": self.settings.partitions,
-                "rule": PARTITION_RULE,
+                "rule": self.source.spec.partition_rule,
                 "fingerprint": self.asked.fingerprint,
                 "recipe": self.asked.recipe,
                 "source": self.asked.provenance,
                 "listing": self._listing,
-                "tokenizer_sha256": tokenizer.sha256,
+                "tokenizer_sha256": None if tokenizer is None else tokenizer.sha256,
                 "tokenizer_content_sha256": self.asked.tokenizer_content,
                 "exclude_sha256": excluded_sha256(self.settings),
                 "code": code_identity(),
@@ -249,7 +247,7 @@ class Units:
         wait: wait for another builder of it, instead of E503.
         progress: receives documents, tokens, and the unit's part of both budgets (None without budgets).
         Raises: ValueError for a number that there is not; CacheError E306 where the text is no longer the plan's text,
-            E503, E511; what `build_pretrain` raises.
+            E503, E511; what the builder raises.
         """
         partition = Partition.checked(number, self.settings.partitions)
         if self.plan is None:
@@ -267,7 +265,7 @@ class Units:
         """
         if self.plan is None:
             return self._finished(self.current_meta(), True)
-        total, deep = _Total(self.budget, progress), False
+        total, deep = _Total(self.budget, self.kind.read, progress), False
         for number in range(self.plan.total):
             receipt, was_there = self._built(self.plan, self.plan.partition(number), True, total, self._sealed)
             total.add(receipt)
@@ -308,6 +306,7 @@ class Units:
                 else:
                     return self._finished(sealed, True)
         self.source.family.warn(self.asked, meta)
+        self.source.family.look_back(self.settings, self.path, meta)
         self.asked.install_tokenizer(built=True)
         return self._finished(meta, False)
 
@@ -561,8 +560,9 @@ class Units:
 class _Total:
     """The progress of all units that are built here, as the progress of one cache."""
 
-    def __init__(self, budget: int | None, progress: Progress | None) -> None:
-        self._budget, self._progress, self._documents, self._tokens = budget, progress, 0, 0
+    def __init__(self, budget: int | None, read: str, progress: Progress | None) -> None:
+        """read: see UnitKind."""
+        self._budget, self._read, self._progress, self._documents, self._tokens = budget, read, progress, 0, 0
 
     def __call__(self, documents: int, tokens: int, _: int | None) -> None:
         if self._progress is not None:
@@ -570,8 +570,8 @@ class _Total:
 
     def add(self, receipt: dict[str, Any]) -> None:
         """Count a finished unit."""
-        self._documents += receipt["documents_read"]
-        self._tokens += sum(receipt["totals"].values())
+        self._documents += receipt[self._read]
+        self._tokens += sum(receipt["totals"][f"{split}_tokens"] for split in SPLITS)
 
     def checked(self, _: int, read: int, num_bytes: int | None) -> None:
         """Show how much of them the seal has read: the bar begins again."""

@@ -93,6 +93,7 @@ class UserSource:
             files=lambda settings, _: self.find(settings),
             val_frac=family.own_val_frac,
             reads=family.own_settings,
+            partition_rule=family.partition_rule,
         )
 
     def find(self, settings: Settings) -> local.LocalFiles:
@@ -105,7 +106,7 @@ class UserSource:
         if is_first(request.partition):
             self._count_what_is_not_read(found, counters)
         how: dict[str, Any] = {"source": self.name, "counters": counters, "position": request.position}
-        how["max_document_bytes"] = request.settings.max_document_bytes
+        how |= {"max_document_bytes": request.settings.max_document_bytes, "partition": request.partition}
         return self.of_family.load(found, self.field, request, how)
 
     def _count_what_is_not_read(self, found: local.LocalFiles, counters: Counter[str]) -> None:

@@ -22,6 +22,7 @@ ANOTHER_COPY = "No build of it is recorded here: take another copy, or build it 
 _ITS_TOKENIZER = "No build of it is recorded here: give it the tokenizer of the cache that it was copied from"
 _BY_KEY = ("trees/", "eagle3/")  # named by their key
 _EAGLE3 = "eagle3"
+_IN_PARTITIONS = ("pretrain/", "sft/", "rollouts/", "eagle3/targets")
 _LINES = ("pretrain", "sft", "rollouts", "licence", "attribution")  # settings of several entries, each a flag
 _TOKENIZER = "tokenizer"
 _OF_TOKENIZER = (
@@ -36,9 +37,6 @@ _MOST_TEXT = 4096  # characters of a setting
 _PLACES = (*FAMILIES, _SAMPLE, _TOKENIZER)
 _MOST_NAMES = 10  # in a message
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):/+")
-
-
-_IN_PARTITIONS = ("pretrain/", "eagle3/targets")
 
 
 def build_command(settings: Settings, keys: str | Sequence[str], *more: str, verb: str = "build") -> str:

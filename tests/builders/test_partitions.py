@@ -4,9 +4,9 @@ import json
 import shlex
 from collections import Counter
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
 from support import ROOT
@@ -16,8 +16,10 @@ from support.partition_builds import (
     RULE,
     SHA256,
     TOTAL,
+    UNITS,
     HashedBytes,
     build_part,
+    held,
     items_of,
     planned,
     plans,
@@ -25,61 +27,95 @@ from support.partition_builds import (
     whole,
 )
 from support.power_loss import tree_of
-from support.small_builds import documents, locked, pretrain, quick_folder, whole_version
+from support.small_builds import BUILDERS, ITEMS, locked, quick_folder, whole_version
 
 from niels_gpt.cache.build_pretrain import build_pretrain
+from niels_gpt.cache.documents import bounds, mask_of, tokens_of
 from niels_gpt.cache.meta import tokenizer_above
 from niels_gpt.cache.pretrain_dataset import PretrainTokenStreamDataset
 from niels_gpt.commands.main import main
 from niels_gpt.documents import Partition
+from niels_gpt.engine.meta import Source
 from niels_gpt.kinds.diff import diff
+from niels_gpt.kinds.kind import Cache
 from niels_gpt.kinds.look import locate, stats
+from niels_gpt.kinds.rows import FILE_KEYS
 from niels_gpt.kinds.verify import find_damage
 from niels_gpt.storage.errors import CacheError
 
 SPLITS = ("train", "val")
 
 
-@pytest.fixture(scope="module")
-def sealed():
-    """A cache of four partitions, and what its folder holds."""
+@pytest.fixture(scope="module", params=UNITS)
+def sealed(request):
+    """A cache of four partitions of each kind: its kind, its path, its meta, and what its folder holds."""
     with quick_folder() as folder:
-        meta = whole(folder / "c")
-        yield folder / "c", meta, tree_of(folder)
+        meta = whole(folder / "c", of=request.param)
+        yield request.param, folder / "c", meta, tree_of(folder)
 
 
-def texts_of(path):
-    """Return the source id and the tokens of every document of a cache, by split."""
-    meta = json.loads((path / "meta.json").read_bytes())
-    found = {}
-    for split in SPLITS:
-        tokens = b"".join((path / record["name"]).read_bytes() for record in meta["shards"][split])
-        starts = (2 * np.load(path / meta["index"][split]["name"])).tolist()
-        names = (path / meta["ids"][split]["name"]).read_bytes().splitlines()
-        assert len(names) == len(starts) - 1 == meta["docs"][split] and starts[-1] == len(tokens)
-        found[split] = Counter((name, tokens[a:b]) for name, (a, b) in zip(names, pairwise(starts), strict=True))
-    return found
+def items_by_split(path):
+    """Return the source id and the content of every item of a cache, its loss too, by split."""
+    cache = Cache.open(path)
+    return {
+        split: Counter(zip(cache.kind.source_ids(cache, split), losses(cache, split), strict=True)) for split in SPLITS
+    }
+
+
+def losses(cache, split):
+    """Yield the digest of every item, which for chats is of the tokens alone, with which of them carry loss."""
+    digests = list(cache.kind.digests(cache, split))
+    if cache.kind.name != "sft":
+        yield from digests
+        return
+    edges = bounds(cache.folder, cache.meta, split)
+    for digest, (start, end) in zip(digests, pairwise(edges.tolist()), strict=True):
+        ids = tokens_of(cache.folder, cache.meta, split)[start:end]
+        yield digest, mask_of(cache.folder, cache.meta, split, start, ids).tobytes()
 
 
 @pytest.mark.parametrize("order", [(3, 1, 0, 2), (2, 2, 0, 3, 1, 0)])
 def test_any_order_and_any_repetition_gives_the_same_bytes(sealed, tmp_path, order):
-    whole(tmp_path / "c", order)
-    assert tree_of(tmp_path) == sealed[2]
+    whole(tmp_path / "c", order, of=sealed[0])
+    assert tree_of(tmp_path) == sealed[3]
+
+
+OF_PARTITIONS = {
+    "split_rule",
+    "first_noticed",
+    "partitions",
+    "format_version",
+    "content_sha256",
+    "meta_crc32",
+    *FILE_KEYS,
+}
+"""Keys of meta.json that differ between a cache in partitions and the same one built whole."""
 
 
 def test_partitions_have_the_documents_of_the_whole_in_the_same_splits(sealed, tmp_path):
-    path, meta, _ = sealed
-    common = {"max_train_tokens": None, "max_val_tokens": None, "val_frac": 0.2}
-    alone = pretrain(tmp_path / "c", items=iter(documents(0)), tokenizer=HashedBytes(), **common)
-    assert texts_of(path) == texts_of(tmp_path / "c")
-    same = ("totals", "docs", "utf8_bytes", "documents_read", "dropped", "duplicates", "cut", "roundtrip", "noticed")
-    assert {key: meta[key] for key in same} == {key: alone[key] for key in same}
-    assert meta["source"]["counters"] == {"rows": 90} and whole_version(path) == meta["content_sha256"]
+    kind, path, meta, _ = sealed
+    common = {"max_train_tokens": None, "max_val_tokens": None} if kind == "pretrain" else {}
+    common |= {} if kind == "rollouts" else {"tokenizer": HashedBytes()}
+    alone = BUILDERS[kind](tmp_path / "c", items=iter(ITEMS[kind](0)), val_frac=0.2, **common)
+    assert items_by_split(path) == items_by_split(tmp_path / "c")
+    own, other = ({key: each[key] for key in each if key not in OF_PARTITIONS} for each in (meta, alone))
+    ranges = [each.pop("ranges", {}) for each in (own, other)]
+    assert own == other and own["source"]["counters"] == {"rows": len(ITEMS[kind](0))}
+    assert [ranges[0][field] for field in ranges[1]] == [pytest.approx(of) for of in ranges[1].values()]
+    assert whole_version(path) == meta["content_sha256"]
     assert diff(path, tmp_path / "c", tokenizers=[None, None], limit=0)["moved"]["count"] == 0
 
 
-def test_readers_and_checks_take_a_cache_of_partitions(sealed):
-    path, meta, _ = sealed
+def test_checks_and_tables_take_a_cache_of_partitions(sealed):
+    kind, path, meta, _ = sealed
+    assert meta["format_version"] == (2 if kind == "pretrain" else 1)
+    assert meta["partitions"]["total"] == TOTAL and meta["partitions"]["rule"] == RULE
+    assert find_damage(path, deep=True) == [] and dict(stats(path))["partitions"].startswith("4")
+    assert "partition" not in meta and "plan" not in meta and not list(path.rglob("*digests*"))
+
+
+def test_readers_take_a_pretrain_cache_of_partitions(tmp_path):
+    path, meta = tmp_path / "c", whole(tmp_path / "c")
     assert meta["format_version"] == 2 and meta["partitions"]["total"] == TOTAL and meta["partitions"]["rule"] == RULE
     assert find_damage(path, deep=True) == []
     data = PretrainTokenStreamDataset(str(path / "train"), T=1, device="cpu")
@@ -117,6 +153,71 @@ def test_sums_of_partitions_that_do_not_agree_are_damage(tmp_path):
     assert problems(format_version=1) != "" and problems(format_version=3) != ""
     del raw["partitions"]
     assert "shards.train[" in problems(format_version=1)  # short shards within a cache that is not partitioned
+
+
+@pytest.mark.parametrize("kind", [kind for kind in UNITS if kind != "pretrain"])
+def test_sums_of_partitions_of_chats_and_groups_that_do_not_agree_are_damage(kind, tmp_path):
+    raw, folder = whole(tmp_path / "c", of=kind), (tmp_path / "c").resolve()
+
+    def problems(deep=False, **keys):
+        (folder / "meta.json").write_bytes(meta_bytes({**raw, "partitions": {**raw["partitions"], **keys}}))
+        return " ".join(damage.problem for damage in find_damage(tmp_path / "c", deep=deep))
+
+    each, assert_none = raw["partitions"]["of_each"], problems()
+    assert assert_none == "" and "partitions.total" in problems(total=3) and "rule" in problems(rule=7)
+    assert "partitions" in problems(of_each=[{**part, "train_docs": 1} for part in each])
+    for key in each[0]:
+        assert f"the sum of {key}" in problems(of_each=[{**each[0], key: each[0][key] + 1}, *each[1:]])
+        moved = [{**each[0], key: each[0][key] + 1}, {**each[1], key: each[1][key] - 1}, *each[2:]]
+        assert "of_each[0] ends" in problems(deep=True, of_each=moved), key
+
+
+@pytest.mark.parametrize("kind", UNITS)
+def test_a_partition_of_any_kind_is_a_cache_that_verifies(kind, tmp_path):
+    plan = planned(tmp_path / "c", of=kind)
+    meta = build_part(plan, 2)
+    assert meta["partition"] == {"number": 2, "total": TOTAL, "plan": plan.sha256} and meta["format_version"] == 1
+    assert find_damage(plan.unit_path(2), deep=True) == []
+    for record in meta["files"]:
+        path = plan.unit_path(2) / record["name"]
+        content = path.read_bytes()
+        path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+        assert record["name"] in [damage.file for damage in find_damage(plan.unit_path(2), deep=True)]
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("kind", UNITS)
+def test_partitions_of_any_kind_may_be_empty_and_the_train_split_may_not(kind, tmp_path, caplog):
+    plan = planned(tmp_path / "c", 3, kind)
+    for number in range(3):
+        build_part(plan, number, items=[])
+    with refused("E303", "train", kind=ValueError):
+        seal_small(plan)
+    plan = planned(tmp_path / "d", 3, kind)
+    for number in range(3):
+        build_part(plan, number, items=ITEMS[kind](0)[:1] if number == 1 else [], val_frac=1e-9)
+    caplog.clear()
+    meta = seal_small(plan)
+    assert held(plan, meta) == 1 and find_damage(tmp_path / "d", deep=True) == []
+    assert [record.code for record in caplog.records if getattr(record, "code", "") != "W314"] == ["W308"]
+
+
+def test_partitions_of_rollouts_with_other_fields_are_an_error_of_the_source(tmp_path):
+    plan, (group, *_) = planned(tmp_path / "c", 2, "rollouts"), ITEMS["rollouts"](0)
+    build_part(plan, 0, items=[group])
+    build_part(plan, 1, items=[replace(group, id="b", samples=[replace(each, reward=None) for each in group.samples])])
+    with refused("E304", "partition 1", "(logprobs, advantage)", kind=ValueError):
+        seal_small(plan)
+
+
+def test_names_that_partitions_have_counted_are_no_more_than_those_of_a_whole_cache(tmp_path):
+    plan = planned(tmp_path / "c", 2, "sft")
+    for number in range(2):
+        counters = {f"unknown_role:{number}{name}": 1 + (name == "a") for name in "abcdefghijklmno"}
+        build_part(plan, number, source=Source(name="small", counters=counters))
+    counted = seal_small(plan)["source"]["counters"]
+    assert len(counted) == 21 and counted["unknown_role:others"] == 10 and sum(counted.values()) == 32
+    assert counted["unknown_role:0a"] == counted["unknown_role:1a"] == 2
 
 
 def test_a_partition_is_a_cache_that_verifies(tmp_path):

@@ -18,8 +18,10 @@ from support.partition_builds import (
     COMMANDS,
     SHA256,
     TOTAL,
+    UNITS,
     build_part,
     cloned,
+    held,
     planned,
     plans,
     remove_plan,
@@ -45,26 +47,36 @@ from niels_gpt.storage.meta_json import content_sha256, file_records
 
 @pytest.fixture(scope="module")
 def built():
-    """A plan of four finished partitions, which tests copy."""
+    """A folder of plans of four finished partitions, which tests copy: one of each of UNITS, by its name."""
     with quick_folder() as folder:
-        plan = planned(folder / "c")
-        for number in range(TOTAL):
-            build_part(plan, number)
+        for kind in UNITS:
+            plan = planned(folder / kind / "c", of=kind)
+            for number in range(TOTAL):
+                build_part(plan, number)
         yield folder
 
 
 @pytest.fixture
-def plan(built, tmp_path):
-    shutil.copytree(built, tmp_path / "d", symlinks=True)
+def plan(built, tmp_path, request):
+    """A plan of four finished partitions, of pretrain unless the test says of which kind."""
+    shutil.copytree(built / getattr(request, "param", "pretrain"), tmp_path / "d", symlinks=True)
     return plans(tmp_path / "d" / "c")[0]
+
+
+def each_kind(test):
+    """Run a test with a plan of each kind."""
+    return pytest.mark.parametrize("plan", UNITS, indirect=True)(test)
 
 
 @pytest.fixture(scope="module")
 def expected():
-    """What a folder holds after a seal."""
-    with quick_folder() as folder:
-        whole(folder / "c")
-        yield without_lock(folder)
+    """What a folder holds after a seal, by kind."""
+    found = {}
+    for kind in UNITS:
+        with quick_folder() as folder:
+            whole(folder / "c", of=kind)
+            found[kind] = without_lock(folder)
+    return found
 
 
 def without_lock(folder):
@@ -79,6 +91,12 @@ def described(plan, number, **keys):
     """Change keys of a receipt, with a good checksum."""
     path = version(plan, number) / "meta.json"
     path.write_bytes(meta_bytes({**json.loads(path.read_bytes()), **keys}))
+
+
+def tokens_of(plan, number):
+    """Return the first file of tokens of a partition."""
+    meta = json.loads((version(plan, number) / "meta.json").read_bytes())
+    return version(plan, number) / meta["shards"]["train"][0]["name"]
 
 
 def remove_unit(plan, number):
@@ -124,13 +142,13 @@ def a_link_out(plan):
 
 
 def a_shard_is_a_link(plan):
-    shard = version(plan, 1) / "train/shard_00000.bin"
+    shard = tokens_of(plan, 1)
     shard.rename(plan.folder.parent / "elsewhere")
     shard.symlink_to(plan.folder.parent / "elsewhere")
 
 
 def a_shorter_shard(plan):
-    shard = version(plan, 1) / "train/shard_00000.bin"
+    shard = tokens_of(plan, 1)
     shard.write_bytes(shard.read_bytes()[:-2])
 
 
@@ -143,7 +161,9 @@ def no_json(plan):
 
 
 def huge_counts(plan):
-    described(plan, 1, docs={"train": 1 << 62, "val": 1 << 62}, totals={"train_tokens": 1 << 62, "val_tokens": 1 << 62})
+    meta = json.loads((version(plan, 1) / "meta.json").read_bytes())
+    huge = {key: dict.fromkeys(meta[key], 1 << 62) for key in ("docs", "totals", "scores") if key in meta}
+    described(plan, 1, **huge)
 
 
 def no_number(plan):
@@ -168,8 +188,10 @@ BAD = {
 }
 
 
+@each_kind
 @pytest.mark.parametrize("spoil", BAD, ids=lambda spoil: spoil.__name__)
 def test_each_kind_of_bad_partition_is_named_with_its_command(plan, spoil):
+    total = sum(state.items for state in states(plan))
     spoil(plan)
     found = states(plan)
     assert [state.state for state in found] == ["finished", BAD[spoil], "finished", "finished"]
@@ -185,7 +207,7 @@ def test_each_kind_of_bad_partition_is_named_with_its_command(plan, spoil):
     if BAD[spoil] not in ("missing", "started"):
         assert os.system(command.partition(" && ")[0]) == 0
         build_part(plan, 1)
-        assert seal_small(plan)["docs"] == {"train": 62, "val": 13}
+        assert held(plan, seal_small(plan)) == total > 30
 
 
 FORGED = [
@@ -205,7 +227,46 @@ FORGED = [
 ]
 
 
-@pytest.mark.parametrize(("keys", "value"), FORGED, ids=[".".join(keys) for keys, _ in FORGED])
+FORGED_BY_KIND = {
+    "pretrain": FORGED,
+    "sft": [
+        (("totals", "train_examples"), 1),
+        (("index", "train", "entries"), 5),
+        (("supervised_tokens", "train"), "a"),
+        (("shards", "train"), []),
+        (("examples_read",), -1),
+        (("on_special",), None),
+        (("files",), []),
+    ],
+    "templated": [
+        (("chat_template",), None),
+        (("chat_template", "sha256"), "x"),
+        (("pad_id",), 1 << 40),
+        (("loss_bits", "val", "bytes"), 0),
+    ],
+    "rollouts": [
+        (("totals", "train_groups"), 1),
+        (("totals", "val_samples"), 1),
+        (("scores", "train"), 1),
+        (("fields",), {"logprobs": "sample"}),
+        (("fields",), {}),
+        (("ranges", "reward", "min"), "a"),
+        (("ranges", "routed"), {"min": 0, "mean": 0, "max": 0}),
+        (("largest_id",), -1),
+        (("index", "train_samples", "entries"), 5),
+        (("shards", "val"), []),
+        (("val_frac",), None),
+        (("files",), []),
+    ],
+}
+CASES = [
+    pytest.param(kind, *each, id=f"{kind} {'.'.join(each[0])}")
+    for kind, some in FORGED_BY_KIND.items()
+    for each in some
+]
+
+
+@pytest.mark.parametrize(("plan", "keys", "value"), CASES, indirect=["plan"])
 def test_forged_receipts_of_all_partitions_make_no_cache_that_readers_refuse(plan, keys, value):
     for number in range(TOTAL):
         path = version(plan, number) / "meta.json"
@@ -279,7 +340,15 @@ def test_a_partition_of_files_says_where_it_ended(tmp_path, tiny_model_path, mon
     assert units.seal().meta["noticed"]["repeated_ids"] == 9
 
 
-@pytest.mark.parametrize("name", ["train/shard_00000.bin", "index/crc32.bin", "index/train_texts.bin"])
+FILES = {
+    "pretrain": ["train/shard_00000.bin", "index/crc32.bin", "index/train_texts.bin"],
+    "sft": ["train_tokens.bin", "val_idx.npy", "index/val_ids.txt", "index/train_digests.bin"],
+    "templated": ["train_loss.bits"],
+    "rollouts": ["train_tokens.bin", "val_loss.bin", "train_reward.bin", "index/val_samples.npy", "index/last_ids.bin"],
+}
+
+
+@pytest.mark.parametrize(("plan", "name"), [(kind, name) for kind in FILES for name in FILES[kind]], indirect=["plan"])
 def test_a_deep_look_finds_a_changed_bit_of_any_file(plan, name):
     path = version(plan, 2) / name
     path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
@@ -334,6 +403,30 @@ def test_a_seal_refuses_an_index_that_does_not_end_with_its_partition(plan):
     assert error.value.code == "E510" and not plan.path.exists()
 
 
+WRONG = [
+    ("sft", "train_idx.npy", -8, b"\xff\xff\xff\x7f\0\0\0\0"),
+    ("sft", "val_idx.npy", 0, b"x"),
+    ("sft", "index/train_ids.txt", 2, b"\n"),
+    ("rollouts", "index/train_groups.npy", 0, b"x"),
+    ("rollouts", "index/train_groups.npy", 128 + 3 * 8, b"\1"),
+    ("rollouts", "index/train_groups.npy", 128 + 9 * 8 + 6 * 8, b"\1"),
+    ("rollouts", "index/val_samples.npy", 128, b"\x7f"),
+    ("rollouts", "index/train_ids.txt", 2, b"\n"),
+]
+
+
+@pytest.mark.parametrize(("plan", "name", "at", "wrong"), WRONG, indirect=["plan"])
+def test_a_seal_by_sizes_refuses_files_that_do_not_fit_each_other(plan, name, at, wrong):
+    path = version(plan, 1) / name
+    content = bytearray(path.read_bytes())
+    at %= len(content)
+    content[at : at + len(wrong)] = wrong
+    path.write_bytes(content)
+    with refused("E510", "00001/"):
+        seal_small(plan, deep=False)
+    assert not plan.path.exists()
+
+
 def test_gc_and_restart_remove_a_plan_of_ours_and_no_other_folder(plan):
     other = plan.folder.with_name("partitions-0123456789ab")
     (other / "00000").mkdir(parents=True)
@@ -376,7 +469,7 @@ def test_files_that_cannot_be_linked_are_copied(plan, expected, monkeypatch):
 
     monkeypatch.setattr(os, "link", refused)
     seal_small(plan)
-    assert without_lock(plan.path.parent) == expected
+    assert without_lock(plan.path.parent) == expected["pretrain"]
 
 
 def test_a_seal_that_can_write_no_more_keeps_the_partitions_and_says_so(plan, expected):
@@ -389,7 +482,7 @@ def test_a_seal_that_can_write_no_more_keeps_the_partitions_and_says_so(plan, ex
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert error.value.errno == errno.EFBIG and str(plan.path.parent) in error.value.filename
     seal_small(plan)
-    assert without_lock(plan.path.parent) == expected
+    assert without_lock(plan.path.parent) == expected["pretrain"]
 
 
 def cut_everywhere(built, folder, expected, every, models):
@@ -407,17 +500,20 @@ def cut_everywhere(built, folder, expected, every, models):
     return len(trace)
 
 
-def test_a_seal_that_was_cut_ends_in_the_same_bytes(built, expected):
+@pytest.mark.parametrize("kind", UNITS)
+def test_a_seal_that_was_cut_ends_in_the_same_bytes(kind, built, expected):
     with quick_folder() as folder:
-        assert cut_everywhere(built, folder, expected, 41, ("kill", "power")) > 100
+        assert cut_everywhere(built / kind, folder, expected[kind], 41, ("kill", "power")) > 60
 
 
 @pytest.mark.faults
-def test_a_seal_that_was_cut_anywhere_ends_in_the_same_bytes(built, expected):
+@pytest.mark.parametrize("kind", UNITS)
+def test_a_seal_that_was_cut_anywhere_ends_in_the_same_bytes(kind, built, expected):
     with quick_folder() as folder:
-        cut_everywhere(built, folder, expected, 1, ("kill", "power", "mixed"))
+        cut_everywhere(built / kind, folder, expected[kind], 1, ("kill", "power", "mixed"))
 
 
+@each_kind
 def test_the_sealed_cache_has_no_trace_of_its_partitions(plan):
     seal_small(plan)
     text = (plan.path / "meta.json").read_text()
@@ -432,9 +528,9 @@ def test_a_partition_has_the_tokenizer_of_its_cache(plan):
     assert tokenizer_above(version(plan, 1)) == tokenizer
 
 
-def cut_partition(folder, every, models):
+def cut_partition(folder, every, models, kind):
     """Build a partition, cut the build behind every so many operations, and build again."""
-    plan = planned(folder / "first" / "c", 2)
+    plan = planned(folder / "first" / "c", 2, kind)
     before = tree_of(folder / "first")
     trace = recorded_below(folder / "first", lambda: build_part(plan, 1))
     expected = without_lock(folder / "first")
@@ -443,23 +539,25 @@ def cut_partition(folder, every, models):
             disk = Disk(before)
             disk.apply(trace[:number])
             put(disk.left(model, number), folder / "scratch")
-            build_part(planned(folder / "scratch" / "c", 2), 1)
+            build_part(planned(folder / "scratch" / "c", 2, kind), 1)
             assert without_lock(folder / "scratch") == expected, (model, number)
             shutil.rmtree(folder / "scratch")
     return len(trace)
 
 
+@pytest.mark.parametrize("kind", UNITS)
 @pytest.mark.usefixtures("small_batches")
-def test_a_partition_that_was_cut_ends_in_the_same_bytes():
+def test_a_partition_that_was_cut_ends_in_the_same_bytes(kind):
     with quick_folder() as folder:
-        assert cut_partition(folder, 67, ("kill", "power")) > 100
+        assert cut_partition(folder, 67, ("kill", "power"), kind) > 100
 
 
 @pytest.mark.faults
+@pytest.mark.parametrize("kind", UNITS)
 @pytest.mark.usefixtures("small_batches")
-def test_a_partition_that_was_cut_anywhere_ends_in_the_same_bytes():
+def test_a_partition_that_was_cut_anywhere_ends_in_the_same_bytes(kind):
     with quick_folder() as folder:
-        cut_partition(folder, 1, ("kill", "power", "mixed"))
+        cut_partition(folder, 1, ("kill", "power", "mixed"), kind)
 
 
 SEAL = """

@@ -60,15 +60,15 @@ def test_the_other_face_builds_and_seals_too(notes):
 @pytest.mark.parametrize(
     "words",
     [
-        ["build", "oasst1", "--partitions", "8"],
-        ["build", "oasst1", "--partitions", "8", "--partition", "1"],
+        ["build", "trees/oasst1", "--partitions", "8"],
+        ["build", "trees/oasst1", "--partitions", "8", "--partition", "1"],
         ["build", "roam", "--partition", "1"],
         ["build", "roam", "wikitext", "--partitions", "8", "--partition", "1"],
         ["build", "roam", "--partitions", "8", "--partition", "8"],
         ["build", "gutenberg", "--partitions", "8", "--partition", "1"],
         ["build", "--all", "--partitions", "8", "--partition", "1"],
         ["build", "roam", "--partitions", "8", "--partition", "1", "--dry-run"],
-        ["seal", "oasst1", "--partitions", "8"],
+        ["seal", "trees/oasst1", "--partitions", "8"],
         ["seal", "roam"],
     ],
 )
@@ -80,11 +80,11 @@ def test_a_wrong_use_is_an_error_of_usage(words, tmp_path):
 def test_of_several_caches_those_without_partitions_are_named_once(
     flags,
 ):
-    done = niels_gpt("build", "roam", "oasst1", "dolly15k", "--partitions", "2", *flags)
+    done = niels_gpt("build", "roam", "oasst1", "trees/oasst1", "--partitions", "2", *flags)
     assert done.status == 0
     said = [line for line in done.err.splitlines() if "W505" in line]
-    assert len(said) == 1 and "sft/oasst1, sft/dolly15k" in said[0] and "pretrain/roam" in done.out
-    done = niels_gpt("build", "oasst1", *flags)
+    assert len(said) == 1 and " trees/oasst1: " in said[0] and "sft/oasst1" in done.out
+    done = niels_gpt("build", "trees/oasst1", *flags)
     assert done.status == 0
     assert "up to date" in done.out, "whole is whole"
 

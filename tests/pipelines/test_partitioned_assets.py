@@ -14,10 +14,12 @@ from dagster._core.execution.api import create_execution_plan
 from support import ROOT, TESTS
 from support.dagster_runs import metadata, mirrors, run, shell, stale, verdicts
 from support.data_files import lines, write
+from support.made_tokenizers import made_tokenizer
 from support.partition_runs import job_of_notes, logged
 from support.small_builds import quick_folder
 
 from niels_gpt.cache.meta import read_meta
+from niels_gpt.recipes.plan import every_recipe
 from niels_gpt.recipes.units import Units, build_token_cache
 from niels_gpt.settings import Settings
 from pipelines.definitions import niels_definitions
@@ -26,12 +28,12 @@ KEY = dg.AssetKey(["pretrain", "wikitext"])
 STEP = "pretrain__wikitext"
 
 
-def steps(result, kind="STEP_SUCCESS"):
-    """Return the steps of pretrain/wikitext that an event of this kind was logged of, without the asset's name."""
+def steps(result, kind="STEP_SUCCESS", asset=STEP):
+    """Return the steps of an asset that an event of this kind was logged of, without its name."""
     return {
-        event.step_key.removeprefix(f"{STEP}.")
+        event.step_key.removeprefix(f"{asset}.")
         for event in result.all_events
-        if event.event_type_value == kind and event.step_key.startswith(f"{STEP}.")
+        if event.event_type_value == kind and event.step_key.startswith(f"{asset}.")
     }
 
 
@@ -100,6 +102,33 @@ def test_each_partition_is_a_step_and_the_cache_is_that_of_a_build_without_dagst
     assert metadata(again)["pretrain/wikitext"]["run/state"] == "reused: nothing it depends on has changed"
 
 
+@pytest.mark.parametrize("name", ["sft/oasst1", "rollouts/maths"])
+def test_chats_and_rollouts_have_a_step_for_each_partition_too(
+    name: str, instance: dg.DagsterInstance, three: Settings, tmp_path: Path
+) -> None:
+    rows = ({"group": str(n), "prompt_ids": [1, n], "completions": [[2, n], [2, 3]]} for n in range(12))
+    own = replace(three, rollouts=f"maths={write(tmp_path / 'maths.jsonl', lines(*rows))}", rollouts_val_frac=0.2)
+    result = run(instance, own, name)
+    assert steps(result, asset=name.replace("/", "__")) == {"plan_partitions", *partitions(0, 1, 2), "seal_cache"}
+    direct = replace(own, cache_dir=str(tmp_path / "direct"))
+    made = every_recipe(direct)[name](direct)
+    family = name.partition("/")[0]
+    assert_same_files(Path(direct.cache_dir, family), Path(own.cache_dir, family))
+    shown = metadata(result)[name]
+    assert shown["content_sha256"] == made.meta["content_sha256"] and shown["partitions"]["total"] == 3
+    again = run(instance, own, name)
+    assert metadata(again)[name]["run/state"] == "reused: nothing it depends on has changed"
+
+
+def test_a_tokenizer_without_sentinels_builds_no_partition_of_chats(
+    instance: dg.DagsterInstance, three: Settings
+) -> None:
+    bare = replace(three, tokenizer=str(made_tokenizer("t5")))
+    result = run(instance, bare, "pretrain/wikitext", "sft/oasst1")
+    assert steps(result, asset="sft__oasst1") == {"plan_partitions", "seal_cache"}
+    assert "sft/oasst1" not in metadata(result) and "pretrain/wikitext" in metadata(result)
+
+
 @pytest.mark.slow
 def test_what_is_no_partition_in_the_plans_folder_is_an_error_of_the_seal(
     instance: dg.DagsterInstance, three: Settings
@@ -132,7 +161,8 @@ def test_what_is_never_partitioned_stays_one_step():
         for asset in definitions.assets or ()
         if isinstance(asset, dg.AssetsDefinition) and isinstance(asset.node_def, dg.GraphDefinition)
     }
-    assert graphs == {"pretrain/fineweb_edu", "pretrain/wikitext", "pretrain/roam"}  # gutenberg is a stub
+    texts, chats = {"pretrain/fineweb_edu", "pretrain/wikitext", "pretrain/roam"}, {"sft/dolly15k", "sft/oasst1"}
+    assert graphs == texts | chats, "gutenberg is a stub, and trees are built whole"
 
 
 @pytest.mark.slow
@@ -213,9 +243,9 @@ def test_a_run_over_everything_has_the_steps_of_each_partitioned_cache(settings)
     # With its blocking checks the tokenizer is several steps upstream of each plan.
     job = niels_definitions(settings=replace(settings, partitions=3)).resolve_implicit_global_asset_job_def()
     planned = set(create_execution_plan(job).step_keys_to_execute)
-    for name in ("fineweb_edu", "gutenberg", "roam", "wikitext"):
+    for name in ("pretrain__fineweb_edu", "pretrain__gutenberg", "pretrain__roam", "pretrain__wikitext", "sft__oasst1"):
         for step in ("plan_partitions", "build_partition[?]", "seal_cache"):
-            assert f"pretrain__{name}.{step}" in planned
+            assert f"{name}.{step}" in planned
 
 
 @pytest.mark.slow

@@ -9,8 +9,8 @@ from support import ROOT
 from tools import structure
 
 CACHE_FILES = """
-__init__ build_cache build_pretrain build_sft build_templated checksums cli documents formats joining loss_bits meta
-mmap pretrain_dataset reader sft_counts sft_dataset sft_split shards
+__init__ build_cache build_pretrain build_sft build_templated checksums cli documents formats joining joining_chats
+loss_bits meta mmap pretrain_dataset reader sft_counts sft_dataset sft_split shards
 """
 HEAVY = {"torch", "datasets", "transformers", "matplotlib", "pyarrow"}
 

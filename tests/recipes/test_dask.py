@@ -135,7 +135,7 @@ def test_what_is_no_address_and_what_has_no_partitions_is_a_usage_error(tmp_path
     with pytest.raises(UsageError, match="local:N"):
         dask.check_where("four")
     build = ["build", "--source-root", "sample"]
-    for wrong in (["roam"], ["roam", "--partitions", "2", "--partition", "0"], ["oasst1", "--partitions", "2"]):
+    for wrong in (["roam"], ["roam", "--partitions", "2", "--partition", "0"], ["trees/oasst1", "--partitions", "2"]):
         done = niels_gpt(*build, *wrong, "--dask", "local:2")
         assert (done.status, done.err.count("error[E101]")) == (2, 1), wrong
     assert not list(tmp_path.iterdir())

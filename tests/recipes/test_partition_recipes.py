@@ -31,6 +31,7 @@ from niels_gpt.commands.console import ExitCode
 from niels_gpt.commands.main import main
 from niels_gpt.kinds.look import stats
 from niels_gpt.recipes.gc import collect
+from niels_gpt.recipes.plan import RECIPES
 from niels_gpt.recipes.records import cache_root
 from niels_gpt.recipes.request import restart
 from niels_gpt.recipes.resolve import resolve_source
@@ -306,11 +307,11 @@ def test_partitions_hold_the_documents_of_the_whole_in_the_same_splits(notes, ti
 def test_what_is_built_whole_is_said(tmp_path, tiny_model_path, caplog):
     settings = Settings(source_root="sample", cache_dir=str(tmp_path), tokenizer=str(tiny_model_path), partitions=TOTAL)
     with caplog.at_level(logging.WARNING):
-        outcome = build_token_cache(settings, "dolly15k")
+        outcomes = [RECIPES[key](settings) for key in ("trees/oasst1", "pretrain/gutenberg")]
     assert [record.code for record in caplog.records if getattr(record, "code", "") == "W505"] == ["W505"]
-    with refused("E101", "dolly15k", kind=UsageError):
-        Units(settings, "dolly15k")
-    assert outcome.meta["kind"] == "sft"
+    with refused("E101", "trees/oasst1", kind=UsageError):
+        Units(settings, "trees/oasst1")
+    assert ["partitions" in outcome.meta for outcome in outcomes] == [False, True]
 
 
 def test_a_listing_spares_reading_the_text_again(notes, texts):

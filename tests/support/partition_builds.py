@@ -2,23 +2,27 @@
 
 import json
 
-from niels_gpt.cache.kind.tokens import PRETRAIN
+from niels_gpt.cache.kind.tokens import PRETRAIN, SFT
 from niels_gpt.documents import Partition
 from niels_gpt.engine.meta import Source
 from niels_gpt.engine.units import Commands, discard_plan, fix_plan, plans_of, seal, states_of
+from niels_gpt.prefix_tree.rollouts.kind import ROLLOUTS
 from niels_gpt.recipes import dask, units
 from niels_gpt.storage.versions import build_lock, clear_leftovers, discard_unfinished
 from support.byte_tokenizer import ByteTokenizer
 from support.disk import meta_bytes, versions_dir
-from support.small_builds import counting, documents, pretrain
+from support.small_builds import BUILDERS, ITEMS, counting
 
 TOTAL = 4
 SHA256 = "ab" * 32
 RULE = "document f to f mod P"
+UNITS = {"pretrain": PRETRAIN.units, "sft": SFT.units, "templated": SFT.units, "rollouts": ROLLOUTS.units}
+"""By what is built: chats by the own template, by another one, and so on."""
 
 
-def content(total=TOTAL, **changed):
-    """Return what plan.json holds."""
+def content(total=TOTAL, of="pretrain", **changed):
+    """Return what plan.json holds. of: one of UNITS; recorded ids have no tokenizer."""
+    sha256 = None if of == "rollouts" else SHA256
     return {
         "plan_version": 1,
         "kind": "partition_plan",
@@ -26,10 +30,10 @@ def content(total=TOTAL, **changed):
         "partitions": total,
         "rule": RULE,
         "fingerprint": "f" * 64,
-        "recipe": {"seed": 0},
+        "recipe": {"seed": 0, "kind": of},
         "source": {},
-        "tokenizer_sha256": SHA256,
-        "tokenizer_content_sha256": SHA256,
+        "tokenizer_sha256": sha256,
+        "tokenizer_content_sha256": sha256,
         "code": {"version": "1"},
         **changed,
     }
@@ -45,31 +49,40 @@ class HashedBytes(ByteTokenizer):
     sha256 = SHA256
 
 
-def planned(path, total=TOTAL, **changed):
-    """Fix the plan of a cache."""
+def planned(path, total=TOTAL, of="pretrain", **changed):
+    """Fix the plan of a cache. of: one of UNITS."""
     with build_lock(path):
-        return fix_plan(path, content(total, **changed))
+        return fix_plan(path, content(total, of, **changed))
 
 
-def items_of(number, total=TOTAL):
-    """Return the documents of a partition."""
-    return documents(0)[number::total]
+def kind_of(plan):
+    """Return which of UNITS a plan is of."""
+    return plan.content["recipe"]["kind"]
+
+
+def items_of(number, total=TOTAL, kind="pretrain"):
+    """Return the documents, chats or groups of a partition."""
+    return ITEMS[kind](0)[number::total]
+
+
+def held(plan, meta):
+    """Return how many items a receipt or a cache holds."""
+    return UNITS[kind_of(plan)].items(meta)
 
 
 def build_part(plan, number, *, items=None, **changed):
     """Build a partition; by default without budgets, so that nothing is dropped for them."""
-    counters = {}
+    counters, kind = {}, kind_of(plan)
     arguments = {
-        "max_train_tokens": None,
-        "max_val_tokens": None,
         "val_frac": 0.2,
-        "tokenizer": HashedBytes(),
         "source": Source(name="small", counters=counters),
         "partition": Partition(number, plan.total),
         "plan": plan.sha256,
     }
-    found = counting(items_of(number, plan.total) if items is None else items, counters)
-    return pretrain(plan.unit_path(number), items=found, **{**arguments, **changed})
+    arguments |= {"max_train_tokens": None, "max_val_tokens": None} if kind == "pretrain" else {}
+    arguments |= {} if kind == "rollouts" else {"tokenizer": HashedBytes()}
+    found = counting(items_of(number, plan.total, kind) if items is None else items, counters)
+    return BUILDERS[kind](plan.unit_path(number), items=found, **{**arguments, **changed})
 
 
 def plans(path):
@@ -79,12 +92,12 @@ def plans(path):
 
 def states(plan, *, deep=False, progress=None):
     """What each partition of a plan is; deep: by all its bytes."""
-    return states_of(plan, PRETRAIN.units, deep=deep, progress=progress)
+    return states_of(plan, UNITS[kind_of(plan)], deep=deep, progress=progress)
 
 
 def seal_small(plan, **changed):
     """Seal a plan; returns the cache's meta.json."""
-    return seal(plan, PRETRAIN.units, **{"source": Source(name="small"), **changed})
+    return seal(plan, UNITS[kind_of(plan)], **{"source": Source(name="small"), **changed})
 
 
 def seal_again(path):
@@ -137,9 +150,9 @@ def be_other_code(patch):
     patch.setattr(units, "code_identity", lambda: {"format": 1, "builder": 0, "libraries": {"torch": "0"}})
 
 
-def whole(path, order=range(TOTAL), **changed):
+def whole(path, order=range(TOTAL), of="pretrain", **changed):
     """Fix a plan, build its partitions in an order, and seal them."""
-    plan = planned(path)
+    plan = planned(path, of=of)
     for number in order:
         build_part(plan, number, **changed)
     return seal_small(plan)

@@ -118,7 +118,7 @@ def test_a_code_version_has_what_decides_a_build_and_nothing_else(settings, own)
     listed.write_text(json.loads(texts.read_text().splitlines()[0])["id"])
     shutil.copyfile(named, renamed)
     trained = {"tokenizer": None, "vocab_size": 600}
-    pretrain = {key for key in CACHES if key.startswith("pretrain/")}
+    in_partitions = {key for key in CACHES if key.startswith(("pretrain/", "sft/"))}
 
     def differing(before, after):
         one, other = (code_versions(dataclasses.replace(settings, **changed)) for changed in (before, after))
@@ -137,7 +137,7 @@ def test_a_code_version_has_what_decides_a_build_and_nothing_else(settings, own)
     assert differing(trained, {**trained, "threads": 3, "deep_checks": True, "eagle3_device": "cpu"}) == set()
     assert differing({}, {"follow_links": True}) == everything - {"tokenizer"}
     hub = {"source_root": "hub", "partitions": 1}
-    assert differing(hub, {**hub, "partitions": 2}) == pretrain - {"pretrain/gutenberg"}, "which is a stub there"
+    assert differing(hub, {**hub, "partitions": 2}) == in_partitions - {"pretrain/gutenberg"}, "a stub there"
     assert differing(hub, {**hub, "roam_dir": "notes"}) == {"pretrain/roam"}
     assert differing(hub, {**hub, "revision": "dolly15k=main"}) == {"sft/dolly15k", *eagle3}
 

@@ -40,7 +40,8 @@ def content_damages(files: FileChecks) -> Iterator[Damage]:
         num_tokens = sum(record["tokens"] for record in shards)
         yield from _scanned(files, index, OffsetsScan(index["name"], num_tokens, with_end=pretrain))
         if index["name"] in files.sound and "partitions" in meta:
-            yield from _partition_damages(meta, split, _offsets(files, index))
+            offsets = _offsets(files, index)
+            yield from _partition_damages(meta, split, offsets if pretrain else np.append(offsets, num_tokens))
         if split in meta.get("ids", {}):
             ids = meta["ids"][split]
             yield from _scanned(files, ids, LinesScan(ids["name"], index["entries"] - pretrain))
@@ -249,7 +250,7 @@ def _is_one_of(tokens: Ids, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 
 def _ends(meta: dict[str, Any], split: str, unit: str) -> NDArray[np.int64]:
-    """Return where each partition ends in a split, in tokens or docs: int64 [partitions]."""
+    """Return where each partition ends in a split, in tokens, docs or examples: int64 [partitions]."""
     counts = [each[f"{split}_{unit}"] for each in meta["partitions"]["of_each"]]
     return np.cumsum(np.array(counts, dtype=np.int64))
 
@@ -259,11 +260,12 @@ def _partition_damages(meta: dict[str, Any], split: str, bounds: NDArray[np.int6
 
     bounds: where each document starts, and where the last one ends.
     """
-    docs, tokens = _ends(meta, split, "docs"), _ends(meta, split, "tokens")
+    unit = "docs" if meta["kind"] == "pretrain" else "examples"
+    docs, tokens = _ends(meta, split, unit), _ends(meta, split, "tokens")
     found = bounds[np.clip(docs, 0, len(bounds) - 1)]
     for number in np.flatnonzero(found != tokens)[:1].tolist():
         problem = (
-            f"partitions.of_each[{number}] ends {split} at token {tokens[number]:,}, but its {split}_docs end it at "
+            f"partitions.of_each[{number}] ends {split} at token {tokens[number]:,}, but its {split}_{unit} end it at "
             f"{found[number]:,}, by the index"
         )
         yield Damage(META_NAME, 0, 0, problem)

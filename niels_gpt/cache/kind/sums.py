@@ -16,7 +16,7 @@ from niels_gpt.cache.formats import (
     num_bytes,
     token_dtype_of,
 )
-from niels_gpt.kinds.checks import Problem, vocabulary_sums
+from niels_gpt.kinds.checks import Problem, partition_sums, vocabulary_sums
 from niels_gpt.kinds.files import HEADER_BYTES
 from niels_gpt.kinds.kind import Cache
 from niels_gpt.storage.fileio import META_NAME
@@ -39,6 +39,8 @@ def wrong_sums(cache: Cache) -> Iterator[Problem]:
         name = meta["checksums"]["name"]
         blocks = sum(num_blocks(record["bytes"]) for record in cache.records if record["name"] != name)
         yield from _compare("checksums", "checksums.bytes", meta["checksums"]["bytes"], CRC_DTYPE.itemsize * blocks)
+    if meta["kind"] == "sft":
+        yield from partition_sums(meta)
     yield from _document_counts(meta)
 
 
@@ -55,7 +57,7 @@ def _split_sums(meta: Meta, split: str) -> Iterator[Problem]:
     expected = token_dtype_name(meta["vocab_size"])
     yield from _compare("token_dtype", "token_dtype", meta.get("token_dtype", "uint16-le"), expected)
     itemsize, may_be_short = token_dtype_of(meta, META_NAME).itemsize, {len(shards) - 1}
-    if "partitions" in meta:
+    if "partitions" in meta and meta["kind"] == "pretrain":
         ends = list(accumulate(each[f"{split}_shards"] for each in meta["partitions"]["of_each"]))
         may_be_short = {end - 1 for end in ends}
         yield from _partition_sums(meta, split, ends)

@@ -6,9 +6,11 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+from niels_gpt.cache import joining, joining_chats
 from niels_gpt.cache.documents import (
     bounds,
     id_lines,
@@ -19,7 +21,6 @@ from niels_gpt.cache.documents import (
     tokens_of,
 )
 from niels_gpt.cache.formats import SPLITS, has_loss_bits, has_no_text_bytes, npy_header, token_dtype_of
-from niels_gpt.cache.joining import SAME, check_receipt, join, mend, units_at, warn_of_whole
 from niels_gpt.cache.kind.locate import locate, locate_data
 from niels_gpt.cache.kind.plot import plot
 from niels_gpt.cache.kind.scans import content_damages, id_damages, supervised_damages
@@ -45,10 +46,9 @@ from niels_gpt.engine.split import asked_share
 from niels_gpt.engine.units import UnitKind
 from niels_gpt.kinds.checks import BUDGET_REACHED, FILES, TOKENIZER_MATCHES, warnings_of
 from niels_gpt.kinds.files import HEADER_BYTES, Damage, FileChecks
-from niels_gpt.kinds.kind import MALFORMED, Cache, Card, Finding, Held, Kind, Limits, Page, Rows
-from niels_gpt.kinds.rows import counted, described, of_loader, spread, warned_of
-from niels_gpt.kinds.verify import examined, reader_error, refusal
-from niels_gpt.progress import Progress
+from niels_gpt.kinds.kind import Cache, Card, Finding, Held, Kind, Limits, Page, Rows
+from niels_gpt.kinds.rows import counted, described, of_loader, of_partitions, spread, warned_of
+from niels_gpt.kinds.verify import examined_unit, reader_error, refusal
 from niels_gpt.storage.checks import Check, Figures
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME
@@ -287,17 +287,6 @@ def _opened(module: str, name: str, how: str) -> Callable[[Mapping[str, Any]], I
     return lines
 
 
-def _examined(folder: Path, deep: bool, progress: Progress | None) -> tuple[Meta | None, str]:
-    """Return the meta.json of a unit and what is wrong with it, its counts included. See `UnitKind.examine`."""
-    meta, problem = examined(folder, deep, progress)
-    if meta is not None and not problem:
-        try:
-            check_receipt(meta)
-        except (CacheError, *MALFORMED) as error:
-            problem = error.problem if isinstance(error, CacheError) else repr(error)
-    return meta, problem
-
-
 class PretrainKind(Tokens):
     """Documents in token files, read as windows."""
 
@@ -309,14 +298,16 @@ class PretrainKind(Tokens):
     families: ClassVar[Mapping[str, str]] = {"pretrain": "niels_gpt.recipes.documents:PRETRAIN"}
     units = UnitKind(
         name="pretrain",
-        same=SAME,
-        examine=_examined,
+        same=joining.SAME,
+        examine=partial(examined_unit, joining.check_receipt),
         items=lambda meta: sum(meta["docs"][split] for split in SPLITS),
-        join=join,
-        warn=warn_of_whole,
-        mend=mend,
-        units_at=units_at,
+        read="documents_read",
+        join=joining.join,
+        warn=joining.warn_of_whole,
+        mend=joining.mend,
+        units_at=joining.units_at,
     )
+    builds_alone = True
     builder_version = BUILDER_VERSIONS["pretrain"]
     checks = (*_TOKENS, BUDGET_REACHED, *warnings_of("documents"))
     page = Page(
@@ -365,6 +356,15 @@ class SftKind(Tokens):
     unit = "example"
     keys = ("sft/",)
     families: ClassVar[Mapping[str, str]] = {"sft": "niels_gpt.recipes.chats:SFT"}
+    units = UnitKind(
+        name="sft",
+        same=joining_chats.SAME,
+        examine=partial(examined_unit, joining_chats.check_receipt),
+        items=lambda meta: sum(meta["totals"][f"{split}_examples"] for split in SPLITS),
+        read="examples_read",
+        join=joining_chats.join,
+        warn=joining_chats.warn_of_whole,
+    )
     builder_version = BUILDER_VERSIONS["sft"]
     checks = (
         *_TOKENS,
@@ -443,11 +443,7 @@ def _rows(cache: Cache, unit: str) -> Rows:
     ]
     for split in SPLITS:
         rows.append((split, _split_line(folder, meta, split, unit)))
-    if "partitions" in meta:
-        rows.append(("partitions", f"{meta['partitions']['total']:,}: {meta['partitions']['rule']}"))
-    if accepted := source.get("accepted_code"):
-        told = (f"{name} {there} and {here}" for name, (there, here) in sorted(accepted.items()))
-        rows.append(("accepted code", f"partitions were built with {', '.join(told)}"))
+    rows += of_partitions(meta)
     rows.append(("dropped", _dropped(meta, unit)))
     rows.append(("duplicates", _duplicates(meta)))
     rows += [*of_loader(meta), *loss_table(meta).items()]

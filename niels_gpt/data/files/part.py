@@ -14,6 +14,14 @@ PARTITION_RULE = (
     "document. On the hub, where n is less, row r from 0 of the split is in partition r mod P"
 )
 """As plan.json and meta.json state it."""
+_READS_ALL = "; else every partition reads all of them, and "
+GROUPS_RULE = (
+    "of n files in the loader's order, file f from 0 is in partition f mod P where n is at least P"
+    f"{_READS_ALL}group g from 0 of file f is in partition (g + f) mod P, with what was left out before it"
+)
+"""The same of recorded rollouts: rows that follow each other may be one group, which no partition has in part."""
+TREES_RULE = "every partition reads all messages; tree t from 0, by its first message, is in partition t mod P"
+"""The same of message trees, whose messages may be anywhere."""
 
 
 class Share(NamedTuple):
@@ -51,6 +59,17 @@ class FilePart:
         if self.files < self.partition.total:
             return Share(first, self.partition.total)
         return None if first else WHOLE_FILE
+
+    def has_group(self, file: int, group: int) -> bool:
+        """Return whether the partition has a group of a file, both from 0: one that it reads whole, or by its share."""
+        if self.partition is None or self.reads_alone:
+            return True
+        return (group + file) % self.partition.total == self.partition.number
+
+    @property
+    def reads_alone(self) -> bool:
+        """Whether no other partition reads the same files, where groups of rows are shared and not rows."""
+        return self.partition is None or self.files >= self.partition.total
 
     def has_document(self, file: int) -> bool:
         """Return whether the partition has a file, from 0, that is one document."""

@@ -135,17 +135,16 @@ class Behind:
         """Remember the counts and the position of the row that was read last."""
         self._marked = Counter(self.counters), dict(self.position)
 
-    def publish(self, *, latest: bool = False) -> None:
-        """Give the builder what was remembered; latest: what there is now."""
-        if latest:
-            self.mark()
+    def passes(self, is_own: bool) -> bool:
+        """Give the builder what was remembered where it is its partition's own, else leave it out; returns which."""
         counts, position = self._marked
         new = counts - self._published
         self._published += new
-        if self._shared is not None:
+        if is_own and self._shared is not None:
             self._shared.update(new)
-        if self._shared_position is not None:
+        if is_own and self._shared_position is not None:
             self._shared_position.update(position)
+        return is_own
 
 
 def tokens_of(samples: Sequence[SampledSequence], before: int = 0, where: str = "") -> int:

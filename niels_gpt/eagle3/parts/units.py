@@ -35,7 +35,7 @@ class FolderPlan(NamedTuple):
 class ShardUnits(Looks[FolderPlan]):
     """All units lie in one folder: shards beside each other, and their receipts in its sidecar."""
 
-    word, is_of_text = "shard", False
+    word = "shard"
 
     def look(self, plan: FolderPlan, number: int) -> Unit:
         """Return a shard by its receipt and its size."""

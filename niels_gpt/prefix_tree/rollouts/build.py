@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from niels_gpt.cache.formats import OFFSET_DTYPE, SPLITS
+from niels_gpt.documents import Partition
 from niels_gpt.encoding import DIGEST_BYTES, split_keys
-from niels_gpt.engine.build import How, NoTextError, run_build
+from niels_gpt.engine.build import How, NoTextError, claim_of, run_build
 from niels_gpt.engine.checkpoints import CHECKPOINT_SECONDS, Build
 from niels_gpt.engine.journal import npy_parts
 from niels_gpt.engine.meta import Source, vocabulary_of
@@ -40,10 +41,15 @@ from niels_gpt.storage.fileio import id_lines
 from niels_gpt.storage.meta_json import checked_int, shortened
 from niels_gpt.tokenizers.protocol import MAX_IDS, TOKEN_DTYPES, Tokenizer, token_dtype_name
 
-SPLIT_RULE = (
+_BY_ID = (
     "by group: to val where the first 8 bytes of sha256(seed, newline, id), big-endian, are below val_frac * 2**64; "
-    "where that would leave a split without a group, the nearest one goes there, to train first"
 )
+SPLIT_RULE = f"{_BY_ID}where that would leave a split without a group, the nearest one goes there, to train first"
+IN_PARTITIONS = {SPLIT_RULE: f"{_BY_ID}none is moved where that leaves a split without a group"}
+"""What a partition does instead: it does not know the groups of the others."""
+LAST_IDS = "index/last_ids.bin"
+"""In a partition: the last id of each sample. Which one is the most frequent is known of all together."""
+LAST_ID = np.dtype("<u4")
 _FILES: dict[str, str | None] = {
     **{file_of(split, name): file_of(split, name) for split in SPLITS for name in ("tokens", "loss", *FIELDS)},
     **{f"{split}_{table}.bin": None for split in SPLITS for table in ("groups", "samples")},
@@ -55,6 +61,7 @@ _SUMS = (
     *("tokens", "tokens_after", "pairs", "pairs_after", "loss_tokens", "samples_without_target"),
 )
 _RANGE = "range of "
+_LAST = "last_ids.bin"
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,8 @@ def build_rollouts(
     vocab_size: int | None = None,
     tokenizer: Tokenizer | None = None,
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
+    partition: Partition | None = None,
+    plan: str | None = None,
     committed: Callable[[dict[str, Any]], None] | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
@@ -98,7 +107,8 @@ def build_rollouts(
     groups: the samples of each prompt or tree. A sample that `records.checked` refuses is dropped and counted in meta
         `dropped`, and so is a group of which no sample is left (`groups_without_sample`). Every kept sample has the
         fields of the first one.
-    source, checkpoint_seconds, committed: those of `build_sft`. seed: decides with val_frac which groups go to val.
+    source, checkpoint_seconds, partition, plan, committed: those of `build_sft`. seed: decides with val_frac which
+        groups go to val.
     vocab_size: of the model; larger ids are dropped, and ids below 65,536 take two bytes. None: the tokenizer's, or
         without one any id below 2**31, of four bytes.
     tokenizer: that the ids are of, if it is known.
@@ -110,14 +120,15 @@ def build_rollouts(
         raise ValueError(f"val_frac={val_frac}: expected 0 <= val_frac < 1")
     source, vocabulary = source or Source(), _vocabulary(tokenizer, vocab_size)
     settings: dict[str, Any] = {"kind": KIND, "built": True, "val_frac": val_frac, "split_rule": SPLIT_RULE}
-    rule = TextSplit(Fraction(val_frac), seed)
+    settings |= claim_of(partition, plan, SPLIT_RULE, IN_PARTITIONS)
+    rule = TextSplit(Fraction(val_frac), seed, moves=partition is None)
     return run_build(
         path,
         lambda _: groups,
         lambda build: _Groups(build, os.fspath(path), source, vocabulary, rule),
         How(checkpoint_seconds=checkpoint_seconds, committed=committed, progress=progress),
         tokenizer=tokenizer,
-        files=_FILES,
+        files=_FILES if partition is None else _FILES | {_LAST: LAST_IDS},
         source=source,
         rule=rule,
         settings=settings,
@@ -161,6 +172,13 @@ class _Groups:
             build.expect(file_of(split, "tokens"), self._sums[split]["stored_tokens"] * self._dtype.itemsize)
             for table, columns in (("groups", GROUP_COLUMNS), ("samples", SAMPLE_COLUMNS)):
                 build.expect(f"{split}_{table}.bin", self._sums[split][table] * len(columns) * OFFSET_DTYPE.itemsize)
+        if self._is_part:
+            build.expect(_LAST, sum(self._sums[split]["samples"] for split in SPLITS) * LAST_ID.itemsize)
+
+    @property
+    def _is_part(self) -> bool:
+        """Whether this is a partition, which does not know the groups of the others."""
+        return self._build.has(_LAST)
 
     def done(self) -> tuple[int, int]:
         """Return the groups read and the tokens of kept samples so far."""
@@ -208,6 +226,8 @@ class _Groups:
             self._check_fields(sample, name, number)
             self._look(sample, f"sample {number} of group {name}")
             samples.append(sample)
+            if self._is_part:
+                self._build.files[_LAST].write(sample.ids[-1:].astype(LAST_ID))
         if not samples:
             self._counts["groups_without_sample"] += 1
             return
@@ -234,7 +254,7 @@ class _Groups:
             for split in SPLITS
         )
         samples = self._counts["samples_kept"]
-        if self._odd[WITHOUT_PROMPT] == samples:  # as in trees
+        if self._odd[WITHOUT_PROMPT] == samples and not self._is_part:  # as in trees
             del self._odd[WITHOUT_PROMPT]
         self._odd[NO_COMMON_END] = samples - max(self._last_ids.values(), default=0)
         ranges = {
@@ -293,6 +313,7 @@ class _Groups:
             index[f"{split}_samples"] = self._table(split, "samples", len(SAMPLE_COLUMNS))
             ids[split] = {**build.finish(f"{split}_ids.txt"), "entries": sums[split]["groups"]}
             files += [build.finish(file_of(split, name)) for name in ("loss", *self._fields)]
+        files += [build.finish(_LAST)] if self._is_part else []
         read = {key: self._counts[key] for key in ("groups_read", "samples_read")}
         kept = ("samples_kept", *read)
         totals = {f"{split}_{key}": sums[split][key] for split in SPLITS for key in ("groups", "samples", "tokens")}

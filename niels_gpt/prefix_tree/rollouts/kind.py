@@ -20,11 +20,13 @@ from niels_gpt.display.decoded import decoded_text, runs
 from niels_gpt.display.numbers import many, number_of
 from niels_gpt.display.tables import cut, most_of, shown
 from niels_gpt.engine.meta import BUILDER_VERSIONS
-from niels_gpt.kinds.checks import FILES, TOKENIZER_MAY_MATCH, warnings_of
+from niels_gpt.engine.units import UnitKind
+from niels_gpt.kinds.checks import FILES, TOKENIZER_MAY_MATCH, partition_sums, warnings_of
 from niels_gpt.kinds.files import HEADER_BYTES, Damage, FileChecks
 from niels_gpt.kinds.kind import MALFORMED, Cache, Card, Finding, Held, Kind, Limits, Page, Rows
-from niels_gpt.kinds.rows import counted, described, of_loader, parts_by_loss, spread, warned_of
-from niels_gpt.kinds.verify import file_checks
+from niels_gpt.kinds.rows import counted, described, of_loader, of_partitions, parts_by_loss, spread, warned_of
+from niels_gpt.kinds.verify import examined_unit, file_checks
+from niels_gpt.prefix_tree.rollouts import joining
 from niels_gpt.prefix_tree.rollouts.records import PER_TOKEN
 from niels_gpt.storage.checks import Check, Figures
 from niels_gpt.storage.errors import REBUILD, CacheError, PositionError
@@ -86,8 +88,24 @@ def _of_split(folder: Path, split: str, kept: Counter[str], *, deep: bool) -> It
             name, found = f"totals.{split}_{key}", meta["totals"][f"{split}_{key}"]
         if found != number:
             yield Damage(META_NAME, 0, 0, f"{name} is {shortened(found)}, not {number}")
+    if "partitions" in meta:
+        yield from _of_partitions(meta, split, data)
     if deep and data is not None:
         yield from _of_groups(data)
+
+
+def _of_partitions(meta: dict[str, Any], split: str, data: RolloutDataset | None) -> Iterator[Finding]:
+    """Yield the first partition whose groups, samples and tokens do not end at one place of the index."""
+    ends = np.zeros((1, 3), dtype=np.int64)
+    if data is not None:
+        tokens = np.append(0, np.cumsum(data.samples[:, 0]))[np.append(data.groups[:, 0], len(data.samples))]
+        ends = np.stack([np.arange(len(data) + 1), np.append(data.groups[:, 0], len(data.samples)), tokens], axis=1)
+    of_each = [[each[f"{split}_{key}"] for key in _TOTALS] for each in meta["partitions"]["of_each"]]
+    found = np.cumsum(np.array(of_each, dtype=np.int64), axis=0)
+    expected = ends[np.clip(found[:, 0], 0, len(ends) - 1)]
+    for number in np.flatnonzero((found != expected).any(axis=1))[:1].tolist():
+        problem = f"partitions.of_each[{number}] ends {split} elsewhere than its groups do, by the index"
+        yield Damage(META_NAME, 0, 0, problem)
 
 
 def _of_groups(data: RolloutDataset) -> Iterator[Finding]:
@@ -145,6 +163,16 @@ class RolloutsKind(Kind):
         "trees": "niels_gpt.recipes.rollouts.caches:TREE_CACHES",
         "rollouts": "niels_gpt.recipes.rollouts.caches:ROLLOUTS",
     }
+    built_whole = ("trees/",)
+    units = UnitKind(
+        name="rollouts",
+        same=joining.SAME,
+        examine=partial(examined_unit, joining.check_receipt),
+        items=lambda meta: sum(meta["totals"][f"{split}_groups"] for split in SPLITS),
+        read="groups_read",
+        join=joining.join,
+        warn=joining.warn_of_whole,
+    )
     builder_version = BUILDER_VERSIONS["rollouts"]
     may_lack_vocabulary = True
     has_loss = True
@@ -183,6 +211,10 @@ class RolloutsKind(Kind):
         for record in files.records:
             if damage := files.size_damage(record):
                 raise CacheError(cache.folder / damage.file, damage.problem, remedy=REBUILD, code="E203")
+
+    def wrong_sums(self, cache: Cache) -> Iterator[tuple[str, str]]:
+        """Compare what partitions count with the totals; groups_read compares the rest with the files."""
+        return partition_sums(cache.meta)
 
     def last_look(self, files: FileChecks, limits: Limits) -> Iterator[Finding]:
         """Yield what the reader refuses; where a file is damaged, its groups are not judged."""
@@ -330,6 +362,7 @@ def _rows(cache: Cache) -> Rows:
             for name, of in meta.get("ranges", {}).items()
         ),
         ("dropped", counted(meta["dropped"])),
+        *of_partitions(meta),
         *of_loader(meta),
         ("noticed", counted(meta.get("noticed", {}))),
         *warned_of(meta),

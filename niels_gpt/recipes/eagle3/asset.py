@@ -562,14 +562,14 @@ def _together(number: int, shards: list[Unit]) -> Unit:
 
 
 def _receipt(prepared: Prepared, partition: Partition, plan: Plan) -> dict[str, Any]:
-    """Return what a partition holds, with the keys that the receipt of a unit of text has."""
+    """Return what a partition holds, with keys of meta.json."""
     from niels_gpt.eagle3.format.plan import shards_of_part
 
     shards, firsts = prepared.plan.num_shards, prepared.plan.firsts
     starts, mine = prepared.samples.starts, shards_of_part(shards, (partition.number + 1, partition.total))
     tokens = sum(int(starts[firsts[shard + 1]] - starts[firsts[shard]]) for shard in mine)
     return {
+        "kind": "eagle3",
         "partition": {"number": partition.number, "total": partition.total, "plan": plan.sha256},
-        "docs": {"train": sum(prepared.plan.rows_of(shard) for shard in mine)},
-        "totals": {"train_tokens": tokens},
+        "totals": {"samples": sum(prepared.plan.rows_of(shard) for shard in mine), "tokens": tokens},
     }

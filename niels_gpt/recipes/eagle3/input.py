@@ -24,7 +24,7 @@ from niels_gpt.data.sources import SOURCES
 from niels_gpt.data.types import ChatSample, source_id
 from niels_gpt.recipes import sources
 from niels_gpt.recipes.records import cache_root, recorded_recipe
-from niels_gpt.recipes.resolve import ResolvedSource, resolve_source, resolve_user_source
+from niels_gpt.recipes.resolve import ResolvedSource, resolve_user_source, resolve_whole
 from niels_gpt.recipes.user_sources import UserSource, user_sources
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import InputError, NotFound
@@ -138,7 +138,7 @@ def _origin(settings: Settings, input_data: str) -> ResolvedSource:
     specs = (*SOURCES.values(), *(user.spec for user in own.values()))
     chats = [spec.name for spec in specs if spec.family == "sft"]
     if input_data in chats:
-        return resolve_source(settings, input_data)
+        return resolve_whole(settings, input_data)
     if input_data in own:
         raise InputError(f"{FLAG} {input_data}: a source of text, expected chats: {', '.join(chats)}, or files")
     source = UserSource("sft", input_data, files=input_data, base=Path.cwd(), named_in=FLAG)

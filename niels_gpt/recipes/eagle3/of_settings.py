@@ -22,7 +22,7 @@ from niels_gpt.hub.models import is_local
 from niels_gpt.recipes.eagle3.options import KEYS, Options, flag_name
 from niels_gpt.recipes.eagle3.prepare import Resolved, resolve
 from niels_gpt.recipes.records import cache_root
-from niels_gpt.recipes.resolve import resolve_source
+from niels_gpt.recipes.resolve import resolve_whole
 from niels_gpt.recipes.tokenizer import ensure_tokenizer, no_sentinels
 from niels_gpt.recipes.user_sources import user_sources
 from niels_gpt.settings import Settings
@@ -164,7 +164,7 @@ def resolved(
 def _newest_chats(settings: Settings) -> str | None:
     """Return the fingerprint of the newest revision of chats on the hub; None for chats of files."""
     name = raw_source(settings)
-    source = None if name is None else resolve_source(settings, name)
+    source = None if name is None else resolve_whole(settings, name)
     return None if source is None or source.kind != "hub" else str(source.provenance(None)["fingerprint"])
 
 

@@ -72,13 +72,13 @@ def _is_known_without_hub(settings: Settings) -> bool:
     """Whether revisions of the target and of the chats are recorded, where these are on the hub."""
     from niels_gpt.eagle3.produce.resume_checks import recorded_plan
     from niels_gpt.hub.models import is_local
-    from niels_gpt.recipes.resolve import resolve_source
+    from niels_gpt.recipes.resolve import resolve_whole
 
     target = str(settings.eagle3_target)
     plan = recorded_plan(folder_with_plan(cache_root(settings) / KEY))
     name, input_data = plan.get("target", {}).get("name"), plan.get("source", {}).get("input_data")
     chats = raw_source(settings)
-    is_file = chats is None or resolve_source(settings, chats).kind != "hub"
+    is_file = chats is None or resolve_whole(settings, chats).kind != "hub"
     is_target_known = is_local(target) or name == stable_name(settings, target)
     return is_target_known and (is_file or input_data == settings.eagle3_source)
 

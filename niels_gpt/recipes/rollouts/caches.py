@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from niels_gpt.data.files.part import GROUPS_RULE
 from niels_gpt.data.local import LocalFiles
 from niels_gpt.data.sources import LoadRequest, Part
 from niels_gpt.recipes import sources
@@ -27,6 +28,7 @@ class Rollouts(Family):
 
     name = kind = "rollouts"
     title, holds = "Rollout cache", "rollouts"
+    partition_rule = GROUPS_RULE
     # id_copies is 0: recorded ids are decimals of any length, so their file sets no bound.
 
     def load(self, found: LocalFiles, field: str | None, request: LoadRequest, how: dict[str, Any]) -> list[Part]:
@@ -39,12 +41,14 @@ class Rollouts(Family):
         from niels_gpt.recipes.rollouts.groups import recorded_groups
 
         return build_rollouts(
-            recorded_groups(sources.sequences(*request.reading(job.source))),
+            recorded_groups(sources.sequences(*request.reading(job.source), job.partition)),
             job.path,
             val_frac=request.settings.rollouts_val_frac,
             vocab_size=request.settings.rollouts_vocab_size or None,
             source=job.source,
             seed=request.settings.seed,
+            partition=job.partition,
+            plan=job.plan,
             committed=job.committed,
             progress=job.progress,
         )
