@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from support.commands import niels_gpt
 from support.data_files import lines, write
+from support.pipeline_seams import building
 
 from niels_gpt.eagle3.target import write_small_target
 from niels_gpt.tokenizer import load_tokenizer
@@ -178,3 +179,34 @@ def test_one_partition_alone_is_begun_from_scratch_and_other_code_is_refused(fla
     done = niels_gpt(*build, "--partition", "1")
     assert done.status == 1 and done.json["error"]["code"] == "E712" and "0.0.1" in done.json["error"]["message"]
     assert niels_gpt("build", *build[1:], "--restart").status == 0 and Path("c", TARGETS).exists()
+
+
+def test_what_is_being_built_is_neither_begun_again_nor_sealed_nor_removed(flags, target):
+    build = ["build", TARGETS, *flags, "--eagle3-target", target, "--partitions", "2"]
+    assert niels_gpt(*build, "--partition", "0").status == 0
+    (plan,) = Path("c/eagle3/.versions/targets").glob("partitions-*")
+    with building(plan / "1-of-2"):  # as its builder does
+        for words in ([*build, "--restart"], [*build, "--partition", "1"], ["seal", *build[1:]]):
+            done = niels_gpt(*words)
+            assert done.status == 1 and "error[E503]" in done.err, words
+        done = niels_gpt("gc", "c", "--unsealed")
+        assert "left alone" in done.out and len(list(plan.rglob("shard-*.safetensors"))) == 1
+    assert "kept" in niels_gpt("gc", "c").out and plan.is_dir()
+    assert niels_gpt("gc", "c", "--unsealed").status == 0 and not plan.exists()
+    assert niels_gpt(*build).status == 0
+
+
+def test_an_unfinished_version_of_an_earlier_release_is_taken_over(flags, target):
+    build = ["build", TARGETS, *flags, "--eagle3-target", target]
+    assert niels_gpt(*build, "--partitions", "2", "--partition", "0").status == 0
+    (plan,) = Path("c/eagle3/.versions/targets").glob("partitions-*")
+    earlier = plan.with_name(plan.name.replace("partitions", "building"))
+    (plan / "cache").rename(earlier)
+    earlier.with_name(f"{earlier.name}.journal").mkdir()
+    (earlier.with_name(f"{earlier.name}.journal") / "journal.jsonl").touch()
+    shard = (earlier / "shard-000000.safetensors").stat().st_ino
+    assert niels_gpt("gc", "c", "--dry-run").status == 0
+    assert niels_gpt(*build, "--dry-run").status == 0
+    assert niels_gpt(*build).status == 0
+    assert Path("c", TARGETS, "shard-000000.safetensors").stat().st_ino == shard
+    assert not list(plan.parent.glob("building-*")) and not plan.exists()

@@ -267,6 +267,7 @@ class TargetUnits:
     budget = None
     plan: Plan | None = None
     """None: the committed cache is current, and no unit is needed."""
+    _has_committed = False
 
     def __init__(
         self, settings: Settings, *, refresh: bool = False, observed: str | None = None, fixes: bool = True
@@ -286,8 +287,9 @@ class TargetUnits:
         self._find(refresh, observed)
         if not are_current_targets(self.found):
             with versions.build_lock(self.path, wait=settings.partitions > 1):
-                if not are_current_targets(self.found):  # another may have sealed it meanwhile
-                    self.plan, self._prepared = self._fixed(fixes)
+                there = self._plan_there()
+                if not (are_current_targets(self.found) or self._is_committed(there)):
+                    self.plan, self._prepared = self._fixed(there, fixes)
 
     # --- which plan ---
 
@@ -311,11 +313,11 @@ class TargetUnits:
         plans = plans_of(self.path)
         return next((plan for plan in plans if plan.content["recipe"].get("fingerprint") == self.fingerprint), None)
 
-    def _fixed(self, fixes: bool) -> tuple[Plan, Prepared]:
-        """Return the plan, which is fixed if there is none, and what it was made of. `build_lock` is held."""
+    def _fixed(self, there: Plan | None, fixes: bool) -> tuple[Plan, Prepared]:
+        """Return the plan, which is fixed if none is `there`, and what it was made of. `build_lock` is held."""
         from niels_gpt.eagle3.produce.producer import write_sidecar
 
-        there, in_partitions = self._plan_there(), self.settings.partitions > 1
+        in_partitions = self.settings.partitions > 1
         if there is None and not fixes:
             build = build_command(self.settings, KEY)
             raise NoPlan(self.path, "none of its partitions is there", remedy=f"Build them: {build}", code="E510")
@@ -327,7 +329,7 @@ class TargetUnits:
         # One process alone keeps a plan for each machine that began a build; partitions have one, or are refused.
         plan = there if there is not None and in_partitions else self._fixed_plan(prepared)
         work = plan.folder / WORK_NAME
-        if not os.path.lexists(plan.folder / _SEALED) and not work.is_dir():
+        if not work.is_dir():
             _take_earlier(self.path, work, plan.fingerprint)
             _link_states(self.path, work, prepared.plan)
         if in_partitions and not os.path.lexists(work / "sidecar" / PLAN_NAME):
@@ -431,7 +433,7 @@ class TargetUnits:
     def _claimed(self, plan: Plan) -> Iterator[None]:
         """Hold the cache's lock, so that neither a seal nor a new start comes between. Raises: _Gone after one."""
         with versions.build_lock(self.path, wait=True):
-            if not plan.is_there or are_current_targets(self.found):
+            if not plan.is_there or are_current_targets(self.found) or self._is_committed(plan):
                 raise _Gone
             yield
 
@@ -442,18 +444,15 @@ class TargetUnits:
         Raises: as `build` and `seal`.
         """
         if self.plan is None:
-            return self._finished(self._current_meta(), True)
+            return self._finished(self._current_meta())
         if self.settings.partitions > 1:
             made = [self.build(number, wait=True, progress=progress) for number in range(self.settings.partitions)]
             return self.seal(deep=any(each.reused for each in made), wait=True)
         with versions.build_lock(self.path):
             plan = fix_plan(self.path, self.plan.content)
-            if (sealed := _sealed_before(plan)) is None:
-                made_all = carry_out(
-                    self._prepared, plan.folder / WORK_NAME, named=self.path, resume=True, progress=progress
-                )
-                sealed = str(made_all.meta["content_sha256"])
-            return self._finished(self._commit(plan, sealed), False)
+            work = plan.folder / WORK_NAME
+            meta = carry_out(self._prepared, work, named=self.path, resume=True, progress=progress).meta
+            return self._finished(self._commit(plan, str(meta["content_sha256"])))
 
     def seal(self, *, deep: bool = True, wait: bool = False, progress: Progress | None = None) -> Outcome:
         """Check all shards, and commit the cache that they make; a current cache is reused.
@@ -467,18 +466,17 @@ class TargetUnits:
         while (plan := self._wanted()) is not None:
             try:
                 with versions.build_lock(self.path, wait=wait):
-                    if are_current_targets(self.found) or not plan.is_there:
+                    if are_current_targets(self.found) or not plan.is_there or self._is_committed(plan):
                         continue
                     versions.refuse_if_partition_is_built(plan.folder)
-                    if (sealed := _sealed_before(plan)) is None:
-                        how: dict[str, Any] = {"named": self.path, "commands": self._commands, "progress": progress}
-                        sealed = str(seal(plan.folder / WORK_NAME, deep=deep, **how).meta["content_sha256"])
-                    return self._finished(self._commit(plan, sealed), False)
+                    how: dict[str, Any] = {"named": self.path, "commands": self._commands, "progress": progress}
+                    meta = seal(plan.folder / WORK_NAME, deep=deep, **how).meta
+                    return self._finished(self._commit(plan, str(meta["content_sha256"])))
             except CacheError as error:
                 if error.code != "E503" or not wait:
                     raise
                 time.sleep(_PAUSE_SECONDS)
-        return self._finished(self._current_meta(), True)
+        return self._finished(self._current_meta())
 
     @property
     def _commands(self) -> Commands:
@@ -520,7 +518,16 @@ class TargetUnits:
         meta = read_meta(str(version / META_NAME))
         record_recipe(self.settings, self.path, self.fingerprint, self.found.source, meta)
         discard_plan(plan)
+        self._has_committed = True
         return meta
+
+    def _is_committed(self, plan: Plan | None) -> bool:
+        """Whether a plan's version had left its folder when its commit was killed: it is committed now."""
+        with suppress(FileNotFoundError):
+            if plan is not None and not (plan.folder / WORK_NAME).is_dir():
+                self._commit(plan, read_regular(plan.folder / _SEALED, _MOST_BYTES).decode("ascii", "replace"))
+                return True
+        return False
 
     def _current_meta(self) -> dict[str, Any]:
         """Return the meta of the committed cache, which is current; a plan that a killed seal has left is removed."""
@@ -531,16 +538,9 @@ class TargetUnits:
                 discard_plan(plan)
         return _with_all_files(self.found, self.path, self.fingerprint)
 
-    def _finished(self, meta: dict[str, Any], reused: bool) -> Outcome:
+    def _finished(self, meta: dict[str, Any]) -> Outcome:
+        reused = not self._has_committed
         return finish(self.settings, KEY, self.path, meta, reused, self._measurement.end(), self.fingerprint)
-
-
-def _sealed_before(plan: Plan) -> str | None:
-    """Return the content of a version whose commit was killed after it had left the plan's folder; None: none has."""
-    with suppress(FileNotFoundError):
-        if not (plan.folder / WORK_NAME).is_dir():
-            return read_regular(plan.folder / _SEALED, _MOST_BYTES).decode("ascii", "replace")
-    return None
 
 
 def _take_earlier(path: Path, work: Path, key: str) -> None:
