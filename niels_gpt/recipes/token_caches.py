@@ -32,7 +32,7 @@ def build_token_cache(
     """Build the cache of a source, or reuse it if it is current.
 
     name: of a built-in or user-defined source.
-    settings: with partitions, a pretrain cache's missing ones are built here, one after the other, and sealed.
+    settings: with partitions, the missing ones are built here, one after the other, and sealed.
     refresh, observed: see `run_recipe`.
     progress: receives documents, tokens, and the tokens of both budgets (None without budgets).
     Raises: as `resolve_source`, `stage_tokenizer`, `run_recipe` and the builders.
