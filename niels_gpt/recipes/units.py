@@ -57,6 +57,7 @@ from niels_gpt.recipes.run_recipe import (
     recorded_recipe,
 )
 from niels_gpt.recipes.shared import check_shared_folder, code_identity
+from niels_gpt.recipes.templates import check_early
 from niels_gpt.recipes.tokenizer import (
     install_tokenizer,
     log_unseen_source,
@@ -148,6 +149,8 @@ class Units:
             expected = "a cache of text, chats or recorded rollouts and 2 or more partitions (--partitions)"
             raise UsageError(f"{self.key}: {why}; expected {expected}")
         check_val_frac(settings, source)
+        if source.spec.family == "sft":
+            check_early(settings, trains=settings.chat_template is not None and tokenizer_state(settings) == "train")
         _check_folder(cache_root(settings).absolute())
         self.kind: UnitKind = kind
         self._recipe = unit_recipe(source.spec.family)
