@@ -44,7 +44,13 @@ from niels_gpt.recipes.records import (
 )
 from niels_gpt.recipes.resolve import ResolvedSource
 from niels_gpt.recipes.sources import named
-from niels_gpt.recipes.tokenizer import install_tokenizer, log_unseen_source, stage_tokenizer, tokenizer_for
+from niels_gpt.recipes.tokenizer import (
+    install_tokenizer,
+    log_unseen_source,
+    stage_tokenizer,
+    tokenizer_for,
+    tokenizer_state,
+)
 from niels_gpt.recipes.user_sources import stated_credit
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError
@@ -85,7 +91,7 @@ class Inputs:
         Raises: as `stage_tokenizer` and `tokenizer_for`; ValueError for settings that no such cache can have.
         """
         apply_lock_setting(cache_root(settings), settings.lock)
-        source.family.check(settings, source.spec)
+        check_settings(settings, source)
         if not source.family.takes_tokenizer:
             return cls(settings, source)
         made = stage_tokenizer(settings, user_sources_only=source.user is not None, refresh=refresh)
@@ -255,6 +261,13 @@ class Request(Inputs):
         """Return the outcome; a build is recorded as a run."""
         engine = None if reused or self.tokenizer is None else engine_name(self.tokenizer, self.settings.engine)
         return finish(self.settings, self.key, self.path, meta, reused, measurement, self.fingerprint, engine)
+
+
+def check_settings(settings: Settings, source: ResolvedSource) -> None:
+    """Refuse settings that no cache of a source can have, before a tokenizer is made. Raises: ValueError, CacheError."""
+    source.family.check(settings, source.spec)
+    trains = settings.chat_template is not None and tokenizer_state(settings) == "train"
+    source.family.check_early(settings, trains=trains)
 
 
 def build_whole(

@@ -46,7 +46,7 @@ from niels_gpt.recipes.records import (
     is_current,
     recorded_recipe,
 )
-from niels_gpt.recipes.request import Inputs, build_whole
+from niels_gpt.recipes.request import Inputs, build_whole, check_settings
 from niels_gpt.recipes.resolve import ResolvedSource, listing_of, resolve_source
 from niels_gpt.recipes.shared import check_shared_folder, code_identity
 from niels_gpt.recipes.tokenizer import stage_tokenizer, tokenizer_for, tokenizer_state
@@ -137,7 +137,7 @@ class Units:
             why = f"partitions is {settings.partitions}" if settings.partitions < 2 else "a stub, or trees"
             expected = "a cache of text, chats or recorded rollouts and 2 or more partitions (--partitions)"
             raise UsageError(f"{self.key}: {why}; expected {expected}")
-        self.source.family.check(settings, self.source.spec)
+        check_settings(settings, self.source)
         _check_folder(cache_root(settings).absolute())
         self.kind = kind
         self._fixes = fixes
