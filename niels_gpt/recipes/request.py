@@ -264,7 +264,7 @@ class Request(Inputs):
 
 
 def check_settings(settings: Settings, source: ResolvedSource) -> None:
-    """Refuse settings that no cache of a source can have, before a tokenizer is made. Raises: ValueError, CacheError."""
+    """Raise ValueError or CacheError for settings that no cache of a source can have, before a tokenizer is made."""
     source.family.check(settings, source.spec)
     trains = settings.chat_template is not None and tokenizer_state(settings) == "train"
     source.family.check_early(settings, trains=trains)
