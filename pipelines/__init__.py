@@ -4,7 +4,7 @@ definitions.py  what Dagster loads: `defs` of this checkout, and `niels_definiti
 deployment.py   Deployment: its settings, its names in Dagster, and what a run asks for
 assets.py       the tokenizer, the sources and their caches: what each depends on, and which run one at a time
 eagle3.py       the draft's vocabulary and the target's outputs
-partitions.py   a pretrain cache with --partitions: a graph of a plan, a step for each partition, and a seal
+partitions.py   a cache with --partitions: a graph of a plan, a step for each partition, and a seal
 exchange/       exports and published caches, downstream of the caches
 steps.py        what the steps share: revisions, turns, logs, errors, what they report
 versions.py     the versions that Dagster compares: of an asset's code, and of what it was made from

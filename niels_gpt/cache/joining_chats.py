@@ -113,7 +113,7 @@ def check_receipt(meta: Meta) -> None:
         check_entries(meta, split, split, examples)
         if [record["tokens"] for record in meta["shards"][split]] != [tokens]:
             raise wrong_value(META_NAME, f"shards.{split}", meta["shards"][split], f"one file of {tokens} tokens")
-        if digests[split]["bytes"] != DIGEST_BYTES * examples or tokens < examples:
+        if digests[split]["bytes"] != DIGEST_BYTES * examples or tokens < examples or bool(tokens) != bool(examples):
             raise CacheError(META_NAME, "its digests or tokens are not of as many examples", code="E202")
 
 

@@ -136,11 +136,15 @@ def template_chats(
     partition: Partition | None = None,
 ) -> Iterator[Chat]:
     """Yield the chats of an sft source for a chat template: any roles, calls of tools, further fields. As `chats`."""
-    for _, sample in _parts(settings, source, revision, counters, position, raw=True, partition=partition):
-        if isinstance(sample, RawChat):
-            yield Chat(source_id(sample), sample.messages, sample.tools)
-        else:
-            yield Chat(source_id(sample), _messages(sample))
+    # The source is opened by the call, as by those above: what it counts then is not counted again by a resumed build.
+    parts = _parts(settings, source, revision, counters, position, raw=True, partition=partition)
+    return (_raw(sample) for _, sample in parts)
+
+
+def _raw(sample: RawChat | ChatSample) -> Chat:
+    if isinstance(sample, RawChat):
+        return Chat(source_id(sample), sample.messages, sample.tools)
+    return Chat(source_id(sample), _messages(sample))
 
 
 def _messages(sample: ChatSample) -> list[dict[str, str]]:

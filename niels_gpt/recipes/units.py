@@ -137,7 +137,9 @@ class Units:
             why = f"partitions is {settings.partitions}" if settings.partitions < 2 else "a stub, or trees"
             expected = "a cache of text, chats or recorded rollouts and 2 or more partitions (--partitions)"
             raise UsageError(f"{self.key}: {why}; expected {expected}")
-        self.source.family.check(settings, self.source.spec)
+        family, named = self.source.family, settings.chat_template is not None
+        family.check(settings, self.source.spec)
+        family.check_early(settings, trains=named and tokenizer_state(settings) == "train")
         _check_folder(cache_root(settings).absolute())
         self.kind = kind
         self._fixes = fixes

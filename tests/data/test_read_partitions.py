@@ -12,10 +12,12 @@ from hypothesis import given
 from hypothesis import settings as checks
 from hypothesis import strategies as st
 from support.data_files import invalid_utf8, lines, write, write_parquet
+from support.errors import refused
 from support.readings import (
     FILES,
     LIMIT,
     Reading,
+    Seen,
     found_source,
     nonzero,
     parsed_lines,
@@ -25,6 +27,10 @@ from support.readings import (
 )
 
 from niels_gpt.cache import sha256_file
+from niels_gpt.data.types import source_id
+from niels_gpt.documents import Partition
+from niels_gpt.recipes import sources
+from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.settings import Settings
 
 TOTALS = (2, 3, 8)
@@ -227,6 +233,145 @@ def test_a_snapshot_is_the_hubs_only_without_partitions_and_trains_the_same_toke
     given = [Settings(source_root=str(folder / "snapshot"), partitions=total) for total in (1, 2)]
     assert [found_source(each, "fineweb_edu").kind for each in given] == ["hub", "mirror"]
     assert {state_of_source(each, "fineweb_edu") for each in given} == {f"HuggingFaceFW/fineweb-edu@{'0' * 40}"}
+
+
+# --- chats, trees and groups ------------------------------------------------------------------------------------------
+
+FORMS = {"sft": sources.chats, "raw": sources.template_chats, "rollouts": sources.sequences}
+
+
+def read_items(given, name, form, partition=None, behind=None):
+    """Return what a partition reads, each with counters and position as of it, and the counters at the end."""
+    counters, position = Counter[str](), dict[str, int]()
+    stream = FORMS[form](given, resolve_source(given, name), None, counters, position, partition)
+    if behind is not None:  # as a builder does, before the first one
+        counters.clear()
+        counters.update(behind.counters)
+        position.update(behind.position)
+    seen = []
+    for item in stream:
+        if form == "rollouts":
+            ids, text = source_id(item), repr([(each.ids.tolist(), each.advantage) for each in item.samples])
+        else:
+            ids, text = (item[0], repr(item[1])) if form == "sft" else (item.name, repr((item.messages, item.tools)))
+        seen.append(Seen(None, text, ids, nonzero(counters), dict(position)))
+    return seen, nonzero(counters)
+
+
+def check_items(given, name, form, total, *, has_ids=True):
+    """Compare partitions with the whole, items and counters, and the rest behind each item with a killed build's."""
+    whole, counted = read_items(given, name, form)
+    parts = [read_items(given, name, form, Partition(number, total)) for number in range(total)]
+    found = [each for seen, _ in parts for each in seen]
+    assert Counter(each.text for each in found) == Counter(each.text for each in whole) and len(found) > 2
+    assert not has_ids or sorted(each.id for each in found) == sorted(each.id for each in whole)
+    assert sum((Counter(counters) for _, counters in parts), Counter()) == Counter(counted)
+    for number, (seen, counters) in enumerate(parts):
+        for at, behind in enumerate(seen):
+            if behind.position:
+                rest = read_items(given, name, form, Partition(number, total), behind)
+                assert rest == (seen[at + 1 :], counters)
+    return whole, parts
+
+
+def _chat(number, role="user"):
+    return {"messages": [{"role": role, "content": f"q{number}"}, {"role": "assistant", "content": f"a{number}"}]}
+
+
+CHATS = [
+    (".jsonl", lines(*map(_chat, range(7)), _chat(7, "critic"), {"none": 1}) + b"no row\n" + lines(_chat(8, "tool"))),
+    (".jsonl.gz", lines(*map(_chat, range(10, 21)))),
+    (".json", json.dumps([*map(_chat, range(30, 36)), 5]).encode()),
+    (".parquet", (pa.Table.from_pylist([_chat(number) for number in range(40, 52)]), {"row_group_size": 2})),
+]
+
+
+@pytest.mark.parametrize("total", TOTALS)
+@pytest.mark.parametrize("form", ["sft", "raw"])
+@pytest.mark.parametrize("number", [1, len(CHATS)])
+def test_chats_of_all_formats(folder, number, form, total):
+    put(folder / "chats", CHATS[:number])
+    write(folder / "chats" / "picture.png", b"no row")
+    (folder / "chats" / "link.jsonl").symlink_to("0.jsonl")
+    write(folder / "chats" / "empty.jsonl")
+    given = Settings(sft=f"own={folder}/chats", max_document_bytes=LIMIT)
+    _, parts = check_items(given, "own", form, total)
+    counted = sum((Counter(counters) for _, counters in parts), Counter())
+    assert counted["links_not_followed"] == counted["other_files"] == counted["empty_file"] == 1
+    assert counted["unreadable_row"] >= 1 and (form == "raw" or counted["unknown_role:critic"] == 1)
+
+
+@pytest.fixture(scope="module")
+def talks(folder):
+    """A mirror of the sources of chats, with rows that are dropped."""
+    rows = [{"instruction": f"do {n}", "context": "", "response": f"done {n}", "category": "x"} for n in range(23)]
+    rows[5]["response"], rows[9]["instruction"] = " ", 7
+    write(folder / "talks/databricks/databricks-dolly-15k/train.jsonl", lines(*rows) + b"no row\n")
+    messages = [
+        {"message_id": f"{tree}-{at}", "parent_id": f"{tree}-{at - 1}" if at else None, "message_tree_id": str(tree)}
+        | {"text": f"text {tree} {at}", "role": ("prompter", "assistant")[at % 2], "lang": "en" if tree % 5 else "de"}
+        for at in range(3)
+        for tree in range(13)
+    ]
+    orphan = {**messages[-1], "message_id": "lost", "parent_id": "nobody"}
+    write(folder / "talks/OpenAssistant/oasst1/train-0.jsonl", lines(*messages[:20], {"message_id": "no tree"}))
+    write(folder / "talks/OpenAssistant/oasst1/validation-0.jsonl", b"no row\n" + lines(*messages[20:], orphan))
+    return Settings(source_root=str(folder / "talks"), max_document_bytes=LIMIT)
+
+
+@pytest.mark.parametrize("total", TOTALS)
+@pytest.mark.parametrize("name", ["dolly15k", "oasst1"])
+def test_built_in_chats_of_a_mirror(talks, name, total):
+    whole, parts = check_items(talks, name, "sft", total, has_ids=name == "oasst1")
+    counted = sum((Counter(counters) for _, counters in parts), Counter())
+    expected = {"dolly15k": {"blank_field": 1, "missing_field": 1, "unreadable_row": 1}}
+    expected["oasst1"] = {"missing_field": 1, "unreadable_row": 1, "orphan": 1, "not_english": 9}
+    assert counted == expected[name]
+    if name == "oasst1":  # whole trees
+        trees = [{each.id.partition("/")[0] for each in seen} for seen, _ in parts]
+        assert sum(map(len, trees)) == len(set().union(*trees)) == len({each.id.partition("/")[0] for each in whole})
+
+
+def _groups(first, count):
+    for number in range(first, first + count):
+        for sample in range(number % 3 + 1):  # rows that follow each other are one group
+            yield {
+                "group": f"g{number}",
+                "prompt_ids": [1, number],
+                "completion_ids": [sample],
+                "advantage": 0.5,
+                "x": 1,
+            }
+        yield from [{"group": "bad", "prompt_ids": "lost", "completions": []}] * (number % 4 == 1)
+
+
+ROLLOUTS = [
+    (".jsonl", lines(*_groups(0, 9)) + b"no row\n" + lines(*_groups(9, 3), {"other": 1})),
+    (".jsonl.gz", b"\xef\xbb\xbf" + lines(*_groups(20, 7))),
+    (".jsonl", lines({"other": 2})),
+    (".parquet", (pa.Table.from_pylist([*_groups(42, 3)]), {"row_group_size": 2})),
+]
+
+
+@pytest.mark.parametrize("total", TOTALS)
+@pytest.mark.parametrize("number", [1, 3, len(ROLLOUTS)])
+def test_groups_of_rollouts_are_in_one_partition_whole(folder, number, total):
+    put(folder / "rollouts", ROLLOUTS[:number])
+    write(folder / "rollouts" / "._0.jsonl", b"fork")
+    given = Settings(rollouts=f"own={folder}/rollouts", max_document_bytes=LIMIT)
+    _, parts = check_items(given, "own", "rollouts", total)
+    counted = sum((Counter(counters) for _, counters in parts), Counter())
+    assert counted["resource_fork"] == 1 and counted["malformed"] == (3 if number == 1 else 5)
+    if number < total:
+        shared = [[each.id for each in seen] for seen, _ in parts]
+        assert shared[0][:2] == ["g0", f"g{total}"] and shared[1][0] == "g1"
+
+
+def test_a_source_of_bad_groups_alone_is_an_error_wherever_it_is_read(folder):
+    put(folder / "lost", [(".jsonl", lines({"other": 1}))])
+    for partition in (None, Partition(0, 2), Partition(1, 2)):
+        with refused("E303", "missing_field"):
+            read_items(Settings(rollouts=f"own={folder}/lost"), "own", "rollouts", partition)
 
 
 @pytest.mark.slow

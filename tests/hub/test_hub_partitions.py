@@ -1,5 +1,7 @@
 """One partition of a dataset of the hub: whole files where there are enough, else every P-th row; retried and named."""
 
+from collections import Counter
+
 import pytest
 from support import hub_datasets as hub
 from support import numbered_datasets
@@ -7,6 +9,9 @@ from support.data_files import lines
 from support.numbered_datasets import number_of
 from support.readings import Reading
 
+from niels_gpt.documents import Partition
+from niels_gpt.recipes import sources
+from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.settings import Settings
 
 FINEWEB, CONFIG = "HuggingFaceFW/fineweb-edu", "CC-MAIN-2024-10"
@@ -81,3 +86,21 @@ def test_documents_of_a_source_that_is_not_streamed(loopback_hub, quick_retries)
     assert sorted(each[:2] for each in parts) == sorted(each[:2] for each in whole)
     names = [name for _, _, name in parts]
     assert len(set(names)) == len(names) and "wikitext-103-raw-v1/train-00001-of-00002.parquet#1" in names
+
+
+@pytest.mark.parametrize(
+    ("name", "dataset"), [("dolly15k", "databricks/databricks-dolly-15k"), ("oasst1", "OpenAssistant/oasst1")]
+)
+def test_chats_of_the_hub(loopback_hub, quick_retries, name, dataset):
+    made = {"dolly15k": numbered_datasets.dolly, "oasst1": numbered_datasets.oasst1}[name]
+    sha = loopback_hub.add(dataset, made(start=35_000))
+
+    def chats(partition):
+        counters = Counter[str]()
+        read = sources.chats(Settings(), resolve_source(Settings(), name), sha, counters, None, partition)
+        return [repr(messages) for _, messages in read], counters
+
+    whole, counted = chats(None)
+    parts = [chats(Partition(number, 3)) for number in range(3)]
+    assert sorted(chat for some, _ in parts for chat in some) == sorted(whole) and len(whole) > 10
+    assert all(some for some, _ in parts) and sum((found for _, found in parts), Counter()) == counted

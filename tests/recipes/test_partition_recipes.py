@@ -22,6 +22,8 @@ import pytest
 from support.data_files import write
 from support.disk import versions_dir
 from support.errors import refused
+from support.kinds import TEMPLATE
+from support.made_tokenizers import made_tokenizer
 from support.partition_builds import be_other_code, forget_prepared, prepared_partitions
 from support.small_builds import locked
 from support.tiny_texts import TINY_TEXTS
@@ -29,15 +31,18 @@ from support.tiny_texts import TINY_TEXTS
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.commands.console import ExitCode
 from niels_gpt.commands.main import main
+from niels_gpt.kinds.kind import Cache
 from niels_gpt.kinds.look import stats
+from niels_gpt.kinds.verify import find_damage
 from niels_gpt.recipes.gc import collect
-from niels_gpt.recipes.plan import RECIPES
+from niels_gpt.recipes.plan import RECIPES, plan, recipes
 from niels_gpt.recipes.records import cache_root
 from niels_gpt.recipes.request import restart
 from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.recipes.units import Units, build_token_cache
 from niels_gpt.settings import Settings, UsageError
 from niels_gpt.storage import fileio
+from niels_gpt.storage.remedies import build_command
 
 TOTAL = 4
 PATTERN = "texts/*.jsonl"
@@ -92,12 +97,12 @@ def documents_of(path):
     return found
 
 
-def killed(settings, number, seconds):
+def killed(settings, number, seconds, name="notes"):
     """Build a partition in a child and kill it after some time; return whether it had ended before."""
     child = os.fork()
     if child == 0:
         try:
-            Units(settings, "notes").build(number)
+            Units(settings, name).build(number)
         finally:
             os._exit(0)
     time.sleep(seconds)
@@ -516,12 +521,146 @@ def stopped_at(name):
     return stop
 
 
+# --- chats and recorded rollouts --------------------------------------------------------------------------------------
+
+FAMILIES = ("sft", "templated", "rollouts")
+
+
+def rows_of(number, count):
+    """Return chats and, for each, a group of one or two samples."""
+    chats, samples = [], []
+    for row in range(count):
+        turns = (f"{TINY_TEXTS[row % 12]} {number} {row}", f"answer {number} {row}")
+        chats.append([{"role": role, "content": text} for role, text in zip(("user", "assistant"), turns, strict=True)])
+        ids = {"group": f"{number} {row}", "prompt_ids": [1, row, number], "reward": 0.5 * row}
+        samples += [{**ids, "completion_ids": [2, each]} for each in range(row % 2 + 1)]
+    return [{"messages": messages} for messages in chats], samples
+
+
+@pytest.fixture
+def of_family(tmp_path, monkeypatch, tiny_model_path, request):
+    """Settings of own chats, of the same by a chat template, or of rollouts, and the key of their cache."""
+    monkeypatch.chdir(tmp_path)
+    for number in range(3):
+        chats, samples = rows_of(number, 30)
+        write(tmp_path / f"chats/{number}.jsonl", "".join(json.dumps(row) + "\n" for row in chats) + "no row\n")
+        write(tmp_path / f"steps/{number}.jsonl", "no row\n" + "".join(json.dumps(row) + "\n" for row in samples))
+    how = {"cache_dir": "cache", "partitions": TOTAL, "sft_val_frac": 0.2, "rollouts_val_frac": 0.2}
+    if request.param == "rollouts":
+        return Settings(rollouts="steps=steps/*.jsonl", **how), "rollouts/steps"
+    if request.param == "templated":
+        write(tmp_path / "marks.jinja", TEMPLATE)
+        how |= {"chat_template": "marks.jinja", "tokenizer": str(made_tokenizer("small qwen2"))}
+    return Settings(sft="chats=chats/*.jsonl", **{"tokenizer": str(tiny_model_path), **how}), "sft/chats"
+
+
+each_family = pytest.mark.parametrize("of_family", FAMILIES, indirect=True)
+
+
+def built(settings, key):
+    return recipes(settings)[key](settings)
+
+
+def items_of(path):
+    """Return how often each item is in each split."""
+    cache = Cache.open(path)
+    return {split: Counter(cache.kind.digests(cache, split)) for split in ("train", "val")}
+
+
+@each_family
+@pytest.mark.parametrize("kills", [0, pytest.param(8, marks=pytest.mark.slow)])
+def test_partitions_of_chats_and_rollouts_in_any_order_have_the_bytes_of_one_command(kills, of_family):
+    settings, key = of_family
+    name, drawn = key.rpartition("/")[2], random.Random(5)
+    for _ in range(kills):
+        killed(settings, drawn.randrange(TOTAL), drawn.uniform(0, 0.06), name)
+    made = [Units(settings, name).build(number) for number in (2, 0, 3, 1)]
+    assert not any(each.reused for each in made) or kills
+    assert Units(settings, name).build(2).reused
+    sealed = Units(settings, name, fixes=False).seal()
+    by_one = built(replace(settings, cache_dir="one"), key)
+    assert content_of(sealed) == content_of(by_one) and not sealed.reused and built(settings, key).reused
+    assert not list(versions_dir(sealed.path).glob("partitions-*"))
+    if key == "rollouts/steps":
+        assert not Path("cache/tokenizer").exists() and sealed.meta["tokenizer_sha256"] is None
+
+
+@each_family
+def test_partitions_of_chats_and_rollouts_hold_what_the_whole_holds_in_the_same_splits(of_family):
+    settings, key = of_family
+    whole = built(replace(settings, cache_dir="whole", partitions=1), key)
+    items, meta = items_of(whole.path), whole.meta
+    same = ("totals", "dropped", "duplicates", "supervised_tokens", "loss_tokens", "pairs_after", "utf8_bytes")
+    for total in (3, 8):
+        many = built(replace(settings, cache_dir=str(total), partitions=total), key)
+        assert items_of(many.path) == items and min(map(len, items.values())) > 3
+        assert {each: many.meta.get(each) for each in same} == {each: meta.get(each) for each in same}
+        assert many.meta["source"]["counters"] == meta["source"]["counters"] == {"unreadable_row": 3}
+        assert many.meta["partitions"]["total"] == total and find_damage(many.path, deep=True) == []
+
+
+@each_family
+def test_a_seal_of_chats_and_rollouts_names_what_is_missing_and_its_commands_work(of_family):
+    settings, key = of_family
+    name = key.rpartition("/")[2]
+    Units(settings, name).build(2)
+    with refused("E510", "0-1, 3") as caught:
+        Units(settings, name, fixes=False).seal()
+    for command in caught.value.remedy.splitlines()[1:]:
+        assert main(shlex.split(command)[1:]) == 0
+    assert Units(settings, name, fixes=False).seal().reused
+    with refused("E510") as caught:
+        Units(replace(settings, seed=7), name, fixes=False).seal()
+    assert main(shlex.split(caught.value.remedy.partition("niels-gpt ")[2])) == 0
+
+
+@each_family
+def test_a_damaged_cache_of_chats_or_rollouts_is_built_again_as_a_whole(of_family, capsys):
+    settings, key = of_family
+    root = built(settings, key).path.resolve()
+    good = content_of_folder(root)
+    flipped(root / "train_tokens.bin", 9)
+    status, command, _ = told(capsys, f"niels-gpt verify cache/{key} --deep")
+    assert status == ExitCode.DAMAGED and "--partitions 4" in command and "--partition " not in command
+    assert told(capsys, build_command(settings, key, "--partition", "2", "--restart"))[0] == ExitCode.USAGE
+    assert told(capsys, command)[0] == 0 and content_of_folder(Path(f"cache/{key}").resolve()) == good
+
+
+@each_family
+def test_a_dry_run_and_the_last_lines_count_what_partitions_hold(of_family, capsys):
+    settings, key = of_family
+    thing = "group" if key == "rollouts/steps" else "example"
+    assert main(shlex.split(build_command(settings, key, "--partition", "1"))[1:]) == 0
+    assert re.search(rf"{key}: partition 1 of 4: \d+ {thing}s, ", capsys.readouterr().out)
+    (item,) = [each for each in plan(settings, [key]) if each.key == key]
+    assert item.action == "build in 4 partitions: 1 finished, 3 missing"
+    built(settings, key)
+    (item,) = [each for each in plan(settings, [key]) if each.key == key]
+    assert item.action == "up to date"
+
+
+@pytest.mark.parametrize("of_family", ["rollouts"], indirect=True)
+def test_a_seal_says_what_is_a_matter_of_all_rollouts(of_family, caplog):
+    settings, key = of_family
+    write(Path("big.jsonl"), "".join(json.dumps({"ids": [1, 2, number]}) + "\n" for number in range(4_990, 5_001)))
+    built(replace(settings, tokenizer=str(made_tokenizer("t5")), rollouts="steps=big.jsonl"), key)
+    said = [record.getMessage() for record in caplog.records if "ids_beyond_tokenizer" in record.getMessage()]
+    assert len(said) == 1 and "5,000" in said[0]
+
+
 # --- real sources -----------------------------------------------------------------------------------------------------
 
 PRETRAIN = ("fineweb_edu", "wikitext", "roam", "gutenberg")
+CHATS = ("dolly15k", "oasst1")
 
 
 def _same_documents(name, one, many):
+    if name in CHATS:
+        whole, parts = (build_token_cache(each, name) for each in (one, many))
+        assert items_of(parts.path) == items_of(whole.path)
+        assert [parts.meta[key] for key in ("totals", "dropped")] == [whole.meta[key] for key in ("totals", "dropped")]
+        assert parts.meta["source"]["counters"] == whole.meta["source"]["counters"]
+        return
     whole, parts = (documents_of(build_token_cache(each, name).path) for each in (one, many))
     meta = read_meta(str(cache_root(one) / f"pretrain/{name}/meta.json"))
     if "nearest" in meta["split_rule"] and min(meta["docs"].values()) < 2:  # the whole moved one to an empty split
@@ -530,7 +669,7 @@ def _same_documents(name, one, many):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PRETRAIN)
+@pytest.mark.parametrize("name", [*PRETRAIN, *CHATS])
 def test_the_sample_in_partitions_has_the_documents_of_the_whole(name, tmp_path, tiny_model_path):
     common = {"source_root": "sample", "tokenizer": str(tiny_model_path)}
     one = Settings(cache_dir=str(tmp_path / "one"), **common)
@@ -539,7 +678,7 @@ def test_the_sample_in_partitions_has_the_documents_of_the_whole(name, tmp_path,
 
 @pytest.mark.real_text
 @pytest.mark.skipif("NIELS_GPT_TEST_DATA" not in os.environ, reason="NIELS_GPT_TEST_DATA names no mirror")
-@pytest.mark.parametrize("name", PRETRAIN)
+@pytest.mark.parametrize("name", [*PRETRAIN, *CHATS])
 def test_a_mirror_in_partitions_has_the_documents_of_the_whole(name, tmp_path, tiny_model_path):
     common = {"source_root": os.environ["NIELS_GPT_TEST_DATA"], "tokenizer": str(tiny_model_path)}
     one = Settings(cache_dir=str(tmp_path / "one"), **common)

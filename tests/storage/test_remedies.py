@@ -14,8 +14,9 @@ from support.errors import refused
 
 from niels_gpt.cache import PretrainTokenStreamDataset, read_meta, write_meta
 from niels_gpt.exchange.transfer.fetch import pull
-from niels_gpt.kinds.kind import Limits
+from niels_gpt.kinds.kind import Limits, has_partitions
 from niels_gpt.kinds.verify import verify
+from niels_gpt.recipes.plan import every_key
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.remedies import build_command, rebuild_command
@@ -48,6 +49,12 @@ def carried_out(message):
     if words[0] != PROGRAM:
         return subprocess.run(words, check=False).returncode
     return niels_gpt(*words[1:]).status
+
+
+def test_the_command_of_a_build_has_the_partitions_of_the_caches_that_have_some():
+    many = Settings(source_root="sample", partitions=4, rollouts="r=x", sft="s=y")
+    for key in every_key(many)[1:]:
+        assert ("--partitions 4" in build_command(many, key)) == has_partitions(key), key
 
 
 def test_the_command_of_a_build_has_every_flag_that_matters_to_it(tmp_path):

@@ -213,7 +213,7 @@ def _check_lines(path: Path, starts: Ints, size: int) -> None:
     for block in whole(path, size):
         ends.append(np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == ord("\n")) + (at + 1))
         at += len(block)
-    if not np.array_equal(np.concatenate(ends), [*starts, size]):
+    if not np.array_equal(np.concatenate(ends), np.append(starts, size)):
         raise CacheError(path, "lines that begin elsewhere than the index says", code="E510")
 
 
