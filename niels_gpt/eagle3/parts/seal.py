@@ -80,13 +80,9 @@ def seal(
     with file_lock(lock, folder, "is being written", wait=False):
         refuse_running(folder)
         plan = _plan(folder, named or folder, commands)
-        of_folder = FolderPlan(named or folder, folder, plan)
         meta = complete_meta(folder, plan)
         if meta is None:
-            for is_deep in (False, True) if deep else (False,):  # all of it is read only where nothing is missing
-                units = states_of(of_folder, SHARDS, deep=is_deep, progress=progress if is_deep else None)
-                if any(unit.state != "finished" for unit in units):
-                    raise not_finished(of_folder, SHARDS, units, commands)
+            _refuse_unfinished(FolderPlan(named or folder, folder, plan), commands, deep, progress)
             for path in leftovers(folder):
                 fileio.remove(path)
             check_lease(lock)
@@ -96,6 +92,14 @@ def seal(
     if sealed.is_new and (warning := Counts.of_meta(sealed.meta).warning):
         logger.warning("%s: %s", named or folder, warning, extra={"code": "W703"})
     return sealed
+
+
+def _refuse_unfinished(plan: FolderPlan, commands: Commands, deep: bool, progress: Progress | None) -> None:
+    """Raise CacheError where a shard is not finished. All of it is read, if `deep`, only where nothing is missing."""
+    for is_deep in (False, True) if deep else (False,):
+        units = states_of(plan, SHARDS, deep=is_deep, progress=progress if is_deep else None)
+        if any(unit.state != "finished" for unit in units):
+            raise not_finished(plan, SHARDS, units, commands)
 
 
 def _commands(folder: Path) -> Commands:
