@@ -113,7 +113,10 @@ class Chats(Family):
         """As Family; as `opened_template`, and CacheError for a file that no chat can be rendered by."""
         if settings.chat_template is None:
             return
-        check_loss_on(settings.loss_on)
+        try:
+            check_loss_on(settings.loss_on)
+        except ValueError as error:
+            raise CacheError(str(settings.chat_template), str(error), code="E407") from error
         text = template_text(settings)
         if text is not None and (problem := problem_of(text)) is not None:
             found, expected = problem
