@@ -21,7 +21,7 @@ from niels_gpt.recipes import sources
 from niels_gpt.recipes.family import Family, Job
 from niels_gpt.recipes.request import Request
 from niels_gpt.settings import OF_TOKENIZER, Settings
-from niels_gpt.storage.errors import CacheError, NotFound
+from niels_gpt.storage.errors import CacheError, NotFound, errors_as
 from niels_gpt.tokenizers.files import TOKENIZER_JSON, read_file
 from niels_gpt.tokenizers.huggingface import HuggingFaceTokenizer
 from niels_gpt.tokenizers.protocol import FullTokenizer
@@ -113,10 +113,8 @@ class Chats(Family):
         """As Family; as `opened_template`, and CacheError for a file that no chat can be rendered by."""
         if settings.chat_template is None:
             return
-        try:
+        with errors_as("E407", (ValueError,)):
             check_loss_on(settings.loss_on)
-        except ValueError as error:
-            raise CacheError(str(settings.chat_template), str(error), code="E407") from error
         text = template_text(settings)
         if text is not None and (problem := problem_of(text)) is not None:
             found, expected = problem
