@@ -154,7 +154,8 @@ class Inputs:
             return recipe_fingerprint(self.settings, self.key, self.recipe, *about, listed)
 
         # A stream would be read to its end, and partitions are there so that no machine reads the whole text.
-        is_read = reads and not self.source.streaming and not self.source.is_partitioned(self.settings)
+        is_long = self.source.streaming or self.source.is_partitioned(self.settings)
+        is_read = reads and self.family.has_samples and not is_long
         read = functools.partial(named, self.settings, self.source, provenance.get("revision")) if is_read else None
         fingerprint = fingerprint_by_list(self.settings, self.path, fingerprint_of, read)
         inputs = {each.name: getattr(self, each.name) for each in fields(Inputs)}

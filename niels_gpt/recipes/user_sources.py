@@ -234,7 +234,7 @@ def _of_file(settings: Settings) -> Iterator[UserSource]:
             families = filter(_defines_sources, dict.fromkeys((*FAMILIES, *family_names())))
             tables = [f"[{name}]" for name in (*families, *DELIVERIES)]
             expected = f"expected tables {', '.join(tables[:-1])} and {tables[-1]}"
-            raise DefinitionError(f"{path}: found {family!r}, {expected}")
+            raise DefinitionError(f"{path}: found {family!r}, {expected}; a kind of another package needs the package")
         for name, entry in entries.items():
             yield _of_entry(family, name, entry, path)
 

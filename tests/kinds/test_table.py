@@ -198,6 +198,12 @@ def test_a_kind_of_another_package_is_built_and_is_an_asset(tmp_path, installed)
     assert "4 photos" in run("list", tmp_path / "cache" / "sample")
     (record,) = (tmp_path / "cache" / "sample" / ".runs").glob("photos.cats.jsonl")
     assert record.read_text().count("\n") == 2
+    (tmp_path / "left_out.txt").write_text("0.jpg\n")
+    excluding = [*build, "--exclude", tmp_path / "left_out.txt"]
+    assert run(*excluding[:-3], *excluding[-2:], "--dry-run").count("photos/cats") == 1
+    found = json.loads(run(*excluding))
+    assert found["caches"][0]["state"] == "built", "it is built again: the list may be what its build reads"
+    assert found["unmatched_exclude"] == ["0.jpg"]
 
 
 def test_without_its_package_a_kind_is_named_and_its_version_stays(tmp_path):
