@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,14 @@ def test_a_target_is_whole_or_absent(tmp_path, tiny_tokenizer):
     with writing_fails("model.safetensors"), refused("E501", "model.safetensors", kind=OSError):
         write_small_target(tmp_path / "b" / "small", tiny_tokenizer)
     assert list((tmp_path / "b").iterdir()) == []
+
+
+def test_builders_that_want_a_small_target_at_once_have_one(tmp_path, tiny_tokenizer):
+    for turn in range(4):
+        with ThreadPoolExecutor(4) as pool:
+            made = [pool.submit(write_small_target, tmp_path / f"{turn}", tiny_tokenizer) for _ in range(4)]
+        assert {each.result() for each in made} == {tmp_path / f"{turn}"}
+    assert len(list(tmp_path.iterdir())) == 4, "no half-written one is left"
 
 
 def test_a_small_target_that_stands_is_kept_and_anything_else_is_not_overwritten(own, tiny_tokenizer):

@@ -38,19 +38,19 @@ def write_small_target(folder: str | os.PathLike[str], tokenizer: FullTokenizer,
         WEIGHTS: save(weights, metadata={"format": "pt"}),
         TOKENIZER_JSON if tokenizer.kind == "huggingface" else MODEL_NAME: Path(tokenizer.model_path).read_bytes(),
     }
-    if final.exists():
-        if {path.name: path.read_bytes() for path in final.iterdir() if path.is_file()} != files:
-            raise FileExistsError(f"{final}: holds something else than this small target. Remove it, or name another")
-        return final
-    temporary = final.with_name(f".{final.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        fileio.make_dir(temporary)
-        for name, content in files.items():
-            fileio.write_bytes(temporary / name, content)
-        fileio.rename(temporary, final)
-    except BaseException:
-        fileio.remove(temporary)
-        raise
+    if not final.exists():
+        temporary = final.with_name(f".{final.name}.{secrets.token_hex(4)}.tmp")
+        try:
+            fileio.make_dir(temporary)
+            for name, content in files.items():
+                fileio.write_bytes(temporary / name, content)
+            fileio.rename(temporary, final)
+        except BaseException as error:
+            fileio.remove(temporary)
+            if not isinstance(error, OSError) or not final.exists():  # else another process was first
+                raise
+    if {path.name: path.read_bytes() for path in final.iterdir() if path.is_file()} != files:
+        raise FileExistsError(f"{final}: holds something else than this small target. Remove it, or name another")
     return final
 
 
