@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 MALFORMED = "malformed"
 _PART_TOKENS = 1 << 20  # of encoded chats that are in memory together
 _MANY = 100  # chats that are left out because the template is not prefix-stable, and none is kept: it is of no use
-_REMEDIES = {
+REMEDIES = {
     NOT_STABLE: REMEDY,
     NO_SUPERVISED: "Expected a chat with a turn that carries loss: name other turns with --loss-on, or with "
     "--chat-template a file that marks the replies by {% generation %} and {% endgeneration %}",
@@ -307,7 +307,7 @@ class _Chats(Examples):
         first = f" The first: {self._first_problem}." if self._first_problem else ""
         is_last = self.encoder.loss_on == "last"
         last = "" if is_last or not counts[NOT_STABLE] else " If it changes only turns before the last: --loss-on last."
-        remedy = next((f" {remedy}" for reason, remedy in _REMEDIES.items() if counts[reason]), "")
+        remedy = next((f" {remedy}" for reason, remedy in REMEDIES.items() if counts[reason]), "")
         found = f"no chat with a target is left: {dict(counts + Counter(self._source.counters))}.{first}{last}{remedy}"
         raise NoTextError(f"{self._path}: {found}", code="E407" if counts[NOT_STABLE] else "E303")
 

@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -152,11 +153,17 @@ def summed_up(
     return Sums(known, counts, few_names(counters), examples, accepted, of_each)
 
 
-def no_train(plan: Plan, sums: Sums, read: str) -> NoTextError:
-    """Return the error of a cache without anything for train. read: the count of what was read."""
-    lost = shortened({**sums.counts["dropped"], **sums.counters})
+def no_train(plan: Plan, sums: Sums, read: str, remedies: Mapping[str, str] = MappingProxyType({})) -> NoTextError:
+    """Return the error of a cache without anything for train. read: the count of what was read.
+
+    remedies: by a reason for which something was dropped: more of the same is no help then.
+    """
+    dropped = {reason: number for reason, number in sums.counts["dropped"].items() if number}
+    lost = shortened({**dropped, **sums.counters})
+    helps = next((helps for reason, helps in remedies.items() if reason in dropped), "")
+    remedy = f". {helps}" if helps else "" if dropped else ". Give it more text"
     number, what = sums.counts[read], read.removesuffix("_read")
-    return NoTextError(f"{plan.path}: no token for the train split: {number} {what} read: {lost}. Give it more text")
+    return NoTextError(f"{plan.path}: no token for the train split: {number} {what} read: {lost}{remedy}")
 
 
 def written(work: Path, plan: Plan, source: Source, sums: Sums, kind: str, **keys: Any) -> Meta:
@@ -453,14 +460,11 @@ def warn_of_whole(path: Path, meta: Meta) -> None:
 def warn_of_empty_val(path: Path, meta: Meta, distinct: int, what: str = "texts") -> None:
     """Log that val is empty, though a share of it was asked for. distinct: how many there are of `what` decides."""
     if asked_share(meta) and not meta["totals"]["val_tokens"]:
-        logger.warning(
-            "%s: val is empty: none of %d distinct %s fell to it by its share, and partitions move none there. With "
-            "--partitions 1 the nearest one goes to val",
-            path,
-            distinct,
-            what,
-            extra={"code": "W308"},
-        )
+        why = "too few distinct %s (%d)"
+        if distinct > 1:
+            why = "of the distinct %s (%d) none fell to it by its share, and partitions move none there. With "
+            why += "--partitions 1 the nearest one goes to val"
+        logger.warning(f"%s: val is empty: {why}", path, what, distinct, extra={"code": "W308"})
 
 
 # --- mending a sealed cache -------------------------------------------------------------------------------------------

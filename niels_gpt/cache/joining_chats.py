@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from niels_gpt.cache.build_sft import DIGESTS_OF, packed
+from niels_gpt.cache.build_templated import REMEDIES
 from niels_gpt.cache.formats import (
     BLOCK_BYTES,
     LOSS_KEYS,
@@ -90,7 +91,7 @@ def join(work: Path, plan: Plan, source: Source, units: Iterator[tuple[Path, Met
 
     sums = summed_up(units, SAME, _ZEROS, _of_unit, take)
     if not sums.counts["totals"]["train_tokens"]:
-        raise no_train(plan, sums, "examples_read")
+        raise no_train(plan, sums, "examples_read", REMEDIES)
     fileio.make_dir(work / "index")
     files = _streamed(work, parts, sums.counts["totals"], sums.known)
     duplicates = {

@@ -272,7 +272,9 @@ def test_a_partition_may_be_empty_but_not_the_train_split(tmp_path, caplog):
     caplog.clear()
     meta = seal_small(plan)
     assert meta["docs"] == {"train": 1, "val": 0} and find_damage(tmp_path / "d", deep=True) == []
-    assert [record.code for record in caplog.records if record.levelname == "WARNING"] == ["W308"]
+    told = [(each.code, each.getMessage()) for each in caplog.records if each.levelname == "WARNING"]
+    assert [code for code, _ in told] == ["W308"]
+    assert "(1)" in told[0][1] and "--partitions" not in told[0][1], "a single text is in train without partitions too"
 
 
 def test_a_partition_warns_of_nothing_that_is_a_matter_of_all(tmp_path, caplog):

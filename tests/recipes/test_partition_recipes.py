@@ -31,6 +31,7 @@ from support.tiny_texts import TINY_TEXTS
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.commands.console import ExitCode
 from niels_gpt.commands.main import main
+from niels_gpt.engine.build import NoTextError
 from niels_gpt.kinds.kind import Cache
 from niels_gpt.kinds.look import stats
 from niels_gpt.kinds.verify import find_damage
@@ -637,6 +638,17 @@ def test_a_dry_run_and_the_last_lines_count_what_partitions_hold(of_family, caps
     built(settings, key)
     (item,) = [each for each in plan(settings, [key]) if each.key == key]
     assert item.action == "up to date"
+
+
+@pytest.mark.parametrize("of_family", ["templated"], indirect=True)
+def test_partitions_without_a_chat_that_is_kept_say_what_helps(of_family):
+    settings, key = of_family
+    lone = {"messages": [{"role": "user", "content": "a question without a reply"}]}
+    write(Path("lone.jsonl"), f"{json.dumps(lone)}\n" * 9)
+    for partitions in (1, 4):
+        with pytest.raises(NoTextError, match=r"'no_supervised': 9.*--loss-on") as caught:
+            built(replace(settings, sft="chats=lone.jsonl", partitions=partitions), key)
+        assert caught.value.code == "E303"
 
 
 @pytest.mark.parametrize("of_family", ["rollouts"], indirect=True)
