@@ -152,7 +152,7 @@ def _excluded(settings: Settings, path: str) -> dict[str, Any]:
     with suppress(OSError, ValueError):  # such as no files
         source = None if name is None or is_whole else resolve_source(settings, name)
         listing = source and listing_of(source)
-        if source and listing and sum(file.stat().st_size for file in source.files) <= _MOST_BYTES:
+        if source and source.family.has_samples and listing and sum(file.stat().st_size for file in source.files) <= _MOST_BYTES:
             taken = _taken(settings, path, source.spec.key, listed, listing)
     return {"exclude": taken} if taken else {}
 
