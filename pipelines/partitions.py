@@ -83,7 +83,7 @@ def _as_graph(
 
 def is_in_partitions(settings: Settings, path: str) -> bool:
     """Whether a run with these settings builds a cache in partitions."""
-    if settings.partitions == 1 or family_named(path) is None:  # only those of a family are made of a source
+    if settings.partitions == 1 or family_named(path) is None:  # only caches of a family are made of a source
         return settings.partitions > 1
     return resolve_source(settings, path).is_partitioned(settings)
 
@@ -203,12 +203,14 @@ def _seal_cache(deployment: Deployment) -> dg.OpDefinition:
             recipes = every_recipe(core)
             for made_too in filter(recipes.__contains__, upstream_of(core, path)):  # a draft vocabulary
                 report_found(context, deployment, core, recipes[made_too](core))
-        with warnings.catch_warnings():  # Dagster calls the data version of an output beta, that of an asset not
-            warnings.simplefilter("ignore", dg.BetaWarning)
-            sealed: dg.Output[None] = dg.Output(
-                None, metadata=result.metadata, data_version=result.data_version, tags=result.tags
-            )
-        yield sealed
+        yield _as_output(result)
 
     made: dg.OpDefinition = seal_cache
     return made
+
+
+def _as_output(result: dg.MaterializeResult[None]) -> dg.Output[None]:
+    """Return a materialization as the output of a step in a graph."""
+    with warnings.catch_warnings():  # Dagster calls the data version of an output beta, and of an asset not
+        warnings.simplefilter("ignore", dg.BetaWarning)
+        return dg.Output(None, metadata=result.metadata, data_version=result.data_version, tags=result.tags)

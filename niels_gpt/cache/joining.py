@@ -123,7 +123,7 @@ class Sums(NamedTuple):
     counters: dict[str, int]
     """Of the loaders."""
     examples: dict[str, str]
-    """`first_noticed`: of each counter that of the first unit that has one."""
+    """`first_noticed`: the first unit that has an example of a counter gives it."""
     accepted: dict[str, Any]
     """Versions that differed while units were built: recipes/units.py."""
     of_each: list[Meta]
@@ -354,7 +354,7 @@ def _starts(parts: Sequence[_Part], split: str, old: BinaryIO | None = None) -> 
 def shifted(path: Path, count: int, tokens: int, before: int, *, has_end: bool) -> Iterator[bytes]:
     """Yield the starts of a unit's `count` documents, of so many tokens, behind `before` tokens of other units.
 
-    has_end: whether the file has the end of the last one too. Raises: CacheError E510 for what is no such file.
+    has_end: whether the file has the end of the last one too. Raises: CacheError E510 for another file.
     """
     left, last = count, -1
     with open(open_regular(path), "rb") as file:

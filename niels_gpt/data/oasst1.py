@@ -43,7 +43,7 @@ def iter_oasst1_sft(
     """Stream chats tree by tree, the threads of a tree one after another (PR-02).
 
     take_trees: counts trees, including those without a usable thread. shuffle_trees: permutes trees, not threads, by
-    torch. What is dropped: see `_reconstruct_threads`. partition: as iter_oasst1_trees.
+    torch. For drops see `_reconstruct_threads`. partition: as iter_oasst1_trees.
     """
     check_take(take_trees)
     _check_max_messages(max_messages)

@@ -169,7 +169,7 @@ def run_build(
         versions.commit(build.work, out_dir, str(meta["content_sha256"]))
         if how.committed is not None:
             how.committed(meta)
-    if "partition" not in settings:  # what is a matter of all is said at the seal
+    if "partition" not in settings:  # the seal warns of all units together
         writer.warn(out_dir, meta)
     return meta
 

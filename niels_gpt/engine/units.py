@@ -271,7 +271,7 @@ PlanT = TypeVar("PlanT", bound=UnitPlan)
 
 
 class Looks(Generic[PlanT]):
-    """How units of a kind are looked at: where a receipt is, what damages a unit, what is in the way of its build."""
+    """How units of a kind are looked at: where a receipt is, how a unit is damaged, which files block its build."""
 
     word: ClassVar[str] = "partition"
     """What a unit is called in messages."""
@@ -289,15 +289,15 @@ class Looks(Generic[PlanT]):
         raise NotImplementedError
 
     def damage(self, plan: PlanT, unit: Unit, progress: Progress | None) -> str:
-        """Read all files of a finished unit, and return what is wrong with them; "" for a good one."""
+        """Read all files of a finished unit, and return the damage; "" for a good one."""
         raise NotImplementedError
 
     def foreign(self, plan: PlanT) -> Iterator[tuple[Path, str]]:
-        """Yield what lies among the units and was not put there by a build, each with what is wrong."""
+        """Yield each foreign file or folder among the units, with the reason."""
         raise NotImplementedError
 
     def in_the_way(self, plan: PlanT, unit: Unit) -> list[Path]:
-        """Return what is to be removed before a bad unit is built again."""
+        """Return the paths to remove before a bad unit is built again."""
         raise NotImplementedError
 
     def refusal(self, path: Path, found: str, remedy: str) -> CacheError:

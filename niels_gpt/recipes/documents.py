@@ -34,7 +34,7 @@ class Documents(Family):
     own_field = takes_tokenizer = has_text = True
     id_copies = 1
 
-    # --- what is read ---
+    # --- reading ---
 
     def files(self, pattern: str, base: Path, settings: Settings) -> LocalFiles:
         """Return the files of text and of rows."""
@@ -46,7 +46,7 @@ class Documents(Family):
         how |= {"field": field, "blocks": request.blocks}
         return [(None, iter_documents(found, **how))]
 
-    # --- what decides bytes ---
+    # --- settings that decide bytes ---
 
     def recipe(self, settings: Settings, reads: Sequence[str], tokenizer: FullTokenizer | None) -> dict[str, Any]:
         """As Family; without a token before documents where there is none, so that older caches stay as they are."""
@@ -66,7 +66,7 @@ class Documents(Family):
             recipe["document_start"] = [start.id, start.token]
         return recipe
 
-    # --- what is refused before anything is built ---
+    # --- checks before a build ---
 
     def check(self, settings: Settings, spec: SourceSpec) -> None:
         """Raise ValueError for a share of val that no cache can have."""

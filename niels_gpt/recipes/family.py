@@ -88,7 +88,7 @@ class Family:
 
         return BUILDER_VERSIONS[self.kind]
 
-    # --- what is read ---
+    # --- reading ---
 
     def files(self, pattern: str, base: Path, settings: Settings) -> LocalFiles:
         """Return the files of a user-defined source. base: what a relative pattern is relative to.
@@ -105,7 +105,7 @@ class Family:
         """
         raise NotImplementedError
 
-    # --- what decides bytes ---
+    # --- settings that decide bytes ---
 
     def recipe(self, settings: Settings, reads: Sequence[str], tokenizer: FullTokenizer | None) -> dict[str, Any]:
         """Return the settings that decide the bytes of a cache, by name, as they are recorded.
@@ -123,7 +123,7 @@ class Family:
         """Return what a plan says of the settings, behind the source; "" for nothing."""
         return ""
 
-    # --- what is refused before anything is built ---
+    # --- checks before a build ---
 
     def check(self, settings: Settings, spec: SourceSpec) -> None:
         """Raise ValueError for settings that no cache of the source can have."""
@@ -154,7 +154,7 @@ class Family:
         """Log what settings that decide no byte say of a whole cache, built or reused. meta: its meta.json."""
 
     def warn(self, request: Any, meta: Mapping[str, Any]) -> None:
-        """Log what is to be known of a whole cache that was built now, or sealed. request: the Request."""
+        """Log warnings about a whole cache that was built or sealed now. request: the Request."""
 
 
 def family_named(name: str) -> Family | None:

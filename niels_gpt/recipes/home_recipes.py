@@ -1,4 +1,4 @@
-"""What a home adds to the recipes: the form of what its place in the table of homes (kinds/homes.py) holds.
+"""The recipes that a home adds: the class of the object at its place in the table of homes (kinds/homes.py).
 
 Also the units of a cache of any kind, for the drivers: by hand, here, Dask, Dagster.
 """

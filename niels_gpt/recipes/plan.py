@@ -221,7 +221,7 @@ def _plan_of(settings: Settings, key: str, state: str, tokenizer: FullTokenizer 
 
 
 def _found(inputs: Inputs) -> tuple[bool, PlanOfUnits | None]:
-    """Return whether the committed cache is current, and the plan of units that a build goes on with, if there is."""
+    """Return whether the committed cache is current, and the plan of units that a build would use; None without one."""
     source = inputs.source
     if source.is_partitioned(inputs.settings):
         found = recorded_units(inputs, listing_of(source))

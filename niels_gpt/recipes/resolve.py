@@ -241,7 +241,7 @@ def resolve_source(settings: Settings, name: str) -> ResolvedSource:
 
 
 def resolve_whole(settings: Settings, name: str) -> ResolvedSource:
-    """Return `resolve_source` for what is made of a source as a whole, whatever `partitions` says."""
+    """Return `resolve_source` for a cache that is always built whole: `partitions` counts as 1."""
     return resolve_source(replace(settings, partitions=1), name)
 
 

@@ -136,7 +136,7 @@ def template_chats(
     partition: Partition | None = None,
 ) -> Iterator[Chat]:
     """Yield the chats of an sft source for a chat template: any roles, calls of tools, further fields. As `chats`."""
-    # The source is opened by the call, as by those above: what it counts then is not counted again by a resumed build.
+    # The call opens the source, as the streams above do: counts made then are not made again by a resumed build.
     parts = _parts(settings, source, revision, counters, position, raw=True, partition=partition)
     return (_raw(sample) for _, sample in parts)
 

@@ -39,7 +39,7 @@ from niels_gpt.storage.fileio import open_for_reading
 logger = logging.getLogger(__name__)
 
 FAMILIES = ("pretrain", "sft", "rollouts")
-"""The families of which a line of the settings may define a source; sources.toml takes those of every kind."""
+"""The families whose sources a line of the settings may define; sources.toml takes every family."""
 DELIVERIES = ("export", "published")
 """Tables of sources.toml that define no source: where caches are exported or pushed to."""
 UNSTATED = "not stated"

@@ -1,6 +1,6 @@
 """Parts of one plan in one folder -> the finished cache: every shard compared with its receipt, then meta.json.
 
-Also what is said of a folder that is not sealed.
+Also the error for a folder that is not sealed.
 
 Nothing is removed of a folder that is refused. The finished folder has the bytes that one run without parts makes.
 """
@@ -156,7 +156,7 @@ def progress_text(folder: Path, plan: Plan, done: Collection[int]) -> str:
 
 
 def refuse_unsealed(path: Path) -> None:
-    """Raise CacheError where parts were made in a folder that is not sealed: says what is there, and how to seal it."""
+    """Raise CacheError where parts were made in a folder that is not sealed; it names them, and the command to seal."""
     folder = path.resolve()
     if not has_parts(folder):
         return

@@ -149,7 +149,7 @@ def produce(
         N leaves i - 1, and no meta.json, also beside other parts that are being made in the same folder; it continues
         without `resume`. eagle3.parts.seal finishes the folder.
     code: of this machine, which all parts must have in common. command: as eagle3.parts.folder.fix_settings.
-    claimed: returns what is held until the part is locked; what that raises ends the run, before it writes anything.
+    claimed: a context that is held until the part is locked. An error of it ends the run before anything is written.
     progress: items are the bytes that this run wrote, units are tokens; first called with the tokens already done.
     start: how processes are started: spawn, or fork where nothing has used torch's threads yet.
     Before anything is written, the target is run over a few tokens.

@@ -57,7 +57,7 @@ _ZEROS: dict[str, Any] = {
 }
 _FLOAT_BYTES = 4
 _ROWS = 1 << 14  # of the index that are counted on at a time
-# The columns of GROUP_COLUMNS that are places, by what they are places in.
+# The columns of GROUP_COLUMNS that are places in a file or table, by its key in `_Part.sizes`.
 _PLACES = {"samples": 0, "stored": 3, "loss": 4, "scores": 5, "ids": 6}
 
 Meta = dict[str, Any]
@@ -165,7 +165,7 @@ def _fields_of(parts: Sequence[_Part]) -> tuple[str, ...]:
 
 
 def _take_ranges(ranges: dict[str, list[float]], meta: Meta) -> None:
-    """Add the least, the most, the sum and the number of the values of each field. Raises: for what is no range."""
+    """Add the least, the most, the sum and the number of the values of each field. Raises an error for a bad range."""
     for name, of in meta.get("ranges", {}).items():
         if name not in meta["fields"]:
             raise wrong_value(META_NAME, "ranges", name, "fields of its samples")
@@ -178,7 +178,7 @@ def _take_ranges(ranges: dict[str, list[float]], meta: Meta) -> None:
 
 
 def _table(folder: Path, name: str, columns: int, rows: int) -> Ints:
-    """Map a table of the index of a unit: int64 [rows, columns]. Raises: CacheError E510 for what is none."""
+    """Map a table of the index of a unit: int64 [rows, columns]. Raises: CacheError E510 for another file."""
     path, header = folder / f"index/{name}.npy", npy_header(rows * columns)
     with open(open_regular(path), "rb") as file:
         if file.read(len(header)) != header:
@@ -226,7 +226,7 @@ def _streamed(work: Path, parts: Sequence[_Part], fields: Sequence[str], known: 
         return sum(part.sizes[split][key] for part in parts)
 
     def joined(split: str, name: str, of: str, size: int) -> Meta:
-        """Write a file of which a unit has `size` bytes for each of what its sizes count; it lacks that of nothing."""
+        """Write a file that has `size` bytes for each `of` a unit's sizes; a unit without any has no such file."""
         name = file_of(split, name)
         some = ((part.folder / name, size * part.sizes[split][of]) for part in parts if part.sizes[split][of])
         return write_whole(work, name, (block for each in some for block in whole(*each)), crcs)
@@ -250,7 +250,7 @@ def _streamed(work: Path, parts: Sequence[_Part], fields: Sequence[str], known: 
 
 
 def _rows(parts: Sequence[_Part], split: str, table: str, columns: int, entries: int) -> Iterator[bytes]:
-    """Yield a table of the index of all units; in that of groups the places count on from one to the next."""
+    """Yield a table of the index of all units. In the table of groups the places count on from unit to unit."""
     yield npy_header(entries)
     added = np.zeros(columns, dtype=OFFSET_DTYPE)
     for part in parts:

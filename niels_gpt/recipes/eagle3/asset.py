@@ -257,7 +257,7 @@ class TargetUnits:
     """eagle3/targets in partitions, as `recipes.units.Units` has a cache of text: making the object fixes their plan.
 
     The units that it is made of are shards, in one folder beside plan.json; partition I of N has those whose number
-    divided by N leaves I. So N only chooses: it is in no plan, and a build goes on with what another N has made.
+    divided by N leaves I. So N only chooses: it is in no plan, and a build uses the shards that another N has made.
     A builder locks its partition, the seal the cache.
     """
 
@@ -296,7 +296,7 @@ class TargetUnits:
     def _find(self, refresh: bool, observed: str | None) -> None:
         """Set `found` and `fingerprint`: what the settings stand for.
 
-        Of partitions a plan that is there counts, whose revisions may be others than those of the committed cache.
+        In partitions the plan that is there counts. Its revisions may differ from the committed cache.
         """
         how: dict[str, Any] = {"observed": observed, "refresh": refresh}
         self.found = resolved(self.settings, **how)
@@ -356,7 +356,7 @@ class TargetUnits:
             "tokenizer_sha256": tokenizer,
             "tokenizer_content_sha256": tokenizer,
             "exclude_sha256": None,
-            "code": {},  # parts/folder.py has that of the partitions
+            "code": {},  # parts/folder.py compares the code
         }
         return fix_plan(self.path, content)
 
@@ -553,7 +553,7 @@ def _take_earlier(path: Path, work: Path, key: str) -> None:
 
 
 def _together(number: int, shards: list[Unit]) -> Unit:
-    """Return the state of a partition by those of its shards."""
+    """Return the state of a partition, by the states of its shards."""
     bad = [shard for shard in shards if shard.state != "finished"]
     items, tokens = (sum(getattr(shard, name) for shard in shards) for name in ("items", "tokens"))
     if not bad:

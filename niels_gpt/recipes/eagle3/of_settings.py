@@ -190,7 +190,7 @@ def folder_with_plan(path: Path) -> Path | None:
 
 
 def unfinished_versions(path: Path) -> list[Path]:
-    """Return the folders of unfinished versions, the last one that was begun first, then those of earlier releases."""
+    """Return the folders of unfinished versions, the newest first, then the ones of earlier releases."""
     earlier = [folder for folder in versions.versions_dir(path).glob(f"{versions.BUILDING}-*") if not folder.suffix]
     earlier.sort(key=lambda folder: folder.lstat().st_mtime_ns, reverse=True)
     return [*(plan.folder / WORK_NAME for plan in plans_of(path)), *earlier]
