@@ -151,7 +151,7 @@ def _excluded(settings: Settings, path: str) -> dict[str, Any]:
     is_whole = settings.partitions > 1 and path != TARGETS_KEY and has_partitions(path)
     with suppress(OSError, ValueError):  # such as no files
         source = None if name is None or is_whole else resolve_source(settings, name)
-        listing = listing_of(source) if source and source.family.has_samples else None
+        listing = listing_of(source) if source and source.has_samples else None
         if source and listing and sum(file.stat().st_size for file in source.files) <= _MOST_BYTES:
             taken = _taken(settings, path, source.spec.key, listed, listing)
     return {"exclude": taken} if taken else {}

@@ -77,11 +77,6 @@ class Family:
         return has_partitions(f"{self.name}/")
 
     @property
-    def has_samples(self) -> bool:
-        """Whether sources of it are read by samples (`load`): else --exclude leaves out what `build` leaves out."""
-        return type(self).load is not Family.load
-
-    @property
     def builder_version(self) -> int:
         """The version that its builds write: part of every fingerprint."""
         from niels_gpt.engine.meta import BUILDER_VERSIONS

@@ -155,7 +155,7 @@ class Inputs:
 
         # A stream would be read to its end, and partitions are there so that no machine reads the whole text.
         is_long = self.source.streaming or self.source.is_partitioned(self.settings)
-        is_read = reads and self.family.has_samples and not is_long
+        is_read = reads and self.source.has_samples and not is_long
         read = functools.partial(named, self.settings, self.source, provenance.get("revision")) if is_read else None
         fingerprint = fingerprint_by_list(self.settings, self.path, fingerprint_of, read)
         inputs = {each.name: getattr(self, each.name) for each in fields(Inputs)}

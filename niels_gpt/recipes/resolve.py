@@ -79,6 +79,11 @@ class ResolvedSource:
         """`listing_of` this source when it is first asked for: before its text is read."""
         return listing_of(self)
 
+    @property
+    def has_samples(self) -> bool:
+        """Whether it is read by samples: else --exclude leaves out what `build` of its family leaves out."""
+        return self.user is None or type(self.family).load is not Family.load
+
     def is_partitioned(self, settings: Settings) -> bool:
         """Whether the settings build its cache in partitions: where the family has them, and not of a stub."""
         return settings.partitions > 1 and self.family.has_partitions and not self.stub
