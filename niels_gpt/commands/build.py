@@ -318,9 +318,8 @@ def _staged(settings: Settings, chosen: Sequence[str], *, refresh: bool) -> Outc
 
     Before it is made, what no cache of a chosen family can be built with is refused.
     """
-    trains = settings.chat_template is not None and tokenizer_state(settings) == "train"
     for family in {family_of(key) for key in chosen if key not in OF_EAGLE3}:
-        family.check_early(settings, trains=trains)
+        family.check_early(settings)
     if not any(needs_tokenizer(settings, key) for key in chosen):
         return None
     is_users_own = not set(chosen) & {*RECIPES, *OF_EAGLE3}

@@ -307,7 +307,7 @@ class Looks(Generic[PlanT]):
 
 @dataclass(frozen=True)
 class UnitKind(Looks[Plan]):
-    """What a kind says of its units, of which each is a cache of its own."""
+    """The units of a kind where each unit is a cache of its own."""
 
     name: str
     """`kind` in the receipts."""
@@ -365,8 +365,19 @@ class UnitKind(Looks[Plan]):
         return self.examine(version_folder(plan, unit), True, progress)[1]
 
     def foreign(self, plan: Plan) -> Iterator[tuple[Path, str]]:
-        """Yield what is in the plan's folder, or among the versions of its units, and was not put there by a build."""
-        return _foreign(plan)
+        """Yield each entry of the plan's folder, and of the versions of its units, that no build has put there."""
+        names = {plan.unit_path(number).name for number in range(plan.total)}
+        for folder, known in (
+            (plan.folder, {*names, PLAN_NAME, LISTINGS_NAME, VERSIONS_DIR}),
+            (plan.folder / VERSIONS_DIR, names),
+        ):
+            if folder.is_symlink():
+                yield folder, f"{folder.name}: a symbolic link"
+                continue
+            for name in sorted(os.listdir(folder)) if folder.is_dir() else ():
+                if name not in known and not _HALF_WRITTEN.fullmatch(name):
+                    below = "" if folder == plan.folder else f"{VERSIONS_DIR}/"
+                    yield folder / name, f"{below}{printable(name)}: no partition of the {plan.total} of this plan"
 
     def in_the_way(self, plan: Plan, unit: Unit) -> list[Path]:
         """Return the unit's link, and its versions."""
@@ -488,22 +499,6 @@ def _damages(
 
 class _Stopped(BaseException):
     """Ends a thread that reads a unit."""
-
-
-def _foreign(plan: Plan) -> Iterator[tuple[Path, str]]:
-    """Yield what is in the plan's folder, or among the versions of its units, and was not put there by a build."""
-    names = {plan.unit_path(number).name for number in range(plan.total)}
-    for folder, known in (
-        (plan.folder, {*names, PLAN_NAME, LISTINGS_NAME, VERSIONS_DIR}),
-        (plan.folder / VERSIONS_DIR, names),
-    ):
-        if folder.is_symlink():
-            yield folder, f"{folder.name}: a symbolic link"
-            continue
-        for name in sorted(os.listdir(folder)) if folder.is_dir() else ():
-            if name not in known and not _HALF_WRITTEN.fullmatch(name):
-                below = "" if folder == plan.folder else f"{VERSIONS_DIR}/"
-                yield folder / name, f"{below}{printable(name)}: no partition of the {plan.total} of this plan"
 
 
 # --- the seal ---------------------------------------------------------------------------------------------------------

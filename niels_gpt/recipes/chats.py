@@ -20,6 +20,7 @@ from niels_gpt.data.sources import LoadRequest, Part, SourceSpec
 from niels_gpt.recipes import sources
 from niels_gpt.recipes.family import Family, Job
 from niels_gpt.recipes.request import Request
+from niels_gpt.recipes.tokenizer import tokenizer_state
 from niels_gpt.settings import OF_TOKENIZER, Settings
 from niels_gpt.storage.errors import CacheError, NotFound, errors_as
 from niels_gpt.tokenizers.files import TOKENIZER_JSON, read_file
@@ -40,7 +41,7 @@ _OF_TEMPLATE = ("chat_template", "loss_on")
 def template_text(settings: Settings) -> str | None:
     """Return the text of the template in the file that the settings name; None for the tokenizer's own.
 
-    Raises: FileNotFoundError; CacheError for a file that is too large, or is no text, and for what is no file.
+    Raises: FileNotFoundError; CacheError for a file that is too large, or is no text, and for anything but a file.
     """
     if settings.chat_template in (None, OF_TOKENIZER):
         return None
@@ -109,7 +110,7 @@ class Chats(Family):
         """Return the chats of all rows, for a template as they are."""
         return [(None, found.chats(raw=request.raw, **how))]
 
-    def check_early(self, settings: Settings, *, trains: bool) -> None:
+    def check_early(self, settings: Settings) -> None:
         """As Family; as `opened_template`, and CacheError for a file that no chat can be rendered by."""
         if settings.chat_template is None:
             return
@@ -119,7 +120,7 @@ class Chats(Family):
         if text is not None and (problem := problem_of(text)) is not None:
             found, expected = problem
             raise CacheError(str(settings.chat_template), found, expected, code="E407")
-        if trains and settings.tokenizer_kind == "sentencepiece":
+        if settings.tokenizer_kind == "sentencepiece" and tokenizer_state(settings) == "train":
             raise _is_sentencepiece("--tokenizer-kind sentencepiece")
 
     def recipe(self, settings: Settings, reads: Sequence[str], tokenizer: FullTokenizer | None) -> dict[str, Any]:

@@ -123,11 +123,8 @@ class Family:
     def check(self, settings: Settings, spec: SourceSpec) -> None:
         """Raise ValueError for settings that no cache of the source can have."""
 
-    def check_early(self, settings: Settings, *, trains: bool) -> None:
-        """Refuse what no cache of the family can be built with, before a tokenizer is made.
-
-        trains: whether the tokenizer would be trained.
-        """
+    def check_early(self, settings: Settings) -> None:
+        """Refuse what no cache of the family can be built with, before a tokenizer is made."""
 
     def needs_sentinels(self, settings: Settings) -> bool:
         """Whether its caches can be built only with a tokenizer that has the sentinels."""

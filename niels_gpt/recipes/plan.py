@@ -104,19 +104,19 @@ def needs_tokenizer(settings: Settings, key: str) -> bool:
 
 def needs_no_tokenizer(key: str) -> bool:
     """Whether a cache is encoded with no tokenizer: ids of recorded rollouts are stored as they are."""
-    family = family_named(key.partition("/")[0])
+    family = family_named(key)
     return family is not None and not family.takes_tokenizer
 
 
 def plan(settings: Settings, keys: list[str]) -> list[Plan]:
     """Return what a run over `keys` would do. Reads files to fingerprint them; never asks the hub; writes nothing."""
     if keys and not any(needs_tokenizer(settings, key) for key in keys):
-        return [_plan_of(settings, key, "up to date", None) for key in keys]
+        return [_plan_of(settings, key, None) for key in keys]
     state = tokenizer_state(settings)
     opened = None if state.startswith("cannot") else usable_tokenizer(settings)
     model = settings.tokenizer or ("sources" if state == "train" else "")
     tokenizer = Plan(TOKENIZER_KEY, state, model, copied_bytes(settings) if state == "copy" else 0)
-    return [tokenizer, *(_plan_of(settings, key, state, opened) for key in keys)]
+    return [tokenizer, *(_plan_of(settings, key, opened) for key in keys)]
 
 
 def settings_fingerprint(settings: Settings, key: str, tokenizer: FullTokenizer | None = None) -> str:
@@ -183,13 +183,13 @@ def observe(settings: Settings, key: str) -> tuple[dict[str, Any], str | None]:
         return provenance, f"{key}: the revision that the cache was built from stands for the newest one: {error}"
 
 
-def _plan_of(settings: Settings, key: str, state: str, tokenizer: FullTokenizer | None) -> Plan:
-    """state, tokenizer: of the tokenizer; None for one that is not there yet."""
+def _plan_of(settings: Settings, key: str, tokenizer: FullTokenizer | None) -> Plan:
+    """tokenizer: None for one that is not there yet."""
     if key in _LATE:
         return Plan(key, *_LATE[key].action(settings, key, tokenizer), 0)
     try:
         source = resolve_source(settings, key)
-        source.family.check_early(settings, trains=tokenizer is None and state == "train")
+        source.family.check_early(settings)
         takes_tokenizer = source.family.takes_tokenizer
         if takes_tokenizer and tokenizer is not None:
             check_tokenizer(settings, source, tokenizer, Path(tokenizer.model_path))

@@ -3,7 +3,7 @@
 inputs = Inputs.of(settings, source)     the source, and the tokenizer, which is made if it is not there
 request = inputs.found(...)              with the source's provenance, and the fingerprint of everything
 request.current_meta()                   the committed cache, if it is of this request
-request.run(progress)                    that, or a build, recorded
+build_whole(settings, source, ...)       that, or a build, recorded
 """
 
 from __future__ import annotations
@@ -44,13 +44,7 @@ from niels_gpt.recipes.records import (
 )
 from niels_gpt.recipes.resolve import ResolvedSource
 from niels_gpt.recipes.sources import named
-from niels_gpt.recipes.tokenizer import (
-    install_tokenizer,
-    log_unseen_source,
-    stage_tokenizer,
-    tokenizer_for,
-    tokenizer_state,
-)
+from niels_gpt.recipes.tokenizer import install_tokenizer, log_unseen_source, stage_tokenizer, tokenizer_for
 from niels_gpt.recipes.user_sources import stated_credit
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError
@@ -267,8 +261,7 @@ class Request(Inputs):
 def check_settings(settings: Settings, source: ResolvedSource) -> None:
     """Raise ValueError or CacheError for settings that no cache of a source can have, before a tokenizer is made."""
     source.family.check(settings, source.spec)
-    trains = settings.chat_template is not None and tokenizer_state(settings) == "train"
-    source.family.check_early(settings, trains=trains)
+    source.family.check_early(settings)
 
 
 def build_whole(

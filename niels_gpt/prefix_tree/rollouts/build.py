@@ -107,7 +107,7 @@ def build_rollouts(
     groups: the samples of each prompt or tree. A sample that `records.checked` refuses is dropped and counted in meta
         `dropped`, and so is a group of which no sample is left (`groups_without_sample`). Every kept sample has the
         fields of the first one.
-    source, checkpoint_seconds, partition, plan, committed: those of `build_sft`. seed: decides with val_frac which
+    source, checkpoint_seconds, partition, plan, committed: as for `build_sft`. seed: decides with val_frac which
         groups go to val.
     vocab_size: of the model; larger ids are dropped, and ids below 65,536 take two bytes. None: the tokenizer's, or
         without one any id below 2**31, of four bytes.
