@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import logging
 import shlex
-import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,13 +13,11 @@ import click
 from rich_click import option
 
 from niels_gpt.commands.console import ERRORS, Result, command, progress_bar, run, say
-from niels_gpt.progress import Progress
 from niels_gpt.recipes.eagle3 import respond as recipe
 from niels_gpt.recipes.eagle3.respond import RespondOptions
 from niels_gpt.settings import Settings
 
 _PATH = click.Path(path_type=Path)
-_LINE_EVERY_S = 10.0
 _COUNT = click.IntRange(min=1)
 
 
@@ -96,7 +91,7 @@ def respond(source_root: str, chat_template: Path | None, dry_run: bool, **given
     responder = recipe.resolve(options, Settings(source_root=source_root))
     if dry_run:
         return _trial(responder)
-    with _progress() as progress:
+    with progress_bar("replies", "chats", "tokens") as progress:
         record = recipe.respond(responder, progress=progress)
     counts, dropped = dict(record["counts"]), record["dropped"]
     replies, tokens, left_out = (counts.pop(name, 0) for name in ("replies", "reply_tokens", "replies_left_out"))
@@ -139,19 +134,3 @@ def _say_advice(counts: Mapping[str, int]) -> None:
         say("the chat template writes earlier replies otherwise when a reply follows: --form ids has a row for each")
     if counts.get(SOURCE_TURNS):
         say(f"precompute puts loss on {SOURCE_TURNS} too: with --form ids on the target's replies alone")
-
-
-@contextmanager
-def _progress() -> Iterator[Progress]:
-    """Yield a progress callback: a bar on a terminal, elsewhere a line every ten seconds."""
-    with progress_bar("replies", "chats", "tokens") as bar:
-        last = [time.monotonic()]
-
-        def show(tokens: int, chats: int, total: int | None) -> None:
-            if bar is not None:
-                bar(tokens, chats, total)
-            elif time.monotonic() - last[0] >= _LINE_EVERY_S:
-                last[0] = time.monotonic()
-                print(f"replies: {chats:,} chats, {tokens:,} tokens", file=sys.stderr, flush=True)
-
-        yield show
