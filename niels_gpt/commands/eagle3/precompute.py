@@ -12,14 +12,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.core import ParameterSource
 from rich_click import RichOption
 
 from niels_gpt.commands.console import ERRORS, Command, ExitCode, Result, is_color_wanted, progress_bar, run, say
-from niels_gpt.recipes.eagle3.options import GROUPS, Options, flag_name
+from niels_gpt.recipes.eagle3.options import GROUPS, Options, TargetOptions, flag_name
 from niels_gpt.recipes.eagle3.prepare import Prepared, carry_out, prepare, resolve, warn_of_missing_start
 from niels_gpt.settings import Settings, usable_cores
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from niels_gpt.eagle3.produce.estimate import Estimate
     from niels_gpt.eagle3.produce.producer import Produced
 
+AnyOptions = TypeVar("AnyOptions", bound=TargetOptions)
 _UNSTATED = (None, ParameterSource.DEFAULT)
 _NAMES = {each.name for each in fields(Options)} - {"partitions", "partition", "resume", "show"} | {"source_root"}
 """Options that all partitions of a cache may be made with."""
@@ -38,11 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _precompute(source_root: str, dry_run: bool, **given: Any) -> Result:
-    try:
-        options = _options(given)
-    except (ValueError, OSError) as error:
-        raise click.UsageError(str(error), click.get_current_context()) from error
-    return _run(options, Settings(source_root=source_root), _stated_words(), dry_run=dry_run)
+    return _run(options_of(given, Options), Settings(source_root=source_root), _stated_words(), dry_run=dry_run)
 
 
 def _stated_words() -> list[str]:
@@ -60,16 +57,6 @@ def _whole_path(value: str) -> str:
     """Return the absolute path of what is written as a path and exists: other machines run in other folders."""
     is_path = any(sign in value for sign in "/.") and os.path.exists(value)
     return os.path.abspath(value) if is_path else value
-
-
-def _options(given: dict[str, Any]) -> Options:
-    from niels_gpt.recipes.chats import template_text
-
-    file = given["chat_template"]
-    options = Options(**{**given, "chat_template": template_text(Settings(chat_template=file and str(file)))})
-    source = click.get_current_context().get_parameter_source
-    options.check_form([name for name in given if source(name) not in _UNSTATED])  # also those stated as their default
-    return options
 
 
 def _run(options: Options, settings: Settings, command: list[str], *, dry_run: bool) -> Result:
@@ -206,14 +193,27 @@ def _print_made(produced: Produced, folder: Path) -> None:
 # --- flags ------------------------------------------------------------------------------------------------------------
 
 
-def _flags() -> list[click.Parameter]:
-    """Return an option for each field of Options that has a group, in the order of GROUPS."""
-    found = [_flag(each) for group in GROUPS for each in fields(Options) if each.metadata["group"] == group]
+def flags_of(options: type[TargetOptions], dry_run: str) -> list[click.Parameter]:
+    """Return a flag for each option that has a group, in the order of GROUPS. dry_run: what --dry-run does."""
+    found = [_flag(each) for group in GROUPS for each in fields(options) if each.metadata["group"] == group]
     text = "hub, sample, or the folder of a mirror"
     root = RichOption(["--source-root"], default=Settings().source_root, metavar="ROOT", help=text, panel=GROUPS[0])
-    text = "print sizes and free space, and stop; exit code 1 if it does not fit"
-    part = RichOption(["--part"], metavar="i/N", hidden=True, help="the earlier name: --partitions N --partition i - 1")
-    return [*found, root, part, RichOption(["--dry-run"], is_flag=True, help=text, panel=GROUPS[-1])]
+    return [*found, root, RichOption(["--dry-run"], is_flag=True, help=dry_run, panel=GROUPS[-1])]
+
+
+def options_of(given: dict[str, Any], options: type[AnyOptions]) -> AnyOptions:
+    """Return the options that the flags state. Raises: click.UsageError."""
+    from niels_gpt.recipes.chats import template_text
+
+    file = given["chat_template"]
+    try:
+        made = options(**{**given, "chat_template": template_text(Settings(chat_template=file and str(file)))})
+        if isinstance(made, Options):  # also those stated as their default
+            source = click.get_current_context().get_parameter_source
+            made.check_form([name for name in given if source(name) not in _UNSTATED])
+        return made
+    except (ValueError, OSError) as error:
+        raise click.UsageError(str(error), click.get_current_context()) from error
 
 
 def _flag(each: Field[Any]) -> RichOption:
@@ -242,7 +242,10 @@ class _Precompute(Command):
 PRECOMPUTE = _Precompute(
     "precompute",
     callback=_precompute,
-    params=_flags(),
+    params=[
+        *flags_of(Options, "print sizes and free space, and stop; exit code 1 if it does not fit"),
+        RichOption(["--part"], metavar="i/N", hidden=True, help="the earlier name: --partitions N --partition i - 1"),
+    ],
     help="Run a frozen target over chats once, and store what an EAGLE-3 draft is trained on.\n\n"
     "MODEL is the folder of a transformers model or its id on the hub. SOURCE is a source of chats of the project "
     "(dolly15k, oasst1, or yours by its name), or a file, folder or pattern of JSONL, JSON or parquet: chats, or rows "
