@@ -11,13 +11,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from niels_gpt.eagle3.format.layout import MANIFEST_NAME
+from niels_gpt.eagle3.format.layout import MANIFEST_NAME, WEIGHTS_NAME
 from niels_gpt.eagle3.format.manifest import number_in
-from niels_gpt.eagle3.format.native.layout import NativeLayout
-from niels_gpt.eagle3.format.native.rows import row_counts
-from niels_gpt.eagle3.format.native.sample import NativeSample
-from niels_gpt.eagle3.format.native.weights import WEIGHTS_NAME, WEIGHTS_RECEIPT, read_weights
+from niels_gpt.eagle3.format.native import NativeLayout, NativeSample, row_counts
 from niels_gpt.eagle3.format.shards import MappedShard, NativeShards
+from niels_gpt.eagle3.format.weights import WEIGHTS_RECEIPT, read_weights
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.eagle3.inspect.open_cache import NotChecked, OpenCache
 from niels_gpt.eagle3.produce.positions import Counts

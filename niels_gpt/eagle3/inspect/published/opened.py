@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from niels_gpt.eagle3.cache import reconstruct_target_probs
-from niels_gpt.eagle3.format.embeddings import EMBEDDINGS_RECEIPT
 from niels_gpt.eagle3.format.layout import (
     DENSE_FIELDS,
     EMBEDDINGS_NAME,
@@ -22,6 +21,7 @@ from niels_gpt.eagle3.format.layout import (
     read_header,
 )
 from niels_gpt.eagle3.format.shards import DenseShards, form_text
+from niels_gpt.eagle3.format.weights import EMBEDDINGS_RECEIPT
 from niels_gpt.eagle3.inspect.open_cache import OF_THE_PLAN, OpenCache
 from niels_gpt.eagle3.produce.positions import Counts
 from niels_gpt.storage.errors import CacheError
