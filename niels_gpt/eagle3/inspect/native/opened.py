@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from niels_gpt.eagle3.format.layout import MANIFEST_NAME, WEIGHTS_NAME
 from niels_gpt.eagle3.format.manifest import number_in
-from niels_gpt.eagle3.format.native import NativeLayout, NativeSample, row_counts
-from niels_gpt.eagle3.format.shards import MappedShard, NativeShards
+from niels_gpt.eagle3.format.native import MappedShard, NativeLayout, NativeSample, row_counts
+from niels_gpt.eagle3.format.shards import NativeShards
 from niels_gpt.eagle3.format.weights import WEIGHTS_RECEIPT, read_weights
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.eagle3.inspect.open_cache import NotChecked, OpenCache

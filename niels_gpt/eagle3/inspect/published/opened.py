@@ -18,9 +18,10 @@ from niels_gpt.eagle3.format.layout import (
     EMBEDDINGS_NAME,
     TOPK_FIELDS,
     Layout,
+    form_text,
     read_header,
 )
-from niels_gpt.eagle3.format.shards import DenseShards, form_text
+from niels_gpt.eagle3.format.shards import DenseShards
 from niels_gpt.eagle3.format.weights import EMBEDDINGS_RECEIPT
 from niels_gpt.eagle3.inspect.open_cache import OF_THE_PLAN, OpenCache
 from niels_gpt.eagle3.produce.positions import Counts
