@@ -12,17 +12,18 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from importlib.metadata import version as version_of
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from niels_gpt.eagle3.format.layout import SIDECAR, Layout, PathLike, read_file, row_bytes_of
 from niels_gpt.eagle3.format.manifest import is_native, layout_of, read_manifest
-from niels_gpt.eagle3.format.native.layout import NativeLayout
-from niels_gpt.eagle3.format.native.rows import row_counts
+from niels_gpt.eagle3.format.native import NativeLayout, row_counts
 from niels_gpt.eagle3.format.samples import IDS_NAME, Samples
 from niels_gpt.storage.errors import CacheError, NotFound
 from niels_gpt.storage.fileio import canonical_json
@@ -34,7 +35,7 @@ SIDECAR_VERSION = 1
 PLAN_NAME = "plan.json"
 BATCHES_NAME = "batches.jsonl"
 CONVERTED = ("manifest.format_version", "manifest.target_probs_topk")
-"""Fields of a finished cache's manifest that convert.py may have changed since."""
+"""Fields of a finished cache's manifest that `convert` may have changed since."""
 FREE = ("draft_vocab_size", "selected_token_ids", "head", "conventions")
 """Keys of a native manifest that plan.json leaves out: the draft's vocabulary, and what the loaded target shows."""
 _WIDTH_STEP = 8
@@ -43,8 +44,51 @@ _MAX_THREADS = 4096
 _FRESH = "Use a fresh folder"
 _ROW_BYTES = 64  # limit of batches.jsonl, for a row and a batch of it alone
 
+CONVERTED_FROM = "converted_from"
+"""Key of the plan's `run` in a cache of version 1 or 2 that was made of a native one; its value is the dtype of that
+one's auxiliary states."""
 Batch = tuple[int, list[int]]
 """Padded width in tokens, and the rows of the shard in one forward pass."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """How the target is run: everything that may change a bit of its outputs."""
+
+    device: str
+    """cpu or cuda."""
+    processor: str
+    """Name of the GPU, or the CPU's instruction set, such as AVX512."""
+    compute_dtype: str
+    """bf16 or fp32."""
+    attention: str
+    """sdpa or eager."""
+    threads: int
+    """Of each worker process."""
+    torch: str
+    """Version."""
+    transformers: str
+    """Version."""
+
+    @classmethod
+    def here(cls, device: str | None, *, attention: str, threads: int) -> Run:
+        """Return how a target runs on this machine. device: cpu or cuda; None: cuda where there is one.
+
+        Raises: ValueError where cuda is asked for and cannot be used.
+        """
+        cuda = torch.cuda.is_available()
+        if device == "cuda" and not cuda:
+            raise ValueError("--device cuda: torch finds no usable GPU here. Use --device cpu")
+        chosen = device or ("cuda" if cuda else "cpu")
+        return cls(
+            device=chosen,
+            processor=torch.cuda.get_device_name() if chosen == "cuda" else torch.backends.cpu.get_cpu_capability(),
+            compute_dtype="bf16" if chosen == "cuda" else "fp32",
+            attention=attention,
+            threads=threads,
+            torch=str(torch.__version__),
+            transformers=version_of("transformers"),
+        )
 
 
 @dataclass(frozen=True)
@@ -67,7 +111,7 @@ class Plan:
     samples: dict[str, Any]
     """count, tokens, supervised_tokens, sha256, ids_sha256."""
     run: dict[str, Any]
-    """The fields of `run.Run`."""
+    """The fields of `Run`."""
     batch_size: int
     """Rows of a batch, at most."""
     max_batch_tokens: int
@@ -83,15 +127,15 @@ class Plan:
         """Whether the cache is in the native form."""
         return is_native(self.manifest)
 
-    @property
+    @cached_property
     def layout(self) -> Layout:
         """The layout of the shards of version 1 or 2."""
         return layout_of(self.manifest, "the plan")
 
-    @property
+    @cached_property
     def native_layout(self) -> NativeLayout:
-        """The layout of the shards of the native form."""
-        return _native_layout(self.manifest)
+        """The layout of the shards of the native form, whose manifest may not be complete yet."""
+        return NativeLayout.of(self.manifest)
 
     @property
     def num_shards(self) -> int:
@@ -220,12 +264,6 @@ def make_plan(
     )
 
 
-def _native_layout(manifest: Mapping[str, Any]) -> NativeLayout:
-    """Return the layout of a manifest that may not be complete yet."""
-    layers = len(manifest["aux_layer_ids"])
-    return NativeLayout(manifest["hidden_size"], layers, manifest["dtype"], manifest["aux_dtype"])
-
-
 def _counts_of(manifest: Mapping[str, Any], samples: Samples) -> NDArray[np.int64]:
     native = is_native(manifest)
     return row_counts(samples.starts, samples.loss_mask) if native else np.zeros((0, 3), np.int64)
@@ -234,7 +272,7 @@ def _counts_of(manifest: Mapping[str, Any], samples: Samples) -> NDArray[np.int6
 def _cuts(manifest: Mapping[str, Any], samples: int, counts: NDArray[np.int64]) -> list[int]:
     """Return the first sample of each shard, and the number of samples at the end."""
     if is_native(manifest):
-        return _native_layout(manifest).cut(counts, manifest["shard_bytes"])
+        return NativeLayout.of(manifest).cut(counts, manifest["shard_bytes"])
     return [*range(0, samples, int(manifest["shard_size"])), samples]
 
 

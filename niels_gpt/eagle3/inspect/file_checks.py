@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from niels_gpt.eagle3.format.convert import content_sha256
 from niels_gpt.eagle3.format.layout import (
     MANIFEST_NAME,
     SHARD_NAME,
@@ -21,6 +20,7 @@ from niels_gpt.eagle3.format.layout import (
     shard_path,
 )
 from niels_gpt.eagle3.format.manifest import existing_shard_indices, number_in
+from niels_gpt.eagle3.format.meta import content_of as content_sha256
 from niels_gpt.eagle3.format.meta import file_sha256
 from niels_gpt.eagle3.format.shard_writer import receipt_path
 from niels_gpt.eagle3.inspect.open_cache import FOREIGN, NotChecked, OpenCache

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from niels_gpt.eagle3.format.layout import AUX_DTYPES
-from niels_gpt.eagle3.format.native.sample import NativeSample
+from niels_gpt.eagle3.format.native import NativeSample
 from niels_gpt.eagle3.format.plan import Batch, Plan
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.eagle3.inspect.compare import (

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from niels_gpt.eagle3.format.native.weights import read_weights
+from niels_gpt.eagle3.format.weights import read_weights
 from niels_gpt.eagle3.inspect.native.opened import NativeCache, NativeRow
 from niels_gpt.eagle3.inspect.open_cache import OpenCache
 from niels_gpt.storage.errors import CacheError

@@ -11,7 +11,7 @@ import torch
 
 from niels_gpt.display.numbers import size_text
 from niels_gpt.eagle3.format.layout import shard_path
-from niels_gpt.eagle3.format.native.fp8 import dequantized
+from niels_gpt.eagle3.format.native import dequantized
 from niels_gpt.eagle3.inspect.native.opened import NativeCache, NativeRow
 from niels_gpt.eagle3.inspect.open_cache import Decoder, Table, likeliest_text, token_text
 

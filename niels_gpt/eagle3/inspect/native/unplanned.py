@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from niels_gpt.eagle3.format.native.fp8 import dequantized
-from niels_gpt.eagle3.format.native.sample import NativeSample
-from niels_gpt.eagle3.format.native.weights import read_weights
+from niels_gpt.eagle3.format.native import NativeSample, dequantized
+from niels_gpt.eagle3.format.weights import read_weights
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.eagle3.inspect.compare import WRONG_SHARE, differing, other_rows, vector_length
 from niels_gpt.eagle3.inspect.native.opened import NativeCache, NativeRow

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from niels_gpt.eagle3.format.embeddings import read_target_embeddings
 from niels_gpt.eagle3.format.layout import EMBEDDINGS_NAME, INT_FIELDS
-from niels_gpt.eagle3.format.plan import Batch, Plan
-from niels_gpt.eagle3.format.run import CONVERTED_FROM
+from niels_gpt.eagle3.format.plan import CONVERTED_FROM, Batch, Plan
+from niels_gpt.eagle3.format.weights import read_target_embeddings
 from niels_gpt.eagle3.inspect.compare import MASK_SHARE, TOLERANCE, bits, largest_difference, other_rows
 from niels_gpt.eagle3.inspect.open_cache import slots
 from niels_gpt.eagle3.inspect.published.opened import (

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from niels_gpt.eagle3.format.embeddings import read_target_embeddings
 from niels_gpt.eagle3.format.layout import EMBEDDINGS_NAME, INT_FIELDS
+from niels_gpt.eagle3.format.weights import read_target_embeddings
 from niels_gpt.eagle3.inspect.open_cache import OpenCache, slots
 from niels_gpt.eagle3.inspect.published.opened import INDICES, PROBS, VALUES, Row
 from niels_gpt.storage.errors import CacheError
