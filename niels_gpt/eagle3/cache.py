@@ -64,10 +64,9 @@ from niels_gpt.eagle3.format.manifest import (
     read_manifest,
     write_manifest,
 )
-from niels_gpt.eagle3.format.native.damage import native_shard_damage
 from niels_gpt.eagle3.format.receipts import fingerprint, version_of
-from niels_gpt.eagle3.format.shard_reader import COMMON_FIELDS, ShardSet
-from niels_gpt.eagle3.format.shard_writer import ShardWriter, shard_damage
+from niels_gpt.eagle3.format.shard_writer import ShardWriter
+from niels_gpt.eagle3.format.shards import COMMON_FIELDS, DenseShards, Shards, shards_of
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import shortened
 from niels_gpt.storage.versions import version_name
@@ -171,9 +170,8 @@ def verify(cache_dir: PathLike, *, follow_links: bool = False) -> list[str]:
     Raises: FileNotFoundError, CacheError as `CachedEagle3Dataset`; CacheError for a shard without a receipt.
     """
     dataset = CachedEagle3Dataset(cache_dir, follow_links=follow_links)
-    damage_of = native_shard_damage if is_native(dataset.manifest) else shard_damage
-    found = (damage_of(cache_dir, index, follow_links=follow_links) for index in range(dataset.num_shards))
-    return [sentence for damage in found for _, sentence in damage]
+    shards = shards_of(cache_dir, dataset.manifest, follow_links=follow_links)
+    return [sentence for index in range(shards.num_shards) for _, sentence in shards.damage(index)]
 
 
 class CachedEagle3Dataset(Dataset[dict[str, torch.Tensor]]):
@@ -223,12 +221,11 @@ class CachedEagle3Dataset(Dataset[dict[str, torch.Tensor]]):
 
             view = NativeView(cache_dir, max_open_shards, device=device, target_probs=target_probs, **how)
         self._native: NativeView | None = view
-        shards = ShardSet(cache_dir, max_open_shards, **how) if view is None else view.dataset
+        shards: Shards[Any] = view.dataset._shards if view else DenseShards.of_cache(cache_dir, max_open_shards, **how)
         self._shards = shards
         self.cache_dir, self.manifest = shards.cache_dir, shards.manifest
         self.num_samples, self.num_shards = shards.num_samples, shards.num_shards
-        self.compressed = isinstance(shards, ShardSet) and shards.compressed
-        self.shard_size: int | None = shards.shard_size if isinstance(shards, ShardSet) else None
+        self.compressed, self.shard_size = shards.compressed, shards.shard_size
         """Samples of a shard; None of a native cache, whose shards end by their bytes."""
         self._follow_links = follow_links
         if expect is not None:
@@ -268,7 +265,7 @@ class CachedEagle3Dataset(Dataset[dict[str, torch.Tensor]]):
             raise IndexError(index)
         if self._native is not None:
             return self._native.item(position)
-        assert isinstance(self._shards, ShardSet) and self.shard_size is not None
+        assert isinstance(self._shards, DenseShards) and self.shard_size is not None
         shard, row = divmod(position, self.shard_size)
         sample = self._shards.row(shard, row)
         if self.compressed:
@@ -283,7 +280,7 @@ class CachedEagle3Dataset(Dataset[dict[str, torch.Tensor]]):
 
     def _handle(self, shard_index: int) -> Any:
         """Return safetensors' handle of a shard of version 1 or 2, opened in this process."""
-        assert isinstance(self._shards, ShardSet)
+        assert isinstance(self._shards, DenseShards)
         return self._shards.opened(shard_index)[0]
 
 

@@ -26,8 +26,8 @@ from niels_gpt.display.tables import html_table
 from niels_gpt.eagle3.format.layout import PathLike
 from niels_gpt.eagle3.format.native.fp8 import dequantize_into
 from niels_gpt.eagle3.format.native.sample import NativeSample
-from niels_gpt.eagle3.format.native.shard_reader import NativeShards
 from niels_gpt.eagle3.format.receipts import fingerprint
+from niels_gpt.eagle3.format.shards import NativeShards
 from niels_gpt.storage.meta_json import shortened
 from niels_gpt.storage.versions import version_name
 
@@ -62,7 +62,7 @@ class NativeEagle3Dataset(Dataset[NativeSample]):
         Raises: FileNotFoundError; CacheError (a ValueError) for a cache of another form, and naming a file that does
             not fit the manifest.
         """
-        self._shards = NativeShards(cache_dir, max_open_shards, follow_links=follow_links, check=check)
+        self._shards = NativeShards.of_cache(cache_dir, max_open_shards, follow_links=follow_links, check=check)
         self._follow_links = follow_links
         self.cache_dir, self.manifest = self._shards.cache_dir, self._shards.manifest
         self.num_samples, self.num_shards = self._shards.num_samples, self._shards.num_shards

@@ -6,15 +6,15 @@ import numpy as np
 import torch
 
 from niels_gpt.eagle3.format.layout import AUX_DTYPES, DTYPES
-from niels_gpt.eagle3.format.manifest import write_manifest
+from niels_gpt.eagle3.format.manifest import read_manifest, write_manifest
 from niels_gpt.eagle3.format.native import weights
-from niels_gpt.eagle3.format.native.damage import native_shard_damage
 from niels_gpt.eagle3.format.native.fp8 import quantized
 from niels_gpt.eagle3.format.native.layout import native_layout_of
 from niels_gpt.eagle3.format.native.rows import row_counts, target_positions
 from niels_gpt.eagle3.format.native.sample import NativeSample
 from niels_gpt.eagle3.format.native.shard_writer import NativeShardWriter
 from niels_gpt.eagle3.format.samples import Samples
+from niels_gpt.eagle3.format.shards import shards_of
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.eagle3.target import capture
 
@@ -120,7 +120,7 @@ def capture_native(folder, model, rows, **manifest):
 
 def damaged_samples(cache, shard=0):
     """The samples of a shard that are not as its receipt says; None for what is of no sample."""
-    return [row for row, _ in native_shard_damage(cache, shard)]
+    return [row for row, _ in shards_of(cache, read_manifest(cache)).damage(shard)]
 
 
 def write_weights(folder, tensors):

@@ -28,8 +28,8 @@ from niels_gpt.eagle3.format.layout import (
 )
 from niels_gpt.eagle3.format.manifest import is_native, manifest_bytes, read_manifest
 from niels_gpt.eagle3.format.meta import eagle3_meta, write_meta
-from niels_gpt.eagle3.format.native.shard_reader import MappedShard, NativeShards
 from niels_gpt.eagle3.format.native.weights import WEIGHTS_NAME
+from niels_gpt.eagle3.format.shards import MappedShard, NativeShards
 from niels_gpt.eagle3.produce.positions import Counts, native_positions
 from niels_gpt.eagle3.vocab import build_eagle3_token_mapping
 from niels_gpt.storage import fileio
@@ -73,7 +73,7 @@ def redraft(
     if not follow_links:
         refuse_links(folder)
     meta = _meta_of(folder, follow_links)
-    shards = NativeShards(folder, follow_links=follow_links)
+    shards = NativeShards.of_cache(folder, follow_links=follow_links)
     selected = [*selected_token_ids] if selected_token_ids is not None else []
     if selected_token_ids is None:
         selected = frequent_tokens(shards, draft_vocab_size, special_token_ids)

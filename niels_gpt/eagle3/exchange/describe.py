@@ -9,8 +9,8 @@ from typing import Any
 from niels_gpt.eagle3.derive.redraft import frequent_tokens, positions_of
 from niels_gpt.eagle3.format import meta
 from niels_gpt.eagle3.format.manifest import read_manifest, write_manifest
-from niels_gpt.eagle3.format.native.shard_reader import NativeShards
 from niels_gpt.eagle3.format.shard_writer import read_receipt
+from niels_gpt.eagle3.format.shards import NativeShards
 from niels_gpt.eagle3.produce.positions import Counts
 from niels_gpt.storage.errors import CacheError
 
@@ -20,7 +20,7 @@ def add_draft_vocab(folder: Path, draft_vocab_size: int | None, special_token_id
 
     draft_vocab_size: None: all of the target's. special_token_ids: come first.
     """
-    shards = NativeShards(folder)
+    shards = NativeShards.of_cache(folder)
     chosen = frequent_tokens(shards, draft_vocab_size, special_token_ids)
     write_manifest(folder, {**shards.manifest, "draft_vocab_size": len(chosen), "selected_token_ids": chosen})
 
@@ -36,7 +36,7 @@ def write_meta(folder: Path, source: Path, tool: str, target: Mapping[str, Any],
         "samples": manifest["num_samples"],
         "tokens": sum(each["tokens"] for each in facts),
         "supervised_tokens": sum(each["supervised"] for each in facts),
-        "positions": positions_of(NativeShards(folder), manifest["selected_token_ids"]),
+        "positions": positions_of(NativeShards.of_cache(folder), manifest["selected_token_ids"]),
         "shards": manifest["num_shards"],
     }
     if problem := Counts.of_meta({"totals": totals}).problem:

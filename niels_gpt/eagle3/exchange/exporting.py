@@ -25,7 +25,7 @@ from niels_gpt.eagle3.format.layout import DTYPES, row_bytes_of
 from niels_gpt.eagle3.format.manifest import is_native, read_manifest
 from niels_gpt.eagle3.format.native.fp8 import dequantized
 from niels_gpt.eagle3.format.native.sample import NativeSample
-from niels_gpt.eagle3.format.native.shard_reader import NativeShards
+from niels_gpt.eagle3.format.shards import NativeShards
 from niels_gpt.eagle3.format.torch_files import MAX_INFLATED
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.progress import Progress
@@ -66,7 +66,7 @@ def export_cache(
     """
     manifest = read_manifest(cache, follow_links=follow_links)
     _refuse(cache, manifest, tool)
-    stored = NativeShards(cache, follow_links=follow_links)
+    stored = NativeShards.of_cache(cache, follow_links=follow_links)
     _refuse_large(cache, stored)
     kind = WRITERS[tool]
     to_post_norm = tool == "specforge" and manifest["conventions"]["last_hidden"] == "pre_norm"

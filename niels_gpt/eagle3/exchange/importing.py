@@ -29,9 +29,9 @@ from niels_gpt.eagle3.format.native.fp8 import quantized
 from niels_gpt.eagle3.format.native.layout import DEFAULT_SHARD_BYTES, NativeLayout, room_bits
 from niels_gpt.eagle3.format.native.rows import row_counts, target_positions
 from niels_gpt.eagle3.format.native.sample import NativeSample
-from niels_gpt.eagle3.format.native.shard_reader import NativeShards
 from niels_gpt.eagle3.format.native.shard_writer import NativeShardWriter
 from niels_gpt.eagle3.format.native.weights import write_weights
+from niels_gpt.eagle3.format.shards import NativeShards
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.progress import Progress
 from niels_gpt.storage.errors import CacheError, TargetError
@@ -128,7 +128,7 @@ def import_cache(
         write_manifest(work, _manifest(shards, target, head, convention, tool))
         add_draft_vocab(work, draft_vocab_size, target.special_token_ids)
         write_meta(work, source, tool, target.facts, importing.dropped)
-        rows = int(NativeShards(work).counts[:, 2].sum())
+        rows = int(NativeShards.of_cache(work).counts[:, 2].sum())
     return Imported(
         convention,
         loss_mask or "raw",

@@ -3,8 +3,8 @@
 layout.py        a shard's tensors, dtypes and offsets; all file names; opening files that may be hostile
 manifest.py      manifest.json: its version, its checked values, the layout that it states
 embeddings.py    target_embeddings.safetensors and its receipt (a JSON file with its size and hashes, written last)
-shard_writer.py  one shard and its receipt: when it is complete, which bytes are hashed, what is damaged
-shard_reader.py  all shards of a cache: checked when it is opened, mapped when first read
+shard_writer.py  one shard and its receipt: when it is complete, which bytes are hashed
+shards.py        all shards of a cache of any form: checked when it is opened, mapped when first read, their damage
 receipts.py      what a reader compares with receipts; the identity of a cache, and the hold of its version
 samples.py       sidecar/samples.safetensors and ids.txt: the tokenized input
 run.py           how a target is run: what may change a bit of its outputs

@@ -11,7 +11,6 @@ order of the file: all slots of the ids and masks, the first `slots` slots of th
 from __future__ import annotations
 
 import hashlib
-import mmap
 import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,9 +29,7 @@ from niels_gpt.eagle3.format.layout import (
     PathLike,
     header_bytes,
     in_file_order,
-    open_file,
     read_file,
-    read_header,
     refuse_links,
     row_bytes_of,
     shard_path,
@@ -236,56 +233,6 @@ def read_receipt(cache_dir: PathLike, shard_index: int, *, follow_links: bool = 
             path, f"no receipt of shard {shard_index} ({error!r:.300})", remedy=remedy, code="E701"
         ) from error
     return receipt
-
-
-def shard_damage(
-    cache_dir: PathLike,
-    shard_index: int,
-    progress: Callable[[int], None] | None = None,
-    *,
-    follow_links: bool = False,
-) -> list[tuple[int | None, str]]:
-    """Compare a shard with its receipt and return its damage: the row within the shard, or None, and a sentence.
-
-    Reads the whole shard, a row at a time. progress: called with the bytes of each row.
-    Raises: CacheError if the receipt is missing or damaged.
-    """
-    path = shard_path(cache_dir, shard_index)
-    receipt = read_receipt(cache_dir, shard_index, follow_links=follow_links)
-    its_receipt = receipt_path(cache_dir, shard_index)
-    if receipt is None:
-        raise CacheError(its_receipt, "no such file: the shard has no checksums", code="E702")
-    try:
-        fields, rows, header = read_header(path, follow_links=follow_links)
-    except FileNotFoundError:
-        return [(None, f"{path}: no such file")]
-    except CacheError as error:
-        return [(None, str(error))]
-    if hashlib.sha256(header).hexdigest() != receipt["header_sha256"] or rows != receipt["samples"]:
-        return [(None, f"{path}: its header is not the one that was written, by {its_receipt}")]
-    damage: list[tuple[int | None, str]] = []
-    for row, parts in enumerate(_rows_of(path, fields, rows, len(header), follow_links)):
-        wrong = row_damage(fields, parts, receipt["slots"][row], receipt["xxh3_128"][row])
-        if wrong:
-            damage.append((row, f"{path}: sample {row} of the shard: {wrong}, by {its_receipt}"))
-        if progress is not None:
-            progress(sum(part.size for part in parts.values()))
-    return damage
-
-
-def _rows_of(
-    path: str, fields: Fields, rows: int, begin: int, follow_links: bool
-) -> Iterator[dict[str, NDArray[np.uint8]]]:
-    """Yield the bytes of each row by field."""
-    with open(open_file(path, follow_links=follow_links), "rb") as file:
-        content = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
-    tables = {}
-    for name, field in fields.items():
-        size = rows * row_bytes_of(field)
-        tables[name] = content[begin : begin + size].reshape(rows, -1)
-        begin += size
-    for row in range(rows):
-        yield {name: table[row] for name, table in tables.items()}
 
 
 def row_damage(fields: Fields, parts: Mapping[str, NDArray[np.uint8]], slots: int, digest: str) -> str:

@@ -13,12 +13,11 @@ import os
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
 from pathlib import Path
 from typing import Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar
-
-import torch
 
 from niels_gpt.eagle3.format.layout import SIDECAR, open_file, read_meta_bytes, shard_path
 from niels_gpt.eagle3.format.manifest import existing_shard_indices, number_in
@@ -256,6 +255,22 @@ class OpenCache(ABC):
 
     # --- what to do about a file ---
 
+    @contextmanager
+    def repairable(self, shard: int) -> Iterator[None]:
+        """Let errors of a shard's file say what to do about it in this cache."""
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise self.missing(Path(shard_path(self.folder, shard)), f"shard {shard} of {self.num_shards:,}") from error
+        except CacheError as error:
+            raise self.with_remedy(error) from error
+
+    def with_remedy(self, error: CacheError) -> CacheError:
+        """Return an error that has no remedy of its own with the one of this cache."""
+        if error.own_remedy:
+            return error
+        return CacheError(error.path, error.found, error.expected, self.remedy(), code=error.code)
+
     def remedy(self, name: str = "") -> str:
         """Return what to do about a file that is wrong. name: of the file, where the remedy depends on it."""
         if not self.is_planned:
@@ -311,11 +326,6 @@ def refuse_malformed(look: Callable[Concatenate[Path, _P], _R]) -> Callable[Conc
             ) from error
 
     return refusing
-
-
-def form_text(form: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
-    """Return dtype and shape of a field as text."""
-    return "absent" if form is None else f"{str(form[0]).removeprefix('torch.')} {list(form[1])}"
 
 
 def slots(count: int) -> str:

@@ -10,10 +10,10 @@ from niels_gpt.eagle3.format.embeddings import has_embeddings
 from niels_gpt.eagle3.format.layout import MANIFEST_NAME, SIDECAR, shard_path
 from niels_gpt.eagle3.format.manifest import manifest_bytes
 from niels_gpt.eagle3.format.meta import lists_shards, unchanged_shards, write_meta
-from niels_gpt.eagle3.format.native.shard_reader import map_shard
 from niels_gpt.eagle3.format.native.weights import has_weights
 from niels_gpt.eagle3.format.plan import Plan
 from niels_gpt.eagle3.format.shard_writer import read_receipt, receipt_path
+from niels_gpt.eagle3.format.shards import NativeShards
 from niels_gpt.eagle3.produce.positions import Counts, native_positions
 from niels_gpt.eagle3.produce.resume_checks import finished_meta
 from niels_gpt.storage.errors import CacheError
@@ -95,9 +95,9 @@ def _described(folder: Path, plan: Plan) -> dict[str, Any]:
 
 
 def _native_positions(folder: Path, plan: Plan) -> int:
-    paths = (shard_path(folder, shard) for shard in range(plan.num_shards))
-    shards = ((path, map_shard(path, plan.native_layout)[0]) for path in paths)
-    return native_positions(shards, plan.manifest["selected_token_ids"], plan.manifest["target_vocab_size"])
+    shards = NativeShards(folder, plan.manifest, max_open=1)
+    opened = ((shard_path(folder, shard), shards.opened(shard)) for shard in range(plan.num_shards))
+    return native_positions(opened, plan.manifest["selected_token_ids"], plan.manifest["target_vocab_size"])
 
 
 def _receipt(folder: Path, shard: int, counted: Sequence[str]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from niels_gpt.eagle3.format.layout import PathLike
 from niels_gpt.eagle3.format.native.rows import has_target_row
-from niels_gpt.eagle3.format.native.shard_reader import MappedShard
+from niels_gpt.eagle3.format.shards import MappedShard
 from niels_gpt.storage.errors import CacheError
 
 FEW = 0.05

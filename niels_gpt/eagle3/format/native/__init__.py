@@ -5,7 +5,5 @@ sample.py        one sample as it is stored
 fp8.py           auxiliary states in eight bits, with a scale for each token and layer
 layout.py        a shard's tensors, sizes and cuts; the layout that a manifest states
 shard_writer.py  one shard and its receipt: a sample at its own place, in any order
-shard_reader.py  all shards of a cache: checked when it is opened, mapped when first read
-damage.py        what a shard's receipt reveals
 weights.py       target_weights.safetensors: embeddings, lm_head and final norm, once; files with a receipt
 """

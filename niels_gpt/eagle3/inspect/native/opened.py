@@ -5,22 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from niels_gpt.eagle3.format.layout import MANIFEST_NAME, shard_path
+from niels_gpt.eagle3.format.layout import MANIFEST_NAME
 from niels_gpt.eagle3.format.manifest import number_in
-from niels_gpt.eagle3.format.native.damage import native_shard_damage
-from niels_gpt.eagle3.format.native.layout import STARTS, NativeLayout, native_layout_of
+from niels_gpt.eagle3.format.native.layout import NativeLayout
 from niels_gpt.eagle3.format.native.rows import row_counts
 from niels_gpt.eagle3.format.native.sample import NativeSample
-from niels_gpt.eagle3.format.native.shard_reader import MappedShard, NativeShards, checked_counts, map_shard
-from niels_gpt.eagle3.format.native.shard_writer import ROW_TENSORS
 from niels_gpt.eagle3.format.native.weights import WEIGHTS_NAME, WEIGHTS_RECEIPT, read_weights
+from niels_gpt.eagle3.format.shards import MappedShard, NativeShards
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.eagle3.inspect.open_cache import NotChecked, OpenCache
 from niels_gpt.eagle3.produce.positions import Counts
@@ -36,9 +33,14 @@ class NativeCache(OpenCache):
     WHAT_WEIGHTS = "the target's embeddings, lm_head and final norm"
 
     @cached_property
+    def files(self) -> NativeShards:
+        """The files of the shards, one of them mapped at a time."""
+        return NativeShards(self.folder, self.manifest, max_open=1, follow_links=self.follow_links)
+
+    @property
     def layout(self) -> NativeLayout:
         """The tensors of a shard."""
-        return native_layout_of(self.manifest, self.folder)
+        return self.files.layout
 
     @property
     def num_shards(self) -> int:
@@ -65,7 +67,7 @@ class NativeCache(OpenCache):
     # --- which samples a shard has ---
 
     @cached_property
-    def _firsts(self) -> list[int]:
+    def firsts(self) -> list[int]:
         """The first sample of each shard, and the end: by the samples of the plan, else by receipts and headers."""
         try:
             counts = row_counts(self.samples.starts, self.samples.loss_mask)
@@ -84,35 +86,25 @@ class NativeCache(OpenCache):
         try:
             if receipt := self.receipt(shard):
                 return int(receipt["samples"])
-            return len(self._map(shard))
+            return self.files.stated_rows(shard)
         except (CacheError, OSError):
             return 0
 
     def rows_of(self, shard: int) -> int:
         """Return how many samples a shard must have."""
-        return self._firsts[shard + 1] - self._firsts[shard]
+        return self.firsts[shard + 1] - self.firsts[shard]
 
     def first_of(self, shard: int) -> int:
         """Return the number of a shard's first sample in the cache."""
-        return self._firsts[shard]
+        return self.firsts[shard]
 
     # --- shards and samples ---
 
-    def _map(self, shard: int) -> MappedShard:
-        return map_shard(shard_path(self.folder, shard), self.layout, follow_links=self.follow_links)[0]
-
     def mapped(self, shard: int) -> MappedShard:
         """Return a shard whose starts fit its tensors and its loss bits. Raises: CacheError where it is not one."""
-        path = shard_path(self.folder, shard)
-        try:
-            mapped = self._map(shard)
-        except FileNotFoundError as error:
-            raise self.missing(Path(path), f"shard {shard} of {self.num_shards:,}") from error
-        checked_counts(path, mapped, self.manifest["seq_length"])
-        if len(mapped) != self.rows_of(shard):
-            expected = f"{self.rows_of(shard)} of the manifest's {self.num_samples}"
-            raise CacheError(path, f"{len(mapped)} samples", expected, self.remedy(), code="E701")
-        return mapped
+        self.files.firsts = self.firsts
+        with self.repairable(shard):
+            return self.files.opened(shard)
 
     def wrong_form(self, shard: int) -> Iterator[CacheError]:
         """Yield why a shard is none of this cache."""
@@ -141,7 +133,7 @@ class NativeCache(OpenCache):
         if len(self.shards) == self.num_shards and not any(
             True for shard in self.shards for _ in self.wrong_form(shard)
         ):
-            NativeShards(self.folder, follow_links=self.follow_links)
+            NativeShards.of_cache(self.folder, follow_links=self.follow_links)
             _ = self.head
 
     def stored(self, shard: int) -> Iterable[NativeRow]:
@@ -151,23 +143,17 @@ class NativeCache(OpenCache):
 
     def row(self, number: int) -> NativeRow:
         """Return a sample by its number in the cache. Raises: as `mapped`."""
-        shard = int(np.searchsorted(self._firsts, number, side="right")) - 1
+        shard = int(np.searchsorted(self.firsts, number, side="right")) - 1
         mapped = self.mapped(shard)
         return NativeRow(self, shard, number, mapped.sample(number - self.first_of(shard)))
 
     def damage(self, shard: int) -> list[tuple[int | None, str]]:
-        """Compare a shard with its receipt, as `native_shard_damage`."""
-        return native_shard_damage(self.folder, shard, self.tick, follow_links=self.follow_links)
+        """Compare a shard with its receipt."""
+        return self.files.damage(shard, self.tick)
 
     def spans(self, shard: int, row: int) -> list[tuple[int, int]]:
         """Return where the bytes of a sample lie in its shard: a span for each tensor, its starts included."""
-        mapped = self._map(shard)
-        begins, ends = mapped.starts[row : row + 2].tolist()
-        rows = {name: slice(begins[which], ends[which]) for name, which in ROW_TENSORS.items()}
-        rows |= {"loss_bits": slice(begins[0] // 8, -(-ends[0] // 8)), **dict.fromkeys(STARTS, slice(row, row + 2))}
-        parts = [tensor[rows[name]] for name, tensor in mapped.tensors.items()]
-        begins = [part.storage_offset() * part.element_size() for part in parts]
-        return [(begin, begin + part.nbytes) for begin, part in zip(begins, parts, strict=True) if part.numel()]
+        return self.files.spans(shard, row)
 
     @cached_property
     def counts(self) -> Counts:

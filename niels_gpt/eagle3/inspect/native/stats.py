@@ -15,7 +15,7 @@ from torch import Tensor
 from niels_gpt.display.numbers import count_text, size_text
 from niels_gpt.eagle3.format.layout import shard_path
 from niels_gpt.eagle3.format.native.fp8 import dequantized
-from niels_gpt.eagle3.format.native.shard_reader import MappedShard
+from niels_gpt.eagle3.format.shards import MappedShard
 from niels_gpt.eagle3.inspect.figures import Mass, Stats, disk_rows, drawn
 from niels_gpt.eagle3.inspect.native.opened import NativeCache
 from niels_gpt.eagle3.target import PART_VALUES

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,16 +17,12 @@ from niels_gpt.eagle3.format.embeddings import EMBEDDINGS_RECEIPT
 from niels_gpt.eagle3.format.layout import (
     DENSE_FIELDS,
     EMBEDDINGS_NAME,
-    MANIFEST_NAME,
     TOPK_FIELDS,
     Layout,
     read_header,
-    row_bytes_of,
-    shard_path,
 )
-from niels_gpt.eagle3.format.manifest import layout_of, load_safetensors, number_in
-from niels_gpt.eagle3.format.shard_writer import shard_damage
-from niels_gpt.eagle3.inspect.open_cache import OF_THE_PLAN, OpenCache, form_text
+from niels_gpt.eagle3.format.shards import DenseShards, form_text
+from niels_gpt.eagle3.inspect.open_cache import OF_THE_PLAN, OpenCache
 from niels_gpt.eagle3.produce.positions import Counts
 from niels_gpt.storage.errors import CacheError
 
@@ -45,23 +39,28 @@ class PublishedCache(OpenCache):
     WHAT_WEIGHTS = "the target's input embeddings"
 
     @cached_property
+    def files(self) -> DenseShards:
+        """The files of the shards, one of them mapped at a time."""
+        return DenseShards(self.folder, self.manifest, max_open=1, follow_links=self.follow_links, exact=True)
+
+    @property
     def layout(self) -> Layout:
         """The fields of a shard."""
-        return layout_of(self.manifest, self.folder)
+        return self.files.layout
 
-    @cached_property
+    @property
     def shard_size(self) -> int:
         """Samples of a shard; the last one may have fewer."""
-        return number_in(self.manifest, "shard_size", self.folder, 1)
+        return self.files.shard_size
 
     @property
     def num_shards(self) -> int:
         """Shards that the manifest declares."""
-        return -(-self.num_samples // self.shard_size)
+        return self.files.num_shards
 
     def rows_of(self, shard: int) -> int:
         """Return how many samples a shard has by the manifest."""
-        return min(self.shard_size, self.num_samples - shard * self.shard_size)
+        return self.files.rows_of(shard)
 
     def first_of(self, shard: int) -> int:
         """Return the number of a shard's first sample in the cache."""
@@ -72,39 +71,18 @@ class PublishedCache(OpenCache):
 
         Raises: CacheError if it is missing, or has another form than the manifest says.
         """
-        for wrong in self.wrong_form(shard):
-            raise wrong
-        path = shard_path(self.folder, shard)
-        _, safe_open = load_safetensors()
-        try:
-            with safe_open(path, framework="pt") as handle:
-                return {name: handle.get_tensor(name) for name in self.layout.fields}
-        except OSError:
-            raise
-        except Exception as error:  # safetensors raises its own error, a direct subclass of Exception
-            raise CacheError(path, f"safetensors refuses it ({error})", "", self.remedy(), code="E701") from error
+        with self.repairable(shard):
+            return self.files.opened(shard)[1]
 
     def wrong_form(self, shard: int) -> Iterator[CacheError]:
         """Yield where a shard's header differs from the manifest."""
-        path = shard_path(self.folder, shard)
+        _ = self.layout  # an error of the manifest is none of the shard
         try:
-            fields, rows, _ = read_header(path, follow_links=self.follow_links)
-        except FileNotFoundError:
-            yield self.missing(Path(path), f"shard {shard} of {self.num_shards:,}")
-            return
+            with self.repairable(shard):
+                wrong = list(self.files.wrong_form(shard))
         except CacheError as error:
-            yield error
-            return
-        if rows != self.rows_of(shard):
-            expected = f"{self.rows_of(shard)} of the manifest's {self.num_samples}"
-            yield CacheError(path, f"{rows} samples", expected, self.remedy(), code="E701")
-        declared = self.layout.fields
-        for name in sorted({*fields, *declared}):
-            if fields.get(name) != declared.get(name):
-                found, expected = form_text(fields.get(name)), form_text(declared.get(name))
-                yield CacheError(
-                    path, f"{name} is {found}", f"{expected} by {MANIFEST_NAME}", self.remedy(), code="E701"
-                )
+            wrong = [error]
+        yield from map(self.with_remedy, wrong)
 
     @cached_property
     def counts(self) -> Counts:
@@ -124,15 +102,12 @@ class PublishedCache(OpenCache):
         return (self.row(number, tables) for number in range(first, first + self.rows_of(shard)))
 
     def damage(self, shard: int) -> list[tuple[int | None, str]]:
-        """Compare a shard with its receipt, as `shard_damage`."""
-        return shard_damage(self.folder, shard, self.tick, follow_links=self.follow_links)
+        """Compare a shard with its receipt."""
+        return self.files.damage(shard, self.tick)
 
     def spans(self, shard: int, row: int) -> list[tuple[int, int]]:
         """Return where the bytes of a sample lie in its shard, one span a field."""
-        fields, rows, header = read_header(shard_path(self.folder, shard), follow_links=self.follow_links)
-        sizes = [row_bytes_of(field) for field in fields.values()]
-        begins = [len(header) + rows * before for before in accumulate(sizes, initial=0)]
-        return [(begin + row * size, begin + (row + 1) * size) for begin, size in zip(begins, sizes, strict=False)]
+        return self.files.spans(shard, row)
 
     def wrong_manifest(self) -> Iterator[CacheError]:
         """Yield where the embeddings have another form than the manifest says."""

@@ -1,0 +1,577 @@
+"""The shards of a cache of any form: checked against the manifest, mapped when first read, compared with receipts.
+
+DenseShards has those of versions 1 and 2: sample i is row i % shard_size of shard i // shard_size, and all rows have
+seq_length slots. NativeShards has ragged ones: of each shard the header, the starts and the loss bits are compared with
+each other and with the manifest, so every count is true before a state is read, and no size of a file is believed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, Generic, Self, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from niels_gpt.cache.checksums import Check
+from niels_gpt.eagle3.format.layout import (
+    DENSE_FIELDS,
+    DTYPES,
+    INT_FIELDS,
+    MANIFEST_NAME,
+    MAX_ROWS,
+    TOPK_FIELDS,
+    WITHOUT_HOLES,
+    Fields,
+    Layout,
+    PathLike,
+    Tensors,
+    read_header,
+    read_tensors_header,
+    row_bytes_of,
+    shard_path,
+    tensors_header,
+)
+from niels_gpt.eagle3.format.manifest import (
+    PRODUCE_AGAIN,
+    check_shard_indices,
+    is_compressed,
+    is_native,
+    layout_of,
+    load_safetensors,
+    manifest_path,
+    number_in,
+    read_manifest,
+)
+from niels_gpt.eagle3.format.native.layout import STARTS, Counts, NativeLayout, native_layout_of
+from niels_gpt.eagle3.format.native.rows import row_counts
+from niels_gpt.eagle3.format.native.sample import NativeSample
+from niels_gpt.eagle3.format.native.shard_writer import ROW_TENSORS, sample_digest
+from niels_gpt.eagle3.format.receipts import Receipts, version_of
+from niels_gpt.eagle3.format.shard_writer import read_receipt, receipt_path, row_damage
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.meta_json import shortened
+
+COMMON_FIELDS = ("aux_hidden_states", *INT_FIELDS, "position_mask")
+Damage = list[tuple[int | None, str]]
+"""Of each damage the row within the shard, or None, and a sentence."""
+Mapped = TypeVar("Mapped")
+_AGAIN = "Remove the shard and produce it again: precompute --resume"
+_ENDS = ("input_ids", "aux_hidden_states", "argmax_ids")  # their rows are those that the starts count
+
+
+class Shards(ABC, Generic[Mapped]):
+    """The shards of one cache. May be pickled; each process makes its own maps, and threads may share it."""
+
+    num_samples: int
+    num_shards: int
+    shard_size: int | None = None
+    """Samples of a shard, the last one may have fewer; None where shards end by their bytes."""
+    compressed = False
+    """Whether distributions are top-k ones."""
+
+    def __init__(
+        self,
+        cache_dir: PathLike,
+        manifest: dict[str, Any],
+        *,
+        max_open: int = 1024,
+        follow_links: bool = False,
+        exact: bool = False,
+    ) -> None:
+        """Take the shards of a folder, of which no file is read yet; `of_cache` opens a whole cache.
+
+        manifest: as of `read_manifest`. max_open: limit of shards that are mapped at a time. follow_links: as
+        `open_file`. exact: refuse manifests of versions 1 and 2 that lack keys, and tensors that they do not declare,
+        which caches of other tools may have.
+        Raises: ValueError for max_open < 1; CacheError naming a number of the manifest that is missing.
+        """
+        if max_open < 1:
+            raise ValueError(f"max_open_shards={max_open}: expected 1 or more")
+        self.cache_dir, self.manifest = os.fspath(cache_dir), manifest
+        self.follow_links, self.exact, self._max_open = follow_links, exact, max_open
+        self._receipts: Receipts | None = None
+        self._open: dict[int, Mapped] = {}
+        self._pid = os.getpid()
+
+    @classmethod
+    def of_cache(
+        cls, cache_dir: PathLike, max_open: int = 1024, *, follow_links: bool = False, check: Check = "ends"
+    ) -> Self:
+        """Open a cache as a training run does: its shards are all there, and each has the form of the manifest.
+
+        check: as for `Receipts`, with which each shard is compared when it is first mapped.
+        Raises: FileNotFoundError; CacheError (a ValueError) naming a file that does not fit the manifest; ImportError
+            without safetensors; ValueError as `Shards`.
+        """
+        cache_dir = version_of(cache_dir)  # once: a commit may come in between
+        receipts = Receipts(cache_dir, check, follow_links=follow_links)
+        shards = cls(
+            cache_dir, read_manifest(cache_dir, follow_links=follow_links), max_open=max_open, follow_links=follow_links
+        )
+        shards._receipts = receipts
+        check_shard_indices(cache_dir, shards.num_samples, shards.num_shards)
+        shards._check_all()
+        return shards
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": {}}
+
+    def opened(self, shard: int) -> Mapped:
+        """Return a shard, mapped in this process. Raises: as `wrong_form`, of which the first is raised."""
+        if self._pid != os.getpid():  # a forked worker
+            self._open, self._pid = {}, os.getpid()
+        mapped = self._open.get(shard)
+        if mapped is None:
+            mapped, header = self._map(shard)  # checked again: it may have been replaced since
+            if self._receipts is not None:
+                self._receipts.check_header(shard, header)
+            self._open[shard] = mapped
+            while len(self._open) > self._max_open:
+                with suppress(KeyError, RuntimeError, StopIteration):  # another thread was faster
+                    del self._open[next(iter(self._open))]  # views in use keep their map
+        return mapped
+
+    def damage(self, shard: int, progress: Callable[[int], None] | None = None) -> Damage:
+        """Compare a shard with its receipt and return its damage. Reads the whole shard, a sample at a time.
+
+        progress: called with the bytes of each sample.
+        Raises: CacheError if the receipt is missing or damaged.
+        """
+        path, its_receipt = shard_path(self.cache_dir, shard), receipt_path(self.cache_dir, shard)
+        receipt = read_receipt(self.cache_dir, shard, follow_links=self.follow_links)
+        if receipt is None:
+            raise CacheError(its_receipt, "no such file: the shard has no checksums", code="E702")
+        try:
+            mapped, header, samples = self._unchecked(shard)
+        except FileNotFoundError:
+            return [(None, f"{path}: no such file")]
+        except CacheError as error:
+            return [(None, str(error))]
+        if hashlib.sha256(header).hexdigest() != receipt["header_sha256"] or samples != receipt["samples"]:
+            return [(None, f"{path}: its header is not the one that was written, by {its_receipt}")]
+        damage: Damage = []
+        for row in range(samples):
+            what, size = self._row_damage(mapped, row, receipt["slots"][row], receipt["xxh3_128"][row])
+            if what:
+                damage.append((row, f"{path}: sample {row} of the shard: {what}, by {its_receipt}"))
+            if progress is not None:
+                progress(size)
+        return damage
+
+    def _compare(self, shard: int, row: int, mapped: Mapped) -> None:
+        """Compare a sample with its receipt when it is first read, where that was asked for. Raises: CacheError."""
+        if self._receipts is not None and self._receipts.every_sample:
+            self._receipts.check_sample(shard, row, lambda *stored: self._row_damage(mapped, row, *stored)[0])
+
+    def stated_rows(self, shard: int) -> int:
+        """Return how many samples a shard has by its own header. Raises: FileNotFoundError; CacheError."""
+        return self._unchecked(shard)[2]
+
+    @abstractmethod
+    def first_of(self, shard: int) -> int:
+        """Return the number of a shard's first sample."""
+
+    @abstractmethod
+    def rows_of(self, shard: int) -> int:
+        """Return how many samples a shard must have."""
+
+    @abstractmethod
+    def wrong_form(self, shard: int) -> Iterator[CacheError]:
+        """Yield where a shard's file is not of the form that the manifest states. Raises: FileNotFoundError."""
+
+    @abstractmethod
+    def spans(self, shard: int, row: int) -> list[tuple[int, int]]:
+        """Return where the bytes of a sample lie in its shard: [start, end) in each tensor. Raises: CacheError."""
+
+    @abstractmethod
+    def _check_all(self) -> None:
+        """Compare all shards with the manifest. Raises: CacheError."""
+
+    @abstractmethod
+    def _map(self, shard: int) -> tuple[Mapped, bytes]:
+        """Return a shard of the right form, mapped, and the bytes of its header. Raises: CacheError."""
+
+    @abstractmethod
+    def _unchecked(self, shard: int) -> tuple[Mapped, bytes, int]:
+        """Return a shard by its own header: mapped, with that header and the number of its samples."""
+
+    @abstractmethod
+    def _row_damage(self, mapped: Mapped, row: int, slots: int, digest: str) -> tuple[str, int]:
+        """Return the damage of a sample by its entries in the receipt, "" for none, and how many bytes it has."""
+
+
+def shards_of(
+    cache_dir: PathLike,
+    manifest: dict[str, Any],
+    *,
+    max_open: int = 1024,
+    follow_links: bool = False,
+    exact: bool = False,
+) -> DenseShards | NativeShards:
+    """Return the shards of a cache of any form; as `Shards`."""
+    kind = NativeShards if is_native(manifest) else DenseShards
+    return kind(cache_dir, manifest, max_open=max_open, follow_links=follow_links, exact=exact)
+
+
+# --- versions 1 and 2 -------------------------------------------------------------------------------------------------
+
+DenseShard = tuple[Any, dict[str, torch.Tensor]]
+"""A mapped shard: safetensors' handle, and its tensors [n, S, ...] as views of the map."""
+_Declared = dict[str, tuple[torch.dtype | None, tuple[int | None, ...]]]
+
+
+class DenseShards(Shards[DenseShard]):
+    """The shards of a cache of version 1 or 2."""
+
+    shard_size: int
+
+    def __init__(self, cache_dir: PathLike, manifest: dict[str, Any], **how: Any) -> None:
+        """how: as `Shards`. Raises: ImportError without safetensors."""
+        load_safetensors()  # ImportError here, and not at the first sample
+        super().__init__(cache_dir, manifest, **how)
+        self.shard_size = number_in(manifest, "shard_size", cache_dir, 1)
+        self.num_samples = number_in(manifest, "num_samples", cache_dir)
+        self.num_shards = -(-self.num_samples // self.shard_size)
+        topk = manifest.get("target_probs_topk") if manifest["format_version"] == 2 else None
+        self.compressed = bool(topk) and is_compressed(topk, number_in(manifest, "draft_vocab_size", cache_dir))
+        self._keys = COMMON_FIELDS + (TOPK_FIELDS if self.compressed else DENSE_FIELDS)
+        self._fields: Fields = {}  # of the first shard, which the others must have too
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The fields of a shard. Raises: CacheError naming a key that the manifest lacks."""
+        return layout_of(self.manifest, self.cache_dir)
+
+    def first_of(self, shard: int) -> int:
+        """Return the number of a shard's first sample."""
+        return shard * self.shard_size
+
+    def rows_of(self, shard: int) -> int:
+        """Return how many samples a shard has by the manifest."""
+        return min(self.shard_size, self.num_samples - shard * self.shard_size)
+
+    def row(self, shard: int, row: int) -> dict[str, torch.Tensor]:
+        """Return the tensors of a sample, views of its shard. Raises: as `opened`; CacheError for a damaged sample."""
+        mapped = self.opened(shard)
+        if self._receipts is not None and self._receipts.every_sample:
+            handle, tables = mapped
+            whole = {name: tables[name] if name in tables else handle.get_tensor(name) for name in self._fields}
+            self._compare(shard, row, (handle, whole))
+        return {name: table[row] for name, table in mapped[1].items()}
+
+    def wrong_form(self, shard: int) -> Iterator[CacheError]:
+        """Yield where a shard's header differs from the manifest, or from the first shard's."""
+        try:
+            yield from self._header(shard)[1]
+        except CacheError as error:
+            yield error
+
+    def _header(self, shard: int) -> tuple[bytes, list[CacheError]]:
+        """Return a shard's header and where it differs. Raises: FileNotFoundError; CacheError as `read_header`."""
+        path, wrong = shard_path(self.cache_dir, shard), []
+        fields, rows, header = read_header(path, follow_links=self.follow_links)
+        if rows != (expected := self.rows_of(shard)):
+            samples = f"{expected} of the manifest's {self.num_samples}"
+            wrong.append(CacheError(path, f"{rows} samples", samples, code="E701"))
+        declared, by = (
+            (self._fields, "as in shard 0") if self._fields else (self._declared(fields), f"by {MANIFEST_NAME}")
+        )
+        for name in sorted({*fields, *declared} if self.exact or self._fields else declared):
+            if not _fits(fields.get(name), declared.get(name)):
+                found = f"{name if name in declared else shortened(name)} is {form_text(fields.get(name))}"
+                wrong.append(CacheError(path, found, f"{form_text(declared.get(name))} {by}", code="E701"))
+        if not wrong and not self.exact:
+            self._fields = fields
+        return header, wrong
+
+    def _declared(self, fields: Fields) -> _Declared:
+        """Return the fields by the manifest; any value fits a key that it lacks, unless all of them are demanded."""
+        if self.exact:
+            return dict(self.layout.fields)
+        manifest = self.manifest
+        slots, vocab = manifest.get("seq_length"), manifest.get("draft_vocab_size")
+        number = DTYPES.get(manifest["dtype"]) if "dtype" in manifest else fields.get("aux_hidden_states", (None,))[0]
+        width = manifest.get("target_probs_topk") if self.compressed else vocab
+        return {
+            **{key: (torch.int64, (slots,)) for key in INT_FIELDS},
+            "aux_hidden_states": (number, (slots, manifest.get("aux_hidden_dim"))),
+            "position_mask": (torch.bool, (slots, 1)),
+            **{key: (torch.int32 if key == TOPK_FIELDS[1] else number, (slots, width)) for key in self._keys[5:]},
+        }
+
+    def spans(self, shard: int, row: int) -> list[tuple[int, int]]:
+        """Return where the bytes of a sample lie in its shard, one span a field."""
+        fields, rows, header = read_header(shard_path(self.cache_dir, shard), follow_links=self.follow_links)
+        sizes = [row_bytes_of(field) for field in fields.values()]
+        begins = [len(header) + rows * before for before in accumulate(sizes, initial=0)]
+        return [(begin + row * size, begin + (row + 1) * size) for begin, size in zip(begins, sizes, strict=False)]
+
+    def _check_all(self) -> None:
+        """Compare the headers of all shards, and a vocabulary that decides the width of items."""
+        size, selected = self.manifest.get("draft_vocab_size"), self.manifest.get("selected_token_ids")
+        if self.compressed and selected is not None and len(selected) != size:
+            found, expected = f"draft_vocab_size is {size}", f"{len(selected)}, the length of selected_token_ids"
+            raise CacheError(manifest_path(self.cache_dir), found, expected, code="E701")
+        for shard in range(self.num_shards):
+            for wrong in self._header(shard)[1]:
+                raise wrong
+
+    def _map(self, shard: int) -> tuple[DenseShard, bytes]:
+        header, wrong = self._header(shard)
+        if wrong:
+            raise wrong[0]
+        return self._tables(shard, self._keys), header
+
+    def _unchecked(self, shard: int) -> tuple[DenseShard, bytes, int]:
+        fields, rows, header = read_header(shard_path(self.cache_dir, shard), follow_links=self.follow_links)
+        return self._tables(shard, fields), header, rows
+
+    def _tables(self, shard: int, names: Iterable[str]) -> DenseShard:
+        from safetensors import SafetensorError
+
+        path = shard_path(self.cache_dir, shard)
+        try:
+            handle = load_safetensors()[1](path, framework="pt")
+            return handle, {name: handle.get_tensor(name) for name in names}
+        except SafetensorError as error:
+            raise CacheError(path, f"safetensors cannot read it: {error}", code="E701") from error
+
+    def _row_damage(self, mapped: DenseShard, row: int, slots: int, digest: str) -> tuple[str, int]:
+        rows = {name: table[row] for name, table in mapped[1].items()}
+        parts = {name: _bytes_of(tensor) for name, tensor in rows.items()}
+        fields = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in rows.items()}
+        return row_damage(fields, parts, slots, digest), sum(part.size for part in parts.values())
+
+
+def form_text(form: tuple[torch.dtype | None, tuple[int | None, ...]] | None) -> str:
+    """Return dtype and shape of a field as text."""
+    if form is None:
+        return "absent"
+    return f"{str(form[0]).removeprefix('torch.')} [{', '.join('any' if n is None else str(n) for n in form[1])}]"
+
+
+def _fits(
+    form: tuple[torch.dtype, tuple[int, ...]] | None, declared: tuple[torch.dtype | None, tuple[int | None, ...]] | None
+) -> bool:
+    """Return whether a field has the form that is declared for it; any size fits None."""
+    if form is None or declared is None:
+        return form is declared
+    same = len(form[1]) == len(declared[1]) and all(b in (None, a) for a, b in zip(form[1], declared[1], strict=True))
+    return same and form[0] == declared[0]
+
+
+# --- the native form --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class MappedShard:
+    """A mapped shard: its tensors as views of the map, by name, and its starts, int64 [n + 1, 3]."""
+
+    tensors: dict[str, torch.Tensor]
+    starts: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def loss_mask(self, begin: int, end: int) -> NDArray[np.bool_]:
+        """Return the raw loss mask of some tokens of the shard: bool [end - begin]."""
+        first = begin // 8
+        raw = self.tensors["loss_bits"][first : -(-end // 8)].numpy()
+        return np.unpackbits(raw, bitorder="little")[begin - 8 * first : end - 8 * first].view(np.bool_)
+
+    def sample(self, row: int) -> NativeSample:
+        """Return a sample, whose tensors are views of the map, but for loss_mask and argmax_ids."""
+        (token, aux, target), (token_end, aux_end, target_end) = self.starts[row : row + 2].tolist()
+        tensors, scales = self.tensors, self.tensors.get("aux_scales")
+        return NativeSample(
+            input_ids=tensors["input_ids"][token:token_end].numpy(),
+            loss_mask=self.loss_mask(token, token_end),
+            aux_hidden_states=tensors["aux_hidden_states"][aux:aux_end],
+            aux_scales=None if scales is None else scales[aux:aux_end],
+            last_hidden_states=tensors["last_hidden_states"][target:target_end],
+            log_normalizers=tensors["log_normalizers"][target:target_end],
+            argmax_ids=tensors["argmax_ids"][target:target_end].to(torch.int64),
+        )
+
+    @property
+    def has_odd_bits(self) -> bool:
+        """Whether loss bits are set behind the last token."""
+        tokens = len(self.tensors["input_ids"])
+        return bool(self.loss_mask(tokens, -(-tokens // 8) * 8).any())
+
+
+class NativeShards(Shards[MappedShard]):
+    """The shards of a cache in the native form."""
+
+    firsts: list[int]
+    """The first sample of each shard, and their number at the end; known once the cache is open, or given by whoever
+    knows it, and each shard must then have so many."""
+    counts: Counts
+    """Tokens, auxiliary rows and target rows of each sample, of an open cache: int64 [n, 3]."""
+
+    def __init__(self, cache_dir: PathLike, manifest: dict[str, Any], **how: Any) -> None:
+        """how: as `Shards`. Raises: CacheError for a cache of another form."""
+        super().__init__(cache_dir, manifest, **how)
+        if not is_native(manifest):
+            found = f"format_version={manifest['format_version']}"
+            remedy = "Read it with CachedEagle3Dataset, or convert it: python -m niels_gpt.eagle3 convert"
+            raise CacheError(manifest_path(cache_dir), found, "a cache in the native form", remedy, code="E208")
+        self.layout: NativeLayout = native_layout_of(manifest, cache_dir)
+        self.num_samples, self.num_shards = manifest["num_samples"], manifest["num_shards"]
+        self.firsts, self.counts = [], np.zeros((0, 3), np.int64)
+
+    def first_of(self, shard: int) -> int:
+        """Return the number of a shard's first sample."""
+        return self.firsts[shard]
+
+    def rows_of(self, shard: int) -> int:
+        """Return how many samples a shard must have."""
+        return self.firsts[shard + 1] - self.firsts[shard]
+
+    def place(self, index: int) -> tuple[int, int]:
+        """Return the shard of a sample, and its row within it. Raises: IndexError; a negative index is none."""
+        if not 0 <= index < self.num_samples:
+            raise IndexError(index)
+        shard = bisect_right(self.firsts, index) - 1
+        return shard, index - self.firsts[shard]
+
+    def sample(self, index: int) -> NativeSample:
+        """Return a sample; its tensors are views of the map. Raises: IndexError; CacheError."""
+        shard, row = self.place(index)
+        mapped = self.opened(shard)
+        self._compare(shard, row, mapped)
+        return mapped.sample(row)
+
+    def wrong_form(self, shard: int) -> Iterator[CacheError]:
+        """Yield why a shard is none of this cache."""
+        try:
+            self._map(shard)
+        except CacheError as error:
+            yield error
+
+    def spans(self, shard: int, row: int) -> list[tuple[int, int]]:
+        """Return where the bytes of a sample lie in its shard: a span for each tensor, its starts included."""
+        mapped = self._unchecked(shard)[0]
+        begins, ends = mapped.starts[row : row + 2].tolist()
+        rows = {name: slice(begins[which], ends[which]) for name, which in ROW_TENSORS.items()}
+        rows |= {"loss_bits": slice(begins[0] // 8, -(-ends[0] // 8)), **dict.fromkeys(STARTS, slice(row, row + 2))}
+        parts = [tensor[rows[name]] for name, tensor in mapped.tensors.items()]
+        begins = [part.storage_offset() * part.element_size() for part in parts]
+        return [(begin, begin + part.nbytes) for begin, part in zip(begins, parts, strict=True) if part.numel()]
+
+    def damage(self, shard: int, progress: Callable[[int], None] | None = None) -> Damage:
+        """Compare a shard with its receipt; loss bits behind the last token are in no sample."""
+        damage = super().damage(shard, progress)
+        if not damage and self._unchecked(shard)[0].has_odd_bits:
+            path = shard_path(self.cache_dir, shard)
+            damage.append((None, f"{path}: its loss bits behind the last token are damaged"))
+        return damage
+
+    def _check_all(self) -> None:
+        counts = [_counts_of(self._map(shard)[0]) for shard in range(self.num_shards)]
+        firsts = [0, *accumulate(map(len, counts))]
+        if firsts[-1] != self.num_samples:
+            found = f"{firsts[-1]:,} samples in {self.num_shards:,} shards"
+            raise CacheError(self.cache_dir, found, f"the manifest's {self.num_samples:,}", PRODUCE_AGAIN, code="E701")
+        self.firsts, self.counts = firsts, np.concatenate([self.counts, *counts])
+
+    def _map(self, shard: int) -> tuple[MappedShard, bytes]:
+        mapped, header, samples = self._unchecked(shard)
+        path = shard_path(self.cache_dir, shard)
+        _refuse_wrong_counts(path, mapped, self.manifest["seq_length"])
+        if self.firsts and samples != self.rows_of(shard):
+            expected = f"{self.rows_of(shard)} of the manifest's {self.num_samples}"
+            raise CacheError(path, f"{samples} samples", expected, code="E701")
+        if len(self.counts):
+            first, behind = self.firsts[shard : shard + 2]
+            if not np.array_equal(_counts_of(mapped), self.counts[first:behind]):
+                raise CacheError(path, "other samples than when the cache was opened", "the same", code="E701")
+        return mapped, header
+
+    def _unchecked(self, shard: int) -> tuple[MappedShard, bytes, int]:
+        """Map a shard whose header is exactly that of a shard of this layout; its starts are not yet checked."""
+        path = shard_path(self.cache_dir, shard)
+        tensors, header = read_tensors_header(path, sparse=WITHOUT_HOLES, follow_links=self.follow_links)
+        expected = self.layout.tensors(*_sizes_of(path, tensors))
+        if tensors != expected or header != tensors_header(expected):
+            names = f"{_described(expected)}, in safetensors' order and without metadata"
+            raise CacheError(path, f"its header has {_described(tensors)}", names, _AGAIN, code="E701")
+        size = len(header) + sum(map(row_bytes_of, tensors.values()))
+        whole = torch.from_file(path, False, size, dtype=torch.uint8)  # private: a change stays in this process
+        views, begin = {}, len(header)
+        for name, (dtype, shape) in tensors.items():
+            end = begin + row_bytes_of((dtype, shape))
+            views[name] = whole[begin:end].view(dtype).view(shape)
+            begin = end
+        mapped = MappedShard(views, np.stack([views[name].numpy() for name in STARTS], axis=1))
+        return mapped, header, len(mapped)
+
+    def _row_damage(self, mapped: MappedShard, row: int, slots: int, digest: str) -> tuple[str, int]:
+        begins, ends = mapped.starts[row], mapped.starts[row + 1]
+        if bool((begins < 0).any() or (ends < begins).any() or (ends > [len(mapped.tensors[n]) for n in _ENDS]).any()):
+            return "its starts are damaged", 0
+        pieces = {
+            name: _bytes_of(mapped.tensors[name][begins[which] : ends[which]])
+            for name, which in ROW_TENSORS.items()
+            if name in mapped.tensors
+        }
+        loss = mapped.loss_mask(int(begins[0]), int(ends[0])).view(np.uint8)
+        same = sample_digest(ends - begins, loss, pieces) == digest
+        what = "" if same else "its bytes do not give the checksum in its receipt"
+        return what, sum(piece.size for piece in pieces.values())
+
+
+def _counts_of(mapped: MappedShard) -> Counts:
+    return np.diff(mapped.starts, axis=0)
+
+
+def _sizes_of(path: str, tensors: Tensors) -> tuple[int, int, int, int]:
+    """Return the samples, tokens, auxiliary rows and target rows that a header states."""
+    named = (STARTS[0], *_ENDS)
+    missing = [name for name in named if not tensors.get(name, (None, ()))[1]]
+    if missing:
+        raise CacheError(path, f"has no {missing[0]}, but {_described(tensors)}", "a native shard", _AGAIN, code="E701")
+    starts, tokens, aux_rows, target_rows = (tensors[name][1][0] for name in named)
+    if not 2 <= starts <= MAX_ROWS + 1:
+        raise CacheError(path, f"{starts - 1:,} samples", f"1 to {MAX_ROWS:,}", _AGAIN, code="E701")
+    return starts - 1, tokens, aux_rows, target_rows
+
+
+def _refuse_wrong_counts(path: str, shard: MappedShard, seq_length: int) -> None:
+    """Raise CacheError naming the first sample whose starts do not fit the tensors, seq_length and the loss bits."""
+    starts, counts = shard.starts, _counts_of(shard)
+    ends = [len(shard.tensors[name]) for name in _ENDS]
+    if starts[0].any() or starts[-1].tolist() != ends or bool((starts[1:] < starts[:-1]).any()):
+        found = f"starts that are from {starts[0].tolist()} to {starts[-1].tolist()}"
+        expected = f"them to rise from 0 to {ends}, the rows of its tensors"
+        raise CacheError(path, found, expected, _AGAIN, code="E701")
+    wrong = np.flatnonzero((counts[:, 0] < 1) | (counts[:, 0] > seq_length))
+    if len(wrong):
+        found = f"sample {wrong[0]} of the shard has {counts[wrong[0], 0]:,} tokens"
+        raise CacheError(path, found, f"1 to the manifest's seq_length, {seq_length:,}", _AGAIN, code="E701")
+    if shard.has_odd_bits:
+        raise CacheError(path, "loss_bits has bits set behind the last token", "zeros", _AGAIN, code="E701")
+    stated = row_counts(starts[:, 0], shard.loss_mask(0, ends[0]))
+    wrong = np.flatnonzero((stated != counts).any(axis=1))
+    if len(wrong):
+        row = int(wrong[0])
+        found = f"sample {row} of the shard has (tokens, auxiliary rows, target rows) {counts[row].tolist()}"
+        raise CacheError(path, found, f"{stated[row].tolist()} by its loss bits", _AGAIN, code="E701")
+
+
+def _described(tensors: Mapping[str, Any]) -> str:
+    return ", ".join(f"{shortened(name)} {form_text(form)}" for name, form in tensors.items())
+
+
+def _bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    return tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8)
