@@ -17,7 +17,7 @@ from support.errors import refused
 
 from niels_gpt.commands.eagle3.group import main
 from niels_gpt.eagle3.cache import write_manifest
-from niels_gpt.eagle3.inspect.native.row_checks import LOGIT_SHARE
+from niels_gpt.eagle3.inspect.verify import LOGIT_SHARE
 from niels_gpt.storage.checks import Verdict
 
 Copy = Callable[..., Path]
