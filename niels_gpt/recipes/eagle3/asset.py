@@ -75,11 +75,6 @@ if TYPE_CHECKING:
     from niels_gpt.progress import Progress
 
 _NOT_IN_FINGERPRINT = ("eagle3_device", "eagle3_check_samples")  # they never decide a byte
-_IN_RECIPE = (
-    *("target_name", "input_data", "chat_template", "limit", "seq_length", "draft_vocab_size", "target_probs_topk"),
-    *("shard_size", "dtype", "batch_size", "max_batch_tokens", "attention"),
-)
-"""Options that decide the cache's bytes, and that `_fingerprint` has in no other form."""
 _SEALED = "sealed"
 _MOST_BYTES = 1 << 10
 _PAUSE_SECONDS = 0.5  # between two looks at a partition that another builder has
@@ -175,7 +170,7 @@ def _fingerprint(resolved: Resolved) -> str:
     about = ("fingerprint", "form", "settings", "limit", "exclude")
     parts = {
         "recipe": KEY,
-        "options": {name: getattr(options, name) for name in _IN_RECIPE} | form,
+        "options": options.in_fingerprint | form,
         "target": resolved.target_record,
         "tokenizer": resolved.tokenizer_record,
         "source": {name: resolved.source[name] for name in about if name in resolved.source},

@@ -25,7 +25,7 @@ import niels_gpt
 from niels_gpt.chat_template import roles_counted
 from niels_gpt.data.exclude import Exclusion
 from niels_gpt.display.numbers import many
-from niels_gpt.recipes.eagle3.options import Options
+from niels_gpt.recipes.eagle3.options import Options, TargetOptions
 from niels_gpt.settings import Settings, usable_cores
 from niels_gpt.signals import is_of_kept
 from niels_gpt.storage.errors import InputError, TargetError
@@ -221,7 +221,7 @@ def _refuse_other_draft(resolved: Resolved) -> None:
         refuse_other_draft(options.output_dir, resolved.draft_vocab, size, is_stated=is_stated)
 
 
-def run_facts(options: Options, recorded: dict[str, Any]) -> dict[str, Any]:
+def run_facts(options: TargetOptions, recorded: dict[str, Any]) -> dict[str, Any]:
     """Return how the target is run: the fields of run.Run. `recorded` supplies unset options.
 
     Raises: ValueError where cuda is asked for and cannot be used.
