@@ -40,7 +40,6 @@ from niels_gpt.cache.meta import check_expected
 from niels_gpt.display.numbers import number_of
 from niels_gpt.display.tables import html_table
 from niels_gpt.eagle3.format.convert import convert
-from niels_gpt.eagle3.format.embeddings import read_target_embeddings, write_target_embeddings
 from niels_gpt.eagle3.format.layout import (
     DENSE_FIELDS,
     DTYPES,
@@ -67,6 +66,7 @@ from niels_gpt.eagle3.format.manifest import (
 from niels_gpt.eagle3.format.receipts import fingerprint, version_of
 from niels_gpt.eagle3.format.shard_writer import ShardWriter
 from niels_gpt.eagle3.format.shards import COMMON_FIELDS, DenseShards, Shards, shards_of
+from niels_gpt.eagle3.format.weights import read_target_embeddings, write_target_embeddings
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import shortened
 from niels_gpt.storage.versions import version_name

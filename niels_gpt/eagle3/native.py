@@ -24,8 +24,7 @@ from niels_gpt.cache.meta import check_expected
 from niels_gpt.display.numbers import number_of
 from niels_gpt.display.tables import html_table
 from niels_gpt.eagle3.format.layout import PathLike
-from niels_gpt.eagle3.format.native.fp8 import dequantize_into
-from niels_gpt.eagle3.format.native.sample import NativeSample
+from niels_gpt.eagle3.format.native import NativeSample, dequantize_into
 from niels_gpt.eagle3.format.receipts import fingerprint
 from niels_gpt.eagle3.format.shards import NativeShards
 from niels_gpt.storage.meta_json import shortened

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from niels_gpt.cache.checksums import Check
 from niels_gpt.eagle3.format.layout import DTYPES, SIDECAR, PathLike
 from niels_gpt.eagle3.format.manifest import manifest_path
-from niels_gpt.eagle3.format.native.sample import NativeSample
+from niels_gpt.eagle3.format.native import NativeSample
 from niels_gpt.eagle3.format.plan import PLAN_NAME, read_record
 from niels_gpt.eagle3.format.receipts import compare_once
 from niels_gpt.eagle3.head import TargetHead

@@ -15,10 +15,8 @@ from support.errors import refused
 
 from niels_gpt.eagle3.cache import read_manifest, shard_path, write_manifest
 from niels_gpt.eagle3.format.layout import read_tensors_header
-from niels_gpt.eagle3.format.native.fp8 import dequantized, quantized
-from niels_gpt.eagle3.format.native.layout import NativeLayout, native_layout_of
-from niels_gpt.eagle3.format.native.rows import row_counts, target_positions
-from niels_gpt.eagle3.format.native.shard_writer import NativeShardWriter
+from niels_gpt.eagle3.format.native import NativeLayout, dequantized, quantized, row_counts, target_positions
+from niels_gpt.eagle3.format.shard_writer import NativeShardWriter
 from niels_gpt.eagle3.format.shards import shards_of
 from niels_gpt.eagle3.native import NativeEagle3Dataset
 
@@ -121,7 +119,7 @@ def in_memory():
 def test_memory_does_not_grow_with_a_shard_and_a_new_shard_leaves_the_links_of_the_old_one(tmp_path):
     manifest = manifest_of(16, 1, hidden_size=4096)
     sample = random_sample([0, *[1] * 63], manifest)  # 1.5 MiB
-    layout = native_layout_of(manifest, tmp_path)
+    layout = NativeLayout.of(manifest)
     counts = np.repeat([[64, 63, 63]], 16, axis=0)
     write_manifest(tmp_path, manifest)
     for ids in (sample.input_ids, sample.input_ids + 1):

@@ -203,7 +203,16 @@ def _in_place(cache: Path, version: int, follow_links: bool) -> Result:
     is_changed = convert(cache, version, follow_links=follow_links)
     changed = f"now version {version}: manifest.json was rewritten, no shard was changed"
     say(f"{cache}: {changed if is_changed else f'is version {version} already; nothing was written'}")
+    _say_recipe(cache, version, follow_links)
     return Result({"cache": str(cache), "format_version": version, "changed": is_changed})
+
+
+def _say_recipe(cache: Path, version: int, follow_links: bool = False) -> None:
+    from niels_gpt.eagle3.format.manifest import read_manifest, recipe_of
+
+    if version == 2:
+        lines = recipe_of(cache, read_manifest(cache, follow_links=follow_links))
+        say(f"NeMo Automodel's trainer reads it with this in its recipe: {lines}")
 
 
 def _published(
@@ -228,6 +237,7 @@ def _published(
     with progress_bar("convert", "tok") as progress:
         published.write(out, progress=progress)
     say(f"{out}: version {version}; distributions where there is loss, uniform ones in the other slots")
+    _say_recipe(out, version)
     made = {"cache": str(out), "format_version": version, "changed": True, "bytes": cost.apparent_bytes}
     return Result(made, next=shlex.join(["niels-gpt", "eagle3", "verify", str(out)]))
 

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from niels_gpt.eagle3.format.embeddings import read_target_embeddings, write_embeddings, write_target_embeddings
 from niels_gpt.eagle3.format.layout import DTYPES, INT_FIELDS, SIDECAR, PathLike, row_bytes_of
 from niels_gpt.eagle3.format.manifest import layout_of, manifest_path, write_manifest
 from niels_gpt.eagle3.format.plan import Plan, make_plan, open_plan, read_record
@@ -26,6 +25,7 @@ from niels_gpt.eagle3.format.run import CONVERTED_FROM
 from niels_gpt.eagle3.format.samples import Samples
 from niels_gpt.eagle3.format.shard_writer import ShardWriter
 from niels_gpt.eagle3.format.torch_files import MAX_INFLATED
+from niels_gpt.eagle3.format.weights import read_target_embeddings, write_embeddings, write_target_embeddings
 from niels_gpt.eagle3.native_view import NativeView
 from niels_gpt.eagle3.produce.estimate import has_holes
 from niels_gpt.eagle3.produce.finalize import finish

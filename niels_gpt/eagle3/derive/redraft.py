@@ -20,6 +20,7 @@ from niels_gpt.eagle3.format.layout import (
     MANIFEST_NAME,
     SHARD_NAME,
     SIDECAR,
+    WEIGHTS_NAME,
     PathLike,
     is_lock,
     open_file,
@@ -28,7 +29,6 @@ from niels_gpt.eagle3.format.layout import (
 )
 from niels_gpt.eagle3.format.manifest import is_native, manifest_bytes, read_manifest
 from niels_gpt.eagle3.format.meta import eagle3_meta, write_meta
-from niels_gpt.eagle3.format.native.weights import WEIGHTS_NAME
 from niels_gpt.eagle3.format.shards import MappedShard, NativeShards
 from niels_gpt.eagle3.produce.positions import Counts, native_positions
 from niels_gpt.eagle3.vocab import build_eagle3_token_mapping

@@ -23,8 +23,7 @@ from niels_gpt.eagle3.exchange.specforge import NUM_LAYERS, SpecForgeWriter
 from niels_gpt.eagle3.exchange.speculators import SpeculatorsWriter
 from niels_gpt.eagle3.format.layout import DTYPES, row_bytes_of
 from niels_gpt.eagle3.format.manifest import is_native, read_manifest
-from niels_gpt.eagle3.format.native.fp8 import dequantized
-from niels_gpt.eagle3.format.native.sample import NativeSample
+from niels_gpt.eagle3.format.native import NativeSample, dequantized
 from niels_gpt.eagle3.format.shards import NativeShards
 from niels_gpt.eagle3.format.torch_files import MAX_INFLATED
 from niels_gpt.eagle3.head import TargetHead

@@ -25,13 +25,18 @@ from niels_gpt.eagle3.exchange.specforge import SpecForgeFiles
 from niels_gpt.eagle3.exchange.speculators import SpeculatorsFiles
 from niels_gpt.eagle3.format.layout import DTYPES, MAX_ROWS
 from niels_gpt.eagle3.format.manifest import NATIVE_VERSION, write_manifest
-from niels_gpt.eagle3.format.native.fp8 import quantized
-from niels_gpt.eagle3.format.native.layout import DEFAULT_SHARD_BYTES, NativeLayout, room_bits
-from niels_gpt.eagle3.format.native.rows import row_counts, target_positions
-from niels_gpt.eagle3.format.native.sample import NativeSample
-from niels_gpt.eagle3.format.native.shard_writer import NativeShardWriter
-from niels_gpt.eagle3.format.native.weights import write_weights
+from niels_gpt.eagle3.format.native import (
+    DEFAULT_SHARD_BYTES,
+    NativeLayout,
+    NativeSample,
+    quantized,
+    room_bits,
+    row_counts,
+    target_positions,
+)
+from niels_gpt.eagle3.format.shard_writer import NativeShardWriter
 from niels_gpt.eagle3.format.shards import NativeShards
+from niels_gpt.eagle3.format.weights import write_weights
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.progress import Progress
 from niels_gpt.storage.errors import CacheError, TargetError

@@ -288,6 +288,17 @@ def number_in(manifest: Mapping[str, Any], key: str, where: PathLike, least: int
     return value
 
 
+def recipe_of(cache_dir: PathLike, manifest: Mapping[str, Any]) -> str:
+    """Return what opens a cache of version 2 in NeMo Automodel's trainer: the lines of its recipe, on one line of YAML.
+
+    The trainer compares these options with the manifest, which an old or converted one need not have, and reads the
+    masks as they are stored.
+    """
+    options = {name: bool(manifest.get(name, False)) for name in ("mask_reasoning_content", "mask_generation_prompt")}
+    named = [f"{name}: {str(value).lower()}" for name, value in options.items()]
+    return f"recipe_args: {{{', '.join([f'cached_target_path: {json.dumps(os.fspath(cache_dir))}', *named])}}}"
+
+
 def layout_of(manifest: dict[str, Any], where: PathLike) -> Layout:
     """Return the layout of the shards of a manifest that has all its keys. Raises: CacheError naming the key."""
     dtype = manifest.get("dtype")

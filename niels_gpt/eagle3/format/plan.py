@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 
 from niels_gpt.eagle3.format.layout import SIDECAR, Layout, PathLike, read_file, row_bytes_of
 from niels_gpt.eagle3.format.manifest import is_native, layout_of, read_manifest
-from niels_gpt.eagle3.format.native.layout import NativeLayout
-from niels_gpt.eagle3.format.native.rows import row_counts
+from niels_gpt.eagle3.format.native import NativeLayout, row_counts
 from niels_gpt.eagle3.format.samples import IDS_NAME, Samples
 from niels_gpt.storage.errors import CacheError, NotFound
 from niels_gpt.storage.fileio import canonical_json
@@ -83,15 +82,15 @@ class Plan:
         """Whether the cache is in the native form."""
         return is_native(self.manifest)
 
-    @property
+    @cached_property
     def layout(self) -> Layout:
         """The layout of the shards of version 1 or 2."""
         return layout_of(self.manifest, "the plan")
 
-    @property
+    @cached_property
     def native_layout(self) -> NativeLayout:
-        """The layout of the shards of the native form."""
-        return _native_layout(self.manifest)
+        """The layout of the shards of the native form, whose manifest may not be complete yet."""
+        return NativeLayout.of(self.manifest)
 
     @property
     def num_shards(self) -> int:
@@ -220,12 +219,6 @@ def make_plan(
     )
 
 
-def _native_layout(manifest: Mapping[str, Any]) -> NativeLayout:
-    """Return the layout of a manifest that may not be complete yet."""
-    layers = len(manifest["aux_layer_ids"])
-    return NativeLayout(manifest["hidden_size"], layers, manifest["dtype"], manifest["aux_dtype"])
-
-
 def _counts_of(manifest: Mapping[str, Any], samples: Samples) -> NDArray[np.int64]:
     native = is_native(manifest)
     return row_counts(samples.starts, samples.loss_mask) if native else np.zeros((0, 3), np.int64)
@@ -234,7 +227,7 @@ def _counts_of(manifest: Mapping[str, Any], samples: Samples) -> NDArray[np.int6
 def _cuts(manifest: Mapping[str, Any], samples: int, counts: NDArray[np.int64]) -> list[int]:
     """Return the first sample of each shard, and the number of samples at the end."""
     if is_native(manifest):
-        return _native_layout(manifest).cut(counts, manifest["shard_bytes"])
+        return NativeLayout.of(manifest).cut(counts, manifest["shard_bytes"])
     return [*range(0, samples, int(manifest["shard_size"])), samples]
 
 

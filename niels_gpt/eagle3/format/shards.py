@@ -52,12 +52,16 @@ from niels_gpt.eagle3.format.manifest import (
     number_in,
     read_manifest,
 )
-from niels_gpt.eagle3.format.native.layout import STARTS, Counts, NativeLayout, native_layout_of
-from niels_gpt.eagle3.format.native.rows import row_counts
-from niels_gpt.eagle3.format.native.sample import NativeSample
-from niels_gpt.eagle3.format.native.shard_writer import ROW_TENSORS, sample_digest
+from niels_gpt.eagle3.format.native import STARTS, Counts, NativeLayout, NativeSample, row_counts
 from niels_gpt.eagle3.format.receipts import Receipts, version_of
-from niels_gpt.eagle3.format.shard_writer import read_receipt, receipt_path, row_damage
+from niels_gpt.eagle3.format.shard_writer import (
+    ROW_TENSORS,
+    bytes_of,
+    read_receipt,
+    receipt_path,
+    row_damage,
+    sample_digest,
+)
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import shortened
 
@@ -347,10 +351,8 @@ class DenseShards(Shards[DenseShard]):
             raise CacheError(path, f"safetensors cannot read it: {error}", code="E701") from error
 
     def _row_damage(self, mapped: DenseShard, row: int, slots: int, digest: str) -> tuple[str, int]:
-        rows = {name: table[row] for name, table in mapped[1].items()}
-        parts = {name: _bytes_of(tensor) for name, tensor in rows.items()}
-        fields = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in rows.items()}
-        return row_damage(fields, parts, slots, digest), sum(part.size for part in parts.values())
+        tensors = {name: table[row] for name, table in mapped[1].items()}
+        return row_damage(tensors, slots, digest), sum(tensor.nbytes for tensor in tensors.values())
 
 
 def form_text(form: tuple[torch.dtype | None, tuple[int | None, ...]] | None) -> str:
@@ -426,7 +428,7 @@ class NativeShards(Shards[MappedShard]):
             found = f"format_version={manifest['format_version']}"
             remedy = "Read it with CachedEagle3Dataset, or convert it: python -m niels_gpt.eagle3 convert"
             raise CacheError(manifest_path(cache_dir), found, "a cache in the native form", remedy, code="E208")
-        self.layout: NativeLayout = native_layout_of(manifest, cache_dir)
+        self.layout: NativeLayout = NativeLayout.of(manifest)
         self.num_samples, self.num_shards = manifest["num_samples"], manifest["num_shards"]
         self.firsts, self.counts = [], np.zeros((0, 3), np.int64)
 
@@ -521,7 +523,7 @@ class NativeShards(Shards[MappedShard]):
         if bool((begins < 0).any() or (ends < begins).any() or (ends > [len(mapped.tensors[n]) for n in _ENDS]).any()):
             return "its starts are damaged", 0
         pieces = {
-            name: _bytes_of(mapped.tensors[name][begins[which] : ends[which]])
+            name: bytes_of(mapped.tensors[name][begins[which] : ends[which]])
             for name, which in ROW_TENSORS.items()
             if name in mapped.tensors
         }
@@ -571,7 +573,3 @@ def _refuse_wrong_counts(path: str, shard: MappedShard, seq_length: int) -> None
 
 def _described(tensors: Mapping[str, Any]) -> str:
     return ", ".join(f"{shortened(name)} {form_text(form)}" for name, form in tensors.items())
-
-
-def _bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
-    return tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8)

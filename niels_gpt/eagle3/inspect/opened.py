@@ -28,12 +28,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from niels_gpt.eagle3.cache import CachedEagle3Dataset
-from niels_gpt.eagle3.format.embeddings import EMBEDDINGS_RECEIPT, read_target_embeddings
 from niels_gpt.eagle3.format.layout import (
     EMBEDDINGS_NAME,
     INT_FIELDS,
     MANIFEST_NAME,
     SIDECAR,
+    WEIGHTS_NAME,
     Layout,
     open_file,
     read_header,
@@ -42,15 +42,18 @@ from niels_gpt.eagle3.format.layout import (
 )
 from niels_gpt.eagle3.format.manifest import existing_shard_indices, is_native, number_in, read_manifest
 from niels_gpt.eagle3.format.meta import KIND, file_sha256
-from niels_gpt.eagle3.format.native.fp8 import dequantized
-from niels_gpt.eagle3.format.native.layout import NativeLayout, native_layout_of
-from niels_gpt.eagle3.format.native.rows import has_target_row, row_counts
-from niels_gpt.eagle3.format.native.sample import NativeSample
-from niels_gpt.eagle3.format.native.weights import WEIGHTS_NAME, WEIGHTS_RECEIPT, read_weights
+from niels_gpt.eagle3.format.native import (
+    NativeLayout,
+    NativeSample,
+    dequantized,
+    has_target_row,
+    row_counts,
+)
 from niels_gpt.eagle3.format.plan import BATCHES_NAME, PLAN_NAME, read_record
 from niels_gpt.eagle3.format.samples import IDS_NAME, SAMPLES_NAME, Samples
 from niels_gpt.eagle3.format.shard_writer import read_receipt, receipt_path
 from niels_gpt.eagle3.format.shards import DenseShards, MappedShard, NativeShards, form_text
+from niels_gpt.eagle3.format.weights import EMBEDDINGS_RECEIPT, WEIGHTS_RECEIPT, read_target_embeddings, read_weights
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.eagle3.native import NativeEagle3Dataset
 from niels_gpt.eagle3.produce.positions import Counts
@@ -592,7 +595,7 @@ class NativeCache(Eagle3Cache):
     @cached_property
     def layout(self) -> NativeLayout:
         """The tensors of a shard."""
-        return native_layout_of(self.manifest, self.folder)
+        return NativeLayout.of(self.manifest)
 
     @property
     def hidden_size(self) -> int:

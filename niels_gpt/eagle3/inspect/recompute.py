@@ -25,7 +25,7 @@ from torch import Tensor
 from niels_gpt.display.numbers import many
 from niels_gpt.eagle3.cache import reconstruct_target_probs
 from niels_gpt.eagle3.format.layout import AUX_DTYPES, INT_FIELDS
-from niels_gpt.eagle3.format.native.fp8 import dequantized
+from niels_gpt.eagle3.format.native import dequantized
 from niels_gpt.eagle3.format.plan import Batch, Plan, differing_fields, open_plan
 from niels_gpt.eagle3.format.run import CONVERTED_FROM
 from niels_gpt.eagle3.head import TargetHead

@@ -6,14 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.eagle3.format.embeddings import has_embeddings
 from niels_gpt.eagle3.format.layout import MANIFEST_NAME, SIDECAR, shard_path
 from niels_gpt.eagle3.format.manifest import manifest_bytes
 from niels_gpt.eagle3.format.meta import lists_shards, unchanged_shards, write_meta
-from niels_gpt.eagle3.format.native.weights import has_weights
 from niels_gpt.eagle3.format.plan import Plan
 from niels_gpt.eagle3.format.shard_writer import read_receipt, receipt_path
 from niels_gpt.eagle3.format.shards import NativeShards
+from niels_gpt.eagle3.format.weights import has_weights
 from niels_gpt.eagle3.produce.positions import Counts, native_positions
 from niels_gpt.eagle3.produce.resume_checks import finished_meta
 from niels_gpt.storage.errors import CacheError
@@ -36,7 +35,7 @@ def complete_meta(folder: Path, plan: Plan) -> dict[str, Any] | None:
 
 def has_target_weights(folder: Path, plan: Plan) -> bool:
     """Return whether the target's weights are there as their receipt has them: its head too in the native form."""
-    return has_weights(folder) if plan.is_native else has_embeddings(folder)
+    return has_weights(folder, native=plan.is_native)
 
 
 def finish(

@@ -9,21 +9,21 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from niels_gpt.eagle3.format.embeddings import EMBEDDINGS_RECEIPT
 from niels_gpt.eagle3.format.layout import (
     EMBEDDINGS_NAME,
     LOCK_NAME,
     MANIFEST_NAME,
     SIDECAR,
+    WEIGHTS_NAME,
     PathLike,
     refuse_links,
     shard_path,
 )
 from niels_gpt.eagle3.format.manifest import manifest_bytes
-from niels_gpt.eagle3.format.native.weights import WEIGHTS_NAME, WEIGHTS_RECEIPT
 from niels_gpt.eagle3.format.plan import Plan, differing_fields, open_plan
 from niels_gpt.eagle3.format.samples import IDS_NAME, SAMPLES_NAME
 from niels_gpt.eagle3.format.shard_writer import receipt_path
+from niels_gpt.eagle3.format.weights import EMBEDDINGS_RECEIPT, WEIGHTS_RECEIPT
 from niels_gpt.eagle3.parts.folder import refuse_running
 from niels_gpt.eagle3.produce.finalize import finish, has_target_weights
 from niels_gpt.eagle3.produce.resume_checks import is_finished

@@ -15,12 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from niels_gpt.eagle3.format.layout import AUX_DTYPES, DTYPES, PathLike
-from niels_gpt.eagle3.format.native.fp8 import quantized
-from niels_gpt.eagle3.format.native.rows import target_positions
-from niels_gpt.eagle3.format.native.sample import NativeSample
-from niels_gpt.eagle3.format.native.shard_writer import NativeShardWriter
+from niels_gpt.eagle3.format.native import NativeSample, quantized, target_positions
 from niels_gpt.eagle3.format.plan import Batch, Plan
 from niels_gpt.eagle3.format.samples import Samples
+from niels_gpt.eagle3.format.shard_writer import NativeShardWriter
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.eagle3.produce.host_memory import on_cpu
 from niels_gpt.eagle3.produce.supervision import NonFiniteError

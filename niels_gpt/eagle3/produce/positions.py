@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from niels_gpt.eagle3.format.layout import PathLike
-from niels_gpt.eagle3.format.native.rows import has_target_row
+from niels_gpt.eagle3.format.native import has_target_row
 from niels_gpt.eagle3.format.shards import MappedShard
 from niels_gpt.storage.errors import CacheError
 

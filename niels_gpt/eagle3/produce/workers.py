@@ -22,11 +22,10 @@ from typing import Any
 
 import torch
 
-from niels_gpt.eagle3.format.embeddings import write_embeddings
 from niels_gpt.eagle3.format.layout import SIDECAR
-from niels_gpt.eagle3.format.native.weights import write_weights
 from niels_gpt.eagle3.format.plan import Plan
 from niels_gpt.eagle3.format.samples import Samples
+from niels_gpt.eagle3.format.weights import write_embeddings, write_weights
 from niels_gpt.eagle3.produce.forward import PlannedForward
 from niels_gpt.eagle3.produce.native_forward import NativeForward
 from niels_gpt.eagle3.produce.shards import Check, Written, make_shards

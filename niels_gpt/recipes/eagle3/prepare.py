@@ -279,7 +279,7 @@ def manifest_of(resolved: Resolved, selected: list[int]) -> dict[str, Any]:
     selected: the target's id of each token of the draft.
     """
     from niels_gpt.eagle3.format.manifest import NATIVE_VERSION, is_compressed
-    from niels_gpt.eagle3.format.native.layout import DEFAULT_SHARD_BYTES
+    from niels_gpt.eagle3.format.native import DEFAULT_SHARD_BYTES
 
     options, target = resolved.options, resolved.target
     common = {
