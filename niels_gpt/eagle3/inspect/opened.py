@@ -67,6 +67,7 @@ AUX, PROBS = "aux_hidden_states", "target_probs"
 VALUES, INDICES = "target_probs_values", "target_probs_indices"
 OF_THE_PLAN = (PLAN_NAME, SAMPLES_NAME, IDS_NAME, BATCHES_NAME)
 """The plan, its batches and its samples, in sidecar/."""
+_OF_TARGET_ROWS = ("last_hidden_states", "log_normalizers", "argmax_ids")
 BY_SOURCE = "by sidecar/samples.safetensors"
 FOREIGN = "cannot be checked: no sidecar, as in caches that other tools wrote"
 _WITHOUT_PLAN = "cannot be checked: no plan, as precompute did not make this cache"
@@ -87,6 +88,9 @@ class Field(NamedTuple):
     places: Sequence[int] | NDArray[np.int64]
     """The slot or token of each row."""
 
+
+Pairs = Iterator[tuple[str, NDArray[np.int64], NDArray[np.int64]]]
+"""Ids or a mask: its name, the stored numbers, and those that are right, [rows] each."""
 
 # --- what all forms share ---------------------------------------------------------------------------------------------
 
@@ -180,6 +184,13 @@ class Eagle3Cache(Cache, ABC):
     def row(self, shard: int, opened: Any, row: int) -> StoredSample:
         """Return a sample by its row within an opened shard."""
 
+    @abstractmethod
+    def beside(self, row: StoredSample) -> Pairs:
+        """Yield ids and masks of a sample as stored and as the source's row gives them.
+
+        Raises: CacheError if the row has another number of tokens; NotChecked in a cache without a plan.
+        """
+
     @property
     @abstractmethod
     def counts(self) -> Counts:
@@ -219,7 +230,7 @@ class Eagle3Cache(Cache, ABC):
         opened = self.opened(shard)
         return (self.row(shard, opened, row) for row in range(self.files.rows_of(shard)))
 
-    def sample(self, number: int) -> Any:
+    def sample(self, number: int) -> StoredSample:
         """Return a sample by its number in the cache. Raises: CacheError, as `opened`."""
         shard, row = self.place(number)
         return self.row(shard, self.opened(shard), row)
@@ -423,48 +434,58 @@ def _meta_of(folder: Path, follow_links: bool) -> dict[str, Any] | None:
 
 
 @dataclass(frozen=True)
-class StoredSample(ABC):
-    """One stored sample; its tensors are views of the mapped shard."""
+class StoredSample:
+    """One stored sample."""
 
     cache: Any
+    """A DenseCache or NativeCache."""
     shard: int
     number: int
     """In the cache."""
+    tensors: Mapping[str, Tensor]
+    """Name -> [rows, ...], views of the mapped shard: of a dense cache one row for each slot, padding included; of a
+    native one for each token, each token before the last target row, or each target row."""
+    nbytes: int
+    """Bytes of a shard that it takes."""
+    positions: Any = None
+    """Of a native cache the tokens that have a target row, int64 [R]; None in a dense one."""
 
     def problem(self, found: str, expected: str = "") -> CacheError:
         """Return an error that names the shard's file, the sample's number and its id."""
         path = shard_path(self.cache.folder, self.shard)
         return CacheError(path, f"{self.cache.name(self.number)}: {found}", expected, code="E701")
 
-    @property
-    @abstractmethod
+    @cached_property
     def length(self) -> int:
-        """Tokens, without padding."""
+        """Tokens: of a dense cache slots up to the last one where attention_mask is set, for the rest is padding."""
+        if "attention_mask" not in self.tensors:
+            return len(self.tensors["input_ids"])
+        attended = self.tensors["attention_mask"].nonzero()
+        return int(attended[-1]) + 1 if len(attended) else 0
 
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Bytes of a shard that it takes."""
-
-    @property
-    @abstractmethod
-    def targets(self) -> int:
-        """Slots with loss, or target rows."""
-
-    @abstractmethod
     def fields(self) -> Iterator[Field]:
-        """Yield the numbers that the target gave, and of a dense cache ids and masks, as they are stored."""
+        """Yield all that is stored of it."""
+        for name, values in self.tensors.items():
+            of_targets = self.positions is not None and name in _OF_TARGET_ROWS
+            yield Field(name, values, self.positions if of_targets else range(len(values)))
 
-    @abstractmethod
     def ids_and_loss(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return ids and loss mask of the tokens, as stored: int64 [length] each."""
+        whole = (self.tensors[name].numpy() for name in ("input_ids", "loss_mask"))
+        ids, loss = (each[: self.length].astype(np.int64) for each in whole)
+        return ids, loss
 
-    @abstractmethod
-    def beside(self, ids: NDArray[Any], loss_mask: NDArray[Any]) -> dict[str, tuple[NDArray[Any], NDArray[Any]]]:
-        """Return ids and masks by name, as stored and as the source's row gives them: [rows] each.
+    def states(self, part: int | slice, dtype: torch.dtype | None = None) -> Tensor:
+        """Return auxiliary states of one slot or token, or of some: [..., blocks, H]; of fp8 those of no other token.
 
-        Raises: CacheError if the row has another number of tokens.
+        dtype: None: as stored, of fp8 bfloat16.
         """
+        states, scales = self.tensors[AUX][part], self.tensors.get("aux_scales")
+        blocks = max(1, len(self.cache.aux_layer_ids)), self.cache.hidden_size
+        states = states.view(*states.shape[: isinstance(part, slice)], *blocks)
+        if scales is None:
+            return states if dtype is None else states.to(dtype)
+        return dequantized(states, scales[part], dtype or torch.bfloat16)
 
 
 # --- versions 1 and 2 -------------------------------------------------------------------------------------------------
@@ -518,10 +539,21 @@ class DenseCache(Eagle3Cache):
     def place(self, number: int) -> tuple[int, int]:
         return divmod(number, self.files.shard_size)
 
-    def row(self, shard: int, opened: Mapping[str, Tensor], row: int) -> DenseSample:
-        return DenseSample(
-            self, shard, self.files.first_of(shard) + row, {name: table[row] for name, table in opened.items()}
-        )
+    def row(self, shard: int, opened: Mapping[str, Tensor], row: int) -> StoredSample:
+        tensors = {name: table[row] for name, table in opened.items()}
+        return StoredSample(self, shard, self.files.first_of(shard) + row, tensors, self.layout.row_bytes)
+
+    def beside(self, row: StoredSample) -> Pairs:
+        """Yield ids and masks, shifted by one token except for the attention mask, and padded."""
+        ids, loss_mask = self.samples.row(row.number)
+        width, length = len(row.tensors["input_ids"]), len(ids)
+        if length > width:
+            raise row.problem(f"{width:,} slots", f"{length:,} tokens {BY_SOURCE}")
+        raw = {name: np.zeros(width + 1, np.int64) for name in INT_FIELDS}
+        raw["input_ids"][:width] = int(self.plan["tokenizer"]["pad_id"])
+        raw["input_ids"][:length], raw["loss_mask"][:length], raw["attention_mask"][:length] = ids, loss_mask, 1
+        for name, wanted in raw.items():
+            yield name, row.tensors[name].numpy(), wanted[:width] if name == "attention_mask" else wanted[1:]
 
     @cached_property
     def counts(self) -> Counts:
@@ -537,47 +569,6 @@ class DenseCache(Eagle3Cache):
     def weights(self) -> dict[str, Tensor]:
         self.refuse_missing_weights()
         return {"embeddings": read_target_embeddings(self.folder, follow_links=self.follow_links)}
-
-
-@dataclass(frozen=True)
-class DenseSample(StoredSample):
-    """One stored sample of version 1 or 2."""
-
-    cache: DenseCache
-    tensors: Mapping[str, Tensor]
-    """Name -> [S, ...]: a row of the mapped shard."""
-
-    @cached_property
-    def length(self) -> int:
-        """Slots up to the last one where attention_mask is set; those after it are padding."""
-        attended = self.tensors["attention_mask"].nonzero()
-        return int(attended[-1]) + 1 if len(attended) else 0
-
-    @property
-    def nbytes(self) -> int:
-        return self.cache.layout.row_bytes
-
-    @property
-    def targets(self) -> int:
-        return int(self.tensors["loss_mask"].sum())
-
-    def fields(self) -> Iterator[Field]:
-        return (Field(name, values, range(len(values))) for name, values in self.tensors.items())
-
-    def ids_and_loss(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        ids, loss = (self.tensors[name][: self.length].numpy() for name in ("input_ids", "loss_mask"))
-        return ids, loss
-
-    def beside(self, ids: NDArray[Any], loss_mask: NDArray[Any]) -> dict[str, tuple[NDArray[Any], NDArray[Any]]]:
-        """Return them shifted by one token, except for the attention mask, and padded."""
-        width, length = len(self.tensors["input_ids"]), len(ids)
-        if length > width:
-            raise self.problem(f"{width:,} slots", f"{length:,} tokens {BY_SOURCE}")
-        raw = {name: np.zeros(width + 1, np.int64) for name in INT_FIELDS}
-        raw["input_ids"][:width] = int(self.cache.plan["tokenizer"]["pad_id"])
-        raw["input_ids"][:length], raw["loss_mask"][:length], raw["attention_mask"][:length] = ids, loss_mask, 1
-        shifted = {name: each[:width] if name == "attention_mask" else each[1:] for name, each in raw.items()}
-        return {name: (self.tensors[name].numpy(), wanted) for name, wanted in shifted.items()}
 
 
 # --- the native form --------------------------------------------------------------------------------------------------
@@ -660,8 +651,20 @@ class NativeCache(Eagle3Cache):
     def place(self, number: int) -> tuple[int, int]:
         return self.files.place(number)
 
-    def row(self, shard: int, opened: MappedShard, row: int) -> NativeStored:
-        return NativeStored(self, shard, self.files.first_of(shard) + row, opened.sample(row))
+    def row(self, shard: int, opened: MappedShard, row: int) -> StoredSample:
+        return self.of(opened.sample(row), shard, self.files.first_of(shard) + row)
+
+    def of(self, sample: NativeSample, shard: int, number: int) -> StoredSample:
+        """Return a sample as checks and comparisons get it."""
+        tensors = {name: torch.as_tensor(value) for name, value in vars(sample).items() if value is not None}
+        counts = np.array([[len(sample.input_ids), len(sample.aux_hidden_states), len(sample.argmax_ids)]])
+        return StoredSample(self, shard, number, tensors, int(self.layout.sample_bytes(counts)[0]), sample.positions)
+
+    def beside(self, row: StoredSample) -> Pairs:
+        planned = [each.astype(np.int64) for each in self.samples.row(row.number)]
+        if len(planned[0]) != row.length:
+            raise row.problem(f"{row.length:,} tokens", f"{len(planned[0]):,} {BY_SOURCE}")
+        yield from zip(("input_ids", "loss_bits"), row.ids_and_loss(), planned, strict=True)
 
     @cached_property
     def counts(self) -> Counts:
@@ -692,52 +695,6 @@ class NativeCache(Eagle3Cache):
     def weights(self) -> dict[str, Tensor]:
         self.refuse_missing_weights()
         return read_weights(self.folder, follow_links=self.follow_links)
-
-
-@dataclass(frozen=True)
-class NativeStored(StoredSample):
-    """One stored sample of the native form. A target row is called by the position of its token, as an aux row is."""
-
-    cache: NativeCache
-    sample: NativeSample
-
-    @property
-    def length(self) -> int:
-        return len(self.sample.input_ids)
-
-    @property
-    def nbytes(self) -> int:
-        counts = np.array([[self.length, len(self.sample.aux_hidden_states), len(self.sample.argmax_ids)]])
-        return int(self.cache.layout.sample_bytes(counts)[0])
-
-    @property
-    def targets(self) -> int:
-        return len(self.sample.argmax_ids)
-
-    def fields(self) -> Iterator[Field]:
-        sample = self.sample
-        positions, before = sample.positions, range(len(sample.aux_hidden_states))
-        yield Field(AUX, sample.aux_hidden_states, before)
-        if sample.aux_scales is not None:
-            yield Field("aux_scales", sample.aux_scales, before)
-        yield Field("last_hidden_states", sample.last_hidden_states, positions)
-        yield Field("log_normalizers", sample.log_normalizers, positions)
-        yield Field("argmax_ids", sample.argmax_ids, positions)
-
-    def states(self, token: int) -> Tensor:
-        """Return the auxiliary states of one token, [K, H]; of fp8 those of no other token are computed."""
-        states, scales = self.sample.aux_hidden_states[token], self.sample.aux_scales
-        return states if scales is None else dequantized(states, scales[token])
-
-    def ids_and_loss(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        return self.sample.input_ids.astype(np.int64), self.sample.loss_mask.astype(np.int64)
-
-    def beside(self, ids: NDArray[Any], loss_mask: NDArray[Any]) -> dict[str, tuple[NDArray[Any], NDArray[Any]]]:
-        if len(ids) != self.length:
-            raise self.problem(f"{self.length:,} tokens", f"{len(ids):,} {BY_SOURCE}")
-        return dict(
-            zip(("input_ids", "loss_bits"), zip(self.ids_and_loss(), (ids, loss_mask), strict=True), strict=True)
-        )
 
 
 # --- opening ----------------------------------------------------------------------------------------------------------

@@ -25,7 +25,6 @@ from torch import Tensor
 from niels_gpt.display.numbers import many
 from niels_gpt.eagle3.cache import reconstruct_target_probs
 from niels_gpt.eagle3.format.layout import AUX_DTYPES, INT_FIELDS
-from niels_gpt.eagle3.format.native import dequantized
 from niels_gpt.eagle3.format.plan import Batch, Plan, differing_fields, open_plan
 from niels_gpt.eagle3.format.run import CONVERTED_FROM
 from niels_gpt.eagle3.head import TargetHead
@@ -35,11 +34,10 @@ from niels_gpt.eagle3.inspect.opened import (
     PROBS,
     VALUES,
     DenseCache,
-    DenseSample,
     Field,
     NativeCache,
-    NativeStored,
     NotChecked,
+    StoredSample,
     open_cache,
     weight_row,
 )
@@ -76,7 +74,6 @@ _REPLIES, _SAME, _MANY = 8, 0.9, 0.5  # of the rule about masks that are not shi
 _TINY = torch.finfo(torch.float32).tiny
 
 Problems = Iterator[CacheError]
-Row = DenseSample | NativeStored
 
 
 @dataclass(frozen=True)
@@ -174,7 +171,7 @@ def _run_again(
     shard: int,
     batch: Batch,
     rows: Sequence[int],
-) -> Iterator[tuple[Row, Row]]:
+) -> Iterator[tuple[StoredSample, StoredSample]]:
     """Yield some samples of a shard, all of one batch, as they are stored and as the target gives them now.
 
     Of versions 1 and 2 a sample that was run has the slots of its batch, which are fewer. Raises: NonFiniteError.
@@ -183,13 +180,13 @@ def _run_again(
     opened: Any = cache.opened(shard)
     for number in rows:
         row, at = cache.row(shard, opened, number), batch[1].index(number)
-        if isinstance(row, NativeStored):
-            yield row, replace(row, sample=made[at])
-        else:
-            tensors = {name: tensor[at] for name, tensor in made.items()}
-            if CONVERTED_FROM in cache.plan["run"] and PROBS in tensors:
-                tensors = _as_converted(tensors)
-            yield row, replace(row, tensors=tensors)
+        if isinstance(cache, NativeCache):
+            yield row, cache.of(made[at], shard, row.number)
+            continue
+        tensors = {name: tensor[at] for name, tensor in made.items()}
+        if CONVERTED_FROM in cache.plan["run"] and PROBS in tensors:
+            tensors = _as_converted(tensors)
+        yield row, replace(row, tensors=tensors)
 
 
 def _as_converted(again: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -202,13 +199,13 @@ def _as_converted(again: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return fields
 
 
-def _compared(row: Row, again: Row, run: Mapping[str, Any], changed: Sequence[str]) -> Problems:
+def _compared(row: StoredSample, again: StoredSample, run: Mapping[str, Any], changed: Sequence[str]) -> Problems:
     """Yield the fields in which a sample differs from the same one run again.
 
     run: of the plan. changed: the parts of the environment in which this run differs from the plan's.
     """
     cache = row.cache
-    if isinstance(row, NativeStored) and not all(map(np.array_equal, row.ids_and_loss(), again.ids_and_loss())):
+    if row.positions is not None and not all(map(np.array_equal, row.ids_and_loss(), again.ids_and_loss())):
         yield row.problem("input_ids or loss_bits are not those of the plan's samples", "equal bits")
         return
     elsewhere = f" where the environment has another {', '.join(changed)}"
@@ -227,7 +224,7 @@ def _compared(row: Row, again: Row, run: Mapping[str, Any], changed: Sequence[st
             so = f"; {name} differs {cache.within(int(differs.sum()))}"
             yield row.problem(f"{found}{so}", f"equal bits{why}")
         elif name in ("position_mask", "argmax_ids"):
-            allowed = 1 + int(MASK_SHARE * row.targets)
+            allowed = 1 + int(MASK_SHARE * _targets(row))
             if int(differs.sum()) > allowed:
                 found = f"{name} differs {cache.within(int(differs.sum()))}"
                 yield row.problem(found, f"{allowed} at most{elsewhere}")
@@ -235,7 +232,9 @@ def _compared(row: Row, again: Row, run: Mapping[str, Any], changed: Sequence[st
             yield from _beyond_tolerance(row, again, Field(name, computed[name], places), run, elsewhere)
 
 
-def _largest_difference(row: Row, again: Row, name: str, differs: Tensor) -> tuple[int, int, float, float]:
+def _largest_difference(
+    row: StoredSample, again: StoredSample, name: str, differs: Tensor
+) -> tuple[int, int, float, float]:
     """Return where a field differs most: row, column, both numbers there. differs: bool [rows], where bits do."""
     stored, computed = (_numbers(each, name, slice(len(differs)), torch.float64).flatten(1) for each in (row, again))
     apart = (stored - computed).abs().nan_to_num(torch.inf)
@@ -244,7 +243,9 @@ def _largest_difference(row: Row, again: Row, name: str, differs: Tensor) -> tup
     return at, column, float(stored[at, column]), float(computed[at, column])
 
 
-def _beyond_tolerance(row: Row, again: Row, computed: Field, run: Mapping[str, Any], elsewhere: str) -> Problems:
+def _beyond_tolerance(
+    row: StoredSample, again: StoredSample, computed: Field, run: Mapping[str, Any], elsewhere: str
+) -> Problems:
     """Yield the first chunk of rows in which a float field differs by more than TOLERANCE."""
     name, cache = computed.name, row.cache
     dtype = (
@@ -272,30 +273,33 @@ def _beyond_tolerance(row: Row, again: Row, computed: Field, run: Mapping[str, A
             return
 
 
+def _targets(row: StoredSample) -> int:
+    """Return how many slots have loss, or how many target rows there are."""
+    return int(row.tensors["loss_mask"].sum()) if row.positions is None else len(row.positions)
+
+
 def _bits(tensor: Tensor) -> Tensor:
     """Return a tensor as bytes [rows, bytes]: NaN is equal to itself, and zeros of two signs are not."""
     flat = tensor.contiguous().view(torch.uint8)
     return flat.view(len(tensor), flat.numel() // max(1, len(tensor)))
 
 
-def _numbers(row: Row, name: str, part: slice = slice(None), dtype: torch.dtype = torch.float32) -> Tensor:
+def _numbers(row: StoredSample, name: str, part: slice = slice(None), dtype: torch.dtype = torch.float32) -> Tensor:
     """Return some rows of a field as they are stored: [rows, blocks, n], of one block where it is none of blocks."""
-    values: Tensor = (getattr(row.sample, name) if isinstance(row, NativeStored) else row.tensors[name])[part]
-    if name == AUX and isinstance(row, NativeStored) and row.sample.aux_scales is not None:
-        values = dequantized(values, row.sample.aux_scales[part], torch.float32)
-    values = values[:, None] if values.ndim == 1 else values.flatten(1)
-    blocks = max(1, len(row.cache.aux_layer_ids)) if name == AUX else 1
-    return values.to(dtype).view(len(values), blocks, values.shape[-1] // blocks)
+    if name == AUX:
+        return row.states(part, torch.float32).to(dtype)
+    values = row.tensors[name][part].to(dtype)
+    return (values[:, None] if values.ndim == 1 else values)[:, None]
 
 
-def _compared_numbers(row: Row, name: str, part: slice) -> Tensor:
+def _compared_numbers(row: StoredSample, name: str, part: slice) -> Tensor:
     """Return some rows of a field as they are compared: of top-k distributions, whole ones.
 
     Which of two tokens that are nearly as likely is the k-th may change between two runs; so the tokens that are left
     out are compared as if each had the k-th probability.
     """
     values = _numbers(row, name, part)
-    if name != VALUES or not isinstance(row, DenseSample):
+    if name != VALUES:
         return values
     whole = reconstruct_target_probs(values[:, 0], row.tensors[INDICES][part], row.cache.draft_vocab_size)
     return torch.maximum(whole, values.amin(dim=-1))[:, None]
@@ -362,7 +366,7 @@ def _without_plan(cache: DenseCache | NativeCache, target: Target, k: int, seed:
         yield from _dense_differences(cache, model, device, _drawn(cache.num_samples, k, seed), progress)
 
 
-def _differing(row: Row, name: str, apart: Tensor, places: Any = None, rounding: float = 0.0) -> Problems:
+def _differing(row: StoredSample, name: str, apart: Tensor, places: Any = None, rounding: float = 0.0) -> Problems:
     """Yield that a field is another one, by the difference of each slot or token [rows].
 
     places: the number of each; None: from 0. rounding: what the stored dtype adds.
@@ -380,21 +384,21 @@ def _differing(row: Row, name: str, apart: Tensor, places: Any = None, rounding:
         )
 
 
-def _differing_blocks(row: Row, stored: Tensor, computed: Tensor, rounding: float = 0.0) -> Problems:
+def _differing_blocks(row: StoredSample, stored: Tensor, computed: Tensor, rounding: float = 0.0) -> Problems:
     """Yield the blocks whose states are others. stored, computed: float [rows, blocks, n]."""
     apart = _length(stored - computed) / _length(computed)
     for place, layer in enumerate(row.cache.aux_layer_ids):
         yield from _differing(row, f"{AUX} of block {layer}", apart[:, place], rounding=rounding)
 
 
-def _too_many(row: Row, name: str, wrong: Tensor) -> Problems:
+def _too_many(row: StoredSample, name: str, wrong: Tensor) -> Problems:
     """Yield that a mask or ids differ in more than a few places. wrong: bool [rows]."""
-    different, allowed = int(wrong.sum()), 1 + int(WRONG_SHARE * row.targets)
+    different, allowed = int(wrong.sum()), 1 + int(WRONG_SHARE * _targets(row))
     if different > allowed:
         yield row.problem(f"{name} differs {row.cache.within(different)}", f"{allowed} at most")
 
 
-def _outside(row: Row, ids: Tensor, vocab_size: int) -> CacheError | None:
+def _outside(row: StoredSample, ids: Tensor, vocab_size: int) -> CacheError | None:
     """Return the error for ids that are none of the target's."""
     if 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
         return None
@@ -422,30 +426,30 @@ def _native_differences(
         return
     for done, number in enumerate(numbers):
         progress(done, done, len(numbers))
-        row: NativeStored = cache.sample(number)
+        row = cache.sample(number)
         ids = torch.from_numpy(row.ids_and_loss()[0])
         if wrong := _outside(row, ids, cache.vocab_size):
             yield wrong
-        elif len(row.sample.argmax_ids):
+        elif _targets(row):
             yield from _native_compared(row, model.eval(), head, ids[None].to(device))
 
 
-def _native_compared(row: NativeStored, model: Any, head: TargetHead, ids: Tensor) -> Problems:
+def _native_compared(row: StoredSample, model: Any, head: TargetHead, ids: Tensor) -> Problems:
     """Yield the fields in which a sample differs from what the target gives for its ids [1, L]."""
-    sample, positions = row.sample, row.sample.positions
+    stored, positions = row.tensors, row.positions
     aux, pre_norm, post_norm = (
         each[0] for each in capture(model, ids, torch.ones_like(ids), [*row.cache.aux_layer_ids])
     )
-    states = (post_norm if head.last_hidden == "post_norm" else pre_norm)[torch.from_numpy(positions).to(ids.device)]
+    states = (post_norm if head.last_hidden == "post_norm" else pre_norm)[torch.as_tensor(positions, device=ids.device)]
     normalizers, argmax = (each.cpu() for each in head.log_normalizer_and_argmax(states))
-    rounding = 0.0 if sample.aux_scales is None else _FP8_ROUNDING
-    yield from _differing_blocks(row, _numbers(row, AUX), aux[: len(sample.aux_hidden_states)].float().cpu(), rounding)
+    rounding = _FP8_ROUNDING if "aux_scales" in stored else 0.0
+    yield from _differing_blocks(row, _numbers(row, AUX), aux[: len(stored[AUX])].float().cpu(), rounding)
     last = states.float().cpu()
-    apart = _length(sample.last_hidden_states.float() - last) / _length(last)
+    apart = _length(stored["last_hidden_states"].float() - last) / _length(last)
     yield from _differing(row, "last_hidden_states", apart, positions)
-    apart = (sample.log_normalizers - normalizers).abs() / normalizers.abs().max().clamp_min(1)
+    apart = (stored["log_normalizers"] - normalizers).abs() / normalizers.abs().max().clamp_min(1)
     yield from _differing(row, "log_normalizers", apart, positions)
-    yield from _too_many(row, "argmax_ids", sample.argmax_ids != argmax)
+    yield from _too_many(row, "argmax_ids", stored["argmax_ids"] != argmax)
 
 
 def _dense_differences(
@@ -463,7 +467,7 @@ def _dense_differences(
         found = f"target_vocab_size is {cache.vocab_size}, and the target has {again.vocab_size} tokens"
         yield CacheError(cache.folder, found, code="E701")
         return
-    rows: list[DenseSample] = [row for number in numbers if (row := cache.sample(number)).length]
+    rows: list[StoredSample] = [row for number in numbers if (row := cache.sample(number)).length]
     for number, (row, tokens) in enumerate(zip(rows, again.first_tokens(rows), strict=True)):
         progress(number, number, len(rows))
         if not tokens:
@@ -494,7 +498,7 @@ class _Again:
         self._mask = torch.zeros(self.vocab_size, dtype=torch.bool, device=device)
         self._mask[self._selected] = True
 
-    def first_tokens(self, rows: list[DenseSample]) -> list[list[int]]:
+    def first_tokens(self, rows: list[StoredSample]) -> list[list[int]]:
         """Return for each row the tokens that give the hidden states of its slot 0, the best one first."""
         stored = [row.tensors[AUX][0].float() for row in rows]
         found: list[list[tuple[float, int]]] = [[] for _ in rows]
@@ -511,7 +515,7 @@ class _Again:
                 break
         return [[token for _, token in tokens] for tokens in found]
 
-    def differences(self, row: DenseSample, first: int) -> Iterator[CacheError]:
+    def differences(self, row: StoredSample, first: int) -> Iterator[CacheError]:
         """Yield the fields in which a row differs from what the target gives for it with this first token."""
         length = row.length
         ids = torch.cat([torch.tensor([first]), row.tensors["input_ids"][: length - 1]])
@@ -535,7 +539,7 @@ class _Again:
         loss = torch.zeros_like(ids) if loss is None else loss.to(self._device)
         return self._target.generate_batch(ids, torch.ones_like(ids), loss)
 
-    def _candidates(self, rows: list[DenseSample]) -> list[int]:
+    def _candidates(self, rows: list[StoredSample]) -> list[int]:
         """Return all ids of the vocabulary, those that are likely to begin a sample first."""
         counts: Counter[int] = Counter()
         for row in rows:

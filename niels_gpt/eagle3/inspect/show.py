@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,9 +20,8 @@ from niels_gpt.eagle3.inspect.opened import (
     PROBS,
     VALUES,
     DenseCache,
-    DenseSample,
     NativeCache,
-    NativeStored,
+    StoredSample,
     open_cache,
     refuse_malformed,
 )
@@ -233,13 +231,13 @@ def sample_heading(path: Path, number: int, *, follow_links: bool = False) -> st
     """
     row = _sample(open_cache(path, follow_links=follow_links), number)
     name = f"{row.cache.name(number)}: {row.length:,} tokens"
-    if isinstance(row, NativeStored):
-        sample = row.sample
-        learnt = sample.loss_mask[sample.positions]
-        positions = int((learnt & row.cache.selected(sample.argmax_ids.numpy())).sum())
+    if row.positions is not None:
+        argmax = row.tensors["argmax_ids"].numpy()
+        learnt = row.tensors["loss_mask"].numpy()[row.positions]
+        positions = int((learnt & row.cache.selected(argmax)).sum())
         return (
             f"{name}, {int(learnt.sum()):,} supervised slots, {positions:,} positions, "
-            f"{len(sample.aux_hidden_states):,} auxiliary rows, {len(sample.argmax_ids):,} target rows\n"
+            f"{len(row.tensors[AUX]):,} auxiliary rows, {len(argmax):,} target rows\n"
             "Token t has its id and loss bit, the norms of its auxiliary states,\n"
             "and, in a target row, what the target predicts for token t+1."
         )
@@ -271,22 +269,20 @@ def slot_rows(
     if not 0 <= begin < max(1, row.length):
         raise PositionError(f"slot {begin}: sample {number} has {row.length} tokens, expected 0 to {row.length - 1}")
     chosen, norms = range(begin, min(row.length, begin + slots)), [f"norm {layer}" for layer in row.cache.aux_layer_ids]
-    if isinstance(row, NativeStored):
+    if row.positions is not None:
         heading = ("token", "id", "text", "loss", *norms, "argmax", "its text", "likeliest draft tokens")
         return [heading, *_token_rows(row, tokenizer, chosen)]
     heading = ("slot", "id", "text", "loss", "position", *norms, "likeliest draft tokens")
     return [heading, *_slot_rows(row, tokenizer, chosen)]
 
 
-def _sample(cache: DenseCache | NativeCache, number: int) -> DenseSample | NativeStored:
+def _sample(cache: DenseCache | NativeCache, number: int) -> StoredSample:
     if not 0 <= number < cache.num_samples:
         raise PositionError(f"sample {number}: there are {cache.num_samples}, expected 0 to {cache.num_samples - 1}")
-    sample: DenseSample | NativeStored = cache.sample(number)
-    return sample
+    return cache.sample(number)
 
 
-def _slot_rows(row: DenseSample, tokenizer: Decoder | None, chosen: range) -> Iterator[tuple[str, ...]]:
-    blocks = max(1, len(row.cache.aux_layer_ids))
+def _slot_rows(row: StoredSample, tokenizer: Decoder | None, chosen: range) -> Iterator[tuple[str, ...]]:
     for slot in chosen:
         fields = {name: tensor[slot] for name, tensor in row.tensors.items()}
         if VALUES in fields:
@@ -295,35 +291,32 @@ def _slot_rows(row: DenseSample, tokenizer: Decoder | None, chosen: range) -> It
             probs, draft_ids = fields[PROBS].float().topk(min(_TOP, len(fields[PROBS])))
         masks = [_yes(bool(fields[name].any())) for name in ("loss_mask", "position_mask")]
         token, likeliest = int(fields["input_ids"]), _likeliest(row, draft_ids, probs, tokenizer)
-        norms = _norms(fields[AUX].view(blocks, -1))
-        yield str(slot), str(token), _text(token, tokenizer), *masks, *norms, likeliest
+        yield str(slot), str(token), _text(token, tokenizer), *masks, *_norms(row, slot), likeliest
 
 
-def _token_rows(row: NativeStored, tokenizer: Decoder | None, chosen: range) -> Iterator[tuple[str, ...]]:
-    sample, blocks = row.sample, len(row.cache.aux_layer_ids)
-    shown = {int(position): at for at, position in enumerate(sample.positions) if position in chosen}
+def _token_rows(row: StoredSample, tokenizer: Decoder | None, chosen: range) -> Iterator[tuple[str, ...]]:
+    ids, loss = row.ids_and_loss()
+    shown = {position: at for at, position in enumerate(row.positions.tolist()) if position in chosen}
     likeliest = dict(zip(shown, _by_the_head(row, [*shown.values()], tokenizer), strict=True))
     for token in chosen:
-        number, said = int(sample.input_ids[token]), ["-", "-", "-"]
+        number, said = int(ids[token]), ["-", "-", "-"]
         if (at := shown.get(token)) is not None:
-            argmax = int(sample.argmax_ids[at])
+            argmax = int(row.tensors["argmax_ids"][at])
             said = [str(argmax), _text(argmax, tokenizer), likeliest[token]]
-        stored = token < len(sample.aux_hidden_states)
-        norms = _norms(row.states(token)) if stored else ["-"] * blocks
-        yield str(token), str(number), _text(number, tokenizer), _yes(sample.loss_mask[token]), *norms, *said
+        yield str(token), str(number), _text(number, tokenizer), _yes(loss[token]), *_norms(row, token), *said
 
 
-def _by_the_head(row: NativeStored, target_rows: list[int], tokenizer: Decoder | None) -> Iterator[str]:
+def _by_the_head(row: StoredSample, target_rows: list[int], tokenizer: Decoder | None) -> Iterator[str]:
     """Yield of some target rows the likeliest draft tokens with their probabilities among the draft's tokens."""
     if target_rows:
         selected = row.cache.manifest["selected_token_ids"]
         with torch.no_grad():  # of all rows at once: lm_head is read once
-            logits = row.cache.head.logits(row.sample.last_hidden_states[np.array(target_rows)], selected).float()
+            logits = row.cache.head.logits(row.tensors["last_hidden_states"][target_rows], selected).float()
         for probs, draft_ids in zip(*logits.softmax(-1).topk(min(_TOP, len(selected))), strict=True):
             yield _likeliest(row, draft_ids, probs, tokenizer)
 
 
-def _likeliest(row: DenseSample | NativeStored, draft_ids: Tensor, probs: Tensor, tokenizer: Decoder | None) -> str:
+def _likeliest(row: StoredSample, draft_ids: Tensor, probs: Tensor, tokenizer: Decoder | None) -> str:
     """Return some draft tokens and their probabilities on one line, such as "7 .412, 3 .200"."""
     selected, path = row.cache.manifest["selected_token_ids"], row.cache.path
     for index in draft_ids.tolist():
@@ -336,9 +329,11 @@ def _likeliest(row: DenseSample | NativeStored, draft_ids: Tensor, probs: Tensor
     return ", ".join(f"{token} {share}" for token, share in zip(named, shares, strict=True))
 
 
-def _norms(states: Tensor) -> Sequence[str]:
-    """Return the length of the states [layers, H] of each block as text."""
-    return [f"{norm:.3g}" for norm in states.float().norm(dim=-1).tolist()]
+def _norms(row: StoredSample, place: int) -> list[str]:
+    """Return the norm of each block's state of a slot or token; "-" where none is stored."""
+    if place >= len(row.tensors[AUX]):
+        return ["-"] * len(row.cache.aux_layer_ids)
+    return [f"{norm:.3g}" for norm in row.states(place).float().norm(dim=-1).tolist()]
 
 
 def _text(token: int, tokenizer: Decoder | None) -> str:

@@ -347,7 +347,7 @@ def _by_the_head(
         for target_row in rows[is_known]:  # its slot has the states of the token before
             number = int(np.searchsorted(mapped.starts[:, 2], target_row, side="right")) - 1
             row = cache.row(shard, mapped, number)
-            position = row.sample.positions[target_row - mapped.starts[number, 2]]
+            position = row.positions[target_row - mapped.starts[number, 2]]
             sums += row.states(int(position) - 1).double().norm(dim=-1).numpy()
     by_shard = [sum(part) / len(part) if part else math.nan for part in masses]
     total = sum(map(len, masses))

@@ -42,10 +42,8 @@ from niels_gpt.eagle3.inspect.opened import (
     INDICES,
     PROBS,
     VALUES,
-    DenseSample,
     Eagle3Cache,
     NativeCache,
-    NativeStored,
     NotChecked,
     StoredSample,
     open_cache,
@@ -455,7 +453,7 @@ def _other_samples(cache: Eagle3Cache) -> Problems:
 
 def _other_ids(row: StoredSample) -> Problems:
     """Yield where the stored ids and masks are not those of the source's row."""
-    for name, (stored, wanted) in row.beside(*row.cache.samples.row(row.number)).items():
+    for name, stored, wanted in row.cache.beside(row):
         for at, so in _first(row, stored != wanted):
             found = f"{name} is {int(stored[at])} at {row.cache.unit} {at}"
             yield row.problem(found, f"{int(wanted[at])} {BY_SOURCE}{so}")
@@ -471,7 +469,7 @@ def _first(row: StoredSample, wrong: Any) -> Iterator[tuple[int, str]]:
 # --- distribution -----------------------------------------------------------------------------------------------------
 
 
-def _not_distributions(row: DenseSample) -> Problems:
+def _not_distributions(row: StoredSample) -> Problems:
     """Yield what is wrong with the target's distribution and with the mask that says where it counts."""
     length, supervised, loss = row.length, row.tensors["position_mask"][:, 0], row.tensors["loss_mask"]
     for slot, so in _first(row, supervised & (loss != 1)):
@@ -501,7 +499,7 @@ def tolerance(dtype: torch.dtype, width: int) -> float:
     return about.eps / 2 + width * about.smallest_normal * about.eps / 2 + _SOFTMAX_ERROR
 
 
-def _wrong_sums(row: DenseSample, length: int, supervised: Tensor) -> Problems:
+def _wrong_sums(row: StoredSample, length: int, supervised: Tensor) -> Problems:
     probs = row.tensors[VALUES if VALUES in row.tensors else PROBS]
     allowed = tolerance(probs.dtype, probs.shape[-1])
     lowest = torch.cat([part.amin(dim=-1) for _, part in _parts(probs)])
@@ -514,7 +512,7 @@ def _wrong_sums(row: DenseSample, length: int, supervised: Tensor) -> Problems:
         yield row.problem(f"probabilities sum to {float(sums[slot]):.6g} at slot {slot}", f"1 within {allowed:.2g}{so}")
 
 
-def _wrong_top_k(row: DenseSample, length: int) -> Problems:
+def _wrong_top_k(row: StoredSample, length: int) -> Problems:
     values, indices = row.tensors[VALUES][:length], row.tensors[INDICES][:length]
     size = row.cache.draft_vocab_size
     for slot, so in _first(row, ((indices < 0) | (indices >= size)).any(dim=-1)):
@@ -527,15 +525,15 @@ def _wrong_top_k(row: DenseSample, length: int) -> Problems:
         yield row.problem(f"{VALUES} rise at slot {slot}", f"the largest first{so}")
 
 
-def _not_target_rows(row: NativeStored) -> Problems:
+def _not_target_rows(row: StoredSample) -> Problems:
     """Yield what no target can have said, and a scale that no fp8 writer writes."""
-    sample, positions, size = row.sample, row.sample.positions, row.cache.vocab_size
-    for at, so in _first(row, sample.argmax_ids.numpy() >= size):
-        found = f"argmax_ids is {int(sample.argmax_ids[at])} at token {positions[at]}"
-        yield row.problem(found, f"an id below {size}{so}")
-    if sample.aux_scales is not None:
-        for at, so in _first(row, (sample.aux_scales < 0).any(dim=-1)):
-            yield row.problem(f"aux_scales is {sample.aux_scales[at].tolist()} at token {at}", f"none below 0{so}")
+    argmax, scales, positions = row.tensors["argmax_ids"], row.tensors.get("aux_scales"), row.positions
+    size = row.cache.vocab_size
+    for at, so in _first(row, argmax >= size):
+        yield row.problem(f"argmax_ids is {int(argmax[at])} at token {positions[at]}", f"an id below {size}{so}")
+    if scales is not None:
+        for at, so in _first(row, (scales < 0).any(dim=-1)):
+            yield row.problem(f"aux_scales is {scales[at].tolist()} at token {at}", f"none below 0{so}")
 
 
 def _not_by_the_head(cache: NativeCache, shard: int) -> Problems:
@@ -554,10 +552,10 @@ def _not_by_the_head(cache: NativeCache, shard: int) -> Problems:
         yield from _compared(cache.row(shard, mapped, row), int(target_row - starts[row]), row_logits, share)
 
 
-def _compared(row: NativeStored, at: int, logits: Tensor, share: float) -> Problems:
+def _compared(row: StoredSample, at: int, logits: Tensor, share: float) -> Problems:
     allowed = share * max(1.0, float(logits.abs().max()))
-    stored, computed = float(row.sample.log_normalizers[at]), float(logits.logsumexp(-1))
-    token, position = int(row.sample.argmax_ids[at]), row.sample.positions[at]
+    stored, computed = float(row.tensors["log_normalizers"][at]), float(logits.logsumexp(-1))
+    token, position = int(row.tensors["argmax_ids"][at]), row.positions[at]
     by = f"by {row.cache.WEIGHTS} and the stored state"
     if not abs(stored - computed) <= allowed:
         expected = f"{computed:.6g} within {allowed:.2g} {by}"
