@@ -42,13 +42,7 @@ from niels_gpt.eagle3.format.layout import (
 )
 from niels_gpt.eagle3.format.manifest import existing_shard_indices, is_native, number_in, read_manifest
 from niels_gpt.eagle3.format.meta import KIND, file_sha256
-from niels_gpt.eagle3.format.native import (
-    NativeLayout,
-    NativeSample,
-    dequantized,
-    has_target_row,
-    row_counts,
-)
+from niels_gpt.eagle3.format.native import NativeLayout, NativeSample, dequantized, has_target_row, row_counts
 from niels_gpt.eagle3.format.plan import BATCHES_NAME, PLAN_NAME, read_record
 from niels_gpt.eagle3.format.samples import IDS_NAME, SAMPLES_NAME, Samples
 from niels_gpt.eagle3.format.shard_writer import read_receipt, receipt_path
@@ -630,7 +624,7 @@ class NativeCache(Eagle3Cache):
         return list(accumulate(stated))
 
     def wrong_weights(self) -> Iterator[CacheError]:
-        """Yield where they do not fit the manifest; and where the readers refuse a cache that looks whole."""
+        """Yield where they do not fit the manifest, and raise what refuses to make a head of them."""
         weights = self.weights()
         size, vocab = self.hidden_size, self.vocab_size
         shapes = {"embeddings": [vocab, size], "lm_head": [vocab, size], "lm_head_bias": [vocab]}
@@ -642,11 +636,7 @@ class NativeCache(Eagle3Cache):
                 what, expected = f"{name} is {'absent' if found is None else found}", f"{shape} by {MANIFEST_NAME}"
                 yield CacheError(self.folder / self.WEIGHTS, what, expected, self.remedy(), code="E701")
                 return
-        if len(self.shards) == self.num_shards and not any(
-            True for shard in self.shards for _ in self.wrong_form(shard)
-        ):
-            NativeShards.of_cache(self.folder, follow_links=self.follow_links)
-            _ = self.head
+        _ = self.head
 
     def place(self, number: int) -> tuple[int, int]:
         return self.files.place(number)

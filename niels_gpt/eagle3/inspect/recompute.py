@@ -24,7 +24,7 @@ from torch import Tensor
 
 from niels_gpt.display.numbers import many
 from niels_gpt.eagle3.cache import reconstruct_target_probs
-from niels_gpt.eagle3.format.layout import AUX_DTYPES, INT_FIELDS
+from niels_gpt.eagle3.format.layout import INT_FIELDS
 from niels_gpt.eagle3.format.plan import Batch, Plan, differing_fields, open_plan
 from niels_gpt.eagle3.format.run import CONVERTED_FROM
 from niels_gpt.eagle3.head import TargetHead
@@ -218,16 +218,11 @@ def _compared(row: StoredSample, again: StoredSample, run: Mapping[str, Any], ch
         if not changed or name in INT_FIELDS:
             why = "" if name in INT_FIELDS else ", for the environment is that of the plan"
             at, column, one, other = _largest_difference(row, again, name, differs)
-            found = (
-                f"{cache.label(name, column)} is {one:g} at {cache.at(int(places[at]), column)}, run again {other:g}"
-            )
-            so = f"; {name} differs {cache.within(int(differs.sum()))}"
-            yield row.problem(f"{found}{so}", f"equal bits{why}")
+            found = f"{cache.label(name, column)} is {one:g} at {cache.at(int(places[at]), column)}"
+            so = f"{name} differs {cache.within(int(differs.sum()))}"
+            yield row.problem(f"{found}, run again {other:g}; {so}", f"equal bits{why}")
         elif name in ("position_mask", "argmax_ids"):
-            allowed = 1 + int(MASK_SHARE * _targets(row))
-            if int(differs.sum()) > allowed:
-                found = f"{name} differs {cache.within(int(differs.sum()))}"
-                yield row.problem(found, f"{allowed} at most{elsewhere}")
+            yield from _too_many(row, name, differs, MASK_SHARE, elsewhere)
         elif name not in (INDICES, "aux_scales"):
             yield from _beyond_tolerance(row, again, Field(name, computed[name], places), run, elsewhere)
 
@@ -248,10 +243,7 @@ def _beyond_tolerance(
 ) -> Problems:
     """Yield the first chunk of rows in which a float field differs by more than TOLERANCE."""
     name, cache = computed.name, row.cache
-    dtype = (
-        AUX_DTYPES[cache.manifest.get("aux_dtype", cache.manifest["dtype"])] if name == AUX else computed.values.dtype
-    )
-    allowed = TOLERANCE[run["compute_dtype"]] + torch.finfo(dtype).eps
+    allowed = TOLERANCE[run["compute_dtype"]] + torch.finfo(computed.values.dtype).eps
     if name == AUX and run.get(CONVERTED_FROM) == "fp8":
         allowed += _FP8_ERROR
     is_share = name in (PROBS, VALUES)
@@ -273,9 +265,12 @@ def _beyond_tolerance(
             return
 
 
-def _targets(row: StoredSample) -> int:
-    """Return how many slots have loss, or how many target rows there are."""
-    return int(row.tensors["loss_mask"].sum()) if row.positions is None else len(row.positions)
+def _too_many(row: StoredSample, name: str, wrong: Tensor, share: float, elsewhere: str = "") -> Problems:
+    """Yield that a mask or ids differ in more than one place and a share of the slots with loss. wrong: bool [rows]."""
+    targets = int(row.tensors["loss_mask"].sum()) if row.positions is None else len(row.positions)
+    different, allowed = int(wrong.sum()), 1 + int(share * targets)
+    if different > allowed:
+        yield row.problem(f"{name} differs {row.cache.within(different)}", f"{allowed} at most{elsewhere}")
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -391,13 +386,6 @@ def _differing_blocks(row: StoredSample, stored: Tensor, computed: Tensor, round
         yield from _differing(row, f"{AUX} of block {layer}", apart[:, place], rounding=rounding)
 
 
-def _too_many(row: StoredSample, name: str, wrong: Tensor) -> Problems:
-    """Yield that a mask or ids differ in more than a few places. wrong: bool [rows]."""
-    different, allowed = int(wrong.sum()), 1 + int(WRONG_SHARE * _targets(row))
-    if different > allowed:
-        yield row.problem(f"{name} differs {row.cache.within(different)}", f"{allowed} at most")
-
-
 def _outside(row: StoredSample, ids: Tensor, vocab_size: int) -> CacheError | None:
     """Return the error for ids that are none of the target's."""
     if 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
@@ -430,7 +418,7 @@ def _native_differences(
         ids = torch.from_numpy(row.ids_and_loss()[0])
         if wrong := _outside(row, ids, cache.vocab_size):
             yield wrong
-        elif _targets(row):
+        elif len(row.positions):
             yield from _native_compared(row, model.eval(), head, ids[None].to(device))
 
 
@@ -449,7 +437,7 @@ def _native_compared(row: StoredSample, model: Any, head: TargetHead, ids: Tenso
     yield from _differing(row, "last_hidden_states", apart, positions)
     apart = (stored["log_normalizers"] - normalizers).abs() / normalizers.abs().max().clamp_min(1)
     yield from _differing(row, "log_normalizers", apart, positions)
-    yield from _too_many(row, "argmax_ids", stored["argmax_ids"] != argmax)
+    yield from _too_many(row, "argmax_ids", stored["argmax_ids"] != argmax, WRONG_SHARE)
 
 
 def _dense_differences(
@@ -532,7 +520,7 @@ class _Again:
         one, other = (_compared_numbers(each, VALUES if topk else PROBS, inner) for each in both)
         yield from _differing(row, PROBS, (one - other).abs().sum((1, 2)) / 2)
         one, other = (each.tensors["position_mask"][inner] for each in both)
-        yield from _too_many(row, "position_mask", one != other)
+        yield from _too_many(row, "position_mask", one != other, WRONG_SHARE)
 
     def _run(self, ids: Tensor, loss: Tensor | None = None) -> Any:
         ids = ids.to(self._device)
