@@ -4,10 +4,9 @@ from collections.abc import Callable, Iterator
 
 import dagster as dg
 
-from niels_gpt.recipes.eagle3.asset import build_targets
-from niels_gpt.recipes.eagle3.draft_vocab import build_draft_vocab
-from niels_gpt.recipes.eagle3.of_settings import KEY as TARGETS_KEY
-from niels_gpt.recipes.eagle3.of_settings import SMALL_TARGET, VOCAB_KEY
+from niels_gpt.recipes.eagle3.assets import build_draft_vocab, build_targets
+from niels_gpt.recipes.eagle3.request import KEY as TARGETS_KEY
+from niels_gpt.recipes.eagle3.request import SMALL_TARGET, VOCAB_KEY
 from niels_gpt.recipes.records import Outcome
 from niels_gpt.settings import Settings
 from pipelines.deployment import Deployment, HomeAssets

@@ -15,7 +15,7 @@ from dagster._core.storage.asset_check_execution_record import AssetCheckExecuti
 from niels_gpt.display.bar import progress_lines
 from niels_gpt.kinds.kind import builds_alone, kinds
 from niels_gpt.progress import Progress
-from niels_gpt.recipes.eagle3.of_settings import NoExtra, NoTarget
+from niels_gpt.recipes.eagle3.request import NoExtra, NoTarget
 from niels_gpt.recipes.plan import built_at, every_key
 from niels_gpt.recipes.records import RUNS_DIR, TOKENIZER_KEY, Outcome, cache_root, recorded_recipe
 from niels_gpt.recipes.request import restart

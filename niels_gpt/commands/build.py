@@ -24,8 +24,8 @@ from niels_gpt.data.exclude import read_exclusion
 from niels_gpt.kinds.kind import has_partitions
 from niels_gpt.progress import Progress
 from niels_gpt.recipes.disk import free_bytes, needed_bytes, refuse_without_room, unfinished_bytes
-from niels_gpt.recipes.eagle3.of_settings import KEY as TARGETS_KEY
-from niels_gpt.recipes.eagle3.of_settings import has_small_target, why_left_out
+from niels_gpt.recipes.eagle3.request import KEY as TARGETS_KEY
+from niels_gpt.recipes.eagle3.request import has_small_target, why_left_out
 from niels_gpt.recipes.family import family_of
 from niels_gpt.recipes.plan import OF_EAGLE3, RECIPES, Plan, every_recipe, needs_tokenizer, plan, recipes
 from niels_gpt.recipes.records import TOKENIZER_KEY, Outcome, cache_root

@@ -43,7 +43,7 @@ HOMES = (
         MORE_CACHES,
         "niels_gpt.commands.eagle3.tools:ROOT_COMMANDS",
         ("eagle3/draft_vocab", "eagle3/targets"),
-        "niels_gpt.recipes.eagle3.planned:EAGLE3_RECIPES",
+        "niels_gpt.recipes.eagle3.assets:EAGLE3_RECIPES",
         "pipelines.eagle3:assets_of",
     ),
     Home(

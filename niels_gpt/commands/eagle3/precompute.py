@@ -20,12 +20,12 @@ from rich_click import RichOption
 
 from niels_gpt.commands.console import ERRORS, Command, ExitCode, Result, is_color_wanted, progress_bar, run, say
 from niels_gpt.recipes.eagle3.options import GROUPS, Options, TargetOptions, flag_name
-from niels_gpt.recipes.eagle3.prepare import Prepared, carry_out, prepare, resolve, warn_of_missing_start
 from niels_gpt.settings import Settings, usable_cores
 
 if TYPE_CHECKING:
     from niels_gpt.eagle3.produce.estimate import Estimate
     from niels_gpt.eagle3.produce.producer import Produced
+    from niels_gpt.recipes.eagle3.prepare import Prepared
 
 AnyOptions = TypeVar("AnyOptions", bound=TargetOptions)
 _UNSTATED = (None, ParameterSource.DEFAULT)
@@ -63,6 +63,8 @@ def _run(options: Options, settings: Settings, command: list[str], *, dry_run: b
     from niels_gpt.eagle3.parts.seal import progress_text
     from niels_gpt.eagle3.produce.estimate import estimate, refuse_without_room
     from niels_gpt.eagle3.produce.resume_checks import finished_shards
+    from niels_gpt.recipes.eagle3.prepare import carry_out, prepare, warn_of_missing_start
+    from niels_gpt.recipes.eagle3.request import resolve
 
     assert options.output_dir is not None
     resolved = resolve(options, settings)

@@ -81,7 +81,7 @@ def _recomputed(
     path: Path, name: str, *, revision: str | None, samples: int, seed: int, device: str | None, follow_links: bool
 ) -> Verdict:
     from niels_gpt.eagle3.inspect.recompute import recomputed
-    from niels_gpt.recipes.eagle3.asset import target_of
+    from niels_gpt.recipes.eagle3.prepare import target_of
 
     target = target_of(path, name, revision=revision, device=device, follow_links=follow_links)
     with progress_bar("target", "batches") as progress:

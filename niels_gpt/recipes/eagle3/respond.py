@@ -82,7 +82,7 @@ def resolve(options: RespondOptions, settings: Settings) -> Responder:
     from niels_gpt.eagle3.replies.output import recorded
     from niels_gpt.eagle3.targets.loading import target_facts
     from niels_gpt.recipes.eagle3.input import input_facts
-    from niels_gpt.recipes.eagle3.prepare import run_facts
+    from niels_gpt.recipes.eagle3.request import run_facts
 
     before = (recorded(options.output) or {}).get("settings", {})
     made_by = before.get("target", {})
