@@ -1,7 +1,7 @@
 """The EAGLE-3 target cache: a frozen target model's supervision on disk, so that a draft trains without the target.
 
 cache.py         public: reader, loader, writer of shards; every name of the published contract
-native.py        public: reader and batches of the native form
+native.py        public: reader and batches of the native form, and the six keys of version 1 made of it
 target.py        public: the target's hidden states and logits, shifted left by one slot; which layers are captured
 head.py          public: hidden states -> logits by the target's norm and lm_head, without the rest of the target
 vocab.py         public: which of the target's tokens the draft knows, and the files of that choice
@@ -10,14 +10,13 @@ respond.py       public: python -m niels_gpt.eagle3.respond (commands/eagle3/res
 __main__.py      public: python -m niels_gpt.eagle3 verify | inspect | convert | seal | stats (commands/eagle3/tools.py)
 kind.py          the kind eagle3: what niels_gpt.kinds asks of a finished cache
 draft_kind.py    the kind draft_vocab: the file of the tokens that a draft knows
-native_view.py   the six keys of version 1, made of a native cache
 format/          the files of a cache: what is in them, their writers and readers, the plan
 targets/         loads target models: by folder or hub id, or the sample's small one
 produce/         plan + samples + target -> a finished cache; when a run may be resumed
 parts/           several machines make one cache in one folder: locks of parts, and the seal at the end
 replies/         the target's own replies to chats, which are input of a cache
 inspect/         a finished cache: is it good, does the target still agree, what is in it
-derive/          a finished native cache -> another draft vocabulary, or version 1 or 2, without the target
+derive.py        a finished native cache -> another draft vocabulary, or version 1 or 2, without the target
 exchange/        other tools' folders -> a native cache, and back
 
 cache.py and format/ need torch and safetensors, the rest also transformers (the extra eagle3). The input is tokenized

@@ -72,7 +72,7 @@ from niels_gpt.storage.meta_json import shortened
 from niels_gpt.storage.versions import version_name
 
 if TYPE_CHECKING:
-    from niels_gpt.eagle3.native_view import NativeView
+    from niels_gpt.eagle3.native import NativeView
 
 __all__ = [
     "CACHE_KEYS",
@@ -217,7 +217,7 @@ class CachedEagle3Dataset(Dataset[dict[str, torch.Tensor]]):
         how: dict[str, Any] = {"follow_links": follow_links, "check": check}
         view = None
         if native:
-            from niels_gpt.eagle3.native_view import NativeView  # versions 1 and 2 need no target's head
+            from niels_gpt.eagle3.native import NativeView  # versions 1 and 2 need no target's head
 
             view = NativeView(cache_dir, max_open_shards, device=device, target_probs=target_probs, **how)
         self._native: NativeView | None = view
@@ -328,7 +328,7 @@ def build_cached_eagle3_dataloader(
         "pin_memory": torch.cuda.is_available(),
     }
     if dataset._native is not None:
-        from niels_gpt.eagle3.native_view import NativeLoader
+        from niels_gpt.eagle3.native import NativeLoader
 
         return NativeLoader(dataset._native, **how)
     return DataLoader(dataset, collate_fn=_collate_cached, **how)

@@ -1,4 +1,4 @@
-"""The native form of an EAGLE-3 cache, read: its samples, and batches whose target rows are few.
+"""The native form of an EAGLE-3 cache, read: its samples, batches whose target rows are few, and the keys of version 1.
 
 A batch has hidden states in place of distributions. `niels_gpt.eagle3.head.TargetHead` makes `target_probs` of them on
 the training device; `niels_gpt.eagle3.cache.CachedEagle3Dataset` reads the same caches as the six keys of versions 1
@@ -8,7 +8,7 @@ and 2. docs/formats.md describes the files.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
@@ -23,10 +24,14 @@ from niels_gpt.cache.checksums import Check
 from niels_gpt.cache.meta import check_expected
 from niels_gpt.display.numbers import number_of
 from niels_gpt.display.tables import html_table
-from niels_gpt.eagle3.format.layout import PathLike
+from niels_gpt.eagle3.format.layout import DTYPES, SIDECAR, PathLike
+from niels_gpt.eagle3.format.manifest import manifest_path
 from niels_gpt.eagle3.format.native import NativeSample, dequantize_into
-from niels_gpt.eagle3.format.receipts import fingerprint
+from niels_gpt.eagle3.format.plan import PLAN_NAME, read_record
+from niels_gpt.eagle3.format.receipts import compare_once, fingerprint
 from niels_gpt.eagle3.format.shards import NativeShards
+from niels_gpt.eagle3.head import TargetHead
+from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import shortened
 from niels_gpt.storage.versions import version_name
 
@@ -260,3 +265,102 @@ def build_native_dataloader(
         pin_memory=torch.cuda.is_available(),
         collate_fn=partial(native_batch, selected_token_ids=dataset.selected_token_ids, pad_to=pad_to),
     )
+
+
+# --- the keys of version 1 --------------------------------------------------------------------------------------------
+
+Batch = dict[str, Tensor]
+_FIELDS = ("input_ids", "attention_mask", "loss_mask", "position_mask", "aux_hidden_states")
+
+
+class NativeView:
+    """Makes items of version 1 of a native cache's samples. May be pickled; the head is then read again."""
+
+    def __init__(
+        self,
+        cache_dir: PathLike,
+        max_open_shards: int = 1024,
+        *,
+        follow_links: bool = False,
+        device: str | torch.device | None = None,
+        target_probs: bool = True,
+        expect: Mapping[str, Any] | None = None,
+        check: Check = "ends",
+    ) -> None:
+        """device: on which target_probs are made, and left; None: the CPU. target_probs: False leaves the key out.
+
+        expect, check: as for `NativeEagle3Dataset`.
+
+        Raises: as `NativeEagle3Dataset`; CacheError for a sample that is longer than seq_length.
+        """
+        self.dataset = NativeEagle3Dataset(
+            cache_dir, max_open_shards=max_open_shards, follow_links=follow_links, expect=expect, check=check
+        )
+        cache_dir = self.dataset.cache_dir
+        self.manifest, self._follow_links = self.dataset.manifest, follow_links
+        self.device, self.has_probs = device, target_probs
+        self._head: TargetHead | None = None
+        self.seq_length: int = self.manifest["seq_length"]
+        longest = int(self.dataset.counts[:, 0].max(initial=0))
+        if longest > self.seq_length:
+            found, expected = f"a sample of {longest:,} tokens", f"seq_length, {self.seq_length:,}, at most"
+            raise CacheError(manifest_path(cache_dir), found, expected, code="E701")
+        compare_once(cache_dir, f"{SIDECAR}/{PLAN_NAME}", follow_links=follow_links)
+        record = read_record(cache_dir, follow_links=follow_links)
+        self.pad_id = 0 if record is None else int(record["tokenizer"]["pad_id"])
+        """What follows the last token in input_ids: as precompute pads; 0 where there is no plan."""
+        self._selected = self.dataset.selected_token_ids
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_head": None}
+
+    @property
+    def head(self) -> TargetHead:
+        """The target's head, read when first used."""
+        if self._head is None:
+            cache_dir = self.dataset.cache_dir
+            self._head = TargetHead.of_cache(cache_dir, device=self.device, follow_links=self._follow_links)
+        return self._head
+
+    def item(self, index: int) -> Batch:
+        """Return a sample by the keys of version 1, [S] and [S, width]; target_probs on `device`, the rest on the CPU.
+
+        Raises: IndexError; CacheError.
+        """
+        return {name: tensor[0] for name, tensor in self.with_probs(self.collate([self.dataset[index]])).items()}
+
+    def collate(self, samples: Sequence[NativeSample]) -> Batch:
+        """Return a batch of `native_batch`, S slots wide, with ids and float fields as version 1 has them."""
+        batch = native_batch(samples, selected_token_ids=self._selected, pad_to=self.seq_length)
+        ids, attention = batch["input_ids"], batch["attention_mask"]
+        ids[:, :-1].masked_fill_(attention[:, 1:] == 0, self.pad_id)  # after the last slot a 0, whatever pads
+        states, dtype = batch["aux_hidden_states"], DTYPES[self.manifest["dtype"]]
+        batch["aux_hidden_states"] = states.to(dtype)
+        if dtype == torch.float16 != states.dtype and not bool(batch["aux_hidden_states"].isfinite().all()):
+            found = (
+                f"an auxiliary state of {float(states.abs().max()):g}, which fp16, its manifest's dtype, cannot hold"
+            )
+            raise CacheError(self.dataset.cache_dir, found, remedy="Read it by niels_gpt.eagle3.native", code="E708")
+        return batch
+
+    def with_probs(self, batch: Batch) -> Batch:
+        """Return the keys of version 1 of a batch of `collate`: [B, S] and [B, S, width]."""
+        fields = {name: batch[name] for name in _FIELDS}
+        if self.has_probs:
+            probs = self.head.target_probs(batch)
+            fields["target_probs"] = probs.to(DTYPES[self.manifest["dtype"]])
+        return fields
+
+
+class NativeLoader(DataLoader[Any]):
+    """A DataLoader over a native cache that adds target_probs in the main process, where a GPU can be used."""
+
+    def __init__(self, view: NativeView, **how: Any) -> None:
+        """how: as DataLoader."""
+        super().__init__(view.dataset, collate_fn=view.collate, **how)
+        self._view = view
+
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+        """Yield batches of version 1."""
+        for batch in super().__iter__():
+            yield self._view.with_probs(batch)

@@ -32,7 +32,7 @@ from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import printable
 
 if TYPE_CHECKING:
-    from niels_gpt.eagle3.exchange.importing import Imported
+    from niels_gpt.eagle3.exchange.move import Imported
 
 TOOLS = ("specforge", "speculators")
 command = partial(any_command, errors=(*ERRORS, RuntimeError), level=logging.WARNING)
@@ -220,7 +220,7 @@ def _published(
 ) -> Result:
     import torch
 
-    from niels_gpt.eagle3.derive.published import Published
+    from niels_gpt.eagle3.derive import Published
 
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch finds no usable GPU here. Use --device cpu")
@@ -293,7 +293,7 @@ def redraft(
     copy: bool,
 ) -> Result:
     """Give a cache another draft vocabulary."""
-    from niels_gpt.eagle3.derive.redraft import redraft
+    from niels_gpt.eagle3.derive import redraft
     from niels_gpt.eagle3.format.manifest import read_manifest
     from niels_gpt.eagle3.vocab import load_token_mapping
 
@@ -425,7 +425,7 @@ niels-gpt eagle3 import DIR OUT --from specforge --target MODEL --trust --layers
 @option("--follow-links", is_flag=True, help="read files that are links; refused otherwise")
 def import_(source: Path, out: Path, tool: str, **how: Any) -> Result:
     """Import a folder."""
-    from niels_gpt.eagle3.exchange.importing import import_cache
+    from niels_gpt.eagle3.exchange.move import import_cache
 
     if how["trust"] != (how["layers"] is not None) or (how["last_hidden"] and not how["trust"]):
         raise UsageError("--trust needs --layers, and --layers and --last-hidden need --trust")
@@ -464,8 +464,9 @@ def _opened(
     """Return the loaded target, and the arguments that say how the conventions are found."""
     import torch
 
-    from niels_gpt.eagle3.exchange.importing import FILES, Target
+    from niels_gpt.eagle3.exchange.move import Target
     from niels_gpt.eagle3.exchange.proof import Convention, capture_of
+    from niels_gpt.eagle3.exchange.tools import FILES
     from niels_gpt.eagle3.format.run import Run
     from niels_gpt.eagle3.head import TargetHead
     from niels_gpt.eagle3.target import parse_aux_layers, target_facts
@@ -531,7 +532,7 @@ niels-gpt eagle3 export CACHE OUT --to speculators""",
 @option("--to", "tool", type=click.Choice(TOOLS), required=True, help="the tool that shall read the files")
 def export(cache: Path, out: Path, follow_links: bool, tool: str) -> Result:
     """Export a cache."""
-    from niels_gpt.eagle3.exchange.exporting import export_cache
+    from niels_gpt.eagle3.exchange.move import export_cache
 
     with progress_bar("export", "samples") as progress:
         done = export_cache(cache, tool, out, progress=progress, follow_links=follow_links)

@@ -11,7 +11,7 @@ import hashlib
 import os
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -52,7 +52,7 @@ from niels_gpt.eagle3.format.manifest import (
     number_in,
     read_manifest,
 )
-from niels_gpt.eagle3.format.native import STARTS, Counts, NativeLayout, NativeSample, row_counts
+from niels_gpt.eagle3.format.native import STARTS, Counts, NativeLayout, NativeSample, has_target_row, row_counts
 from niels_gpt.eagle3.format.receipts import Receipts, version_of
 from niels_gpt.eagle3.format.shard_writer import (
     ROW_TENSORS,
@@ -453,6 +453,24 @@ class NativeShards(Shards[MappedShard]):
         mapped = self.opened(shard)
         self._compare(shard, row, mapped)
         return mapped.sample(row)
+
+    def positions(self, selected_token_ids: Sequence[int]) -> int:
+        """Return the supervised target rows of all shards whose most probable token is in the draft's vocabulary.
+
+        Raises: as `opened`; CacheError for an id beyond the target's vocabulary.
+        """
+        vocab_size, count = self.manifest["target_vocab_size"], 0
+        in_draft = np.zeros(vocab_size, np.bool_)
+        in_draft[[*selected_token_ids]] = True
+        for shard in range(self.num_shards):
+            mapped = self.opened(shard)
+            loss = mapped.loss_mask(0, len(mapped.tensors["input_ids"]))
+            argmax = mapped.tensors["argmax_ids"].numpy()
+            if int(argmax.max(initial=0)) >= vocab_size:
+                found = f"argmax_ids up to {argmax.max(initial=0)}"
+                raise CacheError(shard_path(self.cache_dir, shard), found, f"ids below {vocab_size}", code="E701")
+            count += int((loss[has_target_row(mapped.starts[:, 0], loss)] & in_draft[argmax]).sum())
+        return count
 
     def wrong_form(self, shard: int) -> Iterator[CacheError]:
         """Yield why a shard is none of this cache."""

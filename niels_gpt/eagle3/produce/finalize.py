@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.eagle3.format.layout import MANIFEST_NAME, SIDECAR, shard_path
+from niels_gpt.eagle3.format.layout import MANIFEST_NAME, SIDECAR
 from niels_gpt.eagle3.format.manifest import manifest_bytes
 from niels_gpt.eagle3.format.meta import lists_shards, unchanged_shards, write_meta
 from niels_gpt.eagle3.format.plan import Plan
 from niels_gpt.eagle3.format.shard_writer import read_receipt, receipt_path
 from niels_gpt.eagle3.format.shards import NativeShards
 from niels_gpt.eagle3.format.weights import has_weights
-from niels_gpt.eagle3.produce.positions import Counts, native_positions
+from niels_gpt.eagle3.produce.positions import Counts
 from niels_gpt.eagle3.produce.resume_checks import finished_meta
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import read_regular, shortened
@@ -67,7 +67,9 @@ def _described(folder: Path, plan: Plan) -> dict[str, Any]:
     facts = [_receipt(folder, shard, names)["facts"] for shard in range(plan.num_shards)]
     totals = {name: sum(each[name] for each in facts) for name in names}
     if plan.is_native:
-        totals["positions"] = _native_positions(folder, plan)
+        totals["positions"] = NativeShards(folder, plan.manifest, max_open=1).positions(
+            plan.manifest["selected_token_ids"]
+        )
     tokens, supervised, positions = (totals[name] for name in ("tokens", "supervised", "positions"))
     topk = 0 if plan.is_native else plan.layout.topk
     kept = None if topk == 0 or not positions else sum(each["kept_mass"] for each in facts) / positions
@@ -91,12 +93,6 @@ def _described(folder: Path, plan: Plan) -> dict[str, Any]:
         "target": plan.target,
         "tokenizer_sha256": plan.tokenizer["sha256"],
     }
-
-
-def _native_positions(folder: Path, plan: Plan) -> int:
-    shards = NativeShards(folder, plan.manifest, max_open=1)
-    opened = ((shard_path(folder, shard), shards.opened(shard)) for shard in range(plan.num_shards))
-    return native_positions(opened, plan.manifest["selected_token_ids"], plan.manifest["target_vocab_size"])
 
 
 def _receipt(folder: Path, shard: int, counted: Sequence[str]) -> dict[str, Any]:

@@ -6,16 +6,8 @@ Without positions a draft's loss is 0 throughout, and training runs without an e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
-
-from niels_gpt.eagle3.format.layout import PathLike
-from niels_gpt.eagle3.format.native import has_target_row
-from niels_gpt.eagle3.format.shards import MappedShard
-from niels_gpt.storage.errors import CacheError
 
 FEW = 0.05
 """Share of the supervised slots: fewer positions give a warning."""
@@ -82,24 +74,3 @@ class Counts:
             f"{self.supervised_share:.1%} of the tokens supervised, {self.position_share:.1%} of these with the "
             "target's most probable token in the draft vocabulary"
         )
-
-
-def native_positions(
-    shards: Iterable[tuple[PathLike, MappedShard]], selected_token_ids: Sequence[int], vocab_size: int
-) -> int:
-    """Count the supervised target rows of native shards whose most probable token is in the draft's vocabulary.
-
-    shards: with their paths, for errors. vocab_size: of the target.
-    Raises: CacheError where the target rows are not those of the loss mask, and for an id beyond the vocabulary.
-    """
-    in_draft, count = np.zeros(vocab_size, np.bool_), 0
-    in_draft[[*selected_token_ids]] = True
-    for path, shard in shards:
-        loss = shard.loss_mask(0, len(shard.tensors["input_ids"]))
-        rows = has_target_row(shard.starts[:, 0], loss)
-        argmax = shard.tensors["argmax_ids"].numpy()
-        if rows.sum() != len(argmax) or int(argmax.max(initial=0)) >= vocab_size:
-            found = f"{len(argmax)} target rows, with argmax_ids up to {argmax.max(initial=0)}"
-            raise CacheError(path, found, f"{rows.sum()} rows, and ids below {vocab_size}", code="E701")
-        count += int((loss[rows] & in_draft[argmax]).sum())
-    return count

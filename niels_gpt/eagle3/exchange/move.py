@@ -1,13 +1,19 @@
-"""A folder of another tool -> a native cache: conventions proved, samples checked, target rows computed by the head.
+"""A folder of another tool -> a native cache, and a native cache -> such a folder.
 
-The other tool stores states alone. What a native cache has beside them is computed here: of each target row the
-log-normalizer and the most probable token, from the stored last hidden state by the target's own norm and lm_head.
+Import: conventions are proved, samples checked, target rows computed. The other tool stores states alone. What a native
+cache has beside them is computed here: of each target row the log-normalizer and the most probable token, from the
+stored last hidden state by the target's own norm and lm_head. A shard's samples are in memory until it is written:
+`shard_bytes` at most, and one sample more.
 
-A shard's samples are in memory until it is written: `shard_bytes` at most, and one sample more.
+Export: every state stands in its place, with zeros where the cache has none. A native cache has no state where no loss
+can need it: its auxiliary states end before the last target row, and target rows are stored where a loss mask, shifted
+or not, can be 1. All other states are zeros in the folder, and the loss of EAGLE-3, of either tool, looks at none of
+them. Drafts of other kinds, such as MTP and DFlash, read more states than these. The masks and ids are whole.
 """
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,18 +23,20 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from niels_gpt.eagle3.exchange.describe import add_draft_vocab, write_meta
-from niels_gpt.eagle3.exchange.foreign import BadSample, ForeignFiles, ForeignSample
+from niels_gpt.eagle3.derive import frequent_tokens
+from niels_gpt.eagle3.exchange.foreign import BadSample, ForeignFiles, ForeignSample, checked_sample
 from niels_gpt.eagle3.exchange.proof import PROOF_TOKENS, Capture, Convention, prove, reach, refuse_shifted_mask
-from niels_gpt.eagle3.exchange.specforge import SpecForgeFiles
-from niels_gpt.eagle3.exchange.speculators import SpeculatorsFiles
-from niels_gpt.eagle3.format.layout import DTYPES, MAX_ROWS
-from niels_gpt.eagle3.format.manifest import NATIVE_VERSION, write_manifest
+from niels_gpt.eagle3.exchange.tools import FILES, NUM_LAYERS, WRITERS
+from niels_gpt.eagle3.format.layout import DTYPES, MAX_ROWS, row_bytes_of
+from niels_gpt.eagle3.format.manifest import NATIVE_VERSION, is_native, read_manifest, write_manifest
+from niels_gpt.eagle3.format.meta import write_meta
 from niels_gpt.eagle3.format.native import (
     DEFAULT_SHARD_BYTES,
     NativeLayout,
     NativeSample,
+    dequantized,
     quantized,
     room_bits,
     row_counts,
@@ -36,17 +44,16 @@ from niels_gpt.eagle3.format.native import (
 )
 from niels_gpt.eagle3.format.shard_writer import NativeShardWriter
 from niels_gpt.eagle3.format.shards import NativeShards
+from niels_gpt.eagle3.format.torch_files import MAX_INFLATED
 from niels_gpt.eagle3.format.weights import write_weights
 from niels_gpt.eagle3.head import TargetHead
+from niels_gpt.eagle3.produce.positions import Counts
 from niels_gpt.progress import Progress
 from niels_gpt.storage.errors import CacheError, TargetError
 from niels_gpt.storage.fresh_folder import fresh_folder
 
-FILES: dict[str, type[SpecForgeFiles] | type[SpeculatorsFiles]] = {
-    "specforge": SpecForgeFiles,
-    "speculators": SpeculatorsFiles,
-}
-"""The tools whose files are read."""
+# --- import -----------------------------------------------------------------------------------------------------------
+
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -130,17 +137,19 @@ def import_cache(
         shards = _Shards(work, importing, convention, head, aux_fp8, shard_bytes, progress)
         shards.write()
         write_weights(work, head.weights())
-        write_manifest(work, _manifest(shards, target, head, convention, tool))
-        add_draft_vocab(work, draft_vocab_size, target.special_token_ids)
-        write_meta(work, source, tool, target.facts, importing.dropped)
-        rows = int(NativeShards.of_cache(work).counts[:, 2].sum())
+        manifest = _manifest(shards, target, head, convention, tool)
+        stored = NativeShards(work, manifest, max_open=1)
+        chosen = frequent_tokens(stored, draft_vocab_size, target.special_token_ids)
+        manifest |= {"draft_vocab_size": len(chosen), "selected_token_ids": chosen}
+        write_manifest(work, manifest)
+        _write_meta(work, source, tool, target, manifest, shards, importing.dropped)
     return Imported(
         convention,
         loss_mask or "raw",
         mask_checked,
         shards.num_samples,
         shards.num_tokens,
-        rows,
+        shards.target_rows,
         dict(importing.dropped),
         tuple(importing.first_dropped),
         tuple(_notes(tool, files, convention, shards, aux_fp8)),
@@ -250,6 +259,7 @@ class _Shards:
         self._aux_fp8, self.shard_bytes, self._progress = aux_fp8, shard_bytes, progress
         self.layout: NativeLayout | None = None
         self.num_shards = self.num_samples = self.num_tokens = self.seq_length = 0
+        self.supervised = self.target_rows = 0
         self._waiting: list[NativeSample] = []
         self._counts: list[NDArray[np.int64]] = []
         self._bits = 0
@@ -313,6 +323,7 @@ class _Shards:
             supervised = sum(int(sample.loss_mask[1:].sum()) for sample in self._waiting)
             facts = {"tokens": tokens, "supervised": supervised, "aux_rows": aux_rows, "target_rows": target_rows}
             writer.commit(facts)
+            self.supervised, self.target_rows = self.supervised + supervised, self.target_rows + target_rows
         finally:
             writer.discard()
         self.num_shards, self.num_samples = self.num_shards + 1, self.num_samples + len(self._waiting)
@@ -340,7 +351,7 @@ def _notes(tool: str, files: ForeignFiles, convention: Convention, shards: _Shar
 
 
 def _manifest(shards: _Shards, target: Target, head: TargetHead, convention: Convention, tool: str) -> dict[str, Any]:
-    """Return the manifest, but for the draft's vocabulary, of which it has one token."""
+    """Return the manifest, but for the draft's vocabulary."""
     layout = shards.layout
     assert layout is not None
     return {
@@ -354,8 +365,6 @@ def _manifest(shards: _Shards, target: Target, head: TargetHead, convention: Con
         "seq_length": shards.seq_length,
         "num_samples": shards.num_samples,
         "num_shards": shards.num_shards,
-        "draft_vocab_size": 1,
-        "selected_token_ids": [0],
         "conventions": {
             "layer_index": "block_output_0based",
             "last_hidden": convention.last_hidden,
@@ -366,3 +375,164 @@ def _manifest(shards: _Shards, target: Target, head: TargetHead, convention: Con
         "shard_bytes": shards.shard_bytes,
         "imported": {"from": tool, "proved": convention.as_json()},
     }
+
+
+def _write_meta(
+    folder: Path,
+    source: Path,
+    tool: str,
+    target: Target,
+    manifest: Mapping[str, Any],
+    shards: _Shards,
+    dropped: Mapping[str, int],
+) -> None:
+    """Write meta.json, whose plan_sha256 is null: no run of this project's producer made the states.
+
+    Raises: CacheError naming `source` where nothing could be trained on.
+    """
+    totals = {
+        "samples": shards.num_samples,
+        "tokens": shards.num_tokens,
+        "supervised_tokens": shards.supervised,
+        "positions": NativeShards(folder, dict(manifest), max_open=1).positions(manifest["selected_token_ids"]),
+        "shards": shards.num_shards,
+    }
+    if problem := Counts.of_meta({"totals": totals}).problem:
+        raise CacheError(source, problem, code="E709")
+    keys = {"plan_sha256": None, "totals": totals, "dropped": dict(dropped), "altered": {}}
+    write_meta(folder, {**keys, "source": {"kind": tool}, "target": dict(target.facts)})
+
+
+# --- export -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export wrote."""
+
+    samples: int
+    tokens: int
+    without_aux: int
+    """Tokens whose auxiliary states are zeros."""
+    without_last: int
+    """Tokens whose last hidden state is zeros."""
+    num_bytes: int
+    """Of the files with states."""
+    last_hidden: str
+    """pre_norm or post_norm: what the last hidden states are in the folder."""
+    notes: tuple[str, ...]
+    """What was changed on the way."""
+
+
+def export_cache(
+    cache: Path, tool: str, out: Path, *, progress: Progress | None = None, follow_links: bool = False
+) -> Exported:
+    """Write the folder that another tool reads.
+
+    tool: a key of WRITERS. out: must not exist, or be an empty folder; it is there whole or not at all.
+    progress: items and units are samples.
+    Raises: CacheError for a cache of version 1 or 2, for one that lacks what the tool needs, and for a sample that no
+        import would take.
+    """
+    manifest = read_manifest(cache, follow_links=follow_links)
+    _refuse(cache, manifest, tool)
+    stored = NativeShards.of_cache(cache, follow_links=follow_links)
+    _refuse_large(cache, stored)
+    kind = WRITERS[tool]
+    to_post_norm = tool == "specforge" and manifest["conventions"]["last_hidden"] == "pre_norm"
+    head = TargetHead.of_cache(cache, follow_links=follow_links) if to_post_norm else None
+    num_bytes = 0
+    with fresh_folder(out, sources=[cache]) as work:
+        writer = kind(work, stored.num_samples)
+        for index in range(stored.num_samples):
+            sample = _whole(stored.sample(index), manifest, head, one_dtype=tool != "specforge")
+            _refuse_bad(cache, manifest, index, sample)
+            num_bytes += writer.write(index, sample)
+            if progress is not None:
+                progress(index + 1, index + 1, stored.num_samples)
+        writer.finish()
+    tokens, aux_rows, target_rows = stored.counts.sum(axis=0).tolist()
+    return Exported(
+        stored.num_samples,
+        tokens,
+        tokens - aux_rows,
+        tokens - target_rows,
+        num_bytes,
+        writer.last_hidden,
+        tuple(_losses(manifest, to_post_norm)),
+    )
+
+
+def _refuse(cache: Path, manifest: dict[str, Any], tool: str) -> None:
+    """Raise CacheError for a cache that cannot become such a folder."""
+    if not is_native(manifest):
+        found = (
+            f"is version {manifest['format_version']}: it has the target's probabilities, not its last hidden states"
+        )
+        remedy = f"Produce it with --format native; {tool} computes probabilities itself"
+        raise CacheError(cache, found, "a native cache", remedy, code="E710")
+    layers, last = len(manifest["aux_layer_ids"]), manifest["conventions"]["last_hidden"]
+    if tool == "specforge" and layers != NUM_LAYERS:
+        found = f"has {layers} auxiliary layers"
+        raise CacheError(cache, found, f"{NUM_LAYERS}, which SpecForge's EAGLE-3 takes", code="E710")
+    if tool == "speculators" and last == "post_norm":
+        found = "has last hidden states after the final norm, which cannot be undone"
+        raise CacheError(cache, found, "those before it, which speculators takes", "Export to specforge", code="E710")
+
+
+def _refuse_large(cache: Path, stored: NativeShards) -> None:
+    """Raise CacheError for a sample that would be larger than an import takes: it has few states, and gets them all."""
+    states = len(stored.manifest["aux_layer_ids"]) + 1, stored.manifest["hidden_size"]
+    longest = int(stored.counts[:, 0].max(initial=0))
+    size = longest * row_bytes_of((DTYPES[stored.manifest["dtype"]], states))
+    if size > MAX_INFLATED:
+        found = f"a sample of {longest:,} tokens would have {size:,} bytes with a state for each"
+        raise CacheError(cache, found, f"{MAX_INFLATED:,} at most", "Make the cache of shorter samples", code="E710")
+
+
+def _refuse_bad(cache: Path, manifest: dict[str, Any], index: int, sample: ForeignSample) -> None:
+    """Raise CacheError for states that are not finite, and for token ids that the target does not have."""
+    parts, sizes = (sample.input_ids, sample.loss_mask, sample.aux, sample.last), ("hidden_size", "target_vocab_size")
+    try:
+        checked_sample(f"sample {index}", *parts, *(manifest[size] for size in sizes))
+    except BadSample as error:
+        remedy = f"Find all damage: {shlex.join(['niels-gpt', 'eagle3', 'verify', str(cache)])}"
+        found = f"{error.name} is {error.reason}: {error.found}"
+        raise CacheError(cache, found, remedy=remedy, code="E701") from error
+
+
+def _whole(
+    sample: NativeSample, manifest: dict[str, Any], head: TargetHead | None, *, one_dtype: bool
+) -> ForeignSample:
+    """Return a sample with a state for every token; head: applies its norm."""
+    number, length = DTYPES[manifest["dtype"]], len(sample.loss_mask)
+    aux, last = sample.aux_hidden_states, sample.last_hidden_states
+    if sample.aux_scales is not None:
+        aux = dequantized(aux, sample.aux_scales, number)
+    if head is not None:
+        last = head.normed(last).to(number)
+    if one_dtype:
+        number = torch.promote_types(aux.dtype, last.dtype)
+        aux, last = aux.to(number), last.to(number)
+    return ForeignSample(
+        torch.from_numpy(sample.input_ids.astype(np.int64)),
+        torch.from_numpy(sample.loss_mask.copy()),
+        _spread(aux, torch.arange(len(aux)), length),
+        _spread(last, torch.from_numpy(sample.positions), length),
+    )
+
+
+def _spread(states: Tensor, positions: Tensor, length: int) -> Tensor:
+    """Return states [length, ...] with the given ones at their positions, and zeros elsewhere."""
+    whole = states.new_zeros((length, *states.shape[1:]))
+    whole[positions] = states
+    return whole
+
+
+def _losses(manifest: dict[str, Any], to_post_norm: bool) -> list[str]:
+    notes = ["for EAGLE-3 only: drafts such as MTP and DFlash read states that are zeros here"]
+    if to_post_norm:
+        notes.append("the final norm was applied to the last hidden states")
+    if manifest["aux_dtype"] == "fp8":
+        notes.append(f"the auxiliary states were dequantized from float8 to {manifest['dtype']}")
+    return notes
