@@ -469,14 +469,14 @@ class StoredSample:
         ids, loss = (each[: self.length].astype(np.int64) for each in whole)
         return ids, loss
 
-    def states(self, part: int | slice, dtype: torch.dtype | None = None) -> Tensor:
+    def states(self, part: int | slice | NDArray[np.int64], dtype: torch.dtype | None = None) -> Tensor:
         """Return auxiliary states of one slot or token, or of some: [..., blocks, H]; of fp8 those of no other token.
 
         dtype: None: as stored, of fp8 bfloat16.
         """
         states, scales = self.tensors[AUX][part], self.tensors.get("aux_scales")
         blocks = max(1, len(self.cache.aux_layer_ids)), self.cache.hidden_size
-        states = states.view(*states.shape[: isinstance(part, slice)], *blocks)
+        states = states.view(*(() if isinstance(part, int) else (len(states),)), *blocks)
         if scales is None:
             return states if dtype is None else states.to(dtype)
         return dequantized(states, scales[part], dtype or torch.bfloat16)

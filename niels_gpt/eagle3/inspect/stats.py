@@ -251,8 +251,8 @@ def _entropy_and_norms(
         slots = tables["position_mask"][row, :, 0].nonzero()[:, 0][within]
         probs = tables[VALUES if VALUES in tables else PROBS][row, slots].double()
         entropies += torch.special.entr(probs).sum(-1).tolist()
-        states = tables[AUX][row, slots].double().view(len(slots), layers, -1)
-        sums += states.norm(dim=-1).sum(0).numpy()
+        states = tables[AUX][row, slots].view(len(slots), layers, -1)
+        sums += states.norm(dim=-1, dtype=torch.float64).sum(0).numpy()
     return np.array(entropies), _mean_norms(cache, sums, len(entropies))
 
 
@@ -336,11 +336,13 @@ def _by_the_head(
         mass, entropy = _distributions(cache, mapped.tensors, torch.from_numpy(rows))
         masses.append(mass.tolist())
         entropies += entropy[torch.from_numpy(is_known)].tolist()
-        for target_row in rows[is_known]:  # its slot has the states of the token before
-            number = int(np.searchsorted(mapped.starts[:, 2], target_row, side="right")) - 1
+        samples = np.searchsorted(mapped.starts[:, 2], rows, side="right") - 1
+        for number in np.unique(samples[is_known]).tolist():
             row = cache.row(shard, mapped, number)
-            position = row.positions[target_row - mapped.starts[number, 2]]
-            sums += row.states(int(position) - 1).double().norm(dim=-1).numpy()
+            within = rows[is_known & (samples == number)] - mapped.starts[number, 2]
+            states = row.states(row.positions[within] - 1)  # a slot has those of the token before
+            for norms in states.norm(dim=-1, dtype=torch.float64).numpy():
+                sums += norms
     by_shard = [sum(part) / len(part) if part else math.nan for part in masses]
     total = sum(map(len, masses))
     mass_of_all = Mass(by_shard, sum(map(sum, masses)) / total) if total else None

@@ -390,7 +390,8 @@ def _weights_not_finite(cache: Eagle3Cache) -> Problems:
     """Yield the first number of each of the target's weights that is not finite."""
     for name, weight in cache.weights().items():
         for start, wrong, _ in _wrong_numbers(weight):
-            found = f"{weight_row(name, start + int(wrong.nonzero()[0, 0]))} is not finite"
+            what = weight_row(name, start + int(wrong.nonzero()[0, 0]))
+            found = f"{what} is not finite: a weight of the target is broken"
             yield CacheError(cache.folder / cache.WEIGHTS, found, "numbers", code="E701")
             break
 
