@@ -26,7 +26,7 @@ from niels_gpt.eagle3.cache import (
 )
 from niels_gpt.eagle3.format.samples import Samples
 from niels_gpt.eagle3.head import TargetHead
-from niels_gpt.eagle3.inspect.published.row_checks import tolerance
+from niels_gpt.eagle3.inspect.verify import tolerance
 from niels_gpt.eagle3.native import NativeEagle3Dataset
 from niels_gpt.eagle3.vocab import load_token_mapping
 from niels_gpt.kinds.verify import find_damage

@@ -146,7 +146,7 @@ def stats(cache: Path, follow_links: bool, plot: Path | None, seed: int) -> Resu
     with progress_bar("stats", "shards") as progress:
         numbers = stats(cache, seed=seed, progress=progress, follow_links=follow_links)
     if plot is not None:
-        from niels_gpt.eagle3.inspect.plot import plot as draw
+        from niels_gpt.eagle3.inspect.stats import plot as draw
         from niels_gpt.storage.fileio import write_bytes
 
         write_bytes(plot, draw(numbers, cache.name))
