@@ -39,37 +39,43 @@ from niels_gpt.cache.checksums import Check
 from niels_gpt.cache.meta import check_expected
 from niels_gpt.display.numbers import number_of
 from niels_gpt.display.tables import html_table
-from niels_gpt.eagle3.format.convert import convert
 from niels_gpt.eagle3.format.layout import (
     DENSE_FIELDS,
     DTYPES,
     EMBEDDINGS_NAME,
     INT_FIELDS,
+    LOCK_NAME,
     MANIFEST_NAME,
     SHARD_NAME,
+    SIDECAR,
     TOPK_FIELDS,
     PathLike,
     layout_like,
+    refuse_links,
     shard_path,
 )
 from niels_gpt.eagle3.format.manifest import (
     FORMAT_VERSION,
+    VERSIONS,
     atomic_write,
     existing_shard_indices,
     is_compressed,
     is_native,
     load_safetensors,
     manifest_path,
+    number_in,
     read_manifest,
     write_manifest,
 )
-from niels_gpt.eagle3.format.receipts import fingerprint, version_of
+from niels_gpt.eagle3.format.meta import eagle3_meta, file_sha256, fingerprint, version_of, write_meta
 from niels_gpt.eagle3.format.shard_writer import ShardWriter
 from niels_gpt.eagle3.format.shards import COMMON_FIELDS, DenseShards, Shards, shards_of
 from niels_gpt.eagle3.format.weights import read_target_embeddings, write_target_embeddings
 from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import remove
+from niels_gpt.storage.locks import file_lock
 from niels_gpt.storage.meta_json import shortened
-from niels_gpt.storage.versions import version_name
+from niels_gpt.storage.versions import VERSIONS_DIR, version_name
 
 if TYPE_CHECKING:
     from niels_gpt.eagle3.native import NativeView
@@ -174,6 +180,52 @@ def verify(cache_dir: PathLike, *, follow_links: bool = False) -> list[str]:
     return [sentence for index in range(shards.num_shards) for _, sentence in shards.damage(index)]
 
 
+def convert(cache_dir: PathLike, format_version: int, *, follow_links: bool = False) -> bool:
+    """Convert a dense cache to version 1 or 2 by changing its manifest; return whether anything changed.
+
+    Version 2 has the key `target_probs_topk`, 0; all other keys stay. A meta.json of this project is updated.
+    follow_links: as `open_file`. A file that is written replaces a link; nothing is written through one.
+    Raises: ValueError for another version; CacheError for a top-k cache, whose shards version 1 cannot hold, for a
+        committed version below .versions/, which never changes, and while another process writes the cache.
+    """
+    if type(format_version) is not int or format_version not in VERSIONS:
+        raise ValueError(f"format_version {format_version}, expected 1 or 2")
+    folder = Path(cache_dir)
+    if VERSIONS_DIR in folder.resolve().parts:
+        raise CacheError(folder, "a committed version is never changed", remedy="Convert a copy: cp -rL", code="E710")
+    if not follow_links or (folder / SIDECAR).is_symlink():
+        refuse_links(folder)
+    if not (folder / SIDECAR).is_dir():
+        return _convert(folder, format_version, follow_links)
+    lock = folder / SIDECAR / LOCK_NAME
+    if lock.is_symlink():  # of a snapshot: the link is removed, its file stays
+        remove(lock)
+    with file_lock(lock, folder, "is being written", wait=False):
+        return _convert(folder, format_version, follow_links)
+
+
+def _convert(folder: Path, format_version: int, follow_links: bool) -> bool:
+    manifest, meta = read_manifest(folder, follow_links=follow_links), eagle3_meta(folder, follow_links)
+    is_other: bool = manifest["format_version"] != format_version
+    if is_other:
+        topk = manifest.get("target_probs_topk")
+        if topk and is_compressed(topk, number_in(manifest, "draft_vocab_size", folder)):
+            found = f"target_probs_topk is {topk}, and version 1 holds all probabilities"
+            remedy = "Produce the cache again with --target-probs-topk 0"
+            raise CacheError(manifest_path(folder), found, remedy=remedy, code="E710")
+        manifest.pop("target_probs_topk", None)
+        manifest |= {"format_version": format_version} | ({"target_probs_topk": 0} if format_version == 2 else {})
+        write_manifest(folder, manifest)
+    if meta is None:
+        return is_other
+    recorded = {record["name"]: record for record in meta["files"]}
+    named = recorded.pop(MANIFEST_NAME, {"sha256": ""})["sha256"]
+    is_stale = named != file_sha256(folder / MANIFEST_NAME, follow_links=follow_links)
+    if is_stale:  # also where an earlier call was killed before this
+        write_meta(folder, meta, known=recorded.values(), follow_links=follow_links)
+    return is_other or is_stale
+
+
 class CachedEagle3Dataset(Dataset[dict[str, torch.Tensor]]):
     """Reads an EAGLE-3 cache of any form; an item is one sample: the keyword arguments of the trainer's forward.
 
@@ -232,7 +284,7 @@ class CachedEagle3Dataset(Dataset[dict[str, torch.Tensor]]):
             check_expected(self.fingerprint(), expect, self.cache_dir)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the identity of the cache for a checkpoint: see `niels_gpt.eagle3.format.receipts.fingerprint`."""
+        """Return the identity of the cache for a checkpoint: see `niels_gpt.eagle3.format.meta.fingerprint`."""
         return fingerprint(self.cache_dir, self.num_samples, follow_links=self._follow_links)
 
     def __repr__(self) -> str:

@@ -46,8 +46,7 @@ from niels_gpt.eagle3.format.manifest import (
     write_manifest,
 )
 from niels_gpt.eagle3.format.meta import eagle3_meta, write_meta
-from niels_gpt.eagle3.format.plan import Plan, make_plan, open_plan, read_record
-from niels_gpt.eagle3.format.run import CONVERTED_FROM
+from niels_gpt.eagle3.format.plan import CONVERTED_FROM, Plan, make_plan, open_plan, read_record
 from niels_gpt.eagle3.format.samples import Samples
 from niels_gpt.eagle3.format.shard_writer import ShardWriter
 from niels_gpt.eagle3.format.shards import NativeShards

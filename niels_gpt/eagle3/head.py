@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from niels_gpt.eagle3.format.layout import MANIFEST_NAME, WEIGHTS_NAME, PathLike
 from niels_gpt.eagle3.format.manifest import PRODUCE_AGAIN, is_native, read_manifest
-from niels_gpt.eagle3.format.receipts import compare_once
+from niels_gpt.eagle3.format.meta import compare_once
 from niels_gpt.eagle3.format.weights import WEIGHTS, read_weights
 from niels_gpt.eagle3.target import PART_VALUES
 from niels_gpt.eagle3.targets.probe import RMS, Probe, difference, final_norm, normed, other_logits, tolerance

@@ -26,9 +26,9 @@ from niels_gpt.display.numbers import number_of
 from niels_gpt.display.tables import html_table
 from niels_gpt.eagle3.format.layout import DTYPES, SIDECAR, PathLike
 from niels_gpt.eagle3.format.manifest import manifest_path
+from niels_gpt.eagle3.format.meta import compare_once, fingerprint
 from niels_gpt.eagle3.format.native import NativeSample, dequantize_into
 from niels_gpt.eagle3.format.plan import PLAN_NAME, read_record
-from niels_gpt.eagle3.format.receipts import compare_once, fingerprint
 from niels_gpt.eagle3.format.shards import NativeShards
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.storage.errors import CacheError
@@ -74,7 +74,7 @@ class NativeEagle3Dataset(Dataset[NativeSample]):
             check_expected(self.fingerprint(), expect, self.cache_dir)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the identity of the cache for a checkpoint: see `niels_gpt.eagle3.format.receipts.fingerprint`."""
+        """Return the identity of the cache for a checkpoint: see `niels_gpt.eagle3.format.meta.fingerprint`."""
         return fingerprint(self.cache_dir, self.num_samples, follow_links=self._follow_links)
 
     @property

@@ -467,7 +467,7 @@ def _opened(
     from niels_gpt.eagle3.exchange.move import Target
     from niels_gpt.eagle3.exchange.proof import Convention, capture_of
     from niels_gpt.eagle3.exchange.tools import FILES
-    from niels_gpt.eagle3.format.run import Run
+    from niels_gpt.eagle3.format.plan import Run
     from niels_gpt.eagle3.head import TargetHead
     from niels_gpt.eagle3.target import parse_aux_layers, target_facts
     from niels_gpt.recipes.eagle3.prepare import open_target

@@ -127,44 +127,55 @@ def import_cache(
     if (capture is None) == (stated is None) or samples < 1:
         raise ValueError("either a capture and one sample or more to prove the conventions on, or stated ones")
     files = FILES[tool](source, target.hidden_size, target.vocab_size, follow_links=follow_links)
-    importing = _Import(source, files, drop_bad, is_shifted=loss_mask == "shifted")
-    drawn = importing.drawn(samples, seed, to_compare=capture is not None)
+    run = _Import(source, files, drop_bad, loss_mask == "shifted", aux_fp8, shard_bytes)
+    drawn = run.drawn(samples, seed, to_compare=capture is not None)
     mask_checked = loss_mask is None and refuse_shifted_mask(source, [sample for _, sample in drawn])
     convention = prove(source, drawn, capture) if capture else stated
     assert convention is not None
     head = _head_for(convention.last_hidden, target.head)
     with fresh_folder(out, sources=[source]) as work:
-        shards = _Shards(work, importing, convention, head, aux_fp8, shard_bytes, progress)
-        shards.write()
+        run.write(work, convention, head, progress)
         write_weights(work, head.weights())
-        manifest = _manifest(shards, target, head, convention, tool)
+        manifest = run.manifest(target, head, convention, tool)
         stored = NativeShards(work, manifest, max_open=1)
         chosen = frequent_tokens(stored, draft_vocab_size, target.special_token_ids)
         manifest |= {"draft_vocab_size": len(chosen), "selected_token_ids": chosen}
         write_manifest(work, manifest)
-        _write_meta(work, source, tool, target, manifest, shards, importing.dropped)
+        totals = run.totals | {"positions": stored.positions(chosen)}
+        if problem := Counts.of_meta({"totals": totals}).problem:
+            raise CacheError(source, problem, code="E709")
+        # plan_sha256 is null: no run of this project's producer made the states
+        keys = {"plan_sha256": None, "totals": totals, "dropped": dict(run.dropped), "altered": {}}
+        write_meta(work, {**keys, "source": {"kind": tool}, "target": dict(target.facts)})
     return Imported(
         convention,
         loss_mask or "raw",
         mask_checked,
-        shards.num_samples,
-        shards.num_tokens,
-        shards.target_rows,
-        dict(importing.dropped),
-        tuple(importing.first_dropped),
-        tuple(_notes(tool, files, convention, shards, aux_fp8)),
+        totals["samples"],
+        totals["tokens"],
+        run.target_rows,
+        dict(run.dropped),
+        tuple(run.first_dropped),
+        tuple(run.notes(tool, convention)),
     )
 
 
 class _Import:
-    """The samples of a folder; a bad one is refused, or left out and counted."""
+    """The samples of a folder, a bad one refused, or left out and counted, and the shards made of the others."""
 
-    def __init__(self, source: Path, files: ForeignFiles, drop_bad: bool, *, is_shifted: bool) -> None:
+    def __init__(
+        self, source: Path, files: ForeignFiles, drop_bad: bool, is_shifted: bool, aux_fp8: bool, shard_bytes: int
+    ) -> None:
         self.source, self.files, self._drop_bad, self._is_shifted = source, files, drop_bad, is_shifted
+        self._aux_fp8, self._shard_bytes = aux_fp8, shard_bytes
         self.dropped: Counter[str] = Counter()
         self.first_dropped: list[str] = []
         self.was_fp8 = False
         self._form: tuple[int, torch.dtype, torch.dtype] | None = None  # layers, dtypes
+        self.totals = dict.fromkeys(("samples", "tokens", "supervised_tokens", "shards"), 0)
+        self.target_rows = self._seq_length = self._bits = 0
+        self._waiting: list[NativeSample] = []
+        self._counts: list[NDArray[np.int64]] = []
 
     def read(self, index: int, *, is_counted: bool = True) -> ForeignSample | None:
         """Return a sample; None for a bad one that is left out. Raises: CacheError."""
@@ -225,6 +236,100 @@ class _Import:
             texts = (f"{layers} layers of {aux}, last {last}" for layers, aux, last in (form, self._form))
             raise BadSample("mismatched", name, "{}, expected {}, as most of the drawn samples have".format(*texts))
 
+    def write(self, folder: Path, convention: Convention, head: TargetHead, progress: Progress | None) -> None:
+        """Write all shards. Raises: CacheError where no sample is left."""
+        total = len(self.files.names)
+        for index in range(total):
+            foreign = self.read(index)
+            if foreign is not None:
+                self._add(folder, self._native(foreign, convention, head))
+            if progress is not None:
+                progress(index + 1, index + 1, total)
+        self._flush(folder)
+        if not self.totals["samples"]:
+            raise CacheError(self.source, f"not one of {total:,} samples can be used", code="E711")
+
+    def _native(self, foreign: ForeignSample, convention: Convention, head: TargetHead) -> NativeSample:
+        loss = foreign.loss_mask.numpy()
+        positions = torch.from_numpy(target_positions(loss))
+        last = foreign.last[positions]
+        normalizers, argmax = head.log_normalizer_and_argmax(last)
+        aux = foreign.aux[: int(positions[-1]) if len(positions) else 0]
+        if not self._seq_length:  # the first one
+            layers, stated = aux.shape[1], convention.aux_layer_ids
+            if layers != len(stated):
+                expected = f"{len(stated)}, for the blocks {[*stated]}"
+                raise CacheError(self.source, f"{layers} auxiliary layers", expected, code="E711")
+            aux_dtype = "fp8" if self._aux_fp8 else _DTYPE_NAMES[aux.dtype]
+            self._layout = NativeLayout(aux.shape[2], layers, _DTYPE_NAMES[last.dtype], aux_dtype)
+        aux, scales = quantized(aux) if self._aux_fp8 else (aux.clone(), None)  # a clone, for each file's map to end
+        self._seq_length = max(self._seq_length, len(loss))
+        ids = foreign.input_ids.numpy().astype(np.uint32)
+        return NativeSample(ids, loss, aux, scales, last, normalizers.cpu(), argmax.cpu())
+
+    def _add(self, folder: Path, sample: NativeSample) -> None:
+        """Keep a sample until its shard is full; a full one is written before it."""
+        counts = row_counts(np.array([0, len(sample.loss_mask)]), sample.loss_mask)
+        bits = int(self._layout.sample_bits(counts)[0])
+        if self._waiting and (self._bits + bits > room_bits(self._shard_bytes) or len(self._waiting) == MAX_ROWS):
+            self._flush(folder)  # as NativeLayout.cut
+        self._bits += bits
+        self._waiting.append(sample)
+        self._counts.append(counts)
+
+    def _flush(self, folder: Path) -> None:
+        if not self._waiting:
+            return
+        counts = np.concatenate(self._counts)
+        writer = NativeShardWriter(folder, self.totals["shards"], self._layout, counts)
+        tokens, aux_rows, target_rows = counts.sum(axis=0).tolist()
+        supervised = sum(int(sample.loss_mask[1:].sum()) for sample in self._waiting)
+        try:
+            for row, sample in enumerate(self._waiting):
+                writer.write(row, sample)
+            facts = {"tokens": tokens, "supervised": supervised, "aux_rows": aux_rows, "target_rows": target_rows}
+            writer.commit(facts)
+        finally:
+            writer.discard()
+        new = {"samples": len(counts), "tokens": tokens, "supervised_tokens": supervised, "shards": 1}
+        self.totals = {name: number + new[name] for name, number in self.totals.items()}
+        self.target_rows += target_rows
+        self._waiting, self._counts, self._bits = [], [], 0
+
+    def notes(self, tool: str, convention: Convention) -> Iterator[str]:
+        """Yield what a user should know."""
+        if convention.last_hidden != self.files.usual_last:
+            yield f"the last hidden states are {convention.last_hidden}, where {tool} has {self.files.usual_last}"
+        if self.was_fp8:
+            yield "the states were float8 with a scale a token; they were dequantized in float32 and rounded to bf16"
+        if self._aux_fp8:
+            yield "the auxiliary states were quantized to float8"
+
+    def manifest(self, target: Target, head: TargetHead, convention: Convention, tool: str) -> dict[str, Any]:
+        """Return the manifest, but for the draft's vocabulary."""
+        layout = self._layout
+        return {
+            "format_version": NATIVE_VERSION,
+            "target_model": target.name,
+            "target_vocab_size": target.vocab_size,
+            "hidden_size": layout.hidden_size,
+            "aux_layer_ids": [*convention.aux_layer_ids],
+            "aux_dtype": layout.aux_dtype,
+            "dtype": layout.dtype,
+            "seq_length": self._seq_length,
+            "num_samples": self.totals["samples"],
+            "num_shards": self.totals["shards"],
+            "conventions": {
+                "layer_index": "block_output_0based",
+                "last_hidden": convention.last_hidden,
+                "shift": "none",
+                "loss_mask": "raw",
+            },
+            "head": head.facts(),
+            "shard_bytes": self._shard_bytes,
+            "imported": {"from": tool, "proved": convention.as_json()},
+        }
+
 
 def _form_of(sample: ForeignSample) -> tuple[int, torch.dtype, torch.dtype]:
     return sample.aux.shape[1], sample.aux.dtype, sample.last.dtype
@@ -242,94 +347,6 @@ def _refuse_zeros(name: str, sample: ForeignSample) -> None:
             raise BadSample("mismatched", name, f"the {part} states of token {token} are zeros, and a loss needs them")
 
 
-class _Shards:
-    """Writes the shards, and what is counted on the way."""
-
-    def __init__(
-        self,
-        folder: Path,
-        importing: _Import,
-        convention: Convention,
-        head: TargetHead,
-        aux_fp8: bool,
-        shard_bytes: int,
-        progress: Progress | None,
-    ) -> None:
-        self._folder, self._importing, self._convention, self._head = folder, importing, convention, head
-        self._aux_fp8, self.shard_bytes, self._progress = aux_fp8, shard_bytes, progress
-        self.layout: NativeLayout | None = None
-        self.num_shards = self.num_samples = self.num_tokens = self.seq_length = 0
-        self.supervised = self.target_rows = 0
-        self._waiting: list[NativeSample] = []
-        self._counts: list[NDArray[np.int64]] = []
-        self._bits = 0
-
-    def write(self) -> None:
-        """Write all shards. Raises: CacheError where no sample is left, and where none has a target row."""
-        total = len(self._importing.files.names)
-        for index in range(total):
-            foreign = self._importing.read(index)
-            if foreign is not None:
-                self._add(self._native(foreign))
-            if self._progress is not None:
-                self._progress(index + 1, index + 1, total)
-        self._flush()
-        if not self.num_samples:
-            raise CacheError(self._importing.source, f"not one of {total:,} samples can be used", code="E711")
-
-    def _native(self, foreign: ForeignSample) -> NativeSample:
-        loss = foreign.loss_mask.numpy()
-        positions = torch.from_numpy(target_positions(loss))
-        last = foreign.last[positions]
-        normalizers, argmax = self._head.log_normalizer_and_argmax(last)
-        aux = foreign.aux[: int(positions[-1]) if len(positions) else 0]
-        if self.layout is None:
-            dtypes = _DTYPE_NAMES[last.dtype], "fp8" if self._aux_fp8 else _DTYPE_NAMES[aux.dtype]
-            self._refuse_other_layers(aux.shape[1])
-            self.layout = NativeLayout(aux.shape[2], aux.shape[1], *dtypes)
-        aux, scales = quantized(aux) if self._aux_fp8 else (aux.clone(), None)  # a clone, for each file's map to end
-        self.num_tokens += len(loss)
-        self.seq_length = max(self.seq_length, len(loss))
-        ids = foreign.input_ids.numpy().astype(np.uint32)
-        return NativeSample(ids, loss, aux, scales, last, normalizers.cpu(), argmax.cpu())
-
-    def _refuse_other_layers(self, layers: int) -> None:
-        stated = self._convention.aux_layer_ids
-        if layers != len(stated):
-            found = f"{layers} auxiliary layers"
-            raise CacheError(self._importing.source, found, f"{len(stated)}, for the blocks {[*stated]}", code="E711")
-
-    def _add(self, sample: NativeSample) -> None:
-        """Keep a sample until its shard is full; a full one is written before it."""
-        assert self.layout is not None
-        counts = row_counts(np.array([0, len(sample.loss_mask)]), sample.loss_mask)
-        bits = int(self.layout.sample_bits(counts)[0])
-        if self._waiting and (self._bits + bits > room_bits(self.shard_bytes) or len(self._waiting) == MAX_ROWS):
-            self._flush()  # as NativeLayout.cut
-        self._bits += bits
-        self._waiting.append(sample)
-        self._counts.append(counts)
-
-    def _flush(self) -> None:
-        if not self._waiting:
-            return
-        assert self.layout is not None
-        counts = np.concatenate(self._counts)
-        writer = NativeShardWriter(self._folder, self.num_shards, self.layout, counts)
-        try:
-            for row, sample in enumerate(self._waiting):
-                writer.write(row, sample)
-            tokens, aux_rows, target_rows = counts.sum(axis=0).tolist()
-            supervised = sum(int(sample.loss_mask[1:].sum()) for sample in self._waiting)
-            facts = {"tokens": tokens, "supervised": supervised, "aux_rows": aux_rows, "target_rows": target_rows}
-            writer.commit(facts)
-            self.supervised, self.target_rows = self.supervised + supervised, self.target_rows + target_rows
-        finally:
-            writer.discard()
-        self.num_shards, self.num_samples = self.num_shards + 1, self.num_samples + len(self._waiting)
-        self._waiting, self._counts, self._bits = [], [], 0
-
-
 def _head_for(last_hidden: str, head: TargetHead) -> TargetHead:
     """Return the head for states on one side of the final norm. Raises: ValueError where the norm is not known."""
     if last_hidden == head.last_hidden:
@@ -338,69 +355,6 @@ def _head_for(last_hidden: str, head: TargetHead) -> TargetHead:
         text = "the states are before the target's final norm, and that norm is none that is known here"
         raise TargetError(f"{text}. Import post-norm states")
     return head.after_norm()
-
-
-def _notes(tool: str, files: ForeignFiles, convention: Convention, shards: _Shards, aux_fp8: bool) -> Iterator[str]:
-    """Yield what a user should know."""
-    if convention.last_hidden != files.usual_last:
-        yield f"the last hidden states are {convention.last_hidden}, where {tool} has {files.usual_last}"
-    if shards._importing.was_fp8:
-        yield "the states were float8 with a scale a token; they were dequantized in float32 and rounded to bf16"
-    if aux_fp8:
-        yield "the auxiliary states were quantized to float8"
-
-
-def _manifest(shards: _Shards, target: Target, head: TargetHead, convention: Convention, tool: str) -> dict[str, Any]:
-    """Return the manifest, but for the draft's vocabulary."""
-    layout = shards.layout
-    assert layout is not None
-    return {
-        "format_version": NATIVE_VERSION,
-        "target_model": target.name,
-        "target_vocab_size": target.vocab_size,
-        "hidden_size": layout.hidden_size,
-        "aux_layer_ids": [*convention.aux_layer_ids],
-        "aux_dtype": layout.aux_dtype,
-        "dtype": layout.dtype,
-        "seq_length": shards.seq_length,
-        "num_samples": shards.num_samples,
-        "num_shards": shards.num_shards,
-        "conventions": {
-            "layer_index": "block_output_0based",
-            "last_hidden": convention.last_hidden,
-            "shift": "none",
-            "loss_mask": "raw",
-        },
-        "head": head.facts(),
-        "shard_bytes": shards.shard_bytes,
-        "imported": {"from": tool, "proved": convention.as_json()},
-    }
-
-
-def _write_meta(
-    folder: Path,
-    source: Path,
-    tool: str,
-    target: Target,
-    manifest: Mapping[str, Any],
-    shards: _Shards,
-    dropped: Mapping[str, int],
-) -> None:
-    """Write meta.json, whose plan_sha256 is null: no run of this project's producer made the states.
-
-    Raises: CacheError naming `source` where nothing could be trained on.
-    """
-    totals = {
-        "samples": shards.num_samples,
-        "tokens": shards.num_tokens,
-        "supervised_tokens": shards.supervised,
-        "positions": NativeShards(folder, dict(manifest), max_open=1).positions(manifest["selected_token_ids"]),
-        "shards": shards.num_shards,
-    }
-    if problem := Counts.of_meta({"totals": totals}).problem:
-        raise CacheError(source, problem, code="E709")
-    keys = {"plan_sha256": None, "totals": totals, "dropped": dict(dropped), "altered": {}}
-    write_meta(folder, {**keys, "source": {"kind": tool}, "target": dict(target.facts)})
 
 
 # --- export -----------------------------------------------------------------------------------------------------------
@@ -459,7 +413,7 @@ def export_cache(
         tokens - target_rows,
         num_bytes,
         writer.last_hidden,
-        tuple(_losses(manifest, to_post_norm)),
+        tuple(_notes(manifest, to_post_norm)),
     )
 
 
@@ -529,7 +483,7 @@ def _spread(states: Tensor, positions: Tensor, length: int) -> Tensor:
     return whole
 
 
-def _losses(manifest: dict[str, Any], to_post_norm: bool) -> list[str]:
+def _notes(manifest: dict[str, Any], to_post_norm: bool) -> list[str]:
     notes = ["for EAGLE-3 only: drafts such as MTP and DFlash read states that are zeros here"]
     if to_post_norm:
         notes.append("the final norm was applied to the last hidden states")

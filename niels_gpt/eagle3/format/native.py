@@ -24,11 +24,16 @@ from niels_gpt.eagle3.format.layout import (
     AUX_DTYPES,
     DTYPES,
     MAX_ROWS,
+    WITHOUT_HOLES,
     Tensors,
+    form_text,
     in_file_order,
+    read_tensors_header,
     row_bytes_of,
     tensors_header,
 )
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.meta_json import shortened
 
 Counts = NDArray[np.int64]
 """Tokens, auxiliary rows and target rows of each sample: int64 [n, 3], as of `row_counts`."""
@@ -239,3 +244,109 @@ class NativeLayout:
         one = self.tensors(0, 0, 1, 1)
         aux = sum(row_bytes_of(tensor) for name, tensor in one.items() if name in ("aux_hidden_states", "aux_scales"))
         return aux, sum(row_bytes_of(one[name]) for name in ("last_hidden_states", "log_normalizers", "argmax_ids"))
+
+
+# --- a shard's file ---------------------------------------------------------------------------------------------------
+
+ENDS = ("input_ids", "aux_hidden_states", "argmax_ids")
+"""Tensors whose rows the starts count."""
+_AGAIN = "Remove the shard and produce it again: precompute --resume"
+
+
+@dataclass(frozen=True, eq=False)
+class MappedShard:
+    """A mapped shard: its tensors as views of the map, by name, and its starts, int64 [n + 1, 3]."""
+
+    tensors: dict[str, torch.Tensor]
+    starts: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, path: str, layout: NativeLayout, *, follow_links: bool = False) -> tuple[MappedShard, bytes]:
+        """Map a shard whose header is exactly one of this layout, and return that; its starts are not yet checked.
+
+        Raises: FileNotFoundError; CacheError.
+        """
+        tensors, header = read_tensors_header(path, sparse=WITHOUT_HOLES, follow_links=follow_links)
+        expected = layout.tensors(*_sizes_of(path, tensors))
+        if tensors != expected or header != tensors_header(expected):
+            names = f"{_described(expected)}, in safetensors' order and without metadata"
+            raise CacheError(path, f"its header has {_described(tensors)}", names, _AGAIN, code="E701")
+        size = len(header) + sum(map(row_bytes_of, tensors.values()))
+        whole = torch.from_file(path, False, size, dtype=torch.uint8)  # private: a change stays in this process
+        views, begin = {}, len(header)
+        for name, (dtype, shape) in tensors.items():
+            end = begin + row_bytes_of((dtype, shape))
+            views[name] = whole[begin:end].view(dtype).view(shape)
+            begin = end
+        return cls(views, np.stack([views[name].numpy() for name in STARTS], axis=1)), header
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def loss_mask(self, begin: int, end: int) -> NDArray[np.bool_]:
+        """Return the raw loss mask of some tokens of the shard: bool [end - begin]."""
+        first = begin // 8
+        raw = self.tensors["loss_bits"][first : -(-end // 8)].numpy()
+        return np.unpackbits(raw, bitorder="little")[begin - 8 * first : end - 8 * first].view(np.bool_)
+
+    def sample(self, row: int) -> NativeSample:
+        """Return a sample, whose tensors are views of the map, but for loss_mask and argmax_ids."""
+        (token, aux, target), (token_end, aux_end, target_end) = self.starts[row : row + 2].tolist()
+        tensors, scales = self.tensors, self.tensors.get("aux_scales")
+        return NativeSample(
+            input_ids=tensors["input_ids"][token:token_end].numpy(),
+            loss_mask=self.loss_mask(token, token_end),
+            aux_hidden_states=tensors["aux_hidden_states"][aux:aux_end],
+            aux_scales=None if scales is None else scales[aux:aux_end],
+            last_hidden_states=tensors["last_hidden_states"][target:target_end],
+            log_normalizers=tensors["log_normalizers"][target:target_end],
+            argmax_ids=tensors["argmax_ids"][target:target_end].to(torch.int64),
+        )
+
+    @property
+    def has_odd_bits(self) -> bool:
+        """Whether loss bits are set behind the last token."""
+        tokens = len(self.tensors["input_ids"])
+        return bool(self.loss_mask(tokens, -(-tokens // 8) * 8).any())
+
+    @property
+    def counts(self) -> Counts:
+        """Tokens, auxiliary rows and target rows of each sample, by the starts: int64 [n, 3]."""
+        return np.diff(self.starts, axis=0)
+
+    def check(self, path: str, seq_length: int) -> None:
+        """Raise CacheError naming the first sample whose starts do not fit tensors, seq_length and loss bits."""
+        starts, counts = self.starts, self.counts
+        ends = [len(self.tensors[name]) for name in ENDS]
+        if starts[0].any() or starts[-1].tolist() != ends or bool((starts[1:] < starts[:-1]).any()):
+            found = f"starts that are from {starts[0].tolist()} to {starts[-1].tolist()}"
+            expected = f"them to rise from 0 to {ends}, the rows of its tensors"
+            raise CacheError(path, found, expected, _AGAIN, code="E701")
+        wrong = np.flatnonzero((counts[:, 0] < 1) | (counts[:, 0] > seq_length))
+        if len(wrong):
+            found = f"sample {wrong[0]} of the shard has {counts[wrong[0], 0]:,} tokens"
+            raise CacheError(path, found, f"1 to the manifest's seq_length, {seq_length:,}", _AGAIN, code="E701")
+        if self.has_odd_bits:
+            raise CacheError(path, "loss_bits has bits set behind the last token", "zeros", _AGAIN, code="E701")
+        stated = row_counts(starts[:, 0], self.loss_mask(0, ends[0]))
+        wrong = np.flatnonzero((stated != counts).any(axis=1))
+        if len(wrong):
+            row = int(wrong[0])
+            found = f"sample {row} of the shard has (tokens, auxiliary rows, target rows) {counts[row].tolist()}"
+            raise CacheError(path, found, f"{stated[row].tolist()} by its loss bits", _AGAIN, code="E701")
+
+
+def _sizes_of(path: str, tensors: Tensors) -> tuple[int, int, int, int]:
+    """Return the samples, tokens, auxiliary rows and target rows that a header states."""
+    named = (STARTS[0], *ENDS)
+    missing = [name for name in named if not tensors.get(name, (None, ()))[1]]
+    if missing:
+        raise CacheError(path, f"has no {missing[0]}, but {_described(tensors)}", "a native shard", _AGAIN, code="E701")
+    starts, tokens, aux_rows, target_rows = (tensors[name][1][0] for name in named)
+    if not 2 <= starts <= MAX_ROWS + 1:
+        raise CacheError(path, f"{starts - 1:,} samples", f"1 to {MAX_ROWS:,}", _AGAIN, code="E701")
+    return starts - 1, tokens, aux_rows, target_rows
+
+
+def _described(tensors: Tensors) -> str:
+    return ", ".join(f"{shortened(name)} {form_text(form)}" for name, form in tensors.items())

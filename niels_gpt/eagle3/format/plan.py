@@ -12,11 +12,13 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from importlib.metadata import version as version_of
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from niels_gpt.eagle3.format.layout import SIDECAR, Layout, PathLike, read_file, row_bytes_of
@@ -33,7 +35,7 @@ SIDECAR_VERSION = 1
 PLAN_NAME = "plan.json"
 BATCHES_NAME = "batches.jsonl"
 CONVERTED = ("manifest.format_version", "manifest.target_probs_topk")
-"""Fields of a finished cache's manifest that convert.py may have changed since."""
+"""Fields of a finished cache's manifest that `convert` may have changed since."""
 FREE = ("draft_vocab_size", "selected_token_ids", "head", "conventions")
 """Keys of a native manifest that plan.json leaves out: the draft's vocabulary, and what the loaded target shows."""
 _WIDTH_STEP = 8
@@ -42,8 +44,51 @@ _MAX_THREADS = 4096
 _FRESH = "Use a fresh folder"
 _ROW_BYTES = 64  # limit of batches.jsonl, for a row and a batch of it alone
 
+CONVERTED_FROM = "converted_from"
+"""Key of the plan's `run` in a cache of version 1 or 2 that was made of a native one; its value is the dtype of that
+one's auxiliary states."""
 Batch = tuple[int, list[int]]
 """Padded width in tokens, and the rows of the shard in one forward pass."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """How the target is run: everything that may change a bit of its outputs."""
+
+    device: str
+    """cpu or cuda."""
+    processor: str
+    """Name of the GPU, or the CPU's instruction set, such as AVX512."""
+    compute_dtype: str
+    """bf16 or fp32."""
+    attention: str
+    """sdpa or eager."""
+    threads: int
+    """Of each worker process."""
+    torch: str
+    """Version."""
+    transformers: str
+    """Version."""
+
+    @classmethod
+    def here(cls, device: str | None, *, attention: str, threads: int) -> Run:
+        """Return how a target runs on this machine. device: cpu or cuda; None: cuda where there is one.
+
+        Raises: ValueError where cuda is asked for and cannot be used.
+        """
+        cuda = torch.cuda.is_available()
+        if device == "cuda" and not cuda:
+            raise ValueError("--device cuda: torch finds no usable GPU here. Use --device cpu")
+        chosen = device or ("cuda" if cuda else "cpu")
+        return cls(
+            device=chosen,
+            processor=torch.cuda.get_device_name() if chosen == "cuda" else torch.backends.cpu.get_cpu_capability(),
+            compute_dtype="bf16" if chosen == "cuda" else "fp32",
+            attention=attention,
+            threads=threads,
+            torch=str(torch.__version__),
+            transformers=version_of("transformers"),
+        )
 
 
 @dataclass(frozen=True)
@@ -66,7 +111,7 @@ class Plan:
     samples: dict[str, Any]
     """count, tokens, supervised_tokens, sha256, ids_sha256."""
     run: dict[str, Any]
-    """The fields of `run.Run`."""
+    """The fields of `Run`."""
     batch_size: int
     """Rows of a batch, at most."""
     max_batch_tokens: int

@@ -11,35 +11,30 @@ import hashlib
 import os
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from niels_gpt.cache.checksums import Check
+from niels_gpt.cache.checksums import Check, checked_check
 from niels_gpt.eagle3.format.layout import (
     DENSE_FIELDS,
     DTYPES,
     INT_FIELDS,
     MANIFEST_NAME,
-    MAX_ROWS,
     TOPK_FIELDS,
-    WITHOUT_HOLES,
     Fields,
     Layout,
     PathLike,
-    Tensors,
+    form_text,
     read_header,
-    read_tensors_header,
     row_bytes_of,
     shard_path,
-    tensors_header,
 )
 from niels_gpt.eagle3.format.manifest import (
     PRODUCE_AGAIN,
@@ -52,8 +47,8 @@ from niels_gpt.eagle3.format.manifest import (
     number_in,
     read_manifest,
 )
-from niels_gpt.eagle3.format.native import STARTS, Counts, NativeLayout, NativeSample, has_target_row, row_counts
-from niels_gpt.eagle3.format.receipts import Receipts, version_of
+from niels_gpt.eagle3.format.meta import compare_once, compared, key_of, version_of
+from niels_gpt.eagle3.format.native import ENDS, STARTS, Counts, MappedShard, NativeLayout, NativeSample, has_target_row
 from niels_gpt.eagle3.format.shard_writer import (
     ROW_TENSORS,
     bytes_of,
@@ -63,6 +58,7 @@ from niels_gpt.eagle3.format.shard_writer import (
     sample_digest,
 )
 from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.locks import hold_version
 from niels_gpt.storage.meta_json import shortened
 
 COMMON_FIELDS = ("aux_hidden_states", *INT_FIELDS, "position_mask")
@@ -70,7 +66,6 @@ Damage = list[tuple[int | None, str]]
 """Of each damage the row within the shard, or None, and a sentence."""
 Mapped = TypeVar("Mapped")
 _AGAIN = "Remove the shard and produce it again: precompute --resume"
-_ENDS = ("input_ids", "aux_hidden_states", "argmax_ids")  # their rows are those that the starts count
 
 
 class Shards(ABC, Generic[Mapped]):
@@ -103,7 +98,10 @@ class Shards(ABC, Generic[Mapped]):
             raise ValueError(f"max_open_shards={max_open}: expected 1 or more")
         self.cache_dir, self.manifest = os.fspath(cache_dir), manifest
         self.follow_links, self.exact, self._max_open = follow_links, exact, max_open
-        self._receipts: Receipts | None = None
+        self._check: Check | None = None  # of an open cache
+        self._hold: object = None
+        self._receipts: dict[int, dict[str, Any] | None] = {}  # of shards whose samples are compared
+        self._seen: dict[int, bytearray] = {}  # of each shard: a byte for each sample that was compared
         self._open: dict[int, Mapped] = {}
         self._pid = os.getpid()
 
@@ -113,22 +111,26 @@ class Shards(ABC, Generic[Mapped]):
     ) -> Self:
         """Open a cache as a training run does: its shards are all there, and each has the form of the manifest.
 
-        check: as for `Receipts`, with which each shard is compared when it is first mapped.
+        check: as for `niels_gpt.cache.pretrain_dataset.PretrainSplit`. A shard is compared with the size and the header
+        of its receipt when this process first maps it; with "blocks" each sample, too, when it is first read. The cache
+        is kept from gc.
         Raises: FileNotFoundError; CacheError (a ValueError) naming a file that does not fit the manifest; ImportError
-            without safetensors; ValueError as `Shards`.
+            without safetensors; ValueError for another check, and as `Shards`.
         """
+        checked_check(check)
         cache_dir = version_of(cache_dir)  # once: a commit may come in between
-        receipts = Receipts(cache_dir, check, follow_links=follow_links)
+        hold = hold_version(Path(cache_dir))
+        compare_once(cache_dir, MANIFEST_NAME, follow_links=follow_links)
         shards = cls(
             cache_dir, read_manifest(cache_dir, follow_links=follow_links), max_open=max_open, follow_links=follow_links
         )
-        shards._receipts = receipts
+        shards._check, shards._hold = check, hold
         check_shard_indices(cache_dir, shards.num_samples, shards.num_shards)
         shards._check_all()
         return shards
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": {}}
+        return {**self.__dict__, "_open": {}, "_receipts": {}}
 
     def opened(self, shard: int) -> Mapped:
         """Return a shard, mapped in this process. Raises: as `wrong_form`, of which the first is raised."""
@@ -137,8 +139,8 @@ class Shards(ABC, Generic[Mapped]):
         mapped = self._open.get(shard)
         if mapped is None:
             mapped, header = self._map(shard)  # checked again: it may have been replaced since
-            if self._receipts is not None:
-                self._receipts.check_header(shard, header)
+            if self._check is not None:
+                self._check_header(shard, header)
             self._open[shard] = mapped
             while len(self._open) > self._max_open:
                 with suppress(KeyError, RuntimeError, StopIteration):  # another thread was faster
@@ -172,10 +174,45 @@ class Shards(ABC, Generic[Mapped]):
                 progress(size)
         return damage
 
+    def _check_header(self, shard: int, header: bytes) -> None:
+        """Compare a shard's size and header with its receipt, once a process. Raises: CacheError."""
+        path = shard_path(self.cache_dir, shard)
+        about = os.stat(path)
+        key = key_of(about)
+        if key in compared or (receipt := self._receipt(shard)) is None:
+            return
+        by = f"by {receipt_path(self.cache_dir, shard)}"
+        if about.st_size != receipt["bytes"]:
+            raise CacheError(path, f"{about.st_size} bytes", f"{receipt['bytes']} {by}", _AGAIN, code="E701")
+        if hashlib.sha256(header).hexdigest() != receipt["header_sha256"]:
+            found = f"bytes 0 to {len(header)}, its header, are not those that were written, {by}"
+            raise CacheError(path, found, remedy=_AGAIN, code="E701")
+        compared.add(key)
+
+    def _receipt(self, shard: int) -> dict[str, Any] | None:
+        """Return a shard's receipt, None without one. Raises: CacheError for another than meta.json names."""
+        receipt = read_receipt(self.cache_dir, shard, follow_links=self.follow_links)
+        if receipt is not None:
+            name = receipt_path("", shard).as_posix()
+            compare_once(self.cache_dir, name, follow_links=self.follow_links, remedy=_AGAIN)
+        return receipt
+
     def _compare(self, shard: int, row: int, mapped: Mapped) -> None:
-        """Compare a sample with its receipt when it is first read, where that was asked for. Raises: CacheError."""
-        if self._receipts is not None and self._receipts.every_sample:
-            self._receipts.check_sample(shard, row, lambda *stored: self._row_damage(mapped, row, *stored)[0])
+        """Compare a sample with its receipt when it is first read; without one nothing is. Raises: CacheError."""
+        if shard not in self._receipts:
+            self._receipts[shard] = self._receipt(shard)
+        if (receipt := self._receipts[shard]) is None:
+            return
+        seen = self._seen.setdefault(shard, bytearray(receipt["samples"]))
+        where = receipt_path(self.cache_dir, shard)
+        if row >= len(seen):
+            raise CacheError(where, f"{len(seen)} samples", f"sample {row} of the shard too", _AGAIN, code="E701")
+        if not seen[row]:
+            wrong, _ = self._row_damage(mapped, row, receipt["slots"][row], receipt["xxh3_128"][row])
+            if wrong:
+                found = f"sample {row} of the shard: {wrong}, by {where}"
+                raise CacheError(shard_path(self.cache_dir, shard), found, remedy=_AGAIN, code="E701")
+            seen[row] = 1
 
     def stated_rows(self, shard: int) -> int:
         """Return how many samples a shard has by its own header. Raises: FileNotFoundError; CacheError."""
@@ -267,7 +304,7 @@ class DenseShards(Shards[DenseShard]):
     def row(self, shard: int, row: int) -> dict[str, torch.Tensor]:
         """Return the tensors of a sample, views of its shard. Raises: as `opened`; CacheError for a damaged sample."""
         mapped = self.opened(shard)
-        if self._receipts is not None and self._receipts.every_sample:
+        if self._check == "blocks":
             handle, tables = mapped
             whole = {name: tables[name] if name in tables else handle.get_tensor(name) for name in self._fields}
             self._compare(shard, row, (handle, whole))
@@ -355,13 +392,6 @@ class DenseShards(Shards[DenseShard]):
         return row_damage(tensors, slots, digest), sum(tensor.nbytes for tensor in tensors.values())
 
 
-def form_text(form: tuple[torch.dtype | None, tuple[int | None, ...]] | None) -> str:
-    """Return dtype and shape of a field as text."""
-    if form is None:
-        return "absent"
-    return f"{str(form[0]).removeprefix('torch.')} [{', '.join('any' if n is None else str(n) for n in form[1])}]"
-
-
 def _fits(
     form: tuple[torch.dtype, tuple[int, ...]] | None, declared: tuple[torch.dtype | None, tuple[int | None, ...]] | None
 ) -> bool:
@@ -373,43 +403,6 @@ def _fits(
 
 
 # --- the native form --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class MappedShard:
-    """A mapped shard: its tensors as views of the map, by name, and its starts, int64 [n + 1, 3]."""
-
-    tensors: dict[str, torch.Tensor]
-    starts: NDArray[np.int64]
-
-    def __len__(self) -> int:
-        return len(self.starts) - 1
-
-    def loss_mask(self, begin: int, end: int) -> NDArray[np.bool_]:
-        """Return the raw loss mask of some tokens of the shard: bool [end - begin]."""
-        first = begin // 8
-        raw = self.tensors["loss_bits"][first : -(-end // 8)].numpy()
-        return np.unpackbits(raw, bitorder="little")[begin - 8 * first : end - 8 * first].view(np.bool_)
-
-    def sample(self, row: int) -> NativeSample:
-        """Return a sample, whose tensors are views of the map, but for loss_mask and argmax_ids."""
-        (token, aux, target), (token_end, aux_end, target_end) = self.starts[row : row + 2].tolist()
-        tensors, scales = self.tensors, self.tensors.get("aux_scales")
-        return NativeSample(
-            input_ids=tensors["input_ids"][token:token_end].numpy(),
-            loss_mask=self.loss_mask(token, token_end),
-            aux_hidden_states=tensors["aux_hidden_states"][aux:aux_end],
-            aux_scales=None if scales is None else scales[aux:aux_end],
-            last_hidden_states=tensors["last_hidden_states"][target:target_end],
-            log_normalizers=tensors["log_normalizers"][target:target_end],
-            argmax_ids=tensors["argmax_ids"][target:target_end].to(torch.int64),
-        )
-
-    @property
-    def has_odd_bits(self) -> bool:
-        """Whether loss bits are set behind the last token."""
-        tokens = len(self.tensors["input_ids"])
-        return bool(self.loss_mask(tokens, -(-tokens // 8) * 8).any())
 
 
 class NativeShards(Shards[MappedShard]):
@@ -451,7 +444,8 @@ class NativeShards(Shards[MappedShard]):
         """Return a sample; its tensors are views of the map. Raises: IndexError; CacheError."""
         shard, row = self.place(index)
         mapped = self.opened(shard)
-        self._compare(shard, row, mapped)
+        if self._check == "blocks":
+            self._compare(shard, row, mapped)
         return mapped.sample(row)
 
     def positions(self, selected_token_ids: Sequence[int]) -> int:
@@ -498,7 +492,7 @@ class NativeShards(Shards[MappedShard]):
         return damage
 
     def _check_all(self) -> None:
-        counts = [_counts_of(self._map(shard)[0]) for shard in range(self.num_shards)]
+        counts = [self._map(shard)[0].counts for shard in range(self.num_shards)]
         firsts = [0, *accumulate(map(len, counts))]
         if firsts[-1] != self.num_samples:
             found = f"{firsts[-1]:,} samples in {self.num_shards:,} shards"
@@ -508,37 +502,24 @@ class NativeShards(Shards[MappedShard]):
     def _map(self, shard: int) -> tuple[MappedShard, bytes]:
         mapped, header, samples = self._unchecked(shard)
         path = shard_path(self.cache_dir, shard)
-        _refuse_wrong_counts(path, mapped, self.manifest["seq_length"])
+        mapped.check(path, self.manifest["seq_length"])
         if self.firsts and samples != self.rows_of(shard):
             expected = f"{self.rows_of(shard)} of the manifest's {self.num_samples}"
             raise CacheError(path, f"{samples} samples", expected, code="E701")
         if len(self.counts):
             first, behind = self.firsts[shard : shard + 2]
-            if not np.array_equal(_counts_of(mapped), self.counts[first:behind]):
+            if not np.array_equal(mapped.counts, self.counts[first:behind]):
                 raise CacheError(path, "other samples than when the cache was opened", "the same", code="E701")
         return mapped, header
 
     def _unchecked(self, shard: int) -> tuple[MappedShard, bytes, int]:
-        """Map a shard whose header is exactly that of a shard of this layout; its starts are not yet checked."""
         path = shard_path(self.cache_dir, shard)
-        tensors, header = read_tensors_header(path, sparse=WITHOUT_HOLES, follow_links=self.follow_links)
-        expected = self.layout.tensors(*_sizes_of(path, tensors))
-        if tensors != expected or header != tensors_header(expected):
-            names = f"{_described(expected)}, in safetensors' order and without metadata"
-            raise CacheError(path, f"its header has {_described(tensors)}", names, _AGAIN, code="E701")
-        size = len(header) + sum(map(row_bytes_of, tensors.values()))
-        whole = torch.from_file(path, False, size, dtype=torch.uint8)  # private: a change stays in this process
-        views, begin = {}, len(header)
-        for name, (dtype, shape) in tensors.items():
-            end = begin + row_bytes_of((dtype, shape))
-            views[name] = whole[begin:end].view(dtype).view(shape)
-            begin = end
-        mapped = MappedShard(views, np.stack([views[name].numpy() for name in STARTS], axis=1))
+        mapped, header = MappedShard.of(path, self.layout, follow_links=self.follow_links)
         return mapped, header, len(mapped)
 
     def _row_damage(self, mapped: MappedShard, row: int, slots: int, digest: str) -> tuple[str, int]:
         begins, ends = mapped.starts[row], mapped.starts[row + 1]
-        if bool((begins < 0).any() or (ends < begins).any() or (ends > [len(mapped.tensors[n]) for n in _ENDS]).any()):
+        if bool((begins < 0).any() or (ends < begins).any() or (ends > [len(mapped.tensors[n]) for n in ENDS]).any()):
             return "its starts are damaged", 0
         pieces = {
             name: bytes_of(mapped.tensors[name][begins[which] : ends[which]])
@@ -549,45 +530,3 @@ class NativeShards(Shards[MappedShard]):
         same = sample_digest(ends - begins, loss, pieces) == digest
         what = "" if same else "its bytes do not give the checksum in its receipt"
         return what, sum(piece.size for piece in pieces.values())
-
-
-def _counts_of(mapped: MappedShard) -> Counts:
-    return np.diff(mapped.starts, axis=0)
-
-
-def _sizes_of(path: str, tensors: Tensors) -> tuple[int, int, int, int]:
-    """Return the samples, tokens, auxiliary rows and target rows that a header states."""
-    named = (STARTS[0], *_ENDS)
-    missing = [name for name in named if not tensors.get(name, (None, ()))[1]]
-    if missing:
-        raise CacheError(path, f"has no {missing[0]}, but {_described(tensors)}", "a native shard", _AGAIN, code="E701")
-    starts, tokens, aux_rows, target_rows = (tensors[name][1][0] for name in named)
-    if not 2 <= starts <= MAX_ROWS + 1:
-        raise CacheError(path, f"{starts - 1:,} samples", f"1 to {MAX_ROWS:,}", _AGAIN, code="E701")
-    return starts - 1, tokens, aux_rows, target_rows
-
-
-def _refuse_wrong_counts(path: str, shard: MappedShard, seq_length: int) -> None:
-    """Raise CacheError naming the first sample whose starts do not fit the tensors, seq_length and the loss bits."""
-    starts, counts = shard.starts, _counts_of(shard)
-    ends = [len(shard.tensors[name]) for name in _ENDS]
-    if starts[0].any() or starts[-1].tolist() != ends or bool((starts[1:] < starts[:-1]).any()):
-        found = f"starts that are from {starts[0].tolist()} to {starts[-1].tolist()}"
-        expected = f"them to rise from 0 to {ends}, the rows of its tensors"
-        raise CacheError(path, found, expected, _AGAIN, code="E701")
-    wrong = np.flatnonzero((counts[:, 0] < 1) | (counts[:, 0] > seq_length))
-    if len(wrong):
-        found = f"sample {wrong[0]} of the shard has {counts[wrong[0], 0]:,} tokens"
-        raise CacheError(path, found, f"1 to the manifest's seq_length, {seq_length:,}", _AGAIN, code="E701")
-    if shard.has_odd_bits:
-        raise CacheError(path, "loss_bits has bits set behind the last token", "zeros", _AGAIN, code="E701")
-    stated = row_counts(starts[:, 0], shard.loss_mask(0, ends[0]))
-    wrong = np.flatnonzero((stated != counts).any(axis=1))
-    if len(wrong):
-        row = int(wrong[0])
-        found = f"sample {row} of the shard has (tokens, auxiliary rows, target rows) {counts[row].tolist()}"
-        raise CacheError(path, found, f"{stated[row].tolist()} by its loss bits", _AGAIN, code="E701")
-
-
-def _described(tensors: Mapping[str, Any]) -> str:
-    return ", ".join(f"{shortened(name)} {form_text(form)}" for name, form in tensors.items())

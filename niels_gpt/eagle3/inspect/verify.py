@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from niels_gpt.display.numbers import many, share_text
-from niels_gpt.eagle3.format.convert import content_sha256
 from niels_gpt.eagle3.format.layout import (
     INT_FIELDS,
     MANIFEST_NAME,
@@ -33,7 +32,7 @@ from niels_gpt.eagle3.format.layout import (
     shard_path,
 )
 from niels_gpt.eagle3.format.manifest import existing_shard_indices
-from niels_gpt.eagle3.format.meta import file_sha256
+from niels_gpt.eagle3.format.meta import content_of, file_sha256
 from niels_gpt.eagle3.format.samples import IDS_NAME, SAMPLES_NAME
 from niels_gpt.eagle3.format.shard_writer import receipt_path
 from niels_gpt.eagle3.inspect.opened import (
@@ -346,7 +345,7 @@ def _wrong_checksums(cache: Eagle3Cache) -> Problems:
             yield wrong
     # content_sha256 is over all files: a missing or changed one, reported above, always changes it.
     stated = meta.get("content_sha256")
-    if is_whole and (content := content_sha256(cache.folder, follow_links=cache.follow_links)) != stated:
+    if is_whole and (content := content_of(cache.folder, follow_links=cache.follow_links)) != stated:
         found = f"content_sha256 is {shortened(stated)[:14]}, but the files give {content[:12]}"
         yield CacheError(path, found, remedy=cache.remedy(), code="E701")
 

@@ -26,8 +26,7 @@ import torch
 from niels_gpt.eagle3.format.layout import LOCK_NAME, MANIFEST_NAME, SIDECAR, PathLike
 from niels_gpt.eagle3.format.manifest import manifest_bytes, read_manifest
 from niels_gpt.eagle3.format.meta import file_sha256
-from niels_gpt.eagle3.format.plan import Plan, make_plan, shards_of_part
-from niels_gpt.eagle3.format.run import Run
+from niels_gpt.eagle3.format.plan import Plan, Run, make_plan, shards_of_part
 from niels_gpt.eagle3.format.samples import RowLike, Samples
 from niels_gpt.eagle3.parts.folder import (
     Part,

@@ -443,7 +443,7 @@ def run_facts(options: TargetOptions, recorded: dict[str, Any]) -> dict[str, Any
 
     Raises: ValueError where cuda is asked for and cannot be used.
     """
-    from niels_gpt.eagle3.format.run import Run
+    from niels_gpt.eagle3.format.plan import Run
 
     device, threads = options.device or recorded.get("device"), options.threads or recorded.get("threads")
     run = Run.here(device, attention=options.attention, threads=threads or usable_cores())
