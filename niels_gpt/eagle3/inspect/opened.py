@@ -35,6 +35,7 @@ from niels_gpt.eagle3.format.layout import (
     SIDECAR,
     WEIGHTS_NAME,
     Layout,
+    form_text,
     open_file,
     read_header,
     read_meta_bytes,
@@ -42,11 +43,18 @@ from niels_gpt.eagle3.format.layout import (
 )
 from niels_gpt.eagle3.format.manifest import existing_shard_indices, is_native, number_in, read_manifest
 from niels_gpt.eagle3.format.meta import KIND, file_sha256
-from niels_gpt.eagle3.format.native import NativeLayout, NativeSample, dequantized, has_target_row, row_counts
+from niels_gpt.eagle3.format.native import (
+    MappedShard,
+    NativeLayout,
+    NativeSample,
+    dequantized,
+    has_target_row,
+    row_counts,
+)
 from niels_gpt.eagle3.format.plan import BATCHES_NAME, PLAN_NAME, read_record
 from niels_gpt.eagle3.format.samples import IDS_NAME, SAMPLES_NAME, Samples
 from niels_gpt.eagle3.format.shard_writer import read_receipt, receipt_path
-from niels_gpt.eagle3.format.shards import DenseShards, MappedShard, NativeShards, form_text
+from niels_gpt.eagle3.format.shards import DenseShards, NativeShards
 from niels_gpt.eagle3.format.weights import EMBEDDINGS_RECEIPT, WEIGHTS_RECEIPT, read_target_embeddings, read_weights
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.eagle3.native import NativeEagle3Dataset

@@ -25,8 +25,7 @@ from torch import Tensor
 from niels_gpt.display.numbers import many
 from niels_gpt.eagle3.cache import reconstruct_target_probs
 from niels_gpt.eagle3.format.layout import INT_FIELDS
-from niels_gpt.eagle3.format.plan import Batch, Plan, differing_fields, open_plan
-from niels_gpt.eagle3.format.run import CONVERTED_FROM
+from niels_gpt.eagle3.format.plan import CONVERTED_FROM, Batch, Plan, differing_fields, open_plan
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.eagle3.inspect.opened import (
     AUX,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from niels_gpt.display.numbers import count_text, size_text
 from niels_gpt.eagle3.format.layout import SIDECAR, shard_path
+from niels_gpt.eagle3.format.manifest import is_native
 from niels_gpt.eagle3.format.plan import PLAN_NAME
 from niels_gpt.eagle3.inspect.opened import (
     AUX,
@@ -58,10 +59,7 @@ def description(path: Path, *, follow_links: bool = False) -> dict[str, Any]:
     whether there is a meta.json; None for a cache that the producer of this project did not make.
     Raises: FileNotFoundError, CacheError.
     """
-    return _description(open_cache(path, follow_links=follow_links))
-
-
-def _description(cache: DenseCache | NativeCache) -> dict[str, Any]:
+    cache = open_cache(path, follow_links=follow_links)
     selected = cache.manifest.get("selected_token_ids") or []
     return {
         "cache": str(cache.path),
@@ -101,10 +99,9 @@ def _shard_bytes(cache: DenseCache | NativeCache, shard: int) -> int:
 @refuse_malformed
 def summary(path: Path, *, follow_links: bool = False) -> Table:
     """Return a cache's description as pairs of a name and a value. Raises: FileNotFoundError, CacheError."""
-    cache = open_cache(path, follow_links=follow_links)
-    about = _description(cache)
+    about = description(path, follow_links=follow_links)
     manifest, plan, selected = about["manifest"], about["plan"], about["manifest"]["selected_token_ids"]
-    form, width, *more = (_native_form if isinstance(cache, NativeCache) else _dense_form)(about)
+    form, width, *more = (_native_form if is_native(manifest) else _dense_form)(about)
     state, sidecar = _state(about)
     first = ", ".join(map(str, selected["first"]))
     rows: Table = [

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from niels_gpt.display.numbers import many, share_text
-from niels_gpt.eagle3.format.convert import content_sha256
 from niels_gpt.eagle3.format.layout import (
     INT_FIELDS,
     MANIFEST_NAME,
@@ -33,7 +32,7 @@ from niels_gpt.eagle3.format.layout import (
     shard_path,
 )
 from niels_gpt.eagle3.format.manifest import existing_shard_indices
-from niels_gpt.eagle3.format.meta import file_sha256
+from niels_gpt.eagle3.format.meta import content_of, file_sha256
 from niels_gpt.eagle3.format.samples import IDS_NAME, SAMPLES_NAME
 from niels_gpt.eagle3.format.shard_writer import receipt_path
 from niels_gpt.eagle3.inspect.opened import (
@@ -266,10 +265,13 @@ def _wrong_files(cache: Eagle3Cache) -> Problems:
     for shard in cache.shards:
         yield from cache.wrong_form(shard)
     yield from _wrong_vocabulary(cache)
+    try:
+        yield from cache.wrong_weights()
+    except CacheError as error:  # the samples are compared all the same
+        yield error
     if cache.is_planned and len(cache.samples) != cache.num_samples:
         expected = f"{cache.num_samples} by {MANIFEST_NAME}"
         yield CacheError(folder / SIDECAR, f"{len(cache.samples)} samples", expected, code="E701")
-    yield from cache.wrong_weights()
 
 
 def _missing_parts(cache: Eagle3Cache) -> Problems:
@@ -346,7 +348,7 @@ def _wrong_checksums(cache: Eagle3Cache) -> Problems:
             yield wrong
     # content_sha256 is over all files: a missing or changed one, reported above, always changes it.
     stated = meta.get("content_sha256")
-    if is_whole and (content := content_sha256(cache.folder, follow_links=cache.follow_links)) != stated:
+    if is_whole and (content := content_of(cache.folder, follow_links=cache.follow_links)) != stated:
         found = f"content_sha256 is {shortened(stated)[:14]}, but the files give {content[:12]}"
         yield CacheError(path, found, remedy=cache.remedy(), code="E701")
 
