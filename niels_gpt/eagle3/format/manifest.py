@@ -229,7 +229,8 @@ def _is_good(kind: str, some: tuple[Any, ...], value: Any) -> bool:
     if "text" in kind:
         return isinstance(value, str) and (not some or value in some)
     if "list" in kind:
-        return isinstance(value, list) and all(_is_good("an integer", some, each) for each in value)
+        least, most = some
+        return isinstance(value, list) and all(type(each) is int and least <= each <= most for each in value)
     if "true" in kind:
         return isinstance(value, bool)
     return type(value) in ((int,) if "integer" in kind else (int, float)) and bool(some[0] <= value <= some[1])
