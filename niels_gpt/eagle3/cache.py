@@ -29,16 +29,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import DataLoader, default_collate
 
 from niels_gpt.cache.checksums import Check
-from niels_gpt.cache.meta import check_expected
-from niels_gpt.display.numbers import number_of
-from niels_gpt.display.tables import html_table
 from niels_gpt.eagle3.format.layout import (
     DENSE_FIELDS,
     DTYPES,
@@ -67,18 +63,16 @@ from niels_gpt.eagle3.format.manifest import (
     read_manifest,
     write_manifest,
 )
-from niels_gpt.eagle3.format.meta import eagle3_meta, file_sha256, fingerprint, version_of, write_meta
+from niels_gpt.eagle3.format.meta import eagle3_meta, file_sha256, version_of, write_meta
 from niels_gpt.eagle3.format.shard_writer import ShardWriter
-from niels_gpt.eagle3.format.shards import COMMON_FIELDS, DenseShards, Shards, shards_of
+from niels_gpt.eagle3.format.shards import COMMON_FIELDS, DenseShards, shards_of
 from niels_gpt.eagle3.format.weights import read_target_embeddings, write_target_embeddings
+from niels_gpt.eagle3.native import CacheReader, NativeView, loader_of
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import remove
 from niels_gpt.storage.locks import file_lock
 from niels_gpt.storage.meta_json import shortened
-from niels_gpt.storage.versions import VERSIONS_DIR, version_name
-
-if TYPE_CHECKING:
-    from niels_gpt.eagle3.native import NativeView
+from niels_gpt.storage.versions import VERSIONS_DIR
 
 __all__ = [
     "CACHE_KEYS",
@@ -226,7 +220,7 @@ def _convert(folder: Path, format_version: int, follow_links: bool) -> bool:
     return is_other or is_stale
 
 
-class CachedEagle3Dataset(Dataset[dict[str, torch.Tensor]]):
+class CachedEagle3Dataset(CacheReader[dict[str, torch.Tensor]]):
     """Reads an EAGLE-3 cache of any form; an item is one sample: the keyword arguments of the trainer's forward.
 
     The header of every shard is checked when the cache is opened. Shards are mapped when they are first read, at most
@@ -267,56 +261,34 @@ class CachedEagle3Dataset(Dataset[dict[str, torch.Tensor]]):
         if not native and (device is not None or not target_probs):
             raise ValueError(f"{cache_dir} is not native: device and target_probs are options of native caches")
         how: dict[str, Any] = {"follow_links": follow_links, "check": check}
-        view = None
+        self.view: NativeView | None = None
+        """Of a native cache."""
         if native:
-            from niels_gpt.eagle3.native import NativeView  # versions 1 and 2 need no target's head
-
-            view = NativeView(cache_dir, max_open_shards, device=device, target_probs=target_probs, **how)
-        self._native: NativeView | None = view
-        shards: Shards[Any] = view.dataset._shards if view else DenseShards.of_cache(cache_dir, max_open_shards, **how)
-        self._shards = shards
-        self.cache_dir, self.manifest = shards.cache_dir, shards.manifest
-        self.num_samples, self.num_shards = shards.num_samples, shards.num_shards
-        self.compressed, self.shard_size = shards.compressed, shards.shard_size
+            self.view = NativeView(cache_dir, max_open_shards, device=device, target_probs=target_probs, **how)
+            self._open(self.view.dataset._shards, expect)
+        else:
+            self._open(DenseShards.of_cache(cache_dir, max_open_shards, **how), expect)
+        self.compressed = self._shards.compressed
+        self.shard_size = self._shards.shard_size
         """Samples of a shard; None of a native cache, whose shards end by their bytes."""
-        self._follow_links = follow_links
-        if expect is not None:
-            check_expected(self.fingerprint(), expect, self.cache_dir)
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Return the identity of the cache for a checkpoint: see `niels_gpt.eagle3.format.meta.fingerprint`."""
-        return fingerprint(self.cache_dir, self.num_samples, follow_links=self._follow_links)
-
-    def __repr__(self) -> str:
-        """Name the cache, its samples and their form."""
-        return f"CachedEagle3Dataset({version_name(Path(self.cache_dir))}, {', '.join(self._described().values())})"
-
-    def _repr_html_(self) -> str:
-        rows = {"cache": version_name(Path(self.cache_dir)), **self._described()}
-        return html_table("CachedEagle3Dataset", rows.items())
 
     def _described(self) -> dict[str, str]:
-        """Return what is shown beside the path; manifests of other tools may lack some of it."""
+        # manifests of other tools may lack some of it
         sizes = {"slots": "seq_length", "aux values": "aux_hidden_dim", "draft ids": "draft_vocab_size"}
         form = [f"{self.manifest[key]:,} {name}" for name, key in sizes.items() if self.manifest.get(key) is not None]
         form += [f"top {self.manifest['target_probs_topk']:,}"] * self.compressed
         form += [dtype for dtype in DTYPES if dtype == self.manifest.get("dtype")]
-        samples = f"{number_of(self.num_samples, 'sample')} in {number_of(self.num_shards, 'shard')}"
         target = self.manifest.get("target_model")
-        rows = {"samples": samples, "a sample": ", ".join(form), "target": shortened(target) * bool(target)}
-        return {name: text for name, text in rows.items() if text}
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        return self.num_samples
+        rows = {"a sample": ", ".join(form), "target": shortened(target) * bool(target)}
+        return super()._described() | {name: text for name, text in rows.items() if text}
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         """Return one sample by CACHE_KEYS; a top-k distribution at its full width. Raises: IndexError; CacheError."""
         position = index + self.num_samples if index < 0 else index
         if not 0 <= position < self.num_samples:
             raise IndexError(index)
-        if self._native is not None:
-            return self._native.item(position)
+        if self.view is not None:
+            return self.view.item(position)
         assert isinstance(self._shards, DenseShards) and self.shard_size is not None
         shard, row = divmod(position, self.shard_size)
         sample = self._shards.row(shard, row)
@@ -371,16 +343,4 @@ def build_cached_eagle3_dataloader(
     """
     how: dict[str, Any] = {"follow_links": follow_links, "device": device, "target_probs": target_probs}
     dataset = CachedEagle3Dataset(cache_dir, expect=expect, check=check, **how)
-    sampler: DistributedSampler[Any] | None = DistributedSampler(dataset, shuffle=shuffle) if distributed else None
-    how = {
-        "batch_size": batch_size,
-        "sampler": sampler,
-        "shuffle": shuffle and sampler is None,
-        "num_workers": num_workers,
-        "pin_memory": torch.cuda.is_available(),
-    }
-    if dataset._native is not None:
-        from niels_gpt.eagle3.native import NativeLoader
-
-        return NativeLoader(dataset._native, **how)
-    return DataLoader(dataset, collate_fn=_collate_cached, **how)
+    return loader_of(dataset, _collate_cached, shuffle, distributed, batch_size=batch_size, num_workers=num_workers)

@@ -8,10 +8,10 @@ and 2. docs/formats.md describes the files.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -29,16 +29,66 @@ from niels_gpt.eagle3.format.manifest import manifest_path
 from niels_gpt.eagle3.format.meta import compare_once, fingerprint
 from niels_gpt.eagle3.format.native import NativeSample, dequantize_into
 from niels_gpt.eagle3.format.plan import PLAN_NAME, read_record
-from niels_gpt.eagle3.format.shards import NativeShards
-from niels_gpt.eagle3.head import TargetHead
+from niels_gpt.eagle3.format.shards import NativeShards, Shards
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import shortened
 from niels_gpt.storage.versions import version_name
 
+if TYPE_CHECKING:
+    from niels_gpt.eagle3.head import TargetHead
+
 __all__ = ["NativeEagle3Dataset", "NativeSample", "build_native_dataloader", "native_batch"]
 
 
-class NativeEagle3Dataset(Dataset[NativeSample]):
+Item = TypeVar("Item")
+
+
+class CacheReader(Dataset[Item]):
+    """What the readers of all forms share."""
+
+    def _open(self, shards: Shards[Any], expect: Mapping[str, Any] | None) -> None:
+        """Take the shards of a whole cache. Raises: CacheError unless it has the fingerprint that is expected."""
+        self._shards = shards
+        self.cache_dir, self.manifest = shards.cache_dir, shards.manifest
+        self.num_samples, self.num_shards = shards.num_samples, shards.num_shards
+        if expect is not None:
+            check_expected(self.fingerprint(), expect, self.cache_dir)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return the identity of the cache for a checkpoint: see `niels_gpt.eagle3.format.meta.fingerprint`."""
+        return fingerprint(self.cache_dir, self.num_samples, follow_links=self._shards.follow_links)
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return self.num_samples
+
+    def __repr__(self) -> str:
+        """Name the cache, its samples and their form."""
+        return f"{type(self).__name__}({version_name(Path(self.cache_dir))}, {', '.join(self._described().values())})"
+
+    def _repr_html_(self) -> str:
+        rows = {"cache": version_name(Path(self.cache_dir)), **self._described()}
+        return html_table(type(self).__name__, rows.items())
+
+    def _described(self) -> dict[str, str]:
+        """Return what is shown beside the path."""
+        return {"samples": f"{number_of(self.num_samples, 'sample')} in {number_of(self.num_shards, 'shard')}"}
+
+
+def loader_of(
+    dataset: CacheReader[Any], collate: Callable[[list[Any]], Any], shuffle: bool, distributed: bool, **how: Any
+) -> DataLoader[Any]:
+    """Return a DataLoader over a cache. Of the six keys of a native one target_probs are made in this process.
+
+    how: batch_size and num_workers.
+    """
+    sampler: DistributedSampler[Any] | None = DistributedSampler(dataset, shuffle=shuffle) if distributed else None
+    how |= {"sampler": sampler, "shuffle": shuffle and sampler is None, "pin_memory": torch.cuda.is_available()}
+    view = getattr(dataset, "view", None)
+    return DataLoader(dataset, collate_fn=collate, **how) if view is None else NativeLoader(view, **how)
+
+
+class NativeEagle3Dataset(CacheReader[NativeSample]):
     """Reads an EAGLE-3 cache in the native form; an item is one sample as it is stored, raw and unpadded.
 
     Header, starts and loss bits of every shard are checked when the cache is opened. Shards are mapped when they are
@@ -66,16 +116,9 @@ class NativeEagle3Dataset(Dataset[NativeSample]):
         Raises: FileNotFoundError; CacheError (a ValueError) for a cache of another form, and naming a file that does
             not fit the manifest.
         """
-        self._shards = NativeShards.of_cache(cache_dir, max_open_shards, follow_links=follow_links, check=check)
-        self._follow_links = follow_links
-        self.cache_dir, self.manifest = self._shards.cache_dir, self._shards.manifest
-        self.num_samples, self.num_shards = self._shards.num_samples, self._shards.num_shards
-        if expect is not None:
-            check_expected(self.fingerprint(), expect, self.cache_dir)
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Return the identity of the cache for a checkpoint: see `niels_gpt.eagle3.format.meta.fingerprint`."""
-        return fingerprint(self.cache_dir, self.num_samples, follow_links=self._follow_links)
+        shards = NativeShards.of_cache(cache_dir, max_open_shards, follow_links=follow_links, check=check)
+        self._shards: NativeShards
+        self._open(shards, expect)
 
     @property
     def counts(self) -> NDArray[np.int64]:
@@ -87,10 +130,6 @@ class NativeEagle3Dataset(Dataset[NativeSample]):
         """The draft's vocabulary: int64 [D], draft id -> target id."""
         return torch.tensor(self.manifest["selected_token_ids"])
 
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        return int(self.num_samples)
-
     def __getitem__(self, index: int) -> NativeSample:
         """Return one sample. Raises: IndexError; CacheError."""
         position = index + self.num_samples if index < 0 else index
@@ -98,20 +137,10 @@ class NativeEagle3Dataset(Dataset[NativeSample]):
             raise IndexError(index)
         return self._shards.sample(position)
 
-    def __repr__(self) -> str:
-        """Name the cache, its samples and their form."""
-        return f"NativeEagle3Dataset({version_name(Path(self.cache_dir))}, {', '.join(self._described().values())})"
-
-    def _repr_html_(self) -> str:
-        rows = {"cache": version_name(Path(self.cache_dir)), **self._described()}
-        return html_table("NativeEagle3Dataset", rows.items())
-
     def _described(self) -> dict[str, str]:
-        """Return what is shown beside the path."""
         tokens, _, target_rows = map(int, self.counts.sum(0))
         layers, hidden = len(self.manifest["aux_layer_ids"]), self.manifest["hidden_size"]
-        return {
-            "samples": f"{number_of(self.num_samples, 'sample')} in {number_of(self.num_shards, 'shard')}",
+        return super()._described() | {
             "tokens": f"{number_of(tokens, 'token')}, {number_of(target_rows, 'target row')}",
             "a token": f"{layers} x {hidden:,} {self.manifest['aux_dtype']}",
             "target": shortened(self.manifest["target_model"]),
@@ -255,16 +284,8 @@ def build_native_dataloader(
     pad_to: as `native_batch`. follow_links, expect, check: as `NativeEagle3Dataset`.
     """
     dataset = NativeEagle3Dataset(cache_dir, follow_links=follow_links, expect=expect, check=check)
-    sampler: DistributedSampler[Any] | None = DistributedSampler(dataset, shuffle=shuffle) if distributed else None
-    return DataLoader(
-        dataset,
-        batch_size=batch_size,
-        sampler=sampler,
-        shuffle=shuffle and sampler is None,
-        num_workers=num_workers,
-        pin_memory=torch.cuda.is_available(),
-        collate_fn=partial(native_batch, selected_token_ids=dataset.selected_token_ids, pad_to=pad_to),
-    )
+    collate = partial(native_batch, selected_token_ids=dataset.selected_token_ids, pad_to=pad_to)
+    return loader_of(dataset, collate, shuffle, distributed, batch_size=batch_size, num_workers=num_workers)
 
 
 # --- the keys of version 1 --------------------------------------------------------------------------------------------
@@ -284,17 +305,14 @@ class NativeView:
         follow_links: bool = False,
         device: str | torch.device | None = None,
         target_probs: bool = True,
-        expect: Mapping[str, Any] | None = None,
         check: Check = "ends",
     ) -> None:
         """device: on which target_probs are made, and left; None: the CPU. target_probs: False leaves the key out.
 
-        expect, check: as for `NativeEagle3Dataset`.
-
         Raises: as `NativeEagle3Dataset`; CacheError for a sample that is longer than seq_length.
         """
         self.dataset = NativeEagle3Dataset(
-            cache_dir, max_open_shards=max_open_shards, follow_links=follow_links, expect=expect, check=check
+            cache_dir, max_open_shards=max_open_shards, follow_links=follow_links, check=check
         )
         cache_dir = self.dataset.cache_dir
         self.manifest, self._follow_links = self.dataset.manifest, follow_links
@@ -318,6 +336,8 @@ class NativeView:
     def head(self) -> TargetHead:
         """The target's head, read when first used."""
         if self._head is None:
+            from niels_gpt.eagle3.head import TargetHead  # versions 1 and 2 need none
+
             cache_dir = self.dataset.cache_dir
             self._head = TargetHead.of_cache(cache_dir, device=self.device, follow_links=self._follow_links)
         return self._head

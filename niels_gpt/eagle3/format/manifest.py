@@ -213,7 +213,7 @@ def _check_keys(manifest: Mapping[str, Any], path: str) -> None:
         if some is None or not (held or (native and own is not None)):
             continue
         value = above[key or outer] if held and isinstance(above, dict) else None
-        if not held or not _is_good(kind, some, value):
+        if not held or not is_good(kind, some, value):
             more = (
                 f" from {some[0]:,} to {some[1]:,}"
                 if some and "text" not in kind
@@ -222,16 +222,20 @@ def _check_keys(manifest: Mapping[str, Any], path: str) -> None:
             raise _refuse(path, name, value, f"{kind}{more}")
 
 
-def _is_good(kind: str, some: tuple[Any, ...], value: Any) -> bool:
-    """Return whether a value is of a type of `_KEYS`, and within its limits."""
+def is_good(kind: str, some: tuple[Any, ...], value: Any) -> bool:
+    """Return whether a value is of a type and within its limits.
+
+    kind: as in `_KEYS`, or "an object". some: the least and the most, or the texts that it may be; () any.
+    """
     if value is None:
         return kind.endswith("null")
     if "text" in kind:
         return isinstance(value, str) and (not some or value in some)
     if "list" in kind:
-        return isinstance(value, list) and all(_is_good("an integer", some, each) for each in value)
-    if "true" in kind:
-        return isinstance(value, bool)
+        least, most = some
+        return isinstance(value, list) and all(type(each) is int and least <= each <= most for each in value)
+    if kind in ("true or false", "an object"):
+        return isinstance(value, bool if "true" in kind else dict)
     return type(value) in ((int,) if "integer" in kind else (int, float)) and bool(some[0] <= value <= some[1])
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import version as version_of
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from niels_gpt.eagle3.format.layout import SIDECAR, Layout, PathLike, read_file, row_bytes_of
-from niels_gpt.eagle3.format.manifest import is_native, layout_of, read_manifest
+from niels_gpt.eagle3.format.manifest import is_good, is_native, layout_of, read_manifest
 from niels_gpt.eagle3.format.native import NativeLayout, row_counts
 from niels_gpt.eagle3.format.samples import IDS_NAME, Samples
 from niels_gpt.storage.errors import CacheError, NotFound
@@ -392,60 +392,42 @@ def read_record(cache_dir: PathLike, *, follow_links: bool = False) -> dict[str,
     if record.get("kind") != "eagle3" or record.get("format_version") != SIDECAR_VERSION:
         found = f"kind {shortened(record.get('kind'))}, format_version {shortened(record.get('format_version'))}"
         raise CacheError(path, found, f"'eagle3' and {SIDECAR_VERSION}", _FRESH, code="E208")
-    for name, value in _parts_of(record):
-        kind, good = _PARTS[name]
-        if not isinstance(value, kind) or isinstance(value, bool) or not good(value):
-            raise CacheError(
-                path, f"{name} is {shortened(value)}, not as a producer writes it", remedy=_FRESH, code="E701"
-            )
+    for name, is_valid in _PARTS.items():
+        outer, _, inner = name.partition(".")
+        above = record.get(outer) if inner else record
+        value = above.get(inner or outer) if isinstance(above, dict) else None
+        if not (is_valid(value) or (value is None and inner and inner not in _NEEDED)):
+            found = f"{name} is {shortened(value)}, not as a producer writes it"
+            raise CacheError(path, found, remedy=_FRESH, code="E701")
     return record
 
 
-def _parts_of(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of each part in _PARTS; an optional part only if the plan has it."""
-    for name in _PARTS:
-        outer, _, inner = name.partition(".")
-        above = record.get(outer)
-        if not inner:
-            yield name, above
-        elif inner in _NEEDED or (isinstance(above, dict) and above.get(inner) is not None):
-            yield name, above.get(inner) if isinstance(above, dict) else None
-
-
-def _any(_: Any) -> bool:
-    return True
-
-
-def _counts(value: dict[str, Any]) -> bool:
-    return all(type(number) is int and number >= 0 for number in value.values())
-
-
-def _at_least(least: int) -> Callable[[int], bool]:
-    return lambda value: least <= value < 2**63
-
-
+_object, _text = (partial(is_good, kind, ()) for kind in ("an object", "a text"))
+_size, _count = (partial(is_good, "an integer", (least, 2**63 - 1)) for least in (1, 0))
 _NEEDED = ("pad_id", "batch_size", "max_batch_tokens", "count", "sha256")
-_PARTS: dict[str, tuple[type[Any], Callable[[Any], bool]]] = {
-    **dict.fromkeys(("manifest", "target", "tokenizer", "source", "samples", "run", "batches"), (dict, _any)),
-    **dict.fromkeys(("dropped", "altered"), (dict, _counts)),
-    **dict.fromkeys((f"target.{key}" for key in ("name", "revision", "weights_sha256", "config_sha256")), (str, _any)),
-    **dict.fromkeys(("target.vocab_size", "target.hidden_size"), (int, _at_least(1))),
-    **dict.fromkeys((f"tokenizer.{key}" for key in ("sha256", "template_sha256", "mask_by")), (str, _any)),
-    "tokenizer.pad_id": (int, _at_least(0)),
-    "tokenizer.document_start": (
-        dict,
-        lambda value: type(value.get("id")) is int and value["id"] >= 0 and isinstance(value.get("token"), str),
+"""Parts of plan.json that may not be missing where the object that has them is there."""
+_PARTS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("manifest", "target", "tokenizer", "source", "samples", "run", "batches"), _object),
+    **dict.fromkeys(("dropped", "altered"), lambda value: _object(value) and all(map(_count, value.values()))),
+    **dict.fromkeys((f"target.{key}" for key in ("name", "revision", "weights_sha256", "config_sha256")), _text),
+    **dict.fromkeys(("target.vocab_size", "target.hidden_size"), _size),
+    **dict.fromkeys((f"tokenizer.{key}" for key in ("sha256", "template_sha256", "mask_by")), _text),
+    "tokenizer.pad_id": _count,
+    "tokenizer.document_start": lambda value: (
+        _object(value) and type(value.get("id")) is int and value["id"] >= 0 and _text(value.get("token"))
     ),
-    "tokenizer.special_token_ids": (list, lambda value: all(each is None or type(each) is int for each in value)),
-    **dict.fromkeys((f"samples.{key}" for key in ("count", "tokens", "supervised_tokens")), (int, _at_least(0))),
-    **dict.fromkeys(("samples.sha256", "samples.ids_sha256", "batches.sha256"), (str, _any)),
-    **dict.fromkeys(("batches.batch_size", "batches.max_batch_tokens"), (int, _at_least(1))),
-    "run.device": (str, lambda value: value in ("cpu", "cuda")),
-    "run.compute_dtype": (str, lambda value: value in ("bf16", "fp32")),
-    "run.threads": (int, lambda value: 1 <= value <= _MAX_THREADS),
-    **dict.fromkeys((f"run.{key}" for key in ("processor", "attention", "torch", "transformers")), (str, _any)),
+    "tokenizer.special_token_ids": lambda value: (
+        isinstance(value, list) and all(each is None or type(each) is int for each in value)
+    ),
+    **dict.fromkeys((f"samples.{key}" for key in ("count", "tokens", "supervised_tokens")), _count),
+    **dict.fromkeys(("samples.sha256", "samples.ids_sha256", "batches.sha256"), _text),
+    **dict.fromkeys(("batches.batch_size", "batches.max_batch_tokens"), _size),
+    "run.device": partial(is_good, "a text", ("cpu", "cuda")),
+    "run.compute_dtype": partial(is_good, "a text", ("bf16", "fp32")),
+    "run.threads": partial(is_good, "an integer", (1, _MAX_THREADS)),
+    **dict.fromkeys((f"run.{key}" for key in ("processor", "attention", "torch", "transformers")), _text),
 }
-"""Dotted name of a part of plan.json -> its type, and whether a value is valid."""
+"""Dotted name of a part of plan.json -> whether a value is valid."""
 
 
 def differing_fields(left: Mapping[str, Any], right: Mapping[str, Any], above: str = "") -> list[str]:

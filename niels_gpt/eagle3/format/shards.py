@@ -204,15 +204,16 @@ class Shards(ABC, Generic[Mapped]):
         if (receipt := self._receipts[shard]) is None:
             return
         seen = self._seen.setdefault(shard, bytearray(receipt["samples"]))
+        if row < len(seen) and seen[row]:
+            return
         where = receipt_path(self.cache_dir, shard)
         if row >= len(seen):
             raise CacheError(where, f"{len(seen)} samples", f"sample {row} of the shard too", _AGAIN, code="E701")
-        if not seen[row]:
-            wrong, _ = self._row_damage(mapped, row, receipt["slots"][row], receipt["xxh3_128"][row])
-            if wrong:
-                found = f"sample {row} of the shard: {wrong}, by {where}"
-                raise CacheError(shard_path(self.cache_dir, shard), found, remedy=_AGAIN, code="E701")
-            seen[row] = 1
+        wrong, _ = self._row_damage(mapped, row, receipt["slots"][row], receipt["xxh3_128"][row])
+        if wrong:
+            found = f"sample {row} of the shard: {wrong}, by {where}"
+            raise CacheError(shard_path(self.cache_dir, shard), found, remedy=_AGAIN, code="E701")
+        seen[row] = 1
 
     def stated_rows(self, shard: int) -> int:
         """Return how many samples a shard has by its own header. Raises: FileNotFoundError; CacheError."""
@@ -324,13 +325,13 @@ class DenseShards(Shards[DenseShard]):
         if rows != (expected := self.rows_of(shard)):
             samples = f"{expected} of the manifest's {self.num_samples}"
             wrong.append(CacheError(path, f"{rows} samples", samples, code="E701"))
-        declared, by = (
-            (self._fields, "as in shard 0") if self._fields else (self._declared(fields), f"by {MANIFEST_NAME}")
-        )
-        for name in sorted({*fields, *declared} if self.exact or self._fields else declared):
-            if not _fits(fields.get(name), declared.get(name)):
-                found = f"{name if name in declared else shortened(name)} is {form_text(fields.get(name))}"
-                wrong.append(CacheError(path, found, f"{form_text(declared.get(name))} {by}", code="E701"))
+        if fields != self._fields:
+            declared: _Declared = dict(self._fields) or self._declared(fields)
+            by = "as in shard 0" if self._fields else f"by {MANIFEST_NAME}"
+            for name in sorted({*fields, *declared} if self.exact or self._fields else declared):
+                if not _fits(fields.get(name), declared.get(name)):
+                    found = f"{name if name in declared else shortened(name)} is {form_text(fields.get(name))}"
+                    wrong.append(CacheError(path, found, f"{form_text(declared.get(name))} {by}", code="E701"))
         if not wrong and not self.exact:
             self._fields = fields
         return header, wrong
