@@ -153,13 +153,13 @@ class Eagle3Cache(Cache, ABC):
         """Return where a number of a sample is."""
         return f"{self.unit} {place}"
 
-    def counted(self, count: int) -> str:
+    def units(self, count: int) -> str:
         """Return "1 slot", "2 slots"."""
         return f"{count:,} {self.unit}{'' if count == 1 else 's'}"
 
     def within(self, count: int) -> str:
         """Return "in 2 slots" or "at 2 tokens"."""
-        return f"{self.IN} {self.counted(count)}"
+        return f"{self.IN} {self.units(count)}"
 
     # --- shards and samples, which each form has in its own way ---
 
@@ -193,10 +193,12 @@ class Eagle3Cache(Cache, ABC):
         Raises: CacheError if the row has another number of tokens; NotChecked in a cache without a plan.
         """
 
-    @property
     @abstractmethod
-    def counts(self) -> Counts:
-        """The tokens, supervised slots and positions of all shards. Raises: CacheError, as `opened`."""
+    def counted(self, opened: Any) -> NDArray[np.int64]:
+        """Return of each sample of an opened shard its tokens, slots with loss and positions: int64 [n, 3].
+
+        Of a native cache, auxiliary rows and target rows follow: [n, 5].
+        """
 
     @abstractmethod
     def weights(self) -> dict[str, Tensor]:
@@ -242,6 +244,12 @@ class Eagle3Cache(Cache, ABC):
         data = self.READER(self.folder, follow_links=self.follow_links)
         for shard in range(self.num_shards):
             data[self.files.first_of(shard)]
+
+    @cached_property
+    def counts(self) -> Counts:
+        """The tokens, slots with loss and positions of all shards. Raises: CacheError, as `opened`."""
+        sums = (self.counted(self.opened(shard)).sum(0)[:3].tolist() for shard in range(self.num_shards))
+        return Counts(*map(sum, zip(*sums, strict=True))) if self.num_shards else Counts(0, 0, 0)
 
     @cached_property
     def num_samples(self) -> int:
@@ -557,16 +565,10 @@ class DenseCache(Eagle3Cache):
         for name, wanted in raw.items():
             yield name, row.tensors[name].numpy(), wanted[:width] if name == "attention_mask" else wanted[1:]
 
-    @cached_property
-    def counts(self) -> Counts:
-        counts = torch.zeros(3, dtype=torch.int64)
-        for shard in range(self.num_shards):
-            tables = self.opened(shard)
-            inner = torch.zeros_like(tables["loss_mask"], dtype=torch.bool)  # a last token has no next one to learn
-            inner[:, :-1] = tables["attention_mask"][:, 1:] == 1
-            masks = (tables["attention_mask"] == 1, (tables["loss_mask"] == 1) & inner, tables["position_mask"])
-            counts += torch.stack([mask.sum() for mask in masks])
-        return Counts(*counts.tolist())
+    def counted(self, opened: Mapping[str, Tensor]) -> NDArray[np.int64]:
+        attended, with_loss = opened["attention_mask"].sum(1), (opened["loss_mask"] == 1).sum(1)
+        counts: NDArray[np.int64] = torch.stack([attended, with_loss, opened["position_mask"].sum((1, 2))], 1).numpy()
+        return counts
 
     def weights(self) -> dict[str, Tensor]:
         self.refuse_missing_weights()
@@ -664,14 +666,12 @@ class NativeCache(Eagle3Cache):
             raise row.problem(f"{row.length:,} tokens", f"{len(planned[0]):,} {BY_SOURCE}")
         yield from zip(("input_ids", "loss_bits"), row.ids_and_loss(), planned, strict=True)
 
-    @cached_property
-    def counts(self) -> Counts:
-        sums = np.zeros(3, np.int64)
-        for shard in range(self.num_shards):
-            mapped = self.opened(shard)
-            supervised = self.supervised_rows(mapped)
-            sums += [mapped.starts[-1, 0], supervised.sum(), (supervised & self.in_draft(mapped)).sum()]
-        return Counts(*sums.tolist())
+    def counted(self, opened: MappedShard) -> NDArray[np.int64]:
+        with_loss = self.supervised_rows(opened)
+        of_rows = np.stack([with_loss, with_loss & self.in_draft(opened)], axis=1)
+        sums = np.concatenate([np.zeros((1, 2), np.int64), np.cumsum(of_rows, axis=0, dtype=np.int64)])
+        starts = opened.starts
+        return np.diff(np.concatenate([starts[:, :1], sums[starts[:, 2]], starts[:, 1:]], axis=1), axis=0)
 
     @staticmethod
     def supervised_rows(mapped: MappedShard) -> NDArray[np.bool_]:

@@ -373,7 +373,7 @@ def _differing(row: StoredSample, name: str, apart: Tensor, places: Any = None, 
         first = int(wrong.nonzero()[0]) if wrong.any() else int(apart.argmax())
         yield row.problem(
             f"{name} is not what the target gives: the median difference of a {unit} is {median:.2g}",
-            f"{most:g} at most; {row.cache.counted(int(wrong.sum()))} of {len(apart):,} differ by more than {WRONG}, "
+            f"{most:g} at most; {row.cache.units(int(wrong.sum()))} of {len(apart):,} differ by more than {WRONG}, "
             f"the first at {first if places is None else places[first]}",
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -78,7 +78,7 @@ class Stats:
     """The same as pairs of a name and a text."""
     tokens_note: str = ""
     """What is said behind the number of tokens."""
-    kept_row: list[tuple[str, str]]
+    kept_row: Sequence[tuple[str, str]] = ()
     """What is said of `kept_mass`, as a pair of a name and a text; nothing where a form has no top k."""
 
     def as_json(self) -> dict[str, Any]:
@@ -148,17 +148,19 @@ def stats(path: Path, *, seed: int = 0, progress: Progress | None = None, follow
     Raises: FileNotFoundError, CacheError where the cache is not whole.
     """
     cache = open_cache(path, follow_links=follow_links)
-    if isinstance(cache, NativeCache):
-        return _of_native(cache, seed, progress)
-    return _of_dense(cache, seed, progress)
-
-
-def _shards(cache: DenseCache | NativeCache, progress: Progress | None) -> Iterator[Any]:
-    """Yield the opened shards."""
+    counts = [np.zeros((0, 5 if isinstance(cache, NativeCache) else 3), np.int64)]
     for shard in range(cache.num_shards):
-        yield cache.opened(shard)
+        opened: Any = cache.opened(shard)
+        counts.append(cache.counted(opened))
         if progress is not None:
             progress(shard + 1, shard + 1, cache.num_shards)
+    every = np.concatenate(counts)
+    if isinstance(cache, NativeCache):
+        more = _of_native(cache, every, [int(part[:, 1].sum()) for part in counts[1:]], seed)
+    else:
+        more = _of_dense(cache, every, seed)
+    lengths, supervised, positions = every[:, :3].T
+    return Stats(num_shards=cache.num_shards, lengths=lengths, supervised=supervised, positions=positions, **more)
 
 
 def _on_disk(cache: DenseCache | NativeCache) -> dict[str, int]:
@@ -190,31 +192,23 @@ def _mean_norms(cache: DenseCache | NativeCache, sums: NDArray[np.float64], coun
 # --- versions 1 and 2 -------------------------------------------------------------------------------------------------
 
 
-def _of_dense(cache: DenseCache, seed: int, progress: Progress | None) -> Stats:
-    counts = [np.zeros((3, 0), np.int64)]
-    for tables in _shards(cache, progress):
-        attended, supervised = tables["attention_mask"].sum(1), (tables["loss_mask"] == 1).sum(1)
-        counts.append(torch.stack([attended, supervised, tables["position_mask"].sum((1, 2))]).numpy())
-    lengths, supervised, positions = np.concatenate(counts, axis=1)
-    entropy, norms = _entropy_and_norms(cache, positions, seed)
-    tokens, layout, kept_mass = int(lengths.sum()), cache.layout, _mass(cache, "kept_mass", "positions")
-    padding, disk = 1 - tokens / max(1, len(lengths) * layout.seq_length), _on_disk(cache)
+def _of_dense(cache: DenseCache, counts: NDArray[np.int64], seed: int) -> dict[str, Any]:
+    """Return the rest of the Stats. counts: as `DenseCache.counted`, of all samples."""
+    entropy, norms = _entropy_and_norms(cache, counts[:, 2], seed)
+    tokens, layout, kept_mass = int(counts[:, 0].sum()), cache.layout, _mass(cache, "kept_mass", "positions")
+    padding, disk = 1 - tokens / max(1, len(counts) * layout.seq_length), _on_disk(cache)
     per_token = {"token_bytes": layout.token_bytes, "bytes_per_token": disk["shard_bytes"] / max(1, tokens)}
     size = f"{size_text(layout.token_bytes)}, without padding and embeddings"
-    return Stats(
-        num_shards=cache.num_shards,
-        lengths=lengths,
-        supervised=supervised,
-        positions=positions,
-        draft_mass=_mass(cache, "draft_mass", "supervised"),
-        kept_mass=kept_mass,
-        entropy=entropy,
-        norms=norms,
-        sizes={"padding_share": padding, **disk, **per_token},
-        size_rows=[("size of a token", size), *_disk_rows(disk, ", padding included")],
-        tokens_note=f" ({padding:.1%} of the slots are padding)",
-        kept_row=[("mass kept by top k", _mass_text(kept_mass) if layout.topk else "all of it")],
-    )
+    return {
+        "draft_mass": _mass(cache, "draft_mass", "supervised"),
+        "kept_mass": kept_mass,
+        "entropy": entropy,
+        "norms": norms,
+        "sizes": {"padding_share": padding, **disk, **per_token},
+        "size_rows": [("size of a token", size), *_disk_rows(disk, ", padding included")],
+        "tokens_note": f" ({padding:.1%} of the slots are padding)",
+        "kept_row": [("mass kept by top k", _mass_text(kept_mass) if layout.topk else "all of it")],
+    }
 
 
 def _mass(cache: DenseCache, name: str, by: str) -> Mass | None:
@@ -259,40 +253,18 @@ def _entropy_and_norms(
 # --- the native form --------------------------------------------------------------------------------------------------
 
 
-def _of_native(cache: NativeCache, seed: int, progress: Progress | None) -> Stats:
-    """Return the numbers of a native cache. The slots are drawn from those with loss."""
-    counts, by_shard = [np.zeros((0, 5), np.int64)], []
-    for mapped in _shards(cache, progress):
-        with_loss = cache.supervised_rows(mapped)
-        of_rows = np.stack([with_loss, with_loss & cache.in_draft(mapped)], axis=1)
-        sums = np.concatenate([np.zeros((1, 2), np.int64), np.cumsum(of_rows, axis=0, dtype=np.int64)])
-        counts.append(np.diff(np.concatenate([mapped.starts, sums[mapped.starts[:, 2]]], axis=1), axis=0))
-        by_shard.append(int(with_loss.sum()))
-    every = np.concatenate(counts)
+def _of_native(cache: NativeCache, counts: NDArray[np.int64], by_shard: Sequence[int], seed: int) -> dict[str, Any]:
+    """Return the rest of the Stats. counts: as `NativeCache.counted`, of all samples; by_shard: rows with loss."""
     entropy, norms, mass = _by_the_head(cache, by_shard, seed)
-    sizes, size_rows = _native_sizes(cache, every[:, :3])
-    return Stats(
-        num_shards=cache.num_shards,
-        lengths=every[:, 0],
-        supervised=every[:, 3],
-        positions=every[:, 4],
-        draft_mass=mass,
-        entropy=entropy,
-        norms=norms,
-        sizes=sizes,
-        size_rows=size_rows,
-        kept_row=[],
-    )
+    sizes, size_rows = _native_sizes(cache, counts[:, [0, 3, 4]])
+    return {"draft_mass": mass, "entropy": entropy, "norms": norms, "sizes": sizes, "size_rows": size_rows}
 
 
 def _native_sizes(cache: NativeCache, counts: NDArray[np.int64]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """Return the sizes of shards, their parts and the weights. counts: int64 [n, 3], as `NativeLayout.token_bytes`."""
     tokens, aux_rows, target_rows = counts.sum(0).tolist()
-    disk, weights, dtype = (
-        _on_disk(cache),
-        os.stat(cache.folder / cache.WEIGHTS).st_size,
-        str(cache.manifest["aux_dtype"]),
-    )
+    disk, weights = _on_disk(cache), os.stat(cache.folder / cache.WEIGHTS).st_size
+    dtype = str(cache.manifest["aux_dtype"])
     per_token = [each / max(1, tokens) for each in (aux_rows, target_rows, disk["shard_bytes"], weights)]
     by_tensor = cache.layout.token_bytes(counts)
     parts = {part: sum(by_tensor.get(name, 0.0) for name in names) for part, names in _PARTS.items()}
