@@ -10,12 +10,12 @@ respond.py       public: python -m niels_gpt.eagle3.respond (commands/eagle3/res
 __main__.py      public: python -m niels_gpt.eagle3 verify | inspect | convert | seal | stats (commands/eagle3/group.py)
 kind.py          the kind eagle3: what niels_gpt.kinds asks of a finished cache
 draft_kind.py    the kind draft_vocab: the file of the tokens that a draft knows
+models.py        loads target models: by folder or hub id, or the sample's small one
+replies.py       the target's own replies to chats, which are input of a cache
 native_view.py   the six keys of version 1, made of a native cache
 format/          the files of a cache: what is in them, their writers and readers, the plan
-targets/         loads target models: by folder or hub id, or the sample's small one
 produce/         plan + samples + target -> a finished cache; when a run may be resumed
 parts/           several machines make one cache in one folder: locks of parts, and the seal at the end
-replies/         the target's own replies to chats, which are input of a cache
 inspect/         a finished cache: is it good, does the target still agree, what is in it
 derive/          a finished native cache -> another draft vocabulary, or version 1 or 2, without the target
 exchange/        other tools' folders -> a native cache, and back

@@ -122,7 +122,7 @@ def target_of(
 
     from niels_gpt.eagle3.format.plan import read_record
     from niels_gpt.eagle3.inspect.recompute import Target
-    from niels_gpt.eagle3.targets.loading import target_facts
+    from niels_gpt.eagle3.models import target_facts
 
     record = read_record(cache, follow_links=follow_links)
     planned, made_from = ({}, {}) if record is None else (record["run"], record["target"])

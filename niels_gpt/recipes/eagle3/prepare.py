@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from niels_gpt.chat.tokenizers import ChatTokenizer
     from niels_gpt.eagle3.format.plan import Plan
     from niels_gpt.eagle3.format.samples import Samples
+    from niels_gpt.eagle3.models import TargetFacts
     from niels_gpt.eagle3.produce.producer import Produced
-    from niels_gpt.eagle3.targets.loading import TargetFacts
     from niels_gpt.progress import Progress
 
 logger = logging.getLogger(__name__)
