@@ -218,7 +218,7 @@ def seal(cache: Path) -> Result:
 @argument("part", type=click.Path(path_type=Path), nargs=-1, required=True, help="folders of precompute --partition")
 def join(out: Path, part: tuple[Path, ...]) -> Result:
     """Join parts."""
-    from niels_gpt.eagle3.produce.join import join
+    from niels_gpt.eagle3.build import join
 
     joined = join(out, part)
     totals = joined.meta["totals"]

@@ -50,7 +50,7 @@ niels-gpt eagle3 verify CACHE --target MODEL -k 8    and run 8 samples through t
 def verify(cache: Path, follow_links: bool, target: str | None, **how: Any) -> Result:
     """Check a cache."""
     from niels_gpt.eagle3.inspect.verify import verify
-    from niels_gpt.eagle3.parts.seal import refuse_unsealed
+    from niels_gpt.eagle3.resume import refuse_unsealed
 
     refuse_unsealed(cache)
     recomputed = Verdict([], "not made: name the target with --target")
@@ -127,7 +127,7 @@ def inspect(
 def stats(cache: Path, follow_links: bool, plot: Path | None, seed: int) -> Result:
     """Print the figures of a cache."""
     from niels_gpt.eagle3.inspect.stats import stats
-    from niels_gpt.eagle3.parts.seal import refuse_unsealed
+    from niels_gpt.eagle3.resume import refuse_unsealed
 
     refuse_unsealed(cache)
     if plot is not None:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from niels_gpt.eagle3.disk import has_holes
 from niels_gpt.eagle3.format.embeddings import read_target_embeddings, write_embeddings, write_target_embeddings
 from niels_gpt.eagle3.format.layout import DTYPES, INT_FIELDS, SIDECAR, PathLike, row_bytes_of
 from niels_gpt.eagle3.format.manifest import layout_of, manifest_path, write_manifest
@@ -27,9 +28,8 @@ from niels_gpt.eagle3.format.samples import Samples
 from niels_gpt.eagle3.format.shard_writer import ShardWriter
 from niels_gpt.eagle3.format.torch_files import MAX_INFLATED
 from niels_gpt.eagle3.native_view import NativeView
-from niels_gpt.eagle3.produce.estimate import has_holes
-from niels_gpt.eagle3.produce.finalize import finish
 from niels_gpt.eagle3.target import NUM_AUX_LAYERS
+from niels_gpt.eagle3.totals import finish
 from niels_gpt.progress import Progress
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import make_dir, write_bytes

@@ -30,7 +30,7 @@ from niels_gpt.eagle3.format.manifest import is_native, manifest_bytes, read_man
 from niels_gpt.eagle3.format.meta import eagle3_meta, write_meta
 from niels_gpt.eagle3.format.native.shard_reader import MappedShard, NativeShards
 from niels_gpt.eagle3.format.native.weights import WEIGHTS_NAME
-from niels_gpt.eagle3.produce.positions import Counts, native_positions
+from niels_gpt.eagle3.totals import Counts, native_positions
 from niels_gpt.eagle3.vocab import build_eagle3_token_mapping
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError

@@ -11,7 +11,7 @@ from niels_gpt.eagle3.format import meta
 from niels_gpt.eagle3.format.manifest import read_manifest, write_manifest
 from niels_gpt.eagle3.format.native.shard_reader import NativeShards
 from niels_gpt.eagle3.format.shard_writer import read_receipt
-from niels_gpt.eagle3.produce.positions import Counts
+from niels_gpt.eagle3.totals import Counts
 from niels_gpt.storage.errors import CacheError
 
 

@@ -26,7 +26,7 @@ from niels_gpt.eagle3.format.meta import file_sha256
 from niels_gpt.eagle3.format.plan import BATCHES_NAME, PLAN_NAME, read_record
 from niels_gpt.eagle3.format.samples import IDS_NAME, SAMPLES_NAME, Samples
 from niels_gpt.eagle3.format.shard_writer import read_receipt, receipt_path
-from niels_gpt.eagle3.produce.positions import Counts
+from niels_gpt.eagle3.totals import Counts
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import file_records, meta_crc32, parse_object, shortened

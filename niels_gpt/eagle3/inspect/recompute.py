@@ -16,6 +16,7 @@ import torch
 
 from niels_gpt.display.numbers import many
 from niels_gpt.eagle3.format.plan import Batch, Plan, differing_fields, open_plan
+from niels_gpt.eagle3.forward import NonFiniteError
 from niels_gpt.eagle3.inspect.native import unplanned as native
 from niels_gpt.eagle3.inspect.native.again import NativeAgain
 from niels_gpt.eagle3.inspect.native.opened import NativeCache
@@ -24,8 +25,7 @@ from niels_gpt.eagle3.inspect.published.again import PublishedAgain, other_embed
 from niels_gpt.eagle3.inspect.published.opened import PublishedCache
 from niels_gpt.eagle3.inspect.published.unplanned import differences
 from niels_gpt.eagle3.inspect.report import Report
-from niels_gpt.eagle3.produce.supervision import NonFiniteError
-from niels_gpt.eagle3.produce.workers import Load, torch_threads
+from niels_gpt.eagle3.workers import Load, torch_threads
 from niels_gpt.progress import Progress
 from niels_gpt.storage.checks import Verdict
 from niels_gpt.storage.errors import CacheError

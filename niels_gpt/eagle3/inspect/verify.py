@@ -22,7 +22,7 @@ from niels_gpt.eagle3.inspect.opening import open_cache, read_each_shard
 from niels_gpt.eagle3.inspect.published import row_checks as of_rows
 from niels_gpt.eagle3.inspect.published.opened import PublishedCache
 from niels_gpt.eagle3.inspect.report import Problems, Questions, Report
-from niels_gpt.eagle3.produce.positions import FEW
+from niels_gpt.eagle3.totals import FEW
 from niels_gpt.progress import Progress
 from niels_gpt.storage.checks import Figures, Verdict
 from niels_gpt.storage.errors import CacheError

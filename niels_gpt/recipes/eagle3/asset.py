@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from niels_gpt.cache.meta import read_meta
 from niels_gpt.documents import Partition
-from niels_gpt.eagle3.parts.units import SHARDS, FolderPlan
+from niels_gpt.eagle3.units import SHARDS, FolderPlan
 from niels_gpt.engine.units import (
     SHARDS_RULE,
     Commands,
@@ -315,7 +315,7 @@ class TargetUnits:
 
     def _fixed(self, there: Plan | None, fixes: bool) -> tuple[Plan, Prepared]:
         """Return the plan, which is fixed if none is `there`, and what it was made of. `build_lock` is held."""
-        from niels_gpt.eagle3.produce.producer import write_sidecar
+        from niels_gpt.eagle3.build import write_sidecar
 
         in_partitions = self.settings.partitions > 1
         if there is None and not fixes:
@@ -461,7 +461,7 @@ class TargetUnits:
         instead of E503. progress: receives shards, bytes read, and bytes to read in all.
         Raises: CacheError E712 naming the unfinished shards, with the commands that make them; E503; NoPlan.
         """
-        from niels_gpt.eagle3.parts.seal import seal
+        from niels_gpt.eagle3.build import seal
 
         while (plan := self._wanted()) is not None:
             try:
@@ -492,7 +492,7 @@ class TargetUnits:
         from niels_gpt.eagle3.format.layout import shard_path
         from niels_gpt.eagle3.format.plan import shards_of_part
         from niels_gpt.eagle3.format.shard_writer import receipt_path
-        from niels_gpt.eagle3.parts.folder import refuse_running
+        from niels_gpt.eagle3.parts import refuse_running
 
         if self.plan is None:
             return False

@@ -184,7 +184,7 @@ def _named_by_settings() -> Iterator[None]:
 
 def folder_with_plan(path: Path) -> Path | None:
     """Return the committed cache, else the unfinished version that was written last, of those that have a plan."""
-    from niels_gpt.eagle3.produce.resume_checks import recorded_plan
+    from niels_gpt.eagle3.resume import recorded_plan
 
     return next((folder for folder in (path, *unfinished_versions(path)) if recorded_plan(folder)), None)
 

@@ -70,7 +70,7 @@ def _is_current(settings: Settings, key: str, tokenizer: FullTokenizer | None) -
 
 def _is_known_without_hub(settings: Settings) -> bool:
     """Whether revisions of the target and of the chats are recorded, where these are on the hub."""
-    from niels_gpt.eagle3.produce.resume_checks import recorded_plan
+    from niels_gpt.eagle3.resume import recorded_plan
     from niels_gpt.hub.models import is_local
     from niels_gpt.recipes.resolve import resolve_whole
 

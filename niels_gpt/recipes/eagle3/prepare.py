@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
     from niels_gpt.chat.rows import Row
     from niels_gpt.chat.tokenizers import ChatTokenizer
+    from niels_gpt.eagle3.build import Produced
     from niels_gpt.eagle3.format.plan import Plan
     from niels_gpt.eagle3.format.samples import Samples
     from niels_gpt.eagle3.models import TargetFacts
-    from niels_gpt.eagle3.produce.producer import Produced
     from niels_gpt.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -136,8 +136,8 @@ def resolve(
         CacheError where output_dir cannot be used, holds a cache and `resume` is not set, or holds another plan.
     """
     from niels_gpt.chat.tokenizers import open_tokenizer
-    from niels_gpt.eagle3.produce.estimate import refuse_unusable
-    from niels_gpt.eagle3.produce.resume_checks import recorded_plan, refuse_existing
+    from niels_gpt.eagle3.disk import refuse_unusable
+    from niels_gpt.eagle3.resume import recorded_plan, refuse_existing
     from niels_gpt.eagle3.target import checked_aux_layer_ids, parse_aux_layers, target_facts
     from niels_gpt.recipes.eagle3.input import ROWS, input_facts
 
@@ -194,7 +194,7 @@ def _revision(options: Options, recorded: dict[str, Any]) -> str | None:
 
 def _resumed(resolved: Resolved, recorded: dict[str, Any]) -> Resolved:
     """Return a resumed run, with the plan's names of equal files. Raises: CacheError if the plan is another one."""
-    from niels_gpt.eagle3.produce.resume_checks import refuse_other_plan
+    from niels_gpt.eagle3.resume import refuse_other_plan
 
     options, target, source = resolved.options, recorded.get("target", {}), recorded.get("source", {})
     assert options.output_dir is not None
@@ -211,7 +211,7 @@ def _resumed(resolved: Resolved, recorded: dict[str, Any]) -> Resolved:
 
 def _refuse_other_draft(resolved: Resolved) -> None:
     """Raise CacheError where --resume would give a native cache another draft vocabulary that nobody has asked for."""
-    from niels_gpt.eagle3.produce.resume_checks import refuse_other_draft
+    from niels_gpt.eagle3.resume import refuse_other_draft
 
     options = resolved.options
     if options.may_continue and options.output_dir is not None and options.form == "native":
@@ -399,11 +399,11 @@ def carry_out(
     claimed: Callable[[], AbstractContextManager[object]] = nullcontext,
     progress: Progress | None = None,
 ) -> Produced:
-    """Make the cache in a folder, or what is missing of it. Arguments, Raises: as `produce`.
+    """Make the cache in a folder, or what is missing of it. Arguments and errors: of `TargetRun`.
 
     Of an unfinished version of an asset, which is `named`, the caller has checked the file system.
     """
-    from niels_gpt.eagle3.produce.producer import produce
+    from niels_gpt.eagle3.build import TargetRun
     from niels_gpt.recipes.shared import check_shared_folder, code_identity
     from niels_gpt.storage.locks import apply_lock_setting
 
@@ -421,8 +421,8 @@ def carry_out(
         compute_dtype=run["compute_dtype"],
         attention=options.attention,
     )
-    produced = produce(
-        folder,
+    run_of_target = TargetRun(
+        Path(folder),
         prepared.plan,
         prepared.samples,
         load,
@@ -430,11 +430,12 @@ def carry_out(
         workers=options.workers,
         resume=resume,
         part=options.part_numbers,
-        code=code,
+        code=code or {},
         command=command,
         claimed=claimed,
         progress=progress,
     )
+    produced = run_of_target.make()
     warn_of_missing_start(prepared, named or Path(folder), "--document-start" if named is None else _START_FLAG)
     return produced
 
@@ -455,7 +456,7 @@ def warn_of_missing_start(prepared: Prepared, cache: Path, flag: str = "--docume
 
 
 def open_target(device: torch.device, *, name: str, revision: str | None, compute_dtype: str, attention: str) -> Any:
-    """Load a target on a device, as `produce` calls it in each of its processes. Raises: as `load_target`."""
+    """Load a target on a device, as `TargetRun` calls it in each of its processes. Raises: as `load_target`."""
     from niels_gpt.eagle3.format.layout import DTYPES
     from niels_gpt.eagle3.target import load_target
 

@@ -154,8 +154,8 @@ def respond(responder: Responder, *, progress: Progress | None = None) -> dict[s
     progress: called with the tokens of replies, the chats that are done, and None.
     Raises: CacheError as output.opened; as load_target and input_chats; ValueError where not one chat has a reply.
     """
-    from niels_gpt.eagle3.produce.workers import torch_threads
     from niels_gpt.eagle3.replies import ReplyFile, opened
+    from niels_gpt.eagle3.workers import torch_threads
 
     options = responder.options
     with opened(options.output, responder.record) as file:

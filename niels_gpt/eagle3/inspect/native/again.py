@@ -11,6 +11,7 @@ import torch
 from niels_gpt.eagle3.format.layout import AUX_DTYPES
 from niels_gpt.eagle3.format.native.sample import NativeSample
 from niels_gpt.eagle3.format.plan import Batch, Plan
+from niels_gpt.eagle3.forward import NativeForward
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.eagle3.inspect.compare import (
     MASK_SHARE,
@@ -21,7 +22,6 @@ from niels_gpt.eagle3.inspect.compare import (
 from niels_gpt.eagle3.inspect.native.opened import NativeCache, NativeRow
 from niels_gpt.eagle3.inspect.native.row_checks import part_name, tokens
 from niels_gpt.eagle3.inspect.native.unplanned import other_head, values_of
-from niels_gpt.eagle3.produce.native_forward import NativeForward
 from niels_gpt.storage.errors import CacheError
 
 _CHUNK_ROWS = 64

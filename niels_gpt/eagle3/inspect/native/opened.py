@@ -23,7 +23,7 @@ from niels_gpt.eagle3.format.native.shard_writer import ROW_TENSORS
 from niels_gpt.eagle3.format.native.weights import WEIGHTS_NAME, WEIGHTS_RECEIPT, read_weights
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.eagle3.inspect.open_cache import NotChecked, OpenCache
-from niels_gpt.eagle3.produce.positions import Counts
+from niels_gpt.eagle3.totals import Counts
 from niels_gpt.storage.errors import CacheError
 
 

@@ -12,6 +12,7 @@ from niels_gpt.eagle3.format.embeddings import read_target_embeddings
 from niels_gpt.eagle3.format.layout import EMBEDDINGS_NAME, INT_FIELDS
 from niels_gpt.eagle3.format.plan import Batch, Plan
 from niels_gpt.eagle3.format.run import CONVERTED_FROM
+from niels_gpt.eagle3.forward import PlannedForward
 from niels_gpt.eagle3.inspect.compare import MASK_SHARE, TOLERANCE, bits, largest_difference, other_rows
 from niels_gpt.eagle3.inspect.open_cache import slots
 from niels_gpt.eagle3.inspect.published.opened import (
@@ -23,7 +24,6 @@ from niels_gpt.eagle3.inspect.published.opened import (
     Row,
     comparable_probs,
 )
-from niels_gpt.eagle3.produce.forward import PlannedForward
 from niels_gpt.storage.errors import CacheError
 
 _CHUNK_SLOTS = 64

@@ -29,7 +29,7 @@ from niels_gpt.eagle3.format.layout import (
 from niels_gpt.eagle3.format.manifest import layout_of, load_safetensors, number_in
 from niels_gpt.eagle3.format.shard_writer import shard_damage
 from niels_gpt.eagle3.inspect.open_cache import OF_THE_PLAN, OpenCache, form_text
-from niels_gpt.eagle3.produce.positions import Counts
+from niels_gpt.eagle3.totals import Counts
 from niels_gpt.storage.errors import CacheError
 
 AUX, PROBS, VALUES, INDICES = "aux_hidden_states", *DENSE_FIELDS, *TOPK_FIELDS

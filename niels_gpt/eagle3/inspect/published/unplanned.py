@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from niels_gpt.eagle3.format.manifest import number_in
+from niels_gpt.eagle3.forward import cache_fields
 from niels_gpt.eagle3.inspect.compare import WRONG, WRONG_SHARE, differing, vector_length
 from niels_gpt.eagle3.inspect.open_cache import NotChecked, slots
 from niels_gpt.eagle3.inspect.published.opened import AUX, PROBS, PublishedCache, Row, comparable_probs
-from niels_gpt.eagle3.produce.supervision import cache_fields
 from niels_gpt.eagle3.target import PART_VALUES, HFEagle3TargetModel
 from niels_gpt.progress import Progress
 from niels_gpt.storage.errors import CacheError

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from niels_gpt.display.numbers import many
 from niels_gpt.eagle3.format.layout import (
     SIDECAR,
     PathLike,
@@ -26,9 +27,18 @@ from niels_gpt.eagle3.format.layout import (
     shard_path,
 )
 from niels_gpt.eagle3.format.manifest import existing_shard_indices, is_native, manifest_path, read_manifest
-from niels_gpt.eagle3.format.plan import CONVERTED, FREE, PLAN_NAME, Plan, differing_fields, open_plan, read_record
+from niels_gpt.eagle3.format.plan import (
+    CONVERTED,
+    FREE,
+    PLAN_NAME,
+    Plan,
+    differing_fields,
+    open_plan,
+    read_record,
+    shards_of_part,
+)
 from niels_gpt.eagle3.format.shard_writer import read_receipt, receipt_path
-from niels_gpt.eagle3.parts.folder import part_text
+from niels_gpt.eagle3.parts import has_parts, known_parts, part_text
 from niels_gpt.engine.units import Unit
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, canonical_json
@@ -49,6 +59,7 @@ _ORIGINAL = "Run it with the original settings"
 _RESUMED = "--resume was requested, but "
 _MISMATCH = f"{_RESUMED}the recorded plan does not match the current run configuration"
 _MOST_VALUES = 6
+_MOST_NAMED = 12  # partitions
 _TEMPLATE = "tokenizer.template_sha256"
 _FOLLOWS = ("dropped.", "altered.", "samples.", "batches.sha256", "manifest.selected_token_ids", "manifest.num_samples")
 """Fields that follow from the settings and the files."""
@@ -428,3 +439,40 @@ def leftovers(cache_dir: PathLike, shards: Collection[int] | None = None) -> lis
     found = ((path, _LEFTOVER.fullmatch(path.name)) for folder in folders for path in folder.iterdir())
     paths = (path for path, match in found if match and (shards is None or (match[2] and int(match[2]) in shards)))
     return sorted(path for path in paths if path.is_file() and not path.is_symlink())
+
+
+# --- a folder that is not sealed --------------------------------------------------------------------------------------
+
+
+def finished_of(folder: Path, plan: Plan) -> set[int]:
+    """Return the shards of a plan that are there with their receipts, by their sizes."""
+    return {shard for shard in range(plan.num_shards) if is_finished(folder, plan, shard)}
+
+
+def progress_text(folder: Path, plan: Plan, done: Collection[int]) -> str:
+    """Return how many shards are there, of all and of each part that was started and is not complete; "" of no part."""
+    found, shown = {*done}, []
+    parts = known_parts(folder)
+    if not parts:
+        return ""
+    for part in parts:
+        shards = shards_of_part(plan.num_shards, part)
+        if missing := len({*shards} - found):
+            shown.append(f"{part_text(part)}, {len(shards) - missing:,} of {many(len(shards), 'shard')}")
+    more = f" and {len(shown) - _MOST_NAMED:,} more partitions" if len(shown) > _MOST_NAMED else ""
+    each = f"; unfinished: {'; '.join(shown[:_MOST_NAMED])}{more}" if shown else ""
+    return f"{len(found):,} of {plan.num_shards:,} shards are there, {many(len(parts), 'partition')} started{each}"
+
+
+def refuse_unsealed(path: Path) -> None:
+    """Raise CacheError where parts were made in a folder that is not sealed; it names them, and the command to seal."""
+    folder = path.resolve()
+    if not has_parts(folder):
+        return
+    try:
+        plan = open_plan(folder)
+        state = progress_text(folder, plan, finished_of(folder, plan))
+    except (FileNotFoundError, CacheError) as error:
+        state = f"its plan cannot be read: {error}"
+    remedy = f"Once all partitions are made: niels-gpt seal {path}"
+    raise CacheError(path, f"is not sealed: {state}", remedy=remedy, code="E712")

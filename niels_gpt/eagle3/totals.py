@@ -1,0 +1,208 @@
+"""What a cache counts, and the meta.json of a finished one, where each of its keys comes from.
+
+Counted is how much a draft can learn. A supervised slot is a position (`position_mask`) if the target's most probable
+token is in the draft's vocabulary. Without positions a draft's loss is 0 throughout, and training runs without an
+error: so a cache with none is refused, and one with few warned of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from niels_gpt.eagle3.format.embeddings import has_embeddings
+from niels_gpt.eagle3.format.layout import MANIFEST_NAME, SIDECAR, PathLike, shard_path
+from niels_gpt.eagle3.format.manifest import manifest_bytes
+from niels_gpt.eagle3.format.meta import lists_shards, unchanged_shards, write_meta
+from niels_gpt.eagle3.format.native.rows import has_target_row
+from niels_gpt.eagle3.format.native.shard_reader import MappedShard, map_shard
+from niels_gpt.eagle3.format.native.weights import has_weights
+from niels_gpt.eagle3.format.plan import Plan
+from niels_gpt.eagle3.format.shard_writer import read_receipt, receipt_path
+from niels_gpt.eagle3.resume import finished_meta
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.meta_json import read_regular, shortened
+
+FEW = 0.05
+"""Share of the supervised slots: fewer positions give a warning."""
+ENOUGH = 10_000
+"""Supervised slots: a run stops after so many without a position."""
+REMEDY = (
+    "Use a draft vocabulary of these samples and this target, in place of --draft-vocab-from, or a larger one "
+    "(--draft-vocab-size, the setting eagle3_draft_vocab_size), and a fresh folder for a cache of it"
+)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Slots of a cache, or of a part of it."""
+
+    tokens: int
+    """Without padding."""
+    supervised: int
+    """Slots that carry loss."""
+    positions: int
+    """Supervised slots where the target's most probable token is in the draft's vocabulary."""
+
+    @classmethod
+    def of_meta(cls, meta: dict[str, Any]) -> Counts:
+        """Return the counts in the meta.json of a finished cache."""
+        totals = meta["totals"]
+        return cls(totals["tokens"], totals["supervised_tokens"], totals["positions"])
+
+    @property
+    def supervised_share(self) -> float:
+        """Supervised slots as a share of the tokens."""
+        return self.supervised / max(1, self.tokens)
+
+    @property
+    def position_share(self) -> float:
+        """Positions as a share of the supervised slots."""
+        return self.positions / max(1, self.supervised)
+
+    @property
+    def problem(self) -> str | None:
+        """Why a draft cannot learn from the cache; None if it can."""
+        if self.positions:
+            return None
+        if not self.supervised:
+            return f"none of the {self.tokens:,} tokens has loss, expected some"
+        return (
+            f"0 positions: of {self.supervised:,} slots with loss there is none where the target's most probable token "
+            f"is in the draft's vocabulary, so a draft's loss would be 0 throughout. {REMEDY}"
+        )
+
+    @property
+    def warning(self) -> str | None:
+        """Warning of a cache with few positions; None where there are enough, or none at all."""
+        if not 0 < self.positions < FEW * self.supervised:
+            return None
+        return (
+            f"few positions: the target's most probable token is in the draft's vocabulary in {self.positions:,} of "
+            f"{self.supervised:,} slots with loss ({self.position_share:.1%}), expected {FEW:.0%} or more. {REMEDY}"
+        )
+
+    def __str__(self) -> str:
+        """Return both shares in words."""
+        return (
+            f"{self.supervised_share:.1%} of the tokens supervised, {self.position_share:.1%} of these with the "
+            "target's most probable token in the draft vocabulary"
+        )
+
+
+def native_positions(
+    shards: Iterable[tuple[PathLike, MappedShard]], selected_token_ids: Sequence[int], vocab_size: int
+) -> int:
+    """Count the supervised target rows of native shards whose most probable token is in the draft's vocabulary.
+
+    shards: with their paths, for errors. vocab_size: of the target.
+    Raises: CacheError where the target rows are not those of the loss mask, and for an id beyond the vocabulary.
+    """
+    in_draft, count = np.zeros(vocab_size, np.bool_), 0
+    in_draft[[*selected_token_ids]] = True
+    for path, shard in shards:
+        loss = shard.loss_mask(0, len(shard.tensors["input_ids"]))
+        rows = has_target_row(shard.starts[:, 0], loss)
+        argmax = shard.tensors["argmax_ids"].numpy()
+        if rows.sum() != len(argmax) or int(argmax.max(initial=0)) >= vocab_size:
+            found = f"{len(argmax)} target rows, with argmax_ids up to {argmax.max(initial=0)}"
+            raise CacheError(path, found, f"{rows.sum()} rows, and ids below {vocab_size}", code="E701")
+        count += int((loss[rows] & in_draft[argmax]).sum())
+    return count
+
+
+# --- meta.json --------------------------------------------------------------------------------------------------------
+
+
+def complete_meta(folder: Path, plan: Plan) -> dict[str, Any] | None:
+    """Return the meta.json of a finished cache of this plan; None where it, a file or the plan's own files are not."""
+    meta = finished_meta(folder, plan)
+    if meta is None or not lists_shards(meta):  # of an earlier build, whose files are listed now
+        return None
+    if not has_target_weights(folder, plan):
+        return None
+    # meta.json states their sizes; here their bytes are compared
+    files = {folder / SIDECAR / name: content for name, content in plan.sidecar_files().items()}
+    if plan.is_native:  # whose draft vocabulary may be another one
+        files[folder / MANIFEST_NAME] = manifest_bytes(plan.manifest)
+    return meta if all(read_regular(path) == content for path, content in files.items()) else None
+
+
+def has_target_weights(folder: Path, plan: Plan) -> bool:
+    """Return whether the target's weights are there as their receipt has them: its head too in the native form."""
+    return has_weights(folder) if plan.is_native else has_embeddings(folder)
+
+
+def finish(
+    folder: Path,
+    plan: Plan,
+    named: Path | None = None,
+    *,
+    before: Mapping[str, Any] | None = None,
+    check: Callable[[], object] | None = None,
+) -> dict[str, Any]:
+    """Write meta.json, which makes the cache finished, and return its content. The files are read, to be hashed.
+
+    named: what errors call the folder, where it gets another name later. check: as `write_meta`.
+    before: the meta.json that was there: shards that it describes, with their receipts, are not read.
+    Raises: CacheError where a receipt lacks a count, and where no slot is a position: the cache then stays unfinished.
+    """
+    keys = _described(folder, plan)
+    if problem := Counts.of_meta(keys).problem:
+        raise CacheError(named or folder, problem, code="E709")
+    return write_meta(folder, keys, known=unchanged_shards(folder, before), check=check)
+
+
+def _described(folder: Path, plan: Plan) -> dict[str, Any]:
+    """Return the keys of meta.json that come from the plan and the receipts, of a folder that has all its shards.
+
+    Raises: CacheError where a receipt lacks a count.
+    """
+    names = ("tokens", "supervised", *(("aux_rows", "target_rows") if plan.is_native else ("positions",)))
+    facts = [_facts(folder, shard, names) for shard in range(plan.num_shards)]
+    totals = {name: sum(each[name] for each in facts) for name in names}
+    if plan.is_native:
+        totals["positions"] = _native_positions(folder, plan)
+    tokens, supervised, positions = (totals[name] for name in ("tokens", "supervised", "positions"))
+    topk = 0 if plan.is_native else plan.layout.topk
+    kept = None if topk == 0 or not positions else sum(each["kept_mass"] for each in facts) / positions
+    draft_mass = None if plan.is_native or not supervised else sum(each["draft_mass"] for each in facts) / supervised
+    return {
+        "plan_sha256": plan.sha256,
+        "totals": {
+            "samples": plan.manifest["num_samples"],
+            "tokens": tokens,
+            "supervised_tokens": supervised,
+            "positions": positions,
+            "shards": plan.num_shards,
+            **{name: totals[name] for name in ("aux_rows", "target_rows") if name in totals},
+        },
+        "token_bytes": plan.token_bytes,
+        "kept_mass": kept,
+        "draft_mass": draft_mass,
+        "dropped": plan.dropped,
+        "altered": plan.altered,
+        "source": plan.source,
+        "target": plan.target,
+        "tokenizer_sha256": plan.tokenizer["sha256"],
+    }
+
+
+def _native_positions(folder: Path, plan: Plan) -> int:
+    paths = (shard_path(folder, shard) for shard in range(plan.num_shards))
+    shards = ((path, map_shard(path, plan.native_layout)[0]) for path in paths)
+    return native_positions(shards, plan.manifest["selected_token_ids"], plan.manifest["target_vocab_size"])
+
+
+def _facts(folder: Path, shard: int, counted: Sequence[str]) -> dict[str, Any]:
+    """Return the facts of a receipt, which have these counts. Raises: CacheError."""
+    facts: dict[str, Any] = (read_receipt(folder, shard) or {"facts": {}})["facts"]
+    for name in counted:
+        if type(number := facts.get(name)) is not int:
+            path, remedy = receipt_path(folder, shard), "Remove it and produce the shard again: precompute --resume"
+            raise CacheError(path, f"{name} is {shortened(number)}", "a count", remedy, code="E701")
+    return facts
