@@ -191,8 +191,8 @@ class Settings:
     )
     eagle3_document_start: str | None = _setting(
         None,
-        "token before each chat of eagle3/targets whose template does not write it: none, auto (what the target's "
-        "tokenizer writes before a text), or a token such as <bos>; not given: none, with a warning where auto has one",
+        "token before each chat whose template does not write it, without loss: none, auto (what the target's "
+        "tokenizer writes before a text), or a token such as <bos> (default: none, with a warning where auto has one)",
     )
     eagle3_max_samples: int = _setting(0, "samples of eagle3/targets, at most; 0: all of the source", least=0)
     eagle3_seq_length: int = _setting(
@@ -205,14 +205,18 @@ class Settings:
     )
     eagle3_format: str | None = _setting(
         None,
-        "form of eagle3/targets: native (ragged, hidden states in place of probabilities), or 1 or 2 (padded, as other "
-        "tools read them); none: 1, or 2 with eagle3_topk",
+        "native: ragged, hidden states in place of probabilities; 1 and 2: padded, with probabilities, as other tools "
+        "read them (default: 1; 2 where not all probabilities are kept)",
     )
     eagle3_aux_dtype: str | None = _setting(
-        None, "dtype of a native cache's auxiliary states: bf16 or fp8; none: as eagle3_dtype"
+        None,
+        "dtype of a native cache's auxiliary states: bf16, or fp8 with a scale for each token and layer (default: as "
+        "the other states)",
     )
     eagle3_aux_layers: str = _setting(
-        "eagle3", "auxiliary layers: eagle3 (blocks 1, n/2-1 and n-4 of n), dflash:N, or blocks from 0 such as 1,15,28"
+        "eagle3",
+        "auxiliary layers: eagle3 (blocks 1, n/2-1 and n-4 of n), dflash:N, or blocks from 0 such as 1,15,28; formats "
+        "1 and 2 have three",
     )
     eagle3_topk: int = _setting(0, "probabilities kept of each slot, renormalised; 0: all of them, unchanged", least=0)
     eagle3_shard_size: int = _setting(256, "samples of a shard", least=1)

@@ -13,8 +13,8 @@ import dagster as dg
 from niels_gpt.data.sources import SOURCES, SourceSpec, credit_of
 from niels_gpt.data.trees import TREES
 from niels_gpt.kinds.kind import Page, kind_of_key
-from niels_gpt.recipes.eagle3.of_settings import KEY as TARGETS_KEY
-from niels_gpt.recipes.eagle3.of_settings import VOCAB_KEY, raw_source
+from niels_gpt.recipes.eagle3.request import KEY as TARGETS_KEY
+from niels_gpt.recipes.eagle3.request import VOCAB_KEY, raw_source
 from niels_gpt.recipes.records import cache_root
 from niels_gpt.recipes.user_sources import UNSTATED, user_sources
 from niels_gpt.settings import Settings

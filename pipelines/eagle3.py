@@ -4,14 +4,13 @@ from collections.abc import Callable, Iterator
 
 import dagster as dg
 
-from niels_gpt.recipes.eagle3.asset import build_targets
-from niels_gpt.recipes.eagle3.draft_vocab import build_draft_vocab
-from niels_gpt.recipes.eagle3.of_settings import KEY as TARGETS_KEY
-from niels_gpt.recipes.eagle3.of_settings import SMALL_TARGET, VOCAB_KEY
+from niels_gpt.recipes.eagle3.assets import build_draft_vocab, build_targets
+from niels_gpt.recipes.eagle3.request import KEY as TARGETS_KEY
+from niels_gpt.recipes.eagle3.request import SMALL_TARGET, VOCAB_KEY
 from niels_gpt.recipes.records import Outcome
 from niels_gpt.settings import Settings
 from pipelines.deployment import Deployment, HomeAssets
-from pipelines.steps import NETWORK_RETRIES, materialized, target_log
+from pipelines.steps import NETWORK_RETRIES, materialized, progress_log
 from pipelines.versions import newer_observation, report_found, upstream_of
 
 
@@ -40,7 +39,7 @@ def targets_of(deployment: Deployment) -> dg.AssetsDefinition:
 
     def build(context: dg.AssetExecutionContext, settings: Settings) -> Outcome:
         observed = newer_observation(context, deployment, settings, TARGETS_KEY)
-        outcome = build_targets(settings, observed=observed, progress=target_log(context))
+        outcome = build_targets(settings, observed=observed, progress=progress_log(context, "bytes"))
         report_found(context, deployment, settings, build_draft_vocab(settings))
         return outcome
 

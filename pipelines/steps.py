@@ -12,9 +12,10 @@ from typing import TypeVar
 import dagster as dg
 from dagster._core.storage.asset_check_execution_record import AssetCheckExecutionRecordStatus as Status
 
+from niels_gpt.display.bar import progress_lines
 from niels_gpt.kinds.kind import builds_alone, kinds
 from niels_gpt.progress import Progress
-from niels_gpt.recipes.eagle3.of_settings import NoExtra, NoTarget
+from niels_gpt.recipes.eagle3.request import NoExtra, NoTarget
 from niels_gpt.recipes.plan import built_at, every_key
 from niels_gpt.recipes.records import RUNS_DIR, TOKENIZER_KEY, Outcome, cache_root, recorded_recipe
 from niels_gpt.recipes.request import restart
@@ -44,7 +45,6 @@ NETWORK_RETRIES = dg.RetryPolicy(
 """After about 15, 45 and 105 seconds; only errors that may pass by themselves are retried (`clear_errors`)."""
 _HISTORY = 50
 """Results of a check, and materializations, that are looked at for a build from scratch that did not help."""
-_LOG_SECONDS = 10.0
 _CORE = "niels_gpt"
 _Result = TypeVar("_Result")
 _PAUSE_SECONDS = 0.2
@@ -244,35 +244,7 @@ class _ToRun(logging.Handler):
 
 def progress_log(context: dg.AssetExecutionContext, counted: str = "documents", measured: str = "tokens") -> Progress:
     """Return a builder's progress callback that writes a line to the run's log every ten seconds."""
-
-    def line(seconds: float, count: int, done: int, expected: int | None) -> str:
-        speed = done / seconds
-        left = f" of {expected:,}, about {(expected - done) / speed:,.0f} s left" if expected and done else ""
-        return f"{count:,} {counted}, {done:,} {measured}{left}, {speed:,.0f} {measured}/s"
-
-    return _now_and_then(context, line)
-
-
-def target_log(context: dg.AssetExecutionContext) -> Progress:
-    """Return a progress callback of bytes, tokens and all tokens that does the same."""
-
-    def line(seconds: float, num_bytes: int, tokens: int, expected: int | None) -> str:
-        return f"{tokens:,} of {expected or 0:,} tokens, {num_bytes / seconds / 1e6:,.1f} MB/s"
-
-    return _now_and_then(context, line)
-
-
-def _now_and_then(context: dg.AssetExecutionContext, line: Callable[[float, int, int, int | None], str]) -> Progress:
-    """line: called with the seconds since the begin, and what the callback is called with."""
-    begin = last = time.monotonic()
-
-    def log(count: int, done: int, expected: int | None) -> None:
-        nonlocal last
-        if time.monotonic() - last >= _LOG_SECONDS:
-            last = time.monotonic()
-            context.log.info(line(last - begin, count, done, expected))
-
-    return log
+    return progress_lines(context.log.info, measured, counted)
 
 
 @contextmanager

@@ -21,8 +21,8 @@ from niels_gpt.data.sources import SOURCES
 from niels_gpt.hub.models import is_local
 from niels_gpt.kinds.kind import has_partitions
 from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
-from niels_gpt.recipes.eagle3.of_settings import KEY as TARGETS_KEY
-from niels_gpt.recipes.eagle3.of_settings import VOCAB_KEY, has_small_target, raw_source, why_left_out
+from niels_gpt.recipes.eagle3.request import KEY as TARGETS_KEY
+from niels_gpt.recipes.eagle3.request import VOCAB_KEY, has_small_target, raw_source, why_left_out
 from niels_gpt.recipes.plan import built_at, every_key, needs_no_tokenizer, observe, settings_fingerprint
 from niels_gpt.recipes.records import TOKENIZER_KEY, Outcome, cache_root, recorded_recipe
 from niels_gpt.recipes.resolve import asked_revisions, listing_of, resolve_source

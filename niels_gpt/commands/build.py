@@ -8,7 +8,7 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from functools import partial
@@ -24,8 +24,8 @@ from niels_gpt.data.exclude import read_exclusion
 from niels_gpt.kinds.kind import has_partitions
 from niels_gpt.progress import Progress
 from niels_gpt.recipes.disk import free_bytes, needed_bytes, refuse_without_room, unfinished_bytes
-from niels_gpt.recipes.eagle3.of_settings import KEY as TARGETS_KEY
-from niels_gpt.recipes.eagle3.of_settings import has_small_target, why_left_out
+from niels_gpt.recipes.eagle3.request import KEY as TARGETS_KEY
+from niels_gpt.recipes.eagle3.request import has_small_target, why_left_out
 from niels_gpt.recipes.family import family_of
 from niels_gpt.recipes.plan import OF_EAGLE3, RECIPES, Plan, every_recipe, needs_tokenizer, plan, recipes
 from niels_gpt.recipes.records import TOKENIZER_KEY, Outcome, cache_root
@@ -149,15 +149,9 @@ def _unmatched(
     return {"unmatched_exclude": unmatched}
 
 
-@contextlib.contextmanager
-def bar_of(key: str) -> Iterator[Progress | None]:
-    """Yield a progress callback that draws a bar for the build of a cache; None where stderr is no terminal."""
-    items = {TARGETS_KEY: "MB"}.get(key, "samples" if key in OF_EAGLE3 else "documents")
-    with progress_bar(key, items=items) as show:
-        if show is not None and key == TARGETS_KEY:
-            yield lambda size, tokens, expected: show(size // 10**6, tokens, expected)
-        else:
-            yield show
+def bar_of(key: str) -> AbstractContextManager[Progress]:
+    """Return a progress callback for the build of a cache."""
+    return progress_bar(key, items={TARGETS_KEY: "bytes"}.get(key, "samples" if key in OF_EAGLE3 else "documents"))
 
 
 def built_rows(

@@ -385,16 +385,18 @@ def escaped(message: object) -> str:
 
 
 @contextmanager
-def progress_bar(title: str, unit: str = "tok", items: str = "") -> Iterator[Progress | None]:
-    """Yield a progress callback that draws a bar with speed and time left; None where stderr is no terminal.
+def progress_bar(title: str, unit: str = "tok", items: str = "") -> Iterator[Progress]:
+    """Yield a progress callback: a bar where stderr is a terminal, elsewhere a line every ten seconds.
 
-    unit: of what the bar counts, "B" for bytes. items: the name of the items that are shown beside it, "" for none.
+    unit, items: as for `display.bar.progress_bar`.
     """
-    if not sys.stderr.isatty():
-        yield None
-        return
-    with bar.progress_bar(title, unit, items) as progress:
-        yield progress
+    if sys.stderr.isatty():
+        with bar.progress_bar(title, unit, items) as progress:
+            yield progress
+    else:
+        yield bar.progress_lines(
+            lambda line: print(f"{escaped(title)}: {line}", file=sys.stderr, flush=True), unit, items
+        )
 
 
 def as_json(value: object) -> str:

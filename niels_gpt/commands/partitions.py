@@ -19,9 +19,8 @@ from niels_gpt.storage.remedies import build_command
 if TYPE_CHECKING:
     from niels_gpt.engine.units import Mended
     from niels_gpt.kinds.kind import Kind
-    from niels_gpt.recipes.home_recipes import CacheUnits
     from niels_gpt.recipes.records import Outcome
-    from niels_gpt.recipes.units import MadeUnit
+    from niels_gpt.recipes.units import CacheUnits, MadeUnit
 
 
 @command(

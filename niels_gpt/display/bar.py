@@ -1,4 +1,4 @@
-"""A progress bar for builds from Python: a widget in a notebook, a line on a terminal, nothing elsewhere.
+"""Progress of long work: a bar on a terminal or in a notebook, and elsewhere, if asked for, a line every ten seconds.
 
 with progress_bar("notes") as progress:
     build_pretrain_cache(..., progress=progress)
@@ -7,19 +7,23 @@ with progress_bar("notes") as progress:
 from __future__ import annotations
 
 import sys
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from niels_gpt.progress import Progress
 
+LINE_EVERY_S = 10.0
+_BYTES = ("B", "bytes")
+
 
 @contextmanager
 def progress_bar(title: str, unit: str = "tok", items: str = "") -> Iterator[Progress]:
-    """Yield a progress callback that draws a bar with speed and time left.
+    """Yield a progress callback that draws a bar with speed and time left; it draws nothing where nobody looks.
 
-    unit: of what the bar counts, "B" for bytes. items: the name of the items that are shown beside it, "" for none.
-    A notebook without ipywidgets gets a line of text.
+    unit: what the bar counts, "B" for bytes. items: the name of the items that are shown beside it, "" for none; of
+    bytes their speed is shown. A notebook without ipywidgets gets a line of text.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about ipywidgets, without which the bar is text
@@ -28,13 +32,78 @@ def progress_bar(title: str, unit: str = "tok", items: str = "") -> Iterator[Pro
     is_notebook = "ipykernel" in sys.modules
     disable = False if is_notebook else None  # None: drawn on a terminal alone; a notebook's stderr is none
     with tqdm(desc=title, unit=unit, unit_scale=unit in ("B", "tok"), leave=is_notebook, disable=disable) as bar:
+        speed = _Speed()
 
         def show(finished: int, done: int, total: int | None) -> None:
             if total != bar.total:
                 bar.reset(total)  # a widget learns its maximum from this alone
                 bar.total = total  # also where it is None
-            if items:
+            if not speed.update(finished, done):  # the bar measures its own speed from here
+                bar.initial = bar.n = bar.last_print_n = done
+                bar.start_t = bar.last_print_t = time.time()
+                bar.refresh()
+            if items in _BYTES:
+                bar.set_postfix_str(_rate(speed.items, items), refresh=False)
+            elif items:
                 bar.set_postfix({items: finished}, refresh=False)
             bar.update(done - bar.n)
 
         yield show
+
+
+def progress_lines(write: Callable[[str], object], unit: str = "tok", items: str = "") -> Progress:
+    """Return a progress callback that writes a line every ten seconds. unit, items: as for `progress_bar`."""
+    last, speed = time.monotonic(), _Speed()
+
+    def show(finished: int, done: int, total: int | None) -> None:
+        nonlocal last
+        is_measured, now = speed.update(finished, done), time.monotonic()
+        if now - last < LINE_EVERY_S:
+            return
+        last = now
+        parts = [_amount(done, unit)] if not total else [f"{_amount(done, unit)} of {total:,}", f"{done / total:.0%}"]
+        if items and items not in _BYTES:
+            parts.append(f"{finished:,} {items}")
+        if is_measured:
+            parts.append(_rate(speed.units, unit))
+            if items in _BYTES:
+                parts.append(_rate(speed.items, items))
+            if total is not None and speed.units > 0:
+                parts.append(f"{(total - done) / speed.units:,.0f} s left")
+        write(", ".join(parts))
+
+    return show
+
+
+class _Speed:
+    """Units and items per second since the first work was reported.
+
+    What an earlier run has done, and what comes before, such as loading a model, is no speed.
+    """
+
+    units = items = 0.0
+
+    def __init__(self) -> None:
+        self._begin: tuple[float, int, int] | None = None
+        self._before: int | None = None
+
+    def update(self, finished: int, done: int) -> bool:
+        """Take a report; False while nothing can be measured."""
+        now = time.monotonic()
+        if self._begin is None:
+            if self._before not in (None, done):
+                self._begin = now, finished, done
+            self._before = done
+            return False
+        then, finished_then, done_then = self._begin
+        seconds = max(now - then, 1e-9)
+        self.units, self.items = (done - done_then) / seconds, (finished - finished_then) / seconds
+        return True
+
+
+def _amount(count: int, unit: str) -> str:
+    return f"{count:,} {'bytes' if unit in _BYTES else unit}"
+
+
+def _rate(speed: float, unit: str) -> str:
+    return f"{speed / 1e6:,.1f} MB/s" if unit in _BYTES else f"{speed:,.0f} {unit}/s"

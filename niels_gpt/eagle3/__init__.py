@@ -7,7 +7,7 @@ head.py          public: hidden states -> logits by the target's norm and lm_hea
 vocab.py         public: which of the target's tokens the draft knows, and the files of that choice
 precompute.py    public: python -m niels_gpt.eagle3.precompute (commands/eagle3/precompute.py)
 respond.py       public: python -m niels_gpt.eagle3.respond (commands/eagle3/respond.py)
-__main__.py      public: python -m niels_gpt.eagle3 verify | inspect | convert | seal | stats (commands/eagle3/group.py)
+__main__.py      public: python -m niels_gpt.eagle3 verify | inspect | convert | seal | stats (commands/eagle3/tools.py)
 kind.py          the kind eagle3: what niels_gpt.kinds asks of a finished cache
 draft_kind.py    the kind draft_vocab: the file of the tokens that a draft knows
 build.py         plan + samples + target -> a finished cache: the order of writes, parts, the seal, join

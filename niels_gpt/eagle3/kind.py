@@ -56,7 +56,7 @@ class Eagle3Kind(Kind):
     unit = "sample"
     keys = ("eagle3/targets",)
     checks = tuple(CHECKS.values())
-    outside_checks: ClassVar[Mapping[str, str]] = {RECOMPUTED: "niels_gpt.recipes.eagle3.asset:check_recomputed"}
+    outside_checks: ClassVar[Mapping[str, str]] = {RECOMPUTED: "niels_gpt.recipes.eagle3.prepare:check_recomputed"}
     shown = 32
     units = SHARDS
     why_not: ClassVar[Mapping[str, str]] = {

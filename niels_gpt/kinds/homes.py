@@ -41,9 +41,9 @@ HOMES = (
     Home(
         "niels_gpt.eagle3",
         MORE_CACHES,
-        "niels_gpt.commands.eagle3.group:ROOT_COMMANDS",
+        "niels_gpt.commands.eagle3.tools:ROOT_COMMANDS",
         ("eagle3/draft_vocab", "eagle3/targets"),
-        "niels_gpt.recipes.eagle3.planned:EAGLE3_RECIPES",
+        "niels_gpt.recipes.eagle3.assets:EAGLE3_RECIPES",
         "pipelines.eagle3:assets_of",
     ),
     Home(

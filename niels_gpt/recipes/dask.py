@@ -29,13 +29,14 @@ from niels_gpt.engine.units import Plan
 from niels_gpt.interrupts import sigint_blocked
 from niels_gpt.kinds.kind import kind_named, kind_of_key
 from niels_gpt.progress import Progress
-from niels_gpt.recipes.eagle3.of_settings import raw_source
 from niels_gpt.recipes.eagle3.options import KEYS
-from niels_gpt.recipes.home_recipes import CacheUnits, units_of
+from niels_gpt.recipes.eagle3.request import raw_source
+from niels_gpt.recipes.home_recipes import units_of
 from niels_gpt.recipes.records import Outcome, cache_root
 from niels_gpt.recipes.resolve import resolve_source
 from niels_gpt.recipes.shared import code_identity
 from niels_gpt.recipes.tokenizer import tokenizer_state
+from niels_gpt.recipes.units import CacheUnits
 from niels_gpt.settings import Settings, UsageError
 from niels_gpt.storage.codes import code_of, own_code
 from niels_gpt.storage.errors import CacheError

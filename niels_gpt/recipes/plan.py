@@ -20,7 +20,7 @@ from niels_gpt.engine.units import states_of
 from niels_gpt.kinds.homes import home_recipes
 from niels_gpt.kinds.kind import units_of_key
 from niels_gpt.recipes.disk import needed_bytes
-from niels_gpt.recipes.eagle3.of_settings import has_small_target
+from niels_gpt.recipes.eagle3.request import has_small_target
 from niels_gpt.recipes.family import family_named, family_of
 from niels_gpt.recipes.home_recipes import HomeRecipes, Recipe
 from niels_gpt.recipes.records import TOKENIZER_KEY, cache_root, is_current, recorded_recipe
@@ -52,7 +52,7 @@ RECIPES: dict[str, Recipe] = {
 """The built-in caches by key, in the order in which build-all builds them, after the tokenizer: `ensure_tokenizer`."""
 _LATE: dict[str, HomeRecipes] = {key: home for home in home_recipes() for key in home.recipes}
 OF_EAGLE3: dict[str, Recipe] = {key: home.recipes[key] for key, home in _LATE.items()}
-"""What is built last, where `recipes.eagle3.of_settings.check_configured` lets it."""
+"""What is built last, where `recipes.eagle3.request.check_configured` lets it."""
 _MAX_JOURNAL_BYTES = 1 << 28
 
 

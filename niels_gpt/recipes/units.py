@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -101,16 +102,128 @@ class MadeUnit(NamedTuple):
     """Wall time since the object of `Units` was made."""
 
 
-class Units:
-    """The units of one cache. Making the object fixes their plan, if there is none.
+class CacheUnits(ABC):
+    """The units of one cache, which users call partitions. Making the object fixes their plan, if there is none."""
+
+    key: str
+    settings: Settings
+    plan: Plan | None = None
+    """None: the committed cache is current, and no unit is needed."""
+    counted: str
+    """What progress of a build counts first; then come tokens."""
+    _measurement: Measurement
+
+    @property
+    def path(self) -> Path:
+        """The cache's public path."""
+        return cache_root(self.settings) / self.key
+
+    @property
+    def budget(self) -> int | None:
+        """Tokens of all units, where they are known before."""
+        return None
+
+    @abstractmethod
+    def states(self) -> list[Unit]:
+        """Return each unit by number; [] where the cache is current."""
+
+    def unfinished(self) -> list[int]:
+        """Return the numbers of the units that are not finished."""
+        return [unit.number for unit in self.states() if unit.state != "finished"]
+
+    def build(self, number: int, *, wait: bool = False, progress: Progress | None = None) -> MadeUnit:
+        """Build unit `number`, from 0, unless it is finished or the cache is current. A killed build resumes.
+
+        wait: wait for another builder of it, instead of E503.
+        progress: receives what `counted` names, tokens, and the unit's part of the budget (None without one).
+        Raises: ValueError for a number that there is not; CacheError E306 where the text is no longer the plan's text,
+            E503; E511 or E712 where this machine has another plan or other code than the first one; what the builder
+            raises.
+        """
+        partition = Partition.checked(number, self.settings.partitions)
+        if self.plan is None:
+            meta, reused = self.current_meta(), True
+        else:
+            meta, reused = self._built(self.plan, partition, wait, progress)
+        return MadeUnit(self.key, partition, meta, reused, self._measurement.end().seconds)
+
+    @abstractmethod
+    def build_all(self, progress: Progress | None = None) -> Outcome:
+        """Build the units that are missing here, and seal them. Raises: as `build` and `seal`."""
+
+    @abstractmethod
+    def seal(self, *, deep: bool = True, wait: bool = False, progress: Progress | None = None) -> Outcome:
+        """Check all units, and commit the cache that they make; a current cache is reused.
+
+        deep: read every file; else receipts and sizes alone are looked at. wait: wait for other builders of the cache
+        and of its units, instead of E503. progress: receives files, bytes read, and bytes to read in all.
+        Raises: CacheError naming the units that are not finished, each with its command; E503; OSError.
+        """
+
+    @abstractmethod
+    def restart(self, number: int) -> bool:
+        """Make the next build of a unit start from scratch; False, and nothing is done, for a current cache.
+
+        Raises: CacheError E503 if it is being built, or the cache sealed.
+        """
+
+    def mend(self, number: int, progress: Progress | None = None) -> tuple[MadeUnit, Mended] | None:
+        """Build a unit of the sealed cache again for its damaged files; None where that is not done."""
+        return None
+
+    @abstractmethod
+    def is_current(self) -> bool:
+        """Whether the committed cache is the one that the settings ask for."""
+
+    @abstractmethod
+    def current_meta(self) -> dict[str, Any]:
+        """Return the meta of the committed cache, which is current; a plan that a killed seal has left is removed."""
+
+    @abstractmethod
+    def _built(
+        self, plan: Plan, partition: Partition, wait: bool, progress: Progress | None
+    ) -> tuple[dict[str, Any], bool]:
+        """Return the receipt of a unit, which is built first unless it is finished, and whether it was.
+
+        Where the cache is sealed meanwhile: its meta, and True.
+        """
+
+    def _sealed(self, plan: Plan) -> dict[str, Any] | None:
+        """Return the meta of the cache if another process has sealed it; None: its units are needed.
+
+        Raises: NoPlan E511 where the plan was removed, and there is no cache of it.
+        """
+        has_plan = plan.is_there  # asked first: a seal commits, then removes the plan
+        is_sealed = self.is_current()
+        if has_plan and not is_sealed:
+            return None
+        with build_lock(self.path, wait=True):
+            if not plan.is_there:
+                discard_plan(plan)  # what a builder that came too late has put there
+        if is_sealed:
+            return self.current_meta()
+        again = f"Build its partitions again: {build_command(self.settings, self.key)}"
+        raise NoPlan(plan.folder, f"another command has removed {PLAN_NAME}", "the plan", again, code="E511")
+
+    @property
+    def _commands(self) -> Commands:
+        """The commands that build one unit, build all, and seal."""
+        command, total = partial(build_command, self.settings, self.key), self.settings.partitions
+        return Commands(lambda number: command("--partition", str(number % total)), command(), command(verb="seal"))
+
+    def _none_there(self) -> NoPlan:
+        build = build_command(self.settings, self.key)
+        return NoPlan(self.path, "none of its partitions is there", remedy=f"Build them: {build}", code="E510")
+
+
+class Units(CacheUnits):
+    """The units of a cache of text, chats or rollouts.
 
     It makes the tokenizer, resolves the source, and checks the folder, the program and the disk. Any machine may make
     one, any number of times; a plan of the same settings is kept, and the revision of the hub in it.
     """
 
     counted = "documents"
-    plan: Plan | None
-    """None: the committed cache is current, and no unit is needed."""
 
     def __init__(
         self,
@@ -152,14 +265,13 @@ class Units:
         self._accepted = {} if self.plan is None else self._other_code(self.plan)
 
     @property
-    def path(self) -> Path:
-        """The cache's public path."""
-        return cache_root(self.settings) / self.key
-
-    @property
     def budget(self) -> int | None:
         """Tokens of both budgets; None without budgets."""
         return self.source.budget(self.settings)
+
+    def is_current(self) -> bool:
+        """Whether the committed cache is of the plan's recipe."""
+        return is_current(self.path, self.asked.fingerprint)
 
     # --- which plan ---
 
@@ -174,7 +286,7 @@ class Units:
             known = None if asks_hub else self._inputs.recorded_provenance(observed)
             self.asked = self._inputs.at(self.source.provenance(known))
             mends = is_committed(self.path, self.asked.fingerprint)
-            self.plan = None if is_current(self.path, self.asked.fingerprint) else self._fixed(mends=mends)
+            self.plan = None if self.is_current() else self._fixed(mends=mends)
             if self._listing is not None:
                 self._add_listing(self._listing)
 
@@ -237,25 +349,6 @@ class Units:
         """Return each unit by number; [] where the cache is current."""
         return [] if self.plan is None else [unit for unit in states_of(self.plan, self.kind) if unit.number >= 0]
 
-    def unfinished(self) -> list[int]:
-        """Return the numbers of the units that are not finished."""
-        return [unit.number for unit in self.states() if unit.state != "finished"]
-
-    def build(self, number: int, *, wait: bool = False, progress: Progress | None = None) -> MadeUnit:
-        """Build unit `number`, from 0, unless it is finished or the cache is current. A killed build resumes.
-
-        wait: wait for another builder of it, instead of E503.
-        progress: receives documents, tokens, and the unit's part of both budgets (None without budgets).
-        Raises: ValueError for a number that there is not; CacheError E306 where the text is no longer the plan's text,
-            E503, E511; what the builder raises.
-        """
-        partition = Partition.checked(number, self.settings.partitions)
-        if self.plan is None:
-            meta, reused = self.current_meta(), True
-        else:
-            meta, reused = self._built(self.plan, partition, wait, progress, self._sealed)
-        return MadeUnit(self.key, partition, meta, reused, self._measurement.end().seconds)
-
     def build_all(self, progress: Progress | None = None) -> Outcome:
         """Build the units that are missing here, one after the other, and seal them.
 
@@ -267,7 +360,7 @@ class Units:
             return self._finished(self.current_meta(), True)
         total, deep = _Total(self.budget, self.kind.read, progress), False
         for number in range(self.plan.total):
-            receipt, was_there = self._built(self.plan, self.plan.partition(number), True, total, self._sealed)
+            receipt, was_there = self._built(self.plan, self.plan.partition(number), True, total)
             total.add(receipt)
             deep = deep or was_there
         return self.seal(deep=deep, wait=True, progress=total.checked)
@@ -344,7 +437,7 @@ class Units:
             if unit.receipt is not None and self.kind.examine(version_folder(plan, unit), True, None)[1]:
                 self.restart(number)
             try:
-                receipt, reused = self._built(plan, partition, False, progress, self._planned)
+                receipt, reused = self._built(plan, partition, False, progress, mends=True)
                 with build_lock(self.path, wait=True):
                     mended = self._mended_by(plan, number, self.kind.mend)
                     if mended is not None and not mended.left and is_current(self.path, plan.fingerprint):
@@ -396,15 +489,16 @@ class Units:
         partition: Partition,
         wait: bool,
         progress: Progress | None,
-        sealed: Callable[[Plan], dict[str, Any] | None],
+        *,
+        mends: bool = False,
     ) -> tuple[dict[str, Any], bool]:
-        """Return the receipt of a unit, which is built first unless it is finished, and whether it was.
-
-        sealed: is called before each look. Where it returns the meta of a sealed cache, this is returned, with True.
-        """
+        """mends: for a sealed cache, which is to have a unit's files again."""
         path, asked = plan.unit_path(partition.number), self.asked
         while True:
-            if (meta := sealed(plan)) is not None:
+            if mends:
+                with build_lock(plan.path, wait=True):
+                    fix_plan(plan.path, plan.content)  # another command may have removed it
+            elif (meta := self._sealed(plan)) is not None:
                 return meta, True
             unit = look_at(plan, self.kind, partition.number)
             if unit.receipt is not None:
@@ -431,28 +525,6 @@ class Units:
         accepted = {"accepted_code": self._accepted} if self._accepted else {}
         return replace(source, provenance={**source.provenance, **accepted})
 
-    def _planned(self, plan: Plan) -> None:
-        """Write plan.json again where another command has removed it while a sealed cache is mended."""
-        with build_lock(plan.path, wait=True):
-            fix_plan(plan.path, plan.content)
-
-    def _sealed(self, plan: Plan) -> dict[str, Any] | None:
-        """Return the meta of the cache if another process has sealed it; None: its units are needed.
-
-        Raises: NoPlan E511 where the plan was removed, and there is no cache of it.
-        """
-        has_plan = plan.is_there  # asked first: a seal commits, then removes the plan
-        is_sealed = is_current(self.path, plan.fingerprint)
-        if has_plan and not is_sealed:
-            return None
-        with build_lock(plan.path, wait=True):
-            if not plan.is_there:
-                discard_plan(plan)  # what a builder that came too late has put there
-        if is_sealed:
-            return self.current_meta()
-        again = f"Build its partitions again: {self.asked.command()}"
-        raise NoPlan(plan.folder, f"another command has removed {PLAN_NAME}", "the plan", again, code="E511")
-
     def _check_text(self, path: Path) -> None:
         """Raise CacheError, and remove the unit built at `path`, where the text is not the plan's text."""
         if self._listing is None:
@@ -477,12 +549,6 @@ class Units:
         return self.asked.finished(meta, reused, self._measurement.end())
 
     # --- what is refused ---
-
-    @property
-    def _commands(self) -> Commands:
-        """The commands that build one unit, build all, and seal."""
-        command = self.asked.command
-        return Commands(lambda number: command("--partition", str(number)), command(), command(verb="seal"))
 
     def _other_code(self, plan: Plan) -> dict[str, list[Any]]:
         """Return the versions that differ from those of a plan: name -> there and here. Raises: CacheError E511 unless
@@ -527,10 +593,6 @@ class Units:
             again = f"Build partitions of the source as it is now: {build_command(there, self.key)}"
             return NoPlan(self.path, found, "the source and tokenizer of their builds", again, code="E511")
         return NoPlan(self.path, found, "the flags of their builds", self._seals(there), code="E511")
-
-    def _none_there(self) -> NoPlan:
-        build = build_command(self.settings, self.key)
-        return NoPlan(self.path, "none of its partitions is there", remedy=f"Build them: {build}", code="E510")
 
     def _seals(self, there: Settings | None) -> str:
         """Return the remedy of a seal with other flags than the builds. there: their settings; None: not known here."""

@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 from support.byte_tokenizer import ByteTokenizer
 
 from niels_gpt.cache import build_pretrain_cache
-from niels_gpt.display.bar import progress_bar
+from niels_gpt.display.bar import progress_bar, progress_lines
 
 
 def test_a_notebook_sees_a_build_advance(tmp_path, monkeypatch, capsys):
@@ -59,3 +59,23 @@ def test_nothing_is_drawn_where_stderr_is_no_terminal(capsys):
     with progress_bar("notes") as progress:
         progress(1, 10, 20)
     assert capsys.readouterr().err == ""
+
+
+def test_a_line_says_how_far_and_how_fast_and_a_run_that_is_resumed_is_no_speed(monkeypatch):
+    clock, lines = [0.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    progress = progress_lines(lines.append, "tok", "bytes")
+    for report in (
+        (0, 500, 1000),  # of an earlier run
+        (10**6, 600, 1000),  # a model was loaded before
+        (3 * 10**6, 700, 1000),  # 100 tokens and 2 MB in 20 seconds
+        (3 * 10**6, 700, None),
+    ):
+        clock[0] += 20
+        progress(*report)
+    assert lines == [
+        "500 tok of 1,000, 50%",
+        "600 tok of 1,000, 60%",
+        "700 tok of 1,000, 70%, 5 tok/s, 0.1 MB/s, 60 s left",
+        "700 tok, 2 tok/s, 0.1 MB/s",
+    ]

@@ -12,6 +12,7 @@ from support.peer_automodel import Peer
 from niels_gpt.commands.eagle3 import precompute
 from niels_gpt.eagle3 import target
 from niels_gpt.eagle3.target import write_small_target
+from niels_gpt.recipes.eagle3 import prepare
 
 Run = Callable[..., tuple[int, str, str]]
 ANSWERS = ["The heron walks to the mill.", "It was windy that day, so the otter stayed.", "Why? Pebbles!"]
@@ -125,7 +126,7 @@ def run(arguments, capsys):
 @pytest.fixture
 def not_tokenized(monkeypatch):
     """Fail where the input is tokenized."""
-    monkeypatch.setattr(precompute, "prepare", lambda *_, **__: pytest.fail("the input was tokenized"))
+    monkeypatch.setattr(prepare, "prepare", lambda *_, **__: pytest.fail("the input was tokenized"))
 
 
 @pytest.fixture

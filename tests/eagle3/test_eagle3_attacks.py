@@ -45,7 +45,7 @@ def command(*arguments):
     """Return a call of the command line on the cache."""
 
     def call(root):
-        from niels_gpt.commands.eagle3.group import main
+        from niels_gpt.commands.eagle3.tools import main
 
         return max(main([arguments[0], str(folder), *arguments[1:]]) for folder in caches(root))
 

@@ -46,7 +46,7 @@ def command(text):
     """Return a call of the command line; @ is the root."""
 
     def call(root):
-        from niels_gpt.commands.eagle3.group import main
+        from niels_gpt.commands.eagle3.tools import main
 
         return main(text.replace("@", str(root)).split())
 

@@ -61,7 +61,7 @@ def dataset(folder):
 
 
 def redraft(folder):
-    from niels_gpt.commands.eagle3.group import main
+    from niels_gpt.commands.eagle3.tools import main
 
     out = folder.parent / f"{folder.name}.out"
     if main(["redraft", str(folder), str(out), "--draft-vocab-from", str(folder.parent / "ids")]):

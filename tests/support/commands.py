@@ -22,8 +22,8 @@ import pytest
 
 from niels_gpt import commands
 from niels_gpt.commands import cache, prefix_tree, train_tokenizer
-from niels_gpt.commands.eagle3 import group as eagle3
 from niels_gpt.commands.eagle3 import precompute, respond
+from niels_gpt.commands.eagle3 import tools as eagle3
 from niels_gpt.commands.main import ROOT
 from niels_gpt.commands.settings_flags import settings_of
 from niels_gpt.interrupts import SIGNALS

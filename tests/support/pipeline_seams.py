@@ -18,10 +18,10 @@ from niels_gpt.engine import journal
 from niels_gpt.kinds.files import Damage
 from niels_gpt.kinds.kind import kind_of_key, kinds
 from niels_gpt.recipes import records
-from niels_gpt.recipes.eagle3 import asset, draft_vocab, prepare
-from niels_gpt.recipes.eagle3.of_settings import resolved
+from niels_gpt.recipes.eagle3 import prepare
+from niels_gpt.recipes.eagle3.request import resolved
 from niels_gpt.recipes.exchange import outputs
-from niels_gpt.recipes.plan import every_recipe, recipes
+from niels_gpt.recipes.plan import every_recipe, recipes, settings_fingerprint
 from niels_gpt.recipes.units import build_token_cache
 from niels_gpt.settings import Settings
 from niels_gpt.storage import fileio, versions
@@ -62,7 +62,7 @@ def build_draft_vocab(settings):
 
 def fingerprints(settings):
     """What the settings alone decide of the two caches: the code versions of their assets."""
-    return {TARGETS: asset.settings_fingerprint(settings), VOCAB: draft_vocab.settings_fingerprint(settings)}
+    return {key: settings_fingerprint(settings, key) for key in (TARGETS, VOCAB)}
 
 
 def fingerprint_in_parts(settings, part):
@@ -72,13 +72,13 @@ def fingerprint_in_parts(settings, part):
     found = resolved(settings, observed=None)
     number, total = part or (None, None)
     options = replace(found.options, partition=number, partitions=total)
-    return asset._fingerprint(replace(found, options=options))
+    return replace(found, options=options).fingerprint(TARGETS)
 
 
 def facts_of_target(cache, target, revision=None):
     """What is recorded of a target that a cache is compared with."""
     how = {} if revision is None else {"revision": revision}
-    return dict(asset.target_of(cache, target, **how).facts)
+    return dict(prepare.target_of(cache, target, **how).facts)
 
 
 def shard(cache, number):

@@ -42,7 +42,8 @@ def training_texts(settings, names=SOURCES):
 def target_cache(settings, folder, **options):
     """Build an EAGLE-3 target cache of a source in a folder; returns its manifest."""
     from niels_gpt.recipes.eagle3.options import Options
-    from niels_gpt.recipes.eagle3.prepare import carry_out, prepare, resolve
+    from niels_gpt.recipes.eagle3.prepare import carry_out, prepare
+    from niels_gpt.recipes.eagle3.request import resolve
 
     return carry_out(prepare(resolve(Options(**options), settings)), folder).meta
 

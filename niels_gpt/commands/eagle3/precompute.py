@@ -1,6 +1,6 @@
 """python -m niels_gpt.eagle3.precompute: run a frozen target over chats once, and store what a draft is trained on.
 
-Its flags are made of recipes/eagle3/options.py; here are the estimate and the progress that it prints.
+Its flags are made of recipes/eagle3/options.py; here is the estimate that it prints.
 """
 
 from __future__ import annotations
@@ -9,28 +9,25 @@ import os
 import re
 import shlex
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import MISSING, Field, asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.core import ParameterSource
 from rich_click import RichOption
 
-from niels_gpt.commands.console import ERRORS, Command, ExitCode, Result, is_color_wanted, run, say
-from niels_gpt.progress import Progress
-from niels_gpt.recipes.eagle3.options import GROUPS, Options, flag_name
-from niels_gpt.recipes.eagle3.prepare import Prepared, carry_out, prepare, resolve, warn_of_missing_start
+from niels_gpt.commands.console import ERRORS, Command, ExitCode, Result, is_color_wanted, progress_bar, run, say
+from niels_gpt.recipes.eagle3.options import GROUPS, Options, TargetOptions, flag_name
 from niels_gpt.settings import Settings, usable_cores
 
 if TYPE_CHECKING:
     from niels_gpt.eagle3.build import Produced
     from niels_gpt.eagle3.disk import Estimate
+    from niels_gpt.recipes.eagle3.prepare import Prepared
 
-_LINE_EVERY_S = 10.0
+AnyOptions = TypeVar("AnyOptions", bound=TargetOptions)
 _UNSTATED = (None, ParameterSource.DEFAULT)
 _NAMES = {each.name for each in fields(Options)} - {"partitions", "partition", "resume", "show"} | {"source_root"}
 """Options that all partitions of a cache may be made with."""
@@ -42,11 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _precompute(source_root: str, dry_run: bool, **given: Any) -> Result:
-    try:
-        options = _options(given)
-    except (ValueError, OSError) as error:
-        raise click.UsageError(str(error), click.get_current_context()) from error
-    return _run(options, Settings(source_root=source_root), _stated_words(), dry_run=dry_run)
+    return _run(options_of(given, Options), Settings(source_root=source_root), _stated_words(), dry_run=dry_run)
 
 
 def _stated_words() -> list[str]:
@@ -66,24 +59,16 @@ def _whole_path(value: str) -> str:
     return os.path.abspath(value) if is_path else value
 
 
-def _options(given: dict[str, Any]) -> Options:
-    from niels_gpt.recipes.chats import template_text
-
-    file = given["chat_template"]
-    options = Options(**{**given, "chat_template": template_text(Settings(chat_template=file and str(file)))})
-    source = click.get_current_context().get_parameter_source
-    options.check_form([name for name in given if source(name) not in _UNSTATED])  # also those stated as their default
-    return options
-
-
 def _run(options: Options, settings: Settings, command: list[str], *, dry_run: bool) -> Result:
     from niels_gpt.eagle3.disk import estimate, refuse_without_room
     from niels_gpt.eagle3.resume import finished_shards, progress_text
+    from niels_gpt.recipes.eagle3.prepare import carry_out, prepare, warn_of_missing_start
+    from niels_gpt.recipes.eagle3.request import resolve
 
     assert options.output_dir is not None
     resolved = resolve(options, settings)
     _hint_at_threads(options.workers, resolved.run)
-    with _progress("tokenizing", "samples") as show:
+    with progress_bar("tokenizing", "samples") as show:
         prepared = prepare(resolved, tokenized=lambda samples, _: show(0, samples, None))
     if prepared.shown:
         from niels_gpt.chat.rows import show_rows
@@ -99,7 +84,7 @@ def _run(options: Options, settings: Settings, command: list[str], *, dry_run: b
         warn_of_missing_start(prepared, options.output_dir)
         return Result(asdict(sizes) | {"fits": sizes.fits}, ExitCode.GOOD if sizes.fits else ExitCode.FAILED)
     refuse_without_room(options.output_dir, sizes)
-    with _progress("target", "tok") as show:
+    with progress_bar("target", items="bytes") as show:
         produced = carry_out(prepared, options.output_dir, resume=options.resume, command=command, progress=show)
     made = {"folder": str(options.output_dir), "shards": produced.shards}
     if not produced.meta:
@@ -206,91 +191,30 @@ def _print_made(produced: Produced, folder: Path) -> None:
     say(f"{_by_token(meta['token_bytes'])}; {meta['disk_bytes']:,} bytes of files with {weights}, {on_disk:,} on disk")
 
 
-# --- progress ---------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _progress(title: str, unit: str) -> Iterator[Progress]:
-    """Yield a progress callback whose items are bytes: a bar on a terminal, elsewhere a line every ten seconds."""
-    if not sys.stderr.isatty():
-        yield _Lines(title, unit)
-        return
-    from tqdm import tqdm
-
-    with tqdm(desc=title, unit=unit, unit_scale=True, leave=False) as bar:
-        speed = _Speed()
-
-        def show(size: int, done: int, total: int | None) -> None:
-            if bar.total is None and total is not None:  # the first call: what an earlier run has done
-                bar.total, bar.initial, bar.n = total, done, done
-            if speed.update(done, size) is None:  # the bar measures its own speed from here, too
-                bar.initial = bar.n = bar.last_print_n = done
-                bar.start_t = bar.last_print_t = time.time()
-            elif size:
-                bar.set_postfix_str(f"{speed.bytes_per_s / 1e6:.1f} MB/s", refresh=False)
-            bar.update(done - bar.n)
-
-        yield show
-
-
-class _Speed:
-    """The speed since the first work was reported: loading the target, which comes before, does not count."""
-
-    def __init__(self) -> None:
-        self._start: tuple[float, int, int] | None = None
-        self._before: int | None = None
-        self.bytes_per_s = 0.0
-
-    def update(self, done: int, size: int) -> float | None:
-        """Return the units per second; None where nothing can be measured yet. size: bytes written."""
-        now = time.monotonic()
-        if self._before is None or done == self._before:
-            self._before = done
-            return None
-        if self._start is None:
-            self._start = now, done, size
-            return None
-        start, done_then, size_then = self._start
-        seconds = max(now - start, 1e-9)
-        self.bytes_per_s = (size - size_then) / seconds
-        return (done - done_then) / seconds
-
-
-class _Lines:
-    """Prints a line of progress to stderr every ten seconds."""
-
-    def __init__(self, title: str, unit: str) -> None:
-        self._title, self._unit, self._speed = title, unit, _Speed()
-        self._last = time.monotonic()
-
-    def __call__(self, size: int, done: int, total: int | None) -> None:
-        speed, now = self._speed.update(done, size), time.monotonic()
-        if now - self._last < _LINE_EVERY_S:
-            return
-        self._last = now
-        line = f"{self._title}: {done:,} {self._unit}"
-        if total is not None:
-            line += f", {done / total:.0%}"
-        if speed:
-            line += f", {speed:,.0f} {self._unit}/s"
-            if size:
-                line += f", {self._speed.bytes_per_s / 1e6:.1f} MB/s"
-            if total is not None:
-                line += f", {(total - done) / speed:,.0f} s left"
-        print(line, file=sys.stderr, flush=True)
-
-
 # --- flags ------------------------------------------------------------------------------------------------------------
 
 
-def _flags() -> list[click.Parameter]:
-    """Return an option for each field of Options that has a group, in the order of GROUPS."""
-    found = [_flag(each) for group in GROUPS for each in fields(Options) if each.metadata["group"] == group]
+def flags_of(options: type[TargetOptions], dry_run: str) -> list[click.Parameter]:
+    """Return a flag for each option that has a group, in the order of GROUPS. dry_run: what --dry-run does."""
+    found = [_flag(each) for group in GROUPS for each in fields(options) if each.metadata["group"] == group]
     text = "hub, sample, or the folder of a mirror"
     root = RichOption(["--source-root"], default=Settings().source_root, metavar="ROOT", help=text, panel=GROUPS[0])
-    text = "print sizes and free space, and stop; exit code 1 if it does not fit"
-    part = RichOption(["--part"], metavar="i/N", hidden=True, help="the earlier name: --partitions N --partition i - 1")
-    return [*found, root, part, RichOption(["--dry-run"], is_flag=True, help=text, panel=GROUPS[-1])]
+    return [*found, root, RichOption(["--dry-run"], is_flag=True, help=dry_run, panel=GROUPS[-1])]
+
+
+def options_of(given: dict[str, Any], options: type[AnyOptions]) -> AnyOptions:
+    """Return the options that the flags state. Raises: click.UsageError."""
+    from niels_gpt.recipes.chats import template_text
+
+    file = given["chat_template"]
+    try:
+        made = options(**{**given, "chat_template": template_text(Settings(chat_template=file and str(file)))})
+        if isinstance(made, Options):  # also those stated as their default
+            source = click.get_current_context().get_parameter_source
+            made.check_form([name for name in given if source(name) not in _UNSTATED])
+        return made
+    except (ValueError, OSError) as error:
+        raise click.UsageError(str(error), click.get_current_context()) from error
 
 
 def _flag(each: Field[Any]) -> RichOption:
@@ -319,7 +243,10 @@ class _Precompute(Command):
 PRECOMPUTE = _Precompute(
     "precompute",
     callback=_precompute,
-    params=_flags(),
+    params=[
+        *flags_of(Options, "print sizes and free space, and stop; exit code 1 if it does not fit"),
+        RichOption(["--part"], metavar="i/N", hidden=True, help="the earlier name: --partitions N --partition i - 1"),
+    ],
     help="Run a frozen target over chats once, and store what an EAGLE-3 draft is trained on.\n\n"
     "MODEL is the folder of a transformers model or its id on the hub. SOURCE is a source of chats of the project "
     "(dolly15k, oasst1, or yours by its name), or a file, folder or pattern of JSONL, JSON or parquet: chats, or rows "

@@ -1,8 +1,8 @@
-"""What an EAGLE-3 cache is made of, and how: each option's default, limits and help, and its flag.
+"""What an EAGLE-3 cache, or a file of a target's replies, is made of and how: one table of options.
 
-commands/eagle3/precompute.py makes a flag of each option that has a group. An option that names a setting takes its
-value from that field of Settings for the asset eagle3/targets, and its default, limits and help too unless it states
-its own.
+An option states its flag's help and limits, the setting that it has in a build, and whether it stands in the
+fingerprint of eagle3/targets. One that says no more than its setting takes help, default and limit from there.
+commands/eagle3 makes a flag of each option that has a group.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ import warnings
 from collections.abc import Collection
 from dataclasses import MISSING, InitVar, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 from niels_gpt.hub.models import is_local
 from niels_gpt.settings import Settings
 from niels_gpt.storage.codes import CodedWarning
+
+if TYPE_CHECKING:
+    from niels_gpt.eagle3.replies import Sampling
 
 KEYS = ("eagle3/draft_vocab", "eagle3/targets")
 """The caches, in the order in which they are built."""
@@ -24,162 +27,167 @@ GROUPS = ("What", "Form of the cache", "How")
 """The groups of flags in the help of the command."""
 _WHAT, _FORM, _HOW = GROUPS
 _SETTINGS = {each.name: each for each in fields(Settings)}
-
-
 _NATIVE, _DENSE = ("native",), ("1", "2")
 """Forms of a cache."""
 
 
 def _option(
-    default: Any,
     group: str,
-    text: str,
+    text: str = "",
+    default: Any = None,
     *,
-    least: int | None = None,
     setting: str = "",
+    least: int | None = None,
     forms: tuple[str, ...] = (),
+    decides: bool = False,
     **flag: Any,
 ) -> Any:
     """Return a dataclass field.
 
-    forms: the only ones that the option applies to; () for all. flag: further keywords of add_argument; `choices`
-    limits the option's value too.
+    text: the flag's help; "": the setting's help, default and limit. setting: the field of Settings that a build takes
+    the value from. forms: the only ones that the option applies to; () for all. decides: its value stands in the
+    fingerprint of eagle3/targets; what decides bytes otherwise stands there in another form. flag: further keywords of
+    the flag; `choices` limits the option's value too.
     """
-    metadata = {"group": group, "help": text, "least": least, "setting": setting, "forms": forms, "flag": flag}
-    return field(default=default, metadata=metadata)
-
-
-def _of_setting(name: str, group: str, *, forms: tuple[str, ...] = (), **flag: Any) -> Any:
-    setting = _SETTINGS[name]
-    text, least = setting.metadata["help"], setting.metadata["least"]
-    return _option(setting.default, group, text, least=least, setting=name, forms=forms, **flag)
+    if not text:
+        known = _SETTINGS[setting]
+        text, default, least = known.metadata["help"], known.default, known.metadata["least"]
+    about = {"group": group, "help": text, "least": least, "setting": setting, "forms": forms, "decides": decides}
+    return field(default=default, metadata={**about, "flag": flag})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """What a cache is made of, and how. An option of None follows the rule in its help text."""
+class TargetOptions:
+    """Which target reads which chats, and how it is run. An option of None follows the rule in its help text."""
 
     target_model: str = _option(
-        MISSING,
         _WHAT,
         "folder or hub id of a causal language model",
+        MISSING,
         setting="eagle3_target",
         required=True,
         metavar="MODEL",
     )
-    target_name: str | None = _option(None, "", "what manifest.json and the plan call the target; none: target_model")
     revision: str | None = _option(
-        None, _WHAT, "hub commit, tag or branch of a target on the hub (default: main)", metavar="REV"
+        _WHAT, "hub commit, tag or branch of a target on the hub (default: main)", metavar="REV"
     )
     input_data: str = _option(
-        MISSING,
         _WHAT,
         "a source of chats by its name, or files of chats or rows",
+        MISSING,
         setting="eagle3_source",
+        decides=True,
         required=True,
         metavar="SOURCE",
     )
     chat_template: str | None = _option(
-        None, _WHAT, "chat template: a file of jinja (default: tokenizer, its own)", type=Path, metavar="FILE"
+        _WHAT, "chat template: a file of jinja (default: tokenizer, its own)", decides=True, type=Path, metavar="FILE"
     )
     """The template's text."""
-    document_start: str | None = _option(
-        None,
-        _WHAT,
-        "token before each chat whose template does not write it, without loss: none, auto (what the target's "
-        "tokenizer writes before a text), or a token such as <bos> (default: none, with a warning where auto has one)",
-        setting="eagle3_document_start",
-        metavar="TOKEN",
-    )
+    document_start: str | None = _option(_WHAT, setting="eagle3_document_start", metavar="TOKEN")
     limit: int | None = _option(
-        None, _WHAT, "use the first N samples only, for a trial (default: all)", least=1, setting="eagle3_max_samples"
-    )
-    output_dir: Path | None = _option(  # noqa: RUF009  it returns a field
-        None, _WHAT, "folder of the cache", required=True, type=Path, metavar="DIR"
-    )
-    """None: `resolve` looks at no folder."""
-
-    seq_length: int = _option(
-        2048, _FORM, "slots of a sample, in tokens; a longer one is truncated", least=2, setting="eagle3_seq_length"
-    )
-    draft_vocab_size: int | None = _option(
-        None,
-        _FORM,
-        "tokens that the draft knows (default: all of the target's)",
+        _WHAT,
+        "use the first N samples only, for a trial (default: all)",
         least=1,
-        setting="eagle3_draft_vocab_size",
+        setting="eagle3_max_samples",
+        decides=True,
     )
-    draft_vocab_from: str | None = _option(
-        None, _FORM, "take them from a token mapping or a cache (default: most frequent)", metavar="PATH"
-    )
-    format: str | None = _option(
-        None,
-        _FORM,
-        "native: ragged, hidden states in place of probabilities; 1 and 2: padded, with probabilities, as other tools "
-        "read them (default: 1; 2 with --target-probs-topk)",
-        setting="eagle3_format",
-        choices=("1", "2", "native"),
-    )
-    target_probs_topk: int = _of_setting("eagle3_topk", _FORM, forms=_DENSE)
-    shard_size: int = _of_setting("eagle3_shard_size", _FORM, forms=_DENSE)
-    shard_bytes: int | None = _option(
-        None, _FORM, "bytes of a native shard, at most (default: 1073741824)", least=1, forms=_NATIVE
-    )
-    dtype: str = _of_setting("eagle3_dtype", _FORM, choices=("bf16", "fp16", "fp32"))
-    aux_dtype: str | None = _option(
-        None,
-        _FORM,
-        "dtype of a native cache's auxiliary states; fp8 has a scale for each token and layer (default: as --dtype)",
-        setting="eagle3_aux_dtype",
-        choices=("bf16", "fp8"),
-        forms=_NATIVE,
-    )
-    aux_layers: str = _option(
-        "eagle3",
-        _FORM,
-        "auxiliary layers: eagle3 (blocks 1, n/2-1 and n-4 of n), dflash:N, or blocks from 0 such as 1,15,28; "
-        "--format 1 and 2 have three",
-        setting="eagle3_aux_layers",
-        metavar="LAYERS",
-    )
-
-    batch_size: int = _of_setting("eagle3_batch_size", _HOW)
-    max_batch_tokens: int = _option(16_384, _HOW, "tokens of a forward pass, padding included, at most", least=1)
-    workers: int = _option(1, _HOW, "processes, each with the target; never changes the bytes", least=1)
-    show: int = _option(
-        0, _HOW, "print the first N samples, supervised tokens marked, before the target is loaded", least=0
-    )
+    batch_size: int = _option(_HOW, setting="eagle3_batch_size", decides=True)
     threads: int | None = _option(
-        None, _HOW, "torch threads of each worker (default: as the plan in DIR has it; else usable cores)", least=1
+        _HOW, "torch threads of each process (default: as a resumed run has it; else usable cores)", least=1
     )
     device: str | None = _option(
-        None,
         _HOW,
-        "where the target runs (default: as the plan in DIR has it; else cuda where there is one)",
+        "where the target runs (default: as a resumed run has it; else cuda where there is one)",
         setting="eagle3_device",
         choices=("cpu", "cuda"),
     )
     compute_dtype: str | None = _option(
-        None,
         _HOW,
-        "of the target's weights and arithmetic (default: as the plan in DIR has it; else bf16 on cuda, fp32 on cpu)",
+        "of the target's weights and arithmetic (default: as a resumed run has it; else bf16 on cuda, fp32 on cpu)",
         choices=("bf16", "fp32"),
     )
     attention: str = _option(
-        "sdpa",
         _HOW,
         "how the target computes attention; eager is slower, for a target that cannot run sdpa",
+        "sdpa",
+        decides=True,
         choices=("sdpa", "eager"),
     )
+
+    def __post_init__(self) -> None:
+        """Check all options. Raises: ValueError naming the flag."""
+        self.check()
+
+    def check(self) -> None:
+        """Check limits and choices. Raises: ValueError naming the flag."""
+        for each in fields(self):
+            value, least = getattr(self, each.name), each.metadata["least"]
+            choices = each.metadata["flag"].get("choices", ())
+            if value is not None and least is not None and value < least:
+                raise ValueError(f"{flag_name(each.name)} is {value}, expected {least} or more")
+            if value is not None and choices and value not in choices:
+                raise ValueError(f"{flag_name(each.name)} is {value!r}, expected one of {', '.join(map(str, choices))}")
+        if self.revision is not None and is_local(self.target_model):
+            raise ValueError(
+                f"--revision {self.revision}: {self.target_model} is a folder, which has no revisions. Leave it out, "
+                "or name a model of the hub by its id"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(TargetOptions):
+    """What a cache is made of, and how. An option of None follows the rule in its help text."""
+
+    target_name: str | None = _option("", "what manifest.json and the plan call the target", decides=True)
+    """None: target_model."""
+    output_dir: Path | None = _option(  # noqa: RUF009  it returns a field
+        _WHAT, "folder of the cache", required=True, type=Path, metavar="DIR"
+    )
+    """None: `resolve` looks at no folder."""
+
+    seq_length: int = _option(
+        _FORM,
+        "slots of a sample, in tokens; a longer one is truncated",
+        2048,
+        least=2,
+        setting="eagle3_seq_length",
+        decides=True,
+    )
+    draft_vocab_size: int | None = _option(
+        _FORM,
+        "tokens that the draft knows (default: all of the target's)",
+        least=1,
+        setting="eagle3_draft_vocab_size",
+        decides=True,
+    )
+    draft_vocab_from: str | None = _option(
+        _FORM, "take them from a token mapping or a cache (default: most frequent)", metavar="PATH"
+    )
+    format: str | None = _option(_FORM, setting="eagle3_format", choices=("1", "2", "native"))
+    target_probs_topk: int = _option(_FORM, setting="eagle3_topk", forms=_DENSE, decides=True)
+    shard_size: int = _option(_FORM, setting="eagle3_shard_size", forms=_DENSE, decides=True)
+    shard_bytes: int | None = _option(
+        _FORM, "bytes of a native shard, at most (default: 1073741824)", least=1, forms=_NATIVE
+    )
+    dtype: str = _option(_FORM, setting="eagle3_dtype", decides=True, choices=("bf16", "fp16", "fp32"))
+    aux_dtype: str | None = _option(_FORM, setting="eagle3_aux_dtype", choices=("bf16", "fp8"), forms=_NATIVE)
+    aux_layers: str = _option(_FORM, setting="eagle3_aux_layers", metavar="LAYERS")
+
+    max_batch_tokens: int = _option(
+        _HOW, "tokens of a forward pass, padding included, at most", 16_384, least=1, decides=True
+    )
+    workers: int = _option(_HOW, "processes, each with the target; never changes the bytes", 1, least=1)
+    show: int = _option(
+        _HOW, "print the first N samples, supervised tokens marked, before the target is loaded", 0, least=0
+    )
     partitions: int | None = _option(
-        None,
         _HOW,
         "parts that the shards are made in, each on any machine, in the same DIR; `niels-gpt seal DIR` finishes it. "
         "They decide no byte (default: not partitioned)",
         least=1,
     )
     partition: int | None = _option(
-        None,
         _HOW,
         "make partition I alone, from 0, of --partitions: every Nth shard. Continues what is there (default: all)",
         least=0,
@@ -188,36 +196,29 @@ class Options:
     part: InitVar[str | None] = None
     """For one release, the earlier way: "i/N", i from 1, is partition i - 1 of N."""
     lock: str = _option(
-        "auto",
         _HOW,
         "how machines that make partitions lock DIR: flock, lease (where flock does not reach other machines), or "
         "auto, as the folder says, flock at first",
+        "auto",
         choices=("auto", "flock", "lease"),
     )
-    resume: bool = _option(False, _HOW, "continue the cache in DIR if its plan is the same (default: refuse)")
+    resume: bool = _option(_HOW, "continue the cache in DIR if its plan is the same (default: refuse)", False)
 
     def __post_init__(self, part: str | None) -> None:
-        """Check limits and choices. Raises: ValueError naming the flag."""
+        """Check all options. Raises: ValueError naming the flag."""
         if part is not None:
             self._take_part(part)
-        for each in fields(self):
-            value, least = getattr(self, each.name), each.metadata["least"]
-            choices = each.metadata["flag"].get("choices", ())
-            if value is not None and least is not None and value < least:
-                raise ValueError(f"{flag_name(each.name)} is {value}, expected {least} or more")
-            if value is not None and choices and value not in choices:
-                raise ValueError(f"{flag_name(each.name)} is {value!r}, expected one of {', '.join(map(str, choices))}")
+        self.check()
+
+    def check(self) -> None:
+        """Check limits, choices, and what cannot stand together. Raises: ValueError naming the flag."""
+        super().check()
         self.check_form([each.name for each in fields(self) if getattr(self, each.name) != each.default])
         self._check_partition()
-        if self.revision is not None and is_local(self.target_model):
-            raise ValueError(
-                f"--revision {self.revision}: {self.target_model} is a folder, which has no revisions. Leave it out, "
-                "or name a model of the hub by its id"
-            )
 
     @property
     def form(self) -> str:
-        """The form of the cache, where none is named, too; "1" may become "2", as prepare.py decides."""
+        """The form of the cache, where none is named, too; "1" may become "2", as `manifest_of` decides."""
         return self.format or "1"
 
     @property
@@ -281,7 +282,7 @@ class Options:
             )
 
     @classmethod
-    def from_settings(cls, settings: Settings, **given: Any) -> Options:
+    def from_settings(cls, settings: Settings, **given: Any) -> Self:
         """Return the options that the settings eagle3_* state; `given` fills those left at None or 0.
 
         A setting that is left at its default is no reason to refuse a form that it does not apply to.
@@ -290,6 +291,51 @@ class Options:
         names = {each.name: each.metadata["setting"] for each in fields(cls) if each.metadata["setting"]}
         stated = {name: getattr(settings, setting) for name, setting in names.items()}
         return cls(**{**given, **{name: value for name, value in stated.items() if value not in (None, 0)}})
+
+    @property
+    def in_fingerprint(self) -> dict[str, Any]:
+        """The options that decide bytes of eagle3/targets by their value."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.metadata["decides"]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RespondOptions(TargetOptions):
+    """Which replies of a target are made, and how. An option of None follows the rule in its help text."""
+
+    output: Path = _option(  # noqa: RUF009  it returns a field
+        _WHAT, "file of the replies, as JSON lines", MISSING, required=True, type=Path, metavar="FILE"
+    )
+    form: str = _option(
+        _HOW,
+        "a row for each chat with its messages, or for each reply with ids and loss mask, exactly as the target chose "
+        "them; with messages a chat ends where the template would write its earlier replies otherwise",
+        "messages",
+        choices=("messages", "ids"),
+    )
+    turns: str = _option(
+        _HOW,
+        "the assistant's turns to replace: all of them in turn, or the last one alone, where precompute puts loss on "
+        "the others too, unless the form is ids",
+        "all",
+        choices=("all", "last"),
+    )
+    max_new_tokens: int = _option(_HOW, "tokens of a reply, at most", 1024, least=1)
+    temperature: float = _option(_HOW, "of sampling; 0: the most probable token", 0.0, type=float, metavar="X")
+    top_p: float = _option(_HOW, "sample from the tokens that reach this probability", 1.0, type=float, metavar="X")
+    seed: int = _option(_HOW, "of sampling", 0, type=int, metavar="N")
+    batch_size: int = _option(_HOW, "chats that the target replies to at a time", 8, least=1)
+
+    @property
+    def sampling(self) -> Sampling:
+        """How tokens are chosen. Raises: ValueError."""
+        from niels_gpt.eagle3.replies import Sampling
+
+        return Sampling(self.max_new_tokens, self.temperature, self.top_p, self.seed)
+
+    def check(self) -> None:
+        """Check limits, choices, and how tokens are sampled. Raises: ValueError naming the flag."""
+        super().check()
+        _ = self.sampling
 
 
 def flag_name(name: str) -> str:

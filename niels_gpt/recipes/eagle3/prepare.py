@@ -1,11 +1,7 @@
-"""Options -> the plan of an EAGLE-3 cache, and the cache: target, tokenizer, input, draft vocabulary, manifest.
+"""`Resolved` -> the plan of an EAGLE-3 cache, and the cache: tokenizes the input, and chooses the draft's vocabulary.
 
-    resolved = resolve(options, settings)       looks everything up; nothing is tokenized, no weights are loaded
-    prepared = prepare(resolved)                tokenizes the input and plans; no weights are loaded
-    produced = carry_out(prepared, folder)      runs the target and writes the cache
-
-Decides which revision, names, threads, device and dtype a resumed run takes from the plan in its folder, and every
-value of manifest.json. Heavy libraries are imported in functions, so that a command line answers --help at once.
+prepared = prepare(found)                   tokenizes the input and plans; no weights are loaded
+produced = carry_out(prepared, folder)      runs the target and writes the cache
 """
 
 from __future__ import annotations
@@ -15,7 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -23,75 +19,27 @@ from typing import TYPE_CHECKING, Any
 
 import niels_gpt
 from niels_gpt.chat_template import roles_counted
-from niels_gpt.data.exclude import Exclusion
 from niels_gpt.display.numbers import many
 from niels_gpt.recipes.eagle3.options import Options
-from niels_gpt.settings import Settings, usable_cores
+from niels_gpt.recipes.eagle3.request import KEY, Resolved, manifest_of, run_facts, target_name
+from niels_gpt.recipes.records import cache_root
+from niels_gpt.settings import Settings
 from niels_gpt.signals import is_of_kept
-from niels_gpt.storage.errors import InputError, TargetError
+from niels_gpt.storage.checks import Verdict
 
 if TYPE_CHECKING:
     import torch
 
     from niels_gpt.chat.rows import Row
-    from niels_gpt.chat.tokenizers import ChatTokenizer
     from niels_gpt.eagle3.build import Produced
     from niels_gpt.eagle3.format.plan import Plan
     from niels_gpt.eagle3.format.samples import Samples
-    from niels_gpt.eagle3.models import TargetFacts
+    from niels_gpt.eagle3.inspect.recompute import Target
     from niels_gpt.progress import Progress
 
 logger = logging.getLogger(__name__)
 _REPORT_EVERY = 100  # samples
 _START_FLAG = "--eagle3-document-start"  # of a build
-
-
-@dataclass(frozen=True)
-class Resolved:
-    """What the options stand for right now; no sample is tokenized and no weight loaded."""
-
-    options: Options
-    settings: Settings
-    target: TargetFacts
-    tokenizer: ChatTokenizer
-    source: dict[str, Any]
-    """The facts of the input."""
-    run: dict[str, Any]
-    """How the target is run: the fields of `run.Run`."""
-    aux_layer_ids: list[int]
-    draft_vocab: list[int] | None
-    """The target's ids that the draft knows; None: the most frequent ones, counted once the input is tokenized."""
-
-    @property
-    def target_record(self) -> dict[str, Any]:
-        """The plan's `target`."""
-        return {**asdict(self.target), "name": self.options.target_name or self.target.name}
-
-    @property
-    def tokenizer_record(self) -> dict[str, Any]:
-        """The plan's `tokenizer`."""
-        names = ["sha256", "template_sha256", "mask_by", "pad_id"]
-        if self.options.form == "native":  # redraft chooses another draft vocabulary from the plan alone
-            names.append("special_token_ids")
-        return {name: getattr(self.tokenizer, name) for name in names} | self.start_record
-
-    @property
-    def start_record(self) -> dict[str, Any]:
-        """`document_start` of the plan's `tokenizer`: id and token; {} where chats have what their template writes."""
-        start = self.tokenizer.start
-        return {} if start is None else {"document_start": start.record}
-
-    @property
-    def known_parts(self) -> dict[str, Any]:
-        """The parts of the plan, except for the manifest, that are known before the input is read."""
-        return {
-            "target": self.target_record,
-            "tokenizer": self.tokenizer_record,
-            "source": self.source,
-            "run": self.run,
-            "batch_size": self.options.batch_size,
-            "max_batch_tokens": self.options.max_batch_tokens,
-        }
 
 
 @dataclass(frozen=True)
@@ -103,221 +51,6 @@ class Prepared:
     plan: Plan
     shown: list[Row] = field(default_factory=list)
     """The first `options.show` samples."""
-
-
-def is_current_of(found: Resolved, path: Path, fingerprint: Callable[[Resolved], str], reads_hub: bool) -> bool:
-    """Whether the committed cache at `path` has the fingerprint of what the options stand for: see
-    `fingerprint_by_list`. reads_hub: read chats of the hub, where the list of --exclude has changed, to compare."""
-    from niels_gpt.recipes.eagle3.input import named_in_input
-    from niels_gpt.recipes.records import fingerprint_by_list, is_current
-
-    def by_list(listed: Exclusion | None) -> str:
-        source = {name: fact for name, fact in found.source.items() if name != "exclude"}
-        return fingerprint(replace(found, source=source | ({"exclude": listed.facts} if listed else {})))
-
-    raw = found.tokenizer.mask_by != "sentinels"
-    named = partial(named_in_input, found.settings, found.source, raw=raw)
-    is_read = reads_hub or found.source["kind"] != "hub"
-    return is_current(path, fingerprint_by_list(found.settings, path, by_list, named if is_read else None))
-
-
-# --- options -> Resolved ----------------------------------------------------------------------------------------------
-
-
-def resolve(
-    options: Options, settings: Settings, *, plan_from: Path | None = None, hash_weights: bool = True
-) -> Resolved:
-    """Look up target, tokenizer and input.
-
-    plan_from: folder whose plan supplies unset options (revisions, device, dtype, threads), even if the plan differs
-        otherwise. None: with `resume` or `part` output_dir, whose plan must then be that of this run.
-    hash_weights: as of target_facts.
-    Raises: FileNotFoundError, ConnectionError, ImportError, ValueError where one of them is missing or unusable;
-        CacheError where output_dir cannot be used, holds a cache and `resume` is not set, or holds another plan.
-    """
-    from niels_gpt.chat.tokenizers import open_tokenizer
-    from niels_gpt.eagle3.disk import refuse_unusable
-    from niels_gpt.eagle3.resume import recorded_plan, refuse_existing
-    from niels_gpt.eagle3.target import checked_aux_layer_ids, parse_aux_layers, target_facts
-    from niels_gpt.recipes.eagle3.input import ROWS, input_facts
-
-    if options.output_dir is not None:
-        refuse_unusable(options.output_dir)
-        if not options.may_continue:
-            refuse_existing(options.output_dir)
-    recorded = recorded_plan(options.output_dir if plan_from is None and options.may_continue else plan_from)
-    revision = _revision(options, recorded.get("target", {}))
-    target = target_facts(options.target_model, revision=revision, hash_weights=hash_weights)
-    if target.max_positions is not None and options.seq_length > target.max_positions:
-        raise TargetError(
-            f"--seq-length is {options.seq_length}, and {options.target_model} has {target.max_positions} positions"
-        )
-    try:
-        layers = parse_aux_layers(options.aux_layers, target.num_layers)
-        if options.form != "native":
-            checked_aux_layer_ids(layers, target.num_layers)
-    except ValueError as error:
-        raise ValueError(f"--aux-layers {options.aux_layers}: {error}") from error
-    tokenizer = open_tokenizer(
-        options.target_model,
-        revision=target.revision,
-        chat_template=options.chat_template,
-        start=options.document_start,
-    )
-    facts = input_facts(settings, options.input_data, recorded=recorded.get("source"))
-    if tokenizer.start is not None and facts["form"] == ROWS:
-        raise InputError(
-            f"--document-start is {options.document_start}, and {options.input_data} has rows of input_ids, which are "
-            "taken as they are: leave it out"
-        )
-    resolved = Resolved(
-        options=options,
-        settings=settings,
-        target=target,
-        tokenizer=tokenizer,
-        source={**facts, "limit": options.limit},
-        run=run_facts(options, recorded.get("run", {})),
-        aux_layer_ids=layers,
-        draft_vocab=_known_vocab(options, target.vocab_size),
-    )
-    if plan_from is None and recorded:
-        resolved = _resumed(resolved, recorded)
-    _refuse_other_draft(resolved)
-    return resolved
-
-
-def _revision(options: Options, recorded: dict[str, Any]) -> str | None:
-    """Return the target's revision: the option's, else that of the plan if it has a target of this name."""
-    same = recorded.get("name") == (options.target_name or options.target_model)
-    return options.revision or (recorded.get("revision") if same else None)
-
-
-def _resumed(resolved: Resolved, recorded: dict[str, Any]) -> Resolved:
-    """Return a resumed run, with the plan's names of equal files. Raises: CacheError if the plan is another one."""
-    from niels_gpt.eagle3.resume import refuse_other_plan
-
-    options, target, source = resolved.options, recorded.get("target", {}), recorded.get("source", {})
-    assert options.output_dir is not None
-    hashes = [(target.get(name), getattr(resolved.target, name)) for name in ("weights_sha256", "config_sha256")]
-    if options.target_name is None and None not in hashes[0] and all(theirs == ours for theirs, ours in hashes):
-        resolved = replace(resolved, options=replace(options, target_name=target.get("name")))
-    if resolved.source["kind"] == "own" and all(source.get(n) == resolved.source[n] for n in ("kind", "fingerprint")):
-        resolved = replace(resolved, source={**resolved.source, "input_data": source.get("input_data")})
-    size = _draft_size(options, resolved.target.vocab_size)
-    selected = resolved.draft_vocab or list(range(size))  # of another size than the plan's, so the plans differ
-    refuse_other_plan(options.output_dir, manifest_of(resolved, selected), resolved.known_parts, options.part_numbers)
-    return resolved
-
-
-def _refuse_other_draft(resolved: Resolved) -> None:
-    """Raise CacheError where --resume would give a native cache another draft vocabulary that nobody has asked for."""
-    from niels_gpt.eagle3.resume import refuse_other_draft
-
-    options = resolved.options
-    if options.may_continue and options.output_dir is not None and options.form == "native":
-        is_stated = options.draft_vocab_size is not None or options.draft_vocab_from is not None
-        is_stated = is_stated and options.partition is None  # other partitions have the first one
-        size = len(resolved.draft_vocab or ()) or _draft_size(options, resolved.target.vocab_size)
-        refuse_other_draft(options.output_dir, resolved.draft_vocab, size, is_stated=is_stated)
-
-
-def run_facts(options: Options, recorded: dict[str, Any]) -> dict[str, Any]:
-    """Return how the target is run: the fields of run.Run. `recorded` supplies unset options.
-
-    Raises: ValueError where cuda is asked for and cannot be used.
-    """
-    from niels_gpt.eagle3.format.run import Run
-
-    device, threads = options.device or recorded.get("device"), options.threads or recorded.get("threads")
-    run = Run.here(device, attention=options.attention, threads=threads or usable_cores())
-    dtype = recorded.get("compute_dtype") if run.device == recorded.get("device") else None
-    return {**asdict(run), "compute_dtype": options.compute_dtype or dtype or run.compute_dtype}
-
-
-# --- the draft's vocabulary, and the manifest -------------------------------------------------------------------------
-
-
-def _draft_size(options: Options, vocab_size: int) -> int:
-    """Return the tokens of the draft's vocabulary where no file states them."""
-    return min(options.draft_vocab_size or vocab_size, vocab_size)
-
-
-def _known_vocab(options: Options, vocab_size: int) -> list[int] | None:
-    """Return the ids of --draft-vocab-from, or of the manifest that --resume finds if its sizes are this run's."""
-    from niels_gpt.eagle3.format.manifest import manifest_path, read_manifest
-    from niels_gpt.eagle3.vocab import load_token_mapping
-
-    folder, source = options.output_dir, options.draft_vocab_from
-    if source is not None:
-        ids, _ = load_token_mapping(source, target_vocab_size=vocab_size, draft_vocab_size=options.draft_vocab_size)
-        return [int(number) for number in ids]
-    if options.may_continue and folder is not None and os.path.exists(manifest_path(folder)):
-        manifest = read_manifest(folder)
-        sizes = manifest.get("target_vocab_size"), manifest.get("draft_vocab_size")
-        if sizes == (vocab_size, _draft_size(options, vocab_size)):
-            return list(manifest["selected_token_ids"])
-    return None
-
-
-def _frequent_vocab(resolved: Resolved, samples: Samples) -> list[int]:
-    """Return the ids that are supervised most often, the special ones among them."""
-    from niels_gpt.eagle3.vocab import build_eagle3_token_mapping
-
-    ids, _ = build_eagle3_token_mapping(
-        [{"input_ids": samples.ids, "loss_mask": samples.loss_mask}],
-        target_vocab_size=resolved.target.vocab_size,
-        draft_vocab_size=resolved.options.draft_vocab_size,
-        special_token_ids=resolved.tokenizer.special_token_ids,
-    )
-    return [int(number) for number in ids]
-
-
-def manifest_of(resolved: Resolved, selected: list[int]) -> dict[str, Any]:
-    """Return manifest.json's keys, except those that `make_plan` and the target add.
-
-    Versions 1 and 2 have those of their published contract, and no others.
-    selected: the target's id of each token of the draft.
-    """
-    from niels_gpt.eagle3.format.manifest import NATIVE_VERSION, is_compressed
-    from niels_gpt.eagle3.format.native.layout import DEFAULT_SHARD_BYTES
-
-    options, target = resolved.options, resolved.target
-    common = {
-        "target_model": options.target_name or options.target_model,
-        "target_vocab_size": target.vocab_size,
-        "draft_vocab_size": len(selected),
-        "seq_length": options.seq_length,
-        "dtype": options.dtype,
-        "aux_layer_ids": resolved.aux_layer_ids,
-        "selected_token_ids": selected,
-    }
-    source = {"input_data": resolved.source["input_data"], "split": None, "shuffle_seed": 0}
-    if options.form == "native":
-        return {
-            "format_version": NATIVE_VERSION,
-            **common,
-            "hidden_size": target.hidden_size,
-            "aux_dtype": options.aux_dtype or options.dtype,
-            "shard_bytes": options.shard_bytes or DEFAULT_SHARD_BYTES,
-            **source,
-        }
-    compressed = is_compressed(options.target_probs_topk, len(selected))
-    version = 2 if options.format == "2" or (options.format is None and compressed) else 1
-    sizes = {"shard_size": options.shard_size, "aux_hidden_dim": target.hidden_size * len(resolved.aux_layer_ids)}
-    if version == 1:
-        return {"format_version": 1, **common, **sizes}
-    return {
-        "format_version": 2,
-        **common,
-        **sizes,
-        "target_probs_topk": options.target_probs_topk,
-        **source,
-        "mask_reasoning_content": False,
-        "mask_generation_prompt": True,  # the role header carries no loss
-    }
-
-
-# --- Resolved -> Prepared -> the cache --------------------------------------------------------------------------------
 
 
 def prepare(resolved: Resolved, *, tokenized: Callable[[int, int], None] | None = None) -> Prepared:
@@ -354,6 +87,19 @@ def prepare(resolved: Resolved, *, tokenized: Callable[[int, int], None] | None 
         **resolved.known_parts,
     )
     return Prepared(resolved, samples, plan, shown)
+
+
+def _frequent_vocab(resolved: Resolved, samples: Samples) -> list[int]:
+    """Return the ids that are supervised most often, the special ones among them."""
+    from niels_gpt.eagle3.vocab import build_eagle3_token_mapping
+
+    ids, _ = build_eagle3_token_mapping(
+        [{"input_ids": samples.ids, "loss_mask": samples.loss_mask}],
+        target_vocab_size=resolved.target.vocab_size,
+        draft_vocab_size=resolved.options.draft_vocab_size,
+        special_token_ids=resolved.tokenizer.special_token_ids,
+    )
+    return [int(number) for number in ids]
 
 
 def prepared_before(resolved: Resolved, folder: Path) -> Prepared | None:
@@ -407,7 +153,7 @@ def carry_out(
     from niels_gpt.recipes.shared import check_shared_folder, code_identity
     from niels_gpt.storage.locks import apply_lock_setting
 
-    options, run, code = prepared.resolved.options, prepared.resolved.run, None
+    options, run, code = prepared.resolved.options, prepared.resolved.run, dict[str, Any]()
     if options.lock != "auto":
         apply_lock_setting(Path(folder), options.lock)
     if options.partition is not None:
@@ -430,7 +176,7 @@ def carry_out(
         workers=options.workers,
         resume=resume,
         part=options.part_numbers,
-        code=code or {},
+        code=code,
         command=command,
         claimed=claimed,
         progress=progress,
@@ -461,3 +207,55 @@ def open_target(device: torch.device, *, name: str, revision: str | None, comput
     from niels_gpt.eagle3.target import load_target
 
     return load_target(name, revision=revision, dtype=DTYPES[compute_dtype], attention=attention, device=device)
+
+
+# --- the target again -------------------------------------------------------------------------------------------------
+
+
+def target_of(
+    cache: Path, name: str, *, revision: str | None = None, device: str | None = None, follow_links: bool = False
+) -> Target:
+    """Return a target to compare a cache with (recompute.recomputed); no weights are loaded yet.
+
+    revision, device: None: those of the cache's plan, except for a GPU that this machine lacks.
+    Raises: as `target_facts`; CacheError for a damaged plan.
+    """
+    import torch
+
+    from niels_gpt.eagle3.format.plan import read_record
+    from niels_gpt.eagle3.inspect.recompute import Target
+    from niels_gpt.eagle3.models import target_facts
+
+    record = read_record(cache, follow_links=follow_links)
+    planned, made_from = ({}, {}) if record is None else (record["run"], record["target"])
+    if device is None:
+        on_gpu = record is None or planned.get("device") == "cuda"
+        device = "cuda" if on_gpu and torch.cuda.is_available() else "cpu"
+    facts = target_facts(name, revision=revision or made_from.get("revision"))
+    attention = planned.get("attention", "sdpa")
+    asked = Options(target_model=name, revision=revision, input_data="", device=device, attention=attention)
+    run = run_facts(asked, planned)
+    run["compute_dtype"] = planned.get("compute_dtype", run["compute_dtype"])
+    load = partial(
+        open_target,
+        name=name,
+        revision=facts.revision,
+        compute_dtype=run["compute_dtype"],
+        attention=attention,
+    )
+    return Target(asdict(facts), load, run)
+
+
+def check_recomputed(settings: Settings) -> Verdict:
+    """Run samples of eagle3/targets through the target again.
+
+    Raises: FileNotFoundError and CacheError where there is no such cache; as `target_of`.
+    """
+    from niels_gpt.eagle3.inspect.recompute import recomputed
+
+    number = settings.eagle3_check_samples
+    if not number:
+        return Verdict([], "not made: eagle3_check_samples is 0")
+    path = cache_root(settings) / KEY
+    target = target_of(path, target_name(settings), device=settings.eagle3_device)
+    return recomputed(path, target, k=number, seed=settings.seed)

@@ -12,10 +12,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from niels_gpt.recipes.eagle3.options import Options
+from niels_gpt.recipes.eagle3.options import RespondOptions
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import InputError, TargetError
 
@@ -29,48 +28,6 @@ if TYPE_CHECKING:
 _Item = TypeVar("_Item")
 CHATS = 1024
 """Chats that are in memory, and of which batches are formed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RespondOptions:
-    """Which replies are made, and how. None follows the rule in the command's help."""
-
-    target_model: str
-    input_data: str
-    output: Path
-    revision: str | None = None
-    chat_template: str | None = None
-    """The template's text; None: the tokenizer's own."""
-    document_start: str | None = None
-    limit: int | None = None
-    turns: str = "all"
-    form: str = "messages"
-    max_new_tokens: int = 1024
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-    batch_size: int = 8
-    threads: int | None = None
-    device: str | None = None
-    compute_dtype: str | None = None
-    attention: str = "sdpa"
-
-    def check(self) -> None:
-        """Raises: ValueError for an option out of its limits, which a command line reports as its own error."""
-        _ = self.sampling, self.as_of_a_cache
-
-    @property
-    def sampling(self) -> Sampling:
-        """How tokens are chosen. Raises: ValueError."""
-        from niels_gpt.eagle3.replies import Sampling
-
-        return Sampling(self.max_new_tokens, self.temperature, self.top_p, self.seed)
-
-    @property
-    def as_of_a_cache(self) -> Options:
-        """The options of a cache that these have in common with it."""
-        names = ("target_model", "revision", "limit", "batch_size", "threads", "device", "compute_dtype", "attention")
-        return Options(input_data=self.input_data, **{name: getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True)
@@ -118,15 +75,14 @@ class Trial:
 def resolve(options: RespondOptions, settings: Settings) -> Responder:
     """Look up target, tokenizer and input. A run that was interrupted supplies unset options of how it is run.
 
-    Raises: as prepare.resolve; ValueError for options out of their limits.
+    Raises: as prepare.resolve.
     """
     from niels_gpt.chat.tokenizers import open_tokenizer
     from niels_gpt.eagle3.models import target_facts
     from niels_gpt.eagle3.replies import recorded
     from niels_gpt.recipes.eagle3.input import input_facts
-    from niels_gpt.recipes.eagle3.prepare import run_facts
+    from niels_gpt.recipes.eagle3.request import run_facts
 
-    sampling, of_cache = options.sampling, options.as_of_a_cache
     before = (recorded(options.output) or {}).get("settings", {})
     made_by = before.get("target", {})
     revision = made_by.get("revision") if made_by.get("name") == options.target_model else None
@@ -144,8 +100,8 @@ def resolve(options: RespondOptions, settings: Settings) -> Responder:
             f"{options.target_model}: its chat template writes no token behind a reply, and its tokenizer has no "
             "EOS, so no reply would end. Name a template that has one: --chat-template FILE"
         )
-    run = run_facts(of_cache, before.get("run", {}))
-    return Responder(options, settings, target, tokenizer, source, run, sampling, stop_ids)
+    run = run_facts(options, before.get("run", {}))
+    return Responder(options, settings, target, tokenizer, source, run, options.sampling, stop_ids)
 
 
 def respond(responder: Responder, *, progress: Progress | None = None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from support.eagle3_looks import verdicts as verify
 from support.eagle3_native import capture_native
 from support.errors import refused
 
-from niels_gpt.commands.eagle3.group import main
+from niels_gpt.commands.eagle3.tools import main
 from niels_gpt.eagle3.cache import write_manifest
 from niels_gpt.eagle3.inspect.native.row_checks import LOGIT_SHARE
 from niels_gpt.storage.checks import Verdict

@@ -1,8 +1,9 @@
-"""The asset eagle3/targets: chats + target -> a versioned EAGLE-3 cache; and the target again, to check a cache.
+"""The assets eagle3/draft_vocab and eagle3/targets: when they are built, reused or resumed.
 
-Decides when the cache is reused (its recipe's fingerprint), when an unfinished version is resumed, and when states of
-the committed one are. A version's folder is what python -m niels_gpt.eagle3.precompute writes. An unfinished one lies
-beside a plan.json, as the partitions of a cache of text do:
+eagle3/draft_vocab holds the tokens that the draft knows, counted without the target's weights: another size builds it
+again without the target. eagle3/targets takes its tokens from it, and makes it where it is not current. A version's
+folder is what python -m niels_gpt.eagle3.precompute writes. An unfinished one lies beside a plan.json, as partitions of
+a cache of text do:
 
     <cache>/eagle3/.versions/targets/partitions-KEY/plan.json   the plan of units: fingerprints
                                                     cache/      the unfinished version: its receipts say what is done
@@ -17,17 +18,18 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from niels_gpt.cache.meta import read_meta
+from niels_gpt.display.numbers import many
 from niels_gpt.documents import Partition
+from niels_gpt.eagle3.draft_kind import DRAFT_VOCAB
 from niels_gpt.eagle3.units import SHARDS, FolderPlan
 from niels_gpt.engine.units import (
     SHARDS_RULE,
-    Commands,
     Plan,
     Unit,
     discard_plan,
@@ -35,61 +37,131 @@ from niels_gpt.engine.units import (
     plans_of,
     states_of,
 )
-from niels_gpt.recipes.eagle3.draft_vocab import commit_draft_vocab, current_draft_vocab
-from niels_gpt.recipes.eagle3.of_settings import (
+from niels_gpt.recipes.eagle3.prepare import Prepared, carry_out, prepare, prepared_before
+from niels_gpt.recipes.eagle3.request import (
     KEY,
+    SMALL_TARGET,
+    VOCAB_KEY,
+    VOCAB_VERSION,
     WORK_NAME,
-    check_configured,
-    fingerprint_of,
-    resolved,
-    sha256,
-    target_name,
-)
-from niels_gpt.recipes.eagle3.options import Options
-from niels_gpt.recipes.eagle3.prepare import (
-    Prepared,
     Resolved,
-    carry_out,
-    is_current_of,
-    open_target,
-    prepare,
-    prepared_before,
-    run_facts,
+    check_configured,
+    folder_with_plan,
+    has_small_target,
+    raw_source,
+    resolved,
+    settings_fingerprint,
+    sha256,
+    small_target_folder,
+    stable_name,
+    unfinished_versions,
+    why_left_out,
 )
-from niels_gpt.recipes.records import Measurement, Outcome, cache_root, finish, record_recipe, recorded_recipe
+from niels_gpt.recipes.home_recipes import HomeRecipes
+from niels_gpt.recipes.records import TOKENIZER_KEY, Measurement, Outcome, cache_root, finish, recorded_recipe
 from niels_gpt.recipes.shared import check_shared_folder
-from niels_gpt.recipes.units import MadeUnit, NoPlan
+from niels_gpt.recipes.tokenizer import no_sentinels
+from niels_gpt.recipes.units import CacheUnits
 from niels_gpt.settings import Settings
 from niels_gpt.storage import fileio, versions
-from niels_gpt.storage.checks import Verdict
-from niels_gpt.storage.errors import CacheError
-from niels_gpt.storage.fileio import META_NAME
+from niels_gpt.storage.errors import CacheError, LeftOut
+from niels_gpt.storage.fileio import META_NAME, canonical_json
 from niels_gpt.storage.locks import apply_lock_setting, check_lease
 from niels_gpt.storage.meta_json import meta_bytes, read_regular
-from niels_gpt.storage.remedies import build_command
 from niels_gpt.storage.versions import PLAN_NAME
+from niels_gpt.tokenizers.protocol import FullTokenizer
 
 if TYPE_CHECKING:
     from niels_gpt.eagle3.format.plan import Plan as TargetPlan
-    from niels_gpt.eagle3.inspect.recompute import Target
     from niels_gpt.progress import Progress
 
-_NOT_IN_FINGERPRINT = ("eagle3_device", "eagle3_check_samples")  # they never decide a byte
-_IN_RECIPE = (
-    *("target_name", "input_data", "chat_template", "limit", "seq_length", "draft_vocab_size", "target_probs_topk"),
-    *("shard_size", "dtype", "batch_size", "max_batch_tokens", "attention"),
-)
-"""Options that decide the cache's bytes, and that `_fingerprint` has in no other form."""
 _SEALED = "sealed"
 _MOST_BYTES = 1 << 10
 _PAUSE_SECONDS = 0.5  # between two looks at a partition that another builder has
-_OF_NATIVE = ("format", "shard_bytes", "aux_dtype")
 
 
-def settings_fingerprint(settings: Settings) -> str:
-    """Return twelve hex digits of the settings that decide the cache's bytes; no file is looked at."""
-    names = [name for name in vars(settings) if name.startswith("eagle3_") and name not in _NOT_IN_FINGERPRINT]
-    return fingerprint_of(settings, names)
+# --- eagle3/draft_vocab -----------------------------------------------------------------------------------------------
+
+
+def build_draft_vocab(
+    settings: Settings, *, refresh: bool = False, observed: str | None = None, progress: Progress | None = None
+) -> Outcome:
+    """Build eagle3/draft_vocab, or reuse it. No weights are read.
+
+    refresh, observed, Raises: as `build_targets`. progress: called with samples, tokens and None.
+    """
+    apply_lock_setting(cache_root(settings), settings.lock)
+    path = cache_root(settings) / VOCAB_KEY
+    with Measurement() as measured:
+        found = resolved_for_vocab(settings, observed=observed, refresh=refresh)
+        reused = current_draft_vocab(found) is not None
+        if reused:
+            meta = read_meta(str(path / META_NAME))
+        else:
+            tokenized = None if progress is None else lambda samples, tokens: progress(samples, tokens, None)
+            meta = commit_draft_vocab(prepare(found, tokenized=tokenized))
+    return finish(settings, VOCAB_KEY, path, meta, reused, measured, found.fingerprint(VOCAB_KEY))
+
+
+def resolved_for_vocab(
+    settings: Settings, *, observed: str | None = None, refresh: bool = False, target: Path | None = None
+) -> Resolved:
+    """Return what the settings stand for; chats of the hub have the revision of the committed file at least."""
+    newest = observed or (recorded_recipe(cache_root(settings) / VOCAB_KEY).get("source") or {}).get("fingerprint")
+    return resolved(settings, observed=newest, refresh=refresh, hash_weights=False, target=target)
+
+
+def current_draft_vocab(found: Resolved, *, reads_hub: bool = True) -> list[int] | None:
+    """Return the target's id of each token of the draft, of the committed file; None where that is not current.
+
+    reads_hub: as of `Resolved.is_current`.
+    """
+    from niels_gpt.eagle3.vocab import load_token_mapping
+
+    path = cache_root(found.settings) / VOCAB_KEY
+    if not found.is_current(VOCAB_KEY, reads_hub=reads_hub):
+        return None
+    ids, _ = load_token_mapping(path, target_vocab_size=found.target.vocab_size, draft_vocab_size=None)
+    return [int(number) for number in ids]
+
+
+def commit_draft_vocab(prepared: Prepared) -> dict[str, Any]:
+    """Commit the draft's vocabulary of a plan, counted from its samples; returns meta.json."""
+    import numpy as np
+
+    from niels_gpt.eagle3.vocab import MAPPING_NAME
+
+    found, samples, selected = prepared.resolved, prepared.samples, prepared.plan.manifest["selected_token_ids"]
+    path, size = cache_root(found.settings) / VOCAB_KEY, found.target.vocab_size
+    counts = np.bincount(samples.ids[samples.loss_mask == 1], minlength=size)
+    with versions.building(path) as work:
+        raw = canonical_json({"selected_token_ids": selected, "target_vocab_size": size})
+        fileio.write_bytes(work / MAPPING_NAME, raw)
+        record = {"name": MAPPING_NAME, "bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+        supervised, content = int(counts.sum()), DRAFT_VOCAB.content_sha256([record])
+        meta: dict[str, Any] = {
+            "kind": DRAFT_VOCAB.name,
+            "format_version": VOCAB_VERSION,
+            "built": True,
+            "content_sha256": content,
+            "target_model": found.options.target_name or found.options.target_model,
+            "target_vocab_size": size,
+            "draft_vocab_size": len(selected),
+            "totals": {"samples": len(samples), "tokens": len(samples.ids), "supervised_tokens": supervised},
+            "coverage": int(counts[selected].sum()) / supervised,
+            "dropped": prepared.plan.dropped,
+            "source": prepared.plan.source,
+            "tokenizer_sha256": found.tokenizer.sha256,
+            "files": [record],
+        }
+        fileio.write_bytes(work / META_NAME, meta_bytes(meta))
+        version = versions.commit(work, path, content)
+        made = read_meta(str(version / META_NAME))
+        found.record(VOCAB_KEY, made)
+    return made
+
+
+# --- eagle3/targets ---------------------------------------------------------------------------------------------------
 
 
 def build_targets(
@@ -105,85 +177,11 @@ def build_targets(
 
 
 def are_current_targets(found: Resolved, *, reads_hub: bool = True) -> bool:
-    """Whether the committed eagle3/targets is what was asked for, and has its shards. reads_hub: of `is_current_of`."""
-    path = cache_root(found.settings) / KEY
-    return is_current_of(found, path, _fingerprint, reads_hub) and _has_its_shards(path)
+    """Whether the committed eagle3/targets is what was asked for, and has its shards.
 
-
-def target_of(
-    cache: Path, name: str, *, revision: str | None = None, device: str | None = None, follow_links: bool = False
-) -> Target:
-    """Return a target to compare a cache with (recompute.recomputed); no weights are loaded yet.
-
-    revision, device: None: those of the cache's plan, except for a GPU that this machine lacks.
-    Raises: as `target_facts`; CacheError for a damaged plan.
+    reads_hub: as of `Resolved.is_current`.
     """
-    import torch
-
-    from niels_gpt.eagle3.format.plan import read_record
-    from niels_gpt.eagle3.inspect.recompute import Target
-    from niels_gpt.eagle3.models import target_facts
-
-    record = read_record(cache, follow_links=follow_links)
-    planned, made_from = ({}, {}) if record is None else (record["run"], record["target"])
-    if device is None:
-        on_gpu = record is None or planned.get("device") == "cuda"
-        device = "cuda" if on_gpu and torch.cuda.is_available() else "cpu"
-    facts = target_facts(name, revision=revision or made_from.get("revision"))
-    attention = planned.get("attention", "sdpa")
-    asked = Options(target_model=name, revision=revision, input_data="", device=device, attention=attention)
-    run = run_facts(asked, planned)
-    run["compute_dtype"] = planned.get("compute_dtype", run["compute_dtype"])
-    load = partial(
-        open_target,
-        name=name,
-        revision=facts.revision,
-        compute_dtype=run["compute_dtype"],
-        attention=attention,
-    )
-    return Target(asdict(facts), load, run)
-
-
-def check_recomputed(settings: Settings) -> Verdict:
-    """Run samples of eagle3/targets through the target again.
-
-    Raises: FileNotFoundError and CacheError where there is no such cache; as `target_of`.
-    """
-    from niels_gpt.eagle3.inspect.recompute import recomputed
-
-    number = settings.eagle3_check_samples
-    if not number:
-        return Verdict([], "not made: eagle3_check_samples is 0")
-    path = cache_root(settings) / KEY
-    target = target_of(path, target_name(settings), device=settings.eagle3_device)
-    return recomputed(path, target, k=number, seed=settings.seed)
-
-
-def _fingerprint(resolved: Resolved) -> str:
-    """Return the sha256 of what decides the cache's bytes, except for the versions and the machine that make it.
-
-    The draft's vocabulary follows from its size and the other parts. The names are
-    those of earlier versions, whose caches stay current.
-    """
-    from niels_gpt.eagle3.format.plan import BUILDER_VERSION, SIDECAR_VERSION
-
-    options = resolved.options
-    if options.form == "native":
-        form = {name: getattr(options, name) for name in _OF_NATIVE}
-    else:
-        form = {"format_version": None if options.format is None else int(options.format), "aux_layer_ids": None}
-    about = ("fingerprint", "form", "settings", "limit", "exclude")
-    parts = {
-        "recipe": KEY,
-        "options": {name: getattr(options, name) for name in _IN_RECIPE} | form,
-        "target": resolved.target_record,
-        "tokenizer": resolved.tokenizer_record,
-        "source": {name: resolved.source[name] for name in about if name in resolved.source},
-        "aux_layer_ids": resolved.aux_layer_ids,
-        "draft_vocab": None,
-        "versions": [SIDECAR_VERSION, BUILDER_VERSION],
-    }
-    return sha256(parts)
+    return found.is_current(KEY, reads_hub=reads_hub) and _has_its_shards(cache_root(found.settings) / KEY)
 
 
 def _has_its_shards(path: Path) -> bool:
@@ -201,7 +199,7 @@ def _has_its_shards(path: Path) -> bool:
     return True
 
 
-def _with_all_files(found: Resolved, path: Path, fingerprint: str) -> dict[str, Any]:
+def _with_all_files(found: Resolved, path: Path) -> dict[str, Any]:
     """Return meta.json of the committed cache; one of an earlier build, which names no shard, gets their records."""
     from niels_gpt.eagle3.format.meta import lists_shards, meta_of
 
@@ -214,9 +212,9 @@ def _with_all_files(found: Resolved, path: Path, fingerprint: str) -> dict[str, 
         check_lease(folder / versions.LOCK_NAME)
         # A run that is killed between these writes leaves a cache that is current.
         upcoming = hashlib.sha256(meta_bytes(listed)).hexdigest()
-        record_recipe(found.settings, path, fingerprint, found.source, meta, next_meta_sha256=upcoming)
+        found.record(KEY, meta, next_meta_sha256=upcoming)
         fileio.write_bytes(file, meta_bytes(listed))
-        record_recipe(found.settings, path, fingerprint, found.source, listed)
+        found.record(KEY, listed)
     return listed
 
 
@@ -253,8 +251,8 @@ class _Gone(Exception):
     """The plan of a build was removed, or the cache sealed, while it was prepared."""
 
 
-class TargetUnits:
-    """eagle3/targets in partitions, as `recipes.units.Units` has a cache of text: making the object fixes their plan.
+class TargetUnits(CacheUnits):
+    """eagle3/targets in partitions.
 
     The units that it is made of are shards, in one folder beside plan.json; partition I of N has those whose number
     divided by N leaves I. So N only chooses: it is in no plan, and a build uses the shards that another N has made.
@@ -263,10 +261,6 @@ class TargetUnits:
 
     key = KEY
     counted = "bytes"
-    """What progress counts first; then come tokens."""
-    budget = None
-    plan: Plan | None = None
-    """None: the committed cache is current, and no unit is needed."""
     _has_committed = False
 
     def __init__(
@@ -280,15 +274,15 @@ class TargetUnits:
         """
         self._measurement = Measurement()
         check_configured(settings)
-        self.settings, self.path = settings, cache_root(settings) / KEY
+        self.settings = settings
         apply_lock_setting(cache_root(settings), settings.lock)
         if settings.partitions > 1:
             check_shared_folder(cache_root(settings).absolute())
         self._find(refresh, observed)
-        if not are_current_targets(self.found):
+        if not self.is_current():
             with versions.build_lock(self.path, wait=settings.partitions > 1):
                 there = self._plan_there()
-                if not (are_current_targets(self.found) or self._is_committed(there)):
+                if not (self.is_current() or self._is_committed(there)):
                     self.plan, self._prepared = self._fixed(there, fixes)
 
     # --- which plan ---
@@ -300,13 +294,13 @@ class TargetUnits:
         """
         how: dict[str, Any] = {"observed": observed, "refresh": refresh}
         self.found = resolved(self.settings, **how)
-        self.fingerprint = _fingerprint(self.found)
-        if self.settings.partitions == 1 or refresh or observed is not None or are_current_targets(self.found):
+        self.fingerprint = self.found.fingerprint(KEY)
+        if self.settings.partitions == 1 or refresh or observed is not None or self.is_current():
             return
         for plan in plans_of(self.path) if self._plan_there() is None else ():
             found = resolved(self.settings, **how, plan_from=plan.folder / WORK_NAME)
-            if _fingerprint(found) == plan.content["recipe"].get("fingerprint"):
-                self.found, self.fingerprint = found, _fingerprint(found)
+            if found.fingerprint(KEY) == plan.content["recipe"].get("fingerprint"):
+                self.found, self.fingerprint = found, found.fingerprint(KEY)
                 return
 
     def _plan_there(self) -> Plan | None:
@@ -319,8 +313,7 @@ class TargetUnits:
 
         in_partitions = self.settings.partitions > 1
         if there is None and not fixes:
-            build = build_command(self.settings, KEY)
-            raise NoPlan(self.path, "none of its partitions is there", remedy=f"Build them: {build}", code="E510")
+            raise self._none_there()
         known = current_draft_vocab(self.found)
         found = self.found if known is None else replace(self.found, draft_vocab=known)
         prepared = (there and prepared_before(found, there.folder / WORK_NAME)) or prepare(found)
@@ -360,25 +353,9 @@ class TargetUnits:
         }
         return fix_plan(self.path, content)
 
-    def _wanted(self) -> Plan | None:
-        """Return the plan; None where the cache is sealed. What a late builder made of a removed plan is removed.
-
-        Raises: NoPlan E511 where the plan was removed, and there is no cache of it.
-        """
-        plan = self.plan
-        if plan is None:
-            return None
-        has_plan = plan.is_there  # asked first: a seal commits, then removes the plan
-        is_sealed = are_current_targets(self.found)
-        if has_plan and not is_sealed:
-            return plan
-        with versions.build_lock(self.path, wait=True):
-            if not plan.is_there:
-                discard_plan(plan)
-        if is_sealed:
-            return None
-        again = f"Build its partitions again: {build_command(self.settings, KEY)}"
-        raise NoPlan(plan.folder, f"another command has removed {PLAN_NAME}", "the plan", again, code="E511")
+    def is_current(self) -> bool:
+        """Whether the committed cache is the one that was asked for, and has its shards."""
+        return are_current_targets(self.found)
 
     # --- building and sealing ---
 
@@ -391,38 +368,27 @@ class TargetUnits:
         shards = [shard for shard in shards if shard.number >= 0]
         return [_together(number, shards[number::total]) for number in range(total)]
 
-    def unfinished(self) -> list[int]:
-        """Return the numbers of the partitions that are not finished."""
-        return [unit.number for unit in self.states() if unit.state != "finished"]
-
-    def build(self, number: int, *, wait: bool = False, progress: Progress | None = None) -> MadeUnit:
-        """Make the shards of partition `number`, from 0, that are not finished, unless the cache is current.
-
-        wait: wait for another builder of it, instead of E503. progress: as `produce`.
-        Raises: ValueError for a number that there is not; CacheError E503; E712 where this machine has another plan or
-            other code than the first one; NoPlan; as `produce`.
-        """
-        partition = Partition.checked(number, self.settings.partitions)
-        while (plan := self._wanted()) is not None:
+    def _built(
+        self, plan: Plan, partition: Partition, wait: bool, progress: Progress | None
+    ) -> tuple[dict[str, Any], bool]:
+        while (meta := self._sealed(plan)) is None:
             try:
-                with versions.build_lock(plan.folder / f"{number}-of-{partition.total}", wait=wait):
-                    claimed = partial(self._claimed, plan)
+                with versions.build_lock(plan.folder / f"{partition.number}-of-{partition.total}", wait=wait):
                     made = carry_out(
                         self._part(partition),
                         plan.folder / WORK_NAME,
                         named=self.path,
-                        claimed=claimed,
+                        claimed=partial(self._claimed, plan),
                         progress=progress,
                     )
-                    receipt = _receipt(self._prepared, partition, plan)
-                    return MadeUnit(KEY, partition, receipt, not made.shards, self._measurement.end().seconds)
+                    return _receipt(self._prepared, partition, plan), not made.shards
             except _Gone:
                 continue
             except CacheError as error:
                 if error.code != "E503" or not wait:
                     raise
                 time.sleep(_PAUSE_SECONDS)  # one of another number has some of its shards
-        return MadeUnit(KEY, partition, self._current_meta(), True, self._measurement.end().seconds)
+        return meta, True
 
     def _part(self, partition: Partition) -> Prepared:
         found = self._prepared.resolved
@@ -433,7 +399,7 @@ class TargetUnits:
     def _claimed(self, plan: Plan) -> Iterator[None]:
         """Hold the cache's lock, so that neither a seal nor a new start comes between. Raises: _Gone after one."""
         with versions.build_lock(self.path, wait=True):
-            if not plan.is_there or are_current_targets(self.found) or self._is_committed(plan):
+            if not plan.is_there or self.is_current() or self._is_committed(plan):
                 raise _Gone
             yield
 
@@ -444,7 +410,7 @@ class TargetUnits:
         Raises: as `build` and `seal`.
         """
         if self.plan is None:
-            return self._finished(self._current_meta())
+            return self._finished(self.current_meta())
         if self.settings.partitions > 1:
             made = [self.build(number, wait=True, progress=progress) for number in range(self.settings.partitions)]
             return self.seal(deep=any(each.reused for each in made), wait=True)
@@ -455,34 +421,25 @@ class TargetUnits:
             return self._finished(self._commit(plan, str(meta["content_sha256"])))
 
     def seal(self, *, deep: bool = True, wait: bool = False, progress: Progress | None = None) -> Outcome:
-        """Check all shards, and commit the cache that they make; a current cache is reused.
-
-        deep: read all shards; else receipts and sizes alone. wait: for builders of the cache and its partitions,
-        instead of E503. progress: receives shards, bytes read, and bytes to read in all.
-        Raises: CacheError E712 naming the unfinished shards, with the commands that make them; E503; NoPlan.
-        """
+        """Check all shards, and commit. Raises: CacheError E712 naming the unfinished shards; E503; NoPlan."""
         from niels_gpt.eagle3.build import seal
 
-        while (plan := self._wanted()) is not None:
+        meta = self.current_meta() if self.plan is None else None
+        while self.plan is not None and (meta := self._sealed(self.plan)) is None:
             try:
                 with versions.build_lock(self.path, wait=wait):
-                    if are_current_targets(self.found) or not plan.is_there or self._is_committed(plan):
+                    if self.is_current() or not self.plan.is_there or self._is_committed(self.plan):
                         continue
-                    versions.refuse_if_partition_is_built(plan.folder)
+                    versions.refuse_if_partition_is_built(self.plan.folder)
                     how: dict[str, Any] = {"named": self.path, "commands": self._commands, "progress": progress}
-                    meta = seal(plan.folder / WORK_NAME, deep=deep, **how).meta
-                    return self._finished(self._commit(plan, str(meta["content_sha256"])))
+                    sealed = seal(self.plan.folder / WORK_NAME, deep=deep, **how).meta
+                    return self._finished(self._commit(self.plan, str(sealed["content_sha256"])))
             except CacheError as error:
                 if error.code != "E503" or not wait:
                     raise
                 time.sleep(_PAUSE_SECONDS)
-        return self._finished(self._current_meta())
-
-    @property
-    def _commands(self) -> Commands:
-        """The commands that build the partition of a shard, build all, and seal."""
-        command, total = partial(build_command, self.settings, KEY), self.settings.partitions
-        return Commands(lambda shard: command("--partition", str(shard % total)), command(), command(verb="seal"))
+        assert meta is not None
+        return self._finished(meta)
 
     def restart(self, number: int) -> bool:
         """Make the next build of a partition start from scratch; False, and nothing is done, for a current cache.
@@ -504,9 +461,6 @@ class TargetUnits:
                     fileio.remove(path)
         return True
 
-    def mend(self, number: int, progress: Progress | None = None) -> None:
-        """Return None, and do nothing: a sealed cache that is damaged is built again as a whole."""
-
     def _commit(self, plan: Plan, sealed: str) -> dict[str, Any]:
         """Commit the finished version, and remove its plan. `build_lock` is held."""
         from niels_gpt.eagle3.format.layout import LOCK_NAME, SIDECAR
@@ -516,7 +470,7 @@ class TargetUnits:
         fileio.write_bytes(plan.folder / _SEALED, sealed.encode())  # for a run after one that is killed from here on
         version = versions.commit(work, self.path, sealed)
         meta = read_meta(str(version / META_NAME))
-        record_recipe(self.settings, self.path, self.fingerprint, self.found.source, meta)
+        self.found.record(KEY, meta)
         discard_plan(plan)
         self._has_committed = True
         return meta
@@ -529,14 +483,14 @@ class TargetUnits:
                 return True
         return False
 
-    def _current_meta(self) -> dict[str, Any]:
-        """Return the meta of the committed cache, which is current; a plan that a killed seal has left is removed."""
+    def current_meta(self) -> dict[str, Any]:
+        """Return the meta of the committed cache; the draft's vocabulary beside it is made if it is gone."""
         if current_draft_vocab(self.found) is None:  # removed, or of an earlier version
             commit_draft_vocab(prepare(self.found))
         if (plan := self._plan_there()) is not None:
             with suppress(CacheError, OSError), versions.build_lock(self.path):
                 discard_plan(plan)
-        return _with_all_files(self.found, self.path, self.fingerprint)
+        return _with_all_files(self.found, self.path)
 
     def _finished(self, meta: dict[str, Any]) -> Outcome:
         reused = not self._has_committed
@@ -573,3 +527,67 @@ def _receipt(prepared: Prepared, partition: Partition, plan: Plan) -> dict[str, 
         "partition": {"number": partition.number, "total": partition.total, "plan": plan.sha256},
         "totals": {"samples": sum(prepared.plan.rows_of(shard) for shard in mine), "tokens": tokens},
     }
+
+
+# --- what a build would do --------------------------------------------------------------------------------------------
+
+
+def planned_action(settings: Settings, key: str, tokenizer: FullTokenizer | None) -> tuple[str, str]:
+    """Return what a build would do, and from what.
+
+    The first is "up to date", "build", or "left out" or "cannot be built" and why; what is not configured is said in
+    the second. tokenizer: of the caches; None for one that is to be trained or downloaded.
+    """
+    problem = why_left_out(settings)
+    if problem is not None:
+        return "left out", problem.found
+    source = f"{SMALL_TARGET if has_small_target(settings) else settings.eagle3_target} over {settings.eagle3_source}"
+    try:
+        if has_small_target(settings) and tokenizer is not None and not tokenizer.special_token_ids():
+            raise no_sentinels(settings, [key], cache_root(settings) / TOKENIZER_KEY)
+        if _is_current(settings, key, tokenizer):
+            return "up to date", source
+    except LeftOut as error:
+        return f"left out: {error.found}", source
+    except (OSError, ValueError, ImportError) as error:
+        return f"cannot be built: {error}", source
+    action = "build" if settings.partitions == 1 or key != KEY else f"build in {many(settings.partitions, 'partition')}"
+    is_there = key == KEY and unfinished_versions(cache_root(settings) / key)
+    return f"{action} (an unfinished one is there)" if is_there else action, source
+
+
+def _is_current(settings: Settings, key: str, tokenizer: FullTokenizer | None) -> bool:
+    if not recorded_recipe(cache_root(settings) / key).get("fingerprint"):
+        return False
+    target, how = None, {"reads_hub": False}
+    if has_small_target(settings):
+        if tokenizer is None or not (target := small_target_folder(settings, tokenizer.sha256)).is_dir():
+            return False
+    elif not _is_known_without_hub(settings):
+        return False
+    if key == VOCAB_KEY:
+        return current_draft_vocab(resolved_for_vocab(settings, target=target), **how) is not None
+    return are_current_targets(resolved(settings, observed=None, target=target), **how)
+
+
+def _is_known_without_hub(settings: Settings) -> bool:
+    """Whether revisions of the target and of the chats are recorded, where these are on the hub."""
+    from niels_gpt.eagle3.resume import recorded_plan
+    from niels_gpt.hub.models import is_local
+    from niels_gpt.recipes.resolve import resolve_whole
+
+    target = str(settings.eagle3_target)
+    plan = recorded_plan(folder_with_plan(cache_root(settings) / KEY))
+    name, input_data = plan.get("target", {}).get("name"), plan.get("source", {}).get("input_data")
+    chats = raw_source(settings)
+    is_file = chats is None or resolve_whole(settings, chats).kind != "hub"
+    is_target_known = is_local(target) or name == stable_name(settings, target)
+    return is_target_known and (is_file or input_data == settings.eagle3_source)
+
+
+EAGLE3_RECIPES = HomeRecipes(
+    {VOCAB_KEY: build_draft_vocab, KEY: build_targets},
+    planned_action,
+    settings_fingerprint,
+    units={KEY: TargetUnits},
+)

@@ -1,0 +1,553 @@
+"""All commands for EAGLE-3 caches in one group: `niels-gpt eagle3`, and python -m niels_gpt.eagle3.
+
+Here: verify, inspect, stats; convert, redraft, seal, join; import and export. They take caches of other tools in the
+same format too.
+"""
+
+from __future__ import annotations
+
+import logging
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+from rich_click import argument, option
+
+from niels_gpt.commands.console import ERRORS, Command, ExitCode, Group, Result, progress_bar, run, say
+from niels_gpt.commands.console import command as any_command
+from niels_gpt.commands.eagle3.precompute import PRECOMPUTE
+from niels_gpt.commands.eagle3.respond import respond
+from niels_gpt.commands.partitions import seal_folder
+from niels_gpt.display.tables import folded, table
+from niels_gpt.eagle3.inspect.checks import RECOMPUTED
+from niels_gpt.pictures import check_png
+from niels_gpt.settings import UsageError
+from niels_gpt.storage.checks import Verdict
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.meta_json import printable
+
+if TYPE_CHECKING:
+    from niels_gpt.eagle3.exchange.importing import Imported
+
+TOOLS = ("specforge", "speculators")
+command = partial(any_command, errors=(*ERRORS, RuntimeError), level=logging.WARNING)
+_PATH = click.Path(path_type=Path)
+
+
+def of_cache(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Add the argument CACHE and the flag --follow-links to a command's function."""
+    text = "read files that are links, as in a snapshot of the Hugging Face hub; refused otherwise"
+    function = option("--follow-links", is_flag=True, help=text)(function)
+    return argument("cache", type=_PATH, help="folder of a cache: with a manifest.json")(function)
+
+
+@command(
+    "verify",
+    "Report every damage of a cache with its shard and sample.",
+    examples="""niels-gpt eagle3 verify CACHE                        every damage, with its shard and sample
+niels-gpt eagle3 verify CACHE --target MODEL -k 8    and run 8 samples through the target again""",
+)
+@of_cache
+@option("--target", metavar="MODEL", help="folder or hub id of the cache's target: run samples through it again")
+@option("--revision", metavar="REV", help="hub commit, tag or branch of the target; as in the plan if not given")
+@option("-k", "--samples", type=int, default=8, metavar="N", help="samples to run, drawn by the seed")
+@option("--seed", type=int, default=0, metavar="N", help="seed of the draw")
+@option("--device", type=click.Choice(["cpu", "cuda"]), help="where the target runs; as in the plan if not given")
+def verify(cache: Path, follow_links: bool, target: str | None, **how: Any) -> Result:
+    """Check a cache."""
+    from niels_gpt.eagle3.inspect.verify import verify
+    from niels_gpt.eagle3.resume import refuse_unsealed
+
+    refuse_unsealed(cache)
+    recomputed = Verdict([], "not made: name the target with --target")
+    if target is not None:  # first, so that a wrong one is reported before all of the cache is read
+        recomputed = _recomputed(cache, target, follow_links=follow_links, **how)
+    with progress_bar("verify", "B") as progress:
+        verdicts = verify(cache, progress=progress, follow_links=follow_links)
+    verdicts[RECOMPUTED] = recomputed
+    say("\n".join([f"{cache}:", *(_verdict_lines(name, verdict) for name, verdict in verdicts.items())]))
+    code = ExitCode.FAILED if target is not None and recomputed.note is not None else ExitCode.GOOD
+    if any(verdict.problems for verdict in verdicts.values()):
+        code = ExitCode.DAMAGED
+    return Result({name: vars(verdict) for name, verdict in verdicts.items()}, code)
+
+
+def _recomputed(
+    path: Path, name: str, *, revision: str | None, samples: int, seed: int, device: str | None, follow_links: bool
+) -> Verdict:
+    from niels_gpt.eagle3.inspect.recompute import recomputed
+    from niels_gpt.recipes.eagle3.prepare import target_of
+
+    target = target_of(path, name, revision=revision, device=device, follow_links=follow_links)
+    with progress_bar("target", "batches") as progress:
+        return recomputed(path, target, k=samples, seed=seed, progress=progress, follow_links=follow_links)
+
+
+def _verdict_lines(name: str, verdict: Verdict) -> str:
+    count = len(verdict.problems)
+    outcome = verdict.note or ("ok" if not verdict.figures else f"ok: {verdict.figures}")
+    if count:
+        outcome = f"{count} problem{'' if count == 1 else 's'}"
+    lines = [*folded(f"  {name:<14}{outcome}", indent=" " * 16), *(f"    {problem}" for problem in verdict.problems)]
+    return "\n".join([*lines, *(f"    note: {remark}" for remark in verdict.remarks)])
+
+
+@command(
+    "inspect",
+    "Print what a cache was made from and its form, or the slots of a sample.",
+    examples="niels-gpt eagle3 inspect CACHE --sample 3 --tokenizer MODEL",
+)
+@of_cache
+@option("--sample", type=int, metavar="I", help="number of a sample of the cache, from 0")
+@option("--tokenizer", metavar="MODEL", help="folder or hub id, for the text of the ids; ids alone if not given")
+@option("--slot", type=int, metavar="P", default=0, help="first slot of the sample to print")
+@option("--slots", type=int, metavar="N", default=32, help="slots to print, at most")
+def inspect(
+    cache: Path, follow_links: bool, sample: int | None, tokenizer: str | None, slot: int, slots: int
+) -> Result:
+    """Print what is in a cache."""
+    from niels_gpt.eagle3.inspect import show
+
+    links = {"follow_links": follow_links}
+    if sample is None:
+        say(f"{table(show.summary(cache, **links))}\n\n{table(show.shard_rows(cache, **links))}")
+        return Result(show.description(cache, **links))
+    opened = None
+    if tokenizer is not None:
+        from niels_gpt.chat.tokenizers import open_tokenizer
+
+        opened = open_tokenizer(tokenizer)
+    rows = show.slot_rows(cache, sample, opened, begin=slot, slots=slots, **links)
+    say(f"{show.sample_heading(cache, sample, **links)}\n{table(rows)}")
+    return Result({"sample": sample, "slots": [dict(zip(rows[0], row, strict=True)) for row in rows[1:]]})
+
+
+@command(
+    "stats",
+    "Print tokens, shares, lengths, mass, entropy and norms of a cache.",
+    examples="niels-gpt eagle3 stats CACHE --plot stats.png",
+)
+@of_cache
+@option("--plot", type=_PATH, metavar="PNG", help="write a picture of lengths, entropy and mass there")
+@option("--seed", type=int, default=0, metavar="N", help="seed of the slots whose floats are read")
+def stats(cache: Path, follow_links: bool, plot: Path | None, seed: int) -> Result:
+    """Print the figures of a cache."""
+    from niels_gpt.eagle3.inspect.stats import stats
+    from niels_gpt.eagle3.resume import refuse_unsealed
+
+    refuse_unsealed(cache)
+    if plot is not None:
+        check_png(plot)  # fail before all of the cache is read
+    with progress_bar("stats", "shards") as progress:
+        numbers = stats(cache, seed=seed, progress=progress, follow_links=follow_links)
+    if plot is not None:
+        from niels_gpt.eagle3.inspect.plot import plot as draw
+        from niels_gpt.storage.fileio import write_bytes
+
+        write_bytes(plot, draw(numbers, cache.name))
+    say(table(numbers.rows()))
+    return Result(numbers.as_json())
+
+
+# --- other forms, other draft vocabularies; parts that become one cache -----------------------------------------------
+
+
+@command(
+    "convert",
+    "Convert a cache: versions 1 and 2 into each other in place, a native one into a new cache of version 1 or 2.",
+    examples="""niels-gpt eagle3 convert CACHE --format 2                     1 -> 2: no shard is rewritten
+niels-gpt eagle3 convert CACHE --format 1 --output-dir OUT    native -> 1""",
+)
+@of_cache
+@option(
+    "--format", "--format-version", "form", type=click.Choice(["1", "2", "native"]), required=True, help="to convert to"
+)
+@option("--output-dir", type=_PATH, metavar="OUT", help="folder of the new cache, for a native one")
+@option("--shard-size", type=click.IntRange(1), default=256, metavar="N", help="samples of a shard, for a native cache")
+@option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="where distributions are made")
+def convert(cache: Path, follow_links: bool, form: str, output_dir: Path | None, **how: Any) -> Result:
+    """Convert a cache."""
+    from niels_gpt.eagle3.format.manifest import is_native, read_manifest
+
+    manifest = read_manifest(cache, follow_links=follow_links)
+    if is_native(manifest) and form != "native":
+        return _published(cache, int(form), output_dir, follow_links=follow_links, **how)
+    if form == "native" and not is_native(manifest):
+        raise _not_to_native(cache, manifest, follow_links)
+    _refuse_stated("output_dir", "shard_size", "device")
+    if form == "native":
+        say(f"{cache}: is native already; nothing was written")
+        return Result({"cache": str(cache), "format": form, "changed": False})
+    return _in_place(cache, int(form), follow_links)
+
+
+def _refuse_stated(*names: str) -> None:
+    """Raise UsageError for an option that the command line states and no shard is written by."""
+    given = click.get_current_context().get_parameter_source
+    if stated := [name for name in names if given(name) not in (None, ParameterSource.DEFAULT)]:
+        flags = ", ".join("--" + name.replace("_", "-") for name in stated)
+        raise click.UsageError(
+            f"{flags}: only where a native cache becomes one of version 1 or 2. Here no shard is written, and the "
+            "cache stays in its place. Leave it out, or copy the cache first"
+        )
+
+
+def _in_place(cache: Path, version: int, follow_links: bool) -> Result:
+    from niels_gpt.eagle3.cache import convert
+
+    is_changed = convert(cache, version, follow_links=follow_links)
+    changed = f"now version {version}: manifest.json was rewritten, no shard was changed"
+    say(f"{cache}: {changed if is_changed else f'is version {version} already; nothing was written'}")
+    return Result({"cache": str(cache), "format_version": version, "changed": is_changed})
+
+
+def _published(
+    cache: Path, version: int, out: Path | None, *, follow_links: bool, shard_size: int, device: str
+) -> Result:
+    import torch
+
+    from niels_gpt.eagle3.derive.published import Published
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch finds no usable GPU here. Use --device cpu")
+    if out is None:
+        raise click.UsageError(f"{cache} is native, and version {version} has other shards: name --output-dir OUT")
+    published = Published(cache, version, shard_size=shard_size, device=device, follow_links=follow_links)
+    cost = published.cost(out)
+    say(
+        f"{out}: {cost.apparent_bytes:,} bytes of files with padding and embeddings; to write {cost.written_bytes:,}, "
+        f"free {cost.free_bytes:,}"
+    )
+    if cost.rounded_from is not None:
+        say(f"the auxiliary states are {cost.rounded_from}: they are written as {published.manifest['dtype']}")
+    with progress_bar("convert", "tok") as progress:
+        published.write(out, progress=progress)
+    say(f"{out}: version {version}; distributions where there is loss, uniform ones in the other slots")
+    made = {"cache": str(out), "format_version": version, "changed": True, "bytes": cost.apparent_bytes}
+    return Result(made, next=shlex.join(["niels-gpt", "eagle3", "verify", str(out)]))
+
+
+def _not_to_native(cache: Path, manifest: dict[str, Any], follow_links: bool) -> CacheError:
+    """Return the refusal, with the command that makes a native cache of the same input, as far as the plan has it."""
+    from niels_gpt.eagle3.format.plan import read_record
+
+    record = read_record(cache, follow_links=follow_links) or {}
+    target, source = record.get("target", {}), record.get("source", {})
+    root = {"sample": "sample", "hub": "hub", "mirror": "FOLDER"}.get(str(source.get("kind")))
+    is_whole = manifest["draft_vocab_size"] == manifest["target_vocab_size"]
+    options = {
+        "target-model": target.get("name") or manifest.get("target_model") or "MODEL",
+        "revision": target.get("revision"),
+        "input-data": source.get("input_data") or manifest.get("input_data") or "SOURCE",
+        "source-root": root,
+        "document-start": ((record.get("tokenizer") or {}).get("document_start") or {}).get("token"),
+        "limit": source.get("limit"),
+        "seq-length": manifest["seq_length"],
+        "draft-vocab-from": None if is_whole else cache,
+        "output-dir": "DIR",
+    }
+    words = ["niels-gpt", "eagle3", "precompute", "--format", "native"]
+    words += [str(word) for name, value in options.items() if value is not None for word in (f"--{name}", value)]
+    has_template = record.get("tokenizer", {}).get("template_sha256") is not None
+    template = "With the --chat-template of the first run, if it had one. " if has_template else ""
+    found = (
+        f"version {manifest['format_version']} holds neither the target's last hidden states nor its log-normalizers, "
+        "of which a native cache is made"
+    )
+    return CacheError(cache, found, remedy=f"{template}Run the target again: {shlex.join(words)}", code="E710")
+
+
+@command(
+    "redraft",
+    "Give a native cache another draft vocabulary: a new cache without running the target, of hard links to the old.",
+    examples="niels-gpt eagle3 redraft CACHE OUT --draft-vocab-size 16000",
+)
+@of_cache
+@argument("out", type=_PATH, help="folder of the new cache: empty or absent, on the same file system")
+@option("--draft-vocab-size", type=click.IntRange(1), metavar="D", help="tokens of the draft: the most frequent ones")
+@option("--draft-vocab-from", metavar="FILE", help="take them from a token mapping or a cache")
+@option("--tokenizer", metavar="MODEL", help="folder or hub id that has the special tokens, for a cache without a plan")
+@option("--copy", is_flag=True, help="copy the files: for a folder on another file system")
+def redraft(
+    cache: Path,
+    follow_links: bool,
+    out: Path,
+    draft_vocab_size: int | None,
+    draft_vocab_from: str | None,
+    tokenizer: str | None,
+    copy: bool,
+) -> Result:
+    """Give a cache another draft vocabulary."""
+    from niels_gpt.eagle3.derive.redraft import redraft
+    from niels_gpt.eagle3.format.manifest import read_manifest
+    from niels_gpt.eagle3.vocab import load_token_mapping
+
+    if draft_vocab_size is None and draft_vocab_from is None:
+        raise click.UsageError("name --draft-vocab-size, --draft-vocab-from, or both")
+    selected: list[int] | None = None
+    special: list[int | None] = []
+    if draft_vocab_from is not None:
+        vocab_size = read_manifest(cache, follow_links=follow_links)["target_vocab_size"]
+        ids, _ = load_token_mapping(draft_vocab_from, target_vocab_size=vocab_size, draft_vocab_size=draft_vocab_size)
+        selected = ids.tolist()
+    else:
+        special = _special_ids(cache, tokenizer, follow_links)
+    made = redraft(
+        cache,
+        out,
+        draft_vocab_size=draft_vocab_size,
+        special_token_ids=special,
+        selected_token_ids=selected,
+        copy=copy,
+        follow_links=follow_links,
+    )
+    size, (linked, copied) = len(made.selected_token_ids), (made.linked_bytes, made.copied_bytes)
+    fewer = f", which is all of the target's, not {draft_vocab_size:,}" if size < (draft_vocab_size or 0) else ""
+    say(f"{out}: draft vocabulary {size:,}{fewer}; {made.counts}; {linked:,} bytes linked, {copied:,} copied")
+    return Result(
+        {"cache": str(out), "draft_vocab_size": size, "positions": made.counts.positions, "linked_bytes": linked},
+        next=shlex.join(["niels-gpt", "eagle3", "verify", str(out)]),
+    )
+
+
+def _special_ids(cache: Path, name: str | None, follow_links: bool) -> list[int | None]:
+    """Return bos, eos, pad and unk: the plan's, or, without a plan, those of the target's tokenizer."""
+    from niels_gpt.chat.tokenizers import open_tokenizer
+    from niels_gpt.eagle3.format.manifest import read_manifest
+    from niels_gpt.eagle3.format.plan import read_record
+
+    record = read_record(cache, follow_links=follow_links) or {}
+    planned: list[int | None] | None = record.get("tokenizer", {}).get("special_token_ids")
+    if planned is not None and name is None:
+        return planned
+    model = name or read_manifest(cache, follow_links=follow_links)["target_model"]
+    try:
+        return list(open_tokenizer(model).special_token_ids)
+    except (FileNotFoundError, ValueError, ConnectionError) as error:
+        found = f"it has no plan with the special tokens, and the tokenizer of {model} cannot be opened: {error}"
+        remedy = "Name the target's folder or hub id with --tokenizer, or the tokens with --draft-vocab-from"
+        raise CacheError(cache, found, remedy=remedy, code="E707") from error
+
+
+@command(
+    "seal",
+    "Finish a folder in which precompute --partition made all partitions: every shard is checked, then meta.json is "
+    "written.",
+    examples="niels-gpt eagle3 seal DIR",
+)
+@argument("cache", type=_PATH, metavar="DIR", help="folder that the partitions were made in")
+def seal(cache: Path) -> Result:
+    """Seal a folder of parts."""
+    from niels_gpt.eagle3.kind import EAGLE3
+
+    return seal_folder(EAGLE3, cache)
+
+
+@command(
+    "join",
+    "Put partitions together that were made in folders of their own: links where possible, the bytes of one run.",
+    examples="niels-gpt eagle3 join CACHE part-1 part-2 part-3",
+)
+@argument("out", type=click.Path(path_type=Path), help="folder of the cache: empty or absent")
+@argument("part", type=click.Path(path_type=Path), nargs=-1, required=True, help="folders of precompute --partition")
+def join(out: Path, part: tuple[Path, ...]) -> Result:
+    """Join parts."""
+    from niels_gpt.eagle3.build import join
+
+    joined = join(out, part)
+    totals = joined.meta["totals"]
+    copied = f", {joined.copied_bytes:,} bytes were copied" if joined.copied_bytes else ""
+    say(
+        f"{out}: {totals['shards']:,} shards, {totals['samples']:,} samples, {totals['tokens']:,} tokens; "
+        f"{joined.linked_bytes:,} bytes are shared with them{copied}"
+    )
+    made = {"folder": str(out), "totals": totals}
+    sizes = {"linked_bytes": joined.linked_bytes, "copied_bytes": joined.copied_bytes}
+    return Result(made | sizes, next=shlex.join(["niels-gpt", "eagle3", "verify", str(out)]))
+
+
+# --- the files of other tools -----------------------------------------------------------------------------------------
+
+
+@command(
+    "import",
+    "Make a native cache of the files of another tool.",
+    examples="""niels-gpt eagle3 import DIR OUT --from specforge --target MODEL
+niels-gpt eagle3 import DIR OUT --from speculators --target MODEL --aux-dtype fp8
+niels-gpt eagle3 import DIR OUT --from specforge --target MODEL --trust --layers eagle3""",
+)
+@argument("source", type=_PATH, metavar="DIR", help="folder of the other tool's files")
+@argument("out", type=_PATH, metavar="OUT", help="folder of the cache; must be empty or not exist")
+@option("--from", "tool", type=click.Choice(TOOLS), required=True, help="the tool that wrote the files")
+@option("--target", metavar="MODEL", required=True, help="folder or hub id of the model that the states are of")
+@option("--revision", metavar="REV", help="hub commit, tag or branch of the target")
+@option(
+    "-k",
+    "--samples",
+    type=click.IntRange(1),
+    default=8,
+    metavar="N",
+    help="samples to run, which show what the states are",
+)
+@option("--seed", type=click.IntRange(0, (1 << 63) - 1), default=0, metavar="N", help="seed of the draw")
+@option("--device", type=click.Choice(["cpu", "cuda"]), help="where the target runs; cuda where there is one")
+@option("--trust", is_flag=True, help="run nothing; the states are what --layers and --last-hidden say")
+@option("--layers", metavar="IDS", help="with --trust: the blocks, from 0: eagle3, dflash:N, or ids such as 1,15,28")
+@option(
+    "--last-hidden",
+    type=click.Choice(["pre_norm", "post_norm"]),
+    help="with --trust: before or after the final norm; as the tool documents it if not given",
+)
+@option(
+    "--loss-mask",
+    type=click.Choice(["raw", "shifted"]),
+    help="of each token itself, or of the next; if not given, raw, and checked where the drawn samples have 8 replies",
+)
+@option("--draft-vocab-size", type=click.IntRange(1), metavar="D", help="tokens that the draft knows; all if not given")
+@option("--aux-dtype", type=click.Choice(["stored", "fp8"]), default="stored", help="of the auxiliary states")
+@option("--shard-bytes", type=click.IntRange(1 << 16), metavar="N", help="limit of a shard's bytes; 1 GiB if not given")
+@option("--drop-bad", is_flag=True, help="leave out bad samples and count them, in place of an error")
+@option("--follow-links", is_flag=True, help="read files that are links; refused otherwise")
+def import_(source: Path, out: Path, tool: str, **how: Any) -> Result:
+    """Import a folder."""
+    from niels_gpt.eagle3.exchange.importing import import_cache
+
+    if how["trust"] != (how["layers"] is not None) or (how["last_hidden"] and not how["trust"]):
+        raise UsageError("--trust needs --layers, and --layers and --last-hidden need --trust")
+    target, running = _opened(tool, **how)
+    with progress_bar("import", "samples") as progress:
+        done = import_cache(
+            tool,
+            source,
+            out,
+            target,
+            **running,
+            seed=how["seed"],
+            loss_mask=how["loss_mask"],
+            draft_vocab_size=how["draft_vocab_size"],
+            aux_fp8=how["aux_dtype"] == "fp8",
+            drop_bad=how["drop_bad"],
+            progress=progress,
+            follow_links=how["follow_links"],
+            **({"shard_bytes": how["shard_bytes"]} if how["shard_bytes"] else {}),
+        )
+    say("\n".join(_import_lines(out, done)))
+    return Result({"cache": str(out), **asdict(done)}, ExitCode.GOOD, f"niels-gpt eagle3 verify {out}")
+
+
+def _opened(
+    tool: str,
+    *,
+    target: str,
+    revision: str | None,
+    device: str | None,
+    samples: int,
+    layers: str | None,
+    last_hidden: str | None,
+    **_: Any,
+) -> tuple[Any, dict[str, Any]]:
+    """Return the loaded target, and the arguments that say how the conventions are found."""
+    import torch
+
+    from niels_gpt.eagle3.exchange.importing import FILES, Target
+    from niels_gpt.eagle3.exchange.proof import Convention, capture_of
+    from niels_gpt.eagle3.format.run import Run
+    from niels_gpt.eagle3.head import TargetHead
+    from niels_gpt.eagle3.target import parse_aux_layers, target_facts
+    from niels_gpt.recipes.eagle3.prepare import open_target
+
+    facts = target_facts(target, revision=revision)
+    run = Run.here(device, attention="sdpa", threads=torch.get_num_threads())
+    how: dict[str, Any] = {"samples": samples}
+    if layers is not None:
+        blocks = tuple(parse_aux_layers(layers, facts.num_layers))
+        how["stated"] = Convention(blocks, last_hidden or FILES[tool].usual_last)
+    place = torch.device(run.device)
+    model = open_target(
+        place, name=target, revision=facts.revision, compute_dtype=run.compute_dtype, attention=run.attention
+    )
+    if layers is None:
+        how["capture"] = capture_of(model, facts.num_layers, place)
+    special = _special_ids_of_target(target, revision, model.config.get_text_config())
+    sizes = facts.hidden_size, facts.vocab_size
+    return Target(target, TargetHead.of_model(model), *sizes, special, asdict(facts)), how
+
+
+def _special_ids_of_target(target: str, revision: str | None, config: Any) -> list[int | None]:
+    """Return bos, eos, pad and unk of the target's tokenizer, else those of its config."""
+    from niels_gpt.chat.tokenizers import open_tokenizer
+
+    try:
+        return list(open_tokenizer(target, revision=revision).special_token_ids)
+    except (OSError, ValueError):  # of states alone no tokenizer is needed
+        say("note: the target's tokenizer cannot be opened; its special tokens are those of its config")
+    given: list[Any] = [getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "unk")]
+    return [each[0] if isinstance(each, list) and each else each for each in given]
+
+
+def _import_lines(out: Path, done: Imported) -> list[str]:
+    convention = done.convention
+    blocks = ", ".join(map(str, convention.aux_layer_ids))
+    lines = [
+        f"{out}: {done.samples:,} samples of {done.tokens:,} tokens, {done.target_rows:,} of them with a target row",
+        f"  auxiliary states  the outputs of blocks {blocks}, counted from 0",
+        f"  last hidden       {convention.last_hidden}",
+        f"  loss mask         {done.loss_mask}, {'checked' if done.mask_checked else 'not checked'}",
+    ]
+    if convention.samples:
+        apart = ", ".join(f"{each:.2g}" for each in convention.distances)
+        lines.append(f"  compared          {convention.tokens:,} tokens of {convention.samples} samples: {apart} away")
+    else:
+        lines.append("  compared          nothing: the layers and the norm are as stated")
+    if done.dropped:
+        counts = ", ".join(f"{count:,} {reason}" for reason, count in sorted(done.dropped.items()))
+        lines += [f"  left out          {counts}", *(f"    {printable(text)}" for text in done.first_dropped)]
+    return [*lines, *(f"  note: {note}" for note in done.notes)]
+
+
+@command(
+    "export",
+    "Write a native cache as the files of another tool.",
+    examples="""niels-gpt eagle3 export CACHE OUT --to specforge
+niels-gpt eagle3 export CACHE OUT --to speculators""",
+)
+@of_cache
+@argument("out", type=_PATH, metavar="OUT", help="folder to write; must be empty or not exist")
+@option("--to", "tool", type=click.Choice(TOOLS), required=True, help="the tool that shall read the files")
+def export(cache: Path, out: Path, follow_links: bool, tool: str) -> Result:
+    """Export a cache."""
+    from niels_gpt.eagle3.exchange.exporting import export_cache
+
+    with progress_bar("export", "samples") as progress:
+        done = export_cache(cache, tool, out, progress=progress, follow_links=follow_links)
+    lines = [
+        f"{out}: {done.samples:,} samples of {done.tokens:,} tokens, {done.num_bytes:,} bytes of states",
+        f"  last hidden  {done.last_hidden}",
+        f"  zeros        {done.without_aux:,} tokens without auxiliary states, {done.without_last:,} without a last "
+        "one, which the loss of EAGLE-3 does not need",
+    ]
+    say("\n".join([*lines, *(f"  note: {note}" for note in done.notes)]))
+    return Result({"out": str(out), "tool": tool, **asdict(done)})
+
+
+# --- the group --------------------------------------------------------------------------------------------------------
+
+
+COMMANDS: list[Command] = [verify, inspect, stats, convert, redraft, seal, join, import_, export, respond]
+FACE = Group(
+    "eagle3", COMMANDS, help="Check an EAGLE-3 cache, look into it, convert it; read and write other tools' files."
+)
+ROOT_COMMANDS = [
+    Group("eagle3", [PRECOMPUTE, *COMMANDS], help="Caches of a target's outputs, for training EAGLE-3 drafts.")
+]
+"""What niels-gpt has of this package."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run python -m niels_gpt.eagle3 with arguments, default those of the process; returns the exit status."""
+    return run(FACE, argv, "python -m niels_gpt.eagle3")

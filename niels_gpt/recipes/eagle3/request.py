@@ -1,0 +1,513 @@
+"""What a target cache is asked to be: settings or options -> `Resolved`, looked up once.
+
+    found = resolve(options, settings)     precompute: what the flags stand for
+    found = resolved(settings, ...)        a build of the two assets: what the settings stand for
+
+Nothing is tokenized and no weights are loaded. Decides the sample's target and sizes, which revision of chats and of
+the target an asset keeps until a newer one is observed, what a resumed run takes from the plan in its folder, and what
+stands in the fingerprints.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from niels_gpt.data.exclude import Exclusion
+from niels_gpt.data.sources import SOURCES
+from niels_gpt.engine.units import plans_of
+from niels_gpt.hub.models import is_local
+from niels_gpt.recipes.eagle3.options import KEYS, Options, TargetOptions, flag_name
+from niels_gpt.recipes.records import (
+    cache_root,
+    fingerprint_by_list,
+    is_current,
+    record_recipe,
+)
+from niels_gpt.recipes.resolve import resolve_whole
+from niels_gpt.recipes.tokenizer import ensure_tokenizer, no_sentinels
+from niels_gpt.recipes.user_sources import user_sources
+from niels_gpt.settings import Settings, usable_cores
+from niels_gpt.storage import versions
+from niels_gpt.storage.errors import CacheError, InputError, LeftOut, TargetError
+from niels_gpt.storage.fileio import canonical_json
+
+if TYPE_CHECKING:
+    from niels_gpt.chat.tokenizers import ChatTokenizer
+    from niels_gpt.eagle3.models import TargetFacts
+
+VOCAB_KEY, KEY = KEYS
+SMALL_TARGET = "small_target"
+"""The manifest's name of the small random Llama that is the sample's target."""
+WORK_NAME = "cache"
+"""The folder of an unfinished version of eagle3/targets, beside its plan.json of units."""
+VOCAB_VERSION = 1
+"""format_version of meta.json of eagle3/draft_vocab."""
+_OF_DEFAULT = ("eagle3_document_start", "eagle3_format", "eagle3_aux_dtype", "eagle3_aux_layers")
+"""Settings that fingerprints leave out while they have their defaults: older caches have been made without them."""
+_NOT_IN_FINGERPRINT = ("eagle3_device", "eagle3_check_samples")  # they never decide a byte
+_OF_VOCAB = ("target_model", "input_data", "document_start", "limit", "seq_length", "draft_vocab_size")
+"""Options that decide the draft's vocabulary."""
+_SIZES = {"draft_vocab_size": 32_000}  # as the published drafts have
+_SMALL_SIZES = {"seq_length": 256, "draft_vocab_size": 512, "threads": 1}
+"""For the sample's target: its longest chat has 129 tokens, and one thread is fastest and independent of the cores."""
+_TARGETS_DIR = ".small_target"
+_DIGITS = 12
+
+
+# --- settings -> the target, and what is configured -------------------------------------------------------------------
+
+
+class NoTarget(LeftOut, ValueError):
+    """No target is named, and the sample alone has one by default."""
+
+    code, warning = "E705", "W513"
+    found = "no target: name one with --eagle3-target"
+
+
+class NoExtra(LeftOut, ImportError):
+    """What runs a target is not installed: the extra eagle3."""
+
+    code, warning = "E901", "W513"
+    found = "pip install 'niels-gpt[eagle3]'"
+
+
+def why_left_out(settings: Settings) -> NoTarget | NoExtra | None:
+    """Return why nothing of eagle3 can be built, as `check_configured` raises it; None where it can."""
+    try:
+        check_configured(settings)
+    except (NoTarget, NoExtra) as error:
+        return error
+    return None
+
+
+def has_small_target(settings: Settings) -> bool:
+    """Whether the small random Llama is the target, which has the tokenizer of the caches."""
+    return settings.eagle3_target is None and settings.source_root == "sample"
+
+
+def check_configured(settings: Settings) -> None:
+    """Raise NoTarget or NoExtra where nothing of eagle3 can be built; nothing is imported or read."""
+    if settings.eagle3_target is None and not has_small_target(settings):
+        raise NoTarget(
+            "no target is named: pass --eagle3-target FOLDER_OR_ID (the setting eagle3_target, NIELS_GPT_EAGLE3_TARGET)"
+        )
+    if importlib.util.find_spec("transformers") is None:
+        raise NoExtra("running a target needs transformers. Install the extra: pip install 'niels-gpt[eagle3]'")
+
+
+def settings_fingerprint(settings: Settings, key: str) -> str:
+    """Return twelve hex digits of the settings that decide the bytes of a key; no file is looked at."""
+    names = [name for name in vars(settings) if name.startswith("eagle3_") and name not in _NOT_IN_FINGERPRINT]
+    if key == VOCAB_KEY:
+        names = [each.metadata["setting"] for each in fields(Options) if each.name in _OF_VOCAB]
+    spec = SOURCES.get(settings.eagle3_source)
+    names += spec.own_settings if spec and spec.family == "sft" else ()
+    defaults = {name: getattr(Settings, name) for name in _OF_DEFAULT}
+    chosen = {name: getattr(settings, name) for name in names}
+    return sha256({name: value for name, value in chosen.items() if defaults.get(name, ...) != value})[:_DIGITS]
+
+
+def sha256(value: Any) -> str:
+    """Return the sha256 of a value as canonical JSON."""
+    return hashlib.sha256(canonical_json(value)).hexdigest()
+
+
+def raw_source(settings: Settings) -> str | None:
+    """Return the name of the source that is observed as raw/NAME; None where the chats are files."""
+    names = {*(spec.name for spec in SOURCES.values() if spec.family == "sft"), *user_sources(settings)}
+    return settings.eagle3_source if settings.eagle3_source in names else None
+
+
+def target_name(settings: Settings) -> str:
+    """Return the folder or id of the target; for the sample, write a small Llama with the tokenizer's vocabulary.
+
+    Raises: as `check_configured`; for the sample NoSentinels for a tokenizer without them.
+    """
+    check_configured(settings)
+    if settings.eagle3_target is not None:
+        return settings.eagle3_target
+    from niels_gpt.eagle3.target import write_small_target
+    from niels_gpt.tokenizer import load_tokenizer
+
+    path = ensure_tokenizer(settings).path
+    tokenizer = load_tokenizer(path, follow_links=False)
+    if not tokenizer.special_token_ids():
+        raise no_sentinels(settings, [KEY], path)
+    return str(write_small_target(small_target_folder(settings, tokenizer.sha256), tokenizer))
+
+
+def small_target_folder(settings: Settings, tokenizer_sha256: str) -> Path:
+    """Return where the small Llama of a tokenizer is written."""
+    return cache_root(settings) / "eagle3" / _TARGETS_DIR / tokenizer_sha256[:_DIGITS]
+
+
+def folder_with_plan(path: Path) -> Path | None:
+    """Return the committed cache, else the unfinished version that was written last, of those that have a plan."""
+    from niels_gpt.eagle3.resume import recorded_plan
+
+    return next((folder for folder in (path, *unfinished_versions(path)) if recorded_plan(folder)), None)
+
+
+def unfinished_versions(path: Path) -> list[Path]:
+    """Return the folders of unfinished versions, the newest first, then the ones of earlier releases."""
+    earlier = [folder for folder in versions.versions_dir(path).glob(f"{versions.BUILDING}-*") if not folder.suffix]
+    earlier.sort(key=lambda folder: folder.lstat().st_mtime_ns, reverse=True)
+    return [*(plan.folder / WORK_NAME for plan in plans_of(path)), *earlier]
+
+
+def stable_name(settings: Settings, target: str) -> str:
+    """Return the target's name in the cache: a hub id, or a folder's name without its path."""
+    if settings.eagle3_target is None:
+        return SMALL_TARGET
+    return Path(target).expanduser().resolve().name if os.path.isdir(os.path.expanduser(target)) else target
+
+
+# --- what was asked for, looked up ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What the options stand for right now; no sample is tokenized and no weight loaded."""
+
+    options: Options
+    settings: Settings
+    target: TargetFacts
+    tokenizer: ChatTokenizer
+    source: dict[str, Any]
+    """The facts of the input."""
+    run: dict[str, Any]
+    """How the target is run: the fields of `run.Run`."""
+    aux_layer_ids: list[int]
+    draft_vocab: list[int] | None
+    """The target's ids that the draft knows; None: the most frequent ones, counted once the input is tokenized."""
+
+    @property
+    def target_record(self) -> dict[str, Any]:
+        """The plan's `target`."""
+        return {**asdict(self.target), "name": self.options.target_name or self.target.name}
+
+    @property
+    def tokenizer_record(self) -> dict[str, Any]:
+        """The plan's `tokenizer`."""
+        names = ["sha256", "template_sha256", "mask_by", "pad_id"]
+        if self.options.form == "native":  # redraft chooses another draft vocabulary from the plan alone
+            names.append("special_token_ids")
+        return {name: getattr(self.tokenizer, name) for name in names} | self.start_record
+
+    @property
+    def start_record(self) -> dict[str, Any]:
+        """`document_start` of the plan's `tokenizer`: id and token; {} where chats have what their template writes."""
+        start = self.tokenizer.start
+        return {} if start is None else {"document_start": start.record}
+
+    @property
+    def known_parts(self) -> dict[str, Any]:
+        """The parts of the plan, except for the manifest, that are known before the input is read."""
+        return {
+            "target": self.target_record,
+            "tokenizer": self.tokenizer_record,
+            "source": self.source,
+            "run": self.run,
+            "batch_size": self.options.batch_size,
+            "max_batch_tokens": self.options.max_batch_tokens,
+        }
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the draft's vocabulary where no file states them."""
+        return min(self.options.draft_vocab_size or self.target.vocab_size, self.target.vocab_size)
+
+    # --- which cache it is ---
+
+    def fingerprint(self, key: str) -> str:
+        """Return the sha256 of what decides a cache's bytes, except for the versions and the machine that make it.
+
+        Of eagle3/draft_vocab nothing else of the target counts: not weights, layers, dtypes. In eagle3/targets the
+        draft's vocabulary follows from its size and the other parts. The names are those of earlier versions, whose
+        caches stay current.
+        """
+        from niels_gpt.eagle3.format.plan import BUILDER_VERSION, SIDECAR_VERSION
+
+        options = self.options
+        about = ("fingerprint", "form", "settings", "limit", "exclude")
+        source = {name: self.source[name] for name in about if name in self.source}
+        if key == VOCAB_KEY:
+            of_tokenizer = ("sha256", "template_sha256", "mask_by", "special_token_ids")
+            parts: dict[str, Any] = {
+                "options": {name: getattr(options, name) for name in ("seq_length", "limit", "draft_vocab_size")},
+                "target_vocab_size": self.target.vocab_size,
+                "tokenizer": {name: getattr(self.tokenizer, name) for name in of_tokenizer} | self.start_record,
+                "versions": [VOCAB_VERSION],
+            }
+        else:
+            form: dict[str, Any] = {name: getattr(options, name) for name in ("format", "shard_bytes", "aux_dtype")}
+            if options.form != "native":
+                form = {"format_version": options.format and int(options.format), "aux_layer_ids": None}
+            parts = {
+                "options": options.in_fingerprint | form,
+                "target": self.target_record,
+                "tokenizer": self.tokenizer_record,
+                "aux_layer_ids": self.aux_layer_ids,
+                "draft_vocab": None,
+                "versions": [SIDECAR_VERSION, BUILDER_VERSION],
+            }
+        return sha256({"recipe": key, "source": source, **parts})
+
+    def is_current(self, key: str, *, reads_hub: bool = True) -> bool:
+        """Whether the committed cache of a key is of this recipe: see `fingerprint_by_list`.
+
+        reads_hub: read chats of the hub, where the list of --exclude has changed, to compare.
+        """
+        from niels_gpt.recipes.eagle3.input import named_in_input
+
+        def by_list(listed: Exclusion | None) -> str:
+            source = {name: fact for name, fact in self.source.items() if name != "exclude"}
+            of_list = {"exclude": listed.facts} if listed else {}
+            return replace(self, source=source | of_list).fingerprint(key)
+
+        path, raw = cache_root(self.settings) / key, self.tokenizer.mask_by != "sentinels"
+        named = partial(named_in_input, self.settings, self.source, raw=raw)
+        is_read = reads_hub or self.source["kind"] != "hub"
+        return is_current(path, fingerprint_by_list(self.settings, path, by_list, named if is_read else None))
+
+    def record(self, key: str, meta: dict[str, Any], **more: Any) -> None:
+        """Record which recipe made the committed version of a key. meta: of that version; more: further keys."""
+        record_recipe(self.settings, cache_root(self.settings) / key, self.fingerprint(key), self.source, meta, **more)
+
+
+def resolved(
+    settings: Settings,
+    *,
+    observed: str | None,
+    refresh: bool = False,
+    hash_weights: bool = True,
+    target: Path | None = None,
+    plan_from: Path | None = None,
+) -> Resolved:
+    """Return what the settings stand for; a hub source has the observed revision, or that of eagle3/targets (D12).
+
+    observed: fingerprint of the source, newer than the asset. refresh: ask the hub for the newest revisions of chats
+    and target. hash_weights: as of target_facts. target: the folder of the small one, if it is there already.
+    plan_from: the folder whose plan has the revisions, device and threads; None: see `folder_with_plan`.
+    Raises: as `target_name`; ValueError naming the settings that do not fit; as `prepare.resolve`.
+    """
+    from niels_gpt.recipes.eagle3.input import input_facts
+
+    named = target_name(settings) if target is None else str(target)
+    sizes: dict[str, Any] = _SMALL_SIZES if settings.eagle3_target is None else _SIZES
+    with _named_by_settings():
+        name = stable_name(settings, named)
+        if refresh:
+            observed = _newest_chats(settings) or observed
+            sizes = sizes if is_local(named) else {**sizes, "revision": "main"}
+        options = Options.from_settings(settings, target_model=named, target_name=name, **sizes)
+        folder = plan_from or folder_with_plan(cache_root(settings) / KEY)
+        found = resolve(options, settings, plan_from=folder, hash_weights=hash_weights)
+    source = found.source
+    dataset, _, revision = (observed or "").rpartition("@")
+    if source["kind"] == "hub" and dataset == str(source["fingerprint"]).rpartition("@")[0] and revision != "None":
+        newer = {**source, "fingerprint": observed, "revision": revision}
+        source = {**source, **input_facts(settings, settings.eagle3_source, recorded=newer)}
+    return replace(found, source=source)
+
+
+def _newest_chats(settings: Settings) -> str | None:
+    """Return the fingerprint of the newest revision of chats on the hub; None for chats of files."""
+    name = raw_source(settings)
+    source = None if name is None else resolve_whole(settings, name)
+    return None if source is None or source.kind != "hub" else str(source.provenance(None)["fingerprint"])
+
+
+@contextmanager
+def _named_by_settings() -> Iterator[None]:
+    """Let a ValueError that names flags of precompute name the settings in their place."""
+    settings = {flag_name(each.name): each.metadata["setting"] for each in fields(Options) if each.metadata["setting"]}
+    try:
+        yield
+    except CacheError:  # of a file
+        raise
+    except ValueError as error:
+        if len(error.args) == 1:
+            error.args = (re.sub("--[a-z][a-z-]*", lambda flag: settings.get(flag[0], flag[0]), str(error)),)
+        raise
+
+
+def resolve(
+    options: Options, settings: Settings, *, plan_from: Path | None = None, hash_weights: bool = True
+) -> Resolved:
+    """Look up target, tokenizer and input.
+
+    plan_from: folder whose plan supplies unset options (revisions, device, dtype, threads), even if the plan differs
+        otherwise. None: with `resume` or `part` output_dir, whose plan must then be that of this run.
+    hash_weights: as of target_facts.
+    Raises: FileNotFoundError, ConnectionError, ImportError, ValueError where one of them is missing or unusable;
+        CacheError where output_dir cannot be used, holds a cache and `resume` is not set, or holds another plan.
+    """
+    from niels_gpt.chat.tokenizers import open_tokenizer
+    from niels_gpt.eagle3.disk import refuse_unusable
+    from niels_gpt.eagle3.resume import recorded_plan, refuse_existing
+    from niels_gpt.eagle3.target import checked_aux_layer_ids, parse_aux_layers, target_facts
+    from niels_gpt.recipes.eagle3.input import ROWS, input_facts
+
+    if options.output_dir is not None:
+        refuse_unusable(options.output_dir)
+        if not options.may_continue:
+            refuse_existing(options.output_dir)
+    recorded = recorded_plan(options.output_dir if plan_from is None and options.may_continue else plan_from)
+    revision = _revision(options, recorded.get("target", {}))
+    target = target_facts(options.target_model, revision=revision, hash_weights=hash_weights)
+    if target.max_positions is not None and options.seq_length > target.max_positions:
+        raise TargetError(
+            f"--seq-length is {options.seq_length}, and {options.target_model} has {target.max_positions} positions"
+        )
+    try:
+        layers = parse_aux_layers(options.aux_layers, target.num_layers)
+        if options.form != "native":
+            checked_aux_layer_ids(layers, target.num_layers)
+    except ValueError as error:
+        raise ValueError(f"--aux-layers {options.aux_layers}: {error}") from error
+    tokenizer = open_tokenizer(
+        options.target_model,
+        revision=target.revision,
+        chat_template=options.chat_template,
+        start=options.document_start,
+    )
+    facts = input_facts(settings, options.input_data, recorded=recorded.get("source"))
+    if tokenizer.start is not None and facts["form"] == ROWS:
+        raise InputError(
+            f"--document-start is {options.document_start}, and {options.input_data} has rows of input_ids, which are "
+            "taken as they are: leave it out"
+        )
+    resolved = Resolved(
+        options=options,
+        settings=settings,
+        target=target,
+        tokenizer=tokenizer,
+        source={**facts, "limit": options.limit},
+        run=run_facts(options, recorded.get("run", {})),
+        aux_layer_ids=layers,
+        draft_vocab=_known_vocab(options, target.vocab_size),
+    )
+    if plan_from is None and recorded:
+        resolved = _resumed(resolved, recorded)
+    _refuse_other_draft(resolved)
+    return resolved
+
+
+def _revision(options: Options, recorded: dict[str, Any]) -> str | None:
+    """Return the target's revision: the option's, else that of the plan if it has a target of this name."""
+    same = recorded.get("name") == (options.target_name or options.target_model)
+    return options.revision or (recorded.get("revision") if same else None)
+
+
+def _resumed(resolved: Resolved, recorded: dict[str, Any]) -> Resolved:
+    """Return a resumed run, with the plan's names of equal files. Raises: CacheError if the plan is another one."""
+    from niels_gpt.eagle3.resume import refuse_other_plan
+
+    options, target, source = resolved.options, recorded.get("target", {}), recorded.get("source", {})
+    assert options.output_dir is not None
+    hashes = [(target.get(name), getattr(resolved.target, name)) for name in ("weights_sha256", "config_sha256")]
+    if options.target_name is None and None not in hashes[0] and all(theirs == ours for theirs, ours in hashes):
+        resolved = replace(resolved, options=replace(options, target_name=target.get("name")))
+    if resolved.source["kind"] == "own" and all(source.get(n) == resolved.source[n] for n in ("kind", "fingerprint")):
+        resolved = replace(resolved, source={**resolved.source, "input_data": source.get("input_data")})
+    size = resolved.vocab_size
+    selected = resolved.draft_vocab or list(range(size))  # of another size than the plan's, so the plans differ
+    refuse_other_plan(options.output_dir, manifest_of(resolved, selected), resolved.known_parts, options.part_numbers)
+    return resolved
+
+
+def _refuse_other_draft(resolved: Resolved) -> None:
+    """Raise CacheError where --resume would give a native cache another draft vocabulary that nobody has asked for."""
+    from niels_gpt.eagle3.resume import refuse_other_draft
+
+    options = resolved.options
+    if options.may_continue and options.output_dir is not None and options.form == "native":
+        is_stated = options.draft_vocab_size is not None or options.draft_vocab_from is not None
+        is_stated = is_stated and options.partition is None  # other partitions have the first one
+        size = len(resolved.draft_vocab or ()) or resolved.vocab_size
+        refuse_other_draft(options.output_dir, resolved.draft_vocab, size, is_stated=is_stated)
+
+
+def run_facts(options: TargetOptions, recorded: dict[str, Any]) -> dict[str, Any]:
+    """Return how the target is run: the fields of run.Run. `recorded` supplies unset options.
+
+    Raises: ValueError where cuda is asked for and cannot be used.
+    """
+    from niels_gpt.eagle3.format.run import Run
+
+    device, threads = options.device or recorded.get("device"), options.threads or recorded.get("threads")
+    run = Run.here(device, attention=options.attention, threads=threads or usable_cores())
+    dtype = recorded.get("compute_dtype") if run.device == recorded.get("device") else None
+    return {**asdict(run), "compute_dtype": options.compute_dtype or dtype or run.compute_dtype}
+
+
+def _known_vocab(options: Options, vocab_size: int) -> list[int] | None:
+    """Return the ids of --draft-vocab-from, or of the manifest that --resume finds if its sizes are this run's."""
+    from niels_gpt.eagle3.format.manifest import manifest_path, read_manifest
+    from niels_gpt.eagle3.vocab import load_token_mapping
+
+    folder, source = options.output_dir, options.draft_vocab_from
+    if source is not None:
+        ids, _ = load_token_mapping(source, target_vocab_size=vocab_size, draft_vocab_size=options.draft_vocab_size)
+        return [int(number) for number in ids]
+    if options.may_continue and folder is not None and os.path.exists(manifest_path(folder)):
+        manifest = read_manifest(folder)
+        sizes = manifest.get("target_vocab_size"), manifest.get("draft_vocab_size")
+        if sizes == (vocab_size, min(options.draft_vocab_size or vocab_size, vocab_size)):
+            return list(manifest["selected_token_ids"])
+    return None
+
+
+def manifest_of(resolved: Resolved, selected: list[int]) -> dict[str, Any]:
+    """Return manifest.json's keys, except those that `make_plan` and the target add.
+
+    Versions 1 and 2 have those of their published contract, and no others.
+    selected: the target's id of each token of the draft.
+    """
+    from niels_gpt.eagle3.format.manifest import NATIVE_VERSION, is_compressed
+    from niels_gpt.eagle3.format.native.layout import DEFAULT_SHARD_BYTES
+
+    options, target = resolved.options, resolved.target
+    common = {
+        "target_model": options.target_name or options.target_model,
+        "target_vocab_size": target.vocab_size,
+        "draft_vocab_size": len(selected),
+        "seq_length": options.seq_length,
+        "dtype": options.dtype,
+        "aux_layer_ids": resolved.aux_layer_ids,
+        "selected_token_ids": selected,
+    }
+    source = {"input_data": resolved.source["input_data"], "split": None, "shuffle_seed": 0}
+    if options.form == "native":
+        return {
+            "format_version": NATIVE_VERSION,
+            **common,
+            "hidden_size": target.hidden_size,
+            "aux_dtype": options.aux_dtype or options.dtype,
+            "shard_bytes": options.shard_bytes or DEFAULT_SHARD_BYTES,
+            **source,
+        }
+    compressed = is_compressed(options.target_probs_topk, len(selected))
+    version = 2 if options.format == "2" or (options.format is None and compressed) else 1
+    sizes = {"shard_size": options.shard_size, "aux_hidden_dim": target.hidden_size * len(resolved.aux_layer_ids)}
+    if version == 1:
+        return {"format_version": 1, **common, **sizes}
+    return {
+        "format_version": 2,
+        **common,
+        **sizes,
+        "target_probs_topk": options.target_probs_topk,
+        **source,
+        "mask_reasoning_content": False,
+        "mask_generation_prompt": True,  # the role header carries no loss
+    }
