@@ -7,6 +7,7 @@ is checked before the input is tokenized as far as that is possible (`refuse_oth
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import re
@@ -44,7 +45,8 @@ from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, canonical_json
 from niels_gpt.storage.leftovers import PROBE
 from niels_gpt.storage.locks.folder import LEASES_DIR, MARKER
-from niels_gpt.storage.meta_json import meta_bytes, parse_object, shortened
+from niels_gpt.storage.meta_json import meta_bytes, parse_object, read_regular, shortened
+from niels_gpt.tokenizers.files import CONFIG_NAME, TEMPLATE_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +63,16 @@ _MISMATCH = f"{_RESUMED}the recorded plan does not match the current run configu
 _MOST_VALUES = 6
 _MOST_NAMED = 12  # partitions
 _TEMPLATE = "tokenizer.template_sha256"
+_ELSEWHERE = " of --chat-template, or of another target"
+_FILES = {
+    _TEMPLATE: "the chat template ({field})",
+    "tokenizer.sha256": "the tokenizer of {target} ({field})",
+    "target.config_sha256": "config.json of {target} ({field})",
+    "target.weights_sha256": "the weights of {target} ({field})",
+    "source.fingerprint": "the input {source} ({field})",
+    "manifest.selected_token_ids_sha256": "the draft vocabulary, of --draft-vocab-from or counted ({field})",
+}
+"""What fields that are sums are of."""
 _FOLLOWS = ("dropped.", "altered.", "samples.", "batches.sha256", "manifest.selected_token_ids", "manifest.num_samples")
 """Fields that follow from the settings and the files."""
 
@@ -304,10 +316,29 @@ def _values(name: str, record: dict[str, Any], manifest: dict[str, Any], plan: P
     ours = next((value for value in now if value is not None), None)
     recorded = [_value(name, record), _value(name, {"manifest": manifest})]
     theirs = next((value for value in recorded if value is not None and value != ours), None)
+    before, after = (_shown(name, each) for each in (theirs, ours))
+    target, source = (_value(each, plan.record) for each in ("target.name", "source.input_data"))
     if name == _TEMPLATE:
-        name = f"the chat template ({name}), of --chat-template or else of {_value('target.name', plan.record)}"
-    before, after = (str(each)[:12] if "sha256" in name and each else shortened(each) for each in (theirs, ours))
+        before, after = before + _template_file(target, theirs), after + (_template_file(target, ours) or _ELSEWHERE)
+    name = _FILES.get(name, "{field}").format(field=name, target=target, source=source)
     return f"{name}: {before}, now {after}"
+
+
+def _shown(name: str, value: Any) -> str:
+    """Return a value of a plan for a message: twelve digits of a sha256, and no more than 80 characters."""
+    text = str(value)[:12] if "sha256" in name and value else shortened(value)
+    return text if len(text) < 80 else f"{text[:76]} ..."
+
+
+def _template_file(target: Any, sha256: Any) -> str:
+    """Return the file of a target's folder that has the chat template of this sha256, as ` of FILE`; "" for none."""
+    for name in (TEMPLATE_NAME, CONFIG_NAME):
+        with contextlib.suppress(OSError, ValueError):
+            raw = read_regular(path := Path(str(target), name))
+            text = raw.decode() if name == TEMPLATE_NAME else parse_object(raw).get("chat_template")
+            if isinstance(text, str) and hashlib.sha256(text.encode()).hexdigest() == sha256:
+                return f" of {path}"
+    return ""
 
 
 def _value(name: str, record: Any) -> Any:
