@@ -236,7 +236,7 @@ class Shards(ABC, Generic[Mapped]):
 
     @abstractmethod
     def spans(self, shard: int, row: int) -> list[tuple[int, int]]:
-        """Return where the bytes of a sample lie in its shard, [start, end) in each tensor, a native one's starts included.
+        """Return where the bytes of a sample lie in its shard: [start, end) in each tensor, its starts included.
 
         Raises: CacheError.
         """
