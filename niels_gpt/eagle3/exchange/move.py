@@ -136,23 +136,13 @@ def import_cache(
     with fresh_folder(out, sources=[source]) as work:
         run.write(work, convention, head, progress)
         write_weights(work, head.weights())
-        manifest = run.manifest(target, head, convention, tool)
-        stored = NativeShards(work, manifest, max_open=1)
-        chosen = frequent_tokens(stored, draft_vocab_size, target.special_token_ids)
-        manifest |= {"draft_vocab_size": len(chosen), "selected_token_ids": chosen}
-        write_manifest(work, manifest)
-        totals = run.totals | {"positions": stored.positions(chosen)}
-        if problem := Counts.of_meta({"totals": totals}).problem:
-            raise CacheError(source, problem, code="E709")
-        # plan_sha256 is null: no run of this project's producer made the states
-        keys = {"plan_sha256": None, "totals": totals, "dropped": dict(run.dropped), "altered": {}}
-        write_meta(work, {**keys, "source": {"kind": tool}, "target": dict(target.facts)})
+        run.describe(work, run.manifest(target, head, convention, tool), target, tool, draft_vocab_size)
     return Imported(
         convention,
         loss_mask or "raw",
         mask_checked,
-        totals["samples"],
-        totals["tokens"],
+        run.totals["samples"],
+        run.totals["tokens"],
         run.target_rows,
         dict(run.dropped),
         tuple(run.first_dropped),
@@ -295,6 +285,23 @@ class _Import:
         self.totals = {name: number + new[name] for name, number in self.totals.items()}
         self.target_rows += target_rows
         self._waiting, self._counts, self._bits = [], [], 0
+
+    def describe(
+        self, folder: Path, manifest: dict[str, Any], target: Target, tool: str, draft_vocab_size: int | None
+    ) -> None:
+        """Choose the draft's vocabulary by the stored tokens, and write manifest.json and meta.json.
+
+        Raises: CacheError where nothing could be trained on.
+        """
+        stored = NativeShards(folder, manifest, max_open=1)
+        chosen = frequent_tokens(stored, draft_vocab_size, target.special_token_ids)
+        write_manifest(folder, manifest | {"draft_vocab_size": len(chosen), "selected_token_ids": chosen})
+        totals = self.totals | {"positions": stored.positions(chosen)}
+        if problem := Counts.of_meta({"totals": totals}).problem:
+            raise CacheError(self.source, problem, code="E709")
+        # plan_sha256 is null: no run of this project's producer made the states
+        keys = {"plan_sha256": None, "totals": totals, "dropped": dict(self.dropped), "altered": {}}
+        write_meta(folder, {**keys, "source": {"kind": tool}, "target": dict(target.facts)})
 
     def notes(self, tool: str, convention: Convention) -> Iterator[str]:
         """Yield what a user should know."""

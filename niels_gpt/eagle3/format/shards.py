@@ -227,13 +227,19 @@ class Shards(ABC, Generic[Mapped]):
     def rows_of(self, shard: int) -> int:
         """Return how many samples a shard must have."""
 
-    @abstractmethod
     def wrong_form(self, shard: int) -> Iterator[CacheError]:
         """Yield where a shard's file is not of the form that the manifest states. Raises: FileNotFoundError."""
+        try:
+            self._map(shard)
+        except CacheError as error:
+            yield error
 
     @abstractmethod
     def spans(self, shard: int, row: int) -> list[tuple[int, int]]:
-        """Return where the bytes of a sample lie in its shard: [start, end) in each tensor. Raises: CacheError."""
+        """Return where the bytes of a sample lie in its shard: [start, end) in each tensor, its starts included.
+
+        Raises: CacheError.
+        """
 
     @abstractmethod
     def _check_all(self) -> None:
@@ -252,17 +258,9 @@ class Shards(ABC, Generic[Mapped]):
         """Return the damage of a sample by its entries in the receipt, "" for none, and how many bytes it has."""
 
 
-def shards_of(
-    cache_dir: PathLike,
-    manifest: dict[str, Any],
-    *,
-    max_open: int = 1024,
-    follow_links: bool = False,
-    exact: bool = False,
-) -> DenseShards | NativeShards:
-    """Return the shards of a cache of any form; as `Shards`."""
-    kind = NativeShards if is_native(manifest) else DenseShards
-    return kind(cache_dir, manifest, max_open=max_open, follow_links=follow_links, exact=exact)
+def shards_of(cache_dir: PathLike, manifest: dict[str, Any], **how: Any) -> DenseShards | NativeShards:
+    """Return the shards of a cache of any form. how: as `Shards`."""
+    return (NativeShards if is_native(manifest) else DenseShards)(cache_dir, manifest, **how)
 
 
 # --- versions 1 and 2 -------------------------------------------------------------------------------------------------
@@ -295,11 +293,9 @@ class DenseShards(Shards[DenseShard]):
         return layout_of(self.manifest, self.cache_dir)
 
     def first_of(self, shard: int) -> int:
-        """Return the number of a shard's first sample."""
         return shard * self.shard_size
 
     def rows_of(self, shard: int) -> int:
-        """Return how many samples a shard has by the manifest."""
         return min(self.shard_size, self.num_samples - shard * self.shard_size)
 
     def row(self, shard: int, row: int) -> dict[str, torch.Tensor]:
@@ -312,7 +308,6 @@ class DenseShards(Shards[DenseShard]):
         return {name: table[row] for name, table in mapped[1].items()}
 
     def wrong_form(self, shard: int) -> Iterator[CacheError]:
-        """Yield where a shard's header differs from the manifest, or from the first shard's."""
         try:
             yield from self._header(shard)[1]
         except CacheError as error:
@@ -352,7 +347,6 @@ class DenseShards(Shards[DenseShard]):
         }
 
     def spans(self, shard: int, row: int) -> list[tuple[int, int]]:
-        """Return where the bytes of a sample lie in its shard, one span a field."""
         fields, rows, header = read_header(shard_path(self.cache_dir, shard), follow_links=self.follow_links)
         sizes = [row_bytes_of(field) for field in fields.values()]
         begins = [len(header) + rows * before for before in accumulate(sizes, initial=0)]
@@ -427,11 +421,9 @@ class NativeShards(Shards[MappedShard]):
         self.firsts, self.counts = [], np.zeros((0, 3), np.int64)
 
     def first_of(self, shard: int) -> int:
-        """Return the number of a shard's first sample."""
         return self.firsts[shard]
 
     def rows_of(self, shard: int) -> int:
-        """Return how many samples a shard must have."""
         return self.firsts[shard + 1] - self.firsts[shard]
 
     def place(self, index: int) -> tuple[int, int]:
@@ -467,15 +459,7 @@ class NativeShards(Shards[MappedShard]):
             count += int((loss[has_target_row(mapped.starts[:, 0], loss)] & in_draft[argmax]).sum())
         return count
 
-    def wrong_form(self, shard: int) -> Iterator[CacheError]:
-        """Yield why a shard is none of this cache."""
-        try:
-            self._map(shard)
-        except CacheError as error:
-            yield error
-
     def spans(self, shard: int, row: int) -> list[tuple[int, int]]:
-        """Return where the bytes of a sample lie in its shard: a span for each tensor, its starts included."""
         mapped = self._unchecked(shard)[0]
         begins, ends = mapped.starts[row : row + 2].tolist()
         rows = {name: slice(begins[which], ends[which]) for name, which in ROW_TENSORS.items()}
@@ -485,8 +469,7 @@ class NativeShards(Shards[MappedShard]):
         return [(begin, begin + part.nbytes) for begin, part in zip(begins, parts, strict=True) if part.numel()]
 
     def damage(self, shard: int, progress: Callable[[int], None] | None = None) -> Damage:
-        """Compare a shard with its receipt; loss bits behind the last token are in no sample."""
-        damage = super().damage(shard, progress)
+        damage = super().damage(shard, progress)  # loss bits behind the last token are in no sample
         if not damage and self._unchecked(shard)[0].has_odd_bits:
             path = shard_path(self.cache_dir, shard)
             damage.append((None, f"{path}: its loss bits behind the last token are damaged"))
