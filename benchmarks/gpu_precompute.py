@@ -18,9 +18,8 @@ from torch import Tensor
 from niels_gpt.eagle3 import make_target_cache
 from niels_gpt.eagle3.format.plan import make_plan
 from niels_gpt.eagle3.format.samples import Samples
+from niels_gpt.eagle3.forward import NativeForward, PlannedForward
 from niels_gpt.eagle3.head import TargetHead
-from niels_gpt.eagle3.produce.forward import PlannedForward
-from niels_gpt.eagle3.produce.native_forward import NativeForward
 
 FORMS: dict[str, dict[str, Any]] = {
     "native": {"format_version": "native-1", "aux_dtype": "bf16", "shard_bytes": 1 << 30},

@@ -58,7 +58,7 @@ NEIGHBOURS = {
 }
 """Which packages of levels 2 and 3 a package of these levels may import, beside itself; or which module of one."""
 NO_SOURCES = {"data", "hub"}
-"""What levels 2 and 3 may not import: they take iterables and models. The targets of eagle3 may import hub."""
+"""What levels 2 and 3 may not import: they take iterables and models. eagle3.models may import hub."""
 KINDS = frozenset({"pretrain", "sft", "rollouts", "eagle3", "draft_vocab", "tokenizer"})
 """Names of the kinds of caches: the table of niels_gpt/kinds/kind.py."""
 WITHOUT_SWITCHES = frozenset({"commands", "exchange", "kinds", "pipelines"})
@@ -147,7 +147,7 @@ def back_arrows(modules: dict[str, Module]) -> list[tuple[str, str]]:
                 and package != other
                 and (
                     (other in NEIGHBOURS and not {other, name.removeprefix("niels_gpt.")} & beside)
-                    or (other in NO_SOURCES and not (other == "hub" and ".eagle3.targets." in f"{module.name}."))
+                    or (other in NO_SOURCES and not (other == "hub" and ".eagle3.models." in f"{module.name}."))
                 )
             )
             if target.level > module.level or sideways:

@@ -326,7 +326,7 @@ def _configured(
         failures.update(problems)
     for problem in {type(each): each for each in problems.values()}.values() if of_all else ():
         keys = " and ".join(key for key, each in problems.items() if type(each) is type(problem))
-        print_warning(problem.warning, f"{keys} left out: {problem}", is_counted=problem.is_asked)
+        print_warning("W513", f"{keys} left out: {problem}", is_counted=problem.is_asked)
     return [key for key in chosen if key not in problems]
 
 

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from niels_gpt.eagle3.disk import has_holes
 from niels_gpt.eagle3.format.layout import (
     DTYPES,
     INT_FIELDS,
@@ -53,10 +54,8 @@ from niels_gpt.eagle3.format.shards import NativeShards
 from niels_gpt.eagle3.format.torch_files import MAX_INFLATED
 from niels_gpt.eagle3.format.weights import read_target_embeddings, write_embeddings, write_target_embeddings
 from niels_gpt.eagle3.native import NativeView
-from niels_gpt.eagle3.produce.estimate import has_holes
-from niels_gpt.eagle3.produce.finalize import finish
-from niels_gpt.eagle3.produce.positions import Counts
 from niels_gpt.eagle3.target import NUM_AUX_LAYERS
+from niels_gpt.eagle3.totals import Counts, finish
 from niels_gpt.eagle3.vocab import build_eagle3_token_mapping
 from niels_gpt.progress import Progress
 from niels_gpt.storage import fileio

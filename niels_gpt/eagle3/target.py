@@ -9,7 +9,7 @@ token p+2. Token ids, loss mask and logits are therefore shifted left by one; hi
 A layer id i is a decoder block, counted from 0, and means its output: `hidden_states[i + 1]` of transformers.
 `capture` has the hidden states of any number of layers, not shifted, for the native form.
 
-targets/ opens models, and writes the small one of the sample.
+models.py opens models, and writes the small one of the sample.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from niels_gpt.eagle3.targets.loading import TargetFacts, load_target, target_facts
-from niels_gpt.eagle3.targets.small import write_small_target
+from niels_gpt.eagle3.models import TargetFacts, load_target, target_facts, write_small_target
 from niels_gpt.storage.errors import TargetError, TargetRunError
 
 __all__ = [

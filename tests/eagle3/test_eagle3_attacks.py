@@ -18,7 +18,7 @@ from support.attacks import Attack, Probe, is_one_of
 IMPORTS = (
     "niels_gpt.eagle3.__main__",
     "niels_gpt.eagle3.cache",
-    "niels_gpt.eagle3.produce.producer",
+    "niels_gpt.eagle3.build",
     "niels_gpt.eagle3.inspect.show",
     "niels_gpt.eagle3.inspect.stats",
     "niels_gpt.eagle3.inspect.verify",

@@ -230,8 +230,12 @@ def test_replies_are_asked_for_with_the_token_before_each_prompt(tmp_path, targe
     assert other.status == 1 and "document_start" in other.err
     done = respond("chats.jsonl", "--document-start", "auto")
     assert done.status == 0 and "--document-start auto" in done.out
-    lines = (tmp_path / "chats.jsonl").read_text().splitlines()
-    assert any(json.loads(line)["replies"][0]["exact"] for line in lines), "the ids of prompt and chat begin alike"
+    tokenizer = open_tokenizer(str(target), start="auto")
+    said = [json.loads(line)["messages"] for line in (tmp_path / "chats.jsonl").read_text().splitlines()]
+    asked = tokenizer.plain_ids([Chat("a", messages[:1]) for messages in said], prompt=True)
+    assert asked[0][0] == BEGIN and len(asked) > 1
+    for messages, prompt in zip(said, asked, strict=True):
+        assert tokenizer.encode_chat(messages)[0][: len(prompt)] == prompt, "the ids of prompt and chat begin alike"
     assert run("c", source=tmp_path / "chats.jsonl", start="auto")[0].status == 0
 
 

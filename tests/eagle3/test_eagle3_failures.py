@@ -11,7 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support import eagle3_runs as small
+from support.commands import niels_gpt
 from support.eagle3_runs import disk, has_shard, never, patched, run, samples_of, times, whole_tree
 from support.errors import refused
 from torch import nn
@@ -86,15 +88,19 @@ def fails(device):
 
 
 class Gone(multiprocessing.context.ForkProcess):
-    def __init__(self, *, args, **_):
-        super().__init__(target=gone, args=args, daemon=True)
+    """A worker that is not the first one, which has tried the target, and dies at once."""
+
+    def __init__(self, *, target, args, **_):
+        self.is_first = args[2] == 0
+        super().__init__(target=target if self.is_first else gone, args=args, daemon=True)
 
     def start(self):
         super().start()
-        self.join()
+        if not self.is_first:
+            self.join()
 
 
-def gone(job, number, parent):
+def gone(job, load, number, tried, parent):
     """Ask for a shard and be gone before it is given."""
     parent.send(("next",))
     parent.close()
@@ -210,6 +216,31 @@ def test_a_failing_target_leaves_a_folder_as_it_was_for_one_that_runs(tmp_path):
         run(tmp_path / "c", load=does_not_run, resume=True)
     assert times(tmp_path / "c") == before
     assert run(tmp_path / "c", resume=True).shards == 1
+
+
+@pytest.mark.parametrize(
+    ("weight", "where"),
+    [
+        ("model.layers.3.mlp.down_proj.weight", "block 3: nan"),
+        ("model.embed_tokens.weight", "block 1: nan"),
+        ("lm_head.weight", "logits: nan"),
+    ],
+)
+@pytest.mark.parametrize("form", ["1", "native"])
+def test_a_weight_that_is_not_finite_is_named_before_anything_is_written(tmp_path, model, chats, form, weight, where):
+    broken = shutil.copytree(model, tmp_path / "broken")
+    weights = load_file(broken / "model.safetensors")
+    weights[weight][:, 5] = float("nan")
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    what = ["--target-model", broken, "--input-data", chats, "--seq-length", 40, "--device", "cpu", "--threads", 1]
+    for more in ([], ["--workers", 2]):
+        done = niels_gpt(
+            "eagle3", "precompute", *what, "--format", form, "--output-dir", tmp_path / "c", *more, "--json"
+        )
+        message = done.json["error"]["message"]
+        assert done.status == 3 and done.json["error"]["code"] == "E708", done.err
+        assert "sample '" in message and where in message and f"broken: {weight}" in message
+        assert "--format" not in message and not (tmp_path / "c").exists()
 
 
 def test_an_attention_that_a_model_does_not_have_is_named_with_the_flag(tmp_path):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from niels_gpt.eagle3.cache import CachedEagle3Dataset, build_cached_eagle3_dataloader, convert, read_target_embeddings
-from niels_gpt.eagle3.produce.supervision import draft_distribution
+from niels_gpt.eagle3.forward import draft_distribution
 from niels_gpt.eagle3.target import HFEagle3TargetModel, load_target
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # as the plan says: with another number sums differ

@@ -14,8 +14,9 @@ from support.eagle3_inputs import asked_revisions, chats_of, fingerprint_of, inp
 from support.errors import refused
 from support.made_tokenizers import made_tokenizer
 from support.tool_templates import QWEN, plain
+from tokenizers import Tokenizer
 
-from niels_gpt.chat.tokenizers import open_tokenizer
+from niels_gpt.chat.tokenizers import Chat, open_tokenizer
 from niels_gpt.recipes.eagle3.input import input_rows
 from niels_gpt.settings import Settings
 from niels_gpt.tokenizer import load_tokenizer
@@ -80,6 +81,23 @@ def test_a_tokenizer_json_with_the_sentinels_gives_the_ids_and_the_mask_of_an_sf
     template = {"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}
     (made / "tokenizer_config.json").write_text(json.dumps(config | template | {"tokenizer_class": TRANSFORMERS}))
     assert open_tokenizer(str(made)).mask_by != "sentinels"  # a template of its own counts
+
+
+@pytest.mark.parametrize("name", ["GPT2Tokenizer", "Qwen2Tokenizer", "LlamaTokenizer", "PreTrainedTokenizerFast"])
+def test_a_folder_without_a_model_gives_the_ids_of_its_tokenizer_json(tmp_path, name):
+    folder = kinds.write_tokenizer(tmp_path)
+    made = json.loads((folder / "tokenizer.json").read_text())
+    digits = {"type": "Digits", "individual_digits": True}
+    each = {"type": "Split", "pattern": {"Regex": r"\s?\S"}, "behavior": "Isolated", "invert": False}
+    made["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, each, made["pre_tokenizer"]]}
+    (folder / "tokenizer.json").write_text(json.dumps(made))
+    config = json.loads((folder / "tokenizer_config.json").read_text()) | {"tokenizer_class": name}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    expected = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    text = "<|im_start|>user\nName the 12 otters of 1987, don't stop.<|im_end|>\n"
+    opened = open_tokenizer(str(folder))
+    (ids,) = opened.plain_ids([Chat("a", [{"role": "user", "content": text[17:-11]}])], prompt=False)
+    assert ids == expected.encode(text, add_special_tokens=False).ids
 
 
 def test_facts_tell_what_was_read_and_have_no_path(settings):

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from niels_gpt.eagle3.produce.supervision import draft_distribution
+from niels_gpt.eagle3.forward import draft_distribution
 from niels_gpt.eagle3.target import Eagle3TargetBatch, HFEagle3TargetModel
 
 ROWS, WIDTH, VOCAB, HIDDEN = 4, 64, 1000, 4

@@ -33,7 +33,7 @@ from support.peer_caches import (
 )
 
 from niels_gpt.eagle3 import cache, vocab
-from niels_gpt.eagle3.produce.supervision import draft_distribution
+from niels_gpt.eagle3.forward import draft_distribution
 
 pytestmark = [
     pytest.mark.skipif(PEERS is None, reason=NO_PEERS),

@@ -1,5 +1,7 @@
 """What a rerun may continue: the same plan, or a folder whose receipts name it; all else is refused, unchanged."""
 
+import hashlib
+import json
 import os
 import shutil
 from contextlib import contextmanager
@@ -68,11 +70,36 @@ def test_all_fields_that_differ_are_named_in_order_and_six_of_their_values(cache
     assert error.found.endswith("): source.limit: None, now 9")
 
 
-def test_another_chat_template_is_named_with_where_it_is_from(cache):
+def test_another_chat_template_is_named_with_its_file(cache, tmp_path):
     given = small.plan(samples_of(), tokenizer={"template_sha256": "b" * 64})
     error = untouched(cache, "E703", given=given, resume=True)
-    template = "the chat template (tokenizer.template_sha256), of --chat-template or else of small"
-    assert error.found.endswith(f"{template}: None, now {'b' * 12}")
+    assert f"the chat template (tokenizer.template_sha256): None, now {'b' * 12} of --chat-template" in error.found
+    files = {"chat_template.jinja": "one", "tokenizer_config.json": json.dumps({"chat_template": "two"})}
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    of = [hashlib.sha256(text.encode()).hexdigest() for text in ("one", "two")]
+    named = {"target": {"name": str(tmp_path)}}
+    run(tmp_path / "d", given=small.plan(samples_of(), tokenizer={"template_sha256": of[0]}, **named))
+    other = small.plan(samples_of(), tokenizer={"template_sha256": of[1]}, **named)
+    with refused("E703", *(f"{sha256[:12]} of {tmp_path / name}" for sha256, name in zip(of, files, strict=True))):
+        run(tmp_path / "d", given=other, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "of"),
+    [
+        ("target", "weights_sha256", "the weights of small"),
+        ("target", "config_sha256", "config.json of small"),
+        ("tokenizer", "sha256", "the tokenizer of small"),
+        ("source", "fingerprint", "the input rows"),
+    ],
+)
+def test_a_sum_that_differs_is_named_with_its_file(cache, part, key, of):
+    error = untouched(cache, "E703", given=small.plan(samples_of(), **{part: {key: "b" * 64}}), resume=True)
+    assert f"{of} ({part}.{key}): " in error.found and "b" * 12 in error.found
+    many = small.plan(samples_of(), tokenizer={"document_start": {"id": 1, "token": "x" * 90}})
+    error = untouched(cache, "E703", given=many, resume=True)
+    assert error.found.endswith(" ...") and len(error.found) < 320
 
 
 def test_other_samples_are_refused(cache):

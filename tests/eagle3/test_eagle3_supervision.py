@@ -7,7 +7,7 @@ import torch
 from support.errors import refused
 from support.target_outputs import check_finite, in_parts_of, stored_fields
 
-from niels_gpt.eagle3.produce.supervision import draft_distribution
+from niels_gpt.eagle3.forward import draft_distribution
 from niels_gpt.eagle3.target import Eagle3TargetBatch
 
 VOCAB, HIDDEN, WIDTH = 40, 4, 9

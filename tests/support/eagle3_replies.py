@@ -4,9 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from niels_gpt.eagle3.replies import chats as answering
-from niels_gpt.eagle3.replies.generate import Prompt, Reply, Sampling, Speaker
-from niels_gpt.eagle3.replies.output import ReplyFile, opened
+from niels_gpt.eagle3.replies import Prompt, Reply, ReplyFile, Sampling, Speaker, opened, reply_to_all, started
 from niels_gpt.recipes.eagle3 import respond
 
 END = 3
@@ -28,7 +26,7 @@ def replies_of(speaker, prompts, **how):
 
 def begun(chat, turns):
     """A chat before its first reply."""
-    return answering.started(chat, turns)
+    return started(chat, turns)
 
 
 def answered(tokenizer, chat, *texts, turns="all", form="messages"):
@@ -44,8 +42,8 @@ def answered(tokenizer, chat, *texts, turns="all", form="messages"):
             Reply(*(each, None, "length") if at else (each, END, "stop")) for each, at in zip(ids, cut, strict=True)
         ]
 
-    found = answering.started(chat, turns)
-    answering.reply_to_all([found], tokenizer, generate, form)
+    found = started(chat, turns)
+    reply_to_all([found], tokenizer, generate, form)
     assert not left
     return found, prompts
 

@@ -189,8 +189,8 @@ def recorded_plan(cache):
 
 def estimated(folder, given, *, resume=False, **how):
     """What a run into a folder takes of the disk. how: as `estimate` has it."""
-    from niels_gpt.eagle3.produce.estimate import estimate
-    from niels_gpt.eagle3.produce.resume_checks import finished_shards
+    from niels_gpt.eagle3.disk import estimate
+    from niels_gpt.eagle3.resume import finished_shards
 
     made = planned(given)
     if resume:
@@ -200,28 +200,28 @@ def estimated(folder, given, *, resume=False, **how):
 
 def has_holes(folder):
     """Whether padding takes no room on the disk of a folder."""
-    from niels_gpt.eagle3.produce import estimate
+    from niels_gpt.eagle3 import disk
 
-    return estimate.has_holes(folder)
+    return disk.has_holes(folder)
 
 
 def join(out, parts):
     """Join parts that were made in folders of their own."""
-    from niels_gpt.eagle3.produce.join import join
+    from niels_gpt.eagle3.build import join
 
     return join(out, parts)
 
 
 def seal(folder):
     """Finish a cache whose parts were made in one folder."""
-    from niels_gpt.eagle3.parts.seal import seal
+    from niels_gpt.eagle3.build import seal
 
     return seal(folder)
 
 
 def part_lock(folder, part):
     """The lock that a run of a part holds."""
-    from niels_gpt.eagle3.parts.folder import part_lock
+    from niels_gpt.eagle3.parts import part_lock
 
     return part_lock(folder, part)
 
@@ -240,18 +240,18 @@ def patched(**by):
     forward: the target's pass over a batch; write, commit: of a shard; files: the bytes of the samples; lock: the
     folder's; room: the check of the disk; code: the check of the other parts' versions.
     """
+    from niels_gpt.eagle3 import build, forward
     from niels_gpt.eagle3.format.samples import Samples
     from niels_gpt.eagle3.format.shard_writer import ShardWriter
-    from niels_gpt.eagle3.produce import forward, producer
 
     places = {
         "forward": (forward.PlannedForward, "__call__"),
         "write": (ShardWriter, "write"),
         "commit": (ShardWriter, "commit"),
         "files": (Samples, "files"),
-        "lock": (producer, "file_lock"),
-        "room": (producer, "refuse_without_room"),
-        "code": (producer, "refuse_other_code"),
+        "lock": (build, "file_lock"),
+        "room": (build, "refuse_without_room"),
+        "code": (build, "refuse_other_code"),
     }
     with pytest.MonkeyPatch.context() as patch:
         for name, call in by.items():

@@ -2,7 +2,7 @@
 
 import torch
 
-from niels_gpt.eagle3.targets import loading
+from niels_gpt.eagle3 import models
 from support import chat_tokenizers as kinds
 
 CHAT = [{"role": "user", "content": "Name a river."}, {"role": "assistant", "content": "The otter swam."}]
@@ -44,4 +44,4 @@ def begin_texts_with(folder, single="<|begin|> $A"):
 
 def target_facts(name, *, revision=None):
     """Return what is recorded of a target, by its folder or its id on the hub: no weights are read."""
-    return loading.target_facts(name, revision=revision)
+    return models.target_facts(name, revision=revision)

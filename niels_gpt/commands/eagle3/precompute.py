@@ -23,8 +23,8 @@ from niels_gpt.recipes.eagle3.options import GROUPS, Options, TargetOptions, fla
 from niels_gpt.settings import Settings, usable_cores
 
 if TYPE_CHECKING:
-    from niels_gpt.eagle3.produce.estimate import Estimate
-    from niels_gpt.eagle3.produce.producer import Produced
+    from niels_gpt.eagle3.build import Produced
+    from niels_gpt.eagle3.disk import Estimate
     from niels_gpt.recipes.eagle3.prepare import Prepared
 
 AnyOptions = TypeVar("AnyOptions", bound=TargetOptions)
@@ -60,9 +60,8 @@ def _whole_path(value: str) -> str:
 
 
 def _run(options: Options, settings: Settings, command: list[str], *, dry_run: bool) -> Result:
-    from niels_gpt.eagle3.parts.seal import progress_text
-    from niels_gpt.eagle3.produce.estimate import estimate, refuse_without_room
-    from niels_gpt.eagle3.produce.resume_checks import finished_shards
+    from niels_gpt.eagle3.disk import estimate, refuse_without_room
+    from niels_gpt.eagle3.resume import finished_shards, progress_text
     from niels_gpt.recipes.eagle3.prepare import carry_out, prepare, warn_of_missing_start
     from niels_gpt.recipes.eagle3.request import resolve
 
@@ -97,8 +96,8 @@ def _run(options: Options, settings: Settings, command: list[str], *, dry_run: b
 
 def _partition_made(prepared: Prepared, options: Options, made: dict[str, Any]) -> Result:
     """Print what a run of a partition made, and what to do next."""
-    from niels_gpt.eagle3.parts.folder import part_text
-    from niels_gpt.eagle3.parts.seal import finished_of, progress_text
+    from niels_gpt.eagle3.parts import part_text
+    from niels_gpt.eagle3.resume import finished_of, progress_text
 
     part = options.part_numbers
     assert options.output_dir is not None and part is not None
@@ -132,7 +131,7 @@ def _hint_at_threads(workers: int, run: dict[str, Any]) -> None:
 
 
 def _print_estimate(sizes: Estimate, prepared: Prepared, folder: Path) -> None:
-    from niels_gpt.eagle3.parts.folder import part_text
+    from niels_gpt.eagle3.parts import part_text
 
     manifest = prepared.plan.manifest
     say(
@@ -177,7 +176,7 @@ def _by_token(parts: dict[str, float]) -> str:
 
 
 def _print_made(produced: Produced, folder: Path) -> None:
-    from niels_gpt.eagle3.produce.positions import Counts
+    from niels_gpt.eagle3.totals import Counts
 
     meta, totals = produced.meta, produced.meta["totals"]
     on_disk = sum(path.lstat().st_blocks * 512 for path in folder.rglob("*"))

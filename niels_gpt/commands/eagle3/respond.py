@@ -62,12 +62,9 @@ def _say_counts(what: str, counts: Mapping[str, int]) -> None:
 
 def _say_advice(counts: Mapping[str, int]) -> None:
     from niels_gpt.chat.protocol import NOT_STABLE
-    from niels_gpt.eagle3.replies.chats import SOURCE_TURNS
 
     if counts.get(NOT_STABLE):
         say("the chat template writes earlier replies otherwise when a reply follows: --form ids has a row for each")
-    if counts.get(SOURCE_TURNS):
-        say(f"precompute puts loss on {SOURCE_TURNS} too: with --form ids on the target's replies alone")
 
 
 respond = Command(

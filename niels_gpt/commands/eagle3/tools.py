@@ -61,7 +61,7 @@ niels-gpt eagle3 verify CACHE --target MODEL -k 8    and run 8 samples through t
 def verify(cache: Path, follow_links: bool, target: str | None, **how: Any) -> Result:
     """Check a cache."""
     from niels_gpt.eagle3.inspect.verify import verify
-    from niels_gpt.eagle3.parts.seal import refuse_unsealed
+    from niels_gpt.eagle3.resume import refuse_unsealed
 
     refuse_unsealed(cache)
     recomputed = Verdict([], "not made: name the target with --target")
@@ -138,7 +138,7 @@ def inspect(
 def stats(cache: Path, follow_links: bool, plot: Path | None, seed: int) -> Result:
     """Print the figures of a cache."""
     from niels_gpt.eagle3.inspect.stats import stats
-    from niels_gpt.eagle3.parts.seal import refuse_unsealed
+    from niels_gpt.eagle3.resume import refuse_unsealed
 
     refuse_unsealed(cache)
     if plot is not None:
@@ -367,7 +367,7 @@ def seal(cache: Path) -> Result:
 @argument("part", type=click.Path(path_type=Path), nargs=-1, required=True, help="folders of precompute --partition")
 def join(out: Path, part: tuple[Path, ...]) -> Result:
     """Join parts."""
-    from niels_gpt.eagle3.produce.join import join
+    from niels_gpt.eagle3.build import join
 
     joined = join(out, part)
     totals = joined.meta["totals"]

@@ -58,7 +58,7 @@ from niels_gpt.eagle3.format.shards import DenseShards, NativeShards
 from niels_gpt.eagle3.format.weights import EMBEDDINGS_RECEIPT, WEIGHTS_RECEIPT, read_target_embeddings, read_weights
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.eagle3.native import NativeEagle3Dataset
-from niels_gpt.eagle3.produce.positions import Counts
+from niels_gpt.eagle3.totals import Counts
 from niels_gpt.kinds.kind import Cache, kind_named
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME

@@ -26,6 +26,7 @@ from niels_gpt.display.numbers import many
 from niels_gpt.eagle3.cache import reconstruct_target_probs
 from niels_gpt.eagle3.format.layout import INT_FIELDS
 from niels_gpt.eagle3.format.plan import CONVERTED_FROM, Batch, Plan, differing_fields, open_plan
+from niels_gpt.eagle3.forward import NativeForward, NonFiniteError, PlannedForward, cache_fields
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.eagle3.inspect.opened import (
     AUX,
@@ -41,11 +42,8 @@ from niels_gpt.eagle3.inspect.opened import (
     weight_row,
 )
 from niels_gpt.eagle3.inspect.verify import Report
-from niels_gpt.eagle3.produce.forward import PlannedForward
-from niels_gpt.eagle3.produce.native_forward import NativeForward
-from niels_gpt.eagle3.produce.supervision import NonFiniteError, cache_fields
-from niels_gpt.eagle3.produce.workers import Load, torch_threads
 from niels_gpt.eagle3.target import PART_VALUES, HFEagle3TargetModel, capture
+from niels_gpt.eagle3.workers import Load, torch_threads
 from niels_gpt.progress import Progress
 from niels_gpt.storage.checks import Verdict
 from niels_gpt.storage.errors import CacheError

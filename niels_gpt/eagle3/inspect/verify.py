@@ -48,7 +48,7 @@ from niels_gpt.eagle3.inspect.opened import (
     open_cache,
     weight_row,
 )
-from niels_gpt.eagle3.produce.positions import FEW
+from niels_gpt.eagle3.totals import FEW
 from niels_gpt.progress import Progress
 from niels_gpt.storage.checks import MOST_PROBLEMS, Figures, Place, PlacedProblem, Verdict, first_problems, place_of
 from niels_gpt.storage.errors import CacheError

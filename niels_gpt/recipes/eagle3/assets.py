@@ -27,7 +27,7 @@ from niels_gpt.cache.meta import read_meta
 from niels_gpt.display.numbers import many
 from niels_gpt.documents import Partition
 from niels_gpt.eagle3.draft_kind import DRAFT_VOCAB
-from niels_gpt.eagle3.parts.units import SHARDS, FolderPlan
+from niels_gpt.eagle3.units import SHARDS, FolderPlan
 from niels_gpt.engine.units import (
     SHARDS_RULE,
     Plan,
@@ -308,7 +308,7 @@ class TargetUnits(CacheUnits):
 
     def _fixed(self, there: Plan | None, fixes: bool) -> tuple[Plan, Prepared]:
         """Return the plan, which is fixed if none is `there`, and what it was made of. `build_lock` is held."""
-        from niels_gpt.eagle3.produce.producer import write_sidecar
+        from niels_gpt.eagle3.build import write_sidecar
 
         in_partitions = self.settings.partitions > 1
         if there is None and not fixes:
@@ -421,7 +421,7 @@ class TargetUnits(CacheUnits):
 
     def seal(self, *, deep: bool = True, wait: bool = False, progress: Progress | None = None) -> Outcome:
         """Check all shards, and commit. Raises: CacheError E712 naming the unfinished shards; E503; NoPlan."""
-        from niels_gpt.eagle3.parts.seal import seal
+        from niels_gpt.eagle3.build import seal
 
         meta = self.current_meta() if self.plan is None else None
         while self.plan is not None and (meta := self._sealed(self.plan)) is None:
@@ -448,7 +448,7 @@ class TargetUnits(CacheUnits):
         from niels_gpt.eagle3.format.layout import shard_path
         from niels_gpt.eagle3.format.plan import shards_of_part
         from niels_gpt.eagle3.format.shard_writer import receipt_path
-        from niels_gpt.eagle3.parts.folder import refuse_running
+        from niels_gpt.eagle3.parts import refuse_running
 
         if self.plan is None:
             return False
@@ -571,7 +571,7 @@ def _is_current(settings: Settings, key: str, tokenizer: FullTokenizer | None) -
 
 def _is_known_without_hub(settings: Settings) -> bool:
     """Whether revisions of the target and of the chats are recorded, where these are on the hub."""
-    from niels_gpt.eagle3.produce.resume_checks import recorded_plan
+    from niels_gpt.eagle3.resume import recorded_plan
     from niels_gpt.hub.models import is_local
     from niels_gpt.recipes.resolve import resolve_whole
 

@@ -19,7 +19,7 @@ from niels_gpt.settings import Settings
 from niels_gpt.storage.codes import CodedWarning
 
 if TYPE_CHECKING:
-    from niels_gpt.eagle3.replies.generate import Sampling
+    from niels_gpt.eagle3.replies import Sampling
 
 KEYS = ("eagle3/draft_vocab", "eagle3/targets")
 """The caches, in the order in which they are built."""
@@ -328,7 +328,7 @@ class RespondOptions(TargetOptions):
     @property
     def sampling(self) -> Sampling:
         """How tokens are chosen. Raises: ValueError."""
-        from niels_gpt.eagle3.replies.generate import Sampling
+        from niels_gpt.eagle3.replies import Sampling
 
         return Sampling(self.max_new_tokens, self.temperature, self.top_p, self.seed)
 

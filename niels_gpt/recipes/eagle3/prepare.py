@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     import torch
 
     from niels_gpt.chat.rows import Row
+    from niels_gpt.eagle3.build import Produced
     from niels_gpt.eagle3.format.plan import Plan
     from niels_gpt.eagle3.format.samples import Samples
     from niels_gpt.eagle3.inspect.recompute import Target
-    from niels_gpt.eagle3.produce.producer import Produced
     from niels_gpt.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -145,15 +145,15 @@ def carry_out(
     claimed: Callable[[], AbstractContextManager[object]] = nullcontext,
     progress: Progress | None = None,
 ) -> Produced:
-    """Make the cache in a folder, or what is missing of it. Arguments, Raises: as `produce`.
+    """Make the cache in a folder, or what is missing of it. Arguments and errors: of `TargetRun`.
 
     Of an unfinished version of an asset, which is `named`, the caller has checked the file system.
     """
-    from niels_gpt.eagle3.produce.producer import produce
+    from niels_gpt.eagle3.build import TargetRun
     from niels_gpt.recipes.shared import check_shared_folder, code_identity
     from niels_gpt.storage.locks import apply_lock_setting
 
-    options, run, code = prepared.resolved.options, prepared.resolved.run, None
+    options, run, code = prepared.resolved.options, prepared.resolved.run, dict[str, Any]()
     if options.lock != "auto":
         apply_lock_setting(Path(folder), options.lock)
     if options.partition is not None:
@@ -167,8 +167,8 @@ def carry_out(
         compute_dtype=run["compute_dtype"],
         attention=options.attention,
     )
-    produced = produce(
-        folder,
+    run_of_target = TargetRun(
+        Path(folder),
         prepared.plan,
         prepared.samples,
         load,
@@ -181,6 +181,7 @@ def carry_out(
         claimed=claimed,
         progress=progress,
     )
+    produced = run_of_target.make()
     warn_of_missing_start(prepared, named or Path(folder), "--document-start" if named is None else _START_FLAG)
     return produced
 
@@ -201,7 +202,7 @@ def warn_of_missing_start(prepared: Prepared, cache: Path, flag: str = "--docume
 
 
 def open_target(device: torch.device, *, name: str, revision: str | None, compute_dtype: str, attention: str) -> Any:
-    """Load a target on a device, as `produce` calls it in each of its processes. Raises: as `load_target`."""
+    """Load a target on a device, as `TargetRun` calls it in each of its processes. Raises: as `load_target`."""
     from niels_gpt.eagle3.format.layout import DTYPES
     from niels_gpt.eagle3.target import load_target
 
@@ -223,7 +224,7 @@ def target_of(
 
     from niels_gpt.eagle3.format.plan import read_record
     from niels_gpt.eagle3.inspect.recompute import Target
-    from niels_gpt.eagle3.targets.loading import target_facts
+    from niels_gpt.eagle3.models import target_facts
 
     record = read_record(cache, follow_links=follow_links)
     planned, made_from = ({}, {}) if record is None else (record["run"], record["target"])

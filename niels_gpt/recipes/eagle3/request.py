@@ -42,7 +42,7 @@ from niels_gpt.storage.fileio import canonical_json
 
 if TYPE_CHECKING:
     from niels_gpt.chat.tokenizers import ChatTokenizer
-    from niels_gpt.eagle3.targets.loading import TargetFacts
+    from niels_gpt.eagle3.models import TargetFacts
 
 VOCAB_KEY, KEY = KEYS
 SMALL_TARGET = "small_target"
@@ -155,7 +155,7 @@ def small_target_folder(settings: Settings, tokenizer_sha256: str) -> Path:
 
 def folder_with_plan(path: Path) -> Path | None:
     """Return the committed cache, else the unfinished version that was written last, of those that have a plan."""
-    from niels_gpt.eagle3.produce.resume_checks import recorded_plan
+    from niels_gpt.eagle3.resume import recorded_plan
 
     return next((folder for folder in (path, *unfinished_versions(path)) if recorded_plan(folder)), None)
 
@@ -356,8 +356,8 @@ def resolve(
         CacheError where output_dir cannot be used, holds a cache and `resume` is not set, or holds another plan.
     """
     from niels_gpt.chat.tokenizers import open_tokenizer
-    from niels_gpt.eagle3.produce.estimate import refuse_unusable
-    from niels_gpt.eagle3.produce.resume_checks import recorded_plan, refuse_existing
+    from niels_gpt.eagle3.disk import refuse_unusable
+    from niels_gpt.eagle3.resume import recorded_plan, refuse_existing
     from niels_gpt.eagle3.target import checked_aux_layer_ids, parse_aux_layers, target_facts
     from niels_gpt.recipes.eagle3.input import ROWS, input_facts
 
@@ -414,7 +414,7 @@ def _revision(options: Options, recorded: dict[str, Any]) -> str | None:
 
 def _resumed(resolved: Resolved, recorded: dict[str, Any]) -> Resolved:
     """Return a resumed run, with the plan's names of equal files. Raises: CacheError if the plan is another one."""
-    from niels_gpt.eagle3.produce.resume_checks import refuse_other_plan
+    from niels_gpt.eagle3.resume import refuse_other_plan
 
     options, target, source = resolved.options, recorded.get("target", {}), recorded.get("source", {})
     assert options.output_dir is not None
@@ -431,7 +431,7 @@ def _resumed(resolved: Resolved, recorded: dict[str, Any]) -> Resolved:
 
 def _refuse_other_draft(resolved: Resolved) -> None:
     """Raise CacheError where --resume would give a native cache another draft vocabulary that nobody has asked for."""
-    from niels_gpt.eagle3.produce.resume_checks import refuse_other_draft
+    from niels_gpt.eagle3.resume import refuse_other_draft
 
     options = resolved.options
     if options.may_continue and options.output_dir is not None and options.form == "native":

@@ -21,9 +21,8 @@ from niels_gpt.storage.errors import InputError, TargetError
 if TYPE_CHECKING:
     from niels_gpt.chat.template_process import Chat
     from niels_gpt.chat.tokenizers import ChatTokenizer
-    from niels_gpt.eagle3.replies.chats import Answered
-    from niels_gpt.eagle3.replies.generate import Prompt, Reply, Sampling, Speaker
-    from niels_gpt.eagle3.targets.loading import TargetFacts
+    from niels_gpt.eagle3.models import TargetFacts
+    from niels_gpt.eagle3.replies import Answered, Prompt, Reply, Sampling, Speaker
     from niels_gpt.progress import Progress
 
 _Item = TypeVar("_Item")
@@ -79,8 +78,8 @@ def resolve(options: RespondOptions, settings: Settings) -> Responder:
     Raises: as prepare.resolve.
     """
     from niels_gpt.chat.tokenizers import open_tokenizer
-    from niels_gpt.eagle3.replies.output import recorded
-    from niels_gpt.eagle3.targets.loading import target_facts
+    from niels_gpt.eagle3.models import target_facts
+    from niels_gpt.eagle3.replies import recorded
     from niels_gpt.recipes.eagle3.input import input_facts
     from niels_gpt.recipes.eagle3.request import run_facts
 
@@ -111,8 +110,8 @@ def respond(responder: Responder, *, progress: Progress | None = None) -> dict[s
     progress: called with the tokens of replies, the chats that are done, and None.
     Raises: CacheError as output.opened; as load_target and input_chats; ValueError where not one chat has a reply.
     """
-    from niels_gpt.eagle3.produce.workers import torch_threads
-    from niels_gpt.eagle3.replies.output import ReplyFile, opened
+    from niels_gpt.eagle3.replies import ReplyFile, opened
+    from niels_gpt.eagle3.workers import torch_threads
 
     options = responder.options
     with opened(options.output, responder.record) as file:
@@ -163,7 +162,7 @@ def _chats(responder: Responder, dropped: Counter[str]) -> Iterator[tuple[Chat, 
 
 def _first_prompts(responder: Responder, chats: Sequence[tuple[Chat, int]]) -> tuple[list[Answered], list[int]]:
     """Return the chats without replies, and the tokens of their first prompts; 0 for one that has ended."""
-    from niels_gpt.eagle3.replies.chats import next_prompts, started
+    from niels_gpt.eagle3.replies import next_prompts, started
 
     answered = [started(chat, responder.options.turns, before) for chat, before in chats]
     asked = next_prompts(answered, responder.tokenizer, responder.options.form)
@@ -186,7 +185,7 @@ def _batches(responder: Responder, dropped: Counter[str], done: set[int]) -> Ite
 
 
 def _answer(responder: Responder, speaker: Speaker, chats: list[Answered]) -> None:
-    from niels_gpt.eagle3.replies.chats import reply_to_all
+    from niels_gpt.eagle3.replies import reply_to_all
 
     def generate(prompts: Sequence[Prompt]) -> list[Reply]:
         return speaker.replies(prompts, responder.sampling)
@@ -203,7 +202,7 @@ def _rows(answered: Answered, form: str) -> list[dict[str, Any]]:
 def _load(responder: Responder) -> Speaker:
     import torch
 
-    from niels_gpt.eagle3.replies.generate import Speaker
+    from niels_gpt.eagle3.replies import Speaker
     from niels_gpt.recipes.eagle3.prepare import open_target
 
     options, run = responder.options, responder.run

@@ -68,11 +68,11 @@ def not_joined(out, parts, code, *found):
 
 def test_what_is_missing_or_does_not_fit_is_refused(tmp_path, parts):
     out, (first, second) = tmp_path / "c", parts
-    assert "--partitions N --partition I" in not_joined(out, [first], "E702", "1 of 3 shards", ": 1").remedy
+    assert "--partitions N --partition I" in not_joined(out, [first], "E702", "2 of 3 shards", "missing: 1").remedy
     receipt = second / "sidecar" / "shard-000001.json"
     held = receipt.read_bytes()
     receipt.unlink()
-    not_joined(out, parts, "E702", "1 of 3 shards", ": 1")
+    not_joined(out, parts, "E702", "2 of 3 shards", "missing: 1")
     receipt.write_bytes(held)
     double = shutil.copytree(second, tmp_path / "double")
     flip_bit(double / "shard-000001.safetensors", -1)

@@ -7,6 +7,7 @@ is checked before the input is tokenized as far as that is possible (`refuse_oth
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import re
@@ -16,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from niels_gpt.display.numbers import many
 from niels_gpt.eagle3.format.layout import (
     SIDECAR,
     PathLike,
@@ -26,15 +28,25 @@ from niels_gpt.eagle3.format.layout import (
     shard_path,
 )
 from niels_gpt.eagle3.format.manifest import existing_shard_indices, is_native, manifest_path, read_manifest
-from niels_gpt.eagle3.format.plan import CONVERTED, FREE, PLAN_NAME, Plan, differing_fields, open_plan, read_record
+from niels_gpt.eagle3.format.plan import (
+    CONVERTED,
+    FREE,
+    PLAN_NAME,
+    Plan,
+    differing_fields,
+    open_plan,
+    read_record,
+    shards_of_part,
+)
 from niels_gpt.eagle3.format.shard_writer import read_receipt, receipt_path
-from niels_gpt.eagle3.parts.folder import part_text
+from niels_gpt.eagle3.parts import has_parts, known_parts, part_text
 from niels_gpt.engine.units import Unit
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, canonical_json
 from niels_gpt.storage.leftovers import PROBE
 from niels_gpt.storage.locks.folder import LEASES_DIR, MARKER
-from niels_gpt.storage.meta_json import meta_bytes, parse_object, shortened
+from niels_gpt.storage.meta_json import meta_bytes, parse_object, read_regular, shortened
+from niels_gpt.tokenizers.files import CONFIG_NAME, TEMPLATE_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +61,18 @@ _ORIGINAL = "Run it with the original settings"
 _RESUMED = "--resume was requested, but "
 _MISMATCH = f"{_RESUMED}the recorded plan does not match the current run configuration"
 _MOST_VALUES = 6
+_MOST_NAMED = 12  # partitions
 _TEMPLATE = "tokenizer.template_sha256"
+_ELSEWHERE = " of --chat-template, or of another target"
+_FILES = {
+    _TEMPLATE: "the chat template ({field})",
+    "tokenizer.sha256": "the tokenizer of {target} ({field})",
+    "target.config_sha256": "config.json of {target} ({field})",
+    "target.weights_sha256": "the weights of {target} ({field})",
+    "source.fingerprint": "the input {source} ({field})",
+    "manifest.selected_token_ids_sha256": "the draft vocabulary, of --draft-vocab-from or counted ({field})",
+}
+"""What fields that are sums are of."""
 _FOLLOWS = ("dropped.", "altered.", "samples.", "batches.sha256", "manifest.selected_token_ids", "manifest.num_samples")
 """Fields that follow from the settings and the files."""
 
@@ -293,10 +316,29 @@ def _values(name: str, record: dict[str, Any], manifest: dict[str, Any], plan: P
     ours = next((value for value in now if value is not None), None)
     recorded = [_value(name, record), _value(name, {"manifest": manifest})]
     theirs = next((value for value in recorded if value is not None and value != ours), None)
+    before, after = (_shown(name, each) for each in (theirs, ours))
+    target, source = (_value(each, plan.record) for each in ("target.name", "source.input_data"))
     if name == _TEMPLATE:
-        name = f"the chat template ({name}), of --chat-template or else of {_value('target.name', plan.record)}"
-    before, after = (str(each)[:12] if "sha256" in name and each else shortened(each) for each in (theirs, ours))
+        before, after = before + _template_file(target, theirs), after + (_template_file(target, ours) or _ELSEWHERE)
+    name = _FILES.get(name, "{field}").format(field=name, target=target, source=source)
     return f"{name}: {before}, now {after}"
+
+
+def _shown(name: str, value: Any) -> str:
+    """Return a value of a plan for a message: twelve digits of a sha256, and no more than 80 characters."""
+    text = str(value)[:12] if "sha256" in name and value else shortened(value)
+    return text if len(text) < 80 else f"{text[:76]} ..."
+
+
+def _template_file(target: Any, sha256: Any) -> str:
+    """Return the file of a target's folder that has the chat template of this sha256, as ` of FILE`; "" for none."""
+    for name in (TEMPLATE_NAME, CONFIG_NAME):
+        with contextlib.suppress(OSError, ValueError):
+            raw = read_regular(path := Path(str(target), name))
+            text = raw.decode() if name == TEMPLATE_NAME else parse_object(raw).get("chat_template")
+            if isinstance(text, str) and hashlib.sha256(text.encode()).hexdigest() == sha256:
+                return f" of {path}"
+    return ""
 
 
 def _value(name: str, record: Any) -> Any:
@@ -428,3 +470,40 @@ def leftovers(cache_dir: PathLike, shards: Collection[int] | None = None) -> lis
     found = ((path, _LEFTOVER.fullmatch(path.name)) for folder in folders for path in folder.iterdir())
     paths = (path for path, match in found if match and (shards is None or (match[2] and int(match[2]) in shards)))
     return sorted(path for path in paths if path.is_file() and not path.is_symlink())
+
+
+# --- a folder that is not sealed --------------------------------------------------------------------------------------
+
+
+def finished_of(folder: Path, plan: Plan) -> set[int]:
+    """Return the shards of a plan that are there with their receipts, by their sizes."""
+    return {shard for shard in range(plan.num_shards) if is_finished(folder, plan, shard)}
+
+
+def progress_text(folder: Path, plan: Plan, done: Collection[int]) -> str:
+    """Return how many shards are there, of all and of each part that was started and is not complete; "" of no part."""
+    found, shown = {*done}, []
+    parts = known_parts(folder)
+    if not parts:
+        return ""
+    for part in parts:
+        shards = shards_of_part(plan.num_shards, part)
+        if missing := len({*shards} - found):
+            shown.append(f"{part_text(part)}, {len(shards) - missing:,} of {many(len(shards), 'shard')}")
+    more = f" and {len(shown) - _MOST_NAMED:,} more partitions" if len(shown) > _MOST_NAMED else ""
+    each = f"; unfinished: {'; '.join(shown[:_MOST_NAMED])}{more}" if shown else ""
+    return f"{len(found):,} of {plan.num_shards:,} shards are there, {many(len(parts), 'partition')} started{each}"
+
+
+def refuse_unsealed(path: Path) -> None:
+    """Raise CacheError where parts were made in a folder that is not sealed; it names them, and the command to seal."""
+    folder = path.resolve()
+    if not has_parts(folder):
+        return
+    try:
+        plan = open_plan(folder)
+        state = progress_text(folder, plan, finished_of(folder, plan))
+    except (FileNotFoundError, CacheError) as error:
+        state = f"its plan cannot be read: {error}"
+    remedy = f"Once all partitions are made: niels-gpt seal {path}"
+    raise CacheError(path, f"is not sealed: {state}", remedy=remedy, code="E712")

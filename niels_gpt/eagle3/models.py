@@ -1,4 +1,4 @@
-"""Target models by folder or hub id: what their config states, and loading their weights.
+"""Target models: one by folder or hub id, with what its config states; and the small one of the sample.
 
 Decides which models are refused. Only a hub id reaches the network; code of a model's repository is never run.
 """
@@ -6,22 +6,31 @@ Decides which models are refused. Only a hub id reaches the network; code of a m
 from __future__ import annotations
 
 import hashlib
+import math
+import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from safetensors.torch import save
+from torch import Tensor, nn
 
 from niels_gpt.eagle3.format.layout import WITHOUT_HOLES, refuse_sparse
 from niels_gpt.eagle3.format.torch_files import refuse_odd_archive
 from niels_gpt.hub.models import CONFIG, hub_file, hub_weights, is_local, refuse_large, shards_of
+from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import NotFound, TargetError, errors_as
-from niels_gpt.storage.fileio import open_for_reading, sha256_file
+from niels_gpt.storage.fileio import canonical_json, open_for_reading, sha256_file
+from niels_gpt.tokenizers.files import MODEL_NAME, TOKENIZER_JSON
+
+if TYPE_CHECKING:
+    from niels_gpt.tokenizers.protocol import FullTokenizer
 
 _MAX_LAYERS = 1000
 _WEIGHTS, _INDEX, _ADAPTER = ".safetensors", "model.safetensors.index.json", "adapter_config.json"
@@ -248,3 +257,88 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
+
+
+# --- the target of the sample -----------------------------------------------------------------------------------------
+
+
+def write_small_target(folder: str | os.PathLike[str], tokenizer: FullTokenizer, *, seed: int = 0) -> Path:
+    """Write an untrained Llama of 8 layers, with a tokenizer that has the sentinels beside it; return the folder.
+
+    It is the target of the sample, so that a first run downloads nothing.
+    Hidden size 64, vocabulary of the tokenizer. Equal arguments give equal bytes on any machine; torch's global
+    generators are not used. The folder is complete or absent; an existing one is not written again.
+    Raises: FileExistsError where the folder holds something else.
+    """
+    final = Path(folder).absolute()
+    config = _small_config(tokenizer)
+    generator = torch.Generator().manual_seed(seed)
+    weights = {name: _drawn(shape, generator) for name, shape in _small_shapes(config).items()}
+    files = {
+        CONFIG: canonical_json(config),
+        "model.safetensors": save(weights, metadata={"format": "pt"}),
+        TOKENIZER_JSON if tokenizer.kind == "huggingface" else MODEL_NAME: Path(tokenizer.model_path).read_bytes(),
+    }
+    if not final.exists():
+        temporary = final.with_name(f".{final.name}.{secrets.token_hex(4)}.tmp")
+        try:
+            fileio.make_dir(temporary)
+            for name, content in files.items():
+                fileio.write_bytes(temporary / name, content)
+            fileio.rename(temporary, final)
+        except BaseException as error:
+            fileio.remove(temporary)
+            if not isinstance(error, OSError) or not final.exists():  # else another process was first
+                raise
+    if {path.name: path.read_bytes() for path in final.iterdir() if path.is_file()} != files:
+        raise FileExistsError(f"{final}: holds something else than this small target. Remove it, or name another")
+    return final
+
+
+def _small_config(tokenizer: FullTokenizer) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "float32",
+        "num_hidden_layers": 8,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": tokenizer.vocab_size,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.special_token_ids()["eot"],
+    }
+
+
+def _small_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    wide, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    keys = config["num_key_value_heads"] * config["head_dim"]
+    block: dict[str, tuple[int, ...]] = {
+        "input_layernorm": (wide,),
+        "post_attention_layernorm": (wide,),
+        "self_attn.q_proj": (wide, wide),
+        "self_attn.k_proj": (keys, wide),
+        "self_attn.v_proj": (keys, wide),
+        "self_attn.o_proj": (wide, wide),
+        "mlp.gate_proj": (inner, wide),
+        "mlp.up_proj": (inner, wide),
+        "mlp.down_proj": (wide, inner),
+    }
+    blocks = {
+        f"model.layers.{layer}.{name}.weight": shape
+        for layer in range(config["num_hidden_layers"])
+        for name, shape in block.items()
+    }
+    ends = {"model.embed_tokens": (vocab, wide), "model.norm": (wide,), "lm_head": (vocab, wide)}
+    return {**blocks, **{f"{name}.weight": shape for name, shape in ends.items()}}
+
+
+def _drawn(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Return ones for a norm; else numbers of mean 0 and variance 1 / inputs, computed without exp or log."""
+    if len(shape) == 1:
+        return torch.ones(shape, dtype=torch.float32)
+    return (torch.rand(shape, dtype=torch.float32, generator=generator) - 0.5) * math.sqrt(12 / shape[1])

@@ -29,7 +29,7 @@ from niels_gpt.eagle3.format.layout import (
 from niels_gpt.eagle3.format.manifest import NATIVE_VERSION, manifest_bytes
 from niels_gpt.eagle3.format.plan import Plan, shards_of_part
 from niels_gpt.eagle3.format.samples import Samples
-from niels_gpt.eagle3.produce.resume_checks import finished_meta, leftovers
+from niels_gpt.eagle3.resume import finished_meta, leftovers
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import canonical_json
 

@@ -39,7 +39,7 @@ class ShardUnits(Looks[FolderPlan]):
 
     def look(self, plan: FolderPlan, number: int) -> Unit:
         """Return a shard by its receipt and its size."""
-        from niels_gpt.eagle3.produce.resume_checks import look_at
+        from niels_gpt.eagle3.resume import look_at
 
         return look_at(plan.folder, plan.plan, number)
 
@@ -67,7 +67,7 @@ class ShardUnits(Looks[FolderPlan]):
         """Yield shards beyond the plan's, and files that no part has put into `.parts`."""
         from niels_gpt.eagle3.format.layout import shard_path
         from niels_gpt.eagle3.format.manifest import existing_shard_indices
-        from niels_gpt.eagle3.parts.folder import foreign_files
+        from niels_gpt.eagle3.parts import foreign_files
 
         for shard in sorted(existing_shard_indices(plan.folder)):
             if shard >= plan.total:

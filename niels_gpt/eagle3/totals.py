@@ -1,8 +1,14 @@
-"""meta.json of a finished cache: where each of its keys comes from, and whether a folder has a complete one."""
+"""What a cache counts, and the meta.json of a finished one, where each of its keys comes from.
+
+Counted is how much a draft can learn. A supervised slot is a position (`position_mask`) if the target's most probable
+token is in the draft's vocabulary. Without positions a draft's loss is 0 throughout, and training runs without an
+error: so a cache with none is refused, and one with few warned of.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +19,78 @@ from niels_gpt.eagle3.format.plan import Plan
 from niels_gpt.eagle3.format.shard_writer import read_receipt, receipt_path
 from niels_gpt.eagle3.format.shards import NativeShards
 from niels_gpt.eagle3.format.weights import has_weights
-from niels_gpt.eagle3.produce.positions import Counts
-from niels_gpt.eagle3.produce.resume_checks import finished_meta
+from niels_gpt.eagle3.resume import finished_meta
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import read_regular, shortened
+
+FEW = 0.05
+"""Share of the supervised slots: fewer positions give a warning."""
+ENOUGH = 10_000
+"""Supervised slots: a run stops after so many without a position."""
+REMEDY = (
+    "Use a draft vocabulary of these samples and this target, in place of --draft-vocab-from, or a larger one "
+    "(--draft-vocab-size, the setting eagle3_draft_vocab_size), and a fresh folder for a cache of it"
+)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Slots of a cache, or of a part of it."""
+
+    tokens: int
+    """Without padding."""
+    supervised: int
+    """Slots that carry loss."""
+    positions: int
+    """Supervised slots where the target's most probable token is in the draft's vocabulary."""
+
+    @classmethod
+    def of_meta(cls, meta: dict[str, Any]) -> Counts:
+        """Return the counts in the meta.json of a finished cache."""
+        totals = meta["totals"]
+        return cls(totals["tokens"], totals["supervised_tokens"], totals["positions"])
+
+    @property
+    def supervised_share(self) -> float:
+        """Supervised slots as a share of the tokens."""
+        return self.supervised / max(1, self.tokens)
+
+    @property
+    def position_share(self) -> float:
+        """Positions as a share of the supervised slots."""
+        return self.positions / max(1, self.supervised)
+
+    @property
+    def problem(self) -> str | None:
+        """Why a draft cannot learn from the cache; None if it can."""
+        if self.positions:
+            return None
+        if not self.supervised:
+            return f"none of the {self.tokens:,} tokens has loss, expected some"
+        return (
+            f"0 positions: of {self.supervised:,} slots with loss there is none where the target's most probable token "
+            f"is in the draft's vocabulary, so a draft's loss would be 0 throughout. {REMEDY}"
+        )
+
+    @property
+    def warning(self) -> str | None:
+        """Warning of a cache with few positions; None where there are enough, or none at all."""
+        if not 0 < self.positions < FEW * self.supervised:
+            return None
+        return (
+            f"few positions: the target's most probable token is in the draft's vocabulary in {self.positions:,} of "
+            f"{self.supervised:,} slots with loss ({self.position_share:.1%}), expected {FEW:.0%} or more. {REMEDY}"
+        )
+
+    def __str__(self) -> str:
+        """Return both shares in words."""
+        return (
+            f"{self.supervised_share:.1%} of the tokens supervised, {self.position_share:.1%} of these with the "
+            "target's most probable token in the draft vocabulary"
+        )
+
+
+# --- meta.json --------------------------------------------------------------------------------------------------------
 
 
 def complete_meta(folder: Path, plan: Plan) -> dict[str, Any] | None:
@@ -50,7 +124,7 @@ def finish(
 
     named: what errors call the folder, where it gets another name later. check: as `write_meta`.
     before: the meta.json that was there: shards that it describes, with their receipts, are not read.
-    Raises: CacheError where a receipt is missing, and where no slot is a position: the cache then stays unfinished.
+    Raises: CacheError where a receipt lacks a count, and where no slot is a position: the cache then stays unfinished.
     """
     keys = _described(folder, plan)
     if problem := Counts.of_meta(keys).problem:
@@ -61,10 +135,10 @@ def finish(
 def _described(folder: Path, plan: Plan) -> dict[str, Any]:
     """Return the keys of meta.json that come from the plan and the receipts, of a folder that has all its shards.
 
-    Raises: CacheError where a receipt is missing.
+    Raises: CacheError where a receipt lacks a count.
     """
     names = ("tokens", "supervised", *(("aux_rows", "target_rows") if plan.is_native else ("positions",)))
-    facts = [_receipt(folder, shard, names)["facts"] for shard in range(plan.num_shards)]
+    facts = [_facts(folder, shard, names) for shard in range(plan.num_shards)]
     totals = {name: sum(each[name] for each in facts) for name in names}
     if plan.is_native:
         totals["positions"] = NativeShards(folder, plan.manifest, max_open=1).positions(
@@ -95,15 +169,11 @@ def _described(folder: Path, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _receipt(folder: Path, shard: int, counted: Sequence[str]) -> dict[str, Any]:
-    """Return a receipt whose facts have these counts. Raises: CacheError."""
-    receipt = read_receipt(folder, shard)
-    if receipt is None:
-        raise CacheError(
-            receipt_path(folder, shard), "no such file", remedy="Run the same command with --resume", code="E702"
-        )
+def _facts(folder: Path, shard: int, counted: Sequence[str]) -> dict[str, Any]:
+    """Return the facts of a receipt, which have these counts. Raises: CacheError."""
+    facts: dict[str, Any] = (read_receipt(folder, shard) or {"facts": {}})["facts"]
     for name in counted:
-        if type(number := receipt["facts"].get(name)) is not int:
+        if type(number := facts.get(name)) is not int:
             path, remedy = receipt_path(folder, shard), "Remove it and produce the shard again: precompute --resume"
             raise CacheError(path, f"{name} is {shortened(number)}", "a count", remedy, code="E701")
-    return receipt
+    return facts

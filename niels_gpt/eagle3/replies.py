@@ -1,0 +1,575 @@
+"""The target's own replies to chats, for a draft that is trained on what its target writes.
+
+Three parts: prompts -> replies (`Speaker`), chats -> the same chats with the target's replies (`reply_to_all`), and the
+file of replies while it is made and when it is done (`opened`).
+
+**Replies** are made by transformers' generate, in batches padded on the left.
+A reply is greedy, or sampled. A sampled token is the first whose cumulative probability, in the order of the ids,
+exceeds a uniform number; the numbers of a reply depend on the seed and the prompt's name alone. So neither the other
+prompts of a batch nor their order choose a token. They may still change the rounding of the logits: padding and batch
+size select other kernels. Where two tokens are that close, replies of another batch size differ from there on. With a
+random Llama of four layers, whose logits are flat, none of 48 replies of 64 tokens differed in fp32 between batch sizes
+1, 4, 8 and 16; in bf16 a third to a half did, and most of the sampled ones.
+
+**A chat** gets its replies turn by turn: each is conditioned on the replies before it. A chat ends early at the first
+reply that the target did not finish, which is kept, or that no template could hold, which is not. What follows in the
+chat is left out and counted.
+
+**The file**:
+
+    replies.jsonl          the rows in the order of the chats; it appears when all are done
+    replies.jsonl.record   what decides the rows; once done, the counts and the file's sha256
+    replies.jsonl.part     while it is made: the sha256 of what decides the rows; then a line for each chat that is
+                           done, with its rows and counts, in any order
+
+The same command resumes: a torn last line is dropped, and only chats without a line run again. Other settings are
+refused. Neither suffix is one of a file of chats, so a folder of replies can be read as it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shlex
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from niels_gpt.chat.protocol import NOT_STABLE, SPECIAL_TEXT, ChatTokenizer, RefusedChat
+from niels_gpt.chat.template_process import Chat, Messages
+from niels_gpt.chat.turns import assistant_turns, calls_tools
+from niels_gpt.storage import fileio
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import OutputFile, canonical_json, sha256_file
+from niels_gpt.storage.locks import check_lease, file_lock
+from niels_gpt.storage.meta_json import open_regular, parse_object, read_regular
+
+STOP, LENGTH, CONTEXT = "stop", "length", "context"
+"""Why a reply ends: with a token that ends a turn, after max_new_tokens, or at the model's last position."""
+TURNS: Final = ("all", "last")
+"""Which of the assistant's turns are replaced: each of them, or the last alone, with the others as they are."""
+FORMS: Final = ("messages", "ids")
+"""A row for each chat, with its messages; or a row for each reply, with the ids of prompt and reply and a loss mask."""
+MESSAGES: Final = FORMS[0]
+NO_PROMPT, CALLS_TOOLS, OVER_CONTEXT, EMPTY_REPLY = "no_prompt", "calls_tools", "over_context", "empty_reply"
+"""Why a chat, or its rest, has no reply: nobody asks, the turn calls a tool, the prompt leaves no room, the reply has
+no words. Beside these: the reasons of the tokenizer's RefusedChat, SPECIAL_TEXT for a special token in it, and, of the
+form "messages", NOT_STABLE: behind a reply the template writes the earlier turns otherwise."""
+CUT: Final = {LENGTH: "cut_at_max_new_tokens", CONTEXT: "cut_at_context"}
+"""Counters of replies that are cut, by why."""
+_ANY_REPLY = {"role": "assistant", "content": "Yes."}
+_ASKING = frozenset({"user", "tool", "function", "ipython", "observation"})
+
+RECORD_VERSION = 1
+_RECORD, _PART, _LOCK = ".record", ".part", ".lock"
+_MAX_LINE = 1 << 28
+
+
+# --- prompts -> replies -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the tokens of a reply are chosen, and how many."""
+
+    max_new_tokens: int = 1024
+    """The token that ends the turn included."""
+    temperature: float = 0.0
+    """Divides the logits; 0: the most probable token."""
+    top_p: float = 1.0
+    """Sample from the fewest most probable tokens whose probabilities reach this sum."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError naming the field that is out of its limits."""
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {self.max_new_tokens}, expected 1 or more")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature is {self.temperature}, expected 0 (greedy) or more")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}, expected more than 0 and at most 1")
+        if self.temperature == 0 and self.top_p != 1:
+            raise ValueError(f"top_p is {self.top_p} and temperature is 0, which is greedy: leave one of them out")
+
+
+class Prompt(NamedTuple):
+    """What the target replies to."""
+
+    name: str
+    """With the seed, it decides the numbers that a reply is sampled by."""
+    ids: list[int]
+
+
+class Reply(NamedTuple):
+    """What the target replies."""
+
+    ids: list[int]
+    """Without the token that ends the turn."""
+    end: int | None
+    """The token that ends the turn; None: the reply is cut."""
+    finish: str
+    """STOP, LENGTH or CONTEXT."""
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """A target with what it needs to reply."""
+
+    model: nn.Module
+    stop_ids: tuple[int, ...]
+    """Tokens that end a turn."""
+    pad_id: int
+    vocab_size: int
+    """Of the tokenizer: rows of the model beyond it have no text, and are never chosen."""
+    max_positions: int | None = None
+    """Tokens of prompt and reply, at most; None: no limit."""
+
+    def replies(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Reply]:
+        """Return the reply to each prompt; one without room for a token is LENGTH 0 and CONTEXT.
+
+        Prompts with less room than max_new_tokens run alone, all others together.
+        Raises: ValueError for an empty prompt.
+        """
+        if any(not prompt.ids for prompt in prompts):
+            raise ValueError("a prompt without tokens, expected one or more")
+        rooms: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for number, prompt in enumerate(prompts):
+            room = sampling.max_new_tokens
+            if self.max_positions is not None:
+                room = max(0, min(room, self.max_positions - len(prompt.ids)))
+            rooms[room, 0 if room == sampling.max_new_tokens else number + 1].append(number)
+        found: dict[int, Reply] = {}
+        for (room, _), numbers in rooms.items():
+            ids = self._generate([prompts[number] for number in numbers], room, sampling)
+            cut = LENGTH if room == sampling.max_new_tokens else CONTEXT
+            found |= {number: self._reply(each, cut) for number, each in zip(numbers, ids, strict=True)}
+        return [found[number] for number in range(len(prompts))]
+
+    def _reply(self, ids: list[int], cut: str) -> Reply:
+        stop = next((at for at, token in enumerate(ids) if token in self.stop_ids), None)
+        return Reply(ids, None, cut) if stop is None else Reply(ids[:stop], ids[stop], STOP)
+
+    def _generate(self, prompts: list[Prompt], room: int, sampling: Sampling) -> list[list[int]]:
+        """Return up to `room` new tokens of each prompt; behind a token that ends a turn, anything."""
+        from transformers import GenerationConfig, LogitsProcessorList
+
+        if room == 0:
+            return [[] for _ in prompts]
+        width = max(len(prompt.ids) for prompt in prompts)
+        device = next(self.model.parameters()).device
+        ids = torch.full((len(prompts), width), self.pad_id)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, width - len(prompt.ids) :] = torch.tensor(prompt.ids)
+            mask[row, width - len(prompt.ids) :] = 1
+        config = GenerationConfig(  # type: ignore[no-untyped-call]
+            max_new_tokens=room, do_sample=False, eos_token_id=list(self.stop_ids) or None, pad_token_id=self.pad_id
+        )
+        chances = [random.Random(_chance(sampling.seed, prompt.name)) for prompt in prompts]
+        with _neutral(self.model), torch.inference_mode():
+            made: Tensor = self.model.generate(  # type: ignore[operator]
+                ids.to(device),
+                attention_mask=mask.to(device),
+                generation_config=config,
+                logits_processor=LogitsProcessorList([_Choice(sampling, self.vocab_size, chances)]),
+            )
+        new: list[list[int]] = made[:, width:].tolist()
+        return new
+
+
+class _Choice:
+    """A logits processor that leaves one token, so that the greedy search takes it."""
+
+    def __init__(self, sampling: Sampling, vocab_size: int, chances: list[random.Random]) -> None:
+        self._sampling, self._vocab_size, self._chances = sampling, vocab_size, chances
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores = scores.float()
+        scores[:, self._vocab_size :] = -torch.inf
+        if self._sampling.temperature == 0:
+            return scores
+        uniform = torch.tensor([chance.random() for chance in self._chances], dtype=torch.float64)
+        tokens = _sampled(scores / self._sampling.temperature, self._sampling.top_p, uniform.to(scores.device))
+        return torch.full_like(scores, -torch.inf).scatter_(1, tokens[:, None], 0.0)
+
+
+def _sampled(logits: Tensor, top_p: float, uniform: Tensor) -> Tensor:
+    """Return a token of each row [B]. logits: float32 [B, V]; uniform: float64 [B], each below 1."""
+    probs = torch.softmax(logits, -1, dtype=torch.float64)
+    if top_p < 1:
+        ordered, ids = torch.sort(probs, stable=True, dim=-1, descending=True)
+        dropped = ordered.cumsum(-1) - ordered >= top_p  # the most probable one stays
+        probs = probs.scatter(1, ids, ordered.masked_fill(dropped, 0.0))
+    sums = probs.cumsum(-1)
+    # Not sorted: near-equal probabilities that swap places would move all tokens behind them.
+    return torch.searchsorted(sums, (uniform * sums[:, -1])[:, None], right=True)[:, 0].clamp_(max=probs.shape[1] - 1)
+
+
+def _chance(seed: int, name: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}\n{name}".encode("utf-8", "surrogatepass")).digest(), "big")
+
+
+@contextmanager
+def _neutral(model: Any) -> Iterator[None]:
+    """Put a model's own generation config aside: its temperature, penalties and stops would be merged in silently."""
+    from transformers import GenerationConfig
+
+    before = model.generation_config
+    model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        model.generation_config = before
+
+
+# --- chats, turn by turn ----------------------------------------------------------------------------------------------
+
+
+Generate = Callable[[Sequence[Prompt]], list[Reply]]
+
+
+@dataclass
+class Answered:
+    """A chat as far as the target has replied to it."""
+
+    chat: Chat
+    spots: list[int]
+    """Numbers of the messages that are replies of the target, from 0."""
+    messages: list[Mapping[str, Any]] = field(default_factory=list)
+    """Up to the last reply."""
+    replies: list[dict[str, Any]] = field(default_factory=list)
+    """Of each reply: message, its number; tokens; finish."""
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    """Of the form "ids"."""
+    ended_by: str | None = None
+    """Why the chat ends before its last spot, or with a cut reply."""
+    counts: Counter[str] = field(default_factory=Counter)
+    before: int = 0
+    """Chats of the same name that stand before it in the source."""
+
+    @property
+    def next_prompt(self) -> Chat | None:
+        """The messages before the next reply; None at the end."""
+        if self.ended_by is not None or len(self.replies) == len(self.spots):
+            return None
+        spot = self.spots[len(self.replies)]
+        messages = [*self.messages, *self.chat.messages[len(self.messages) : spot]]
+        return Chat(self.chat.name, messages, self.chat.tools)
+
+    def end(self, reason: str) -> None:
+        """End the chat before its next reply."""
+        self.ended_by = reason
+        self.counts[reason] += 1
+
+    def row(self) -> dict[str, Any]:
+        """Return the row of the form "messages"."""
+        tools = {} if self.chat.tools is None else {"tools": self.chat.tools}
+        early = {} if self.ended_by is None else {"ended_by": self.ended_by}
+        return {"id": self.chat.name, "messages": self.messages, **tools, "replies": self.replies, **early}
+
+
+def reply_spots(messages: Messages, turns: str) -> list[int]:
+    """Return the numbers of the messages that the target writes, from 0: in place of the assistant's, and at the end.
+
+    turns: one of TURNS. A turn of the assistant that nothing stands before is kept as it is: there is no prompt.
+    """
+    spots = [number for number in assistant_turns(messages) if number]
+    if messages and messages[-1].get("role") in _ASKING:
+        spots.append(len(messages))
+    return spots if turns == "all" else spots[-1:]
+
+
+def started(chat: Chat, turns: str, before: int = 0) -> Answered:
+    """Return a chat without replies, which has ended where there is nothing to reply to, or a turn calls a tool.
+
+    before: chats of the same name that stand before it in the source.
+    """
+    answered = Answered(chat, reply_spots(chat.messages, turns), before=before)
+    if not answered.spots:
+        answered.end(NO_PROMPT)
+    elif any(spot < len(chat.messages) and calls_tools(chat.messages[spot]) for spot in answered.spots):
+        answered.end(CALLS_TOOLS)  # what the tool answered would not fit another call
+    return answered
+
+
+def next_prompts(
+    chats: Sequence[Answered], tokenizer: ChatTokenizer, form: str
+) -> list[tuple[Answered, Chat, list[int]]]:
+    """Return the chats that go on, each with its next prompt and the ids of it; the others have ended. form: of FORMS.
+
+    Raises: ValueError as ChatTokenizer.encode_chats.
+    """
+    waiting = [(each, prompt) for each in chats if (prompt := each.next_prompt) is not None]
+    encoded = tokenizer.plain_ids([prompt for _, prompt in waiting], prompt=True)
+    asked = []
+    for (each, prompt), ids in zip(waiting, encoded, strict=True):
+        if isinstance(ids, RefusedChat):
+            each.end(ids.reason)
+        elif form == MESSAGES and not _keeps_its_turns(prompt, tokenizer):
+            each.end(NOT_STABLE)
+        else:
+            asked.append((each, prompt, ids))
+    return asked
+
+
+def _keeps_its_turns(prompt: Chat, tokenizer: ChatTokenizer) -> bool:
+    """Whether the template writes the assistant's turns of a prompt as it did, once another one stands behind them.
+
+    Else the chat has no further reply (NOT_STABLE): the file would be refused as input.
+    """
+    if not assistant_turns(prompt.messages):
+        return True
+    (found,) = tokenizer.encode_chats([prompt._replace(messages=[*prompt.messages, _ANY_REPLY])])
+    return not isinstance(found, RefusedChat) or found.reason != NOT_STABLE
+
+
+def reply_to_all(chats: Sequence[Answered], tokenizer: ChatTokenizer, generate: Generate, form: str = MESSAGES) -> None:
+    """Let the target reply to chats until each has ended, one turn of all of them at a time. form: of FORMS.
+
+    Raises: ValueError as `next_prompts`.
+    """
+    while asked := next_prompts(chats, tokenizer, form):
+        replies = generate([Prompt(_name(each, prompt), ids) for each, prompt, ids in asked])
+        for (each, prompt, ids), reply in zip(asked, replies, strict=True):
+            _add(each, prompt, ids, reply, tokenizer)
+    for each in chats:
+        left = len(each.spots) - len(each.replies)
+        each.counts += Counter(replies=len(each.replies), replies_left_out=left if each.replies else 0)
+
+
+def _name(answered: Answered, prompt: Chat) -> str:
+    """Return what a reply's random numbers depend on, beside the seed."""
+    again = f" {answered.before}" if answered.before else ""
+    return f"{len(prompt.messages)}{again}\n{prompt.name}"
+
+
+def _add(answered: Answered, prompt: Chat, ids: list[int], reply: Reply, tokenizer: ChatTokenizer) -> None:
+    """Add a reply to its chat, or end the chat before it."""
+    if reply.finish == CONTEXT and not reply.ids:
+        answered.end(OVER_CONTEXT)
+        return
+    if not tokenizer.special_ids.isdisjoint(reply.ids):
+        answered.end(SPECIAL_TEXT)
+        return
+    text = tokenizer.decode(reply.ids)
+    if not text.strip():
+        answered.end(EMPTY_REPLY)
+        return
+    own = [*reply.ids, *([] if reply.end is None else [reply.end])]
+    content = _content(prompt, text, [*ids, *own], tokenizer)
+    if isinstance(content, RefusedChat):
+        answered.end(content.reason)
+        return
+    number = len(prompt.messages)
+    answered.messages = [*prompt.messages, {"role": "assistant", "content": content}]
+    answered.replies.append({"message": number, "tokens": len(own), "finish": reply.finish})
+    row = {"id": f"{prompt.name}#{number}", "input_ids": [*ids, *own], "loss_mask": [0] * len(ids) + [1] * len(own)}
+    answered.rows.append({**row, "finish": reply.finish})
+    answered.counts["reply_tokens"] += len(own)
+    if reply.finish != STOP:
+        answered.end(CUT[reply.finish])
+
+
+def _content(prompt: Chat, text: str, ids: list[int], tokenizer: ChatTokenizer) -> str | RefusedChat:
+    """Return a reply's content, or the refusal of the chat with it. ids: that the target saw and chose.
+
+    A template may write white space that the target writes itself: then it is the text without it that has these ids.
+    """
+    found: str | RefusedChat = text
+    for content in dict.fromkeys((text, text.strip())):
+        messages = [*prompt.messages, {"role": "assistant", "content": content}]
+        (whole,) = tokenizer.plain_ids([prompt._replace(messages=messages)], prompt=False)
+        if isinstance(whole, RefusedChat):
+            found = whole
+        elif whole[: len(ids)] == ids:
+            return content
+    return found
+
+
+# --- the file of replies ----------------------------------------------------------------------------------------------
+
+
+class ReplyFile:
+    """A file of replies that this process makes. Made by `opened`."""
+
+    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+        self.path, self._settings = path, json.loads(json.dumps(settings))
+        sha256 = hashlib.sha256(canonical_json(self._settings)).hexdigest()
+        self._head = json.dumps({"settings_sha256": sha256}).encode() + b"\n"
+        self.counts: Counter[str] = Counter()
+        """Of all chats that are done."""
+        self.done: set[int] = set()
+        """Numbers of the chats that are done."""
+        self._places: dict[int, int] = {}  # number of a chat -> where its line starts
+        self._part: OutputFile | None = None
+
+    def append(self, chats: Sequence[tuple[int, Sequence[Mapping[str, Any]], Mapping[str, int]]]) -> None:
+        """Add chats, each its number, rows and counts; durable when it returns. Those that are done are left out.
+
+        Raises: CacheError E512 where this process has lost its lease, so that another one may append.
+        """
+        assert self._part is not None
+        self._check_lease()
+        for number, rows, counts in chats:
+            if number not in self.done:
+                self._places[number] = self._part.num_bytes
+                line = {"chat": number, "counts": dict(counts), "rows": list(rows)}
+                self._part.write(json.dumps(line).encode() + b"\n")
+                self._count(number, counts)
+        self._part.sync()
+
+    def finish(self, counters: Mapping[str, int]) -> dict[str, Any]:
+        """Write the file, in the order of the chats; returns the record. counters: of what the source dropped."""
+        assert self._part is not None
+        self._check_lease()
+        temporary = self.path.with_name(f".{self.path.name}.tmp")
+        file = OutputFile(temporary)
+        with open(open_regular(self._part.path), "rb") as lines:
+            for number in sorted(self._places):
+                lines.seek(self._places[number])
+                for row in json.loads(lines.readline(_MAX_LINE))["rows"]:
+                    file.write(json.dumps(row, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n")
+        file.sync()
+        file.close()
+        fileio.rename(temporary, self.path)
+        record = self._record(sha256=sha256_file(self.path), counts=dict(self.counts), dropped=dict(counters))
+        fileio.write_bytes(_beside(self.path, _RECORD), canonical_json(record))
+        self._part.close()
+        fileio.remove(self._part.path)
+        return record
+
+    def _check_lease(self) -> None:
+        check_lease(_beside(self.path, _LOCK))
+
+    def _record(self, **more: Any) -> dict[str, Any]:
+        return {"record_version": RECORD_VERSION, "settings": self._settings, **more}
+
+    def _count(self, number: int, counts: Mapping[str, int]) -> None:
+        self.done.add(number)
+        self.counts.update(counts)
+
+    def _start(self) -> dict[str, Any] | None:
+        """Open the part file, at the end of its last whole line; returns the record if all is done already."""
+        record, part = recorded(self.path), _beside(self.path, _PART)
+        if record is None and os.path.lexists(self.path):
+            raise CacheError(self.path, "is there, and no run made it", remedy="Name another --output", code="E704")
+        if record is not None:
+            refuse_other(self.path, record, self._settings)
+            if "sha256" in record:
+                _refuse_changed(self.path, record)
+                if part.is_file():  # the run was killed before it removed it
+                    fileio.remove(part)
+                return record
+        keep = self._read(part) if part.exists() else 0
+        if record is None:
+            fileio.write_bytes(_beside(self.path, _RECORD), canonical_json(self._record()))
+        self._part = OutputFile(part, keep=keep)
+        if not keep:
+            self._part.write(self._head)
+        return None
+
+    def _read(self, part: Path) -> int:
+        """Read the whole lines of a part file; returns their length in bytes.
+
+        Raises: CacheError for one that is damaged, or that a run with other settings left behind.
+        """
+        with open(open_regular(part), "rb") as file:
+            first = file.readline(_MAX_LINE)
+            if not first.endswith(b"\n"):
+                return 0
+            if first != self._head:
+                raise CacheError(
+                    part,
+                    "was started with other settings",
+                    remedy="Use those, or remove it, or name another --output",
+                    code="E703",
+                )
+            keep = len(first)
+            while line := file.readline(_MAX_LINE):
+                try:
+                    if not line.endswith(b"\n"):
+                        break
+                    value = json.loads(line)
+                    number, counts = value["chat"], {str(name): int(count) for name, count in value["counts"].items()}
+                    assert isinstance(number, int) and isinstance(value["rows"], list)
+                except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError):
+                    if file.readline(1):
+                        remedy = f"Remove it and {self.path}{_RECORD}, and run it again"
+                        raise CacheError(
+                            part, f"damaged at byte {keep}", "a line of JSON", remedy, code="E701"
+                        ) from None
+                    break
+                self._places[number] = keep
+                self._count(number, counts)
+                keep += len(line)
+        return keep
+
+
+@contextmanager
+def opened(path: Path, settings: Mapping[str, Any]) -> Iterator[ReplyFile | dict[str, Any]]:
+    """Yield the file of replies to make or to resume; or its record, where it is done.
+
+    settings: all that decides the rows, values of JSON.
+    Raises: CacheError where another process makes it, where it was made with other settings or by something else, and
+        where it is damaged or was changed.
+    """
+    fileio.make_dir(path.parent)
+    for own in (path.with_name(f".{path.name}.tmp"), _beside(path, _PART), _beside(path, _LOCK)):
+        if os.path.lexists(own) and (own.is_symlink() or not own.is_file()):
+            remedy = f"Remove it: {shlex.join(['rm', '-r', str(own)])}"
+            raise CacheError(own, "a link, a folder or a pipe", "a file of this command", remedy, code="E205")
+    lock = _beside(path, _LOCK)
+    with file_lock(lock, path, "is being made", wait=False):
+        file = ReplyFile(path, settings)
+        try:
+            yield file._start() or file
+        finally:
+            if file._part is not None:
+                file._part.close()
+        fileio.remove(lock)
+
+
+def recorded(path: Path) -> dict[str, Any] | None:
+    """Return the record of a file of replies; None without one. Raises: CacheError for a damaged one."""
+    record = _beside(path, _RECORD)
+    try:
+        found = parse_object(read_regular(record))
+        if found.get("record_version") != RECORD_VERSION or not isinstance(found.get("settings"), dict):
+            raise ValueError(f"record_version is not {RECORD_VERSION}, or it has no settings")
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        remedy = "Remove it, and run it again"
+        raise CacheError(record, "is no record of replies", "the record of a run", remedy, code="E701") from error
+    return found
+
+
+def refuse_other(path: Path, record: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Raise CacheError, naming the fields, where a file of replies was started with other settings."""
+    before = record["settings"]
+    differ = sorted(name for name in {*before, *settings} if before.get(name) != settings.get(name))
+    if differ:
+        raise CacheError(
+            path,
+            f"was started with other settings: {', '.join(differ)}",
+            remedy=f"Use those of {path}{_RECORD}, or name another --output",
+            code="E703",
+        )
+
+
+def _refuse_changed(path: Path, record: Mapping[str, Any]) -> None:
+    problem = "is missing, and its record has it" if not path.is_file() else "was changed since it was made"
+    if not path.is_file() or sha256_file(path) != record["sha256"]:
+        raise CacheError(path, problem, remedy=f"Remove {path}{_RECORD}, or name another --output", code="E701")
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix)

@@ -1,0 +1,417 @@
+"""Those who make the shards of a plan: this process, or several, which process makes which shard, and its end.
+
+The one that comes first loads the target and tries it: it runs over a few tokens before anything is written. Then each
+worker asks for one shard after the other: the target over each planned batch, its outputs to the shard's file, which a
+thread writes while the next batch is computed. A shard is finished when its last batch is written and then its receipt,
+which holds sums over its batches. The bytes do not depend on how many workers there are. One that fails stops all of
+them, and finished shards stay. A worker process ends with its parent.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from niels_gpt.eagle3.format.layout import SIDECAR, PathLike
+from niels_gpt.eagle3.format.plan import Plan
+from niels_gpt.eagle3.format.samples import Samples
+from niels_gpt.eagle3.format.weights import write_embeddings, write_weights
+from niels_gpt.eagle3.forward import (
+    Forward,
+    NativeForward,
+    PlannedForward,
+    broken_weight,
+    not_finite,
+)
+from niels_gpt.eagle3.head import TargetHead
+from niels_gpt.eagle3.target import HFEagle3TargetModel, capture
+from niels_gpt.eagle3.totals import ENOUGH, Counts
+from niels_gpt.interrupts import sigint_blocked
+from niels_gpt.storage.errors import CacheError, TargetError, WorkerDied
+
+logger = logging.getLogger(__name__)
+
+Load = Callable[[torch.device], Any]
+"""Returns the target on a device, as `functools.partial(load_target, ...)` does; pickled for worker processes."""
+Found = tuple[dict[str, Any], str] | None
+"""What a native manifest states of the target's head: `head`, and last_hidden; None for the other forms."""
+Written = Callable[[int, int], None]
+"""Called with the tokens and bytes that were written since the last call."""
+Check = Callable[[], object]
+"""Raises CacheError where this run has lost its lease, so that another one may be making the same shards."""
+_AHEAD = 2  # batches given to the writer: one that is being written, and one that waits
+_PATIENCE_S = 10.0
+_TRIED_TOKENS = 8
+
+
+class Job(NamedTuple):
+    """What there is to make, and where."""
+
+    cache_dir: str
+    plan: Plan
+    """A native one has the target's head."""
+    weights: bool
+    """Whether the target's embeddings are to be written, and in the native form its head."""
+
+
+class Workers:
+    """The target in this process, or in several. Leaving the block ends the processes."""
+
+    def __init__(self, plan: Plan, samples: Samples, load: Load, number: int, *, start: str) -> None:
+        """number: of processes; 1: this one. start: how processes are started, spawn or fork."""
+        self._plan, self._samples, self._load, self._number, self._start = plan, samples, load, number, start
+        self._model: Any = None
+        self._running: dict[Connection, Any] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._running.values():
+            process.terminate()
+        for process in self._running.values():
+            process.join(_PATIENCE_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+    def tried(self) -> Found:
+        """Load the target, run it over the first tokens of the first sample, and return what `try_target` found.
+
+        Of several processes the first one does it, and then waits for its work. Nothing is written.
+        Raises: what the load raises; ValueError (E705) where the target does not run, or its sizes are not the plan's;
+            NonFiniteError; RuntimeError (E506) where the process died.
+        """
+        name, ids = self._samples.source_ids[0], self._samples.row(0)[0][:_TRIED_TOKENS].astype("int64")
+        if self._number > 1:
+            end = self._started(0, Job("", self._plan, False), (name, ids))
+            with _noticing_death(self._running[end]):
+                what, found = end.recv()
+            if what == "failed":
+                raise found
+            return found  # type: ignore[no-any-return]
+        device = _device(self._plan, 0)
+        with torch_threads(self._plan.run["threads"]):
+            self._model = self._load(device)
+            return try_target(self._plan, name, torch.from_numpy(ids)[None].to(device), self._model)
+
+    def make(self, job: Job, shards: Sequence[int], written: Written, check: Check) -> None:
+        """Make shards, and the target's weights if the job has them. Processes read the samples from the sidecar.
+
+        check: called before a shard's file is created and before it is renamed, in this process, which has the lease.
+        Raises: NonFiniteError, OSError, what `check` raises, what the load raises where `tried` was not called;
+            CacheError (E709) once `ENOUGH` supervised slots have no position; RuntimeError (E506) where a process died.
+            A shard that is not finished is then removed.
+        """
+        if self._number == 1:
+            with torch_threads(job.plan.run["threads"]):
+                device = _device(job.plan, 0)
+                model, self._model = self._load(device) if self._model is None else self._model, None
+                _make(job, model, device, self._samples, shards, written, check)
+            return
+        for end, process in self._running.items():  # the one that has tried the target
+            with _noticing_death(process):
+                end.send(job)
+        for number in range(len(self._running), min(self._number, max(1, len(shards)))):
+            self._started(number, job._replace(weights=job.weights and not number), None)
+        self._serve(iter(shards), written, check)
+
+    def _started(self, number: int, job: Job, tried: tuple[str, Any] | None) -> Connection:
+        context = multiprocessing.get_context(self._start)
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_work, args=(job, self._load, number, tried, theirs), daemon=True)  # type: ignore[attr-defined]
+        with sigint_blocked():
+            process.start()
+        theirs.close()
+        self._running[ours] = process
+        return ours
+
+    def _serve(self, shards: Iterator[int], written: Written, check: Check) -> None:
+        """Hand out shards, and look at the lease for the processes, until all of them have ended."""
+        open_ends = list(self._running)
+        while open_ends:
+            for end in connection.wait(open_ends):
+                assert isinstance(end, Connection)
+                with _noticing_death(self._running[end]):
+                    what, *about = end.recv()
+                if what == "check":
+                    check()
+                elif what == "written":
+                    written(*about)
+                elif what == "failed":
+                    raise about[0]
+                elif what == "ended":
+                    open_ends.remove(end)
+                    continue
+                with _noticing_death(self._running[end]):
+                    end.send(next(shards, None) if what == "next" else None)
+
+
+@contextmanager
+def _noticing_death(process: Any) -> Iterator[None]:
+    """Raise RuntimeError where a worker died within a message, or before it read the answer."""
+    try:
+        yield
+    except (EOFError, OSError):
+        process.join(_PATIENCE_S)
+        code = process.exitcode
+        how = f"exit code {code}"
+        if code is not None and code < 0:
+            how = f"killed by {signal.Signals(-code).name}" + ("; is there too little memory?" if code == -9 else "")
+        raise WorkerDied(
+            f"worker process {process.pid} died ({how}). Finished shards stay: run the same command with --resume"
+        ) from None
+
+
+# --- in a worker process ----------------------------------------------------------------------------------------------
+
+
+def _work(job: Job, load: Load, number: int, tried: tuple[str, Any] | None, parent: Connection) -> None:
+    """Load the target, and do a job. tried: a sample's name and tokens to try it with; then the job is waited for."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    ask, device = _asking(parent), _device(job.plan, number)
+    try:
+        torch.set_num_threads(job.plan.run["threads"])
+        model = load(device)
+        if tried is not None:
+            name, ids = tried
+            parent.send(("tried", try_target(job.plan, name, torch.from_numpy(ids)[None].to(device), model)))
+            job = parent.recv()
+        samples = Samples.open(os.path.join(job.cache_dir, SIDECAR))
+        shards, written = iter(partial(ask, "next"), None), partial(ask, "written")
+        _make(job, model, device, samples, shards, written, partial(ask, "check"))
+        parent.send(("ended",))
+    except BaseException as error:
+        logger.debug("worker %d failed", number, exc_info=True)
+        parent.send(("failed", _sendable(error)))
+
+
+def _asking(parent: Connection) -> Callable[..., Any]:
+    """Return what sends a message to the parent, and returns its answer; of two threads one after the other."""
+    lock = threading.Lock()
+
+    def ask(*message: Any) -> Any:
+        with lock:
+            parent.send(message)
+            return parent.recv()
+
+    return ask
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os._exit(1)
+
+
+def _sendable(error: BaseException) -> BaseException:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return WorkerDied(f"{type(error).__name__}: {error}")
+    return error
+
+
+# --- both -------------------------------------------------------------------------------------------------------------
+
+
+def try_target(plan: Plan, name: str, ids: torch.Tensor, model: Any) -> Found:
+    """Run a target that was just loaded over some tokens; nothing is written.
+
+    name: of the sample that the tokens are from. ids: int64 [1, T], on the target's device.
+    Returns what a native manifest states of its head.
+    Raises: ValueError (E705) where it does not run, returns tensors of other sizes than the plan states, or has a head
+        with other logits; NonFiniteError where a weight is not finite, naming it, and the layer where that shows.
+    """
+    try:
+        sizes, head = _run(plan, name, ids, model)
+    except OSError:
+        raise
+    except Exception as error:  # of the model's code, torch, or a library
+        if getattr(error, "code", None) in ("E705", "E708"):  # has a text of its own
+            raise
+        advice = "" if plan.run.get("attention") == "eager" else ". If its attention is why: --attention eager"
+        raise TargetError(
+            f"{plan.target.get('name')}: the target was loaded, and could not be run over {ids.shape[1]} tokens "
+            f"({type(error).__name__}: {error}){advice}. Nothing was written"
+        ) from error
+    manifest = plan.manifest
+    aux = manifest["hidden_size"] * len(manifest["aux_layer_ids"]) if plan.is_native else manifest["aux_hidden_dim"]
+    expected = aux, manifest["target_vocab_size"]
+    if sizes != expected:
+        raise TargetError(
+            f"{plan.target.get('name')}: it gives {sizes[0]} hidden states and {sizes[1]} logits a token, expected "
+            f"{expected[0]} and {expected[1]} by its config. Nothing was written"
+        )
+    return None if head is None else (head.facts(), head.last_hidden)
+
+
+def _run(plan: Plan, name: str, ids: torch.Tensor, model: Any) -> tuple[tuple[int, int], TargetHead | None]:
+    """Return the number of hidden states and of logits that the target gives a token, and its head."""
+    layers, present = plan.manifest["aux_layer_ids"], torch.ones_like(ids)
+    if plan.is_native:
+        aux, _, states = capture(model.eval(), ids, present, layers)
+        with torch.no_grad():
+            logits = model.get_output_embeddings()(states)
+    else:
+        outputs = HFEagle3TargetModel(model, layers).generate_batch(ids, present, torch.zeros_like(ids))
+        aux, logits = outputs.aux_hidden_states, outputs.logits
+        aux = aux.view(*aux.shape[:2], len(layers), -1)
+    places = {f"block {layer}": aux[0, :, number] for number, layer in enumerate(layers)} | {"logits": logits[0]}
+    found = ((where, (~values.isfinite().all(-1)).nonzero().flatten().tolist()) for where, values in places.items())
+    where, bad = next((each for each in found if each[1]), ("", []))
+    if bad and broken_weight(model):  # of other numbers the run says how many samples of a batch have them
+        place = f"position {bad[0]}, {where}"
+        raise not_finite(places[where][bad[0]], aux.dtype, place, [name], [0] * len(bad), model)
+    head = TargetHead.of_model(model) if plan.is_native else None
+    return (aux.shape[-2] * aux.shape[-1], logits.shape[-1]), head
+
+
+def _make(
+    job: Job, model: Any, device: torch.device, samples: Samples, shards: Iterable[int], written: Written, check: Check
+) -> None:
+    form = NativeForward if job.plan.is_native else PlannedForward
+    forward = form(job.plan, samples, model, device)
+    if job.weights:
+        check()
+        if isinstance(forward, NativeForward):
+            write_weights(job.cache_dir, forward.head.weights())
+        else:
+            write_embeddings(job.cache_dir, model.get_input_embeddings().weight)
+    make_shards(job.cache_dir, job.plan, forward, shards, written, check)
+
+
+def _device(plan: Plan, number: int) -> torch.device:
+    if plan.run["device"] != "cuda":
+        return torch.device(plan.run["device"])
+    return torch.device("cuda", number % torch.cuda.device_count())
+
+
+@contextmanager
+def torch_threads(number: int) -> Iterator[None]:
+    """Let torch compute with this number of threads in the block, and with the previous number afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# --- a shard ----------------------------------------------------------------------------------------------------------
+
+
+def make_shards(
+    cache_dir: PathLike, plan: Plan, forward: Forward, shards: Iterable[int], written: Written, check: Check
+) -> None:
+    """Make shards, one after the other.
+
+    check: called before a shard's file is created and before it is renamed, in a thread.
+    Raises: NonFiniteError, OSError; as `check`; CacheError once `ENOUGH` supervised slots have no position. A shard
+        that is not finished is then removed.
+    """
+    supervised = positions = 0
+    with _Writer(cache_dir, forward, check) as writer:
+        for shard in shards:
+            sums: dict[str, float] = dict.fromkeys(forward.sums, 0.0)
+            for batch in plan.batches[shard]:
+                made, facts = forward(shard, batch)
+                _add(sums, facts)
+                supervised, positions = supervised + sum(facts["supervised"]), positions + sum(facts["positions"])
+                if not positions and supervised >= ENOUGH:
+                    raise CacheError(cache_dir, Counts(supervised, supervised, 0).problem or "", code="E709")
+                writer.write(shard, batch[1], forward.lengths(shard, batch), made)
+                written(*writer.written())
+            writer.commit(forward.receipt_facts(sums))
+    written(*writer.written())
+
+
+def _add(sums: dict[str, float], facts: Mapping[str, Any]) -> None:
+    """Add the facts of a batch, in the order of the plan's batches, which fixes the rounding."""
+    for name in sums:
+        if facts.get(name) is not None:
+            sums[name] += sum(torch.as_tensor(facts[name], dtype=torch.float64).tolist())
+
+
+class _Writer:
+    """Writes batches and commits shards in one thread, in the order in which they are given.
+
+    Leaving the block waits for all of it and raises the thread's error; a shard that was not committed is removed.
+    """
+
+    def __init__(self, cache_dir: PathLike, forward: Forward, check: Check) -> None:
+        self._cache_dir, self._forward, self._check = cache_dir, forward, check
+        self._pool = ThreadPoolExecutor(1)
+        self._waiting: deque[Future[None]] = deque()
+        self._shard: Any = None
+        self._tokens = self._bytes = 0  # written by the thread
+        self._reported = (0, 0)
+        self._failed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            while kind is None and self._waiting:
+                self._waiting.popleft().result()
+        finally:
+            # After an error of the target the complete shards are still written. Ctrl-C does not wait for them.
+            self._pool.shutdown(cancel_futures=kind is not None and not issubclass(kind, Exception))
+            if self._shard is not None:
+                self._shard.discard()
+
+    def write(self, shard: int, rows: list[int], lengths: list[int], made: Any) -> None:
+        """Write a batch's rows. Waits while `_AHEAD` batches wait."""
+        self._submit(self._write, shard, rows, lengths, made)
+
+    def commit(self, facts: dict[str, Any]) -> None:
+        """Finish the shard of the last batch: its file, then its receipt with these facts."""
+        self._submit(self._commit, facts)
+
+    def written(self) -> tuple[int, int]:
+        """Return the tokens and bytes written since the last call."""
+        (tokens, size), (tokens_before, before) = (self._tokens, self._bytes), self._reported
+        self._reported = tokens, size
+        return tokens - tokens_before, size - before
+
+    def _submit(self, work: Callable[..., None], *arguments: Any) -> None:
+        while self._waiting and (len(self._waiting) >= _AHEAD or self._waiting[0].done()):
+            self._waiting.popleft().result()
+        self._waiting.append(self._pool.submit(self._run, work, *arguments))
+
+    def _run(self, work: Callable[..., None], *arguments: Any) -> None:
+        if self._failed:
+            return  # the call that failed has raised
+        try:
+            work(*arguments)
+        except BaseException:
+            self._failed = True
+            raise
+
+    def _write(self, shard: int, rows: list[int], lengths: list[int], made: Any) -> None:
+        if self._shard is None:
+            self._check()
+            self._shard = self._forward.open_shard(self._cache_dir, shard)
+        self._bytes += self._forward.write(self._shard, rows, lengths, made)
+        self._tokens += sum(lengths)
+
+    def _commit(self, facts: dict[str, Any]) -> None:
+        assert self._shard is not None
+        self._shard.commit(facts, self._check)
+        self._shard = None
