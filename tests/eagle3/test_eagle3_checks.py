@@ -32,6 +32,7 @@ from niels_gpt.eagle3.vocab import load_token_mapping
 from niels_gpt.kinds.verify import find_damage
 from niels_gpt.storage.checks import Verdict
 from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.meta_json import meta_bytes
 
 GOOD = Verdict([])
 VERIFIED, RECOMPUTED = check_names()[:-1], check_names()[-1]
@@ -334,3 +335,12 @@ def test_weights_and_samples_that_are_both_gone_are_both_told(copied, form):
         (cache / name).unlink()
     found = problems(cache, "complete")
     assert all(any(said.startswith(f"{cache / name}: no such file") for said in found) for name in names)
+
+
+def test_a_meta_json_that_leaves_out_a_file_is_told(copied):
+    path = copied() / "meta.json"
+    meta = json.loads(path.read_text())
+    meta["files"] = [record for record in meta["files"] if record["name"] != "sidecar/shard-000001.json"]
+    path.write_bytes(meta_bytes(meta))
+    (found,) = problems(path.parent, "checksums")
+    assert found.startswith(f"{path}: content_sha256") and meta["content_sha256"][:12] in found

@@ -100,7 +100,7 @@ def records_of(
     at once. known: records that are taken as they are where the file has that size.
     Raises: CacheError where a file is missing or no regular file.
     """
-    weights = _weights_name(folder, follow_links)
+    weights = WEIGHTS_NAME if is_native(read_manifest(folder, follow_links=follow_links)) else EMBEDDINGS_NAME
     sidecar = sorted(entry.name for entry in (folder / SIDECAR).iterdir() if not is_lock(entry.name))
     shards = (shard_path("", shard) for shard in sorted(existing_shard_indices(folder)))
     there = {str(record["name"]): dict(record) for record in known}
@@ -175,24 +175,6 @@ def eagle3_meta(folder: Path, follow_links: bool) -> dict[str, Any] | None:
         return None
     file_records(meta, str(path))
     return meta
-
-
-def content_of(cache_dir: PathLike, *, follow_links: bool = False) -> str:
-    """Return the content_sha256 of a cache, by the bytes of its manifest, the target's weights and the receipts.
-
-    Raises: CacheError where one of them is missing or no regular file.
-    """
-    folder, names = Path(cache_dir), [MANIFEST_NAME]
-    with suppress(FileNotFoundError):  # of the manifest: reported below
-        names.append(_weights_name(folder, follow_links))
-    names += [receipt_path("", index).as_posix() for index in sorted(existing_shard_indices(cache_dir))]
-    return content_sha256(
-        {"name": name, "sha256": file_sha256(folder / name, follow_links=follow_links)} for name in names
-    )
-
-
-def _weights_name(folder: Path, follow_links: bool) -> str:
-    return WEIGHTS_NAME if is_native(read_manifest(folder, follow_links=follow_links)) else EMBEDDINGS_NAME
 
 
 # --- what readers do with it ------------------------------------------------------------------------------------------

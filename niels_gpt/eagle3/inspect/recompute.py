@@ -26,7 +26,7 @@ from niels_gpt.display.numbers import many
 from niels_gpt.eagle3.cache import reconstruct_target_probs
 from niels_gpt.eagle3.format.layout import INT_FIELDS
 from niels_gpt.eagle3.format.plan import CONVERTED_FROM, Batch, Plan, differing_fields, open_plan
-from niels_gpt.eagle3.forward import NativeForward, NonFiniteError, PlannedForward, cache_fields
+from niels_gpt.eagle3.forward import NativeForward, NonFiniteError, PlannedForward, broken_weight, cache_fields
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.eagle3.inspect.opened import (
     AUX,
@@ -136,8 +136,8 @@ def _with_plan(cache: DenseCache | NativeCache, target: Target, k: int, seed: in
         try:
             head = TargetHead.of_model(model) if isinstance(cache, NativeCache) else None
             dense = None if head else PlannedForward(*how)
-        except ValueError as error:  # of a model whose head gives other logits, such as NaN
-            yield CacheError(cache.folder, f"the target cannot be run again: {error}", code="E706")
+        except ValueError as error:
+            yield _cannot_run(cache, model, error)
             return
         yield from _other_weights(cache, model, head)
         forward = dense or NativeForward(*how, head=head)
@@ -149,6 +149,13 @@ def _with_plan(cache: DenseCache | NativeCache, target: Target, k: int, seed: in
                     yield from _compared(row, again, plan.run, changed)
             except NonFiniteError as error:
                 yield CacheError(cache.folder, f"run again, {error}", code="E706")
+
+
+def _cannot_run(cache: DenseCache | NativeCache, model: Any, error: ValueError) -> CacheError:
+    """Return the error for a target whose head gives other logits: of a broken weight, these are NaN."""
+    if broken := broken_weight(model):
+        return CacheError(cache.folder, "the target cannot be run again", remedy=broken, code="E708")
+    return CacheError(cache.folder, f"the target cannot be run again: {error}", code="E706")
 
 
 def _batches(plan: Plan, k: int, seed: int) -> list[tuple[int, Batch, list[int]]]:
@@ -402,7 +409,7 @@ def _native_differences(
     try:
         head = TargetHead.of_model(model)
     except ValueError as error:
-        yield CacheError(cache.folder, f"the target cannot be run again: {error}", code="E706")
+        yield _cannot_run(cache, model, error)
         return
     if cache.last_hidden == "post_norm" != head.last_hidden:  # imported: other tools store what lm_head takes
         head = head.after_norm()

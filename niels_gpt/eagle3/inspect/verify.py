@@ -32,7 +32,7 @@ from niels_gpt.eagle3.format.layout import (
     shard_path,
 )
 from niels_gpt.eagle3.format.manifest import existing_shard_indices
-from niels_gpt.eagle3.format.meta import content_of, file_sha256
+from niels_gpt.eagle3.format.meta import content_sha256, file_sha256
 from niels_gpt.eagle3.format.samples import IDS_NAME, SAMPLES_NAME
 from niels_gpt.eagle3.format.shard_writer import receipt_path
 from niels_gpt.eagle3.inspect.opened import (
@@ -341,14 +341,16 @@ def _wrong_checksums(cache: Eagle3Cache) -> Problems:
         yield CacheError(path, found, remedy=cache.remedy(), code="E701")
     meta = parse_object(raw)
     is_whole = len(existing_shard_indices(cache.folder)) == cache.num_shards == len(cache.shards)
-    others = (record for record in file_records(meta, str(path)) if not SHARD_NAME.match(record["name"]))
-    for record in others:  # the receipts have the checksums of shards, by sample
+    records = file_records(meta, str(path))
+    for record in records:
+        if SHARD_NAME.match(record["name"]):
+            continue  # the receipts have the checksums of shards, by sample
         for wrong in _wrong_file(cache, record["name"], record["bytes"], record["sha256"]):
             is_whole = False
             yield wrong
     # content_sha256 is over all files: a missing or changed one, reported above, always changes it.
     stated = meta.get("content_sha256")
-    if is_whole and (content := content_of(cache.folder, follow_links=cache.follow_links)) != stated:
+    if is_whole and (content := content_sha256(records)) != stated:  # of files that were read just now
         found = f"content_sha256 is {shortened(stated)[:14]}, but the files give {content[:12]}"
         yield CacheError(path, found, remedy=cache.remedy(), code="E701")
 

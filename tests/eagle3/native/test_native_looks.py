@@ -1,5 +1,6 @@
 """A native cache is run again and checked without a plan; its figures and tables are what is stored."""
 
+import copy
 import json
 import re
 import shutil
@@ -181,3 +182,20 @@ def test_diff_compares_the_ids_of_native_caches(eagle3_caches):
     found = diff(eagle3_caches["native"], eagle3_caches["fp8"], tokenizers=(None, None), limit=5)
     assert found["compared"] == "tokens" and "manifest.aux_dtype" in found["settings"]
     assert [found[part]["count"] for part in ("only_a", "only_b", "moved")] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("weight", ["lm_head.weight", "model.layers.1.mlp.up_proj.weight"])
+@pytest.mark.parametrize(("form", "is_planned"), [("dense", True), ("native", True), ("native", False)])
+def test_a_broken_weight_of_the_target_is_named_when_it_is_run_again(copied, form, weight, is_planned):
+    cache = copied(form)
+    plan = json.loads((cache / "sidecar" / "plan.json").read_text())
+    if not is_planned:
+        unplanned(cache)
+
+    def load(device):
+        model = copy.deepcopy(eagle3_runs.load(device))
+        with torch.no_grad():
+            model.get_parameter(weight)[0, 0] = torch.nan
+        return model
+
+    assert weight in run_again(cache, plan["target"], load, plan["run"], k=3).problems[0]
