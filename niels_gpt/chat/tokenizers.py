@@ -106,8 +106,8 @@ def _of_transformers(name: str, revision: str | None) -> Any:
             refuse_large(Path(folder))
             _refuse_other_classes(Path(folder))
         has_file, has_model = (os.path.isfile(os.path.join(folder, name)) for name in (TOKENIZER_JSON, CONFIG))
-        # Without a model beside it transformers 5 takes the class that tokenizer_config.json names, which may split words
-        # in a way of its own: it gave other ids than the file, without a word.
+        # Without a model beside it transformers 5 takes the class that tokenizer_config.json names, which may split
+        # words in a way of its own: it gave other ids than the file, without a word.
         opener: Any = PreTrainedTokenizerFast if local and has_file and not has_model else AutoTokenizer
         return opener.from_pretrained(
             folder, revision=commit or revision or "main", local_files_only=is_cached, trust_remote_code=False

@@ -128,8 +128,15 @@ def make_target_cache(
     run: how the target is run, recorded too: device, threads, attention, compute_dtype; None: as it is here, with
         the threads that torch has.
     batch_size, max_batch_tokens: rows of a forward pass, and rows times width, at most.
-    workers, resume, part, code, progress, start: fields of `TargetRun`.
-    Raises: ValueError for a sample that has no token or is longer than seq_length; the errors of `TargetRun.make`.
+    workers: processes; the bytes do not depend on it. resume: continue what the folder holds.
+    part: (i, N), i from 1: make only the shards whose index divided by N leaves i - 1, also beside other parts in the
+        same folder, which `niels-gpt seal` finishes; code: of this machine, which all parts must have in common.
+    progress: called with the bytes that this run wrote, the tokens that are done, and all tokens.
+    start: how processes are started, spawn or fork.
+    Raises: ValueError for a sample that has no token or is longer than seq_length, and (E705) for a target that does
+        not run or has other sizes; CacheError where the folder holds another cache (E703, E704), another process writes
+        it (E503), the disk has no room (E501), or a draft could learn nothing (E709); NonFiniteError (E708) naming
+        sample and layer; OSError; RuntimeError (E506) where a worker died. Finished shards stay.
     """
     samples = Samples.of_rows(rows)
     plan = make_plan(
@@ -191,16 +198,14 @@ class TargetRun:
         refuse_without_room(self.folder, estimate(self.folder, self.plan, self.samples, done=done, part=self.part))
         left = [shard for shard in self._wanted if shard not in done]
         if self.part is not None and not left and self._has_all_but_shards():
-            return self._warned(Produced(finished_meta(self.folder, self.plan) or {}, 0))
+            return Produced(finished_meta(self.folder, self.plan) or {}, 0)
         found, number = self._recorded_head(), max(1, min(self.workers, len(left)))
         with Workers(self.plan, self.samples, self.load, number, start=self.start) as workers:
             if left or (self.plan.is_native and found is None):
                 found = workers.tried()
             if found is not None:
                 self.plan = self.plan.with_head(*found)
-            return self._warned(self._whole(workers) if self.part is None else self._part(self.part, workers))
-
-    def _warned(self, made: Produced) -> Produced:
+            made = self._whole(workers) if self.part is None else self._part(self.part, workers)
         _warn_of_few_positions(self.named or self.folder, made.meta)
         return made
 
@@ -342,7 +347,7 @@ class TargetRun:
                     self._remove_leftovers()
 
     def _remove_leftovers(self) -> None:
-        """Remove temporary files: of a part those of its shards alone, as other parts may be running."""
+        """Remove temporary files; a part removes those of its shards alone, as other parts may be running."""
         for path in leftovers(self.folder, None if self.part is None else self._wanted):
             fileio.remove(path)
 
@@ -406,7 +411,7 @@ def seal(
 ) -> Sealed:
     """Check all that the parts have made, and write meta.json. A sealed cache is left as it is.
 
-    named: what errors call the folder, where it gets another name later. commands: that errors name; None: those of
+    named: what errors call the folder, where it gets another name later. commands: that errors name; None: the ones of
     `niels-gpt eagle3 precompute`. deep: read all shards; else receipts and sizes alone.
     progress: receives shards, bytes read, and bytes to read in all.
     Raises: CacheError (E712) naming each shard that is not finished, with the commands that make it again, and where
