@@ -7,33 +7,27 @@ their pages say is in describe.py.
 import warnings
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import dagster as dg
 
 from niels_gpt.data.sources import SOURCES, SourceSpec
 from niels_gpt.data.trees import TREES
-from niels_gpt.kinds.kind import builds_alone
 from niels_gpt.recipes.plan import every_recipe
-from niels_gpt.recipes.records import TOKENIZER_KEY, Outcome
+from niels_gpt.recipes.records import TOKENIZER_KEY
 from niels_gpt.recipes.tokenizer import ensure_tokenizer
 from niels_gpt.recipes.user_sources import user_sources
-from niels_gpt.settings import Settings
 from pipelines.deployment import Deployment
 from pipelines.metadata import observation_metadata
 from pipelines.steps import (
-    BUILD_POOL,
-    BUILD_TAG,
     NETWORK_RETRIES,
+    cache_asset,
     clear_errors,
-    materialized,
-    progress_log,
     report,
     step,
     waited_for,
     why_from_scratch,
 )
-from pipelines.versions import HUB_ASKED, ROOT_VERSION, SFT_ROOT, look_at, newer_observation, upstream_of
+from pipelines.versions import HUB_ASKED, ROOT_VERSION, SFT_ROOT, look_at
 
 
 def assets_of(deployment: Deployment) -> list[dg.AssetsDefinition]:
@@ -43,7 +37,11 @@ def assets_of(deployment: Deployment) -> list[dg.AssetsDefinition]:
         warnings.simplefilter("ignore", dg.BetaWarning)
         observed = [_sft_root(deployment), *(_observable(deployment, spec) for spec in sources)]
     known = every_recipe(deployment.settings)  # a package that is not installed has none
-    caches = [_cache(deployment, spec) for spec in (*sources, *TREES.values()) if spec.key in known]
+    caches = [
+        cache_asset(deployment, spec.key, spec.family, spec.description)
+        for spec in (*sources, *TREES.values())
+        if spec.key in known
+    ]
     return [*observed, _tokenizer(deployment), *caches]
 
 
@@ -111,31 +109,3 @@ def _tokenizer(deployment: Deployment) -> dg.AssetsDefinition:
 
     made: dg.AssetsDefinition = tokenizer
     return made
-
-
-def _cache(deployment: Deployment, spec: SourceSpec) -> dg.AssetsDefinition:
-    """Return FAMILY/NAME, the token or rollout cache of a source."""
-    is_alone = builds_alone(spec.key)
-
-    @dg.asset(
-        key=deployment.key(spec.key),
-        deps=[deployment.key(path) for path in upstream_of(deployment.settings, spec.key)],
-        description=spec.description,
-        group_name=deployment.group(spec.family),
-        retry_policy=NETWORK_RETRIES,
-        required_resource_keys={deployment.resource},
-        output_required=False,  # a tokenizer without sentinels builds no chats: leave_out
-        pool=BUILD_POOL if is_alone else None,
-        op_tags={**deployment.op_tags, **({BUILD_TAG: "true"} if is_alone else {})},
-    )
-    def cache(context: dg.AssetExecutionContext) -> Iterator[dg.MaterializeResult[None]]:
-        def build(settings: Settings) -> Outcome:
-            # Dagster's staleness is advisory: the recipe decides whether there is anything to do.
-            observed = newer_observation(context, deployment, settings, spec.key)
-            how: dict[str, Any] = {"observed": observed, "progress": progress_log(context)}
-            return every_recipe(settings)[spec.key](settings, **how)
-
-        yield from materialized(context, deployment, spec.key, build)
-
-    asset: dg.AssetsDefinition = cache
-    return asset

@@ -5,20 +5,17 @@ Nothing is read from a cache, and no torch is loaded: every command of Dagster l
 
 import json
 import re
-import shlex
 from typing import Any
 
 import dagster as dg
 
 from niels_gpt.data.sources import SOURCES, SourceSpec, credit_of
 from niels_gpt.data.trees import TREES
-from niels_gpt.kinds.kind import Page, kind_of_key
-from niels_gpt.recipes.eagle3.request import KEY as TARGETS_KEY
-from niels_gpt.recipes.eagle3.request import VOCAB_KEY, raw_source
+from niels_gpt.kinds.kind import Page, kind_of_key, look_command
+from niels_gpt.recipes.plan import HOME_OF
 from niels_gpt.recipes.records import cache_root
 from niels_gpt.recipes.user_sources import UNSTATED, user_sources
 from niels_gpt.settings import Settings
-from niels_gpt.storage.remedies import PROGRAM
 from pipelines.deployment import Deployment
 
 _KIND = "dagster/kind/"  # before a kind, which is a tag too
@@ -61,16 +58,10 @@ def described(deployment: Deployment, spec: dg.AssetSpec) -> dg.AssetSpec:
     )
 
 
-def look_inside(path: str, where: object) -> str:
-    """Return the command that prints what is in an asset's cache. path: of the asset; where: the cache's folder."""
-    kind = kind_of_key(path)
-    return f"{PROGRAM} {'show' if kind is None else kind.page.look} {shlex.quote(str(where))}"
-
-
 def _source(settings: Settings, path: str) -> SourceSpec | None:
     """Return the source that an asset's text is from; None of the tokenizer, which may have several."""
-    if path in (VOCAB_KEY, TARGETS_KEY):
-        path = raw_source(settings) or ""
+    if path in HOME_OF:
+        path = HOME_OF[path].source(settings) or ""
     if path in TREES:
         return TREES[path]
     name = path.rpartition("/")[2]
@@ -94,7 +85,7 @@ def _of_cache(settings: Settings, spec: dg.AssetSpec, path: str, page: Page) -> 
     code = page.reader.replace("{path}", json.dumps(where)[1:-1]).replace("{T}", str(windows))
     metadata: dict[str, Any] = {
         "path": dg.MetadataValue.path(where),
-        "look inside": look_inside(path, where),
+        "look inside": look_command(path, where),
         "dagster/uri": dg.MetadataValue.text(where),
     }
     if page.columns:

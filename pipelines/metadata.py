@@ -16,7 +16,7 @@ import dagster as dg
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.chat.backends import CacheBackend
 from niels_gpt.display.numbers import count_text, many, share_text, size_text
-from niels_gpt.kinds.kind import Cache, Held, kind_named
+from niels_gpt.kinds.kind import Cache, Held, kind_named, look_command
 from niels_gpt.kinds.look import tokenizer_for
 from niels_gpt.recipes.records import Outcome
 from niels_gpt.recipes.resolve import resolve_source
@@ -24,7 +24,6 @@ from niels_gpt.recipes.tokenizer import opened
 from niels_gpt.settings import Settings
 from niels_gpt.storage.fileio import META_NAME, canonical_json
 from niels_gpt.tokenizers.huggingface import HuggingFaceTokenizer
-from pipelines.describe import look_inside
 
 Metadata = dict[str, dg.MetadataValue[Any]]
 
@@ -196,7 +195,7 @@ def _in_words(outcome: Outcome, held: Held, share: float | None) -> Metadata:
     found["time to build"] = "none, it was up to date"
     if not outcome.reused:
         found["time to build"] = f"{outcome.seconds:,.3g} s" + (f", {count_text(speed)} tokens/s" if speed else "")
-    found["look inside"] = look_inside(outcome.key, outcome.path)
+    found["look inside"] = look_command(outcome.key, outcome.path)
     words: Metadata = {name: dg.MetadataValue.text(text) for name, text in found.items()}
     return {**words, "path": dg.MetadataValue.path(outcome.path.absolute())}
 

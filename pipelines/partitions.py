@@ -30,12 +30,13 @@ from pipelines.steps import (
     leave_out,
     progress_log,
     report,
+    report_made_too,
     start_over,
     step,
     turn,
     waited_for,
 )
-from pipelines.versions import is_graph, newer_observation, report_found, upstream_of
+from pipelines.versions import is_graph, newer_observation, upstream_of
 
 PARTITION_POOL = "niels_gpt/partition"
 """Of the steps that build partitions. It has no limit where the deployment gives it none: partitions run at once."""
@@ -200,9 +201,7 @@ def _seal_cache(deployment: Deployment) -> dg.OpDefinition:
             except LeftOut as error:
                 leave_out(context, deployment, error)
                 return
-            recipes = every_recipe(core)
-            for made_too in filter(recipes.__contains__, upstream_of(core, path)):  # a draft vocabulary
-                report_found(context, deployment, core, recipes[made_too](core))
+            report_made_too(context, deployment, core, path)
         yield _as_output(result)
 
     made: dg.OpDefinition = seal_cache

@@ -13,10 +13,10 @@ import dagster as dg
 from dagster._core.storage.asset_check_execution_record import AssetCheckExecutionRecordStatus as Status
 
 from niels_gpt.display.bar import progress_lines
-from niels_gpt.kinds.kind import builds_alone, kinds
+from niels_gpt.kinds.kind import Kind, builds_alone, kind_of_key, kinds
 from niels_gpt.progress import Progress
 from niels_gpt.recipes.eagle3.request import NoExtra, NoTarget
-from niels_gpt.recipes.plan import built_at, every_key
+from niels_gpt.recipes.plan import built_at, every_key, every_recipe
 from niels_gpt.recipes.records import RUNS_DIR, TOKENIZER_KEY, Outcome, cache_root, recorded_recipe
 from niels_gpt.recipes.request import restart
 from niels_gpt.recipes.tokenizer import with_installed
@@ -30,7 +30,7 @@ from pipelines.checks import CAUSED_ELSEWHERE, NOT_THERE, rules_of
 from pipelines.deployment import Deployment
 from pipelines.metadata import materialize_result
 from pipelines.resources import Run
-from pipelines.versions import DATA_VERSION, version_tags
+from pipelines.versions import DATA_VERSION, newer_observation, report_found, upstream_of, version_tags
 
 BUILD_POOL = BUILD_TAG = "niels_gpt/pretrain_build"
 """Pretrain builds run one at a time, because each encodes on all cores. Within a run the tag enforces it, on one cache
@@ -54,27 +54,53 @@ _PAUSE_SECONDS = 0.2
 # --- whether, and from what, a step builds ----------------------------------------------------------------------------
 
 
-def materialized(
-    context: dg.AssetExecutionContext,
-    deployment: Deployment,
-    path: str,
-    build: Callable[[Settings], Outcome],
-) -> Iterator[dg.MaterializeResult[None]]:
-    """Run the recipe of an asset, and yield what Dagster records of it; nothing where the asset is left out.
+def cache_asset(deployment: Deployment, path: str, group: str, description: str) -> dg.AssetsDefinition:
+    """Return the asset of a cache, which its recipe builds in one step."""
+    is_alone = builds_alone(path)
 
-    build: called with the run's settings.
-    """
-    run = deployment.run(context)
-    with step(context, deployment), turn(run, path) if builds_alone(path) else nullcontext():
-        try:
-            start_over(context, deployment, run, path)
-            # The asset `tokenizer` alone replaces the one that is there.
-            outcome = waited_for(run, path, lambda: build(with_installed(run.settings)))
-        except LeftOut as error:
-            leave_out(context, deployment, error)
-            return
-        result = report(context, deployment, run.settings, outcome)
-    yield result
+    @dg.asset(
+        key=deployment.key(path),
+        deps=[deployment.key(upstream) for upstream in upstream_of(deployment.settings, path)],
+        description=description,
+        group_name=deployment.group(group),
+        retry_policy=NETWORK_RETRIES,
+        required_resource_keys={deployment.resource},
+        output_required=False,  # a tokenizer without sentinels builds no chats: leave_out
+        pool=BUILD_POOL if is_alone else None,
+        op_tags={**deployment.op_tags, **({BUILD_TAG: "true"} if is_alone else {})},
+    )
+    def cache(context: dg.AssetExecutionContext) -> Iterator[dg.MaterializeResult[None]]:
+        run = deployment.run(context)
+
+        def build() -> Outcome:
+            # Dagster's staleness is advisory: the recipe decides whether there is anything to do.
+            core = with_installed(run.settings)
+            progress = progress_log(context, (kind_of_key(path) or Kind).counted)
+            observed = newer_observation(context, deployment, core, path)
+            outcome = every_recipe(core)[path](core, observed=observed, progress=progress)
+            report_made_too(context, deployment, core, path)
+            return outcome
+
+        with step(context, deployment), turn(run, path) if is_alone else nullcontext():
+            try:
+                start_over(context, deployment, run, path)
+                # The asset `tokenizer` alone replaces the one that is there.
+                outcome = waited_for(run, path, build)
+            except LeftOut as error:
+                leave_out(context, deployment, error)
+                return
+            result = report(context, deployment, run.settings, outcome)
+        yield result
+
+    made: dg.AssetsDefinition = cache
+    return made
+
+
+def report_made_too(context: dg.AssetExecutionContext, deployment: Deployment, settings: Settings, path: str) -> None:
+    """Log materializations of upstream caches that the build of one makes where they are not there."""
+    recipes = every_recipe(settings)
+    for made_too in filter(recipes.__contains__, upstream_of(settings, path)):  # a draft vocabulary
+        report_found(context, deployment, settings, recipes[made_too](settings))
 
 
 def start_over(context: dg.AssetExecutionContext, deployment: Deployment, run: Run, path: str) -> None:

@@ -22,8 +22,8 @@ from niels_gpt.hub.models import is_local
 from niels_gpt.kinds.kind import has_partitions
 from niels_gpt.paths import DEFAULT_TOKENIZER_PATH
 from niels_gpt.recipes.eagle3.request import KEY as TARGETS_KEY
-from niels_gpt.recipes.eagle3.request import VOCAB_KEY, has_small_target, raw_source, why_left_out
-from niels_gpt.recipes.plan import built_at, every_key, needs_no_tokenizer, observe, settings_fingerprint
+from niels_gpt.recipes.eagle3.request import VOCAB_KEY
+from niels_gpt.recipes.plan import HOME_OF, built_at, every_key, needs_no_tokenizer, observe, settings_fingerprint
 from niels_gpt.recipes.records import TOKENIZER_KEY, Outcome, cache_root, recorded_recipe
 from niels_gpt.recipes.resolve import asked_revisions, listing_of, resolve_source
 from niels_gpt.recipes.sources import named
@@ -147,8 +147,8 @@ def _excluded(settings: Settings, path: str) -> dict[str, Any]:
     if listed is None:
         return {}
     taken: Any = listed.facts["sha256"]
-    name = raw_source(settings) if path in (VOCAB_KEY, TARGETS_KEY) else path
-    is_whole = settings.partitions > 1 and path != TARGETS_KEY and has_partitions(path)
+    name = HOME_OF[path].source(settings) if path in HOME_OF else path
+    is_whole = settings.partitions > 1 and path not in HOME_OF and has_partitions(path)
     with suppress(OSError, ValueError):  # such as no files
         source = None if name is None or is_whole else resolve_source(settings, name)
         listing = listing_of(source) if source and source.has_samples else None
@@ -160,7 +160,7 @@ def _excluded(settings: Settings, path: str) -> dict[str, Any]:
 @lru_cache(maxsize=64)
 def _taken(settings: Settings, path: str, key: str, listed: Exclusion, _listing: str) -> list[str]:
     """Read a source for the entries that name something in it. path: of the cache; key: of the one of the source."""
-    raw = path in (VOCAB_KEY, TARGETS_KEY) and not has_small_target(settings)
+    raw = path in HOME_OF and not HOME_OF[path].takes_tokenizer(settings)
     return sorted({*named(settings, resolve_source(settings, key), None, listed, raw=raw)})
 
 
@@ -200,8 +200,8 @@ def is_graph(settings: Settings, path: str) -> bool:
     name = path.rpartition("/")[2]
     if settings.partitions == 1 or not name or not has_partitions(path):  # the root of chats has no name
         return False
-    if path == TARGETS_KEY:
-        return why_left_out(settings) is None
+    if path in HOME_OF:
+        return HOME_OF[path].left_out(settings) is None
     if name not in SOURCES or SOURCES[name].from_hub is None:
         return True
     try:
@@ -217,8 +217,8 @@ def upstream_of(settings: Settings, path: str) -> list[str]:
     """Return the paths of the assets that an asset is made from, in the order of its dependencies."""
     if path == TOKENIZER_KEY:
         return []
-    if path in (VOCAB_KEY, TARGETS_KEY):
-        source = raw_source(settings)  # files of chats or rows are not observed
+    if path in HOME_OF:
+        source = HOME_OF[path].source(settings)  # files of chats or rows are not observed
         found = [f"raw/{source}"] if source else []
         found += [TOKENIZER_KEY] if settings.eagle3_target is None else []
         return [*found, *([VOCAB_KEY] if path == TARGETS_KEY else [])]

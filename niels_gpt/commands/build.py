@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import logging
 import os
-import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -21,13 +20,11 @@ import click
 from niels_gpt.commands.console import ExitCode, Result, exit_code_of, print_error, print_warning, progress_bar, say
 from niels_gpt.commands.report import checked, listed, notices, outcome_line, outcomes_table, plan_table, snapshot_lines
 from niels_gpt.data.exclude import read_exclusion
-from niels_gpt.kinds.kind import has_partitions
+from niels_gpt.kinds.kind import Kind, has_partitions, kind_of_key, look_command
 from niels_gpt.progress import Progress
 from niels_gpt.recipes.disk import free_bytes, needed_bytes, refuse_without_room, unfinished_bytes
-from niels_gpt.recipes.eagle3.request import KEY as TARGETS_KEY
-from niels_gpt.recipes.eagle3.request import has_small_target, why_left_out
 from niels_gpt.recipes.family import family_of
-from niels_gpt.recipes.plan import OF_EAGLE3, RECIPES, Plan, every_recipe, needs_tokenizer, plan, recipes
+from niels_gpt.recipes.plan import HOME_OF, RECIPES, Plan, every_recipe, needs_tokenizer, plan, recipes
 from niels_gpt.recipes.records import TOKENIZER_KEY, Outcome, cache_root
 from niels_gpt.recipes.request import restart as start_over
 from niels_gpt.recipes.resolve import ResolvedSource, resolve_source
@@ -151,7 +148,7 @@ def _unmatched(
 
 def bar_of(key: str) -> AbstractContextManager[Progress]:
     """Return a progress callback for the build of a cache."""
-    return progress_bar(key, items={TARGETS_KEY: "bytes"}.get(key, "samples" if key in OF_EAGLE3 else "documents"))
+    return progress_bar(key, items=(kind_of_key(key) or Kind).counted)
 
 
 def built_rows(
@@ -188,13 +185,12 @@ def print_built(outcomes: Sequence[Outcome], failures: Mapping[str, Exception] =
 
 
 def _look(settings: Settings, outcomes: Sequence[Outcome]) -> str:
-    """Return the command that looks into the last cache, of eagle3 only where there is no other."""
+    """Return the command that looks into the last cache; of those that are built last only where there is no other."""
     built = [outcome.key for outcome in outcomes if outcome.key != TOKENIZER_KEY and outcome.meta.get("built", True)]
-    built.sort(key=lambda key: key not in OF_EAGLE3)
+    built.sort(key=lambda key: key not in HOME_OF)
     if not built:
         return ""
-    words = ["eagle3", "stats"] if built[-1] == TARGETS_KEY else ["stats" if built[-1] in OF_EAGLE3 else "show"]
-    return shlex.join(["niels-gpt", *words, str(cache_root(settings) / built[-1])])
+    return look_command(built[-1], cache_root(settings) / built[-1])
 
 
 def print_failures(failures: Mapping[str, Exception]) -> ExitCode:
@@ -235,14 +231,14 @@ def chosen_keys(settings: Settings, sources: Sequence[str] | None) -> list[str]:
             f"{problem}, expected some of {', '.join(_names(known))}, or --pretrain, --sft or --rollouts"
         )
     every = list(known) if sources is None else [keys.get(name, name) for name in names]
-    return [*dict.fromkeys(key for key in every if key not in OF_EAGLE3), *(key for key in OF_EAGLE3 if key in every)]
+    return [*dict.fromkeys(key for key in every if key not in HOME_OF), *(key for key in HOME_OF if key in every)]
 
 
 def _names(known: Iterable[str]) -> list[str]:
     """Return how the caches are named on a command line: by their source, or by the key where that is taken."""
     keys: dict[str, str] = {}
     for key in known:
-        keys.setdefault(key if key in OF_EAGLE3 or key.split("/")[1] in keys else key.split("/")[1], key)
+        keys.setdefault(key if key in HOME_OF or key.split("/")[1] in keys else key.split("/")[1], key)
     return list(keys)
 
 
@@ -271,7 +267,7 @@ def build_each(
     Raises: as `check_early` and `stage_tokenizer`.
     """
     chosen = _configured(settings, chosen, failures, of_all=of_all)
-    found = _resolved(settings, [key for key in chosen if key not in OF_EAGLE3])
+    found = _resolved(settings, [key for key in chosen if key not in HOME_OF])
     if settings.disk_check:
         _refuse_without_room(settings, found)
     known = every_recipe(settings)
@@ -312,11 +308,11 @@ def _staged(settings: Settings, chosen: Sequence[str], *, refresh: bool) -> Outc
 
     Before it is made, what no cache of a chosen family can be built with is refused.
     """
-    for family in {family_of(key) for key in chosen if key not in OF_EAGLE3}:
+    for family in {family_of(key) for key in chosen if key not in HOME_OF}:
         family.check_early(settings)
     if not any(needs_tokenizer(settings, key) for key in chosen):
         return None
-    is_users_own = not set(chosen) & {*RECIPES, *OF_EAGLE3}
+    is_users_own = not set(chosen) & {*RECIPES, *HOME_OF}
     how = {"user_sources_only": is_users_own, "announce": True, "refresh": refresh}
     return stage_tokenizer(settings, **how, from_scratch=settings.retrain_tokenizer)
 
@@ -324,26 +320,26 @@ def _staged(settings: Settings, chosen: Sequence[str], *, refresh: bool) -> Outc
 def _configured(
     settings: Settings, chosen: Sequence[str], failures: dict[str, Exception], *, of_all: bool
 ) -> Sequence[str]:
-    """Return the chosen keys; without those of eagle3, which are failures or left out, where nothing makes them."""
-    keys = [key for key in chosen if key in OF_EAGLE3]
-    problem = why_left_out(settings) if keys else None
-    if problem is None:
-        return chosen
-    if of_all:  # for --strict it is a warning only where a target was asked for
-        is_asked = settings.eagle3_target is not None
-        print_warning("W513", f"{' and '.join(keys)} left out: {problem}", is_counted=is_asked)
-    else:
-        failures.update(dict.fromkeys(keys, problem))
-    return [key for key in chosen if key not in keys]
+    """Return the chosen keys without those that their home cannot build, which are failures, or left out."""
+    problems = {key: problem for key in chosen if key in HOME_OF and (problem := HOME_OF[key].left_out(settings))}
+    if not of_all:
+        failures.update(problems)
+    for problem in {type(each): each for each in problems.values()}.values() if of_all else ():
+        keys = " and ".join(key for key, each in problems.items() if type(each) is type(problem))
+        print_warning("W513", f"{keys} left out: {problem}", is_counted=problem.is_asked)
+    return [key for key in chosen if key not in problems]
 
 
 def _without_sentinels(settings: Settings, chosen: Sequence[str], tokenizer: Outcome) -> list[str]:
     """Return the chosen keys that the tokenizer has no sentinels for, and print a warning that names them."""
     ids = tokenizer.meta["special_token_ids"]
-    is_small = has_small_target(settings) and not ids
-    found = [
-        key for key in chosen if (is_small if key in OF_EAGLE3 else needs_sentinels(settings, key.split("/")[0], ids))
-    ]
+
+    def lacks(key: str) -> bool:
+        if key in HOME_OF:
+            return not ids and needs_tokenizer(settings, key)
+        return needs_sentinels(settings, key.split("/")[0], ids)
+
+    found = [key for key in chosen if lacks(key)]
     if found:
         reason = no_sentinels(settings, found, tokenizer.path)
         print_warning("W411", f"{', '.join(found)} left out: {reason}")

@@ -56,7 +56,7 @@ def seal(source: str, sizes_only: bool, **given: Any) -> Result:
     for code, warning in checked(outcome, settings):
         print_warning(code, f"{key}: {warning}")
     print_built([outcome])
-    return Result({"caches": built_rows(settings, [outcome], {})}, next=_show(settings, key))
+    return Result({"caches": built_rows(settings, [outcome], {})}, next=_look(settings, key))
 
 
 settings_options(seal, with_eagle3=True)
@@ -101,7 +101,7 @@ def build_one(
         data |= {key: made.meta[key] for key in ("docs", "totals") if key in made.meta}
     data["seconds"] = made.seconds
     if "partition" not in made.meta:
-        return Result({**data, "sealed": True, "unfinished": []}, next=_show(settings, key))
+        return Result({**data, "sealed": True, "unfinished": []}, next=_look(settings, key))
     if left := units.unfinished():
         total = many(settings.partitions, "partition")
         say(f"{key}: {len(left):,} of {total} {'is' if len(left) == 1 else 'are'} not finished")
@@ -157,7 +157,8 @@ def _partitioned_key(settings: Settings, sources: Sequence[str]) -> str:
     return keys[0]
 
 
-def _show(settings: Settings, key: str) -> str:
+def _look(settings: Settings, key: str) -> str:
+    from niels_gpt.kinds.kind import look_command
     from niels_gpt.recipes.records import cache_root
 
-    return shlex.join(["niels-gpt", "show", str(cache_root(settings) / key)])
+    return look_command(key, cache_root(settings) / key)

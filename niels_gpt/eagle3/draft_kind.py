@@ -74,6 +74,7 @@ class DraftVocabKind(Kind):
         ),
     )
     is_small = True
+    counted = "samples"
     why_not: ClassVar[Mapping[str, str]] = {
         "locate": "A draft vocabulary holds no tokens of a text",
         "digests": "Draft vocabularies differ by their ids and by what meta.json says of them",

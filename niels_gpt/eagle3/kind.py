@@ -57,6 +57,7 @@ class Eagle3Kind(Kind):
     keys = ("eagle3/targets",)
     checks = tuple(CHECKS.values())
     outside_checks: ClassVar[Mapping[str, str]] = {RECOMPUTED: "niels_gpt.recipes.eagle3.prepare:check_recomputed"}
+    counted = "bytes"
     shown = 32
     units = SHARDS
     why_not: ClassVar[Mapping[str, str]] = {
@@ -67,6 +68,7 @@ class Eagle3Kind(Kind):
         'data = CachedEagle3Dataset("{path}")\n'
         "sample = data[0]  # the columns by name",
         frozenset({"huggingface", "pytorch"}),
+        look="stats",
         columns=(
             ("input_ids", "int64 [S]", "ids of the tokens, shifted by one"),
             ("attention_mask", "int64 [S]", "1 where there is a token, 0 in the padding"),

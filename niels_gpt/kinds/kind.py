@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -182,6 +183,8 @@ class Kind:
     """Whether all files are hashed at every look."""
     may_lack_vocabulary = False
     """Whether `vocab_size` may be null: the tokenizer of the ids is not known."""
+    counted = "documents"
+    """What progress of a build counts first; then come tokens."""
     shown = 200
     """How many tokens `show` prints where nobody says how many."""
     needs_tokenizer = False
@@ -414,6 +417,11 @@ def units_of_key(key: str) -> Looks[Any] | None:
 def has_partitions(key: str) -> bool:
     """Whether the caches at a key may be built in partitions."""
     return units_of_key(key) is not None
+
+
+def look_command(key: str, folder: object) -> str:
+    """Return the command that prints what is in the cache of a key. folder: the cache's."""
+    return f"{PROGRAM} {(kind_of_key(key) or Kind).page.look} {shlex.quote(str(folder))}"
 
 
 def builds_alone(key: str) -> bool:

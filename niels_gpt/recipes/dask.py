@@ -27,10 +27,9 @@ from niels_gpt.data.exclude import read_exclusion
 from niels_gpt.display.numbers import many
 from niels_gpt.engine.units import Plan
 from niels_gpt.interrupts import sigint_blocked
+from niels_gpt.kinds.homes import home_recipes
 from niels_gpt.kinds.kind import kind_named, kind_of_key
 from niels_gpt.progress import Progress
-from niels_gpt.recipes.eagle3.options import KEYS
-from niels_gpt.recipes.eagle3.request import raw_source
 from niels_gpt.recipes.home_recipes import units_of
 from niels_gpt.recipes.records import Outcome, cache_root
 from niels_gpt.recipes.resolve import resolve_source
@@ -462,7 +461,8 @@ def inputs_seen(settings: Settings, name: str) -> dict[str, str]:
     The files of the source count by name and size alone: reading them may take hours.
     Raises: the errors of `resolve_source` and `read_exclusion`.
     """
-    chats = raw_source(settings) if name in KEYS else name
+    home = next((home for home in home_recipes() if name in home.recipes), None)
+    chats = name if home is None else home.source(settings)
     found = None if chats is None else resolve_source(settings, chats).found  # None: the plan compares their bytes
     names = hashlib.sha256()
     for path in () if found is None else found.files:

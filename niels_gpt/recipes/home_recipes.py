@@ -13,6 +13,7 @@ from niels_gpt.kinds.homes import home_recipes
 from niels_gpt.recipes.records import Outcome
 from niels_gpt.recipes.units import CacheUnits, Units
 from niels_gpt.settings import Settings
+from niels_gpt.storage.errors import LeftOut
 from niels_gpt.tokenizers.protocol import FullTokenizer
 
 Recipe = Callable[..., Outcome]
@@ -29,6 +30,12 @@ class HomeRecipes:
     """What a build of a key would do, and from what. The tokenizer is the caches' own; None: not there yet."""
     settings_fingerprint: Callable[[Settings, str], str]
     """Twelve hex digits of the settings that decide the bytes of a key; no file is looked at."""
+    left_out: Callable[[Settings], LeftOut | None]
+    """Why none of them can be built; None where they can. A build of all caches leaves them out, with a warning."""
+    takes_tokenizer: Callable[[Settings], bool]
+    """Whether they are built with the caches' own tokenizer, which must have the sentinels."""
+    source: Callable[[Settings], str | None]
+    """The name of the source that they are made from; None for files that are not observed."""
     units: Mapping[str, Callable[..., CacheUnits]] = field(default_factory=dict)
     """The class of the units of a cache, by key; called as `units_of`, without a key."""
 

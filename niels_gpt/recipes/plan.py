@@ -20,7 +20,6 @@ from niels_gpt.engine.units import states_of
 from niels_gpt.kinds.homes import home_recipes
 from niels_gpt.kinds.kind import units_of_key
 from niels_gpt.recipes.disk import needed_bytes
-from niels_gpt.recipes.eagle3.request import has_small_target
 from niels_gpt.recipes.family import family_named, family_of
 from niels_gpt.recipes.home_recipes import HomeRecipes, Recipe
 from niels_gpt.recipes.records import TOKENIZER_KEY, cache_root, is_current, recorded_recipe
@@ -50,9 +49,8 @@ RECIPES: dict[str, Recipe] = {
     if family_named(spec.family) is not None
 }
 """The built-in caches by key, in the order in which build-all builds them, after the tokenizer: `ensure_tokenizer`."""
-_LATE: dict[str, HomeRecipes] = {key: home for home in home_recipes() for key in home.recipes}
-OF_EAGLE3: dict[str, Recipe] = {key: home.recipes[key] for key, home in _LATE.items()}
-"""What is built last, where `recipes.eagle3.request.check_configured` lets it."""
+HOME_OF: dict[str, HomeRecipes] = {key: home for home in home_recipes() for key in home.recipes}
+"""By key, the home that adds the recipe of a cache. These are built last, where nothing says why they are left out."""
 _MAX_JOURNAL_BYTES = 1 << 28
 
 
@@ -89,7 +87,7 @@ def every_recipe(settings: Settings) -> dict[str, Recipe]:
 
     Each is called with settings, refresh, observed and progress. Raises: as `user_sources`.
     """
-    return recipes(settings) | OF_EAGLE3
+    return recipes(settings) | {key: home.recipes[key] for key, home in HOME_OF.items()}
 
 
 def every_key(settings: Settings) -> list[str]:
@@ -98,8 +96,8 @@ def every_key(settings: Settings) -> list[str]:
 
 
 def needs_tokenizer(settings: Settings, key: str) -> bool:
-    """Whether a cache of these settings is built with the tokenizer: of eagle3 those of the small target."""
-    return has_small_target(settings) if key in OF_EAGLE3 else not needs_no_tokenizer(key)
+    """Whether a cache of these settings is built with the tokenizer."""
+    return HOME_OF[key].takes_tokenizer(settings) if key in HOME_OF else not needs_no_tokenizer(key)
 
 
 def needs_no_tokenizer(key: str) -> bool:
@@ -125,8 +123,8 @@ def settings_fingerprint(settings: Settings, key: str, tokenizer: FullTokenizer 
     The parts of `recipe_fingerprint` that are known without reading a source, --exclude left out; tokenizer: None: not
     known either. A chat template that cannot be read counts as none: the build reports it.
     """
-    if key in _LATE:
-        return _LATE[key].settings_fingerprint(settings, key)
+    if key in HOME_OF:
+        return HOME_OF[key].settings_fingerprint(settings, key)
     name = key.rpartition("/")[2]
     user = user_sources(settings).get(name)
     if user:
@@ -185,8 +183,8 @@ def observe(settings: Settings, key: str) -> tuple[dict[str, Any], str | None]:
 
 def _plan_of(settings: Settings, key: str, tokenizer: FullTokenizer | None) -> Plan:
     """tokenizer: None for one that is not there yet."""
-    if key in _LATE:
-        return Plan(key, *_LATE[key].action(settings, key, tokenizer), 0)
+    if key in HOME_OF:
+        return Plan(key, *HOME_OF[key].action(settings, key, tokenizer), 0)
     try:
         source = resolve_source(settings, key)
         source.family.check_early(settings)

@@ -36,7 +36,7 @@ from niels_gpt.engine.units import (
     states_of,
     version_folder,
 )
-from niels_gpt.kinds.kind import MALFORMED, units_of_key
+from niels_gpt.kinds.kind import MALFORMED, Kind, kind_of_key, units_of_key
 from niels_gpt.progress import Progress
 from niels_gpt.recipes.family import Job
 from niels_gpt.recipes.records import (
@@ -109,14 +109,18 @@ class CacheUnits(ABC):
     settings: Settings
     plan: Plan | None = None
     """None: the committed cache is current, and no unit is needed."""
-    counted: str
-    """What progress of a build counts first; then come tokens."""
     _measurement: Measurement
 
     @property
     def path(self) -> Path:
         """The cache's public path."""
         return cache_root(self.settings) / self.key
+
+    @property
+    def counted(self) -> str:
+        """What progress of a build counts first; then come tokens."""
+        kind = kind_of_key(self.key)
+        return Kind.counted if kind is None else kind.counted
 
     @property
     def budget(self) -> int | None:
@@ -222,8 +226,6 @@ class Units(CacheUnits):
     It makes the tokenizer, resolves the source, and checks the folder, the program and the disk. Any machine may make
     one, any number of times; a plan of the same settings is kept, and the revision of the hub in it.
     """
-
-    counted = "documents"
 
     def __init__(
         self,

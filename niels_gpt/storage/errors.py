@@ -161,6 +161,8 @@ class LeftOut(Exception):
     """Code of the warning."""
     found = ""
     """The reason in a few words, for a table."""
+    is_asked = True
+    """Whether the settings ask for the cache, so that --strict counts the warning."""
 
 
 class CacheError(CodedError, ValueError, code="E201"):

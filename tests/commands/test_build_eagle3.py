@@ -58,7 +58,7 @@ def test_they_are_built_by_name_without_the_tokenizer_and_reused_and_listed(flag
     done = niels_gpt(*build)
     assert done.status == 0
     out = done.out
-    assert out.count("up to date") == 2 and out.endswith("next: niels-gpt eagle3 stats c/eagle3/targets\n")
+    assert out.count("up to date") == 2 and out.endswith("next: niels-gpt stats c/eagle3/targets\n")
     done = niels_gpt(*build, "--dry-run", "--json")
     assert done.status == 0
     assert [row["action"] for row in rows(done).values()] == ["up to date", "up to date"]

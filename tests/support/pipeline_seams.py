@@ -26,7 +26,7 @@ from niels_gpt.recipes.units import build_token_cache
 from niels_gpt.settings import Settings
 from niels_gpt.storage import fileio, versions
 from niels_gpt.storage.locks.builders import file_lock
-from pipelines import assets, automation, steps
+from pipelines import automation, steps
 from support.disk import canonical_json, versions_dir
 
 CACHES = tuple(recipes(Settings()))
@@ -158,7 +158,7 @@ def recipe_is(build):
         }
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assets, "every_recipe", replaced)
+        patch.setattr(steps, "every_recipe", replaced)
         yield
 
 
@@ -167,7 +167,7 @@ def noted_restarts(note):
     """Retry at once where the network is asked, and note each time a step begins from scratch."""
     real = steps.restart
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assets, "NETWORK_RETRIES", dg.RetryPolicy(max_retries=1))
+        patch.setattr(steps, "NETWORK_RETRIES", dg.RetryPolicy(max_retries=1))
         patch.setattr(steps, "restart", lambda *given: (note(), real(*given))[1])
         yield
 

@@ -26,9 +26,9 @@ def job() -> dg.JobDefinition:
     from pipelines import steps
 
     steps.NETWORK_RETRIES = dg.RetryPolicy(max_retries=0)  # before the steps are defined
-    from pipelines import definitions, eagle3, partitions
+    from pipelines import definitions, partitions
 
-    eagle3.progress_log = partitions.progress_log = _killing
+    steps.progress_log = partitions.progress_log = _killing
     one = dg.define_asset_job("one", selection='key:"eagle3/targets"')
     return dg.Definitions.merge(definitions.defs, dg.Definitions(jobs=[one])).resolve_job_def("one")
 

@@ -260,7 +260,6 @@ class TargetUnits(CacheUnits):
     """
 
     key = KEY
-    counted = "bytes"
     _has_committed = False
 
     def __init__(
@@ -589,5 +588,8 @@ EAGLE3_RECIPES = HomeRecipes(
     {VOCAB_KEY: build_draft_vocab, KEY: build_targets},
     planned_action,
     settings_fingerprint,
+    why_left_out,
+    has_small_target,
+    raw_source,
     units={KEY: TargetUnits},
 )

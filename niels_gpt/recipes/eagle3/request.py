@@ -71,6 +71,7 @@ class NoTarget(LeftOut, ValueError):
 
     code, warning = "E705", "W513"
     found = "no target: name one with --eagle3-target"
+    is_asked = False
 
 
 class NoExtra(LeftOut, ImportError):
@@ -101,7 +102,9 @@ def check_configured(settings: Settings) -> None:
             "no target is named: pass --eagle3-target FOLDER_OR_ID (the setting eagle3_target, NIELS_GPT_EAGLE3_TARGET)"
         )
     if importlib.util.find_spec("transformers") is None:
-        raise NoExtra("running a target needs transformers. Install the extra: pip install 'niels-gpt[eagle3]'")
+        problem = NoExtra("running a target needs transformers. Install the extra: pip install 'niels-gpt[eagle3]'")
+        problem.is_asked = settings.eagle3_target is not None
+        raise problem
 
 
 def settings_fingerprint(settings: Settings, key: str) -> str:
