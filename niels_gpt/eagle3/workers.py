@@ -321,8 +321,8 @@ def make_shards(job: Job, forward: Forward, shards: Iterable[int], written: Writ
     """Make shards, one after the other.
 
     check: called before a shard's file is created and before it is renamed, in a thread.
-    Raises: NonFiniteError, OSError, what `check` raises; CacheError (E709) once `ENOUGH` supervised slots have no position. A shard
-        that is not finished is then removed.
+    Raises: NonFiniteError, OSError, what `check` raises; CacheError (E709) once `ENOUGH` supervised slots have no
+        position. A shard that is not finished is then removed.
     """
     supervised = positions = 0
     with _Writer(job.cache_dir, forward, check) as writer:
