@@ -302,12 +302,11 @@ class TargetRun:
     def _has_all_but_shards(self) -> bool:
         """Return whether the folder has all files of the plan but shards: a part with all its shards has no work."""
         files = {name: hashlib.sha256(content).hexdigest() for name, content in self.plan.sidecar_files().items()}
-        files |= self.samples.checksums
         with suppress(FileNotFoundError, CacheError):
             return (
                 not differing_manifest(read_manifest(self.folder), self.plan)
-                and all(file_sha256(self.folder / SIDECAR / name) == sha256 for name, sha256 in files.items())
-                and has_target_weights(self.folder, self.plan)
+                and all(_has_sha256(self.folder / SIDECAR / name, sha256) for name, sha256 in files.items())
+                and all(_shared_files(self.folder, self.plan).values())
             )
         return False
 
@@ -452,16 +451,12 @@ def _sealed(
     return Sealed(finish(folder, plan, named, check=check), True)
 
 
-def _samples_of(plan: Plan) -> dict[str, str]:
-    """Return the sha256 of the files of the samples by their names."""
-    names = {SAMPLES_NAME: plan.samples["sha256"], IDS_NAME: plan.samples["ids_sha256"]}
-    return {f"{SIDECAR}/{name}": sha256 for name, sha256 in names.items()}
-
-
-def _weights_of(plan: Plan) -> tuple[str, str]:
-    """Return the names of the file of the target's weights, and of its receipt."""
-    names = (WEIGHTS_NAME, WEIGHTS_RECEIPT) if plan.is_native else (EMBEDDINGS_NAME, EMBEDDINGS_RECEIPT)
-    return names[0], f"{SIDECAR}/{names[1]}"
+def _shared_files(folder: Path, plan: Plan) -> dict[str, bool]:
+    """Return the files of samples and of the target's weights, by name, and whether each is there undamaged."""
+    samples = {SAMPLES_NAME: plan.samples["sha256"], IDS_NAME: plan.samples["ids_sha256"]}
+    found = {f"{SIDECAR}/{name}": _has_sha256(folder / SIDECAR / name, sha256) for name, sha256 in samples.items()}
+    weights, receipt = (WEIGHTS_NAME, WEIGHTS_RECEIPT) if plan.is_native else (EMBEDDINGS_NAME, EMBEDDINGS_RECEIPT)
+    return found | dict.fromkeys((weights, f"{SIDECAR}/{receipt}"), has_target_weights(folder, plan))
 
 
 def _refuse_unfinished(plan: FolderPlan, commands: Commands, deep: bool, progress: Progress | None) -> None:
@@ -490,9 +485,7 @@ def _plan_of(folder: Path, named: Path, commands: Commands) -> Plan:
     except (FileNotFoundError, CacheError) as error:
         problem = error.problem if isinstance(error, CacheError) else str(error)
         raise CacheError(named, f"its plan cannot be read: {problem}", remedy=again, code="E712") from error
-    wrong = [name for name, sha256 in _samples_of(plan).items() if not _has_sha256(folder / name, sha256)]
-    if not has_target_weights(folder, plan):
-        wrong += _weights_of(plan)
+    wrong = [name for name, is_whole in _shared_files(folder, plan).items() if not is_whole]
     if wrong:
         raise CacheError(named, f"{' and '.join(wrong)}: missing or damaged", remedy=again, code="E712")
     return plan
@@ -572,12 +565,10 @@ def _sources(folders: Sequence[Path], plan: Plan) -> dict[str, Path]:
     Raises: CacheError for a shard that is there twice with different bytes.
     """
     found: dict[str, Path] = {}
-    samples, weights = _samples_of(plan), _weights_of(plan)
     for folder in folders:
-        whole = [*samples] if all(_has_sha256(folder / name, sha256) for name, sha256 in samples.items()) else []
-        whole += weights if has_target_weights(folder, plan) else ()
-        for name in whole:
-            found.setdefault(name, folder)
+        for name, is_whole in _shared_files(folder, plan).items():
+            if is_whole:
+                found.setdefault(name, folder)
         for shard in range(plan.num_shards):
             if not is_finished(folder, plan, shard):
                 continue
