@@ -22,11 +22,8 @@ from numpy.typing import NDArray
 
 from niels_gpt.eagle3 import cache
 from niels_gpt.eagle3.format.layout import AUX_DTYPES, Layout
-from niels_gpt.eagle3.format.native.layout import NativeLayout
-from niels_gpt.eagle3.format.native.rows import row_counts
-from niels_gpt.eagle3.format.native.sample import NativeSample
-from niels_gpt.eagle3.format.native.shard_writer import NativeShardWriter
-from niels_gpt.eagle3.format.shard_writer import ShardWriter
+from niels_gpt.eagle3.format.native import NativeLayout, NativeSample, row_counts
+from niels_gpt.eagle3.format.shard_writer import NativeShardWriter, ShardWriter
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.eagle3.native import NativeEagle3Dataset, build_native_dataloader, native_batch
 

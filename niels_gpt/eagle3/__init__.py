@@ -1,7 +1,7 @@
 """The EAGLE-3 target cache: a frozen target model's supervision on disk, so that a draft trains without the target.
 
 cache.py         public: reader, loader, writer of shards; every name of the published contract
-native.py        public: reader and batches of the native form
+native.py        public: reader and batches of the native form, and the six keys of version 1 made of it
 target.py        public: the target's hidden states and logits, shifted left by one slot; which layers are captured
 head.py          public: hidden states -> logits by the target's norm and lm_head, without the rest of the target
 vocab.py         public: which of the target's tokens the draft knows, and the files of that choice
@@ -21,10 +21,9 @@ disk.py          whether a folder can be written, what a cache takes there, and 
 produce/         the earlier place of make_target_cache
 models.py        loads target models: by folder or hub id, or the sample's small one
 replies.py       the target's own replies to chats, which are input of a cache
-native_view.py   the six keys of version 1, made of a native cache
 format/          the files of a cache: what is in them, their writers and readers, the plan
 inspect/         a finished cache: is it good, does the target still agree, what is in it
-derive/          a finished native cache -> another draft vocabulary, or version 1 or 2, without the target
+derive.py        a finished native cache -> another draft vocabulary, or version 1 or 2, without the target
 exchange/        other tools' folders -> a native cache, and back
 
 cache.py and format/ need torch and safetensors, the rest also transformers (the extra eagle3). The input is tokenized

@@ -27,23 +27,22 @@ from typing import Any, NamedTuple
 import torch
 
 from niels_gpt.eagle3.disk import estimate, refuse_without_room
-from niels_gpt.eagle3.format.embeddings import EMBEDDINGS_RECEIPT
 from niels_gpt.eagle3.format.layout import (
     EMBEDDINGS_NAME,
     LOCK_NAME,
     MANIFEST_NAME,
     SIDECAR,
+    WEIGHTS_NAME,
     PathLike,
     refuse_links,
     shard_path,
 )
 from niels_gpt.eagle3.format.manifest import manifest_bytes, read_manifest
 from niels_gpt.eagle3.format.meta import file_sha256
-from niels_gpt.eagle3.format.native.weights import WEIGHTS_NAME, WEIGHTS_RECEIPT
-from niels_gpt.eagle3.format.plan import PLAN_NAME, Plan, differing_fields, make_plan, open_plan, shards_of_part
-from niels_gpt.eagle3.format.run import Run
+from niels_gpt.eagle3.format.plan import PLAN_NAME, Plan, Run, differing_fields, make_plan, open_plan, shards_of_part
 from niels_gpt.eagle3.format.samples import IDS_NAME, SAMPLES_NAME, RowLike, Samples
 from niels_gpt.eagle3.format.shard_writer import receipt_path
+from niels_gpt.eagle3.format.weights import EMBEDDINGS_RECEIPT, WEIGHTS_RECEIPT
 from niels_gpt.eagle3.parts import (
     Part,
     fix_settings,

@@ -29,51 +29,50 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import DataLoader, default_collate
 
 from niels_gpt.cache.checksums import Check
-from niels_gpt.cache.meta import check_expected
-from niels_gpt.display.numbers import number_of
-from niels_gpt.display.tables import html_table
-from niels_gpt.eagle3.format.convert import convert
-from niels_gpt.eagle3.format.embeddings import read_target_embeddings, write_target_embeddings
 from niels_gpt.eagle3.format.layout import (
     DENSE_FIELDS,
     DTYPES,
     EMBEDDINGS_NAME,
     INT_FIELDS,
+    LOCK_NAME,
     MANIFEST_NAME,
     SHARD_NAME,
+    SIDECAR,
     TOPK_FIELDS,
     PathLike,
     layout_like,
+    refuse_links,
     shard_path,
 )
 from niels_gpt.eagle3.format.manifest import (
     FORMAT_VERSION,
+    VERSIONS,
     atomic_write,
     existing_shard_indices,
     is_compressed,
     is_native,
     load_safetensors,
     manifest_path,
+    number_in,
     read_manifest,
     write_manifest,
 )
-from niels_gpt.eagle3.format.native.damage import native_shard_damage
-from niels_gpt.eagle3.format.receipts import fingerprint, version_of
-from niels_gpt.eagle3.format.shard_reader import COMMON_FIELDS, ShardSet
-from niels_gpt.eagle3.format.shard_writer import ShardWriter, shard_damage
+from niels_gpt.eagle3.format.meta import eagle3_meta, file_sha256, version_of, write_meta
+from niels_gpt.eagle3.format.shard_writer import ShardWriter
+from niels_gpt.eagle3.format.shards import COMMON_FIELDS, DenseShards, shards_of
+from niels_gpt.eagle3.format.weights import read_target_embeddings, write_target_embeddings
+from niels_gpt.eagle3.native import CacheReader, NativeView, loader_of
 from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import remove
+from niels_gpt.storage.locks import file_lock
 from niels_gpt.storage.meta_json import shortened
-from niels_gpt.storage.versions import version_name
-
-if TYPE_CHECKING:
-    from niels_gpt.eagle3.native_view import NativeView
+from niels_gpt.storage.versions import VERSIONS_DIR
 
 __all__ = [
     "CACHE_KEYS",
@@ -171,12 +170,57 @@ def verify(cache_dir: PathLike, *, follow_links: bool = False) -> list[str]:
     Raises: FileNotFoundError, CacheError as `CachedEagle3Dataset`; CacheError for a shard without a receipt.
     """
     dataset = CachedEagle3Dataset(cache_dir, follow_links=follow_links)
-    damage_of = native_shard_damage if is_native(dataset.manifest) else shard_damage
-    found = (damage_of(cache_dir, index, follow_links=follow_links) for index in range(dataset.num_shards))
-    return [sentence for damage in found for _, sentence in damage]
+    shards = shards_of(cache_dir, dataset.manifest, follow_links=follow_links)
+    return [sentence for index in range(shards.num_shards) for _, sentence in shards.damage(index)]
 
 
-class CachedEagle3Dataset(Dataset[dict[str, torch.Tensor]]):
+def convert(cache_dir: PathLike, format_version: int, *, follow_links: bool = False) -> bool:
+    """Convert a dense cache to version 1 or 2 by changing its manifest; return whether anything changed.
+
+    Version 2 has the key `target_probs_topk`, 0; all other keys stay. A meta.json of this project is updated.
+    follow_links: as `open_file`. A file that is written replaces a link; nothing is written through one.
+    Raises: ValueError for another version; CacheError for a top-k cache, whose shards version 1 cannot hold, for a
+        committed version below .versions/, which never changes, and while another process writes the cache.
+    """
+    if type(format_version) is not int or format_version not in VERSIONS:
+        raise ValueError(f"format_version {format_version}, expected 1 or 2")
+    folder = Path(cache_dir)
+    if VERSIONS_DIR in folder.resolve().parts:
+        raise CacheError(folder, "a committed version is never changed", remedy="Convert a copy: cp -rL", code="E710")
+    if not follow_links or (folder / SIDECAR).is_symlink():
+        refuse_links(folder)
+    if not (folder / SIDECAR).is_dir():
+        return _convert(folder, format_version, follow_links)
+    lock = folder / SIDECAR / LOCK_NAME
+    if lock.is_symlink():  # of a snapshot: the link is removed, its file stays
+        remove(lock)
+    with file_lock(lock, folder, "is being written", wait=False):
+        return _convert(folder, format_version, follow_links)
+
+
+def _convert(folder: Path, format_version: int, follow_links: bool) -> bool:
+    manifest, meta = read_manifest(folder, follow_links=follow_links), eagle3_meta(folder, follow_links)
+    is_other: bool = manifest["format_version"] != format_version
+    if is_other:
+        topk = manifest.get("target_probs_topk")
+        if topk and is_compressed(topk, number_in(manifest, "draft_vocab_size", folder)):
+            found = f"target_probs_topk is {topk}, and version 1 holds all probabilities"
+            remedy = "Produce the cache again with --target-probs-topk 0"
+            raise CacheError(manifest_path(folder), found, remedy=remedy, code="E710")
+        manifest.pop("target_probs_topk", None)
+        manifest |= {"format_version": format_version} | ({"target_probs_topk": 0} if format_version == 2 else {})
+        write_manifest(folder, manifest)
+    if meta is None:
+        return is_other
+    recorded = {record["name"]: record for record in meta["files"]}
+    named = recorded.pop(MANIFEST_NAME, {"sha256": ""})["sha256"]
+    is_stale = named != file_sha256(folder / MANIFEST_NAME, follow_links=follow_links)
+    if is_stale:  # also where an earlier call was killed before this
+        write_meta(folder, meta, known=recorded.values(), follow_links=follow_links)
+    return is_other or is_stale
+
+
+class CachedEagle3Dataset(CacheReader[dict[str, torch.Tensor]]):
     """Reads an EAGLE-3 cache of any form; an item is one sample: the keyword arguments of the trainer's forward.
 
     The header of every shard is checked when the cache is opened. Shards are mapped when they are first read, at most
@@ -217,58 +261,35 @@ class CachedEagle3Dataset(Dataset[dict[str, torch.Tensor]]):
         if not native and (device is not None or not target_probs):
             raise ValueError(f"{cache_dir} is not native: device and target_probs are options of native caches")
         how: dict[str, Any] = {"follow_links": follow_links, "check": check}
-        view = None
+        self.view: NativeView | None = None
+        """Of a native cache."""
         if native:
-            from niels_gpt.eagle3.native_view import NativeView  # versions 1 and 2 need no target's head
-
-            view = NativeView(cache_dir, max_open_shards, device=device, target_probs=target_probs, **how)
-        self._native: NativeView | None = view
-        shards = ShardSet(cache_dir, max_open_shards, **how) if view is None else view.dataset
-        self._shards = shards
-        self.cache_dir, self.manifest = shards.cache_dir, shards.manifest
-        self.num_samples, self.num_shards = shards.num_samples, shards.num_shards
-        self.compressed = isinstance(shards, ShardSet) and shards.compressed
-        self.shard_size: int | None = shards.shard_size if isinstance(shards, ShardSet) else None
+            self.view = NativeView(cache_dir, max_open_shards, device=device, target_probs=target_probs, **how)
+            self._open(self.view.dataset._shards, expect)
+        else:
+            self._open(DenseShards.of_cache(cache_dir, max_open_shards, **how), expect)
+        self.compressed = self._shards.compressed
+        self.shard_size = self._shards.shard_size
         """Samples of a shard; None of a native cache, whose shards end by their bytes."""
-        self._follow_links = follow_links
-        if expect is not None:
-            check_expected(self.fingerprint(), expect, self.cache_dir)
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Return the identity of the cache for a checkpoint: see `niels_gpt.eagle3.format.receipts.fingerprint`."""
-        return fingerprint(self.cache_dir, self.num_samples, follow_links=self._follow_links)
-
-    def __repr__(self) -> str:
-        """Name the cache, its samples and their form."""
-        return f"CachedEagle3Dataset({version_name(Path(self.cache_dir))}, {', '.join(self._described().values())})"
-
-    def _repr_html_(self) -> str:
-        rows = {"cache": version_name(Path(self.cache_dir)), **self._described()}
-        return html_table("CachedEagle3Dataset", rows.items())
 
     def _described(self) -> dict[str, str]:
-        """Return what is shown beside the path; manifests of other tools may lack some of it."""
+        # manifests of other tools may lack some of it
         sizes = {"slots": "seq_length", "aux values": "aux_hidden_dim", "draft ids": "draft_vocab_size"}
         form = [f"{self.manifest[key]:,} {name}" for name, key in sizes.items() if self.manifest.get(key) is not None]
         form += [f"top {self.manifest['target_probs_topk']:,}"] * self.compressed
         form += [dtype for dtype in DTYPES if dtype == self.manifest.get("dtype")]
-        samples = f"{number_of(self.num_samples, 'sample')} in {number_of(self.num_shards, 'shard')}"
         target = self.manifest.get("target_model")
-        rows = {"samples": samples, "a sample": ", ".join(form), "target": shortened(target) * bool(target)}
-        return {name: text for name, text in rows.items() if text}
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        return self.num_samples
+        rows = {"a sample": ", ".join(form), "target": shortened(target) * bool(target)}
+        return super()._described() | {name: text for name, text in rows.items() if text}
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         """Return one sample by CACHE_KEYS; a top-k distribution at its full width. Raises: IndexError; CacheError."""
         position = index + self.num_samples if index < 0 else index
         if not 0 <= position < self.num_samples:
             raise IndexError(index)
-        if self._native is not None:
-            return self._native.item(position)
-        assert isinstance(self._shards, ShardSet) and self.shard_size is not None
+        if self.view is not None:
+            return self.view.item(position)
+        assert isinstance(self._shards, DenseShards) and self.shard_size is not None
         shard, row = divmod(position, self.shard_size)
         sample = self._shards.row(shard, row)
         if self.compressed:
@@ -283,7 +304,7 @@ class CachedEagle3Dataset(Dataset[dict[str, torch.Tensor]]):
 
     def _handle(self, shard_index: int) -> Any:
         """Return safetensors' handle of a shard of version 1 or 2, opened in this process."""
-        assert isinstance(self._shards, ShardSet)
+        assert isinstance(self._shards, DenseShards)
         return self._shards.opened(shard_index)[0]
 
 
@@ -322,16 +343,4 @@ def build_cached_eagle3_dataloader(
     """
     how: dict[str, Any] = {"follow_links": follow_links, "device": device, "target_probs": target_probs}
     dataset = CachedEagle3Dataset(cache_dir, expect=expect, check=check, **how)
-    sampler: DistributedSampler[Any] | None = DistributedSampler(dataset, shuffle=shuffle) if distributed else None
-    how = {
-        "batch_size": batch_size,
-        "sampler": sampler,
-        "shuffle": shuffle and sampler is None,
-        "num_workers": num_workers,
-        "pin_memory": torch.cuda.is_available(),
-    }
-    if dataset._native is not None:
-        from niels_gpt.eagle3.native_view import NativeLoader
-
-        return NativeLoader(dataset._native, **how)
-    return DataLoader(dataset, collate_fn=_collate_cached, **how)
+    return loader_of(dataset, _collate_cached, shuffle, distributed, batch_size=batch_size, num_workers=num_workers)

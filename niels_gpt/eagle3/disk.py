@@ -21,12 +21,12 @@ from niels_gpt.eagle3.format.layout import (
     INT_FIELDS,
     MANIFEST_NAME,
     SIDECAR,
+    WEIGHTS_NAME,
     PathLike,
     refuse_links,
     row_bytes_of,
 )
 from niels_gpt.eagle3.format.manifest import NATIVE_VERSION, manifest_bytes
-from niels_gpt.eagle3.format.native.weights import WEIGHTS_NAME
 from niels_gpt.eagle3.format.plan import Plan, shards_of_part
 from niels_gpt.eagle3.format.samples import Samples
 from niels_gpt.eagle3.resume import finished_meta, leftovers

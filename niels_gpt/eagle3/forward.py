@@ -27,13 +27,10 @@ from torch import Tensor, nn
 
 from niels_gpt.eagle3.cache import compress_target_probs, is_compressed
 from niels_gpt.eagle3.format.layout import AUX_DTYPES, DTYPES, INT_FIELDS, PathLike, row_bytes_of
-from niels_gpt.eagle3.format.native.fp8 import quantized
-from niels_gpt.eagle3.format.native.rows import target_positions
-from niels_gpt.eagle3.format.native.sample import NativeSample
-from niels_gpt.eagle3.format.native.shard_writer import NativeShardWriter
+from niels_gpt.eagle3.format.native import NativeSample, quantized, target_positions
 from niels_gpt.eagle3.format.plan import Batch, Plan
 from niels_gpt.eagle3.format.samples import Samples
-from niels_gpt.eagle3.format.shard_writer import ShardWriter
+from niels_gpt.eagle3.format.shard_writer import NativeShardWriter, ShardWriter
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.eagle3.target import (
     PART_VALUES,

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from niels_gpt.eagle3.format.layout import MANIFEST_NAME, PathLike
+from niels_gpt.eagle3.format.layout import MANIFEST_NAME, WEIGHTS_NAME, PathLike
 from niels_gpt.eagle3.format.manifest import PRODUCE_AGAIN, is_native, read_manifest
-from niels_gpt.eagle3.format.native.weights import WEIGHTS, WEIGHTS_NAME, read_weights
-from niels_gpt.eagle3.format.receipts import compare_once
+from niels_gpt.eagle3.format.meta import compare_once
+from niels_gpt.eagle3.format.weights import WEIGHTS, read_weights
 from niels_gpt.eagle3.target import PART_VALUES, _blocks
 from niels_gpt.storage.errors import CacheError, TargetError
 
@@ -219,7 +219,7 @@ class TargetHead(nn.Module):
             yield part, self.logits(states[part], ids).float()
 
     def weights(self) -> dict[str, Tensor]:
-        """Return what `format.native.weights.write_weights` takes. Raises: ValueError for a head of a cache."""
+        """Return what `format.weights.write_weights` takes. Raises: ValueError for a head of a cache."""
         if self._embeddings is None:
             raise ValueError(
                 "this head was read from a cache and has no embeddings: expected one of TargetHead.of_model"

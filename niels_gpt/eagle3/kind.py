@@ -141,9 +141,9 @@ class Eagle3Kind(Kind):
 
     def refuse(self, cache: Cache, *, models: bool) -> None:
         """Open it with its reader, and map every shard."""
-        from niels_gpt.eagle3.inspect.opening import open_cache, read_each_shard
+        from niels_gpt.eagle3.inspect.opened import open_cache
 
-        read_each_shard(open_cache(cache.folder))
+        open_cache(cache.folder).read_each_shard()
 
     def verdicts(
         self, cache: Cache, names: Collection[str], limits: Limits, progress: Progress | None = None
@@ -239,15 +239,14 @@ class Eagle3Kind(Kind):
 
     def digests(self, cache: Cache, split: str) -> Iterator[bytes]:
         """Yield a hash of the ids and the loss mask of each sample, as stored."""
-        from niels_gpt.eagle3.inspect.opening import open_cache
+        from niels_gpt.eagle3.inspect.opened import open_cache
 
-        opened: Any = open_cache(cache.folder)
+        opened = open_cache(cache.folder)
         for shard in opened.shards:
             for row in opened.stored(shard):
-                fields = row.fields if hasattr(row, "fields") else vars(row.sample)
                 digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-                for name in ("input_ids", "loss_mask"):
-                    digest.update(fields[name][: row.length].long().numpy().tobytes())
+                for part in row.ids_and_loss():
+                    digest.update(part.tobytes())
                 yield digest.digest()
 
     def source_ids(self, cache: Cache, split: str) -> Iterator[bytes] | None:
@@ -257,8 +256,7 @@ class Eagle3Kind(Kind):
 
     def plot(self, cache: Cache, name: str) -> bytes:
         """Return a PNG of lengths, entropy and mass."""
-        from niels_gpt.eagle3.inspect.plot import plot
-        from niels_gpt.eagle3.inspect.stats import stats
+        from niels_gpt.eagle3.inspect.stats import plot, stats
 
         return plot(stats(cache.path), name)
 
@@ -284,10 +282,10 @@ def _refuse_val(split: str) -> None:
 
 def _lengths(cache: Cache) -> tuple[list[int], list[str], list[int]]:
     """Return of each sample its tokens, its source id, and its shard; no ids where none is recorded."""
-    from niels_gpt.eagle3.inspect.opening import open_cache
+    from niels_gpt.eagle3.inspect.opened import open_cache
 
-    opened: Any = open_cache(cache.folder)
-    shards = [shard for shard in opened.shards for _ in range(opened.rows_of(shard))]
+    opened = open_cache(cache.folder)
+    shards = [shard for shard in opened.shards for _ in range(opened.files.rows_of(shard))]
     if not opened.is_planned:
         return [row.length for shard in opened.shards for row in opened.stored(shard)], [], shards
     samples = opened.samples

@@ -1,4 +1,4 @@
-"""The native form of an EAGLE-3 cache, read: its samples, and batches whose target rows are few.
+"""The native form of an EAGLE-3 cache, read: its samples, batches whose target rows are few, and the keys of version 1.
 
 A batch has hidden states in place of distributions. `niels_gpt.eagle3.head.TargetHead` makes `target_probs` of them on
 the training device; `niels_gpt.eagle3.cache.CachedEagle3Dataset` reads the same caches as the six keys of versions 1
@@ -8,14 +8,15 @@ and 2. docs/formats.md describes the files.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
@@ -23,18 +24,71 @@ from niels_gpt.cache.checksums import Check
 from niels_gpt.cache.meta import check_expected
 from niels_gpt.display.numbers import number_of
 from niels_gpt.display.tables import html_table
-from niels_gpt.eagle3.format.layout import PathLike
-from niels_gpt.eagle3.format.native.fp8 import dequantize_into
-from niels_gpt.eagle3.format.native.sample import NativeSample
-from niels_gpt.eagle3.format.native.shard_reader import NativeShards
-from niels_gpt.eagle3.format.receipts import fingerprint
+from niels_gpt.eagle3.format.layout import DTYPES, SIDECAR, PathLike
+from niels_gpt.eagle3.format.manifest import manifest_path
+from niels_gpt.eagle3.format.meta import compare_once, fingerprint
+from niels_gpt.eagle3.format.native import NativeSample, dequantize_into
+from niels_gpt.eagle3.format.plan import PLAN_NAME, read_record
+from niels_gpt.eagle3.format.shards import NativeShards, Shards
+from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import shortened
 from niels_gpt.storage.versions import version_name
+
+if TYPE_CHECKING:
+    from niels_gpt.eagle3.head import TargetHead
 
 __all__ = ["NativeEagle3Dataset", "NativeSample", "build_native_dataloader", "native_batch"]
 
 
-class NativeEagle3Dataset(Dataset[NativeSample]):
+Item = TypeVar("Item")
+
+
+class CacheReader(Dataset[Item]):
+    """What the readers of all forms share."""
+
+    def _open(self, shards: Shards[Any], expect: Mapping[str, Any] | None) -> None:
+        """Take the shards of a whole cache. Raises: CacheError unless it has the fingerprint that is expected."""
+        self._shards = shards
+        self.cache_dir, self.manifest = shards.cache_dir, shards.manifest
+        self.num_samples, self.num_shards = shards.num_samples, shards.num_shards
+        if expect is not None:
+            check_expected(self.fingerprint(), expect, self.cache_dir)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return the identity of the cache for a checkpoint: see `niels_gpt.eagle3.format.meta.fingerprint`."""
+        return fingerprint(self.cache_dir, self.num_samples, follow_links=self._shards.follow_links)
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return self.num_samples
+
+    def __repr__(self) -> str:
+        """Name the cache, its samples and their form."""
+        return f"{type(self).__name__}({version_name(Path(self.cache_dir))}, {', '.join(self._described().values())})"
+
+    def _repr_html_(self) -> str:
+        rows = {"cache": version_name(Path(self.cache_dir)), **self._described()}
+        return html_table(type(self).__name__, rows.items())
+
+    def _described(self) -> dict[str, str]:
+        """Return what is shown beside the path."""
+        return {"samples": f"{number_of(self.num_samples, 'sample')} in {number_of(self.num_shards, 'shard')}"}
+
+
+def loader_of(
+    dataset: CacheReader[Any], collate: Callable[[list[Any]], Any], shuffle: bool, distributed: bool, **how: Any
+) -> DataLoader[Any]:
+    """Return a DataLoader over a cache. Of the six keys of a native one target_probs are made in this process.
+
+    how: batch_size and num_workers.
+    """
+    sampler: DistributedSampler[Any] | None = DistributedSampler(dataset, shuffle=shuffle) if distributed else None
+    how |= {"sampler": sampler, "shuffle": shuffle and sampler is None, "pin_memory": torch.cuda.is_available()}
+    view = getattr(dataset, "view", None)
+    return DataLoader(dataset, collate_fn=collate, **how) if view is None else NativeLoader(view, **how)
+
+
+class NativeEagle3Dataset(CacheReader[NativeSample]):
     """Reads an EAGLE-3 cache in the native form; an item is one sample as it is stored, raw and unpadded.
 
     Header, starts and loss bits of every shard are checked when the cache is opened. Shards are mapped when they are
@@ -62,16 +116,9 @@ class NativeEagle3Dataset(Dataset[NativeSample]):
         Raises: FileNotFoundError; CacheError (a ValueError) for a cache of another form, and naming a file that does
             not fit the manifest.
         """
-        self._shards = NativeShards(cache_dir, max_open_shards, follow_links=follow_links, check=check)
-        self._follow_links = follow_links
-        self.cache_dir, self.manifest = self._shards.cache_dir, self._shards.manifest
-        self.num_samples, self.num_shards = self._shards.num_samples, self._shards.num_shards
-        if expect is not None:
-            check_expected(self.fingerprint(), expect, self.cache_dir)
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Return the identity of the cache for a checkpoint: see `niels_gpt.eagle3.format.receipts.fingerprint`."""
-        return fingerprint(self.cache_dir, self.num_samples, follow_links=self._follow_links)
+        shards = NativeShards.of_cache(cache_dir, max_open_shards, follow_links=follow_links, check=check)
+        self._shards: NativeShards
+        self._open(shards, expect)
 
     @property
     def counts(self) -> NDArray[np.int64]:
@@ -83,10 +130,6 @@ class NativeEagle3Dataset(Dataset[NativeSample]):
         """The draft's vocabulary: int64 [D], draft id -> target id."""
         return torch.tensor(self.manifest["selected_token_ids"])
 
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        return int(self.num_samples)
-
     def __getitem__(self, index: int) -> NativeSample:
         """Return one sample. Raises: IndexError; CacheError."""
         position = index + self.num_samples if index < 0 else index
@@ -94,20 +137,10 @@ class NativeEagle3Dataset(Dataset[NativeSample]):
             raise IndexError(index)
         return self._shards.sample(position)
 
-    def __repr__(self) -> str:
-        """Name the cache, its samples and their form."""
-        return f"NativeEagle3Dataset({version_name(Path(self.cache_dir))}, {', '.join(self._described().values())})"
-
-    def _repr_html_(self) -> str:
-        rows = {"cache": version_name(Path(self.cache_dir)), **self._described()}
-        return html_table("NativeEagle3Dataset", rows.items())
-
     def _described(self) -> dict[str, str]:
-        """Return what is shown beside the path."""
         tokens, _, target_rows = map(int, self.counts.sum(0))
         layers, hidden = len(self.manifest["aux_layer_ids"]), self.manifest["hidden_size"]
-        return {
-            "samples": f"{number_of(self.num_samples, 'sample')} in {number_of(self.num_shards, 'shard')}",
+        return super()._described() | {
             "tokens": f"{number_of(tokens, 'token')}, {number_of(target_rows, 'target row')}",
             "a token": f"{layers} x {hidden:,} {self.manifest['aux_dtype']}",
             "target": shortened(self.manifest["target_model"]),
@@ -251,13 +284,103 @@ def build_native_dataloader(
     pad_to: as `native_batch`. follow_links, expect, check: as `NativeEagle3Dataset`.
     """
     dataset = NativeEagle3Dataset(cache_dir, follow_links=follow_links, expect=expect, check=check)
-    sampler: DistributedSampler[Any] | None = DistributedSampler(dataset, shuffle=shuffle) if distributed else None
-    return DataLoader(
-        dataset,
-        batch_size=batch_size,
-        sampler=sampler,
-        shuffle=shuffle and sampler is None,
-        num_workers=num_workers,
-        pin_memory=torch.cuda.is_available(),
-        collate_fn=partial(native_batch, selected_token_ids=dataset.selected_token_ids, pad_to=pad_to),
-    )
+    collate = partial(native_batch, selected_token_ids=dataset.selected_token_ids, pad_to=pad_to)
+    return loader_of(dataset, collate, shuffle, distributed, batch_size=batch_size, num_workers=num_workers)
+
+
+# --- the keys of version 1 --------------------------------------------------------------------------------------------
+
+Batch = dict[str, Tensor]
+_FIELDS = ("input_ids", "attention_mask", "loss_mask", "position_mask", "aux_hidden_states")
+
+
+class NativeView:
+    """Makes items of version 1 of a native cache's samples. May be pickled; the head is then read again."""
+
+    def __init__(
+        self,
+        cache_dir: PathLike,
+        max_open_shards: int = 1024,
+        *,
+        follow_links: bool = False,
+        device: str | torch.device | None = None,
+        target_probs: bool = True,
+        check: Check = "ends",
+    ) -> None:
+        """device: on which target_probs are made, and left; None: the CPU. target_probs: False leaves the key out.
+
+        Raises: as `NativeEagle3Dataset`; CacheError for a sample that is longer than seq_length.
+        """
+        self.dataset = NativeEagle3Dataset(
+            cache_dir, max_open_shards=max_open_shards, follow_links=follow_links, check=check
+        )
+        cache_dir = self.dataset.cache_dir
+        self.manifest, self._follow_links = self.dataset.manifest, follow_links
+        self.device, self.has_probs = device, target_probs
+        self._head: TargetHead | None = None
+        self.seq_length: int = self.manifest["seq_length"]
+        longest = int(self.dataset.counts[:, 0].max(initial=0))
+        if longest > self.seq_length:
+            found, expected = f"a sample of {longest:,} tokens", f"seq_length, {self.seq_length:,}, at most"
+            raise CacheError(manifest_path(cache_dir), found, expected, code="E701")
+        compare_once(cache_dir, f"{SIDECAR}/{PLAN_NAME}", follow_links=follow_links)
+        record = read_record(cache_dir, follow_links=follow_links)
+        self.pad_id = 0 if record is None else int(record["tokenizer"]["pad_id"])
+        """What follows the last token in input_ids: as precompute pads; 0 where there is no plan."""
+        self._selected = self.dataset.selected_token_ids
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_head": None}
+
+    @property
+    def head(self) -> TargetHead:
+        """The target's head, read when first used."""
+        if self._head is None:
+            from niels_gpt.eagle3.head import TargetHead  # versions 1 and 2 need none
+
+            cache_dir = self.dataset.cache_dir
+            self._head = TargetHead.of_cache(cache_dir, device=self.device, follow_links=self._follow_links)
+        return self._head
+
+    def item(self, index: int) -> Batch:
+        """Return a sample by the keys of version 1, [S] and [S, width]; target_probs on `device`, the rest on the CPU.
+
+        Raises: IndexError; CacheError.
+        """
+        return {name: tensor[0] for name, tensor in self.with_probs(self.collate([self.dataset[index]])).items()}
+
+    def collate(self, samples: Sequence[NativeSample]) -> Batch:
+        """Return a batch of `native_batch`, S slots wide, with ids and float fields as version 1 has them."""
+        batch = native_batch(samples, selected_token_ids=self._selected, pad_to=self.seq_length)
+        ids, attention = batch["input_ids"], batch["attention_mask"]
+        ids[:, :-1].masked_fill_(attention[:, 1:] == 0, self.pad_id)  # after the last slot a 0, whatever pads
+        states, dtype = batch["aux_hidden_states"], DTYPES[self.manifest["dtype"]]
+        batch["aux_hidden_states"] = states.to(dtype)
+        if dtype == torch.float16 != states.dtype and not bool(batch["aux_hidden_states"].isfinite().all()):
+            found = (
+                f"an auxiliary state of {float(states.abs().max()):g}, which fp16, its manifest's dtype, cannot hold"
+            )
+            raise CacheError(self.dataset.cache_dir, found, remedy="Read it by niels_gpt.eagle3.native", code="E708")
+        return batch
+
+    def with_probs(self, batch: Batch) -> Batch:
+        """Return the keys of version 1 of a batch of `collate`: [B, S] and [B, S, width]."""
+        fields = {name: batch[name] for name in _FIELDS}
+        if self.has_probs:
+            probs = self.head.target_probs(batch)
+            fields["target_probs"] = probs.to(DTYPES[self.manifest["dtype"]])
+        return fields
+
+
+class NativeLoader(DataLoader[Any]):
+    """A DataLoader over a native cache that adds target_probs in the main process, where a GPU can be used."""
+
+    def __init__(self, view: NativeView, **how: Any) -> None:
+        """how: as DataLoader."""
+        super().__init__(view.dataset, collate_fn=view.collate, **how)
+        self._view = view
+
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+        """Yield batches of version 1."""
+        for batch in super().__iter__():
+            yield self._view.with_probs(batch)

@@ -7,22 +7,18 @@ error: so a cache with none is refused, and one with few warned of.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from niels_gpt.eagle3.format.embeddings import has_embeddings
-from niels_gpt.eagle3.format.layout import MANIFEST_NAME, SIDECAR, PathLike, shard_path
+from niels_gpt.eagle3.format.layout import MANIFEST_NAME, SIDECAR
 from niels_gpt.eagle3.format.manifest import manifest_bytes
 from niels_gpt.eagle3.format.meta import lists_shards, unchanged_shards, write_meta
-from niels_gpt.eagle3.format.native.rows import has_target_row
-from niels_gpt.eagle3.format.native.shard_reader import MappedShard, map_shard
-from niels_gpt.eagle3.format.native.weights import has_weights
 from niels_gpt.eagle3.format.plan import Plan
 from niels_gpt.eagle3.format.shard_writer import read_receipt, receipt_path
+from niels_gpt.eagle3.format.shards import NativeShards
+from niels_gpt.eagle3.format.weights import has_weights
 from niels_gpt.eagle3.resume import finished_meta
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import read_regular, shortened
@@ -94,27 +90,6 @@ class Counts:
         )
 
 
-def native_positions(
-    shards: Iterable[tuple[PathLike, MappedShard]], selected_token_ids: Sequence[int], vocab_size: int
-) -> int:
-    """Count the supervised target rows of native shards whose most probable token is in the draft's vocabulary.
-
-    shards: with their paths, for errors. vocab_size: of the target.
-    Raises: CacheError where the target rows are not those of the loss mask, and for an id beyond the vocabulary.
-    """
-    in_draft, count = np.zeros(vocab_size, np.bool_), 0
-    in_draft[[*selected_token_ids]] = True
-    for path, shard in shards:
-        loss = shard.loss_mask(0, len(shard.tensors["input_ids"]))
-        rows = has_target_row(shard.starts[:, 0], loss)
-        argmax = shard.tensors["argmax_ids"].numpy()
-        if rows.sum() != len(argmax) or int(argmax.max(initial=0)) >= vocab_size:
-            found = f"{len(argmax)} target rows, with argmax_ids up to {argmax.max(initial=0)}"
-            raise CacheError(path, found, f"{rows.sum()} rows, and ids below {vocab_size}", code="E701")
-        count += int((loss[rows] & in_draft[argmax]).sum())
-    return count
-
-
 # --- meta.json --------------------------------------------------------------------------------------------------------
 
 
@@ -134,7 +109,7 @@ def complete_meta(folder: Path, plan: Plan) -> dict[str, Any] | None:
 
 def has_target_weights(folder: Path, plan: Plan) -> bool:
     """Return whether the target's weights are there as their receipt has them: its head too in the native form."""
-    return has_weights(folder) if plan.is_native else has_embeddings(folder)
+    return has_weights(folder, native=plan.is_native)
 
 
 def finish(
@@ -166,7 +141,9 @@ def _described(folder: Path, plan: Plan) -> dict[str, Any]:
     facts = [_facts(folder, shard, names) for shard in range(plan.num_shards)]
     totals = {name: sum(each[name] for each in facts) for name in names}
     if plan.is_native:
-        totals["positions"] = _native_positions(folder, plan)
+        totals["positions"] = NativeShards(folder, plan.manifest, max_open=1).positions(
+            plan.manifest["selected_token_ids"]
+        )
     tokens, supervised, positions = (totals[name] for name in ("tokens", "supervised", "positions"))
     topk = 0 if plan.is_native else plan.layout.topk
     kept = None if topk == 0 or not positions else sum(each["kept_mass"] for each in facts) / positions
@@ -190,12 +167,6 @@ def _described(folder: Path, plan: Plan) -> dict[str, Any]:
         "target": plan.target,
         "tokenizer_sha256": plan.tokenizer["sha256"],
     }
-
-
-def _native_positions(folder: Path, plan: Plan) -> int:
-    paths = (shard_path(folder, shard) for shard in range(plan.num_shards))
-    shards = ((path, map_shard(path, plan.native_layout)[0]) for path in paths)
-    return native_positions(shards, plan.manifest["selected_token_ids"], plan.manifest["target_vocab_size"])
 
 
 def _facts(folder: Path, shard: int, counted: Sequence[str]) -> dict[str, Any]:

@@ -50,8 +50,7 @@ class ShardUnits(Looks[FolderPlan]):
     def damage(self, plan: FolderPlan, unit: Unit, progress: Progress | None) -> str:
         """Compare each sample with its checksum in the receipt."""
         from niels_gpt.eagle3.format.layout import shard_path
-        from niels_gpt.eagle3.format.native.damage import native_shard_damage
-        from niels_gpt.eagle3.format.shard_writer import shard_damage
+        from niels_gpt.eagle3.format.shards import shards_of
 
         read = 0
 
@@ -61,7 +60,7 @@ class ShardUnits(Looks[FolderPlan]):
             if progress is not None:
                 progress(1, read, None)
 
-        damage = (native_shard_damage if plan.plan.is_native else shard_damage)(plan.folder, unit.number, add)
+        damage = shards_of(plan.folder, plan.plan.manifest).damage(unit.number, add)
         return damage[0][1].removeprefix(f"{shard_path(plan.folder, unit.number)}: ") if damage else ""
 
     def foreign(self, plan: FolderPlan) -> Iterator[tuple[Path, str]]:

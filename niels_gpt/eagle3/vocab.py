@@ -19,7 +19,7 @@ from torch import Tensor
 
 from niels_gpt.eagle3.cache import read_manifest
 from niels_gpt.eagle3.format.layout import MANIFEST_NAME
-from niels_gpt.eagle3.format.receipts import compare_once
+from niels_gpt.eagle3.format.meta import compare_once
 from niels_gpt.eagle3.format.torch_files import load_dict, refuse_odd_tensor
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import REBUILD, CacheError, NotFound, VocabularyError

@@ -26,11 +26,10 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from niels_gpt.eagle3.format.embeddings import write_embeddings
 from niels_gpt.eagle3.format.layout import SIDECAR, PathLike
-from niels_gpt.eagle3.format.native.weights import write_weights
 from niels_gpt.eagle3.format.plan import Plan
 from niels_gpt.eagle3.format.samples import Samples
+from niels_gpt.eagle3.format.weights import write_embeddings, write_weights
 from niels_gpt.eagle3.forward import (
     Forward,
     NativeForward,

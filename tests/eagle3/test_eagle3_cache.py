@@ -270,9 +270,9 @@ DAMAGES = {
     ),
     "another dtype": (
         rewritten(dtype=torch.bfloat16),
-        ["E701", "shard-000000.safetensors", "aux_hidden_states is torch.bfloat16"],
+        ["E701", "shard-000000.safetensors", "aux_hidden_states is bfloat16"],
     ),
-    "another form": (rewritten(topk=3), ["E701", "shard-000000.safetensors", "no target_probs"]),
+    "another form": (rewritten(topk=3), ["E701", "shard-000000.safetensors", "target_probs is absent"]),
     "a byte less": (
         lambda folder: os.truncate(shard_path(folder, 1), os.path.getsize(shard_path(folder, 1)) - 1),
         ["E701", "shard-000001.safetensors", "1,087 bytes, expected 1,088"],

@@ -26,7 +26,7 @@ from niels_gpt.eagle3.cache import (
 )
 from niels_gpt.eagle3.format.samples import Samples
 from niels_gpt.eagle3.head import TargetHead
-from niels_gpt.eagle3.inspect.published.row_checks import tolerance
+from niels_gpt.eagle3.inspect.verify import tolerance
 from niels_gpt.eagle3.native import NativeEagle3Dataset
 from niels_gpt.eagle3.vocab import load_token_mapping
 from niels_gpt.kinds.verify import find_damage
@@ -323,3 +323,14 @@ def test_of_a_cache_that_write_shard_wrote_all_but_the_source_is_checked(tmp_pat
     flip_bit(Path(shard_path(tmp_path, 0)), -1)
     (found,) = verify(tmp_path)["checksums"].problems
     assert "It is sample 1." in found
+
+
+@pytest.mark.parametrize("form", ["dense", "native"])
+def test_weights_and_samples_that_are_both_gone_are_both_told(copied, form):
+    cache = copied(form)
+    names = ["target_embeddings.safetensors" if form == "dense" else "target_weights.safetensors"]
+    names.append("sidecar/samples.safetensors")
+    for name in names:
+        (cache / name).unlink()
+    found = problems(cache, "complete")
+    assert all(any(said.startswith(f"{cache / name}: no such file") for said in found) for name in names)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from support.commands import niels_gpt
 from support.peer_automodel import CACHE, CORE, VOCAB, Peer, PeerError
 from support.peer_caches import (
     LATER_KEYS,
@@ -49,6 +51,36 @@ def test_a_converted_cache_is_read_by_the_other_version_of_the_peer(old, new, tm
     assert_same(new.call("", "read", str(folder))["items"], items_of(shards))
     cache.convert(str(folder), 1)
     assert_same(old.call("", "read", str(folder))["items"], items_of(shards))
+
+
+@pytest.mark.parametrize("made", [2, 1])
+def test_the_line_that_is_printed_opens_a_cache_in_the_peers_trainer(old, new, run, tmp_path, made):
+    """made: the version that precompute writes. After 1, convert writes 2, whose manifest then lacks the options."""
+    status, out, _ = run("--format", str(made))
+    folder, version_1 = tmp_path / "c", tmp_path / "c"
+    if made == 1:
+        version_1 = shutil.copytree(folder, tmp_path / "one")
+        done = niels_gpt("eagle3", "convert", folder, "--format", 2)
+        status, out = done.status, done.out
+    assert status == 0
+    manifest = cache.read_manifest(folder)
+    sizes = manifest["target_vocab_size"], manifest["aux_hidden_dim"] // 3
+    recipe = yaml.safe_load(next(line for line in out.splitlines() if "recipe_args" in line).partition("recipe: ")[2])
+    options = recipe["recipe_args"]
+    assert Path(options.pop("cached_target_path")) == folder
+    named = {"cache_name": "EAGLE-3", "cache_dir": str(folder), "producer_name": "precompute_eagle3"}
+    read = new.call(CACHE, "read_manifest", str(folder))
+    new.call("components.datasets.llm.offline_cache", "ensure_supervision_options_match", read, options, **named)
+    expected = (manifest["num_samples"], manifest["selected_token_ids"])
+    assert new.call("", "set_up", str(folder), *sizes, **options) == expected
+    if made == 2:
+        with pytest.raises(PeerError, match="mask_generation_prompt=True, but the recipe sets"):
+            new.call("", "set_up", str(folder), *sizes)
+    else:
+        assert new.call("", "set_up", str(folder), *sizes) == expected
+        assert old.call("", "set_up", str(version_1), *sizes) == expected
+        with pytest.raises(PeerError, match="format_version=1, expected 2"):
+            new.call("", "set_up", str(version_1), *sizes)
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

@@ -105,7 +105,7 @@ def test_other_embeddings_than_the_targets_are_told_with_the_token(dense):
     path.unlink()
     assert recomputed(dense, target(plan), k=1).problems[0].startswith(f"{path}: no such file")
     write_target_embeddings(dense, torch.zeros(3, 2))
-    assert "weight is [3, 2], the target's [40, 16]" in recomputed(dense, target(plan), k=1).problems[0]
+    assert "is [3, 2], the target's [40, 16]" in recomputed(dense, target(plan), k=1).problems[0]
     for name in ("samples.safetensors", "batches.jsonl", "plan.json"):
         moved = (dense / "sidecar" / name).rename(dense / name)
         (found,) = recomputed(dense, target(plan), k=1).problems

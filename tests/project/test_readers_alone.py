@@ -14,7 +14,7 @@ from support.power_loss import put
 from support.small_caches import built_caches
 from support.small_eagle3 import write_cache
 
-from niels_gpt.eagle3.format.native.weights import write_weights
+from niels_gpt.eagle3.format.weights import write_weights
 
 PROGRAM = """
 import sys

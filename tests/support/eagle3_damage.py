@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from niels_gpt.eagle3.format.layout import read_header, read_tensors_header, row_bytes_of, shard_path
-from niels_gpt.eagle3.format.native.shard_reader import NativeShards
+from niels_gpt.eagle3.format.shards import NativeShards
 from support import eagle3_runs
 
 FORMS = {"dense": {}, "topk": eagle3_runs.TOPK}
@@ -64,7 +64,7 @@ def flip_bit(path, offset):
 
 def native_put(cache, sample, tensor, row, column, value):
     """Write one number into a row of a sample of a native cache."""
-    shards = NativeShards(cache)
+    shards = NativeShards.of_cache(cache)
     shard, place = shards.place(sample)
     which = {"input_ids": 0, "aux_hidden_states": 1, "aux_scales": 1}.get(tensor, 2)
     begin = int(shards.counts[sample - place : sample, which].sum())

@@ -5,16 +5,13 @@ import itertools
 import numpy as np
 import torch
 
+from niels_gpt.eagle3.format import weights
 from niels_gpt.eagle3.format.layout import AUX_DTYPES, DTYPES
-from niels_gpt.eagle3.format.manifest import write_manifest
-from niels_gpt.eagle3.format.native import weights
-from niels_gpt.eagle3.format.native.damage import native_shard_damage
-from niels_gpt.eagle3.format.native.fp8 import quantized
-from niels_gpt.eagle3.format.native.layout import native_layout_of
-from niels_gpt.eagle3.format.native.rows import row_counts, target_positions
-from niels_gpt.eagle3.format.native.sample import NativeSample
-from niels_gpt.eagle3.format.native.shard_writer import NativeShardWriter
+from niels_gpt.eagle3.format.manifest import read_manifest, write_manifest
+from niels_gpt.eagle3.format.native import NativeLayout, NativeSample, quantized, row_counts, target_positions
 from niels_gpt.eagle3.format.samples import Samples
+from niels_gpt.eagle3.format.shard_writer import NativeShardWriter
+from niels_gpt.eagle3.format.shards import shards_of
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.eagle3.target import capture
 
@@ -86,7 +83,7 @@ def write_native(folder, masks, cuts=(), **changed):
     counts = row_counts(starts, np.array([value for mask in masks for value in mask]))
     firsts = [0, *cuts, len(masks)]
     for shard, (first, behind) in enumerate(itertools.pairwise(firsts)):
-        writer = NativeShardWriter(folder, shard, native_layout_of(manifest, folder), counts[first:behind])
+        writer = NativeShardWriter(folder, shard, NativeLayout.of(manifest), counts[first:behind])
         for row in reversed(range(behind - first)):
             writer.write(row, samples[first + row])
         writer.commit()
@@ -100,7 +97,7 @@ def capture_native(folder, model, rows, **manifest):
     head, size = TargetHead.of_model(model), model.config.hidden_size
     sizes = {"target_vocab_size": head.vocab_size, "hidden_size": size, "head": head.facts()}
     whole = manifest_of(len(samples), 1, **{**sizes, **manifest})
-    layout, counts = native_layout_of(whole, folder), row_counts(samples.starts, samples.loss_mask)
+    layout, counts = NativeLayout.of(whole), row_counts(samples.starts, samples.loss_mask)
     writer = NativeShardWriter(folder, 0, layout, counts)
     for index in range(len(samples)):
         ids, mask = samples.row(index)
@@ -120,7 +117,7 @@ def capture_native(folder, model, rows, **manifest):
 
 def damaged_samples(cache, shard=0):
     """The samples of a shard that are not as its receipt says; None for what is of no sample."""
-    return [row for row, _ in native_shard_damage(cache, shard)]
+    return [row for row, _ in shards_of(cache, read_manifest(cache)).damage(shard)]
 
 
 def write_weights(folder, tensors):
@@ -135,4 +132,4 @@ def read_weights(folder, *names):
 
 def has_weights(folder):
     """Whether they are there and undamaged."""
-    return weights.has_weights(folder)
+    return weights.has_weights(folder, native=True)

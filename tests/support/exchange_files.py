@@ -143,13 +143,14 @@ def write_row(folder, index, chat, **changed):
 
 def export_cache(cache, tool, out):
     """Write a native cache as the folder of a tool; returns what was left out of it."""
-    from niels_gpt.eagle3.exchange import exporting
 
-    return exporting.export_cache(cache, tool, out)
+    from niels_gpt.eagle3.exchange import move
+
+    return move.export_cache(cache, tool, out)
 
 
 def redraft(cache, out, **how):
     """Give a native cache another draft vocabulary. how: draft_vocab_size and special_token_ids."""
-    from niels_gpt.eagle3.derive.redraft import redraft
+    from niels_gpt.eagle3.derive import redraft
 
     redraft(cache, out, **how)

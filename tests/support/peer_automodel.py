@@ -169,6 +169,20 @@ def train(cache_dir, model, raw, rows):
     return found
 
 
+def set_up(cache_dir, vocab_size, hidden_size, **recipe_args):
+    """Set the peer's trainer up on a cache, for a target of these sizes; return its samples and draft vocabulary."""
+    from types import SimpleNamespace
+
+    class Arguments(dict):
+        __getattr__ = dict.__getitem__
+
+    trainer = object.__new__(peer_module("recipes.llm.train_eagle3").TrainEagle3Recipe)
+    trainer.cached_target_path, trainer.dist_env = cache_dir, SimpleNamespace(world_size=1, is_main=False)
+    target = SimpleNamespace(vocab_size=vocab_size, hidden_size=hidden_size)
+    ids, _ = trainer._setup_cached_target(Arguments(micro_batch_size=1, **recipe_args), target)
+    return len(trainer.train_dataloader.dataset), ids.tolist()
+
+
 def plain(value):
     """Return a value without the classes of either side."""
     if isinstance(value, tuple):

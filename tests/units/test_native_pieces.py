@@ -13,13 +13,11 @@ from hypothesis import strategies as st
 from support.eagle3_native import manifest_of, random_sample, write_native
 from support.errors import refused
 
-from niels_gpt.eagle3.cache import shard_path, write_manifest
+from niels_gpt.eagle3.cache import read_manifest, shard_path, write_manifest
 from niels_gpt.eagle3.format.layout import read_tensors_header
-from niels_gpt.eagle3.format.native.damage import native_shard_damage
-from niels_gpt.eagle3.format.native.fp8 import dequantized, quantized
-from niels_gpt.eagle3.format.native.layout import NativeLayout, native_layout_of
-from niels_gpt.eagle3.format.native.rows import row_counts, target_positions
-from niels_gpt.eagle3.format.native.shard_writer import NativeShardWriter
+from niels_gpt.eagle3.format.native import NativeLayout, dequantized, quantized, row_counts, target_positions
+from niels_gpt.eagle3.format.shard_writer import NativeShardWriter
+from niels_gpt.eagle3.format.shards import shards_of
 from niels_gpt.eagle3.native import NativeEagle3Dataset
 
 MASKS = [[0, 0, 1, 1, 0, 0, 1, 0, 0, 0], [0, 0, 0], [1], [1, 0, 0], [0, 1, 1, 1, 1]]
@@ -55,7 +53,7 @@ def test_any_masks_give_the_rows_and_bytes_of_the_oracle(tmp_path_factory, masks
         assert path.stat().st_size == layout.shard_bytes(counts[first:behind])
         assert path.stat().st_size - len(read_tensors_header(path)[1]) == size
         assert size - 24 <= limit - 2048 or behind == first + 1
-        assert native_shard_damage(folder, shard) == []
+        assert shards_of(folder, read_manifest(folder)).damage(shard) == []
     shards = NativeEagle3Dataset(folder)
     for index, sample in enumerate(samples):
         read = shards[index]
@@ -121,7 +119,7 @@ def in_memory():
 def test_memory_does_not_grow_with_a_shard_and_a_new_shard_leaves_the_links_of_the_old_one(tmp_path):
     manifest = manifest_of(16, 1, hidden_size=4096)
     sample = random_sample([0, *[1] * 63], manifest)  # 1.5 MiB
-    layout = native_layout_of(manifest, tmp_path)
+    layout = NativeLayout.of(manifest)
     counts = np.repeat([[64, 63, 63]], 16, axis=0)
     write_manifest(tmp_path, manifest)
     for ids in (sample.input_ids, sample.input_ids + 1):
@@ -131,7 +129,9 @@ def test_memory_does_not_grow_with_a_shard_and_a_new_shard_leaves_the_links_of_t
             writer.write(row, dataclasses.replace(sample, input_ids=ids))
             used.append(in_memory())
         receipt = writer.commit()
-        assert native_shard_damage(tmp_path, 0, lambda _, used=used: used.append(in_memory())) == []
+        assert (
+            shards_of(tmp_path, read_manifest(tmp_path)).damage(0, lambda _, used=used: used.append(in_memory())) == []
+        )
         assert max(used) - used[0] < 4 << 20 < receipt["bytes"] / 4
         if not (tmp_path / "link").exists():
             os.link(shard_path(tmp_path, 0), tmp_path / "link")

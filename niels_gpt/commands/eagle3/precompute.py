@@ -189,6 +189,10 @@ def _print_made(produced: Produced, folder: Path) -> None:
     say(f"{totals['samples']:,} samples, {totals['tokens']:,} tokens, {Counts.of_meta(meta)}, {more}")
     weights = "target weights" if "target_rows" in totals else "padding and embeddings"
     say(f"{_by_token(meta['token_bytes'])}; {meta['disk_bytes']:,} bytes of files with {weights}, {on_disk:,} on disk")
+    if meta["manifest"]["format_version"] == 2:
+        from niels_gpt.eagle3.format.manifest import recipe_of
+
+        say(f"NeMo Automodel's trainer reads it with this in its recipe: {recipe_of(folder, meta['manifest'])}")
 
 
 # --- flags ------------------------------------------------------------------------------------------------------------

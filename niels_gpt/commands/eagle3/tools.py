@@ -32,7 +32,7 @@ from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import printable
 
 if TYPE_CHECKING:
-    from niels_gpt.eagle3.exchange.importing import Imported
+    from niels_gpt.eagle3.exchange.move import Imported
 
 TOOLS = ("specforge", "speculators")
 command = partial(any_command, errors=(*ERRORS, RuntimeError), level=logging.WARNING)
@@ -146,7 +146,7 @@ def stats(cache: Path, follow_links: bool, plot: Path | None, seed: int) -> Resu
     with progress_bar("stats", "shards") as progress:
         numbers = stats(cache, seed=seed, progress=progress, follow_links=follow_links)
     if plot is not None:
-        from niels_gpt.eagle3.inspect.plot import plot as draw
+        from niels_gpt.eagle3.inspect.stats import plot as draw
         from niels_gpt.storage.fileio import write_bytes
 
         write_bytes(plot, draw(numbers, cache.name))
@@ -203,7 +203,16 @@ def _in_place(cache: Path, version: int, follow_links: bool) -> Result:
     is_changed = convert(cache, version, follow_links=follow_links)
     changed = f"now version {version}: manifest.json was rewritten, no shard was changed"
     say(f"{cache}: {changed if is_changed else f'is version {version} already; nothing was written'}")
+    _say_recipe(cache, version, follow_links)
     return Result({"cache": str(cache), "format_version": version, "changed": is_changed})
+
+
+def _say_recipe(cache: Path, version: int, follow_links: bool = False) -> None:
+    from niels_gpt.eagle3.format.manifest import read_manifest, recipe_of
+
+    if version == 2:
+        lines = recipe_of(cache, read_manifest(cache, follow_links=follow_links))
+        say(f"NeMo Automodel's trainer reads it with this in its recipe: {lines}")
 
 
 def _published(
@@ -211,7 +220,7 @@ def _published(
 ) -> Result:
     import torch
 
-    from niels_gpt.eagle3.derive.published import Published
+    from niels_gpt.eagle3.derive import Published
 
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch finds no usable GPU here. Use --device cpu")
@@ -228,6 +237,7 @@ def _published(
     with progress_bar("convert", "tok") as progress:
         published.write(out, progress=progress)
     say(f"{out}: version {version}; distributions where there is loss, uniform ones in the other slots")
+    _say_recipe(out, version)
     made = {"cache": str(out), "format_version": version, "changed": True, "bytes": cost.apparent_bytes}
     return Result(made, next=shlex.join(["niels-gpt", "eagle3", "verify", str(out)]))
 
@@ -283,7 +293,7 @@ def redraft(
     copy: bool,
 ) -> Result:
     """Give a cache another draft vocabulary."""
-    from niels_gpt.eagle3.derive.redraft import redraft
+    from niels_gpt.eagle3.derive import redraft
     from niels_gpt.eagle3.format.manifest import read_manifest
     from niels_gpt.eagle3.vocab import load_token_mapping
 
@@ -415,7 +425,7 @@ niels-gpt eagle3 import DIR OUT --from specforge --target MODEL --trust --layers
 @option("--follow-links", is_flag=True, help="read files that are links; refused otherwise")
 def import_(source: Path, out: Path, tool: str, **how: Any) -> Result:
     """Import a folder."""
-    from niels_gpt.eagle3.exchange.importing import import_cache
+    from niels_gpt.eagle3.exchange.move import import_cache
 
     if how["trust"] != (how["layers"] is not None) or (how["last_hidden"] and not how["trust"]):
         raise UsageError("--trust needs --layers, and --layers and --last-hidden need --trust")
@@ -454,9 +464,10 @@ def _opened(
     """Return the loaded target, and the arguments that say how the conventions are found."""
     import torch
 
-    from niels_gpt.eagle3.exchange.importing import FILES, Target
+    from niels_gpt.eagle3.exchange.move import Target
     from niels_gpt.eagle3.exchange.proof import Convention, capture_of
-    from niels_gpt.eagle3.format.run import Run
+    from niels_gpt.eagle3.exchange.tools import FILES
+    from niels_gpt.eagle3.format.plan import Run
     from niels_gpt.eagle3.head import TargetHead
     from niels_gpt.eagle3.target import parse_aux_layers, target_facts
     from niels_gpt.recipes.eagle3.prepare import open_target
@@ -521,7 +532,7 @@ niels-gpt eagle3 export CACHE OUT --to speculators""",
 @option("--to", "tool", type=click.Choice(TOOLS), required=True, help="the tool that shall read the files")
 def export(cache: Path, out: Path, follow_links: bool, tool: str) -> Result:
     """Export a cache."""
-    from niels_gpt.eagle3.exchange.exporting import export_cache
+    from niels_gpt.eagle3.exchange.move import export_cache
 
     with progress_bar("export", "samples") as progress:
         done = export_cache(cache, tool, out, progress=progress, follow_links=follow_links)

@@ -323,5 +323,12 @@ def row_bytes_of(field: tuple[torch.dtype, tuple[int, ...]]) -> int:
     return field[0].itemsize * math.prod(field[1])
 
 
+def form_text(form: tuple[torch.dtype | None, tuple[int | None, ...]] | None) -> str:
+    """Return dtype and shape of a field as text."""
+    if form is None:
+        return "absent"
+    return f"{str(form[0]).removeprefix('torch.')} [{', '.join('any' if n is None else str(n) for n in form[1])}]"
+
+
 def _damaged(where: str, found: str, expected: str = "") -> CacheError:
     return CacheError(where, found, expected, "Remove the shard and produce it again: precompute --resume", code="E701")

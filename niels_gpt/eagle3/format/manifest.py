@@ -29,45 +29,40 @@ from niels_gpt.storage.meta_json import parse_object, shortened
 FORMAT_VERSION = 1
 VERSIONS = (1, 2)
 NATIVE_VERSION = "native-1"
-_NUMBERS = (
-    "num_samples",
-    "shard_size",
-    "seq_length",
-    "aux_hidden_dim",
-    "draft_vocab_size",
-    "target_vocab_size",
-    "target_probs_topk",
-)
 _MAX_SHARDS = 1_000_000  # of six digits
-_NATIVE_NUMBERS = {
-    "num_samples": (0, 2**63 - 1),
-    "num_shards": (0, _MAX_SHARDS),
-    "hidden_size": (1, 2**24),
-    "seq_length": (1, 2**24),
-    **dict.fromkeys(("target_vocab_size", "draft_vocab_size"), (1, 2**31)),
-    "shard_bytes": (1, 2**63 - 1),
+_ANY, _SIZE, _IDS, _NUMBER = (0, 2**63 - 1), (1, 2**24), (1, 2**31), (-1e9, 1e9)
+_FREE: tuple[str, ...] = ()  # any
+_KEYS: dict[str, tuple[str, tuple[Any, ...] | None, tuple[Any, ...] | None]] = {
+    "num_samples": ("an integer", _ANY, _ANY),
+    "num_shards": ("an integer", None, (0, _MAX_SHARDS)),
+    "shard_size": ("an integer", _ANY, None),
+    "shard_bytes": ("an integer", None, (1, 2**63 - 1)),
+    "seq_length": ("an integer", _ANY, _SIZE),
+    "hidden_size": ("an integer", None, _SIZE),
+    "aux_hidden_dim": ("an integer", _ANY, None),
+    "target_vocab_size": ("an integer", _ANY, _IDS),
+    "draft_vocab_size": ("an integer", _ANY, _IDS),
+    "target_probs_topk": ("an integer or null", _ANY, None),
+    "target_model": ("a text", _FREE, _FREE),
+    "dtype": ("a text", _FREE, tuple(DTYPES)),
+    "aux_dtype": ("a text", None, tuple(AUX_DTYPES)),
+    "input_data": ("a text or null", _FREE, None),
+    "split": ("a text or null", _FREE, None),
+    "aux_layer_ids": ("a list of integers or null", (0, 2**31 - 1), (0, 2**31 - 1)),
+    "selected_token_ids": ("a list of integers or null", (0, 2**31 - 1), (0, 2**31 - 1)),
+    "conventions.layer_index": ("a text", None, ("block_output_0based",)),
+    "conventions.last_hidden": ("a text", None, ("pre_norm", "post_norm")),
+    "conventions.shift": ("a text", None, ("none",)),
+    "conventions.loss_mask": ("a text", None, ("raw",)),
+    "head.norm": ("a text", None, ("rms", "wide_rms", "gemma_rms", "layer", "none")),
+    "head.eps": ("a number or null", None, _NUMBER),
+    "head.logit_scale": ("a number", None, _NUMBER),
+    "head.softcap": ("a number or null", None, _NUMBER),
+    "head.tied": ("true or false", None, _FREE),
+    "head.compute_dtype": ("a text", None, ("bf16", "fp32")),
 }
-"""Integers of a native manifest: the least and the largest."""
-_NATIVE_OBJECTS: dict[str, dict[str, tuple[Any, ...]]] = {
-    "conventions": {
-        "layer_index": ("block_output_0based",),
-        "last_hidden": ("pre_norm", "post_norm"),
-        "shift": ("none",),
-        "loss_mask": ("raw",),
-    },
-    "head": {
-        "norm": ("rms", "wide_rms", "gemma_rms", "layer", "none"),
-        "eps": (float, None),
-        "logit_scale": (float,),
-        "softcap": (float, None),
-        "tied": (True, False),
-        "compute_dtype": ("bf16", "fp32"),
-    },
-}
-"""Objects of a native manifest: what each of their keys may be; `float` stands for a number below _LARGEST."""
-_LARGEST = 1e9
-_TEXTS = ("target_model", "dtype", "input_data", "split")
-_LISTS = ("aux_layer_ids", "selected_token_ids")
+"""Key -> its type; least and most of it, or of each number of a list, or the texts that it may be: in versions 1 and 2,
+which may lack it, and in the native form, which has every key with such an entry."""
 _OF_A_CACHE = (SIDECAR, EMBEDDINGS_NAME)
 PRODUCE_AGAIN = "Produce the cache again: niels-gpt eagle3 precompute"
 
@@ -163,7 +158,7 @@ def write_manifest(cache_dir: PathLike, manifest: dict[str, Any]) -> str:
 def read_manifest(cache_dir: PathLike, *, follow_links: bool = False) -> dict[str, Any]:
     """Return the manifest of a cache of version 1, 2 or native-1.
 
-    In versions 1 and 2 keys that later tools added may be missing; a native manifest has all of `check_native`.
+    In versions 1 and 2 keys that later tools added may be missing; a native manifest has all of them.
 
     follow_links: as `open_file`.
     Raises: FileNotFoundError; CacheError for another version, no JSON object, a value of a wrong type, or more shards
@@ -179,17 +174,16 @@ def read_manifest(cache_dir: PathLike, *, follow_links: bool = False) -> dict[st
     except ValueError as error:
         raise CacheError(path, str(error), "the manifest of an EAGLE-3 cache", PRODUCE_AGAIN, code="E701") from error
     version = manifest.get("format_version")
-    if is_native(manifest):
-        _refuse_wrong_types(manifest, cache_dir)
-        check_native(manifest, cache_dir)
-        return manifest
-    if type(version) is not int or version not in VERSIONS:
+    if not is_native(manifest) and (type(version) is not int or version not in VERSIONS):
         found, remedy = (
             f"has format_version={shortened(version)}",
             "Regenerate the cache with the current precompute_eagle3",
         )
         raise CacheError(path, found, f"1 or 2, or {NATIVE_VERSION}", remedy, code="E208")
-    _refuse_wrong_types(manifest, cache_dir)
+    _check_keys(manifest, path)
+    if is_native(manifest):
+        _check_native(manifest, path)
+        return manifest
     size, samples = manifest.get("shard_size"), manifest.get("num_samples")
     if size and samples and -(-samples // size) > _MAX_SHARDS:
         found = f"{samples:,} samples, {size:,} a shard, are {-(-samples // size):,} shards"
@@ -204,46 +198,61 @@ def is_native(manifest: Mapping[str, Any]) -> bool:
     return manifest.get("format_version") == NATIVE_VERSION
 
 
-def check_native(manifest: Mapping[str, Any], where: PathLike) -> None:
-    """Raise CacheError, naming the key, where a native manifest has not what its form demands."""
+def _refuse(path: str, key: str, value: Any, expected: str) -> CacheError:
+    found = f"{key} is missing, or null" if value is None else f"{key} is {shortened(value)}"
+    return CacheError(path, found, expected, PRODUCE_AGAIN, code="E701")
 
-    def refuse(key: str, value: Any, expected: str) -> CacheError:
-        found = f"{key} is {shortened(value)}" if value is not None else f"{key} is missing, or null"
-        return CacheError(manifest_path(where), found, expected, PRODUCE_AGAIN, code="E701")
 
-    for key, (least, most) in _NATIVE_NUMBERS.items():
-        if number_in(manifest, key, where, least) > most:
-            raise refuse(key, manifest[key], f"{most:,} at most")
-    for key, allowed in {"dtype": DTYPES, "aux_dtype": AUX_DTYPES}.items():
-        if manifest.get(key) not in [*allowed]:
-            raise refuse(key, manifest.get(key), f"one of {', '.join(allowed)}")
-    if not isinstance(manifest.get("target_model"), str):
-        raise refuse("target_model", manifest.get("target_model"), "a text")
+def _check_keys(manifest: Mapping[str, Any], path: str) -> None:
+    """Raise CacheError naming the first key whose value is not as `_KEYS` says."""
+    native = is_native(manifest)
+    for name, (kind, dense, own) in _KEYS.items():
+        some, (outer, _, key) = own if native and own is not None else dense, name.partition(".")
+        above = manifest.get(outer) if key else manifest
+        held = isinstance(above, dict) and (key or outer) in above
+        if some is None or not (held or (native and own is not None)):
+            continue
+        value = above[key or outer] if held and isinstance(above, dict) else None
+        if not held or not is_good(kind, some, value):
+            more = (
+                f" from {some[0]:,} to {some[1]:,}"
+                if some and "text" not in kind
+                else f": {', '.join(some)}" * bool(some)
+            )
+            raise _refuse(path, name, value, f"{kind}{more}")
+
+
+def is_good(kind: str, some: tuple[Any, ...], value: Any) -> bool:
+    """Return whether a value is of a type and within its limits.
+
+    kind: as in `_KEYS`, or "an object". some: the least and the most, or the texts that it may be; () any.
+    """
+    if value is None:
+        return kind.endswith("null")
+    if "text" in kind:
+        return isinstance(value, str) and (not some or value in some)
+    if "list" in kind:
+        least, most = some
+        return isinstance(value, list) and all(type(each) is int and least <= each <= most for each in value)
+    if kind in ("true or false", "an object"):
+        return isinstance(value, bool if "true" in kind else dict)
+    return type(value) in ((int,) if "integer" in kind else (int, float)) and bool(some[0] <= value <= some[1])
+
+
+def _check_native(manifest: Mapping[str, Any], path: str) -> None:
+    """Raise CacheError, naming the key, where the values of a native manifest do not fit each other."""
     for key, below in {"aux_layer_ids": 2**31, "selected_token_ids": manifest["target_vocab_size"]}.items():
-        value = manifest.get(key)
-        ids = value if isinstance(value, list) else []
-        good = all(type(number) is int and 0 <= number < below for number in ids)
-        if not ids or not good or len({*ids}) != len(ids):
-            raise refuse(key, value, f"a list of different integers from 0 to {below - 1}")
+        ids = manifest[key] or []
+        if not ids or max(ids) >= below or len({*ids}) != len(ids):
+            raise _refuse(path, key, manifest[key], f"a list of different integers from 0 to {below - 1}")
     if len(manifest["selected_token_ids"]) != manifest["draft_vocab_size"]:
-        raise refuse("draft_vocab_size", manifest["draft_vocab_size"], "the length of selected_token_ids")
-    for above, parts in _NATIVE_OBJECTS.items():
-        for key, choices in parts.items():
-            value = manifest[above].get(key) if isinstance(manifest.get(above), dict) else None
-            number = float in choices and isinstance(value, int | float) and abs(value) < _LARGEST
-            number = number and not isinstance(value, bool)
-            if not number and not any(value == each and type(value) is type(each) for each in choices):
-                names = ", ".join("a number" if each is float else str(each) for each in choices)
-                raise refuse(f"{above}.{key}", value, f"one of {names}" if len(choices) > 1 else names)
+        raise _refuse(path, "draft_vocab_size", manifest["draft_vocab_size"], "the length of selected_token_ids")
     head = manifest["head"]
-    if (
-        (head["eps"] or 0) < 0
-        or not head["logit_scale"] > 0
-        or (head["softcap"] is not None and not head["softcap"] > 0)
-    ):
-        raise refuse("head", head, "eps of 0 or more, logit_scale and softcap above 0")
+    softcap = head["softcap"]
+    if (head["eps"] or 0) < 0 or not head["logit_scale"] > 0 or (softcap is not None and not softcap > 0):
+        raise _refuse(path, "head", head, "eps of 0 or more, logit_scale and softcap above 0")
     if manifest["conventions"]["last_hidden"] == "post_norm" and head["norm"] != "none":
-        raise refuse("head.norm", head["norm"], "none, as the stored states are behind the norm")
+        raise _refuse(path, "head.norm", head["norm"], "none, as the stored states are behind the norm")
 
 
 def _no_manifest(path: str) -> FileNotFoundError:
@@ -259,33 +268,23 @@ def _no_manifest(path: str) -> FileNotFoundError:
     return NotFound(found, code=code)
 
 
-def _refuse_wrong_types(manifest: dict[str, Any], where: PathLike) -> None:
-    """Raise CacheError for a value of a wrong type. Lists, input_data and split may be null."""
-    path = manifest_path(where)
-    for key in _NUMBERS:
-        if manifest.get(key) is not None or (key in manifest and key != "target_probs_topk"):
-            number_in(manifest, key, where)
-    for key in _TEXTS:
-        value = manifest.get(key, "")
-        if not isinstance(value, str) and (value is not None or key in _TEXTS[:2]):
-            raise CacheError(path, f"{key} is {shortened(value)}", "a text", PRODUCE_AGAIN, code="E701")
-    for key in _LISTS:
-        value = [] if manifest.get(key) is None else manifest[key]
-        if not isinstance(value, list) or not all(type(number) is int and 0 <= number < 2**31 for number in value):
-            raise CacheError(path, f"{key} is {shortened(value)}", "a list of ids from 0", PRODUCE_AGAIN, code="E701")
-
-
 def number_in(manifest: Mapping[str, Any], key: str, where: PathLike, least: int = 0) -> int:
     """Return an integer of a manifest. Raises: CacheError if it is missing, no integer, or below `least`."""
-    path = manifest_path(where)
-    if key not in manifest:
-        raise CacheError(path, f"{key} is missing", remedy=PRODUCE_AGAIN, code="E701")
-    value = manifest[key]
+    value = manifest.get(key)
     if type(value) is not int or not least <= value < 2**63:
-        raise CacheError(
-            path, f"{key} is {shortened(value)}", f"an integer of {least} or more", PRODUCE_AGAIN, code="E701"
-        )
+        raise _refuse(manifest_path(where), key, value, f"an integer of {least} or more")
     return value
+
+
+def recipe_of(cache_dir: PathLike, manifest: Mapping[str, Any]) -> str:
+    """Return what opens a cache of version 2 in NeMo Automodel's trainer: the lines of its recipe, on one line of YAML.
+
+    The trainer compares these options with the manifest, which an old or converted one need not have, and reads the
+    masks as they are stored.
+    """
+    options = {name: bool(manifest.get(name, False)) for name in ("mask_reasoning_content", "mask_generation_prompt")}
+    named = [f"{name}: {str(value).lower()}" for name, value in options.items()]
+    return f"recipe_args: {{{', '.join([f'cached_target_path: {json.dumps(os.fspath(cache_dir))}', *named])}}}"
 
 
 def layout_of(manifest: dict[str, Any], where: PathLike) -> Layout:

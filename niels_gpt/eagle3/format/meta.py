@@ -1,12 +1,18 @@
-"""meta.json of an EAGLE-3 cache: its one writer, and the records of all files that it names."""
+"""meta.json of an EAGLE-3 cache: its one writer, the records of all files that it names, and what readers do with it.
+
+A reader holds a version, names it, and compares manifest.json, plan.json and receipts with their sha256 in meta.json,
+once a process. Caches of other tools have no meta.json.
+"""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +23,7 @@ from niels_gpt.eagle3.format.layout import (
     SIDECAR,
     SPARSE,
     WEIGHTS_NAME,
+    PathLike,
     is_lock,
     open_file,
     read_meta_bytes,
@@ -28,7 +35,7 @@ from niels_gpt.eagle3.format.plan import BUILDER_VERSION, SIDECAR_VERSION
 from niels_gpt.eagle3.format.shard_writer import receipt_path
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, canonical_json, write_bytes
-from niels_gpt.storage.meta_json import file_records, meta_bytes, parse_object
+from niels_gpt.storage.meta_json import file_records, meta_bytes, parse_object, resolved
 
 KIND = "eagle3"
 _DECIDES = re.compile(r"manifest\.json|target_(embeddings|weights)\.safetensors|sidecar/shard-[0-9]{6}\.json")
@@ -93,7 +100,7 @@ def records_of(
     at once. known: records that are taken as they are where the file has that size.
     Raises: CacheError where a file is missing or no regular file.
     """
-    weights = WEIGHTS_NAME if is_native(read_manifest(folder, follow_links=follow_links)) else EMBEDDINGS_NAME
+    weights = _weights_name(folder, follow_links)
     sidecar = sorted(entry.name for entry in (folder / SIDECAR).iterdir() if not is_lock(entry.name))
     shards = (shard_path("", shard) for shard in sorted(existing_shard_indices(folder)))
     there = {str(record["name"]): dict(record) for record in known}
@@ -168,3 +175,92 @@ def eagle3_meta(folder: Path, follow_links: bool) -> dict[str, Any] | None:
         return None
     file_records(meta, str(path))
     return meta
+
+
+def content_of(cache_dir: PathLike, *, follow_links: bool = False) -> str:
+    """Return the content_sha256 of a cache, by the bytes of its manifest, the target's weights and the receipts.
+
+    Raises: CacheError where one of them is missing or no regular file.
+    """
+    folder, names = Path(cache_dir), [MANIFEST_NAME]
+    with suppress(FileNotFoundError):  # of the manifest: reported below
+        names.append(_weights_name(folder, follow_links))
+    names += [receipt_path("", index).as_posix() for index in sorted(existing_shard_indices(cache_dir))]
+    return content_sha256(
+        {"name": name, "sha256": file_sha256(folder / name, follow_links=follow_links)} for name in names
+    )
+
+
+def _weights_name(folder: Path, follow_links: bool) -> str:
+    return WEIGHTS_NAME if is_native(read_manifest(folder, follow_links=follow_links)) else EMBEDDINGS_NAME
+
+
+# --- what readers do with it ------------------------------------------------------------------------------------------
+
+compared: set[tuple[int, ...]] = set()
+"""Keys of files that this process, or the one it was forked from, has compared."""
+
+
+def version_of(cache_dir: PathLike) -> str:
+    """Return the folder of the version that a cache's public name points to now; of another folder its path."""
+    path = Path(cache_dir)
+    return os.fspath(resolved(path) if path.is_symlink() else cache_dir)
+
+
+def fingerprint(cache_dir: PathLike, num_samples: int, *, follow_links: bool) -> dict[str, Any]:
+    """Return the identity of a cache for a checkpoint: samples, manifest_sha256, content_sha256, tokenizer_sha256.
+
+    The last two are None without a meta.json of this project. Raises: CacheError for a damaged one.
+    """
+    meta = eagle3_meta(Path(cache_dir), follow_links) or {}
+    return {
+        "samples": num_samples,
+        "manifest_sha256": file_sha256(Path(cache_dir) / MANIFEST_NAME, follow_links=follow_links),
+        "content_sha256": meta.get("content_sha256"),
+        "tokenizer_sha256": meta.get("tokenizer_sha256"),
+    }
+
+
+def compare_once(
+    cache_dir: PathLike,
+    name: str,
+    *,
+    follow_links: bool = False,
+    remedy: str = "Remove the file and run the same precompute command with --resume, or produce the cache again",
+    code: str = "E701",
+) -> None:
+    """Compare a small file of a cache with the sha256 in its meta.json, once a process; nothing where none is there.
+
+    A file that cannot be looked at is not compared: its reader says why. remedy, code: of the error.
+    Raises: CacheError for another sha256; as `open_file` for a link.
+    """
+    path = Path(cache_dir, name)
+    try:
+        key = key_of(os.stat(path))
+    except OSError:
+        return
+    named = None if key in compared else _digests_in(cache_dir, follow_links).get(name)
+    if named is None:
+        return
+    if (actual := file_sha256(path, follow_links=follow_links)) != named:
+        raise CacheError(path, f"sha256 {actual[:12]}", f"{named[:12]} by {META_NAME}", remedy, code=code)
+    compared.add(key)
+
+
+def _digests_in(cache_dir: PathLike, follow_links: bool) -> dict[str, str]:
+    """Return the sha256 of each file by its name; {} where no meta.json of this project can be read."""
+    with suppress(ValueError, OSError):
+        return _read_digests(os.fspath(cache_dir), follow_links, key_of(os.stat(Path(cache_dir, META_NAME))))
+    return {}
+
+
+@functools.lru_cache(maxsize=4)
+def _read_digests(cache_dir: str, follow_links: bool, _key: tuple[int, ...]) -> dict[str, str]:
+    """_key: of meta.json, which may be replaced."""
+    meta = parse_object(read_meta_bytes(Path(cache_dir), follow_links=follow_links))
+    return {str(record["name"]): str(record["sha256"]) for record in file_records(meta)}
+
+
+def key_of(about: os.stat_result) -> tuple[int, ...]:
+    """Return what tells whether a file is still the same."""
+    return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
+from importlib.metadata import version as version_of
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from niels_gpt.eagle3.format.layout import SIDECAR, Layout, PathLike, read_file, row_bytes_of
-from niels_gpt.eagle3.format.manifest import is_native, layout_of, read_manifest
-from niels_gpt.eagle3.format.native.layout import NativeLayout
-from niels_gpt.eagle3.format.native.rows import row_counts
+from niels_gpt.eagle3.format.manifest import is_good, is_native, layout_of, read_manifest
+from niels_gpt.eagle3.format.native import NativeLayout, row_counts
 from niels_gpt.eagle3.format.samples import IDS_NAME, Samples
 from niels_gpt.storage.errors import CacheError, NotFound
 from niels_gpt.storage.fileio import canonical_json
@@ -34,7 +35,7 @@ SIDECAR_VERSION = 1
 PLAN_NAME = "plan.json"
 BATCHES_NAME = "batches.jsonl"
 CONVERTED = ("manifest.format_version", "manifest.target_probs_topk")
-"""Fields of a finished cache's manifest that convert.py may have changed since."""
+"""Fields of a finished cache's manifest that `convert` may have changed since."""
 FREE = ("draft_vocab_size", "selected_token_ids", "head", "conventions")
 """Keys of a native manifest that plan.json leaves out: the draft's vocabulary, and what the loaded target shows."""
 _WIDTH_STEP = 8
@@ -43,8 +44,51 @@ _MAX_THREADS = 4096
 _FRESH = "Use a fresh folder"
 _ROW_BYTES = 64  # limit of batches.jsonl, for a row and a batch of it alone
 
+CONVERTED_FROM = "converted_from"
+"""Key of the plan's `run` in a cache of version 1 or 2 that was made of a native one; its value is the dtype of that
+one's auxiliary states."""
 Batch = tuple[int, list[int]]
 """Padded width in tokens, and the rows of the shard in one forward pass."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """How the target is run: everything that may change a bit of its outputs."""
+
+    device: str
+    """cpu or cuda."""
+    processor: str
+    """Name of the GPU, or the CPU's instruction set, such as AVX512."""
+    compute_dtype: str
+    """bf16 or fp32."""
+    attention: str
+    """sdpa or eager."""
+    threads: int
+    """Of each worker process."""
+    torch: str
+    """Version."""
+    transformers: str
+    """Version."""
+
+    @classmethod
+    def here(cls, device: str | None, *, attention: str, threads: int) -> Run:
+        """Return how a target runs on this machine. device: cpu or cuda; None: cuda where there is one.
+
+        Raises: ValueError where cuda is asked for and cannot be used.
+        """
+        cuda = torch.cuda.is_available()
+        if device == "cuda" and not cuda:
+            raise ValueError("--device cuda: torch finds no usable GPU here. Use --device cpu")
+        chosen = device or ("cuda" if cuda else "cpu")
+        return cls(
+            device=chosen,
+            processor=torch.cuda.get_device_name() if chosen == "cuda" else torch.backends.cpu.get_cpu_capability(),
+            compute_dtype="bf16" if chosen == "cuda" else "fp32",
+            attention=attention,
+            threads=threads,
+            torch=str(torch.__version__),
+            transformers=version_of("transformers"),
+        )
 
 
 @dataclass(frozen=True)
@@ -67,7 +111,7 @@ class Plan:
     samples: dict[str, Any]
     """count, tokens, supervised_tokens, sha256, ids_sha256."""
     run: dict[str, Any]
-    """The fields of `run.Run`."""
+    """The fields of `Run`."""
     batch_size: int
     """Rows of a batch, at most."""
     max_batch_tokens: int
@@ -83,15 +127,15 @@ class Plan:
         """Whether the cache is in the native form."""
         return is_native(self.manifest)
 
-    @property
+    @cached_property
     def layout(self) -> Layout:
         """The layout of the shards of version 1 or 2."""
         return layout_of(self.manifest, "the plan")
 
-    @property
+    @cached_property
     def native_layout(self) -> NativeLayout:
-        """The layout of the shards of the native form."""
-        return _native_layout(self.manifest)
+        """The layout of the shards of the native form, whose manifest may not be complete yet."""
+        return NativeLayout.of(self.manifest)
 
     @property
     def num_shards(self) -> int:
@@ -220,12 +264,6 @@ def make_plan(
     )
 
 
-def _native_layout(manifest: Mapping[str, Any]) -> NativeLayout:
-    """Return the layout of a manifest that may not be complete yet."""
-    layers = len(manifest["aux_layer_ids"])
-    return NativeLayout(manifest["hidden_size"], layers, manifest["dtype"], manifest["aux_dtype"])
-
-
 def _counts_of(manifest: Mapping[str, Any], samples: Samples) -> NDArray[np.int64]:
     native = is_native(manifest)
     return row_counts(samples.starts, samples.loss_mask) if native else np.zeros((0, 3), np.int64)
@@ -234,7 +272,7 @@ def _counts_of(manifest: Mapping[str, Any], samples: Samples) -> NDArray[np.int6
 def _cuts(manifest: Mapping[str, Any], samples: int, counts: NDArray[np.int64]) -> list[int]:
     """Return the first sample of each shard, and the number of samples at the end."""
     if is_native(manifest):
-        return _native_layout(manifest).cut(counts, manifest["shard_bytes"])
+        return NativeLayout.of(manifest).cut(counts, manifest["shard_bytes"])
     return [*range(0, samples, int(manifest["shard_size"])), samples]
 
 
@@ -354,60 +392,42 @@ def read_record(cache_dir: PathLike, *, follow_links: bool = False) -> dict[str,
     if record.get("kind") != "eagle3" or record.get("format_version") != SIDECAR_VERSION:
         found = f"kind {shortened(record.get('kind'))}, format_version {shortened(record.get('format_version'))}"
         raise CacheError(path, found, f"'eagle3' and {SIDECAR_VERSION}", _FRESH, code="E208")
-    for name, value in _parts_of(record):
-        kind, good = _PARTS[name]
-        if not isinstance(value, kind) or isinstance(value, bool) or not good(value):
-            raise CacheError(
-                path, f"{name} is {shortened(value)}, not as a producer writes it", remedy=_FRESH, code="E701"
-            )
+    for name, is_valid in _PARTS.items():
+        outer, _, inner = name.partition(".")
+        above = record.get(outer) if inner else record
+        value = above.get(inner or outer) if isinstance(above, dict) else None
+        if not (is_valid(value) or (value is None and inner and inner not in _NEEDED)):
+            found = f"{name} is {shortened(value)}, not as a producer writes it"
+            raise CacheError(path, found, remedy=_FRESH, code="E701")
     return record
 
 
-def _parts_of(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of each part in _PARTS; an optional part only if the plan has it."""
-    for name in _PARTS:
-        outer, _, inner = name.partition(".")
-        above = record.get(outer)
-        if not inner:
-            yield name, above
-        elif inner in _NEEDED or (isinstance(above, dict) and above.get(inner) is not None):
-            yield name, above.get(inner) if isinstance(above, dict) else None
-
-
-def _any(_: Any) -> bool:
-    return True
-
-
-def _counts(value: dict[str, Any]) -> bool:
-    return all(type(number) is int and number >= 0 for number in value.values())
-
-
-def _at_least(least: int) -> Callable[[int], bool]:
-    return lambda value: least <= value < 2**63
-
-
+_object, _text = (partial(is_good, kind, ()) for kind in ("an object", "a text"))
+_size, _count = (partial(is_good, "an integer", (least, 2**63 - 1)) for least in (1, 0))
 _NEEDED = ("pad_id", "batch_size", "max_batch_tokens", "count", "sha256")
-_PARTS: dict[str, tuple[type[Any], Callable[[Any], bool]]] = {
-    **dict.fromkeys(("manifest", "target", "tokenizer", "source", "samples", "run", "batches"), (dict, _any)),
-    **dict.fromkeys(("dropped", "altered"), (dict, _counts)),
-    **dict.fromkeys((f"target.{key}" for key in ("name", "revision", "weights_sha256", "config_sha256")), (str, _any)),
-    **dict.fromkeys(("target.vocab_size", "target.hidden_size"), (int, _at_least(1))),
-    **dict.fromkeys((f"tokenizer.{key}" for key in ("sha256", "template_sha256", "mask_by")), (str, _any)),
-    "tokenizer.pad_id": (int, _at_least(0)),
-    "tokenizer.document_start": (
-        dict,
-        lambda value: type(value.get("id")) is int and value["id"] >= 0 and isinstance(value.get("token"), str),
+"""Parts of plan.json that may not be missing where the object that has them is there."""
+_PARTS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("manifest", "target", "tokenizer", "source", "samples", "run", "batches"), _object),
+    **dict.fromkeys(("dropped", "altered"), lambda value: _object(value) and all(map(_count, value.values()))),
+    **dict.fromkeys((f"target.{key}" for key in ("name", "revision", "weights_sha256", "config_sha256")), _text),
+    **dict.fromkeys(("target.vocab_size", "target.hidden_size"), _size),
+    **dict.fromkeys((f"tokenizer.{key}" for key in ("sha256", "template_sha256", "mask_by")), _text),
+    "tokenizer.pad_id": _count,
+    "tokenizer.document_start": lambda value: (
+        _object(value) and type(value.get("id")) is int and value["id"] >= 0 and _text(value.get("token"))
     ),
-    "tokenizer.special_token_ids": (list, lambda value: all(each is None or type(each) is int for each in value)),
-    **dict.fromkeys((f"samples.{key}" for key in ("count", "tokens", "supervised_tokens")), (int, _at_least(0))),
-    **dict.fromkeys(("samples.sha256", "samples.ids_sha256", "batches.sha256"), (str, _any)),
-    **dict.fromkeys(("batches.batch_size", "batches.max_batch_tokens"), (int, _at_least(1))),
-    "run.device": (str, lambda value: value in ("cpu", "cuda")),
-    "run.compute_dtype": (str, lambda value: value in ("bf16", "fp32")),
-    "run.threads": (int, lambda value: 1 <= value <= _MAX_THREADS),
-    **dict.fromkeys((f"run.{key}" for key in ("processor", "attention", "torch", "transformers")), (str, _any)),
+    "tokenizer.special_token_ids": lambda value: (
+        isinstance(value, list) and all(each is None or type(each) is int for each in value)
+    ),
+    **dict.fromkeys((f"samples.{key}" for key in ("count", "tokens", "supervised_tokens")), _count),
+    **dict.fromkeys(("samples.sha256", "samples.ids_sha256", "batches.sha256"), _text),
+    **dict.fromkeys(("batches.batch_size", "batches.max_batch_tokens"), _size),
+    "run.device": partial(is_good, "a text", ("cpu", "cuda")),
+    "run.compute_dtype": partial(is_good, "a text", ("bf16", "fp32")),
+    "run.threads": partial(is_good, "an integer", (1, _MAX_THREADS)),
+    **dict.fromkeys((f"run.{key}" for key in ("processor", "attention", "torch", "transformers")), _text),
 }
-"""Dotted name of a part of plan.json -> its type, and whether a value is valid."""
+"""Dotted name of a part of plan.json -> whether a value is valid."""
 
 
 def differing_fields(left: Mapping[str, Any], right: Mapping[str, Any], above: str = "") -> list[str]:

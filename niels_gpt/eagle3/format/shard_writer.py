@@ -1,17 +1,19 @@
-"""One shard: its writer, its receipt, which is written after it, and the damage that a receipt reveals.
+"""One shard of any form: its writer, and its receipt, which is written after it.
 
-A shard is written row by row into a file of its final size, so memory does not grow with it. The slots after a sample's
-last token are never written: they are zeros, and holes where the file system has them. The bytes equal those of
-safetensors' save_file for the same tensors.
+A shard is written sample by sample into a file of its final size, in any order, so memory does not grow with it but for
+the starts and a bit a token of the native form. In versions 1 and 2 the slots after a sample's last token are never
+written: they are zeros, and holes where the file system has them. The bytes equal those of safetensors' save_file for
+the same tensors.
 
-The receipt is sidecar/shard-000000.json. It has an XXH3-128 of each sample, over the sample's row of each tensor in the
-order of the file: all slots of the ids and masks, the first `slots` slots of the others.
+The receipt is sidecar/shard-000000.json. It has an XXH3-128 of each sample. In versions 1 and 2 that is over the
+sample's row of each tensor in the order of the file: all slots of the ids and masks, the first `slots` slots of the
+others. In the native form it is over its three counts as int64, its ids, its loss mask as one byte a token, its
+auxiliary states, scales, last hidden states, log-normalizers and argmax, as stored.
 """
 
 from __future__ import annotations
 
 import hashlib
-import mmap
 import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,20 +30,29 @@ from niels_gpt.eagle3.format.layout import (
     SIDECAR,
     Fields,
     PathLike,
-    header_bytes,
+    Tensors,
     in_file_order,
-    open_file,
     read_file,
-    read_header,
     refuse_links,
     row_bytes_of,
     shard_path,
+    tensors_header,
 )
+from niels_gpt.eagle3.format.native import STARTS, Counts, NativeLayout, NativeSample, row_counts
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import SizedFile, canonical_json, write_bytes
 from niels_gpt.storage.meta_json import checked_count, checked_sha256, parse_object, shortened
 
+ROW_TENSORS = {
+    "input_ids": 0,
+    "aux_hidden_states": 1,
+    "aux_scales": 1,
+    "last_hidden_states": 2,
+    "log_normalizers": 2,
+    "argmax_ids": 2,
+}
+"""Tensor of a native shard -> which of a sample's counts is its number of rows."""
 _RECEIPT_VERSION = 1
 _DIGEST = re.compile("[0-9a-f]{32}")
 
@@ -51,12 +62,77 @@ def receipt_path(cache_dir: PathLike, shard_index: int) -> Path:
     return Path(cache_dir) / SIDECAR / f"shard-{shard_index:06d}.json"
 
 
-class ShardWriter:
-    """Writes one shard: `write` the rows in any order, each once, then `commit`. On failure `discard`.
+class _Writer:
+    """Writes one shard: `write` the samples in any order, each once, then `commit`. On failure `discard`.
 
     With two writers of one shard at a time, one's receipt may end up beside the other's shard; a producer therefore
     holds the lock of its folder.
     """
+
+    def __init__(self, cache_dir: PathLike, shard_index: int, tensors: Tensors, samples: int) -> None:
+        """tensors: with their whole shapes. The folder is created if needed. Raises: CacheError for a link in it."""
+        refuse_links(cache_dir)
+        self._cache_dir, self._index = cache_dir, shard_index
+        self._path = Path(shard_path(cache_dir, shard_index))
+        self._tensors, self._header = in_file_order(tensors), tensors_header(tensors)
+        self._begins: dict[str, int] = {}
+        self._size = len(self._header)
+        for name, tensor in self._tensors.items():
+            self._begins[name] = self._size
+            self._size += row_bytes_of(tensor)
+        self._slots, self._digests = [0] * samples, [""] * samples
+        fileio.make_dir(receipt_path(cache_dir, shard_index).parent)
+        temporary = self._path.with_name(f".{self._path.name}.{secrets.token_hex(4)}.tmp")
+        self._file = SizedFile(temporary, self._size)
+
+    def commit(
+        self, facts: Mapping[str, Any] | None = None, check: Callable[[], object] | None = None
+    ) -> dict[str, Any]:
+        """Rename the shard to its final name, durably, write its receipt, and return the receipt.
+
+        facts: stored in the receipt. check: called before the shard is renamed; what it raises prevents that.
+        Raises: ValueError if a sample was not written.
+        """
+        if "" in self._digests:
+            raise ValueError(f"{self._path}: row {self._digests.index('')} was not written")
+        self._file.write(0, self._header)
+        self._file.sync()
+        self._file.close()
+        if check is not None:  # after the sync, which may take long
+            check()
+        receipt = {
+            "receipt_version": _RECEIPT_VERSION,
+            "shard": self._index,
+            "samples": len(self._slots),
+            "bytes": self._size,
+            "header_sha256": hashlib.sha256(self._header).hexdigest(),
+            "slots": self._slots,
+            "xxh3_128": self._digests,
+            "facts": dict(facts or {}),
+        }
+        path = receipt_path(self._cache_dir, self._index)
+        if path.exists():  # of the replaced shard: no receipt is better than a wrong one
+            fileio.remove(path)
+            fileio.fsync_dir(path.parent)
+        fileio.rename(self._file.path, self._path)
+        write_bytes(path, canonical_json(receipt))
+        return receipt
+
+    def discard(self) -> None:
+        """Remove the temporary file. After `commit` this does nothing."""
+        self._file.close()
+        fileio.remove(self._file.path)
+
+    def _refuse_row(self, row: int) -> None:
+        """Raise ValueError for a row beyond the shard, and for one that was written."""
+        if not 0 <= row < len(self._digests):
+            raise ValueError(f"{self._path}: row {row}, expected 0 <= row < {len(self._digests)}")
+        if self._digests[row]:
+            raise ValueError(f"{self._path}: row {row} was written already")
+
+
+class ShardWriter(_Writer):
+    """Writes one shard of version 1 or 2: `write` the rows in any order, each once, then `commit`, or `discard`."""
 
     def __init__(self, cache_dir: PathLike, shard_index: int, fields: Fields, rows: int) -> None:
         """fields: as in `Layout.fields`. rows: samples of the shard. The folder is created if needed.
@@ -65,19 +141,10 @@ class ShardWriter:
         """
         if rows > MAX_ROWS:
             raise ValueError(f"a shard of {rows:,} samples, expected {MAX_ROWS:,} at most")
-        refuse_links(cache_dir)
-        self._cache_dir, self._index, self._fields = cache_dir, shard_index, in_file_order(fields)
-        self._path = Path(shard_path(cache_dir, shard_index))
-        self._header = header_bytes(fields, rows)
-        self._begins: dict[str, int] = {}
-        self._size = len(self._header)
-        for name, field in self._fields.items():
-            self._begins[name] = self._size
-            self._size += rows * row_bytes_of(field)
-        self._slots, self._digests = [0] * rows, [""] * rows
-        fileio.make_dir(receipt_path(cache_dir, shard_index).parent)
-        self._temporary = self._path.with_name(f".{self._path.name}.{secrets.token_hex(4)}.tmp")
-        self._file = SizedFile(self._temporary, self._size)
+        self._fields = in_file_order(fields)
+        super().__init__(
+            cache_dir, shard_index, {name: (dtype, (rows, *shape)) for name, (dtype, shape) in fields.items()}, rows
+        )
 
     def write(self, rows: Sequence[int], slots: Sequence[int], tensors: Mapping[str, torch.Tensor]) -> None:
         """Write the rows `rows` of the shard.
@@ -88,11 +155,11 @@ class ShardWriter:
         """
         flat = {name: self._flat(name, tensors, len(rows), max(slots, default=0)) for name in self._fields}
         for row in rows:
-            if not 0 <= row < len(self._digests):
-                raise ValueError(f"{self._path}: row {row}, expected 0 <= row < {len(self._digests)}")
-            if self._digests[row] or len(set(rows)) != len(rows):
-                raise ValueError(f"{self._path}: row {row} was written already")
-        if list(rows) == list(range(rows[0], rows[0] + len(rows))) and set(slots) == {self._all_slots}:
+            self._refuse_row(row)
+        if len({*rows}) != len(rows):
+            raise ValueError(f"{self._path}: row {max(rows, key=[*rows].count)} twice, expected each row once")
+        all_slots = self._fields["input_ids"][1][0]
+        if list(rows) == list(range(rows[0], rows[0] + len(rows))) and set(slots) == {all_slots}:
             for name, part in flat.items():
                 self._file.write(self._offset(name, rows[0]), part)
         else:
@@ -101,30 +168,6 @@ class ShardWriter:
                     self._file.write(self._offset(name, row), piece)
         for row, used, pieces in zip(rows, slots, _pieces(self._fields, flat, slots), strict=True):
             self._slots[row], self._digests[row] = used, digest_of(pieces)
-
-    def commit(
-        self, facts: Mapping[str, Any] | None = None, check: Callable[[], object] | None = None
-    ) -> dict[str, Any]:
-        """Rename the shard to its final name, durably, write its receipt, and return the receipt.
-
-        facts: stored in the receipt. check: called before the shard is renamed; what it raises prevents that.
-        Raises: ValueError if a row was not written.
-        """
-        if "" in self._digests:
-            raise ValueError(f"{self._path}: row {self._digests.index('')} was not written")
-        self._file.write(0, self._header)
-        return commit_shard(
-            self._file, self._cache_dir, self._index, self._size, self._header, self._slots, self._digests, facts, check
-        )
-
-    def discard(self) -> None:
-        """Remove the temporary file. After `commit` this does nothing."""
-        self._file.close()
-        fileio.remove(self._temporary)
-
-    @property
-    def _all_slots(self) -> int:
-        return self._fields["input_ids"][1][0]
 
     def _offset(self, name: str, row: int) -> int:
         return self._begins[name] + row * row_bytes_of(self._fields[name])
@@ -144,43 +187,121 @@ class ShardWriter:
                 f"{self._path}: {name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {[rows, *shape]}"
                 + ("" if whole else f" with {slots} slots or more")
             )
-        flat: NDArray[np.uint8] = tensor.detach().contiguous().view(torch.uint8).numpy()
-        return flat.reshape(rows, -1)
+        return bytes_of(tensor.detach().contiguous()).reshape(rows, -1)
 
 
-def commit_shard(
-    file: SizedFile,
-    cache_dir: PathLike,
-    shard_index: int,
-    size: int,
-    header: bytes,
-    slots: Sequence[int],
-    digests: Sequence[str],
-    facts: Mapping[str, Any] | None,
-    check: Callable[[], object] | None,
-) -> dict[str, Any]:
-    """Close a written temporary file, make it the shard, durably, write its receipt, and return the receipt."""
-    file.sync()
-    file.close()
-    if check is not None:  # after the sync, which may take long
-        check()
-    receipt = {
-        "receipt_version": _RECEIPT_VERSION,
-        "shard": shard_index,
-        "samples": len(slots),
-        "bytes": size,
-        "header_sha256": hashlib.sha256(header).hexdigest(),
-        "slots": list(slots),
-        "xxh3_128": list(digests),
-        "facts": dict(facts or {}),
-    }
-    path = receipt_path(cache_dir, shard_index)
-    if path.exists():  # of the replaced shard: no receipt is better than a wrong one
-        fileio.remove(path)
-        fileio.fsync_dir(path.parent)
-    fileio.rename(file.path, shard_path(cache_dir, shard_index))
-    write_bytes(path, canonical_json(receipt))
-    return receipt
+class NativeShardWriter(_Writer):
+    """Writes one native shard: `write` each sample once, in any order, then `commit`. On failure `discard`."""
+
+    def __init__(self, cache_dir: PathLike, shard_index: int, layout: NativeLayout, counts: Counts) -> None:
+        """counts: int64 [n, 3] of the shard's samples, as of `row_counts`. The folder is created if needed.
+
+        Raises: ValueError for no sample or more than `MAX_ROWS`; CacheError where a file of the cache is a link.
+        """
+        if not 0 < len(counts) <= MAX_ROWS or counts.shape[1:] != (3,) or int(counts.min()) < 0:
+            raise ValueError(
+                f"counts of shape {list(counts.shape)}, expected [n, 3] from 0, and n from 1 to {MAX_ROWS:,}"
+            )
+        super().__init__(cache_dir, shard_index, layout.fields(counts), len(counts))
+        self._starts = np.zeros((len(counts) + 1, 3), np.int64)
+        np.cumsum(counts, axis=0, out=self._starts[1:])
+        self._bits = np.zeros(self._tensors["loss_bits"][1], np.uint8)
+        self._slots = counts[:, 0].tolist()
+
+    def write(self, row: int, sample: NativeSample) -> None:
+        """Write the sample `row` of the shard; its tensors are on the CPU.
+
+        Raises: ValueError for other dtypes, shapes or counts, and for a row written twice; OSError on a full disk.
+        """
+        self._refuse_row(row)
+        begins, ends = self._starts[row], self._starts[row + 1]
+        pieces = self._pieces(row, sample)
+        for name, piece in pieces.items():
+            dtype, (_, *shape) = self._tensors[name]
+            offset = int(begins[ROW_TENSORS[name]]) * row_bytes_of((dtype, tuple(shape)))
+            self._file.write(self._begins[name] + offset, piece)
+        loss = np.ascontiguousarray(sample.loss_mask, np.uint8)
+        first, behind = int(begins[0]) // 8, -(-int(ends[0]) // 8)
+        bits = np.unpackbits(self._bits[first:behind], bitorder="little")
+        bits[begins[0] - 8 * first : ends[0] - 8 * first] = loss
+        self._bits[first:behind] = np.packbits(bits, bitorder="little")
+        self._digests[row] = sample_digest(ends - begins, loss, pieces)
+
+    def commit(
+        self, facts: Mapping[str, Any] | None = None, check: Callable[[], object] | None = None
+    ) -> dict[str, Any]:
+        """Write the starts and the loss bits, then do as `ShardWriter.commit`."""
+        for name, starts in zip(STARTS, self._starts.T, strict=True):
+            self._file.write(self._begins[name], np.ascontiguousarray(starts))
+        self._file.write(self._begins["loss_bits"], self._bits)
+        return super().commit(facts, check)
+
+    def _pieces(self, row: int, sample: NativeSample) -> dict[str, NDArray[np.uint8]]:
+        """Return the bytes of a sample's tensors, in the order of ROW_TENSORS. Raises: ValueError."""
+        counts = self._starts[row + 1] - self._starts[row]
+        length = len(sample.loss_mask)
+        stated = row_counts(np.array([0, length]), sample.loss_mask)[0] if length else counts * 0
+        if stated.tolist() != counts.tolist():
+            raise ValueError(
+                f"{self._path}: row {row} has (tokens, auxiliary rows, target rows) {stated.tolist()} by its loss "
+                f"mask, expected {counts.tolist()}"
+            )
+        argmax = sample.argmax_ids
+        if len(argmax) and not 0 <= int(argmax.min()) <= int(argmax.max()) < 1 << 32:
+            raise ValueError(f"{self._path}: row {row}: argmax_ids from {int(argmax.min())} to {int(argmax.max())}")
+        given = {
+            "input_ids": torch.from_numpy(np.asarray(sample.input_ids)),
+            "aux_hidden_states": sample.aux_hidden_states,
+            "aux_scales": sample.aux_scales,
+            "last_hidden_states": sample.last_hidden_states,
+            "log_normalizers": sample.log_normalizers,
+            "argmax_ids": argmax.to(torch.uint32),
+        }
+        return {
+            name: self._bytes_of(row, name, tensor, int(counts[ROW_TENSORS[name]]))
+            for name, tensor in given.items()
+            if name in self._tensors or tensor is not None
+        }
+
+    def _bytes_of(self, row: int, name: str, tensor: torch.Tensor | None, rows: int) -> NDArray[np.uint8]:
+        dtype, shape = self._tensors.get(name, (None, (0,)))
+        if tensor is None or tensor.dtype != dtype or tuple(tensor.shape) != (rows, *shape[1:]):
+            found = "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+            raise ValueError(f"{self._path}: row {row}: {name} is {found}, expected {dtype} {[rows, *shape[1:]]}")
+        return bytes_of(tensor.detach().contiguous())
+
+
+# --- checksums and receipts -------------------------------------------------------------------------------------------
+
+
+def sample_digest(counts: NDArray[np.int64], loss: NDArray[np.uint8], pieces: Mapping[str, NDArray[np.uint8]]) -> str:
+    """Return a native sample's XXH3-128, as it is in the receipt.
+
+    counts: int64 [3]. loss: [L], 0 or 1. pieces: the bytes of its tensors by name.
+    """
+    ids, *others = (pieces[name] for name in ROW_TENSORS if name in pieces)
+    return digest_of([np.ascontiguousarray(counts, "<i8").view(np.uint8), ids, loss, *others])
+
+
+def row_damage(tensors: Mapping[str, torch.Tensor], slots: int, digest: str) -> str:
+    """Return what is damaged in a row of version 1 or 2 by its entries in the receipt; "" if nothing is.
+
+    tensors: [S, ...] each, in the order of the file.
+    """
+    fields = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    parts = {name: bytes_of(tensor) for name, tensor in tensors.items()}
+    (pieces,) = _pieces(fields, {name: part[None] for name, part in parts.items()}, [slots])
+    if digest_of(pieces) != digest:
+        return "its bytes do not give the checksum in its receipt"
+    for (name, part), piece in zip(parts.items(), pieces, strict=True):
+        if part[piece.size :].any():
+            return f"{name} is not zero after its {slots} slots"
+    return ""
+
+
+def bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    """Return the bytes of a contiguous tensor as a view, in one dimension."""
+    return tensor.view(torch.uint8).numpy().reshape(-1) if tensor.numel() else np.empty(0, np.uint8)
 
 
 def _pieces(
@@ -205,9 +326,6 @@ def digest_of(pieces: Sequence[NDArray[Any]]) -> str:
     for piece in pieces:
         digest.update(piece.data)
     return digest.hexdigest()
-
-
-# --- receipts ---------------------------------------------------------------------------------------------------------
 
 
 def read_receipt(cache_dir: PathLike, shard_index: int, *, follow_links: bool = False) -> dict[str, Any] | None:
@@ -236,67 +354,3 @@ def read_receipt(cache_dir: PathLike, shard_index: int, *, follow_links: bool = 
             path, f"no receipt of shard {shard_index} ({error!r:.300})", remedy=remedy, code="E701"
         ) from error
     return receipt
-
-
-def shard_damage(
-    cache_dir: PathLike,
-    shard_index: int,
-    progress: Callable[[int], None] | None = None,
-    *,
-    follow_links: bool = False,
-) -> list[tuple[int | None, str]]:
-    """Compare a shard with its receipt and return its damage: the row within the shard, or None, and a sentence.
-
-    Reads the whole shard, a row at a time. progress: called with the bytes of each row.
-    Raises: CacheError if the receipt is missing or damaged.
-    """
-    path = shard_path(cache_dir, shard_index)
-    receipt = read_receipt(cache_dir, shard_index, follow_links=follow_links)
-    its_receipt = receipt_path(cache_dir, shard_index)
-    if receipt is None:
-        raise CacheError(its_receipt, "no such file: the shard has no checksums", code="E702")
-    try:
-        fields, rows, header = read_header(path, follow_links=follow_links)
-    except FileNotFoundError:
-        return [(None, f"{path}: no such file")]
-    except CacheError as error:
-        return [(None, str(error))]
-    if hashlib.sha256(header).hexdigest() != receipt["header_sha256"] or rows != receipt["samples"]:
-        return [(None, f"{path}: its header is not the one that was written, by {its_receipt}")]
-    damage: list[tuple[int | None, str]] = []
-    for row, parts in enumerate(_rows_of(path, fields, rows, len(header), follow_links)):
-        wrong = row_damage(fields, parts, receipt["slots"][row], receipt["xxh3_128"][row])
-        if wrong:
-            damage.append((row, f"{path}: sample {row} of the shard: {wrong}, by {its_receipt}"))
-        if progress is not None:
-            progress(sum(part.size for part in parts.values()))
-    return damage
-
-
-def _rows_of(
-    path: str, fields: Fields, rows: int, begin: int, follow_links: bool
-) -> Iterator[dict[str, NDArray[np.uint8]]]:
-    """Yield the bytes of each row by field."""
-    with open(open_file(path, follow_links=follow_links), "rb") as file:
-        content = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
-    tables = {}
-    for name, field in fields.items():
-        size = rows * row_bytes_of(field)
-        tables[name] = content[begin : begin + size].reshape(rows, -1)
-        begin += size
-    for row in range(rows):
-        yield {name: table[row] for name, table in tables.items()}
-
-
-def row_damage(fields: Fields, parts: Mapping[str, NDArray[np.uint8]], slots: int, digest: str) -> str:
-    """Return the damaged fields of a row, by its slots and checksum in the receipt; "" if there are none.
-
-    fields: in the order of the file.
-    """
-    (pieces,) = _pieces(fields, {name: part[None] for name, part in parts.items()}, [slots])
-    if digest_of(pieces) != digest:
-        return "its bytes do not give the checksum in its receipt"
-    for (name, part), piece in zip(parts.items(), pieces, strict=True):
-        if part[piece.size :].any():
-            return f"{name} is not zero after its {slots} slots"
-    return ""

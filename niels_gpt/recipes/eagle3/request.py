@@ -446,7 +446,7 @@ def run_facts(options: TargetOptions, recorded: dict[str, Any]) -> dict[str, Any
 
     Raises: ValueError where cuda is asked for and cannot be used.
     """
-    from niels_gpt.eagle3.format.run import Run
+    from niels_gpt.eagle3.format.plan import Run
 
     device, threads = options.device or recorded.get("device"), options.threads or recorded.get("threads")
     run = Run.here(device, attention=options.attention, threads=threads or usable_cores())
@@ -478,7 +478,7 @@ def manifest_of(resolved: Resolved, selected: list[int]) -> dict[str, Any]:
     selected: the target's id of each token of the draft.
     """
     from niels_gpt.eagle3.format.manifest import NATIVE_VERSION, is_compressed
-    from niels_gpt.eagle3.format.native.layout import DEFAULT_SHARD_BYTES
+    from niels_gpt.eagle3.format.native import DEFAULT_SHARD_BYTES
 
     options, target = resolved.options, resolved.target
     common = {

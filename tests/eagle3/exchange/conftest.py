@@ -38,7 +38,7 @@ def folders(given, tmp_path_factory):
 @pytest.fixture(scope="session")
 def importing(model):
     """`import_cache` with the target. stated: layers, and where the last hidden state was taken."""
-    from niels_gpt.eagle3.exchange.importing import Target, import_cache
+    from niels_gpt.eagle3.exchange.move import Target, import_cache
     from niels_gpt.eagle3.exchange.proof import Convention, capture_of
     from niels_gpt.eagle3.head import TargetHead
 

@@ -17,7 +17,8 @@ from support.errors import refused
 
 from niels_gpt.commands.eagle3.tools import main
 from niels_gpt.eagle3.cache import write_manifest
-from niels_gpt.eagle3.inspect.native.row_checks import LOGIT_SHARE
+from niels_gpt.eagle3.inspect.verify import LOGIT_SHARE
+from niels_gpt.kinds.diff import diff
 from niels_gpt.storage.checks import Verdict
 
 Copy = Callable[..., Path]
@@ -174,3 +175,9 @@ def test_a_cache_whose_weights_are_gone_has_no_stats(copied):
     for look in (stats_of, lambda folder: slot_rows(folder, 1)):
         with refused("E702", "target_weights.safetensors"):
             look(cache)
+
+
+def test_diff_compares_the_ids_of_native_caches(eagle3_caches):
+    found = diff(eagle3_caches["native"], eagle3_caches["fp8"], tokenizers=(None, None), limit=5)
+    assert found["compared"] == "tokens" and "manifest.aux_dtype" in found["settings"]
+    assert [found[part]["count"] for part in ("only_a", "only_b", "moved")] == [0, 0, 0]

@@ -1,0 +1,492 @@
+"""A folder of another tool -> a native cache, and a native cache -> such a folder.
+
+Import: conventions are proved, samples checked, target rows computed. The other tool stores states alone. What a native
+cache has beside them is computed here: of each target row the log-normalizer and the most probable token, from the
+stored last hidden state by the target's own norm and lm_head. A shard's samples are in memory until it is written:
+`shard_bytes` at most, and one sample more.
+
+Export: every state stands in its place, with zeros where the cache has none. A native cache has no state where no loss
+can need it: its auxiliary states end before the last target row, and target rows are stored where a loss mask, shifted
+or not, can be 1. All other states are zeros in the folder, and the loss of EAGLE-3, of either tool, looks at none of
+them. Drafts of other kinds, such as MTP and DFlash, read more states than these. The masks and ids are whole.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from niels_gpt.eagle3.derive import frequent_tokens
+from niels_gpt.eagle3.exchange.foreign import BadSample, ForeignFiles, ForeignSample, checked_sample
+from niels_gpt.eagle3.exchange.proof import PROOF_TOKENS, Capture, Convention, prove, reach, refuse_shifted_mask
+from niels_gpt.eagle3.exchange.tools import FILES, NUM_LAYERS, WRITERS
+from niels_gpt.eagle3.format.layout import DTYPES, MAX_ROWS, row_bytes_of
+from niels_gpt.eagle3.format.manifest import NATIVE_VERSION, is_native, read_manifest, write_manifest
+from niels_gpt.eagle3.format.meta import write_meta
+from niels_gpt.eagle3.format.native import (
+    DEFAULT_SHARD_BYTES,
+    NativeLayout,
+    NativeSample,
+    dequantized,
+    quantized,
+    room_bits,
+    row_counts,
+    target_positions,
+)
+from niels_gpt.eagle3.format.shard_writer import NativeShardWriter
+from niels_gpt.eagle3.format.shards import NativeShards
+from niels_gpt.eagle3.format.torch_files import MAX_INFLATED
+from niels_gpt.eagle3.format.weights import write_weights
+from niels_gpt.eagle3.head import TargetHead
+from niels_gpt.eagle3.totals import Counts
+from niels_gpt.progress import Progress
+from niels_gpt.storage.errors import CacheError, TargetError
+from niels_gpt.storage.fresh_folder import fresh_folder
+
+# --- import -----------------------------------------------------------------------------------------------------------
+
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Target:
+    """The target that the states were made from, loaded."""
+
+    name: str
+    """For the manifest."""
+    head: TargetHead
+    """Its final norm and lm_head: TargetHead.of_model."""
+    hidden_size: int
+    vocab_size: int
+    special_token_ids: Sequence[int | None] = ()
+    """bos, eos, pad, unk: first in the draft's vocabulary."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Revision and checksums, for meta.json."""
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What an import did."""
+
+    convention: Convention
+    loss_mask: str
+    """raw or shifted: how the tool's mask was taken."""
+    mask_checked: bool
+    """Whether the drawn samples had replies enough to show a mask of the next token; False where it was stated."""
+    samples: int
+    tokens: int
+    target_rows: int
+    dropped: dict[str, int]
+    """Samples that were left out, by reason."""
+    first_dropped: tuple[str, ...]
+    """Some of their names, with what was found."""
+    notes: tuple[str, ...]
+    """What is not as the tool usually has it, and what was changed on the way."""
+
+
+def import_cache(
+    tool: str,
+    source: Path,
+    out: Path,
+    target: Target,
+    *,
+    capture: Capture | None = None,
+    stated: Convention | None = None,
+    samples: int = 8,
+    seed: int = 0,
+    draft_vocab_size: int | None = None,
+    aux_fp8: bool = False,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    drop_bad: bool = False,
+    loss_mask: str | None = None,
+    progress: Progress | None = None,
+    follow_links: bool = False,
+) -> Imported:
+    """Write a native cache of another tool's folder.
+
+    tool: a key of FILES. out: must not exist, or be an empty folder; it is there whole or not at all.
+    capture: runs the target over a sample, to prove the conventions on `samples` of them, drawn by `seed`. Without it
+        they are `stated`, and nothing is compared.
+    draft_vocab_size: tokens that the draft knows; None: all. aux_fp8: store the auxiliary states as float8.
+    drop_bad: leave out and count samples that are missing, unreadable, mismatched or not finite; else one is an error.
+    loss_mask: "raw", of each token itself; "shifted", of the next one; None: raw, and an error where the drawn samples
+        show that it is shifted.
+    progress: items and units are samples.
+    Raises: CacheError for a folder or a sample that does not fit, and where no convention fits; ValueError for
+        arguments that do not fit each other.
+    """
+    if (capture is None) == (stated is None) or samples < 1:
+        raise ValueError("either a capture and one sample or more to prove the conventions on, or stated ones")
+    files = FILES[tool](source, target.hidden_size, target.vocab_size, follow_links=follow_links)
+    run = _Import(source, files, drop_bad, loss_mask == "shifted", aux_fp8, shard_bytes)
+    drawn = run.drawn(samples, seed, to_compare=capture is not None)
+    mask_checked = loss_mask is None and refuse_shifted_mask(source, [sample for _, sample in drawn])
+    convention = prove(source, drawn, capture) if capture else stated
+    assert convention is not None
+    head = _head_for(convention.last_hidden, target.head)
+    with fresh_folder(out, sources=[source]) as work:
+        run.write(work, convention, head, progress)
+        write_weights(work, head.weights())
+        manifest = run.manifest(target, head, convention, tool)
+        stored = NativeShards(work, manifest, max_open=1)
+        chosen = frequent_tokens(stored, draft_vocab_size, target.special_token_ids)
+        manifest |= {"draft_vocab_size": len(chosen), "selected_token_ids": chosen}
+        write_manifest(work, manifest)
+        totals = run.totals | {"positions": stored.positions(chosen)}
+        if problem := Counts.of_meta({"totals": totals}).problem:
+            raise CacheError(source, problem, code="E709")
+        # plan_sha256 is null: no run of this project's producer made the states
+        keys = {"plan_sha256": None, "totals": totals, "dropped": dict(run.dropped), "altered": {}}
+        write_meta(work, {**keys, "source": {"kind": tool}, "target": dict(target.facts)})
+    return Imported(
+        convention,
+        loss_mask or "raw",
+        mask_checked,
+        totals["samples"],
+        totals["tokens"],
+        run.target_rows,
+        dict(run.dropped),
+        tuple(run.first_dropped),
+        tuple(run.notes(tool, convention)),
+    )
+
+
+class _Import:
+    """The samples of a folder, a bad one refused, or left out and counted, and the shards made of the others."""
+
+    def __init__(
+        self, source: Path, files: ForeignFiles, drop_bad: bool, is_shifted: bool, aux_fp8: bool, shard_bytes: int
+    ) -> None:
+        self.source, self.files, self._drop_bad, self._is_shifted = source, files, drop_bad, is_shifted
+        self._aux_fp8, self._shard_bytes = aux_fp8, shard_bytes
+        self.dropped: Counter[str] = Counter()
+        self.first_dropped: list[str] = []
+        self.was_fp8 = False
+        self._form: tuple[int, torch.dtype, torch.dtype] | None = None  # layers, dtypes
+        self.totals = dict.fromkeys(("samples", "tokens", "supervised_tokens", "shards"), 0)
+        self.target_rows = self._seq_length = self._bits = 0
+        self._waiting: list[NativeSample] = []
+        self._counts: list[NDArray[np.int64]] = []
+
+    def read(self, index: int, *, is_counted: bool = True) -> ForeignSample | None:
+        """Return a sample; None for a bad one that is left out. Raises: CacheError."""
+        try:
+            sample, name = self.files.read(index), self.files.names[index]
+            if self._is_shifted:
+                mask = torch.cat([torch.zeros(1, dtype=torch.bool), sample.loss_mask[:-1]])
+                sample = replace(sample, loss_mask=mask)
+            self._refuse_other_form(name, sample)
+            _refuse_zeros(name, sample)
+        except BadSample as error:
+            if not self._drop_bad:
+                raise error.refusal(self.source) from error
+            if is_counted:
+                self.dropped[error.reason] += 1
+                if len(self.first_dropped) < 5:
+                    self.first_dropped.append(f"{error.name} is {error.reason}: {error.found}")
+            return None
+        self.was_fp8 |= sample.was_fp8
+        return sample
+
+    def drawn(self, samples: int, seed: int, *, to_compare: bool) -> list[tuple[str, ForeignSample]]:
+        """Return samples that a seed draws, with their names; all others must have the commonest form of these.
+
+        to_compare: pass over samples without stored states among the tokens that the target is run over, as exports
+            have them; where no other is there, take those whose states come later.
+        Raises: CacheError.
+        """
+        order = torch.randperm(len(self.files.names), generator=torch.Generator().manual_seed(seed)).tolist()
+        near: dict[int, ForeignSample] = {}
+        late: dict[int, ForeignSample] = {}
+        empty = 0
+        for index in order:
+            if len(near) == samples:
+                break
+            sample = self.read(index, is_counted=False)
+            if sample is None:
+                continue
+            tokens = reach(sample) if to_compare else PROOF_TOKENS
+            if tokens == PROOF_TOKENS:
+                near[index] = sample
+            elif tokens is not None and len(late) < samples:
+                late[index] = sample
+            empty += tokens is None
+        drawn = near or late
+        if not drawn:
+            found = f"not one of {len(order):,} samples can be used"
+            found += f"; {empty:,} have zeros for all states, and give nothing to compare" if empty else ""
+            raise CacheError(self.source, found, code="E711")
+        self._form = Counter(map(_form_of, drawn.values())).most_common(1)[0][0]
+        kept = [index for index in drawn if _form_of(drawn[index]) == self._form or self.read(index, is_counted=False)]
+        return [(self.files.names[index], drawn[index]) for index in kept]
+
+    def _refuse_other_form(self, name: str, sample: ForeignSample) -> None:
+        """Raise BadSample where layers or dtypes are not those of most of the drawn samples."""
+        form = _form_of(sample)
+        if self._form is not None and form != self._form:
+            texts = (f"{layers} layers of {aux}, last {last}" for layers, aux, last in (form, self._form))
+            raise BadSample("mismatched", name, "{}, expected {}, as most of the drawn samples have".format(*texts))
+
+    def write(self, folder: Path, convention: Convention, head: TargetHead, progress: Progress | None) -> None:
+        """Write all shards. Raises: CacheError where no sample is left."""
+        total = len(self.files.names)
+        for index in range(total):
+            foreign = self.read(index)
+            if foreign is not None:
+                self._add(folder, self._native(foreign, convention, head))
+            if progress is not None:
+                progress(index + 1, index + 1, total)
+        self._flush(folder)
+        if not self.totals["samples"]:
+            raise CacheError(self.source, f"not one of {total:,} samples can be used", code="E711")
+
+    def _native(self, foreign: ForeignSample, convention: Convention, head: TargetHead) -> NativeSample:
+        loss = foreign.loss_mask.numpy()
+        positions = torch.from_numpy(target_positions(loss))
+        last = foreign.last[positions]
+        normalizers, argmax = head.log_normalizer_and_argmax(last)
+        aux = foreign.aux[: int(positions[-1]) if len(positions) else 0]
+        if not self._seq_length:  # the first one
+            layers, stated = aux.shape[1], convention.aux_layer_ids
+            if layers != len(stated):
+                expected = f"{len(stated)}, for the blocks {[*stated]}"
+                raise CacheError(self.source, f"{layers} auxiliary layers", expected, code="E711")
+            aux_dtype = "fp8" if self._aux_fp8 else _DTYPE_NAMES[aux.dtype]
+            self._layout = NativeLayout(aux.shape[2], layers, _DTYPE_NAMES[last.dtype], aux_dtype)
+        aux, scales = quantized(aux) if self._aux_fp8 else (aux.clone(), None)  # a clone, for each file's map to end
+        self._seq_length = max(self._seq_length, len(loss))
+        ids = foreign.input_ids.numpy().astype(np.uint32)
+        return NativeSample(ids, loss, aux, scales, last, normalizers.cpu(), argmax.cpu())
+
+    def _add(self, folder: Path, sample: NativeSample) -> None:
+        """Keep a sample until its shard is full; a full one is written before it."""
+        counts = row_counts(np.array([0, len(sample.loss_mask)]), sample.loss_mask)
+        bits = int(self._layout.sample_bits(counts)[0])
+        if self._waiting and (self._bits + bits > room_bits(self._shard_bytes) or len(self._waiting) == MAX_ROWS):
+            self._flush(folder)  # as NativeLayout.cut
+        self._bits += bits
+        self._waiting.append(sample)
+        self._counts.append(counts)
+
+    def _flush(self, folder: Path) -> None:
+        if not self._waiting:
+            return
+        counts = np.concatenate(self._counts)
+        writer = NativeShardWriter(folder, self.totals["shards"], self._layout, counts)
+        tokens, aux_rows, target_rows = counts.sum(axis=0).tolist()
+        supervised = sum(int(sample.loss_mask[1:].sum()) for sample in self._waiting)
+        try:
+            for row, sample in enumerate(self._waiting):
+                writer.write(row, sample)
+            facts = {"tokens": tokens, "supervised": supervised, "aux_rows": aux_rows, "target_rows": target_rows}
+            writer.commit(facts)
+        finally:
+            writer.discard()
+        new = {"samples": len(counts), "tokens": tokens, "supervised_tokens": supervised, "shards": 1}
+        self.totals = {name: number + new[name] for name, number in self.totals.items()}
+        self.target_rows += target_rows
+        self._waiting, self._counts, self._bits = [], [], 0
+
+    def notes(self, tool: str, convention: Convention) -> Iterator[str]:
+        """Yield what a user should know."""
+        if convention.last_hidden != self.files.usual_last:
+            yield f"the last hidden states are {convention.last_hidden}, where {tool} has {self.files.usual_last}"
+        if self.was_fp8:
+            yield "the states were float8 with a scale a token; they were dequantized in float32 and rounded to bf16"
+        if self._aux_fp8:
+            yield "the auxiliary states were quantized to float8"
+
+    def manifest(self, target: Target, head: TargetHead, convention: Convention, tool: str) -> dict[str, Any]:
+        """Return the manifest, but for the draft's vocabulary."""
+        layout = self._layout
+        return {
+            "format_version": NATIVE_VERSION,
+            "target_model": target.name,
+            "target_vocab_size": target.vocab_size,
+            "hidden_size": layout.hidden_size,
+            "aux_layer_ids": [*convention.aux_layer_ids],
+            "aux_dtype": layout.aux_dtype,
+            "dtype": layout.dtype,
+            "seq_length": self._seq_length,
+            "num_samples": self.totals["samples"],
+            "num_shards": self.totals["shards"],
+            "conventions": {
+                "layer_index": "block_output_0based",
+                "last_hidden": convention.last_hidden,
+                "shift": "none",
+                "loss_mask": "raw",
+            },
+            "head": head.facts(),
+            "shard_bytes": self._shard_bytes,
+            "imported": {"from": tool, "proved": convention.as_json()},
+        }
+
+
+def _form_of(sample: ForeignSample) -> tuple[int, torch.dtype, torch.dtype]:
+    return sample.aux.shape[1], sample.aux.dtype, sample.last.dtype
+
+
+def _refuse_zeros(name: str, sample: ForeignSample) -> None:
+    """Raise BadSample where a state that a loss needs is zeros, as exports have for states that no loss needs."""
+    positions = torch.from_numpy(target_positions(sample.loss_mask.numpy()))
+    aux = sample.aux[: int(positions[-1]) if len(positions) else 0].any(-1).all(-1)
+    last = sample.last[positions].any(-1)
+    for part, filled, tokens in (("auxiliary", aux, None), ("last", last, positions)):
+        if not bool(filled.all()):
+            token = int((~filled).nonzero()[0])
+            token = token if tokens is None else int(tokens[token])
+            raise BadSample("mismatched", name, f"the {part} states of token {token} are zeros, and a loss needs them")
+
+
+def _head_for(last_hidden: str, head: TargetHead) -> TargetHead:
+    """Return the head for states on one side of the final norm. Raises: ValueError where the norm is not known."""
+    if last_hidden == head.last_hidden:
+        return head
+    if last_hidden == "pre_norm":
+        text = "the states are before the target's final norm, and that norm is none that is known here"
+        raise TargetError(f"{text}. Import post-norm states")
+    return head.after_norm()
+
+
+# --- export -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export wrote."""
+
+    samples: int
+    tokens: int
+    without_aux: int
+    """Tokens whose auxiliary states are zeros."""
+    without_last: int
+    """Tokens whose last hidden state is zeros."""
+    num_bytes: int
+    """Of the files with states."""
+    last_hidden: str
+    """pre_norm or post_norm: what the last hidden states are in the folder."""
+    notes: tuple[str, ...]
+    """What was changed on the way."""
+
+
+def export_cache(
+    cache: Path, tool: str, out: Path, *, progress: Progress | None = None, follow_links: bool = False
+) -> Exported:
+    """Write the folder that another tool reads.
+
+    tool: a key of WRITERS. out: must not exist, or be an empty folder; it is there whole or not at all.
+    progress: items and units are samples.
+    Raises: CacheError for a cache of version 1 or 2, for one that lacks what the tool needs, and for a sample that no
+        import would take.
+    """
+    manifest = read_manifest(cache, follow_links=follow_links)
+    _refuse(cache, manifest, tool)
+    stored = NativeShards.of_cache(cache, follow_links=follow_links)
+    _refuse_large(cache, stored)
+    kind = WRITERS[tool]
+    to_post_norm = tool == "specforge" and manifest["conventions"]["last_hidden"] == "pre_norm"
+    head = TargetHead.of_cache(cache, follow_links=follow_links) if to_post_norm else None
+    num_bytes = 0
+    with fresh_folder(out, sources=[cache]) as work:
+        writer = kind(work, stored.num_samples)
+        for index in range(stored.num_samples):
+            sample = _whole(stored.sample(index), manifest, head, one_dtype=tool != "specforge")
+            _refuse_bad(cache, manifest, index, sample)
+            num_bytes += writer.write(index, sample)
+            if progress is not None:
+                progress(index + 1, index + 1, stored.num_samples)
+        writer.finish()
+    tokens, aux_rows, target_rows = stored.counts.sum(axis=0).tolist()
+    return Exported(
+        stored.num_samples,
+        tokens,
+        tokens - aux_rows,
+        tokens - target_rows,
+        num_bytes,
+        writer.last_hidden,
+        tuple(_notes(manifest, to_post_norm)),
+    )
+
+
+def _refuse(cache: Path, manifest: dict[str, Any], tool: str) -> None:
+    """Raise CacheError for a cache that cannot become such a folder."""
+    if not is_native(manifest):
+        found = (
+            f"is version {manifest['format_version']}: it has the target's probabilities, not its last hidden states"
+        )
+        remedy = f"Produce it with --format native; {tool} computes probabilities itself"
+        raise CacheError(cache, found, "a native cache", remedy, code="E710")
+    layers, last = len(manifest["aux_layer_ids"]), manifest["conventions"]["last_hidden"]
+    if tool == "specforge" and layers != NUM_LAYERS:
+        found = f"has {layers} auxiliary layers"
+        raise CacheError(cache, found, f"{NUM_LAYERS}, which SpecForge's EAGLE-3 takes", code="E710")
+    if tool == "speculators" and last == "post_norm":
+        found = "has last hidden states after the final norm, which cannot be undone"
+        raise CacheError(cache, found, "those before it, which speculators takes", "Export to specforge", code="E710")
+
+
+def _refuse_large(cache: Path, stored: NativeShards) -> None:
+    """Raise CacheError for a sample that would be larger than an import takes: it has few states, and gets them all."""
+    states = len(stored.manifest["aux_layer_ids"]) + 1, stored.manifest["hidden_size"]
+    longest = int(stored.counts[:, 0].max(initial=0))
+    size = longest * row_bytes_of((DTYPES[stored.manifest["dtype"]], states))
+    if size > MAX_INFLATED:
+        found = f"a sample of {longest:,} tokens would have {size:,} bytes with a state for each"
+        raise CacheError(cache, found, f"{MAX_INFLATED:,} at most", "Make the cache of shorter samples", code="E710")
+
+
+def _refuse_bad(cache: Path, manifest: dict[str, Any], index: int, sample: ForeignSample) -> None:
+    """Raise CacheError for states that are not finite, and for token ids that the target does not have."""
+    parts, sizes = (sample.input_ids, sample.loss_mask, sample.aux, sample.last), ("hidden_size", "target_vocab_size")
+    try:
+        checked_sample(f"sample {index}", *parts, *(manifest[size] for size in sizes))
+    except BadSample as error:
+        remedy = f"Find all damage: {shlex.join(['niels-gpt', 'eagle3', 'verify', str(cache)])}"
+        found = f"{error.name} is {error.reason}: {error.found}"
+        raise CacheError(cache, found, remedy=remedy, code="E701") from error
+
+
+def _whole(
+    sample: NativeSample, manifest: dict[str, Any], head: TargetHead | None, *, one_dtype: bool
+) -> ForeignSample:
+    """Return a sample with a state for every token; head: applies its norm."""
+    number, length = DTYPES[manifest["dtype"]], len(sample.loss_mask)
+    aux, last = sample.aux_hidden_states, sample.last_hidden_states
+    if sample.aux_scales is not None:
+        aux = dequantized(aux, sample.aux_scales, number)
+    if head is not None:
+        last = head.normed(last).to(number)
+    if one_dtype:
+        number = torch.promote_types(aux.dtype, last.dtype)
+        aux, last = aux.to(number), last.to(number)
+    return ForeignSample(
+        torch.from_numpy(sample.input_ids.astype(np.int64)),
+        torch.from_numpy(sample.loss_mask.copy()),
+        _spread(aux, torch.arange(len(aux)), length),
+        _spread(last, torch.from_numpy(sample.positions), length),
+    )
+
+
+def _spread(states: Tensor, positions: Tensor, length: int) -> Tensor:
+    """Return states [length, ...] with the given ones at their positions, and zeros elsewhere."""
+    whole = states.new_zeros((length, *states.shape[1:]))
+    whole[positions] = states
+    return whole
+
+
+def _notes(manifest: dict[str, Any], to_post_norm: bool) -> list[str]:
+    notes = ["for EAGLE-3 only: drafts such as MTP and DFlash read states that are zeros here"]
+    if to_post_norm:
+        notes.append("the final norm was applied to the last hidden states")
+    if manifest["aux_dtype"] == "fp8":
+        notes.append(f"the auxiliary states were dequantized from float8 to {manifest['dtype']}")
+    return notes

@@ -1,0 +1,352 @@
+"""The native form: which rows of a sample are stored, a sample, states in eight bits, and the layout of a shard.
+
+A target row is what the target says at a position: last hidden state, log-normalizer, argmax. It is stored for each
+position t >= 1 with m[t] = 1 of the raw loss mask m, where a draft is trained whose mask is shifted with the ids, or
+m[t - 1] = 1, for tools that do not shift the mask. Auxiliary states are stored for the positions before the last target
+row: a draft is causal, so nothing after them reaches a loss.
+
+As fp8 these are float8_e4m3fn, with one float32 scale for each token and layer. A value is the stored number times its
+scale, which maps the row's largest magnitude to 448, the largest number of float8_e4m3fn. So a value is off by at most
+1/16 of itself, or, far below the row's largest, by 2**-18 of the largest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from niels_gpt.eagle3.format.layout import (
+    AUX_DTYPES,
+    DTYPES,
+    MAX_ROWS,
+    WITHOUT_HOLES,
+    Tensors,
+    form_text,
+    in_file_order,
+    read_tensors_header,
+    row_bytes_of,
+    tensors_header,
+)
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.meta_json import shortened
+
+Counts = NDArray[np.int64]
+"""Tokens, auxiliary rows and target rows of each sample: int64 [n, 3], as of `row_counts`."""
+STARTS = ("token_starts", "aux_starts", "row_starts")
+DEFAULT_SHARD_BYTES = 1 << 30
+_HEADER_ROOM = 2048  # a header of at most 10 tensors takes less
+_LARGEST = 448.0  # torch.finfo(torch.float8_e4m3fn).max
+_PART = 1 << 18  # values, of which the float32 take 1 MiB
+
+
+def target_positions(loss_mask: NDArray[Any]) -> NDArray[np.int64]:
+    """Return the positions of a sample's target rows, rising: int64 [R].
+
+    loss_mask: [L], raw; 0 or False where no loss is.
+    """
+    length = len(loss_mask)
+    return np.flatnonzero(has_target_row(np.array([0, length] if length else [0]), loss_mask))
+
+
+def row_counts(starts: NDArray[np.int64], loss_mask: NDArray[Any]) -> NDArray[np.int64]:
+    """Return what is stored of each sample: int64 [n, 3], tokens, auxiliary rows, target rows.
+
+    starts: int64 [n + 1], from 0 to T: where each sample begins; each has a token or more. loss_mask: [T], raw.
+    """
+    begins, ends = starts[:-1], starts[1:]
+    positions = np.flatnonzero(has_target_row(starts, loss_mask))
+    first, behind = np.searchsorted(positions, begins), np.searchsorted(positions, ends)
+    target_rows = behind - first
+    last = np.zeros(len(begins), np.int64)
+    some = target_rows > 0
+    last[some] = positions[behind[some] - 1] - begins[some]
+    return np.stack([ends - begins, last, target_rows], axis=1)
+
+
+def has_target_row(starts: NDArray[np.int64], loss_mask: NDArray[Any]) -> NDArray[np.bool_]:
+    """Return which tokens of samples end to end have a target row: bool [T]. starts, loss_mask: as `row_counts`."""
+    loss: NDArray[np.bool_] = np.asarray(loss_mask) != 0
+    stored = loss.copy()
+    stored[1:] |= loss[:-1]
+    stored[starts[:-1]] = False  # position 0 of each sample
+    return stored
+
+
+@dataclass(frozen=True, eq=False)
+class NativeSample:
+    """L tokens, the auxiliary states of the first A positions, and R target rows, at the positions `positions`."""
+
+    input_ids: NDArray[np.uint32]
+    """[L]"""
+    loss_mask: NDArray[np.bool_]
+    """[L]"""
+    aux_hidden_states: torch.Tensor
+    """[A, K, H] of the stored dtype: outputs of K blocks at the positions 0 to A - 1; A is the last target row's
+    position, or 0 without any."""
+    aux_scales: torch.Tensor | None
+    """float32 [A, K] where the auxiliary states are float8_e4m3fn: a value times its scale; None elsewhere."""
+    last_hidden_states: torch.Tensor
+    """[R, H] of the stored dtype"""
+    log_normalizers: torch.Tensor
+    """float32 [R]: logsumexp over all logits of the target"""
+    argmax_ids: torch.Tensor
+    """int64 [R]: the target's most probable token"""
+
+    @property
+    def positions(self) -> NDArray[np.int64]:
+        """The positions of the target rows, rising: int64 [R]."""
+        return target_positions(self.loss_mask)
+
+
+# --- auxiliary states in eight bits -----------------------------------------------------------------------------------
+
+
+def quantized(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the states as float8_e4m3fn [..., H], and their scales, float32 [...].
+
+    states: [..., H] of any float dtype, on any device. A row of zeros has the scale 0.
+    Raises: ValueError for values that are not finite.
+    """
+    values = states.float()
+    scales = values.abs().amax(dim=-1) / _LARGEST
+    if not bool(torch.isfinite(scales).all()):
+        raise ValueError("hidden states with values that are not finite: expected finite ones, to be stored as fp8")
+    divisors = torch.where(scales > 0, scales, torch.ones_like(scales))
+    scaled = (values / divisors.unsqueeze(-1)).clamp_(-_LARGEST, _LARGEST)  # casts of earlier torch give NaN above
+    return scaled.to(torch.float8_e4m3fn), scales
+
+
+def dequantized(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Return the states [..., H] of a dtype: the product in float32, rounded once.
+
+    values: float8_e4m3fn [..., H], on any device. scales: float32 [...].
+    """
+    out = torch.empty(values.shape, dtype=dtype, device=values.device)
+    dequantize_into(out.view(-1, values.shape[-1]), values, scales)
+    return out
+
+
+def dequantize_into(out: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> None:
+    """Fill `out`, [N, H] of any float dtype, with the states of `dequantized`, in parts that stay in the CPU's cache.
+
+    values: float8_e4m3fn [..., H] of N rows, contiguous. scales: float32 [...].
+    """
+    rows, factors = values.view(-1, values.shape[-1]), scales.reshape(-1, 1)
+    part = max(1, _PART // max(1, rows.shape[1]))
+    for begin in range(0, len(rows), part):
+        some = rows[begin : begin + part]
+        if some.is_cpu and not _has_nan(some):
+            product = _as_half(some).float().mul_(factors[begin : begin + part] * 256)
+        else:
+            product = some.float().mul_(factors[begin : begin + part])
+        out[begin : begin + part] = product
+
+
+def _as_half(values: torch.Tensor) -> torch.Tensor:
+    """Return the values divided by 256, which is exact, as float16; eight times as fast as torch's own cast on a CPU.
+
+    Both have a sign, an exponent and a fraction in this order, so that a shift puts them in place; the exponents' zeros
+    are 8 apart, and the sign stays in the highest bit.
+    """
+    bits = values.view(torch.int8).to(torch.int16).bitwise_left_shift_(7)
+    return bits.bitwise_and_(~0x4000).view(torch.float16)
+
+
+def _has_nan(values: torch.Tensor) -> bool:
+    return bool(values.view(torch.int8).bitwise_and(0x7F).max() == 0x7F)
+
+
+# --- the layout of a shard --------------------------------------------------------------------------------------------
+
+
+def room_bits(limit: int) -> int:
+    """Return how many bits of samples a file of `limit` bytes has room for; the rest is kept for its header."""
+    return 8 * (limit - _HEADER_ROOM)
+
+
+@dataclass(frozen=True)
+class NativeLayout:
+    """What a native manifest states of a shard's tensors."""
+
+    hidden_size: int
+    """H."""
+    layers: int
+    """Auxiliary layers, K."""
+    dtype: str
+    """Of the last hidden states: a key of DTYPES."""
+    aux_dtype: str
+    """Of the auxiliary states: a key of AUX_DTYPES."""
+
+    @classmethod
+    def of(cls, manifest: Mapping[str, Any]) -> NativeLayout:
+        """Return the layout of a native manifest, which `read_manifest` has checked, or a plan has."""
+        layers = len(manifest["aux_layer_ids"])
+        return cls(manifest["hidden_size"], layers, manifest["dtype"], manifest["aux_dtype"])
+
+    def tensors(self, samples: int, tokens: int, aux_rows: int, target_rows: int) -> Tensors:
+        """Return the tensors of a shard, with whole shapes, in the order of the file."""
+        tensors: Tensors = {name: (torch.int64, (samples + 1,)) for name in STARTS}
+        tensors["input_ids"] = (torch.uint32, (tokens,))
+        tensors["loss_bits"] = (torch.uint8, (-(-tokens // 8),))
+        tensors["aux_hidden_states"] = (AUX_DTYPES[self.aux_dtype], (aux_rows, self.layers, self.hidden_size))
+        if self.aux_dtype == "fp8":
+            tensors["aux_scales"] = (torch.float32, (aux_rows, self.layers))
+        tensors["last_hidden_states"] = (DTYPES[self.dtype], (target_rows, self.hidden_size))
+        tensors["log_normalizers"] = (torch.float32, (target_rows,))
+        tensors["argmax_ids"] = (torch.uint32, (target_rows,))
+        return in_file_order(tensors)
+
+    def fields(self, counts: Counts) -> Tensors:
+        """Return the tensors of a shard of these samples, with whole shapes, in the order of the file."""
+        return self.tensors(len(counts), *map(int, counts.sum(0)))
+
+    def shard_bytes(self, counts: Counts) -> int:
+        """Return the size of the file of a shard of these samples."""
+        tensors = self.fields(counts)
+        return len(tensors_header(tensors)) + sum(map(row_bytes_of, tensors.values()))
+
+    def sample_bytes(self, counts: Counts) -> NDArray[np.int64]:
+        """Return the bytes that each sample adds to its shard, loss bits rounded up: int64 [n]."""
+        return -(-self.sample_bits(counts) // 8)
+
+    def cut(self, counts: Counts, limit: int = DEFAULT_SHARD_BYTES) -> list[int]:
+        """Return the first sample of each shard, and n at the end.
+
+        A shard ends before the sample that would take its file over `limit` bytes, of which 2,048 are kept for the
+        header, and after MAX_ROWS samples; it has one sample at least.
+        """
+        ends = np.cumsum(self.sample_bits(counts))
+        room, first, cuts = room_bits(limit), 0, [0]
+        while first < len(counts):
+            before = int(ends[first - 1]) if first else 0
+            behind = int(np.searchsorted(ends, before + room, side="right"))
+            first = min(max(behind, first + 1), first + MAX_ROWS, len(counts))
+            cuts.append(first)
+        return cuts
+
+    def token_bytes(self, counts: Counts) -> dict[str, float]:
+        """Return the bytes that each tensor takes by token, over all these samples; headers left out."""
+        tokens = int(counts[:, 0].sum()) or 1
+        return {name: row_bytes_of(tensor) / tokens for name, tensor in self.fields(counts).items()}
+
+    def sample_bits(self, counts: Counts) -> NDArray[np.int64]:
+        """Return the bits of each sample: int64 [n]."""
+        token, aux, row = 32 + 1, *(8 * size for size in self._row_sizes())
+        return counts @ np.array([token, aux, row], np.int64) + 8 * 8 * len(STARTS)
+
+    def _row_sizes(self) -> tuple[int, int]:
+        """Return the bytes of an auxiliary row and of a target row."""
+        one = self.tensors(0, 0, 1, 1)
+        aux = sum(row_bytes_of(tensor) for name, tensor in one.items() if name in ("aux_hidden_states", "aux_scales"))
+        return aux, sum(row_bytes_of(one[name]) for name in ("last_hidden_states", "log_normalizers", "argmax_ids"))
+
+
+# --- a shard's file ---------------------------------------------------------------------------------------------------
+
+ENDS = ("input_ids", "aux_hidden_states", "argmax_ids")
+"""Tensors whose rows the starts count."""
+_AGAIN = "Remove the shard and produce it again: precompute --resume"
+
+
+@dataclass(frozen=True, eq=False)
+class MappedShard:
+    """A mapped shard: its tensors as views of the map, by name, and its starts, int64 [n + 1, 3]."""
+
+    tensors: dict[str, torch.Tensor]
+    starts: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, path: str, layout: NativeLayout, *, follow_links: bool = False) -> tuple[MappedShard, bytes]:
+        """Map a shard whose header is exactly one of this layout, and return that; its starts are not yet checked.
+
+        Raises: FileNotFoundError; CacheError.
+        """
+        tensors, header = read_tensors_header(path, sparse=WITHOUT_HOLES, follow_links=follow_links)
+        expected = layout.tensors(*_sizes_of(path, tensors))
+        if tensors != expected or header != tensors_header(expected):
+            names = f"{_described(expected)}, in safetensors' order and without metadata"
+            raise CacheError(path, f"its header has {_described(tensors)}", names, _AGAIN, code="E701")
+        size = len(header) + sum(map(row_bytes_of, tensors.values()))
+        whole = torch.from_file(path, False, size, dtype=torch.uint8)  # private: a change stays in this process
+        views, begin = {}, len(header)
+        for name, (dtype, shape) in tensors.items():
+            end = begin + row_bytes_of((dtype, shape))
+            views[name] = whole[begin:end].view(dtype).view(shape)
+            begin = end
+        return cls(views, np.stack([views[name].numpy() for name in STARTS], axis=1)), header
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def loss_mask(self, begin: int, end: int) -> NDArray[np.bool_]:
+        """Return the raw loss mask of some tokens of the shard: bool [end - begin]."""
+        first = begin // 8
+        raw = self.tensors["loss_bits"][first : -(-end // 8)].numpy()
+        return np.unpackbits(raw, bitorder="little")[begin - 8 * first : end - 8 * first].view(np.bool_)
+
+    def sample(self, row: int) -> NativeSample:
+        """Return a sample, whose tensors are views of the map, but for loss_mask and argmax_ids."""
+        (token, aux, target), (token_end, aux_end, target_end) = self.starts[row : row + 2].tolist()
+        tensors, scales = self.tensors, self.tensors.get("aux_scales")
+        return NativeSample(
+            input_ids=tensors["input_ids"][token:token_end].numpy(),
+            loss_mask=self.loss_mask(token, token_end),
+            aux_hidden_states=tensors["aux_hidden_states"][aux:aux_end],
+            aux_scales=None if scales is None else scales[aux:aux_end],
+            last_hidden_states=tensors["last_hidden_states"][target:target_end],
+            log_normalizers=tensors["log_normalizers"][target:target_end],
+            argmax_ids=tensors["argmax_ids"][target:target_end].to(torch.int64),
+        )
+
+    @property
+    def has_odd_bits(self) -> bool:
+        """Whether loss bits are set behind the last token."""
+        tokens = len(self.tensors["input_ids"])
+        return bool(self.loss_mask(tokens, -(-tokens // 8) * 8).any())
+
+    @property
+    def counts(self) -> Counts:
+        """Tokens, auxiliary rows and target rows of each sample, by the starts: int64 [n, 3]."""
+        return np.diff(self.starts, axis=0)
+
+    def check(self, path: str, seq_length: int) -> None:
+        """Raise CacheError naming the first sample whose starts do not fit tensors, seq_length and loss bits."""
+        starts, counts = self.starts, self.counts
+        ends = [len(self.tensors[name]) for name in ENDS]
+        if starts[0].any() or starts[-1].tolist() != ends or bool((starts[1:] < starts[:-1]).any()):
+            found = f"starts that are from {starts[0].tolist()} to {starts[-1].tolist()}"
+            expected = f"them to rise from 0 to {ends}, the rows of its tensors"
+            raise CacheError(path, found, expected, _AGAIN, code="E701")
+        wrong = np.flatnonzero((counts[:, 0] < 1) | (counts[:, 0] > seq_length))
+        if len(wrong):
+            found = f"sample {wrong[0]} of the shard has {counts[wrong[0], 0]:,} tokens"
+            raise CacheError(path, found, f"1 to the manifest's seq_length, {seq_length:,}", _AGAIN, code="E701")
+        if self.has_odd_bits:
+            raise CacheError(path, "loss_bits has bits set behind the last token", "zeros", _AGAIN, code="E701")
+        stated = row_counts(starts[:, 0], self.loss_mask(0, ends[0]))
+        wrong = np.flatnonzero((stated != counts).any(axis=1))
+        if len(wrong):
+            row = int(wrong[0])
+            found = f"sample {row} of the shard has (tokens, auxiliary rows, target rows) {counts[row].tolist()}"
+            raise CacheError(path, found, f"{stated[row].tolist()} by its loss bits", _AGAIN, code="E701")
+
+
+def _sizes_of(path: str, tensors: Tensors) -> tuple[int, int, int, int]:
+    """Return the samples, tokens, auxiliary rows and target rows that a header states."""
+    named = (STARTS[0], *ENDS)
+    missing = [name for name in named if not tensors.get(name, (None, ()))[1]]
+    if missing:
+        raise CacheError(path, f"has no {missing[0]}, but {_described(tensors)}", "a native shard", _AGAIN, code="E701")
+    starts, tokens, aux_rows, target_rows = (tensors[name][1][0] for name in named)
+    if not 2 <= starts <= MAX_ROWS + 1:
+        raise CacheError(path, f"{starts - 1:,} samples", f"1 to {MAX_ROWS:,}", _AGAIN, code="E701")
+    return starts - 1, tokens, aux_rows, target_rows
+
+
+def _described(tensors: Tensors) -> str:
+    return ", ".join(f"{shortened(name)} {form_text(form)}" for name, form in tensors.items())

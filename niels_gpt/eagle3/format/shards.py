@@ -1,0 +1,533 @@
+"""The shards of a cache of any form: checked against the manifest, mapped when first read, compared with receipts.
+
+DenseShards has those of versions 1 and 2: sample i is row i % shard_size of shard i // shard_size, and all rows have
+seq_length slots. NativeShards has ragged ones: of each shard the header, the starts and the loss bits are compared with
+each other and with the manifest, so every count is true before a state is read, and no size of a file is believed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Generic, Self, TypeVar
+
+import numpy as np
+import torch
+
+from niels_gpt.cache.checksums import Check, checked_check
+from niels_gpt.eagle3.format.layout import (
+    DENSE_FIELDS,
+    DTYPES,
+    INT_FIELDS,
+    MANIFEST_NAME,
+    TOPK_FIELDS,
+    Fields,
+    Layout,
+    PathLike,
+    form_text,
+    read_header,
+    row_bytes_of,
+    shard_path,
+)
+from niels_gpt.eagle3.format.manifest import (
+    PRODUCE_AGAIN,
+    check_shard_indices,
+    is_compressed,
+    is_native,
+    layout_of,
+    load_safetensors,
+    manifest_path,
+    number_in,
+    read_manifest,
+)
+from niels_gpt.eagle3.format.meta import compare_once, compared, key_of, version_of
+from niels_gpt.eagle3.format.native import ENDS, STARTS, Counts, MappedShard, NativeLayout, NativeSample, has_target_row
+from niels_gpt.eagle3.format.shard_writer import (
+    ROW_TENSORS,
+    bytes_of,
+    read_receipt,
+    receipt_path,
+    row_damage,
+    sample_digest,
+)
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.locks import hold_version
+from niels_gpt.storage.meta_json import shortened
+
+COMMON_FIELDS = ("aux_hidden_states", *INT_FIELDS, "position_mask")
+Damage = list[tuple[int | None, str]]
+"""Of each damage the row within the shard, or None, and a sentence."""
+Mapped = TypeVar("Mapped")
+_AGAIN = "Remove the shard and produce it again: precompute --resume"
+
+
+class Shards(ABC, Generic[Mapped]):
+    """The shards of one cache. May be pickled; each process makes its own maps, and threads may share it."""
+
+    num_samples: int
+    num_shards: int
+    shard_size: int | None = None
+    """Samples of a shard, the last one may have fewer; None where shards end by their bytes."""
+    compressed = False
+    """Whether distributions are top-k ones."""
+
+    def __init__(
+        self,
+        cache_dir: PathLike,
+        manifest: dict[str, Any],
+        *,
+        max_open: int = 1024,
+        follow_links: bool = False,
+        exact: bool = False,
+    ) -> None:
+        """Take the shards of a folder, of which no file is read yet; `of_cache` opens a whole cache.
+
+        manifest: as of `read_manifest`. max_open: limit of shards that are mapped at a time. follow_links: as
+        `open_file`. exact: refuse manifests of versions 1 and 2 that lack keys, and tensors that they do not declare,
+        which caches of other tools may have.
+        Raises: ValueError for max_open < 1; CacheError naming a number of the manifest that is missing.
+        """
+        if max_open < 1:
+            raise ValueError(f"max_open_shards={max_open}: expected 1 or more")
+        self.cache_dir, self.manifest = os.fspath(cache_dir), manifest
+        self.follow_links, self.exact, self._max_open = follow_links, exact, max_open
+        self._check: Check | None = None  # of an open cache
+        self._hold: object = None
+        self._receipts: dict[int, dict[str, Any] | None] = {}  # of shards whose samples are compared
+        self._seen: dict[int, bytearray] = {}  # of each shard: a byte for each sample that was compared
+        self._open: dict[int, Mapped] = {}
+        self._pid = os.getpid()
+
+    @classmethod
+    def of_cache(
+        cls, cache_dir: PathLike, max_open: int = 1024, *, follow_links: bool = False, check: Check = "ends"
+    ) -> Self:
+        """Open a cache as a training run does: its shards are all there, and each has the form of the manifest.
+
+        check: as for `niels_gpt.cache.pretrain_dataset.PretrainSplit`. A shard is compared with the size and the header
+        of its receipt when this process first maps it; with "blocks" each sample, too, when it is first read. The cache
+        is kept from gc.
+        Raises: FileNotFoundError; CacheError (a ValueError) naming a file that does not fit the manifest; ImportError
+            without safetensors; ValueError for another check, and as `Shards`.
+        """
+        checked_check(check)
+        cache_dir = version_of(cache_dir)  # once: a commit may come in between
+        hold = hold_version(Path(cache_dir))
+        compare_once(cache_dir, MANIFEST_NAME, follow_links=follow_links)
+        shards = cls(
+            cache_dir, read_manifest(cache_dir, follow_links=follow_links), max_open=max_open, follow_links=follow_links
+        )
+        shards._check, shards._hold = check, hold
+        check_shard_indices(cache_dir, shards.num_samples, shards.num_shards)
+        shards._check_all()
+        return shards
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": {}, "_receipts": {}}
+
+    def opened(self, shard: int) -> Mapped:
+        """Return a shard, mapped in this process. Raises: as `wrong_form`, of which the first is raised."""
+        if self._pid != os.getpid():  # a forked worker
+            self._open, self._pid = {}, os.getpid()
+        mapped = self._open.get(shard)
+        if mapped is None:
+            mapped, header = self._map(shard)  # checked again: it may have been replaced since
+            if self._check is not None:
+                self._check_header(shard, header)
+            self._open[shard] = mapped
+            while len(self._open) > self._max_open:
+                with suppress(KeyError, RuntimeError, StopIteration):  # another thread was faster
+                    del self._open[next(iter(self._open))]  # views in use keep their map
+        return mapped
+
+    def damage(self, shard: int, progress: Callable[[int], None] | None = None) -> Damage:
+        """Compare a shard with its receipt and return its damage. Reads the whole shard, a sample at a time.
+
+        progress: called with the bytes of each sample.
+        Raises: CacheError if the receipt is missing or damaged.
+        """
+        path, its_receipt = shard_path(self.cache_dir, shard), receipt_path(self.cache_dir, shard)
+        receipt = read_receipt(self.cache_dir, shard, follow_links=self.follow_links)
+        if receipt is None:
+            raise CacheError(its_receipt, "no such file: the shard has no checksums", code="E702")
+        try:
+            mapped, header, samples = self._unchecked(shard)
+        except FileNotFoundError:
+            return [(None, f"{path}: no such file")]
+        except CacheError as error:
+            return [(None, str(error))]
+        if hashlib.sha256(header).hexdigest() != receipt["header_sha256"] or samples != receipt["samples"]:
+            return [(None, f"{path}: its header is not the one that was written, by {its_receipt}")]
+        damage: Damage = []
+        for row in range(samples):
+            what, size = self._row_damage(mapped, row, receipt["slots"][row], receipt["xxh3_128"][row])
+            if what:
+                damage.append((row, f"{path}: sample {row} of the shard: {what}, by {its_receipt}"))
+            if progress is not None:
+                progress(size)
+        return damage
+
+    def _check_header(self, shard: int, header: bytes) -> None:
+        """Compare a shard's size and header with its receipt, once a process. Raises: CacheError."""
+        path = shard_path(self.cache_dir, shard)
+        about = os.stat(path)
+        key = key_of(about)
+        if key in compared or (receipt := self._receipt(shard)) is None:
+            return
+        by = f"by {receipt_path(self.cache_dir, shard)}"
+        if about.st_size != receipt["bytes"]:
+            raise CacheError(path, f"{about.st_size} bytes", f"{receipt['bytes']} {by}", _AGAIN, code="E701")
+        if hashlib.sha256(header).hexdigest() != receipt["header_sha256"]:
+            found = f"bytes 0 to {len(header)}, its header, are not those that were written, {by}"
+            raise CacheError(path, found, remedy=_AGAIN, code="E701")
+        compared.add(key)
+
+    def _receipt(self, shard: int) -> dict[str, Any] | None:
+        """Return a shard's receipt, None without one. Raises: CacheError for another than meta.json names."""
+        receipt = read_receipt(self.cache_dir, shard, follow_links=self.follow_links)
+        if receipt is not None:
+            name = receipt_path("", shard).as_posix()
+            compare_once(self.cache_dir, name, follow_links=self.follow_links, remedy=_AGAIN)
+        return receipt
+
+    def _compare(self, shard: int, row: int, mapped: Mapped) -> None:
+        """Compare a sample with its receipt when it is first read; without one nothing is. Raises: CacheError."""
+        if shard not in self._receipts:
+            self._receipts[shard] = self._receipt(shard)
+        if (receipt := self._receipts[shard]) is None:
+            return
+        seen = self._seen.setdefault(shard, bytearray(receipt["samples"]))
+        if row < len(seen) and seen[row]:
+            return
+        where = receipt_path(self.cache_dir, shard)
+        if row >= len(seen):
+            raise CacheError(where, f"{len(seen)} samples", f"sample {row} of the shard too", _AGAIN, code="E701")
+        wrong, _ = self._row_damage(mapped, row, receipt["slots"][row], receipt["xxh3_128"][row])
+        if wrong:
+            found = f"sample {row} of the shard: {wrong}, by {where}"
+            raise CacheError(shard_path(self.cache_dir, shard), found, remedy=_AGAIN, code="E701")
+        seen[row] = 1
+
+    def stated_rows(self, shard: int) -> int:
+        """Return how many samples a shard has by its own header. Raises: FileNotFoundError; CacheError."""
+        return self._unchecked(shard)[2]
+
+    @abstractmethod
+    def first_of(self, shard: int) -> int:
+        """Return the number of a shard's first sample."""
+
+    @abstractmethod
+    def rows_of(self, shard: int) -> int:
+        """Return how many samples a shard must have."""
+
+    @abstractmethod
+    def wrong_form(self, shard: int) -> Iterator[CacheError]:
+        """Yield where a shard's file is not of the form that the manifest states. Raises: FileNotFoundError."""
+
+    @abstractmethod
+    def spans(self, shard: int, row: int) -> list[tuple[int, int]]:
+        """Return where the bytes of a sample lie in its shard: [start, end) in each tensor. Raises: CacheError."""
+
+    @abstractmethod
+    def _check_all(self) -> None:
+        """Compare all shards with the manifest. Raises: CacheError."""
+
+    @abstractmethod
+    def _map(self, shard: int) -> tuple[Mapped, bytes]:
+        """Return a shard of the right form, mapped, and the bytes of its header. Raises: CacheError."""
+
+    @abstractmethod
+    def _unchecked(self, shard: int) -> tuple[Mapped, bytes, int]:
+        """Return a shard by its own header: mapped, with that header and the number of its samples."""
+
+    @abstractmethod
+    def _row_damage(self, mapped: Mapped, row: int, slots: int, digest: str) -> tuple[str, int]:
+        """Return the damage of a sample by its entries in the receipt, "" for none, and how many bytes it has."""
+
+
+def shards_of(
+    cache_dir: PathLike,
+    manifest: dict[str, Any],
+    *,
+    max_open: int = 1024,
+    follow_links: bool = False,
+    exact: bool = False,
+) -> DenseShards | NativeShards:
+    """Return the shards of a cache of any form; as `Shards`."""
+    kind = NativeShards if is_native(manifest) else DenseShards
+    return kind(cache_dir, manifest, max_open=max_open, follow_links=follow_links, exact=exact)
+
+
+# --- versions 1 and 2 -------------------------------------------------------------------------------------------------
+
+DenseShard = tuple[Any, dict[str, torch.Tensor]]
+"""A mapped shard: safetensors' handle, and its tensors [n, S, ...] as views of the map."""
+_Declared = dict[str, tuple[torch.dtype | None, tuple[int | None, ...]]]
+
+
+class DenseShards(Shards[DenseShard]):
+    """The shards of a cache of version 1 or 2."""
+
+    shard_size: int
+
+    def __init__(self, cache_dir: PathLike, manifest: dict[str, Any], **how: Any) -> None:
+        """how: as `Shards`. Raises: ImportError without safetensors."""
+        load_safetensors()  # ImportError here, and not at the first sample
+        super().__init__(cache_dir, manifest, **how)
+        self.shard_size = number_in(manifest, "shard_size", cache_dir, 1)
+        self.num_samples = number_in(manifest, "num_samples", cache_dir)
+        self.num_shards = -(-self.num_samples // self.shard_size)
+        topk = manifest.get("target_probs_topk") if manifest["format_version"] == 2 else None
+        self.compressed = bool(topk) and is_compressed(topk, number_in(manifest, "draft_vocab_size", cache_dir))
+        self._keys = COMMON_FIELDS + (TOPK_FIELDS if self.compressed else DENSE_FIELDS)
+        self._fields: Fields = {}  # of the first shard, which the others must have too
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The fields of a shard. Raises: CacheError naming a key that the manifest lacks."""
+        return layout_of(self.manifest, self.cache_dir)
+
+    def first_of(self, shard: int) -> int:
+        """Return the number of a shard's first sample."""
+        return shard * self.shard_size
+
+    def rows_of(self, shard: int) -> int:
+        """Return how many samples a shard has by the manifest."""
+        return min(self.shard_size, self.num_samples - shard * self.shard_size)
+
+    def row(self, shard: int, row: int) -> dict[str, torch.Tensor]:
+        """Return the tensors of a sample, views of its shard. Raises: as `opened`; CacheError for a damaged sample."""
+        mapped = self.opened(shard)
+        if self._check == "blocks":
+            handle, tables = mapped
+            whole = {name: tables[name] if name in tables else handle.get_tensor(name) for name in self._fields}
+            self._compare(shard, row, (handle, whole))
+        return {name: table[row] for name, table in mapped[1].items()}
+
+    def wrong_form(self, shard: int) -> Iterator[CacheError]:
+        """Yield where a shard's header differs from the manifest, or from the first shard's."""
+        try:
+            yield from self._header(shard)[1]
+        except CacheError as error:
+            yield error
+
+    def _header(self, shard: int) -> tuple[bytes, list[CacheError]]:
+        """Return a shard's header and where it differs. Raises: FileNotFoundError; CacheError as `read_header`."""
+        path, wrong = shard_path(self.cache_dir, shard), []
+        fields, rows, header = read_header(path, follow_links=self.follow_links)
+        if rows != (expected := self.rows_of(shard)):
+            samples = f"{expected} of the manifest's {self.num_samples}"
+            wrong.append(CacheError(path, f"{rows} samples", samples, code="E701"))
+        if fields != self._fields:
+            declared: _Declared = dict(self._fields) or self._declared(fields)
+            by = "as in shard 0" if self._fields else f"by {MANIFEST_NAME}"
+            for name in sorted({*fields, *declared} if self.exact or self._fields else declared):
+                if not _fits(fields.get(name), declared.get(name)):
+                    found = f"{name if name in declared else shortened(name)} is {form_text(fields.get(name))}"
+                    wrong.append(CacheError(path, found, f"{form_text(declared.get(name))} {by}", code="E701"))
+        if not wrong and not self.exact:
+            self._fields = fields
+        return header, wrong
+
+    def _declared(self, fields: Fields) -> _Declared:
+        """Return the fields by the manifest; any value fits a key that it lacks, unless all of them are demanded."""
+        if self.exact:
+            return dict(self.layout.fields)
+        manifest = self.manifest
+        slots, vocab = manifest.get("seq_length"), manifest.get("draft_vocab_size")
+        number = DTYPES.get(manifest["dtype"]) if "dtype" in manifest else fields.get("aux_hidden_states", (None,))[0]
+        width = manifest.get("target_probs_topk") if self.compressed else vocab
+        return {
+            **{key: (torch.int64, (slots,)) for key in INT_FIELDS},
+            "aux_hidden_states": (number, (slots, manifest.get("aux_hidden_dim"))),
+            "position_mask": (torch.bool, (slots, 1)),
+            **{key: (torch.int32 if key == TOPK_FIELDS[1] else number, (slots, width)) for key in self._keys[5:]},
+        }
+
+    def spans(self, shard: int, row: int) -> list[tuple[int, int]]:
+        """Return where the bytes of a sample lie in its shard, one span a field."""
+        fields, rows, header = read_header(shard_path(self.cache_dir, shard), follow_links=self.follow_links)
+        sizes = [row_bytes_of(field) for field in fields.values()]
+        begins = [len(header) + rows * before for before in accumulate(sizes, initial=0)]
+        return [(begin + row * size, begin + (row + 1) * size) for begin, size in zip(begins, sizes, strict=False)]
+
+    def _check_all(self) -> None:
+        """Compare the headers of all shards, and a vocabulary that decides the width of items."""
+        size, selected = self.manifest.get("draft_vocab_size"), self.manifest.get("selected_token_ids")
+        if self.compressed and selected is not None and len(selected) != size:
+            found, expected = f"draft_vocab_size is {size}", f"{len(selected)}, the length of selected_token_ids"
+            raise CacheError(manifest_path(self.cache_dir), found, expected, code="E701")
+        for shard in range(self.num_shards):
+            for wrong in self._header(shard)[1]:
+                raise wrong
+
+    def _map(self, shard: int) -> tuple[DenseShard, bytes]:
+        header, wrong = self._header(shard)
+        if wrong:
+            raise wrong[0]
+        return self._tables(shard, self._keys), header
+
+    def _unchecked(self, shard: int) -> tuple[DenseShard, bytes, int]:
+        fields, rows, header = read_header(shard_path(self.cache_dir, shard), follow_links=self.follow_links)
+        return self._tables(shard, fields), header, rows
+
+    def _tables(self, shard: int, names: Iterable[str]) -> DenseShard:
+        from safetensors import SafetensorError
+
+        path = shard_path(self.cache_dir, shard)
+        try:
+            handle = load_safetensors()[1](path, framework="pt")
+            return handle, {name: handle.get_tensor(name) for name in names}
+        except SafetensorError as error:
+            raise CacheError(path, f"safetensors cannot read it: {error}", code="E701") from error
+
+    def _row_damage(self, mapped: DenseShard, row: int, slots: int, digest: str) -> tuple[str, int]:
+        tensors = {name: table[row] for name, table in mapped[1].items()}
+        return row_damage(tensors, slots, digest), sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _fits(
+    form: tuple[torch.dtype, tuple[int, ...]] | None, declared: tuple[torch.dtype | None, tuple[int | None, ...]] | None
+) -> bool:
+    """Return whether a field has the form that is declared for it; any size fits None."""
+    if form is None or declared is None:
+        return form is declared
+    same = len(form[1]) == len(declared[1]) and all(b in (None, a) for a, b in zip(form[1], declared[1], strict=True))
+    return same and form[0] == declared[0]
+
+
+# --- the native form --------------------------------------------------------------------------------------------------
+
+
+class NativeShards(Shards[MappedShard]):
+    """The shards of a cache in the native form."""
+
+    firsts: list[int]
+    """The first sample of each shard, and their number at the end; known once the cache is open, or given by whoever
+    knows it, and each shard must then have so many."""
+    counts: Counts
+    """Tokens, auxiliary rows and target rows of each sample, of an open cache: int64 [n, 3]."""
+
+    def __init__(self, cache_dir: PathLike, manifest: dict[str, Any], **how: Any) -> None:
+        """how: as `Shards`. Raises: CacheError for a cache of another form."""
+        super().__init__(cache_dir, manifest, **how)
+        if not is_native(manifest):
+            found = f"format_version={manifest['format_version']}"
+            remedy = "Read it with CachedEagle3Dataset, or convert it: python -m niels_gpt.eagle3 convert"
+            raise CacheError(manifest_path(cache_dir), found, "a cache in the native form", remedy, code="E208")
+        self.layout: NativeLayout = NativeLayout.of(manifest)
+        self.num_samples, self.num_shards = manifest["num_samples"], manifest["num_shards"]
+        self.firsts, self.counts = [], np.zeros((0, 3), np.int64)
+
+    def first_of(self, shard: int) -> int:
+        """Return the number of a shard's first sample."""
+        return self.firsts[shard]
+
+    def rows_of(self, shard: int) -> int:
+        """Return how many samples a shard must have."""
+        return self.firsts[shard + 1] - self.firsts[shard]
+
+    def place(self, index: int) -> tuple[int, int]:
+        """Return the shard of a sample, and its row within it. Raises: IndexError; a negative index is none."""
+        if not 0 <= index < self.num_samples:
+            raise IndexError(index)
+        shard = bisect_right(self.firsts, index) - 1
+        return shard, index - self.firsts[shard]
+
+    def sample(self, index: int) -> NativeSample:
+        """Return a sample; its tensors are views of the map. Raises: IndexError; CacheError."""
+        shard, row = self.place(index)
+        mapped = self.opened(shard)
+        if self._check == "blocks":
+            self._compare(shard, row, mapped)
+        return mapped.sample(row)
+
+    def positions(self, selected_token_ids: Sequence[int]) -> int:
+        """Return the supervised target rows of all shards whose most probable token is in the draft's vocabulary.
+
+        Raises: as `opened`; CacheError for an id beyond the target's vocabulary.
+        """
+        vocab_size, count = self.manifest["target_vocab_size"], 0
+        in_draft = np.zeros(vocab_size, np.bool_)
+        in_draft[[*selected_token_ids]] = True
+        for shard in range(self.num_shards):
+            mapped = self.opened(shard)
+            loss = mapped.loss_mask(0, len(mapped.tensors["input_ids"]))
+            argmax = mapped.tensors["argmax_ids"].numpy()
+            if int(argmax.max(initial=0)) >= vocab_size:
+                found = f"argmax_ids up to {argmax.max(initial=0)}"
+                raise CacheError(shard_path(self.cache_dir, shard), found, f"ids below {vocab_size}", code="E701")
+            count += int((loss[has_target_row(mapped.starts[:, 0], loss)] & in_draft[argmax]).sum())
+        return count
+
+    def wrong_form(self, shard: int) -> Iterator[CacheError]:
+        """Yield why a shard is none of this cache."""
+        try:
+            self._map(shard)
+        except CacheError as error:
+            yield error
+
+    def spans(self, shard: int, row: int) -> list[tuple[int, int]]:
+        """Return where the bytes of a sample lie in its shard: a span for each tensor, its starts included."""
+        mapped = self._unchecked(shard)[0]
+        begins, ends = mapped.starts[row : row + 2].tolist()
+        rows = {name: slice(begins[which], ends[which]) for name, which in ROW_TENSORS.items()}
+        rows |= {"loss_bits": slice(begins[0] // 8, -(-ends[0] // 8)), **dict.fromkeys(STARTS, slice(row, row + 2))}
+        parts = [tensor[rows[name]] for name, tensor in mapped.tensors.items()]
+        begins = [part.storage_offset() * part.element_size() for part in parts]
+        return [(begin, begin + part.nbytes) for begin, part in zip(begins, parts, strict=True) if part.numel()]
+
+    def damage(self, shard: int, progress: Callable[[int], None] | None = None) -> Damage:
+        """Compare a shard with its receipt; loss bits behind the last token are in no sample."""
+        damage = super().damage(shard, progress)
+        if not damage and self._unchecked(shard)[0].has_odd_bits:
+            path = shard_path(self.cache_dir, shard)
+            damage.append((None, f"{path}: its loss bits behind the last token are damaged"))
+        return damage
+
+    def _check_all(self) -> None:
+        counts = [self._map(shard)[0].counts for shard in range(self.num_shards)]
+        firsts = [0, *accumulate(map(len, counts))]
+        if firsts[-1] != self.num_samples:
+            found = f"{firsts[-1]:,} samples in {self.num_shards:,} shards"
+            raise CacheError(self.cache_dir, found, f"the manifest's {self.num_samples:,}", PRODUCE_AGAIN, code="E701")
+        self.firsts, self.counts = firsts, np.concatenate([self.counts, *counts])
+
+    def _map(self, shard: int) -> tuple[MappedShard, bytes]:
+        mapped, header, samples = self._unchecked(shard)
+        path = shard_path(self.cache_dir, shard)
+        mapped.check(path, self.manifest["seq_length"])
+        if self.firsts and samples != self.rows_of(shard):
+            expected = f"{self.rows_of(shard)} of the manifest's {self.num_samples}"
+            raise CacheError(path, f"{samples} samples", expected, code="E701")
+        if len(self.counts):
+            first, behind = self.firsts[shard : shard + 2]
+            if not np.array_equal(mapped.counts, self.counts[first:behind]):
+                raise CacheError(path, "other samples than when the cache was opened", "the same", code="E701")
+        return mapped, header
+
+    def _unchecked(self, shard: int) -> tuple[MappedShard, bytes, int]:
+        path = shard_path(self.cache_dir, shard)
+        mapped, header = MappedShard.of(path, self.layout, follow_links=self.follow_links)
+        return mapped, header, len(mapped)
+
+    def _row_damage(self, mapped: MappedShard, row: int, slots: int, digest: str) -> tuple[str, int]:
+        begins, ends = mapped.starts[row], mapped.starts[row + 1]
+        if bool((begins < 0).any() or (ends < begins).any() or (ends > [len(mapped.tensors[n]) for n in ENDS]).any()):
+            return "its starts are damaged", 0
+        pieces = {
+            name: bytes_of(mapped.tensors[name][begins[which] : ends[which]])
+            for name, which in ROW_TENSORS.items()
+            if name in mapped.tensors
+        }
+        loss = mapped.loss_mask(int(begins[0]), int(ends[0])).view(np.uint8)
+        same = sample_digest(ends - begins, loss, pieces) == digest
+        what = "" if same else "its bytes do not give the checksum in its receipt"
+        return what, sum(piece.size for piece in pieces.values())

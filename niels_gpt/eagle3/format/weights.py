@@ -1,0 +1,187 @@
+"""What a cache keeps of its target's weights, in one file with a receipt that is written last: its size and sha256.
+
+target_embeddings.safetensors of versions 1 and 2 has the input embeddings as float32; its receipt is
+sidecar/embeddings.json. target_weights.safetensors of the native form has the embeddings, lm_head and final norm, each
+in the smallest of bf16, fp16 and fp32 that holds the loaded values exactly; its receipt is sidecar/weights.json.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from niels_gpt.eagle3.format.layout import (
+    DTYPES,
+    EMBEDDINGS_NAME,
+    SIDECAR,
+    SPARSE,
+    WEIGHTS_NAME,
+    PathLike,
+    in_file_order,
+    open_file,
+    read_header,
+    refuse_sparse,
+    tensors_header,
+)
+from niels_gpt.eagle3.format.manifest import PRODUCE_AGAIN, atomic_write, load_safetensors
+from niels_gpt.eagle3.format.shard_writer import bytes_of
+from niels_gpt.storage import fileio
+from niels_gpt.storage.errors import CacheError, NotFound
+from niels_gpt.storage.fileio import SizedFile, canonical_json, sha256_file, write_bytes
+from niels_gpt.storage.meta_json import parse_object, read_regular, shortened
+
+EMBEDDINGS_RECEIPT, WEIGHTS_RECEIPT = "embeddings.json", "weights.json"
+"""In the sidecar."""
+WEIGHTS = {"embeddings": 2, "lm_head": 2, "norm": 1, "norm_bias": 1, "lm_head_bias": 1}
+"""The tensors and their dimensions: [V, H], [V, H] (absent where tied to the embeddings), [H], [H], [V]."""
+_RECEIPT_BYTES = 4096
+_PART = 1 << 24  # values compared at a time
+
+
+def write_target_embeddings(cache_dir: PathLike, weight: Tensor) -> str:
+    """Write the target's input embeddings, without a receipt, and return the file's path.
+
+    weight: [V, H] of any float dtype, on any device; stored as float32, so a bf16 table takes twice its size. Training
+    from a cache never loads the target, and the draft's embeddings start from this table.
+    """
+    table = weight.detach().to(torch.float32).cpu().contiguous()
+    return _write(os.path.join(cache_dir, EMBEDDINGS_NAME), {"weight": table})
+
+
+def write_embeddings(cache_dir: PathLike, weight: Tensor) -> None:
+    """Write the target's input embeddings [V, H], and then their receipt."""
+    path = Path(cache_dir, EMBEDDINGS_NAME)
+    _write_with_receipt(path, EMBEDDINGS_RECEIPT, lambda: write_target_embeddings(cache_dir, weight))
+
+
+def write_weights(cache_dir: PathLike, weights: Mapping[str, Tensor]) -> None:
+    """Write the target's weights, as `TargetHead.weights` returns them, and then their receipt.
+
+    weights: tensors of `WEIGHTS` of any float dtype, on any device; embeddings must be among them.
+    Raises: ValueError for another name or number of dimensions.
+    """
+    wrong = {name: tuple(tensor.shape) for name, tensor in weights.items() if WEIGHTS.get(name) != tensor.dim()}
+    if wrong or "embeddings" not in weights:
+        raise ValueError(f"weights of {list(weights)}, of which {wrong} do not fit: expected {WEIGHTS}")
+    stored = {name: _smallest(tensor.detach()).cpu().contiguous() for name, tensor in weights.items()}
+    path = Path(cache_dir, WEIGHTS_NAME)
+    _write_with_receipt(path, WEIGHTS_RECEIPT, lambda: _write(os.fspath(path), stored))
+
+
+def read_weights(
+    cache_dir: PathLike, names: Collection[str] = tuple(WEIGHTS), *, follow_links: bool = False
+) -> dict[str, Tensor]:
+    """Return those of the weights `names` that a native cache has, as views of a map, in their stored dtypes.
+
+    follow_links: as `open_file`.
+    Raises: FileNotFoundError; CacheError for a file of other tensors.
+    """
+    path = os.path.join(cache_dir, WEIGHTS_NAME)
+    handle = open_file(path, follow_links=follow_links)
+    try:
+        refuse_sparse(handle, path, *SPARSE)
+    finally:
+        os.close(handle)
+    from safetensors import SafetensorError
+
+    try:
+        with load_safetensors()[1](path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - it cannot be iterated
+                about = file.get_slice(name)
+                if WEIGHTS.get(name) != len(about.get_shape()) or about.get_dtype() not in ("BF16", "F16", "F32"):
+                    found = f"holds {shortened(name)}, {about.get_dtype()} {about.get_shape()}"
+                    raise CacheError(path, found, "the weights of a target", PRODUCE_AGAIN, code="E701")
+            return {name: file.get_tensor(name) for name in set(file.keys()) & set(names)}
+    except SafetensorError as error:
+        raise CacheError(path, f"safetensors cannot read it: {error}", remedy=PRODUCE_AGAIN, code="E701") from error
+
+
+def read_target_embeddings(cache_dir: PathLike, *, follow_links: bool = False) -> Tensor:
+    """Return the target's input embeddings: [V, H] float32, of a cache of any version.
+
+    follow_links: as `open_file`.
+    Raises: FileNotFoundError; CacheError unless the file is a whole safetensors file of the tensor `weight`.
+    """
+    path = os.path.join(cache_dir, EMBEDDINGS_NAME)
+    if not os.path.lexists(path) and os.path.lexists(os.path.join(cache_dir, WEIGHTS_NAME)):
+        weights = read_weights(cache_dir, ["embeddings"], follow_links=follow_links)
+        if "embeddings" not in weights:
+            raise CacheError(path, f"{WEIGHTS_NAME} has no embeddings", remedy=PRODUCE_AGAIN, code="E701")
+        return weights["embeddings"].to(torch.float32)
+    if not os.path.lexists(path):
+        raise NotFound(
+            f"{path} not found. The EAGLE-3 offline cache must include the target embeddings so the draft can "
+            "initialize from them; regenerate the cache with the current precompute_eagle3.",
+            code="E702",
+        )
+    fields, _, _ = read_header(path, follow_links=follow_links)
+    dtype, shape = fields.get("weight", (None, ()))
+    if dtype != torch.float32 or len(shape) != 1:
+        tensors = ", ".join(f"{shortened(name)} {each[0]}" for name, each in fields.items())
+        raise CacheError(path, f"holds {tensors}", "weight [V, H] of torch.float32", PRODUCE_AGAIN, code="E701")
+    with load_safetensors()[1](path, framework="pt") as handle:
+        table: Tensor = handle.get_tensor("weight")
+    return table
+
+
+def has_weights(cache_dir: PathLike, *, native: bool) -> bool:
+    """Return whether the file of the form has the size and sha256 that its receipt states: reads the whole file."""
+    name, receipt = (WEIGHTS_NAME, WEIGHTS_RECEIPT) if native else (EMBEDDINGS_NAME, EMBEDDINGS_RECEIPT)
+    file = Path(cache_dir, name)
+    try:
+        stated = read_regular(file.parent / SIDECAR / receipt, _RECEIPT_BYTES)
+        if file.is_symlink() or file.lstat().st_size != parse_object(stated).get("bytes"):
+            return False
+        return canonical_json(_checksums(file)) == stated
+    except (FileNotFoundError, ValueError):
+        return False
+
+
+def _write_with_receipt(path: Path, receipt_name: str, write: Callable[[], object]) -> None:
+    receipt = path.parent / SIDECAR / receipt_name
+    if receipt.is_file():  # of the file that is replaced
+        fileio.remove(receipt)
+        fileio.fsync_dir(receipt.parent)
+    write()
+    fileio.make_dir(receipt.parent)
+    write_bytes(receipt, canonical_json(_checksums(path)))
+
+
+def _checksums(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+
+
+def _write(path: str, weights: Mapping[str, Tensor]) -> str:
+    """Write the bytes that safetensors' save_file writes, through `fileio`, where the tests of faults see them."""
+    tensors = in_file_order({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.items()})
+    header = tensors_header(tensors)
+
+    def write(temporary: str) -> None:
+        end = len(header)
+        file = SizedFile(temporary, end + sum(tensor.nbytes for tensor in weights.values()))
+        try:
+            file.write(0, header)
+            for name in tensors:
+                file.write(end, bytes_of(weights[name]))
+                end += weights[name].nbytes
+        finally:
+            file.close()
+
+    return atomic_write(path, write)
+
+
+def _smallest(tensor: Tensor) -> Tensor:
+    """Return the tensor in the smallest of bf16, fp16, fp32 that changes none of its values."""
+    for dtype in DTYPES.values():
+        if tensor.dtype == dtype or all(torch.equal(part.to(dtype).to(part.dtype), part) for part in _parts(tensor)):
+            return tensor.to(dtype)
+    raise ValueError(f"a weight of {tensor.dtype}: expected values that {', '.join(DTYPES)} hold exactly")
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    return torch.split(tensor, max(1, _PART // max(1, tensor[:1].numel())))

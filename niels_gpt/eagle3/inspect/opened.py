@@ -1,0 +1,731 @@
+"""A cache that is looked at: one class for all forms, one for the dense (versions 1 and 2), one for the native form.
+
+A check, a comparison and a table are written once for all forms: they ask a sample for its `Field`s, and the cache for
+the words in which the forms differ (`label`, `at`, `within`, `unit`).
+
+A cache is this project's if it has a sidecar/ or a meta.json of kind eagle3. The producer's has a plan; one that was
+written by the writers of shards and manifests alone has receipts and no plan. A folder with none of these is another
+tool's. Checks that need a sidecar or a plan raise `NotChecked` where a cache never had one. Errors say how to repair
+the cache.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property, wraps
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, ClassVar, Concatenate, NamedTuple, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from niels_gpt.eagle3.cache import CachedEagle3Dataset
+from niels_gpt.eagle3.format.layout import (
+    EMBEDDINGS_NAME,
+    INT_FIELDS,
+    MANIFEST_NAME,
+    SIDECAR,
+    WEIGHTS_NAME,
+    Layout,
+    form_text,
+    open_file,
+    read_header,
+    read_meta_bytes,
+    shard_path,
+)
+from niels_gpt.eagle3.format.manifest import existing_shard_indices, is_native, number_in, read_manifest
+from niels_gpt.eagle3.format.meta import KIND, file_sha256
+from niels_gpt.eagle3.format.native import (
+    MappedShard,
+    NativeLayout,
+    NativeSample,
+    dequantized,
+    has_target_row,
+    row_counts,
+)
+from niels_gpt.eagle3.format.plan import BATCHES_NAME, PLAN_NAME, read_record
+from niels_gpt.eagle3.format.samples import IDS_NAME, SAMPLES_NAME, Samples
+from niels_gpt.eagle3.format.shard_writer import read_receipt, receipt_path
+from niels_gpt.eagle3.format.shards import DenseShards, NativeShards
+from niels_gpt.eagle3.format.weights import EMBEDDINGS_RECEIPT, WEIGHTS_RECEIPT, read_target_embeddings, read_weights
+from niels_gpt.eagle3.head import TargetHead
+from niels_gpt.eagle3.native import NativeEagle3Dataset
+from niels_gpt.eagle3.totals import Counts
+from niels_gpt.kinds.kind import Cache, kind_named
+from niels_gpt.storage.errors import CacheError
+from niels_gpt.storage.fileio import META_NAME
+from niels_gpt.storage.locks import VersionHold, hold_version
+from niels_gpt.storage.meta_json import file_records, meta_crc32, parse_object, shortened
+
+AUX, PROBS = "aux_hidden_states", "target_probs"
+VALUES, INDICES = "target_probs_values", "target_probs_indices"
+OF_THE_PLAN = (PLAN_NAME, SAMPLES_NAME, IDS_NAME, BATCHES_NAME)
+"""The plan, its batches and its samples, in sidecar/."""
+_OF_TARGET_ROWS = ("last_hidden_states", "log_normalizers", "argmax_ids")
+BY_SOURCE = "by sidecar/samples.safetensors"
+FOREIGN = "cannot be checked: no sidecar, as in caches that other tools wrote"
+_WITHOUT_PLAN = "cannot be checked: no plan, as precompute did not make this cache"
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class NotChecked(Exception):
+    """A check does not apply to this cache, which is no damage; the text says why."""
+
+
+class Field(NamedTuple):
+    """Numbers of one sample that have a name."""
+
+    name: str
+    values: Tensor
+    """[rows, ...]"""
+    places: Sequence[int] | NDArray[np.int64]
+    """The slot or token of each row."""
+
+
+Pairs = Iterator[tuple[str, NDArray[np.int64], NDArray[np.int64]]]
+"""Ids or a mask: its name, the stored numbers, and those that are right, [rows] each."""
+
+# --- what all forms share ---------------------------------------------------------------------------------------------
+
+
+class Eagle3Cache(Cache, ABC):
+    """A cache of any form, in one version, with plan and samples read on first use. gc leaves the version.
+
+    Only manifest and meta.json have been read. Every attribute raises CacheError where the file that it comes from is
+    damaged.
+    """
+
+    WEIGHTS: ClassVar[str]
+    """Name of the file with the target's weights."""
+    WEIGHTS_RECEIPT: ClassVar[str]
+    """Name of its receipt in sidecar/."""
+    WHAT_WEIGHTS: ClassVar[str]
+    """What that file holds, for messages."""
+    PROOFS: ClassVar[tuple[str, ...]] = OF_THE_PLAN
+    """Names in sidecar/ of which the producer alone writes any."""
+    READER: ClassVar[Callable[..., Any]]
+    """The dataset that training reads such a cache with."""
+    unit: ClassVar[str]
+    """What a row of a sample is called: "slot" or "token"."""
+    IN: ClassVar[str]
+    """The word before a number of units: "in" or "at"."""
+
+    def __init__(
+        self,
+        path: Path,
+        folder: Path,
+        manifest: dict[str, Any],
+        hold: VersionHold,
+        *,
+        follow_links: bool = False,
+        tick: Callable[[int], None] = lambda num_bytes: None,
+    ) -> None:
+        """path: the public folder; folder: the same without links, so that all checks read one version; hold: of it.
+
+        follow_links: whether files may be links, as in a snapshot of the Hugging Face hub. tick: called with the bytes
+        of shards that were read.
+        """
+        kind, meta = kind_named(KIND), _meta_of(folder, follow_links)
+        assert kind is not None  # this package has it
+        super().__init__(path, folder, meta or {}, kind, hold)
+        self.has_meta = meta is not None
+        """Whether there is a meta.json of this project, or one that cannot be read; then `meta` is empty."""
+        self.manifest, self.follow_links, self.tick = manifest, follow_links, tick
+        self._kept = dict[str, Any]()
+
+    # --- the words in which the forms differ ---
+
+    def label(self, name: str, column: int) -> str:
+        """Return what a column of a field is called in messages: a block's hidden states, or the field itself."""
+        width, blocks = {AUX: self.hidden_size, "aux_scales": 1}.get(name, 0), self.aux_layer_ids
+        return f"{name} of block {blocks[column // width]}" if width and blocks else name
+
+    def at(self, place: int, column: int) -> str:
+        """Return where a number of a sample is."""
+        return f"{self.unit} {place}"
+
+    def units(self, count: int) -> str:
+        """Return "1 slot", "2 slots"."""
+        return f"{count:,} {self.unit}{'' if count == 1 else 's'}"
+
+    def within(self, count: int) -> str:
+        """Return "in 2 slots" or "at 2 tokens"."""
+        return f"{self.IN} {self.units(count)}"
+
+    # --- shards and samples, which each form has in its own way ---
+
+    @property
+    @abstractmethod
+    def hidden_size(self) -> int:
+        """Width of the hidden states of one block."""
+
+    @property
+    @abstractmethod
+    def num_shards(self) -> int:
+        """Shards that the manifest declares."""
+
+    @property
+    @abstractmethod
+    def files(self) -> DenseShards | NativeShards:
+        """The files of the shards, one of them mapped at a time."""
+
+    @abstractmethod
+    def place(self, number: int) -> tuple[int, int]:
+        """Return the shard of a sample, and its row within it."""
+
+    @abstractmethod
+    def row(self, shard: int, opened: Any, row: int) -> StoredSample:
+        """Return a sample by its row within an opened shard."""
+
+    @abstractmethod
+    def beside(self, row: StoredSample) -> Pairs:
+        """Yield ids and masks of a sample as stored and as the source's row gives them.
+
+        Raises: CacheError if the row has another number of tokens; NotChecked in a cache without a plan.
+        """
+
+    @abstractmethod
+    def counted(self, opened: Any) -> NDArray[np.int64]:
+        """Return of each sample of an opened shard its tokens, slots with loss and positions: int64 [n, 3].
+
+        Of a native cache, auxiliary rows and target rows follow: [n, 5].
+        """
+
+    @abstractmethod
+    def weights(self) -> dict[str, Tensor]:
+        """Return the target's weights by name, as views of a map: `embeddings` [V, H], and of a native cache the head.
+
+        Raises: CacheError where the file is missing or damaged.
+        """
+
+    @abstractmethod
+    def wrong_weights(self) -> Iterator[CacheError]:
+        """Yield where the form of the weights differs from what the manifest says. Raises: CacheError, as `weights`."""
+
+    def opened(self, shard: int) -> Any:
+        """Return a shard, mapped: its header was read, and of a native one starts and loss bits.
+
+        Raises: CacheError if it is missing, or has another form than the manifest says.
+        """
+        with self.repairable(shard):
+            return self.files.opened(shard)
+
+    def wrong_form(self, shard: int) -> Iterator[CacheError]:
+        """Yield where the form of a shard differs from what the manifest says."""
+        _ = self.files.layout  # an error of the manifest is none of the shard
+        try:
+            with self.repairable(shard):
+                wrong = list(self.files.wrong_form(shard))
+        except CacheError as error:
+            wrong = [error]
+        yield from map(self.with_remedy, wrong)
+
+    def stored(self, shard: int) -> Iterator[StoredSample]:
+        """Return the samples of a shard. Raises: CacheError, as `opened`, before the first one."""
+        opened = self.opened(shard)
+        return (self.row(shard, opened, row) for row in range(self.files.rows_of(shard)))
+
+    def sample(self, number: int) -> StoredSample:
+        """Return a sample by its number in the cache. Raises: CacheError, as `opened`."""
+        shard, row = self.place(number)
+        return self.row(shard, self.opened(shard), row)
+
+    def read_each_shard(self) -> None:
+        """Open the cache with its reader, and read a sample of every shard. Raises: what the reader raises."""
+        data = self.READER(self.folder, follow_links=self.follow_links)
+        for shard in range(self.num_shards):
+            data[self.files.first_of(shard)]
+
+    @cached_property
+    def counts(self) -> Counts:
+        """The tokens, slots with loss and positions of all shards. Raises: CacheError, as `opened`."""
+        sums = (self.counted(self.opened(shard)).sum(0)[:3].tolist() for shard in range(self.num_shards))
+        return Counts(*map(sum, zip(*sums, strict=True))) if self.num_shards else Counts(0, 0, 0)
+
+    @cached_property
+    def num_samples(self) -> int:
+        """Samples of the whole cache, by the manifest."""
+        return number_in(self.manifest, "num_samples", self.folder)
+
+    @cached_property
+    def draft_vocab_size(self) -> int:
+        """Ids in the draft's vocabulary, by the manifest."""
+        return number_in(self.manifest, "draft_vocab_size", self.folder, 1)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Ids in the target's vocabulary, by the manifest."""
+        return number_in(self.manifest, "target_vocab_size", self.folder, 1)
+
+    @property
+    def aux_layer_ids(self) -> tuple[int, ...]:
+        """The captured blocks, in their order in aux_hidden_states; () where the manifest does not say."""
+        return tuple(self.manifest.get("aux_layer_ids") or ())
+
+    @cached_property
+    def shards(self) -> list[int]:
+        """The declared shards that exist."""
+        return sorted(index for index in existing_shard_indices(self.folder) if index < self.num_shards)
+
+    # --- whose cache it is ---
+
+    @property
+    def planned(self) -> tuple[str, ...]:
+        """What the producer keeps in sidecar/ beside the receipts of the shards."""
+        return (*OF_THE_PLAN, self.WEIGHTS_RECEIPT)
+
+    @cached_property
+    def is_ours(self) -> bool:
+        """Whether this project wrote the cache: its shards have receipts."""
+        return os.path.lexists(self.folder / SIDECAR) or self.has_meta
+
+    @cached_property
+    def is_planned(self) -> bool:
+        """Whether this project's producer made the cache. A receipt shows it where everything else is gone."""
+        if self.has_meta and self.meta.get("plan_sha256", "") is not None:  # null: an import
+            return True
+        if any(os.path.lexists(self.folder / SIDECAR / name) for name in self.PROOFS):
+            return True
+        return any(self._names_a_plan(shard) for shard in self.shards)
+
+    def _names_a_plan(self, shard: int) -> bool:
+        try:
+            return "plan" in self.facts(shard)
+        except (CacheError, OSError):
+            return False  # the check `checksums` reports it
+
+    # --- files of the sidecar ---
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """What plan.json holds. Raises: NotChecked in a cache without a plan; CacheError if it is gone or damaged."""
+        plan: dict[str, Any] = self._read_once("plan", self._read_plan)
+        return plan
+
+    @property
+    def samples(self) -> Samples:
+        """The source's rows. Raises: NotChecked in a cache without a plan; CacheError if they are gone or damaged."""
+        samples: Samples = self._read_once("samples", self._read_samples)
+        return samples
+
+    def _read_once(self, name: str, read: Callable[[], Any]) -> Any:
+        """Return what `read` returns. Its error is kept too, since each of a million rows may ask."""
+        if name not in self._kept:
+            try:
+                if not self.is_planned:
+                    raise NotChecked(_WITHOUT_PLAN if self.is_ours else FOREIGN)
+                self._kept[name] = read()
+            except (NotChecked, CacheError, OSError) as error:
+                self._kept[name] = error
+        found = self._kept[name]
+        if isinstance(found, Exception):
+            raise found.with_traceback(None)  # else each raise would add to the same traceback
+        return found
+
+    def _read_plan(self) -> dict[str, Any]:
+        path = self.folder / SIDECAR / PLAN_NAME
+        try:
+            os.close(open_file(path, follow_links=self.follow_links))  # a link has a remedy of its own
+        except FileNotFoundError as error:
+            raise self.missing(path, "the plan that the cache was made by") from error
+        try:
+            record = read_record(self.folder, follow_links=self.follow_links)
+        except CacheError as error:  # its remedy is for a run that is about to start
+            remedy = self.remedy(PLAN_NAME)
+            raise CacheError(error.path, error.found, error.expected, remedy, code=error.code) from error
+        assert record is not None
+        expected = self._plan_sha256()  # a number of a changed plan would blame good shards
+        if expected is not None and (computed := file_sha256(path, follow_links=self.follow_links)) != expected:
+            found, wanted = f"sha256 {computed[:12]}", f"{expected[:12]} by {META_NAME}"
+            raise CacheError(path, found, wanted, self.remedy(PLAN_NAME), code="E701")
+        return record
+
+    def _plan_sha256(self) -> str | None:
+        """Return the sha256 of plan.json; None where no undamaged meta.json has it."""
+        try:
+            raw = read_meta_bytes(self.folder, follow_links=self.follow_links)
+            recorded, computed = meta_crc32(raw)
+            records = file_records(parse_object(raw)) if recorded == computed else []
+        except (ValueError, OSError):
+            return None
+        return next((record["sha256"] for record in records if record["name"] == f"{SIDECAR}/{PLAN_NAME}"), None)
+
+    def _read_samples(self) -> Samples:
+        try:
+            with warnings.catch_warnings():  # about ids that are not UTF-8: the checksum of ids.txt reports them
+                warnings.simplefilter("ignore", DeprecationWarning)
+                return Samples.open(self.folder / SIDECAR, follow_links=self.follow_links)
+        except FileNotFoundError as error:
+            path = Path(error.filename or self.folder / SIDECAR / SAMPLES_NAME)
+            raise self.missing(path, "the rows that the target was run on") from error
+
+    def receipt(self, shard: int) -> dict[str, Any] | None:
+        """Return a shard's receipt; None where there is none. Raises: CacheError for one that no writer wrote."""
+        return read_receipt(self.folder, shard, follow_links=self.follow_links)
+
+    def facts(self, shard: int) -> dict[str, Any]:
+        """Return what a shard's receipt counts; {} without a receipt. Raises: CacheError, as `receipt`."""
+        facts: dict[str, Any] = (self.receipt(shard) or {"facts": {}})["facts"]
+        return facts
+
+    # --- what to do about a file ---
+
+    @contextmanager
+    def repairable(self, shard: int) -> Iterator[None]:
+        """Let errors of a shard's file say what to do about it in this cache."""
+        try:
+            yield
+        except FileNotFoundError as error:
+            path = shard_path(self.folder, shard)
+            raise self.missing(path, f"shard {shard} of {self.num_shards:,}") from error
+        except CacheError as error:
+            raise self.with_remedy(error) from error
+
+    def with_remedy(self, error: CacheError) -> CacheError:
+        """Return an error that has no remedy of its own with the one of this cache."""
+        if error.own_remedy:
+            return error
+        return CacheError(error.path, error.found, error.expected, self.remedy(), code=error.code)
+
+    def remedy(self, name: str = "") -> str:
+        """Return what to do about a file that is wrong. name: of the file, where the remedy depends on it."""
+        if not self.is_planned:
+            return "Write it again as it was written, or produce the cache again"
+        return f"Remove the file. {self._resume(name)}"
+
+    def missing(self, path: str | Path, expected: str) -> CacheError:
+        """Return the error for a file that does not exist, with what to run."""
+        again = self._resume(Path(path).name) if self.is_planned else "Write it again, or produce the cache again"
+        return CacheError(path, "no such file", expected, again, code="E702")
+
+    @staticmethod
+    def _resume(name: str) -> str:
+        how = ", which writes it again" if name == PLAN_NAME else ""
+        return f"Run the same precompute command with --resume{how}, or materialize eagle3/targets again"
+
+    def receipt_missing(self, shard: int) -> CacheError:
+        """Return the error for a shard without a receipt."""
+        return self.missing(
+            receipt_path(self.folder, shard), f"the checksums of {os.path.basename(shard_path('', shard))}"
+        )
+
+    def refuse_missing_weights(self) -> None:
+        """Raise the error for missing weights of the target."""
+        path = self.folder / self.WEIGHTS
+        if not os.path.lexists(path):
+            raise self.missing(path, self.WHAT_WEIGHTS)
+
+    def name(self, number: int) -> str:
+        """Return what to call a sample: its number in the cache, and its source's id where that is known."""
+        try:
+            return f"sample {number} ({shortened(self.samples.source_ids[number])})"
+        except (NotChecked, CacheError, OSError, IndexError):
+            return f"sample {number}"
+
+
+def _meta_of(folder: Path, follow_links: bool) -> dict[str, Any] | None:
+    """Return the meta.json of an EAGLE-3 cache; {} of one that cannot be read; None where there is none."""
+    try:
+        meta = parse_object(read_meta_bytes(folder, follow_links=follow_links))
+    except FileNotFoundError:
+        return None
+    except (ValueError, OSError):
+        return {}
+    return meta if meta.get("kind") == KIND else None
+
+
+@dataclass(frozen=True)
+class StoredSample:
+    """One stored sample."""
+
+    cache: Any
+    """A DenseCache or NativeCache."""
+    shard: int
+    number: int
+    """In the cache."""
+    tensors: Mapping[str, Tensor]
+    """Name -> [rows, ...], views of the mapped shard: of a dense cache one row for each slot, padding included; of a
+    native one for each token, each token before the last target row, or each target row."""
+    nbytes: int
+    """Bytes of a shard that it takes."""
+    positions: Any = None
+    """Of a native cache the tokens that have a target row, int64 [R]; None in a dense one."""
+
+    def problem(self, found: str, expected: str = "") -> CacheError:
+        """Return an error that names the shard's file, the sample's number and its id."""
+        path = shard_path(self.cache.folder, self.shard)
+        return CacheError(path, f"{self.cache.name(self.number)}: {found}", expected, code="E701")
+
+    @cached_property
+    def length(self) -> int:
+        """Tokens: of a dense cache slots up to the last one where attention_mask is set, for the rest is padding."""
+        if "attention_mask" not in self.tensors:
+            return len(self.tensors["input_ids"])
+        attended = self.tensors["attention_mask"].nonzero()
+        return int(attended[-1]) + 1 if len(attended) else 0
+
+    def fields(self) -> Iterator[Field]:
+        """Yield all that is stored of it."""
+        for name, values in self.tensors.items():
+            of_targets = self.positions is not None and name in _OF_TARGET_ROWS
+            yield Field(name, values, self.positions if of_targets else range(len(values)))
+
+    def ids_and_loss(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return ids and loss mask of the tokens, as stored: int64 [length] each."""
+        whole = (self.tensors[name].numpy() for name in ("input_ids", "loss_mask"))
+        ids, loss = (each[: self.length].astype(np.int64) for each in whole)
+        return ids, loss
+
+    def states(self, part: int | slice | NDArray[np.int64], dtype: torch.dtype | None = None) -> Tensor:
+        """Return auxiliary states of one slot or token, or of some: [..., blocks, H]; of fp8 those of no other token.
+
+        dtype: None: as stored, of fp8 bfloat16.
+        """
+        states, scales = self.tensors[AUX][part], self.tensors.get("aux_scales")
+        blocks = max(1, len(self.cache.aux_layer_ids)), self.cache.hidden_size
+        states = states.view(*(() if isinstance(part, int) else (len(states),)), *blocks)
+        if scales is None:
+            return states if dtype is None else states.to(dtype)
+        return dequantized(states, scales[part], dtype or torch.bfloat16)
+
+
+# --- versions 1 and 2 -------------------------------------------------------------------------------------------------
+
+
+class DenseCache(Eagle3Cache):
+    """A cache of version 1 or 2: sample i is row i % shard_size of shard i // shard_size, of seq_length slots."""
+
+    WEIGHTS = EMBEDDINGS_NAME
+    WEIGHTS_RECEIPT = EMBEDDINGS_RECEIPT
+    WHAT_WEIGHTS = "the target's input embeddings"
+    PROOFS = (*OF_THE_PLAN, EMBEDDINGS_RECEIPT)
+    READER = CachedEagle3Dataset
+    unit, IN = "slot", "in"
+
+    @cached_property
+    def files(self) -> DenseShards:
+        return DenseShards(self.folder, self.manifest, max_open=1, follow_links=self.follow_links, exact=True)
+
+    @property
+    def layout(self) -> Layout:
+        """The fields of a shard."""
+        return self.files.layout
+
+    @property
+    def hidden_size(self) -> int:
+        return self.layout.aux_hidden_dim // max(1, len(self.aux_layer_ids))
+
+    @property
+    def num_shards(self) -> int:
+        return self.files.num_shards
+
+    def at(self, place: int, column: int) -> str:
+        return f"slot {place}, column {column}"
+
+    def opened(self, shard: int) -> dict[str, Tensor]:
+        """Return the tensors of a shard, [n, S, ...], as views of its map; nothing is read yet. Raises: CacheError."""
+        tables: dict[str, Tensor] = super().opened(shard)[1]
+        return tables
+
+    def wrong_weights(self) -> Iterator[CacheError]:
+        self.refuse_missing_weights()
+        path, vocab = self.folder / EMBEDDINGS_NAME, self.manifest.get("target_vocab_size")
+        fields, rows, _ = read_header(path, follow_links=self.follow_links)
+        weight = (torch.float32, (self.layout.aux_hidden_dim // 3,))
+        if fields != {"weight": weight} or rows != vocab:
+            found = ", ".join(f"{name} {form_text(form)}" for name, form in fields.items())
+            expected = f"{vocab} rows of weight {form_text(weight)}"
+            yield CacheError(path, f"{rows:,} rows of {found}", expected, code="E701")
+
+    def place(self, number: int) -> tuple[int, int]:
+        return divmod(number, self.files.shard_size)
+
+    def row(self, shard: int, opened: Mapping[str, Tensor], row: int) -> StoredSample:
+        tensors = {name: table[row] for name, table in opened.items()}
+        return StoredSample(self, shard, self.files.first_of(shard) + row, tensors, self.layout.row_bytes)
+
+    def beside(self, row: StoredSample) -> Pairs:
+        """Yield ids and masks, shifted by one token except for the attention mask, and padded."""
+        ids, loss_mask = self.samples.row(row.number)
+        width, length = len(row.tensors["input_ids"]), len(ids)
+        if length > width:
+            raise row.problem(f"{width:,} slots", f"{length:,} tokens {BY_SOURCE}")
+        raw = {name: np.zeros(width + 1, np.int64) for name in INT_FIELDS}
+        raw["input_ids"][:width] = int(self.plan["tokenizer"]["pad_id"])
+        raw["input_ids"][:length], raw["loss_mask"][:length], raw["attention_mask"][:length] = ids, loss_mask, 1
+        for name, wanted in raw.items():
+            yield name, row.tensors[name].numpy(), wanted[:width] if name == "attention_mask" else wanted[1:]
+
+    def counted(self, opened: Mapping[str, Tensor]) -> NDArray[np.int64]:
+        attended, with_loss = opened["attention_mask"].sum(1), (opened["loss_mask"] == 1).sum(1)
+        counts: NDArray[np.int64] = torch.stack([attended, with_loss, opened["position_mask"].sum((1, 2))], 1).numpy()
+        return counts
+
+    def weights(self) -> dict[str, Tensor]:
+        self.refuse_missing_weights()
+        return {"embeddings": read_target_embeddings(self.folder, follow_links=self.follow_links)}
+
+
+# --- the native form --------------------------------------------------------------------------------------------------
+
+
+class NativeCache(Eagle3Cache):
+    """A cache in the native form: raw, ragged samples, with hidden states and the target's head."""
+
+    WEIGHTS = WEIGHTS_NAME
+    WEIGHTS_RECEIPT = WEIGHTS_RECEIPT
+    WHAT_WEIGHTS = "the target's embeddings, lm_head and final norm"
+    READER = NativeEagle3Dataset
+    unit, IN = "token", "at"
+
+    @cached_property
+    def layout(self) -> NativeLayout:
+        """The tensors of a shard."""
+        return NativeLayout.of(self.manifest)
+
+    @property
+    def hidden_size(self) -> int:
+        return self.layout.hidden_size
+
+    @property
+    def num_shards(self) -> int:
+        return number_in(self.manifest, "num_shards", self.folder)
+
+    @property
+    def last_hidden(self) -> str:
+        """What the last hidden states are: pre_norm or post_norm."""
+        return str(self.manifest["conventions"]["last_hidden"])
+
+    @cached_property
+    def head(self) -> TargetHead:
+        """The target's head, computing as the target ran. Raises: CacheError."""
+        self.refuse_missing_weights()
+        return TargetHead.of_cache(self.folder, follow_links=self.follow_links)
+
+    @cached_property
+    def files(self) -> NativeShards:
+        files = NativeShards(self.folder, self.manifest, max_open=1, follow_links=self.follow_links)
+        files.firsts = self._firsts(files)
+        return files
+
+    def _firsts(self, files: NativeShards) -> list[int]:
+        """Return the first sample of each shard, and the end: by the plan's samples, else by receipts and headers."""
+        try:
+            counts = row_counts(self.samples.starts, self.samples.loss_mask)
+            cuts = self.layout.cut(counts, self.manifest["shard_bytes"])
+            if len(cuts) == self.num_shards + 1:
+                return cuts
+        except (NotChecked, CacheError, OSError):
+            pass
+        stated = [0] * (self.num_shards + 1)
+        for shard in self.shards:
+            with suppress(CacheError, OSError):  # 0 where neither can be read
+                receipt = self.receipt(shard)
+                stated[shard + 1] = int(receipt["samples"]) if receipt else files.stated_rows(shard)
+        return list(accumulate(stated))
+
+    def wrong_weights(self) -> Iterator[CacheError]:
+        """Yield where they do not fit the manifest, and raise what refuses to make a head of them."""
+        weights = self.weights()
+        size, vocab = self.hidden_size, self.vocab_size
+        shapes = {"embeddings": [vocab, size], "lm_head": [vocab, size], "lm_head_bias": [vocab]}
+        shapes |= {"norm": [size], "norm_bias": [size]}
+        needed = {"embeddings"} if self.manifest["head"]["tied"] else {"embeddings", "lm_head"}
+        for name, shape in shapes.items():
+            found = list(weights[name].shape) if name in weights else None
+            if (found is None and name in needed) or (found is not None and found != shape):
+                what, expected = f"{name} is {'absent' if found is None else found}", f"{shape} by {MANIFEST_NAME}"
+                yield CacheError(self.folder / self.WEIGHTS, what, expected, self.remedy(), code="E701")
+                return
+        _ = self.head
+
+    def place(self, number: int) -> tuple[int, int]:
+        return self.files.place(number)
+
+    def row(self, shard: int, opened: MappedShard, row: int) -> StoredSample:
+        return self.of(opened.sample(row), shard, self.files.first_of(shard) + row)
+
+    def of(self, sample: NativeSample, shard: int, number: int) -> StoredSample:
+        """Return a sample as checks and comparisons get it."""
+        tensors = {name: torch.as_tensor(value) for name, value in vars(sample).items() if value is not None}
+        counts = np.array([[len(sample.input_ids), len(sample.aux_hidden_states), len(sample.argmax_ids)]])
+        return StoredSample(self, shard, number, tensors, int(self.layout.sample_bytes(counts)[0]), sample.positions)
+
+    def beside(self, row: StoredSample) -> Pairs:
+        planned = [each.astype(np.int64) for each in self.samples.row(row.number)]
+        if len(planned[0]) != row.length:
+            raise row.problem(f"{row.length:,} tokens", f"{len(planned[0]):,} {BY_SOURCE}")
+        yield from zip(("input_ids", "loss_bits"), row.ids_and_loss(), planned, strict=True)
+
+    def counted(self, opened: MappedShard) -> NDArray[np.int64]:
+        with_loss = self.supervised_rows(opened)
+        of_rows = np.stack([with_loss, with_loss & self.in_draft(opened)], axis=1)
+        sums = np.concatenate([np.zeros((1, 2), np.int64), np.cumsum(of_rows, axis=0, dtype=np.int64)])
+        starts = opened.starts
+        return np.diff(np.concatenate([starts[:, :1], sums[starts[:, 2]], starts[:, 1:]], axis=1), axis=0)
+
+    @staticmethod
+    def supervised_rows(mapped: MappedShard) -> NDArray[np.bool_]:
+        """Return of each target row whether its token has loss: bool [R]. Others serve tools that shift no mask."""
+        mask = mapped.loss_mask(0, int(mapped.starts[-1, 0]))
+        return mask[has_target_row(mapped.starts[:, 0], mask)]
+
+    def in_draft(self, mapped: MappedShard, rows: Any = slice(None)) -> NDArray[np.bool_]:
+        """Return of some target rows whether the most probable token is in the draft's vocabulary: bool [rows]."""
+        return self.selected(mapped.tensors["argmax_ids"][rows].to(torch.int64).numpy())
+
+    @cached_property
+    def selected(self) -> Callable[[NDArray[np.int64]], NDArray[np.bool_]]:
+        """Whether some ids of the target are in the draft's vocabulary."""
+        chosen = np.zeros(self.vocab_size, np.bool_)
+        chosen[np.array(self.manifest["selected_token_ids"], np.int64)] = True
+        return lambda ids: chosen[np.minimum(ids, self.vocab_size - 1)] & (ids < self.vocab_size)
+
+    def weights(self) -> dict[str, Tensor]:
+        self.refuse_missing_weights()
+        return read_weights(self.folder, follow_links=self.follow_links)
+
+
+# --- opening ----------------------------------------------------------------------------------------------------------
+
+
+def open_cache(
+    path: Path, *, follow_links: bool = False, tick: Callable[[int], None] = lambda num_bytes: None
+) -> DenseCache | NativeCache:
+    """Resolve a cache once and read its manifest; follow_links, tick: as for `Eagle3Cache`.
+
+    Raises: FileNotFoundError; CacheError for a manifest that cannot be read.
+    """
+    folder = path.resolve()
+    hold = hold_version(folder)
+    manifest = read_manifest(folder, follow_links=follow_links)
+    form = NativeCache if is_native(manifest) else DenseCache
+    return form(path, folder, manifest, hold, follow_links=follow_links, tick=tick)
+
+
+def weight_row(name: str, row: int) -> str:
+    """Return what a row of one of the target's weights is called in messages."""
+    return f"the embedding of token {row}" if name == "embeddings" else f"row {row} of {name}"
+
+
+def refuse_malformed(look: Callable[Concatenate[Path, _P], _R]) -> Callable[Concatenate[Path, _P], _R]:
+    """Decorate a function of a cache's folder: what a malformed manifest, plan or receipt raises becomes CacheError."""
+
+    @wraps(look)
+    def refusing(cache: Path, /, *arguments: _P.args, **named: _P.kwargs) -> _R:
+        try:
+            return look(cache, *arguments, **named)
+        except (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:  # RuntimeError: torch
+            found, remedy = f"not as docs/formats.md describes it ({error!r})", f"niels-gpt eagle3 verify {cache}"
+            raise CacheError(cache, found, remedy=f"Look at it: {remedy}", code="E701") from error
+
+    return refusing
