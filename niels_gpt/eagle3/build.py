@@ -127,8 +127,15 @@ def make_target_cache(
     run: how the target is run, recorded too: device, threads, attention, compute_dtype; None: as it is here, with
         the threads that torch has.
     batch_size, max_batch_tokens: rows of a forward pass, and rows times width, at most.
-    workers, resume, part, code, progress, start: fields of `TargetRun`.
-    Raises: ValueError for a sample that has no token or is longer than seq_length; the errors of `TargetRun.make`.
+    workers: processes; the bytes do not depend on it. resume: continue what the folder holds.
+    part: (i, N), i from 1: make only the shards whose index divided by N leaves i - 1, also beside other parts in the
+        same folder, which `niels-gpt seal` finishes; code: of this machine, which all parts must have in common.
+    progress: called with the bytes that this run wrote, the tokens that are done, and all tokens.
+    start: how processes are started, spawn or fork.
+    Raises: ValueError for a sample that has no token or is longer than seq_length, and (E705) for a target that does
+        not run or has other sizes; CacheError where the folder holds another cache (E703, E704), another process writes
+        it (E503), the disk has no room (E501), or a draft could learn nothing (E709); NonFiniteError (E708) naming
+        sample and layer; OSError; RuntimeError (E506) where a worker died. Finished shards stay.
     """
     samples = Samples.of_rows(rows)
     plan = make_plan(
@@ -190,16 +197,14 @@ class TargetRun:
         refuse_without_room(self.folder, estimate(self.folder, self.plan, self.samples, done=done, part=self.part))
         left = [shard for shard in self._wanted if shard not in done]
         if self.part is not None and not left and self._has_all_but_shards():
-            return self._warned(Produced(finished_meta(self.folder, self.plan) or {}, 0))
+            return Produced(finished_meta(self.folder, self.plan) or {}, 0)
         found, number = self._recorded_head(), max(1, min(self.workers, len(left)))
         with Workers(self.plan, self.samples, self.load, number, start=self.start) as workers:
             if left or (self.plan.is_native and found is None):
                 found = workers.tried()
             if found is not None:
                 self.plan = self.plan.with_head(*found)
-            return self._warned(self._whole(workers) if self.part is None else self._part(self.part, workers))
-
-    def _warned(self, made: Produced) -> Produced:
+            made = self._whole(workers) if self.part is None else self._part(self.part, workers)
         _warn_of_few_positions(self.named or self.folder, made.meta)
         return made
 
@@ -296,12 +301,11 @@ class TargetRun:
     def _has_all_but_shards(self) -> bool:
         """Return whether the folder has all files of the plan but shards: a part with all its shards has no work."""
         files = {name: hashlib.sha256(content).hexdigest() for name, content in self.plan.sidecar_files().items()}
-        files |= self.samples.checksums
         with suppress(FileNotFoundError, CacheError):
             return (
                 not differing_manifest(read_manifest(self.folder), self.plan)
-                and all(file_sha256(self.folder / SIDECAR / name) == sha256 for name, sha256 in files.items())
-                and has_target_weights(self.folder, self.plan)
+                and all(_has_sha256(self.folder / SIDECAR / name, sha256) for name, sha256 in files.items())
+                and all(_shared_files(self.folder, self.plan).values())
             )
         return False
 
@@ -341,7 +345,7 @@ class TargetRun:
                     self._remove_leftovers()
 
     def _remove_leftovers(self) -> None:
-        """Remove temporary files: of a part those of its shards alone, as other parts may be running."""
+        """Remove temporary files; a part removes those of its shards alone, as other parts may be running."""
         for path in leftovers(self.folder, None if self.part is None else self._wanted):
             fileio.remove(path)
 
@@ -405,7 +409,7 @@ def seal(
 ) -> Sealed:
     """Check all that the parts have made, and write meta.json. A sealed cache is left as it is.
 
-    named: what errors call the folder, where it gets another name later. commands: that errors name; None: those of
+    named: what errors call the folder, where it gets another name later. commands: that errors name; None: the ones of
     `niels-gpt eagle3 precompute`. deep: read all shards; else receipts and sizes alone.
     progress: receives shards, bytes read, and bytes to read in all.
     Raises: CacheError (E712) naming each shard that is not finished, with the commands that make it again, and where
@@ -446,16 +450,12 @@ def _sealed(
     return Sealed(finish(folder, plan, named, check=check), True)
 
 
-def _samples_of(plan: Plan) -> dict[str, str]:
-    """Return the sha256 of the files of the samples by their names."""
-    names = {SAMPLES_NAME: plan.samples["sha256"], IDS_NAME: plan.samples["ids_sha256"]}
-    return {f"{SIDECAR}/{name}": sha256 for name, sha256 in names.items()}
-
-
-def _weights_of(plan: Plan) -> tuple[str, str]:
-    """Return the names of the file of the target's weights, and of its receipt."""
-    names = (WEIGHTS_NAME, WEIGHTS_RECEIPT) if plan.is_native else (EMBEDDINGS_NAME, EMBEDDINGS_RECEIPT)
-    return names[0], f"{SIDECAR}/{names[1]}"
+def _shared_files(folder: Path, plan: Plan) -> dict[str, bool]:
+    """Return the files of samples and of the target's weights, by name, and whether each is there undamaged."""
+    samples = {SAMPLES_NAME: plan.samples["sha256"], IDS_NAME: plan.samples["ids_sha256"]}
+    found = {f"{SIDECAR}/{name}": _has_sha256(folder / SIDECAR / name, sha256) for name, sha256 in samples.items()}
+    weights, receipt = (WEIGHTS_NAME, WEIGHTS_RECEIPT) if plan.is_native else (EMBEDDINGS_NAME, EMBEDDINGS_RECEIPT)
+    return found | dict.fromkeys((weights, f"{SIDECAR}/{receipt}"), has_target_weights(folder, plan))
 
 
 def _refuse_unfinished(plan: FolderPlan, commands: Commands, deep: bool, progress: Progress | None) -> None:
@@ -484,9 +484,7 @@ def _plan_of(folder: Path, named: Path, commands: Commands) -> Plan:
     except (FileNotFoundError, CacheError) as error:
         problem = error.problem if isinstance(error, CacheError) else str(error)
         raise CacheError(named, f"its plan cannot be read: {problem}", remedy=again, code="E712") from error
-    wrong = [name for name, sha256 in _samples_of(plan).items() if not _has_sha256(folder / name, sha256)]
-    if not has_target_weights(folder, plan):
-        wrong += _weights_of(plan)
+    wrong = [name for name, is_whole in _shared_files(folder, plan).items() if not is_whole]
     if wrong:
         raise CacheError(named, f"{' and '.join(wrong)}: missing or damaged", remedy=again, code="E712")
     return plan
@@ -566,12 +564,10 @@ def _sources(folders: Sequence[Path], plan: Plan) -> dict[str, Path]:
     Raises: CacheError for a shard that is there twice with different bytes.
     """
     found: dict[str, Path] = {}
-    samples, weights = _samples_of(plan), _weights_of(plan)
     for folder in folders:
-        whole = [*samples] if all(_has_sha256(folder / name, sha256) for name, sha256 in samples.items()) else []
-        whole += weights if has_target_weights(folder, plan) else ()
-        for name in whole:
-            found.setdefault(name, folder)
+        for name, is_whole in _shared_files(folder, plan).items():
+            if is_whole:
+                found.setdefault(name, folder)
         for shard in range(plan.num_shards):
             if not is_finished(folder, plan, shard):
                 continue

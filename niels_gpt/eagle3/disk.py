@@ -91,7 +91,7 @@ def estimate(
 ) -> Estimate:
     """Return what a run into a folder, which may be absent, will take.
 
-    done: its finished shards. part: as `produce`.
+    done: its finished shards. part: (i, N), i from 1: of the partition that is made; None: of all shards.
     """
     folder = _existing(cache_dir)
     holes = has_holes(folder)

@@ -1,7 +1,7 @@
 """A planned batch: through the target, into its shard, and what the shard's receipt counts.
 
-`PlannedForward` has the fields of version 1 and 2, `NativeForward` those of the native form; the same batch gives the
-same bytes. In versions 1 and 2 all slots are shifted, as `HFEagle3TargetModel.generate_batch` returns them. Of a sample
+`PlannedForward` makes the fields of version 1 and 2, `NativeForward` the native ones; the same batch gives the same
+bytes. In versions 1 and 2 all slots are shifted, as `HFEagle3TargetModel.generate_batch` returns them. Of a sample
 of L tokens:
 
     slots 0 .. L-2   the target's outputs
@@ -227,7 +227,7 @@ class NativeForward(Forward):
         return int(self._plan.native_layout.sample_bytes(np.array(counts, np.int64)).sum())
 
     def _aux(self, aux: Tensor, rows: NDArray[np.int64], names: Sequence[str]) -> list[tuple[Tensor, Tensor | None]]:
-        """Return the stored auxiliary states of each sample, [A, K, H] and perhaps [A, K], of those of a batch."""
+        """Return the stored auxiliary states of each sample, [A, K, H], and in fp8 the scales [A, K]."""
         sizes: list[int] = rows.tolist()
         flat = torch.cat([states[:count] for states, count in zip(aux, sizes, strict=True)])
         name = self._plan.manifest["aux_dtype"]

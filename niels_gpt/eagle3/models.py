@@ -73,7 +73,10 @@ def target_facts(name: str, *, revision: str | None = None, hash_weights: bool =
 
 
 def _of_config(name: str, revision: str | None) -> tuple[TargetFacts, Any, Path]:
-    """Return the facts that a target's config states, the config, and its folder. Raises: as `target_facts`."""
+    """Return the facts that a target's config states, the config, and its folder.
+
+    Raises: FileNotFoundError without a config; ConnectionError; ValueError and ImportError for what cannot be a target.
+    """
     transformers = _transformers()
     path = _config_path(name, revision)
     try:
@@ -112,8 +115,9 @@ def load_target(
     """Load a causal language model: in eval mode, without gradients, in `dtype`, on `device`.
 
     name, revision: as in `target_facts`. attention: transformers' attn_implementation, such as "sdpa" or "eager".
-    Raises: as `target_facts`; ValueError where weights are missing or have other shapes (transformers would initialize
-        them at random), and where they cannot be read.
+    Raises: FileNotFoundError for a folder without config or weights; ConnectionError where the hub does not answer;
+        ImportError without the extra; ValueError for what cannot be a target, where weights are missing or have other
+        shapes (transformers would initialize them at random), and where they cannot be read.
     """
     transformers = _transformers()
     facts, config, folder = _of_config(name, revision)

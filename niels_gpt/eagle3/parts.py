@@ -126,7 +126,9 @@ def refuse_other_code(folder: Path, code: Mapping[str, Any]) -> None:
 
 def _refuse_other_code(folder: Path, recorded: Mapping[str, Any], code: Mapping[str, Any]) -> None:
     if names := differing_fields(recorded, code):
-        values = (f"{name}: {shortened(_value(recorded, name))}, now {shortened(_value(code, name))}" for name in names)
+        values = (
+            f"{name}: {shortened(value_of(recorded, name))}, now {shortened(value_of(code, name))}" for name in names
+        )
         raise CacheError(
             folder,
             f"its partitions are made by other code than this machine has: {'; '.join(values)}",
@@ -135,7 +137,7 @@ def _refuse_other_code(folder: Path, recorded: Mapping[str, Any], code: Mapping[
         )
 
 
-def _value(record: Any, name: str) -> Any:
+def value_of(record: Any, name: str) -> Any:
     """Return the value of a dotted name; None where there is none."""
     for key in name.split("."):
         record = record.get(key) if isinstance(record, Mapping) else None

@@ -39,7 +39,7 @@ from niels_gpt.eagle3.format.plan import (
     shards_of_part,
 )
 from niels_gpt.eagle3.format.shard_writer import read_receipt, receipt_path
-from niels_gpt.eagle3.parts import has_parts, known_parts, part_text
+from niels_gpt.eagle3.parts import has_parts, known_parts, part_text, value_of
 from niels_gpt.engine.units import Unit
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, canonical_json
@@ -312,12 +312,14 @@ def _refuse_other(
 
 def _values(name: str, record: dict[str, Any], manifest: dict[str, Any], plan: Plan) -> str:
     """Return the recorded value of a field, from plan.json or manifest.json, and this run's."""
-    now = [_value(name, plan.record), _value(name, {"manifest": plan.manifest})]
+    now, recorded = (
+        [value_of(of_plan, name), value_of({"manifest": of_manifest}, name)]
+        for of_plan, of_manifest in ((plan.record, plan.manifest), (record, manifest))
+    )
     ours = next((value for value in now if value is not None), None)
-    recorded = [_value(name, record), _value(name, {"manifest": manifest})]
     theirs = next((value for value in recorded if value is not None and value != ours), None)
     before, after = (_shown(name, each) for each in (theirs, ours))
-    target, source = (_value(each, plan.record) for each in ("target.name", "source.input_data"))
+    target, source = (value_of(plan.record, each) for each in ("target.name", "source.input_data"))
     if name == _TEMPLATE:
         before, after = before + _template_file(target, theirs), after + (_template_file(target, ours) or _ELSEWHERE)
     name = _FILES.get(name, "{field}").format(field=name, target=target, source=source)
@@ -339,12 +341,6 @@ def _template_file(target: Any, sha256: Any) -> str:
             if isinstance(text, str) and hashlib.sha256(text.encode()).hexdigest() == sha256:
                 return f" of {path}"
     return ""
-
-
-def _value(name: str, record: Any) -> Any:
-    for part in name.split("."):
-        record = record.get(part) if isinstance(record, dict) else None
-    return record
 
 
 # --- what a run must not write into -----------------------------------------------------------------------------------

@@ -293,7 +293,7 @@ def _make(
             write_weights(job.cache_dir, forward.head.weights())
         else:
             write_embeddings(job.cache_dir, model.get_input_embeddings().weight)
-    make_shards(job.cache_dir, job.plan, forward, shards, written, check)
+    make_shards(job, forward, shards, written, check)
 
 
 def _device(plan: Plan, number: int) -> torch.device:
@@ -316,25 +316,23 @@ def torch_threads(number: int) -> Iterator[None]:
 # --- a shard ----------------------------------------------------------------------------------------------------------
 
 
-def make_shards(
-    cache_dir: PathLike, plan: Plan, forward: Forward, shards: Iterable[int], written: Written, check: Check
-) -> None:
+def make_shards(job: Job, forward: Forward, shards: Iterable[int], written: Written, check: Check) -> None:
     """Make shards, one after the other.
 
     check: called before a shard's file is created and before it is renamed, in a thread.
-    Raises: NonFiniteError, OSError; as `check`; CacheError once `ENOUGH` supervised slots have no position. A shard
-        that is not finished is then removed.
+    Raises: NonFiniteError, OSError, what `check` raises; CacheError (E709) once `ENOUGH` supervised slots have no
+        position. A shard that is not finished is then removed.
     """
     supervised = positions = 0
-    with _Writer(cache_dir, forward, check) as writer:
+    with _Writer(job.cache_dir, forward, check) as writer:
         for shard in shards:
             sums: dict[str, float] = dict.fromkeys(forward.sums, 0.0)
-            for batch in plan.batches[shard]:
+            for batch in job.plan.batches[shard]:
                 made, facts = forward(shard, batch)
                 _add(sums, facts)
                 supervised, positions = supervised + sum(facts["supervised"]), positions + sum(facts["positions"])
                 if not positions and supervised >= ENOUGH:
-                    raise CacheError(cache_dir, Counts(supervised, supervised, 0).problem or "", code="E709")
+                    raise CacheError(job.cache_dir, Counts(supervised, supervised, 0).problem or "", code="E709")
                 writer.write(shard, batch[1], forward.lengths(shard, batch), made)
                 written(*writer.written())
             writer.commit(forward.receipt_facts(sums))
