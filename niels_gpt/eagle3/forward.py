@@ -156,7 +156,7 @@ class PlannedForward(Forward):
 
 
 class NativeForward(Forward):
-    """Batches of the native form, whose stored rows format/native/rows.py selects."""
+    """Batches of the native form, whose stored rows format/native.py selects."""
 
     counts = sums = ("tokens", "supervised", "aux_rows", "target_rows")
 
