@@ -6,13 +6,15 @@ import logging
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from niels_gpt.commands.console import ERRORS, Command, Result, progress_bar, run, say
 from niels_gpt.commands.eagle3.precompute import flags_of, options_of
-from niels_gpt.recipes.eagle3 import respond as recipe
 from niels_gpt.recipes.eagle3.options import RespondOptions
 from niels_gpt.settings import Settings
+
+if TYPE_CHECKING:
+    from niels_gpt.recipes.eagle3.respond import Responder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,6 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _respond(source_root: str, dry_run: bool, **given: Any) -> Result:
+    from niels_gpt.recipes.eagle3 import respond as recipe
+
     options = options_of(given, RespondOptions)
     responder = recipe.resolve(options, Settings(source_root=source_root))
     if dry_run:
@@ -41,8 +45,10 @@ def _respond(source_root: str, dry_run: bool, **given: Any) -> Result:
     return Result(record, next=f"niels-gpt eagle3 precompute {target} --output-dir DIR")
 
 
-def _trial(responder: recipe.Responder) -> Result:
-    found, most = recipe.tried(responder), responder.options.max_new_tokens
+def _trial(responder: Responder) -> Result:
+    from niels_gpt.recipes.eagle3.respond import tried
+
+    found, most = tried(responder), responder.options.max_new_tokens
     mean = found.prompt_tokens / max(1, found.waiting)
     say(
         f"{found.chats:,} chats, {found.waiting:,} with a prompt; first prompts of {mean:.0f} tokens on average, the "

@@ -14,7 +14,7 @@ import hashlib
 import importlib.util
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -178,17 +178,52 @@ def stable_name(settings: Settings, target: str) -> str:
 
 
 @dataclass(frozen=True)
-class Resolved:
-    """What the options stand for right now; no sample is tokenized and no weight loaded."""
+class Target:
+    """A target, its tokenizer and the input, as the options name them; no chat is read and no weight loaded."""
 
-    options: Options
     settings: Settings
     target: TargetFacts
     tokenizer: ChatTokenizer
     source: dict[str, Any]
     """The facts of the input."""
     run: dict[str, Any]
-    """How the target is run: the fields of `run.Run`."""
+    """How the target is run: the fields of `format.plan.Run`."""
+
+    @staticmethod
+    def named(
+        options: TargetOptions, settings: Settings, recorded: Mapping[str, Any], *, hash_weights: bool = True
+    ) -> dict[str, Any]:
+        """Look all of it up; return the fields. recorded: of an earlier run, which supplies unset options.
+
+        hash_weights: as of target_facts. Raises: FileNotFoundError, ConnectionError, ImportError, ValueError where one
+        of them is missing or unusable.
+        """
+        from niels_gpt.chat.tokenizers import open_tokenizer
+        from niels_gpt.eagle3.models import target_facts
+        from niels_gpt.recipes.eagle3.input import input_facts
+
+        before, name = recorded.get("target", {}), getattr(options, "target_name", None) or options.target_model
+        revision = options.revision or (before.get("revision") if before.get("name") == name else None)
+        target = target_facts(options.target_model, revision=revision, hash_weights=hash_weights)
+        how: dict[str, Any] = {
+            "revision": target.revision,
+            "chat_template": options.chat_template,
+            "start": options.document_start,
+        }
+        return {
+            "settings": settings,
+            "target": target,
+            "tokenizer": open_tokenizer(options.target_model, **how),
+            "source": input_facts(settings, options.input_data, recorded=recorded.get("source")),
+            "run": run_facts(options, recorded.get("run", {})),
+        }
+
+
+@dataclass(frozen=True)
+class Resolved(Target):
+    """What the options of a cache stand for right now."""
+
+    options: Options
     aux_layer_ids: list[int]
     draft_vocab: list[int] | None
     """The target's ids that the draft knows; None: the most frequent ones, counted once the input is tokenized."""
@@ -355,19 +390,18 @@ def resolve(
     Raises: FileNotFoundError, ConnectionError, ImportError, ValueError where one of them is missing or unusable;
         CacheError where output_dir cannot be used, holds a cache and `resume` is not set, or holds another plan.
     """
-    from niels_gpt.chat.tokenizers import open_tokenizer
     from niels_gpt.eagle3.disk import refuse_unusable
     from niels_gpt.eagle3.resume import recorded_plan, refuse_existing
-    from niels_gpt.eagle3.target import checked_aux_layer_ids, parse_aux_layers, target_facts
-    from niels_gpt.recipes.eagle3.input import ROWS, input_facts
+    from niels_gpt.eagle3.target import checked_aux_layer_ids, parse_aux_layers
+    from niels_gpt.recipes.eagle3.input import ROWS
 
     if options.output_dir is not None:
         refuse_unusable(options.output_dir)
         if not options.may_continue:
             refuse_existing(options.output_dir)
     recorded = recorded_plan(options.output_dir if plan_from is None and options.may_continue else plan_from)
-    revision = _revision(options, recorded.get("target", {}))
-    target = target_facts(options.target_model, revision=revision, hash_weights=hash_weights)
+    found = Target.named(options, settings, recorded, hash_weights=hash_weights)
+    target, facts = found["target"], found["source"]
     if target.max_positions is not None and options.seq_length > target.max_positions:
         raise TargetError(
             f"--seq-length is {options.seq_length}, and {options.target_model} has {target.max_positions} positions"
@@ -378,38 +412,18 @@ def resolve(
             checked_aux_layer_ids(layers, target.num_layers)
     except ValueError as error:
         raise ValueError(f"--aux-layers {options.aux_layers}: {error}") from error
-    tokenizer = open_tokenizer(
-        options.target_model,
-        revision=target.revision,
-        chat_template=options.chat_template,
-        start=options.document_start,
-    )
-    facts = input_facts(settings, options.input_data, recorded=recorded.get("source"))
-    if tokenizer.start is not None and facts["form"] == ROWS:
+    if found["tokenizer"].start is not None and facts["form"] == ROWS:
         raise InputError(
             f"--document-start is {options.document_start}, and {options.input_data} has rows of input_ids, which are "
             "taken as they are: leave it out"
         )
-    resolved = Resolved(
-        options=options,
-        settings=settings,
-        target=target,
-        tokenizer=tokenizer,
-        source={**facts, "limit": options.limit},
-        run=run_facts(options, recorded.get("run", {})),
-        aux_layer_ids=layers,
-        draft_vocab=_known_vocab(options, target.vocab_size),
-    )
+    found["source"] = {**facts, "limit": options.limit}
+    draft_vocab = _known_vocab(options, target.vocab_size)
+    resolved = Resolved(**found, options=options, aux_layer_ids=layers, draft_vocab=draft_vocab)
     if plan_from is None and recorded:
         resolved = _resumed(resolved, recorded)
     _refuse_other_draft(resolved)
     return resolved
-
-
-def _revision(options: Options, recorded: dict[str, Any]) -> str | None:
-    """Return the target's revision: the option's, else that of the plan if it has a target of this name."""
-    same = recorded.get("name") == (options.target_name or options.target_model)
-    return options.revision or (recorded.get("revision") if same else None)
 
 
 def _resumed(resolved: Resolved, recorded: dict[str, Any]) -> Resolved:

@@ -15,13 +15,12 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from niels_gpt.recipes.eagle3.options import RespondOptions
+from niels_gpt.recipes.eagle3.request import Target
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import InputError, TargetError
 
 if TYPE_CHECKING:
     from niels_gpt.chat.template_process import Chat
-    from niels_gpt.chat.tokenizers import ChatTokenizer
-    from niels_gpt.eagle3.models import TargetFacts
     from niels_gpt.eagle3.replies import Answered, Prompt, Reply, Sampling, Speaker
     from niels_gpt.progress import Progress
 
@@ -31,15 +30,10 @@ CHATS = 1024
 
 
 @dataclass(frozen=True)
-class Responder:
-    """What the options stand for; no chat is read and no weight loaded."""
+class Responder(Target):
+    """What the options of replies stand for right now."""
 
     options: RespondOptions
-    settings: Settings
-    target: TargetFacts
-    tokenizer: ChatTokenizer
-    source: dict[str, Any]
-    run: dict[str, Any]
     sampling: Sampling
     stop_ids: tuple[int, ...]
 
@@ -77,31 +71,16 @@ def resolve(options: RespondOptions, settings: Settings) -> Responder:
 
     Raises: as prepare.resolve.
     """
-    from niels_gpt.chat.tokenizers import open_tokenizer
-    from niels_gpt.eagle3.models import target_facts
     from niels_gpt.eagle3.replies import recorded
-    from niels_gpt.recipes.eagle3.input import input_facts
-    from niels_gpt.recipes.eagle3.request import run_facts
 
-    before = (recorded(options.output) or {}).get("settings", {})
-    made_by = before.get("target", {})
-    revision = made_by.get("revision") if made_by.get("name") == options.target_model else None
-    target = target_facts(options.target_model, revision=options.revision or revision)
-    tokenizer = open_tokenizer(
-        options.target_model,
-        revision=target.revision,
-        chat_template=options.chat_template,
-        start=options.document_start,
-    )
-    source = input_facts(settings, options.input_data, recorded=before.get("source"))
-    stop_ids = tokenizer.turn_ends()
+    found = Target.named(options, settings, (recorded(options.output) or {}).get("settings", {}))
+    stop_ids = found["tokenizer"].turn_ends()
     if not stop_ids:
         raise TargetError(
             f"{options.target_model}: its chat template writes no token behind a reply, and its tokenizer has no "
             "EOS, so no reply would end. Name a template that has one: --chat-template FILE"
         )
-    run = run_facts(options, before.get("run", {}))
-    return Responder(options, settings, target, tokenizer, source, run, options.sampling, stop_ids)
+    return Responder(**found, options=options, sampling=options.sampling, stop_ids=stop_ids)
 
 
 def respond(responder: Responder, *, progress: Progress | None = None) -> dict[str, Any]:
