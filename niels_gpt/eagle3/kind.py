@@ -141,7 +141,7 @@ class Eagle3Kind(Kind):
 
     def refuse(self, cache: Cache, *, models: bool) -> None:
         """Open it with its reader, and map every shard."""
-        from niels_gpt.eagle3.inspect.opened import open_cache
+        from niels_gpt.eagle3.inspect.forms import open_cache
 
         open_cache(cache.folder).read_each_shard()
 
@@ -239,7 +239,7 @@ class Eagle3Kind(Kind):
 
     def digests(self, cache: Cache, split: str) -> Iterator[bytes]:
         """Yield a hash of the ids and the loss mask of each sample, as stored."""
-        from niels_gpt.eagle3.inspect.opened import open_cache
+        from niels_gpt.eagle3.inspect.forms import open_cache
 
         opened = open_cache(cache.folder)
         for shard in opened.shards:
@@ -282,7 +282,7 @@ def _refuse_val(split: str) -> None:
 
 def _lengths(cache: Cache) -> tuple[list[int], list[str], list[int]]:
     """Return of each sample its tokens, its source id, and its shard; no ids where none is recorded."""
-    from niels_gpt.eagle3.inspect.opened import open_cache
+    from niels_gpt.eagle3.inspect.forms import open_cache
 
     opened = open_cache(cache.folder)
     shards = [shard for shard in opened.shards for _ in range(opened.files.rows_of(shard))]

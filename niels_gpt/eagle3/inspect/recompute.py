@@ -28,19 +28,8 @@ from niels_gpt.eagle3.format.layout import INT_FIELDS
 from niels_gpt.eagle3.format.plan import CONVERTED_FROM, Batch, Plan, differing_fields, open_plan
 from niels_gpt.eagle3.forward import NativeForward, NonFiniteError, PlannedForward, broken_weight, cache_fields
 from niels_gpt.eagle3.head import TargetHead
-from niels_gpt.eagle3.inspect.opened import (
-    AUX,
-    INDICES,
-    PROBS,
-    VALUES,
-    DenseCache,
-    Field,
-    NativeCache,
-    NotChecked,
-    StoredSample,
-    open_cache,
-    weight_row,
-)
+from niels_gpt.eagle3.inspect.forms import DenseCache, NativeCache, open_cache
+from niels_gpt.eagle3.inspect.opened import AUX, INDICES, PROBS, VALUES, Field, NotChecked, StoredSample, weight_row
 from niels_gpt.eagle3.inspect.verify import Report
 from niels_gpt.eagle3.target import PART_VALUES, HFEagle3TargetModel, capture
 from niels_gpt.eagle3.workers import Load, torch_threads

@@ -15,17 +15,8 @@ from niels_gpt.display.numbers import count_text, size_text
 from niels_gpt.eagle3.format.layout import SIDECAR, shard_path
 from niels_gpt.eagle3.format.manifest import is_native
 from niels_gpt.eagle3.format.plan import PLAN_NAME
-from niels_gpt.eagle3.inspect.opened import (
-    AUX,
-    INDICES,
-    PROBS,
-    VALUES,
-    DenseCache,
-    NativeCache,
-    StoredSample,
-    open_cache,
-    refuse_malformed,
-)
+from niels_gpt.eagle3.inspect.forms import DenseCache, NativeCache, open_cache
+from niels_gpt.eagle3.inspect.opened import AUX, INDICES, PROBS, VALUES, StoredSample, refuse_malformed
 from niels_gpt.storage.errors import CacheError, PositionError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import shortened

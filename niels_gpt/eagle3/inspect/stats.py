@@ -16,7 +16,8 @@ from torch import Tensor
 
 from niels_gpt.display.numbers import count_text, number_of, size_text
 from niels_gpt.eagle3.format.layout import shard_path
-from niels_gpt.eagle3.inspect.opened import AUX, PROBS, VALUES, DenseCache, NativeCache, open_cache, refuse_malformed
+from niels_gpt.eagle3.inspect.forms import DenseCache, NativeCache, open_cache
+from niels_gpt.eagle3.inspect.opened import AUX, PROBS, VALUES, refuse_malformed
 from niels_gpt.eagle3.target import PART_VALUES
 from niels_gpt.pictures import new_figure, plain_axes, png, set_title
 from niels_gpt.progress import Progress

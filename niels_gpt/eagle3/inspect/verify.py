@@ -35,6 +35,7 @@ from niels_gpt.eagle3.format.manifest import existing_shard_indices
 from niels_gpt.eagle3.format.meta import content_sha256, file_sha256
 from niels_gpt.eagle3.format.samples import IDS_NAME, SAMPLES_NAME
 from niels_gpt.eagle3.format.shard_writer import receipt_path
+from niels_gpt.eagle3.inspect.forms import NativeCache, open_cache
 from niels_gpt.eagle3.inspect.opened import (
     BY_SOURCE,
     FOREIGN,
@@ -42,10 +43,8 @@ from niels_gpt.eagle3.inspect.opened import (
     PROBS,
     VALUES,
     Eagle3Cache,
-    NativeCache,
     NotChecked,
     StoredSample,
-    open_cache,
     weight_row,
 )
 from niels_gpt.eagle3.totals import FEW
