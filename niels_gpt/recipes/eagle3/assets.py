@@ -348,7 +348,7 @@ class TargetUnits(CacheUnits):
             "tokenizer_sha256": tokenizer,
             "tokenizer_content_sha256": tokenizer,
             "exclude_sha256": None,
-            "code": {},  # parts/folder.py compares the code
+            "code": {},  # niels_gpt/eagle3/parts.py compares the code
         }
         return fix_plan(self.path, content)
 

@@ -336,7 +336,7 @@ def resolved(
     observed: fingerprint of the source, newer than the asset. refresh: ask the hub for the newest revisions of chats
     and target. hash_weights: as of target_facts. target: the folder of the small one, if it is there already.
     plan_from: the folder whose plan has the revisions, device and threads; None: see `folder_with_plan`.
-    Raises: as `target_name`; ValueError naming the settings that do not fit; as `prepare.resolve`.
+    Raises: as `target_name`; ValueError naming the settings that do not fit; as `resolve`.
     """
     from niels_gpt.recipes.eagle3.input import input_facts
 
@@ -456,7 +456,7 @@ def _refuse_other_draft(resolved: Resolved) -> None:
 
 
 def run_facts(options: TargetOptions, recorded: dict[str, Any]) -> dict[str, Any]:
-    """Return how the target is run: the fields of run.Run. `recorded` supplies unset options.
+    """Return how the target is run: the fields of `format.plan.Run`. `recorded` supplies unset options.
 
     Raises: ValueError where cuda is asked for and cannot be used.
     """

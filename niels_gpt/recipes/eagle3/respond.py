@@ -69,7 +69,8 @@ class Trial:
 def resolve(options: RespondOptions, settings: Settings) -> Responder:
     """Look up target, tokenizer and input. A run that was interrupted supplies unset options of how it is run.
 
-    Raises: as prepare.resolve.
+    Raises: FileNotFoundError, ConnectionError, ImportError, ValueError where one of them is missing or unusable;
+        TargetError where no reply would end.
     """
     from niels_gpt.eagle3.replies import recorded
 
@@ -87,7 +88,7 @@ def respond(responder: Responder, *, progress: Progress | None = None) -> dict[s
     """Make the file of replies, or what is missing of it; returns its record.
 
     progress: called with the tokens of replies, the chats that are done, and None.
-    Raises: CacheError as output.opened; as load_target and input_chats; ValueError where not one chat has a reply.
+    Raises: CacheError as replies.opened; as load_target and input_chats; ValueError where not one chat has a reply.
     """
     from niels_gpt.eagle3.replies import ReplyFile, opened
     from niels_gpt.eagle3.workers import torch_threads
