@@ -529,7 +529,7 @@ def join(out: PathLike, parts: Sequence[PathLike]) -> Joined:
             is_linked = fileio.link_or_copy(folder / name, work / name)
             linked, copied = linked + size * is_linked, copied + size * (not is_linked)
         try:
-            meta = _sealed(work, Path(out), Commands(lambda _: "", "", ""), deep=False).meta
+            meta = _sealed(work, Path(out), Commands(lambda _: "", "", ""), deep=True).meta
         except CacheError as error:
             if error.code != "E712":
                 raise
@@ -559,7 +559,9 @@ def _common_plan(folders: Sequence[Path]) -> Plan:
 
 
 def _sources(folders: Sequence[Path], plan: Plan) -> dict[str, Path]:
-    """Return the part that has each file undamaged, by the file's name in a cache: of all but manifest and plan.
+    """Return the part that has each file, by the file's name in a cache: of all but manifest and plan.
+
+    Shards have their sizes; the seal compares their bytes.
 
     Raises: CacheError for a shard that is there twice with different bytes.
     """

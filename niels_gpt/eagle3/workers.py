@@ -236,7 +236,7 @@ def try_target(plan: Plan, name: str, ids: torch.Tensor, model: Any) -> Found:
     name: of the sample that the tokens are from. ids: int64 [1, T], on the target's device.
     Returns what a native manifest states of its head.
     Raises: ValueError (E705) where it does not run, returns tensors of other sizes than the plan states, or has a head
-        with other logits; NonFiniteError where a weight is not finite, naming it, and the layer where that shows.
+        with other logits; NonFiniteError where these tokens show that a weight is not finite, naming it and the layer.
     """
     try:
         sizes, head = _run(plan, name, ids, model)

@@ -76,6 +76,7 @@ def test_what_is_missing_or_does_not_fit_is_refused(tmp_path, parts):
     receipt.write_bytes(held)
     double = shutil.copytree(second, tmp_path / "double")
     flip_bit(double / "shard-000001.safetensors", -1)
+    not_joined(out, [first, double], "E702", "damaged: 1")  # a bit of a state, in a file of the right size
     not_joined(out, [*parts, double], "E701", "double/shard-000001.safetensors", "2/shard-000001.safetensors")
     other = parts_of(tmp_path / "other", 2, **{**NATIVE, "dtype": "fp32"})
     not_joined(out, [first, other[1]], "E703", first, "'manifest.dtype'")
