@@ -89,11 +89,14 @@ class _Speed:
 
     def update(self, finished: int, done: int) -> bool:
         """Take a report; False while nothing can be measured."""
-        now = time.monotonic()
+        now, before = time.monotonic(), self._before
+        self._before = done
+        if before is None or done < before:  # the first report, or work that begins again, as a seal after a build
+            self._begin = None
+            return False
         if self._begin is None:
-            if self._before not in (None, done):
+            if done > before:
                 self._begin = now, finished, done
-            self._before = done
             return False
         then, finished_then, done_then = self._begin
         seconds = max(now - then, 1e-9)

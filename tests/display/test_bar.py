@@ -70,6 +70,7 @@ def test_a_line_says_how_far_and_how_fast_and_a_run_that_is_resumed_is_no_speed(
         (10**6, 600, 1000),  # a model was loaded before
         (3 * 10**6, 700, 1000),  # 100 tokens and 2 MB in 20 seconds
         (3 * 10**6, 700, None),
+        (0, 10, None),  # it begins again
     ):
         clock[0] += 20
         progress(*report)
@@ -78,4 +79,5 @@ def test_a_line_says_how_far_and_how_fast_and_a_run_that_is_resumed_is_no_speed(
         "600 tok of 1,000, 60%",
         "700 tok of 1,000, 70%, 5 tok/s, 0.1 MB/s, 60 s left",
         "700 tok, 2 tok/s, 0.1 MB/s",
+        "10 tok",
     ]
