@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from niels_gpt.storage.remedies import build_command
 if TYPE_CHECKING:
     from niels_gpt.engine.units import Mended
     from niels_gpt.kinds.kind import Kind
+    from niels_gpt.progress import Progress
     from niels_gpt.recipes.records import Outcome
     from niels_gpt.recipes.units import CacheUnits, MadeUnit
 
@@ -140,7 +141,12 @@ def on_dask(settings: Settings, where: str) -> Callable[..., Outcome]:
     if settings.partitions < 2:
         raise UsageError(f"--dask {where}: a worker builds partitions. Pass --partitions P too, 2 or more")
     check_where(where)
-    return partial(build_on_dask, where=where)
+
+    def build(settings: Settings, name: str, *, progress: Progress | None = None, **how: Any) -> Outcome:
+        # Where no bar is drawn, each partition has a line of its own in the log.
+        return build_on_dask(settings, name, where, progress=progress if sys.stderr.isatty() else None, **how)
+
+    return build
 
 
 def _partitioned_key(settings: Settings, sources: Sequence[str]) -> str:
