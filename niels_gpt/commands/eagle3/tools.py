@@ -326,7 +326,7 @@ def redraft(
 
 
 def _special_ids(cache: Path, name: str | None, follow_links: bool) -> list[int | None]:
-    """Return bos, eos, pad and unk: the plan's, or, without a plan, those of the target's tokenizer."""
+    """Return bos, eos, pad and unk of the plan; without a plan, of the target's tokenizer."""
     from niels_gpt.chat.tokenizers import open_tokenizer
     from niels_gpt.eagle3.format.manifest import read_manifest
     from niels_gpt.eagle3.format.plan import read_record
@@ -490,7 +490,7 @@ def _opened(
 
 
 def _special_ids_of_target(target: str, revision: str | None, config: Any) -> list[int | None]:
-    """Return bos, eos, pad and unk of the target's tokenizer, else those of its config."""
+    """Return bos, eos, pad and unk of the target's tokenizer, else of its config."""
     from niels_gpt.chat.tokenizers import open_tokenizer
 
     try:

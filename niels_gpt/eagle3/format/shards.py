@@ -404,8 +404,10 @@ class NativeShards(Shards[MappedShard]):
     """The shards of a cache in the native form."""
 
     firsts: list[int]
-    """The first sample of each shard, and their number at the end; known once the cache is open, or given by whoever
-    knows it, and each shard must then have so many."""
+    """The first sample of each shard, and the number of samples at the end.
+
+    Opening the cache finds it. A caller that knows it from the plan sets it; each shard must then have so many samples.
+    """
     counts: Counts
     """Tokens, auxiliary rows and target rows of each sample, of an open cache: int64 [n, 3]."""
 

@@ -2,7 +2,7 @@
 
     checks.py     the checks by name and what each asks; which of them there are
     opened.py     a cache of any form: plan, samples, receipts, shards; errors that say how to repair it
-    forms.py      opens a cache: what is peculiar to the dense form (versions 1 and 2), and to the native one
+    forms.py      opens a cache: the dense form (versions 1 and 2), and the native one
     verify.py     makes the checks, reading each file and sample once
     recompute.py  `recomputed`: runs samples through the target again
     show.py       `inspect`: what a cache was made from, and the slots of one sample

@@ -423,8 +423,9 @@ class TargetUnits(CacheUnits):
         """Check all shards, and commit. Raises: CacheError E712 naming the unfinished shards; E503; NoPlan."""
         from niels_gpt.eagle3.build import seal
 
-        meta = self.current_meta() if self.plan is None else None
-        while self.plan is not None and (meta := self._sealed(self.plan)) is None:
+        if self.plan is None:
+            return self._finished(self.current_meta())
+        while (meta := self._sealed(self.plan)) is None:
             try:
                 with versions.build_lock(self.path, wait=wait):
                     if self.is_current() or not self.plan.is_there or self._is_committed(self.plan):
@@ -437,7 +438,6 @@ class TargetUnits(CacheUnits):
                 if error.code != "E503" or not wait:
                     raise
                 time.sleep(_PAUSE_SECONDS)
-        assert meta is not None
         return self._finished(meta)
 
     def restart(self, number: int) -> bool:
