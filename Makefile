@@ -33,6 +33,7 @@ check: $(VENV)/.installed  ## lint, format, types, and the plan of the code
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python tools/structure.py
+	$(BIN)/python tools/words.py
 
 docs: $(VENV)/.docs  ## the site, strictly: open site/index.html
 	$(BIN)/zensical build --clean --strict
