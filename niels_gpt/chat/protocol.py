@@ -83,7 +83,7 @@ class ChatTokenizer(Protocol):
     mask_by: str
     """How the supervised tokens are found: generation, prefix, sentinels, or given where there is no template."""
     loss_on: str
-    """Which turns of the assistant carry loss: one of turns.LOSS_ON."""
+    """Which turns of the assistant carry loss: one of chats.LOSS_ON."""
     vocab_size: int
     """All ids are below it."""
     pad_id: int

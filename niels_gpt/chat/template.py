@@ -13,7 +13,7 @@ There are two ways. A template decides by itself which one is used:
                  chat is refused. A reply has no loss where its header cannot be told from its words: if no message
                  stands before it, and if it is empty and a generation prompt adds nothing.
 
-Which of the assistant's turns carry loss is the choice of `loss_on`, see turns.py.
+Which of the assistant's turns carry loss is the choice of `loss_on`, see chats.py.
 
 Cost: by prefixes a chat of n replies is rendered 2 n times, and n times more where a template has no generation prompt
 or rewrites replies, since jinja always starts from scratch: 0.1 ms for one reply, 0.9 ms for four, 1.3 s for two
@@ -115,7 +115,7 @@ class ChatTemplate:
     difference: Callable[[str, str], tuple[int, str, str]]
     """Takes two texts; returns the first token that differs, and a little of the text of each from there."""
     loss_on: str = "assistant"
-    """One of turns.LOSS_ON."""
+    """One of chats.LOSS_ON."""
     _ahead: list[Iterator[tuple[Job, Outcome]]] = field(default_factory=list, init=False, repr=False, compare=False)
     """Renderings of the current chat, made together with other chats, in the order of their use: by the template, and
     by the one with marks."""
@@ -215,7 +215,7 @@ class ChatTemplate:
         """Yield text and spans of each chat; RefusedChat if the template raises an error for it, leaves out calls, or
         is not prefix-stable for it.
 
-        chats: as values.usable returns them. Many are rendered together, as long as their texts are short.
+        chats: as chats.usable returns them. Many are rendered together, as long as their texts are short.
         Raises: ValueError for a template that is no jinja, or changes the text at its marks.
         """
         for group in _groups(chats):

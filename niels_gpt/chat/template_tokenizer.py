@@ -1,6 +1,6 @@
-"""Encodes chats to ids and loss mask by a chat template, with the tokenizer of transformers or of a cache: backends.py.
+"""Encodes chats to ids and loss mask by a chat template, with the tokenizer of transformers or of a cache.
 
-Which roles are accepted: those that the template raises no error for; of these `assistant` carries loss. templates.py
+Which roles are accepted: those that the template raises no error for; of these `assistant` carries loss. template.py
 finds which characters of a chat carry loss; a token is supervised if it holds one of them, by its offsets, so a token
 that merges across the edge of a reply is supervised.
 """
@@ -124,7 +124,7 @@ class TemplateTokenizer(ChatTokenizer):
 
         start, usual_starts: as of ChatTokenizer.
 
-        Raises: ValueError for a template that is too long, and for another `loss_on` than those of turns.LOSS_ON.
+        Raises: ValueError for a template that is too long, and for another `loss_on` than those of chats.LOSS_ON.
         """
         with errors_as("E407", (ValueError,)):
             self.loss_on = check_loss_on(loss_on)

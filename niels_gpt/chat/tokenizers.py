@@ -58,7 +58,7 @@ def open_tokenizer(
         chat template, has the project's chat format.
     revision: commit, tag or branch on the hub.
     chat_template: text of a jinja template to use instead of the tokenizer's own.
-    loss_on: which turns of the assistant carry loss, one of turns.LOSS_ON; only "assistant" for the project's format.
+    loss_on: which turns of the assistant carry loss, one of chats.LOSS_ON; only "assistant" for the project's format.
     start: what begins each chat that does not begin with it by its template: a choice of `document_start`.
     Raises: ValueError where there is no tokenizer, or one without offsets, for what the hub does not have, or does not
         give to this user, and as `document_start`; ConnectionError where the hub does not answer; ImportError without
@@ -148,7 +148,7 @@ def template_tokenizer(
     """Return a tokenizer of chats with the ids of a cache's tokenizer. It needs no transformers.
 
     template: text of a jinja template; None: the one in the tokenizer's folder.
-    loss_on: one of turns.LOSS_ON. file: that the template was read from, for messages. copied_from: as of CacheBackend.
+    loss_on: one of chats.LOSS_ON. file: that the template was read from, for messages. copied_from: as of CacheBackend.
     Raises: ValueError for a template that is too long, and for another `loss_on`; CacheError for damaged files beside
         the tokenizer.
     """
