@@ -75,7 +75,6 @@ def test_an_earlier_name_warns_and_gives_the_same_objects(name):
 
 
 EARLIER_MODULES = {
-    "rollouts.checks": {"verify": "kinds.verify.verify", "find_damage": "kinds.verify.find_damage"},
     "run_recipe": {
         "Outcome": "recipes.records.Outcome",
         "cache_root": "recipes.records.cache_root",
