@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import dropwhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 from rich_click import argument, option
@@ -150,12 +150,8 @@ def _rows(path: str, group_key: str, limit: int, counters: Counter[str]) -> Iter
             Path(path), counters=counters, columns=columns, unreadable=drop, max_document_bytes=limit
         )
         return
-    for number, line in text.lines_of(sys.stdin.buffer, limit):
-        row = rows.row_of_line(line, rows.parsed(line or b""), Path(path), number, limit, counters)
-        if isinstance(row, text.Problem):
-            drop(row)
-        elif row is not None:
-            yield number, row
+    reading = rows.Reading(counters=counters, unreadable=drop, max_document_bytes=limit)
+    yield from cast(Iterator[rows.Row], rows.rows_of_lines(sys.stdin.buffer, Path(path), reading))
 
 
 # --- stats ------------------------------------------------------------------------------------------------------------
