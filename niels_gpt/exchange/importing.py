@@ -23,9 +23,8 @@ from niels_gpt.progress import Progress
 from niels_gpt.storage import versions
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import path_inside, sha256_regular
-from niels_gpt.tokenizers.document_tokens import DocumentToken, document_end
+from niels_gpt.tokenizers.document_tokens import DocumentToken, document_end, start_of_documents
 from niels_gpt.tokenizers.protocol import FullTokenizer
-from niels_gpt.tokenizers.vocabulary import start_of_documents
 
 _OF_ROWS = ("hf", "litdata")  # formats whose rows are the documents
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")

@@ -26,7 +26,7 @@ from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import path_inside, resolved, sha256_regular
 from niels_gpt.storage.remedies import build_again, make_again
 from niels_gpt.tokenizers.files import FILE_OF, MODEL_NAME
-from niels_gpt.tokenizers.vocabulary import integer, most_ids
+from niels_gpt.tokenizers.protocol import integer, most_ids
 
 _UNREAD = ("too_large", "unreadable_row")  # counters of every loader
 _UNREAD_USER_DEFINED = (  # of user files
@@ -126,7 +126,7 @@ def _tokenizer_matches(
 
 
 def budget_problems(meta: Meta, limits: Limits, figures: Figures) -> Iterator[str]:
-    """Yield splits with fewer tokens than their budget, except in the bundled sample, and splits that the source lacks."""
+    """Yield splits below their token budget, except in the bundled sample, and splits that the source lacks."""
     totals = meta["totals"]
     if meta["built"] is False and "budget_reached" not in meta:
         figures.say("A stub: nothing was asked for.")

@@ -159,7 +159,7 @@ class FileChecks:
             yield from self.read(record)  # the checksums last: `sound` tells which of their entries can be judged
 
     def linked_damages(self) -> Iterator[Damage]:
-        """Compare the sha256 of readable files that may have been written through another name; usually there are none."""
+        """Compare the sha256 of readable files that may have been written through another name."""
         records = [record for name, record in self.readable.items() if name in self.linked]
         self._total_bytes = sum(record["bytes"] for record in records)
         for record in records:
