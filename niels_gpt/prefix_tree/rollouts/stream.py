@@ -21,9 +21,8 @@ from niels_gpt.cache.checksums import Check
 from niels_gpt.cache.mmap import public_file
 from niels_gpt.prefix_tree.bins import SampleSizes, plan_bins
 from niels_gpt.prefix_tree.forest import PrefixForest
-from niels_gpt.prefix_tree.rollouts.format import Ints
 from niels_gpt.prefix_tree.rollouts.reader import RolloutDataset, values_of
-from niels_gpt.prefix_tree.rollouts.records import PER_SAMPLE, Sample
+from niels_gpt.prefix_tree.rollouts.records import PER_SAMPLE, Ints, Sample
 from niels_gpt.sampling.permutation import ROUNDS, permute, random_keys
 from niels_gpt.sampling.state import key_check, limited
 from niels_gpt.sampling.stream import Stream
