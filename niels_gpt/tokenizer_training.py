@@ -22,13 +22,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from niels_gpt.progress import Progress
 from niels_gpt.special_tokens import SPECIAL_TOKENS
 from niels_gpt.storage.errors import InTheWay, TokenizerError
 from niels_gpt.storage.fileio import canonical_json, write_bytes
 from niels_gpt.tokenizer import TokenizerPaths, sentinel_ids
 from niels_gpt.tokenizers.files import MODEL_NAME, TOKENIZER_JSON
 from niels_gpt.tokenizers.training_texts import MAX_PIECE_BYTES, TrainingTexts, training_pieces
+from niels_gpt.work import Progress
 
 __all__ = [
     "MAX_PIECE_BYTES",

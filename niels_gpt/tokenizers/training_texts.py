@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Final
 
-from niels_gpt.progress import Progress
 from niels_gpt.special_tokens import find_reserved_literal
 from niels_gpt.storage.errors import TokenizerError
+from niels_gpt.work import Progress
 
 MAX_PIECE_BYTES: Final = 4_000
 """Utf-8 bytes of a training piece; SentencePiece drops longer ones than its max_sentence_length, 4,192."""

@@ -14,13 +14,13 @@ from niels_gpt.exchange.transfer.described import MARK_NAME, Described, describe
 from niels_gpt.exchange.transfer.jobs import Stopped, Tally, at_once
 from niels_gpt.exchange.transfer.remote import Bucket, path_of, scheme_of
 from niels_gpt.kinds.verify import find_damage
-from niels_gpt.progress import Progress
 from niels_gpt.storage import fileio, versions
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, write_bytes
 from niels_gpt.storage.locks import hold_version
 from niels_gpt.storage.meta_json import MAX_JSON_BYTES, file_records, path_inside, resolved, sha256_regular
 from niels_gpt.storage.versions import JOURNAL_NAME, VERSION_DIGITS
+from niels_gpt.work import Progress
 
 
 @dataclass(frozen=True)

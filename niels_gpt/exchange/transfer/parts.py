@@ -26,7 +26,6 @@ from niels_gpt.exchange.transfer.jobs import Tally
 from niels_gpt.exchange.transfer.remote import Bucket
 from niels_gpt.kinds.kind import kinds
 from niels_gpt.kinds.verify import find_damage
-from niels_gpt.progress import Progress
 from niels_gpt.storage import fileio, versions
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, id_of_line
@@ -34,6 +33,7 @@ from niels_gpt.storage.meta_json import path_inside, resolved
 from niels_gpt.tokenizers.document_tokens import DocumentToken
 from niels_gpt.tokenizers.protocol import TOKEN_DTYPES
 from niels_gpt.tokenizers.vocabulary import end_of_documents
+from niels_gpt.work import Progress
 
 Chosen = dict[str, list[dict[str, Any]]]
 """The records of the shards to stage, by split."""

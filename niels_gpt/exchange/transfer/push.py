@@ -21,7 +21,6 @@ from niels_gpt.exchange.transfer.jobs import Tally, at_once
 from niels_gpt.exchange.transfer.patience import Patience, end_of, in_thread
 from niels_gpt.exchange.transfer.remote import HUB_FOLDER, Bucket, redacted, scheme_of
 from niels_gpt.kinds.folders import refuse_unless_cache
-from niels_gpt.progress import Progress
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME, canonical_json
 from niels_gpt.storage.locks import hold_version
@@ -36,6 +35,7 @@ from niels_gpt.storage.meta_json import (
     sha256_regular,
 )
 from niels_gpt.storage.versions import public_path
+from niels_gpt.work import Progress
 
 logger = logging.getLogger(__name__)
 MARK_VERSION = 1
