@@ -76,3 +76,11 @@ def test_every_rule_that_the_code_cites_stands_in_the_table_of_decisions():
     files = [path for folder in ("niels_gpt", "pipelines", "tools") for path in (ROOT / folder).rglob("*.py")]
     cited = {rule for path in files for rule in re.findall(r"\b(?:D[1-9]\d?|PR-\d\d)\b", path.read_text())}
     assert "D5" in cited and cited <= known
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "docs/architecture.md"])
+def test_every_file_and_folder_that_a_map_names_is_there(document):
+    named = re.findall(r"`((?:[a-z_0-9]+/)+[a-z_0-9]*(?:\.py|\.txt)?)`", (ROOT / document).read_text(encoding="utf-8"))
+    roots = [ROOT, ROOT / "niels_gpt"]  # a map of the package may leave out its name
+    assert named
+    assert [name for name in named if not any((root / name).exists() for root in roots)] == []
