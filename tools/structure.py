@@ -25,7 +25,6 @@ LEVELS: tuple[frozenset[str], ...] = (
             "tokenizer_training",
             "tokenizers",
             "documents",
-            "pictures",
             "chat_template",
             "special_tokens",
             "signals",

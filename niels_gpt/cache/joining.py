@@ -57,7 +57,7 @@ from niels_gpt.storage.meta_json import (
     wrong_value,
 )
 from niels_gpt.storage.versions import LOCK_NAME
-from niels_gpt.tokenizers.vocabulary import end_of_documents, start_of_documents
+from niels_gpt.tokenizers.document_tokens import end_of_documents, start_of_documents
 
 logger = logging.getLogger(__name__)
 

@@ -32,7 +32,8 @@ from niels_gpt.storage.meta_json import (
     read_regular,
     shortened,
 )
-from niels_gpt.tokenizers.vocabulary import check_vocab_size, end_of_documents, integer, start_of_documents
+from niels_gpt.tokenizers.document_tokens import end_of_documents, start_of_documents
+from niels_gpt.tokenizers.protocol import check_vocab_size, integer
 
 MAX_FILES = 1_000_000
 """Files of a folder that an import looks at."""

@@ -29,8 +29,8 @@ from niels_gpt.kinds.folders import open_cache
 from niels_gpt.storage import fileio
 from niels_gpt.storage.fileio import META_NAME, OutputFile
 from niels_gpt.storage.meta_json import open_regular, path_inside
-from niels_gpt.tokenizers.protocol import Ids
-from niels_gpt.tokenizers.vocabulary import end_of_documents, token_dtype_of
+from niels_gpt.tokenizers.document_tokens import end_of_documents
+from niels_gpt.tokenizers.protocol import Ids, token_dtype_of
 from niels_gpt.work import Progress
 
 MANIFEST_NAME = "niels_gpt.json"

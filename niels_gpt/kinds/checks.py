@@ -27,7 +27,7 @@ from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import path_inside, resolved, sha256_regular
 from niels_gpt.storage.remedies import build_again, make_again
 from niels_gpt.tokenizers.files import FILE_OF, MODEL_NAME
-from niels_gpt.tokenizers.vocabulary import integer, most_ids
+from niels_gpt.tokenizers.protocol import integer, most_ids
 
 _UNREAD = ("too_large", "unreadable_row")  # counters of every loader
 _UNREAD_USER_DEFINED = (  # of user files

@@ -11,10 +11,10 @@ from typing import Any
 
 from niels_gpt.cache.formats import SPLITS
 from niels_gpt.cache.meta import check_tokenizer, find_meta, tokenizer_above
+from niels_gpt.display.pictures import check_matplotlib, check_png
 from niels_gpt.kinds.folders import open_cache
 from niels_gpt.kinds.kind import Cache
 from niels_gpt.kinds.rows import Stats
-from niels_gpt.pictures import check_matplotlib, check_png
 from niels_gpt.storage.errors import CacheError, TokenizerNotFound
 from niels_gpt.storage.fileio import write_bytes
 from niels_gpt.storage.meta_json import printable, resolved

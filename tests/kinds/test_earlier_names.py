@@ -48,9 +48,10 @@ NAMES = {
         "journal.unfinished_builds": "engine.journal.unfinished_builds",
         "resume.NoTextError": "engine.build.NoTextError",
     },
+    "prefix_tree.backends": {"architectures.AttentionRouteError": "prefix_tree.architectures.AttentionRouteError"},
 }
 """The documented names of each, and what has them now."""
-NOW = {"inspection": "kinds", "interop": "exchange", "builders": "engine"}
+NOW = {"inspection": "kinds", "interop": "exchange", "builders": "engine", "prefix_tree.backends": "prefix_tree"}
 
 
 def named(place):
@@ -75,7 +76,7 @@ def test_an_earlier_name_warns_and_gives_the_same_objects(name):
 
 
 EARLIER_MODULES = {
-    "recipes.rollouts.checks": {"verify": "kinds.verify.verify", "find_damage": "kinds.verify.find_damage"},
+    "prefix_tree.fold_checks": {"FoldReport": "prefix_tree.verify.FoldReport"},
     "recipes.run_recipe": {
         "Outcome": "recipes.records.Outcome",
         "cache_root": "recipes.records.cache_root",

@@ -38,7 +38,7 @@ from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import id_of_line
 from niels_gpt.storage.meta_json import open_regular, path_inside
 from niels_gpt.storage.parquet_pages import pages_of
-from niels_gpt.tokenizers.vocabulary import end_of_documents
+from niels_gpt.tokenizers.document_tokens import end_of_documents
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -29,8 +29,8 @@ from niels_gpt.exchange.foreign import (
 from niels_gpt.exchange.output import TokenFile
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import path_inside
+from niels_gpt.tokenizers.document_tokens import end_of_documents
 from niels_gpt.tokenizers.protocol import TOKEN_DTYPES, token_dtype_name
-from niels_gpt.tokenizers.vocabulary import end_of_documents
 
 _CHUNK = 1 << 19  # numbers that are written at once
 

@@ -45,9 +45,8 @@ from niels_gpt.storage.meta_json import (
     sha256_regular,
 )
 from niels_gpt.storage.versions import JOURNAL_NAME, VERSION_DIGITS
-from niels_gpt.tokenizers.document_tokens import DocumentToken
+from niels_gpt.tokenizers.document_tokens import DocumentToken, end_of_documents
 from niels_gpt.tokenizers.protocol import TOKEN_DTYPES
-from niels_gpt.tokenizers.vocabulary import end_of_documents
 from niels_gpt.work import Progress
 
 logger = logging.getLogger(__name__)
