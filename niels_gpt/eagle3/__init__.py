@@ -2,6 +2,7 @@
 
 cache.py         public: reader, loader, writer of shards; every name of the published contract
 native.py        public: reader and batches of the native form, and the six keys of version 1 made of it
+stream.py        public: Eagle3Stream: each sample exactly once an epoch, over any ranks and workers, resumable
 target.py        public: the target's hidden states and logits, shifted left by one slot; which layers are captured
 head.py          public: hidden states -> logits by the target's norm and lm_head, without the rest of the target
 vocab.py         public: which of the target's tokens the draft knows, and the files of that choice
@@ -27,8 +28,8 @@ derive.py        a finished native cache -> another draft vocabulary, or version
 exchange/        other tools' folders -> a native cache, and back
 
 cache.py and format/ need torch and safetensors, the rest also transformers (the extra eagle3). The input is tokenized
-by niels_gpt/chat; recipes/eagle3 connects input, target and build.py. The package passes on `make_target_cache`, the
-build for a program that has its own samples and target.
+by niels_gpt/chat; recipes/eagle3 connects input, target and build.py. The package passes on `Eagle3Stream` with
+its `Eagle3Batch`, and `make_target_cache`, the build for a program that has its own samples and target.
 """
 
 from __future__ import annotations
@@ -38,14 +39,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from niels_gpt.eagle3.build import make_target_cache
+    from niels_gpt.eagle3.stream import Eagle3Batch, Eagle3Stream
 
-__all__ = ["make_target_cache"]
+_HOMES = {
+    "Eagle3Batch": "niels_gpt.eagle3.stream",
+    "Eagle3Stream": "niels_gpt.eagle3.stream",
+    "make_target_cache": "niels_gpt.eagle3.build",
+}
+
+__all__ = ["Eagle3Batch", "Eagle3Stream", "make_target_cache"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:  # torch is loaded at the first use
+    if name not in _HOMES:  # torch is loaded at the first use
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("niels_gpt.eagle3.build"), name)
+    return getattr(import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
