@@ -30,7 +30,7 @@ class DocumentBatch:
     counters: Sequence[tuple[int, Mapping[str, int]]] = NO_COUNTERS
     """(n, the loader's counters from document n of this batch on): ascending, the first n is 0."""
     position: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """Each document's place in the files, a column for each key of data.files.rows.Position; {} if it has none."""
+    """Each document's place in the files, a column for each key of data.reader.Position; {} if it has none."""
     is_checked: bool = False
     """Whether all of this is known to be true, as the project's loaders know it; a builder checks other batches."""
 

@@ -6,6 +6,7 @@ gutenberg.py      books: a file of a mirror is one book, or has one in each row
 roam.py           a folder of markdown notes, and how its files are split into train and val
 dolly.py          instructions: how a row of Dolly becomes a chat
 oasst1.py         trees of messages: which paths of a tree become chats
+reader.py         where a loader is in the files of its source, and how it resumes there
 upstream_rows.py  what these loaders share: which rows of a built-in source are dropped, counted and logged
 local.py          user-defined sources: which files a pattern matches, and how their rows become texts or chats
 chat_shapes.py    what a chat may look like in a user's file, and which roles are known

@@ -42,7 +42,7 @@ def iter_dolly_sft(
     instruction or response count as "blank_field"; rows where one is absent, or a field is not a string, count as
     "missing_field"; both are dropped. Other counters and links: as iter_fineweb_edu.
     split: "all" reads every upstream split. shuffle: holds all rows in memory; otherwise they stream in upstream order.
-    position: of a mirror's files, without `shuffle` and `take`: see rows.Position. partition: whose rows
+    position: of a mirror's files, without `shuffle` and `take`: see reader.Position. partition: whose rows
         alone are read.
     meta is the row and its "index".
     """

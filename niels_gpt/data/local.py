@@ -21,10 +21,8 @@ from typing import Any, cast
 from niels_gpt.chat_template import UNKNOWN_ROLE, count_names
 from niels_gpt.data import chat_shapes
 from niels_gpt.data.files import rollouts
-from niels_gpt.data.files.columns import Columns, Reading, rows_or_columns
-from niels_gpt.data.files.parquet import field_names
 from niels_gpt.data.files.part import FilePart, Share, is_first
-from niels_gpt.data.files.rows import TABLE_SUFFIXES, Position
+from niels_gpt.data.files.rows import TABLE_SUFFIXES, Columns, Reading, rows_or_columns
 from niels_gpt.data.files.text import (
     MAX_DOCUMENT_BYTES,
     MISSING_FIELD,
@@ -39,6 +37,7 @@ from niels_gpt.data.files.text import (
     read_text,
 )
 from niels_gpt.data.files.walk import first_link, in_order, note_forks, note_links, once_each, walk_folders
+from niels_gpt.data.reader import Position
 from niels_gpt.data.types import ChatSample, PretrainSample, RawChat, SequenceGroup, TextBlock
 from niels_gpt.data.upstream_rows import TEXT_FIELDS
 from niels_gpt.documents import Partition
@@ -100,7 +99,7 @@ class LocalFiles:
             counts as "missing_field".
         counters: receives how many documents were dropped or repaired, by reason.
         max_document_bytes: of a document or row; a larger one counts as "too_large".
-        position: where the stream is, kept in this dict; the stream starts behind what it holds (see rows.Position).
+        position: where the stream is, kept in this dict; the stream starts behind what it holds (see reader.Position).
         The samples' meta: "index", the number in the stream from 0; "path", the file's name; for a row "row", its
             number from 1 (the line's in .jsonl), and "id", if it is a string or an integer, as a string.
         Raises: ValueError for a damaged file, when it is reached, and at the end if there is no text at all.
@@ -489,7 +488,9 @@ class _Reader:
         if not _has_suffix(path, (".parquet",)):
             return list(row)
         if path not in self._columns_of:
-            self._columns_of = {path: field_names(path)}
+            from niels_gpt.data.files import parquet  # imports pyarrow, which is heavy
+
+            self._columns_of = {path: parquet.field_names(path)}
         return self._columns_of[path]
 
     def _fields(self) -> str:

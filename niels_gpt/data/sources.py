@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 from niels_gpt.data import dolly, fineweb_edu, gutenberg, oasst1, roam, wikitext
 from niels_gpt.data.files import mirrors
 from niels_gpt.data.files.part import PARTITION_RULE, TREES_RULE, is_first
-from niels_gpt.data.files.rows import from_position
 from niels_gpt.data.local import LocalFiles
+from niels_gpt.data.reader import from_position
 from niels_gpt.data.types import ChatSample, PretrainSample, RawChat, SequenceGroup, TextBlock
 from niels_gpt.data.upstream_rows import UpstreamRows, documents_of_pieces
 from niels_gpt.documents import Partition
@@ -59,7 +59,7 @@ class LoadRequest:
     splits: Mapping[str, str] = field(default_factory=dict)
     """Of a source with `SourceSpec.splits`: those that are there, with upstream's names."""
     position: dict[str, int] | None = None
-    """Where to start, and receives where the loader is: see data.files.rows.Position. None: from the beginning."""
+    """Where to start, and receives where the loader is: see data.reader.Position. None: from the beginning."""
     blocks: bool = False
     """Whether documents of files may come as TextBlocks, many at a time."""
     raw: bool = False

@@ -33,7 +33,7 @@ class TextBlock:
     ids: list[str]
     """Each document's id in its source: see source_id."""
     position: dict[str, list[int]] = field(default_factory=dict)
-    """Each document's position: see data.files.rows.Position; {} if nobody records it."""
+    """Each document's position: see data.reader.Position; {} if nobody records it."""
 
 
 @dataclass(frozen=True)

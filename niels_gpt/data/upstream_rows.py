@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from niels_gpt.data.files import mirrors
-from niels_gpt.data.files.columns import Columns, Reading, rows_or_columns
 from niels_gpt.data.files.part import FilePart, Share, is_first
-from niels_gpt.data.files.rows import TABLE_SUFFIXES, Position
+from niels_gpt.data.files.rows import TABLE_SUFFIXES, Columns, Reading, rows_or_columns
 from niels_gpt.data.files.text import (
     MAX_DOCUMENT_BYTES,
     MISSING_FIELD,
@@ -30,6 +29,7 @@ from niels_gpt.data.files.text import (
     packed_suffix,
     read_text,
 )
+from niels_gpt.data.reader import Position
 from niels_gpt.data.types import PretrainSample, TextBlock, source_id
 from niels_gpt.documents import Partition
 from niels_gpt.hub import datasets as hub
@@ -104,7 +104,7 @@ class UpstreamRows:
         config, streaming, revision, shuffle_seed, shuffle_buffer: for the hub alone.
         all_splits: the splits that "all" stands for on the hub.
         folder, inner_folders, suffixes, follow_links: as mirrors.split_files; folder: "" for the dataset's id.
-        book_suffixes: of a mirror's files that are one row each. position: see rows.Position.
+        book_suffixes: of a mirror's files that are one row each. position: see reader.Position.
         Raises: FileNotFoundError, by the call itself, if a mirror has no such files; ValueError for a damaged file.
         """
         root = mirrors.mirror_root(source_root)

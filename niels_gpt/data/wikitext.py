@@ -39,7 +39,7 @@ def iter_wikitext(
     Blank lines are skipped and count as "blank". meta["index"] is the row's number in the split, blank rows included.
     In a mirror a folder named like `config` is read alone if it exists. Other counters, links and partitions: as
     iter_fineweb_edu.
-    position: of a mirror's files, without `take`: see rows.Position.
+    position: of a mirror's files, without `take`: see reader.Position.
     """
     check_take(take)
     split = "validation" if split == "val" else split

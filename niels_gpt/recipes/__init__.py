@@ -23,7 +23,7 @@ shared.py            what the machines must share: the same versions, and a fold
 run_recipe.py        the earlier names of records.py and request.py, for one release
 token_caches.py      the earlier name of build_token_cache in units.py, for one release
 partitions/          the earlier names of units.py, for one release
-rollouts/            recorded rollouts -> rollouts/NAME, message trees -> trees/oasst1
+rollouts.py          recorded rollouts -> rollouts/NAME, message trees -> trees/oasst1
 eagle3/              chats + target model -> eagle3/targets
 exchange/            folders of other tools <-> caches
 

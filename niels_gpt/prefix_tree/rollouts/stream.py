@@ -22,9 +22,8 @@ from niels_gpt.cache.mmap import public_file
 from niels_gpt.display.tables import html_table
 from niels_gpt.prefix_tree.bins import SampleSizes, plan_bins
 from niels_gpt.prefix_tree.forest import PrefixForest
-from niels_gpt.prefix_tree.rollouts.format import Ints
 from niels_gpt.prefix_tree.rollouts.reader import RolloutDataset, values_of
-from niels_gpt.prefix_tree.rollouts.records import PER_SAMPLE, Sample
+from niels_gpt.prefix_tree.rollouts.records import PER_SAMPLE, Ints, Sample
 from niels_gpt.sampling.permutation import ROUNDS, permute, random_keys
 from niels_gpt.sampling.position import ResumableStream
 from niels_gpt.sampling.state import key_check, limited
