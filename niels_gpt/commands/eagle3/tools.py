@@ -243,7 +243,7 @@ def _to_dense(
 
 
 def _not_to_native(cache: Path, manifest: dict[str, Any], follow_links: bool) -> CacheError:
-    """Return the refusal, with the command that builds a native cache of the same input, as far as the plan knows it."""
+    """Return the refusal, with the command that builds a native cache of the same input if the plan knows it."""
     from niels_gpt.eagle3.format.plan import read_record
 
     record = read_record(cache, follow_links=follow_links) or {}

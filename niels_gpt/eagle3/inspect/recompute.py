@@ -223,7 +223,7 @@ def _compared(row: StoredSample, again: StoredSample, run: Mapping[str, Any], ch
 def _largest_difference(
     row: StoredSample, again: StoredSample, name: str, differs: Tensor
 ) -> tuple[int, int, float, float]:
-    """Return row and column of a field's largest difference, and both numbers. differs: bool [rows], where bits differ."""
+    """Return row and column of a field's largest difference, and both numbers. differs: bool [rows]."""
     stored, computed = (_numbers(each, name, slice(len(differs)), torch.float64).flatten(1) for each in (row, again))
     apart = (stored - computed).abs().nan_to_num(torch.inf)
     apart[~differs] = -1  # the difference may be no more than the sign of a zero

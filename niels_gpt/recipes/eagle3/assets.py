@@ -222,7 +222,7 @@ def _with_all_files(found: Resolved, path: Path) -> dict[str, Any]:
 
 
 def _build_key(plan: TargetPlan) -> str:
-    """Return the identity of a build: the plan, and for a native cache the draft vocabulary, which its plan leaves out."""
+    """Return the identity of a build: the plan, and for a native cache the draft vocabulary."""
     return sha256([plan.sha256, plan.manifest["selected_token_ids"]]) if plan.is_native else plan.sha256
 
 
