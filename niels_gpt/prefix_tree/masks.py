@@ -47,18 +47,6 @@ class AttnMaskSpec:
     total_seqlen: int
 
     @classmethod
-    def causal(cls, seqlen: int) -> AttnMaskSpec:
-        """Return the mask of one sequence."""
-        return cls.varlen([seqlen])
-
-    @classmethod
-    def varlen(cls, seqlens: Sequence[int], causal: bool = True) -> AttnMaskSpec:
-        """Return the mask of sequences one after another that do not see each other."""
-        ranges = _ranges(seqlens)
-        kinds = ["causal" if causal else "full"] * len(ranges)
-        return cls([list(r) for r in ranges], [list(r) for r in ranges], kinds, sum(seqlens))
-
-    @classmethod
     def prefix_tree(
         cls, node_lengths: Sequence[int], sample_paths: Sequence[Sequence[int]]
     ) -> tuple[AttnMaskSpec, list[list[list[int]]]]:
@@ -95,11 +83,6 @@ class AttnMaskSpec:
             sum(node_lengths),
         )
         return spec, [[list(ranges[node]) for node in path] for path in sample_paths]
-
-    def fingerprint(self) -> tuple[Any, ...]:
-        """Return a hashable value that is equal for equal masks: a key to cache what a backend makes of one."""
-        q_ranges, k_ranges = (tuple(map(tuple, ranges)) for ranges in (self.q_ranges, self.k_ranges))
-        return (self.total_seqlen, q_ranges, k_ranges, tuple(self.mask_types))
 
     def dense(self) -> Tensor:
         """Return the mask as bool [T, T], True where query (row) sees key (column)."""
