@@ -101,7 +101,7 @@ class Rollouts(Family):
         return [(None, found.rollouts(**how))]
 
     def build(self, request: Request, job: Job) -> dict[str, Any]:
-        """As Family; progress receives groups, tokens of their sequences, and None. Raises: as `build_rollouts`."""
+        """Build rollouts/NAME. progress gets groups, tokens of their sequences, and None."""
         from niels_gpt.prefix_tree.rollouts.build import build_rollouts
 
         return build_rollouts(
@@ -152,7 +152,7 @@ class TreeCaches(Family):
         return True
 
     def build(self, request: Request, job: Job) -> dict[str, Any]:
-        """As Family; progress receives groups, tokens of their sequences, and None. Raises: as `build_rollouts`."""
+        """Build trees/NAME. progress gets groups, tokens of their sequences, and None."""
         from niels_gpt.prefix_tree.rollouts.build import build_rollouts
         from niels_gpt.tokenizers.engine import open_engine
 
