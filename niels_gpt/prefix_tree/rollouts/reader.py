@@ -62,8 +62,8 @@ class _Offsets(NamedTuple):
 class RolloutDataset(Reader):
     """The groups of one split. The samples of a group keep the order of the build.
 
-    Holds its version, may be forked and pickled: see `niels_gpt.cache.reader.Reader`. Files are mapped and never read as
-    a whole, except the index, which is checked in pieces.
+    It holds its version and may be forked and pickled: see `niels_gpt.cache.reader.Reader`. Files are mapped and never
+    read as a whole, except the index, which is checked in pieces.
     """
 
     kind = KIND

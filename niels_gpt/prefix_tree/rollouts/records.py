@@ -22,6 +22,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from niels_gpt.documents import Rollout as Rollout
 from niels_gpt.signals import WITHOUT_PROMPT
 from niels_gpt.tokenizers.protocol import MAX_IDS
 
@@ -31,27 +32,6 @@ PER_SAMPLE = ("advantage", "reward")
 """Fields with one float32 for each sample."""
 FIELDS = (*PER_TOKEN, *PER_SAMPLE)
 _POSITIVE = 1e-4  # a log-prob above it is no rounding
-
-
-@dataclass(frozen=True, eq=False)
-class Rollout:
-    """One sampled sequence of L tokens.
-
-    Its scored tokens are the completion, or all L if it is not known where the completion begins.
-    """
-
-    ids: Any
-    """Integers [L]: prompt and completion, as sampled."""
-    prompt_length: int = -1
-    """Tokens before the completion; -1: not known."""
-    loss_mask: Any = None
-    """0 and 1 [L]: which tokens are targets. None: the scored tokens."""
-    logprobs: Any = None
-    """float32 [scored tokens]: the log-prob of each, by the model that sampled it."""
-    advantage: Any = None
-    """One float, or float32 [scored tokens]."""
-    reward: float | None = None
-    """The score of the sample."""
 
 
 @dataclass(frozen=True, eq=False)
