@@ -16,7 +16,7 @@ from niels_gpt.chat.protocol import ChatTokenizer
 from niels_gpt.chat.template_tokenizer import problem_of
 from niels_gpt.chat.tokenizers import CacheBackend, template_tokenizer
 from niels_gpt.data.local import LocalFiles
-from niels_gpt.data.sources import LoadRequest, Part, SourceSpec
+from niels_gpt.data.spec import LoadRequest, Part, SourceSpec
 from niels_gpt.recipes import sources
 from niels_gpt.recipes.family import Family, Job
 from niels_gpt.recipes.request import Request

@@ -10,7 +10,7 @@ from typing import Any
 
 from niels_gpt.data.files.part import GROUPS_RULE
 from niels_gpt.data.local import LocalFiles
-from niels_gpt.data.sources import LoadRequest, Part
+from niels_gpt.data.spec import LoadRequest, Part
 from niels_gpt.recipes import sources
 from niels_gpt.recipes.family import Family, Job
 from niels_gpt.recipes.records import Outcome
