@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.meta_json import checked_count, checked_sha256, wrong_value
-from niels_gpt.tokenizers.protocol import Ids
-from niels_gpt.tokenizers.vocabulary import NARROW, TokenDtype, integer, token_dtype_of
+from niels_gpt.tokenizers.protocol import NARROW, Ids, TokenDtype, integer, token_dtype_of
 
 SPLITS = ("train", "val")
 FORMAT_VERSION = 1

@@ -57,7 +57,7 @@ from niels_gpt.storage.meta_json import (
     wrong_value,
 )
 from niels_gpt.storage.versions import LOCK_NAME
-from niels_gpt.tokenizers.vocabulary import end_of_documents, start_of_documents
+from niels_gpt.tokenizers.document_tokens import end_of_documents, start_of_documents
 
 logger = logging.getLogger(__name__)
 
@@ -457,11 +457,11 @@ def warn_of_whole(path: Path, meta: Meta) -> None:
         warn_of_empty_val(path, meta, meta["docs"]["train"] - meta["duplicates"]["train"])
 
 
-def warn_of_empty_val(path: Path, meta: Meta, distinct: int, what: str = "texts") -> None:
+def warn_of_empty_val(path: Path, meta: Mapping[str, Any], distinct: int, what: str = "texts") -> None:
     """Log that val is empty, though a share of it was asked for. distinct: how many there are of `what` decides."""
     if asked_share(meta) and not meta["totals"]["val_tokens"]:
         why = "too few distinct %s (%d)"
-        if distinct > 1:
+        if distinct > 1 and "partitions" in meta:
             why = "of the distinct %s (%d) none fell to it by its share, and partitions move none there. With "
             why += "--partitions 1 the nearest one goes to val"
         logger.warning(f"%s: val is empty: {why}", path, what, distinct, extra={"code": "W308"})

@@ -30,13 +30,13 @@ from niels_gpt.storage.meta_json import (
     wrong_value,
 )
 from niels_gpt.storage.versions import VERSION_NAME, VERSIONS_DIR, is_plan, version_name
-from niels_gpt.tokenizers.protocol import MAX_IDS, FullTokenizer
-from niels_gpt.tokenizers.vocabulary import (
+from niels_gpt.tokenizers.document_tokens import end_of_documents, start_of_documents
+from niels_gpt.tokenizers.protocol import (
+    MAX_IDS,
+    FullTokenizer,
     check_vocab_size,
-    end_of_documents,
     integer,
     special_id_in,
-    start_of_documents,
     tokenizer_sha256_in,
 )
 

@@ -23,17 +23,17 @@ from rich_click import argument, option
 from niels_gpt.commands.console import Command, Group, Result, command, parsed, progress_bar, run, say
 from niels_gpt.display.numbers import many
 from niels_gpt.display.tables import folded, table
-from niels_gpt.prefix_tree.savings import ATTENTIONS, MODEL_7B, ROWS
-from niels_gpt.progress import Progress
+from niels_gpt.prefix_tree import ATTENTIONS, MODEL_7B, ROWS
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError, TreeError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import shortened
 from niels_gpt.storage.remedies import PROGRAM
+from niels_gpt.work import Progress
 
 if TYPE_CHECKING:
     from niels_gpt.prefix_tree.forest import ModelShape
-    from niels_gpt.prefix_tree.savings.count import Folded, Rollouts
+    from niels_gpt.prefix_tree.savings import Folded, Rollouts
 
 _GROUP = "group"
 _INDENTED = 24  # levels; deeper nodes are not indented further
@@ -112,7 +112,7 @@ def _line(path: str, number: int, row: dict[str, Any], group_key: str, counters:
     from niels_gpt.data.files.rollouts import NotRolloutsError, samples_of
     from niels_gpt.data.files.text import note
     from niels_gpt.prefix_tree.rollouts.records import Rollout, checked
-    from niels_gpt.prefix_tree.savings.count import Rollouts
+    from niels_gpt.prefix_tree.savings import Rollouts
 
     try:
         found = [checked(Rollout(**vars(sample)), None) for sample in samples_of(row)[1]]
@@ -181,10 +181,10 @@ def stats(
     **sizes: int | None,
 ) -> Result:
     """Print savings."""
-    from niels_gpt.prefix_tree.savings.count import count_savings, forests
+    from niels_gpt.prefix_tree.savings import count_savings, forests
 
     if plot is not None:
-        from niels_gpt.prefix_tree.savings.plot import check_picture
+        from niels_gpt.prefix_tree.plot import check_picture
 
         check_picture(plot)
     shape = _shape(model, sizes)
@@ -194,7 +194,7 @@ def stats(
         savings = count_savings(forests(lines, rows=rows), shape, attention)
     savings.counters = counters
     if plot is not None:
-        from niels_gpt.prefix_tree.savings.plot import plot as draw
+        from niels_gpt.prefix_tree.plot import plot as draw
         from niels_gpt.storage.fileio import write_bytes
 
         names = [Path(path).name for path in rollouts]
@@ -211,7 +211,7 @@ def _shape(model: str | None, sizes: Mapping[str, int | None]) -> ModelShape:
     if model is None:
         return ModelShape(**{**MODEL_7B, **given})
     from niels_gpt.hub.models import CONFIG, hub_file, is_local, refuse_large
-    from niels_gpt.prefix_tree.savings.models import shape_of
+    from niels_gpt.prefix_tree.savings import shape_of
 
     path = Path(model).expanduser() / CONFIG if is_local(model) else hub_file(model, CONFIG, None)
     if path is None:
@@ -243,7 +243,7 @@ def show(
     nodes: int,
 ) -> Result:
     """Print a tree."""
-    from niels_gpt.prefix_tree.savings.count import forests
+    from niels_gpt.prefix_tree.savings import forests
 
     lines = dropwhile(lambda found: found.line < line, read_rollouts([rollouts], group_key, max_document_bytes))
     folded = next(forests(lines, rows=rows), None)

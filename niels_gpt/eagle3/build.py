@@ -75,12 +75,12 @@ from niels_gpt.eagle3.shard_units import SHARDS, PlannedFolder
 from niels_gpt.eagle3.totals import Counts, complete_meta, finish, has_target_weights
 from niels_gpt.eagle3.workers import Found, Job, Load, Workers
 from niels_gpt.engine.units import Commands, not_finished, states_of
-from niels_gpt.progress import Progress
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, write_bytes
 from niels_gpt.storage.fresh_folder import fresh_folder
 from niels_gpt.storage.locks import check_lease, file_lock, is_lost
+from niels_gpt.work import Progress
 
 logger = logging.getLogger(__name__)
 

@@ -57,11 +57,11 @@ from niels_gpt.eagle3.native import NativeView
 from niels_gpt.eagle3.target import NUM_AUX_LAYERS
 from niels_gpt.eagle3.totals import Counts, finish
 from niels_gpt.eagle3.vocab import build_eagle3_token_mapping
-from niels_gpt.progress import Progress
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, make_dir, write_bytes
 from niels_gpt.storage.fresh_folder import fresh_folder
+from niels_gpt.work import Progress
 
 # --- another draft vocabulary -----------------------------------------------------------------------------------------
 

@@ -18,9 +18,9 @@ from niels_gpt.eagle3.inspect.checks import CHECKS, RECOMPUTED
 from niels_gpt.eagle3.shard_units import SHARDS
 from niels_gpt.kinds.files import Record
 from niels_gpt.kinds.kind import CHECK_RECORDS, CHECKED_RECORDS, Cache, Card, Held, Kind, Limits, Page, Rows, Sealed
-from niels_gpt.progress import Progress
 from niels_gpt.storage.checks import Verdict
 from niels_gpt.storage.errors import PositionError
+from niels_gpt.work import Progress
 
 _MANIFEST_NAME = "manifest.json"  # as eagle3.format.layout has it, which loads torch
 _PARTS_NAME = ".parts"  # as eagle3.partitions has it, which loads torch too

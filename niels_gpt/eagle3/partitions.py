@@ -25,10 +25,10 @@ from niels_gpt.eagle3.format.plan import differing_fields
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import canonical_json, write_bytes
-from niels_gpt.storage.leftovers import PROBE
 from niels_gpt.storage.locks import file_lock, refuse_while_held
-from niels_gpt.storage.locks.folder import MARKER
+from niels_gpt.storage.locks.leases import MARKER
 from niels_gpt.storage.meta_json import parse_object, read_regular, shortened
+from niels_gpt.storage.versions import PROBE
 
 Part = tuple[int, int]
 """(i, N), i from 1: partition i - 1 of N, which has the shards whose index divided by N leaves i - 1."""

@@ -43,9 +43,9 @@ from niels_gpt.eagle3.partitions import Part, has_parts, known_parts, part_text,
 from niels_gpt.engine.units import Unit
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, canonical_json
-from niels_gpt.storage.leftovers import PROBE
-from niels_gpt.storage.locks.folder import LEASES_DIR, MARKER
+from niels_gpt.storage.locks.leases import LEASES_DIR, MARKER
 from niels_gpt.storage.meta_json import meta_bytes, parse_object, read_regular, shortened
+from niels_gpt.storage.versions import PROBE
 from niels_gpt.tokenizers.files import CONFIG_NAME, TEMPLATE_NAME
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from niels_gpt.engine.units import Looks, Unit
-from niels_gpt.progress import Progress
 from niels_gpt.storage.errors import CacheError
+from niels_gpt.work import Progress
 
 if TYPE_CHECKING:
     from niels_gpt.eagle3.format.plan import TargetPlan

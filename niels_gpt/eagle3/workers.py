@@ -40,8 +40,8 @@ from niels_gpt.eagle3.forward import (
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.eagle3.target import HFEagle3TargetModel, capture
 from niels_gpt.eagle3.totals import ENOUGH, Counts
-from niels_gpt.interrupts import sigint_blocked
 from niels_gpt.storage.errors import CacheError, TargetError, WorkerDied
+from niels_gpt.work import sigint_blocked
 
 logger = logging.getLogger(__name__)
 

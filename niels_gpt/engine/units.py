@@ -26,7 +26,6 @@ from niels_gpt.cache.formats import FORMAT_VERSION, SPLITS
 from niels_gpt.documents import MAX_PARTITIONS, Partition
 from niels_gpt.engine.build import CANNOT_WRITE
 from niels_gpt.engine.meta import BUILDER_VERSIONS, Source
-from niels_gpt.progress import Progress
 from niels_gpt.settings import usable_cores
 from niels_gpt.storage import fileio, versions
 from niels_gpt.storage.errors import CacheError
@@ -51,6 +50,7 @@ from niels_gpt.storage.versions import (
     VERSIONS_DIR,
     versions_dir,
 )
+from niels_gpt.work import Progress
 
 logger = logging.getLogger(__name__)
 

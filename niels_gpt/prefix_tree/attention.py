@@ -15,26 +15,40 @@ mask made here includes the window.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from niels_gpt.prefix_tree.backends.architectures import AttentionRouteError, architecture
-from niels_gpt.prefix_tree.backends.block_mask import block_mask, block_masks
-from niels_gpt.prefix_tree.backends.checks import check_model_inputs, guard
-from niels_gpt.prefix_tree.backends.masks import (
+from niels_gpt.prefix_tree.architectures import (
+    Architecture,
+    AttentionRouteError,
+    architecture,
+    is_sharded,
+    unwrapped,
+    wrappers,
+)
+from niels_gpt.prefix_tree.forest import PrefixForest
+from niels_gpt.prefix_tree.masks import (
+    HIDDEN,
     AttnMaskSpec,
     architecture_of,
+    block_mask,
+    block_masks,
     dense_mask,
     hf_attention_mask,
+    is_remembered,
     masks_of,
+    refuse_other_routes,
     remember,
+    windows_of,
 )
-from niels_gpt.prefix_tree.backends.segments import NAME, Segments
-from niels_gpt.prefix_tree.backends.segments_probe import use_segments
-from niels_gpt.prefix_tree.forest import PrefixForest
+from niels_gpt.prefix_tree.segments import NAME, Segments, probing, segments_of, use_segments
 from niels_gpt.storage.errors import TreeError
 
 __all__ = [
@@ -142,3 +156,203 @@ def hf_forward(model: nn.Module) -> HfForward:
     `model_inputs` does, and for arguments of another form.
     """
     return HfForward(model)
+
+
+# --- the arguments of a forward pass, checked before it runs ----------------------------------------------------------
+
+
+def check_model_inputs(forest: PrefixForest, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+    """Raise AttentionRouteError unless model(**inputs) gives the forest's tokens the values that they have in samples.
+
+    inputs: the arguments of one forward pass by name: equal to what `model_inputs` returns, or with `inputs_embeds`
+    [1, T, H] for `input_ids`, or with further arguments that do not act between tokens.
+    """
+    traits = architecture_of(forest, model)
+    refuse_other_routes(traits.implementation)
+    _check_arguments(inputs)
+    rows = len(forest.input_ids)
+    ids, embeds = inputs.get("input_ids"), inputs.get("inputs_embeds")
+    given = ids if embeds is None else embeds
+    if not isinstance(given, Tensor) or given.shape[:2] != (1, rows):
+        raise _wrong("input_ids", given, f"the forest's, [1, {rows}]: one row with all groups")
+    if embeds is None and not torch.equal(given[0], forest.input_ids.to(given.device)):
+        raise _wrong("input_ids", given, "forest.input_ids, and the values differ")
+    positions = inputs.get("position_ids")
+    if not isinstance(positions, Tensor) or positions.shape != (1, rows):
+        raise _wrong(
+            "position_ids",
+            positions,
+            f"forest.position_ids[None], [1, {rows}]; without them the flat row counts",
+        )
+    if not torch.equal(positions[0], forest.position_ids.to(positions.device)):
+        raise _wrong("position_ids", positions, "forest.position_ids, where each branch continues from its parent")
+    if not _by_segments(traits, forest, inputs):
+        _check_masks(traits, forest, inputs.get("attention_mask"))
+
+
+def _by_segments(traits: Architecture, forest: PrefixForest, inputs: Mapping[str, Any]) -> bool:
+    """Return whether these inputs have the forest's segments for a mask. Raises: AttentionRouteError for others."""
+    try:
+        given = segments_of(inputs)
+    except ValueError as error:
+        raise AttentionRouteError(f"the keys of the tree are not those of the forest: {error}") from error
+    if given is None:
+        return False
+    if traits.implementation != NAME:
+        raise _wrong(
+            NAME, given, f'none, as attn_implementation {traits.implementation!r} ignores it; set "prefix_tree"'
+        )
+    if inputs.get("attention_mask") is not None:
+        raise _wrong("attention_mask", inputs["attention_mask"], "none beside prefix_tree, which is the mask")
+    if not np.array_equal(given.subtree_end, forest.subtree_end.numpy(force=True)):
+        raise _wrong(NAME, given, "Segments.from_forest(forest), and these are of another tree")
+    return True
+
+
+def _wrong(name: str, given: Any, expected: str) -> AttentionRouteError:
+    what = f"{given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+    return AttentionRouteError(f"{name} is {what}; expected {expected}. model_inputs(forest, model) makes all of them")
+
+
+def _check_arguments(inputs: Mapping[str, Any]) -> None:
+    refused = {
+        "past_key_values": "a cache belongs to one sequence; pass None",
+        "use_cache": "a cache of a folded row cannot be continued; pass use_cache=False",
+        "encoder_hidden_states": "encoder states belong to one sample; run the samples unfolded",
+        "output_router_logits": "its loss counts a shared prompt once; pass output_router_logits=False",
+    }
+    for name, why in refused.items():
+        if inputs.get(name) is not None and inputs[name] is not False:
+            raise AttentionRouteError(f"{name} was given: {why}")
+    if inputs.get("labels") is not None and inputs.get("shift_labels") is None:
+        raise AttentionRouteError(
+            "labels was given: the model's own loss shifts them along the flat row, so that the last token of a branch "
+            "would predict the first one of the next branch. Use folded_cross_entropy of niels_gpt.prefix_tree.edges"
+        )
+
+
+def _check_masks(traits: Architecture, forest: PrefixForest, given: Any) -> None:
+    windows = windows_of(traits, forest.position_ids)
+    if isinstance(given, Mapping):
+        if not traits.takes_dict or not set(given) >= set(windows):
+            kinds = f"a dict with {sorted(windows)}" if traits.takes_dict else "a tensor, the model has no layer types"
+            raise _wrong("attention_mask", given, f"{kinds}; it has {sorted(given)}")
+        masks = [(f"attention_mask[{kind!r}]", given[kind], window) for kind, window in windows.items()]
+    elif len(set(windows.values())) > 1:
+        raise _wrong("attention_mask", given, f"a dict, as layers see different windows: {windows}")
+    else:
+        masks = [("attention_mask", given, next(iter(windows.values())))]
+    for name, mask, window in masks:
+        _check_mask(name, mask, forest, window, traits)
+
+
+def _check_mask(name: str, mask: Any, forest: PrefixForest, window: int | None, traits: Architecture) -> None:
+    shape = [1, 1, len(forest.input_ids), len(forest.input_ids)]
+    if mask is None:
+        raise _wrong(name, mask, f"{shape}: without a mask, repeated positions are read as packed sequences")
+    if not isinstance(mask, Tensor) or list(mask.shape) != shape:
+        raise _wrong(name, mask, f"{shape}; transformers turns fewer dimensions into a causal mask, which leaks")
+    dtypes = {traits.dtype} if traits.implementation == "eager" else {traits.dtype, torch.bool}
+    if mask.dtype not in dtypes:
+        why = ', as "eager" adds it to the scores' if traits.implementation == "eager" else ""
+        raise _wrong(name, mask, f"{' or '.join(map(str, dtypes))}{why}")
+    if is_remembered(forest, mask, window):
+        return
+    seen, allowed = mask[0, 0], dense_mask(forest, window=window).to(mask.device)
+    wrong = seen != allowed if mask.dtype == torch.bool else torch.where(allowed, seen != 0, seen > HIDDEN)
+    if bool(wrong.any()):
+        q, k = wrong.nonzero()[0].tolist()
+        must = "must see" if bool(allowed[q, k]) else "must not see"
+        if mask.dtype != torch.bool:
+            must = f"has {float(seen[q, k]):g}, expected {'0' if bool(allowed[q, k]) else '-1e4 or less'}, as it {must}"
+        raise _wrong(name, mask, f"the forest's; {int(wrong.sum())} pairs differ, first: row {q} {must} row {k}")
+
+
+@contextmanager
+def guard(forest: PrefixForest, model: nn.Module) -> Iterator[None]:
+    """Check each forward of `model` in the block by `check_model_inputs` before it runs, and raise as that does.
+
+    A call of the body alone (`model.base_model`, such as `model.model` of a Llama) is checked too. For a wrapped model
+    (torch.compile, DataParallel, PEFT) the arguments of the model inside are checked; if an earlier compiled graph
+    skips its hooks, the arguments of the wrapper are checked after the call.
+
+    Where a wrapper reduces gradients over ranks (DistributedDataParallel, FSDP), a call of the model or body inside it
+    is refused while gradients are on: they would not be reduced. `body_forward` calls the wrapper.
+
+    Raises: AttentionRouteError at once for a model compiled in place by model.compile(), which may skip hooks.
+    """
+    inner = unwrapped(model)
+    body = getattr(inner, "base_model", None)
+    checked = [inner] if not isinstance(body, nn.Module) or body is inner else [inner, body, unwrapped(body)]
+    if any(getattr(module, "_compiled_call_impl", None) for module in (model, *checked)):
+        raise AttentionRouteError(
+            f"{type(inner).__name__} was compiled in place by model.compile(), and its graph may skip the check; "
+            "use torch.compile(model), or call check_model_inputs yourself"
+        )
+    running: list[nn.Module] = []
+    ran: list[nn.Module] = []
+
+    def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        names = inspect.signature(unwrapped(module).forward).parameters
+        check_model_inputs(forest, module, {**dict(zip(names, args, strict=False)), **kwargs})
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.compiler.is_compiling() and not probing.get():
+            running.append(module)
+            ran.append(module)
+            if len(running) == 1:  # the model checked its arguments before it calls its body
+                check_reduced(module)
+                check(module, args, kwargs)
+
+    def leave(*_: Any) -> None:
+        if not torch.compiler.is_compiling() and not probing.get():
+            running.pop()
+
+    def arrived(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
+        if not ran and not probing.get():
+            check(module, args, kwargs)
+        ran.clear()
+
+    with ExitStack() as hooks:
+        check_reduced = hooks.enter_context(_reducing(model))
+        for module in dict.fromkeys(checked):
+            hooks.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
+        if model is not inner:
+            hooks.callback(model.register_forward_pre_hook(lambda *_: ran.clear()).remove)
+            hooks.callback(model.register_forward_hook(arrived, with_kwargs=True).remove)
+        yield
+
+
+@contextmanager
+def _reducing(model: nn.Module) -> Iterator[Callable[[nn.Module], None]]:
+    """Yield a function that raises if a module is called past the wrapper that would reduce its gradients over ranks.
+
+    Raises: AttentionRouteError, by the function.
+    """
+    chain = wrappers(model)
+    last = next((place for place, module in enumerate(chain) if _reduces(module)), None)
+    inside: list[nn.Module] = []
+
+    def check(module: nn.Module) -> None:
+        if last is None or inside or not torch.is_grad_enabled() or is_sharded(module):
+            return
+        reducer = chain[last]
+        if getattr(reducer, "require_backward_grad_sync", True):  # False in no_sync(), where nothing is reduced yet
+            what = "the model that fully_shard was applied to" if is_sharded(reducer) else type(reducer).__name__
+            raise AttentionRouteError(
+                f"{type(module).__name__} was called, and not {what}: its gradients would not be reduced, and each "
+                "rank would train by its own samples alone. Use hidden, head = body_forward(model, forest) of "
+                "niels_gpt.prefix_tree.heads, or call the wrapper; to evaluate, use torch.no_grad()"
+            )
+
+    with ExitStack() as hooks:
+        for module in chain[: 0 if last is None else last + 1]:
+            hooks.callback(module.register_forward_pre_hook(lambda module, _: inside.append(module)).remove)
+            hooks.callback(module.register_forward_hook(lambda *_: inside.clear(), always_call=True).remove)
+        yield check
+
+
+def _reduces(module: nn.Module) -> bool:
+    names = {of_class.__name__ for of_class in type(module).__mro__}
+    return is_sharded(module) or bool(names & {"DistributedDataParallel", "FullyShardedDataParallel"})

@@ -27,13 +27,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from niels_gpt.prefix_tree.forest import ModelShape, PrefixForest
-from niels_gpt.prefix_tree.layout.radix import Ints
-from niels_gpt.prefix_tree.savings import MODEL_7B
+from niels_gpt.prefix_tree.forest import SHAPE_7B, ModelShape, PrefixForest
+from niels_gpt.prefix_tree.radix import Ints
 from niels_gpt.storage.errors import TreeError, TreeTypeError
 
 OVERSIZE = ("error", "own_bin")
-SHAPE_7B = ModelShape(**MODEL_7B)
 
 
 class SampleSizes(NamedTuple):

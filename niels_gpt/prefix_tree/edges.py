@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from niels_gpt.prefix_tree.fields import PER, by_target, forms_of, right_padded, samples_of
 from niels_gpt.prefix_tree.forest import PrefixForest
-from niels_gpt.prefix_tree.layout.fields import PER, by_target, forms_of, right_padded, samples_of
 from niels_gpt.storage.errors import TreeError
 
 WEIGHTINGS = ("per_sample", "sample_mean", "unique")

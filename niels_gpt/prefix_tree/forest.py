@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from niels_gpt.prefix_tree.layout import radix
+from niels_gpt.prefix_tree import MODEL_7B, radix
 from niels_gpt.prefix_tree.sequences import Encode, concatenated, masks, threads
 from niels_gpt.storage.errors import TreeError, TreeTypeError
 
@@ -48,6 +48,9 @@ class ModelShape:
         """
         products = self.parameters * tokens + self.head_parameters * head_rows
         return 3 * (2 * products + 4 * self.d_model * self.layers * pairs)
+
+
+SHAPE_7B = ModelShape(**MODEL_7B)
 
 
 @dataclass(frozen=True)

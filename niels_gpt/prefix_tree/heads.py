@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from niels_gpt.prefix_tree.architectures import AttentionRouteError, is_sharded, wrappers
 from niels_gpt.prefix_tree.attention import Backend, model_inputs
-from niels_gpt.prefix_tree.backends.architectures import AttentionRouteError, is_sharded, wrappers
 from niels_gpt.prefix_tree.forest import PrefixForest
 
 _FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")

@@ -23,11 +23,11 @@ shared.py            what the machines must share: the same versions, and a fold
 run_recipe.py        the earlier names of records.py and request.py, for one release
 token_caches.py      the earlier name of build_token_cache in units.py, for one release
 partitions/          the earlier names of units.py, for one release
-rollouts/            recorded rollouts -> rollouts/NAME, message trees -> trees/oasst1
+rollouts.py          recorded rollouts -> rollouts/NAME, message trees -> trees/oasst1
 eagle3/              chats + target model -> eagle3/targets
 exchange/            folders of other tools <-> caches
 
-The settings that decide a cache's bytes are `SourceSpec.settings` of its row in niels_gpt/data/sources.py. With the
+The settings that decide a cache's bytes are `SourceSpec.settings` of its row (niels_gpt/data/spec.py). With the
 tokenizer's sha256, the source's fingerprint and the format version they make the recipe's fingerprint: a cache whose
 recorded fingerprint is equal, and whose files have the right sizes, is not built again (D12).
 """

@@ -26,10 +26,8 @@ from typing import TYPE_CHECKING, Any
 from niels_gpt.data.exclude import read_exclusion
 from niels_gpt.display.numbers import many
 from niels_gpt.engine.units import Plan
-from niels_gpt.interrupts import sigint_blocked
 from niels_gpt.kinds.homes import home_recipes
 from niels_gpt.kinds.kind import kind_named, kind_of_key
-from niels_gpt.progress import Progress
 from niels_gpt.recipes.home_recipes import units_of
 from niels_gpt.recipes.records import Outcome, cache_root
 from niels_gpt.recipes.resolve import resolve_source
@@ -39,6 +37,7 @@ from niels_gpt.recipes.units import CacheUnits
 from niels_gpt.settings import Settings, UsageError
 from niels_gpt.storage.codes import code_of, own_code
 from niels_gpt.storage.errors import CacheError
+from niels_gpt.work import Progress, sigint_blocked
 
 if TYPE_CHECKING:
     from distributed import Client, Future

@@ -51,8 +51,8 @@ from niels_gpt.tokenizers.files import (
     tokenizer_file,
     tokenizer_files,
 )
+from niels_gpt.tokenizers.probes import roundtrip
 from niels_gpt.tokenizers.protocol import FullTokenizer
-from niels_gpt.tokenizers.roundtrip import roundtrip
 from niels_gpt.tokenizers.sentinels import folder_of_copy
 
 logger = logging.getLogger(__name__)

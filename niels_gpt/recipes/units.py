@@ -37,7 +37,6 @@ from niels_gpt.engine.units import (
     version_folder,
 )
 from niels_gpt.kinds.kind import MALFORMED, Kind, kind_of_key, units_of_key
-from niels_gpt.progress import Progress
 from niels_gpt.recipes.family import Job
 from niels_gpt.recipes.records import (
     Measurement,
@@ -77,6 +76,7 @@ from niels_gpt.storage.versions import (
     refuse_if_building,
     versions_dir,
 )
+from niels_gpt.work import Progress
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from niels_gpt.cache.documents import lengths, supervised_counts
 from niels_gpt.cache.formats import SPLITS
+from niels_gpt.display.pictures import new_figure, plain_axes, png
 from niels_gpt.kinds.kind import Cache
-from niels_gpt.pictures import new_figure, plain_axes, png
 from niels_gpt.storage.meta_json import printable
 
 if TYPE_CHECKING:  # at run time imported by the functions that draw: matplotlib takes long to load

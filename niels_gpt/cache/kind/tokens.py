@@ -51,7 +51,7 @@ from niels_gpt.storage.checks import Check, Figures
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import open_regular, path_inside, wrong_value
-from niels_gpt.tokenizers.vocabulary import end_of_documents, start_of_documents
+from niels_gpt.tokenizers.document_tokens import end_of_documents, start_of_documents
 
 _CHUNK = 1 << 20  # examples whose first ids are checked at a time
 _NUMBERS = 1 << 16  # bounds that are Python numbers at a time

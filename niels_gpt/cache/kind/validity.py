@@ -31,8 +31,8 @@ from niels_gpt.kinds.kind import Cache
 from niels_gpt.storage.checks import Figures
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
+from niels_gpt.tokenizers.document_tokens import end_of_documents, start_of_documents
 from niels_gpt.tokenizers.protocol import Ids, token_dtype_name
-from niels_gpt.tokenizers.vocabulary import end_of_documents, start_of_documents
 
 _OFFSET_BYTES = OFFSET_DTYPE.itemsize
 _MAX_EXAMPLES = 5  # named in one problem

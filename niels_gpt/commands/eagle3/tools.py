@@ -23,9 +23,9 @@ from niels_gpt.commands.console import command as any_command
 from niels_gpt.commands.eagle3.precompute import PRECOMPUTE
 from niels_gpt.commands.eagle3.respond import respond
 from niels_gpt.commands.partitions import seal_folder
+from niels_gpt.display.pictures import check_png
 from niels_gpt.display.tables import folded, table
 from niels_gpt.eagle3.inspect.checks import RECOMPUTED
-from niels_gpt.pictures import check_png
 from niels_gpt.settings import UsageError
 from niels_gpt.storage.checks import Verdict
 from niels_gpt.storage.errors import CacheError

@@ -48,9 +48,9 @@ from niels_gpt.eagle3.format.torch_files import MAX_INFLATED
 from niels_gpt.eagle3.format.weights import write_weights
 from niels_gpt.eagle3.head import TargetHead
 from niels_gpt.eagle3.totals import Counts
-from niels_gpt.progress import Progress
 from niels_gpt.storage.errors import CacheError, TargetError
 from niels_gpt.storage.fresh_folder import fresh_folder
+from niels_gpt.work import Progress
 
 # --- import -----------------------------------------------------------------------------------------------------------
 

@@ -33,9 +33,9 @@ from niels_gpt.eagle3.inspect.opened import AUX, INDICES, PROBS, VALUES, Field, 
 from niels_gpt.eagle3.inspect.verify import Report
 from niels_gpt.eagle3.target import CHUNK_VALUES, HFEagle3TargetModel, capture
 from niels_gpt.eagle3.workers import Load, torch_threads
-from niels_gpt.progress import Progress
 from niels_gpt.storage.checks import Verdict
 from niels_gpt.storage.errors import CacheError
+from niels_gpt.work import Progress
 
 TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
 """Allowed in another environment, by the dtype that the target runs in: for a hidden state as a share of its layer's

@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from niels_gpt.display.numbers import count_text, number_of, size_text
+from niels_gpt.display.pictures import new_figure, plain_axes, png, set_title
 from niels_gpt.eagle3.format.layout import shard_path
 from niels_gpt.eagle3.inspect.forms import DenseCache, NativeCache, open_cache
 from niels_gpt.eagle3.inspect.opened import AUX, PROBS, VALUES, refuse_malformed
 from niels_gpt.eagle3.target import CHUNK_VALUES
-from niels_gpt.pictures import new_figure, plain_axes, png, set_title
-from niels_gpt.progress import Progress
+from niels_gpt.work import Progress
 
 if TYPE_CHECKING:  # at run time inside the functions: loading matplotlib takes a second
     from matplotlib.axes import Axes

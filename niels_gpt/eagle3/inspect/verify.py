@@ -48,11 +48,11 @@ from niels_gpt.eagle3.inspect.opened import (
     weight_row,
 )
 from niels_gpt.eagle3.totals import FEW
-from niels_gpt.progress import Progress
 from niels_gpt.storage.checks import MOST_PROBLEMS, Figures, Place, PlacedProblem, Verdict, first_problems, place_of
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import checked_name, file_records, meta_crc32, parse_object, shortened
+from niels_gpt.work import Progress
 
 _RECEIPT = re.compile(r"shard-(.*)\.json", re.DOTALL)
 _INDEX = re.compile(r"[0-9]{6}")

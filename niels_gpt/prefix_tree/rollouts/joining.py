@@ -31,9 +31,8 @@ from niels_gpt.engine.meta import Source
 from niels_gpt.engine.split import count_repeated_lines, warn_of_share
 from niels_gpt.engine.units import Plan
 from niels_gpt.prefix_tree.rollouts.build import LAST_ID, LAST_IDS
-from niels_gpt.prefix_tree.rollouts.format import GROUP_COLUMNS, KIND, SAMPLE_COLUMNS, Ints, file_of, per
-from niels_gpt.prefix_tree.rollouts.index import check_index
-from niels_gpt.prefix_tree.rollouts.records import FIELDS
+from niels_gpt.prefix_tree.rollouts.reader import check_index
+from niels_gpt.prefix_tree.rollouts.records import FIELDS, GROUP_COLUMNS, KIND, SAMPLE_COLUMNS, Ints, file_of, per
 from niels_gpt.signals import NO_COMMON_END, REPEATED_GROUP, WITHOUT_PROMPT, warn_of_signals
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError, SourceError

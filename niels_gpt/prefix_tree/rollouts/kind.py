@@ -75,8 +75,7 @@ def _problems(folder: Path, figures: Figures, *, deep: bool) -> Iterator[Finding
 
 def _of_split(folder: Path, split: str, kept: Counter[str], *, deep: bool) -> Iterator[Finding]:
     """Yield the problems of a split. kept: counts its groups and samples."""
-    from niels_gpt.prefix_tree.rollouts.index import sums
-    from niels_gpt.prefix_tree.rollouts.reader import RolloutDataset
+    from niels_gpt.prefix_tree.rollouts.reader import RolloutDataset, sums
 
     meta: dict[str, Any] = read_meta(os.fspath(folder / META_NAME))
     data = None if _is_empty(meta, split) else RolloutDataset(folder, split)
@@ -110,7 +109,7 @@ def _of_partitions(meta: dict[str, Any], split: str, data: RolloutDataset | None
 
 def _of_groups(data: RolloutDataset) -> Iterator[Finding]:
     """Read every group, and compare the index with its ids."""
-    from niels_gpt.prefix_tree.rollouts.format import GROUP_COLUMNS, stored
+    from niels_gpt.prefix_tree.rollouts.records import GROUP_COLUMNS, stored
 
     for number in range(len(data)):
         data.id(number)
@@ -160,8 +159,8 @@ class RolloutsKind(Kind):
     unit = "group"
     keys = ("rollouts/", "trees/")
     families: ClassVar[Mapping[str, str]] = {
-        "trees": "niels_gpt.recipes.rollouts.caches:TREE_CACHES",
-        "rollouts": "niels_gpt.recipes.rollouts.caches:ROLLOUTS",
+        "trees": "niels_gpt.recipes.rollouts:TREE_CACHES",
+        "rollouts": "niels_gpt.recipes.rollouts:ROLLOUTS",
     }
     built_whole = ("trees/",)
     units = UnitKind(
@@ -391,9 +390,9 @@ def _split_line(cache: Cache, split: str) -> str:
 
 def _picture(cache: Cache, name: str) -> bytes:
     """Return a PNG of what folding saves, by group and in all, from the index."""
-    from niels_gpt.prefix_tree.forest import ForestStats
-    from niels_gpt.prefix_tree.savings.count import SHAPE_7B, Savings
-    from niels_gpt.prefix_tree.savings.plot import plot
+    from niels_gpt.prefix_tree.forest import SHAPE_7B, ForestStats
+    from niels_gpt.prefix_tree.plot import plot
+    from niels_gpt.prefix_tree.savings import Savings
 
     meta = cache.meta
     savings, total = Savings(SHAPE_7B), np.zeros(4)

@@ -73,7 +73,7 @@ from niels_gpt.tokenizers.protocol import FullTokenizer
 
 if TYPE_CHECKING:
     from niels_gpt.eagle3.format.plan import TargetPlan
-    from niels_gpt.progress import Progress
+    from niels_gpt.work import Progress
 
 _SEALED = "sealed"
 _MOST_BYTES = 1 << 10

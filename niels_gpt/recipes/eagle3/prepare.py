@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from niels_gpt.eagle3.format.plan import TargetPlan
     from niels_gpt.eagle3.format.samples import Samples
     from niels_gpt.eagle3.inspect.recompute import Target
-    from niels_gpt.progress import Progress
+    from niels_gpt.work import Progress
 
 logger = logging.getLogger(__name__)
 _REPORT_EVERY = 100  # samples

@@ -22,7 +22,7 @@ from niels_gpt.storage.errors import InputError, TargetError
 if TYPE_CHECKING:
     from niels_gpt.chat.protocol import Chat
     from niels_gpt.eagle3.replies import Answered, Prompt, Reply, Sampling, Speaker
-    from niels_gpt.progress import Progress
+    from niels_gpt.work import Progress
 
 _Item = TypeVar("_Item")
 CHATS = 1024

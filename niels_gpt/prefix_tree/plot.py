@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from niels_gpt.display.numbers import many
-from niels_gpt.pictures import check_matplotlib, check_png, new_figure, plain_axes, png, set_title
+from niels_gpt.display.pictures import check_matplotlib, check_png, new_figure, plain_axes, png, set_title
 from niels_gpt.prefix_tree.attention import dense_mask
 from niels_gpt.prefix_tree.forest import PrefixForest
-from niels_gpt.prefix_tree.savings.count import Savings
+from niels_gpt.prefix_tree.savings import Savings
 from niels_gpt.storage.errors import TreeError
 
 if TYPE_CHECKING:  # imported where a picture is drawn: loading matplotlib takes a second

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from niels_gpt.prefix_tree.backends.segments_plan import Plan, Step
+from niels_gpt.prefix_tree.segments_plan import Plan, Step
 
 _ARGUMENTS = ("query", "key", "value", "dropout_p", "is_causal", "attn_mask", "scale")
 _OF_BACKWARD = ("grad_out", "query", "key", "value", "out", "logsumexp", "dropout_p", "is_causal", "attn_mask", "scale")
