@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from niels_gpt.data.exclude import read_exclusion
 from niels_gpt.display.numbers import many
-from niels_gpt.engine.units import Plan
+from niels_gpt.engine.units import PartitionPlan
 from niels_gpt.kinds.homes import home_recipes
 from niels_gpt.kinds.kind import kind_named, kind_of_key
 from niels_gpt.recipes.home_recipes import units_of
@@ -129,7 +129,7 @@ def check_where(where: str) -> None:
 
 
 @contextmanager
-def work_of(settings: Settings, name: str, plan: Plan) -> Iterator[Work]:
+def work_of(settings: Settings, name: str, plan: PartitionPlan) -> Iterator[Work]:
     """Yield what is sent to a worker; the file that it looks for is there until the end of the block."""
     token = secrets.token_hex(16)
     probe, path = tempfile.mkstemp(prefix=".probe-", dir=os.path.abspath(cache_root(settings)))
