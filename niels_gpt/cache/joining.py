@@ -42,7 +42,7 @@ from niels_gpt.engine.journal import BlockHashes, write_whole
 from niels_gpt.engine.losses import warn_of_losses
 from niels_gpt.engine.meta import Source, write_description
 from niels_gpt.engine.split import asked_share, count_duplicates, count_in_both, count_repeated_lines, warn_of_share
-from niels_gpt.engine.units import Mended, Plan
+from niels_gpt.engine.units import Mended, PartitionPlan
 from niels_gpt.signals import IN_BOTH, REPEATED_ID
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import REBUILD, CacheError
@@ -153,7 +153,9 @@ def summed_up(
     return Sums(known, counts, few_names(counters), examples, accepted, of_each)
 
 
-def no_train(plan: Plan, sums: Sums, read: str, remedies: Mapping[str, str] = MappingProxyType({})) -> NoTextError:
+def no_train(
+    plan: PartitionPlan, sums: Sums, read: str, remedies: Mapping[str, str] = MappingProxyType({})
+) -> NoTextError:
     """Return the error of a cache without anything for train. read: the count of what was read.
 
     remedies: by a reason for which something was dropped: more of the same is no help then.
@@ -166,7 +168,7 @@ def no_train(plan: Plan, sums: Sums, read: str, remedies: Mapping[str, str] = Ma
     return NoTextError(f"{plan.path}: no token for the train split: {number} {what} read: {lost}{remedy}")
 
 
-def written(work: Path, plan: Plan, source: Source, sums: Sums, kind: str, **keys: Any) -> Meta:
+def written(work: Path, plan: PartitionPlan, source: Source, sums: Sums, kind: str, **keys: Any) -> Meta:
     """Write the meta.json of a cache whose other files are written, and return it. keys: those that are no sums."""
     accepted = source.provenance.get("accepted_code", {}) | sums.accepted
     if accepted:
@@ -191,7 +193,7 @@ def written(work: Path, plan: Plan, source: Source, sums: Sums, kind: str, **key
     )
 
 
-def join(work: Path, plan: Plan, source: Source, units: Iterator[tuple[Path, Meta]]) -> Meta:
+def join(work: Path, plan: PartitionPlan, source: Source, units: Iterator[tuple[Path, Meta]]) -> Meta:
     """Write all files of a pretrain cache and meta.json to `work`; returns the meta. See `UnitKind.join`.
 
     Raises: NoTextError without a token for train; CacheError E510 for an index or ids that are not of their unit.
@@ -457,11 +459,11 @@ def warn_of_whole(path: Path, meta: Meta) -> None:
         warn_of_empty_val(path, meta, meta["docs"]["train"] - meta["duplicates"]["train"])
 
 
-def warn_of_empty_val(path: Path, meta: Meta, distinct: int, what: str = "texts") -> None:
+def warn_of_empty_val(path: Path, meta: Mapping[str, Any], distinct: int, what: str = "texts") -> None:
     """Log that val is empty, though a share of it was asked for. distinct: how many there are of `what` decides."""
     if asked_share(meta) and not meta["totals"]["val_tokens"]:
         why = "too few distinct %s (%d)"
-        if distinct > 1:
+        if distinct > 1 and "partitions" in meta:
             why = "of the distinct %s (%d) none fell to it by its share, and partitions move none there. With "
             why += "--partitions 1 the nearest one goes to val"
         logger.warning(f"%s: val is empty: {why}", path, what, distinct, extra={"code": "W308"})

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from niels_gpt.cache.build_sft import build_sft
 from niels_gpt.cache.build_templated import build_templated_sft
+from niels_gpt.cache.joining import warn_of_empty_val
 from niels_gpt.chat.chats import check_loss_on
 from niels_gpt.chat.protocol import ChatTokenizer
 from niels_gpt.chat.template import problem_of
@@ -188,6 +189,8 @@ class Chats(Family):
         """Log that a template writes literals such as <|im_end|> which are no tokens of the tokenizer: they become
         several ids, and a message may hold them too."""
         settings, tokenizer = request.settings, request.tokenizer
+        if "partitions" not in meta:
+            warn_of_empty_val(request.path, meta, meta["totals"]["train_examples"] - meta["duplicates"]["train"])
         if settings.chat_template is None or tokenizer is None:
             return
         text = template_text(settings)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.cache.build_pretrain import BUDGET_RULE, FRACTION_RULE, build_pretrain, build_stub
+from niels_gpt.cache.joining import warn_of_empty_val
 from niels_gpt.data.local import LocalFiles, iter_documents, open_files
 from niels_gpt.data.sources import LoadRequest, Part, SourceSpec
 from niels_gpt.recipes import sources
@@ -128,16 +129,8 @@ class Documents(Family):
     def warn(self, request: Request, meta: Mapping[str, Any]) -> None:
         """Log that documents begin without what the tokenizer's post-processor writes before a text, where the settings
         do not say how they begin."""
-        if (
-            "partitions" not in meta
-            and meta["built"]
-            and request.source.spec.split_rule is None
-            and meta["val_frac"]
-            and not meta["val_tokens"]
-        ):
-            distinct = meta["docs"]["train"] - meta["duplicates"]["train"]
-            text = "%s: val is empty: too few distinct texts (%d)"
-            logger.warning(text, request.path, distinct, extra={"code": "W308"})
+        if "partitions" not in meta and meta["built"] and meta["val_frac"] and request.source.spec.split_rule is None:
+            warn_of_empty_val(request.path, meta, meta["docs"]["train"] - meta["duplicates"]["train"])
         if request.settings.document_start is not None or not request.source.spec.has_documents or request.source.stub:
             return
         assert request.tokenizer is not None

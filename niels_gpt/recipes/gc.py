@@ -17,19 +17,22 @@ from niels_gpt.recipes.records import recorded_recipe
 from niels_gpt.recipes.unit_plans import is_of_seal
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import walked
-from niels_gpt.storage.leftovers import Leftover, leftovers, removable, versions_below
 from niels_gpt.storage.locks import OPEN, unless_held
 from niels_gpt.storage.versions import (
     BUILDING,
     JOURNAL_SUFFIX,
     PARTITIONS,
     PLAN_NAME,
+    Leftover,
     build_lock,
     discard,
     is_plan,
+    leftovers,
     refuse_if_building,
     refuse_if_partition_is_built,
+    removable,
     version_name,
+    versions_below,
 )
 
 _WEEK_S = 7 * 24 * 3600
@@ -44,7 +47,7 @@ def collect(cache_dir: Path, *, dry_run: bool, unsealed: bool = False) -> Iterat
     for a week after the last one was finished, because the next task of a job may go on with them.
     A cache that is being built is left alone, and its line names the
     builder; so are the partitions of a cache while one is being built. A version that a reader has open is kept,
-    and every version where the file system has no locks; files that no cache wrote (`storage.leftovers.leftovers`) are
+    and every version where the file system has no locks; files that no cache wrote (`storage.versions.leftovers`) are
     left alone. Links are not followed. A piece that cannot be removed has a line that begins with FAILED; the other
     caches are still processed.
     Raises: FileNotFoundError if the folder does not exist.

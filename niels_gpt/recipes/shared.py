@@ -18,9 +18,9 @@ from niels_gpt.cache.formats import FORMAT_VERSION
 from niels_gpt.engine.meta import BUILDER_VERSIONS
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
-from niels_gpt.storage.leftovers import PROBE
 from niels_gpt.storage.locks import lock_kind
 from niels_gpt.storage.locks.mounts import mount_of
+from niels_gpt.storage.versions import PROBE
 
 logger = logging.getLogger(__name__)
 
@@ -32,11 +32,11 @@ _OLD_SECONDS = 600  # a check takes far less
 
 @functools.cache
 def code_identity() -> dict[str, Any]:
-    """Return what decides a cache's bytes beside its recipe: equal on all machines that build one cache.
+    """Return the versions of the program that builds a cache: they must be equal on all machines of one build.
 
-    {"format": int, "builder": int, "libraries": {name: version, without the part after "+", which names a variant;
-    None: not installed}}. What changes bytes in this program raises one of the numbers. Nothing is imported.
-    Computed once in a process.
+    Returns {"format": int, "builder": int, "libraries": {name: version}}, computed once in a process without importing
+    a library. A version lacks the part after "+", which names a variant; None: not installed.
+    builder: of pretrain caches, for every kind. The fingerprint of a plan holds the builder version of its own kind.
     """
     return {
         "format": FORMAT_VERSION,

@@ -25,7 +25,7 @@ from niels_gpt.engine.units import (
     Commands,
     Mend,
     Mended,
-    Plan,
+    PartitionPlan,
     Unit,
     UnitKind,
     discard_plan,
@@ -37,7 +37,6 @@ from niels_gpt.engine.units import (
     version_folder,
 )
 from niels_gpt.kinds.kind import MALFORMED, Kind, kind_of_key, units_of_key
-from niels_gpt.progress import Progress
 from niels_gpt.recipes.family import Job
 from niels_gpt.recipes.records import (
     Measurement,
@@ -77,6 +76,7 @@ from niels_gpt.storage.versions import (
     refuse_if_building,
     versions_dir,
 )
+from niels_gpt.work import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class CacheUnits(ABC):
 
     key: str
     settings: Settings
-    plan: Plan | None = None
+    plan: PartitionPlan | None = None
     """None: the committed cache is current, and no unit is needed."""
     _measurement: Measurement
 
@@ -185,14 +185,14 @@ class CacheUnits(ABC):
 
     @abstractmethod
     def _built(
-        self, plan: Plan, partition: Partition, wait: bool, progress: Progress | None
+        self, plan: PartitionPlan, partition: Partition, wait: bool, progress: Progress | None
     ) -> tuple[dict[str, Any], bool]:
         """Return the receipt of a unit, which is built first unless it is finished, and whether it was.
 
         Where the cache is sealed meanwhile: its meta, and True.
         """
 
-    def _sealed(self, plan: Plan) -> dict[str, Any] | None:
+    def _sealed(self, plan: PartitionPlan) -> dict[str, Any] | None:
         """Return the meta of the cache if another process has sealed it; None: its units are needed.
 
         Raises: NoPlan E511 where the plan was removed, and there is no cache of it.
@@ -299,7 +299,7 @@ class Units(CacheUnits):
             self.asked, self.plan = found
         return found is not None
 
-    def _fixed(self, *, mends: bool = False) -> Plan:
+    def _fixed(self, *, mends: bool = False) -> PartitionPlan:
         """Return the plan of `asked`, which is fixed if there is none. `build_lock` of the cache is held.
 
         mends: one unit is built, so the disk need not have room for all.
@@ -453,7 +453,7 @@ class Units(CacheUnits):
             return None
         return MadeUnit(self.key, partition, receipt, reused, self._measurement.end().seconds), mended
 
-    def _mended_by(self, plan: Plan, number: int, mend: Mend) -> Mended | None:
+    def _mended_by(self, plan: PartitionPlan, number: int, mend: Mend) -> Mended | None:
         """Mend the sealed cache by all finished units of a plan. `build_lock` of the cache is held.
 
         Returns None where another command has removed unit `number`, or committed something else.
@@ -487,7 +487,7 @@ class Units(CacheUnits):
 
     def _built(
         self,
-        plan: Plan,
+        plan: PartitionPlan,
         partition: Partition,
         wait: bool,
         progress: Progress | None,
@@ -552,7 +552,7 @@ class Units(CacheUnits):
 
     # --- what is refused ---
 
-    def _other_code(self, plan: Plan) -> dict[str, list[Any]]:
+    def _other_code(self, plan: PartitionPlan) -> dict[str, list[Any]]:
         """Return the versions that differ from those of a plan: name -> there and here. Raises: CacheError E511 unless
         the settings accept them."""
         here, there = map(_flat, (code_identity(), plan.content["code"]))
@@ -572,7 +572,7 @@ class Units(CacheUnits):
             code="E511",
         )
 
-    def _warn_of_other(self, plan: Plan) -> None:
+    def _warn_of_other(self, plan: PartitionPlan) -> None:
         there = settings_of(plan, self.settings, self.source.spec.settings, self.asked.tokenizer_content)
         back = "" if there in (None, self.settings) else build_command(there or self.settings, self.key)
         logger.warning(
@@ -583,7 +583,7 @@ class Units(CacheUnits):
             extra={"code": "W507"},
         )
 
-    def _no_plan(self, plans: list[Plan]) -> NoPlan:
+    def _no_plan(self, plans: list[PartitionPlan]) -> NoPlan:
         """Return the error where no plan may be fixed: none is there at all, or one of other settings."""
         if not plans:
             return self._none_there()
