@@ -148,8 +148,8 @@ class ChatTemplate:
 
         A template that is not prefix-stable for the probe may be so for the real chats, such as chats of one turn: a
         warning, W409, says so.
-        Raises: TemplateError E407 if there is no template, it is not jinja, it asks for the date (even beside a fixed
-            one), it writes text after the last reply that is absent when the chat continues (a generation prompt that nobody
+        Raises: TemplateError E407 if there is no template, it is not jinja, it asks for the date (even if it also has a
+            fixed one), it ends a chat with text that is absent when the chat continues (a generation prompt that nobody
             asked for), it writes a header that is in no generation prompt, it changes the text at its marks, or no
             character carries loss.
         """
