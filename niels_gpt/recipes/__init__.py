@@ -27,7 +27,7 @@ rollouts.py          recorded rollouts -> rollouts/NAME, message trees -> trees/
 eagle3/              chats + target model -> eagle3/targets
 exchange/            folders of other tools <-> caches
 
-The settings that decide a cache's bytes are `SourceSpec.settings` of its row in niels_gpt/data/sources.py. With the
+The settings that decide a cache's bytes are `SourceSpec.settings` of its row (niels_gpt/data/spec.py). With the
 tokenizer's sha256, the source's fingerprint and the format version they make the recipe's fingerprint: a cache whose
 recorded fingerprint is equal, and whose files have the right sizes, is not built again (D12).
 """
