@@ -173,7 +173,7 @@ def _optional(name: str, filename: str, revision: str | None) -> Path | None:
 
 
 def shards_of(index: Path, name: str) -> list[str]:
-    """Return the file names in an index of weights, sorted. Raises: HubRefusal E603 if it is damaged or names folders."""
+    """Return the file names in an index of weights, sorted. Raises: HubRefusal E603 if it is damaged."""
     try:
         names = set(json.loads(index.read_bytes())["weight_map"].values())
         if not names or not all(isinstance(one, str) and os.path.basename(one) == one for one in names):
