@@ -112,7 +112,7 @@ class Family:
         return {name: getattr(settings, name) for name in reads}
 
     def compared(self, recipe: dict[str, Any], tokenizer: FullTokenizer | None) -> dict[str, Any]:
-        """Return the part of a fingerprint for a `recipe`. Equal for settings that mean the same with this tokenizer."""
+        """Return a fingerprint's part for a `recipe`, equal for settings that mean the same with this tokenizer."""
         return recipe
 
     def asks(self, settings: Settings) -> str:

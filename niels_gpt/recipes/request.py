@@ -205,7 +205,8 @@ class Request(Inputs):
     def reading(
         self, source: Source
     ) -> tuple[Settings, ResolvedSource, str | None, Counter[str], dict[str, int] | None]:
-        """Return the arguments of the streams in sources.py. source: from `described`; its counters and position move."""
+        """Return the arguments of the streams in sources.py. source: from `described`; its counters and position
+        change."""
         assert isinstance(source.counters, Counter)
         return self.settings, self.source, self.provenance["revision"], source.counters, source.position
 
@@ -240,7 +241,7 @@ class Request(Inputs):
         )
 
     def record(self, meta: dict[str, Any], **more: Any) -> None:
-        """Record the recipe of the committed version, and warn of changes. meta: of that version. more: further keys."""
+        """Record the recipe of the committed version, and warn of changes. meta: of that version. more: more keys."""
         before = read_record(self.path)
         record_recipe(self.settings, self.path, self.fingerprint, self.provenance, meta, **more)
         warn_of_changes(self.settings, self.key, self.path, before)

@@ -85,7 +85,7 @@ class ResolvedSource:
         return self.user is None or type(self.family).load is not Family.load
 
     def is_partitioned(self, settings: Settings) -> bool:
-        """Return whether the settings build its cache in partitions. False for a stub or a family without partitions."""
+        """Return whether the settings build its cache in partitions; never for a stub or a family without them."""
         return settings.partitions > 1 and self.family.has_partitions and not self.stub
 
     def budget(self, settings: Settings) -> int | None:

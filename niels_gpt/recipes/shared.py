@@ -1,4 +1,4 @@
-"""Check what all machines of one build must share: program versions, and a folder whose file system keeps its promises."""
+"""Check what all machines of one build must share: program versions, and a file system that keeps its promises."""
 
 from __future__ import annotations
 
