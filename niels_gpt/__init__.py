@@ -29,8 +29,7 @@ Data goes from top to bottom. Each package's docstring lists its modules.
     storage/               files on disk: atomic writes, locks, versions, CacheError
     inspection/            the earlier name of kinds/, for one release
     interop/               the earlier name of exchange/, for one release
-    progress.py            the type of progress callbacks
-    interrupts.py          turns signals into KeyboardInterrupt; the exit status is commands/console.py's
+    work.py                what long work shares: the Progress callback, and signals that raise KeyboardInterrupt
     paths.py               default folders
 
 meta.json: engine/meta.py decides the keys of every cache, the builders in cache/ and prefix_tree/ those of a kind, and

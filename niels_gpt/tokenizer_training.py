@@ -23,13 +23,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
 
-from niels_gpt.progress import Progress
 from niels_gpt.special_tokens import SPECIAL_TOKEN_NAMES, SPECIAL_TOKENS, find_reserved_literal
 from niels_gpt.storage.errors import InTheWay, TokenizerError
 from niels_gpt.storage.fileio import canonical_json, write_bytes
 from niels_gpt.tokenizer import TokenizerPaths, sentinel_ids
 from niels_gpt.tokenizers.files import MODEL_NAME, TOKENIZER_JSON
 from niels_gpt.tokenizers.huggingface import MAX_OPENED_IDS
+from niels_gpt.work import Progress
 
 __all__ = [
     "MAX_PIECE_BYTES",

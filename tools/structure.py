@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LEVELS: tuple[frozenset[str], ...] = (
-    frozenset({"", "storage", "settings", "paths", "interrupts", "progress"}),
+    frozenset({"", "storage", "settings", "paths", "work"}),
     frozenset(
         {
             "data",

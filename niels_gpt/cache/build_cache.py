@@ -11,8 +11,8 @@ from niels_gpt.cache.build_pretrain import build_pretrain
 from niels_gpt.cache.build_sft import build_sft
 from niels_gpt.chat_template import Message
 from niels_gpt.engine.meta import Source
-from niels_gpt.progress import Progress
 from niels_gpt.tokenizers.protocol import Tokenizer
+from niels_gpt.work import Progress
 
 __all__ = ["Message", "build_pretrain_cache", "build_sft_cache"]
 

@@ -20,7 +20,6 @@ from niels_gpt.engine.checkpoints import CHECKPOINT_SECONDS
 from niels_gpt.engine.meta import Source, vocabulary_of, write_description
 from niels_gpt.engine.split import TextSplit, TokenBudget, asked_share
 from niels_gpt.engine.stream import SHUFFLE_ALGORITHM, Shuffled
-from niels_gpt.progress import Progress
 from niels_gpt.special_tokens import SPECIAL_TOKENS
 from niels_gpt.storage import fileio, versions
 from niels_gpt.tokenizers.document_tokens import DocumentToken
@@ -28,6 +27,7 @@ from niels_gpt.tokenizers.document_tokens import document_end as document_end_of
 from niels_gpt.tokenizers.document_tokens import document_start as document_start_of
 from niels_gpt.tokenizers.engine import open_engine
 from niels_gpt.tokenizers.protocol import FullTokenizer, Tokenizer, token_dtype
+from niels_gpt.work import Progress
 
 _BY_TEXT = "by text: to val where the first 8 bytes of sha256(seed, newline, text), big-endian, are below {} * 2**64; "
 _MOVED = "where that would leave a split without a document, the nearest one goes there, to train first"

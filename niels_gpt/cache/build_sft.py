@@ -29,11 +29,11 @@ from niels_gpt.engine.losses import Losses, loss_keys
 from niels_gpt.engine.meta import Source
 from niels_gpt.engine.split import TextSplit, Waiting, chat_text, count_duplicates
 from niels_gpt.engine.stream import Batch, ItemKind, digest_list, item_digest
-from niels_gpt.progress import Progress
 from niels_gpt.signals import EMPTY_REPLIES, ODD_TEXTS, REPEATED_REPLY, Counts, odd_in_chat
 from niels_gpt.storage.fileio import id_lines
 from niels_gpt.tokenizers.engine import open_engine
 from niels_gpt.tokenizers.protocol import Ids, Tokenizer
+from niels_gpt.work import Progress
 
 _BY_TEXT = (
     "by roles and contents: to val where the first 8 bytes of sha256(seed, newline, JSON of [[role, content], ...]), "

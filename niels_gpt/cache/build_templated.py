@@ -45,10 +45,10 @@ from niels_gpt.engine.losses import UNKNOWN_IDS, warn_of_unknown
 from niels_gpt.engine.meta import Source
 from niels_gpt.engine.split import TextSplit, Waiting, chat_text
 from niels_gpt.engine.stream import Batch, ItemKind
-from niels_gpt.progress import Progress
 from niels_gpt.signals import odd_in_text, warn_of_signals
 from niels_gpt.storage.errors import SourceError, TokenizerError
 from niels_gpt.tokenizers.protocol import Tokenizer, token_dtype
+from niels_gpt.work import Progress
 
 logger = logging.getLogger(__name__)
 

@@ -42,7 +42,7 @@ from niels_gpt.engine.journal import BlockHashes, write_whole
 from niels_gpt.engine.losses import warn_of_losses
 from niels_gpt.engine.meta import Source, write_description
 from niels_gpt.engine.split import asked_share, count_duplicates, count_in_both, count_repeated_lines, warn_of_share
-from niels_gpt.engine.units import Mended, Plan
+from niels_gpt.engine.units import Mended, PartitionPlan
 from niels_gpt.signals import IN_BOTH, REPEATED_ID
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import REBUILD, CacheError
@@ -154,7 +154,9 @@ def summed_up(
     return Sums(known, counts, few_names(counters), examples, accepted, of_each)
 
 
-def no_train(plan: Plan, sums: Sums, read: str, remedies: Mapping[str, str] = MappingProxyType({})) -> NoTextError:
+def no_train(
+    plan: PartitionPlan, sums: Sums, read: str, remedies: Mapping[str, str] = MappingProxyType({})
+) -> NoTextError:
     """Return the error for a cache without a token for train. read: key of the count of read items.
 
     remedies: by the reason for dropping an item; used where more of the same text would not help.
@@ -167,7 +169,7 @@ def no_train(plan: Plan, sums: Sums, read: str, remedies: Mapping[str, str] = Ma
     return NoTextError(f"{plan.path}: no token for the train split: {number} {what} read: {lost}{remedy}")
 
 
-def written(work: Path, plan: Plan, source: Source, sums: Sums, kind: str, **keys: Any) -> Meta:
+def written(work: Path, plan: PartitionPlan, source: Source, sums: Sums, kind: str, **keys: Any) -> Meta:
     """Write the meta.json of a cache after its other files. Returns the meta. keys: further keys, which are no sums."""
     accepted = source.provenance.get("accepted_code", {}) | sums.accepted
     if accepted:
@@ -192,7 +194,7 @@ def written(work: Path, plan: Plan, source: Source, sums: Sums, kind: str, **key
     )
 
 
-def join(work: Path, plan: Plan, source: Source, units: Iterator[tuple[Path, Meta]]) -> Meta:
+def join(work: Path, plan: PartitionPlan, source: Source, units: Iterator[tuple[Path, Meta]]) -> Meta:
     """Write all files of a pretrain cache to `work`, meta.json last. Returns the meta. See `UnitKind.join`.
 
     Raises: NoTextError without a token for train; CacheError E510 for an index or ids of another unit.

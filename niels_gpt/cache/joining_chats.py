@@ -42,7 +42,7 @@ from niels_gpt.engine.journal import write_whole
 from niels_gpt.engine.losses import warn_of_losses, warn_of_unknown
 from niels_gpt.engine.meta import Source
 from niels_gpt.engine.split import count_duplicates, warn_of_share
-from niels_gpt.engine.units import Plan
+from niels_gpt.engine.units import PartitionPlan
 from niels_gpt.signals import warn_of_signals
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
@@ -78,7 +78,7 @@ class _Part(NamedTuple):
     tokens: Mapping[str, int]
 
 
-def join(work: Path, plan: Plan, source: Source, units: Iterator[tuple[Path, Meta]]) -> Meta:
+def join(work: Path, plan: PartitionPlan, source: Source, units: Iterator[tuple[Path, Meta]]) -> Meta:
     """Write all files of an sft cache to `work`, meta.json last. Returns the meta. See `UnitKind.join`.
 
     Raises: NoTextError without an example for train; CacheError E510 for a file of another unit.

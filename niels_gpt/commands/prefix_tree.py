@@ -24,12 +24,12 @@ from niels_gpt.commands.console import Command, Group, Result, command, parsed, 
 from niels_gpt.display.numbers import many
 from niels_gpt.display.tables import folded, table
 from niels_gpt.prefix_tree import ATTENTIONS, MODEL_7B, ROWS
-from niels_gpt.progress import Progress
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import CacheError, TreeError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import shortened
 from niels_gpt.storage.remedies import PROGRAM
+from niels_gpt.work import Progress
 
 if TYPE_CHECKING:
     from niels_gpt.prefix_tree.forest import ModelShape

@@ -33,7 +33,6 @@ from niels_gpt.engine.meta import Source, write_description
 from niels_gpt.exchange.foreign import ForeignFile, read_pieces
 from niels_gpt.exchange.output import Modes
 from niels_gpt.kinds.kind import Kind
-from niels_gpt.progress import Progress
 from niels_gpt.settings import usable_cores
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
@@ -41,6 +40,7 @@ from niels_gpt.storage.fileio import META_NAME, OutputFile, id_lines
 from niels_gpt.storage.meta_json import MAX_JSON_BYTES, open_regular
 from niels_gpt.tokenizers.document_tokens import DocumentToken
 from niels_gpt.tokenizers.protocol import token_dtype
+from niels_gpt.work import Progress
 
 _MOST_THREADS = 8
 _NAMES = 1 << 10  # documents whose names are made at once: each may have 64 KiB

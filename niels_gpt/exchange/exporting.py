@@ -9,10 +9,10 @@ from pathlib import Path
 from niels_gpt.display.numbers import many, size_text
 from niels_gpt.exchange.formats import FORMATS
 from niels_gpt.exchange.output import MANIFEST_NAME, MANIFEST_VERSION, Modes, Output, TokenCache
-from niels_gpt.progress import Progress
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, canonical_json
 from niels_gpt.storage.fresh_folder import fresh_folder
+from niels_gpt.work import Progress
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ from niels_gpt.exchange.foreign import ForeignFile, ForeignFolder
 from niels_gpt.exchange.output import MANIFEST_NAME, Modes
 from niels_gpt.exchange.texts import Texts
 from niels_gpt.kinds.kind import Kind
-from niels_gpt.progress import Progress
 from niels_gpt.storage import versions
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.meta_json import path_inside, sha256_regular
 from niels_gpt.tokenizers.document_tokens import DocumentToken, document_end, start_of_documents
 from niels_gpt.tokenizers.protocol import FullTokenizer
+from niels_gpt.work import Progress
 
 _OF_ROWS = ("hf", "litdata")  # formats whose rows are the documents
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")

@@ -26,12 +26,12 @@ from niels_gpt.cache.formats import SPLITS, flat_targets, has_loss_bits
 from niels_gpt.cache.meta import checked_meta, special_id
 from niels_gpt.cache.mmap import TokenFiles, mmap_tokens
 from niels_gpt.kinds.folders import open_cache
-from niels_gpt.progress import Progress
 from niels_gpt.storage import fileio
 from niels_gpt.storage.fileio import META_NAME, OutputFile
 from niels_gpt.storage.meta_json import open_regular, path_inside
 from niels_gpt.tokenizers.document_tokens import end_of_documents
 from niels_gpt.tokenizers.protocol import Ids, token_dtype_of
+from niels_gpt.work import Progress
 
 MANIFEST_NAME = "niels_gpt.json"
 """In every exported folder: names the cache, and the shards in each file."""

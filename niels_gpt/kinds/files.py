@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from niels_gpt.cache.checksums import CRC_DTYPE, stored_checksums
 from niels_gpt.cache.formats import BLOCK_BYTES, npy_header
 from niels_gpt.engine.journal import BlockHashes
-from niels_gpt.progress import Progress
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME, walked
 from niels_gpt.storage.meta_json import file_records, open_regular, path_inside
+from niels_gpt.work import Progress
 
 HEADER_BYTES = len(npy_header(0))
 _READ_BYTES = 1 << 22

@@ -12,10 +12,9 @@ from niels_gpt.cache.meta import find_meta
 from niels_gpt.kinds.kind import Cache, Kind, kind_named, kinds
 from niels_gpt.storage.errors import CacheError, NotFound
 from niels_gpt.storage.fileio import META_NAME
-from niels_gpt.storage.leftovers import versions_below
 from niels_gpt.storage.meta_json import resolved
 from niels_gpt.storage.remedies import BUILD_ALL, instead_of
-from niels_gpt.storage.versions import BUILDING, PARTITIONS, VERSIONS_DIR
+from niels_gpt.storage.versions import BUILDING, PARTITIONS, VERSIONS_DIR, versions_below
 
 _UNFINISHED = (BUILDING, f"{PARTITIONS}-")
 _MAX_DEPTH = 4  # sample/pretrain/NAME, and one more

@@ -28,7 +28,6 @@ from niels_gpt.cache.meta import check_listed, read_meta
 from niels_gpt.engine.units import Looks
 from niels_gpt.kinds.files import Damage, FileChecks, Record
 from niels_gpt.kinds.homes import loaded
-from niels_gpt.progress import Progress
 from niels_gpt.storage.checks import Check, Figures, Verdict
 from niels_gpt.storage.errors import REBUILD, CacheError, PositionError
 from niels_gpt.storage.fileio import META_NAME
@@ -46,6 +45,7 @@ from niels_gpt.storage.meta_json import (
 )
 from niels_gpt.storage.remedies import PROGRAM
 from niels_gpt.tokenizers.protocol import FullTokenizer
+from niels_gpt.work import Progress
 
 OURS = {
     "tokenizer": "niels_gpt.tokenizers.kind:TOKENIZER",

@@ -15,7 +15,6 @@ from niels_gpt.display.pictures import check_matplotlib, check_png
 from niels_gpt.kinds.folders import open_cache
 from niels_gpt.kinds.kind import Cache
 from niels_gpt.kinds.rows import Stats
-from niels_gpt.progress import Progress
 from niels_gpt.storage.errors import CacheError, TokenizerNotFound
 from niels_gpt.storage.fileio import write_bytes
 from niels_gpt.storage.meta_json import printable, resolved
@@ -23,6 +22,7 @@ from niels_gpt.storage.versions import public_path
 from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.tokenizers.files import check_model
 from niels_gpt.tokenizers.protocol import FullTokenizer
+from niels_gpt.work import Progress
 
 
 def stats(path: str | os.PathLike[str], progress: Progress | None = None) -> Stats:

@@ -15,12 +15,12 @@ from typing import Any
 from niels_gpt.kinds.files import Damage, FileChecks
 from niels_gpt.kinds.folders import kind_at
 from niels_gpt.kinds.kind import MALFORMED, Cache, Finding, Kind, Limits, MetaDamage, Rule
-from niels_gpt.progress import Progress
 from niels_gpt.storage.checks import Figures, Place, Verdict, first_problems, place_of
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import printable, read_regular, resolved
 from niels_gpt.storage.versions import VERSION_DIGITS
+from niels_gpt.work import Progress
 
 _MAX_REASON = 100  # characters in a table
 

@@ -25,11 +25,9 @@ from typing import TYPE_CHECKING, Any
 
 from niels_gpt.data.exclude import read_exclusion
 from niels_gpt.display.numbers import many
-from niels_gpt.engine.units import Plan
-from niels_gpt.interrupts import sigint_blocked
+from niels_gpt.engine.units import PartitionPlan
 from niels_gpt.kinds.homes import home_recipes
 from niels_gpt.kinds.kind import kind_named, kind_of_key
-from niels_gpt.progress import Progress
 from niels_gpt.recipes.home_recipes import units_of
 from niels_gpt.recipes.records import Outcome, cache_root
 from niels_gpt.recipes.resolve import resolve_source
@@ -39,6 +37,7 @@ from niels_gpt.recipes.units import CacheUnits
 from niels_gpt.settings import Settings, UsageError
 from niels_gpt.storage.codes import code_of, own_code
 from niels_gpt.storage.errors import CacheError
+from niels_gpt.work import Progress, sigint_blocked
 
 if TYPE_CHECKING:
     from distributed import Client, Future
@@ -131,7 +130,7 @@ def check_where(where: str) -> None:
 
 
 @contextmanager
-def work_of(settings: Settings, name: str, plan: Plan) -> Iterator[Work]:
+def work_of(settings: Settings, name: str, plan: PartitionPlan) -> Iterator[Work]:
     """Yield the Work for workers. The file that they look for exists until the end of the block."""
     token = secrets.token_hex(16)
     probe, path = tempfile.mkstemp(prefix=".probe-", dir=os.path.abspath(cache_root(settings)))

@@ -16,8 +16,8 @@ from niels_gpt.data.files.part import PARTITION_RULE
 from niels_gpt.data.local import LocalFiles, open_files
 from niels_gpt.data.sources import LoadRequest, Part, SourceSpec
 from niels_gpt.kinds.homes import loaded
-from niels_gpt.progress import Progress
 from niels_gpt.settings import Settings
+from niels_gpt.work import Progress
 
 if TYPE_CHECKING:  # with numpy, and the help of commands is to come at once
     from niels_gpt.documents import Partition

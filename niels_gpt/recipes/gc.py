@@ -17,19 +17,22 @@ from niels_gpt.recipes.records import recorded_recipe
 from niels_gpt.recipes.unit_plans import is_of_seal
 from niels_gpt.storage.errors import CacheError
 from niels_gpt.storage.fileio import walked
-from niels_gpt.storage.leftovers import Leftover, leftovers, removable, versions_below
 from niels_gpt.storage.locks import OPEN, unless_held
 from niels_gpt.storage.versions import (
     BUILDING,
     JOURNAL_SUFFIX,
     PARTITIONS,
     PLAN_NAME,
+    Leftover,
     build_lock,
     discard,
     is_plan,
+    leftovers,
     refuse_if_building,
     refuse_if_partition_is_built,
+    removable,
     version_name,
+    versions_below,
 )
 
 _WEEK_S = 7 * 24 * 3600
@@ -43,7 +46,7 @@ def collect(cache_dir: Path, *, dry_run: bool, unsealed: bool = False) -> Iterat
     dry_run: remove and write nothing. unsealed: remove the newest partitions of a cache too. Otherwise they stay for a
         week after the last one was finished, because the next task of a job may continue with them.
     Leaves alone: a cache that is being built, and all its partitions while one is built; a version that a reader has
-    open, and every version on a file system without locks; files that no cache wrote (`storage.leftovers.leftovers`).
+    open, and every version on a file system without locks; files that no cache wrote (`storage.versions.leftovers`).
     Follows no link. A piece that cannot be removed has a line that begins with FAILED, and the other caches are still
     processed.
     Raises: FileNotFoundError if the folder does not exist.

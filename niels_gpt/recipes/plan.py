@@ -15,8 +15,7 @@ from niels_gpt.data.trees import TREES
 from niels_gpt.display.numbers import number_of
 from niels_gpt.engine.journal import identity_of
 from niels_gpt.engine.meta import OF_ANOTHER_VERSION, is_of_this_version
-from niels_gpt.engine.units import Plan as PlanOfUnits
-from niels_gpt.engine.units import states_of
+from niels_gpt.engine.units import PartitionPlan, states_of
 from niels_gpt.kinds.homes import home_recipes
 from niels_gpt.kinds.kind import units_of_key
 from niels_gpt.recipes.disk import needed_bytes
@@ -221,7 +220,7 @@ def _plan_of(settings: Settings, key: str, tokenizer: FullTokenizer | None) -> P
     return Plan(key, action, where, need, note)
 
 
-def _found(inputs: Inputs) -> tuple[bool, PlanOfUnits | None]:
+def _found(inputs: Inputs) -> tuple[bool, PartitionPlan | None]:
     """Return whether the committed cache is current, and the plan of units for a build; None without one."""
     source = inputs.source
     if source.is_partitioned(inputs.settings):
@@ -235,7 +234,7 @@ def _found(inputs: Inputs) -> tuple[bool, PlanOfUnits | None]:
     return is_current(request.path, request.fingerprint), None
 
 
-def _states(key: str, plan: PlanOfUnits) -> str:
+def _states(key: str, plan: PartitionPlan) -> str:
     """Return how many units of a plan are in which state."""
     units = units_of_key(key)
     assert units is not None

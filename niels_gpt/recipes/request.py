@@ -26,7 +26,6 @@ from niels_gpt.data.exclude import Exclusion, read_exclusion
 from niels_gpt.engine.journal import sealed_builds, unfinished_builds
 from niels_gpt.engine.meta import BUILDER_VERSIONS, Source
 from niels_gpt.engine.units import discard_plan, plans_of
-from niels_gpt.progress import Progress
 from niels_gpt.recipes.disk import needed_bytes, refuse_without_room, unfinished_bytes
 from niels_gpt.recipes.family import Family, Job, family_of
 from niels_gpt.recipes.rebuilt import warn_of_changes
@@ -63,6 +62,7 @@ from niels_gpt.storage.versions import (
 )
 from niels_gpt.tokenizers.engine import engine_name
 from niels_gpt.tokenizers.protocol import FullTokenizer
+from niels_gpt.work import Progress
 
 logger = logging.getLogger(__name__)
 

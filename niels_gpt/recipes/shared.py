@@ -18,9 +18,9 @@ from niels_gpt.cache.formats import FORMAT_VERSION
 from niels_gpt.engine.meta import BUILDER_VERSIONS
 from niels_gpt.storage import fileio
 from niels_gpt.storage.errors import CacheError
-from niels_gpt.storage.leftovers import PROBE
 from niels_gpt.storage.locks import lock_kind
 from niels_gpt.storage.locks.mounts import mount_of
+from niels_gpt.storage.versions import PROBE
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from niels_gpt.data.files import snapshot
 from niels_gpt.data.sources import SOURCES
 from niels_gpt.data.upstream_rows import row_text
 from niels_gpt.hub import datasets as hub
-from niels_gpt.progress import Progress
 from niels_gpt.recipes.resolve import ResolvedSource, mirror_folder, resolve_source
 from niels_gpt.settings import Settings
 from niels_gpt.storage.errors import SourceError
+from niels_gpt.work import Progress
 
 _HUB_SPECS = [spec for spec in SOURCES.values() if spec.hub_splits]
 SPLITS = {spec.name: spec.hub_splits for spec in _HUB_SPECS}

@@ -13,7 +13,6 @@ from niels_gpt.cache.meta import find_meta, read_meta
 from niels_gpt.data.exclude import read_exclusion
 from niels_gpt.data.sources import SOURCES
 from niels_gpt.engine.meta import content_sha256
-from niels_gpt.interrupts import ended_at_once
 from niels_gpt.recipes import sources
 from niels_gpt.recipes.resolve import ResolvedSource, resolve_whole
 from niels_gpt.recipes.user_sources import text_sources
@@ -24,6 +23,7 @@ from niels_gpt.storage.fileio import META_NAME
 from niels_gpt.storage.meta_json import file_records, resolved
 from niels_gpt.tokenizer_training import train_tokenizer
 from niels_gpt.tokenizers.files import MODEL_NAME, TOKENIZER_JSON, tokenizer_files
+from niels_gpt.work import ended_at_once
 
 logger = logging.getLogger(__name__)
 

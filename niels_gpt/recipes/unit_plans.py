@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from niels_gpt.data.exclude import read_exclusion
-from niels_gpt.engine.units import LISTINGS_NAME, Plan, UnitKind, plans_of
+from niels_gpt.engine.units import LISTINGS_NAME, PartitionPlan, UnitKind, plans_of
 from niels_gpt.kinds.kind import MALFORMED, Cache
 from niels_gpt.recipes.records import TOKENIZER_KEY, Outcome, cache_root, is_committed, is_current, recorded_recipe
 from niels_gpt.recipes.request import Inputs, Request
@@ -30,7 +30,7 @@ _MAX_LISTINGS_BYTES = 1 << 20
 
 def recorded_units(
     inputs: Inputs, listing: str | None, observed: str | None = None
-) -> tuple[Request, Plan | None] | None:
+) -> tuple[Request, PartitionPlan | None] | None:
     """Return the request with the newest plan of these settings, or without a plan if the committed version is newer
     and current. Reads no text.
 
@@ -55,7 +55,7 @@ def recorded_units(
     return None
 
 
-_Record = tuple[Plan | None, dict[str, Any], set[Any], Any]
+_Record = tuple[PartitionPlan | None, dict[str, Any], set[Any], Any]
 """Plan (None for the committed version), provenance, listings and fingerprint."""
 
 
@@ -74,7 +74,9 @@ def _records(inputs: Inputs) -> list[_Record]:
     return [record for _, record in sorted(found, key=lambda entry: -entry[0])]
 
 
-def settings_of(plan: Plan, settings: Settings, reads: Sequence[str], tokenizer_content: str | None) -> Settings | None:
+def settings_of(
+    plan: PartitionPlan, settings: Settings, reads: Sequence[str], tokenizer_content: str | None
+) -> Settings | None:
     """Return the settings with the plan's values for all settings that decide bytes. None if this machine lacks a file
     that the plan needs.
 
@@ -101,7 +103,7 @@ def settings_of(plan: Plan, settings: Settings, reads: Sequence[str], tokenizer_
     return there if excluded == excluded_sha256(settings) else None
 
 
-def differences(plan: Plan, asked: Request) -> list[str]:
+def differences(plan: PartitionPlan, asked: Request) -> list[str]:
     """Return, in words, how a plan differs from the request."""
     found = []
     if plan.total != asked.settings.partitions:
@@ -119,7 +121,7 @@ def differences(plan: Plan, asked: Request) -> list[str]:
     return found or ["the licence, the attribution or what --exclude leaves out"]
 
 
-def tokenizer_of(plans: list[Plan], settings: Settings) -> Outcome | None:
+def tokenizer_of(plans: list[PartitionPlan], settings: Settings) -> Outcome | None:
     """Return the tokenizer of the newest plan with the same number of units. None unless it was downloaded or trained
     by these settings, and is still there.
 
@@ -140,13 +142,13 @@ def tokenizer_of(plans: list[Plan], settings: Settings) -> Outcome | None:
     return None
 
 
-def _staged(plan: Plan, settings: Settings) -> Path:
+def _staged(plan: PartitionPlan, settings: Settings) -> Path:
     """Return the folder of the version that holds a plan's tokenizer; it may be gone."""
     versions = versions_dir(cache_root(settings) / TOKENIZER_KEY)
     return versions / str(plan.content["tokenizer_content_sha256"])[:VERSION_DIGITS]
 
 
-def listings_of(plan: Plan) -> set[str | None]:
+def listings_of(plan: PartitionPlan) -> set[str | None]:
     """Return all recorded listings of the text of a plan."""
     more = b""
     with suppress(OSError, CacheError):
@@ -177,7 +179,7 @@ def partition_at(path: Path, name: str, begin: int, end: int) -> tuple[int, int]
     return (some[0], int(cache.meta["partitions"]["total"])) if some else None
 
 
-def is_of_seal(plan: Plan) -> bool:
+def is_of_seal(plan: PartitionPlan) -> bool:
     """Return whether a plan is older than the record of the committed cache, so that a killed seal has left it.
 
     A newer plan mends this cache.

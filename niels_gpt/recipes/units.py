@@ -25,7 +25,7 @@ from niels_gpt.engine.units import (
     Commands,
     Mend,
     Mended,
-    Plan,
+    PartitionPlan,
     Unit,
     UnitKind,
     discard_plan,
@@ -37,7 +37,6 @@ from niels_gpt.engine.units import (
     version_folder,
 )
 from niels_gpt.kinds.kind import MALFORMED, Kind, kind_of_key, units_of_key
-from niels_gpt.progress import Progress
 from niels_gpt.recipes.family import Job
 from niels_gpt.recipes.records import (
     Measurement,
@@ -77,6 +76,7 @@ from niels_gpt.storage.versions import (
     refuse_if_building,
     versions_dir,
 )
+from niels_gpt.work import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class CacheUnits(ABC):
 
     key: str
     settings: Settings
-    plan: Plan | None = None
+    plan: PartitionPlan | None = None
     """None if the committed cache is current, so that no unit is needed."""
     _measurement: Measurement
 
@@ -185,14 +185,14 @@ class CacheUnits(ABC):
 
     @abstractmethod
     def _built(
-        self, plan: Plan, partition: Partition, wait: bool, progress: Progress | None
+        self, plan: PartitionPlan, partition: Partition, wait: bool, progress: Progress | None
     ) -> tuple[dict[str, Any], bool]:
         """Return the receipt of a unit, built first unless it is finished, and whether it was finished.
 
         If the cache was sealed meanwhile: its meta, and True.
         """
 
-    def _sealed(self, plan: Plan) -> dict[str, Any] | None:
+    def _sealed(self, plan: PartitionPlan) -> dict[str, Any] | None:
         """Return the meta of the cache if another process has sealed it; None if its units are needed.
 
         Raises: NoPlan E511 if the plan was removed, and there is no cache of it.
@@ -298,7 +298,7 @@ class Units(CacheUnits):
             self.asked, self.plan = found
         return found is not None
 
-    def _fixed(self, *, mends: bool = False) -> Plan:
+    def _fixed(self, *, mends: bool = False) -> PartitionPlan:
         """Return the plan of `asked`, fixed if there is none. The caller holds the `build_lock` of the cache.
 
         mends: only one unit is built, so the disk need not have room for all.
@@ -452,7 +452,7 @@ class Units(CacheUnits):
             return None
         return MadeUnit(self.key, partition, receipt, reused, self._measurement.end().seconds), mended
 
-    def _mended_by(self, plan: Plan, number: int, mend: Mend) -> Mended | None:
+    def _mended_by(self, plan: PartitionPlan, number: int, mend: Mend) -> Mended | None:
         """Mend the sealed cache by all finished units of a plan. The caller holds the `build_lock` of the cache.
 
         Returns None if another command has removed unit `number`, or committed another version.
@@ -486,7 +486,7 @@ class Units(CacheUnits):
 
     def _built(
         self,
-        plan: Plan,
+        plan: PartitionPlan,
         partition: Partition,
         wait: bool,
         progress: Progress | None,
@@ -551,7 +551,7 @@ class Units(CacheUnits):
 
     # --- what is refused ---
 
-    def _other_code(self, plan: Plan) -> dict[str, list[Any]]:
+    def _other_code(self, plan: PartitionPlan) -> dict[str, list[Any]]:
         """Return versions that differ between a plan and this machine: name -> there and here.
 
         Raises: CacheError E511 unless the settings accept them.
@@ -573,7 +573,7 @@ class Units(CacheUnits):
             code="E511",
         )
 
-    def _warn_of_other(self, plan: Plan) -> None:
+    def _warn_of_other(self, plan: PartitionPlan) -> None:
         there = settings_of(plan, self.settings, self.source.spec.settings, self.asked.tokenizer_content)
         back = "" if there in (None, self.settings) else build_command(there or self.settings, self.key)
         logger.warning(
@@ -584,7 +584,7 @@ class Units(CacheUnits):
             extra={"code": "W507"},
         )
 
-    def _no_plan(self, plans: list[Plan]) -> NoPlan:
+    def _no_plan(self, plans: list[PartitionPlan]) -> NoPlan:
         """Return the error if no plan may be fixed: there is none at all, or one of other settings."""
         if not plans:
             return self._none_there()

@@ -84,6 +84,8 @@ EARLIER_MODULES = {
         "restart": "recipes.request.restart",
     },
     "recipes.token_caches": {"build_token_cache": "recipes.units.build_token_cache"},
+    "storage.leftovers": {"removable": "storage.versions.removable"},
+    "storage.locks.readers": {"hold_version": "storage.locks.hold_version"},
 }
 """Earlier modules: the documented names of each, and what has them now."""
 

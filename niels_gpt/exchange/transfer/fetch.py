@@ -35,7 +35,6 @@ from niels_gpt.exchange.transfer.jobs import Stopped, Tally, at_once
 from niels_gpt.exchange.transfer.remote import RANGE_BYTES, Bucket, path_of, scheme_of
 from niels_gpt.kinds.kind import kinds
 from niels_gpt.kinds.verify import find_damage
-from niels_gpt.progress import Progress
 from niels_gpt.storage import fileio, versions
 from niels_gpt.storage.errors import CacheError, NoRoomError
 from niels_gpt.storage.fileio import META_NAME, OutputFile, id_of_line, write_bytes
@@ -51,6 +50,7 @@ from niels_gpt.storage.meta_json import (
 from niels_gpt.storage.versions import JOURNAL_NAME, VERSION_DIGITS
 from niels_gpt.tokenizers.document_tokens import DocumentToken, end_of_documents
 from niels_gpt.tokenizers.protocol import TOKEN_DTYPES
+from niels_gpt.work import Progress
 
 logger = logging.getLogger(__name__)
 

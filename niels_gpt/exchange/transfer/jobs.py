@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import TypeVar
 
-from niels_gpt.progress import Progress
+from niels_gpt.work import Progress
 
 Item = TypeVar("Item")
 

@@ -28,7 +28,6 @@ from niels_gpt.exchange.transfer.remote import (
     scheme_of,
 )
 from niels_gpt.kinds.folders import refuse_unless_cache
-from niels_gpt.progress import Progress
 from niels_gpt.storage.errors import REBUILD, CacheError
 from niels_gpt.storage.fileio import META_NAME, canonical_json
 from niels_gpt.storage.locks import hold_version
@@ -43,6 +42,7 @@ from niels_gpt.storage.meta_json import (
     sha256_regular,
 )
 from niels_gpt.storage.versions import public_path
+from niels_gpt.work import Progress
 
 logger = logging.getLogger(__name__)
 MARK_VERSION = 1

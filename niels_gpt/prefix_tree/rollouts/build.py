@@ -39,12 +39,12 @@ from niels_gpt.prefix_tree.rollouts.records import (
     scored_tokens,
     stored,
 )
-from niels_gpt.progress import Progress
 from niels_gpt.signals import NO_COMMON_END, REPEATED_GROUP, WITHOUT_PROMPT, Counts, warn_of_signals
 from niels_gpt.storage.errors import SourceError
 from niels_gpt.storage.fileio import id_lines
 from niels_gpt.storage.meta_json import checked_int, shortened
 from niels_gpt.tokenizers.protocol import MAX_IDS, TOKEN_DTYPES, Tokenizer, token_dtype_name
+from niels_gpt.work import Progress
 
 _BY_ID = (
     "by group: to val where the first 8 bytes of sha256(seed, newline, id), big-endian, are below val_frac * 2**64; "

@@ -29,7 +29,7 @@ from niels_gpt.engine.checkpoints import CHECKSUMS
 from niels_gpt.engine.journal import write_whole
 from niels_gpt.engine.meta import Source
 from niels_gpt.engine.split import count_repeated_lines, warn_of_share
-from niels_gpt.engine.units import Plan
+from niels_gpt.engine.units import PartitionPlan
 from niels_gpt.prefix_tree.rollouts.build import LAST_ID, LAST_IDS
 from niels_gpt.prefix_tree.rollouts.reader import check_index
 from niels_gpt.prefix_tree.rollouts.records import FIELDS, GROUP_COLUMNS, KIND, SAMPLE_COLUMNS, Ints, file_of, per
@@ -71,7 +71,7 @@ class _Part(NamedTuple):
     """By split: groups, samples, stored tokens, scores, and bytes of loss bits and ids."""
 
 
-def join(work: Path, plan: Plan, source: Source, units: Iterator[tuple[Path, Meta]]) -> Meta:
+def join(work: Path, plan: PartitionPlan, source: Source, units: Iterator[tuple[Path, Meta]]) -> Meta:
     """Write all files of the cache and meta.json to `work`; returns the meta. See `UnitKind.join`.
 
     Raises: NoTextError without a group for train; SourceError E304 for units with other fields; CacheError E510 for an

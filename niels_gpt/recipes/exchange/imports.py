@@ -17,7 +17,6 @@ from niels_gpt.cache.meta import find_meta
 from niels_gpt.exchange.foreign import not_ours, read_manifest
 from niels_gpt.exchange.formats import FORMATS
 from niels_gpt.exchange.importing import Imported, ImportOptions, import_folder, kind_of
-from niels_gpt.progress import Progress
 from niels_gpt.recipes.records import TOKENIZER_KEY, append_run, recorded_outcomes
 from niels_gpt.recipes.tokenizer import copy_tokenizer, ensure_tokenizer, named_tokenizer
 from niels_gpt.settings import Settings
@@ -26,6 +25,7 @@ from niels_gpt.storage.locks import apply_lock_setting
 from niels_gpt.storage.versions import versions_dir
 from niels_gpt.tokenizer import load_tokenizer
 from niels_gpt.tokenizers.protocol import FullTokenizer
+from niels_gpt.work import Progress
 
 IMPORTED = "imported"
 """Folder for caches that no build makes."""

@@ -30,7 +30,6 @@ from niels_gpt.exchange.names import FORMAT_NAMES
 from niels_gpt.exchange.output import MANIFEST_NAME
 from niels_gpt.exchange.transfer.described import Pushed
 from niels_gpt.exchange.transfer.remote import Bucket, scheme_of
-from niels_gpt.progress import Progress
 from niels_gpt.recipes.records import RUNS_DIR, cache_root
 from niels_gpt.recipes.user_sources import DELIVERIES, sources_tables
 from niels_gpt.settings import Settings
@@ -39,6 +38,7 @@ from niels_gpt.storage.errors import CacheError, DefinitionError
 from niels_gpt.storage.locks import file_lock
 from niels_gpt.storage.meta_json import checked_name, parse_object, read_regular, sha256_regular
 from niels_gpt.storage.remedies import build_command
+from niels_gpt.work import Progress
 
 EXPORT, PUBLISHED = DELIVERIES
 _KEYS = {EXPORT: ("cache", "to", "folder"), PUBLISHED: ("cache", "url")}
