@@ -27,7 +27,7 @@ rollouts.py          the families rollouts and trees: builds recorded rollouts a
 eagle3/              builds eagle3/targets from chats and a target model
 exchange/            imports and exports caches
 
-The settings that decide a cache's bytes are `SourceSpec.settings` of its row in niels_gpt/data/sources.py. With the
+The settings that decide a cache's bytes are `SourceSpec.settings` of its row (niels_gpt/data/spec.py). With the
 tokenizer's sha256, the source's fingerprint and the format version they make the recipe's fingerprint. A cache is
 stale, and built again, unless its recorded fingerprint is equal and its files have the right sizes (D12).
 """

@@ -14,10 +14,10 @@ from niels_gpt.cache.build_templated import build_templated_sft
 from niels_gpt.cache.joining import warn_of_empty_val
 from niels_gpt.chat.chats import check_loss_on
 from niels_gpt.chat.protocol import ChatTokenizer
-from niels_gpt.chat.template_tokenizer import problem_of
+from niels_gpt.chat.template import problem_of
 from niels_gpt.chat.tokenizers import CacheBackend, template_tokenizer
 from niels_gpt.data.local import LocalFiles
-from niels_gpt.data.sources import LoadRequest, Part, SourceSpec
+from niels_gpt.data.spec import LoadRequest, Part, SourceSpec
 from niels_gpt.recipes import sources
 from niels_gpt.recipes.family import Family, Job
 from niels_gpt.recipes.request import Request

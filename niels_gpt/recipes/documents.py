@@ -11,7 +11,7 @@ from typing import Any
 from niels_gpt.cache.build_pretrain import BUDGET_RULE, FRACTION_RULE, build_pretrain, build_stub
 from niels_gpt.cache.joining import warn_of_empty_val
 from niels_gpt.data.local import LocalFiles, iter_documents, open_files
-from niels_gpt.data.sources import LoadRequest, Part, SourceSpec
+from niels_gpt.data.spec import LoadRequest, Part, SourceSpec
 from niels_gpt.recipes import sources
 from niels_gpt.recipes.family import Family, Job
 from niels_gpt.recipes.records import TOKENIZER_KEY, cache_root

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from niels_gpt.data.files.part import PARTITION_RULE
 from niels_gpt.data.local import LocalFiles, open_files
-from niels_gpt.data.sources import LoadRequest, Part, SourceSpec
+from niels_gpt.data.spec import LoadRequest, Part, SourceSpec
 from niels_gpt.kinds.homes import loaded
 from niels_gpt.settings import Settings
 from niels_gpt.work import Progress

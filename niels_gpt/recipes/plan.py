@@ -10,8 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from niels_gpt.data.sources import SOURCES
-from niels_gpt.data.trees import TREES
+from niels_gpt.data.sources import SOURCES, TREES
 from niels_gpt.display.numbers import number_of
 from niels_gpt.engine.journal import identity_of
 from niels_gpt.engine.meta import OF_ANOTHER_VERSION, is_of_this_version

@@ -15,8 +15,8 @@ from typing import Any
 from niels_gpt.data.files import mirrors, snapshot
 from niels_gpt.data.files.walk import files_fingerprint
 from niels_gpt.data.local import LocalFiles
-from niels_gpt.data.sources import SOURCES, Credit, SourceSpec, credit_of
-from niels_gpt.data.trees import TREES
+from niels_gpt.data.sources import SOURCES, TREES, credit_of
+from niels_gpt.data.spec import Credit, SourceSpec
 from niels_gpt.hub import datasets as hub
 from niels_gpt.recipes.family import Family, family_of
 from niels_gpt.recipes.user_sources import UNSTATED, UserSource, user_sources

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from niels_gpt.chat_template import ROLE_TO_NAME
 from niels_gpt.data.files.part import GROUPS_RULE
 from niels_gpt.data.local import LocalFiles
-from niels_gpt.data.sources import LoadRequest, Part
+from niels_gpt.data.spec import LoadRequest, Part
 from niels_gpt.data.types import ChatSample, SequenceGroup, source_id
 from niels_gpt.encoding import TextEncoder, TextError
 from niels_gpt.prefix_tree.rollouts.records import Rollout, RolloutGroup

@@ -11,7 +11,7 @@ from typing import Any
 from niels_gpt.chat.protocol import Chat
 from niels_gpt.data.exclude import Exclusion, read_exclusion, remaining
 from niels_gpt.data.files.text import WITH_NUL, note
-from niels_gpt.data.sources import Loader, LoadRequest
+from niels_gpt.data.spec import Loader, LoadRequest
 from niels_gpt.data.types import ChatSample, PretrainSample, RawChat, SequenceGroup, TextBlock, source_id
 from niels_gpt.documents import DocumentBatch, Partition
 from niels_gpt.recipes.resolve import ResolvedSource, listing_of

@@ -15,8 +15,7 @@ from typing import Any
 from niels_gpt.cache.formats import FORMAT_VERSION
 from niels_gpt.cache.meta import find_meta, read_meta
 from niels_gpt.chat.tokenizers import has_tool_template
-from niels_gpt.data.sources import SOURCES
-from niels_gpt.data.trees import TREES
+from niels_gpt.data.sources import SOURCES, TREES
 from niels_gpt.engine.meta import content_sha256
 from niels_gpt.hub import models as hub
 from niels_gpt.paths import DEFAULT_TOKENIZER_PATH

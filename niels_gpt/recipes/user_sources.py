@@ -30,7 +30,8 @@ from niels_gpt.data import local
 from niels_gpt.data.files.part import is_first
 from niels_gpt.data.files.text import PACKED_SUFFIXES, count
 from niels_gpt.data.files.walk import note_links
-from niels_gpt.data.sources import SOURCES, Credit, LoadRequest, Part, SourceSpec
+from niels_gpt.data.sources import SOURCES
+from niels_gpt.data.spec import Credit, LoadRequest, Part, SourceSpec
 from niels_gpt.recipes.family import Family, family_named, family_names
 from niels_gpt.settings import Settings, UsageError
 from niels_gpt.storage.errors import DefinitionError, NotFound
