@@ -89,7 +89,7 @@ SPEC = SourceSpec(
     family="pretrain",
     description="Token cache of Project Gutenberg's books; with source_root=hub a stub, unless gutenberg_from_hub "
     "is set.",
-    credit=Credit("public domain in the United States", "Project Gutenberg, https://www.org"),
+    credit=Credit("public domain in the United States", "Project Gutenberg, https://www.gutenberg.org"),
     load=_load,
     files=_files,
     dataset="gutenberg_dataset",
