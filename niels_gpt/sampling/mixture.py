@@ -290,7 +290,7 @@ class MixtureStream(Stream[Any]):
         """Return what streams of a mixture have in common."""
         units = cast(Epochs, stream.samples).units
         arguments = {name: getattr(stream, name) for name in ("global_batch_size", "rank", "world_size", "device")}
-        return {"T": units.T, **arguments, **units.form()}
+        return {**units.form(), "T": units.T, **arguments}
 
     def _check_tokenizer(self, units: Units) -> None:
         """Raise CacheError E402 if meta.json shows that a source and another one have different tokenizers."""
