@@ -62,7 +62,7 @@ class EngineDifference(CacheError):
     """An engine gave other ids than the reference."""
 
     def __init__(self, path: str, number: int, difference: str, document: str = "") -> None:
-        """path: the tokenizer's file. number: the document's in the stream. document: its id and the start of its text."""
+        """path: the tokenizer's file. number: the document's, in the stream. document: its id and start of its text."""
         named = f"document {number} of the source{f' ({document})' if document else ''}: {difference}"
         remedy = "Build with the reference: --engine reference. A report to the engine's makers helps others"
         super().__init__(path, named, remedy=remedy, code="E410")

@@ -357,9 +357,8 @@ def _growth_of(steps: list[dict[str, Any]]) -> int:
     A step can lengthen the output of an earlier one only if it searches for one of its characters. A regular expression
     may match any character, and so may every step after one of another kind, such as NFKC.
     """
-    written: list[tuple[frozenset[str] | None, int]] = [
-        (None, 1)
-    ]  # characters that a step wrote (None: any), and how many
+    # For each step the characters that it wrote (None: any), and how many of them one character has become.
+    written: list[tuple[frozenset[str] | None, int]] = [(None, 1)]
     for step in steps:
         content = {"Replace": step.get("content"), "Prepend": step.get("prepend")}.get(step["type"])
         if not isinstance(content, str):
