@@ -30,7 +30,7 @@ from niels_gpt.eagle3.draft_kind import DRAFT_VOCAB
 from niels_gpt.eagle3.shard_units import SHARDS, PlannedFolder
 from niels_gpt.engine.units import (
     SHARDS_RULE,
-    Plan,
+    PartitionPlan,
     Unit,
     discard_plan,
     fix_plan,
@@ -306,11 +306,11 @@ class TargetUnits(CacheUnits):
                 self.found, self.fingerprint = found, found.fingerprint(KEY)
                 return
 
-    def _plan_there(self) -> Plan | None:
+    def _plan_there(self) -> PartitionPlan | None:
         plans = plans_of(self.path)
         return next((plan for plan in plans if plan.content["recipe"].get("fingerprint") == self.fingerprint), None)
 
-    def _fixed(self, there: Plan | None, fixes: bool) -> tuple[Plan, Prepared]:
+    def _fixed(self, there: PartitionPlan | None, fixes: bool) -> tuple[PartitionPlan, Prepared]:
         """Return the plan, written if `there` is None, and its prepared samples. `build_lock` is held."""
         from niels_gpt.eagle3.build import write_sidecar
 
@@ -333,7 +333,7 @@ class TargetUnits(CacheUnits):
             write_sidecar(work, prepared.plan, prepared.samples)
         return plan, prepared
 
-    def _fixed_plan(self, prepared: Prepared) -> Plan:
+    def _fixed_plan(self, prepared: Prepared) -> PartitionPlan:
         made, tokenizer = prepared.plan, prepared.resolved.tokenizer.sha256
         key = _build_key(made)
         if (there := next((plan for plan in plans_of(self.path) if plan.fingerprint == key), None)) is not None:
@@ -372,7 +372,7 @@ class TargetUnits(CacheUnits):
         return [_together(number, shards[number::total]) for number in range(total)]
 
     def _built(
-        self, plan: Plan, partition: Partition, wait: bool, progress: Progress | None
+        self, plan: PartitionPlan, partition: Partition, wait: bool, progress: Progress | None
     ) -> tuple[dict[str, Any], bool]:
         while (meta := self._sealed(plan)) is None:
             try:
@@ -399,7 +399,7 @@ class TargetUnits(CacheUnits):
         return replace(self._prepared, resolved=replace(found, options=options))
 
     @contextmanager
-    def _claimed(self, plan: Plan) -> Iterator[None]:
+    def _claimed(self, plan: PartitionPlan) -> Iterator[None]:
         """Hold the cache's lock, so that no seal or new start comes between. Raises: _Gone if one came before."""
         with versions.build_lock(self.path, wait=True):
             if not plan.is_there or self.is_current() or self._is_committed(plan):
@@ -465,7 +465,7 @@ class TargetUnits(CacheUnits):
                     fileio.remove(path)
         return True
 
-    def _commit(self, plan: Plan, sealed: str) -> dict[str, Any]:
+    def _commit(self, plan: PartitionPlan, sealed: str) -> dict[str, Any]:
         """Commit the finished version, and remove its plan. `build_lock` is held."""
         from niels_gpt.eagle3.format.layout import LOCK_NAME, SIDECAR
 
@@ -479,7 +479,7 @@ class TargetUnits(CacheUnits):
         self._has_committed = True
         return meta
 
-    def _is_committed(self, plan: Plan | None) -> bool:
+    def _is_committed(self, plan: PartitionPlan | None) -> bool:
         """Finish a commit that was killed after the version had left its folder; return whether there was one."""
         with suppress(FileNotFoundError):
             if plan is not None and not (plan.folder / WORK_NAME).is_dir():
@@ -519,7 +519,7 @@ def _together(number: int, shards: list[Unit]) -> Unit:
     return Unit(number, bad[0].state, f"shard {bad[0].number}: {bad[0].found}", items=items, tokens=tokens)
 
 
-def _receipt(prepared: Prepared, partition: Partition, plan: Plan) -> dict[str, Any]:
+def _receipt(prepared: Prepared, partition: Partition, plan: PartitionPlan) -> dict[str, Any]:
     """Return a partition's record, with keys of meta.json."""
     from niels_gpt.eagle3.format.plan import shards_of_part
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from niels_gpt.engine.units import Plan
+from niels_gpt.engine.units import PartitionPlan
 from niels_gpt.recipes.records import Outcome
 from niels_gpt.recipes.units import MadeUnit, Units
 from niels_gpt.settings import Settings
@@ -17,7 +17,7 @@ warnings.warn(CodedWarning("W104", _SAID), stacklevel=2)
 MadePartition = MadeUnit
 
 
-def prepare(settings: Settings, name: str, **how: Any) -> Plan | None:
+def prepare(settings: Settings, name: str, **how: Any) -> PartitionPlan | None:
     """Return `Units(...).plan`."""
     return Units(settings, name, **how).plan
 
