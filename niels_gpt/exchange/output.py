@@ -115,7 +115,7 @@ def ends_in(bounds: NDArray[np.int64], first: int, tokens: int) -> NDArray[np.in
 
 
 def continues_at(bounds: NDArray[np.int64], first: int) -> bool:
-    """Whether a document of a split lies on both sides of token `first`."""
+    """Return whether a document of a split lies on both sides of token `first`."""
     return bool(bounds[np.searchsorted(bounds, first)] != first)
 
 

@@ -32,8 +32,8 @@ _ONLY_IN_CACHES = (
 def open_cache(path: str | os.PathLike[str]) -> Cache:
     """Open a cache of any kind.
 
-    Raises: FileNotFoundError if there is no cache; CacheError for a part of a cache, E202 or E204 for a bad or missing
-        meta.json, E208 for an unknown kind.
+    Raises: FileNotFoundError if there is no cache; CacheError E209 for a part of a cache, E202 or E204 for a bad or
+        missing meta.json, E208 for an unknown kind.
     """
     refuse_unless_cache(Path(path))
     return Cache.open(path)
@@ -95,7 +95,7 @@ def refuse_unless_cache(path: Path) -> None:
     """Raise an error for a path that is no cache: a wrong argument, not damage.
 
     Accepts a damaged cache: its meta.json cannot be read, or is missing beside its tokens, or its version is gone.
-    Raises: FileNotFoundError if there is no folder, or no cache in it; CacheError for a part of a cache.
+    Raises: FileNotFoundError if there is no folder, or no cache in it; CacheError E209 for a part of a cache.
     """
     if _is_cache(path):
         return

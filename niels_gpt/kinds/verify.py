@@ -1,5 +1,4 @@
-"""Decide whether a finished cache is good: named checks (`verify`), and every damage with its file and bytes
-(`find_damage`).
+"""Decide whether a finished cache is good: `verify` makes named checks, `find_damage` lists damage with file and bytes.
 
 The checks of a kind stand in its table (kinds/kind.py), shared ones in checks.py. A rule yields a `Damage` for wrong
 bytes of the cache, or an error for a problem elsewhere or with another remedy.

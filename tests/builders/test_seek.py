@@ -18,7 +18,7 @@ from support.small_builds import batches_of
 from niels_gpt.cache import CacheError
 from niels_gpt.cache.build_pretrain import build_pretrain
 from niels_gpt.cache.build_sft import build_sft
-from niels_gpt.data import local
+from niels_gpt.data import reader
 from niels_gpt.data.files import parquet, rows
 from niels_gpt.recipes.plan import recipes
 from niels_gpt.settings import Settings
@@ -231,7 +231,7 @@ def test_what_was_read_is_neither_opened_nor_decoded_again(folder, monkeypatch):
 
     case = Case(*CASES["texts"], folder)
     meta = case.build(folder / "whole" / "c")
-    for module, name in ((rows, "parsed"), (rows, "opened_text"), (local, "read_text")):
+    for module, name in ((rows, "parsed"), (rows, "opened_text"), (reader, "read_text")):
         watched(module, name)
     watched(parquet, "usual_columns")
     case.build(folder / "other" / "c")

@@ -1,6 +1,6 @@
-"""Import: where the cache goes, and with which tokenizer; niels_gpt/exchange/importing.py makes it.
+"""Choose the place and the tokenizer of an imported cache; niels_gpt/exchange/importing.py writes it.
 
-All caches of pretrain/ and sft/ share the tokenizer of their folder. One of imported/ may have another, which lies
+All caches in pretrain/ and sft/ share the tokenizer of their folder. A cache in imported/ may have another, which lies
 with its versions, in imported/.versions/NAME/tokenizer, where readers look first.
 """
 
@@ -28,7 +28,7 @@ from niels_gpt.tokenizers.protocol import FullTokenizer
 from niels_gpt.work import Progress
 
 IMPORTED = "imported"
-"""The folder of caches that no build makes."""
+"""Folder for caches that no build makes."""
 _NAME = re.compile(r"(?:(pretrain|sft|imported)/)?(?!tokenizer$)([A-Za-z][A-Za-z0-9_]{0,99})")
 
 
@@ -48,14 +48,14 @@ def import_cache(
     utf8_bytes: bool = True,
     progress: Progress | None = None,
 ) -> Imported:
-    """Make a folder of another tool a cache of `cache_dir`.
+    """Import a folder of another tool as a cache of `cache_dir`.
 
-    name: NAME, which is imported/NAME; or imported/NAME, pretrain/NAME, sft/NAME. format: a key of FORMATS.
-    tokenizer: a path or an id of the hub, as the setting; None: the folder is an export of this project, and was made
-        with the tokenizer of `cache_dir`. val: a pattern of the files of val; None: by their names.
-    The other arguments are those of `ImportOptions`. progress: as of `import_folder`.
-    Raises: ValueError for a wrong argument; FileNotFoundError; CacheError E221 for what is not of the format, E222 for
-        an id outside the vocabulary, E223 for a tokenizer that is not known, or not that of the other caches; OSError.
+    name: NAME, which means imported/NAME; or imported/NAME, pretrain/NAME, sft/NAME. format: a key of FORMATS.
+    tokenizer: path or id of the hub, as in the setting; None: the folder is an export of this project, made with the
+        tokenizer of `cache_dir`. val: pattern for files of val; None: by their names.
+    Takes the other choices of `ImportOptions`. progress: called with files, bytes of tokens read, and bytes in all.
+    Raises: ValueError for a wrong argument; FileNotFoundError; CacheError E221 for a folder of another format, E222 for
+        an id outside the vocabulary, E223 for an unknown tokenizer, or another one than the other caches have; OSError.
     """
     if format not in FORMATS:
         raise ValueError(f"--from {format}: expected one of {', '.join(FORMATS)}")
@@ -94,7 +94,7 @@ def import_cache(
 
 
 def _record(source: Path, cache_dir: Path, key: str, flags: Mapping[str, object], seconds: float) -> None:
-    """Append the import to the runs of the cache, from which errors take the command that makes it again."""
+    """Append the import to the runs of the cache. Errors take the command from there that makes the cache again."""
     words = [str(source.absolute()), key]
     for flag, value in flags.items():
         if value is not None and value is not False:
@@ -104,7 +104,7 @@ def _record(source: Path, cache_dir: Path, key: str, flags: Mapping[str, object]
 
 
 def key_of(name: str) -> str:
-    """Return the key of the cache that an import makes: imported/wiki of wiki. Raises: ValueError."""
+    """Return the key of an imported cache: imported/wiki for wiki. Raises: ValueError for a malformed name."""
     found = _NAME.fullmatch(name)
     if found is None:
         expected = "up to 100 letters, digits and _, a letter first, alone or behind imported/, pretrain/ or sft/, "
@@ -114,14 +114,14 @@ def key_of(name: str) -> str:
 
 
 def _opened(source: Path, settings: Settings, of_manifest: str | None) -> FullTokenizer:
-    """Return the tokenizer of the ids: the named one, or that of the folder of caches where the manifest has it."""
+    """Return the tokenizer of the ids: the named one, or the folder's if the manifest has its sha256."""
     shared = Path(settings.cache_dir) / TOKENIZER_KEY
     if settings.tokenizer is not None:
         tokenizer = named_tokenizer(settings)
     elif of_manifest is None or (find_meta(shared) or {}).get("tokenizer_sha256") != of_manifest:
         found = "does not say which tokenizer made its ids"
         if of_manifest is not None:
-            found = f"ids of tokenizer {of_manifest[:12]}, which is not that of {shared}"
+            found = f"ids of tokenizer {of_manifest[:12]}, and {shared} has another one"
         remedy = "Name the tokenizer: --tokenizer with its folder, its file or its id of the hub"
         raise CacheError(source, found, remedy=remedy, code="E223")
     else:
@@ -133,9 +133,9 @@ def _opened(source: Path, settings: Settings, of_manifest: str | None) -> FullTo
 
 
 def _place(cache_dir: Path, key: str, tokenizer: FullTokenizer, settings: Settings) -> Callable[[], object]:
-    """Return what installs the tokenizer where readers of the cache find it, and no other cache does.
+    """Return a function that installs the tokenizer where readers of this cache find it, and readers of no other.
 
-    Raises: CacheError E223 for a cache of pretrain/ or sft/ whose folder has caches of another tokenizer.
+    Raises: CacheError E223 in pretrain/ or sft/ if the caches there have another tokenizer.
     """
     folder = cache_dir / TOKENIZER_KEY
     shared = (find_meta(folder) or {}).get("tokenizer_sha256") if folder.is_dir() else None
@@ -153,7 +153,7 @@ def _place(cache_dir: Path, key: str, tokenizer: FullTokenizer, settings: Settin
             of_builds = (each.meta for each in outcomes if not each.key.startswith(f"{IMPORTED}/"))
             others |= {meta.get("tokenizer_sha256") for meta in of_builds}
     if other := next((each for each in others if each not in (None, tokenizer.sha256)), None):
-        found, expected = f"ids of tokenizer {tokenizer.sha256[:12]}", f"tokenizer {other[:12]}, that of the others"
+        found, expected = f"ids of tokenizer {tokenizer.sha256[:12]}", f"tokenizer {other[:12]}, as in the other caches"
         remedy = f"Import it as {IMPORTED}/{key.partition('/')[2]}, or into another --cache-dir"
         raise CacheError(cache_dir / key, found, expected, remedy, code="E223")
     return lambda: None if shared is not None else ensure_tokenizer(settings)
