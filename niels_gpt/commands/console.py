@@ -7,22 +7,20 @@ import json
 import logging
 import os
 import re
-import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from textwrap import indent
-from typing import Any
+from typing import Any, TextIO
 
 import click
 from rich.text import Text
 from rich_click import RichCommand, RichCommandPanel, RichContext, RichGroup, RichHelpFormatter, RichOption
 
 from niels_gpt.display import bar
-from niels_gpt.display.tables import cut
+from niels_gpt.display.tables import WIDTH, cut, folded, hints, width
 from niels_gpt.interrupts import interruptible, say_interrupted
 from niels_gpt.progress import Progress
 from niels_gpt.settings import UsageError
@@ -78,8 +76,8 @@ def exit_code_of(error: BaseException) -> ExitCode:
 
 _HELP: dict[str, Any] = {
     "theme": "default-slim",
-    "width": min(100, shutil.get_terminal_size((100, 24)).columns),
-    "max_width": 100,
+    "width": WIDTH,
+    "max_width": WIDTH,
     "text_markup": None,
     "commands_before_options": True,
     "style_options_table_padding": (0, 1, 0, 0),
@@ -94,7 +92,10 @@ _SETTINGS: dict[str, Any] = {
 
 
 class _Help(RichCommand):
-    """Writes examples as they are, at the end of the help."""
+    """Writes examples at the end of the help.
+
+    examples: a line each, a command and, two spaces or more behind it, its purpose.
+    """
 
     examples = ""
     closing = ""
@@ -102,12 +103,15 @@ class _Help(RichCommand):
     def format_epilog(self, ctx: RichContext, formatter: RichHelpFormatter) -> None:  # type: ignore[override]
         """Write the examples, and what closes the help."""
         if self.examples:
-            formatter.write(Text.assemble(("Examples:\n", "bold"), indent(self.examples, "  "), "\n"))
+            parts = [line.partition("  ") for line in self.examples.split("\n")]
+            shown = hints([(command, why.strip()) for command, _, why in parts], formatter.width)
+            formatter.write(Text.assemble(("Examples:\n", "bold"), shown, "\n", no_wrap=True, overflow="ignore"))
         if self.closing:
             formatter.write(Text(f"{self.closing}\n"))
 
     def get_help(self, ctx: click.Context) -> str:
-        """Return the help without the spaces that fill its lines."""
+        """Return the help in lines that fit the terminal, without the spaces that fill them."""
+        ctx.terminal_width = min(width(), WIDTH)
         return "\n".join(line.rstrip() for line in super().get_help(ctx).rstrip().split("\n"))
 
 
@@ -152,7 +156,7 @@ class Command(_Help):
         count = ctx.meta[_WARNINGS]
         if not is_strict or not count or code is not ExitCode.GOOD:
             return code
-        print(f"--strict: {count} warning{'' if count == 1 else 's'}, so the exit code is 1", file=sys.stderr)
+        tell(f"--strict: {count} warning{'' if count == 1 else 's'}, so the exit code is 1")
         return ExitCode.FAILED
 
     def _status(self, ctx: click.Context) -> ExitCode:
@@ -237,7 +241,7 @@ def run(
             print(_error_as_json("E101", error.format_message()))
         print_error(UsageError(error.format_message()))
         if error.ctx is not None:
-            print(f"{error.ctx.get_usage().strip()}\nhelp: {error.ctx.command_path} --help", file=sys.stderr)
+            tell(f"{error.ctx.get_usage().strip()}\nhelp: {error.ctx.command_path} --help")
         code = ExitCode.USAGE
     except click.Abort:
         code = ExitCode.INTERRUPTED
@@ -256,11 +260,33 @@ def is_color_wanted() -> bool:
 def say(text: object, *, is_safe: bool = False) -> None:
     """Print a part of the result for people, control characters escaped; with --json nothing.
 
-    text: or a function that makes it. is_safe: whether they are escaped already, where the text has colours.
+    Lines that are wider than a terminal are folded at spaces; a pipe and a file get them as they are.
+    text: or a function that makes it. is_safe: the control characters are escaped already, and the text has colours.
     """
     if not click.get_current_context().meta[_JSON]:
         text = text() if callable(text) else text
-        print(text if is_safe else escaped(text), flush=True)
+        with bar.above_bars():
+            print(_fitting(str(text) if is_safe else escaped(text), sys.stdout), flush=True)
+
+
+def tell(text: str) -> None:
+    """Print a line to stderr, above a progress bar. Control characters are not escaped."""
+    with bar.above_bars():
+        print(_fitting(text, sys.stderr), file=sys.stderr, flush=True)
+
+
+def _fitting(text: str, stream: TextIO) -> str:
+    """Return a text whose lines fit a terminal; for a pipe or a file the same text."""
+    if not stream.isatty():
+        return text
+    columns = width(stream)
+    return "\n".join(part for line in text.split("\n") for part in folded(line, columns, _indent_of(line)))
+
+
+def _indent_of(line: str) -> str:
+    """Return what the further lines of a folded line begin with: two spaces more than the line itself, or none."""
+    start = len(line) - len(line.lstrip(" "))
+    return " " * (start + 2) if start else ""
 
 
 _JSON, _WARNINGS = "niels_gpt.json", "niels_gpt.warnings"
@@ -346,8 +372,7 @@ def is_unread(more: str = "") -> bool:
 
 def print_error(error: BaseException, of: str = "") -> None:
     """Print `error[CODE]: ` and an error to stderr, control characters escaped; of: what stands before it."""
-    text = cut(f"{of}{error}", end=_REMEDY)
-    print(f"error[{code_of(error)}]: {escaped(text)}", file=sys.stderr)
+    tell(f"error[{code_of(error)}]: {escaped(cut(f'{of}{error}', end=_REMEDY))}")
 
 
 def print_warning(code: str, message: object, *, is_counted: bool = True) -> None:
@@ -359,17 +384,27 @@ def print_warning(code: str, message: object, *, is_counted: bool = True) -> Non
     if context is not None and is_counted:
         context.meta[_WARNINGS] = context.meta.get(_WARNINGS, 0) + 1
     text = escaped(cut(str(message), end=_REMEDY, where=""))
-    print(f"warning[{code}]: {text}" if code else f"warning: {text}", file=sys.stderr)
+    tell(f"warning[{code}]: {text}" if code else f"warning: {text}")
 
 
 def log_to_stderr(level: int = logging.INFO) -> None:
     """Send log records to stderr as plain lines, control characters escaped, without the chatter of libraries."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Lines()
     handler.setFormatter(_EscapingFormatter("%(message)s"))
     handler.addFilter(_Once())
     logging.basicConfig(level=level, handlers=[handler])
     for library in ("httpx", "httpx2", "matplotlib", "botocore", "aiobotocore"):  # of requests, fonts and credentials
         logging.getLogger(library).setLevel(logging.WARNING)
+
+
+class _Lines(logging.Handler):
+    """Prints each record above the progress bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            tell(self.format(record))
+        except Exception:  # as every handler of logging: what cannot be printed ends no build
+            self.handleError(record)
 
 
 class _EscapingFormatter(logging.Formatter):

@@ -14,6 +14,7 @@ import click
 from rich_click import argument
 
 from niels_gpt.commands.console import ExitCode, Result, command, escaped, is_color_wanted, say
+from niels_gpt.display.tables import hints
 from niels_gpt.settings import Settings
 
 if TYPE_CHECKING:
@@ -74,5 +75,4 @@ def _next(root: Path, outcomes: list[Outcome]) -> str:
         tries.append((["eagle3", "stats", f"{root}/eagle3/targets"], "what a draft is trained on"))
     lines = [(shlex.join(["niels-gpt", *words]), why) for words, why in tries]
     lines.append(("niels-gpt build --help", "caches of the hub's datasets, and of your own text and chats"))
-    width = max(len(line) for line, _ in lines)
-    return "\n".join(["Try next:", *(f"  {line.ljust(width)}  {why}" for line, why in lines)])
+    return f"Try next:\n{hints(lines)}"

@@ -43,7 +43,8 @@ def outcomes_table(
 ) -> str:
     """Return a line for each cache: what was done and what it holds; failures, losses and refusals stand at the end.
 
-    refused: by a cache's key why its readers refuse it. timed: whether a run just made them.
+    refused: by a cache's key why its readers refuse it. timed: a run just made them; with the seconds of each, unless
+        all are up to date.
     """
     found: list[dict[str, str]] = []
     reasons = dict(refused)
@@ -56,7 +57,8 @@ def outcomes_table(
         state = "refused" if outcome.key in reasons else _state(outcome)
         found.append({"cache": outcome.key, "state": state, **cells})
     found += [{"cache": key, "state": "refused" if key in reasons else "FAILED"} for key in failures]
-    columns = ["cache", "state", "holds", "train tokens", "val tokens", "on disk", *["seconds"] * timed]
+    is_timed = timed and not all(outcome.reused for outcome in outcomes)  # of a look at a finished cache it says nothing
+    columns = ["cache", "state", "holds", "train tokens", "val tokens", "on disk", *["seconds"] * is_timed]
     if any("tokens" in cells for cells in found):  # of caches of one piece
         columns.insert(3, "tokens")
     rows = [tuple(columns), *(tuple(cells.get(name, "-") for name in columns) for cells in found)]

@@ -6,6 +6,7 @@ with progress_bar("notes") as progress:
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import warnings
@@ -15,6 +16,8 @@ from contextlib import contextmanager
 from niels_gpt.progress import Progress
 
 LINE_EVERY_S = 10.0
+_drawing: list[int] = []
+"""For each bar of this program on the terminal, the process that draws it; forked workers inherit the list."""
 _BYTES = ("B", "bytes")
 
 
@@ -31,8 +34,11 @@ def progress_bar(title: str, unit: str = "tok", items: str = "") -> Iterator[Pro
 
     is_notebook = "ipykernel" in sys.modules
     disable = False if is_notebook else None  # None: drawn on a terminal alone; a notebook's stderr is none
-    with tqdm(desc=title, unit=unit, unit_scale=unit in ("B", "tok"), leave=is_notebook, disable=disable) as bar:
+    named = unit if unit == "B" else f" {unit}"
+    with tqdm(desc=title, unit=named, unit_scale=unit in ("B", "tok"), leave=is_notebook, disable=disable) as bar:
         speed = _Speed()
+        if not bar.disable:
+            _drawing.append(os.getpid())
 
         def show(finished: int, done: int, total: int | None) -> None:
             if total != bar.total:
@@ -48,7 +54,23 @@ def progress_bar(title: str, unit: str = "tok", items: str = "") -> Iterator[Pro
                 bar.set_postfix({items: finished}, refresh=False)
             bar.update(done - bar.n)
 
-        yield show
+        try:
+            yield show
+        finally:
+            if not bar.disable:
+                _drawing.pop()
+
+
+@contextmanager
+def above_bars() -> Iterator[None]:
+    """Clear the bars on the terminal, and draw them again at the end: a line that is printed meanwhile stands above."""
+    if os.getpid() not in _drawing:
+        yield
+        return
+    from tqdm import tqdm
+
+    with tqdm.external_write_mode(file=sys.stderr):  # it holds the lock of all bars
+        yield
 
 
 def progress_lines(write: Callable[[str], object], unit: str = "tok", items: str = "") -> Progress:
